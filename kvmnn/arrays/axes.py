@@ -34,7 +34,8 @@ class Laid:
     Parameters
     ----------
     axes
-        A letter of `LETTERS` for each axis, in either case: h, t and d are needed. None leaves the axes as they are.
+        A letter of `LETTERS` for each axis, in either case: h, t and d are needed; h may be left out, without 2, for
+        latent attention, which has one tensor for K and V. None leaves the axes as they are.
     shape
         What every array is taken as first; -1 stands for what is left. None for its own.
     batch
@@ -63,7 +64,8 @@ class Laid:
         if self.axes is not None:
             object.__setattr__(self, "axes", self.axes.lower())
             letters = set(self.axes)
-            if len(letters) != len(self.axes) or not set("htd") <= letters <= set(LETTERS):
+            needed = set("htd") if "2" in letters else set("td")
+            if len(letters) != len(self.axes) or not needed <= letters <= set(LETTERS):
                 raise OptionError(
                     f"axes {self.axes!r}: expected h (kv_head), t (token) and d (dimension), each once, and where "
                     "there are such l (layer), b (batch) and 2 (K and V)"
@@ -79,6 +81,8 @@ class Laid:
 
 def laid_out(source: Source, laid: Laid, where: str) -> Source:
     """A source with its arrays as the caller says they lie.
+
+    Arrays whose names say neither K nor V are the one tensor of latent attention where they have one head: K alone.
 
     With `Laid.axes` all arrays become K and V of layers, ``layer_<n>.key`` and ``layer_<n>.value``: ``[kv_head, token,
     head_dim]``, with a batch in front where there is such an axis. Nothing is read before it is asked for.
@@ -109,7 +113,12 @@ def laid_out(source: Source, laid: Laid, where: str) -> Source:
         arrays = [_shaped(array, laid.shape, where) for array in source.arrays]
         source = replace(source, arrays=arrays, metadata=metadata_of_part(source.metadata))
         if laid.axes:
-            source.arrays = _sorted(where, arrays, laid.axes, pages=laid.pages)
+            arrays, axes = _with_heads(arrays, laid.axes)
+            is_latent = "2" not in axes and _are_latent(arrays, axes)
+            source.arrays = _sorted(where, arrays, axes, pages=laid.pages, is_latent=is_latent)
+            if is_latent:
+                note = f"{where}: its arrays are taken as K alone, as latent attention has one tensor for K and V"
+                source.notes = [*source.notes, note]
             source.axes = "bhtd" if "b" in laid.axes else "htd"
     if laid.batch is not None and not (laid.where_needed and not _may_have_batch(source)):
         source = _one_of_batch(source, laid.batch, where)
@@ -205,7 +214,32 @@ def _product(shape: Sequence[int]) -> str:
     return f"{math.prod(shape):,} ({list(shape)})"
 
 
-def _sorted(where: str, arrays: Sequence[NamedArray], axes: str, *, pages: bool) -> list[NamedArray]:
+def _with_heads(arrays: list[NamedArray], axes: str) -> tuple[list[NamedArray], str]:
+    """Return the arrays with an axis of one head in front of the tokens, where their axes have none."""
+    if "h" in axes or any(len(array.shape) != len(axes) for array in arrays):
+        return arrays, axes
+    place = axes.index("t")
+    arrays = [replace(array, shape=(*array.shape[:place], 1, *array.shape[place:])) for array in arrays]
+    return arrays, axes.replace("t", "ht")
+
+
+def _are_latent(arrays: Sequence[NamedArray], axes: str) -> bool:
+    """Whether arrays of one head have names that say neither K nor V."""
+    return all(
+        len(array.shape) == len(axes) and array.shape[axes.index("h")] == 1 and not _names_part(array.name)
+        for array in arrays
+    )
+
+
+def _names_part(name: str) -> bool:
+    try:
+        part_of("", name)
+    except SourceError:
+        return conventional(name) is not None
+    return True
+
+
+def _sorted(where: str, arrays: Sequence[NamedArray], axes: str, *, pages: bool, is_latent: bool) -> list[NamedArray]:
     found: dict[tuple[int, Part], list[Seen]] = {}
     for array in arrays:
         if len(array.shape) != len(axes):
@@ -216,7 +250,7 @@ def _sorted(where: str, arrays: Sequence[NamedArray], axes: str, *, pages: bool)
         if array.itemsize != array.word_bytes:
             raise MissingOptionError(f"{where}: array {array.name!r} holds raw bytes: say their --shape")
         words = _Words(array)
-        for layer, part, place in _parts(where, array, axes, alone=len(arrays) == 1):
+        for layer, part, place in _parts(where, array, axes, alone=len(arrays) == 1, is_latent=is_latent):
             if (layer, part) in found and not pages:
                 raise MissingOptionError(
                     f"{where}: there are several {part}s of layer {layer}: {array.name!r} is one of them (--pages: "
@@ -247,14 +281,16 @@ def _joined(where: str, pages: Sequence[Seen]) -> NamedArray:
     return strided_pages(whole, [view for _, view in pages])
 
 
-def _parts(where: str, array: NamedArray, axes: str, *, alone: bool) -> Iterator[tuple[int, Part, dict[str, int]]]:
+def _parts(
+    where: str, array: NamedArray, axes: str, *, alone: bool, is_latent: bool
+) -> Iterator[tuple[int, Part, dict[str, int]]]:
     """Layer, part, and where along the axes of layers and of K and V it lies."""
     lengths = dict(zip(axes, array.shape, strict=True))
     if lengths.get("2", 2) != 2:
         raise SourceError(f"{where}: array {array.name!r}: the axis of K and V has length {lengths['2']}: expected 2")
     if lengths.get("l", 1) > _MOST_LAYERS:
         raise SourceError(f"{where}: array {array.name!r}: {lengths['l']:,} layers along an axis")
-    parts = PARTS if "2" in axes else (_part_of(where, array),)
+    parts = PARTS if "2" in axes else PARTS[:1] if is_latent else (_part_of(where, array),)
     for number, part in enumerate(parts):
         along = {"2": number} if "2" in axes else {}
         if "l" in axes:
@@ -270,7 +306,8 @@ def _part_of(where: str, array: NamedArray) -> Part:
         return part_of(where, array.name)[0]
     except SourceError as error:
         raise MissingOptionError(
-            f"{error}, or 2 in --axes for an axis of K and V (an array of a .npy file is called as the file)"
+            f"{error}, or 2 in --axes for an axis of K and V, or no h where one tensor is both, as in latent attention "
+            "(an array of a .npy file is called as the file)"
         ) from None
 
 

@@ -175,7 +175,7 @@ def compare_close(first: Source, second: Source, atol: float, held: tuple[Held, 
 
 def _layers(source: Source) -> dict[tuple[int, Part], LayerArray]:
     try:
-        entries = sorted_layers(source)
+        entries = sorted_layers(source, keys_alone=True)
     except SourceError as error:
         raise type(error)(f"{error}; a tolerance is about K and V of layers") from None
     return {(entry.layer, entry.part): entry for entry in entries}

@@ -147,7 +147,7 @@ def compare(first: Source, second: Source, held: tuple[Held, Held] | None = None
 def layers_by_place(source: Source) -> _Layers | None:
     """K and V of every layer of a source; None where its arrays are no such."""
     try:
-        return {(entry.layer, entry.part): entry for entry in sorted_layers(source)}
+        return {(entry.layer, entry.part): entry for entry in sorted_layers(source, keys_alone=True)}
     except SourceError:
         return None
 
@@ -156,7 +156,7 @@ def _hints(first: Source, second: Source) -> Iterator[str]:
     """What would have to be said of the axes, so that layers are compared rather than names."""
     for source in (first, second):
         try:
-            sorted_layers(source)
+            sorted_layers(source, keys_alone=True)
         except AxesError as error:
             yield str(error)
         except SourceError:

@@ -151,10 +151,15 @@ def place_of(array: NamedArray, token_major: bool) -> tuple[Part, int | None, in
         raise MissingOptionError(
             f"array {array.name!r}: its name does not say whether it is K or V of which layer: expected e.g. "
             f"'{array_name(0, 'key')}', 'k' with --axes that have l for an axis of layers, or 2 in them for one of K "
-            "and V (an array of a .npy file is called as the file)"
+            "and V (an array of a .npy file is called as the file)" + _advice_on_latents(array)
         ) from None
     layer = layer_of(rest)
     return part, layer, 0, token_major or (is_numbered(array.name) and _tokens_first(array))
+
+
+def _advice_on_latents(array: NamedArray) -> str:
+    """What to say of arrays with two axes, as latent attention has them."""
+    return "; --axes td takes it as the one tensor of latent attention" if len(array.shape) == 2 else ""
 
 
 def _tokens_first(array: NamedArray) -> bool:
@@ -281,6 +286,22 @@ def sorted_layers(source: Source, *, token_major: bool = False, keys_alone: bool
         return sort(source.arrays, token_major=source.token_major or token_major, keys_alone=keys_alone)
     except SourceError as error:
         raise type(error)(f"{place_said(source)}{error}") from None
+
+
+def sorted_with_latents(source: Source, *, token_major: bool = False) -> list[LayerArray]:
+    """`sorted_layers` where K alone may be all that a model keeps: an engine says so, or each layer has one head.
+
+    Latent attention stores one tensor for K and V, without heads. K of several heads lacks its V.
+    """
+    arrays = sorted_layers(source, token_major=token_major, keys_alone=True)
+    heads = arrays[0].geometry[0]
+    has_values = any(entry.part == "value" for entry in arrays)
+    if not has_values and source.engine_cache is None and heads != 1:
+        raise SourceError(
+            f"{place_said(source)}layer {arrays[0].layer} has no array of its values: K alone is all that latent "
+            f"attention keeps, of one kv head, and these have {heads}"
+        )
+    return arrays
 
 
 def place_said(source: Source) -> str:

@@ -73,7 +73,7 @@ def noted_positions(source: Source, tokens: Sequence[int], numbers: Sequence[int
 def held_by(source: Source) -> Held:
     """Which tokens of the text each layer holds, wherever the source says it; raises as `noted_positions`."""
     try:
-        keys = {entry.layer: entry for entry in sorted_layers(source)}
+        keys = {entry.layer: entry for entry in sorted_layers(source, keys_alone=True)}
     except SourceError:
         return held_tokens(source)
     noted = noted_positions(source, [entry.geometry[1] for entry in keys.values()], list(keys))

@@ -213,7 +213,7 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
     SourceError
         When arrays have no place in a cache.
     """
-    arrays = layers.sorted_layers(source, keys_alone=source.engine_cache is not None)
+    arrays = layers.sorted_with_latents(source)
     values = {entry.layer: entry for entry in arrays if entry.part == "value"}
     found.coded.add(source)
     found.completeness = source.completeness

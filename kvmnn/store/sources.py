@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays.casting import widened
 from ..arrays.completeness import IncompleteCacheError, require_complete
 from ..arrays.layer_cache import LayerCache
-from ..arrays.layers import LayerArray, array_name, check_pairs, place_said, sorted_layers
+from ..arrays.layers import LayerArray, array_name, check_pairs, place_said, sorted_with_latents
 from ..arrays.named_array import in_memory
 from ..arrays.own_order import for_other_engines
 from ..arrays.source import Source
@@ -75,8 +75,7 @@ def layers_of(source: Source, *, token_major: bool = False, with_windows: bool =
         raise SourceError(f"{where}: is a batch with padding: --batch N takes one text of it, from 0")
     if source.engine_cache is not None and not windows and not source.engine_cache.is_whole:
         raise SourceError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
-    has_keys_alone = source.engine_cache is not None
-    arrays = sorted_layers(for_other_engines(source)[0], token_major=token_major, keys_alone=has_keys_alone)
+    arrays = sorted_with_latents(for_other_engines(source)[0], token_major=token_major)
     has_values = any(entry.part == "value" for entry in arrays)
     if has_values:
         check_pairs(arrays, place_said(source), one_size=False)

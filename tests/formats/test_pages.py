@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from vllm_files import folder
 
 import kvmnn
 from kvmnn.errors import SourceError
@@ -68,17 +68,6 @@ def test_a_page_of_sglang_is_asked_for_its_type(tmp_path: Path, run: Any) -> Non
     run("measure", path, "--dtype", "bf16", "--shape", "2,3,8,2,4", "--axes", "2lthd")
     said = run("measure", path, "--dtype", "bf16", "--shape", "2,3,8,2,5", "--axes", "2lthd", code=1).err
     assert "has 384 words: expected 480 ([2, 3, 8, 2, 5])" in said
-
-
-def folder(path: Path, shape: tuple[int, ...], layers: int = 12) -> list[np.ndarray]:
-    path.mkdir()
-    arrays = [drawn(n, shape) for n in range(layers)]
-    for n, array in enumerate(arrays):
-        header = {"kv_cache": {"dtype": "BF16", "shape": shape, "data_offsets": [0, array.nbytes]}}
-        text = json.dumps(header).encode()
-        file = path / f"model.layers.{n}.self_attn.attn.safetensors"
-        file.write_bytes(len(text).to_bytes(8, "little") + text + array.tobytes())
-    return arrays
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arrays.named_array import NamedArray
-from ..arrays.names import conventional
+from ..arrays.names import conventional, layer_of
 from ..arrays.source import FILE_KEY
-from ..dtypes import Floats
-from ..errors import MissingOptionError, SourceError
+from ..dtypes import PARTS, Floats
+from ..errors import MissingOptionError, OptionError, SourceError
 from ..files.json_document import parse, read_bounded
 from ..files.output import FileOutput
 from ..h2o.config import H2OConfig
@@ -38,13 +38,14 @@ def plan_file(
     tokens: int | None = None,
     threads: int = 1,
     tile: int | None = None,
+    batch: int | None = None,
     force: bool = False,
 ) -> LayerPlans:
     """Plan an eviction for every layer of a file of scores or of attention, as if each layer triggered now.
 
     Parameters
     ----------
-    path, config, options, kind, tokens, threads, tile
+    path, config, options, kind, tokens, threads, tile, batch
         As for `read_scores`.
     output
         A JSON file to write, for `kvmnn compact --plan`.
@@ -58,7 +59,9 @@ def plan_file(
     """
     config = config or H2OConfig()
     started = time.perf_counter()
-    scores = read_scores(path, config, options=options, kind=kind, tokens=tokens, threads=threads, tile=tile)
+    scores = read_scores(
+        path, config, options=options, kind=kind, tokens=tokens, threads=threads, tile=tile, batch=batch
+    )
     plans = plan_layers(scores, config)
     plans = replace(plans, input=path, output=output, seconds=time.perf_counter() - started)
     if output is not None:
@@ -77,6 +80,7 @@ def read_scores(
     tokens: int | None = None,
     threads: int = 1,
     tile: int | None = None,
+    batch: int | None = None,
 ) -> list[LayerScores]:
     """Block scores of each layer in a file.
 
@@ -91,19 +95,24 @@ def read_scores(
         For files of arrays.
     kind
         ``"scores"``: ``[blocks]``, or ``[layers, blocks]``. ``"attention"``: ``[heads, keys]``,
-        ``[heads, queries, keys]`` or ``[layers, heads, queries, keys]``. None: scores with one axis, else attention.
+        ``[heads, queries, keys]`` or ``[layers, heads, queries, keys]``; of a file with an array for each layer
+        ``[batch, heads, queries, keys]``. None: scores with one axis, else attention.
     tokens
         Tokens of every layer, for scores; by default all blocks are full.
     threads, tile
         As for `block_sums`.
+    batch
+        Which text of a batch, from 0; None for the only one.
 
     Raises
     ------
     SourceError, ManifestError
-        For a file that holds something else; `MissingOptionError` for a cache.
+        For a file that holds something else; `MissingOptionError` for a cache, and for a batch of several texts
+        without `batch`; `OptionError` for a text that is not there.
     """
     found: list[LayerScores] = []
-    for name, array in _json(path) if PurePath(path).suffix.lower() == ".json" else _arrays(path, options):
+    arrays = _json(path) if PurePath(path).suffix.lower() == ".json" else _arrays(path, options)
+    for name, array in _texts(path, arrays, kind, batch):
         what = kind or ("scores" if array.ndim == 1 else "attention")
         for label, part in _layers(path, name, array, what):
             if what == "scores":
@@ -116,6 +125,33 @@ def read_scores(
             else:
                 scores = _scored(part, config, threads, tile)
                 found.append(LayerScores(name=label, kv_len=part.shape[-1], scores=scores))
+    return found
+
+
+def _texts(
+    path: str, arrays: list[tuple[str, Floats]], kind: str | None, batch: int | None
+) -> list[tuple[str, Floats]]:
+    """The arrays of one text: where each is of one layer, the first of four axes is a batch."""
+    if [name for name, _ in arrays] == list(PARTS):  # of a list of two tensors, which K and V often are
+        arrays = [(f"layer_{number}", array) for number, (_, array) in enumerate(arrays)]
+    is_by_layer = len(arrays) > 1 or layer_of(arrays[0][0]) is not None
+    of_batch = [is_by_layer and array.ndim == 4 and kind != "scores" for _, array in arrays]
+    if batch is not None and not any(of_batch):
+        raise OptionError(f"{path}: its arrays have no axis for a batch: leave --batch out")
+    found = []
+    for (name, array), has_batch in zip(arrays, of_batch, strict=True):
+        if not has_batch:
+            found.append((name, array))
+            continue
+        texts = array.shape[0]
+        if batch is None and texts != 1:
+            raise MissingOptionError(
+                f"{path}: {name} has the shape {array.shape}, attention of a batch of {texts} texts: --batch N plans "
+                "one of them, from 0"
+            )
+        if batch is not None and batch >= texts:
+            raise OptionError(f"{path}: {name} is of a batch of {texts}: expected --batch 0 to {texts - 1}")
+        found.append((name, array[batch or 0]))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import hf_files
 import llama_files
@@ -84,3 +85,37 @@ def test_attention_in_frames_is_planned(here: Path, capsys: pytest.CaptureFixtur
         assert main(["plan", path, "--no-map"]) == 0
         lines.append(capsys.readouterr().out)
     assert lines[0] == lines[1] != ""
+
+
+def attentions(layers: int, batch: int, heads: int = 3, tokens: int = 20) -> list[np.ndarray]:
+    drawn = np.random.default_rng(layers).random((layers, batch, heads, tokens, tokens)).astype("<f4")
+    return list(drawn / drawn.sum(axis=-1, keepdims=True))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5])
+def test_attention_of_a_list_of_layers_has_a_batch_inside(tmp_path: Path, run: Any, layers: int) -> None:
+    """What torch.save(outputs.attentions) writes: the first axis of each tensor is the batch, whatever its length."""
+    tensors = attentions(layers, 2)
+    for value in (tensors, tuple(tensors)):
+        path = hf_files.save(tmp_path / "attentions.pt", value)
+        for text in (0, 1):
+            alone = hf_files.save(tmp_path / "one.pt", [tensor[text : text + 1].copy() for tensor in tensors])
+            found = plan_file(str(path), H2OConfig(block_tokens=4), batch=text)
+            assert len(found.layers) == layers
+            assert found.entries() == plan_file(str(alone), H2OConfig(block_tokens=4)).entries()
+            np.save(tmp_path / "stacked.npy", np.stack([tensor[text] for tensor in tensors]))
+            assert found.entries() == plan_file(str(tmp_path / "stacked.npy"), H2OConfig(block_tokens=4)).entries()
+        said = run("plan", path, "--block", "4", code=2).err
+        assert "attention of a batch of 2 texts: --batch N plans one of them" in said
+        assert "expected --batch 0 to 1" in run("plan", path, "--block", "4", "--batch", "2", code=2).err
+        run("plan", path, "--block", "4", "--batch", "1")
+    np.save(tmp_path / "layers.npy", np.stack([tensor[0] for tensor in tensors]))
+    assert "leave --batch out" in run("plan", tmp_path / "layers.npy", "--batch", "0", code=2).err
+
+
+def test_attention_by_name_has_a_batch_inside(tmp_path: Path) -> None:
+    tensors = attentions(3, 1)
+    np.savez(tmp_path / "onnx.npz", **{f"attentions.{n}": tensor for n, tensor in enumerate(tensors)})
+    np.savez(tmp_path / "plain.npz", **{f"attentions.{n}": tensor[0] for n, tensor in enumerate(tensors)})
+    plans = [plan_file(str(tmp_path / name), H2OConfig(block_tokens=4)) for name in ("onnx.npz", "plain.npz")]
+    assert plans[0].entries() == plans[1].entries() and len(plans[0].layers) == 3

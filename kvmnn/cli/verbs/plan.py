@@ -29,6 +29,7 @@ _TEXT = """Plan an eviction: what would stay, and a picture of it. Nothing is ch
 Without --policy, H2O as the engine plans it, from scores of blocks or from attention. Every layer is planned as if it
 triggered now. IN is an array with one axis (scores of blocks) or with two to four (attention: [heads, keys], [heads,
 queries, keys], [layers, heads, queries, keys]), a file of one such array for each layer, or a .json list of scores.
+What torch.save(outputs.attentions) wrote is a list of layers, [batch, heads, queries, keys]: --batch N takes one text.
 
   kvmnn plan attention.npy --block 64 --sink 32 --recent 256 --target-ratio 3.5
   kvmnn plan attention.npy --config config.json
@@ -47,7 +48,7 @@ those of each head, and compact refuses it: packed files hold the same tokens fo
 _OF_CACHES = (
     "seed",
     "token_major",
-    *axes_options.NAMES,
+    *(name for name in axes_options.NAMES if name != "kv_batch"),
     *(name for name in packed_options.LAYING if name != "tokens"),
     *engine_options.CHOOSING,
 )
@@ -115,6 +116,7 @@ def _of_scores(arguments: argparse.Namespace, output: str | None) -> LayerPlans:
         tokens=arguments.tokens[0] if arguments.tokens else None,
         threads=arguments.engine_threads,
         tile=arguments.tile,
+        batch=arguments.kv_batch,
         force=arguments.force,
     )
 

@@ -61,28 +61,53 @@ class CacheRows:
 
 def find_rows(cache: Cache) -> CacheRows:
     """Find the rows of every layer that hold tokens, with their positions."""
-    used = [_used(layer) for layer in cache.layers]
-    full = [rows.size for layer, rows in zip(cache.layers, used, strict=True) if not layer.is_window]
+    used = [_count_used(layer) for layer in cache.layers]
+    full = [size for layer, size in zip(cache.layers, used, strict=True) if not layer.is_window]
     said = [layer.seen or 0 for layer in cache.layers]
     tokens = max([*full, *said, cache.seen or 0])
+    hole = _find_hole(cache, tokens)
+    indexes = [_index(layer, size, tokens, hole) for layer, size in zip(cache.layers, used, strict=True)]
     if cache.sinks is not None:
-        rows = [_of_sinks(index, cache.sinks, tokens) for index in used]
+        rows = [_of_sinks(index, cache.sinks, tokens) for index in indexes]
     else:
-        rows = [_placed(layer, index, tokens) for layer, index in zip(cache.layers, used, strict=True)]
-    return CacheRows(tuple(rows), max(tokens, *(index.size for index in used)), _evicted(cache, rows, tokens))
+        rows = [_placed(layer, index, tokens) for layer, index in zip(cache.layers, indexes, strict=True)]
+    return CacheRows(tuple(rows), max(tokens, *used), _evicted(cache, rows, tokens))
 
 
-def _used(layer: Layer) -> Indices:
+def _count_used(layer: Layer) -> int:
+    """Rows that surely hold tokens: of a buffer that says no length up to the last that is not all zeros."""
     rows = int(layer.keys.shape[2])
     if not layer.is_buffer:
-        return np.arange(rows)
-    if layer.seen is not None:
-        return np.arange(min(layer.seen, rows))
-    if not layer.is_window:
-        return np.arange(used_rows(layer.keys))
-    # Versions before 4.52 leave a row of zeros where a window became full token by token: it is no token.
-    words = layer.keys.view()
-    return np.flatnonzero(words.view(f"u{words.dtype.itemsize}").any(axis=(0, 1, 3)))
+        return rows
+    return used_rows(layer.keys) if layer.seen is None else min(layer.seen, rows)
+
+
+def _index(layer: Layer, used: int, tokens: int, hole: int | None) -> Indices:
+    """The rows of a layer that hold tokens, where the model has seen this many."""
+    if not layer.is_buffer or layer.seen is not None or used == 0 or tokens == 0:
+        return np.arange(used)
+    # K of a token may be all zeros in some layers, as padding's embedding is: what other layers hold counts here too.
+    index = np.arange(min(tokens, int(layer.keys.shape[2])))
+    return index[index != hole] if layer.is_window and hole is not None else index
+
+
+def _find_hole(cache: Cache, tokens: int) -> int | None:
+    """The row of zeros that transformers before 4.52 leaves in windows that became full token by token.
+
+    A window of W rows is turned round one token too early, so an empty row goes through it from W - 2 to 0.
+    """
+    windows = [layer for layer in cache.layers if layer.is_window and layer.is_buffer and layer.seen is None]
+    sizes = {int(layer.keys.shape[2]) for layer in windows}
+    if len(sizes) != 1:
+        return None
+    size = sizes.pop()
+    hole = 2 * size - 2 - tokens
+    if not 0 <= hole < size - 1:
+        return None
+    rows = (tensor.view()[:, :, hole] for layer in windows for tensor in (layer.keys, layer.values))
+    return (
+        None if any(words.view(f"u{words.dtype.itemsize}").any() for words in map(np.ascontiguousarray, rows)) else hole
+    )
 
 
 def _placed(layer: Layer, index: Indices, tokens: int) -> TokenRows:

@@ -119,3 +119,17 @@ def test_pairs_with_a_window_between_layers_that_hold_all(tmp_path: Path) -> Non
         assert source.engine_cache is not None and source.engine_cache.layer_runs == (((13, 7),), ((0, 20),))
     alone = kvmnn.open(save(tmp_path / "cache.pt", value[:1]))
     assert alone.engine_cache is not None and alone.engine_cache.positions_unknown
+
+
+@pytest.mark.parametrize("tokens", [6, 14, 20])
+def test_tokens_whose_keys_are_zeros_are_tokens(tmp_path: Path, tokens: int) -> None:
+    """K and V of a token with the embedding of padding are zeros in the first layer."""
+    made = pairs(tokens, layers=4, shape=(1, 2, tokens, 4), dtype="fp16")
+    for part in (*made[0], *made[1]):
+        part[:, :, [0, -1]] = 0
+    value = hybrid_cache(made, [True, False, True, False], window=WINDOW, rows=ROWS)
+    for source in both(tmp_path, value):
+        stored = min(tokens, WINDOW)
+        assert source["layer_0.key"].to_numpy().tobytes() == made[0][0][:, :, -stored:].tobytes()
+        assert source["layer_1.value"].to_numpy().tobytes() == made[1][1].tobytes()
+        assert source.completeness is not None and source.completeness.is_complete

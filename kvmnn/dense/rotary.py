@@ -23,7 +23,10 @@ SCALINGS = ("linear", "ntk", "yarn", "llama3")
 
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510")
 _EXACT = Context(prec=40)
-_INTERLEAVED_MODELS = ("gptj", "codegen", "cohere", "cohere2", "glm", "glm4", "chatglm", "llama4")
+_INTERLEAVED_MODELS = (
+    *("gptj", "codegen", "cohere", "cohere2", "glm", "glm4", "chatglm", "llama4", "llama4_text"),
+    *("ernie4_5", "ernie4_5_moe", "helium", "glm_ocr"),
+)
 """Values of `model_type` whose pairs lie side by side."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -14,6 +14,7 @@ from ..checks import shown
 from ..dtypes import DType, Indices, Words
 from ..errors import KvmnnError
 from . import _stream
+from .frequencies import RopeFrequencies
 from .header import DTYPES, rows_of
 from .rotary import PAIRINGS, Rotary
 from .taking import all_positions, checked_array
@@ -67,7 +68,7 @@ class _Sample:
             DTYPES.index(kind), heads, array.shape[2], words, None, anything, positions[rows], None
         )
 
-    def alike(self, tried: _Candidate | Rotary | None) -> int:
+    def alike(self, tried: _Candidate | Rotary | RopeFrequencies | None) -> int:
         return self._input.alike(None if tried is None else tried.rotation)
 
 
@@ -116,6 +117,46 @@ def find_rotary(array: Words, positions: Any = None, *, dtype: str | None = None
         found = {one: sample.alike(one) for one in finalists}
     best = max(found, key=lambda one: found[one])
     return best.rotary() if _better(found[best], plain) else None
+
+
+def rate_rotations(
+    array: Words,
+    ropes: Sequence[RopeFrequencies | None],
+    positions: Any = None,
+    *,
+    dtype: str | None = None,
+) -> list[int]:
+    """Rate ways in which K may have been rotated by how alike its rows are without that rotation.
+
+    Parameters
+    ----------
+    array, positions, dtype
+        As for `find_rotary`.
+    ropes
+        Of at most head_dim dims each; None for no rotation.
+
+    Returns
+    -------
+    list of int
+        For each the number of elements that the row before predicts: compare them by `is_clearly_better`. Empty where
+        there are too few tokens to tell.
+    """
+    kind, at, span = _checked(array, positions, dtype)
+    if not span.size:
+        return []
+    sample = _Sample(array, kind, at, _runs(span, _RUN))
+    return [sample.alike(rope) for rope in ropes]
+
+
+def is_clearly_better(rating: int, other: int) -> bool:
+    """Return whether a rating of `rate_rotations` is higher than another by more than chance."""
+    return _better(rating, other)
+
+
+def similar_rotaries(rotary: Rotary) -> list[Rotary]:
+    """Return what else `find_rotary` tries of the same dims and pairing."""
+    tried = (each.rotary() for each in _of_shape(rotary.dims, rotary.pairing))
+    return [each for each in tried if each != rotary]
 
 
 class Trial:

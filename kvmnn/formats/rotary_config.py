@@ -10,7 +10,7 @@ from ..errors import KvmnnError, SourceError
 from ..files.json_document import read_object
 
 SETTINGS: Final = ("config.json", "llm_config.json")
-_PARTS = ("text_config", "llm_config", "language_config")
+PARTS: Final = ("text_config", "llm_config", "language_config")
 """Where models of several parts keep the settings of the language model."""
 _KNOWN = ("default", "mrope", "linear", "dynamic", "ntk", "yarn", "llama3")
 _UNSCALED = ("mrope",)
@@ -59,7 +59,7 @@ def read_rotary(path: str, head_dim: int) -> tuple[Rotary | None, list[str]]:
 
 def _plain(fields: dict[str, Any], head_dim: int, where: str, notes: list[str]) -> dict[str, Any]:
     """The settings of the language model, with one set of rotary parameters, whose scaling is known."""
-    for part in _PARTS:
+    for part in PARTS:
         if isinstance(fields.get(part), dict):
             fields = {**fields, **fields[part], part: None}
     if fields.get("head_dim") is None and not (fields.get("hidden_size") and fields.get("num_attention_heads")):

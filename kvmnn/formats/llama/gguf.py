@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from ...dense import Rotary
@@ -31,7 +32,7 @@ _NEIGHBOURS = frozenset(
 """Architectures whose pairs are neighbours (LLAMA_ROPE_TYPE_NORM in llama.cpp)."""
 _SHARING = ("gemma3n",)
 """Architectures whose layers share K, though older files do not say how many do."""
-_MOST_KEYS = 1 << 16
+_MOST_KEYS, _MOST_AXES = 1 << 16, 8
 MAX_LAYERS = 1 << 16
 
 
@@ -50,18 +51,18 @@ def is_gguf(path: str) -> bool:
 
 def read_fields(path: str) -> tuple[str, dict[str, Any]]:
     """Return the architecture of a model and the fields of its header; errors as `read_geometry`."""
-    fields = _Header(path).fields()
+    fields = GgufHeader(path).fields()
     return _architecture(path, fields), fields
 
 
 def architecture(path: str) -> str:
     """The architecture of a model; errors as `read_geometry`."""
-    return _architecture(path, _Header(path).fields())
+    return _architecture(path, GgufHeader(path).fields())
 
 
 def rotary_dim(path: str) -> int | None:
     """Dimensions of a head that RoPE turns; None where the model does not say it. Errors as `read_geometry`."""
-    fields = _Header(path).fields()
+    fields = GgufHeader(path).fields()
     return positive(fields.get(f"{_architecture(path, fields)}.rope.dimension_count"))
 
 
@@ -80,7 +81,7 @@ def read_geometry(path: str, layers: int) -> Geometry:
     SourceError
         When the file is no GGUF file, is damaged, has fewer layers, or does not say the kv heads of these.
     """
-    fields = _Header(path).fields()
+    fields = GgufHeader(path).fields()
     name = _architecture(path, fields)
     blocks = positive(fields.get(f"{name}.block_count"))
     if blocks is not None and blocks < layers:
@@ -101,7 +102,7 @@ def cache_layers(path: str) -> set[int]:
 
     Layers that predict further tokens are in the caches of some builds, and those without K of their own in none.
     """
-    fields = _Header(path).fields()
+    fields = GgufHeader(path).fields()
     name = _architecture(path, fields)
     heads = fields.get(f"{name}.attention.head_count_kv")
     layers = {positive(fields.get(f"{name}.{key}")) for key in ("block_count", "decoder_block_count")} - {None}
@@ -126,7 +127,7 @@ def read_rotary(path: str) -> tuple[Rotary | None, list[str]]:
     SourceError
         As `read_geometry`, and for values that are no rotary parameters.
     """
-    fields = _Header(path).fields()
+    fields = GgufHeader(path).fields()
     name = _architecture(path, fields)
     rope = {
         key.removeprefix(f"{name}.rope."): value for key, value in fields.items() if key.startswith(f"{name}.rope.")
@@ -193,27 +194,59 @@ def positive(value: Any) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-class _Header:
+class GgufHeader:
     """Keys and values at the beginning of the file."""
 
     def __init__(self, path: str) -> None:
-        self._file, self._position = MappedFile(path), 0
+        self._file, self._position, self._tensors = MappedFile(path), 0, 0
         if self._file.head(4) != MAGIC:
             raise SourceError(f"{self._file.label}: is no GGUF model: --model takes one beside a llama.cpp cache")
 
-    def fields(self) -> dict[str, Any]:
-        """Integers, float32, truth values, strings and lists of the first and the third; others are passed over."""
+    @property
+    def label(self) -> str:
+        """What messages call the file."""
+        return self._file.label
+
+    def fields(self, *, all_fields: bool = False) -> dict[str, Any]:
+        """Integers, float32, truth values, strings and lists of the first and the third; others are passed over.
+
+        Vocabularies end the list unless `all_fields` are read, which `find_tensor` needs.
+        """
         self._view(4)
-        version, _, count = self._int(4), self._int(8), self._int(8)
+        version, self._tensors, count = self._int(4), self._int(8), self._int(8)
         if version not in _VERSIONS or count > _MOST_KEYS:
             raise SourceError(f"{self._file.label}: GGUF version {version} with {count} keys is none that is read")
         found: dict[str, Any] = {}
         for _ in range(count):
             name = self._text()
-            if name.startswith("tokenizer.") and _is_enough(found):
+            if name.startswith("tokenizer.") and not all_fields and _is_enough(found):
                 break  # vocabularies take longer to read than all else, and stand last
             found[name] = self._value(self._int(4))
         return found
+
+    def find_tensor(
+        self, names: Collection[str], alignment: int
+    ) -> tuple[str, tuple[int, ...], int, Callable[[int], bytes]] | None:
+        """Return name, shape, number of the type and a reader of the first bytes of the first tensor of these `names`.
+
+        Call it after `fields` with `all_fields`; `alignment` is the field ``general.alignment``.
+        """
+        if self._tensors > _MOST_KEYS:
+            raise SourceError(f"{self._file.label}: has {self._tensors} tensors: expected at most {_MOST_KEYS}")
+        found: tuple[str, tuple[int, ...], int, int] | None = None
+        for _ in range(self._tensors):
+            name, axes = self._text(), self._int(4)
+            if axes > _MOST_AXES:
+                raise SourceError(f"{self._file.label}: a tensor has {axes} axes: expected at most {_MOST_AXES}")
+            shape = tuple(self._int(8) for _ in range(axes))
+            kind, offset = self._int(4), self._int(8)
+            if name in names and found is None:
+                found = name, shape, kind, offset
+        if found is None:
+            return None
+        name, shape, kind, offset = found
+        start = -(-self._position // alignment) * alignment + offset
+        return name, shape, kind, lambda nbytes: bytes(self._file.view(start, nbytes))
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...files.mapped import MappedFile
+from .flatbuffer import NotFlatBufferError, find_field, follow, iter_tables, read_ints
 
 _CONCAT, _CONST, _RESHAPE, _ATTENTION = 10, 11, 73, 299
 """Numbers of `OpType`."""
@@ -22,8 +23,6 @@ _BLOB_INTS = 5
 _KEY = 1
 """Which input of an attention operator is K."""
 
-_MAX_OPS = 100_000
-_MAX_ENDS = 1_000
 _FAR = 64
 """Operators that may lie between an attention operator and the reshaping of its K, norms and rotation included."""
 
@@ -50,7 +49,7 @@ def read_graph(path: str | Path) -> GraphGeometry | None:
     file = MappedFile(path)
     try:
         ops = list(_ops(file.view(0, file.size).data)) if file.size else []
-    except (struct.error, _NoGraphError):
+    except (struct.error, NotFlatBufferError):
         return None
     attention = [op for op in ops if op.type == _ATTENTION and len(op.inputs) > _KEY]
     if not attention:
@@ -59,10 +58,6 @@ def read_graph(path: str | Path) -> GraphGeometry | None:
     found = {_reshaped(op.inputs[_KEY], makers) for op in attention}
     heads, dims = found.pop() if len(found) == 1 else (None, None)
     return GraphGeometry(len(attention), heads, dims)
-
-
-class _NoGraphError(Exception):
-    """The bytes are not those of a graph."""
 
 
 @dataclass(frozen=True)
@@ -105,54 +100,17 @@ def _shape(op: _Op | None, makers: dict[int, _Op]) -> tuple[int, ...]:
 
 def _ops(data: memoryview) -> Iterator[_Op]:
     numbers = 0
-    for table in _tables(data, _at(data, 0), _NET_OPS):
-        kind = _field(data, table, _OP_TYPE)
+    for table in iter_tables(data, follow(data, 0), _NET_OPS):
+        kind = find_field(data, table, _OP_TYPE)
         number = struct.unpack_from("<i", data, kind)[0] if kind else 0
-        inputs, outputs = (_ints(data, table, end) for end in (_OP_INPUTS, _OP_OUTPUTS))
+        inputs, outputs = (read_ints(data, table, end) for end in (_OP_INPUTS, _OP_OUTPUTS))
         ints = _constant(data, table) if number == _CONST else ()
         numbers += len(inputs) + len(outputs) + len(ints)
         if 4 * numbers > len(data):
-            raise _NoGraphError("operators that share their vectors")
+            raise NotFlatBufferError("operators that share their vectors")
         yield _Op(number, inputs, outputs, ints)
 
 
 def _constant(data: memoryview, op: int) -> tuple[int, ...]:
-    place = _field(data, op, _OP_MAIN)
-    return _ints(data, _at(data, place), _BLOB_INTS) if place else ()
-
-
-def _at(data: memoryview, place: int) -> int:
-    """What the offset at `place` leads to."""
-    return place + int(struct.unpack_from("<I", data, place)[0])
-
-
-def _field(data: memoryview, table: int, number: int) -> int | None:
-    """Where a field of a table lies; None for one that is left out."""
-    slots = table - struct.unpack_from("<i", data, table)[0]
-    if slots < 0:
-        raise _NoGraphError("table of fields before the file")
-    if 4 + 2 * number >= struct.unpack_from("<H", data, slots)[0]:
-        return None
-    offset = struct.unpack_from("<H", data, slots + 4 + 2 * number)[0]
-    return table + offset if offset else None
-
-
-def _vector(data: memoryview, table: int, number: int, most: int) -> tuple[int, int]:
-    """Where the entries of a vector begin, and how many they are; one of more than `most` counts as empty."""
-    place = _field(data, table, number)
-    if place is None:
-        return 0, 0
-    start = _at(data, place)
-    count = int(struct.unpack_from("<I", data, start)[0])
-    return start + 4, count if count <= most else 0
-
-
-def _ints(data: memoryview, table: int, number: int) -> tuple[int, ...]:
-    start, count = _vector(data, table, number, _MAX_ENDS)
-    return struct.unpack_from(f"<{count}i", data, start)
-
-
-def _tables(data: memoryview, table: int, number: int) -> Iterator[int]:
-    start, count = _vector(data, table, number, _MAX_OPS)
-    for index in range(count):
-        yield _at(data, start + 4 * index)
+    place = find_field(data, op, _OP_MAIN)
+    return read_ints(data, follow(data, place), _BLOB_INTS) if place else ()

@@ -19,7 +19,7 @@ Held = Mapping[int, Positions]
 def held_tokens(source: Source) -> Held:
     """What a packed cache or that of another engine says; nothing of layers of which nothing is said."""
     if source.cache is not None:
-        runs = {layer.layer: layer.positions for layer in source.cache.layers}
+        runs = {layer.layer: layer.text_runs for layer in source.cache.layers}
         return {n: np.concatenate([np.arange(begin, begin + size) for begin, size in r]) for n, r in runs.items()}
     cache = source.engine_cache
     if cache is None:

@@ -29,10 +29,20 @@ class Noted:
         Of each layer, ascending: int64 ``[token]``, or ``[kv_head, token]`` where heads hold different tokens.
     tokens_seen
         Tokens of the text; None where it does not say them.
+    text_positions
+        Of each layer whose K was rotated to `positions` since: true positions of its tokens in the text, of the same
+        shape; None where they are `positions`.
     """
 
     positions: tuple[Positions, ...]
     tokens_seen: int | None
+    text_positions: tuple[Positions | None, ...] = ()
+
+    @property
+    def in_text(self) -> tuple[Positions, ...]:
+        """True positions in the text of every layer's tokens."""
+        others = self.text_positions or (None,) * len(self.positions)
+        return tuple(rotated if true is None else true for rotated, true in zip(self.positions, others, strict=True))
 
 
 def noted_positions(source: Source, tokens: Sequence[int], numbers: Sequence[int] | None = None) -> Noted | None:
@@ -67,7 +77,11 @@ def noted_positions(source: Source, tokens: Sequence[int], numbers: Sequence[int
         raise SourceError(f"{path}: has positions of {len(layers)} layers: the arrays are of {len(tokens)}")
     positions = tuple(_places(layer.at("positions"), count) for layer, count in zip(layers, tokens, strict=True))
     seen = document.at("tokens_seen").integer(1) if "tokens_seen" in document.value else None
-    return Noted(positions, seen)
+    in_text = tuple(
+        _places(layer.at("text_positions"), count) if "text_positions" in layer.value else None
+        for layer, count in zip(layers, tokens, strict=True)
+    )
+    return Noted(positions, seen, in_text)
 
 
 def held_by(source: Source) -> Held:
@@ -77,7 +91,7 @@ def held_by(source: Source) -> Held:
     except SourceError:
         return held_tokens(source)
     noted = noted_positions(source, [entry.geometry[1] for entry in keys.values()], list(keys))
-    return held_tokens(source) if noted is None else dict(zip(keys, noted.positions, strict=True))
+    return held_tokens(source) if noted is None else dict(zip(keys, noted.in_text, strict=True))
 
 
 def _number(layer: Node, place: int) -> int:

@@ -19,7 +19,7 @@ from ..arrays.source import BESIDE_KEY, ENGINE_KEY, Source, described_by, metada
 from ..bundle.beside import POSITIONS, to_json
 from ..dtypes import PARTS
 from ..errors import KvmnnError, SourceError
-from ..packed.cache_info import CacheInfo
+from ..packed.cache_info import CacheInfo, Ranges
 from .options import ReadOptions
 
 
@@ -192,17 +192,28 @@ def drop_description(source: Source, path: str) -> None:
 
 def said_of_part(metadata: dict[str, str], cache: CacheInfo | None) -> dict[str, str]:
     """The metadata of some arrays of an input; of packed files that were cut with the positions of their tokens."""
-    said = metadata_of_part(metadata)
-    if cache is None or all(layer.positions == ((0, layer.tokens),) for layer in cache.layers):
-        return said
+    return metadata_of_part(metadata) | positions_beside(cache)
+
+
+def positions_beside(cache: CacheInfo | None) -> dict[str, str]:
+    """Return the positions of a packed cache that was cut, as files beside its arrays have them; else nothing."""
+    if cache is None or all(layer.text_runs == ((0, layer.tokens),) for layer in cache.layers):
+        return {}
     layers = [
         {
             "layer": layer.layer,
-            "positions": [place for begin, size in layer.positions for place in range(begin, begin + size)],
+            "positions": _places(layer.positions),
+            **({} if layer.text_positions is None else {"text_positions": _places(layer.text_positions)}),
         }
         for layer in cache.layers
     ]
-    return said | {BESIDE_KEY: to_json({POSITIONS: json.dumps({"layers": layers}).encode()})}
+    is_rotated = any(layer.text_positions is not None for layer in cache.layers)  # then it is no length of the text
+    seen = {} if cache.next_position is None or is_rotated else {"tokens_seen": cache.next_position}
+    return {BESIDE_KEY: to_json({POSITIONS: json.dumps({**seen, "layers": layers}).encode()})}
+
+
+def _places(runs: Ranges) -> list[int]:
+    return [place for begin, size in runs for place in range(begin, begin + size)]
 
 
 def check_names(path: str, source: Source, options: ReadOptions) -> None:

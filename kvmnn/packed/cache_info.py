@@ -46,13 +46,18 @@ class LayerInfo:
     capacity
         Tokens that the files have room for.
     positions
-        True positions of the live tokens in the text, in order, as ``(begin, size)`` runs.
+        Positions that K of the live tokens is rotated to, in order, as ``(begin, size)`` runs: those of the tokens in
+        the text, unless `text_positions` gives others.
+    text_positions
+        True positions of the live tokens in the text, where K was rotated to others since (`kvmnn compact --rerotate`);
+        None where `positions` are the true ones.
     """
 
     layer: int
     tokens: int
     capacity: int
     positions: Ranges
+    text_positions: Ranges | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.tokens <= self.capacity:
@@ -62,6 +67,13 @@ class LayerInfo:
             )
         if sum(size for _, size in self.positions) != self.tokens:
             raise KvmnnError(f"layer {self.layer}: the positions are not those of {self.tokens} tokens")
+        if self.text_positions is not None and sum(size for _, size in self.text_positions) != self.tokens:
+            raise KvmnnError(f"layer {self.layer}: the positions in the text are not those of {self.tokens} tokens")
+
+    @property
+    def text_runs(self) -> Ranges:
+        """True positions of the live tokens in the text, as ``(begin, size)`` runs."""
+        return self.positions if self.text_positions is None else self.text_positions
 
 
 def check_ids(ids: Sequence[int] | npt.NDArray[Any], most: int = MAX_TOKEN_ID) -> npt.NDArray[Any]:
@@ -119,6 +131,8 @@ class CacheInfo:
         Of the text, where they were given.
     model
         Fingerprint of the model's directory, where it was given.
+    next_position
+        Position of the next token, where tokens before it were evicted; None where it follows the last stored one.
     """
 
     kind: str
@@ -127,6 +141,13 @@ class CacheInfo:
     layers: tuple[LayerInfo, ...]
     token_ids: TokenIds | None = None
     model: str | None = None
+    next_position: int | None = None
+
+    @property
+    def continues_at(self) -> int:
+        """Position of the next token, in the positions that K is rotated to."""
+        end = max(begin + size for layer in self.layers for begin, size in layer.positions)
+        return max(end, self.next_position or 0)
 
     @property
     def live_bytes(self) -> int:
@@ -178,8 +199,17 @@ def to_dict(info: CacheInfo) -> dict[str, Any]:
         **_int8(layout),
         "token_ids": ids and {"count": ids.count, "sha256": ids.sha256},
         "model": info.model,
-        "layers": [{**vars(each), "positions": [list(run) for run in each.positions]} for each in info.layers],
+        **({} if info.next_position is None else {"next_position": info.next_position}),
+        "layers": [_layer_to_dict(each) for each in info.layers],
     }
+
+
+def _layer_to_dict(layer: LayerInfo) -> dict[str, Any]:
+    """Return what the document has of a layer; it is unchanged for caches that were never rotated."""
+    fields: dict[str, Any] = {**vars(layer), "positions": [list(run) for run in layer.positions]}
+    if fields.pop("text_positions") is not None:
+        fields["text_positions"] = [list(run) for run in layer.text_runs]
+    return fields
 
 
 def _int8(layout: PackLayout) -> dict[str, Any]:
@@ -217,6 +247,7 @@ def from_json(text: str | bytes, where: str) -> CacheInfo:
         layers=layers,
         token_ids=None if ids.value is None else TokenIds(ids.at("count").integer(1), ids.at("sha256").sha256()),
         model=None if model.value is None else model.sha256(),
+        next_position=root.at("next_position").integer(1) if "next_position" in root.value else None,
     )
 
 
@@ -240,18 +271,22 @@ def _layout(root: Node) -> PackLayout:
 
 
 def _layer(node: Node) -> LayerInfo:
-    runs = []
-    for run in node.at("positions").items(least=1):
-        begin, size = run.items(least=2, most=2)
-        runs.append((begin.integer(0), size.integer(1)))
+    runs = _runs(node.at("positions"))
+    text_runs = _runs(node.at("text_positions")) if "text_positions" in node.value else None
     try:
         return LayerInfo(
             layer=node.at("layer").integer(0),
             tokens=node.at("tokens").integer(1),
             capacity=node.at("capacity").integer(1),
-            positions=tuple(runs),
+            positions=runs,
+            text_positions=text_runs,
         )
     except ManifestError:
         raise
     except KvmnnError as exc:
         raise ManifestError(f"{node.where}: {node.path}: {exc}") from None
+
+
+def _runs(node: Node) -> Ranges:
+    pairs = (run.items(least=2, most=2) for run in node.items(least=1))
+    return tuple((begin.integer(0), size.integer(1)) for begin, size in pairs)

@@ -34,7 +34,7 @@ def live_share(info: CacheInfo) -> str:
 
 def is_cut(layer: LayerInfo) -> bool:
     """Whether a layer holds other tokens than the first ones."""
-    return layer.positions != ((0, layer.tokens),)
+    return layer.text_runs != ((0, layer.tokens),)
 
 
 def runs_text(runs: Ranges) -> str:
@@ -46,5 +46,8 @@ def runs_text(runs: Ranges) -> str:
 def kept_tokens(info: CacheInfo) -> list[str]:
     """One line for each layer that was cut: which tokens of the text it holds."""
     return [
-        f"layer {layer.layer} holds the tokens {runs_text(layer.positions)}" for layer in info.layers if is_cut(layer)
+        f"layer {layer.layer} holds the tokens {runs_text(layer.text_runs)}"
+        + (f", K rotated to positions {runs_text(layer.positions)}" if layer.text_positions is not None else "")
+        for layer in info.layers
+        if is_cut(layer)
     ]

@@ -69,7 +69,7 @@ def layers_of(source: Source, *, token_major: bool = False, with_windows: bool =
         raise IncompleteCacheError(f"{where}: cannot make a stored prefix: {sentence}")
     if source.cache is not None:
         for info in source.cache.layers:
-            if info.layer not in windows and info.positions != ((0, info.tokens),):
+            if info.layer not in windows and info.text_runs != ((0, info.tokens),):
                 raise SourceError(f"{where}: layer {info.layer} was cut: a cache without some tokens is no prefix")
     if source.engine_cache is not None and source.engine_cache.has_padding:
         raise SourceError(f"{where}: is a batch with padding: --batch N takes one text of it, from 0")
@@ -82,7 +82,7 @@ def layers_of(source: Source, *, token_major: bool = False, with_windows: bool =
     all_keys = arrays[:: 1 + has_values]
     numbers = [entry.layer for entry in all_keys]
     noted = noted_positions(source, [entry.geometry[1] for entry in all_keys], numbers)
-    for entry, positions in zip(all_keys, noted.positions, strict=True) if noted else ():
+    for entry, positions in zip(all_keys, noted.in_text, strict=True) if noted else ():
         if entry.layer not in windows and positions.max(initial=-1) >= positions.shape[-1]:  # they ascend
             raise SourceError(f"{where}: layer {entry.layer} was cut: a cache without some tokens is no prefix")
     if len({entry.array.dtype for entry in arrays}) > 1:
@@ -141,6 +141,7 @@ def write_prefix(
     name: str | None = None,
     capacity: int | None = None,
     model: str | None = None,
+    rerotate: bool = False,
     force: bool = False,
     threads: int | None = None,
 ) -> Got:
@@ -158,6 +159,8 @@ def write_prefix(
         Of a prefix cache, as for `kvmnn.formats.mnn.pack`; where none is given arrays are written.
     model
         Directory of the MNN model, to be noted down beside a prefix cache.
+    rerotate
+        Of a prefix cache, as for `kvmnn.formats.mnn.pack`. A stored prefix has the first positions: K stays as it is.
     force
         Replace files that exist.
     threads
@@ -196,6 +199,8 @@ def write_prefix(
             token_ids=ids,
             model=model,
             force=force,
+            positions=[cache.positions for cache in prefix.layers],
+            rerotate=rerotate,
             making=Making(durable=False, again=True, threads=threads),
         )
     return Got(tokens=prefix.tokens, asked=prefix.asked, dtype=prefix.dtype, others=prefix.others, written=made)

@@ -39,10 +39,9 @@ def test_frames_say_what_was_cut(cut, run):
     assert f"  {cut}\n  {cut.replace('0', '1', 1)}\n" in run("inspect", "f/").out
 
 
-@pytest.mark.parametrize("argv", ["-o x/", "--as dump -o x/"])
-def test_where_tokens_stood_is_lost_with_a_word(cut, run, argv):
-    output = argv.split()[-1]
-    said = run("unpack", "cut/", *argv.split()).err
+def test_where_tokens_stood_is_lost_with_a_word(cut, run):
+    output = "x/"
+    said = run("unpack", "cut/", "--as", "dump", "-o", output).err
     assert said == (
         f"kvmnn: note: {output} does not say which tokens of the text it holds, .safetensors and .npz do: {cut} and so "
         "on for 2 layers\n"
@@ -51,16 +50,21 @@ def test_where_tokens_stood_is_lost_with_a_word(cut, run, argv):
     assert again == ("kvmnn: note: nothing says which tokens of the text the arrays hold: noted as the first 62\n")
 
 
-@pytest.mark.parametrize("name", ["x.safetensors", "x.npz"])
+@pytest.mark.parametrize("name", ["x.safetensors", "x.npz", "x/"])
 def test_files_that_say_where_tokens_stood(cut, run, name):
     assert run("unpack", "cut/", "-o", name).err == ""
-    assert run("pack", name, "-o", "r/").err == ""
+    layout = ("--name", "p", "--backend", "x86-avx2") if name == "x/" else ()  # arrays alone know no layout
+    said = run("pack", name, *layout, "-o", "r/").err
+    assert said == (
+        "kvmnn: note: true positions are as positions.json beside the arrays has them\n" if name == "x/" else ""
+    )
     assert cut in run("inspect", "r/").out
 
 
 def test_equal_rows_of_other_tokens_differ(cut, run):
     run("unpack", "cut/", "-o", "plain/")
-    assert run("diff", "cut/", "plain/").out.startswith("equal")  # which says nothing of its tokens
+    assert run("diff", "cut/", "plain/").out.startswith("equal")
+    Path("plain/positions.json").unlink()
     run("pack", "plain/", "--name", "p", "--backend", "x86-avx2", "-o", "first/")
     for atol, ending in (((), "equal otherwise: "), (("--atol", "0"), "nothing has its like")):
         said = run("diff", "cut/", "first/", *atol, code=1).out

@@ -96,10 +96,11 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
     notes: list[str] = []
     fit = _layout(files, options, known, notes)
     tokens = _tokens(files, options, known, fit)
-    positions = _positions(tokens, known)
     layers = tuple(
-        LayerInfo(layer=layer.layer, tokens=count, capacity=capacity, positions=runs)
-        for layer, count, capacity, runs in zip(files.layers, tokens, fit.capacities, positions, strict=True)
+        LayerInfo(layer=layer.layer, tokens=count, capacity=capacity, positions=runs, text_positions=text_runs)
+        for layer, count, capacity, (runs, text_runs) in zip(
+            files.layers, tokens, fit.capacities, _positions(tokens, known), strict=True
+        )
     )
     info = CacheInfo(
         kind=files.kind,
@@ -108,6 +109,7 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
         layers=layers,
         token_ids=options.token_ids or (known.token_ids if known else None),
         model=fingerprint(options.model) if options.model else (known.model if known else None),
+        next_position=known.next_position if known else None,
     )
     if known:
         _check_same(files, known, info)
@@ -209,11 +211,13 @@ def _tokens(files: PackedFiles, options: PackedOptions, known: CacheInfo | None,
     return tokens
 
 
-def _positions(tokens: tuple[int, ...], known: CacheInfo | None) -> list[cache_info.Ranges]:
+def _positions(
+    tokens: tuple[int, ...], known: CacheInfo | None
+) -> list[tuple[cache_info.Ranges, cache_info.Ranges | None]]:
     """The positions in the document if it has the same number of tokens, else 0, 1, 2 and so on."""
     if known and tuple(layer.tokens for layer in known.layers) == tokens:
-        return [layer.positions for layer in known.layers]
-    return [((0, count),) for count in tokens]
+        return [(layer.positions, layer.text_positions) for layer in known.layers]
+    return [(((0, count),), None) for count in tokens]
 
 
 def _check_same(files: PackedFiles, known: CacheInfo, info: CacheInfo) -> None:

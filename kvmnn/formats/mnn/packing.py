@@ -7,23 +7,26 @@ from dataclasses import replace
 
 from ...arrays import own_order
 from ...arrays.casting import widened
-from ...arrays.completeness import IncompleteCacheError, require_complete
+from ...arrays.completeness import Completeness, IncompleteCacheError, require_complete
 from ...arrays.engine_cache import runs_of
-from ...arrays.held_tokens import gaps
 from ...arrays.layers import LayerArray, common_geometry, place_said, sorted_layers
 from ...arrays.source import Source
 from ...arrays.window_layers import describe_windows, find_window_layers
 from ...bundle.beside import POSITIONS
+from ...dense import Rotary
+from ...dtypes import Positions
 from ...errors import OptionError
 from ...packed.addressing import FLASH_BLOCK
-from ...packed.cache_info import CacheInfo, Ranges, TokenIds
+from ...packed.cache_info import CacheInfo, TokenIds
 from ...packed.fitting import Geometry, of_layout
 from ...packed.layout import PackLayout
 from ...text import span
 from ...threads.pipeline import Progress
-from ..noted_positions import held_by, noted_positions
+from ..noted_positions import Noted, held_by, noted_positions
 from .model import check_agrees, fingerprint, read_geometry
+from .positions import holds_gaps
 from .prefix_writing import Making, Packed, prefix_info, write_prefix
+from .rerotation import Rerotation, plan_rerotation, widen_for
 
 
 def pack(
@@ -38,6 +41,9 @@ def pack(
     model: str | None = None,
     token_major: bool = False,
     cast: bool = False,
+    positions: Sequence[Positions] | None = None,
+    rerotate: bool = False,
+    rope: Rotary | str | None = None,
     force: bool = False,
     progress: Progress | None = None,
     making: Making | None = None,
@@ -68,6 +74,13 @@ def pack(
         Whether the arrays are ``[token, kv_head, head_dim]``.
     cast
         Convert words to the dtype of the layout, to nearest even.
+    positions
+        True positions in the text of each layer's tokens, int64 ``[token]``; None for what `source` has.
+    rerotate
+        Rotate K to the positions 0, 1, 2 ..., from which MNN counts on after loading.
+    rope
+        How K is rotated: `kvmnn.Rotary`, or a model that has it. Where it is None `model` has it, or it is found by
+        trial.
     force
         Replace files that exist; the inputs are never replaced.
     progress
@@ -85,7 +98,7 @@ def pack(
     KvmnnError
         When the arrays are not K and V of layers from 0 on, and as `write_prefix`.
     """
-    require_complete(source.completeness, " ".join(source.inputs), "a prefix cache")
+    require_complete(_without_eviction(source), " ".join(source.inputs), "a prefix cache")
     _refuse_windows(source)
     notes = list(source.notes)
     source, said_of_order = own_order.for_other_engines(source)
@@ -109,23 +122,65 @@ def pack(
         token_ids=token_ids or info.token_ids,
         model=fingerprint(model) if model else info.model,
     )
-    if known is None:
-        said = _of_engine(source, info) or _noted(source, info, notes)
-        if said is None:
-            tokens_text = span(sorted(found))
-            notes.append(f"nothing says which tokens of the text the arrays hold: noted as the first {tokens_text}")
-        else:
-            layers = [replace(layer, positions=runs) for layer, runs in zip(info.layers, said, strict=True)]
-            info = replace(info, layers=tuple(layers))
-            whose = source.engine_cache.engine if source.engine_cache else f"{POSITIONS} beside the arrays"
-            notes.append(f"true positions are as {whose} has them")
-            if cut := gaps({layer.layer: [layer.positions] for layer in layers}):
-                notes.append(f"{place_said(source)}holds no beginning of a text, and the engine counts from 0: {cut}")
+    if positions is not None:
+        info = _with_noted(source, info, Noted(tuple(positions), None), notes, rerotate=rerotate)
+    elif known is None:
+        info = _with_positions(source, info, notes, rerotate=rerotate)
+    rerotation = None
+    if rerotate:
+        is_reordered = "k-order" in (source.undone or ())
+        arrays, rerotation = _rerotated(source, arrays, info, rope, model, is_reordered=is_reordered)
+        info, notes = rerotation.info, [*notes, *rerotation.rope.notes]
     packed = write_prefix(
         arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress, making=making
     )
     dequantised = source.engine_cache.dequantised if source.engine_cache else ()
-    return replace(packed, dequantised=dequantised, undone=source.undone or ())
+    result = rerotation.result if rerotation else None
+    return replace(packed, dequantised=dequantised, undone=source.undone or (), rerotated=result)
+
+
+def _rerotated(
+    source: Source,
+    arrays: Sequence[LayerArray],
+    info: CacheInfo,
+    rope: Rotary | str | None,
+    model: str | None,
+    *,
+    is_reordered: bool = False,
+) -> tuple[list[LayerArray], Rerotation]:
+    """The arrays with K rotated to the first positions, and how."""
+    arrays = widen_for(arrays, info.layout.dtype)
+    keys = [entry for entry in arrays if entry.part == "key"]
+    where = " ".join(source.inputs)
+    rerotation = plan_rerotation(info, keys, rope, model, where=where, is_reordered=is_reordered)
+    return rerotation.rotate(arrays), rerotation
+
+
+def _without_eviction(source: Source) -> Completeness | None:
+    """What of the state is there, evicted tokens apart: with the positions of the others a prefix can be made."""
+    return source.completeness and replace(source.completeness, evicted="")
+
+
+def _with_positions(source: Source, info: CacheInfo, notes: list[str], *, rerotate: bool) -> CacheInfo:
+    """What a prefix cache of arrays will be, with the positions that anything gives them."""
+    said = _of_engine(source, info)
+    if said is None:
+        tokens, numbers = zip(*((layer.tokens, layer.layer) for layer in info.layers), strict=True)
+        noted = noted_positions(source, tokens, numbers)
+        said = None if noted is None else _with_noted(source, info, noted, notes, rerotate=rerotate)
+    if said is not None:
+        whose = source.engine_cache.engine if source.engine_cache else f"{POSITIONS} beside the arrays"
+        notes.append(f"true positions are as {whose} has them")
+        return said
+    require_complete(source.completeness, " ".join(source.inputs), "a prefix cache")  # nor does it give positions
+    if rerotate:
+        raise OptionError(
+            f"{place_said(source)}nothing gives the positions of the tokens in the text, from which K is to be rotated "
+            f"({POSITIONS} beside the arrays does)"
+        )
+    tokens_text = span(sorted({layer.tokens for layer in info.layers}))
+    notes.append(f"nothing says which tokens of the text the arrays hold: noted as the first {tokens_text}")
+    return info
 
 
 def _refuse_windows(source: Source) -> None:
@@ -148,37 +203,43 @@ def _of_one_type(arrays: Sequence[LayerArray], cast: bool) -> Sequence[LayerArra
     return [replace(entry, array=widened(entry.array)) for entry in arrays]
 
 
-def _of_engine(source: Source, info: CacheInfo) -> tuple[Ranges, ...] | None:
-    """The positions that the cache of another engine says, for each layer; None where it says none."""
+def _of_engine(source: Source, info: CacheInfo) -> CacheInfo | None:
+    """With the positions that the cache of another engine has; None where it has none."""
     cache = source.engine_cache
     if cache is None or cache.layer_runs is None:
         return None
     if not cache.ascends:
         raise OptionError(f"{' '.join(source.inputs)}: its tokens are not one text in order ({cache})")
-    if cache.layer_positions is None:
-        return (cache.layer_runs[0],) * len(info.layers)
-    return cache.layer_runs if len(cache.layer_runs) == len(info.layers) else None
-
-
-def _noted(source: Source, info: CacheInfo, notes: list[str]) -> tuple[Ranges, ...] | None:
-    """Those that lie beside the arrays; where heads hold different tokens, those of one that lacks some."""
-    numbers = [layer.layer for layer in info.layers]
-    noted = noted_positions(source, [layer.tokens for layer in info.layers], numbers)
-    if noted is None:
+    each = (cache.layer_runs[0],) * len(info.layers) if cache.layer_positions is None else cache.layer_runs
+    if len(each) != len(info.layers):
         return None
-    found, unlike = [], []
-    for layer, places in zip(info.layers, noted.positions, strict=True):
+    return replace(
+        info, layers=tuple(replace(layer, positions=runs) for layer, runs in zip(info.layers, each, strict=True))
+    )
+
+
+def _with_noted(source: Source, info: CacheInfo, noted: Noted, notes: list[str], *, rerotate: bool) -> CacheInfo:
+    """With positions that are noted; where heads hold different tokens, those of one that lacks some."""
+    layers, unlike = [], []
+    for layer, places, in_text in zip(info.layers, noted.positions, noted.in_text, strict=True):
         heads = places.reshape(-1, layer.tokens)
         last = heads[heads[:, -1].argmax()]  # of heads that differ it is none of the first tokens alone
         unlike += [layer.layer] if (heads != last).any() else []
-        found.append(runs_of(last))
+        runs = runs_of(last)
+        text_runs = runs if in_text is places else runs_of(in_text.reshape(-1, layer.tokens)[0])
+        layers.append(replace(layer, positions=runs, text_positions=None if text_runs == runs else text_runs))
     if unlike:
         more = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
+        differ = f"heads of layer {unlike[0]}{more} hold different tokens of the text"
+        if rerotate:
+            raise OptionError(f"{place_said(source)}{differ}: K cannot be rotated to positions that suit all heads")
         notes.append(
-            f"heads of layer {unlike[0]}{more} hold different tokens of the text, and a prefix cache says those of a "
-            "layer: noted are those of the head that goes furthest"
+            f"{differ}, and a prefix cache says those of a layer: noted are those of the head that goes furthest"
         )
-    return tuple(found)
+    found = replace(info, layers=tuple(layers))
+    seen = noted.tokens_seen or 0
+    is_later = seen > found.continues_at and holds_gaps(found) and not any(layer.text_positions for layer in layers)
+    return replace(found, next_position=seen) if is_later else found
 
 
 def repack(
@@ -188,6 +249,9 @@ def repack(
     *,
     name: str | None = None,
     capacity: int | None = None,
+    model: str | None = None,
+    rerotate: bool = False,
+    rope: Rotary | str | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Packed:
@@ -199,8 +263,10 @@ def repack(
         A packed cache, or what was made from one and still describes it (`Source.cache`).
     backend
         A name of `kvmnn.backends.BACKENDS`. Where its dtype differs, words are converted to nearest even.
-    output, name, capacity, force, progress
+    output, name, capacity, rerotate, rope, force, progress
         As for `pack`.
+    model
+        For `rerotate`: a model that may have how K is rotated.
 
     Raises
     ------
@@ -211,7 +277,7 @@ def repack(
     """
     if source.cache is None:
         raise OptionError(f"{' '.join(source.inputs)}: is not a packed cache: use pack for plain arrays")
-    require_complete(source.completeness, " ".join(source.inputs), "a prefix cache")
+    require_complete(_without_eviction(source), " ".join(source.inputs), "a prefix cache")
     arrays = sorted_layers(source)
     before = of_layout(source.cache.layout)
     target = Geometry(
@@ -219,7 +285,13 @@ def repack(
     )
     ((_, layout),) = target.candidates()
     info = prefix_info(arrays, layout, prefix_name(name, source.cache), capacity=capacity, like=source.cache)
-    return write_prefix(arrays, info, output, force=force, protect=source.files, notes=source.notes, progress=progress)
+    notes, result = list(source.notes), None
+    if rerotate:
+        arrays, rerotation = _rerotated(source, arrays, info, rope, model)
+        info, result = rerotation.info, rerotation.result
+        notes += rerotation.rope.notes
+    packed = write_prefix(arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress)
+    return replace(packed, rerotated=result)
 
 
 def prefix_name(name: str | None, info: CacheInfo | None) -> str:

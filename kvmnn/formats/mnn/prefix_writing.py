@@ -25,7 +25,9 @@ from ...text import LOSSLESS, LOSSY, at_rate, count
 from ...threads.pipeline import Progress
 from ...threads.pool import map_pulled, resolve_threads
 from ..rereading import ReadBackError
+from ..row_rotation import Rerotated, rerotation_document
 from .packed_writing import PackedPart
+from .positions import position_warnings, warning_lines, warning_sentences
 from .prefix import check_leftovers, check_name, data_name, file_names
 
 _STEP = 8 << 20
@@ -53,6 +55,8 @@ class Packed:
         Types of another engine whose blocks the words were made from.
     undone
         What llama.cpp had done to K and V and was undone first.
+    rerotated
+        How K was rotated to the first positions; None where that was not asked for.
     """
 
     output: str
@@ -62,6 +66,12 @@ class Packed:
     notes: tuple[str, ...] = ()
     dequantised: tuple[str, ...] = ()
     undone: tuple[Undo, ...] = ()
+    rerotated: Rerotated | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Lines about what goes wrong when MNN loads the files; none where nothing does."""
+        return position_warnings(self.info)
 
     @property
     def label(self) -> str | None:
@@ -69,7 +79,7 @@ class Packed:
 
         None where blocks were read as the numbers that they stand for, and nothing was rounded since.
         """
-        if rounded(self.undone):
+        if rounded(self.undone) or (self.rerotated is not None and self.rerotated.label == LOSSY):
             return LOSSY
         return None if self.dequantised and self.cast.label == LOSSLESS else self.cast.label
 
@@ -83,6 +93,8 @@ class Packed:
             "cast": self.cast.to_dict(),
             "dequantised": list(self.dequantised),
             "undone": list(self.undone),
+            **rerotation_document(self.rerotated),
+            "warnings": warning_sentences(self.warnings),
             "cache": cache_document(self.info),
         }
 
@@ -91,12 +103,15 @@ class Packed:
         proof = "every file read back and compared" if same else str(self.cast)
         made = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else ""
         turned = f"undone: {', '.join(self.undone)}" if self.undone else ""
-        proof = ", ".join(filter(None, [made, turned, proof]))
-        return (
-            f"{self.output}: prefix {self.info.name!r}, {cache_summary(self.info)}\n"
-            f"  {live_share(self.info)}\n"
-            f"  {f'{self.label} ({proof})' if self.label else proof}{at_rate(self.info.live_bytes, self.seconds)}"
-        )
+        rotated = "K rotated" if self.rerotated and self.rerotated.tokens else ""
+        proof = ", ".join(filter(None, [made, turned, rotated, proof]))
+        lines = [
+            f"{self.output}: prefix {self.info.name!r}, {cache_summary(self.info)}",
+            f"  {live_share(self.info)}",
+            f"  {f'{self.label} ({proof})' if self.label else proof}{at_rate(self.info.live_bytes, self.seconds)}",
+        ]
+        lines += [f"  {self.rerotated}"] if self.rerotated else []
+        return "\n".join([*lines, *warning_lines(self.warnings)])
 
 
 def prefix_info(
@@ -141,6 +156,7 @@ def prefix_info(
                 tokens=tokens,
                 capacity=capacity or (known.capacity if known else tokens),
                 positions=known.positions if known else ((0, tokens),),
+                text_positions=known.text_positions if known else None,
             )
         )
     for layer in layers:
@@ -152,6 +168,7 @@ def prefix_info(
         layers=tuple(layers),
         token_ids=like.token_ids if like else None,
         model=like.model if like else None,
+        next_position=like.next_position if like else None,
     )
 
 

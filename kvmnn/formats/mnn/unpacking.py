@@ -16,7 +16,7 @@ from ...arrays.own_order import order_notes
 from ...arrays.source import Source
 from ...arrays.undoing import Undo, rounded
 from ...errors import OptionError
-from ...files.names import with_contents
+from ...files.names import is_directory, with_contents
 from ...files.output import DirectoryOutput, is_device
 from ...packed.cache_info import CacheInfo
 from ...packed.summary import cache_document, kept_tokens
@@ -24,6 +24,7 @@ from ...text import LOSSLESS, LOSSY, UNCHANGED, at_rate, count
 from ...threads.pipeline import Progress
 from ..beside import write_beside
 from ..npz import comment_of
+from ..reading import positions_beside
 from ..writing import left_there, lost, metadata_for, write_arrays
 from .dump_writing import write_dump
 
@@ -162,6 +163,8 @@ def unpack(
     left: list[str] = []
     if form == "arrays":
         runs, metadata = _runs(source, progress), metadata_for(source, output)
+        if is_directory(output):  # where the description of packed files has no place
+            metadata |= positions_beside(source.cache)
         files = write_arrays(output, source.arrays, runs, metadata, force=force, protect=source.files)
         left += left_there(output, files, metadata)
     else:
@@ -192,7 +195,8 @@ def _lost(source: Source, output: str, form: Form) -> Iterator[str]:
     if form == "arrays" and any(array.dtype == "bf16" for array in source.arrays):
         yield f"{output} has bf16 words as uint16 where its format is numpy's, which has no bf16: .safetensors has"
     yield from lost(source, output if form == "arrays" else f"{output}/")
-    says = form == "arrays" and _suffix(output) == ".npz" and comment_of(metadata_for(source, output)) is not None
+    is_npz = _suffix(output) == ".npz" and comment_of(metadata_for(source, output)) is not None
+    says = form == "arrays" and (is_npz or is_directory(output))
     kept = kept_tokens(source.cache) if source.cache and not says else []
     if kept:
         more = f" and so on for {count(len(kept), 'layer')}" if len(kept) > 1 else ""

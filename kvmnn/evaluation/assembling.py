@@ -122,6 +122,7 @@ class Evaluation:
                     step_tokens=course.step_tokens,
                     cache_bytes=course.cache_bytes,
                     keep_map=course.keep_map,
+                    kept=course.kept,
                 )
 
     def _not_timed(self, measured: Mapping[int, Measured]) -> Iterator[str]:

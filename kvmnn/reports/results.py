@@ -39,14 +39,35 @@ class KeepMap(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KeptPositions(Record):
+    """The tokens that a layer holds at the end of a text.
+
+    Attributes
+    ----------
+    positions : tuple of tuple of int
+        In the text: one list for all KV heads, or one for each where they hold different tokens.
+    """
+
+    layer: int
+    positions: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trace(Record):
-    """A document's course under one configuration: at each step the tokens seen, and the bytes that the cache holds."""
+    """A document's course under one configuration: at each step the tokens seen, and the bytes that the cache holds.
+
+    Attributes
+    ----------
+    kept : tuple of KeptPositions
+        What each layer holds at the end: `kvmnn compact --plan` takes it.
+    """
 
     label: str
     document: str
     step_tokens: tuple[int, ...]
     cache_bytes: tuple[int, ...]
     keep_map: KeepMap | None = None
+    kept: tuple[KeptPositions, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

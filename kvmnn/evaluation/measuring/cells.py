@@ -8,7 +8,7 @@ from typing import Literal, overload
 
 from ...files.records import Record
 from ...h2o.figures import H2OFigures
-from ...reports.results import KeepMap
+from ...reports.results import KeepMap, KeptPositions
 from ...reports.rows import FrameSizes
 from ...reports.runtime_figures import RuntimeFigures
 from ...reports.start import LayerDistance
@@ -49,11 +49,12 @@ class ModelFacts(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Course(Record):
-    """The cache over a document: at each step the tokens seen, the bytes held, and which tokens live."""
+    """A cache over a text: at each step tokens seen, bytes held, which tokens live (at the end: of all layers)."""
 
     step_tokens: tuple[int, ...]
     cache_bytes: tuple[int, ...]
     keep_map: KeepMap
+    kept: tuple[KeptPositions, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ...lm.runner import Runner
-from ...reports.results import KeepMap
+from ...reports.results import KeepMap, KeptPositions
 from .cells import Course
 
 SAMPLES = 128
@@ -48,4 +50,10 @@ class Tracer:
         """The samples so far."""
         seen = tuple(self._seen)
         keep_map = KeepMap(layer=self._layer, kv_head=0, steps=seen, kept=tuple(map(tuple, self._kept)))
-        return Course(step_tokens=seen, cache_bytes=tuple(self._bytes), keep_map=keep_map)
+        return Course(step_tokens=seen, cache_bytes=tuple(self._bytes), keep_map=keep_map, kept=self._kept_at_the_end())
+
+    def _kept_at_the_end(self) -> tuple[KeptPositions, ...]:
+        """What every layer holds now."""
+        cache, layers = self._runner.cache, self._runner.session.interface.layers
+        rows = (np.atleast_2d(cache.positions(layer)).tolist() for layer in range(layers))
+        return tuple(KeptPositions(layer=layer, positions=tuple(map(tuple, heads))) for layer, heads in enumerate(rows))

@@ -1,6 +1,7 @@
 """Files of the MNN engine: dumps, prefix caches, live cache files, model directories."""
 
-from .compaction import Compacted, CompactionPlan, compact, read_plans
+from .compaction import Compacted, compact
+from .compaction_plans import CompactionPlan, read_plans
 from .describing import Described, describe_files
 from .dump_restoring import RestoredDump, restore_dump
 from .finding import describe_packed, find_packed

@@ -9,42 +9,30 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ...arrays.layers import sort
 from ...checks import whole
+from ...dense import Rotary
 from ...dtypes import Bytes
-from ...errors import KvmnnError, SourceError
-from ...files.json_document import parse, read_bounded
+from ...errors import KvmnnError
 from ...files.output import DirectoryOutput, StagedFile, failures
 from ...packed import cache_info
 from ...packed.cache import PackedCache
 from ...packed.cache_info import SIDE_SUFFIX, CacheInfo, LayerInfo, Ranges
-from ...packed.reserve import Pair, as_pairs, check_reserve
+from ...packed.reserve import as_pairs, check_reserve
 from ...packed.summary import cache_document, cache_summary, live_share
 from ...text import LOSSY, UNCHANGED
 from ...threads.pipeline import Progress
+from ..row_rotation import Rerotated, rerotation_document
+from .compaction_plans import CompactionPlan
 from .describing import Described
 from .packing import prefix_name
+from .positions import holds_gaps, position_warnings, warning_lines, warning_sentences
 from .prefix import check_leftovers, check_name, file_names
-
-
-@dataclass(frozen=True)
-class CompactionPlan:
-    """What stays of one layer.
-
-    Parameters
-    ----------
-    remove
-        Tokens at the tail that form the window; None for all there are.
-    reserve
-        Pairs ``(begin, size)`` of the window that stay, ascending; begin counts from the window's start.
-    """
-
-    remove: int | None
-    reserve: tuple[Pair, ...]
+from .rerotation import Rerotation, plan_rerotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +49,8 @@ class Compacted:
         Time that it took.
     notes
         One line for each thing about the input that was inferred.
+    rerotated
+        How K was rotated to the first positions; None where that was not asked for.
     """
 
     input: str
@@ -69,6 +59,12 @@ class Compacted:
     after: CacheInfo
     seconds: float
     notes: tuple[str, ...] = ()
+    rerotated: Rerotated | None = None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Lines about what goes wrong when MNN loads the files; none where nothing does."""
+        return position_warnings(self.after)
 
     @property
     def tokens_before(self) -> int:
@@ -82,8 +78,9 @@ class Compacted:
 
     @property
     def label(self) -> str:
-        """``LOSSY`` if any token went, else ``UNCHANGED``."""
-        return LOSSY if self.tokens_after < self.tokens_before else UNCHANGED
+        """``LOSSY`` if any token went or any K was rotated, else ``UNCHANGED``."""
+        is_rounded = self.rerotated is not None and self.rerotated.label == LOSSY
+        return LOSSY if self.tokens_after < self.tokens_before or is_rounded else UNCHANGED
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -95,42 +92,20 @@ class Compacted:
             "tokens_after": self.tokens_after,
             "seconds": self.seconds,
             "notes": list(self.notes),
+            **rerotation_document(self.rerotated),
+            "warnings": warning_sentences(self.warnings),
             "cache": cache_document(self.after),
         }
 
     def __str__(self) -> str:
-        return (
-            f"{self.output}: prefix {self.after.name!r}, {cache_summary(self.after)}\n"
-            f"  {live_share(self.after)}\n"
+        lines = [
+            f"{self.output}: prefix {self.after.name!r}, {cache_summary(self.after)}",
+            f"  {live_share(self.after)}",
             f"  {self.label}: {self.tokens_after:,} of {self.tokens_before:,} tokens of all layers stay; the files "
-            "keep their size (repack or pack --capacity makes them smaller)"
-        )
-
-
-def read_plans(path: str, layers: int) -> list[CompactionPlan]:
-    """The plans in a JSON file: a list of ``{"layer": 0, "remove": N, "pairs": [[begin, size], ...]}``.
-
-    Raises
-    ------
-    KvmnnError
-        When the file is not such a list, or has not one plan for each of the `layers`.
-    """
-    entries = parse(read_bounded(Path(path)), path).items()
-    plans: dict[int, CompactionPlan] = {}
-    for entry in entries:
-        if isinstance(entry.value, dict) and "heads" in entry.value:
-            raise SourceError(
-                f"{path}: layer {entry.at('layer').integer(0)}: keeps tokens of its own in each KV head, and packed "
-                "files hold the same in all: expected a plan of a policy that keeps those (streaming, recent_only ...)"
-            )
-        pairs = []
-        for pair in entry.at("pairs").items():
-            begin, size = pair.items(2, 2)
-            pairs.append((begin.whole(), size.whole()))
-        plans[entry.at("layer").integer(0)] = CompactionPlan(entry.at("remove").integer(0), tuple(pairs))
-    if sorted(plans) != list(range(layers)) or len(entries) != layers:
-        raise SourceError(f"{path}: has plans for {len(entries)} layers: expected one for each of {layers}")
-    return [plans[layer] for layer in range(layers)]
+            "keep their size (repack or pack --capacity makes them smaller)",
+        ]
+        lines += [f"  {self.rerotated}"] if self.rerotated else []
+        return "\n".join([*lines, *warning_lines(self.warnings)])
 
 
 def apply(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
@@ -150,11 +125,15 @@ def apply(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
         raise KvmnnError(f"{where}: {exc}") from None
     start = layer.tokens - remove
     kept = [(0, start), *((start + begin, size) for begin, size in pairs)]
-    positions = tuple(run for begin, size in kept for run in _slice(layer.positions, begin, size))
     tokens = start + sum(size for _, size in pairs)
     if not tokens:
         raise KvmnnError(f"{where}: nothing would stay of its {layer.tokens} tokens")
-    return replace(layer, tokens=tokens, positions=cache_info.joined(positions))
+    text_positions = None if layer.text_positions is None else _select(layer.text_positions, kept)
+    return replace(layer, tokens=tokens, positions=_select(layer.positions, kept), text_positions=text_positions)
+
+
+def _select(positions: Ranges, kept: Sequence[tuple[int, int]]) -> Ranges:
+    return cache_info.joined(run for begin, size in kept for run in _slice(positions, begin, size))
 
 
 def _slice(positions: Ranges, begin: int, size: int) -> Iterator[tuple[int, int]]:
@@ -174,6 +153,9 @@ def compact(
     *,
     name: str | None = None,
     dialect: str = "fork",
+    rerotate: bool = False,
+    rope: Rotary | str | None = None,
+    model: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Compacted:
@@ -191,6 +173,10 @@ def compact(
         Of the prefix that is written; None keeps the name there is.
     dialect
         Whose rules decide (`kvmnn.PackedCache`).
+    rerotate
+        Rotate K to the positions 0, 1, 2 ..., from which MNN counts on after loading.
+    rope, model
+        How K is rotated: `kvmnn.Rotary`, or a model that has it; where neither has, it is found by trial.
     force
         Replace files that exist; the inputs are never replaced.
     progress
@@ -209,8 +195,12 @@ def compact(
     with DirectoryOutput(output, force=force, protect=described.files.opened, index=name + SIDE_SUFFIX) as directory:
         each = _each_layer(described, plans, dialect)
         layers = tuple(apply(layer, plan) for layer, plan in zip(info.layers, each, strict=True))
-        after = replace(info, kind="prefix", name=check_name(name), layers=layers)
-        _write_files(described, each, after, directory, dialect, progress)
+        after = replace(info, kind="prefix", name=check_name(name), layers=layers, next_position=None)
+        if info.continues_at > after.continues_at and holds_gaps(after):
+            after = replace(after, next_position=info.continues_at)
+        rerotation = _plan_rerotation(described, after, rope, model) if rerotate else None
+        after = rerotation.info if rerotation else after
+        _write_files(described, each, after, directory, dialect, rerotation, progress)
         directory.commit()
     return Compacted(
         input=described.files.path,
@@ -218,8 +208,16 @@ def compact(
         before=info,
         after=after,
         seconds=time.perf_counter() - started,
-        notes=described.notes,
+        notes=(*described.notes, *(rerotation.rope.notes if rerotation else ())),
+        rerotated=rerotation.result if rerotation else None,
     )
+
+
+def _plan_rerotation(
+    described: Described, after: CacheInfo, rope: Rotary | str | None, model: str | None
+) -> Rerotation:
+    keys = [entry for entry in sort(described.to_source().arrays) if entry.part == "key"]
+    return plan_rerotation(after, keys, rope, model, where=described.files.path, before=described.info)
 
 
 def _each_layer(described: Described, plans: Sequence[CompactionPlan], dialect: str) -> list[CompactionPlan]:
@@ -241,6 +239,7 @@ def _write_files(
     after: CacheInfo,
     output: DirectoryOutput,
     dialect: str,
+    rerotation: Rerotation | None,
     progress: Progress | None,
 ) -> None:
     info = described.info
@@ -253,6 +252,9 @@ def _write_files(
             for path, target in zip((files.key, files.value), names[2 * layer.layer :], strict=False)
         )
         _compact_layer(key, value, info, before, plan, layer.tokens, dialect)
+        if rerotation:
+            with _mapped(key) as keys:
+                rerotation.rotate_file(layer.layer, keys, info.layout, layer.capacity)
         if progress:
             progress(files.key_bytes + files.value_bytes)
     for file_name in names[2 * len(after.layers) :]:

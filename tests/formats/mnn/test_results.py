@@ -32,7 +32,7 @@ from kvmnn.formats.mnn import (
     restore_prefix,
     unpack,
 )
-from kvmnn.packed.cache_info import TokenIds
+from kvmnn.packed.cache_info import CacheInfo, LayerInfo, TokenIds
 from kvmnn.packed.fitting import Geometry
 from kvmnn.packed.rows import HeadRows
 from kvmnn.store import write_prefix
@@ -221,10 +221,16 @@ def test_what_is_left_open_is_an_option_error(arrays: list[np.ndarray]) -> None:
     assert not Path("q").exists()
 
 
+def _one_layer() -> CacheInfo:
+    layer = LayerInfo(layer=0, tokens=TOKENS, capacity=TOKENS, positions=((0, TOKENS),))
+    return CacheInfo(kind="prefix", name="x", layout=kvmnn.PackLayout(2, 6, "fp32", 1, 4), layers=(layer,))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{}", "found {}, expected a list"),
+        ('{"layers": [1]}', r"layers\[0\]: found 1, expected an object"),
         ("[1]", r"\[0\]: found 1, expected an object"),
         ('[{"layer": 0, "remove": 3, "pairs": [[1]]}]', r"pairs\[0\]: has 1 entries"),
         ('[{"layer": 0, "layer": 0}]', "the same key twice"),
@@ -236,4 +242,4 @@ def test_plans_that_are_none(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(kvmnn.KvmnnError, match=message):
-        read_plans(str(path), 1)
+        read_plans(str(path), _one_layer())

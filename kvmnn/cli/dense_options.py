@@ -153,11 +153,14 @@ def model_rotary(model: str, source: Source) -> tuple[Rotary | None, list[str]]:
 
 
 def _rope(text: str) -> Rotary | str:
+    return text if text == "none" else parse_rope(text)
+
+
+def parse_rope(text: str) -> Rotary:
+    """Parse ``theta=10000,dims=64,pairing=interleaved``; `ArgumentTypeError` for anything else."""
     from ..dense import Rotary
     from ..errors import KvmnnError
 
-    if text == "none":
-        return text
     said: dict[str, str] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")

@@ -117,10 +117,13 @@ def _report_missed(store: PrefixStore, found: Matched | Prefix, ids: Any, model:
 
 def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
     from ..packed.backends import BACKENDS
+    from ..packed.fitting import Geometry
     from ..store import write_prefix
 
     ids, model = _ids(arguments), _model(store, arguments)
     geometry, dtype = packed_options.geometry(arguments), arguments.dtype
+    if arguments.rerotate and arguments.name is None and arguments.capacity is None and geometry == Geometry():
+        raise UsageError("--rerotate is about the prefix cache of an engine: name its layout (--backend) and --name")
     if geometry.backend is not None and dtype is None:
         stored, held = store.find(ids, model=model), BACKENDS[geometry.backend].dtype
         if held in stored.others:  # and no engine takes the other
@@ -141,6 +144,7 @@ def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
         geometry=geometry,
         name=arguments.name,
         capacity=arguments.capacity,
+        rerotate=arguments.rerotate,
         model=arguments.model,
         force=arguments.force,
         threads=arguments.threads,

@@ -72,6 +72,19 @@ class Engine:
         set_file.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
         return int(bool(set_file(self._raw, ctypes.byref(string), 0)))
 
+    def set_length(self, tokens: int) -> int:
+        """Set `LlmContext::all_seq_len`, the position of the next token, and return what it was.
+
+        ``mContext`` is the first member of `Llm` after its table of virtual functions, and ``all_seq_len`` the third
+        integer of what it points to (llm.hpp of MNN 3.6.1).
+        """
+        assert self._raw.value is not None
+        context = ctypes.c_void_p.from_address(self._raw.value + ctypes.sizeof(ctypes.c_void_p)).value
+        assert context is not None
+        length = ctypes.c_int.from_address(context + 2 * ctypes.sizeof(ctypes.c_int))
+        before, length.value = length.value, tokens
+        return before
+
     def generate(self, ids: list[int], count: int) -> list[int]:
         found = self._llm._c_obj.generate(ids, count)
         return [int(token) for token in found] if found is not None else []

@@ -6,11 +6,12 @@ import argparse
 import re
 from typing import TYPE_CHECKING, Any
 
-from .. import loading, packed_options, printing, shared_options
+from .. import idle_options, loading, packed_options, printing, rerotate_options, shared_options
 from ..printing import UsageError
 
 if TYPE_CHECKING:
     from ...formats.mnn import CompactionPlan
+    from ...packed.cache_info import CacheInfo
 
 _TEXT = """Compact the packed files of a prefix cache or of a live one: of the last --remove tokens only the --reserve
 pairs stay, begin:size, begin counted from the start of that window. The files keep their size, and what lies behind the
@@ -19,8 +20,10 @@ live tokens stays as it was, as in the engine.
   kvmnn compact sys/ -o small/ --remove 160 --reserve 0:64,128:32 \\
       --tokens 160 --model MODEL/
 
-LOSSY: the tokens that go are gone. The true position of every kept token stands in <name>.kvmnn.json. Rotary positions
-inside K are not computed again, in the engine neither."""
+LOSSY: the tokens that go are gone. The true position of every kept token stands in <name>.kvmnn.json.
+
+K keeps its rotary positions, and MNN counts from 0 after loading: it needs to be told the length of the text (the
+result shows the line of C++), or K rotated to the first positions: --rerotate."""
 
 
 def add_parser(verbs: Any) -> None:
@@ -34,8 +37,11 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--plan",
         metavar="FILE",
-        help='one plan for each layer instead: a JSON list of {"layer": 0, "remove": N, "pairs": [[begin, size], ...]}',
+        help='one plan for each layer instead: a JSON list of {"layer": 0, "remove": N, "pairs": [[begin, size], ...]} '
+        "(kvmnn plan); positions.json of dump-kv --policy, or its folder; or the --json of eval --plot",
     )
+    parser.add_argument("--plan-label", metavar="LABEL", help="of an evaluation of several policies, which")
+    rerotate_options.add_rerotate(parser)
     parser.add_argument("--dialect", choices=("fork", "upstream"), default="fork", help="whose rules (default: fork)")
     packed_options.add_packed(parser)
 
@@ -44,10 +50,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...formats.mnn import compact, describe_packed
 
+    rerotate_options.check(arguments)
     output = printing.output_or_beside(arguments, arguments.input, ".compact/")
     described = describe_packed(arguments.input, packed_options.options(arguments))
     loading.report_notes(described.notes, arguments)
-    plans = _plans(arguments, len(described.info.layers))
+    plans = _plans(arguments, described.info)
     with printing.progress(arguments, described.info.file_bytes, "compact") as step:
         compacted = compact(
             described,
@@ -55,21 +62,26 @@ def run(arguments: argparse.Namespace) -> int:
             output,
             name=arguments.name,
             dialect=arguments.dialect,
+            rerotate=arguments.rerotate,
+            rope=arguments.rope,
+            model=arguments.model,
             force=arguments.force,
             progress=step,
         )
+    loading.report_notes(compacted.notes[len(described.notes) :], arguments)
     printing.show(arguments, "compact", compacted)
     return 0
 
 
-def _plans(arguments: argparse.Namespace, layers: int) -> list[CompactionPlan]:
+def _plans(arguments: argparse.Namespace, info: CacheInfo) -> list[CompactionPlan]:
     from ...formats.mnn import CompactionPlan, read_plans
 
     if arguments.plan is None:
+        idle_options.refuse(arguments, ["plan_label"], "needs --plan")
         return [CompactionPlan(arguments.remove, arguments.reserve)]
     if arguments.remove is not None or arguments.reserve:
         raise UsageError("--plan stands for --remove and --reserve: say one or the other")
-    return read_plans(arguments.plan, layers)
+    return read_plans(arguments.plan, info, label=arguments.plan_label)
 
 
 def _whole(text: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .. import engine_options, loading, packed_options, printing, shared_options
+from .. import engine_options, loading, packed_options, printing, rerotate_options, shared_options
 from ..printing import UsageError
 
 _TEXT = """Pack plain arrays into a prefix cache that the engine loads: <name>_<layer>.k and .v, their markers, and
@@ -16,7 +16,10 @@ k and v with the layer as first of four axes; a KV dump; a bundle of frames. Sha
 (--token-major: [token, kv_head, head_dim]).
 
 Layout: --backend, or --lp and --hp; what unpack or encode noted down is taken where nothing is said. Every file is read
-back and compared before it appears."""
+back and compared before it appears.
+
+Where tokens were evicted, MNN needs to be told the length of the text after loading (the result shows the line of C++),
+or K rotated to the first positions: --rerotate."""
 
 
 _USED = ("tokens", "model", "backend", "kv_heads", "head_dim", "lp", "hp", "flash_block", "token_ids", "name")
@@ -31,6 +34,7 @@ def add_parser(verbs: Any) -> None:
     shared_options.add_source(parser, "what the words are (default: the arrays' own type; raw words need it)")
     parser.add_argument("--token-major", action="store_true", help="the arrays are [token, kv_head, head_dim]")
     parser.add_argument("--cast", action="store_true", help="convert to the backend's dtype; LOSSY if it is narrower")
+    rerotate_options.add_rerotate(parser)
     packed_options.add_packed(parser, undo=True)
 
 
@@ -38,11 +42,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...formats.mnn import pack
 
+    rerotate_options.check(arguments)
     if arguments.output is None and len(arguments.inputs) > 1:
         raise UsageError("no output given for several inputs: use -o DIR/")
     output = printing.output_or_beside(arguments, arguments.inputs[0], ".packed/")
     source = loading.load(arguments.inputs, arguments, frames=True, as_numbers=arguments.cast, used=_USED)
     loading.report_skipped(source, arguments)
+    is_gguf = engine_options.is_gguf(arguments.model)
     with printing.progress(arguments, source.nbytes, "pack") as step:
         packed = pack(
             source,
@@ -52,9 +58,11 @@ def run(arguments: argparse.Namespace) -> int:
             capacity=arguments.capacity,
             tokens=arguments.tokens,
             token_ids=packed_options.token_ids(arguments),
-            model=None if engine_options.is_gguf(arguments.model) else arguments.model,
+            model=None if is_gguf else arguments.model,
             token_major=arguments.token_major,
             cast=arguments.cast,
+            rerotate=arguments.rerotate,
+            rope=arguments.model if is_gguf and arguments.rope is None else arguments.rope,
             force=arguments.force,
             progress=step,
         )

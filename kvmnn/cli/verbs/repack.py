@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from ...packed.backends import BACKENDS
-from .. import loading, packed_options, printing, shared_options
+from .. import loading, packed_options, printing, rerotate_options, shared_options
 
 _TEXT = """Write a prefix cache in the layout of another backend, e.g. one computed on a PC for a phone:
 
@@ -31,12 +31,14 @@ def add_parser(verbs: Any) -> None:
         metavar="NAME",
         help="backend whose layout is wanted; the flash block stays",
     )
+    rerotate_options.add_rerotate(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...formats.mnn import repack
 
+    rerotate_options.check(arguments)
     output = printing.output_or_beside(arguments, arguments.input, f".{arguments.to}/")
     source = loading.load([arguments.input], arguments, frames=True, used=("name",))
     loading.report_skipped(source, arguments)
@@ -47,8 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.to,
             name=arguments.name,
             capacity=arguments.capacity,
+            model=arguments.model,
+            rerotate=arguments.rerotate,
+            rope=arguments.rope,
             force=arguments.force,
             progress=step,
         )
+    loading.report_notes(packed.notes[len(source.notes) :], arguments)
     printing.show(arguments, "repack", packed)
     return 0

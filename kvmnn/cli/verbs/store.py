@@ -68,7 +68,7 @@ _MAKING_OPTIONS = ("store_bytes", "block_tokens", "codec", "effort", "threads")
 _ACTIONS = {
     "put": _Action((*_MODEL, *_INPUT, *_MAKING_OPTIONS, "rope", "force"), "CACHE"),
     "match": _Action(_MODEL),
-    "get": _Action((*_MODEL, *_LAYOUT, "output", "force", "threads")),
+    "get": _Action((*_MODEL, *_LAYOUT, "output", "force", "threads", "rerotate")),
     "ls": _Action(),
     "stat": _Action(),
     "verify": _Action(("threads",)),
@@ -128,6 +128,11 @@ def add_parser(verbs: Any) -> None:
     shared_options.add_output(parser, "get: file or directory; export: a file")
     parser.add_argument(
         "--capacity", type=shared_options.positive, metavar="N", help="get: tokens that a prefix cache has room for"
+    )
+    parser.add_argument(
+        "--rerotate",
+        action="store_true",
+        help="get: K at the positions 0, 1, 2 ..., as pack --rerotate; a stored prefix has these already",
     )
     shared_options.add_source(parser, "put: what raw words are; else which precision is meant")
     parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")

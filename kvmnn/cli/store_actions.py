@@ -65,29 +65,20 @@ def _refuse_outage(result: Matched | Prefix | Put) -> None:
 
 def ids_of(source: Source, arguments: argparse.Namespace) -> Any:
     """The token ids of what is put: as said, which must not contradict the file's own; else the file's."""
-    own = own_ids(source)
+    from ..formats.llama import NO_TOKEN
+    from ..store.sources import saved_ids, token_ids_of
+
     if arguments.token_ids is None:
-        return own
+        return token_ids_of(source)
+    own = saved_ids(source)
     said = _ids(arguments)
-    for place, (one, other) in enumerate(zip(said, own or [], strict=False)):
-        if one != other and not arguments.force:
+    for place, (one, other) in enumerate(zip(said.tolist(), own if own is not None else [], strict=False)):
+        if one != other and other != NO_TOKEN and not arguments.force:
             raise UsageError(
                 f"{' '.join(arguments.inputs)}: its token {place} is {other}, --token-ids says {one} "
                 "(leave --token-ids out, or --force)"
             )
-    return said
-
-
-def own_ids(source: Source) -> list[int] | None:
-    """The token ids that an input says itself, or that lie beside its arrays."""
-    from ..bundle.beside import TOKEN_IDS
-    from ..formats.beside import text_beside
-    from ..formats.mnn.token_ids import parsed_token_ids
-
-    found = source.engine_cache.token_ids if source.engine_cache is not None else None
-    beside = text_beside(source, TOKEN_IDS) if found is None else None
-    found = found if beside is None else parsed_token_ids(*beside)
-    return None if found is None else found.tolist()
+    return said if own is None or len(own) != len(said) else token_ids_of(source, said)
 
 
 def _match(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:

@@ -4,7 +4,7 @@ from .portable import read_exported
 from .prefix_store import PrefixStore
 from .remote import OutageError
 from .results import Cleaned, Entry, Exported, Listing, Matched, Pinned, Prefix, Put, Session, Stats, Verified
-from .sources import Got, layers_of, write_prefix
+from .sources import Got, layers_of, token_ids_of, write_prefix
 
 __all__ = [
     "Cleaned",
@@ -23,5 +23,6 @@ __all__ = [
     "Verified",
     "layers_of",
     "read_exported",
+    "token_ids_of",
     "write_prefix",
 ]

@@ -16,10 +16,14 @@ from ..arrays.named_array import in_memory
 from ..arrays.own_order import for_other_engines
 from ..arrays.source import Source
 from ..arrays.window_layers import describe_windows, find_window_layers
-from ..dtypes import PARTS, Positions, Words, by_name
+from ..bundle.beside import TOKEN_IDS
+from ..dtypes import PARTS, Indices, Positions, Words, by_name
 from ..errors import KvmnnError, OptionError, SourceError
+from ..formats.beside import text_beside
+from ..formats.llama import NO_TOKEN
 from ..formats.mnn import Packed, Unpacked, pack, unpack
 from ..formats.mnn.prefix_writing import Making
+from ..formats.mnn.token_ids import parsed_token_ids
 from ..formats.noted_positions import held_by, noted_positions
 from ..packed.cache_info import TokenIds
 from ..packed.fitting import Geometry
@@ -92,6 +96,52 @@ def layers_of(source: Source, *, token_major: bool = False, with_windows: bool =
     pairs = zip(all_keys, words[:: 1 + has_values], values, strict=True)
     seen = 1 + max((int(positions.max()) for positions in windows.values()), default=-1)
     return [_layer_cache(entry.layer, keys, v, windows.get(entry.layer), seen) for entry, keys, v in pairs]
+
+
+def saved_ids(source: Source) -> Indices | None:
+    """Return the token ids that a source has itself, or that lie alongside its arrays, int64; None where it has none.
+
+    They may be more than its tokens: engines also save the id of a token that is not evaluated yet.
+    """
+    found = source.engine_cache.token_ids if source.engine_cache is not None else None
+    beside = text_beside(source, TOKEN_IDS) if found is None else None
+    return found if beside is None else parsed_token_ids(*beside)
+
+
+def token_ids_of(source: Source, token_ids: Sequence[int] | Ids | Indices | None = None) -> Indices | None:
+    """Return the ids of the tokens that have K and V in a source, by their positions; None where it has no ids.
+
+    Parameters
+    ----------
+    source
+        What `kvmnn.open` opens.
+    token_ids
+        Those of its text, from the first token on, instead of its own.
+
+    Raises
+    ------
+    SourceError
+        Where there are fewer ids than tokens, and where an id stands for no token.
+    """
+    saved = saved_ids(source) if token_ids is None else np.asarray(token_ids, np.int64)
+    if saved is None:
+        return None
+    where, cache = " ".join(source.inputs), source.engine_cache
+    if cache is None or (not cache.is_whole and not find_window_layers(source.completeness, held_by(source))):
+        return saved  # `layers_of` refuses a cache that was cut
+    runs = cache.layer_runs
+    end = cache.tokens if runs is None else max((sum(run) for each in runs for run in each), default=0)
+    if saved.size < end:
+        raise SourceError(
+            f"{where}: has {count(saved.size, 'token id')} for {count(end, 'token')}: specify all ids (--token-ids)"
+        )
+    ids = saved[:end]
+    if (missing := np.flatnonzero(ids == NO_TOKEN)).size:
+        raise SourceError(
+            f"{where}: token {missing[0]} has the id {NO_TOKEN}, which stands for any picture or embedding: specify "
+            "ids that tell them apart (--token-ids)"
+        )
+    return ids
 
 
 def _layer_cache(layer: int, keys: Words, values: Words, positions: Positions | None, seen: int) -> LayerCache:

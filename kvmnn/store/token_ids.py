@@ -39,6 +39,10 @@ def as_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
         found = np.asarray(token_ids)
     except (ValueError, OverflowError):
         raise KvmnnError("token ids: expected a list of at least one whole number, found no numbers") from None
+    if found.dtype.kind in "fO" and found.ndim == 1:  # integers too large for numpy's types
+        for number, each in enumerate(token_ids):
+            if type(each) is int and not 0 <= each <= MAX_ID:
+                raise _wrong_id(number, each)
     if found.ndim != 1 or found.size == 0 or found.dtype.kind not in "iu":
         there = "none" if found.shape == (0,) else f"{found.dtype.name} of shape {list(found.shape)}"
         raise KvmnnError(f"token ids: expected a list of at least one whole number, found {there}")
@@ -46,9 +50,12 @@ def as_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
         raise KvmnnError(f"token ids: there are {found.size:,}, expected at most {MAX_TOKENS:,}")
     least, most = int(found.min()), int(found.max())
     if least < 0 or most > MAX_ID:
-        place, wrong = (found.argmin(), least) if least < 0 else (found.argmax(), most)
-        raise KvmnnError(f"token ids: number {place + 1:,}: expected one from 0 to {MAX_ID:,}, found {wrong:,}")
+        raise _wrong_id(int(found.argmin() if least < 0 else found.argmax()), least if least < 0 else most)
     return found.astype("<u4")
+
+
+def _wrong_id(place: int, found: int) -> KvmnnError:
+    return KvmnnError(f"token ids: number {place + 1:,}: expected one from 0 to {MAX_ID:,}, found {found:,}")
 
 
 def block_keys(parent: bytes, ids: Ids, block_tokens: int) -> list[bytes]:

@@ -15,6 +15,7 @@ import pytest
 from kept_files import there_and_back
 from llama_files import Shape
 
+import kvmnn
 from kvmnn import Rotary
 from kvmnn.formats.llama import read_gguf_rotary
 from kvmnn.store import PrefixStore
@@ -395,3 +396,42 @@ def test_how_many_layers_share_k_may_not_be_said(here: Path, run) -> None:
     fields = {"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 3}
     Path("g.gguf").write_bytes(llama_files.gguf("gemma3n", **fields))
     run("unpack", "g.session", "--model", "g.gguf", "-o", "o.npz")
+
+
+def write_ids(name: str, ids: list[int], tokens: int) -> None:
+    """A session of a Qwen with these ids and so many cells."""
+    data, _ = llama_files.state(Random(3), Shape(), [tokens], tokens=len(ids), architecture="qwen2")
+    Path(name).write_bytes(data[:12] + np.array(ids, "<i8").astype("<u4").tobytes() + data[12 + 4 * len(ids) :])
+
+
+@pytest.mark.parametrize(("more", "note"), [(1, "the last token id of 21 has"), (3, "the last 3 token ids of 23 have")])
+def test_store_put_of_more_ids_than_cells_takes_those_with_cells(here: Path, run, more: int, note: str) -> None:
+    """Builds of llama.cpp write the id that is not evaluated yet."""
+    ids = list(range(10, 30 + more))
+    write_ids("more.session", ids, 20)
+    words = ("store", "put", "s/", "more.session", "--kv-heads", 2, "--fingerprint", "m")
+    found = run(*words)
+    assert f"{note} no cell" in found.err and found.out.startswith("20 tokens, 20 of them new")
+    run(*words, "--token-ids", ",".join(map(str, ids)))
+    run(*words, "--token-ids", ",".join(map(str, ids[:20])))
+    assert kvmnn.store.token_ids_of(kvmnn.open("more.session", kv_heads=2)).tolist() == ids[:20]
+
+
+def test_store_put_of_fewer_ids_than_cells_is_refused(here: Path, run) -> None:
+    write_ids("fewer.session", list(range(10, 29)), 20)
+    words = ("store", "put", "s/", "fewer.session", "--kv-heads", 2, "--fingerprint", "m")
+    assert "has 19 token ids for 20 tokens: specify all ids (--token-ids)" in run(*words, code=1).err
+    assert not Path("s").exists()
+    run(*words, "--token-ids", ",".join(map(str, range(10, 30))))
+
+
+def test_store_put_of_pictures_takes_ids_of_32_bits_and_refuses_placeholders(here: Path, run) -> None:
+    ids = [5, 6, *(0x9E3779B9 * place % 2**32 for place in range(1, 17)), 7, 8]
+    write_ids("hashed.session", ids, 20)
+    words = ("store", "put", "s/", "hashed.session", "--kv-heads", 2, "--fingerprint", "m")
+    run(*words)
+    assert run("store", "match", "s/", "--token-ids", ",".join(map(str, ids))).out == "20\n"
+    write_ids("null.session", [5, 6, *[-1] * 16, 7, 8], 20)
+    words = ("store", "put", "t/", "null.session", "--kv-heads", 2, "--fingerprint", "m")
+    assert "token 2 has the id -1, which stands for any picture or embedding" in run(*words, code=1).err
+    run(*words, "--token-ids", ",".join(map(str, ids)))

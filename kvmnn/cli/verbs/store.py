@@ -245,12 +245,11 @@ def _source(arguments: argparse.Namespace) -> Source:
 
     source = loading.load(arguments.inputs, arguments, frames=True, used=("model", "token_ids"))
     loading.report_skipped(source, arguments)
-    if arguments.token_ids is None and store_actions.own_ids(source) is None:
+    if store_actions.ids_of(source, arguments) is None:
         where = " ".join(arguments.inputs)
         if (cache := source.engine_cache) is not None and cache.texts:
             raise UsageError(f"{where}: is a batch of {cache.batch}: --batch N takes one text of it, from 0")
         raise UsageError(f"{where}: does not say its token ids: store put needs --token-ids IDS")
-    store_actions.ids_of(source, arguments)
     source, notes = for_other_engines(source)
     loading.report_notes(notes, arguments)
     return source

@@ -31,6 +31,8 @@ _MOST_STREAMS, _MOST_LAYERS = 1 << 12, 1 << 12
 """Sixteen and eight times as many as llama.cpp has at most (LLAMA_MAX_SEQ, LLAMA_MAX_LAYERS)."""
 MLA = ("deepseek2", "deepseek32", "glm-dsa", "kimi-linear", "minicpm3", "mistral4", "plm")
 """Architectures whose attention works on latent K alone: they may store no V."""
+NO_TOKEN = -1
+"""LLAMA_TOKEN_NULL, which stands for pictures and embeddings."""
 _EXTRA_BYTES = (0, 12, 8)
 """Behind the position of a cell: nothing; x, y and a token (M-RoPE, embeddings by layer); x and y."""
 
@@ -102,7 +104,7 @@ class State:
     kind, version
         ``"session"`` or ``"sequence"``, and the number behind its magic.
     tokens
-        int64: the ids that the caller of llama.cpp gave.
+        int64: the ids that the caller of llama.cpp gave, from 0 to 2^32 - 2; `NO_TOKEN` for what has none.
     architecture
         Of the model; None in sequence files.
     caches
@@ -151,6 +153,7 @@ def parse(file: FileBytes, model: str | None = None) -> State:
             known = " and ".join(map(str, VERSIONS[magic]))
             raise SourceError(f"{file.label}: a llama.cpp {kind} file of version {version}: read are {known}")
         tokens = cursor.numbers(cursor.u32("number of tokens"), "tokens")
+        tokens = np.where(tokens < NO_TOKEN, tokens + (1 << 32), tokens)  # ids of 32 bits; llama.cpp's are signed
         architecture = _architecture(cursor) if magic == SESSION else None
     except NotSoError as error:
         raise SourceError(f"{file.label}: is truncated: {error}") from None

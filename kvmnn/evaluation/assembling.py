@@ -16,7 +16,7 @@ from ..version import version
 from .measuring.cells import ModelFacts, RefusedCell, TimingCell, read_cell
 from .measuring.memory import WHAT
 from .measuring.timing import DECODED, PIECE
-from .notes import notes
+from .notes import by_reason, notes
 from .planning import EvaluationPlan, identity
 from .result import Bootstrap, EvaluatedModel, EvaluationResult, SettingsUsed
 from .rows import Measured, make_row
@@ -29,8 +29,8 @@ from .statistics import LEVEL, RESAMPLES
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What is evaluated: the model and its digest, the configurations (the full cache first), the documents
-    and what was left out of their files."""
+    """What is evaluated: the model and its digest, the configurations (the full cache first), the documents,
+    what was left out of their files (`text_notes`) and what was put before them (`last_notes`)."""
 
     model: str
     sha256: str
@@ -39,6 +39,7 @@ class Evaluation:
     settings: Settings
     jobs: int
     text_notes: tuple[str, ...] = ()
+    last_notes: tuple[str, ...] = ()
     start: Start | None = None
 
     def result(self, plan: EvaluationPlan, store: CellStore, refused: Mapping[str, str]) -> EvaluationResult:
@@ -82,6 +83,7 @@ class Evaluation:
                 *notes(rows, self.documents, self.settings),
                 *self._not_timed(measured),
                 *self._from_store(measured),
+                *self.last_notes,
             ),
             refused=tuple(
                 Refusal(label=entry.label, reason=refused[identity(entry)])
@@ -126,9 +128,11 @@ class Evaluation:
                 )
 
     def _not_timed(self, measured: Mapping[int, Measured]) -> Iterator[str]:
-        for number, found in measured.items():
-            if isinstance(found.timing, RefusedCell):
-                yield f"{self.wanted[number].label}: not timed: {found.timing.refused}"
+        yield from by_reason(
+            (self.wanted[number].label, f"not timed: {found.timing.refused}")
+            for number, found in measured.items()
+            if isinstance(found.timing, RefusedCell)
+        )
         yield from _without_attention_time([found.timing for found in measured.values()])
 
     def _from_store(self, measured: Mapping[int, Measured]) -> Iterator[str]:

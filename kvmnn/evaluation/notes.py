@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..lm.cache.lossless_store import storing_notes
 from ..lm.documents import Document
 from ..policies.registry import policy_called
 from ..policies.specs import make
+from ..reports.columns import UNCUT_MARK
 from ..reports.rows import Row
 from ..text import LOSSLESS, LOSSY, count
 from .setup.configurations import FULL
@@ -120,19 +121,45 @@ def _size(row: Row) -> str:
 
 
 def _nothing_evicted(rows: Sequence[Row], documents: Sequence[Document], settings: Settings) -> Iterator[str]:
+    """Which rows evicted nothing: that they are no rivals of the others, and for each reason once why."""
+    if any(row.is_uncut for row in rows):
+        yield (
+            f"Rows marked {UNCUT_MARK} evicted nothing before the last token was scored: their quality is that of the "
+            "full cache and says nothing of the policy, so that none of them is the best of its budget."
+        )
     longest = max(document.fed for document in documents)
     first = documents[0].begin or min(settings.prompt or settings.chunk, longest)
     held = next((row.tokens_kept for row in rows if row.start is not None and row.policy == FULL), None)
-    for row in rows:
-        if row.policy != FULL and (row.kind == LOSSLESS if row.start is None else row.tokens_kept == held):
-            why = make(row.policy, row.options).why_all_stay(first, longest)
-            yield f"{row.label}: nothing was evicted: {why or 'no step gave it reason to'}."
+    yield from by_reason(
+        (row.label, f"nothing was evicted: {_why_all_stay(row, first, longest)}.")
+        for row in rows
+        if row.policy != FULL and (row.kind == LOSSLESS if row.start is None else row.tokens_kept == held)
+    )
+
+
+def by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Return one sentence for each reason, after the labels of all rows that have it.
+
+    Parameters
+    ----------
+    reasons
+        Labels, each with what is to be said of its row.
+    """
+    labels: dict[str, list[str]] = {}
+    for label, reason in reasons:
+        labels.setdefault(reason, []).append(label)
+    yield from (f"{'; '.join(same)}: {reason}" for reason, same in labels.items())
+
+
+def _why_all_stay(row: Row, first: int, longest: int) -> str:
+    return make(row.policy, row.options).why_all_stay(first, longest) or "no step gave it reason to"
 
 
 def _cut_too_late(rows: Sequence[Row], documents: Sequence[Document], settings: Settings) -> Iterator[str]:
     """Which rows evicted only once all tokens of every text were scored, so that their quality is the full cache's."""
     steps = [_steps(document, settings) for document in documents]
-    late = [row.label for row in rows if row.kind == LOSSY and row.policy != FULL and _all_scored_before(row, steps)]
+    cut = [row for row in rows if row.kind == LOSSY and row.policy != FULL]
+    late = [row.label for row in cut if (_all_scored_before(row, steps) if row.evicted is None else not row.evicted)]
     if late:
         yield (
             f"No scored token saw the cut cache: {'; '.join(late)}: a cache is cut after a step, and the first "

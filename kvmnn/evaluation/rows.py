@@ -103,6 +103,7 @@ def make_row(
         h2o=together(cell.h2o for cell in cells if cell.h2o is not None),
         runtime=runs_together(cell.runtime for cell in cells if cell.runtime is not None),
         start=start,
+        evicted=_saw_cut(cells),
         project=_project_numbers(
             configuration.definition,
             measured.by_definition,
@@ -236,6 +237,13 @@ def _bits_per_byte(nll: float, nbytes: int) -> float | None:
 
 def _evicted(cell: ScoreCell) -> bool:
     return any(kept < cell.tokens_seen for kept in cell.tokens_kept)
+
+
+def _saw_cut(cells: Sequence[ScoreCell]) -> bool | None:
+    """Whether any scored token was attended over a cut cache; None where a cell of an older version does not tell."""
+    if any(cell.cut_tokens is None for cell in cells):
+        return None if any(_evicted(cell) for cell in cells) else False
+    return any(cell.cut_tokens for cell in cells)
 
 
 def _is_own(full: Sequence[ScoreCell]) -> bool:

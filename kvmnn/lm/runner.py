@@ -74,6 +74,8 @@ class Runner:
 
     Attributes
     ----------
+    cut_tokens
+        Tokens of the text that were attended over a cache from which the policy had evicted something.
     on_step
         Called with what the model returned for each step, before the cache is cut; None for nobody.
 
@@ -148,6 +150,7 @@ class Runner:
             planned=self._planned(),
         )
         self.clock = Clock()
+        self.cut_tokens = 0
         self._whole = True
 
     def runtime_figures(self) -> RuntimeFigures | None:
@@ -220,6 +223,7 @@ class Runner:
             raise KvmnnError(f"{policy.name} cuts as tokens are fed: only a first step can be taken from elsewhere")
         self._whole = False
         self.cache.begin(new)
+        self.cut_tokens += new if self.cache.is_cut else 0
         end = seen + new
         present = [(cache.keys[np.newaxis, :, :end], cache.values[np.newaxis, :, :end]) for cache in layers]
         self.cache.end(Step(np.zeros((0, 0), np.float32), present, None, 0.0))
@@ -263,6 +267,7 @@ class Runner:
         positions = np.arange(first, first + len(tokens), dtype=np.int64)
         begun = perf_counter()
         past, bias = cache.begin(len(tokens))
+        self.cut_tokens += len(tokens) if cache.is_cut else 0
         clock.policy_seconds += perf_counter() - begun
         if len(tokens) > 1 and _unequal(past) and not self.session.chunks_with_unequal_lengths():
             step = self._one_by_one(tokens, positions, past, bias)

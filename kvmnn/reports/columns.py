@@ -12,6 +12,9 @@ Text = Callable[[Row, Row | None], str | None]
 """The text of a row beside that of the full cache; None where nothing was measured."""
 
 ABSENT = "-"
+UNCUT_MARK = "*"
+"""Of rows whose policy evicted nothing before the last token was scored."""
+
 _MIB = float(1 << 20)
 
 
@@ -78,8 +81,13 @@ def _attention(row: Row, full: Row | None) -> str | None:
     return f"{row.attention_seconds * 1e3:.3f}"
 
 
+def marked(text: str, row: Row) -> str:
+    """Return a text about a row with the mark of those that evicted nothing."""
+    return f"{text} {UNCUT_MARK}" if row.is_uncut else text
+
+
 def _label(row: Row, full: Row | None) -> str | None:
-    return plain(row.label)
+    return marked(plain(row.label), row)
 
 
 COLUMNS = (

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from . import plot_style
-from .figure_parts import Measure, NothingToShowError, interval_text
+from .columns import UNCUT_MARK
+from .figure_parts import Measure, NothingToShowError, interval_text, sentences, uncut_text
 from .plot_style import INK, MUTED
 from .results import Results
 from .rows import full_row
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 Budgets = tuple[int, ...]
 
 _FACETS = 4
+_SIZE = 7.5
+"""Points of the letters at the ends of bars."""
+_GAP = 8 / 72
+"""Inches between a bar and the edge of its panel that are left beside the letters."""
+_ROUNDS = 30
 _LINEAR = 10
 """Per cent of change up to which an axis is linear where it is not linear as a whole."""
 _LOGARITHMIC = f"\nlogarithmic beyond {_LINEAR} %"
@@ -59,13 +65,17 @@ def _comparison(
         far = _far_apart([measure(row, 0).y / reference - 1 for entry in series for row in entry.rows])
         bottom = 0.75 + (len(quantities) - 1 - number) * (tall + 0.95)
         first: Axes | None = None
+        labels: list[_Label] = []
         for column, budgets in enumerate(panels):
             box = ((left + column * (panel + gap)) / width, bottom / height, panel / width, tall / height)
             axes = made.add_axes(box, sharex=first)
             first = first or axes
             for place, entry in enumerate(order):
-                for row in (row for row in entry.rows if row.budget in budgets):
+                labels += [
                     _bar(axes, place, looks.of(row.label)["color"], measure(row, 0), reference)
+                    for row in entry.rows
+                    if row.budget in budgets
+                ]
             axes.set_yticks(range(len(order)), [entry.name for entry in order] if column == 0 else [""] * len(order))
             axes.tick_params(axis="y", length=0, labelcolor=INK)
             axes.set_ylim(-0.6, len(order) - 0.4)
@@ -77,11 +87,14 @@ def _comparison(
                     "budget " + " to ".join(f"{b:,}" for b in dict.fromkeys((budgets[0], budgets[-1]))) + " tokens"
                 )
         if first is not None:
-            first.margins(x=0.32)
             if far:
-                _symlog(first)
+                first.set_xscale("symlog", linthresh=_LINEAR)
+            _make_room(first, labels, panel)
+            if far:
+                _set_ticks(first)
     rows = [row for entry in series for row in entry.rows]
-    plot_style.caption(made, f"Against the full cache (line at 0). {interval_text(rows, 'Thin lines')}")
+    said = sentences(interval_text(rows, "Thin lines"), uncut_text(rows, UNCUT_MARK))
+    plot_style.caption(made, sentences("Against the full cache (line at 0).", said))
     return made
 
 
@@ -91,9 +104,24 @@ def _far_apart(changes: Sequence[float]) -> bool:
     return sizes[-1] > max(8 * sizes[len(sizes) // 2], 30)
 
 
-def _symlog(axes: Axes) -> None:
-    """Logarithmic beyond `_LINEAR` per cent."""
-    axes.set_xscale("symlog", linthresh=_LINEAR)
+def _make_room(axes: Axes, labels: Sequence[_Label], width: float) -> None:
+    """Set the limits so that every label lies inside its panel of `width` inches: the next one would hide the rest."""
+    transform = axes.xaxis.get_transform()
+    ends = [0.0, *(float(transform.transform(end)) for label in labels for end in (label.far, *label.ends))]
+    low, high = min(ends), max(ends)
+    low, high = (low, high) if high > low else (low - 0.5, high + 0.5)
+    for _ in range(_ROUNDS):  # each widens the axis, and so shortens the room that was made before
+        inch = (high - low) / width
+        for label in labels:
+            end = float(transform.transform(label.far))
+            end += label.side * inch * (_GAP + plot_style.text_width(label.text, _SIZE))
+            low, high = min(low, end), max(high, end)
+    inverse = transform.inverted()
+    axes.set_xlim(float(inverse.transform(low)), float(inverse.transform(high)))
+
+
+def _set_ticks(axes: Axes) -> None:
+    """Ticks of an axis that is logarithmic beyond `_LINEAR` per cent."""
     ends = axes.get_xlim()
     ticks = [tick for tick in (-100, -10, 0, 10, 100, 1000, 10000) if ends[0] <= tick <= ends[1]]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
@@ -115,22 +143,34 @@ def _alike(series: Sequence[Series]) -> list[Budgets]:
     return groups
 
 
-def _bar(axes: Axes, place: int, colour: str, point: Point, reference: float) -> None:
+class _Label(NamedTuple):
+    """The text at the end of a bar: what it says, where the bar ends, on which side it lies, and where the bar's
+    interval ends."""
+
+    text: str
+    far: float
+    side: int
+    ends: Sequence[float]
+
+
+def _bar(axes: Axes, place: int, colour: str, point: Point, reference: float) -> _Label:
     change = 100 * (point.y / reference - 1)
     axes.barh([place], [change], height=0.62, color=colour, alpha=0.8)
-    far = change
+    far, ends = change, [change]
     if point.low is not None and point.high is not None:
-        low, high = (100 * (end / reference - 1) for end in (point.low, point.high))
+        low, high = ends = [100 * (end / reference - 1) for end in (point.low, point.high)]
         axes.plot([low, high], [place, place], color=INK, linewidth=1.0)
         far = max(high, change) if change >= 0 else min(low, change)
     side = 1 if change >= 0 else -1
+    label = _Label(f"{change:+.1f}{UNCUT_MARK if point.is_uncut else ''}", far, side, ends)
     axes.annotate(
-        f"{change:+.1f}",
+        label.text,
         (far, place),
         (4 * side, 0),
         textcoords="offset points",
         va="center",
         ha="left" if side > 0 else "right",
-        fontsize=7.5,
+        fontsize=_SIZE,
         color=MUTED,
     )
+    return label

@@ -25,6 +25,16 @@ def interval_text(rows: Sequence[Row], mark: str = "Bars") -> str:
     return f"{mark}: 95 % interval of the difference to the full cache, paired over {over[0]:,} documents."
 
 
+def uncut_text(rows: Sequence[Row], mark: str = "Hollow") -> str:
+    """Return what `mark` in a figure of these rows is; empty where every policy evicted something."""
+    return f"{mark}: evicted nothing in these texts." if any(row.is_uncut for row in rows) else ""
+
+
+def sentences(*said: str) -> str:
+    """Return those that say something as one line."""
+    return " ".join(each for each in said if each)
+
+
 _ENOUGH, _MOST = 5, 12
 _STEPS = (
     (1.0, 2.0, 5.0),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import plot_style
-from .figure_parts import Measure, NothingToShowError, apart, dodge, interval_text, scale
+from .figure_parts import Measure, NothingToShowError, apart, dodge, interval_text, scale, sentences, uncut_text
 from .plot_style import FULL, INK, LineEnd
 from .point_labels import PointLabel, label_points
 from .results import Results
@@ -55,9 +55,8 @@ def perplexity_accuracy_tradeoff(results: Results) -> Figure:
     ends = _tradeoff_lines(axes, series, looks, full, (-math.inf if near is None else near, math.inf))
     plot_style.title(axes, "Perplexity against accuracy")
     plot_style.label_lines(axes, ends)
-    plot_style.caption(
-        made, "Numbers, in the colour of their line: budget in tokens, or share of the cache. Better is up and left."
-    )
+    said = "Numbers, in the colour of their line: budget in tokens, or share of the cache. Better is up and left."
+    plot_style.caption(made, sentences(said, uncut_text(rows)))
     return made
 
 
@@ -111,6 +110,8 @@ def _tradeoff_lines(
         xs, ys = [measured(row.perplexity) for row in members], [100 * measured(row.accuracy) for row in members]
         look = looks.of(entry.rows[0].label)
         axes.plot(xs, ys, **look, markeredgecolor="white", markeredgewidth=0.5)
+        uncut = [place for place, row in enumerate(members) if row.is_uncut]
+        _hollow(axes, [xs[place] for place in uncut], [ys[place] for place in uncut], look)
         lines.append((xs, ys))
         for row, x, y in zip(members, xs, ys, strict=True):
             if numbered[0] < x <= numbered[1]:
@@ -170,8 +171,15 @@ def _over_budget(results: Results, title: str, ylabel: str, measure: Measure) ->
         axes.axhline(reference, **FULL)
         ends.append(LineEnd(f"full cache {reference:.2f}", axes.get_xlim()[1], reference, FULL))
     plot_style.label_lines(axes, ends)
-    plot_style.caption(made, interval_text(rows))
+    plot_style.caption(made, sentences(interval_text(rows), uncut_text(rows)))
     return made
+
+
+def _hollow(axes: Axes, xs: Sequence[float], ys: Sequence[float], look: dict[str, Any]) -> None:
+    """Draw points whose policies evicted nothing, over the filled ones."""
+    if xs:
+        empty = {"markerfacecolor": "white", "markeredgecolor": look["color"], "markeredgewidth": 1.2}
+        axes.plot(xs, ys, **look | {"linestyle": "none"} | empty, zorder=4)
 
 
 def _line(axes: Axes, name: str, look: dict[str, Any], points: Sequence[Point]) -> LineEnd:
@@ -183,6 +191,8 @@ def _line(axes: Axes, name: str, look: dict[str, Any], points: Sequence[Point]) 
         axes.errorbar(xs, ys, yerr=[below, above], fmt="none", ecolor=look["color"], elinewidth=0.9, capsize=2,
                       alpha=0.7)  # fmt: skip
     axes.plot(xs, ys, **look, markeredgecolor="white", markeredgewidth=0.5)
+    uncut = [point for point in points if point.is_uncut]
+    _hollow(axes, [point.x for point in uncut], [point.y for point in uncut], look)
     return LineEnd(name, xs[-1], ys[-1], look)
 
 
@@ -222,7 +232,8 @@ def _ratio_panels(
             if measure is accuracy:
                 axes.set_ylabel("accuracy (%)")
             plot_style.label_lines(axes, ends)
-    plot_style.caption(made, interval_text([row for _, _, members in lines for _, row in members]))
+    drawn = [row for _, _, members in lines for _, row in members]
+    plot_style.caption(made, sentences(interval_text(drawn), uncut_text(drawn)))
     return made
 
 

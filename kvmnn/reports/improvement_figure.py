@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from . import plot_style
-from .figure_parts import NothingToShowError
+from .columns import UNCUT_MARK
+from .figure_parts import NothingToShowError, sentences, uncut_text
 from .plot_style import INK, MUTED
 from .results import Results
 from .rows import DocumentRow, Row
@@ -57,7 +58,9 @@ def improvement_summary(results: Results) -> Figure:
         axes.use_sticky_edges = False  # room on both sides of 0
         axes.margins(x=0.3)
         axes.set_xlabel(label)
-    plot_style.caption(made, "Against the row that differs in this one thing. Points: documents.")
+    both = [row for step in steps for row in (step.before, step.after)]
+    said = "Against the row that differs in this one thing. Points: documents."
+    plot_style.caption(made, sentences(said, uncut_text(both, UNCUT_MARK)))
     return made
 
 
@@ -120,7 +123,7 @@ def _bar(axes: Axes, place: int, step: Step, get: Callable[[Row | DocumentRow], 
     axes.plot(points, [place] * len(points), linestyle="none", marker="o", markersize=3, color=INK, alpha=0.6)
     far = max([change, *points]) if change >= 0 else min([change, *points])
     axes.annotate(
-        f"{change:+.2f}",
+        f"{change:+.2f}{UNCUT_MARK if step.before.is_uncut or step.after.is_uncut else ''}",
         (far, place),
         (6 if change >= 0 else -6, 0),
         textcoords="offset points",

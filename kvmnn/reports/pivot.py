@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .columns import ABSENT, Column
+from .columns import ABSENT, UNCUT_MARK, Column, marked
 from .rows import Row
 from .series import Series, cut_rows, grouped, is_number
 
 TITLE = "Perplexity by size; best: the lowest of the line, - for a tie (the intervals above say how sure that is)."
+_UNCUT = f" Numbers marked {UNCUT_MARK} are of policies that evicted nothing, which are never the best."
 
 _Key = tuple[int | float, float | None]
+
+
+def title(rows: Sequence[Row]) -> str:
+    """Return what stands above the table of these rows."""
+    return TITLE + (_UNCUT if any(row.is_uncut for row in rows) else "")
 
 
 def pivot_table(rows: Sequence[Row]) -> tuple[list[Column], list[list[str]]] | None:
@@ -25,7 +31,7 @@ def pivot_table(rows: Sequence[Row]) -> tuple[list[Column], list[list[str]]] | N
     found = {(_size(row) or 0, _share(row) if len(shares) > 1 else None) for row in rows}
     parted = {size for size, share in found if share is not None}
     keys = sorted((key for key in found if key[1] is not None or key[0] not in parted), key=_order)
-    keys = [key for key in keys if sum(_perplexity(entry, key) is not None for entry in series) > 1]
+    keys = [key for key in keys if sum(_row(entry, key) is not None for entry in series) > 1]
     if len(keys) < 2:
         return None
     headings = ["budget", *(["recent"] if len(shares) > 1 else []), *(entry.name for entry in series), "best"]
@@ -37,27 +43,28 @@ def pivot_table(rows: Sequence[Row]) -> tuple[list[Column], list[list[str]]] | N
 
 
 def _line(key: _Key, series: Sequence[Series], with_share: bool) -> list[str]:
-    found = [_perplexity(entry, key) for entry in series]
+    found = [_row(entry, key) for entry in series]
     size, share = key
     first = f"{size:,}" if isinstance(size, int) else f"{100 * size:g} %"
     head = [first, *([ABSENT if share is None else f"{share:g}"] if with_share else [])]
-    texts = [ABSENT if value is None else f"{value:.2f}" for value in found]
+    texts = [ABSENT if row is None else marked(f"{row.perplexity:.2f}", row) for row in found]
     return [*head, *texts, _best(found, texts, series)]
 
 
-def _best(found: Sequence[float | None], texts: Sequence[str], series: Sequence[Series]) -> str:
-    """The policy of the lowest number; none where the table shows another one as low."""
-    known = [(value, place) for place, value in enumerate(found) if value is not None]
-    if not known:
+def _best(found: Sequence[Row | None], texts: Sequence[str], series: Sequence[Series]) -> str:
+    """The policy of the lowest number of those that evicted; none where the table shows another one as low."""
+    rivals = [(row.perplexity, place) for place, row in enumerate(found) if row is not None and not row.is_uncut]
+    numbers = [(value, place) for value, place in rivals if value is not None]
+    if not numbers:
         return ABSENT
-    place = min(known)[1]
+    place = min(numbers)[1]
     return series[place].name if texts.count(texts[place]) == 1 else ABSENT
 
 
-def _perplexity(entry: Series, key: _Key) -> float | None:
+def _row(entry: Series, key: _Key) -> Row | None:
     for row in entry.rows:
         if _size(row) == key[0] and (key[1] is None or _share(row) in (None, key[1])):
-            return row.perplexity
+            return row
     return None
 
 

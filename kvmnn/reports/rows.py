@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ..files.records import Record
 from ..h2o.figures import H2OFigures
 from ..policies.full import Full
+from ..text import LOSSLESS
 from .runtime_figures import RuntimeFigures
 
 
@@ -204,6 +205,9 @@ class Row(Record):
         What the lossless runtime did, where the cache lay in one: all documents added up.
     start
         What it goes on from, where that is K and V that were computed elsewhere (`kvmnn.reports.start`).
+    evicted
+        Whether any scored token was attended over a cache that the policy had cut. Where none was, quality is that of
+        the full cache and says nothing of the policy. None in results of older versions.
     """
 
     label: str
@@ -246,12 +250,21 @@ class Row(Record):
     h2o: H2OFigures | None = field(default=None, metadata={"omit": True})
     runtime: RuntimeFigures | None = field(default=None, metadata={"omit": True})
     start: str | None = field(default=None, metadata={"omit": True})
+    evicted: bool | None = field(default=None, metadata={"omit": True})
     documents: tuple[DocumentRow, ...] = ()
 
     @property
     def is_full(self) -> bool:
         """Whether this is a full cache, all of it the model's own."""
         return self.policy == Full.name and self.start is None
+
+    @property
+    def is_uncut(self) -> bool:
+        """Whether this is a policy that evicted nothing before the last token was scored, so that it is no rival of
+        those that did."""
+        if self.policy == Full.name:
+            return False
+        return self.kind == LOSSLESS if self.evicted is None else not self.evicted
 
 
 def full_row(rows: Sequence[Row]) -> Row | None:

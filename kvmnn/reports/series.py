@@ -17,12 +17,16 @@ _SIZES = ("budget", "keep_ratio")
 
 @dataclass(frozen=True)
 class Point:
-    """A measured value: where, what, and the ends of its interval, None where there is none."""
+    """A measured value: where, what, and the ends of its interval, None where there is none.
+
+    `is_uncut`: it is of a row whose policy evicted nothing (`Row.is_uncut`).
+    """
 
     x: float
     y: float
     low: float | None = None
     high: float | None = None
+    is_uncut: bool = False
 
 
 @dataclass
@@ -108,17 +112,18 @@ def perplexity(row: Row, x: float) -> Point:
     """Its perplexity at `x`; the interval is that of the difference to the full cache."""
     value, versus = measured(row.perplexity), row.versus_full
     if versus is None or versus.nll is None or versus.low is None or versus.high is None:
-        return Point(x, value)
-    return Point(x, value, value * math.exp(versus.low - versus.nll), value * math.exp(versus.high - versus.nll))
+        return Point(x, value, is_uncut=row.is_uncut)
+    low, high = value * math.exp(versus.low - versus.nll), value * math.exp(versus.high - versus.nll)
+    return Point(x, value, low, high, row.is_uncut)
 
 
 def accuracy(row: Row, x: float) -> Point:
     """Its accuracy in per cent at `x`, likewise."""
     value, versus = 100 * measured(row.accuracy), row.versus_full
     if versus is None or versus.accuracy is None or versus.accuracy_low is None or versus.accuracy_high is None:
-        return Point(x, value)
+        return Point(x, value, is_uncut=row.is_uncut)
     mean, low, high = versus.accuracy, versus.accuracy_low, versus.accuracy_high
-    return Point(x, value, value + 100 * (low - mean), value + 100 * (high - mean))
+    return Point(x, value, value + 100 * (low - mean), value + 100 * (high - mean), row.is_uncut)
 
 
 def measured(value: float | None) -> float:

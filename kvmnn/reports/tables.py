@@ -15,9 +15,9 @@ from ..h2o.figures import H2OFigures
 from ..text import count
 from .columns import COLUMNS, Column, filled, plain, project_table, range_text, scalars
 from .h2o_table import H2O_TITLE, h2o_table, rows_with_figures
-from .pivot import TITLE as PIVOT_TITLE
 from .pivot import pivot_table
-from .results import Results
+from .pivot import title as pivot_title
+from .results import Refusal, Results
 from .rows import Row
 from .runtime_figures import RuntimeFigures
 from .runtime_table import RUNTIME_COLUMNS, rows_with_runtime, runtime_table, runtime_title
@@ -41,13 +41,13 @@ def markdown(results: Results) -> str:
     parts = [_as_markdown(*filled(results, COLUMNS))]
     project = project_table(results.rows)
     if project:
-        parts += [_project_title(results.rows), _as_markdown(*project)]
+        parts += [project_title(results.rows), _as_markdown(*project)]
     planned = h2o_table(rows_with_figures(results.rows))
     if planned:
         parts += [H2O_TITLE, _as_markdown(*planned)]
     pivot = pivot_table(results.rows)
     if pivot:
-        parts += [PIVOT_TITLE, _as_markdown(*pivot)]
+        parts += [pivot_title(results.rows), _as_markdown(*pivot)]
     stored = runtime_table(rows_with_runtime(results.rows))
     if stored:
         parts += [runtime_title(len(results.documents)), _as_markdown(*stored)]
@@ -60,13 +60,13 @@ def terminal(results: Results, width: int) -> str:
     parts = [as_text(*filled(results, COLUMNS), width, _ALL)]
     project = project_table(results.rows)
     if project:
-        parts += [wrapped([_project_title(results.rows)], width), as_text(*project, width, _ALL)]
+        parts += [wrapped([project_title(results.rows)], width), as_text(*project, width, _ALL)]
     planned = h2o_table(rows_with_figures(results.rows))
     if planned:
         parts += [wrapped([H2O_TITLE], width), as_text(*planned, width, _ALL)]
     pivot = pivot_table(results.rows)
     if pivot:
-        parts += [wrapped([PIVOT_TITLE], width), as_text(*pivot, width, _ALL)]
+        parts += [wrapped([pivot_title(results.rows)], width), as_text(*pivot, width, _ALL)]
     stored = runtime_table(rows_with_runtime(results.rows))
     if stored:
         parts += [wrapped([runtime_title(len(results.documents))], width), as_text(*stored, width, _ALL)]
@@ -111,8 +111,16 @@ def notes(results: Results) -> list[str]:
         lines.append("Attention: scores, softmax and values of all layers in a step of one token, profiled apart.")
     lines += _explanations(rows)
     lines += [plain(note) for note in results.notes]
-    lines += [plain(f"Not run: {entry.label}: {entry.reason}") for entry in results.refused]
+    lines += [plain(f"Not run: {said}") for said in refusals(results.refused)]
     return lines
+
+
+def refusals(refused: Sequence[Refusal]) -> list[str]:
+    """Return what could not be run: the labels that have one reason together."""
+    labels: dict[str, list[str]] = {}
+    for entry in refused:
+        labels.setdefault(entry.reason, []).append(entry.label)
+    return [f"{'; '.join(same)}: {reason}" for reason, same in labels.items()]
 
 
 def _explanations(rows: Sequence[Row]) -> Iterator[str]:
@@ -139,7 +147,8 @@ def _explanations(rows: Sequence[Row]) -> Iterator[str]:
         yield f"The frames hold {' and '.join(kinds)}: the cache was rounded before, which is LOSSY."
 
 
-def _project_title(rows: Sequence[Row]) -> str:
+def project_title(rows: Sequence[Row]) -> str:
+    """Return what stands above the table of `project_table`."""
     names = dict.fromkeys(PROJECTS[row.project.evaluation] for row in rows if row.project is not None)
     return f"By the definitions of {' and of '.join(names)} (docs/lm.md says where they differ):"
 

@@ -6,7 +6,7 @@ import re
 import textwrap
 from collections.abc import Sequence
 
-from .columns import Column
+from .columns import UNCUT_MARK, Column
 
 _LEAST_LABEL, _MOST_LABEL = 16, 32
 _GAP = 2
@@ -72,20 +72,23 @@ def _chosen(columns: Sequence[Column], widths: Sequence[int], width: int) -> tup
 
 
 def _shortened(names: Sequence[str], width: int) -> list[str]:
-    """Names of at most `width` columns, as different from each other as they were; unchanged where all fit."""
+    """Names of at most `width` columns, as different from each other as they were; unchanged where all fit.
+
+    The mark at the end of a name stays.
+    """
     if all(len(name) <= width for name in names):
         return list(names)
     found: dict[str, str] = {}
     for name in dict.fromkeys(names):
-        short = _respelt(name)
-        if len(short) > width:
-            short = short[: width - 2] + ".."
+        end = f" {UNCUT_MARK}" if name.endswith(f" {UNCUT_MARK}") else ""
+        whole = _respelt(name.removesuffix(end))
+        short = whole if len(whole + end) <= width else whole[: width - 2 - len(end)] + ".."
         number = 1
-        while short in found.values():
+        while short + end in found.values():
             number += 1
             mark = f"..{number}"
-            short = _respelt(name)[: width - len(mark)] + mark
-        found[name] = short
+            short = whole[: width - len(mark) - len(end)] + mark
+        found[name] = short + end
     return [found[name] for name in names]
 
 

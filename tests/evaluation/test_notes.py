@@ -238,3 +238,19 @@ def test_five_texts_that_repeat_another_are_named() -> None:
         "6 texts have the same tokens as others before, counted once: b those of a, c those of a, d those of a, "
         "e those of a, f those of a and 1 more. An interval is over different texts."
     ]
+
+
+def test_equal_reasons_of_many_rows_are_one_note() -> None:
+    specs = [f"{policy}:budget={size}" for policy in ("streaming", "recent_only") for size in range(500, 506)]
+    rows = [row("full", "full", kind="LOSSLESS"), *(of(spec, "LOSSLESS", evicted=False) for spec in specs)]
+    found = said(rows)
+    notes_of_none = [line for line in found if "nothing was evicted" in line]
+    assert notes_of_none == [f"{'; '.join(specs)}: nothing was evicted: a text of 400 tokens fits its budget."]
+    assert sum(line.startswith("Rows marked * evicted nothing") for line in found) == 1
+    assert not any("Rows marked" in line for line in said([of("streaming", evicted=True)]))
+
+
+def test_rows_that_were_measured_as_cut_too_late_need_no_inference() -> None:
+    late = [of("streaming:budget=32", evicted=False), of("recent_only:budget=32", evicted=True)]
+    (note,) = (line for line in said(late, 128, chunk=1) if line.startswith("No scored token"))
+    assert note.startswith("No scored token saw the cut cache: streaming:budget=32: ")

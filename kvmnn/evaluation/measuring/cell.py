@@ -154,6 +154,7 @@ class Measurer:
             stored_tokens=taken,
             stored_notes=tuple(stored.notes) if stored is not None and stored.notes else None,
             distances=distances,
+            cut_tokens=runner.cut_tokens,
         )
 
     def _begin(

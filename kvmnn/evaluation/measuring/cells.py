@@ -80,6 +80,7 @@ class ScoreCell(Record):
     stored_tokens: int | None = field(default=None, metadata={"omit": True})
     stored_notes: tuple[str, ...] | None = field(default=None, metadata={"omit": True})
     distances: tuple[LayerDistance, ...] | None = field(default=None, metadata={"omit": True})
+    cut_tokens: int | None = field(default=None, metadata={"omit": True})
 
 
 @dataclass(frozen=True, kw_only=True)

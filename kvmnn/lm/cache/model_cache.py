@@ -106,6 +106,12 @@ class ModelCache:
         ]
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the policy has evicted any token of any layer."""
+        whole = self.seen - self._begun_seen
+        return any(group.live < whole + self._begun[group.layers[0]].shape[-1] for group in self._groups)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of K and V held, those of masked tokens included."""
         return self._store.nbytes

@@ -35,13 +35,14 @@ class Table:
 
 @dataclass(frozen=True)
 class Point:
-    """A point of a plot, with the ends of its interval and what it is called."""
+    """A point of a plot, with the ends of its interval and what it is called; whether its marker is empty."""
 
     x: float
     y: float
     low: float | None = None
     high: float | None = None
     name: str = ""
+    is_hollow: bool = False
 
 
 @dataclass(frozen=True)

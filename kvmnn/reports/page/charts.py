@@ -120,6 +120,11 @@ def _lines(axes: Axes, chart: Chart) -> None:
             markersize=4.6,
             zorder=2.6 if one.dashed else 2.3,
         )
+        hollow = [point for point in one.points if point.is_hollow]
+        if hollow and not dense:
+            empty = {"linestyle": "none", "markerfacecolor": _CARD, "markeredgecolor": style["color"]}
+            axes.plot([point.x for point in hollow], [point.y for point in hollow], **style | empty, markersize=4.6,
+                      zorder=2.7)  # fmt: skip
     for value, _ in chart.limits:
         axes.axhline(value, color=_INK, linewidth=1, linestyle=(0, (5, 2)))
     if chart.log_y:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from .. import tables
-from ..columns import COLUMNS, filled
+from ..columns import COLUMNS, UNCUT_MARK, filled, marked
 from ..rows import Row, full_row
 from ..series import cut_rows, grouped, is_number, perplexity
 from .blocks import Block, Cell, Chart, Items, Point, Section, Series, Table, missing, number
@@ -70,7 +70,10 @@ def _over_budget(name: str, evaluation: Evaluation, rows: list[Row]) -> Chart:
     for look, entry in enumerate(groups[:_MOST_SERIES]):
         members = sorted(entry.rows, key=lambda row: row.budget or 0)
         measured = [perplexity(row, row.budget or 0) for row in members]
-        points = [Point(one.x, one.y, one.low, one.high, row.label) for one, row in zip(measured, members, strict=True)]
+        points = [
+            Point(one.x, one.y, one.low, one.high, marked(row.label, row), one.is_uncut)
+            for one, row in zip(measured, members, strict=True)
+        ]
         series.append(Series(entry.name, points, look))
     full = full_row(evaluation.rows)
     known = full is not None and is_number(full.perplexity)
@@ -78,6 +81,8 @@ def _over_budget(name: str, evaluation: Evaluation, rows: list[Row]) -> Chart:
     said = f"Perplexity (lower is better) of each policy over tokens kept in a layer, from {name}."
     if any(point.low is not None for one in series for point in one.points):
         said += " Bars: 95 % interval of the difference to the full cache, over the documents."
+    if any(row.is_uncut for row in rows):
+        said += f" Hollow, and marked {UNCUT_MARK}: evicted nothing in these texts."
     if len(groups) > _MOST_SERIES:
         said += f" {len(groups) - _MOST_SERIES:,} more are in the table."
     return Chart(

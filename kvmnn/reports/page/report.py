@@ -101,14 +101,12 @@ def make_report(paths: Sequence[str | os.PathLike[str]]) -> Report:
 
 
 def _made(found: Material, title: str) -> Report:
+    of_gates = (cases.cases_section(found), verdict.gates_section(found), cases.speed_section(found))
+    evaluated = (quality.quality_section(found),)
+    of_sizes = (quality.latency_section(found), sizes.layers_section(found), sizes.memory_section(found))
+    is_of_gates = bool(verdict.case_verdicts(found)) or not found.evaluations
     sections = (
-        cases.cases_section(found),
-        verdict.gates_section(found),
-        cases.speed_section(found),
-        quality.latency_section(found),
-        sizes.layers_section(found),
-        sizes.memory_section(found),
-        quality.quality_section(found),
+        *((*of_gates, *of_sizes, *evaluated) if is_of_gates else (*evaluated, *of_gates, *of_sizes)),
         sizes.codecs_section(found),
         cases.trend_section(found),
         origin.environment_section(found),

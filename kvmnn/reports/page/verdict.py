@@ -1,4 +1,4 @@
-"""The head of the page: how many cases pass, what failed and by how much."""
+"""The head of the page: how many cases pass, what failed and by how much; without gates what was evaluated."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from ...text import count
 from .blocks import CaseCard, Cell, Section, Table, Text, Tone, Verdict
+from .evaluated import evaluated
 from .material import NOT_FINISHED, Material
 from .records import CaseVerdict, GateLine
 from .reference import REFERENCE
@@ -29,6 +30,8 @@ _LIMIT = re.compile(r"(<=|>=|<|>)\s*([-+]?\d[\d,]*(?:\.\d+)?)\s*(%|us)?")
 def verdict(found: Material) -> Verdict:
     """The verdict over all cases; without gates what else was measured, which is no verdict."""
     cards = [_card(name, case) for name, case in case_verdicts(found)]
+    if not cards and found.evaluations:
+        return evaluated(found.evaluations, tuple(_replayed(found)))
     if not cards:
         return Verdict("No gates", "unknown", "No gates were judged: what is below was measured, not judged.", (),
                        tuple(_replayed(found)))  # fmt: skip

@@ -1,0 +1,165 @@
+"""Rows of policies that evicted nothing: marked wherever results are shown, and never the best."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import lm_results
+import pytest
+from lm_results import results, row
+
+from kvmnn.evaluation import EvaluationResult, read_results
+from kvmnn.reports import plot_style, tables
+from kvmnn.reports.comparison_figure import strategy_comparison
+from kvmnn.reports.figures import accuracy_over_budget, perplexity_accuracy_tradeoff, perplexity_over_budget
+from kvmnn.reports.page import make_report
+from kvmnn.reports.pivot import pivot_table
+from kvmnn.reports.results import Refusal
+from kvmnn.reports.rows import Difference, Row
+
+FULL = {"kind": "LOSSLESS", "evicted": False}
+
+
+def scored(
+    label: str, policy: str, budget: int, perplexity: float, *, evicted: bool | None = True, kind: str = ""
+) -> Row:
+    kind = kind or ("LOSSY" if evicted else "LOSSLESS")
+    more = {"perplexity": perplexity, "accuracy": 0.5, "tokens": 100, "evicted": evicted}
+    return row(label, policy, kind=kind, budget=budget, options={"budget": budget}, **more)
+
+
+@pytest.fixture
+def rows() -> list[Row]:
+    """At 64 tokens l2_ratio evicted nothing, at 512 nothing did; quality of the full cache is 10."""
+    return [
+        row("full", "full", perplexity=10.0, accuracy=0.5, tokens=100, **FULL),
+        scored("streaming 64", "streaming", 64, 12.0),
+        scored("streaming 512", "streaming", 512, 10.0, evicted=False),
+        scored("recent_only 64", "recent_only", 64, 11.0),
+        scored("recent_only 512", "recent_only", 512, 10.0, evicted=False),
+        scored("l2_ratio 64", "l2_ratio", 64, 10.0, evicted=False),
+        scored("l2_ratio 512", "l2_ratio", 512, 10.0, evicted=False, kind="LOSSY"),  # cut when all was scored
+    ]
+
+
+def test_pivot_marks_what_evicted_nothing_and_gives_it_no_best(rows: list[Row]) -> None:
+    columns, lines = pivot_table(rows) or ([], [])
+    assert [column.heading for column in columns] == ["budget", "streaming", "recent_only", "l2_ratio", "best"]
+    assert lines == [
+        ["64", "12.00", "11.00", "10.00 *", "recent_only"],
+        ["512", "10.00 *", "10.00 *", "10.00 *", "-"],
+    ]
+    text = tables.markdown(results(rows))
+    assert "Numbers marked * are of policies that evicted nothing, which are never the best." in text
+    assert "Numbers marked *" not in tables.markdown(results([*rows[:2], rows[3]]))
+
+
+def test_results_of_older_versions_are_marked_by_their_kind() -> None:
+    old = [row("full", "full", perplexity=10.0, kind="LOSSLESS")]
+    for policy, kind in (("streaming", "LOSSY"), ("l2_ratio", "LOSSLESS")):
+        old += [scored(f"{policy} {size}", policy, size, 9.0, evicted=None, kind=kind) for size in (64, 128)]
+    _, lines = pivot_table(old) or ([], [])
+    assert [line[-1] for line in lines] == ["streaming", "streaming"] and "evicted" not in old[1].to_dict()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 400])
+def test_table_marks_rows_at_any_width(rows: list[Row], width: int) -> None:
+    rows[5] = scored("l2_ratio 64 prune_after=1000 form=original skip_layers=0+1", "l2_ratio", 64, 10.0, evicted=False)
+    text = results(rows).table(width)
+    marks = {
+        line.split("  ")[0].rstrip().endswith(" *") for line in text.splitlines() if line.startswith("streaming 512")
+    }
+    assert marks == {True}
+    assert sum(line.split("  ")[0].rstrip().endswith(" *") for line in text.split("\n\n")[0].splitlines()) == 4
+    assert "| streaming 512 * |" in results(rows).table() and "| streaming 64 |" in results(rows).table()
+
+
+def test_csv_and_json_have_a_key(rows: list[Row]) -> None:
+    found = results(rows)
+    lines = list(csv.DictReader(io.StringIO(found.to_csv())))
+    assert [line["evicted"] for line in lines] == ["false", "true", "false", "true", "false", "false", "false"]
+    assert [each["evicted"] for each in found.to_dict()["rows"]] == [each.evicted for each in rows]
+    assert [each.is_uncut for each in rows] == [False, False, True, False, True, True, True]
+
+
+def test_configurations_of_one_reason_are_refused_in_one_line() -> None:
+    refused = tuple(Refusal(label=f"h2o {size}", reason="no attention") for size in (1, 2, 3))
+    found = results([], refused=(*refused, Refusal(label="x", reason="other")))
+    assert tables.refusals(found.refused) == ["h2o 1; h2o 2; h2o 3: no attention", "x: other"]
+    assert "Not run: h2o 1; h2o 2; h2o 3: no attention" in tables.markdown(found)
+
+
+@pytest.mark.parametrize("draw", [perplexity_over_budget, accuracy_over_budget, perplexity_accuracy_tradeoff])
+def test_plots_of_lines_have_hollow_points_and_say_so(draw: object, rows: list[Row]) -> None:
+    pytest.importorskip("matplotlib")
+    with plot_style.style():
+        made = draw(results(rows))  # type: ignore[operator]
+    hollow = [line for axes in made.axes for line in axes.lines if line.get_markerfacecolor() == "white"]
+    assert sum(len(line.get_xdata()) for line in hollow) == 4
+    assert "Hollow: evicted nothing in these texts." in next(text.get_text() for text in made.texts)
+    with plot_style.style():
+        made = draw(results([each for each in rows if not each.is_uncut]))  # type: ignore[operator]
+    assert "Hollow" not in next(text.get_text() for text in made.texts)
+
+
+def inside(axes: object, text: object) -> bool:
+    """Whether a text lies in its panel, of which the next one hides the rest."""
+    panel, box = axes.get_window_extent(), text.get_window_extent()  # type: ignore[attr-defined]
+    return bool(panel.x0 <= box.x0 and box.x1 <= panel.x1)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("size", [1e-4, 0.02, 3.0])
+def test_labels_of_bars_lie_inside_their_panel(sign: int, size: float) -> None:
+    """Also that of 0, on the side of the axis on which no bar lies."""
+    pytest.importorskip("matplotlib")
+    found = [row("full", "full", perplexity=10.0, accuracy=0.5, **FULL)]
+    for budget in (64, 256, 512):
+        for policy, share in (("streaming", 1.0), ("recent_only", 0.5), ("l2_fixed", 0.0)):
+            value = 10.0 * max(1 + sign * size * share, 0.1)
+            versus = Difference(documents=2, level=0.95, nll=0.0, low=-0.01, high=0.02)
+            each = scored(f"{policy} {budget}", policy, budget, value, evicted=share > 0)
+            wide = {"accuracy": 0.5 - sign * share * 1e-5, "versus_full": versus if share == 1 else None}
+            found.append(replace(each, **wide))
+    with plot_style.style():
+        made = strategy_comparison(results(found))
+    made.canvas.draw()
+    texts = [(axes, text) for axes in made.axes for text in axes.texts if text.get_text()]
+    assert len(texts) == 2 * 9 and sum(text.get_text() == "+0.0*" for _, text in texts) == 6
+    assert [text.get_text() for axes, text in texts if not inside(axes, text)] == []
+
+
+def saved(found: EvaluationResult, path: Path) -> Path:
+    path.write_text(found.to_text("json"))
+    return path
+
+
+def test_report_of_evaluation_opens_with_what_it_cost(rows: list[Row], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    report = make_report([saved(results(rows), tmp_path / "e.json")])
+    text, page = report.to_markdown(), report.to_html()
+    head = text[: text.index("\n## ")]
+    assert head.splitlines()[2].startswith(
+        "**Evaluation**: e.json: 6 configurations against the full cache (perplexity 10.00)"
+    )
+    assert "64 tokens kept: recent\\_only 64 is the best of 2, perplexity +10.00%." in head
+    assert "512 tokens kept" not in head and "4 configurations evicted nothing in these texts" in head
+    assert "No gates were judged" not in head and text.index("## Perplexity over budget") == text.index("\n## ") + 1
+    assert "streaming 512 \\*" in text and "Hollow, and marked \\*" in text and "streaming 512 *" in page
+    assert report.to_dict()["verdict"] == "Evaluation"
+
+
+def test_report_with_gates_keeps_their_verdict_first(tmp_path: Path) -> None:
+    import report_files
+
+    root = report_files.write_everything(tmp_path / "round")
+    assert make_report([root]).verdict.word in ("PASS", "FAIL", "NOT MEASURED", "UNCLEAR")
+
+
+def test_saved_results_keep_the_key(tmp_path: Path) -> None:
+    found = lm_results.document()
+    assert read_results(saved(found, tmp_path / "r.json")).to_dict() == json.loads(found.to_text("json"))

@@ -59,7 +59,12 @@ def add_settings(parser: Any) -> None:
     )
     add("--chunk", type=positive, default=1, metavar="N", help="tokens fed at once (default: 1)")
     add("--prompt", type=whole, default=0, metavar="N", help="tokens of the first step, a prompt (default: as --chunk)")
-    add("--deep", type=whole, metavar="N", help="also report tokens from this position on (default: half of --tokens)")
+    add(
+        "--deep",
+        type=whole,
+        metavar="N",
+        help="also report tokens from this position on, those of --prompt never (default: half of --tokens)",
+    )
     add("--seed", type=whole, default=0, metavar="N", help="of random policies, bootstrap, --samples (default: 0)")
     add("--threads", type=positive, metavar="N", help="onnxruntime's, in each process (default: all over --jobs)")
     add("--jobs", type=positive, default=1, metavar="N", help="processes at a time (default: 1)")

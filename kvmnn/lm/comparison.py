@@ -25,6 +25,7 @@ from .prompt import prompt_ids
 from .run_options import RunOptions
 from .sampling import Sampling
 from .stored_prefixes import StoredPrefixes
+from .tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +210,16 @@ def generate(
         sampling=sampling,
         full=full,
         cut=cut,
-        notes=tuple(_notes(full, cut, chosen, options, len(ids))),
+        notes=(*_start_notes(tokenizer, prompt), *_notes(full, cut, chosen, options, len(ids))),
     )
+
+
+def _start_notes(tokenizer: Tokenizer, prompt: str) -> Iterator[str]:
+    """What was put before the prompt."""
+    already = tokenizer.bos is not None and tokenizer.encode(prompt)[:1].tolist() == [tokenizer.bos]
+    note = tokenizer.start.note(1, int(already), what="prompt")
+    if note is not None:
+        yield note
 
 
 def _notes(

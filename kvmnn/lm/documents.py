@@ -58,12 +58,14 @@ class Document:
     sha256
         Of all of the text.
     begins_with_bos
-        Whether the first id is not of the text.
+        Whether the first id is the token that begins every text.
     asked
         Tokens that were asked for; more than `fed` where the text is shorter.
     begin
         Tokens that another run's cache begins the text with. They are not scored, and neither is the one behind them,
         as a cache holds no logits. 0 for a text that is scored from its beginning.
+    has_own_bos
+        Whether the text begins with that token itself, so that it was not added.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Document:
     begins_with_bos: bool = True
     asked: int = 0
     begin: int = 0
+    has_own_bos: bool = False
 
     @property
     def fed(self) -> int:
@@ -218,13 +221,15 @@ def _of_record(path: Path, record: Record, tokenizer: TextTokenizer, tokens: int
 def _document(where: str, name: str, text: _Text, tokenizer: TextTokenizer, tokens: int) -> Document:
     own = np.asarray(tokenizer.encode(text.prefix), np.int64)
     bos = tokenizer.bos
-    ids = own[: tokens + 1] if bos is None else np.concatenate([np.array([bos], np.int64), own[:tokens]])
+    has_own_bos = bos is not None and own[:1].tolist() == [bos]
+    is_added = bos is not None and not has_own_bos
+    ids = np.concatenate([np.array([bos], np.int64), own[:tokens]]) if is_added else own[: tokens + 1]
     if len(ids) < 2:
-        raise SourceError(f"{where}: has {len(own)} tokens: expected at least {2 if bos is None else 1}")
+        raise SourceError(f"{where}: has {len(own)} tokens: expected at least {1 if is_added else 2}")
     scored = ids[1:]
-    everything = text.complete and bos is not None and len(scored) == len(own)
+    everything = text.complete and is_added and len(scored) == len(own)
     nbytes = text.length if everything else bytes_of(tokenizer, scored)
-    return Document(name, ids, nbytes, text.digest, bos is not None, tokens)
+    return Document(name, ids, nbytes, text.digest, bos is not None, tokens, has_own_bos=has_own_bos)
 
 
 def _drawn(files: Sequence[Path], options: TextOptions, notes: list[str]) -> frozenset[int]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any, Literal
 
 from ..arrays.casting import Cast
@@ -89,7 +90,7 @@ class KVDump:
     runtime
         What the lossless runtime did, where the cache lay in one; what is written does not depend on it.
     notes
-        What of it stayed raw, and why.
+        What was put before the text, what of the cache stayed raw, and why.
     """
 
     output: str
@@ -136,7 +137,8 @@ class KVDump:
             "tokens_kept": list(self.tokens_kept),
             "asked_tokens": self.tokens_asked,
             "bytes": self.nbytes,
-            **({"runtime": self.runtime.to_dict(), "notes": list(self.notes)} if self.runtime is not None else {}),
+            **({"runtime": self.runtime.to_dict()} if self.runtime is not None else {}),
+            "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
@@ -144,8 +146,13 @@ class KVDump:
         short = f", the text has only {self.tokens_seen:,} tokens" if self.tokens_seen < self.tokens_asked else ""
         return (
             f"{self.output}: {count(len(self.tokens_kept), 'layer')}, {kept} tokens, {self.dtype}, "
-            f"{self.nbytes:,} bytes{short}\n  {self.label} ({self._why(kept)})" + self._stored()
+            f"{self.nbytes:,} bytes{short}\n{indent(self._told(), '  ')}  {self.label} ({self._why(kept)})"
+            + self._stored()
         )
+
+    def _told(self) -> str:
+        """The notes, unless they stand below the table of the runtime; ends with a newline where there are any."""
+        return wrapped(self.notes, _WIDTH - 2) + "\n" if self.notes and self.runtime is None else ""
 
     def _stored(self) -> str:
         if self.runtime is None:
@@ -232,11 +239,10 @@ def dump_kv(
     caches = runner.cache.layers()
     seconds = time.perf_counter() - started
     figures = runner.runtime_figures()
-    notes = (
-        []
-        if figures is None or options.lossless is None
-        else storing_notes([(chosen.label, figures)], options.lossless)
-    )
+    added = tokenizer.start.note(1, int(document.has_own_bos))
+    notes = [] if added is None else [added]
+    if figures is not None and options.lossless is not None:
+        notes += storing_notes([(chosen.label, figures)], options.lossless)
     arrays, cast = layer_arrays(caches, dtype)
     dump = KVDump(
         output=os.fspath(output),

@@ -37,14 +37,17 @@ def decoded(data: bytes, label: str) -> str:
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text, after the token that begins every text where the model has one.
+    """Token ids of a text, after the token that begins every text where the model has one and the text does not begin
+    with it already.
 
     Raises
     ------
     KvmnnError
         Where there is no token at all.
     """
-    ids: list[int] = ([] if tokenizer.bos is None else [tokenizer.bos]) + tokenizer.encode(text).tolist()
+    ids: list[int] = tokenizer.encode(text).tolist()
+    if tokenizer.bos is not None and ids[:1] != [tokenizer.bos]:
+        ids.insert(0, tokenizer.bos)
     if not ids:
         raise KvmnnError("the text has no tokens, and the model has none that begins a text")
     return ids

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import SourceError
-from ..files.json_document import read_object_if_there
 from ..optional import package
+from .text_start import find_text_start
 
 _FILE = "tokenizer.json"
 
@@ -26,12 +26,14 @@ class Tokenizer:
     ----------
     path
         The ``tokenizer.json`` itself; its neighbours ``tokenizer_config.json``, ``config.json`` and
-        ``generation_config.json`` say which token begins a text.
+        ``generation_config.json`` say which token begins a text (`find_text_start`).
 
     Attributes
     ----------
+    start : TextStart
+        The token that is put before a text, and what says so.
     bos : int or None
-        The token that begins a text, where the files name one.
+        That token.
     vocab : int
         How many tokens there are, added ones included.
 
@@ -61,7 +63,14 @@ class Tokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
         self.vocab: int = self._tokenizer.get_vocab_size()
-        self.bos = self._find_bos()
+        try:
+            with _without_panics():
+                self.start = find_text_start(self.path, self._tokenizer)
+        except SourceError:
+            raise
+        except Exception as error:
+            raise SourceError(f"{self.path}: fails on a short text: {_one_line(error)}") from error
+        self.bos = self.start.token
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Tokenizer:
@@ -122,20 +131,6 @@ class Tokenizer:
     def byte_length(text: str) -> int:
         """Bytes of `text` in UTF-8: what bits per byte are counted over."""
         return len(text.encode("utf-8"))
-
-    def _find_bos(self) -> int | None:
-        named = read_object_if_there(self.path.with_name("tokenizer_config.json")).get("bos_token")
-        if isinstance(named, dict):
-            named = named.get("content")
-        if isinstance(named, str):
-            token = self._tokenizer.token_to_id(named)
-            if token is not None:
-                return int(token)
-        for name in ("config.json", "generation_config.json"):
-            number = read_object_if_there(self.path.with_name(name)).get("bos_token_id")
-            if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < self.vocab:
-                return number
-        return None
 
 
 _stderr_lock = threading.Lock()

@@ -189,7 +189,9 @@ def test_the_lossless_runtime_says_what_it_did_and_changes_no_word(run: Callable
     found = dump(run, "--chunk", 10, "--lossless", spec, out="stored")
     assert "runtime" not in plain and found["runtime"]["mode"] == "store"
     assert [layer["blocks"] > 0 for layer in found["runtime"]["layers"]] == [True] * 2 + [False] * (LAYERS - 2)
-    assert found["notes"] == ["Encoded: layers 0 to 1 of 6 (scope front_n, front_n 2); the others stay raw."]
+    added, encoded = found["notes"]
+    assert plain["notes"] == [added] and "which was added (bos_token of tokenizer_config.json" in added
+    assert encoded == "Encoded: layers 0 to 1 of 6 (scope front_n, front_n 2); the others stay raw."
     for path in npy_files("kv"):
         assert path.read_bytes() == (Path("stored") / path.name).read_bytes()
     argv = ["dump-kv", FIXTURE, "--text", TEXT, "--tokens", TOKENS, "-o", "kv", "-f", "--lossless", spec]

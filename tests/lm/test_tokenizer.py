@@ -51,7 +51,7 @@ def test_no_token_is_put_around_a_text_and_none_is_cut_off(folder: Path) -> None
         ({}, None),
         ({"tokenizer_config.json": {"bos_token": "<|endoftext|>"}}, 0),
         ({"tokenizer_config.json": {"bos_token": {"content": "<|endoftext|>"}}}, 0),
-        ({"tokenizer_config.json": {"bos_token": None}, "config.json": {"bos_token_id": 7}}, 7),
+        ({"tokenizer_config.json": {"bos_token": None}, "config.json": {"bos_token_id": 7}}, None),
         ({"tokenizer_config.json": {"bos_token": "<absent>"}, "generation_config.json": {"bos_token_id": 5}}, 5),
         ({"config.json": {"bos_token_id": 2048}}, None),
         ({"config.json": {"bos_token_id": None}}, None),

@@ -26,7 +26,8 @@ class Settings(Record):
         Tokens of the first step, read at once as a prompt; 0 for `chunk` of them. Policies that act on a prompt only
         need one.
     deep_from
-        Tokens fed at this position or later are also reported apart; half of `tokens` by default.
+        Tokens fed at this position or later are also reported apart; half of `tokens` by default. The tokens of
+        `prompt` are never among them: nothing has been cut yet when they are scored.
     seed
         Of the bootstrap and of policies that draw.
     threads
@@ -82,6 +83,7 @@ class Settings(Record):
             raise KvmnnError(f"frame_dtype is {self.frame_dtype!r}: expected 'fp16' or 'fp32'")
         if self.deep_from < 0:
             object.__setattr__(self, "deep_from", self.tokens // 2)
+        object.__setattr__(self, "deep_from", max(self.deep_from, self.prompt))
         if self.packed is not None and self.runtime is not None:
             raise KvmnnError("packed and lossless: a cache is held packed or in the lossless runtime")
         object.__setattr__(self, "providers", tuple(self.providers))

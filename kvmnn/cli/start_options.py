@@ -37,7 +37,13 @@ def add_start(parser: Any) -> None:
         metavar="IDS",
         help="ids of its text, where it has none: 5,7,9 or a file: a JSON list, numbers, .npy",
     )
-    engine_options.add_undo(group)
+    group.add_argument(
+        "--undo",
+        type=lambda text: tuple(text.split(",")),
+        metavar="WHAT[,WHAT]",
+        help="what llama.cpp did to K and V: k-rotation, v-rotation (of what it quantised), k-order (Llama models); "
+        "auto tries all, and takes what is nearest to the model's own K and V; none takes them as they lie",
+    )
     shared_options.add_dtype(group, "what its raw words are")
     group.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
     group.add_argument("--skip-unsupported", action="store_true", help="leave out its arrays that are no K and V")

@@ -29,6 +29,7 @@ from .running.cell_store import CellStore
 from .running.processes import events
 from .setup.configurations import FULL, Compared, Configuration, compared
 from .setup.settings import Settings
+from .start_order import settle_order
 from .starting import begun_configurations, begun_documents, check_settings
 
 Path = str | os.PathLike[str]
@@ -105,8 +106,10 @@ def evaluate(
     ------
     OptionError
         For layers to skip that the model does not have, texts of more tokens than it has positions, and budgets that no
-        policy takes; with a start for presets, a prefix store, a cache of another model, and texts that do not begin
-        with its tokens, or end with them.
+        policy takes; with a start for presets, a prefix store, a cache of another model, texts that do not begin with
+        its tokens, or end with them, and K or V in an order that is not the model's (`read_start`'s `undo`).
+    SourceError
+        For a start whose K or V are no roundings of the model's own in any order.
     KvmnnError
         For models, texts, budgets and policies that cannot be used at all. A configuration that the model cannot run is
         named in `EvaluationResult.refused`.
@@ -118,6 +121,7 @@ def evaluate(
     wanted = [Configuration(FULL), *(entry for entry in configurations if (entry.label, entry.policy) != (FULL, FULL))]
     with ExitStack() as stack:
         notes: list[str] = []
+        last_notes: list[str] = []
         documents = [texts] if isinstance(texts, Document | str | os.PathLike) else texts
         begun = None
         if start is not None:
@@ -126,10 +130,12 @@ def evaluate(
             made = start if isinstance(start, Start) else read_start(start, model_interface(model), token_ids)
             begun = made if made is start else stack.enter_context(made)
             wanted = begun_configurations(begun, configurations)
-        read = _documents(model, documents, tokenizer, settings.tokens, text_options, notes)
+        read = _documents(model, documents, tokenizer, settings.tokens, text_options, notes, last_notes)
         _check(model, wanted, read)
         if begun is not None:
             read = begun_documents(begun, read, tokenizer or model)
+            settled = settle_order(begun, model, read[0].ids, settings)
+            begun = begun if settled is begun else stack.enter_context(settled)
         if settings.prefix_store is not None:  # one that cannot be used is better known now
             PrefixStore(settings.prefix_store).close()
         if not isinstance(store, CellStore):
@@ -142,6 +148,7 @@ def evaluate(
             settings=settings,
             jobs=jobs,
             text_notes=tuple(notes),
+            last_notes=tuple(last_notes),
             start=begun,
         )
         known = None if begun is None else begun.sha256
@@ -185,12 +192,17 @@ def _documents(
     tokens: int,
     options: TextOptions | None,
     notes: list[str],
+    last_notes: list[str],
 ) -> Sequence[Document]:
     read = [entry for entry in documents if isinstance(entry, Document)]
     paths = [entry for entry in documents if not isinstance(entry, Document)]
     if paths:
         find_model(model)  # a model that is not there is the better message
-        read += read_documents(paths, Tokenizer.open(tokenizer or model), tokens, options, notes=notes)
+        opened = Tokenizer.open(tokenizer or model)
+        found = read_documents(paths, opened, tokens, options, notes=notes)
+        note = opened.start.note(len(found), sum(document.has_own_bos for document in found))
+        last_notes += [] if note is None else [note]
+        read += found
     if not read:
         raise KvmnnError("expected at least one text")
     return _each_once(read, notes)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from tempfile import TemporaryDirectory
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -31,8 +31,14 @@ from .documents import Document, Ids, TextTokenizer, bytes_of
 from .graph.graph_file import read_graph
 from .graph.interface import DecoderInterface, read_interface
 from .graph.model_files import find_model
-from .start_files import by_source, layers_in, write
+from .start_files import by_source, layers_in, rewrite, write
 from .start_positions import Held, held_positions
+
+AUTO, AS_STORED = ("auto",), ("none",)
+"""Of what is to be undone: let `kvmnn.evaluation.evaluate` find it by comparing with the model's own; nothing, also
+where K and V are then not the model's."""
+
+_PREFIX = "kvmnn-start-"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,6 +65,8 @@ class Start:
         Of words, positions and ids.
     notes
         What a reader must know, in sentences.
+    undo
+        What was asked to be undone: names of `kvmnn.arrays.undo`, `AUTO` or `AS_STORED`.
     """
 
     name: str
@@ -66,6 +74,7 @@ class Start:
     tokens: tuple[int, ...]
     tokens_seen: int
     dtype: str
+    undo: tuple[str, ...] = ()
     ids: Ids | None = None
     ids_hash: TokenIds | None = None
     sha256: str = ""
@@ -106,6 +115,23 @@ class Start:
             begin=self.tokens_seen,
             begins_with_bos=document.begins_with_bos and ids is document.ids,
             nbytes=0 if tokenizer is None else bytes_of(tokenizer, scored),
+        )
+
+    def with_undone(self, names: Sequence[str]) -> Start:
+        """Return the start with K and V turned (`turned`), in files of its own that `close` removes."""
+        owned = TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+        try:
+            digest = rewrite(self.directory, Path(owned.name), names)
+        except BaseException:
+            owned.cleanup()
+            raise
+        return replace(
+            self,
+            about=f"{self.about}, undone: {', '.join(names)}",
+            undo=tuple(names),
+            sha256=_finished(digest, self.ids, self.ids_hash),
+            directory=Path(owned.name),
+            _owned=owned,
         )
 
     def close(self) -> None:
@@ -163,7 +189,8 @@ def read_start(
         Of the text that the cache stands for, where the cache does not say them; evicted tokens included.
     undo
         What llama.cpp did to K and V and nothing says: ``"k-rotation"``, ``"v-rotation"``, ``"k-order"``
-        (`kvmnn.arrays.undoing`).
+        (`kvmnn.arrays.undoing`); ``["auto"]`` to let `evaluate` find it, ``["none"]`` to take all as it lies, also
+        where it is not the model's.
     name
         What results call it; by default the names of the files.
     token_major
@@ -183,17 +210,16 @@ def read_start(
     require_complete(source.completeness, where, "the beginning of a text")
     arrays = sorted_layers(source, token_major=token_major)
     _check_geometry(where, arrays, model)
-    undoing = check_undo(undo, model.head_dim)
+    undoing = () if tuple(undo) == AUTO else check_undo(undo, model.head_dim)
     said = None if token_ids is None else np.asarray(token_ids)
     held = held_positions(source, [entry.geometry[1] for entry in arrays[::2]])
     ids, hashed, seen = _ids(where, source, held, said)
     _check_positions(where, held, seen, model)
-    owned = TemporaryDirectory(prefix="kvmnn-start-", ignore_cleanup_errors=True)
+    owned = TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
     try:
         directory = Path(owned.name)
         casts, digest = write(where, directory, arrays, held, seen, model, undoing)
-        digest.update(b"" if ids is None else ids.astype("<i8").tobytes())
-        digest.update(b"" if hashed is None else hashed.sha256.encode())
+        finished = _finished(digest, ids, hashed)
     except BaseException:
         owned.cleanup()
         raise
@@ -206,11 +232,19 @@ def read_start(
         dtype="/".join(cast.source for cast in casts),
         ids=ids,
         ids_hash=hashed,
-        sha256=digest.hexdigest(),
+        sha256=finished,
+        undo=tuple(undo),
         notes=tuple(_notes(source, casts)),
         directory=directory,
         _owned=owned,
     )
+
+
+def _finished(digest: Any, ids: Ids | None, hashed: TokenIds | None) -> str:
+    """The hash of words and positions, with that of the ids."""
+    digest.update(b"" if ids is None else ids.astype("<i8").tobytes())
+    digest.update(b"" if hashed is None else hashed.sha256.encode())
+    return str(digest.hexdigest())
 
 
 def model_interface(model: str | os.PathLike[str]) -> DecoderInterface:

@@ -14,12 +14,16 @@ from .. import dtypes
 from ..arrays.casting import Cast, sum_of
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray
-from ..arrays.undoing import Undo, undone
-from ..dtypes import Words
+from ..arrays.undoing import UNDOABLE, Undo, undone
+from ..dtypes import Part, Words
 from ..errors import SourceError
 from ..files.output import failures
 from .graph.interface import DecoderInterface
 from .start_positions import Held
+
+REVERSED = "k-order-reversed"
+"""Of a model whose graph turns neighbours together, as one that is made of a GGUF file may: K of other engines is put
+into that order, the inverse of ``"k-order"``."""
 
 _ABOUT = "start.json"
 _PARTS = (*dtypes.PARTS, "positions")
@@ -68,6 +72,31 @@ def write(
                 digest.update(np.ascontiguousarray(ascending).data.cast("B"))
         (directory / _ABOUT).write_text(json.dumps({"layers": model.layers, "tokens_seen": seen}))
     return casts, digest
+
+
+def turned(words: Words, part: Part, names: Sequence[str]) -> Words:
+    """Return K or V ``[..., head_dim]`` after these were undone: names of `UNDOABLE`, or `REVERSED`."""
+    words = undone(words, part, [name for name in UNDOABLE if name in names])
+    if REVERSED in names and part == "key":
+        halves = words.reshape(*words.shape[:-1], 2, words.shape[-1] // 2)
+        words = np.ascontiguousarray(halves.swapaxes(-1, -2)).reshape(words.shape)
+    return words
+
+
+def rewrite(source: Path, target: Path, names: Sequence[str]) -> Any:
+    """Write the files of one directory into another with K and V turned; return a hash as `write` does."""
+    digest = sha256()
+    with failures(target):
+        for cache in layers_in(source):
+            for part, words in (("key", cache.keys), ("value", cache.values)):
+                words = np.ascontiguousarray(turned(words, "key" if part == "key" else "value", names))
+                np.save(target / f"{cache.layer}.{part}.npy", words)
+                digest.update(words.data.cast("B"))
+                if part == "key":
+                    np.save(target / f"{cache.layer}.positions.npy", cache.positions)
+                    digest.update(np.ascontiguousarray(cache.positions).data.cast("B"))
+        (target / _ABOUT).write_text((source / _ABOUT).read_text())
+    return digest
 
 
 def _cast(where: str, entry: LayerArray, cast: Cast) -> Words:

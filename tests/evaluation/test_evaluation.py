@@ -252,7 +252,7 @@ def test_policies_for_prompts_take_the_first_chunk_for_it(documents):
     results = run(documents(40, 1), wanted, tokens=40, **QUICK)
     assert [row.kind for row in results.rows] == ["LOSSLESS"] * 3
     why = "it cuts the first step only, which has 1 token: expected a longer prompt"
-    assert f"knorm 16: nothing was evicted: {why}." in results.notes
+    assert f"knorm 16; streaming_press 16: nothing was evicted: {why}." in results.notes
     results = run(documents(40, 1), wanted, tokens=40, chunk=20, **QUICK)
     assert [row.tokens_kept for row in results.rows] == [(40,) * 6, (36,) * 6, (36,) * 6]
 
@@ -450,3 +450,37 @@ def test_the_digest_is_that_of_graph_and_weights(tmp_path):
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(KvmnnError, match=message):
         Settings(**settings)
+
+
+@pytest.mark.parametrize(
+    ("spec", "budget", "settings", "evicted"),
+    [
+        ("streaming", 16, {"chunk": 4}, True),
+        ("streaming", 48, {"chunk": 4}, False),
+        ("streaming", 16, {"chunk": 48}, False),  # cut when every token was scored
+        ("streaming", 16, {"chunk": 4, "prompt": 48}, False),
+        ("streaming", 16, {"chunk": 4, "prompt": 40}, True),
+        ("h2o_tokens:sink=2,recent=8,buffer=0", 16, {"chunk": 48}, True),  # cut before they are attended
+        ("h2o_engine:block_tokens=4,sink_tokens=4,recent_tokens=8,trigger_min_tokens=16,update_interval=1",
+         None, {"chunk": 1, "prompt": 20}, True),
+        ("l2_ratio", 16, {"chunk": 1}, False),  # cuts above 1,000 tokens
+    ],
+)  # fmt: skip
+def test_rows_say_whether_a_scored_token_saw_a_cut_cache(documents, spec, budget, settings, evicted):
+    wanted = configurations([spec], [] if budget is None else [budget])
+    result = run(documents(48, 1), wanted, tokens=48, **settings, **QUICK)
+    full, row = result.rows
+    assert (full.evicted, full.is_uncut) == (False, False)
+    assert (row.evicted, row.is_uncut) == (evicted, not evicted)
+    assert evicted == (abs(row.nll - full.nll) > 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("deep", "prompt", "expected"), [(-1, 0, 48), (-1, 60, 60), (10, 60, 60), (70, 60, 70), (10, 0, 10)]
+)
+def test_deep_begins_behind_the_prompt(documents, deep, prompt, expected):
+    settings = Settings(tokens=96, prompt=prompt, deep_from=deep, chunk=12)
+    assert settings.deep_from == expected
+    text = documents(96, 1)
+    row = run(text, [], tokens=96, prompt=prompt, deep_from=deep, chunk=12, **QUICK).rows[0]
+    assert (row.deep.begin, row.deep.tokens) == (expected, 96 - expected)

@@ -8,8 +8,9 @@ from dataclasses import replace
 import numpy as np
 
 from ...arrays.layer_cache import LayerCache
-from ...arrays.undoing import Undo, undone, ways
+from ...arrays.undoing import ways
 from ...dtypes import PARTS, Part, Words
+from ...lm.start_files import turned
 from ...reports.start import FAR, LayerDistance
 
 _BLOCK_WORDS = 1 << 20
@@ -28,18 +29,19 @@ def distances_of(start: Sequence[LayerCache], own: Sequence[LayerCache]) -> Iter
     """
     for held, computed in zip(start, own, strict=True):
         for part in PARTS:
-            found = _distance(held, computed, part, ())
+            found = distance_of(held, computed, part, ())
             if found.relative > FAR:
-                tried = (_distance(held, computed, part, undo) for undo in ways(part, held.head_dim))
+                tried = (distance_of(held, computed, part, undo) for undo in ways(part, held.head_dim))
                 near = next((each for each in tried if each.relative <= FAR), None)
                 found = replace(found, undo=None if near is None else near.undo)
             yield found
 
 
-def _distance(held: LayerCache, computed: LayerCache, part: Part, undo: tuple[Undo, ...]) -> LayerDistance:
+def distance_of(held: LayerCache, computed: LayerCache, part: Part, undo: tuple[str, ...]) -> LayerDistance:
+    """Return how far K or V of a layer is from the model's own, once `undo` was undone (`turned`)."""
     mine, theirs = (getattr(cache, f"{part}s") for cache in (held, computed))
     places = np.broadcast_to(held.positions, (held.kv_heads, held.tokens))
-    heads = [_sums(undone(mine[head], part, undo), theirs[head], places[head]) for head in range(held.kv_heads)]
+    heads = [_sums(turned(mine[head], part, undo), theirs[head], places[head]) for head in range(held.kv_heads)]
     words, equal, squares, own_squares = (sum(each) for each in zip(*heads, strict=True))
     return LayerDistance(
         layer=held.layer,

@@ -11,13 +11,25 @@ from typing import Literal
 
 from ..files.records import Record
 from ..reports import plots, tables
+from ..reports.forms import form_by_suffix
+from ..reports.latex import latex
 from ..reports.plot_files import PLAIN, PlotOptions
 from ..reports.results import Refusal, TextFacts, Trace
 from ..reports.rows import Row
 from ..reports.start import StartFacts
 from .setup.settings import Settings
 
-Form = Literal["markdown", "csv", "json"]
+Form = Literal["markdown", "csv", "json", "latex"]
+
+_FORMS: dict[str, Form] = {
+    ".json": "json",
+    ".csv": "csv",
+    ".tex": "latex",
+    ".txt": "markdown",
+    ".markdown": "markdown",
+    ".md": "markdown",
+}
+"""By the suffix of a file; one without a suffix is Markdown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +123,11 @@ class EvaluationResult(Record):
         return tables.csv_text(self)
 
     def to_text(self, form: Form) -> str:
-        """Everything as Markdown, as CSV (a line for each row and document) or as JSON; ends with a newline."""
+        """Everything as Markdown, LaTeX, CSV (a line for each row and document) or JSON; ends with a newline."""
         if form == "json":
             return json.dumps(self.to_dict()) + "\n"
+        if form == "latex":
+            return latex(self)
         return tables.csv_text(self) if form == "csv" else tables.markdown(self)
 
     def plot(
@@ -129,6 +143,5 @@ class EvaluationResult(Record):
 
 
 def form_of(path: str | os.PathLike[str]) -> Form:
-    """The form that a file's name asks for: ``.json``, ``.csv``, else Markdown."""
-    forms: dict[str, Form] = {".csv": "csv", ".json": "json"}
-    return forms.get(Path(path).suffix.lower(), "markdown")
+    """Return the form that a file's name asks for: `OptionError` for a suffix that stands for none."""
+    return form_by_suffix(path, _FORMS, "markdown")

@@ -61,9 +61,9 @@ def test_a_markdown_table(capsys, cells, tmp_path):
 
 def test_json_and_csv_have_the_same_numbers(capsys, cells, tmp_path):
     code, out, err = run(capsys, *QUICK, "--resume", cells, "--json", "-o", tmp_path / "r.csv")
-    reused, few = err.splitlines()
+    reused, few, added = err.splitlines()
     assert (code, reused) == (0, f"kvmnn: note: 4 cells reused from {cells}")
-    assert few.startswith("kvmnn: note: The intervals are over 2 documents")
+    assert few.startswith("kvmnn: note: The intervals are over 2 documents") and "which was added (" in added
     document = json.loads(out)
     assert document["verb"] == "eval"
     assert [row["label"] for row in document["rows"]] == ["full", "streaming 16"]
@@ -145,6 +145,7 @@ def test_a_preset(capsys):
         "Preset knorm-ratio",
         "Layers hold unequal numbers of tokens",
         "The intervals are over 2 documents",
+        "Each text begins with token 0",
     ]
     full, baseline, half = json.loads(out)["rows"]
     assert (full["preset"], baseline["preset"], half["preset"]) == (None, "knorm-ratio", "knorm-ratio")
@@ -171,9 +172,12 @@ def test_notes_for_readers_of_json(capsys, tmp_path):
     assert err == "".join(f"kvmnn: note: {note}\n" for note in notes)
     assert [note.split(":")[0] for note in notes] == [
         notes[0].split(":")[0],
+        "Rows marked * evicted nothing before the last token was scored",
         "streaming 64",
         "One document",
+        notes[-1].split(":")[0],
     ]
+    assert "which was added (bos_token of tokenizer_config.json" in notes[-1]
     assert "short.txt has only" in notes[0]
 
 

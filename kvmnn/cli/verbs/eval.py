@@ -62,7 +62,7 @@ def add_parser(verbs: Any) -> None:
     group.add_argument("--plot", metavar="DIR", help="draw plots into DIR (needs matplotlib)")
     plot_options.add(group)
     group.add_argument("--resume", metavar="FILE", help="keep finished cells in FILE and go on from those that it has")
-    shared_options.add_output(group, "also write the results to OUT: .json, .csv, else Markdown")
+    shared_options.add_output(group, "also write the results to OUT: .json, .csv, .md, .tex")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -102,6 +102,10 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.budget and not arguments.policy:
         raise UsageError("--budget needs a --policy")
     plot_options.of(arguments)
+    if arguments.deep is not None and arguments.deep < arguments.prompt:
+        printing.note(
+            arguments, f"deep begins behind the prompt, at {arguments.prompt:,}, and not at {arguments.deep:,}"
+        )
     without = [
         ("--plot-format", arguments.plot_format is not None and arguments.plot is None, "expected --plot DIR with it"),
         ("--no-titles", arguments.no_titles and arguments.plot is None, "expected --plot DIR with it"),
@@ -133,6 +137,7 @@ def _outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callable[[Evalu
         if printing.is_directory(arguments.output):
             raise UsageError(f"{arguments.output}: is a directory, expected a file")
         output = stack.enter_context(FileOutput(arguments.output, force=arguments.force, protect=inputs))
+        form_of(arguments.output)
     if arguments.plot is not None:
         from ...reports import plots
 
@@ -163,11 +168,13 @@ def _plot(arguments: argparse.Namespace, result: EvaluationResult) -> None:
 
 def _note(arguments: argparse.Namespace, result: EvaluationResult) -> None:
     """What a reader must know where no table says it, and what the model refused, on standard error."""
+    from ...reports.tables import refusals
+
     if arguments.json or arguments.csv:
         for note in result.notes:
             printing.note(arguments, note)
-    for entry in result.refused:
-        streams.err("refused", f"{entry.label}: {entry.reason}")
+    for said in refusals(result.refused):
+        streams.err("refused", said)
 
 
 def _print(arguments: argparse.Namespace, result: EvaluationResult) -> None:

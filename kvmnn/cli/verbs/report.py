@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from .. import printing, shared_options, streams
@@ -40,10 +41,11 @@ def add_parser(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...files.output import FileOutput
+    from ...reports.forms import form_by_suffix
     from ...reports.page import make_report
 
     target = arguments.output
-    as_markdown = arguments.markdown or (target or "").lower().endswith((".md", ".markdown"))
+    as_markdown = arguments.markdown or _FORMS.get(PurePath(target or "").suffix.lower()) == "markdown"
     _check(arguments, target, as_markdown)
     if target in (None, printing.STDIO):
         made = _made(arguments, make_report)
@@ -54,12 +56,16 @@ def run(arguments: argparse.Namespace) -> int:
             printing.Stdout().write(text.encode("utf-8", "backslashreplace"))
         return 0
     with FileOutput(target, force=arguments.force, protect=arguments.inputs) as output:
+        form_by_suffix(target, _FORMS if not arguments.markdown else {".txt": "", ".markdown": "", ".md": ""}, "")
         made = _made(arguments, make_report)
         text = made.to_markdown() if as_markdown else made.to_html()
         output.file.write(text.encode("utf-8", "backslashreplace"))
         output.commit()
     printing.show(arguments, "report", made, text=f"{target}: {made}")
     return 0
+
+
+_FORMS = {".html": "html", ".htm": "html", ".markdown": "markdown", ".md": "markdown"}
 
 
 def _check(arguments: argparse.Namespace, target: str | None, as_markdown: bool) -> None:

@@ -1,0 +1,41 @@
+"""In which form results are written, by the name of the file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import TypeVar
+
+from ..errors import OptionError
+
+_Form = TypeVar("_Form", bound=str)
+
+
+def form_by_suffix(path: str | os.PathLike[str], forms: Mapping[str, _Form], default: _Form) -> _Form:
+    """Return the form that the suffix of a name stands for.
+
+    Parameters
+    ----------
+    path
+        The file.
+    forms
+        Forms by their suffixes, in lower case.
+    default
+        Of a name without a suffix.
+
+    Raises
+    ------
+    OptionError
+        For another suffix: a file that says to be of one form is not written in another.
+    """
+    suffix = PurePath(path).suffix.lower()
+    if not suffix:
+        return default
+    if suffix not in forms:
+        *first, last = forms
+        raise OptionError(
+            f"{os.fspath(path)}: results are not written as {suffix}: expected a name that ends in "
+            f"{', '.join(first)} or {last}"
+        )
+    return forms[suffix]

@@ -1,0 +1,102 @@
+"""Tables in LaTeX, and which suffix is which form."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import lm_results
+import pytest
+from lm_results import results, row
+
+from kvmnn.cli.command import main
+from kvmnn.errors import OptionError
+from kvmnn.evaluation.result import form_of
+from kvmnn.reports.columns import COLUMNS, filled
+from kvmnn.reports.latex import plain
+
+SAMPLE = lm_results.document()
+KNOWN = {"begin", "end", "hline", "par", "char"}
+KNOWN |= {f"text{name}" for name in ("backslash", "asciitilde", "asciicircum", "less", "greater", "bar")}
+
+
+def tables_of(text: str) -> list[tuple[str, list[list[str]]]]:
+    """Column letters and rows of each table, read by a parser of its own."""
+    found = []
+    for shape, body in re.findall(r"\\begin\{tabular\}\{([lr]+)\}\n(.*?)\n\\end\{tabular\}", text, re.DOTALL):
+        lines = [line for line in body.split("\n") if line != "\\hline"]
+        assert all(line.startswith("{}") and line.endswith(" \\\\") for line in lines)
+        found.append((shape, [re.split(r"(?<!\\) & ", line[2:-3]) for line in lines]))
+    return found
+
+
+def test_every_number_of_the_markdown_is_in_a_table_that_fits_a_page() -> None:
+    text = SAMPLE.to_text("latex")
+    columns, lines = filled(SAMPLE, COLUMNS)
+    main_tables = tables_of(text)[: -(-(len(columns) - 1) // 9)]
+    headings = [heading for _, rows in main_tables for heading in rows[0][1:]]
+    assert sorted(headings) == sorted(plain(column.heading) for column in columns[1:])
+    for shape, rows in main_tables:
+        assert len(shape) <= 10 and {len(line) for line in rows} == {len(shape)}
+        assert [line[0] for line in rows[1:]] == [plain(line[0]) for line in lines]
+        for place, heading in enumerate(rows[0]):
+            at = [plain(column.heading) for column in columns].index(heading)
+            assert [line[place] for line in rows[1:]] == [plain(line[at]) for line in lines]
+    assert text.endswith("\\par\n") and "By the definitions of" in text
+
+
+def test_nothing_in_it_is_a_command_that_it_does_not_need() -> None:
+    evil = r"\input{/etc/passwd} a_b & 50% $x$ #1 ~ ^ {x} <b> | ` ' \\ [3] * é"
+    rows = [row(label, "streaming", perplexity=9.5, budget=3) for label in (evil, "[2] x")]
+    found = results(rows, notes=(evil, "two\nlines\x1b[31m"))
+    text = found.to_text("latex")
+    assert set(re.findall(r"\\([a-zA-Z]+)", text)) <= KNOWN
+    depth = 0
+    for sign in re.findall(r"\\.|[{}]", text.replace("\n", " ")):
+        depth += {"{": 1, "}": -1}.get(sign, 0)
+        assert depth >= 0
+    assert depth == 0 and "\x1b" not in text
+    ((_, lines), *_) = tables_of(text)
+    assert len(lines) == 3 and lines[2][0] == "[2] x"
+    for line in text.splitlines():
+        if not line.startswith(("\\", "{}")):
+            assert not re.search(r"(?<!\\)[&%$#_^~]", line), line
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [("a.tex", "latex"), ("A.TEX", "latex"), ("a.md", "markdown"), ("a.markdown", "markdown"), ("a.txt", "markdown"),
+     ("a", "markdown"), ("d.x/a", "markdown"), ("a.json", "json"), ("a.csv", "csv"), ("-", "markdown")],
+)  # fmt: skip
+def test_form_of_a_name(name: str, form: str) -> None:
+    assert form_of(name) == form
+
+
+@pytest.mark.parametrize("name", ["a.html", "a.xlsx", "a.tex.bak", "a.pdf", "a.jsonl", "a.tsv"])
+def test_unknown_suffix_is_refused_before_anything_is_measured(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    suffix = Path(name).suffix
+    with pytest.raises(OptionError, match=rf"results are not written as \{suffix}: expected a name that ends"):
+        form_of(name)
+    assert main(["eval", "missing", "--text", "missing", "-o", str(tmp_path / name)]) == 2
+    assert f"results are not written as {suffix}" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["x.tex"], 2), (["x.pdf"], 2), (["x.txt"], 2), (["x.json"], 2), (["x.md"], 0), (["x.html"], 0), (["x"], 0),
+     (["x.txt", "--markdown"], 0), (["x.pdf", "--markdown"], 2), (["x", "--markdown"], 0)],
+)  # fmt: skip
+def test_report_is_written_as_its_name_says(
+    arguments: list[str], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "e.json").write_text(SAMPLE.to_text("json"))
+    assert main(["report", "e.json", "-q", "-o", *arguments]) == code
+    found = tmp_path / arguments[0]
+    assert found.exists() == (code == 0)
+    if code == 0:
+        is_html = found.read_text().startswith("<!DOCTYPE html>")
+        assert is_html == (arguments in (["x.html"], ["x"]))

@@ -22,6 +22,10 @@ class Instance:
         self.state = state
 
 
+class Output(Instance):
+    """Pickles as an output of a model: its class is called with the values, which it has by name as well."""
+
+
 class CachePickler(TensorPickler):
     """Pickles `Instance`s besides."""
 
@@ -29,7 +33,17 @@ class CachePickler(TensorPickler):
         if not isinstance(obj, Instance):
             return super().save(obj, save_persistent_id)
         module, _, name = obj.name.rpartition(".")
+        if isinstance(obj, Output):
+            self.write(f"c{module}\n{name}\n".encode())
+            self.save(tuple(obj.state.values()))
+            self.write(pickle.REDUCE + pickle.MARK)
+            for item in (each for named in obj.state.items() for each in named):
+                self.save(item)
+            return self.write(pickle.SETITEMS)
+        if (known := self.memo.get(id(obj))) is not None:
+            return self.write(self.get(known[0]))
         self.write(f"c{module}\n{name}\n".encode() + pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+        self.memoize(obj)
         self.save(obj.state)
         return self.write(pickle.BUILD)
 

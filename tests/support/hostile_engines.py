@@ -21,11 +21,21 @@ from kvmnn.dtypes import PARTS
 def _saved_cache(folder: Path, kind: str = "dynamic") -> Sample:
     """A cache of transformers as torch saves it."""
     folder.mkdir()
-    pairs = hf_files.pairs(1, layers=1, shape=(1, 1, 3, 2))
-    hf_files.save(
-        folder / "c.pt", hf_files.static_cache(pairs, 5) if kind == "static" else hf_files.dynamic_cache(pairs)
-    )
-    commands = ("encode {in}/c.pt -o {out}/ --max-bytes 1M", "inspect {in}/c.pt")
+    pairs = hf_files.pairs(1, layers=1, shape=(2, 1, 3, 2))
+    mask = np.array([[0, 1, 1], [1, 1, 1]], "<i8")
+    hybrid = hf_files.hybrid_cache(pairs * 2, [True, False], window=2, rows=4, said=np.array([True, False]))
+    values = {
+        "static": hf_files.static_cache(pairs, 5),
+        "dynamic": hf_files.dynamic_cache(pairs),
+        "padded": {"past_key_values": hybrid, "input_ids": mask * 7, "attention_mask": mask},
+        "halves": hf_files.encoder_decoder_cache(pairs, pairs),
+    }
+    hf_files.save(folder / "c.pt", values[kind])
+    more = {
+        "padded": ("unpack {in}/c.pt --batch 0 -o {out}.npz",),
+        "halves": ("unpack {in}/c.pt --part encoder --batch 0 -o {out}.npz",),
+    }
+    commands = ("encode {in}/c.pt -o {out}/ --max-bytes 1M", "inspect {in}/c.pt", *more.get(kind, ()))
     return Sample(contents(folder), commands, ("c.pt",))
 
 
@@ -146,6 +156,8 @@ MAKERS: dict[str, Callable[[Path], Sample]] = {
     "cache of MLX, a window": lambda folder: _mlx(folder, kind="RotatingKVCache"),
     "cache of transformers": _saved_cache,
     "cache of transformers, static": lambda folder: _saved_cache(folder, "static"),
+    "cache of transformers, windows and padding": lambda folder: _saved_cache(folder, "padded"),
+    "cache of transformers, encoder and decoder": lambda folder: _saved_cache(folder, "halves"),
     "pages": _pages,
     "zarr": _zarr,
     "zarr, of others": _zarr_of_others,

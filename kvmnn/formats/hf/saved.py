@@ -22,7 +22,7 @@ from .arrays import cache_source, tensor_array
 from .layers import find_cache
 from .objects import Made
 
-_OUTPUTS = "transformers.modeling_outputs."
+_OUTPUTS = ("transformers.modeling_outputs.", "transformers.generation.utils.Generate")
 _OBJECTS = ("Cache", "Layer")
 _NEVER_LOOKED_AT = ("functools.partial",)
 

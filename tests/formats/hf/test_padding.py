@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hf_files import cache_object, dynamic_cache, pairs, save, static_cache
+from hf_files import Output, cache_object, dynamic_cache, pairs, save, static_cache
 
 import kvmnn
 from kvmnn.errors import SourceError
@@ -123,3 +123,14 @@ def test_masks_that_are_none(tmp_path: Path) -> None:
     nothing = {"cache": dynamic_cache(made), "attention_mask": np.array([[1] * 12, [0] * 12], "<i8")}
     with pytest.raises(SourceError, match="attention_mask leaves no token of text 1"):
         kvmnn.open(save(tmp_path / "cache.pt", nothing))
+
+
+def test_what_generate_returned_has_ids_of_all_but_its_last_token(tmp_path: Path) -> None:
+    made = pairs(3, shape=(2, 2, TOKENS, 4), dtype="fp16")
+    name = "transformers.generation.utils.GenerateDecoderOnlyOutput"
+    ids = np.arange(2 * TOKENS + 2, dtype="<i8").reshape(2, TOKENS + 1)
+    output = Output(name, {"sequences": ids, "past_key_values": dynamic_cache(made)})
+    source = kvmnn.open(save(tmp_path / "cache.pt", output), batch=1)
+    cache = source.engine_cache
+    assert cache is not None and cache.token_ids is not None
+    assert cache.token_ids.tolist() == ids[1, :TOKENS].tolist()

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from ..text import did_you_mean
 from . import help, streams
+from .word_order import sort_words
 
 GROUPS = {
     "frames": ("encode", "decode", "inspect", "verify", "diff", "transcode", "bench"),
@@ -20,6 +21,7 @@ GROUPS = {
 }
 """Verbs as the help has them. Each is a module in verbs/, with _ for -, that is imported when it is needed."""
 
+_VERSION = ("-V", "--version")
 VERBS = tuple(verb for group in GROUPS.values() for verb in group)
 
 _TEXT = """The KV cache of LLMs on MNN, outside the engine: lossless frames, packed layouts, eviction.
@@ -42,7 +44,7 @@ def build_parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
         description=_TEXT,
         epilog=_EPILOG,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print versions and exit")
+    parser.add_argument(*_VERSION, action=_Version, nargs=0, help="print versions and exit")
     added = parser.add_subparsers(title="verbs", metavar="VERB", parser_class=Parser)
     for verb in verbs:
         import_module(".verbs." + verb.replace("-", "_"), __package__).add_parser(added)
@@ -51,12 +53,24 @@ def build_parser(verbs: Sequence[str] = VERBS) -> argparse.ArgumentParser:
 
 def parse(words: list[str]) -> argparse.Namespace:
     """The arguments in `words`; only the verb that is named is imported."""
-    parser = build_parser(words[:1] if words and words[0] in VERBS else VERBS)
-    arguments, unknown = parser.parse_known_args(words)
-    if unknown:
-        named = verbs_of(parser).choices.get(words[0], parser)
-        known = [option for action in named._actions for option in action.option_strings]
-        named.error(f"unrecognized arguments: {' '.join(unknown)}{did_you_mean(unknown[0], known)}")
+    first = words[0] if words else ""
+    verb = first if first in VERBS else None
+    parser = build_parser([verb] if verb else VERBS if first.startswith("-") and first not in _VERSION else [])
+    if verb is None:
+        if not words:
+            parser = build_parser()
+        elif not first.startswith("-"):
+            parser.error(f"there is no verb {first!r}{did_you_mean(first, VERBS)}")
+        _check_options_before_verb(parser, words)
+        arguments = parser.parse_args(words)
+    else:
+        named = verbs_of(parser).choices[verb]
+        order = sort_words(named, words[1:])
+        if order.unknown and not {"-h", "--help"} & {*order.options}:
+            _refuse(named, order.unknown)
+        arguments, extra = parser.parse_known_args([verb, *order.words()])
+        if extra:
+            _refuse(named, extra)
     if not hasattr(arguments, "run"):
         parser.print_help()
         raise SystemExit(0)
@@ -65,6 +79,22 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 _NEGATIVE_NUMBERS = re.compile(r"-[0-9.][0-9.,:eE+-]*")  # lists as well, such as --shape -1,8,128: no option is so
+
+
+def _refuse(parser: argparse.ArgumentParser, words: list[str]) -> NoReturn:
+    """Refuse words that a verb does not take."""
+    known = [option for action in parser._actions for option in action.option_strings]
+    parser.error(f"unrecognized arguments: {' '.join(words)}{did_you_mean(words[0].partition('=')[0], known)}")
+
+
+def _check_options_before_verb(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """Refuse options of verbs that stand before the verb, and others that the command itself does not have."""
+    unknown = sort_words(parser, words).unknown
+    if unknown and not {"-h", "--help", *_VERSION} & {*words}:
+        verb = next((word for word in words if word in VERBS), None)
+        if verb is not None:
+            parser.error(f"options follow the verb: kvmnn {verb} {unknown[0]} ...")
+        _refuse(parser, unknown)
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,10 +6,11 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import OptionError
 from ..files import changes
@@ -18,7 +19,11 @@ from ..files.urls import is_url
 from . import streams
 from .streams import Stdout as Stdout
 
+if TYPE_CHECKING:
+    from ..arrays.named_array import ArrayInfo
+
 STDIO = "-"
+_RAW_SUFFIXES = ("", ".bin", ".raw")
 
 
 class UsageError(OptionError):
@@ -113,6 +118,26 @@ def note_folder(arguments: argparse.Namespace, output: str, arrays: int) -> None
         note(arguments, f"{output} becomes a folder, as {arrays} arrays are not one file (-o {output}/ says so)")
 
 
+def check_suffix(arguments: argparse.Namespace, output: str, arrays: Sequence[ArrayInfo] | None = None) -> None:
+    """`UsageError` for a file whose suffix no format has and which would get raw words that nobody has asked for."""
+    from ..formats import ARRAY_FORMATS
+    from ..text import did_you_mean
+
+    suffix = PurePath(output).suffix.lower()
+    is_file = not is_directory(output) and (arrays is None or len(arrays) == 1)
+    if arguments.raw:
+        if suffix in ARRAY_FORMATS or not is_file:
+            raise UsageError(
+                f"--raw: {output} gets arrays with their shapes: expected one array and a name such as X.bin"
+            )
+        return
+    if suffix in (*_RAW_SUFFIXES, *ARRAY_FORMATS) or not is_file:
+        return
+    meant = did_you_mean(suffix, ARRAY_FORMATS)
+    formats = ", ".join(ARRAY_FORMATS)
+    raise UsageError(f"{output}: {suffix!r} is none of {formats}{meant}; --raw writes the raw words of the array")
+
+
 def complain(line: object) -> None:
     """A finding of a check, as one line of error."""
     streams.err("error", line)
@@ -191,7 +216,8 @@ def progress(
     A function that takes the number of units done since the last call, or None where no bar is wanted: no terminal,
     ``-q``, or no tqdm.
     """
-    if arguments.quiet or beside or sys.stderr is None or not sys.stderr.isatty():
+    is_quiet = arguments.quiet or beside or streams.is_kept()
+    if is_quiet or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
     try:
@@ -199,6 +225,7 @@ def progress(
     except ImportError:
         yield None
         return
+    tqdm.set_lock(threading.RLock())  # its own is for several processes: a semaphore that Python says is leaked
     with tqdm(
         total=total, desc=label, unit=unit, unit_scale=unit not in ("file", "step", "turn"), delay=delay, leave=False,
         file=sys.stderr, dynamic_ncols=True,

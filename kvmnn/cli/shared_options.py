@@ -70,6 +70,13 @@ def add_output(parser: Any, text: str) -> None:
     add_force(parser)
 
 
+def add_raw(parser: Any) -> None:
+    """``--raw``."""
+    parser.add_argument(
+        "--raw", action="store_true", help="write the raw words of one array to OUT, whose suffix is no format's"
+    )
+
+
 def add_force(parser: Any) -> None:
     """``-f``."""
     parser.add_argument("-f", "--force", action="store_true", help="replace files that exist")

@@ -100,6 +100,11 @@ def keeping() -> Iterator[Said]:
         _said.reset(token)
 
 
+def is_kept() -> bool:
+    """Whether what is said is kept, as for one of many files: nothing of it is for the terminal."""
+    return _said.get() is not None
+
+
 def document(found: Any) -> None:
     """A verb's result as a JSON document on standard output."""
     said = _said.get()

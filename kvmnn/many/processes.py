@@ -12,12 +12,30 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 R = TypeVar("R")
 
 SECONDS_TO_LEAVE = 30.0
 """For removing temporary files, once a write that waits for the disk is over; then a process is ended where it is."""
+
+_NAME = "kvmnn-many"
+_UNGUARDED = 76
+"""Exit code of a process that would start others while it imports the script that made it."""
+
+
+class _Process(SpawnProcess):
+    """A process that can be told by its name before it has imported anything."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.name = f"{_NAME}-{self.name}"
+
+
+class _Context(SpawnContext):
+    Process = _Process
 
 
 class Processes(ProcessPoolExecutor):
@@ -33,8 +51,10 @@ class Processes(ProcessPoolExecutor):
     """
 
     def __init__(self, jobs: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        _leave_unguarded_script()
+        context = _Context()
         self._jobs = jobs
+        self._started: set[BaseProcess] = set()
         _start_tracker()
         self._reader, self._writer = context.Pipe(duplex=False)
         self._gone: set[int | None] = set()
@@ -45,7 +65,13 @@ class Processes(ProcessPoolExecutor):
         if self._executor_manager_thread is not None and len(self._processes or ()) == self._jobs:
             return super().submit(_interruptible, fn, *args, **kwargs)  # which starts nothing any more
         with _blocked():
-            return super().submit(_interruptible, fn, *args, **kwargs)
+            future = super().submit(_interruptible, fn, *args, **kwargs)
+        self._started.update((self._processes or {}).values())
+        return future
+
+    def is_unguarded(self) -> bool:
+        """Whether a process ended because the script that made it starts processes whenever it is imported."""
+        return any(process.exitcode == _UNGUARDED for process in self._started)
 
     def free(self) -> None:
         """Break where one was killed while it handed over a result: all would wait for the rest of that for ever.
@@ -73,6 +99,13 @@ class Processes(ProcessPoolExecutor):
         if wait:
             self._writer.close()
             self._reader.close()
+
+
+def _leave_unguarded_script() -> None:
+    """End a new process that is still importing the script: its parent says why, once for all of them."""
+    process = multiprocessing.current_process()
+    if process.name.startswith(_NAME) and getattr(process, "_inheriting", False):
+        os._exit(_UNGUARDED)
 
 
 def _start_tracker() -> None:

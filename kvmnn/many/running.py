@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, CancelledError, Executor, Future, wait
@@ -251,6 +252,12 @@ class _Runner:
 
     def _renew(self, broken: BrokenExecutor) -> None:
         """Another executor in the place of one that is broken."""
+        if isinstance(self.executor, Processes) and self.executor.is_unguarded():
+            script = getattr(sys.modules["__main__"], "__file__", "this script")
+            raise KvmnnError(
+                f"{script}: starts processes whenever it is imported, and new processes import it: put what it does "
+                'under if __name__ == "__main__":'
+            ) from None
         if self._make is None:
             raise KvmnnError(
                 f"the executor is broken and cannot be replaced: {_said(broken)}; give a function that makes executors"

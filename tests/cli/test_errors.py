@@ -109,7 +109,7 @@ def tree(folder: Path) -> dict[str, int]:
         ("decode side.frame -o /dev/full", 1, "/dev/full: cannot be written: No space left on device"),
         # what is asked
         ("encode", 2, "the following arguments are required: IN"),
-        ("frobnicate", 2, "invalid choice: 'frobnicate'"),
+        ("frobnicate", 2, "there is no verb 'frobnicate'"),
         ("encode ok.npy --effort most -o x.frame", 2, "invalid choice: 'most'"),
         ("encode ok.npy --dtype fp8 -o x.frame", 2, "invalid choice: 'fp8'"),
         ("encode ok.npy --frame-bytes 1X -o x.frame", 2, "'1X' is not a size"),
@@ -179,7 +179,7 @@ def test_whatever_happens_while_working(here, capsys, monkeypatch, error):
     def fail(*_: object, **__: object) -> bytes:
         raise error
 
-    monkeypatch.setattr("kvmnn.bundle.encoding.encode", fail)
+    monkeypatch.setattr("kvmnn.bundle.encoding.encode_for_file", fail)
     monkeypatch.setattr("kvmnn.bundle.encoding.EncodeOptions.__post_init__", lambda self: None)
     before = tree(here)
     assert main(["encode", "ok.npy", "-o", "x.frame"]) == (130 if error is KeyboardInterrupt else 1)

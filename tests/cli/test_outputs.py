@@ -86,3 +86,24 @@ def test_a_single_array_under_such_a_name_is_its_words(here, run) -> None:
     run("encode", "in/one.npy", "-o", "in/one.frame", "-q")
     run("decode", "in/one.frame", "-o", "words")
     assert Path("words").read_bytes() == WORDS.tobytes()
+
+
+def test_a_suffix_that_no_format_has_gets_raw_words_with_raw_alone(run, tmp_path, monkeypatch) -> None:
+    """A misspelt name got a file without a shape."""
+    monkeypatch.chdir(tmp_path)
+    words = np.arange(24, dtype=np.float16).reshape(2, 3, 4)
+    np.savez("k.npz", **{"layer_0.key": words})
+    run("encode", "k.npz", "-o", "k.frame")
+    for argv in (("decode", "k.frame"), ("unpack", "k.npz")):
+        said = run(*argv, "-o", "k.nyp", code=2).err
+        assert "k.nyp: '.nyp' is none of .npy, .npz, .safetensors (did you mean '.npy'?); --raw writes" in said
+        assert not Path("k.nyp").exists()
+        for name in ("k.nyp", "a.bin", "b.raw", "words"):
+            run(*argv, "-o", name, "-f", *(["--raw"] if name == "k.nyp" else []))
+            assert Path(name).read_bytes() == words.tobytes()
+            Path(name).unlink()
+        assert "expected one array and a name such as X.bin" in run(*argv, "-o", "x.npy", "--raw", code=2).err
+        assert "expected one array" in run(*argv, "-o", "x/", "--raw", code=2).err
+    run("encode", "k.npz", "-o", "k.zarr")
+    assert "'.nyp' is none of" in run("decode", "k.zarr", "-o", "k.nyp", code=2).err
+    assert "--raw is about one array" in run("unpack", "k.npz", "--as", "dump", "-o", "d/", "--raw", code=2).err

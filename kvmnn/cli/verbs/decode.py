@@ -22,7 +22,8 @@ after another, become a 1-D array of their words: only a manifest knows shape an
   -o X.npy                     one array
   -o X.npz, X.safetensors      any number of arrays
   -o DIR/                      one .npy file for each array
-  -o X, -o -                   the raw words of one array
+  -o X, -o X.bin, -o -         the raw words of one array; for a name with
+                               another suffix with --raw
   --as dump -o DIR/            the KV dump that was encoded
 
 Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .npy files instead), byte for byte in
@@ -47,6 +48,7 @@ def add_parser(verbs: Any) -> None:
     parser = shared_options.add_verb(verbs, "decode", run, "frames to arrays", _TEXT)
     parser.add_argument("input", metavar="IN", help="a frame, a manifest, a bundle; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
+    shared_options.add_raw(parser)
     shared_options.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
     parser.add_argument(
         "--max-bytes", type=shared_options.byte_count, metavar="SIZE", help="refuse to decode more raw bytes than this"
@@ -103,6 +105,8 @@ def _run_store(arguments: argparse.Namespace) -> int:
         raise UsageError("no output given: use -o X.npz, -o X.safetensors, -o DIR/ or -o -")
     options = ReadOptions(dtype=arguments.dtype, frames=False, threads=arguments.threads, max_bytes=arguments.max_bytes)
     output = printing.data_stdout(arguments, "data") if on_stdout else arguments.output
+    if isinstance(output, str):
+        printing.check_suffix(arguments, output)
     with printing.progress(arguments, 0, "decode") as step:
         made = restore_store(arguments.input, output, options, force=arguments.force, progress=step)
     loading.report_notes(made.notes, arguments)
@@ -123,15 +127,20 @@ def _restored(
 
     if arguments.form and isinstance(output, str):
         idle_options.refuse(arguments, _EXPECTED, "is about the files of a prefix cache, and a dump is written")
+        idle_options.refuse(arguments, ["raw"], "is about one array, and a dump is written")
         return restore_dump(frames, output, options, force=arguments.force, progress=progress)
     if not arguments.arrays and is_kept(frames, output if isinstance(output, str) else None):
         idle_options.refuse(arguments, _EXPECTED, "is about the files of a prefix cache, and another file is written")
+        idle_options.refuse(arguments, ["raw"], "is about one array, and a whole file is written")
         return restore_file(frames, output, options, force=arguments.force, progress=progress)
     if arguments.arrays or not isinstance(output, str) or not is_prefix(frames, output):
         idle_options.refuse(arguments, _EXPECTED, "is about the files of a prefix cache, and plain arrays are written")
+        if isinstance(output, str):
+            printing.check_suffix(arguments, output, frames.arrays)
         arrays = restore(frames, output, options, force=arguments.force, progress=progress)
         loading.report_notes(arrays.notes, arguments)
         return arrays
+    idle_options.refuse(arguments, ["raw"], "is about one array, and a prefix cache is written")
     made = restore_prefix(
         frames,
         output,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from .. import loading, packed_options, printing, shared_options
+from .. import idle_options, loading, packed_options, printing, shared_options
 
 _TEXT = """Turn packed K and V into plain arrays [kv_head, token, head_dim], called layer_<n>.key and layer_<n>.value.
 
@@ -15,7 +15,8 @@ anything else that kvmnn reads will do as well.
   -o X.npz, X.safetensors  all arrays; .safetensors keeps what pack needs to
                            restore the files
   -o DIR/                  one .npy file for each array
-  -o X.npy, -o X           one array (--tensor layer_0.key chooses)
+  -o X.npy, -o X           one array (--tensor layer_0.key chooses); -o X
+                           writes its raw words
   --as dump -o DIR/        a KV dump as the engine writes it,
                            [token, kv_head, head_dim]
   --as packed-dump -o DIR/ its packed variant
@@ -29,6 +30,7 @@ def add_parser(verbs: Any) -> None:
     parser = shared_options.add_verb(verbs, "unpack", run, "packed files to plain arrays", _TEXT)
     parser.add_argument("input", metavar="IN", help="the directory of a cache, one of its files, arrays")
     shared_options.add_output(parser, "file or directory (default: IN.safetensors, a dump: IN.dump/)")
+    shared_options.add_raw(parser)
     shared_options.add_source(parser, "what the words are, where the pack numbers do not say")
     parser.add_argument(
         "--as",
@@ -49,6 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     output = printing.output_or_beside(arguments, arguments.input, suffix)
     source = loading.load([arguments.input], arguments, frames=True)
     loading.report_skipped(source, arguments)
+    if arguments.form == "arrays":
+        printing.check_suffix(arguments, output, source.arrays)
+    else:
+        idle_options.refuse(arguments, ["raw"], "is about one array, and a dump is written")
     with printing.progress(arguments, source.nbytes, "unpack") as step:
         unpacked = unpack(
             source,

@@ -1,0 +1,132 @@
+"""Options may stand anywhere behind the verb; what is misspelt is said before what is missing."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from itertools import permutations
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from kvmnn.cli import build_parser
+from kvmnn.cli.parser import VERBS, parse, verbs_of
+from kvmnn.cli.word_order import sort_words
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def namespace(words: list[str]) -> dict[str, object]:
+    """What the words mean, but for how they were typed."""
+    return {name: value for name, value in vars(parse(words)).items() if name not in ("run", "parser", "typed")}
+
+
+LINES = [
+    ("encode", ["a", "b", "c"], [["-o", "x/"], ["--effort=fast"], ["-q"], ["--tensor", "k"], ["--tensor", "v"]]),
+    ("store", ["put", "S", "C", "D"], [["--model", "M"], ["--token-ids", "1,2"], ["-fv"], ["--max-bytes", "3G"]]),
+    ("verify", ["a", "b"], [["--against", "x"], ["--jobs", "2"], ["--json"]]),
+    ("diff", ["a", "b"], [["--json"], ["--atol", "1"]]),
+    ("eval", ["m"], [["--text", "t", "u"], ["--budget=5"], ["-o-"]]),
+    ("decode", ["-"], [["-ox"], ["--forc"]]),
+]
+
+
+@pytest.mark.parametrize(("verb", "positional", "options"), LINES, ids=[line[0] for line in LINES])
+def test_options_between_positional_arguments_mean_the_same(
+    verb: str, positional: list[str], options: list[list[str]]
+) -> None:
+    """All ways to mix them, of which some are drawn; the order within each kind stays."""
+    wanted = namespace([verb, *positional, *(word for option in options for word in option)])
+    orders = list(permutations(range(len(positional) + len(options)), len(options)))
+    for places in Random(1).sample(orders, k=min(len(orders), 60)):
+        if list(places) != sorted(places):
+            continue
+        words, left, rest = [verb], list(options), list(positional)
+        for at in range(len(positional) + len(options)):
+            words += left.pop(0) if at in places else [rest.pop(0)]
+        if ["--text", "t", "u"] in options and words.index("u") + 1 == words.index("m"):
+            continue  # an option of many values takes all words up to the next option
+        assert namespace(words) == wanted, words
+
+
+def test_words_behind_two_dashes_are_no_options() -> None:
+    found = namespace(["encode", "a", "-o", "x/", "--", "-b", "--json"])
+    assert (found["inputs"], found["output"], found["json"]) == (["a", "-b", "--json"], "x/", False)
+
+
+def test_numbers_and_single_dashes_are_values() -> None:
+    assert namespace(["encode", "-", "-o", "-"])["inputs"] == ["-"]
+    found = namespace(["generate", "m", "--prompt", "-x is a flag", "--policy", "full"])
+    assert found["prompt"] == "-x is a flag"
+    order = sort_words(verbs_of(build_parser()).choices["encode"], ["--threads", "-1", "a"])
+    assert (order.options, order.positional) == (["--threads", "-1"], ["a"])
+
+
+def test_every_verb_takes_its_options_before_its_arguments() -> None:
+    """Of each verb each option, once before and once behind: what argparse makes of the words is the same."""
+    verbs = verbs_of(build_parser()).choices
+    for verb in VERBS:
+        parser = verbs[verb]
+        for action in parser._actions:
+            if not action.option_strings or action.nargs == 0 or action.nargs in ("+", "*"):
+                continue
+            name = action.option_strings[-1]
+            value = str(next(iter(action.choices))) if action.choices else "1"
+            before = sort_words(parser, [name, value, "p", "q"])
+            behind = sort_words(parser, ["p", "q", name, value])
+            assert before.words() == behind.words() == ["p", "q", name, value]
+            assert sort_words(parser, [f"{name}={value}" if name[1] == "-" else name + value, "p"]).positional == ["p"]
+            assert not before.unknown
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("encode --hlep", "unrecognized arguments: --hlep (did you mean '--help'?)"),
+        ("encode --effrot=fast", "unrecognized arguments: --effrot=fast (did you mean '--effort'?)"),
+        ("store put S --modle M C", "unrecognized arguments: --modle (did you mean '--model'?)"),
+        ("encode a -o x/ --nonsense b", "unrecognized arguments: --nonsense (see kvmnn encode --help)"),
+        ("encode -Z a", "unrecognized arguments: -Z"),
+        ("encode --t 3 a", "ambiguous option: --t"),
+        ("decode a b", "unrecognized arguments: b"),
+        ("--verison", "did you mean '--version'"),
+        ("-q encode a", "options follow the verb: kvmnn encode -q"),
+        ("encdoe --json", "there is no verb 'encdoe' (did you mean 'encode'?)"),
+        ("encode", "the following arguments are required: IN"),
+        ("encode a --tensor", "argument --tensor: expected one argument"),
+    ],
+)
+def test_what_is_misspelt_is_said_first(run, line: str, said: str) -> None:
+    assert said in run(*line.split(), code=2).err
+
+
+def test_help_comes_before_complaints(run) -> None:
+    assert "usage: kvmnn encode" in run("encode", "--bogus", "-h").out
+    assert "usage: kvmnn store [options] put STORE" in run("store", "put", "--help").out
+    assert run("-V").out == run("--version").out
+    assert "-V, --version" in run("--help").out
+
+
+def test_a_mixed_line_does_its_work(run) -> None:
+    for name in ("layer_0.key", "layer_0.value"):
+        np.save(f"{name}.npy", np.zeros((2, 5, 4), np.float16))
+    run("encode", "layer_0.key.npy", "-o", "x/", "layer_0.value.npy", "--effort", "fast")
+    assert len(json.loads(run("inspect", "--json", "x").out)["inputs"]) == 1
+    run("store", "--fingerprint", "m", "put", "S", "--token-ids", "1,2,3,4,5", "x")
+    assert run("store", "match", "--token-ids", "1,2,3", "S").out == "3\n"
+
+
+def test_argparse_reads_the_words_as_it_read_them_before() -> None:
+    """Lines whose positional arguments stand together mean what they meant to argparse alone."""
+    parser = verbs_of(build_parser()).choices["encode"]
+    for line in ("x y -o z", "-o z x y", "--tensor a --tensor b x", "x -qvo z", "-oz --effo fast x"):
+        words = line.split()
+        known = [argparse.Namespace(), argparse.Namespace()]
+        for into, given in zip(known, (words, sort_words(parser, words).words()), strict=True):
+            parser.parse_known_args(given, into)
+        assert known[0] == known[1]

@@ -39,6 +39,11 @@ class Noted:
     text_positions: tuple[Positions | None, ...] = ()
 
     @property
+    def is_rerotated(self) -> bool:
+        """Whether K of any layer was rotated to other positions than those in the text."""
+        return any(places is not None for places in self.text_positions)
+
+    @property
     def in_text(self) -> tuple[Positions, ...]:
         """True positions in the text of every layer's tokens."""
         others = self.text_positions or (None,) * len(self.positions)

@@ -70,6 +70,7 @@ def held_positions(source: Source, tokens: Sequence[int]) -> Held:
     SourceError
         For positions that are not of these layers.
     """
+    _refuse_rerotated(source, tokens)
     noted = _noted(source, tokens)
     if noted is not None:
         return noted
@@ -84,6 +85,17 @@ def held_positions(source: Source, tokens: Sequence[int]) -> Held:
             f"hold {list(tokens)}"
         )
     return Held(positions=tuple(known), ids=ids)
+
+
+def _refuse_rerotated(source: Source, tokens: Sequence[int]) -> None:
+    """Raise `SourceError` for K that is rotated to other positions than its tokens have in the text."""
+    noted = noted_positions(source, tokens)
+    layers = source.cache.layers if source.cache is not None else ()
+    if any(layer.text_positions is not None for layer in layers) or (noted is not None and noted.is_rerotated):
+        raise SourceError(
+            f"{' '.join(source.inputs)}: its K was rotated to the first positions, and a text continues at its own: "
+            "start from the cache before --rerotate"
+        )
 
 
 def _known(source: Source) -> list[Positions] | None:

@@ -154,6 +154,8 @@ def test_all_kinds_of_files_are_here() -> None:
         *("npy", "npz", "safetensors", "raw", "dump", "prefix", "live", "document of a prefix cache"),
         *("dense stream", "manifest of a dense stream", "configuration of a model"),
         *("frame", "manifest of a frame", "manifest of a bundle", "weights", "checkpoint", "scores", "plan"),
+        *("rotation in a graph", "rotation in tables of a graph", "rotation in a configuration", "rotation in a .gguf"),
+        *("plan of positions", "plan of an evaluation"),
         *("token ids", "settings of an MNN model", "store", "text of a store"),
         *("tables of a benchmark", "records of a benchmark", "round of gates"),
         *("session of llama.cpp", "cache of MLX", "cache of transformers"),

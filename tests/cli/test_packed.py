@@ -459,6 +459,8 @@ def test_int8_caches_are_read_and_what_is_lost_is_said(tmp_path, monkeypatch, ru
     assert "int8 caches need the backend named" in run("unpack", *argv, "-o", "b.npz", code=2).err
     compact = ["compact", *argv, *ON_AVX2, "--name", "x", "--remove", 3, "-o", "c/"]
     assert "an int8 cache: the engine keeps no part of a window" in run(*compact, code=1).err
+    pack = ("pack", *argv, "--backend", "x86-avx2", "--name", "sys", "-o", "q/", "--rerotate")
+    assert "int8 K cannot be rotated: it lacks the maximum of each channel" in run(*pack, code=2).err
     assert (
         "is not a packed cache" in run("repack", *argv, "--from", "x86-avx2", "--to", "x86-sse", "-o", "d/", code=2).err
     )

@@ -226,6 +226,9 @@ def test_traces_of_the_first_document(documents):
     assert full.keep_map.kept[-1] == tuple(range(300))
     assert cut.keep_map.layer == 1
     assert cut.keep_map.kept[-1] == (0, 1, 2, 3, *range(288, 300))
+    assert [layer.layer for layer in cut.kept] == [*range(len(cut.kept))] and len(cut.kept) > 1
+    assert cut.kept[0].positions == (tuple(range(300)),)
+    assert all(layer.positions == (cut.keep_map.kept[-1],) for layer in cut.kept[1:])
     assert max(cut.cache_bytes) <= max(full.cache_bytes)
     assert run(documents(300), [], tokens=300, chunk=50, **QUICK).traces == ()
 

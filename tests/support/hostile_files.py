@@ -17,6 +17,7 @@ from pathlib import Path
 import compressor_files
 import gate_logs
 import hostile_engines
+import hostile_ropes
 import numpy as np
 import packed_samples
 from reader_sample import Sample as Sample
@@ -82,7 +83,10 @@ def samples() -> dict[str, Sample]:
         found = {
             **_arrays(inputs),
             **_dense(Path(name, "dense")),
-            **{kind: make(Path(name, kind)) for kind, make in (_MAKERS | hostile_engines.MAKERS).items()},
+            **{
+                kind: make(Path(name, kind))
+                for kind, make in (_MAKERS | hostile_engines.MAKERS | hostile_ropes.MAKERS).items()
+            },
         }
     with contextlib.suppress(ModuleNotFoundError):
         found |= _models()

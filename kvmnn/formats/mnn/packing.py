@@ -100,6 +100,10 @@ def pack(
     """
     require_complete(_without_eviction(source), " ".join(source.inputs), "a prefix cache")
     _refuse_windows(source)
+    if rerotate and source.lossy:
+        raise OptionError(
+            f"{place_said(source)}int8 K cannot be rotated: it lacks the maximum of each channel, which MNN alone has"
+        )
     notes = list(source.notes)
     source, said_of_order = own_order.for_other_engines(source)
     notes += said_of_order
@@ -149,11 +153,23 @@ def _rerotated(
     is_reordered: bool = False,
 ) -> tuple[list[LayerArray], Rerotation]:
     """The arrays with K rotated to the first positions, and how."""
+    where = " ".join(source.inputs)
+    _check_rotatable(source, where)
     arrays = widen_for(arrays, info.layout.dtype)
     keys = [entry for entry in arrays if entry.part == "key"]
-    where = " ".join(source.inputs)
     rerotation = plan_rerotation(info, keys, rope, model, where=where, is_reordered=is_reordered)
     return rerotation.rotate(arrays), rerotation
+
+
+def _check_rotatable(source: Source, where: str) -> None:
+    """Raise where K is not what the model computed, or may not be."""
+    cache = source.engine_cache
+    unclear = [name for name in cache.perhaps_altered if name.startswith("k-")] if cache else []
+    if unclear and cache is not None and source.undone is None:
+        raise OptionError(
+            f"{where}: nothing tells whether {cache.engine} changed K before it stored it, and such K would be rotated "
+            f"wrongly: --undo {','.join(unclear)}, or --undo none"
+        )
 
 
 def _without_eviction(source: Source) -> Completeness | None:

@@ -14,7 +14,9 @@ import mlx_files
 import numpy as np
 import pytest
 from engine_client import CONTINUATION, GEOMETRY, NAME, PREFIX_IDS, continuation, needs_engine, unpack_fixture
+from rope_model import plain_frequencies, rotate
 
+from kvmnn import open as kvmnn_open
 from kvmnn.cli.command import main
 
 pytestmark = needs_engine
@@ -60,9 +62,9 @@ def saved_by_mlx(folder: Path, pairs: Pairs) -> list[object]:
     return [folder / "x.safetensors"]
 
 
-def saved_by_llama_cpp(folder: Path, pairs: Pairs) -> list[object]:
-    """A session of a Llama, the halves of whose heads this engine keeps as pairs."""
-    cells = [struct.pack("<iI", at, 1) + struct.pack("<i", 0) for at in range(TOKENS)]
+def saved_by_llama_cpp(folder: Path, pairs: Pairs, erased: int = 0) -> list[object]:
+    """A session of a Llama, the halves of whose heads this engine keeps as pairs; tokens before them were erased."""
+    cells = [struct.pack("<iI", erased + at, 1) + struct.pack("<i", 0) for at in range(TOKENS)]
     data = struct.pack("<II", 1, TOKENS) + b"".join(cells) + struct.pack("<II", 0, len(pairs))
     row = struct.pack("<iQ", llama_files.NUMBERS["f32"], 4 * HEADS * DIMS)
     for side in (0, 1):
@@ -71,10 +73,11 @@ def saved_by_llama_cpp(folder: Path, pairs: Pairs) -> list[object]:
             if side == 0:
                 words = np.stack([words[..., : DIMS // 2], words[..., DIMS // 2 :]], axis=-1)
             data += row + words.tobytes()
-    head = llama_files.SESSION + struct.pack("<II", 10, TOKENS) + struct.pack(f"<{TOKENS}i", *PREFIX_IDS)
+    ids = [*range(erased), *PREFIX_IDS]
+    head = llama_files.SESSION + struct.pack("<II", 10, len(ids)) + struct.pack(f"<{len(ids)}i", *ids)
     (folder / "x.session").write_bytes(head + struct.pack("<I", 5) + b"llama" + data)
     fields = {"attention__head_count_kv": HEADS, "attention__key_length": DIMS, "rope__dimension_count": DIMS}
-    (folder / "m.gguf").write_bytes(llama_files.gguf(**fields, block_count=len(pairs)))
+    (folder / "m.gguf").write_bytes(llama_files.gguf(**fields, block_count=len(pairs), rope__freq_base=10000.0))
     return [folder / "x.session", "--model", folder / "m.gguf"]
 
 
@@ -109,3 +112,17 @@ def test_a_wrong_order_of_k_would_show(model: Path, pairs: Pairs, tmp_path: Path
     session, *more = saved_by_llama_cpp(tmp_path, pairs)
     kvmnn("pack", session, *more, "--undo", "none", "--backend", "x86-avx2", "--name", NAME, "-o", tmp_path / "packed")
     assert continuation(model, tmp_path / "packed", tmp_path / "scratch") != CONTINUATION
+
+
+def test_an_evicted_session_is_rotated_with_the_theta_of_its_gguf(model: Path, pairs: Pairs, tmp_path: Path) -> None:
+    """K as it would be behind 26 tokens that were erased: rotated, it is the engine's own, and so are the tokens."""
+    frequencies = plain_frequencies(10000.0, DIMS)
+    later = [(rotate(keys, [26] * TOKENS, frequencies).astype(np.float32), values) for keys, values in pairs]
+    session = saved_by_llama_cpp(tmp_path, later, erased=26)
+    pack = ["pack", *session, "--backend", "x86-avx2", "--name", NAME]
+    kvmnn(*pack, "-o", tmp_path / "rotated", "--rerotate")
+    info = kvmnn_open(str(tmp_path / "rotated")).cache
+    assert info is not None and info.layers[0].text_positions == ((26, TOKENS),)
+    assert continuation(model, tmp_path / "rotated", tmp_path / "scratch") == CONTINUATION
+    kvmnn(*pack, "-o", tmp_path / "plain")
+    assert continuation(model, tmp_path / "plain", tmp_path / "again") != CONTINUATION

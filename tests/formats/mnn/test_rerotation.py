@@ -288,3 +288,22 @@ def test_a_model_that_k_contradicts_is_refused(trained, run) -> None:
     assert "K of layer 0 looks rotated by theta=10000,dims=64, not by theta=500000,dims=64" in said.err
     Path("model/config.json").write_text(json.dumps({"rope_theta": 1e4}))
     assert "theta=10000,dims=64, as model has it" in run(*compact, "-f", "--rope", "model").out
+
+
+def test_eval_does_not_continue_from_rotated_k(cache: Cache, run) -> None:
+    """At the positions of the text."""
+    from kvmnn.errors import SourceError
+    from kvmnn.lm.start_positions import held_positions
+
+    run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
+    run("unpack", "c", "-o", "arrays/")
+    for path in ("c", "arrays"):
+        with pytest.raises(SourceError, match="its K was rotated to the first positions"):
+            held_positions(open_any(path), [20] * LAYERS)
+
+
+def test_decode_of_an_evicted_prefix_warns(cache: Cache, run) -> None:
+    run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c")
+    run("encode", "c", "-o", "frames/")
+    assert "all_seq_len = 40;" in run("decode", "frames", "-o", "back/").out
+    assert "warnings" in json.loads(run("decode", "frames", "-o", "again/", "--json").out)

@@ -80,6 +80,12 @@ class SettingsUsed(Settings):
     timing_prompt_piece: int
     timing_decoded: int
 
+    def __post_init__(self) -> None:
+        deep_from = self.deep_from
+        super().__post_init__()
+        if deep_from >= 0:  # as it was measured: older versions let it lie in the prompt
+            object.__setattr__(self, "deep_from", deep_from)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult(Record):

@@ -155,3 +155,16 @@ def test_the_output_is_not_replaced(here, run):
     assert Path("plan.json").read_text() == "mine"
     run("plan", "kv.npz", "--policy", "streaming", "-f", "-o", "plan.json")
     assert [entry["pairs"] for entry in json.loads(Path("plan.json").read_text())] == [[], [], []]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 19])
+def test_small_share_of_short_cache_keeps_one_token_or_is_refused(here, run, tokens):
+    """8 tokens x 0.05 kept none: attention over no token is no number."""
+    rng = np.random.default_rng(tokens)
+    np.savez("short.npz", **{f"layer_0.{part}": rng.random((2, tokens, 16), np.float32) for part in ("key", "value")})
+    for spec in ("knorm", "l2_fixed:skip_layers=none", "recent_only:skip_layers=none", "streaming_press:sink=0"):
+        asked = f"{spec}{',' if ':' in spec else ':'}keep_ratio=0.05"
+        assert json.loads(run("plan", "short.npz", "--policy", asked, "--json").out)["layers"][0]["tokens_after"] == 1
+    if tokens > 1:
+        said = run("plan", "short.npz", "--policy", "streaming:keep_ratio=0.05", code=2).err
+        assert f"a keep_ratio of 0.05 is 1 of {tokens} tokens and leaves no window behind 4 sinks" in said

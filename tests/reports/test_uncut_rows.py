@@ -163,3 +163,10 @@ def test_report_with_gates_keeps_their_verdict_first(tmp_path: Path) -> None:
 def test_saved_results_keep_the_key(tmp_path: Path) -> None:
     found = lm_results.document()
     assert read_results(saved(found, tmp_path / "r.json")).to_dict() == json.loads(found.to_text("json"))
+
+
+def test_deep_of_older_results_is_said_as_it_was_measured(tmp_path: Path) -> None:
+    document = lm_results.document().to_dict()
+    document["settings"] |= {"prompt": 1500, "deep_from": 1024}
+    (tmp_path / "r.json").write_text(json.dumps(document))
+    assert "from token 1,024 on" in read_results(tmp_path / "r.json").table()

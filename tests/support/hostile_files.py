@@ -399,7 +399,8 @@ def _models() -> dict[str, Sample]:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     settings = {
-        "tokenizer_config.json": {"bos_token": "a"},
+        "tokenizer_config.json": {"add_bos_token": True, "bos_token": {"content": "a"}},
+        "special_tokens_map.json": {"bos_token": "a"},
         "config.json": {"num_key_value_heads": 2, "vocab_size": 8, "bos_token_id": 0},
         "generation_config.json": {"bos_token_id": 0},
         "genai_config.json": {"model": {"decoder": {"filename": "model.onnx"}}},

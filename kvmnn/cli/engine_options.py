@@ -40,7 +40,9 @@ def add_engine(parser: Any, text: str | None = _HEADS_SAID, *, blocks: bool = Tr
         metavar="N",
         help="of a stream that several sequences share, the tokens of this one",
     )
-    group.add_argument("--window", action="store_true", help="of two caches in a file, that of sliding-window layers")
+    group.add_argument(
+        "--window", action="store_true", help="of two caches in a file, only that of layers with a sliding window"
+    )
     if blocks:
         group.add_argument(
             "--blocks", action="store_true", help="quantised blocks as their bytes [token, block, byte], not as numbers"

@@ -115,6 +115,8 @@ def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
     geometry, dtype = packed_options.geometry(arguments), arguments.dtype
     if arguments.rerotate and arguments.name is None and arguments.capacity is None and geometry == Geometry():
         raise UsageError("--rerotate is about the prefix cache of an engine: name its layout (--backend) and --name")
+    if arguments.cast and arguments.name is None and arguments.capacity is None and geometry == Geometry():
+        raise UsageError("--cast is about the prefix cache of an engine: name its layout (--backend) and --name")
     if geometry.backend is not None and dtype is None:
         stored, held = store.find(ids, model=model), BACKENDS[geometry.backend].dtype
         if held in stored.others:  # and no engine takes the other
@@ -135,6 +137,7 @@ def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
         geometry=geometry,
         name=arguments.name,
         capacity=arguments.capacity,
+        cast=arguments.cast,
         rerotate=arguments.rerotate,
         model=arguments.model,
         force=arguments.force,

@@ -191,6 +191,7 @@ def write_prefix(
     name: str | None = None,
     capacity: int | None = None,
     model: str | None = None,
+    cast: bool = False,
     rerotate: bool = False,
     force: bool = False,
     threads: int | None = None,
@@ -208,7 +209,9 @@ def write_prefix(
     geometry, name, capacity
         Of a prefix cache, as for `kvmnn.formats.mnn.pack`; where none is given arrays are written.
     model
-        Directory of the MNN model, to be noted down beside a prefix cache.
+        Directory of the MNN model, or a ``.gguf`` file, to be noted down beside a prefix cache.
+    cast
+        Convert words to the dtype of the layout of a prefix cache, to nearest even.
     rerotate
         Of a prefix cache, as for `kvmnn.formats.mnn.pack`. A stored prefix has the first positions: K stays as it is.
     force
@@ -250,6 +253,7 @@ def write_prefix(
             model=model,
             force=force,
             positions=[cache.positions for cache in prefix.layers],
+            cast=cast,
             rerotate=rerotate,
             making=Making(durable=False, again=True, threads=threads),
         )

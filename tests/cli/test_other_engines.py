@@ -435,3 +435,22 @@ def test_store_put_of_pictures_takes_ids_of_32_bits_and_refuses_placeholders(her
     words = ("store", "put", "t/", "null.session", "--kv-heads", 2, "--fingerprint", "m")
     assert "token 2 has the id -1, which stands for any picture or embedding" in run(*words, code=1).err
     run(*words, "--token-ids", ",".join(map(str, ids)))
+
+
+def test_store_get_with_gguf_writes_the_prefix_of_a_backend(here: Path, run) -> None:
+    """Geometry of the model's header, words in the type that the backend takes."""
+    data, _ = llama_files.state(Random(3), Shape(), [20], architecture="qwen2")
+    Path("x.session").write_bytes(data)
+    fields = {"block_count": 2, "embedding_length": 128, "attention__head_count": 4, "attention__head_count_kv": 2}
+    Path("m.gguf").write_bytes(llama_files.gguf("qwen2", **fields))
+    run("store", "put", "s/", "x.session", "--model", "m.gguf")
+    ids = ",".join(map(str, np.frombuffer(data, "<i4", 20, 12)))
+    words = ("store", "get", "s/", "--token-ids", ids, "--model", "m.gguf", "--backend", "x86-avx2", "-o", "p/")
+    assert "the layout holds fp32: --cast converts them" in run(*words, "--name", "sys", code=2).err
+    assert "2 kv heads x 32 dims, fp32" in run(*words, "--name", "sys", "--cast").out
+    assert "within 0" in run("diff", "p/", "x.session", "--model", "m.gguf", "--atol", "0").out
+    assert "--cast is about the prefix cache" in run(*words[:7], "-o", "a.npz", "--cast", code=2).err
+    run("store", "put", "t/", "p/", "--token-ids", ids)  # the prefix knows its model
+    Path("m2.gguf").write_bytes(llama_files.gguf("qwen2", **(fields | {"attention__head_count_kv": 4})))
+    words = ("store", "put", "u/", "p/", "--token-ids", ids, "--model", "m2.gguf")
+    assert "kv heads" in run(*words, code=1).err

@@ -32,7 +32,7 @@ longest beginning that was ever put, to the token. Equal beginnings are stored o
   match STORE         how many tokens of a text are stored; exit 1 if none
   get STORE -o OUT    write the longest stored beginning: arrays as unpack
                       writes them, or with --backend and --name the prefix
-                      cache that an engine loads
+                      cache that an engine loads (--cast: in its dtype)
   ls, stat STORE      the stored texts; counts and sizes
   verify STORE        decode and compare everything; what is damaged goes
   gc STORE            remove what nothing refers to; --max-bytes SIZE: and
@@ -68,7 +68,7 @@ _MAKING_OPTIONS = ("store_bytes", "block_tokens", "codec", "effort", "threads")
 _ACTIONS = {
     "put": _Action((*_MODEL, *_INPUT, *_MAKING_OPTIONS, "rope", "force"), "CACHE"),
     "match": _Action(_MODEL),
-    "get": _Action((*_MODEL, *_LAYOUT, "output", "force", "threads", "rerotate")),
+    "get": _Action((*_MODEL, *_LAYOUT, "output", "force", "threads", "cast", "rerotate")),
     "ls": _Action(),
     "stat": _Action(),
     "verify": _Action(("threads",)),
@@ -128,6 +128,9 @@ def add_parser(verbs: Any) -> None:
     shared_options.add_output(parser, "get: file or directory; export: a file")
     parser.add_argument(
         "--capacity", type=shared_options.positive, metavar="N", help="get: tokens that a prefix cache has room for"
+    )
+    parser.add_argument(
+        "--cast", action="store_true", help="get: convert to the backend's dtype; LOSSY if it is narrower"
     )
     parser.add_argument(
         "--rerotate",

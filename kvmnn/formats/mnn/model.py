@@ -14,6 +14,7 @@ from ...files.json_document import read_object
 from ...files.mapped import MappedFile
 from ...packed.addressing import FLASH_BLOCK
 from ..llama.gguf import is_gguf
+from ..llama.model_layers import read_layers
 from .graph import read_graph
 
 SETTINGS = ("llm_config.json", "config.json")
@@ -46,12 +47,15 @@ def read_geometry(path: str) -> ModelGeometry:
     An export of MNN holds ``layer_nums``, and older ones ``key_value_shape``, which ends in ``kv_heads, head_dim``;
     the names of Hugging Face configurations (``num_hidden_layers``, ``num_key_value_heads``, ``head_dim``) are taken
     where those are missing, and the attention operators of the graph (``llm_model``, else ``llm.mnn``) where both are.
+    Of a ``.gguf`` file it is what its header has; None for what differs by layers.
 
     Raises
     ------
     SourceError
         When none of the files is there or one cannot be read.
     """
+    if is_gguf(path):
+        return _geometry_of_gguf(path)
     fields: dict[str, Any] = {}
     found = False
     for name in SETTINGS:
@@ -73,6 +77,16 @@ def read_geometry(path: str) -> ModelGeometry:
         layers=said.layers or drawn.layers,
         kv_heads=said.kv_heads or drawn.kv_heads,
         head_dim=said.head_dim or drawn.head_dim,
+    )
+
+
+def _geometry_of_gguf(path: str) -> ModelGeometry:
+    layers = [layer for layer in read_layers(path) or () if layer.kv_heads and layer.state.kind != "shared"]
+    heads, dims = {layer.kv_heads for layer in layers}, {layer.head_dim for layer in layers}
+    return ModelGeometry(
+        layers=len(layers) or None,
+        kv_heads=heads.pop() if len(heads) == 1 else None,
+        head_dim=dims.pop() if len(dims) == 1 else None,
     )
 
 

@@ -231,7 +231,7 @@ class Runner:
             self.cache.end_chunk()
         self._whole = True
 
-    def feed(self, ids: npt.ArrayLike, *, end_chunk: bool = False) -> Floats:
+    def feed(self, ids: npt.ArrayLike, *, end_chunk: bool = False, prompt: bool = False) -> Floats:
         """Let the model read further tokens of the text, and cut the cache.
 
         Parameters
@@ -241,6 +241,9 @@ class Runner:
             numbers of tokens and the graph would mask them wrongly.
         end_chunk
             Whether a chunk of the text ends with them, for the policies that cut then.
+        prompt
+            The tokens are a prompt or part of one, as `kvmnn.lm.prompt_steps` feeds it: the engine's planner does not
+            score or plan, and the lossless runtime encodes nothing. The first step of a text always is one.
 
         Returns
         -------
@@ -257,16 +260,16 @@ class Runner:
         if not self._whole:
             raise KvmnnError("an earlier step failed: reset the runner first")
         self._whole = False
-        logits = self._step(tokens, end_chunk)
+        logits = self._step(tokens, end_chunk, prompt)
         self._whole = True
         return logits
 
-    def _step(self, tokens: Tokens, end_chunk: bool) -> Floats:
+    def _step(self, tokens: Tokens, end_chunk: bool, prompt: bool) -> Floats:
         cache, clock = self.cache, self.clock
         first = cache.seen if self._positions == "true" else cache.tokens[0]
         positions = np.arange(first, first + len(tokens), dtype=np.int64)
         begun = perf_counter()
-        past, bias = cache.begin(len(tokens))
+        past, bias = cache.begin(len(tokens), prompt=prompt)
         self.cut_tokens += len(tokens) if cache.is_cut else 0
         clock.policy_seconds += perf_counter() - begun
         if len(tokens) > 1 and _unequal(past) and not self.session.chunks_with_unequal_lengths():

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from ...dtypes import Floats
 from ...files.records import Record
 from ...lm.generation import check_positions
+from ...lm.prompt_steps import read_prompt
 from ...lm.runner import Runner
 from ...lm.session import DecoderSession
 from ...policies.base import Policy
@@ -81,9 +83,12 @@ def run_once(
     policy: Policy,
     lossless: RuntimeConfig | None,
     work: Workload,
-    advance: Callable[[int], object] | None = None,
+    advance: Callable[[int], object] = lambda steps: None,
 ) -> RunRecord:
-    """Let a model do a piece of work with its cache under a policy and in a runtime, greedily."""
+    """Let a model do a piece of work with its cache under a policy and in a runtime, greedily.
+
+    `advance` is called with the number of tokens generated since its last call, and with 0 after each step of a prompt.
+    """
     runner = Runner(session, policy, lossless=lossless)
     interface = session.interface
     check_positions(
@@ -94,14 +99,16 @@ def run_once(
     for turn in work.turns:
         ids = [*new[-1:], *turn]  # the last token of an answer was given, not fed
         begun = time.perf_counter()
-        new = [int(runner.feed(ids, end_chunk=True)[-1].argmax())]
+        for logits in read_prompt(runner, ids):
+            new = [int(logits[-1].argmax())]
+            advance(0)
         told = time.perf_counter()
+        advance(1)
         while len(new) < work.new_tokens:
             new.append(int(runner.feed(new[-1:])[-1].argmax()))
+            advance(1)
         prefill += told - begun
         decode += time.perf_counter() - told
-        if advance is not None:
-            advance(len(turn) + work.new_tokens)
     return _recorded(runner, work, prefill, decode, new)
 
 
@@ -173,17 +180,29 @@ class Comparison(Record):
         return min(self.compared_bytes, self.encoded_bytes) > 0 and self.different_bytes == self.different_steps == 0
 
 
-def compare_contents(session: DecoderSession, policy: Policy, lossless: RuntimeConfig, work: Workload) -> Comparison:
-    """Run a plain cache and one in the runtime beside each other on the same tokens, and compare their bytes."""
+def compare_contents(
+    session: DecoderSession,
+    policy: Policy,
+    lossless: RuntimeConfig,
+    work: Workload,
+    advance: Callable[[int], object] = lambda steps: None,
+) -> Comparison:
+    """Run a plain cache and one in the runtime on the same tokens, step by step, and compare their bytes.
+
+    `advance` is as for `run_once`; a token counts once for each of the two caches.
+    """
     plain, stored = Runner(session, policy), Runner(session, policy, lossless=lossless)
     steps = compared = nbytes = different = wrong = 0
     new: list[int] = []
     for turn in work.turns:
         ids, given = [*new[-1:], *turn], 0
         while given < work.new_tokens:
-            logits, others = (runner.feed(ids, end_chunk=given == 0) for runner in (plain, stored))
+            unequal = False
+            for logits, others in _steps((plain, stored), ids, prompt=given == 0):
+                unequal |= logits.tobytes() != others.tobytes()
+                advance(0)
             steps, given = steps + 1, given + 1
-            unequal = logits.tobytes() != others.tobytes()
+            advance(2)
             if given <= 2 or given == work.new_tokens or given % _EVERY == 0:
                 compared += 1
                 size, unlike = _unlike(plain, stored)
@@ -201,6 +220,14 @@ def compare_contents(session: DecoderSession, policy: Policy, lossless: RuntimeC
         different_steps=wrong,
         encoded_bytes=0 if metrics is None else int(metrics.to_dict()["h2o_lossless_raw_bytes"]),
     )
+
+
+def _steps(runners: tuple[Runner, Runner], ids: list[int], *, prompt: bool) -> Iterator[tuple[Floats, Floats]]:
+    """Feed both runners the same tokens; yields the logits of both after each step."""
+    one, other = runners
+    if prompt:
+        return zip(read_prompt(one, ids), read_prompt(other, ids), strict=True)
+    return iter([(one.feed(ids), other.feed(ids))])
 
 
 def _unlike(plain: Runner, stored: Runner) -> tuple[int, int]:

@@ -21,8 +21,8 @@ class KVStore(Protocol):
     def past(self) -> list[KVPair]:
         """K and V of every layer for the next step."""
 
-    def adopt(self, present: Sequence[KVPair], new: int) -> None:
-        """What the step returned: the past, and `new` tokens behind it."""
+    def adopt(self, present: Sequence[KVPair], new: int, *, prompt: bool = False) -> None:
+        """Take over what the step returned: the past and `new` tokens after it, which are a `prompt` or part of one."""
 
     def compact(self, layer: int, slots: Indices, live: int) -> None:
         """Keep the first `live` slots that a row of `slots` names, ascending; one row, or one for each KV head."""
@@ -47,7 +47,7 @@ class PlainStore:
     def past(self) -> list[KVPair]:
         return self._pairs
 
-    def adopt(self, present: Sequence[KVPair], new: int) -> None:
+    def adopt(self, present: Sequence[KVPair], new: int, *, prompt: bool = False) -> None:
         self._pairs = list(present)
 
     def compact(self, layer: int, slots: Indices, live: int) -> None:

@@ -77,7 +77,9 @@ class LosslessStore:
             pairs[layer] = _joined([next(restored) for _ in range(self._parts)])
         return pairs
 
-    def adopt(self, present: Sequence[KVPair], new: int) -> None:
+    def adopt(self, present: Sequence[KVPair], new: int, *, prompt: bool = False) -> None:
+        if prompt and self._seen:
+            self._runtime.start_request(keep=True)  # as in the engine, no block is encoded at a prompt
         for layer, place in self._places.items():
             keys, values = present[layer]
             for part in range(self._parts):

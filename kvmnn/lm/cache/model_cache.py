@@ -79,6 +79,7 @@ class ModelCache:
         self._biased = biased
         self._zeros = np.zeros(0, np.float32)
         self._new = 0
+        self._prompt = False
         self.seen = 0
         self.peak_nbytes = 0
         skipped = policy.skipped(layers)
@@ -179,10 +180,15 @@ class ModelCache:
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def begin(self, new: int) -> tuple[list[KVPair], list[Floats] | None]:
+    def begin(self, new: int, *, prompt: bool = False) -> tuple[list[KVPair], list[Floats] | None]:
         """`new` tokens are about to be attended: K and V of the past for every layer, and the bias if there is one.
 
         The bias is float32 ``[1, 1 or query_heads, 1, past + new]`` for each layer.
+
+        Parameters
+        ----------
+        prompt
+            The tokens are a prompt or part of one: the engine's planner neither scores nor plans at these.
 
         Raises
         ------
@@ -193,7 +199,7 @@ class ModelCache:
             self._carry_out(self._planned)
         for group in self._groups:
             group.append(new, self.seen)
-        self._new = new
+        self._new, self._prompt = new, prompt
         self.seen += new
         if self._planned is None:
             self._apply(Moment.APPENDED)
@@ -201,10 +207,11 @@ class ModelCache:
 
     def end(self, step: Step) -> None:
         """The new tokens have been attended: take over what the model returned, score it, cut."""
-        self._store.adopt(step.present, self._new)
+        self._store.adopt(step.present, self._new, prompt=self._prompt)
         self.peak_nbytes = max(self.peak_nbytes, self._store.nbytes)
         if self._planned is not None:
-            self._planned.end(self.tokens, self._new, decode=self._new != self.seen, rows=partial(self._rows, step))
+            decode = not self._prompt and self._new != self.seen
+            self._planned.end(self.tokens, self._new, decode=decode, rows=partial(self._rows, step))
             return
         if self._policy.prompt_only and self._new != self.seen:
             return

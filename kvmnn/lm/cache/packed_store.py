@@ -53,7 +53,7 @@ class PackedStore:
     def past(self) -> list[KVPair]:
         return [self._unpacked(caches) for caches in self._caches]
 
-    def adopt(self, present: Sequence[KVPair], new: int) -> None:
+    def adopt(self, present: Sequence[KVPair], new: int, *, prompt: bool = False) -> None:
         for caches, (keys, values) in zip(self._caches, present, strict=True):
             heads = self._interface.kv_heads // len(caches)
             for number, cache in enumerate(caches):

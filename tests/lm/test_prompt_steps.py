@@ -1,0 +1,94 @@
+"""A prompt read in steps: the same cache, plans and logits as in one step, and never more at once than its bound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_decoders import Tiny
+
+from kvmnn.lm import DecoderSession, Runner, prompt_steps
+from kvmnn.lm.prompt_steps import prompt_step_tokens, read_prompt
+from kvmnn.policies import H2OEngine, create
+from kvmnn.runtime import RuntimeConfig
+
+FORM = Tiny(layers=4, kv_heads=2, groups=2)
+H2O: dict[str, Any] = {
+    "block_tokens": 4, "sink_tokens": 2, "recent_tokens": 6, "trigger_min_tokens": 24, "update_interval": 2
+}  # fmt: skip
+LOSSLESS = {
+    "kv_lossless_enable": True, "kv_lossless_runtime_enable": True, "kv_lossless_codec": "gear_delta",
+    "kv_lossless_runtime_mode": "store", "kv_lossless_front_n": 4, "kv_lossless_block_tokens": 4,
+    "kv_lossless_hot_sink_tokens": 0, "kv_lossless_hot_recent_tokens": 4, "kv_lossless_async_threads": 0,
+    "kv_h2o_trigger_min_tokens": 8, "kv_h2o_update_interval": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> DecoderSession:
+    path = tmp_path_factory.mktemp("tiny") / "model.onnx"
+    return DecoderSession.open(FORM.save(path), attentions=True, cache=False)
+
+
+@pytest.fixture
+def step_tokens(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Few bytes a step, so that steps of a short prompt are at their least."""
+    monkeypatch.setattr(prompt_steps, "STEP_BYTES", 1)
+    monkeypatch.setattr(prompt_steps, "MIN_STEP_TOKENS", 7)
+    return 7
+
+
+def prompt(tokens: int) -> list[int]:
+    return [int(token) for token in np.random.default_rng(tokens).integers(0, 40, tokens)]
+
+
+@pytest.mark.parametrize("policy", [None, H2OEngine(**H2O), H2OEngine(**H2O, cadence="tokens")])
+@pytest.mark.parametrize("lossless", [None, RuntimeConfig.from_engine(LOSSLESS)])
+@pytest.mark.parametrize("tokens", [1, 7, 30, 45])
+def test_prompt_in_steps_gives_what_one_step_gives(
+    session: DecoderSession, step_tokens: int, policy: Any, lossless: Any, tokens: int
+) -> None:
+    whole, parts = (Runner(session, policy, lossless=lossless) for _ in range(2))
+    expected = whole.feed(prompt(tokens), end_chunk=True)
+    pieces = list(read_prompt(parts, prompt(tokens)))
+    assert [len(piece) for piece in pieces] == [min(step_tokens, tokens - i) for i in range(0, tokens, step_tokens)]
+    assert np.allclose(np.concatenate(pieces), expected, atol=1e-4)
+    if lossless is not None:
+        for runner in (whole, parts):
+            figures = runner.runtime_figures()
+            assert figures is not None and figures.h2o_lossless_raw_bytes == 0  # nothing is encoded at a prompt
+    for token in prompt(40):
+        assert np.allclose(parts.feed([token]), whole.feed([token]), atol=1e-3)
+        assert parts.cache.tokens == whole.cache.tokens
+    for one, other in zip(parts.cache.layers(), whole.cache.layers(), strict=True):
+        assert np.array_equal(one.positions, other.positions)
+        assert np.allclose(one.keys, other.keys, atol=1e-4)
+    if policy is not None and tokens == 45:
+        assert min(parts.cache.tokens) < parts.cache.seen
+
+
+def test_policy_that_cuts_at_prompts_gets_them_whole(session: DecoderSession, step_tokens: int) -> None:
+    runner = Runner(session, create("streaming", budget=16))
+    assert [len(piece) for piece in read_prompt(runner, prompt(30))] == [30]
+
+
+def test_tokens_after_an_answer_are_one_step_under_the_planner(session: DecoderSession, step_tokens: int) -> None:
+    runner = Runner(session, H2OEngine(**H2O))
+    list(read_prompt(runner, prompt(30)))
+    assert [len(piece) for piece in read_prompt(runner, prompt(16))] == [16]
+    plain = Runner(session)
+    list(read_prompt(plain, prompt(30)))
+    assert [len(piece) for piece in read_prompt(plain, prompt(16))] == [7, 7, 2]
+
+
+def test_step_of_a_large_model_stays_within_its_bytes(tmp_path: Path) -> None:
+    """Whole prompts of 8,192 tokens would take 7 GB."""
+    form = Tiny(layers=3, kv_heads=3, groups=3)
+    for attentions in (False, True):
+        session = DecoderSession.open(form.save(tmp_path / "model.onnx"), attentions=attentions, cache=False)
+        for tokens in (64, 2048, 8192):
+            size = min(tokens, prompt_step_tokens(session, tokens))
+            scores = size * tokens * 9 * 3 * 4  # three layers, or three copies of one
+            assert size == prompt_steps.MIN_STEP_TOKENS or scores <= prompt_steps.STEP_BYTES

@@ -96,16 +96,13 @@ def _engine_config(arguments: argparse.Namespace) -> H2OConfig:
 
 def _notes(config: H2OConfig, document: dict[str, Any]) -> Iterator[str]:
     """What the engine would make of its file that a plan does not show."""
-    from ..h2o.config import ADAPTIVE, KEY_OF, QUANTISED_MODES, STATIC
+    from ..h2o.config import KEY_OF, QUANTISED_MODES
 
     why = "" if config.enable else "kv_h2o_enable is not true"
     if document.get("attention_mode") in QUANTISED_MODES:
         why = f"attention_mode {document['attention_mode']} holds K or V in int8"
     if why:
         yield f"{why}, so the engine evicts nothing; the plan is what it would evict otherwise"
-    mode = document.get("kv_h2o_target_mode", ADAPTIVE)
-    if mode not in (ADAPTIVE, STATIC):
-        yield f"kv_h2o_target_mode {mode!r:.80} counts as {ADAPTIVE!r}"
     for name, (given, used) in config.clamped.items():
         if KEY_OF[name] in document:
             yield f"{KEY_OF[name]} {given} counts as {used}"

@@ -14,6 +14,9 @@ RUNTIME_DEFAULT = frozenset(NAMES)
 
 _IGNORED = ("pair_delta", "pair_delta_delta_seq")  # the engine's own strings name them; its codec has no such modes
 
+KNOWN = (*NAMES, *_IGNORED)
+"""Names that the engine's own strings have."""
+
 
 def parse_spec(spec: str, default_raw: bool = True) -> frozenset[str]:
     """The predictors that the engine enables for a spec string such as ``"raw,delta_seq"``.
@@ -43,7 +46,7 @@ def resolve(predictors: str | Iterable[str] | None) -> frozenset[str]:
         return parse_spec(predictors)
     names = tuple(predictors)
     for name in names:
-        if name not in NAMES and name not in _IGNORED:
+        if name not in KNOWN:
             raise KvmnnError(f"unknown predictor {name!r}: expected {', '.join(NAMES)}")
     known = frozenset(name for name in names if name in NAMES)
     if not known:

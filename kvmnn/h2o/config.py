@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 
-from ..checks import whole
+from ..checks import shown, whole
 from ..errors import KvmnnError
 from ..packed.reserve import INT32_MAX
+from ..text import did_you_mean
 
 ADAPTIVE, STATIC = "adaptive", "static"
 
@@ -117,25 +118,35 @@ class H2OConfig:
             raise KvmnnError(f"target_mode is {self.target_mode!r}: expected 'adaptive' or 'static'")
 
     @classmethod
-    def from_engine(cls, document: Mapping[str, Any], **more: Any) -> H2OConfig:
+    def from_engine(cls, document: Mapping[str, Any], *, lenient: bool = False, **more: Any) -> H2OConfig:
         """The options in an engine's JSON configuration; what is not about H2O is passed over.
 
         Parameters
         ----------
         document
-            The object in the engine's ``config.json``. Any ``kv_h2o_target_mode`` but ``"static"`` means adaptive, as
-            in the engine; unlike there, an unknown ``kv_h2o_`` key is refused.
+            The object in the engine's ``config.json``.
+        lenient
+            Read an unknown ``kv_h2o_target_mode`` as the engine does, for which any value but ``"static"`` is adaptive.
         more
             Attributes that no key has, such as `heads`.
+
+        Raises
+        ------
+        KvmnnError
+            For ``kv_h2o_`` keys that do not exist, a mode that does not exist, and values that cannot be used.
         """
         values = {"enable": False, **more}
         for key, value in document.items():
             if key in _ENGINE_KEYS:
                 values[_ENGINE_KEYS[key]] = value
             elif key.startswith("kv_h2o_") and key not in _IGNORED:
-                raise KvmnnError(f"{key}: is no option of the planner; expected one of {', '.join(_ENGINE_KEYS)}")
+                near = did_you_mean(key, _ENGINE_KEYS) or f"; expected one of {', '.join(_ENGINE_KEYS)}"
+                raise KvmnnError(f"{key}: is no option of the planner{near}")
         if "target_mode" in values:
-            values["target_mode"] = STATIC if values["target_mode"] == STATIC else ADAPTIVE
+            mode = values["target_mode"]
+            if not lenient:
+                check_choice(KEY_OF["target_mode"], mode, (ADAPTIVE, STATIC))
+            values["target_mode"] = STATIC if mode == STATIC else ADAPTIVE
         try:
             return cls(**values)
         except (TypeError, KvmnnError) as error:
@@ -216,3 +227,10 @@ def _check_number(value: Any, name: str) -> None:
         raise KvmnnError(f"{name} is too large for a float")
     if math.isnan(value):
         raise KvmnnError(f"{name} is NaN: expected a number")
+
+
+def check_choice(key: str, value: object, choices: Sequence[str]) -> None:
+    """Refuse a value of a key of the engine that is none of `choices`: the engine silently takes its default then."""
+    if value not in choices:
+        near = did_you_mean(value, choices) if isinstance(value, str) else ""
+        raise KvmnnError(f"{key} is {shown(value)}: expected one of {', '.join(choices)}{near}")

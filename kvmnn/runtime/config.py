@@ -9,8 +9,9 @@ from typing import Any, Literal
 from ..checks import shown, whole
 from ..errors import KvmnnError
 from ..frames.options import CODECS, EFFORTS
+from ..frames.predictors import KNOWN
 from ..h2o import H2OConfig
-from ..h2o.config import QUANTISED_MODES
+from ..h2o.config import QUANTISED_MODES, check_choice
 from ..packed.reserve import INT32_MAX
 from ..text import did_you_mean
 
@@ -23,6 +24,13 @@ MODES: tuple[Mode, ...] = ("probe", "full", "store")
 SCOPES: tuple[Scope, ...] = ("none", "front_n", "h2o_kept", "front_n_and_h2o_kept")
 CODEC = "gear_delta"
 """The only codec that the engine's runtime knows."""
+
+_ENGINE_VALUES: dict[str, tuple[str, ...]] = {
+    "scope": (*SCOPES, "front_n+h2o_kept"),
+    "runtime_mode": MODES,
+    "codec": ("none", CODEC),
+}
+_PREDICTOR_LISTS = ("predictors_k", "predictors_v")
 
 FLASH_ATTENTION = 8
 
@@ -170,19 +178,22 @@ class RuntimeConfig:
             raise KvmnnError("h2o.quantised: the runtime reads float rows, an int8 cache would be misread")
 
     @classmethod
-    def from_engine(cls, document: Mapping[str, Any]) -> RuntimeConfig:
+    def from_engine(cls, document: Mapping[str, Any], *, lenient: bool = False) -> RuntimeConfig:
         """The options in an engine's JSON configuration, its defaults and clamps applied.
 
         Parameters
         ----------
         document
             The object in the engine's ``config.json``. Keys that are not about the cache are passed over.
+        lenient
+            Read unknown names of modes, scopes, codecs and predictors as the engine does, which silently takes another.
 
         Raises
         ------
         KvmnnError
             For ``kv_`` keys that do not exist (the engine ignores them: a typing error then goes unseen), for values of
-            the wrong type, and for an ``attention_mode`` that quantises K or V, which the engine would read as floats.
+            the wrong type, for names that do not exist, and for an ``attention_mode`` that quantises K or V, which the
+            engine would read as floats.
         TypeError
             For a document that is no mapping.
         """
@@ -194,11 +205,13 @@ class RuntimeConfig:
         )
         if unknown:
             raise KvmnnError(f"{', '.join(unknown)}: no option of the runtime{_meant(unknown, known)}")
-        values: dict[str, Any] = {"h2o": H2OConfig.from_engine(document)}
+        values: dict[str, Any] = {"h2o": H2OConfig.from_engine(document, lenient=lenient)}
         values |= _read(document, _SWITCHES, bool) | _read(document, _TEXTS, str)
         for name, number in _read(document, tuple(_MINIMA), int).items():
             values[name] = max(_MINIMA[name], whole(number, _PREFIX + name, -INT32_MAX - 1, _most(name)))
         named = _read(document, _NAMED, str)
+        if not lenient:
+            _check_names({**values, **named})
         if "scope" in named:
             values["scope"] = _scope(named["scope"])
         if "runtime_mode" in named:
@@ -244,6 +257,15 @@ def check_layers(config: RuntimeConfig, layers: int) -> int:
             f"other layers; expected {layers}"
         )
     return layers
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    for name, choices in _ENGINE_VALUES.items():
+        if name in values:
+            check_choice(_PREFIX + name, values[name], choices)
+    for name in _PREDICTOR_LISTS:
+        for predictor in values.get(name, "").split(",") if values.get(name) else ():
+            check_choice(_PREFIX + name, predictor.strip(" \t"), KNOWN)
 
 
 def _scope(text: str) -> Scope:

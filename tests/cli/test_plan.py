@@ -185,7 +185,6 @@ def test_what_the_engine_would_make_of_its_configuration_is_said(here, run):
         "kv_h2o_block_tokens": -5,
         "kv_h2o_recent_tokens": 32,
         "kv_h2o_ema_alpha": 1.5,
-        "kv_h2o_target_mode": "else",
         "attention_mode": 10,
     }
     (here / "config.json").write_text(json.dumps(config))
@@ -193,10 +192,15 @@ def test_what_the_engine_would_make_of_its_configuration_is_said(here, run):
     assert notes == [
         "kvmnn: note: config.json: attention_mode 10 holds K or V in int8, so the engine evicts nothing; the plan is "
         "what it would evict otherwise",
-        "kvmnn: note: config.json: kv_h2o_target_mode 'else' counts as 'adaptive'",
         "kvmnn: note: config.json: kv_h2o_block_tokens -5 counts as 1",
         "kvmnn: note: config.json: kv_h2o_ema_alpha 1.5 counts as 1.0",
     ]
+    (here / "config.json").write_text('{"kv_h2o_target_mode": "statc"}')
+    refused = run("scores.npy", "--config", "config.json", code=2).err
+    assert (
+        "config.json: kv_h2o_target_mode is 'statc': expected one of adaptive, static (did you mean 'static'?)"
+        in refused
+    )
     (here / "config.json").write_text("{}")
     said = run("scores.npy", "--config", "config.json").err
     assert "config.json: kv_h2o_enable is not true, so the engine evicts nothing" in said

@@ -130,6 +130,7 @@ def test_the_engine_s_configuration_is_read():
             "layer_nums": 4,
         },
         heads=8,
+        lenient=True,
     )
     assert found == H2OConfig(enable=True, target_mode="adaptive", block_tokens=32, layers=4, heads=8)
     assert H2OConfig.from_engine({}) == H2OConfig(enable=False)

@@ -66,8 +66,6 @@ def test_h2o_has_the_engines_defaults() -> None:
         ("kv_lossless_decode_cache_blocks", -3, "decode_cache_blocks", 0),
         ("kv_lossless_scope", "front_n+h2o_kept", "scope", "front_n_and_h2o_kept"),
         ("kv_lossless_scope", "none", "scope", "none"),
-        ("kv_lossless_scope", "whatever", "scope", "front_n"),
-        ("kv_lossless_runtime_mode", "whatever", "mode", "probe"),
         ("attention_mode", 0, "flash_attention", False),
         ("attention_mode", 8, "flash_attention", True),
         ("layer_nums", 24, "layer_nums", 24),
@@ -96,11 +94,69 @@ def test_values_are_cut_as_the_engine_does(key: str, value: Any, name: str, used
         ({"kv_xyz": 3}, "kv_xyz: no option of the runtime; expected names out of kv_lossless_async_threads, "),
         ({"layer_nums": "6"}, "layer_nums must be an integer, not str"),
         ({"kv_h2o_trigger_min_tokens": 1 << 40}, "kv_h2o_trigger_min_tokens is 1099511627776"),
+        ({"kv_h2o_blok_tokens": 8}, r"no option of the planner \(did you mean 'kv_h2o_block_tokens'\?\)$"),
     ],
 )
 def test_what_would_be_misread_is_refused(document: dict[str, Any], message: str) -> None:
     with pytest.raises(KvmnnError, match=message):
         RuntimeConfig.from_engine(document)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message", "name", "read"),
+    [
+        (
+            "kv_lossless_runtime_mode",
+            "stoer",
+            r"'stoer': expected one of probe, full, store \(did you mean 'store'",
+            "mode",
+            "probe",
+        ),
+        ("kv_lossless_runtime_mode", "Store", r"'Store': expected .*did you mean 'store'", "mode", "probe"),
+        ("kv_lossless_runtime_mode", "", "'': expected one of probe, full, store$", "mode", "probe"),
+        ("kv_lossless_scope", "front", "'front': expected one of none, front_n, h2o_kept", "scope", "front_n"),
+        ("kv_lossless_scope", "h2o_kep", "did you mean 'h2o_kept'", "scope", "front_n"),
+        (
+            "kv_lossless_codec",
+            "gear-delta",
+            r"expected one of none, gear_delta \(did you mean 'gear_delta'",
+            "codec",
+            "gear-delta",
+        ),
+        (
+            "kv_lossless_predictors_k",
+            "raw,delta_sq",
+            r"'delta_sq': .*did you mean 'delta_seq'",
+            "predictors_k",
+            "raw,delta_sq",
+        ),
+        (
+            "kv_lossless_predictors_v",
+            "bogus",
+            "'bogus': expected one of raw, delta_seq, xor_seq, pair_delta",
+            "predictors_v",
+            "bogus",
+        ),
+    ],
+)
+def test_unknown_names_are_refused_unless_read_as_the_engine_does(
+    key: str, value: str, message: str, name: str, read: str
+) -> None:
+    with pytest.raises(KvmnnError, match=f"^{key} is .*{message}"):
+        RuntimeConfig.from_engine({key: value})
+    assert getattr(RuntimeConfig.from_engine({key: value}, lenient=True), name) == read
+
+
+def test_unknown_target_mode_is_refused_unless_read_as_the_engine_does() -> None:
+    for value in ("ststic", "Static", "", 3, None):
+        with pytest.raises(KvmnnError, match=r"^kv_h2o_target_mode is .*: expected one of adaptive, static"):
+            RuntimeConfig.from_engine({"kv_h2o_target_mode": value})
+        assert RuntimeConfig.from_engine({"kv_h2o_target_mode": value}, lenient=True).h2o.target_mode == "adaptive"
+
+
+@pytest.mark.parametrize("spec", ["", "raw", "xor_seq ,\traw", "raw,delta_seq,xor_seq,pair_delta"])
+def test_lists_of_known_predictors_are_taken(spec: str) -> None:
+    assert RuntimeConfig.from_engine({"kv_lossless_predictors_k": spec}).predictors_k == spec
 
 
 @pytest.mark.parametrize("document", [None, "x", ["kv_lossless_enable"], {1: 2}])

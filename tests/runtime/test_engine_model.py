@@ -90,7 +90,7 @@ class _Both:
         if layer_nums is not None:  # a result that comes late would meet a layer of another length
             document["kv_lossless_async_threads"] = 0
         believed = layer_nums or self.layers
-        config = RuntimeConfig.from_engine(document)
+        config = RuntimeConfig.from_engine(document, lenient=True)
         self.planner = _TellingPlanner(replace(config.h2o, layers=believed, heads=1), on_invalid="engine")
         self.runtime = LosslessRuntime(
             replace(config, layer_nums=believed),

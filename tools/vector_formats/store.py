@@ -62,7 +62,7 @@ class _Replay:
         self.layers = geometry["layers"]
         self.reuse = bool(case["config"].get("reuse_kv", False))
         self.layer_nums = geometry.get("layer_nums", self.layers)
-        config = RuntimeConfig.from_engine({k: v for k, v in case["config"].items() if k != "layer_nums"})
+        config = RuntimeConfig.from_engine({k: v for k, v in case["config"].items() if k != "layer_nums"}, lenient=True)
         heads, head_dim, size = geometry["kv_heads"], geometry["head_dim"], geometry["elem_bytes"]
         h2o = replace(config.h2o, layers=self.layer_nums, heads=1, bytes_per_token=2 * heads * head_dim * size)
         self.planner = _RecordedPlans(h2o, document["plans"])

@@ -11,7 +11,7 @@ from ..policies.h2o_engine import H2OEngine
 from .runner import Runner
 from .session import DecoderSession
 
-STEP_BYTES = 128 << 20
+STEP_BYTES = 64 << 20
 """The logits and attention scores of one step take about this many bytes at most."""
 
 MIN_STEP_TOKENS = 16

@@ -10,14 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ...errors import OutputError, SourceError
 from ...files.output import FileOutput
 from ...optional import package
-from .graph_file import external_tensors, home, to_bytes
+from .graph_file import home
 from .model_files import OPERATED
 from .surgery import VERSION, Operated
 
@@ -55,28 +56,35 @@ class GraphCache:
                     )
         return None
 
-    def keep(self, model: Any, operated: Operated) -> Path | None:
-        """Write `model`, whose weights are located as seen from `home`; where, or None where nothing is writable."""
-        onnx = package("onnx")
-        facts = {"key": self._key, **vars(operated)}
-        onnx.helper.set_model_props(
-            model, {**{entry.key: entry.value for entry in model.metadata_props}, _FACTS: json.dumps(facts)}
-        )
-        data = to_bytes(model, str(self._graph))
+    @contextmanager
+    def stage(self, graph: bytes, *, has_external: bool) -> Iterator[StagedGraph | None]:
+        """Write a graph where it will be kept, under a temporary name; None where no place is writable.
+
+        Unless `StagedGraph.keep` is called, nothing is left of it. Running the file needs less memory than its bytes.
+
+        Parameters
+        ----------
+        graph
+            The bytes of a model.
+        has_external
+            Its weights lie in other files, located as seen from `home`, so that it can be kept there only.
+        """
         places = self._places()
-        if any(True for _ in external_tensors(model)):
-            places = places[:1]
-        for path in places:
-            with suppress(OSError, OutputError):
-                if not _writable(path.parent):
+        for path in places[:1] if has_external else places:
+            with ExitStack() as stack:
+                try:
+                    if not _writable(path.parent):
+                        continue
+                    output = stack.enter_context(FileOutput(path, force=True))
+                    output.file.write(graph)
+                    output.file.flush()
+                except (OSError, OutputError):
                     continue
-                with FileOutput(path, force=True) as output:
-                    output.file.write(data)
-                    output.commit()
-                if path == places[0]:  # in the user's cache other models have the same name
-                    self._forget_others(path)
-                return path
-        return None
+                del graph
+                # in the user's cache directory other models have the same name
+                yield StagedGraph(output, self._key, self._forget_others if path == places[0] else None)
+                return
+        yield None
 
     def _places(self) -> list[Path]:
         name = f"{self._graph.stem}{OPERATED}{self._wanted}-{self._key[:16]}.onnx"
@@ -90,8 +98,44 @@ class GraphCache:
                     path.unlink()
 
 
+class StagedGraph:
+    """A changed graph that is written and can be run, but not kept yet.
+
+    Parameters
+    ----------
+    output
+        Its file.
+    key
+        Of the graph, as `GraphCache` finds it.
+    forget_others
+        Called with the kept file's path, to remove graphs of earlier contents of the model file; None for not at all.
+    """
+
+    def __init__(self, output: FileOutput, key: str, forget_others: Callable[[Path], None] | None) -> None:
+        self._output, self._key, self._forget_others = output, key, forget_others
+        self.path = output.file.path
+
+    def keep(self, operated: Operated) -> None:
+        """Give the file its name, with what was added to the graph in its metadata; not possible: it is not kept."""
+        onnx = package("onnx")
+        facts = onnx.StringStringEntryProto(key=_FACTS, value=json.dumps({"key": self._key, **vars(operated)}))
+        with suppress(OSError, OutputError):
+            # fields appended to the bytes of a message are added to its lists
+            self._output.file.write(onnx.ModelProto(metadata_props=[facts]).SerializeToString())
+            self._output.commit()
+            if self._forget_others is not None:
+                self._forget_others(self._output.target)
+
+
 def _names(names: list[str] | None) -> tuple[str, ...] | None:
     return None if names is None else tuple(names)
+
+
+def forget_facts(model: Any) -> None:
+    """Remove from a graph what an earlier change noted in its metadata: it may be a kept one that was renamed."""
+    others = [entry for entry in model.metadata_props if entry.key != _FACTS]
+    del model.metadata_props[:]
+    model.metadata_props.extend(others)
 
 
 def user_cache() -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,9 @@ import numpy as np
 from ...errors import AttentionNotExposedError, ModelError
 from .attention import find_attention
 from .decoder import Decoder
-from .graph_file import home, opset, read_graph, relocate_weights, to_bytes
+from .graph_file import external_tensors, home, opset, read_graph, relocate_weights, to_bytes
 from .interface import DecoderInterface
-from .kept_graphs import GraphCache
+from .kept_graphs import GraphCache, forget_facts
 from .model_files import ModelFiles
 from .onnx_sessions import Settings, start
 from .proof import Expected, expect, fault
@@ -70,23 +72,30 @@ def start_decoder(
         operated = _operate(model, interface, attentions=attentions, bias=with_bias)
         if with_bias and operated.biases is None:
             continue
-        if expected is None:  # the session ends here: a large model is held once
-            expected = expect(_plain(files, interface, settings, Operated()))
-        try:
-            runtime = start(to_bytes(model, files.label), home(files.graph), settings, files.label)
-        except ModelError as error:
-            reason = str(error)
-            continue
-        decoder = Decoder(runtime, interface, operated)
-        reason = fault(expected, decoder) or ""
-        if reason:
-            continue
-        if operated.attentions:
-            probe = decoder.run(np.zeros(1, np.int64), np.zeros(1, np.int64), decoder.empty())
-            operated = replace(operated, query_heads=len(probe.attentions[0]) if probe.attentions else None)
-        if kept:
-            kept.keep(model, operated)
-        return Decoder(runtime, interface, operated)
+        forget_facts(model)
+        has_external = any(True for _ in external_tensors(model))
+        graph = to_bytes(model, files.label)
+        del model  # here and below: a large model is held once at a time
+        with kept.stage(graph, has_external=has_external) if kept else nullcontext() as staged:
+            source: Path | bytes = staged.path if staged else graph
+            del graph
+            if expected is None:
+                expected = expect(_plain(files, interface, settings, Operated()))
+            try:
+                runtime = start(source, home(files.graph), settings, files.label)
+            except ModelError as error:
+                reason = str(error)
+                continue
+            decoder = Decoder(runtime, interface, operated)
+            reason = fault(expected, decoder) or ""
+            if reason:
+                continue
+            if operated.attentions:
+                probe = decoder.run(np.zeros(1, np.int64), np.zeros(1, np.int64), decoder.empty())
+                operated = replace(operated, query_heads=len(probe.attentions[0]) if probe.attentions else None)
+            if staged:
+                staged.keep(operated)
+            return Decoder(runtime, interface, operated)
     if expose_them:
         raise AttentionNotExposedError(
             f"{files.label}: attention probabilities were found, but the graph that hands them out fails: {reason}; "

@@ -18,6 +18,9 @@ from typing import Any, TextIO
 
 from ..text.visible import one_line, visible
 
+_MAX_LINE = 1000  # letters of an error or note: what foreign files put into it must not fill the terminal
+_BEGIN, _END = 700, 200
+
 
 class ReaderGoneError(BaseException):
     """Nobody reads standard output any more. No mistake of anybody, so no handler of errors sees it."""
@@ -116,12 +119,20 @@ def document(found: Any) -> None:
 
 def err(kind: str, message: object) -> None:
     """``kvmnn: kind: message`` as one line on standard error, line ends escaped; nothing where nobody can read it."""
-    line = visible(str(message).strip(), lines=False)
+    line = shortened(visible(str(message).strip(), lines=False))
     said = _said.get()
     if said is not None:
         (said.errors if kind == "error" else said.notes).append(line)
         return
     err_lines(f"kvmnn: {kind}: {line}")
+
+
+def shortened(line: str) -> str:
+    """Return a line of at most `_MAX_LINE` letters: of a longer one its beginning and end, and how much is left out."""
+    if len(line) <= _MAX_LINE:
+        return line
+    begin, end = line[:_BEGIN], line[-_END:]
+    return f"{begin} ... ({len(line) - _BEGIN - _END:,} letters more) ... {end}"
 
 
 def joined(lines: object) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from ..dtypes import PART_LETTERS, PARTS
 from ..errors import SourceError
 from ..files.output import DirectoryOutput
+from ..text import escape_csv
 from ..threads.pipeline import Progress
 from .analyses import RATIOS, Analysis, Metrics, Row, analyse, averages
 from .selection import Selection
@@ -112,7 +113,15 @@ def to_csv(rows: Iterable[Row]) -> str:
     out.writerow([*_COLUMNS, *heads, "raw_bytes", *Metrics.__dataclass_fields__])
     for row in rows:
         entry = row.entry
-        place = [entry.run_id, entry.layer, entry.stage, entry.seq_start, entry.tokens, entry.kv_heads, entry.head_dim]
+        place = [
+            escape_csv(entry.run_id),
+            entry.layer,
+            entry.stage,
+            entry.seq_start,
+            entry.tokens,
+            entry.kv_heads,
+            entry.head_dim,
+        ]
         width = row.raw_bytes // (entry.tokens * entry.head_dim * (1 if heads else entry.kv_heads))
         numbers = [f"{value:.6f}" for value in asdict(row.metrics).values()]
         out.writerow([*place, width, PART_LETTERS[row.part], *([row.head] if heads else []), row.raw_bytes, *numbers])

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..arrays.completeness import completeness_document, report_missing
 from ..dtypes import PART_LETTERS, PARTS
-from ..text import LOSSLESS, LOSSY, SIMULATED, ratio
+from ..text import LOSSLESS, LOSSY, SIMULATED, escape_markdown, ratio
 from .breakdown import Breakdown
 from .options import LANES, MeasureOptions, part_and_half
 from .selection import Selection
@@ -217,4 +217,4 @@ def to_markdown(measured: Measurement) -> str:
     if made["skip_reasons"]:
         lines.append("- Skip reasons:")
         lines += [f"  - {name}: {count}" for name, count in sorted(made["skip_reasons"].items())]
-    return "\n".join(lines) + "\n"
+    return escape_markdown("\n".join(lines)) + "\n"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..h2o.figures import H2OFigures
-from ..text import count
+from ..text import count, escape_cell, escape_csv, escape_markdown
 from .columns import COLUMNS, Column, filled, plain, project_table, range_text, scalars
 from .h2o_table import H2O_TITLE, h2o_table, rows_with_figures
 from .pivot import pivot_table
@@ -52,7 +52,7 @@ def markdown(results: Results) -> str:
     if stored:
         parts += [runtime_title(len(results.documents)), _as_markdown(*stored)]
     parts.append("\n".join(notes(results)))
-    return "\n\n".join(parts) + "\n"
+    return escape_markdown("\n\n".join(parts)) + "\n"
 
 
 def terminal(results: Results, width: int) -> str:
@@ -184,7 +184,7 @@ def csv_text(results: Results) -> str:
 def _as_markdown(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> str:
     rules = [("---" if column.left else "---:") for column in columns]
     cells = [[column.heading for column in columns], rules, *lines]
-    return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in cells)
+    return "\n".join("| " + " | ".join(map(escape_cell, line)) + " |" for line in cells)
 
 
 def _cell(value: object) -> str:
@@ -192,7 +192,7 @@ def _cell(value: object) -> str:
         return ""
     if isinstance(value, bool):
         return "true" if value else "false"
-    return repr(value) if isinstance(value, float) else str(value)
+    return repr(value) if isinstance(value, float) else escape_csv(str(value))
 
 
 def _sentence(*parts: str | None) -> str:

@@ -1,5 +1,6 @@
 """How results are written for people: labels, numbers, rates."""
 
+from .cells import escape_cell, escape_csv, escape_markdown, unescape_csv
 from .labels import LOSSLESS, LOSSY, SIMULATED, UNCHANGED
 from .names import short_names
 from .numbers import at_rate, count, rate, ratio, span
@@ -14,10 +15,14 @@ __all__ = [
     "at_rate",
     "count",
     "did_you_mean",
+    "escape_cell",
+    "escape_csv",
+    "escape_markdown",
     "one_line",
     "rate",
     "ratio",
     "short_names",
     "span",
+    "unescape_csv",
     "visible",
 ]

@@ -26,7 +26,7 @@ def refused(run, *argv: str) -> None:
     assert said.out == ""
     assert said.err.startswith("kvmnn: error: ")
     assert said.err.count("\n") == 1
-    assert len(said.err) < 4000
+    assert len(said.err) < 1100
 
 
 @pytest.mark.parametrize("depth", [2, 33, 65, 900, 990, 1100, 100_000])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from pathlib import Path
 
 import compressor_files
@@ -226,3 +227,16 @@ def test_lines_of_others_are_joined(capsys):
     finally:
         streams.forget_names()
     assert capsys.readouterr().err == "kvmnn: error: dir/a\\nb.npy: wrong and more\n"
+
+
+def test_an_error_line_is_no_longer_than_a_thousand_letters(run, tmp_path, monkeypatch) -> None:
+    """What a foreign file puts into a message does not fill the terminal; its beginning and end stay."""
+    monkeypatch.chdir(tmp_path)
+    np.savez("k.npz", **{"layer_0." + "x" * 3000: np.zeros((2, 3, 4), np.float16)})
+    said = run("unpack", "k.npz", "--tensor", "y" * 5000, "-o", "x/", code=1).err
+    assert said.startswith("kvmnn: error: k.npz: no array named 'yyy")
+    assert len(said) < 1000 and said.endswith("xxx'\n")
+    assert re.search(r"y \.\.\. \([0-9,]+ letters more\) \.\.\. x", said)
+    words = [f"no-such-file-{number}" for number in range(300)]
+    assert len(run("encode", *words, "-o", "x/", code=1).err) < 1000
+    assert len(run("encode", "k.npz", "--" + "o" * 5000, code=2).err) < 1000

@@ -10,6 +10,7 @@ import pytest
 
 from kvmnn.errors import SourceError
 from kvmnn.gates import parse
+from kvmnn.gates.checking.metric_rows import read_csv
 from kvmnn.gates.logs.columns import BENCH
 from kvmnn.gates.logs.numbers import decode_speed, deviation, number
 
@@ -52,6 +53,18 @@ def test_columns_have_the_parsers_order(tmp_path: Path) -> None:
     assert second.startswith("llama2,CPU,4,prompt=512<br>decode=128,80.10 ± 0.10<br>5.90 ± 0.05,0.3211 ± 0.0010,")
     assert end == ""
     assert parsed.notes == (f"{log.parent / 'stdout.log'}: holds no table rows",)
+
+
+def test_cells_that_spreadsheets_would_compute_are_texts_and_come_back(tmp_path: Path) -> None:
+    cells = {"zeta": "=HYPERLINK(1)", "=alpha": "-1.5"}
+    log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row() | cells)
+    parsed = parse([log.parent])
+    header, line, _ = parsed.to_csv().split("\r\n")
+    assert ",'=alpha," in header
+    assert ",-1.5," in line
+    assert ",'=HYPERLINK(1)" in line
+    (tmp_path / "m.csv").write_text(parsed.to_csv(), newline="")
+    assert dict(read_csv(tmp_path / "m.csv").rows[0].cells) == dict(parsed.rows[0])
 
 
 def test_a_file_named_twice_counts_once(tmp_path: Path) -> None:

@@ -71,6 +71,17 @@ def test_a_label_cannot_break_the_table() -> None:
     assert "| a\\|b c | LOSSY | 1.5000 |" in text
 
 
+def test_foreign_labels_are_text_in_markdown_and_in_spreadsheets() -> None:
+    found = results([row("<img src=x>@team|=1", "streaming"), row("=cmd()", "streaming", perplexity=-0.5)])
+    text = tables.markdown(found)
+    assert r"| \<img src=x>@&#8203;team\|=1 |" in text
+    assert "<img" not in text.replace(r"\<img", "")
+    lines = list(csv.reader(io.StringIO(tables.csv_text(found))))
+    labels = {line[0] for line in lines[1:]}
+    assert "'=cmd()" in labels and "=cmd()" not in labels
+    assert all(not cell.startswith(("=", "@", "+")) for line in lines for cell in line)
+
+
 def test_presets_have_a_table_of_their_own() -> None:
     sample = document()
     whole = ProjectNumbers(evaluation="E2", label="baseline", perplexity=10.0, accuracy=0.5, chunk=1024)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ...text import escape_markdown
 from .analysis import Analysis
 from .metric_rows import MetricRow
 
@@ -43,7 +44,7 @@ def case_markdown(analysis: Analysis) -> str:
         ["## Pareto Top-5 (by selected total then decode)"],
         _pareto(analysis),
         [GATE_HEADING],
-        [f"- {name}: {text}".replace("\n", " ") for name, text in analysis.lines.items()],
+        [escape_markdown(f"- {name}: {text}".replace("\n", " ")) for name, text in analysis.lines.items()],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
@@ -90,7 +91,7 @@ def _best(analysis: Analysis, measure: Callable[[MetricRow], float], first: str)
         f"lossless ratio ({analysis.source})": _of_lossless(analysis, analysis.selected),
         "runtime lossless ratio": f"{row.numbers['h2o_lossless']:.4f}",
         "total ratio": _of_lossless(analysis, row.numbers["h2o_lossy"] * analysis.selected),
-        "log": f"`{row.log_file}`",
+        "log": f"`{escape_markdown(row.log_file)}`",
     }
     return [f"- {name}: {found[name]}" for name in dict.fromkeys([first, *found])]
 
@@ -103,7 +104,7 @@ def _pareto(analysis: Analysis) -> list[str]:
     return [
         f"{place}. total={_of_lossless(analysis, both(row)[0])}, decode={row.decode:.2f}, "
         f"lossy={row.numbers['h2o_lossy']:.4f}, lossless={_of_lossless(analysis, analysis.selected)}, "
-        f"log=`{row.log_file}`"
+        f"log=`{escape_markdown(row.log_file)}`"
         for place, row in enumerate(rows, start=1)
     ]
 

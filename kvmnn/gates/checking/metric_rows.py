@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...errors import SourceError
+from ...text import unescape_csv
 from ..logs.columns import DECOMPRESSED, FIGURES, LOG_FILE, SPEED
 from ..logs.log_files import log_files, read_log
 from ..logs.numbers import decode_speed, deviation, number
@@ -125,7 +126,7 @@ def read_csv(path: str | os.PathLike[str]) -> MetricRows:
     text = read_log(Path(path)).removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")
     try:
         reader = csv.reader(io.StringIO(text, newline=None))
-        lines = [line for line in reader if line]
+        lines = [[unescape_csv(cell) for cell in line] for line in reader if line]
     except csv.Error as error:
         raise SourceError(f"{path}: is no CSV: {error}") from None
     header = tuple(lines[0]) if lines else ()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...text import count
+from ...text import count, escape_markdown
 from ...text.folding import folded_lines
 from ..checking.drops import Drop, drop_gate
 from ..checking.verdicts import (
@@ -158,7 +158,7 @@ class DemoChecked:
         lines += ["", "## Bucket Stats", ""]
         for name, bucket in found["bucket_report"].items():
             lines += [f"### bucket_{name}", "", *(f"- {key}: {_text(value)}" for key, value in bucket.items()), ""]
-        return "\n".join(lines).rstrip("\n") + "\n"
+        return escape_markdown("\n".join(lines)).rstrip("\n") + "\n"
 
     def __str__(self) -> str:
         return "\n".join(self.lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import SourceError
-from ...text import count
+from ...text import count, escape_csv
 from .columns import BENCH, DEMO, FIGURES, LOG_FILE, RUNTIME, SPEED, ordered
 from .demo_records import is_records, printed_sums, read_records
 from .log_files import log_files, read_log
@@ -52,9 +52,9 @@ class ParsedLogs:
     def to_csv(self) -> str:
         """A header line and a line for each row, which end in CR and LF."""
         sink = io.StringIO()
-        writer = csv.DictWriter(sink, fieldnames=self.columns, restval="", lineterminator="\r\n")
-        writer.writeheader()
-        writer.writerows(self.rows)
+        writer = csv.writer(sink, lineterminator="\r\n")
+        writer.writerow(map(escape_csv, self.columns))
+        writer.writerows([escape_csv(row.get(name, "")) for name in self.columns] for row in self.rows)
         return sink.getvalue()
 
     def to_dict(self) -> dict[str, Any]:

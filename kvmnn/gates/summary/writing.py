@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ...text import count
+from ...text import count, escape_markdown
 from ...text.folding import folded_lines
 
 _NONE = "-"
@@ -90,7 +90,8 @@ class Round:
         for heading, rows, line in (("Runtime", runtime, _runtime_line), ("llm_demo", demo, _demo_line)):
             if rows:
                 lines += [f"## {heading}", ""]
-                lines += [f"{place}. {line(row)}".replace("\n", " ") for place, row in enumerate(rows, start=1)]
+                numbered = (f"{place}. {line(row)}" for place, row in enumerate(rows, start=1))
+                lines += [escape_markdown(text.replace("\n", " ")) for text in numbered]
                 lines.append("")
         lines += [f"- {name.replace('.', '_')}: `{self.directory}/{name}`" for name in ("summary.json", "cases.jsonl")]
         return "\n".join(lines) + "\n"

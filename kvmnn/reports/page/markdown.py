@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from ...text import one_line
+from ...text import escape_markdown, one_line
 from .blocks import Block, Cell, Chart, Commands, Facts, Items, Section, Table, Text, Verdict
 
 _SPECIAL = re.compile(r"([\\`*_\[\]<>|~#])")
@@ -30,7 +30,7 @@ def page(title: str, verdict: Verdict, sections: Sequence[Section]) -> str:
 
 def plain(text: str) -> str:
     """A text in one line that Markdown and HTML leave as it is."""
-    return _SPECIAL.sub(r"\\\1", one_line(text)).replace("&", "&amp;")
+    return escape_markdown(_SPECIAL.sub(r"\\\1", one_line(text)).replace("&", "&amp;"))
 
 
 def _block(block: Block) -> Iterator[str]:

@@ -145,6 +145,7 @@ class _Finder:
         cache.seen = counted or None
         if cache.kind == "SinkCache":
             cache.sinks = self._number(state.get("num_sink_tokens"))
+            cache.is_rerotated = self.is_tensor(state.get("_cos_cache"))
         states = cache_states(state, self.is_tensor, _MOST_LAYERS)
         with_pairs = {layer.number for layer in cache.layers}
         cache.layers = [layer.with_states(states.get(layer.number, ())) for layer in cache.layers]

@@ -133,6 +133,8 @@ class Cache:
         Tokens that the cache has counted (``_seen_tokens``); None where it does not count.
     sinks
         Tokens at the beginning of the text that a ``SinkCache`` keeps for good.
+    is_rerotated
+        Whether K of such a cache is rotated to places in the cache, not in the text.
     cross
         K and V of the encoder's output, where this is the decoder's half of two.
     """
@@ -145,4 +147,5 @@ class Cache:
     beside: dict[str, AnyTensor] = field(default_factory=dict)
     seen: int | None = None
     sinks: int | None = None
+    is_rerotated: bool = False
     cross: Cache | None = None

@@ -68,7 +68,7 @@ def find_rows(cache: Cache) -> CacheRows:
     hole = _find_hole(cache, tokens)
     indexes = [_index(layer, size, tokens, hole) for layer, size in zip(cache.layers, used, strict=True)]
     if cache.sinks is not None:
-        rows = [_of_sinks(index, cache.sinks, tokens) for index in indexes]
+        rows = [_of_sinks(index, cache.sinks, tokens, is_rerotated=cache.is_rerotated) for index in indexes]
     else:
         rows = [_placed(layer, index, tokens) for layer, index in zip(cache.layers, indexes, strict=True)]
     return CacheRows(tuple(rows), max(tokens, *used), _evicted(cache, rows, tokens))
@@ -127,8 +127,10 @@ def _is_full(layer: Layer, index: Indices) -> bool:
     return layer.window is not None and index.size >= layer.window - 1
 
 
-def _of_sinks(index: Indices, sinks: int, tokens: int) -> TokenRows:
-    """The rows of a ``SinkCache``: the first tokens, and the last."""
+def _of_sinks(index: Indices, sinks: int, tokens: int, *, is_rerotated: bool) -> TokenRows:
+    """The rows of a ``SinkCache``: the first tokens, and the last; without positions where K has others."""
+    if is_rerotated and index.size < tokens:
+        return TokenRows(index, None)
     sinks = min(sinks, index.size)
     tail = index.size - sinks
     begin = max(tokens - tail, sinks)
@@ -140,9 +142,10 @@ def _evicted(cache: Cache, rows: list[TokenRows], tokens: int) -> str:
         stored = rows[0].index.size
         if stored >= tokens:
             return ""
+        rotated = ", with K rotated to their places in the cache" if cache.is_rerotated else ""
         return (
             f"a {cache.kind} holds the first {cache.sinks:,} and the last {stored - cache.sinks:,} of "
-            f"{count(tokens, 'token')}, with K turned to their places in the cache"
+            f"{count(tokens, 'token')}{rotated}"
         )
     unplaced = [(layer, each) for layer, each in zip(cache.layers, rows, strict=True) if each.positions is None]
     if not unplaced:

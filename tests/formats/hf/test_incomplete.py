@@ -114,18 +114,22 @@ def test_ids_and_masks_of_more_tokens_tell_that_a_cache_was_cut(tmp_path: Path) 
         assert said.startswith("8 tokens are stored and ") and "of 20 were saved with them" in said
 
 
+@pytest.mark.parametrize("is_rerotated", [False, True])
 @pytest.mark.parametrize("seen", [8, 12, 13, 20, 1000])
-def test_sink_cache_holds_the_first_and_the_last(tmp_path: Path, seen: int) -> None:
+def test_sink_cache_holds_the_first_and_the_last(tmp_path: Path, seen: int, is_rerotated: bool) -> None:
+    """Of models with RoPE it rotates K whenever it drops a token: K has no positions of the text then."""
     made = pairs(2, shape=(1, 2, min(seen, 12), 4))
     lists = [[pair[part] for pair in made] for part in (0, 1)]
-    value = old_cache("SinkCache", *lists, _seen_tokens=seen, num_sink_tokens=4, window_length=12)
+    more = {"_cos_cache": np.ones((12, 4), "<f4")} if is_rerotated else {"_cos_cache": None}
+    value = old_cache("SinkCache", *lists, _seen_tokens=seen, num_sink_tokens=4, window_length=12, **more)
     said = missing(tmp_path / "cache.pt", value)
     cache = kvmnn.open(tmp_path / "cache.pt").engine_cache
     assert cache is not None and cache.is_whole == (seen <= 12)
     if seen > 12:
-        assert cache.runs == (((0, 12),) if seen == 12 else ((0, 4), (seen - 8, 8)))
+        assert cache.runs == (None if is_rerotated else ((0, 4), (seen - 8, 8)))
+        assert cache.positions_unknown == is_rerotated
         kept = f"a SinkCache holds the first 4 and the last 8 of {seen:,} tokens"
-        assert said == [f"{kept}, with K turned to their places in the cache"]
+        assert said == [kept + (", with K rotated to their places in the cache" if is_rerotated else "")]
 
 
 def test_what_is_missing_is_known_of_frames_as_well(tmp_path: Path, run: Any) -> None:

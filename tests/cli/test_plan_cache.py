@@ -111,7 +111,7 @@ def test_random_choices_are_drawn_by_seed(here, run):
             "kv.npz",
             "kv.npz: holds K and V: planning needs attention, or scores of blocks, which no cache holds: --policy",
         ),
-        ("kv.npz --batch 0", "--batch is about a cache, which is planned with --policy SPEC"),
+        ("kv.npz --axes htd", "--axes is about a cache, which is planned with --policy SPEC"),
         ("attention.npy --seed 3", "--seed is about a cache, which is planned with --policy SPEC"),
         ("attention.npy attention.npy", "several inputs: K and V are planned with --policy SPEC"),
         ("attention.npy --tokens 5,6", "--tokens: expected one number"),

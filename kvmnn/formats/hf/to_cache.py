@@ -118,11 +118,11 @@ def _make_cache(source: Source, torch: Any, transformers: Any, device: Any) -> A
     is_own = said is None or said.engine == "transformers"
     windows = {} if opened.cache else _windows(runs, states, any_tail=is_own)
     _check_windows(where, windows, states)
-    if said is None and (cut := gaps({n: each for n, each in runs.items() if n not in windows})):
+    sliding: Any = transformers and getattr(transformers.cache_utils, "DynamicSlidingWindowLayer", None)
+    if said is None and (cut := gaps({n: each for n, each in runs.items() if sliding is None or n not in windows})):
         warnings.warn(f"{where}: holds no beginning of a text, and a DynamicCache counts from 0: {cut}", stacklevel=3)
     if transformers is None:
         return tuple(found.values())
-    sliding: Any = getattr(transformers.cache_utils, "DynamicSlidingWindowLayer", None)
     slid = [n for n, (tokens, seen) in windows.items() if seen > tokens]
     if slid and sliding is None:
         raise SourceError(

@@ -8,12 +8,13 @@ from typing import Any
 
 from ..arrays.completeness import Completeness, completeness_document
 from ..arrays.engine_cache import EngineCache
-from ..arrays.held_tokens import held_tokens
 from ..arrays.layer_states import list_states, runs_by_layer
 from ..arrays.named_array import ArrayInfo
 from ..arrays.source import Source
+from ..errors import KvmnnError
 from ..packed.cache_info import Ranges
 from ..text import count
+from .noted_positions import held_by
 
 LISTED = 1000
 """Arrays, and lines about others, that the command shows unless it is told to show all."""
@@ -116,5 +117,13 @@ def inspect(source: Source) -> ArraysInfo:
         engine_cache=source.engine_cache,
         notes=tuple(source.notes),
         completeness=source.completeness,
-        positions=runs_by_layer(held_tokens(source)),
+        positions=_positions(source),
     )
+
+
+def _positions(source: Source) -> dict[int, Ranges]:
+    """Return the positions of each layer that are known; a damaged document of them is another verb's error."""
+    try:
+        return runs_by_layer(held_by(source))
+    except KvmnnError:
+        return {}

@@ -13,6 +13,7 @@ import numpy as np
 from .. import dtypes
 from ..arrays.completeness_notes import select_arrays
 from ..arrays.engine_cache import of_part
+from ..arrays.held_tokens import held_tokens
 from ..arrays.layers import array_name
 from ..arrays.named_array import NamedArray, UnsupportedArrayError, UntypedArrayError
 from ..arrays.source import BESIDE_KEY, ENGINE_KEY, Source, described_by, metadata_of_part
@@ -210,6 +211,25 @@ def positions_beside(cache: CacheInfo | None) -> dict[str, str]:
     is_rotated = any(layer.text_positions is not None for layer in cache.layers)  # then it is no length of the text
     seen = {} if cache.next_position is None or is_rotated else {"tokens_seen": cache.next_position}
     return {BESIDE_KEY: to_json({POSITIONS: json.dumps({**seen, "layers": layers}).encode()})}
+
+
+_MAX_POSITIONS = 1 << 20  # of a folder: the document must stay below what is read of one
+
+
+def positions_of_engine(source: Source) -> dict[str, str]:
+    """Return the positions of another engine's cache that lacks tokens, as files beside its arrays have them.
+
+    Empty where nothing is missing, where tokens are not in the order of their text, and above 2^20 positions.
+    """
+    cache = source.engine_cache
+    if cache is None or BESIDE_KEY in source.metadata or cache.is_whole or cache.has_padding or not cache.ascends:
+        return {}
+    held = held_tokens(source)
+    if not held or sum(positions.size for positions in held.values()) > _MAX_POSITIONS:
+        return {}
+    layers = [{"layer": layer, "positions": positions.tolist()} for layer, positions in held.items()]
+    seen = 1 + max(int(positions.max(initial=-1)) for positions in held.values())
+    return {BESIDE_KEY: to_json({POSITIONS: json.dumps({"tokens_seen": seen, "layers": layers}).encode()})}
 
 
 def _places(runs: Ranges) -> list[int]:

@@ -22,6 +22,7 @@ from .beside import folder_files, write_beside
 from .npy_folder import SUFFIX
 from .npz import comment_of
 from .raw import own_bytes, write_raw
+from .reading import positions_of_engine
 from .rereading import Hashed, Written, read_back
 from .sinks import Runs, Writer, beginnings
 
@@ -34,7 +35,9 @@ def metadata_for(source: Source, output: str) -> dict[str, str]:
 def _metadata_for(source: Source, output: str) -> tuple[dict[str, str], bool]:
     """Return the metadata, and whether more than the completeness fits."""
     full = noted(source)
-    if PurePath(output).suffix.lower() != ".npz" or is_directory(output) or comment_of(full) is not None:
+    if _is_folder(source, output):
+        return full | positions_of_engine(source), True
+    if PurePath(output).suffix.lower() != ".npz" or comment_of(full) is not None:
         return full, True
     cache = source.engine_cache and replace(source.engine_cache, token_ids=None)
     fewer = noted(replace(source, engine_cache=cache, metadata=without_beside(source.metadata, TOKEN_IDS)))
@@ -59,11 +62,17 @@ def lost(source: Source, output: str) -> Iterator[str]:
     if says and said != noted(source):
         yield f"{output} does not say the token ids, .safetensors does"
     elif not says and cache is not None and _says_more(cache):
-        yield f"{output} does not say of what engine it is, nor which tokens it holds: .safetensors and .npz do"
+        which = "" if is_folder and BESIDE_KEY in said else ", nor which tokens it holds"
+        yield f"{output} does not say of what engine it is{which}: .safetensors and .npz do"
     elif not says and not is_folder and BESIDE_KEY in said:
         yield f"{output} does not say which tokens of which text it holds: .safetensors and folders of arrays do"
     if COMPLETENESS_KEY in noted(source) and not is_folder and not (is_npz and comment_of(said)):
         yield f"{output} does not record which state of the model it lacks: .safetensors, .npz and folders do"
+
+
+def _is_folder(source: Source, output: str) -> bool:
+    """Return whether the arrays are written to a folder, as `write_arrays` does."""
+    return is_directory(output) or (len(source) != 1 and not PurePath(output).suffix)
 
 
 def left_there(folder: str, files: Sequence[str], metadata: Mapping[str, str] | None) -> Iterator[str]:

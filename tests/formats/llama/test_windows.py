@@ -339,3 +339,50 @@ def test_read_rotations_of_layers_without_rotation() -> None:
     found, _ = read_rotations("m.gguf")
     assert [layer for layer, each in found.items() if each is None] == [3, 7]
     assert found[0] is not None and (found[0].theta, found[0].pairing) == (5e4, "interleaved")
+
+
+def test_folder_of_windows_keeps_their_positions(run: Run) -> None:
+    write_session()
+    run("unpack", "x.session", "--model", write_model(), "-o", "a/")
+    assert "layers 0 to 4, 6 to 10: a window of 16 tokens, positions 24 to 39" in run("inspect", "a/").out
+    for words in (("encode", "a/", "-o", "b/"), ("decode", "b/", "-o", "c/")):
+        run(*words)
+    names = {path.name for path in Path("a").iterdir()}
+    assert {"positions.json", "completeness.json"} < names
+    assert {path.name: path.read_bytes() for path in Path("c").iterdir()} == {
+        name: Path("a", name).read_bytes() for name in names
+    }
+    words = ("store", "put", "s/", "c/", "--fingerprint", "m", "--token-ids", ",".join(map(str, range(40))))
+    assert "10 of 12 layers have a window of 16 tokens and contain the last 16" in run(*words, code=1).err
+
+
+def test_streams_and_sequences_are_taken_of_both_caches() -> None:
+    data, (full, window) = llama_files.state(
+        Random(9), Shape(layers=1), [6, 9], second=[6, 9], architecture="gemma2", sequences=2
+    )
+    Path("x.session").write_bytes(data)
+    source = kvmnn.open("x.session", kv_heads=2, stream=1)
+    assert np.array_equal(source["layer_0.key"].to_numpy().view("u2"), window[1].keys[0])
+    assert np.array_equal(source["layer_1.key"].to_numpy().view("u2"), full[1].keys[0])
+    source = kvmnn.open("x.session", kv_heads=2, stream=1, sequence=1)
+    for layer, cells in ((0, window[1]), (1, full[1])):
+        rows = [place for place, seqs in enumerate(cells.seqs) if 1 in seqs]
+        assert np.array_equal(source[f"layer_{layer}.key"].to_numpy().view("u2"), cells.keys[0][:, rows])
+
+
+def test_damaged_model_of_windows_is_one_line() -> None:
+    write_session()
+    whole = Path(write_model()).read_bytes()
+    for end in range(0, len(whole), 7):
+        Path("m.gguf").write_bytes(whole[:end])
+        with pytest.raises(SourceError):
+            kvmnn.open("x.session", model="m.gguf")
+    rng = Random(3)
+    for _ in range(300):
+        data = bytearray(whole)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        Path("m.gguf").write_bytes(data)
+        try:
+            kvmnn.open("x.session", model="m.gguf")
+        except kvmnn.KvmnnError as error:
+            assert "\n" not in str(error)

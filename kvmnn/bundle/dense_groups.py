@@ -131,6 +131,7 @@ def encode_group(pieces: Sequence[tuple[DensePlan, Piece]], *, verify: bool) -> 
         rotary=[plan.rotary for plan, _ in pieces],
         positions=next((plan.positions for plan, _ in pieces if plan.rotary), None),
         token_ids=first.token_ids,
+        choose_rotation=True,
     )
     for (plan, piece), made in zip(pieces, streams, strict=True) if verify else ():
         if not np.array_equal(words_of(made, plan.axes), piece):

@@ -26,7 +26,11 @@ class Input:
     def base(self) -> int: ...
     def alike(self, rotary: Rotation | None) -> int: ...
     def encode(
-        self, tables: TableSet | None, references: npt.NDArray[np.int32] | None = None, frames_above: float = 0
+        self,
+        tables: TableSet | None,
+        references: npt.NDArray[np.int32] | None = None,
+        frames_above: float = 0,
+        repeats: bool = False,
     ) -> tuple[bytes | None, bool]: ...
 
 class TableSet:

@@ -17,10 +17,13 @@ from .header import DTYPES, FRAME, SIZE, WORDS
 from .rotary import Rotary
 from .tables import held_tables, rotation_of
 from .taking import Given
-from .trial import Auto, Trial
+from .trial import Auto, Trial, is_rotation_clearly_smaller
 
 Alike: TypeAlias = npt.NDArray[np.int32]
 """For each row the row that it refers to, or -1."""
+
+_SMALL_BYTES = 128 << 10
+"""Rows of fewer bytes are encoded with and without the rotation: its parameters are up to 3 % of such a stream."""
 
 _FRAMES = {dtype: CodecOptions(effort="fast").for_words(dtype) for dtype in DTYPES}
 """Of the frames: short arrays would take longer to ask for them each time."""
@@ -69,7 +72,7 @@ def encode(
     KvmnnError
         For wrong shapes and values; `LimitError` above 65,536 words a token or 2^32 - 1 bytes.
     """
-    given, held = _checked(array, dtype, Trial(), rotary, positions, token_ids, history, tables)
+    given, held, _ = _checked(array, dtype, Trial(), rotary, positions, token_ids, history, tables)
     return _smallest(given, held)
 
 
@@ -82,6 +85,7 @@ def encode_many(
     token_ids: Any = None,
     history: Sequence[Words] | None = None,
     tables: Sequence[Any] | None = None,
+    choose_rotation: bool = False,
 ) -> list[bytes]:
     """Several arrays of the same tokens, each as `encode` makes it: layers, K and V, in any order.
 
@@ -98,6 +102,9 @@ def encode_many(
         One for each array.
     dtype, positions, token_ids
         As for `encode`, for all arrays.
+    choose_rotation
+        Leave the rotation out of each array whose stream is smaller without it, and look for repeats that a frame
+        takes less for. Arrays of up to 128 KiB, and those whose rows hardly become more alike, take twice as long.
 
     Raises
     ------
@@ -113,9 +120,12 @@ def encode_many(
     trial = Trial()
     for array, one, before, held in zip(arrays, rotaries, histories, sets, strict=True):
         ids = None if streams else token_ids
-        given, table_set = _checked(array, dtype, trial, one, positions, ids, before, held, alike)
+        given, table_set, used = _checked(array, dtype, trial, one, positions, ids, before, held, alike)
         alike = np.empty(given.tokens, np.int32)
-        streams.append(_smallest(given, table_set, alike))
+        if choose_rotation and used is not None and _is_open(used, given, array, positions, dtype):
+            streams.append(_smallest_of_both(given, alike))
+        else:
+            streams.append(_smallest(given, table_set, alike, repeats=choose_rotation))
     return streams
 
 
@@ -171,19 +181,25 @@ def _checked(
     history: Any,
     tables: Any,
     alike: npt.NDArray[np.int32] | None = None,
-) -> tuple[Given, _stream.TableSet | None]:
+) -> tuple[Given, _stream.TableSet | None, Rotary | None]:
+    """Return the arguments, the tables, and the rotation where no tables state it for all their streams."""
     held = held_tables(tables)
     if held is not None and rotary == "auto":
         rotary = None
-    rotary = trial.rotary(rotary, array, positions, dtype)
-    rotation: Rotary | _stream.Rotation | None = rotary
+    used = trial.rotary(rotary, array, positions, dtype)
+    rotation: Rotary | _stream.Rotation | None = used
     if held is not None:
         rotation = rotation_of(held)
-        if rotary is not None and not _same_rotation(rotary, rotation):
+        if used is not None and not _same_rotation(used, rotation):
             raise KvmnnError("rotary differs from that of the tables: leave it out, or make other tables")
     given = Given(array, dtype, rotation, positions, token_ids, history, alike)
     _check_tables(tables, given)
-    return given, held
+    return given, held, used if held is None else None
+
+
+def _is_open(rotary: Rotary, given: Given, array: Words, positions: Any, dtype: str | None) -> bool:
+    """Return whether the stream may be smaller without this rotation."""
+    return given.words.size <= _SMALL_BYTES or not is_rotation_clearly_smaller(rotary, array, positions, dtype)
 
 
 def _check_tables(tables: Any, given: Given) -> None:
@@ -199,11 +215,28 @@ def _same_rotation(rotary: Rotary, rotation: _stream.Rotation | None) -> bool:
     return same and (dims, bool(interleaved)) == (rotary.dims, rotary.pairing == "interleaved")
 
 
+def _smallest_of_both(given: Given, references: Alike) -> bytes:
+    """The smaller of the streams with the rotation and without it."""
+    rotated = _smallest(given, None, references, repeats=True)
+    own = np.empty_like(references)
+    plain = _smallest(given, None, own, rows=given.unrotated_rows(), repeats=True)
+    if len(plain) >= len(rotated):
+        return rotated
+    references[:] = own
+    return plain
+
+
 def _smallest(
-    given: Given, tables: _stream.TableSet | None, references: Alike | None = None, *, frames_above: float = 0
+    given: Given,
+    tables: _stream.TableSet | None,
+    references: Alike | None = None,
+    *,
+    frames_above: float = 0,
+    rows: _stream.Input | None = None,
+    repeats: bool = False,
 ) -> bytes:
-    """The stream by the method that needs fewest bytes."""
-    made, try_frame = given.rows.encode(tables, references, frames_above)
+    """The stream by the method that needs fewest bytes; `rows` in place of those of `given`."""
+    made, try_frame = (given.rows if rows is None else rows).encode(tables, references, frames_above, repeats)
     limit = given.words.size + SIZE if made is None else len(made)
     if try_frame:
         frame = encode_words(given.words, _FRAMES[given.dtype], 1)

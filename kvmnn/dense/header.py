@@ -106,6 +106,11 @@ def method_of(made: bytes) -> int:
     return int(_LAYOUT.unpack_from(made)[2])
 
 
+def is_rotated(made: bytes) -> bool:
+    """Return whether such a stream turns its rows: it does not where that makes it larger."""
+    return bool(_LAYOUT.unpack_from(made)[4] & ROTARY)
+
+
 def check_machine() -> None:
     """Refuse to work where numbers lie the other way round: the compiled code takes words as they lie."""
     if sys.byteorder != "little":

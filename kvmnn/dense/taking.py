@@ -44,6 +44,11 @@ class Given:
         if known is not None and len(known) != self.tokens:
             raise KvmnnError(f"an array has {self.tokens} tokens: the one before it has {len(known)}")
         self.rows = _stream.Input(self.code, self.heads, self.dim, self.words, before, rotation, at, known)
+        self._before, self._known = before, known
+
+    def unrotated_rows(self) -> _stream.Input:
+        """Return the same rows as those of an array that no model has rotated."""
+        return _stream.Input(self.code, self.heads, self.dim, self.words, self._before, None, None, self._known)
 
     @classmethod
     def of_rows(

@@ -40,6 +40,8 @@ _SHORT_RUN, _RUN, _SPAN = 64, 128, 1024
 _FINALISTS = 3
 _MOST_TRIALS = 2
 _LEAST_GAIN, _LEAST_SIGMAS, _HOPELESS = 1.02, 4.0, 0.95
+_CLEAR_GAIN = 1.05
+"""Below it K of three models was up to 0.5 % larger with the rotation, at 128 KiB and more; never above it."""
 
 
 class _Candidate(NamedTuple):
@@ -181,6 +183,25 @@ class Trial:
             self._left -= 1
             self._found = find_rotary(array, positions, dtype=dtype)
         return self._found
+
+
+def is_rotation_clearly_smaller(rotary: Rotary, array: Words, positions: Any, dtype: str | None) -> bool:
+    """Return whether rows are so much more alike without this rotation that a stream with it is surely smaller.
+
+    Parameters
+    ----------
+    rotary, array, dtype
+        As for `encode`.
+    positions
+        As for `encode`; those of history may come first.
+    """
+    if positions is not None:
+        positions = np.asarray(positions)[-array.shape[1] :]
+    kind, at, span = _checked(array, positions, dtype)
+    if not span.size:
+        return False
+    sample = _Sample(array, kind, at, _runs(span, _SHORT_RUN))
+    return sample.alike(rotary) > _CLEAR_GAIN * sample.alike(None)
 
 
 def _fits(rotary: Rotary, array: Words, positions: Any, dtype: str | None) -> bool:

@@ -13,6 +13,7 @@ from ..arrays.strided import in_c_order
 from ..bundle import DenseOptions
 from ..bundle.dense_groups import at_once, encode_group, groups_of, side_by_side
 from ..bundle.dense_pieces import DensePlan, plan_arrays
+from ..dense.header import is_rotated
 from ..dtypes import PART_LETTERS, PARTS, Part
 from ..errors import KvmnnError
 from ..files.changes import Reading
@@ -73,6 +74,8 @@ class DenseMeasurement:
         By number and part.
     rope
         How K was taken as rotated, as `--rope` takes it; None where it was not. Where layers differ, each way once.
+    rotated_streams, key_streams
+        Streams of K that turn their rows so, as the others are smaller without that; and all streams of K.
     left_out
         Names of arrays that are no K or V of layers.
     coded
@@ -86,6 +89,8 @@ class DenseMeasurement:
     tokens: tuple[int, ...]
     layers: dict[int, dict[Part, DenseSizes]] = field(default_factory=dict)
     rope: str | None = None
+    rotated_streams: int = 0
+    key_streams: int = 0
     left_out: tuple[str, ...] = ()
     coded: CodedInput = field(default_factory=CodedInput)
     completeness: Completeness | None = None
@@ -119,6 +124,8 @@ class DenseMeasurement:
             "dtypes": list(self.dtypes),
             "rotary": self.rope is not None,
             "rope": self.rope,
+            "rotated_streams": self.rotated_streams,
+            "key_streams": self.key_streams,
             "left_out": list(self.left_out),
             **self.coded.to_dict(),
             **completeness_document(self.completeness),
@@ -135,6 +142,10 @@ class DenseMeasurement:
         how = "without rotation (--rope or --model says how it was rotated)"
         if self.rope is not None:
             how = f"as rotated (RoPE) by {self.rope}"
+            if self.rotated_streams < self.key_streams:
+                how += (
+                    f" in {self.rotated_streams:,} of {count(self.key_streams, 'stream')}: others are smaller without"
+                )
         has_keys = "key" in self._parts(list(self.layers))
         lines += ["", f"total: {what}" + (f"; K taken {how}" if has_keys else ""), MEANING, *self.notes]
         lines += report_missing(self.completeness)
@@ -181,22 +192,24 @@ def measure_dense(
         or of the machine.
     """
 
-    def work(group: list[_Job]) -> list[DenseSizes]:
+    def work(group: list[_Job]) -> list[tuple[DenseSizes, bool]]:
         streams = encode_group([(job.plan, job.piece) for job in group], verify=True)
         return [
-            DenseSizes(job.piece.size, _exact_bytes(job, share), len(stream))
+            (DenseSizes(job.piece.size, _exact_bytes(job, share), len(stream)), is_rotated(stream))
             for job, stream in zip(group, streams, strict=True)
         ]
 
     source = replace(source, arrays=[in_c_order(array) if array.order == "F" else array for array in source.arrays])
     plans = plan_arrays(source, options or DenseOptions())
     layers: dict[int, dict[Part, DenseSizes]] = {}
+    rotated = [0, 0]
     groups = groups_of((source[name], plan) for name, plan in plans.items())
     workers = at_once(groups.largest, threads)
     share = max(1, resolve_threads(threads) // workers)
     with Reading():
         for group, found in side_by_side(work, groups.gathered(_jobs(source, plans), lambda _: True), workers):
-            for job, sizes in zip(group, found, strict=True):
+            for job, (sizes, turns) in zip(group, found, strict=True):
+                rotated = [rotated[0] + turns, rotated[1] + (job.plan.part == "key")]
                 parts = layers.setdefault(job.layer, {})
                 parts[job.plan.part] = parts.get(job.plan.part, DenseSizes())
                 parts[job.plan.part] += sizes
@@ -211,6 +224,8 @@ def measure_dense(
         tokens=tuple(sorted({plan.tokens for plan in plans.values()})),
         layers=dict(sorted(layers.items())),
         rope="; ".join(dict.fromkeys(str(plan.rotary) for plan in plans.values() if plan.rotary)) or None,
+        rotated_streams=rotated[0],
+        key_streams=rotated[1],
         left_out=tuple(name for name in source if name not in plans),
         coded=coded,
         completeness=source.completeness,

@@ -27,6 +27,13 @@ cdef enum:
 
 cdef double SAMPLE_ERRS = 1.05    # a frame may be shorter than its sample says
 
+cdef enum:
+    LOOKED_AT_ROWS = 4096         # repeats are looked for in so many rows ...
+    LOOKED_AT_PLACES = 8          # ... at so many places of each, 8 bytes each ...
+    SEEN_BITS = 15                # ... with a table of so many places
+
+cdef double MANY_REPEATS = 0.05   # of all that is looked at: rows of a sample do not show what repeats far away
+
 cdef tuple _MOST_BASES = (0, MOST_BASE, MOST_BASE)
 """By dtype."""
 
@@ -173,12 +180,15 @@ cdef class Input:
             apart(given, at + size, at + size + row_bytes + PAD)
         return at
 
-    def encode(self, TableSet tables, int32_t[::1] references=None, double frames_above=0) -> tuple:
+    def encode(
+        self, TableSet tables, int32_t[::1] references=None, double frames_above=0, bint repeats=False
+    ) -> tuple:
         """The stream of method 2, or None where it would not be shorter than its words and a header; and whether a frame of
         the words may be shorter, as one of a sample is, or there is no sample.
 
         references: where to note down the row that each own row refers to; frames_above: no frame is shorter than a
-        stream of no more bytes. All in one go: threads on short arrays wait for the GIL each time that they need it.
+        stream of no more bytes; repeats: a frame may also be shorter where rows far apart have much in common, which no
+        sample shows. All in one go: threads on short arrays wait for the GIL each time that they need it.
         """
         cdef dense_input given = self.given
         cdef uint32_t *chosen = NULL
@@ -200,7 +210,7 @@ cdef class Input:
                     size = dense_encode(&given, at, out, limit, chosen)
                     limit = size if size else limit
                     if limit > frames_above:
-                        trial = try_frame(ws, &self.given, self.own_bytes, limit - HEADER_BYTES)
+                        trial = try_frame(ws, &self.given, self.own_bytes, limit - HEADER_BYTES, repeats)
             if at == NULL or trial < 0:
                 raise MemoryError("no memory to encode rows")
             return PyBytes_FromStringAndSize(<char *>out, size) if size else None, trial > 0
@@ -208,7 +218,9 @@ cdef class Input:
             release(ws)
 
 
-cdef int try_frame(Workspace ws, const dense_input *given, size_t nbytes, size_t limit) noexcept nogil:
+cdef int try_frame(
+    Workspace ws, const dense_input *given, size_t nbytes, size_t limit, bint repeats
+) noexcept nogil:
     """1 where a frame of the words may be shorter than `limit`, 0 where not, -1: no memory."""
     cdef size_t row_bytes = given.rows.row_bytes, rows = given.rows.rows
     cdef size_t sample = max(rows // SAMPLE, (LEAST_SAMPLE_BYTES + row_bytes - 1) // row_bytes), size
@@ -218,7 +230,30 @@ cdef int try_frame(Workspace ws, const dense_input *given, size_t nbytes, size_t
         ws, given.own + (rows - sample) // 2 * row_bytes, sample * given.shape.words, given.shape.word_bytes)
     if not size:
         return -1
-    return <double>size / (sample * row_bytes) <= SAMPLE_ERRS * limit / nbytes
+    if <double>size / (sample * row_bytes) <= SAMPLE_ERRS * limit / nbytes:
+        return 1
+    return repeats and has_many_repeats(given.own, rows, row_bytes)
+
+
+cdef int has_many_repeats(const uint8_t *own, size_t rows, size_t row_bytes) noexcept nogil:
+    """Whether rows have many words at the same place in common: zstd finds them however far away they are."""
+    cdef uint32_t seen[1 << SEEN_BITS]
+    cdef size_t looked_at = min(rows, <size_t>LOOKED_AT_ROWS), places = LOOKED_AT_PLACES, place, row, at
+    cdef size_t found = 0
+    cdef uint64_t word
+    cdef uint32_t tag
+    if row_bytes < 8 * LOOKED_AT_PLACES:
+        return 0
+    for place in range(places):
+        memset(seen, 0, sizeof(seen))
+        at = (place * <size_t>40503 % 65536) * (row_bytes - 8) // 65536 // 2 * 2  # nowhere in step with the heads
+        for row in range(looked_at):
+            memcpy(&word, own + row * row_bytes + at, 8)
+            word *= <uint64_t>0x9E3779B97F4A7C15
+            tag = <uint32_t>(word >> (64 - SEEN_BITS))
+            found += seen[tag] == (<uint32_t>(word >> 8) | 1)
+            seen[tag] = <uint32_t>(word >> 8) | 1
+    return found > MANY_REPEATS * looked_at * places
 
 
 cdef void apart(dense_input *given, uint8_t *row, uint8_t *copy) noexcept nogil:

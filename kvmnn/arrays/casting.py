@@ -70,8 +70,8 @@ class Cast:
             self.words += words.size // dtypes.by_name(self.source).itemsize
             return words
         before = floats(words, self.source)
-        made = _words(before, self.target)
-        back = floats(_words(floats(made, self.target), self.source), self.source)
+        made = round_words(before, self.target)
+        back = floats(round_words(floats(made, self.target), self.source), self.source)
         differs = before.view(np.uint32) != back.view(np.uint32)
         self.words += before.size
         self.changed += int(np.count_nonzero(differs))
@@ -115,7 +115,8 @@ def floats(words: Piece, dtype: str) -> npt.NDArray[np.float32]:
         return words.view("<f2").astype("<f4")
 
 
-def _words(values: npt.NDArray[np.float32], dtype: str) -> Piece:
+def round_words(values: npt.NDArray[np.float32], dtype: str) -> Piece:
+    """Return float32 values as words of a dtype, rounded to nearest, ties to even."""
     if dtype == "fp32":
         return values.view(np.uint8)
     if dtype == "fp16":

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays.casting import Cast, floats
+from ..arrays.casting import floats, round_words
 from ..arrays.named_array import NamedArray, Piece, rechunked
 from ..dense.frequencies import RopeFrequencies
 from ..dtypes import Bytes, Floats, Positions
@@ -141,53 +141,54 @@ def rotate_rows(words: Bytes, dtype: str, distances: Positions, rope: RopeFreque
     KvmnnError
         Where a finite element becomes infinite.
     """
-    moved = np.flatnonzero(distances)
-    if not moved.size:
+    moved = distances != 0
+    if not moved.any():
         return words
     rows = floats(words, dtype).reshape(len(distances), -1)
-    result = rows.copy()
     half = rope.dims // 2
     first, second = (
         (slice(0, half), slice(half, rope.dims))
         if rope.pairing == "half"
         else (slice(0, rope.dims, 2), slice(1, rope.dims, 2))
     )
-    angles = (distances[moved].astype(np.uint64)[:, None] * rope.turns).view(np.int64) * _RADIANS
+    x, y = np.ascontiguousarray(rows[:, first]), np.ascontiguousarray(rows[:, second])
+    # Evicted tokens leave runs at the same distance: their angles are computed once.
+    unique, places = np.unique(distances, return_inverse=True)
+    angles = (unique.astype(np.uint64)[:, None] * rope.turns).view(np.int64) * _RADIANS
     cosines, sines = np.cos(angles), np.sin(angles)
-    x, y = rows[moved, first], rows[moved, second]
+    result = rows.copy()
     with np.errstate(all="ignore"):
-        c, s = cosines.astype(np.float32), sines.astype(np.float32)
-        result[moved, first] = x * c - y * s
-        result[moved, second] = y * c + x * s
-        rounded: Bytes = Cast("fp32", dtype).run(result.reshape(-1).view(np.uint8))
-    kept = np.setdiff1d(np.arange(len(distances)), moved, assume_unique=True)
-    row_bytes = words.size // len(distances)
-    rounded.reshape(-1, row_bytes)[kept] = words.reshape(-1, row_bytes)[kept]  # not even a NaN changes its bits
-    stored = floats(rounded, dtype).reshape(rows.shape)
-    _measure(x, y, stored[moved, first], stored[moved, second], cosines, sines, error)
+        c, s = (each.astype(np.float32)[places] for each in (cosines, sines))
+        turned_x, turned_y = x * c - y * s, y * c + x * s
+        result[:, first], result[:, second] = turned_x, turned_y
+        rounded: Bytes = round_words(result.reshape(-1), dtype)
+        row_bytes = words.size // len(distances)
+        rounded.reshape(-1, row_bytes)[~moved] = words.reshape(-1, row_bytes)[~moved]  # not even a NaN changes
+        stored = floats(rounded, dtype).reshape(rows.shape)
+        new_x, new_y = stored[moved, first], stored[moved, second]
+        x, y = x[moved], y[moved]
+        _check_finite(x, y, new_x, new_y)
+        errors: npt.NDArray[Any]
+        if dtype == "fp32":
+            wide_c, wide_s = cosines[places[moved]], sines[places[moved]]
+            errors = np.maximum(np.abs(x * wide_c - y * wide_s - new_x), np.abs(y * wide_c + x * wide_s - new_y))
+        else:  # what float32 rounds is nothing to what these do
+            errors = np.maximum(np.abs(turned_x[moved] - new_x), np.abs(turned_y[moved] - new_y))
+        error.include(_max_finite(errors), _max_finite(errors / np.sqrt(x * x + y * y)))
     return rounded
 
 
-def _measure(
-    x: Floats,
-    y: Floats,
-    new_x: Floats,
-    new_y: Floats,
-    cosines: npt.NDArray[np.float64],
-    sines: npt.NDArray[np.float64],
-    error: RotationError,
-) -> None:
-    """Compare rotated pairs with the rotation in float64."""
-    finite = np.isfinite(x) & np.isfinite(y)
-    if (finite & ~(np.isfinite(new_x) & np.isfinite(new_y))).any():
-        raise KvmnnError("elements of K become infinite by the rotation: pack them as fp32 (--cast)")
-    a, b, c, s = x[finite].astype(np.float64), y[finite].astype(np.float64), cosines[finite], sines[finite]
-    errors = np.maximum(np.abs(new_x[finite] - (a * c - b * s)), np.abs(new_y[finite] - (b * c + a * s)))
-    lengths = np.hypot(a, b)
-    error.include(
-        float(errors.max(initial=0.0)),
-        float(np.divide(errors, lengths, out=np.zeros_like(errors), where=lengths > 0).max(initial=0.0)),
-    )
+def _check_finite(x: Floats, y: Floats, new_x: Floats, new_y: Floats) -> None:
+    """Raise `KvmnnError` where finite elements became infinite."""
+    if not (np.isfinite(new_x).all() and np.isfinite(new_y).all()):
+        finite = np.isfinite(x) & np.isfinite(y)
+        if not (np.isfinite(new_x[finite]).all() and np.isfinite(new_y[finite]).all()):
+            raise KvmnnError("elements of K become infinite by the rotation: pack them as fp32 (--cast)")
+
+
+def _max_finite(values: npt.NDArray[Any]) -> float:
+    largest = float(values.max(initial=0.0))
+    return largest if np.isfinite(largest) else float(values[np.isfinite(values)].max(initial=0.0))
 
 
 def rotate_array(

@@ -307,3 +307,24 @@ def test_decode_of_an_evicted_prefix_warns(cache: Cache, run) -> None:
     run("encode", "c", "-o", "frames/")
     assert "all_seq_len = 40;" in run("decode", "frames", "-o", "back/").out
     assert "warnings" in json.loads(run("decode", "frames", "-o", "again/", "--json").out)
+
+
+def test_layers_of_different_rotations_are_found_each_by_itself(tmp_path, monkeypatch, run) -> None:
+    """Trained K of theta 10000, of which every other layer is rotated as by theta 1000000 instead."""
+    monkeypatch.chdir(tmp_path)
+    keys, values = (np.load(FIXTURES / "kv_real" / f"{part}_fp16.npy").transpose(0, 2, 1, 3) for part in "kv")
+    places, one, other = np.arange(300), plain_frequencies(1e4, 64), plain_frequencies(1e6, 64)
+    layers = []
+    for layer in range(4):
+        key = keys[layer][:, :300]
+        if layer % 2:
+            key = rotate(rotate(key, -places, one), places, other).astype(np.float16)
+        layers += [np.ascontiguousarray(key), np.ascontiguousarray(values[layer][:, :300])]
+    sample = packed_samples.write_prefix(tmp_path / "p", layers, capacity=364, hP=16)
+    compact = ("compact", tmp_path / "p", *sample.options, "--backend", "arm64-fp16", "-o", "c", "--rerotate")
+    said = run(*compact, "--reserve", "0:4,100:200").out
+    assert "theta=10000,dims=64 in 2 layers and theta=1000000,dims=64 in 2 layers, found by trial" in said
+    few = [np.ascontiguousarray(words[:, :16]) for words in layers]
+    sample = packed_samples.write_prefix(tmp_path / "few", few, capacity=80, hP=16)
+    compact = ("compact", tmp_path / "few", *sample.options, "--backend", "arm64-fp16", "-o", "d", "--rerotate")
+    assert "(16 tokens) does not show it: --rope theta=NUMBER" in run(*compact, "--reserve", "1:15", code=1).err

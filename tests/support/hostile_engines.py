@@ -61,6 +61,32 @@ def _llama(folder: Path, kind: str = "q4_0", transposed: bool = False) -> Sample
     return Sample(contents(folder), commands, damaged)
 
 
+def _llama_windows(folder: Path) -> Sample:
+    """A session of two caches, its model, frames of it, and a folder of its arrays."""
+    folder.mkdir()
+    shape = llama_files.Shape(1, 1, 16, 16)
+    options = {"second": [2], "second_cells": [3, 2], "architecture": "gemma4"}
+    state, _ = llama_files.state(Random(1), shape, [4], **options)
+    fields = {"block_count": 2, "attention__head_count_kv": 1, "attention__sliding_window": 2}
+    sizes = {f"attention__{part}_length{kind}": 16 for part in ("key", "value") for kind in ("", "_swa")}
+    model = llama_files.gguf("gemma4", attention__sliding_window_pattern=[True, False], **fields, **sizes)
+    (folder / "x.session").write_bytes(state)
+    (folder / "m.gguf").write_bytes(model)
+    made(["encode", folder / "x.session", "--model", folder / "m.gguf", "-o", f"{folder}/frames/"])
+    made(["unpack", folder / "x.session", "--model", folder / "m.gguf", "-o", f"{folder}/arrays/"])
+    commands = (
+        "unpack {in}/x.session -o {out}.npz --model {in}/m.gguf",
+        "encode {in}/x.session --codec dense --model {in}/m.gguf -o {out}/",
+        "inspect {in}/x.session",
+        "unpack {in}/frames -o {out}.npz",
+        "decode {in}/frames -o {out}.session --max-bytes 1M",
+        "inspect {in}/arrays",
+        "encode {in}/arrays -o {out}/",
+    )
+    damaged = ("x.session", "m.gguf", "frames/manifest.json", "arrays/completeness.json", "arrays/positions.json")
+    return Sample(contents(folder), commands, damaged)
+
+
 def _mlx(folder: Path, bits: int = 0, kind: str = "") -> Sample:
     """A prompt cache of mlx-lm."""
     folder.mkdir()
@@ -151,6 +177,7 @@ _ZARR_3 = {
 MAKERS: dict[str, Callable[[Path], Sample]] = {
     "session of llama.cpp": _llama,
     "session of llama.cpp, transposed": lambda folder: _llama(folder, "f16", transposed=True),
+    "session of llama.cpp, windows": _llama_windows,
     "cache of MLX": _mlx,
     "cache of MLX, quantised": lambda folder: _mlx(folder, 4),
     "cache of MLX, a window": lambda folder: _mlx(folder, kind="RotatingKVCache"),

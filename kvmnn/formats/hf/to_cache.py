@@ -14,11 +14,12 @@ import numpy as np
 from ...arrays.completeness import LayerState, require_complete
 from ...arrays.engine_cache import runs_of
 from ...arrays.halves import HALVES, has_halves, select_half
-from ...arrays.held_tokens import gaps
+from ...arrays.held_tokens import gaps, held_tokens
 from ...arrays.kv_arrays import SaidAxes, read_kv, usual_axes
 from ...arrays.layers import heads_hint
 from ...arrays.own_order import for_other_engines
 from ...arrays.source import Source
+from ...arrays.window_layers import find_window_layers
 from ...dtypes import Words
 from ...errors import MissingDependencyError, OptionError, SourceError
 from ...packed.cache_info import Ranges
@@ -102,7 +103,8 @@ def _make_cache(source: Source, torch: Any, transformers: Any, device: Any) -> A
     for note in notes:
         warnings.warn(note, stacklevel=3)
     where, said = " ".join(opened.inputs), opened.engine_cache
-    if said is not None and said.engine != "transformers" and not said.is_whole:
+    slid = find_window_layers(opened.completeness, held_tokens(opened))
+    if said is not None and said.engine != "transformers" and not said.is_whole and not slid:
         warnings.warn(f"{where}: holds no beginning of a text, and a DynamicCache counts from 0: {said}", stacklevel=3)
     if opened.lossy:
         raise OptionError(f"{where}: K and V were made from int8: no model takes such a cache up again")
@@ -123,11 +125,11 @@ def _make_cache(source: Source, torch: Any, transformers: Any, device: Any) -> A
         warnings.warn(f"{where}: holds no beginning of a text, and a DynamicCache counts from 0: {cut}", stacklevel=3)
     if transformers is None:
         return tuple(found.values())
-    slid = [n for n, (tokens, seen) in windows.items() if seen > tokens]
-    if slid and sliding is None:
+    moved = [n for n, (tokens, seen) in windows.items() if seen > tokens]
+    if moved and sliding is None:
+        tokens, seen = windows[moved[0]]
         raise SourceError(
-            f"{where}: layer {slid[0]} holds the last {windows[slid[0]][0]:,} tokens of {windows[slid[0]][1]:,}, and "
-            "the loaded transformers has no layer for that: expected 4.56 or later"
+            f"{where}: layer {moved[0]} holds the last {tokens:,} tokens of {seen:,}, and the loaded transformers has no layer for that: expected 4.56 or later"
         )
     cache = transformers.DynamicCache()
     for number, (keys, values) in found.items():

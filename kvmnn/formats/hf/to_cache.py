@@ -129,7 +129,8 @@ def _make_cache(source: Source, torch: Any, transformers: Any, device: Any) -> A
     if moved and sliding is None:
         tokens, seen = windows[moved[0]]
         raise SourceError(
-            f"{where}: layer {moved[0]} holds the last {tokens:,} tokens of {seen:,}, and the loaded transformers has no layer for that: expected 4.56 or later"
+            f"{where}: layer {moved[0]} holds the last {tokens:,} tokens of {seen:,}, and the loaded transformers has "
+            "no layer for that: expected 4.56 or later"
         )
     cache = transformers.DynamicCache()
     for number, (keys, values) in found.items():

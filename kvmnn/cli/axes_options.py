@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from ..arrays.axes import Laid
 
 _TEXT = """What plain arrays, raw pages and batches do not say themselves. LETTERS has one for each axis, in the order
-in which they lie: l layer, b batch, h kv_head, t token, d dimension, 2 K and V. Arrays become layer_<n>.key and .value,
+in which they lie: l layer, b batch, h kv_head, t token, d dimension, 2 K and V; without h they are the one tensor of
+latent attention (MLA), which becomes K. Arrays become layer_<n>.key and .value,
 [kv_head, token, dimension]; which is K or V of which layer is in their names where no axis says it."""
 
 NAMES = ("kv_axes", "kv_shape", "kv_batch", "kv_pages", "kv_half")
@@ -22,7 +23,9 @@ NAMES = ("kv_axes", "kv_shape", "kv_batch", "kv_pages", "kv_half")
 def add_axes(parser: Any) -> None:
     """``--axes``, ``--shape``, ``--batch``, ``--part`` and ``--pages``."""
     group = parser.add_argument_group("axes of arrays", _TEXT)
-    group.add_argument("--axes", dest="kv_axes", metavar="LETTERS", help="how arrays lie, e.g. lhtd, thd, 2lthd")
+    group.add_argument(
+        "--axes", dest="kv_axes", metavar="LETTERS", help="how arrays lie, e.g. lhtd, thd, 2lthd; td: MLA"
+    )
     group.add_argument(
         "--shape", dest="kv_shape", type=_shape, metavar="N,N,...", help="take arrays as this shape; -1: what is left"
     )

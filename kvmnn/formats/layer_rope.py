@@ -81,6 +81,7 @@ def _read_layers(fields: dict[str, Any], layers: int, head_dim: int, length: int
         raise SourceError("K is latent (kv_lora_rank): its rotated part cannot be told apart")
     if fields.get("head_dim") is None and not (fields.get("hidden_size") and fields.get("num_attention_heads")):
         fields = {**fields, "head_dim": head_dim}
+    _check_head_dim(fields, head_dim)
     kinds = _layer_kinds(fields, layers)
     rotated = _rotated_layers(fields, kinds)
     by_kind: dict[str, RopeFrequencies | None] = {kind: _rope_of(fields, kind, length) for kind in sorted({*kinds})}
@@ -90,6 +91,16 @@ def _read_layers(fields: dict[str, Any], layers: int, head_dim: int, length: int
         if rope is not None and rope.dims > head_dim:
             raise SourceError(f"{rope.dims} elements of a head are rotated, and the cache has {head_dim}")
     return tuple(by_kind[kind] if turns else None for kind, turns in zip(kinds, rotated, strict=True))
+
+
+def _check_head_dim(fields: Mapping[str, Any], head_dim: int) -> None:
+    """Raise `SourceError` for larger heads than those of the cache, before their frequencies are computed."""
+    width, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
+    usual = width // heads if type(width) is int and type(heads) is int and heads > 0 else None
+    own = fields.get("head_dim")
+    for key, value in (("head_dim", usual if own is None else own), ("rotary_dim", fields.get("rotary_dim"))):
+        if type(value) is int and value > head_dim:
+            raise SourceError(f"{key} is {value}, the cache has heads of {head_dim}")
 
 
 def _layer_kinds(fields: Mapping[str, Any], layers: int) -> Sequence[str]:
@@ -168,6 +179,9 @@ def _frequencies(fields: dict[str, Any], rope: dict[str, Any], length: int) -> R
 
 
 def _of_config(fields: Mapping[str, Any]) -> RopeFrequencies | None:
+    share = fields["rope_parameters"].get("partial_rotary_factor", fields.get("partial_rotary_factor", 1.0))
+    if isinstance(share, int | float) and share > 1:
+        raise SourceError(f"partial_rotary_factor is {share}: expected at most 1")
     rotary = Rotary.from_config(fields)
     return None if rotary is None else RopeFrequencies.from_rotary(rotary)
 

@@ -247,8 +247,17 @@ def from_json(text: str | bytes, where: str) -> CacheInfo:
         layers=layers,
         token_ids=None if ids.value is None else TokenIds(ids.at("count").integer(1), ids.at("sha256").sha256()),
         model=None if model.value is None else model.sha256(),
-        next_position=root.at("next_position").integer(1) if "next_position" in root.value else None,
+        next_position=_next_position(root),
     )
+
+
+def _next_position(root: Node) -> int | None:
+    if "next_position" not in root.value:
+        return None
+    number = root.at("next_position").integer(1)
+    if number > _MAX_TOKENS:
+        raise root.at("next_position").wrong("a 32-bit integer")
+    return number
 
 
 def _layout(root: Node) -> PackLayout:
@@ -288,5 +297,10 @@ def _layer(node: Node) -> LayerInfo:
 
 
 def _runs(node: Node) -> Ranges:
-    pairs = (run.items(least=2, most=2) for run in node.items(least=1))
-    return tuple((begin.integer(0), size.integer(1)) for begin, size in pairs)
+    runs = []
+    for run in node.items(least=1):
+        begin, size = (each.integer(least) for each, least in zip(run.items(least=2, most=2), (0, 1), strict=True))
+        if begin + size > _MAX_TOKENS:
+            raise run.wrong(f"positions below {_MAX_TOKENS:,}")
+        runs.append((begin, size))
+    return tuple(runs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -49,6 +50,11 @@ def test_there_and_back():
         (["layers", 1, "tokens"], 26, r"x: layers\[1\]: layer 1: the positions are not those of 26 tokens"),
         (["layers", 1, "positions", 1], [30], r"x: layers\[1\]\.positions\[1\]: has 1 entries"),
         (["layers", 1, "positions", 1], [-1, 5], r"x: layers\[1\]\.positions\[1\]\[0\]: found -1"),
+        (
+            ["layers", 1, "positions", 1],
+            [2**31 - 6, 6],
+            r"x: layers\[1\]\.positions\[1\]: found .* below 2,147,483,647",
+        ),
         (["layers", 0, "layer"], 1, "x: layers: are not in order, each once"),
     ],
 )
@@ -64,6 +70,41 @@ def test_what_is_wrong_is_said(path, value, message):
         del inner[path[-1]]
         with pytest.raises(ManifestError, match=rf"{path[-1]}: is missing"):
             from_json(json.dumps(document), "x")
+
+
+ROTATED = replace(
+    INFO,
+    layers=(INFO.layers[0], replace(INFO.layers[1], positions=((0, 25),), text_positions=((0, 20), (30, 5)))),
+    next_position=50,
+)
+
+
+def test_rotated_k_has_both_positions() -> None:
+    assert from_json(to_json(ROTATED), "x") == ROTATED
+    assert ROTATED.layers[1].text_runs == ((0, 20), (30, 5)) and ROTATED.layers[0].text_runs == ((0, 50),)
+    assert (INFO.continues_at, ROTATED.continues_at, replace(INFO, next_position=90).continues_at) == (50, 50, 90)
+    document = to_dict(INFO)
+    assert "next_position" not in document and "text_positions" not in document["layers"][1]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["layers", 1, "text_positions"], [[0, 20]], r"layer 1: the positions in the text are not those of 25 tokens"),
+        (["layers", 1, "text_positions", 0], [2**62, 2**62], r"text_positions\[0\]: found .* below 2,147,483,647"),
+        (["layers", 1, "text_positions"], None, r"text_positions: found null, expected a list"),
+        (["next_position"], 0, "next_position: found 0"),
+        (["next_position"], 2**40, "next_position: found 1099511627776, expected a 32-bit integer"),
+    ],
+)
+def test_wrong_positions_in_the_text_are_refused(path, value, message) -> None:
+    document = json.loads(to_json(ROTATED))
+    inner = document
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with pytest.raises(ManifestError, match=message):
+        from_json(json.dumps(document), "x")
 
 
 @pytest.mark.parametrize("text", ["", "[", "[1]", '{"a": 1, "a": 2}', "[" * 100_000, b"\xff"])

@@ -11,7 +11,7 @@ import llama_files
 import numpy as np
 import packed_samples
 from mnn_graphs import Graph
-from reader_sample import Sample, contents
+from reader_sample import Sample, contents, made
 
 _PACKED = "--kv-heads 1 --head-dim 4 --backend x86-sse --tokens 5"
 
@@ -48,6 +48,19 @@ def _plan(folder: Path, document: Any) -> Sample:
     return Sample({**_cache(folder), "plan.json": json.dumps(document).encode()}, (command,), ("plan.json",))
 
 
+def _rotated_prefix(folder: Path) -> Sample:
+    """A prefix whose document has the positions of rotated K and those in the text."""
+    cache = _cache(folder)
+    made(["compact", folder, *_PACKED.split(), "--reserve", "0:1,3:2", "-o", folder / "small"])
+    made(["repack", folder / "small", "--to", "x86-sse", "-o", folder / "c", "--rerotate", "--rope", "theta=9,dims=4"])
+    files = {f"c/{name}": data for name, data in contents(folder / "c").items()}
+    commands = (
+        "compact {in}/c -o {out}/ --reserve 0:1,2:1 --rerotate --rope theta=9,dims=4",
+        "unpack {in}/c -o {out}/",
+    )
+    return Sample({**cache, **files}, ("inspect {in}/c", *commands), ("c/sys.kvmnn.json",))
+
+
 _POSITIONS = {"tokens_seen": 5, "layers": [{"layer": 0, "positions": [0, 1, 4]}]}
 _TRACES = {"traces": [{"label": "a", "step_tokens": [5], "kept": [{"layer": 0, "positions": [[0, 1, 4]]}]}]}
 
@@ -56,6 +69,7 @@ MAKERS: dict[str, Callable[[Path], Sample]] = {
     "rotation in tables of a graph": lambda folder: _graph(folder, tables=True),
     "rotation in a configuration": _configuration,
     "rotation in a .gguf": _gguf,
+    "document of rotated K": _rotated_prefix,
     "plan of positions": lambda folder: _plan(folder, _POSITIONS),
     "plan of an evaluation": lambda folder: _plan(folder, _TRACES),
 }

@@ -8,7 +8,7 @@ from typing import Any, Final
 from ...dense.frequencies import RopeFrequencies
 from ...errors import SourceError
 from ..layer_rope import LayerRopes
-from .gguf import GgufHeader, read_rotary
+from .gguf import GgufHeader, positive, read_rotary
 from .model_layers import read_rotations
 from .windows import SIZE, WINDOW_RULES
 
@@ -47,10 +47,14 @@ def read_gguf_rope(path: str, layers: int, head_dim: int, length: int) -> LayerR
     """
     header = GgufHeader(path)
     fields = header.fields(all_fields=True)
+    name = fields.get("general.architecture")
+    for key in ("dimension_count", "dimension_count_swa"):  # before frequencies are computed of very many
+        dims = positive(fields.get(f"{name}.rope.{key}"))
+        if dims is not None and dims > head_dim:
+            raise SourceError(f"{path}: {dims} elements of a head are rotated, the cache has heads of {head_dim}")
     rotary, doubts = read_rotary(path)
     if rotary is None:
         return None
-    name = fields["general.architecture"]
     if name in _UNLIKE or (fields.get(f"{name}.{SIZE}") and name not in (*_ALIKE_WITH_WINDOW, *WINDOW_RULES)):
         raise SourceError(
             f"{path}: layers of the architecture {name!r:.40} are rotated in different ways, which its header does not "

@@ -27,7 +27,9 @@ ENGINE_KEY: Final = "kvmnn.engine_cache"
 """The same for what another engine's cache said of itself, where its K and V are plain arrays."""
 COMPLETENESS_KEY: Final = "kvmnn.completeness"
 """Metadata key for the state that the arrays contain, and what they lack (`kvmnn.arrays.completeness_notes`)."""
-OF_THE_WHOLE: Final = (DUMP_KEY, FILE_KEY)
+PACKED_FILES_KEY: Final = "kvmnn.packed_files"
+"""The same for what packed files hold besides the rows of live tokens."""
+OF_THE_WHOLE: Final = (DUMP_KEY, FILE_KEY, PACKED_FILES_KEY)
 """Keys that only manifests carry: no other file of arrays becomes such a folder or file again."""
 
 

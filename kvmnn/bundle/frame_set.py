@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .. import dtypes
 from ..arrays.named_array import Piece
-from ..arrays.source import described_by
+from ..arrays.source import PACKED_FILES_KEY, described_by
 from ..arrays.valid_names import name_of_file
 from ..dense import inspect
 from ..errors import FrameError, LimitError, ManifestError, OptionError
@@ -22,6 +22,7 @@ from ..packed.cache_info import CacheInfo
 from ..text import count
 from . import manifest, manifest_reading
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
+from .packed_record import PackedRecord, packed_record
 
 _DENSE = b"KVMD"
 """How every dense stream begins; no frame does, as its second stream header would not agree with its words."""
@@ -141,6 +142,29 @@ class FrameSet:
         opened = self._current
         frames = [opened.file.path if opened and opened.name == name else str(self._root / name) for name in names]
         return frames if self._index is None else [str(self._index), *frames]
+
+    @property
+    def packed_record(self) -> PackedRecord | None:
+        """The packed files that the manifest says the frames were made from; None if it says nothing of any.
+
+        Raises
+        ------
+        ManifestError
+            When it is malformed, or names arrays that are not there.
+        """
+        record = packed_record(self.document.metadata, self.path) if self.document else None
+        lost = record.rooms - {array.name for array in self.document.arrays} if record and self.document else ()
+        if lost:
+            raise ManifestError(f"{self.path}: metadata {PACKED_FILES_KEY!r}: there is no array {min(lost)!r:.200}")
+        return record
+
+    def without_room(self) -> FrameSet:
+        """The same without arrays that hold no tokens, but what else packed files have."""
+        record = self.packed_record
+        if record is None or not record.rooms:
+            return self
+        arrays = [array for array in self.arrays if array.name not in record.rooms]
+        return FrameSet(self.path, arrays, self.document, self._current, self._index, self._ends)
 
     def check_size(self, options: DecodeOptions) -> None:
         """`LimitError` for more raw bytes than `options` allow."""

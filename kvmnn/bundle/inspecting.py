@@ -22,7 +22,7 @@ from .accounts import DensePiece, PieceInfo, RawInfo, StreamTotal, total_lines, 
 from .dense_pieces import decode_stream, inspect_stream
 from .frame_set import DecodeOptions, FrameSet
 from .kept_file import notes_of
-from .manifest import ArrayEntry, Manifest, Sizes, array_to_dict, frames_of
+from .manifest import ArrayEntry, Manifest, Sizes, array_to_dict, frames_of, room_notes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class BundleInfo(Sizes):
     @property
     def notes(self) -> list[str]:
         """What changes the meaning of the ratio, in lines."""
-        return notes_of(self.manifest, self.path)
+        return notes_of(self.manifest, self.path) + room_notes(self.manifest)
 
     @property
     def completeness(self) -> Completeness | None:
@@ -266,7 +266,8 @@ def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInf
         )
         for entry in frames.arrays
     )
-    streams = totals(info for array in arrays for info in array.frames)
+    rooms = {entry.name for entry in frames.document.room}
+    streams = totals(info for array in arrays for info in array.frames if array.entry.name not in rooms)
     return BundleInfo(path=frames.path, manifest=frames.document, arrays=arrays, streams=streams, cache=frames.cache)
 
 

@@ -117,10 +117,10 @@ def notes_of(made: Manifest, where: str) -> list[str]:
         return []
     whole = whole_bytes(made)
     more = f"frames and manifest have {whole:,} bytes, the file has {kept.nbytes:,}, which is less"
-    return room_notes(kept, made) + ([more] if whole > kept.nbytes else [])
+    return describe_kept_room(kept, made) + ([more] if whole > kept.nbytes else [])
 
 
-def room_notes(kept: KeptFile, made: Manifest) -> list[str]:
+def describe_kept_room(kept: KeptFile, made: Manifest) -> list[str]:
     """How much of the arrays is room, where any is."""
     said = f"{kept.room_bytes:,} of the {made.raw_bytes:,} bytes are room behind the valid tokens"
     return [said] if kept.room_bytes else []

@@ -16,6 +16,7 @@ from ..arrays.named_array import ArrayInfo
 from ..files.names import FRAME_SUFFIX as FRAME_SUFFIX
 from ..files.names import SIDE_SUFFIX as SIDE_SUFFIX
 from ..text import count, ratio
+from .packed_record import PackedRecord, describe_room, packed_record
 
 SCHEMA: Final = "kvmnn-manifest"
 SCHEMA_VERSION: Final = 1
@@ -159,6 +160,23 @@ class Manifest:
         return sum(array.stored_bytes for array in self.arrays)
 
     @property
+    def packed_record(self) -> PackedRecord | None:
+        """The packed files that the frames were made from; None where they were not."""
+        return packed_record(self.metadata, "manifest")
+
+    @property
+    def contents(self) -> tuple[ArrayEntry, ...]:
+        """The arrays without those that hold no tokens, but the other bytes of packed files."""
+        record = self.packed_record
+        return tuple(array for array in self.arrays if record is None or array.name not in record.rooms)
+
+    @property
+    def room(self) -> tuple[ArrayEntry, ...]:
+        """The arrays that hold no tokens, but the other bytes of packed files."""
+        record = self.packed_record
+        return tuple(array for array in self.arrays if record is not None and array.name in record.rooms)
+
+    @property
     def rope(self) -> str | None:
         """How K of dense streams was said to be rotated, as ``--rope`` takes it; None where nobody said.
 
@@ -168,6 +186,18 @@ class Manifest:
         return "; ".join(ways) or None
 
 
+def room_notes(manifest: Manifest) -> list[str]:
+    """What is kept of packed files besides tokens, and what is not, as sentences."""
+    room, record = manifest.room, manifest.packed_record
+    notes = []
+    if room:
+        sizes = sum(array.nbytes for array in room), sum(array.stored_bytes for array in room)
+        notes.append(describe_room(*sizes, len(room)))
+    if record is not None and record.left_out:
+        notes.append(f"not all of the packed files is kept: {record.left_out}")
+    return notes
+
+
 class Sizes:
     """The sizes of a result that has a manifest."""
 
@@ -175,13 +205,13 @@ class Sizes:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of all arrays."""
-        return self.manifest.raw_bytes
+        """Bytes of all arrays, but of those with the room of packed files."""
+        return sum(array.nbytes for array in self.manifest.contents)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all frames."""
-        return self.manifest.stored_bytes
+        """Bytes of their frames."""
+        return sum(array.stored_bytes for array in self.manifest.contents)
 
     @property
     def ratio(self) -> float:

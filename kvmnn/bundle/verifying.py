@@ -9,14 +9,15 @@ from typing import Any, Literal
 
 from ..arrays.source import BESIDE_KEY, Source
 from ..files.changes import Reading
-from ..text import LOSSLESS, at_rate, count, ratio
+from ..text import LOSSLESS, LOSSY, at_rate, count, ratio
 from ..threads.pipeline import Progress
 from .beside import difference_beside
 from .comparing import Difference, compare
 from .decoding import decode_frames
 from .frame_set import DecodeOptions, FrameSet
 from .kept_file import kept_file, notes_of
-from .manifest import count_pieces
+from .manifest import count_pieces, room_notes
+from .packed_record import packed_record
 
 DECODES = "DECODES"
 DIFFERS = "DIFFERS"
@@ -48,6 +49,10 @@ class Verified:
         The name of the file that the frames were made from, where it was put together again and its hash compared.
     notes
         What changes the meaning of the ratio, in lines.
+    compared
+        What was compared with the original, for people.
+    left_out
+        What of packed files the frames do not keep, as a sentence; empty for nothing.
     """
 
     input: str
@@ -64,6 +69,8 @@ class Verified:
     unknown: str = ""
     file: str = ""
     notes: tuple[str, ...] = ()
+    compared: str = "every byte"
+    left_out: str = ""
 
     @property
     def ok(self) -> bool:
@@ -72,9 +79,15 @@ class Verified:
 
     @property
     def label(self) -> str:
-        """``LOSSLESS`` if that was proved, ``DIFFERS``, or ``DECODES`` where there is nothing to compare with."""
+        """What was shown.
+
+        ``LOSSLESS`` if that was proved, ``LOSSY`` where packed files are not kept whole, ``DIFFERS``, or ``DECODES``
+        where there is nothing to compare with.
+        """
         if self.difference is not None:
             return DIFFERS
+        if self.left_out:
+            return LOSSY
         return LOSSLESS if self.proof else DECODES
 
     @property
@@ -94,6 +107,7 @@ class Verified:
             "stored_bytes": self.stored_bytes,
             "ratio": ratio(self.raw_bytes, self.stored_bytes),
             "notes": list(self.notes),
+            "compared": self.compared if self.proof == "bytes" else None,
             "arrays": self.arrays,
             "frames": self.frames,
             "dense_streams": self.dense_streams,
@@ -106,7 +120,7 @@ class Verified:
         if self.difference is not None:
             return f"{self.input}: {DIFFERS} from {original}: {self.difference}"
         how = {
-            "bytes": f"every byte compared with {original}",
+            "bytes": f"{self.compared} compared with {original}",
             "sha256": f"decoded, sha256 of {f'all of {self.file}' if self.file else 'the manifest'}",
             None: self._unproved,
         }[self.proof]
@@ -158,18 +172,22 @@ def verify(
             difference = compare(frames, against.arrays, options, progress=progress) or _around(frames, against)
         else:
             deque(decode_frames(frames, options, progress=progress), maxlen=0)
+    contents, record = frames.without_room(), frames.packed_record
+    compared = "every byte" if frames.cache is None or (record and not record.left_out) else "every live element"
     return Verified(
         input=frames.path,
+        compared=compared,
         against=() if against is None else against.inputs,
         proof="bytes" if against is not None else "sha256" if frames.document else None,
         difference=difference,
-        raw_bytes=frames.raw_bytes,
-        stored_bytes=frames.stored_bytes,
-        arrays=len(frames.arrays),
+        raw_bytes=contents.raw_bytes,
+        stored_bytes=contents.stored_bytes,
+        arrays=len(contents.arrays),
         **count_pieces(frames.arrays)._asdict(),
         seconds=time.perf_counter() - started,
         unknown=frames.unknown,
-        notes=tuple(notes_of(frames.document, frames.path) if frames.document else ()),
+        notes=tuple(notes_of(frames.document, frames.path) + room_notes(frames.document) if frames.document else ()),
+        left_out=record.left_out if record else "",
     )
 
 
@@ -180,6 +198,10 @@ def _around(frames: FrameSet, against: Source) -> Difference | None:
     metadata, whose = frames.document.metadata, " ".join(against.inputs)
     kept, other = kept_file(metadata, frames.path), kept_file(against.metadata, whose)
     what = kept.difference(other) if kept and other else None
+    record, found = packed_record(metadata, frames.path), packed_record(against.metadata, whose)
+    what = what or (record.difference(found) if record and found else None)
+    if record and record.left_out:
+        what = f"not all of the packed files is kept: {record.left_out}"
     alone = len(frames.arrays) == 1 and BESIDE_KEY not in against.metadata  # one file, which may lie anywhere
     if BESIDE_KEY in metadata and not alone:  # frames of earlier versions have none
         what = what or difference_beside(metadata, frames.path, against.metadata, whose)

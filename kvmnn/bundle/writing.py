@@ -15,14 +15,14 @@ from ..errors import OptionError
 from ..files.names import file_names, is_directory, renamed
 from ..files.output import DirectoryOutput, FileOutput, Stream, is_device
 from ..packed.cache_info import CacheInfo
-from ..packed.summary import cache_document
-from ..text import LOSSLESS, at_rate, count, ratio
+from ..packed.summary import cache_document, cache_summary
+from ..text import LOSSLESS, LOSSY, at_rate, count, ratio
 from ..threads.pipeline import Progress
 from . import manifest
 from .dense_pieces import DensePlan, plan_arrays
 from .encoding import NO_PLANS, EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
-from .kept_file import KeptFile, kept_file, notes_of, room_notes, whole_bytes
-from .manifest import Manifest, Sizes, array_to_dict, frames_of
+from .kept_file import KeptFile, describe_kept_room, kept_file, notes_of, whole_bytes
+from .manifest import Manifest, Sizes, array_to_dict, frames_of, room_notes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,8 @@ class Encoded(Sizes):
         Types whose codes the words were made from, before they were encoded.
     completeness
         The state of the model that the arrays contain, where that is known.
+    inferred
+        What was inferred of packed files, as sentences.
     """
 
     output: str | None
@@ -54,6 +56,7 @@ class Encoded(Sizes):
     cache: CacheInfo | None = None
     dequantised: tuple[str, ...] = ()
     completeness: Completeness | None = None
+    inferred: tuple[str, ...] = ()
 
     @property
     def kept(self) -> KeptFile | None:
@@ -74,13 +77,29 @@ class Encoded(Sizes):
 
     @property
     def label(self) -> str | None:
-        """``LOSSLESS`` if that was proved, else None."""
+        """``LOSSLESS`` if that was proved, ``LOSSY`` where something of packed files was left out, else None."""
+        record = self.manifest.packed_record
+        if record is not None and record.left_out:
+            return LOSSY
         return LOSSLESS if self.verified else None
+
+    @property
+    def proof(self) -> str:
+        """What was compared, for people."""
+        record = self.manifest.packed_record
+        if record is not None and record.left_out:
+            return "live elements, decoded and compared; the files are not covered"
+        if not self.verified:
+            return "not verified"
+        if record is not None:
+            return f"decoded and compared; {count(len(record.files), 'packed file')} rebuilt in memory, every byte"
+        return "decoded and compared" if self.cache is None else "live elements, decoded and compared"
 
     @property
     def notes(self) -> list[str]:
         """What changes the meaning of the ratio, in lines."""
-        return self._dequantised + notes_of(self.manifest, self.output or "frames")
+        notes = self._dequantised + notes_of(self.manifest, self.output or "frames") + room_notes(self.manifest)
+        return [*self.inferred, *notes]
 
     @property
     def _dequantised(self) -> list[str]:
@@ -103,6 +122,7 @@ class Encoded(Sizes):
             "zstd_version": made.zstd_version,
             "byte_exact": self.byte_exact,
             "cache": cache_document(self.cache),
+            **self._packed_files(),
             **({"file": self._file(kept)} if kept else {}),
             **completeness_document(self.completeness),
             "arrays": [
@@ -112,6 +132,21 @@ class Encoded(Sizes):
 
     def __str__(self) -> str:
         return self.text()
+
+    def _packed_files(self) -> dict[str, Any]:
+        """What was compared of packed files, for JSON."""
+        record, room = self.manifest.packed_record, self.manifest.room
+        if record is None:
+            return {}
+        document = {
+            "files": len(record.files),
+            "bytes": record.nbytes,
+            "rebuilt": not record.left_out,
+            "left_out": record.left_out,
+            "room_bytes": sum(array.nbytes for array in room),
+            "room_stored_bytes": sum(array.stored_bytes for array in room),
+        }
+        return {"packed_files": document}
 
     def _file(self, kept: KeptFile) -> dict[str, Any]:
         return {
@@ -134,14 +169,14 @@ class Encoded(Sizes):
 
     def text(self, *, verbose: bool = False) -> str:
         """One line; with `verbose` also one for each array."""
-        arrays = self.manifest.arrays
+        arrays = self.manifest.contents
         lines = []
         if verbose and self.output is not None:
             lines += [
                 f"{array.name}: {array.type_name} {list(array.shape)}, "
                 f"{array.nbytes:,} -> {array.stored_bytes:,} bytes, "
                 f"ratio {ratio(array.nbytes, array.stored_bytes):.4f}, {frames_of([array])}"
-                for array in arrays
+                for array in self.manifest.arrays
             ]
         others = self._renamed()
         name = self.output or arrays[0].name
@@ -149,7 +184,7 @@ class Encoded(Sizes):
             name += f" ({count(len(arrays), 'array')})"
         missing = report_missing(self.completeness)
         scope = f" for {'this array' if len(arrays) == 1 else 'these arrays'}" if missing else ""
-        proof = f"{LOSSLESS}{scope} (decoded and compared)" if self.verified else "not verified"
+        proof = f"{self.label}{scope} ({self.proof})" if self.label else self.proof
         lines.append(
             f"{name}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, "
             f"{frames_of(arrays)}, {proof}"
@@ -157,17 +192,19 @@ class Encoded(Sizes):
         )
         if others:
             lines.append(f"  {others}")
-        lines += [f"  {line}" for line in (*missing, *self._dequantised)]
+        lines += [f"  {line}" for line in (*missing, *self._dequantised, *room_notes(self.manifest))]
         if self.kept:
             whole = self.whole_bytes
-            lines += [f"  {line}" for line in room_notes(self.kept, self.manifest)]
+            lines += [f"  {line}" for line in describe_kept_room(self.kept, self.manifest)]
             lines.append(
                 f"  {self.kept.name} has {self.kept.nbytes:,} bytes, frames and manifest have {whole:,}"
                 f"{', which is more' if whole > self.kept.nbytes else ''}; decode writes the same file again"
             )
         if self.cache:
             packed = self.cache.file_bytes
-            times = ratio(packed, self.stored_bytes)
+            times = ratio(packed, self.manifest.stored_bytes)
+            how = " (partly inferred)" if any("inferred" in note for note in self.inferred) else ""
+            lines.append(f"  read as {cache_summary(self.cache)}{how}")
             lines.append(f"  the packed files have {packed:,} bytes, {times:.2f} times as many as {self._what()}")
         return "\n".join(lines)
 
@@ -228,6 +265,7 @@ def encode(
         cache=source.cache,
         dequantised=source.dequantised,
         completeness=source.completeness,
+        inferred=tuple(source.notes) if source.cache else (),
     )
 
 

@@ -74,7 +74,20 @@ def _failed(exc: BaseException, arguments: Namespace | None) -> int:
         streams.err_lines("".join(traceback.format_exception(exc)).rstrip("\n"))
     message, code = verdict(exc, arguments)
     streams.err("error", message)
+    for line in _possible_commands(exc, arguments):
+        streams.err_lines(line)
     return code
+
+
+def _possible_commands(exc: BaseException, arguments: Namespace | None) -> list[str]:
+    """The command lines that an error leaves to choose from, the likeliest first."""
+    choices: tuple[str, ...] = getattr(exc, "choices", ())
+    if arguments is None or not choices:
+        return []
+    from . import packed_options, printing
+
+    typed = printing.command(arguments)
+    return [f"  {typed} {packed_options.in_the_words_of(arguments, choice)}" for choice in choices] if typed else []
 
 
 def verdict(exc: BaseException, arguments: Namespace | None) -> tuple[str, int]:

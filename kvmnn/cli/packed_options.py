@@ -32,7 +32,7 @@ def add_packed(
     Without `tokens` and `text` the verb has ``--tokens`` and those of `add_text` already; with `second_tokens` it
     compares two inputs; with `undo` K and V are for other engines than that which computed them.
     """
-    group = parser.add_argument_group("packed files", "What prefix caches and live cache files do not say themselves.")
+    group = parser.add_argument_group("packed files", _PACKED_TEXT)
     add_layout(group, backend)
     group.add_argument("--kv-heads", type=shared_options.positive, metavar="N", help="kv heads of a layer")
     group.add_argument("--head-dim", type=shared_options.positive, metavar="N", help="dimensions of a head")
@@ -45,8 +45,17 @@ def add_packed(
         add_text(group)
     add_finding(group)
     group.add_argument("--packed", action="store_true", help="of a KV dump with both, take the packed variant")
+    if not shared_options.has_option(parser, "--force"):
+        said = "read packed files as specified, also where their words contradict it"
+        group.add_argument("--force", dest="trust", action="store_true", help=said)
     help.fold(parser, group, "--help-packed")
     engine_options.add_engine(parser, undo=undo)
+
+
+_PACKED_TEXT = (
+    "What prefix caches and live cache files do not say themselves. Where sizes and words of the files leave one "
+    "answer, it is inferred; what they contradict is refused, unless --force is given."
+)
 
 
 def add_layout(parser: Any, backend: str) -> None:
@@ -127,13 +136,14 @@ def options(arguments: argparse.Namespace, known: CacheInfo | None = None) -> Pa
         layer_order=arguments.layer_order,
         pid=arguments.pid,
         ignore_markers=arguments.ignore_markers,
+        trust=known is not None or getattr(arguments, "trust", False) or getattr(arguments, "force", False),
         packed_dump=arguments.packed,
     )
 
 
 LAYING = (
     *("tokens", "model", "backend", "kv_heads", "head_dim", "lp", "hp", "flash_block", "int8", "token_ids", "name"),
-    *("layer_order", "pid", "ignore_markers", "packed"),
+    *("layer_order", "pid", "ignore_markers", "packed", "trust"),
 )
 """The options about packed files, as the namespace calls them."""
 

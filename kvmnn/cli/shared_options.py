@@ -77,6 +77,11 @@ def add_raw(parser: Any) -> None:
     )
 
 
+def has_option(parser: Any, option: str) -> bool:
+    """Whether a parser knows an option already."""
+    return any(option in action.option_strings for action in parser._actions)
+
+
 def add_force(parser: Any) -> None:
     """``-f``."""
     parser.add_argument("-f", "--force", action="store_true", help="replace files that exist")

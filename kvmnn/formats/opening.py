@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ..arrays import engine_notes, own_order
 from ..arrays.axes import Laid, laid_out, own_axes
 from ..arrays.halves import Half
-from ..arrays.source import FILE_KEY, Source, described_by
+from ..arrays.source import FILE_KEY, PACKED_FILES_KEY, Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
@@ -290,7 +290,8 @@ def _decoded(path: str, options: ReadOptions) -> Source:
     for entry in frames.arrays if options.dtype is not None else ():
         if entry.dtype != options.dtype:
             raise OptionError(f"{path}: the manifest says {entry.dtype}, not {options.dtype} (--dtype)")
-    source = of_frames(frames, DecodeOptions(threads=options.threads))
+    source = of_frames(frames.without_room(), DecodeOptions(threads=options.threads))
+    source.metadata.pop(PACKED_FILES_KEY, None)
     return chosen(engine_files.reread(source, path, options), path, options)
 
 
@@ -336,7 +337,8 @@ def _packed(path: str, options: ReadOptions) -> Source:
     files = find_packed(path, options.packed)
     if files is None:
         return raw.read(path, options)
-    return chosen(describe_files(files, options.packed or PackedOptions()).to_source(options.dtype), path, options)
+    described = describe_files(files, options.packed or PackedOptions())
+    return chosen(described.to_source(options.dtype, whole=options.engine.whole), path, options)
 
 
 def _directory(path: str, options: ReadOptions) -> Source:

@@ -129,6 +129,8 @@ class PackedOptions:
         The engine's process, whose open files tell the order of the layers.
     ignore_markers
         Read a prefix cache whose markers are missing.
+    trust
+        Believe what is said of the files, also where their sizes and words speak for something else.
     packed_dump
         Take the packed variant of a dump that holds both.
     """
@@ -141,4 +143,5 @@ class PackedOptions:
     layer_order: tuple[str, ...] = ()
     pid: int | None = None
     ignore_markers: bool = False
+    trust: bool = False
     packed_dump: bool = False

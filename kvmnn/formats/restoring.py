@@ -149,6 +149,7 @@ def restore(
         No file is left behind then.
     """
     started = time.perf_counter()
+    frames = frames.without_room()
     source = _described(frames)
     beside = tuple(folder_files(frames.document.metadata, frames.path)) if frames.document else ()
     if isinstance(output, str | os.PathLike):

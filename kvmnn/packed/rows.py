@@ -60,6 +60,14 @@ class HeadRows:
             raise KvmnnError("int8 rows depend on what the engine saw before: they can be read, not written")
         _layout.scatter(self._numbers, head, self._rows(head, start, rows), 0, 1, start)
 
+    def clear(self, head: Bytes, start: int, count: int) -> None:
+        """Set the words of so many rows from token `start` on to zero; padding stays as it is."""
+        if self._int8:
+            raise KvmnnError("int8 rows depend on what the engine saw before: they can be read, not cleared")
+        if head.size != self._size or count < 1 or start < 0 or start + count > self._capacity:
+            raise KvmnnError(f"{count} rows from token {start}: expected rows inside {self._capacity} tokens")
+        _layout.zero(self._numbers, head, 0, 1, start, count)
+
     def _rows(self, head: Bytes, start: int, rows: Bytes) -> Bytes:
         count, rest = divmod(rows.size, self._row)
         if head.size != self._size or rest or not count or start < 0 or start + count > self._capacity:

@@ -94,9 +94,10 @@ def test_options_that_count_are_taken(here, run, argv):
 
 
 def test_messages_name_the_options_that_the_verb_has(here, run):
-    said = run("repack", "sys", "--to", "arm64-fp16", "--kv-heads", 2, "--head-dim", 4, "--tokens", 30, code=2).err
+    write_prefix(Path("noise"), arrays(2, 2, 64, 8), capacity=64)  # tells nothing
+    said = run("repack", "noise", "--to", "arm64-fp16", "--kv-heads", 2, "--head-dim", 8, "--tokens", 64, code=2).err
     assert "layouts fit the sizes of the files, say which (--from, --dtype, --flash-block)" in said
-    said = run("bench", "sys", code=2).err
+    said = run("bench", "noise", code=2).err
     assert "the files do not say kv_heads (--kv-heads)" in said
     assert said.endswith("kvmnn bench has no such option, kvmnn unpack has\n")
     known = ["--kv-heads", "2", "--head-dim", "4", "--tokens", "30", "--backend", "x86-avx2"]

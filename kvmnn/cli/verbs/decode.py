@@ -26,8 +26,8 @@ after another, become a 1-D array of their words: only a manifest knows shape an
                                another suffix with --raw
   --as dump -o DIR/            the KV dump that was encoded
 
-Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .npy files instead), byte for byte in
-every live element. --model, --token-ids and --backend are compared with what the manifest says, and what differs is
+Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .npy files instead), byte for byte.
+--model, --token-ids and --backend are compared with what the manifest says, and what differs is
 refused; --force restores anyway.
 
 Frames of a whole file of llama.cpp or MLX become that file again, byte for byte, with -o FILE or on standard output

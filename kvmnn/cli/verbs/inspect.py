@@ -60,16 +60,17 @@ def run(arguments: argparse.Namespace) -> int:
     if many_options.asked(arguments):
         return many_options.run(arguments, "inspect", arguments.inputs, takes=["arrays", "frames", "weights"])
     _refuse_idle(arguments)
-    documents = []
+    documents, code = [], 0
     for number, path in enumerate(arguments.inputs):
         found, text = _inspected(path, arguments)
         document = found.to_dict()
         documents.append(document)
         printing.expect_names(document)
         printing.say(arguments, ("\n" if number else "") + text)
+        code = max(code, 0 if getattr(found, "is_loadable", True) else 1)
     if arguments.json:
         printing.print_json({"verb": "inspect", "inputs": documents})
-    return 0
+    return code
 
 
 def _refuse_idle(arguments: argparse.Namespace) -> None:

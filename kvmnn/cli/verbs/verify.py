@@ -138,7 +138,7 @@ def _original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
         arguments,
         dtypes,
         known=frames.cache,
-        whole=is_kept(frames),
+        whole=is_kept(frames) or frames.packed_record is not None,
         as_layers=False,
         original_of=frames,
     )

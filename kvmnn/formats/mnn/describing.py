@@ -10,24 +10,27 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import PurePath
 
 from ... import dtypes
 from ...arrays.layers import array_name
 from ...arrays.named_array import NamedArray, UnsupportedArrayError
-from ...arrays.source import Source
+from ...arrays.source import PACKED_FILES_KEY, Source
+from ...bundle.packed_record import to_json
 from ...dtypes import PARTS
-from ...errors import MissingOptionError, SourceError
+from ...errors import SourceError
 from ...packed import cache_info
 from ...packed.cache_info import CacheInfo, LayerInfo, TokenIds
-from ...packed.fitting import Fit, Geometry, describe, inferred, of_layout, the_fit
+from ...packed.fitting import Fit, Geometry, describe, of_layout
 from ...packed.layout import PackLayout
 from ...packed.rows import row_dtype
 from ...text import count as count_of
 from ..options import PackedOptions
+from .file_account import account_files, find_difference, room_arrays
+from .layout_choice import AmbiguousLayoutError, LayoutChoice, choose_layout, missing_options
+from .live_tokens import RowCounts, count_rows, describe_rows_left, doubt_tokens, guess_tokens
 from .model import check_agrees, fingerprint, read_geometry
 from .packed_files import PackedFiles
-from .packed_reading import packed_runs, used_rows
+from .packed_reading import packed_runs
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,27 @@ class Described:
         What they hold.
     notes
         What was inferred, and from what, in words.
+    forced
+        What the words speak against, where the caller insisted on it; else empty.
+    left_rows
+        Which rows the specified tokens leave out of a fresh prefix, as a sentence; empty for none.
+    trusted
+        Whether the caller insists on what was specified.
     """
 
     files: PackedFiles
     info: CacheInfo
     notes: tuple[str, ...] = field(default=())
+    forced: str = ""
+    left_rows: str = ""
+    trusted: bool = False
 
-    def to_source(self, dtype: str | None = None) -> Source:
-        """``layer_<n>.key`` and ``layer_<n>.value``, each ``[kv_head, token, head_dim]``, of every layer."""
+    def to_source(self, dtype: str | None = None, *, whole: bool = False) -> Source:
+        """Return ``layer_<n>.key`` and ``layer_<n>.value``, each ``[kv_head, token, head_dim]``, of every layer.
+
+        With `whole`, of a prefix whose files can be written again, arrays with the other bytes of its files as well,
+        and in the metadata the hashes of the files, for frames.
+        """
         layout = self.info.layout
         if dtype not in (None, layout.dtype):
             raise UnsupportedArrayError(f"{self.files.path}: holds {layout.dtype} words, not {dtype}")
@@ -69,33 +85,36 @@ class Described:
             notes = [*self.notes, *layout.unrecoverable]
             return Source(arrays, notes=notes, lossy=True, opened=opened)
         metadata = {cache_info.METADATA_KEY: cache_info.to_json(self.info)}
+        if whole and self.files.kind == "prefix" and self.files.layers[0].layer == 0:
+            if self.left_rows and not self.trusted:
+                raise _refuse(self.files, self.info, self.left_rows)
+            record = account_files(self.files, self.info, left_out=self.forced or self.left_rows)
+            metadata[PACKED_FILES_KEY] = to_json(record)
+            arrays += room_arrays(self.files, self.info, record)
         return Source(arrays, metadata, notes=list(self.notes), cache=self.info, opened=opened)
 
 
 def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
-    """Put together what the caller, the model directory and the document beside the files say.
+    """Put together what the caller, the model directory and the document beside the files say, and what words tell.
 
     Raises
     ------
     SourceError
-        When what is said differs in different places, or does not fit the sizes; when the engine would not load the
-        files, unless `options` say to read them anyway.
+        When what is said differs in different places, or does not fit the sizes or the words; when the engine would
+        not load the files, unless `options` say to read them anyway.
     MissingOptionError
-        When neither files nor options say something that is needed.
+        When neither files nor options say something that is needed; `AmbiguousLayoutError` lists what it may be.
     OptionError
         When `options` say another geometry than their model has.
     """
-    if files.problems and not options.ignore_markers:
-        raise SourceError(f"{files.path}: {files.problems[0]} (--ignore-markers reads the files anyway)")
-    known = read_document(files)
-    if known and files.sizes != [_sizes(known.layout, layer) for layer in known.layers]:
-        raise SourceError(
-            f"{files.document[1] if files.document else files.path}: does not describe the files beside it any more: "
-            f"{_drift(files, known)}; move it away and say what they hold"
-        )
-    notes: list[str] = []
-    fit = _layout(files, options, known, notes)
-    tokens = _tokens(files, options, known, fit)
+    known = _check_files(files, options)
+    notes = [*files.notes, *([f"read although {files.unlike_sizes}"] if files.unlike_sizes and not known else [])]
+    choice = _layout(files, options, known)
+    fit = choice.fit
+    notes += choice.notes
+    rows = None if known or fit.layout.quantised else count_rows(files, fit)
+    tokens, token_notes = _tokens(files, options, known, fit, rows)
+    notes += token_notes
     layers = tuple(
         LayerInfo(layer=layer.layer, tokens=count, capacity=capacity, positions=runs, text_positions=text_runs)
         for layer, count, capacity, (runs, text_runs) in zip(
@@ -115,9 +134,66 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
         _check_same(files, known, info)
     elif options.token_ids and {options.token_ids.count} != set(tokens):
         raise SourceError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
-    if not known:
-        notes += _doubts(files, info, options)
-    return Described(files, info, tuple(notes))
+    if rows is None:
+        return Described(files, info, tuple(notes))
+    forced = _check_words(files, options, info, choice, rows, notes)
+    left_rows = describe_rows_left(files, fit, rows, tokens)
+    return Described(files, info, tuple(notes), forced, left_rows, options.trust)
+
+
+def _check_files(files: PackedFiles, options: PackedOptions) -> CacheInfo | None:
+    """What the document beside the files says; `SourceError` for files that are damaged or that it does not fit."""
+    if files.gaps:
+        raise SourceError(f"{files.path}: {files.gaps[0]}, so no engine would load it: compute the prefix again")
+    if files.problems and not options.ignore_markers:
+        raise SourceError(f"{files.path}: {files.problems[0]} (--ignore-markers reads the files anyway)")
+    known = read_document(files)
+    if known and files.sizes != [_sizes(known.layout, layer) for layer in known.layers]:
+        raise SourceError(
+            f"{files.document[1] if files.document else files.path}: does not describe the files beside it any more: "
+            f"{_drift(files, known)}; move it away and say what they hold"
+        )
+    if files.unlike_sizes and not known and not options.trust:
+        raise SourceError(
+            f"{files.path}: {files.unlike_sizes}: files were cut, and MNN would delete this prefix instead of loading "
+            "it: compute it again (--force reads what is left)"
+        )
+    return known
+
+
+def _check_words(
+    files: PackedFiles,
+    options: PackedOptions,
+    info: CacheInfo,
+    choice: LayoutChoice,
+    rows: RowCounts,
+    notes: list[str],
+) -> str:
+    """Refuse what the words contradict, or say it where the caller is to be believed; returns what was believed."""
+    tokens = _tokens_of(info)
+    conflict = f"{choice.conflict}; the words speak for {choice.better}" if choice.conflict else ""
+    if conflict and not options.trust:
+        raise _refuse(files, info, conflict)
+    option = "--tokens" if options.tokens else "--token-ids"
+    above, below = doubt_tokens(rows, tokens, option)
+    if above and options.token_ids and not options.tokens:
+        ids = count_of(tokens[0], "token id")
+        raise SourceError(
+            f"{files.path}: {ids}, but {above[0].partition(':')[0]}: say --tokens {tokens[0]} as well if only these "
+            "tokens are meant"
+        )
+    if conflict:
+        notes.append(f"the words contradict what was specified: {conflict}")
+    elif options.tokens or options.token_ids:
+        notes += [*above, *below]
+    return conflict
+
+
+def _refuse(files: PackedFiles, info: CacheInfo, conflict: str) -> SourceError:
+    """What the words contradict, and the first of them."""
+    first = find_difference(files, info)
+    seen = f" (the first word in the way: {first})" if first else ""
+    return SourceError(f"{files.path}: {conflict}{seen}; --force reads the files as specified")
 
 
 def read_document(files: PackedFiles) -> CacheInfo | None:
@@ -170,25 +246,33 @@ def _drift(files: PackedFiles, known: CacheInfo) -> str:
     return "they differ in number"
 
 
-def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None, notes: list[str]) -> Fit:
+def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None) -> LayoutChoice:
     layers = len(files.layers) if files.kind == "prefix" and files.layers[0].layer == 0 else None
     geometry = model_geometry(options, layers, files.path)
-    if known is None and options.model and geometry.missing:
-        raise MissingOptionError(
-            f"{files.path}: neither its files nor those of the model in {options.model} say {geometry.missing}"
-        )
-    if known is None:
-        names = [(PurePath(layer.key).name, PurePath(layer.value).name) for layer in files.layers]
-        fit = the_fit(files.path, geometry, files.sizes, names)
-        notes.extend(inferred(geometry, fit, files.sizes))
-        return fit
-    if not any(layout == known.layout for _, layout in geometry.or_else(of_layout(known.layout)).candidates()):
-        raise SourceError(f"{files.path}: its document says {describe(known.layout)}, which is not what was asked for")
-    return Fit(known.layout, "", tuple(layer.capacity for layer in known.layers))
+    if known is not None:
+        if not any(layout == known.layout for _, layout in geometry.or_else(of_layout(known.layout)).candidates()):
+            raise SourceError(
+                f"{files.path}: its document says {describe(known.layout)}, which is not what was asked for"
+            )
+        return LayoutChoice(Fit(known.layout, "", tuple(layer.capacity for layer in known.layers)))
+    tokens = options.tokens or ((options.token_ids.count,) if options.token_ids else ())
+    try:
+        return choose_layout(files, geometry, tokens=tokens[0] if len(set(tokens)) == 1 else None)
+    except AmbiguousLayoutError as error:
+        if not geometry.missing:
+            raise
+        where = f"neither its files nor those of the model in {options.model} say {geometry.missing}"
+        missing = missing_options(geometry, tokens=not tokens)
+        text = f"{files.path}: {where}" if options.model else f"{files.path}: {missing}"
+        choices = [choice if tokens else f"{choice} --tokens N" for choice in error.choices]
+        raise AmbiguousLayoutError(text, choices) from None
 
 
-def _tokens(files: PackedFiles, options: PackedOptions, known: CacheInfo | None, fit: Fit) -> tuple[int, ...]:
-    count = len(files.layers)
+def _tokens(
+    files: PackedFiles, options: PackedOptions, known: CacheInfo | None, fit: Fit, rows: RowCounts | None
+) -> tuple[tuple[int, ...], list[str]]:
+    """Live tokens of each layer, and how they were inferred."""
+    count, notes = len(files.layers), []
     if options.tokens:
         if len(options.tokens) not in (1, count):
             raise SourceError(f"{files.path}: {len(options.tokens)} numbers of tokens for {count} layers")
@@ -198,17 +282,22 @@ def _tokens(files: PackedFiles, options: PackedOptions, known: CacheInfo | None,
     elif options.token_ids:
         tokens = (options.token_ids.count,) * count
     else:
-        raise MissingOptionError(
-            f"{files.path}: the files do not say how many tokens are live: say --tokens N (at most "
-            f"{min(fit.capacities)}) or --token-ids FILE"
-        )
+        guess = guess_tokens(files, fit, rows) if rows else None
+        if guess is None or guess.tokens is None:
+            raise AmbiguousLayoutError(
+                f"{files.path}: the files do not say how many tokens are live: say --tokens N (at most "
+                f"{min(fit.capacities)}) or --token-ids FILE" + (f"; {guess.reason}" if guess else ""),
+                [f"--tokens {number}" for number in guess.choices] if guess else [],
+            )
+        tokens = (guess.tokens,) * count
+        notes = [f"{guess.tokens} tokens inferred: {guess.reason}"]
     for layer, number, capacity in zip(files.layers, tokens, fit.capacities, strict=True):
         if not 1 <= number <= capacity:
             raise SourceError(
                 f"{files.path}: layer {layer.layer}: {number} tokens: expected at least 1 and at most {capacity}, "
                 "which the files have room for"
             )
-    return tokens
+    return tokens, notes
 
 
 def _positions(
@@ -242,33 +331,3 @@ def _shown(value: tuple[int, ...] | TokenIds | str | None) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value if len(set(value)) > 1 else value[:1]))
     return f"{str(value)[:12]}..."
-
-
-def _doubts(files: PackedFiles, info: CacheInfo, options: PackedOptions) -> list[str]:
-    """Where the rows of K speak for another number of tokens than was said, in words; an engine may leave old rows.
-
-    `SourceError` for fewer token ids than rows, where no tokens were said.
-    """
-    if info.layout.quantised:
-        return []
-    more, fewer = [], []
-    for found, layer in zip(files.layers, info.layers, strict=True):
-        used = used_rows(found.key, info.layout, "key", layer.capacity)
-        if used > layer.tokens:
-            more.append(f"rows behind the {layer.tokens} tokens are not zero, up to row {used}")
-        elif used < layer.tokens:
-            fewer.append(f"the last {layer.tokens - used} of {layer.tokens} tokens are all zero")
-    layers = count_of(len(files.layers), "layer")
-    notes = []
-    said = "--tokens" if options.tokens else "--token-ids"
-    if more and not options.tokens:
-        tokens = info.layers[0].tokens
-        raise SourceError(
-            f"{files.path}: {count_of(tokens, 'token id')}, but in {len(more)} of {layers} {more[0]}: "
-            f"say --tokens {tokens} as well if only these tokens are meant"
-        )
-    if more:
-        notes.append(f"in {len(more)} of {layers} {more[0]}: more tokens may be live than --tokens says")
-    if fewer:
-        notes.append(f"in {len(fewer)} of {layers} {fewer[0]}: fewer tokens may be live than {said} says")
-    return notes

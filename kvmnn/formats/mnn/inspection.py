@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import SourceError
 from ...packed.cache_info import CacheInfo
-from ...packed.fitting import Fit, describe, fits, listed
+from ...packed.fitting import Fit, describe, fits
 from ...packed.summary import cache_document, cache_summary, kept_tokens, live_share
 from ...text import count
 from ..options import PackedOptions
@@ -33,6 +33,11 @@ class DescribedCache:
     """
 
     described: Described
+
+    @property
+    def files(self) -> PackedFiles:
+        """What was found."""
+        return self.described.files
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -86,11 +91,14 @@ class UndescribedCache:
         What is not known.
     possible
         The layouts that the sizes of the files leave, where the heads are known.
+    choices
+        Options that would say what is not known, the likeliest first.
     """
 
     files: PackedFiles
     reason: str
     possible: Sequence[Fit]
+    choices: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -106,6 +114,7 @@ class UndescribedCache:
                 }
                 for fit in self.possible
             ],
+            "choices": list(self.choices),
             "layers": [vars(found) for found in self.files.layers],
         }
 
@@ -115,6 +124,7 @@ class UndescribedCache:
             f"  may be: {fit.backends}: {describe(fit.layout)}, capacity {max(fit.capacities):,}"
             for fit in self.possible
         ]
+        lines += [f"  as likely as any: {choice}" for choice in self.choices]
         lines += [
             f"  layer {found.layer}: {os.path.basename(found.key)} {found.key_bytes:,} bytes, "
             f"{os.path.basename(found.value)} {found.value_bytes:,} bytes"
@@ -137,6 +147,11 @@ class PackedInspection:
 
     path: str
     caches: tuple[DescribedCache | UndescribedCache, ...]
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether the engine would load all of them; live files are not loaded."""
+        return not any(cache.files.refusals for cache in self.caches)
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values: of the one cache, or of all prefixes."""
@@ -176,11 +191,12 @@ def _inspected(path: str, options: PackedOptions) -> DescribedCache | Undescribe
         return DescribedCache(describe_files(files, replace(options, ignore_markers=True)))
     except SourceError as exc:
         reason = str(exc).removeprefix(f"{files.path}: ")
+        choices = getattr(exc, "choices", ())
     try:
         possible = fits(model_geometry(options, None, files.path), files.sizes)
     except SourceError:
         possible = []
-    return UndescribedCache(files, reason.removesuffix(listed(possible)), possible)
+    return UndescribedCache(files, reason, possible, choices)
 
 
 def _heading(files: PackedFiles) -> list[str]:
@@ -188,7 +204,7 @@ def _heading(files: PackedFiles) -> list[str]:
     heading = f"{files.path}: {_KINDS[files.kind]}{name}, {count(len(files.layers), 'layer')}, {files.nbytes:,} bytes"
     if files.kind == "prefix" and not files.problems:
         heading += ", all markers there"
-    return [heading, *(f"  would not load: {problem}" for problem in files.problems)]
+    return [heading, *(f"  would not load: {problem}" for problem in files.refusals)]
 
 
 def _document(files: PackedFiles) -> dict[str, Any]:
@@ -197,7 +213,7 @@ def _document(files: PackedFiles) -> dict[str, Any]:
         "kind": f"{files.kind} cache",
         "name": files.name,
         "file_bytes": files.nbytes,
-        "problems": list(files.problems),
+        "problems": files.refusals,
     }
 
 

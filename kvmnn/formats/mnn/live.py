@@ -1,7 +1,8 @@
 """The files behind a running engine's caches (``kvcache_mmap``): pairs ``<16 hex digits>.k`` and ``.v``.
 
-The name is an address. Neither it nor times nor inodes tell which layer a pair belongs to; the order in which the
-engine opened the files does, and that can be asked of the system while the engine runs.
+The name is an address and does not tell which layer a pair belongs to. The order in which the engine opened the files
+does, and that can be asked of the system while the engine runs; without it the order in which they were made is taken,
+which the engine's first step goes by, and which is said to be inferred.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import MissingOptionError, SourceError
+from ...files.birth_time import read_birth_time
 from ...files.output import DirectoryOutput
 from .packed_files import PackedFiles, PackedLayer, size_of
 
+_CLOCK_TICK_NS = 100 * 10**6  # times of files are as coarse as the system's clock ticks
 _DATA = re.compile(r"(?P<address>[0-9A-F]{16})\.(?P<part>[kv])")
 
 
@@ -41,6 +44,7 @@ def find(path: str, order: tuple[str, ...] = (), pid: int | None = None) -> Pack
     MissingOptionError
         When several pairs are there and nothing tells their order.
     """
+    notes: tuple[str, ...] = ()
     if os.path.isdir(path):
         folder, wanted = Path(path), None
     else:
@@ -64,15 +68,22 @@ def find(path: str, order: tuple[str, ...] = (), pid: int | None = None) -> Pack
     elif len(found) == 1:
         addresses = found
     else:
-        raise MissingOptionError(
-            f"{path}: nothing in the {len(found)} pairs of files tells their layers: say --pid PID of the running "
-            "engine, or --layer-order ADDRESS,ADDRESS,..."
+        addresses, reason = order_by_birth(folder, found)
+        if not addresses:
+            raise MissingOptionError(
+                f"{path}: nothing in the {len(found)} pairs of files tells their layers, {reason}: say --pid PID of "
+                "the running engine, or --layer-order ADDRESS,ADDRESS,..."
+            )
+        notes = (
+            f"order of the {len(found)} layers inferred from when their files were made; --pid PID of the running "
+            f"engine knows it, --layer-order {','.join(addresses[:2])},... says it",
         )
     return PackedFiles(
         kind="live",
         name="",
         path=path,
         layers=tuple(_layer(folder, number, address) for number, address in enumerate(addresses)),
+        notes=notes,
     )
 
 
@@ -143,6 +154,30 @@ def open_order(folder: Path, pid: int) -> list[str]:
     if orders["k"] != orders["v"]:
         raise SourceError(f"process {pid}: its K and V files are open in different orders")
     return orders["k"]
+
+
+def order_by_birth(folder: Path, addresses: Sequence[str]) -> tuple[list[str], str]:
+    """Addresses in the order in which their files were made: by time, and by inode where times are equal.
+
+    Returns
+    -------
+    tuple
+        The addresses, none where times tell no order; and why they do not.
+    """
+    orders = []
+    for part in "kv":
+        made: list[tuple[int, int, str]] = []
+        for address in addresses:
+            file = str(folder / f"{address}.{part}")
+            size_of(file)
+            born, status = read_birth_time(file), os.stat(file)
+            if born is None:
+                return [], "and this file system does not keep when files were made"
+            if status.st_mtime_ns < born - _CLOCK_TICK_NS:
+                return [], "and they are copies, made in any order"
+            made.append((born, status.st_ino, address))
+        orders.append([address for _, _, address in sorted(made)])
+    return (orders[0], "") if orders[0] == orders[1] else ([], "and K and V were made in different orders")
 
 
 def _address(path: str) -> str:

@@ -31,25 +31,6 @@ def packed_runs(path: str, layout: PackLayout, part: Part, layer: LayerInfo, ste
     yield from rechunked(blocks, step, row * layer.tokens * layout.kv_heads)
 
 
-def used_rows(path: str, layout: PackLayout, part: Part, capacity: int) -> int:
-    """Rows up to the last that holds anything, in any head: more than one byte, such as zero, over and over."""
-    file = MappedFile(path)
-    row, size = row_bytes(layout, part), head_bytes(layout, part, capacity)
-    step = max(_BLOCK_BYTES // row, 1)
-    access, used = HeadRows(layout, part, capacity), 0
-    for head in range(layout.kv_heads):
-        buffer = file.view(head * size, size)
-        for end in range(capacity, used, -step):
-            rows = np.empty((min(step, end - used), row), np.uint8)
-            access.read(buffer, end - len(rows), rows.reshape(-1))
-            found = np.flatnonzero((rows != rows[:, :1]).any(axis=1))
-            if found.size:
-                used = end - len(rows) + int(found[-1]) + 1
-                break
-        file.drop(head * size, size)
-    return used
-
-
 def _row_blocks(file: MappedFile, layout: PackLayout, part: Part, layer: LayerInfo, rows: int) -> Iterator[Piece]:
     row = row_bytes(layout, part)
     size = head_bytes(layout, part, layer.capacity)

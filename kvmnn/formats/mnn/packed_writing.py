@@ -67,6 +67,7 @@ class PackedPart:
         self._rest: Piece = np.empty(0, np.uint8)
         self._position = 0  # rows that have come
         self._dirty = 0
+        self._filled = 0  # bytes besides rows that have come
         self._target, self._path = target, path
         self._map: mmap.mmap | None = None
         if head * layout.kv_heads <= _WRITE_AT_ONCE:
@@ -76,6 +77,14 @@ class PackedPart:
                 make_room(file.fileno(), head * layout.kv_heads)
                 self._map = mmap.mmap(file.fileno(), 0)
             self._buffer = np.frombuffer(self._map, np.uint8).reshape(layout.kv_heads, head)
+
+    def fill(self, run: Piece) -> None:
+        """Take the next bytes of what the file holds besides rows, before any row comes."""
+        buffer = self._buffer.reshape(-1)
+        if self._filled + run.size > buffer.size:
+            raise KvmnnError(f"{self._target}: more bytes came than the file has")
+        buffer[self._filled : self._filled + run.size] = run
+        self._filled += run.size
 
     def write(self, run: Piece) -> None:
         """The next bytes of the array, little-endian words."""

@@ -107,7 +107,8 @@ def _layers(path: str, name: str, listing: set[str]) -> list[int]:
 
 def _layer(folder: Path, name: str, layer: int) -> PackedLayer:
     key, value = (str(folder / data_name(name, layer, part)) for part in PART_LETTERS.values())
-    return PackedLayer(layer=layer, key=key, value=value, key_bytes=size_of(key), value_bytes=size_of(value))
+    sizes = [size_of(path) if os.path.lexists(path) else 0 for path in (key, value)]
+    return PackedLayer(layer=layer, key=key, value=value, key_bytes=sizes[0], value_bytes=sizes[1])
 
 
 def _problems(folder: Path, name: str, layers: list[int], listing: set[str]) -> Iterable[str]:

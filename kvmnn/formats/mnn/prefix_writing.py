@@ -8,13 +8,16 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ...arrays.casting import Cast, sum_of
 from ...arrays.layers import LayerArray, common_geometry
+from ...arrays.named_array import NamedArray
 from ...arrays.undoing import Undo, rounded
-from ...dtypes import PART_LETTERS
+from ...dtypes import PART_LETTERS, Part
 from ...errors import KvmnnError
+from ...files.mapped import MappedFile
 from ...files.names import with_contents
 from ...files.output import DirectoryOutput, StagedFile
 from ...packed import cache_info
@@ -57,6 +60,10 @@ class Packed:
         What llama.cpp had done to K and V and was undone first.
     rerotated
         How K was rotated to the first positions; None where that was not asked for.
+    proof
+        What was compared, for people.
+    left_out
+        What of the files that are restored was not kept, as a sentence; empty where nothing is known to lack.
     """
 
     output: str
@@ -67,6 +74,8 @@ class Packed:
     dequantised: tuple[str, ...] = ()
     undone: tuple[Undo, ...] = ()
     rerotated: Rerotated | None = None
+    proof: str = "every file read back and compared"
+    left_out: str = ""
 
     @property
     def warnings(self) -> list[str]:
@@ -79,7 +88,8 @@ class Packed:
 
         None where blocks were read as the numbers that they stand for, and nothing was rounded since.
         """
-        if rounded(self.undone) or (self.rerotated is not None and self.rerotated.label == LOSSY):
+        rerotated = self.rerotated is not None and self.rerotated.label == LOSSY
+        if rounded(self.undone) or self.left_out or rerotated:
             return LOSSY
         return None if self.dequantised and self.cast.label == LOSSLESS else self.cast.label
 
@@ -95,12 +105,15 @@ class Packed:
             "undone": list(self.undone),
             **rerotation_document(self.rerotated),
             "warnings": warning_sentences(self.warnings),
+            "proof": self.proof,
+            "left_out": self.left_out,
             "cache": cache_document(self.info),
         }
 
     def __str__(self) -> str:
         same = self.cast.source == self.cast.target
-        proof = "every file read back and compared" if same else str(self.cast)
+        proof = self.proof if same else str(self.cast)
+        proof = f"not all of the files that were encoded is kept: {self.left_out}" if self.left_out else proof
         made = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else ""
         turned = f"undone: {', '.join(self.undone)}" if self.undone else ""
         rotated = "K rotated" if self.rerotated and self.rerotated.tokens else ""
@@ -184,6 +197,10 @@ class Making:
         The arrays are in memory: what reads back is compared with their words, and nothing is hashed.
     hashes
         SHA-256 of arrays by their names, of what has to read back; of arrays that are not named what goes in is hashed.
+    rooms
+        For K or V of a layer what its file holds besides rows of tokens; zero for those that are not named.
+    file_hashes
+        SHA-256 that the file of K or V of a layer must have as it reads back; then nothing else of it is compared.
     threads
         Files that are worked on at once; None for as many as there are processors. Only without `durable`.
     """
@@ -191,6 +208,8 @@ class Making:
     durable: bool = True
     again: bool = False
     hashes: Mapping[str, str] = field(default_factory=dict)
+    rooms: Mapping[tuple[int, Part], NamedArray] = field(default_factory=dict)
+    file_hashes: Mapping[tuple[int, Part], str] = field(default_factory=dict)
     threads: int | None = 1
 
 
@@ -276,6 +295,13 @@ def _tell(progress: Progress | None, lock: threading.Lock, nbytes: int) -> None:
             progress(nbytes)
 
 
+def _hash_file(path: Path) -> str:
+    file, digest = MappedFile(path), hashlib.sha256()
+    for run in file.runs(0, file.size, _STEP):
+        digest.update(run.data)
+    return digest.hexdigest()
+
+
 def _write_part(
     entry: LayerArray, info: CacheInfo, file: StagedFile, cast: Cast, making: Making, progress: Progress
 ) -> bool:
@@ -290,9 +316,14 @@ def _write_part(
         tokens=layer.tokens,
         order="token" if entry.token_major else "head",
     )
+    place = (entry.layer, entry.part)
+    whole = making.file_hashes.get(place)
     again = making.again or entry.token_major
     expected = None if cast.source != cast.target else making.hashes.get(entry.array.name)
-    went_in = None if again or expected else hashlib.sha256()
+    went_in = None if again or expected or whole else hashlib.sha256()
+    for run in making.rooms[place].pieces(_STEP) if place in making.rooms else ():
+        part.fill(run)
+        del run
     for run in entry.array.pieces(_STEP):
         words = cast.run(run)
         if went_in:
@@ -301,7 +332,9 @@ def _write_part(
         progress(run.size)
         del run, words
     part.rewind()
-    if again:
+    if whole:
+        proved = _hash_file(file.path) == whole
+    elif again:
         once_more = Cast(cast.source, cast.target)
         proved = all(part.holds(once_more.run(run)) for run in entry.array.pieces(_AGAIN))
     else:

@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...arrays.layers import LayerArray, sort
-from ...arrays.named_array import ArrayInfo
+from ...arrays.named_array import ArrayInfo, NamedArray
+from ...arrays.source import PACKED_FILES_KEY
 from ...bundle.decoding import decode_frames
 from ...bundle.frame_set import DecodeOptions, FrameSet
-from ...errors import FrameError, LimitError, OptionError, SourceError
+from ...bundle.packed_record import PackedRecord
+from ...dtypes import PARTS, Part
+from ...errors import FrameError, LimitError, ManifestError, OptionError, SourceError
 from ...files.names import is_directory
 from ...packed.cache_info import CacheInfo, TokenIds
 from ...packed.fitting import Geometry, describe
@@ -122,7 +125,11 @@ def restore_prefix(
     info, options = frames.cache, options or DecodeOptions()
     if info is None:
         raise OptionError(f"{frames.path}: does not describe a packed cache")
-    arrays = sort(of_frames(frames, options).arrays)
+    record = frames.packed_record
+    if record is not None:
+        _check_record(frames, record, info)
+    contents = frames.without_room()
+    arrays = sort(of_frames(contents, options).arrays)
     layout = chosen_layout(geometry or Geometry(), arrays, info.layout, info.layout.dtype)
     warnings = _differences(info, layout, model, token_ids)
     if warnings and not force:
@@ -132,12 +139,19 @@ def restore_prefix(
         raise LimitError(
             f"{frames.path}: its files have {target.file_bytes} bytes, above the limit of {options.max_bytes}"
         )
-    hashes = _hashes(frames, arrays, layout)
+    hashes = _hashes(contents, arrays, layout)
     parallel = _side_by_side(arrays, options)
     if hashes:
         alone = replace(options, threads=1) if parallel else options
-        arrays = sort(of_frames(frames, alone, check=False).arrays)
-    making = Making(durable=False, hashes=hashes, threads=options.threads if parallel else 1)
+        arrays = sort(of_frames(contents, alone, check=False).arrays)
+    same = record if record and not record.left_out and layout == info.layout else None
+    making = Making(
+        durable=False,
+        hashes=hashes,
+        rooms=_rooms(frames, same, options) if same else {},
+        file_hashes={(entry.layer, entry.part): entry.sha256 for entry in same.files} if same else {},
+        threads=options.threads if parallel else 1,
+    )
     try:
         packed = write_prefix(
             arrays, target, output, force=force, protect=frames.files, progress=progress, making=making
@@ -145,13 +159,39 @@ def restore_prefix(
     except (FrameError, ReadBackError):
         deque(decode_frames(frames, options), maxlen=0)  # where frames are not what they were, this says it
         raise
+    proof = _SAME_FILES if same else _LIVE_ELEMENTS
     return RestoredPrefix(
         input=frames.path,
-        packed=packed,
-        arrays=frames.arrays,
-        stored_bytes=frames.stored_bytes,
+        packed=replace(packed, proof=proof, left_out=record.left_out if record else ""),
+        arrays=contents.arrays,
+        stored_bytes=contents.stored_bytes,
         warnings=tuple(warnings),
     )
+
+
+_SAME_FILES = "every file read back, sha256 of the files that were encoded"
+_LIVE_ELEMENTS = "live elements of every file read back and compared"
+
+
+def _rooms(frames: FrameSet, record: PackedRecord, options: DecodeOptions) -> dict[tuple[int, Part], NamedArray]:
+    """What files hold besides rows of tokens."""
+    arrays = {array.name: array for array in of_frames(frames, replace(options, threads=1)).arrays}
+    return {(entry.layer, entry.part): arrays[entry.room] for entry in record.files if entry.room is not None}
+
+
+def _check_record(frames: FrameSet, record: PackedRecord, info: CacheInfo) -> None:
+    """`ManifestError` where the record is not of the files that the manifest describes."""
+    where = f"{frames.path}: metadata {PACKED_FILES_KEY!r}"
+    expected = [(layer, part) for layer in info.layers for part in PARTS]
+    if [(entry.layer, entry.part) for entry in record.files] != [(layer.layer, part) for layer, part in expected]:
+        raise ManifestError(f"{where}: expected K and V of each layer by turns")
+    sizes = {array.name: array.nbytes for array in frames.arrays}
+    for entry, (layer, part) in zip(record.files, expected, strict=True):
+        size = info.layout.key_bytes(layer.capacity) if part == "key" else info.layout.value_bytes(layer.capacity)
+        room = entry.nbytes if entry.room is None else sizes[entry.room]
+        if entry.nbytes != size or room != size:
+            found = entry.nbytes if entry.nbytes != size else room
+            raise ManifestError(f"{where}: layer {entry.layer}: expected {size} bytes of its {part}s, found {found}")
 
 
 def _hashes(frames: FrameSet, arrays: Sequence[LayerArray], layout: PackLayout) -> dict[str, str]:

@@ -19,8 +19,9 @@ from ...errors import OptionError
 from ...files.names import is_directory, with_contents
 from ...files.output import DirectoryOutput, is_device
 from ...packed.cache_info import CacheInfo
+from ...packed.fitting import describe
 from ...packed.summary import cache_document, kept_tokens
-from ...text import LOSSLESS, LOSSY, UNCHANGED, at_rate, count
+from ...text import LOSSLESS, LOSSY, UNCHANGED, at_rate, count, span
 from ...threads.pipeline import Progress
 from ..beside import write_beside
 from ..npz import comment_of
@@ -111,8 +112,15 @@ class Unpacked:
             "arrays": [{"name": a.name, "dtype": a.dtype, "shape": list(a.shape)} for a in self.arrays],
         }
 
+    def _describe_elements(self) -> str:
+        """Which elements were compared: of packed files those of live tokens, where the layout has them."""
+        if self.cache is None:
+            return "live elements"
+        tokens = span(sorted({layer.tokens for layer in self.cache.layers}))
+        return f"live elements: {tokens} tokens in {describe(self.cache.layout)}"
+
     def __str__(self) -> str:
-        proof = "live elements, read back and compared" if self.reread else "live elements, copied as they are"
+        proof = self._describe_elements() + (", read back and compared" if self.reread else ", copied as they are")
         how = "int8 times scale plus bias" if self.lossy else proof
         how = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else how
         how += f", undone: {', '.join(self.undone)}" if self.undone else ""

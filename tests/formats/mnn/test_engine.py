@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from engine_client import (
     unpack_fixture,
 )
 
-from kvmnn import KVMeta, PackedCache, PackLayout
+from kvmnn import KVMeta, PackedCache, PackLayout, SourceError
 from kvmnn.cli.command import main
 from kvmnn.formats import open as open_any
 from kvmnn.formats.mnn import live as mnn_live
@@ -84,6 +85,48 @@ def test_a_prefix_of_another_name_written_by_the_engine_now(model, tmp_path):
     kvmnn("encode", tmp_path / "written", *GEOMETRY, "--tokens", 50, "-o", f"{tmp_path}/frames/")
     kvmnn("decode", tmp_path / "frames", "--name", "moved", "-o", f"{tmp_path}/restored/")
     assert continuation(model, tmp_path / "restored", tmp_path / "again", "moved") == CONTINUATION
+
+
+def test_open_prefix_that_the_engine_wrote_needs_no_options(model, tmp_path):
+    """Layout, heads and tokens are in the words; the backend of another build is refused."""
+    (tmp_path / "written").mkdir()
+    with Engine(model, tmp_path / "scratch", tmp_path / "written") as engine:
+        engine.call("prefix", "fresh")
+        engine.call("generate", PREFIX_IDS[:49], 0)
+    cache = open_any(str(tmp_path / "written")).cache
+    assert cache is not None
+    assert (cache.layout.kv_heads, cache.layout.head_dim, cache.layout.hP, cache.layers[0].tokens) == (2, 16, 4, 49)
+    other = Geometry(kv_heads=2, head_dim=16, lP=1, hP=8, dtype="fp32")
+    with pytest.raises(SourceError, match="x86-avx2"):
+        open_any(str(tmp_path / "written"), ReadOptions(packed=PackedOptions(geometry=other, tokens=(49,))))
+
+
+def test_encode_prefix_whose_session_went_on_restores_it(model, tmp_path):
+    """The prefix file is the live cache: rows of the question and the answer follow those of the prefix."""
+    (tmp_path / "written").mkdir()
+    with Engine(model, tmp_path / "scratch", tmp_path / "written") as engine:
+        engine.call("prefix", NAME)
+        engine.call("generate", PREFIX_IDS, 0)
+        engine.call("generate", QUERY_IDS, 3)
+        for file in (tmp_path / "written").iterdir():
+            shutil.copy(file, tmp_path / file.name)
+    for file in (tmp_path / "written").iterdir():
+        file.unlink()
+    for file in tmp_path.glob("sys_*"):
+        file.rename(tmp_path / "written" / file.name)
+    kvmnn("encode", *described(tmp_path / "written"), "-o", f"{tmp_path}/frames/")
+    kvmnn("decode", tmp_path / "frames", "-o", f"{tmp_path}/restored/")
+    for file in (tmp_path / "written").iterdir():
+        assert (tmp_path / "restored" / file.name).read_bytes() == file.read_bytes()
+    assert continuation(model, tmp_path / "restored", tmp_path / "again") == CONTINUATION
+
+
+def test_order_by_birth_is_that_of_open_descriptors(model, tmp_path):
+    with Engine(model, tmp_path) as engine:
+        engine.call("forward", PREFIX_IDS)
+        addresses = sorted({path.stem for path in tmp_path.iterdir()})
+        order, reason = mnn_live.order_by_birth(tmp_path, addresses)
+        assert order == mnn_live.open_order(tmp_path, engine.pid) or "does not keep" in reason
 
 
 @pytest.mark.parametrize(("begin", "end"), [(10, 35), (25, 50)])

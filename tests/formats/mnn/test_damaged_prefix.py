@@ -1,0 +1,110 @@
+"""Prefix caches damaged on disk: what the engine would not load is refused, and inspect says why (exit code 1)."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+
+import packed_samples
+import pytest
+from engine_client import unpack_fixture
+
+from kvmnn.formats import find_packed
+from kvmnn.formats.mnn import describe_files
+from kvmnn.formats.options import PackedOptions
+from kvmnn.packed.fitting import Geometry
+
+GEOMETRY = ("--kv-heads", 2, "--head-dim", 16, "--backend", "x86-avx2")
+DAMAGE = {
+    "zero_k": (lambda p: os.truncate(p / "sys_1.k", 0), "sys_1.k is empty"),
+    "half_v": (
+        lambda p: os.truncate(p / "sys_1.v", 8192),
+        "its layers differ in size: sys_1.v has 8192 bytes, that of the other layer 16384",
+    ),
+    "missing_v": (lambda p: (p / "sys_0.v").unlink(), "sys_0.v is missing"),
+    "both": (  # the room of 64 tokens, as a layout has it
+        lambda p: [os.truncate(p / f"sys_1.{part}", 8192) for part in "kv"],
+        "its layers differ in size: sys_1.k has 8192 bytes, that of the other layer 14848",
+    ),
+    "first": (
+        lambda p: [os.truncate(p / f"sys_0.{part}", 8192) for part in "kv"],
+        "its layers differ in size: sys_0.k has 8192 bytes, that of the other layer 14848",
+    ),
+}
+
+
+@pytest.fixture
+def prefix(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return unpack_fixture("prefix", tmp_path)
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_verbs_damaged_prefix_is_refused(prefix, run, case):
+    damage, message = DAMAGE[case]
+    damage(prefix)
+    for verb in (("unpack", "-o", "x.npz"), ("encode", "-o", "b/"), ("measure",), ("compact", "--remove", 1)):
+        error = run(verb[0], prefix, *GEOMETRY, "--tokens", 50, *verb[1:], code=1).err
+        assert message in error, verb
+    assert os.listdir() == ["prefix"]
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_inspect_damaged_prefix_says_why_it_would_not_load(prefix, run, case):
+    damage, message = DAMAGE[case]
+    damage(prefix)
+    for options in ((), GEOMETRY, (*GEOMETRY, "--tokens", 50)):
+        assert f"would not load: {message}" in run("inspect", prefix, *options, code=1).out
+    document = json.loads(run("inspect", prefix, "--json", code=1).out)["inputs"][0]
+    assert document["problems"] == [message]
+
+
+def test_inspect_missing_markers_exits_with_one(prefix, run):
+    run("inspect", prefix)
+    (prefix / "sys_1_sync.v").unlink()
+    assert "would not load: 1 of 4 markers are missing" in run("inspect", prefix, code=1).out
+
+
+def test_verbs_force_reads_what_is_left(prefix, run):
+    DAMAGE["both"][0](prefix)
+    options = [*GEOMETRY, "--tokens", 50, "-o", "x.npz", "--force"]
+    assert "read although its layers differ in size" in run("unpack", prefix, *options).err
+    DAMAGE["zero_k"][0](prefix)
+    assert "sys_1.k is empty" in run("unpack", prefix, *options, code=1).err
+
+
+def test_verbs_one_damaged_file_is_refused_by_its_own_name(prefix, run):
+    os.truncate(prefix / "sys_1.k", 0)
+    assert "sys_1.k is empty" in run("unpack", prefix / "sys_1.k", *GEOMETRY, "-o", "x.npz", code=1).err
+    run("unpack", prefix / "sys_0.k", *GEOMETRY, "-o", "x.npz")
+
+
+def test_unlike_sizes_exempt_layers_may_have_any(tmp_path):
+    """Layers without full attention keep state of other sizes in such files."""
+    packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(4, 2, 50, 16), capacity=114)
+    os.truncate(tmp_path / "p" / "sys_2.k", 4096)
+    files = find_packed(str(tmp_path / "p"))
+    assert files is not None and files.unlike_sizes and files.refusals
+    exempt = replace(files, exempt=frozenset({2}))
+    assert not exempt.unlike_sizes and not exempt.refusals
+
+
+def test_describe_files_documented_layers_may_differ_in_size(tmp_path):
+    """Layers of other numbers of tokens, as kvmnn packs them: what is beside the files says so."""
+    from kvmnn.packed import cache_info
+
+    layers = packed_samples.arrays(2, 2, 50, 16)
+    packed_samples.write_prefix(tmp_path / "p", layers[:2], capacity=114)
+    for part, buffer in zip("kv", packed_samples.packed(*layers[2:], 1, 4, 64, 64), strict=True):
+        (tmp_path / "p" / f"sys_1.{part}").write_bytes(buffer.tobytes())
+        (tmp_path / "p" / f"sys_1_sync.{part}").touch()
+    files = find_packed(str(tmp_path / "p"))
+    assert files is not None
+    geometry = Geometry(kv_heads=2, head_dim=16, backend="x86-avx2")
+    options = PackedOptions(geometry=geometry, tokens=(50,), trust=True)
+    info = describe_files(files, options).info
+    (tmp_path / "p" / "sys.kvmnn.json").write_text(cache_info.to_json(info))
+    documented = find_packed(str(tmp_path / "p"))
+    assert documented is not None
+    assert describe_files(documented, PackedOptions()).info == info

@@ -1,0 +1,211 @@
+"""Layouts inferred from words and sizes: what K and V of a real model tell, and what they contradict."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import llm_kv
+import numpy as np
+import packed_samples
+import pytest
+
+import kvmnn
+from kvmnn import PackLayout, SourceError
+from kvmnn.formats.mnn.layout_choice import AmbiguousLayoutError
+from kvmnn.formats.options import PackedOptions, ReadOptions
+from kvmnn.packed.backends import BACKENDS
+from kvmnn.packed.fitting import Geometry
+
+HEADS = Geometry(kv_heads=llm_kv.KV_HEADS, head_dim=llm_kv.HEAD_DIM)
+LAYOUTS = ("x86-avx2", "x86-avx512", "arm64-sme2-fp32", "arm64-bf16-v86", "arm32-fp16", "arm64-fp16", "arm64-sme2-fp16")
+"""One backend of each layout."""
+
+
+def read(path, geometry=HEADS, tokens=(), **options):
+    return kvmnn.open(str(path), ReadOptions(packed=PackedOptions(geometry=geometry, tokens=tokens, **options)))
+
+
+def check(source, layers):
+    for number, expected in enumerate(layers):
+        found = source[f"layer_{number // 2}.{('key', 'value')[number % 2]}"].to_numpy()
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("tokens", [16, 17, 50, 64, 96])
+@pytest.mark.parametrize("backend", LAYOUTS)
+def test_choose_layout_real_model_finds_all_numbers(tmp_path, backend, tokens):
+    layers = llm_kv.write_prefix(tmp_path / "p", backend, tokens)
+    for geometry in (HEADS, Geometry(head_dim=llm_kv.HEAD_DIM), Geometry()):
+        source = read(tmp_path / "p", geometry)
+        check(source, layers)
+        assert any("inferred" in note for note in source.notes)
+
+
+@pytest.mark.parametrize("backend", LAYOUTS)
+def test_choose_layout_full_files_uses_means_of_dimensions(tmp_path, backend):
+    """No room, so no empty row tells anything."""
+    layers = llm_kv.write_prefix(tmp_path / "p", backend, 64, room=0)
+    check(read(tmp_path / "p", HEADS, (64,)), layers)
+
+
+@pytest.mark.parametrize(("said", "real"), [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b])
+def test_choose_layout_wrong_backend_is_refused(tmp_path, said, real):
+    """Whatever fits the sizes: 64 tokens of 128 put only full tiles and blocks into the files."""
+    llm_kv.write_prefix(tmp_path / "p", real, 64)
+    geometry = Geometry(kv_heads=llm_kv.KV_HEADS, head_dim=llm_kv.HEAD_DIM, backend=said)
+    tokens = 64 * BACKENDS[real].hP // BACKENDS[real].hP
+    with pytest.raises(SourceError) as error:
+        read(tmp_path / "p", geometry, (tokens,))
+    layout = next(name for name in ("x86-avx2", "x86-avx512", real) if _alike(name, real))
+    assert f"--backend {layout}" in str(error.value)
+
+
+def _alike(one, other):
+    a, b = BACKENDS[one], BACKENDS[other]
+    return (a.dtype, a.lP, a.hP) == (b.dtype, b.lP, b.hP)
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_choose_layout_after_eviction_still_finds_it(tmp_path, stale):
+    """Rows of tokens that are gone stay in the files of a running engine, and nothing is empty that was not."""
+    layers = llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 96)
+    layout = PackLayout.for_backend("x86-avx2", kv_heads=llm_kv.KV_HEADS, head_dim=llm_kv.HEAD_DIM)
+    kept = list(range(8)) + list(range(60, 96))
+    for layer in range(2):
+        paths = [tmp_path / "p" / f"sys_{layer}.{part}" for part in "kv"]
+        buffers = [np.frombuffer(path.read_bytes(), np.uint8).copy() for path in paths]
+        pair = [array[:, kept] for array in layers[2 * layer :][:2]]
+        layout.scatter(*pair, *buffers, 0, past=96, capacity=160)
+        for path, buffer in zip(paths, buffers, strict=True):
+            path.write_bytes(buffer.tobytes())
+    geometry = HEADS if stale else HEADS.or_else(Geometry(dtype="fp32"))
+    source = read(tmp_path / "p", geometry, (len(kept),))
+    check(source, [array[:, kept] for array in layers])
+    assert source.cache.layout.hP == 4
+
+
+@pytest.mark.parametrize("heads", [1, 6, 12])
+def test_choose_layout_wrong_heads_are_refused(tmp_path, heads):
+    llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 50)
+    geometry = Geometry(kv_heads=heads, head_dim=192 // heads, backend="x86-avx2")
+    with pytest.raises(SourceError, match="the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2"):
+        read(tmp_path / "p", geometry, (50,))
+    forced = read(tmp_path / "p", geometry, (50,), trust=True)
+    assert "the words contradict what was specified" in " ".join(forced.notes)
+
+
+def test_choose_layout_noise_of_equal_likelihood_lists_choices(tmp_path):
+    """K and V of noise in full files: nothing tells, and each choice reads the files."""
+    packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 64, 8), capacity=64)
+    with pytest.raises(AmbiguousLayoutError, match="4 layouts fit") as error:
+        read(tmp_path / "p", Geometry(kv_heads=2, head_dim=8), (64,))
+    assert len(error.value.choices) == 4
+    assert "--backend x86-avx2" in error.value.choices
+    with pytest.raises(AmbiguousLayoutError, match=r"kv_heads .--kv-heads. and head_dim .--head-dim.*--tokens"):
+        read(tmp_path / "p", Geometry())
+
+
+def test_choose_layout_noise_with_room_is_told_by_empty_rows(tmp_path):
+    layers = packed_samples.arrays(2, 2, 50, 8)
+    packed_samples.write_prefix(tmp_path / "p", layers, lP=1, hP=8, capacity=114, padding=b"\0")
+    for geometry in (Geometry(kv_heads=2, head_dim=8), Geometry(head_dim=8), Geometry()):
+        check(read(tmp_path / "p", geometry), layers)
+
+
+def test_choose_layout_smooth_arrays_are_never_refused(tmp_path):
+    """Arrays that no model made, whose means differ by token and not by dimension."""
+    ramp = np.arange(2 * 2 * 2 * 64 * 16, dtype=np.float32).reshape(4, 2, 64, 16)
+    for name, backend in (("a", "x86-avx2"), ("b", "x86-avx512")):
+        numbers = BACKENDS[backend]
+        packed_samples.write_prefix(tmp_path / name, list(ramp), lP=1, hP=numbers.hP, capacity=64)
+        geometry = Geometry(kv_heads=2, head_dim=16, backend=backend)
+        check(read(tmp_path / name, geometry, (64,)), list(ramp))
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def test_guess_tokens_session_that_went_on_is_asked_about(tmp_path):
+    """A prefix of 50 whose session went on to 80 tokens: the room is still that of 50."""
+    llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 80, room=34)
+    with pytest.raises(
+        AmbiguousLayoutError, match="80 rows are not empty, but the room is that of a prefix of"
+    ) as error:
+        read(tmp_path / "p")
+    assert error.value.choices[0] == "--tokens 80" and "--tokens 50" in error.value.choices
+
+
+def test_guess_tokens_tight_files_has_one_answer(tmp_path):
+    layers = llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 50, room=0)
+    check(read(tmp_path / "p"), layers)
+
+
+def test_guess_tokens_more_room_than_fresh_has_one_answer(tmp_path):
+    layers = llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 50, room=250)
+    check(read(tmp_path / "p"), layers)
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prefix(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    llm_kv.write_prefix(Path("p"), "x86-avx2", 64)
+    return "p"
+
+
+def test_verbs_wrong_backend_exit_with_one(prefix, run):
+    said = ["--kv-heads", 3, "--head-dim", 64, "--tokens", 64, "--backend", "x86-avx512"]
+    Path("ids.json").write_text(json.dumps(list(range(64))))
+    verbs = (
+        ("unpack", "p", "-o", "x.npz"),
+        ("encode", "p", "-o", "b/"),
+        ("measure", "p"),
+        ("store", "put", "s", "p", "--fingerprint", "m", "--token-ids", "ids.json"),
+        ("diff", "p", "p"),
+        ("compact", "p", "--remove", 10, "-o", "c/"),
+    )
+    for verb in verbs:
+        error = run(*verb, *said, code=1).err
+        assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error, verb
+    error = run("repack", "p", "--from", "x86-avx512", "--to", "arm64-fp16", "-o", "r/", *said[:6], code=1).err
+    assert "the words speak for --kv-heads 3 --head-dim 64 --from x86-avx2" in error
+    assert sorted(os.listdir()) == ["ids.json", "p"]
+
+
+def test_verbs_force_goes_on_and_says_so(prefix, run):
+    said = ["--kv-heads", 3, "--head-dim", 64, "--tokens", 64, "--backend", "x86-avx512", "--force"]
+    for verb in (("measure", "p"), ("diff", "p", "p"), ("unpack", "p", "-o", "x.npz")):
+        assert "the words contradict what was specified" in run(*verb, *said).err
+
+
+def test_verbs_without_options_read_a_fresh_prefix(prefix, run):
+    said = run("unpack", "p", "-o", "x.npz", "--json")
+    assert "layout inferred from the words: 3 kv heads x 64 dims, fp32, lP 1, hP 4" in said.err
+    notes = json.loads(said.out)["notes"]
+    assert "64 tokens inferred" in " ".join(notes) and "layout inferred" in " ".join(notes)
+    with np.load("x.npz") as arrays:
+        np.testing.assert_array_equal(arrays["layer_1.key"], llm_kv.read_layers(64)[2])
+    assert "read as 2 layers, 3 kv heads x 64 dims" in run("encode", "p", "-o", "b/").out
+
+
+def test_verbs_wrong_backend_without_heads_says_what_the_words_are(prefix, run):
+    error = run("unpack", "p", "--backend", "x86-avx512", "-o", "x.npz", code=1).err
+    assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error
+    llm_kv.write_prefix(Path("q"), "x86-avx2", 50)
+    error = run("unpack", "q", "--backend", "x86-avx512", "-o", "x.npz", code=1).err
+    assert "they speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error
+
+
+def test_error_of_several_choices_has_whole_commands(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    packed_samples.write_prefix(Path("p"), packed_samples.arrays(2, 2, 64, 8), capacity=64)
+    error = run("unpack", "p", "-o", "x.npz", "--kv-heads", 2, "--head-dim", 8, "--tokens", 64, code=2).err
+    line = "  kvmnn unpack p -o x.npz --kv-heads 2 --head-dim 8 --tokens 64 --backend x86-avx2"
+    assert line in error.splitlines()
+    for each in error.splitlines():
+        if each.startswith("  kvmnn "):
+            run(*each.split()[1:], "-f")

@@ -1,0 +1,250 @@
+"""LOSSLESS of packed files: where what decode writes is what was encoded, to the last byte."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from pathlib import Path
+
+import llm_kv
+import numpy as np
+import packed_samples
+import pytest
+from engine_client import unpack_fixture
+
+from kvmnn import PackLayout
+from kvmnn.cli import main
+from kvmnn.packed.places import locate_element
+
+GEOMETRY = ("--kv-heads", 2, "--head-dim", 16)
+FRESH = (*GEOMETRY, "--backend", "x86-avx2", "--tokens", 50)
+
+
+@pytest.fixture
+def prefix(tmp_path, monkeypatch):
+    """What the engine wrote for a prefix of 50 tokens."""
+    monkeypatch.chdir(tmp_path)
+    return unpack_fixture("prefix", tmp_path)
+
+
+def read_files(folder: str | Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.suffix in (".k", ".v")}
+
+
+def test_encode_fresh_prefix_is_proved_without_room(prefix, run):
+    made = json.loads(run("encode", prefix, *FRESH, "-o", "b/", "--json").out)
+    assert made["label"] == "LOSSLESS"
+    assert made["packed_files"] == {
+        "files": 4,
+        "bytes": 62_464,
+        "rebuilt": True,
+        "left_out": "",
+        "room_bytes": 0,
+        "room_stored_bytes": 0,
+    }
+    assert len(made["arrays"]) == 4
+    said = run("decode", "b", "-o", "r/").out
+    assert "LOSSLESS (every file read back, sha256 of the files that were encoded)" in said
+    assert read_files("r") == read_files(prefix)
+
+
+@pytest.mark.parametrize(
+    ("options", "first"),
+    [
+        (("--kv-heads", 2, "--head-dim", 16, "--backend", "arm32-fp16", "--tokens", 100), "sys_0.v, byte 2,624"),
+        (("--kv-heads", 4, "--head-dim", 8, "--backend", "x86-avx2", "--tokens", 50), "sys_0.k, byte 1,544"),
+        (("--kv-heads", 1, "--head-dim", 32, "--backend", "x86-avx2", "--tokens", 50), "sys_0.k, byte 7,424"),
+        ((*GEOMETRY, "--backend", "x86-avx2", "--tokens", 40), "sys_0.k, byte 2,560 (head 0, row 40, dim 0)"),
+    ],
+)
+def test_encode_wrong_geometry_names_the_first_difference(prefix, run, options, first):
+    error = run("encode", prefix, *options, "-o", "b/", code=1).err
+    assert first in error and "--force" in error
+    assert not os.path.exists("b")
+    said = run("encode", prefix, *options, "-o", "b/", "--force").out
+    assert "LOSSY" in said and "LOSSLESS" not in said and "not all of the packed files is kept: " in said
+    assert first in said
+    for verb in (("decode", "b", "-o", "r/"), ("verify", "b")):
+        said = run(*verb).out
+        assert "LOSSY" in said and "LOSSLESS" not in said
+    assert "DIFFERS" in run("verify", "b", "--against", prefix, code=1).err
+    assert "not all of the packed files is kept" in run("inspect", "b").out
+
+
+def test_encode_any_geometry_that_is_lossless_restores_the_files(prefix, run):
+    """Every way to read these files that sizes allow: refused, or the same files come back."""
+    original, passed = read_files(prefix), 0
+    sizes = [(1, 32), (2, 16), (4, 8), (8, 4), (16, 2)]
+    backends = ("x86-avx2", "x86-avx512", "arm32-fp16", "arm64-fp16", "arm64-bf16-v86")
+    for (heads, dims), backend, tokens in itertools.product(sizes, backends, (1, 40, 50, 60, 100, 116)):
+        options = ("--kv-heads", heads, "--head-dim", dims, "--backend", backend, "--tokens", tokens)
+        code = main([str(word) for word in ("encode", prefix, *options, "-o", "b/", "-q", "--json")])
+        if code == 0:
+            run("decode", "b", "-o", "r/")
+            assert read_files("r") == original, options
+            run("verify", "b", "--against", prefix)
+            passed += 1
+            for folder in ("b", "r"):
+                for path in Path(folder).iterdir():
+                    path.unlink()
+                Path(folder).rmdir()
+    assert passed >= 3  # 50 tokens, and more with rows of zeros
+
+
+# -- files with more than live rows -----------------------------------------------------------------------------------
+
+
+def test_encode_compacted_prefix_keeps_stale_rows(prefix, run):
+    run("compact", prefix, *FRESH, "--remove", 40, "--reserve", "0:10,20:5", "-o", "small/")
+    made = json.loads(run("encode", "small/", "-o", "b/", "--json").out)
+    assert made["label"] == "LOSSLESS" and made["raw_bytes"] == 12_800
+    room = made["packed_files"]
+    assert room["room_bytes"] == 62_464 and 0 < room["room_stored_bytes"] < 30_000
+    said = run("decode", "b", "-o", "r/").out
+    assert "sha256 of the files that were encoded" in said
+    assert read_files("r") == read_files("small")
+    assert "LOSSLESS (every byte compared with small/)" in run("verify", "b", "--against", "small/").out
+    assert "4 packed files with rows or padding that belong to no live token" in run("inspect", "b").out
+
+
+def test_encode_prefix_of_a_session_that_went_on_keeps_later_rows(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    layers = llm_kv.write_prefix(Path("p"), "x86-avx2", 80, room=34)  # a prefix of 50, and 30 tokens after it
+    said = run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "--tokens", 50, "-o", "b/")
+    assert "LOSSLESS (decoded and compared; 4 packed files rebuilt in memory, every byte)" in said.out
+    run("decode", "b", "-o", "r/")
+    assert read_files("r") == read_files("p")
+    run("unpack", "b", "-o", "x.npz")  # tokens alone
+    with np.load("x.npz") as arrays:
+        assert sorted(arrays) == ["layer_0.key", "layer_0.value", "layer_1.key", "layer_1.value"]
+        np.testing.assert_array_equal(arrays["layer_1.value"], layers[3][:, :50])
+    run("decode", "b", "-o", "arrays/", "--arrays")
+    assert len(list(Path("arrays").iterdir())) == 4
+    assert "equal" in run("diff", "b", "x.npz").out
+    assert "layer_0.keyroom" not in run("measure", "b").out
+    run("store", "put", "s", "b", "--fingerprint", "m", "--token-ids", ",".join(map(str, range(50))))
+    run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "--tokens", 50, "--codec", "dense", "-o", "d/")
+    run("decode", "d", "-o", "q/")
+    assert read_files("q") == read_files("p")
+    run("transcode", "b", "--codec", "dense", "-o", "t/")
+    run("decode", "t", "-o", "u/")
+    assert read_files("u") == read_files("p")
+
+
+@pytest.mark.parametrize("block", [64, None])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_encode_files_of_memory_keep_what_lay_there(tmp_path, monkeypatch, run, dtype, block):
+    """The room of buffers in memory is whatever lay there: here it is noise."""
+    monkeypatch.chdir(tmp_path)
+    packed_samples.write_prefix(
+        Path("p"), packed_samples.arrays(2, 2, 30, 10, dtype), lP=2, hP=8, block=block, capacity=70, padding=b"\xa5"
+    )
+    rng = np.random.default_rng(1)
+    for path in Path("p").glob("sys_?.?"):
+        words = np.frombuffer(path.read_bytes(), np.uint8).copy()
+        words[words == 0xA5] = rng.integers(0, 255, np.count_nonzero(words == 0xA5))
+        path.write_bytes(words.tobytes())
+    options = ["--kv-heads", 2, "--head-dim", 10, "--lp", 2, "--hp", 8, "--dtype", dtype, "--tokens", 30]
+    run("encode", "p", *options, "--flash-block", block or "none", "-o", "b/")
+    run("decode", "b", "-o", "r/", "--name", "other")
+    renamed = {name.replace("other", "sys"): data for name, data in read_files("r").items()}
+    assert renamed == read_files("p")
+
+
+def test_verify_against_notices_a_byte_of_the_room(prefix, run):
+    run("compact", prefix, *FRESH, "--remove", 40, "-o", "small/")
+    run("encode", "small/", "-o", "b/")
+    for name, place in (("sys_1.v", 8_000), ("sys_0.k", 14_847)):
+        data = bytearray(Path("small", name).read_bytes())
+        data[place] ^= 1
+        Path("small", name).write_bytes(data)
+        assert "DIFFERS" in run("verify", "b", "--against", "small/", code=1).err
+        data[place] ^= 1
+        Path("small", name).write_bytes(data)
+    run("verify", "b", "--against", "small/")
+
+
+def test_encode_fresh_prefix_verify_against_notices_a_byte_of_the_room(prefix, run):
+    run("encode", prefix, *FRESH, "-o", "b/")
+    data = bytearray((prefix / "sys_1.k").read_bytes())
+    data[-1] = 1
+    (prefix / "sys_1.k").write_bytes(data)
+    assert "DIFFERS" in run("verify", "b", "--against", prefix, code=1).err
+
+
+# -- damaged bundles --------------------------------------------------------------------------------------------------
+
+
+def change_record(folder: Path, change) -> None:
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    record = json.loads(manifest["metadata"]["kvmnn.packed_files"])
+    change(record)
+    manifest["metadata"]["kvmnn.packed_files"] = json.dumps(record)
+    path.write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda r: r["files"][0].update(sha256="0" * 64), "does not give back what was packed into it"),
+        (lambda r: r["files"][0].update(sha256="x"), "sha256"),
+        (lambda r: r["files"][0].update(bytes=4), "layer 0: expected 14848 bytes of its keys"),
+        (lambda r: r["files"][0].update(room="layer_9.keyroom"), "there is no array 'layer_9.keyroom'"),
+        (lambda r: r["files"][0].update(room="layer_0.key"), "layer 0: expected 14848 bytes"),
+        (lambda r: r["files"][1].update(room=r["files"][0]["room"]), "two files have the same room"),
+        (lambda r: r["files"][0].update(part="keys"), "one of key, value"),
+        (lambda r: r["files"].pop(), "expected K and V of each layer by turns"),
+        (lambda r: r["files"].reverse(), "expected K and V of each layer by turns"),
+        (lambda r: r.update(schema_version=2), "schema_version"),
+    ],
+)
+def test_decode_record_that_does_not_fit_is_refused(prefix, run, change, message):
+    run("compact", prefix, *FRESH, "--remove", 40, "-o", "small/")
+    run("encode", "small/", "-o", "b/")
+    change_record(Path("b"), change)
+    assert message in run("decode", "b", "-o", "r/", code=1).err
+    assert not os.path.exists("r")
+
+
+def test_decode_older_bundle_says_what_was_compared(prefix, run):
+    """Of earlier versions: nothing is known of the files but their live elements."""
+    run("encode", prefix, *FRESH, "-o", "b/")
+    path = Path("b/manifest.json")
+    manifest = json.loads(path.read_text())
+    del manifest["metadata"]["kvmnn.packed_files"]
+    path.write_text(json.dumps(manifest))
+    assert "LOSSLESS (live elements of every file read back and compared)" in run("decode", "b", "-o", "r/").out
+    assert "every live element compared" in run("verify", "b", "--against", prefix).out
+
+
+# -- live files, and parts --------------------------------------------------------------------------------------------
+
+
+def test_encode_live_files_claims_live_elements_only(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    layers = packed_samples.arrays(1, 2, 20, 6)
+    Path("live").mkdir()
+    for part, buffer in zip("kv", packed_samples.packed(*layers, 1, 4, 64, 84), strict=True):
+        Path(f"live/00005560831CAB70.{part}").write_bytes(buffer.tobytes())
+    options = ["--kv-heads", 2, "--head-dim", 6, "--tokens", 20, "--backend", "x86-avx2"]
+    assert "LOSSLESS (live elements, decoded and compared)" in run("encode", "live", *options, "-o", "b/").out
+    assert "every live element compared" in run("verify", "b", "--against", "live").out
+
+
+def test_encode_one_array_of_a_prefix_claims_that_array(prefix, run):
+    said = run("encode", prefix, *FRESH, "--tensor", "layer_1.key", "-o", "k.frame").out
+    assert "LOSSLESS (decoded and compared)" in said
+    assert "kvmnn.packed_files" not in Path("k.frame.json").read_text()
+
+
+@pytest.mark.parametrize("part", ["key", "value"])
+@pytest.mark.parametrize("block", [64, 5, None])
+@pytest.mark.parametrize(("lP", "hP"), [(1, 4), (2, 8), (3, 4), (4, 8)])
+def test_locate_element_is_the_inverse_of_the_index(part, block, lP, hP):
+    layout = PackLayout(kv_heads=1, head_dim=10, dtype="fp16", lP=lP, hP=hP, flash_block=block)
+    capacity = 70
+    for token, dim in itertools.product((0, 1, 4, 5, 63, 64, 69), (0, 1, 3, 9)):
+        index = layout.key_index(token, dim) if part == "key" else layout.value_index(token, dim, capacity)
+        assert locate_element(layout, part, int(index), capacity) == (token, dim)

@@ -28,7 +28,7 @@ run kvmnn verify cache
 say "Ratio and speed beside plain zstd"
 run kvmnn bench k_fp16.npy v_fp16.npy --rounds 5
 say "What eviction costs a language model: perplexity of held-out text with a quarter of the cache (LOSSY)"
-run kvmnn eval lm --text lm/texts/calendar.py.txt lm/texts/trace.py.txt --tokens 1024 --chunk 4 --no-timing --quiet \
+run kvmnn eval lm --text lm/texts/calendar.py.txt lm/texts/trace.py.txt --tokens 1024 --chunk 4 --no-timing \
     --policy recent_only --policy h2o_decayed_heads --budget 256 -o eval.json
 python - <<'END'
 import json

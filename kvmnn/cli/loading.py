@@ -91,10 +91,13 @@ def open_frames(path: str | MappedFile, arguments: argparse.Namespace, options: 
 
 
 def check_dtype(frames: FrameSet, arguments: argparse.Namespace) -> None:
-    """`UsageError` where ``--dtype`` says otherwise than the manifest of frames."""
-    if frames.document is not None and arguments.dtype not in (None, *(array.dtype for array in frames.arrays)):
-        said = frames.arrays[0].dtype
-        raise UsageError(f"the manifest says {said}, not {arguments.dtype} (--no-manifest ignores it)")
+    """`UsageError` where ``--dtype`` says otherwise than the manifest of frames: it would do nothing."""
+    if frames.document is None or arguments.dtype is None:
+        return
+    other = next((array for array in frames.arrays if array.dtype != arguments.dtype), None)
+    if other is not None:
+        where = f" of {other.name!r}" if len(frames.arrays) > 1 else ""
+        raise UsageError(f"the manifest says {other.dtype}{where}, not {arguments.dtype} (--no-manifest ignores it)")
 
 
 def report_skipped(source: Source, arguments: argparse.Namespace) -> None:

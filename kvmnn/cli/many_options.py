@@ -138,7 +138,7 @@ def _print(arguments: argparse.Namespace, done: Done) -> None:
 
     if arguments.json or not streams.on_terminal():
         streams.out(done.line)
-    elif not (arguments.quiet and done.ok):
+    else:
         streams.out(line_of(done.to_dict()), fold=True)
     streams.flush()
 

@@ -57,7 +57,7 @@ def show(
     text: str | None = None,
     data_on_stdout: bool = False,
 ) -> None:
-    """Print a result: as JSON for ``--json``, else as `text` (default: ``str(result)``) unless ``-q``."""
+    """Print a result: as JSON for ``--json``, else as `text` (default: ``str(result)``)."""
     changes.check()
     if arguments.json:
         said = {"command": command(arguments)} if verb in MEASURING else {}
@@ -93,12 +93,16 @@ def show_failure(arguments: argparse.Namespace, verb: str, result: Result) -> in
 
 
 def say(arguments: argparse.Namespace, line: str, *, data_on_stdout: bool = False) -> None:
-    """A line for people; silent where ``--json`` or ``-q`` says so."""
-    if not arguments.quiet and not arguments.json:
-        if data_on_stdout:
-            streams.err_lines(line)
-        else:
-            streams.out(line, fold=True)
+    """Print a line of a result for people; none with ``--json``.
+
+    With the data itself on standard output the line goes to standard error, where ``-q`` hides it as it hides notes.
+    """
+    if arguments.json:
+        return
+    if not data_on_stdout:
+        streams.out(line, fold=True)
+    elif not arguments.quiet:
+        streams.err_lines(line)
 
 
 def note(arguments: argparse.Namespace, line: object, kind: str = "note") -> None:

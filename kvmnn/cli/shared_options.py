@@ -43,7 +43,7 @@ def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], su
     )
     parser.set_defaults(run=run, parser=parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document on standard output")
-    parser.add_argument("-q", "--quiet", action="store_true", help="print nothing but errors and what --json asks for")
+    parser.add_argument("-q", "--quiet", action="store_true", help="print results and errors, no notes and no bars")
     parser.add_argument("-v", "--verbose", action="store_true", help="say more")
     return parser
 

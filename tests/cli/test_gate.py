@@ -54,7 +54,7 @@ def test_a_verdict_fits_a_terminal(table, run, monkeypatch) -> None:
 def test_check_json_and_exit_codes(table, run) -> None:
     found = json.loads(run(*CHECK.split(), "--json").out)
     assert (found["verb"], found["verdict"], found["gate"]["lossy_best"]) == ("gate check", "pass", "3.1140")
-    assert run(*CHECK.split(), "-q").out == ""
+    assert run(*CHECK.split(), "-q").out == run(*CHECK.split()).out
     failing = run(*CHECK.split(), "--lossy-target", "3.2", "--json", code=1)
     assert json.loads(failing.out)["failure"] == "lossy ratio fail"
 

@@ -182,7 +182,7 @@ def _print(arguments: argparse.Namespace, result: EvaluationResult) -> None:
         printing.write(result.to_text("csv"))
     elif arguments.json or (streams.on_terminal() and not arguments.verbose):  # -v: all columns, however wide
         printing.show(arguments, "eval", result)
-    elif not arguments.quiet:
+    else:
         printing.write(result.to_text("markdown"))
 
 

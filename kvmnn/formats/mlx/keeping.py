@@ -15,6 +15,7 @@ from ...files.mapped import MappedFile
 from .. import keeping
 from ..keeping import Region
 from ..options import ReadOptions
+from ..reading import check_own_type
 from ..safetensors_header import Tensor, read_header
 from .states import States
 
@@ -39,11 +40,12 @@ def keep(file: MappedFile, options: ReadOptions) -> Source:
         For a header that is damaged, and a file without such tensors.
     """
     header = read_header(file)
-    regions = [
-        _region(file, header.start, tensor)
-        for tensor in header.tensors
-        if tensor.kind in _WORDS and len(tensor.shape) >= _LEAST_AXES and 0 not in tensor.shape
-    ]
+    regions = []
+    for tensor in header.tensors:
+        if tensor.kind in _WORDS and len(tensor.shape) >= _LEAST_AXES and 0 not in tensor.shape:
+            own = None if tensor.kind == "U32" else _WORDS[tensor.kind][0]  # codes are words of any type
+            check_own_type(own, options, f"{file.label}: {tensor.name}")
+            regions.append(_region(file, header.start, tensor))
     if not regions:
         raise SourceError(f"{file.label}: holds no K and no V, there is nothing to encode")
     return keeping.keep(file, NAME, regions, None, room_bytes=_room(States(file)))

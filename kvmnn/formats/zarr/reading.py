@@ -25,7 +25,7 @@ from ...files.urls import is_url
 from ...threads.pipeline import ordered
 from ..npy_folder import order_of
 from ..options import ReadOptions
-from ..reading import checked, dtype_name, select
+from ..reading import check_own_type, checked, dtype_name, select
 from . import attributes
 from .documents import KEY, ArrayDocument, array_document, old_array_document
 from .grid import Index, Region, counts, regions, size_of, touched
@@ -33,6 +33,7 @@ from .places import DOCUMENT, MOST_ENTRIES, Place, most_bytes, place_at
 
 OLD_ARRAY, _OLD_GROUP, _OLD_ATTRIBUTES = ".zarray", ".zgroup", ".zattrs"
 _MOST_DEPTH = 16
+_OWN_TYPES = {"<f2": "fp16", "<f4": "fp32"}
 _MOST_FILLED, _MOST_MISSING = 1 << 30, 1 << 14
 """Bytes of an array whose chunks are not there, and how many these may be."""
 _MAX_WINDOW = 128 << 20
@@ -181,6 +182,8 @@ def _walk(place: Place, folder: str, depth: int = 0) -> Iterator[tuple[str, dict
 def _array(path: str, name: str, make: Any, options: ReadOptions) -> NamedArray:
     found: StoredArray = make()
     document, where = found.document, f"{path}: array {name!r}"
+    own = "bf16" if document.is_bf16 else _OWN_TYPES.get(document.array_dtype.newbyteorder("<").str)
+    check_own_type(found.noted("dtype") if found.sha256 else own, options, where)
     dtype = dtype_name(document.array_dtype, options, where)
     if found.sha256 and options.dtype is None and found.noted("dtype") not in (None, dtype):
         raise SourceError(

@@ -17,7 +17,7 @@ SCRIPTS = sorted(
     str(path.relative_to(TOOLS)) for path in TOOLS.rglob("*.py") if '\nif __name__ == "__main__":' in path.read_text()
 )
 SHELL = sorted(str(path.relative_to(TOOLS)) for path in TOOLS.rglob("*.sh"))
-NEED_TORCH = {"fixtures/compressor_types.py"}
+NEED_TORCH = {"fixtures/compressor_types.py", "fixtures/hf_layers.py"}
 OF_OTHERS = {"docs/KVCacheCompressionWeightFormat.md"}  # InfiniLM's
 PATHS = re.compile(r"(?<![\w/.-])((?:tools|tests|pyx|fixtures|docs|benchmarks)/[\w./-]*\w)")
 

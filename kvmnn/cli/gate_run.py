@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from . import printing, shared_options
+from . import printing, shared_options, streams
 from .printing import UsageError
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 OPTIONS = ("suite", "config", "prompts", "also", "sweep", "rounds", "again", "jobs", "tokenizer")
 _FURTHER = ("multi_turn", "retrieval")
+_LINE_SECONDS = 10
 
 
 def add_options(parser: Any) -> None:
@@ -25,7 +27,10 @@ def add_options(parser: Any) -> None:
     group.add_argument("--suite", choices=("all", "runtime", "llm_demo"), help="which cases (default: all)")
     group.add_argument("--config", metavar="FILE", help="settings, kv_ keys of the engine, and limits, as JSON")
     group.add_argument(
-        "--prompts", nargs="+", metavar="TEXT", help="texts: prompts of llm_demo, and the perplexity of all cases"
+        "--prompts",
+        nargs="+",
+        metavar="TEXT",
+        help="texts: prompts of all cases, and their perplexity (default: a built-in text, for runtime cases only)",
     )
     group.add_argument(
         "--also", nargs="+", choices=_FURTHER, metavar="CASE", help=f"further cases: {', '.join(_FURTHER)}"
@@ -76,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         again=arguments.again,
         command=printing.command(arguments),
     ) as suite:
-        with _Progress(arguments, suite) as progress:
+        with _Progress(arguments) as progress:
             made, judged, notes = _all(arguments, suite, cases, directory, progress)
         if suite.store.reused:
             printing.note(arguments, f"{suite.store.reused:,} runs reused from {directory}")
@@ -101,32 +106,50 @@ def _all(
 
 
 class _Progress:
-    """Decode steps done, with the time that is left, in the progress bar of all verbs."""
+    """How far a suite is: the bar of all verbs on a terminal, else a line on standard error every few seconds."""
 
-    def __init__(self, arguments: argparse.Namespace, suite: Suite) -> None:
-        self._arguments, self._suite = arguments, suite
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
         self._stack = ExitStack()
-        self._advance: printing.Advance | None = None
-        self._done = self._all = 0
+        self._bar: printing.Advance | None = None
+        self._begun = self._shown = time.monotonic()
+        self._runs = self._all_runs = self._steps = self._all_steps = 0
+        self._what = ""
 
     def start(self, runs: int, steps: int) -> None:
-        """How many runs there are, and how many decode steps they have to do."""
-        self._all = runs
-        self._advance = self._stack.enter_context(
-            printing.progress(self._arguments, steps, "gates", unit="step", delay=0)
-        )
+        """Begin: this many runs, and decode steps of those that are not there already."""
+        self._all_runs, self._all_steps = runs, steps
+        self._bar = self._stack.enter_context(printing.progress(self._arguments, steps, "gates", unit="step", delay=0))
 
-    def advance(self, steps: int, case: str) -> None:
-        """That a run is done."""
-        self._done += 1
-        if self._advance is not None:
-            self._advance(steps, f"{self._done} of {self._all} runs")
+    def begin_run(self, what: str) -> None:
+        """Name what runs now."""
+        self._what = what
+        self.advance(0)
+
+    def advance(self, steps: int) -> None:
+        """Count decode steps."""
+        self._steps += steps
+        if self._bar is not None:
+            self._bar(steps, f"{self._runs} of {self._all_runs} runs: {self._what}")
+        elif time.monotonic() - self._shown >= _LINE_SECONDS and not self._arguments.quiet:
+            self._shown = time.monotonic()
+            streams.err("progress", self._line())
+
+    def end_run(self) -> None:
+        """Count a run."""
+        self._runs += 1
+        self.advance(0)
+
+    def _line(self) -> str:
+        seconds = int(time.monotonic() - self._begun)
+        done = f"{self._runs:,} of {self._all_runs:,} runs, {self._steps:,} of {self._all_steps:,} decode steps"
+        return f"{done}, {seconds // 60}:{seconds % 60:02}; now {self._what}"
 
     def __enter__(self) -> _Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._stack.close()
-        if kind is not None and not issubclass(kind, Exception) and self._all:
-            kept = f"{self._done} of {self._all} runs kept in {self._arguments.output}"
+        if kind is not None and not issubclass(kind, Exception) and self._all_runs:
+            kept = f"{self._runs} of {self._all_runs} runs kept in {self._arguments.output}"
             printing.note(self._arguments, f"{kept}: the same command goes on from there")

@@ -195,6 +195,15 @@ def read_document(path: Path, tokenizer: TextTokenizer, tokens: int, *, name: st
     return _document(str(path), name or path.name, text, tokenizer, tokens)
 
 
+def document_of_text(name: str, text: str, tokenizer: TextTokenizer, tokens: int) -> Document:
+    """Return the first `tokens` tokens of a text that is in no file, after the tokenizer's bos; errors of an empty one
+    as of `read_document`."""
+    words = text.encode("utf-8")
+    prefix = text[: _characters(tokens)]
+    whole = _Text(prefix, len(words), hashlib.sha256(words).hexdigest(), len(prefix) == len(text))
+    return _document(name, name, whole, tokenizer, tokens)
+
+
 class _Text(NamedTuple):
     """The first characters of a text, its bytes, its SHA-256, and whether these are all of its characters."""
 

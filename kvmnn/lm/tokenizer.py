@@ -87,20 +87,25 @@ class Tokenizer:
         SourceError
             When there is none.
         """
-        given = Path(path)
-        if given.is_file() and given.suffix == ".json":
-            return cls(given)
-        folder = given if given.is_dir() else given.parent
-        places = [folder, folder / "model", folder.absolute().parent]
-        for place in places:
-            if (place / _FILE).is_file():
-                return cls(place / _FILE)
+        given, found = Path(path), cls.find(path)
+        if found is not None:
+            return cls(found)
         if not given.exists():
             raise SourceError(f"{given}: does not exist")
         raise SourceError(
             f"{given}: no {_FILE} beside the model or one folder up; save the model's tokenizer there "
             "(AutoTokenizer.save_pretrained) or name it with --tokenizer"
         )
+
+    @staticmethod
+    def find(path: str | os.PathLike[str]) -> Path | None:
+        """Return the file that `open` reads; None where there is none."""
+        given = Path(path)
+        if given.is_file() and given.suffix == ".json":
+            return given
+        folder = given if given.is_dir() else given.parent
+        places = [folder, folder / "model", folder.absolute().parent]
+        return next((place / _FILE for place in places if (place / _FILE).is_file()), None)
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Token ids of `text`, without special tokens put around it; int64 ``[token]``.

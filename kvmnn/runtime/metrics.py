@@ -89,9 +89,10 @@ class RuntimeMetrics:
     h2o_codec_us
         How long the last encoding took.
     h2o_lossless_queue_depth_peak
-        Most blocks that waited, or lay in one layer's list, at one time.
+        Most encodings that were open at one time, which max_queue bounds. Behaviour "engine" counts blocks in the list
+        of a layer as well, as the engine does.
     h2o_lossless_async_queue_peak
-        Most encodings that were open at one time.
+        Most encodings that were open on threads at one time.
     h2o_lossless_async_wait_us
         Time that calls were blocked by open encodings.
     h2o_keep_ratio, h2o_lossy_ratio
@@ -105,6 +106,8 @@ class RuntimeMetrics:
         Percentiles of single operations; verify is the check before rows are dropped.
     restores_ahead, restores_late
         Blocks that a thread had decoded before they were needed, and blocks that it was still decoding then.
+    waiting_blocks_peak
+        Behaviour "sound" only: most cold blocks of all layers that waited for a place in the queue at one time.
     layers
         One entry for each layer.
     """
@@ -136,6 +139,7 @@ class RuntimeMetrics:
     verify: LatencySummary = field(default_factory=Latencies().summary)
     restores_ahead: int = 0
     restores_late: int = 0
+    waiting_blocks_peak: int = 0
     layers: tuple[LayerMetrics, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -217,14 +221,20 @@ class RuntimeMetrics:
         rows.append(
             f"lossless {self.lossless_ratio:.3f}, lossy {self.lossy_ratio:.3f}, total {self.total_ratio:.3f} "
             f"(raw bytes over bytes held, of this run; those include hot tokens and room to grow)"
+            if self.h2o_lossless_raw_bytes
+            else f"lossless {_NONE}, lossy {self.lossy_ratio:.3f}, total {_NONE}: nothing was compressed"
         )
         rows.append(
             f"{count(self.h2o_lossless_fallback_count, 'fallback')}, "
             f"{count(self.h2o_lossless_backpressure_skip_count, 'skip')}, queue peak "
-            f"{self.h2o_lossless_queue_depth_peak:,}, cache {self.h2o_lossless_decode_cache_hit:,} hits and "
-            f"{self.h2o_lossless_decode_cache_miss:,} misses"
+            f"{self.h2o_lossless_queue_depth_peak:,}{self._waiting}, "
+            f"cache {self.h2o_lossless_decode_cache_hit:,} hits and {self.h2o_lossless_decode_cache_miss:,} misses"
         )
         return rows + [_times(name, part) for name, part in self._timed]
+
+    @property
+    def _waiting(self) -> str:
+        return f" ({self.waiting_blocks_peak:,} more waited)" if self.waiting_blocks_peak else ""
 
     @property
     def _timed(self) -> tuple[tuple[str, LatencySummary], ...]:

@@ -43,7 +43,8 @@ class ReplayResult:
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        own = {name: getattr(self, name) for name in _OWN_FIELDS}
+        own: dict[str, Any] = {name: getattr(self, name) for name in _OWN_FIELDS}
+        own["not_measured"] = _NOTHING if self.is_idle else None
         return own | {"metrics": self.metrics.to_dict(), "points": [asdict(point) for point in self.points]}
 
     def plot(self, directory: str | os.PathLike[str], force: bool = False) -> list[Path]:
@@ -62,9 +63,18 @@ class ReplayResult:
         if self.points and shown[-1] is not self.points[-1]:
             shown.append(self.points[-1])
         table += [str(point) for point in shown]
-        stored = [] if self.metrics.h2o_lossless_raw_bytes else [_NOTHING]
         table.append(_COLUMNS)
-        return [head, *table, *self.metrics.lines(), *stored, self._verdict()]
+        return [head, *table, *self.metrics.lines(), self._verdict()]
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing was compressed, so that no lossless ratio was measured and equal bytes show nothing."""
+        return not self.metrics.h2o_lossless_raw_bytes
+
+    @property
+    def passed(self) -> bool:
+        """Whether attention read the right bytes, and something was compressed or evicted."""
+        return not self.wrong_calls and (not self.is_idle or self.metrics.lossy_ratio > 1)
 
     @property
     def calls(self) -> int:
@@ -77,6 +87,8 @@ class ReplayResult:
                 f"WRONG: attention reads other bytes than were appended at {self.wrong_calls:,} of "
                 f"{count(self.compared_calls, 'call')} compared"
             )
+        if self.is_idle:
+            return f"NOT MEASURED: {_NOTHING}"
         if self.compared_calls < self.calls:
             return f"equal in the {self.compared_calls:,} of {count(self.calls, 'call')} that were compared"
         return f"{LOSSLESS}: {count(self.calls, 'call')} compared, every byte that attention reads is right"
@@ -84,8 +96,8 @@ class ReplayResult:
 
 _COLUMNS = (
     "  held bytes: rows that are not compressed, frames, decoded copies, and room to grow; ratio, here and of each "
-    "layer: raw over compressed bytes of what was encoded so far, and nothing else; queue: most blocks that waited so "
-    "far; us: time of the step in the runtime"
+    "layer: raw over compressed bytes of what was encoded so far, and nothing else; queue: most encodings that were "
+    "open at one time so far; us: time of the step in the runtime"
 )
 
 _NOTHING = (

@@ -38,7 +38,7 @@ def test_what_the_verbs_leave_is_reported(run: Run, tmp_path: Path, monkeypatch:
         "kv_lossless_enable": True, "kv_lossless_runtime_enable": True, "kv_lossless_runtime_mode": "store",
         "kv_lossless_codec": "gear_delta", "kv_lossless_scope": "front_n", "kv_lossless_front_n": 2,
         "kv_lossless_block_tokens": 16, "kv_lossless_hot_recent_tokens": 16, "kv_lossless_hot_sink_tokens": 0,
-        "kv_lossless_async_threads": 0,
+        "kv_lossless_async_threads": 0, "kv_h2o_trigger_min_tokens": 32, "kv_h2o_update_interval": 1,
     }  # fmt: skip
     Path("config.json").write_text(json.dumps(settings))
     Path("all").mkdir()
@@ -57,6 +57,12 @@ def test_what_the_verbs_leave_is_reported(run: Run, tmp_path: Path, monkeypatch:
     assert f"{measured['stored_ratio']:,.4f}" in page and f"{measured['limit_ratio']:,.4f}" in page
     assert f"{replayed['metrics']['h2o_lossless_ratio']:.3f}" in page and "LOSSLESS: 66 calls compared" in page
     assert "kvmnn replay --config config.json --prompt 64 --compare all" in page
+    Path("config.json").write_text(json.dumps(settings | {"kv_lossless_enable": False}))
+    idle = run("replay", "--config", "config.json", "--compare", "all", *inputs, "--json", code=1).out
+    Path("idle.json").write_text(idle)
+    run("report", "idle.json", "-o", "idle.md")
+    shown = Path("idle.md").read_text()
+    assert "not measured: nothing was compressed, so equal bytes show nothing" in shown and "LOSSLESS" not in shown
     assert "kvmnn bench --rounds 1" in page and "Command not recorded in: upper.json." in page
 
 

@@ -268,7 +268,8 @@ def test_strict_refuses_headers_among_rows(tmp_path: Path) -> None:
 DIAGNOSES = [
     ("the figures were lost on their way", {"h2o_lossless_raw_mb": 0, "h2o_lossless_comp_mb": 0}, "store"),
     ("sinks and recent tokens alone keep 40.0%", {"h2o_lossy": 2.5, "h2o_floor_keep": 0.4}, "store"),
-    ("whole blocks keep 36.0%", {"h2o_lossy": 2.7, "h2o_quantized_keep": 0.36}, "store"),
+    ("alone keep 62.0%, so at most 1.613", {"h2o_floor_keep": 0.62, "h2o_quantized_keep": 0.64}, "store"),
+    ("whole blocks keeps 36.0%", {"h2o_lossy": 2.7, "h2o_quantized_keep": 0.36}, "store"),
     ("mode probe measures one layer", {"h2o_lossless_decomp_us": 0}, "probe"),
     ("nothing was restored", {"h2o_lossless_decomp_us": 0}, "full"),
     ("Try store_disable_front first", {"decode": 4.0}, "store"),
@@ -281,6 +282,17 @@ def test_diagnoses(tmp_path: Path, said: str, cells: dict[str, Any], mode: str) 
     limits = STORE.changed({"runtime_mode": mode}, "test")
     assert not [line for line in checked(tmp_path, limits=limits).diagnoses if said in line]
     assert [line for line in checked(tmp_path, gate_logs.row(**cells), limits=limits).diagnoses if said in line]
+
+
+def test_floor_above_the_target_is_not_blamed_on_blocks(tmp_path: Path) -> None:
+    """Smaller blocks or another target leave the floor where it is; each kind of row gets its own sentence."""
+    wide = gate_logs.row(h2o_floor_keep=0.62, h2o_quantized_keep=0.64)
+    (line,) = (line for line in checked(tmp_path, wide).diagnoses if "cannot reach" in line)
+    assert "Take longer prompts, or lower h2o_recent_tokens" in line and "raise h2o_target" not in line
+    blocks = gate_logs.row(h2o_floor_keep=0.2, h2o_quantized_keep=0.5)
+    both = [line for line in checked(tmp_path, wide, blocks, gate_logs.row()).diagnoses if "cannot reach" in line]
+    assert ["1 of 3 rows: " in line for line in both] == [True, True]
+    assert "keep 62.0%" in both[0] and "keeps 50.0% (blocks of sinks and recent tokens 20.0%)" in both[1]
 
 
 def test_one_cause_for_one_log(tmp_path: Path) -> None:

@@ -67,6 +67,17 @@ def test_cells_that_spreadsheets_would_compute_are_texts_and_come_back(tmp_path:
     assert dict(read_csv(tmp_path / "m.csv").rows[0].cells) == dict(parsed.rows[0])
 
 
+@pytest.mark.parametrize("indent", ["    ", "\t", "\N{NO-BREAK SPACE}", "  \t "])
+def test_indented_table_is_read_as_the_forks_parser_reads_it(tmp_path: Path, indent: str) -> None:
+    """That strips each line before it looks for a bar, and a table may begin with an empty cell."""
+    table = gate_logs.table(gate_logs.row(), gate_logs.row(4.5))
+    (tmp_path / "a.log").write_text(table)
+    (tmp_path / "b.log").write_text("\n".join(indent + line + "  " for line in table.splitlines()) + "\r\n")
+    plain, indented = (parse([tmp_path / name]) for name in ("a.log", "b.log"))
+    assert indented.to_csv().replace("b.log", "a.log") == plain.to_csv()
+    assert len(indented.rows) == 2 and indented.rows[0]["speed(tok/s)"] == "80.10 ± 0.10<br>5.90 ± 0.05"
+
+
 def test_a_file_named_twice_counts_once(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row())
     assert len(parse([log, tmp_path / "logs", tmp_path / "logs" / ".." / "logs" / log.name]).rows) == 1

@@ -138,11 +138,16 @@ def test_progress_counts_the_steps_that_are_left(made: SimpleNamespace, tmp_path
     config = read_run_config(made.folder / "run.json", ())
     cases = cases_of("runtime", config)
     told: list[tuple[int, ...]] = []
+    ended: list[str] = []
     bar = SimpleNamespace(
-        start=lambda runs, steps: told.append((runs, steps)), advance=lambda steps, case: told.append((steps,))
+        start=lambda runs, steps: told.append((runs, steps)),
+        begin_run=lambda what: None,
+        advance=lambda steps: told.append((steps,)),
+        end_run=lambda: ended.append(""),
     )
     for expected in (12 * (4 * 4 + 3 * 2) + 3 * 200, 3 * 200):  # runs, comparisons, perplexity
         told.clear()
+        ended.clear()
         with Suite(
             str(made.folder / "model"),
             str(tmp_path),
@@ -152,7 +157,7 @@ def test_progress_counts_the_steps_that_are_left(made: SimpleNamespace, tmp_path
         ) as suite:
             list(suite.measure(cases, 1, bar))
         assert told[0] == (4 * 4 + 3 + 3, expected)
-        assert (len(told) - 1, sum(steps for (steps,) in told[1:])) == told[0]
+        assert (len(ended), sum(steps for (steps,) in told[1:])) == told[0]
 
 
 def test_a_damaged_line_of_runs_is_run_again(made: SimpleNamespace, tmp_path: Path) -> None:
@@ -171,6 +176,7 @@ def test_a_damaged_line_of_runs_is_run_again(made: SimpleNamespace, tmp_path: Pa
 def test_a_synthetic_prompt_has_the_asked_length(made: SimpleNamespace, bos: int | None) -> None:
     settings = read_run_config(made.folder / "run.json", ()).settings
     (work,) = synthetic(settings, 48, bos)
+    assert (work.name, work.prompts) == ("synthetic_40", "synthetic")
     (turn,) = work.turns
     assert len(turn) == settings.prompts[0] and work.bucket == str(settings.prompts[0])
     assert (turn[0], set(turn[1:])) == (settings.token if bos is None else bos, {settings.token})
@@ -241,7 +247,7 @@ def test_sweeps_are_a_product_in_the_forks_order(made: SimpleNamespace) -> None:
         ("-o x --sweep block=1 block=2", "is given twice"),
         ("-o x --sweep alpha=nan", "'nan' is no number"),
         ("", "needs -o DIR"),
-        ("-o x", "llm_demo_full needs texts: expected --prompts DIR or FILE"),
+        ("-o x", "llm_demo_full needs texts: expected --prompts DIR or FILE (--suite runtime needs none)"),
         ("-o x --sweep block=0", "kv_h2o_block_tokens (block): found 0, for which the engine takes 1"),
         ("-o x --sweep keep=2", "kv_h2o_target_keep_ratio (keep): found 2, for which the engine takes 1"),
         ("-o x --sweep keep=-1", "(keep): found -1, for which the engine takes 0"),

@@ -91,7 +91,8 @@ def test_what_is_open_is_bounded_and_the_rest_is_taken_later(options: dict[str, 
                 jobs = run.inner._storer.jobs
                 assert len(jobs.open) == most and jobs.nbytes == most * BLOCK_BYTES
         metrics = run.runtime.metrics()
-        assert metrics.h2o_lossless_async_queue_peak == most
+        assert metrics.h2o_lossless_async_queue_peak == metrics.h2o_lossless_queue_depth_peak == most
+        assert metrics.waiting_blocks_peak == 12 - most
         assert metrics.h2o_lossless_backpressure_skip_count > 0 and metrics.h2o_lossless_fallback_count == 0
         run.runtime.flush()
         assert run.blocks == [6, 6]

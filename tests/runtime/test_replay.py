@@ -277,9 +277,31 @@ def test_scores_that_plan_nothing_are_noted(
     assert capsys.readouterr().err == "kvmnn: note: a.npy plans no eviction: config.json has no kv_h2o_enable\n"
 
 
-def test_a_run_that_compresses_nothing_says_so(history: History) -> None:
-    assert "nothing was compressed" in str(replay(history, RuntimeConfig.from_engine({}), prompt=100))
-    assert "nothing was compressed" not in str(replay(history, RuntimeConfig.from_engine(KEYS), prompt=100))
+def test_run_that_compresses_nothing_has_no_ratio_and_does_not_pass(history: History) -> None:
+    idle = replay(history, RuntimeConfig.from_engine({}), prompt=100)
+    assert "lossless -, lossy 1.000, total -: nothing was compressed" in str(idle)
+    assert str(idle).splitlines()[-1].startswith("NOT MEASURED: nothing was compressed: the configuration does not")
+    assert "LOSSLESS" not in str(idle) and not idle.passed
+    assert idle.to_dict()["not_measured"].startswith("nothing was compressed")
+    stored = replay(history, RuntimeConfig.from_engine(KEYS), prompt=100)
+    assert "nothing was compressed" not in str(stored) and stored.passed and stored.to_dict()["not_measured"] is None
+
+
+@pytest.mark.parametrize("changed", [{"kv_lossless_enable": False}, {"kv_lossless_hot_recent_tokens": 10**6}])
+def test_replay_of_a_configuration_that_stores_nothing_fails(
+    cache: Path, tmp_path: Path, run: Any, changed: dict[str, Any]
+) -> None:
+    (tmp_path / "c.json").write_text(json.dumps(KEYS | changed))
+    for compare in ("ends", "all"):
+        found = run("replay", cache, "--config", tmp_path / "c.json", "--compare", compare, code=1)
+        assert "NOT MEASURED: nothing was compressed" in " ".join(found.out.split())
+        assert "LOSSLESS" not in found.out and "lossless 0" not in found.out
+
+
+def test_replay_that_only_evicts_passes(history: History) -> None:
+    keys = EVICTING | {"kv_lossless_enable": False}
+    result = replay(history, RuntimeConfig.from_engine(keys), prompt=100, attention=tuple(causal_attention(4, 2)))
+    assert result.is_idle and result.metrics.lossy_ratio > 1 and result.passed
 
 
 def test_tokens_first_are_asked_about_and_taken_when_said(tmp_path, run) -> None:

@@ -9,7 +9,8 @@ from .. import engine_config, loading, packed_options, printing, shared_options
 
 _TEXT = """Run K and V that were computed once through the lossless runtime, the first tokens as a prompt and the others
 one by one: what would be compressed, when, and what it would take. What attention would read is compared with the
-cache, by default at the ends; LOSSLESS needs --compare all. A difference is exit code 1.
+cache, by default at the ends; LOSSLESS needs --compare all. A difference is exit code 1; so is a configuration with
+which nothing is compressed and nothing evicted.
 
   kvmnn replay dump/ --config config.json --prompt 512
 
@@ -78,4 +79,4 @@ def run(arguments: argparse.Namespace) -> int:
     printing.show(arguments, "replay", result)
     if written:
         printing.say(arguments, f"{count(len(written), 'plot file')} in {arguments.plot}")
-    return 1 if result.wrong_calls else 0
+    return 0 if result.passed else 1

@@ -49,6 +49,8 @@ class Checked:
         What the verdict rests on, in a sentence, where it is not the fork's.
     diagnoses
         What is behind figures that look wrong, in sentences.
+    prompts
+        Where the prompts come from, of runs on a model; empty for logs, which do not tell.
     """
 
     case: str
@@ -58,6 +60,7 @@ class Checked:
     strict: bool = False
     basis: str = ""
     diagnoses: tuple[str, ...] = ()
+    prompts: str = ""
 
     @property
     def verdict(self) -> Verdict:
@@ -101,6 +104,7 @@ class Checked:
             "warnings": list(self.warnings),
             "notes": list(analysis.rows.notes),
             "diagnoses": list(self.diagnoses),
+            **({"prompts": self.prompts} if self.prompts else {}),
         }
 
     def to_markdown(self) -> str:
@@ -116,6 +120,7 @@ class Checked:
         asked = [gate for gate in (*self.gates, *self.checks) if gate.verdict != "off"]
         idle = [gate.name for gate in (*self.gates, *self.checks) if gate.verdict == "off"]
         head = f"{self.verdict.upper()}: {self.case}, {counted(asked)}; {count(len(rows.rows), 'row')}"
+        head += f"; prompts: {self.prompts}" if self.prompts else ""
         gates = [gate for gate in self.gates if gate.verdict != "off"]
         lines = [*folded_lines([head], width), "", *gate_lines(gates, width)]
         checks = [gate for gate in self.checks if gate.verdict != "off"]

@@ -40,28 +40,34 @@ def _lost(analysis: Analysis, logs: LogScan | None) -> bool:
 
 
 def _below_ceiling(analysis: Analysis) -> Iterator[str]:
-    """Rows in which sinks, recent tokens or whole blocks keep more than the target allows."""
-    target = analysis.limits.lossy_target
-    limited = []
-    for row in analysis.rows.rows:
+    """Rows in which sinks and recent tokens, or whole blocks, keep more than the target allows."""
+    target, rows = analysis.limits.lossy_target, analysis.rows.rows
+    floors, blocks = list[float](), list[tuple[float, float]]()
+    for row in rows:
         floor, quantised = (row.numbers[f"h2o_{name}_keep"] for name in ("floor", "quantized"))
-        kept = max(floor, quantised)
-        if kept > 0 and 1.0 / kept + 1e-6 < target:
-            limited.append((kept, floor, quantised))
-    if not limited:
-        return
-    kept, floor, quantised = max(limited)
-    rows = f"{len(limited)} of {len(analysis.rows.rows)} rows"
-    if floor >= quantised:
+        if _is_above(floor, target):  # then smaller blocks or another target change nothing
+            floors.append(floor)
+        elif _is_above(quantised, target):
+            blocks.append((quantised, floor))
+    if floors:
+        most = max(floors)
         yield (
-            f"Lossy cannot reach {target:.3f} in {rows}: sinks and recent tokens alone keep {floor:.1%}, so at most "
-            f"{1 / kept:.3f}. Lower h2o_sink_tokens or h2o_recent_tokens, or take longer prompts."
+            f"Lossy cannot reach {target:.3f} in {len(floors)} of {len(rows)} rows: blocks of sinks and recent tokens "
+            f"alone keep {most:.1%}, so at most {1 / most:.3f}. Take longer prompts, or lower h2o_recent_tokens or "
+            "h2o_sink_tokens; where these are smaller than a block, lower h2o_block_tokens."
         )
-    else:
+    if blocks:
+        quantised, floor = max(blocks)
         yield (
-            f"Lossy cannot reach {target:.3f} in {rows}: whole blocks keep {quantised:.1%} (sinks and recent tokens "
-            f"{floor:.1%}), so at most {1 / kept:.3f}. Lower h2o_block_tokens, or raise h2o_target_lossy_ratio."
+            f"Lossy cannot reach {target:.3f} in {len(blocks)} of {len(rows)} rows: the target in whole blocks keeps "
+            f"{quantised:.1%} (blocks of sinks and recent tokens {floor:.1%}), so at most {1 / quantised:.3f}. Lower "
+            "h2o_block_tokens, or raise h2o_target_lossy_ratio."
         )
+
+
+def _is_above(kept: float, target: float) -> bool:
+    """Return whether a share that is kept rules the target out; 0 is a row without plans."""
+    return kept > 0 and 1.0 / kept + 1e-6 < target
 
 
 def _no_decompression(analysis: Analysis, logs: LogScan | None) -> Iterator[str]:

@@ -65,6 +65,8 @@ def lossless_gate(found: Figures, target: float, mode: str) -> Gate:
     if found.encoded_ratio is None:
         return Gate(name=name, verdict=NOT_MEASURED, limit=limit, why=_IDLE)
     why = f"raw over compressed bytes of what was encoded; of the cache as it is held {found.held:.3f}"
+    if found.prompts == "synthetic":
+        why += "; prompts are synthetic, K and V of texts compress less"
     if found.idle_works:
         why += f"; nothing was encoded in {found.idle_works} of {found.works} prompts"
     verdict = judged(found.encoded_ratio >= target)

@@ -47,6 +47,8 @@ class Figures:
         The largest of the runs.
     idle_works, works
         Pieces of work of which nothing was encoded, and how many there are.
+    prompts
+        Where the prompts come from, as `Workload.prompts` names it.
     """
 
     lossy: float
@@ -64,6 +66,7 @@ class Figures:
     misses: float
     idle_works: int
     works: int
+    prompts: str = "text"
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> Figures:
@@ -92,4 +95,5 @@ class Figures:
             misses=largest("decode_cache_miss"),
             idle_works=len(works - active),
             works=len(works),
+            prompts=", ".join(dict.fromkeys(pair.work.prompts for pair in pairs)),
         )

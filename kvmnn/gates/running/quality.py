@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import expm1
 from pathlib import Path
@@ -39,7 +39,47 @@ class Quality:
     why_all_stay: str = ""
 
 
-def measure_quality(model: str, documents: Sequence[Document], case: RunCase, *, jobs: int, store: Path) -> Quality:
+class QualityProgress:
+    """Progress of an evaluation in units of another work.
+
+    Parameters
+    ----------
+    units
+        That all of it is.
+    advance
+        Called with the units done since its last call.
+
+    Attributes
+    ----------
+    left
+        Units that were not counted yet.
+    """
+
+    def __init__(self, units: int, advance: Callable[[int], object]) -> None:
+        self.left, self._units, self._advance = units, units, advance
+        self._tokens, self._done = 0, 0
+
+    def start(self, tokens: int, cells: int, reused: int) -> None:
+        """Begin: this many tokens."""
+        self._tokens = tokens
+
+    def advance(self, tokens: int, cells: int) -> None:
+        """Count tokens."""
+        self._done += tokens
+        left = self._units - self._units * min(self._done, self._tokens) // max(self._tokens, 1)
+        self._advance(self.left - left)
+        self.left = left
+
+
+def measure_quality(
+    model: str,
+    documents: Sequence[Document],
+    case: RunCase,
+    *,
+    jobs: int,
+    store: Path,
+    progress: QualityProgress | None = None,
+) -> Quality:
     """Evaluate the planner of a case on the beginnings of texts.
 
     Parameters
@@ -48,6 +88,8 @@ def measure_quality(model: str, documents: Sequence[Document], case: RunCase, *,
         Processes; 0: this one.
     store
         File of what was evaluated before.
+    progress
+        Told of tokens.
 
     Raises
     ------
@@ -68,6 +110,7 @@ def measure_quality(model: str, documents: Sequence[Document], case: RunCase, *,
         ),
         jobs=jobs,
         store=store,
+        progress=progress,
     )
     if result.refused:
         raise KvmnnError(f"{case.name}: {result.refused[0].reason}")

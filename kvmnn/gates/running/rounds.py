@@ -138,7 +138,9 @@ def _runtime(measured: Measured, model: str, more: list[Gate]) -> Checked:
         warnings=(),
         measured=True,
     )
-    return Checked(case=case.name, analysis=analysis, gates=tuple(gates), strict=True, basis=_BASIS)
+    return Checked(
+        case=case.name, analysis=analysis, gates=tuple(gates), strict=True, basis=_BASIS, prompts=found.prompts
+    )
 
 
 def _gates(measured: Measured, pairs: Sequence[Pair], limits: Limits) -> list[Gate]:
@@ -197,6 +199,7 @@ def _figures(measured: Measured) -> dict[str, Any]:
             {
                 "work": pair.work.name,
                 "bucket": pair.work.bucket,
+                "prompts": pair.work.prompts,
                 "round": place,
                 "without": side(pair.without),
                 "candidate": side(pair.candidate),

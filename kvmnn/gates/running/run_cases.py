@@ -88,8 +88,8 @@ class RunCase:
 
     @property
     def needs_texts(self) -> bool:
-        """Whether its prompts are texts."""
-        return self.kind != "runtime" or not self.settings.synthetic
+        """Whether it runs only with texts of the user."""
+        return self.kind != "runtime"
 
     @property
     def policy_keys(self) -> dict[str, Any]:
@@ -150,24 +150,35 @@ def _case(name: str, config: RunConfig) -> RunCase:
         limits = RUNTIME_CASES[name].changed(config.limits_of(name, shared=False), name)
         return RunCase(name=name, kind="runtime", mode="", engine={}, limits=limits, settings=settings)
     mode = RUNTIME_CASES[name].runtime_mode if name in RUNTIME_CASES else DEMO_CASES.get(name, "store")
+    base = RUNTIME_CASES.get(name)
+    limits = base.changed(config.limits_of(name), name) if base is not None else _demo_limits(name, mode, config)
     engine = {
         **ENGINE,
+        **_queue(name, limits),
         **(STORE if mode == "store" else {}),
         **config.engine_of(name),
         "kv_lossless_runtime_mode": mode,
     }
-    if name == "llm_demo_store":
-        engine = {"kv_lossless_max_queue": 64} | engine
-    if name in RUNTIME_CASES:
-        base = RUNTIME_CASES[name]
-        return RunCase(
-            name=name, kind="runtime", mode=mode, engine=engine, settings=settings,
-            limits=base.changed(config.limits_of(name), name),
-        )  # fmt: skip
-    drop = Limits(runtime_mode="store", decode_drop_target=0.08, require_runtime_decomp=True, max_lossless_fallback=0.0)
     kind: Kind = "llm_demo" if name in DEMO_CASES else "multi_turn" if name == "multi_turn" else "retrieval"
-    limits = drop.changed({"runtime_mode": mode, **config.limits_of(name)}, name)
+    kind = "runtime" if base is not None else kind
     return RunCase(name=name, kind=kind, mode=mode, engine=engine, limits=limits, settings=settings)
+
+
+def _demo_limits(name: str, mode: str, config: RunConfig) -> Limits:
+    drop = Limits(runtime_mode="store", decode_drop_target=0.08, require_runtime_decomp=True, max_lossless_fallback=0.0)
+    return drop.changed({"runtime_mode": mode, **config.limits_of(name)}, name)
+
+
+def _queue(name: str, limits: Limits) -> dict[str, int]:
+    """Encodings that may be open, unless the configuration says.
+
+    In the runtime cases as many as their gate allows: the fork leaves the engine's 256, but the engine hands in one block
+    of a layer at a step, while the sound runtime hands in all blocks of a prompt, as far as the queue goes.
+    """
+    if name == "llm_demo_store":
+        return {"kv_lossless_max_queue": 64}
+    queue = limits.max_lossless_queue_peak
+    return {"kv_lossless_max_queue": max(1, int(queue))} if queue >= 0 else {}
 
 
 def _at(case: RunCase, point: dict[str, float | int]) -> RunCase:

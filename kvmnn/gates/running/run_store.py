@@ -12,7 +12,7 @@ from ...errors import OutputError
 from ...files.appending import lock_for_one
 from ...files.json_document import loads, read_bounded
 
-VERSION = 2
+VERSION = 3
 """Raised whenever a run measures anything differently, so that runs of before are not reused."""
 
 MAX_BYTES = 256 << 20

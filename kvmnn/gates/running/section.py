@@ -8,7 +8,7 @@ from ..checking.conditions import Decode
 from ..checking.gate_section import budget, flag, four
 from ..checking.limits import Limits
 from ..checking.verdicts import NOT_MEASURED, OFF, Gate, together
-from ..summary.rows import MEASURED_BY
+from ..summary.rows import MEASURED_BY, PROMPTS
 from .figures import Figures
 
 _WAIT = "runtime_async_wait"
@@ -52,6 +52,7 @@ def gate_lines(found: Figures, decode: Decode, gates: Sequence[Gate], limits: Li
     lines = {
         "quality_status": overall.upper(),
         MEASURED_BY: "kvmnn gate run",
+        PROMPTS: found.prompts,
         "lossy_target": four(limits.lossy_target),
         "lossy_best": four(found.lossy),
         "lossy_pass": passed["lossy ratio"],

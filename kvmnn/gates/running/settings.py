@@ -61,8 +61,8 @@ class RunSettings(Record):
     prompts, generate
         Of the runtime cases: tokens of the prompts, and tokens that are generated.
     synthetic, token
-        Their prompts are this one token repeated, as in the fork's bench, whose K and V compress far better than those
-        of texts; false: beginnings of texts.
+        Their prompts are synthetic: this one token repeated, as in the fork's bench. K and V of these compress far
+        better than those of texts. False: beginnings of texts, or of the built-in text where none are given.
     buckets, prompts_per_bucket, demo_generate
         Of the cases with real prompts: their lengths, how many of each, and tokens that are generated.
     prompt_manifest, prompt_order, max_prompts
@@ -80,7 +80,7 @@ class RunSettings(Record):
 
     prompts: tuple[int, ...] = (512, 1024)
     generate: int = 128
-    synthetic: bool = True
+    synthetic: bool = False
     token: int = 16
     buckets: tuple[int, ...] = (128, 512, 2048)
     prompts_per_bucket: int = 2

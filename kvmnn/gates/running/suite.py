@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -16,23 +16,23 @@ from ...errors import KvmnnError, OutputError
 from ...evaluation.evaluating import model_sha256
 from ...files.json_document import read_object
 from ...files.output import FileOutput, failures
-from ...lm.documents import Document, read_documents
+from ...lm.runner import Runner
 from ...lm.session import DecoderSession
-from ...lm.tokenizer import Tokenizer
 from ...policies.full import Full
 from ...version import version
 from ..logs.demo_records import quantity
 from ..summary.collecting import ABOUT, collect, stamps_of
 from ..summary.saving import write_round
 from .figures import Pair
-from .manifests import prompt_files
 from .measuring import Comparison, RunRecord, compare_contents, run_once
+from .model_sessions import ModelSessions
 from .past import has_take
-from .quality import Quality, measure_quality
+from .prompt_texts import PromptTexts
+from .quality import Quality, QualityProgress, measure_quality
 from .run_cases import RunCase
 from .run_store import RunStore, key_of
 from .settings import RunSettings
-from .work import Workload, needles, real_prompts, several_turns, synthetic, text_beginnings
+from .work import Workload
 
 RUNS, CELLS = "runs.jsonl", "cells.jsonl"
 """Files of a folder of runs: what is done, and the perplexity's."""
@@ -47,10 +47,25 @@ class SuiteProgress(Protocol):
     """Who is told how far a suite is."""
 
     def start(self, runs: int, steps: int) -> None:
-        """How many runs there are, and how many decode steps of those that are not there already."""
+        """Begin: this many runs, and decode steps of those that are not there already."""
 
-    def advance(self, steps: int, case: str) -> None:
-        """That a run is done, and how many of these steps it took."""
+    def begin_run(self, what: str) -> None:
+        """Name what runs now."""
+
+    def advance(self, steps: int) -> None:
+        """Count decode steps; 0 after a step of a prompt."""
+
+    def end_run(self) -> None:
+        """Count a run."""
+
+
+class _Silent:
+    """Progress that nobody wants to see."""
+
+    def start(self, runs: int, steps: int) -> None: ...
+    def begin_run(self, what: str) -> None: ...
+    def advance(self, steps: int) -> None: ...
+    def end_run(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,22 +147,10 @@ class Suite:
         self._command = command
         self._model, self._directory, self._jobs, self._settings = model, Path(directory), jobs, settings
         _check_directory(self._directory, force)
-        self._plain = DecoderSession.open(model, threads=settings.threads)
-        self._sessions: dict[bool, DecoderSession] = {False: self._plain}
-        self._tokenizer = Tokenizer.open(tokenizer or model)
-        self._notes: list[str] = []
-        longest = max(*settings.buckets, *settings.prompts, settings.quality_tokens, 4 * min(settings.buckets))
-        self._documents: list[Document] = []
-        if texts:
-            self._documents = read_documents(texts, self._tokenizer, longest, notes=[])
-        self._prompts = self._documents
-        if settings.prompt_manifest:
-            listed = prompt_files(settings.prompt_manifest, texts)
-            self._prompts = read_documents(listed, self._tokenizer, longest, notes=[])
+        self._texts = PromptTexts(model, settings, texts, tokenizer)
+        self._sessions = ModelSessions(model, settings.threads)
         self._sha256 = model_sha256(model)
         self._qualities: dict[str, Quality] = {}
-        with failures(directory):
-            self._directory.mkdir(parents=True, exist_ok=True)
         self.store = RunStore(self._directory / RUNS)
         self.take = _take(self._directory, again)
         self.settings_of_cases: dict[str, dict[str, Any]] = {}
@@ -172,15 +175,22 @@ class Suite:
     def measure(
         self, cases: Sequence[RunCase], rounds: int, progress: SuiteProgress | None = None
     ) -> Iterator[Measured]:
-        """The cases one after another; what is there already is not run again."""
-        work = {case.name: self._work(case) for case in cases}
+        """The cases one after another; what is there already is not run again.
+
+        The folder is made when all cases are known to have work that the model can do.
+        """
+        self._progress = progress or _Silent()
+        work = {case.name: self._texts.work(case, self._sessions.interface) for case in cases}
+        for case in cases:
+            Runner(self._session(case), case.policy, lossless=case.lossless)  # refuses what the model cannot do
+        with failures(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
         self._note_down(cases, rounds)
-        if progress is not None:
-            left = [steps for case in cases for steps in self._steps(case, work[case.name][0], rounds)]
-            progress.start(len(left), sum(left))
+        left = [steps for case in cases for steps in self._steps(case, work[case.name][0], rounds)]
+        self._progress.start(len(left), sum(left))
         for case in cases:
             found, notes = work[case.name]
-            yield self._measured(case, found, notes, rounds, progress)
+            yield self._measured(case, found, notes, rounds)
 
     def _steps(self, case: RunCase, works: list[Workload], rounds: int) -> Iterator[int]:
         """Of each run of a case the decode steps that it takes, which is most of the time; 0 where it is there."""
@@ -189,65 +199,30 @@ class Suite:
                 yield 0 if self._key(case, work, side="comparison") in self.store else 2 * work.steps
             for place, repeat, side in product(range(rounds), range(case.settings.repeats), _SIDES):
                 yield 0 if self._run_key(case, work, side, repeat, place) in self.store else work.steps
-        if case.evicts and self._documents:
+        if case.evicts and self._texts.documents:
             yield self._quality_steps(case)
 
     def _quality_steps(self, case: RunCase) -> int:
         """With and without eviction; what other cases evaluated already is not known beforehand."""
         settings = case.settings
-        texts = min(settings.quality_texts, len(self._documents))
+        texts = min(settings.quality_texts, len(self._texts.documents))
         return 2 * texts * (settings.quality_tokens - settings.quality_prompt)
 
-    def _work(self, case: RunCase) -> tuple[list[Workload], list[str]]:
-        interface, notes = self._plain.interface, list[str]()
-        limit, settings = interface.max_positions, case.settings
-        if case.kind == "runtime" and settings.synthetic:
-            if case.mode:
-                notes.append(
-                    "The prompts of the runtime cases are one token repeated, whose K and V compress better than those "
-                    "of texts (synthetic)."
-                )
-            return synthetic(settings, interface.vocab, self._tokenizer.bos), notes
-        if not (self._prompts if case.kind == "llm_demo" else self._documents):
-            raise KvmnnError(f"{case.name} needs texts: expected --prompts DIR or FILE")
-        if case.kind == "runtime":
-            return text_beginnings(self._documents, settings), notes
-        if case.kind == "llm_demo":
-            return real_prompts(self._prompts, settings, limit, notes), notes
-        if case.kind == "multi_turn":
-            return several_turns(self._documents, settings, limit), notes
-        return needles(self._documents, self._tokenizer, settings, limit), notes
-
-    def _measured(
-        self, case: RunCase, works: list[Workload], notes: list[str], rounds: int, progress: SuiteProgress | None
-    ) -> Measured:
-        def done(steps: int) -> None:
-            if progress is not None:
-                progress.advance(steps, case.name)
-
-        session = self._session(case)
-        made = tuple(tuple(self._round(case, session, works, place, done)) for place in range(rounds))
-        comparisons = []
-        for work in works if case.mode else ():
-            there = self._key(case, work, side="comparison") in self.store
-            comparisons.append(self._comparison(case, session, work))
-            done(0 if there else 2 * work.steps)
-        quality = None
-        if case.evicts and self._documents:
-            quality = self._quality(case)
-            done(self._quality_steps(case))
+    def _measured(self, case: RunCase, works: list[Workload], notes: list[str], rounds: int) -> Measured:
+        made = tuple(tuple(self._round(case, works, place)) for place in range(rounds))
+        if case.mode:
+            self._sessions.release(keep=case.policy.needs_attention)
+        comparisons = tuple(self._comparison(case, work) for work in (works if case.mode else ()))
         return Measured(
             case=case,
             rounds=made,
-            comparisons=tuple(comparisons),
-            quality=quality,
+            comparisons=comparisons,
+            quality=self._quality(case) if case.evicts and self._texts.documents else None,
             notes=tuple(notes),
             stamp=self.stamps[case.name],
         )
 
-    def _round(
-        self, case: RunCase, session: DecoderSession, works: list[Workload], place: int, done: Callable[[int], None]
-    ) -> Iterator[Pair]:
+    def _round(self, case: RunCase, works: list[Workload], place: int) -> Iterator[Pair]:
         """Both sides of each piece of work one after the other, the first of them in turns."""
         warm = False
         for work in works:
@@ -257,58 +232,66 @@ class Suite:
                     key = self._run_key(case, work, side, repeat, place)
                     stored = self.store.get(key)
                     if stored is None and not warm:
-                        self._warm_up(case, session, work)
+                        self._warm_up(case, work)
                         warm = True
-                    sides[side] = self._side(case, session, work, side, key, stored)
-                    done(work.steps if stored is None else 0)
+                    which = "with" if side == "candidate" else "without"
+                    self._progress.begin_run(f"{case.name}, {work.name}, {which} compression, run {repeat + 1}")
+                    sides[side] = self._side(case, work, side, key, stored)
+                    self._progress.end_run()
                 yield Pair(work=work, without=sides["without"], candidate=sides["candidate"])
 
-    def _side(
-        self, case: RunCase, session: DecoderSession, work: Workload, side: str, key: str, stored: Any
-    ) -> RunRecord:
+    def _side(self, case: RunCase, work: Workload, side: str, key: str, stored: Any) -> RunRecord:
         if stored is not None:
             return RunRecord.from_dict(stored, RUNS)
         if side == "without":
-            made = run_once(self._plain, Full(), None, work)
+            made = run_once(self._sessions.get(attentions=False), Full(), None, work, self._progress.advance)
         else:
-            made = run_once(session, case.policy, case.lossless, work)
+            made = run_once(self._session(case), case.policy, case.lossless, work, self._progress.advance)
         self.store.put(key, made.to_dict())
         return made
 
-    def _warm_up(self, case: RunCase, session: DecoderSession, work: Workload) -> None:
+    def _warm_up(self, case: RunCase, work: Workload) -> None:
         short = Workload(name="warm-up", bucket="", turns=(work.turns[0],), new_tokens=_WARM_UP)
-        run_once(self._plain, Full(), None, short)
+        self._progress.begin_run(f"{case.name}, {work.name}, not timed")
+        run_once(self._sessions.get(attentions=False), Full(), None, short, lambda steps: self._progress.advance(0))
         if case.mode:
-            run_once(session, case.policy, case.lossless, short)
+            session = self._session(case)
+            run_once(session, case.policy, case.lossless, short, lambda steps: self._progress.advance(0))
 
-    def _comparison(self, case: RunCase, session: DecoderSession, work: Workload) -> Comparison:
+    def _comparison(self, case: RunCase, work: Workload) -> Comparison:
         lossless = case.lossless
         key = self._key(case, work, side="comparison")
         stored = self.store.get(key)
+        self._progress.begin_run(f"{case.name}, {work.name}, K and V compared")
         if stored is not None:
-            return Comparison.from_dict(stored, RUNS)
-        if lossless is None:
+            found = Comparison.from_dict(stored, RUNS)
+        elif lossless is None:
             raise KvmnnError(f"{case.name}: nothing is stored, so nothing can be compared")
-        made = compare_contents(session, case.policy, lossless, work)
-        self.store.put(key, made.to_dict())
-        return made
+        else:
+            found = compare_contents(self._session(case), case.policy, lossless, work, self._progress.advance)
+            self.store.put(key, found.to_dict())
+        self._progress.end_run()
+        return found
 
     def _quality(self, case: RunCase) -> Quality:
         """The change of perplexity; cases that evict alike share it."""
         about = json.dumps([case.policy_keys, case.settings.to_dict()], sort_keys=True)
+        steps = self._quality_steps(case)
+        self._progress.begin_run(f"{case.name}, perplexity")
         if about not in self._qualities:
-            store = self._directory / CELLS
-            self._qualities[about] = measure_quality(self._model, self._documents, case, jobs=self._jobs, store=store)
+            self._sessions.release()  # the evaluation opens its own
+            told = QualityProgress(steps, self._progress.advance)
+            documents, store = self._texts.documents, self._directory / CELLS
+            self._qualities[about] = measure_quality(
+                self._model, documents, case, jobs=self._jobs, store=store, progress=told
+            )
+            steps = told.left
+        self._progress.advance(steps)
+        self._progress.end_run()
         return self._qualities[about]
 
     def _session(self, case: RunCase) -> DecoderSession:
-        """With attention probabilities where the policy needs them: their price is part of the candidate's speed."""
-        attentions = case.policy.needs_attention
-        if attentions not in self._sessions:
-            self._sessions[attentions] = DecoderSession.open(
-                self._model, attentions=attentions, threads=self._settings.threads
-            )
-        return self._sessions[attentions]
+        return self._sessions.get(attentions=case.policy.needs_attention)
 
     def _run_key(self, case: RunCase, work: Workload, side: str, repeat: int, place: int) -> str:
         return self._key(case, work, side=side, repeat=repeat, round=place, take=self.take)
@@ -368,7 +351,7 @@ class Suite:
         """Settings that are not the default, texts and tokenizer among them."""
         usual = RunSettings().to_dict()
         found = {name: value for name, value in self._settings.to_dict().items() if usual[name] != value}
-        texts = dict.fromkeys(document.sha256 for document in (*self._documents, *self._prompts))
+        texts = self._texts.sha256s
         found |= {"texts_sha256": hashlib.sha256(" ".join(texts).encode()).hexdigest()} if texts else {}
         return found | ({"rounds": rounds} if rounds != 1 else {})
 

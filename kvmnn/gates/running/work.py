@@ -1,17 +1,22 @@
-"""What a model is given in a case: repeated tokens, real prompts, several turns, and needles in texts."""
+"""What a model is given in a case: beginnings of texts, repeated tokens, several turns, and needles in texts."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
 from ...errors import KvmnnError
-from ...lm.documents import Document, TextTokenizer
+from ...lm.documents import Document, Ids, TextTokenizer
+from ...text import count
 from ..demo.runs import bucket_of
 from .settings import RunSettings
+
+Prompts = Literal["text", "built-in text", "synthetic"]
+"""Where prompts come from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +33,8 @@ class Workload:
         Generated after each turn.
     answer
         Tokens that the model should give; empty where nothing is scored.
+    prompts
+        Where its tokens come from.
     """
 
     name: str
@@ -35,6 +42,7 @@ class Workload:
     turns: tuple[tuple[int, ...], ...]
     new_tokens: int
     answer: tuple[int, ...] = field(default=())
+    prompts: Prompts = "text"
 
     @property
     def tokens(self) -> int:
@@ -48,7 +56,7 @@ class Workload:
 
     @property
     def digest(self) -> str:
-        """Of everything in it but its name."""
+        """Of all its tokens."""
         about = repr((self.turns, self.new_tokens, self.answer))
         return hashlib.sha256(about.encode()).hexdigest()
 
@@ -60,27 +68,42 @@ def synthetic(settings: RunSettings, vocabulary: int | None, bos: int | None) ->
         raise KvmnnError(f"token {token}: the vocabulary has {vocabulary:,}: expected a smaller one")
     return [
         Workload(
-            name=f"repeated_{size}",
+            name=f"synthetic_{size}",
             bucket=str(size),
             turns=(((bos,) if bos is not None else ()) + (token,) * (size - (bos is not None)),),
             new_tokens=settings.generate,
+            prompts="synthetic",
         )
         for size in settings.prompts
     ]
 
 
-def text_beginnings(documents: Sequence[Document], settings: RunSettings) -> list[Workload]:
-    """The work of `synthetic` with beginnings of texts, a text for each length."""
+def text_beginnings(documents: Sequence[Document], settings: RunSettings, prompts: Prompts = "text") -> list[Workload]:
+    """Beginnings of texts, a text for each length; where none is long enough, of texts one after another."""
     found = []
     for place, size in enumerate(settings.prompts):
         long = [document for document in documents if len(document.ids) >= size]
-        if not long:
-            raise KvmnnError(f"no text has {size:,} tokens: expected longer texts (--prompts) or shorter prompts")
-        document = long[place % len(long)]
-        ids = tuple(map(int, document.ids[:size]))
-        name = f"{document.name}:{size}"
-        found.append(Workload(name=name, bucket=str(size), turns=(ids,), new_tokens=settings.generate))
+        if long:
+            document = long[place % len(long)]
+            name, ids = f"{document.name}:{size}", document.ids[:size]
+        else:
+            name, ids = f"{count(len(documents), 'text')}:{size}", _joined(documents, size)
+        turns = (tuple(map(int, ids)),)
+        found.append(Workload(name=name, bucket=str(size), turns=turns, new_tokens=settings.generate, prompts=prompts))
     return found
+
+
+def _joined(documents: Sequence[Document], size: int) -> Ids:
+    """The first tokens of texts one after another; only the first keeps its bos."""
+    parts = [documents[0].ids, *(document.own_ids for document in documents[1:])]
+    joined = np.concatenate(parts)
+    if len(joined) < size:
+        where = documents[0].name if len(documents) == 1 else f"{len(documents):,} texts"
+        raise KvmnnError(
+            f"{where}: {len(joined):,} tokens, a prompt has {size:,}: expected longer texts (--prompts) or shorter "
+            "prompts (--config)"
+        )
+    return joined[:size]
 
 
 def real_prompts(

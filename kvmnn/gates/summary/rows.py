@@ -10,6 +10,9 @@ from ..logs.numbers import number
 MEASURED_BY = "measured_by"
 """A line that only sections of runs on a model have: what they lack was not measured, in those of the fork it is 0."""
 
+PROMPTS = "prompts"
+"""Likewise: where the prompts of a run on a model come from."""
+
 RUNTIME_FIGURES = (
     "lossy_best",
     "lossless_selected_value",
@@ -86,6 +89,7 @@ def runtime_row(
         **{name: figures[name] for name in RUNTIME_FIGURES[11:16]},
         "kv_content_consistency_pass": flags["kv_content_consistency_pass"],
         "kv_invalid_log_count": figures["kv_invalid_log_count"],
+        **({PROMPTS: gate[PROMPTS]} if PROMPTS in gate else {}),
     }
 
 

@@ -13,6 +13,9 @@ from .records import CaseRuns, PastRound, RoundRow
 from .reference import REFERENCE, WHERE
 from .verdict import TONES, case_verdicts, verdict_of
 
+SYNTHETIC = "synthetic"
+"""What a round says of prompts that are one token repeated."""
+
 _MOST_ROWS = 200
 _COLUMNS = (
     "case", "verdict", "lossy", "lossless", "product", "held in all", "decode tok/s", "without tok/s", "change",
@@ -30,7 +33,8 @@ def cases_section(found: Material) -> Section:
     for row in found.round.rows[:_MOST_ROWS]:
         runs = found.runs.get(row.case)
         word = verdict_of(verdicts[row.case])
-        rows.append([Cell(row.case), Cell(word, None, TONES[word]), *_figures(row, runs, found)])
+        name = Cell(row.case, under=f"{row.prompts} prompts" if row.prompts == SYNTHETIC else "")
+        rows.append([name, Cell(word, None, TONES[word]), *_figures(row, runs, found)])
     note = (
         f"doc.: {WHERE}. Lossy, lossless and decode are those of the rows of summary.json; product is lossy times "
         "lossless, as the document takes it, though the two do not hold for the same bytes. Held in all: bytes of all "
@@ -39,6 +43,8 @@ def cases_section(found: Material) -> Section:
         "Figures of llm_demo are means over its prompts; its gates take the "
         "least lossy ratio, and raw over compressed bytes of all prompts together."
     )
+    if any(row.prompts == SYNTHETIC for row in found.round.rows):
+        note += " Synthetic prompts are one token repeated, whose K and V compress better than those of texts."
     if len(found.round.rows) > _MOST_ROWS:
         note = f"{len(found.round.rows) - _MOST_ROWS:,} more cases are in summary.json. {note}"
     table = Table("Cases of this round beside those of the document", _COLUMNS, rows, frozenset({0, 1}), True, note)

@@ -67,6 +67,7 @@ class RoundRow(Record):
     candidate_lossless_ratio_avg: float | None = None
     candidate_runtime_total_ratio_avg: float | None = None
     kv_content_consistency_pass: bool | None = None
+    prompts: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

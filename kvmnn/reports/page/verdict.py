@@ -187,6 +187,8 @@ def _replayed(found: Material) -> Iterator[str]:
                 f"{name}: WRONG: attention reads other bytes than were appended at {replay.wrong_calls:,} of "
                 f"{count(replay.compared_calls, 'call')} compared."
             )
+        elif not replay.metrics.h2o_lossless_raw_bytes:
+            yield f"{name}: not measured: nothing was compressed, so equal bytes show nothing."
         elif replay.compared_calls < calls:
             yield f"{name}: equal in the {replay.compared_calls:,} of {count(calls, 'call')} that were compared."
         else:

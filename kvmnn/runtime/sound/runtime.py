@@ -265,8 +265,8 @@ class SoundRuntime:
             h2o_lossless_ratio=float32_ratio(raw, compressed),
             h2o_lossless_fallback_count=sum(one.fallbacks for one in layers),
             h2o_lossless_backpressure_skip_count=sum(one.skips for one in layers),
-            h2o_lossless_queue_depth_peak=self._storer.queue_peak,
-            h2o_lossless_async_queue_peak=self._storer.jobs.peak,
+            h2o_lossless_queue_depth_peak=self._storer.jobs.peak,
+            h2o_lossless_async_queue_peak=self._storer.jobs.async_peak,
             h2o_lossless_async_wait_us=self._timings.wait.total_ns // MICROSECOND,
             h2o_lossless_decode_cache_hit=cache.hits,
             h2o_lossless_decode_cache_miss=cache.misses,
@@ -281,6 +281,7 @@ class SoundRuntime:
             **self._timings.summaries(),
             restores_ahead=self._restorer.ahead,
             restores_late=self._restorer.late,
+            waiting_blocks_peak=self._storer.waiting_peak,
             layers=layers,
         )
 

@@ -27,8 +27,8 @@ class Storer:
         Encodings that are open.
     taken
         Encodings that were taken in since the request began.
-    queue_peak
-        Most blocks that waited or were open at one time.
+    waiting_peak
+        Most blocks that were due and had no place in the queue at one time.
     last_compress_ns
         How long the last encoding took.
     """
@@ -37,7 +37,7 @@ class Storer:
         self, config: RuntimeConfig, codec: RowCodec, workers: Workers, layers: Sequence[Layer], waits: Latencies
     ) -> None:
         self.jobs: OpenJobs[Job] = OpenJobs(workers, config.max_queue, config.max_bytes_in_flight)
-        self.taken = self.queue_peak = self.last_compress_ns = 0
+        self.taken = self.waiting_peak = self.last_compress_ns = 0
         self._config, self._codec, self._workers, self._waits = config, codec, workers, waits
         self._layers = layers
         self._scope = Scope(config)
@@ -48,8 +48,8 @@ class Storer:
         """Forget what is open: results of an earlier request are not looked at."""
         self._generation += 1
         self.jobs.forget()
-        self.jobs.peak = 0
-        self.taken = self.queue_peak = self.last_compress_ns = 0
+        self.jobs.peak = self.jobs.async_peak = 0
+        self.taken = self.waiting_peak = self.last_compress_ns = 0
 
     def schedule(self, number: int, step: int, *, planned: bool) -> int:
         """Hand in what is cold in a layer that may be about to evict; returns how many blocks."""
@@ -94,11 +94,11 @@ class Storer:
 
     def _submit(self, number: int) -> int:
         layer, submitted = self._layers[number], 0
-        self.queue_peak = max(self.queue_peak, len(layer.waiting) + len(self.jobs.open))
         while (piece := layer.next_due()) is not None and piece.rows is not None:
             rows = piece.rows
             if not self.jobs.has_room(rows.nbytes):
                 layer.figures.skips += 1
+                self.waiting_peak = max(self.waiting_peak, sum(len(each.waiting) for each in self._layers))
                 break
             job = Job(number, piece, self._generation)
             self.jobs.submit(job, rows.nbytes, partial(encode_and_verify, self._codec, rows))

@@ -53,13 +53,15 @@ class OpenJobs(Generic[R]):
         What was handed in with each, its bytes, and its result to come.
     nbytes, peak
         Bytes of those that are open, and most that were open at one time.
+    async_peak
+        Likewise on threads: without any, a job is open in its own call only.
     """
 
     def __init__(self, workers: Workers, max_open: int, max_bytes: int) -> None:
         self._workers = workers
         self._max_open, self._max_bytes = max_open, max_bytes
         self.open: list[tuple[R, int, Future[object]]] = []
-        self.nbytes = self.peak = 0
+        self.nbytes = self.peak = self.async_peak = 0
 
     def has_room(self, nbytes: int) -> bool:
         """Whether one more job of `nbytes` may be handed in; the only one always may."""
@@ -69,8 +71,9 @@ class OpenJobs(Generic[R]):
         """Hand in a job; `what` comes back with its result."""
         self.open.append((what, nbytes, self._workers.submit(function)))
         self.nbytes += nbytes
+        self.peak = max(self.peak, len(self.open))
         if self._workers.threads:
-            self.peak = max(self.peak, len(self.open))
+            self.async_peak = self.peak
 
     def finished(self, *, wait: bool = False) -> list[tuple[R, Future[object]]]:
         """What is done, each once; with `wait`, everything."""

@@ -1,0 +1,109 @@
+"""Texts of a suite, and the work that its cases make of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import KvmnnError
+from ...lm.documents import Document, document_of_text, read_documents
+from ...lm.generation import check_positions
+from ...lm.graph.interface import DecoderInterface
+from ...lm.tokenizer import Tokenizer
+from .manifests import prompt_files
+from .run_cases import RunCase
+from .sample_text import SAMPLE_NAME, SAMPLE_TEXT
+from .settings import RunSettings
+from .work import Workload, needles, real_prompts, several_turns, synthetic, text_beginnings
+
+_SYNTHETIC = (
+    "The prompts of the runtime cases are synthetic, one token repeated: their K and V compress better than those of "
+    "texts."
+)
+
+
+class PromptTexts:
+    """The texts that prompts and perplexity are taken of, as tokens of the model.
+
+    Parameters
+    ----------
+    model
+        Its file or folder, for messages and the tokenizer.
+    settings
+        Which prompts.
+    texts
+        Files and folders as `kvmnn.lm.documents.read_documents` takes them.
+    tokenizer
+        Its ``tokenizer.json``; by default the one of the model. Without any, prompts are synthetic.
+
+    Attributes
+    ----------
+    documents
+        The texts, none where none were given.
+
+    Raises
+    ------
+    SourceError
+        For texts that cannot be used, and where there are texts and no tokenizer.
+    """
+
+    def __init__(
+        self, model: str, settings: RunSettings, texts: Sequence[str] = (), tokenizer: str | None = None
+    ) -> None:
+        self._model, self._settings = model, settings
+        self._longest = max(*settings.buckets, *settings.prompts, settings.quality_tokens, 4 * min(settings.buckets))
+        needed = bool(texts or tokenizer or settings.prompt_manifest)
+        self._tokenizer = Tokenizer.open(tokenizer or model) if needed or Tokenizer.find(model) else None
+        self.documents = self._read(texts) if texts else []
+        listed = prompt_files(settings.prompt_manifest, texts) if settings.prompt_manifest else []
+        self._prompts = self._read(listed) if listed else self.documents
+
+    def _read(self, paths: Sequence[str]) -> list[Document]:
+        if self._tokenizer is None:
+            return []
+        return read_documents(paths, self._tokenizer, self._longest, notes=[])
+
+    @property
+    def sha256s(self) -> list[str]:
+        """Of the texts, each once."""
+        return list(dict.fromkeys(document.sha256 for document in (*self.documents, *self._prompts)))
+
+    def work(self, case: RunCase, interface: DecoderInterface) -> tuple[list[Workload], list[str]]:
+        """Return the work of a case, and what a reader must know of it.
+
+        Raises
+        ------
+        KvmnnError
+            For texts that are missing or too short, and for work that needs more positions than the model has.
+        """
+        notes: list[str] = []
+        found = self._work(case, interface, notes)
+        for work in found:
+            prompt = sum(map(len, work.turns))
+            check_positions(interface.label, interface.max_positions, prompt, work.steps)
+        return found, notes
+
+    def _work(self, case: RunCase, interface: DecoderInterface, notes: list[str]) -> list[Workload]:
+        settings, limit = case.settings, interface.max_positions
+        if case.kind == "runtime":
+            return self._runtime_work(case, interface, notes)
+        if not (self._prompts if case.kind == "llm_demo" else self.documents) or self._tokenizer is None:
+            raise KvmnnError(f"{case.name} needs texts: expected --prompts DIR or FILE")
+        if case.kind == "llm_demo":
+            return real_prompts(self._prompts, settings, limit, notes)
+        if case.kind == "multi_turn":
+            return several_turns(self.documents, settings, limit)
+        return needles(self.documents, self._tokenizer, settings, limit)
+
+    def _runtime_work(self, case: RunCase, interface: DecoderInterface, notes: list[str]) -> list[Workload]:
+        settings, tokenizer = case.settings, self._tokenizer
+        if settings.synthetic or tokenizer is None:
+            if tokenizer is None and not settings.synthetic:
+                notes.append(f"{self._model} has no tokenizer.json (--tokenizer), so no text can be a prompt.")
+            notes += [_SYNTHETIC] if case.mode else []
+            return synthetic(settings, interface.vocab, None if tokenizer is None else tokenizer.bos)
+        if self.documents:
+            return text_beginnings(self.documents, settings)
+        longest = max(*settings.prompts, 2)
+        sample = document_of_text(SAMPLE_NAME, SAMPLE_TEXT, tokenizer, longest)
+        notes.append("The prompts of the runtime cases are beginnings of the built-in text (--prompts takes others).")
+        return text_beginnings([sample], settings, "built-in text")

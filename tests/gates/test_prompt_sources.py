@@ -1,0 +1,181 @@
+"""Where prompts of gate run come from, what results call them, and that a refused run leaves nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("tokenizers")
+import gate_models
+from tiny_decoders import Tiny
+
+from kvmnn.errors import KvmnnError
+from kvmnn.gates.running.run_cases import cases_of
+from kvmnn.gates.running.sample_text import SAMPLE_TEXT
+from kvmnn.gates.running.settings import RunConfig, RunSettings
+from kvmnn.gates.running.work import text_beginnings
+from kvmnn.lm.documents import Document
+
+
+def document(name: str, tokens: int) -> Document:
+    ids = np.arange(1, tokens + 1) + 100 * len(name)
+    return Document(name=name, ids=np.concatenate([[0], ids]), nbytes=tokens, sha256=name)
+
+
+def prompts_of(out: Path, case: str) -> tuple[Any, ...]:
+    """What the files of a case say of its prompts: verdict, runs, table, round, report of the case."""
+    gate = json.loads((out / case / "gate.json").read_text())
+    runs = json.loads((out / case / "runs.json").read_text())
+    with (out / case / "candidate.csv").open(newline="", encoding="utf-8") as stream:
+        works = [row["log_file"] for row in csv.DictReader(stream)]
+    (row,) = (row for row in json.loads((out / "summary.json").read_text())["rows"] if row["case"] == case)
+    assert f"- prompts: {gate['prompts']}" in (out / case / "summary.md").read_text()
+    return gate["prompts"], {pair["prompts"] for pair in runs["pairs"]}, works, row["prompts"], gate, runs["notes"]
+
+
+def write(folder: Path, **settings: Any) -> list[Any]:
+    """A model, and words of a command on it without texts; the runs are short."""
+    gate_models.write_model(folder, repeats=1, generate=4, **settings)
+    return ["gate", "run", folder / "model", "--suite", "runtime", "--config", folder / "run.json"]
+
+
+def test_runtime_cases_read_the_built_in_text(tmp_path: Path, run: Any) -> None:
+    found = run(*write(tmp_path), "-o", tmp_path / "out", code=1)
+    prompts, of_runs, works, of_round, _, notes = prompts_of(tmp_path / "out", "runtime_store")
+    assert (prompts, of_runs, works, of_round) == ("built-in text", {"built-in text"}, ["built-in text:40"], prompts)
+    assert notes == ["The prompts of the runtime cases are beginnings of the built-in text (--prompts takes others)."]
+    assert "prompts: built-in text" in " ".join(found.out.split()) and "synthetic" not in found.out
+
+
+def test_synthetic_prompts_are_named_so_everywhere(tmp_path: Path, run: Any) -> None:
+    words = [*write(tmp_path, synthetic=True), "-o", tmp_path / "out"]
+    found = run(*words, code=1)
+    prompts, of_runs, works, of_round, gate, notes = prompts_of(tmp_path / "out", "runtime_store")
+    assert (prompts, of_runs, works, of_round) == ("synthetic", {"synthetic"}, ["synthetic_40"], "synthetic")
+    (why,) = (one["why"] for one in gate["gates"] if one["name"] == "lossless ratio")
+    assert "prompts are synthetic, K and V of texts compress less" in why
+    assert "synthetic, one token repeated" in notes[0] and "prompts: synthetic" in " ".join(found.out.split())
+    cases = json.loads(run(*words, "--json", code=1).out)["cases"]
+    assert {case["prompts"] for case in cases} == {"synthetic"}
+    for name in ("report.md", "report.html"):
+        run("report", tmp_path / "out", "-o", tmp_path / name)
+        page = (tmp_path / name).read_text()
+        assert "synthetic prompts" in page and "Synthetic prompts are one token repeated" in page
+
+
+def test_texts_of_the_user_are_prompts_of_the_runtime_cases(tmp_path: Path, run: Any) -> None:
+    run(*write(tmp_path), "--prompts", tmp_path / "texts", "-o", tmp_path / "out", code=1)
+    prompts, of_runs, works, of_round, _, notes = prompts_of(tmp_path / "out", "runtime_full")
+    assert (prompts, of_runs, works, of_round) == ("text", {"text"}, ["a.txt:40"], "text")
+    assert notes == []
+
+
+def test_model_without_a_tokenizer_gets_synthetic_prompts_and_says_so(tmp_path: Path, run: Any) -> None:
+    words = write(tmp_path)
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    found = run(*words, "-o", tmp_path / "out", code=1)
+    prompts, _, _, _, _, notes = prompts_of(tmp_path / "out", "runtime_store")
+    assert prompts == "synthetic"
+    assert notes[0] == f"{tmp_path}/model has no tokenizer.json (--tokenizer), so no text can be a prompt."
+    assert "no tokenizer.json" in " ".join(found.out.split())
+    refused = run(*words, "--prompts", tmp_path / "texts", "-o", tmp_path / "other", code=1)
+    assert "no tokenizer.json beside the model" in refused.err and not (tmp_path / "other").exists()
+
+
+def test_texts_that_are_short_are_joined() -> None:
+    documents = [document("a", 20), document("bb", 30)]
+    work, long = text_beginnings(documents, RunSettings(prompts=(21, 45)))
+    assert (work.name, work.turns[0]) == ("a:21", (0, *range(101, 121)))
+    assert (long.name, long.turns[0]) == ("2 texts:45", (0, *range(101, 121), *range(201, 225)))
+    with pytest.raises(KvmnnError, match="^2 texts: 51 tokens, a prompt has 52: expected longer texts"):
+        text_beginnings(documents, RunSettings(prompts=(52,)))
+
+
+def test_built_in_text_has_the_default_prompts_and_repeats_little() -> None:
+    words = SAMPLE_TEXT.split()
+    assert len(words) > max(RunSettings().prompts) * 1.5
+    triples = [" ".join(words[i : i + 3]) for i in range(len(words) - 2)]
+    assert len(set(triples)) > 0.98 * len(triples)
+
+
+@pytest.mark.parametrize("limit", [8, 3])
+def test_queue_of_the_runtime_cases_is_the_limit_of_their_gate(limit: int) -> None:
+    limits = {} if limit == 8 else {"max_lossless_queue_peak": limit}
+    for case in cases_of("runtime", RunConfig(limits=limits))[1:]:
+        assert case.engine["kv_lossless_max_queue"] == limit
+    (given,) = cases_of("runtime", RunConfig(engine={"kv_lossless_max_queue": 99}))[1:2]
+    assert given.engine["kv_lossless_max_queue"] == 99
+
+
+def test_queue_gate_counts_open_encodings(tmp_path: Path, run: Any) -> None:
+    """A prompt has many cold blocks; those that wait for a place are rows as before."""
+    run(*write(tmp_path, kv_lossless_max_queue=1, kv_lossless_async_threads=1), "-o", tmp_path / "out", code=1)
+    for case in ("runtime_full", "runtime_store"):
+        document = json.loads((tmp_path / "out" / case / "gate.json").read_text())
+        (gate,) = (one for one in document["gates"] if one["name"] == "queue peak")
+        assert (gate["verdict"], gate["value"]) == ("pass", "1")
+
+
+# -- refused runs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "said"),
+    [
+        ({"prompts": [100000]}, [], "tokens, a prompt has 100,000: expected longer texts"),
+        ({"synthetic": True, "token": 10**6}, [], "token 1000000: the vocabulary has"),
+        ({"buckets": [5000]}, ["--suite", "llm_demo", "--prompts", "TEXTS"], "the texts have no prompt of 5000 tokens"),
+        ({"buckets": [90]}, ["--also", "multi_turn", "--prompts", "TEXTS"], "no text has the tokens of three turns"),
+        ({"prompt_manifest": "/none"}, ["--prompts", "TEXTS"], "/none: does not exist"),
+    ],
+)
+def test_refused_run_leaves_no_folder(
+    tmp_path: Path, run: Any, settings: dict[str, Any], words: list[str], said: str
+) -> None:
+    command = [*write(tmp_path, **settings), *(str(tmp_path / "texts") if word == "TEXTS" else word for word in words)]
+    refused = run(*command, "-o", tmp_path / "out", code=1)
+    assert said in refused.err and len(refused.err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_run_that_needs_more_positions_is_refused_before_it_begins(tmp_path: Path, run: Any) -> None:
+    words = write(tmp_path)
+    sizes = {"num_key_value_heads": 2, "num_attention_heads": 4, "max_position_embeddings": 41}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(sizes))
+    refused = run(*words, "-o", tmp_path / "out", code=1)
+    assert "more than the 41 positions" in refused.err and not (tmp_path / "out").exists()
+
+
+def test_model_that_cannot_run_the_planner_is_refused_before_it_begins(tmp_path: Path, run: Any) -> None:
+    words = write(tmp_path)
+    (tmp_path / "model" / "model.onnx").write_bytes(Tiny(positions=False).model().SerializeToString())
+    refused = run(*words, "-o", tmp_path / "out", code=1)
+    assert "position_ids" in refused.err and not (tmp_path / "out").exists()
+
+
+# -- progress ---------------------------------------------------------------------------------------------------------
+
+
+def test_progress_is_a_line_on_standard_error(tmp_path: Path) -> None:
+    words = [*map(str, write(tmp_path)), "--prompts", str(tmp_path / "texts"), "-o", str(tmp_path / "out")]
+    code = "import sys; from kvmnn.cli import gate_run, main; gate_run._LINE_SECONDS = 0; sys.exit(main(sys.argv[1:]))"
+    environment = {**os.environ, "COLUMNS": "80"}
+    for quiet in ([], ["-q"]):
+        command = [sys.executable, "-c", code, *words, *quiet]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 1, done.stderr
+        lines = [line for line in done.stderr.splitlines() if line.startswith("kvmnn: progress: ")]
+        assert bool(lines) != bool(quiet)
+        if not quiet:
+            assert lines[-1].startswith("kvmnn: progress: 14 of 14 runs, ")
+            assert any("now runtime_store, a.txt:40, K and V compared" in line for line in lines)
+            assert any("now runtime_probe, perplexity" in line for line in lines)

@@ -96,7 +96,7 @@ def test_texts_that_are_short_are_joined() -> None:
     work, long = text_beginnings(documents, RunSettings(prompts=(21, 45)))
     assert (work.name, work.turns[0]) == ("a:21", (0, *range(101, 121)))
     assert (long.name, long.turns[0]) == ("2 texts:45", (0, *range(101, 121), *range(201, 225)))
-    with pytest.raises(KvmnnError, match="^2 texts: 51 tokens, a prompt has 52: expected longer texts"):
+    with pytest.raises(KvmnnError, match=r"^2 texts: 51 tokens, a prompt has 52: expected longer texts"):
         text_beginnings(documents, RunSettings(prompts=(52,)))
 
 

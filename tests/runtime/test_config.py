@@ -142,7 +142,7 @@ def test_what_would_be_misread_is_refused(document: dict[str, Any], message: str
 def test_unknown_names_are_refused_unless_read_as_the_engine_does(
     key: str, value: str, message: str, name: str, read: str
 ) -> None:
-    with pytest.raises(KvmnnError, match=f"^{key} is .*{message}"):
+    with pytest.raises(KvmnnError, match=rf"^{key} is .*{message}"):
         RuntimeConfig.from_engine({key: value})
     assert getattr(RuntimeConfig.from_engine({key: value}, lenient=True), name) == read
 

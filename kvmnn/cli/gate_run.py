@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 OPTIONS = ("suite", "config", "prompts", "also", "sweep", "rounds", "again", "jobs", "tokenizer")
 _FURTHER = ("multi_turn", "retrieval")
-_LINE_SECONDS = 10
+_LINE_SECONDS = 10, 60
+"""Between two lines of progress: a tenth of the time so far, within these bounds."""
 
 
 def add_options(parser: Any) -> None:
@@ -131,9 +132,12 @@ class _Progress:
         self._steps += steps
         if self._bar is not None:
             self._bar(steps, f"{self._runs} of {self._all_runs} runs: {self._what}")
-        elif time.monotonic() - self._shown >= _LINE_SECONDS and not self._arguments.quiet:
-            self._shown = time.monotonic()
-            streams.err("progress", self._line())
+        elif not self._arguments.quiet:
+            now = time.monotonic()
+            least, most = _LINE_SECONDS
+            if now - self._shown >= min(most, max(least, (now - self._begun) / 10)):
+                self._shown = now
+                streams.err("progress", self._line())
 
     def end_run(self) -> None:
         """Count a run."""

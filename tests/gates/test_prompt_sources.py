@@ -167,7 +167,7 @@ def test_model_that_cannot_run_the_planner_is_refused_before_it_begins(tmp_path:
 
 def test_progress_is_a_line_on_standard_error(tmp_path: Path) -> None:
     words = [*map(str, write(tmp_path)), "--prompts", str(tmp_path / "texts"), "-o", str(tmp_path / "out")]
-    code = "import sys; from kvmnn.cli import gate_run, main; gate_run._LINE_SECONDS = 0; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from kvmnn.cli import gate_run as g, main; g._LINE_SECONDS = 0, 0; sys.exit(main(sys.argv[1:]))"
     environment = {**os.environ, "COLUMNS": "80"}
     for quiet in ([], ["-q"]):
         command = [sys.executable, "-c", code, *words, *quiet]

@@ -172,8 +172,8 @@ def _demo_limits(name: str, mode: str, config: RunConfig) -> Limits:
 def _queue(name: str, limits: Limits) -> dict[str, int]:
     """Encodings that may be open, unless the configuration says.
 
-    In the runtime cases as many as their gate allows: the fork leaves the engine's 256, but the engine hands in one block
-    of a layer at a step, while the sound runtime hands in all blocks of a prompt, as far as the queue goes.
+    In the runtime cases as many as their gate allows: the fork leaves the engine's 256, but the engine hands in one
+    block of a layer at a step, while the sound runtime hands in all blocks of a prompt, as far as the queue goes.
     """
     if name == "llm_demo_store":
         return {"kv_lossless_max_queue": 64}

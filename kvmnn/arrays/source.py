@@ -14,6 +14,7 @@ from .completeness_notes import join_completeness, read_note
 from .engine_cache import EngineCache
 from .lazy_arrays import LazyArrays
 from .named_array import NamedArray
+from .opaque_state import OpaqueState
 from .undoing import Undo
 from .valid_names import check_name
 
@@ -57,6 +58,9 @@ class Source:
     completeness
         Which state the model keeps for each layer, and what of it the arrays contain; None where the input tells
         nothing.
+    states
+        State of layers that is not K and V. The arrays do not contain it: `completeness` says that it is not included,
+        and verbs that keep it alongside the arrays call `kvmnn.arrays.opaque_state.include_states`.
     token_major
         Whether the arrays are ``[token, kv_head, head_dim]``.
     axes
@@ -78,6 +82,7 @@ class Source:
     cache: CacheInfo | None = None
     engine_cache: EngineCache | None = None
     completeness: Completeness | None = None
+    states: Sequence[OpaqueState] = ()
     token_major: bool = False
     axes: str | None = None
     lossy: bool = False

@@ -1,0 +1,79 @@
+"""State of a layer that is not K and V, as bytes: of linear attention, convolutions, recurrent networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from ..errors import SourceError
+from .completeness import Completeness
+
+MAX_STATE_AXES = 16
+MAX_STATE_NAME = 256
+"""Characters of the name of a state, and of its dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpaqueState:
+    """One tensor of a layer's state. It is valid at the exact length of the text that it was computed from.
+
+    Parameters
+    ----------
+    layer
+        Number of the layer in the model, from 0.
+    name
+        What the engine calls it, unique within the layer: ``"conv_states"``, ``"recurrent_states"``.
+    dtype
+        Type of its elements as the engine calls it, such as ``"bfloat16"``; ``"bytes"`` where nothing tells.
+    shape
+        Lengths of its axes, which the engine gives a meaning; of ``"bytes"`` their number.
+    nbytes
+        Bytes of all elements.
+    reader
+        Returns these bytes, in the order of the axes, little-endian.
+    """
+
+    layer: int
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    reader: Callable[[], bytes] = field(repr=False, compare=False)
+
+    def read(self) -> bytes:
+        """Return the bytes.
+
+        Raises
+        ------
+        SourceError
+            Where the file is damaged, or has more or fewer of them than it announced.
+        """
+        data = self.reader()
+        if len(data) != self.nbytes:
+            raise SourceError(
+                f"layer {self.layer}: state {self.name!r} has {len(data):,} bytes where {self.nbytes:,} were announced"
+            )
+        return data
+
+
+def make_state(layer: int, name: str, data: bytes, *, dtype: str = "bytes", shape: Iterable[int] = ()) -> OpaqueState:
+    """Return state whose bytes are in memory; without `shape` it is that of bytes."""
+    axes = tuple(shape) if dtype != "bytes" else (len(data),)
+    return OpaqueState(
+        layer=layer, name=name, dtype=dtype, shape=axes, nbytes=len(data), reader=partial(_return_data, data)
+    )
+
+
+def include_states(completeness: Completeness, states: Iterable[OpaqueState]) -> Completeness:
+    """Return the completeness of arrays and these states taken together, for verbs that keep both."""
+    layers = {state.layer for state in states}
+    found = (
+        replace(each, included=True) if each.layer in layers and each.kind in ("linear", "recurrent") else each
+        for each in completeness.layers
+    )
+    return replace(completeness, layers=tuple(found))
+
+
+def _return_data(data: bytes) -> bytes:
+    return data

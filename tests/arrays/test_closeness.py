@@ -61,6 +61,45 @@ def test_what_is_no_number_is_apart_unless_it_is_the_same() -> None:
     assert "1         inf  0, 0, 3" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("change", "least", "most"),
+    [
+        ("fp16", 1e-4, 4e-4),
+        ("bf16", 1e-3, 3e-3),
+        ("axes", 1.2, 1.6),
+        ("pairs", 1.2, 1.6),
+        ("heads", 1.2, 1.6),
+        ("nothing", 0, 0),
+    ],
+)
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_compare_close_relative_error_tells_rounding_from_another_order(change, least, most, scale) -> None:
+    words = np.random.default_rng(3).standard_normal((4, 64, 64), np.float32) * np.float32(scale)
+    changed = {
+        "fp16": (words / np.float32(scale)).astype(np.float16).astype(np.float32) * np.float32(scale),
+        "bf16": (words.view(np.uint32) + 0x8000 & 0xFFFF0000).view(np.float32),
+        "axes": np.ascontiguousarray(words.transpose(0, 2, 1)),
+        "pairs": np.ascontiguousarray(words.reshape(4, 64, 32, 2).swapaxes(2, 3).reshape(4, 64, 64)),
+        "heads": words[::-1].copy(),
+        "nothing": words.copy(),
+    }[change]
+    found = compare_close(source({"layer_0.key": words}), source({"layer_0.key": changed}), 1e30)
+    assert least <= found.distances[0].relative <= most
+    assert found.to_dict()["relative"] == found.to_dict()["layers"][0]["relative"] == found.distances[0].relative
+    assert ("which is no rounding" in str(found)) == (least > 1)
+    assert ("relative error" in str(found)) == (change != "nothing")
+    assert max(map(len, str(found).splitlines()[:2])) <= 80
+
+
+def test_compare_close_relative_error_is_of_finite_numbers() -> None:
+    one, two = numbers(1), numbers(1)
+    one["layer_0.key"][0, 0] = two["layer_0.key"][0, 0] = [np.nan, np.inf, 1, -np.inf]
+    two["layer_0.key"][0, 0, 2] = np.nan
+    assert compare_close(source(one), source(two), 0).distances[0].relative == 0
+    zeros = {"layer_0.key": np.zeros((2, 5, 4), np.float16)}
+    assert compare_close(source(zeros), source(zeros), 0).distances[0].relative is None
+
+
 def test_layers_and_tokens_that_are_missing_are_said() -> None:
     one, two = numbers(2), numbers(1, (2, 4, 4))
     for name in two:

@@ -19,7 +19,6 @@ from .held_tokens import Held, held_tokens, other_tokens, said
 from .layers import LayerArray, sorted_layers
 from .source import Source
 
-
 MIN_UNROUNDED = 0.5
 """Four bits leave a relative error below 0.15, and numbers that have nothing to do with each other one of 1.4."""
 

@@ -103,7 +103,7 @@ class Report:
     Parameters
     ----------
     entropy_ratio
-        The ratio at the order-0 entropy of the byte-split streams: what a coder without context could reach. None for
+        The ratio at the order-0 entropy of the byte-split streams: what coders of single bytes could reach. None for
         data without entropy.
     sample_bytes
         How much of the array (its beginning) was measured.
@@ -166,7 +166,7 @@ class Report:
         part = "" if self.sample_bytes == self.array_bytes else f", first {self.sample_bytes:,} measured"
         limit = "none" if self.entropy_ratio is None else f"{self.entropy_ratio:.4f}"
         return (
-            f"{self.name}: {self.dtype}, {self.array_bytes:,} bytes{part}; order-0 limit of the byte streams {limit}"
+            f"{self.name}: {self.dtype}, {self.array_bytes:,} bytes{part}; order-0 entropy of its bytes {limit}"
             f"; {count(threads, 'thread')}, medians of {self.rounds}, every round trip LOSSLESS unless said"
         )
 

@@ -21,8 +21,8 @@ from ..text import count, ratio
 from .accounts import DensePiece, PieceInfo, RawInfo, StreamTotal, total_lines, totals
 from .dense_pieces import decode_stream, inspect_stream
 from .frame_set import DecodeOptions, FrameSet
-from .kept_file import notes_of
-from .manifest import ArrayEntry, Manifest, Sizes, array_to_dict, frames_of, room_notes
+from .kept_file import notes_of, valid_bytes, valid_bytes_by_array
+from .manifest import ArrayEntry, Manifest, Sizes, array_to_dict, frames_of, room_notes, text_of_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +114,12 @@ class ArrayFrames:
 
     entry: ArrayEntry
     frames: tuple[PieceInfo, ...]
+    valid_bytes: int
 
     @property
     def ratio(self) -> float:
-        """Raw over stored bytes."""
-        return ratio(self.entry.nbytes, self.entry.stored_bytes)
+        """Valid over stored bytes."""
+        return ratio(self.valid_bytes, self.entry.stored_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """As in the manifest, with the streams of each frame, and what each dense stream says of itself."""
@@ -131,7 +132,8 @@ class ArrayFrames:
         array = self.entry
         return (
             f"{array.name:<{width}}  {array.type_name} {list(array.shape)} {array.order}  {array.nbytes:,} -> "
-            f"{array.stored_bytes:,}  ratio {self.ratio:.4f}  {frames_of([array])}"
+            f"{array.stored_bytes:,}  {text_of_ratio(array.nbytes, self.valid_bytes, array.stored_bytes)}  "
+            f"{frames_of([array])}"
         )
 
 
@@ -159,6 +161,11 @@ class BundleInfo(Sizes):
     arrays: tuple[ArrayFrames, ...]
     streams: dict[str, StreamTotal]
     cache: CacheInfo | None = None
+
+    @property
+    def valid_bytes(self) -> int:
+        """Bytes of all arrays without room behind the valid tokens."""
+        return valid_bytes(self.manifest)
 
     @property
     def _made_with(self) -> str:
@@ -190,6 +197,7 @@ class BundleInfo(Sizes):
             "kind": "bundle",
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
+            "valid_bytes": self.valid_bytes,
             "ratio": self.ratio,
             "entropy_ratio": self.entropy_ratio,
             "notes": self.notes,
@@ -224,8 +232,9 @@ class BundleInfo(Sizes):
             lines.append(f"  {array.line(width)}")
             for entry, info in zip(array.entry.frames, array.frames, strict=True) if tables else ():
                 lines.append(f"  {entry.file} at {entry.offset}: {info}".replace("\n", "\n    "))
-        limit = "" if self.entropy_ratio is None else f" (order-0 limit {self.entropy_ratio:.4f})"
-        lines.append(f"  total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}{limit}")
+        room = ", room included" if self.valid_bytes != self.raw_bytes else ""
+        limit = "" if self.entropy_ratio is None else f" (order-0 byte entropy{room}: {self.entropy_ratio:.4f})"
+        lines.append(f"  total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, {self.ratio_text}{limit}")
         lines += [f"  {line}" for line in self.notes]
         return "\n".join(lines + total_lines(self.streams))
 
@@ -259,8 +268,10 @@ def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInf
         if len(alone) == 1:
             return LoneFrame(path=frames.path, info=alone[0])
         return LoneFrames(path=frames.path, entry=entry, frames=alone, unknown=frames.unknown)
+    valid = valid_bytes_by_array(frames.document)
     arrays = tuple(
         ArrayFrames(
+            valid_bytes=valid[entry.name],
             entry=entry,
             frames=tuple(_piece(frames, entry, number, options) for number in range(len(entry.frames))),
         )

@@ -10,6 +10,7 @@ import binascii
 import json
 import zlib
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from typing import Any, Final
@@ -69,6 +70,8 @@ class KeptFile:
         Of each layer, where the file does not say them and somebody did.
     room_bytes
         Bytes of its arrays that are room behind the valid tokens, which frames hardly count.
+    array_room
+        The same of each array that has room, by its name; files of before the first release do not state it.
     layer_numbers
         The layer of the model that each of its layers is, where the file does not say it and somebody did.
     """
@@ -81,6 +84,7 @@ class KeptFile:
     kv_heads: tuple[int, ...] | None = None
     room_bytes: int = 0
     layer_numbers: tuple[int, ...] | None = None
+    array_room: Mapping[str, int] = field(default_factory=dict)
     _ends: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -126,6 +130,24 @@ def describe_kept_room(kept: KeptFile, made: Manifest) -> list[str]:
     return [said] if kept.room_bytes else []
 
 
+def valid_bytes(made: Manifest) -> int:
+    """Return the raw bytes of all arrays without room behind the valid tokens."""
+    kept = kept_file(made.metadata, "frames")
+    contents = sum(array.nbytes for array in made.contents)
+    return max(contents - (kept.room_bytes if kept else 0), 0)
+
+
+def valid_bytes_by_array(made: Manifest) -> dict[str, int]:
+    """Return the raw bytes of each array without room behind the valid tokens."""
+    kept = kept_file(made.metadata, "frames")
+    room = kept.array_room if kept else {}
+    share = 0.0 if room or kept is None or not made.raw_bytes else min(kept.room_bytes / made.raw_bytes, 1)
+    return {
+        array.name: max(array.nbytes - (room.get(array.name, 0) if room else int(share * array.nbytes)), 0)
+        for array in made.arrays
+    }
+
+
 def whole_bytes(made: Manifest) -> int:
     """Bytes of the frames and the manifest of a bundle together."""
     return made.stored_bytes + len(manifest.to_json(made))
@@ -142,6 +164,7 @@ def to_json(kept: KeptFile) -> str:
         "sha256": kept.sha256,
         "kv_heads": None if kept.kv_heads is None else list(kept.kv_heads),
         **({"room_bytes": kept.room_bytes} if kept.room_bytes else {}),
+        **({"array_room": dict(kept.array_room)} if kept.array_room else {}),
         **({"layer_numbers": list(kept.layer_numbers)} if kept.layer_numbers is not None else {}),
         "parts": [_part_document(part) for part in kept.parts],
     }
@@ -190,10 +213,20 @@ def _from_json(text: str, where: str) -> KeptFile:
         kv_heads=None if heads.value is None else tuple(each.integer(1) for each in heads.items()),
         room_bytes=root.at("room_bytes").integer(0) if "room_bytes" in root.value else 0,
         layer_numbers=_layer_numbers(root),
+        array_room=_array_room(root),
     )
     if sum(part.nbytes for part in kept.parts) != kept.nbytes:
         raise root.at("bytes").wrong("the sum of the parts")
     return kept
+
+
+def _array_room(root: Node) -> dict[str, int]:
+    if "array_room" not in root.value:
+        return {}
+    node = root.at("array_room")
+    if not isinstance(node.value, dict):
+        raise node.wrong("bytes by the names of arrays")
+    return {name: node.at(name).integer(0) for name in node.value}
 
 
 def _layer_numbers(root: Node) -> tuple[int, ...] | None:

@@ -214,9 +214,25 @@ class Sizes:
         return sum(array.stored_bytes for array in self.manifest.contents)
 
     @property
+    def valid_bytes(self) -> int:
+        """Bytes of all arrays without room behind the valid tokens."""
+        return self.raw_bytes
+
+    @property
     def ratio(self) -> float:
-        """Raw over stored bytes."""
-        return ratio(self.raw_bytes, self.stored_bytes)
+        """Valid over stored bytes: room behind the valid tokens takes next to nothing and does not count."""
+        return ratio(self.valid_bytes, self.stored_bytes)
+
+    @property
+    def ratio_text(self) -> str:
+        """The ratio for people, and of what it is where that is not all bytes."""
+        return text_of_ratio(self.raw_bytes, self.valid_bytes, self.stored_bytes)
+
+
+def text_of_ratio(raw_bytes: int, valid_bytes: int, stored_bytes: int) -> str:
+    """Return a ratio for people, and of what it is where that is not all bytes."""
+    of = f" of {valid_bytes:,} valid bytes" if valid_bytes != raw_bytes else ""
+    return f"ratio {ratio(valid_bytes, stored_bytes):.4f}{of}"
 
 
 def to_json(manifest: Manifest) -> bytes:

@@ -15,8 +15,8 @@ from .beside import difference_beside
 from .comparing import Difference, compare
 from .decoding import decode_frames
 from .frame_set import DecodeOptions, FrameSet
-from .kept_file import kept_file, notes_of
-from .manifest import count_pieces, room_notes
+from .kept_file import kept_file, notes_of, valid_bytes
+from .manifest import count_pieces, room_notes, text_of_ratio
 from .packed_record import packed_record
 
 DECODES = "DECODES"
@@ -39,6 +39,8 @@ class Verified:
         The first one, if there is one.
     raw_bytes, stored_bytes
         Of all arrays and of all frames.
+    room_bytes
+        Of all arrays, behind the valid tokens.
     arrays, frames, dense_streams, raw_pieces
         How many; raw pieces are words that are stored as they are.
     seconds
@@ -71,6 +73,12 @@ class Verified:
     notes: tuple[str, ...] = ()
     compared: str = "every byte"
     left_out: str = ""
+    room_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Valid over stored bytes."""
+        return ratio(max(self.raw_bytes - self.room_bytes, 0), self.stored_bytes)
 
     @property
     def ok(self) -> bool:
@@ -105,7 +113,8 @@ class Verified:
             "difference": None if self.difference is None else self.difference._asdict(),
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
-            "ratio": ratio(self.raw_bytes, self.stored_bytes),
+            "valid_bytes": max(self.raw_bytes - self.room_bytes, 0),
+            "ratio": self.ratio,
             "notes": list(self.notes),
             "compared": self.compared if self.proof == "bytes" else None,
             "arrays": self.arrays,
@@ -129,7 +138,7 @@ class Verified:
         return (
             f"{self.input}: {self.label} ({how}), {count(self.arrays, 'array')}, "
             f"{self.stored_bytes:,} -> {self.raw_bytes:,} bytes, "
-            f"ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}"
+            f"{text_of_ratio(self.raw_bytes, self.raw_bytes - self.room_bytes, self.stored_bytes)}"
             f"{at_rate(self.raw_bytes, self.seconds)}" + "".join(f"\n  {line}" for line in self.notes)
         )
 
@@ -188,6 +197,7 @@ def verify(
         unknown=frames.unknown,
         notes=tuple(notes_of(frames.document, frames.path) + room_notes(frames.document) if frames.document else ()),
         left_out=record.left_out if record else "",
+        room_bytes=contents.raw_bytes - valid_bytes(frames.document) if frames.document else 0,
     )
 
 

@@ -21,8 +21,16 @@ from ..threads.pipeline import Progress
 from . import manifest
 from .dense_pieces import DensePlan, plan_arrays
 from .encoding import NO_PLANS, EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
-from .kept_file import KeptFile, describe_kept_room, kept_file, notes_of, whole_bytes
-from .manifest import Manifest, Sizes, array_to_dict, frames_of, room_notes
+from .kept_file import (
+    KeptFile,
+    describe_kept_room,
+    kept_file,
+    notes_of,
+    valid_bytes,
+    valid_bytes_by_array,
+    whole_bytes,
+)
+from .manifest import Manifest, Sizes, array_to_dict, frames_of, room_notes, text_of_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +70,11 @@ class Encoded(Sizes):
     def kept(self) -> KeptFile | None:
         """The file that is kept whole, if one is."""
         return kept_file(self.manifest.metadata, self.output or "frames")
+
+    @property
+    def valid_bytes(self) -> int:
+        """Bytes of all arrays without room behind the valid tokens."""
+        return valid_bytes(self.manifest)
 
     @property
     def whole_bytes(self) -> int:
@@ -107,12 +120,13 @@ class Encoded(Sizes):
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
-        made, kept = self.manifest, self.kept
+        made, kept, valid = self.manifest, self.kept, valid_bytes_by_array(self.manifest)
         return {
             "output": self.output,
             "label": self.label,
             "raw_bytes": self.raw_bytes,
             "stored_bytes": self.stored_bytes,
+            "valid_bytes": self.valid_bytes,
             "ratio": self.ratio,
             "notes": self.notes,
             "seconds": self.seconds,
@@ -126,7 +140,7 @@ class Encoded(Sizes):
             **({"file": self._file(kept)} if kept else {}),
             **completeness_document(self.completeness),
             "arrays": [
-                {**array_to_dict(array), "ratio": ratio(array.nbytes, array.stored_bytes)} for array in made.arrays
+                {**array_to_dict(array), "ratio": ratio(valid[array.name], array.stored_bytes)} for array in made.arrays
             ],
         }
 
@@ -169,13 +183,13 @@ class Encoded(Sizes):
 
     def text(self, *, verbose: bool = False) -> str:
         """One line; with `verbose` also one for each array."""
-        arrays = self.manifest.contents
+        arrays, valid = self.manifest.contents, valid_bytes_by_array(self.manifest)
         lines = []
         if verbose and self.output is not None:
             lines += [
                 f"{array.name}: {array.type_name} {list(array.shape)}, "
                 f"{array.nbytes:,} -> {array.stored_bytes:,} bytes, "
-                f"ratio {ratio(array.nbytes, array.stored_bytes):.4f}, {frames_of([array])}"
+                f"{text_of_ratio(array.nbytes, valid[array.name], array.stored_bytes)}, {frames_of([array])}"
                 for array in self.manifest.arrays
             ]
         others = self._renamed()
@@ -186,7 +200,7 @@ class Encoded(Sizes):
         scope = f" for {'this array' if len(arrays) == 1 else 'these arrays'}" if missing else ""
         proof = f"{self.label}{scope} ({self.proof})" if self.label else self.proof
         lines.append(
-            f"{name}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, ratio {self.ratio:.4f}, "
+            f"{name}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, {self.ratio_text}, "
             f"{frames_of(arrays)}, {proof}"
             f"{at_rate(self.raw_bytes, self.seconds)}"
         )

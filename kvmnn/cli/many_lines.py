@@ -44,7 +44,8 @@ def _sizes(document: Mapping[str, Any]) -> str:
     for name, how in _SIZES:
         if name in sizes:
             raw, made = sizes["raw_bytes"], sizes[name]
-            times = f", ratio {raw / made:.4f}" if made and sizes.get("ratio", True) else ""
+            valid = sizes.get("valid_bytes", raw)
+            times = f", ratio {valid / made:.4f}" if made and sizes.get("ratio", True) else ""
             said = "" if document.get("label") == SIMULATED else how
             return "; ".join([f"{raw:,} -> {made:,} bytes{said}{times}", *document.get("notes", ())])
     return ""

@@ -79,7 +79,7 @@ def add_inputs_and_outputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fp32", action="store_true", help="with --to-fp16: also simulate the fp32 words, in four byte lanes"
     )
-    parser.add_argument("--no-limits", action="store_true", help="do not compute order-0 entropy limits (faster)")
+    parser.add_argument("--no-limits", action="store_true", help="do not compute the entropy of bytes (faster)")
     parser.add_argument(
         "--threads", type=shared_options.positive, metavar="N", help="threads to use (default: all processors)"
     )

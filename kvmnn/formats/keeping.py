@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePath
@@ -50,7 +50,7 @@ def keep(
     regions: Sequence[Region],
     kv_heads: tuple[int, ...] | None,
     *,
-    room_bytes: int = 0,
+    array_room: Mapping[str, int] | None = None,
     layer_numbers: tuple[int, ...] | None = None,
 ) -> Source:
     """A source with the arrays of all regions, whose metadata has all else that the file holds.
@@ -65,8 +65,8 @@ def keep(
         Without overlaps.
     kv_heads
         Of each layer, where they were said.
-    room_bytes
-        Bytes of the arrays that are room behind the valid tokens.
+    array_room
+        Bytes of arrays that are room behind the valid tokens, by the names of those that have any.
     layer_numbers
         The layer of the model that each layer of the file is, where the file does not say it.
     """
@@ -93,7 +93,8 @@ def keep(
         sha256=_hash(file),
         parts=tuple(parts),
         kv_heads=kv_heads,
-        room_bytes=room_bytes,
+        room_bytes=sum((array_room or {}).values()),
+        array_room=array_room or {},
         layer_numbers=layer_numbers,
     )
     return Source(arrays, {FILE_KEY: to_json(kept)}, notes=notes)

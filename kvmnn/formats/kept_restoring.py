@@ -160,6 +160,7 @@ def verify_file(
         seconds=made.seconds,
         file=made.kept.name,
         notes=tuple(notes_of(frames.document, frames.path)) if frames.document else (),
+        room_bytes=made.kept.room_bytes,
     )
 
 

@@ -89,6 +89,25 @@ def noted_positions(source: Source, tokens: Sequence[int], numbers: Sequence[int
     return Noted(positions, seen, in_text)
 
 
+def is_of_dump_kv(source: Source) -> bool:
+    """Return whether the arrays are those of a folder of ``.npy`` files that `dump-kv` wrote: [kv_head, token, dim].
+
+    Raises
+    ------
+    ManifestError
+        For a document that is none.
+    """
+    found = text_beside(source, POSITIONS)
+    if found is None or any(len(array.shape) != 3 for array in source.arrays):
+        return False
+    document = parse(*found)
+    layers = document.at("layers").items() if isinstance(document.value, dict) and "kvmnn" in document.value else []
+    if not layers or document.value.get("format") != "npy":
+        return False
+    tokens = {layer.value.get("tokens") for layer in layers if isinstance(layer.value, dict)}
+    return {array.shape[1] for array in source.arrays} <= tokens
+
+
 def held_by(source: Source) -> Held:
     """Which tokens of the text each layer holds, wherever the source says it; raises as `noted_positions`."""
     try:

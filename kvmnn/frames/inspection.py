@@ -30,7 +30,7 @@ class StreamInfo:
     raw_bytes: int
     payload_bytes: int
     entropy: float | None
-    """Order-0 entropy of the raw stream in bits per byte: what a coder without context could reach."""
+    """Order-0 entropy of the raw stream in bits per byte: what coders reach that code each byte by its frequency."""
 
     @property
     def bits_per_byte(self) -> float:
@@ -77,7 +77,10 @@ class FrameInfo:
 
     @property
     def entropy_ratio(self) -> float | None:
-        """The ratio at the order-0 entropy of the raw streams, headers left out; None if it was not computed."""
+        """The ratio at the order-0 entropy of the raw streams, headers left out; None if it was not computed.
+
+        A bound of coders of single bytes, not of codecs: predictors and matches go beyond it.
+        """
         bits = [stream.entropy for stream in self.streams if stream.entropy is not None]
         if len(bits) != len(self.streams):
             return None
@@ -102,7 +105,7 @@ class FrameInfo:
         limit = self.entropy_ratio
         lines = [
             f"{self.dtype} frame: {self.words:,} words, {self.raw_bytes:,} -> {self.frame_bytes:,} bytes, "
-            f"ratio {self.ratio:.4f}" + ("" if limit is None else f" (order-0 limit {limit:.4f})"),
+            f"ratio {self.ratio:.4f}" + ("" if limit is None else f" (order-0 byte entropy: {limit:.4f})"),
             f"{'offset':>10}  {'part':<6} {'predictor':<9} {'codec':<5} {'raw bytes':>10} {'stored':>10} "
             f"{'bits/byte':>9} {'entropy':>8}",
             f"{0:>10}  {'words':<6} {'':<9} {'':<5} {'':>10} {self.HEADER_BYTES:>10}",

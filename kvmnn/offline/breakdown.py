@@ -1,4 +1,4 @@
-"""Sizes by layer, part and byte lane, each with its entropy limit, and which numbers are simulated or stored."""
+"""Sizes by layer, part and byte lane, each with its byte entropy, and which numbers are simulated or stored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ STORED = (
     "[token, kv_head, head_dim] as dumps have them"
 )
 FP32 = "fp32 words as they are, nothing rounded, in four byte lanes, the lowest byte first"
-LIMIT = "order-0 entropy of the byte lanes as they are; what uses neighbours (predictors, matches) can go below"
+LIMIT = (
+    "order-0 entropy of the byte lanes, the bound of coders that code each byte by its frequency alone; predictors and "
+    "matches go beyond it, so it is no limit of codecs"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,8 @@ class Sizes:
             "simulated_ratio": ratio(self.raw_bytes, self.simulated_bytes),
         }
         if self.limit_bytes is not None:
-            found |= {"limit_bytes": self.limit_bytes, "limit_ratio": self.limit_ratio}
+            found |= {"limit_bytes": self.limit_bytes, "limit_ratio": self.limit_ratio}  # since the first version
+            found |= {"byte_entropy_bytes": self.limit_bytes, "byte_entropy_ratio": self.limit_ratio}
         if self.stored is not None:
             found |= {
                 "stored_bytes": self.stored.bytes,
@@ -75,7 +79,7 @@ class Breakdown:
     found_layers
         How many layers the inputs have, measured or not.
     has_limits
-        Whether entropy limits were computed.
+        Whether the entropy of bytes was computed.
     is_stored
         Whether frames were made too.
     """
@@ -173,7 +177,7 @@ class Breakdown:
 
     def __str__(self) -> str:
         header = f"{'':<9} {'raw bytes':>13} {'simulated':>13} {'ratio':>6}"
-        header += f" {'order-0 limit':>13}" if self.has_limits else ""
+        header += f" {'byte entropy':>13}" if self.has_limits else ""
         header += f" {'STORED':>13} {'ratio':>6}" if self.is_stored else ""
         lines = [header]
         for label, totals in [*((f"layer {n}", t) for n, t in self.layers.items()), ("total", self.overall)]:
@@ -186,7 +190,7 @@ class Breakdown:
         lines += self._fp32_lines()
         lines += ["", f"total: {self._measured()}", SIMULATED]
         if self.has_limits:
-            lines.append(f"limit: {LIMIT}")
+            lines.append(f"byte entropy: {LIMIT}")
         if self.overall.fp32:
             layers = sum(totals.fp32 is not None for totals in self.layers.values())
             too = "" if self.overall.is_fp32_counted else "simulated too: "

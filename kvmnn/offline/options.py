@@ -170,7 +170,7 @@ class MeasureOptions:
     predictors
         What adaptive_v22 tries.
     limits
-        Count bytes for the order-0 entropy limits.
+        Count bytes for their order-0 entropy.
     fp32
         With `Scope.to_fp16`: also simulate the fp32 words as they are, in four byte lanes. Without it that is what
         is measured, and this changes nothing.

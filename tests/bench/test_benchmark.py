@@ -76,7 +76,7 @@ def test_the_library_compares_as_the_command_does(tmp_path, capsys):
     document = found.to_dict()
     assert {"verb", "command", *document} == set(said)
     assert set(document["arrays"][0]["results"][0]) == set(said["arrays"][0]["results"][0])
-    assert str(found).startswith("k: fp16, 8,192 bytes; order-0 limit of the byte streams")
+    assert str(found).startswith("k: fp16, 8,192 bytes; order-0 entropy of its bytes")
     assert all(result.version != "unknown" for result in found.arrays[0].results)
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
+import compressor_files
 import numpy as np
 import pytest
 from compressor_model import to_words, weight_file
 from packed_samples import arrays, write_prefix
+from repository import FIXTURES
 
 from kvmnn.cli.command import main
 from kvmnn.compressor import kvcm
@@ -390,3 +393,47 @@ def test_a_damaged_document_beside_a_cache(here, run, change, message):
     for other in ("{}", "not json", '{"schema": "something else"}'):
         beside.write_text(other)
         run("w.bin", "c.npz", "-o", "o.npz", "-f")
+
+
+@pytest.mark.parametrize(
+    ("policy", "positions", "following"),
+    [
+        ([], list(range(40)), 40),
+        (
+            ["--policy", "streaming:sink=2,buffer=0", "--budget", 12, "--skip-layers", "none"],
+            [0, 1, *range(30, 40)],
+            40,
+        ),
+    ],
+)
+def test_compress_kv_folder_of_dump_kv_needs_no_axes_and_keeps_true_positions(
+    tmp_path, monkeypatch, run, policy, positions, following
+):
+    monkeypatch.chdir(tmp_path)
+    Path("w.bin").write_bytes(compressor_files.weight_file(6, 6, head_dim=64, factor=2))
+    text = FIXTURES / "lm" / "texts" / "trace.py.txt"
+    dump = ["dump-kv", FIXTURES / "lm", "--text", text, "--tokens", 40, "-o", "kv", *policy]
+    assert main([*map(str, dump)]) == 0
+    assert "axes htd (as kvmnn dump-kv writes them)" in run("w.bin", "kv", "-o", "o.npz").out
+    document = json.loads(Path("o.npz.json").read_text())
+    assert document["positions"] == [[positions[i], positions[i + 1] + 1] for i in range(0, len(positions), 2)]
+    assert document["next_position"] == following
+    assert main(["encode", "kv", "-o", "kv.frames/", "-q"]) == 0
+    assert "axes htd (as kvmnn dump-kv writes them)" in run("w.bin", "kv.frames", "-o", "f.npz").out
+    assert (
+        Path("f.npz.json").read_text().partition("positions")[2]
+        == Path("o.npz.json").read_text().partition("positions")[2]
+    )
+
+
+def test_compress_kv_folder_whose_layers_hold_different_tokens_is_refused(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    Path("w.bin").write_bytes(compressor_files.weight_file(2, 6, head_dim=8, factor=2))
+    Path("kv").mkdir()
+    layers = [{"layer": n, "tokens": 6, "positions": [*range(5), 5 + n]} for n in range(2)]
+    Path("kv/positions.json").write_text(json.dumps({"kvmnn": "0.1.0", "format": "npy", "layers": layers}))
+    for layer in range(2):
+        for part in ("key", "value"):
+            np.save(f"kv/layer_{layer}.{part}.npy", np.ones((2, 6, 8), np.float16))
+    assert "layers or heads hold different tokens" in run("w.bin", "kv", "-o", "o.npz", code=1).err
+    assert not Path("o.npz").exists()

@@ -72,12 +72,13 @@ def ratio_sections(trained: list[dict[str, Any]], written: list[dict[str, Any]])
         "",
         "K and V that the shipped model (fixtures/lm: 6 layers, 4 heads of 64) computes in fp32 for 1,024 tokens of a "
         "held-out text, rounded or quantised as each engine does it. Ratio: K and V as they lie there over their "
-        "frames. Limit: order-0 entropy of the byte lanes, which predictors may pass. Whole: bytes of the file over "
-        "those of frames and manifest, where decode writes the same file. A quantised cache is smaller to begin with: "
+        "frames. Byte entropy: the ratio at the order-0 entropy of the byte lanes, a bound of coders of single bytes "
+        "that predictors and matches pass. Whole: bytes of the file over those of frames and manifest, where decode "
+        "writes the same file. A quantised cache is smaller to begin with: "
         "last, its frames and manifest as a share of the cache in 16 bits.",
         "",
         table(
-            ["engine", "type", "bytes", "ratio", "limit", "whole", "of 16 bits"],
+            ["engine", "type", "bytes", "ratio", "byte entropy", "whole", "of 16 bits"],
             [[row["engine"], row["type"], *cells(row), f"{row['of_half']:.3f}"] for row in trained],
         ),
         "",
@@ -86,7 +87,7 @@ def ratio_sections(trained: list[dict[str, Any]], written: list[dict[str, Any]])
         "With random weights: the least that is to be expected. MLX's files have room for 256 tokens and hold 20.",
         "",
         table(
-            ["engine", "type", "file", "bytes", "ratio", "limit", "whole"],
+            ["engine", "type", "file", "bytes", "ratio", "byte entropy", "whole"],
             [[row["engine"], row["type"], row["file"], *cells(row)] for row in written],
         ),
     ]

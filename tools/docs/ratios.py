@@ -190,7 +190,7 @@ def whole_arrays(tensors: list[Data], efforts: Sequence[str]) -> None:
         ratios = [Size(words.nbytes, len(frame)) for frame in frames.values()]
         return [data.name, data.dtype, entropies_of(info), limit_of(info), plain, *ratios, predictors_of(info)]
 
-    head = ["array", "dtype", "entropy by stream", "limit", "zstd -3", *efforts, "predictors"]
+    head = ["array", "dtype", "entropy by stream", "byte entropy", "zstd -3", *efforts, "predictors"]
     table("Whole arrays", head, map(row, tensors))
 
 
@@ -209,7 +209,16 @@ def layers(tensors: list[Data]) -> None:
                 bits = " / ".join(f"{stream.bits_per_byte:.2f}" for stream in info.streams)
                 yield [data.name, data.dtype, index, distinct, limit_of(info), bits, stored, by_token]
 
-    head = ["array", "dtype", "layer", "distinct rows", "limit", "bits by stream", ENGINE_ORDER, "token, head, dim"]
+    head = [
+        "array",
+        "dtype",
+        "layer",
+        "distinct rows",
+        "byte entropy",
+        "bits by stream",
+        ENGINE_ORDER,
+        "token, head, dim",
+    ]
     if several:
         table("Layer by layer", head, rows())
 

@@ -20,10 +20,11 @@ file, a directory of .npy files, an MNN KV dump or prefix cache, that holds in f
                         number, such as layers.0.key and layers.0.value,
                         past_key_values.0.key, k_0 and v_0
 
-and nothing else (--tensor chooses). An MNN KV dump, and a file made of one, is [token, kv_head, dimension].
---axes says where axes lie otherwise: l layer, b batch, h kv_head, t token, d dimension. Names do not prove which axis
-is the tokens': where nothing does (a dump, a packed cache, more than 256 for heads), --axes is asked for. Keys are
-taken as they are stored, that is, rotated.
+and nothing else (--tensor chooses). An MNN KV dump, and a file made of one, is [token, kv_head, dimension]; a folder
+that kvmnn dump-kv wrote is [kv_head, token, dimension], and its positions are kept. --axes says where axes lie
+otherwise: l layer, b batch, h kv_head, t token, d dimension. Names do not prove which axis is the tokens': where
+nothing does (a dump, a packed cache, more than 256 for heads), --axes is asked for. Keys are taken as they are stored,
+that is, rotated.
 
 The first --image-tokens tokens are compressed by the weights for images, the others by those for text; tokens behind
 the last whole group of each stay as they are, and so does a segment with fewer than --min-seq-len groups.

@@ -18,7 +18,7 @@ also makes frames as MNN does, decodes and compares them, and says what they tak
 
 INPUT is the directory of an MNN KV dump, or anything else that kvmnn reads as K and V of layers; --dump-dir is the
 same. --out-json and --out-md write the evaluation's own two documents. --json prints them and the breakdown by layer,
-part and byte lane with the order-0 entropy limit of each. --jobs N measures each file below folders by itself
+part and byte lane with the order-0 entropy of its bytes. --jobs N measures each file below folders by itself
 (--help-many).
 
 fp32 is measured as fp32. --to-fp16 rounds it to fp16 first (LOSSY), as the evaluation does.

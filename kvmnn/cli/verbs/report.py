@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from ...reports.page import Report
 
 _TEXT = """Make one page of results: the verdict of gates first, the cases beside the figures of the MNN fork's report,
-ratios over layers with the entropy limit, memory over time, perplexity over budget, latencies, codecs, the trend over
-rounds, machine and settings, and the exact commands. The page is one HTML file that loads nothing and needs no script.
+ratios over layers with the entropy of their bytes, memory over time, perplexity over budget, latencies, codecs, the
+trend over rounds, machine and settings, and the exact commands. The page is one HTML file that loads nothing and needs
+no script.
 
   kvmnn gate run model/ --prompts texts/ -o round/
   kvmnn eval model/ --text texts/ --policy streaming --budget 256 \\

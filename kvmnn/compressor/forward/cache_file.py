@@ -18,13 +18,14 @@ from ...dtypes import Words
 from ...errors import KvmnnError, OptionError
 from ...files.output import FileOutput
 from ...formats import array_format, opening
+from ...formats.noted_positions import is_of_dump_kv, noted_positions
 from ...formats.options import ReadOptions
 from ...formats.writing import write_file
 from ...text import LOSSY, UNCHANGED, count
 from ...threads.pipeline import Progress
 from ...version import version
 from ..kvcm.weight_file import read
-from .compressed_file import SUFFIX, Spans, read_axes, read_spans, render, spans_of_cache
+from .compressed_file import SUFFIX, Spans, read_axes, read_spans, render, spans_of_cache, spans_of_notes
 from .compressing import compress_arrays, merge_spans
 from .compression_plan import CompressionPlan
 from .options import EngineName, ForwardOptions, Precision
@@ -186,6 +187,8 @@ def compress_source(
     if live > stored:
         raise OptionError(f"{cache}: has {stored} tokens, --tokens says {live}")
     spans = read_spans(cache, stored) or (spans_of_cache(cache, source.cache) if source.cache else None)
+    if spans is None and (noted := noted_positions(source, [stored] * len(arrays.layers), list(arrays.layers))):
+        spans = spans_of_notes(cache, noted)
     spans = (spans or Spans.of_plain(stored)).first(live)
     with FileOutput(output, force=force, protect=[weights, cache, *source.files]) as file:
         if not file.is_device:
@@ -234,6 +237,8 @@ def _said_axes(cache: str, source: Source, axes: str | None, tokens: int | None)
         return SaidAxes(noted, cache + SUFFIX)
     if source.axes is not None:
         return SaidAxes(source.axes, "as the cache has them")
+    if is_of_dump_kv(source):
+        return SaidAxes("htd", "as kvmnn dump-kv writes them")
     known = source.cache
     heads_and_tokens = known and {(known.layout.kv_heads, layer.tokens) for layer in known.layers}
     if heads_and_tokens and {array.shape[:-1] for array in source.arrays} == heads_and_tokens:

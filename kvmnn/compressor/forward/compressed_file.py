@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from ...bundle.beside import POSITIONS
 from ...dtypes import Positions
 from ...errors import KvmnnError, ManifestError, SourceError
 from ...files.json_document import Node, parse, read_bounded
+from ...formats.noted_positions import Noted
 from ...packed.cache_info import CacheInfo
 from ...packed.summary import runs_text
 
@@ -110,6 +112,25 @@ def spans_of_cache(path: str, cache: CacheInfo) -> Spans:
     positions = np.concatenate([np.arange(begin, begin + size, dtype=np.int64) for begin, size in first.positions])
     seen = int(positions.max()) + 1
     return Spans(positions, positions + 1, max(seen, cache.token_ids.count if cache.token_ids else 0))
+
+
+def spans_of_notes(path: str, noted: Noted) -> Spans:
+    """Return the positions that ``positions.json`` states of the tokens of a folder, one list for all layers.
+
+    Raises
+    ------
+    SourceError
+        For layers or heads that hold different tokens.
+    """
+    first = noted.positions[0]
+    if any(places.ndim > 1 or not np.array_equal(places, first) for places in noted.positions):
+        raise SourceError(
+            f"{path}: layers or heads hold different tokens ({POSITIONS}): a compressed cache has the same in all"
+        )
+    following = int(first[-1]) + 1 if first.size else 0
+    if not noted.is_rerotated:
+        following = max(following, noted.tokens_seen or 0)
+    return Spans(first, first + 1, following)
 
 
 def read_axes(path: str) -> str | None:

@@ -48,20 +48,21 @@ def keep(file: MappedFile, options: ReadOptions) -> Source:
             regions.append(_region(file, header.start, tensor))
     if not regions:
         raise SourceError(f"{file.label}: holds no K and no V, there is nothing to encode")
-    return keeping.keep(file, NAME, regions, None, room_bytes=_room(States(file)))
+    return keeping.keep(file, NAME, regions, None, array_room=_room(States(file)))
 
 
-def _room(states: States) -> int:
-    """Bytes of K and V behind the valid tokens; 0 where nothing says how many tokens are valid."""
+def _room(states: States) -> dict[str, int]:
+    """Bytes of K and V behind the valid tokens, by array; none where nothing says how many tokens are valid."""
     try:
         layers = list(states.layers())
     except SourceError:
-        return 0
-    return sum(
-        (tensor.end - tensor.begin) // tensor.shape[2] * (tensor.shape[2] - layer.tokens)
+        return {}
+    room = {
+        _array_name(tensor.name): (tensor.end - tensor.begin) // tensor.shape[2] * (tensor.shape[2] - layer.tokens)
         for layer in layers
         for tensor in (*layer.keys, *layer.values)
-    )
+    }
+    return {name: nbytes for name, nbytes in room.items() if nbytes}
 
 
 def _region(file: MappedFile, start: int, tensor: Tensor) -> Region:

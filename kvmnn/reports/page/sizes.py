@@ -1,4 +1,4 @@
-"""Ratios over layers with the entropy limit, memory over time, and codecs side by side."""
+"""Ratios over layers with the entropy of their bytes, memory over time, and codecs side by side."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def _measured(name: str, measured: Measured) -> list[Block]:
     total += [number(whole.simulated_ratio, 4), number(whole.limit_ratio, 4), number(whole.stored_ratio, 4)]
     total += [Cell("-", None, "muted")] * 4
     columns = (
-        "layer", "tokens", "raw bytes", "simulated", "order-0 limit", "STORED", "K STORED", "K limit", "V STORED",
-        "V limit",
+        "layer", "tokens", "raw bytes", "simulated", "byte entropy", "STORED", "K STORED", "K byte entropy", "V STORED",
+        "V byte entropy",
     )  # fmt: skip
     simulated = all(layer.k.stored_ratio is None for _, layer in layers)
     if simulated:
-        columns = (*columns[:6], "K simulated", "K limit", "V simulated", "V limit")
+        columns = (*columns[:6], "K simulated", "K byte entropy", "V simulated", "V byte entropy")
     note = " ".join(
         f"{said if said.lower().startswith(key) else f'{key}: {said}'}." for key, said in parts.meaning.items()
     )
@@ -85,8 +85,8 @@ def _layer_chart(name: str, layers: Sequence[tuple[int, LayerSizes]]) -> Chart:
         series.append(Series(f"{part.upper()}, {kind}", here, look))
         limit = [Point(at, one.limit_ratio, name=f"{part.upper()} limit") for at, one in sizes if one.limit_ratio]
         if limit:
-            series.append(Series(f"{part.upper()}, order-0 limit", limit, look, dashed=True, marker=False))
-    said = f"Ratio of raw over compressed bytes of K and V by layer, from {name}; dashed: the order-0 entropy limit."
+            series.append(Series(f"{part.upper()}, byte entropy", limit, look, dashed=True, marker=False))
+    said = f"Ratio of raw over compressed bytes of K and V by layer, from {name}; dashed: the entropy of their bytes."
     return Chart("Lossless ratio by layer", said, "layer", "raw over compressed", series, whole_x=True, digits=4,
                  from_zero=False)  # fmt: skip
 
@@ -238,5 +238,5 @@ def _arrays(name: str, arrays: Sequence[CodecArray]) -> Table:
         ])  # fmt: skip
     more = len(arrays) - len(rows)
     note = f"{more:,} more arrays are in {name}." if more > 0 else ""
-    columns = ("array", "type", "bytes", "order-0 limit", "best ratio", "by")
-    return Table(f"{name}: arrays and their entropy limit", columns, rows, frozenset({0, 1, 5}), False, note)
+    columns = ("array", "type", "bytes", "byte entropy", "best ratio", "by")
+    return Table(f"{name}: arrays and the entropy of their bytes", columns, rows, frozenset({0, 1, 5}), False, note)

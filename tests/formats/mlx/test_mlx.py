@@ -75,7 +75,18 @@ def test_what_is_said(tmp_path: Path, run) -> None:
         "MLX prompt cache: 2 layers, 2 kv heads of 64, 5 tokens, 4 bits in groups of 32"
     )
     room = "960 of the 2,560 bytes are room behind the valid tokens"
-    assert room in run("encode", path, "-o", tmp_path / "frames/").out
+    said = run("encode", path, "-o", tmp_path / "frames/").out
+    assert room in said
+    stored = sum(file.stat().st_size for file in (tmp_path / "frames").glob("*.frame"))
+    assert f"2,560 -> {stored:,} bytes, ratio {1600 / stored:.4f} of 1,600 valid bytes, " in said
+    for verb in ("verify", "inspect"):
+        assert f"ratio {1600 / stored:.4f} of 1,600 valid bytes" in run(verb, tmp_path / "frames").out
+        found = json.loads(run(verb, tmp_path / "frames", "--json").out)
+        found = found["inputs"][0] if verb == "inspect" else found
+        assert (found["valid_bytes"], found["ratio"]) == (1600, 1600 / stored)
+        for array in found["arrays"] if verb == "inspect" else ():
+            sizes = sum(frame["bytes"] for frame in array["frames"])
+            assert array["ratio"] == 5 / 8 * sum(frame["raw_bytes"] for frame in array["frames"]) / sizes
     assert room in run("inspect", tmp_path / "frames").out
     assert room in run("verify", tmp_path / "frames").out
     assert room in run("transcode", tmp_path / "frames", "--codec", "mnn", "-o", tmp_path / "again/").out

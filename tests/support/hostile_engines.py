@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,33 @@ def _mlx(folder: Path, bits: int = 0, kind: str = "") -> Sample:
     return Sample(contents(folder), commands, ("c.safetensors",))
 
 
+def _mlx_classes(folder: Path, name: str) -> Sample:
+    """Prompt caches of classes with settings: next to a state that is not K and V, and a batch with padding."""
+    folder.mkdir()
+    texts, rows = (2, 2) if name == "BatchKVCache" else (1, 1)
+    tensors = {
+        f"{layer}.{part}": ("F16", [texts, 1, rows, 2], bytes(range(4 * texts * rows)))
+        for layer in (0, 1)
+        for part in (0, 1)
+    }
+    metadata = {"0.0": "", "1.model": "m", "2.0": name}
+    if name == "BatchKVCache":
+        for layer in (0, 1):
+            tensors |= {f"{layer}.2": ("I32", [2], struct.pack("<2i", 2, 1))}
+            tensors |= {f"{layer}.3": ("I32", [2], struct.pack("<2i", 0, 1))}
+        metadata |= {"0.1": "", "2.1": name}
+    else:
+        metadata = {"0.0.0": "16", "0.0.1": "0", "0.1": "", "1.model": "m", "2.0": name, "2.1": "ArraysCache"}
+    (folder / "c.safetensors").write_bytes(mlx_files.safetensors(Random(1), tensors, metadata))
+    batch = " --batch 1" if name == "BatchKVCache" else ""
+    commands = (
+        "encode {in}/c.safetensors -o {out}/",
+        f"unpack {{in}}/c.safetensors -o {{out}}.npz{batch}",
+        "inspect {in}/c.safetensors",
+    )
+    return Sample(contents(folder), commands, ("c.safetensors",))
+
+
 def _pages(folder: Path) -> Sample:
     """A folder of vLLM's, and a page of LMCache."""
     (folder / "0cc175b9").mkdir(parents=True)
@@ -181,6 +209,8 @@ MAKERS: dict[str, Callable[[Path], Sample]] = {
     "cache of MLX": _mlx,
     "cache of MLX, quantised": lambda folder: _mlx(folder, 4),
     "cache of MLX, a window": lambda folder: _mlx(folder, kind="RotatingKVCache"),
+    "cache of MLX, chunks and arrays": lambda folder: _mlx_classes(folder, "ChunkedKVCache"),
+    "cache of MLX, a batch": lambda folder: _mlx_classes(folder, "BatchKVCache"),
     "cache of transformers": _saved_cache,
     "cache of transformers, static": lambda folder: _saved_cache(folder, "static"),
     "cache of transformers, windows and padding": lambda folder: _saved_cache(folder, "padded"),

@@ -28,6 +28,8 @@ class Shape:
     batch: int = 1
     new: bool = True
     kind: str = ""
+    settings: int = 4
+    """Of older quantised caches: with the rows that buffers grow by, or 3."""
     by_layer: tuple[Shape, ...] = ()
     """What differs between layers: heads and dimensions."""
 
@@ -55,7 +57,7 @@ def cache(rng: Random, shape: Shape) -> tuple[bytes, dict[str, np.ndarray]]:
             metadata[f"1.{layer}"] = name
         else:
             if shape.bits:
-                settings = [256, shape.tokens, shape.group, shape.bits]
+                settings = [256, shape.tokens, shape.group, shape.bits][-shape.settings :]
                 metadata |= {f"0.{layer}.{number}": str(value) for number, value in enumerate(settings)}
             else:
                 metadata[f"0.{layer}"] = ""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from ... import dtypes
+from ...arrays.completeness import Completeness
 from ...arrays.layers import array_name
 from ...arrays.named_array import NamedArray
 from ...arrays.source import Source
@@ -16,7 +19,8 @@ from .. import keeping
 from ..keeping import Region
 from ..options import ReadOptions
 from ..reading import check_own_type
-from ..safetensors_header import Tensor, read_header
+from ..safetensors_header import Tensor
+from .classes import Layer, describe_states, has_keys_and_values, read_layers
 from .states import States
 
 NAME = "mlx-prompt-cache"
@@ -39,37 +43,43 @@ def keep(file: MappedFile, options: ReadOptions) -> Source:
     SourceError
         For a header that is damaged, and a file without such tensors.
     """
-    header = read_header(file)
+    states = States(file)
     regions = []
-    for tensor in header.tensors:
+    for tensor in states.header.tensors:
         if tensor.kind in _WORDS and len(tensor.shape) >= _LEAST_AXES and 0 not in tensor.shape:
             own = None if tensor.kind == "U32" else _WORDS[tensor.kind][0]  # codes are words of any type
             check_own_type(own, options, f"{file.label}: {tensor.name}")
-            regions.append(_region(file, header.start, tensor))
+            regions.append(_region(file, states, tensor))
     if not regions:
         raise SourceError(f"{file.label}: holds no K and no V, there is nothing to encode")
-    return keeping.keep(file, NAME, regions, None, array_room=_room(States(file)))
-
-
-def _room(states: States) -> dict[str, int]:
-    """Bytes of K and V behind the valid tokens, by array; none where nothing says how many tokens are valid."""
     try:
-        layers = list(states.layers())
+        layers = read_layers(states)
     except SourceError:
-        return {}
+        layers = []
+    kept = keeping.keep(file, NAME, regions, None, array_room=_room(states, layers))
+    described = describe_states(states, layers)
+    kept.completeness = Completeness(layers=tuple(replace(state, included=True) for state in described.layers))
+    return kept
+
+
+def _room(states: States, layers: Sequence[Layer]) -> dict[str, int]:
+    """Bytes of K and V behind the valid tokens, by array; none where nothing says how many tokens are valid."""
     room = {
-        _array_name(tensor.name): (tensor.end - tensor.begin) // tensor.shape[2] * (tensor.shape[2] - layer.tokens)
+        _array_name(states, tensor.name): (tensor.end - tensor.begin)
+        // tensor.shape[2]
+        * (tensor.shape[2] - layer.tokens)
         for layer in layers
         for tensor in (*layer.keys, *layer.values)
     }
     return {name: nbytes for name, nbytes in room.items() if nbytes}
 
 
-def _region(file: MappedFile, start: int, tensor: Tensor) -> Region:
+def _region(file: MappedFile, states: States, tensor: Tensor) -> Region:
+    start = states.header.start
     dtype, word = _WORDS[tensor.kind]
     nbytes = tensor.end - tensor.begin
     array = NamedArray(
-        name=_array_name(tensor.name),
+        name=_array_name(states, tensor.name),
         dtype=dtype,
         shape=tensor.shape,
         array_dtype=word if tensor.kind == "U32" else dtypes.by_name(dtype).numpy.str,
@@ -78,9 +88,9 @@ def _region(file: MappedFile, start: int, tensor: Tensor) -> Region:
     return Region(start + tensor.begin, nbytes, ((array, nbytes),))
 
 
-def _array_name(name: str) -> str:
+def _array_name(states: States, name: str) -> str:
     found = _NAME.fullmatch(name)
-    if found is None:
+    if found is None or not has_keys_and_values(states, int(found[1])):
         return f"state_{name}"
     field = f".{_FIELDS[int(found[3])]}" if found[3] else ""
     return array_name(int(found[1]), PARTS[int(found[2])]) + field

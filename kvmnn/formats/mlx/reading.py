@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 
 from ... import dtypes
-from ...arrays.engine_cache import EngineCache
+from ...arrays.engine_cache import BatchText, EngineCache
 from ...arrays.layers import array_name
 from ...arrays.named_array import NamedArray, Piece, UnsupportedArrayError, rechunked
 from ...arrays.source import Source
 from ...dtypes import PARTS, Part
-from ...errors import SourceError
 from ...text import count
 from ..file_bytes import FileBytes
 from ..options import ReadOptions
 from ..reading import dequantised_note
 from ..safetensors_header import Tensor
+from .classes import Layer, describe_states, read_layers
 from .groups import numbers
-from .states import Layer, States, numpy_type
+from .states import States, numpy_type
 
 ENGINE = "MLX"
 _NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
@@ -36,13 +36,22 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     Raises
     ------
     SourceError
-        For a file that is damaged, or a class of cache that is not read.
+        For a file that is damaged, or has K and V in no class of cache that is read.
     """
     states = States(file)
-    layers = list(states.layers())
+    layers = read_layers(states)
     arrays = [_array(states, layer, part, options) for layer in layers for part in PARTS]
     described = _described(states, layers, options)
-    return Source(arrays, notes=_notes(layers, arrays, described), engine_cache=described)
+    notes = [*_notes(layers, arrays, described), *_padding_notes(states, layers)]
+    return Source(arrays, notes=notes, engine_cache=described, completeness=describe_states(states, layers))
+
+
+def _padding_notes(states: States, layers: Sequence[Layer]) -> list[str]:
+    """Say which rows of a batch are padding in all of its texts, and left out."""
+    left_out = max(layer.spans[0][0] for layer in layers)
+    if not layers[0].lengths or not left_out:
+        return []
+    return [f"{count(left_out, 'row')} of padding left out, which all texts of the batch have (left_padding)"]
 
 
 def _notes(layers: Sequence[Layer], arrays: Sequence[NamedArray], described: EngineCache) -> list[str]:
@@ -157,9 +166,6 @@ def _group_runs(states: States, layer: Layer, tensors: tuple[Tensor, ...], step:
 
 
 def _described(states: States, layers: list[Layer], options: ReadOptions) -> EngineCache:
-    ends = {int(layer.positions[-1]) + 1 for layer in layers}
-    if len(ends) > 1:
-        raise SourceError(f"{states.file.label}: its layers have seen {min(ends)} to {count(max(ends), 'token')}")
     same = all(np.array_equal(layer.positions, layers[0].positions) for layer in layers)
     types = [_type(layer, part) for part in PARTS for layer in layers]
     heads, dims = tuple(_shape(layer)[1] for layer in layers), {_shape(layer)[2] for layer in layers}
@@ -176,9 +182,17 @@ def _described(states: States, layers: list[Layer], options: ReadOptions) -> Eng
         batch=_shape(layers[0])[0],
         positions=layers[0].positions if same else None,
         layer_positions=None if same else tuple(layer.positions for layer in layers),
+        texts=_texts(layers[0]),
         dequantised=() if options.engine.blocks else tuple(groups),
         details=_details(states, layers),
     )
+
+
+def _texts(layer: Layer) -> tuple[BatchText, ...]:
+    """The texts of a batch that has padding before them."""
+    if not layer.lengths or set(layer.lengths) == {layer.end}:
+        return ()
+    return tuple(BatchText(np.arange(layer.end - length, layer.end)) for length in layer.lengths)
 
 
 def _shape(layer: Layer) -> tuple[int, int, int]:

@@ -4,53 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from ...dtypes import Positions
 from ...errors import SourceError
 from ...files.mapped import MappedFile
+from ...text import count
 from ..file_bytes import FileBytes
 from ..safetensors_header import Header, Tensor, read_header
-from .groups import BITS
 
-PLAIN, QUANTISED, ROTATING = "KVCache", "QuantizedKVCache", "RotatingKVCache"
 _MOST_HEADER = 4 << 20
 _CLASS = re.compile(rb'"[12]\.0"\s*:\s*"\w*Cache"|"[12]\.0"\s*:\s*"CacheList"')
 _STATE = re.compile(rb'"0\.0(\.\d+)*"\s*:\s*\{')
 _WORDS = {"F16": "<f2", "BF16": "<u2", "F32": "<f4"}
+WORD_TYPES = tuple(_WORDS)
 _MOST_LAYERS = 1 << 16
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """The cache of one layer.
-
-    Parameters
-    ----------
-    number
-        From 0.
-    keys, values
-        The tensors of K and of V: one, or codes, scales and biases.
-    tokens
-        Valid ones of each head.
-    spans
-        Where they lie among the rows of a head, ``(begin, end)`` in the order of the text.
-    positions
-        Where they stand in it.
-    bits, group_size
-        Of quantised groups; 0 without.
-    """
-
-    number: int
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    tokens: int
-    spans: tuple[tuple[int, int], ...]
-    positions: Positions
-    bits: int = 0
-    group_size: int = 0
+_WHOLE = re.compile(r"\d{1,9}", re.ASCII)
 
 
 def is_prompt_cache(path: str) -> bool:
@@ -98,130 +68,83 @@ class States:
         prefix = "1" if self.is_new else "2"
         self.classes = tuple(_listed(metadata, prefix))
 
-    def layers(self) -> Iterator[Layer]:
-        """The layers, checked; `SourceError` for classes that are not read and for states that do not fit them."""
-        if not self.classes:
-            raise SourceError(f"{self.file.label}: names no class of a cache")
-        for number, kind in enumerate(self.classes):
-            if kind == PLAIN:
-                yield self._plain(number)
-            elif kind == QUANTISED:
-                yield self._quantised(number)
-            elif kind == ROTATING:
-                yield self._rotating(number)
-            else:
-                raise SourceError(
-                    f"{self.file.label}: the cache of layer {number} is a {kind!r:.60}: K and V are read of {PLAIN}, "
-                    f"{QUANTISED} and {ROTATING} (encode keeps any of them whole)"
-                )
-
-    def _plain(self, number: int) -> Layer:
-        keys, values = self._pair(number)
-        tokens = self._tokens(number, keys.shape[2])
-        return Layer(number, (keys,), (values,), tokens, ((0, tokens),), np.arange(tokens))
-
-    def _rotating(self, number: int) -> Layer:
-        """The first `keep` tokens stay, the others are overwritten in turns: `index` is where the oldest is."""
-        keys, values = self._pair(number)
-        rows = keys.shape[2]
-        if self.is_new:
-            seen, keep, most, index = (self._scalar(f"{number}.{state}") for state in (2, 3, 4, 5))
-        else:
-            said = [_whole(text) for text in _listed(self.header.metadata, f"0.{number}")]
-            keep, most, seen, index = said if len(said) == 4 else [-1] * 4
-        turned = index < min(rows, seen)
-        if not (0 <= keep <= most and 0 <= index <= rows and seen >= 1 and (not turned or keep <= rows)):
-            raise SourceError(
-                f"{self.file.label}: layer {number}: {seen} tokens, the first {keep} kept, in a window of {most}, the "
-                f"next at {index}: do not fit {rows} rows"
-            )
-        if index == rows:
-            spans = [(0, rows)]
-        elif turned:
-            spans = [(0, keep), (max(index, keep), rows), (keep, index)]
-        else:
-            spans = [(0, seen)]
-        spans = [(begin, end) for begin, end in spans if begin < end]
-        tokens = sum(end - begin for begin, end in spans)
-        if not 1 <= tokens <= seen:
-            raise SourceError(f"{self.file.label}: layer {number}: {tokens} rows hold tokens, and {seen} were seen")
-        kept = min(keep, tokens) if seen > tokens else 0
-        positions = np.concatenate([np.arange(kept), np.arange(seen - tokens + kept, seen)])
-        return Layer(number, (keys,), (values,), tokens, tuple(spans), positions)
-
-    def _pair(self, number: int) -> tuple[Tensor, Tensor]:
-        """K and V of a layer without groups."""
-        keys, values = self._tensor(f"{number}.0"), self._tensor(f"{number}.1")
-        for tensor in (keys, values):
-            self._check(tensor, tuple(_WORDS), 4)
-        if keys.shape[:3] != values.shape[:3] or keys.kind != values.kind:
-            raise SourceError(f"{self.file.label}: layer {number}: K is {list(keys.shape)}, V is {list(values.shape)}")
-        return keys, values
-
-    def _quantised(self, number: int) -> Layer:
-        if self.is_new:
-            sizes = [self._scalar(f"{number}.{state}") for state in (3, 4)]
-        else:
-            said = list(_listed(self.header.metadata, f"0.{number}"))
-            sizes = [_whole(text) for text in said[2:4]] if len(said) == 4 else []
-        if len(sizes) != 2 or sizes[1] not in BITS or sizes[0] < 1:
-            raise SourceError(f"{self.file.label}: layer {number}: its group size and bits are {sizes}")
-        group, bits = sizes
-        found = []
-        for side in (0, 1):
-            codes, scales, biases = (self._tensor(f"{number}.{side}.{place}") for place in range(3))
-            self._check(codes, ("U32",), 4)
-            for tensor in (scales, biases):
-                self._check(tensor, tuple(_WORDS), 4)
-            values = codes.shape[3] * 32 // bits
-            expected = (*codes.shape[:3], values // group)
-            if (scales.shape, biases.shape) != (expected, expected) or codes.shape[3] * 32 != expected[
-                3
-            ] * group * bits:
-                raise SourceError(
-                    f"{self.file.label}: layer {number}: codes {list(codes.shape)} of {bits} bits in groups of {group} "
-                    f"do not fit scales {list(scales.shape)}"
-                )
-            if scales.kind != biases.kind:
-                raise SourceError(f"{self.file.label}: layer {number}: scales are {scales.kind}, biases {biases.kind}")
-            found.append((codes, scales, biases))
-        if found[0][0].shape[:3] != found[1][0].shape[:3]:
-            raise SourceError(f"{self.file.label}: layer {number}: K and V differ in shape")
-        tokens = self._tokens(number, found[0][0].shape[2])
-        return Layer(number, found[0], found[1], tokens, ((0, tokens),), np.arange(tokens), bits, group)
-
-    def _tokens(self, number: int, capacity: int) -> int:
-        """How many tokens are valid: as a state says, or a setting; older plain caches are cut at them."""
-        if self.is_new:
-            tokens = self._scalar(f"{number}.2")
-        else:
-            said = list(_listed(self.header.metadata, f"0.{number}"))
-            tokens = _whole(said[1]) if len(said) == 4 else capacity
-        if not 1 <= tokens <= capacity:
-            raise SourceError(
-                f"{self.file.label}: layer {number}: {tokens} tokens: expected at least 1 and at most {capacity}, for "
-                "which there is room"
-            )
-        return tokens
-
-    def _tensor(self, name: str) -> Tensor:
+    def find(self, name: str) -> Tensor:
+        """Return a state by its name in the file; `SourceError` where there is none."""
         number = self.header.tensors.find(name)
         if number is None:
             raise SourceError(f"{self.file.label}: has no state {name!r:.40}")
         return self.header.tensors[number]
 
-    def _check(self, tensor: Tensor, kinds: tuple[str, ...], axes: int) -> None:
+    def check(self, tensor: Tensor, kinds: tuple[str, ...], axes: int) -> None:
+        """Raise `SourceError` unless a state has one of these types, as many axes, and elements."""
         if tensor.kind not in kinds or len(tensor.shape) != axes or 0 in tensor.shape:
             raise SourceError(
                 f"{self.file.label}: the state {tensor.name!r:.40} is {tensor.kind} {list(tensor.shape)}: expected "
                 f"{' or '.join(kinds)} [batch, kv_head, token, dimension]"
             )
 
-    def _scalar(self, name: str) -> int:
-        tensor = self._tensor(name)
+    def read_scalar(self, name: str) -> int:
+        """Return a whole number that is a state of its own."""
+        tensor = self.find(name)
         if tensor.kind != "I32" or tensor.end - tensor.begin != 4:
             raise SourceError(f"{self.file.label}: the state {name!r:.40} is {tensor.kind}: expected one I32")
-        return int(np.frombuffer(self.file.view(self.header.start + tensor.begin, 4), "<i4")[0])
+        return int(self._integers(tensor)[0])
+
+    def read_flag(self, name: str) -> bool:
+        """Return a truth value that is a state of its own."""
+        tensor = self.find(name)
+        if tensor.kind != "BOOL" or tensor.end - tensor.begin != 1:
+            raise SourceError(f"{self.file.label}: the state {name!r:.40} is {tensor.kind}: expected one BOOL")
+        return bool(self.file.view(self.header.start + tensor.begin, 1)[0])
+
+    def read_numbers(self, name: str, size: int) -> list[int]:
+        """Return the whole numbers of a state that has one for each of `size` texts."""
+        tensor = self.find(name)
+        if tensor.kind != "I32" or tensor.shape != (size,):
+            raise SourceError(
+                f"{self.file.label}: the state {name!r:.40} is {tensor.kind} {list(tensor.shape)}: expected I32 "
+                f"[{size}]"
+            )
+        return [int(number) for number in self._integers(tensor)]
+
+    def _integers(self, tensor: Tensor) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.file.view(self.header.start + tensor.begin, tensor.end - tensor.begin), "<i4")
+
+    def list_settings(self, number: int, sizes: tuple[int, ...]) -> list[str]:
+        """Return the settings of a layer's cache in the metadata of older files, as texts.
+
+        Parameters
+        ----------
+        number
+            Of the layer.
+        sizes
+            How many settings the versions of its class have.
+
+        Raises
+        ------
+        SourceError
+            For another number of settings.
+        """
+        found = list(_listed(self.header.metadata, f"0.{number}"))
+        if len(found) not in sizes:
+            raise SourceError(
+                f"{self.file.label}: layer {number}: its {self.classes[number]:.40} has {count(len(found), 'setting')}"
+                f": expected {' or '.join(map(str, sizes))}"
+            )
+        return found
+
+    def read_settings(self, number: int, sizes: tuple[int, ...]) -> list[int]:
+        """Return the same as whole numbers; `SourceError` for what is none of up to nine digits."""
+        return [self.read_whole(number, text) for text in self.list_settings(number, sizes)]
+
+    def read_whole(self, number: int, text: str) -> int:
+        """Return a setting of a layer as a whole number."""
+        if not _WHOLE.fullmatch(text):
+            raise SourceError(
+                f"{self.file.label}: layer {number}: its {self.classes[number]:.40} has the setting {text!r:.40}: "
+                "expected a whole number from 0 to 999,999,999"
+            )
+        return int(text)
 
 
 def numpy_type(tensor: Tensor) -> str:
@@ -236,7 +159,3 @@ def _listed(metadata: dict[str, str], prefix: str) -> Iterator[str]:
         if text is None:
             return
         yield text
-
-
-def _whole(text: str) -> int:
-    return int(text) if re.fullmatch(r"\d{1,9}", text, re.ASCII) else -1

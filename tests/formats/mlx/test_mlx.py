@@ -110,11 +110,11 @@ def test_a_file_of_tensors_stays_one(tmp_path: Path) -> None:
     assert sorted(kvmnn.open(path)) == ["0.0", "0.1"]
 
 
-@pytest.mark.parametrize("kind", ["ChunkedKVCache", "ArraysCache", "CacheList"])
+@pytest.mark.parametrize("kind", ["MambaCache", "ArraysCache", "CacheList", "NewestCache"])
 @pytest.mark.parametrize("new", [False, True])
-def test_other_classes_are_refused_by_name_and_kept_whole(tmp_path: Path, run, kind: str, new: bool) -> None:
+def test_files_without_k_and_v_are_refused_by_class_and_kept_whole(tmp_path: Path, run, kind: str, new: bool) -> None:
     path = put(tmp_path / "x.safetensors", mlx_files.cache(Random(1), Shape(kind=kind, new=new))[0])
-    with pytest.raises(SourceError, match=f"the cache of layer 0 is a '{kind}'"):
+    with pytest.raises(SourceError, match=f"the cache of every layer is a {kind}: K and V are read of KVCache, "):
         kvmnn.open(path)
     there_and_back(run, path)
 

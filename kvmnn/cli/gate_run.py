@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import threading
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,15 @@ from .printing import UsageError
 if TYPE_CHECKING:
     from ..gates.checking.checking import Checked
     from ..gates.demo.judging import DemoChecked
+    from ..gates.running.settings import RunSettings
     from ..gates.running.suite import Suite
     from ..gates.summary.writing import Round
 
 OPTIONS = ("suite", "config", "prompts", "also", "sweep", "rounds", "again", "jobs", "tokenizer")
 _FURTHER = ("multi_turn", "retrieval")
+_FIRST_SECONDS = 2
+"""Until the first line of progress."""
+
 _LINE_SECONDS = 10, 60
 """Between two lines of progress: a tenth of the time so far, within these bounds."""
 
@@ -55,7 +60,6 @@ def run(arguments: argparse.Namespace) -> int:
     from ..gates.running.rounds import finish
     from ..gates.running.run_cases import KNOWN, cases_of
     from ..gates.running.settings import RunConfig, read_run_config
-    from ..gates.running.suite import Suite
 
     if len(arguments.inputs) != 1:
         raise UsageError("gate run takes one model")
@@ -71,24 +75,31 @@ def run(arguments: argparse.Namespace) -> int:
     if without and not arguments.prompts:
         raise UsageError(f"{without[0]} needs texts: expected --prompts DIR or FILE (--suite runtime needs none)")
     directory = arguments.output.rstrip("/") or "/"
-    with Suite(
-        arguments.inputs[0],
-        directory,
-        settings=config.settings,
-        texts=arguments.prompts or (),
-        tokenizer=arguments.tokenizer,
-        jobs=arguments.jobs or 1,
-        force=arguments.force,
-        again=arguments.again,
-        command=printing.command(arguments),
-    ) as suite:
+    with ExitStack() as stack:
         with _Progress(arguments) as progress:
+            suite = stack.enter_context(_open_suite(arguments, config.settings, directory))
             made, judged, notes = _all(arguments, suite, cases, directory, progress)
         if suite.store.reused:
             printing.note(arguments, f"{suite.store.reused:,} runs reused from {directory}")
         result = finish(directory, made, judged, notes, suite)
     printing.show(arguments, "gate run", result)
     return 0 if result.passed else 1
+
+
+def _open_suite(arguments: argparse.Namespace, settings: RunSettings, directory: str) -> Suite:
+    from ..gates.running.suite import Suite
+
+    return Suite(
+        arguments.inputs[0],
+        directory,
+        settings=settings,
+        texts=arguments.prompts or (),
+        tokenizer=arguments.tokenizer,
+        jobs=arguments.jobs or 1,
+        force=arguments.force,
+        again=arguments.again,
+        command=printing.command(arguments),
+    )
 
 
 def _all(
@@ -107,15 +118,20 @@ def _all(
 
 
 class _Progress:
-    """How far a suite is: the bar of all verbs on a terminal, else a line on standard error every few seconds."""
+    """How far a suite is: the bar of all verbs on a terminal, else lines on standard error.
+
+    The lines are written by a thread, so that they come while a model of gigabytes is opened as well.
+    """
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._stack = ExitStack()
         self._bar: printing.Advance | None = None
-        self._begun = self._shown = time.monotonic()
+        self._begun = time.monotonic()
         self._runs = self._all_runs = self._steps = self._all_steps = 0
-        self._what = ""
+        self._what = "opening the model and reading the texts"
+        self._end = threading.Event()
+        self._writer = threading.Thread(target=self._write_lines, daemon=True)
 
     def start(self, runs: int, steps: int) -> None:
         """Begin: this many runs, and decode steps of those that are not there already."""
@@ -132,27 +148,36 @@ class _Progress:
         self._steps += steps
         if self._bar is not None:
             self._bar(steps, f"{self._runs} of {self._all_runs} runs: {self._what}")
-        elif not self._arguments.quiet:
-            now = time.monotonic()
-            least, most = _LINE_SECONDS
-            if now - self._shown >= min(most, max(least, (now - self._begun) / 10)):
-                self._shown = now
-                streams.err("progress", self._line())
 
     def end_run(self) -> None:
         """Count a run."""
         self._runs += 1
         self.advance(0)
 
+    def _write_lines(self) -> None:
+        pause: float = _FIRST_SECONDS
+        while not self._end.wait(pause) and self._bar is None:
+            streams.err("progress", self._line())
+            least, most = _LINE_SECONDS
+            pause = min(most, max(least, (time.monotonic() - self._begun) / 10))
+
     def _line(self) -> str:
         seconds = int(time.monotonic() - self._begun)
+        elapsed = f"{seconds // 60}:{seconds % 60:02}"
+        if not self._all_runs:
+            return f"{elapsed}; {self._what}"
         done = f"{self._runs:,} of {self._all_runs:,} runs, {self._steps:,} of {self._all_steps:,} decode steps"
-        return f"{done}, {seconds // 60}:{seconds % 60:02}; now {self._what}"
+        return f"{done}, {elapsed}; now {self._what}"
 
     def __enter__(self) -> _Progress:
+        if not (self._arguments.quiet or streams.is_kept()):
+            self._writer.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._end.set()
+        if self._writer.ident is not None:
+            self._writer.join()
         self._stack.close()
         if kind is not None and not issubclass(kind, Exception) and self._all_runs:
             kept = f"{self._runs} of {self._all_runs} runs kept in {self._arguments.output}"

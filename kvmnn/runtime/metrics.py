@@ -99,7 +99,8 @@ class RuntimeMetrics:
         Of the eviction planner (docs/h2o.md): one event, no mean.
     lossy_ratio, lossless_ratio, total_ratio
         Of this run: bytes of all tokens ever appended over those that are left; those over the bytes that hold them,
-        hot rows and room to grow included; and the product.
+        hot rows and room to grow included; and the product. Where nothing is stored, the last two tell of room alone:
+        the tables have no such figure then, and JSON has null.
     held_bytes
         Of all rows, frames and decoded copies that are there now, room to grow included.
     compress, decompress, wait, verify
@@ -108,6 +109,8 @@ class RuntimeMetrics:
         Blocks that a thread had decoded before they were needed, and blocks that it was still decoding then.
     waiting_blocks_peak
         Behaviour "sound" only: most cold blocks of all layers that waited for a place in the queue at one time.
+    mode
+        Of the runtime: only ``"store"`` stores anything.
     layers
         One entry for each layer.
     """
@@ -140,11 +143,18 @@ class RuntimeMetrics:
     restores_ahead: int = 0
     restores_late: int = 0
     waiting_blocks_peak: int = 0
+    mode: str = "store"
     layers: tuple[LayerMetrics, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Name to figure; percentiles and layers as objects."""
-        return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
+        """Name to figure; percentiles and layers as objects, None for a ratio of stored bytes where there are none."""
+        found = {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
+        return found if self.has_stored else found | {"lossless_ratio": None, "total_ratio": None}
+
+    @property
+    def has_stored(self) -> bool:
+        """Whether anything was compressed and stood for its rows."""
+        return self.mode == "store" and bool(self.h2o_lossless_raw_bytes)
 
     def bench_columns(self) -> dict[str, float | int]:
         """The columns that the engine's ``llm_bench`` prints."""
@@ -218,12 +228,7 @@ class RuntimeMetrics:
         """A table of the layers, then sums and percentiles."""
         rows = [f"{'layer':>5} {'tokens':>8} {'blocks':>6} {'raw bytes':>12} {'compressed':>12} {'ratio':>7} fallbacks"]
         rows += [str(layer) for layer in self.layers]
-        rows.append(
-            f"lossless {self.lossless_ratio:.3f}, lossy {self.lossy_ratio:.3f}, total {self.total_ratio:.3f} "
-            f"(raw bytes over bytes held, of this run; those include hot tokens and room to grow)"
-            if self.h2o_lossless_raw_bytes
-            else f"lossless {_NONE}, lossy {self.lossy_ratio:.3f}, total {_NONE}: nothing was compressed"
-        )
+        rows.append(self._ratios_line())
         rows.append(
             f"{count(self.h2o_lossless_fallback_count, 'fallback')}, "
             f"{count(self.h2o_lossless_backpressure_skip_count, 'skip')}, queue peak "
@@ -231,6 +236,20 @@ class RuntimeMetrics:
             f"cache {self.h2o_lossless_decode_cache_hit:,} hits and {self.h2o_lossless_decode_cache_miss:,} misses"
         )
         return rows + [_times(name, part) for name, part in self._timed]
+
+    def _ratios_line(self) -> str:
+        if self.has_stored:
+            return (
+                f"lossless {self.lossless_ratio:.3f}, lossy {self.lossy_ratio:.3f}, total {self.total_ratio:.3f} "
+                "(raw bytes over bytes held, of this run; those include hot tokens and room to grow)"
+            )
+        nothing = f"lossless {_NONE}, lossy {self.lossy_ratio:.3f}, total {_NONE}"
+        if not self.h2o_lossless_raw_bytes:
+            return f"{nothing}: nothing was compressed"
+        return (
+            f"{nothing}: mode {self.mode} measures and stores nothing; of what it compressed "
+            f"{ratio(self.h2o_lossless_raw_bytes, self.h2o_lossless_compressed_bytes):.3f}"
+        )
 
     @property
     def _waiting(self) -> str:

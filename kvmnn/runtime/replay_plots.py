@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _MIB = float(1 << 20)
 
 Points = Sequence[ReplayPoint]
-Line = tuple[str, Callable[[ReplayPoint], float]]
+Line = tuple[str, Callable[[ReplayPoint], float | None]]
 
 
 def memory_over_steps(points: Points) -> Figure:
@@ -40,9 +40,9 @@ def ratio_over_steps(points: Points) -> Figure:
 
 
 def queue_over_steps(points: Points) -> Figure:
-    """The highest number of waiting blocks so far."""
+    """The highest number of open encodings so far."""
     lines: list[Line] = [("queue peak", lambda point: point.queue_depth_peak)]
-    return _drawn(points, "Queue over tokens", "most blocks that waited so far", lines)
+    return _drawn(points, "Queue over tokens", "most open encodings so far", lines)
 
 
 def latency_over_steps(points: Points) -> Figure:
@@ -76,13 +76,13 @@ def _all(points: Points) -> Iterator[tuple[str, Figure]]:
 
 def _drawn(points: Points, title: str, ylabel: str, lines: Sequence[Line]) -> Figure:
     made, axes = plot_style.figure(5.6, 4.0, [name for name, _ in lines])
-    tokens = [point.tokens for point in points]
     ends = []
     for number, (name, value) in enumerate(lines):
         look = plot_style.look(number) | {"marker": None}
-        heights = [value(point) for point in points]
-        axes.plot(tokens, heights, **look)
-        ends.append(LineEnd(name, tokens[-1], heights[-1], look))
+        course = [(point.tokens, height) for point in points if (height := value(point)) is not None]
+        if course:
+            axes.plot(*zip(*course, strict=True), **look)
+            ends.append(LineEnd(name, *course[-1], look))
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
     axes.set(title=title, xlabel="tokens", ylabel=ylabel)

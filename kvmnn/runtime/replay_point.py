@@ -14,7 +14,7 @@ class ReplayPoint:
     appended_bytes, live_bytes, held_bytes
         Of all rows so far; of those that are left; of the rows, frames and decoded copies that hold them.
     ratio
-        Raw over compressed bytes of everything encoded so far.
+        Raw over compressed bytes of everything encoded so far; None before the first block.
     step_us
         How long the step took, attention and model left out.
     """
@@ -24,10 +24,11 @@ class ReplayPoint:
     appended_bytes: int
     live_bytes: int
     held_bytes: int
-    ratio: float
+    ratio: float | None
     queue_depth_peak: int
     step_us: float
 
     def __str__(self) -> str:
-        sizes = f"{self.live_bytes:>13,} {self.held_bytes:>13,} {self.ratio:>7.3f}"
+        share = "-" if self.ratio is None else f"{self.ratio:.3f}"
+        sizes = f"{self.live_bytes:>13,} {self.held_bytes:>13,} {share:>7}"
         return f"{self.step:>6,} {self.tokens:>8,} {sizes} {self.queue_depth_peak:>6,} {self.step_us:>9,.0f}"

@@ -89,6 +89,9 @@ class ReplayResult:
             )
         if self.is_idle:
             return f"NOT MEASURED: {_NOTHING}"
+        if not (self.is_idle or self.metrics.has_stored):
+            equal = f"equal in the {self.compared_calls:,} of {count(self.calls, 'call')} that were compared"
+            return f"{equal}, as mode {self.metrics.mode} stores nothing: every row is held as it was appended"
         if self.compared_calls < self.calls:
             return f"equal in the {self.compared_calls:,} of {count(self.calls, 'call')} that were compared"
         return f"{LOSSLESS}: {count(self.calls, 'call')} compared, every byte that attention reads is right"

@@ -157,7 +157,7 @@ class _Runner:
             appended_bytes=tokens * layer_bytes * len(self._history.layers),
             live_bytes=live * layer_bytes,
             held_bytes=metrics.held_bytes,
-            ratio=metrics.h2o_lossless_ratio,
+            ratio=metrics.h2o_lossless_ratio if metrics.h2o_lossless_raw_bytes else None,
             queue_depth_peak=metrics.h2o_lossless_queue_depth_peak,
             step_us=elapsed / 1e3,
         )

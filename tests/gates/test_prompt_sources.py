@@ -19,9 +19,10 @@ import gate_models
 from tiny_decoders import Tiny
 
 from kvmnn.errors import KvmnnError
-from kvmnn.gates.running.run_cases import cases_of
+from kvmnn.gates.running.run_cases import KNOWN, cases_of
 from kvmnn.gates.running.sample_text import SAMPLE_TEXT
-from kvmnn.gates.running.settings import RunConfig, RunSettings
+from kvmnn.gates.running.settings import RunConfig, RunSettings, read_run_config
+from kvmnn.gates.running.suite import Suite
 from kvmnn.gates.running.work import text_beginnings
 from kvmnn.lm.documents import Document
 
@@ -165,17 +166,51 @@ def test_model_that_cannot_run_the_planner_is_refused_before_it_begins(tmp_path:
 # -- progress ---------------------------------------------------------------------------------------------------------
 
 
-def test_progress_is_a_line_on_standard_error(tmp_path: Path) -> None:
-    words = [*map(str, write(tmp_path)), "--prompts", str(tmp_path / "texts"), "-o", str(tmp_path / "out")]
-    code = "import sys; from kvmnn.cli import gate_run as g, main; g._LINE_SECONDS = 0, 0; sys.exit(main(sys.argv[1:]))"
+_LINES_AT_ONCE = (
+    "import sys; from kvmnn.cli import gate_run as g, main; "
+    "g._FIRST_SECONDS = 0.01; g._LINE_SECONDS = 0.01, 0.01; sys.exit(main(sys.argv[1:]))"
+)
+
+
+@pytest.mark.parametrize("quiet", [[], ["-q"]])
+def test_progress_is_lines_on_standard_error(tmp_path: Path, quiet: list[str]) -> None:
+    words = [*map(str, write(tmp_path)), "--prompts", str(tmp_path / "texts"), "-o", str(tmp_path / "out"), *quiet]
     environment = {**os.environ, "COLUMNS": "80"}
-    for quiet in ([], ["-q"]):
-        command = [sys.executable, "-c", code, *words, *quiet]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-        assert done.returncode == 1, done.stderr
-        lines = [line for line in done.stderr.splitlines() if line.startswith("kvmnn: progress: ")]
-        assert bool(lines) != bool(quiet)
-        if not quiet:
-            assert lines[-1].startswith("kvmnn: progress: 14 of 14 runs, ")
-            assert any("now runtime_store, a.txt:40, K and V compared" in line for line in lines)
-            assert any("now runtime_probe, perplexity" in line for line in lines)
+    command = [sys.executable, "-c", _LINES_AT_ONCE, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("kvmnn: progress: ")]
+    assert "progress" not in done.stdout and bool(lines) != bool(quiet)
+    if not quiet:
+        assert lines[0] == "kvmnn: progress: 0:00; opening the model and reading the texts"
+        assert any(" of 14 runs, " in line and "; now runtime_" in line for line in lines)
+
+
+def test_progress_counts_all_runs_and_names_each(tmp_path: Path) -> None:
+    """What the lines and the bar say comes from the suite itself."""
+    calls: list[str] = []
+    started: list[tuple[int, int]] = []
+
+    class Kept:
+        steps = runs = 0
+
+        def start(self, runs: int, steps: int) -> None:
+            started.append((runs, steps))
+
+        def begin_run(self, what: str) -> None:
+            calls.append(what)
+
+        def advance(self, steps: int) -> None:
+            self.steps += steps
+
+        def end_run(self) -> None:
+            self.runs += 1
+
+    write(tmp_path)
+    config = read_run_config(tmp_path / "run.json", KNOWN)
+    progress = Kept()
+    texts = [str(tmp_path / "texts")]
+    with Suite(str(tmp_path / "model"), tmp_path / "out", settings=config.settings, texts=texts, jobs=1) as suite:
+        list(suite.measure(cases_of("runtime", config), 1, progress))
+    assert started == [(progress.runs, progress.steps)] and progress.runs == 14
+    assert "runtime_store, a.txt:40, K and V compared" in calls and "runtime_probe, perplexity" in calls

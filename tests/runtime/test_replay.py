@@ -71,7 +71,8 @@ def test_what_attention_reads_is_compared(history: History, behaviour: Any, mode
     result = replay(history, config, prompt=100, behaviour=behaviour, compare="all")
     assert (result.wrong_calls, result.compared_calls) == (0, 4 * 61)
     assert (result.layers, result.prompt, result.tokens, len(result.points)) == (4, 100, TOKENS, 61)
-    assert "LOSSLESS: 244 calls compared" in str(result)
+    assert ("LOSSLESS: 244 calls compared" in str(result)) == (mode == "store")
+    assert ("equal in the 244 of 244 calls" in str(result)) == (mode != "store")
     assert result.metrics.h2o_lossless_ratio > 1
 
 
@@ -296,6 +297,35 @@ def test_replay_of_a_configuration_that_stores_nothing_fails(
         found = run("replay", cache, "--config", tmp_path / "c.json", "--compare", compare, code=1)
         assert "NOT MEASURED: nothing was compressed" in " ".join(found.out.split())
         assert "LOSSLESS" not in found.out and "lossless 0" not in found.out
+
+
+@pytest.mark.parametrize("mode", ["probe", "full"])
+def test_replay_of_a_mode_that_measures_only_has_no_ratio_of_stored_bytes(
+    cache: Path, tmp_path: Path, run: Any, mode: str
+) -> None:
+    (tmp_path / "c.json").write_text(json.dumps(KEYS | {"kv_lossless_runtime_mode": mode}))
+    found = run("replay", cache, "--config", tmp_path / "c.json", "--compare", "all")
+    assert f"lossless -, lossy 1.000, total -: mode {mode} measures and stores nothing; of what it compressed 1." in (
+        " ".join(found.out.split())
+    )
+    assert f"compared, as mode {mode} stores nothing: every row is held as it was appended" in found.out
+    assert "LOSSLESS" not in found.out
+    document = run("replay", cache, "--config", tmp_path / "c.json", "--json").out
+    metrics = json.loads(document)["metrics"]
+    assert metrics["lossless_ratio"] is None and metrics["total_ratio"] is None and metrics["h2o_lossless_ratio"] > 1
+    (tmp_path / "replay.json").write_text(document)
+    run("report", tmp_path / "replay.json", "-o", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert (
+        "held not measured, in all not measured" in page and "nothing was stored, so attention read every row" in page
+    )
+
+
+def test_steps_before_the_first_block_have_no_ratio(history: History, tmp_path: Path) -> None:
+    idle = replay(history, RuntimeConfig.from_engine({}), prompt=100)
+    assert {point.ratio for point in idle.points} == {None} and " 1.000 " not in str(idle.points[0])
+    pytest.importorskip("matplotlib")
+    assert len(idle.plot(tmp_path)) > 3
 
 
 def test_replay_that_only_evicts_passes(history: History) -> None:

@@ -303,8 +303,8 @@ class ReplayMetrics(Record):
     h2o_lossless_raw_bytes: int
     h2o_lossless_fallback_count: int
     lossy_ratio: float
-    lossless_ratio: float
-    total_ratio: float
+    lossless_ratio: float | None
+    total_ratio: float | None
     held_bytes: int
     compress: Latency
     decompress: Latency
@@ -322,7 +322,7 @@ class ReplayedStep(Record):
     appended_bytes: int
     live_bytes: int
     held_bytes: int
-    ratio: float
+    ratio: float | None
     step_us: float
 
 

@@ -144,10 +144,15 @@ def _replayed_memory(name: str, replay: Replayed) -> list[Block]:
         "tokens", "MiB, all layers", series, whole_x=True,
     )  # fmt: skip
     metrics = replay.metrics
+    held, total = (
+        "not measured" if figure is None else f"{figure:.3f}"
+        for figure in (metrics.lossless_ratio, metrics.total_ratio)
+    )
+    coded = f"{metrics.h2o_lossless_ratio:.3f}" if metrics.h2o_lossless_raw_bytes else "not measured"
     text = (
         f"{name}: {count(replay.layers, 'layer')}, {replay.prompt:,} tokens as prompt, {replay.tokens:,} in all. Lossy "
-        f"{metrics.lossy_ratio:.3f}, held {metrics.lossless_ratio:.3f}, in all {metrics.total_ratio:.3f}; of what was "
-        f"encoded {metrics.h2o_lossless_ratio:.3f}; {count(metrics.h2o_lossless_fallback_count, 'fallback')}."
+        f"{metrics.lossy_ratio:.3f}, held {held}, in all {total}; of what was "
+        f"encoded {coded}; {count(metrics.h2o_lossless_fallback_count, 'fallback')}."
     )
     return [Text(text), chart]
 

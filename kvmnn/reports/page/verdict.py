@@ -189,6 +189,8 @@ def _replayed(found: Material) -> Iterator[str]:
             )
         elif not replay.metrics.h2o_lossless_raw_bytes:
             yield f"{name}: not measured: nothing was compressed, so equal bytes show nothing."
+        elif replay.metrics.lossless_ratio is None:
+            yield f"{name}: nothing was stored, so attention read every row as it was appended."
         elif replay.compared_calls < calls:
             yield f"{name}: equal in the {replay.compared_calls:,} of {count(calls, 'call')} that were compared."
         else:

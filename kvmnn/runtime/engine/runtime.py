@@ -208,6 +208,7 @@ class EngineRuntime:
             lossy_ratio=found.lossy,
             lossless_ratio=found.lossless,
             total_ratio=found.total,
+            mode=self.config.mode,
             held_bytes=found.held_bytes,
             **self._timings.summaries(),
             layers=tuple(self._layer_metrics(index) for index in range(len(self._states))),

@@ -277,6 +277,7 @@ class SoundRuntime:
             lossy_ratio=found.lossy,
             lossless_ratio=found.lossless,
             total_ratio=found.total,
+            mode=self.config.mode,
             held_bytes=found.held_bytes,
             **self._timings.summaries(),
             restores_ahead=self._restorer.ahead,

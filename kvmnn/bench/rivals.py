@@ -91,6 +91,10 @@ def _lz4(module: Any, dtype: str, threads: int | None) -> list[Codec]:
     return [Codec("lz4", str(lz4.__version__), lambda data: module.compress(data.data), module.decompress)]
 
 
+_BLOSC2_LEVEL = 1
+"""For zstd this is its own level 1."""
+
+
 def _blosc2(module: Any, dtype: str, threads: int | None) -> list[Codec]:
     from ..threads.pool import resolve_threads
 
@@ -99,9 +103,10 @@ def _blosc2(module: Any, dtype: str, threads: int | None) -> list[Codec]:
 
     def codec(name: str, mode: Any, coder: Any) -> Codec:
         def encode(data: Piece) -> Any:
-            return module.compress2(data, typesize=width, codec=coder, clevel=1, filters=[mode], filters_meta=[0])
+            options = {"codec": coder, "clevel": _BLOSC2_LEVEL, "filters": [mode], "filters_meta": [0]}
+            return module.compress2(data, typesize=width, **options)
 
-        return Codec(name, _version(module), encode, module.decompress2)
+        return Codec(f"{name} (clevel {_BLOSC2_LEVEL})", _version(module), encode, module.decompress2)
 
     return [
         codec("blosc2 shuffle+zstd", module.Filter.SHUFFLE, module.Codec.ZSTD),
@@ -123,7 +128,7 @@ def _bitshuffle(module: Any, dtype: str, threads: int | None) -> list[Codec]:
     def codec(coder: str, *level: int) -> Codec:
         compress, decompress = getattr(module, f"compress_{coder}"), getattr(module, f"decompress_{coder}")
         return Codec(
-            f"bitshuffle+{coder}",
+            " ".join([f"bitshuffle+{coder}", *(f"-{each}" for each in level)]),
             _version(module),
             lambda data: (data.size // word.itemsize, compress(data.view(word), 0, *level)),
             lambda made: decompress(made[1], (made[0],), word, 0).view(np.uint8),

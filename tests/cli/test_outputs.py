@@ -39,7 +39,11 @@ def here(tmp_path, monkeypatch, run):
 def test_beside_the_input(here, run, argv, made) -> None:
     run(*argv.split())
     assert Path(made).exists()
-    assert "exists already" in run(*argv.split(), code=1).err or Path(made).name == "manifest.json"
+    before = Path(made).read_bytes() if Path(made).is_file() else b""
+    error = run(*argv.split(), code=1).err
+    assert error.startswith("kvmnn: error: ") and error.count("\n") == 1
+    assert "exists already" in error and "--force" in error
+    assert not before or Path(made).read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shlex
@@ -59,6 +60,16 @@ def test_the_price_of_stored_positions_is_the_one_measured() -> None:
     found = {row["name"]: row["ppl"] for row in rows}
     right, wrong = found["streaming 4+252"], found["streaming 4+252 WRONG positions"]
     assert f"tokens is {right:.1f} with true positions and {wrong:.0f} with stored ones" in PAGE
+
+
+def test_benchmark_marks_and_counts_shares_above_the_goal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "bench"))
+    lm = importlib.import_module("lm")
+    rows = json.loads((ROOT / "benchmarks" / "lm.json").read_text(encoding="utf-8"))["policy_times"]
+    above = [row for row in rows if row["share"] > 0.10]
+    section = lm.policy_section(rows)
+    assert section.count("(**above**)") == len(above) and f": {len(above)} of {len(rows)} rows are above" in section
+    assert section in (ROOT / "benchmarks" / "lm.md").read_text(encoding="utf-8")
 
 
 def test_links_lead_somewhere() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ CODECS = (
     "kvmnn exact",
     "kvmnn balanced",
     "kvmnn fast",
-    "blosc2 shuffle+zstd",
+    "blosc2 shuffle+zstd (clevel 1)",
     "zstd -3",
     "lz4",
     "pcodec",
@@ -38,6 +39,17 @@ def cell(report: dict[str, Any], codec: str) -> str:
     assert result["raw_bytes"] == report["sample_bytes"] == report["array_bytes"]
     encode, decode = (result["raw_bytes"] / 1e6 / result[way]["cpu"] for way in ("encode", "decode"))
     return f"{result['ratio']:.3f}, {encode:,.0f} / {decode:,.0f}"
+
+
+def test_readme_speed_of_exact_is_the_range_that_was_measured() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "codec.json").read_text(encoding="utf-8"))["one_thread"]
+    times = [row["encode_over_zstd"] for row in rows]
+    assert f"`exact` takes {min(times):.2f} to {max(times):.2f} times" in (ROOT / "README.md").read_text("utf-8")
+
+
+def test_readme_size_of_the_wheel_is_its_enforced_limit() -> None:
+    (limit,) = re.findall(r"^MAX_BYTES=(\d+)$", (ROOT / "tools" / "wheel.sh").read_text("utf-8"), re.MULTILINE)
+    assert f"at most {int(limit) / 1e6:.1f} MB" in (ROOT / "README.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("effort", ["exact", "fast"])

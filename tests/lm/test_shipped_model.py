@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 
+import numpy as np
+import onnxruntime
 import pytest
 from repository import FIXTURES
 from tokenizers import Tokenizer
@@ -42,10 +44,30 @@ def test_expected_numbers(table, rows):
 
 
 @pytest.mark.parametrize("table", ["chunks_of_4", "token_by_token"])
-def test_expected_perplexities_follow_from_their_texts(table):
+def test_expected_rows_sum_to_their_texts(table):
     """Every row scores the same tokens of the same texts, and its parts add up."""
     files, tokens = EXPECTED[table]["files"], EXPECTED[table]["tokens_per_file"]
     assert {row["tokens"] for row in EXPECTED[table]["rows"]} == {len(files) * tokens}
     for row in EXPECTED[table]["rows"]:
         assert row["nll"] == pytest.approx(sum(row["per_file_nll"]) / len(files), abs=1e-5)
     assert set(files) <= {path.name for path in (FIXTURE / "texts").iterdir()}
+
+
+def test_expected_nll_of_first_text_is_what_onnxruntime_gives():
+    """One pass of the shipped graph over the shipped text with the shipped tokenizer, without kvmnn."""
+    table = EXPECTED["chunks_of_4"]
+    name, tokens = table["files"][0], table["tokens_per_file"]
+    text = (FIXTURE / "texts" / name).read_text(encoding="utf-8")
+    bos = json.loads((FIXTURE / "config.json").read_text(encoding="utf-8"))["bos_token_id"]
+    ids = np.array([bos, *Tokenizer.from_file(str(FIXTURE / "tokenizer.json")).encode(text).ids][: tokens + 1])
+    session = onnxruntime.InferenceSession(str(FIXTURE / "model.onnx"), providers=["CPUExecutionProvider"])
+    feed = {"input_ids": ids[None, :-1], "attention_mask": np.ones((1, tokens), np.int64)}
+    feed["position_ids"] = np.arange(tokens)[None]
+    for value in session.get_inputs():
+        if value.name not in feed:
+            feed[value.name] = np.zeros((1, value.shape[1], 0, value.shape[3]), np.float32)
+    logits = session.run(["logits"], feed)[0][0].astype(np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    nll = np.log(np.exp(shifted).sum(axis=-1)) - shifted[np.arange(tokens), ids[1:]]
+    (full,) = (row for row in table["rows"] if row["name"] == "full")
+    assert full["per_file_nll"][0] == pytest.approx(nll.mean(), abs=2e-5)

@@ -16,7 +16,7 @@ from ..arrays.named_array import ArrayInfo
 from ..files.names import FRAME_SUFFIX as FRAME_SUFFIX
 from ..files.names import SIDE_SUFFIX as SIDE_SUFFIX
 from ..text import count, ratio
-from .packed_record import PackedRecord, describe_room, packed_record
+from .packed_record import PackedRecord, describe_room, describe_states, packed_record
 
 SCHEMA: Final = "kvmnn-manifest"
 SCHEMA_VERSION: Final = 1
@@ -190,9 +190,12 @@ def room_notes(manifest: Manifest) -> list[str]:
     """What is kept of packed files besides tokens, and what is not, as sentences."""
     room, record = manifest.room, manifest.packed_record
     notes = []
-    if room:
-        sizes = sum(array.nbytes for array in room), sum(array.stored_bytes for array in room)
-        notes.append(describe_room(*sizes, len(room)))
+    states = record.states if record else frozenset()
+    kept = [array for array in room if array.name in states], [array for array in room if array.name not in states]
+    for arrays, describe in zip(kept, (describe_states, describe_room), strict=True):
+        if arrays:
+            sizes = sum(array.nbytes for array in arrays), sum(array.stored_bytes for array in arrays)
+            notes.append(describe(*sizes, len(arrays)))
     if record is not None and record.left_out:
         notes.append(f"not all of the packed files is kept: {record.left_out}")
     return notes

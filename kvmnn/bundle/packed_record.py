@@ -32,6 +32,8 @@ class PackedFileEntry:
         Of the file.
     room
         Name of the array that has all bytes of the file, those of live rows zero; None where they are all zero.
+    is_state
+        Whether the file holds no K or V, but state of another kind, all of it in `room`.
     """
 
     layer: int
@@ -39,6 +41,7 @@ class PackedFileEntry:
     nbytes: int
     sha256: str
     room: str | None
+    is_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,11 @@ class PackedRecord:
         return frozenset(entry.room for entry in self.files if entry.room is not None)
 
     @property
+    def states(self) -> frozenset[str]:
+        """Names of the arrays with files that hold state of another kind than K and V."""
+        return frozenset(entry.room for entry in self.files if entry.is_state and entry.room is not None)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all files."""
         return sum(entry.nbytes for entry in self.files)
@@ -82,6 +90,19 @@ def describe_room(room_bytes: int, stored_bytes: int, files: int) -> str:
     )
 
 
+def describe_states(state_bytes: int, stored_bytes: int, files: int) -> str:
+    """How much is kept of the files of layers without K and V, as a sentence."""
+    return (
+        f"{count(files, 'file')} of layers without K and V: {state_bytes:,} bytes of state are kept apart in "
+        f"{stored_bytes:,}, so that decode writes the same files"
+    )
+
+
+def name_state(layer: int, part: Part) -> str:
+    """Name of the array with the state that a file holds in the place of K or V; no name of K or V."""
+    return f"layer_{layer}.{part}state"
+
+
 def name_room(layer: int, part: Part) -> str:
     """Name of the array with what a packed file holds besides live rows; no name of K or V."""
     return f"layer_{layer}.{part}room"
@@ -92,6 +113,8 @@ def to_json(record: PackedRecord) -> str:
     files = [{**vars(entry), "bytes": entry.nbytes} for entry in record.files]
     for entry in files:
         del entry["nbytes"]
+        if not entry["is_state"]:  # as before there were any
+            del entry["is_state"]
     document = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "files": files, "left_out": record.left_out}
     return json.dumps(document)
 
@@ -110,6 +133,8 @@ def packed_record(metadata: dict[str, str], where: str) -> PackedRecord | None:
     root = parse(text, f"{where}: metadata {PACKED_FILES_KEY!r}", MAX_BYTES)
     root.check_schema(SCHEMA, SCHEMA_VERSION)
     files = tuple(_entry(node) for node in root.at("files").items(least=1))
+    if any(entry.is_state and entry.room is None for entry in files):
+        raise ManifestError(f"{where}: metadata {PACKED_FILES_KEY!r}: a file of state has no array")
     rooms = [entry.room for entry in files if entry.room is not None]
     if len(rooms) != len(set(rooms)):
         raise ManifestError(f"{where}: metadata {PACKED_FILES_KEY!r}: two files have the same room")
@@ -127,4 +152,5 @@ def _entry(node: Node) -> PackedFileEntry:
         nbytes=node.at("bytes").integer(1),
         sha256=node.at("sha256").sha256(),
         room=None if room.value is None else room.text(),
+        is_state=node.at("is_state").boolean() if "is_state" in node.value else False,
     )

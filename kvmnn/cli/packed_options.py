@@ -138,6 +138,7 @@ def options(arguments: argparse.Namespace, known: CacheInfo | None = None) -> Pa
         ignore_markers=arguments.ignore_markers,
         trust=known is not None or getattr(arguments, "trust", False) or getattr(arguments, "force", False),
         packed_dump=arguments.packed,
+        states=known.states if known else None,
     )
 
 

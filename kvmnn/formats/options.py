@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ..arrays.axes import Laid
 from ..arrays.completeness import Completeness
-from ..packed.cache_info import TokenIds
+from ..packed.cache_info import StateLayer, TokenIds
 from ..packed.fitting import Geometry
 
 
@@ -133,6 +133,8 @@ class PackedOptions:
         Believe what is said of the files, also where their sizes and words speak for something else.
     packed_dump
         Take the packed variant of a dump that holds both.
+    states
+        Layers without K and V, as they were noted down; None where nothing was.
     """
 
     geometry: Geometry = field(default_factory=Geometry)
@@ -145,3 +147,4 @@ class PackedOptions:
     ignore_markers: bool = False
     trust: bool = False
     packed_dump: bool = False
+    states: tuple[StateLayer, ...] | None = None

@@ -76,6 +76,30 @@ class LayerInfo:
         return self.positions if self.text_positions is None else self.text_positions
 
 
+STATE_KINDS: Final = ("linear", "recurrent", "unknown")
+"""Kinds of state, as `kvmnn.arrays.completeness` names them, that layers without K and V have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateLayer:
+    """A layer of a prefix cache whose two files hold no K and V, but the state after the last token.
+
+    Parameters
+    ----------
+    layer
+        From 0.
+    kind
+        One of `STATE_KINDS`.
+    key_bytes, value_bytes
+        Of the file in the place of K (convolution state) and of that in the place of V (recurrent state).
+    """
+
+    layer: int
+    kind: str
+    key_bytes: int
+    value_bytes: int
+
+
 def check_ids(ids: Sequence[int] | npt.NDArray[Any], most: int = MAX_TOKEN_ID) -> npt.NDArray[Any]:
     """Token ids as an array; `KvmnnError` unless they are at least one, and each is from 0 to `most`."""
     array = np.asarray(ids)
@@ -133,6 +157,8 @@ class CacheInfo:
         Fingerprint of the model's directory, where it was given.
     next_position
         Position of the next token, where tokens before it were evicted; None where it follows the last stored one.
+    states
+        Layers without K and V, in order.
     """
 
     kind: str
@@ -142,6 +168,7 @@ class CacheInfo:
     token_ids: TokenIds | None = None
     model: str | None = None
     next_position: int | None = None
+    states: tuple[StateLayer, ...] = ()
 
     @property
     def continues_at(self) -> int:
@@ -166,9 +193,19 @@ class CacheInfo:
     @property
     def file_bytes(self) -> int:
         """Bytes of the packed files of all layers."""
-        return sum(
+        return self.state_bytes + sum(
             self.layout.key_bytes(each.capacity) + self.layout.value_bytes(each.capacity) for each in self.layers
         )
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the files of layers without K and V."""
+        return sum(each.key_bytes + each.value_bytes for each in self.states)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of all layers, in order."""
+        return sorted([*(each.layer for each in self.layers), *(each.layer for each in self.states)])
 
 
 def joined(runs: Iterable[tuple[int, int]]) -> Ranges:
@@ -201,6 +238,7 @@ def to_dict(info: CacheInfo) -> dict[str, Any]:
         "model": info.model,
         **({} if info.next_position is None else {"next_position": info.next_position}),
         "layers": [_layer_to_dict(each) for each in info.layers],
+        **({"states": [vars(each) for each in info.states]} if info.states else {}),
     }
 
 
@@ -239,6 +277,9 @@ def from_json(text: str | bytes, where: str) -> CacheInfo:
     layers = tuple(_layer(node) for node in root.at("layers").items(least=1))
     if [each.layer for each in layers] != sorted({each.layer for each in layers}):
         raise ManifestError(f"{where}: layers: are not in order, each once")
+    states = tuple(_state(node) for node in root.at("states").items()) if "states" in root.value else ()
+    if len({each.layer for each in layers} | {each.layer for each in states}) != len(layers) + len(states):
+        raise ManifestError(f"{where}: states: a layer has two states")
     ids, model = root.at("token_ids"), root.at("model")
     return CacheInfo(
         kind=root.at("kind").text(),
@@ -248,7 +289,16 @@ def from_json(text: str | bytes, where: str) -> CacheInfo:
         token_ids=None if ids.value is None else TokenIds(ids.at("count").integer(1), ids.at("sha256").sha256()),
         model=None if model.value is None else model.sha256(),
         next_position=_next_position(root),
+        states=tuple(sorted(states, key=lambda each: each.layer)),
     )
+
+
+def _state(node: Node) -> StateLayer:
+    kind = node.at("kind").text()
+    if kind not in STATE_KINDS:
+        raise node.at("kind").wrong(f"one of {', '.join(STATE_KINDS)}")
+    sizes = node.at("key_bytes").integer(1), node.at("value_bytes").integer(1)
+    return StateLayer(layer=node.at("layer").integer(0), kind=kind, key_bytes=sizes[0], value_bytes=sizes[1])
 
 
 def _next_position(root: Node) -> int | None:

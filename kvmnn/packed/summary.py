@@ -20,15 +20,15 @@ def cache_summary(info: CacheInfo) -> str:
     """Layers, layout, tokens and capacity on one line."""
     tokens = sorted({layer.tokens for layer in info.layers})
     capacities = sorted({layer.capacity for layer in info.layers})
-    return (
-        f"{count(len(info.layers), 'layer')}, {describe(info.layout)}, {span(tokens)} tokens, "
-        f"capacity {span(capacities)}"
-    )
+    layers = count(len(info.layers), "layer")
+    if info.states:
+        layers = f"K and V in {len(info.layers)} of {count(len(info.numbers), 'layer')}"
+    return f"{layers}, {describe(info.layout)}, {span(tokens)} tokens, capacity {span(capacities)}"
 
 
 def live_share(info: CacheInfo) -> str:
     """Live and padded bytes on one line."""
-    live, total = info.live_bytes, info.file_bytes
+    live, total = info.live_bytes, info.file_bytes - info.state_bytes
     return f"{live:,} live bytes of {total:,} ({100 * live / total:.1f} %), {total - live:,} padding and room"
 
 

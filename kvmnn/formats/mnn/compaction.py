@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ...arrays.completeness import require_complete
 from ...arrays.layers import sort
 from ...checks import whole
 from ...dense import Rotary
@@ -223,6 +224,7 @@ def _plan_rerotation(
 def _each_layer(described: Described, plans: Sequence[CompactionPlan], dialect: str) -> list[CompactionPlan]:
     """A plan for each layer, checked as far as it can be without applying it."""
     info = described.info
+    require_complete(described.completeness, described.files.path, "a compacted cache")
     if info.layout.quantised:
         raise KvmnnError(f"{described.files.path}: an int8 cache: the engine keeps no part of a window of those")
     if len(plans) not in (1, len(info.layers)):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ... import dtypes
+from ...arrays.completeness import Completeness
 from ...arrays.layers import array_name
 from ...arrays.named_array import NamedArray, UnsupportedArrayError
 from ...arrays.source import PACKED_FILES_KEY, Source
@@ -26,9 +27,10 @@ from ...packed.rows import row_dtype
 from ...text import count as count_of
 from ..options import PackedOptions
 from .file_account import account_files, find_difference, room_arrays
+from .layer_kinds import check_layers, describe_completeness, of_files, sort_layers
 from .layout_choice import AmbiguousLayoutError, LayoutChoice, choose_layout, missing_options
 from .live_tokens import RowCounts, count_rows, describe_rows_left, doubt_tokens, guess_tokens
-from .model import check_agrees, fingerprint, read_geometry
+from .model import check_agrees, fingerprint, has_weights, read_geometry
 from .packed_files import PackedFiles
 from .packed_reading import packed_runs
 
@@ -60,6 +62,11 @@ class Described:
     left_rows: str = ""
     trusted: bool = False
 
+    @property
+    def completeness(self) -> Completeness | None:
+        """The state of every layer, where some have no K and V of their own."""
+        return describe_completeness(self.info, self.files.model_states)
+
     def to_source(self, dtype: str | None = None, *, whole: bool = False) -> Source:
         """Return ``layer_<n>.key`` and ``layer_<n>.value``, each ``[kv_head, token, head_dim]``, of every layer.
 
@@ -67,6 +74,7 @@ class Described:
         and in the metadata the hashes of the files, for frames.
         """
         layout = self.info.layout
+        completeness = self.completeness
         if dtype not in (None, layout.dtype):
             raise UnsupportedArrayError(f"{self.files.path}: holds {layout.dtype} words, not {dtype}")
         arrays = [
@@ -83,15 +91,16 @@ class Described:
         opened = self.files.opened
         if layout.quantised:  # no way back to these files: what was lost is said, and nothing is noted down
             notes = [*self.notes, *layout.unrecoverable]
-            return Source(arrays, notes=notes, lossy=True, opened=opened)
+            return Source(arrays, notes=notes, lossy=True, opened=opened, completeness=completeness)
         metadata = {cache_info.METADATA_KEY: cache_info.to_json(self.info)}
-        if whole and self.files.kind == "prefix" and self.files.layers[0].layer == 0:
+        if whole and self.files.is_whole:
             if self.left_rows and not self.trusted:
                 raise _refuse(self.files, self.info, self.left_rows)
             record = account_files(self.files, self.info, left_out=self.forced or self.left_rows)
             metadata[PACKED_FILES_KEY] = to_json(record)
             arrays += room_arrays(self.files, self.info, record)
-        return Source(arrays, metadata, notes=list(self.notes), cache=self.info, opened=opened)
+        notes = list(self.notes)
+        return Source(arrays, metadata, notes=notes, cache=self.info, opened=opened, completeness=completeness)
 
 
 def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
@@ -107,7 +116,7 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
     OptionError
         When `options` say another geometry than their model has.
     """
-    known = _check_files(files, options)
+    files, known = _check_files(files, options)
     notes = [*files.notes, *([f"read although {files.unlike_sizes}"] if files.unlike_sizes and not known else [])]
     choice = _layout(files, options, known)
     fit = choice.fit
@@ -127,8 +136,9 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
         layout=fit.layout,
         layers=layers,
         token_ids=options.token_ids or (known.token_ids if known else None),
-        model=fingerprint(options.model) if options.model else (known.model if known else None),
+        model=_fingerprint(options.model, notes) or (known.model if known else None),
         next_position=known.next_position if known else None,
+        states=of_files(files),
     )
     if known:
         _check_same(files, known, info)
@@ -141,14 +151,30 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
     return Described(files, info, tuple(notes), forced, left_rows, options.trust)
 
 
-def _check_files(files: PackedFiles, options: PackedOptions) -> CacheInfo | None:
-    """What the document beside the files says; `SourceError` for files that are damaged or that it does not fit."""
+def _fingerprint(model: str | None, notes: list[str]) -> str | None:
+    """That of the model, where its directory has more than settings."""
+    if model is None:
+        return None
+    if not has_weights(model):
+        notes.append(f"{model} has no .mnn file: its settings are taken, and no fingerprint of the model is noted down")
+        return None
+    return fingerprint(model)
+
+
+def _check_files(files: PackedFiles, options: PackedOptions) -> tuple[PackedFiles, CacheInfo | None]:
+    """The files by kinds of layers, and what the document beside them says.
+
+    `SourceError` for files that are damaged or that it does not fit.
+    """
     if files.gaps:
         raise SourceError(f"{files.path}: {files.gaps[0]}, so no engine would load it: compute the prefix again")
     if files.problems and not options.ignore_markers:
         raise SourceError(f"{files.path}: {files.problems[0]} (--ignore-markers reads the files anyway)")
     known = read_document(files)
-    if known and files.sizes != [_sizes(known.layout, layer) for layer in known.layers]:
+    files = sort_layers(files, options, known)
+    if known and (
+        files.sizes != [_sizes(known.layout, layer) for layer in known.layers] or of_files(files) != known.states
+    ):
         raise SourceError(
             f"{files.document[1] if files.document else files.path}: does not describe the files beside it any more: "
             f"{_drift(files, known)}; move it away and say what they hold"
@@ -158,7 +184,7 @@ def _check_files(files: PackedFiles, options: PackedOptions) -> CacheInfo | None
             f"{files.path}: {files.unlike_sizes}: files were cut, and MNN would delete this prefix instead of loading "
             "it: compute it again (--force reads what is left)"
         )
-    return known
+    return files, known
 
 
 def _check_words(
@@ -204,14 +230,15 @@ def read_document(files: PackedFiles) -> CacheInfo | None:
     known = cache_info.from_json(text, where)
     wanted = {layer.layer for layer in files.layers}
     kept = tuple(layer for layer in known.layers if layer.layer in wanted)
+    states = tuple(state for state in known.states if state.layer in wanted)
     whole = os.path.isdir(files.path)
-    if len(kept) != len(wanted) or (whole and len(kept) != len(known.layers)):
-        raise SourceError(f"{where}: describes {len(known.layers)} layers, but there are files of {len(wanted)}")
-    return replace(known, layers=kept)
+    if len(kept) + len(states) != len(wanted) or (whole and len(wanted) != len(known.numbers)):
+        raise SourceError(f"{where}: describes {len(known.numbers)} layers, but there are files of {len(wanted)}")
+    return replace(known, layers=kept, states=states)
 
 
-def model_geometry(options: PackedOptions, layers: int | None, where: str) -> Geometry:
-    """The caller's geometry, completed from the model directory.
+def model_geometry(options: PackedOptions, files: PackedFiles | None = None) -> Geometry:
+    """The caller's geometry, completed from the model directory, whose layers are those of `files`.
 
     Raises
     ------
@@ -223,8 +250,8 @@ def model_geometry(options: PackedOptions, layers: int | None, where: str) -> Ge
     if options.model is None:
         return options.geometry
     model = read_geometry(options.model)
-    if None not in (model.layers, layers) and model.layers != layers:
-        raise SourceError(f"{where}: has files of {layers} layers, but the model in {options.model} has {model.layers}")
+    if files is not None:
+        check_layers(files, model, options.model)
     check_agrees(options.model, model, options.geometry.kv_heads, options.geometry.head_dim)
     return options.geometry.or_else(
         Geometry(kv_heads=model.kv_heads, head_dim=model.head_dim, flash_block=model.flash_block)
@@ -236,19 +263,20 @@ def _sizes(layout: PackLayout, layer: LayerInfo) -> tuple[int, int]:
 
 
 def _drift(files: PackedFiles, known: CacheInfo) -> str:
-    for found, layer in zip(files.layers, known.layers, strict=True):
-        expected = _sizes(known.layout, layer)
+    pairs = [(layer.layer, *_sizes(known.layout, layer)) for layer in known.layers]
+    pairs += [(state.layer, state.key_bytes, state.value_bytes) for state in known.states]
+    for found, (number, *sizes) in zip((*files.layers, *files.states), pairs, strict=True):
+        expected = sizes[0], sizes[1]
         if (found.key_bytes, found.value_bytes) != expected:
             return (
-                f"layer {layer.layer} has files of {found.key_bytes} and {found.value_bytes} bytes, it says "
+                f"layer {number} has files of {found.key_bytes} and {found.value_bytes} bytes, it says "
                 f"{expected[0]} and {expected[1]}"
             )
     return "they differ in number"
 
 
 def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None) -> LayoutChoice:
-    layers = len(files.layers) if files.kind == "prefix" and files.layers[0].layer == 0 else None
-    geometry = model_geometry(options, layers, files.path)
+    geometry = model_geometry(options, files)
     if known is not None:
         if not any(layout == known.layout for _, layout in geometry.or_else(of_layout(known.layout)).candidates()):
             raise SourceError(

@@ -16,7 +16,7 @@ import numpy as np
 
 from ... import dtypes
 from ...arrays.named_array import NamedArray, Piece, rechunked
-from ...bundle.packed_record import PackedFileEntry, PackedRecord, name_room
+from ...bundle.packed_record import PackedFileEntry, PackedRecord, name_room, name_state
 from ...dtypes import PARTS, Bytes, Part
 from ...errors import KvmnnError, SourceError
 from ...files.mapped import MappedFile
@@ -24,7 +24,7 @@ from ...packed.cache_info import CacheInfo, LayerInfo
 from ...packed.layout import PackLayout
 from ...packed.places import locate_element
 from ...packed.rows import HeadRows, head_bytes, row_bytes, tile_tokens
-from .packed_files import PackedFiles
+from .packed_files import PackedFiles, PackedLayer
 
 _CHUNK_BYTES = 1 << 20
 
@@ -105,7 +105,26 @@ def account_files(files: PackedFiles, info: CacheInfo, *, left_out: str = "") ->
             entry, first = _account(found.path(part), info.layout, part, layer, keep=not left_out)
             entries.append(entry)
             difference = difference or first
+    entries += [_account_state(state, part) for state in files.states for part in PARTS]
+    entries.sort(key=lambda entry: (entry.layer, PARTS.index(entry.part)))
     return PackedRecord(tuple(entries), f"{left_out}; {difference}" if difference and left_out else "")
+
+
+def _account_state(state: PackedLayer, part: Part) -> PackedFileEntry:
+    """A file without K and V, of which every byte is kept."""
+    file, digest = MappedFile(state.path(part)), hashlib.sha256()
+    for run in file.runs(0, file.size, _CHUNK_BYTES):
+        digest.update(run.data)
+    if file.size % 2:
+        raise SourceError(f"{file.path}: has {file.size} bytes, an odd number: not state that an engine writes")
+    return PackedFileEntry(
+        layer=state.layer,
+        part=part,
+        nbytes=file.size,
+        sha256=digest.hexdigest(),
+        room=name_state(state.layer, part),
+        is_state=True,
+    )
 
 
 def _account(path: str, layout: PackLayout, part: Part, layer: LayerInfo, *, keep: bool) -> tuple[PackedFileEntry, str]:
@@ -165,24 +184,31 @@ def _describe_byte(path: str, layout: PackLayout, part: Part, layer: LayerInfo, 
 
 
 def room_arrays(files: PackedFiles, info: CacheInfo, record: PackedRecord) -> list[NamedArray]:
-    """For each file that has a rest, its bytes with those of live rows zero, as words of the layout's dtype."""
-    pairs = [
-        (found.path(part), part, layer)
-        for found, layer in zip(files.layers, info.layers, strict=True)
-        for part in PARTS
-    ]
-    word = dtypes.by_name(info.layout.dtype)
-    return [
-        NamedArray(
-            name=entry.room,
-            dtype=info.layout.dtype,
-            shape=(entry.nbytes // word.itemsize,),
-            array_dtype=word.numpy.str,
-            reader=partial(_rest_runs, path, info.layout, part, layer),
-        )
-        for entry, (path, part, layer) in zip(record.files, pairs, strict=True)
-        if entry.room is not None
-    ]
+    """For each file that has a rest, its bytes with those of live rows zero, as words; files of state whole."""
+    found = {layer.layer: layer for layer in files.all_layers}
+    infos = {layer.layer: layer for layer in info.layers}
+    arrays = []
+    for entry in record.files:
+        if entry.room is None:
+            continue
+        path = found[entry.layer].path(entry.part)
+        if entry.is_state:
+            dtype = "fp32" if entry.nbytes % 4 == 0 else "fp16"
+            reader = partial(_whole_runs, path, entry.nbytes)
+        else:
+            dtype = info.layout.dtype
+            reader = partial(_rest_runs, path, info.layout, entry.part, infos[entry.layer])
+        word = dtypes.by_name(dtype)
+        shape = (entry.nbytes // word.itemsize,)
+        arrays.append(NamedArray(name=entry.room, dtype=dtype, shape=shape, array_dtype=word.numpy.str, reader=reader))
+    return arrays
+
+
+def _whole_runs(path: str, nbytes: int, step: int) -> Iterator[Piece]:
+    file = MappedFile(path)
+    if file.size != nbytes:
+        raise SourceError(f"{path}: changed while it was read: has {file.size} bytes, had {nbytes}")
+    yield from file.runs(0, nbytes, step)
 
 
 def _rest_runs(path: str, layout: PackLayout, part: Part, layer: LayerInfo, step: int) -> Iterator[Piece]:

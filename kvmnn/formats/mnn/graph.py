@@ -1,4 +1,4 @@
-"""What the graph of an MNN model (``llm.mnn``) tells about its cache: layers, kv heads, dimensions of a head.
+"""What the graph of an MNN model (``llm.mnn``) tells about its cache: kinds of layers, kv heads, dimensions of a head.
 
 The file is a FlatBuffer, a `Net` of MNN's schema, of which nothing but operators and small constants is looked at. Each
 attention operator takes K that was reshaped to ``[batch, token, kv_head, head_dim]``; the last two are constants.
@@ -11,15 +11,21 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+from ...arrays.completeness import LayerState, StateKind
 from ...files.mapped import MappedFile
-from .flatbuffer import NotFlatBufferError, find_field, follow, iter_tables, read_ints
+from .flatbuffer import NotFlatBufferError, find_field, find_vector, follow, iter_tables, read_ints
 
-_CONCAT, _CONST, _RESHAPE, _ATTENTION = 10, 11, 73, 299
+_CONCAT, _CONST, _RESHAPE, _ATTENTION, _LINEAR_ATTENTION = 10, 11, 73, 299, 305
 """Numbers of `OpType`."""
 _NET_OPS = 3
 _OP_INPUTS, _OP_MAIN, _OP_OUTPUTS, _OP_TYPE = 0, 2, 4, 5
 _BLOB_INTS = 5
+_ATTENTION_SHARED_WITH = 3
+_LINEAR_ATTENTION_KIND = 0
+_SHORT_CONVOLUTION: Final = "short_conv"
+_MAX_NAME_BYTES: Final = 100
 _KEY = 1
 """Which input of an attention operator is K."""
 
@@ -34,14 +40,20 @@ class GraphGeometry:
     Parameters
     ----------
     layers
-        Attention operators.
+        Operators of attention and of linear attention.
     kv_heads, head_dim
-        Of the first of them; None where its K is reshaped in a way that is not known.
+        Of all operators of attention; None where they differ, or where K is reshaped in a way that is not known.
+    states
+        What each layer keeps.
+    layer_geometry
+        Kv heads and head_dim of each layer; Nones where it has none, or where they are not known.
     """
 
     layers: int
     kv_heads: int | None
     head_dim: int | None
+    states: tuple[LayerState, ...] = ()
+    layer_geometry: tuple[tuple[int | None, int | None], ...] = ()
 
 
 def read_graph(path: str | Path) -> GraphGeometry | None:
@@ -51,13 +63,17 @@ def read_graph(path: str | Path) -> GraphGeometry | None:
         ops = list(_ops(file.view(0, file.size).data)) if file.size else []
     except (struct.error, NotFlatBufferError):
         return None
-    attention = [op for op in ops if op.type == _ATTENTION and len(op.inputs) > _KEY]
-    if not attention:
+    layers = [op for op in ops if op.type in (_ATTENTION, _LINEAR_ATTENTION) and len(op.inputs) > _KEY]
+    if not any(op.type == _ATTENTION for op in layers):
         return None
     makers = {tensor: op for op in ops for tensor in op.outputs}
-    found = {_reshaped(op.inputs[_KEY], makers) for op in attention}
+    states = tuple(
+        LayerState(layer=number, kind=op.kind, shared_with=op.shared_with) for number, op in enumerate(layers)
+    )
+    geometry = tuple(_reshaped(op.inputs[_KEY], makers) if op.kind == "full" else (None, None) for op in layers)
+    found = {each for each, op in zip(geometry, layers, strict=True) if op.kind == "full"}
     heads, dims = found.pop() if len(found) == 1 else (None, None)
-    return GraphGeometry(len(attention), heads, dims)
+    return GraphGeometry(len(layers), heads, dims, states, geometry)
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,8 @@ class _Op:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     ints: tuple[int, ...]  # of a constant
+    kind: StateKind = "full"
+    shared_with: int | None = None
 
 
 def _reshaped(tensor: int, makers: dict[int, _Op]) -> tuple[int | None, int | None]:
@@ -108,7 +126,24 @@ def _ops(data: memoryview) -> Iterator[_Op]:
         numbers += len(inputs) + len(outputs) + len(ints)
         if 4 * numbers > len(data):
             raise NotFlatBufferError("operators that share their vectors")
-        yield _Op(number, inputs, outputs, ints)
+        yield _Op(number, inputs, outputs, ints, *_state(data, table, number))
+
+
+def _state(data: memoryview, op: int, number: int) -> tuple[StateKind, int | None]:
+    """What a layer keeps, and the layer whose K and V it reads."""
+    place = find_field(data, op, _OP_MAIN) if number in (_ATTENTION, _LINEAR_ATTENTION) else None
+    table = follow(data, place) if place else None
+    if number == _LINEAR_ATTENTION:
+        is_convolution = table is not None and _text(data, table, _LINEAR_ATTENTION_KIND) == _SHORT_CONVOLUTION
+        return "recurrent" if is_convolution else "linear", None
+    field = None if table is None else find_field(data, table, _ATTENTION_SHARED_WITH)
+    shared = -1 if field is None else int(struct.unpack_from("<i", data, field)[0])
+    return ("full", None) if shared < 0 else ("shared", shared)
+
+
+def _text(data: memoryview, table: int, number: int) -> str:
+    start, count = find_vector(data, table, number, _MAX_NAME_BYTES)
+    return bytes(data[start : start + count]).decode("utf-8", "replace")
 
 
 def _constant(data: memoryview, op: int) -> tuple[int, ...]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ...arrays.completeness import completeness_document, report_missing
 from ...errors import SourceError
 from ...packed.cache_info import CacheInfo
 from ...packed.fitting import Fit, describe, fits
@@ -16,8 +18,10 @@ from ..options import PackedOptions
 from . import prefix
 from .describing import Described, describe_files, model_geometry
 from .finding import find_packed
-from .packed_files import PackedFiles
+from .layer_kinds import sort_layers
+from .packed_files import PackedFiles, PackedLayer
 
+_STATES = {"linear": "state of linear attention", "recurrent": "recurrent state", "unknown": "state of an unknown kind"}
 _KINDS = {"prefix": "MNN prefix cache", "live": "live files of an MNN cache"}
 """Runs of positions of a layer that are shown."""
 
@@ -60,8 +64,10 @@ class DescribedCache:
             **_document(files),
             "notes": list(self.described.notes),
             "cache": cache_document(info),
-            "padded_bytes": info.file_bytes - info.live_bytes,
+            "padded_bytes": info.file_bytes - info.state_bytes - info.live_bytes,
+            **completeness_document(self.described.completeness),
             "layers": layers,
+            **({"states": [vars(state) for state in files.states]} if files.states else {}),
         }
 
     def __str__(self) -> str:
@@ -76,6 +82,8 @@ class DescribedCache:
                 f"  layer {layer.layer}: {layer.tokens:,} of {layer.capacity:,} tokens, "
                 f"{_file(found.key, found.key_bytes, live[0])}, {_file(found.value, found.value_bytes, live[1])}"
             )
+        lines += [f"  layer {state.layer}: {_STATES[state.kind]}, {_both(state)}" for state in files.states]
+        lines += [f"  {line}" for line in report_missing(self.described.completeness)]
         return "\n".join(lines)
 
 
@@ -125,11 +133,7 @@ class UndescribedCache:
             for fit in self.possible
         ]
         lines += [f"  as likely as any: {choice}" for choice in self.choices]
-        lines += [
-            f"  layer {found.layer}: {os.path.basename(found.key)} {found.key_bytes:,} bytes, "
-            f"{os.path.basename(found.value)} {found.value_bytes:,} bytes"
-            for found in self.files.layers
-        ]
+        lines += [f"  layer {found.layer}: {_both(found)}" for found in self.files.layers]
         return "\n".join(lines)
 
 
@@ -192,8 +196,10 @@ def _inspected(path: str, options: PackedOptions) -> DescribedCache | Undescribe
     except SourceError as exc:
         reason = str(exc).removeprefix(f"{files.path}: ")
         choices = getattr(exc, "choices", ())
+    with suppress(SourceError):
+        files = sort_layers(files, options, None)
     try:
-        possible = fits(model_geometry(options, None, files.path), files.sizes)
+        possible = fits(model_geometry(options), files.sizes)
     except SourceError:
         possible = []
     return UndescribedCache(files, reason, possible, choices)
@@ -201,7 +207,9 @@ def _inspected(path: str, options: PackedOptions) -> DescribedCache | Undescribe
 
 def _heading(files: PackedFiles) -> list[str]:
     name = f" {files.name!r}" if files.name else ""
-    heading = f"{files.path}: {_KINDS[files.kind]}{name}, {count(len(files.layers), 'layer')}, {files.nbytes:,} bytes"
+    heading = (
+        f"{files.path}: {_KINDS[files.kind]}{name}, {count(len(files.all_layers), 'layer')}, {files.nbytes:,} bytes"
+    )
     if files.kind == "prefix" and not files.problems:
         heading += ", all markers there"
     return [heading, *(f"  would not load: {problem}" for problem in files.refusals)]
@@ -215,6 +223,13 @@ def _document(files: PackedFiles) -> dict[str, Any]:
         "file_bytes": files.nbytes,
         "problems": files.refusals,
     }
+
+
+def _both(layer: PackedLayer) -> str:
+    return (
+        f"{os.path.basename(layer.key)} {layer.key_bytes:,} bytes, "
+        f"{os.path.basename(layer.value)} {layer.value_bytes:,} bytes"
+    )
 
 
 def _file(path: str, size: int, live: int) -> str:

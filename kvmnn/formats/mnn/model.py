@@ -7,8 +7,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
+from ...arrays.completeness import LayerState, StateKind
 from ...errors import OptionError, SourceError
 from ...files.json_document import read_object
 from ...files.mapped import MappedFile
@@ -21,6 +22,7 @@ SETTINGS = ("llm_config.json", "config.json")
 _STEP = 16 << 20
 _WEIGHT_SUFFIXES = (".mnn", ".mnn.weight", ".bin", ".safetensors")
 _FLASH_MODE = 8
+_MAX_LAYERS: Final = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +35,26 @@ class ModelGeometry:
         Of the language model.
     flash_block
         64 or ``"none"``, where ``config.json`` sets ``attention_mode``.
+    attention_type
+        As ``llm_config.json`` has it: only with ``"mix"`` the engine loads layers that differ in size.
+    states
+        What each layer keeps; empty where nothing tells.
+    layer_geometry
+        Kv heads and head_dim of each layer, where they are known and differ; else empty.
     """
 
     layers: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
     flash_block: int | Literal["none"] | None = None
+    attention_type: str | None = None
+    states: tuple[LayerState, ...] = ()
+    layer_geometry: tuple[tuple[int | None, int | None], ...] = ()
+
+    @property
+    def file_states(self) -> tuple[LayerState, ...]:
+        """States of the layers that have files: not of those that read K and V of another layer."""
+        return tuple(state for state in self.states if state.kind != "shared")
 
 
 def read_geometry(path: str) -> ModelGeometry:
@@ -67,16 +83,17 @@ def read_geometry(path: str) -> ModelGeometry:
     if not found and graph is None:
         raise SourceError(f"{path}: has neither llm_config.json nor config.json, so it is not an MNN model directory")
     said = _said(fields)
-    if graph is None or None not in (said.layers, said.kv_heads, said.head_dim):
-        return said
-    drawn = read_graph(graph)
+    drawn = read_graph(graph) if graph is not None else None
     if drawn is None:
         return said
+    varies = len({each for each in drawn.layer_geometry if None not in each}) > 1
     return replace(
         said,
         layers=said.layers or drawn.layers,
-        kv_heads=said.kv_heads or drawn.kv_heads,
-        head_dim=said.head_dim or drawn.head_dim,
+        kv_heads=None if varies else said.kv_heads or drawn.kv_heads,
+        head_dim=None if varies else said.head_dim or drawn.head_dim,
+        states=drawn.states if said.layers in (None, drawn.layers) else said.states,
+        layer_geometry=drawn.layer_geometry if varies else (),
     )
 
 
@@ -119,7 +136,42 @@ def _said(fields: dict[str, Any]) -> ModelGeometry:
         kv_heads=heads or _natural(fields.get("num_key_value_heads")),
         head_dim=dims or _natural(fields.get("head_dim")),
         flash_block=_flash(fields.get("attention_mode")),
+        attention_type=kind if isinstance(kind := fields.get("attention_type"), str) else None,
+        states=_states(fields),
     )
+
+
+_STATE_OF: Final[dict[str, StateKind]] = {
+    "full_attention": "full",
+    "attention": "full",
+    "sliding_attention": "full",  # MNN hides tokens from such a layer, and keeps the K and V of all
+    "chunked_attention": "full",
+    "linear_attention": "linear",
+    "conv": "recurrent",
+    "mamba": "recurrent",
+    "recurrent": "recurrent",
+}
+"""What MNN keeps for the ``layer_types`` of Hugging Face."""
+
+
+def _states(fields: Mapping[str, Any]) -> tuple[LayerState, ...]:
+    """What each layer keeps, as configurations of Hugging Face have it; MNN's own do not list layers."""
+    nested = fields.get("text_config")
+    fields = {**fields, **nested} if isinstance(nested, dict) else fields
+    kinds = fields.get("layer_types")
+    count = _natural(fields.get("layer_nums")) or _natural(fields.get("num_hidden_layers")) or 0
+    period = _natural(fields.get("full_attention_interval"))
+    if not isinstance(kinds, list) and period and count <= _MAX_LAYERS:
+        kinds = ["linear_attention" if (layer + 1) % period else "full_attention" for layer in range(count)]
+    if not isinstance(kinds, list) or not kinds or count not in (0, len(kinds)) or len(kinds) > _MAX_LAYERS:
+        return ()
+    shared = _natural(fields.get("num_kv_shared_layers")) or 0
+    states = [
+        LayerState(layer=number, kind=_STATE_OF.get(kind, "unknown") if isinstance(kind, str) else "unknown")
+        for number, kind in enumerate(kinds)
+    ]
+    first = len(states) - shared  # as in gemma: the last layers read K and V of one of their kind
+    return (*states[: max(first, 0)], *(replace(state, kind="shared") for state in states[max(first, 0) :]))
 
 
 def fingerprint(path: str, settings: Mapping[str, object] | None = None) -> str:
@@ -151,6 +203,11 @@ def fingerprint(path: str, settings: Mapping[str, object] | None = None) -> str:
             file = MappedFile(Path(path, name))
             total.update(f"{name} {file.size} {_digest(file)}\n".encode())
     return total.hexdigest()
+
+
+def has_weights(path: str) -> bool:
+    """Whether there is anything at `path` that `fingerprint` is taken of."""
+    return is_gguf(path) or any(name.endswith(".mnn") for name in os.listdir(path))
 
 
 def _digest(file: MappedFile) -> str:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import os
 import stat
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
+from ...arrays.completeness import LayerState, StateKind
 from ...dtypes import Part
 from ...errors import SourceError
+
+_STATES: Final[tuple[StateKind, ...]] = ("linear", "recurrent", "unknown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +25,7 @@ class PackedLayer:
     value: str
     key_bytes: int
     value_bytes: int
+    kind: StateKind = "full"
 
     def path(self, part: Part) -> str:
         """The file of K or of V."""
@@ -46,10 +52,14 @@ class PackedFiles:
         The contents of the JSON file that kvmnn left beside them, and its path.
     problems
         Which markers are missing, without which the engine takes a prefix for unfinished.
-    exempt
-        Layers of a prefix whose files need not have the sizes of the others: those without full attention.
     notes
         What was inferred to find them.
+    states
+        Layers of a prefix whose files hold no K and V, but state of another kind; `layers` has the others.
+    model_states
+        What the model keeps for each of its layers, where that is known.
+    is_mixed
+        Whether the model says that its layers differ (``attention_type``); None where that is not known.
     """
 
     kind: str
@@ -58,24 +68,36 @@ class PackedFiles:
     layers: tuple[PackedLayer, ...]
     document: tuple[bytes, str] | None = None
     problems: tuple[str, ...] = ()
-    exempt: frozenset[int] = frozenset()
     notes: tuple[str, ...] = ()
+    states: tuple[PackedLayer, ...] = ()
+    model_states: tuple[LayerState, ...] = ()
+    is_mixed: bool | None = None
+
+    @property
+    def all_layers(self) -> tuple[PackedLayer, ...]:
+        """Layers with K and V and those with other state, in order."""
+        return tuple(sorted((*self.layers, *self.states), key=lambda layer: layer.layer))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether they are all layers of a prefix."""
+        return self.kind == "prefix" and self.all_layers[0].layer == 0
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Bytes of the K and V file of every layer."""
+        """Bytes of the K and V file of every layer with K and V."""
         return [(layer.key_bytes, layer.value_bytes) for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files."""
-        return sum(key + value for key, value in self.sizes)
+        return sum(layer.key_bytes + layer.value_bytes for layer in self.all_layers)
 
     @property
     def gaps(self) -> list[str]:
         """Which files are missing or empty, as sentences."""
         found = []
-        for layer in self.layers:
+        for layer in self.all_layers:
             for path, size in ((layer.key, layer.key_bytes), (layer.value, layer.value_bytes)):
                 if not size:
                     found.append(f"{os.path.basename(path)} is {'empty' if os.path.exists(path) else 'missing'}")
@@ -87,9 +109,11 @@ class PackedFiles:
 
         The engine makes the files of a prefix all alike, so one of another size was cut.
         """
-        layers = [
-            layer for layer in self.layers if layer.layer not in self.exempt and layer.key_bytes * layer.value_bytes
-        ]
+        groups = [self.layers, *([each for each in self.states if each.kind == kind] for kind in _STATES)]
+        return next(filter(None, (self._find_unlike(group) for group in groups)), "")
+
+    def _find_unlike(self, group: Sequence[PackedLayer]) -> str:
+        layers = [layer for layer in group if layer.key_bytes * layer.value_bytes]
         sizes = Counter((layer.key_bytes, layer.value_bytes) for layer in layers)
         if self.kind != "prefix" or len(sizes) < 2:
             return ""
@@ -104,12 +128,22 @@ class PackedFiles:
     @property
     def refusals(self) -> list[str]:
         """Why the engine would not load them, as sentences; empty if it would."""
-        return [*self.gaps, *filter(None, [self.unlike_sizes]), *self.problems]
+        return [*self.gaps, *filter(None, [self.unlike_sizes or self._unmixed]), *self.problems]
+
+    @property
+    def _unmixed(self) -> str:
+        """Why the engine would not load layers of different kinds, as a sentence; empty where it would."""
+        if self.is_mixed is not False or len({(each.key_bytes, each.value_bytes) for each in self.all_layers}) < 2:
+            return ""
+        return (
+            "its layers differ in size, which MNN takes for damage unless the model's llm_config.json has "
+            '"attention_type": "mix"'
+        )
 
     @property
     def paths(self) -> list[str]:
         """Every data file."""
-        return [path for layer in self.layers for path in (layer.key, layer.value)]
+        return [path for layer in self.all_layers for path in (layer.key, layer.value)]
 
     @property
     def opened(self) -> tuple[str, ...]:

@@ -137,7 +137,7 @@ def check_name(name: str) -> str:
 
 def file_names(info: CacheInfo) -> list[str]:
     """Every file of a prefix cache, in the order in which they are written: the engine's markers after the data."""
-    pairs = [(layer.layer, PART_LETTERS[part]) for layer in info.layers for part in PARTS]
+    pairs = [(number, PART_LETTERS[part]) for number in info.numbers for part in PARTS]
     data = [data_name(info.name, *pair) for pair in pairs]
     markers = [marker_name(info.name, *pair) for pair in pairs]
     return [*data, *markers, info.name + cache_info.SIDE_SUFFIX]

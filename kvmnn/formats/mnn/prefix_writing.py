@@ -15,11 +15,11 @@ from ...arrays.casting import Cast, sum_of
 from ...arrays.layers import LayerArray, common_geometry
 from ...arrays.named_array import NamedArray
 from ...arrays.undoing import Undo, rounded
-from ...dtypes import PART_LETTERS, Part
+from ...dtypes import PART_LETTERS, PARTS, Part
 from ...errors import KvmnnError
 from ...files.mapped import MappedFile
 from ...files.names import with_contents
-from ...files.output import DirectoryOutput, StagedFile
+from ...files.output import DirectoryOutput, StagedFile, failures
 from ...packed import cache_info
 from ...packed.cache_info import SIDE_SUFFIX, CacheInfo, LayerInfo
 from ...packed.layout import PackLayout
@@ -155,8 +155,10 @@ def prefix_info(
             f"the arrays have {count(heads, 'kv head')} x {dims} dims, the layout {layout.kv_heads} x {layout.head_dim}"
         )
     keys = arrays[::2]
-    if [entry.layer for entry in keys] != list(range(len(keys))):
-        raise KvmnnError(f"a prefix cache has all layers from 0 on, these are {[entry.layer for entry in keys][:20]}")
+    states = like.states if like else ()
+    numbers = sorted([*(entry.layer for entry in keys), *(state.layer for state in states)])
+    if numbers != list(range(len(numbers))):
+        raise KvmnnError(f"a prefix cache has all layers from 0 on, these are {numbers[:20]}")
     if like and [each.tokens for each in like.layers] != [entry.geometry[1] for entry in keys]:
         raise KvmnnError("the description of the cache names other layers or numbers of tokens than the arrays have")
     layers = []
@@ -165,7 +167,7 @@ def prefix_info(
         known = like.layers[number] if like else None
         layers.append(
             LayerInfo(
-                layer=number,
+                layer=entry.layer,
                 tokens=tokens,
                 capacity=capacity or (known.capacity if known else tokens),
                 positions=known.positions if known else ((0, tokens),),
@@ -182,6 +184,7 @@ def prefix_info(
         token_ids=like.token_ids if like else None,
         model=like.model if like else None,
         next_position=like.next_position if like else None,
+        states=states,
     )
 
 
@@ -282,7 +285,11 @@ def _write_files(
 
     cores = 1 if making.durable else resolve_threads(making.threads)
     casts = map_pulled(one, enumerate(arrays), cores)
-    for name in names[len(arrays) :]:
+    for state in info.states:
+        for part in PARTS:
+            file = output.file(data_name(info.name, state.layer, PART_LETTERS[part]))
+            _write_state(making.rooms[state.layer, part], file, making.file_hashes[state.layer, part])
+    for name in names[len(arrays) + 2 * len(info.states) :]:
         file = output.file(name)
         if name.endswith(SIDE_SUFFIX):
             file.write((cache_info.to_json(info) + "\n").encode())
@@ -293,6 +300,15 @@ def _tell(progress: Progress | None, lock: threading.Lock, nbytes: int) -> None:
     if progress:
         with lock:
             progress(nbytes)
+
+
+def _write_state(array: NamedArray, file: StagedFile, expected: str) -> None:
+    """Write a file of state as it was, and compare its hash."""
+    with failures(file.target), open(file.path, "r+b") as handle:
+        for run in array.pieces(_STEP):
+            handle.write(run.data)
+    if _hash_file(file.path) != expected:
+        raise ReadBackError(f"{file.target}: does not give back what was written to it", 0)
 
 
 def _hash_file(path: Path) -> str:
@@ -306,7 +322,7 @@ def _write_part(
     entry: LayerArray, info: CacheInfo, file: StagedFile, cast: Cast, making: Making, progress: Progress
 ) -> bool:
     """Whether the file gives back what was written to it."""
-    layer = info.layers[entry.layer]
+    layer = next(each for each in info.layers if each.layer == entry.layer)
     part = PackedPart(
         file.target,
         file.path,

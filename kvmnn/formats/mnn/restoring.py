@@ -12,11 +12,11 @@ from ...arrays.named_array import ArrayInfo, NamedArray
 from ...arrays.source import PACKED_FILES_KEY
 from ...bundle.decoding import decode_frames
 from ...bundle.frame_set import DecodeOptions, FrameSet
-from ...bundle.packed_record import PackedRecord
+from ...bundle.packed_record import PackedFileEntry, PackedRecord
 from ...dtypes import PARTS, Part
 from ...errors import FrameError, LimitError, ManifestError, OptionError, SourceError
 from ...files.names import is_directory
-from ...packed.cache_info import CacheInfo, TokenIds
+from ...packed.cache_info import CacheInfo, LayerInfo, TokenIds
 from ...packed.fitting import Geometry, describe
 from ...packed.layout import PackLayout
 from ...threads.pipeline import IN_FLIGHT, Progress
@@ -128,6 +128,8 @@ def restore_prefix(
     record = frames.packed_record
     if record is not None:
         _check_record(frames, record, info)
+    elif info.states:
+        raise ManifestError(f"{frames.path}: has no state of layer {info.states[0].layer}, which has no K and V")
     contents = frames.without_room()
     arrays = sort(of_frames(contents, options).arrays)
     layout = chosen_layout(geometry or Geometry(), arrays, info.layout, info.layout.dtype)
@@ -145,11 +147,12 @@ def restore_prefix(
         alone = replace(options, threads=1) if parallel else options
         arrays = sort(of_frames(contents, alone, check=False).arrays)
     same = record if record and not record.left_out and layout == info.layout else None
+    kept = same.files if same else [entry for entry in record.files if entry.is_state] if record else []
     making = Making(
         durable=False,
         hashes=hashes,
-        rooms=_rooms(frames, same, options) if same else {},
-        file_hashes={(entry.layer, entry.part): entry.sha256 for entry in same.files} if same else {},
+        rooms=_rooms(frames, kept, options),
+        file_hashes={(entry.layer, entry.part): entry.sha256 for entry in kept},
         threads=options.threads if parallel else 1,
     )
     try:
@@ -173,25 +176,40 @@ _SAME_FILES = "every file read back, sha256 of the files that were encoded"
 _LIVE_ELEMENTS = "live elements of every file read back and compared"
 
 
-def _rooms(frames: FrameSet, record: PackedRecord, options: DecodeOptions) -> dict[tuple[int, Part], NamedArray]:
+def _rooms(
+    frames: FrameSet, kept: Sequence[PackedFileEntry], options: DecodeOptions
+) -> dict[tuple[int, Part], NamedArray]:
     """What files hold besides rows of tokens."""
-    arrays = {array.name: array for array in of_frames(frames, replace(options, threads=1)).arrays}
-    return {(entry.layer, entry.part): arrays[entry.room] for entry in record.files if entry.room is not None}
+    rooms = {entry.room: (entry.layer, entry.part) for entry in kept if entry.room is not None}
+    if not rooms:
+        return {}
+    found = of_frames(frames, replace(options, threads=1)).arrays
+    return {rooms[array.name]: array for array in found if array.name in rooms}
 
 
 def _check_record(frames: FrameSet, record: PackedRecord, info: CacheInfo) -> None:
     """`ManifestError` where the record is not of the files that the manifest describes."""
     where = f"{frames.path}: metadata {PACKED_FILES_KEY!r}"
-    expected = [(layer, part) for layer in info.layers for part in PARTS]
-    if [(entry.layer, entry.part) for entry in record.files] != [(layer.layer, part) for layer, part in expected]:
+    expected = {(layer.layer, part): _size(info, layer, part) for layer in info.layers for part in PARTS}
+    states = {state.layer: (state.key_bytes, state.value_bytes) for state in info.states}
+    expected |= {(layer, part): sizes[part == "value"] for layer, sizes in states.items() for part in PARTS}
+    listed = [(entry.layer, entry.part) for entry in record.files]
+    unlike = [entry for entry in record.files if entry.is_state != (entry.layer in states)]
+    if unlike or listed != [(number, part) for number in info.numbers for part in PARTS]:
         raise ManifestError(f"{where}: expected K and V of each layer by turns")
     sizes = {array.name: array.nbytes for array in frames.arrays}
-    for entry, (layer, part) in zip(record.files, expected, strict=True):
-        size = info.layout.key_bytes(layer.capacity) if part == "key" else info.layout.value_bytes(layer.capacity)
+    for entry in record.files:
+        size = expected[entry.layer, entry.part]
         room = entry.nbytes if entry.room is None else sizes[entry.room]
         if entry.nbytes != size or room != size:
             found = entry.nbytes if entry.nbytes != size else room
-            raise ManifestError(f"{where}: layer {entry.layer}: expected {size} bytes of its {part}s, found {found}")
+            raise ManifestError(
+                f"{where}: layer {entry.layer}: expected {size} bytes of its {entry.part}s, found {found}"
+            )
+
+
+def _size(info: CacheInfo, layer: LayerInfo, part: Part) -> int:
+    return info.layout.key_bytes(layer.capacity) if part == "key" else info.layout.value_bytes(layer.capacity)
 
 
 def _hashes(frames: FrameSet, arrays: Sequence[LayerArray], layout: PackLayout) -> dict[str, str]:

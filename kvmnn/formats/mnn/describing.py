@@ -27,7 +27,7 @@ from ...packed.rows import row_dtype
 from ...text import count as count_of
 from ..options import PackedOptions
 from .file_account import account_files, find_difference, room_arrays
-from .layer_kinds import check_layers, describe_completeness, of_files, sort_layers
+from .layer_kinds import check_layers, describe_completeness, of_files, read_states, sort_layers
 from .layout_choice import AmbiguousLayoutError, LayoutChoice, choose_layout, missing_options
 from .live_tokens import RowCounts, count_rows, describe_rows_left, doubt_tokens, guess_tokens
 from .model import check_agrees, fingerprint, has_weights, read_geometry
@@ -100,7 +100,15 @@ class Described:
             metadata[PACKED_FILES_KEY] = to_json(record)
             arrays += room_arrays(self.files, self.info, record)
         notes = list(self.notes)
-        return Source(arrays, metadata, notes=notes, cache=self.info, opened=opened, completeness=completeness)
+        return Source(
+            arrays,
+            metadata,
+            notes=notes,
+            cache=self.info,
+            opened=opened,
+            completeness=completeness,
+            states=read_states(self.files),
+        )
 
 
 def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
@@ -121,6 +129,10 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
     choice = _layout(files, options, known)
     fit = choice.fit
     notes += choice.notes
+    if choice.conflict and not options.trust and not (options.tokens or options.token_ids):  # which count would be odd
+        raise SourceError(
+            f"{files.path}: {choice.conflict}; the words speak for {choice.better}; --force reads the files as specified"
+        )
     rows = None if known or fit.layout.quantised else count_rows(files, fit)
     tokens, token_notes = _tokens(files, options, known, fit, rows)
     notes += token_notes

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
 
 from ...arrays.completeness import Completeness, LayerState, StateKind
 from ...arrays.layer_states import spell_layers
+from ...arrays.opaque_state import OpaqueState
+from ...dtypes import Part
 from ...errors import SourceError
 from ...files.mapped import MappedFile
 from ...packed.cache_info import STATE_KINDS, CacheInfo, StateLayer
@@ -149,6 +152,30 @@ def of_files(files: PackedFiles) -> tuple[StateLayer, ...]:
         StateLayer(layer=each.layer, kind=each.kind, key_bytes=each.key_bytes, value_bytes=each.value_bytes)
         for each in files.states
     )
+
+
+def read_states(files: PackedFiles) -> list[OpaqueState]:
+    """Return the state in files without K and V, as bytes by the names that MNN has for it."""
+    return [
+        OpaqueState(
+            layer=state.layer,
+            name=name,
+            dtype="bytes",
+            shape=(state.size(part),),
+            nbytes=state.size(part),
+            reader=partial(_read_file, state.path(part)),
+        )
+        for state in files.states
+        for part, name in _STATE_NAMES.items()
+    ]
+
+
+_STATE_NAMES: Final[dict[Part, str]] = {"key": "conv_state", "value": "recurrent_state"}
+
+
+def _read_file(path: str) -> bytes:
+    file = MappedFile(path)
+    return file.view(0, file.size).tobytes()
 
 
 def describe_completeness(info: CacheInfo, model_states: Sequence[LayerState] = ()) -> Completeness | None:

@@ -80,13 +80,14 @@ def test_verbs_one_damaged_file_is_refused_by_its_own_name(prefix, run):
     run("unpack", prefix / "sys_0.k", *GEOMETRY, "-o", "x.npz")
 
 
-def test_unlike_sizes_exempt_layers_may_have_any(tmp_path):
+def test_unlike_sizes_layers_with_other_state_may_have_any(tmp_path):
     """Layers without full attention keep state of other sizes in such files."""
     packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(4, 2, 50, 16), capacity=114)
     os.truncate(tmp_path / "p" / "sys_2.k", 4096)
     files = find_packed(str(tmp_path / "p"))
     assert files is not None and files.unlike_sizes and files.refusals
-    exempt = replace(files, exempt=frozenset({2}))
+    layers = tuple(layer for layer in files.layers if layer.layer != 2)
+    exempt = replace(files, layers=layers, states=(replace(files.layers[2], kind="linear"),))
     assert not exempt.unlike_sizes and not exempt.refusals
 
 

@@ -209,3 +209,9 @@ def test_error_of_several_choices_has_whole_commands(tmp_path, monkeypatch, run)
     for each in error.splitlines():
         if each.startswith("  kvmnn "):
             run(*each.split()[1:], "-f")
+
+
+def test_encode_wrong_heads_without_tokens_says_what_the_words_speak_for(tmp_path, run):
+    llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 80)
+    said = run("encode", tmp_path / "p", "--kv-heads", 6, "--head-dim", 32, "-o", tmp_path / "b/", code=1).err
+    assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in said and "--force" in said

@@ -131,7 +131,7 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
     notes += choice.notes
     if choice.conflict and not options.trust and not (options.tokens or options.token_ids):  # which count would be odd
         raise SourceError(
-            f"{files.path}: {choice.conflict}; the words speak for {choice.better}; --force reads the files as specified"
+            f"{files.path}: {choice.conflict}; the words speak for {choice.better}; --force reads them as specified"
         )
     rows = None if known or fit.layout.quantised else count_rows(files, fit)
     tokens, token_notes = _tokens(files, options, known, fit, rows)

@@ -187,21 +187,21 @@ def test_no_output_replaces_an_input(here, run):
     run("decode", "both", "-o", "arrays/")
     before = tree()
     for argv in (
-        "decode k.frame -o k.frame.json",
-        "decode k.frame -o k.frame",
-        "decode k.frame.json -o k.frame",
-        "decode k.frame.json -o k.frame.json",
-        "decode k.frame -o hard.bin",
-        "decode k.frame -o soft.bin",
-        "decode k.frame -o ./both/../k.frame.json",
-        "unpack k.frame -o k.frame.json",
+        "decode --raw k.frame -o k.frame.json",
+        "decode --raw k.frame -o k.frame",
+        "decode --raw k.frame.json -o k.frame",
+        "decode --raw k.frame.json -o k.frame.json",
+        "decode --raw k.frame -o hard.bin",
+        "decode --raw k.frame -o soft.bin",
+        "decode --raw k.frame -o ./both/../k.frame.json",
+        "unpack --raw k.frame -o k.frame.json",
         "encode k.npy -o k.npy",
         "encode arrays --tensor k -o arrays/v.npy",
         "unpack arrays -o arrays/",
         "encode dump --tensor k_t0_4 -o dump/k_t0_4.bin",
         "encode dump --tensor k_t0_4 -o dump/v_t0_4.bin",
         "encode dump --tensor k_t0_4 -o dump/meta_t0_4.json",
-        "unpack dump --tensor k_t0_4 -o dump/meta_t0_4.json",
+        "unpack --raw dump --tensor k_t0_4 -o dump/meta_t0_4.json",
     ):
         assert "is the input itself" in run(*argv.split(), "--force", code=1).err, argv
         assert tree() == before, argv

@@ -100,7 +100,7 @@ def tree(folder: Path) -> dict[str, int]:
         ("encode both.npz -o lone.frame/", 1, "exists already and is not a directory"),
         ("encode ok.npy --force -o ok.npy", 1, "ok.npy: is the input itself"),
         ("encode words.frame --dtype fp16 --force -o words.frame", 1, "words.frame: is the input itself"),
-        ("decode side.frame --force -o side.frame", 1, "side.frame: is the input itself"),
+        ("decode side.frame --raw --force -o side.frame", 1, "side.frame: is the input itself"),
         ("decode bundle --force -o bundle/k.frame", 1, "cannot hold 2 arrays"),
         ("decode bundle --force -o bundle/manifest.json", 1, "cannot hold 2 arrays"),
         ("decode bundle -o x.npy", 1, "x.npy: cannot hold 2 arrays"),

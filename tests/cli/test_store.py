@@ -120,7 +120,7 @@ def test_another_precision_than_the_one_that_is_stored(here: Path, run) -> None:
     assert note in run("store", "get", "S", *ids, "--dtype", "fp32", "-o", "x.npz", code=1).err
     packed = ("--backend", "x86-avx2", "--name", "p", "-o", "p/")
     said = run("store", "get", "S", *ids, *packed, code=2).err
-    assert "the arrays are fp16, the layout holds fp32: arrays (-o OUT.npz) become it by kvmnn pack --cast" in said
+    assert "the arrays are fp16, the layout holds fp32: --cast converts them" in said
     np.savez("wide.npz", **{name: words.astype(np.float32) for name, words in arrays(IDS[:30]).items()})
     run("store", "put", "S", "wide.npz", "--token-ids", "short.json", "--fingerprint", "m")
     made = run("store", "get", "S", *ids, *packed)

@@ -165,7 +165,7 @@ def test_values_of_another_head_size_than_keys(here: Path, run) -> None:
         measured = run("measure", f"{name}.npz", "--real", "--fp32", "--json").out
         found[name] = json.loads(measured)["breakdown"]["overall"]
     assert (found["both"]["k"], found["both"]["v"]) == (found["keys"]["k"], found["values"]["v"])
-    assert found["both"]["k"]["raw_bytes"] == 2 * 2 * 60 * 96 and found["both"]["v"]["raw_bytes"] == 2 * 2 * 60 * 64
+    assert found["both"]["k"]["raw_bytes"] == 4 * 2 * 60 * 96 and found["both"]["v"]["raw_bytes"] == 4 * 2 * 60 * 64
     run("encode", "both.npz", "-o", "both.frames")
     assert "equal" in run("diff", "both.npz", "both.frames").out
     said = run("pack", "both.npz", "--backend", "arm64-fp16", "--name", "s", "-o", "q/", code=1).err.replace("\n", " ")

@@ -80,6 +80,7 @@ def test_caches_hold_no_scores(here: Path, capsys: pytest.CaptureFixture[str]) -
 def test_attention_in_frames_is_planned(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save("attention.npy", np.full((2, 4, 8, 8), 1 / 8, np.float32))
     assert main(["encode", "attention.npy", "-o", "attention.frame", "-q"]) == 0
+    capsys.readouterr()
     lines = []
     for path in ("attention.npy", "attention.frame"):
         assert main(["plan", path, "--no-map"]) == 0

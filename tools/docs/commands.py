@@ -81,7 +81,12 @@ def _run(block: str) -> str:
         if name != "kvmnn":
             raise ValueError(f"{name!r} is not a command of the docs")
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        # A page may leave out what a command prints as a shell does; errors would still appear.
+        to_nowhere = argv[-1:] == [">/dev/null"]
+        if to_nowhere:
+            argv.pop()
+        output = io.StringIO() if to_nowhere else printed
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(printed):
             code = kvmnn(argv)
         said += f"$ {command}\n{printed.getvalue()}" + (f"(exit code {code})\n" if code else "")
     return said

@@ -23,13 +23,19 @@ def layers_read(source: Source, arguments: argparse.Namespace) -> list[LayerCach
     """K and V of what is put, of each of its tokens."""
     from ..errors import KvmnnError
     from ..store import layers_of
-    from ..store.space import checked_layers
+    from ..store.space import checked_layers, split_windows
 
-    layers = layers_of(source, token_major=arguments.token_major)
+    layers = layers_of(source, token_major=arguments.token_major, with_windows=True, with_states=True)
+    full, last = split_windows(layers, windows_in(layers))
     try:
-        return checked_layers(layers, len(ids_of(source, arguments)))
+        return [*checked_layers(full, len(ids_of(source, arguments)), last), *last]
     except KvmnnError as error:
         raise KvmnnError(f"{' '.join(arguments.inputs)}: {error}") from None
+
+
+def windows_in(layers: Sequence[LayerCache]) -> list[int]:
+    """The layers that contain the last tokens of their text alone."""
+    return [cache.layer for cache in layers if cache.tokens < cache.tokens_seen]
 
 
 def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
@@ -51,7 +57,8 @@ def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
             "what it has of a text first stays (--fingerprint puts them apart)"
         )
         loading.report_notes([text], arguments)
-    put = store.put(ids_of(source, arguments), layers, model=model)
+    windows = windows_in(layers)
+    put = store.put(ids_of(source, arguments), layers, model=model, windows=windows, states=source.states)
     _refuse_outage(put)
     return put, 0
 
@@ -104,6 +111,13 @@ def _report_missed(store: PrefixStore, found: Matched | Prefix, ids: Any, model:
     if other is not None and other.tokens:
         text = f"nothing is stored in {arguments.dtype}; {other.tokens:,} tokens are in {other.dtype} (--dtype)"
         loading.report_notes([text], arguments)
+    part = store.find(ids, model=model, dtype=arguments.dtype, partial=True) if not found.tokens else None
+    if part is not None and part.tokens:
+        text = (
+            f"{part.tokens:,} tokens of it are stored without windows and state, which are at other lengths alone: a "
+            "model continues only from there (get --partial takes the layers with full attention)"
+        )
+        loading.report_notes([text], arguments)
 
 
 def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int]:
@@ -123,7 +137,7 @@ def _get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
             dtype = held
             text = f"taken in {held}, which {geometry.backend} holds; {stored.tokens:,} tokens are in {stored.dtype}"
             loading.report_notes([text], arguments)
-    found = store.get(ids, model=model, dtype=dtype)
+    found = store.get(ids, model=model, dtype=dtype, partial=arguments.partial)
     _refuse_outage(found)
     loading.report_notes(found.notes, arguments, "warning")
     _report_others(found, arguments)

@@ -10,10 +10,12 @@ from . import updates
 from .directory import Directory
 from .lookup import Text
 from .mending import session_ids
+from .prefix_state import is_state, parse_state
 from .results import LAST_IDS, Entry, Stats
 from .rows import Number, NumberedWord, SessionText, TextRow, Totals, Word, WrongRowError, parse_space_document
 from .space import Space
 from .token_ids import Ids, block_keys, text_key
+from .unit import DamagedError, parse_header
 
 _MAX_NAME = 256
 
@@ -68,13 +70,14 @@ def pin(units: Directory, space: Space, ids: Ids) -> bool:
     KvmnnError
         Where the end is not stored any more.
     """
-    text = Text(space.key, ids, block_keys(space.key, ids, units.block_tokens), units.block_tokens)
+    text = Text(space.key, ids, block_keys(space.key, ids, units.block_tokens), units.block_tokens, space.needs_state)
     key = text_key(space.key, ids)
     with units.index.writing() as cursor:
-        found = units.lookup(cursor).find(text)
-        if found.tokens < ids.size:
-            raise KvmnnError(f"{units.label}: holds only {found.tokens:,} tokens of this text of {ids.size:,}")
-        is_new = updates.pin(cursor, key, found.places[-1].unit, ids.size)
+        unit = units.lookup(cursor).last_unit(text)
+        if unit is None:
+            held = units.lookup(cursor).find(text).tokens
+            raise KvmnnError(f"{units.label}: holds only {held:,} tokens of this text of {ids.size:,}")
+        is_new = updates.pin(cursor, key, unit, ids.size)
         if is_new:
             units.beside.keep_pin(space, ids)
     return is_new
@@ -92,9 +95,11 @@ def unpin(units: Directory, space: Space, ids: Ids) -> bool:
     return row is not None
 
 
-_IS_END = """NOT EXISTS (SELECT 1 FROM block JOIN branch ON branch.parent = block.key
-    WHERE block.unit = unit.id AND (block.number + 1) * (SELECT block_tokens FROM state) = unit.tokens)"""
-"""Whether no unit goes on at the end of one; behind a tail none can."""
+_IS_END = """(NOT EXISTS (SELECT 1 FROM block JOIN branch ON branch.parent = block.key
+    WHERE block.unit = unit.id AND (block.number + 1) * (SELECT block_tokens FROM state) = unit.tokens)
+    AND (tokens = 0 OR NOT EXISTS (SELECT 1 FROM unit AS other
+    WHERE other.parent = unit.id AND other.tokens = 0 AND other.start = unit.start + unit.tokens)))"""
+"""Whether no unit goes on at the end of one; behind a tail none can. State of the text up to that end stands for it."""
 
 
 def entries(units: Directory) -> list[Entry]:
@@ -104,14 +109,14 @@ def entries(units: Directory) -> list[Entry]:
         spaces = {row.number: parse_space_document(row.word, units.label) for row in documents}
         rows = cursor.all_rows(
             TextRow,
-            "SELECT space, start + tokens, bytes, pins, (SELECT tick FROM state) - used, id FROM unit "
+            "SELECT space, start + tokens, bytes, pins, (SELECT tick FROM state) - used, id, tokens = 0 FROM unit "
             f"WHERE {_IS_END} ORDER BY used DESC, id DESC",
         )
         if not {row.space for row in rows} <= spaces.keys():
             raise WrongRowError("a unit has a space that is not there")
     found = []
-    for number, tokens, nbytes, pins, ago, unit in rows:
-        space, header = spaces[number], units.header(unit)
+    for number, tokens, nbytes, pins, ago, unit, has_state in rows:
+        space = spaces[number]
         found.append(
             Entry(
                 model=space.model,
@@ -120,17 +125,31 @@ def entries(units: Directory) -> list[Entry]:
                 bytes=nbytes,
                 pinned=pins > 0,
                 unused_for=ago,
-                last_ids=() if header is None else tuple(header.ids[-LAST_IDS:].tolist()),
+                is_complete=bool(has_state) or not space.needs_state,
+                last_ids=tuple(_last_ids(units, unit)),
             )
         )
     return found
 
 
+def _last_ids(units: Directory, unit: int) -> list[int]:
+    """The last ids in the file of a unit; none where it cannot be read."""
+    data = units.files.read(unit)
+    try:
+        if data is None:
+            return []
+        ids = parse_state(data).ids if is_state(data) else parse_header(data).ids
+    except DamagedError:
+        return []
+    return [int(each) for each in ids[-LAST_IDS:]]
+
+
 def stats(units: Directory, asked: int, found: int) -> Stats:
     """Counts of everything."""
     with units.index.reading() as cursor:
-        sums = ", ".join(f"coalesce(sum({what}), 0)" for what in ("tokens", "bytes", _IS_END))
-        count, tokens, nbytes, texts = cursor.need_row(Totals, f"SELECT count(*), {sums} FROM unit")
+        sums = ", ".join(f"coalesce(sum({what}), 0)" for what in ("tokens = 0", "tokens", "bytes", _IS_END))
+        count, states, tokens, nbytes, texts = cursor.need_row(Totals, f"SELECT count(*), {sums} FROM unit")
+        state_bytes = cursor.need_row(Number, "SELECT coalesce(sum(skip), 0) FROM unit WHERE tokens = 0").value
         blocks, pinned, kept = (
             cursor.need_row(Number, f"SELECT count(*) FROM {table}").value for table in ("block", "pin", "session")
         )
@@ -141,11 +160,12 @@ def stats(units: Directory, asked: int, found: int) -> Stats:
         by_space = [(parse_space_document(row.word, units.label), row.number) for row in rows]
     return Stats(
         texts=texts,
-        units=count,
+        units=count - states,
+        states=states,
         blocks=blocks,
         tokens=tokens,
         bytes=nbytes,
-        raw_bytes=sum(space.token_bytes * number for space, number in by_space),
+        raw_bytes=state_bytes + sum(space.token_bytes * number for space, number in by_space),
         index_bytes=units.index.nbytes,
         models=tuple(sorted({space.model for space, _ in by_space})),
         pinned=pinned,

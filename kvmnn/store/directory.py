@@ -18,7 +18,8 @@ from . import updates
 from .beside import FILE_NAME as SETTINGS
 from .beside import MAX_BLOCK_TOKENS, Beside, Settings, settings_wanted
 from .index import FILE_NAME, DamagedIndexError, Index, newest
-from .lookup import Found, Lookup, Text, stored_blocks
+from .lookup import Found, Lookup, StatePlace, Text, stored_blocks
+from .prefix_state import PrefixState
 from .rebuilding import rebuild
 from .rows import Cursor, MaybeNumber, Number, UnitSpan, Word, WrongRowError, parse_space_document
 from .space import Space
@@ -121,7 +122,10 @@ class Directory:
     def has_texts(self, space: Space) -> bool:
         """Whether anything of a space is stored."""
         with self.index.reading() as cursor:
-            return cursor.has_row("SELECT 1 FROM branch WHERE parent = ? LIMIT 1", (space.key,))
+            if space.layers:
+                return cursor.has_row("SELECT 1 FROM branch WHERE parent = ? LIMIT 1", (space.key,))
+            query = "SELECT 1 FROM unit JOIN space ON space.id = unit.space WHERE space.key = ? LIMIT 1"
+            return cursor.has_row(query, (space.key,))
 
     def find(self, text: Text) -> Found:
         """The longest stored beginning of a text."""
@@ -190,6 +194,48 @@ class Directory:
         self.files.remove(gone)
         return Added(stored, removed)
 
+    def find_state(self, text: Text, tokens: int) -> StatePlace | None:
+        """The state of the longest beginning of at most `tokens` tokens that has one."""
+        with self.index.reading() as cursor:
+            return self.lookup(cursor).find_state(text, tokens)
+
+    def add_state(self, space: Space, text: Text, state: PrefixState) -> Added:
+        """Take in the state of a text, whose units are stored; errors as `Units`."""
+        gone: list[int] = []
+        placed: list[int] = []
+        pieces = state.to_pieces()
+        nbytes = sum(map(len, pieces))
+        try:
+            with self.files.stage() as staging:
+                path = staging.write(pieces)
+                with self.index.writing() as cursor:
+                    self._note_touched(cursor)
+                    self.beside.note_space(space)
+                    number = updates.space_id(cursor, space)
+                    parent = (
+                        self.lookup(cursor).find_end(space.key, *text.end(text.ids.size), text.block_tokens)
+                        if space.layers
+                        else None
+                    )
+                    if parent is None and space.layers:
+                        raise ParentGoneError("the blocks before a state are gone")
+                    before = updates.held_bytes(cursor)
+                    new = updates.NewState(state.key, state.tokens, state.raw_bytes, nbytes)
+                    unit = updates.insert_state(cursor, number, new, parent)
+                    if unit:
+                        self.files.place(path, unit)
+                        placed.append(unit)
+                    updates.pin_again(cursor, self.lookup(cursor), text)
+                    if self._max_bytes is not None:
+                        gone = updates.evict(cursor, self._max_bytes)
+                    stored = nbytes if unit else 0
+                    removed = before + stored - updates.held_bytes(cursor)
+        except BaseException:
+            self.files.remove(placed)
+            raise
+        self.files.remove(gone)
+        return Added(stored, removed)
+
     def _check_behind(self, cursor: Cursor, text: Text, new: NewUnit, placed: Sequence[int]) -> None:
         """Another process may have put the blocks that a unit follows, computed otherwise, since it was encoded."""
         end = new.start // text.block_tokens
@@ -244,6 +290,7 @@ class Directory:
         path = self.files.path(unit)
         done = "is passed over" if self.read_only else "was removed"
         what = f"tokens {start:,} to {start + tokens - 1:,} of a text"
+        what = what if tokens else f"windows and state behind {start:,} tokens of a text"
         what += f", with {count(len(lost), 'unit')} behind them" if lost else ""
         notes.append(f"{path}: damaged, {done} ({what}): {reason}")
         if not self.read_only:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from ..arrays.layer_cache import LayerCache
+from ..arrays.opaque_state import OpaqueState
 from .decoding import DamagedStretchError, Stretch, check_unit, decode_stretches
 from .encoding import blocks_in_unit
-from .lookup import Found, Place, units_of
+from .lookup import Found, Place, Text, units_of
+from .prefix_state import decode_state, parse_state
 from .space import Space
 from .token_ids import Ids, block_keys
 from .unit import DamagedError, Unit, parse
@@ -43,6 +47,29 @@ def read_layers(
         return decode_stretches(space, stretches, threads, tables=units.tables)
     except DamagedStretchError as error:
         units.discard(found.places[error.number].unit, str(error), notes)
+        return None
+
+
+def read_state(
+    units: Units, space: Space, number: int, text: Text, notes: list[str]
+) -> tuple[list[LayerCache], list[OpaqueState]] | None:
+    """Rows of windows, and opaque state, of all of a text.
+
+    Returns
+    -------
+    None where it is not what it should be: it is discarded, which `notes` says, and is not found again.
+    """
+    try:
+        (data,) = units.read([number])
+        if data is None:
+            raise DamagedError("its file is gone or cannot be read")
+        state = parse_state(data)
+        parent, rest = text.end(text.ids.size)
+        if state.tokens != text.ids.size or state.parent != parent or not np.array_equal(state.ids, rest):
+            raise DamagedError("is of another prefix than the index says")
+        return decode_state(state, space)
+    except DamagedError as error:
+        units.discard(number, str(error), notes)
         return None
 
 

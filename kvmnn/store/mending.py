@@ -46,8 +46,11 @@ def _text(units: Directory, cursor: Cursor, unit: int, end: int) -> KeptText | N
     """The text up to its token `end`, which a unit holds; None where units do not say it."""
     parts: list[Ids] = []
     while True:
-        header = units.header(unit)
         row = cursor.row(MaybeNumber, "SELECT parent FROM unit WHERE id = ?", (unit,))
+        if not parts and row is not None and cursor.has_row("SELECT 1 FROM unit WHERE id = ? AND tokens = 0", (unit,)):
+            unit = row.value or 0  # of a prefix with windows or state these are pinned
+            row = cursor.row(MaybeNumber, "SELECT parent FROM unit WHERE id = ?", (unit,))
+        header = units.header(unit)
         if header is None or row is None or not header.start < end <= header.start + header.ids.size:
             return None
         parts.insert(0, header.ids[: end - header.start])

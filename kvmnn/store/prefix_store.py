@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, Literal, Self, TypeVar
 import numpy.typing as npt
 
 from ..arrays.layer_cache import LayerCache
+from ..arrays.opaque_state import OpaqueState
 from ..checks import whole
 from ..dense import Rotary
 from ..frames import CodecOptions
@@ -22,8 +23,8 @@ from .opening import open_units
 from .putting import Rotation, Trials, Writing
 from .remote import OutageError
 from .results import Cleaned, Exported, Listing, Matched, Pinned, Prefix, Put, Session, Stats, Verified
-from .space import checked_layers, space_of
-from .texts import Texts
+from .space import checked_layers, space_of, split_windows
+from .texts import NewState, Texts
 from .token_ids import as_ids
 
 T = TypeVar("T")
@@ -142,18 +143,33 @@ class PrefixStore:
         """What was wrong with the store and was mended, one line each."""
         return tuple(self._units.notes)
 
-    def put(self, token_ids: TokenIds, layers: Sequence[LayerCache], *, model: str) -> Put:
+    def put(
+        self,
+        token_ids: TokenIds,
+        layers: Sequence[LayerCache],
+        *,
+        model: str,
+        windows: Collection[int] = (),
+        states: Sequence[OpaqueState] = (),
+    ) -> Put:
         """Store K and V of a text; what is there already, from the beginning on, is not stored again.
+
+        Rows of a sliding window, and state that is not K and V, are stored with the prefix, at its exact length.
 
         Parameters
         ----------
         token_ids
             ``[token]``, whole numbers from 0 to 2**32 - 1.
         layers
-            K and V of all of these tokens, of every layer that the model has, ``[kv_head, token, head_dim]``.
+            K and V of all of these tokens, of every layer that the model has, ``[kv_head, token, head_dim]``; of those
+            of `windows` the last tokens are enough, with their positions and `tokens_seen`.
         model
             Fingerprint of the model that computed them: `kvmnn.formats.mnn.fingerprint`, or any text that no other
             model has.
+        windows
+            Numbers of the layers with a sliding window.
+        states
+            State of layers that is not K and V, behind exactly these tokens: of linear attention, convolutions.
 
         Raises
         ------
@@ -164,10 +180,13 @@ class PrefixStore:
             Where files cannot be written; the store is as it was, or has a beginning of the text.
         """
         ids = as_ids(token_ids)
-        caches = checked_layers(layers, ids.size)
-        space = space_of(caches, model)
+        full, last = split_windows(layers, windows)
+        caches = checked_layers(full, ids.size, last)
+        ordered = sorted(states, key=lambda state: (state.layer, state.name))
+        space = space_of(caches, model, last, ordered)
+        state = NewState(last, ordered) if space.needs_state else None
         try:
-            return self._tried(lambda: self._texts.put(ids, caches, space))
+            return self._tried(lambda: self._texts.put(ids, caches, space, state))
         except OutageError as error:
             return Put(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
 
@@ -183,18 +202,21 @@ class PrefixStore:
         """
         return self.find(token_ids, model=model, dtype=dtype).tokens
 
-    def find(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Matched:
+    def find(self, token_ids: TokenIds, *, model: str, dtype: str | None = None, partial: bool = False) -> Matched:
         """As `match`, with the precision that `get` would take, how much other precisions have, and whether the engine
-        did not answer."""
+        did not answer; with `partial` what `get` returns with it."""
         ids = as_ids(token_ids)
         try:
-            space, found, others = self._tried(lambda: self._texts.longest(ids, model, dtype))
+            space, stored, others = self._tried(lambda: self._texts.longest(ids, model, dtype, partial=partial))
         except OutageError as error:
             return Matched(tokens=0, asked=ids.size, notes=(str(error),), outage=True)
-        return Matched(tokens=found.tokens, asked=ids.size, dtype=space.dtype if space else None, others=others)
+        return Matched(tokens=stored.tokens, asked=ids.size, dtype=space.dtype if space else None, others=others)
 
-    def get(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Prefix:
+    def get(self, token_ids: TokenIds, *, model: str, dtype: str | None = None, partial: bool = False) -> Prefix:
         """K and V of the longest stored beginning of a text.
+
+        A model with windows or state continues only from a length that these are stored at: the longest such beginning
+        is returned, with all of it.
 
         A unit that is damaged is removed and said in the result's `notes`; what was stored before it is returned.
 
@@ -205,6 +227,9 @@ class PrefixStore:
         dtype
             Of what is wanted, ``"fp16"``, ``"bf16"`` or ``"fp32"``; None for whichever covers most, of equals the first
             that was put: `Prefix.dtype` says it.
+        partial
+            Return the layers with full attention of the longest beginning, whatever else the model needs to continue;
+            `Prefix.missing` says what is not there.
 
         Raises
         ------
@@ -213,7 +238,7 @@ class PrefixStore:
         """
         ids = as_ids(token_ids)
         try:
-            prefix = self._tried(lambda: self._texts.get(ids, model, dtype))
+            prefix = self._tried(lambda: self._texts.get(ids, model, dtype, partial=partial))
         except OutageError as error:
             prefix = Prefix(tokens=0, asked=ids.size, notes=(str(error),), outage=True)
         with self._lock:
@@ -221,20 +246,31 @@ class PrefixStore:
             self._found += prefix.tokens
         return prefix
 
-    def park(self, name: str, token_ids: TokenIds, layers: Sequence[LayerCache], *, model: str) -> Put:
+    def park(
+        self,
+        name: str,
+        token_ids: TokenIds,
+        layers: Sequence[LayerCache],
+        *,
+        model: str,
+        windows: Collection[int] = (),
+        states: Sequence[OpaqueState] = (),
+    ) -> Put:
         """Put a session away under a name: its text is kept until `forget`, its K and V as those of any text.
 
         Parameters
         ----------
         name
             1 to 256 printable characters; a session that has it is replaced.
-        token_ids, layers, model
+        token_ids, layers, model, windows, states
             As for `put`, errors as well. Where an engine does not answer the text is not kept either, as the result's
             `outage` says.
         """
         check_name(name)
-        put = self.put(token_ids, layers, model=model)
-        space = space_of(sorted(layers, key=lambda cache: cache.layer), model)
+        put = self.put(token_ids, layers, model=model, windows=windows, states=states)
+        full, last = split_windows(layers, windows)
+        in_order = sorted(states, key=lambda state: (state.layer, state.name))
+        space = space_of(sorted(full, key=lambda cache: cache.layer), model, last, in_order)
         try:
             self._tried(lambda: self._units.note_session(name, space, as_ids(token_ids)))
         except OutageError as error:

@@ -15,6 +15,7 @@ from . import updates
 from .beside import FILE_NAME, Beside, settings_wanted
 from .index import index_name, make, newest
 from .lookup import Lookup, Text
+from .prefix_state import is_state, parse_state
 from .rows import BranchEnd, Cursor
 from .space import Space
 from .token_ids import Ids, as_text, block_keys
@@ -101,12 +102,14 @@ def _fill(cursor: Cursor, folder: Path, beside: Beside, files: UnitFiles, block_
     spaces = {space.key: space for space in beside.spaces()}
     for space in spaces.values():
         updates.space_id(cursor, space)
-    starts = []
+    starts, states = [], []
     wrong = 0
     for path in files.others(set()):
         with suppress(DamagedError):
             data = files.read(int(path.stem, 16))
-            if data is not None:
+            if data is not None and is_state(data):
+                states.append(int(path.stem, 16))
+            elif data is not None:
                 header = parse_header(data)
                 starts.append((header.start, int(path.stem, 16)))
                 wrong += not _fits(header, block_tokens)
@@ -121,17 +124,23 @@ def _fill(cursor: Cursor, folder: Path, beside: Beside, files: UnitFiles, block_
             units += 1
         else:
             left += 1
-    last = max((number for _, number in starts), default=0)
+    lookup = Lookup(cursor, lambda unit: _ids_of(files, unit), lambda unit: False)
+    for number in states:
+        if _insert_state(cursor, number, files, lookup, spaces, block_tokens):
+            units += 1
+        else:
+            left += 1
+    last = max((*(number for _, number in starts), *states), default=0)
     cursor.execute("UPDATE unit SET used = id")  # units that were put later were used later
     cursor.execute("UPDATE state SET tick = ?", (last,))
     cursor.execute("DELETE FROM sqlite_sequence WHERE name = 'unit'")
     cursor.execute("INSERT INTO sqlite_sequence VALUES ('unit', ?)", (last + _GAP,))
-    lookup = Lookup(cursor, lambda unit: _ids_of(files, unit), lambda unit: False)
     pins = sessions = 0
     for kept in beside.pins():
         if kept.space in spaces:
             keys = block_keys(kept.space, kept.ids, block_tokens)
-            updates.pin_text(cursor, lookup, Text(kept.space, kept.ids, keys, block_tokens))
+            text = Text(kept.space, kept.ids, keys, block_tokens, spaces[kept.space].needs_state)
+            updates.pin_text(cursor, lookup, text)
             pins += 1
     for kept in beside.sessions():
         if kept.space in spaces:
@@ -164,6 +173,26 @@ def _insert(cursor: Cursor, number: int, files: UnitFiles, spaces: dict[bytes, S
     except ParentGoneError:
         return False
     return found > 0
+
+
+def _insert_state(
+    cursor: Cursor, number: int, files: UnitFiles, lookup: Lookup, spaces: dict[bytes, Space], block_tokens: int
+) -> bool:
+    """Note the state of a prefix down by its file; whether it is of use."""
+    data = files.read(number)
+    try:
+        state = parse_state(data) if data is not None else None
+    except DamagedError:
+        return False
+    if data is None or state is None or state.space not in spaces:
+        return False
+    space, parent = spaces[state.space], None
+    if space.layers:
+        parent = lookup.find_end(state.space, state.parent, state.ids, block_tokens)
+        if parent is None:
+            return False
+    new = updates.NewState(state.key, state.tokens, state.raw_bytes, data.size)
+    return updates.insert_state(cursor, updates.space_id(cursor, space), new, parent, number=number) > 0
 
 
 def _has_tail(cursor: Cursor, new: NewUnit, block_tokens: int) -> bool:

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..arrays.completeness import Completeness
 from ..arrays.layer_cache import LayerCache
+from ..arrays.opaque_state import OpaqueState
 from ..text import at_rate, count, ratio, short_names, visible
 from .token_ids import Ids
 
@@ -33,6 +35,11 @@ class Prefix:
         Whether it is a miss because the engine did not answer.
     token_ids
         Of these tokens; None where they are not known.
+    states
+        State of layers that is not K and V, behind exactly these tokens.
+    completeness
+        What the prefix contains of each layer, for a model with windows or state; None for one with full attention in
+        every layer.
     """
 
     tokens: int
@@ -43,6 +50,18 @@ class Prefix:
     notes: tuple[str, ...] = ()
     outage: bool = False
     token_ids: Ids | None = None
+    states: tuple[OpaqueState, ...] = ()
+    completeness: Completeness | None = None
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """A sentence for each kind of state that a model needs besides to continue; empty for a complete prefix."""
+        return () if self.completeness is None else tuple(self.completeness.missing)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a model can continue from this."""
+        return not self.missing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +101,8 @@ class Put:
         Of K and V of the tokens from `stored_from` on, as they were given.
     stored_bytes
         Of the files that were made for them.
+    state_bytes
+        Of these the file with windows and state at the end of the text; 0 where there are none, or they were known.
     removed_bytes
         Of files that had to go for them, or were superfluous then.
     seconds
@@ -98,6 +119,7 @@ class Put:
     stored_tokens: int = 0
     raw_bytes: int = 0
     stored_bytes: int = 0
+    state_bytes: int = 0
     removed_bytes: int = 0
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
@@ -113,8 +135,11 @@ class Put:
             done = "none of them is stored now" if self.removed_bytes else "nothing was stored"
             done = f"{self.stored_tokens:,} of them are stored now" if self.stored_tokens else done
             text = f"{count(self.tokens, 'token')}: {done}: {'; '.join(self.notes)}"
-        elif new := self.tokens - self.known_tokens:
+        elif self.raw_bytes:
+            new = self.tokens - self.known_tokens
             sizes = f"{self.raw_bytes:,} -> {self.stored_bytes:,} bytes"
+            if self.state_bytes:
+                sizes += f" ({self.state_bytes:,} of windows and state at this length)"
             behind = f", stored from {self.stored_from:,} on" if self.stored_from < self.known_tokens else ""
             text = f"{count(self.tokens, 'token')}, {new:,} of them new{behind}: {sizes}"
             text += f", ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}{at_rate(self.raw_bytes, self.seconds)}"
@@ -225,6 +250,8 @@ class Verified:
         Of what is as it was put: units, tokens they hold, bytes of their files.
     damaged
         One line for each unit that is not; none of its tokens is found from now on.
+    states
+        Windows and state of prefixes, each at its exact length, that are as they were put.
     lost
         Units that go on from damaged ones: nobody finds them without these, and they went with them.
     beside
@@ -239,6 +266,7 @@ class Verified:
     tokens: int
     bytes: int
     damaged: tuple[str, ...] = ()
+    states: int = 0
     lost: int = 0
     beside: tuple[str, ...] = ()
     anew: tuple[str, ...] = ()
@@ -249,9 +277,9 @@ class Verified:
         return asdict(self) | lines
 
     def __str__(self) -> str:
-        good = f"{count(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} bytes"
+        good = f"{count(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} bytes{_with_states(self.states)}"
         good += ": all of it decoded and compared with its checksums"
-        lines = [good] if self.units or not self.damaged else []
+        lines = [good] if self.units or self.states or not self.damaged else []
         if self.damaged:
             lost = f", and {count(self.lost, 'unit')} lost that went on from them" if self.lost else ""
             what = "more unit" if self.units else "unit"
@@ -282,6 +310,8 @@ class Entry:
         How many uses of the store ago it was last used; None where that is not known.
     last_ids
         Its last token ids, `LAST_IDS` of them at most: texts mostly begin alike, and end otherwise.
+    is_complete
+        Whether a model can continue from all of it: not where windows or state are not stored for this length.
     """
 
     model: str
@@ -291,6 +321,7 @@ class Entry:
     pinned: bool
     unused_for: int | None
     last_ids: tuple[int, ...] = ()
+    is_complete: bool = True
 
     def to_dict(self) -> dict[str, Any]:
         """The entry as JSON values."""
@@ -302,7 +333,8 @@ class Entry:
     def line(self, model: str) -> str:
         """For people, with a name of the model."""
         about = "pinned" if self.pinned else "" if self.unused_for is None else f"{count(self.unused_for, 'use')} ago"
-        return f"{self.tokens:>9,} tokens  {self.bytes:>12,} bytes  {self.dtype}  {model}  {about}".rstrip()
+        line = f"{self.tokens:>9,} tokens  {self.bytes:>12,} bytes  {self.dtype}  {model}  {about}".rstrip()
+        return line if self.is_complete else f"{line}  (without windows and state)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -374,6 +406,8 @@ class Stats:
     ----------
     texts, units, blocks, tokens
         Stored texts (`Entry`), units, whole blocks in them, and tokens; tails count as tokens only.
+    states
+        Windows and state of prefixes, each valid at its exact length.
     bytes, raw_bytes
         Of all units' files, and of the K and V in them.
     index_bytes
@@ -402,6 +436,7 @@ class Stats:
     codec: str
     asked_tokens: int
     found_tokens: int
+    states: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -412,12 +447,16 @@ class Stats:
         of_raw = ratio(self.raw_bytes, self.bytes)
         lines = [
             f"{count(self.texts, 'text')}: {count(self.units, 'unit')}, {count(self.blocks, 'whole block')}, "
-            f"{self.tokens:,} tokens",
+            f"{self.tokens:,} tokens{_with_states(self.states)}",
             f"  {self.raw_bytes:,} -> {self.bytes:,} bytes" + (f", ratio {of_raw:.4f}" if self.bytes else ""),
             f"  index {self.index_bytes:,} bytes, {self.pinned:,} pinned, {count(self.sessions, 'session')}, codec "
             f"{self.codec}",
         ]
         return "\n".join([*lines, *(f"  model {visible(model)}" for model in self.models)])
+
+
+def _with_states(states: int) -> str:
+    return f", windows and state at {count(states, 'length')}" if states else ""
 
 
 def _several(dtypes: Sequence[str]) -> str:

@@ -80,6 +80,13 @@ class BranchEnd(NamedTuple):
     text: bytes
 
 
+class BranchEndRow(NamedTuple):
+    """A unit, and the key before it: of state its own key."""
+
+    unit: int
+    parent: Key
+
+
 class UnitBytes(NamedTuple):
     """A unit and the bytes of its file."""
 
@@ -116,12 +123,21 @@ class UnitUse(NamedTuple):
     followers: int
 
 
+class StateRow(NamedTuple):
+    """State of a prefix: tokens of the prefix, bytes of its file, and bytes of what it holds."""
+
+    tokens: int
+    nbytes: int
+    raw_bytes: int
+
+
 class UnitRow(NamedTuple):
     """A unit with the document of its space."""
 
     unit: int
     skip: int
     start: int
+    tokens: int
     document: str
 
 
@@ -144,6 +160,7 @@ class TextRow(NamedTuple):
     pins: int
     unused_for: int
     unit: int
+    is_state: int
 
 
 class PinRow(NamedTuple):
@@ -170,9 +187,10 @@ class SessionText(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums over all units."""
+    """Sums over all units; `states` counts those that are state of a prefix."""
 
     units: int
+    states: int
     tokens: int
     nbytes: int
     texts: int

@@ -10,9 +10,11 @@ import numpy as np
 
 from ..arrays.casting import widened
 from ..arrays.completeness import IncompleteCacheError, require_complete
+from ..arrays.engine_cache import EngineCache
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, array_name, check_pairs, place_said, sorted_with_latents
-from ..arrays.named_array import in_memory
+from ..arrays.named_array import NamedArray, in_memory
+from ..arrays.opaque_state import OpaqueState, include_states
 from ..arrays.own_order import for_other_engines
 from ..arrays.source import Source
 from ..arrays.window_layers import describe_windows, find_window_layers
@@ -32,7 +34,9 @@ from .results import Prefix
 from .token_ids import Ids, as_ids
 
 
-def layers_of(source: Source, *, token_major: bool = False, with_windows: bool = False) -> list[LayerCache]:
+def layers_of(
+    source: Source, *, token_major: bool = False, with_windows: bool = False, with_states: bool = False
+) -> list[LayerCache]:
     """K and V of every layer of anything that `kvmnn.open` opens.
 
     Layers may differ in heads and head_dim, and V from K in head_dim. Caches of engines may have K alone (llama.cpp's
@@ -51,6 +55,8 @@ def layers_of(source: Source, *, token_major: bool = False, with_windows: bool =
         Whether they are ``[token, kv_head, head_dim]``, where nothing says so.
     with_windows
         Also return layers with a sliding window that contain the last tokens of the text alone, with their positions.
+    with_states
+        Whether the caller keeps `Source.states` as well, so that nothing is missing without them.
 
     Raises
     ------
@@ -64,7 +70,10 @@ def layers_of(source: Source, *, token_major: bool = False, with_windows: bool =
         For arrays that are not K and V of layers, and where these differ in heads or tokens.
     """
     where = " ".join(source.inputs)
-    require_complete(source.completeness, where, "a stored prefix")
+    completeness = source.completeness
+    if with_states and completeness is not None:
+        completeness = include_states(completeness, source.states)
+    require_complete(completeness, where, "a stored prefix")
     if source.lossy:
         raise OptionError(f"{where}: K and V were made from int8: no engine takes such a prefix up again")
     windows = find_window_layers(source.completeness, held_by(source)) if source.completeness is not None else {}
@@ -158,6 +167,8 @@ class Got:
     ----------
     tokens, asked
         Tokens that the files hold, of how many that the text has.
+    missing
+        As that of `Prefix`: a model cannot continue from the files alone.
     dtype, others
         Of what was stored, as those of `Prefix`.
     written
@@ -169,16 +180,20 @@ class Got:
     dtype: str | None
     others: Mapping[str, int]
     written: Packed | Unpacked
+    missing: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        stored = {"dtype": self.dtype, "others": dict(self.others)}
+        stored = {"dtype": self.dtype, "others": dict(self.others), "missing": list(self.missing)}
         return {"tokens": self.tokens, "asked": self.asked, **stored, **self.written.to_dict()}
 
     def __str__(self) -> str:
         rest = self.asked - self.tokens
         left = f"{rest:,} {'is' if rest == 1 else 'are'} left to compute" if rest else "all of the text"
-        return f"{self.tokens:,} of {count(self.asked, 'token')}, {self.dtype}: {left}\n{self.written}"
+        if self.missing:
+            left = "layers with full attention alone"
+        parts = "".join(f"\n  INCOMPLETE: {sentence}" for sentence in self.missing)
+        return f"{self.tokens:,} of {count(self.asked, 'token')}, {self.dtype}: {left}{parts}\n{self.written}"
 
 
 def write_prefix(
@@ -236,9 +251,19 @@ def write_prefix(
         if words.shape[2]
     ]
     source = Source(arrays, inputs=(where,))
+    last = [cache.layer for cache in prefix.layers if cache.tokens < prefix.tokens]
+    if prefix.completeness is not None:
+        _describe(source, prefix, token_ids)
     made: Packed | Unpacked
     if name is None and capacity is None and geometry in (None, Geometry()):
+        source.arrays = [*arrays, *map(_state_array, prefix.states)]
         made = unpack(source, output, force=force)
+    elif last or prefix.states:
+        kinds = " and ".join([*(["windows"] if last else []), *(["state"] if prefix.states else [])])
+        raise OptionError(
+            f"{where}: this text has {kinds}, which the prefix cache of an MNN engine has no place for; other outputs "
+            "have arrays"
+        )
     elif any(not cache.value_dim for cache in prefix.layers):
         raise OptionError(f"{where}: this text has K alone, no V: MNN takes no such prefix; other outputs have arrays")
     else:
@@ -257,7 +282,53 @@ def write_prefix(
             rerotate=rerotate,
             making=Making(durable=False, again=True, threads=threads),
         )
-    return Got(tokens=prefix.tokens, asked=prefix.asked, dtype=prefix.dtype, others=prefix.others, written=made)
+    return Got(
+        tokens=prefix.tokens,
+        asked=prefix.asked,
+        dtype=prefix.dtype,
+        others=prefix.others,
+        written=made,
+        missing=prefix.missing,
+    )
+
+
+def _describe(source: Source, prefix: Prefix, token_ids: Sequence[int] | Ids) -> None:
+    """Note down which tokens each layer of a prefix has, and what the arrays lack, where these are not all alike."""
+    layers, found = prefix.layers, prefix.completeness
+    last = any(cache.tokens < prefix.tokens for cache in layers)
+    if found is not None:
+        states = (
+            replace(each, included=False, location="in arrays of bytes") if each.kind == "recurrent" else each
+            for each in found.layers
+        )
+        source.completeness = found if found.missing else replace(found, layers=tuple(states))
+    heads = tuple(cache.kv_heads for cache in layers)
+    dims = tuple(cache.head_dim for cache in layers)
+    source.engine_cache = EngineCache(
+        engine="kvmnn",
+        kind="stored prefix",
+        layers=len(layers),
+        kv_heads=heads[0] if len({*heads}) == 1 else None,
+        head_dim=dims[0] if len({*dims}) == 1 else None,
+        layer_kv_heads=heads if len({*heads}) > 1 else (),
+        layer_head_dims=dims if len({*dims}) > 1 else (),
+        tokens=max((cache.tokens for cache in layers), default=0),
+        types=(str(prefix.dtype),) * (2 * len(layers)),
+        layer_positions=tuple(cache.positions for cache in layers) if last else None,
+        token_ids=np.asarray(token_ids[: prefix.tokens], np.int64),
+    )
+
+
+def _state_array(state: OpaqueState) -> NamedArray:
+    """Opaque state as an array of bytes, under a name that no K and V has."""
+    data = np.frombuffer(state.read(), np.uint8)
+    return NamedArray(
+        name=f"layer_{state.layer}.state.{state.name}",
+        dtype="fp16",
+        shape=(data.size,),
+        array_dtype="|u1",
+        reader=lambda step: (data[begin : begin + step] for begin in range(0, data.size, step)),
+    )
 
 
 def _words(entry: LayerArray) -> Words:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ..dtypes import Bytes
-from .lookup import Found, Text
+from .lookup import Found, StatePlace, Text
+from .prefix_state import PrefixState
 from .results import Cleaned, Entry, Stats, Verified
 from .space import Space
 from .table_sets import KeptTables, TableSets
@@ -72,6 +73,18 @@ class Units(Protocol):
 
     def keep_bound(self) -> int:
         """Remove what is above the bound, if there is one: bytes."""
+
+    def find_state(self, text: Text, tokens: int) -> StatePlace | None:
+        """The state of the longest beginning of at most `tokens` tokens that has one."""
+
+    def add_state(self, space: Space, text: Text, state: PrefixState) -> Added:
+        """Take in the state of a text, whose units are stored.
+
+        Raises
+        ------
+        ParentGoneError
+            Where they are not there any more.
+        """
 
     def touch(self, units: Iterable[int]) -> None:
         """Units were used."""

@@ -135,6 +135,39 @@ def insert(
     return unit, _superfluous(cursor, parent_key, branch, text.block_tokens)
 
 
+@dataclass(frozen=True)
+class NewState:
+    """State of a prefix on its way in: its key, tokens of the prefix, bytes of what it holds and of its file."""
+
+    key: bytes
+    tokens: int
+    raw_bytes: int
+    nbytes: int
+
+
+def insert_state(cursor: Cursor, space: int, new: NewState, parent: int | None, *, number: int | None = None) -> int:
+    """Note state down as a unit without tokens that follows the one with the end of its prefix, `parent`.
+
+    It goes with that unit, and before it. Of its row `start` are tokens of the prefix, and `skip` the bytes it holds.
+
+    Returns
+    -------
+    The number of the unit; 0 where the state is there already.
+    """
+    if cursor.has_row("SELECT 1 FROM branch WHERE parent = ? AND text = x''", (new.key,)):
+        return 0
+    if parent is not None:
+        cursor.execute("UPDATE unit SET children = children + 1 WHERE id = ?", (parent,))
+    cursor.execute(
+        "INSERT INTO unit VALUES (?, ?, ?, ?, ?, 0, ?, ?, 0, 0)",
+        (number, space, parent, new.raw_bytes, new.tokens, new.nbytes, _state(cursor, "tick")),
+    )
+    unit = cursor.last_row
+    cursor.execute("INSERT INTO branch VALUES (?, ?, x'')", (unit, new.key))
+    cursor.execute("UPDATE state SET bytes = bytes + ?", (new.nbytes,))
+    return unit
+
+
 def _superfluous(cursor: Cursor, parent: bytes, text: bytes, block_tokens: int) -> list[int]:
     """The tail that a longer text repeats: a chat that grows would leave one at every turn."""
     row = cursor.row(
@@ -159,9 +192,7 @@ def pin(cursor: Cursor, key: bytes, unit: int, tokens: int) -> bool:
 
 def pin_text(cursor: Cursor, lookup: Lookup, text: Text) -> None:
     """Pin a text; where it is not all stored its pin waits for it."""
-    found = lookup.find(text)
-    unit = found.places[-1].unit if found.tokens == text.ids.size else _LOST
-    pin(cursor, text_key(text.space, text.ids), unit, text.ids.size)
+    pin(cursor, text_key(text.space, text.ids), lookup.last_unit(text) or _LOST, text.ids.size)
 
 
 def pin_again(cursor: Cursor, lookup: Lookup, text: Text) -> None:
@@ -169,7 +200,7 @@ def pin_again(cursor: Cursor, lookup: Lookup, text: Text) -> None:
     for key, _, tokens in cursor.all_rows(PinRow, "SELECT key, unit, tokens FROM pin WHERE unit = ?", (_LOST,)):
         ids, keys = text.ids[:tokens], text.keys[: tokens // text.block_tokens]
         if ids.size == tokens and text_key(text.space, ids) == key:
-            pin_text(cursor, lookup, Text(text.space, ids, keys, text.block_tokens))
+            pin_text(cursor, lookup, Text(text.space, ids, keys, text.block_tokens, text.needs_state))
 
 
 def note_session(cursor: Cursor, name: str, space: Space, ids: Ids) -> None:
@@ -222,14 +253,28 @@ def evict(cursor: Cursor, max_bytes: int) -> list[int]:
         rows = cursor.all_rows(UnitBytes, f"{_LEAVES} LIMIT ?", (_AT_ONCE,))
         if not rows:
             break
-        chosen = []
+        chosen: dict[int, None] = {}
         for unit, nbytes in rows:
             if left > max_bytes:
                 left -= nbytes
-                chosen.append(unit)
+                chosen[unit] = None
+                alone = _end_of_state(cursor, unit) if left > max_bytes else None
+                if alone is not None and alone.unit not in chosen:
+                    left -= alone.nbytes
+                    chosen[alone.unit] = None
         remove_all(cursor, chosen)
         gone += chosen
     return gone
+
+
+def _end_of_state(cursor: Cursor, unit: int) -> UnitBytes | None:
+    """The unit that only windows and state, `unit`, kept: without them it is of no use."""
+    return cursor.row(
+        UnitBytes,
+        "SELECT id, bytes FROM unit WHERE id = (SELECT parent FROM unit WHERE id = ? AND tokens = 0) "
+        "AND children = 1 AND pins = 0",
+        (unit,),
+    )
 
 
 def leaves(cursor: Cursor, max_bytes: int) -> list[int]:

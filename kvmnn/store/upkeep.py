@@ -7,8 +7,9 @@ from contextlib import suppress
 from ..errors import OutputError
 from . import updates
 from .directory import Directory
-from .lookup import Text
+from .lookup import Place, Text
 from .mending import mend_beside
+from .prefix_state import decode_state, parse_state
 from .results import Cleaned, Verified, kept_part, pinned_bytes
 from .rows import (
     BlockRow,
@@ -16,12 +17,14 @@ from .rows import (
     Cursor,
     KeyRow,
     Number,
+    StateRow,
     UnitRow,
     UnitSizes,
     UnitUse,
     WrongRowError,
     parse_space_document,
 )
+from .space import Space
 from .strangers import strangers
 from .token_ids import as_text, block_keys
 from .unit import DamagedError, Unit
@@ -37,26 +40,29 @@ def delete(units: Directory, text: Text) -> Cleaned:
 
     def choose(cursor: Cursor) -> list[int]:
         nonlocal is_pinned
-        found = units.lookup(cursor).find(text)
+        lookup = units.lookup(cursor)
+        found, last = lookup.find(text), lookup.last_unit(text)
         gone: list[int] = []
-        if found.tokens < text.ids.size:
+        if last is None:
             return gone
-        for place in reversed(found.places):
+        places = [Place(last, 0, 0), *reversed(found.places)] if text.needs_state else reversed(found.places)
+        for place in places:
+            others = f"other.parent = unit.id AND other.id NOT IN ({','.join(map(str, gone))})"
             tokens, pins, followers = cursor.need_row(
                 UnitUse,
-                "SELECT tokens, pins, (SELECT count(*) FROM unit AS other WHERE other.parent = unit.id) "
-                "FROM unit WHERE id = ?",
+                f"SELECT tokens, pins, (SELECT count(*) FROM unit AS other WHERE {others}) FROM unit WHERE id = ?",
                 (place.unit,),
             )
             is_pinned = bool(pins)
-            if pins or followers > (1 if gone else 0) or tokens > place.skip + place.take:
+            if pins or followers or tokens > place.skip + place.take:
                 break
             gone.append(place.unit)
         return gone
 
     removed = units.remove(choose)
     left = units.find(text).tokens
-    return Cleaned(units=removed.units, bytes=removed.nbytes, kept=kept_part(removed.units, left, pinned=is_pinned))
+    kept = kept_part(removed.units, left, pinned=is_pinned)
+    return Cleaned(units=removed.units, bytes=removed.nbytes, kept=kept)
 
 
 def clean(units: Directory, max_bytes: int | None) -> Cleaned:
@@ -115,23 +121,27 @@ def verify(units: Directory, threads: int | None) -> Verified:
     units.index.check()
     _check_counts(units)
     verifier = Verifier(units.files.read, lambda key: _holder(units, key), units.tables, units.block_tokens, threads)
-    count = tokens = nbytes = after = 0
+    count = states = tokens = nbytes = after = 0
     notes: list[str] = []
     lost: set[int] = set()
     while True:
         with units.index.reading() as cursor:
             rows = cursor.all_rows(
                 UnitRow,
-                "SELECT unit.id, skip, start, space.document FROM unit LEFT JOIN space ON space.id = unit.space "
-                "WHERE unit.id > ? ORDER BY unit.id LIMIT ?",
+                "SELECT unit.id, skip, start, tokens, space.document FROM unit LEFT JOIN space "
+                "ON space.id = unit.space WHERE unit.id > ? ORDER BY unit.id LIMIT ?",
                 (after, _AT_ONCE),
             )
             spaces = {row.document: parse_space_document(row.document, units.label) for row in rows}
-        for number, skip, start, document in rows:
+        for number, skip, start, unit_tokens, document in rows:
             after = number
             if number in lost:
                 continue
             try:
+                if not unit_tokens:
+                    nbytes += _verify_state(units, number, spaces[document])
+                    states += 1
+                    continue
                 unit = verifier.verified(number, spaces[document])
                 _check_rows(units, number, skip, start, unit)
             except DamagedError as error:
@@ -147,11 +157,30 @@ def verify(units: Directory, threads: int | None) -> Verified:
         units=count,
         tokens=tokens,
         bytes=nbytes,
+        states=states,
         damaged=tuple(notes),
         lost=len(lost),
         beside=beside,
         anew=tuple(units.made_anew),
     )
+
+
+def _verify_state(units: Directory, number: int, space: Space) -> int:
+    """Decode and compare the state of a prefix; bytes of its file. Errors as `_check_rows`."""
+    data = units.files.read(number)
+    if data is None:
+        raise DamagedError("its file is gone or cannot be read")
+    state = parse_state(data)
+    decode_state(state, space)
+    with units.index.reading() as cursor:
+        row = cursor.row(StateRow, "SELECT start, bytes, skip FROM unit WHERE id = ?", (number,))
+        branch = cursor.row(BranchEnd, "SELECT parent, text FROM branch WHERE unit = ?", (number,))
+    if row is not None:  # else another process has removed it
+        if branch is None or branch.parent != state.key or row.tokens != state.tokens:
+            raise DamagedError("is of another prefix than the index says")
+        if row != (state.tokens, data.size, state.raw_bytes):
+            raise units.index.damaged("it says other things of a state than its file")
+    return int(data.size)
 
 
 _WRONG = (

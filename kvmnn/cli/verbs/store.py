@@ -68,7 +68,7 @@ _MAKING_OPTIONS = ("store_bytes", "block_tokens", "codec", "effort", "threads")
 _ACTIONS = {
     "put": _Action((*_MODEL, *_INPUT, *_MAKING_OPTIONS, "rope", "force"), "CACHE"),
     "match": _Action(_MODEL),
-    "get": _Action((*_MODEL, *_LAYOUT, "output", "force", "threads", "cast", "rerotate")),
+    "get": _Action((*_MODEL, *_LAYOUT, "output", "force", "threads", "cast", "rerotate", "partial")),
     "ls": _Action(),
     "stat": _Action(),
     "verify": _Action(("threads",)),
@@ -136,6 +136,11 @@ def add_parser(verbs: Any) -> None:
         "--rerotate",
         action="store_true",
         help="get: K at the positions 0, 1, 2 ..., as pack --rerotate; a stored prefix has these already",
+    )
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="get: layers with full attention alone, where windows or state are not stored at this length",
     )
     shared_options.add_source(parser, "put: what raw words are; else which precision is meant")
     parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")

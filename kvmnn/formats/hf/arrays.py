@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ import numpy.typing as npt
 from ...arrays.engine_cache import EngineCache, of_part
 from ...arrays.layers import array_name
 from ...arrays.named_array import ArrayInfo, NamedArray, UnsupportedArrayError, UntypedArrayError
+from ...arrays.opaque_state import OpaqueState
 from ...arrays.padding import take_rows
 from ...arrays.source import BESIDE_KEY, Source
 from ...arrays.strided import strided
@@ -22,6 +25,7 @@ from ...errors import KvmnnError, SourceError
 from ...text import count
 from ..options import ReadOptions
 from ..reading import check_own_type, checked, dtype_name, select
+from ..torch.tensors import ELEMENT_TYPES
 from .batch_texts import Texts, find_texts
 from .cache_states import describe_states
 from .objects import AnyTensor, Cache, Layer
@@ -120,7 +124,35 @@ def cache_source(where: str, cache: Cache, options: ReadOptions) -> Source:
         found.engine_cache = of_part(_describe(read), names, found)
     found.metadata = _note_positions(read.rows)
     found.completeness = describe_states(cache, read.rows)
+    if not half:
+        found.states = tuple(_list_states(where, read))
     return found
+
+
+def _list_states(where: str, read: _Read) -> Iterator[OpaqueState]:
+    """State of layers without K and V, of one text whose rows are all tokens: it may not be that of some of them."""
+    cache, rows = read.cache, read.rows
+    for layer, each in zip(cache.layers, rows.layers, strict=True):
+        is_cut = each.index.size < layer.keys.shape[2] and not (layer.is_buffer or layer.is_window)
+        if layer.keys.shape[0] != 1 or is_cut:
+            return
+    for other in cache.others:
+        for name, tensor in other.tensors:
+            sizes = {kind.name: kind.itemsize for kind in ELEMENT_TYPES.values()}
+            if tensor.type_name in sizes:
+                yield OpaqueState(
+                    layer=other.number,
+                    name=name,
+                    dtype=tensor.type_name,
+                    shape=tuple(tensor.shape),
+                    nbytes=math.prod(tensor.shape) * sizes[tensor.type_name],
+                    reader=partial(_read_state, where, tensor),
+                )
+
+
+def _read_state(where: str, tensor: AnyTensor) -> bytes:
+    words = np.ascontiguousarray(_words(where, tensor, None))
+    return words.astype(words.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
 def _read(where: str, cache: Cache, *, has_halves: bool) -> _Read:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...errors import SourceError
 from .objects import FORMS, Cache, IsTensor, Layer, Made, OtherLayer
-from .other_states import cache_states, layer_states, state_kind
+from .other_states import cache_states, layer_states, layer_tensors, state_kind
 
 _MOST_DEPTH = 4
 _MOST_LAYERS = 1 << 16
@@ -132,7 +132,8 @@ class _Finder:
                 raise self._not_read(number, layer.kind, "whose older tokens are quantised: expected a DynamicCache")
             states = layer_states(layer.state, self.is_tensor)
             if (keys is None and values is None) or (self._is_empty(keys) and self._is_empty(values)):
-                found.others.append(OtherLayer(number, state_kind(states), states))
+                tensors = layer_tensors(layer.state, states, self.is_tensor)
+                found.others.append(OtherLayer(number, state_kind(states), states, tensors))
                 continue
             if not (self.is_tensor(keys) and self.is_tensor(values)):
                 raise self._not_read(number, layer.kind, "whose keys and values are not two tensors")
@@ -150,7 +151,7 @@ class _Finder:
         with_pairs = {layer.number for layer in cache.layers}
         cache.layers = [layer.with_states(states.get(layer.number, ())) for layer in cache.layers]
         known = {other.number: other for other in cache.others} | {
-            number: OtherLayer(number, state_kind(names), names)
+            number: OtherLayer(number, state_kind(names), names, layer_tensors(state, names, self.is_tensor, number))
             for number, names in states.items()
             if number not in with_pairs
         }

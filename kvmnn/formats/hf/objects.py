@@ -103,11 +103,14 @@ class OtherLayer:
         What its state is; ``"shared"`` for a layer that was never written to, as it has none of its own.
     states
         Names of its tensors.
+    tensors
+        These by name; of a list or dict of them each by a name of its own.
     """
 
     number: int
     kind: StateKind = "shared"
     states: tuple[str, ...] = ()
+    tensors: tuple[tuple[str, AnyTensor], ...] = ()
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ...arrays.completeness import StateKind
@@ -50,6 +50,26 @@ def cache_states(state: Mapping[str, Any], is_tensor: IsTensor, max_layers: int)
             if type(number) is int and 0 <= number < max_layers and _holds_tensor(item, is_tensor):
                 found[number] = (*found.get(number, ()), name)
     return found
+
+
+def named_tensors(name: str, value: Any, is_tensor: IsTensor) -> tuple[tuple[str, Any], ...]:
+    """The tensors of a state by name: its own, or of a list or dict of them ``<name>.<key>``."""
+    if is_tensor(value):
+        return ((name, value),) if 0 not in value.shape else ()
+    if not isinstance(value, Mapping | list | tuple):
+        return ()
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return tuple((f"{name}.{key}", item) for key, item in items if is_tensor(item) and 0 not in item.shape)
+
+
+def layer_tensors(
+    state: Mapping[str, Any], names: Iterable[str], is_tensor: IsTensor, number: int | None = None
+) -> tuple[tuple[str, Any], ...]:
+    """The tensors of the states with these names, in lists or dicts by layer those of layer `number`."""
+    found: list[tuple[str, Any]] = []
+    for name in names:
+        found += named_tensors(name, state[name] if number is None else state[name][number], is_tensor)
+    return tuple(found)
 
 
 def _holds_tensor(value: object, is_tensor: IsTensor) -> bool:

@@ -10,11 +10,15 @@ import numpy as np
 
 from ...frames.hashing import checksum
 from ..beside import MAX_BLOCK_TOKENS
+from ..prefix_state import state_key
 from ..space import KEY_BYTES
 from ..token_ids import MAX_TOKENS, Ids, as_text, block_keys, ids_in_text
 
 MAGIC = b"KVMNNPB1"
+STATE_MAGIC = b"KVMNNPB2"
 AFTER = "after-"
+STATES = "states-"
+"""Begin of the folders of records of windows and state, one for each space."""
 NAMED_IDS = 32
 """Ids that the name of a record has: file systems allow for no more."""
 _FIELDS = struct.Struct(f"<8s{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}sQII")
@@ -63,18 +67,87 @@ class Record:
         return data + _CHECKSUM.pack(checksum(data))
 
 
+@dataclass(frozen=True, eq=False)
+class StateRecord(Record):
+    """Windows and state of a prefix: `ids` are the last of its ids, at most a block, behind the block `parent`.
+
+    Parameters
+    ----------
+    raw_bytes
+        Of what it holds.
+    """
+
+    raw_bytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prefix."""
+        return self.start + int(self.ids.size)
+
+    @property
+    def key(self) -> bytes:
+        """The key of the state."""
+        return state_key(self.parent, self.ids)
+
+    def name(self, block_tokens: int) -> str:
+        """Where the record lies; names sort by the tokens of their prefixes."""
+        return f"{STATES}{self.space.hex()}/{self.tokens:08x}-{self.key.hex()}"
+
+    def keys(self, block_tokens: int) -> list[bytes]:
+        """Nothing goes on from state."""
+        return []
+
+    def to_bytes(self) -> bytes:
+        """The record's bytes."""
+        unit = self.unit.to_bytes(KEY_BYTES, "big")
+        fields = _FIELDS.pack(STATE_MAGIC, self.space, self.parent, unit, self.nbytes, self.start, self.ids.size)
+        data = fields + self.ids.astype("<u4").tobytes() + _CHECKSUM.pack(self.raw_bytes)
+        return data + _CHECKSUM.pack(checksum(data))
+
+    def ends_in(self, record: Record, block_tokens: int) -> bool:
+        """Whether a unit has the end of the prefix."""
+        keys = [record.parent, *record.keys(block_tokens)]
+        if record.space != self.space or self.parent not in keys:
+            return False
+        begin = keys.index(self.parent) * block_tokens
+        return np.array_equal(record.ids[begin : begin + self.ids.size], self.ids)
+
+
+def state_number(key: bytes) -> int:
+    """The number of the unit of a state with this key."""
+    return int.from_bytes(key, "big")
+
+
+def named_state(name: str) -> tuple[int, str] | None:
+    """Tokens of a prefix, and the key of its state in hexadecimal, by the name of its record; None for another name."""
+    tokens, _, key = name.partition("-")
+    try:
+        return int(tokens, 16), key
+    except ValueError:
+        return None
+
+
 def from_bytes(data: bytes | None) -> Record | None:
     """A record; None for what is none, or is damaged."""
     if data is None or len(data) < _FIELDS.size + _CHECKSUM.size:
         return None
     magic, space, parent, unit, nbytes, start, tokens = _FIELDS.unpack_from(data)
-    end = _FIELDS.size + 4 * tokens
-    if magic != MAGIC or not 1 <= tokens <= MAX_TOKENS or start > MAX_TOKENS or len(data) != end + _CHECKSUM.size:
+    ids_end = _FIELDS.size + 4 * tokens
+    end = ids_end + (_CHECKSUM.size if magic == STATE_MAGIC else 0)
+    if (
+        magic not in (MAGIC, STATE_MAGIC)
+        or not 1 <= tokens <= MAX_TOKENS
+        or start > MAX_TOKENS
+        or len(data) != end + _CHECKSUM.size
+    ):
         return None
     if checksum(data[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
         return None
     ids = np.frombuffer(data, "<u4", tokens, _FIELDS.size)
-    return Record(space, parent, int.from_bytes(unit, "big"), nbytes, start, ids)
+    number = int.from_bytes(unit, "big")
+    if magic == STATE_MAGIC:
+        return StateRecord(space, parent, number, nbytes, start, ids, _CHECKSUM.unpack_from(data, ids_end)[0])
+    return Record(space, parent, number, nbytes, start, ids)
 
 
 def placed(data: bytes | None, name: str, block_tokens: int) -> Record | None:

@@ -18,7 +18,8 @@ import numpy as np
 from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, OutputError, SourceError
 from ..beside import Settings, check_settings, parse_settings, settings_document
-from ..lookup import Found, Place, Text
+from ..lookup import Found, Place, StatePlace, Text
+from ..prefix_state import PrefixState, state_key
 from ..space import Space, from_json
 from ..table_sets import KeptTables, TableSets, object_name
 from ..token_ids import Ids, agreeing, agreeing_texts, as_text
@@ -29,13 +30,17 @@ from . import bounding
 from .ram import Ram
 from .records import (
     AFTER,
+    STATES,
     Record,
+    StateRecord,
     folder_after,
     from_bytes,
     named_count,
     named_ids,
+    named_state,
     placed,
     record_name,
+    state_number,
     tick_of,
     told_block_tokens,
     unit_name,
@@ -169,7 +174,8 @@ class Shelf:
 
     def has_texts(self, space: Space) -> bool:
         """Whether anything of a space is stored."""
-        return bool(self.values.names_in(folder_after(space.key)))
+        folder = folder_after(space.key) if space.layers else STATES + space.key.hex()
+        return bool(self.values.names_in(folder))
 
     def find(self, text: Text) -> Found:
         """The longest stored beginning of a text: four round trips, however long it is."""
@@ -276,6 +282,43 @@ class Shelf:
         bounding.pin_again(self, text)
         self.touch([record.unit for record in records.values()])
         return Added(stored, removed + bounding.after_put(self, stored))
+
+    def find_state(self, text: Text, tokens: int) -> StatePlace | None:
+        """The state of the longest beginning of at most `tokens` tokens that has one: three round trips."""
+        folder = STATES + text.space.hex()
+        names = {name: said for name in self.values.names_in(folder) if (said := named_state(name)) is not None}
+        keys: dict[int, str] = {}
+        for name in sorted(names, reverse=True):
+            size, key = names[name]
+            if not 0 < size <= tokens:
+                continue
+            if size not in keys:
+                keys[size] = state_key(*text.end(size)).hex()
+            if keys[size] != key:
+                continue
+            record = self._usable(self.values.get_many([f"{folder}/{name}"])[0], f"{folder}/{name}", text)
+            if record is not None and not self._lost([record.unit]):
+                self._note_place(record, text.block_tokens)
+                return StatePlace(size, record.unit)
+        return None
+
+    def add_state(self, space: Space, text: Text, state: PrefixState) -> Added:
+        """As `Units`; whoever looks for a state looks for its units first."""
+        self.check_writable()
+        if space.layers and self.find(text).tokens < text.ids.size:
+            raise ParentGoneError("the blocks before a state are gone")
+        data = b"".join(bytes(piece) for piece in state.to_pieces())
+        number, start = state_number(state.key), state.tokens - int(state.ids.size)
+        record = StateRecord(space.key, state.parent, number, len(data), start, state.ids, state.raw_bytes)
+        name = record.name(text.block_tokens)
+        first = {f"spaces/{space.key.hex()}": self._document(space), unit_name(number): data}
+        if self.values.put_new(first, {name: record.to_bytes()}):
+            self.values.put_many({name: record.to_bytes()})  # the one that is there may be damaged
+        self._bad.discard(number)
+        self._ram.put(number, data)
+        bounding.pin_again(self, text)
+        self.touch([number])
+        return Added(len(data), bounding.after_put(self, len(data)))
 
     def _tail_before(self, new: NewUnit, text: Text) -> Record | None:
         """The tail that a longer text repeats: a chat that grows would leave one at every turn."""

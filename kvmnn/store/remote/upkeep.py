@@ -10,12 +10,13 @@ import numpy as np
 
 from ...dtypes import Bytes
 from ..lookup import Text
+from ..prefix_state import decode_state, parse_state
 from ..results import LAST_IDS, Cleaned, Entry, Stats, Verified, kept_part, pinned_bytes
 from ..space import Space
 from ..unit import DamagedError
 from ..verifying import GoneError, Verifier
 from . import bounding, sessions
-from .records import AFTER, Record, placed, unit_name
+from .records import AFTER, STATES, Record, StateRecord, placed, unit_name
 from .shelf import TABLES, Shelf
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ _AT_ONCE, _AT_ONCE_BYTES = 256, 32 << 20
 
 def records(units: Shelf) -> Iterator[tuple[str, Record | None]]:
     """All records by their names; None for one that is damaged, or lies where another belongs."""
-    for some in _runs(sorted(units.values.tree(AFTER))):
+    for some in _runs(sorted((*units.values.tree(AFTER), *units.values.tree(STATES)))):
         for name, data in zip(some, units.values.get_many(some), strict=True):
             yield name, placed(data, name, units.block_tokens)
 
@@ -43,19 +44,26 @@ def delete(units: Shelf, text: Text) -> Cleaned:
         size = units.block_tokens
         known = {record.unit: record for record in _known(units)}
         pins = bounding.pins(units)
-        pinned = set(pins.values())
+        pinned = {unit for ends in pins.values() for unit in ends}
         gone: list[Record] = []
-        for place in reversed(found.places if found.tokens == text.ids.size else ()):
+        state = units.find_state(text, text.ids.size) if text.needs_state else None
+        if state is not None and state.tokens == text.ids.size and state.unit not in pinned and state.unit in known:
+            gone.append(known[state.unit])
+        is_stored = bool(gone) if text.needs_state else found.tokens == text.ids.size
+        for place in reversed(found.places if is_stored else ()):
             record = known.get(place.unit)
             if record is None or record.unit in pinned:
                 break
             keys = set(record.keys(size))
             others = [each for each in known.values() if each.parent in keys and each not in gone]
+            rest = [each for each in known.values() if each not in gone and each is not record]
+            others += [each for each in _states(rest) if each.ends_in(record, size) and not _has_end(rest, each, size)]
             if others or record.ids.size > place.skip + place.take:
                 break
             gone.append(record)
         if not gone or bounding.forget_unless_pinned(units, gone, pins):
             is_pinned = bool(found.places) and found.places[-1].unit in pinned
+            is_pinned |= state is not None and state.unit in pinned
             kept = kept_part(len(gone), units.find(text).tokens, pinned=is_pinned)
             return Cleaned(units=len(gone), bytes=sum(record.nbytes for record in gone), kept=kept)
 
@@ -67,6 +75,7 @@ def clean(units: Shelf, max_bytes: int | None) -> Cleaned:
     A put stores tables and units before records, or all at once. So what is listed first is compared with what was
     listed after it, and nothing that came meanwhile seems to be of no use; what a put may have stored just now stays.
     """
+    units.touch((), now=True)
     uses, tables = units.values.names_in("uses"), units.values.names_in(TABLES)
     seen = list(records(units))
     there = set(units.values.names_in("units"))
@@ -77,6 +86,11 @@ def clean(units: Shelf, max_bytes: int | None) -> Cleaned:
     foreign = sorted(name for name in there if not _UNIT.fullmatch(name))
     others = [f"units/{name}" for name in sorted(there - known - set(foreign))]
     reached = {record.unit for record in _in_order(held, units.block_tokens, orphans=False)}
+    layers = {space.key for space in units.spaces() if space.layers}
+    reached |= {state.unit for state in _states(held) if state.space not in layers}
+    reached -= {
+        state.unit for state in _states(held) if state.space in layers and not _has_end(held, state, units.block_tokens)
+    }
     loose = {record.unit for _, record in seen if record is not None} - reached - bounding.pinned_units(units)
     orphans = [each for each in held if each.unit in loose]
     units.forget(orphans)
@@ -104,7 +118,7 @@ def verify(units: Shelf, threads: int | None) -> Verified:
     holders = {key: (record.unit, n) for record in known for n, key in enumerate(record.keys(size), 1)}
     at_hand: dict[int, Bytes | None] = {}
     verifier = Verifier(lambda unit: _read(units, unit, at_hand), holders.get, units.tables, size, threads)
-    count = tokens = nbytes = 0
+    count = states = tokens = nbytes = 0
     notes: list[str] = []
     damaged: list[Record] = []
     lost: list[Record] = []
@@ -123,6 +137,11 @@ def verify(units: Shelf, threads: int | None) -> Verified:
                 space = spaces.get(record.space)
                 if space is None:
                     raise DamagedError("is of no known model")
+                if isinstance(record, StateRecord):
+                    _verify_state(_read(units, record.unit, at_hand), record, space)
+                    states += 1
+                    nbytes += record.nbytes
+                    continue
                 unit = verifier.verified(record.unit, space, record.ids)
                 if (unit.parent, unit.start) != (record.parent, record.start):
                     raise DamagedError("holds other blocks than its record says")
@@ -143,10 +162,30 @@ def verify(units: Shelf, threads: int | None) -> Verified:
         tokens=tokens,
         bytes=nbytes,
         damaged=tuple(notes),
+        states=states,
         lost=len(lost),
         beside=tuple(sessions.damaged(units.values)),
         anew=tuple(units.notes),
     )
+
+
+def _verify_state(data: Bytes | None, record: StateRecord, space: Space) -> None:
+    """Decode and compare windows and state; `GoneError` where they were evicted, `DamagedError` for what is wrong."""
+    if data is None:
+        raise GoneError("its file is gone or cannot be read")
+    state = parse_state(data)
+    decode_state(state, space)
+    if (state.key, state.tokens, data.size) != (record.key, record.tokens, record.nbytes):
+        raise DamagedError("is of another prefix than its record says")
+
+
+def _has_end(records_: Iterable[Record], state: StateRecord, block_tokens: int) -> bool:
+    """Whether any unit has the end of the prefix."""
+    return any(not isinstance(each, StateRecord) and state.ends_in(each, block_tokens) for each in records_)
+
+
+def _states(records_: Iterable[Record]) -> list[StateRecord]:
+    return [record for record in records_ if isinstance(record, StateRecord)]
 
 
 def _read(units: Shelf, unit: int, at_hand: Mapping[int, Bytes | None]) -> Bytes | None:
@@ -188,15 +227,19 @@ def _in_order(known: Sequence[Record], block_tokens: int, *, orphans: bool = Tru
 def stats(units: Shelf, asked: int, found: int) -> Stats:
     """Counts of everything, as the records say."""
     spaces = {space.key: space for space in units.spaces()}
-    known = [record for record in _known(units) if record.space in spaces]
+    every = [record for record in _known(units) if record.space in spaces]
+    states = _states(every)
+    known = [record for record in every if not isinstance(record, StateRecord)]
     size = units.block_tokens
     return Stats(
-        texts=len(_ends(known, size)),
+        texts=len(_ends(every, size)),
+        states=len(states),
         units=len(known),
         blocks=sum(record.ids.size // size for record in known),
         tokens=sum(record.ids.size for record in known),
-        bytes=sum(record.nbytes for record in known),
-        raw_bytes=sum(record.ids.size * spaces[record.space].token_bytes for record in known),
+        bytes=sum(record.nbytes for record in every),
+        raw_bytes=sum(state.raw_bytes for state in states)
+        + sum(record.ids.size * spaces[record.space].token_bytes for record in known),
         index_bytes=0,
         models=tuple(sorted({spaces[record.space].model for record in known})),
         pinned=len(bounding.pins(units)),
@@ -225,6 +268,7 @@ def entries(units: Shelf) -> list[Entry]:
                 bytes=record.nbytes,
                 pinned=record.unit in pinned,
                 unused_for=now - tick if tick else None,
+                is_complete=isinstance(record, StateRecord) or not space.needs_state,
                 last_ids=tuple(record.ids[-LAST_IDS:].tolist()),
             )
         )
@@ -233,10 +277,18 @@ def entries(units: Shelf) -> list[Entry]:
 
 def _ends(known: Sequence[Record], block_tokens: int) -> list[Record]:
     """The records at whose end no other goes on; behind a tail none can."""
-    parents = {record.parent for record in known}
-    return [
-        record for record in known if record.ids.size % block_tokens or record.keys(block_tokens)[-1] not in parents
+    states = _states(known)
+    units = [record for record in known if not isinstance(record, StateRecord)]
+    parents = {record.parent for record in units}
+    ends: list[Record] = [
+        record for record in units if record.ids.size % block_tokens or record.keys(block_tokens)[-1] not in parents
     ]
+    return [*states, *(each for each in ends if not any(_is_end_of(each, state, block_tokens) for state in states))]
+
+
+def _is_end_of(record: Record, state: StateRecord, block_tokens: int) -> bool:
+    """Whether windows and state stand for the text up to the end of a unit."""
+    return state.tokens == record.start + record.ids.size and state.ends_in(record, block_tokens)
 
 
 def _runs(entries_: Sequence[T]) -> Iterator[Sequence[T]]:

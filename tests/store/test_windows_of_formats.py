@@ -1,0 +1,112 @@
+"""Caches with windows and state that engines wrote, stored and got again, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_client import unpack
+from repository import FIXTURES
+
+import kvmnn
+from kvmnn.arrays.source import Source
+from kvmnn.store import PrefixStore, layers_of
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack(FIXTURES / "llama_windows" / "files.tar.xz", tmp_path_factory.mktemp("windows"))
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack(FIXTURES / "hf" / "layers.tar.xz", tmp_path_factory.mktemp("hf"))
+
+
+def ids_of(source: Source, tokens: int) -> list[int]:
+    cache = source.engine_cache
+    return [*range(3, 3 + tokens)] if cache is None or cache.token_ids is None else cache.token_ids.tolist()[:tokens]
+
+
+@pytest.mark.parametrize("name", ["long.session", "long.sequence", "short.session"])
+def test_session_is_stored_whole_and_got_again(llama: Path, tmp_path: Path, run, name: str) -> None:
+    model = llama / "model.gguf"
+    source = kvmnn.open(llama / name, model=model)
+    tokens = 12 if name.startswith("short") else 300
+    ids = ids_of(source, tokens)
+    said, asked = json.dumps(ids), json.dumps([*ids, 1, 2])
+    put = run("store", "put", tmp_path / "s", llama / name, "--model", model, "--token-ids", said[1:-1]).out
+    assert put.startswith(f"{tokens} tokens, {tokens} of them new") and ("windows" in put) == (tokens > 16)
+    out = tmp_path / "x.safetensors"
+    got = run("store", "get", tmp_path / "s", "--token-ids", asked[1:-1], "-o", out).out
+    assert got.startswith(f"{tokens} of {tokens + 2} tokens") and "INCOMPLETE" not in got
+    found = kvmnn.open(out)
+    wanted = layers_of(source, with_windows=True)
+    for one, other in zip(layers_of(found, with_windows=True), wanted, strict=True):
+        assert one.keys.tobytes() == other.keys.tobytes() and one.values.tobytes() == other.values.tobytes()
+        assert np.array_equal(one.positions, other.positions) and one.tokens_seen == other.tokens_seen
+    again = ("store", "put", tmp_path / "s", out, "--model", model, "--token-ids", said[1:-1])
+    assert "all of them were stored already" in run(*again).out
+    if tokens > 16:
+        shorter = said[1:-1].rpartition(",")[0]
+        assert run("store", "match", tmp_path / "s", "--token-ids", shorter, code=1).out.strip() == "0"
+        error = run("store", "get", tmp_path / "s", "--token-ids", shorter, "-o", out, "--force", code=1).err
+        assert "299 tokens of it are stored without windows and state" in error and "--partial" in error
+        part = ("store", "get", tmp_path / "s", "--token-ids", shorter, "-o", out, "--force", "--partial")
+        assert (
+            "INCOMPLETE: 5 of 6 layers have a window and are not stored at the length of 299 tokens" in run(*part).out
+        )
+        document = json.loads(run(*part, "--json").out)
+        assert document["missing"] == ["5 of 6 layers have a window and are not stored at the length of 299 tokens"]
+        assert [*kvmnn.open(out)] == ["layer_5.key", "layer_5.value"]
+        error = run("store", "put", tmp_path / "s", out, "--model", model, "--token-ids", shorter, code=1).err
+        assert (
+            "cannot make a stored prefix of a part of the state: 5 of 6 layers have a window and are not stored"
+            in error
+        )
+        mnn = ("--backend", "x86-avx2", "--name", "p", "-o", tmp_path / "p")
+        error = run("store", "get", tmp_path / "s", "--token-ids", asked[1:-1], *mnn, code=2).err
+        assert "this text has windows, which the prefix cache of an MNN engine has no place for" in error
+
+
+NAMES = ("gemma3_hybrid", "cohere2_dynamic", "mistral_static", "lfm2_dynamic", "lfm2_static", "qwen3next_dynamic")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "qwen3next_static", "llama_dynamic"])
+def test_cache_of_transformers_is_stored_with_windows_and_state(hf: Path, tmp_path: Path, name: str) -> None:
+    source = kvmnn.open(hf / f"{name}.pt")
+    layers = layers_of(source, with_windows=True, with_states=True)
+    tokens = layers[0].tokens_seen
+    windows = [cache.layer for cache in layers if cache.tokens < tokens]
+    ids = [*range(3, 3 + tokens)]
+    has_state = name.startswith(("lfm2", "qwen3next"))
+    assert bool(source.states) == has_state and (not has_state or source.completeness.missing)
+    with PrefixStore(tmp_path / "s") as store:
+        put = store.put(ids, layers, model=name, windows=windows, states=source.states)
+        assert bool(put.state_bytes) == bool(windows or has_state)
+        found = store.get([*ids, 1], model=name)
+        assert (found.tokens, found.is_complete) == (tokens, True)
+        for one, other in zip(found.layers, layers, strict=True):
+            assert one.keys.tobytes() == other.keys.tobytes() and one.values.tobytes() == other.values.tobytes()
+            assert np.array_equal(one.positions, other.positions)
+        expected = sorted((s.layer, s.name, s.dtype, s.shape, s.read()) for s in source.states)
+        assert [(s.layer, s.name, s.dtype, s.shape, s.read()) for s in found.states] == expected
+        assert store.match(ids[:-1], model=name) == (0 if windows or has_state else tokens - 1)
+        assert store.verify().damaged == ()
+
+
+def test_state_of_transformers_by_the_command(hf: Path, tmp_path: Path, run) -> None:
+    source = kvmnn.open(hf / "qwen3next_dynamic.pt")
+    tokens = next(iter(source.arrays)).shape[2]
+    ids = ",".join(map(str, range(3, 3 + tokens)))
+    words = ("store", "put", tmp_path / "s", hf / "qwen3next_dynamic.pt", "--token-ids", ids, "--fingerprint", "q")
+    assert "of windows and state at this length" in run(*words).out
+    out = tmp_path / "x.safetensors"
+    run("store", "get", tmp_path / "s", "--token-ids", ids, "-o", out)
+    found = kvmnn.open(out)
+    for state in source.states:
+        assert found[f"layer_{state.layer}.state.{state.name}"].to_numpy().tobytes() == state.read()
+    again = run("store", "put", tmp_path / "s", out, "--token-ids", ids, "--fingerprint", "q", code=1).err
+    assert "cannot make a stored prefix of a part of the state: 3 of 4 layers have recurrent" in again

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+
 from ...lm.graph.interface import DecoderInterface
+from ...lm.graph.onnx_sessions import trim_heap
 from ...lm.session import DecoderSession
 
 
@@ -41,3 +44,5 @@ class ModelSessions:
     def release(self, *, keep: bool | None = None) -> None:
         """Close the sessions, but the one whose `attentions` is `keep`: the next work does not need them."""
         self._open = {kind: session for kind, session in self._open.items() if kind is keep}
+        gc.collect()
+        trim_heap()

@@ -98,11 +98,11 @@ def start(source: Path | bytes, folder: Path, settings: Settings, label: str) ->
     except Exception as error:  # onnxruntime's errors share no class
         raise ModelError(_reason(error, label)) from error
     finally:
-        _trim_heap()
+        trim_heap()
 
 
-def _trim_heap() -> None:
-    """Give memory that a parsed graph took back to the system: glibc keeps it, a quarter of the model's size."""
+def trim_heap() -> None:
+    """Give freed memory back to the system: glibc keeps that of parsed graphs and closed sessions, most of a model."""
     with suppress(AttributeError, OSError, TypeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

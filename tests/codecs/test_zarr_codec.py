@@ -45,6 +45,16 @@ def test_words_come_back(tmp_path: Path, dtype: object) -> None:
     assert (tmp_path / "a/c/0/0/0").read_bytes() == kvmnn.encode(first)
 
 
+@pytest.mark.parametrize("effort", ["exact", "balanced", "fast"])
+def test_effort_of_the_codec_makes_the_bytes_of_its_chunks(tmp_path: Path, effort: str) -> None:
+    words = RNG.normal(size=(1, 1024, 64)).astype(np.float32)
+    array = create(tmp_path / "a", "f4", shape=words.shape, chunks=words.shape, serializer=FrameCodec(effort=effort))
+    array[:] = words
+    chunk = (tmp_path / "a/c/0/0/0").read_bytes()
+    assert chunk == kvmnn.encode(words, effort=effort) == Frame("fp32", effort=effort).encode(words)
+    assert (chunk == kvmnn.encode(words, effort="exact")) == (effort != "fast")
+
+
 def test_effort_is_a_setting(tmp_path: Path) -> None:
     words = RNG.normal(size=SHAPE).astype(np.float32)
     array = create(tmp_path / "a", "f4", serializer=FrameCodec(effort="fast"))

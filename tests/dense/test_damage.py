@@ -152,6 +152,20 @@ def test_messages_name_what_is_wrong(at: int, value: int, message: str) -> None:
         dense.decode(bytes(broken))
 
 
+@pytest.mark.parametrize("method", ["words", "frame"])
+@pytest.mark.parametrize("flags", [1, 2, 3])
+def test_read_header_flags_of_methods_without_rows_are_refused(method: str, flags: int) -> None:
+    """docs/format-v2.md: rotary and table set are of method 2 alone."""
+    stream, given = next((s, given) for s, _, given in STREAMS if dense.inspect(s).method == method)
+    dense.decode(stream, **given)
+    broken = bytearray(stream)
+    broken[7] = flags
+    with pytest.raises(FrameError, match=f"flags {flags} with method '{method}': expected none of these"):
+        dense.decode(bytes(broken), **given)
+    with pytest.raises(FrameError, match=f"flags {flags} with method '{method}'"):
+        dense.inspect(bytes(broken))
+
+
 def test_a_stream_that_says_it_has_other_words_than_its_history() -> None:
     """The word size may be what was damaged."""
     stream, _, given = next(one for one in STREAMS if "history" in one[2] and one[0][6] == 0)

@@ -95,3 +95,19 @@ def test_rows_that_no_stream_has() -> None:
         Places(np.zeros((2, 5, 8), np.float32), "fp32")
     with pytest.raises(KvmnnError, match="no stream"):
         Places(np.zeros((1, 1, 65536), np.float16), "fp16")
+
+
+@pytest.mark.parametrize("number", range(len(DTYPES)))
+def test_decode_with_more_history_than_rows_before_is_refused(number: int) -> None:
+    """Also where the stream needs none of it, and would decode."""
+    (stream, array, given) = next(
+        each
+        for each in STREAMS
+        if dense.inspect(each[0]).method == "rows"
+        and dense.inspect(each[0]).dtype == DTYPES[number]
+        and not dense.inspect(each[0]).history
+    )
+    assert placed(stream, array, given, begin=0, history=0)[0]
+    assert placed(stream, array, given, begin=1, history=1)[0]
+    assert not placed(stream, array, given, begin=0, history=1)[0]
+    assert not placed(stream, array, given, begin=1, history=2)[0]

@@ -29,6 +29,8 @@ def drawn(seed: int, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
         ("a@b@1@0@12ab@float16@3.pt", ("fp16", 3)),
         ("m@1@0@12ab@fp8_e4m3.pt", None),
         ("m@12ab@half.pt", None),
+        ("m@1@12ab@half.pt", None),
+        ("m@1@12ab@half@17.data", None),
         ("cache.pt", None),
         ("m@1@0@12ab@half@x.pt", None),
     ],

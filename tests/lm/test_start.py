@@ -170,3 +170,19 @@ def test_what_cannot_be_begun_with(tmp_path: Path) -> None:
     further = LayerCache(layer=1, keys=rows[1].keys, values=rows[1].values, tokens_seen=9)
     with pytest.raises(KvmnnError, match="layer 1: 9 tokens seen, layer 0 8"):
         Runner(session).start([rows[0], further])
+
+
+def test_rows_of_a_text_that_went_on_are_not_its_beginning(tmp_path: Path) -> None:
+    """Positions 0 to 7 are there, but the text had more tokens, which were evicted: all layers agree on that."""
+    blind = DecoderSession.open(Tiny(positions=False).save(tmp_path / "blind.onnx"), cache=False)
+    session = DecoderSession.open(Tiny().save(tmp_path / "tiny.onnx"), cache=False)
+    whole = Runner(session)
+    whole.feed(IDS[:8])
+    rows = whole.cache.layers()
+    Runner(session).replay(rows, 4)
+    further = [LayerCache(layer=r.layer, keys=r.keys, values=r.values, tokens_seen=9) for r in rows]
+    with pytest.raises(KvmnnError, match="layer 0: holds not all tokens of a text's beginning"):
+        Runner(session).replay(further, 4)
+    with pytest.raises(KvmnnError, match=r"blind\.onnx has no input for positions: these lack tokens of their text"):
+        Runner(blind).start(further)
+    Runner(session).start(further)

@@ -72,6 +72,22 @@ def test_any_executor(kind: str, tmp_path: Path) -> None:
     assert all(done.ok and done.error is None and "\n" not in done.line for done in found)
 
 
+@pytest.mark.parametrize("ahead", [0, -3, 1, lambda: 0, lambda: -1])
+def test_run_ahead_below_one_hands_over_one_task_at_a_time(ahead: Any, tmp_path: Path) -> None:
+    """A cluster without workers at this moment has no room for any task; the run goes on all the same."""
+    paths = []
+    for number in range(4):
+        (tmp_path / str(number)).write_bytes(bytes(number))
+        paths.append(str(tmp_path / str(number)))
+    done = run(paths, size, Here(), ahead=ahead)
+    found: list[Any] = []
+    reader = threading.Thread(target=lambda: found.extend(done), daemon=True)
+    reader.start()
+    reader.join(20)
+    assert not reader.is_alive(), "it waits for a task that nobody was given"
+    assert [each.path for each in found] == paths and all(each.ok for each in found)
+
+
 def test_nothing_to_do() -> None:
     assert list(run([], size, Here())) == []
 

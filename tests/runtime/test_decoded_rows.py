@@ -18,3 +18,14 @@ def test_rows_of_dead_pieces_make_room() -> None:
     pieces[0].alive = False
     cache.insert(pieces[2], rows)
     assert [cache.has(piece) for piece in pieces] == [False, True, True] and cache.nbytes == 2 * rows.nbytes
+
+
+def test_insert_beyond_max_bytes_is_not_kept() -> None:
+    """The bytes of the new rows count before they are there."""
+    rows = np.zeros((2, 1, 4, 8), np.float16)
+    first, second = Piece(4, None, "stored"), Piece(4, None, "stored")
+    for room, held in ((0, 0), (rows.nbytes - 1, 0), (rows.nbytes, 1), (2 * rows.nbytes - 1, 1), (2 * rows.nbytes, 2)):
+        cache = DecodedRows(10, room)
+        cache.insert(first, rows)
+        cache.insert(second, rows)
+        assert (len(cache), cache.nbytes) == (held, held * rows.nbytes) and cache.nbytes <= room

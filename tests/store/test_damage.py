@@ -374,3 +374,13 @@ def test_sizes_of_a_header_are_bounded(tokens: int) -> None:
     head = b"KVMNNPU1" + tokens.to_bytes(4, "little") + (4).to_bytes(4, "little") + bytes(4 + 32)
     with pytest.raises(DamagedError, match=r"impossible sizes|its header alone"):
         parse(np.frombuffer(head + bytes(100), np.uint8))
+
+
+@pytest.mark.parametrize("codec", ["dense", "frames"])
+def test_check_unit_with_more_tokens_than_a_unit_may_have_is_refused(tmp_path: Path, codec: str) -> None:
+    ids = as_ids(range(11))
+    (file,) = made(tmp_path / "s", ids, codec=codec)
+    unit, space = parse(np.frombuffer(file.read_bytes(), np.uint8)), space_of(layers_of(ids), MODEL)
+    check_unit(unit, space, ids, 0, 11)
+    with pytest.raises(DamagedError, match="holds 11 tokens: expected at most 10"):
+        check_unit(unit, space, ids, 0, 10)

@@ -36,6 +36,28 @@ def test_order_and_bound(sizes, threads):
     assert peak <= max([pipeline.IN_FLIGHT, *(size * scale for size in sizes)])
 
 
+@pytest.mark.parametrize("share", [0.3, 0.4, 0.5])
+def test_ordered_counts_the_next_item_against_the_bound(share):
+    """Items are submitted only while they fit with those that are running or wait for their turn."""
+    nbytes = int(share * pipeline.IN_FLIGHT)
+    most = pipeline.IN_FLIGHT // nbytes
+    begun, lock, wait = [], threading.Lock(), threading.Event()
+
+    def work(item: int, allowed: int | None) -> int:
+        with lock:
+            begun.append(item)
+        wait.wait(0.2)
+        return item
+
+    results = pipeline.ordered(work, range(9), lambda _: nbytes, 9)
+    for number, (item, result) in enumerate(results):
+        assert item == result == number
+        wait.set()
+        with lock:
+            assert len(begun) <= number + most + 1
+    assert sorted(begun) == list(range(9))
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 30])
 @pytest.mark.parametrize("threads", [2, 40])
 def test_tiny_items_are_bounded_by_their_number(nbytes, threads):

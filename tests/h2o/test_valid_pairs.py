@@ -1,0 +1,35 @@
+"""Which pairs of a plan the engine would apply."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvmnn.h2o.layer_state import PendingPlan, valid_pairs
+
+INT32_MAX = 2**31 - 1
+
+
+@pytest.mark.parametrize(
+    ("pairs", "remove", "valid"),
+    [
+        ((), 0, True),
+        (((0, 8),), 8, True),
+        (((0, 9),), 8, False),
+        (((8, 1),), 8, False),
+        (((7, 1),), 8, True),
+        (((0, 4), (4, 4)), 8, True),
+        (((0, 4), (4, 5)), 8, False),
+        (((0, 4), (3, 2)), 8, False),
+        (((0, 0),), 8, False),
+        (((-1, 2),), 8, False),
+        (((0, INT32_MAX),), 2**40, True),
+        (((1, INT32_MAX),), 2**40, False),
+    ],
+)
+def test_valid_pairs_lie_in_the_removed_window(pairs: tuple[tuple[int, int], ...], remove: int, valid: bool) -> None:
+    assert valid_pairs(pairs, remove) is valid
+
+
+def test_fits_of_a_plan_with_a_pair_beyond_its_window_is_false() -> None:
+    good, beyond = (PendingPlan(remove=8, flat=(0, 2, 6, size)) for size in (2, 3))
+    assert good.fits(8) and not beyond.fits(8)

@@ -36,7 +36,7 @@ _FIELDS = struct.Struct(f"<8sIIII{KEY_BYTES}s{KEY_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
 _PIECE = np.dtype([("bytes", "<u8"), ("checksum", "<u8"), ("raw_checksum", "<u8")])
 _MAX_DOCUMENT = 16 << 20
-_MAX_STATE_BYTES = 4 << 30
+_MAX_STATE_BYTES = 1 << 30
 _ZSTD_LEVEL = 3
 _RAW_BYTES = "raw_bytes"
 
@@ -120,6 +120,10 @@ def encode_state(
     sums: list[tuple[int, int]] = []
     raw_bytes = 0
     for cache in windows:
+        if max(cache.keys.nbytes, cache.values.nbytes) > _MAX_STATE_BYTES:
+            raise SourceError(
+                f"layer {cache.layer}: K of a window has {cache.keys.nbytes:,} bytes: at most {_MAX_STATE_BYTES:,}"
+            )
         for words in (cache.keys, cache.values):
             if not words.shape[2]:
                 continue
@@ -233,13 +237,17 @@ def decode_state(found: PrefixState, space: Space) -> tuple[list[LayerCache], li
     for shape, rows in zip(space.windows, found.rows, strict=True):
         both = []
         for dims, name in zip(shape.dims, "KV", strict=True):
+            where = f"{name} of layer {shape.layer}"
+            size = shape.kv_heads * rows * dims * space.words.itemsize
+            if size > _MAX_STATE_BYTES:
+                raise DamagedError(f"{where} would have {size:,} bytes: at most {_MAX_STATE_BYTES:,}")
             words = np.empty((shape.kv_heads, rows, dims), space.words.numpy)
             if dims:
                 data, (data_sum, raw_sum) = next(pieces)
                 try:
                     decoder.checked(data, data_sum, raw_sum, words)
                 except KvmnnError as error:
-                    raise DamagedError(f"{name} of layer {shape.layer}: {error}") from None
+                    raise DamagedError(f"{where}: {error}") from None
             both.append(words)
         positions = np.arange(found.tokens - rows, found.tokens)
         windows.append(

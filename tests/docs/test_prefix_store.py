@@ -24,7 +24,7 @@ PAGE = DOCS / "prefix-store.md"
 
 def test_the_python_examples() -> None:
     failed, tried = doctest.testfile(str(PAGE), module_relative=False)
-    assert (failed, tried) == (0, 20)
+    assert (failed, tried) == (0, 27)
 
 
 def test_every_call_is_in_the_table() -> None:

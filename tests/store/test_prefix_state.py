@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +14,7 @@ from window_texts import MODEL, STATE_LAYERS, WINDOW, assert_whole, layers_of, p
 
 from kvmnn import LayerCache
 from kvmnn.errors import KvmnnError
+from kvmnn.frames.hashing import checksum
 from kvmnn.store import PrefixStore
 
 ENGINES = ("directory", "redis", "file", "memory")
@@ -246,3 +250,80 @@ def test_put_within_a_bound_evicts_whole_prefixes(new_url: Callable[[str], str],
             assert_whole(store.get(ids, model=MODEL), ids)
         assert store.stats().bytes <= 40_000
         assert store.verify().damaged == ()
+
+
+def _states_of(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("units/*/*.unit") if path.read_bytes()[:8] == b"KVMNNPS1"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("windows", [8]),
+        ("windows", [9, 8]),
+        ("windows", [1 << 40, 8]),
+        ("windows", ["8", 8]),
+        ("windows", None),
+        ("states", []),
+        ("states", [{"dtype": "bytes", "shape": [1], "bytes": 1 << 29}] * 4),
+        ("states", [{"dtype": "bytes", "shape": [1], "bytes": 1 << 62}] * 4),
+        ("states", [{"dtype": "x" * 999, "shape": [1], "bytes": 96}] * 4),
+        ("raw_bytes", -1),
+    ],
+)
+def test_forged_document_of_state_is_a_miss(tmp_path: Path, key: str, value: object) -> None:
+    """Its checksum fits, as that of somebody who forges it does."""
+    with PrefixStore(tmp_path / "s") as store:
+        put(store, SYSTEM)
+        put(store, CHAT)
+    path = max(_states_of(tmp_path / "s"), key=lambda each: each.stem)
+    data = path.read_bytes()
+    _, _, ids, size, pieces = struct.unpack_from("<8sIIII", data)
+    begin, end = 56 + 4 * ids, 56 + 4 * ids + size
+    document = json.dumps(json.loads(data[begin:end]) | {key: value}).encode()
+    rows_end = end + 24 * pieces
+    head = bytearray(data[:begin] + document + data[end:rows_end])
+    struct.pack_into("<I", head, 16, len(document))
+    path.write_bytes(head + struct.pack("<Q", checksum(bytes(head))) + data[rows_end + 8 :])
+    with PrefixStore(tmp_path / "s") as store:
+        found = store.get(CHAT, model=MODEL)
+        assert len(found.notes) == 1 and "damaged, was removed" in found.notes[0]
+        assert_whole(found, SYSTEM)
+
+
+@pytest.mark.parametrize("engine", ["directory", "redis"])
+def test_state_of_another_prefix_is_a_miss(new_url: Callable[[str], str], engine: str) -> None:
+    """Two states whose files were exchanged: each is whole, and of other tokens."""
+    url = new_url(engine)
+    with PrefixStore(url) as store:
+        put(store, CHAT)
+        put(store, [*SYSTEM, *range(70, 120)])
+    if engine == "redis":
+        import redis
+
+        with redis.Redis.from_url(url) as client:
+            keys = [key for key in client.scan_iter(match="kvmnn:units/*") if client.get(key)[:8] == b"KVMNNPS1"]
+            one, other = map(client.get, keys)
+            client.set(keys[0], other)
+            client.set(keys[1], one)
+    else:
+        first, second = _states_of(Path(url))
+        one, other = first.read_bytes(), second.read_bytes()
+        first.write_bytes(other)
+        second.write_bytes(one)
+    with PrefixStore(url) as store:
+        found = store.get(CHAT, model=MODEL)
+        assert found.tokens == 0 and "is of another prefix than the index says" in found.notes[0]
+        assert len(store.verify().damaged) == 1
+
+
+def test_stores_of_before_are_read(tmp_path: Path) -> None:
+    """A text of full attention alone leaves the same rows and documents as ever."""
+    ids = SYSTEM
+    with PrefixStore(tmp_path / "s") as store:
+        store.put(ids, layers_of(ids, windows=()), model=MODEL)
+    with sqlite3.connect(tmp_path / "s" / "index.sqlite") as index:
+        ((document,),) = index.execute("SELECT document FROM space").fetchall()
+        assert index.execute("SELECT count(*) FROM unit WHERE tokens = 0").fetchone() == (0,)
+    assert json.loads(document).keys() == {"model", "dtype", "layers"}
+    assert not _states_of(tmp_path / "s")

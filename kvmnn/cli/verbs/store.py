@@ -27,12 +27,16 @@ if TYPE_CHECKING:
 
 _TEXT = """Keep K and V of texts in a directory and find them again by their token ids: any text is answered with the
 longest beginning that was ever put, to the token. Equal beginnings are stored once, losslessly (docs/prefix-store.md).
+Sliding windows and the state of linear attention are stored with a text, at its exact length: such a text is resumed
+only from lengths that were put.
 
   put STORE CACHE...  store K and V of a text
   match STORE         how many tokens of a text are stored; exit 1 if none
   get STORE -o OUT    write the longest stored beginning: arrays as unpack
                       writes them, or with --backend and --name the prefix
-                      cache that an engine loads (--cast: in its dtype)
+                      cache that an engine loads (--cast: in its dtype);
+                      --partial: full attention alone, without windows
+                      and state, which no model continues from
   ls, stat STORE      the stored texts; counts and sizes
   verify STORE        decode and compare everything; what is damaged goes
   gc STORE            remove what nothing refers to; --max-bytes SIZE: and

@@ -47,6 +47,9 @@ FP32 = DType("fp32", 4, np.dtype("<f4"))
 
 BY_NAME: dict[str, DType] = {d.name: d for d in (FP16, BF16, FP32)}
 
+FLOAT8_NAMES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+"""Types of codes of one byte: frames hold the codes, arrays the float32 numbers (`kvmnn.arrays.float8`)."""
+
 _ARRAY_KINDS = "fiuV"
 
 
@@ -95,6 +98,10 @@ def by_name(name: str) -> DType:
     try:
         return BY_NAME[name]
     except KeyError:
+        if name in FLOAT8_NAMES:
+            raise KvmnnError(
+                f"dtype {name} is for bytes of files and arrays: expected {', '.join(BY_NAME)} here"
+            ) from None
         raise KvmnnError(f"unknown dtype {name!r}: expected one of {', '.join(BY_NAME)}") from None
 
 

@@ -195,8 +195,8 @@ def _says_itself(source: Source) -> bool:
 
 def _shaped(array: NamedArray, shape: tuple[int, ...] | None, where: str) -> NamedArray:
     """The array with another shape for the same words; raw bytes become words of their dtype."""
-    words = math.prod(array.shape) * array.itemsize // array.word_bytes
-    if array.itemsize != array.word_bytes and shape is not None:
+    words = math.prod(array.shape) * array.itemsize // (array.itemsize if array.has_axes else array.word_bytes)
+    if not array.has_axes and shape is not None:
         array = replace(array, array_dtype=dtypes.by_name(array.dtype).numpy.str, shape=(words,))
     if shape is None:
         return array
@@ -247,7 +247,7 @@ def _sorted(where: str, arrays: Sequence[NamedArray], axes: str, *, pages: bool,
                 f"{where}: array {array.name!r} has {_axes(len(array.shape))} {list(array.shape)}, expected "
                 f"{len(axes)} ({axes})"
             )
-        if array.itemsize != array.word_bytes:
+        if not array.has_axes:
             raise MissingOptionError(f"{where}: array {array.name!r} holds raw bytes: say their --shape")
         words = _Words(array)
         for layer, part, place in _parts(where, array, axes, alone=len(arrays) == 1, is_latent=is_latent):
@@ -356,6 +356,7 @@ def _part(words: _Words, axes: str, place: dict[str, int], name: str) -> Seen:
         dtype=array.dtype,
         shape=tuple(lengths[letter] for letter in left),
         array_dtype=array.array_dtype.replace(">", "<"),
+        element=array.element,
     )
     index = tuple(place.get(letter, slice(None)) for letter in axes)
     kept = [letter for letter in axes if letter not in place]

@@ -58,6 +58,8 @@ class LazyArrays(Lazily[NamedArray]):
         The number of a name; None if there is none.
     nbytes
         Bytes of all arrays.
+    elements
+        Types of the codes that some of the arrays were made from, as `Source.elements`.
     """
 
     def __init__(
@@ -67,11 +69,13 @@ class LazyArrays(Lazily[NamedArray]):
         names_of: Callable[[npt.NDArray[np.int64]], list[str]],
         number_of: Callable[[str], int | None],
         nbytes: int,
+        elements: tuple[str, ...] = (),
     ) -> None:
         super().__init__(numbers, make)
         self.names_of = names_of
         self.number_of = number_of
         self.nbytes = nbytes
+        self.elements = elements
 
     def names(self) -> Iterator[str]:
         """The names, in order."""

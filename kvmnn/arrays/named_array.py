@@ -53,6 +53,9 @@ class ArrayInfo:
         The numpy type string of the array itself, e.g. ``"<f2"``, ``">f2"``, ``"<i2"`` or ``"|u1"`` (raw bytes).
     order
         ``"C"`` or ``"F"``: which axis runs fastest in memory.
+    element
+        One of `dtypes.FLOAT8_NAMES` where the array holds codes of that type, one byte each (`array_dtype` is
+        ``"|u1"``), or float32 numbers that were made of them; empty for all others.
     """
 
     name: str
@@ -60,6 +63,7 @@ class ArrayInfo:
     shape: tuple[int, ...]
     array_dtype: str
     order: Order = "C"
+    element: str = ""
 
     @property
     def itemsize(self) -> int:
@@ -73,8 +77,13 @@ class ArrayInfo:
 
     @property
     def type_name(self) -> str:
-        """What people call its elements: `dtype`, or ``"bytes"`` for bytes, which are only coded as such words."""
-        return "bytes" if self.itemsize == 1 else self.dtype
+        """What people call its elements: `dtype`; of bytes, which are only coded as words, `element` or "bytes"."""
+        return (self.element or "bytes") if self.itemsize == 1 else self.dtype
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether its axes count words or codes; those of raw bytes count parts of words."""
+        return self.itemsize == self.word_bytes or bool(self.element)
 
     @property
     def nbytes(self) -> int:

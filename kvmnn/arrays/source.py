@@ -98,9 +98,20 @@ class Source:
     @property
     def dequantised(self) -> tuple[str, ...]:
         """Names of types whose codes the words were made from; none where the words are the input's own."""
-        if self.engine_cache is not None and self.engine_cache.dequantised:
-            return self.engine_cache.dequantised
-        return ("int8",) if self.lossy else ()
+        return self.code_types or (("int8",) if self.lossy else ())
+
+    @property
+    def code_types(self) -> tuple[str, ...]:
+        """The same without MNN's int8."""
+        engine = self.engine_cache.dequantised if self.engine_cache is not None else ()
+        return tuple(dict.fromkeys((*engine, *self.elements)))
+
+    @property
+    def elements(self) -> tuple[str, ...]:
+        """Names of the float8 types whose codes some of the arrays were made from."""
+        if isinstance(self.arrays, LazyArrays):
+            return self.arrays.elements
+        return tuple(dict.fromkeys(array.element for array in self.arrays if array.element and array.itemsize > 1))
 
     @property
     def names(self) -> tuple[str, ...]:

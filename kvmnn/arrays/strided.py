@@ -28,7 +28,13 @@ def strided(info: ArrayInfo, view: View) -> NamedArray:
     """
     reader = partial(_runs, view, np.dtype(f"<u{info.itemsize}"))
     return NamedArray(
-        name=info.name, dtype=info.dtype, shape=info.shape, array_dtype=info.array_dtype, order="C", reader=reader
+        name=info.name,
+        dtype=info.dtype,
+        shape=info.shape,
+        array_dtype=info.array_dtype,
+        order="C",
+        element=info.element,
+        reader=reader,
     )
 
 
@@ -39,6 +45,7 @@ def in_c_order(array: NamedArray, index: tuple[int, ...] = ()) -> NamedArray:
         dtype=array.dtype,
         shape=array.shape[len(index) :],
         array_dtype=array.array_dtype.replace(">", "<"),
+        element=array.element,
     )
     return strided(info, lambda: words_of(array)[index])
 
@@ -58,6 +65,7 @@ def strided_pages(info: ArrayInfo, views: Sequence[View]) -> NamedArray:
         shape=info.shape,
         array_dtype=info.array_dtype,
         order="C",
+        element=info.element,
         reader=partial(_page_runs, info, views),
     )
 

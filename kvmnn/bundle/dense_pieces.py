@@ -122,6 +122,8 @@ def _plan(source: Source, array: NamedArray, options: DenseOptions) -> DensePlan
     part, layer, start, token_major = place_of(array, source.token_major)
     if FILE_KEY in source.metadata and array.name.rpartition(".")[2] in ("scales", "bits", "codes"):
         raise SourceError(f"array {array.name!r}: a field of quantised blocks is smaller as a frame")
+    if array.element and array.itemsize == 1:
+        raise SourceError(f"array {array.name!r}: codes of {array.element} are words of frames alone: leave dense out")
     if array.itemsize != array.word_bytes or array.order != "C" or len(array.shape) not in (3, 4, 5):
         raise SourceError(
             f"array {array.name!r} {list(array.shape)}: expected words [kv_head, token, head_dim] in C order, with "

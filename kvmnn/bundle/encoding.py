@@ -334,6 +334,7 @@ def _encode(
             shape=array.shape,
             array_dtype=array.array_dtype,
             order=array.order,
+            element=array.element if array.itemsize == 1 else "",
             sha256=sha.hexdigest(),
             frames=tuple(entries),
         )

@@ -269,6 +269,7 @@ def array_to_dict(array: ArrayEntry) -> dict[str, Any]:
         "stored_bytes": array.stored_bytes,
         "sha256": array.sha256,
         "frames": [frame.to_dict() for frame in array.frames],
+        **({"element": array.element} if array.element and array.itemsize == 1 else {}),
         **({"shared": True} if array.shared else {}),
     }
 

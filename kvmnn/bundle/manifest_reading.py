@@ -110,6 +110,16 @@ def _check_sum(node: Node, key: str, expected: int) -> None:
         raise node.at(key).wrong(f"{expected}, the sum of its parts")
 
 
+def _element(node: Node, dtype: str, array_dtype: str) -> str:
+    """The type of codes, where an array holds some."""
+    if "element" not in node.value:
+        return ""
+    element = node.at("element").text()
+    if element not in dtypes.FLOAT8_NAMES or (dtype, array_dtype) != (dtypes.FP16.name, "|u1"):
+        raise node.at("element").wrong(f"one of {', '.join(dtypes.FLOAT8_NAMES)}, of an array of fp16 and '|u1'")
+    return element
+
+
 def _array(node: Node, version: int) -> ArrayEntry:
     dtype = node.at("dtype").text()
     try:
@@ -133,6 +143,7 @@ def _array(node: Node, version: int) -> ArrayEntry:
         order="F" if order == "F" else "C",
         sha256=node.at("sha256").sha256(),
         frames=tuple(_frame(frame, word_bytes, version) for frame in node.at("frames").items(least=1)),
+        element=_element(node, dtype, array_dtype),
         shared="shared" in node.value and node.at("shared").boolean(),
     )
     raw_bytes = math.prod(shape) * array.itemsize

@@ -31,10 +31,11 @@ def load(
     one_of_several: bool = False,
     as_layers: bool = True,
     original_of: FrameSet | None = None,
+    codes: bool = False,
 ) -> Source:
     """All arrays of all inputs as one source.
 
-    With `frames`, frames are inputs too; `as_numbers` as in `ReadOptions`, `any_heads` and `whole` as in
+    With `frames`, frames are inputs too; `as_numbers` and `codes` as in `ReadOptions`, `any_heads` and `whole` as in
     `EngineOptions`. Options about packed files are refused where no input is any, but for those that are `used`
     otherwise. What neither packed files nor the arguments say is taken from `known`. With `one_of_several` what is said
     of axes may be about another input. An original is read as it was for the frames `original_of`. With `as_layers`,
@@ -62,6 +63,7 @@ def load(
         frames=frames,
         engine=engine if len(paths) == 1 else replace(engine, undo=None),
         laid=laid if len(paths) == 1 else Laid(),
+        codes=codes,
         max_bytes=getattr(arguments, "max_bytes", None),
     )
     if original_of is not None:
@@ -94,10 +96,12 @@ def check_dtype(frames: FrameSet, arguments: argparse.Namespace) -> None:
     """`UsageError` where ``--dtype`` says otherwise than the manifest of frames: it would do nothing."""
     if frames.document is None or arguments.dtype is None:
         return
-    other = next((array for array in frames.arrays if array.dtype != arguments.dtype), None)
+    other = next((array for array in frames.arrays if (array.element or array.dtype) != arguments.dtype), None)
     if other is not None:
         where = f" of {other.name!r}" if len(frames.arrays) > 1 else ""
-        raise UsageError(f"the manifest says {other.dtype}{where}, not {arguments.dtype} (--no-manifest ignores it)")
+        raise UsageError(
+            f"the manifest says {other.element or other.dtype}{where}, not {arguments.dtype} (--no-manifest ignores it)"
+        )
 
 
 def report_skipped(source: Source, arguments: argparse.Namespace) -> None:

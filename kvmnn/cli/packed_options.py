@@ -126,7 +126,8 @@ def options(arguments: argparse.Namespace, known: CacheInfo | None = None) -> Pa
 
     if not hasattr(arguments, "ignore_markers"):
         return None
-    said = replace(geometry(arguments, arguments.dtype), int8=arguments.int8)
+    dtype = arguments.dtype if arguments.dtype in shared_options.WORD_TYPES else None  # no layout has codes
+    said = replace(geometry(arguments, dtype), int8=arguments.int8)
     return PackedOptions(
         geometry=said if known is None else said.or_else(of_layout(known.layout)),
         tokens=_tokens(arguments) or (tuple(layer.tokens for layer in known.layers) if known else ()),

@@ -98,9 +98,13 @@ def add_provider(parser: Any) -> None:
     )
 
 
+WORD_TYPES = ("fp16", "bf16", "fp32")
+_CODE_TYPES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")  # numpy takes long to import
+
+
 def add_source(parser: Any, dtype_help: str, *, axes: bool = True) -> None:
     """``--dtype``, ``--tensor`` and ``--skip-unsupported``; with `axes` what says how arrays lie."""
-    add_dtype(parser, dtype_help)
+    add_dtype(parser, dtype_help, float8=True)
     parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
     parser.add_argument(
         "--skip-unsupported",
@@ -111,9 +115,10 @@ def add_source(parser: Any, dtype_help: str, *, axes: bool = True) -> None:
         axes_options.add_axes(parser)
 
 
-def add_dtype(parser: Any, text: str) -> None:
-    """``--dtype``."""
-    parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), help=text)
+def add_dtype(parser: Any, text: str, *, float8: bool = False) -> None:
+    """``--dtype``, with `float8` also what codes of one byte are."""
+    names = (*WORD_TYPES, *(_CODE_TYPES if float8 else ()))
+    parser.add_argument("--dtype", choices=names, metavar="TYPE", help=f"{text}: {', '.join(names)}")
 
 
 def codecs(arguments: argparse.Namespace) -> tuple[str, ...]:

@@ -50,7 +50,7 @@ def _put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[Result, int
     if len(types) > 1:
         text = f"the arrays are {' and '.join(types)}: put as {layers[0].dtype}, which has every number of them"
         loading.report_notes([text], arguments)
-    dequantised = source.engine_cache.dequantised if source.engine_cache else ()
+    dequantised = source.code_types
     if dequantised:
         text = (
             f"K and V were dequantised from {', '.join(dequantised)}: the store takes them for this model's own, and "

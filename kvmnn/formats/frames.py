@@ -33,6 +33,7 @@ def _array(frames: FrameSet, entry: ArrayEntry, options: DecodeOptions, check: b
         shape=entry.shape,
         array_dtype=entry.array_dtype.replace(">", "<"),
         order=entry.order,
+        element=entry.element,
         reader=partial(_decoded, frames.only(entry), options, check),
     )
 

@@ -120,7 +120,7 @@ def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
         order=header.order,
         reader=partial(file.runs, header.size, header.nbytes),
     )
-    return Source([checked(array, where)])
+    return Source([checked(array, where, options)])
 
 
 def write_header(sink: Sink, array: ArrayInfo) -> None:

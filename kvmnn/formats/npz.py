@@ -92,7 +92,7 @@ def _array(member: _Member, options: ReadOptions, of_bytes: ReadOptions) -> Name
         order=header.order,
         reader=partial(member.runs, header.size),
     )
-    return checked(array, member.where)
+    return checked(array, member.where, options)
 
 
 class _Member:

@@ -12,11 +12,13 @@ from typing import Any, Literal
 
 from ..arrays import engine_notes, own_order
 from ..arrays.axes import Laid, laid_out, own_axes
+from ..arrays.float8 import decode_array
 from ..arrays.halves import Half
 from ..arrays.source import FILE_KEY, PACKED_FILES_KEY, Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
 from ..bundle.frame_set import DecodeOptions, open_frames
+from ..dtypes import FLOAT8_NAMES
 from ..errors import KvmnnError, LimitError, MissingOptionError, OptionError, SourceError
 from ..files.mapped import MappedFile, head_of, is_stream
 from ..files.urls import is_url
@@ -53,6 +55,7 @@ def open(
     shape: tuple[int, ...] | None = None,
     batch: int | None = None,
     half: Half | None = None,
+    codes: bool | None = None,
     kv_heads: int | None = None,
     model: str | os.PathLike[str] | None = None,
     undo: Sequence[str] | None = None,
@@ -79,7 +82,7 @@ def open(
         for: what a model overwrites meanwhile is read as it is then.
     options
         All that follows in one object, and what only that has. A keyword that is given replaces the field of that name.
-    dtype, tensors, skip_unsupported, packed, frames, threads
+    dtype, tensors, skip_unsupported, packed, frames, threads, codes
         As in `ReadOptions`, with the same defaults.
     axes, shape, batch, half
         As in `kvmnn.arrays.Laid`: of plain arrays a letter for each axis (l layer, b batch, h kv_head, t token, d
@@ -121,6 +124,7 @@ def open(
         "packed": packed,
         "frames": frames,
         "threads": threads,
+        "codes": codes,
     }
     options = replace(options or ReadOptions(), **{name: value for name, value in given.items() if value is not None})
     if any(said is not None for said in (axes, shape, batch, half)):
@@ -133,7 +137,7 @@ def open(
     opened = path if isinstance(path, MappedFile) else None
     path = opened.path if opened else path
     if not isinstance(path, str | bytes | os.PathLike):
-        return _undone(_with_heads(live.read(path, options), kv_heads), options)
+        return _undone(_with_heads(_with_code_note(live.read(path, options)), kv_heads), options)
     path = os.fsdecode(path)
     if is_url(path):
         source = zarr.read(path, options)
@@ -150,6 +154,7 @@ def open(
     if options.max_bytes is not None and source.nbytes > options.max_bytes:
         raise LimitError(f"{path}: holds {source.nbytes} raw bytes, above the limit of {options.max_bytes}")
     _check_array_names(source, path)
+    source = _with_code_note(source)
     source.inputs = (path,)
     return _undone(_with_heads(source, kv_heads), options)
 
@@ -164,6 +169,16 @@ def _with_model(options: ReadOptions, kv_heads: int | None, model: str | os.Path
     if model is not None:
         said = replace(said, model=os.fsdecode(model))
     return replace(options, packed=said)
+
+
+def _with_code_note(source: Source) -> Source:
+    """The source, with a note where its numbers were made of codes."""
+    if source.elements:
+        source.notes.append(
+            f"{' and '.join(source.elements)} codes read as the fp32 numbers that they stand for, without scales: "
+            "sizes and ratios are of these"
+        )
+    return source
 
 
 def _with_heads(source: Source, kv_heads: int | None) -> Source:
@@ -286,12 +301,17 @@ def _is_unnamed_frame(path: str, options: ReadOptions) -> bool:
 
 
 def _decoded(path: str, options: ReadOptions) -> Source:
-    frames = open_frames(path, options=DecodeOptions(dtype=options.dtype))
+    of_codes = options.dtype in FLOAT8_NAMES
+    frames = open_frames(path, options=DecodeOptions(dtype=None if of_codes else options.dtype))
     for entry in frames.arrays if options.dtype is not None else ():
-        if entry.dtype != options.dtype:
-            raise OptionError(f"{path}: the manifest says {entry.dtype}, not {options.dtype} (--dtype)")
+        if (entry.element or entry.dtype) != options.dtype:
+            raise OptionError(
+                f"{path}: the manifest says {entry.element or entry.dtype}, not {options.dtype} (--dtype)"
+            )
     source = of_frames(frames.without_room(), DecodeOptions(threads=options.threads))
     source.metadata.pop(PACKED_FILES_KEY, None)
+    if not options.codes:
+        source.arrays = [decode_array(array) if array.element else array for array in source.arrays]
     return chosen(engine_files.reread(source, path, options), path, options)
 
 

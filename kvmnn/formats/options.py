@@ -42,6 +42,9 @@ class ReadOptions:
         What is wanted of caches of other engines.
     laid
         How plain arrays lie, and which text of a batch is wanted.
+    codes
+        Take arrays of float8 types as their codes, one byte each, which frames keep; otherwise they are the float32
+        numbers that these stand for.
     max_bytes
         Refuse inputs that hold more raw bytes than this in all; None for what their files can honestly hold, which
         each format bounds by itself (deflated members: 1,032 times their bytes).
@@ -57,6 +60,7 @@ class ReadOptions:
     threads: int | None = None
     engine: EngineOptions = field(default_factory=lambda: EngineOptions())
     laid: Laid = field(default_factory=Laid)
+    codes: bool = False
     max_bytes: int | None = None
 
 

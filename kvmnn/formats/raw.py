@@ -9,11 +9,12 @@ from .. import dtypes
 from ..arrays.named_array import ArrayInfo, NamedArray, Piece, swap_words
 from ..arrays.source import Source
 from ..arrays.valid_names import name_of_file
+from ..dtypes import FLOAT8_NAMES
 from ..errors import MissingOptionError, SourceError
 from ..files.mapped import STDIN, MappedFile
 from .options import ReadOptions
 from .raw_pages import Page, page_in
-from .reading import checked
+from .reading import FLOAT8_WORDS, checked
 from .sinks import Runs, Sink
 from .unknown import HEAD_BYTES, file_not_known, looks_known
 
@@ -26,28 +27,31 @@ def read(path: str, options: ReadOptions) -> Source:
 def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
     """One 1-D array: all words of an open file."""
     page = page_in(file.path)
-    names = [options.dtype] if options.dtype else [page.dtype] if page else options.fallbacks
+    names = [options.dtype] if options.dtype else [page.dtype] if page and page.dtype else options.fallbacks
     if not names:
         head = file.head(HEAD_BYTES)
         error = SourceError if looks_known(file.path, head) else MissingOptionError
         raise error(
-            f"{file.label}: {file_not_known(file.path, head)}; raw bytes need a dtype (--dtype fp16, bf16 or fp32)"
+            f"{file.label}: {file_not_known(file.path, head)}; raw bytes need a dtype (--dtype fp16, bf16 or fp32, or "
+            "float8_e4m3fn or the like for codes of one byte)"
         )
-    dtype = dtypes.by_name(names[0])
+    element = names[0] if names[0] in FLOAT8_NAMES else ""
+    dtype = dtypes.by_name(FLOAT8_WORDS if element else names[0])
     if file.size == 0:
         raise SourceError(f"{file.label}: is empty, there is nothing to encode")
-    if file.size % dtype.itemsize:
+    if file.size % dtype.itemsize and not element:
         raise SourceError(
             f"{file.label}: {file.size} bytes are not a whole number of {dtype.itemsize}-byte {dtype.name} words"
         )
     array = NamedArray(
         name="stdin" if file.path == STDIN else _name(file.path, page),
         dtype=dtype.name,
-        shape=(file.size // dtype.itemsize,),
-        array_dtype=dtype.numpy.str,
+        shape=(file.size if element else file.size // dtype.itemsize,),
+        array_dtype="|u1" if element else dtype.numpy.str,
+        element=element,
         reader=partial(file.runs, 0, file.size),
     )
-    return Source([checked(array, file.label)])
+    return Source([checked(array, file.label, options)])
 
 
 def _name(path: str, page: Page | None) -> str:

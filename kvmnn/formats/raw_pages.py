@@ -11,12 +11,22 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import NamedTuple
 
+from ..dtypes import FLOAT8_NAMES
+
 _TYPES = {
     "half": "fp16",
     "float16": "fp16",
     "bfloat16": "bf16",
     "float": "fp32",
     "float32": "fp32",
+    **{name: name for name in FLOAT8_NAMES},
+    "uint8": "",
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e4m3fn": "float8_e4m3fn",
+    "fp8_e4m3fnuz": "float8_e4m3fnuz",
+    "fp8_e5m2": "float8_e5m2",
+    "fp8_e5m2fnuz": "float8_e5m2fnuz",
 }
 _MARKS = 4
 """Signs between the fields of a name without a layer."""
@@ -28,7 +38,7 @@ class Page(NamedTuple):
     Parameters
     ----------
     dtype
-        Of the words.
+        Of the words, or a float8 type of codes; empty for bytes, of which the name tells no more.
     layer
         None where the page holds all layers.
     """

@@ -7,18 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
 from .. import dtypes
 from ..arrays.completeness_notes import select_arrays
 from ..arrays.engine_cache import of_part
+from ..arrays.float8 import decode_array
 from ..arrays.held_tokens import held_tokens
 from ..arrays.layers import array_name
 from ..arrays.named_array import NamedArray, UnsupportedArrayError, UntypedArrayError
 from ..arrays.source import BESIDE_KEY, ENGINE_KEY, Source, described_by, metadata_of_part
 from ..bundle.beside import POSITIONS, to_json
-from ..dtypes import PARTS
+from ..dtypes import FLOAT8_NAMES, PARTS
 from ..errors import KvmnnError, SourceError
 from ..packed.cache_info import CacheInfo, Ranges
 from .options import ReadOptions
@@ -112,7 +114,10 @@ def _without_dtype(array_dtype: np.dtype[np.generic], where: str) -> Unsupported
     """Why a numpy type says no dtype, and what to do."""
     names = [dtype.name for dtype in dtypes.BY_NAME.values() if dtype.itemsize == array_dtype.itemsize]
     if array_dtype == np.uint8:
-        return UntypedArrayError(f"{where}: raw bytes need a dtype (--dtype {', '.join(dtypes.BY_NAME)})")
+        return UntypedArrayError(
+            f"{where}: raw bytes need a dtype (--dtype {', '.join(dtypes.BY_NAME)}; {', '.join(FLOAT8_NAMES)} for "
+            "codes of one byte)"
+        )
     found = f"{where}: numpy type {array_dtype}"
     if names and array_dtype.kind in "iuV":
         return UntypedArrayError(
@@ -124,6 +129,10 @@ def _without_dtype(array_dtype: np.dtype[np.generic], where: str) -> Unsupported
 
 
 def _taken_as(name: str, array_dtype: np.dtype[np.generic], as_numbers: bool = False) -> str:
+    if name in FLOAT8_NAMES:
+        if array_dtype != np.uint8:
+            raise KvmnnError(f"numpy type {array_dtype} holds no codes of {name}: expected uint8")
+        return FLOAT8_WORDS
     dtype = dtypes.by_name(name)
     if array_dtype != np.uint8:
         dtypes.check_array(np.empty(0, array_dtype), dtype)
@@ -150,8 +159,19 @@ def with_bytes(options: ReadOptions, metadata: Mapping[str, str]) -> ReadOptions
     return options
 
 
-def checked(array: NamedArray, where: str) -> NamedArray:
-    """`array` itself, unless it is one that no frame holds: empty, or no multiple of the word size."""
+FLOAT8_WORDS: Final = "fp16"
+"""The dtype under which frames hold float8 codes: two of them are a word."""
+
+
+def checked(array: NamedArray, where: str, options: ReadOptions) -> NamedArray:
+    """`array` as it is wanted, unless it is one that no frame holds: empty, or no multiple of the word size.
+
+    Bytes are codes where the options say a float8 type; codes become numbers unless they are wanted themselves.
+    """
+    if options.dtype in FLOAT8_NAMES and array.array_dtype == "|u1":
+        array = replace(array, element=options.dtype)
+    if array.element and not options.codes:
+        array = decode_array(array)
     if array.nbytes == 0:
         raise UnsupportedArrayError(f"{where}: is empty (shape {list(array.shape)}), there is nothing to encode")
     if array.nbytes % array.word_bytes:

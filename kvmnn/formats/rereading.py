@@ -19,7 +19,7 @@ from .options import ReadOptions
 from .sinks import Runs
 
 _STEP = 8 << 20
-_ANY_WORDS = ReadOptions(fallbacks=("fp16", "fp32"), frames=False)
+_ANY_WORDS = ReadOptions(fallbacks=("fp16", "fp32"), frames=False, codes=True)
 
 
 class ReadBackError(OutputError):

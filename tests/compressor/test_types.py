@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvmnn import KvmnnError
+from kvmnn.arrays import float8
 from kvmnn.cli import command
 from kvmnn.compressor.checkpoint import open_checkpoint
 from kvmnn.compressor.conversion.convert import convert, prepare
@@ -27,7 +28,6 @@ from kvmnn.compressor.conversion.verify import verify
 from kvmnn.compressor.kvcm.words import rounded
 from kvmnn.dtypes import BF16, FP16, FP32, by_name
 from kvmnn.errors import CheckpointError
-from kvmnn.formats.torch import floats8
 from kvmnn.formats.torch.tensors import ELEMENT_TYPES, Storage, Tensor
 from kvmnn.formats.torch.torch_names import set_state
 
@@ -53,7 +53,7 @@ def recorded(unpacked: Callable[[str], Path]) -> Path:
     ],
 )
 def test_float8_codes(name: str, values: dict[int, float]) -> None:
-    table = floats8.table(name)
+    table = float8.table(name)
     assert {code: float(table[code]) for code in values} == values
     nan = {"fn": [0x7F, 0xFF], "m2": [*range(0x7D, 0x80), *range(0xFD, 0x100)], "nu": [255]}
     expected = [0x80] if name.endswith("fnuz") else nan[name[-2:]]
@@ -69,7 +69,7 @@ def test_float8_codes(name: str, values: dict[int, float]) -> None:
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
 def test_types_called_exact_lose_nothing(dtype: Any) -> None:
     """LOSSLESS is said of them: every value must come back from the words of the file."""
-    for name in ("int8", "uint8", "bool", *floats8.NAMES):
+    for name in ("int8", "uint8", "bool", *float8.NAMES):
         codes = np.arange(2 if name == "bool" else 256, dtype=np.uint8)
         tensor = _of(codes, name)
         values = tensor.float32()

@@ -148,6 +148,21 @@ def _pages(folder: Path) -> Sample:
     return Sample(contents(folder), commands, ("0cc175b9/layers.0.safetensors", "m@1@0@1a@half.pt"))
 
 
+def _float8(folder: Path) -> Sample:
+    """A .safetensors file of float8 codes, and frames of them."""
+    folder.mkdir()
+    header = json.dumps({"k": {"dtype": "F8_E5M2", "shape": [1, 3, 2], "data_offsets": [0, 6]}}).encode()
+    (folder / "c.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(range(120, 126)))
+    made(["encode", folder / "c.safetensors", "-o", f"{folder}/f/"])
+    commands = (
+        "inspect {in}/c.safetensors",
+        "unpack {in}/c.safetensors -o {out}.npz",
+        "decode {in}/f -o {out}.safetensors --max-bytes 1M",
+        "unpack {in}/f -o {out}.npy",
+    )
+    return Sample(contents(folder), commands, ("c.safetensors", "f/manifest.json"))
+
+
 def _zarr(folder: Path) -> Sample:
     """A Zarr store as `encode` writes it, of two chunks an array."""
     folder.mkdir()
@@ -215,6 +230,7 @@ MAKERS: dict[str, Callable[[Path], Sample]] = {
     "cache of transformers, static": lambda folder: _saved_cache(folder, "static"),
     "cache of transformers, windows and padding": lambda folder: _saved_cache(folder, "padded"),
     "cache of transformers, encoder and decoder": lambda folder: _saved_cache(folder, "halves"),
+    "float8": _float8,
     "pages": _pages,
     "zarr": _zarr,
     "zarr, of others": _zarr_of_others,

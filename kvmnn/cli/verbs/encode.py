@@ -129,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
     _refuse_url(arguments.output, to_store)
     whole = engine_options.is_whole(arguments, arguments.inputs) and not to_store
     used = dense_options.TEXT if dense else ()
-    source = loading.load(arguments.inputs, arguments, used=used, whole=whole, as_layers=dense)
+    source = loading.load(arguments.inputs, arguments, used=used, whole=whole, as_layers=dense, codes=True)
     loading.report_skipped(source, arguments)
     if not to_store:
         engine_options.note_arrays(arguments, arguments.inputs)

@@ -45,7 +45,9 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "inputs", nargs="+", metavar="IN", help="a frame, a bundle, any file or folder that kvmnn reads"
     )
-    shared_options.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
+    shared_options.add_dtype(
+        parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)", float8=True
+    )
     parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
     shared_options.add_max_bytes(parser)
     weights_options.add_group(parser)
@@ -171,8 +173,11 @@ def _arrays(path: str | MappedFile, arguments: argparse.Namespace) -> ArraysInfo
     limits = formats.ReadOptions(
         laid=axes_options.laid(arguments),
         max_bytes=arguments.max_bytes,
+        codes=True,
         engine=engine_options.options(arguments, any_heads=True, any_stream=True),
     )
-    source = formats.open(path, limits, dtype=arguments.dtype, skip_unsupported=True, packed=packed, frames=False)
+    source = formats.open(
+        path, limits, dtype=arguments.dtype, skip_unsupported=True, packed=packed, frames=False, codes=True
+    )
     engine_options.refuse_no_blocks(arguments, source)
     return formats.inspect(source)

@@ -124,12 +124,14 @@ def _measure(arguments: argparse.Namespace, options: MeasureOptions, dumps: list
 
 def _select(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[str]) -> Selection:
     """KV dumps by the evaluation's own walk, everything else as a source."""
+    from ...arrays.float8 import pair_codes
     from ...offline import select, select_source
 
     others = [path for path in arguments.inputs if path not in dumps]
     found = select(dumps, options.scope)
     if others:
-        source = loading.load(others, arguments, frames=True, any_heads=True)
+        codes = arguments.to_fp16 is None  # else their numbers are rounded
+        source = pair_codes(loading.load(others, arguments, frames=True, any_heads=True, codes=codes))
         source.token_major |= arguments.token_major
         loading.report_skipped(source, arguments)
         select_source(found, source, options.scope, others[0])

@@ -141,6 +141,7 @@ def _original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
         whole=is_kept(frames) or frames.packed_record is not None,
         as_layers=False,
         original_of=frames,
+        codes=True,
     )
     loading.report_skipped(source, arguments)
     if frames.cache is not None and source.cache is not None:

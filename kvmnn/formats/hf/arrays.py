@@ -20,11 +20,11 @@ from ...arrays.padding import take_rows
 from ...arrays.source import BESIDE_KEY, Source
 from ...arrays.strided import strided
 from ...bundle.beside import POSITIONS, to_json
-from ...dtypes import PARTS, Indices, Part, Positions
+from ...dtypes import FLOAT8_NAMES, PARTS, Indices, Part, Positions
 from ...errors import KvmnnError, SourceError
 from ...text import count
 from ..options import ReadOptions
-from ..reading import check_own_type, checked, dtype_name, select
+from ..reading import FLOAT8_WORDS, check_own_type, checked, dtype_name, select
 from ..torch.tensors import ELEMENT_TYPES
 from .batch_texts import Texts, find_texts
 from .cache_states import describe_states
@@ -43,8 +43,9 @@ _NUMPY = {
     "int32": "<i4",
     "uint32": "<u4",
     "uint8": "|u1",
+    **dict.fromkeys(FLOAT8_NAMES, "|u1"),
 }
-_SELF_SAID = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_SELF_SAID = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", **{name: name for name in FLOAT8_NAMES}}
 
 
 def tensor_array(
@@ -60,7 +61,9 @@ def tensor_array(
     where = f"{where}: {name}"
     kind = tensor.type_name
     if kind not in _NUMPY:
-        raise UnsupportedArrayError(f"{where}: type {kind} is not one that frames hold (float16, bfloat16, float32)")
+        raise UnsupportedArrayError(
+            f"{where}: type {kind} is not one that frames hold (float16, bfloat16, float32, float8_e4m3fn, float8_e5m2)"
+        )
     array_dtype = np.dtype(_NUMPY[kind])
     check_own_type(_SELF_SAID.get(kind), options, where)
     if kind not in _SELF_SAID and not (options.dtype or options.fallbacks):
@@ -68,8 +71,10 @@ def tensor_array(
     shape = tuple(tensor.shape)
     if rows is not None:
         shape = (*shape[:-2], rows.size, shape[-1])
-    info = ArrayInfo(name=name, dtype=dtype_name(array_dtype, options, where), shape=shape, array_dtype=array_dtype.str)
-    return checked(strided(info, partial(_words, where, tensor, rows)), where)
+    element = kind if kind in FLOAT8_NAMES else ""
+    dtype = FLOAT8_WORDS if element else dtype_name(array_dtype, options, where)
+    info = ArrayInfo(name=name, dtype=dtype, shape=shape, array_dtype=array_dtype.str, element=element)
+    return checked(strided(info, partial(_words, where, tensor, rows)), where, options)
 
 
 def _words(where: str, tensor: AnyTensor, rows: Indices | None) -> npt.NDArray[Any]:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from ...arrays.axes import laid_out
 from ...arrays.source import Source
 from ...arrays.valid_names import check_name
-from ...dtypes import PARTS
+from ...dtypes import FLOAT8_NAMES, PARTS
 from ...errors import LimitError, SourceError
 from ..options import ReadOptions
 from ..reading import chosen, select
@@ -56,6 +56,8 @@ class LiveTensor:
             tensor = tensor.detach().cpu()
             if self.type_name == "bfloat16":
                 tensor = tensor.view(sys.modules["torch"].int16)
+            elif self.type_name in FLOAT8_NAMES:
+                tensor = tensor.view(sys.modules["torch"].uint8)
             tensor = tensor.numpy()
         words = np.asarray(tensor)
         return words.view(f"u{words.dtype.itemsize}")

@@ -99,7 +99,7 @@ def _array(tensor: Tensor, options: ReadOptions) -> NamedArray:
             f"{file}: has {state.size} bytes, its metadata says {array.nbytes} "
             f"({' x '.join(map(str, shape))} x {native.itemsize})"
         )
-    return checked(array, str(file))
+    return checked(array, str(file), options)
 
 
 def _runs(file: Path, state: FileState, step: int) -> Iterator[Piece]:

@@ -138,7 +138,7 @@ def pack(
     packed = write_prefix(
         arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress, making=making
     )
-    dequantised = source.engine_cache.dequantised if source.engine_cache else ()
+    dequantised = source.code_types
     result = rerotation.result if rerotation else None
     return replace(packed, dequantised=dequantised, undone=source.undone or (), rerotated=result)
 

@@ -185,7 +185,7 @@ def unpack(
         seconds=time.perf_counter() - started,
         notes=(*source.notes, *order_notes(source), *_lost(source, output, form), *left),
         cache=source.cache,
-        dequantised=source.engine_cache.dequantised if source.engine_cache else (),
+        dequantised=source.code_types,
         undone=source.undone or (),
         reread=form == "arrays" and not is_device(output),
         completeness=source.completeness,

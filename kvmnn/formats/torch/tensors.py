@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ...arrays import float8
 from ...dtypes import Bytes, Floats
 from ...errors import CheckpointError, LimitError
-from . import floats8
 
 MAX_AXES = 64
 MAX_ELEMENTS = 100_000_000
@@ -77,7 +77,7 @@ ELEMENT_TYPES = {
         ElementType("complex128", "f8", 16),
         ElementType("complex64", "f4", 8),
         ElementType("complex32", "f2", 4),
-        *(ElementType(name, "u1", 1) for name in floats8.NAMES),
+        *(ElementType(name, "u1", 1) for name in float8.NAMES),
         ElementType("float4_e2m1fn_x2", "", 1),
         *(
             ElementType(name, "", size, f"quantised elements ({name}) cannot be cast: save what dequantize() gives")
@@ -204,8 +204,8 @@ class Tensor:
         """The elements as float32: every type becomes that first; the real part of complex ones."""
         words = self.words()
         name = self.element.name
-        if name in floats8.NAMES:
-            return floats8.table(name)[words]
+        if name in float8.NAMES:
+            return float8.table(name)[words]
         if self.element.is_bfloat16:
             words = (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
         elif name == "bool":

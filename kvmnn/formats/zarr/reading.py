@@ -197,7 +197,7 @@ def _array(path: str, name: str, make: Any, options: ReadOptions) -> NamedArray:
         order=document.order if len(document.shape) > 1 else "C",
         reader=partial(_runs, found, where, options.threads),
     )
-    return checked(array, where)
+    return checked(array, where, options)
 
 
 def _runs(array: StoredArray, where: str, threads: int | None, step: int) -> Iterator[Piece]:

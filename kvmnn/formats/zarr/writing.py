@@ -164,6 +164,11 @@ def _words(array: NamedArray) -> NamedArray:
     """The array as words of its type: raw bytes, and integers that stand for them, are numbers in a store."""
     if array.itemsize == array.word_bytes:
         return array
+    if array.element:
+        raise OutputError(
+            f"array {array.name!r}: codes of {array.element} have no type in a Zarr store: encode -o DIR/ keeps "
+            "them, and unpack writes their fp32 numbers"
+        )
     if len(array.shape) != 1:
         raise OutputError(f"array {array.name!r}: raw bytes in {len(array.shape)} axes have no place in a Zarr store")
     return replace(array, shape=(array.nbytes // array.word_bytes,), array_dtype=f"<u{array.word_bytes}")

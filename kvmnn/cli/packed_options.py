@@ -74,7 +74,9 @@ def add_layout(parser: Any, backend: str) -> None:
 
 def add_finding(parser: Any) -> None:
     """Which files are meant, what is quantised in them, and in which order they lie."""
-    parser.add_argument("--int8", choices=("keys", "both"), help="what the engine quantised (attention_mode 9 or 10)")
+    parser.add_argument(
+        "--int8", choices=("keys", "both"), help="what the engine quantised (attention_mode 9, 10; inferred)"
+    )
     parser.add_argument("--name", metavar="NAME", help="which prefix, where a directory holds several")
     parser.add_argument("--layer-order", type=_addresses, default=(), metavar="HEX,...", help="live files by layer")
     parser.add_argument(

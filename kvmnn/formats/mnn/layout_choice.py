@@ -32,6 +32,7 @@ from ...packed.inference import (
 )
 from ...text import count
 from .packed_files import PackedFiles
+from .quantised_layouts import describe_int8, refuse_rotated_codes, try_int8
 
 MAX_CHOICES: Final = 8
 """Of layouts that an error lists."""
@@ -112,6 +113,8 @@ def choose_layout(files: PackedFiles, geometry: Geometry, *, tokens: int | None 
         return _infer_all(files, geometry, trial, tokens)
     asked = fits(geometry, files.sizes)
     if not asked:
+        if (quantised := _infer_int8(files, geometry)) is not None:
+            return quantised
         raise _describe_misfit(files, geometry, trial)
     asked = [fit for fit in asked if tokens is None or tokens <= min(fit.capacities)] or asked
     ranking = rank_readings(asked, trial.measure)
@@ -138,6 +141,24 @@ def choose_layout(files: PackedFiles, geometry: Geometry, *, tokens: int | None 
         likelier = specify_layout(better.fit, Geometry())
         notes.append(f"{_describe_conflict(chosen, better)}: {likelier} is likelier")
     return LayoutChoice(chosen.fit, tuple(notes), evidence=chosen.evidence)
+
+
+def _infer_int8(files: PackedFiles, geometry: Geometry) -> LayoutChoice | None:
+    """The int8 layout of files that fit none of floats; `SourceError` for rows that kvmnn does not read."""
+    found = try_int8(files, geometry, _LIKELY_BACKENDS)
+    if not found:
+        refuse_rotated_codes(files, geometry)
+        return None
+    if len(found) == 1:
+        return LayoutChoice(found[0], (describe_int8(found[0]),))
+    choices = [
+        f"{specify_layout(fit, geometry)} --int8 {'both' if fit.layout.int8_values else 'keys'}" for fit in found
+    ]
+    raise AmbiguousLayoutError(
+        f"{files.path}: no layout of floats fits the sizes of the files, {len(found)} of int8 do, say which "
+        "(--backend, --int8)",
+        choices[:MAX_CHOICES],
+    )
 
 
 def _describe_misfit(files: PackedFiles, geometry: Geometry, trial: _Trial) -> SourceError:

@@ -1,0 +1,92 @@
+"""Files that fit no layout of floats: int8 K is tried, and TQ3 and TQ4 rows are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import llm_kv
+import numpy as np
+import pytest
+
+from kvmnn import PackedCache
+from kvmnn.packed.fitting import Geometry
+
+HEADS = ("--kv-heads", 3, "--head-dim", 64)
+ADDRESSES = ("00005500AAAA0000", "00005500AAAA1000")
+
+
+def write_live(folder: Path, backend: str, int8: str, tokens: int) -> None:
+    """Files of a session with int8 K, or K and V."""
+    folder.mkdir()
+    geometry = Geometry(kv_heads=3, head_dim=64, backend=backend, flash_block=64, int8=int8)
+    ((_, layout),) = geometry.candidates()
+    arrays = llm_kv.read_layers(tokens)
+    for layer, address in enumerate(ADDRESSES):
+        cache = PackedCache(layout)
+        cache.append(arrays[2 * layer], arrays[2 * layer + 1])
+        for part, buffer in zip("kv", (cache.key_buffer, cache.value_buffer), strict=True):
+            (folder / f"{address}.{part}").write_bytes(np.asarray(buffer).tobytes())
+
+
+@pytest.mark.parametrize(
+    "backend", ["x86-avx2", "x86-sse", "x86-avx512", "arm64-fp32-i8mm", "arm64-fp32-sdot", "arm64-sme2-fp32"]
+)
+def test_unpack_int8_keys_are_inferred(tmp_path, run, backend):
+    write_live(tmp_path / "p", backend, "keys", 90)
+    order = ("--layer-order", ",".join(ADDRESSES), "--tokens", 90)
+    said = run("unpack", tmp_path / "p", *HEADS, *order, "-o", tmp_path / "x.npz")
+    assert "int8 K inferred (--int8 keys, attention_mode 9)" in said.err and "LOSSY" in said.out
+    with np.load(tmp_path / "x.npz") as arrays:
+        expected = llm_kv.read_layers(90)
+        np.testing.assert_allclose(arrays["layer_1.value"], expected[3], rtol=1e-3)
+        error = arrays["layer_0.key"] - (expected[0] - expected[0].max(axis=1, keepdims=True))
+        assert np.abs(error).max() < 0.1
+
+
+def test_unpack_int8_keys_and_values_are_inferred(tmp_path, run):
+    write_live(tmp_path / "p", "x86-avx2", "both", 90)
+    order = ("--layer-order", ",".join(ADDRESSES), "--tokens", 90)
+    said = run("unpack", tmp_path / "p", *HEADS, *order, "-o", tmp_path / "x.npz").err
+    assert "int8 K and V inferred (--int8 both, attention_mode 10)" in said and "lP8 4, hP8 8" in said
+
+
+def test_unpack_int8_layouts_that_are_as_likely_are_listed(tmp_path, run):
+    """Noise: nothing tells pieces of 4 dimensions from pieces of 8."""
+    folder = tmp_path / "p"
+    folder.mkdir()
+    ((_, layout),) = Geometry(kv_heads=1, head_dim=8, backend="x86-avx2", flash_block=64, int8="both").candidates()
+    cache = PackedCache(layout)
+    rows = np.random.default_rng(0).standard_normal((1, 40, 8)).astype("<f4")
+    cache.append(rows, rows)
+    for part, buffer in zip("kv", (cache.key_buffer, cache.value_buffer), strict=True):
+        (folder / f"{ADDRESSES[0]}.{part}").write_bytes(np.asarray(buffer).tobytes())
+    arguments = (folder, "--kv-heads", 1, "--head-dim", 8, "--tokens", 40)
+    said = run("unpack", *arguments, "-o", tmp_path / "x.npz", code=2).err
+    assert "of int8 do, say which (--backend, --int8)" in said and "--backend x86-avx2 --int8 both" in said
+    run("unpack", *arguments, "--backend", "x86-avx2", "-o", tmp_path / "x.npz")
+
+
+@pytest.mark.parametrize(("name", "row", "mode"), [("TQ3", 28, 11), ("TQ4", 36, 13)])
+@pytest.mark.parametrize("both", [False, True])
+@pytest.mark.parametrize("options", [(), ("--backend", "x86-avx2")])
+def test_verbs_rotated_codes_are_named_and_refused(tmp_path, run, name, row, mode, both, options):
+    """Sizes as MNN 3.6.1 made them with 40 tokens of 2 heads: 104 rows of 28 or 36 bytes, V of floats 65,536 bytes."""
+    folder = tmp_path / "p"
+    folder.mkdir()
+    for address in ADDRESSES:
+        (folder / f"{address}.k").write_bytes(np.random.default_rng(0).bytes(2 * 104 * row))
+        (folder / f"{address}.v").write_bytes(np.random.default_rng(1).bytes(2 * 104 * row if both else 65_536))
+    order = ("--layer-order", ",".join(ADDRESSES), "--tokens", 40)
+    arguments = (folder, "--kv-heads", 2, "--head-dim", 64, *order, *options)
+    expected = f"of {name} rows ({row} bytes for 64 dims, attention_mode {mode + both}), which kvmnn does not read"
+    assert expected in run("unpack", *arguments, "-o", tmp_path / "x.npz", code=1).err
+    assert expected in run("inspect", *arguments).out
+
+
+def test_unpack_misfit_of_every_layout_says_so(tmp_path, run):
+    folder = tmp_path / "p"
+    folder.mkdir()
+    for part in "kv":
+        (folder / f"{ADDRESSES[0]}.{part}").write_bytes(b"\1" * 10_007)
+    said = run("unpack", folder, "--kv-heads", 2, "--head-dim", 64, "--tokens", 4, "-o", tmp_path / "x.npz", code=1).err
+    assert "fit none of the" in said

@@ -193,8 +193,14 @@ def in_memory(name: str, words: Words) -> NamedArray:
     )
 
 
+def bytes_array(name: str, data: bytes) -> NamedArray:
+    """Bytes in memory as an array of bytes, which are no numbers, under a name."""
+    words = np.frombuffer(data, np.uint8)
+    return NamedArray(name=name, dtype="fp16", shape=words.shape, array_dtype="|u1", reader=partial(_runs, words))
+
+
 def _runs(data: Piece, step: int) -> Iterator[Piece]:
-    for begin in range(0, data.size, step):
+    for begin in range(0, data.size, max(step, 1)):
         yield data[begin : begin + step]
 
 

@@ -13,7 +13,7 @@ from ..arrays.completeness import IncompleteCacheError, require_complete
 from ..arrays.engine_cache import EngineCache
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, array_name, check_pairs, place_said, sorted_with_latents
-from ..arrays.named_array import NamedArray, in_memory
+from ..arrays.named_array import NamedArray, bytes_array, in_memory
 from ..arrays.opaque_state import OpaqueState, include_states
 from ..arrays.own_order import for_other_engines
 from ..arrays.source import Source
@@ -256,12 +256,11 @@ def write_prefix(
         _describe(source, prefix, token_ids)
     made: Packed | Unpacked
     if name is None and capacity is None and geometry in (None, Geometry()):
-        source.arrays = [*arrays, *map(_state_array, prefix.states)]
+        source.arrays = [*arrays, *_state_arrays(prefix.states)]
         made = unpack(source, output, force=force)
-    elif last or prefix.states:
-        kinds = " and ".join([*(["windows"] if last else []), *(["state"] if prefix.states else [])])
+    elif last:
         raise OptionError(
-            f"{where}: this text has {kinds}, which the prefix cache of an MNN engine has no place for; other outputs "
+            f"{where}: this text has windows, which the prefix cache of an MNN engine has no place for; other outputs "
             "have arrays"
         )
     elif any(not cache.value_dim for cache in prefix.layers):
@@ -269,7 +268,7 @@ def write_prefix(
     else:
         ids = TokenIds.of(list(token_ids[: prefix.tokens]))
         made = pack(
-            source,
+            replace(source, completeness=prefix.completeness, engine_cache=None, states=prefix.states),
             output,
             geometry,
             name=name,
@@ -319,16 +318,9 @@ def _describe(source: Source, prefix: Prefix, token_ids: Sequence[int] | Ids) ->
     )
 
 
-def _state_array(state: OpaqueState) -> NamedArray:
-    """Opaque state as an array of bytes, under a name that no K and V has."""
-    data = np.frombuffer(state.read(), np.uint8)
-    return NamedArray(
-        name=f"layer_{state.layer}.state.{state.name}",
-        dtype="fp16",
-        shape=(data.size,),
-        array_dtype="|u1",
-        reader=lambda step: (data[begin : begin + step] for begin in range(0, data.size, step)),
-    )
+def _state_arrays(states: Sequence[OpaqueState]) -> list[NamedArray]:
+    """Opaque state as arrays of bytes, under names that no K and V has."""
+    return [bytes_array(f"layer_{each.layer}.state.{each.name}", each.read()) for each in states if each.nbytes]
 
 
 def _words(entry: LayerArray) -> Words:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_client import unpack
+from hybrid_prefix import read_files, write_hybrid
 from repository import FIXTURES
 
 import kvmnn
@@ -110,3 +111,40 @@ def test_state_of_transformers_by_the_command(hf: Path, tmp_path: Path, run) -> 
         assert found[f"layer_{state.layer}.state.{state.name}"].to_numpy().tobytes() == state.read()
     again = run("store", "put", tmp_path / "s", out, "--token-ids", ids, "--fingerprint", "q", code=1).err
     assert "cannot make a stored prefix of a part of the state: 3 of 4 layers have recurrent" in again
+
+
+@pytest.mark.parametrize(
+    ("kinds", "sizes"),
+    [("LLLFLLLF", (1152, 4096)), ("LLLFLLLF", None), ("FLFL", (600, 8)), ("LF", (64, 12))],
+    ids=["differ", "fit", "short", "two"],
+)
+def test_prefix_cache_of_mnn_is_got_again_byte_for_byte(
+    tmp_path: Path, run, kinds: str, sizes: tuple[int, int] | None
+) -> None:
+    write_hybrid(tmp_path / "p", kinds, sizes=sizes)
+    model = tmp_path / "model"
+    model.mkdir()
+    layer_types = ["full_attention" if kind == "F" else "linear_attention" for kind in kinds]
+    shape = {"key_value_shape": [2, 1, 0, 2, 16], "layer_nums": len(kinds), "attention_type": "mix"}
+    (model / "llm_config.json").write_text(json.dumps(shape | {"layer_types": layer_types}))
+    (model / "llm.mnn").write_bytes(b"graph")
+    ids, shorter = (",".join(map(str, range(tokens))) for tokens in (50, 49))
+    store = tmp_path / "s"
+    put = run("store", "put", store, tmp_path / "p", "--token-ids", ids, "--model", model, "--backend", "x86-avx2").out
+    assert "of windows and state at this length" in put
+    to_prefix = ("--backend", "x86-avx2", "--name", "sys", "--capacity", "114", "-o", tmp_path / "r", "--force")
+    got = run("store", "get", store, "--token-ids", f"{ids},7", "--model", model, *to_prefix).out
+    assert got.startswith("50 of 51 tokens") and "LOSSLESS" in got
+    assert read_files(tmp_path / "r") == read_files(tmp_path / "p")
+    assert run("store", "match", store, "--token-ids", shorter, code=1).out.strip() == "0"
+    error = run("store", "get", store, "--token-ids", shorter, "--partial", *to_prefix, code=1).err
+    assert "cannot make a prefix cache of a part of the state" in error
+
+
+def test_state_of_another_engine_is_no_prefix_of_mnn(hf: Path, tmp_path: Path, run) -> None:
+    ids = ",".join(map(str, range(next(iter(kvmnn.open(hf / "lfm2_dynamic.pt").arrays)).shape[2])))
+    run("store", "put", tmp_path / "s", hf / "lfm2_dynamic.pt", "--token-ids", ids, "--fingerprint", "m")
+    words = ("--token-ids", ids, "--backend", "x86-avx2", "--name", "p", "-o", tmp_path / "p")
+    error = run("store", "get", tmp_path / "s", *words, code=2).err
+    assert "is another engine's: a prefix cache of MNN has state that MNN wrote" in error
+    assert not (tmp_path / "p").exists()

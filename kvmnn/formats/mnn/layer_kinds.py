@@ -9,7 +9,7 @@ of state do not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -20,7 +20,7 @@ from ...arrays.completeness import Completeness, LayerState, StateKind
 from ...arrays.layer_states import spell_layers
 from ...arrays.opaque_state import OpaqueState
 from ...dtypes import Part
-from ...errors import SourceError
+from ...errors import OptionError, SourceError
 from ...files.mapped import MappedFile
 from ...packed.cache_info import STATE_KINDS, CacheInfo, StateLayer
 from ...text import count
@@ -171,6 +171,42 @@ def read_states(files: PackedFiles) -> list[OpaqueState]:
 
 
 _STATE_NAMES: Final[dict[Part, str]] = {"key": "conv_state", "value": "recurrent_state"}
+
+
+def sort_states(states: Sequence[OpaqueState]) -> dict[tuple[int, Part], OpaqueState]:
+    """Return state by layer and the part in whose file MNN keeps it.
+
+    Raises
+    ------
+    OptionError
+        For state of another engine.
+    """
+    parts = {name: part for part, name in _STATE_NAMES.items()}
+    found: dict[tuple[int, Part], OpaqueState] = {}
+    for state in states:
+        if state.name not in parts or state.dtype != "bytes":
+            raise OptionError(
+                f"layer {state.layer}: state {state.name!r} ({state.dtype}) is another engine's: a prefix cache of MNN "
+                "has state that MNN wrote"
+            )
+        found[state.layer, parts[state.name]] = state
+    for layer in sorted({state.layer for state in states}):
+        if any((layer, part) not in found for part in _STATE_NAMES):
+            raise OptionError(f"layer {layer}: has one of the two states that MNN keeps of such a layer")
+    return found
+
+
+def describe_state_files(states: Mapping[tuple[int, Part], OpaqueState]) -> tuple[StateLayer, ...]:
+    """Return what a description of the cache has of the files of `sort_states`."""
+    return tuple(
+        StateLayer(
+            layer=layer,
+            kind="linear",
+            key_bytes=states[layer, "key"].nbytes,
+            value_bytes=states[layer, "value"].nbytes,
+        )
+        for layer in sorted({layer for layer, _ in states})
+    )
 
 
 def _read_file(path: str) -> bytes:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...arrays import own_order
@@ -10,11 +11,13 @@ from ...arrays.casting import widened
 from ...arrays.completeness import Completeness, IncompleteCacheError, require_complete
 from ...arrays.engine_cache import runs_of
 from ...arrays.layers import LayerArray, common_geometry, place_said, sorted_layers
+from ...arrays.named_array import bytes_array
+from ...arrays.opaque_state import OpaqueState
 from ...arrays.source import Source
 from ...arrays.window_layers import describe_windows, find_window_layers
 from ...bundle.beside import POSITIONS
 from ...dense import Rotary
-from ...dtypes import Positions
+from ...dtypes import Part, Positions
 from ...errors import OptionError
 from ...packed.addressing import FLASH_BLOCK
 from ...packed.cache_info import CacheInfo, TokenIds
@@ -23,6 +26,7 @@ from ...packed.layout import PackLayout
 from ...text import span
 from ...threads.pipeline import Progress
 from ..noted_positions import Noted, held_by, noted_positions
+from .layer_kinds import describe_state_files, sort_states
 from .model import check_agrees, fingerprint, read_geometry
 from .positions import holds_gaps
 from .prefix_writing import Making, Packed, prefix_info, write_prefix
@@ -111,11 +115,14 @@ def pack(
     known, dtype = source.cache, arrays[0].array.dtype
     common_geometry(arrays, place_said(source))  # whose errors name the input
     layout = chosen_layout(geometry or Geometry(), arrays, known.layout if known else None, dtype)
+    files = sort_states(source.states) if known is None else {}
+    states = describe_state_files(files)
     if model:
-        check_agrees(model, read_geometry(model), layout.kv_heads, layout.head_dim, len(arrays) // 2)
+        layers = len(arrays) // 2 + len(states)
+        check_agrees(model, read_geometry(model), layout.kv_heads, layout.head_dim, layers)
     if layout.dtype != dtype and not cast:
         raise OptionError(f"the arrays are {dtype}, the layout holds {layout.dtype}: --cast converts them")
-    info = prefix_info(arrays, layout, prefix_name(name, known), capacity=capacity, like=known)
+    info = prefix_info(arrays, layout, prefix_name(name, known), capacity=capacity, like=known, states=states)
     found = {layer.tokens for layer in info.layers}
     if tokens and found != set(tokens):
         raise OptionError(f"the arrays have {max(found)} tokens, --tokens says {max(tokens)}")
@@ -135,12 +142,24 @@ def pack(
         is_reordered = "k-order" in (source.undone or ())
         arrays, rerotation = _rerotated(source, arrays, info, rope, model, is_reordered=is_reordered)
         info, notes = rerotation.info, [*notes, *rerotation.rope.notes]
+    if files:
+        making = _with_states(making or Making(), files)
     packed = write_prefix(
         arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress, making=making
     )
     dequantised = source.code_types
     result = rerotation.result if rerotation else None
     return replace(packed, dequantised=dequantised, undone=source.undone or (), rerotated=result)
+
+
+def _with_states(making: Making, files: Mapping[tuple[int, Part], OpaqueState]) -> Making:
+    """The same with files of state, which are written as they are."""
+    rooms, hashes = dict(making.rooms), dict(making.file_hashes)
+    for place, state in files.items():
+        data = state.read()
+        rooms[place] = bytes_array(f"layer_{state.layer}.{state.name}", data)
+        hashes[place] = hashlib.sha256(data).hexdigest()
+    return replace(making, rooms=rooms, file_hashes=hashes)
 
 
 def _rerotated(

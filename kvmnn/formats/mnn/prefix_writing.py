@@ -21,7 +21,7 @@ from ...files.mapped import MappedFile
 from ...files.names import with_contents
 from ...files.output import DirectoryOutput, StagedFile, failures
 from ...packed import cache_info
-from ...packed.cache_info import SIDE_SUFFIX, CacheInfo, LayerInfo
+from ...packed.cache_info import SIDE_SUFFIX, CacheInfo, LayerInfo, StateLayer
 from ...packed.layout import PackLayout
 from ...packed.summary import cache_document, cache_summary, live_share
 from ...text import LOSSLESS, LOSSY, at_rate, count
@@ -134,6 +134,7 @@ def prefix_info(
     *,
     capacity: int | None = None,
     like: CacheInfo | None = None,
+    states: tuple[StateLayer, ...] = (),
 ) -> CacheInfo:
     """What a prefix cache of `arrays` in `layout` will be.
 
@@ -143,6 +144,8 @@ def prefix_info(
         Tokens to leave room for; None for the capacity of `like`, or for the number of tokens.
     like
         Where positions, token ids and model come from, if it has the same layers and tokens.
+    states
+        Layers without K and V, where `like` does not say them.
 
     Raises
     ------
@@ -155,7 +158,7 @@ def prefix_info(
             f"the arrays have {count(heads, 'kv head')} x {dims} dims, the layout {layout.kv_heads} x {layout.head_dim}"
         )
     keys = arrays[::2]
-    states = like.states if like else ()
+    states = like.states if like else states
     numbers = sorted([*(entry.layer for entry in keys), *(state.layer for state in states)])
     if numbers != list(range(len(numbers))):
         raise KvmnnError(f"a prefix cache has all layers from 0 on, these are {numbers[:20]}")

@@ -155,9 +155,12 @@ class _Progress:
         self.advance(0)
 
     def _write_lines(self) -> None:
+        from ..lm.tokenizer import STDERR_LOCK
+
         pause: float = _FIRST_SECONDS
         while not self._end.wait(pause) and self._bar is None:
-            streams.err("progress", self._line())
+            with STDERR_LOCK:
+                streams.err("progress", self._line())
             least, most = _LINE_SECONDS
             pause = min(most, max(least, (time.monotonic() - self._begun) / 10))
 

@@ -138,13 +138,14 @@ class Tokenizer:
         return len(text.encode("utf-8"))
 
 
-_stderr_lock = threading.Lock()
+STDERR_LOCK = threading.Lock()
+"""Held while standard error leads nowhere: who writes to it from another thread takes the lock."""
 
 
 @contextmanager
 def _without_panics() -> Iterator[None]:
     """Panics of Rust become a RuntimeError; what Rust says of them itself, on standard error, is not shown."""
-    with _stderr_lock, ExitStack() as stack:
+    with STDERR_LOCK, ExitStack() as stack:
         with suppress(OSError):  # standard error is closed: nothing is shown anyway
             kept = os.dup(2)
             stack.callback(os.close, kept)

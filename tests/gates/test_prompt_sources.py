@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import gc
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +21,14 @@ pytest.importorskip("tokenizers")
 import gate_models
 from tiny_decoders import Tiny
 
+from kvmnn.cli import gate_run
 from kvmnn.errors import KvmnnError
 from kvmnn.gates.running.run_cases import KNOWN, cases_of
 from kvmnn.gates.running.sample_text import SAMPLE_TEXT
 from kvmnn.gates.running.settings import RunConfig, RunSettings, read_run_config
 from kvmnn.gates.running.suite import Suite
 from kvmnn.gates.running.work import text_beginnings
+from kvmnn.lm import DecoderSession, tokenizer
 from kvmnn.lm.documents import Document
 
 
@@ -214,3 +219,24 @@ def test_progress_counts_all_runs_and_names_each(tmp_path: Path) -> None:
         list(suite.measure(cases_of("runtime", config), 1, progress))
     assert started == [(progress.runs, progress.steps)] and progress.runs == 14
     assert "runtime_store, a.txt:40, K and V compared" in calls and "runtime_probe, perplexity" in calls
+
+
+def test_case_leaves_no_session_of_the_model_open(tmp_path: Path) -> None:
+    write(tmp_path)
+    config = read_run_config(tmp_path / "run.json", KNOWN)
+    with Suite(str(tmp_path / "model"), tmp_path / "out", settings=config.settings, texts=[], jobs=1) as suite:
+        for measured in suite.measure(cases_of("runtime", config)[1:3], 1):
+            opened = [one for one in gc.get_objects() if isinstance(one, DecoderSession)]
+            assert not opened, f"{measured.case.name}: the next case opens its own"
+
+
+def test_line_of_progress_waits_while_standard_error_leads_nowhere(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The tokenizers package prints panics; a line that came while they were hidden was lost."""
+    monkeypatch.setattr(gate_run, "_FIRST_SECONDS", 0.01)
+    with gate_run._Progress(argparse.Namespace(quiet=False, output="out")):
+        with tokenizer._without_panics():
+            time.sleep(0.2)
+        time.sleep(0.2)
+    assert capfd.readouterr().err == "kvmnn: progress: 0:00; opening the model and reading the texts\n"

@@ -213,6 +213,8 @@ class Suite:
         if case.mode:
             self._sessions.release(keep=case.policy.needs_attention)
         comparisons = tuple(self._comparison(case, work) for work in (works if case.mode else ()))
+        if case.mode:
+            self._sessions.release()  # its memory grew with two caches, and the next case opens another beside it
         return Measured(
             case=case,
             rounds=made,

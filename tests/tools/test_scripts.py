@@ -17,7 +17,12 @@ SCRIPTS = sorted(
     str(path.relative_to(TOOLS)) for path in TOOLS.rglob("*.py") if '\nif __name__ == "__main__":' in path.read_text()
 )
 SHELL = sorted(str(path.relative_to(TOOLS)) for path in TOOLS.rglob("*.sh"))
-NEED_TORCH = {"fixtures/compressor_types.py", "fixtures/hf_layers.py"}
+NEEDED = {
+    "fixtures/compressor_types.py": "torch",
+    "fixtures/float8.py": "torch",
+    "fixtures/hf_layers.py": "torch",
+    "fixtures/mlx_classes.py": "mlx",
+}
 OF_OTHERS = {"docs/KVCacheCompressionWeightFormat.md"}  # InfiniLM's
 PATHS = re.compile(r"(?<![\w/.-])((?:tools|tests|pyx|fixtures|docs|benchmarks)/[\w./-]*\w)")
 
@@ -38,8 +43,8 @@ def test_scripts_are_found() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_from_any_directory(script: str, tmp_path: Path) -> None:
-    if script in NEED_TORCH:
-        pytest.importorskip("torch")
+    if script in NEEDED:
+        pytest.importorskip(NEEDED[script])
     # The script's own folder has to be on the path, as it is for whoever types the command.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
     command = [sys.executable, str(TOOLS / script), "--help"]

@@ -23,7 +23,8 @@ IN is a .npy, .npz or .safetensors file, a directory of .npy files or of an MNN 
 (--dtype says of which kind), or "-" for standard input (any such file). Several inputs make one bundle. The
 directory of a prefix cache gives the live K and V of every layer, and decode makes its files again. A session or
 sequence file of llama.cpp and a prompt cache of mlx-lm are kept whole: decode writes the same file, byte for byte
-(docs/other-engines.md). What torch.save stored of a cache of transformers is read as K and V of every layer.
+(docs/other-engines.md). What torch.save stored of a cache of transformers is read as K and V of every layer. Of float8
+arrays frames keep the codes.
 
   -o FILE    one array: its frame, and FILE.json beside it, from which decode
              restores the same array

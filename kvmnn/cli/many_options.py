@@ -83,12 +83,27 @@ def run(
         found = elsewhere(find, paths, kinds, leave_out)
         for line in found.notes(f"kvmnn {verb}"):
             printing.note(arguments, line)
+        for line in _note_merged(arguments, paths, found.taken):
+            printing.note(arguments, line)
         if not found.taken:
             printing.complain(f"{' '.join(paths)}: nothing there that kvmnn {verb} reads")
             return 1
         tasks = list(map(task, found.taken))
         with _finished(arguments, VerbWork.taken_from(verb, arguments)) as (work, finished), _output_folders(tasks):
             return _run(arguments, verb, tasks, work, finished, executor, ahead)
+
+
+def _note_merged(arguments: argparse.Namespace, roots: Sequence[str], taken: Sequence[Named]) -> list[str]:
+    """Return a line where files of several folders are written into one, whose names say no more whence they came."""
+    output = getattr(arguments, "output", None)
+    folders = [root for root in roots if any(each.path.startswith(os.path.join(root, "")) for each in taken)]
+    if output is None or len(folders) < 2:
+        return []
+    names = ", ".join(folders[:3]) + (", ..." if len(folders) > 3 else "")
+    return [
+        f"files of {len(folders)} folders ({names}) are written into {output} without the names of these: name the "
+        "folder around them, or encode each with an -o of its own, to keep them apart"
+    ]
 
 
 def _make_absolute(arguments: argparse.Namespace, paths: Sequence[str]) -> list[str]:

@@ -121,6 +121,18 @@ def test_one_output_that_exists_is_one_failure(here, capsys):
     assert not Path("out/b/layer_3.key.npy.frame").exists()
 
 
+def test_run_of_several_folders_into_one_output_is_noted(here, capsys):
+    Path("more").mkdir()
+    np.savez("more/other.npz", **KV)
+    assert main(["encode", "--jobs", "1", "in", "more/", "-o", "out", "-q"]) == 0
+    assert capsys.readouterr().err == "" and Path("out/other.npz.frames").is_dir()
+    assert main(["encode", "--jobs", "1", "in", "more/", "-o", "out", "-f"]) == 0
+    assert "files of 2 folders (in, more/) are written into out without the names of these" in capsys.readouterr().err
+    for argv in (["in", "more/other.npz", "-o", "alone"], ["in", "more"]):
+        main(["encode", "--jobs", "1", *argv])
+        assert "are written into" not in capsys.readouterr().err
+
+
 def test_folders_of_what_failed_are_not_left(here, capsys):
     Path("bad/x/y").mkdir(parents=True)
     Path("bad/x/y/z.npy").write_bytes(b"damaged")

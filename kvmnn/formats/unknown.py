@@ -18,6 +18,7 @@ _MNN_MODEL = "--model takes its folder, beside a cache"
 _GGUF_MODEL = "--model takes it, beside a cache of llama.cpp"
 _NAME = "name it with the suffix {}"
 _CHECKPOINT = ("a torch checkpoint", "kvmnn convert makes a weight file of a KV compressor's")
+_SAFETENSORS = "kvmnn encode takes one of arrays, kvmnn convert a checkpoint"
 _ZIP = b"PK\x03\x04"
 _TORCH_LEGACY = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # a pickle of torch's magic number
 _SIGNS: tuple[tuple[bytes, str, str], ...] = (
@@ -96,7 +97,8 @@ def _looks_like(suffix: str, head: bytes) -> tuple[str, str] | None:
     if head[:1] == b"\x08" and head[1:2] < b"\x20" and head[2:3] == b"\x12":  # ir_version, then producer_name
         return _SUFFIXES[".onnx"]
     if head[8:10] in (b'{"', b"{}") and int.from_bytes(head[:8], "little") < 1 << 40:
-        return "a safetensors file", _NAME.format(".safetensors")
+        named = suffix == ".safetensors"
+        return "a safetensors file", _SAFETENSORS if named else _NAME.format(".safetensors")
     return _text(head)
 
 

@@ -28,7 +28,7 @@ FILES = [
     ("llm.mnn", b"\x14\0\0\0", "the graph of an MNN model (--model takes its folder"),
     ("k.data", npy(), "a NumPy array (name it with the suffix .npy)"),
     ("x.zst", b"\x28\xb5\x2f\xfd1234", "a zstd archive"),
-    ("st", (20).to_bytes(8, "little") + b'{"k":{}}', "a safetensors file"),
+    ("st", (20).to_bytes(8, "little") + b'{"k":{}}', "a safetensors file (name it with the suffix .safetensors)"),
 ]
 
 
@@ -42,6 +42,13 @@ def test_files(tmp_path, run, monkeypatch, name, content, what):
     )
     with pytest.raises(SourceError, match=r"not a file kvmnn knows: it looks like .*; raw bytes need a dtype"):
         kvmnn.open(name)
+
+
+def test_export_of_safetensors_is_not_asked_for_the_suffix_that_it_has(tmp_path, run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("x.safetensors").write_bytes((20).to_bytes(8, "little") + b'{"k":{}}')
+    error = run("export", "x.safetensors", code=1).err
+    assert "it looks like a safetensors file (kvmnn encode takes one of arrays, kvmnn convert a checkpoint)" in error
 
 
 def test_files_of_which_nothing_can_be_said(tmp_path, run):

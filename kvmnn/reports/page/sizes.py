@@ -83,7 +83,9 @@ def _layer_chart(name: str, layers: Sequence[tuple[int, LayerSizes]]) -> Chart:
         sizes = [(place, getattr(layer, part)) for place, layer in layers]
         here = [Point(at, one.stored_ratio if stored else one.simulated_ratio, name=part.upper()) for at, one in sizes]
         series.append(Series(f"{part.upper()}, {kind}", here, look))
-        limit = [Point(at, one.limit_ratio, name=f"{part.upper()} limit") for at, one in sizes if one.limit_ratio]
+        limit = [
+            Point(at, one.limit_ratio, name=f"{part.upper()} byte entropy") for at, one in sizes if one.limit_ratio
+        ]
         if limit:
             series.append(Series(f"{part.upper()}, byte entropy", limit, look, dashed=True, marker=False))
     said = f"Ratio of raw over compressed bytes of K and V by layer, from {name}; dashed: the entropy of their bytes."

@@ -186,9 +186,7 @@ def test_a_line_of_every_file_that_failed_names_it(here, capsys):
     np.savez("in/half.npz", **{"layer_0.key": HALF})
     assert main(["measure", "--jobs", "1", "in"]) == 1
     said = {line["path"]: line["error"] for line in lines(capsys) if not line["ok"]}
-    error = (
-        "in/half.npz: layer 0 has no array of its values: K alone is all that latent attention keeps, of one kv head, "
-    )
+    error = "in/half.npz: layer 0 has no array of its values: K alone is all that latent attention keeps, "
     error += f"of one kv head, and these have {len(HALF)}"
     assert said["in/half.npz"] == error
     assert main(["measure", "in/half.npz"]) == 1

@@ -50,22 +50,6 @@ def test_unpack_int8_keys_and_values_are_inferred(tmp_path, run):
     assert "int8 K and V inferred (--int8 both, attention_mode 10)" in said and "lP8 4, hP8 8" in said
 
 
-def test_unpack_int8_layouts_that_are_as_likely_are_listed(tmp_path, run):
-    """Noise: nothing tells pieces of 4 dimensions from pieces of 8."""
-    folder = tmp_path / "p"
-    folder.mkdir()
-    ((_, layout),) = Geometry(kv_heads=1, head_dim=8, backend="x86-avx2", flash_block=64, int8="both").candidates()
-    cache = PackedCache(layout)
-    rows = np.random.default_rng(0).standard_normal((1, 40, 8)).astype("<f4")
-    cache.append(rows, rows)
-    for part, buffer in zip("kv", (cache.key_buffer, cache.value_buffer), strict=True):
-        (folder / f"{ADDRESSES[0]}.{part}").write_bytes(np.asarray(buffer).tobytes())
-    arguments = (folder, "--kv-heads", 1, "--head-dim", 8, "--tokens", 40)
-    said = run("unpack", *arguments, "-o", tmp_path / "x.npz", code=2).err
-    assert "of int8 do, say which (--backend, --int8)" in said and "--backend x86-avx2 --int8 both" in said
-    run("unpack", *arguments, "--backend", "x86-avx2", "-o", tmp_path / "x.npz")
-
-
 @pytest.mark.parametrize(("name", "row", "mode"), [("TQ3", 28, 11), ("TQ4", 36, 13)])
 @pytest.mark.parametrize("both", [False, True])
 @pytest.mark.parametrize("options", [(), ("--backend", "x86-avx2")])

@@ -142,7 +142,14 @@ def options(arguments: argparse.Namespace, known: CacheInfo | None = None) -> Pa
         trust=known is not None or getattr(arguments, "trust", False) or getattr(arguments, "force", False),
         packed_dump=arguments.packed,
         states=known.states if known else None,
+        heads=_heads(known),
     )
+
+
+def _heads(known: CacheInfo | None) -> tuple[tuple[int, int], ...]:
+    if known is None or known.is_uniform:
+        return ()
+    return tuple((layout.kv_heads, layout.head_dim) for layout in map(known.layout_of, known.layers))
 
 
 LAYING = (

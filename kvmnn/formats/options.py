@@ -139,6 +139,8 @@ class PackedOptions:
         Take the packed variant of a dump that holds both.
     states
         Layers without K and V, as they were noted down; None where nothing was.
+    heads
+        Kv heads and head_dim of each layer with K and V, where they differ and were noted down.
     """
 
     geometry: Geometry = field(default_factory=Geometry)
@@ -152,3 +154,4 @@ class PackedOptions:
     trust: bool = False
     packed_dump: bool = False
     states: tuple[StateLayer, ...] | None = None
+    heads: tuple[tuple[int, int], ...] = ()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -51,6 +51,8 @@ class LayerInfo:
     text_positions
         True positions of the live tokens in the text, where K was rotated to others since (`kvmnn compact --rerotate`);
         None where `positions` are the true ones.
+    heads
+        Kv heads and head_dim of the layer, where they are not those of the cache's layout.
     """
 
     layer: int
@@ -58,6 +60,7 @@ class LayerInfo:
     capacity: int
     positions: Ranges
     text_positions: Ranges | None = None
+    heads: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not 1 <= self.tokens <= self.capacity:
@@ -181,9 +184,20 @@ class CacheInfo:
         """Bytes of the live elements of all layers, K and V; of what is int8 the codes, without scales and biases."""
         return sum(sum(self.live_bytes_of(layer)) for layer in self.layers)
 
+    def layout_of(self, layer: LayerInfo) -> PackLayout:
+        """Layout of a layer: that of the cache, with its own kv heads and head_dim where they differ."""
+        if layer.heads is None:
+            return self.layout
+        return replace(self.layout, kv_heads=layer.heads[0], head_dim=layer.heads[1])
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have the same kv heads and head_dim."""
+        return all(layer.heads is None for layer in self.layers)
+
     def live_bytes_of(self, layer: LayerInfo) -> tuple[int, int]:
         """Bytes of the live elements of a layer's K and V."""
-        layout = self.layout
+        layout = self.layout_of(layer)
         words = layer.tokens * layout.kv_heads * layout.head_dim
         return (
             words * (1 if layout.int8_keys else layout.itemsize),
@@ -194,7 +208,8 @@ class CacheInfo:
     def file_bytes(self) -> int:
         """Bytes of the packed files of all layers."""
         return self.state_bytes + sum(
-            self.layout.key_bytes(each.capacity) + self.layout.value_bytes(each.capacity) for each in self.layers
+            self.layout_of(each).key_bytes(each.capacity) + self.layout_of(each).value_bytes(each.capacity)
+            for each in self.layers
         )
 
     @property
@@ -247,6 +262,8 @@ def _layer_to_dict(layer: LayerInfo) -> dict[str, Any]:
     fields: dict[str, Any] = {**vars(layer), "positions": [list(run) for run in layer.positions]}
     if fields.pop("text_positions") is not None:
         fields["text_positions"] = [list(run) for run in layer.text_runs]
+    if (heads := fields.pop("heads")) is not None:
+        fields |= {"kv_heads": heads[0], "head_dim": heads[1]}
     return fields
 
 
@@ -339,11 +356,21 @@ def _layer(node: Node) -> LayerInfo:
             capacity=node.at("capacity").integer(1),
             positions=runs,
             text_positions=text_runs,
+            heads=_heads(node),
         )
     except ManifestError:
         raise
     except KvmnnError as exc:
         raise ManifestError(f"{node.where}: {node.path}: {exc}") from None
+
+
+def _heads(node: Node) -> tuple[int, int] | None:
+    if "kv_heads" not in node.value:
+        return None
+    heads, dims = (node.at(key).integer(1) for key in ("kv_heads", "head_dim"))
+    if max(heads, dims) > _MAX_TOKENS:
+        raise node.wrong("32-bit integers for kv_heads and head_dim")
+    return heads, dims
 
 
 def _runs(node: Node) -> Ranges:

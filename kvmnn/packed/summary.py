@@ -16,6 +16,15 @@ def cache_document(info: CacheInfo | None) -> dict[str, Any] | None:
     return None if info is None else {**to_dict(info), "live_bytes": info.live_bytes, "file_bytes": info.file_bytes}
 
 
+def describe_layouts(info: CacheInfo) -> str:
+    """Return the layout of all layers in words; where heads differ, with those of each kind of layer."""
+    if info.is_uniform:
+        return describe(info.layout)
+    shared = describe(info.layout).split(", ", 1)[1]
+    kinds = dict.fromkeys((layout.kv_heads, layout.head_dim) for layout in map(info.layout_of, info.layers))
+    return f"{' or '.join(f'{heads} x {dims}' for heads, dims in kinds)} kv heads x dims by layer, {shared}"
+
+
 def cache_summary(info: CacheInfo) -> str:
     """Layers, layout, tokens and capacity on one line."""
     tokens = sorted({layer.tokens for layer in info.layers})
@@ -23,7 +32,7 @@ def cache_summary(info: CacheInfo) -> str:
     layers = count(len(info.layers), "layer")
     if info.states:
         layers = f"K and V in {len(info.layers)} of {count(len(info.numbers), 'layer')}"
-    return f"{layers}, {describe(info.layout)}, {span(tokens)} tokens, capacity {span(capacities)}"
+    return f"{layers}, {describe_layouts(info)}, {span(tokens)} tokens, capacity {span(capacities)}"
 
 
 def live_share(info: CacheInfo) -> str:

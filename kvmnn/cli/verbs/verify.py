@@ -152,6 +152,6 @@ def _original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
 def _geometry(cache: CacheInfo) -> str:
     """What a description says that packed files do not."""
     tokens = span(sorted({layer.tokens for layer in cache.layers}))
-    layout = cache.layout
-    layers, heads = count(len(cache.layers), "layer"), count(layout.kv_heads, "kv head")
-    return f"{tokens} tokens in {layers}, {heads} of {layout.head_dim}"
+    layouts = dict.fromkeys(map(cache.layout_of, cache.layers))
+    heads = " or ".join(f"{count(layout.kv_heads, 'kv head')} of {layout.head_dim}" for layout in layouts)
+    return f"{tokens} tokens in {count(len(cache.layers), 'layer')}, {heads}"

@@ -256,7 +256,7 @@ def _write_files(
         _compact_layer(key, value, info, before, plan, layer.tokens, dialect)
         if rerotation:
             with _mapped(key) as keys:
-                rerotation.rotate_file(layer.layer, keys, info.layout, layer.capacity)
+                rerotation.rotate_file(layer.layer, keys, info.layout_of(layer), layer.capacity)
         if progress:
             progress(files.key_bytes + files.value_bytes)
     for file_name in names[2 * len(after.layers) :]:
@@ -291,7 +291,7 @@ def _compact_layer(
 ) -> None:
     with _mapped(key) as keys, _mapped(value) as values:
         cache = PackedCache.from_buffers(
-            info.layout, keys, values, layer.tokens, capacity=layer.capacity, copy=False, dialect=dialect
+            info.layout_of(layer), keys, values, layer.tokens, capacity=layer.capacity, copy=False, dialect=dialect
         )
         cache.realloc(layer.tokens if plan.remove is None else plan.remove, plan.reserve)
         if len(cache) != tokens:

@@ -28,7 +28,7 @@ from ...text import count as count_of
 from ..options import PackedOptions
 from .file_account import account_files, find_difference, room_arrays
 from .layer_kinds import check_layers, describe_completeness, of_files, read_states, sort_layers
-from .layout_choice import AmbiguousLayoutError, LayoutChoice, choose_layout, missing_options
+from .layout_choice import AmbiguousLayoutError, LayoutChoice, choose_layout, choose_layouts, missing_options
 from .live_tokens import RowCounts, count_rows, describe_rows_left, doubt_tokens, guess_tokens
 from .model import check_agrees, fingerprint, has_weights, read_geometry
 from .packed_files import PackedFiles
@@ -81,9 +81,9 @@ class Described:
             NamedArray(
                 name=array_name(layer.layer, part),
                 dtype=row_dtype(layout, part),
-                shape=(layout.kv_heads, layer.tokens, layout.head_dim),
+                shape=(self.info.layout_of(layer).kv_heads, layer.tokens, self.info.layout_of(layer).head_dim),
                 array_dtype=dtypes.by_name(row_dtype(layout, part)).numpy.str,
-                reader=partial(packed_runs, files.path(part), layout, part, layer),
+                reader=partial(packed_runs, files.path(part), self.info.layout_of(layer), part, layer),
             )
             for files, layer in zip(self.files.layers, self.info.layers, strict=True)
             for part in PARTS
@@ -133,13 +133,20 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
         raise SourceError(
             f"{files.path}: {choice.conflict}; the words speak for {choice.better}; --force reads them as specified"
         )
-    rows = None if known or fit.layout.quantised else count_rows(files, fit)
+    rows = None if known or fit.layout.quantised else count_rows(files, fit, choice.layouts)
     tokens, token_notes = _tokens(files, options, known, fit, rows)
     notes += token_notes
     layers = tuple(
-        LayerInfo(layer=layer.layer, tokens=count, capacity=capacity, positions=runs, text_positions=text_runs)
-        for layer, count, capacity, (runs, text_runs) in zip(
-            files.layers, tokens, fit.capacities, _positions(tokens, known), strict=True
+        LayerInfo(
+            layer=layer.layer, tokens=count, capacity=capacity, positions=runs, text_positions=text_runs, heads=heads
+        )
+        for layer, count, capacity, (runs, text_runs), heads in zip(
+            files.layers,
+            tokens,
+            fit.capacities,
+            _positions(tokens, known),
+            choice.heads or (None,) * len(tokens),
+            strict=True,
         )
     )
     info = CacheInfo(
@@ -185,7 +192,8 @@ def _check_files(files: PackedFiles, options: PackedOptions) -> tuple[PackedFile
     known = read_document(files)
     files = sort_layers(files, options, known)
     if known and (
-        files.sizes != [_sizes(known.layout, layer) for layer in known.layers] or of_files(files) != known.states
+        files.sizes != [_sizes(known.layout_of(layer), layer) for layer in known.layers]
+        or of_files(files) != known.states
     ):
         raise SourceError(
             f"{files.document[1] if files.document else files.path}: does not describe the files beside it any more: "
@@ -275,7 +283,7 @@ def _sizes(layout: PackLayout, layer: LayerInfo) -> tuple[int, int]:
 
 
 def _drift(files: PackedFiles, known: CacheInfo) -> str:
-    pairs = [(layer.layer, *_sizes(known.layout, layer)) for layer in known.layers]
+    pairs = [(layer.layer, *_sizes(known.layout_of(layer), layer)) for layer in known.layers]
     pairs += [(state.layer, state.key_bytes, state.value_bytes) for state in known.states]
     for found, (number, *sizes) in zip((*files.layers, *files.states), pairs, strict=True):
         expected = sizes[0], sizes[1]
@@ -294,9 +302,13 @@ def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None)
             raise SourceError(
                 f"{files.path}: its document says {describe(known.layout)}, which is not what was asked for"
             )
-        return LayoutChoice(Fit(known.layout, "", tuple(layer.capacity for layer in known.layers)))
+        fit = Fit(known.layout, "", tuple(layer.capacity for layer in known.layers))
+        return LayoutChoice(fit, heads=tuple(layer.heads for layer in known.layers))
     tokens = options.tokens or ((options.token_ids.count,) if options.token_ids else ())
     try:
+        if len(files.groups) > 1:
+            heads = _group_heads(files, options)
+            return choose_layouts(files, geometry, heads, tokens[0] if len(set(tokens)) == 1 else None)
         return choose_layout(files, geometry, tokens=tokens[0] if len(set(tokens)) == 1 else None)
     except AmbiguousLayoutError as error:
         if not geometry.missing:
@@ -306,6 +318,24 @@ def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None)
         text = f"{files.path}: {where}" if options.model else f"{files.path}: {missing}"
         choices = [choice if tokens else f"{choice} --tokens N" for choice in error.choices]
         raise AmbiguousLayoutError(text, choices) from None
+
+
+def _group_heads(files: PackedFiles, options: PackedOptions) -> list[tuple[int | None, int | None]]:
+    """What is known of the kv heads and head_dim of each group of layers."""
+    own: tuple[tuple[int | None, int | None], ...] = options.heads
+    if not own and options.model:
+        model = read_geometry(options.model)
+        states = zip(model.layer_geometry, model.states, strict=True) if model.layer_geometry else ()
+        own = tuple(heads for heads, state in states if state.kind == "full")
+    if len(own) != len(files.layers):
+        if options.geometry.kv_heads or options.geometry.head_dim:
+            raise SourceError(
+                f"{files.path}: its layers differ in size, so --kv-heads and --head-dim are not those of all: leave "
+                "them out, or say --model DIR"
+            )
+        return [(None, None)] * len(files.groups)
+    by_layer = dict(zip((layer.layer for layer in files.layers), own, strict=True))
+    return [by_layer[group[0].layer] for group in files.groups]
 
 
 def _tokens(

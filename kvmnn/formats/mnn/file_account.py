@@ -102,7 +102,7 @@ def account_files(files: PackedFiles, info: CacheInfo, *, left_out: str = "") ->
     entries, difference = [], ""
     for found, layer in zip(files.layers, info.layers, strict=True):
         for part in PARTS:
-            entry, first = _account(found.path(part), info.layout, part, layer, keep=not left_out)
+            entry, first = _account(found.path(part), info.layout_of(layer), part, layer, keep=not left_out)
             entries.append(entry)
             difference = difference or first
     entries += [_account_state(state, part) for state in files.states for part in PARTS]
@@ -160,10 +160,10 @@ def find_difference(files: PackedFiles, info: CacheInfo) -> str:
     for found, layer in zip(files.layers, info.layers, strict=True):
         for part in PARTS:
             path = found.path(part)
-            for chunk in _iter_chunks(MappedFile(path), info.layout, part, layer):
+            for chunk in _iter_chunks(MappedFile(path), info.layout_of(layer), part, layer):
                 places = np.flatnonzero(chunk.read_rest())
                 if places.size:
-                    return _describe_byte(path, info.layout, part, layer, chunk, int(places[0]))
+                    return _describe_byte(path, info.layout_of(layer), part, layer, chunk, int(places[0]))
     return ""
 
 
@@ -197,7 +197,8 @@ def room_arrays(files: PackedFiles, info: CacheInfo, record: PackedRecord) -> li
             reader = partial(_whole_runs, path, entry.nbytes)
         else:
             dtype = info.layout.dtype
-            reader = partial(_rest_runs, path, info.layout, entry.part, infos[entry.layer])
+            layer = infos[entry.layer]
+            reader = partial(_rest_runs, path, info.layout_of(layer), entry.part, layer)
         word = dtypes.by_name(dtype)
         shape = (entry.nbytes // word.itemsize,)
         arrays.append(NamedArray(name=entry.room, dtype=dtype, shape=shape, array_dtype=word.numpy.str, reader=reader))

@@ -9,6 +9,7 @@ of state do not.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,6 +33,7 @@ STATE_LOCATION: Final = "in files without K and V, valid after the last token al
 """Where the state of such layers is, as messages about completeness have it."""
 
 _ROOM_BYTES: Final = 32  # of equal bytes that a file of K or V ends with at least, unless its room is used up
+_MIN_GROUP: Final = 2
 _MIN_STATES: Final = 2  # one layer alone that differs from the others was rather damaged
 
 
@@ -58,10 +60,38 @@ def sort_layers(files: PackedFiles, options: PackedOptions, known: CacheInfo | N
     files = replace(files, model_states=model.states, is_mixed=_is_mixed(model))
     noted = known.states if known else options.states
     if noted is not None:
-        return _split(files, {state.layer: state.kind for state in noted}, "")
-    if model.states:
-        return _split_as_model(files, model.file_states)
-    return _split_by_content(files, is_mixed=model.attention_type == "mix")
+        files = _split(files, {state.layer: state.kind for state in noted}, "")
+    elif model.states:
+        files = _split_as_model(files, model.file_states)
+    else:
+        files = _split_by_content(files, is_mixed=model.attention_type == "mix")
+    if known:
+        return _group(files, [info.heads for info in known.layers])
+    if options.heads:
+        return _group(files, options.heads)
+    if model.layer_geometry:
+        own = [heads for heads, state in zip(model.layer_geometry, model.states, strict=True) if state.kind == "full"]
+        return _group(files, own)
+    return _group_by_sizes(files)
+
+
+def _group(files: PackedFiles, heads: Sequence[object]) -> PackedFiles:
+    """Put layers of the same kv heads and head_dim together; where there are others than files, they are no help."""
+    if len(heads) != len(files.layers):
+        return files
+    numbers = {each: number for number, each in enumerate(dict.fromkeys(heads))}
+    pairs = zip(files.layers, heads, strict=True)
+    return replace(files, layers=tuple(replace(layer, group=numbers[each]) for layer, each in pairs))
+
+
+def _group_by_sizes(files: PackedFiles) -> PackedFiles:
+    """Take layers of unlike sizes for layers of unlike heads, where none of them looks as if it were cut."""
+    sizes = Counter(files.sizes)
+    if len(sizes) == 1 or min(sizes.values()) < _MIN_GROUP or files.gaps:
+        return files
+    if any(_describe_ends(layer) != (True, True) for layer in files.layers):
+        return files
+    return _group(files, files.sizes)
 
 
 def _is_mixed(model: ModelGeometry) -> bool | None:

@@ -18,7 +18,7 @@ from ...packed.evidence import (
     measure_layers,
     sample_layers,
 )
-from ...packed.fitting import Fit, Geometry, describe, fits, inferred, the_fit
+from ...packed.fitting import Fit, Geometry, describe, fits, inferred, of_layout, the_fit
 from ...packed.inference import (
     Clarity,
     Reading,
@@ -30,6 +30,7 @@ from ...packed.inference import (
     rank_readings,
     recut_heads,
 )
+from ...packed.layout import PackLayout
 from ...text import count
 from .packed_files import PackedFiles
 from .quantised_layouts import describe_int8, refuse_rotated_codes, try_int8
@@ -75,6 +76,8 @@ class LayoutChoice:
         The layout that they speak for then, as options.
     evidence
         What the words tell about the chosen layout; None where nobody looked.
+    heads
+        Kv heads and head_dim of each layer, where they differ from those of `fit`; None for those that do not.
     """
 
     fit: Fit
@@ -82,6 +85,61 @@ class LayoutChoice:
     conflict: str = ""
     better: str = ""
     evidence: LayoutEvidence | None = None
+    heads: tuple[tuple[int, int] | None, ...] = ()
+
+    @property
+    def layouts(self) -> tuple[PackLayout, ...]:
+        """Layout of each layer."""
+        heads = self.heads or (None,) * len(self.fit.capacities)
+        return tuple(
+            replace(self.fit.layout, kv_heads=each[0], head_dim=each[1]) if each else self.fit.layout for each in heads
+        )
+
+
+def choose_layouts(
+    files: PackedFiles, geometry: Geometry, heads: Sequence[tuple[int | None, int | None]], tokens: int | None
+) -> LayoutChoice:
+    """Return the layouts of layers whose kv heads and head_dim differ, which agree in dtype and pack numbers.
+
+    Parameters
+    ----------
+    files
+        With several `PackedFiles.groups`.
+    geometry
+        What the caller says of all layers.
+    heads
+        What is known of the kv heads and head_dim of each group.
+    tokens
+        As for `choose_layout`.
+
+    Raises
+    ------
+    SourceError
+        When the words of a group contradict the others, or what was specified.
+    AmbiguousLayoutError
+        As `choose_layout`.
+    """
+    choices: list[LayoutChoice] = []
+    for group, (kv_heads, head_dim) in zip(files.groups, heads, strict=True):
+        asked = replace(geometry, kv_heads=kv_heads, head_dim=head_dim)
+        if choices:  # one engine on one processor wrote them all
+            first = of_layout(choices[0].fit.layout)
+            asked = replace(asked, backend=None, dtype=first.dtype, lP=first.lP, hP=first.hP)
+            asked = replace(asked, flash_block=first.flash_block)
+        choice = choose_layout(replace(files, layers=group), asked, tokens=tokens)
+        if choice.conflict:
+            raise SourceError(f"{files.path}: {choice.conflict}; the words speak for {choice.better}")
+        choices.append(choice)
+    layout = choices[0].fit.layout
+    by_layer: dict[int, tuple[tuple[int, int] | None, int]] = {}
+    for group, choice in zip(files.groups, choices, strict=True):
+        found = choice.fit.layout.kv_heads, choice.fit.layout.head_dim
+        own = None if found == (layout.kv_heads, layout.head_dim) else found
+        by_layer |= {layer.layer: (own, each) for layer, each in zip(group, choice.fit.capacities, strict=True)}
+    ordered = [by_layer[layer.layer] for layer in files.layers]
+    fit = replace(choices[0].fit, capacities=tuple(capacity for _, capacity in ordered))
+    notes = tuple(dict.fromkeys(note for choice in choices for note in choice.notes))
+    return LayoutChoice(fit, notes, evidence=choices[0].evidence, heads=tuple(own for own, _ in ordered))
 
 
 def choose_layout(files: PackedFiles, geometry: Geometry, *, tokens: int | None = None) -> LayoutChoice:

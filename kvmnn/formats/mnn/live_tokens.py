@@ -10,6 +10,7 @@ from ...files.mapped import MappedFile
 from ...packed.evidence import find_last_row
 from ...packed.fitting import Fit
 from ...packed.inference import fresh_tokens
+from ...packed.layout import PackLayout
 from ...text import count
 from .packed_files import PackedFiles
 
@@ -34,13 +35,13 @@ class RowCounts:
         return numbers.pop() if len(numbers) == 1 and 0 not in numbers else None
 
 
-def count_rows(files: PackedFiles, fit: Fit) -> RowCounts:
+def count_rows(files: PackedFiles, fit: Fit, layouts: Sequence[PackLayout]) -> RowCounts:
     """Look for the last row of K and of V in every layer that is not empty."""
 
     def of_part(part: Part) -> tuple[int, ...]:
-        pairs = zip(files.layers, fit.capacities, strict=True)
         return tuple(
-            find_last_row(MappedFile(layer.path(part)).view, fit.layout, part, capacity) for layer, capacity in pairs
+            find_last_row(MappedFile(layer.path(part)).view, layout, part, capacity)
+            for layer, capacity, layout in zip(files.layers, fit.capacities, layouts, strict=True)
         )
 
     keys, values = (of_part(part) for part in PARTS)

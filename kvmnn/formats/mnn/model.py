@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal
@@ -83,6 +83,8 @@ def read_geometry(path: str) -> ModelGeometry:
     if not found and graph is None:
         raise SourceError(f"{path}: has neither llm_config.json nor config.json, so it is not an MNN model directory")
     said = _said(fields)
+    if own := _layer_geometry(fields, said.states):
+        said = replace(said, layer_geometry=own, kv_heads=None, head_dim=None)
     drawn = read_graph(graph) if graph is not None else None
     if drawn is None:
         return said
@@ -93,7 +95,7 @@ def read_geometry(path: str) -> ModelGeometry:
         kv_heads=None if varies else said.kv_heads or drawn.kv_heads,
         head_dim=None if varies else said.head_dim or drawn.head_dim,
         states=drawn.states if said.layers in (None, drawn.layers) else said.states,
-        layer_geometry=drawn.layer_geometry if varies else (),
+        layer_geometry=drawn.layer_geometry if varies else said.layer_geometry,
     )
 
 
@@ -152,6 +154,23 @@ _STATE_OF: Final[dict[str, StateKind]] = {
     "recurrent": "recurrent",
 }
 """What MNN keeps for the ``layer_types`` of Hugging Face."""
+
+
+def _layer_geometry(
+    fields: Mapping[str, Any], states: Sequence[LayerState]
+) -> tuple[tuple[int | None, int | None], ...]:
+    """Kv heads and head_dim of each layer as gemma4's configuration has them; empty where they do not differ."""
+    nested = fields.get("text_config")
+    fields = {**fields, **nested} if isinstance(nested, dict) else fields
+    window = _natural(fields.get("num_key_value_heads")), _natural(fields.get("head_dim"))
+    full = (
+        _natural(fields.get("num_global_key_value_heads")) or window[0],
+        _natural(fields.get("global_head_dim")) or window[1],
+    )
+    kinds = fields.get("layer_types")
+    if None in (*window, *full) or window == full or not isinstance(kinds, list) or len(kinds) != len(states):
+        return ()
+    return tuple(full if kind == "full_attention" else window for kind in kinds)
 
 
 def _states(fields: Mapping[str, Any]) -> tuple[LayerState, ...]:

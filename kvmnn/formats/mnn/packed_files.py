@@ -26,6 +26,7 @@ class PackedLayer:
     key_bytes: int
     value_bytes: int
     kind: StateKind = "full"
+    group: int = 0  # of the layers that have the same kv heads and head_dim
 
     def path(self, part: Part) -> str:
         """The file of K or of V."""
@@ -109,8 +110,14 @@ class PackedFiles:
 
         The engine makes the files of a prefix all alike, so one of another size was cut.
         """
-        groups = [self.layers, *([each for each in self.states if each.kind == kind] for kind in _STATES)]
+        groups = [*self.groups, *([each for each in self.states if each.kind == kind] for kind in _STATES)]
         return next(filter(None, (self._find_unlike(group) for group in groups)), "")
+
+    @property
+    def groups(self) -> list[tuple[PackedLayer, ...]]:
+        """Layers with K and V, those of the same kv heads and head_dim together."""
+        numbers = dict.fromkeys(layer.group for layer in self.layers)
+        return [tuple(layer for layer in self.layers if layer.group == number) for number in numbers]
 
     def _find_unlike(self, group: Sequence[PackedLayer]) -> str:
         layers = [layer for layer in group if layer.key_bytes * layer.value_bytes]

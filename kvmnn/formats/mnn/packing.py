@@ -313,6 +313,10 @@ def repack(
     if source.cache is None:
         raise OptionError(f"{' '.join(source.inputs)}: is not a packed cache: use pack for plain arrays")
     require_complete(_without_eviction(source), " ".join(source.inputs), "a prefix cache")
+    if not source.cache.is_uniform:
+        raise OptionError(
+            f"{' '.join(source.inputs)}: heads differ by layer, which is not packed for another processor"
+        )
     arrays = sorted_layers(source)
     before = of_layout(source.cache.layout)
     target = Geometry(

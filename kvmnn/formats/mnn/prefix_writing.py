@@ -152,7 +152,7 @@ def prefix_info(
     KvmnnError
         When arrays and layout do not agree, layers are missing, the capacity is too small, or the name is none.
     """
-    heads, dims, _ = common_geometry(arrays)
+    heads, dims = (layout.kv_heads, layout.head_dim) if like and not like.is_uniform else common_geometry(arrays)[:2]
     if (heads, dims) != (layout.kv_heads, layout.head_dim):
         raise KvmnnError(
             f"the arrays have {count(heads, 'kv head')} x {dims} dims, the layout {layout.kv_heads} x {layout.head_dim}"
@@ -175,6 +175,7 @@ def prefix_info(
                 capacity=capacity or (known.capacity if known else tokens),
                 positions=known.positions if known else ((0, tokens),),
                 text_positions=known.text_positions if known else None,
+                heads=known.heads if known else None,
             )
         )
     for layer in layers:
@@ -274,7 +275,7 @@ def _write_files(
     names = file_names(info)
     output.check_names(names)
     check_leftovers(output.target, info, names)
-    dtype = common_geometry(arrays)[2]
+    dtype = common_geometry(arrays)[2] if info.is_uniform else arrays[0].array.dtype
     lock = threading.Lock()
 
     def one(job: tuple[int, LayerArray]) -> Cast:
@@ -329,7 +330,7 @@ def _write_part(
     part = PackedPart(
         file.target,
         file.path,
-        info.layout,
+        info.layout_of(layer),
         entry.part,
         capacity=layer.capacity,
         tokens=layer.tokens,

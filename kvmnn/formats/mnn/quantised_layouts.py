@@ -47,7 +47,7 @@ def try_int8(files: PackedFiles, geometry: Geometry, likely: Sequence[str]) -> l
     for name in filter(None, names):
         if BACKENDS[name].hP8 is None:
             continue
-        for kind in _INT8_KINDS:
+        for kind in _INT8_KINDS[: 1 if geometry.flash_block == "none" else 2]:  # V is int8 with flash attention alone
             asked = Geometry(
                 kv_heads=geometry.kv_heads,
                 head_dim=geometry.head_dim,

@@ -132,7 +132,20 @@ def restore_prefix(
         raise ManifestError(f"{frames.path}: has no state of layer {info.states[0].layer}, which has no K and V")
     contents = frames.without_room()
     arrays = sort(of_frames(contents, options).arrays)
-    layout = chosen_layout(geometry or Geometry(), arrays, info.layout, info.layout.dtype)
+    if not info.is_uniform:
+        if geometry not in (None, Geometry()):
+            raise OptionError(f"{frames.path}: heads differ by layer: its files are restored as they were alone")
+        layout = info.layout
+        found = {entry.layer: (entry.geometry[0], entry.geometry[2]) for entry in arrays}
+        for layer in info.layers:
+            own = info.layout_of(layer)
+            if found.get(layer.layer) != (own.kv_heads, own.head_dim):
+                raise ManifestError(
+                    f"{frames.path}: layer {layer.layer}: expected {own.kv_heads} kv heads x {own.head_dim} dims, "
+                    f"found {found.get(layer.layer)}"
+                )
+    else:
+        layout = chosen_layout(geometry or Geometry(), arrays, info.layout, info.layout.dtype)
     warnings = _differences(info, layout, model, token_ids)
     if warnings and not force:
         raise SourceError(f"{frames.path}: {warnings[0]} (--force restores it anyway)")
@@ -209,7 +222,8 @@ def _check_record(frames: FrameSet, record: PackedRecord, info: CacheInfo) -> No
 
 
 def _size(info: CacheInfo, layer: LayerInfo, part: Part) -> int:
-    return info.layout.key_bytes(layer.capacity) if part == "key" else info.layout.value_bytes(layer.capacity)
+    layout = info.layout_of(layer)
+    return layout.key_bytes(layer.capacity) if part == "key" else layout.value_bytes(layer.capacity)
 
 
 def _hashes(frames: FrameSet, arrays: Sequence[LayerArray], layout: PackLayout) -> dict[str, str]:

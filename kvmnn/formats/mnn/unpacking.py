@@ -19,8 +19,7 @@ from ...errors import OptionError
 from ...files.names import is_directory, with_contents
 from ...files.output import DirectoryOutput, is_device
 from ...packed.cache_info import CacheInfo
-from ...packed.fitting import describe
-from ...packed.summary import cache_document, kept_tokens
+from ...packed.summary import cache_document, describe_layouts, kept_tokens
 from ...text import LOSSLESS, LOSSY, UNCHANGED, at_rate, count, span
 from ...threads.pipeline import Progress
 from ..beside import write_beside
@@ -117,7 +116,7 @@ class Unpacked:
         if self.cache is None:
             return "live elements"
         tokens = span(sorted({layer.tokens for layer in self.cache.layers}))
-        return f"live elements: {tokens} tokens in {describe(self.cache.layout)}"
+        return f"live elements: {tokens} tokens in {describe_layouts(self.cache)}"
 
     def __str__(self) -> str:
         proof = self._describe_elements() + (", read back and compared" if self.reread else ", copied as they are")
@@ -217,6 +216,8 @@ def _write_dump(source: Source, output: str, form: Form, run_id: str, force: boo
         raise OptionError(
             f"{' '.join(source.inputs)}: is not a packed cache, so nothing says how to pack it: use --as dump"
         )
+    if form == "packed-dump" and source.cache is not None and not source.cache.is_uniform:
+        raise OptionError(f"{' '.join(source.inputs)}: heads differ by layer: use --as dump")
     arrays = sorted_layers(source)
     with DirectoryOutput(output, force=force, protect=with_contents(source.files)) as directory:
         write_dump(

@@ -13,8 +13,8 @@ from ..arrays.completeness import IncompleteCacheError, require_complete
 from ..arrays.engine_cache import EngineCache
 from ..arrays.layer_cache import LayerCache
 from ..arrays.layers import LayerArray, array_name, check_pairs, place_said, sorted_with_latents
-from ..arrays.named_array import NamedArray, bytes_array, in_memory
-from ..arrays.opaque_state import OpaqueState, include_states
+from ..arrays.named_array import in_memory
+from ..arrays.opaque_state import include_states
 from ..arrays.own_order import for_other_engines
 from ..arrays.source import Source
 from ..arrays.window_layers import describe_windows, find_window_layers
@@ -31,6 +31,7 @@ from ..packed.cache_info import TokenIds
 from ..packed.fitting import Geometry
 from ..text import count
 from .results import Prefix
+from .state_arrays import note_states, state_arrays
 from .token_ids import Ids, as_ids
 
 
@@ -256,7 +257,8 @@ def write_prefix(
         _describe(source, prefix, token_ids)
     made: Packed | Unpacked
     if name is None and capacity is None and geometry in (None, Geometry()):
-        source.arrays = [*arrays, *_state_arrays(prefix.states)]
+        source.arrays = [*arrays, *state_arrays(prefix.states)]
+        source.metadata |= note_states(prefix.states)
         made = unpack(source, output, force=force)
     elif last:
         raise OptionError(
@@ -316,11 +318,6 @@ def _describe(source: Source, prefix: Prefix, token_ids: Sequence[int] | Ids) ->
         layer_positions=tuple(cache.positions for cache in layers) if last else None,
         token_ids=np.asarray(token_ids[: prefix.tokens], np.int64),
     )
-
-
-def _state_arrays(states: Sequence[OpaqueState]) -> list[NamedArray]:
-    """Opaque state as arrays of bytes, under names that no K and V has."""
-    return [bytes_array(f"layer_{each.layer}.state.{each.name}", each.read()) for each in states if each.nbytes]
 
 
 def _words(entry: LayerArray) -> Words:

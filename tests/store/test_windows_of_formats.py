@@ -109,8 +109,44 @@ def test_state_of_transformers_by_the_command(hf: Path, tmp_path: Path, run) -> 
     found = kvmnn.open(out)
     for state in source.states:
         assert found[f"layer_{state.layer}.state.{state.name}"].to_numpy().tobytes() == state.read()
-    again = run("store", "put", tmp_path / "s", out, "--token-ids", ids, "--fingerprint", "q", code=1).err
-    assert "cannot make a stored prefix of a part of the state: 3 of 4 layers have recurrent" in again
+    again = ("store", "put", tmp_path / "s", out, "--token-ids", ids, "--fingerprint")
+    assert "all of them were stored already" in run(*again, "q").out
+    assert "of windows and state at this length" in run(*again, "another", "--force").out
+    got = (
+        "store",
+        "get",
+        tmp_path / "s",
+        "--token-ids",
+        ids,
+        "--fingerprint",
+        "another",
+        "-o",
+        tmp_path / "y.safetensors",
+    )
+    run(*got)
+    assert (tmp_path / "y.safetensors").read_bytes() == out.read_bytes()
+    words = ("pack", out, "--backend", "x86-avx2", "--name", "p", "-o", tmp_path / "p")
+    assert "cannot make a prefix cache of a part of the state: 3 of 4 layers" in run(*words, code=1).err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", '{"version":1,"states":[{"layer":9,"name":"a","dtype":"f","shape":[]}]}', '{"version":1,"states":[7]}'],
+)
+def test_metadata_of_state_that_lies_is_refused(tmp_path: Path, run, text: str) -> None:
+    arrays = {f"layer_0.{part}": np.ones((2, 20, 16), np.float32) for part in ("key", "value")}
+    data = {name: array.tobytes() for name, array in arrays.items()}
+    about = {"__metadata__": {"kvmnn.states": text}}
+    begin = 0
+    for name, each in data.items():
+        about[name] = {"dtype": "F32", "shape": [2, 20, 16], "data_offsets": [begin, begin + len(each)]}
+        begin += len(each)
+    head = json.dumps(about).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(head).to_bytes(8, "little") + head + b"".join(data.values()))
+    ids = ",".join(map(str, range(20)))
+    words = ("store", "put", tmp_path / "s", tmp_path / "x.safetensors", "--token-ids", ids, "--fingerprint", "m")
+    assert "metadata 'kvmnn.states'" in run(*words, code=1).err
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize(

@@ -254,8 +254,9 @@ def _is_fixed(store: str) -> bool:
 
 def _source(arguments: argparse.Namespace) -> Source:
     from ...arrays.own_order import for_other_engines
+    from ...store.state_arrays import take_states
 
-    source = loading.load(arguments.inputs, arguments, frames=True, used=("model", "token_ids"))
+    source = take_states(loading.load(arguments.inputs, arguments, frames=True, used=("model", "token_ids")))
     loading.report_skipped(source, arguments)
     if store_actions.ids_of(source, arguments) is None:
         where = " ".join(arguments.inputs)

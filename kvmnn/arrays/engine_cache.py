@@ -68,6 +68,8 @@ class EngineCache:
         Of a batch with padding, or with token ids: its texts. Empty where all arrays are tokens, and no ids are there.
     dequantised
         Names of types whose blocks the arrays hold as the numbers that these stand for.
+    room_bytes
+        Bytes of K and V in the file that are room behind the valid tokens.
     altered
         What the engine surely did to K and V, and other engines do not: names of `UNDOABLE` (`kvmnn.arrays.undo`).
     perhaps_altered
@@ -92,6 +94,7 @@ class EngineCache:
     token_ids: Indices | None = None
     texts: tuple[BatchText, ...] = ()
     dequantised: tuple[str, ...] = ()
+    room_bytes: int = 0
     altered: tuple[Undo, ...] = ()
     perhaps_altered: tuple[Undo, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)

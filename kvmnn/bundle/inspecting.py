@@ -232,8 +232,9 @@ class BundleInfo(Sizes):
             lines.append(f"  {array.line(width)}")
             for entry, info in zip(array.entry.frames, array.frames, strict=True) if tables else ():
                 lines.append(f"  {entry.file} at {entry.offset}: {info}".replace("\n", "\n    "))
-        room = ", room included" if self.valid_bytes != self.raw_bytes else ""
-        limit = "" if self.entropy_ratio is None else f" (order-0 byte entropy{room}: {self.entropy_ratio:.4f})"
+        has_room = self.valid_bytes != self.raw_bytes  # then the entropy is that of zeros, mostly
+        known = self.entropy_ratio is not None and not has_room
+        limit = f" (order-0 byte entropy: {self.entropy_ratio:.4f})" if known else ""
         lines.append(f"  total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, {self.ratio_text}{limit}")
         lines += [f"  {line}" for line in self.notes]
         return "\n".join(lines + total_lines(self.streams))

@@ -19,10 +19,13 @@ class CodedInput:
         Names of the types of the codes; empty where all words are the inputs' own.
     nbytes
         Bytes of the files that hold codes; None where an input is no file (standard input, a URL).
+    room_bytes
+        Bytes of these that are room behind the valid tokens.
     """
 
     types: tuple[str, ...] = ()
     nbytes: int | None = 0
+    room_bytes: int = 0
 
     def add(self, source: Source) -> None:
         """Count a source in, if its words are made of codes."""
@@ -30,6 +33,7 @@ class CodedInput:
             self.types = tuple(dict.fromkeys((*self.types, *source.dequantised)))
             nbytes = count_bytes(source)
             self.nbytes = None if nbytes is None or self.nbytes is None else self.nbytes + nbytes
+            self.room_bytes += source.engine_cache.room_bytes if source.engine_cache is not None else 0
 
     def note(self, word_bytes: int, coded_bytes: int, label: str) -> list[str]:
         """Say of what the words were made, and how the `coded_bytes` of `label` compare with the input; or nothing."""
@@ -37,13 +41,18 @@ class CodedInput:
             return []
         line = f"words dequantised from {', '.join(self.types)}"
         if self.nbytes:
-            line += f": the input has {self.nbytes:,} bytes, its words {word_bytes:,}"
-            line += f"; {label} is {coded_bytes / self.nbytes:.2f} times the input"
+            room = min(self.room_bytes, self.nbytes - 1)
+            rest = "the input without room" if room else "the input"
+            line += f": the input has {self.nbytes:,} bytes" + (f", {room:,} of them room" if room else "")
+            line += f", its words {word_bytes:,}; {label} is {coded_bytes / (self.nbytes - room):.2f} times {rest}"
         return [line]
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``: nothing where all words are the inputs' own."""
-        return {"dequantised": {"types": list(self.types), "input_bytes": self.nbytes}} if self.types else {}
+        if not self.types:
+            return {}
+        room = {"room_bytes": self.room_bytes} if self.room_bytes else {}
+        return {"dequantised": {"types": list(self.types), "input_bytes": self.nbytes, **room}}
 
 
 def count_bytes(source: Source) -> int | None:

@@ -58,7 +58,7 @@ def test_all_that_ships_has_a_set_or_is_data_for_tests() -> None:
     """Every archive of vectors is one that `conformance.py fixtures` finds; the other folders hold no index."""
     with_vectors = {path.parent.name for path in FIXTURES.glob("*/vectors.tar.xz")}
     data = {path.name for path in FIXTURES.iterdir() if path.is_dir()} - with_vectors
-    assert data == {"kv_real", "llama_windows", "llm_kv", "lm", "mnn_engine"}
+    assert data == {"float8", "kv_real", "llama_windows", "llm_kv", "lm", "mnn_engine"}
     assert not [path for name in ("index.json", "cases.json") for path in FIXTURES.rglob(name)]
 
 

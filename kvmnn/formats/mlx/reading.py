@@ -184,7 +184,17 @@ def _described(states: States, layers: list[Layer], options: ReadOptions) -> Eng
         layer_positions=None if same else tuple(layer.positions for layer in layers),
         texts=_texts(layers[0]),
         dequantised=() if options.engine.blocks else tuple(groups),
+        room_bytes=_room_bytes(layers),
         details=_details(states, layers),
+    )
+
+
+def _room_bytes(layers: Sequence[Layer]) -> int:
+    """Return the bytes of K and V in the file that are no valid tokens."""
+    return sum(
+        (tensor.end - tensor.begin) // tensor.shape[2] * (tensor.shape[2] - layer.tokens)
+        for layer in layers
+        for tensor in (*layer.keys, *layer.values)
     )
 
 

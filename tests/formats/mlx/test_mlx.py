@@ -95,6 +95,20 @@ def test_what_is_said(tmp_path: Path, run) -> None:
     assert (said["bits"], said["group_size"], said["capacity"]) == (4, 32, 8)
 
 
+def test_measure_of_quantised_cache_with_room_leaves_it_out_of_the_input(tmp_path: Path, run) -> None:
+    data = mlx_files.cache(Random(1), Shape(bits=4, group=32))[0]
+    path = put(tmp_path / "x.safetensors", data)
+    made = json.loads(run("measure", path, "--json").out)
+    assert made["dequantised"] == {"types": ["4 bits in groups of 32"], "input_bytes": len(data), "room_bytes": 960}
+    times = made["breakdown"]["overall"]["simulated_bytes"] / (len(data) - 960)
+    assert made["notes"] == [
+        f"words dequantised from 4 bits in groups of 32: the input has {len(data):,} bytes, 960 of them room, "
+        f"its words 5,120; simulated is {times:.2f} times the input without room"
+    ]
+    found = run("encode", path, "-o", tmp_path / "frames/").out + run("inspect", tmp_path / "frames").out
+    assert "of 1,600 valid bytes" in found and "order-0" not in found  # which would be that of the room
+
+
 def test_codes_on_request(tmp_path: Path) -> None:
     data, _ = mlx_files.cache(Random(1), Shape(bits=8, layers=1))
     source = kvmnn.open(put(tmp_path / "x.safetensors", data), ReadOptions(engine=EngineOptions(blocks=True)))

@@ -32,8 +32,8 @@ def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
         head = file.head(HEAD_BYTES)
         error = SourceError if looks_known(file.path, head) else MissingOptionError
         raise error(
-            f"{file.label}: {file_not_known(file.path, head)}; raw bytes need a dtype (--dtype fp16, bf16 or fp32, or "
-            "float8_e4m3fn or the like for codes of one byte)"
+            f"{file.label}: {file_not_known(file.path, head)}; raw bytes need a dtype (--dtype fp16, bf16 or "
+            "fp32); float8_e4m3fn and the like are for codes of one byte"
         )
     element = names[0] if names[0] in FLOAT8_NAMES else ""
     dtype = dtypes.by_name(FLOAT8_WORDS if element else names[0])

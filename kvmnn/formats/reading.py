@@ -115,8 +115,8 @@ def _without_dtype(array_dtype: np.dtype[np.generic], where: str) -> Unsupported
     names = [dtype.name for dtype in dtypes.BY_NAME.values() if dtype.itemsize == array_dtype.itemsize]
     if array_dtype == np.uint8:
         return UntypedArrayError(
-            f"{where}: raw bytes need a dtype (--dtype {', '.join(dtypes.BY_NAME)}; {', '.join(FLOAT8_NAMES)} for "
-            "codes of one byte)"
+            f"{where}: raw bytes need a dtype (--dtype {', '.join(dtypes.BY_NAME)}); codes of one byte have "
+            f"{', '.join(FLOAT8_NAMES)}"
         )
     found = f"{where}: numpy type {array_dtype}"
     if names and array_dtype.kind in "iuV":

@@ -174,9 +174,17 @@ def restore(
         seconds=time.perf_counter() - started,
         unknown=frames.unknown,
         beside=beside if files else (),
-        notes=(*lost(source, path), *left_there(path, files, metadata)) if path is not None else (),
+        notes=(*lost(source, path), *_lost_types(frames, path), *left_there(path, files, metadata)) if path else (),
         completeness=completeness_in(source.metadata, [array.name for array in frames.arrays], frames.path),
     )
+
+
+def _lost_types(frames: FrameSet, path: str) -> list[str]:
+    """Say where codes become bytes without a type: only one of the formats has types of one byte."""
+    elements = dict.fromkeys(array.element for array in frames.arrays if array.element)
+    if not elements or path.lower().endswith(".safetensors"):
+        return []
+    return [f"{path} has codes of {' and '.join(elements)} as bytes: --dtype reads them, and .safetensors has the type"]
 
 
 def _described(frames: FrameSet) -> Source:

@@ -155,7 +155,7 @@ def test_bytes_are_codes_where_the_caller_says_so(tmp_path: Path, run: Any, name
         if file != "a.bin":  # inspect takes raw words by --axes alone
             assert name in run("inspect", tmp_path / file, "--dtype", name).out
     run("encode", tmp_path / "k.npy", "--dtype", name, "-o", tmp_path / "f/")
-    run("decode", tmp_path / "f", "-o", tmp_path / "again.npy")
+    assert f"codes of {name} as bytes" in run("decode", tmp_path / "f", "-o", tmp_path / "again.npy").err
     assert (tmp_path / "again.npy").read_bytes() == (tmp_path / "k.npy").read_bytes()
     assert "LOSSLESS" in run("verify", tmp_path / "f", "--against", tmp_path / "k.npy").out
     assert "float8_e4m3fn" in run("encode", tmp_path / "k.npy", "-o", tmp_path / "g/", code=2).err

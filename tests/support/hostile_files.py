@@ -219,7 +219,13 @@ def _packing(folder: Path) -> Sample:
     return Sample(contents(folder), commands, ("kv.npz",))
 
 
-_RUNTIME = {"kv_lossless_enable": True, "kv_lossless_scope": "front_n", "kv_lossless_front_n": 1}
+_RUNTIME = {
+    "kv_lossless_enable": True, "kv_lossless_runtime_enable": True, "kv_lossless_runtime_mode": "store",
+    "kv_lossless_codec": "gear_delta", "kv_lossless_scope": "front_n", "kv_lossless_front_n": 1,
+    "kv_lossless_block_tokens": 1, "kv_lossless_hot_sink_tokens": 0, "kv_lossless_hot_recent_tokens": 1,
+    "kv_h2o_trigger_min_tokens": 1,
+}  # fmt: skip
+"""Something of five tokens is stored: a replay that stores nothing fails."""
 
 
 def _runtime_settings(folder: Path) -> Sample:

@@ -18,6 +18,7 @@ import compressor_files
 import gate_logs
 import hostile_engines
 import hostile_ropes
+import hybrid_prefix
 import numpy as np
 import packed_samples
 from reader_sample import Sample as Sample
@@ -177,6 +178,18 @@ def _bare_prefix(folder: Path) -> Sample:
     files = {name: data for name, data in sample.files.items() if not name.endswith(".json")}
     asked = f"{PREFIX} --tokens 5 --ignore-markers"
     return Sample(files, (f"unpack {{in}} -o {{out}}.npz {asked}", f"encode {{in}} -o {{out}}/ {asked}"), ("sys_0.k",))
+
+
+def _hybrid_prefix(folder: Path) -> Sample:
+    """A prefix of a layer with K and V and one with state of another kind, as kvmnn describes and frames it."""
+    folder.mkdir()
+    hybrid_prefix.write_hybrid(folder / "p", "LLF", sizes=(24, 40), tokens=5, heads=1, dims=4)
+    made(["encode", folder / "p", *PREFIX.split(), "--tokens", 5, "-o", folder / "b/"])
+    made(["decode", folder / "b", "-o", folder / "r/"])
+    files = {f"b/{name}": data for name, data in contents(folder / "b").items()}
+    files |= {f"r/{name}": data for name, data in contents(folder / "r").items()}
+    commands = ("decode {in}/b -o {out}/", "encode {in}/r -o {out}/", "unpack {in}/r -o {out}.npz")
+    return Sample(files, commands, ("b/manifest.json", "r/sys.kvmnn.json", "r/sys_0.k"))
 
 
 def _model_settings(folder: Path) -> Sample:
@@ -373,6 +386,7 @@ def saved(array: np.ndarray) -> bytes:
 _MAKERS: dict[str, Callable[[Path], Sample]] = {
     "document of a prefix cache": _prefix,
     "prefix": _bare_prefix,
+    "prefix with linear attention": _hybrid_prefix,
     "live": _live,
     "arrays, packed and replayed": _packing,
     "prefix, repacked": _repacking,

@@ -7,6 +7,7 @@ from pathlib import Path
 import llm_kv
 import numpy as np
 import pytest
+from engine_client import unpack_fixture
 
 from kvmnn import PackedCache
 from kvmnn.packed.fitting import Geometry
@@ -74,3 +75,26 @@ def test_unpack_misfit_of_every_layout_says_so(tmp_path, run):
         (folder / f"{ADDRESSES[0]}.{part}").write_bytes(b"\1" * 10_007)
     said = run("unpack", folder, "--kv-heads", 2, "--head-dim", 64, "--tokens", 4, "-o", tmp_path / "x.npz", code=1).err
     assert "fit none of the" in said
+
+
+@pytest.fixture(scope="module")
+def engine_files(tmp_path_factory):
+    return unpack_fixture("quantised", tmp_path_factory.mktemp("engine")) / "quantised"
+
+
+@pytest.mark.parametrize(("mode", "parts"), [(9, "K"), (10, "K and V")])
+def test_unpack_int8_of_the_engine_is_inferred(engine_files, tmp_path, run, mode, parts):
+    arguments = (engine_files / f"mode_{mode}", "--kv-heads", 2, "--head-dim", 64, "--tokens", 40)
+    said = run("unpack", *arguments, "-o", tmp_path / "x.npz").err
+    assert f"int8 {parts} inferred" in said and "lP 1, hP 4" in said and "(lP8 4, hP8 8), flash block 64" in said
+    int8 = ("--backend", "x86-avx2", "--int8", "keys" if mode == 9 else "both")
+    run("unpack", *arguments, *int8, "-o", tmp_path / "y.npz")
+    assert "equal" in run("diff", tmp_path / "x.npz", tmp_path / "y.npz").out
+
+
+@pytest.mark.parametrize(
+    ("mode", "name"), [(11, "K is of TQ3"), (12, "K and V are of TQ3"), (13, "K is of TQ4"), (14, "K and V are of TQ4")]
+)
+def test_unpack_rotated_codes_of_the_engine_are_named(engine_files, tmp_path, run, mode, name):
+    arguments = (engine_files / f"mode_{mode}", "--kv-heads", 2, "--head-dim", 64, "--tokens", 40)
+    assert f"{name} rows" in run("unpack", *arguments, "-o", tmp_path / "x.npz", code=1).err

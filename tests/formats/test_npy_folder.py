@@ -53,7 +53,18 @@ def test_every_verb_takes_one(here, run, tmp_path):
     assert "equal: " in run("diff", "q", "d").out
     assert "equal: " in run("diff", "d", "e").out
     assert "total: 12 layers, 20 tokens each" in run("measure", "d").out
-    config = {"kv_lossless_runtime_enable": True, "kv_lossless_runtime_mode": "store", "kv_lossless_block_tokens": 8}
+    config: dict[str, object] = {
+        "kv_lossless_enable": True,
+        "kv_lossless_runtime_enable": True,
+        "kv_lossless_runtime_mode": "store",
+        "kv_lossless_codec": "gear_delta",
+        "kv_lossless_scope": "front_n",
+        "kv_lossless_front_n": 12,
+        "kv_lossless_block_tokens": 8,
+        "kv_lossless_hot_sink_tokens": 0,
+        "kv_lossless_hot_recent_tokens": 1,
+        "kv_h2o_trigger_min_tokens": 1,
+    }
     Path("c.json").write_text(json.dumps(config))
     assert "12 layers, 20 tokens" in run("replay", "d", "--config", "c.json").out
 

@@ -11,21 +11,24 @@ from process_memory import anonymous_peak
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 
 LAYERS, LAYER_BYTES = 4, 128 << 20  # of K and of V
+HEADS = 8
 MOST = 300 << 20
 QUIET = ("-q",)
-GEOMETRY = ["--backend", "x86-avx2", "--kv-heads", "8", "--head-dim", "128", "--tokens", str(LAYER_BYTES >> 12)]
+GEOMETRY = ["--backend", "x86-avx2", "--kv-heads", str(HEADS), "--head-dim", "128", "--tokens", str(LAYER_BYTES >> 12)]
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A prefix cache of 1 GiB: holes, and at the beginning of each file what is hard to compress."""
+    """A prefix cache of 1 GiB: holes, and at the beginning of each head what is hard to compress."""
     folder = tmp_path_factory.mktemp("large") / "p"
     folder.mkdir()
-    noise = np.random.default_rng(0).standard_normal(1 << 20).astype(np.float32).tobytes()
+    noise = np.random.default_rng(0).standard_normal((HEADS, 1 << 17)).astype(np.float32)
     for layer in range(LAYERS):
         for part in "kv":
             with open(folder / f"sys_{layer}.{part}", "wb") as file:
-                file.write(noise)
+                for head, rows in enumerate(noise):
+                    file.seek(head * (LAYER_BYTES // HEADS))
+                    file.write(rows.tobytes())
                 file.truncate(LAYER_BYTES)
             (folder / f"sys_{layer}_sync.{part}").touch()
     return folder

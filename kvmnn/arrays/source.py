@@ -69,6 +69,8 @@ class Source:
         Whether the words are not the input's own but made from what an engine had rounded.
     undone
         What llama.cpp had done to K and V and was undone (`kvmnn.arrays.undo`); None where nobody said what is to be.
+    doubt
+        Why the arrays may not be what the engine stored, where the caller insisted on reading them; else empty.
     inputs
         What was opened: paths, and ``"-"`` for standard input.
     opened
@@ -83,6 +85,7 @@ class Source:
     engine_cache: EngineCache | None = None
     completeness: Completeness | None = None
     states: Sequence[OpaqueState] = ()
+    doubt: str = ""
     token_major: bool = False
     axes: str | None = None
     lossy: bool = False

@@ -45,9 +45,12 @@ def add_packed(
         add_text(group)
     add_finding(group)
     group.add_argument("--packed", action="store_true", help="of a KV dump with both, take the packed variant")
+    said = "read packed files as specified, also where their words contradict it"
     if not shared_options.has_option(parser, "--force"):
-        said = "read packed files as specified, also where their words contradict it"
         group.add_argument("--force", dest="trust", action="store_true", help=said)
+    else:  # one option for both: who replaces a file must learn that it silences the refusal as well
+        force = next(action for action in parser._actions if "--force" in action.option_strings)
+        force.help = f"{force.help}; {said}"
     help.fold(parser, group, "--help-packed")
     engine_options.add_engine(parser, undo=undo)
 

@@ -178,6 +178,8 @@ def _ids(arguments: argparse.Namespace) -> Any:
 
 def fingerprint_said(arguments: argparse.Namespace) -> str | None:
     """The model that the options name."""
+    from pathlib import Path
+
     from ..errors import SourceError
     from ..formats.mnn import fingerprint
 
@@ -187,6 +189,9 @@ def fingerprint_said(arguments: argparse.Namespace) -> str | None:
     try:
         found = fingerprint(arguments.model)
     except SourceError as error:
+        folder = Path(arguments.model)
+        if said is not None and folder.is_dir() and not any(folder.glob("*.mnn")):
+            return said  # a folder of settings alone: the text names the model
         raise SourceError(f"{error}; --fingerprint TEXT names a model that is neither MNN's nor a .gguf") from None
     return found if said is None else f"{found} {said}"
 

@@ -149,6 +149,9 @@ def test_metadata_of_state_that_lies_is_refused(tmp_path: Path, run, text: str) 
     assert not (tmp_path / "s").exists()
 
 
+TYPES = ["linear_attention"] * 3 + ["full_attention"]
+
+
 @pytest.mark.parametrize(
     ("kinds", "sizes"),
     [("LLLFLLLF", (1152, 4096)), ("LLLFLLLF", None), ("FLFL", (600, 8)), ("LF", (64, 12))],
@@ -175,6 +178,18 @@ def test_prefix_cache_of_mnn_is_got_again_byte_for_byte(
     assert run("store", "match", store, "--token-ids", shorter, code=1).out.strip() == "0"
     error = run("store", "get", store, "--token-ids", shorter, "--partial", *to_prefix, code=1).err
     assert "cannot make a prefix cache of a part of the state" in error
+
+
+def test_folder_of_settings_names_no_model_and_the_fingerprint_does(tmp_path: Path, run) -> None:
+    write_hybrid(tmp_path / "p", "LLLF", sizes=(1152, 4096))
+    (tmp_path / "model").mkdir()
+    shape = {"key_value_shape": [2, 1, 0, 2, 16], "layer_nums": 4, "attention_type": "mix", "layer_types": TYPES}
+    (tmp_path / "model" / "llm_config.json").write_text(json.dumps(shape))
+    ids = ",".join(map(str, range(50)))
+    put = ["store", "put", tmp_path / "s", tmp_path / "p", "--token-ids", ids, "--model", tmp_path / "model"]
+    assert "names a model that is neither" in run(*put, "--backend", "x86-avx2", code=1).err
+    assert "of windows and state" in run(*put, "--backend", "x86-avx2", "--fingerprint", "m").out
+    assert run("store", "match", tmp_path / "s", "--token-ids", ids, "--fingerprint", "m").out.strip() == "50"
 
 
 def test_state_of_another_engine_is_no_prefix_of_mnn(hf: Path, tmp_path: Path, run) -> None:

@@ -48,7 +48,7 @@ class Described:
     notes
         What was inferred, and from what, in words.
     forced
-        What the words speak against, where the caller insisted on it; else empty.
+        What the words, or the sizes of the files, speak against, where the caller insisted on it; else empty.
     left_rows
         Which rows the specified tokens leave out of a fresh prefix, as a sentence; empty for none.
     trusted
@@ -91,7 +91,7 @@ class Described:
         opened = self.files.opened
         if layout.quantised:  # no way back to these files: what was lost is said, and nothing is noted down
             notes = [*self.notes, *layout.unrecoverable]
-            return Source(arrays, notes=notes, lossy=True, opened=opened, completeness=completeness)
+            return Source(arrays, notes=notes, lossy=True, opened=opened, completeness=completeness, doubt=self.forced)
         metadata = {cache_info.METADATA_KEY: cache_info.to_json(self.info)}
         if whole and self.files.is_whole:
             if self.left_rows and not self.trusted:
@@ -108,6 +108,7 @@ class Described:
             opened=opened,
             completeness=completeness,
             states=read_states(self.files),
+            doubt=self.forced,
         )
 
 
@@ -163,10 +164,12 @@ def describe_files(files: PackedFiles, options: PackedOptions) -> Described:
         _check_same(files, known, info)
     elif options.token_ids and {options.token_ids.count} != set(tokens):
         raise SourceError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
+    cut = f"{files.unlike_sizes}: files were cut" if files.unlike_sizes and not known else ""
     if rows is None:
-        return Described(files, info, tuple(notes))
-    forced = _check_words(files, options, info, choice, rows, notes)
+        return Described(files, info, tuple(notes), cut, "", options.trust)
+    contradicted = _check_words(files, options, info, choice, rows, notes)
     left_rows = describe_rows_left(files, fit, rows, tokens)
+    forced = "; ".join(filter(None, (cut, contradicted)))
     return Described(files, info, tuple(notes), forced, left_rows, options.trust)
 
 

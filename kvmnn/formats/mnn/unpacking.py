@@ -61,6 +61,8 @@ class Unpacked:
         Whether what was written was read again and compared; dumps and devices are not.
     completeness
         The state of the model that the arrays contain, where that is known.
+    doubt
+        Why the arrays may not be what the engine stored; empty unless the caller insisted on reading them.
     """
 
     input: str
@@ -74,6 +76,7 @@ class Unpacked:
     undone: tuple[Undo, ...] = ()
     reread: bool = False
     completeness: Completeness | None = None
+    doubt: str = ""
 
     @property
     def raw_bytes(self) -> int:
@@ -84,10 +87,10 @@ class Unpacked:
     def label(self) -> str | None:
         """``LOSSLESS`` where what was written was read back and compared, else ``UNCHANGED``: words as they were.
 
-        ``LOSSY`` for int8, and for rotations undone; None where blocks were read as the numbers that they stand for,
-        and nothing was rounded since.
+        ``LOSSY`` for int8, for rotations undone, and where files were read against what they show; None where blocks
+        were read as the numbers that they stand for, and nothing was rounded since.
         """
-        if rounded(self.undone):
+        if rounded(self.undone) or self.doubt:
             return LOSSY
         if self.dequantised:
             return None
@@ -123,6 +126,7 @@ class Unpacked:
         how = "int8 times scale plus bias" if self.lossy else proof
         how = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else how
         how += f", undone: {', '.join(self.undone)}" if self.undone else ""
+        how = f"read as specified, although {self.doubt}" if self.doubt else how
         said = f"{self.label} ({how})" if self.label else how
         line = (
             f"{self.output}: {count(len(self.arrays), 'array')}, {self.raw_bytes:,} bytes, {said}"
@@ -188,6 +192,7 @@ def unpack(
         undone=source.undone or (),
         reread=form == "arrays" and not is_device(output),
         completeness=source.completeness,
+        doubt=source.doubt,
     )
 
 

@@ -69,7 +69,14 @@ def test_inspect_missing_markers_exits_with_one(prefix, run):
 def test_verbs_force_reads_what_is_left(prefix, run):
     DAMAGE["both"][0](prefix)
     options = [*GEOMETRY, "--tokens", 50, "-o", "x.npz", "--force"]
-    assert "read although its layers differ in size" in run("unpack", prefix, *options).err
+    unpacked = run("unpack", prefix, *options)
+    assert "read although its layers differ in size" in unpacked.err
+    assert (
+        "LOSSY (read as specified, although its layers differ in size" in unpacked.out
+        and "LOSSLESS" not in unpacked.out
+    )
+    encoded = run("encode", prefix, *options[:-2], "b/", "--force").out
+    assert "LOSSY" in encoded and "LOSSLESS" not in encoded and "files were cut" in encoded
     DAMAGE["zero_k"][0](prefix)
     assert "sys_1.k is empty" in run("unpack", prefix, *options, code=1).err
 

@@ -26,16 +26,7 @@ def strided(info: ArrayInfo, view: View) -> NamedArray:
     view
         Makes the view.
     """
-    reader = partial(_runs, view, np.dtype(f"<u{info.itemsize}"))
-    return NamedArray(
-        name=info.name,
-        dtype=info.dtype,
-        shape=info.shape,
-        array_dtype=info.array_dtype,
-        order="C",
-        element=info.element,
-        reader=reader,
-    )
+    return _array_in_c_order(info, partial(_runs, view, np.dtype(f"<u{info.itemsize}")))
 
 
 def in_c_order(array: NamedArray, index: tuple[int, ...] = ()) -> NamedArray:
@@ -59,6 +50,10 @@ def words_of(array: NamedArray) -> npt.NDArray[Any]:
 
 def strided_pages(info: ArrayInfo, views: Sequence[View]) -> NamedArray:
     """The same over several views that follow each other along the last axis but one."""
+    return _array_in_c_order(info, partial(_page_runs, info, views))
+
+
+def _array_in_c_order(info: ArrayInfo, reader: Callable[[int], Iterator[Piece]]) -> NamedArray:
     return NamedArray(
         name=info.name,
         dtype=info.dtype,
@@ -66,7 +61,7 @@ def strided_pages(info: ArrayInfo, views: Sequence[View]) -> NamedArray:
         array_dtype=info.array_dtype,
         order="C",
         element=info.element,
-        reader=partial(_page_runs, info, views),
+        reader=reader,
     )
 
 

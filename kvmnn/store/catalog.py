@@ -11,7 +11,7 @@ from .directory import Directory
 from .lookup import Text
 from .mending import session_ids
 from .prefix_state import is_state, parse_state
-from .results import LAST_IDS, Entry, Stats
+from .results import LAST_IDS, Entry, Listing, Stats
 from .rows import Number, NumberedWord, SessionText, TextRow, Totals, Word, WrongRowError, parse_space_document
 from .space import Space
 from .token_ids import Ids, block_keys, text_key
@@ -102,18 +102,25 @@ _IS_END = """(NOT EXISTS (SELECT 1 FROM block JOIN branch ON branch.parent = blo
 """Whether no unit goes on at the end of one; behind a tail none can. State of the text up to that end stands for it."""
 
 
-def entries(units: Directory) -> list[Entry]:
+_TEXT_BYTES = """(WITH RECURSIVE path(id, up, bytes) AS (SELECT unit.id, unit.parent, unit.bytes
+    UNION SELECT before.id, before.parent, before.bytes FROM unit AS before JOIN path ON before.id = path.up)
+    SELECT sum(bytes) FROM path)"""
+"""Bytes of a unit and of all before it: UNION visits each once, also where a forged index has a circle."""
+
+
+def entries(units: Directory) -> Listing:
     """The stored texts, the last used first."""
     with units.index.reading() as cursor:
         documents = cursor.rows(NumberedWord, "SELECT id, document FROM space")
         spaces = {row.number: parse_space_document(row.word, units.label) for row in documents}
         rows = cursor.all_rows(
             TextRow,
-            "SELECT space, start + tokens, bytes, pins, (SELECT tick FROM state) - used, id, tokens = 0 FROM unit "
+            f"SELECT space, start + tokens, {_TEXT_BYTES}, pins, (SELECT tick FROM state) - used, id, tokens = 0 FROM unit "
             f"WHERE {_IS_END} ORDER BY used DESC, id DESC",
         )
         if not {row.space for row in rows} <= spaces.keys():
             raise WrongRowError("a unit has a space that is not there")
+        total = cursor.need_row(Number, "SELECT coalesce(sum(bytes), 0) FROM unit").value
     found = []
     for number, tokens, nbytes, pins, ago, unit, has_state in rows:
         space = spaces[number]
@@ -129,7 +136,7 @@ def entries(units: Directory) -> list[Entry]:
                 last_ids=tuple(_last_ids(units, unit)),
             )
         )
-    return found
+    return Listing(texts=tuple(found), bytes=total)
 
 
 def _last_ids(units: Directory, unit: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from . import catalog, upkeep
 from .directory import Directory
 from .lookup import Text
-from .results import Cleaned, Entry, Stats, Verified
+from .results import Cleaned, Listing, Stats, Verified
 from .space import Space
 from .token_ids import Ids
 
@@ -29,7 +29,7 @@ class DirectoryUnits(Directory):
         """As `catalog.stats`."""
         return catalog.stats(self, asked, found)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> Listing:
         """As `catalog.entries`."""
         return catalog.entries(self)
 

@@ -420,7 +420,7 @@ class PrefixStore:
 
     def ls(self) -> Listing:
         """The stored texts, the last used first."""
-        return Listing(texts=tuple(self._tried(self._units.entries)))
+        return self._tried(self._units.entries)
 
     def close(self) -> None:
         """Note down what was used, and let go of the store; twice does nothing."""

@@ -303,7 +303,7 @@ class Entry:
     tokens
         Of the text.
     bytes
-        Of the file with its end; what comes before may be shared.
+        Of all units of the text, with its windows and state; texts that begin alike share units.
     pinned
         Whether it stays whatever the bound.
     unused_for
@@ -339,17 +339,22 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The stored texts, the last used first."""
+    """The stored texts, the last used first, and the bytes of all units, each counted once."""
 
     texts: tuple[Entry, ...]
+    bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        return {"texts": [entry.to_dict() for entry in self.texts]}
+        return {"texts": [entry.to_dict() for entry in self.texts], "bytes": self.bytes}
 
     def __str__(self) -> str:
         names = short_names(entry.model for entry in self.texts)
-        return "\n".join(entry.line(names[entry.model]) for entry in self.texts) or "no texts"
+        lines = [entry.line(names[entry.model]) for entry in self.texts]
+        rows = sum(entry.bytes for entry in self.texts)
+        once = f" (the rows have {rows:,}, as texts share beginnings)" if rows > self.bytes else ""
+        total = f"{count(len(lines), 'text')}, {self.bytes:,} bytes in all{once}"
+        return "\n".join([*lines, total]) if lines else "no texts"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from ..dtypes import Bytes
 from .lookup import Found, StatePlace, Text
 from .prefix_state import PrefixState
-from .results import Cleaned, Entry, Stats, Verified
+from .results import Cleaned, Listing, Stats, Verified
 from .space import Space
 from .table_sets import KeptTables, TableSets
 from .token_ids import Ids
@@ -104,7 +104,7 @@ class Units(Protocol):
     def stats(self, asked: int, found: int) -> Stats:
         """Counts of everything."""
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> Listing:
         """The stored texts."""
 
     def pin(self, space: Space, ids: Ids) -> bool:

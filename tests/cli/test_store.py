@@ -171,7 +171,7 @@ def test_settings_of_the_engine_are_part_of_the_model(here: Path, run) -> None:
     assert f"the model {digits} memory=low, these are of {digits} (--force" in run(*put, code=2).err
     run(*put, "--force")
     assert run("store", "stat", "S").out.count(fingerprint(".")) == 2
-    lines = run("store", "ls", "S").out.splitlines()
+    *lines, _ = run("store", "ls", "S").out.splitlines()
     assert [line.split("fp16  ")[1].split("  ")[0] for line in lines] == [digits, f"{digits} memory=low"]
     match = ["store", "match", "S", "--token-ids", "short.json", "--model", "."]
     assert run(*match, "--fingerprint", "memory=low").out == "30\n"

@@ -279,6 +279,12 @@ def test_usage(made: SimpleNamespace, run, words: str, said: str) -> None:
         ({"limits": {"lossy_target": "x"}}, "expected a number"),
         ({"kv_h2o_block_token": 8}, "kv_h2o_block_token"),
         ({"kv_lossless_block_tokens": "x"}, "kv_lossless_block_tokens"),
+        ({"kv_lossless_runtime_mode": "stoer"}, "runtime_probe: kv_lossless_runtime_mode: found 'stoer', but the case"),
+        ({"kv_lossless_runtime_mode": "store"}, "runtime_probe: kv_lossless_runtime_mode: found 'store', but the case"),
+        (
+            {"cases": {"runtime_store": {"kv_lossless_runtime_mode": "full"}}},
+            "runtime_store: kv_lossless_runtime_mode: found 'full', but the case measures 'store'",
+        ),
     ],
 )
 def test_damaged_settings(made: SimpleNamespace, tmp_path: Path, run, document: dict[str, Any], said: str) -> None:

@@ -52,6 +52,26 @@ def test_get_returns_the_longest_prefix_with_state(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("block_tokens", [16, 64])
+def test_ls_of_texts_with_windows_and_state_counts_all_of_their_bytes(
+    new_url: Callable[[str], str], engine: str, block_tokens: int
+) -> None:
+    long = [*range(5000, 6300)]  # several units, and a second text that leaves the first half-way in one
+    with PrefixStore(new_url(engine), block_tokens=block_tokens) as store:
+        first, other = put(store, long), put(store, OTHER)
+        branch = put(store, [*long[:700], *range(50)])
+        listing = store.ls()
+        rows = {entry.tokens: entry.bytes for entry in listing.texts}
+        assert (rows[1300], rows[133]) == (first.stored_bytes, other.stored_bytes)
+        assert branch.stored_bytes < rows[750] < branch.stored_bytes + first.stored_bytes
+        assert listing.bytes == listing.to_dict()["bytes"] == store.stats().bytes < sum(rows.values())
+        assert f"\n3 texts, {listing.bytes:,} bytes in all (the rows have {sum(rows.values()):,}" in str(listing)
+        put(store, long[:640])  # its rows are stored: its state alone is new
+        sizes = {entry.tokens: entry.bytes for entry in store.ls().texts}
+        assert sizes[640] < sizes[1300] == first.stored_bytes
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_get_partial_returns_full_layers_and_says_what_is_missing(new_url: Callable[[str], str], engine: str) -> None:
     with PrefixStore(new_url(engine)) as store:
         put(store, SYSTEM)

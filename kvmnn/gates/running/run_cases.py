@@ -156,9 +156,11 @@ def _case(name: str, config: RunConfig) -> RunCase:
         **ENGINE,
         **_queue(name, limits),
         **(STORE if mode == "store" else {}),
-        **config.engine_of(name),
         "kv_lossless_runtime_mode": mode,
+        **config.engine_of(name),
     }
+    if (other := engine["kv_lossless_runtime_mode"]) != mode:
+        raise OptionError(f"{name}: kv_lossless_runtime_mode: found {other!r:.60}, but the case measures {mode!r}")
     kind: Kind = "llm_demo" if name in DEMO_CASES else "multi_turn" if name == "multi_turn" else "retrieval"
     kind = "runtime" if base is not None else kind
     return RunCase(name=name, kind=kind, mode=mode, engine=engine, limits=limits, settings=settings)

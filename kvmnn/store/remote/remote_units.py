@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..lookup import Text
-from ..results import Cleaned, Entry, Stats, Verified
+from ..results import Cleaned, Listing, Stats, Verified
 from ..space import Space
 from ..token_ids import Ids
 from . import bounding, sessions, upkeep
@@ -31,7 +31,7 @@ class RemoteUnits(Shelf):
         """As `upkeep.stats`."""
         return upkeep.stats(self, asked, found)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> Listing:
         """As `upkeep.entries`."""
         return upkeep.entries(self)
 

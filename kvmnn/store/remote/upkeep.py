@@ -11,7 +11,7 @@ import numpy as np
 from ...dtypes import Bytes
 from ..lookup import Text
 from ..prefix_state import decode_state, parse_state
-from ..results import LAST_IDS, Cleaned, Entry, Stats, Verified, kept_part, pinned_bytes
+from ..results import LAST_IDS, Cleaned, Entry, Listing, Stats, Verified, kept_part, pinned_bytes
 from ..space import Space
 from ..unit import DamagedError
 from ..verifying import GoneError, Verifier
@@ -250,13 +250,15 @@ def stats(units: Shelf, asked: int, found: int) -> Stats:
     )
 
 
-def entries(units: Shelf) -> list[Entry]:
+def entries(units: Shelf) -> Listing:
     """The stored texts, the last used first, those of equal use by length."""
     spaces: dict[bytes, Space] = {space.key: space for space in units.spaces()}
     known = [record for record in _known(units) if record.space in spaces]
     pinned = bounding.pinned_units(units)
     ticks = bounding.ticks(units, known)
     now = max(ticks.values(), default=0)
+    size, held = units.block_tokens, [each for each in known if not isinstance(each, StateRecord)]
+    holders = {key: each for each in reversed(held) for key in each.keys(size)}
     found = []
     for record in sorted(_ends(known, units.block_tokens), key=lambda each: (-ticks[each.unit], -each.start)):
         space, tick = spaces[record.space], ticks[record.unit]
@@ -265,14 +267,29 @@ def entries(units: Shelf) -> list[Entry]:
                 model=space.model,
                 dtype=space.dtype,
                 tokens=record.start + record.ids.size,
-                bytes=record.nbytes,
+                bytes=sum(each.nbytes for each in _path(record, held, holders, size)),
                 pinned=record.unit in pinned,
                 unused_for=now - tick if tick else None,
                 is_complete=isinstance(record, StateRecord) or not space.needs_state,
                 last_ids=tuple(record.ids[-LAST_IDS:].tolist()),
             )
         )
-    return found
+    return Listing(texts=tuple(found), bytes=sum(record.nbytes for record in known))
+
+
+def _path(
+    record: Record, held: Sequence[Record], holders: Mapping[bytes, Record], block_tokens: int
+) -> Iterator[Record]:
+    """A record and those before it in its text; before windows and state stands the unit that they end in, if any."""
+    yield record
+    if isinstance(record, StateRecord):
+        ends = (each for each in held if record.ends_in(each, block_tokens))
+        record = next(ends, None) or holders.get(record.parent, record)
+        if not isinstance(record, StateRecord):
+            yield record
+    while (before := holders.get(record.parent)) is not None:
+        record = before
+        yield record
 
 
 def _ends(known: Sequence[Record], block_tokens: int) -> list[Record]:

@@ -115,8 +115,8 @@ def entries(units: Directory) -> Listing:
         spaces = {row.number: parse_space_document(row.word, units.label) for row in documents}
         rows = cursor.all_rows(
             TextRow,
-            f"SELECT space, start + tokens, {_TEXT_BYTES}, pins, (SELECT tick FROM state) - used, id, tokens = 0 FROM unit "
-            f"WHERE {_IS_END} ORDER BY used DESC, id DESC",
+            f"SELECT space, start + tokens, {_TEXT_BYTES}, pins, (SELECT tick FROM state) - used, id, tokens = 0 "
+            f"FROM unit WHERE {_IS_END} ORDER BY used DESC, id DESC",
         )
         if not {row.space for row in rows} <= spaces.keys():
             raise WrongRowError("a unit has a space that is not there")

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from .. import dtypes
 from ..dtypes import PARTS, Part
 from ..errors import MissingOptionError, OptionError, SourceError
+from ..text import count
 from .halves import Half, has_halves, select_half
 from .layers import array_name
 from .named_array import ArrayInfo, NamedArray
@@ -394,7 +395,9 @@ def _one_of_batch(source: Source, batch: int, where: str) -> Source:
     # one text of a file is not the file
     metadata = {key: text for key, text in source.metadata.items() if key not in (FILE_KEY, DUMP_KEY)}
     texts = max(array.shape[0] for array in source.arrays)
-    notes = [f"{where}: text {batch} of a batch of {texts}; the others are left out"] if texts > 1 else []
+    padding = source.engine_cache.tokens - described.tokens if source.engine_cache and described else 0
+    rows = f", and {count(padding, 'row')} of padding" if padding else ""
+    notes = [f"{where}: text {batch} of a batch of {texts}; the others are left out{rows}"] if texts > 1 else []
     return replace(
         source,
         arrays=arrays,

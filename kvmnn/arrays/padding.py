@@ -19,6 +19,16 @@ from .strided import strided, words_of
 TOKEN_AXIS = -2  # of [batch, kv_head, token, head_dim], with or without the batch
 
 
+def list_padding(cache: EngineCache | None) -> list[str]:
+    """Say how many rows of each text of a batch are padding that its arrays contain, as one note; none without such."""
+    if cache is None or not cache.has_padding:
+        return []
+    rows = [(number, cache.tokens - text.positions.size) for number, text in enumerate(cache.texts)]
+    padded = [f"{number} of text {text}" for text, number in rows if number]
+    listing = ", ".join(padded[:8]) + (f" and so on for {len(padded)} texts" if len(padded) > 8 else "")
+    return [f"the arrays contain rows of padding: {listing} (--batch N takes one text without them)"]
+
+
 def take_rows(words: npt.NDArray[Any], rows: Indices) -> npt.NDArray[Any]:
     """Return rows of the token axis; a view where they follow each other."""
     if rows.size == words.shape[TOKEN_AXIS]:

@@ -14,6 +14,7 @@ from ..arrays import engine_notes, own_order
 from ..arrays.axes import Laid, laid_out, own_axes
 from ..arrays.float8 import decode_array
 from ..arrays.halves import Half
+from ..arrays.padding import list_padding
 from ..arrays.source import FILE_KEY, PACKED_FILES_KEY, Source, described_by
 from ..arrays.valid_names import check_name, name_of_file
 from ..bundle import manifest
@@ -155,6 +156,7 @@ def open(
         raise LimitError(f"{path}: holds {source.nbytes} raw bytes, above the limit of {options.max_bytes}")
     _check_array_names(source, path)
     source = _with_code_note(source)
+    source.notes += list_padding(source.engine_cache)
     source.inputs = (path,)
     return _undone(_with_heads(source, kv_heads), options)
 

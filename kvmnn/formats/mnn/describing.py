@@ -7,6 +7,7 @@ elements only.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -308,12 +309,19 @@ def _layout(files: PackedFiles, options: PackedOptions, known: CacheInfo | None)
         fit = Fit(known.layout, "", tuple(layer.capacity for layer in known.layers))
         return LayoutChoice(fit, heads=tuple(layer.heads for layer in known.layers))
     tokens = options.tokens or ((options.token_ids.count,) if options.token_ids else ())
-    try:
+    number = tokens[0] if len(set(tokens)) == 1 else None
+
+    def choose(number: int | None) -> LayoutChoice:
         if len(files.groups) > 1:
-            heads = _group_heads(files, options)
-            return choose_layouts(files, geometry, heads, tokens[0] if len(set(tokens)) == 1 else None)
-        return choose_layout(files, geometry, tokens=tokens[0] if len(set(tokens)) == 1 else None)
+            return choose_layouts(files, geometry, _group_heads(files, options), number)
+        return choose_layout(files, geometry, tokens=number)
+
+    try:
+        return choose(number)
     except AmbiguousLayoutError as error:
+        if number is not None and not error.choices:
+            with contextlib.suppress(AmbiguousLayoutError):  # the rows may show a layout, with another number of tokens
+                return choose(None)
         if not geometry.missing:
             raise
         where = f"neither its files nor those of the model in {options.model} say {geometry.missing}"

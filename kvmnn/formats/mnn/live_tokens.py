@@ -82,8 +82,9 @@ def guess_tokens(files: PackedFiles, fit: Fit, rows: RowCounts) -> TokenGuess:
     if first <= found <= last or found < first or not last:
         return TokenGuess(found, (found,), f"{count(found, 'row')} of K and V of all layers are not empty")
     choices = (found, *range(last, max(first, 1) - 1, -1))
+    why = "a session went on, or the files were packed with less room"
     return TokenGuess(
-        None, choices[:8], f"{found} rows are not empty, but the room is that of a prefix of {last}: a session went on"
+        None, choices[:8], f"{found} rows are not empty, but the room is that of a prefix of {last}: {why}"
     )
 
 

@@ -63,6 +63,8 @@ class Unpacked:
         The state of the model that the arrays contain, where that is known.
     doubt
         Why the arrays may not be what the engine stored; empty unless the caller insisted on reading them.
+    has_padding
+        Whether texts of a batch have rows that are no tokens.
     """
 
     input: str
@@ -77,6 +79,7 @@ class Unpacked:
     reread: bool = False
     completeness: Completeness | None = None
     doubt: str = ""
+    has_padding: bool = False
 
     @property
     def raw_bytes(self) -> int:
@@ -117,7 +120,7 @@ class Unpacked:
     def _describe_elements(self) -> str:
         """Which elements were compared: of packed files those of live tokens, where the layout has them."""
         if self.cache is None:
-            return "live elements"
+            return "all rows, padding included" if self.has_padding else "live elements"
         tokens = span(sorted({layer.tokens for layer in self.cache.layers}))
         return f"live elements: {tokens} tokens in {describe_layouts(self.cache)}"
 
@@ -193,6 +196,7 @@ def unpack(
         reread=form == "arrays" and not is_device(output),
         completeness=source.completeness,
         doubt=source.doubt,
+        has_padding=source.engine_cache is not None and source.engine_cache.has_padding,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,23 @@ def test_a_batch_with_padding_is_no_whole_text(tmp_path: Path, run: Any) -> None
     assert "--batch N" in run(*put, code=2).err
     assert "7 tokens" in run(*put, "--batch", "1").out
     run("measure", path, "--batch", "1")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_unpack_of_a_batch_with_padding_names_its_rows(tmp_path: Path, run: Any, side: str) -> None:
+    made = pairs(2, shape=(3, 2, TOKENS, 4), dtype="fp32")
+    path = save(tmp_path / "cache.pt", {"past_key_values": dynamic_cache(made), **batch([7, 12, 9], side)})
+    note = "the arrays contain rows of padding: 5 of text 0, 3 of text 2 (--batch N takes one text without them)"
+    shown = run("unpack", path, "-o", tmp_path / "all.npz")
+    assert "LOSSLESS (all rows, padding included, read back and compared)" in shown.out and note in shown.err
+    assert note in json.loads(run("unpack", path, "-o", tmp_path / "more.npz", "--json").out)["notes"]
+    assert note in run("encode", path, "-o", tmp_path / "frames/").err
+    assert note in run("decode", tmp_path / "frames", "-o", tmp_path / "back.npz").err + run("inspect", path).out
+    shown = run("unpack", path, "-o", tmp_path / "one.npz", "--batch", "2")
+    assert "LOSSLESS (live elements, read back and compared)" in shown.out
+    assert "text 2 of a batch of 3; the others are left out, and 3 rows of padding\n" in shown.err
+    shown = run("unpack", path, "-o", tmp_path / "whole.npz", "--batch", "1")
+    assert "padding" not in shown.out + shown.err
 
 
 def test_windows_leave_their_padding_out(tmp_path: Path) -> None:

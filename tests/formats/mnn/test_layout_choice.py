@@ -44,6 +44,20 @@ def test_choose_layout_real_model_finds_all_numbers(tmp_path, backend, tokens):
 
 
 @pytest.mark.parametrize("backend", LAYOUTS)
+@pytest.mark.parametrize("number", [20, 41, 70])
+def test_choose_layout_other_tokens_than_rows_still_finds_it(tmp_path, backend, number):
+    """A number that leaves rows out, or has empty ones, contradicts no layout: the rows show it, and a note the number."""
+    layers = llm_kv.write_prefix(tmp_path / "p", backend, 50)
+    source = read(tmp_path / "p", Geometry(), (number,))
+    layout = source.cache.layout
+    assert (layout.kv_heads, layout.head_dim) == (llm_kv.KV_HEADS, llm_kv.HEAD_DIM)
+    rows = min(number, 50)
+    found = source["layer_0.key"].to_numpy()
+    np.testing.assert_array_equal(found[:, :rows], layers[0][:, :rows])
+    assert any("more tokens" in note if number < 50 else "fewer tokens" in note for note in source.notes)
+
+
+@pytest.mark.parametrize("backend", LAYOUTS)
 def test_choose_layout_full_files_uses_means_of_dimensions(tmp_path, backend):
     """No room, so no empty row tells anything."""
     layers = llm_kv.write_prefix(tmp_path / "p", backend, 64, room=0)

@@ -46,7 +46,7 @@ def test_choose_layout_real_model_finds_all_numbers(tmp_path, backend, tokens):
 @pytest.mark.parametrize("backend", LAYOUTS)
 @pytest.mark.parametrize("number", [20, 41, 70])
 def test_choose_layout_other_tokens_than_rows_still_finds_it(tmp_path, backend, number):
-    """A number that leaves rows out, or has empty ones, contradicts no layout: the rows show it, and a note the number."""
+    """A number that leaves rows out, or has empty ones, contradicts no layout: a note names it."""
     layers = llm_kv.write_prefix(tmp_path / "p", backend, 50)
     source = read(tmp_path / "p", Geometry(), (number,))
     layout = source.cache.layout

@@ -84,7 +84,7 @@ class History:
                 means |= has_mean
             last = entries[-1][1]
             if last.get("pass") is not True:
-                found.append(f"  last failure  {str(last.get('reason', ''))[:200]}")
+                found.append(f"  last failure  {str(last.get('reason', ''))[:900]}")
         if barred:
             found += ["", f"|: under other settings from here on{'; means are over rounds of the same' * means}."]
         return folded_lines(found, width)

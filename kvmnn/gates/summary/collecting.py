@@ -119,7 +119,7 @@ def _runtime(root: Path, case: str, console_log: str) -> dict[str, Any]:
     judged = root / case / VERDICT
     if text and judged.is_file():
         document = read_object(judged)
-        passed, failure = document.get("overall_pass") is True, str(document.get("failure", ""))[:200]
+        passed, failure = document.get("overall_pass") is True, str(document.get("failure", ""))[:900]
     limits = RUNTIME_CASES.get(case)
     return runtime_row(
         case,
@@ -141,7 +141,7 @@ def _demo(root: Path, case: str, console_log: str) -> dict[str, Any]:
     if not path.is_file():
         failure = failure_reason(console_log) if console_log else "report json missing"
     else:
-        failure = "" if passed else str(report.get("failure") or "llm_demo gate failed")[:200]
+        failure = "" if passed else str(report.get("failure") or "llm_demo gate failed")[:900]
     return demo_row(
         case,
         DEMO_CASES.get(case, str(report.get("mode", ""))[:40]),

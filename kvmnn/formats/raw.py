@@ -14,7 +14,7 @@ from ..errors import MissingOptionError, SourceError
 from ..files.mapped import STDIN, MappedFile
 from .options import ReadOptions
 from .raw_pages import Page, page_in
-from .reading import FLOAT8_WORDS, checked
+from .reading import FLOAT8_WORDS, check_own_type, checked
 from .sinks import Runs, Sink
 from .unknown import HEAD_BYTES, file_not_known, looks_known
 
@@ -27,6 +27,8 @@ def read(path: str, options: ReadOptions) -> Source:
 def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
     """One 1-D array: all words of an open file."""
     page = page_in(file.path)
+    if page is not None and not page.can_be(options.dtype):
+        check_own_type(page.dtype, options, file.label)
     names = [options.dtype] if options.dtype else [page.dtype] if page and page.dtype else options.fallbacks
     if not names:
         head = file.head(HEAD_BYTES)

@@ -28,6 +28,8 @@ _TYPES = {
     "fp8_e5m2": "float8_e5m2",
     "fp8_e5m2fnuz": "float8_e5m2fnuz",
 }
+_FAMILY = len("float8_e4m3")
+"""Letters that variants of a float8 type share."""
 _MARKS = 4
 """Signs between the fields of a name without a layer."""
 
@@ -41,10 +43,19 @@ class Page(NamedTuple):
         Of the words, or a float8 type of codes; empty for bytes, of which the name tells no more.
     layer
         None where the page holds all layers.
+    is_exact
+        False where the name is an engine's own word (``fp8_e4m3``), which is another variant on AMD's processors.
     """
 
     dtype: str
     layer: int | None
+    is_exact: bool = True
+
+    def can_be(self, dtype: str | None) -> bool:
+        """Whether a page of this name may hold `dtype`."""
+        if dtype is None or self.dtype in ("", dtype):
+            return True
+        return not self.is_exact and dtype[:_FAMILY] == self.dtype[:_FAMILY]
 
 
 def page_in(path: str) -> Page | None:
@@ -54,7 +65,7 @@ def page_in(path: str) -> Page | None:
         name = name.removesuffix(suffix)
     fields = name.split("@")
     if len(fields) > _MARKS + 1 and fields[-2] in _TYPES and fields[-1].isascii() and fields[-1].isdecimal():
-        return Page(_TYPES[fields[-2]], int(fields[-1][:9]))
+        return Page(_TYPES[fields[-2]], int(fields[-1][:9]), not fields[-2].startswith("fp8"))
     if len(fields) > _MARKS and fields[-1] in _TYPES:
-        return Page(_TYPES[fields[-1]], None)
+        return Page(_TYPES[fields[-1]], None, not fields[-1].startswith("fp8"))
     return None

@@ -10,7 +10,7 @@ import pytest
 from vllm_files import folder
 
 import kvmnn
-from kvmnn.errors import SourceError
+from kvmnn.errors import KvmnnError, SourceError
 from kvmnn.formats.raw_pages import page_in
 
 SHAPE = (2, 3, 8, 2, 4)
@@ -39,7 +39,36 @@ def drawn(seed: int, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
     ],
 )
 def test_names(name: str, said: Any) -> None:
-    assert page_in(f"folder@1@2@3@half/{name}") == said
+    page = page_in(f"folder@1@2@3@half/{name}")
+    assert (page and page[:2]) == said
+
+
+@pytest.mark.parametrize(
+    ("type_in_name", "dtype", "is_read"),
+    [
+        ("bfloat16", "bf16", True),
+        ("bfloat16", "fp16", False),
+        ("half", "bf16", False),
+        ("float", "fp16", False),
+        ("half@7", "fp32", False),
+        ("float8_e5m2", "float8_e4m3fn", False),
+        ("float8_e4m3fn", "float8_e4m3fnuz", False),
+        ("fp8_e4m3", "float8_e4m3fnuz", True),
+        ("fp8", "float8_e5m2", False),
+        ("uint8", "float8_e5m2fnuz", True),
+        ("uint8", "bf16", True),
+    ],
+)
+def test_read_page_with_another_dtype_than_its_name_is_refused(
+    tmp_path: Path, type_in_name: str, dtype: str, is_read: bool
+) -> None:
+    path = tmp_path / f"org-model@1@0@12ab@{type_in_name}.data"
+    path.write_bytes(drawn(5).tobytes())
+    if is_read:
+        assert kvmnn.open(path, dtype=dtype).arrays[0].shape
+        return
+    with pytest.raises(KvmnnError, match=rf"numbers, and {dtype} \(--dtype\) would make others of them"):
+        kvmnn.open(path, dtype=dtype)
 
 
 def test_a_page_of_lmcache(tmp_path: Path, run: Any) -> None:

@@ -257,7 +257,7 @@ class Verified:
     beside
         One line for each file of a directory, of models, pinned texts and sessions, that was not as its index knows it
         and was written again: without these files a lost index could not be made anew. Past one machine one for each
-        session that is damaged, until `forget`.
+        session that is damaged, until `forget`, and one for each key of Redis that is of another type.
     anew
         One line for an index, or settings, that were lost or damaged and made anew when the store was opened.
     """

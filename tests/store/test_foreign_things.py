@@ -99,6 +99,11 @@ def test_a_redis_key_of_another_type_stops_nothing(new_url: Callable[[str], str]
             assert found.tokens == 0 or same(found.layers, ids, found.tokens)
         left = {name.removeprefix("kvmnn:") for name in names if client.exists(name)}
         assert set(store.gc().foreign) == {name for name in left if client.type(f"kvmnn:{name}") == b"list"}
+        named = store.verify().beside
+        assert len(named) == len(left & set(store.gc().foreign))
+        assert all(
+            any(line.startswith(f"kvmnn:{name} is of another type") for line in named) for name in store.gc().foreign
+        )
         if begin == "order:after":
             assert found.tokens == len(OTHER)  # the order is made anew from the records
         else:
@@ -114,3 +119,17 @@ def test_a_put_names_the_redis_key_that_is_in_its_way(new_url: Callable[[str], s
         client.set("kvmnn:pins", b"x")
         with pytest.raises(OutageError, match=r"refuses: Command # 1 \(HSET kvmnn:pins .*WRONGTYPE"):
             store.pin(OTHER, model=MODEL)
+
+
+def test_open_with_a_settings_key_of_another_type_names_the_key(new_url: Callable[[str], str]) -> None:
+    url = new_url("redis")
+    fill(url)
+    with PrefixStore(url) as store:
+        client = store._units.values._values._client
+        client.delete("kvmnn:store")
+        client.rpush("kvmnn:store", b"a")
+    with (
+        pytest.raises(KvmnnError, match="holds no prefix store: its key kvmnn:store is of another type"),
+        PrefixStore(url, read_only=True) as store,
+    ):
+        store.ls()

@@ -413,7 +413,9 @@ class Shelf:
         (data,) = self.values.get_many([ABOUT])
         if data is None:
             if self._made is None or self.read_only:
-                raise SourceError(f"{self.label}: holds no prefix store")
+                is_there = ABOUT.partition("/")[0] in self.values.foreign()
+                why = ": its key kvmnn:store is of another type than a store writes" if is_there else ""
+                raise SourceError(f"{self.label}: holds no prefix store{why}")
             self.values.put_many({ABOUT: settings_document(self._made)})
             return self._made
         try:

@@ -164,9 +164,14 @@ def verify(units: Shelf, threads: int | None) -> Verified:
         damaged=tuple(notes),
         states=states,
         lost=len(lost),
-        beside=tuple(sessions.damaged(units.values)),
+        beside=(*sessions.damaged(units.values), *map(_another_type, units.values.foreign())),
         anew=tuple(units.notes),
     )
+
+
+def _another_type(name: str) -> str:
+    """Report a value that nobody can read: texts may be behind it, so a store without a word about it seems whole."""
+    return f"kvmnn:{name} is of another type than a store writes, and nothing of it is read: delete the key, put again"
 
 
 def _verify_state(data: Bytes | None, record: StateRecord, space: Space) -> None:

@@ -157,8 +157,17 @@ def open(
     _check_array_names(source, path)
     source = _with_code_note(source)
     source.notes += list_padding(source.engine_cache)
+    _note_other_numbers(source, options)
     source.inputs = (path,)
     return _undone(_with_heads(source, kv_heads), options)
+
+
+def _note_other_numbers(source: Source, options: ReadOptions) -> None:
+    """Note where ``--dtype`` takes the words of a floating point type as another type: the numbers are others then."""
+    for array in source.arrays if options.dtype else ():
+        if array.array_dtype in ("<f2", ">f2") and array.dtype == "bf16":
+            source.notes.append(f"{array.name}: its float16 words are taken as {array.dtype}, other numbers (--dtype)")
+            return
 
 
 def _with_model(options: ReadOptions, kv_heads: int | None, model: str | os.PathLike[str] | None) -> ReadOptions:

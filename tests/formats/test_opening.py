@@ -116,3 +116,12 @@ def test_heads_that_are_said_must_be_those_that_there_are(tmp_path):
     session.write_bytes(llama_files.state(rng, llama_files.Shape(), [12])[0])
     whole = ReadOptions(engine=EngineOptions(whole=True))
     assert sorted(kvmnn.open(session, whole, kv_heads=2)) == sorted(kvmnn.open(session, kv_heads=2))
+
+
+@pytest.mark.parametrize(
+    ("array_dtype", "dtype", "noted"), [("<f2", "bf16", True), ("<u2", "bf16", False), ("<f2", "fp16", False)]
+)
+def test_words_taken_as_another_type_are_noted(tmp_path, array_dtype, dtype, noted):
+    np.savez(tmp_path / "a.npz", k=np.ones((2, 3, 4), array_dtype))
+    notes = kvmnn.open(tmp_path / "a.npz", dtype=dtype).notes
+    assert notes == (["k: its float16 words are taken as bf16, other numbers (--dtype)"] if noted else [])

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from . import runtime as runtime
     from . import store as store
     from .arrays import LayerCache
-    from .dense import Rotary
+    from .dense import RopeConfig
     from .formats import open as open
     from .formats import to_cache
     from .frames import (
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
         fnv1a64,
         inspect,
     )
-    from .h2o import H2OConfig, Plan, Planner, block_sums, plan
+    from .h2o import BlockPlan, H2OConfig, H2OPlanner, plan_blocks, sum_by_block
     from .packed import KVMeta, PackedCache, PackLayout
 
     __version__: str
@@ -65,16 +65,24 @@ else:
         "offline",
     )
     _FOLDERS += ("packed", "policies", "reports", "runtime", "store")
-    _CODEC = ("Block", "FrameInfo", "StreamInfo", "decode", "decode_all", "decode_many", "encode")
-    _CODEC += ("encode_block", "encode_many", "fnv1a64", "inspect")
-    _NAMES = {
+    _CODEC_NAMES = ("Block", "FrameInfo", "StreamInfo", "decode", "decode_all", "decode_many", "encode")
+    _CODEC_NAMES += ("encode_block", "encode_many", "fnv1a64", "inspect")
+    _FOLDER_BY_NAME = {
         "LayerCache": "arrays",
-        "Rotary": "dense",
+        "RopeConfig": "dense",
         "open": "formats",
         "to_cache": "formats",
-        **dict.fromkeys(_CODEC, "frames"),
-        **dict.fromkeys(("H2OConfig", "Plan", "Planner", "block_sums", "plan"), "h2o"),
+        **dict.fromkeys(_CODEC_NAMES, "frames"),
+        **dict.fromkeys(("BlockPlan", "H2OConfig", "H2OPlanner", "plan_blocks", "sum_by_block"), "h2o"),
         **dict.fromkeys(("KVMeta", "PackLayout", "PackedCache"), "packed"),
+    }
+
+    _RENAMED = {
+        "Plan": "BlockPlan",
+        "Planner": "H2OPlanner",
+        "Rotary": "RopeConfig",
+        "block_sums": "sum_by_block",
+        "plan": "plan_blocks",
     }
 
     def __getattr__(name: str) -> Any:
@@ -82,13 +90,14 @@ else:
         from importlib import import_module
 
         if name == "__version__":
-            return import_module(".version", __name__).version()
+            return import_module(".version", __name__).get_version()
         if name in _FOLDERS:
             return import_module(f".{name}", __name__)
-        if name in _NAMES:
-            found = globals()[name] = getattr(import_module(f".{_NAMES[name]}", __name__), name)
-            return found
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name in _FOLDER_BY_NAME:
+            attribute = globals()[name] = getattr(import_module(f".{_FOLDER_BY_NAME[name]}", __name__), name)
+            return attribute
+        hint = f": it is {_RENAMED[name]} now" if name in _RENAMED else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_FOLDERS, *__all__})
@@ -97,10 +106,12 @@ else:
 # Not here: `open`, which would hide the built-in one behind a star, and the folders.
 __all__ = [
     "Block",
+    "BlockPlan",
     "CacheDroppedWarning",
     "FrameError",
     "FrameInfo",
     "H2OConfig",
+    "H2OPlanner",
     "KVMeta",
     "KvmnnError",
     "LayerCache",
@@ -110,13 +121,10 @@ __all__ = [
     "OutputError",
     "PackLayout",
     "PackedCache",
-    "Plan",
-    "Planner",
-    "Rotary",
+    "RopeConfig",
     "SourceError",
     "StreamInfo",
     "__version__",
-    "block_sums",
     "decode",
     "decode_all",
     "decode_many",
@@ -125,6 +133,7 @@ __all__ = [
     "encode_many",
     "fnv1a64",
     "inspect",
-    "plan",
+    "plan_blocks",
+    "sum_by_block",
     "to_cache",
 ]

@@ -16,13 +16,13 @@ import numpy.typing as npt
 from .errors import ArrayTypeError, KvmnnError
 
 Bytes = npt.NDArray[np.uint8]
-Words = npt.NDArray[Any]
+Elements = npt.NDArray[Any]
 """K or V, or any array of fp16, bf16 or fp32 words."""
 Floats = npt.NDArray[np.float32]
 Indices = npt.NDArray[np.int64]
 Positions = npt.NDArray[np.int64]
 """Where tokens stand in their text."""
-KVPair = tuple[Words, Words]
+KVPair = tuple[Elements, Elements]
 """Keys and values of the same tokens."""
 
 Part = Literal["key", "value"]
@@ -38,14 +38,14 @@ class DType:
 
     name: str
     itemsize: int
-    numpy: np.dtype
+    numpy_dtype: np.dtype
 
 
 FP16 = DType("fp16", 2, np.dtype("<f2"))
 BF16 = DType("bf16", 2, np.dtype("<u2"))
 FP32 = DType("fp32", 4, np.dtype("<f4"))
 
-BY_NAME: dict[str, DType] = {d.name: d for d in (FP16, BF16, FP32)}
+DTYPES: dict[str, DType] = {d.name: d for d in (FP16, BF16, FP32)}
 
 FLOAT8_NAMES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
 """Types of codes of one byte: frames hold the codes, arrays the float32 numbers (`kvmnn.arrays.float8`)."""
@@ -53,11 +53,11 @@ FLOAT8_NAMES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2f
 _ARRAY_KINDS = "fiuV"
 
 
-_SIZES = {"b": (1,), "c": (8, 16), "f": (2, 4, 8), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8)}
-_NAMES = {
-    np.dtype(f"{kind}{size}").name: f"{kind}{size}" for kind, sizes in _SIZES.items() for size in sizes
+_ITEMSIZES_BY_KIND = {"b": (1,), "c": (8, 16), "f": (2, 4, 8), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8)}
+_TYPE_STRINGS_BY_NAME = {
+    np.dtype(f"{kind}{size}").name: f"{kind}{size}" for kind, sizes in _ITEMSIZES_BY_KIND.items() for size in sizes
 }  # as Zarr version 2 documents of other writers may have them
-_TYPE_STRING = re.compile(r"([<>=|]?)([bcfiuV])([1-9][0-9]{0,3})")
+_TYPE_STRING_REGEX = re.compile(r"([<>=|]?)([bcfiuV])([1-9][0-9]{0,3})")
 
 
 def parse_numpy_type(descr: object) -> np.dtype[Any]:
@@ -81,31 +81,31 @@ def parse_numpy_type(descr: object) -> np.dtype[Any]:
     """
     if isinstance(descr, list | tuple):
         raise ArrayTypeError("has a structured type, which no frame holds")
-    text = _NAMES.get(descr, descr) if isinstance(descr, str) else ""
-    match = _TYPE_STRING.fullmatch(text)
-    if match is not None and (match[2] == "V" or int(match[3]) in _SIZES[match[2]]):
+    text = _TYPE_STRINGS_BY_NAME.get(descr, descr) if isinstance(descr, str) else ""
+    match = _TYPE_STRING_REGEX.fullmatch(text)
+    if match is not None and (match[2] == "V" or int(match[3]) in _ITEMSIZES_BY_KIND[match[2]]):
         return np.dtype(text)
     if isinstance(descr, str) and descr.lstrip("|<>=") in ("O", "O4", "O8", "object"):
         raise ArrayTypeError("holds Python objects (pickles), which are never loaded")
-    said = f"{descr!r:.40}" if isinstance(descr, str) else f"of a {type(descr).__name__}"
-    raise ArrayTypeError(f"numpy type {said} is none that frames hold: expected float16, float32 or uint16 (bf16)")
+    type_text = f"{descr!r:.40}" if isinstance(descr, str) else f"of a {type(descr).__name__}"
+    raise ArrayTypeError(f"numpy type {type_text} is none that frames hold: expected float16, float32 or uint16 (bf16)")
 
 
-def by_name(name: str) -> DType:
+def parse_dtype(name: str) -> DType:
     """The `DType` called `name`; `KvmnnError` for any other name, `TypeError` for anything but a string."""
     if not isinstance(name, str):
-        raise TypeError(f"dtype must be a string ({', '.join(BY_NAME)}), not {type(name).__name__}")
+        raise TypeError(f"dtype must be a string ({', '.join(DTYPES)}), not {type(name).__name__}")
     try:
-        return BY_NAME[name]
+        return DTYPES[name]
     except KeyError:
         if name in FLOAT8_NAMES:
             raise KvmnnError(
-                f"dtype {name} is for bytes of files and arrays: expected {', '.join(BY_NAME)} here"
+                f"dtype {name} is for bytes of files and arrays: expected {', '.join(DTYPES)} here"
             ) from None
-        raise KvmnnError(f"unknown dtype {name!r}: expected one of {', '.join(BY_NAME)}") from None
+        raise KvmnnError(f"unknown dtype {name!r}: expected one of {', '.join(DTYPES)}") from None
 
 
-def of_array(array: npt.NDArray[Any]) -> DType:
+def infer_dtype(array: npt.NDArray[Any]) -> DType:
     """The `DType` an array stands for when nobody says: float16, float32, or 16-bit words for bf16.
 
     Raises
@@ -113,23 +113,26 @@ def of_array(array: npt.NDArray[Any]) -> DType:
     ArrayTypeError
         For every other numpy type, uint8 included: raw bytes need a dtype from the caller. It is a `TypeError`.
     """
-    dt = array.dtype
-    if dt.kind == "f" and dt.itemsize == 2:
+    numpy_dtype = array.dtype
+    if numpy_dtype.kind == "f" and numpy_dtype.itemsize == 2:
         return FP16
-    if dt.kind == "f" and dt.itemsize == 4:
+    if numpy_dtype.kind == "f" and numpy_dtype.itemsize == 4:
         return FP32
-    if dt.kind in "uV" and dt.itemsize == 2:
+    if numpy_dtype.kind in "uV" and numpy_dtype.itemsize == 2:
         return BF16
     raise ArrayTypeError(
-        f"cannot infer a dtype from numpy type {dt}: expected float16, float32 or uint16 (bf16); "
+        f"cannot infer a dtype from numpy type {numpy_dtype}: expected float16, float32 or uint16 (bf16); "
         "for other words of that size say dtype='fp16', 'bf16' or 'fp32'"
     )
 
 
-def check_array(array: npt.NDArray[Any], dtype: DType) -> None:
+def check_array_dtype(array: npt.NDArray[Any], dtype: DType) -> None:
     """Raise `TypeError` unless `array` may be taken as words of `dtype`: kind f, i, u or V of the same word size."""
-    dt = array.dtype
-    if dt.kind not in _ARRAY_KINDS or dt.hasobject:
-        raise TypeError(f"numpy type {dt} holds no {dtype.name} words: expected kind f, i, u or V")
-    if dt.itemsize != dtype.itemsize:
-        raise TypeError(f"numpy type {dt} has {dt.itemsize}-byte words, {dtype.name} has {dtype.itemsize}-byte words")
+    numpy_dtype = array.dtype
+    if numpy_dtype.kind not in _ARRAY_KINDS or numpy_dtype.hasobject:
+        raise TypeError(f"numpy type {numpy_dtype} holds no {dtype.name} words: expected kind f, i, u or V")
+    if numpy_dtype.itemsize != dtype.itemsize:
+        raise TypeError(
+            f"numpy type {numpy_dtype} has {numpy_dtype.itemsize}-byte words, {dtype.name} has {dtype.itemsize}-byte "
+            f"words"
+        )

@@ -8,20 +8,20 @@ from typing import Any
 
 from .errors import MissingDependencyError
 
-_LM = "onnxruntime onnx tokenizers"
-_TOGETHER = dict.fromkeys(_LM.split(), _LM)
+_LM_PACKAGES = "onnxruntime onnx tokenizers"
+_PACKAGES_BY_NEED = dict.fromkeys(_LM_PACKAGES.split(), _LM_PACKAGES)
 """What is needed where one of them is, so that nobody installs one after the other."""
 
-_FATAL = 4
+_FATAL_SEVERITY = 4
 """Of onnxruntime's lines on standard error. Those below carry names out of the model as they are, and what is wrong is
 raised as well."""
 
-_TELEMETRY = "ORT_DISABLE_TELEMETRY"
+_TELEMETRY_VARIABLE = "ORT_DISABLE_TELEMETRY"
 """Read by onnxruntime 1.32 as it is imported. Without it onnxruntime writes a device id and a database to the user's
 cache directory, opens ``$TMPDIR/.ses`` through symbolic links, and asks DNS for a server of Microsoft."""
 
 
-def package(name: str) -> Any:
+def import_optional(name: str) -> Any:
     """The module `name`.
 
     onnxruntime is imported with its telemetry off, unless the environment has ``ORT_DISABLE_TELEMETRY`` already.
@@ -37,12 +37,14 @@ def package(name: str) -> Any:
         Where it is not installed; the message says how to install it and what is needed with it.
     """
     if name.partition(".")[0] == "onnxruntime":
-        os.environ.setdefault(_TELEMETRY, "1")
+        os.environ.setdefault(_TELEMETRY_VARIABLE, "1")
     try:
-        found = importlib.import_module(name)
+        module = importlib.import_module(name)
     except ImportError as error:
-        top = name.partition(".")[0]
-        raise MissingDependencyError(f"this needs the package {top}: pip install {_TOGETHER.get(top, top)}") from error
+        package_name = name.partition(".")[0]
+        raise MissingDependencyError(
+            f"this needs the package {package_name}: pip install {_PACKAGES_BY_NEED.get(package_name, package_name)}"
+        ) from error
     if name == "onnxruntime":
-        found.set_default_logger_severity(_FATAL)
-    return found
+        module.set_default_logger_severity(_FATAL_SEVERITY)
+    return module

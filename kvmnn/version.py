@@ -4,7 +4,7 @@ from functools import cache
 
 
 @cache
-def version() -> str:
+def get_version() -> str:
     """As in pyproject.toml; looked up when asked for, because importlib.metadata is a fifth of the import's time."""
     from importlib import metadata
 

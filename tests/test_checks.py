@@ -5,44 +5,44 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvmnn.checks import check_count, check_share, shown, whole
+from kvmnn.checks import repr_short, validate_count, validate_fraction, validate_int
 from kvmnn.errors import KvmnnError
 
 
 def test_bounds_belong_to_the_range() -> None:
-    assert [whole(number, "n", 3, 5) for number in (3, 4, np.int8(5))] == [3, 4, 5]
+    assert [validate_int(number, "n", 3, 5) for number in (3, 4, np.int8(5))] == [3, 4, 5]
     for number, message in ((2, "n is 2: expected at least 3"), (6, "n is 6: expected at most 5")):
         with pytest.raises(KvmnnError, match=message):
-            whole(number, "n", 3, 5)
-    assert whole(6, "n", 3) == 6
+            validate_int(number, "n", 3, 5)
+    assert validate_int(6, "n", 3) == 6
 
 
 @pytest.mark.parametrize("value", [True, 1.0, "1", None, np.float32(1)])
 def test_what_is_no_integer(value: object) -> None:
-    for check in (lambda: whole(value, "n", 0), lambda: check_count("n", value)):
+    for check in (lambda: validate_int(value, "n", 0), lambda: validate_count("n", value)):
         with pytest.raises(TypeError, match="n must be an integer"):
             check()
 
 
 def test_counts_and_shares() -> None:
-    check_count("n", 0)
+    validate_count("n", 0)
     with pytest.raises(KvmnnError, match="n is -1: expected at least 0"):
-        check_count("n", -1)
+        validate_count("n", -1)
     for share in (0, 0.0, 1e9, np.float32(0.5)):
-        check_share("s", share)
+        validate_fraction("s", share)
     for share in (-1e-9, 1.1e9, float("nan"), float("inf")):
         with pytest.raises(KvmnnError, match="expected a share from 0 on"):
-            check_share("s", share)
+            validate_fraction("s", share)
     for value in (True, "1", None):
         with pytest.raises(TypeError, match="s must be a number"):
-            check_share("s", value)
+            validate_fraction("s", value)
 
 
 def test_messages_stay_short() -> None:
     """Python writes no integer of more than 4300 digits; a message of fewer would still fill a screen."""
-    for check in (lambda: whole(10**5000, "n", 0, 5), lambda: check_count("n", -(10**400))):
+    for check in (lambda: validate_int(10**5000, "n", 0, 5), lambda: validate_count("n", -(10**400))):
         with pytest.raises(KvmnnError, match=r"n is an integer of [0-9,]+ bits: expected"):
             check()
-    assert shown(2**200) == str(2**200)
-    assert (shown("a" * 78), shown("a" * 79)) == (repr("a" * 78), "'" + "a" * 76 + "...")
-    assert shown(np.int64(-3)) == "-3"
+    assert repr_short(2**200) == str(2**200)
+    assert (repr_short("a" * 78), repr_short("a" * 79)) == (repr("a" * 78), "'" + "a" * 76 + "...")
+    assert repr_short(np.int64(-3)) == "-3"

@@ -63,3 +63,10 @@ def test_one_build_of_each_compiled_module_for_every_python() -> None:
     assert len(names) > 10
     assert [name for name in names if sys.platform != "win32" and not name.endswith(".abi3.so")] == []
     assert len({name.partition(".")[0] for name in names}) == len(names)
+
+
+@pytest.mark.parametrize(("old", "new"), [("Rotary", "RopeConfig"), ("Planner", "H2OPlanner"), ("plan", "plan_blocks")])
+def test_old_public_names_name_the_new_ones(old: str, new: str) -> None:
+    with pytest.raises(AttributeError, match=f"has no attribute '{old}': it is {new} now"):
+        getattr(kvmnn, old)
+    assert hasattr(kvmnn, new)

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from .. import dtypes
 from ..text import LOSSLESS, LOSSY
-from .named_array import NamedArray, Piece
+from .named_array import Chunk, LazyArray
 
 
-class Cast:
+class CastStats:
     """Casts runs of words; rounds to nearest, ties to even, and counts what does not come back.
 
     Parameters
@@ -58,34 +58,34 @@ class Cast:
     def __str__(self) -> str:
         if not self.changed:
             return f"{self.source} -> {self.target}: none of {self.words:,} words changed"
-        error = f"{self.largest_error:.3g}"
+        error_text = f"{self.largest_error:.3g}"
         if self.overflowed:
-            error = f"infinite: {self.overflowed:,} overflowed, beyond what {self.target} can say"
-        changed = f"{self.changed:,} of {self.words:,} words changed"
-        return f"{self.source} -> {self.target}: {changed}, largest error {error}"
+            error_text = f"infinite: {self.overflowed:,} overflowed, beyond what {self.target} can say"
+        change_text = f"{self.changed:,} of {self.words:,} words changed"
+        return f"{self.source} -> {self.target}: {change_text}, largest error {error_text}"
 
-    def run(self, words: Piece) -> Piece:
+    def cast(self, elements: Chunk) -> Chunk:
         """A run of words as bytes, cast; no word may be cut."""
         if self.source == self.target:
-            self.words += words.size // dtypes.by_name(self.source).itemsize
-            return words
-        before = floats(words, self.source)
-        made = round_words(before, self.target)
-        back = floats(round_words(floats(made, self.target), self.source), self.source)
-        differs = before.view(np.uint32) != back.view(np.uint32)
-        self.words += before.size
+            self.words += elements.size // dtypes.parse_dtype(self.source).itemsize
+            return elements
+        values = to_float32(elements, self.source)
+        cast_elements = round_to_dtype(values, self.target)
+        restored = to_float32(round_to_dtype(to_float32(cast_elements, self.target), self.source), self.source)
+        differs = values.view(np.uint32) != restored.view(np.uint32)
+        self.words += values.size
         self.changed += int(np.count_nonzero(differs))
-        before, became = before[differs], floats(made, self.target)[differs]
-        finite = np.isfinite(before)
-        self.overflowed += int(np.count_nonzero(finite & ~np.isfinite(became)))
-        errors = np.abs(before[finite].astype(np.float64) - became[finite])
+        values, cast_values = values[differs], to_float32(cast_elements, self.target)[differs]
+        finite = np.isfinite(values)
+        self.overflowed += int(np.count_nonzero(finite & ~np.isfinite(cast_values)))
+        errors = np.abs(values[finite].astype(np.float64) - cast_values[finite])
         self.largest_error = max(self.largest_error, float(errors.max(initial=0.0)))
-        return made
+        return cast_elements
 
 
-def sum_of(casts: Sequence[Cast]) -> Cast:
+def merge_cast_stats(casts: Sequence[CastStats]) -> CastStats:
     """What one cast of all runs of several, at least one and all of the same dtypes, would have counted."""
-    total = Cast(casts[0].source, casts[0].target)
+    total = CastStats(casts[0].source, casts[0].target)
     total.words = sum(cast.words for cast in casts)
     total.changed = sum(cast.changed for cast in casts)
     total.overflowed = sum(cast.overflowed for cast in casts)
@@ -93,29 +93,29 @@ def sum_of(casts: Sequence[Cast]) -> Cast:
     return total
 
 
-def widened(array: NamedArray) -> NamedArray:
+def upcast(array: LazyArray) -> LazyArray:
     """The array as fp32, which holds every value of every dtype; its words become so as they are read."""
     if array.dtype == "fp32":
         return array
 
-    def runs(step: int) -> Iterator[Piece]:
-        cast = Cast(array.dtype, "fp32")
-        return (cast.run(run) for run in array.pieces(max(4, step // 2)))
+    def iter_chunks(chunk_bytes: int) -> Iterator[Chunk]:
+        stats = CastStats(array.dtype, "fp32")
+        return (stats.cast(chunk) for chunk in array.iter_chunks(max(4, chunk_bytes // 2)))
 
-    return replace(array, dtype="fp32", array_dtype="<f4", reader=runs)
+    return replace(array, dtype="fp32", array_dtype="<f4", reader=iter_chunks)
 
 
-def floats(words: Piece, dtype: str) -> npt.NDArray[np.float32]:
+def to_float32(elements: Chunk, dtype: str) -> npt.NDArray[np.float32]:
     """As float32, which holds every value of every dtype."""
     if dtype == "fp32":
-        return words.view("<f4")
+        return elements.view("<f4")
     if dtype == "bf16":
-        return (words.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
+        return (elements.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
     with np.errstate(invalid="ignore"):
-        return words.view("<f2").astype("<f4")
+        return elements.view("<f2").astype("<f4")
 
 
-def round_words(values: npt.NDArray[np.float32], dtype: str) -> Piece:
+def round_to_dtype(values: npt.NDArray[np.float32], dtype: str) -> Chunk:
     """Return float32 values as words of a dtype, rounded to nearest, ties to even."""
     if dtype == "fp32":
         return values.view(np.uint8)
@@ -123,7 +123,9 @@ def round_words(values: npt.NDArray[np.float32], dtype: str) -> Piece:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
             return values.astype("<f2").view(np.uint8)
     bits = values.view("<u4")
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    cut = bits >> np.uint32(16)
-    nan = np.where(cut & np.uint32(0x7F), cut, cut | np.uint32(0x40))  # never an infinity
-    return np.where(np.isnan(values), nan, rounded).astype("<u2").view(np.uint8)
+    rounded_bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    truncated_bits = bits >> np.uint32(16)
+    nan_bits = np.where(
+        truncated_bits & np.uint32(0x7F), truncated_bits, truncated_bits | np.uint32(0x40)
+    )  # never an infinity
+    return np.where(np.isnan(values), nan_bits, rounded_bits).astype("<u2").view(np.uint8)

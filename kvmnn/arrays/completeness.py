@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 from ..errors import SourceError
-from ..files.json_document import Node
-from ..text import count
+from ..files.json_document import JsonReader
+from ..text import pluralize
 
 StateKind = Literal["full", "window", "linear", "recurrent", "shared", "cross", "index", "unknown"]
 STATE_KINDS: Final[tuple[StateKind, ...]] = get_args(StateKind)
 
 _MAX_LAYERS = 1 << 16  # of a document: a few bytes in it must not become a long list
 
-_STATE_TEXT: Final[dict[StateKind, str]] = {
+_STATE_NAMES: Final[dict[StateKind, str]] = {
     "full": "full attention",
     "window": "a window",
     "linear": "linear attention",
@@ -33,7 +33,7 @@ _STATE_TEXT: Final[dict[StateKind, str]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerState:
+class LayerStateInfo:
     """The state that a model keeps for one layer.
 
     Parameters
@@ -77,7 +77,7 @@ class Completeness:
         Sentences about further state that the arrays do not contain.
     """
 
-    layers: tuple[LayerState, ...] = ()
+    layers: tuple[LayerStateInfo, ...] = ()
     evicted: str = ""
     other: tuple[str, ...] = ()
 
@@ -107,12 +107,14 @@ class Completeness:
         return [*sentences, *filter(None, [self.evicted]), *self.other]
 
     def _describe_group(self, kind: StateKind, window: int | None, location: str, layers: list[int]) -> str:
-        where = f" and {'is' if len(layers) == 1 else 'are'} {location}" if location else ", which is not included"
+        location_text = (
+            f" and {'is' if len(layers) == 1 else 'are'} {location}" if location else ", which is not included"
+        )
         verb = "has" if len(layers) == 1 else "have"
-        state = describe_state(LayerState(layer=layers[0], kind=kind, window=window))
-        return f"{len(layers):,} of {count(len(self.layers), 'layer')} {verb} {state}{where}"
+        state = describe_state(LayerStateInfo(layer=layers[0], kind=kind, window=window))
+        return f"{len(layers):,} of {pluralize(len(self.layers), 'layer')} {verb} {state}{location_text}"
 
-    def with_selected(self, layers: Collection[int], location: str) -> Completeness:
+    def with_selected_layers(self, layers: Collection[int], location: str) -> Completeness:
         """Return the same where only the arrays of `layers` are taken; `location` tells where the others are."""
         states = (
             state if state.layer in layers or not state.included else replace(state, included=False, location=location)
@@ -125,41 +127,41 @@ class Completeness:
         return {
             "complete": self.is_complete,
             "missing": self.missing,
-            "layers": [_run_to_dict(run) for run in _equal_runs(self.layers)],
+            "layers": [_run_to_dict(run) for run in _group_equal_states(self.layers)],
             "evicted": self.evicted,
             "other": list(self.other),
         }
 
 
-def describe_state(state: LayerState) -> str:
+def describe_state(state: LayerStateInfo) -> str:
     """Return the kind of a layer's state in words: ``"a window of 16 tokens"``."""
     if state.kind == "shared" and state.shared_with is not None:
         return f"K and V of layer {state.shared_with}"
-    size = f" of {count(state.window, 'token')}" if state.window is not None else ""
-    return f"{_STATE_TEXT[state.kind]}{size}"
+    size = f" of {pluralize(state.window, 'token')}" if state.window is not None else ""
+    return f"{_STATE_NAMES[state.kind]}{size}"
 
 
-def report_missing(completeness: Completeness | None) -> list[str]:
+def format_missing(completeness: Completeness | None) -> list[str]:
     """Return a line for each kind of state that the arrays do not contain; none where that is not known."""
     return [] if completeness is None else [f"incomplete: {sentence}" for sentence in completeness.missing]
 
 
-def completeness_document(completeness: Completeness | None) -> dict[str, Any]:
+def build_completeness_document(completeness: Completeness | None) -> dict[str, Any]:
     """Return the entry ``completeness`` of a JSON document; empty where nothing is known."""
     return {} if completeness is None else {"completeness": completeness.to_dict()}
 
 
-def report_pair(pair: tuple[Completeness | None, Completeness | None]) -> list[str]:
-    """Return the lines of `report_missing` for two inputs that are compared."""
+def format_missing_of_pair(pair: tuple[Completeness | None, Completeness | None]) -> list[str]:
+    """Return the lines of `format_missing` for two inputs that are compared."""
     inputs = zip(("first input", "second input"), pair, strict=True)
-    return [f"{name}: {line}" for name, each in inputs for line in report_missing(each)]
+    return [f"{name}: {line}" for name, completeness in inputs for line in format_missing(completeness)]
 
 
-def pair_document(pair: tuple[Completeness | None, Completeness | None]) -> dict[str, Any]:
+def build_pair_document(pair: tuple[Completeness | None, Completeness | None]) -> dict[str, Any]:
     """Return the entry ``completeness`` of a JSON document about two inputs; empty where nothing is known."""
     if pair == (None, None):
         return {}
-    documents = [each and each.to_dict() for each in pair]
+    documents = [completeness and completeness.to_dict() for completeness in pair]
     return {"completeness": dict(zip(("first", "second"), documents, strict=True))}
 
 
@@ -181,11 +183,11 @@ def require_complete(completeness: Completeness | None, where: str, purpose: str
     """
     if completeness is None or completeness.is_complete:
         return
-    missing = "; ".join(completeness.missing)
-    raise IncompleteCacheError(f"{where}: cannot make {purpose} of a part of the state: {missing}")
+    missing_text = "; ".join(completeness.missing)
+    raise IncompleteCacheError(f"{where}: cannot make {purpose} of a part of the state: {missing_text}")
 
 
-def read_completeness(node: Node) -> Completeness:
+def parse_completeness_node(node: JsonReader) -> Completeness:
     """Read what `Completeness.to_dict` wrote.
 
     Raises
@@ -193,32 +195,34 @@ def read_completeness(node: Node) -> Completeness:
     ManifestError
         Where it is malformed.
     """
-    layers: list[LayerState] = []
-    for run in node.at("layers").items():
-        first, size = (each.integer(0) for each in run.at("layers").items(2, 2))
-        if first != len(layers) or not 0 < size <= _MAX_LAYERS - first:
-            raise run.at("layers").wrong(f"runs of layers that follow each other, of at most {_MAX_LAYERS:,}")
-        kind, included = run.at("kind"), run.at("included")
-        if kind.text() not in STATE_KINDS:
-            raise kind.wrong(f"one of {', '.join(STATE_KINDS)}")
-        state = LayerState(
+    layers: list[LayerStateInfo] = []
+    for run in node.get("layers").read_list():
+        first_layer, size = (field.read_int(0) for field in run.get("layers").read_list(2, 2))
+        if first_layer != len(layers) or not 0 < size <= _MAX_LAYERS - first_layer:
+            raise run.get("layers").error(f"runs of layers that follow each other, of at most {_MAX_LAYERS:,}")
+        kind_node, included_node = run.get("kind"), run.get("included")
+        if kind_node.read_str() not in STATE_KINDS:
+            raise kind_node.error(f"one of {', '.join(STATE_KINDS)}")
+        state = LayerStateInfo(
             layer=0,
-            kind=next(each for each in STATE_KINDS if each == kind.text()),
-            window=_optional_integer(run.at("window")),
-            shared_with=_optional_integer(run.at("shared_with")),
-            included=included.boolean(),
-            location=run.at("location").text(),
+            kind=next(field for field in STATE_KINDS if field == kind_node.read_str()),
+            window=_optional_integer(run.get("window")),
+            shared_with=_optional_integer(run.get("shared_with")),
+            included=included_node.read_bool(),
+            location=run.get("location").read_str(),
         )
-        layers.extend(replace(state, layer=number) for number in range(first, first + size))
-    return Completeness(layers=tuple(layers), evicted=node.at("evicted").text(), other=node.at("other").texts())
+        layers.extend(replace(state, layer=number) for number in range(first_layer, first_layer + size))
+    return Completeness(
+        layers=tuple(layers), evicted=node.get("evicted").read_str(), other=node.get("other").read_str_list()
+    )
 
 
-def _optional_integer(node: Node) -> int | None:
-    return None if node.value is None else node.integer(0)
+def _optional_integer(node: JsonReader) -> int | None:
+    return None if node.value is None else node.read_int(0)
 
 
-def _equal_runs(layers: Iterable[LayerState]) -> list[list[LayerState]]:
-    runs: list[list[LayerState]] = []
+def _group_equal_states(layers: Iterable[LayerStateInfo]) -> list[list[LayerStateInfo]]:
+    runs: list[list[LayerStateInfo]] = []
     for state in layers:
         if runs and replace(runs[-1][-1], layer=state.layer) == state and runs[-1][-1].layer + 1 == state.layer:
             runs[-1].append(state)
@@ -227,7 +231,7 @@ def _equal_runs(layers: Iterable[LayerState]) -> list[list[LayerState]]:
     return runs
 
 
-def _run_to_dict(run: list[LayerState]) -> dict[str, Any]:
+def _run_to_dict(run: list[LayerStateInfo]) -> dict[str, Any]:
     first = run[0]
     return {
         "layers": [first.layer, len(run)],

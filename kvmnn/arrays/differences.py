@@ -12,20 +12,20 @@ import numpy.typing as npt
 from .. import dtypes
 from ..dtypes import Part
 from ..errors import SourceError
-from ..text import count
-from .completeness import Completeness, pair_document, report_pair
-from .engine_cache import layers_of
-from .held_tokens import Held, held_tokens, other_tokens, said
-from .layers import AxesError, LayerArray, sorted_layers
-from .named_array import NamedArray, Piece
+from ..text import pluralize
+from .completeness import Completeness, build_pair_document, format_missing_of_pair
+from .engine_cache import parse_layers
+from .held_tokens import PositionMap, describe_conflicts, find_position_conflicts, read_token_positions
+from .layers import AmbiguousAxesError, LayerArray, collect_layers
+from .named_array import Chunk, LazyArray
 from .source import Source
 
-_STEP = 4 << 20
-_Layers = dict[tuple[int, Part], LayerArray]
+_COMPARE_CHUNK_BYTES = 4 << 20
+_LayerIndex = dict[tuple[int, Part], LayerArray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Mismatch:
     """The first word that differs.
 
     Parameters
@@ -52,15 +52,15 @@ class Place:
 
     def __str__(self) -> str:
         if self.part is None:
-            where = f"array {self.array!r}, index {list(self.index)}"
+            location = f"array {self.array!r}, index {list(self.index)}"
         else:
             letter = self.part[0].upper()
-            where = f"layer {self.layer}, {letter}, head {self.head}, token {self.token}, dim {self.dim}"
-        return f"{where}: {self.first!r} and {self.second!r}"
+            location = f"layer {self.layer}, {letter}, head {self.head}, token {self.token}, dim {self.dim}"
+        return f"{location}: {self.first!r} and {self.second!r}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Differences:
+class DiffReport:
     """The result of a comparison.
 
     Parameters
@@ -83,7 +83,7 @@ class Differences:
 
     words: int = 0
     differing: int = 0
-    first: Place | None = None
+    first: Mismatch | None = None
     unlike: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
     first_input: str = ""
@@ -106,7 +106,7 @@ class Differences:
             "first": None if self.first is None else asdict(self.first),
             "unlike": list(self.unlike),
             "hints": list(self.hints),
-            **pair_document(self.completeness),
+            **build_pair_document(self.completeness),
         }
 
     def __str__(self) -> str:
@@ -115,191 +115,231 @@ class Differences:
             lines.append(f"first difference: {self.first}")
             lines.append(f"{self.differing:,} of {self.words:,} words differ")
         elif self.words and lines:
-            lines.append(f"equal otherwise: {count(self.words, 'word')}, bit by bit")
+            lines.append(f"equal otherwise: {pluralize(self.words, 'word')}, bit by bit")
         lines += self.hints
-        lines = lines or [f"equal: {count(self.words, 'word')}, bit by bit"]
-        return "\n".join([*lines, *report_pair(self.completeness)])
+        lines = lines or [f"equal: {pluralize(self.words, 'word')}, bit by bit"]
+        return "\n".join([*lines, *format_missing_of_pair(self.completeness)])
 
 
-def compare(first: Source, second: Source, held: tuple[Held, Held] | None = None) -> Differences:
+def compare_bitwise(
+    first: Source, second: Source, positions: tuple[PositionMap, PositionMap] | None = None
+) -> DiffReport:
     """Compare layer by layer where both inputs are K and V of layers, else array by array of the same name.
 
     The order of axes does not matter where it is known: a dump's ``[token, kv_head, head_dim]`` is compared with the
     ``[kv_head, token, head_dim]`` of everything else. Layers of which both say that they hold other tokens of the text
-    are unlike, whatever their words are. `held` says which each holds; by default it is what `held_tokens` says.
+    are unlike, whatever their words are. `positions` says which each holds; by default it is what
+    `read_token_positions` says.
     """
-    one, two = layers_by_place(first), layers_by_place(second)
-    if one is not None and two is not None:
-        found = _compare_layers(one, two)
+    first_layers, second_layers = index_layers(first), index_layers(second)
+    if first_layers is not None and second_layers is not None:
+        report = _compare_layers(first_layers, second_layers)
     else:
-        found = _compare_arrays(first.arrays, second.arrays)
-        found = replace(found, hints=tuple(_hints(first, second)) if found.unlike else ())
-    other = other_tokens(*(held or (held_tokens(first), held_tokens(second))))
+        report = _compare_arrays(first.arrays, second.arrays)
+        report = replace(report, hints=tuple(_iter_axis_hints(first, second)) if report.unlike else ())
+    conflicts = find_position_conflicts(*(positions or (read_token_positions(first), read_token_positions(second))))
     return replace(
-        found,
-        unlike=(*said(other, layers_of([*first, *second])), *found.unlike),
+        report,
+        unlike=(*describe_conflicts(conflicts, parse_layers([*first, *second])), *report.unlike),
         first_input=" ".join(first.inputs),
         second_input=" ".join(second.inputs),
         completeness=(first.completeness, second.completeness),
     )
 
 
-def layers_by_place(source: Source) -> _Layers | None:
+def index_layers(source: Source) -> _LayerIndex | None:
     """K and V of every layer of a source; None where its arrays are no such."""
     try:
-        return {(entry.layer, entry.part): entry for entry in sorted_layers(source, keys_alone=True)}
+        return {(entry.layer, entry.part): entry for entry in collect_layers(source, allow_keys_only=True)}
     except SourceError:
         return None
 
 
-def _hints(first: Source, second: Source) -> Iterator[str]:
+def _iter_axis_hints(first: Source, second: Source) -> Iterator[str]:
     """What would have to be said of the axes, so that layers are compared rather than names."""
     for source in (first, second):
         try:
-            sorted_layers(source, keys_alone=True)
-        except AxesError as error:
+            collect_layers(source, allow_keys_only=True)
+        except AmbiguousAxesError as error:
             yield str(error)
         except SourceError:
             pass
 
 
-def _compare_layers(first: _Layers, second: _Layers) -> Differences:
-    total = Differences()
-    unlike: list[str] = []
+def _compare_layers(first: _LayerIndex, second: _LayerIndex) -> DiffReport:
+    report = DiffReport()
+    incompatible: list[str] = []
     for layer, part in sorted(first.keys() | second.keys()):  # "key" comes before "value"
         name = f"layer {layer}, {part[0].upper()}"
-        one, two = first.get((layer, part)), second.get((layer, part))
-        if one is None or two is None:
-            unlike.append(f"{name}: only in the {'second' if one is None else 'first'}")
-        elif one.array.dtype != two.array.dtype:
-            unlike.append(f"{name}: {one.array.dtype} and {two.array.dtype}")
-        elif one.geometry[::2] == two.geometry[::2] and one.geometry != two.geometry:
-            tokens = min(one.geometry[1], two.geometry[1])
-            unlike.append(f"{name}: {one.geometry[1]} and {two.geometry[1]} tokens; the first {tokens} are compared")
-            one, two = first_tokens(one, tokens), first_tokens(two, tokens)
-            total = _added(total, _compare_words(ordered_words(one, False), ordered_words(two, False)), one, False)
-        elif one.geometry != two.geometry:
-            unlike.append(f"{name}: [kv_head, token, head_dim] is {list(one.geometry)} and {list(two.geometry)}")
+        first_entry, second_entry = first.get((layer, part)), second.get((layer, part))
+        if first_entry is None or second_entry is None:
+            incompatible.append(f"{name}: only in the {'second' if first_entry is None else 'first'}")
+        elif first_entry.array.dtype != second_entry.array.dtype:
+            incompatible.append(f"{name}: {first_entry.array.dtype} and {second_entry.array.dtype}")
+        elif first_entry.geometry[::2] == second_entry.geometry[::2] and first_entry.geometry != second_entry.geometry:
+            tokens = min(first_entry.geometry[1], second_entry.geometry[1])
+            incompatible.append(
+                f"{name}: {first_entry.geometry[1]} and {second_entry.geometry[1]} tokens; the first {tokens} are "
+                f"compared"
+            )
+            first_entry, second_entry = take_first_tokens(first_entry, tokens), take_first_tokens(second_entry, tokens)
+            report = _accumulate(
+                report,
+                _compare_elements(
+                    read_ordered_elements(first_entry, False), read_ordered_elements(second_entry, False)
+                ),
+                first_entry,
+                False,
+            )
+        elif first_entry.geometry != second_entry.geometry:
+            incompatible.append(
+                f"{name}: [kv_head, token, head_dim] is {list(first_entry.geometry)} and {list(second_entry.geometry)}"
+            )
         else:
-            token_major = one.token_major and two.token_major
-            found = _compare_words(ordered_words(one, token_major), ordered_words(two, token_major))
-            total = _added(total, found, one, token_major)
-    return Differences(words=total.words, differing=total.differing, first=total.first, unlike=tuple(unlike))
+            token_major = first_entry.token_major and second_entry.token_major
+            diff_count = _compare_elements(
+                read_ordered_elements(first_entry, token_major), read_ordered_elements(second_entry, token_major)
+            )
+            report = _accumulate(report, diff_count, first_entry, token_major)
+    return DiffReport(words=report.words, differing=report.differing, first=report.first, unlike=tuple(incompatible))
 
 
-def first_tokens(entry: LayerArray, tokens: int) -> LayerArray:
+def take_first_tokens(entry: LayerArray, tokens: int) -> LayerArray:
     """The first tokens of an array."""
-    words = entry.array.to_numpy()
-    words = np.ascontiguousarray(words[:tokens] if entry.token_major else words[:, :tokens])
+    elements = entry.array.to_numpy()
+    elements = np.ascontiguousarray(elements[:tokens] if entry.token_major else elements[:, :tokens])
     array = replace(
         entry.array,
-        shape=words.shape,
-        array_dtype=words.dtype.str,
-        reader=lambda _: iter([words.reshape(-1).view(np.uint8)]),
+        shape=elements.shape,
+        array_dtype=elements.dtype.str,
+        reader=lambda _: iter([elements.reshape(-1).view(np.uint8)]),
     )
     return replace(entry, array=array)
 
 
-def _added(total: Differences, found: _Found, entry: LayerArray, token_major: bool) -> Differences:
-    place = total.first
-    if found.differing and place is None:
+def _accumulate(report: DiffReport, diff_count: _DiffCount, entry: LayerArray, token_major: bool) -> DiffReport:
+    mismatch = report.first
+    if diff_count.num_differing and mismatch is None:
         heads, tokens, dims = entry.geometry
         shape = (tokens, heads, dims) if token_major else (heads, tokens, dims)
-        index = tuple(int(i) for i in np.unravel_index(found.position, shape))
+        index = tuple(int(i) for i in np.unravel_index(diff_count.position, shape))
         token, head = index[:2] if token_major else index[1::-1]
-        place = Place(
+        mismatch = Mismatch(
             array=entry.array.name,
             index=(token, head, index[2]) if entry.token_major else (head, token, index[2]),
-            first=found.first,
-            second=found.second,
+            first=diff_count.first,
+            second=diff_count.second,
             layer=entry.layer,
             part=entry.part,
             head=head,
             token=token,
             dim=index[2],
         )
-    return Differences(words=total.words + found.words, differing=total.differing + found.differing, first=place)
+    return DiffReport(
+        words=report.words + diff_count.num_elements,
+        differing=report.differing + diff_count.num_differing,
+        first=mismatch,
+    )
 
 
-def _compare_arrays(first: Sequence[NamedArray], second: Sequence[NamedArray]) -> Differences:
-    words = differing = 0
-    place: Place | None = None
-    unlike: list[str] = []
-    for name, one, two in _pairs(first, second):
-        if one is None or two is None:
-            unlike.append(f"array {name!r}: only in the {'second' if one is None else 'first'}")
-        elif one.dtype != two.dtype:
-            unlike.append(f"array {name!r}: {one.dtype} and {two.dtype}")
-        elif (one.shape, one.order) != (two.shape, two.order) and 1 not in (len(one.shape), len(two.shape)):
-            unlike.append(f"array {name!r}: {list(one.shape)} {one.order} and {list(two.shape)} {two.order}")
-        elif one.nbytes != two.nbytes:
-            unlike.append(f"array {name!r}: {one.nbytes} and {two.nbytes} bytes")
+def _compare_arrays(first: Sequence[LazyArray], second: Sequence[LazyArray]) -> DiffReport:
+    num_elements = num_differing = 0
+    mismatch: Mismatch | None = None
+    incompatible: list[str] = []
+    for name, first_array, second_array in _pair_by_name(first, second):
+        if first_array is None or second_array is None:
+            incompatible.append(f"array {name!r}: only in the {'second' if first_array is None else 'first'}")
+        elif first_array.dtype != second_array.dtype:
+            incompatible.append(f"array {name!r}: {first_array.dtype} and {second_array.dtype}")
+        elif (first_array.shape, first_array.order) != (second_array.shape, second_array.order) and 1 not in (
+            len(first_array.shape),
+            len(second_array.shape),
+        ):
+            incompatible.append(
+                f"array {name!r}: {list(first_array.shape)} {first_array.order} and {list(second_array.shape)} "
+                f"{second_array.order}"
+            )
+        elif first_array.nbytes != second_array.nbytes:
+            incompatible.append(f"array {name!r}: {first_array.nbytes} and {second_array.nbytes} bytes")
         else:
-            found = _compare_words((one.dtype, one.pieces(_STEP)), (two.dtype, two.pieces(_STEP)))
-            words, differing = words + found.words, differing + found.differing
-            if found.differing and place is None:
-                index = one.index_of(found.position * one.word_bytes)
-                place = Place(array=name, index=index, first=found.first, second=found.second)
-    return Differences(words=words, differing=differing, first=place, unlike=tuple(unlike))
+            diff_count = _compare_elements(
+                (first_array.dtype, first_array.iter_chunks(_COMPARE_CHUNK_BYTES)),
+                (second_array.dtype, second_array.iter_chunks(_COMPARE_CHUNK_BYTES)),
+            )
+            num_elements, num_differing = (
+                num_elements + diff_count.num_elements,
+                num_differing + diff_count.num_differing,
+            )
+            if diff_count.num_differing and mismatch is None:
+                index = first_array.index_at_offset(diff_count.position * first_array.coded_itemsize)
+                mismatch = Mismatch(array=name, index=index, first=diff_count.first, second=diff_count.second)
+    return DiffReport(words=num_elements, differing=num_differing, first=mismatch, unlike=tuple(incompatible))
 
 
-def _pairs(
-    first: Sequence[NamedArray], second: Sequence[NamedArray]
-) -> Iterator[tuple[str, NamedArray | None, NamedArray | None]]:
+def _pair_by_name(
+    first: Sequence[LazyArray], second: Sequence[LazyArray]
+) -> Iterator[tuple[str, LazyArray | None, LazyArray | None]]:
     """Arrays of the same name; one array is compared with one array whatever they are called."""
     if len(first) == len(second) == 1:
         yield first[0].name, first[0], second[0]
         return
-    others = {array.name: array for array in second}
+    second_by_name = {array.name: array for array in second}
     for array in first:
-        yield array.name, array, others.pop(array.name, None)
-    for name, array in others.items():
+        yield array.name, array, second_by_name.pop(array.name, None)
+    for name, array in second_by_name.items():
         yield name, None, array
 
 
-_Words = tuple[str, Iterator[Piece]]
+_ElementStream = tuple[str, Iterator[Chunk]]
 
 
 @dataclass
-class _Found:
-    words: int = 0
-    differing: int = 0
+class _DiffCount:
+    num_elements: int = 0
+    num_differing: int = 0
     position: int = 0
     first: float = 0.0
     second: float = 0.0
 
 
-def ordered_words(entry: LayerArray, token_major: bool) -> _Words:
+def read_ordered_elements(entry: LayerArray, token_major: bool) -> _ElementStream:
     """The array's words, with the head running slowest unless `token_major`."""
-    pieces = entry.array.pieces(_STEP)
+    chunks = entry.array.iter_chunks(_COMPARE_CHUNK_BYTES)
     if entry.token_major == token_major:
-        return entry.array.dtype, pieces
+        return entry.array.dtype, chunks
     heads, tokens, dims = entry.geometry
-    words = np.concatenate(list(pieces)).view(f"<u{entry.array.word_bytes}").reshape(tokens, heads, dims)
-    return entry.array.dtype, (np.ascontiguousarray(words[:, head]).reshape(-1).view(np.uint8) for head in range(heads))
+    elements = np.concatenate(list(chunks)).view(f"<u{entry.array.coded_itemsize}").reshape(tokens, heads, dims)
+    return entry.array.dtype, (
+        np.ascontiguousarray(elements[:, head]).reshape(-1).view(np.uint8) for head in range(heads)
+    )
 
 
-def _compare_words(one: _Words, two: _Words) -> _Found:
-    dtype = dtypes.by_name(one[0])
-    found = _Found()
-    rests: list[Piece] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+def _compare_elements(first: _ElementStream, second: _ElementStream) -> _DiffCount:
+    dtype = dtypes.parse_dtype(first[0])
+    diff_count = _DiffCount()
+    remainders: list[Chunk] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
     while True:
-        rests = [rest if rest.size else next(run[1], rest) for rest, run in zip(rests, (one, two), strict=True)]
-        nbytes = min(rests[0].size, rests[1].size) // dtype.itemsize * dtype.itemsize
+        remainders = [
+            remainder if remainder.size else next(stream[1], remainder)
+            for remainder, stream in zip(remainders, (first, second), strict=True)
+        ]
+        nbytes = min(remainders[0].size, remainders[1].size) // dtype.itemsize * dtype.itemsize
         if not nbytes:
-            return found
-        words = [rest[:nbytes].view(f"<u{dtype.itemsize}") for rest in rests]
-        differs = np.flatnonzero(words[0] != words[1])
-        if differs.size and not found.differing:
-            at = int(differs[0])
-            found.position = found.words + at
-            found.first, found.second = (_value(run[at:], dtype.name) for run in words)
-        found.words += nbytes // dtype.itemsize
-        found.differing += differs.size
-        rests = [rest[nbytes:] for rest in rests]
+            return diff_count
+        element_pair = [remainder[:nbytes].view(f"<u{dtype.itemsize}") for remainder in remainders]
+        differs = np.flatnonzero(element_pair[0] != element_pair[1])
+        if differs.size and not diff_count.num_differing:
+            index = int(differs[0])
+            diff_count.position = diff_count.num_elements + index
+            diff_count.first, diff_count.second = (
+                _element_to_float(stream[index:], dtype.name) for stream in element_pair
+            )
+        diff_count.num_elements += nbytes // dtype.itemsize
+        diff_count.num_differing += differs.size
+        remainders = [remainder[nbytes:] for remainder in remainders]
 
 
-def _value(word: npt.NDArray[Any], dtype: str) -> float:
+def _element_to_float(element: npt.NDArray[Any], dtype: str) -> float:
     if dtype == "bf16":
-        return float((word.astype("<u4") << np.uint32(16)).view("<f4")[0])
-    return float(word.view(dtypes.by_name(dtype).numpy)[0])
+        return float((element.astype("<u4") << np.uint32(16)).view("<f4")[0])
+    return float(element.view(dtypes.parse_dtype(dtype).numpy_dtype)[0])

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import Indices, Positions
-from ..packed.cache_info import Ranges
-from ..packed.cache_info import joined as joined_runs
-from ..text import count, span
-from .names import conventional
-from .undoing import Undo
+from ..packed.cache_info import PositionRuns
+from ..packed.cache_info import merge_runs as joined_runs
+from ..text import format_range, pluralize
+from .names import parse_conventional_name
+from .undoing import Transform
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +23,8 @@ class BatchText:
     Parameters
     ----------
     positions
-        int64, ascending: where in the padded text its tokens stand, as `EngineCache.positions` counts; the others are
-        padding.
+        int64, ascending: where in the padded text its tokens stand, as `EngineCacheInfo.positions` counts; the others
+        are padding.
     token_ids
         Those of its tokens; None where there are none.
     """
@@ -34,7 +34,7 @@ class BatchText:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class EngineCache:
+class EngineCacheInfo:
     """A cache that another engine wrote, or that lives in it.
 
     Parameters
@@ -68,10 +68,10 @@ class EngineCache:
         Of a batch with padding, or with token ids: its texts. Empty where all arrays are tokens, and no ids are there.
     dequantised
         Names of types whose blocks the arrays hold as the numbers that these stand for.
-    room_bytes
+    unused_bytes
         Bytes of K and V in the file that are room behind the valid tokens.
     altered
-        What the engine surely did to K and V, and other engines do not: names of `UNDOABLE` (`kvmnn.arrays.undo`).
+        What the engine surely did to K and V, and other engines do not: names of `TRANSFORMS` (`kvmnn.arrays.undo`).
     perhaps_altered
         What it may have done, and nothing says.
     details
@@ -94,29 +94,29 @@ class EngineCache:
     token_ids: Indices | None = None
     texts: tuple[BatchText, ...] = ()
     dequantised: tuple[str, ...] = ()
-    room_bytes: int = 0
-    altered: tuple[Undo, ...] = ()
-    perhaps_altered: tuple[Undo, ...] = ()
+    unused_bytes: int = 0
+    altered: tuple[Transform, ...] = ()
+    perhaps_altered: tuple[Transform, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def runs(self) -> Ranges | None:
+    def position_runs(self) -> PositionRuns | None:
         """The positions as ``(begin, size)`` runs, in the order of the arrays."""
-        return None if self.positions is None else runs_of(self.positions)
+        return None if self.positions is None else positions_to_runs(self.positions)
 
     @property
-    def layer_runs(self) -> tuple[Ranges, ...] | None:
+    def layer_position_runs(self) -> tuple[PositionRuns, ...] | None:
         """The runs of each layer; None where nothing says them."""
         if self.layer_positions is not None:
-            return tuple(map(runs_of, self.layer_positions))
-        return None if self.runs is None else (self.runs,) * self.layers
+            return tuple(map(positions_to_runs, self.layer_positions))
+        return None if self.position_runs is None else (self.position_runs,) * self.layers
 
     @property
-    def is_whole(self) -> bool:
+    def is_contiguous_prefix(self) -> bool:
         """Whether the arrays hold the first tokens of one text, in order and all: nothing was erased."""
         if self.positions_unknown or self.has_padding:
             return False
-        return self.layer_runs is None or set(self.layer_runs) == {((0, self.tokens),)}
+        return self.layer_position_runs is None or set(self.layer_position_runs) == {((0, self.tokens),)}
 
     @property
     def has_padding(self) -> bool:
@@ -124,10 +124,10 @@ class EngineCache:
         return any(text.positions.size < self.tokens for text in self.texts)
 
     @property
-    def ascends(self) -> bool:
+    def is_ascending(self) -> bool:
         """Whether every token stands behind the one before it, so that the arrays may be of one text."""
-        said = (self.positions,) if self.layer_positions is None else self.layer_positions
-        return all(each is None or bool((np.diff(each) > 0).all()) for each in said)
+        all_positions = (self.positions,) if self.layer_positions is None else self.layer_positions
+        return all(positions is None or bool((np.diff(positions) > 0).all()) for positions in all_positions)
 
     def to_dict(self) -> dict[str, Any]:
         """The description as JSON values; positions as runs."""
@@ -145,77 +145,83 @@ class EngineCache:
             "dequantised": list(self.dequantised),
             "altered": list(self.altered),
             "perhaps_altered": list(self.perhaps_altered),
-            "positions": None if self.runs is None else [list(run) for run in self.runs],
-            **({"layer_positions": self._by_layer()} if self.layer_positions is not None else {}),
+            "positions": None if self.position_runs is None else [list(run) for run in self.position_runs],
+            **({"layer_positions": self._layer_positions_document()} if self.layer_positions is not None else {}),
             **({"positions_unknown": True} if self.positions_unknown else {}),
             "token_ids": None if self.token_ids is None else np.asarray(self.token_ids).tolist(),
-            **({"texts": [text_document(text) for text in self.texts]} if self.texts else {}),
+            **({"texts": [build_text_document(text) for text in self.texts]} if self.texts else {}),
             **self.details,
         }
 
     def __str__(self) -> str:
-        heads = "kv heads unknown" if self.kv_heads is None else count(self.kv_heads, "kv head")
-        heads = f"{span(sorted(set(self.layer_kv_heads)))} kv heads" if self.layer_kv_heads else heads
-        dims = span(sorted(set(self.layer_head_dims))) if self.layer_head_dims else self.head_dim
+        heads = "kv heads unknown" if self.kv_heads is None else pluralize(self.kv_heads, "kv head")
+        heads = f"{format_range(sorted(set(self.layer_kv_heads)))} kv heads" if self.layer_kv_heads else heads
+        dims = format_range(sorted(set(self.layer_head_dims))) if self.layer_head_dims else self.head_dim
         shape = heads if dims is None else f"{heads} of {dims}"
         batch = f", batch of {self.batch}" if self.batch != 1 else ""
         if self.has_padding:
-            batch += f" ({span(sorted({text.positions.size for text in self.texts}))} tokens and padding)"
-        said = (
-            f"{self.engine} {self.kind}: {count(self.layers, 'layer')}, {shape}, {count(self.tokens, 'token')}{batch}"
+            batch += f" ({format_range(sorted({text.positions.size for text in self.texts}))} tokens and padding)"
+        summary = (
+            f"{self.engine} {self.kind}: {pluralize(self.layers, 'layer')}, {shape}, "
+            f"{pluralize(self.tokens, 'token')}{batch}"
         )
-        return f"{said}, {self._types()}{self._gaps()}"
+        return f"{summary}, {self._format_types()}{self._describe_gaps()}"
 
-    def _by_layer(self) -> list[list[list[int]]]:
-        return [[list(run) for run in runs] for runs in self.layer_runs or ()]
+    def _layer_positions_document(self) -> list[list[list[int]]]:
+        return [[list(run) for run in runs] for runs in self.layer_position_runs or ()]
 
-    def _types(self) -> str:
+    def _format_types(self) -> str:
         keys, values = sorted(set(self.types[: self.layers])), sorted(set(self.types[self.layers :]))
         return "/".join(keys) if keys == values or not values else f"K {'/'.join(keys)}, V {'/'.join(values)}"
 
-    def _gaps(self) -> str:
+    def _describe_gaps(self) -> str:
         if self.positions_unknown:
             return ", positions unknown"
         if self.layer_positions is not None:
-            held = sorted({each.size for each in self.layer_positions})
-            return f", of which layers hold {span(held)}"
-        if self.is_whole or self.positions is None:
+            sizes = sorted({positions.size for positions in self.layer_positions})
+            return f", of which layers hold {format_range(sizes)}"
+        if self.is_contiguous_prefix or self.positions is None:
             return ""
-        least, most = int(self.positions.min()), int(self.positions.max())
-        return f", positions {span([least, most])} in {count(len(self.runs or ()), 'run')}"
+        first_position, last_position = int(self.positions.min()), int(self.positions.max())
+        return (
+            f", positions {format_range([first_position, last_position])} in "
+            f"{pluralize(len(self.position_runs or ()), 'run')}"
+        )
 
 
-def of_part(cache: EngineCache, names: Iterable[str], chosen: Iterable[str]) -> EngineCache | None:
+def select_engine_layers(
+    cache: EngineCacheInfo, names: Iterable[str], selected_names: Iterable[str]
+) -> EngineCacheInfo | None:
     """What is said of some of the arrays of a cache, by the names of all and of these; None where that is not known."""
-    layers, kept = layers_of(names), layers_of(chosen)
+    layers, selected_layers = parse_layers(names), parse_layers(selected_names)
     if len(layers) != cache.layers:
         return cache if cache.layer_positions is None else None
-    places = [layers.index(layer) for layer in kept]
-    by_layer = cache.layer_positions and tuple(cache.layer_positions[place] for place in places)
-    types = [cache.types[place + begin] for begin in range(0, len(cache.types), cache.layers) for place in places]
+    indices = [layers.index(layer) for layer in selected_layers]
+    positions = cache.layer_positions and tuple(cache.layer_positions[index] for index in indices)
+    types = [cache.types[index + begin] for begin in range(0, len(cache.types), cache.layers) for index in indices]
     return replace(
         cache,
-        layers=len(kept),
-        layer_kv_heads=tuple(cache.layer_kv_heads[place] for place in places if cache.layer_kv_heads),
-        layer_head_dims=tuple(cache.layer_head_dims[place] for place in places if cache.layer_head_dims),
+        layers=len(selected_layers),
+        layer_kv_heads=tuple(cache.layer_kv_heads[index] for index in indices if cache.layer_kv_heads),
+        layer_head_dims=tuple(cache.layer_head_dims[index] for index in indices if cache.layer_head_dims),
         types=tuple(types) if len(cache.types) % cache.layers == 0 else cache.types,
-        tokens=max(map(len, by_layer)) if by_layer else cache.tokens,
-        layer_positions=by_layer,
+        tokens=max(map(len, positions)) if positions else cache.tokens,
+        layer_positions=positions,
     )
 
 
-def layers_of(names: Iterable[str]) -> list[int]:
+def parse_layers(names: Iterable[str]) -> list[int]:
     """The layers that arrays are of by their names, ascending."""
-    return sorted({said.layer for said in map(conventional, names) if said is not None})
+    return sorted({parsed_name.layer for parsed_name in map(parse_conventional_name, names) if parsed_name is not None})
 
 
-def text_document(text: BatchText) -> dict[str, Any]:
+def build_text_document(text: BatchText) -> dict[str, Any]:
     """Return a text of a batch as JSON values; positions as runs."""
     ids = None if text.token_ids is None else np.asarray(text.token_ids).tolist()
-    return {"positions": [list(run) for run in runs_of(text.positions)], "token_ids": ids}
+    return {"positions": [list(run) for run in positions_to_runs(text.positions)], "token_ids": ids}
 
 
-def runs_of(positions: Positions) -> Ranges:
+def positions_to_runs(positions: Positions) -> PositionRuns:
     """Positions as ``(begin, size)`` runs, in their order."""
     ends = np.flatnonzero(np.diff(positions) != 1) + 1
     begins = np.concatenate([[0], ends]) if positions.size else ends

@@ -7,45 +7,45 @@ from typing import Any
 
 import numpy as np
 
-from ..files.json_document import Node, parse
-from ..packed.cache_info import MAX_TOKEN_ID, Ranges
-from .completeness_notes import write_note
-from .engine_cache import BatchText, EngineCache, of_part, text_document
-from .source import COMPLETENESS_KEY, ENGINE_KEY, Source, completeness_in
-from .undoing import UNDOABLE, Undo
+from ..files.json_document import JsonReader, parse_document
+from ..packed.cache_info import MAX_TOKEN_ID, PositionRuns
+from .completeness_notes import dump_completeness_json
+from .engine_cache import BatchText, EngineCacheInfo, build_text_document, select_engine_layers
+from .source import COMPLETENESS_KEY, ENGINE_KEY, Source, parse_completeness
+from .undoing import TRANSFORMS, Transform
 
-VERSION = 1
-_MOST_TOKENS = 1 << 24
+METADATA_VERSION = 1
+_MAX_EXPANDED_TOKENS = 1 << 24
 """Whose positions are put out in full."""
-_MOST_POSITION = 1 << 31
+_MAX_POSITION = 1 << 31
 
 
-def noted(source: Source) -> dict[str, str]:
+def dump_metadata(source: Source) -> dict[str, str]:
     """The metadata of a source, with what is known of the engine's cache that its arrays are, and its completeness."""
-    metadata = {key: text for key, text in note_completeness(source).items() if key != ENGINE_KEY}
+    metadata = {key: text for key, text in add_completeness_metadata(source).items() if key != ENGINE_KEY}
     cache = source.engine_cache
     if cache is not None and any(cache.tokens in source[name].shape for name in source):
-        said = {
-            "version": VERSION,
+        engine_document = {
+            "version": METADATA_VERSION,
             "axes": source.axes,
-            "cache": document(cache),
+            "cache": build_engine_document(cache),
             "shapes": {name: list(source[name].shape) for name in sorted(source)},
         }
-        metadata[ENGINE_KEY] = json.dumps(said, separators=(",", ":"))
+        metadata[ENGINE_KEY] = json.dumps(engine_document, separators=(",", ":"))
     return metadata
 
 
-def note_completeness(source: Source) -> dict[str, str]:
+def add_completeness_metadata(source: Source) -> dict[str, str]:
     """Return the metadata of a source, with its completeness where that is more than full attention in every layer."""
     if source.completeness is None:
         return dict(source.metadata)
     metadata = {key: text for key, text in source.metadata.items() if key != COMPLETENESS_KEY}
     if not source.completeness.is_plain:
-        metadata[COMPLETENESS_KEY] = write_note(source.completeness, source)
+        metadata[COMPLETENESS_KEY] = dump_completeness_json(source.completeness, source)
     return metadata
 
 
-def apply_completeness(source: Source, where: str) -> None:
+def restore_completeness(source: Source, where: str) -> None:
     """Set the completeness of a source from its metadata, unless its reader did.
 
     Raises
@@ -54,16 +54,16 @@ def apply_completeness(source: Source, where: str) -> None:
         For malformed metadata.
     """
     if source.completeness is None:
-        source.completeness = completeness_in(source.metadata, source, where)
+        source.completeness = parse_completeness(source.metadata, source, where)
 
 
-def apply(source: Source, where: str, *, part: bool = False) -> None:
-    """Give a source what `noted` wrote, if its arrays are those; else the note of the engine is dropped, and a line
-    says so. The completeness stays.
+def restore_metadata(source: Source, where: str, *, is_subset: bool = False) -> None:
+    """Give a source what `dump_metadata` wrote, if its arrays are those; else the note of the engine is dropped, and a
+    line says so. The completeness stays.
 
     Parameters
     ----------
-    part
+    is_subset
         Whether some arrays were chosen: of those it is said then.
 
     Raises
@@ -71,35 +71,35 @@ def apply(source: Source, where: str, *, part: bool = False) -> None:
     ManifestError
         Where it is malformed.
     """
-    apply_completeness(source, where)
+    restore_completeness(source, where)
     if source.engine_cache is not None or ENGINE_KEY not in source.metadata:
         return
-    said = parse(source.metadata[ENGINE_KEY], f"{where}: metadata {ENGINE_KEY!r}")
-    said.at("version").check_version(VERSION)
-    shapes, found = said.at("shapes").value, {array.name: list(array.shape) for array in source.arrays}
-    if part and isinstance(shapes, dict):
-        shapes, names = {name: shape for name, shape in shapes.items() if name in found}, list(shapes)
+    root = parse_document(source.metadata[ENGINE_KEY], f"{where}: metadata {ENGINE_KEY!r}")
+    root.get("version").check_version(METADATA_VERSION)
+    shapes, array_shapes = root.get("shapes").value, {array.name: list(array.shape) for array in source.arrays}
+    if is_subset and isinstance(shapes, dict):
+        shapes, names = {name: shape for name, shape in shapes.items() if name in array_shapes}, list(shapes)
     else:
-        names = list(found)
-    if shapes != found:
+        names = list(array_shapes)
+    if shapes != array_shapes:
         del source.metadata[ENGINE_KEY]
         source.notes.append("the arrays are not those, or not all, of which the file says what engine they come from")
         return
-    cache = said.at("cache")
-    tokens, by_layer = cache.at("tokens"), cache.value.get("layer_positions")
-    if not any(tokens.integer(0) in array.shape for array in source.arrays):
-        raise tokens.wrong("the tokens of the arrays")  # before their positions are put out in full
-    if isinstance(by_layer, list) and len(by_layer) > len(names):
-        raise cache.at("layer_positions").wrong("positions of the layers that there are")
-    source.engine_cache = of_part(engine_cache(cache), names, found)
+    cache_node = root.get("cache")
+    tokens, layer_positions = cache_node.get("tokens"), cache_node.value.get("layer_positions")
+    if not any(tokens.read_int(0) in array.shape for array in source.arrays):
+        raise tokens.error("the tokens of the arrays")  # before their positions are put out in full
+    if isinstance(layer_positions, list) and len(layer_positions) > len(names):
+        raise cache_node.get("layer_positions").error("positions of the layers that there are")
+    source.engine_cache = select_engine_layers(parse_engine_cache(cache_node), names, array_shapes)
     if source.engine_cache is None:
         del source.metadata[ENGINE_KEY]
         source.notes.append("the file says what engine the arrays come from, but not of which of them")
         return
-    source.axes = None if said.at("axes").value is None else said.at("axes").text()
+    source.axes = None if root.get("axes").value is None else root.get("axes").read_str()
 
 
-def document(cache: EngineCache) -> dict[str, Any]:
+def build_engine_document(cache: EngineCacheInfo) -> dict[str, Any]:
     """The description as JSON values; positions as runs."""
     return {
         "engine": cache.engine,
@@ -112,11 +112,13 @@ def document(cache: EngineCache) -> dict[str, Any]:
         "tokens": cache.tokens,
         "types": list(cache.types),
         "batch": cache.batch,
-        "positions": None if cache.runs is None else _listed(cache.runs),
-        "layer_positions": [_listed(runs) for runs in cache.layer_runs or ()] if cache.layer_positions else None,
+        "positions": None if cache.position_runs is None else _runs_to_lists(cache.position_runs),
+        "layer_positions": [_runs_to_lists(runs) for runs in cache.layer_position_runs or ()]
+        if cache.layer_positions
+        else None,
         **({"positions_unknown": True} if cache.positions_unknown else {}),
         "token_ids": None if cache.token_ids is None else [int(token) for token in cache.token_ids],
-        **({"texts": [text_document(text) for text in cache.texts]} if cache.texts else {}),
+        **({"texts": [build_text_document(text) for text in cache.texts]} if cache.texts else {}),
         "dequantised": list(cache.dequantised),
         "altered": list(cache.altered),
         "perhaps_altered": list(cache.perhaps_altered),
@@ -124,102 +126,105 @@ def document(cache: EngineCache) -> dict[str, Any]:
     }
 
 
-def engine_cache(node: Node) -> EngineCache:
-    """The cache that `document` describes.
+def parse_engine_cache(node: JsonReader) -> EngineCacheInfo:
+    """The cache that `build_engine_document` describes.
 
     Raises
     ------
     ManifestError
         Where it is malformed.
     """
-    tokens = node.at("tokens").integer(0)
-    return EngineCache(
-        engine=node.at("engine").text(),
-        kind=node.at("kind").text(),
-        layers=node.at("layers").integer(0),
-        kv_heads=_maybe(node.at("kv_heads")),
-        head_dim=_maybe(node.at("head_dim")),
-        layer_kv_heads=_of_layers(node, "layer_kv_heads"),
-        layer_head_dims=_of_layers(node, "layer_head_dims"),
+    tokens = node.get("tokens").read_int(0)
+    return EngineCacheInfo(
+        engine=node.get("engine").read_str(),
+        kind=node.get("kind").read_str(),
+        layers=node.get("layers").read_int(0),
+        kv_heads=_parse_optional_int(node.get("kv_heads")),
+        head_dim=_parse_optional_int(node.get("head_dim")),
+        layer_kv_heads=_parse_layer_ints(node, "layer_kv_heads"),
+        layer_head_dims=_parse_layer_ints(node, "layer_head_dims"),
         tokens=tokens,
-        types=node.at("types").texts(),
-        batch=node.at("batch").integer(1),
-        positions=_positions(node.at("positions"), tokens),
-        layer_positions=_layer_positions(node, tokens),
-        positions_unknown="positions_unknown" in node.value and node.at("positions_unknown").boolean(),
-        token_ids=_token_ids(node.at("token_ids")),
-        texts=_texts(node, tokens),
-        dequantised=node.at("dequantised").texts(),
-        altered=_undoable(node, "altered"),
-        perhaps_altered=_undoable(node, "perhaps_altered"),
-        details=node.at("details").value if isinstance(node.at("details").value, dict) else {},
+        types=node.get("types").read_str_list(),
+        batch=node.get("batch").read_int(1),
+        positions=_parse_positions(node.get("positions"), tokens),
+        layer_positions=_parse_layer_positions(node, tokens),
+        positions_unknown="positions_unknown" in node.value and node.get("positions_unknown").read_bool(),
+        token_ids=_parse_token_ids(node.get("token_ids")),
+        texts=_parse_texts(node, tokens),
+        dequantised=node.get("dequantised").read_str_list(),
+        altered=_parse_transforms(node, "altered"),
+        perhaps_altered=_parse_transforms(node, "perhaps_altered"),
+        details=node.get("details").value if isinstance(node.get("details").value, dict) else {},
     )
 
 
-def _texts(node: Node, tokens: int) -> tuple[BatchText, ...]:
+def _parse_texts(node: JsonReader, tokens: int) -> tuple[BatchText, ...]:
     """The texts of a batch, where they have padding or token ids."""
     if "texts" not in node.value:
         return ()
-    texts = node.at("texts").items()
-    if len(texts) != node.at("batch").integer(1) or len(texts) * tokens > 4 * _MOST_TOKENS:
-        raise node.at("texts").wrong(f"the texts of the batch, of at most {4 * _MOST_TOKENS:,} tokens")
-    found = []
+    texts = node.get("texts").read_list()
+    if len(texts) != node.get("batch").read_int(1) or len(texts) * tokens > 4 * _MAX_EXPANDED_TOKENS:
+        raise node.get("texts").error(f"the texts of the batch, of at most {4 * _MAX_EXPANDED_TOKENS:,} tokens")
+    batch_texts = []
     for text in texts:
-        positions, ids = _positions(text.at("positions"), tokens, some=True), _token_ids(text.at("token_ids"))
+        positions, ids = (
+            _parse_positions(text.get("positions"), tokens, allow_fewer=True),
+            _parse_token_ids(text.get("token_ids")),
+        )
         if positions is None or (np.diff(positions) <= 0).any():
-            raise text.at("positions").wrong("ascending positions")
+            raise text.get("positions").error("ascending positions")
         if ids is not None and ids.size != positions.size:
-            raise text.at("token_ids").wrong(f"{positions.size} token ids")
-        found.append(BatchText(positions, ids))
-    return tuple(found)
+            raise text.get("token_ids").error(f"{positions.size} token ids")
+        batch_texts.append(BatchText(positions, ids))
+    return tuple(batch_texts)
 
 
-def _of_layers(node: Node, key: str) -> tuple[int, ...]:
+def _parse_layer_ints(node: JsonReader, key: str) -> tuple[int, ...]:
     """A number of each layer, where they differ."""
-    said = node.at(key).items() if key in node.value else []
-    return tuple(each.integer(1) for each in said)
+    items = node.get(key).read_list() if key in node.value else []
+    return tuple(item.read_int(1) for item in items)
 
 
-def _undoable(node: Node, key: str) -> tuple[Undo, ...]:
+def _parse_transforms(node: JsonReader, key: str) -> tuple[Transform, ...]:
     """Names of what was done to K and V; stores of earlier versions say none."""
-    said = node.at(key).texts() if key in node.value else ()
-    return tuple(name for name in UNDOABLE if name in said)
+    names = node.get(key).read_str_list() if key in node.value else ()
+    return tuple(name for name in TRANSFORMS if name in names)
 
 
-def _maybe(node: Node) -> int | None:
-    return None if node.value is None else node.integer(0)
+def _parse_optional_int(node: JsonReader) -> int | None:
+    return None if node.value is None else node.read_int(0)
 
 
-def _listed(runs: Ranges) -> list[list[int]]:
+def _runs_to_lists(runs: PositionRuns) -> list[list[int]]:
     return [list(run) for run in runs]
 
 
-def _layer_positions(node: Node, tokens: int) -> Any:
+def _parse_layer_positions(node: JsonReader, tokens: int) -> Any:
     """Of each layer, where they hold different tokens."""
     if node.value.get("layer_positions") is None:
         return None
-    layers = node.at("layer_positions").items()
-    if len(layers) * tokens > 4 * _MOST_TOKENS:
-        raise node.at("layer_positions").wrong(f"positions of at most {4 * _MOST_TOKENS:,} tokens")
-    return tuple(_positions(entry, tokens, some=True) for entry in layers)
+    layers = node.get("layer_positions").read_list()
+    if len(layers) * tokens > 4 * _MAX_EXPANDED_TOKENS:
+        raise node.get("layer_positions").error(f"positions of at most {4 * _MAX_EXPANDED_TOKENS:,} tokens")
+    return tuple(_parse_positions(entry, tokens, allow_fewer=True) for entry in layers)
 
 
-def _positions(node: Node, tokens: int, *, some: bool = False) -> Any:
-    """Runs of (begin, size), put out in full: of all tokens, or of `some`."""
+def _parse_positions(node: JsonReader, tokens: int, *, allow_fewer: bool = False) -> Any:
+    """Runs of (begin, size), put out in full: of all tokens, or of `allow_fewer`."""
     if node.value is None:
         return None
-    runs = [tuple(entry.integer(0) for entry in run.items(2, 2)) for run in node.items()]
-    found = sum(size for _, size in runs)
-    wrong = found > tokens if some else found != tokens
-    if wrong or tokens > _MOST_TOKENS or any(begin > _MOST_POSITION for begin, _ in runs):
-        raise node.wrong(f"runs of {tokens} tokens, of at most {_MOST_TOKENS:,}")
+    runs = [tuple(entry.read_int(0) for entry in run.read_list(2, 2)) for run in node.read_list()]
+    num_positions = sum(size for _, size in runs)
+    is_invalid = num_positions > tokens if allow_fewer else num_positions != tokens
+    if is_invalid or tokens > _MAX_EXPANDED_TOKENS or any(begin > _MAX_POSITION for begin, _ in runs):
+        raise node.error(f"runs of {tokens} tokens, of at most {_MAX_EXPANDED_TOKENS:,}")
     return np.concatenate([np.arange(begin, begin + size) for begin, size in runs] or [np.empty(0, np.int64)])
 
 
-def _token_ids(node: Node) -> Any:
+def _parse_token_ids(node: JsonReader) -> Any:
     if node.value is None:
         return None
-    ids = [entry.whole() for entry in node.items()]
-    if any(not -_MOST_POSITION <= token <= MAX_TOKEN_ID for token in ids):
-        raise node.wrong("token ids of 32 bits")
+    ids = [entry.read_any_int() for entry in node.read_list()]
+    if any(not -_MAX_POSITION <= token <= MAX_TOKEN_ID for token in ids):
+        raise node.error("token ids of 32 bits")
     return np.array(ids, np.int64)

@@ -12,16 +12,16 @@ import numpy as np
 
 from ..dtypes import FLOAT8_NAMES, Floats
 from ..errors import SourceError
-from .named_array import NamedArray, Piece, rechunked
+from .named_array import Chunk, LazyArray, rechunk
 from .source import Source
 
 
-class _Format(NamedTuple):
+class _Float8Format(NamedTuple):
     """Bits of exponent and fraction, the exponent's bias, and which codes are no numbers.
 
     Attributes
     ----------
-    nan
+    nan_encoding
         ``"ieee"``: infinity and NaN as in IEEE 754; ``"fn"``: no infinity, NaN where all bits but the sign are set;
         ``"fnuz"``: no infinity, no negative zero, whose code is the only NaN.
     """
@@ -29,54 +29,59 @@ class _Format(NamedTuple):
     exponent_bits: int
     fraction_bits: int
     bias: int
-    nan: str
+    nan_encoding: str
 
 
-_FORMATS = {
-    "float8_e4m3fn": _Format(4, 3, 7, "fn"),
-    "float8_e5m2": _Format(5, 2, 15, "ieee"),
-    "float8_e4m3fnuz": _Format(4, 3, 8, "fnuz"),
-    "float8_e5m2fnuz": _Format(5, 2, 16, "fnuz"),
+_FLOAT8_FORMATS = {
+    "float8_e4m3fn": _Float8Format(4, 3, 7, "fn"),
+    "float8_e5m2": _Float8Format(5, 2, 15, "ieee"),
+    "float8_e4m3fnuz": _Float8Format(4, 3, 8, "fnuz"),
+    "float8_e5m2fnuz": _Float8Format(5, 2, 16, "fnuz"),
 }
-_SCALES = "float8_e8m0fnu"
+_SCALE_TYPE = "float8_e8m0fnu"
 """Powers of two from 2^-127 on, without sign, zero or fraction; the last code is NaN."""
 
-NAMES = (*_FORMATS, _SCALES)
-assert set(FLOAT8_NAMES) == set(_FORMATS)
+DECODABLE_NAMES = (*_FLOAT8_FORMATS, _SCALE_TYPE)
+assert set(FLOAT8_NAMES) == set(_FLOAT8_FORMATS)
 
 
 @cache
-def table(name: str) -> Floats:
+def build_value_table(name: str) -> Floats:
     """The 256 values of a type, by code; all of them are exact in float32."""
-    values = [_scale(code) if name == _SCALES else _value(code, _FORMATS[name]) for code in range(256)]
-    found = np.array(values, np.float32)
-    found.flags.writeable = False
-    return found
+    values = [
+        _decode_scale(code) if name == _SCALE_TYPE else _decode_value(code, _FLOAT8_FORMATS[name])
+        for code in range(256)
+    ]
+    values_by_code = np.array(values, np.float32)
+    values_by_code.flags.writeable = False
+    return values_by_code
 
 
 @cache
-def exact_table(name: str) -> Floats:
+def build_exact_table(name: str) -> Floats:
     """The same of a type of `FLOAT8_NAMES`, in which every code has bits of its own: NaNs keep sign and fraction.
 
     All of its numbers are exact, so that two arrays of codes are equal where the float32 words are.
     """
-    kind = _FORMATS[name]
+    float8_format = _FLOAT8_FORMATS[name]
     codes = np.arange(256, dtype=np.uint32)
-    fraction = codes & np.uint32((1 << kind.fraction_bits) - 1)
-    nans = (
-        codes >> np.uint32(7) << np.uint32(31) | np.uint32(0x7F80_0000) | fraction << np.uint32(23 - kind.fraction_bits)
+    fraction = codes & np.uint32((1 << float8_format.fraction_bits) - 1)
+    nan_bits = (
+        codes >> np.uint32(7) << np.uint32(31)
+        | np.uint32(0x7F80_0000)
+        | fraction << np.uint32(23 - float8_format.fraction_bits)
     )
-    if kind.nan == "fnuz":
-        nans[0x80] = 0x7FC0_0000  # its one NaN has no fraction
-    values = table(name)
-    found = np.where(np.isnan(values), nans, values.view(np.uint32)).astype("<u4").view("<f4")
-    found.flags.writeable = False
-    return found
+    if float8_format.nan_encoding == "fnuz":
+        nan_bits[0x80] = 0x7FC0_0000  # its one NaN has no fraction
+    values = build_value_table(name)
+    values_by_code = np.where(np.isnan(values), nan_bits, values.view(np.uint32)).astype("<u4").view("<f4")
+    values_by_code.flags.writeable = False
+    return values_by_code
 
 
-def decode_array(array: NamedArray) -> NamedArray:
+def decode_array(array: LazyArray) -> LazyArray:
     """Return an array of codes as the fp32 numbers that they stand for; they are decoded as they are read."""
-    return replace(array, dtype="fp32", array_dtype="<f4", reader=partial(_decoded_runs, array))
+    return replace(array, dtype="fp32", array_dtype="<f4", reader=partial(_iter_decoded_chunks, array))
 
 
 def pair_codes(source: Source) -> Source:
@@ -96,34 +101,36 @@ def pair_codes(source: Source) -> Source:
                 f"array {array.name!r} {list(array.shape)}: its codes are no pairs along the last axis: expected an "
                 "even head_dim in C order"
             )
-    names = " and ".join(dict.fromkeys(array.element for array in arrays))
-    note = f"{names} codes are taken as they are, two to a word: lo of even dimensions, hi of odd ones"
-    paired = [
+    names_text = " and ".join(dict.fromkeys(array.element for array in arrays))
+    note = f"{names_text} codes are taken as they are, two to a word: lo of even dimensions, hi of odd ones"
+    paired_arrays = [
         replace(array, shape=(*array.shape[:-1], array.shape[-1] // 2), array_dtype="<f2", element="")
         if array in arrays
         else array
         for array in source.arrays
     ]
-    return replace(source, arrays=paired, notes=[*source.notes, note])
+    return replace(source, arrays=paired_arrays, notes=[*source.notes, note])
 
 
-def _decoded_runs(array: NamedArray, step: int) -> Iterator[Piece]:
-    values = exact_table(array.element)
-    blocks = (values[codes].view(np.uint8) for codes in array.reader(max(1, step // 4)))
-    return rechunked(blocks, step, 4 * array.nbytes) if step % 4 else blocks
+def _iter_decoded_chunks(array: LazyArray, chunk_bytes: int) -> Iterator[Chunk]:
+    values = build_exact_table(array.element)
+    blocks = (values[codes].view(np.uint8) for codes in array.reader(max(1, chunk_bytes // 4)))
+    return rechunk(blocks, chunk_bytes, 4 * array.nbytes) if chunk_bytes % 4 else blocks
 
 
-def _scale(code: int) -> float:
+def _decode_scale(code: int) -> float:
     return math.nan if code == 0xFF else math.ldexp(1.0, code - 127)
 
 
-def _value(code: int, kind: _Format) -> float:
+def _decode_value(code: int, float8_format: _Float8Format) -> float:
     magnitude = code & 0x7F
-    exponent, fraction = magnitude >> kind.fraction_bits, magnitude & ((1 << kind.fraction_bits) - 1)
-    if (kind.nan == "fnuz" and code == 0x80) or (kind.nan == "fn" and magnitude == 0x7F):
+    exponent, fraction = magnitude >> float8_format.fraction_bits, magnitude & ((1 << float8_format.fraction_bits) - 1)
+    if (float8_format.nan_encoding == "fnuz" and code == 0x80) or (
+        float8_format.nan_encoding == "fn" and magnitude == 0x7F
+    ):
         return math.nan
-    if kind.nan == "ieee" and exponent == (1 << kind.exponent_bits) - 1:
+    if float8_format.nan_encoding == "ieee" and exponent == (1 << float8_format.exponent_bits) - 1:
         return math.nan if fraction else math.copysign(math.inf, 0.5 - (code >> 7))
-    significand = fraction if exponent == 0 else fraction | 1 << kind.fraction_bits
-    value = math.ldexp(significand, max(exponent, 1) - kind.bias - kind.fraction_bits)
+    significand = fraction if exponent == 0 else fraction | 1 << float8_format.fraction_bits
+    value = math.ldexp(significand, max(exponent, 1) - float8_format.bias - float8_format.fraction_bits)
     return -value if code >> 7 else value

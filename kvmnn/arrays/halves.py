@@ -8,26 +8,26 @@ from dataclasses import replace
 from typing import Final, Literal, get_args
 
 from ..errors import MissingOptionError, OptionError
-from .completeness import Completeness, LayerState
-from .engine_cache import EngineCache
-from .source import Source, others_metadata
+from .completeness import Completeness, LayerStateInfo
+from .engine_cache import EngineCacheInfo
+from .source import Source, strip_internal_metadata
 
-Half = Literal["decoder", "encoder"]
-HALVES: Final[tuple[Half, ...]] = get_args(Half)
+ModelHalf = Literal["decoder", "encoder"]
+MODEL_HALVES: Final[tuple[ModelHalf, ...]] = get_args(ModelHalf)
 
-_WORD = re.compile(r"(?<![A-Za-z])(decoder|encoder)(?![A-Za-z])")
-_ALONE = re.compile(r"[._/](decoder|encoder)(?=[._/])")
+_HALF_REGEX = re.compile(r"(?<![A-Za-z])(decoder|encoder)(?![A-Za-z])")
+_HALF_COMPONENT_REGEX = re.compile(r"[._/](decoder|encoder)(?=[._/])")
 
 
-def half_of(name: str) -> Half | None:
+def parse_half(name: str) -> ModelHalf | None:
     """Return which half an array is of, by the last word of its name that tells; None where none does."""
-    words = _WORD.findall(name)
-    return next((half for half in HALVES if words and half == words[-1]), None)
+    half_words = _HALF_REGEX.findall(name)
+    return next((half for half in MODEL_HALVES if half_words and half == half_words[-1]), None)
 
 
 def has_halves(names: Iterable[str]) -> bool:
     """Whether arrays of these names are of both halves."""
-    return {half_of(name) for name in names} >= set(HALVES)
+    return {parse_half(name) for name in names} >= set(MODEL_HALVES)
 
 
 def check_one_half(names: Iterable[str], where: str) -> None:
@@ -38,7 +38,7 @@ def check_one_half(names: Iterable[str], where: str) -> None:
         )
 
 
-def select_half(source: Source, half: Half, where: str) -> Source:
+def select_half(source: Source, half: ModelHalf, where: str) -> Source:
     """Return the source with the arrays of one half, under names without it.
 
     Raises
@@ -48,24 +48,26 @@ def select_half(source: Source, half: Half, where: str) -> Source:
     """
     if not has_halves(source):
         raise OptionError(f"{where}: its arrays are not of a decoder and an encoder: leave --part out")
-    arrays = [replace(array, name=_name_alone(array.name)) for array in source.arrays if half_of(array.name) == half]
-    other = next(each for each in HALVES if each != half)
+    arrays = [replace(array, name=_strip_half(array.name)) for array in source.arrays if parse_half(array.name) == half]
+    opposite_half = next(candidate for candidate in MODEL_HALVES if candidate != half)
     return replace(
         source,
         arrays=arrays,
-        metadata=others_metadata(source.metadata),
-        engine_cache=source.engine_cache and _describe_half(source.engine_cache, half, arrays[0].shape),
-        completeness=_state_of_half(source, half, f"K and V of the {other}, which the model needs too, are left out"),
+        metadata=strip_internal_metadata(source.metadata),
+        engine_cache=source.engine_cache and _select_half_of_info(source.engine_cache, half, arrays[0].shape),
+        completeness=_select_half_completeness(
+            source, half, f"K and V of the {opposite_half}, which the model needs too, are left out"
+        ),
     )
 
 
-def _name_alone(name: str) -> str:
+def _strip_half(name: str) -> str:
     """Return the name without its half: ``layer_0.decoder.key`` is ``layer_0.key`` then."""
-    words = list(_ALONE.finditer(name))
-    return name[: words[-1].start()] + name[words[-1].end() :] if words else name
+    matches = list(_HALF_COMPONENT_REGEX.finditer(name))
+    return name[: matches[-1].start()] + name[matches[-1].end() :] if matches else name
 
 
-def _describe_half(cache: EngineCache, half: Half, shape: tuple[int, ...]) -> EngineCache:
+def _select_half_of_info(cache: EngineCacheInfo, half: ModelHalf, shape: tuple[int, ...]) -> EngineCacheInfo:
     """Return what is known of one half; a cache of engines describes its decoder."""
     if half == "decoder":
         return cache
@@ -80,10 +82,10 @@ def _describe_half(cache: EngineCache, half: Half, shape: tuple[int, ...]) -> En
     )
 
 
-def _state_of_half(source: Source, half: Half, missing: str) -> Completeness:
-    known = source.completeness or Completeness()
-    layers = known.layers
+def _select_half_completeness(source: Source, half: ModelHalf, missing_text: str) -> Completeness:
+    completeness = source.completeness or Completeness()
+    layers = completeness.layers
     if half == "encoder":
-        layers = tuple(LayerState(layer=state.layer, kind="cross") for state in layers)
-        return Completeness(layers=layers, other=(missing,))
-    return replace(known, other=(*known.other, missing))
+        layers = tuple(LayerStateInfo(layer=state.layer, kind="cross") for state in layers)
+        return Completeness(layers=layers, other=(missing_text,))
+    return replace(completeness, other=(*completeness.other, missing_text))

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import dtypes
-from ..dtypes import PARTS, KVPair, Part, Words
+from ..dtypes import PARTS, Elements, KVPair, Part
 from ..errors import MissingOptionError, OptionError, SourceError
-from .layers import MOST_HEADS, AxesError, place_of, with_whole_dumps
-from .named_array import ArrayInfo, NamedArray
-from .names import conventional, is_numbered, layer_of, part_of
+from .layers import MAX_KV_HEADS, AmbiguousAxesError, locate_array, merge_dump_segments
+from .named_array import ArrayInfo, LazyArray
+from .names import is_indexed_name, parse_conventional_name, parse_layer, parse_part
 
-_NEEDED, _ALLOWED = set("htd"), set("lbhtd")
-_WHOLE, _BY_LAYER = "lbhtd", {4: "bhtd", 3: "htd"}
-_LETTERS = {"l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "dimension"}
+_REQUIRED_AXES, _ALLOWED_AXES = set("htd"), set("lbhtd")
+_FULL_AXES, _LAYER_AXES_BY_RANK = "lbhtd", {4: "bhtd", 3: "htd"}
+_AXIS_NAMES = {"l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "dimension"}
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,23 @@ class KVArrays:
         The arrays that they are views of: K, V; one pair with all layers, or a pair for each layer.
     axes
         Letters for the axes of each of them: l layer, b batch, h kv_head, t token, d dimension.
-    axes_by
+    axes_source
         What says so, for people.
     """
 
     layers: dict[int, KVPair]
-    pairs: tuple[tuple[NamedArray, NamedArray], ...]
+    pairs: tuple[tuple[LazyArray, LazyArray], ...]
     axes: str
-    axes_by: str
+    axes_source: str
 
     @property
-    def described(self) -> str:
+    def description(self) -> str:
         """Every axis of the arrays with its length, and what says so."""
         shape = self.pairs[0][0].shape
-        named = (f"{_LETTERS[letter]} {length:,}" for letter, length in zip(self.axes, shape, strict=True))
-        return f"axes {self.axes} ({self.axes_by}): {', '.join(named)}"
+        axis_lengths = (f"{_AXIS_NAMES[letter]} {length:,}" for letter, length in zip(self.axes, shape, strict=True))
+        return f"axes {self.axes} ({self.axes_source}): {', '.join(axis_lengths)}"
 
-    def restore(self, new: dict[int, KVPair]) -> tuple[list[ArrayInfo], list[Words]]:
+    def restore(self, new_layers: dict[int, KVPair]) -> tuple[list[ArrayInfo], list[Elements]]:
         """Other tokens for the same layers, with the names and axes that the source had.
 
         Returns
@@ -60,41 +60,43 @@ class KVArrays:
         What each array is, and its words, C-contiguous, in the order of `pairs`.
         """
         infos: list[ArrayInfo] = []
-        arrays: list[Words] = []
-        layers = iter(new.values())
+        arrays: list[Elements] = []
+        layers = iter(new_layers.values())
         for pair in self.pairs:
-            entries = list(new.values()) if "l" in self.axes else [next(layers)]
-            for array, stacked in zip(pair, zip(*entries, strict=True), strict=True):
-                words = _to_axes(np.stack(stacked), self.axes)
-                dtype = array.dtype if array.word_bytes == words.itemsize else dtypes.of_array(words).name
-                infos.append(ArrayInfo(name=array.name, dtype=dtype, shape=words.shape, array_dtype=words.dtype.str))
-                arrays.append(words)
+            entries = list(new_layers.values()) if "l" in self.axes else [next(layers)]
+            for array, layer_elements in zip(pair, zip(*entries, strict=True), strict=True):
+                elements = _from_canonical_axes(np.stack(layer_elements), self.axes)
+                dtype = array.dtype if array.coded_itemsize == elements.itemsize else dtypes.infer_dtype(elements).name
+                infos.append(
+                    ArrayInfo(name=array.name, dtype=dtype, shape=elements.shape, array_dtype=elements.dtype.str)
+                )
+                arrays.append(elements)
         return infos, arrays
 
 
 @dataclass(frozen=True)
-class SaidAxes:
+class AxisHints:
     """What is known of the axes of arrays.
 
     Parameters
     ----------
-    letters
+    axes
         Of all arrays, such as ``"lthd"``: h, t and d, and l or b for layers or batches; None where nothing says them.
-    by
+    axes_source
         Who says so.
     token_major
         `Source.token_major`: three axes are ``thd``.
-    least_tokens
+    min_tokens
         Tokens that there are at least.
     """
 
-    letters: str | None = None
-    by: str = "said"
+    axes: str | None = None
+    axes_source: str = "said"
     token_major: bool = False
-    least_tokens: int = 0
+    min_tokens: int = 0
 
 
-def read_kv(where: str, arrays: Sequence[NamedArray], said: SaidAxes | None = None) -> KVArrays:
+def read_kv(where: str, arrays: Sequence[LazyArray], hints: AxisHints | None = None) -> KVArrays:
     """Find K and V among `arrays`.
 
     Parameters
@@ -103,10 +105,10 @@ def read_kv(where: str, arrays: Sequence[NamedArray], said: SaidAxes | None = No
         What messages call the source.
     arrays
         All of them must be K or V.
-    said
+    hints
         What is known of their axes. Where that does not say, names of KV dumps do, which hold the number of tokens.
         Other arrays with five axes are ``lbhtd``; with a layer number in their names those with four are ``bhtd`` and
-        with three ``htd``, but only where heads and tokens the other way round would be more than `MOST_HEADS` heads,
+        with three ``htd``, but only where heads and tokens the other way round would be more than `MAX_KV_HEADS` heads,
         or fewer tokens than there are.
 
     Raises
@@ -117,133 +119,140 @@ def read_kv(where: str, arrays: Sequence[NamedArray], said: SaidAxes | None = No
     MissingOptionError
         For arrays whose heads could be tokens and whose axes nothing says, and several pairs to choose from.
     """
-    said = said or SaidAxes()
-    _check_axes(where, said.letters)
-    pairs = _pair_up(where, with_whole_dumps(arrays))
-    found, by = _axes(where, [array for pair in pairs for array in pair], said)
+    hints = hints or AxisHints()
+    _check_axes(where, hints.axes)
+    pairs = _pair_keys_values(where, merge_dump_segments(arrays))
+    axes, axes_source = _resolve_axes(where, [array for pair in pairs for array in pair], hints)
     for array in (array for pair in pairs for array in pair):
-        if len(array.shape) != len(found):
+        if len(array.shape) != len(axes):
             raise SourceError(
                 f"{where}: array {array.name!r} has {len(array.shape)} axes {list(array.shape)}, expected "
-                f"{len(found)} ({found})"
+                f"{len(axes)} ({axes})"
             )
-    if "l" in found:
+    if "l" in axes:
         if len(pairs) > 1:
             raise MissingOptionError(
                 f"{where}: holds {len(pairs)} pairs of K and V, each with all layers; --tensor chooses"
             )
-        keys, values = (_from_axes(_words(array), found) for array in pairs[0])
+        keys, values = (_to_canonical_axes(_load_elements(array), axes) for array in pairs[0])
         if len(keys) != len(values):
             raise SourceError(f"{where}: K has {len(keys)} layers, V {len(values)}")
-        return KVArrays(dict(enumerate(zip(keys, values, strict=True))), tuple(pairs), found, by)
-    by_layer = _by_layer(where, pairs)
+        return KVArrays(dict(enumerate(zip(keys, values, strict=True))), tuple(pairs), axes, axes_source)
+    pairs_by_layer = _group_by_layer(where, pairs)
     layers: dict[int, KVPair] = {}
-    for number in sorted(by_layer):
-        keys, values = (_from_axes(_words(array), found)[0] for array in by_layer[number])
+    for number in sorted(pairs_by_layer):
+        keys, values = (_to_canonical_axes(_load_elements(array), axes)[0] for array in pairs_by_layer[number])
         layers[number] = keys, values
-    return KVArrays(layers, tuple(by_layer[number] for number in sorted(by_layer)), found, by)
+    return KVArrays(layers, tuple(pairs_by_layer[number] for number in sorted(pairs_by_layer)), axes, axes_source)
 
 
-def usual_axes(arrays: Sequence[NamedArray], *, token_major: bool = False) -> str | None:
+def infer_conventional_axes(arrays: Sequence[LazyArray], *, token_major: bool = False) -> str | None:
     """The axes that go with the names of arrays (`names.CONVENTIONS`, and words for K or V), as `layers.sort` has them.
 
     None where names do not say them, or the arrays have too many heads for it.
     """
-    said = {_usual_axes(array) for array in arrays}
-    letters = said.pop() if len(said) == 1 else None
+    candidates = {_infer_array_axes(array) for array in arrays}
+    letters = candidates.pop() if len(candidates) == 1 else None
     return letters.replace("ht", "th") if letters and token_major else letters
 
 
-def _usual_axes(array: NamedArray) -> str | None:
-    name = conventional(array.name)
-    if name is not None and name.is_dump:
+def _infer_array_axes(array: LazyArray) -> str | None:
+    parsed_name = parse_conventional_name(array.name)
+    if parsed_name is not None and parsed_name.is_dump:
         return None
-    letters = {4: "lhtd"} if _layer(array.name) is None else _BY_LAYER
-    found = letters.get(len(array.shape))
-    if found and is_numbered(array.name):
+    axes_by_rank = {4: "lhtd"} if _parse_layer_number(array.name) is None else _LAYER_AXES_BY_RANK
+    axes = axes_by_rank.get(len(array.shape))
+    if axes and is_indexed_name(array.name):
         try:
-            found = found.replace("ht", "th") if place_of(array, token_major=False)[3] else found
-        except AxesError:
+            axes = axes.replace("ht", "th") if locate_array(array, token_major=False)[3] else axes
+        except AmbiguousAxesError:
             return None
-    return found if found and array.shape[found.index("h")] <= MOST_HEADS else None
+    return axes if axes and array.shape[axes.index("h")] <= MAX_KV_HEADS else None
 
 
-def _by_layer(where: str, pairs: list[tuple[NamedArray, NamedArray]]) -> dict[int, tuple[NamedArray, NamedArray]]:
-    found: dict[int, tuple[NamedArray, NamedArray]] = {}
+def _group_by_layer(where: str, pairs: list[tuple[LazyArray, LazyArray]]) -> dict[int, tuple[LazyArray, LazyArray]]:
+    pairs_by_layer: dict[int, tuple[LazyArray, LazyArray]] = {}
     for pair in pairs:
-        number = _layer(pair[0].name)
+        number = _parse_layer_number(pair[0].name)
         if number is None:
             raise SourceError(
                 f"{where}: array {pair[0].name!r} does not say which layer it is: expected a name such as "
                 "'layers.3.key', or an axis for the layers (--axes lbhtd, lhtd ...)"
             )
-        if number in found:
+        if number in pairs_by_layer:
             raise SourceError(
-                f"{where}: arrays {found[number][0].name!r} and {pair[0].name!r} are both K of layer {number}"
+                f"{where}: arrays {pairs_by_layer[number][0].name!r} and {pair[0].name!r} are both K of layer {number}"
             )
-        found[number] = pair
-    return found
+        pairs_by_layer[number] = pair
+    return pairs_by_layer
 
 
-def _layer(name: str) -> int | None:
-    said = conventional(name)
-    return layer_of(name) if said is None else said.layer
+def _parse_layer_number(name: str) -> int | None:
+    parsed_name = parse_conventional_name(name)
+    return parse_layer(name) if parsed_name is None else parsed_name.layer
 
 
 def _check_axes(where: str, axes: str | None) -> None:
     if axes is None:
         return
     letters = set(axes)
-    if len(letters) != len(axes) or not _NEEDED <= letters <= _ALLOWED:
+    if len(letters) != len(axes) or not _REQUIRED_AXES <= letters <= _ALLOWED_AXES:
         raise OptionError(
             f"{where}: axes {axes!r}: expected h (kv_head), t (token), d (dimension), each once, and where there are "
             "such l (layer) and b (batch)"
         )
 
 
-def _axes(where: str, arrays: Sequence[NamedArray], said: SaidAxes) -> tuple[str, str]:
+def _resolve_axes(where: str, arrays: Sequence[LazyArray], hints: AxisHints) -> tuple[str, str]:
     """The axes of all arrays, and what says so."""
-    if said.letters is not None:
-        return said.letters, said.by
-    if said.token_major and all(len(array.shape) == 3 for array in arrays):
+    if hints.axes is not None:
+        return hints.axes, hints.axes_source
+    if hints.token_major and all(len(array.shape) == 3 for array in arrays):
         return "thd", "as in every KV dump"
-    first = arrays[0]
-    found = {_axes_of_dump(array) for array in arrays}
-    if len(found) == 1 and (named := found.pop()) is not None:
-        return named, f"{first.name!r} holds the number of tokens"
-    letters = _default_axes(where, first, _layer(first.name))
-    readings = [each for each in (letters, letters.replace("ht", "th")) if _is_possible(first, each, said.least_tokens)]
+    example = arrays[0]
+    dump_axes = {_infer_dump_axes(array) for array in arrays}
+    if len(dump_axes) == 1 and (axes := dump_axes.pop()) is not None:
+        return axes, f"{example.name!r} holds the number of tokens"
+    letters = _default_axes(where, example, _parse_layer_number(example.name))
+    readings = [
+        candidate
+        for candidate in (letters, letters.replace("ht", "th"))
+        if _is_plausible(example, candidate, hints.min_tokens)
+    ]
     if readings == [letters]:
         return letters, "the shape has no other reading"
-    heads, tokens = (first.shape[letters.index(letter)] for letter in "ht")
-    if max(heads, tokens) < said.least_tokens:
-        raise SourceError(f"{where}: array {first.name!r} {list(first.shape)} has no {said.least_tokens} tokens")
-    raise AxesError(
-        f"{where}: array {first.name!r} {list(first.shape)}: nothing says whether {heads} or {tokens} is the number of "
+    heads, tokens = (example.shape[letters.index(letter)] for letter in "ht")
+    if max(heads, tokens) < hints.min_tokens:
+        raise SourceError(f"{where}: array {example.name!r} {list(example.shape)} has no {hints.min_tokens} tokens")
+    raise AmbiguousAxesError(
+        f"{where}: array {example.name!r} {list(example.shape)}: nothing says whether {heads} or {tokens} is the "
+        f"number of "
         f"tokens: say --axes {letters} ({tokens} tokens) or --axes {letters.replace('ht', 'th')} ({heads} tokens)"
     )
 
 
-def _axes_of_dump(array: NamedArray) -> str | None:
+def _infer_dump_axes(array: LazyArray) -> str | None:
     """The axes by a name of KV dumps, where the tokens that it names are the array's."""
-    name = conventional(array.name)
-    if name is None or name.end is None or len(array.shape) != 3:
+    parsed_name = parse_conventional_name(array.name)
+    if parsed_name is None or parsed_name.end is None or len(array.shape) != 3:
         return None
-    return name.order if array.shape[name.order.index("t")] == name.end - name.start else None
+    return (
+        parsed_name.order if array.shape[parsed_name.order.index("t")] == parsed_name.end - parsed_name.start else None
+    )
 
 
-def _is_possible(array: NamedArray, axes: str, least_tokens: int) -> bool:
+def _is_plausible(array: LazyArray, axes: str, min_tokens: int) -> bool:
     heads, tokens = (array.shape[axes.index(letter)] for letter in "ht")
-    return heads <= MOST_HEADS and tokens >= least_tokens
+    return heads <= MAX_KV_HEADS and tokens >= min_tokens
 
 
-def _default_axes(where: str, array: NamedArray, layer: int | None) -> str:
-    count = len(array.shape)
-    if count == len(_WHOLE):
-        return _WHOLE
-    if layer is not None and count in _BY_LAYER:
-        return _BY_LAYER[count]
-    error = AxesError if count > 2 else SourceError
+def _default_axes(where: str, array: LazyArray, layer: int | None) -> str:
+    num_axes = len(array.shape)
+    if num_axes == len(_FULL_AXES):
+        return _FULL_AXES
+    if layer is not None and num_axes in _LAYER_AXES_BY_RANK:
+        return _LAYER_AXES_BY_RANK[num_axes]
+    error = AmbiguousAxesError if num_axes > 2 else SourceError
     raise error(
         f"{where}: array {array.name!r} has shape {list(array.shape)}: expected five axes (layer, batch, kv_head, "
         "token, dimension), or a layer number in its name and four or three axes (batch, kv_head, token, dimension); "
@@ -251,38 +260,40 @@ def _default_axes(where: str, array: NamedArray, layer: int | None) -> str:
     )
 
 
-def _pair_up(where: str, arrays: Sequence[NamedArray]) -> list[tuple[NamedArray, NamedArray]]:
-    found: dict[Part, dict[str, NamedArray]] = {part: {} for part in PARTS}
+def _pair_keys_values(where: str, arrays: Sequence[LazyArray]) -> list[tuple[LazyArray, LazyArray]]:
+    arrays_by_part: dict[Part, dict[str, LazyArray]] = {part: {} for part in PARTS}
     for array in arrays:
-        part, rest = part_of(where, array.name)
-        if rest in found[part]:
-            raise SourceError(f"{where}: arrays {found[part][rest].name!r} and {array.name!r} have the same role")
-        found[part][rest] = array
-    keys, values = found["key"], found["value"]
-    for rest in keys.keys() ^ values.keys():
-        has, lacks = ("K", "V") if rest in keys else ("V", "K")
-        name = (keys.get(rest) or values[rest]).name
+        part, role = parse_part(where, array.name)
+        if role in arrays_by_part[part]:
+            raise SourceError(
+                f"{where}: arrays {arrays_by_part[part][role].name!r} and {array.name!r} have the same role"
+            )
+        arrays_by_part[part][role] = array
+    keys, values = arrays_by_part["key"], arrays_by_part["value"]
+    for role in keys.keys() ^ values.keys():
+        has, lacks = ("K", "V") if role in keys else ("V", "K")
+        name = (keys.get(role) or values[role]).name
         raise SourceError(f"{where}: array {name!r} is {has} and there is no {lacks} to it")
-    return [(array, values[rest]) for rest, array in keys.items()]
+    return [(array, values[role]) for role, array in keys.items()]
 
 
-def _words(array: NamedArray) -> Words:
+def _load_elements(array: LazyArray) -> Elements:
     """All words of an array; a view of the file where its bytes lie there as they are."""
-    (piece,) = array.pieces()
-    dtype = dtypes.by_name(array.dtype).numpy
-    if array.itemsize != array.word_bytes:
+    (chunk,) = array.iter_chunks()
+    dtype = dtypes.parse_dtype(array.dtype).numpy_dtype
+    if array.itemsize != array.coded_itemsize:
         raise SourceError(f"array {array.name!r} holds raw bytes, which have no axes")
-    return piece.view(dtype).reshape(array.shape, order=array.order)
+    return chunk.view(dtype).reshape(array.shape, order=array.order)
 
 
-def _from_axes(words: Words, axes: str) -> Words:
+def _to_canonical_axes(elements: Elements, axes: str) -> Elements:
     """As ``[layer, batch, kv_head, token, dimension]``, with one layer and one batch where there was no such axis."""
-    order = [axes.index(letter) for letter in _WHOLE if letter in axes]
-    missing = tuple(position for position, letter in enumerate(_WHOLE) if letter not in axes)
-    return np.expand_dims(words.transpose(order), missing)
+    order = [axes.index(letter) for letter in _FULL_AXES if letter in axes]
+    missing_axes = tuple(position for position, letter in enumerate(_FULL_AXES) if letter not in axes)
+    return np.expand_dims(elements.transpose(order), missing_axes)
 
 
-def _to_axes(words: Words, axes: str) -> Words:
-    missing = tuple(position for position, letter in enumerate(_WHOLE) if letter not in axes)
-    kept = [letter for letter in _WHOLE if letter in axes]
-    return np.ascontiguousarray(words.squeeze(missing).transpose([kept.index(letter) for letter in axes]))
+def _from_canonical_axes(elements: Elements, axes: str) -> Elements:
+    missing_axes = tuple(position for position, letter in enumerate(_FULL_AXES) if letter not in axes)
+    axis_order = [letter for letter in _FULL_AXES if letter in axes]
+    return np.ascontiguousarray(elements.squeeze(missing_axes).transpose([axis_order.index(letter) for letter in axes]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import dtypes
-from ..dtypes import Positions, Words
+from ..dtypes import Elements, Positions
 from ..errors import ArrayTypeError, KvmnnError
 
 
@@ -41,8 +41,8 @@ class LayerCache:
     """
 
     layer: int
-    keys: Words
-    values: Words
+    keys: Elements
+    values: Elements
     positions: Positions = None  # type: ignore[assignment]  # filled in below
     ends: Positions = None  # type: ignore[assignment]
     tokens_seen: int = -1
@@ -51,29 +51,32 @@ class LayerCache:
         where = f"layer {self.layer}"
         if self.layer < 0:
             raise KvmnnError(f"{where}: layers count from 0")
-        check_pair(where, self.keys, self.values, axes=3, one_size=False)
-        given = np.arange(self.tokens, dtype=np.int64) if self.positions is None else _integers(where, self.positions)
-        ends = given + 1 if self.ends is None else _integers(where, self.ends)
-        if given.shape not in ((self.tokens,), (self.kv_heads, self.tokens)) or ends.shape != given.shape:
+        check_kv_pair(where, self.keys, self.values, num_axes=3, require_same_head_dim=False)
+        positions = (
+            np.arange(self.tokens, dtype=np.int64) if self.positions is None else _to_int64(where, self.positions)
+        )
+        ends = positions + 1 if self.ends is None else _to_int64(where, self.ends)
+        if positions.shape not in ((self.tokens,), (self.kv_heads, self.tokens)) or ends.shape != positions.shape:
             raise KvmnnError(
-                f"{where}: positions {list(given.shape)} and ends {list(ends.shape)} do not fit "
+                f"{where}: positions {list(positions.shape)} and ends {list(ends.shape)} do not fit "
                 f"{self.kv_heads} heads of {self.tokens} tokens"
             )
-        counted = all(array is None for array in (self.positions, self.ends))  # 0, 1, 2 ...: as they should be
-        last = self.tokens if counted else int(ends.max(initial=0))
-        seen = last if self.tokens_seen == -1 else self.tokens_seen
-        if last > seen or (not counted and ((given < 0).any() or (ends <= given).any())):
+        is_sequential = all(array is None for array in (self.positions, self.ends))  # 0, 1, 2 ...: as they should be
+        end = self.tokens if is_sequential else int(ends.max(initial=0))
+        num_seen = end if self.tokens_seen == -1 else self.tokens_seen
+        if end > num_seen or (not is_sequential and ((positions < 0).any() or (ends <= positions).any())):
             raise KvmnnError(
-                f"{where}: positions must not be below 0, ends must lie behind them and within the {seen} tokens seen"
+                f"{where}: positions must not be below 0, ends must lie behind them and within the {num_seen} tokens "
+                f"seen"
             )
-        object.__setattr__(self, "positions", given)
+        object.__setattr__(self, "positions", positions)
         object.__setattr__(self, "ends", ends)
-        object.__setattr__(self, "tokens_seen", seen)
+        object.__setattr__(self, "tokens_seen", num_seen)
 
     @property
     def dtype(self) -> str:
         """``"fp16"``, ``"bf16"`` or ``"fp32"``."""
-        return dtypes.of_array(self.keys).name
+        return dtypes.infer_dtype(self.keys).name
 
     @property
     def kv_heads(self) -> int:
@@ -101,33 +104,35 @@ class LayerCache:
         return self.keys.nbytes + self.values.nbytes
 
 
-def check_pair(where: str, keys: Words, values: Words, *, axes: int, one_size: bool = True) -> None:
+def check_kv_pair(
+    where: str, keys: Elements, values: Elements, *, num_axes: int, require_same_head_dim: bool = True
+) -> None:
     """Refuse K and V that differ in shape or type, have another number of axes, or no head or head_dim at all; without
-    `one_size` their head_dim may differ, and V have none.
+    `require_same_head_dim` their head_dim may differ, and V have none.
     """
     for name, array in (("keys", keys), ("values", values)):
         if not isinstance(array, np.ndarray):
             raise TypeError(f"{where}: {name} must be a numpy array, not {type(array).__name__}")
         try:
-            dtypes.of_array(array)
+            dtypes.infer_dtype(array)
         except ArrayTypeError:
-            expected = "expected float16, float32, or uint16 for bf16"
-            raise ArrayTypeError(f"{where}: {name} are {array.dtype}: {expected}") from None
-        if array.ndim != axes:
-            raise KvmnnError(f"{where}: {name} have shape {list(array.shape)}: expected {axes} axes")
-    if keys.shape != values.shape and (one_size or keys.shape[:-1] != values.shape[:-1]):
-        expected = "the same for both" if one_size else "the same heads and tokens for both"
+            expectation = "expected float16, float32, or uint16 for bf16"
+            raise ArrayTypeError(f"{where}: {name} are {array.dtype}: {expectation}") from None
+        if array.ndim != num_axes:
+            raise KvmnnError(f"{where}: {name} have shape {list(array.shape)}: expected {num_axes} axes")
+    if keys.shape != values.shape and (require_same_head_dim or keys.shape[:-1] != values.shape[:-1]):
+        expectation = "the same for both" if require_same_head_dim else "the same heads and tokens for both"
         raise KvmnnError(
-            f"{where}: keys have shape {list(keys.shape)}, values {list(values.shape)}: expected {expected}"
+            f"{where}: keys have shape {list(keys.shape)}, values {list(values.shape)}: expected {expectation}"
         )
     if keys.dtype != values.dtype:
         raise KvmnnError(f"{where}: keys are {keys.dtype}, values {values.dtype}: expected the same for both")
-    for array in (keys, values) if one_size else (keys,):
+    for array in (keys, values) if require_same_head_dim else (keys,):
         if array.shape[-1] == 0 or array.shape[-3] == 0:
             raise KvmnnError(f"{where}: shape {list(array.shape)} has no heads or no head_dim")
 
 
-def _integers(where: str, array: Positions) -> Positions:
+def _to_int64(where: str, array: Positions) -> Positions:
     array = np.asarray(array)
     if array.dtype.kind not in "iu":
         raise KvmnnError(f"{where}: positions are {array.dtype}: expected integers")

@@ -8,29 +8,29 @@ from typing import Generic, TypeVar, overload
 import numpy as np
 import numpy.typing as npt
 
-from .named_array import NamedArray
+from .named_array import LazyArray
 
 T = TypeVar("T")
-_MANY = 4096
+_NAMES_PER_BATCH = 4096
 
 
-class Lazily(Sequence[T], Generic[T]):
+class LazySequence(Sequence[T], Generic[T]):
     """A sequence whose items are made, each time anew, from numbers.
 
     Parameters
     ----------
-    numbers
+    item_ids
         int64, one for each item.
-    make
+    make_item
         The item of a number.
     """
 
-    def __init__(self, numbers: npt.NDArray[np.int64], make: Callable[[int], T]) -> None:
-        self.numbers = numbers
-        self.make = make
+    def __init__(self, item_ids: npt.NDArray[np.int64], make_item: Callable[[int], T]) -> None:
+        self.item_ids = item_ids
+        self.make_item = make_item
 
     def __len__(self) -> int:
-        return self.numbers.size
+        return self.item_ids.size
 
     @overload
     def __getitem__(self, index: int) -> T: ...
@@ -38,23 +38,23 @@ class Lazily(Sequence[T], Generic[T]):
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: int | slice) -> T | list[T]:
         if isinstance(index, slice):
-            return [self.make(number) for number in self.numbers[index].tolist()]
-        return self.make(int(self.numbers[index]))
+            return [self.make_item(item_id) for item_id in self.item_ids[index].tolist()]
+        return self.make_item(int(self.item_ids[index]))
 
     def __iter__(self) -> Iterator[T]:
-        return (self.make(int(number)) for number in self.numbers)
+        return (self.make_item(int(item_id)) for item_id in self.item_ids)
 
 
-class LazyArrays(Lazily[NamedArray]):
+class LazyArrayList(LazySequence[LazyArray]):
     """Arrays whose names and bytes are known without them.
 
     Parameters
     ----------
-    numbers, make
+    item_ids, make_item
         As above; the numbers ascend.
-    names_of
+    names_for_ids
         The names of some numbers.
-    number_of
+    id_for_name
         The number of a name; None if there is none.
     nbytes
         Bytes of all arrays.
@@ -64,28 +64,28 @@ class LazyArrays(Lazily[NamedArray]):
 
     def __init__(
         self,
-        numbers: npt.NDArray[np.int64],
-        make: Callable[[int], NamedArray],
-        names_of: Callable[[npt.NDArray[np.int64]], list[str]],
-        number_of: Callable[[str], int | None],
+        item_ids: npt.NDArray[np.int64],
+        make_item: Callable[[int], LazyArray],
+        names_for_ids: Callable[[npt.NDArray[np.int64]], list[str]],
+        id_for_name: Callable[[str], int | None],
         nbytes: int,
         elements: tuple[str, ...] = (),
     ) -> None:
-        super().__init__(numbers, make)
-        self.names_of = names_of
-        self.number_of = number_of
+        super().__init__(item_ids, make_item)
+        self.names_for_ids = names_for_ids
+        self.id_for_name = id_for_name
         self.nbytes = nbytes
         self.elements = elements
 
-    def names(self) -> Iterator[str]:
+    def iter_names(self) -> Iterator[str]:
         """The names, in order."""
-        for start in range(0, len(self), _MANY):
-            yield from self.names_of(self.numbers[start : start + _MANY])
+        for start in range(0, len(self), _NAMES_PER_BATCH):
+            yield from self.names_for_ids(self.item_ids[start : start + _NAMES_PER_BATCH])
 
-    def find(self, name: str) -> NamedArray | None:
+    def find(self, name: str) -> LazyArray | None:
         """The array of this name; None if there is none."""
-        number = self.number_of(name)
-        if number is None:
+        item_id = self.id_for_name(name)
+        if item_id is None:
             return None
-        place = int(np.searchsorted(self.numbers, number))
-        return self[place] if place < len(self) and self.numbers[place] == number else None
+        index = int(np.searchsorted(self.item_ids, item_id))
+        return self[index] if index < len(self) and self.item_ids[index] == item_id else None

@@ -16,17 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
-from ..dtypes import Bytes, Words
+from ..dtypes import Bytes, Elements
 from ..errors import MissingOptionError, SourceError
-from ..files.changes import Reading
+from ..files.changes import InputGuard
 
 Order = Literal["C", "F"]
 """Which axis runs fastest in memory: the last or the first."""
 
-Piece = Bytes
+Chunk = Bytes
 """A run of little-endian words in memory order; do not write to it."""
 
-_STEP = 8 << 20
+_READ_CHUNK_BYTES = 8 << 20
 
 
 class UnsupportedArrayError(SourceError):
@@ -71,9 +71,9 @@ class ArrayInfo:
         return np.dtype(self.array_dtype).itemsize
 
     @property
-    def word_bytes(self) -> int:
+    def coded_itemsize(self) -> int:
         """Bytes per coded word: 2 or 4."""
-        return dtypes.by_name(self.dtype).itemsize
+        return dtypes.parse_dtype(self.dtype).itemsize
 
     @property
     def type_name(self) -> str:
@@ -83,7 +83,7 @@ class ArrayInfo:
     @property
     def has_axes(self) -> bool:
         """Whether its axes count words or codes; those of raw bytes count parts of words."""
-        return self.itemsize == self.word_bytes or bool(self.element)
+        return self.itemsize == self.coded_itemsize or bool(self.element)
 
     @property
     def nbytes(self) -> int:
@@ -91,56 +91,57 @@ class ArrayInfo:
         return math.prod(self.shape) * self.itemsize
 
     @property
-    def swapped(self) -> bool:
+    def is_big_endian(self) -> bool:
         """Whether the array's words are big-endian and so differ from the bytes of its pieces."""
         return self.array_dtype.startswith(">")
 
-    def piece_bytes(self, limit: int) -> int:
-        """Bytes of every piece but the last: as many complete rows of the leading axes as fit into `limit`.
+    def compute_chunk_bytes(self, max_bytes: int) -> int:
+        """Bytes of every piece but the last: as many complete rows of the leading axes as fit into `max_bytes`.
 
         Parameters
         ----------
-        limit
+        max_bytes
             Bytes; 0 means that the array is never cut.
         """
-        if limit == 0 or self.nbytes <= limit:
+        if max_bytes == 0 or self.nbytes <= max_bytes:
             return self.nbytes
-        if self.itemsize != self.word_bytes:
-            return max(limit // self.word_bytes, 1) * self.word_bytes
-        row = self.nbytes
+        if self.itemsize != self.coded_itemsize:
+            return max(max_bytes // self.coded_itemsize, 1) * self.coded_itemsize
+        row_bytes = self.nbytes
         for length in self.shape if self.order == "C" else self.shape[::-1]:
-            row //= length
-            if row <= limit:
-                return limit // row * row
+            row_bytes //= length
+            if row_bytes <= max_bytes:
+                return max_bytes // row_bytes * row_bytes
         return self.itemsize
 
-    def piece_count(self, limit: int) -> int:
-        """How many pieces of at most `limit` bytes the array is cut into."""
-        return -(-self.nbytes // self.piece_bytes(limit))
+    def count_chunks(self, max_bytes: int) -> int:
+        """How many pieces of at most `max_bytes` bytes the array is cut into."""
+        return -(-self.nbytes // self.compute_chunk_bytes(max_bytes))
 
-    def index_of(self, offset: int) -> tuple[int, ...]:
+    def index_at_offset(self, offset: int) -> tuple[int, ...]:
         """The index of the element that the byte at `offset` (bytes, memory order) belongs to."""
         return tuple(int(i) for i in np.unravel_index(offset // self.itemsize, self.shape or (1,), order=self.order))
 
 
 @dataclass(frozen=True, kw_only=True)
-class NamedArray(ArrayInfo):
+class LazyArray(ArrayInfo):
     """An array on its way in: what it is, and a way to read its bytes in bounded memory.
 
     Parameters
     ----------
     reader
-        ``reader(step)`` iterates over the file's own bytes of the array in runs of `step` bytes, the last one shorter.
+        ``reader(step)`` iterates over the file's own bytes of the array in runs of `chunk_bytes` bytes, the last one
+        shorter.
     """
 
-    reader: Callable[[int], Iterator[Piece]] = field(repr=False, compare=False)
+    reader: Callable[[int], Iterator[Chunk]] = field(repr=False, compare=False)
 
-    def pieces(self, limit: int = 0) -> Iterator[Piece]:
+    def iter_chunks(self, max_bytes: int = 0) -> Iterator[Chunk]:
         """Iterate over the array's bytes as little-endian words in memory order.
 
         Parameters
         ----------
-        limit
+        max_bytes
             Most bytes per piece; 0 yields the array in one piece.
 
         Yields
@@ -152,13 +153,13 @@ class NamedArray(ArrayInfo):
         SourceError
             When the file turns out to be damaged or shorter than it said.
         """
-        found = 0
-        for piece in self.reader(self.piece_bytes(limit)):
-            found += piece.size
-            yield swap_words(piece, self.itemsize) if self.swapped else piece
-            del piece
-        if found != self.nbytes:
-            raise SourceError(f"array {self.name!r}: {found} bytes came where {self.nbytes} were announced")
+        num_bytes = 0
+        for chunk in self.reader(self.compute_chunk_bytes(max_bytes)):
+            num_bytes += chunk.size
+            yield byteswap(chunk, self.itemsize) if self.is_big_endian else chunk
+            del chunk
+        if num_bytes != self.nbytes:
+            raise SourceError(f"array {self.name!r}: {num_bytes} bytes came where {self.nbytes} were announced")
 
     def to_numpy(self) -> npt.NDArray[Any]:
         """The array in memory, freshly allocated and writable.
@@ -173,60 +174,66 @@ class NamedArray(ArrayInfo):
         SourceError
             When the file turns out to be damaged or shorter than it said.
         """
-        words = np.empty(self.nbytes, np.uint8)
-        done = 0
-        with Reading():
-            for piece in self.pieces(_STEP):
-                place = words[done : done + piece.size]
-                place[:] = piece[: place.size]
-                done += piece.size
-                del piece
-        return words.view(np.dtype(self.array_dtype).newbyteorder("<")).reshape(self.shape, order=self.order)
+        elements = np.empty(self.nbytes, np.uint8)
+        position = 0
+        with InputGuard():
+            for chunk in self.iter_chunks(_READ_CHUNK_BYTES):
+                target = elements[position : position + chunk.size]
+                target[:] = chunk[: target.size]
+                position += chunk.size
+                del chunk
+        return elements.view(np.dtype(self.array_dtype).newbyteorder("<")).reshape(self.shape, order=self.order)
 
 
-def in_memory(name: str, words: Words) -> NamedArray:
+def from_numpy(name: str, elements: Elements) -> LazyArray:
     """An array in memory (float16, float32, or uint16 for bf16) under a name."""
-    kind = dtypes.of_array(words)
-    data = np.ascontiguousarray(words, kind.numpy).reshape(-1).view(np.uint8)
-    return NamedArray(
-        name=name, dtype=kind.name, shape=words.shape, array_dtype=kind.numpy.str, reader=partial(_runs, data)
+    element_type = dtypes.infer_dtype(elements)
+    data = np.ascontiguousarray(elements, element_type.numpy_dtype).reshape(-1).view(np.uint8)
+    return LazyArray(
+        name=name,
+        dtype=element_type.name,
+        shape=elements.shape,
+        array_dtype=element_type.numpy_dtype.str,
+        reader=partial(_iter_buffer_chunks, data),
     )
 
 
-def bytes_array(name: str, data: bytes) -> NamedArray:
+def bytes_array(name: str, data: bytes) -> LazyArray:
     """Bytes in memory as an array of bytes, which are no numbers, under a name."""
     words = np.frombuffer(data, np.uint8)
-    return NamedArray(name=name, dtype="fp16", shape=words.shape, array_dtype="|u1", reader=partial(_runs, words))
+    return LazyArray(
+        name=name, dtype="fp16", shape=words.shape, array_dtype="|u1", reader=partial(_iter_buffer_chunks, words)
+    )
 
 
-def _runs(data: Piece, step: int) -> Iterator[Piece]:
-    for begin in range(0, data.size, max(step, 1)):
-        yield data[begin : begin + step]
+def _iter_buffer_chunks(data: Chunk, chunk_bytes: int) -> Iterator[Chunk]:
+    for begin in range(0, data.size, max(chunk_bytes, 1)):
+        yield data[begin : begin + chunk_bytes]
 
 
-def swap_words(piece: Piece, itemsize: int) -> Piece:
-    """A copy of `piece` with the bytes of every `itemsize`-byte word reversed."""
-    return piece.view(np.dtype(f"u{itemsize}")).byteswap().view(np.uint8)
+def byteswap(chunk: Chunk, itemsize: int) -> Chunk:
+    """A copy of `chunk` with the bytes of every `itemsize`-byte word reversed."""
+    return chunk.view(np.dtype(f"u{itemsize}")).byteswap().view(np.uint8)
 
 
-def rechunked(blocks: Iterator[Piece], step: int, total: int) -> Iterator[Piece]:
-    """`total` bytes that come in `blocks`, copied into fresh runs of `step` bytes, the last one shorter.
+def rechunk(blocks: Iterator[Chunk], chunk_bytes: int, total_bytes: int) -> Iterator[Chunk]:
+    """`total_bytes` bytes that come in `blocks`, copied into fresh runs of `chunk_bytes` bytes, the last one shorter.
 
     `blocks` is run to its end: checksums and hashes are compared behind the last byte, when more is asked for.
     """
-    rest: Piece = np.empty(0, np.uint8)
-    done = 0
-    while done < total:
-        run = np.empty(min(step, total - done), np.uint8)
-        filled = 0
-        while filled < run.size:
-            if not rest.size:
-                rest = next(blocks)
-            count = min(rest.size, run.size - filled)
-            run[filled : filled + count] = rest[:count]
-            rest, filled = rest[count:], filled + count
-        done += filled
-        yield run
-        del run  # or it would live on while the next one is filled
+    block: Chunk = np.empty(0, np.uint8)
+    num_bytes = 0
+    while num_bytes < total_bytes:
+        chunk = np.empty(min(chunk_bytes, total_bytes - num_bytes), np.uint8)
+        num_filled = 0
+        while num_filled < chunk.size:
+            if not block.size:
+                block = next(blocks)
+            num_copied = min(block.size, chunk.size - num_filled)
+            chunk[num_filled : num_filled + num_copied] = block[:num_copied]
+            block, num_filled = block[num_copied:], num_filled + num_copied
+        num_bytes += num_filled
+        yield chunk
+        del chunk  # or it would live on while the next one is filled
     for _ in blocks:
         pass

@@ -1,9 +1,10 @@
 """Which layer an array is of, and whether it holds K or V, by its name: the one table of names.
 
-A name is looked up in `CONVENTIONS`; then in `NUMBERED`; then by its words, so that ``model.layers.3.self_attn.k`` and
-``k_3`` are K of layer 3: the last word for K or V, and the first number that stands alone or behind a word for layer,
-K or V. Names of `CONVENTIONS`, and those of words, have heads before tokens where nobody says otherwise; `NUMBERED`
-ones come from engines of either order, and are asked about.
+A name is looked up in `NAME_TEMPLATES`; then in `INDEXED_NAME_TEMPLATE`; then by its words, so that
+``model.layers.3.self_attn.k`` and ``k_3`` are K of layer 3: the last word for K or V, and the first number that stands
+alone or behind a word for layer,
+K or V. Names of `NAME_TEMPLATES`, and those of words, have heads before tokens where nobody says otherwise;
+`INDEXED_NAME_TEMPLATE` ones come from engines of either order, and are asked about.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..errors import SourceError
 AxisOrder = Literal["htd", "thd"]
 """Heads before tokens (``[kv_head, token, head_dim]``), or tokens before heads."""
 
-CONVENTIONS: tuple[tuple[str, AxisOrder], ...] = (
+NAME_TEMPLATES: tuple[tuple[str, AxisOrder], ...] = (
     ("layer_{layer}.{part}", "htd"),  # kvmnn itself
     ("past_key_values.{layer}.{part}", "htd"),  # inputs of decoders in ONNX, with a batch in front
     ("present.{layer}.{part}", "htd"),  # their outputs
@@ -26,7 +27,7 @@ CONVENTIONS: tuple[tuple[str, AxisOrder], ...] = (
 )
 """Names that say part and layer, and the usual order of axes. A slash may be an underscore, as in names of files."""
 
-NUMBERED = "{cache}{layer}.{part}"
+INDEXED_NAME_TEMPLATE = "{cache}{layer}.{part}"
 """A layer and 0 for K, 1 for V, as in ``3.0``, ``past_key_values.3.1`` or ``layers_3_0``: pairs in lists, flattened."""
 
 _PLACEHOLDERS = {
@@ -39,29 +40,29 @@ _PLACEHOLDERS = {
 }
 
 
-def _pattern(template: str) -> re.Pattern[str]:
+def _compile_template(template: str) -> re.Pattern[str]:
     text = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
     for placeholder, pattern in _PLACEHOLDERS.items():
         text = text.replace(placeholder, pattern)
     return re.compile(text.replace("/", "[/_]"), re.DOTALL | re.ASCII)
 
 
-_NUMBERED = re.compile(
+_INDEXED_NAME_REGEX = re.compile(
     r"(?P<rest>(?:(?:past_key_values?|past|present|key_values|kv_cache|cache|layers?)[._/])?"
     r"(?P<layer>[0-9]{1,9})[._/])(?P<part>[01])",
     re.DOTALL,
 )
-_PATTERNS = tuple((_pattern(template), order) for template, order in CONVENTIONS)
+_NAME_REGEXES = tuple((_compile_template(template), order) for template, order in NAME_TEMPLATES)
 _PART_WORDS: dict[str, Part] = {
     **dict.fromkeys(("k", "key", "keys"), "key"),
     **dict.fromkeys(("v", "value", "values"), "value"),
 }
-_WORD = re.compile(r"[A-Za-z]+\d*|\d+")
-_LAYER_WORD = re.compile(r"(?:layers?|l|keys?|values?|k|v)?(\d+)", re.IGNORECASE)
+_WORD_REGEX = re.compile(r"[A-Za-z]+\d*|\d+")
+_LAYER_WORD_REGEX = re.compile(r"(?:layers?|l|keys?|values?|k|v)?(\d+)", re.IGNORECASE)
 
 
 class ConventionalName(NamedTuple):
-    """What a name in `CONVENTIONS` says.
+    """What a name in `NAME_TEMPLATES` says.
 
     Parameters
     ----------
@@ -88,24 +89,24 @@ class ConventionalName(NamedTuple):
         return self.end is not None
 
 
-def conventional(name: str) -> ConventionalName | None:
-    """What a name says that is in `CONVENTIONS`; None for all others."""
-    for pattern, order in _PATTERNS:
-        found = pattern.fullmatch(name)
-        if found:
-            said = found.groupdict()
-            letter = said.get("letter") or said["part"][0]
-            tokens = [int(said[key]) for key in ("start", "end") if key in said]
-            return ConventionalName(PARTS[letter == "v"], int(said["layer"]), order, *tokens)
+def parse_conventional_name(name: str) -> ConventionalName | None:
+    """What a name says that is in `NAME_TEMPLATES`; None for all others."""
+    for pattern, order in _NAME_REGEXES:
+        match = pattern.fullmatch(name)
+        if match:
+            groups = match.groupdict()
+            letter = groups.get("letter") or groups["part"][0]
+            tokens = [int(groups[key]) for key in ("start", "end") if key in groups]
+            return ConventionalName(PARTS[letter == "v"], int(groups["layer"]), order, *tokens)
     return None
 
 
-def is_numbered(name: str) -> bool:
-    """Whether a name is one of `NUMBERED`."""
-    return _NUMBERED.fullmatch(name) is not None
+def is_indexed_name(name: str) -> bool:
+    """Whether a name is one of `INDEXED_NAME_TEMPLATE`."""
+    return _INDEXED_NAME_REGEX.fullmatch(name) is not None
 
 
-def part_of(where: str, name: str) -> tuple[Part, str]:
+def parse_part(where: str, name: str) -> tuple[Part, str]:
     """K or V by the last word that says so; and the name with that word replaced by ``*``.
 
     Raises
@@ -113,9 +114,9 @@ def part_of(where: str, name: str) -> tuple[Part, str]:
     SourceError
         For a name without such a word.
     """
-    if found := _NUMBERED.fullmatch(name):
-        return PARTS[int(found["part"])], f"{found['rest']}*"
-    for word in reversed(list(_WORD.finditer(name))):
+    if match := _INDEXED_NAME_REGEX.fullmatch(name):
+        return PARTS[int(match["part"])], f"{match['rest']}*"
+    for word in reversed(list(_WORD_REGEX.finditer(name))):
         letters = word[0].rstrip("0123456789")
         part = _PART_WORDS.get(letters.lower())
         if part:
@@ -126,10 +127,10 @@ def part_of(where: str, name: str) -> tuple[Part, str]:
     )
 
 
-def layer_of(name: str) -> int | None:
+def parse_layer(name: str) -> int | None:
     """The first number that stands alone or behind a word for layer, K or V."""
     for word in re.findall(r"[A-Za-z0-9]+", name):
-        found = _LAYER_WORD.fullmatch(word)
-        if found and len(found[1]) < 10:
-            return int(found[1])
+        match = _LAYER_WORD_REGEX.fullmatch(word)
+        if match and len(match[1]) < 10:
+            return int(match[1])
     return None

@@ -10,7 +10,7 @@ from ..errors import SourceError
 from .completeness import Completeness
 
 MAX_STATE_AXES = 16
-MAX_STATE_NAME = 256
+MAX_STATE_NAME_CHARS = 256
 """Characters of the name of a state, and of its dtype."""
 
 
@@ -61,19 +61,21 @@ def make_state(layer: int, name: str, data: bytes, *, dtype: str = "bytes", shap
     """Return state whose bytes are in memory; without `shape` it is that of bytes."""
     axes = tuple(shape) if dtype != "bytes" else (len(data),)
     return OpaqueState(
-        layer=layer, name=name, dtype=dtype, shape=axes, nbytes=len(data), reader=partial(_return_data, data)
+        layer=layer, name=name, dtype=dtype, shape=axes, nbytes=len(data), reader=partial(_get_data, data)
     )
 
 
 def include_states(completeness: Completeness, states: Iterable[OpaqueState]) -> Completeness:
     """Return the completeness of arrays and these states taken together, for verbs that keep both."""
     layers = {state.layer for state in states}
-    found = (
-        replace(each, included=True) if each.layer in layers and each.kind in ("linear", "recurrent") else each
-        for each in completeness.layers
+    layer_states = (
+        replace(state_info, included=True)
+        if state_info.layer in layers and state_info.kind in ("linear", "recurrent")
+        else state_info
+        for state_info in completeness.layers
     )
-    return replace(completeness, layers=tuple(found))
+    return replace(completeness, layers=tuple(layer_states))
 
 
-def _return_data(data: bytes) -> bytes:
+def _get_data(data: bytes) -> bytes:
     return data

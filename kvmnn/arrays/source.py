@@ -10,19 +10,19 @@ from typing import Final
 from ..packed import cache_info
 from ..packed.cache_info import CacheInfo
 from .completeness import Completeness
-from .completeness_notes import join_completeness, read_note
-from .engine_cache import EngineCache
-from .lazy_arrays import LazyArrays
-from .named_array import NamedArray
+from .completeness_notes import load_completeness_json, merge_completeness
+from .engine_cache import EngineCacheInfo
+from .lazy_arrays import LazyArrayList
+from .named_array import LazyArray
 from .opaque_state import OpaqueState
-from .undoing import Undo
+from .undoing import Transform
 from .valid_names import check_name
 
 DUMP_KEY: Final = "kvmnn.dump"
 """Key of `Source.metadata` for the metadata files of a KV dump: they stay in bundles, which become the dump again."""
 FILE_KEY: Final = "kvmnn.file"
 """The same for all of another engine's file but K and V."""
-BESIDE_KEY: Final = "kvmnn.beside"
+SIDECAR_KEY: Final = "kvmnn.beside"
 """The same for files beside the arrays of a folder that say whose K and V they are."""
 ENGINE_KEY: Final = "kvmnn.engine_cache"
 """The same for what another engine's cache said of itself, where its K and V are plain arrays."""
@@ -30,7 +30,7 @@ COMPLETENESS_KEY: Final = "kvmnn.completeness"
 """Metadata key for the state that the arrays contain, and what they lack (`kvmnn.arrays.completeness_notes`)."""
 PACKED_FILES_KEY: Final = "kvmnn.packed_files"
 """The same for what packed files hold besides the rows of live tokens."""
-OF_THE_WHOLE: Final = (DUMP_KEY, FILE_KEY, PACKED_FILES_KEY)
+WHOLE_FILE_KEYS: Final = (DUMP_KEY, FILE_KEY, PACKED_FILES_KEY)
 """Keys that only manifests carry: no other file of arrays becomes such a folder or file again."""
 
 
@@ -47,7 +47,7 @@ class Source:
         In the input's order.
     metadata
         Other text that the input carried, e.g. ``__metadata__`` of a ``.safetensors`` file.
-    skipped
+    skipped_arrays
         One line for each array that was left out.
     notes
         One line for each thing that was inferred rather than read or said.
@@ -67,39 +67,39 @@ class Source:
         Letters for the axes of each array, where the input says them: b batch, h kv_head, t token, d dimension.
     lossy
         Whether the words are not the input's own but made from what an engine had rounded.
-    undone
+    inverted_transforms
         What llama.cpp had done to K and V and was undone (`kvmnn.arrays.undo`); None where nobody said what is to be.
     doubt
         Why the arrays may not be what the engine stored, where the caller insisted on reading them; else empty.
     inputs
         What was opened: paths, and ``"-"`` for standard input.
-    opened
+    opened_files
         Files that are read besides: those in directories, manifests, metadata.
     """
 
-    arrays: Sequence[NamedArray]
+    arrays: Sequence[LazyArray]
     metadata: dict[str, str] = field(default_factory=dict)
-    skipped: Sequence[str] = ()
+    skipped_arrays: Sequence[str] = ()
     notes: list[str] = field(default_factory=list)
     cache: CacheInfo | None = None
-    engine_cache: EngineCache | None = None
+    engine_cache: EngineCacheInfo | None = None
     completeness: Completeness | None = None
     states: Sequence[OpaqueState] = ()
     doubt: str = ""
     token_major: bool = False
     axes: str | None = None
     lossy: bool = False
-    undone: tuple[Undo, ...] | None = None
+    inverted_transforms: tuple[Transform, ...] | None = None
     inputs: tuple[str, ...] = ()
-    opened: tuple[str, ...] = ()
+    opened_files: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[str, ...]:
         """Every file that is read, and directories that were opened. Outputs never replace them."""
-        return self.inputs + self.opened
+        return self.inputs + self.opened_files
 
     @property
-    def dequantised(self) -> tuple[str, ...]:
+    def dequantised_types(self) -> tuple[str, ...]:
         """Names of types whose codes the words were made from; none where the words are the input's own."""
         return self.code_types or (("int8",) if self.lossy else ())
 
@@ -112,7 +112,7 @@ class Source:
     @property
     def elements(self) -> tuple[str, ...]:
         """Names of the float8 types whose codes some of the arrays were made from."""
-        if isinstance(self.arrays, LazyArrays):
+        if isinstance(self.arrays, LazyArrayList):
             return self.arrays.elements
         return tuple(dict.fromkeys(array.element for array in self.arrays if array.element and array.itemsize > 1))
 
@@ -124,89 +124,93 @@ class Source:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        if isinstance(self.arrays, LazyArrays):
+        if isinstance(self.arrays, LazyArrayList):
             return self.arrays.nbytes
         return sum(array.nbytes for array in self.arrays)
 
-    def __getitem__(self, name: str) -> NamedArray:
-        if isinstance(self.arrays, LazyArrays):
-            found = self.arrays.find(name)
+    def __getitem__(self, name: str) -> LazyArray:
+        if isinstance(self.arrays, LazyArrayList):
+            matching_array = self.arrays.find(name)
         else:
-            found = next((array for array in self.arrays if array.name == name), None)
-        if found is not None:
-            return found
+            matching_array = next((array for array in self.arrays if array.name == name), None)
+        if matching_array is not None:
+            return matching_array
         raise KeyError(f"no array named {name!r}; there are {', '.join(map(repr, islice(self, 8))) or 'none'}")
 
     def __iter__(self) -> Iterator[str]:
-        return self.arrays.names() if isinstance(self.arrays, LazyArrays) else (array.name for array in self.arrays)
+        return (
+            self.arrays.iter_names()
+            if isinstance(self.arrays, LazyArrayList)
+            else (array.name for array in self.arrays)
+        )
 
     def __len__(self) -> int:
         return len(self.arrays)
 
     def __repr__(self) -> str:
-        shown = [f"{array.name}: {array.type_name} {list(array.shape)}" for array in self.arrays[:8]]
-        if len(self.arrays) > len(shown):
-            shown.append(f"{len(self.arrays) - len(shown)} more")
-        return f"<Source {' + '.join(self.inputs)} ({self.nbytes:,} bytes) {'; '.join(shown)}>"
+        array_texts = [f"{array.name}: {array.type_name} {list(array.shape)}" for array in self.arrays[:8]]
+        if len(self.arrays) > len(array_texts):
+            array_texts.append(f"{len(self.arrays) - len(array_texts)} more")
+        return f"<Source {' + '.join(self.inputs)} ({self.nbytes:,} bytes) {'; '.join(array_texts)}>"
 
 
-def joined(sources: Sequence[Source]) -> Source:
+def merge_sources(sources: Sequence[Source]) -> Source:
     """All arrays of all sources as one, with distinct names: a taken name gets ``~2``, ``~3`` ... appended.
 
     One source alone is returned as it is. Of several, the first wins where metadata has the same key, and what
     describes one input only is dropped: a cache (`Source.cache`, `Source.engine_cache`), and kvmnn's own metadata
-    (`others_metadata`); but not what all say alike of their tokens, as ``.npy`` files of one folder do. State that an
-    input lacks stays missing.
+    (`strip_internal_metadata`); but not what all say alike of their tokens, as ``.npy`` files of one folder do. State
+    that an input lacks stays missing.
     """
     if len(sources) == 1:
         return sources[0]
-    found = Source([])
-    arrays: list[NamedArray] = []
-    skipped: list[str] = []
-    taken: set[str] = set()
-    beside = {source.metadata.get(BESIDE_KEY) for source in sources}
+    merged = Source([])
+    arrays: list[LazyArray] = []
+    skipped_arrays: list[str] = []
+    used_names: set[str] = set()
+    sidecar_texts = {source.metadata.get(SIDECAR_KEY) for source in sources}
     for source in sources:
         for array in source.arrays:
-            name, count = array.name, 1
-            while name in taken:
-                count += 1
-                name = f"{array.name}~{count}"
+            name, suffix = array.name, 1
+            while name in used_names:
+                suffix += 1
+                name = f"{array.name}~{suffix}"
             check_name(name, " ".join(source.inputs))
-            taken.add(name)
+            used_names.add(name)
             arrays.append(replace(array, name=name))
         if (
             source.engine_cache is not None
             or source.cache is not None
-            or (BESIDE_KEY in source.metadata and len(beside) > 1)
+            or (SIDECAR_KEY in source.metadata and len(sidecar_texts) > 1)
         ):
-            found.notes.append(
+            merged.notes.append(
                 f"what {' '.join(source.inputs)} says of its tokens is left out: several inputs are taken together"
             )
-        found.metadata = others_metadata(source.metadata) | found.metadata
-        skipped.extend(source.skipped)
-        found.notes.extend(source.notes)
-        found.token_major |= source.token_major
-        found.lossy |= source.lossy
-        found.inputs += source.inputs
-        found.opened += source.opened
-    found.arrays, found.skipped = arrays, skipped
-    found.completeness = _join_completeness(found, sources)
-    if len(beside) == 1 and (alike := beside.pop()) is not None:
-        found.metadata[BESIDE_KEY] = alike
-    return found
+        merged.metadata = strip_internal_metadata(source.metadata) | merged.metadata
+        skipped_arrays.extend(source.skipped_arrays)
+        merged.notes.extend(source.notes)
+        merged.token_major |= source.token_major
+        merged.lossy |= source.lossy
+        merged.inputs += source.inputs
+        merged.opened_files += source.opened_files
+    merged.arrays, merged.skipped_arrays = arrays, skipped_arrays
+    merged.completeness = _merge_source_completeness(merged, sources)
+    if len(sidecar_texts) == 1 and (sidecar_text := sidecar_texts.pop()) is not None:
+        merged.metadata[SIDECAR_KEY] = sidecar_text
+    return merged
 
 
-def _join_completeness(joined: Source, sources: Sequence[Source]) -> Completeness | None:
+def _merge_source_completeness(merged: Source, sources: Sequence[Source]) -> Completeness | None:
     """Return that of all arrays together, which may be those of one cache in several files."""
     texts = {source.metadata.get(COMPLETENESS_KEY) for source in sources}
     text = texts.pop() if len(texts) == 1 else None
     if text is not None:
-        joined.metadata[COMPLETENESS_KEY] = text
-        return completeness_in(joined.metadata, joined, " ".join(joined.inputs))
-    return join_completeness([(" ".join(source.inputs), source.completeness) for source in sources])
+        merged.metadata[COMPLETENESS_KEY] = text
+        return parse_completeness(merged.metadata, merged, " ".join(merged.inputs))
+    return merge_completeness([(" ".join(source.inputs), source.completeness) for source in sources])
 
 
-def completeness_in(metadata: dict[str, str], names: Iterable[str], where: str) -> Completeness | None:
+def parse_completeness(metadata: dict[str, str], names: Iterable[str], where: str) -> Completeness | None:
     """Return the completeness that metadata has for arrays of these names; None where it has none.
 
     Raises
@@ -215,21 +219,21 @@ def completeness_in(metadata: dict[str, str], names: Iterable[str], where: str) 
         For malformed text; `where` begins the message.
     """
     text = metadata.get(COMPLETENESS_KEY)
-    return None if text is None else read_note(text, names, f"{where}: metadata {COMPLETENESS_KEY!r}")
+    return None if text is None else load_completeness_json(text, names, f"{where}: metadata {COMPLETENESS_KEY!r}")
 
 
-def others_metadata(metadata: dict[str, str]) -> dict[str, str]:
+def strip_internal_metadata(metadata: dict[str, str]) -> dict[str, str]:
     """Metadata without what kvmnn itself notes down of a whole input, which does not hold of a part or of several."""
     return {key: value for key, value in metadata.items() if not key.startswith("kvmnn.")}
 
 
-def metadata_of_part(metadata: dict[str, str]) -> dict[str, str]:
+def select_subset_metadata(metadata: dict[str, str]) -> dict[str, str]:
     """Metadata without what holds of all arrays of an input alone; which tokens they are holds of some as well."""
-    of_some = (BESIDE_KEY, ENGINE_KEY, COMPLETENESS_KEY)
-    return others_metadata(metadata) | {key: metadata[key] for key in of_some if key in metadata}
+    subset_keys = (SIDECAR_KEY, ENGINE_KEY, COMPLETENESS_KEY)
+    return strip_internal_metadata(metadata) | {key: metadata[key] for key in subset_keys if key in metadata}
 
 
-def described_by(metadata: dict[str, str], where: str) -> CacheInfo | None:
+def parse_cache_info(metadata: dict[str, str], where: str) -> CacheInfo | None:
     """The description of a packed cache that travels in metadata; None if there is none.
 
     Raises
@@ -238,4 +242,4 @@ def described_by(metadata: dict[str, str], where: str) -> CacheInfo | None:
         When it is malformed; `where` begins the message.
     """
     text = metadata.get(cache_info.METADATA_KEY)
-    return None if text is None else cache_info.from_json(text, f"{where}: metadata {cache_info.METADATA_KEY!r}")
+    return None if text is None else cache_info.load_cache_info(text, f"{where}: metadata {cache_info.METADATA_KEY!r}")

@@ -10,26 +10,26 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .named_array import ArrayInfo, NamedArray, Piece, rechunked
+from .named_array import ArrayInfo, Chunk, LazyArray, rechunk
 
-View = Callable[[], npt.NDArray[Any]]
+ViewFactory = Callable[[], npt.NDArray[Any]]
 """Makes a view of words: any strides and byte order; what is mapped is mapped only while it is read."""
 
 
-def strided(info: ArrayInfo, view: View) -> NamedArray:
+def from_strided_view(info: ArrayInfo, make_view: ViewFactory) -> LazyArray:
     """An array in C order over a view.
 
     Parameters
     ----------
     info
         What the array is: little-endian, of the view's shape and word size, in C order.
-    view
+    make_view
         Makes the view.
     """
-    return _array_in_c_order(info, partial(_runs, view, np.dtype(f"<u{info.itemsize}")))
+    return _array_in_c_order(info, partial(_iter_view_chunks, make_view, np.dtype(f"<u{info.itemsize}")))
 
 
-def in_c_order(array: NamedArray, index: tuple[int, ...] = ()) -> NamedArray:
+def to_c_contiguous(array: LazyArray, index: tuple[int, ...] = ()) -> LazyArray:
     """An array of words, or the part of it at an index of its first axes, in C order; read anew whenever it is read."""
     info = ArrayInfo(
         name=array.name,
@@ -38,23 +38,23 @@ def in_c_order(array: NamedArray, index: tuple[int, ...] = ()) -> NamedArray:
         array_dtype=array.array_dtype.replace(">", "<"),
         element=array.element,
     )
-    return strided(info, lambda: words_of(array)[index])
+    return from_strided_view(info, lambda: read_elements(array)[index])
 
 
-def words_of(array: NamedArray) -> npt.NDArray[Any]:
+def read_elements(array: LazyArray) -> npt.NDArray[Any]:
     """The words of an array as they lie in memory; a view of the file where they lie there as they are."""
-    pieces = list(array.pieces())
-    data = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.uint8), *pieces])
+    chunks = list(array.iter_chunks())
+    data = chunks[0] if len(chunks) == 1 else np.concatenate([np.empty(0, np.uint8), *chunks])
     return data.view(f"<u{array.itemsize}").reshape(array.shape, order=array.order)
 
 
-def strided_pages(info: ArrayInfo, views: Sequence[View]) -> NamedArray:
+def from_strided_pages(info: ArrayInfo, view_factories: Sequence[ViewFactory]) -> LazyArray:
     """The same over several views that follow each other along the last axis but one."""
-    return _array_in_c_order(info, partial(_page_runs, info, views))
+    return _array_in_c_order(info, partial(_iter_page_chunks, info, view_factories))
 
 
-def _array_in_c_order(info: ArrayInfo, reader: Callable[[int], Iterator[Piece]]) -> NamedArray:
-    return NamedArray(
+def _array_in_c_order(info: ArrayInfo, reader: Callable[[int], Iterator[Chunk]]) -> LazyArray:
+    return LazyArray(
         name=info.name,
         dtype=info.dtype,
         shape=info.shape,
@@ -65,46 +65,50 @@ def _array_in_c_order(info: ArrayInfo, reader: Callable[[int], Iterator[Piece]])
     )
 
 
-def _page_runs(info: ArrayInfo, views: Sequence[View], step: int) -> Iterator[Piece]:
-    words = np.dtype(f"<u{info.itemsize}")
-    runs = (
-        run
+def _iter_page_chunks(info: ArrayInfo, view_factories: Sequence[ViewFactory], chunk_bytes: int) -> Iterator[Chunk]:
+    element_type = np.dtype(f"<u{info.itemsize}")
+    chunks = (
+        chunk
         for lead in np.ndindex(*info.shape[:-2])
-        for view in views
-        for run in _runs(lambda view=view, lead=lead: view()[lead], words, step)  # type: ignore[misc]
+        for view in view_factories
+        for chunk in _iter_view_chunks(lambda view=view, lead=lead: view()[lead], element_type, chunk_bytes)  # type: ignore[misc]
     )
-    yield from rechunked(runs, step, info.nbytes)
+    yield from rechunk(chunks, chunk_bytes, info.nbytes)
 
 
-def _runs(view: View, words: np.dtype[Any], step: int) -> Iterator[Piece]:
-    seen = view()
-    seen = seen.view(words.newbyteorder(seen.dtype.byteorder))  # bits, not numbers: a NaN keeps its payload
-    if seen.flags.c_contiguous and seen.dtype == words:
-        data = seen.reshape(-1).view(np.uint8)
-        yield from (data[begin : begin + step] for begin in range(0, data.size, step))
+def _iter_view_chunks(make_view: ViewFactory, element_type: np.dtype[Any], chunk_bytes: int) -> Iterator[Chunk]:
+    elements = make_view()
+    elements = elements.view(
+        element_type.newbyteorder(elements.dtype.byteorder)
+    )  # bits, not numbers: a NaN keeps its payload
+    if elements.flags.c_contiguous and elements.dtype == element_type:
+        data = elements.reshape(-1).view(np.uint8)
+        yield from (data[begin : begin + chunk_bytes] for begin in range(0, data.size, chunk_bytes))
         return
-    run = step // words.itemsize
-    for begin in range(0, seen.size, max(run, 1)):
-        out = np.empty(min(run, seen.size - begin), words)
-        _copy(seen, begin, begin + out.size, out)
-        yield out.view(np.uint8)
-        del out
+    chunk_elements = chunk_bytes // element_type.itemsize
+    for begin in range(0, elements.size, max(chunk_elements, 1)):
+        chunk = np.empty(min(chunk_elements, elements.size - begin), element_type)
+        _copy_elements(elements, begin, begin + chunk.size, chunk)
+        yield chunk.view(np.uint8)
+        del chunk
 
 
-def _copy(view: npt.NDArray[Any], begin: int, end: int, out: npt.NDArray[Any]) -> None:
+def _copy_elements(view: npt.NDArray[Any], begin: int, end: int, target: npt.NDArray[Any]) -> None:
     """The elements from `begin` to `end`, in C order."""
     if view.ndim <= 1:
-        out[:] = view.reshape(-1)[begin:end]
+        target[:] = view.reshape(-1)[begin:end]
         return
-    row = math.prod(view.shape[1:])
-    first, last = -(-begin // row), end // row
-    if first > last:
-        _copy(view[last], begin - last * row, end - last * row, out)
+    row_size = math.prod(view.shape[1:])
+    first_row, last_row = -(-begin // row_size), end // row_size
+    if first_row > last_row:
+        _copy_elements(view[last_row], begin - last_row * row_size, end - last_row * row_size, target)
         return
-    head, middle = first * row - begin, (last - first) * row
-    if head:
-        _copy(view[first - 1], row - head, row, out[:head])
-    if middle:
-        out[head : head + middle].reshape(last - first, *view.shape[1:])[...] = view[first:last]
-    if head + middle < out.size:
-        _copy(view[last], 0, end - last * row, out[head + middle :])
+    head_size, middle_size = first_row * row_size - begin, (last_row - first_row) * row_size
+    if head_size:
+        _copy_elements(view[first_row - 1], row_size - head_size, row_size, target[:head_size])
+    if middle_size:
+        target[head_size : head_size + middle_size].reshape(last_row - first_row, *view.shape[1:])[...] = view[
+            first_row:last_row
+        ]
+    if head_size + middle_size < target.size:
+        _copy_elements(view[last_row], 0, end - last_row * row_size, target[head_size + middle_size :])

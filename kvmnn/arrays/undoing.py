@@ -14,79 +14,85 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
-from ..dtypes import Floats, Part, Words
+from ..dtypes import Elements, Floats, Part
 from ..errors import OptionError
 
-Undo = Literal["k-rotation", "v-rotation", "k-order"]
-UNDOABLE: Final[tuple[Undo, ...]] = get_args(Undo)
+Transform = Literal["k-rotation", "v-rotation", "k-order"]
+TRANSFORMS: Final[tuple[Transform, ...]] = get_args(Transform)
 """In the order in which they are undone."""
 
-ROTATIONS: Final[tuple[Undo, ...]] = ("k-rotation", "v-rotation")
+ROTATIONS: Final[tuple[Transform, ...]] = ("k-rotation", "v-rotation")
 """Those that are rounded when they are undone; the order is exact."""
 
-_SMALLEST = 64
-_BLOCK_WORDS = 1 << 22
+_MIN_ROTATION_DIMS = 64
+_BLOCK_ELEMENTS = 1 << 22
 
 
-def check_undo(undo: Sequence[str], head_dim: int) -> tuple[Undo, ...]:
+def validate_transforms(names: Sequence[str], head_dim: int) -> tuple[Transform, ...]:
     """The names, each once, in order; `OptionError` for others and for what no head of this size had done to it.
 
     ``"none"`` alone says that nothing is to be undone.
     """
-    if list(undo) == ["none"]:
+    if list(names) == ["none"]:
         return ()
-    for name in undo:
-        if name not in UNDOABLE:
-            raise OptionError(f"undo {name!r}: expected {', '.join(UNDOABLE[:-1])} or {UNDOABLE[-1]}")
-        if name not in (able := (*ways_of("key", head_dim), *ways_of("value", head_dim))):
-            raise OptionError(f"undo {name}: heads have {head_dim} dimensions: expected {', '.join(able) or 'nothing'}")
-    return tuple(name for name in UNDOABLE if name in undo)
+    for name in names:
+        if name not in TRANSFORMS:
+            raise OptionError(f"undo {name!r}: expected {', '.join(TRANSFORMS[:-1])} or {TRANSFORMS[-1]}")
+        if name not in (
+            applicable := (*list_possible_transforms("key", head_dim), *list_possible_transforms("value", head_dim))
+        ):
+            raise OptionError(
+                f"undo {name}: heads have {head_dim} dimensions: expected {', '.join(applicable) or 'nothing'}"
+            )
+    return tuple(name for name in TRANSFORMS if name in names)
 
 
-def ways_of(part: Part, head_dim: int) -> tuple[Undo, ...]:
+def list_possible_transforms(part: Part, head_dim: int) -> tuple[Transform, ...]:
     """What may have been done to K or V of heads of this size."""
-    rotations: dict[Part, Undo] = {"key": "k-rotation", "value": "v-rotation"}
-    able = (rotations[part],) if head_dim % _SMALLEST == 0 else ()
-    return (*able, "k-order") if part == "key" and head_dim % 2 == 0 else able
+    rotations: dict[Part, Transform] = {"key": "k-rotation", "value": "v-rotation"}
+    possible = (rotations[part],) if head_dim % _MIN_ROTATION_DIMS == 0 else ()
+    return (*possible, "k-order") if part == "key" and head_dim % 2 == 0 else possible
 
 
-def undone(words: Words, part: Part, undo: Sequence[Undo]) -> Words:
+def invert_transforms(elements: Elements, part: Part, transforms: Sequence[Transform]) -> Elements:
     """K or V ``[..., head_dim]`` as the model's own lie.
 
     Rotations are of float32 or float16, computed in float32 and rounded once; the order is of words of any type.
     """
-    dims = words.shape[-1]
-    if "k-rotation" in undo and part == "key":
-        words = _rotated(words, dims & -dims)
-    if "v-rotation" in undo and part == "value":
-        words = _rotated(words, _SMALLEST)
-    if "k-order" in undo and part == "key":
-        pairs = words.reshape(*words.shape[:-1], dims // 2, 2)
-        words = np.ascontiguousarray(pairs.swapaxes(-1, -2)).reshape(words.shape)
-    return words
+    head_dim = elements.shape[-1]
+    if "k-rotation" in transforms and part == "key":
+        elements = _multiply_hadamard(elements, head_dim & -head_dim)
+    if "v-rotation" in transforms and part == "value":
+        elements = _multiply_hadamard(elements, _MIN_ROTATION_DIMS)
+    if "k-order" in transforms and part == "key":
+        pairs = elements.reshape(*elements.shape[:-1], head_dim // 2, 2)
+        elements = np.ascontiguousarray(pairs.swapaxes(-1, -2)).reshape(elements.shape)
+    return elements
 
 
-def rounded(names: Sequence[Undo]) -> bool:
+def has_lossy_inverse(transforms: Sequence[Transform]) -> bool:
     """Whether undoing these rounds numbers."""
-    return any(name in ROTATIONS for name in names)
+    return any(name in ROTATIONS for name in transforms)
 
 
-def ways(part: Part, head_dim: int) -> Iterator[tuple[Undo, ...]]:
+def iter_transform_combinations(part: Part, head_dim: int) -> Iterator[tuple[Transform, ...]]:
     """Combinations of what may have to be undone of K or V, the shortest first."""
-    able = ways_of(part, head_dim)
-    for count in range(1, len(able) + 1):
-        yield from combinations(able, count)
+    possible = list_possible_transforms(part, head_dim)
+    for count in range(1, len(possible) + 1):
+        yield from combinations(possible, count)
 
 
-def _rotated(words: Words, size: int) -> Words:
+def _multiply_hadamard(elements: Elements, size: int) -> Elements:
     """Each `size` dimensions times Hadamard's matrix."""
     matrix: Floats = np.ones((1, 1), np.float32)
     while len(matrix) < size:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
     matrix = (matrix / np.sqrt(size)).astype(np.float32)
-    rows = words.reshape(-1, size)
-    found = np.empty_like(rows)
-    step = max(1, _BLOCK_WORDS // size)
-    for begin in range(0, len(rows), step):
-        found[begin : begin + step] = rows[begin : begin + step].astype(np.float32, copy=False) @ matrix
-    return found.reshape(words.shape)
+    rows = elements.reshape(-1, size)
+    rotated_rows = np.empty_like(rows)
+    rows_per_block = max(1, _BLOCK_ELEMENTS // size)
+    for begin in range(0, len(rows), rows_per_block):
+        rotated_rows[begin : begin + rows_per_block] = (
+            rows[begin : begin + rows_per_block].astype(np.float32, copy=False) @ matrix
+        )
+    return rotated_rows.reshape(elements.shape)

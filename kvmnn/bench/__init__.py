@@ -1,6 +1,15 @@
 """Codecs side by side on the same data: ratio, speed, and when compressing pays."""
 
-from .benchmark import compare, measure, turns
-from .results import Comparison, Machine, Report, Result, Timing
+from .benchmark import compare, count_runs, measure
+from .results import ArrayBenchReport, BenchReport, CodecBenchResult, MachineInfo, Timing
 
-__all__ = ["Comparison", "Machine", "Report", "Result", "Timing", "compare", "measure", "turns"]
+__all__ = [
+    "ArrayBenchReport",
+    "BenchReport",
+    "CodecBenchResult",
+    "MachineInfo",
+    "Timing",
+    "compare",
+    "count_runs",
+    "measure",
+]

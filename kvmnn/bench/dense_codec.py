@@ -9,38 +9,41 @@ from typing import Any
 import numpy as np
 
 from .. import dense, dtypes
-from ..arrays.named_array import Piece
+from ..arrays.named_array import Chunk
 from ..arrays.source import Source
-from ..bundle.dense_groups import cut
+from ..bundle.dense_groups import split_into_groups
 from ..bundle.dense_pieces import DenseOptions, DensePlan, plan_arrays
-from ..bundle.rotation_trial import find_rotary
-from ..dtypes import Words
+from ..bundle.rotation_trial import search_rope
+from ..dtypes import Elements
 from ..errors import OptionError
-from ..threads.pool import map_pulled, resolve_threads
-from ..version import version
-from .rivals import Codec
+from ..threads.pool import parallel_map, resolve_threads
+from ..version import get_version
+from .rivals import BenchCodec
 
-NAME = "kvmnn dense"
+DENSE_CODEC_NAME = "kvmnn dense"
 
 
-def dense_plans(source: Source, *, trial: bool = True) -> dict[str, DensePlan]:
-    """How the arrays of a source become dense streams, by name; K is rotated as a `trial` finds. Empty if none can."""
+def make_dense_plans(source: Source, *, with_rope_search: bool = True) -> dict[str, DensePlan]:
+    """How the arrays of a source become dense streams, by name; K is rotated as a `with_rope_search` finds.
+
+    Empty if none can.
+    """
     try:
-        return plan_arrays(source, DenseOptions(rotary=find_rotary(source) if trial else None))
+        return plan_arrays(source, DenseOptions(rotary=search_rope(source) if with_rope_search else None))
     except OptionError:
         return {}
 
 
-def why_not(plan: DensePlan | None, sample_bytes: int) -> str:
+def explain_no_dense(plan: DensePlan | None, sample_bytes: int) -> str:
     """What to say where no dense streams are measured; empty where they are."""
     if plan is None:
-        return f"{NAME}: not measured, these are not K or V of layers, or nobody says how they lie (--axes)"
-    if not dense_bytes(plan, sample_bytes):
-        return f"{NAME}: not measured, a layer takes {plan.nbytes:,} bytes (--max-bytes)"
+        return f"{DENSE_CODEC_NAME}: not measured, these are not K or V of layers, or nobody says how they lie (--axes)"
+    if not count_dense_bytes(plan, sample_bytes):
+        return f"{DENSE_CODEC_NAME}: not measured, a layer takes {plan.nbytes:,} bytes (--max-bytes)"
     return ""
 
 
-def dense_bytes(plan: DensePlan | None, sample_bytes: int) -> int:
+def count_dense_bytes(plan: DensePlan | None, sample_bytes: int) -> int:
     """How much of a sample dense streams are measured on: whole layers, or whole tokens of the first. 0: nothing."""
     if plan is None:
         return 0
@@ -50,39 +53,45 @@ def dense_bytes(plan: DensePlan | None, sample_bytes: int) -> int:
     return sample_bytes // token_bytes * token_bytes
 
 
-def dense_codec(plan: DensePlan, threads: int | None) -> Codec:
-    """Dense streams of the first `dense_bytes` of an array; groups of layers share the threads."""
-    number = resolve_threads(threads)
+def make_dense_codec(plan: DensePlan, threads: int | None) -> BenchCodec:
+    """Dense streams of the first `count_dense_bytes` of an array; groups of layers share the threads."""
+    num_threads = resolve_threads(threads)
 
-    def encode(data: Piece) -> list[bytes]:
-        layers = _layers(plan, data)
-        left = iter(layers)
-        groups = [[next(left) for _ in group] for group in cut([layer.nbytes for layer in layers])]
-        return [stream for made in map_pulled(partial(_encoded, plan), groups, number) for stream in made]
+    def encode(data: Chunk) -> list[bytes]:
+        layers = _split_layers(plan, data)
+        remaining_layers = iter(layers)
+        groups = [
+            [next(remaining_layers) for _ in group] for group in split_into_groups([layer.nbytes for layer in layers])
+        ]
+        return [
+            stream for streams in parallel_map(partial(_encode_layers, plan), groups, num_threads) for stream in streams
+        ]
 
     def decode(streams: Sequence[bytes]) -> Any:
-        layers = map_pulled(dense.decode, streams, number)
+        layers = parallel_map(dense.decode, streams, num_threads)
         return np.concatenate([layer if plan.axes == "htd" else layer.transpose(1, 0, 2) for layer in layers])
 
-    return Codec(NAME, version(), encode, decode, stored=lambda streams: sum(map(len, streams)))
+    return BenchCodec(
+        DENSE_CODEC_NAME, get_version(), encode, decode, count_bytes=lambda streams: sum(map(len, streams))
+    )
 
 
-def plan_of(keys: Words, *, dtype: str, part: dtypes.Part) -> DensePlan:
+def make_plan(keys: Elements, *, dtype: str, part: dtypes.Part) -> DensePlan:
     """Of an array ``[layer, token, kv_head, head_dim]`` in memory, `part` of a model: K is rotated as a trial finds."""
-    rotary = dense.find_rotary(keys[0].transpose(1, 0, 2), dtype=dtype) if part == "key" else None
+    rotary = dense.search_rope(keys[0].transpose(1, 0, 2), dtype=dtype) if part == "key" else None
     shape = keys.shape[1:]
     return DensePlan(axes="thd", shape=shape, dtype=dtype, part=part, layer=None, rotary=rotary)
 
 
-def _layers(plan: DensePlan, data: Piece) -> list[Words]:
-    words = data.view(dtypes.by_name(plan.dtype).numpy)
+def _split_layers(plan: DensePlan, data: Chunk) -> list[Elements]:
+    elements = data.view(dtypes.parse_dtype(plan.dtype).numpy_dtype)
     if data.size < plan.nbytes:
-        return [words.reshape(-1, *plan.shape[1:]).transpose(1, 0, 2)]
-    layers = words.reshape(-1, *plan.shape)
+        return [elements.reshape(-1, *plan.shape[1:]).transpose(1, 0, 2)]
+    layers = elements.reshape(-1, *plan.shape)
     return [layer if plan.axes == "htd" else layer.transpose(1, 0, 2) for layer in layers]
 
 
-def _encoded(plan: DensePlan, layers: Sequence[Words]) -> list[bytes]:
+def _encode_layers(plan: DensePlan, layers: Sequence[Elements]) -> list[bytes]:
     tokens = layers[0].shape[1]
     return dense.encode_many(
         layers,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..text import count, rate
-from ..text.numbers import LEAST_RATE_BYTES
+from ..text import format_mb_per_second, pluralize
+from ..text.numbers import MIN_RATE_BYTES
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Result:
+class CodecBenchResult:
     """One codec on one array.
 
     Parameters
@@ -59,28 +59,30 @@ class Result:
         seconds_per_byte = (self.encode.wall + self.decode.wall) / self.raw_bytes
         return (1 - 1 / self.ratio) / seconds_per_byte
 
-    def dominates(self, other: Result) -> bool:
-        """Whether it is nowhere worse than `other` in ratio and CPU time, and somewhere better, on the same bytes."""
-        if self.encode is None or self.decode is None or other.encode is None or other.decode is None:
+    def dominates(self, competitor: CodecBenchResult) -> bool:
+        """Whether it is nowhere worse than `competitor` in ratio and CPU time, and somewhere better, on the same
+        bytes.
+        """
+        if self.encode is None or self.decode is None or competitor.encode is None or competitor.decode is None:
             return False
-        mine = (self.stored_bytes, self.encode.cpu, self.decode.cpu)
-        theirs = (other.stored_bytes, other.encode.cpu, other.decode.cpu)
-        no_worse = all(a <= b for a, b in zip(mine, theirs, strict=True))
-        return self.raw_bytes == other.raw_bytes and no_worse and mine != theirs
+        own_costs = (self.stored_bytes, self.encode.cpu, self.decode.cpu)
+        competitor_costs = (competitor.stored_bytes, competitor.encode.cpu, competitor.decode.cpu)
+        is_no_worse = all(a <= b for a, b in zip(own_costs, competitor_costs, strict=True))
+        return self.raw_bytes == competitor.raw_bytes and is_no_worse and own_costs != competitor_costs
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON, derived figures included; speeds in bytes per second."""
 
-        def speed(timing: Timing | None, kind: str) -> float | None:
-            return None if timing is None else self.raw_bytes / max(getattr(timing, kind), 1e-9)
+        def compute_speed(timing: Timing | None, clock: str) -> float | None:
+            return None if timing is None else self.raw_bytes / max(getattr(timing, clock), 1e-9)
 
         return {
             **asdict(self),
             "ratio": self.ratio,
-            "encode_bytes_per_s_cpu": speed(self.encode, "cpu"),
-            "encode_bytes_per_s_wall": speed(self.encode, "wall"),
-            "decode_bytes_per_s_cpu": speed(self.decode, "cpu"),
-            "decode_bytes_per_s_wall": speed(self.decode, "wall"),
+            "encode_bytes_per_s_cpu": compute_speed(self.encode, "cpu"),
+            "encode_bytes_per_s_wall": compute_speed(self.encode, "wall"),
+            "decode_bytes_per_s_cpu": compute_speed(self.decode, "cpu"),
+            "decode_bytes_per_s_wall": compute_speed(self.decode, "wall"),
             "break_even_bytes_per_s": self.break_even,
         }
 
@@ -88,16 +90,16 @@ class Result:
         if self.encode is None or self.decode is None or self.ratio is None:
             return f"{self.codec:<24} failed: {self.error}"
         line = f"{self.codec:<22} {self.ratio:>7.4f}"
-        if self.raw_bytes < LEAST_RATE_BYTES:
+        if self.raw_bytes < MIN_RATE_BYTES:
             return f"{line} {'-':>8} {'-':>8} {'-':>8} {'-':>8} {'-':>11}"
         times = (self.encode.cpu, self.encode.wall, self.decode.cpu, self.decode.wall)
-        speeds = " ".join(f"{rate(self.raw_bytes, seconds):>8}" for seconds in times)
-        pays = "never" if self.break_even is None else f"{self.break_even / 1e6:.1f}"
-        return f"{line} {speeds} {pays:>11}"
+        speeds = " ".join(f"{format_mb_per_second(self.raw_bytes, seconds):>8}" for seconds in times)
+        break_even_text = "never" if self.break_even is None else f"{self.break_even / 1e6:.1f}"
+        return f"{line} {speeds} {break_even_text:>11}"
 
 
 @dataclass(frozen=True)
-class Report:
+class ArrayBenchReport:
     """All codecs on one array.
 
     Parameters
@@ -119,26 +121,26 @@ class Report:
     sample_bytes: int
     entropy_ratio: float | None
     rounds: int
-    results: tuple[Result, ...]
+    results: tuple[CodecBenchResult, ...]
     missing: tuple[str, ...]
     note: str = ""
 
-    def dominated(self) -> dict[str, str]:
+    def find_dominated(self) -> dict[str, str]:
         """Codecs that another one beats or equals in ratio and in CPU time of both ways, and the smallest of those.
 
         Only codecs that were measured on the same bytes are compared. What is left is the Pareto front.
         """
-        found: dict[str, str] = {}
-        for one in self.results:
-            better = [other for other in self.results if other.dominates(one)]
-            if better:
-                found[one.codec] = min(better, key=lambda result: result.stored_bytes).codec
-        return found
+        dominated_by: dict[str, str] = {}
+        for codec_result in self.results:
+            dominating = [competitor for competitor in self.results if competitor.dominates(codec_result)]
+            if dominating:
+                dominated_by[codec_result.codec] = min(dominating, key=lambda result: result.stored_bytes).codec
+        return dominated_by
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
-        dominated = self.dominated()
-        results = [{**result.to_dict(), "dominated_by": dominated.get(result.codec)} for result in self.results]
+        dominated_by = self.find_dominated()
+        results = [{**result.to_dict(), "dominated_by": dominated_by.get(result.codec)} for result in self.results]
         return {**vars(self), "results": results, "missing": list(self.missing)}
 
     def __str__(self) -> str:
@@ -154,25 +156,26 @@ class Report:
             if result.raw_bytes != self.sample_bytes
         ]
         lines += [self.note] if self.note else []
-        if self.sample_bytes >= LEAST_RATE_BYTES:
-            found = self.dominated().items()
-            lines += [f"{codec}: dominated by {by} (ratio, CPU time both ways)" for codec, by in found]
-        if any(result.raw_bytes < LEAST_RATE_BYTES for result in self.results):
-            lines.append(f"-: speeds of less than {LEAST_RATE_BYTES:,} bytes are not shown")
+        if self.sample_bytes >= MIN_RATE_BYTES:
+            dominated_by = self.find_dominated().items()
+            lines += [f"{codec}: dominated by {winner} (ratio, CPU time both ways)" for codec, winner in dominated_by]
+        if any(result.raw_bytes < MIN_RATE_BYTES for result in self.results):
+            lines.append(f"-: speeds of less than {MIN_RATE_BYTES:,} bytes are not shown")
         return "\n".join(lines)
 
-    def heading(self, threads: int) -> str:
+    def format_heading(self, threads: int) -> str:
         """What was measured, on one line."""
-        part = "" if self.sample_bytes == self.array_bytes else f", first {self.sample_bytes:,} measured"
-        limit = "none" if self.entropy_ratio is None else f"{self.entropy_ratio:.4f}"
+        sample_text = "" if self.sample_bytes == self.array_bytes else f", first {self.sample_bytes:,} measured"
+        entropy_text = "none" if self.entropy_ratio is None else f"{self.entropy_ratio:.4f}"
         return (
-            f"{self.name}: {self.dtype}, {self.array_bytes:,} bytes{part}; order-0 entropy of its bytes {limit}"
-            f"; {count(threads, 'thread')}, medians of {self.rounds}, every round trip LOSSLESS unless said"
+            f"{self.name}: {self.dtype}, {self.array_bytes:,} bytes{sample_text}; order-0 entropy of its bytes "
+            f"{entropy_text}"
+            f"; {pluralize(threads, 'thread')}, medians of {self.rounds}, every round trip LOSSLESS unless said"
         )
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineInfo:
     """What the codecs ran on."""
 
     processor: str
@@ -181,7 +184,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison:
+class BenchReport:
     """All codecs on all arrays.
 
     Parameters
@@ -194,9 +197,9 @@ class Comparison:
         One report for each array.
     """
 
-    machine: Machine
+    machine: MachineInfo
     threads: int
-    arrays: tuple[Report, ...]
+    arrays: tuple[ArrayBenchReport, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -207,4 +210,4 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        return "\n\n".join(f"{report.heading(self.threads)}\n{report}" for report in self.arrays)
+        return "\n\n".join(f"{report.format_heading(self.threads)}\n{report}" for report in self.arrays)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from .. import dtypes
-from ..arrays.named_array import Piece
+from ..arrays.named_array import Chunk
 from ..frames import decoding, encoding
 
 
 @dataclass(frozen=True)
-class Codec:
+class BenchCodec:
     """Something that makes raw bytes smaller and brings them back.
 
     Parameters
@@ -29,143 +29,145 @@ class Codec:
         uint8 array to bytes.
     decode
         Those bytes to a buffer equal to the input.
-    stored
+    count_bytes
         How many bytes `encode` made.
     """
 
     name: str
     version: str
-    encode: Callable[[Piece], Any]
+    encode: Callable[[Chunk], Any]
     decode: Callable[[Any], Any]
-    stored: Callable[[Any], int] = len
+    count_bytes: Callable[[Any], int] = len
 
 
-def kvmnn_codecs(dtype: str, threads: int | None, *, with_max: bool = False) -> list[Codec]:
+def make_kvmnn_codecs(dtype: str, threads: int | None, *, with_max: bool = False) -> list[BenchCodec]:
     """kvmnn's own efforts for words of `dtype`."""
-    from ..version import version
+    from ..version import get_version
 
-    def codec(effort: str) -> Codec:
-        return Codec(
+    def make_codec(effort: str) -> BenchCodec:
+        return BenchCodec(
             f"kvmnn {effort}",
-            version(),
+            get_version(),
             lambda data: encoding.encode(data, dtype=dtype, effort=effort, threads=threads),
-            lambda made: decoding.decode(made, dtype=dtype, threads=threads),
+            lambda payload: decoding.decode(payload, dtype=dtype, threads=threads),
         )
 
-    return [codec(effort) for effort in ("exact", "balanced", "fast", *(["max"] if with_max else []))]
+    return [make_codec(effort) for effort in ("exact", "balanced", "fast", *(["max"] if with_max else []))]
 
 
-def installed(dtype: str, threads: int | None) -> tuple[list[Codec], list[str]]:
+def find_installed_codecs(dtype: str, threads: int | None) -> tuple[list[BenchCodec], list[str]]:
     """The rivals that can be measured on words of `dtype`, and the names of packages that are not installed."""
-    found: list[Codec] = []
-    missing: list[str] = []
-    for package, make in _RIVALS.items():
+    codecs: list[BenchCodec] = []
+    not_installed: list[str] = []
+    for package, factory in _CODEC_FACTORIES.items():
         try:
             module = importlib.import_module(package)
         except ImportError:
-            missing.append(package.partition(".")[0])
+            not_installed.append(package.partition(".")[0])
             continue
-        found.extend(make(module, dtype, threads))
-    return found, missing
+        codecs.extend(factory(module, dtype, threads))
+    return codecs, not_installed
 
 
-def _version(module: Any) -> str:
+def _get_version(module: Any) -> str:
     return str(getattr(module, "__version__", "unknown"))
 
 
-def _zstandard(module: Any, dtype: str, threads: int | None) -> list[Codec]:
-    def codec(level: int) -> Codec:
-        return Codec(
+def _make_zstandard_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
+    def make_codec(level: int) -> BenchCodec:
+        return BenchCodec(
             f"zstd -{level}",
-            _version(module),
+            _get_version(module),
             module.ZstdCompressor(level=level).compress,
             module.ZstdDecompressor().decompress,
         )
 
-    return [codec(1), codec(3)]
+    return [make_codec(1), make_codec(3)]
 
 
-def _lz4(module: Any, dtype: str, threads: int | None) -> list[Codec]:
+def _make_lz4_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
     import lz4
 
-    return [Codec("lz4", str(lz4.__version__), lambda data: module.compress(data.data), module.decompress)]
+    return [BenchCodec("lz4", str(lz4.__version__), lambda data: module.compress(data.data), module.decompress)]
 
 
 _BLOSC2_LEVEL = 1
 """For zstd this is its own level 1."""
 
 
-def _blosc2(module: Any, dtype: str, threads: int | None) -> list[Codec]:
+def _make_blosc2_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
     from ..threads.pool import resolve_threads
 
     module.set_nthreads(resolve_threads(threads))
-    width = dtypes.by_name(dtype).itemsize
+    itemsize = dtypes.parse_dtype(dtype).itemsize
 
-    def codec(name: str, mode: Any, coder: Any) -> Codec:
-        def encode(data: Piece) -> Any:
+    def make_codec(name: str, mode: Any, coder: Any) -> BenchCodec:
+        def encode(data: Chunk) -> Any:
             options = {"codec": coder, "clevel": _BLOSC2_LEVEL, "filters": [mode], "filters_meta": [0]}
-            return module.compress2(data, typesize=width, **options)
+            return module.compress2(data, typesize=itemsize, **options)
 
-        return Codec(f"{name} (clevel {_BLOSC2_LEVEL})", _version(module), encode, module.decompress2)
+        return BenchCodec(f"{name} (clevel {_BLOSC2_LEVEL})", _get_version(module), encode, module.decompress2)
 
     return [
-        codec("blosc2 shuffle+zstd", module.Filter.SHUFFLE, module.Codec.ZSTD),
-        codec("blosc2 bitshuffle+zstd", module.Filter.BITSHUFFLE, module.Codec.ZSTD),
-        codec("blosc2 shuffle+lz4", module.Filter.SHUFFLE, module.Codec.LZ4),
-        codec("blosc2 bitshuffle+lz4", module.Filter.BITSHUFFLE, module.Codec.LZ4),
+        make_codec("blosc2 shuffle+zstd", module.Filter.SHUFFLE, module.Codec.ZSTD),
+        make_codec("blosc2 bitshuffle+zstd", module.Filter.BITSHUFFLE, module.Codec.ZSTD),
+        make_codec("blosc2 shuffle+lz4", module.Filter.SHUFFLE, module.Codec.LZ4),
+        make_codec("blosc2 bitshuffle+lz4", module.Filter.BITSHUFFLE, module.Codec.LZ4),
     ]
 
 
-def _bitshuffle(module: Any, dtype: str, threads: int | None) -> list[Codec]:
+def _make_bitshuffle_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
     import ctypes
 
     from ..threads.pool import resolve_threads
 
     with suppress(OSError, AttributeError):  # one that was built without OpenMP has one thread
         ctypes.CDLL(module.ext.__file__).omp_set_num_threads(resolve_threads(threads))
-    word = np.dtype(f"u{dtypes.by_name(dtype).itemsize}")
+    word_type = np.dtype(f"u{dtypes.parse_dtype(dtype).itemsize}")
 
-    def codec(coder: str, *level: int) -> Codec:
+    def make_codec(coder: str, *level: int) -> BenchCodec:
         compress, decompress = getattr(module, f"compress_{coder}"), getattr(module, f"decompress_{coder}")
-        return Codec(
-            " ".join([f"bitshuffle+{coder}", *(f"-{each}" for each in level)]),
-            _version(module),
-            lambda data: (data.size // word.itemsize, compress(data.view(word), 0, *level)),
-            lambda made: decompress(made[1], (made[0],), word, 0).view(np.uint8),
-            stored=lambda made: int(made[1].size),
+        return BenchCodec(
+            " ".join([f"bitshuffle+{coder}", *(f"-{number}" for number in level)]),
+            _get_version(module),
+            lambda data: (data.size // word_type.itemsize, compress(data.view(word_type), 0, *level)),
+            lambda payload: decompress(payload[1], (payload[0],), word_type, 0).view(np.uint8),
+            count_bytes=lambda payload: int(payload[1].size),
         )
 
-    return [codec("zstd", 1), codec("lz4")]
+    return [make_codec("zstd", 1), make_codec("lz4")]
 
 
-def _pcodec(module: Any, dtype: str, threads: int | None) -> list[Codec]:
+def _make_pcodec_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
     from importlib.metadata import version
 
     from pcodec import ChunkConfig, standalone
 
-    numbers = {"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32}[dtype]
+    numpy_type = {"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32}[dtype]
 
-    def encode(data: Piece) -> Any:
-        return standalone.simple_compress(data.view(numbers), ChunkConfig())
+    def encode(data: Chunk) -> Any:
+        return standalone.simple_compress(data.view(numpy_type), ChunkConfig())
 
-    return [Codec("pcodec", version("pcodec"), encode, standalone.simple_decompress)]
+    return [BenchCodec("pcodec", version("pcodec"), encode, standalone.simple_decompress)]
 
 
-def _zipnn(module: Any, dtype: str, threads: int | None) -> list[Codec]:
+def _make_zipnn_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
     from importlib.metadata import version
 
     from ..threads.pool import resolve_threads
 
     names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-    made = module.ZipNN(input_format="byte", bytearray_dtype=names[dtype], threads=resolve_threads(threads))
-    return [Codec("zipnn", version("zipnn"), lambda data: made.compress(data.tobytes()), made.decompress)]
+    compressor = module.ZipNN(input_format="byte", bytearray_dtype=names[dtype], threads=resolve_threads(threads))
+    return [
+        BenchCodec("zipnn", version("zipnn"), lambda data: compressor.compress(data.tobytes()), compressor.decompress)
+    ]
 
 
-_RIVALS: dict[str, Callable[[Any, str, int | None], list[Codec]]] = {
-    "zstandard": _zstandard,
-    "lz4.frame": _lz4,
-    "blosc2": _blosc2,
-    "bitshuffle": _bitshuffle,
-    "pcodec": _pcodec,
-    "zipnn": _zipnn,
+_CODEC_FACTORIES: dict[str, Callable[[Any, str, int | None], list[BenchCodec]]] = {
+    "zstandard": _make_zstandard_codecs,
+    "lz4.frame": _make_lz4_codecs,
+    "blosc2": _make_blosc2_codecs,
+    "bitshuffle": _make_bitshuffle_codecs,
+    "pcodec": _make_pcodec_codecs,
+    "zipnn": _make_zipnn_codecs,
 }

@@ -1,43 +1,43 @@
 """Frame files and their manifest: written, read, decoded, compared."""
 
-from .accounts import DensePiece, RawInfo, StreamTotal
-from .comparing import Difference, compare
-from .decoding import DecodedRun, decode_frames
+from .accounts import DenseChunkInfo, RawChunkInfo, StreamStats
+from .comparing import BundleDifference, compare_frame_set
+from .decoding import DecodedChunk, decode_frames
 from .dense_pieces import DenseOptions
 from .encoding import EncodeOptions
 from .frame_set import DecodeOptions, FrameSet, open_frames
-from .inspecting import ArrayFrames, BundleInfo, LoneFrame, LoneFrames, inspect
+from .inspecting import ArrayFramesInfo, BareFrameInfo, BareSequenceInfo, BundleInfo, inspect_frame_set
 from .manifest import ArrayEntry, FrameEntry, Manifest
-from .rotation_trial import find_layer_rotations, find_rotary
-from .verifying import Verified, verify
-from .writing import Encoded, check_output, encode
+from .rotation_trial import search_layer_rope, search_rope
+from .verifying import VerifyResult, verify_frame_set
+from .writing import EncodeResult, check_encode_output, encode_source
 
 __all__ = [
     "ArrayEntry",
-    "ArrayFrames",
+    "ArrayFramesInfo",
+    "BareFrameInfo",
+    "BareSequenceInfo",
+    "BundleDifference",
     "BundleInfo",
     "DecodeOptions",
-    "DecodedRun",
+    "DecodedChunk",
+    "DenseChunkInfo",
     "DenseOptions",
-    "DensePiece",
-    "Difference",
     "EncodeOptions",
-    "Encoded",
+    "EncodeResult",
     "FrameEntry",
     "FrameSet",
-    "LoneFrame",
-    "LoneFrames",
     "Manifest",
-    "RawInfo",
-    "StreamTotal",
-    "Verified",
-    "check_output",
-    "compare",
+    "RawChunkInfo",
+    "StreamStats",
+    "VerifyResult",
+    "check_encode_output",
+    "compare_frame_set",
     "decode_frames",
-    "encode",
-    "find_layer_rotations",
-    "find_rotary",
-    "inspect",
+    "encode_source",
+    "inspect_frame_set",
     "open_frames",
-    "verify",
+    "search_layer_rope",
+    "search_rope",
+    "verify_frame_set",
 ]

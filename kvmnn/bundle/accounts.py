@@ -11,7 +11,7 @@ from ..frames import FrameInfo, StreamInfo
 
 
 @dataclass(frozen=True, kw_only=True)
-class RawInfo:
+class RawChunkInfo:
     """Words that are stored as they are, because no frame of them was smaller.
 
     Parameters
@@ -33,7 +33,7 @@ class RawInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DensePiece:
+class DenseChunkInfo:
     """A dense stream of a bundle.
 
     Parameters
@@ -51,11 +51,11 @@ class DensePiece:
         return f"{self.info}\n(entropy {self.entropy:.3f} bits/byte)"
 
 
-PieceInfo = FrameInfo | RawInfo | DensePiece
+ChunkInfo = FrameInfo | RawChunkInfo | DenseChunkInfo
 
 
 @dataclass(kw_only=True)
-class StreamTotal:
+class StreamStats:
     """The streams of one name, of all frames, added up; sizes in bytes."""
 
     raw_bytes: int = 0
@@ -66,7 +66,7 @@ class StreamTotal:
     """How often each predictor and codec were chosen, e.g. ``"delta_seq+zstd"``; ``"stored raw"``: no frame at all;
     ``"dense rows"``, ``"dense frame"`` and ``"dense words"``: methods of dense streams."""
 
-    def add(self, stream: StreamInfo) -> None:
+    def add_frame_stream(self, stream: StreamInfo) -> None:
         """Count a stream in."""
         self.raw_bytes += stream.raw_bytes
         self.payload_bytes += stream.payload_bytes
@@ -74,21 +74,21 @@ class StreamTotal:
         self.entropy_bits += (stream.entropy or 0.0) * stream.raw_bytes
         self._count(f"{stream.predictor}+{stream.codec}")
 
-    def add_raw(self, words: RawInfo) -> None:
+    def add_raw(self, raw_info: RawChunkInfo) -> None:
         """Count words in that are stored raw."""
-        self.raw_bytes += words.raw_bytes
-        self.payload_bytes += words.raw_bytes
-        self.entropy_bits += words.entropy * words.raw_bytes
+        self.raw_bytes += raw_info.raw_bytes
+        self.payload_bytes += raw_info.raw_bytes
+        self.entropy_bits += raw_info.entropy * raw_info.raw_bytes
         self._count("stored raw")
 
-    def add_dense(self, piece: DensePiece) -> None:
+    def add_dense(self, dense_info: DenseChunkInfo) -> None:
         """Count a dense stream in."""
-        header = piece.info.sections["header"]
-        self.raw_bytes += piece.info.raw_bytes
-        self.payload_bytes += piece.info.stream_bytes - header
+        header = dense_info.info.sections["header"]
+        self.raw_bytes += dense_info.info.raw_bytes
+        self.payload_bytes += dense_info.info.stream_bytes - header
         self.header_bytes += header
-        self.entropy_bits += piece.entropy * piece.info.raw_bytes
-        self._count(f"dense {piece.info.method}")
+        self.entropy_bits += dense_info.entropy * dense_info.info.raw_bytes
+        self._count(f"dense {dense_info.info.method}")
 
     def _count(self, choice: str) -> None:
         self.chosen[choice] = self.chosen.get(choice, 0) + 1
@@ -120,22 +120,22 @@ class StreamTotal:
         return f"{sizes} {self.bits_per_byte:>9.3f} {self.entropy:>8.3f}  {choices}"
 
 
-def totals(infos: Iterable[PieceInfo]) -> dict[str, StreamTotal]:
+def sum_streams(infos: Iterable[ChunkInfo]) -> dict[str, StreamStats]:
     """Streams added up, by container and name."""
-    found: dict[str, StreamTotal] = {}
+    stats: dict[str, StreamStats] = {}
     for info in infos:
-        if isinstance(info, RawInfo):
-            found.setdefault(f"{info.dtype} raw", StreamTotal()).add_raw(info)
+        if isinstance(info, RawChunkInfo):
+            stats.setdefault(f"{info.dtype} raw", StreamStats()).add_raw(info)
             continue
-        if isinstance(info, DensePiece):
-            found.setdefault(f"{info.info.dtype} dense", StreamTotal()).add_dense(info)
+        if isinstance(info, DenseChunkInfo):
+            stats.setdefault(f"{info.info.dtype} dense", StreamStats()).add_dense(info)
             continue
         for stream in info.streams:
-            found.setdefault(f"{info.container} {stream.name}", StreamTotal()).add(stream)
-    return found
+            stats.setdefault(f"{info.container} {stream.name}", StreamStats()).add_frame_stream(stream)
+    return stats
 
 
-def total_lines(streams: dict[str, StreamTotal]) -> list[str]:
+def format_stream_table(streams: dict[str, StreamStats]) -> list[str]:
     """The table of totals."""
     heading = f"    {'bytes of':<11} {'raw':>13} {'stored':>13} {'bits/byte':>9} {'entropy':>8}  chosen"
     return [heading, *(f"    {name:<11} {total}" for name, total in streams.items())]

@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays.named_array import Piece
+from ..arrays.named_array import Chunk
 from ..errors import FrameError, ManifestError
 from ..frames import decoding, inspection
-from ..threads.digest import Digester
-from ..threads.pipeline import Progress, ordered
+from ..threads.digest import BackgroundHasher
+from ..threads.pipeline import Progress, ordered_map
 from .dense_pieces import decode_stream
 from .frame_set import DecodeOptions, FrameSet
 from .manifest import FrameEntry
 
 
-class DecodedRun(NamedTuple):
+class DecodedChunk(NamedTuple):
     """A run of an array's raw bytes, in order.
 
     Parameters
@@ -30,14 +30,14 @@ class DecodedRun(NamedTuple):
     """
 
     array_index: int
-    data: Piece
+    data: Chunk
 
 
-class _Job(NamedTuple):
+class _DecodeJob(NamedTuple):
     array_index: int
     number: int
     entry: FrameEntry
-    stored: Piece
+    data: Chunk
 
 
 def decode_frames(
@@ -47,7 +47,7 @@ def decode_frames(
     check_arrays: bool = True,
     check_frames: bool = True,
     progress: Progress | None = None,
-) -> Iterator[DecodedRun]:
+) -> Iterator[DecodedChunk]:
     """Decode every frame, array after array, in bounded memory.
 
     Where there is a manifest, the hash of each frame is compared before it is decoded, and each array's when its last
@@ -56,7 +56,7 @@ def decode_frames(
     Parameters
     ----------
     frames
-        What to decode: `open_frames`.
+        What to decode: `open_frame_set`.
     options
         Limits, codecs, threads.
     check_arrays, check_frames
@@ -77,24 +77,24 @@ def decode_frames(
     options = options or DecodeOptions()
     frames.check_size(options)
 
-    buffers = _Buffers()
+    buffers = _BufferPool()
 
-    def work(job: _Job, threads: int | None) -> Piece:
-        alone = threads != 1 or options.threads == 1
+    def decode_job(job: _DecodeJob, threads: int | None) -> Chunk:
+        can_reuse_buffers = threads != 1 or options.threads == 1
         if check_frames:
-            _check_frame(frames, job)
-        return _decode_one(frames, job, options, threads, buffers if alone else None)
+            _verify_frame_hash(frames, job)
+        return _decode_frame(frames, job, options, threads, buffers if can_reuse_buffers else None)
 
     hashes = [hashlib.sha256() for _ in frames.arrays]
-    decoded = ordered(work, _jobs(frames), lambda job: job.entry.raw_bytes, options.threads)
-    with Digester() as digester:
-        for job, data in decoded:
+    results = ordered_map(decode_job, _iter_decode_jobs(frames), lambda job: job.entry.raw_bytes, options.threads)
+    with BackgroundHasher() as digester:
+        for job, data in results:
             array, digest = frames.arrays[job.array_index], hashes[job.array_index]
-            checked = check_arrays and array.sha256 is not None
-            if checked:
+            has_hash = check_arrays and array.sha256 is not None
+            if has_hash:
                 digester.update(digest, data)
-            yield DecodedRun(job.array_index, data)
-            if checked and job.number + 1 == len(array.frames):
+            yield DecodedChunk(job.array_index, data)
+            if has_hash and job.number + 1 == len(array.frames):
                 digester.wait()
                 if array.sha256 != digest.hexdigest():
                     raise ManifestError(
@@ -105,19 +105,19 @@ def decode_frames(
             del job, data  # or they would live on while the next frame is decoded
 
 
-def _jobs(frames: FrameSet) -> Iterator[_Job]:
+def _iter_decode_jobs(frames: FrameSet) -> Iterator[_DecodeJob]:
     for index, array in enumerate(frames.arrays):
         for number, entry in enumerate(array.frames):
-            yield _Job(index, number, entry, frames.frame(entry))
+            yield _DecodeJob(index, number, entry, frames.read_frame(entry))
 
 
-class _Buffers:
+class _BufferPool:
     """Two buffers by turns: fresh memory costs as much as decoding, and the last run may still be being hashed."""
 
     def __init__(self) -> None:
-        self._buffers: list[Piece] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+        self._buffers: list[Chunk] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
 
-    def take(self, nbytes: int) -> Piece:
+    def acquire(self, nbytes: int) -> Chunk:
         buffer = self._buffers.pop(0)
         if buffer.size < nbytes:
             del buffer
@@ -126,31 +126,37 @@ class _Buffers:
         return buffer[:nbytes]
 
 
-def _decode_one(
-    frames: FrameSet, job: _Job, options: DecodeOptions, threads: int | None, buffers: _Buffers | None
-) -> Piece:
+def _decode_frame(
+    frames: FrameSet, job: _DecodeJob, options: DecodeOptions, threads: int | None, buffers: _BufferPool | None
+) -> Chunk:
     array, entry = frames.arrays[job.array_index], job.entry
     if entry.is_raw:
-        return job.stored
+        return job.data
     try:
         if entry.is_dense:
-            return decode_stream(job.stored, array, entry)
-        info = inspection.inspect(job.stored, dtype=array.dtype, codecs=options.codecs, entropy=False)
+            return decode_stream(job.data, array, entry)
+        info = inspection.inspect(job.data, dtype=array.dtype, codecs=options.codecs, entropy=False)
         if info.raw_bytes != entry.raw_bytes:
             raise FrameError(f"holds {info.raw_bytes} bytes, the manifest says {entry.raw_bytes}")
-        out = buffers.take(entry.raw_bytes) if buffers else np.empty(entry.raw_bytes, np.uint8)
-        decoding.decode(job.stored, dtype=array.dtype, codecs=options.codecs, out=out, threads=threads)
+        target = buffers.acquire(entry.raw_bytes) if buffers else np.empty(entry.raw_bytes, np.uint8)
+        decoding.decode(job.data, dtype=array.dtype, codecs=options.codecs, out=target, threads=threads)
     except FrameError as exc:
-        raise FrameError(f"{_place(frames, job)} {exc}") from None
-    return out
+        raise FrameError(f"{_format_location(frames, job)} {exc}") from None
+    return target
 
 
-def _check_frame(frames: FrameSet, job: _Job) -> None:
-    if job.entry.sha256 not in (None, hashlib.sha256(job.stored.data).hexdigest()):
-        raise ManifestError(f"{_place(frames, job)} {job.entry.kind} does not match the manifest's sha256")
+def _verify_frame_hash(frames: FrameSet, job: _DecodeJob) -> None:
+    if job.entry.sha256 not in (None, hashlib.sha256(job.data.data).hexdigest()):
+        raise ManifestError(
+            f"{_format_location(frames, job)} {job.entry.description} does not match the manifest's sha256"
+        )
 
 
-def _place(frames: FrameSet, job: _Job) -> str:
+def _format_location(frames: FrameSet, job: _DecodeJob) -> str:
     array = frames.arrays[job.array_index]
-    place = f" frame {job.number} (offset {job.entry.offset})" if len(array.frames) > 1 else ""
-    return f"{frames.path}:{place}" if frames.document is None else f"{frames.path}: array {array.name!r}:{place}"
+    frame_text = f" frame {job.number} (offset {job.entry.offset})" if len(array.frames) > 1 else ""
+    return (
+        f"{frames.path}:{frame_text}"
+        if frames.document is None
+        else f"{frames.path}: array {array.name!r}:{frame_text}"
+    )

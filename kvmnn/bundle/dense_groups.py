@@ -10,41 +10,41 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from .. import dense, dtypes
-from ..arrays.named_array import NamedArray, Piece
-from ..dtypes import Indices, Words
+from ..arrays.named_array import Chunk, LazyArray
+from ..dtypes import Elements, Indices
 from ..errors import KvmnnError
-from ..threads.helpers import Helpers, result_of
+from ..threads.helpers import InterruptibleExecutor, wait_for_result
 from ..threads.pool import resolve_threads
-from .dense_pieces import DensePlan, words_of
+from .dense_pieces import DensePlan, decode_elements
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 GROUP_BYTES = 32 << 20
 """Raw bytes that are encoded together; one piece of more is alone. Streams of a group are held until it is done."""
-_MOST_AT_WORK = 256 << 20
+_MAX_ACTIVE_BYTES = 256 << 20
 """Raw bytes of all groups in work, where there is more than one."""
-_LEAST_SHARED = 4
+_MIN_GROUPED_CHUNKS = 4
 """Fewer pieces are encoded one by one, so that two threads have work."""
-_PIECES, _MOST_GROUPS = 4, 16
+_CHUNKS_PER_GROUP, _MAX_PREFERRED_GROUPS = 4, 16
 """More become groups of four, and of more where there are more than 16 of them; an even number, for two threads."""
 
 
-class Groups(NamedTuple):
+class LayerGroups(NamedTuple):
     """How the pieces of arrays that become dense streams are encoded together.
 
     Parameters
     ----------
     sizes
         How many of the next pieces each group has.
-    largest
+    max_group_bytes
         Raw bytes of the largest group.
     """
 
     sizes: Sequence[int]
-    largest: int
+    max_group_bytes: int
 
-    def gathered(self, items: Iterable[T], is_dense: Callable[[T], bool]) -> Iterator[list[T]]:
+    def collect(self, items: Iterable[T], is_dense: Callable[[T], bool]) -> Iterator[list[T]]:
         """Items of pieces in order, those of a group together, those that become frames alone."""
         sizes = iter(self.sizes)
         group: list[T] = []
@@ -58,65 +58,69 @@ class Groups(NamedTuple):
                 group, size = [], 0
 
 
-def groups_of(arrays: Iterable[tuple[NamedArray, DensePlan | None]]) -> Groups:
+def plan_groups(arrays: Iterable[tuple[LazyArray, DensePlan | None]]) -> LayerGroups:
     """Pieces of the same tokens that lie one behind the other share groups, where there are four or more.
 
     The bytes of streams depend on the groups, and so they depend on nothing but the arrays.
     """
     sizes: list[int] = []
-    run: list[DensePlan] = []
+    pending: list[DensePlan] = []
     largest = 0
 
-    def end() -> None:
+    def close_group_run() -> None:
         nonlocal largest
-        for group in cut([each.nbytes for each in run]):
+        for group in split_into_groups([pending_plan.nbytes for pending_plan in pending]):
             sizes.append(len(group))
             largest = max(largest, sum(group))
-        run.clear()
+        pending.clear()
 
     for array, plan in arrays:
         if plan is None:
-            end()
+            close_group_run()
             continue
-        for _ in range(array.piece_count(plan.nbytes)):
-            if run and not _is_of_same_tokens(run, plan):
-                end()
-            run.append(plan)
-    end()
-    return Groups(sizes, largest)
+        for _ in range(array.count_chunks(plan.nbytes)):
+            if pending and not _has_same_tokens(pending, plan):
+                close_group_run()
+            pending.append(plan)
+    close_group_run()
+    return LayerGroups(sizes, largest)
 
 
-def _is_of_same_tokens(run: Sequence[DensePlan], plan: DensePlan) -> bool:
+def _has_same_tokens(pending: Sequence[DensePlan], plan: DensePlan) -> bool:
     """Whether rows of a piece are those of the same text as the pieces before it: what is not known is taken so."""
-    first, rotated = run[0], next((each for each in run if each.rotary), plan)
+    first_plan, rotary_plan = pending[0], next((pending_plan for pending_plan in pending if pending_plan.rotary), plan)
     return (
-        (first.dtype, first.tokens, first.is_batch, plan.is_batch) == (plan.dtype, plan.tokens, False, False)
-        and all(plan.layer is None or (each.layer, each.part) != (plan.layer, plan.part) for each in run)
-        and (not plan.rotary or _is_same(rotated.positions, plan.positions))
-        and _is_same(first.token_ids, plan.token_ids)
+        (first_plan.dtype, first_plan.tokens, first_plan.is_batch, plan.is_batch)
+        == (plan.dtype, plan.tokens, False, False)
+        and all(
+            plan.layer is None or (pending_plan.layer, pending_plan.part) != (plan.layer, plan.part)
+            for pending_plan in pending
+        )
+        and (not plan.rotary or _is_equal_or_none(rotary_plan.positions, plan.positions))
+        and _is_equal_or_none(first_plan.token_ids, plan.token_ids)
     )
 
 
-def _is_same(one: Indices | None, other: Indices | None) -> bool:
-    return one is other or (one is not None and other is not None and np.array_equal(one, other))
+def _is_equal_or_none(left: Indices | None, right: Indices | None) -> bool:
+    return left is right or (left is not None and right is not None and np.array_equal(left, right))
 
 
-def cut(nbytes: Sequence[int]) -> list[list[int]]:
+def split_into_groups(nbytes: Sequence[int]) -> list[list[int]]:
     """Pieces of a run, by their bytes, in groups of nearly equal bytes."""
-    total, count = sum(nbytes), len(nbytes)
-    if count < _LEAST_SHARED:
-        return [[each] for each in nbytes]
-    groups = max(2, min(_MOST_GROUPS, count // _PIECES))
-    groups = max(groups + groups % 2, -(-total // GROUP_BYTES))
-    found: dict[int, list[int]] = {}
-    before = 0
-    for each in nbytes:
-        found.setdefault((before + each // 2) * groups // total, []).append(each)
-        before += each
-    return list(found.values())
+    total, num_chunks = sum(nbytes), len(nbytes)
+    if num_chunks < _MIN_GROUPED_CHUNKS:
+        return [[num_bytes] for num_bytes in nbytes]
+    num_groups = max(2, min(_MAX_PREFERRED_GROUPS, num_chunks // _CHUNKS_PER_GROUP))
+    num_groups = max(num_groups + num_groups % 2, -(-total // GROUP_BYTES))
+    sizes_by_group: dict[int, list[int]] = {}
+    offset = 0
+    for num_bytes in nbytes:
+        sizes_by_group.setdefault((offset + num_bytes // 2) * num_groups // total, []).append(num_bytes)
+        offset += num_bytes
+    return list(sizes_by_group.values())
 
 
-def encode_group(pieces: Sequence[tuple[DensePlan, Piece]], *, verify: bool) -> list[bytes]:
+def encode_group(chunks: Sequence[tuple[DensePlan, Chunk]], *, verify: bool) -> list[bytes]:
     """The streams of a group, each of which decodes alone.
 
     Raises
@@ -124,48 +128,48 @@ def encode_group(pieces: Sequence[tuple[DensePlan, Piece]], *, verify: bool) -> 
     KvmnnError
         With `verify`, if a stream does not decode to its input, which would be a defect of kvmnn or of the machine.
     """
-    first = pieces[0][0]
+    first_plan = chunks[0][0]
     streams = dense.encode_many(
-        [_rows(plan, piece) for plan, piece in pieces],
-        dtype=first.dtype,
-        rotary=[plan.rotary for plan, _ in pieces],
-        positions=next((plan.positions for plan, _ in pieces if plan.rotary), None),
-        token_ids=first.token_ids,
+        [_to_head_major(plan, chunk) for plan, chunk in chunks],
+        dtype=first_plan.dtype,
+        rotary=[plan.rotary for plan, _ in chunks],
+        positions=next((plan.positions for plan, _ in chunks if plan.rotary), None),
+        token_ids=first_plan.token_ids,
         choose_rotation=True,
     )
-    for (plan, piece), made in zip(pieces, streams, strict=True) if verify else ():
-        if not np.array_equal(words_of(made, plan.axes), piece):
+    for (plan, chunk), stream in zip(chunks, streams, strict=True) if verify else ():
+        if not np.array_equal(decode_elements(stream, plan.axes), chunk):
             raise KvmnnError("a dense stream did not decode to its own input; nothing was written (please report this)")
     return streams
 
 
-def _rows(plan: DensePlan, piece: Piece) -> Words:
-    words = piece.view(dtypes.by_name(plan.dtype).numpy).reshape(plan.shape)
-    return words if plan.axes == "htd" else words.transpose(1, 0, 2)
+def _to_head_major(plan: DensePlan, chunk: Chunk) -> Elements:
+    elements = chunk.view(dtypes.parse_dtype(plan.dtype).numpy_dtype).reshape(plan.shape)
+    return elements if plan.axes == "htd" else elements.transpose(1, 0, 2)
 
 
-def at_once(largest: int, threads: int | None) -> int:
+def compute_num_workers(max_group_bytes: int, threads: int | None) -> int:
     """How many groups are in work at a time, where the largest has so many raw bytes; one thread does each."""
-    return max(1, min(resolve_threads(threads), _MOST_AT_WORK // max(1, largest)))
+    return max(1, min(resolve_threads(threads), _MAX_ACTIVE_BYTES // max(1, max_group_bytes)))
 
 
-def side_by_side(work: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[tuple[T, R]]:
+def map_in_order(work: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[tuple[T, R]]:
     """``(item, work(item))`` in the order of `items`; `workers` and one more of them are held.
 
     None runs on the caller's thread, so that an interrupt ends this at once.
     """
-    waiting: deque[tuple[T, Future[R]]] = deque()
-    ahead = workers if workers > 1 else 0
-    with Helpers(workers, "kvmnn-group") as helpers:
+    pending: deque[tuple[T, Future[R]]] = deque()
+    max_pending = workers if workers > 1 else 0
+    with InterruptibleExecutor(workers, "kvmnn-group") as helpers:
         for item in items:
-            waiting.append((item, helpers.submit(work, item)))
+            pending.append((item, helpers.submit(work, item)))
             del item  # or it would live on while the next one is taken
-            while len(waiting) > ahead:
-                yield _oldest(waiting)
-        while waiting:
-            yield _oldest(waiting)
+            while len(pending) > max_pending:
+                yield _pop_oldest_result(pending)
+        while pending:
+            yield _pop_oldest_result(pending)
 
 
-def _oldest(waiting: deque[tuple[T, Future[R]]]) -> tuple[T, R]:
-    item, future = waiting.popleft()
-    return item, result_of(future)
+def _pop_oldest_result(pending: deque[tuple[T, Future[R]]]) -> tuple[T, R]:
+    item, future = pending.popleft()
+    return item, wait_for_result(future)

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 
 from .. import dense, dtypes
-from ..arrays.held_tokens import held_tokens
-from ..arrays.layers import MOST_HEADS, place_of
-from ..arrays.named_array import NamedArray, Piece
+from ..arrays.held_tokens import read_token_positions
+from ..arrays.layers import MAX_KV_HEADS, locate_array
+from ..arrays.named_array import Chunk, LazyArray
 from ..arrays.source import FILE_KEY, Source
 from ..dtypes import Indices, Part, Positions
 from ..errors import FrameError, OptionError, SourceError
-from .kept_file import kept_file
+from .kept_file import parse_passthrough
 from .manifest import ArrayEntry, Axes, FrameEntry
 
-MOST_ROW_WORDS = 1 << 16
-MOST_TOKENS = 1 << 24
-MOST_BYTES = (1 << 32) - 1
+MAX_ROW_ELEMENTS = 1 << 16
+MAX_TOKENS = 1 << 24
+MAX_STREAM_BYTES = (1 << 32) - 1
 """What a dense stream can hold (docs/format-v2.md)."""
 
 
@@ -40,11 +40,11 @@ class DenseOptions:
         that the cache itself holds, if it does.
     """
 
-    rotary: dense.Rotary | None = None
-    layer_rotary: Mapping[int, dense.Rotary | None] = field(default_factory=dict)
+    rotary: dense.RopeConfig | None = None
+    layer_rotary: Mapping[int, dense.RopeConfig | None] = field(default_factory=dict)
     token_ids: Sequence[int] | Indices | None = None
 
-    def rotary_of(self, layer: int | None) -> dense.Rotary | None:
+    def get_rotary(self, layer: int | None) -> dense.RopeConfig | None:
         """Return how K of a layer was rotated; None asks for arrays with an axis of layers."""
         return self.rotary if layer is None else self.layer_rotary.get(layer, self.rotary)
 
@@ -74,7 +74,7 @@ class DensePlan:
     dtype: str
     part: Part
     layer: int | None
-    rotary: dense.Rotary | None = None
+    rotary: dense.RopeConfig | None = None
     positions: Positions | None = None
     token_ids: Indices | None = None
     is_batch: bool = False
@@ -87,7 +87,7 @@ class DensePlan:
     @property
     def nbytes(self) -> int:
         """Raw bytes of a stream."""
-        return math.prod(self.shape) * dtypes.by_name(self.dtype).itemsize
+        return math.prod(self.shape) * dtypes.parse_dtype(self.dtype).itemsize
 
 
 def plan_arrays(source: Source, options: DenseOptions) -> dict[str, DensePlan]:
@@ -99,32 +99,36 @@ def plan_arrays(source: Source, options: DenseOptions) -> dict[str, DensePlan]:
         When no array is K or V whose axes are known; when `options` are not for these arrays.
     """
     plans: dict[str, DensePlan] = {}
-    why = ""
+    reason = ""
     for array in source.arrays:
         try:
-            plans[array.name] = _plan(source, array, options)
+            plans[array.name] = _plan_array(source, array, options)
         except SourceError as error:
-            why = why or str(error)
-    if not plans and (kept := kept_file(source.metadata, "frames")) and kept.format.startswith("llama"):
+            reason = reason or str(error)
+    if (
+        not plans
+        and (passthrough := parse_passthrough(source.metadata, "frames"))
+        and passthrough.format.startswith("llama")
+    ):
         raise OptionError(
             "no array can be a dense stream: K and V of llama.cpp are where they are not quantised, in one stream, and "
             "--kv-heads or --model FILE.gguf says their heads"
         )
     if not plans:
-        raise OptionError(f"no array can be a dense stream: {why}")
+        raise OptionError(f"no array can be a dense stream: {reason}")
     if options.token_ids is not None and all(plan.token_ids is None for plan in plans.values()):
         raise OptionError(f"{len(options.token_ids)} token ids are fewer than the tokens of every layer")
     return plans
 
 
-def _plan(source: Source, array: NamedArray, options: DenseOptions) -> DensePlan:
+def _plan_array(source: Source, array: LazyArray, options: DenseOptions) -> DensePlan:
     """`SourceError` where the array is no K or V of layers, or none that a dense stream can hold."""
-    part, layer, start, token_major = place_of(array, source.token_major)
+    part, layer, start, token_major = locate_array(array, source.token_major)
     if FILE_KEY in source.metadata and array.name.rpartition(".")[2] in ("scales", "bits", "codes"):
         raise SourceError(f"array {array.name!r}: a field of quantised blocks is smaller as a frame")
     if array.element and array.itemsize == 1:
         raise SourceError(f"array {array.name!r}: codes of {array.element} are words of frames alone: leave dense out")
-    if array.itemsize != array.word_bytes or array.order != "C" or len(array.shape) not in (3, 4, 5):
+    if array.itemsize != array.coded_itemsize or array.order != "C" or len(array.shape) not in (3, 4, 5):
         raise SourceError(
             f"array {array.name!r} {list(array.shape)}: expected words [kv_head, token, head_dim] in C order, with "
             "layers or a batch in front (--axes says how arrays lie)"
@@ -132,7 +136,7 @@ def _plan(source: Source, array: NamedArray, options: DenseOptions) -> DensePlan
     heads, tokens, dim = array.shape[-3:]
     if token_major:
         heads, tokens = tokens, heads
-    if heads > MOST_HEADS >= tokens and not token_major:
+    if heads > MAX_KV_HEADS >= tokens and not token_major:
         raise SourceError(
             f"array {array.name!r} {list(array.shape)}: read as [kv_head, token, head_dim] it has {heads:,} heads: "
             "where tokens come first, --axes says so"
@@ -140,43 +144,45 @@ def _plan(source: Source, array: NamedArray, options: DenseOptions) -> DensePlan
     axes: Axes = "thd" if token_major else "htd"
     texts = math.prod(array.shape[:-3] if layer is not None else array.shape[1:-3])
     plan = DensePlan(axes=axes, shape=array.shape[-3:], dtype=array.dtype, part=part, layer=layer, is_batch=texts > 1)
-    if heads * dim > MOST_ROW_WORDS or tokens > MOST_TOKENS or plan.nbytes > MOST_BYTES:
+    if heads * dim > MAX_ROW_ELEMENTS or tokens > MAX_TOKENS or plan.nbytes > MAX_STREAM_BYTES:
         raise SourceError(
-            f"array {array.name!r} {list(array.shape)}: above what a dense stream holds: {MOST_ROW_WORDS:,} words a "
-            f"token, {MOST_TOKENS:,} tokens, 4 GiB"
+            f"array {array.name!r} {list(array.shape)}: above what a dense stream holds: {MAX_ROW_ELEMENTS:,} words a "
+            f"token, {MAX_TOKENS:,} tokens, 4 GiB"
         )
-    rotary = options.rotary_of(layer) if part == "key" else None
+    rotary = options.get_rotary(layer) if part == "key" else None
     if rotary and rotary.dims > dim:
         raise OptionError(f"array {array.name!r} has {dim} words a head: {rotary.dims} of them cannot be rotated")
-    known = _positions(source, layer, tokens)
-    positions = np.arange(start, start + tokens) if known is None else known
-    ids = _token_ids(source, options)
+    known_positions = _find_positions(source, layer, tokens)
+    positions = np.arange(start, start + tokens) if known_positions is None else known_positions
+    token_ids = _find_token_ids(source, options)
     return replace(
         plan,
         rotary=rotary,
-        positions=known if rotary else None,
-        token_ids=ids[positions] if ids is not None and positions.max() < len(ids) else None,
+        positions=known_positions if rotary else None,
+        token_ids=token_ids[positions] if token_ids is not None and positions.max() < len(token_ids) else None,
     )
 
 
-def _positions(source: Source, layer: int | None, tokens: int) -> Positions | None:
+def _find_positions(source: Source, layer: int | None, tokens: int) -> Positions | None:
     """Where the tokens of a layer stand in their text, as far as the source says it."""
-    for each in source.cache.layers if source.cache else ():
-        if each.layer == layer and each.tokens == tokens:
-            return np.concatenate([np.arange(begin, begin + size) for begin, size in each.positions])
-    found = held_tokens(source).get(layer) if layer is not None and source.engine_cache else None
-    if found is None:
-        found = source.engine_cache.positions if source.engine_cache else None
-    return found if found is not None and found.shape == (tokens,) and found.min(initial=0) >= 0 else None
+    for layer_info in source.cache.layers if source.cache else ():
+        if layer_info.layer == layer and layer_info.tokens == tokens:
+            return np.concatenate([np.arange(begin, begin + size) for begin, size in layer_info.positions])
+    positions = read_token_positions(source).get(layer) if layer is not None and source.engine_cache else None
+    if positions is None:
+        positions = source.engine_cache.positions if source.engine_cache else None
+    return (
+        positions if positions is not None and positions.shape == (tokens,) and positions.min(initial=0) >= 0 else None
+    )
 
 
-def _token_ids(source: Source, options: DenseOptions) -> Indices | None:
+def _find_token_ids(source: Source, options: DenseOptions) -> Indices | None:
     if options.token_ids is not None:
         return np.asarray(options.token_ids, np.int64)
     return source.engine_cache.token_ids if source.engine_cache else None
 
 
-def inspect_stream(stored: Piece, array: ArrayEntry, entry: FrameEntry) -> dense.DenseInfo:
+def inspect_stream(data: Chunk, array: ArrayEntry, entry: FrameEntry) -> dense.DenseInfo:
     """What a dense stream says of itself.
 
     Raises
@@ -184,12 +190,17 @@ def inspect_stream(stored: Piece, array: ArrayEntry, entry: FrameEntry) -> dense
     FrameError
         When it is none, or not what the manifest says: the type and the size of its words, and how they lie.
     """
-    info = dense.inspect(stored)
+    info = dense.inspect(data)
     if info.raw_bytes != entry.raw_bytes:
         raise FrameError(f"holds {info.raw_bytes} bytes, the manifest says {entry.raw_bytes}")
     heads, tokens, dim = info.kv_heads, info.tokens, info.head_dim
-    lying = (heads, tokens, dim) if entry.axes == "htd" else (tokens, heads, dim)
-    if (info.dtype, lying, "C", array.itemsize) != (array.dtype, array.shape[-3:], array.order, array.word_bytes):
+    stored_shape = (heads, tokens, dim) if entry.axes == "htd" else (tokens, heads, dim)
+    if (info.dtype, stored_shape, "C", array.itemsize) != (
+        array.dtype,
+        array.shape[-3:],
+        array.order,
+        array.coded_itemsize,
+    ):
         raise FrameError(
             f"holds {info.dtype} [kv_head {heads}, token {tokens}, head_dim {dim}], which does not fit the manifest's "
             f"{array.dtype} {list(array.shape)} with axes {entry.axes}"
@@ -199,15 +210,15 @@ def inspect_stream(stored: Piece, array: ArrayEntry, entry: FrameEntry) -> dense
     return info
 
 
-def decode_stream(stored: Piece, array: ArrayEntry, entry: FrameEntry) -> Piece:
+def decode_stream(data: Chunk, array: ArrayEntry, entry: FrameEntry) -> Chunk:
     """The raw bytes of a dense stream, in the array's memory order; errors as `inspect_stream`, and of its words."""
-    inspect_stream(stored, array, entry)
+    inspect_stream(data, array, entry)
     assert entry.axes is not None
-    return words_of(stored, entry.axes)
+    return decode_elements(data, entry.axes)
 
 
-def words_of(stream: Any, axes: Axes) -> Piece:
+def decode_elements(stream: Any, axes: Axes) -> Chunk:
     """The raw bytes of a stream as `axes` lie; errors as `kvmnn.dense.decode`."""
     rows = dense.decode(stream)
-    lying = rows if axes == "htd" else rows.transpose(1, 0, 2)
-    return np.ascontiguousarray(lying).reshape(-1).view(np.uint8)
+    ordered_rows = rows if axes == "htd" else rows.transpose(1, 0, 2)
+    return np.ascontiguousarray(ordered_rows).reshape(-1).view(np.uint8)

@@ -10,35 +10,35 @@ from itertools import groupby
 from typing import NamedTuple
 
 from .. import dtypes
-from ..arrays.named_array import NamedArray, Piece
-from ..arrays.names import part_of
+from ..arrays.named_array import Chunk, LazyArray
+from ..arrays.names import parse_part
 from ..dtypes import PARTS
 from ..errors import KvmnnError, OptionError
-from ..files.names import file_names
+from ..files.names import make_file_names
 from ..files.output import DirectoryOutput, FileOutput, StagedFile
-from ..frames import CODECS, CodecOptions, matches, predictors, zstd
+from ..frames import CODECS, CodecOptions, predictors, verify_roundtrip, zstd
 from ..frames.encoding import encode_for_file
 from ..threads import pool
-from ..threads.digest import Digester
-from ..threads.helpers import is_given_up
-from ..threads.pipeline import IN_FLIGHT, Progress, ordered
+from ..threads.digest import BackgroundHasher
+from ..threads.helpers import is_cancelled
+from ..threads.pipeline import MAX_IN_FLIGHT_BYTES, Progress, ordered_map
 from . import manifest
-from .dense_groups import at_once, encode_group, groups_of, side_by_side
+from .dense_groups import compute_num_workers, encode_group, map_in_order, plan_groups
 from .dense_pieces import DenseOptions, DensePlan
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
-from .no_gain import blocks_of, keep_raw
-from .rereading import read_back
+from .no_gain import pair_kv_blocks, store_incompressible_raw
+from .rereading import verify_written
 
-FRAME_BYTES = 16 << 20
+DEFAULT_FRAME_BYTES = 16 << 20
 """Raw bytes above which an array is cut into several frames, where nothing else is said: two are made side by side."""
-STREAM_BYTES = 64 << 20
+DEFAULT_STREAM_FRAME_BYTES = 64 << 20
 """The same for streams and devices, which are to carry one frame."""
 MIN_FRAME_BYTES = 4
 
 NO_PLANS: Mapping[str, DensePlan] = {}
 """Where no array becomes dense streams."""
 
-_SCRATCH = 140 << 20
+_MAX_SCRATCH_BYTES = 140 << 20
 """Bytes of working memory for the pieces in flight, which keep the tool under 300 MiB on any number of processors."""
 
 
@@ -85,24 +85,34 @@ class EncodeOptions(CodecOptions):
             raise KvmnnError(f"frame_bytes is {self.frame_bytes}: expected 0 (never cut) or at least {MIN_FRAME_BYTES}")
         if self.block and self.allow_raw:
             raise OptionError("--block and --allow-raw: an array is judged with its partner or by itself")
-        for chosen in self.used_predictors:
-            replace(CodecOptions(), predictors=chosen).check()
+        for predictor_set in self.predictor_sets:
+            replace(CodecOptions(), predictors=predictor_set).check()
         self.check()
 
     @property
-    def used_predictors(self) -> list[str | tuple[str, ...] | None]:
+    def predictor_sets(self) -> list[str | tuple[str, ...] | None]:
         """The sets that arrays may be encoded with."""
         if self.predictors_k is None and self.predictors_v is None:
             return [self.predictors]
-        return [self.predictors if chosen is None else chosen for chosen in (self.predictors_k, self.predictors_v)]
+        return [
+            self.predictors if predictor_set is None else predictor_set
+            for predictor_set in (self.predictors_k, self.predictors_v)
+        ]
 
     @property
-    def says_of_frames(self) -> bool:
+    def has_frame_options(self) -> bool:
         """Whether anything is said of frames: their effort, predictors or codecs. Dense streams know none of these."""
-        said = (self.effort, self.codecs, self.hi_predictors, self.predictors, self.predictors_k, self.predictors_v)
-        return said != (CodecOptions.effort, CODECS, None, None, None, None)
+        frame_options = (
+            self.effort,
+            self.codecs,
+            self.hi_predictors,
+            self.predictors,
+            self.predictors_k,
+            self.predictors_v,
+        )
+        return frame_options != (CodecOptions.effort, CODECS, None, None, None, None)
 
-    def for_array(self, name: str) -> EncodeOptions:
+    def resolve_for_array(self, name: str) -> EncodeOptions:
         """The options for one array, with predictors for K or V as its name says.
 
         Raises
@@ -112,17 +122,19 @@ class EncodeOptions(CodecOptions):
         """
         if self.predictors_k is None and self.predictors_v is None:
             return self
-        part, _ = part_of("--predictors-k, --predictors-v", name)
-        chosen = self.used_predictors[PARTS.index(part)]
-        return replace(self, predictors=chosen, predictors_k=None, predictors_v=None)
+        part, _ = parse_part("--predictors-k, --predictors-v", name)
+        predictor_set = self.predictor_sets[PARTS.index(part)]
+        return replace(self, predictors=predictor_set, predictors_k=None, predictors_v=None)
 
-    def judged(self, arrays: Sequence[NamedArray]) -> list[tuple[int, ...]]:
-        """Indices of the arrays that are stored raw together where their frames do not gain; errors as `blocks_of`."""
+    def list_raw_candidates(self, arrays: Sequence[LazyArray]) -> list[tuple[int, ...]]:
+        """Indices of the arrays that are stored raw together where their frames do not gain; errors as
+        `pair_kv_blocks`.
+        """
         if self.block:
-            return blocks_of(arrays)
+            return pair_kv_blocks(arrays)
         return [(index,) for index in range(len(arrays))] if self.allow_raw else []
 
-    def check_has_manifest(self) -> None:
+    def require_manifest(self) -> None:
         """`OptionError` where words might be stored raw and there is no manifest that says so."""
         if self.block or self.allow_raw:
             raise OptionError(
@@ -130,16 +142,16 @@ class EncodeOptions(CodecOptions):
                 "a directory (-o DIR/)"
             )
 
-    def for_stream(self) -> EncodeOptions:
+    def resolve_for_stream(self) -> EncodeOptions:
         """The options where the frames go to a stream or device."""
-        return replace(self, frame_bytes=STREAM_BYTES) if self.frame_bytes is None else self
+        return replace(self, frame_bytes=DEFAULT_STREAM_FRAME_BYTES) if self.frame_bytes is None else self
 
     @property
-    def cut_above(self) -> int:
+    def max_frame_bytes(self) -> int:
         """Raw bytes above which an array is cut; 0: never."""
-        return FRAME_BYTES if self.frame_bytes is None else self.frame_bytes
+        return DEFAULT_FRAME_BYTES if self.frame_bytes is None else self.frame_bytes
 
-    def encode(self, piece: Piece, dtype: str, threads: int | None, progress: Progress | None = None) -> bytes:
+    def encode_chunk(self, chunk: Chunk, dtype: str, threads: int | None, progress: Progress | None = None) -> bytes:
         """The frame of one piece, proved if `verify` says so; `progress` as for `kvmnn.encode`.
 
         Raises
@@ -150,14 +162,14 @@ class EncodeOptions(CodecOptions):
         options = CodecOptions(
             predictors=self.predictors, hi_predictors=self.hi_predictors, codecs=self.codecs, effort=self.effort
         )
-        made = encode_for_file(piece, dtype, options, threads, progress)
-        if self.verify and not matches(made, piece, dtype=dtype, codecs=self.codecs, threads=threads):
+        frame = encode_for_file(chunk, dtype, options, threads, progress)
+        if self.verify and not verify_roundtrip(frame, chunk, dtype=dtype, codecs=self.codecs, threads=threads):
             raise KvmnnError("a frame did not decode to its own input; nothing was written (please report this)")
-        return made
+        return frame
 
 
 def encode_to_file(
-    arrays: Sequence[NamedArray],
+    arrays: Sequence[LazyArray],
     output: FileOutput,
     options: EncodeOptions,
     *,
@@ -172,30 +184,30 @@ def encode_to_file(
     if len(arrays) != 1:
         raise KvmnnError(f"a frame file holds one array, not {len(arrays)}: encode into a directory")
     if not output.is_device:
-        output.check_beside(manifest.SIDE_SUFFIX)
+        output.check_sidecar(manifest.SIDECAR_SUFFIX)
     else:
-        options.check_has_manifest()
-        options = options.for_stream()
+        options.require_manifest()
+        options = options.resolve_for_stream()
 
-    def write(index: int, made: bytes) -> str:
-        output.file.write(made)
+    def write(index: int, frame: bytes) -> str:
+        output.file.write(frame)
         return output.target.name
 
     def rewrite(index: int) -> StagedFile:
         output.file.rewrite()
         return output.file
 
-    document = _document(_encode(arrays, options, plans, write, progress, rewrite), options, metadata)
+    document = _build_manifest(_encode_arrays(arrays, options, plans, write, progress, rewrite), options, metadata)
     if not output.is_device:
-        index = output.beside(manifest.SIDE_SUFFIX)
-        index.write(manifest.to_json(document))
+        index = output.open_sidecar(manifest.SIDECAR_SUFFIX)
+        index.write(manifest.dump_manifest(document))
         if options.verify:
-            read_back(document, index, {output.target.name: output.file}, options.threads)
+            verify_written(document, index, {output.target.name: output.file}, options.threads)
     return document
 
 
 def encode_to_directory(
-    arrays: Sequence[NamedArray],
+    arrays: Sequence[LazyArray],
     output: DirectoryOutput,
     options: EncodeOptions,
     *,
@@ -204,62 +216,62 @@ def encode_to_directory(
     progress: Progress | None = None,
 ) -> Manifest:
     """Write one frame file for each array, and ``manifest.json``. The caller commits `output`."""
-    names = file_names([array.name for array in arrays], FRAME_SUFFIX)
-    output.check_names([*names, manifest.FILE_NAME])
+    names = make_file_names([array.name for array in arrays], FRAME_SUFFIX)
+    output.check_names([*names, manifest.MANIFEST_NAME])
     files: dict[int, StagedFile] = {}
 
-    def write(index: int, made: bytes) -> str:
+    def write(index: int, frame: bytes) -> str:
         if index not in files:
-            files[index] = output.file(names[index])
-        files[index].write(made)
+            files[index] = output.open_file(names[index])
+        files[index].write(frame)
         return names[index]
 
     def rewrite(index: int) -> StagedFile:
         files[index].rewrite()
         return files[index]
 
-    document = _document(_encode(arrays, options, plans, write, progress, rewrite), options, metadata)
-    index = output.file(manifest.FILE_NAME)
-    index.write(manifest.to_json(document))
+    document = _build_manifest(_encode_arrays(arrays, options, plans, write, progress, rewrite), options, metadata)
+    index = output.open_file(manifest.MANIFEST_NAME)
+    index.write(manifest.dump_manifest(document))
     if options.verify:
-        read_back(document, index, {names[number]: file for number, file in files.items()}, options.threads)
+        verify_written(document, index, {names[number]: file for number, file in files.items()}, options.threads)
     return document
 
 
 def encode_to_memory(
-    array: NamedArray,
+    array: LazyArray,
     options: EncodeOptions,
     progress: Progress | None = None,
     plans: Mapping[str, DensePlan] = NO_PLANS,
 ) -> tuple[bytes, Manifest]:
     """An array's frames, back to back, and their manifest, which names no file."""
-    options.check_has_manifest()
+    options.require_manifest()
     frames: list[bytes] = []
 
-    def keep(index: int, made: bytes) -> str:
-        frames.append(made)
+    def collect_frame(index: int, frame: bytes) -> str:
+        frames.append(frame)
         return ""
 
-    entries = _encode([array], options, plans, keep, progress)
-    return b"".join(frames), _document(entries, options, None)
+    entries = _encode_arrays([array], options, plans, collect_frame, progress)
+    return b"".join(frames), _build_manifest(entries, options, None)
 
 
-class _Job(NamedTuple):
+class _EncodeJob(NamedTuple):
     array_index: int
-    piece: Piece
+    chunk: Chunk
 
 
-class _Made(NamedTuple):
+class _EncodedChunk(NamedTuple):
     frame: bytes
     sha256: str
 
     @classmethod
-    def of(cls, frame: bytes) -> _Made:
+    def from_frame(cls, frame: bytes) -> _EncodedChunk:
         return cls(frame, hashlib.sha256(frame).hexdigest())
 
 
-def _encode(
-    arrays: Sequence[NamedArray],
+def _encode_arrays(
+    arrays: Sequence[LazyArray],
     options: EncodeOptions,
     plans: Mapping[str, DensePlan],
     write: Callable[[int, bytes], str],
@@ -271,63 +283,70 @@ def _encode(
     `rewrite(array index)` gives that file emptied, for the words of an array that is stored raw.
     """
 
-    def make(job: _Job, threads: int | None) -> _Made:
+    def encode_job(job: _EncodeJob, threads: int | None) -> _EncodedChunk:
         dtype = arrays[job.array_index].dtype
-        allowed = threads if options.threads else _affordable(threads, job.piece.size, dtype)
-        return _Made.of(chosen[job.array_index].encode(job.piece, dtype, allowed, step))
+        num_threads = threads if options.threads else _limit_threads(threads, job.chunk.size, dtype)
+        return _EncodedChunk.from_frame(
+            array_options[job.array_index].encode_chunk(job.chunk, dtype, num_threads, report_progress)
+        )
 
-    def make_group(group: list[_Job]) -> list[_Made]:
-        pieces = [(plan, job.piece) for job in group if (plan := planned[job.array_index])]
-        streams = encode_group(pieces, verify=options.verify)
-        step(sum(piece.size for _, piece in pieces))
-        return [_Made.of(stream) for stream in streams]
+    def encode_job_group(group: list[_EncodeJob]) -> list[_EncodedChunk]:
+        chunks = [(plan, job.chunk) for job in group if (plan := array_plans[job.array_index])]
+        streams = encode_group(chunks, verify=options.verify)
+        report_progress(sum(chunk.size for _, chunk in chunks))
+        return [_EncodedChunk.from_frame(stream) for stream in streams]
 
-    def is_dense(job: _Job) -> bool:
-        return planned[job.array_index] is not None
+    def is_dense(job: _EncodeJob) -> bool:
+        return array_plans[job.array_index] is not None
 
-    def step(done: int) -> None:
+    def report_progress(num_bytes: int) -> None:
         with lock:  # pieces are encoded side by side
-            if progress and not is_given_up():
-                progress(done)
+            if progress and not is_cancelled():
+                progress(num_bytes)
 
-    def done() -> Iterator[tuple[_Job, _Made]]:
-        """All jobs in order: frames as `ordered` has it, groups of dense streams a thread each."""
-        workers = at_once(groups.largest, options.threads)
-        for dense, run in groupby(groups.gathered(jobs, is_dense), lambda group: is_dense(group[0])):
-            if dense:
-                for group, streams in side_by_side(make_group, run, workers):
+    def iter_encoded() -> Iterator[tuple[_EncodeJob, _EncodedChunk]]:
+        """All jobs in order: frames as `ordered_map` has it, groups of dense streams a thread each."""
+        workers = compute_num_workers(groups.max_group_bytes, options.threads)
+        for is_dense_run, group_run in groupby(groups.collect(jobs, is_dense), lambda group: is_dense(group[0])):
+            if is_dense_run:
+                for group, streams in map_in_order(encode_job_group, group_run, workers):
                     yield from zip(group, streams, strict=True)
                     group.clear()  # `groupby` holds on to it
                     del streams
             else:
-                yield from ordered(make, (job.pop() for job in run), lambda job: job.piece.size, options.threads)
+                yield from ordered_map(
+                    encode_job, (job.pop() for job in group_run), lambda job: job.chunk.size, options.threads
+                )
 
     lock = threading.Lock()
-    judged = options.judged(arrays) if rewrite else []
-    planned = [plans.get(array.name) for array in arrays]
-    chosen = [options if plan else options.for_array(array.name) for array, plan in zip(arrays, planned, strict=True)]
+    raw_candidates = options.list_raw_candidates(arrays) if rewrite else []
+    array_plans = [plans.get(array.name) for array in arrays]
+    array_options = [
+        options if plan else options.resolve_for_array(array.name)
+        for array, plan in zip(arrays, array_plans, strict=True)
+    ]
     hashes = [hashlib.sha256() for _ in arrays]
     frames: list[list[FrameEntry]] = [[] for _ in arrays]
-    limits = [plan.nbytes if plan else options.cut_above for plan in planned]
-    groups = groups_of(zip(arrays, planned, strict=True))
-    jobs = _jobs(arrays, limits, hashes)
-    for job, made in done():
-        file = write(job.array_index, made.frame)
-        before, plan = frames[job.array_index], planned[job.array_index]
+    max_chunk_bytes = [plan.nbytes if plan else options.max_frame_bytes for plan in array_plans]
+    groups = plan_groups(zip(arrays, array_plans, strict=True))
+    jobs = _iter_encode_jobs(arrays, max_chunk_bytes, hashes)
+    for job, encoded in iter_encoded():
+        file = write(job.array_index, encoded.frame)
+        earlier_frames, plan = frames[job.array_index], array_plans[job.array_index]
         frames[job.array_index].append(
             FrameEntry(
                 file=file,
-                offset=before[-1].offset + before[-1].bytes if before else 0,
-                bytes=len(made.frame),
-                raw_bytes=job.piece.size,
-                sha256=made.sha256,
+                offset=earlier_frames[-1].offset + earlier_frames[-1].bytes if earlier_frames else 0,
+                bytes=len(encoded.frame),
+                raw_bytes=job.chunk.size,
+                sha256=encoded.sha256,
                 stored="dense" if plan else "frame",
                 axes=plan.axes if plan else None,
                 rope=str(plan.rotary) if plan and plan.rotary else None,
             )
         )
-        del job, made  # or they would live on while the next piece is encoded
-    made_entries = [
+        del job, encoded  # or they would live on while the next piece is encoded
+    array_entries = [
         ArrayEntry(
             name=array.name,
             dtype=array.dtype,
@@ -335,48 +354,62 @@ def _encode(
             array_dtype=array.array_dtype,
             order=array.order,
             element=array.element if array.itemsize == 1 else "",
-            sha256=sha.hexdigest(),
+            sha256=digest.hexdigest(),
             frames=tuple(entries),
         )
-        for array, sha, entries in zip(arrays, hashes, frames, strict=True)
+        for array, digest, entries in zip(arrays, hashes, frames, strict=True)
     ]
-    return keep_raw(arrays, made_entries, judged, options.cut_above, rewrite) if rewrite else made_entries
+    return (
+        store_incompressible_raw(arrays, array_entries, raw_candidates, options.max_frame_bytes, rewrite)
+        if rewrite
+        else array_entries
+    )
 
 
-def _affordable(threads: int | None, nbytes: int, dtype: str) -> int:
-    """Threads for one of the pieces in flight: each works on a stream and its payload, and all stay in `_SCRATCH`."""
-    stream, pieces = nbytes // dtypes.by_name(dtype).itemsize, max(1, IN_FLIGHT // nbytes)
-    return max(1, min(threads or pool.cpu_count(), _SCRATCH // (pieces * 2 * stream + 1)))
+def _limit_threads(threads: int | None, nbytes: int, dtype: str) -> int:
+    """Threads for one of the pieces in flight: each works on a stream and its payload, and all stay in
+    `_MAX_SCRATCH_BYTES`.
+    """
+    stream_bytes, num_chunks = nbytes // dtypes.parse_dtype(dtype).itemsize, max(1, MAX_IN_FLIGHT_BYTES // nbytes)
+    return max(1, min(threads or pool.cpu_count(), _MAX_SCRATCH_BYTES // (num_chunks * 2 * stream_bytes + 1)))
 
 
-def _jobs(arrays: Sequence[NamedArray], limits: Sequence[int], hashes: Sequence[hashlib._Hash]) -> Iterator[_Job]:
+def _iter_encode_jobs(
+    arrays: Sequence[LazyArray], max_chunk_bytes: Sequence[int], hashes: Sequence[hashlib._Hash]
+) -> Iterator[_EncodeJob]:
     """All pieces of all arrays, of at most so many bytes; each is hashed while it is being encoded."""
-    with Digester() as digester:
-        for index, (array, limit) in enumerate(zip(arrays, limits, strict=True)):
-            for piece in array.pieces(limit):
-                digester.update(hashes[index], piece)
-                yield _Job(index, piece)
+    with BackgroundHasher() as digester:
+        for index, (array, max_bytes) in enumerate(zip(arrays, max_chunk_bytes, strict=True)):
+            for chunk in array.iter_chunks(max_bytes):
+                digester.update(hashes[index], chunk)
+                yield _EncodeJob(index, chunk)
                 digester.wait()
-                del piece  # or an inflated piece would live on while the next is inflated
+                del chunk  # or an inflated piece would live on while the next is inflated
 
 
-def _document(entries: list[ArrayEntry], options: EncodeOptions, metadata: dict[str, str] | None) -> Manifest:
-    from ..version import version
+def _build_manifest(entries: list[ArrayEntry], options: EncodeOptions, metadata: dict[str, str] | None) -> Manifest:
+    from ..version import get_version
 
-    def names(*sets: str | tuple[str, ...] | None) -> tuple[str, ...]:
-        known = frozenset[str]().union(*(predictors.resolve(chosen) for chosen in sets))
-        return tuple(name for name in predictors.NAMES if name in known)
+    def resolve_predictor_names(*predictor_sets: str | tuple[str, ...] | None) -> tuple[str, ...]:
+        predictor_names = frozenset[str]().union(
+            *(predictors.resolve_predictors(predictor_set) for predictor_set in predictor_sets)
+        )
+        return tuple(name for name in predictors.PREDICTORS if name in predictor_names)
 
-    used = options.says_of_frames or any(not frame.is_dense for array in entries for frame in array.frames)
-    hi = options.hi_predictors
+    has_frame_settings = options.has_frame_options or any(
+        not frame.is_dense for array in entries for frame in array.frames
+    )
+    hi_predictors = options.hi_predictors
     return Manifest(
-        kvmnn_version=version(),
-        zstd_version=zstd.version(),
-        zstd_byte_exact=zstd.byte_exact(),
-        effort=options.effort if used else None,
-        codecs=options.codecs if used else (),
-        predictors=names(*options.used_predictors) if used else (),
-        hi_predictors=names(hi) if used and hi is not None else None,
+        kvmnn_version=get_version(),
+        zstd_version=zstd.get_version(),
+        zstd_byte_exact=zstd.is_byte_exact(),
+        effort=options.effort if has_frame_settings else None,
+        codecs=options.codecs if has_frame_settings else (),
+        predictors=resolve_predictor_names(*options.predictor_sets) if has_frame_settings else (),
+        hi_predictors=resolve_predictor_names(hi_predictors)
+        if has_frame_settings and hi_predictors is not None
+        else None,
         arrays=tuple(entries),
         metadata=metadata or {},
     )

@@ -9,22 +9,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import dtypes
-from ..arrays.named_array import Piece
-from ..arrays.source import PACKED_FILES_KEY, described_by
-from ..arrays.valid_names import name_of_file
+from ..arrays.named_array import Chunk
+from ..arrays.source import PACKED_FILES_KEY, parse_cache_info
+from ..arrays.valid_names import array_name_from_path
 from ..dense import inspect
 from ..errors import FrameError, LimitError, ManifestError, OptionError
-from ..files.identity import identity
+from ..files.identity import file_id
 from ..files.mapped import STDIN, MappedFile
 from ..frames import CODECS
-from ..frames.sequence import split
+from ..frames.sequence import split_frames
 from ..packed.cache_info import CacheInfo
-from ..text import count
+from ..text import pluralize
 from . import manifest, manifest_reading
 from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
-from .packed_record import PackedRecord, packed_record
+from .packed_record import PackedRecord, parse_packed_record
 
-_DENSE = b"KVMD"
+_DENSE_MAGIC = b"KVMD"
 """How every dense stream begins; no frame does, as its second stream header would not agree with its words."""
 
 
@@ -66,11 +66,11 @@ class FrameSet:
         What the frames hold.
     document
         The manifest, or None for a file of frames without one.
-    current
+    open_file
         The file of frames that is open already, where one is.
-    index
+    manifest_path
         The file of the manifest.
-    ends
+    file_ends
         Where the last frame of each file ends; None finds it out.
     is_assumed_fp16
         Whether frames of two-byte words are taken as fp16 because neither they nor the caller tell it from bf16.
@@ -81,19 +81,19 @@ class FrameSet:
         path: str,
         arrays: Sequence[ArrayEntry],
         document: Manifest | None,
-        current: FrameFile | None = None,
-        index: Path | None = None,
-        ends: dict[str, int] | None = None,
+        open_file: FrameFile | None = None,
+        manifest_path: Path | None = None,
+        file_ends: dict[str, int] | None = None,
         *,
         is_assumed_fp16: bool = False,
     ) -> None:
         self.path = path
         self._is_assumed_fp16 = is_assumed_fp16
-        self._index = index
+        self._manifest_path = manifest_path
         self.arrays = tuple(arrays)
         self.document = document
-        self._current = current
-        self._ends = _ends(document) if ends is None else ends
+        self._open_file = open_file
+        self._file_ends = _find_file_ends(document) if file_ends is None else file_ends
         self._root = Path(path if os.path.isdir(path) else os.path.dirname(path) or ".")
 
     @property
@@ -107,19 +107,19 @@ class FrameSet:
         return sum(array.stored_bytes for array in self.arrays)
 
     @property
-    def piece_count(self) -> int:
+    def num_chunks(self) -> int:
         """Frames, dense streams and pieces stored raw of all arrays."""
         return sum(len(array.frames) for array in self.arrays)
 
     @property
-    def unknown(self) -> str:
+    def unknown_properties(self) -> str:
         """What frames without a manifest do not tell, for people; empty for all others."""
         if self.document is not None:
             return ""
         lines = []
-        if self.piece_count > 1:
-            frames = count(self.piece_count, "frame")
-            lines.append(f"{frames} one after another: shape and names are unknown")
+        if self.num_chunks > 1:
+            frame_count_text = pluralize(self.num_chunks, "frame")
+            lines.append(f"{frame_count_text} one after another: shape and names are unknown")
         if self._is_assumed_fp16:
             lines.append("fp16 is assumed, bf16 frames look the same (--dtype)")
         return "; ".join(lines)
@@ -133,15 +133,17 @@ class FrameSet:
         ManifestError
             When the description is malformed.
         """
-        return described_by(self.document.metadata, self.path) if self.document else None
+        return parse_cache_info(self.document.metadata, self.path) if self.document else None
 
     @property
     def files(self) -> list[str]:
         """Every file that is read, that of the manifest as well."""
         names = {entry.file for array in self.arrays for entry in array.frames}
-        opened = self._current
-        frames = [opened.file.path if opened and opened.name == name else str(self._root / name) for name in names]
-        return frames if self._index is None else [str(self._index), *frames]
+        open_file = self._open_file
+        frame_paths = [
+            open_file.file.path if open_file and open_file.name == name else str(self._root / name) for name in names
+        ]
+        return frame_paths if self._manifest_path is None else [str(self._manifest_path), *frame_paths]
 
     @property
     def packed_record(self) -> PackedRecord | None:
@@ -152,30 +154,34 @@ class FrameSet:
         ManifestError
             When it is malformed, or names arrays that are not there.
         """
-        record = packed_record(self.document.metadata, self.path) if self.document else None
-        lost = record.rooms - {array.name for array in self.document.arrays} if record and self.document else ()
-        if lost:
-            raise ManifestError(f"{self.path}: metadata {PACKED_FILES_KEY!r}: there is no array {min(lost)!r:.200}")
+        record = parse_packed_record(self.document.metadata, self.path) if self.document else None
+        missing_names = (
+            record.unused_names - {array.name for array in self.document.arrays} if record and self.document else ()
+        )
+        if missing_names:
+            raise ManifestError(
+                f"{self.path}: metadata {PACKED_FILES_KEY!r}: there is no array {min(missing_names)!r:.200}"
+            )
         return record
 
-    def without_room(self) -> FrameSet:
+    def without_unused_arrays(self) -> FrameSet:
         """The same without arrays that hold no tokens, but what else packed files have."""
         record = self.packed_record
-        if record is None or not record.rooms:
+        if record is None or not record.unused_names:
             return self
-        arrays = [array for array in self.arrays if array.name not in record.rooms]
-        return FrameSet(self.path, arrays, self.document, self._current, self._index, self._ends)
+        arrays = [array for array in self.arrays if array.name not in record.unused_names]
+        return FrameSet(self.path, arrays, self.document, self._open_file, self._manifest_path, self._file_ends)
 
     def check_size(self, options: DecodeOptions) -> None:
         """`LimitError` for more raw bytes than `options` allow."""
         if options.max_bytes is not None and self.raw_bytes > options.max_bytes:
             raise LimitError(f"{self.path}: holds {self.raw_bytes} raw bytes, above the limit of {options.max_bytes}")
 
-    def only(self, array: ArrayEntry) -> FrameSet:
+    def select_array(self, array: ArrayEntry) -> FrameSet:
         """The frames of one of the arrays."""
-        return FrameSet(self.path, [array], self.document, self._current, self._index, self._ends)
+        return FrameSet(self.path, [array], self.document, self._open_file, self._manifest_path, self._file_ends)
 
-    def frame(self, entry: FrameEntry) -> Piece:
+    def read_frame(self, entry: FrameEntry) -> Chunk:
         """The bytes of a frame.
 
         Raises
@@ -183,34 +189,36 @@ class FrameSet:
         ManifestError
             When its file is missing, too short, longer than the manifest says, or outside the manifest's directory.
         """
-        file = self._file(entry.file)
+        file = self._get_file(entry.file)
         if entry.offset + entry.bytes > file.size:
             raise ManifestError(
                 f"{file.label}: has {file.size} bytes, but the manifest puts a frame of {entry.bytes} bytes at offset "
                 f"{entry.offset}"
             )
-        if (left := file.size - self._ends.get(entry.file, file.size)) > 0:
-            raise ManifestError(f"{file.label}: {count(left, 'byte')} behind the last frame that the manifest lists")
+        if (num_extra_bytes := file.size - self._file_ends.get(entry.file, file.size)) > 0:
+            raise ManifestError(
+                f"{file.label}: {pluralize(num_extra_bytes, 'byte')} behind the last frame that the manifest lists"
+            )
         return file.view(entry.offset, entry.bytes)
 
-    def _file(self, name: str) -> MappedFile:
+    def _get_file(self, name: str) -> MappedFile:
         """A file of frames; only the last one asked for stays mapped, as a bundle may have more than a process may."""
-        if self._current is None or self._current.name != name:
-            self._current = None
-            self._current = FrameFile(name, self._open(name))
-        return self._current.file
+        if self._open_file is None or self._open_file.name != name:
+            self._open_file = None
+            self._open_file = FrameFile(name, self._open_frame_file(name))
+        return self._open_file.file
 
-    def _open(self, name: str) -> MappedFile:
+    def _open_frame_file(self, name: str) -> MappedFile:
         path = self._root / name
         if not path.resolve().is_relative_to(self._root.resolve()):
             raise ManifestError(f"{self.path}: the frame file {name!r} leads out of the manifest's directory")
         if not path.is_file():
-            found = "no regular file" if path.exists() else "missing"
-            raise ManifestError(f"{self.path}: the frame file {name!r} is {found}")
+            problem = "no regular file" if path.exists() else "missing"
+            raise ManifestError(f"{self.path}: the frame file {name!r} is {problem}")
         return MappedFile(path)
 
 
-def _ends(document: Manifest | None) -> dict[str, int]:
+def _find_file_ends(document: Manifest | None) -> dict[str, int]:
     """Where the last frame of each file ends (bytes)."""
     ends: dict[str, int] = {}
     for entry in (entry for array in (document.arrays if document else ()) for entry in array.frames):
@@ -240,73 +248,75 @@ def open_frames(path: str | MappedFile, *, use_manifest: bool = True, options: D
     """
     options = options or DecodeOptions()
     if isinstance(path, MappedFile):
-        return _lone(path, options)
+        return _open_bare_file(path, options)
     if path == STDIN:
-        return _lone(MappedFile(path), options)
+        return _open_bare_file(MappedFile(path), options)
     if os.path.isdir(path):
-        index = Path(path, manifest.FILE_NAME)
-        if not index.exists():
-            raise ManifestError(f"{path}: has no {manifest.FILE_NAME}, so it is not a kvmnn bundle")
-        return _listed(path, index)
+        manifest_path = Path(path, manifest.MANIFEST_NAME)
+        if not manifest_path.exists():
+            raise ManifestError(f"{path}: has no {manifest.MANIFEST_NAME}, so it is not a kvmnn bundle")
+        return _open_manifest(path, manifest_path)
     if path.endswith(".json") and os.path.exists(path):
-        return _listed(path, Path(path))
+        return _open_manifest(path, Path(path))
     file = MappedFile(path)
-    side = Path(path + manifest.SIDE_SUFFIX)
-    if use_manifest and side.exists():
-        document = manifest_reading.load(side)
+    manifest_path_of_file = Path(path + manifest.SIDECAR_SUFFIX)
+    if use_manifest and manifest_path_of_file.exists():
+        document = manifest_reading.load_manifest(manifest_path_of_file)
         names = {entry.file for array in document.arrays for entry in array.frames}
         # A frame and its manifest may have been renamed together: the pair is what belongs together, not the name.
         if len(names) == 1:
-            return FrameSet(path, document.arrays, document, FrameFile(names.pop(), file), side)
-        raise ManifestError(f"{side}: lists {len(names)} frame files, so it is not the manifest of {path}")
-    return _lone(file, options)
+            return FrameSet(path, document.arrays, document, FrameFile(names.pop(), file), manifest_path_of_file)
+        raise ManifestError(
+            f"{manifest_path_of_file}: lists {len(names)} frame files, so it is not the manifest of {path}"
+        )
+    return _open_bare_file(file, options)
 
 
-def _listed(path: str, index: Path) -> FrameSet:
+def _open_manifest(path: str, manifest_path: Path) -> FrameSet:
     """The frames that a manifest lists, each in a file of its own right."""
-    document = manifest_reading.load(index)
-    found: dict[tuple[int, int], str] = {}
+    document = manifest_reading.load_manifest(manifest_path)
+    name_by_id: dict[tuple[int, int], str] = {}
     for name in sorted({entry.file for array in document.arrays for entry in array.frames}):
-        one = identity(index.parent / name)
-        if one is not None and found.setdefault(one, name) != name:
-            raise ManifestError(f"{path}: {name!r} and {found[one]!r} are one file of frames under two names")
-    return FrameSet(path, document.arrays, document, index=index)
+        name_id = file_id(manifest_path.parent / name)
+        if name_id is not None and name_by_id.setdefault(name_id, name) != name:
+            raise ManifestError(f"{path}: {name!r} and {name_by_id[name_id]!r} are one file of frames under two names")
+    return FrameSet(path, document.arrays, document, manifest_path=manifest_path)
 
 
-def _lone(file: MappedFile, options: DecodeOptions) -> FrameSet:
+def _open_bare_file(file: MappedFile, options: DecodeOptions) -> FrameSet:
     """Frames without a manifest, one or several one after another: a 1-D array of their words."""
     if file.size == 0:
         raise FrameError(f"{file.label}: is empty, not a frame")
-    name = "stdin" if file.path == STDIN else name_of_file(file.path.removesuffix(FRAME_SUFFIX) + FRAME_SUFFIX)
-    if file.head(len(_DENSE)) == _DENSE:
-        return _lone_dense(file, name, options)
+    name = "stdin" if file.path == STDIN else array_name_from_path(file.path.removesuffix(FRAME_SUFFIX) + FRAME_SUFFIX)
+    if file.read_head(len(_DENSE_MAGIC)) == _DENSE_MAGIC:
+        return _open_bare_dense_stream(file, name, options)
     try:
-        kind, found = split(file.view(0, file.size), dtype=options.dtype, codecs=options.codecs)
+        element_type, spans = split_frames(file.view(0, file.size), dtype=options.dtype, codecs=options.codecs)
     except FrameError as exc:
-        raise FrameError(f"{file.label}: {exc}{_hint(file)}") from None
+        raise FrameError(f"{file.label}: {exc}{_hint_other_format(file)}") from None
     entries = [
         FrameEntry(
             file=file.label,
             offset=frame.offset,
-            bytes=frame.bytes,
-            raw_bytes=frame.words * kind.itemsize,
+            bytes=frame.nbytes,
+            raw_bytes=frame.num_elements * element_type.itemsize,
             sha256=None,
         )
-        for frame in found
+        for frame in spans
     ]
     array = ArrayEntry(
         name=name,
-        dtype=kind.name,
-        shape=(sum(frame.words for frame in found),),
-        array_dtype=kind.numpy.str,
+        dtype=element_type.name,
+        shape=(sum(frame.num_elements for frame in spans),),
+        array_dtype=element_type.numpy_dtype.str,
         sha256=None,
         frames=tuple(entries),
     )
-    assumed = options.dtype is None and kind is dtypes.FP16
-    return FrameSet(file.path, [array], None, FrameFile(file.label, file), is_assumed_fp16=assumed)
+    is_assumed_fp16 = options.dtype is None and element_type is dtypes.FP16
+    return FrameSet(file.path, [array], None, FrameFile(file.label, file), is_assumed_fp16=is_assumed_fp16)
 
 
-def _lone_dense(file: MappedFile, name: str, options: DecodeOptions) -> FrameSet:
+def _open_bare_dense_stream(file: MappedFile, name: str, options: DecodeOptions) -> FrameSet:
     """A dense stream without a manifest: it says type and shape itself."""
     try:
         info = inspect(file.view(0, file.size))
@@ -327,15 +337,15 @@ def _lone_dense(file: MappedFile, name: str, options: DecodeOptions) -> FrameSet
         name=name,
         dtype=info.dtype,
         shape=(info.kv_heads, info.tokens, info.head_dim),
-        array_dtype=dtypes.by_name(info.dtype).numpy.str,
+        array_dtype=dtypes.parse_dtype(info.dtype).numpy_dtype.str,
         sha256=None,
         frames=(entry,),
     )
     return FrameSet(file.path, [array], None, FrameFile(file.label, file))
 
 
-def _hint(file: MappedFile) -> str:
-    if file.head(6) == b"\x93NUMPY":
+def _hint_other_format(file: MappedFile) -> str:
+    if file.read_head(6) == b"\x93NUMPY":
         return " (it is a .npy file)"
     if os.path.splitext(file.path)[1].lower() in (".npz", ".safetensors"):
         return " (it is a file of arrays, not of frames)"

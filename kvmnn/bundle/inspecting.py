@@ -6,27 +6,35 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from ..arrays.completeness import Completeness, completeness_document
-from ..arrays.layer_states import list_states
-from ..arrays.named_array import Piece
-from ..arrays.source import completeness_in
+from ..arrays.completeness import Completeness, build_completeness_document
+from ..arrays.layer_states import describe_layer_states
+from ..arrays.named_array import Chunk
+from ..arrays.source import parse_completeness
 from ..dense import DenseInfo
 from ..errors import FrameError, ManifestError
 from ..frames import FrameInfo
 from ..frames import inspect as inspect_frame
-from ..frames.inspection import entropies
+from ..frames.inspection import compute_entropies
 from ..packed.cache_info import CacheInfo
-from ..packed.summary import cache_document, cache_summary, kept_tokens
-from ..text import count, ratio
-from .accounts import DensePiece, PieceInfo, RawInfo, StreamTotal, total_lines, totals
+from ..packed.summary import build_cache_document, describe_evicted_layers, format_cache_summary
+from ..text import compute_ratio, pluralize
+from .accounts import ChunkInfo, DenseChunkInfo, RawChunkInfo, StreamStats, format_stream_table, sum_streams
 from .dense_pieces import decode_stream, inspect_stream
 from .frame_set import DecodeOptions, FrameSet
-from .kept_file import notes_of, valid_bytes, valid_bytes_by_array
-from .manifest import ArrayEntry, Manifest, Sizes, array_to_dict, frames_of, room_notes, text_of_ratio
+from .kept_file import count_valid_bytes, count_valid_bytes_by_array, describe_passthrough
+from .manifest import (
+    ArrayEntry,
+    Manifest,
+    SizeStats,
+    array_to_dict,
+    describe_storage,
+    describe_unused_arrays,
+    format_ratio,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoneFrame:
+class BareFrameInfo:
     """A frame, or a dense stream, without a manifest."""
 
     path: str
@@ -46,7 +54,7 @@ class LoneFrame:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoneFrames:
+class BareSequenceInfo:
     """Frames one after another, without a manifest.
 
     Parameters
@@ -57,24 +65,24 @@ class LoneFrames:
         The array of all their words: its name is the file's, its shape unknown.
     frames
         Their accounts, in order.
-    unknown
+    unknown_properties
         What nothing says, for people.
     """
 
     path: str
     entry: ArrayEntry
     frames: tuple[FrameInfo, ...]
-    unknown: str
+    unknown_properties: str
 
     @property
     def ratio(self) -> float:
         """Raw over stored bytes."""
-        return ratio(self.entry.nbytes, self.entry.stored_bytes)
+        return compute_ratio(self.entry.nbytes, self.entry.stored_bytes)
 
     @property
-    def streams(self) -> dict[str, StreamTotal]:
+    def streams(self) -> dict[str, StreamStats]:
         """Totals by container and stream, e.g. ``"fp16 hi"``."""
-        return totals(self.frames)
+        return sum_streams(self.frames)
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -99,46 +107,48 @@ class LoneFrames:
         """The totals and each stream's share; with `verbose` the table of every frame."""
         array = self.entry
         lines = [
-            f"{self.path}: {self.unknown}",
+            f"{self.path}: {self.unknown_properties}",
             f"  {array.dtype}, {array.shape[0]:,} words, {array.nbytes:,} -> {array.stored_bytes:,} bytes, "
             f"ratio {self.ratio:.4f}",
         ]
         for entry, info in zip(array.frames, self.frames, strict=True) if verbose else ():
             lines.append(f"  at {entry.offset}: {info}".replace("\n", "\n    "))
-        return "\n".join(lines + total_lines(self.streams))
+        return "\n".join(lines + format_stream_table(self.streams))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArrayFrames:
+class ArrayFramesInfo:
     """An array of a bundle, and the accounts of its frames, dense streams or words stored raw, in order."""
 
     entry: ArrayEntry
-    frames: tuple[PieceInfo, ...]
+    frames: tuple[ChunkInfo, ...]
     valid_bytes: int
 
     @property
     def ratio(self) -> float:
         """Valid over stored bytes."""
-        return ratio(self.valid_bytes, self.entry.stored_bytes)
+        return compute_ratio(self.valid_bytes, self.entry.stored_bytes)
 
     def to_dict(self) -> dict[str, Any]:
         """As in the manifest, with the streams of each frame, and what each dense stream says of itself."""
         document = array_to_dict(self.entry)
-        frames = [{**frame, **_told(info)} for frame, info in zip(document["frames"], self.frames, strict=True)]
+        frames = [
+            {**frame, **_chunk_document(info)} for frame, info in zip(document["frames"], self.frames, strict=True)
+        ]
         return {**document, "frames": frames, "ratio": self.ratio}
 
-    def line(self, width: int) -> str:
+    def format_line(self, width: int) -> str:
         """Name, shape and sizes."""
         array = self.entry
         return (
             f"{array.name:<{width}}  {array.type_name} {list(array.shape)} {array.order}  {array.nbytes:,} -> "
-            f"{array.stored_bytes:,}  {text_of_ratio(array.nbytes, self.valid_bytes, array.stored_bytes)}  "
-            f"{frames_of([array])}"
+            f"{array.stored_bytes:,}  {format_ratio(array.nbytes, self.valid_bytes, array.stored_bytes)}  "
+            f"{describe_storage([array])}"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class BundleInfo(Sizes):
+class BundleInfo(SizeStats):
     """Frames with a manifest: arrays, and streams added up.
 
     Parameters
@@ -158,17 +168,17 @@ class BundleInfo(Sizes):
 
     path: str
     manifest: Manifest
-    arrays: tuple[ArrayFrames, ...]
-    streams: dict[str, StreamTotal]
+    arrays: tuple[ArrayFramesInfo, ...]
+    streams: dict[str, StreamStats]
     cache: CacheInfo | None = None
 
     @property
     def valid_bytes(self) -> int:
         """Bytes of all arrays without room behind the valid tokens."""
-        return valid_bytes(self.manifest)
+        return count_valid_bytes(self.manifest)
 
     @property
-    def _made_with(self) -> str:
+    def _encoder_text(self) -> str:
         """What frames were compressed with; nothing was where there are none."""
         if all(frame.is_dense for array in self.manifest.arrays for frame in array.frames):
             return "dense streams alone"
@@ -183,12 +193,12 @@ class BundleInfo(Sizes):
     @property
     def notes(self) -> list[str]:
         """What changes the meaning of the ratio, in lines."""
-        return notes_of(self.manifest, self.path) + room_notes(self.manifest)
+        return describe_passthrough(self.manifest, self.path) + describe_unused_arrays(self.manifest)
 
     @property
     def completeness(self) -> Completeness | None:
         """The state of the model that the arrays contain, where the manifest records it."""
-        return completeness_in(self.manifest.metadata, [array.entry.name for array in self.arrays], self.path)
+        return parse_completeness(self.manifest.metadata, [array.entry.name for array in self.arrays], self.path)
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -205,8 +215,8 @@ class BundleInfo(Sizes):
             "zstd_version": self.manifest.zstd_version,
             "effort": self.manifest.effort,
             "rope": self.manifest.rope,
-            "cache": cache_document(self.cache),
-            **completeness_document(self.completeness),
+            "cache": build_cache_document(self.cache),
+            **build_completeness_document(self.completeness),
             "streams": {name: total.to_dict() for name, total in self.streams.items()},
             "arrays": [array.to_dict() for array in self.arrays],
         }
@@ -216,31 +226,36 @@ class BundleInfo(Sizes):
 
     def text(self, *, verbose: bool = False) -> str:
         """A line for each array, the totals, and each stream's share; with `verbose` the table of every frame."""
-        made = self.manifest
+        bundle_manifest = self.manifest
         lines = [
-            f"{self.path}: {count(len(self.arrays), 'array')}, made by kvmnn {made.kvmnn_version}, {self._made_with}"
+            f"{self.path}: {pluralize(len(self.arrays), 'array')}, made by kvmnn {bundle_manifest.kvmnn_version}, "
+            f"{self._encoder_text}"
         ]
         if self.cache:
             name = f" {self.cache.name!r}" if self.cache.name else ""
-            told = cache_summary(self.cache)
-            lines.append(f"  {self.cache.kind} cache{name}: {told}, {self.cache.file_bytes:,} bytes as packed files")
-            lines += [f"  {line}" for line in kept_tokens(self.cache)]
-        lines += [f"  {line}" for line in list_states(self.completeness)]
-        tables = verbose or sum(len(array.frames) for array in self.arrays) == 1
+            cache_text = format_cache_summary(self.cache)
+            lines.append(
+                f"  {self.cache.kind} cache{name}: {cache_text}, {self.cache.file_bytes:,} bytes as packed files"
+            )
+            lines += [f"  {line}" for line in describe_evicted_layers(self.cache)]
+        lines += [f"  {line}" for line in describe_layer_states(self.completeness)]
+        has_tables = verbose or sum(len(array.frames) for array in self.arrays) == 1
         width = max(len(array.entry.name) for array in self.arrays)
         for array in self.arrays:
-            lines.append(f"  {array.line(width)}")
-            for entry, info in zip(array.entry.frames, array.frames, strict=True) if tables else ():
+            lines.append(f"  {array.format_line(width)}")
+            for entry, info in zip(array.entry.frames, array.frames, strict=True) if has_tables else ():
                 lines.append(f"  {entry.file} at {entry.offset}: {info}".replace("\n", "\n    "))
         has_room = self.valid_bytes != self.raw_bytes  # then the entropy is that of zeros, mostly
-        known = self.entropy_ratio is not None and not has_room
-        limit = f" (order-0 byte entropy: {self.entropy_ratio:.4f})" if known else ""
-        lines.append(f"  total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, {self.ratio_text}{limit}")
+        has_limit = self.entropy_ratio is not None and not has_room
+        limit_text = f" (order-0 byte entropy: {self.entropy_ratio:.4f})" if has_limit else ""
+        lines.append(f"  total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, {self.ratio_text}{limit_text}")
         lines += [f"  {line}" for line in self.notes]
-        return "\n".join(lines + total_lines(self.streams))
+        return "\n".join(lines + format_stream_table(self.streams))
 
 
-def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInfo | LoneFrame | LoneFrames:
+def inspect_frame_set(
+    frames: FrameSet, options: DecodeOptions | None = None
+) -> BundleInfo | BareFrameInfo | BareSequenceInfo:
     """Account for every byte of frames; they are decoded for it.
 
     Parameters
@@ -264,71 +279,77 @@ def inspect(frames: FrameSet, options: DecodeOptions | None = None) -> BundleInf
     if frames.document is None:
         entry = frames.arrays[0]
         if entry.frames[0].is_dense:
-            return LoneFrame(path=frames.path, info=_dense(frames, entry, 0).info)
-        alone = tuple(_frame(frames, entry, number, options) for number in range(len(entry.frames)))
-        if len(alone) == 1:
-            return LoneFrame(path=frames.path, info=alone[0])
-        return LoneFrames(path=frames.path, entry=entry, frames=alone, unknown=frames.unknown)
-    valid = valid_bytes_by_array(frames.document)
+            return BareFrameInfo(path=frames.path, info=_inspect_dense_stream(frames, entry, 0).info)
+        bare_frames = tuple(_inspect_frame(frames, entry, number, options) for number in range(len(entry.frames)))
+        if len(bare_frames) == 1:
+            return BareFrameInfo(path=frames.path, info=bare_frames[0])
+        return BareSequenceInfo(
+            path=frames.path, entry=entry, frames=bare_frames, unknown_properties=frames.unknown_properties
+        )
+    valid_bytes_by_name = count_valid_bytes_by_array(frames.document)
     arrays = tuple(
-        ArrayFrames(
-            valid_bytes=valid[entry.name],
+        ArrayFramesInfo(
+            valid_bytes=valid_bytes_by_name[entry.name],
             entry=entry,
-            frames=tuple(_piece(frames, entry, number, options) for number in range(len(entry.frames))),
+            frames=tuple(_inspect_chunk(frames, entry, number, options) for number in range(len(entry.frames))),
         )
         for entry in frames.arrays
     )
-    rooms = {entry.name for entry in frames.document.room}
-    streams = totals(info for array in arrays for info in array.frames if array.entry.name not in rooms)
+    unused_names = {entry.name for entry in frames.document.unused_arrays}
+    streams = sum_streams(info for array in arrays for info in array.frames if array.entry.name not in unused_names)
     return BundleInfo(path=frames.path, manifest=frames.document, arrays=arrays, streams=streams, cache=frames.cache)
 
 
-def _told(info: PieceInfo) -> dict[str, Any]:
+def _chunk_document(info: ChunkInfo) -> dict[str, Any]:
     """What the JSON of a piece has besides what is in the manifest."""
     if isinstance(info, FrameInfo):
         return {"streams": info.to_dict()["streams"]}
-    return {"streams": []} | ({"dense": info.info.to_dict()} if isinstance(info, DensePiece) else {})
+    return {"streams": []} | ({"dense": info.info.to_dict()} if isinstance(info, DenseChunkInfo) else {})
 
 
-def _piece(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOptions) -> PieceInfo:
-    stored = array.frames[number]
-    if stored.is_raw:
-        return _raw(frames, array, number)
-    return _dense(frames, array, number) if stored.is_dense else _frame(frames, array, number, options)
+def _inspect_chunk(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOptions) -> ChunkInfo:
+    frame_entry = array.frames[number]
+    if frame_entry.is_raw:
+        return _inspect_raw_chunk(frames, array, number)
+    return (
+        _inspect_dense_stream(frames, array, number)
+        if frame_entry.is_dense
+        else _inspect_frame(frames, array, number, options)
+    )
 
 
-def _dense(frames: FrameSet, array: ArrayEntry, number: int) -> DensePiece:
-    stored, where = _stored(frames, array, number)
+def _inspect_dense_stream(frames: FrameSet, array: ArrayEntry, number: int) -> DenseChunkInfo:
+    data, where = _read_verified(frames, array, number)
     entry = array.frames[number]
     try:
-        info = inspect_stream(stored, array, entry)
-        streams = entropies(decode_stream(stored, array, entry), array.dtype)
+        info = inspect_stream(data, array, entry)
+        streams = compute_entropies(decode_stream(data, array, entry), array.dtype)
     except FrameError as exc:
         raise FrameError(f"{where} {exc}") from None
-    return DensePiece(info=info, entropy=sum(streams) / len(streams))
+    return DenseChunkInfo(info=info, entropy=sum(streams) / len(streams))
 
 
-def _raw(frames: FrameSet, array: ArrayEntry, number: int) -> RawInfo:
-    stored, _ = _stored(frames, array, number)
-    streams = entropies(stored, array.dtype)
-    return RawInfo(dtype=array.dtype, raw_bytes=stored.size, entropy=sum(streams) / len(streams))
+def _inspect_raw_chunk(frames: FrameSet, array: ArrayEntry, number: int) -> RawChunkInfo:
+    data, _ = _read_verified(frames, array, number)
+    streams = compute_entropies(data, array.dtype)
+    return RawChunkInfo(dtype=array.dtype, raw_bytes=data.size, entropy=sum(streams) / len(streams))
 
 
-def _stored(frames: FrameSet, array: ArrayEntry, number: int) -> tuple[Piece, str]:
+def _read_verified(frames: FrameSet, array: ArrayEntry, number: int) -> tuple[Chunk, str]:
     """What a file holds of a piece, as the manifest has it, and the beginning of messages about it."""
     entry = array.frames[number]
-    stored = frames.frame(entry)
+    data = frames.read_frame(entry)
     where = f"{frames.path}: array {array.name!r}: frame {number}:"
-    if entry.sha256 not in (None, hashlib.sha256(stored.data).hexdigest()):
+    if entry.sha256 not in (None, hashlib.sha256(data.data).hexdigest()):
         raise ManifestError(f"{where} does not match the manifest's sha256")
-    return stored, where
+    return data, where
 
 
-def _frame(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOptions) -> FrameInfo:
+def _inspect_frame(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOptions) -> FrameInfo:
     entry = array.frames[number]
-    stored, where = _stored(frames, array, number)
+    data, where = _read_verified(frames, array, number)
     try:
-        info = inspect_frame(stored, dtype=array.dtype, codecs=options.codecs)
+        info = inspect_frame(data, dtype=array.dtype, codecs=options.codecs)
     except FrameError as exc:
         raise FrameError(f"{where} {exc}") from None
     if info.raw_bytes != entry.raw_bytes:
@@ -341,10 +362,14 @@ def _frame(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOpti
 def _check_streams(document: Manifest, info: FrameInfo, where: str) -> None:
     """`ManifestError` for a stream that was not made with what the manifest says the encoder might use."""
     for stream in info.streams:
-        of_hi = stream.name == "hi" and document.hi_predictors is not None
-        predictors = (document.hi_predictors if of_hi else document.predictors) or ("raw",)
-        for what, used, said in (("predictor", stream.predictor, predictors), ("codec", stream.codec, document.codecs)):
-            if used not in said:
+        is_hi_lane = stream.name == "hi" and document.hi_predictors is not None
+        predictors = (document.hi_predictors if is_hi_lane else document.predictors) or ("raw",)
+        for property_name, used_value, allowed in (
+            ("predictor", stream.predictor, predictors),
+            ("codec", stream.codec, document.codecs),
+        ):
+            if used_value not in allowed:
                 raise ManifestError(
-                    f"{where} stream {stream.name} has {what} {used}, the manifest says {', '.join(said)}"
+                    f"{where} stream {stream.name} has {property_name} {used_value}, the manifest says "
+                    f"{', '.join(allowed)}"
                 )

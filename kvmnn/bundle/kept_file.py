@@ -17,43 +17,43 @@ from typing import Any, Final
 
 from ..arrays.source import FILE_KEY
 from ..errors import ManifestError
-from ..files.json_document import Node, parse
+from ..files.json_document import JsonReader, parse_document
 from . import manifest
 from .manifest import Manifest
 
-SCHEMA: Final = "kvmnn-file"
-SCHEMA_VERSION: Final = 1
-MAX_BYTES = 256 << 20
+PASSTHROUGH_SCHEMA: Final = "kvmnn-file"
+PASSTHROUGH_SCHEMA_VERSION: Final = 1
+MAX_PASSTHROUGH_BYTES = 256 << 20
 """Of the document, and of all literal bytes."""
-_MOST_CLOSELY = 1 << 20
+_MAX_BEST_COMPRESSION_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """A run of bytes of the file.
 
     Parameters
     ----------
     nbytes
         How many.
-    literal
+    raw
         The bytes, where they are no array's.
     arrays
         Names of arrays and how many bytes each gives by turns; one array gives all its bytes.
     """
 
     nbytes: int
-    literal: bytes = b""
+    raw: bytes = b""
     arrays: tuple[tuple[str, int], ...] = ()
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """How often each array has its turn."""
         return self.nbytes // sum(nbytes for _, nbytes in self.arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptFile:
+class PassthroughFile:
     """A file that is kept whole.
 
     Parameters
@@ -80,112 +80,131 @@ class KeptFile:
     name: str
     nbytes: int
     sha256: str
-    parts: tuple[Part, ...]
+    parts: tuple[FilePart, ...]
     kv_heads: tuple[int, ...] | None = None
     room_bytes: int = 0
     layer_numbers: tuple[int, ...] | None = None
     array_room: Mapping[str, int] = field(default_factory=dict)
-    _ends: tuple[int, ...] = field(init=False, repr=False)
+    _part_ends: tuple[int, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_ends", tuple(accumulate(part.nbytes for part in self.parts)))
+        object.__setattr__(self, "_part_ends", tuple(accumulate(part.nbytes for part in self.parts)))
 
-    def part_at(self, offset: int) -> tuple[Part, int]:
+    def find_part(self, offset: int) -> tuple[FilePart, int]:
         """The part that the byte at `offset` belongs to, and where that part begins."""
-        number = bisect_right(self._ends, offset)
-        return self.parts[number], self._ends[number] - self.parts[number].nbytes
+        index = bisect_right(self._part_ends, offset)
+        return self.parts[index], self._part_ends[index] - self.parts[index].nbytes
 
-    def difference(self, other: KeptFile) -> str | None:
+    def find_difference(self, other_file: PassthroughFile) -> str | None:
         """Where another file of the same arrays differs from this one, in words; None where it does not."""
-        for part, theirs, end in zip(self.parts, other.parts, self._ends, strict=False):
-            if part != theirs:
-                same = takewhile(lambda pair: pair[0] == pair[1], zip(part.literal, theirs.literal, strict=False))
+        for part, other_part, end in zip(self.parts, other_file.parts, self._part_ends, strict=False):
+            if part != other_part:
+                equal_bytes = takewhile(lambda pair: pair[0] == pair[1], zip(part.raw, other_part.raw, strict=False))
                 return (
-                    f"the file differs from byte {end - part.nbytes + sum(1 for _ in same):,} on, outside of its arrays"
+                    f"the file differs from byte {end - part.nbytes + sum(1 for _ in equal_bytes):,} on, outside of "
+                    f"its arrays"
                 )
-        if self.nbytes != other.nbytes:
-            return f"the file has {other.nbytes:,} bytes, not {self.nbytes:,}"
-        return None if self.sha256 == other.sha256 else f"the file has the sha256 {other.sha256}, not {self.sha256}"
+        if self.nbytes != other_file.nbytes:
+            return f"the file has {other_file.nbytes:,} bytes, not {self.nbytes:,}"
+        return (
+            None
+            if self.sha256 == other_file.sha256
+            else f"the file has the sha256 {other_file.sha256}, not {self.sha256}"
+        )
 
 
-def notes_of(made: Manifest, where: str) -> list[str]:
+def describe_passthrough(bundle_manifest: Manifest, where: str) -> list[str]:
     """What changes the meaning of the ratio of a bundle, in lines: nothing where no file is kept whole.
 
     Raises
     ------
     ManifestError
-        As `kept_file`.
+        As `parse_passthrough`.
     """
-    kept = kept_file(made.metadata, where)
-    if kept is None:
+    passthrough = parse_passthrough(bundle_manifest.metadata, where)
+    if passthrough is None:
         return []
-    whole = whole_bytes(made)
-    more = f"frames and manifest have {whole:,} bytes, the file has {kept.nbytes:,}, which is less"
-    return describe_kept_room(kept, made) + ([more] if whole > kept.nbytes else [])
+    bundle_bytes = count_bundle_bytes(bundle_manifest)
+    size_text = f"frames and manifest have {bundle_bytes:,} bytes, the file has {passthrough.nbytes:,}, which is less"
+    return describe_unused_bytes(passthrough, bundle_manifest) + (
+        [size_text] if bundle_bytes > passthrough.nbytes else []
+    )
 
 
-def describe_kept_room(kept: KeptFile, made: Manifest) -> list[str]:
+def describe_unused_bytes(passthrough: PassthroughFile, bundle_manifest: Manifest) -> list[str]:
     """How much of the arrays is room, where any is."""
-    said = f"{kept.room_bytes:,} of the {made.raw_bytes:,} bytes are room behind the valid tokens"
-    return [said] if kept.room_bytes else []
+    sentence = f"{passthrough.room_bytes:,} of the {bundle_manifest.raw_bytes:,} bytes are room behind the valid tokens"
+    return [sentence] if passthrough.room_bytes else []
 
 
-def valid_bytes(made: Manifest) -> int:
+def count_valid_bytes(bundle_manifest: Manifest) -> int:
     """Return the raw bytes of all arrays without room behind the valid tokens."""
-    kept = kept_file(made.metadata, "frames")
-    contents = sum(array.nbytes for array in made.contents)
-    return max(contents - (kept.room_bytes if kept else 0), 0)
+    passthrough = parse_passthrough(bundle_manifest.metadata, "frames")
+    num_token_bytes = sum(array.nbytes for array in bundle_manifest.token_arrays)
+    return max(num_token_bytes - (passthrough.room_bytes if passthrough else 0), 0)
 
 
-def valid_bytes_by_array(made: Manifest) -> dict[str, int]:
+def count_valid_bytes_by_array(bundle_manifest: Manifest) -> dict[str, int]:
     """Return the raw bytes of each array without room behind the valid tokens."""
-    kept = kept_file(made.metadata, "frames")
-    room = kept.array_room if kept else {}
-    share = 0.0 if room or kept is None or not made.raw_bytes else min(kept.room_bytes / made.raw_bytes, 1)
+    passthrough = parse_passthrough(bundle_manifest.metadata, "frames")
+    unused_bytes_by_array = passthrough.array_room if passthrough else {}
+    unused_fraction = (
+        0.0
+        if unused_bytes_by_array or passthrough is None or not bundle_manifest.raw_bytes
+        else min(passthrough.room_bytes / bundle_manifest.raw_bytes, 1)
+    )
     return {
-        array.name: max(array.nbytes - (room.get(array.name, 0) if room else int(share * array.nbytes)), 0)
-        for array in made.arrays
+        array.name: max(
+            array.nbytes
+            - (
+                unused_bytes_by_array.get(array.name, 0)
+                if unused_bytes_by_array
+                else int(unused_fraction * array.nbytes)
+            ),
+            0,
+        )
+        for array in bundle_manifest.arrays
     }
 
 
-def whole_bytes(made: Manifest) -> int:
+def count_bundle_bytes(bundle_manifest: Manifest) -> int:
     """Bytes of the frames and the manifest of a bundle together."""
-    return made.stored_bytes + len(manifest.to_json(made))
+    return bundle_manifest.stored_bytes + len(manifest.dump_manifest(bundle_manifest))
 
 
-def to_json(kept: KeptFile) -> str:
+def dump_passthrough(passthrough: PassthroughFile) -> str:
     """The document on one line."""
     document: dict[str, Any] = {
-        "schema": SCHEMA,
-        "schema_version": SCHEMA_VERSION,
-        "format": kept.format,
-        "name": kept.name,
-        "bytes": kept.nbytes,
-        "sha256": kept.sha256,
-        "kv_heads": None if kept.kv_heads is None else list(kept.kv_heads),
-        **({"room_bytes": kept.room_bytes} if kept.room_bytes else {}),
-        **({"array_room": dict(kept.array_room)} if kept.array_room else {}),
-        **({"layer_numbers": list(kept.layer_numbers)} if kept.layer_numbers is not None else {}),
-        "parts": [_part_document(part) for part in kept.parts],
+        "schema": PASSTHROUGH_SCHEMA,
+        "schema_version": PASSTHROUGH_SCHEMA_VERSION,
+        "format": passthrough.format,
+        "name": passthrough.name,
+        "bytes": passthrough.nbytes,
+        "sha256": passthrough.sha256,
+        "kv_heads": None if passthrough.kv_heads is None else list(passthrough.kv_heads),
+        **({"room_bytes": passthrough.room_bytes} if passthrough.room_bytes else {}),
+        **({"array_room": dict(passthrough.array_room)} if passthrough.array_room else {}),
+        **({"layer_numbers": list(passthrough.layer_numbers)} if passthrough.layer_numbers is not None else {}),
+        "parts": [_part_document(part) for part in passthrough.parts],
     }
     return json.dumps(document, separators=(",", ":"))
 
 
-def _part_document(part: Part) -> dict[str, Any]:
+def _part_document(part: FilePart) -> dict[str, Any]:
     if part.arrays:
-        return {"bytes": part.nbytes, "arrays": [list(each) for each in part.arrays]}
-    return literal_document(part.literal)
+        return {"bytes": part.nbytes, "arrays": [list(array_entry) for array_entry in part.arrays]}
+    return build_raw_document(part.raw)
 
 
-def literal_document(data: bytes) -> dict[str, Any]:
-    """Bytes in a JSON document; `literal` reads them."""
-    small = zlib.compress(data, 9 if len(data) <= _MOST_CLOSELY else 6)
-    if len(small) < len(data):
-        return {"bytes": len(data), "zlib": base64.b64encode(small).decode()}
+def build_raw_document(data: bytes) -> dict[str, Any]:
+    """Bytes in a JSON document; `parse_raw_bytes` reads them."""
+    compressed = zlib.compress(data, 9 if len(data) <= _MAX_BEST_COMPRESSION_BYTES else 6)
+    if len(compressed) < len(data):
+        return {"bytes": len(data), "zlib": base64.b64encode(compressed).decode()}
     return {"bytes": len(data), "base64": base64.b64encode(data).decode()}
 
 
-def kept_file(metadata: dict[str, str], where: str) -> KeptFile | None:
+def parse_passthrough(metadata: dict[str, str], where: str) -> PassthroughFile | None:
     """The file that a manifest's metadata describes; None where it describes none.
 
     Raises
@@ -194,97 +213,97 @@ def kept_file(metadata: dict[str, str], where: str) -> KeptFile | None:
         When the description is malformed; `where` begins the message.
     """
     text = metadata.get(FILE_KEY)
-    return None if text is None else _from_json(text, f"{where}: metadata {FILE_KEY!r}")
+    return None if text is None else _parse_passthrough_json(text, f"{where}: metadata {FILE_KEY!r}")
 
 
-def _from_json(text: str, where: str) -> KeptFile:
-    root = parse(text, where, MAX_BYTES)
-    root.check_schema(SCHEMA, SCHEMA_VERSION)
-    nodes = root.at("parts").items(least=1)
-    if sum(node.at("bytes").integer(1) for node in nodes if "arrays" not in node.value) > MAX_BYTES:
-        raise root.at("parts").wrong(f"at most {MAX_BYTES} bytes that are no array's")
-    heads = root.at("kv_heads")
-    kept = KeptFile(
-        format=root.at("format").text(),
-        name=root.at("name").text(),
-        nbytes=root.at("bytes").integer(1),
-        sha256=root.at("sha256").sha256(),
-        parts=tuple(_part(node) for node in nodes),
-        kv_heads=None if heads.value is None else tuple(each.integer(1) for each in heads.items()),
-        room_bytes=root.at("room_bytes").integer(0) if "room_bytes" in root.value else 0,
-        layer_numbers=_layer_numbers(root),
-        array_room=_array_room(root),
+def _parse_passthrough_json(text: str, where: str) -> PassthroughFile:
+    root = parse_document(text, where, MAX_PASSTHROUGH_BYTES)
+    root.check_schema(PASSTHROUGH_SCHEMA, PASSTHROUGH_SCHEMA_VERSION)
+    nodes = root.get("parts").read_list(min_len=1)
+    if sum(node.get("bytes").read_int(1) for node in nodes if "arrays" not in node.value) > MAX_PASSTHROUGH_BYTES:
+        raise root.get("parts").error(f"at most {MAX_PASSTHROUGH_BYTES} bytes that are no array's")
+    heads = root.get("kv_heads")
+    passthrough = PassthroughFile(
+        format=root.get("format").read_str(),
+        name=root.get("name").read_str(),
+        nbytes=root.get("bytes").read_int(1),
+        sha256=root.get("sha256").read_sha256(),
+        parts=tuple(_parse_part(node) for node in nodes),
+        kv_heads=None if heads.value is None else tuple(item.read_int(1) for item in heads.read_list()),
+        room_bytes=root.get("room_bytes").read_int(0) if "room_bytes" in root.value else 0,
+        layer_numbers=_parse_layer_numbers(root),
+        array_room=_parse_array_room(root),
     )
-    if sum(part.nbytes for part in kept.parts) != kept.nbytes:
-        raise root.at("bytes").wrong("the sum of the parts")
-    return kept
+    if sum(part.nbytes for part in passthrough.parts) != passthrough.nbytes:
+        raise root.get("bytes").error("the sum of the parts")
+    return passthrough
 
 
-def _array_room(root: Node) -> dict[str, int]:
+def _parse_array_room(root: JsonReader) -> dict[str, int]:
     if "array_room" not in root.value:
         return {}
-    node = root.at("array_room")
+    node = root.get("array_room")
     if not isinstance(node.value, dict):
-        raise node.wrong("bytes by the names of arrays")
-    return {name: node.at(name).integer(0) for name in node.value}
+        raise node.error("bytes by the names of arrays")
+    return {name: node.get(name).read_int(0) for name in node.value}
 
 
-def _layer_numbers(root: Node) -> tuple[int, ...] | None:
+def _parse_layer_numbers(root: JsonReader) -> tuple[int, ...] | None:
     if "layer_numbers" not in root.value:
         return None
-    node = root.at("layer_numbers")
-    numbers = tuple(each.integer(0) for each in node.items())
+    node = root.get("layer_numbers")
+    numbers = tuple(item.read_int(0) for item in node.read_list())
     if len(set(numbers)) < len(numbers):
-        raise node.wrong("numbers of layers, each once")
+        raise node.error("numbers of layers, each once")
     return numbers
 
 
-def _part(node: Node) -> Part:
-    nbytes = node.at("bytes").integer(1)
+def _parse_part(node: JsonReader) -> FilePart:
+    nbytes = node.get("bytes").read_int(1)
     if "arrays" in node.value:
-        arrays = tuple(_turn(each) for each in node.at("arrays").items(least=1, most=8))
-        if nbytes % sum(turn for _, turn in arrays):
-            raise node.at("bytes").wrong("a multiple of what the arrays give by turns")
-        return Part(nbytes, arrays=arrays)
-    return Part(nbytes, literal(node, MAX_BYTES))
+        arrays = tuple(_parse_interleaved_array(item) for item in node.get("arrays").read_list(min_len=1, max_len=8))
+        if nbytes % sum(num_array_bytes for _, num_array_bytes in arrays):
+            raise node.get("bytes").error("a multiple of what the arrays give by turns")
+        return FilePart(nbytes, arrays=arrays)
+    return FilePart(nbytes, parse_raw_bytes(node, MAX_PASSTHROUGH_BYTES))
 
 
-def literal(node: Node, max_bytes: int) -> bytes:
-    """Bytes that `literal_document` put into a JSON document; `ManifestError` for others, and for more."""
-    nbytes = node.at("bytes").integer(0)
+def parse_raw_bytes(node: JsonReader, max_bytes: int) -> bytes:
+    """Bytes that `build_raw_document` put into a JSON document; `ManifestError` for others, and for more."""
+    nbytes = node.get("bytes").read_int(0)
     if nbytes > max_bytes:
-        raise node.at("bytes").wrong(f"at most {max_bytes}")
-    data = _zlib(node.at("zlib"), nbytes) if "zlib" in node.value else _base64(node.at("base64"))
+        raise node.get("bytes").error(f"at most {max_bytes}")
+    data = _decompress_zlib(node.get("zlib"), nbytes) if "zlib" in node.value else _decode_base64(node.get("base64"))
     if len(data) != nbytes:
-        raise node.at("bytes").wrong(f"{len(data)}, as its bytes are")
+        raise node.get("bytes").error(f"{len(data)}, as its bytes are")
     return data
 
 
-def _turn(node: Node) -> tuple[str, int]:
-    name, nbytes = node.items(least=2, most=2)
-    return name.text(), nbytes.integer(1)
+def _parse_interleaved_array(node: JsonReader) -> tuple[str, int]:
+    name, nbytes = node.read_list(min_len=2, max_len=2)
+    return name.read_str(), nbytes.read_int(1)
 
 
-def _base64(node: Node) -> bytes:
+def _decode_base64(node: JsonReader) -> bytes:
     try:
-        return base64.b64decode(node.text(), validate=True)
+        return base64.b64decode(node.read_str(), validate=True)
     except (binascii.Error, ValueError):
-        raise node.wrong("base64") from None
+        raise node.error("base64") from None
 
 
-def _zlib(node: Node, nbytes: int) -> bytes:
+def _decompress_zlib(node: JsonReader, nbytes: int) -> bytes:
     try:
-        return zlib.decompressobj().decompress(_base64(node), nbytes + 1)
+        return zlib.decompressobj().decompress(_decode_base64(node), nbytes + 1)
     except zlib.error:
-        raise node.wrong("bytes that zlib made") from None
+        raise node.error("bytes that zlib made") from None
 
 
-def check_fits(kept: KeptFile, arrays: dict[str, int], where: str) -> None:
+def check_covers_arrays(passthrough: PassthroughFile, arrays: dict[str, int], where: str) -> None:
     """`ManifestError` unless the parts take every array once, with the bytes that it has."""
-    left = dict(arrays)
-    for part in kept.parts:
-        for name, turn in part.arrays:
-            if left.pop(name, None) != turn * part.rows:
+    remaining = dict(arrays)
+    for part in passthrough.parts:
+        for name, row_bytes in part.arrays:
+            if remaining.pop(name, None) != row_bytes * part.num_rows:
                 raise ManifestError(f"{where}: metadata {FILE_KEY!r}: does not fit the array {name!r:.200}")
-    if left:
-        raise ManifestError(f"{where}: metadata {FILE_KEY!r}: has no place for the array {min(left)!r:.200}")
+    if remaining:
+        raise ManifestError(f"{where}: metadata {FILE_KEY!r}: has no place for the array {min(remaining)!r:.200}")

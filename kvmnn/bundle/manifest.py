@@ -14,9 +14,9 @@ from typing import Any, Final, Literal, NamedTuple
 
 from ..arrays.named_array import ArrayInfo
 from ..files.names import FRAME_SUFFIX as FRAME_SUFFIX
-from ..files.names import SIDE_SUFFIX as SIDE_SUFFIX
-from ..text import count, ratio
-from .packed_record import PackedRecord, describe_room, describe_states, packed_record
+from ..files.names import SIDECAR_SUFFIX as SIDECAR_SUFFIX
+from ..text import compute_ratio, pluralize
+from .packed_record import PackedRecord, describe_states, describe_unused_regions, parse_packed_record
 
 SCHEMA: Final = "kvmnn-manifest"
 SCHEMA_VERSION: Final = 1
@@ -24,12 +24,12 @@ RAW_SCHEMA_VERSION: Final = 2
 """Of a manifest that lists words stored raw."""
 DENSE_SCHEMA_VERSION: Final = 3
 """Of a manifest that lists dense streams."""
-FILE_NAME: Final = "manifest.json"
+MANIFEST_NAME: Final = "manifest.json"
 
-Stored = Literal["frame", "raw", "dense"]
+StorageKind = Literal["frame", "raw", "dense"]
 Axes = Literal["htd", "thd"]
 """Heads before tokens, or tokens before heads, and then the words of a head."""
-SINCE: Final[dict[Stored, int]] = {
+SCHEMA_VERSION_BY_KIND: Final[dict[StorageKind, int]] = {
     "frame": SCHEMA_VERSION,
     "raw": RAW_SCHEMA_VERSION,
     "dense": DENSE_SCHEMA_VERSION,
@@ -65,7 +65,7 @@ class FrameEntry:
     bytes: int
     raw_bytes: int
     sha256: str | None
-    stored: Stored = "frame"
+    stored: StorageKind = "frame"
     axes: Axes | None = None
     rope: str | None = None
 
@@ -80,7 +80,7 @@ class FrameEntry:
         return self.stored == "dense"
 
     @property
-    def kind(self) -> str:
+    def description(self) -> str:
         """What lies there, for messages."""
         return {"frame": "the frame", "raw": "what is stored raw", "dense": "the dense stream"}[self.stored]
 
@@ -147,7 +147,7 @@ class Manifest:
     @property
     def schema_version(self) -> int:
         """The lowest version of the schema that can say all this."""
-        return max(SINCE[frame.stored] for array in self.arrays for frame in array.frames)
+        return max(SCHEMA_VERSION_BY_KIND[frame.stored] for array in self.arrays for frame in array.frames)
 
     @property
     def raw_bytes(self) -> int:
@@ -162,19 +162,19 @@ class Manifest:
     @property
     def packed_record(self) -> PackedRecord | None:
         """The packed files that the frames were made from; None where they were not."""
-        return packed_record(self.metadata, "manifest")
+        return parse_packed_record(self.metadata, "manifest")
 
     @property
-    def contents(self) -> tuple[ArrayEntry, ...]:
+    def token_arrays(self) -> tuple[ArrayEntry, ...]:
         """The arrays without those that hold no tokens, but the other bytes of packed files."""
         record = self.packed_record
-        return tuple(array for array in self.arrays if record is None or array.name not in record.rooms)
+        return tuple(array for array in self.arrays if record is None or array.name not in record.unused_names)
 
     @property
-    def room(self) -> tuple[ArrayEntry, ...]:
+    def unused_arrays(self) -> tuple[ArrayEntry, ...]:
         """The arrays that hold no tokens, but the other bytes of packed files."""
         record = self.packed_record
-        return tuple(array for array in self.arrays if record is not None and array.name in record.rooms)
+        return tuple(array for array in self.arrays if record is not None and array.name in record.unused_names)
 
     @property
     def rope(self) -> str | None:
@@ -182,17 +182,20 @@ class Manifest:
 
         Where layers differ, each way once, with semicolons between them.
         """
-        ways = dict.fromkeys(frame.rope for array in self.arrays for frame in array.frames if frame.rope)
-        return "; ".join(ways) or None
+        rope_texts = dict.fromkeys(frame.rope for array in self.arrays for frame in array.frames if frame.rope)
+        return "; ".join(rope_texts) or None
 
 
-def room_notes(manifest: Manifest) -> list[str]:
+def describe_unused_arrays(manifest: Manifest) -> list[str]:
     """What is kept of packed files besides tokens, and what is not, as sentences."""
-    room, record = manifest.room, manifest.packed_record
+    unused_arrays, record = manifest.unused_arrays, manifest.packed_record
     notes = []
     states = record.states if record else frozenset()
-    kept = [array for array in room if array.name in states], [array for array in room if array.name not in states]
-    for arrays, describe in zip(kept, (describe_states, describe_room), strict=True):
+    state_and_room_arrays = (
+        [array for array in unused_arrays if array.name in states],
+        [array for array in unused_arrays if array.name not in states],
+    )
+    for arrays, describe in zip(state_and_room_arrays, (describe_states, describe_unused_regions), strict=True):
         if arrays:
             sizes = sum(array.nbytes for array in arrays), sum(array.stored_bytes for array in arrays)
             notes.append(describe(*sizes, len(arrays)))
@@ -201,7 +204,7 @@ def room_notes(manifest: Manifest) -> list[str]:
     return notes
 
 
-class Sizes:
+class SizeStats:
     """The sizes of a result that has a manifest."""
 
     manifest: Manifest
@@ -209,12 +212,12 @@ class Sizes:
     @property
     def raw_bytes(self) -> int:
         """Bytes of all arrays, but of those with the room of packed files."""
-        return sum(array.nbytes for array in self.manifest.contents)
+        return sum(array.nbytes for array in self.manifest.token_arrays)
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of their frames."""
-        return sum(array.stored_bytes for array in self.manifest.contents)
+        return sum(array.stored_bytes for array in self.manifest.token_arrays)
 
     @property
     def valid_bytes(self) -> int:
@@ -224,21 +227,21 @@ class Sizes:
     @property
     def ratio(self) -> float:
         """Valid over stored bytes: room behind the valid tokens takes next to nothing and does not count."""
-        return ratio(self.valid_bytes, self.stored_bytes)
+        return compute_ratio(self.valid_bytes, self.stored_bytes)
 
     @property
     def ratio_text(self) -> str:
         """The ratio for people, and of what it is where that is not all bytes."""
-        return text_of_ratio(self.raw_bytes, self.valid_bytes, self.stored_bytes)
+        return format_ratio(self.raw_bytes, self.valid_bytes, self.stored_bytes)
 
 
-def text_of_ratio(raw_bytes: int, valid_bytes: int, stored_bytes: int) -> str:
+def format_ratio(raw_bytes: int, valid_bytes: int, stored_bytes: int) -> str:
     """Return a ratio for people, and of what it is where that is not all bytes."""
-    of = f" of {valid_bytes:,} valid bytes" if valid_bytes != raw_bytes else ""
-    return f"ratio {ratio(valid_bytes, stored_bytes):.4f}{of}"
+    basis_text = f" of {valid_bytes:,} valid bytes" if valid_bytes != raw_bytes else ""
+    return f"ratio {compute_ratio(valid_bytes, stored_bytes):.4f}{basis_text}"
 
 
-def to_json(manifest: Manifest) -> bytes:
+def dump_manifest(manifest: Manifest) -> bytes:
     """The manifest as a JSON document."""
     document = {
         "schema": SCHEMA,
@@ -274,7 +277,7 @@ def array_to_dict(array: ArrayEntry) -> dict[str, Any]:
     }
 
 
-class PieceCounts(NamedTuple):
+class ChunkCounts(NamedTuple):
     """How many pieces of each kind arrays are stored in."""
 
     frames: int
@@ -282,17 +285,19 @@ class PieceCounts(NamedTuple):
     raw_pieces: int
 
 
-def count_pieces(arrays: Sequence[ArrayEntry]) -> PieceCounts:
+def count_chunks(arrays: Sequence[ArrayEntry]) -> ChunkCounts:
     """How many pieces of each kind there are."""
     entries = [frame for array in arrays for frame in array.frames]
-    dense, raw = sum(frame.is_dense for frame in entries), sum(frame.is_raw for frame in entries)
-    return PieceCounts(len(entries) - dense - raw, dense, raw)
+    num_dense, num_raw = sum(frame.is_dense for frame in entries), sum(frame.is_raw for frame in entries)
+    return ChunkCounts(len(entries) - num_dense - num_raw, num_dense, num_raw)
 
 
-def frames_of(arrays: Sequence[ArrayEntry]) -> str:
+def describe_storage(arrays: Sequence[ArrayEntry]) -> str:
     """How arrays are stored, for people: ``"3 frames"``, ``"2 dense streams, 1 frame"``, ``"stored: raw"``."""
-    frames, dense, raw = count_pieces(arrays)
-    if not frames + dense:
+    num_frames, num_dense, num_raw = count_chunks(arrays)
+    if not num_frames + num_dense:
         return "stored: raw"
-    found = [count(number, what) for number, what in ((dense, "dense stream"), (frames, "frame")) if number]
-    return ", ".join([*found, f"{count(raw, 'piece')} stored: raw"] if raw else found)
+    count_texts = [
+        pluralize(number, noun) for number, noun in ((num_dense, "dense stream"), (num_frames, "frame")) if number
+    ]
+    return ", ".join([*count_texts, f"{pluralize(num_raw, 'piece')} stored: raw"] if num_raw else count_texts)

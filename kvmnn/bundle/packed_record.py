@@ -12,12 +12,12 @@ from typing import Final, Literal
 from ..arrays.source import PACKED_FILES_KEY
 from ..dtypes import PARTS, Part
 from ..errors import ManifestError
-from ..files.json_document import Node, parse
-from ..text import count
+from ..files.json_document import JsonReader, parse_document
+from ..text import pluralize
 
-SCHEMA: Final = "kvmnn-packed-files"
-SCHEMA_VERSION: Final = 1
-MAX_BYTES = 64 << 20
+PACKED_FILES_SCHEMA: Final = "kvmnn-packed-files"
+PACKED_FILES_SCHEMA_VERSION: Final = 1
+MAX_PACKED_FILES_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class PackedRecord:
     left_out: str = ""
 
     @property
-    def rooms(self) -> frozenset[str]:
+    def unused_names(self) -> frozenset[str]:
         """Names of the arrays that hold no tokens."""
         return frozenset(entry.room for entry in self.files if entry.room is not None)
 
@@ -74,18 +74,24 @@ class PackedRecord:
         """Bytes of all files."""
         return sum(entry.nbytes for entry in self.files)
 
-    def difference(self, other: PackedRecord) -> str | None:
+    def find_difference(self, other_record: PackedRecord) -> str | None:
         """Where other files differ from these, in words; None where they do not."""
-        for one, its in zip(self.files, other.files, strict=False):
-            if (one.layer, one.part, one.nbytes, one.sha256) != (its.layer, its.part, its.nbytes, its.sha256):
-                return f"the file of layer {one.layer}'s {one.part}s is not the one that was encoded"
-        return None if len(self.files) == len(other.files) else f"there are {len(other.files)} files"
+        for entry, other_entry in zip(self.files, other_record.files, strict=False):
+            if (entry.layer, entry.part, entry.nbytes, entry.sha256) != (
+                other_entry.layer,
+                other_entry.part,
+                other_entry.nbytes,
+                other_entry.sha256,
+            ):
+                return f"the file of layer {entry.layer}'s {entry.part}s is not the one that was encoded"
+        return None if len(self.files) == len(other_record.files) else f"there are {len(other_record.files)} files"
 
 
-def describe_room(room_bytes: int, stored_bytes: int, files: int) -> str:
+def describe_unused_regions(unused_bytes: int, stored_bytes: int, num_files: int) -> str:
     """How much is kept of packed files besides tokens, as a sentence."""
     return (
-        f"{count(files, 'packed file')} with rows or padding that belong to no live token: {room_bytes:,} bytes are "
+        f"{pluralize(num_files, 'packed file')} with rows or padding that belong to no live token: {unused_bytes:,} "
+        f"bytes are "
         f"kept apart in {stored_bytes:,}, so that decode writes the same files"
     )
 
@@ -93,7 +99,7 @@ def describe_room(room_bytes: int, stored_bytes: int, files: int) -> str:
 def describe_states(state_bytes: int, stored_bytes: int, files: int) -> str:
     """How much is kept of the files of layers without K and V, as a sentence."""
     return (
-        f"{count(files, 'file')} of layers without K and V: {state_bytes:,} bytes of state are kept apart in "
+        f"{pluralize(files, 'file')} of layers without K and V: {state_bytes:,} bytes of state are kept apart in "
         f"{stored_bytes:,}, so that decode writes the same files"
     )
 
@@ -103,23 +109,28 @@ def name_state(layer: int, part: Part) -> str:
     return f"layer_{layer}.{part}state"
 
 
-def name_room(layer: int, part: Part) -> str:
+def format_unused_name(layer: int, part: Part) -> str:
     """Name of the array with what a packed file holds besides live rows; no name of K or V."""
     return f"layer_{layer}.{part}room"
 
 
-def to_json(record: PackedRecord) -> str:
+def dump_packed_record(record: PackedRecord) -> str:
     """The record as JSON text."""
     files = [{**vars(entry), "bytes": entry.nbytes} for entry in record.files]
     for entry in files:
         del entry["nbytes"]
         if not entry["is_state"]:  # as before there were any
             del entry["is_state"]
-    document = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "files": files, "left_out": record.left_out}
+    document = {
+        "schema": PACKED_FILES_SCHEMA,
+        "schema_version": PACKED_FILES_SCHEMA_VERSION,
+        "files": files,
+        "left_out": record.left_out,
+    }
     return json.dumps(document)
 
 
-def packed_record(metadata: dict[str, str], where: str) -> PackedRecord | None:
+def parse_packed_record(metadata: dict[str, str], where: str) -> PackedRecord | None:
     """The record in metadata; None where there is none.
 
     Raises
@@ -130,27 +141,29 @@ def packed_record(metadata: dict[str, str], where: str) -> PackedRecord | None:
     text = metadata.get(PACKED_FILES_KEY)
     if text is None:
         return None
-    root = parse(text, f"{where}: metadata {PACKED_FILES_KEY!r}", MAX_BYTES)
-    root.check_schema(SCHEMA, SCHEMA_VERSION)
-    files = tuple(_entry(node) for node in root.at("files").items(least=1))
+    root = parse_document(text, f"{where}: metadata {PACKED_FILES_KEY!r}", MAX_PACKED_FILES_BYTES)
+    root.check_schema(PACKED_FILES_SCHEMA, PACKED_FILES_SCHEMA_VERSION)
+    files = tuple(_parse_file_entry(node) for node in root.get("files").read_list(min_len=1))
     if any(entry.is_state and entry.room is None for entry in files):
         raise ManifestError(f"{where}: metadata {PACKED_FILES_KEY!r}: a file of state has no array")
-    rooms = [entry.room for entry in files if entry.room is not None]
-    if len(rooms) != len(set(rooms)):
+    unused_names = [entry.room for entry in files if entry.room is not None]
+    if len(unused_names) != len(set(unused_names)):
         raise ManifestError(f"{where}: metadata {PACKED_FILES_KEY!r}: two files have the same room")
-    return PackedRecord(files, root.at("left_out").text())
+    return PackedRecord(files, root.get("left_out").read_str())
 
 
-def _entry(node: Node) -> PackedFileEntry:
-    part: Literal["key", "value"] | None = next((each for each in PARTS if each == node.at("part").text()), None)
+def _parse_file_entry(node: JsonReader) -> PackedFileEntry:
+    part: Literal["key", "value"] | None = next(
+        (candidate for candidate in PARTS if candidate == node.get("part").read_str()), None
+    )
     if part is None:
-        raise node.at("part").wrong(f"one of {', '.join(PARTS)}")
-    room = node.at("room")
+        raise node.get("part").error(f"one of {', '.join(PARTS)}")
+    room_node = node.get("room")
     return PackedFileEntry(
-        layer=node.at("layer").integer(0),
+        layer=node.get("layer").read_int(0),
         part=part,
-        nbytes=node.at("bytes").integer(1),
-        sha256=node.at("sha256").sha256(),
-        room=None if room.value is None else room.text(),
-        is_state=node.at("is_state").boolean() if "is_state" in node.value else False,
+        nbytes=node.get("bytes").read_int(1),
+        sha256=node.get("sha256").read_sha256(),
+        room=None if room_node.value is None else room_node.read_str(),
+        is_state=node.get("is_state").read_bool() if "is_state" in node.value else False,
     )

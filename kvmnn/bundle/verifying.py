@@ -7,24 +7,24 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..arrays.source import BESIDE_KEY, Source
-from ..files.changes import Reading
-from ..text import LOSSLESS, LOSSY, at_rate, count, ratio
+from ..arrays.source import SIDECAR_KEY, Source
+from ..files.changes import InputGuard
+from ..text import LOSSLESS, LOSSY, compute_ratio, format_rate, pluralize
 from ..threads.pipeline import Progress
-from .beside import difference_beside
-from .comparing import Difference, compare
+from .beside import find_sidecar_difference
+from .comparing import BundleDifference, compare_frame_set
 from .decoding import decode_frames
 from .frame_set import DecodeOptions, FrameSet
-from .kept_file import kept_file, notes_of, valid_bytes
-from .manifest import count_pieces, room_notes, text_of_ratio
-from .packed_record import packed_record
+from .kept_file import count_valid_bytes, describe_passthrough, parse_passthrough
+from .manifest import count_chunks, describe_unused_arrays, format_ratio
+from .packed_record import parse_packed_record
 
 DECODES = "DECODES"
 DIFFERS = "DIFFERS"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
+class VerifyResult:
     """What decoding frames again has shown.
 
     Parameters
@@ -45,9 +45,9 @@ class Verified:
         How many; raw pieces are words that are stored as they are.
     seconds
         Time that it took.
-    unknown
+    unknown_properties
         What nothing says of several frames without a manifest, for people; else empty.
-    file
+    restored_file_name
         The name of the file that the frames were made from, where it was put together again and its hash compared.
     notes
         What changes the meaning of the ratio, in lines.
@@ -60,7 +60,7 @@ class Verified:
     input: str
     against: tuple[str, ...]
     proof: Literal["bytes", "sha256"] | None
-    difference: Difference | None
+    difference: BundleDifference | None
     raw_bytes: int
     stored_bytes: int
     arrays: int
@@ -68,8 +68,8 @@ class Verified:
     dense_streams: int = 0
     raw_pieces: int = 0
     seconds: float
-    unknown: str = ""
-    file: str = ""
+    unknown_properties: str = ""
+    restored_file_name: str = ""
     notes: tuple[str, ...] = ()
     compared: str = "every byte"
     left_out: str = ""
@@ -78,7 +78,7 @@ class Verified:
     @property
     def ratio(self) -> float:
         """Valid over stored bytes."""
-        return ratio(max(self.raw_bytes - self.room_bytes, 0), self.stored_bytes)
+        return compute_ratio(max(self.raw_bytes - self.room_bytes, 0), self.stored_bytes)
 
     @property
     def ok(self) -> bool:
@@ -99,9 +99,9 @@ class Verified:
         return LOSSLESS if self.proof else DECODES
 
     @property
-    def _unproved(self) -> str:
-        checked = "the checksum of each stream held; " if self.dense_streams and not self.frames else ""
-        return f"{checked}no manifest and no --against: nothing to compare with"
+    def _unproved_reason(self) -> str:
+        checksum_text = "the checksum of each stream held; " if self.dense_streams and not self.frames else ""
+        return f"{checksum_text}no manifest and no --against: nothing to compare with"
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -128,28 +128,31 @@ class Verified:
         original = ", ".join(self.against)
         if self.difference is not None:
             return f"{self.input}: {DIFFERS} from {original}: {self.difference}"
-        how = {
+        evidence = {
             "bytes": f"{self.compared} compared with {original}",
-            "sha256": f"decoded, sha256 of {f'all of {self.file}' if self.file else 'the manifest'}",
-            None: self._unproved,
+            "sha256": (
+                f"decoded, sha256 of "
+                f"{f'all of {self.restored_file_name}' if self.restored_file_name else 'the manifest'}"
+            ),
+            None: self._unproved_reason,
         }[self.proof]
-        if self.unknown:
-            how = f"{how}; {self.unknown}"
+        if self.unknown_properties:
+            evidence = f"{evidence}; {self.unknown_properties}"
         return (
-            f"{self.input}: {self.label} ({how}), {count(self.arrays, 'array')}, "
+            f"{self.input}: {self.label} ({evidence}), {pluralize(self.arrays, 'array')}, "
             f"{self.stored_bytes:,} -> {self.raw_bytes:,} bytes, "
-            f"{text_of_ratio(self.raw_bytes, self.raw_bytes - self.room_bytes, self.stored_bytes)}"
-            f"{at_rate(self.raw_bytes, self.seconds)}" + "".join(f"\n  {line}" for line in self.notes)
+            f"{format_ratio(self.raw_bytes, self.raw_bytes - self.room_bytes, self.stored_bytes)}"
+            f"{format_rate(self.raw_bytes, self.seconds)}" + "".join(f"\n  {line}" for line in self.notes)
         )
 
 
-def verify(
+def verify_frame_set(
     frames: FrameSet,
     against: Source | None = None,
     options: DecodeOptions | None = None,
     *,
     progress: Progress | None = None,
-) -> Verified:
+) -> VerifyResult:
     """Decode frames again, and compare what comes out with the original or with the manifest.
 
     Parameters
@@ -174,45 +177,59 @@ def verify(
     KvmnnError
         When a frame does not decode, or a hash differs from the manifest's.
     """
-    started = time.perf_counter()
-    difference: Difference | None = None
-    with Reading():
+    start_time = time.perf_counter()
+    difference: BundleDifference | None = None
+    with InputGuard():
         if against is not None:
-            difference = compare(frames, against.arrays, options, progress=progress) or _around(frames, against)
+            difference = compare_frame_set(
+                frames, against.arrays, options, progress=progress
+            ) or _find_metadata_difference(frames, against)
         else:
             deque(decode_frames(frames, options, progress=progress), maxlen=0)
-    contents, record = frames.without_room(), frames.packed_record
-    compared = "every byte" if frames.cache is None or (record and not record.left_out) else "every live element"
-    return Verified(
+    contents, record = frames.without_unused_arrays(), frames.packed_record
+    compared_text = "every byte" if frames.cache is None or (record and not record.left_out) else "every live element"
+    return VerifyResult(
         input=frames.path,
-        compared=compared,
+        compared=compared_text,
         against=() if against is None else against.inputs,
         proof="bytes" if against is not None else "sha256" if frames.document else None,
         difference=difference,
         raw_bytes=contents.raw_bytes,
         stored_bytes=contents.stored_bytes,
         arrays=len(contents.arrays),
-        **count_pieces(frames.arrays)._asdict(),
-        seconds=time.perf_counter() - started,
-        unknown=frames.unknown,
-        notes=tuple(notes_of(frames.document, frames.path) + room_notes(frames.document) if frames.document else ()),
+        **count_chunks(frames.arrays)._asdict(),
+        seconds=time.perf_counter() - start_time,
+        unknown_properties=frames.unknown_properties,
+        notes=tuple(
+            describe_passthrough(frames.document, frames.path) + describe_unused_arrays(frames.document)
+            if frames.document
+            else ()
+        ),
         left_out=record.left_out if record else "",
-        room_bytes=contents.raw_bytes - valid_bytes(frames.document) if frames.document else 0,
+        room_bytes=contents.raw_bytes - count_valid_bytes(frames.document) if frames.document else 0,
     )
 
 
-def _around(frames: FrameSet, against: Source) -> Difference | None:
+def _find_metadata_difference(frames: FrameSet, against: Source) -> BundleDifference | None:
     """Where what the manifest has besides arrays is not what the original has: in a file kept whole, or beside them."""
     if frames.document is None:
         return None
-    metadata, whose = frames.document.metadata, " ".join(against.inputs)
-    kept, other = kept_file(metadata, frames.path), kept_file(against.metadata, whose)
-    what = kept.difference(other) if kept and other else None
-    record, found = packed_record(metadata, frames.path), packed_record(against.metadata, whose)
-    what = what or (record.difference(found) if record and found else None)
+    metadata, original_name = frames.document.metadata, " ".join(against.inputs)
+    passthrough, other_passthrough = (
+        parse_passthrough(metadata, frames.path),
+        parse_passthrough(against.metadata, original_name),
+    )
+    difference_text = passthrough.find_difference(other_passthrough) if passthrough and other_passthrough else None
+    record, other_record = (
+        parse_packed_record(metadata, frames.path),
+        parse_packed_record(against.metadata, original_name),
+    )
+    difference_text = difference_text or (record.find_difference(other_record) if record and other_record else None)
     if record and record.left_out:
-        what = f"not all of the packed files is kept: {record.left_out}"
-    alone = len(frames.arrays) == 1 and BESIDE_KEY not in against.metadata  # one file, which may lie anywhere
-    if BESIDE_KEY in metadata and not alone:  # frames of earlier versions have none
-        what = what or difference_beside(metadata, frames.path, against.metadata, whose)
-    return Difference(None, what) if what else None
+        difference_text = f"not all of the packed files is kept: {record.left_out}"
+    is_single_file = len(frames.arrays) == 1 and SIDECAR_KEY not in against.metadata  # one file, which may lie anywhere
+    if SIDECAR_KEY in metadata and not is_single_file:  # frames of earlier versions have none
+        difference_text = difference_text or find_sidecar_difference(
+            metadata, frames.path, against.metadata, original_name
+        )
+    return BundleDifference(None, difference_text) if difference_text else None

@@ -8,33 +8,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..arrays.completeness import Completeness, completeness_document, report_missing
-from ..arrays.engine_notes import note_completeness, noted
+from ..arrays.completeness import Completeness, build_completeness_document, format_missing
+from ..arrays.engine_notes import add_completeness_metadata, dump_metadata
 from ..arrays.source import FILE_KEY, Source
 from ..errors import OptionError
-from ..files.names import file_names, is_directory, renamed
-from ..files.output import DirectoryOutput, FileOutput, Stream, is_device
+from ..files.names import describe_renamed_files, is_directory_output, make_file_names
+from ..files.output import BinaryStream, DirectoryOutput, FileOutput, is_device
 from ..packed.cache_info import CacheInfo
-from ..packed.summary import cache_document, cache_summary
-from ..text import LOSSLESS, LOSSY, at_rate, count, ratio
+from ..packed.summary import build_cache_document, format_cache_summary
+from ..text import LOSSLESS, LOSSY, compute_ratio, format_rate, pluralize
 from ..threads.pipeline import Progress
 from . import manifest
 from .dense_pieces import DensePlan, plan_arrays
 from .encoding import NO_PLANS, EncodeOptions, encode_to_directory, encode_to_file, encode_to_memory
 from .kept_file import (
-    KeptFile,
-    describe_kept_room,
-    kept_file,
-    notes_of,
-    valid_bytes,
-    valid_bytes_by_array,
-    whole_bytes,
+    PassthroughFile,
+    count_bundle_bytes,
+    count_valid_bytes,
+    count_valid_bytes_by_array,
+    describe_passthrough,
+    describe_unused_bytes,
+    parse_passthrough,
 )
-from .manifest import Manifest, Sizes, array_to_dict, frames_of, room_notes, text_of_ratio
+from .manifest import Manifest, SizeStats, array_to_dict, describe_storage, describe_unused_arrays, format_ratio
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoded(Sizes):
+class EncodeResult(SizeStats):
     """Frames that were written.
 
     Parameters
@@ -43,50 +43,50 @@ class Encoded(Sizes):
         File or directory; None for a stream.
     manifest
         What was written; no file of frames has a name in it where there is no output.
-    verified
+    is_verified
         Whether every frame was decoded and compared with its input.
     seconds
         Time that it took.
     cache
         The packed cache that the arrays were read from, if it was one.
-    dequantised
+    dequantised_types
         Types whose codes the words were made from, before they were encoded.
     completeness
         The state of the model that the arrays contain, where that is known.
-    inferred
+    inference_notes
         What was inferred of packed files, as sentences.
     """
 
     output: str | None
     manifest: Manifest
-    verified: bool
+    is_verified: bool
     seconds: float
     cache: CacheInfo | None = None
-    dequantised: tuple[str, ...] = ()
+    dequantised_types: tuple[str, ...] = ()
     completeness: Completeness | None = None
-    inferred: tuple[str, ...] = ()
+    inference_notes: tuple[str, ...] = ()
 
     @property
-    def kept(self) -> KeptFile | None:
+    def passthrough(self) -> PassthroughFile | None:
         """The file that is kept whole, if one is."""
-        return kept_file(self.manifest.metadata, self.output or "frames")
+        return parse_passthrough(self.manifest.metadata, self.output or "frames")
 
     @property
     def valid_bytes(self) -> int:
         """Bytes of all arrays without room behind the valid tokens."""
-        return valid_bytes(self.manifest)
+        return count_valid_bytes(self.manifest)
 
     @property
-    def whole_bytes(self) -> int:
+    def bundle_bytes(self) -> int:
         """Bytes of frames and manifest together."""
-        return whole_bytes(self.manifest)
+        return count_bundle_bytes(self.manifest)
 
     @property
     def byte_exact(self) -> bool | None:
         """Whether all frames are MNN's own bytes; None where there is no frame, but dense streams and raw words."""
-        made = self.manifest
-        has_frames = any(frame.stored == "frame" for array in made.arrays for frame in array.frames)
-        return made.zstd_byte_exact and made.effort == "exact" if has_frames else None
+        bundle_manifest = self.manifest
+        has_frames = any(frame.stored == "frame" for array in bundle_manifest.arrays for frame in array.frames)
+        return bundle_manifest.zstd_byte_exact and bundle_manifest.effort == "exact" if has_frames else None
 
     @property
     def label(self) -> str | None:
@@ -94,33 +94,41 @@ class Encoded(Sizes):
         record = self.manifest.packed_record
         if record is not None and record.left_out:
             return LOSSY
-        return LOSSLESS if self.verified else None
+        return LOSSLESS if self.is_verified else None
 
     @property
-    def proof(self) -> str:
+    def verification_text(self) -> str:
         """What was compared, for people."""
         record = self.manifest.packed_record
         if record is not None and record.left_out:
             return "live elements, decoded and compared; the files are not covered"
-        if not self.verified:
+        if not self.is_verified:
             return "not verified"
         if record is not None:
-            return f"decoded and compared; {count(len(record.files), 'packed file')} rebuilt in memory, every byte"
+            return f"decoded and compared; {pluralize(len(record.files), 'packed file')} rebuilt in memory, every byte"
         return "decoded and compared" if self.cache is None else "live elements, decoded and compared"
 
     @property
     def notes(self) -> list[str]:
         """What changes the meaning of the ratio, in lines."""
-        notes = self._dequantised + notes_of(self.manifest, self.output or "frames") + room_notes(self.manifest)
-        return [*self.inferred, *notes]
+        notes = (
+            self._dequantisation_notes
+            + describe_passthrough(self.manifest, self.output or "frames")
+            + describe_unused_arrays(self.manifest)
+        )
+        return [*self.inference_notes, *notes]
 
     @property
-    def _dequantised(self) -> list[str]:
-        return [f"words dequantised from {', '.join(self.dequantised)}"] if self.dequantised else []
+    def _dequantisation_notes(self) -> list[str]:
+        return [f"words dequantised from {', '.join(self.dequantised_types)}"] if self.dequantised_types else []
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
-        made, kept, valid = self.manifest, self.kept, valid_bytes_by_array(self.manifest)
+        bundle_manifest, passthrough, valid_bytes_by_name = (
+            self.manifest,
+            self.passthrough,
+            count_valid_bytes_by_array(self.manifest),
+        )
         return {
             "output": self.output,
             "label": self.label,
@@ -130,26 +138,27 @@ class Encoded(Sizes):
             "ratio": self.ratio,
             "notes": self.notes,
             "seconds": self.seconds,
-            "effort": made.effort,
-            "rope": made.rope,
-            "kvmnn_version": made.kvmnn_version,
-            "zstd_version": made.zstd_version,
+            "effort": bundle_manifest.effort,
+            "rope": bundle_manifest.rope,
+            "kvmnn_version": bundle_manifest.kvmnn_version,
+            "zstd_version": bundle_manifest.zstd_version,
             "byte_exact": self.byte_exact,
-            "cache": cache_document(self.cache),
-            **self._packed_files(),
-            **({"file": self._file(kept)} if kept else {}),
-            **completeness_document(self.completeness),
+            "cache": build_cache_document(self.cache),
+            **self._packed_files_document(),
+            **({"file": self._file_document(passthrough)} if passthrough else {}),
+            **build_completeness_document(self.completeness),
             "arrays": [
-                {**array_to_dict(array), "ratio": ratio(valid[array.name], array.stored_bytes)} for array in made.arrays
+                {**array_to_dict(array), "ratio": compute_ratio(valid_bytes_by_name[array.name], array.stored_bytes)}
+                for array in bundle_manifest.arrays
             ],
         }
 
     def __str__(self) -> str:
         return self.text()
 
-    def _packed_files(self) -> dict[str, Any]:
+    def _packed_files_document(self) -> dict[str, Any]:
         """What was compared of packed files, for JSON."""
-        record, room = self.manifest.packed_record, self.manifest.room
+        record, unused_arrays = self.manifest.packed_record, self.manifest.unused_arrays
         if record is None:
             return {}
         document = {
@@ -157,80 +166,93 @@ class Encoded(Sizes):
             "bytes": record.nbytes,
             "rebuilt": not record.left_out,
             "left_out": record.left_out,
-            "room_bytes": sum(array.nbytes for array in room),
-            "room_stored_bytes": sum(array.stored_bytes for array in room),
+            "room_bytes": sum(array.nbytes for array in unused_arrays),
+            "room_stored_bytes": sum(array.stored_bytes for array in unused_arrays),
         }
         return {"packed_files": document}
 
-    def _file(self, kept: KeptFile) -> dict[str, Any]:
+    def _file_document(self, passthrough: PassthroughFile) -> dict[str, Any]:
         return {
-            "name": kept.name,
-            "format": kept.format,
-            "bytes": kept.nbytes,
-            "stored_bytes": self.whole_bytes,
-            "room_bytes": kept.room_bytes,
+            "name": passthrough.name,
+            "format": passthrough.format,
+            "bytes": passthrough.nbytes,
+            "stored_bytes": self.bundle_bytes,
+            "room_bytes": passthrough.room_bytes,
         }
 
-    def _renamed(self) -> str:
+    def _describe_renames(self) -> str:
         arrays = self.manifest.arrays
-        return renamed((array.name, array.frames[0].file) for array in arrays if len(arrays) > 1)
+        return describe_renamed_files((array.name, array.frames[0].file) for array in arrays if len(arrays) > 1)
 
-    def _what(self) -> str:
-        stored = {frame.stored for array in self.manifest.arrays for frame in array.frames}
+    def _describe_contents(self) -> str:
+        storage_kinds = {frame.stored for array in self.manifest.arrays for frame in array.frames}
         return (
-            "the dense streams" if stored == {"dense"} else "the frames" if "dense" not in stored else "what is stored"
+            "the dense streams"
+            if storage_kinds == {"dense"}
+            else "the frames"
+            if "dense" not in storage_kinds
+            else "what is stored"
         )
 
     def text(self, *, verbose: bool = False) -> str:
         """One line; with `verbose` also one for each array."""
-        arrays, valid = self.manifest.contents, valid_bytes_by_array(self.manifest)
+        arrays, valid_bytes_by_name = self.manifest.token_arrays, count_valid_bytes_by_array(self.manifest)
         lines = []
         if verbose and self.output is not None:
             lines += [
                 f"{array.name}: {array.type_name} {list(array.shape)}, "
                 f"{array.nbytes:,} -> {array.stored_bytes:,} bytes, "
-                f"{text_of_ratio(array.nbytes, valid[array.name], array.stored_bytes)}, {frames_of([array])}"
+                f"{format_ratio(array.nbytes, valid_bytes_by_name[array.name], array.stored_bytes)}, "
+                f"{describe_storage([array])}"
                 for array in self.manifest.arrays
             ]
-        others = self._renamed()
+        rename_text = self._describe_renames()
         name = self.output or arrays[0].name
         if len(arrays) > 1:
-            name += f" ({count(len(arrays), 'array')})"
-        missing = report_missing(self.completeness)
-        scope = f" for {'this array' if len(arrays) == 1 else 'these arrays'}" if missing else ""
-        proof = f"{self.label}{scope} ({self.proof})" if self.label else self.proof
+            name += f" ({pluralize(len(arrays), 'array')})"
+        missing_texts = format_missing(self.completeness)
+        scope = f" for {'this array' if len(arrays) == 1 else 'these arrays'}" if missing_texts else ""
+        verification_text = f"{self.label}{scope} ({self.verification_text})" if self.label else self.verification_text
         lines.append(
             f"{name}: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, {self.ratio_text}, "
-            f"{frames_of(arrays)}, {proof}"
-            f"{at_rate(self.raw_bytes, self.seconds)}"
+            f"{describe_storage(arrays)}, {verification_text}"
+            f"{format_rate(self.raw_bytes, self.seconds)}"
         )
-        if others:
-            lines.append(f"  {others}")
-        lines += [f"  {line}" for line in (*missing, *self._dequantised, *room_notes(self.manifest))]
-        if self.kept:
-            whole = self.whole_bytes
-            lines += [f"  {line}" for line in describe_kept_room(self.kept, self.manifest)]
+        if rename_text:
+            lines.append(f"  {rename_text}")
+        lines += [
+            f"  {line}"
+            for line in (*missing_texts, *self._dequantisation_notes, *describe_unused_arrays(self.manifest))
+        ]
+        if self.passthrough:
+            bundle_bytes = self.bundle_bytes
+            lines += [f"  {line}" for line in describe_unused_bytes(self.passthrough, self.manifest)]
             lines.append(
-                f"  {self.kept.name} has {self.kept.nbytes:,} bytes, frames and manifest have {whole:,}"
-                f"{', which is more' if whole > self.kept.nbytes else ''}; decode writes the same file again"
+                f"  {self.passthrough.name} has {self.passthrough.nbytes:,} bytes, frames and manifest have "
+                f"{bundle_bytes:,}"
+                f"{', which is more' if bundle_bytes > self.passthrough.nbytes else ''}; decode writes the same file "
+                f"again"
             )
         if self.cache:
-            packed = self.cache.file_bytes
-            times = ratio(packed, self.manifest.stored_bytes)
-            how = " (partly inferred)" if any("inferred" in note for note in self.inferred) else ""
-            lines.append(f"  read as {cache_summary(self.cache)}{how}")
-            lines.append(f"  the packed files have {packed:,} bytes, {times:.2f} times as many as {self._what()}")
+            packed_bytes = self.cache.file_bytes
+            size_ratio = compute_ratio(packed_bytes, self.manifest.stored_bytes)
+            inferred_text = " (partly inferred)" if any("inferred" in note for note in self.inference_notes) else ""
+            lines.append(f"  read as {format_cache_summary(self.cache)}{inferred_text}")
+            lines.append(
+                f"  the packed files have {packed_bytes:,} bytes, {size_ratio:.2f} times as many as "
+                f"{self._describe_contents()}"
+            )
         return "\n".join(lines)
 
 
-def encode(
+def encode_source(
     source: Source,
-    output: str | os.PathLike[str] | Stream,
+    output: str | os.PathLike[str] | BinaryStream,
     options: EncodeOptions | None = None,
     *,
     force: bool = False,
     progress: Progress | None = None,
-) -> Encoded:
+) -> EncodeResult:
     """Encode all arrays of a source into frames or dense streams, and write the manifest that restores and proves them.
 
     Parameters
@@ -259,49 +281,50 @@ def encode(
         Nothing is left behind then.
     """
     options = options or EncodeOptions()
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     # A file that is kept whole says itself what engine it is of, but not which layers its caches have.
-    metadata = note_completeness(source) if FILE_KEY in source.metadata else noted(source)
+    metadata = add_completeness_metadata(source) if FILE_KEY in source.metadata else dump_metadata(source)
     source = replace(source, metadata=metadata)
     plans = plan_arrays(source, options.dense) if options.dense else NO_PLANS
     if isinstance(output, str | os.PathLike):
         path = os.fspath(output)
-        made = _to_path(source, path, options, plans, force, progress)
+        bundle_manifest = _write_to_path(source, path, options, plans, force, progress)
     else:
         path = None
-        made = _to_stream(source, output, options, plans, progress)
-    seconds = time.perf_counter() - started
-    return Encoded(
+        bundle_manifest = _write_to_stream(source, output, options, plans, progress)
+    seconds = time.perf_counter() - start_time
+    return EncodeResult(
         output=path,
-        manifest=made,
-        verified=options.verify,
+        manifest=bundle_manifest,
+        is_verified=options.verify,
         seconds=seconds,
         cache=source.cache,
-        dequantised=source.dequantised,
+        dequantised_types=source.dequantised_types,
         completeness=source.completeness,
-        inferred=tuple(source.notes) if source.cache else (),
+        inference_notes=tuple(source.notes) if source.cache else (),
     )
 
 
-def check_output(source: Source, path: str, *, force: bool = False) -> None:
-    """Raise what `encode` would raise about a file or directory that it cannot write, before anything is worked out.
+def check_encode_output(source: Source, path: str, *, force: bool = False) -> None:
+    """Raise what `encode_source` would raise about a file or directory that it cannot write, before anything is worked
+    out.
 
     Raises
     ------
     OutputError
-        As for `encode`.
+        As for `encode_source`.
     """
     if is_device(path):
         return
-    if len(source) > 1 or is_directory(path):
-        with DirectoryOutput(path, force=force, protect=source.files, index=manifest.FILE_NAME) as directory:
-            directory.check_names([*file_names(source.names, manifest.FRAME_SUFFIX), manifest.FILE_NAME])
+    if len(source) > 1 or is_directory_output(path):
+        with DirectoryOutput(path, force=force, exclude=source.files, index=manifest.MANIFEST_NAME) as directory:
+            directory.check_names([*make_file_names(source.names, manifest.FRAME_SUFFIX), manifest.MANIFEST_NAME])
         return
-    with FileOutput(path, force=force, protect=source.files) as file:
-        file.check_beside(manifest.SIDE_SUFFIX)
+    with FileOutput(path, force=force, exclude=source.files) as file:
+        file.check_sidecar(manifest.SIDECAR_SUFFIX)
 
 
-def _to_path(
+def _write_to_path(
     source: Source,
     path: str,
     options: EncodeOptions,
@@ -311,22 +334,24 @@ def _to_path(
 ) -> Manifest:
     if FILE_KEY in source.metadata and not options.block:  # no engine reads these frames: what counts are bytes
         options = replace(options, allow_raw=True)
-    if len(source) > 1 or is_directory(path):
-        with DirectoryOutput(path, force=force, protect=source.files, index=manifest.FILE_NAME) as directory:
-            made = encode_to_directory(
+    if len(source) > 1 or is_directory_output(path):
+        with DirectoryOutput(path, force=force, exclude=source.files, index=manifest.MANIFEST_NAME) as directory:
+            bundle_manifest = encode_to_directory(
                 source.arrays, directory, options, metadata=source.metadata, plans=plans, progress=progress
             )
             directory.commit()
-        return made
-    with FileOutput(path, force=force, protect=source.files) as file:
-        made = encode_to_file(source.arrays, file, options, metadata=source.metadata, plans=plans, progress=progress)
+        return bundle_manifest
+    with FileOutput(path, force=force, exclude=source.files) as file:
+        bundle_manifest = encode_to_file(
+            source.arrays, file, options, metadata=source.metadata, plans=plans, progress=progress
+        )
         file.commit()
-    return made
+    return bundle_manifest
 
 
-def _to_stream(
+def _write_to_stream(
     source: Source,
-    stream: Stream,
+    stream: BinaryStream,
     options: EncodeOptions,
     plans: Mapping[str, DensePlan],
     progress: Progress | None,
@@ -337,13 +362,13 @@ def _to_stream(
     plan = plans.get(array.name)
     if plan and array.nbytes > plan.nbytes:
         raise OptionError(f"a stream carries one layer, array {array.name!r} holds several: use -o FILE")
-    options = options.for_stream()
-    if not plan and array.piece_count(options.cut_above) > 1:
+    options = options.resolve_for_stream()
+    if not plan and array.count_chunks(options.max_frame_bytes) > 1:
         raise OptionError(
             f"a stream carries one frame, but {array.nbytes} bytes are above --frame-bytes: "
             "use --frame-bytes 0 or -o FILE"
         )
-    frame, made = encode_to_memory(array, options, progress, plans)
+    frame, bundle_manifest = encode_to_memory(array, options, progress, plans)
     stream.write(frame)
     stream.flush()
-    return made
+    return bundle_manifest

@@ -8,24 +8,24 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser
     from collections.abc import Sequence
 
-    from .many_work import VerbWork
+    from .many_work import CommandWork
 
-__all__ = ["VerbWork", "build_parser", "main"]
+__all__ = ["CommandWork", "build_parser", "main"]
 
 
 def main(argv: "Sequence[str] | None" = None) -> int:
     """`command.main`; with the process's own words (`argv` None) an interrupt before its import ends it at once."""
-    early = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if early:
-        signal.signal(signal.SIGINT, _end)
+    is_early = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if is_early:
+        signal.signal(signal.SIGINT, _exit_interrupted)
     from . import command
 
-    if early:
+    if is_early:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return command.main(argv)
 
 
-def _end(number: int, frame: object) -> None:
+def _exit_interrupted(signal_number: int, frame: object) -> None:
     """Nothing is begun yet that would have to be removed."""
     try:
         os.write(2, b"kvmnn: error: interrupted\n")
@@ -34,11 +34,11 @@ def _end(number: int, frame: object) -> None:
 
 
 def __getattr__(name: str) -> Any:
-    """`VerbWork` when it is asked for, so that the command starts at once."""
-    if name == "VerbWork":
-        from .many_work import VerbWork
+    """`CommandWork` when it is asked for, so that the command starts at once."""
+    if name == "CommandWork":
+        from .many_work import CommandWork
 
-        return VerbWork
+        return CommandWork
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, TextIO
 
 from ..errors import KvmnnError, MissingDependencyError, OptionError
 from . import streams
-from .signals import INTERRUPTED, SignalledError, unwinding
+from .signals import EXIT_INTERRUPTED, TerminationSignal, unwind_on_signals
 
 if TYPE_CHECKING:
     from argparse import Namespace
 
-OK, DATA, USAGE, MISSING, DEFECT, READER_GONE = 0, 1, 2, 3, 70, 141
+EXIT_OK, EXIT_DATA, EXIT_USAGE, EXIT_MISSING_PACKAGE, EXIT_INTERNAL_ERROR, EXIT_READER_GONE = 0, 1, 2, 3, 70, 141
 """Exit codes; 141 is 128 and SIGPIPE's number. Those of other signals are in `signals`."""
 
-TRACEBACK = "KVMNN_TRACEBACK"
+TRACEBACK_VARIABLE = "KVMNN_TRACEBACK"
 """An environment variable: if it is set to anything but 0, errors come with their traceback."""
 
 
@@ -35,128 +35,137 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     arguments: Namespace | None = None
     try:
-        streams.claim_descriptors()
-        streams.forget_names()
-        with unwinding(last=argv is None), _warnings():
-            from ..files.changes import Reading
+        streams.claim_standard_descriptors()
+        streams.reset_names()
+        with unwind_on_signals(is_last=argv is None), _show_warnings_as_lines():
+            from ..files.changes import InputGuard
             from . import parser
 
-            arguments = parser.parse(words)
-            streams.expect_names(_words(arguments))
-            with Reading():
+            arguments = parser.parse_command_line(words)
+            streams.register_names(_list_words(arguments))
+            with InputGuard():
                 code: int = arguments.run(arguments)
-                streams.flush()
+                streams.flush_out()
     except BaseException as exc:
-        code = _failed(exc, arguments)
+        code = _report_failure(exc, arguments)
         # after an interrupt in an exec of text, as dataclasses make, CPython ends by SIGINT unless another one follows
         exec("")
     for stream in (sys.stdout, sys.stderr):
-        streams.forget(stream)
-    if argv is None and _threads_are_left():
+        streams.drop_buffered(stream)
+    if argv is None and _has_live_threads():
         os._exit(code)
     return code
 
 
-def _threads_are_left() -> bool:
+def _has_live_threads() -> bool:
     helpers = sys.modules.get("kvmnn.threads.helpers")
-    return helpers is not None and bool(helpers.are_left())
+    return helpers is not None and bool(helpers.any_alive())
 
 
-def _failed(exc: BaseException, arguments: Namespace | None) -> int:
+def _report_failure(exc: BaseException, arguments: Namespace | None) -> int:
     """Say in one line what happened; returns the exit code."""
     if isinstance(exc, SystemExit):
-        return exc.code if isinstance(exc.code, int) else USAGE
-    if isinstance(exc, streams.ReaderGoneError):  # as `| head` leaves every other command: silently
-        return READER_GONE
-    if os.environ.get(TRACEBACK, "0") not in ("", "0"):
+        return exc.code if isinstance(exc.code, int) else EXIT_USAGE
+    if isinstance(exc, streams.OutputClosedError):  # as `| head` leaves every other command: silently
+        return EXIT_READER_GONE
+    if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
         import traceback
 
-        streams.err_lines("".join(traceback.format_exception(exc)).rstrip("\n"))
-    message, code = verdict(exc, arguments)
-    streams.err("error", message)
-    for line in _possible_commands(exc, arguments):
-        streams.err_lines(line)
+        streams.write_error_lines("".join(traceback.format_exception(exc)).rstrip("\n"))
+    message, code = describe_error(exc, arguments)
+    streams.write_error_line("error", message)
+    for line in _list_possible_commands(exc, arguments):
+        streams.write_error_lines(line)
     return code
 
 
-def _possible_commands(exc: BaseException, arguments: Namespace | None) -> list[str]:
+def _list_possible_commands(exc: BaseException, arguments: Namespace | None) -> list[str]:
     """The command lines that an error leaves to choose from, the likeliest first."""
     choices: tuple[str, ...] = getattr(exc, "choices", ())
     if arguments is None or not choices:
         return []
     from . import packed_options, printing
 
-    typed = printing.command(arguments)
-    return [f"  {typed} {packed_options.in_the_words_of(arguments, choice)}" for choice in choices] if typed else []
+    command_line = printing.format_command_line(arguments)
+    return (
+        [f"  {command_line} {packed_options.adapt_message(arguments, choice)}" for choice in choices]
+        if command_line
+        else []
+    )
 
 
-def verdict(exc: BaseException, arguments: Namespace | None) -> tuple[str, int]:
+def describe_error(exc: BaseException, arguments: Namespace | None) -> tuple[str, int]:
     """What is said of an exception, and the exit code."""
-    for cause in _chain(exc):
-        if isinstance(cause, SignalledError):
-            return cause.said, cause.code
+    for cause in _iter_causes(exc):
+        if isinstance(cause, TerminationSignal):
+            return cause.message, cause.code
         if isinstance(cause, KeyboardInterrupt):
-            return "interrupted", INTERRUPTED
-    said = str(exc)
+            return "interrupted", EXIT_INTERRUPTED
+    message = str(exc)
     if isinstance(exc, KvmnnError) and arguments is not None:
         from . import packed_options
 
-        said = packed_options.with_jobs(arguments, packed_options.in_the_words_of(arguments, said))
+        message = packed_options.add_jobs_hint(arguments, packed_options.adapt_message(arguments, message))
     if isinstance(exc, OptionError):
-        return said, USAGE
+        return message, EXIT_USAGE
     if isinstance(exc, MissingDependencyError):
-        return said, MISSING
+        return message, EXIT_MISSING_PACKAGE
     if isinstance(exc, KvmnnError):
-        return said, DATA
+        return message, EXIT_DATA
     if isinstance(exc, MemoryError):
-        return "out of memory", DATA
+        return "out of memory", EXIT_DATA
     if isinstance(exc, OSError):
         name = f"{os.fsdecode(exc.filename)}: " if isinstance(exc.filename, str | bytes) else ""
-        return f"{name}{streams.joined(exc.strerror or exc)}", DATA
+        return f"{name}{streams.format_message_line(exc.strerror or exc)}", EXIT_DATA
     if isinstance(exc, UnicodeEncodeError):  # of a file's name, by the system's encoding
-        return f"{exc.object[:200]}: cannot be a name here ({exc.encoding}); PYTHONUTF8=1 may help", DATA
-    return _defect(exc, arguments), DEFECT
+        return f"{exc.object[:200]}: cannot be a name here ({exc.encoding}); PYTHONUTF8=1 may help", EXIT_DATA
+    return _describe_internal_error(exc, arguments), EXIT_INTERNAL_ERROR
 
 
-def _chain(exc: BaseException | None) -> Iterator[BaseException]:
+def _iter_causes(exc: BaseException | None) -> Iterator[BaseException]:
     """An exception and those it came from: imports turn an interrupt into an error of their own."""
-    seen: list[BaseException] = []
-    while exc is not None and exc not in seen:
-        seen.append(exc)
+    visited: list[BaseException] = []
+    while exc is not None and exc not in visited:
+        visited.append(exc)
         yield exc
         exc = exc.__cause__ or exc.__context__
 
 
-def _defect(exc: BaseException, arguments: Namespace | None) -> str:
+def _describe_internal_error(exc: BaseException, arguments: Namespace | None) -> str:
     """An error that nobody foresaw: where it was raised, and what was being read."""
-    trace, place = exc.__traceback__, ""
+    trace, location = exc.__traceback__, ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if "kvmnn" in file:
-            place = f" ({os.path.basename(file)}:{trace.tb_lineno})"
+            location = f" ({os.path.basename(file)}:{trace.tb_lineno})"
         trace = trace.tb_next
-    what = f"unexpected {type(exc).__name__}: {streams.joined(str(exc)[:500]) or 'no message'}{place}"
-    files = _files(arguments)
-    with_it = f", with {files[0]}" if files else ""
-    return f"{f'{files[0]}: ' if files else ''}{what}; please report this{with_it} ({TRACEBACK}=1 shows more)"
+    problem = (
+        f"unexpected {type(exc).__name__}: {streams.format_message_line(str(exc)[:500]) or 'no message'}{location}"
+    )
+    files = _list_files(arguments)
+    files_text = f", with {files[0]}" if files else ""
+    return (
+        f"{f'{files[0]}: ' if files else ''}{problem}; please report this{files_text} ({TRACEBACK_VARIABLE}=1 shows "
+        f"more)"
+    )
 
 
-def _files(arguments: Namespace | None) -> list[str]:
+def _list_files(arguments: Namespace | None) -> list[str]:
     """The files among the arguments."""
-    return [word for word in _words(arguments) if "\0" not in word and os.path.exists(word)]
+    return [word for word in _list_words(arguments) if "\0" not in word and os.path.exists(word)]
 
 
-def _words(arguments: Namespace | None) -> list[str]:
+def _list_words(arguments: Namespace | None) -> list[str]:
     """The arguments that are words, but for texts."""
-    found: list[str] = []
+    words: list[str] = []
     for name, value in vars(arguments).items() if arguments is not None else ():
         values = value if isinstance(value, list | tuple) else [value]
-        found += [word for word in values if isinstance(word, str) and name != "prompt"]
-    return found
+        words += [word for word in values if isinstance(word, str) and name != "prompt"]
+    return words
 
 
 @contextmanager
-def _warnings() -> Iterator[None]:
+def _show_warnings_as_lines() -> Iterator[None]:
     """Warnings of libraries are one line each, as everything else that is said."""
     import warnings
 
@@ -173,4 +182,4 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    streams.err("warning", streams.joined(message))
+    streams.write_error_line("warning", streams.format_message_line(message))

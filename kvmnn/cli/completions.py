@@ -10,58 +10,61 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from . import help
-from .parser import verbs_of
+from .parser import get_subparsers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Option:
+class OptionSpec:
     """An option of a verb: its names, the choices of its value (none: any), its help; `value` is what it is called."""
 
     names: tuple[str, ...]
     value: str
     choices: tuple[str, ...]
-    text: str
+    help_text: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verb:
+class CommandSpec:
     """A verb with its options and the choices of its arguments (none: files)."""
 
     name: str
     summary: str
-    options: tuple[Option, ...]
+    options: tuple[OptionSpec, ...]
     choices: tuple[str, ...]
 
 
-def described(parser: argparse.ArgumentParser) -> list[Verb]:
+def describe_commands(parser: argparse.ArgumentParser) -> list[CommandSpec]:
     """What completions need to know of every verb."""
-    verbs = verbs_of(parser)
-    summaries = {action.dest: action.help or "" for action in verbs._get_subactions()}
+    subparsers = get_subparsers(parser)
+    summaries = {action.dest: action.help or "" for action in subparsers._get_subactions()}
     return [
-        Verb(
+        CommandSpec(
             name=name,
             summary=summaries[name],
-            options=tuple(_options(verb)),
+            options=tuple(_iter_option_specs(subparser)),
             choices=tuple(
-                str(choice) for a in verb._actions if not a.option_strings and a.choices for choice in a.choices
+                str(choice)
+                for argument in subparser._actions
+                if not argument.option_strings and argument.choices
+                for choice in argument.choices
             ),
         )
-        for name, verb in verbs.choices.items()
+        for name, subparser in subparsers.choices.items()
     ]
 
 
-def _options(verb: argparse.ArgumentParser) -> Iterator[Option]:
-    for action, text in help.help_of(verb).items():
+def _iter_option_specs(subparser: argparse.ArgumentParser) -> Iterator[OptionSpec]:
+    for action, text in help.collect_help(subparser).items():
         if action.option_strings:
-            yield Option(
+            yield OptionSpec(
                 names=tuple(action.option_strings),
                 value="" if action.nargs == 0 else str(action.metavar or action.dest.upper()),
-                choices=tuple(map(str, action.choices or _names(action.dest))),
-                text=text,
+                choices=tuple(map(str, action.choices or _list_value_prefixes(action.dest))),
+                help_text=text,
             )
 
 
-def _names(value: str) -> Iterable[str]:
+def _list_value_prefixes(value: str) -> Iterable[str]:
     """What a value that goes on (``NAME:option=value``) can begin with."""
     if value == "policy":
         from ..policies import POLICIES
@@ -74,7 +77,7 @@ def _names(value: str) -> Iterable[str]:
     return ()
 
 
-def bash(verbs: list[Verb]) -> str:
+def format_bash(commands: list[CommandSpec]) -> str:
     """For ``~/.local/share/bash-completion/completions/kvmnn``."""
     lines = [
         "# bash completion of kvmnn",
@@ -82,23 +85,23 @@ def bash(verbs: list[Verb]) -> str:
         "    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words=",
         "    COMPREPLY=()",
         "    if ((COMP_CWORD == 1)); then",
-        f"        words='{' '.join(verb.name for verb in verbs)} --help --version'",
+        f"        words='{' '.join(command.name for command in commands)} --help --version'",
         "    else",
         "        case ${COMP_WORDS[1]}:$before in",
     ]
-    for verb in verbs:
-        for option in verb.options:
+    for command in commands:
+        for option in command.options:
             if option.value:
-                patterns = "|".join(f"{verb.name}:{name}" for name in option.names)
+                patterns = "|".join(f"{command.name}:{name}" for name in option.names)
                 lines.append(f"            {patterns}) words='{' '.join(option.choices)}'; [[ $words ]] || return ;;")
     lines += [
         "        esac",
         "        [[ $words ]] || case ${COMP_WORDS[1]} in",
     ]
-    for verb in verbs:
-        names = " ".join(name for option in verb.options for name in option.names if name.startswith("--"))
-        arguments = f" || words='{' '.join(verb.choices)}'" if verb.choices else ""
-        lines.append(f"            {verb.name}) [[ $word == -* ]] && words='{names}'{arguments} ;;")
+    for command in commands:
+        names = " ".join(name for option in command.options for name in option.names if name.startswith("--"))
+        arguments = f" || words='{' '.join(command.choices)}'" if command.choices else ""
+        lines.append(f"            {command.name}) [[ $word == -* ]] && words='{names}'{arguments} ;;")
     return "\n".join(
         [
             *lines,
@@ -112,17 +115,17 @@ def bash(verbs: list[Verb]) -> str:
     )
 
 
-def zsh(verbs: list[Verb]) -> str:
+def format_zsh(commands: list[CommandSpec]) -> str:
     """For a file ``_kvmnn`` in a folder of ``$fpath``."""
 
-    def quoted(text: str) -> str:
+    def quote(text: str) -> str:
         return "'" + text.replace("'", "'\\''") + "'"
 
-    def plain(text: str) -> str:
+    def escape(text: str) -> str:
         return "".join(f"\\{letter}" if letter in "[]:\\" else letter for letter in text)
 
     lines = ["#compdef kvmnn", "_kvmnn() {", "    local -a verbs=("]
-    lines += [f"        {quoted(f'{verb.name}:{plain(verb.summary)}')}" for verb in verbs]
+    lines += [f"        {quote(f'{command.name}:{escape(command.summary)}')}" for command in commands]
     lines += [
         "    )",
         "    if (( CURRENT == 2 )); then",
@@ -133,38 +136,44 @@ def zsh(verbs: list[Verb]) -> str:
         "    (( CURRENT-- ))",
         "    case $words[1] in",
     ]
-    for verb in verbs:
-        lines.append(f"        {verb.name})")
+    for command in commands:
+        lines.append(f"        {command.name})")
         lines.append("            _arguments \\")
-        for option in verb.options:
+        for option in command.options:
             values = f"({' '.join(option.choices)})" if option.choices else "_files"
-            value = f":{plain(option.value)}:{values}" if option.value else ""
-            lines += [f"                {quoted(f'*{name}[{plain(option.text)}]{value}')} \\" for name in option.names]
-        arguments = f"({' '.join(verb.choices)})" if verb.choices else "_files"
-        lines += [f"                {quoted(f'*:file:{arguments}')}", "            ;;"]
+            value = f":{escape(option.value)}:{values}" if option.value else ""
+            lines += [
+                f"                {quote(f'*{name}[{escape(option.help_text)}]{value}')} \\" for name in option.names
+            ]
+        arguments = f"({' '.join(command.choices)})" if command.choices else "_files"
+        lines += [f"                {quote(f'*:file:{arguments}')}", "            ;;"]
     return "\n".join([*lines, "    esac", "}", '_kvmnn "$@"', ""])
 
 
-def fish(verbs: list[Verb]) -> str:
+def format_fish(commands: list[CommandSpec]) -> str:
     """For ``~/.config/fish/completions/kvmnn.fish``."""
 
-    def quoted(text: str) -> str:
+    def quote(text: str) -> str:
         return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
     lines = ["# fish completion of kvmnn"]
-    first = "complete -c kvmnn -n __fish_use_subcommand -f"
-    lines += [f"{first} -a {quoted(verb.name)} -d {quoted(verb.summary)}" for verb in verbs]
-    for verb in verbs:
-        start = f"complete -c kvmnn -n {quoted(f'__fish_seen_subcommand_from {verb.name}')}"
-        if verb.choices:
-            lines.append(f"{start} -f -a {quoted(' '.join(verb.choices))}")
-        for option in verb.options:
+    top_prefix = "complete -c kvmnn -n __fish_use_subcommand -f"
+    lines += [f"{top_prefix} -a {quote(command.name)} -d {quote(command.summary)}" for command in commands]
+    for command in commands:
+        command_prefix = f"complete -c kvmnn -n {quote(f'__fish_seen_subcommand_from {command.name}')}"
+        if command.choices:
+            lines.append(f"{command_prefix} -f -a {quote(' '.join(command.choices))}")
+        for option in command.options:
             names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in option.names)
             value = " -r" if option.value else ""
             if option.choices:
-                value = f" -x -a {quoted(' '.join(option.choices))}"
-            lines.append(f"{start} {names}{value} -d {quoted(option.text)}")
+                value = f" -x -a {quote(' '.join(option.choices))}"
+            lines.append(f"{command_prefix} {names}{value} -d {quote(option.help_text)}")
     return "\n".join([*lines, ""])
 
 
-SHELLS: dict[str, Callable[[list[Verb]], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
+FORMATTER_BY_SHELL: dict[str, Callable[[list[CommandSpec]], str]] = {
+    "bash": format_bash,
+    "zsh": format_zsh,
+    "fish": format_fish,
+}

@@ -12,24 +12,24 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..arrays.source import Source
-    from ..bundle import DenseOptions, Encoded
-    from ..dense import Rotary
+    from ..bundle import DenseOptions, EncodeResult
+    from ..dense import RopeConfig
 
-CODECS = ("mnn", "dense")
-TEXT = ("model", "token_ids")
+CODEC_CHOICES = ("mnn", "dense")
+SOURCE_TEXT_OPTIONS = ("model", "token_ids")
 """Options about packed files that dense streams use as well."""
 
-_ROPE = "theta=10000,dims=64"
+_ROPE_EXAMPLE = "theta=10000,dims=64"
 
 
-def add_codec(parser: Any, *, required: bool = False) -> None:
+def add_codec(parser: Any, *, is_required: bool = False) -> None:
     """``--codec`` and ``--rope``."""
     parser.add_argument(
         "--codec",
-        choices=CODECS,
-        default=None if required else "mnn",
-        required=required,
-        help=f"mnn: frames{'' if required else ' (default)'}; dense: streams of K and V for kvmnn alone, smaller",
+        choices=CODEC_CHOICES,
+        default=None if is_required else "mnn",
+        required=is_required,
+        help=f"mnn: frames{'' if is_required else ' (default)'}; dense: streams of K and V for kvmnn alone, smaller",
     )
     add_rope(parser)
 
@@ -38,14 +38,14 @@ def add_rope(parser: Any) -> None:
     """``--rope``."""
     parser.add_argument(
         "--rope",
-        type=_rope,
-        metavar=f"{_ROPE}[,pairing=interleaved]|none",
+        type=_parse_rope_or_none,
+        metavar=f"{_ROPE_EXAMPLE}[,pairing=interleaved]|none",
         help="with dense: how K was rotated; without it, --model DIR says so in its config.json, --model FILE.gguf in "
         "its header; where neither does it is found by trial, if it can be",
     )
 
 
-def add_text(parser: Any) -> None:
+def add_source_text(parser: Any) -> None:
     """``--model`` and ``--token-ids``, for verbs that have nothing else to ask of them."""
     parser.add_argument("--model", metavar="DIR", help="with dense: a model whose config.json says how K was rotated")
     parser.add_argument(
@@ -53,127 +53,137 @@ def add_text(parser: Any) -> None:
     )
 
 
-def check(arguments: argparse.Namespace) -> None:
+def check_codec_options(arguments: argparse.Namespace) -> None:
     """`UsageError` for options that do not go together."""
     if arguments.codec != "dense":
-        idle_options.refuse(arguments, ["rope"], "needs --codec dense")
+        idle_options.refuse_given(arguments, ["rope"], "needs --codec dense")
     elif arguments.no_zstd:
         raise printing.UsageError("--no-zstd is about engines, and none reads dense streams: leave it out")
 
 
-_OF_FRAMES = (
+_FRAME_OPTIONS = (
     *("effort", "predictors", "predictors_k", "predictors_v", "hi_predictors"),
     *("frame_bytes", "block", "allow_raw"),
 )
 
 
-def note_idle(arguments: argparse.Namespace, made: Encoded) -> None:
+def note_idle_frame_options(arguments: argparse.Namespace, result: EncodeResult) -> None:
     """A note for options about frames, where none was made."""
-    if any(not frame.is_dense for array in made.manifest.arrays for frame in array.frames):
+    if any(not frame.is_dense for array in result.manifest.arrays for frame in array.frames):
         return
-    if given := [idle_options.option(arguments, name) for name in _OF_FRAMES if idle_options.given(arguments, name)]:
-        printing.note(arguments, f"all arrays became dense streams: {' and '.join(given)} changed none of them")
+    if given_options := [
+        idle_options.get_option_name(arguments, name)
+        for name in _FRAME_OPTIONS
+        if idle_options.was_given(arguments, name)
+    ]:
+        printing.print_note(
+            arguments, f"all arrays became dense streams: {' and '.join(given_options)} changed none of them"
+        )
 
 
-def options(arguments: argparse.Namespace, source: Source, *, trial: bool = True) -> DenseOptions:
+def build_dense_options(arguments: argparse.Namespace, source: Source, *, with_search: bool = True) -> DenseOptions:
     """What the arguments say, or a trial finds; notes for what a configuration or the trial says."""
-    from ..bundle import DenseOptions, find_layer_rotations, find_rotary
+    from ..bundle import DenseOptions, search_layer_rope, search_rope
     from ..bundle.dense_pieces import plan_arrays
 
-    ids = packed_options.loaded_ids(arguments) if arguments.token_ids is not None else None
-    by_layer = _layer_rotations(arguments, source)
-    if by_layer:
-        return DenseOptions(layer_rotary=by_layer, token_ids=ids)
-    said = DenseOptions(rotary=rotary(arguments, source), token_ids=ids)
-    if not trial or arguments.rope is not None or said.rotary is not None:
-        return said
-    if not any(plan.part == "key" for plan in plan_arrays(source, said).values()):
-        return said
-    if by_layer := find_layer_rotations(source, said):
-        printing.note(arguments, f"rotation of K, found by trial: {_spell_rotations(by_layer)} (--model says it)")
-        return replace(said, layer_rotary=by_layer)
-    found = find_rotary(source, said)
-    what = "none found by trial, K is encoded as V is" if found is None else f"{found}, found by trial"
-    printing.note(arguments, f"rotation of K: {what} (--rope or --model says it)")
-    return replace(said, rotary=found)
+    ids = packed_options.load_ids(arguments) if arguments.token_ids is not None else None
+    rope_by_layer = _read_layer_ropes(arguments, source)
+    if rope_by_layer:
+        return DenseOptions(layer_rotary=rope_by_layer, token_ids=ids)
+    dense_options = DenseOptions(rotary=read_rope(arguments, source), token_ids=ids)
+    if not with_search or arguments.rope is not None or dense_options.rotary is not None:
+        return dense_options
+    if not any(plan.part == "key" for plan in plan_arrays(source, dense_options).values()):
+        return dense_options
+    if rope_by_layer := search_layer_rope(source, dense_options):
+        printing.print_note(
+            arguments, f"rotation of K, found by trial: {_format_layer_ropes(rope_by_layer)} (--model says it)"
+        )
+        return replace(dense_options, layer_rotary=rope_by_layer)
+    rope = search_rope(source, dense_options)
+    rope_text = "none found by trial, K is encoded as V is" if rope is None else f"{rope}, found by trial"
+    printing.print_note(arguments, f"rotation of K: {rope_text} (--rope or --model says it)")
+    return replace(dense_options, rotary=rope)
 
 
-def _layer_rotations(arguments: argparse.Namespace, source: Source) -> dict[int, Rotary | None]:
+def _read_layer_ropes(arguments: argparse.Namespace, source: Source) -> dict[int, RopeConfig | None]:
     """Return how K of each layer is rotated, where the header of ``--model FILE.gguf`` has several ways."""
     from ..formats.llama import read_rotations
 
     if arguments.rope is not None or not engine_options.is_gguf(arguments.model):
         return {}
-    found, notes = read_rotations(arguments.model)
-    if not found:
+    rope_by_layer, notes = read_rotations(arguments.model)
+    if not rope_by_layer:
         return {}
-    if "k-order" in (source.undone or ()):
-        found = {layer: each and replace(each, pairing="half") for layer, each in found.items()}
-    present = set(source.completeness.included_layers if source.completeness is not None else found)
-    found = {layer: each for layer, each in found.items() if layer in present}
-    for line in [*notes, f"rotation of K: {_spell_rotations(found)}, as {arguments.model} says"]:
-        printing.note(arguments, line)
-    return found
+    if "k-order" in (source.inverted_transforms or ()):
+        rope_by_layer = {layer: rope and replace(rope, pairing="half") for layer, rope in rope_by_layer.items()}
+    present_layers = set(source.completeness.included_layers if source.completeness is not None else rope_by_layer)
+    rope_by_layer = {layer: rope for layer, rope in rope_by_layer.items() if layer in present_layers}
+    for line in [*notes, f"rotation of K: {_format_layer_ropes(rope_by_layer)}, as {arguments.model} says"]:
+        printing.print_note(arguments, line)
+    return rope_by_layer
 
 
-def _spell_rotations(found: Mapping[int, Rotary | None]) -> str:
+def _format_layer_ropes(rope_by_layer: Mapping[int, RopeConfig | None]) -> str:
     """Return each rotation and its layers."""
-    from ..arrays.layer_states import spell_layers
+    from ..arrays.layer_states import format_layers
 
     groups: dict[str, list[int]] = {}
-    for layer, each in found.items():
-        groups.setdefault("none" if each is None else str(each), []).append(layer)
-    return ", ".join(f"{text} in {spell_layers(layers)}" for text, layers in groups.items())
+    for layer, rope in rope_by_layer.items():
+        groups.setdefault("none" if rope is None else str(rope), []).append(layer)
+    return ", ".join(f"{text} in {format_layers(layers)}" for text, layers in groups.items())
 
 
-def rotary(arguments: argparse.Namespace, source: Source) -> Rotary | None:
+def read_rope(arguments: argparse.Namespace, source: Source) -> RopeConfig | None:
     """``--rope``, or what the configuration of ``--model`` says; notes for what it does not."""
     if arguments.rope is not None or arguments.model is None:
-        said: Rotary | str | None = arguments.rope
-        return None if isinstance(said, str) else said
-    found, notes = model_rotary(arguments.model, source)
-    if found is not None:
-        notes.append(f"rotation of K: {found}, as {arguments.model} says")
+        specified: RopeConfig | str | None = arguments.rope
+        return None if isinstance(specified, str) else specified
+    model_rope, notes = read_model_rope(arguments.model, source)
+    if model_rope is not None:
+        notes.append(f"rotation of K: {model_rope}, as {arguments.model} says")
     for line in notes:
-        printing.note(arguments, line)
-    return found
+        printing.print_note(arguments, line)
+    return model_rope
 
 
-def model_rotary(model: str, source: Source) -> tuple[Rotary | None, list[str]]:
+def read_model_rope(model: str, source: Source) -> tuple[RopeConfig | None, list[str]]:
     """What a folder's configuration or the header of a .gguf says; lines for what it does not."""
-    from ..formats import read_rotary
+    from ..formats import read_config_rotary
     from ..formats.llama import read_gguf_rotary
 
     if engine_options.is_gguf(model):
-        found, notes = read_gguf_rotary(model)
-        if found is not None and "k-order" in (source.undone or ()):
-            found = replace(found, pairing="half")
-        return found, notes
-    return read_rotary(model, max((array.shape[-1] for array in source.arrays if array.shape), default=1))
+        rope, notes = read_gguf_rotary(model)
+        if rope is not None and "k-order" in (source.inverted_transforms or ()):
+            rope = replace(rope, pairing="half")
+        return rope, notes
+    return read_config_rotary(model, max((array.shape[-1] for array in source.arrays if array.shape), default=1))
 
 
-def _rope(text: str) -> Rotary | str:
+def _parse_rope_or_none(text: str) -> RopeConfig | str:
     return text if text == "none" else parse_rope(text)
 
 
-def parse_rope(text: str) -> Rotary:
+def parse_rope(text: str) -> RopeConfig:
     """Parse ``theta=10000,dims=64,pairing=interleaved``; `ArgumentTypeError` for anything else."""
-    from ..dense import Rotary
+    from ..dense import RopeConfig
     from ..errors import KvmnnError
 
-    said: dict[str, str] = {}
+    value_by_name: dict[str, str] = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
-        if name not in ("theta", "dims", "pairing") or name in said:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected {_ROPE} and, for neighbours, pairing=interleaved")
-        said[name] = value
+        if name not in ("theta", "dims", "pairing") or name in value_by_name:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: expected {_ROPE_EXAMPLE} and, for neighbours, pairing=interleaved"
+            )
+        value_by_name[name] = value
     try:
-        theta, dims = float(said.get("theta", "10000")), int(said.get("dims", "0"))
+        theta, dims = float(value_by_name.get("theta", "10000")), int(value_by_name.get("dims", "0"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers, as in {_ROPE}") from None
-    if "dims" not in said:
-        raise argparse.ArgumentTypeError(f"{text!r} does not say how many words of a head are rotated: {_ROPE}")
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers, as in {_ROPE_EXAMPLE}") from None
+    if "dims" not in value_by_name:
+        raise argparse.ArgumentTypeError(f"{text!r} does not say how many words of a head are rotated: {_ROPE_EXAMPLE}")
     try:
-        return Rotary(theta=theta, dims=dims, pairing=said.get("pairing", "half"))
+        return RopeConfig(theta=theta, dims=dims, pairing=value_by_name.get("pairing", "half"))
     except KvmnnError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..runtime import RuntimeConfig
 
 
-def add_config(parser: Any) -> None:
+def add_config_options(parser: Any) -> None:
     """``--config FILE`` and ``--lossless MODE``."""
     parser.add_argument(
         "--config", metavar="FILE", help="the engine's JSON file, for --policy h2o_engine and --lossless"
@@ -43,7 +43,7 @@ def read_config(path: str) -> dict[str, Any]:
         raise SourceError(f"{path}: does not exist") from None
 
 
-def policy_defaults(arguments: argparse.Namespace, specs: list[str]) -> dict[str, dict[str, Any]]:
+def read_policy_defaults(arguments: argparse.Namespace, specs: list[str]) -> dict[str, dict[str, Any]]:
     """Options that the file of ``--config`` gives to policies that do not say them, by the policy's name.
 
     Raises
@@ -67,12 +67,12 @@ def policy_defaults(arguments: argparse.Namespace, specs: list[str]) -> dict[str
             f"--config {arguments.config}: nothing takes options from it; expected --policy h2o_engine or --lossless"
         )
     try:
-        return {H2OEngine.name: H2OEngine.options_from_engine(document)}
+        return {H2OEngine.name: H2OEngine.parse_engine_options(document)}
     except KvmnnError as exc:
         raise UsageError(f"{arguments.config}: {exc}") from None
 
 
-def lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | None:
+def build_lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """What ``--lossless`` and ``--config`` ask of the runtime around the cache, as the engine's JSON; None for none.
 
     Raises
@@ -83,38 +83,38 @@ def lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | None:
         As `read_config`.
     """
     from ..errors import KvmnnError
-    from ..policies.specs import parse_spec
+    from ..policies.specs import split_spec
     from ..runtime import RuntimeConfig
-    from ..runtime.config import CODEC, MODES
+    from ..runtime.config import ENGINE_CODEC, MODES
 
     if arguments.lossless is None:
         return None
     if arguments.packed is not None:
         raise UsageError("--packed and --lossless: a cache is held in one of them")
-    found = {} if arguments.config is None else read_config(arguments.config)
-    found = {key: value for key, value in found.items() if key.startswith("kv_") or key in _MODEL_KEYS}
+    document = {} if arguments.config is None else read_config(arguments.config)
+    document = {key: value for key, value in document.items() if key.startswith("kv_") or key in _MODEL_KEYS}
     if arguments.config is not None:
-        _checked(arguments.config, found, UsageError)
+        _parse_runtime_config(arguments.config, document, UsageError)
     try:
-        mode, options = parse_spec(arguments.lossless)
+        mode, options = split_spec(arguments.lossless)
         if mode not in MODES:
             raise UsageError(f"--lossless {mode}: expected one of {', '.join(MODES)}")
-        switches = {"enable": True, "runtime_enable": True, "codec": CODEC, "runtime_mode": mode}
+        switches = {"enable": True, "runtime_enable": True, "codec": ENGINE_CODEC, "runtime_mode": mode}
         for key, text in options.items():
             if key in switches:
                 raise UsageError(f"--lossless {arguments.lossless}: {key} is what the mode says; expected no such key")
             name = f"kv_{key}" if key.startswith("h2o_") else f"kv_lossless_{key}"
-            found[name] = _value(text)
-        found |= {f"kv_lossless_{key}": value for key, value in switches.items()}
-        RuntimeConfig.from_engine(found)
+            document[name] = _parse_value(text)
+        document |= {f"kv_lossless_{key}": value for key, value in switches.items()}
+        RuntimeConfig.from_engine(document)
     except UsageError:
         raise
     except KvmnnError as exc:
         raise UsageError(f"--lossless {arguments.lossless}: {exc}") from None
-    return found
+    return document
 
 
-def runtime_config(path: str) -> RuntimeConfig:
+def read_runtime_config(path: str) -> RuntimeConfig:
     """The runtime's options in an engine's configuration file.
 
     Raises
@@ -124,10 +124,10 @@ def runtime_config(path: str) -> RuntimeConfig:
     """
     from ..errors import SourceError
 
-    return _checked(path, read_config(path), SourceError)
+    return _parse_runtime_config(path, read_config(path), SourceError)
 
 
-def _checked(path: str, document: dict[str, Any], kind: type[KvmnnError]) -> RuntimeConfig:
+def _parse_runtime_config(path: str, document: dict[str, Any], error_type: type[KvmnnError]) -> RuntimeConfig:
     """The options in what was read from a file, whose name errors begin with."""
     from ..errors import KvmnnError
     from ..runtime import RuntimeConfig
@@ -135,13 +135,13 @@ def _checked(path: str, document: dict[str, Any], kind: type[KvmnnError]) -> Run
     try:
         return RuntimeConfig.from_engine(document)
     except KvmnnError as exc:
-        raise kind(f"{path}: {exc}") from None
+        raise error_type(f"{path}: {exc}") from None
 
 
 _MODEL_KEYS = ("layer_nums", "attention_mode")
 
 
-def _value(text: str) -> object:
+def _parse_value(text: str) -> object:
     """A value of the engine's JSON as a spec writes it; lists are joined by ``+``."""
     if text in ("true", "false"):
         return text == "true"

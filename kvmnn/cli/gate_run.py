@@ -12,22 +12,22 @@ from . import printing, shared_options, streams
 from .printing import UsageError
 
 if TYPE_CHECKING:
-    from ..gates.checking.checking import Checked
-    from ..gates.demo.judging import DemoChecked
+    from ..gates.checking.checking import CaseResult
+    from ..gates.demo.judging import DemoResult
     from ..gates.running.settings import RunSettings
     from ..gates.running.suite import Suite
-    from ..gates.summary.writing import Round
+    from ..gates.summary.writing import RoundSummary
 
-OPTIONS = ("suite", "config", "prompts", "also", "sweep", "rounds", "again", "jobs", "tokenizer")
-_FURTHER = ("multi_turn", "retrieval")
-_FIRST_SECONDS = 2
+RUN_OPTION_NAMES = ("suite", "config", "prompts", "also", "sweep", "rounds", "again", "jobs", "tokenizer")
+_EXTRA_CASES = ("multi_turn", "retrieval")
+_FIRST_LINE_SECONDS = 2
 """Until the first line of progress."""
 
-_LINE_SECONDS = 10, 60
+_LINE_INTERVAL_BOUNDS_SECONDS = 10, 60
 """Between two lines of progress: a tenth of the time so far, within these bounds."""
 
 
-def add_options(parser: Any) -> None:
+def add_run_options(parser: Any) -> None:
     """The options of run."""
     group = parser.add_argument_group("run", "The cases on a model; runs that -o DIR holds already are not run again.")
     group.add_argument("--suite", choices=("all", "runtime", "llm_demo"), help="which cases (default: all)")
@@ -39,26 +39,29 @@ def add_options(parser: Any) -> None:
         help="texts: prompts of all cases, and their perplexity (default: a built-in text, for runtime cases only)",
     )
     group.add_argument(
-        "--also", nargs="+", choices=_FURTHER, metavar="CASE", help=f"further cases: {', '.join(_FURTHER)}"
+        "--also", nargs="+", choices=_EXTRA_CASES, metavar="CASE", help=f"further cases: {', '.join(_EXTRA_CASES)}"
     )
     group.add_argument(
         "--sweep", nargs="+", metavar="NAME=V,V", help="run at each point of a product, such as block=32,64"
     )
     group.add_argument(
-        "--rounds", type=shared_options.positive, metavar="N", help="run each case N times; all must pass (default: 1)"
+        "--rounds",
+        type=shared_options.parse_positive,
+        metavar="N",
+        help="run each case N times; all must pass (default: 1)",
     )
     group.add_argument("--again", action="store_true", help="measure anew what -o DIR holds, as a further round")
     group.add_argument(
-        "--jobs", type=shared_options.positive, metavar="N", help="processes for what is not timed (default: 1)"
+        "--jobs", type=shared_options.parse_positive, metavar="N", help="processes for what is not timed (default: 1)"
     )
     group.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: the one beside the model)")
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_suite(arguments: argparse.Namespace) -> int:
     """Carry the action out."""
     from ..errors import OptionError
-    from ..gates.running.rounds import finish
-    from ..gates.running.run_cases import KNOWN, cases_of
+    from ..gates.running.rounds import finish_suite
+    from ..gates.running.run_cases import CASE_NAMES, build_cases
     from ..gates.running.settings import RunConfig, read_run_config
 
     if len(arguments.inputs) != 1:
@@ -66,24 +69,26 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is None:
         raise UsageError("gate run needs -o DIR")
     try:
-        config = RunConfig() if arguments.config is None else read_run_config(arguments.config, KNOWN)
-        cases = cases_of(arguments.suite or "all", config, arguments.also or (), arguments.sweep or ())
+        config = RunConfig() if arguments.config is None else read_run_config(arguments.config, CASE_NAMES)
+        cases = build_cases(arguments.suite or "all", config, arguments.also or (), arguments.sweep or ())
     except OptionError as error:
         raise UsageError(str(error)) from None
-    listed = ("llm_demo",) if config.settings.prompt_manifest else ()
-    without = [case.name for case in cases if case.needs_texts and case.kind not in listed]
-    if without and not arguments.prompts:
-        raise UsageError(f"{without[0]} needs texts: expected --prompts DIR or FILE (--suite runtime needs none)")
+    manifest_kinds = ("llm_demo",) if config.settings.prompt_manifest else ()
+    names_without_texts = [case.name for case in cases if case.needs_texts and case.kind not in manifest_kinds]
+    if names_without_texts and not arguments.prompts:
+        raise UsageError(
+            f"{names_without_texts[0]} needs texts: expected --prompts DIR or FILE (--suite runtime needs none)"
+        )
     directory = arguments.output.rstrip("/") or "/"
     with ExitStack() as stack:
-        with _Progress(arguments) as progress:
+        with SuiteProgressDisplay(arguments) as progress:
             suite = stack.enter_context(_open_suite(arguments, config.settings, directory))
-            made, judged, notes = _all(arguments, suite, cases, directory, progress)
-        if suite.store.reused:
-            printing.note(arguments, f"{suite.store.reused:,} runs reused from {directory}")
-        result = finish(directory, made, judged, notes, suite)
-    printing.show(arguments, "gate run", result)
-    return 0 if result.passed else 1
+            round_summary, case_results, notes = _run_cases(arguments, suite, cases, directory, progress)
+        if suite.store.num_reused:
+            printing.print_note(arguments, f"{suite.store.num_reused:,} runs reused from {directory}")
+        result = finish_suite(directory, round_summary, case_results, notes, suite)
+    printing.show_result(arguments, "gate run", result)
+    return 0 if result.has_passed else 1
 
 
 def _open_suite(arguments: argparse.Namespace, settings: RunSettings, directory: str) -> Suite:
@@ -97,27 +102,27 @@ def _open_suite(arguments: argparse.Namespace, settings: RunSettings, directory:
         tokenizer=arguments.tokenizer,
         jobs=arguments.jobs or 1,
         force=arguments.force,
-        again=arguments.again,
-        command=printing.command(arguments),
+        rerun=arguments.again,
+        command=printing.format_command_line(arguments),
     )
 
 
-def _all(
-    arguments: argparse.Namespace, suite: Suite, cases: list[Any], directory: str, progress: _Progress
-) -> tuple[Round, list[Checked | DemoChecked], list[str]]:
+def _run_cases(
+    arguments: argparse.Namespace, suite: Suite, cases: list[Any], directory: str, progress: SuiteProgressDisplay
+) -> tuple[RoundSummary, list[CaseResult | DemoResult], list[str]]:
     """Measure, judge and save case by case."""
-    from ..gates.running.rounds import judge, save
+    from ..gates.running.rounds import judge_case, save_case
 
-    judged: list[Checked | DemoChecked] = []
+    case_results: list[CaseResult | DemoResult] = []
     notes: dict[str, None] = {}
-    for measured in suite.measure(cases, arguments.rounds or 1, progress):
-        judged.append(judge(measured, arguments.inputs[0]))
-        made = save(directory, measured, judged[-1])
-        notes |= dict.fromkeys(measured.notes)
-    return made, judged, list(notes)
+    for measurement in suite.measure_cases(cases, arguments.rounds or 1, progress):
+        case_results.append(judge_case(measurement, arguments.inputs[0]))
+        round_summary = save_case(directory, measurement, case_results[-1])
+        notes |= dict.fromkeys(measurement.notes)
+    return round_summary, case_results, list(notes)
 
 
-class _Progress:
+class SuiteProgressDisplay:
     """How far a suite is: the bar of all verbs on a terminal, else lines on standard error.
 
     The lines are written by a thread, so that they come while a model of gigabytes is opened as well.
@@ -126,28 +131,30 @@ class _Progress:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._stack = ExitStack()
-        self._bar: printing.Advance | None = None
-        self._begun = time.monotonic()
-        self._runs = self._all_runs = self._steps = self._all_steps = 0
-        self._what = "opening the model and reading the texts"
-        self._end = threading.Event()
+        self._bar: printing.AdvanceProgress | None = None
+        self._start_time = time.monotonic()
+        self._runs = self._total_runs = self._steps = self._total_steps = 0
+        self._current_work = "opening the model and reading the texts"
+        self._stop_event = threading.Event()
         self._writer = threading.Thread(target=self._write_lines, daemon=True)
 
     def start(self, runs: int, steps: int) -> None:
         """Begin: this many runs, and decode steps of those that are not there already."""
-        self._all_runs, self._all_steps = runs, steps
-        self._bar = self._stack.enter_context(printing.progress(self._arguments, steps, "gates", unit="step", delay=0))
+        self._total_runs, self._total_steps = runs, steps
+        self._bar = self._stack.enter_context(
+            printing.progress_bar(self._arguments, steps, "gates", unit="step", delay=0)
+        )
 
-    def begin_run(self, what: str) -> None:
+    def begin_run(self, work_text: str) -> None:
         """Name what runs now."""
-        self._what = what
+        self._current_work = work_text
         self.advance(0)
 
     def advance(self, steps: int) -> None:
         """Count decode steps."""
         self._steps += steps
         if self._bar is not None:
-            self._bar(steps, f"{self._runs} of {self._all_runs} runs: {self._what}")
+            self._bar(steps, f"{self._runs} of {self._total_runs} runs: {self._current_work}")
 
     def end_run(self) -> None:
         """Count a run."""
@@ -157,31 +164,33 @@ class _Progress:
     def _write_lines(self) -> None:
         from ..lm.tokenizer import STDERR_LOCK
 
-        pause: float = _FIRST_SECONDS
-        while not self._end.wait(pause) and self._bar is None:
+        pause: float = _FIRST_LINE_SECONDS
+        while not self._stop_event.wait(pause) and self._bar is None:
             with STDERR_LOCK:
-                streams.err("progress", self._line())
-            least, most = _LINE_SECONDS
-            pause = min(most, max(least, (time.monotonic() - self._begun) / 10))
+                streams.write_error_line("progress", self._format_line())
+            min_seconds, max_seconds = _LINE_INTERVAL_BOUNDS_SECONDS
+            pause = min(max_seconds, max(min_seconds, (time.monotonic() - self._start_time) / 10))
 
-    def _line(self) -> str:
-        seconds = int(time.monotonic() - self._begun)
+    def _format_line(self) -> str:
+        seconds = int(time.monotonic() - self._start_time)
         elapsed = f"{seconds // 60}:{seconds % 60:02}"
-        if not self._all_runs:
-            return f"{elapsed}; {self._what}"
-        done = f"{self._runs:,} of {self._all_runs:,} runs, {self._steps:,} of {self._all_steps:,} decode steps"
-        return f"{done}, {elapsed}; now {self._what}"
+        if not self._total_runs:
+            return f"{elapsed}; {self._current_work}"
+        done_text = (
+            f"{self._runs:,} of {self._total_runs:,} runs, {self._steps:,} of {self._total_steps:,} decode steps"
+        )
+        return f"{done_text}, {elapsed}; now {self._current_work}"
 
-    def __enter__(self) -> _Progress:
-        if not (self._arguments.quiet or streams.is_kept()):
+    def __enter__(self) -> SuiteProgressDisplay:
+        if not (self._arguments.quiet or streams.is_captured()):
             self._writer.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._end.set()
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        self._stop_event.set()
         if self._writer.ident is not None:
             self._writer.join()
         self._stack.close()
-        if kind is not None and not issubclass(kind, Exception) and self._all_runs:
-            kept = f"{self._runs} of {self._all_runs} runs kept in {self._arguments.output}"
-            printing.note(self._arguments, f"{kept}: the same command goes on from there")
+        if error_type is not None and not issubclass(error_type, Exception) and self._total_runs:
+            kept_text = f"{self._runs} of {self._total_runs} runs kept in {self._arguments.output}"
+            printing.print_note(self._arguments, f"{kept_text}: the same command goes on from there")

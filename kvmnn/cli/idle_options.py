@@ -8,19 +8,19 @@ from collections.abc import Iterable
 from .printing import UsageError
 
 
-def given(arguments: argparse.Namespace, name: str) -> bool:
+def was_given(arguments: argparse.Namespace, name: str) -> bool:
     """Whether an option has another value than without it."""
     return bool(hasattr(arguments, name) and getattr(arguments, name) != arguments.parser.get_default(name))
 
 
-def refuse(arguments: argparse.Namespace, names: Iterable[str], why: str) -> None:
+def refuse_given(arguments: argparse.Namespace, names: Iterable[str], reason: str) -> None:
     """`UsageError` for the first of the options that was given; `names` are those of the namespace."""
     for name in names:
-        if given(arguments, name):
-            raise UsageError(f"{option(arguments, name)} {why}")
+        if was_given(arguments, name):
+            raise UsageError(f"{get_option_name(arguments, name)} {reason}")
 
 
-def option(arguments: argparse.Namespace, name: str) -> str:
+def get_option_name(arguments: argparse.Namespace, name: str) -> str:
     """What the verb calls an option."""
     actions: list[argparse.Action] = arguments.parser._actions
     return next(action.option_strings[-1] for action in actions if action.dest == name)

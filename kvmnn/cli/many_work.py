@@ -13,30 +13,30 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import OptionError
-from ..files.changes import Reading
-from ..many import Outcome, Task
+from ..files.changes import InputGuard
+from ..many import Task, TaskOutcome
 from . import command, idle_options, parser, streams
 
-VERBS = ("encode", "inspect", "measure", "verify")
+BATCH_COMMANDS = ("encode", "inspect", "measure", "verify")
 
 
 @dataclass(frozen=True)
-class VerbWork:
+class CommandWork:
     """What ``kvmnn VERB --json`` does with one input, on one thread; the document is the one that it prints.
 
     Parameters
     ----------
-    verb
-        One of `VERBS`.
+    command_name
+        One of `BATCH_COMMANDS`.
     options
         Values of the verb's options, as its parser has them.
     """
 
-    verb: str
+    command_name: str
     options: Mapping[str, Any]
 
     @classmethod
-    def of(cls, verb: str, *words: str) -> VerbWork:
+    def from_words(cls, command_name: str, *words: str) -> CommandWork:
         """The work that options as on the command line ask for, e.g. ``VerbWork.of("encode", "--effort", "fast")``.
 
         Raises
@@ -45,35 +45,45 @@ class VerbWork:
             For another verb, for words that are none of its options, and for those that say how a run of many goes
             (``--jobs``, ``--threads`` ...): `kvmnn.many.run` is told that.
         """
-        if verb not in VERBS:
-            raise OptionError(f"{verb!r} is not done for many files: expected one of {', '.join(VERBS)}")
-        with streams.keeping() as said:
+        if command_name not in BATCH_COMMANDS:
+            raise OptionError(
+                f"{command_name!r} is not done for many files: expected one of {', '.join(BATCH_COMMANDS)}"
+            )
+        with streams.capture_output() as captured:
             try:
-                arguments = parser.parse([verb, *words, "--", "-"])
+                arguments = parser.parse_command_line([command_name, *words, "--", "-"])
             except SystemExit:
-                raise OptionError("; ".join(said.errors) or "asks for help") from None
-        for name in _OF_RUN:
-            if idle_options.given(arguments, name):
-                option = idle_options.option(arguments, name)
-                raise OptionError(f"{option} is about a run of many files: kvmnn.many.run is told how it goes")
-        return cls.taken_from(verb, arguments)
+                raise OptionError("; ".join(captured.errors) or "asks for help") from None
+        for name in _BATCH_ONLY_OPTIONS:
+            if idle_options.was_given(arguments, name):
+                option = idle_options.get_option_name(arguments, name)
+                raise OptionError(f"{option} is about a run of many files: kvmnn.many.run_tasks is told how it goes")
+        return cls.from_arguments(command_name, arguments)
 
     @classmethod
-    def taken_from(cls, verb: str, arguments: argparse.Namespace) -> VerbWork:
+    def from_arguments(cls, command_name: str, arguments: argparse.Namespace) -> CommandWork:
         """The work that a namespace asks for, but for what it says of many."""
-        return cls(verb, {name: value for name, value in vars(arguments).items() if name not in _OF_THE_RUN})
+        return cls(
+            command_name, {name: value for name, value in vars(arguments).items() if name not in _EXCLUDED_ARGUMENTS}
+        )
 
-    def identity(self) -> dict[str, Any]:
+    def compute_identity(self) -> dict[str, Any]:
         """What the results depend on, as JSON has it."""
-        from ..version import version
+        from ..version import get_version
 
         # What was typed is for documents only; what may be replaced changes no result.
         options = {name: value for name, value in self.options.items() if name not in ("typed", "force")}
-        said = {name: value for name, value in options.items() if value != _default(self.verb, name)}
-        return {"kvmnn": version(), "verb": self.verb, "options": json.loads(json.dumps(said, default=str))}
+        changed_options = {
+            name: value for name, value in options.items() if value != _get_default(self.command_name, name)
+        }
+        return {
+            "kvmnn": get_version(),
+            "verb": self.command_name,
+            "options": json.loads(json.dumps(changed_options, default=str)),
+        }
 
-    def __call__(self, task: Task) -> Outcome:
-        arguments = argparse.Namespace(**{**_defaults(self.verb), **self.options})
+    def __call__(self, task: Task) -> TaskOutcome:
+        arguments = argparse.Namespace(**{**_get_defaults(self.command_name), **self.options})
         arguments.json, arguments.quiet = True, False
         arguments.inputs = [task.path]
         if hasattr(arguments, "threads"):
@@ -82,46 +92,48 @@ class VerbWork:
             arguments.output, arguments.named = None, task.output
             arguments.force |= task.replace
             os.makedirs(os.path.dirname(os.path.abspath(task.output)), exist_ok=True)
-        with streams.keeping() as said:
+        with streams.capture_output() as captured:
             try:
-                with Reading():
+                with InputGuard():
                     arguments.run(arguments)
             except Exception as exc:
-                streams.err("error", command.verdict(exc, arguments)[0])
+                streams.write_error_line("error", command.describe_error(exc, arguments)[0])
             except SystemExit:
                 pass  # and why was said
-        error = "; ".join(said.errors) or None
-        return Outcome(said.document, error, tuple(said.notes))
+        error = "; ".join(captured.errors) or None
+        return TaskOutcome(captured.document, error, tuple(captured.notes))
 
 
-def prepare(verb: str) -> None:
+def import_command(command_name: str) -> None:
     """Import what a verb needs."""
-    _defaults(verb)
-    for name in ("bundle", "formats", *(["offline.measuring"] if verb == "measure" else [])):
+    _get_defaults(command_name)
+    for name in ("bundle", "formats", *(["offline.measuring"] if command_name == "measure" else [])):
         import_module(f"..{name}", __package__)
 
 
-_OF_RUN = ("jobs", "dask", "resume", "match", "threads")
-_OF_THE_RUN = {*("run", "parser", "inputs", "dump_dir", "json", "quiet"), *_OF_RUN}
+_BATCH_ONLY_OPTIONS = ("jobs", "dask", "resume", "match", "threads")
+_EXCLUDED_ARGUMENTS = {*("run", "parser", "inputs", "dump_dir", "json", "quiet"), *_BATCH_ONLY_OPTIONS}
 
 
 @cache
-def _parser(verb: str) -> argparse.ArgumentParser:
-    found: argparse.ArgumentParser = parser.verbs_of(parser.build_parser((verb,))).choices[verb]
-    return found
+def _make_parser(command_name: str) -> argparse.ArgumentParser:
+    subparser: argparse.ArgumentParser = parser.get_subparsers(parser.build_parser((command_name,))).choices[
+        command_name
+    ]
+    return subparser
 
 
 @cache
-def _defaults(verb: str) -> Mapping[str, Any]:
+def _get_defaults(command_name: str) -> Mapping[str, Any]:
     """All that a namespace of the verb has, with nothing given."""
-    made = _parser(verb)
+    subparser = _make_parser(command_name)
     return {
-        **{action.dest: action.default for action in made._actions if action.default is not argparse.SUPPRESS},
-        **{name: made.get_default(name) for name in ("run", "parser")},
+        **{action.dest: action.default for action in subparser._actions if action.default is not argparse.SUPPRESS},
+        **{name: subparser.get_default(name) for name in ("run", "parser")},
     }
 
 
-def _default(verb: str, name: str) -> Any:
+def _get_default(command_name: str, name: str) -> Any:
     with suppress(KeyError):
-        return _defaults(verb)[name]
+        return _get_defaults(command_name)[name]
     return None

@@ -8,22 +8,22 @@ from typing import NoReturn
 
 from ..offline.options import (
     CODEC_MODES,
+    DEFAULT_K_PREDICTORS,
+    DEFAULT_V_PREDICTORS,
     ENTRY_MODES,
-    K_PREDICTORS,
     LANES,
     SCOPES,
     STAGES,
-    V_PREDICTORS,
     ArgumentsError,
+    LanePredictors,
     MeasureOptions,
-    Predictors,
     Scope,
     parse_layer_ids,
 )
 from . import axes_options, dense_options, idle_options, shared_options
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_measure_options(parser: argparse.ArgumentParser) -> None:
     """Declare everything that decides which sizes come out."""
     group = parser.add_argument_group("which dumps")
     group.add_argument("--stage", choices=STAGES, default="both", help="(default: both: any)")
@@ -58,7 +58,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--bitshuffle", action="store_true", help="sort bits by plane before compressing")
     group.add_argument("--zstd-level", type=int, default=3, metavar="N", help="(default: 3)")
     for lane in LANES:
-        names = K_PREDICTORS if lane.startswith("k") else V_PREDICTORS
+        names = DEFAULT_K_PREDICTORS if lane.startswith("k") else DEFAULT_V_PREDICTORS
         group.add_argument(
             f"--{lane.replace('_', '-')}-predictors",
             default=",".join(names),
@@ -67,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def add_inputs_and_outputs(parser: argparse.ArgumentParser) -> None:
+def add_input_output_options(parser: argparse.ArgumentParser) -> None:
     """Declare what is read and written, and how fast."""
     parser.add_argument("inputs", nargs="*", metavar="INPUT", help="a dump, or K and V of layers")
     parser.add_argument("--dump-dir", action="append", default=[], metavar="DIR", help="an input")
@@ -81,14 +81,14 @@ def add_inputs_and_outputs(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-limits", action="store_true", help="do not compute the entropy of bytes (faster)")
     parser.add_argument(
-        "--threads", type=shared_options.positive, metavar="N", help="threads to use (default: all processors)"
+        "--threads", type=shared_options.parse_positive, metavar="N", help="threads to use (default: all processors)"
     )
     parser.add_argument(
         "--token-major", action="store_true", help="arrays of other inputs are [token, kv_head, head_dim]"
     )
 
 
-def add_other_work(parser: argparse.ArgumentParser) -> None:
+def add_alternative_options(parser: argparse.ArgumentParser) -> None:
     """Declare what can be done with dumps instead of measuring them."""
     group = parser.add_argument_group("instead of measuring")
     group.add_argument("--analysis", metavar="DIR", help="entropies and split ratios of every dump and head")
@@ -106,7 +106,7 @@ def add_other_work(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--allow-fp16", action="store_true", help="with --to-fp16 DIR: take fp16 dumps over too")
 
 
-def options_of(arguments: argparse.Namespace) -> MeasureOptions:
+def build_measure_options(arguments: argparse.Namespace) -> MeasureOptions:
     """What the arguments ask for.
 
     Raises
@@ -137,57 +137,80 @@ def options_of(arguments: argparse.Namespace) -> MeasureOptions:
         zstd_level=arguments.zstd_level,
         limits=not getattr(arguments, "no_limits", False),
         fp32=getattr(arguments, "fp32", False),
-        predictors=Predictors(**{lane: _split(getattr(arguments, f"{lane}_predictors")) for lane in LANES}),
+        predictors=LanePredictors(**{lane: split_list(getattr(arguments, f"{lane}_predictors")) for lane in LANES}),
     )
 
 
-_PREDICTORS = tuple(f"{lane}_predictors" for lane in LANES)
-_PIECES = ("online_chunk_seq", "online_framing_bytes")
-_SIMULATION = (
-    *("entry_mode", *_PIECES, "aggregate_by_stage", "codec_mode", "adaptive_block_seq", "bitshuffle", *_PREDICTORS),
+_PREDICTOR_OPTIONS = tuple(f"{lane}_predictors" for lane in LANES)
+_CHUNK_OPTIONS = ("online_chunk_seq", "online_framing_bytes")
+_SIMULATION_OPTIONS = (
+    *(
+        "entry_mode",
+        *_CHUNK_OPTIONS,
+        "aggregate_by_stage",
+        "codec_mode",
+        "adaptive_block_seq",
+        "bitshuffle",
+        *_PREDICTOR_OPTIONS,
+    ),
     *("out_json", "out_md", "real", "fp32", "no_limits", "threads", "token_major"),
 )
-_SOURCE = ("dtype", "tensor", "skip_unsupported", "token_major", *axes_options.NAMES)
-_SCOPE = ("scope", "front_n", "layer_start", "layer_end", "layer_ids", "strict_fp16")
-_ROUNDING = ("strict_fp16", "to_fp16")
-_FILTERS = ("stage", "min_seq_len", "max_seq_len")
-_OF_SCOPES = {"front_n": ("front_n",), "layer_range": ("layer_start", "layer_end"), "layer_ids": ("layer_ids",)}
+_SOURCE_OPTIONS = ("dtype", "tensor", "skip_unsupported", "token_major", *axes_options.AXES_OPTION_NAMES)
+_SCOPE_OPTIONS = ("scope", "front_n", "layer_start", "layer_end", "layer_ids", "strict_fp16")
+_ROUNDING_OPTIONS = ("strict_fp16", "to_fp16")
+_FILTER_OPTIONS = ("stage", "min_seq_len", "max_seq_len")
+_OPTIONS_BY_SCOPE = {"front_n": ("front_n",), "layer_range": ("layer_start", "layer_end"), "layer_ids": ("layer_ids",)}
 
 
-def refuse_idle(arguments: argparse.Namespace, options: MeasureOptions, *, all_dumps: bool) -> None:
-    """`UsageError` for options that would change nothing; `all_dumps`: every input is a directory of dumps."""
+def refuse_idle_measure_options(arguments: argparse.Namespace, options: MeasureOptions, *, are_all_dumps: bool) -> None:
+    """`UsageError` for options that would change nothing; `are_all_dumps`: every input is a directory of dumps."""
 
-    def refuse(names: Sequence[str], why: str) -> None:
-        idle_options.refuse(arguments, names, why)
+    def refuse_names(names: Sequence[str], reason: str) -> None:
+        idle_options.refuse_given(arguments, names, reason)
 
     if not arguments.analysis:
-        refuse(["skip_head_metrics", "run_log"], "needs --analysis")
+        refuse_names(["skip_head_metrics", "run_log"], "needs --analysis")
     if not arguments.to_fp16:
-        refuse(["allow_fp16"], "needs --to-fp16 DIR")
+        refuse_names(["allow_fp16"], "needs --to-fp16 DIR")
     if not arguments.dense:
-        refuse(["rope"], "needs --dense")
+        refuse_names(["rope"], "needs --dense")
     if arguments.dense:
-        why = "is not for --dense, which takes all layers as they are"
-        refuse([name for name in (*_SIMULATION, *_SCOPE, *_FILTERS) if name not in ("threads", "token_major")], why)
-        refuse(["zstd_level", "bitshuffle"], why)
+        reason = "is not for --dense, which takes all layers as they are"
+        refuse_names(
+            [
+                name
+                for name in (*_SIMULATION_OPTIONS, *_SCOPE_OPTIONS, *_FILTER_OPTIONS)
+                if name not in ("threads", "token_major")
+            ],
+            reason,
+        )
+        refuse_names(["zstd_level", "bitshuffle"], reason)
     elif arguments.to_fp16:
-        refuse([*_SIMULATION, *_SOURCE, *_SCOPE, *_FILTERS, "zstd_level", "max_bytes"], "is not for --to-fp16")
+        refuse_names(
+            [*_SIMULATION_OPTIONS, *_SOURCE_OPTIONS, *_SCOPE_OPTIONS, *_FILTER_OPTIONS, "zstd_level", "max_bytes"],
+            "is not for --to-fp16",
+        )
     elif arguments.analysis:
-        refuse([*_SIMULATION, *_SOURCE, *_SCOPE], "is not for --analysis, which takes all layers of dumps")
-    for scope, names in _OF_SCOPES.items():
+        refuse_names(
+            [*_SIMULATION_OPTIONS, *_SOURCE_OPTIONS, *_SCOPE_OPTIONS],
+            "is not for --analysis, which takes all layers of dumps",
+        )
+    for scope, names in _OPTIONS_BY_SCOPE.items():
         if options.scope.scope != scope:
-            refuse(names, f"needs --scope {scope}")
+            refuse_names(names, f"needs --scope {scope}")
     if not options.is_chunked:
-        refuse(_PIECES, "needs --entry-mode chunked or chunked_grouped: nothing is cut into pieces otherwise")
+        refuse_names(
+            _CHUNK_OPTIONS, "needs --entry-mode chunked or chunked_grouped: nothing is cut into pieces otherwise"
+        )
     if not options.is_grouped:
-        refuse(["aggregate_by_stage"], "needs --entry-mode aggregate or chunked_grouped")
+        refuse_names(["aggregate_by_stage"], "needs --entry-mode aggregate or chunked_grouped")
     if options.codec_mode != "adaptive_v22":
-        refuse(["adaptive_block_seq", *_PREDICTORS], "needs --codec-mode adaptive_v22")
-    if all_dumps and not arguments.dense:
-        refuse(_SOURCE, "is for other inputs than KV dumps, which say it themselves")
+        refuse_names(["adaptive_block_seq", *_PREDICTOR_OPTIONS], "needs --codec-mode adaptive_v22")
+    if are_all_dumps and not arguments.dense:
+        refuse_names(_SOURCE_OPTIONS, "is for other inputs than KV dumps, which say it themselves")
 
 
-def parse_options(argv: Sequence[str]) -> MeasureOptions:
+def parse_measure_options(argv: Sequence[str]) -> MeasureOptions:
     """The options in a list of arguments as the reference's tool takes them, without inputs and outputs.
 
     Its default scope is ``front_n``, and it rounds fp32 to fp16.
@@ -197,16 +220,16 @@ def parse_options(argv: Sequence[str]) -> MeasureOptions:
     OptionError
         For a value that is refused, and for unknown arguments.
     """
-    parser = _Parser(prog="measure", add_help=False)
-    add_options(parser)
+    parser = _MeasureParser(prog="measure", add_help=False)
+    add_measure_options(parser)
     parser.set_defaults(scope="front_n", to_fp16="")
-    return options_of(parser.parse_args(list(argv)))
+    return build_measure_options(parser.parse_args(list(argv)))
 
 
-def _split(text: str) -> tuple[str, ...]:
+def split_list(text: str) -> tuple[str, ...]:
     return tuple(text.split(","))
 
 
-class _Parser(argparse.ArgumentParser):
+class _MeasureParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ArgumentsError(message)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import OptionError
 from ..files import changes
-from ..files.names import is_directory as is_directory
+from ..files.names import is_directory_output as is_directory_output
 from ..files.urls import is_url
 from . import streams
 from .streams import Stdout as Stdout
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
     from ..arrays.named_array import ArrayInfo
 
 STDIO = "-"
-_RAW_SUFFIXES = ("", ".bin", ".raw")
+_RAW_FILE_SUFFIXES = ("", ".bin", ".raw")
 
 
 class UsageError(OptionError):
     """The command line asks for something that makes no sense; exit code 2."""
 
 
-MEASURING = ("bench", "eval", "gate run", "measure", "replay")
+COMMANDS_WITH_COMMAND_LINE = ("bench", "eval", "gate run", "measure", "replay")
 """Verbs whose documents say by which command they were made, for ``kvmnn report``."""
 
 
-def command(arguments: argparse.Namespace) -> str:
+def format_command_line(arguments: argparse.Namespace) -> str:
     """The command line as a shell takes it, empty where nobody typed one."""
-    typed = getattr(arguments, "typed", None)
-    return shlex.join(["kvmnn", *typed["words"]]) if typed else ""
+    typed_words = getattr(arguments, "typed", None)
+    return shlex.join(["kvmnn", *typed_words["words"]]) if typed_words else ""
 
 
-class Result(Protocol):
+class CommandResult(Protocol):
     """What a verb's library function returns: the same for the shell and for a notebook."""
 
     def to_dict(self) -> dict[str, Any]:
@@ -49,30 +49,32 @@ class Result(Protocol):
     def __str__(self) -> str: ...
 
 
-def show(
+def show_result(
     arguments: argparse.Namespace,
-    verb: str,
-    result: Result,
+    command_name: str,
+    result: CommandResult,
     *,
     text: str | None = None,
     data_on_stdout: bool = False,
 ) -> None:
     """Print a result: as JSON for ``--json``, else as `text` (default: ``str(result)``)."""
-    changes.check()
+    changes.verify_inputs()
     if arguments.json:
-        said = {"command": command(arguments)} if verb in MEASURING else {}
-        print_json({"verb": verb, **said, **result.to_dict()})
+        command_entry = (
+            {"command": format_command_line(arguments)} if command_name in COMMANDS_WITH_COMMAND_LINE else {}
+        )
+        print_json({"verb": command_name, **command_entry, **result.to_dict()})
         return
-    if verb != "generate":  # whose result has texts with lines of their own
+    if command_name != "generate":  # whose result has texts with lines of their own
         expect_names(result.to_dict())
     if line := str(result) if text is None else text:
-        say(arguments, line, data_on_stdout=data_on_stdout)
+        print_line(arguments, line, data_on_stdout=data_on_stdout)
 
 
 def expect_names(document: Any) -> None:
     """The texts in a document are names, which stay in their line where the result is printed as text."""
     if isinstance(document, str):
-        streams.expect_names([document])
+        streams.register_names([document])
     elif isinstance(document, dict):
         for key, value in document.items():
             expect_names(key)
@@ -82,17 +84,17 @@ def expect_names(document: Any) -> None:
             expect_names(value)
 
 
-def show_failure(arguments: argparse.Namespace, verb: str, result: Result) -> int:
+def show_failed_result(arguments: argparse.Namespace, command_name: str, result: CommandResult) -> int:
     """Print the result of a check that failed: as JSON for ``--json``, and as an error; returns the exit code."""
-    changes.check()
+    changes.verify_inputs()
     if arguments.json:
-        print_json({"verb": verb, **result.to_dict()})
+        print_json({"verb": command_name, **result.to_dict()})
     expect_names(result.to_dict())
-    streams.err("error", streams.joined(result))
+    streams.write_error_line("error", streams.format_message_line(result))
     return 1
 
 
-def say(arguments: argparse.Namespace, line: str, *, data_on_stdout: bool = False) -> None:
+def print_line(arguments: argparse.Namespace, line: str, *, data_on_stdout: bool = False) -> None:
     """Print a line of a result for people; none with ``--json``.
 
     With the data itself on standard output the line goes to standard error, where ``-q`` hides it as it hides notes.
@@ -100,12 +102,12 @@ def say(arguments: argparse.Namespace, line: str, *, data_on_stdout: bool = Fals
     if arguments.json:
         return
     if not data_on_stdout:
-        streams.out(line, fold=True)
+        streams.write_out(line, fold=True)
     elif not arguments.quiet:
-        streams.err_lines(line)
+        streams.write_error_lines(line)
 
 
-def note(arguments: argparse.Namespace, line: object, kind: str = "note") -> None:
+def print_note(arguments: argparse.Namespace, line: object, kind: str = "note") -> None:
     """One line on standard error: what was inferred or left out, or is worth a warning; none with ``-q``.
 
     Verbs whose documents have all notes collect them in the namespace's `noted`.
@@ -113,95 +115,105 @@ def note(arguments: argparse.Namespace, line: object, kind: str = "note") -> Non
     if hasattr(arguments, "noted"):
         arguments.noted.append(str(line))
     if not arguments.quiet:
-        streams.err(kind, line)
+        streams.write_error_line(kind, line)
 
 
-def note_folder(arguments: argparse.Namespace, output: str, arrays: int) -> None:
+def note_output_folder(arguments: argparse.Namespace, output: str, num_arrays: int) -> None:
     """A note where several arrays make a folder of what is named like a file."""
-    if arrays > 1 and PurePath(output).suffix and not (is_directory(output) or os.path.exists(output)):
-        note(arguments, f"{output} becomes a folder, as {arrays} arrays are not one file (-o {output}/ says so)")
+    if num_arrays > 1 and PurePath(output).suffix and not (is_directory_output(output) or os.path.exists(output)):
+        print_note(
+            arguments, f"{output} becomes a folder, as {num_arrays} arrays are not one file (-o {output}/ says so)"
+        )
 
 
-def check_suffix(arguments: argparse.Namespace, output: str, arrays: Sequence[ArrayInfo] | None = None) -> None:
+def check_output_suffix(arguments: argparse.Namespace, output: str, arrays: Sequence[ArrayInfo] | None = None) -> None:
     """`UsageError` for a file whose suffix no format has and which would get raw words that nobody has asked for."""
     from ..formats import ARRAY_FORMATS
-    from ..text import did_you_mean
+    from ..text import suggest
 
     suffix = PurePath(output).suffix.lower()
-    is_file = not is_directory(output) and (arrays is None or len(arrays) == 1)
+    is_file = not is_directory_output(output) and (arrays is None or len(arrays) == 1)
     if arguments.raw:
         if suffix in ARRAY_FORMATS or not is_file:
             raise UsageError(
                 f"--raw: {output} gets arrays with their shapes: expected one array and a name such as X.bin"
             )
         return
-    if suffix in (*_RAW_SUFFIXES, *ARRAY_FORMATS) or not is_file:
+    if suffix in (*_RAW_FILE_SUFFIXES, *ARRAY_FORMATS) or not is_file:
         return
-    meant = did_you_mean(suffix, ARRAY_FORMATS)
+    suggestion = suggest(suffix, ARRAY_FORMATS)
     formats = ", ".join(ARRAY_FORMATS)
-    raise UsageError(f"{output}: {suffix!r} is none of {formats}{meant}; --raw writes the raw words of the array")
+    raise UsageError(f"{output}: {suffix!r} is none of {formats}{suggestion}; --raw writes the raw words of the array")
 
 
-def complain(line: object) -> None:
+def print_finding(line: object) -> None:
     """A finding of a check, as one line of error."""
-    streams.err("error", line)
+    streams.write_error_line("error", line)
 
 
-def write(text: str) -> None:
+def write_text(text: str) -> None:
     """Text on standard output as it is: results that are a document of their own."""
-    streams.out(text, end="")
+    streams.write_out(text, end="")
 
 
 def print_json(document: Any) -> None:
     """The verb's result as JSON."""
-    streams.document(document)
+    streams.write_document(document)
 
 
-def to_stdout(arguments: argparse.Namespace, source: str) -> bool:
+def is_data_to_stdout(arguments: argparse.Namespace, source: str) -> bool:
     """Whether data goes to standard output: said so; or nothing said, it came from standard input, and no terminal."""
     if arguments.output == STDIO:
         return True
-    return arguments.output is None and source == STDIO and not arguments.json and not streams.on_terminal()
+    return arguments.output is None and source == STDIO and not arguments.json and not streams.is_terminal()
 
 
-def output_or_beside(arguments: argparse.Namespace, source: str, suffix: str) -> str:
+def choose_output(arguments: argparse.Namespace, source: str, suffix: str) -> str:
     """The output: as given, or beside the input under its name with another suffix; one with a slash is a directory.
 
     `UsageError` for standard output, which carries no such data, and where the input gives no name.
     """
-    given: str | None = arguments.output
-    if given is not None and given != STDIO:
-        return given
+    specified: str | None = arguments.output
+    if specified is not None and specified != STDIO:
+        return specified
     path = PurePath(source)
-    if given == STDIO:
-        where = "a directory of files" if suffix.endswith("/") else f"a {PurePath(f'x{suffix}').suffix} file"
-        raise UsageError(f"-o -: {where} is not written to standard output: use -o {_example(suffix)}")
+    if specified == STDIO:
+        output_text = "a directory of files" if suffix.endswith("/") else f"a {PurePath(f'x{suffix}').suffix} file"
+        raise UsageError(f"-o -: {output_text} is not written to standard output: use -o {_format_example(suffix)}")
     if source == STDIO or not path.name.strip(".") or is_url(source):
-        raise UsageError(f"no output given: use -o {_example(suffix)}")
+        raise UsageError(f"no output given: use -o {_format_example(suffix)}")
     return str(path if os.path.isdir(source) else path.with_suffix("")) + suffix
 
 
-def _example(suffix: str) -> str:
+def _format_example(suffix: str) -> str:
     return "DIR/" if suffix.endswith("/") else f"OUT{PurePath(f'x{suffix}').suffix}"
 
 
-def data_stdout(arguments: argparse.Namespace, what: str) -> Stdout:
-    """Standard output for data (`what`, for the message); `UsageError` where ``--json`` wants it too."""
+def open_data_stdout(arguments: argparse.Namespace, data_name: str) -> Stdout:
+    """Standard output for data (`data_name`, for the message); `UsageError` where ``--json`` wants it too."""
     if arguments.json:
-        raise UsageError(f"--json and the {what} both want standard output: write the {what} to a file (-o FILE)")
+        raise UsageError(
+            f"--json and the {data_name} both want standard output: write the {data_name} to a file (-o FILE)"
+        )
     return Stdout()
 
 
-class Advance(Protocol):
+class AdvanceProgress(Protocol):
     """What moves a progress bar: units done since the last call, and a word about the work."""
 
     def __call__(self, done: int, note: str = "", /) -> object: ...
 
 
 @contextmanager
-def progress(
-    arguments: argparse.Namespace, total: int, label: str, *, unit: str = "B", delay: float = 1, beside: bool = False
-) -> Iterator[Advance | None]:
+def progress_bar(
+    arguments: argparse.Namespace,
+    total: int,
+    label: str,
+    *,
+    unit: str = "B",
+    delay: float = 1,
+    is_replaced: bool = False,
+) -> Iterator[AdvanceProgress | None]:
     """A progress bar on the terminal that appears when the work takes longer than `delay` seconds.
 
     Parameters
@@ -212,7 +224,7 @@ def progress(
         What is being done.
     unit
         Bytes (``"B"``) unless said otherwise, e.g. ``"token"``.
-    beside
+    is_replaced
         Whether results are printed meanwhile on the same terminal, which are progress enough.
 
     Yields
@@ -220,7 +232,7 @@ def progress(
     A function that takes the number of units done since the last call, or None where no bar is wanted: no terminal,
     ``-q``, or no tqdm.
     """
-    is_quiet = arguments.quiet or beside or streams.is_kept()
+    is_quiet = arguments.quiet or is_replaced or streams.is_captured()
     if is_quiet or sys.stderr is None or not sys.stderr.isatty():
         yield None
         return
@@ -235,9 +247,9 @@ def progress(
         file=sys.stderr, dynamic_ncols=True,
     ) as bar:  # fmt: skip
 
-        def advance(done: int, note: str = "", /) -> None:
+        def advance_bar(num_done: int, note: str = "", /) -> None:
             if note:
                 bar.set_postfix_str(note, refresh=False)
-            bar.update(done)
+            bar.update(num_done)
 
-        yield advance
+        yield advance_bar

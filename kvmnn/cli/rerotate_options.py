@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from . import dense_options, idle_options
 
 if TYPE_CHECKING:
-    from ..dense import Rotary
+    from ..dense import RopeConfig
 
 
-def add_rerotate(parser: Any) -> None:
+def add_rerotate_options(parser: Any) -> None:
     """``--rerotate`` and ``--rope``."""
     parser.add_argument(
         "--rerotate",
@@ -20,18 +20,18 @@ def add_rerotate(parser: Any) -> None:
     )
     parser.add_argument(
         "--rope",
-        type=_rope_or_model,
+        type=_parse_rope_or_model,
         metavar="theta=10000,dims=64[,pairing=interleaved]|MODEL",
         help="with --rerotate: how K is rotated, or a model that has it (a folder, config.json, FILE.gguf); without it "
         "--model has it, or it is found by trial",
     )
 
 
-def check(arguments: argparse.Namespace) -> None:
+def check_rerotate_options(arguments: argparse.Namespace) -> None:
     """`UsageError` for ``--rope`` without ``--rerotate``."""
     if not arguments.rerotate:
-        idle_options.refuse(arguments, ["rope"], "needs --rerotate")
+        idle_options.refuse_given(arguments, ["rope"], "needs --rerotate")
 
 
-def _rope_or_model(text: str) -> Rotary | str:
+def _parse_rope_or_model(text: str) -> RopeConfig | str:
     return dense_options.parse_rope(text) if text.startswith(("theta=", "dims=", "pairing=")) else text

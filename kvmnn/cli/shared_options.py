@@ -9,34 +9,34 @@ from typing import Any
 
 from . import axes_options
 
-EFFORTS = ("exact", "balanced", "fast", "max")
+EFFORT_CHOICES = ("exact", "balanced", "fast", "max")
 
 
-def byte_count(text: str) -> int:
+def parse_byte_count(text: str) -> int:
     """A size such as ``4096``, ``64M`` or ``1G`` (powers of 1024), in bytes."""
-    found = re.fullmatch(r"(\d{1,15})\s*([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
-    if not found:
+    match = re.fullmatch(r"(\d{1,15})\s*([KMGT]?)(i?B)?", text.strip(), re.IGNORECASE)
+    if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size: expected a number of bytes, K, M or G")
-    return int(found[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[found[2].upper()]
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}[match[2].upper()]
 
 
-def positive(text: str) -> int:
+def parse_positive(text: str) -> int:
     """A whole number above zero."""
     if not re.fullmatch(r"\d{1,9}", text) or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above zero")
     return int(text)
 
 
-def whole(text: str) -> int:
+def parse_whole(text: str) -> int:
     """A whole number, zero included."""
     if not re.fullmatch(r"\d{1,9}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 
-def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, text: str) -> Any:
+def add_command(subparsers: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str, text: str) -> Any:
     """A sub-parser with the options that every verb has."""
-    parser = verbs.add_parser(
+    parser = subparsers.add_parser(
         name,
         help=summary,
         description=text,
@@ -50,7 +50,7 @@ def add_verb(verbs: Any, name: str, run: Callable[[argparse.Namespace], int], su
 
 def add_threads(parser: Any) -> None:
     """``--threads`` and ``--no-zstd``."""
-    parser.add_argument("--threads", type=positive, metavar="N", help="threads to use (default: all processors)")
+    parser.add_argument("--threads", type=parse_positive, metavar="N", help="threads to use (default: all processors)")
     parser.add_argument("--no-zstd", action="store_true", help="behave as an engine without libzstd: RLE only")
 
 
@@ -58,7 +58,7 @@ def add_max_bytes(parser: Any) -> None:
     """``--max-bytes``."""
     parser.add_argument(
         "--max-bytes",
-        type=byte_count,
+        type=parse_byte_count,
         metavar="SIZE",
         help="refuse an input of more raw bytes (default: what its files can hold)",
     )
@@ -98,13 +98,18 @@ def add_provider(parser: Any) -> None:
     )
 
 
-WORD_TYPES = ("fp16", "bf16", "fp32")
-_CODE_TYPES = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")  # numpy takes long to import
+ELEMENT_TYPES = ("fp16", "bf16", "fp32")
+_FLOAT8_CODE_TYPES = (
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+)  # numpy takes long to import
 
 
 def add_source(parser: Any, dtype_help: str, *, axes: bool = True) -> None:
     """``--dtype``, ``--tensor`` and ``--skip-unsupported``; with `axes` what says how arrays lie."""
-    add_dtype(parser, dtype_help, float8=True)
+    add_dtype(parser, dtype_help, with_float8=True)
     parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
     parser.add_argument(
         "--skip-unsupported",
@@ -115,12 +120,12 @@ def add_source(parser: Any, dtype_help: str, *, axes: bool = True) -> None:
         axes_options.add_axes(parser)
 
 
-def add_dtype(parser: Any, text: str, *, float8: bool = False) -> None:
-    """``--dtype``, with `float8` also what codes of one byte are."""
-    names = (*WORD_TYPES, *(_CODE_TYPES if float8 else ()))
+def add_dtype(parser: Any, text: str, *, with_float8: bool = False) -> None:
+    """``--dtype``, with `with_float8` also what codes of one byte are."""
+    names = (*ELEMENT_TYPES, *(_FLOAT8_CODE_TYPES if with_float8 else ()))
     parser.add_argument("--dtype", choices=names, metavar="TYPE", help=f"{text}: {', '.join(names)}")
 
 
-def codecs(arguments: argparse.Namespace) -> tuple[str, ...]:
+def select_codecs(arguments: argparse.Namespace) -> tuple[str, ...]:
     """What ``--no-zstd`` leaves."""
     return ("rle",) if arguments.no_zstd else ("rle", "zstd")

@@ -12,76 +12,78 @@ from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 from typing import Any
 
-HUNG_UP, INTERRUPTED, TERMINATED = 129, 130, 143
+EXIT_HUNG_UP, EXIT_INTERRUPTED, EXIT_TERMINATED = 129, 130, 143
 """Exit codes: 128 and the number of the signal, as shells have it."""
 
-_LATER_SECONDS = 0.01
-_REMOVING_SECONDS = 2.0
+_RETRY_SECONDS = 0.01
+_CLEANUP_SECONDS = 2.0
 """Behind the first signal what was begun is removed, and further interrupts are not heard for so long."""
 
 
-class SignalledError(BaseException):
+class TerminationSignal(BaseException):
     """A signal that ends the process."""
 
-    def __init__(self, said: str, code: int) -> None:
-        super().__init__(said)
-        self.said, self.code = said, code
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.message, self.code = message, code
 
 
 @contextmanager
-def unwinding(*, last: bool = False) -> Iterator[None]:
+def unwind_on_signals(*, is_last: bool = False) -> Iterator[None]:
     """While active, SIGTERM and SIGHUP unwind the stack as SIGINT does, instead of killing the process where it stands.
 
     A signal that is ignored (``nohup``) or has a handler stays as it is. None is raised while a compiled module is
     being loaded, but as soon as it is: an exception in the midst of that can end the process in a crash. Nor is one
-    in a callback of imports, where it would be lost. With `last` the process ends behind this, and signals behind the
-    first are ignored until it has.
+    in a callback of imports, where it would be lost. With `is_last` the process ends behind this, and signals behind
+    the first are ignored until it has.
     """
-    ways: dict[str, tuple[object, Callable[[], BaseException]]] = {
+    handling_by_name: dict[str, tuple[object, Callable[[], BaseException]]] = {
         "SIGINT": (signal.default_int_handler, KeyboardInterrupt),
-        "SIGTERM": (signal.SIG_DFL, lambda: SignalledError("terminated", TERMINATED)),
-        "SIGHUP": (signal.SIG_DFL, lambda: SignalledError("the terminal was closed", HUNG_UP)),
+        "SIGTERM": (signal.SIG_DFL, lambda: TerminationSignal("terminated", EXIT_TERMINATED)),
+        "SIGHUP": (signal.SIG_DFL, lambda: TerminationSignal("the terminal was closed", EXIT_HUNG_UP)),
     }
-    errors = {getattr(signal, name): error for name, (_, error) in ways.items() if hasattr(signal, name)}
-    old: dict[int, Any] = {}
+    errors = {getattr(signal, name): error for name, (_, error) in handling_by_name.items() if hasattr(signal, name)}
+    old_handlers: dict[int, Any] = {}
     first: float | None = None
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def handle_signal(signal_number: int, frame: FrameType | None) -> None:
         nonlocal first
-        if first is not None and time.monotonic() - first < _REMOVING_SECONDS:
+        if first is not None and time.monotonic() - first < _CLEANUP_SECONDS:
             return
-        if _must_wait(frame):
-            _thread.start_new_thread(_again, (number,))  # a Thread's own start takes locks, which may be held here
+        if _must_delay(frame):
+            _thread.start_new_thread(
+                _raise_again, (signal_number,)
+            )  # a Thread's own start takes locks, which may be held here
             return
         first = time.monotonic()
-        for other in old:
-            if other != signal.SIGINT:
-                signal.signal(other, signal.SIG_IGN)  # what is being removed is removed to the end
-        raise errors[number]()
+        for other_signal in old_handlers:
+            if other_signal != signal.SIGINT:
+                signal.signal(other_signal, signal.SIG_IGN)  # what is being removed is removed to the end
+        raise errors[signal_number]()
 
     if threading.current_thread() is threading.main_thread():
-        for name, (usual, _) in ways.items():
-            number = getattr(signal, name, None)
-            if number is not None and signal.getsignal(number) is usual:
-                old[number] = usual
-                signal.signal(number, handle)
+        for name, (default_handler, _) in handling_by_name.items():
+            signal_number = getattr(signal, name, None)
+            if signal_number is not None and signal.getsignal(signal_number) is default_handler:
+                old_handlers[signal_number] = default_handler
+                signal.signal(signal_number, handle_signal)
     try:
         yield
     finally:
-        for number, handler in old.items():
-            signal.signal(number, signal.SIG_IGN if last and first is not None else handler)
+        for signal_number, handler in old_handlers.items():
+            signal.signal(signal_number, signal.SIG_IGN if is_last and first is not None else handler)
 
 
-def _again(number: int) -> None:
-    time.sleep(_LATER_SECONDS)
+def _raise_again(signal_number: int) -> None:
+    time.sleep(_RETRY_SECONDS)
     main = threading.main_thread().ident
     if main is not None and hasattr(signal, "pthread_kill"):
-        signal.pthread_kill(main, number)  # ends a call that waits as well
+        signal.pthread_kill(main, signal_number)  # ends a call that waits as well
     else:
-        _thread.interrupt_main(signal.Signals(number))
+        _thread.interrupt_main(signal.Signals(signal_number))
 
 
-def _must_wait(frame: FrameType | None) -> bool:
+def _must_delay(frame: FrameType | None) -> bool:
     """Whether a compiled module is being loaded somewhere below this frame, or an exception would be lost in it."""
     while frame is not None:
         code = frame.f_code

@@ -13,27 +13,35 @@ if TYPE_CHECKING:
     from ..compressor import ConvertOptions
 
 
-TOLD = ("compression_factor", "min_seq_len", "num_heads", "head_dim", "metadata", "prefix_order", "slot_order")
+CONVERSION_OPTION_NAMES = (
+    "compression_factor",
+    "min_seq_len",
+    "num_heads",
+    "head_dim",
+    "metadata",
+    "prefix_order",
+    "slot_order",
+)
 """What a conversion is told, as the namespace calls it, but for the type of the weights."""
 
 
-def names(text: str) -> tuple[str, ...]:
+def split_names(text: str) -> tuple[str, ...]:
     """A comma-separated list; blanks around the names and empty names do not count."""
     return tuple(name for item in text.split(",") if (name := item.strip()))
 
 
-def slots(text: str) -> tuple[int, ...]:
+def parse_slots(text: str) -> tuple[int, ...]:
     """Three numbers, comma-separated."""
     try:
-        found = tuple(int(name) for name in names(text))
+        slot_numbers = tuple(int(name) for name in split_names(text))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 0,3,6") from None
-    if len(found) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r} has {len(found)} numbers: expected three, such as 0,3,6")
-    return found
+    if len(slot_numbers) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r} has {len(slot_numbers)} numbers: expected three, such as 0,3,6")
+    return slot_numbers
 
 
-def entry(text: str) -> tuple[str, str]:
+def parse_entry(text: str) -> tuple[str, str]:
     """``KEY=VALUE``."""
     key, separator, value = text.partition("=")
     if not (key and separator):
@@ -41,20 +49,20 @@ def entry(text: str) -> tuple[str, str]:
     return key, value
 
 
-def add_orders(parser: Any) -> None:
+def add_order_options(parser: Any) -> None:
     """``--prefix-order`` and ``--slot-order``."""
     parser.add_argument(
         "--prefix-order",
-        type=names,
+        type=split_names,
         metavar="NAMES",
         help="compressors in file order (default: compress_tk,compress_tv,compress_ik,compress_iv)",
     )
     parser.add_argument(
-        "--slot-order", type=slots, metavar="SLOTS", help="Linear layers in file order (default: 0,3,6)"
+        "--slot-order", type=parse_slots, metavar="SLOTS", help="Linear layers in file order (default: 0,3,6)"
     )
 
 
-def add_header_fields(parser: Any, *, head_dim: bool = True) -> None:
+def add_header_options(parser: Any, *, with_head_dim: bool = True) -> None:
     """The options that set header fields and metadata."""
     for name, text in (
         ("compression-factor", "tokens that become one (default: columns / head_dim of the first weight)"),
@@ -62,26 +70,26 @@ def add_header_fields(parser: Any, *, head_dim: bool = True) -> None:
         ("num-heads", "for information (default: 0, not given)"),
         ("head-dim", "for information (default: rows of the first weight)"),
     ):
-        if head_dim or name != "head-dim":
+        if with_head_dim or name != "head-dim":
             parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
     parser.add_argument(
         "--metadata",
-        type=entry,
+        type=parse_entry,
         action="append",
         metavar="KEY=VALUE",
         help="an entry of the section that loaders skip (repeatable; default: none)",
     )
 
 
-def add_group(parser: Any, *, trailing: bool = False) -> None:
+def add_weights_group(parser: Any, *, with_trailing: bool = False) -> None:
     """For verbs that take caches too, and have ``--head-dim`` from them: the other options of a conversion.
 
-    With `trailing` also ``--allow-trailing`` and ``--as-reference``.
+    With `with_trailing` also ``--allow-trailing`` and ``--as-reference``.
     """
     group = parser.add_argument_group("compressor weights", "what kvmnn convert was told, where it was told something")
-    add_header_fields(group, head_dim=False)
-    add_orders(group)
-    if trailing:
+    add_header_options(group, with_head_dim=False)
+    add_order_options(group)
+    if with_trailing:
         group.add_argument(
             "--allow-trailing",
             action="store_true",
@@ -94,11 +102,11 @@ def add_group(parser: Any, *, trailing: bool = False) -> None:
         )
 
 
-def options(arguments: argparse.Namespace, **more: Any) -> ConvertOptions:
-    """The conversion options that were given; `more` overrides."""
+def build_convert_options(arguments: argparse.Namespace, **overrides: Any) -> ConvertOptions:
+    """The conversion options that were given; `overrides` overrides."""
     from ..compressor import ConvertOptions
 
-    given = {
+    given_values = {
         "dtype": arguments.dtype,
         "prefixes": arguments.prefix_order,
         "slots": arguments.slot_order,
@@ -106,43 +114,43 @@ def options(arguments: argparse.Namespace, **more: Any) -> ConvertOptions:
         "min_seq_len": arguments.min_seq_len,
         "num_heads": arguments.num_heads,
         "head_dim": arguments.head_dim,
-        "metadata": _metadata(arguments),
+        "metadata": _parse_metadata(arguments),
     }
-    return ConvertOptions(**{name: value for name, value in {**given, **more}.items() if value is not None})
+    return ConvertOptions(**{name: value for name, value in {**given_values, **overrides}.items() if value is not None})
 
 
-def given(arguments: argparse.Namespace) -> list[str]:
+def list_given_options(arguments: argparse.Namespace) -> list[str]:
     """The conversion options that were given, as `ConvertOptions` calls them."""
-    names = {"dtype": "dtype", "prefixes": "prefix_order", "slots": "slot_order"}
-    names |= {name: name for name in ("compression_factor", "min_seq_len", "num_heads", "head_dim", "metadata")}
-    return [name for name, dest in names.items() if getattr(arguments, dest) is not None]
+    dest_by_field = {"dtype": "dtype", "prefixes": "prefix_order", "slots": "slot_order"}
+    dest_by_field |= {name: name for name in ("compression_factor", "min_seq_len", "num_heads", "head_dim", "metadata")}
+    return [name for name, dest in dest_by_field.items() if getattr(arguments, dest) is not None]
 
 
-def _metadata(arguments: argparse.Namespace) -> dict[str, str] | None:
+def _parse_metadata(arguments: argparse.Namespace) -> dict[str, str] | None:
     entries = dict(arguments.metadata or ())
     if len(entries) < len(arguments.metadata or ()):
         raise printing.UsageError("--metadata has a key twice")
     return entries or None
 
 
-def check_is_weights(path: str) -> None:
+def check_is_weight_file(path: str) -> None:
     """`SourceError` for a file that is no weight file and does not pretend to be one."""
     from ..compressor import is_weight_file
     from ..errors import SourceError
-    from ..files.mapped import head_of
-    from ..formats.unknown import HEAD_BYTES, file_not_known
+    from ..files.mapped import read_head
+    from ..formats.unknown import HEAD_BYTES, explain_unknown_file
 
     if path == printing.STDIO or not os.path.isfile(path) or is_weight_file(path):
         return
-    looks = file_not_known(path, head_of(path, HEAD_BYTES)).partition(": ")[2]
+    content_text = explain_unknown_file(path, read_head(path, HEAD_BYTES)).partition(": ")[2]
     raise SourceError(
         f"{path}: expected a compressor's weight file (.bin), which kvmnn convert makes of a checkpoint"
-        f"{'; ' if looks else ''}{looks}"
+        f"{'; ' if content_text else ''}{content_text}"
     )
 
 
-def report(arguments: argparse.Namespace, warnings: Sequence[str], notices: Sequence[str]) -> None:
+def report_notices(arguments: argparse.Namespace, warnings: Sequence[str], notices: Sequence[str]) -> None:
     """One line on standard error for each."""
     for kind, lines in (("note", notices), ("warning", warnings)):
         for line in lines:
-            printing.note(arguments, line, kind)
+            printing.print_note(arguments, line, kind)

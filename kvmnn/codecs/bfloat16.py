@@ -21,23 +21,23 @@ try:
 except ImportError:  # zarr 3.1
     from zarr.dtype import DataTypeValidationError
 
-NAME: Final = "bfloat16"
-_SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+DTYPE_NAME: Final = "bfloat16"
+_SPECIAL_VALUES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def _native() -> np.dtype[Any]:
+def _get_native_dtype() -> np.dtype[Any]:
     try:
-        found: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
+        native_dtype: np.dtype[Any] = np.dtype(importlib.import_module("ml_dtypes").bfloat16)
     except ImportError:
         raise DataTypeValidationError("bfloat16 needs the package ml_dtypes: pip install ml_dtypes") from None
-    return found
+    return native_dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BFloat16(ZDType[np.dtype[Any], Any], HasItemSize):
     """Numbers of 16 bits with the exponent of float32; of Zarr version 3 only."""
 
-    _zarr_v3_name: ClassVar[str] = NAME
+    _zarr_v3_name: ClassVar[str] = DTYPE_NAME
     dtype_cls: ClassVar[type] = np.dtype
 
     @property
@@ -47,35 +47,35 @@ class BFloat16(ZDType[np.dtype[Any], Any], HasItemSize):
 
     @classmethod
     def _check_native_dtype(cls, dtype: np.dtype[Any]) -> bool:
-        return dtype.name == NAME
+        return dtype.name == DTYPE_NAME
 
     @classmethod
     def from_native_dtype(cls, dtype: np.dtype[Any]) -> Self:
         """`DataTypeValidationError` for all types but bfloat16 of ml_dtypes."""
         if cls._check_native_dtype(dtype):
             return cls()
-        raise DataTypeValidationError(f"invalid data type {dtype}: expected {NAME}")
+        raise DataTypeValidationError(f"invalid data type {dtype}: expected {DTYPE_NAME}")
 
     def to_native_dtype(self) -> np.dtype[Any]:
         """The type of ml_dtypes."""
-        return _native()
+        return _get_native_dtype()
 
     @classmethod
     def _from_json_v2(cls, data: object) -> Self:
-        raise DataTypeValidationError(f"{NAME} is no data type of Zarr version 2")
+        raise DataTypeValidationError(f"{DTYPE_NAME} is no data type of Zarr version 2")
 
     @classmethod
     def _from_json_v3(cls, data: object) -> Self:
-        if data != NAME:
-            raise DataTypeValidationError(f"invalid data type {data!r}: expected {NAME!r}")
-        _native()
+        if data != DTYPE_NAME:
+            raise DataTypeValidationError(f"invalid data type {data!r}: expected {DTYPE_NAME!r}")
+        _get_native_dtype()
         return cls()
 
     def to_json(self, zarr_format: int) -> Any:
         """Its name."""
         if zarr_format != 3:
-            raise ValueError(f"{NAME} is no data type of Zarr version {zarr_format}: use version 3")
-        return NAME
+            raise ValueError(f"{DTYPE_NAME} is no data type of Zarr version {zarr_format}: use version 3")
+        return DTYPE_NAME
 
     def _check_scalar(self, data: object) -> bool:
         try:
@@ -91,7 +91,7 @@ class BFloat16(ZDType[np.dtype[Any], Any], HasItemSize):
         try:
             return self.to_native_dtype().type(data)
         except (TypeError, ValueError):
-            raise TypeError(f"{data!r} is no {NAME}") from None
+            raise TypeError(f"{data!r} is no {DTYPE_NAME}") from None
 
     def _cast_scalar_unchecked(self, data: Any) -> Any:
         return self.cast_scalar(data)
@@ -102,14 +102,14 @@ class BFloat16(ZDType[np.dtype[Any], Any], HasItemSize):
 
     def from_json_scalar(self, data: Any, *, zarr_format: int) -> Any:
         """A fill value: a number, ``"NaN"``, ``"Infinity"``, ``"-Infinity"``, or bits such as ``"0x7fc0"``."""
-        native = self.to_native_dtype()
-        if isinstance(data, str) and data in _SPECIAL:
-            return native.type(_SPECIAL[data])
+        native_dtype = self.to_native_dtype()
+        if isinstance(data, str) and data in _SPECIAL_VALUES:
+            return native_dtype.type(_SPECIAL_VALUES[data])
         if isinstance(data, str) and data.startswith("0x") and len(data) == 6:
-            return np.array([int(data, 16)], np.uint16).view(native)[0]
+            return np.array([int(data, 16)], np.uint16).view(native_dtype)[0]
         if isinstance(data, int | float) and not isinstance(data, bool):
-            return native.type(data)
-        raise TypeError(f"{data!r} is no {NAME}")
+            return native_dtype.type(data)
+        raise TypeError(f"{data!r} is no {DTYPE_NAME}")
 
     def to_json_scalar(self, data: object, *, zarr_format: int) -> float | str:
         """The same for a document."""
@@ -119,4 +119,4 @@ class BFloat16(ZDType[np.dtype[Any], Any], HasItemSize):
         return number if math.isfinite(number) else ("Infinity" if number > 0 else "-Infinity")
 
 
-data_type_registry.register(NAME, BFloat16)
+data_type_registry.register(DTYPE_NAME, BFloat16)

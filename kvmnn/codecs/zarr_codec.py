@@ -11,7 +11,7 @@ import numpy as np
 from zarr.abc.codec import ArrayBytesCodec
 
 from ..errors import KvmnnError
-from .chunks import NAME, check_effort, check_size, decode_chunk, encode_chunk, kind_of
+from .chunks import CODEC_NAME, check_effort, check_size, decode_chunk, encode_chunk, get_element_type
 
 if TYPE_CHECKING:
     from zarr.core.array_spec import ArraySpec
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class FrameCodec(ArrayBytesCodec):
+class ZarrFrameCodec(ArrayBytesCodec):
     """Array to bytes: ``codecs=[{"name": "kvmnn.frame", "configuration": {"effort": "exact"}}]`` of a Zarr array.
 
     For float16, float32, bfloat16 (of ml_dtypes) and uint16 (its words); other types are refused when the array is
@@ -47,39 +47,45 @@ class FrameCodec(ArrayBytesCodec):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """The codec that a document of an array names."""
-        said = data.get("configuration") or {}
-        if data.get("name") != NAME or not isinstance(said, Mapping) or not set(said) <= {"effort"}:
-            raise KvmnnError(f"codec {NAME}: found {dict(data)!r:.200}: expected a configuration of effort alone")
-        return cls(**said)
+        configuration = data.get("configuration") or {}
+        if (
+            data.get("name") != CODEC_NAME
+            or not isinstance(configuration, Mapping)
+            or not set(configuration) <= {"effort"}
+        ):
+            raise KvmnnError(f"codec {CODEC_NAME}: found {dict(data)!r:.200}: expected a configuration of effort alone")
+        return cls(**configuration)
 
     def to_dict(self) -> dict[str, Any]:
         """What a document of an array says of the codec."""
-        return {"name": NAME, "configuration": {"effort": self.effort}}
+        return {"name": CODEC_NAME, "configuration": {"effort": self.effort}}
 
     def validate(self, *, shape: tuple[int, ...], dtype: Any, chunk_grid: Any) -> None:
         """`KvmnnError` for an array of a type that frames do not hold, or with chunks that are too large."""
-        native = dtype.to_native_dtype()
-        kind_of(native)
-        chunk = getattr(chunk_grid, "chunk_shape", None)
-        if chunk is not None:
-            check_size(int(np.prod(chunk, dtype=object)) * native.itemsize)
+        native_dtype = dtype.to_native_dtype()
+        get_element_type(native_dtype)
+        chunk_shape = getattr(chunk_grid, "chunk_shape", None)
+        if chunk_shape is not None:
+            check_size(int(np.prod(chunk_shape, dtype=object)) * native_dtype.itemsize)
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
         """Nobody knows before it is done."""
         raise NotImplementedError
 
     def _decode_sync(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
-        native = chunk_spec.dtype.to_native_dtype()
-        nbytes = int(np.prod(chunk_spec.shape, dtype=object)) * native.itemsize
-        words = decode_chunk(chunk_bytes.as_numpy_array(), kind_of(native), nbytes)
-        array = words.view(_little(native)).astype(native, copy=False).reshape(chunk_spec.shape)
+        native_dtype = chunk_spec.dtype.to_native_dtype()
+        nbytes = int(np.prod(chunk_spec.shape, dtype=object)) * native_dtype.itemsize
+        elements = decode_chunk(chunk_bytes.as_numpy_array(), get_element_type(native_dtype), nbytes)
+        array = (
+            elements.view(_to_little_endian(native_dtype)).astype(native_dtype, copy=False).reshape(chunk_spec.shape)
+        )
         return chunk_spec.prototype.nd_buffer.from_ndarray_like(array)
 
     def _encode_sync(self, chunk_array: NDBuffer, chunk_spec: ArraySpec) -> Buffer | None:
         array = chunk_array.as_numpy_array()
-        words = np.ascontiguousarray(array, _little(array.dtype)).reshape(-1).view(np.uint8)
-        made = encode_chunk(words, kind_of(array.dtype), self.effort)
-        return chunk_spec.prototype.buffer.from_bytes(made)
+        elements = np.ascontiguousarray(array, _to_little_endian(array.dtype)).reshape(-1).view(np.uint8)
+        frame = encode_chunk(elements, get_element_type(array.dtype), self.effort)
+        return chunk_spec.prototype.buffer.from_bytes(frame)
 
     async def _decode_single(self, chunk_data: Buffer, chunk_spec: ArraySpec) -> NDBuffer:
         return await asyncio.to_thread(self._decode_sync, chunk_data, chunk_spec)
@@ -88,6 +94,6 @@ class FrameCodec(ArrayBytesCodec):
         return await asyncio.to_thread(self._encode_sync, chunk_data, chunk_spec)
 
 
-def _little(native: np.dtype[Any]) -> np.dtype[Any]:
+def _to_little_endian(native_dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The same type in the byte order of frames; bfloat16 of ml_dtypes has the machine's."""
-    return native if native.kind == "V" else native.newbyteorder("<")
+    return native_dtype if native_dtype.kind == "V" else native_dtype.newbyteorder("<")

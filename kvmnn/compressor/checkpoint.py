@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ..errors import CheckpointError, LimitError
-from ..files.mapped import STDIN, MappedFile, head_of
-from ..formats.hf.saved import holds_cache
-from ..formats.raw_pages import page_in
+from ..files.mapped import STDIN, MappedFile, read_head
+from ..formats.hf.saved import contains_cache
+from ..formats.raw_pages import parse_page_name
 from ..formats.safetensors_header import read_header
-from ..formats.torch.opening import Kind, TorchFile, begins_with_an_array, is_torch_zip, read_torch
-from ..formats.torch.opening import kind_of as torch_kind_of
-from ..formats.torch.tensors import ELEMENT_TYPES, ElementType, Storage, Tensor
-from ..formats.torch.torch_names import Names
+from ..formats.torch.opening import TorchFile, TorchFileKind, has_npy_first_member, is_torch_zip, read_torch
+from ..formats.torch.opening import detect_torch_kind as torch_kind_of
+from ..formats.torch.tensors import ELEMENT_TYPES, ElementType, TorchStorage, TorchTensor
+from ..formats.torch.torch_names import AllowedGlobals
 from .kvcm.header import MAGIC_BYTES
 
-MAX_SAFETENSORS_HEADER = 16 << 20
+MAX_SAFETENSORS_HEADER_BYTES = 16 << 20
 """Bytes: every tensor becomes an object here, and a compressor has hundreds."""
-_SAFETENSORS = {
+_ELEMENT_BY_SAFETENSORS_TYPE = {
     "F64": "float64",
     "F32": "float32",
     "F16": "float16",
@@ -46,7 +46,7 @@ _SAFETENSORS = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
 }
-_NESTED = (("model_state_dict", "compressor"), ("compressor",))
+_NESTED_PATHS = (("model_state_dict", "compressor"), ("compressor",))
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Checkpoint:
     kind
         ``"torch zip"``, ``"torch legacy"`` or ``"safetensors"``.
     root
-        The saved object: dicts, lists, `Tensor`s and plain values; what is not looked at is `Unknown`.
+        The saved object: dicts, lists, `TorchTensor`s and plain values; what is not looked at is `Unknown`.
     size
         Bytes of the file.
     pickle_bytes
@@ -79,7 +79,7 @@ class Checkpoint:
     root: object
     size: int
     pickle_bytes: int
-    storages: dict[str, Storage]
+    storages: dict[str, TorchStorage]
     notices: list[str] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
 
@@ -108,41 +108,41 @@ def open_checkpoint(path: str | os.PathLike[str], *, max_bytes: int | None = Non
             f"{os.fspath(path)}: is a directory: expected a checkpoint file (.pth, .pt, .safetensors)"
         )
     file = MappedFile(path, max_bytes=max_bytes)
-    with naming(file.label):
-        opened = _opened(file)
-        held = sum(storage.nbytes for storage in opened.storages.values())
-        if max_bytes is not None and held > max_bytes:
-            raise LimitError(f"its storages hold {held} bytes, above the limit of {max_bytes}")
-        return opened
+    with prefix_errors(file.label):
+        checkpoint = _open_file(file)
+        storage_bytes = sum(storage.nbytes for storage in checkpoint.storages.values())
+        if max_bytes is not None and storage_bytes > max_bytes:
+            raise LimitError(f"its storages hold {storage_bytes} bytes, above the limit of {max_bytes}")
+        return checkpoint
 
 
-def _opened(file: MappedFile) -> Checkpoint:
-    head = file.head(512)
-    match kind_of(head):
-        case "torch zip" if begins_with_an_array(head):
+def _open_file(file: MappedFile) -> Checkpoint:
+    head = file.read_head(512)
+    match detect_kind(head):
+        case "torch zip" if has_npy_first_member(head):
             raise CheckpointError(
                 "is a .npz file of arrays, which is not read as a checkpoint: "
                 "kvmnn export -o NAME.safetensors writes what convert reads"
             )
         case "torch zip" | "torch legacy" as kind:
-            found = _torch_file(file, kind)
-            held = (found.root, file.size, found.pickle_bytes, found.storages, found.notices)
-            return Checkpoint(file.path, file.label, kind, *held)
+            torch_file = _read_torch_file(file, kind)
+            contents = (torch_file.root, file.size, torch_file.pickle_bytes, torch_file.storages, torch_file.notices)
+            return Checkpoint(file.path, file.label, kind, *contents)
         case "safetensors":
-            return _safetensors(file)
-    raise CheckpointError(_guess(head))
+            return _read_safetensors(file)
+    raise CheckpointError(_describe_unknown(head))
 
 
-def _torch_file(file: MappedFile, kind: Kind) -> TorchFile:
+def _read_torch_file(file: MappedFile, kind: TorchFileKind) -> TorchFile:
     try:
-        return read_torch(file, kind, Names())
+        return read_torch(file, kind, AllowedGlobals())
     except CheckpointError:
-        if holds_cache(file.path):
+        if contains_cache(file.path):
             raise CheckpointError("holds a cache, no weights: encode, measure, pack and the like take it") from None
         raise
 
 
-def kind_of(head: bytes) -> str | None:
+def detect_kind(head: bytes) -> str | None:
     """What kind of checkpoint a file with these first bytes is, if it is one."""
     if head[8:9] == b"{" and head[4:8] == bytes(4):
         return "safetensors"
@@ -151,55 +151,55 @@ def kind_of(head: bytes) -> str | None:
 
 def is_checkpoint(path: str) -> bool:
     """Whether a file is a checkpoint of torch's, zip or legacy, or has the name of one; no saved cache, and no page."""
-    if holds_cache(path):
+    if contains_cache(path):
         return False
-    if path.lower().endswith((".pth", ".pt")) and page_in(path) is None:
+    if path.lower().endswith((".pth", ".pt")) and parse_page_name(path) is None:
         return True
-    return kind_of(head_of(path)) == "torch legacy" or is_torch_zip(path)
+    return detect_kind(read_head(path)) == "torch legacy" or is_torch_zip(path)
 
 
 @contextmanager
-def naming(label: str, what: str = "") -> Iterator[None]:
+def prefix_errors(label: str, subject: str = "") -> Iterator[None]:
     """Put the file's name, and what in it is meant, in front of messages that lack them."""
     try:
         yield
     except (CheckpointError, LimitError) as exc:
-        kind = type(exc)
-        where = f"{label}: {what}: " if what else f"{label}: "
+        error_class = type(exc)
+        prefix = f"{label}: {subject}: " if subject else f"{label}: "
         text = str(exc)
-        raise kind(text if text.startswith(f"{label}: ") else where + text) from None
+        raise error_class(text if text.startswith(f"{label}: ") else prefix + text) from None
 
 
-def _safetensors(file: MappedFile) -> Checkpoint:
-    header = read_header(file, most=MAX_SAFETENSORS_HEADER)
+def _read_safetensors(file: MappedFile) -> Checkpoint:
+    header = read_header(file, max_header_bytes=MAX_SAFETENSORS_HEADER_BYTES)
     root: dict[str, object] = {}
-    storages: dict[str, Storage] = {}
+    storages: dict[str, TorchStorage] = {}
     for entry in header.tensors:
-        kind = _SAFETENSORS.get(entry.kind)
+        kind = _ELEMENT_BY_SAFETENSORS_TYPE.get(entry.kind)
         element = ElementType(entry.kind[:40], "", 1) if kind is None else ELEMENT_TYPES[kind]
         size = entry.end - entry.begin
-        storage = Storage(entry.name, element, size, partial(file.view, header.start + entry.begin, size))
+        storage = TorchStorage(entry.name, element, size, partial(file.view, header.data_start + entry.begin, size))
         storages[entry.name] = storage
-        strides = tuple(_strides(entry.shape))
-        _nest(root, entry.name, Tensor(storage, element, 0, entry.shape, strides))
+        strides = tuple(_iter_strides(entry.shape))
+        _insert_nested(root, entry.name, TorchTensor(storage, element, 0, entry.shape, strides))
     return Checkpoint(
-        file.path, file.label, "safetensors", root, file.size, header.start, storages, metadata=header.metadata
+        file.path, file.label, "safetensors", root, file.size, header.data_start, storages, metadata=header.metadata
     )
 
 
-def _nest(root: dict[str, object], name: str, value: Tensor) -> None:
+def _insert_nested(root: dict[str, object], name: str, value: TorchTensor) -> None:
     """Put a flat name where a ``.pth`` would have it."""
-    for path in _NESTED:
-        lead = ".".join(path) + "."
-        if name.startswith(lead):
+    for path in _NESTED_PATHS:
+        prefix = ".".join(path) + "."
+        if name.startswith(prefix):
             for key in path:
                 root = root.setdefault(key, {})  # type: ignore[assignment]
-            name = name.removeprefix(lead)
+            name = name.removeprefix(prefix)
             break
     root[name] = value
 
 
-def _strides(shape: tuple[int, ...]) -> Iterator[int]:
+def _iter_strides(shape: tuple[int, ...]) -> Iterator[int]:
     step = 1
     for length in shape:
         step *= length
@@ -208,7 +208,7 @@ def _strides(shape: tuple[int, ...]) -> Iterator[int]:
         yield step
 
 
-def _guess(head: bytes) -> str:
+def _describe_unknown(head: bytes) -> str:
     """What a file that is no checkpoint may be."""
     if not head:
         return "is empty: expected a checkpoint"
@@ -223,7 +223,7 @@ def _guess(head: bytes) -> str:
         return "is a tar archive, as torch before 0.1.10 wrote them: save it again with a newer torch"
     if head.startswith(b"\x80"):
         return "is a pickle without torch's magic number: not a checkpoint that torch.save wrote"
-    if all(byte in _TEXT for byte in head):
+    if all(byte in _TEXT_BYTES for byte in head):
         line = head.split(b"\n")[0][:40].decode("ascii")
         return f"is a text file that begins with {line!r}: expected a checkpoint"
     return (
@@ -231,4 +231,4 @@ def _guess(head: bytes) -> str:
     )
 
 
-_TEXT = frozenset(range(0x20, 0x7F)) | {0x09, 0x0A, 0x0D}
+_TEXT_BYTES = frozenset(range(0x20, 0x7F)) | {0x09, 0x0A, 0x0D}

@@ -3,8 +3,8 @@
 from .decoding import decode
 from .encoding import encode, encode_many
 from .inspection import DenseInfo, inspect
-from .rotary import Rotary
-from .tables import Tables
-from .trial import find_rotary
+from .rotary import RopeConfig
+from .tables import SharedTables
+from .trial import search_rope
 
-__all__ = ["DenseInfo", "Rotary", "Tables", "decode", "encode", "encode_many", "find_rotary", "inspect"]
+__all__ = ["DenseInfo", "RopeConfig", "SharedTables", "decode", "encode", "encode_many", "inspect", "search_rope"]

@@ -6,25 +6,34 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import Bytes, Words, by_name
+from ..dtypes import Bytes, Elements, parse_dtype
 from ..errors import FrameError, KvmnnError, LimitError
 from ..frames import decode as decode_frame
 from . import _rows, _stream
-from .header import DTYPES, FRAME, MOST_RAW_BYTES, ROWS, Header, check_machine, read_header, rows_of
-from .tables import held_tables
+from .header import (
+    DTYPES,
+    MAX_RAW_BYTES,
+    METHOD_FRAME,
+    METHOD_ROWS,
+    DenseHeader,
+    check_byte_order,
+    read_header,
+    to_row_bytes,
+)
+from .tables import to_table_set
 
-_TYPES = tuple(dtype.numpy for dtype in DTYPES)
+_NUMPY_TYPES = tuple(dtype.numpy_dtype for dtype in DTYPES)
 """By the number that a stream has for them."""
 
 
 def decode(
     stream: Any,
     *,
-    history: Words | None = None,
+    history: Elements | None = None,
     tables: Any = None,
-    out: Words | None = None,
+    out: Elements | None = None,
     max_bytes: int | None = None,
-) -> Words:
+) -> Elements:
     """The words of a dense stream.
 
     Parameters
@@ -52,49 +61,49 @@ def decode(
         Above `max_bytes`.
     """
     if out is None and history is None and isinstance(stream, bytes):
-        alone = _decoded_alone(stream, tables, max_bytes)
-        if alone is not None:
-            return alone
+        short_array = _decode_short_block(stream, tables, max_bytes)
+        if short_array is not None:
+            return short_array
     header = read_header(stream, max_bytes)
     shape = (header.tokens, header.heads, header.dim)
     if out is not None:
         _check_out(out, header)
-    found = _decode_rows(header, history, tables) if header.method == ROWS else _decode_whole(header)
-    array: Words = found.view(header.dtype.numpy).reshape(shape).transpose(1, 0, 2)
+    row_bytes = _decode_rows(header, history, tables) if header.method == METHOD_ROWS else _decode_verbatim(header)
+    array: Elements = row_bytes.view(header.dtype.numpy_dtype).reshape(shape).transpose(1, 0, 2)
     if out is None:
         return array
     out[...] = array.view(out.dtype)
     return out
 
 
-def decode_into(header: Header, out: Words, *, history: Words | None = None, tables: Any = None) -> None:
+def decode_into(header: DenseHeader, out: Elements, *, history: Elements | None = None, tables: Any = None) -> None:
     """As `decode` of this stream to `out`, which may hold anything where the stream is refused: rows that lie together
     in `out` are decoded in their places.
     """
     _check_out(out, header)
-    rows = out.transpose(1, 0, 2)
-    if header.method == ROWS and rows.flags.c_contiguous:
-        _decode_rows(header, history, tables, rows.reshape(-1).view(np.uint8))
+    token_rows = out.transpose(1, 0, 2)
+    if header.method == METHOD_ROWS and token_rows.flags.c_contiguous:
+        _decode_rows(header, history, tables, token_rows.reshape(-1).view(np.uint8))
     else:
         decode(header.stream, history=history, tables=tables, out=out)
 
 
-class Places:
+class RowDecoder:
     """Rows of all tokens, to which streams of neighbouring tokens are decoded with the least work for each.
 
     Parameters
     ----------
-    words
+    elements
         ``[kv_head, token, head_dim]``, rows token by token in memory.
     """
 
-    def __init__(self, words: Words, dtype: str) -> None:
-        check_machine()
-        heads, _, dim = words.shape
-        rows = words.transpose(1, 0, 2)
+    def __init__(self, elements: Elements, dtype: str) -> None:
+        check_byte_order()
+        heads, _, dim = elements.shape
+        rows = elements.transpose(1, 0, 2)
         if not rows.flags.c_contiguous:
             raise KvmnnError("rows that do not lie token by token")
-        self._held = _rows.Place(DTYPES.index(by_name(dtype)), heads, dim, rows.reshape(-1).view(np.uint8))
+        self._destination = _rows.Place(DTYPES.index(parse_dtype(dtype)), heads, dim, rows.reshape(-1).view(np.uint8))
 
     def decode(
         self, stream: Bytes | bytes, checksum: int, begin: int, tokens: int, *, history: int = 0, tables: Any = None
@@ -106,78 +115,80 @@ class Places:
         False for a stream that is none of method 2, of this `checksum` and of no more than `history` rows before it, or
         does not decode with these tables: `decode_into` does, or says what is wrong with it.
         """
-        return self._held.decode(stream, checksum, held_tables(tables), begin, tokens, history)
+        return self._destination.decode(stream, checksum, to_table_set(tables), begin, tokens, history)
 
 
-def _decoded_alone(stream: bytes, tables: Any, max_bytes: int | None) -> Words | None:
+def _decode_short_block(stream: bytes, tables: Any, max_bytes: int | None) -> Elements | None:
     """Most short blocks, in half a microsecond of Python; None for what `decode` has to look at, or to refuse."""
-    check_machine()
-    most = MOST_RAW_BYTES if max_bytes is None else min(max(max_bytes, 0), MOST_RAW_BYTES)
-    found = _rows.decode_alone(stream, held_tables(tables), most, np.empty, _TYPES)
-    return None if found is None else found.transpose(1, 0, 2)
+    check_byte_order()
+    max_raw_bytes = MAX_RAW_BYTES if max_bytes is None else min(max(max_bytes, 0), MAX_RAW_BYTES)
+    array = _rows.decode_alone(stream, to_table_set(tables), max_raw_bytes, np.empty, _NUMPY_TYPES)
+    return None if array is None else array.transpose(1, 0, 2)
 
 
-def open_rows(header: Header) -> _rows.Rows:
+def open_rows(header: DenseHeader) -> _rows.Rows:
     """The payload of method 2, its sections found."""
     return _rows.Rows(header.stream, header.dtype_code, header.heads, header.dim, header.tokens, header.flags)
 
 
-def _decode_rows(header: Header, history: Words | None, tables: Any, words: Bytes | None = None) -> Bytes:
-    parsed = open_rows(header)  # before memory for the words is taken
-    before = _history(header, parsed.history, history)
-    held = _needed_tables(parsed.table_set, tables)
-    if words is None:
-        words = np.empty(header.raw_bytes, np.uint8)
-    parsed.decode(before, held, words)
-    return words
+def _decode_rows(header: DenseHeader, history: Elements | None, tables: Any, out_bytes: Bytes | None = None) -> Bytes:
+    rows_payload = open_rows(header)  # before memory for the words is taken
+    history_bytes = _check_history(header, rows_payload.history, history)
+    table_set = _match_tables(rows_payload.table_set, tables)
+    if out_bytes is None:
+        out_bytes = np.empty(header.raw_bytes, np.uint8)
+    rows_payload.decode(history_bytes, table_set, out_bytes)
+    return out_bytes
 
 
-def _history(header: Header, needed: int, history: Words | None) -> Bytes | None:
-    if not needed:
+def _check_history(header: DenseHeader, num_rows: int, history: Elements | None) -> Bytes | None:
+    if not num_rows:
         return None
     if history is None:
-        raise FrameError(f"dense stream refers to {needed} rows before it: give them as history")
+        raise FrameError(f"dense stream refers to {num_rows} rows before it: give them as history")
     if not isinstance(history, np.ndarray):
         raise TypeError(f"history must be a numpy array, not {type(history).__name__}")
     heads, dim, itemsize = header.heads, header.dim, header.dtype.itemsize
     if history.dtype.itemsize != itemsize:
         raise FrameError(f"history has words of {history.dtype.itemsize} bytes: expected {itemsize}")
-    if history.ndim != 3 or (history.shape[0], history.shape[2]) != (heads, dim) or history.shape[1] < needed:
-        raise FrameError(f"history has shape {list(history.shape)}: expected [{heads}, {needed} or more, {dim}]")
-    return rows_of(history[:, history.shape[1] - needed :], header.dtype)
+    if history.ndim != 3 or (history.shape[0], history.shape[2]) != (heads, dim) or history.shape[1] < num_rows:
+        raise FrameError(f"history has shape {list(history.shape)}: expected [{heads}, {num_rows} or more, {dim}]")
+    return to_row_bytes(history[:, history.shape[1] - num_rows :], header.dtype)
 
 
-def _needed_tables(needed: int | None, tables: Any) -> _stream.TableSet | None:
-    held = held_tables(tables)
-    if needed is None:
+def _match_tables(table_set_id: int | None, tables: Any) -> _stream.TableSet | None:
+    table_set = to_table_set(tables)
+    if table_set_id is None:
         return None
-    if held is None:
-        raise FrameError(f"dense stream was made with the table set {needed:016x}: give it as tables")
-    if held.id != needed:
-        raise FrameError(f"dense stream was made with the table set {needed:016x}: found {held.id:016x}")
-    return held
+    if table_set is None:
+        raise FrameError(f"dense stream was made with the table set {table_set_id:016x}: give it as tables")
+    if table_set.id != table_set_id:
+        raise FrameError(f"dense stream was made with the table set {table_set_id:016x}: found {table_set.id:016x}")
+    return table_set
 
 
-def _decode_whole(header: Header) -> Bytes:
-    found = header.payload
-    if header.method == FRAME:
+def _decode_verbatim(header: DenseHeader) -> Bytes:
+    elements = header.payload
+    if header.method == METHOD_FRAME:
         try:
-            found = decode_frame(found, dtype=header.dtype.name, max_bytes=header.raw_bytes, threads=1).view(np.uint8)
+            elements = decode_frame(elements, dtype=header.dtype.name, max_bytes=header.raw_bytes, threads=1).view(
+                np.uint8
+            )
         except LimitError:  # no limit of the caller's: the stream breaks its own word
             raise FrameError(f"dense stream has a frame of more words than its {header.raw_bytes} bytes") from None
-    if found.size != header.raw_bytes:
-        raise FrameError(f"dense stream holds {found.size} bytes of words: expected {header.raw_bytes}")
-    if _stream.whole_checksum(header.stream, found) != header.checksum:
+    if elements.size != header.raw_bytes:
+        raise FrameError(f"dense stream holds {elements.size} bytes of words: expected {header.raw_bytes}")
+    if _stream.whole_checksum(header.stream, elements) != header.checksum:
         raise FrameError("dense stream has other words than its checksum says")
-    return found if header.method == FRAME else found.copy()
+    return elements if header.method == METHOD_FRAME else elements.copy()
 
 
-def _check_out(out: Any, header: Header) -> None:
-    expected = (header.heads, header.tokens, header.dim)
+def _check_out(out: Any, header: DenseHeader) -> None:
+    expected_shape = (header.heads, header.tokens, header.dim)
     if not isinstance(out, np.ndarray) or out.dtype.itemsize != header.dtype.itemsize or out.dtype.kind not in "fiu":
         raise KvmnnError(f"out: expected an array of {header.dtype.itemsize}-byte words")
-    if out.shape != expected:
-        raise KvmnnError(f"out has shape {list(out.shape)}: expected {list(expected)}")
+    if out.shape != expected_shape:
+        raise KvmnnError(f"out has shape {list(out.shape)}: expected {list(expected_shape)}")
     if not out.flags.writeable:
         raise KvmnnError("out is read-only: expected a writable array")
     if not out.dtype.isnative:

@@ -8,35 +8,35 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import Words, by_name
+from ..dtypes import Elements, parse_dtype
 from ..errors import KvmnnError
 from ..frames import CodecOptions
-from ..frames.encoding import encode_words
+from ..frames.encoding import encode_elements
 from . import _stream
-from .header import DTYPES, FRAME, SIZE, WORDS
-from .rotary import Rotary
-from .tables import held_tables, rotation_of
-from .taking import Given
-from .trial import Auto, Trial, is_rotation_clearly_smaller
+from .header import DTYPES, HEADER_BYTES, METHOD_FRAME, METHOD_WORDS
+from .rotary import RopeConfig
+from .tables import get_rotation, to_table_set
+from .taking import EncoderInput
+from .trial import AutoRope, RopeSearch, is_rotation_clearly_smaller
 
-Alike: TypeAlias = npt.NDArray[np.int32]
+ReferenceHints: TypeAlias = npt.NDArray[np.int32]
 """For each row the row that it refers to, or -1."""
 
-_SMALL_BYTES = 128 << 10
+_ROPE_TRIAL_MAX_BYTES = 128 << 10
 """Rows of fewer bytes are encoded with and without the rotation: its parameters are up to 3 % of such a stream."""
 
-_FRAMES = {dtype: CodecOptions(effort="fast").for_words(dtype) for dtype in DTYPES}
+_FRAME_OPTIONS = {dtype: CodecOptions(effort="fast").to_lane_options(dtype) for dtype in DTYPES}
 """Of the frames: short arrays would take longer to ask for them each time."""
 
 
 def encode(
-    array: Words,
+    array: Elements,
     *,
     dtype: str | None = None,
-    rotary: Rotary | Auto | None = None,
+    rotary: RopeConfig | AutoRope | None = None,
     positions: Any = None,
     token_ids: Any = None,
-    history: Words | None = None,
+    history: Elements | None = None,
     tables: Any = None,
 ) -> bytes:
     """K or V of one layer as a dense stream, losslessly.
@@ -49,7 +49,7 @@ def encode(
     dtype
         ``"fp16"``, ``"bf16"`` or ``"fp32"`` where the type of the array does not say it.
     rotary
-        How K was rotated, `dims` at most head_dim; None for V; ``"auto"`` for what `find_rotary` finds, if it does.
+        How K was rotated, `dims` at most head_dim; None for V; ``"auto"`` for what `search_rope` finds, if it does.
     positions
         With `rotary`: the position of each token, from 0 to 2^31 - 1, gaps allowed. Default: 0, 1, 2 ... (behind
         `history`). Those of history are taken to come right before, unless `positions` has them too, first.
@@ -58,7 +58,7 @@ def encode(
     history
         Rows that come before, in the same form; the last 256 of them are used. `decode` needs them as well.
     tables
-        A `Tables` that was made of such arrays; `decode` needs it as well.
+        A `SharedTables` that was made of such arrays; `decode` needs it as well.
 
     Returns
     -------
@@ -72,18 +72,20 @@ def encode(
     KvmnnError
         For wrong shapes and values; `LimitError` above 65,536 words a token or 2^32 - 1 bytes.
     """
-    given, held, _ = _checked(array, dtype, Trial(), rotary, positions, token_ids, history, tables)
-    return _smallest(given, held)
+    encoder_input, table_set, _ = _prepare_input(
+        array, dtype, RopeSearch(), rotary, positions, token_ids, history, tables
+    )
+    return _encode_smallest(encoder_input, table_set)
 
 
 def encode_many(
-    arrays: Sequence[Words],
+    arrays: Sequence[Elements],
     *,
     dtype: str | None = None,
-    rotary: Rotary | Auto | Sequence[Rotary | Auto | None] | None = None,
+    rotary: RopeConfig | AutoRope | Sequence[RopeConfig | AutoRope | None] | None = None,
     positions: Any = None,
     token_ids: Any = None,
-    history: Sequence[Words] | None = None,
+    history: Sequence[Elements] | None = None,
     tables: Sequence[Any] | None = None,
     choose_rotation: bool = False,
 ) -> list[bytes]:
@@ -112,136 +114,168 @@ def encode_many(
         As `encode`, and for sequences of other lengths.
     """
     count = len(arrays)
-    several = isinstance(rotary, Sequence) and not isinstance(rotary, str)
-    rotaries = _for_each(cast("Sequence[Any]", rotary), count, "rotary") if several else [rotary] * count
-    histories, sets = _for_each(history, count, "history"), _for_each(tables, count, "tables")
+    is_sequence = isinstance(rotary, Sequence) and not isinstance(rotary, str)
+    rotaries = _broadcast(cast("Sequence[Any]", rotary), count, "rotary") if is_sequence else [rotary] * count
+    histories, table_choices = _broadcast(history, count, "history"), _broadcast(tables, count, "tables")
     streams: list[bytes] = []
-    alike: npt.NDArray[np.int32] | None = None
-    trial = Trial()
-    for array, one, before, held in zip(arrays, rotaries, histories, sets, strict=True):
+    reference_hints: npt.NDArray[np.int32] | None = None
+    rope_search = RopeSearch()
+    for array, array_rotary, array_history, array_tables in zip(
+        arrays, rotaries, histories, table_choices, strict=True
+    ):
         ids = None if streams else token_ids
-        given, table_set, used = _checked(array, dtype, trial, one, positions, ids, before, held, alike)
-        alike = np.empty(given.tokens, np.int32)
-        if choose_rotation and used is not None and _is_open(used, given, array, positions, dtype):
-            streams.append(_smallest_of_both(given, alike))
+        encoder_input, table_set, used_rotary = _prepare_input(
+            array, dtype, rope_search, array_rotary, positions, ids, array_history, array_tables, reference_hints
+        )
+        reference_hints = np.empty(encoder_input.tokens, np.int32)
+        if (
+            choose_rotation
+            and used_rotary is not None
+            and _may_be_smaller_unrotated(used_rotary, encoder_input, array, positions, dtype)
+        ):
+            streams.append(_encode_with_and_without_rope(encoder_input, reference_hints))
         else:
-            streams.append(_smallest(given, table_set, alike, repeats=choose_rotation))
+            streams.append(_encode_smallest(encoder_input, table_set, reference_hints, repeats=choose_rotation))
     return streams
 
 
 def encode_next(
-    rows: Words,
-    before: int,
-    alike: Alike | None = None,
+    rows: Elements,
+    num_history_rows: int,
+    reference_hints: ReferenceHints | None = None,
     *,
     dtype: str,
-    rotary: Rotary | None = None,
+    rotary: RopeConfig | None = None,
     tables: Any = None,
-    frames_above: float = 0,
-) -> tuple[bytes, Alike]:
+    frame_trial_min_bytes: float = 0,
+) -> tuple[bytes, ReferenceHints]:
     """One array of those that `encode_many` takes, and what it found to be alike, for the next one of the same tokens.
 
     Parameters
     ----------
     rows
         ``[token, kv_head, head_dim]``, together in memory, native and aligned, within the limits of `encode`; the first
-        `before` are history, at most 256.
-    alike
+        `num_history_rows` are history, at most 256.
+    reference_hints
         What the array before it found.
     rotary
         Without tables: these know it themselves.
-    frames_above
+    frame_trial_min_bytes
         A stream of more bytes is compared with a frame, and the smaller one taken.
     """
-    table_set = held_tables(tables)
+    table_set = to_table_set(tables)
     rotation = rotary.rotation if rotary is not None else None
     if table_set is not None:
-        rotation = rotation_of(table_set)
-    given = Given.of_rows(rows, before, by_name(dtype), rotation, alike)
-    _check_tables(tables, given)
-    found = np.empty(given.tokens, np.int32)
-    return _smallest(given, table_set, found, frames_above=frames_above), found
+        rotation = get_rotation(table_set)
+    encoder_input = EncoderInput.from_rows(rows, num_history_rows, parse_dtype(dtype), rotation, reference_hints)
+    _check_tables(tables, encoder_input)
+    references = np.empty(encoder_input.tokens, np.int32)
+    return _encode_smallest(
+        encoder_input, table_set, references, frame_trial_min_bytes=frame_trial_min_bytes
+    ), references
 
 
-def _for_each(given: Sequence[Any] | None, count: int, what: str) -> Sequence[Any]:
-    if given is None:
+def _broadcast(values: Sequence[Any] | None, count: int, name: str) -> Sequence[Any]:
+    if values is None:
         return [None] * count
-    if len(given) != count:
-        raise KvmnnError(f"{what} for {len(given)} arrays: expected {count}")
-    return given
+    if len(values) != count:
+        raise KvmnnError(f"{name} for {len(values)} arrays: expected {count}")
+    return values
 
 
-def _checked(
-    array: Words,
+def _prepare_input(
+    array: Elements,
     dtype: str | None,
-    trial: Trial,
-    rotary: Rotary | Auto | None,
+    rope_search: RopeSearch,
+    rotary: RopeConfig | AutoRope | None,
     positions: Any,
     token_ids: Any,
     history: Any,
     tables: Any,
-    alike: npt.NDArray[np.int32] | None = None,
-) -> tuple[Given, _stream.TableSet | None, Rotary | None]:
+    reference_hints: npt.NDArray[np.int32] | None = None,
+) -> tuple[EncoderInput, _stream.TableSet | None, RopeConfig | None]:
     """Return the arguments, the tables, and the rotation where no tables state it for all their streams."""
-    held = held_tables(tables)
-    if held is not None and rotary == "auto":
+    table_set = to_table_set(tables)
+    if table_set is not None and rotary == "auto":
         rotary = None
-    used = trial.rotary(rotary, array, positions, dtype)
-    rotation: Rotary | _stream.Rotation | None = used
-    if held is not None:
-        rotation = rotation_of(held)
-        if used is not None and not _same_rotation(used, rotation):
+    used_rotary = rope_search.resolve(rotary, array, positions, dtype)
+    rotation: RopeConfig | _stream.Rotation | None = used_rotary
+    if table_set is not None:
+        rotation = get_rotation(table_set)
+        if used_rotary is not None and not _is_same_rotation(used_rotary, rotation):
             raise KvmnnError("rotary differs from that of the tables: leave it out, or make other tables")
-    given = Given(array, dtype, rotation, positions, token_ids, history, alike)
-    _check_tables(tables, given)
-    return given, held, used if held is None else None
+    encoder_input = EncoderInput(array, dtype, rotation, positions, token_ids, history, reference_hints)
+    _check_tables(tables, encoder_input)
+    return encoder_input, table_set, used_rotary if table_set is None else None
 
 
-def _is_open(rotary: Rotary, given: Given, array: Words, positions: Any, dtype: str | None) -> bool:
+def _may_be_smaller_unrotated(
+    rotary: RopeConfig, encoder_input: EncoderInput, array: Elements, positions: Any, dtype: str | None
+) -> bool:
     """Return whether the stream may be smaller without this rotation."""
-    return given.words.size <= _SMALL_BYTES or not is_rotation_clearly_smaller(rotary, array, positions, dtype)
+    return encoder_input.row_bytes.size <= _ROPE_TRIAL_MAX_BYTES or not is_rotation_clearly_smaller(
+        rotary, array, positions, dtype
+    )
 
 
-def _check_tables(tables: Any, given: Given) -> None:
-    if tables is not None and tables.held.dtype != given.code:
-        raise KvmnnError(f"tables are for {tables.dtype}: the array is {given.dtype.name}")
+def _check_tables(tables: Any, encoder_input: EncoderInput) -> None:
+    if tables is not None and tables.table_set.dtype != encoder_input.dtype_code:
+        raise KvmnnError(f"tables are for {tables.dtype}: the array is {encoder_input.dtype.name}")
 
 
-def _same_rotation(rotary: Rotary, rotation: _stream.Rotation | None) -> bool:
+def _is_same_rotation(rotary: RopeConfig, rotation: _stream.Rotation | None) -> bool:
     if rotation is None:
         return False
     dims, interleaved, frequencies = rotation
-    same = np.array_equal(frequencies, rotary.frequencies)
-    return same and (dims, bool(interleaved)) == (rotary.dims, rotary.pairing == "interleaved")
+    is_equal = np.array_equal(frequencies, rotary.frequencies)
+    return is_equal and (dims, bool(interleaved)) == (rotary.dims, rotary.pairing == "interleaved")
 
 
-def _smallest_of_both(given: Given, references: Alike) -> bytes:
+def _encode_with_and_without_rope(encoder_input: EncoderInput, references: ReferenceHints) -> bytes:
     """The smaller of the streams with the rotation and without it."""
-    rotated = _smallest(given, None, references, repeats=True)
-    own = np.empty_like(references)
-    plain = _smallest(given, None, own, rows=given.unrotated_rows(), repeats=True)
-    if len(plain) >= len(rotated):
-        return rotated
-    references[:] = own
-    return plain
+    rotated_stream = _encode_smallest(encoder_input, None, references, repeats=True)
+    unrotated_references = np.empty_like(references)
+    unrotated_stream = _encode_smallest(
+        encoder_input, None, unrotated_references, compiled_input=encoder_input.build_unrotated_rows(), repeats=True
+    )
+    if len(unrotated_stream) >= len(rotated_stream):
+        return rotated_stream
+    references[:] = unrotated_references
+    return unrotated_stream
 
 
-def _smallest(
-    given: Given,
+def _encode_smallest(
+    encoder_input: EncoderInput,
     tables: _stream.TableSet | None,
-    references: Alike | None = None,
+    references: ReferenceHints | None = None,
     *,
-    frames_above: float = 0,
-    rows: _stream.Input | None = None,
+    frame_trial_min_bytes: float = 0,
+    compiled_input: _stream.Input | None = None,
     repeats: bool = False,
 ) -> bytes:
-    """The stream by the method that needs fewest bytes; `rows` in place of those of `given`."""
-    made, try_frame = (given.rows if rows is None else rows).encode(tables, references, frames_above, repeats)
-    limit = given.words.size + SIZE if made is None else len(made)
+    """The stream by the method that needs fewest bytes; `compiled_input` in place of those of `encoder_input`."""
+    stream, try_frame = (encoder_input.compiled_input if compiled_input is None else compiled_input).encode(
+        tables, references, frame_trial_min_bytes, repeats
+    )
+    max_bytes = encoder_input.row_bytes.size + HEADER_BYTES if stream is None else len(stream)
     if try_frame:
-        frame = encode_words(given.words, _FRAMES[given.dtype], 1)
-        if SIZE + len(frame) < limit:
-            return _stream.whole_stream(FRAME, given.code, given.heads, given.dim, given.words, frame)
-    if made is None:
-        return _stream.whole_stream(WORDS, given.code, given.heads, given.dim, given.words, given.words)
-    return made
+        frame = encode_elements(encoder_input.row_bytes, _FRAME_OPTIONS[encoder_input.dtype], 1)
+        if HEADER_BYTES + len(frame) < max_bytes:
+            return _stream.whole_stream(
+                METHOD_FRAME,
+                encoder_input.dtype_code,
+                encoder_input.heads,
+                encoder_input.dim,
+                encoder_input.row_bytes,
+                frame,
+            )
+    if stream is None:
+        return _stream.whole_stream(
+            METHOD_WORDS,
+            encoder_input.dtype_code,
+            encoder_input.heads,
+            encoder_input.dim,
+            encoder_input.row_bytes,
+            encoder_input.row_bytes,
+        )
+    return stream

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..dtypes import Bytes
 from .decoding import open_rows
-from .header import METHOD_NAMES, ROTARY, ROWS, SIZE, TABLES, read_header
-from .rotary import PAIRINGS, named
+from .header import FLAG_ROTARY, FLAG_TABLES, HEADER_BYTES, METHOD_NAMES, METHOD_ROWS, read_header
+from .rotary import PAIRINGS, describe_frequencies
 
 
 @dataclass(frozen=True)
@@ -67,14 +67,14 @@ def inspect(stream: Any) -> DenseInfo:
         For what is no dense stream, cut, or inconsistent in its lengths.
     """
     header = read_header(stream)
-    sections = {"header": SIZE}
+    sections = {"header": HEADER_BYTES}
     history, table_set, rope = 0, None, None
-    if header.method == ROWS:
-        parsed = open_rows(header)
-        history, table_set = parsed.history, parsed.table_set
-        sections |= parsed.sections()
-        if header.flags & ROTARY and not header.flags & TABLES:
-            rope = _rope(header.payload[sections["lengths"] :][: sections["head"]], header.dim)
+    if header.method == METHOD_ROWS:
+        rows_payload = open_rows(header)
+        history, table_set = rows_payload.history, rows_payload.table_set
+        sections |= rows_payload.sections()
+        if header.flags & FLAG_ROTARY and not header.flags & FLAG_TABLES:
+            rope = _describe_rope(header.payload[sections["lengths"] :][: sections["head"]], header.dim)
     else:
         sections["payload"] = header.payload.size
     return DenseInfo(
@@ -83,7 +83,7 @@ def inspect(stream: Any) -> DenseInfo:
         tokens=header.tokens,
         head_dim=header.dim,
         method=METHOD_NAMES[header.method],
-        rotary=bool(header.flags & ROTARY),
+        rotary=bool(header.flags & FLAG_ROTARY),
         rope=rope,
         history=history,
         table_set=table_set,
@@ -93,11 +93,11 @@ def inspect(stream: Any) -> DenseInfo:
     )
 
 
-def _rope(head: Bytes, dim: int) -> str | None:
+def _describe_rope(head: Bytes, dim: int) -> str | None:
     """The rotary parameters at the beginning of a head; None where they are none, as `decode` will find."""
     dims = int.from_bytes(head[:2].tobytes(), "little")
     bits = int.from_bytes(head[2 : 3 + 4 * dims].tobytes(), "little")
     if dims % 2 or not 2 <= dims <= dim or head.size < 3 + 4 * dims:
         return None
     frequencies = np.frombuffer((bits >> 1).to_bytes(4 * dims + 1, "little"), "<u8", dims // 2)
-    return named(dims, PAIRINGS[bits & 1], tuple(frequencies.tolist()))
+    return describe_frequencies(dims, PAIRINGS[bits & 1], tuple(frequencies.tolist()))

@@ -7,25 +7,25 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import Words
+from ..dtypes import Elements
 from ..errors import FrameError, KvmnnError
-from ..frames.words import raw_bytes_of
+from ..frames.words import as_raw_bytes
 from . import _stream
 from .header import DTYPES
-from .rotary import Rotary
-from .taking import Given
-from .trial import Auto, Trial
+from .rotary import RopeConfig
+from .taking import EncoderInput
+from .trial import AutoRope, RopeSearch
 
 _MAGIC, _VERSION = b"KVMT", 1
 
 
-class Tables:
+class SharedTables:
     """A table set (docs/format-v2.md): one for K and one for V of a layer, for blocks of up to some 256 tokens.
 
     Parameters
     ----------
     data
-        The bytes of a set, as `made_of` gives them in `data`.
+        The bytes of a set, as `from_arrays` gives them in `data`.
 
     Raises
     ------
@@ -34,26 +34,26 @@ class Tables:
     """
 
     def __init__(self, data: Any) -> None:
-        found = raw_bytes_of(data, "data")
-        if found[:4].tobytes() != _MAGIC or found.size < 5:
+        raw = as_raw_bytes(data, "data")
+        if raw[:4].tobytes() != _MAGIC or raw.size < 5:
             raise FrameError(
-                f"no table set: expected {_MAGIC.hex(' ')}, found {found[:4].tobytes().hex(' ') or 'nothing'}"
+                f"no table set: expected {_MAGIC.hex(' ')}, found {raw[:4].tobytes().hex(' ') or 'nothing'}"
             )
-        if found[4] != _VERSION:
-            raise FrameError(f"table set has version {found[4]}: expected {_VERSION}")
-        self.data = found.tobytes()
+        if raw[4] != _VERSION:
+            raise FrameError(f"table set has version {raw[4]}: expected {_VERSION}")
+        self.data = raw.tobytes()
         """All of it: keep it with the streams that were made with it."""
-        self.held = _stream.TableSet(found)
+        self.table_set = _stream.TableSet(raw)
 
     @classmethod
-    def made_of(
+    def from_arrays(
         cls,
-        arrays: Iterable[Words],
+        arrays: Iterable[Elements],
         *,
         dtype: str | None = None,
-        rotary: Rotary | Auto | None = None,
+        rotary: RopeConfig | AutoRope | None = None,
         positions: Any = None,
-    ) -> Tables:
+    ) -> SharedTables:
         """Tables for arrays like these: K, or V, of the same layer of the same model.
 
         Parameters
@@ -71,52 +71,55 @@ class Tables:
         KvmnnError, TypeError
             As `encode`, and for no array at all.
         """
-        found = list(arrays)
-        if not found:
+        array_list = list(arrays)
+        if not array_list:
             raise KvmnnError("no arrays: tables are made of at least one")
-        places = [None] * len(found) if positions is None else list(positions)
-        if len(places) != len(found):
-            raise KvmnnError(f"positions of {len(places)} arrays: expected {len(found)}")
-        first = Trial().rotary(rotary, found[0], places[0], dtype)
-        given = [Given(array, dtype, first, at, None, None) for array, at in zip(found, places, strict=True)]
-        if len({one.dtype for one in given}) > 1:
+        position_lists = [None] * len(array_list) if positions is None else list(positions)
+        if len(position_lists) != len(array_list):
+            raise KvmnnError(f"positions of {len(position_lists)} arrays: expected {len(array_list)}")
+        rotary_config = RopeSearch().resolve(rotary, array_list[0], position_lists[0], dtype)
+        inputs = [
+            EncoderInput(array, dtype, rotary_config, token_positions, None, None)
+            for array, token_positions in zip(array_list, position_lists, strict=True)
+        ]
+        if len({encoder_input.dtype for encoder_input in inputs}) > 1:
             raise KvmnnError("arrays of several dtypes: a table set is for one")
-        base = max(one.rows.base for one in given)
+        table_base = max(encoder_input.compiled_input.base for encoder_input in inputs)
         counts = _stream.Counts()
-        for one in given:
-            counts.add(one.rows, base)
-        return cls(counts.table_set(given[0].rows, base))
+        for encoder_input in inputs:
+            counts.add(encoder_input.compiled_input, table_base)
+        return cls(counts.table_set(inputs[0].compiled_input, table_base))
 
     @property
     def id(self) -> int:
         """What a stream calls the set by; `DenseInfo.table_set` of it."""
-        return self.held.id
+        return self.table_set.id
 
     @property
     def dtype(self) -> str:
         """Name of the element type it is for."""
-        return DTYPES[self.held.dtype].name
+        return DTYPES[self.table_set.dtype].name
 
     @property
     def rotary_dims(self) -> int:
         """Words of a head that its arrays have rotated, 0 for none."""
-        return self.held.rotary[0] if self.held.rotary else 0
+        return self.table_set.rotary[0] if self.table_set.rotary else 0
 
     def __repr__(self) -> str:
-        rotated = f", {self.rotary_dims} words of a head rotated" if self.rotary_dims else ""
-        return f"Tables({self.id:016x}: {self.dtype}{rotated}, {len(self.data)} bytes)"
+        rotation_text = f", {self.rotary_dims} words of a head rotated" if self.rotary_dims else ""
+        return f"SharedTables({self.id:016x}: {self.dtype}{rotation_text}, {len(self.data)} bytes)"
 
 
-def held_tables(tables: Any) -> _stream.TableSet | None:
-    """What the compiled code takes for `tables`; `TypeError` for anything but a `Tables` or None."""
+def to_table_set(tables: Any) -> _stream.TableSet | None:
+    """What the compiled code takes for `tables`; `TypeError` for anything but a `SharedTables` or None."""
     if tables is None:
         return None
-    if not isinstance(tables, Tables):
-        raise TypeError(f"tables must be a kvmnn.dense.Tables, not {type(tables).__name__}")
-    return tables.held
+    if not isinstance(tables, SharedTables):
+        raise TypeError(f"tables must be a kvmnn.dense.SharedTables, not {type(tables).__name__}")
+    return tables.table_set
 
 
-def rotation_of(held: _stream.TableSet) -> _stream.Rotation | None:
+def get_rotation(table_set: _stream.TableSet) -> _stream.Rotation | None:
     """The rotary parameters of a set, as the compiled code takes them."""
-    found = held.rotary
-    return found and (found[0], found[1], np.array(found[2], np.uint64))
+    rotary = table_set.rotary
+    return rotary and (rotary[0], rotary[1], np.array(rotary[2], np.uint64))

@@ -5,23 +5,23 @@ from __future__ import annotations
 from ..lm.documents import Document, TextOptions, read_documents
 from .evaluating import EvaluationProgress, evaluate
 from .result import EvaluationResult
-from .saved import Plotted, plot, read_results
-from .setup.configurations import Configuration, configurations
-from .setup.presets import preset
-from .setup.settings import Settings
+from .saved import PlotResult, plot_results, read_results
+from .setup.configurations import Configuration, expand_configurations
+from .setup.presets import expand_preset
+from .setup.settings import EvaluationSettings
 
 __all__ = [
     "Configuration",
     "Document",
     "EvaluationProgress",
     "EvaluationResult",
-    "Plotted",
-    "Settings",
+    "EvaluationSettings",
+    "PlotResult",
     "TextOptions",
-    "configurations",
     "evaluate",
-    "plot",
-    "preset",
+    "expand_configurations",
+    "expand_preset",
+    "plot_results",
     "read_documents",
     "read_results",
 ]

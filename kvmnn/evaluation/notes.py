@@ -4,140 +4,158 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..lm.cache.lossless_store import storing_notes
+from ..lm.cache.lossless_store import describe_encoding
 from ..lm.documents import Document
-from ..policies.registry import policy_called
-from ..policies.specs import make
-from ..reports.columns import UNCUT_MARK
-from ..reports.rows import Row
-from ..text import LOSSLESS, LOSSY, count
-from .setup.configurations import FULL
-from .setup.settings import Settings
-from .statistics import FEWEST
+from ..policies.registry import get_policy_class
+from ..policies.specs import build_policy
+from ..reports.columns import NO_EVICTION_MARK
+from ..reports.rows import ResultRow
+from ..text import LOSSLESS, LOSSY, pluralize
+from .setup.configurations import FULL_POLICY
+from .setup.settings import EvaluationSettings
+from .statistics import MIN_DOCUMENTS_FOR_INTERVAL
 
 
-def notes(rows: Sequence[Row], documents: Sequence[Document], settings: Settings) -> Iterator[str]:
+def build_notes(
+    rows: Sequence[ResultRow], documents: Sequence[Document], settings: EvaluationSettings
+) -> Iterator[str]:
     """Sentences about rows, one for each thing that a table does not show."""
-    yield from _short_texts(documents, settings)
-    yield from _presets(rows)
-    yield from _unequal_budgets(rows)
-    yield from _nothing_evicted(rows, documents, settings)
-    yield from _cut_too_late(rows, documents, settings)
-    unequal = [row.label for row in rows if row.unequal_layers]
-    if unequal:
+    yield from _describe_short_texts(documents, settings)
+    yield from _describe_presets(rows)
+    yield from _describe_unequal_budgets(rows)
+    yield from _describe_no_eviction(rows, documents, settings)
+    yield from _describe_late_eviction(rows, documents, settings)
+    unequal_labels = [row.label for row in rows if row.unequal_layers]
+    if unequal_labels:
         yield (
-            f"Layers hold unequal numbers of tokens (tokens kept: the least and the most): {'; '.join(unequal)}. "
+            f"Layers hold unequal numbers of tokens (tokens kept: the least and the most): "
+            f"{'; '.join(unequal_labels)}. "
             "They hold more than rows of the same budget that cut every layer."
         )
-    yield from _few_documents(rows)
-    if settings.runtime is not None:
+    yield from _describe_few_documents(rows)
+    if settings.runtime_config is not None:
         runs = ((row.label, text.runtime) for row in rows for text in row.documents if text.runtime is not None)
-        yield from storing_notes(runs, settings.runtime)
+        yield from describe_encoding(runs, settings.runtime_config)
 
 
-def _short_texts(documents: Sequence[Document], settings: Settings) -> Iterator[str]:
-    short = [document for document in documents if document.fed < settings.tokens]
-    begun = " behind the start" if any(document.begin for document in documents) else ""
-    if len(short) > _NAMED:
-        least, most = min(short, key=lambda one: one.fed), max(short, key=lambda one: one.fed)
+def _describe_short_texts(documents: Sequence[Document], settings: EvaluationSettings) -> Iterator[str]:
+    short_documents = [document for document in documents if document.num_fed < settings.tokens]
+    start_note = " behind the start" if any(document.scored_from for document in documents) else ""
+    if len(short_documents) > _MAX_NAMED_TEXTS:
+        shortest_document, longest_document = (
+            min(short_documents, key=lambda document: document.num_fed),
+            max(short_documents, key=lambda document: document.num_fed),
+        )
         yield (
-            f"{len(short):,} of {count(len(documents), 'text')} have fewer than the {settings.tokens:,} tokens asked "
-            f"for, {least.fed:,} ({least.name}) to {most.fed:,}: all of them was scored{begun}."
+            f"{len(short_documents):,} of {pluralize(len(documents), 'text')} have fewer than the {settings.tokens:,} "
+            f"tokens asked for, {shortest_document.num_fed:,} ({shortest_document.name}) to "
+            f"{longest_document.num_fed:,}: all of them was scored{start_note}."
         )
         return
-    for document in short:
+    for document in short_documents:
         yield (
-            f"{document.name} has only {document.fed:,} tokens to score, {settings.tokens:,} were "
-            f"asked for: all of it was scored{begun}."
+            f"{document.name} has only {document.num_fed:,} tokens to score, {settings.tokens:,} were "
+            f"asked for: all of it was scored{start_note}."
         )
 
 
-_NAMED = 3
+_MAX_NAMED_TEXTS = 3
 """Short texts that have a sentence each."""
 
 
-def _presets(rows: Sequence[Row]) -> Iterator[str]:
+def _describe_presets(rows: Sequence[ResultRow]) -> Iterator[str]:
     """What presets ran with: options that their projects chose, not the defaults of kvmnn's policies."""
     for preset in dict.fromkeys(row.preset for row in rows if row.preset is not None):
         policies: dict[str, dict[str, dict[str, None]]] = {}
         for row in rows:
             if row.preset == preset and not row.is_full:
-                known = policies.setdefault(row.policy, {})
+                policy_options = policies.setdefault(row.policy, {})
                 for name, value in row.options.items():
                     if value is not None:
-                        known.setdefault(name, {})[_written(value)] = None
+                        policy_options.setdefault(name, {})[_format_option(value)] = None
         parts = []
         for policy, options in policies.items():
-            said = [f"{name}={'/'.join(values)}" for name, values in options.items()]
-            parts.append(f"{policy} with {', '.join(said)}")
+            option_texts = [f"{name}={'/'.join(values)}" for name, values in options.items()]
+            parts.append(f"{policy} with {', '.join(option_texts)}")
         if parts:
             yield f"Preset {preset}, options of its project where you said none: {'; '.join(parts)}."
 
 
-def _written(value: object) -> str:
+def _format_option(value: object) -> str:
     """As a spec has it."""
     if isinstance(value, list | tuple):
         return "+".join(map(str, value)) or "none"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _few_documents(rows: Sequence[Row]) -> Iterator[str]:
-    compared = [row.versus_full.documents for row in rows if row.versus_full is not None]
-    if not compared or compared[0] >= FEWEST:
+def _describe_few_documents(rows: Sequence[ResultRow]) -> Iterator[str]:
+    document_counts = [row.versus_full.documents for row in rows if row.versus_full is not None]
+    if not document_counts or document_counts[0] >= MIN_DOCUMENTS_FOR_INTERVAL:
         return
-    if compared[0] == 1:
+    if document_counts[0] == 1:
         yield "One document: there is no interval for the differences to the full cache."
         return
-    range_ = (
-        ": of 2 documents one is their range and holds the true difference half of the time" if compared[0] == 2 else ""
+    range_note = (
+        ": of 2 documents one is their range and holds the true difference half of the time"
+        if document_counts[0] == 2
+        else ""
     )
     yield (
-        f"The intervals are over {compared[0]} documents: with fewer than {FEWEST} they are too narrow to be cited"
-        f"{range_} (docs/lm.md)."
+        f"The intervals are over {document_counts[0]} documents: with fewer than {MIN_DOCUMENTS_FOR_INTERVAL} they are "
+        f"too narrow to be cited"
+        f"{range_note} (docs/lm.md)."
     )
 
 
-def _unequal_budgets(rows: Sequence[Row]) -> Iterator[str]:
+def _describe_unequal_budgets(rows: Sequence[ResultRow]) -> Iterator[str]:
     """Where policies did not all run at the same sizes, so that rows side by side hold unequal numbers of tokens."""
     sizes: dict[str, dict[str, None]] = {}
     for row in rows:
-        if row.policy != FULL:
-            sizes.setdefault(row.policy, {})[_size(row)] = None
-    if len({frozenset(found) for found in sizes.values()}) < 2:
+        if row.policy != FULL_POLICY:
+            sizes.setdefault(row.policy, {})[_format_size(row)] = None
+    if len({frozenset(policy_sizes) for policy_sizes in sizes.values()}) < 2:
         return
-    said = "; ".join(f"{policy} {' and '.join(found)}" for policy, found in sizes.items())
-    none = [policy for policy, found in sizes.items() if _NO_BUDGET in found]
-    why = "".join(f" Of {policy}: {policy_called(policy).budget_means.replace('`', '')}." for policy in none)
-    yield f"Policies ran with unequal budgets: {said}. Compare rows of one budget only.{why}"
+    sizes_text = "; ".join(f"{policy} {' and '.join(policy_sizes)}" for policy, policy_sizes in sizes.items())
+    unbudgeted = [policy for policy, policy_sizes in sizes.items() if _NO_BUDGET in policy_sizes]
+    reasons = "".join(
+        f" Of {policy}: {get_policy_class(policy).budget_help.replace('`', '')}." for policy in unbudgeted
+    )
+    yield f"Policies ran with unequal budgets: {sizes_text}. Compare rows of one budget only.{reasons}"
 
 
 _NO_BUDGET = "none"
 
 
-def _size(row: Row) -> str:
+def _format_size(row: ResultRow) -> str:
     if row.budget is not None:
         return f"{row.budget:,}"
     return _NO_BUDGET if row.keep_ratio is None else f"{100 * row.keep_ratio:.4g} %"
 
 
-def _nothing_evicted(rows: Sequence[Row], documents: Sequence[Document], settings: Settings) -> Iterator[str]:
+def _describe_no_eviction(
+    rows: Sequence[ResultRow], documents: Sequence[Document], settings: EvaluationSettings
+) -> Iterator[str]:
     """Which rows evicted nothing: that they are no rivals of the others, and for each reason once why."""
-    if any(row.is_uncut for row in rows):
+    if any(row.has_no_eviction for row in rows):
         yield (
-            f"Rows marked {UNCUT_MARK} evicted nothing before the last token was scored: their quality is that of the "
+            f"Rows marked {NO_EVICTION_MARK} evicted nothing before the last token was scored: their quality is that "
+            f"of the "
             "full cache and says nothing of the policy, so that none of them is the best of its budget."
         )
-    longest = max(document.fed for document in documents)
-    first = documents[0].begin or min(settings.prompt or settings.chunk, longest)
-    held = next((row.tokens_kept for row in rows if row.start is not None and row.policy == FULL), None)
-    yield from by_reason(
-        (row.label, f"nothing was evicted: {_why_all_stay(row, first, longest)}.")
+    max_tokens = max(document.num_fed for document in documents)
+    first_step_tokens = documents[0].scored_from or min(settings.prompt or settings.chunk, max_tokens)
+    start_tokens_kept = next(
+        (row.tokens_kept for row in rows if row.start is not None and row.policy == FULL_POLICY), None
+    )
+    yield from group_by_reason(
+        (row.label, f"nothing was evicted: {_explain_no_eviction(row, first_step_tokens, max_tokens)}.")
         for row in rows
-        if row.policy != FULL and (row.kind == LOSSLESS if row.start is None else row.tokens_kept == held)
+        if row.policy != FULL_POLICY
+        and (row.kind == LOSSLESS if row.start is None else row.tokens_kept == start_tokens_kept)
     )
 
 
-def by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
+def group_by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Return one sentence for each reason, after the labels of all rows that have it.
 
     Parameters
@@ -148,34 +166,48 @@ def by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
     labels: dict[str, list[str]] = {}
     for label, reason in reasons:
         labels.setdefault(reason, []).append(label)
-    yield from (f"{'; '.join(same)}: {reason}" for reason, same in labels.items())
+    yield from (f"{'; '.join(group_labels)}: {reason}" for reason, group_labels in labels.items())
 
 
-def _why_all_stay(row: Row, first: int, longest: int) -> str:
-    return make(row.policy, row.options).why_all_stay(first, longest) or "no step gave it reason to"
+def _explain_no_eviction(row: ResultRow, first_step_tokens: int, max_tokens: int) -> str:
+    return (
+        build_policy(row.policy, row.options).explain_no_eviction(first_step_tokens, max_tokens)
+        or "no step gave it reason to"
+    )
 
 
-def _cut_too_late(rows: Sequence[Row], documents: Sequence[Document], settings: Settings) -> Iterator[str]:
+def _describe_late_eviction(
+    rows: Sequence[ResultRow], documents: Sequence[Document], settings: EvaluationSettings
+) -> Iterator[str]:
     """Which rows evicted only once all tokens of every text were scored, so that their quality is the full cache's."""
-    steps = [_steps(document, settings) for document in documents]
-    cut = [row for row in rows if row.kind == LOSSY and row.policy != FULL]
-    late = [row.label for row in cut if (_all_scored_before(row, steps) if row.evicted is None else not row.evicted)]
-    if late:
+    steps = [_count_step_tokens(document, settings) for document in documents]
+    evicting_rows = [row for row in rows if row.kind == LOSSY and row.policy != FULL_POLICY]
+    late_labels = [
+        row.label
+        for row in evicting_rows
+        if (_is_scored_before_eviction(row, steps) if row.evicted is None else not row.evicted)
+    ]
+    if late_labels:
         yield (
-            f"No scored token saw the cut cache: {'; '.join(late)}: a cache is cut after a step, and the first "
+            f"No scored token saw the cut cache: {'; '.join(late_labels)}: a cache is cut after a step, and the first "
             "cut came after the last one, so quality is that of the full cache. Expected a smaller --chunk or "
             "--prompt, or more --tokens."
         )
 
 
-def _steps(document: Document, settings: Settings) -> tuple[int, int]:
+def _count_step_tokens(document: Document, settings: EvaluationSettings) -> tuple[int, int]:
     """Tokens of a text's first step, and those fed before its last one; a start is a first step."""
-    tokens = document.fed
-    first = document.begin or min(settings.prompt or settings.chunk, tokens)
-    return first, 0 if first == tokens else first + (tokens - first - 1) // settings.chunk * settings.chunk
+    tokens = document.num_fed
+    first_step_tokens = document.scored_from or min(settings.prompt or settings.chunk, tokens)
+    return first_step_tokens, 0 if first_step_tokens == tokens else first_step_tokens + (
+        tokens - first_step_tokens - 1
+    ) // settings.chunk * settings.chunk
 
 
-def _all_scored_before(row: Row, steps: Sequence[tuple[int, int]]) -> bool:
+def _is_scored_before_eviction(row: ResultRow, steps: Sequence[tuple[int, int]]) -> bool:
     """Whether the policy had no reason to evict, in any text, before the last step."""
-    policy = make(row.policy, row.options)
-    return all(not before or policy.why_all_stay(first, before) is not None for first, before in steps)
+    policy = build_policy(row.policy, row.options)
+    return all(
+        not tokens_before or policy.explain_no_eviction(first_step_tokens, tokens_before) is not None
+        for first_step_tokens, tokens_before in steps
+    )

@@ -11,17 +11,17 @@ from typing import Literal
 
 from ..files.records import Record
 from ..reports import plots, tables
-from ..reports.forms import form_by_suffix
-from ..reports.latex import latex
-from ..reports.plot_files import PLAIN, PlotOptions
-from ..reports.results import Refusal, TextFacts, Trace
-from ..reports.rows import Row
-from ..reports.start import StartFacts
-from .setup.settings import Settings
+from ..reports.forms import choose_format
+from ..reports.latex import format_latex
+from ..reports.plot_files import DEFAULT_PLOT_OPTIONS, PlotOptions
+from ..reports.results import DocumentInfo, DocumentTrace, Refusal
+from ..reports.rows import ResultRow
+from ..reports.start import InitialCacheInfo
+from .setup.settings import EvaluationSettings
 
-Form = Literal["markdown", "csv", "json", "latex"]
+ResultFormat = Literal["markdown", "csv", "json", "latex"]
 
-_FORMS: dict[str, Form] = {
+_FORMAT_BY_SUFFIX: dict[str, ResultFormat] = {
     ".json": "json",
     ".csv": "csv",
     ".tex": "latex",
@@ -33,7 +33,7 @@ _FORMS: dict[str, Form] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluatedModel(Record):
+class EvaluatedModelInfo(Record):
     """The model: where it is, the SHA-256 of its graph and weights, and its shape."""
 
     path: str
@@ -49,7 +49,7 @@ class EvaluatedModel(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bootstrap(Record):
+class BootstrapInfo(Record):
     """How intervals were made: resamples, the share of them within the bounds, and what was resampled."""
 
     resamples: int
@@ -58,7 +58,7 @@ class Bootstrap(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettingsUsed(Settings):
+class EvaluationSettingsInfo(EvaluationSettings):
     """Settings, and what else the numbers depend on.
 
     Attributes
@@ -68,23 +68,23 @@ class SettingsUsed(Settings):
     numbers_version : int
         Of the way in which kvmnn computes them.
     process_peak : str
-        What `Row.process_peak_bytes` means.
+        What `ResultRow.process_peak_bytes` means.
     timing_prompt_piece, timing_decoded : int
         Tokens of the timed prompt that are fed at once, and tokens fed one by one after it.
     """
 
     jobs: int
     numbers_version: int
-    bootstrap: Bootstrap
+    bootstrap: BootstrapInfo
     process_peak: str
     timing_prompt_piece: int
     timing_decoded: int
 
     def __post_init__(self) -> None:
-        deep_from = self.deep_from
+        requested_start = self.deep_from
         super().__post_init__()
-        if deep_from >= 0:  # as it was measured: older versions let it lie in the prompt
-            object.__setattr__(self, "deep_from", deep_from)
+        if requested_start >= 0:  # as it was measured: older versions let it lie in the prompt
+            object.__setattr__(self, "deep_from", requested_start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,46 +108,46 @@ class EvaluationResult(Record):
     """
 
     kvmnn: str
-    model: EvaluatedModel
-    settings: SettingsUsed
-    documents: tuple[TextFacts, ...]
-    rows: tuple[Row, ...]
-    traces: tuple[Trace, ...] = ()
+    model: EvaluatedModelInfo
+    settings: EvaluationSettingsInfo
+    documents: tuple[DocumentInfo, ...]
+    rows: tuple[ResultRow, ...]
+    traces: tuple[DocumentTrace, ...] = ()
     notes: tuple[str, ...] = ()
     refused: tuple[Refusal, ...] = ()
-    start: StartFacts | None = field(default=None, metadata={"omit": True})
+    start: InitialCacheInfo | None = field(default=None, metadata={"omit": True})
 
     def __str__(self) -> str:
-        return tables.terminal(self, shutil.get_terminal_size((100, 24)).columns).rstrip("\n")
+        return tables.format_terminal(self, shutil.get_terminal_size((100, 24)).columns).rstrip("\n")
 
-    def table(self, width: int | None = None) -> str:
+    def format_table(self, width: int | None = None) -> str:
         """The tables and what a reader must know: aligned for `width` columns, or as Markdown with all columns."""
-        return tables.markdown(self) if width is None else tables.terminal(self, width)
+        return tables.format_markdown(self) if width is None else tables.format_terminal(self, width)
 
     def to_csv(self) -> str:
         """Every number: a line for each row, and below it one for each document."""
-        return tables.csv_text(self)
+        return tables.format_csv(self)
 
-    def to_text(self, form: Form) -> str:
+    def to_text(self, result_format: ResultFormat) -> str:
         """Everything as Markdown, LaTeX, CSV (a line for each row and document) or JSON; ends with a newline."""
-        if form == "json":
+        if result_format == "json":
             return json.dumps(self.to_dict()) + "\n"
-        if form == "latex":
-            return latex(self)
-        return tables.csv_text(self) if form == "csv" else tables.markdown(self)
+        if result_format == "latex":
+            return format_latex(self)
+        return tables.format_csv(self) if result_format == "csv" else tables.format_markdown(self)
 
     def plot(
         self,
         directory: str | os.PathLike[str],
         *,
-        force: bool = False,
-        options: PlotOptions = PLAIN,
+        overwrite: bool = False,
+        options: PlotOptions = DEFAULT_PLOT_OPTIONS,
         left_out: dict[str, str] | None = None,
     ) -> list[Path]:
         """Draw everything, as PNG and SVG by default; `kvmnn.reports.plots.write_all` says how."""
-        return plots.write_all(self, directory, force, options=options, left_out=left_out)
+        return plots.write_plots(self, directory, overwrite, options=options, skip_reasons=left_out)
 
 
-def form_of(path: str | os.PathLike[str]) -> Form:
+def infer_format(path: str | os.PathLike[str]) -> ResultFormat:
     """Return the form that a file's name asks for: `OptionError` for a suffix that stands for none."""
-    return form_by_suffix(path, _FORMS, "markdown")
+    return choose_format(path, _FORMAT_BY_SUFFIX, "markdown")

@@ -9,36 +9,38 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..arrays.layer_cache import LayerCache
-from ..arrays.undoing import ways
+from ..arrays.undoing import iter_transform_combinations
 from ..dtypes import PARTS, Part
 from ..errors import OptionError, SourceError
 from ..lm.documents import Ids
 from ..lm.runner import Runner
 from ..lm.session import DecoderSession
-from ..lm.start import AS_STORED, AUTO, Start
-from ..lm.start_files import REVERSED
-from ..reports.start import FAR, relative
-from ..text import count
+from ..lm.start import UNDO_AUTO, UNDO_NONE, InitialCache
+from ..lm.start_files import REVERSED_K_ORDER
+from ..reports.start import MIN_NON_ROUNDING_DISTANCE, compute_relative_distance
+from ..text import pluralize
 from .measuring.scoring import feed_unscored
-from .measuring.start_distances import distance_of
-from .setup.settings import Settings
+from .measuring.start_distances import measure_distance
+from .setup.settings import EvaluationSettings
 
-PROBED_TOKENS = 64
+NUM_PROBE_TOKENS = 64
 """Tokens of the text that are computed to compare them; more where a layer holds fewer than `_MIN_ROWS` of these."""
 
 _MIN_ROWS = 8
-_CHUNK = 64
+_CHUNK_TOKENS = 64
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _TransformTrial:
     """K or V after something was undone: the names of that, and its distance to the model's own."""
 
     names: tuple[str, ...]
     distance: float
 
 
-def settle_order(start: Start, model: str | os.PathLike[str], ids: Ids, settings: Settings) -> Start:
+def match_layout(
+    start: InitialCache, model: str | os.PathLike[str], ids: Ids, settings: EvaluationSettings
+) -> InitialCache:
     """Return the start with K and V as the model's own lie.
 
     Parameters
@@ -66,59 +68,72 @@ def settle_order(start: Start, model: str | os.PathLike[str], ids: Ids, settings
     SourceError
         For K or V that nothing makes roundings of the model's own.
     """
-    if start.undo == AS_STORED:
+    if start.inverted_transforms == UNDO_NONE:
         return start
-    tokens = _probed_tokens(start)
-    held = [_first_rows(layer, tokens) for layer in start.layers()]
+    tokens = _count_probe_tokens(start)
+    start_layers = [_take_first_tokens(layer, tokens) for layer in start.load_layers()]
     session = DecoderSession.open(model, threads=settings.threads, providers=settings.providers)
     runner = Runner(session)
-    feed_unscored(runner, ids, tokens, _CHUNK)
-    own = runner.cache.layers()
-    as_stored = {part: _trial(held, own, part, ()) for part in PARTS}
-    if all(trial.distance <= FAR for trial in as_stored.values()) and start.undo != AUTO:
+    feed_unscored(runner, ids, tokens, _CHUNK_TOKENS)
+    model_layers = runner.cache.copy_layers()
+    as_stored = {part: _try_transforms(start_layers, model_layers, part, ()) for part in PARTS}
+    if (
+        all(trial.distance <= MIN_NON_ROUNDING_DISTANCE for trial in as_stored.values())
+        and start.inverted_transforms != UNDO_AUTO
+    ):
         return start
-    best = {part: min(_trials(held, own, part), key=lambda trial: trial.distance) for part in PARTS}
-    where = f"{start.name}: compared on the first {count(tokens, 'token')}"
-    if any(trial.distance > FAR for trial in best.values()):
-        far = [part for part, trial in best.items() if trial.distance > FAR]
+    best = {
+        part: min(_iter_trials(start_layers, model_layers, part), key=lambda trial: trial.distance) for part in PARTS
+    }
+    location = f"{start.name}: compared on the first {pluralize(tokens, 'token')}"
+    if any(trial.distance > MIN_NON_ROUNDING_DISTANCE for trial in best.values()):
+        distant_parts = [part for part, trial in best.items() if trial.distance > MIN_NON_ROUNDING_DISTANCE]
         raise SourceError(
-            f"{where} its {_letters(far)} {'is no rounding' if len(far) == 1 else 'are no roundings'} of this model's "
-            f"({_distances(as_stored)}): expected a cache of the same model, text and positions (--undo none goes on "
+            f"{location} its {_format_parts(distant_parts)} "
+            f"{'is no rounding' if len(distant_parts) == 1 else 'are no roundings'} of this model's "
+            f"({_format_distances(as_stored)}): expected a cache of the same model, text and positions (--undo none "
+            f"goes on "
             "with it as it is)"
         )
     names = tuple(dict.fromkeys(name for part in PARTS for name in best[part].names))
-    if start.undo == AUTO:
+    if start.inverted_transforms == UNDO_AUTO:
         if not names:
             return start
         note = (
-            f"Undone in {start.name}: {', '.join(names)}. Found by comparing its first {count(tokens, 'token')} with "
-            f"the model's own: distance {_distances(best)}, as they lay {_distances(as_stored)}."
+            f"Undone in {start.name}: {', '.join(names)}. Found by comparing its first {pluralize(tokens, 'token')} "
+            f"with "
+            f"the model's own: distance {_format_distances(best)}, as they lay {_format_distances(as_stored)}."
         )
-        settled = start.with_undone(names)
-        return replace(settled, notes=(*settled.notes, note))
-    far = [part for part, trial in as_stored.items() if trial.distance > FAR]
-    said = f"{where} its {_letters(far)} {'lies' if len(far) == 1 else 'lie'} otherwise than this model's"
-    if start.undo:
+        transformed = start.with_transforms_inverted(names)
+        return replace(transformed, notes=(*transformed.notes, note))
+    distant_parts = [part for part, trial in as_stored.items() if trial.distance > MIN_NON_ROUNDING_DISTANCE]
+    problem = (
+        f"{location} its {_format_parts(distant_parts)} {'lies' if len(distant_parts) == 1 else 'lie'} otherwise than "
+        f"this model's"
+    )
+    if start.inverted_transforms:
         raise OptionError(
-            f"{said} after --undo {','.join(start.undo)} ({_distances(as_stored)}): expected --undo auto, which tries "
+            f"{problem} after --undo {','.join(start.inverted_transforms)} ({_format_distances(as_stored)}): expected "
+            f"--undo auto, which tries "
             "all"
         )
-    named = "" if REVERSED in names else f"--undo {','.join(names)}, or "
+    suggestion = "" if REVERSED_K_ORDER in names else f"--undo {','.join(names)}, or "
     raise OptionError(
-        f"{said} ({_distances(as_stored)}; undone: {_distances(best)}): expected {named}--undo auto, which finds it"
+        f"{problem} ({_format_distances(as_stored)}; undone: {_format_distances(best)}): expected {suggestion}--undo "
+        f"auto, which finds it"
     )
 
 
-def _probed_tokens(start: Start) -> int:
+def _count_probe_tokens(start: InitialCache) -> int:
     """Return how many tokens of the text have to be computed."""
-    tokens = min(PROBED_TOKENS, start.tokens_seen)
-    for layer in start.layers():
+    tokens = min(NUM_PROBE_TOKENS, start.tokens_seen)
+    for layer in start.load_layers():
         for row in np.atleast_2d(layer.positions):
             tokens = max(tokens, int(row[min(_MIN_ROWS, len(row)) - 1]) + 1)
     return tokens
 
 
-def _first_rows(layer: LayerCache, tokens: int) -> LayerCache:
+def _take_first_tokens(layer: LayerCache, tokens: int) -> LayerCache:
     """Return the rows of the first `tokens` tokens of the text; of all heads as many as the head that has fewest."""
     rows = int(min((row < tokens).sum() for row in np.atleast_2d(layer.positions)))
     return LayerCache(
@@ -130,22 +145,26 @@ def _first_rows(layer: LayerCache, tokens: int) -> LayerCache:
     )
 
 
-def _trials(held: Sequence[LayerCache], own: Sequence[LayerCache], part: Part) -> Iterator[_Trial]:
+def _iter_trials(
+    start_layers: Sequence[LayerCache], model_layers: Sequence[LayerCache], part: Part
+) -> Iterator[_TransformTrial]:
     """Try everything that may have to be undone, the shortest first."""
-    dims = held[0].head_dim
-    reversed_order = [(REVERSED,)] if part == "key" and dims % 2 == 0 else []
-    for names in ((), *ways(part, dims), *reversed_order):
-        yield _trial(held, own, part, names)
+    head_dim = start_layers[0].head_dim
+    reversed_order = [(REVERSED_K_ORDER,)] if part == "key" and head_dim % 2 == 0 else []
+    for names in ((), *iter_transform_combinations(part, head_dim), *reversed_order):
+        yield _try_transforms(start_layers, model_layers, part, names)
 
 
-def _trial(held: Sequence[LayerCache], own: Sequence[LayerCache], part: Part, names: tuple[str, ...]) -> _Trial:
-    found = [distance_of(*pair, part, names) for pair in zip(held, own, strict=True)]
-    return _Trial(names, relative(found))
+def _try_transforms(
+    start_layers: Sequence[LayerCache], model_layers: Sequence[LayerCache], part: Part, names: tuple[str, ...]
+) -> _TransformTrial:
+    distances = [measure_distance(*pair, part, names) for pair in zip(start_layers, model_layers, strict=True)]
+    return _TransformTrial(names, compute_relative_distance(distances))
 
 
-def _letters(parts: Sequence[Part]) -> str:
+def _format_parts(parts: Sequence[Part]) -> str:
     return " and ".join(part[0].upper() for part in parts)
 
 
-def _distances(trials: dict[Part, _Trial]) -> str:
+def _format_distances(trials: dict[Part, _TransformTrial]) -> str:
     return ", ".join(f"{part[0].upper()} {trial.distance:.2g}" for part, trial in trials.items())

@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 import numpy as np
 
-RESAMPLES = 10_000
-LEVEL = 0.95
+NUM_RESAMPLES = 10_000
+CONFIDENCE_LEVEL = 0.95
 
-FEWEST = 10
+MIN_DOCUMENTS_FOR_INTERVAL = 10
 """Documents from which on an interval may be cited. With fewer the bootstrap's is far too narrow: tried on normal
 differences, one of 95 % holds the true mean in 50 % of cases with 2 documents (it is their range), in 83 % with 5, in
 90 % with 10, in 94 % with 30 (tests/evaluation/test_statistics.py)."""
 
-_AT_ONCE = 1 << 20
+_MAX_DRAWS_PER_BATCH = 1 << 20
 
 
-def paired_interval(
+def compute_paired_interval(
     differences: Sequence[float],
     weights: Sequence[float],
     *,
     seed: int,
-    resamples: int = RESAMPLES,
-    level: float = LEVEL,
+    resamples: int = NUM_RESAMPLES,
+    level: float = CONFIDENCE_LEVEL,
 ) -> tuple[float, float | None, float | None]:
     """The mean of differences by document, and the bounds of its bootstrap interval.
 
@@ -54,9 +54,9 @@ def paired_interval(
         return mean, None, None
     generator = np.random.default_rng(seed)
     means = np.empty(resamples, np.float64)
-    step = max(1, _AT_ONCE // count)
+    step = max(1, _MAX_DRAWS_PER_BATCH // count)
     for begin in range(0, resamples, step):
-        drawn = generator.integers(0, count, size=(min(step, resamples - begin), count))
-        means[begin : begin + step] = (values * sizes)[drawn].sum(axis=1) / sizes[drawn].sum(axis=1)
+        sample_indices = generator.integers(0, count, size=(min(step, resamples - begin), count))
+        means[begin : begin + step] = (values * sizes)[sample_indices].sum(axis=1) / sizes[sample_indices].sum(axis=1)
     low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
     return mean, float(low), float(high)

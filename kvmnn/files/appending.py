@@ -9,7 +9,7 @@ from typing import IO
 from ..errors import OutputError
 
 
-def lock_for_one(file: IO[bytes], path: Path, who: str) -> None:
+def lock_exclusive(file: IO[bytes], path: Path, process_name: str) -> None:
     """Keep a file for this process until it is closed: two would both append.
 
     Where the system has no such locks, nothing is checked.
@@ -17,7 +17,7 @@ def lock_for_one(file: IO[bytes], path: Path, who: str) -> None:
     Raises
     ------
     OutputError
-        Where another process has it, which is what `who` calls it.
+        Where another process has it, which is what `process_name` calls it.
     """
     with suppress(ImportError):
         import fcntl
@@ -25,6 +25,6 @@ def lock_for_one(file: IO[bytes], path: Path, who: str) -> None:
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise OutputError(f"{path}: another {who} is writing it") from None
+            raise OutputError(f"{path}: another {process_name} is writing it") from None
         except OSError:  # a file system without locks
             return

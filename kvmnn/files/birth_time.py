@@ -24,9 +24,9 @@ def read_birth_time(path: str) -> int | None:
         When there is no such file.
     """
     status = os.stat(path)
-    known = getattr(status, "st_birthtime_ns", None) or getattr(status, "st_birthtime", None)
-    if known is not None:
-        return int(known) if isinstance(known, int) else int(known * 1e9)
+    birth_time = getattr(status, "st_birthtime_ns", None) or getattr(status, "st_birthtime", None)
+    if birth_time is not None:
+        return int(birth_time) if isinstance(birth_time, int) else int(birth_time * 1e9)
     statx = _find_statx()
     if statx is None:
         return None

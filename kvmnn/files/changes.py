@@ -20,68 +20,71 @@ class FileState:
         What messages call it.
     path
         Where it lies.
-    seen
+    initial_stat
         ``os.stat`` of then.
     """
 
-    def __init__(self, label: str, path: str, seen: os.stat_result) -> None:
+    def __init__(self, label: str, path: str, initial_stat: os.stat_result) -> None:
         self.label = label
         self.path = path
-        self._seen = seen
+        self._initial_stat = initial_stat
         self._mapping: weakref.ref[Mapping] | None = None
         self._watch: Watch | None = None
-        self._is_another = False
+        self._is_replaced = False
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str]) -> FileState:
+    def from_path(cls, path: str | os.PathLike[str]) -> FileState:
         """What lies at a path now; an `OSError` where nothing does."""
         return cls(os.fspath(path), os.fspath(path), os.stat(path))
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return self._seen.st_size
+        return self._initial_stat.st_size
 
-    def follow(self, mapping: Mapping) -> None:
+    def track_mapping(self, mapping: Mapping) -> None:
         """From now on this mapping, as long as it lives, is asked what the file is."""
         self._mapping = weakref.ref(mapping)
         self._watch = mapping.watch
 
-    def expect(self, now: os.stat_result) -> None:
-        """Raise `SourceError` unless a file that is opened `now` is this one, as it was."""
-        self._is_another = not os.path.samestat(self._seen, now) or self._is_newer(now)
-        if self._is_another:
-            raise self.error()
+    def verify_opened(self, current_stat: os.stat_result) -> None:
+        """Raise `SourceError` unless a file that is opened `current_stat` is this one, as it was."""
+        self._is_replaced = not os.path.samestat(self._initial_stat, current_stat) or self._is_modified(current_stat)
+        if self._is_replaced:
+            raise self.build_error()
 
     @property
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether the file that was read was cut or written to since it was opened.
 
         One that was removed, or replaced by another, is what it was as long as it is read.
         """
-        if self._is_another or (self._watch is not None and self._watch.damaged):
+        if self._is_replaced or (self._watch is not None and self._watch.damaged):
             return True
         mapping = self._mapping() if self._mapping else None
         try:
-            now = os.stat(self.path) if mapping is None else os.fstat(mapping.fileno())
+            current_stat = os.stat(self.path) if mapping is None else os.fstat(mapping.fileno())
         except OSError:
             return False
-        return os.path.samestat(self._seen, now) and self._is_newer(now)
+        return os.path.samestat(self._initial_stat, current_stat) and self._is_modified(current_stat)
 
-    def check(self) -> None:
-        """Raise `SourceError` if it `changed`."""
-        if self.changed:
-            raise self.error()
+    def verify(self) -> None:
+        """Raise `SourceError` if it `has_changed`."""
+        if self.has_changed:
+            raise self.build_error()
 
-    def error(self) -> SourceError:
+    def build_error(self) -> SourceError:
         """What is said of a file that changed."""
         return SourceError(f"{self.label}: changed while it was read")
 
-    def _is_newer(self, now: os.stat_result) -> bool:
-        return (now.st_size, now.st_mtime_ns) != (self._seen.st_size, self._seen.st_mtime_ns)
+    def _is_modified(self, current_stat: os.stat_result) -> bool:
+        return (current_stat.st_size, current_stat.st_mtime_ns) != (
+            self._initial_stat.st_size,
+            self._initial_stat.st_mtime_ns,
+        )
 
 
-class Reading:
+class InputGuard:
     """What is read in a ``with`` block, which fails if some of it has changed meanwhile.
 
     Where the block fails with a `KvmnnError` of its own, a change explains it, and is what is said instead.
@@ -89,57 +92,57 @@ class Reading:
     Raises
     ------
     SourceError
-        On leaving the block, and from `check`.
+        On leaving the block, and from `verify`.
     """
 
     def __init__(self) -> None:
         self._states: dict[int, FileState] = {}
 
-    def note(self, state: FileState) -> None:
+    def record(self, state: FileState) -> None:
         """A file is being read."""
         self._states.setdefault(id(state), state)
 
-    def check(self) -> None:
+    def verify(self) -> None:
         """Raise `SourceError` if a file that was read has changed; what did not is not looked at again."""
         for state in list(self._states.values()):
-            state.check()
+            state.verify()
         self._states.clear()
 
     def begin(self) -> None:
         """What is read from now on is noted."""
-        _active.set((*_active.get(), self))
+        _active_guards.set((*_active_guards.get(), self))
 
     def end(self, error: BaseException | None) -> None:
         """Nothing more is noted; an `error` that a change explains is replaced."""
-        _active.set(tuple(reading for reading in _active.get() if reading is not self))
+        _active_guards.set(tuple(guard for guard in _active_guards.get() if guard is not self))
         if isinstance(error, KvmnnError):
             for state in list(self._states.values()):
-                if state.changed:
-                    raise state.error() from None
+                if state.has_changed:
+                    raise state.build_error() from None
 
-    def __enter__(self) -> Reading:
+    def __enter__(self) -> InputGuard:
         self.begin()
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end(error)
         if error is None:
-            self.check()
+            self.verify()
 
 
-_active: ContextVar[tuple[Reading, ...]] = ContextVar("kvmnn_readings", default=())
+_active_guards: ContextVar[tuple[InputGuard, ...]] = ContextVar("kvmnn_readings", default=())
 """In the context, so that each thread has its own, and work that is handed to a pool knows whom it is done for."""
 
 
-def note(state: FileState) -> None:
+def record_input(state: FileState) -> None:
     """A file is being read."""
-    for reading in _active.get():
-        reading.note(state)
+    for guard in _active_guards.get():
+        guard.record(state)
 
 
-def check() -> None:
-    """Raise `SourceError` if a file has changed that was read in a `Reading` that has not ended."""
-    for reading in _active.get():
-        reading.check()
+def verify_inputs() -> None:
+    """Raise `SourceError` if a file has changed that was read in a `InputGuard` that has not ended."""
+    for guard in _active_guards.get():
+        guard.verify()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 
-def identity(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+def file_id(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     """Device and inode, the same for all names that a file has; None where there is none."""
     try:
         status = os.stat(path)

@@ -11,34 +11,34 @@ from typing import Final
 from ..errors import OutputError
 
 FRAME_SUFFIX: Final = ".frame"
-SIDE_SUFFIX: Final = ".json"
+SIDECAR_SUFFIX: Final = ".json"
 """What is appended to a frame file's name to give its manifest's."""
-POSITIONS: Final = "positions.json"
-TOKEN_IDS: Final = "token_ids.json"
-BESIDE: Final = (POSITIONS, TOKEN_IDS)
+POSITIONS_FILE: Final = "positions.json"
+TOKEN_IDS_FILE: Final = "token_ids.json"
+SIDECAR_FILES: Final = (POSITIONS_FILE, TOKEN_IDS_FILE)
 """What `kvmnn dump-kv` writes beside K and V, and what is read beside arrays."""
-COMPLETENESS: Final = "completeness.json"
+COMPLETENESS_FILE: Final = "completeness.json"
 """File of a folder of arrays that records which state of the model they contain."""
 
 
-def file_names(names: Iterable[str], suffix: str) -> list[str]:
+def make_file_names(names: Iterable[str], suffix: str) -> list[str]:
     """Plain file names for arrays, distinct even where case does not count, in the order of `names`."""
-    taken: set[str] = set()
+    names_in_use: set[str] = set()
     counts: dict[str, int] = {}
-    found = []
+    file_name_list = []
     for name in names:
-        plain = re.sub(r"[^\w.+~-]+", "_", name, flags=re.ASCII).lstrip(".")[:120] or "array"
-        candidate, count = plain, counts.get(plain.lower(), 1)
-        while candidate.lower() in taken:
+        safe_name = re.sub(r"[^\w.+~-]+", "_", name, flags=re.ASCII).lstrip(".")[:120] or "array"
+        candidate, count = safe_name, counts.get(safe_name.lower(), 1)
+        while candidate.lower() in names_in_use:
             count += 1
-            candidate = f"{plain}~{count}"
-        counts[plain.lower()] = count
-        taken.add(candidate.lower())
-        found.append(candidate + suffix)
-    return found
+            candidate = f"{safe_name}~{count}"
+        counts[safe_name.lower()] = count
+        names_in_use.add(candidate.lower())
+        file_name_list.append(candidate + suffix)
+    return file_name_list
 
 
-def member_names(names: Sequence[str], suffix: str, where: str) -> list[str]:
+def make_member_names(names: Sequence[str], suffix: str, label: str) -> list[str]:
     """The names of members of an archive for arrays, from which the arrays' own can be told again.
 
     Raises
@@ -48,38 +48,42 @@ def member_names(names: Sequence[str], suffix: str, where: str) -> list[str]:
     """
     all_names = set(names)
     for name in names:
-        plain = not set("\\\0") & set(name) and not PureWindowsPath(name).is_absolute()
-        if name and not (plain and all(part not in ("", ".", "..") for part in name.split("/"))):
-            wrong = "is no plain relative path"
+        is_plain = not set("\\\0") & set(name) and not PureWindowsPath(name).is_absolute()
+        if name and not (is_plain and all(part not in ("", ".", "..") for part in name.split("/"))):
+            problem = "is no plain relative path"
         elif name.endswith(suffix) and name.removesuffix(suffix) in all_names:
-            wrong = f"would be taken for {name.removesuffix(suffix)!r}, which is there, too"
+            problem = f"would be taken for {name.removesuffix(suffix)!r}, which is there, too"
         else:
             continue
-        raise OutputError(f"{where}: the array name {name!r} {wrong}: use .safetensors or a directory (-o DIR/)")
+        raise OutputError(f"{label}: the array name {name!r} {problem}: use .safetensors or a directory (-o DIR/)")
     return [name + suffix for name in names]
 
 
-def renamed(files: Iterable[tuple[str, str]], most: int = 4) -> str:
+def describe_renamed_files(files: Iterable[tuple[str, str]], max_listed: int = 4) -> str:
     """For people: which arrays, of those whose `(name, file)` is given, lie in files of other names; empty if none."""
-    changed = [f"{name!r} in {file}" for name, file in files if PurePath(file).stem != name]
-    more = f" and {len(changed) - most:,} more" if len(changed) > most else ""
-    return f"files of other names than their arrays: {', '.join(changed[:most])}{more}" if changed else ""
+    descriptions = [f"{name!r} in {file}" for name, file in files if PurePath(file).stem != name]
+    suffix = f" and {len(descriptions) - max_listed:,} more" if len(descriptions) > max_listed else ""
+    return (
+        f"files of other names than their arrays: {', '.join(descriptions[:max_listed])}{suffix}"
+        if descriptions
+        else ""
+    )
 
 
-def is_directory(output: str) -> bool:
+def is_directory_output(output: str) -> bool:
     """Whether an output is meant as a directory: it ends in a slash, or there is one."""
     return output.endswith(("/", os.sep)) or os.path.isdir(output)
 
 
-def with_contents(paths: Iterable[str]) -> list[str]:
+def list_with_contents(paths: Iterable[str]) -> list[str]:
     """Paths, and the files directly in those that are directories."""
-    found = list(paths)
-    for path in list(found):
+    all_paths = list(paths)
+    for path in list(all_paths):
         if os.path.isdir(path):
-            found.extend(entry.path for entry in os.scandir(path))
-    return found
+            all_paths.extend(entry.path for entry in os.scandir(path))
+    return all_paths
 
 
-def is_named_zarr(output: object) -> bool:
+def has_zarr_suffix(output: object) -> bool:
     """Whether the name of an output says a Zarr store."""
     return isinstance(output, str | os.PathLike) and PurePath(os.fspath(output)).suffix.lower() == ".zarr"

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Self, cast, get_args, get_origin, g
 
 from ..errors import SourceError
 
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_TYPE_DESCRIPTIONS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
 class Record:
@@ -23,20 +23,20 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; `from_dict` is the way back."""
-        found, kind = {}, cast("Any", type(self))
-        for entry in _entries(kind):
-            value = getattr(self, entry.name)
-            if not (entry.omit and value is None):
-                found[entry.key] = _plain(value)
-        return found
+        document, record_type = {}, cast("Any", type(self))
+        for field_info in _get_fields(record_type):
+            value = getattr(self, field_info.name)
+            if not (field_info.omit_none and value is None):
+                document[field_info.key] = _to_json_value(value)
+        return document
 
     @classmethod
-    def from_dict(cls, document: object, where: str = "document") -> Self:
+    def from_dict(cls, document: object, label: str = "document") -> Self:
         """A record from `to_dict`. Keys that it does not know are ignored.
 
         Parameters
         ----------
-        where
+        label
             What messages call the object.
 
         Raises
@@ -45,77 +45,81 @@ class Record:
             For a key that is missing and has no default, and for a value of another type.
         """
         if not isinstance(document, Mapping):
-            raise _wrong(where, document, "an object")
-        values, kind = {}, cast("Any", cls)
-        for entry in _entries(kind):
-            if entry.key in document:
-                values[entry.name] = _read(entry.kind, document[entry.key], f"{where}.{entry.key}")
-            elif entry.required:
-                raise SourceError(f"{where}.{entry.key}: is missing")
-        build: Callable[..., Self] = cls
-        return build(**values)
+            raise _make_error(label, document, "an object")
+        values, record_type = {}, cast("Any", cls)
+        for field_info in _get_fields(record_type):
+            if field_info.key in document:
+                values[field_info.name] = _parse_value(
+                    field_info.annotation, document[field_info.key], f"{label}.{field_info.key}"
+                )
+            elif field_info.is_required:
+                raise SourceError(f"{label}.{field_info.key}: is missing")
+        constructor: Callable[..., Self] = cls
+        return constructor(**values)
 
 
-class _Entry(NamedTuple):
+class _FieldInfo(NamedTuple):
     name: str
     key: str
-    kind: Any
-    omit: bool
-    required: bool
+    annotation: Any
+    omit_none: bool
+    is_required: bool
 
 
 @cache
-def _entries(kind: Any) -> tuple[_Entry, ...]:
-    hints = get_type_hints(kind)
+def _get_fields(record_type: Any) -> tuple[_FieldInfo, ...]:
+    hints = get_type_hints(record_type)
     return tuple(
-        _Entry(
-            entry.name,
-            entry.metadata.get("key", entry.name),
-            hints[entry.name],
-            entry.metadata.get("omit", False),
-            entry.default is MISSING and entry.default_factory is MISSING,
+        _FieldInfo(
+            field.name,
+            field.metadata.get("key", field.name),
+            hints[field.name],
+            field.metadata.get("omit", False),
+            field.default is MISSING and field.default_factory is MISSING,
         )
-        for entry in fields(kind)
+        for field in fields(record_type)
     )
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if isinstance(value, Record):
         return value.to_dict()
     if isinstance(value, tuple | list):
-        return [_plain(entry) for entry in value]
+        return [_to_json_value(entry) for entry in value]
     if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: _to_json_value(entry) for key, entry in value.items()}
     return value
 
 
-def _read(kind: Any, value: Any, where: str) -> Any:
-    arguments, origin = get_args(kind), get_origin(kind)
+def _parse_value(annotation: Any, value: Any, label: str) -> Any:
+    arguments, origin = get_args(annotation), get_origin(annotation)
     if NoneType in arguments:
-        return None if value is None else _read(next(a for a in arguments if a is not NoneType), value, where)
-    if kind is object or kind is Any:
+        return None if value is None else _parse_value(next(a for a in arguments if a is not NoneType), value, label)
+    if annotation is object or annotation is Any:
         return value
     if origin is Literal:
         if value not in arguments:
-            raise _wrong(where, value, " or ".join(map(repr, arguments)))
+            raise _make_error(label, value, " or ".join(map(repr, arguments)))
         return value
     if origin is tuple:
         if not isinstance(value, list | tuple):
-            raise _wrong(where, value, "a list")
+            raise _make_error(label, value, "a list")
         if arguments[0] is int and all(type(entry) is int for entry in value):  # long ones are
             return tuple(value)
-        return tuple([_read(arguments[0], entry, f"{where}[{index}]") for index, entry in enumerate(value)])
+        return tuple([_parse_value(arguments[0], entry, f"{label}[{index}]") for index, entry in enumerate(value)])
     if origin is not None:
         if not isinstance(value, Mapping):
-            raise _wrong(where, value, "an object")
-        return {str(key): _read(arguments[1], entry, f"{where}.{key}") for key, entry in value.items()}
-    if issubclass(kind, Record):
-        return kind.from_dict(value, where)
-    if type(value) is not kind and not (kind is float and type(value) is int):
-        raise _wrong(where, value, _WORDS[kind])
+            raise _make_error(label, value, "an object")
+        return {str(key): _parse_value(arguments[1], entry, f"{label}.{key}") for key, entry in value.items()}
+    if issubclass(annotation, Record):
+        return annotation.from_dict(value, label)
+    if type(value) is not annotation and not (annotation is float and type(value) is int):
+        raise _make_error(label, value, _TYPE_DESCRIPTIONS[annotation])
     return value
 
 
-def _wrong(where: str, value: object, expected: str) -> SourceError:
-    found = repr(value)
-    return SourceError(f"{where}: found {found if len(found) <= 80 else found[:77] + '...'}, expected {expected}")
+def _make_error(label: str, value: object, expectation: str) -> SourceError:
+    value_text = repr(value)
+    return SourceError(
+        f"{label}: found {value_text if len(value_text) <= 80 else value_text[:77] + '...'}, expected {expectation}"
+    )

@@ -24,14 +24,14 @@ try:
 except ImportError:  # Windows: nothing is locked and nothing is removed
     fcntl = None
 
-_ATTEMPTS = 100
+_MAX_ATTEMPTS = 100
 """Times that others may sweep a new file away before it is locked."""
 
-NAME = re.compile(r"\..{0,200}\.kvmnn-\d+-[0-9a-f]{8}\.tmp", re.DOTALL)
+TEMPORARY_NAME_PATTERN = re.compile(r"\..{0,200}\.kvmnn-\d+-[0-9a-f]{8}\.tmp", re.DOTALL)
 """Of what is temporary."""
 
 
-class Temporary:
+class TemporaryPath:
     """A new file or folder that is this process's until `release`.
 
     Parameters
@@ -51,16 +51,16 @@ class Temporary:
 
     def __init__(self, target: Path, *, parent: Path | None = None, is_folder: bool = False) -> None:
         folder = target.parent if parent is None else parent
-        sweep(folder)
-        for left in range(_ATTEMPTS, -1, -1):
-            self.path = folder / f".{_short(target.name)}.kvmnn-{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        remove_stale(folder)
+        for remaining_attempts in range(_MAX_ATTEMPTS, -1, -1):
+            self.path = folder / f".{_shorten_name(target.name)}.kvmnn-{os.getpid()}-{secrets.token_hex(4)}.tmp"
             try:
-                self._handle = _make(self.path, is_folder)
+                self._handle = _create(self.path, is_folder)
             except FileNotFoundError:
-                if not (left and folder.is_dir()):  # /proc lets nobody make files, and says this
+                if not (remaining_attempts and folder.is_dir()):  # /proc lets nobody make files, and says this
                     raise
                 continue  # somebody swept before it was opened
-            if self._handle is None or (_lock(self._handle, wait=True) and _leads_to(self.path, self._handle)):
+            if self._handle is None or (_try_lock(self._handle, wait=True) and _is_same_file(self.path, self._handle)):
                 return
             os.close(self._handle)  # somebody swept before it was locked
         raise OSError(errno.EAGAIN, "temporary files vanish as soon as they are made", str(folder))
@@ -72,22 +72,22 @@ class Temporary:
             self._handle = None
 
 
-def sweep(folder: Path) -> None:
+def remove_stale(folder: Path) -> None:
     """Remove what processes that are gone have left in a folder."""
     if fcntl is None:
         return
     with suppress(OSError), os.scandir(folder) as entries:
-        for path in [entry.path for entry in entries if NAME.fullmatch(entry.name)]:
+        for path in [entry.path for entry in entries if TEMPORARY_NAME_PATTERN.fullmatch(entry.name)]:
             with suppress(OSError):
-                _remove_if_free(path)
+                _remove_if_unlocked(path)
 
 
-def _remove_if_free(path: str) -> None:
+def _remove_if_unlocked(path: str) -> None:
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        kind = os.fstat(handle).st_mode
-        if (stat.S_ISREG(kind) or stat.S_ISDIR(kind)) and _lock(handle, wait=False):
-            if stat.S_ISDIR(kind):
+        mode = os.fstat(handle).st_mode
+        if (stat.S_ISREG(mode) or stat.S_ISDIR(mode)) and _try_lock(handle, wait=False):
+            if stat.S_ISDIR(mode):
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 os.unlink(path)
@@ -95,12 +95,12 @@ def _remove_if_free(path: str) -> None:
         os.close(handle)
 
 
-def _short(name: str) -> str:
+def _shorten_name(name: str) -> str:
     """As much of a name as leaves room for the rest in the 255 bytes that file systems have."""
     return os.fsencode(name)[:100].decode(sys.getfilesystemencoding(), "ignore")
 
 
-def _make(path: Path, is_folder: bool) -> int | None:
+def _create(path: Path, is_folder: bool) -> int | None:
     """A descriptor of something new, kept for its lock; None for folders where they cannot be opened."""
     if not is_folder:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
@@ -108,7 +108,7 @@ def _make(path: Path, is_folder: bool) -> int | None:
     return None if fcntl is None else os.open(path, os.O_RDONLY)
 
 
-def _lock(handle: int, *, wait: bool) -> bool:
+def _try_lock(handle: int, *, wait: bool) -> bool:
     """Whether the lock is ours; a file system without locks locks nothing out, and gives none to those who sweep."""
     if fcntl is None:
         return wait
@@ -119,7 +119,7 @@ def _lock(handle: int, *, wait: bool) -> bool:
     return True
 
 
-def _leads_to(path: Path, handle: int) -> bool:
+def _is_same_file(path: Path, handle: int) -> bool:
     try:
         return os.path.samestat(os.stat(path), os.fstat(handle))
     except FileNotFoundError:

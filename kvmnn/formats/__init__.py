@@ -1,58 +1,66 @@
 """The formats people have their caches in, one file each, read and written; ``mnn/`` has the engine's own files."""
 
-from .array_formats import ARRAY_FORMATS, ArrayFormat, array_format
-from .engine_files import engine_kind
-from .hf.saved import damage
+from .array_formats import ARRAY_FORMATS, ArrayFormat, find_array_format
+from .engine_files import detect_engine_name
+from .hf.saved import describe_damage
 from .hf.to_cache import to_cache
-from .kept_restoring import RestoredFile, is_kept, restore_file, verify_file
+from .kept_restoring import RestoreFileResult, can_restore_file, restore_file, verify_file
 from .listing import ArraysInfo, inspect
-from .mnn.describing import Described, describe_files
+from .mnn.describing import PackedCacheReader, open_packed_files
 from .mnn.finding import find_packed
 from .mnn.packed_files import PackedFiles
-from .opening import folder_kind, holds_arrays, is_frames, kind_of, not_a_frame, open, readable_within
+from .opening import (
+    classify_folder,
+    classify_path,
+    explain_not_frames,
+    find_readable_entry,
+    is_array_stream,
+    is_frames,
+    open,
+)
 from .options import EngineOptions, PackedOptions, ReadOptions
-from .reading import chosen
-from .restoring import Restored, restore
-from .rotary_config import read_rotary
-from .transcoding import Transcoded, transcode
+from .reading import select_from_source
+from .restoring import RestoreResult, restore
+from .rotary_config import read_config_rotary
+from .transcoding import TranscodeResult, transcode
 from .writing import write_arrays
-from .zarr import encode_store, inspect_store, is_named_zarr, is_store, restore_store, verify_store
+from .zarr import encode_store, has_zarr_suffix, inspect_store, is_zarr_store, restore_store, verify_store
 
 __all__ = [
     "ARRAY_FORMATS",
     "ArrayFormat",
     "ArraysInfo",
-    "Described",
     "EngineOptions",
+    "PackedCacheReader",
     "PackedFiles",
     "PackedOptions",
     "ReadOptions",
-    "Restored",
-    "RestoredFile",
-    "Transcoded",
-    "array_format",
-    "chosen",
-    "damage",
-    "describe_files",
+    "RestoreFileResult",
+    "RestoreResult",
+    "TranscodeResult",
+    "can_restore_file",
+    "classify_folder",
+    "classify_path",
+    "describe_damage",
+    "detect_engine_name",
     "encode_store",
-    "engine_kind",
+    "explain_not_frames",
+    "find_array_format",
     "find_packed",
-    "folder_kind",
-    "holds_arrays",
+    "find_readable_entry",
+    "has_zarr_suffix",
     "inspect",
     "inspect_store",
+    "is_array_stream",
     "is_frames",
-    "is_kept",
-    "is_named_zarr",
-    "is_store",
-    "kind_of",
-    "not_a_frame",
+    "is_zarr_store",
     "open",
-    "read_rotary",
-    "readable_within",
+    "open_packed_files",
+    "read_config_rotary",
     "restore",
     "restore_file",
     "restore_store",
+    "select_from_source",
     "to_cache",
     "transcode",
     "verify_file",

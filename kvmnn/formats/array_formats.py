@@ -9,15 +9,15 @@ from typing import NamedTuple
 from ..arrays.source import Source
 from . import npy, npz, safetensors
 from .options import ReadOptions
-from .sinks import Writer
+from .sinks import ArrayWriter
 
 
 class ArrayFormat(NamedTuple):
     """How files of a format are read and written."""
 
     read: Callable[[str, ReadOptions], Source]
-    write: Writer
-    holds_many: bool
+    write: ArrayWriter
+    is_multi_array: bool
     """Whether a file holds any number of arrays, or one."""
 
 
@@ -29,6 +29,6 @@ ARRAY_FORMATS = {
 """By suffix, in lower case."""
 
 
-def array_format(name: str) -> ArrayFormat | None:
+def find_array_format(name: str) -> ArrayFormat | None:
     """The format that a file of this name has; None for all other names."""
     return ARRAY_FORMATS.get(PurePath(name).suffix.lower())

@@ -9,17 +9,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from .. import dtypes
-from ..arrays.held_tokens import held_tokens
-from ..arrays.layers import AxesError, LayerArray, check_pairs, place_said, sorted_layers
+from ..arrays.held_tokens import read_token_positions
+from ..arrays.layers import AmbiguousAxesError, LayerArray, check_kv_shapes, collect_layers, format_input_prefix
 from ..arrays.source import Source
 from ..dtypes import Floats, Positions
 from ..errors import MissingOptionError
 from ..files.output import FileOutput
 from ..policies.base import Policy
-from ..policies.cache_plan import CachePlan, LayerKept, check_plannable, plan_layer
-from ..policies.ranking import key_norms
+from ..policies.cache_plan import CachePlan, PolicyLayerPlan, check_plannable, plan_layer
+from ..policies.ranking import compute_key_norms
 from ..threads.pipeline import Progress
-from .noted_positions import noted_positions
+from .noted_positions import read_positions_sidecar
 
 
 def plan_cache(
@@ -57,76 +57,77 @@ def plan_cache(
     SourceError, KvmnnError
         For arrays that are not K and V of layers, and tokens of several texts.
     """
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     check_plannable(policy)
-    _check_one_text(source)
-    arrays = _sorted(source, token_major)
-    keys = [entry for entry in arrays if entry.part == "key"]
-    policy.check_layers(keys[-1].layer + 1)
-    positions = _positions(source, keys)
+    _require_single_text(source)
+    layer_arrays = _collect_layer_arrays(source, token_major)
+    key_arrays = [entry for entry in layer_arrays if entry.part == "key"]
+    policy.check_layers(key_arrays[-1].layer + 1)
+    positions = _read_key_positions(source, key_arrays)
     layers = []
-    for key, places in zip(keys, positions, strict=True):
-        nbytes = sum(entry.array.nbytes for entry in arrays if entry.layer == key.layer)
-        layers.append(_planned(policy, key, nbytes, places))
+    for key, layer_positions in zip(key_arrays, positions, strict=True):
+        nbytes = sum(entry.array.nbytes for entry in layer_arrays if entry.layer == key.layer)
+        layers.append(_plan_key_layer(policy, key, nbytes, layer_positions))
         if progress:
             progress(key.array.nbytes)
     plan = CachePlan(
         policy=policy,
         layers=tuple(layers),
-        seconds=time.perf_counter() - started,
+        seconds=time.perf_counter() - start_time,
         input=" ".join(source.inputs),
         output=output,
     )
     if output is not None:
-        with FileOutput(output, force=force, protect=source.files) as file:
-            file.file.write((json.dumps(plan.entries()) + "\n").encode())
+        with FileOutput(output, force=force, exclude=source.files) as file:
+            file.file.write((json.dumps(plan.to_plan_entries()) + "\n").encode())
             file.commit()
     return plan
 
 
-def _planned(policy: Policy, key: LayerArray, nbytes: int, places: Positions | None) -> LayerKept:
+def _plan_key_layer(policy: Policy, key: LayerArray, nbytes: int, positions: Positions | None) -> PolicyLayerPlan:
     heads, tokens, _ = key.geometry
 
-    def norms() -> Floats:
-        if not policy.needs_norms:  # a random choice: how many heads there are is all that is asked
+    def compute_norms() -> Floats:
+        if not policy.requires_norms:  # a random choice: how many heads there are is all that is asked
             return np.zeros((heads, tokens), np.float32)
-        words = key.array.to_numpy().view(dtypes.by_name(key.array.dtype).numpy)
-        return key_norms(words.transpose(1, 0, 2) if key.token_major else words)
+        elements = key.array.to_numpy().view(dtypes.parse_dtype(key.array.dtype).numpy_dtype)
+        return compute_key_norms(elements.transpose(1, 0, 2) if key.token_major else elements)
 
-    return plan_layer(policy, key.layer, tokens, nbytes, norms, places)
+    return plan_layer(policy, key.layer, tokens, nbytes, compute_norms, positions)
 
 
-def _sorted(source: Source, token_major: bool) -> list[LayerArray]:
+def _collect_layer_arrays(source: Source, token_major: bool) -> list[LayerArray]:
     try:
-        arrays = sorted_layers(source, token_major=token_major, keys_alone=True)
-    except AxesError:
+        layer_arrays = collect_layers(source, token_major=token_major, allow_keys_only=True)
+    except AmbiguousAxesError:
         raise
     except MissingOptionError as error:
         raise MissingOptionError(f"{error}; attention and scores are planned without --policy") from None
-    if any(entry.part == "value" for entry in arrays):
-        check_pairs(arrays, place_said(source), one_size=False)
-    return arrays
+    if any(entry.part == "value" for entry in layer_arrays):
+        check_kv_shapes(layer_arrays, format_input_prefix(source), require_same_head_dim=False)
+    return layer_arrays
 
 
-def _positions(source: Source, keys: Sequence[LayerArray]) -> list[Positions | None]:
+def _read_key_positions(source: Source, key_arrays: Sequence[LayerArray]) -> list[Positions | None]:
     """True positions of these layers; None where nothing says them."""
-    tokens = [key.geometry[1] for key in keys]
-    noted = noted_positions(source, tokens, [key.layer for key in keys])
-    if noted is not None:
-        return list(noted.positions)
-    held = held_tokens(source)
-    said = [held.get(key.layer) for key in keys]
+    tokens = [key.geometry[1] for key in key_arrays]
+    sidecar = read_positions_sidecar(source, tokens, [key.layer for key in key_arrays])
+    if sidecar is not None:
+        return list(sidecar.positions)
+    position_map = read_token_positions(source)
+    mapped_positions = [position_map.get(key.layer) for key in key_arrays]
     return [
-        places if places is not None and places.shape[-1] == count else None
-        for places, count in zip(said, tokens, strict=True)
+        positions if positions is not None and positions.shape[-1] == count else None
+        for positions, count in zip(mapped_positions, tokens, strict=True)
     ]
 
 
-def _check_one_text(source: Source) -> None:
+def _require_single_text(source: Source) -> None:
     details = source.engine_cache.details if source.engine_cache is not None else {}
-    several = details.get("sequences", ())
-    if len(several) > 1 and "sequence" not in details:
+    sequences = details.get("sequences", ())
+    if len(sequences) > 1 and "sequence" not in details:
         raise MissingOptionError(
-            f"{place_said(source)}holds tokens of {len(several)} sequences, and a policy keeps those of one text: "
+            f"{format_input_prefix(source)}holds tokens of {len(sequences)} sequences, and a policy keeps those of one "
+            f"text: "
             "--sequence N takes those of one"
         )

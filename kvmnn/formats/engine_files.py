@@ -7,101 +7,105 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..arrays.source import FILE_KEY, Source, completeness_in
+from ..arrays.source import FILE_KEY, Source, parse_completeness
 from ..bundle import manifest
 from ..bundle.frame_set import FrameSet, open_frames
-from ..bundle.kept_file import kept_file
+from ..bundle.kept_file import parse_passthrough
 from ..errors import KvmnnError, ManifestError
 from ..files.mapped import STDIN, MappedFile
 from . import llama, mlx
 from .file_bytes import FileBytes
 from .hf import saved
-from .keeping import as_noted, reopened
+from .keeping import apply_recorded_options, reopen_original
 from .options import ReadOptions
 
 
-class EngineFile(NamedTuple):
+class EngineFormat(NamedTuple):
     """A kind of file.
 
     Parameters
     ----------
     name
         In documents.
-    is_one
+    detect
         Whether the file at a path is one, by its first bytes.
-    holds_one
+    detect_stream
         The same of what was read from a stream.
     read
         K and V of every layer.
-    keep
-        All that the file holds (`EngineOptions.whole`); None where the same file is not written again.
+    capture
+        All that the file holds (`EngineOptions.passthrough`); None where the same file is not written again.
     """
 
     name: str
-    is_one: Callable[[str], bool]
-    holds_one: Callable[[MappedFile], bool]
+    detect: Callable[[str], bool]
+    detect_stream: Callable[[MappedFile], bool]
     read: Callable[[FileBytes, ReadOptions], Source]
-    keep: Callable[[MappedFile, ReadOptions], Source] | None
+    capture: Callable[[MappedFile, ReadOptions], Source] | None
 
 
-def _holds_saved(file: MappedFile) -> bool:
-    return saved.is_saved(file.head(saved.HEAD_BYTES))
+def _is_saved_cache_stream(file: MappedFile) -> bool:
+    return saved.is_torch_head(file.read_head(saved.DETECT_HEAD_BYTES))
 
 
-def _saved_cache(file: FileBytes, options: ReadOptions) -> Source:
+def _read_saved_cache(file: FileBytes, options: ReadOptions) -> Source:
     if not isinstance(file, MappedFile):
         raise ManifestError(f"{file.label}: metadata {FILE_KEY!r}: a file of torch's is never kept whole")
     return saved.read(file, options)
 
 
-ENGINE_FILES = (
-    EngineFile(llama.NAME, llama.is_state, llama.holds_state, llama.read, llama.keep),
-    EngineFile(mlx.NAME, mlx.is_prompt_cache, mlx.holds_prompt_cache, mlx.read, mlx.keep),
-    EngineFile("torch-cache", saved.holds_cache, _holds_saved, _saved_cache, None),
+ENGINE_FORMATS = (
+    EngineFormat(llama.FORMAT_NAME, llama.is_state_file, llama.is_state_stream, llama.read, llama.capture),
+    EngineFormat(mlx.FORMAT_NAME, mlx.is_prompt_cache_file, mlx.is_prompt_cache_stream, mlx.read, mlx.capture),
+    EngineFormat("torch-cache", saved.contains_cache, _is_saved_cache_stream, _read_saved_cache, None),
 )
 
 
-def engine_file(path: str) -> EngineFile | None:
+def find_engine_format(path: str) -> EngineFormat | None:
     """What a file is; None for all others, for directories and for standard input."""
     if path == STDIN or not os.path.isfile(path):
         return None
-    return next((kind for kind in ENGINE_FILES if kind.is_one(path)), None)
+    return next((engine_format for engine_format in ENGINE_FORMATS if engine_format.detect(path)), None)
 
 
-def engine_of(stream: MappedFile) -> EngineFile | None:
+def find_stream_format(stream: MappedFile) -> EngineFormat | None:
     """What was read from a stream; None for all others."""
-    return next((kind for kind in ENGINE_FILES if kind.holds_one(stream)), None)
+    return next((engine_format for engine_format in ENGINE_FORMATS if engine_format.detect_stream(stream)), None)
 
 
-def engine_kind(path: str) -> str | None:
+def detect_engine_name(path: str) -> str | None:
     """The name of the kind of a file, or of the file that frames were made from."""
-    kind = engine_file(path)
-    if kind is not None:
-        return kind.name
+    engine_format = find_engine_format(path)
+    if engine_format is not None:
+        return engine_format.name
     try:
         document = open_frames(path).document if _has_manifest(path) else None
-        kept = document and kept_file(document.metadata, path)
-        return kept.format if kept else None
+        passthrough = document and parse_passthrough(document.metadata, path)
+        return passthrough.format if passthrough else None
     except (KvmnnError, OSError):
         return None  # and what is wrong with it is said when it is read
 
 
 def _has_manifest(path: str) -> bool:
     """Whether there is a manifest at a path."""
-    return any(os.path.isfile(path + suffix) for suffix in (f"/{manifest.FILE_NAME}", manifest.SIDE_SUFFIX))
+    return any(os.path.isfile(path + suffix) for suffix in (f"/{manifest.MANIFEST_NAME}", manifest.SIDECAR_SUFFIX))
 
 
-def read(path: str, kind: EngineFile, options: ReadOptions) -> Source:
+def read_engine_file(path: str, engine_format: EngineFormat, options: ReadOptions) -> Source:
     """The arrays of such a file."""
-    return read_mapped(kind, MappedFile(path, max_bytes=options.max_bytes), options)
+    return read_mapped_engine_file(engine_format, MappedFile(path, max_bytes=options.max_bytes), options)
 
 
-def read_mapped(kind: EngineFile, file: MappedFile, options: ReadOptions) -> Source:
+def read_mapped_engine_file(engine_format: EngineFormat, file: MappedFile, options: ReadOptions) -> Source:
     """The same of an open file."""
-    return kind.keep(file, options) if kind.keep and options.engine.whole else kind.read(file, options)
+    return (
+        engine_format.capture(file, options)
+        if engine_format.capture and options.engine.passthrough
+        else engine_format.read(file, options)
+    )
 
 
-def options_of_original(frames: FrameSet, options: ReadOptions) -> ReadOptions:
+def recover_original_options(frames: FrameSet, options: ReadOptions) -> ReadOptions:
     """Return the options that read a file as it was read for frames of it: their manifest has what was specified.
 
     Raises
@@ -110,24 +114,26 @@ def options_of_original(frames: FrameSet, options: ReadOptions) -> ReadOptions:
         For a manifest that does not describe such a file as it must.
     """
     metadata = dict(frames.document.metadata) if frames.document else {}
-    kept = kept_file(metadata, frames.path)
-    if kept is None or kept.layer_numbers is None:
+    passthrough = parse_passthrough(metadata, frames.path)
+    if passthrough is None or passthrough.layer_numbers is None:
         return options
     names = [array.name for array in frames.arrays]
-    options = as_noted(options, kept, completeness_in(metadata, names, frames.path))
-    by_heads = not any(name.startswith("window.") for name in names)
-    return replace(options, engine=replace(options.engine, by_heads=by_heads))
+    options = apply_recorded_options(options, passthrough, parse_completeness(metadata, names, frames.path))
+    split_heads = not any(name.startswith("window.") for name in names)
+    return replace(options, engine=replace(options.engine, split_heads=split_heads))
 
 
-def reread(frames: Source, path: str, options: ReadOptions) -> Source:
+def read_original_arrays(frames: Source, path: str, options: ReadOptions) -> Source:
     """K and V of such a file again, where frames are of one that was kept whole; else what the frames decode to."""
-    file = None if options.engine.whole else reopened(frames, path)
+    file = None if options.engine.passthrough else reopen_original(frames, path)
     if file is None:
         return frames
-    kind = next((kind for kind in ENGINE_FILES if kind.name == file.kept.format), None)
-    if kind is None:
-        raise ManifestError(f"{path}: metadata {FILE_KEY!r}: the format {file.kept.format!r:.80} is not known")
-    completeness = completeness_in(frames.metadata, frames, path)
-    found = kind.read(file, as_noted(options, file.kept, completeness))
-    found.opened = frames.opened
-    return found
+    engine_format = next(
+        (engine_format for engine_format in ENGINE_FORMATS if engine_format.name == file.passthrough.format), None
+    )
+    if engine_format is None:
+        raise ManifestError(f"{path}: metadata {FILE_KEY!r}: the format {file.passthrough.format!r:.80} is not known")
+    completeness = parse_completeness(frames.metadata, frames, path)
+    original = engine_format.read(file, apply_recorded_options(options, file.passthrough, completeness))
+    original.opened_files = frames.opened_files
+    return original

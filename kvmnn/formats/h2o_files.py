@@ -12,30 +12,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays.named_array import NamedArray
-from ..arrays.names import conventional, layer_of
+from ..arrays.named_array import LazyArray
+from ..arrays.names import parse_conventional_name, parse_layer
 from ..arrays.source import FILE_KEY
 from ..dtypes import PARTS, Floats
 from ..errors import MissingOptionError, OptionError, SourceError
-from ..files.json_document import parse, read_bounded
+from ..files.json_document import parse_document, read_bounded
 from ..files.output import FileOutput
 from ..h2o.config import H2OConfig
 from ..h2o.layer_plans import LayerPlans, LayerScores, plan_layers
-from ..h2o.scores import block_sums, updated
+from ..h2o.scores import sum_by_block, update_ema_scores
 from . import opening
 from .options import ReadOptions
 
-_MAX_JSON = 256 << 20
+_MAX_JSON_BYTES = 256 << 20
 
 
-def plan_file(
+def plan_from_file(
     path: str,
     config: H2OConfig | None = None,
     output: str | None = None,
     *,
     options: ReadOptions | None = None,
-    kind: str | None = None,
-    tokens: int | None = None,
+    input_kind: str | None = None,
+    num_tokens: int | None = None,
     threads: int = 1,
     tile: int | None = None,
     batch: int | None = None,
@@ -45,7 +45,7 @@ def plan_file(
 
     Parameters
     ----------
-    path, config, options, kind, tokens, threads, tile, batch
+    path, config, options, input_kind, num_tokens, threads, tile, batch
         As for `read_scores`.
     output
         A JSON file to write, for `kvmnn compact --plan`.
@@ -58,15 +58,22 @@ def plan_file(
         As for `kvmnn.h2o.plan` and `read_scores`; `OutputError` for the output.
     """
     config = config or H2OConfig()
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     scores = read_scores(
-        path, config, options=options, kind=kind, tokens=tokens, threads=threads, tile=tile, batch=batch
+        path,
+        config,
+        options=options,
+        input_kind=input_kind,
+        num_tokens=num_tokens,
+        threads=threads,
+        tile=tile,
+        batch=batch,
     )
     plans = plan_layers(scores, config)
-    plans = replace(plans, input=path, output=output, seconds=time.perf_counter() - started)
+    plans = replace(plans, input=path, output=output, seconds=time.perf_counter() - start_time)
     if output is not None:
-        with FileOutput(output, force=force, protect=[path]) as file:
-            file.file.write((json.dumps(plans.entries()) + "\n").encode())
+        with FileOutput(output, force=force, exclude=[path]) as file:
+            file.file.write((json.dumps(plans.to_plan_entries()) + "\n").encode())
             file.commit()
     return plans
 
@@ -76,8 +83,8 @@ def read_scores(
     config: H2OConfig,
     *,
     options: ReadOptions | None = None,
-    kind: str | None = None,
-    tokens: int | None = None,
+    input_kind: str | None = None,
+    num_tokens: int | None = None,
     threads: int = 1,
     tile: int | None = None,
     batch: int | None = None,
@@ -93,14 +100,14 @@ def read_scores(
         For the blocks, and for the mean of attention: one step from zeros.
     options
         For files of arrays.
-    kind
+    input_kind
         ``"scores"``: ``[blocks]``, or ``[layers, blocks]``. ``"attention"``: ``[heads, keys]``,
         ``[heads, queries, keys]`` or ``[layers, heads, queries, keys]``; of a file with an array for each layer
         ``[batch, heads, queries, keys]``. None: scores with one axis, else attention.
-    tokens
+    num_tokens
         Tokens of every layer, for scores; by default all blocks are full.
     threads, tile
-        As for `block_sums`.
+        As for `sum_by_block`.
     batch
         Which text of a batch, from 0; None for the only one.
 
@@ -110,113 +117,127 @@ def read_scores(
         For a file that holds something else; `MissingOptionError` for a cache, and for a batch of several texts
         without `batch`; `OptionError` for a text that is not there.
     """
-    found: list[LayerScores] = []
-    arrays = _json(path) if PurePath(path).suffix.lower() == ".json" else _arrays(path, options)
-    for name, array in _texts(path, arrays, kind, batch):
-        what = kind or ("scores" if array.ndim == 1 else "attention")
-        for label, part in _layers(path, name, array, what):
-            if what == "scores":
-                found.append(LayerScores(name=label, kv_len=tokens or part.size * config.block, scores=part))
-            elif (part < 0).any():
+    layer_scores: list[LayerScores] = []
+    arrays = _read_json_scores(path) if PurePath(path).suffix.lower() == ".json" else _read_float_arrays(path, options)
+    for name, array in _select_batch_text(path, arrays, input_kind, batch):
+        array_kind = input_kind or ("scores" if array.ndim == 1 else "attention")
+        for label, layer_values in _split_array_layers(path, name, array, array_kind):
+            if array_kind == "scores":
+                layer_scores.append(
+                    LayerScores(
+                        name=label,
+                        kv_len=num_tokens or layer_values.size * config.effective_block_tokens,
+                        scores=layer_values,
+                    )
+                )
+            elif (layer_values < 0).any():
                 raise SourceError(
                     f"{path}: {label} has numbers below 0: expected attention, as softmax gives it: K and V are none "
                     "(--policy SPEC plans a cache)"
                 )
             else:
-                scores = _scored(part, config, threads, tile)
-                found.append(LayerScores(name=label, kv_len=part.shape[-1], scores=scores))
-    return found
+                scores = _compute_block_scores(layer_values, config, threads, tile)
+                layer_scores.append(LayerScores(name=label, kv_len=layer_values.shape[-1], scores=scores))
+    return layer_scores
 
 
-def _texts(
-    path: str, arrays: list[tuple[str, Floats]], kind: str | None, batch: int | None
+def _select_batch_text(
+    path: str, arrays: list[tuple[str, Floats]], input_kind: str | None, batch: int | None
 ) -> list[tuple[str, Floats]]:
     """The arrays of one text: where each is of one layer, the first of four axes is a batch."""
     if [name for name, _ in arrays] == list(PARTS):  # of a list of two tensors, which K and V often are
-        arrays = [(f"layer_{number}", array) for number, (_, array) in enumerate(arrays)]
-    is_by_layer = len(arrays) > 1 or layer_of(arrays[0][0]) is not None
-    of_batch = [is_by_layer and array.ndim == 4 and kind != "scores" for _, array in arrays]
-    if batch is not None and not any(of_batch):
+        arrays = [(f"layer_{layer}", array) for layer, (_, array) in enumerate(arrays)]
+    is_by_layer = len(arrays) > 1 or parse_layer(arrays[0][0]) is not None
+    batch_flags = [is_by_layer and array.ndim == 4 and input_kind != "scores" for _, array in arrays]
+    if batch is not None and not any(batch_flags):
         raise OptionError(f"{path}: its arrays have no axis for a batch: leave --batch out")
-    found = []
-    for (name, array), has_batch in zip(arrays, of_batch, strict=True):
-        if not has_batch:
-            found.append((name, array))
+    selected_arrays = []
+    for (name, array), is_batched in zip(arrays, batch_flags, strict=True):
+        if not is_batched:
+            selected_arrays.append((name, array))
             continue
-        texts = array.shape[0]
-        if batch is None and texts != 1:
+        num_texts = array.shape[0]
+        if batch is None and num_texts != 1:
             raise MissingOptionError(
-                f"{path}: {name} has the shape {array.shape}, attention of a batch of {texts} texts: --batch N plans "
+                f"{path}: {name} has the shape {array.shape}, attention of a batch of {num_texts} texts: --batch N "
+                f"plans "
                 "one of them, from 0"
             )
-        if batch is not None and batch >= texts:
-            raise OptionError(f"{path}: {name} is of a batch of {texts}: expected --batch 0 to {texts - 1}")
-        found.append((name, array[batch or 0]))
-    return found
+        if batch is not None and batch >= num_texts:
+            raise OptionError(f"{path}: {name} is of a batch of {num_texts}: expected --batch 0 to {num_texts - 1}")
+        selected_arrays.append((name, array[batch or 0]))
+    return selected_arrays
 
 
-_EXPECTED = {
+_EXPECTED_SHAPES = {
     "scores": "(blocks,) or (layers, blocks)",
     "attention": "(heads, keys), (heads, queries, keys) or (layers, heads, queries, keys)",
 }
 
 
-def _layers(path: str, name: str, array: Floats, what: str) -> list[tuple[str, Floats]]:
+def _split_array_layers(path: str, name: str, array: Floats, array_kind: str) -> list[tuple[str, Floats]]:
     """The layers in an array, each with its name."""
-    single = 1 if what == "scores" else (2, 3)[array.ndim in (3, 4)]
-    if array.ndim not in (single, single + 1) or not array.size:
-        raise SourceError(f"{path}: {name} has the shape {array.shape}: expected {_EXPECTED[what]}")
-    return [(name, array)] if array.ndim == single else [(f"{name}[{i}]", part) for i, part in enumerate(array)]
+    layer_ndim = 1 if array_kind == "scores" else (2, 3)[array.ndim in (3, 4)]
+    if array.ndim not in (layer_ndim, layer_ndim + 1) or not array.size:
+        raise SourceError(f"{path}: {name} has the shape {array.shape}: expected {_EXPECTED_SHAPES[array_kind]}")
+    return (
+        [(name, array)]
+        if array.ndim == layer_ndim
+        else [(f"{name}[{layer}]", layer_values) for layer, layer_values in enumerate(array)]
+    )
 
 
-def _scored(attention: Floats, config: H2OConfig, threads: int, tile: int | None) -> Floats:
+def _compute_block_scores(attention: Floats, config: H2OConfig, threads: int, tile: int | None) -> Floats:
     """Block scores after one step from zeros."""
-    sums = block_sums(attention, config.block, threads=threads, tile=tile)
-    rows = attention.shape[0] * (attention.shape[1] if attention.ndim == 3 else 1)
-    return updated(np.empty(0), sums, count=rows, alpha=float(config.alpha))
+    sums = sum_by_block(attention, config.effective_block_tokens, threads=threads, tile=tile)
+    num_rows = attention.shape[0] * (attention.shape[1] if attention.ndim == 3 else 1)
+    return update_ema_scores(np.empty(0), sums, count=num_rows, alpha=float(config.effective_alpha))
 
 
-def _arrays(path: str, options: ReadOptions | None) -> list[tuple[str, Floats]]:
+def _read_float_arrays(path: str, options: ReadOptions | None) -> list[tuple[str, Floats]]:
     options = options or ReadOptions()
-    if os.path.isdir(path) and not opening.is_frames(path) and opening.folder_kind(path) == "packed":
-        raise _holds_kv(path)
-    source = opening.open(path, replace(options, engine=replace(options.engine, any_heads=True, any_stream=True)))
-    if source.engine_cache is not None or FILE_KEY in source.metadata or any(map(conventional, source)):
-        raise _holds_kv(path, f" ({source.engine_cache})" if source.engine_cache is not None else "")
-    return [(array.name, _floats(array)) for array in source.arrays]
+    if os.path.isdir(path) and not opening.is_frames(path) and opening.classify_folder(path) == "packed":
+        raise _make_kv_input_error(path)
+    source = opening.open(
+        path, replace(options, engine=replace(options.engine, allow_unknown_heads=True, default_to_first_stream=True))
+    )
+    if source.engine_cache is not None or FILE_KEY in source.metadata or any(map(parse_conventional_name, source)):
+        raise _make_kv_input_error(path, f" ({source.engine_cache})" if source.engine_cache is not None else "")
+    return [(array.name, _to_float32_array(array)) for array in source.arrays]
 
 
-def _holds_kv(path: str, what: str = "") -> MissingOptionError:
+def _make_kv_input_error(path: str, description: str = "") -> MissingOptionError:
     return MissingOptionError(
-        f"{path}: holds K and V{what}: planning needs attention, or scores of blocks, which no cache holds: --policy "
+        f"{path}: holds K and V{description}: planning needs attention, or scores of blocks, which no cache holds: "
+        f"--policy "
         "SPEC plans a cache by lengths or keys (streaming:budget=512, knorm:keep_ratio=0.5 ...); kvmnn eval MODEL "
         "--text FILE --policy h2o_engine computes attention with a model, and plans with it"
     )
 
 
-def _floats(array: NamedArray) -> Floats:
-    words = np.concatenate([*array.pieces()])
+def _to_float32_array(array: LazyArray) -> Floats:
+    elements = np.concatenate([*array.iter_chunks()])
     if array.dtype == "fp16":
-        values: npt.NDArray[Any] = words.view("<f2").astype(np.float32)
+        values: npt.NDArray[Any] = elements.view("<f2").astype(np.float32)
     elif array.dtype == "fp32":
-        values = words.view("<f4").astype(np.float32)
+        values = elements.view("<f4").astype(np.float32)
     else:
-        values = (words.view("<u2").astype(np.uint32) << 16).view(np.float32)
-    shape = array.shape if array.itemsize == array.word_bytes else (values.size,)
+        values = (elements.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    shape = array.shape if array.itemsize == array.coded_itemsize else (values.size,)
     return np.ascontiguousarray(values.reshape(shape, order=array.order))
 
 
-def _json(path: str) -> list[tuple[str, Floats]]:
-    document = parse(read_bounded(Path(path), _MAX_JSON), path, _MAX_JSON).value
-    lists = document if isinstance(document, list) and document and isinstance(document[0], list) else [document]
-    for number, scores in enumerate(lists):
+def _read_json_scores(path: str) -> list[tuple[str, Floats]]:
+    document = parse_document(read_bounded(Path(path), _MAX_JSON_BYTES), path, _MAX_JSON_BYTES).value
+    score_lists = document if isinstance(document, list) and document and isinstance(document[0], list) else [document]
+    for index, scores in enumerate(score_lists):
         if not isinstance(scores, list) or not all(type(score) in (int, float) for score in scores):
-            raise SourceError(f"{path}: entry {number}: expected a list of scores, which are numbers")
+            raise SourceError(f"{path}: entry {index}: expected a list of scores, which are numbers")
     with np.errstate(over="ignore"):
         try:
             return [
-                (f"layer {number}", np.array(scores, np.float64).astype(np.float32))
-                for number, scores in enumerate(lists)
+                (f"layer {index}", np.array(scores, np.float64).astype(np.float32))
+                for index, scores in enumerate(score_lists)
             ]
         except OverflowError:
             raise SourceError(f"{path}: a score is too large for a float") from None

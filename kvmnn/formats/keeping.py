@@ -12,20 +12,27 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays.completeness import Completeness
-from ..arrays.named_array import NamedArray, Piece
+from ..arrays.named_array import Chunk, LazyArray
 from ..arrays.source import FILE_KEY, Source
-from ..arrays.valid_names import escaped_name
-from ..bundle.kept_file import MAX_BYTES, KeptFile, Part, check_fits, kept_file, to_json
+from ..arrays.valid_names import sanitize_name
+from ..bundle.kept_file import (
+    MAX_PASSTHROUGH_BYTES,
+    FilePart,
+    PassthroughFile,
+    check_covers_arrays,
+    dump_passthrough,
+    parse_passthrough,
+)
 from ..dtypes import Bytes
 from ..errors import SourceError
 from ..files.mapped import STDIN, MappedFile
 from ..frames import encode
 from .options import ReadOptions
 
-_STEP = 8 << 20
-_MOST_LITERAL = 1 << 20
+_READ_CHUNK_BYTES = 8 << 20
+_MAX_RAW_RUN_BYTES = 1 << 20
 """Bytes in a row that are kept as such; longer runs become an array of their own."""
-_SAMPLE = 128 << 10
+_SAMPLE_BYTES = 128 << 10
 
 
 class Region(NamedTuple):
@@ -41,16 +48,16 @@ class Region(NamedTuple):
 
     offset: int
     nbytes: int
-    arrays: tuple[tuple[NamedArray, int], ...]
+    arrays: tuple[tuple[LazyArray, int], ...]
 
 
-def keep(
+def capture(
     file: MappedFile,
-    kind: str,
+    format_name: str,
     regions: Sequence[Region],
     kv_heads: tuple[int, ...] | None,
     *,
-    array_room: Mapping[str, int] | None = None,
+    unused_bytes_by_array: Mapping[str, int] | None = None,
     layer_numbers: tuple[int, ...] | None = None,
 ) -> Source:
     """A source with the arrays of all regions, whose metadata has all else that the file holds.
@@ -59,156 +66,170 @@ def keep(
     ----------
     file
         The whole file.
-    kind
-        The name of its format in `ENGINE_FILES`.
+    format_name
+        The name of its format in `ENGINE_FORMATS`.
     regions
         Without overlaps.
     kv_heads
         Of each layer, where they were said.
-    array_room
+    unused_bytes_by_array
         Bytes of arrays that are room behind the valid tokens, by the names of those that have any.
     layer_numbers
         The layer of the model that each layer of the file is, where the file does not say it.
     """
-    parts: list[Part] = []
+    parts: list[FilePart] = []
     notes: list[str] = []
-    arrays: list[NamedArray] = []
+    arrays: list[LazyArray] = []
     position = 0
     for region in sorted(regions):
-        _fill(file, position, region.offset, parts, arrays)
-        parts.append(Part(region.nbytes, arrays=tuple((array.name, turn) for array, turn in region.arrays)))
+        _append_gap(file, position, region.offset, parts, arrays)
+        parts.append(
+            FilePart(region.nbytes, arrays=tuple((array.name, turn_bytes) for array, turn_bytes in region.arrays))
+        )
         arrays += [array for array, _ in region.arrays]
         position = region.offset + region.nbytes
-    _fill(file, position, file.size, parts, arrays)
-    if sum(len(part.literal) for part in parts) > MAX_BYTES:
-        raise SourceError(f"{file.label}: has more than {MAX_BYTES} bytes between its arrays")
-    found = PurePath(file.path).name
-    name = "stdin" if file.path == STDIN else escaped_name(found)
-    if file.path != STDIN and name != found:
+    _append_gap(file, position, file.size, parts, arrays)
+    if sum(len(part.raw) for part in parts) > MAX_PASSTHROUGH_BYTES:
+        raise SourceError(f"{file.label}: has more than {MAX_PASSTHROUGH_BYTES} bytes between its arrays")
+    file_name = PurePath(file.path).name
+    name = "stdin" if file.path == STDIN else sanitize_name(file_name)
+    if file.path != STDIN and name != file_name:
         notes.append(f"the manifest calls the file {name}: no name in a manifest has all that the file's has")
-    kept = KeptFile(
-        format=kind,
+    passthrough = PassthroughFile(
+        format=format_name,
         name=name,
         nbytes=file.size,
-        sha256=_hash(file),
+        sha256=_hash_file(file),
         parts=tuple(parts),
         kv_heads=kv_heads,
-        room_bytes=sum((array_room or {}).values()),
-        array_room=array_room or {},
+        room_bytes=sum((unused_bytes_by_array or {}).values()),
+        array_room=unused_bytes_by_array or {},
         layer_numbers=layer_numbers,
     )
-    return Source(arrays, {FILE_KEY: to_json(kept)}, notes=notes)
+    return Source(arrays, {FILE_KEY: dump_passthrough(passthrough)}, notes=notes)
 
 
-def _fill(file: MappedFile, begin: int, end: int, parts: list[Part], arrays: list[NamedArray]) -> None:
+def _append_gap(file: MappedFile, begin: int, end: int, parts: list[FilePart], arrays: list[LazyArray]) -> None:
     """The bytes between two regions: literal, or an array of words and what is left of them."""
-    length = (end - begin) // 4 * 4 if end - begin > _MOST_LITERAL else 0
+    length = (end - begin) // 4 * 4 if end - begin > _MAX_RAW_RUN_BYTES else 0
     if length:
-        array = byte_array(file, f"around_{begin}", (length,), begin, length, dtype="fp32")
-        parts.append(Part(length, arrays=((array.name, length),)))
+        array = make_byte_array(file, f"around_{begin}", (length,), begin, length, dtype="fp32")
+        parts.append(FilePart(length, arrays=((array.name, length),)))
         arrays.append(array)
     if begin + length < end:
-        parts.append(Part(end - begin - length, file.view(begin + length, end - begin - length).tobytes()))
+        parts.append(FilePart(end - begin - length, file.view(begin + length, end - begin - length).tobytes()))
 
 
-def byte_array(
+def make_byte_array(
     file: MappedFile, name: str, shape: tuple[int, ...], offset: int, nbytes: int, *, dtype: str = "fp16"
-) -> NamedArray:
+) -> LazyArray:
     """Bytes of a file as they are."""
-    runs = partial(file.runs, offset, nbytes)
-    return NamedArray(name=name, dtype=dtype, shape=shape, array_dtype="|u1", reader=runs)
+    reader = partial(file.iter_chunks, offset, nbytes)
+    return LazyArray(name=name, dtype=dtype, shape=shape, array_dtype="|u1", reader=reader)
 
 
-def field_array(
+def make_field_array(
     file: MappedFile,
     name: str,
     shape: tuple[int, ...],
-    where: tuple[int, int],
-    field: tuple[int, int, int],
+    block_range: tuple[int, int],
+    field_range: tuple[int, int, int],
     array_dtype: str = "|u1",
-) -> NamedArray:
-    """A field of every block: `where` has offset and bytes of the blocks, `field` its place, its size and a block's."""
-    return NamedArray(
-        name=name, dtype="fp16", shape=shape, array_dtype=array_dtype, reader=partial(_field_runs, file, where, field)
+) -> LazyArray:
+    """A field of every block: `block_range` has offset and bytes of the blocks, `field_range` its place, its size and
+    a block's.
+    """
+    return LazyArray(
+        name=name,
+        dtype="fp16",
+        shape=shape,
+        array_dtype=array_dtype,
+        reader=partial(_iter_field_chunks, file, block_range, field_range),
     )
 
 
-def _field_runs(file: MappedFile, where: tuple[int, int], field: tuple[int, int, int], step: int) -> Iterator[Piece]:
-    (offset, nbytes), (begin, size, block) = where, field
-    count = nbytes // block
-    if step % size:  # the last of all, or a limit that cuts blocks
-        made = np.concatenate(list(_field_runs(file, where, field, count * size)))
-        yield from (made[start : start + step] for start in range(0, made.size, step))
+def _iter_field_chunks(
+    file: MappedFile, block_range: tuple[int, int], field_range: tuple[int, int, int], chunk_bytes: int
+) -> Iterator[Chunk]:
+    (offset, nbytes), (begin, field_bytes_per_block, block_bytes) = block_range, field_range
+    total_blocks = nbytes // block_bytes
+    if chunk_bytes % field_bytes_per_block:  # the last of all, or a limit that cuts blocks
+        field_bytes = np.concatenate(
+            list(_iter_field_chunks(file, block_range, field_range, total_blocks * field_bytes_per_block))
+        )
+        yield from (field_bytes[start : start + chunk_bytes] for start in range(0, field_bytes.size, chunk_bytes))
         return
-    for start in range(0, count, step // size):
-        amount = min(step // size, count - start)
-        blocks = file.view(offset + start * block, amount * block).reshape(amount, block)
-        yield np.ascontiguousarray(blocks[:, begin : begin + size]).reshape(-1)
-        file.drop(offset + start * block, amount * block)
+    for start in range(0, total_blocks, chunk_bytes // field_bytes_per_block):
+        num_blocks = min(chunk_bytes // field_bytes_per_block, total_blocks - start)
+        blocks = file.view(offset + start * block_bytes, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
+        yield np.ascontiguousarray(blocks[:, begin : begin + field_bytes_per_block]).reshape(-1)
+        file.release_pages(offset + start * block_bytes, num_blocks * block_bytes)
 
 
-def gains_by_fields(blocks: Bytes, fields: Sequence[int]) -> bool:
+def is_smaller_by_fields(blocks: Bytes, field_sizes: Sequence[int]) -> bool:
     """Whether frames of the fields of blocks, each by itself, are smaller than a frame of the blocks; by a sample.
 
     Parameters
     ----------
     blocks
         Bytes of whole blocks.
-    fields
+    field_sizes
         Bytes of each field of a block, in order.
     """
-    size = sum(fields)
-    sample = blocks[: max(1, _SAMPLE // size) * size].reshape(-1, size)
-    begins = np.cumsum([0, *fields[:-1]])
-    parts = [np.ascontiguousarray(sample[:, b : b + n]).reshape(-1) for b, n in zip(begins, fields, strict=True)]
-    apart, together = (
-        sum(len(encode(data, dtype="fp16", effort="fast")) for data in several)
-        for several in (parts, [np.ascontiguousarray(sample).reshape(-1)])
+    block_bytes = sum(field_sizes)
+    sample = blocks[: max(1, _SAMPLE_BYTES // block_bytes) * block_bytes].reshape(-1, block_bytes)
+    begins = np.cumsum([0, *field_sizes[:-1]])
+    field_buffers = [
+        np.ascontiguousarray(sample[:, b : b + n]).reshape(-1) for b, n in zip(begins, field_sizes, strict=True)
+    ]
+    separate_bytes, joint_bytes = (
+        sum(len(encode(data, dtype="fp16", effort="fast")) for data in buffers)
+        for buffers in (field_buffers, [np.ascontiguousarray(sample).reshape(-1)])
     )
-    return apart < together
+    return separate_bytes < joint_bytes
 
 
-def _hash(file: MappedFile) -> str:
+def _hash_file(file: MappedFile) -> str:
     digest = hashlib.sha256()
-    for run in file.runs(0, file.size, _STEP):
-        digest.update(run.data)
+    for chunk in file.iter_chunks(0, file.size, _READ_CHUNK_BYTES):
+        digest.update(chunk.data)
     return digest.hexdigest()
 
 
 @dataclass
-class KeptBytes:
+class PassthroughBytes:
     """The bytes of a kept file, put together from arrays as they are asked for.
 
     Parameters
     ----------
     source
         The arrays, as frames decode to them.
-    kept
+    passthrough
         How they make up the file.
     label
         What messages call it.
     """
 
     source: Source
-    kept: KeptFile
+    passthrough: PassthroughFile
     label: str
 
     def __post_init__(self) -> None:
         sizes = {array.name: array.nbytes for array in self.source.arrays}
-        check_fits(self.kept, sizes, self.label)
-        self._last: tuple[int, Bytes] | None = None
+        check_covers_arrays(self.passthrough, sizes, self.label)
+        self._decoded_part: tuple[int, Bytes] | None = None
 
     @property
     def path(self) -> str:
         """The name that the file had."""
-        return self.kept.name
+        return self.passthrough.name
 
     @property
     def size(self) -> int:
         """Bytes of the file."""
-        return self.kept.nbytes
+        return self.passthrough.nbytes
 
-    def head(self, nbytes: int) -> bytes:
+    def read_head(self, nbytes: int) -> bytes:
         """The first `nbytes` bytes, or all if there are fewer."""
         return self.view(0, min(nbytes, self.size)).tobytes()
 
@@ -216,67 +237,71 @@ class KeptBytes:
         """`nbytes` bytes from `offset`; an array is decoded whole, and kept until another is asked for."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise SourceError(f"{self.label}: needs {nbytes} bytes at offset {offset}, but the file has {self.size}")
-        found: list[Bytes] = []
+        chunks: list[Bytes] = []
         while nbytes:
-            part, begin = self.kept.part_at(offset)
-            run = self._bytes(part, begin)[offset - begin : offset - begin + nbytes]
-            found.append(run)
-            offset, nbytes = offset + run.size, nbytes - run.size
-        return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.uint8), *found])
+            part, begin = self.passthrough.find_part(offset)
+            chunk = self._get_part_bytes(part, begin)[offset - begin : offset - begin + nbytes]
+            chunks.append(chunk)
+            offset, nbytes = offset + chunk.size, nbytes - chunk.size
+        return chunks[0] if len(chunks) == 1 else np.concatenate([np.empty(0, np.uint8), *chunks])
 
-    def drop(self, offset: int, nbytes: int, /) -> None:
+    def release_pages(self, offset: int, nbytes: int, /) -> None:
         """Let go of what was decoded."""
-        self._last = None
+        self._decoded_part = None
 
-    def runs(self, offset: int, nbytes: int, step: int) -> Iterator[Bytes]:
-        """Views of `step` bytes each."""
-        for start in range(offset, offset + nbytes, step):
-            yield self.view(start, min(step, offset + nbytes - start))
-        self.drop(offset, nbytes)
+    def iter_chunks(self, offset: int, nbytes: int, chunk_bytes: int) -> Iterator[Bytes]:
+        """Views of `chunk_bytes` bytes each."""
+        for start in range(offset, offset + nbytes, chunk_bytes):
+            yield self.view(start, min(chunk_bytes, offset + nbytes - start))
+        self.release_pages(offset, nbytes)
 
-    def _bytes(self, part: Part, begin: int) -> Bytes:
+    def _get_part_bytes(self, part: FilePart, begin: int) -> Bytes:
         if not part.arrays:
-            return np.frombuffer(part.literal, np.uint8)
-        if self._last is None or self._last[0] != begin:
-            self._last = None
-            made, done = np.empty(part.nbytes, np.uint8), 0
-            for run in part_runs(self.source, part):
-                made[done : done + run.size] = run
-                done += run.size
-            self._last = begin, made
-        return self._last[1]
+            return np.frombuffer(part.raw, np.uint8)
+        if self._decoded_part is None or self._decoded_part[0] != begin:
+            self._decoded_part = None
+            part_bytes, num_filled = np.empty(part.nbytes, np.uint8), 0
+            for chunk in iter_part_chunks(self.source, part):
+                part_bytes[num_filled : num_filled + chunk.size] = chunk
+                num_filled += chunk.size
+            self._decoded_part = begin, part_bytes
+        return self._decoded_part[1]
 
 
-def part_runs(source: Source, part: Part) -> Iterator[Piece]:
+def iter_part_chunks(source: Source, part: FilePart) -> Iterator[Chunk]:
     """The bytes of a part, in order."""
     if not part.arrays:
-        yield np.frombuffer(part.literal, np.uint8)
+        yield np.frombuffer(part.raw, np.uint8)
     elif len(part.arrays) == 1:
-        yield from source[part.arrays[0][0]].pieces(_STEP)
+        yield from source[part.arrays[0][0]].iter_chunks(_READ_CHUNK_BYTES)
     else:
-        yield from _by_turns(source, part)
+        yield from _iter_interleaved_chunks(source, part)
 
 
-def _by_turns(source: Source, part: Part) -> Iterator[Piece]:
-    turns = [turn for _, turn in part.arrays]
-    rows = max(1, _STEP // sum(turns))
-    readers = [source[name].reader(rows * turn) for name, turn in part.arrays]
-    for runs in zip(*readers, strict=True):
-        yield np.concatenate([run.reshape(-1, turn) for run, turn in zip(runs, turns, strict=True)], axis=1).reshape(-1)
+def _iter_interleaved_chunks(source: Source, part: FilePart) -> Iterator[Chunk]:
+    turn_sizes = [turn_size for _, turn_size in part.arrays]
+    num_rows = max(1, _READ_CHUNK_BYTES // sum(turn_sizes))
+    readers = [source[name].reader(num_rows * turn_size) for name, turn_size in part.arrays]
+    for chunks in zip(*readers, strict=True):
+        yield np.concatenate(
+            [chunk.reshape(-1, turn_size) for chunk, turn_size in zip(chunks, turn_sizes, strict=True)], axis=1
+        ).reshape(-1)
 
 
-def reopened(source: Source, where: str) -> KeptBytes | None:
+def reopen_original(source: Source, label: str) -> PassthroughBytes | None:
     """The file that frames were made from, where it was kept whole: `source` is what they decode to."""
-    kept = kept_file(source.metadata, where)
-    return None if kept is None else KeptBytes(source, kept, where)
+    passthrough = parse_passthrough(source.metadata, label)
+    return None if passthrough is None else PassthroughBytes(source, passthrough, label)
 
 
-def as_noted(options: ReadOptions, kept: KeptFile, completeness: Completeness | None = None) -> ReadOptions:
+def apply_recorded_options(
+    options: ReadOptions, passthrough: PassthroughFile, completeness: Completeness | None = None
+) -> ReadOptions:
     """The options, with the kv heads and the layers that were noted down where they say none."""
     engine = replace(
         options.engine,
-        noted_heads=kept.kv_heads,
-        noted_layers=kept.layer_numbers,
-        noted_completeness=completeness,
+        recorded_kv_heads=passthrough.kv_heads,
+        recorded_layers=passthrough.layer_numbers,
+        recorded_completeness=completeness,
     )
     return replace(options, engine=engine)

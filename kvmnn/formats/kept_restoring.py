@@ -10,76 +10,77 @@ from pathlib import PurePath
 from typing import Any
 
 from ..bundle.frame_set import DecodeOptions, FrameSet
-from ..bundle.kept_file import KeptFile, kept_file, notes_of, whole_bytes
-from ..bundle.manifest import count_pieces
-from ..bundle.verifying import Verified
+from ..bundle.kept_file import PassthroughFile, count_bundle_bytes, describe_passthrough, parse_passthrough
+from ..bundle.manifest import count_chunks
+from ..bundle.verifying import VerifyResult
 from ..errors import LimitError, OptionError, OutputError
-from ..files.changes import Reading
+from ..files.changes import InputGuard
 from ..files.mapped import MappedFile
-from ..files.names import is_directory
-from ..files.output import FileOutput, Stream, is_device
-from ..text import count
+from ..files.names import is_directory_output
+from ..files.output import BinaryStream, FileOutput, is_device
+from ..text import pluralize
 from ..threads.pipeline import Progress
-from .array_formats import array_format
-from .frames import of_frames
-from .keeping import KeptBytes, part_runs
-from .restoring import Restored
+from .array_formats import find_array_format
+from .frames import make_frame_source
+from .keeping import PassthroughBytes, iter_part_chunks
+from .restoring import RestoreResult
 from .sinks import Sink
 
-_STEP = 8 << 20
+_HASH_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestoredFile(Restored):
+class RestoreFileResult(RestoreResult):
     """A file that was written from frames.
 
     Parameters
     ----------
-    kept
+    passthrough
         What it is.
-    whole_bytes
+    bundle_bytes
         Of frames and manifest, which it is made of.
     """
 
-    kept: KeptFile
-    whole_bytes: int
+    passthrough: PassthroughFile
+    bundle_bytes: int
 
     @property
     def raw_bytes(self) -> int:
         """Bytes of the file."""
-        return self.kept.nbytes
+        return self.passthrough.nbytes
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
-        return {**super().to_dict(), "format": self.kept.format, "sha256": self.kept.sha256}
+        return {**super().to_dict(), "format": self.passthrough.format, "sha256": self.passthrough.sha256}
 
     def __str__(self) -> str:
-        held = f"the file {self.kept.name} of {count(len(self.arrays), 'array')}"
-        line = self.said_of(held, f"frames and manifest of {self.whole_bytes:,} bytes")
+        contents_text = f"the file {self.passthrough.name} of {pluralize(len(self.arrays), 'array')}"
+        line = self.format_summary(contents_text, f"frames and manifest of {self.bundle_bytes:,} bytes")
         return line.replace("sha256 of the manifest", "sha256 of the file")
 
 
-def is_kept(frames: FrameSet, output: str | None = None) -> bool:
+def can_restore_file(frames: FrameSet, output: str | None = None) -> bool:
     """Whether frames are of a file that was kept whole, and `output` is a place for it: no other file of arrays."""
     if frames.document is None:
         return False
-    kept = kept_file(frames.document.metadata, frames.path)
-    if kept is None or output is None:
-        return kept is not None
-    of_arrays = (
-        array_format(output) is not None and PurePath(output).suffix.lower() != PurePath(kept.name).suffix.lower()
+    passthrough = parse_passthrough(frames.document.metadata, frames.path)
+    if passthrough is None or output is None:
+        return passthrough is not None
+    is_array_output = (
+        find_array_format(output) is not None
+        and PurePath(output).suffix.lower() != PurePath(passthrough.name).suffix.lower()
     )
-    return not of_arrays and not is_directory(output)
+    return not is_array_output and not is_directory_output(output)
 
 
 def restore_file(
     frames: FrameSet,
-    output: str | os.PathLike[str] | Stream,
+    output: str | os.PathLike[str] | BinaryStream,
     options: DecodeOptions | None = None,
     *,
     force: bool = False,
     progress: Progress | None = None,
-) -> RestoredFile:
+) -> RestoreFileResult:
     """Decode frames and write the file that they were made from; what was written is read back and its hash compared.
 
     Parameters
@@ -104,51 +105,53 @@ def restore_file(
     KvmnnError
         As `kvmnn.formats.restore`. Nothing is left behind then.
     """
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     options = options or DecodeOptions()
-    kept = kept_file(frames.document.metadata, frames.path) if frames.document else None
-    if kept is None or frames.document is None:
+    passthrough = parse_passthrough(frames.document.metadata, frames.path) if frames.document else None
+    if passthrough is None or frames.document is None:
         raise OptionError(f"{frames.path}: was not made from a file that is kept whole")
     frames.check_size(options)
-    if options.max_bytes is not None and kept.nbytes > options.max_bytes:
-        raise LimitError(f"{frames.path}: its file has {kept.nbytes} bytes, above the limit of {options.max_bytes}")
-    file = KeptBytes(of_frames(frames, options), kept, frames.path)
+    if options.max_bytes is not None and passthrough.nbytes > options.max_bytes:
+        raise LimitError(
+            f"{frames.path}: its file has {passthrough.nbytes} bytes, above the limit of {options.max_bytes}"
+        )
+    file = PassthroughBytes(make_frame_source(frames, options), passthrough, frames.path)
     if isinstance(output, str | os.PathLike):
-        path, reread = os.fspath(output), not is_device(output)
-        with FileOutput(path, force=force, protect=frames.files) as out:
-            _write(file, out.file, progress)
-            out.file.close()
-            if reread:
-                _check(out, kept)
-            out.commit()
+        path, is_read_back = os.fspath(output), not is_device(output)
+        with FileOutput(path, force=force, exclude=frames.files) as output_file:
+            _write_parts(file, output_file.file, progress)
+            output_file.file.close()
+            if is_read_back:
+                _verify_written_file(output_file, passthrough)
+            output_file.commit()
     else:
-        path, reread = None, False
-        with Reading():
-            _write(file, output, progress)
+        path, is_read_back = None, False
+        with InputGuard():
+            _write_parts(file, output, progress)
         output.flush()
-    return RestoredFile(
+    return RestoreFileResult(
         input=frames.path,
         output=path,
         arrays=frames.arrays,
-        verified=True,
-        reread=reread,
+        is_verified=True,
+        is_read_back=is_read_back,
         files=(),
         stored_bytes=frames.stored_bytes,
-        seconds=time.perf_counter() - started,
-        kept=kept,
-        whole_bytes=whole_bytes(frames.document),
+        seconds=time.perf_counter() - start_time,
+        passthrough=passthrough,
+        bundle_bytes=count_bundle_bytes(frames.document),
     )
 
 
 def verify_file(
     frames: FrameSet, options: DecodeOptions | None = None, *, progress: Progress | None = None
-) -> Verified:
+) -> VerifyResult:
     """Put the file together that frames were made from, without writing it, and compare its hash.
 
     Parameters and errors are those of `restore_file`: a difference is one.
     """
-    made = restore_file(frames, _Nowhere(), options, progress=progress)
-    return Verified(
+    restore_result = restore_file(frames, _NullStream(), options, progress=progress)
+    return VerifyResult(
         input=frames.path,
         against=(),
         proof="sha256",
@@ -156,15 +159,15 @@ def verify_file(
         raw_bytes=frames.raw_bytes,
         stored_bytes=frames.stored_bytes,
         arrays=len(frames.arrays),
-        **count_pieces(frames.arrays)._asdict(),
-        seconds=made.seconds,
-        file=made.kept.name,
-        notes=tuple(notes_of(frames.document, frames.path)) if frames.document else (),
-        room_bytes=made.kept.room_bytes,
+        **count_chunks(frames.arrays)._asdict(),
+        seconds=restore_result.seconds,
+        restored_file_name=restore_result.passthrough.name,
+        notes=tuple(describe_passthrough(frames.document, frames.path)) if frames.document else (),
+        room_bytes=restore_result.passthrough.room_bytes,
     )
 
 
-class _Nowhere:
+class _NullStream:
     """A stream that keeps nothing."""
 
     def write(self, data: bytes | memoryview, /) -> int:
@@ -174,23 +177,23 @@ class _Nowhere:
         pass
 
 
-def _write(file: KeptBytes, sink: Sink, progress: Progress | None) -> None:
+def _write_parts(file: PassthroughBytes, sink: Sink, progress: Progress | None) -> None:
     """All parts in order; `OutputError` where they are not the file, whose hash is noted down."""
     digest = hashlib.sha256()
-    for part in file.kept.parts:
-        for run in part_runs(file.source, part):
-            digest.update(run.data)
-            sink.write(run.data)
+    for part in file.passthrough.parts:
+        for chunk in iter_part_chunks(file.source, part):
+            digest.update(chunk.data)
+            sink.write(chunk.data)
             if progress and part.arrays:
-                progress(run.size)
-            del run
-    if digest.hexdigest() != file.kept.sha256:
+                progress(chunk.size)
+            del chunk
+    if digest.hexdigest() != file.passthrough.sha256:
         raise OutputError(f"{file.label}: what its parts make up does not match the sha256 of the file")
 
 
-def _check(out: FileOutput, kept: KeptFile) -> None:
-    digest, written = hashlib.sha256(), MappedFile(out.file.path)
-    for run in written.runs(0, written.size, _STEP):
-        digest.update(run.data)
-    if digest.hexdigest() != kept.sha256:
-        raise OutputError(f"{out.target}: does not read back as it was written")
+def _verify_written_file(output_file: FileOutput, passthrough: PassthroughFile) -> None:
+    digest, written_file = hashlib.sha256(), MappedFile(output_file.file.path)
+    for chunk in written_file.iter_chunks(0, written_file.size, _HASH_CHUNK_BYTES):
+        digest.update(chunk.data)
+    if digest.hexdigest() != passthrough.sha256:
+        raise OutputError(f"{output_file.target}: does not read back as it was written")

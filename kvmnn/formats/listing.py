@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..arrays.completeness import Completeness, completeness_document
-from ..arrays.engine_cache import EngineCache
-from ..arrays.layer_states import list_states, runs_by_layer
+from ..arrays.completeness import Completeness, build_completeness_document
+from ..arrays.engine_cache import EngineCacheInfo
+from ..arrays.layer_states import describe_layer_states, position_runs_by_layer
 from ..arrays.named_array import ArrayInfo
 from ..arrays.source import Source
 from ..errors import KvmnnError
-from ..packed.cache_info import Ranges
-from ..text import count
-from .noted_positions import held_by
+from ..packed.cache_info import PositionRuns
+from ..text import pluralize
+from .noted_positions import read_positions_by_layer
 
-LISTED = 1000
+MAX_LISTED_ARRAYS = 1000
 """Arrays, and lines about others, that the command shows unless it is told to show all."""
 
 
@@ -33,7 +33,7 @@ class ArraysInfo:
     skipped
         One line for each other one.
     arrays_left_out, skipped_left_out
-        How many more there are of each (`first`).
+        How many more there are of each (`truncate`).
     engine_cache
         What the cache of another engine says of itself, where it is one.
     notes
@@ -49,10 +49,10 @@ class ArraysInfo:
     skipped: Sequence[str] = ()
     arrays_left_out: int = 0
     skipped_left_out: int = 0
-    engine_cache: EngineCache | None = None
+    engine_cache: EngineCacheInfo | None = None
     notes: Sequence[str] = ()
     completeness: Completeness | None = None
-    positions: Mapping[int, Ranges] = field(default_factory=dict)
+    positions: Mapping[int, PositionRuns] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -75,37 +75,37 @@ class ArraysInfo:
             "skipped": list(self.skipped),
             "skipped_left_out": self.skipped_left_out,
             **({"engine_cache": self.engine_cache.to_dict()} if self.engine_cache else {}),
-            **completeness_document(self.completeness),
+            **build_completeness_document(self.completeness),
             "notes": list(self.notes),
         }
 
-    def first(self, most: int = LISTED) -> ArraysInfo:
+    def truncate(self, max_listed: int = MAX_LISTED_ARRAYS) -> ArraysInfo:
         """The first arrays and the first others: a file may have a million."""
         return replace(
             self,
-            arrays=self.arrays[:most],
-            skipped=self.skipped[:most],
-            arrays_left_out=self.arrays_left_out + max(0, len(self.arrays) - most),
-            skipped_left_out=self.skipped_left_out + max(0, len(self.skipped) - most),
+            arrays=self.arrays[:max_listed],
+            skipped=self.skipped[:max_listed],
+            arrays_left_out=self.arrays_left_out + max(0, len(self.arrays) - max_listed),
+            skipped_left_out=self.skipped_left_out + max(0, len(self.skipped) - max_listed),
         )
 
     def __str__(self) -> str:
-        lines = [f"{self.path}: {count(len(self.arrays) + self.arrays_left_out, 'array')} to encode"]
+        lines = [f"{self.path}: {pluralize(len(self.arrays) + self.arrays_left_out, 'array')} to encode"]
         lines += [f"  {self.engine_cache}"] if self.engine_cache else []
-        lines += [f"  {line}" for line in list_states(self.completeness, self.positions)]
+        lines += [f"  {line}" for line in describe_layer_states(self.completeness, self.positions)]
         lines += [
             f"  {array.name}: {array.type_name} {list(array.shape)} {array.order}, {array.nbytes:,} bytes"
             for array in self.arrays
         ]
-        lines += _more(self.arrays_left_out)
+        lines += _format_omitted(self.arrays_left_out)
         lines += [f"  not: {line}" for line in self.skipped]
-        lines += _more(self.skipped_left_out)
+        lines += _format_omitted(self.skipped_left_out)
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
-def _more(left: int) -> list[str]:
-    return [f"  and {left:,} more: -v lists all"] if left else []
+def _format_omitted(num_omitted: int) -> list[str]:
+    return [f"  and {num_omitted:,} more: -v lists all"] if num_omitted else []
 
 
 def inspect(source: Source) -> ArraysInfo:
@@ -113,17 +113,17 @@ def inspect(source: Source) -> ArraysInfo:
     return ArraysInfo(
         path=" ".join(source.inputs),
         arrays=source.arrays,
-        skipped=source.skipped,
+        skipped=source.skipped_arrays,
         engine_cache=source.engine_cache,
         notes=tuple(source.notes),
         completeness=source.completeness,
-        positions=_positions(source),
+        positions=_find_position_runs(source),
     )
 
 
-def _positions(source: Source) -> dict[int, Ranges]:
+def _find_position_runs(source: Source) -> dict[int, PositionRuns]:
     """Return the positions of each layer that are known; a damaged document of them is another verb's error."""
     try:
-        return runs_by_layer(held_by(source))
+        return position_runs_by_layer(read_positions_by_layer(source))
     except KvmnnError:
         return {}

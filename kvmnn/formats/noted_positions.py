@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays.held_tokens import Held, held_tokens
-from ..arrays.layers import sorted_layers
+from ..arrays.held_tokens import PositionMap, read_token_positions
+from ..arrays.layers import collect_layers
 from ..arrays.source import Source
-from ..bundle.beside import POSITIONS
+from ..bundle.beside import POSITIONS_NAME
 from ..dtypes import Positions
 from ..errors import SourceError
-from ..files.json_document import Node, parse
-from .beside import text_beside
+from ..files.json_document import JsonReader, parse_document
+from .beside import read_sidecar
 
 _MAX_TOKENS = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
-class Noted:
+class PositionsSidecar:
     """What the document says.
 
     Attributes
@@ -41,23 +41,28 @@ class Noted:
     @property
     def is_rerotated(self) -> bool:
         """Whether K of any layer was rotated to other positions than those in the text."""
-        return any(places is not None for places in self.text_positions)
+        return any(positions is not None for positions in self.text_positions)
 
     @property
-    def in_text(self) -> tuple[Positions, ...]:
+    def positions_in_text(self) -> tuple[Positions, ...]:
         """True positions in the text of every layer's tokens."""
-        others = self.text_positions or (None,) * len(self.positions)
-        return tuple(rotated if true is None else true for rotated, true in zip(self.positions, others, strict=True))
+        text_positions = self.text_positions or (None,) * len(self.positions)
+        return tuple(
+            layer_positions if text_layer_positions is None else text_layer_positions
+            for layer_positions, text_layer_positions in zip(self.positions, text_positions, strict=True)
+        )
 
 
-def noted_positions(source: Source, tokens: Sequence[int], numbers: Sequence[int] | None = None) -> Noted | None:
+def read_positions_sidecar(
+    source: Source, tokens: Sequence[int], layer_numbers: Sequence[int] | None = None
+) -> PositionsSidecar | None:
     """The true positions of every layer's tokens, where the input is a directory that says them or was made of one.
 
     Parameters
     ----------
     tokens
         Of each layer.
-    numbers
+    layer_numbers
         Of the layers, where they may be some of more; None for all that there are.
 
     Returns
@@ -69,27 +74,29 @@ def noted_positions(source: Source, tokens: Sequence[int], numbers: Sequence[int
     ManifestError, SourceError
         For a document that is none, or is not of these layers.
     """
-    found = text_beside(source, POSITIONS)
-    if found is None:
+    sidecar = read_sidecar(source, POSITIONS_NAME)
+    if sidecar is None:
         return None
-    text, path = found
-    document = parse(text, path)
-    layers = document.at("layers").items()
-    if numbers is not None and len(layers) > len(tokens):
-        said = {_number(entry, place): entry for place, entry in enumerate(layers)}
-        layers = [said[number] for number in numbers if number in said]
+    text, path = sidecar
+    document = parse_document(text, path)
+    layers = document.get("layers").read_list()
+    if layer_numbers is not None and len(layers) > len(tokens):
+        entry_by_layer = {_parse_layer_number(entry, index): entry for index, entry in enumerate(layers)}
+        layers = [entry_by_layer[layer_number] for layer_number in layer_numbers if layer_number in entry_by_layer]
     if len(layers) != len(tokens):
         raise SourceError(f"{path}: has positions of {len(layers)} layers: the arrays are of {len(tokens)}")
-    positions = tuple(_places(layer.at("positions"), count) for layer, count in zip(layers, tokens, strict=True))
-    seen = document.at("tokens_seen").integer(1) if "tokens_seen" in document.value else None
-    in_text = tuple(
-        _places(layer.at("text_positions"), count) if "text_positions" in layer.value else None
+    positions = tuple(
+        _parse_positions(layer.get("positions"), count) for layer, count in zip(layers, tokens, strict=True)
+    )
+    tokens_seen = document.get("tokens_seen").read_int(1) if "tokens_seen" in document.value else None
+    text_positions = tuple(
+        _parse_positions(layer.get("text_positions"), count) if "text_positions" in layer.value else None
         for layer, count in zip(layers, tokens, strict=True)
     )
-    return Noted(positions, seen, in_text)
+    return PositionsSidecar(positions, tokens_seen, text_positions)
 
 
-def is_of_dump_kv(source: Source) -> bool:
+def is_dump_kv_folder(source: Source) -> bool:
     """Return whether the arrays are those of a folder of ``.npy`` files that `dump-kv` wrote: [kv_head, token, dim].
 
     Raises
@@ -97,38 +104,44 @@ def is_of_dump_kv(source: Source) -> bool:
     ManifestError
         For a document that is none.
     """
-    found = text_beside(source, POSITIONS)
-    if found is None or any(len(array.shape) != 3 for array in source.arrays):
+    sidecar = read_sidecar(source, POSITIONS_NAME)
+    if sidecar is None or any(len(array.shape) != 3 for array in source.arrays):
         return False
-    document = parse(*found)
-    layers = document.at("layers").items() if isinstance(document.value, dict) and "kvmnn" in document.value else []
+    document = parse_document(*sidecar)
+    layers = (
+        document.get("layers").read_list() if isinstance(document.value, dict) and "kvmnn" in document.value else []
+    )
     if not layers or document.value.get("format") != "npy":
         return False
     tokens = {layer.value.get("tokens") for layer in layers if isinstance(layer.value, dict)}
     return {array.shape[1] for array in source.arrays} <= tokens
 
 
-def held_by(source: Source) -> Held:
-    """Which tokens of the text each layer holds, wherever the source says it; raises as `noted_positions`."""
+def read_positions_by_layer(source: Source) -> PositionMap:
+    """Which tokens of the text each layer holds, wherever the source says it; raises as `read_positions_sidecar`."""
     try:
-        keys = {entry.layer: entry for entry in sorted_layers(source, keys_alone=True)}
+        key_arrays = {entry.layer: entry for entry in collect_layers(source, allow_keys_only=True)}
     except SourceError:
-        return held_tokens(source)
-    noted = noted_positions(source, [entry.geometry[1] for entry in keys.values()], list(keys))
-    return held_tokens(source) if noted is None else dict(zip(keys, noted.in_text, strict=True))
+        return read_token_positions(source)
+    sidecar = read_positions_sidecar(source, [entry.geometry[1] for entry in key_arrays.values()], list(key_arrays))
+    return (
+        read_token_positions(source)
+        if sidecar is None
+        else dict(zip(key_arrays, sidecar.positions_in_text, strict=True))
+    )
 
 
-def _number(layer: Node, place: int) -> int:
+def _parse_layer_number(layer: JsonReader, index: int) -> int:
     """Which layer it is of: its place among them, where it does not say."""
-    return layer.at("layer").integer(0) if isinstance(layer.value, dict) and "layer" in layer.value else place
+    return layer.get("layer").read_int(0) if isinstance(layer.value, dict) and "layer" in layer.value else index
 
 
-def _places(said: Node, tokens: int) -> Positions:
-    values = said.value
-    by_head = isinstance(values, list) and values and all(isinstance(value, list) for value in values)
-    for row in values if by_head else [values]:
+def _parse_positions(node: JsonReader, tokens: int) -> Positions:
+    values = node.value
+    is_per_head = isinstance(values, list) and values and all(isinstance(value, list) for value in values)
+    for row in values if is_per_head else [values]:
         if not isinstance(row, list) or not all(type(value) is int and 0 <= value <= _MAX_TOKENS for value in row):
-            raise said.wrong("a list of positions")
+            raise node.error("a list of positions")
         if len(row) != tokens or (np.diff(row) <= 0).any():
-            raise said.wrong(f"{tokens} ascending positions, one for each token of the arrays")
+            raise node.error(f"{tokens} ascending positions, one for each token of the arrays")
     return np.array(values, np.int64)

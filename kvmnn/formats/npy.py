@@ -14,45 +14,47 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy_format
 
-from ..arrays.named_array import ArrayInfo, NamedArray, Order, UnsupportedArrayError
+from ..arrays.named_array import ArrayInfo, LazyArray, Order, UnsupportedArrayError
 from ..arrays.source import Source
-from ..arrays.valid_names import name_of_file
-from ..checks import shown
+from ..arrays.valid_names import array_name_from_path
+from ..checks import repr_short
 from ..dtypes import parse_numpy_type
 from ..errors import ArrayTypeError, SourceError
 from ..files.mapped import STDIN, MappedFile
 from .options import ReadOptions
 from .raw import write_raw
-from .reading import checked, dtype_name
-from .sinks import Runs, Sink
+from .reading import resolve_dtype_name, validate_array
+from .sinks import ArrayChunks, Sink
 
 MAGIC = npy_format.MAGIC_PREFIX
-MAX_HEADER = 1 << 16
+MAX_NPY_HEADER_BYTES = 1 << 16
 """Bytes of a file in which its header must lie."""
-_MAX_TEXT = 10_000  # as numpy's own reader has it
-_MAX_LENGTH = 1 << 128  # far above what a file holds, and Python writes it down: thousands of digits it refuses
-_LONG = re.compile(r"\b([0-9]+)L\b")
+_MAX_HEADER_TEXT_BYTES = 10_000  # as numpy's own reader has it
+_MAX_AXIS_LENGTH = 1 << 128  # far above what a file holds, and Python writes it down: thousands of digits it refuses
+_PYTHON2_LONG_REGEX = re.compile(r"\b([0-9]+)L\b")
 
 
-class Header:
-    """The parsed header of a ``.npy`` file: `shape`, `order`, numpy `dtype`, and `size`, its own length in bytes."""
+class NpyHeader:
+    """The parsed header of a ``.npy`` file: `shape`, `order`, numpy `dtype`, and `header_bytes`, its own length in
+    bytes.
+    """
 
-    def __init__(self, head: bytes, where: str) -> None:
+    def __init__(self, head: bytes, label: str) -> None:
         try:
-            fields, self.size = _header_fields(head)
+            fields, self.header_bytes = _parse_header_fields(head)
         except (ValueError, SyntaxError, MemoryError, RecursionError) as exc:  # the last three are ast.literal_eval's
             reason = (str(exc).splitlines() or [type(exc).__name__])[0]
-            raise SourceError(f"{where}: not a valid .npy header: {reason[:200]}") from None
+            raise SourceError(f"{label}: not a valid .npy header: {reason[:200]}") from None
         shape = fields["shape"]
-        if any(type(n) is not int or not 0 <= n < _MAX_LENGTH for n in shape) or len(shape) > 64:
-            lengths = ", ".join(shown(n) if type(n) is int else f"a {type(n).__name__}" for n in shape)
-            raise SourceError(f"{where}: .npy header has an impossible shape ({lengths:.200})")
+        if any(type(n) is not int or not 0 <= n < _MAX_AXIS_LENGTH for n in shape) or len(shape) > 64:
+            lengths = ", ".join(repr_short(n) if type(n) is int else f"a {type(n).__name__}" for n in shape)
+            raise SourceError(f"{label}: .npy header has an impossible shape ({lengths:.200})")
         self.shape: tuple[int, ...] = shape
         self.order: Order = "F" if fields["fortran_order"] else "C"
         try:
             self.dtype: np.dtype[Any] = parse_numpy_type(fields["descr"])
         except ArrayTypeError as exc:
-            raise UnsupportedArrayError(f"{where}: {exc}") from None
+            raise UnsupportedArrayError(f"{label}: {exc}") from None
 
     @property
     def nbytes(self) -> int:
@@ -60,7 +62,7 @@ class Header:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _header_fields(head: bytes) -> tuple[dict[str, Any], int]:
+def _parse_header_fields(head: bytes) -> tuple[dict[str, Any], int]:
     """The three fields of a header, types of Python checked, and its length in bytes; `ValueError` for a bad one.
 
     numpy's own reader hands the text of the type to ``numpy.dtype``, which some texts crash.
@@ -72,15 +74,17 @@ def _header_fields(head: bytes) -> tuple[dict[str, Any], int]:
         raise ValueError(f"format version {version[0]}.{version[1]} is unknown")
     start = 10 if version == (1, 0) else 12
     nbytes = int.from_bytes(head[8:start], "little")
-    if nbytes > _MAX_TEXT or len(head) < start + nbytes:
-        raise ValueError(f"it has {nbytes:,} bytes, expected at most {min(_MAX_TEXT, len(head) - start):,}")
+    if nbytes > _MAX_HEADER_TEXT_BYTES or len(head) < start + nbytes:
+        raise ValueError(
+            f"it has {nbytes:,} bytes, expected at most {min(_MAX_HEADER_TEXT_BYTES, len(head) - start):,}"
+        )
     text = head[start : start + nbytes].decode("utf-8" if version == (3, 0) else "latin-1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of odd literals
         try:
             fields = ast.literal_eval(text.strip())
         except SyntaxError:
-            fields = ast.literal_eval(_LONG.sub(r"\1", text.strip()))  # Python 2 wrote shapes as (3L, 4L)
+            fields = ast.literal_eval(_PYTHON2_LONG_REGEX.sub(r"\1", text.strip()))  # Python 2 wrote shapes as (3L, 4L)
     if not isinstance(fields, dict) or fields.keys() != {"descr", "fortran_order", "shape"}:
         raise ValueError("expected the fields descr, fortran_order and shape")
     if not isinstance(fields["shape"], tuple) or not isinstance(fields["fortran_order"], bool):
@@ -101,26 +105,26 @@ def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
     SourceError
         For a bad header, an object or structured type, and data shorter or longer than the header says.
     """
-    where = file.label
-    header = Header(file.head(MAX_HEADER), where)
-    name = "stdin" if file.path == STDIN else name_of_file(file.path)
-    dtype = dtype_name(header.dtype, options, where)
-    found = file.size - header.size
-    if found != header.nbytes:
-        what = "is truncated" if found < header.nbytes else "has trailing bytes"
+    label = file.label
+    header = NpyHeader(file.read_head(MAX_NPY_HEADER_BYTES), label)
+    name = "stdin" if file.path == STDIN else array_name_from_path(file.path)
+    dtype = resolve_dtype_name(header.dtype, options, label)
+    data_bytes = file.size - header.header_bytes
+    if data_bytes != header.nbytes:
+        problem = "is truncated" if data_bytes < header.nbytes else "has trailing bytes"
         raise SourceError(
-            f"{where}: {what}: the header promises {header.nbytes} bytes of data (shape {list(header.shape)}, "
-            f"{header.dtype}), the file holds {found}"
+            f"{label}: {problem}: the header promises {header.nbytes} bytes of data (shape {list(header.shape)}, "
+            f"{header.dtype}), the file holds {data_bytes}"
         )
-    array = NamedArray(
+    array = LazyArray(
         name=name,
         dtype=dtype,
         shape=header.shape,
         array_dtype=header.dtype.str,
         order=header.order,
-        reader=partial(file.runs, header.size, header.nbytes),
+        reader=partial(file.iter_chunks, header.header_bytes, header.nbytes),
     )
-    return Source([checked(array, where, options)])
+    return Source([validate_array(array, label, options)])
 
 
 def write_header(sink: Sink, array: ArrayInfo) -> None:
@@ -137,7 +141,7 @@ def write_header(sink: Sink, array: ArrayInfo) -> None:
     sink.write(buffer.getvalue())
 
 
-def write_npy(sink: Sink, arrays: Sequence[ArrayInfo], runs: Runs, metadata: dict[str, str]) -> None:
+def write_npy(sink: Sink, arrays: Sequence[ArrayInfo], chunks: ArrayChunks, metadata: dict[str, str]) -> None:
     """One array as ``numpy.save`` writes it."""
     write_header(sink, arrays[0])
-    write_raw(sink, arrays, runs, metadata)
+    write_raw(sink, arrays, chunks, metadata)

@@ -18,20 +18,28 @@ from functools import partial
 
 import numpy as np
 
-from ..arrays.named_array import ArrayInfo, NamedArray, Piece
-from ..arrays.source import BESIDE_KEY, COMPLETENESS_KEY, ENGINE_KEY, Source
+from ..arrays.named_array import ArrayInfo, Chunk, LazyArray
+from ..arrays.source import COMPLETENESS_KEY, ENGINE_KEY, SIDECAR_KEY, Source
 from ..errors import LimitError, SourceError
-from ..files.json_document import parse
+from ..files.json_document import parse_document
 from ..files.mapped import MappedFile
-from ..files.names import member_names
-from ..files.zip_archive import MAX_COMMENT, STORED, Inflater, Member, ZipArchive, ZipError, first_member
+from ..files.names import make_member_names
+from ..files.zip_archive import (
+    MAX_COMMENT_BYTES,
+    METHOD_STORED,
+    Inflater,
+    ZipArchive,
+    ZipError,
+    ZipMember,
+    read_first_member_name,
+)
 from ..packed.cache_info import METADATA_KEY
 from . import npy
-from .npy import MAX_HEADER, Header
+from .npy import MAX_NPY_HEADER_BYTES, NpyHeader
 from .options import ReadOptions
-from .raw import own_bytes
-from .reading import checked, dtype_name, select, with_bytes
-from .sinks import Runs, SeekableSink, beginnings
+from .raw import convert_to_declared_byte_order
+from .reading import add_byte_fallback, resolve_dtype_name, select_tensors, validate_array
+from .sinks import ArrayChunks, SeekableSink, mark_first_chunks
 
 
 def read(path: str, options: ReadOptions) -> Source:
@@ -41,110 +49,113 @@ def read(path: str, options: ReadOptions) -> Source:
 
 def is_npz(head: bytes) -> bool:
     """Whether a file that begins with `head` is a zip archive whose first member is a ``.npy`` file."""
-    return first_member(head).endswith(b".npy")
+    return read_first_member_name(head).endswith(b".npy")
 
 
 def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
     """The same of an open file."""
-    with _naming(file.label):
+    with _wrap_zip_errors(file.label):
         archive = ZipArchive(file)
     for member in archive.members:
         if not member.name.endswith(".npy"):
-            raise SourceError(f"{file.label}: {member.where} is not a .npy file")
-    metadata = _metadata(archive.comment, file.label)
-    members = [_Member(archive, member) for member in archive.members]
-    both = options, with_bytes(options, metadata)
-    entries = [(member.name.removesuffix(".npy"), partial(_array, member, *both)) for member in members]
-    arrays, skipped = select(file.label, entries, options)
-    return Source(arrays, metadata, skipped=skipped)
+            raise SourceError(f"{file.label}: {member.label} is not a .npy file")
+    metadata = _parse_comment(archive.comment, file.label)
+    members = [_NpzMember(archive, member) for member in archive.members]
+    option_pair = options, add_byte_fallback(options, metadata)
+    entries = [
+        (member.name.removesuffix(".npy"), partial(_make_member_array, member, *option_pair)) for member in members
+    ]
+    arrays, skipped = select_tensors(file.label, entries, options)
+    return Source(arrays, metadata, skipped_arrays=skipped)
 
 
-_KEPT = (ENGINE_KEY, METADATA_KEY, BESIDE_KEY, COMPLETENESS_KEY)
+_STORED_METADATA_KEYS = (ENGINE_KEY, METADATA_KEY, SIDECAR_KEY, COMPLETENESS_KEY)
 
 
-def comment_of(metadata: Mapping[str, str]) -> bytes | None:
+def build_comment(metadata: Mapping[str, str]) -> bytes | None:
     """The comment of an archive with this metadata; None where none is long enough for it."""
-    kept = {key: metadata[key] for key in _KEPT if key in metadata}
-    text = json.dumps(kept).encode() if kept else b""
-    return text if len(text) <= MAX_COMMENT else None
+    stored_metadata = {key: metadata[key] for key in _STORED_METADATA_KEYS if key in metadata}
+    text = json.dumps(stored_metadata).encode() if stored_metadata else b""
+    return text if len(text) <= MAX_COMMENT_BYTES else None
 
 
-def _metadata(comment: bytes, path: str) -> dict[str, str]:
-    if not any(comment.startswith(f'{{"{key}"'.encode()) for key in _KEPT):
+def _parse_comment(comment: bytes, path: str) -> dict[str, str]:
+    if not any(comment.startswith(f'{{"{key}"'.encode()) for key in _STORED_METADATA_KEYS):
         return {}  # somebody else's
-    said = parse(comment.decode(errors="replace"), f"{path}: the archive's comment").text_map()
-    return {key: said[key] for key in _KEPT if key in said}
+    comment_metadata = parse_document(comment.decode(errors="replace"), f"{path}: the archive's comment").read_str_map()
+    return {key: comment_metadata[key] for key in _STORED_METADATA_KEYS if key in comment_metadata}
 
 
-def _array(member: _Member, options: ReadOptions, of_bytes: ReadOptions) -> NamedArray:
-    header = Header(member.head(), member.where)
-    dtype = dtype_name(header.dtype, of_bytes if header.dtype == np.uint8 else options, member.where)
-    if header.size + header.nbytes != member.size:
+def _make_member_array(member: _NpzMember, options: ReadOptions, byte_options: ReadOptions) -> LazyArray:
+    header = NpyHeader(member.read_head(), member.label)
+    dtype = resolve_dtype_name(header.dtype, byte_options if header.dtype == np.uint8 else options, member.label)
+    if header.header_bytes + header.nbytes != member.size:
         raise SourceError(
-            f"{member.where}: the .npy header promises {header.nbytes} bytes of data after {header.size} of header, "
+            f"{member.label}: the .npy header promises {header.nbytes} bytes of data after {header.header_bytes} of "
+            f"header, "
             f"the archive says {member.size} in all"
         )
-    array = NamedArray(
+    array = LazyArray(
         name=member.name.removesuffix(".npy"),
         dtype=dtype,
         shape=header.shape,
         array_dtype=header.dtype.str,
         order=header.order,
-        reader=partial(member.runs, header.size),
+        reader=partial(member.iter_chunks, header.header_bytes),
     )
-    return checked(array, member.where, options)
+    return validate_array(array, member.label, options)
 
 
-class _Member:
+class _NpzMember:
     """One file in the archive."""
 
-    def __init__(self, archive: ZipArchive, member: Member) -> None:
+    def __init__(self, archive: ZipArchive, member: ZipMember) -> None:
         self.name = member.name
         self.size = member.nbytes
-        self.where = f"{archive.file.label}: {member.where}"
+        self.label = f"{archive.file.label}: {member.label}"
         self._archive = archive
         self._member = member
 
-    def head(self) -> bytes:
+    def read_head(self) -> bytes:
         """Enough of its beginning to hold a ``.npy`` header."""
-        nbytes = min(MAX_HEADER, self.size)
-        with self._naming():
-            if self._member.method == STORED:
-                begin, _ = self._archive.packed(self._member)
+        nbytes = min(MAX_NPY_HEADER_BYTES, self.size)
+        with self._wrap_errors():
+            if self._member.method == METHOD_STORED:
+                begin, _ = self._archive.locate_data(self._member)
                 return self._archive.file.view(begin, nbytes).tobytes()
-            return self._inflater().read(nbytes).tobytes()
+            return self._make_inflater().read(nbytes).tobytes()
 
-    def runs(self, skip: int, step: int) -> Iterator[Piece]:
-        """The data from `skip` on in runs of `step` bytes; then its checksum is compared."""
-        with self._naming():
-            if self._member.method == STORED:
-                begin, _ = self._archive.packed(self._member)
-                crc = zlib.crc32(self._archive.file.view(begin, skip).data)
-                pieces = self._archive.file.runs(begin + skip, self.size - skip, step)
+    def iter_chunks(self, skip_bytes: int, chunk_bytes: int) -> Iterator[Chunk]:
+        """The data from `skip_bytes` on in runs of `chunk_bytes` bytes; then its checksum is compared."""
+        with self._wrap_errors():
+            if self._member.method == METHOD_STORED:
+                begin, _ = self._archive.locate_data(self._member)
+                crc = zlib.crc32(self._archive.file.view(begin, skip_bytes).data)
+                chunks = self._archive.file.iter_chunks(begin + skip_bytes, self.size - skip_bytes, chunk_bytes)
             else:
-                inflater = self._inflater()
-                crc = zlib.crc32(inflater.read(skip).data)
-                pieces = inflater.runs(self.size - skip, step)
-            for piece in pieces:
-                crc = zlib.crc32(piece.data, crc)
-                yield piece
-                del piece
+                inflater = self._make_inflater()
+                crc = zlib.crc32(inflater.read(skip_bytes).data)
+                chunks = inflater.iter_chunks(self.size - skip_bytes, chunk_bytes)
+            for chunk in chunks:
+                crc = zlib.crc32(chunk.data, crc)
+                yield chunk
+                del chunk
         if crc != self._member.crc:
-            raise SourceError(f"{self.where}: the data does not match its checksum")
+            raise SourceError(f"{self.label}: the data does not match its checksum")
 
-    def _inflater(self) -> Inflater:
-        begin, nbytes = self._archive.packed(self._member)
-        return Inflater(self._archive.file, begin, nbytes, self._member.where)
+    def _make_inflater(self) -> Inflater:
+        begin, nbytes = self._archive.locate_data(self._member)
+        return Inflater(self._archive.file, begin, nbytes, self._member.label)
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _wrap_errors(self) -> Iterator[None]:
         """Put the file's name in front of what is said of the archive."""
-        with _naming(self._archive.file.label):
+        with _wrap_zip_errors(self._archive.file.label):
             yield
 
 
 @contextmanager
-def _naming(label: str) -> Iterator[None]:
+def _wrap_zip_errors(label: str) -> Iterator[None]:
     try:
         yield
     except ZipError as exc:
@@ -153,16 +164,16 @@ def _naming(label: str) -> Iterator[None]:
         raise LimitError(f"{label}: {exc}") from None
 
 
-def write_npz(sink: SeekableSink, arrays: Sequence[ArrayInfo], runs: Runs, metadata: dict[str, str]) -> None:
+def write_npz(sink: SeekableSink, arrays: Sequence[ArrayInfo], chunks: ArrayChunks, metadata: dict[str, str]) -> None:
     """All arrays as ``numpy.savez`` writes them, uncompressed and with a fixed date."""
-    names = member_names([array.name for array in arrays], ".npy", ".npz")
+    names = make_member_names([array.name for array in arrays], ".npy", ".npz")
     with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED, allowZip64=True) as archive, ExitStack() as open_member:
-        archive.comment = comment_of(metadata) or b""
-        for index, data, begins in beginnings(runs):
-            if begins:
+        archive.comment = build_comment(metadata) or b""
+        for index, data, is_first in mark_first_chunks(chunks):
+            if is_first:
                 open_member.close()
                 info = zipfile.ZipInfo(names[index])
                 member = open_member.enter_context(archive.open(info, "w", force_zip64=True))
                 npy.write_header(member, arrays[index])
-            member.write(own_bytes(arrays[index], data).data)
+            member.write(convert_to_declared_byte_order(arrays[index], data).data)
             del data

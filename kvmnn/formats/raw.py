@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from functools import partial
 
 from .. import dtypes
-from ..arrays.named_array import ArrayInfo, NamedArray, Piece, swap_words
+from ..arrays.named_array import ArrayInfo, Chunk, LazyArray, byteswap
 from ..arrays.source import Source
-from ..arrays.valid_names import name_of_file
+from ..arrays.valid_names import array_name_from_path
 from ..dtypes import FLOAT8_NAMES
 from ..errors import MissingOptionError, SourceError
 from ..files.mapped import STDIN, MappedFile
 from .options import ReadOptions
-from .raw_pages import Page, page_in
-from .reading import FLOAT8_WORDS, check_own_type, checked
-from .sinks import Runs, Sink
-from .unknown import HEAD_BYTES, file_not_known, looks_known
+from .raw_pages import PageInfo, parse_page_name
+from .reading import FLOAT8_FRAME_DTYPE, check_declared_dtype, validate_array
+from .sinks import ArrayChunks, Sink
+from .unknown import HEAD_BYTES, explain_unknown_file, is_recognized
 
 
 def read(path: str, options: ReadOptions) -> Source:
@@ -26,47 +26,47 @@ def read(path: str, options: ReadOptions) -> Source:
 
 def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
     """One 1-D array: all words of an open file."""
-    page = page_in(file.path)
+    page = parse_page_name(file.path)
     if page is not None and not page.can_be(options.dtype):
-        check_own_type(page.dtype, options, file.label)
-    names = [options.dtype] if options.dtype else [page.dtype] if page and page.dtype else options.fallbacks
-    if not names:
-        head = file.head(HEAD_BYTES)
-        error = SourceError if looks_known(file.path, head) else MissingOptionError
-        raise error(
-            f"{file.label}: {file_not_known(file.path, head)}; raw bytes need a dtype (--dtype fp16, bf16 or "
+        check_declared_dtype(page.dtype, options, file.label)
+    dtype_names = [options.dtype] if options.dtype else [page.dtype] if page and page.dtype else options.fallback_dtypes
+    if not dtype_names:
+        head = file.read_head(HEAD_BYTES)
+        error_type = SourceError if is_recognized(file.path, head) else MissingOptionError
+        raise error_type(
+            f"{file.label}: {explain_unknown_file(file.path, head)}; raw bytes need a dtype (--dtype fp16, bf16 or "
             "fp32); float8_e4m3fn and the like are for codes of one byte"
         )
-    element = names[0] if names[0] in FLOAT8_NAMES else ""
-    dtype = dtypes.by_name(FLOAT8_WORDS if element else names[0])
+    element = dtype_names[0] if dtype_names[0] in FLOAT8_NAMES else ""
+    dtype = dtypes.parse_dtype(FLOAT8_FRAME_DTYPE if element else dtype_names[0])
     if file.size == 0:
         raise SourceError(f"{file.label}: is empty, there is nothing to encode")
     if file.size % dtype.itemsize and not element:
         raise SourceError(
             f"{file.label}: {file.size} bytes are not a whole number of {dtype.itemsize}-byte {dtype.name} words"
         )
-    array = NamedArray(
-        name="stdin" if file.path == STDIN else _name(file.path, page),
+    array = LazyArray(
+        name="stdin" if file.path == STDIN else _choose_array_name(file.path, page),
         dtype=dtype.name,
         shape=(file.size if element else file.size // dtype.itemsize,),
-        array_dtype="|u1" if element else dtype.numpy.str,
+        array_dtype="|u1" if element else dtype.numpy_dtype.str,
         element=element,
-        reader=partial(file.runs, 0, file.size),
+        reader=partial(file.iter_chunks, 0, file.size),
     )
-    return Source([checked(array, file.label, options)])
+    return Source([validate_array(array, file.label, options)])
 
 
-def _name(path: str, page: Page | None) -> str:
-    return name_of_file(path) if page is None or page.layer is None else f"layer_{page.layer}"
+def _choose_array_name(path: str, page: PageInfo | None) -> str:
+    return array_name_from_path(path) if page is None or page.layer is None else f"layer_{page.layer}"
 
 
-def write_raw(sink: Sink, arrays: Sequence[ArrayInfo], runs: Runs, metadata: dict[str, str]) -> None:
+def write_raw(sink: Sink, arrays: Sequence[ArrayInfo], chunks: ArrayChunks, metadata: dict[str, str]) -> None:
     """The words alone, in memory order, in the array's own byte order."""
-    for index, data in runs:
-        sink.write(own_bytes(arrays[index], data).data)
+    for index, data in chunks:
+        sink.write(convert_to_declared_byte_order(arrays[index], data).data)
         del data  # or it would live on while the next run is decoded
 
 
-def own_bytes(array: ArrayInfo, data: Piece) -> Piece:
+def convert_to_declared_byte_order(array: ArrayInfo, data: Chunk) -> Chunk:
     """Little-endian words of an array in the array's own byte order."""
-    return swap_words(data, array.itemsize) if array.swapped else data
+    return byteswap(data, array.itemsize) if array.is_big_endian else data

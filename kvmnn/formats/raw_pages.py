@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..dtypes import FLOAT8_NAMES
 
-_TYPES = {
+_DTYPE_BY_TYPE_NAME = {
     "half": "fp16",
     "float16": "fp16",
     "bfloat16": "bf16",
@@ -30,11 +30,11 @@ _TYPES = {
 }
 _FAMILY = len("float8_e4m3")
 """Letters that variants of a float8 type share."""
-_MARKS = 4
+_MIN_SEPARATORS = 4
 """Signs between the fields of a name without a layer."""
 
 
-class Page(NamedTuple):
+class PageInfo(NamedTuple):
     """What a name says.
 
     Parameters
@@ -58,14 +58,19 @@ class Page(NamedTuple):
         return not self.is_exact and dtype[:_FAMILY] == self.dtype[:_FAMILY]
 
 
-def page_in(path: str) -> Page | None:
+def parse_page_name(path: str) -> PageInfo | None:
     """What the name of a page says; None for all other names, and for types that no frame holds."""
     name = PurePath(path).name
     for suffix in (".pt", ".data"):
         name = name.removesuffix(suffix)
     fields = name.split("@")
-    if len(fields) > _MARKS + 1 and fields[-2] in _TYPES and fields[-1].isascii() and fields[-1].isdecimal():
-        return Page(_TYPES[fields[-2]], int(fields[-1][:9]), not fields[-2].startswith("fp8"))
-    if len(fields) > _MARKS and fields[-1] in _TYPES:
-        return Page(_TYPES[fields[-1]], None, not fields[-1].startswith("fp8"))
+    if (
+        len(fields) > _MIN_SEPARATORS + 1
+        and fields[-2] in _DTYPE_BY_TYPE_NAME
+        and fields[-1].isascii()
+        and fields[-1].isdecimal()
+    ):
+        return PageInfo(_DTYPE_BY_TYPE_NAME[fields[-2]], int(fields[-1][:9]), not fields[-2].startswith("fp8"))
+    if len(fields) > _MIN_SEPARATORS and fields[-1] in _DTYPE_BY_TYPE_NAME:
+        return PageInfo(_DTYPE_BY_TYPE_NAME[fields[-1]], None, not fields[-1].startswith("fp8"))
     return None

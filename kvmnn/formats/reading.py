@@ -12,31 +12,32 @@ from typing import Final
 import numpy as np
 
 from .. import dtypes
-from ..arrays.completeness_notes import select_arrays
-from ..arrays.engine_cache import of_part
+from ..arrays.completeness_notes import select_completeness
+from ..arrays.engine_cache import select_engine_layers
 from ..arrays.float8 import decode_array
-from ..arrays.held_tokens import held_tokens
-from ..arrays.layers import array_name
-from ..arrays.named_array import NamedArray, UnsupportedArrayError, UntypedArrayError
-from ..arrays.source import BESIDE_KEY, ENGINE_KEY, Source, described_by, metadata_of_part
-from ..bundle.beside import POSITIONS, to_json
+from ..arrays.held_tokens import read_token_positions
+from ..arrays.layers import format_array_name
+from ..arrays.named_array import LazyArray, UnsupportedArrayError, UntypedArrayError
+from ..arrays.source import ENGINE_KEY, SIDECAR_KEY, Source, parse_cache_info, select_subset_metadata
+from ..bundle.beside import POSITIONS_NAME, dump_sidecars
 from ..dtypes import FLOAT8_NAMES, PARTS
 from ..errors import KvmnnError, SourceError
-from ..packed.cache_info import CacheInfo, Ranges
+from ..packed.cache_info import CacheInfo, PositionRuns
 from .options import ReadOptions
 
 
-def dequantised_note(types: Iterable[str], dtype: str, blocks: int, numbers: int) -> str:
+def format_dequantised_note(types: Iterable[str], dtype: str, block_bytes: int, value_bytes: int) -> str:
     """What is said of numbers that were made of quantised blocks: of which types, and the bytes of both."""
     return (
-        f"dequantised from {', '.join(types)} to {dtype}: {blocks:,} bytes in the file became {numbers:,}, and sizes "
+        f"dequantised from {', '.join(types)} to {dtype}: {block_bytes:,} bytes in the file became {value_bytes:,}, "
+        f"and sizes "
         "and ratios are of these"
     )
 
 
-def select(
-    where: str, entries: Sequence[tuple[str, Callable[[], NamedArray]]], options: ReadOptions
-) -> tuple[list[NamedArray], list[str]]:
+def select_tensors(
+    label: str, entries: Sequence[tuple[str, Callable[[], LazyArray]]], options: ReadOptions
+) -> tuple[list[LazyArray], list[str]]:
     """Take the arrays that `options` ask for out of a file's `entries` (name, maker).
 
     Returns
@@ -48,43 +49,43 @@ def select(
     SourceError
         For a name the file does not have, an array no frame holds, or a file with nothing to take.
     """
-    known = Counter(name for name, _ in entries)
-    for name, count in known.items():
+    name_counts = Counter(name for name, _ in entries)
+    for name, count in name_counts.items():
         if count > 1:
-            raise SourceError(f"{where}: has {count} arrays named {name!r}")
+            raise SourceError(f"{label}: has {count} arrays named {name!r}")
     for name in options.tensors:
-        if name not in known:
-            raise SourceError(f"{where}: no array named {name!r}; it has {some(known)}")
-    arrays: list[NamedArray] = []
+        if name not in name_counts:
+            raise SourceError(f"{label}: no array named {name!r}; it has {format_names(name_counts)}")
+    arrays: list[LazyArray] = []
     skipped: list[str] = []
-    for name, make in entries:
+    for name, make_array in entries:
         if options.tensors and name not in options.tensors:
             continue
         try:
-            arrays.append(make())
+            arrays.append(make_array())
         except UnsupportedArrayError as exc:
             if options.tensors or not options.skip_unsupported:
                 raise
             skipped.append(str(exc))
     if not arrays:
-        raise nothing_taken(where, skipped)
+        raise make_no_tensor_error(label, skipped)
     return arrays, skipped
 
 
-def nothing_taken(where: str, skipped: Sequence[str]) -> SourceError:
+def make_no_tensor_error(label: str, skipped: Sequence[str]) -> SourceError:
     """The error for an input without arrays that can be taken; `skipped` says why, of each."""
-    why = f": {skipped[0].removeprefix(f'{where}: ')}" if skipped else ""
-    return SourceError(f"{where}: holds no array that can be encoded{why}")
+    reason = f": {skipped[0].removeprefix(f'{label}: ')}" if skipped else ""
+    return SourceError(f"{label}: holds no array that can be encoded{reason}")
 
 
-def some(names: Iterable[str], most: int = 8) -> str:
+def format_names(names: Iterable[str], max_listed: int = 8) -> str:
     """The first of an input's names for a message, and how many more there are."""
     names = list(names)
-    shown = ", ".join(repr(name) for name in names[:most])
-    return (shown or "none") + (f" and {len(names) - most} more" if len(names) > most else "")
+    names_text = ", ".join(repr(name) for name in names[:max_listed])
+    return (names_text or "none") + (f" and {len(names) - max_listed} more" if len(names) > max_listed else "")
 
 
-def dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, where: str) -> str:
+def resolve_dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, label: str) -> str:
     """The dtype name under which an array of numpy type `array_dtype` is encoded.
 
     Raises
@@ -94,76 +95,80 @@ def dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, where: s
         dtype and have none.
     """
     if array_dtype.hasobject:
-        raise UnsupportedArrayError(f"{where}: holds Python objects (pickles), which are never loaded")
+        raise UnsupportedArrayError(f"{label}: holds Python objects (pickles), which are never loaded")
     if array_dtype.fields is not None or array_dtype.subdtype is not None:
-        raise UnsupportedArrayError(f"{where}: structured type {array_dtype} is not supported")
+        raise UnsupportedArrayError(f"{label}: structured type {array_dtype} is not supported")
     try:
         if options.dtype is not None:
-            return _taken_as(options.dtype, array_dtype, options.as_numbers)
-        return dtypes.of_array(np.empty(0, array_dtype)).name
+            return _validate_reinterpretation(options.dtype, array_dtype, options.forbid_reinterpretation)
+        return dtypes.infer_dtype(np.empty(0, array_dtype)).name
     except (TypeError, KvmnnError) as exc:
-        for fallback in options.fallbacks if options.dtype is None else ():
+        for fallback in options.fallback_dtypes if options.dtype is None else ():
             with suppress(TypeError):
-                return _taken_as(fallback, array_dtype)
+                return _validate_reinterpretation(fallback, array_dtype)
         if options.dtype is not None:
-            raise UnsupportedArrayError(f"{where}: {exc}") from None
-        raise _without_dtype(array_dtype, where) from None
+            raise UnsupportedArrayError(f"{label}: {exc}") from None
+        raise _make_missing_dtype_error(array_dtype, label) from None
 
 
-def _without_dtype(array_dtype: np.dtype[np.generic], where: str) -> UnsupportedArrayError:
+def _make_missing_dtype_error(array_dtype: np.dtype[np.generic], label: str) -> UnsupportedArrayError:
     """Why a numpy type says no dtype, and what to do."""
-    names = [dtype.name for dtype in dtypes.BY_NAME.values() if dtype.itemsize == array_dtype.itemsize]
+    names = [dtype.name for dtype in dtypes.DTYPES.values() if dtype.itemsize == array_dtype.itemsize]
     if array_dtype == np.uint8:
         return UntypedArrayError(
-            f"{where}: raw bytes need a dtype (--dtype {', '.join(dtypes.BY_NAME)}); codes of one byte have "
+            f"{label}: raw bytes need a dtype (--dtype {', '.join(dtypes.DTYPES)}); codes of one byte have "
             f"{', '.join(FLOAT8_NAMES)}"
         )
-    found = f"{where}: numpy type {array_dtype}"
+    type_text = f"{label}: numpy type {array_dtype}"
     if names and array_dtype.kind in "iuV":
         return UntypedArrayError(
-            f"{found} does not say what its words are: --dtype {' or '.join(names)} takes them as they are"
+            f"{type_text} does not say what its words are: --dtype {' or '.join(names)} takes them as they are"
         )
     return UnsupportedArrayError(
-        f"{found} is none that frames hold: expected float16, float32 or uint16 (bf16); convert it first"
+        f"{type_text} is none that frames hold: expected float16, float32 or uint16 (bf16); convert it first"
     )
 
 
-def _taken_as(name: str, array_dtype: np.dtype[np.generic], as_numbers: bool = False) -> str:
+def _validate_reinterpretation(
+    name: str, array_dtype: np.dtype[np.generic], forbid_reinterpretation: bool = False
+) -> str:
     if name in FLOAT8_NAMES:
         if array_dtype != np.uint8:
             raise KvmnnError(f"numpy type {array_dtype} holds no codes of {name}: expected uint8")
-        return FLOAT8_WORDS
-    dtype = dtypes.by_name(name)
+        return FLOAT8_FRAME_DTYPE
+    dtype = dtypes.parse_dtype(name)
     if array_dtype != np.uint8:
-        dtypes.check_array(np.empty(0, array_dtype), dtype)
-    if as_numbers and array_dtype.kind == "f" and dtype.numpy.kind != "f":
-        raise other_numbers(dtypes.of_array(np.empty(0, array_dtype)).name, name)
+        dtypes.check_array_dtype(np.empty(0, array_dtype), dtype)
+    if forbid_reinterpretation and array_dtype.kind == "f" and dtype.numpy_dtype.kind != "f":
+        raise make_reinterpretation_error(dtypes.infer_dtype(np.empty(0, array_dtype)).name, name)
     return name
 
 
-def check_own_type(own: str | None, options: ReadOptions, where: str) -> None:
+def check_declared_dtype(declared_dtype: str | None, options: ReadOptions, label: str) -> None:
     """`UnsupportedArrayError` for another dtype than the one that a format with names for all dtypes says."""
-    if own is not None and options.dtype not in (None, own):
-        raise UnsupportedArrayError(f"{where}: {other_numbers(own, options.dtype)}")
+    if declared_dtype is not None and options.dtype not in (None, declared_dtype):
+        raise UnsupportedArrayError(f"{label}: {make_reinterpretation_error(declared_dtype, options.dtype)}")
 
 
-def other_numbers(own: str, name: str | None) -> KvmnnError:
-    """The error for numbers of the type `own` that are said to be of another type."""
-    return KvmnnError(f"holds {own} numbers, and {name} (--dtype) would make others of them: leave --dtype out")
+def make_reinterpretation_error(declared_dtype: str, requested_dtype: str | None) -> KvmnnError:
+    """The error for numbers of the type `declared_dtype` that are said to be of another type."""
+    return KvmnnError(
+        f"holds {declared_dtype} numbers, and {requested_dtype} (--dtype) would make others of them: leave --dtype out"
+    )
 
 
-def with_bytes(options: ReadOptions, metadata: Mapping[str, str]) -> ReadOptions:
+def add_byte_fallback(options: ReadOptions, metadata: Mapping[str, str]) -> ReadOptions:
     """The options for bytes in a file: of an engine's cache these are blocks that stayed blocks (``--blocks``)."""
     if options.dtype is None and ENGINE_KEY in metadata:
-        return replace(options, fallbacks=(*options.fallbacks, "fp16"))
+        return replace(options, fallback_dtypes=(*options.fallback_dtypes, "fp16"))
     return options
 
 
-FLOAT8_WORDS: Final = "fp16"
+FLOAT8_FRAME_DTYPE: Final = "fp16"
 """The dtype under which frames hold float8 codes: two of them are a word."""
 
 
-def checked(array: NamedArray, where: str, options: ReadOptions) -> NamedArray:
+def validate_array(array: LazyArray, label: str, options: ReadOptions) -> LazyArray:
     """`array` as it is wanted, unless it is one that no frame holds: empty, or no multiple of the word size.
 
     Bytes are codes where the options say a float8 type; codes become numbers unless they are wanted themselves.
@@ -173,15 +178,15 @@ def checked(array: NamedArray, where: str, options: ReadOptions) -> NamedArray:
     if array.element and not options.codes:
         array = decode_array(array)
     if array.nbytes == 0:
-        raise UnsupportedArrayError(f"{where}: is empty (shape {list(array.shape)}), there is nothing to encode")
-    if array.nbytes % array.word_bytes:
+        raise UnsupportedArrayError(f"{label}: is empty (shape {list(array.shape)}), there is nothing to encode")
+    if array.nbytes % array.coded_itemsize:
         raise UnsupportedArrayError(
-            f"{where}: {array.nbytes} bytes are not a whole number of {array.word_bytes}-byte {array.dtype} words"
+            f"{label}: {array.nbytes} bytes are not a whole number of {array.coded_itemsize}-byte {array.dtype} words"
         )
     return array
 
 
-def chosen(source: Source, path: str, options: ReadOptions) -> Source:
+def select_from_source(source: Source, path: str, options: ReadOptions) -> Source:
     """The source with just the arrays that `options` name, and what is said of these.
 
     Raises
@@ -191,74 +196,84 @@ def chosen(source: Source, path: str, options: ReadOptions) -> Source:
     """
     if not options.tensors:
         return source
-    check_names(path, source, options)
+    check_tensor_names(path, source, options)
     arrays = [array for array in source.arrays if array.name in options.tensors]
     if len(arrays) == len(source.arrays):
         return source
     names = [array.name for array in arrays]
-    cache = source.engine_cache and of_part(source.engine_cache, source, names)
-    completeness = source.completeness and select_arrays(source.completeness, source, names)
-    metadata = said_of_part(source.metadata, source.cache or described_by(source.metadata, path))
+    cache = source.engine_cache and select_engine_layers(source.engine_cache, source, names)
+    completeness = source.completeness and select_completeness(source.completeness, source, names)
+    metadata = build_subset_metadata(source.metadata, source.cache or parse_cache_info(source.metadata, path))
     return replace(source, arrays=arrays, metadata=metadata, cache=None, engine_cache=cache, completeness=completeness)
 
 
-def drop_description(source: Source, path: str) -> None:
+def drop_whole_file_metadata(source: Source, path: str) -> None:
     """Keep of what is said of a packed cache what holds of its arrays, where not all of them were chosen."""
-    cache = described_by(source.metadata, path)
+    cache = parse_cache_info(source.metadata, path)
     if cache is not None and any(
-        array_name(layer.layer, part) not in source for layer in cache.layers for part in PARTS
+        format_array_name(layer.layer, part) not in source for layer in cache.layers for part in PARTS
     ):
-        source.metadata = said_of_part(source.metadata, cache)
+        source.metadata = build_subset_metadata(source.metadata, cache)
 
 
-def said_of_part(metadata: dict[str, str], cache: CacheInfo | None) -> dict[str, str]:
+def build_subset_metadata(metadata: dict[str, str], cache: CacheInfo | None) -> dict[str, str]:
     """The metadata of some arrays of an input; of packed files that were cut with the positions of their tokens."""
-    return metadata_of_part(metadata) | positions_beside(cache)
+    return select_subset_metadata(metadata) | build_packed_positions_sidecar(cache)
 
 
-def positions_beside(cache: CacheInfo | None) -> dict[str, str]:
+def build_packed_positions_sidecar(cache: CacheInfo | None) -> dict[str, str]:
     """Return the positions of a packed cache that was cut, as files beside its arrays have them; else nothing."""
-    if cache is None or all(layer.text_runs == ((0, layer.tokens),) for layer in cache.layers):
+    if cache is None or all(layer.text_position_runs == ((0, layer.tokens),) for layer in cache.layers):
         return {}
     layers = [
         {
             "layer": layer.layer,
-            "positions": _places(layer.positions),
-            **({} if layer.text_positions is None else {"text_positions": _places(layer.text_positions)}),
+            "positions": _expand_runs(layer.positions),
+            **({} if layer.text_positions is None else {"text_positions": _expand_runs(layer.text_positions)}),
         }
         for layer in cache.layers
     ]
     is_rotated = any(layer.text_positions is not None for layer in cache.layers)  # then it is no length of the text
-    seen = {} if cache.next_position is None or is_rotated else {"tokens_seen": cache.next_position}
-    return {BESIDE_KEY: to_json({POSITIONS: json.dumps({**seen, "layers": layers}).encode()})}
+    tokens_seen_entry = {} if cache.next_position is None or is_rotated else {"tokens_seen": cache.next_position}
+    return {SIDECAR_KEY: dump_sidecars({POSITIONS_NAME: json.dumps({**tokens_seen_entry, "layers": layers}).encode()})}
 
 
-_MAX_POSITIONS = 1 << 20  # of a folder: the document must stay below what is read of one
+_MAX_SIDECAR_POSITIONS = 1 << 20  # of a folder: the document must stay below what is read of one
 
 
-def positions_of_engine(source: Source) -> dict[str, str]:
+def build_engine_positions_sidecar(source: Source) -> dict[str, str]:
     """Return the positions of another engine's cache that lacks tokens, as files beside its arrays have them.
 
     Empty where nothing is missing, where tokens are not in the order of their text, and above 2^20 positions.
     """
     cache = source.engine_cache
-    if cache is None or BESIDE_KEY in source.metadata or cache.is_whole or cache.has_padding or not cache.ascends:
+    if (
+        cache is None
+        or SIDECAR_KEY in source.metadata
+        or cache.is_contiguous_prefix
+        or cache.has_padding
+        or not cache.is_ascending
+    ):
         return {}
-    held = held_tokens(source)
-    if not held or sum(positions.size for positions in held.values()) > _MAX_POSITIONS:
+    position_map = read_token_positions(source)
+    if not position_map or sum(positions.size for positions in position_map.values()) > _MAX_SIDECAR_POSITIONS:
         return {}
-    layers = [{"layer": layer, "positions": positions.tolist()} for layer, positions in held.items()]
-    seen = 1 + max(int(positions.max(initial=-1)) for positions in held.values())
-    return {BESIDE_KEY: to_json({POSITIONS: json.dumps({"tokens_seen": seen, "layers": layers}).encode()})}
+    layers = [{"layer": layer, "positions": positions.tolist()} for layer, positions in position_map.items()]
+    tokens_seen = 1 + max(int(positions.max(initial=-1)) for positions in position_map.values())
+    return {
+        SIDECAR_KEY: dump_sidecars(
+            {POSITIONS_NAME: json.dumps({"tokens_seen": tokens_seen, "layers": layers}).encode()}
+        )
+    }
 
 
-def _places(runs: Ranges) -> list[int]:
-    return [place for begin, size in runs for place in range(begin, begin + size)]
+def _expand_runs(runs: PositionRuns) -> list[int]:
+    return [position for begin, size in runs for position in range(begin, begin + size)]
 
 
-def check_names(path: str, source: Source, options: ReadOptions) -> None:
+def check_tensor_names(path: str, source: Source, options: ReadOptions) -> None:
     """`SourceError` for a name in `options.tensors` that the source does not have."""
-    missing = set(options.tensors) - {array.name for array in source.arrays}
-    if missing:
-        found = ", ".join(repr(array.name) for array in source.arrays[:8])
-        raise SourceError(f"{path}: no array named {min(missing)!r}; it has {found}")
+    missing_names = set(options.tensors) - {array.name for array in source.arrays}
+    if missing_names:
+        names_text = ", ".join(repr(array.name) for array in source.arrays[:8])
+        raise SourceError(f"{path}: no array named {min(missing_names)!r}; it has {names_text}")

@@ -9,17 +9,17 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from ..arrays.named_array import ArrayInfo, NamedArray, Piece
+from ..arrays.named_array import ArrayInfo, Chunk, LazyArray
 from ..errors import KvmnnError, OutputError
 from ..files.mapped import MappedFile
-from ..threads.digest import Digester
-from ..threads.pool import map_pulled, resolve_threads
+from ..threads.digest import BackgroundHasher
+from ..threads.pool import parallel_map, resolve_threads
 from .array_formats import ArrayFormat
 from .options import ReadOptions
-from .sinks import Runs
+from .sinks import ArrayChunks
 
-_STEP = 8 << 20
-_ANY_WORDS = ReadOptions(fallbacks=("fp16", "fp32"), frames=False, codes=True)
+_HASH_CHUNK_BYTES = 8 << 20
+_ANY_DTYPE_OPTIONS = ReadOptions(fallback_dtypes=("fp16", "fp32"), decode_frames=False, codes=True)
 
 
 class ReadBackError(OutputError):
@@ -38,19 +38,19 @@ class ReadBackError(OutputError):
         self.index = index
 
 
-class Hashed:
+class HashingIterator:
     """Runs that are hashed while they pass by: `hashes` has the SHA-256 of each array once all have passed."""
 
-    def __init__(self, runs: Runs, count: int) -> None:
-        self._runs = runs
-        self._digests = [hashlib.sha256() for _ in range(count)]
+    def __init__(self, chunks: ArrayChunks, num_arrays: int) -> None:
+        self._chunks = chunks
+        self._digests = [hashlib.sha256() for _ in range(num_arrays)]
 
-    def __iter__(self) -> Iterator[tuple[int, Piece]]:
-        with Digester() as digester:
-            for index, data in self._runs:
-                digester.update(self._digests[index], data)
+    def __iter__(self) -> Iterator[tuple[int, Chunk]]:
+        with BackgroundHasher() as hasher:
+            for index, data in self._chunks:
+                hasher.update(self._digests[index], data)
                 yield index, data
-                digester.wait()  # the memory of the run is used again for the next
+                hasher.wait()  # the memory of the run is used again for the next
                 del data
 
     @property
@@ -59,7 +59,7 @@ class Hashed:
         return [digest.hexdigest() for digest in self._digests]
 
 
-class Written(NamedTuple):
+class WrittenFile(NamedTuple):
     """A file that was written, and is not yet where it belongs.
 
     Parameters
@@ -78,12 +78,12 @@ class Written(NamedTuple):
     arrays: Sequence[ArrayInfo]
 
 
-def read_back(written: Sequence[Written], hashes: Sequence[str], threads: int | None = None) -> None:
+def verify_written(written_files: Sequence[WrittenFile], hashes: Sequence[str], threads: int | None = None) -> None:
     """Compare what files hold with what was to be written: names, shapes, and every byte by its hash.
 
     Parameters
     ----------
-    written
+    written_files
         The files; together they have all arrays, in order.
     hashes
         SHA-256 of each array: little-endian words in memory order.
@@ -95,57 +95,65 @@ def read_back(written: Sequence[Written], hashes: Sequence[str], threads: int | 
     ReadBackError
         For the first difference.
     """
-    pairs = [(file, *pair) for file in written for pair in _pairs(file)]
+    comparisons = [(file, *array_pair) for file in written_files for array_pair in _iter_array_pairs(file)]
 
     def compare(index: int) -> None:
-        file, info, found = pairs[index]
+        file, info, read_array = comparisons[index]
         try:
-            same = _hash(found) == hashes[index]
+            is_equal = _hash_array(read_array) == hashes[index]
         except KvmnnError as error:
-            raise _unreadable(file, error, index) from None
-        if not same:
+            raise _make_unreadable_error(file, error, index) from None
+        if not is_equal:
             raise ReadBackError(f"{file.target}: array {info.name!r}: its bytes do not read back as written", index)
 
-    map_pulled(compare, range(len(pairs)), resolve_threads(threads))
+    parallel_map(compare, range(len(comparisons)), resolve_threads(threads))
 
 
-def _pairs(file: Written) -> Iterator[tuple[ArrayInfo, NamedArray]]:
+def _iter_array_pairs(file: WrittenFile) -> Iterator[tuple[ArrayInfo, LazyArray]]:
     """The arrays that a file should hold, and those that it holds."""
     try:
-        arrays = [_raw(file)] if file.format is None else file.format.read(str(file.path), _ANY_WORDS).arrays
+        arrays = (
+            [_make_raw_array(file)]
+            if file.format is None
+            else file.format.read(str(file.path), _ANY_DTYPE_OPTIONS).arrays
+        )
     except KvmnnError as error:
-        raise _unreadable(file, error, 0) from None
-    many = file.format is not None and file.format.holds_many
-    by_name = {array.name if many else file.arrays[0].name: array for array in arrays}
+        raise _make_unreadable_error(file, error, 0) from None
+    is_multi_array = file.format is not None and file.format.is_multi_array
+    by_name = {array.name if is_multi_array else file.arrays[0].name: array for array in arrays}
     if len(arrays) != len(file.arrays):
         raise ReadBackError(f"{file.target}: {len(arrays)} arrays read back of {len(file.arrays)}", 0)
     for info in file.arrays:
-        found = by_name.get(info.name)
-        if found is None or (found.shape, found.order, found.nbytes) != (info.shape, info.order, info.nbytes):
+        read_array = by_name.get(info.name)
+        if read_array is None or (read_array.shape, read_array.order, read_array.nbytes) != (
+            info.shape,
+            info.order,
+            info.nbytes,
+        ):
             raise ReadBackError(f"{file.target}: array {info.name!r}: does not read back as written", 0)
-        yield info, found
+        yield info, read_array
 
 
-def _unreadable(file: Written, error: KvmnnError, index: int) -> ReadBackError:
+def _make_unreadable_error(file: WrittenFile, error: KvmnnError, index: int) -> ReadBackError:
     reason = str(error).replace(str(file.path), file.target.name)
     return ReadBackError(f"{file.target}: does not read back: {reason}", index)
 
 
-def _raw(file: Written) -> NamedArray:
+def _make_raw_array(file: WrittenFile) -> LazyArray:
     (info,) = file.arrays
-    about = {field.name: getattr(info, field.name) for field in fields(ArrayInfo)}
-    return NamedArray(**about, reader=partial(_whole, file.path))
+    info_fields = {field.name: getattr(info, field.name) for field in fields(ArrayInfo)}
+    return LazyArray(**info_fields, reader=partial(_iter_file_chunks, file.path))
 
 
-def _whole(path: Path, step: int) -> Iterator[Piece]:
+def _iter_file_chunks(path: Path, chunk_bytes: int) -> Iterator[Chunk]:
     """The file's bytes, mapped only while they are read: there may be more files than a process may map."""
-    mapped = MappedFile(path)
-    yield from mapped.runs(0, mapped.size, step)
+    mapped_file = MappedFile(path)
+    yield from mapped_file.iter_chunks(0, mapped_file.size, chunk_bytes)
 
 
-def _hash(array: NamedArray) -> str:
+def _hash_array(array: LazyArray) -> str:
     digest = hashlib.sha256()
-    for piece in array.pieces(_STEP):
-        digest.update(piece.data)
-        del piece
+    for chunk in array.iter_chunks(_HASH_CHUNK_BYTES):
+        digest.update(chunk.data)
+        del chunk
     return digest.hexdigest()

@@ -10,26 +10,26 @@ from itertools import zip_longest
 from typing import Any
 
 from ..arrays import engine_notes
-from ..arrays.completeness import Completeness, completeness_document, report_missing
+from ..arrays.completeness import Completeness, build_completeness_document, format_missing
 from ..arrays.named_array import ArrayInfo
-from ..arrays.source import ENGINE_KEY, Source, completeness_in
+from ..arrays.source import ENGINE_KEY, Source, parse_completeness
 from ..bundle.decoding import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
 from ..errors import OptionError
-from ..files.changes import Reading
-from ..files.names import renamed
-from ..files.output import Stream, is_device
-from ..text import LOSSLESS, at_rate, count
+from ..files.changes import InputGuard
+from ..files.names import describe_renamed_files
+from ..files.output import BinaryStream, is_device
+from ..text import LOSSLESS, format_rate, pluralize
 from ..threads.pipeline import Progress
-from .beside import folder_files
-from .frames import of_frames
+from .beside import collect_folder_sidecars
+from .frames import make_frame_source
 from .raw import write_raw
 from .rereading import ReadBackError
-from .writing import left_there, lost, metadata_for, write_arrays
+from .writing import build_output_metadata, list_lost_information, list_stale_files, write_arrays
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restored:
+class RestoreResult:
     """Arrays that were decoded and written.
 
     Parameters
@@ -40,9 +40,9 @@ class Restored:
         File or directory; None for a stream.
     arrays
         What was written.
-    verified
+    is_verified
         Whether there was a manifest, whose hashes were compared.
-    reread
+    is_read_back
         Whether that was done with what the output reads back as; else with what went to a stream or device.
     files
         Names of the files in a directory, one for each array; else none.
@@ -50,7 +50,7 @@ class Restored:
         Of all frames.
     seconds
         Time that it took.
-    unknown
+    unknown_properties
         What nothing says of several frames without a manifest, for people; else empty.
     beside
         Names of further files in a directory, which lay beside the arrays.
@@ -63,12 +63,12 @@ class Restored:
     input: str
     output: str | None
     arrays: tuple[ArrayInfo, ...]
-    verified: bool
-    reread: bool
+    is_verified: bool
+    is_read_back: bool
     files: tuple[str, ...]
     stored_bytes: int
     seconds: float
-    unknown: str = ""
+    unknown_properties: str = ""
     beside: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     completeness: Completeness | None = None
@@ -81,7 +81,7 @@ class Restored:
     @property
     def label(self) -> str | None:
         """``LOSSLESS`` if the manifest proved it, else None."""
-        return LOSSLESS if self.verified else None
+        return LOSSLESS if self.is_verified else None
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
@@ -94,36 +94,42 @@ class Restored:
             "seconds": self.seconds,
             **({"beside": list(self.beside)} if self.beside else {}),
             "notes": list(self.notes),
-            **completeness_document(self.completeness),
-            "arrays": [{**array_document(array), "file": file} for array, file in zip_longest(self.arrays, self.files)],
+            **build_completeness_document(self.completeness),
+            "arrays": [
+                {**build_array_document(array), "file": file} for array, file in zip_longest(self.arrays, self.files)
+            ],
         }
 
     def __str__(self) -> str:
-        held = [count(len(self.arrays), "array"), *self.beside]
-        line = self.said_of(" and ".join([", ".join(held[:-1]), held[-1]] if held[1:] else held))
-        others = renamed(zip((array.name for array in self.arrays), self.files, strict=False))
-        lines = [*report_missing(self.completeness), *([others] if others else [])]
+        contents = [pluralize(len(self.arrays), "array"), *self.beside]
+        line = self.format_summary(" and ".join([", ".join(contents[:-1]), contents[-1]] if contents[1:] else contents))
+        renames_text = describe_renamed_files(zip((array.name for array in self.arrays), self.files, strict=False))
+        lines = [*format_missing(self.completeness), *([renames_text] if renames_text else [])]
         return "\n  ".join([line, *lines])
 
-    def said_of(self, held: str, read: str = "") -> str:
-        """One line: where `held` was written, the sizes (`read`: of what was decoded), and what is proved."""
-        how = "read back, sha256 of the manifest" if self.reread else "sha256 of the manifest"
-        missing = f"no manifest to check it against{'; ' if self.unknown else ''}{self.unknown}"
-        proof = f"{LOSSLESS} ({how})" if self.verified else missing
+    def format_summary(self, contents_text: str, decoded_text: str = "") -> str:
+        """One line: where `contents_text` was written, the sizes (`decoded_text`: of what was decoded), and what is
+        proved.
+        """
+        check_text = "read back, sha256 of the manifest" if self.is_read_back else "sha256 of the manifest"
+        missing_text = (
+            f"no manifest to check it against{'; ' if self.unknown_properties else ''}{self.unknown_properties}"
+        )
+        verification_text = f"{LOSSLESS} ({check_text})" if self.is_verified else missing_text
         return (
-            f"{self.output or 'standard output'}: {held}, {read or f'{self.stored_bytes:,}'} -> "
-            f"{self.raw_bytes:,} bytes, {proof}{at_rate(self.raw_bytes, self.seconds)}"
+            f"{self.output or 'standard output'}: {contents_text}, {decoded_text or f'{self.stored_bytes:,}'} -> "
+            f"{self.raw_bytes:,} bytes, {verification_text}{format_rate(self.raw_bytes, self.seconds)}"
         )
 
 
 def restore(
     frames: FrameSet,
-    output: str | os.PathLike[str] | Stream,
+    output: str | os.PathLike[str] | BinaryStream,
     options: DecodeOptions | None = None,
     *,
     force: bool = False,
     progress: Progress | None = None,
-) -> Restored:
+) -> RestoreResult:
     """Decode frames and write the arrays they were made from; the hashes of the manifest are compared.
 
     Parameters
@@ -148,56 +154,64 @@ def restore(
         When a frame does not decode, a hash differs, or the output cannot hold the arrays, exists or cannot be written.
         No file is left behind then.
     """
-    started = time.perf_counter()
-    frames = frames.without_room()
-    source = _described(frames)
-    beside = tuple(folder_files(frames.document.metadata, frames.path)) if frames.document else ()
+    start_time = time.perf_counter()
+    frames = frames.without_unused_arrays()
+    source = _read_description(frames)
+    sidecar_names = tuple(collect_folder_sidecars(frames.document.metadata, frames.path)) if frames.document else ()
     if isinstance(output, str | os.PathLike):
-        path, reread = os.fspath(output), not is_device(output)
-        metadata = metadata_for(source, path) if frames.document else None
-        files = _to_path(frames, path, metadata, options or DecodeOptions(), force, progress)
+        path, is_read_back = os.fspath(output), not is_device(output)
+        metadata = build_output_metadata(source, path) if frames.document else None
+        files = _write_to_path(frames, path, metadata, options or DecodeOptions(), force, progress)
     else:
-        path, reread, files = None, False, []
+        path, is_read_back, files = None, False, []
         if len(frames.arrays) > 1:
             raise OptionError(f"a stream carries one array, not {len(frames.arrays)}: use -o DIR/ or -o X.npz")
-        with Reading():
+        with InputGuard():
             write_raw(output, frames.arrays, decode_frames(frames, options, progress=progress), {})
         output.flush()
-    return Restored(
+    return RestoreResult(
         input=frames.path,
         output=path,
         arrays=frames.arrays,
-        verified=frames.document is not None,
-        reread=reread,
+        is_verified=frames.document is not None,
+        is_read_back=is_read_back,
         files=tuple(files),
         stored_bytes=frames.stored_bytes,
-        seconds=time.perf_counter() - started,
-        unknown=frames.unknown,
-        beside=beside if files else (),
-        notes=(*lost(source, path), *_lost_types(frames, path), *left_there(path, files, metadata)) if path else (),
-        completeness=completeness_in(source.metadata, [array.name for array in frames.arrays], frames.path),
+        seconds=time.perf_counter() - start_time,
+        unknown_properties=frames.unknown_properties,
+        beside=sidecar_names if files else (),
+        notes=(
+            *list_lost_information(source, path),
+            *_list_lost_types(frames, path),
+            *list_stale_files(path, files, metadata),
+        )
+        if path
+        else (),
+        completeness=parse_completeness(source.metadata, [array.name for array in frames.arrays], frames.path),
     )
 
 
-def _lost_types(frames: FrameSet, path: str) -> list[str]:
+def _list_lost_types(frames: FrameSet, path: str) -> list[str]:
     """Say where codes become bytes without a type: only one of the formats has types of one byte."""
-    elements = dict.fromkeys(array.element for array in frames.arrays if array.element)
-    if not elements or path.lower().endswith(".safetensors"):
+    element_types = dict.fromkeys(array.element for array in frames.arrays if array.element)
+    if not element_types or path.lower().endswith(".safetensors"):
         return []
-    return [f"{path} has codes of {' and '.join(elements)} as bytes: --dtype reads them, and .safetensors has the type"]
+    return [
+        f"{path} has codes of {' and '.join(element_types)} as bytes: --dtype reads them, and .safetensors has the type"
+    ]
 
 
-def _described(frames: FrameSet) -> Source:
+def _read_description(frames: FrameSet) -> Source:
     """What is known of frames beyond their arrays, there only where an engine's cache is described."""
     metadata = dict(frames.document.metadata) if frames.document else {}
     if ENGINE_KEY not in metadata:
         return Source([], metadata)
-    source = of_frames(frames, DecodeOptions())
-    engine_notes.apply(source, frames.path)
+    source = make_frame_source(frames, DecodeOptions())
+    engine_notes.restore_metadata(source, frames.path)
     return source
 
 
-def _to_path(
+def _write_to_path(
     frames: FrameSet,
     path: str,
     metadata: dict[str, str] | None,
@@ -207,25 +221,25 @@ def _to_path(
 ) -> list[str]:
     """Files of the arrays; what reads back is compared with the hashes of the manifest. Names of files in a folder."""
     hashes = [array.sha256 for array in frames.arrays if array.sha256]
-    known = bool(hashes) and not is_device(path)
+    has_hashes = bool(hashes) and not is_device(path)
     try:
         return write_arrays(
             path,
             frames.arrays,
-            decode_frames(frames, options, check_arrays=not known, progress=progress),
+            decode_frames(frames, options, check_arrays=not has_hashes, progress=progress),
             metadata,
-            hashes=hashes if known else None,
+            hashes=hashes if has_hashes else None,
             force=force,
-            protect=frames.files,
+            exclude=frames.files,
             threads=options.threads,
         )
     except ReadBackError as error:
         # Either the frames do not hold what the manifest says, which is an error of its own, or the file does not.
-        deque(decode_frames(frames.only(frames.arrays[error.index]), options), maxlen=0)
+        deque(decode_frames(frames.select_array(frames.arrays[error.index]), options), maxlen=0)
         raise
 
 
-def array_document(array: ArrayInfo) -> dict[str, Any]:
+def build_array_document(array: ArrayInfo) -> dict[str, Any]:
     """What an array is, for JSON."""
     return {
         "name": array.name,

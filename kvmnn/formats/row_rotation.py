@@ -17,42 +17,45 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays.casting import floats, round_words
-from ..arrays.named_array import NamedArray, Piece, rechunked
+from ..arrays.casting import round_to_dtype, to_float32
+from ..arrays.named_array import Chunk, LazyArray, rechunk
 from ..dense.frequencies import RopeFrequencies
 from ..dtypes import Bytes, Floats, Positions
 from ..errors import KvmnnError
-from ..packed.cache_info import Ranges
-from ..text import LOSSLESS, LOSSY, count
+from ..packed.cache_info import PositionRuns
+from ..text import LOSSLESS, LOSSY, pluralize
 
-_STEP = 1 << 20
-_RADIANS = 2 * np.pi / 2.0**64
+_READ_CHUNK_BYTES = 1 << 20
+_RADIANS_PER_PHASE_UNIT = 2 * np.pi / 2.0**64
 
 
 @dataclass
-class RotationError:
+class RotationErrorStats:
     """How far the written K is from the exact rotation of the K that was read.
 
     Attributes
     ----------
-    largest
+    max_abs_error
         The largest absolute difference of an element.
-    relative
+    max_relative_error
         The largest difference over the length of its pair, which a rotation does not change.
     """
 
-    largest: float = 0.0
-    relative: float = 0.0
+    max_abs_error: float = 0.0
+    max_relative_error: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def include(self, largest: float, relative: float) -> None:
+    def include(self, max_abs_error: float, max_relative_error: float) -> None:
         """Take in the errors of further rows; rows that are read again change nothing."""
         with self._lock:
-            self.largest, self.relative = max(self.largest, largest), max(self.relative, relative)
+            self.max_abs_error, self.max_relative_error = (
+                max(self.max_abs_error, max_abs_error),
+                max(self.max_relative_error, max_relative_error),
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rerotated:
+class RerotationResult:
     """What rotating K to other positions did.
 
     Parameters
@@ -67,7 +70,7 @@ class Rerotated:
         Layers that have such tokens.
     dtype
         Of the words that were rounded.
-    error
+    error_stats
         How far the words are from the exact rotation; complete when all were written.
     """
 
@@ -76,7 +79,7 @@ class Rerotated:
     tokens: int
     layers: int
     dtype: str
-    error: RotationError
+    error_stats: RotationErrorStats
 
     @property
     def label(self) -> str:
@@ -92,36 +95,40 @@ class Rerotated:
             "tokens": self.tokens,
             "layers": self.layers,
             "dtype": self.dtype,
-            "largest_error": self.error.largest,
-            "largest_relative_error": self.error.relative,
+            "largest_error": self.error_stats.max_abs_error,
+            "largest_relative_error": self.error_stats.max_relative_error,
         }
 
     def __str__(self) -> str:
         if not self.tokens:
             return "K was not rotated: the tokens are at the first positions already"
         return (
-            f"K of {count(self.tokens, 'token')} in {count(self.layers, 'layer')} rotated to the first positions, "
-            f"rounded to {self.dtype}:\n    largest error {self.error.largest:.3g}, {self.error.relative:.2g} of the "
+            f"K of {pluralize(self.tokens, 'token')} in {pluralize(self.layers, 'layer')} rotated to the first "
+            f"positions, "
+            f"rounded to {self.dtype}:\n    largest error {self.error_stats.max_abs_error:.3g}, "
+            f"{self.error_stats.max_relative_error:.2g} of the "
             f"length of its pair\n    {self.rotation}, {self.origin}"
         )
 
 
-def rerotation_document(rerotated: Rerotated | None) -> dict[str, Any]:
-    """Return the entry ``rerotated`` of a JSON document; empty where nothing was to be rotated."""
-    return {} if rerotated is None else {"rerotated": rerotated.to_dict()}
+def build_rerotation_document(result: RerotationResult | None) -> dict[str, Any]:
+    """Return the entry ``result`` of a JSON document; empty where nothing was to be rotated."""
+    return {} if result is None else {"rerotated": result.to_dict()}
 
 
-def positions_of(runs: Ranges) -> Positions:
+def expand_position_runs(runs: PositionRuns) -> Positions:
     """Return ``(begin, size)`` runs as int64 positions."""
     return np.concatenate([np.arange(begin, begin + size, dtype=np.int64) for begin, size in runs])
 
 
-def rotate_rows(words: Bytes, dtype: str, distances: Positions, rope: RopeFrequencies, error: RotationError) -> Bytes:
+def rotate_rows(
+    elements: Bytes, dtype: str, distances: Positions, rope: RopeFrequencies, error_stats: RotationErrorStats
+) -> Bytes:
     """Rotate rows of K by distances in positions.
 
     Parameters
     ----------
-    words
+    elements
         Bytes of whole rows ``[row, head_dim]``.
     dtype
         Of the words: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
@@ -129,7 +136,7 @@ def rotate_rows(words: Bytes, dtype: str, distances: Positions, rope: RopeFreque
         int64 ``[row]``: new position less old one. Rows with distance 0 keep every bit.
     rope
         How K is rotated.
-    error
+    error_stats
         Takes in how far the result is from the exact rotation.
 
     Returns
@@ -141,83 +148,87 @@ def rotate_rows(words: Bytes, dtype: str, distances: Positions, rope: RopeFreque
     KvmnnError
         Where a finite element becomes infinite.
     """
-    moved = distances != 0
-    if not moved.any():
-        return words
-    rows = floats(words, dtype).reshape(len(distances), -1)
+    is_moved = distances != 0
+    if not is_moved.any():
+        return elements
+    rows = to_float32(elements, dtype).reshape(len(distances), -1)
     half = rope.dims // 2
-    first, second = (
+    first_slice, second_slice = (
         (slice(0, half), slice(half, rope.dims))
         if rope.pairing == "half"
         else (slice(0, rope.dims, 2), slice(1, rope.dims, 2))
     )
-    x, y = np.ascontiguousarray(rows[:, first]), np.ascontiguousarray(rows[:, second])
+    x, y = np.ascontiguousarray(rows[:, first_slice]), np.ascontiguousarray(rows[:, second_slice])
     # Evicted tokens leave runs at the same distance: their angles are computed once.
-    unique, places = np.unique(distances, return_inverse=True)
-    angles = (unique.astype(np.uint64)[:, None] * rope.turns).view(np.int64) * _RADIANS
+    unique_distances, inverse = np.unique(distances, return_inverse=True)
+    angles = (unique_distances.astype(np.uint64)[:, None] * rope.turns).view(np.int64) * _RADIANS_PER_PHASE_UNIT
     cosines, sines = np.cos(angles), np.sin(angles)
     result = rows.copy()
     with np.errstate(all="ignore"):
-        c, s = (each.astype(np.float32)[places] for each in (cosines, sines))
-        turned_x, turned_y = x * c - y * s, y * c + x * s
-        result[:, first], result[:, second] = turned_x, turned_y
-        rounded: Bytes = round_words(result.reshape(-1), dtype)
-        row_bytes = words.size // len(distances)
-        rounded.reshape(-1, row_bytes)[~moved] = words.reshape(-1, row_bytes)[~moved]  # not even a NaN changes
-        stored = floats(rounded, dtype).reshape(rows.shape)
-        new_x, new_y = stored[moved, first], stored[moved, second]
-        x, y = x[moved], y[moved]
+        row_cosines, row_sines = (table.astype(np.float32)[inverse] for table in (cosines, sines))
+        rotated_x, rotated_y = x * row_cosines - y * row_sines, y * row_cosines + x * row_sines
+        result[:, first_slice], result[:, second_slice] = rotated_x, rotated_y
+        rounded_bytes: Bytes = round_to_dtype(result.reshape(-1), dtype)
+        row_bytes = elements.size // len(distances)
+        rounded_bytes.reshape(-1, row_bytes)[~is_moved] = elements.reshape(-1, row_bytes)[
+            ~is_moved
+        ]  # not even a NaN changes
+        stored_values = to_float32(rounded_bytes, dtype).reshape(rows.shape)
+        new_x, new_y = stored_values[is_moved, first_slice], stored_values[is_moved, second_slice]
+        x, y = x[is_moved], y[is_moved]
         _check_finite(x, y, new_x, new_y)
         errors: npt.NDArray[Any]
         if dtype == "fp32":
-            wide_c, wide_s = cosines[places[moved]], sines[places[moved]]
-            errors = np.maximum(np.abs(x * wide_c - y * wide_s - new_x), np.abs(y * wide_c + x * wide_s - new_y))
+            exact_cosines, exact_sines = cosines[inverse[is_moved]], sines[inverse[is_moved]]
+            errors = np.maximum(
+                np.abs(x * exact_cosines - y * exact_sines - new_x), np.abs(y * exact_cosines + x * exact_sines - new_y)
+            )
         else:  # what float32 rounds is nothing to what these do
-            errors = np.maximum(np.abs(turned_x[moved] - new_x), np.abs(turned_y[moved] - new_y))
-        error.include(_max_finite(errors), _max_finite(errors / np.sqrt(x * x + y * y)))
-    return rounded
+            errors = np.maximum(np.abs(rotated_x[is_moved] - new_x), np.abs(rotated_y[is_moved] - new_y))
+        error_stats.include(_max_finite(errors), _max_finite(errors / np.sqrt(x * x + y * y)))
+    return rounded_bytes
 
 
 def _check_finite(x: Floats, y: Floats, new_x: Floats, new_y: Floats) -> None:
     """Raise `KvmnnError` where finite elements became infinite."""
     if not (np.isfinite(new_x).all() and np.isfinite(new_y).all()):
-        finite = np.isfinite(x) & np.isfinite(y)
-        if not (np.isfinite(new_x[finite]).all() and np.isfinite(new_y[finite]).all()):
+        is_finite = np.isfinite(x) & np.isfinite(y)
+        if not (np.isfinite(new_x[is_finite]).all() and np.isfinite(new_y[is_finite]).all()):
             raise KvmnnError("elements of K become infinite by the rotation: pack them as fp32 (--cast)")
 
 
 def _max_finite(values: npt.NDArray[Any]) -> float:
-    largest = float(values.max(initial=0.0))
-    return largest if np.isfinite(largest) else float(values[np.isfinite(values)].max(initial=0.0))
+    max_value = float(values.max(initial=0.0))
+    return max_value if np.isfinite(max_value) else float(values[np.isfinite(values)].max(initial=0.0))
 
 
 def rotate_array(
-    array: NamedArray,
+    array: LazyArray,
     token_major: bool,
     distances: Positions,
     rope: RopeFrequencies,
-    error: RotationError,
-) -> NamedArray:
+    error_stats: RotationErrorStats,
+) -> LazyArray:
     """Return K ``[kv_head, token, head_dim]``, or token-major, rotated as it is read; parameters as `rotate_rows`."""
     if not distances.any():
         return array
-    heads = array.shape[1] if token_major else array.shape[0]
-    by_row = np.repeat(distances, heads) if token_major else np.tile(distances, heads)
-    reader = partial(_read_rotated, array, by_row, rope, error)
+    num_heads = array.shape[1] if token_major else array.shape[0]
+    row_distances = np.repeat(distances, num_heads) if token_major else np.tile(distances, num_heads)
+    reader = partial(_iter_rotated_chunks, array, row_distances, rope, error_stats)
     return replace(array, array_dtype=array.array_dtype.replace(">", "<"), reader=reader)
 
 
-def _read_rotated(
-    array: NamedArray, distances: Positions, rope: RopeFrequencies, error: RotationError, step: int
-) -> Iterator[Piece]:
-    yield from rechunked(_rotated_rows(array, distances, rope, error), step, array.nbytes)
+def _iter_rotated_chunks(
+    array: LazyArray, distances: Positions, rope: RopeFrequencies, error_stats: RotationErrorStats, chunk_bytes: int
+) -> Iterator[Chunk]:
+    yield from rechunk(_iter_rotated_rows(array, distances, rope, error_stats), chunk_bytes, array.nbytes)
 
 
-def _rotated_rows(
-    array: NamedArray, distances: Positions, rope: RopeFrequencies, error: RotationError
-) -> Iterator[Piece]:
+def _iter_rotated_rows(
+    array: LazyArray, distances: Positions, rope: RopeFrequencies, error_stats: RotationErrorStats
+) -> Iterator[Chunk]:
     row_bytes, row = array.shape[-1] * array.itemsize, 0
-    for piece in array.pieces(max(_STEP, row_bytes)):
-        rows = piece.size // row_bytes
-        yield rotate_rows(piece, array.dtype, distances[row : row + rows], rope, error)
-        row += rows
+    for chunk in array.iter_chunks(max(_READ_CHUNK_BYTES, row_bytes)):
+        num_rows = chunk.size // row_bytes
+        yield rotate_rows(chunk, array.dtype, distances[row : row + num_rows], rope, error_stats)
+        row += num_rows

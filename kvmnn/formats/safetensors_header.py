@@ -1,7 +1,7 @@
 """The header of a ``.safetensors`` file, checked as the format demands.
 
-It has at most `MAX_HEADER` bytes, unique names, and offsets that tile the data without holes or overlaps, so that no
-byte of a file is left unread. A million tensors are a second's work: they are kept as arrays of numbers.
+It has at most `MAX_HEADER_BYTES` bytes, unique names, and offsets that tile the data without holes or overlaps, so that
+no byte of a file is left unread. A million tensors are a second's work: they are kept as arrays of numbers.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import NamedTuple, overload
 import numpy as np
 import numpy.typing as npt
 
-from ..arrays.valid_names import shortened
+from ..arrays.valid_names import shorten_name
 from ..errors import SourceError
 from . import _safetensors_header
 from .file_bytes import FileBytes
 
-MAX_HEADER = 100_000_000
+MAX_HEADER_BYTES = 100_000_000
 """Bytes, as the safetensors package has it: a million tensors, which take a second and 300 MB to read."""
-METADATA = "__metadata__"
+METADATA_ENTRY = "__metadata__"
 
-_ITEM_BYTES = {
+_ITEMSIZE_BY_KIND = {
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F8_E8M0"), 1),
     **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
     **dict.fromkeys(("F32", "I32", "U32"), 4),
@@ -29,7 +29,7 @@ _ITEM_BYTES = {
 }
 
 
-class Tensor(NamedTuple):
+class TensorEntry(NamedTuple):
     """An entry of the header: type and shape, and where its bytes lie behind the header."""
 
     name: str
@@ -39,21 +39,21 @@ class Tensor(NamedTuple):
     end: int
 
 
-class Tensors(Sequence[Tensor]):
+class TensorIndex(Sequence[TensorEntry]):
     """All entries, in the order of their data.
 
     Parameters
     ----------
-    text
+    header_text
         The header.
-    where
+    label
         Begins the messages.
 
     Attributes
     ----------
     begins, ends
         int64: where the bytes of each lie behind the header.
-    codes, kinds
+    kind_codes, kinds
         uint8: the type of each, by its place in the list of types.
     metadata
         What the header says besides.
@@ -64,93 +64,97 @@ class Tensors(Sequence[Tensor]):
         For a header that is damaged, or has a name twice.
     """
 
-    def __init__(self, text: bytes, where: str) -> None:
-        capacity = len(text) // _safetensors_header.SHORTEST_ENTRY + 1
-        places = np.empty((3, capacity), np.uint32)
-        codes = np.empty(capacity, np.uint8)
-        numbers = np.empty((3, capacity), np.int64)
-        count, self.kinds, self.metadata = _safetensors_header.scan(text, where, _ITEM_BYTES, places, codes, numbers)
-        self._text = text
-        self._places, self.codes, (self.begins, self.ends, hashes) = (
-            places[:, :count],
-            codes[:count],
-            numbers[:, :count],
+    def __init__(self, header_text: bytes, label: str) -> None:
+        capacity = len(header_text) // _safetensors_header.SHORTEST_ENTRY + 1
+        text_positions = np.empty((3, capacity), np.uint32)
+        kind_codes = np.empty(capacity, np.uint8)
+        offsets_and_hashes = np.empty((3, capacity), np.int64)
+        num_tensors, self.kinds, self.metadata = _safetensors_header.scan(
+            header_text, label, _ITEMSIZE_BY_KIND, text_positions, kind_codes, offsets_and_hashes
+        )
+        self._header_text = header_text
+        self._text_positions, self.kind_codes, (self.begins, self.ends, hashes) = (
+            text_positions[:, :num_tensors],
+            kind_codes[:num_tensors],
+            offsets_and_hashes[:, :num_tensors],
         )
         self._sort(hashes)
-        self._check_names(where)
+        self._check_names(label)
 
     def _sort(self, hashes: npt.NDArray[np.int64]) -> None:
         if (self.begins[1:] < self.ends[:-1]).any():
             order = np.lexsort((self.ends, self.begins))
-            self._places, self.codes = self._places[:, order], self.codes[order]
+            self._text_positions, self.kind_codes = self._text_positions[:, order], self.kind_codes[order]
             self.begins, self.ends, hashes = self.begins[order], self.ends[order], hashes[order]
-        self._by_hash = np.argsort(hashes, kind="stable").astype(np.uint32)
-        self._hashes = hashes[self._by_hash]
+        self._ids_by_hash = np.argsort(hashes, kind="stable").astype(np.uint32)
+        self._hashes = hashes[self._ids_by_hash]
 
-    def _check_names(self, where: str) -> None:
-        same = self._hashes[1:] == self._hashes[:-1]
-        seen: set[str] = set()
-        for place in np.flatnonzero(np.append(same, False) | np.append(False, same)):
-            name = self.name(int(self._by_hash[place]))
-            if name in seen:
-                raise SourceError(f"{where}: the name {shortened(name)} appears twice in the header")
-            seen.add(name)
+    def _check_names(self, label: str) -> None:
+        has_equal_hash = self._hashes[1:] == self._hashes[:-1]
+        unique_names: set[str] = set()
+        for hash_index in np.flatnonzero(np.append(has_equal_hash, False) | np.append(False, has_equal_hash)):
+            name = self.get_name(int(self._ids_by_hash[hash_index]))
+            if name in unique_names:
+                raise SourceError(f"{label}: the name {shorten_name(name)} appears twice in the header")
+            unique_names.add(name)
 
-    def names(self, numbers: npt.NDArray[np.int64]) -> list[str]:
+    def get_names(self, tensor_ids: npt.NDArray[np.int64]) -> list[str]:
         """The names of some tensors."""
-        return _safetensors_header.strings_at(self._text, self._places[0, numbers], self._places[1, numbers])
+        return _safetensors_header.strings_at(
+            self._header_text, self._text_positions[0, tensor_ids], self._text_positions[1, tensor_ids]
+        )
 
-    def name(self, number: int) -> str:
+    def get_name(self, tensor_id: int) -> str:
         """The name of one."""
-        number %= len(self)
-        place = self._places[:2, number : number + 1]
-        return _safetensors_header.strings_at(self._text, place[0], place[1])[0]
+        tensor_id %= len(self)
+        text_position = self._text_positions[:2, tensor_id : tensor_id + 1]
+        return _safetensors_header.strings_at(self._header_text, text_position[0], text_position[1])[0]
 
-    def find(self, name: str) -> int | None:
+    def find_id(self, name: str) -> int | None:
         """The number of the tensor of this name; None if there is none."""
-        sought = hash(name)
-        place = int(np.searchsorted(self._hashes, sought))
-        while place < len(self) and self._hashes[place] == sought:
-            number = int(self._by_hash[place])
-            if self.name(number) == name:
-                return number
-            place += 1
+        name_hash = hash(name)
+        hash_index = int(np.searchsorted(self._hashes, name_hash))
+        while hash_index < len(self) and self._hashes[hash_index] == name_hash:
+            tensor_id = int(self._ids_by_hash[hash_index])
+            if self.get_name(tensor_id) == name:
+                return tensor_id
+            hash_index += 1
         return None
 
     def __len__(self) -> int:
-        return self.codes.size
+        return self.kind_codes.size
 
     @overload
-    def __getitem__(self, index: int) -> Tensor: ...
+    def __getitem__(self, index: int) -> TensorEntry: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Tensor]: ...
-    def __getitem__(self, index: int | slice) -> Tensor | list[Tensor]:
+    def __getitem__(self, index: slice) -> list[TensorEntry]: ...
+    def __getitem__(self, index: int | slice) -> TensorEntry | list[TensorEntry]:
         if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
-        shape = _safetensors_header.shape_at(self._text, self._places[2, index])
-        kind = self.kinds[self.codes[index]]
-        return Tensor(self.name(index), kind, shape, int(self.begins[index]), int(self.ends[index]))
+            return [self[tensor_id] for tensor_id in range(*index.indices(len(self)))]
+        shape = _safetensors_header.shape_at(self._header_text, self._text_positions[2, index])
+        kind = self.kinds[self.kind_codes[index]]
+        return TensorEntry(self.get_name(index), kind, shape, int(self.begins[index]), int(self.ends[index]))
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return (self[number] for number in range(len(self)))
+    def __iter__(self) -> Iterator[TensorEntry]:
+        return (self[tensor_id] for tensor_id in range(len(self)))
 
 
-class Header(NamedTuple):
+class SafetensorsHeader(NamedTuple):
     """What a header says, and where the data begins (bytes)."""
 
-    tensors: Tensors
+    tensors: TensorIndex
     metadata: dict[str, str]
-    start: int
+    data_start: int
 
 
-def read_header(file: FileBytes, *, most: int = MAX_HEADER) -> Header:
+def read_header(file: FileBytes, *, max_header_bytes: int = MAX_HEADER_BYTES) -> SafetensorsHeader:
     """The tensors in the order of their data, the metadata, and where the data begins; all checked.
 
     Parameters
     ----------
     file
         The whole file.
-    most
+    max_header_bytes
         Bytes of the longest header that is taken.
 
     Raises
@@ -158,30 +162,30 @@ def read_header(file: FileBytes, *, most: int = MAX_HEADER) -> Header:
     SourceError
         For a header that is longer, damaged, or not of the file's size.
     """
-    where = file.label
+    label = file.label
     if file.size < 8:
-        raise SourceError(f"{where}: {file.size} bytes are too few for a .safetensors file")
-    length = int.from_bytes(file.head(8), "little")
-    if length > most:
-        raise SourceError(f"{where}: a header of {length} bytes is above the limit of {most}")
-    if 8 + length > file.size:
-        raise SourceError(f"{where}: is truncated: the header needs {length} bytes, the file has {file.size - 8}")
-    text = file.view(8, length).tobytes()
-    file.drop(8, length)
-    tensors = Tensors(text, where)
-    _check_tiling(where, tensors, file.size - 8 - length)
-    return Header(tensors, tensors.metadata, 8 + length)
+        raise SourceError(f"{label}: {file.size} bytes are too few for a .safetensors file")
+    header_bytes = int.from_bytes(file.read_head(8), "little")
+    if header_bytes > max_header_bytes:
+        raise SourceError(f"{label}: a header of {header_bytes} bytes is above the limit of {max_header_bytes}")
+    if 8 + header_bytes > file.size:
+        raise SourceError(f"{label}: is truncated: the header needs {header_bytes} bytes, the file has {file.size - 8}")
+    header_text = file.view(8, header_bytes).tobytes()
+    file.release_pages(8, header_bytes)
+    tensors = TensorIndex(header_text, label)
+    _check_tiling(label, tensors, file.size - 8 - header_bytes)
+    return SafetensorsHeader(tensors, tensors.metadata, 8 + header_bytes)
 
 
-def _check_tiling(where: str, tensors: Tensors, data_bytes: int) -> None:
+def _check_tiling(label: str, tensors: TensorIndex, data_bytes: int) -> None:
     ends = np.append(0, tensors.ends)
-    wrong = np.flatnonzero(tensors.begins != ends[:-1])
-    if wrong.size:
-        number = int(wrong[0])
+    misplaced_ids = np.flatnonzero(tensors.begins != ends[:-1])
+    if misplaced_ids.size:
+        tensor_id = int(misplaced_ids[0])
         raise SourceError(
-            f"{where}: tensor {shortened(tensors.name(number))} begins at {tensors.begins[number]}, "
-            f"expected {ends[number]}: data must have no holes and no overlaps"
+            f"{label}: tensor {shorten_name(tensors.get_name(tensor_id))} begins at {tensors.begins[tensor_id]}, "
+            f"expected {ends[tensor_id]}: data must have no holes and no overlaps"
         )
     if ends[-1] != data_bytes:
-        what = "is truncated" if ends[-1] > data_bytes else "has trailing bytes"
-        raise SourceError(f"{where}: {what}: its tensors need {ends[-1]} bytes of data, it has {data_bytes}")
+        problem = "is truncated" if ends[-1] > data_bytes else "has trailing bytes"
+        raise SourceError(f"{label}: {problem}: its tensors need {ends[-1]} bytes of data, it has {data_bytes}")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
-from ..arrays.named_array import ArrayInfo, Piece
+from ..arrays.named_array import ArrayInfo, Chunk
 
-Runs = Iterable[tuple[int, Piece]]
+ArrayChunks = Iterable[tuple[int, Chunk]]
 """``(array index, little-endian bytes in memory order)``, array after array."""
 
 
@@ -26,14 +26,14 @@ class SeekableSink(Sink, Protocol):
     def close(self) -> None: ...
 
 
-Writer = Callable[[SeekableSink, Sequence[ArrayInfo], Runs, dict[str, str]], None]
+ArrayWriter = Callable[[SeekableSink, Sequence[ArrayInfo], ArrayChunks, dict[str, str]], None]
 """Writes arrays and metadata in one format."""
 
 
-def beginnings(runs: Runs) -> Iterator[tuple[int, Piece, bool]]:
+def mark_first_chunks(chunks: ArrayChunks) -> Iterator[tuple[int, Chunk, bool]]:
     """The runs, each with whether it is the first of its array."""
-    current = -1
-    for index, data in runs:
-        yield index, data, index != current
-        current = index
+    current_index = -1
+    for index, data in chunks:
+        yield index, data, index != current_index
+        current_index = index
         del data

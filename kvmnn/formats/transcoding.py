@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ..arrays.engine_notes import apply_completeness
-from ..arrays.named_array import NamedArray, Piece, swap_words
-from ..arrays.source import Source, described_by
-from ..bundle import DecodeOptions, Encoded, EncodeOptions, FrameSet, encode
+from ..arrays.engine_notes import restore_completeness
+from ..arrays.named_array import Chunk, LazyArray, byteswap
+from ..arrays.source import Source, parse_cache_info
+from ..bundle import DecodeOptions, EncodeOptions, EncodeResult, FrameSet, encode_source
 from ..bundle.manifest import Manifest
 from ..errors import KvmnnError, ManifestError
 from ..files.mapped import STDIN
-from ..files.output import Stream
+from ..files.output import BinaryStream
 from ..threads.pipeline import Progress
-from .frames import of_frames
+from .frames import make_frame_source
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transcoded:
+class TranscodeResult:
     """Frames that were made from others.
 
     Parameters
@@ -30,17 +30,17 @@ class Transcoded:
         The others.
     input_bytes
         Bytes of all of them.
-    made
+    encode_result
         What was written.
     """
 
     input: str
     input_bytes: int
-    made: Encoded
+    encode_result: EncodeResult
 
     def to_dict(self) -> dict[str, Any]:
         """The same for JSON."""
-        return {"input": self.input, "input_stored_bytes": self.input_bytes, **self.made.to_dict()}
+        return {"input": self.input, "input_stored_bytes": self.input_bytes, **self.encode_result.to_dict()}
 
     def __str__(self) -> str:
         return self.text()
@@ -48,18 +48,20 @@ class Transcoded:
     def text(self, *, verbose: bool = False) -> str:
         """What was written, and what it was made from; with `verbose` also a line for each array."""
         name = "standard input" if self.input == STDIN else self.input
-        return f"{self.made.text(verbose=verbose)}\n  {name} has {self.input_bytes:,} bytes for the same arrays"
+        return (
+            f"{self.encode_result.text(verbose=verbose)}\n  {name} has {self.input_bytes:,} bytes for the same arrays"
+        )
 
 
 def transcode(
     frames: FrameSet,
-    output: str | os.PathLike[str] | Stream,
+    output: str | os.PathLike[str] | BinaryStream,
     options: EncodeOptions | None = None,
     *,
-    decoding: DecodeOptions | None = None,
+    decode_options: DecodeOptions | None = None,
     force: bool = False,
     progress: Progress | None = None,
-) -> Transcoded:
+) -> TranscodeResult:
     """Encode the arrays of frames again: as dense streams with `options.dense`, as MNN's frames without.
 
     Arrays keep name, shape, type and order, and the manifest its metadata, so that what was made of them is made of the
@@ -72,8 +74,9 @@ def transcode(
     output
         As for `kvmnn.bundle.encode`.
     options
-        As for `kvmnn.bundle.encode`; None takes effort, predictors and codecs from the manifest (`options_of`).
-    decoding
+        As for `kvmnn.bundle.encode`; None takes effort, predictors and codecs from the manifest
+        (`read_encode_options`).
+    decode_options
         Limits and threads.
     force
         Replace files that exist; the frames are never replaced.
@@ -86,14 +89,16 @@ def transcode(
         When a frame does not decode, a hash differs from the manifest's, and as `kvmnn.bundle.encode`. Nothing is left
         behind then.
     """
-    decoding = decoding or DecodeOptions()
-    frames.check_size(decoding)
-    source = source_of(frames, decoding)
-    made = encode(source, output, options or options_of(frames), force=force, progress=progress)
-    return Transcoded(input=frames.path, input_bytes=frames.stored_bytes, made=made)
+    decode_options = decode_options or DecodeOptions()
+    frames.check_size(decode_options)
+    source = make_original_source(frames, decode_options)
+    encode_result = encode_source(
+        source, output, options or read_encode_options(frames), force=force, progress=progress
+    )
+    return TranscodeResult(input=frames.path, input_bytes=frames.stored_bytes, encode_result=encode_result)
 
 
-def options_of(frames: FrameSet) -> EncodeOptions:
+def read_encode_options(frames: FrameSet) -> EncodeOptions:
     """What the manifest says that frames were encoded with; the defaults where there is none.
 
     Predictors of their own for K and V are not in a manifest: both have all of them then.
@@ -103,37 +108,37 @@ def options_of(frames: FrameSet) -> EncodeOptions:
     ManifestError
         For an effort, a codec or a predictor that there is not.
     """
-    said: Manifest | None = frames.document  # of dense streams alone it says no effort
-    if said is None or said.effort is None:
+    document: Manifest | None = frames.document  # of dense streams alone it says no effort
+    if document is None or document.effort is None:
         return EncodeOptions()
     try:
         return EncodeOptions(
-            effort=said.effort,
-            predictors=said.predictors or None,
-            hi_predictors=said.hi_predictors,
-            codecs=said.codecs,
+            effort=document.effort,
+            predictors=document.predictors or None,
+            hi_predictors=document.hi_predictors,
+            codecs=document.codecs,
         )
     except KvmnnError as error:
         raise ManifestError(f"{frames.path}: the manifest's options: {error}") from None
 
 
-def source_of(frames: FrameSet, options: DecodeOptions | None = None) -> Source:
+def make_original_source(frames: FrameSet, options: DecodeOptions | None = None) -> Source:
     """The arrays of frames as they were before they were encoded: those of big-endian words are such again."""
-    source = of_frames(frames, options or DecodeOptions())
+    source = make_frame_source(frames, options or DecodeOptions())
     source.arrays = [
-        _as_before(array, entry.array_dtype) for array, entry in zip(source.arrays, frames.arrays, strict=True)
+        _restore_byte_order(array, entry.array_dtype) for array, entry in zip(source.arrays, frames.arrays, strict=True)
     ]
-    source.cache = described_by(source.metadata, frames.path)
-    apply_completeness(source, frames.path)
+    source.cache = parse_cache_info(source.metadata, frames.path)
+    restore_completeness(source, frames.path)
     return source
 
 
-def _as_before(array: NamedArray, array_dtype: str) -> NamedArray:
+def _restore_byte_order(array: LazyArray, array_dtype: str) -> LazyArray:
     if array.array_dtype == array_dtype:
         return array
-    return replace(array, array_dtype=array_dtype, reader=partial(_swapped, array))
+    return replace(array, array_dtype=array_dtype, reader=partial(_iter_swapped_chunks, array))
 
 
-def _swapped(array: NamedArray, step: int) -> Iterator[Piece]:
-    for piece in array.reader(step):
-        yield swap_words(piece, array.itemsize)
+def _iter_swapped_chunks(array: LazyArray, chunk_bytes: int) -> Iterator[Chunk]:
+    for chunk in array.reader(chunk_bytes):
+        yield byteswap(chunk, array.itemsize)

@@ -12,40 +12,40 @@ from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 
-from ..arrays.named_array import NamedArray
+from ..arrays.named_array import LazyArray
 from ..arrays.source import Source
-from ..arrays.valid_names import name_of_file
+from ..arrays.valid_names import array_name_from_path
 from ..errors import KvmnnError, SourceError
 from . import safetensors
 from .options import ReadOptions
-from .reading import select
+from .reading import select_tensors
 
-TENSOR = "kv_cache"
-_SUFFIX = ".safetensors"
+TENSOR_NAME = "kv_cache"
+_FILE_SUFFIX = ".safetensors"
 
 
-def is_folder(path: str) -> bool:
+def is_vllm_folder(path: str) -> bool:
     """Whether a directory has ``.safetensors`` files, the first of which holds a tensor ``kv_cache`` and no other."""
-    files = files_in(path)
+    files = list_layer_files(path)
     if not files:
         return False
     try:
-        return list(safetensors.read(files[0], ReadOptions(skip_unsupported=True))) == [TENSOR]
+        return list(safetensors.read(files[0], ReadOptions(skip_unsupported=True))) == [TENSOR_NAME]
     except KvmnnError:
         return False
 
 
-def files_in(path: str) -> list[str]:
+def list_layer_files(path: str) -> list[str]:
     """The files of the layers, by the numbers in their names."""
     try:
         with os.scandir(path) as entries:
-            found = [entry.path for entry in entries if entry.name.endswith(_SUFFIX) and entry.is_file()]
+            paths = [entry.path for entry in entries if entry.name.endswith(_FILE_SUFFIX) and entry.is_file()]
     except OSError as exc:
         raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-    return sorted(found, key=lambda file: _order(PurePath(file).stem))
+    return sorted(paths, key=lambda file: _make_numeric_sort_key(PurePath(file).stem))
 
 
-def _order(name: str) -> list[tuple[bool, int, str]]:
+def _make_numeric_sort_key(name: str) -> list[tuple[bool, int, str]]:
     parts = re.split(r"([0-9]+)", name)
     return [(part.isdecimal(), int(part[:18]) if part.isdecimal() else 0, part) for part in parts]
 
@@ -58,14 +58,14 @@ def read(path: str, options: ReadOptions) -> Source:
     SourceError
         For a file without the tensor, or with others.
     """
-    files = files_in(path)
-    entries = [(name_of_file(file), partial(_array, file, options)) for file in files]
-    arrays, skipped = select(path, entries, options)
-    return Source(arrays, skipped=skipped, opened=tuple(files))
+    files = list_layer_files(path)
+    entries = [(array_name_from_path(file), partial(_read_layer_array, file, options)) for file in files]
+    arrays, skipped = select_tensors(path, entries, options)
+    return Source(arrays, skipped_arrays=skipped, opened_files=tuple(files))
 
 
-def _array(file: str, options: ReadOptions) -> NamedArray:
-    found = safetensors.read(file, replace(options, tensors=()))
-    if list(found) != [TENSOR]:
-        raise SourceError(f"{file}: expected one tensor, {TENSOR!r}, as in the other files of the folder")
-    return replace(found.arrays[0], name=name_of_file(file))
+def _read_layer_array(file: str, options: ReadOptions) -> LazyArray:
+    source = safetensors.read(file, replace(options, tensors=()))
+    if list(source) != [TENSOR_NAME]:
+        raise SourceError(f"{file}: expected one tensor, {TENSOR_NAME!r}, as in the other files of the folder")
+    return replace(source.arrays[0], name=array_name_from_path(file))

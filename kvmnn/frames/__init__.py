@@ -2,7 +2,7 @@
 
 from . import zstd
 from .block import Block, encode_block
-from .decoding import decode, matches
+from .decoding import decode, verify_roundtrip
 from .encoding import encode
 from .hashing import fnv1a64
 from .inspection import FrameInfo, StreamInfo, inspect
@@ -27,6 +27,6 @@ __all__ = [
     "encode_many",
     "fnv1a64",
     "inspect",
-    "matches",
+    "verify_roundtrip",
     "zstd",
 ]

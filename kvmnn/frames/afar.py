@@ -12,66 +12,78 @@ import numpy.typing as npt
 from ..dtypes import Bytes
 from ._anchors import again, anchors
 
-WINDOW = 32
+SAMPLE_WINDOW_ELEMENTS = 32
 """Words that are looked at in one place."""
-PLACES = 40
+SAMPLE_ELEMENTS_PER_SQRT = 40
 """Times the square root of the number of words, those that are looked at, of which one in 8 is compared (`_anchors`).
 If all words are there twice, then 70 pairs of them are expected, ..."""
-PAIRS = 8
+MIN_DUPLICATE_HASHES = 8
 """... and so many are enough: 6 % of the words that are copies of others, which cost as much where they are missed."""
-FEW_PAIRS = 3
+MIN_TRIAL_DUPLICATE_HASHES = 3
 """So many are enough where longer pieces are only tried."""
-STEP = 8
+ALIGNED_DISTANCE_ELEMENTS = 8
 """Words: the search of effort "fast" sees repeats whose distance is a multiple."""
 
 
-class Repeats(NamedTuple):
+class RepeatInfo(NamedTuple):
     """How words of an array are there again."""
 
-    across: bool
+    across_segments: bool
     """In other pieces."""
-    far: bool
+    beyond_segment: bool
     """More than half a piece away, and most of them not nearer."""
-    odd: bool
-    """At distances that are no multiples of `STEP`."""
+    unaligned: bool
+    """At distances that are no multiples of `ALIGNED_DISTANCE_ELEMENTS`."""
 
 
-NONE = Repeats(False, False, False)
+NO_REPEATS = RepeatInfo(False, False, False)
 
 
-class AtOddDistances(Exception):
+class UnalignedRepeats(Exception):
     """Words are there again where the search of effort "fast" does not look."""
 
 
-def repeats_from_afar(data: Bytes, stride: int, size: int) -> Repeats:
-    """How words of `stride` bytes are there again, in an array that is made in pieces of `size` bytes.
+def detect_long_range_repeats(data: Bytes, itemsize: int, segment_bytes: int) -> RepeatInfo:
+    """How words of `itemsize` bytes are there again, in an array that is made in pieces of `segment_bytes` bytes.
 
     What is there many times counts once.
     """
-    words = data.size // stride
-    if words < WINDOW * WINDOW:
-        return NONE
-    begins = _windows(words)
-    most = begins.size * WINDOW // 7
-    heads, places = np.empty(most, np.uint64), np.empty(most, np.int64)
-    found = anchors(data, stride, begins, WINDOW, heads, places)
-    heads, places = heads[:found], places[:found]
-    if again(heads) < FEW_PAIRS:
-        return NONE
-    order = np.lexsort((places, heads))
-    heads, places = heads[order], places[order]
-    apart, twins = np.diff(places), heads[1:] == heads[:-1]
-    is_far = 2 * apart * stride > size
-    across, far, near, odd = (
-        np.unique(heads[1:][twins & so]).size
-        for so in (np.diff(places * stride // size) > 0, is_far, ~is_far, apart % STEP != 0)
+    num_elements = data.size // itemsize
+    if num_elements < SAMPLE_WINDOW_ELEMENTS * SAMPLE_WINDOW_ELEMENTS:
+        return NO_REPEATS
+    window_starts = _draw_window_starts(num_elements)
+    max_hashes = window_starts.size * SAMPLE_WINDOW_ELEMENTS // 7
+    hashes, positions = np.empty(max_hashes, np.uint64), np.empty(max_hashes, np.int64)
+    num_hashes = anchors(data, itemsize, window_starts, SAMPLE_WINDOW_ELEMENTS, hashes, positions)
+    hashes, positions = hashes[:num_hashes], positions[:num_hashes]
+    if again(hashes) < MIN_TRIAL_DUPLICATE_HASHES:
+        return NO_REPEATS
+    order = np.lexsort((positions, hashes))
+    hashes, positions = hashes[order], positions[order]
+    distances, is_duplicate = np.diff(positions), hashes[1:] == hashes[:-1]
+    is_beyond = 2 * distances * itemsize > segment_bytes
+    num_across, num_beyond, num_within, num_unaligned = (
+        np.unique(hashes[1:][is_duplicate & condition]).size
+        for condition in (
+            np.diff(positions * itemsize // segment_bytes) > 0,
+            is_beyond,
+            ~is_beyond,
+            distances % ALIGNED_DISTANCE_ELEMENTS != 0,
+        )
     )
-    return Repeats(across >= FEW_PAIRS, far >= PAIRS and far > near, odd >= PAIRS)
+    return RepeatInfo(
+        num_across >= MIN_TRIAL_DUPLICATE_HASHES,
+        num_beyond >= MIN_DUPLICATE_HASHES and num_beyond > num_within,
+        num_unaligned >= MIN_DUPLICATE_HASHES,
+    )
 
 
 @lru_cache(8)
-def _windows(words: int) -> npt.NDArray[np.int64]:
+def _draw_window_starts(num_elements: int) -> npt.NDArray[np.int64]:
     """Where windows begin: at random places, of arrays of the same size at the same ones."""
-    count = PLACES * math.isqrt(words) // WINDOW
-    begins = np.sort(np.random.default_rng(0).integers(words // WINDOW, size=count)) * WINDOW
-    return begins[np.diff(begins, prepend=-1) > 0]
+    count = SAMPLE_ELEMENTS_PER_SQRT * math.isqrt(num_elements) // SAMPLE_WINDOW_ELEMENTS
+    starts = (
+        np.sort(np.random.default_rng(0).integers(num_elements // SAMPLE_WINDOW_ELEMENTS, size=count))
+        * SAMPLE_WINDOW_ELEMENTS
+    )
+    return starts[np.diff(starts, prepend=-1) > 0]

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import by_name
+from ..dtypes import parse_dtype
 from ..errors import KvmnnError
 from .decoding import decode
 from .encoding import encode
 from .hashing import fnv1a64
 from .options import CODECS
-from .words import raw_bytes_of, words_of
+from .words import as_elements, as_raw_bytes
 
 
 @dataclass(frozen=True)
@@ -40,28 +40,28 @@ class Block:
     """`fnv1a64` over K's frame and then V's; 0 where none is kept."""
 
     @property
-    def stored(self) -> bool:
+    def is_stored(self) -> bool:
         """Whether the frames are kept."""
         return self.key_frame is not None
 
     @property
     def ratio(self) -> float:
         """Raw over compressed bytes, rounded to float32 as the engine keeps it; 1 where nothing is kept."""
-        return _ratio(self.raw_bytes, self.compressed_bytes) if self.stored else 1.0
+        return _compute_float32_ratio(self.raw_bytes, self.compressed_bytes) if self.is_stored else 1.0
 
     @property
     def attempted_ratio(self) -> float:
         """Raw over attempted bytes, rounded to float32; 1 after a failure."""
-        return 1.0 if self.fallback else _ratio(self.raw_bytes, self.attempted_bytes)
+        return 1.0 if self.fallback else _compute_float32_ratio(self.raw_bytes, self.attempted_bytes)
 
     def __repr__(self) -> str:
         """One line: the frames and their sizes, not their bytes."""
-        about = (
+        summary = (
             f"{self.dtype or 'no dtype'}, {self.raw_bytes:,} -> {self.compressed_bytes:,} bytes, ratio {self.ratio:.4f}"
         )
         if self.key_frame is None or self.value_frame is None:
-            return f"<Block {about}, kept raw{', fallback' if self.fallback else ''}>"
-        return f"<Block {about}, key frame {len(self.key_frame):,}, value frame {len(self.value_frame):,}>"
+            return f"<Block {summary}, kept raw{', fallback' if self.fallback else ''}>"
+        return f"<Block {summary}, key frame {len(self.key_frame):,}, value frame {len(self.value_frame):,}>"
 
     def decode(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """K and V as 1-D arrays; `KvmnnError` where the block keeps no frames."""
@@ -109,49 +109,53 @@ def encode_block(
     KvmnnError
         For K and V of different types, and options that do not exist.
     """
-    raw = raw_bytes_of(keys, "keys"), raw_bytes_of(values, "values")
-    raw_bytes = sum(data.size for data in raw)
-    kind = _common_dtype(keys, values, dtype)
+    byte_views = as_raw_bytes(keys, "keys"), as_raw_bytes(values, "values")
+    raw_bytes = sum(data.size for data in byte_views)
+    element_type = _resolve_common_dtype(keys, values, dtype)
     frames: list[bytes] = []
-    if kind is not None and all(data.size and data.size % by_name(kind).itemsize == 0 for data in raw):
+    if element_type is not None and all(
+        data.size and data.size % parse_dtype(element_type).itemsize == 0 for data in byte_views
+    ):
         frames = [
-            encode(words, dtype=kind, predictors=predictors, codecs=codecs, effort=effort, threads=threads)
-            for words, predictors in ((keys, predictors_k), (values, predictors_v))
+            encode(array, dtype=element_type, predictors=predictors, codecs=codecs, effort=effort, threads=threads)
+            for array, predictors in ((keys, predictors_k), (values, predictors_v))
         ]
-    failed = not frames
-    attempted = raw_bytes if failed else sum(map(len, frames))
-    stored = not failed and attempted < raw_bytes
-    little_endian = list(raw) if kind is None else [words_of(words, kind)[1] for words in (keys, values)]
+    is_fallback = not frames
+    attempted_bytes = raw_bytes if is_fallback else sum(map(len, frames))
+    is_stored = not is_fallback and attempted_bytes < raw_bytes
+    little_endian_views = (
+        list(byte_views) if element_type is None else [as_elements(array, element_type)[1] for array in (keys, values)]
+    )
     return Block(
-        dtype=kind,
+        dtype=element_type,
         raw_bytes=raw_bytes,
-        attempted_bytes=attempted,
-        compressed_bytes=attempted if stored else raw_bytes,
-        fallback=failed,
-        key_frame=frames[0] if stored else None,
-        value_frame=frames[1] if stored else None,
-        raw_hash=_chained(*little_endian) if strict_roundtrip_check else 0,
-        blob_hash=_chained(*frames) if stored else 0,
+        attempted_bytes=attempted_bytes,
+        compressed_bytes=attempted_bytes if is_stored else raw_bytes,
+        fallback=is_fallback,
+        key_frame=frames[0] if is_stored else None,
+        value_frame=frames[1] if is_stored else None,
+        raw_hash=_hash_pair(*little_endian_views) if strict_roundtrip_check else 0,
+        blob_hash=_hash_pair(*frames) if is_stored else 0,
     )
 
 
-def _common_dtype(keys: Any, values: Any, dtype: str | None) -> str | None:
-    kinds: list[str | None] = []
-    for words in (keys, values):
-        if isinstance(words, np.ndarray) and words.dtype != np.uint8 and words.dtype.itemsize not in (2, 4):
-            kinds.append(None)
+def _resolve_common_dtype(keys: Any, values: Any, dtype: str | None) -> str | None:
+    type_names: list[str | None] = []
+    for array in (keys, values):
+        if isinstance(array, np.ndarray) and array.dtype != np.uint8 and array.dtype.itemsize not in (2, 4):
+            type_names.append(None)
         else:
-            kinds.append(words_of(words, dtype)[0].name)
-    if kinds[0] != kinds[1]:
+            type_names.append(as_elements(array, dtype)[0].name)
+    if type_names[0] != type_names[1]:
         raise KvmnnError(
-            f"keys are {kinds[0] or keys.dtype}, values are {kinds[1] or values.dtype}: expected one dtype"
+            f"keys are {type_names[0] or keys.dtype}, values are {type_names[1] or values.dtype}: expected one dtype"
         )
-    return kinds[0]
+    return type_names[0]
 
 
-def _chained(first: Any, second: Any) -> int:
+def _hash_pair(first: Any, second: Any) -> int:
     return fnv1a64(second, fnv1a64(first))
 
 
-def _ratio(raw: int, stored: int) -> float:
-    return float(np.float32(raw / stored))
+def _compute_float32_ratio(raw_bytes: int, stored_bytes: int) -> float:
+    return float(np.float32(raw_bytes / stored_bytes))

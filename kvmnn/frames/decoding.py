@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import BF16, FP16, FP32, Bytes, DType, Words, by_name
+from ..dtypes import BF16, FP16, FP32, Bytes, DType, Elements, parse_dtype
 from ..errors import FrameError, KvmnnError, LimitError
-from ..threads.pool import map_pulled, resolve_threads
+from ..threads.pool import parallel_map, resolve_threads
 from . import _decoder
-from .options import CODECS, MIN_PARALLEL_BYTES, codec_bits
-from .walking import walk
-from .words import BF16Frame, raw_bytes_of, words_of, writable_rows
+from .options import CODECS, MIN_PARALLEL_BYTES, to_codec_bits
+from .walking import iter_frames
+from .words import BF16Frame, as_elements, as_raw_bytes, as_writable_rows
 
 
 def decode(
@@ -64,24 +64,24 @@ def decode(
             codecs if isinstance(codecs, str) else tuple(codecs)
         )  # read twice; a string is refused where it is read
     try:
-        kind, parsed = open_frame(frame, dtype, codecs)
+        element_type, parsed_frame = open_frame(frame, dtype, codecs)
     except FrameError as error:
-        raise _not_one(frame, dtype, codecs, error) from None
-    raw_bytes = parsed.words * kind.itemsize
+        raise _explain_multiple_frames(frame, dtype, codecs, error) from None
+    raw_bytes = parsed_frame.words * element_type.itemsize
     if max_bytes is not None and raw_bytes > max_bytes:
         raise LimitError(f"frame holds {raw_bytes} bytes: max_bytes is {max_bytes}")
-    _decode_lanes(parsed, threads)
-    target = np.empty(parsed.words, kind.numpy) if out is None else out
-    if isinstance(target, np.ndarray) and not target.dtype.hasobject and parsed.join_whole(target):
-        parsed.close()
+    _decode_lanes(parsed_frame, threads)
+    target = np.empty(parsed_frame.words, element_type.numpy_dtype) if out is None else out
+    if isinstance(target, np.ndarray) and not target.dtype.hasobject and parsed_frame.join_whole(target):
+        parsed_frame.close()
         return target
-    rows = writable_rows(target, raw_bytes)
-    parsed.join(rows)
-    parsed.close()
-    return target if isinstance(target, np.ndarray) else rows[0].view(kind.numpy)
+    rows = as_writable_rows(target, raw_bytes)
+    parsed_frame.join(rows)
+    parsed_frame.close()
+    return target if isinstance(target, np.ndarray) else rows[0].view(element_type.numpy_dtype)
 
 
-class Decoder:
+class FrameDecoder:
     """Decodes many small frames of one dtype, one after another on this thread, with the least work for each.
 
     Parameters
@@ -91,13 +91,13 @@ class Decoder:
     """
 
     def __init__(self, dtype: str, codecs: Iterable[str] = CODECS) -> None:
-        self._itemsize, self._allow = by_name(dtype).itemsize, codec_bits(codecs)
+        self._itemsize, self._allowed_codecs = parse_dtype(dtype).itemsize, to_codec_bits(codecs)
 
-    def into(self, frames: tuple[bytes, ...], out: Words, frames_sum: int | None = None) -> None:
+    def decode_into(self, frames: tuple[bytes, ...], out: Elements, frames_checksum: int | None = None) -> None:
         """Decode frame i into ``out[i]``, ``[row, token, word]``, contiguous behind its first axis.
 
-        Nothing is written unless all frames decode. Where `frames_sum` is given, `hashing.checksum` that goes on from
-        frame to frame, it is compared at the end; `out` is written then.
+        Nothing is written unless all frames decode. Where `frames_checksum` is given, `hashing.checksum` that goes on
+        from frame to frame, it is compared at the end; `out` is written then.
 
         Raises
         ------
@@ -106,16 +106,16 @@ class Decoder:
         KvmnnError
             For an `out` of another size than the frames hold.
         """
-        _decoder.decode_into(frames, self._itemsize, self._allow, frames_sum, out.view(np.uint8))
+        _decoder.decode_into(frames, self._itemsize, self._allowed_codecs, frames_checksum, out.view(np.uint8))
 
-    def checked(self, frame: Bytes | bytes, frame_sum: int, rows_sum: int, out: Words) -> None:
+    def decode_verified(self, frame: Bytes | bytes, frame_checksum: int, rows_checksum: int, out: Elements) -> None:
         """Decode a frame into ``out``, ``[row, ...]``, contiguous behind its first axis, and compare its checksums.
 
         Parameters
         ----------
-        frame_sum
+        frame_checksum
             `hashing.checksum` of the frame: where it differs `out` is not written.
-        rows_sum
+        rows_checksum
             `hashing.rows_checksum` of the words, which are in `out` where it differs.
 
         Raises
@@ -128,77 +128,79 @@ class Decoder:
         if not out[0].flags.c_contiguous:  # `reshape` would copy, and nothing came to `out`
             raise KvmnnError("out: expected rows that are each contiguous")
         rows = out.reshape(len(out), -1).view(np.uint8)
-        _decoder.decode_checked(frame, self._itemsize, self._allow, frame_sum, rows_sum, rows)
+        _decoder.decode_checked(frame, self._itemsize, self._allowed_codecs, frame_checksum, rows_checksum, rows)
 
 
-def matches(
+def verify_roundtrip(
     frame: Any, values: Any, *, dtype: str | None = None, codecs: Iterable[str] = CODECS, threads: int | None = None
 ) -> bool:
     """Whether a frame decodes to exactly the words of `values`, found without building an array.
 
     Takes as much scratch memory as `values` has bytes. `FrameError` if the frame does not decode at all.
     """
-    kind, data = words_of(values, dtype)
-    _, parsed = open_frame(frame, kind.name, codecs)
-    if parsed.words * kind.itemsize != data.size:
+    element_type, data = as_elements(values, dtype)
+    _, parsed_frame = open_frame(frame, element_type.name, codecs)
+    if parsed_frame.words * element_type.itemsize != data.size:
         return False
-    _decode_lanes(parsed, threads)
-    same = parsed.equals(data)
-    parsed.close()
-    return same
+    _decode_lanes(parsed_frame, threads)
+    is_equal = parsed_frame.equals(data)
+    parsed_frame.close()
+    return is_equal
 
 
-def _not_one(frame: Any, dtype: str | None, codecs: Iterable[str], found: FrameError) -> FrameError:
-    """What to raise where no frame was `found`: several one after another are another function's."""
-    data = raw_bytes_of(frame, "frame")
-    for kind in (FP16, FP32) if dtype is None else (by_name(dtype),):
+def _explain_multiple_frames(frame: Any, dtype: str | None, codecs: Iterable[str], error: FrameError) -> FrameError:
+    """What to raise where no frame was `error`: several one after another are another function's."""
+    data = as_raw_bytes(frame, "frame")
+    for element_type in (FP16, FP32) if dtype is None else (parse_dtype(dtype),):
         with suppress(FrameError):
-            number = sum(1 for _ in walk(data, kind, codec_bits(codecs)))
-            if number > 1:
-                return FrameError(f"{found}; it is {number} frames one after another, which decode_all takes")
-    return found
+            num_frames = sum(1 for _ in iter_frames(data, element_type, to_codec_bits(codecs)))
+            if num_frames > 1:
+                return FrameError(f"{error}; it is {num_frames} frames one after another, which decode_all takes")
+    return error
 
 
-def _decode_lanes(parsed: _decoder.Frame, threads: int | None) -> None:
-    small = parsed.words * parsed.stride < MIN_PARALLEL_BYTES
-    one = small if threads is None else type(threads) is int and threads == 1
-    number = 1 if one else resolve_threads(threads)
-    if small or number == 1:
-        parsed.decode()
+def _decode_lanes(parsed_frame: _decoder.Frame, threads: int | None) -> None:
+    is_small = parsed_frame.words * parsed_frame.stride < MIN_PARALLEL_BYTES
+    is_single = is_small if threads is None else type(threads) is int and threads == 1
+    num_threads = 1 if is_single else resolve_threads(threads)
+    if is_small or num_threads == 1:
+        parsed_frame.decode()
     else:
-        parsed.reserve()
-        map_pulled(parsed.decode_lane, reversed(range(parsed.stride)), number)
+        parsed_frame.reserve()
+        parallel_map(parsed_frame.decode_lane, reversed(range(parsed_frame.stride)), num_threads)
 
 
-_DENSE = b"KVMD"
+_DENSE_MAGIC = b"KVMD"
 """What dense streams begin with; a frame may, of 1,145,919,051 words."""
 
 
 def open_frame(frame: Any, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, _decoder.Frame]:
     """The dtype of a frame and the frame itself, its headers checked and nothing decoded; errors as `decode`."""
-    data = frame if isinstance(frame, bytes) else raw_bytes_of(frame, "frame")
+    data = frame if isinstance(frame, bytes) else as_raw_bytes(frame, "frame")
     if dtype is None and isinstance(frame, BF16Frame):
         dtype = BF16.name
     try:
-        return _open_frame(data, dtype, codec_bits(codecs))
+        return _parse_frame(data, dtype, to_codec_bits(codecs))
     except FrameError:
-        if bytes(data[:4]) == _DENSE:
+        if bytes(data[:4]) == _DENSE_MAGIC:
             raise FrameError("is a dense stream, not a frame: kvmnn.dense reads it") from None
         raise
 
 
-def _open_frame(data: Bytes | bytes, dtype: str | None, allow: int) -> tuple[DType, _decoder.Frame]:
+def _parse_frame(data: Bytes | bytes, dtype: str | None, allowed_codecs: int) -> tuple[DType, _decoder.Frame]:
     if dtype is None:
-        parsed = _decoder.Frame(data, 0, allow)
-        return (FP16 if parsed.stride == 2 else FP32), parsed
-    kind = by_name(dtype)
+        parsed_frame = _decoder.Frame(data, 0, allowed_codecs)
+        return (FP16 if parsed_frame.stride == 2 else FP32), parsed_frame
+    element_type = parse_dtype(dtype)
     try:
-        return kind, _decoder.Frame(data, kind.itemsize, allow)
+        return element_type, _decoder.Frame(data, element_type.itemsize, allowed_codecs)
     except FrameError:
         try:
-            stride = _decoder.Frame(data, 0, allow).stride
+            itemsize = _decoder.Frame(data, 0, allowed_codecs).stride
         except FrameError:
-            stride = kind.itemsize
-        if stride == kind.itemsize:
+            itemsize = element_type.itemsize
+        if itemsize == element_type.itemsize:
             raise
-        raise FrameError(f"frame has {stride} streams: expected the {kind.itemsize} of {kind.name}") from None
+        raise FrameError(
+            f"frame has {itemsize} streams: expected the {element_type.itemsize} of {element_type.name}"
+        ) from None

@@ -14,21 +14,21 @@ from ..dtypes import BF16, Bytes
 from ..threads.pipeline import Progress
 from ..threads.pool import resolve_threads
 from . import _encoder, zstd
-from .afar import AtOddDistances
-from .candidates import smallest_at_all_levels, smallest_at_one_level
-from .fast import encode_fast, has_fast_form
-from .guessing import is_one, likely_modes
+from .afar import UnalignedRepeats
+from .candidates import search_all_levels, search_default_level
+from .fast import encode_fast, supports_fast_path
+from .guessing import is_single_predictor, select_predictors
 from .options import CODECS, MIN_PARALLEL_BYTES, CodecOptions, LaneOptions
-from .pieces import encode_balanced, is_cut
-from .words import BF16Frame, words_of
-from .zeros import zero_share
+from .pieces import encode_balanced, is_segmented
+from .words import BF16Frame, as_elements
+from .zeros import estimate_zero_fraction
 
-FULL_OF_REPEATS = 10
+EXACT_RETRY_MIN_RATIO = 10
 """An array that becomes so many times smaller is tried by effort "exact" as well, which takes little time there: what
 libzstd makes of many repeats depends on the predictor, and no sample says how; ..."""
-MOST = 0.5
+EXACT_RETRY_MAX_ZERO_FRACTION = 0.5
 """... but not if so many words are zeros, as in a cache that is hardly used. And ..."""
-TINY = 2 << 10
+SMALL_INPUT_BYTES = 2 << 10
 """... so is an array of so few bytes: beside these every header counts."""
 
 
@@ -87,55 +87,58 @@ def encode(
     KvmnnError
         For empty input, a size that is not a multiple of the word size, and options that do not exist.
     """
-    kind, data = words_of(values, dtype)
+    element_type, data = as_elements(values, dtype)
     options = CodecOptions(predictors=predictors, hi_predictors=hi_predictors, codecs=codecs, effort=effort)
-    frame = encode_words(data, options.for_words(kind), resolve_threads(threads), progress)
-    return BF16Frame(frame) if kind is BF16 else frame
+    frame = encode_elements(data, options.to_lane_options(element_type), resolve_threads(threads), progress)
+    return BF16Frame(frame) if element_type is BF16 else frame
 
 
 def encode_for_file(
-    words: Bytes, dtype: str, options: CodecOptions, threads: int | None = None, progress: Progress | None = None
+    elements: Bytes, dtype: str, options: CodecOptions, threads: int | None = None, progress: Progress | None = None
 ) -> bytes:
     """Encode little-endian words as `encode` does, without the copy of bf16 frames: the file states the dtype."""
-    kind, data = words_of(words, dtype)
-    return encode_words(data, options.for_words(kind), resolve_threads(threads), progress)
+    element_type, data = as_elements(elements, dtype)
+    return encode_elements(data, options.to_lane_options(element_type), resolve_threads(threads), progress)
 
 
-def encode_words(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None = None) -> bytes:
+def encode_elements(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None = None) -> bytes:
     """The frame of little-endian words, all options resolved."""
     if options.effort == "max":
-        return smallest_at_all_levels(options, data, threads, progress)
-    made = _at_one_level(data, options, threads)
-    if options.effort != "exact" and (data.size <= TINY or _is_full_of_repeats(made, data, options)):
-        made = min(made, _at_one_level(data, options._replace(effort="exact"), threads), key=len)
+        return search_all_levels(options, data, threads, progress)
+    frame = _encode_default_level(data, options, threads)
+    if options.effort != "exact" and (data.size <= SMALL_INPUT_BYTES or _is_highly_repetitive(frame, data, options)):
+        frame = min(frame, _encode_default_level(data, options._replace(effort="exact"), threads), key=len)
     if progress:
         progress(data.size)
-    return made
+    return frame
 
 
-def _is_full_of_repeats(made: bytes, data: Bytes, options: LaneOptions) -> bool:
-    return len(made) * FULL_OF_REPEATS < data.size and zero_share(data, options.stride) < MOST
+def _is_highly_repetitive(frame: bytes, data: Bytes, options: LaneOptions) -> bool:
+    return (
+        len(frame) * EXACT_RETRY_MIN_RATIO < data.size
+        and estimate_zero_fraction(data, options.itemsize) < EXACT_RETRY_MAX_ZERO_FRACTION
+    )
 
 
-def sampled(data: Bytes, options: LaneOptions) -> LaneOptions:
-    """The options for words like `data`: by effort ``"balanced"`` with the predictors that `likely_modes` chooses.
+def with_selected_predictors(data: Bytes, options: LaneOptions) -> LaneOptions:
+    """The options for words like `data`: by effort ``"balanced"`` with the predictors that `select_predictors` chooses.
 
     Looking at samples is a tenth of that effort's work on short frames.
     """
-    if options.effort != "balanced" or all(map(is_one, options.modes)):
+    if options.effort != "balanced" or all(map(is_single_predictor, options.modes)):
         return options
-    return options._replace(modes=likely_modes(data, options))
+    return options._replace(modes=select_predictors(data, options))
 
 
-def _at_one_level(data: Bytes, options: LaneOptions, threads: int) -> bytes:
+def _encode_default_level(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     if options.effort == "fast":
-        if has_fast_form(options, data.size):
-            with suppress(AtOddDistances):
+        if supports_fast_path(options, data.size):
+            with suppress(UnalignedRepeats):
                 return encode_fast(data, options, threads)
         options = options._replace(effort="balanced")
-    if options.effort == "balanced" and is_cut(data, options):
-        return encode_balanced(data, sampled(data, options), threads)
-    options = sampled(data, options)
-    if threads == 1 or data.size < MIN_PARALLEL_BYTES or data.size % options.stride:
-        return _encoder.encode(data, options.stride, options.modes, options.allow, zstd.LEVEL)
-    return smallest_at_one_level(options, data, threads)
+    if options.effort == "balanced" and is_segmented(data, options):
+        return encode_balanced(data, with_selected_predictors(data, options), threads)
+    options = with_selected_predictors(data, options)
+    if threads == 1 or data.size < MIN_PARALLEL_BYTES or data.size % options.itemsize:
+        return _encoder.encode(data, options.itemsize, options.modes, options.allowed_codecs, zstd.DEFAULT_LEVEL)
+    return search_default_level(options, data, threads)

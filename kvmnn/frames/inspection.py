@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..dtypes import Bytes, by_name
+from ..dtypes import Bytes, parse_dtype
 from . import _decoder, _streams
 from .decoding import open_frame
 from .options import CODECS
-from .predictors import NAMES as PREDICTORS
+from .predictors import PREDICTORS as PREDICTORS
 
 
 @dataclass(frozen=True)
@@ -127,30 +127,30 @@ def inspect(frame: Any, *, dtype: str | None = None, codecs: Iterable[str] = COD
     The frame is decoded for it, both to be sure that it is one and for the order-0 entropy of its streams; with
     `entropy` False only its headers are read, and the entropies are None. Errors as `decode`.
     """
-    kind, parsed = open_frame(frame, dtype, codecs)
+    element_type, parsed_frame = open_frame(frame, dtype, codecs)
     if entropy:
-        parsed.decode()
+        parsed_frame.decode()
     streams = []
-    for lane in range(parsed.stride):
-        mode, codec, raw_len, payload_len, offset = parsed.stream(lane)
+    for lane in range(parsed_frame.stride):
+        mode, codec, raw_len, payload_len, offset = parsed_frame.stream(lane)
         streams.append(
             StreamInfo(
-                name=_decoder.lane_name(parsed.stride, lane),
+                name=_decoder.lane_name(parsed_frame.stride, lane),
                 offset=offset - StreamInfo.HEADER_BYTES,
                 payload_offset=offset,
                 predictor=PREDICTORS[mode],
                 codec=CODECS[codec],
                 raw_bytes=raw_len,
                 payload_bytes=payload_len,
-                entropy=parsed.lane_entropy(lane) if entropy else None,
+                entropy=parsed_frame.lane_entropy(lane) if entropy else None,
             )
         )
-    parsed.close()
-    container = "fp16" if parsed.stride == 2 else "fp32"
-    return FrameInfo(container=container, dtype=kind.name, words=parsed.words, streams=tuple(streams))
+    parsed_frame.close()
+    container = "fp16" if parsed_frame.stride == 2 else "fp32"
+    return FrameInfo(container=container, dtype=element_type.name, words=parsed_frame.words, streams=tuple(streams))
 
 
-def entropies(words: Bytes, dtype: str) -> tuple[float, ...]:
-    """Order-0 entropy in bits per byte of each stream that a frame of `words` (little-endian) would have."""
-    stride = by_name(dtype).itemsize
-    return tuple(_streams.order0_entropy(np.ascontiguousarray(words[lane::stride])) for lane in range(stride))
+def compute_entropies(elements: Bytes, dtype: str) -> tuple[float, ...]:
+    """Order-0 entropy in bits per byte of each stream that a frame of `elements` (little-endian) would have."""
+    itemsize = parse_dtype(dtype).itemsize
+    return tuple(_streams.order0_entropy(np.ascontiguousarray(elements[lane::itemsize])) for lane in range(itemsize))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ..dtypes import FP16, DType
 from ..errors import KvmnnError
-from .predictors import mode_bits, resolve
+from .predictors import resolve_predictors, to_mode_bits
 
 CODECS = ("rle", "zstd")
 """Stream codecs by their number in the header."""
@@ -24,11 +24,11 @@ RLE_BIT, ZSTD_BIT = 1, 2
 class LaneOptions(NamedTuple):
     """Options of the compiled encoder for words of one size."""
 
-    stride: int
+    itemsize: int
     """Bytes of a word, and so the number of lanes."""
     modes: tuple[int, ...]
     """Predictor bits for each lane."""
-    allow: int
+    allowed_codecs: int
     """Codec bits."""
     effort: str
 
@@ -44,21 +44,21 @@ class CodecOptions:
 
     def check(self, dtype: DType = FP16) -> None:
         """`KvmnnError` or `TypeError` for options that do not exist, or not for words of `dtype`."""
-        self.for_words(dtype)
+        self.to_lane_options(dtype)
 
-    def for_words(self, dtype: DType) -> LaneOptions:
+    def to_lane_options(self, dtype: DType) -> LaneOptions:
         """The options of the compiled encoder for words of `dtype`; errors as `check`."""
         if self.effort not in EFFORTS:
             raise KvmnnError(f"unknown effort {self.effort!r}: expected {', '.join(EFFORTS)}")
-        modes = [mode_bits(resolve(self.predictors))] * dtype.itemsize
+        modes = [to_mode_bits(resolve_predictors(self.predictors))] * dtype.itemsize
         if self.hi_predictors is not None:
             if dtype.itemsize != 2:
                 raise KvmnnError(f"hi_predictors is for two-byte words: {dtype.name} frames have one predictor set")
-            modes[1] = mode_bits(resolve(self.hi_predictors))
-        return LaneOptions(dtype.itemsize, tuple(modes), codec_bits(self.codecs), self.effort)
+            modes[1] = to_mode_bits(resolve_predictors(self.hi_predictors))
+        return LaneOptions(dtype.itemsize, tuple(modes), to_codec_bits(self.codecs), self.effort)
 
 
-def codec_bits(codecs: Iterable[str]) -> int:
+def to_codec_bits(codecs: Iterable[str]) -> int:
     """Codec names as bits."""
     if codecs is CODECS:
         return RLE_BIT | ZSTD_BIT

@@ -15,151 +15,177 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 from ..dtypes import Bytes
 from ..errors import LimitError
-from ..threads.pool import Job, map_pulled, run_pulled
+from ..threads.pool import Job, parallel_map, parallel_run
 from . import _encoder, _fast, zstd
 from ._room import Room, Track
-from .afar import NONE, Repeats, repeats_from_afar
+from .afar import NO_REPEATS, RepeatInfo, detect_long_range_repeats
 from .options import CODECS, MIN_PARALLEL_BYTES, RLE_BIT, ZSTD_BIT, LaneOptions
-from .predictors import NAMES as PREDICTORS
+from .predictors import PREDICTORS as PREDICTORS
 
-LANE_BYTES = 4 << 20
+SEGMENT_LANE_BYTES = 4 << 20
 """Of a lane, in a piece of effort "balanced": twice as far as libzstd looks back at that level, so that a cache loses
 nothing where a piece begins, and what is compressed is still in the processor's cache."""
 
-REPEATS = {2: 1.6, 4: 1.5}
+SEGMENT_GROWTH_MIN_RATIO = {2: 1.6, 4: 1.5}
 """By bytes of a word: an array that becomes so many times smaller, and has the same words in several pieces, ..."""
-FEW = 16 << 10
+SMALL_SEGMENT_BYTES = 16 << 10
 """... or makes so few bytes of each piece that what these begin with is not little, ..."""
-LONGER = 8
+SEGMENT_GROWTH = 8
 """... is made again, in pieces so many times as long, ..."""
-LONGEST, MUCH = 64, 3
-"""... and once more where it becomes `MUCH` times smaller."""
+MAX_SEGMENT_GROWTH, MAX_SEGMENT_GROWTH_MIN_RATIO = 64, 3
+"""... and once more where it becomes `MAX_SEGMENT_GROWTH_MIN_RATIO` times smaller."""
 
-RUNS = 4
+RLE_TRIAL_MIN_RATIO = 4
 """Lanes that became so many times smaller may be full of runs, ones of a cache are not."""
 
-_BLOCK, _RAW_HEADERS, _FRAME_HEADER = 128 << 10, 3, 10
+_ZSTD_BLOCK_BYTES, _ZSTD_BLOCK_HEADER_BYTES, _ZSTD_FRAME_HEADER_BYTES = 128 << 10, 3, 10
 """Of a zstd frame longer than its window."""
 
-_RAW = PREDICTORS.index("raw")
-_RLE, _ZSTD = CODECS.index("rle"), CODECS.index("zstd")
-_HEADER = struct.Struct("<BBII")
+_RAW_MODE = PREDICTORS.index("raw")
+_RLE_CODEC, _ZSTD_CODEC = CODECS.index("rle"), CODECS.index("zstd")
+_STREAM_HEADER = struct.Struct("<BBII")
 _U32_MAX = (1 << 32) - 1
 
 
-def is_cut(data: Bytes, options: LaneOptions) -> bool:
+def is_segmented(data: Bytes, options: LaneOptions) -> bool:
     """Whether effort "balanced" makes several pieces of the words."""
-    words, rest = divmod(data.size, options.stride)
-    return LANE_BYTES < words <= _U32_MAX and not rest and bool(options.allow & ZSTD_BIT)
+    num_elements, remainder = divmod(data.size, options.itemsize)
+    return SEGMENT_LANE_BYTES < num_elements <= _U32_MAX and not remainder and bool(options.allowed_codecs & ZSTD_BIT)
 
 
 def encode_balanced(data: Bytes, options: LaneOptions, threads: int) -> bytes:
-    """The frame of words for which `is_cut` holds, of each lane the smallest by the predictors that `options` allow.
+    """The frame of words for which `is_segmented` holds, of each lane the smallest by the predictors that `options`
+    allow.
 
     Equal pieces for each lane, an even number but where it becomes much smaller.
     """
-    words, least = data.size // options.stride, LANE_BYTES * options.stride
+    num_elements, initial_segment_bytes = data.size // options.itemsize, SEGMENT_LANE_BYTES * options.itemsize
 
-    def make(size: int, *before: Job) -> list[Lane]:
-        count = -(-data.size // size)
-        if size == least:
+    def encode_lanes(segment_bytes: int, *first_jobs: Job) -> list[Lane]:
+        count = -(-data.size // segment_bytes)
+        if segment_bytes == initial_segment_bytes:
             count += count & 1
-        ends = [words * (piece + 1) // count for piece in range(count)]
-        return _smallest(data, options, list(zip([0, *ends], ends, strict=False)), threads, *before)
+        ends = [num_elements * (segment + 1) // count for segment in range(count)]
+        return _encode_smallest_lanes(data, options, list(zip([0, *ends], ends, strict=False)), threads, *first_jobs)
 
-    def look() -> Repeats:
-        return repeats_from_afar(data, options.stride, least // 2)
+    def detect_repeats() -> RepeatInfo:
+        return detect_long_range_repeats(data, options.itemsize, initial_segment_bytes // 2)
 
-    lanes, _ = of_pieces(make, look, least, data.size, options.stride)
-    return frame_of(words, with_runs(lanes, data, options), threads)
-
-
-class Maker(Protocol):
-    """Makes the lanes of an array in pieces of some size; on one of its threads `before` comes first."""
-
-    def __call__(self, size: int, *before: Job) -> list[Lane]: ...
+    lanes, _ = encode_segments(encode_lanes, detect_repeats, initial_segment_bytes, data.size, options.itemsize)
+    return build_frame(num_elements, try_rle(lanes, data, options), threads)
 
 
-class _FromAfar(Exception):
+class SegmentEncoder(Protocol):
+    """Makes the lanes of an array in pieces of some size; on one of its threads `first_jobs` comes first."""
+
+    def __call__(self, segment_bytes: int, *first_jobs: Job) -> list[Lane]: ...
+
+
+class _NeedsLongerSegments(Exception):
     """Words are there again farther away than the pieces see that an array is being made of."""
 
 
-def of_pieces(make: Maker, look: Callable[[], Repeats], size: int, nbytes: int, stride: int) -> tuple[list[Lane], int]:
-    """The lanes of an array of `nbytes` bytes, and the size of its pieces: `size`, or more if these repeat each other.
+def encode_segments(
+    encoder: SegmentEncoder,
+    detect_repeats: Callable[[], RepeatInfo],
+    initial_segment_bytes: int,
+    nbytes: int,
+    itemsize: int,
+) -> tuple[list[Lane], int]:
+    """The lanes of an array of `nbytes` bytes, and the size of its pieces: `initial_segment_bytes`, or more if these
+    repeat each other.
 
-    `look` tells how words are there again. It is asked beside the first pieces, since it takes half as long as one.
+    `detect_repeats` tells how words are there again. It is asked beside the first pieces, since it takes half as long
+    as one.
     """
-    repeats = NONE
+    repeats = NO_REPEATS
 
-    def ask() -> None:
+    def check_repeats() -> None:
         nonlocal repeats
-        repeats = look()
-        if repeats.far:
-            raise _FromAfar
+        repeats = detect_repeats()
+        if repeats.beyond_segment:
+            raise _NeedsLongerSegments
 
-    lanes, used = [], LONGER * size
-    with suppress(_FromAfar):
-        lanes, used = make(size, ask), size
+    lanes, segment_bytes = [], SEGMENT_GROWTH * initial_segment_bytes
+    with suppress(_NeedsLongerSegments):
+        lanes, segment_bytes = encoder(initial_segment_bytes, check_repeats), initial_segment_bytes
     if not lanes:
-        lanes = make(used)
-    for times, smaller in ((LONGER, REPEATS[stride]), (LONGEST, MUCH)):
-        made = sum(lane.nbytes for lane in lanes)
-        is_few = made * size < FEW * nbytes
-        if used >= nbytes or made * smaller > nbytes or not (repeats.across or is_few):
+        lanes = encoder(segment_bytes)
+    for growth, min_ratio in (
+        (SEGMENT_GROWTH, SEGMENT_GROWTH_MIN_RATIO[itemsize]),
+        (MAX_SEGMENT_GROWTH, MAX_SEGMENT_GROWTH_MIN_RATIO),
+    ):
+        payload_bytes = sum(lane.nbytes for lane in lanes)
+        is_small = payload_bytes * initial_segment_bytes < SMALL_SEGMENT_BYTES * nbytes
+        if segment_bytes >= nbytes or payload_bytes * min_ratio > nbytes or not (repeats.across_segments or is_small):
             break
-        if used < times * size:
-            used = times * size
-            lanes = make(used)
-    return lanes, used
+        if segment_bytes < growth * initial_segment_bytes:
+            segment_bytes = growth * initial_segment_bytes
+            lanes = encoder(segment_bytes)
+    return lanes, segment_bytes
 
 
-def _smallest(
-    data: Bytes, options: LaneOptions, spans: list[tuple[int, int]], threads: int, *before: Job
+def _encode_smallest_lanes(
+    data: Bytes, options: LaneOptions, spans: list[tuple[int, int]], threads: int, *first_jobs: Job
 ) -> list[Lane]:
-    pairs = [
+    lane_modes = [
         (lane, mode)
-        for lane in range(options.stride)
+        for lane in range(options.itemsize)
         for mode in range(len(PREDICTORS))
         if options.modes[lane] >> mode & 1
     ]
-    most = [[_most(end - begin, mode) for begin, end in spans] for _, mode in pairs]
-    tracks = tracks_for(most)
+    max_bytes = [[_compute_max_payload_bytes(end - begin, mode) for begin, end in spans] for _, mode in lane_modes]
+    writers = make_writers(max_bytes)
 
-    def make(pair: int, piece: int) -> None:
+    def encode_segment(lane_mode: int, segment: int) -> None:
         _encoder.write_payload(
-            tracks[pair], piece, most[pair][piece], data, options.stride, *spans[piece], *pairs[pair], zstd.LEVEL
+            writers[lane_mode],
+            segment,
+            max_bytes[lane_mode][segment],
+            data,
+            options.itemsize,
+            *spans[segment],
+            *lane_modes[lane_mode],
+            zstd.DEFAULT_LEVEL,
         )
 
     # High bytes take longest: they come first.
-    jobs = [partial(make, pair, piece) for pair in reversed(range(len(pairs))) for piece in range(len(spans))]
-    run_pulled([*before, *jobs], threads)
+    jobs = [
+        partial(encode_segment, pair, segment)
+        for pair in reversed(range(len(lane_modes)))
+        for segment in range(len(spans))
+    ]
+    parallel_run([*first_jobs, *jobs], threads)
     best: dict[int, Lane] = {}
-    for (lane, mode), track in zip(pairs, tracks, strict=True):
-        found = lane_of(track, mode)
-        if lane not in best or found.nbytes < best[lane].nbytes:
-            best[lane] = found
-    return [best[lane] for lane in range(options.stride)]
+    for (lane, mode), writer in zip(lane_modes, writers, strict=True):
+        candidate = make_lane(writer, mode)
+        if lane not in best or candidate.nbytes < best[lane].nbytes:
+            best[lane] = candidate
+    return [best[lane] for lane in range(options.itemsize)]
 
 
 # -- parts of frames --------------------------------------------------------------------------------------------------
 
 
-def _most(nbytes: int, mode: int) -> int:
+def _compute_max_payload_bytes(nbytes: int, mode: int) -> int:
     """Room for a zstd frame; without a predictor just as much as noise needs, which lies where it stays then."""
-    if mode != _RAW:
+    if mode != _RAW_MODE:
         return _encoder.bound(nbytes)
-    return max(nbytes + _RAW_HEADERS * -(-nbytes // _BLOCK) + _FRAME_HEADER, _fast.raw_payload(nbytes))
+    return max(
+        nbytes + _ZSTD_BLOCK_HEADER_BYTES * -(-nbytes // _ZSTD_BLOCK_BYTES) + _ZSTD_FRAME_HEADER_BYTES,
+        _fast.raw_payload(nbytes),
+    )
 
 
-class Placed(NamedTuple):
+class BufferSlice(NamedTuple):
     """Bytes that lie in a room."""
 
     nbytes: int
-    room: Room
-    at: int
+    buffer: Room
+    offset: int
 
 
-Part: TypeAlias = bytes | Placed
+Fragment: TypeAlias = bytes | BufferSlice
 
 
 class Lane(NamedTuple):
@@ -167,107 +193,111 @@ class Lane(NamedTuple):
 
     mode: int
     codec: int
-    parts: tuple[Part, ...]
+    fragments: tuple[Fragment, ...]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the payload."""
-        return sum(map(nbytes_of, self.parts))
+        return sum(map(count_fragment_bytes, self.fragments))
 
 
-def lane_of(track: Track, mode: int) -> Lane:
+def make_lane(writer: Track, mode: int) -> Lane:
     """The lane of zstd frames that are all on a track."""
-    return Lane(mode, _ZSTD, tuple(Placed(nbytes, track.room, at) for nbytes, at in track.parts()))
+    return Lane(mode, _ZSTD_CODEC, tuple(BufferSlice(nbytes, writer.room, offset) for nbytes, offset in writer.parts()))
 
 
-def frame_of(words: int, lanes: Sequence[Lane], threads: int) -> bytes:
+def build_frame(num_elements: int, lanes: Sequence[Lane], threads: int) -> bytes:
     """The frame of lanes."""
-    parts: list[Part] = [words.to_bytes(4, "little")]
+    fragments: list[Fragment] = [num_elements.to_bytes(4, "little")]
     for lane in lanes:
-        parts += [stream_header(words, lane.mode, lane.nbytes, lane.codec), *lane.parts]
-    return joined(parts, threads, _home(parts))
+        fragments += [pack_stream_header(num_elements, lane.mode, lane.nbytes, lane.codec), *lane.fragments]
+    return concat(fragments, threads, _find_owner(fragments))
 
 
-def lanes_of(frame: bytes, stride: int) -> list[Lane]:
+def parse_lanes(frame: bytes, itemsize: int) -> list[Lane]:
     """The lanes of a frame that was just made."""
-    found, at = [], 4
-    for _ in range(stride):
-        mode, codec, _, size = _HEADER.unpack_from(frame, at)
-        at += _HEADER.size
-        found.append(Lane(mode, codec, (frame[at : at + size],)))
-        at += size
-    return found
+    lanes, offset = [], 4
+    for _ in range(itemsize):
+        mode, codec, _, payload_bytes = _STREAM_HEADER.unpack_from(frame, offset)
+        offset += _STREAM_HEADER.size
+        lanes.append(Lane(mode, codec, (frame[offset : offset + payload_bytes],)))
+        offset += payload_bytes
+    return lanes
 
 
-def with_runs(lanes: list[Lane], data: Bytes, options: LaneOptions) -> list[Lane]:
+def try_rle(lanes: list[Lane], data: Bytes, options: LaneOptions) -> list[Lane]:
     """The lanes, those as RLE that are smaller so: no zstd frame says runs of some length in two bytes each."""
-    return [_as_runs(lane, number, data, options) for number, lane in enumerate(lanes)]
+    return [_try_rle_lane(lane, lane_index, data, options) for lane_index, lane in enumerate(lanes)]
 
 
-def _as_runs(lane: Lane, number: int, data: Bytes, options: LaneOptions) -> Lane:
+def _try_rle_lane(lane: Lane, lane_index: int, data: Bytes, options: LaneOptions) -> Lane:
     nbytes = lane.nbytes
-    if not options.allow & RLE_BIT or nbytes * RUNS > data.size // options.stride:
+    if not options.allowed_codecs & RLE_BIT or nbytes * RLE_TRIAL_MIN_RATIO > data.size // options.itemsize:
         return lane
-    made = _encoder.candidate(data, options.stride, number, _RAW, RLE_BIT, zstd.LEVEL, True, nbytes)
-    return lane if made is None else Lane(_RAW, _RLE, (made[3][_HEADER.size :],))
+    candidate = _encoder.candidate(
+        data, options.itemsize, lane_index, _RAW_MODE, RLE_BIT, zstd.DEFAULT_LEVEL, True, nbytes
+    )
+    return lane if candidate is None else Lane(_RAW_MODE, _RLE_CODEC, (candidate[3][_STREAM_HEADER.size :],))
 
 
-def tracks_for(most: Sequence[Sequence[int]]) -> list[Track]:
+def make_writers(max_bytes: Sequence[Sequence[int]]) -> list[Track]:
     """Tracks for the parts of lanes, of so many bytes at most, all in one room; none lies before where it stays."""
-    begins, at = [], 4
-    for lane in most:
-        *places, at = accumulate(lane, initial=at + _HEADER.size)
-        begins.append(places)
-    room = Room(at)
-    return [Track(room, places) for places in begins]
+    starts, offset = [], 4
+    for lane_max_bytes in max_bytes:
+        *offsets, offset = accumulate(lane_max_bytes, initial=offset + _STREAM_HEADER.size)
+        starts.append(offsets)
+    buffer = Room(offset)
+    return [Track(buffer, offsets) for offsets in starts]
 
 
-def joined(parts: Sequence[Part], threads: int = 1, home: Room | None = None) -> bytes:
+def concat(fragments: Sequence[Fragment], threads: int = 1, owner: Room | None = None) -> bytes:
     """The parts, one behind the other, without the GIL.
 
-    `home`: a room in which no part lies before where it stays; parts that lie there are moved, and it is gone.
+    `owner`: a room in which no part lies before where it stays; parts that lie there are moved, and it is gone.
     """
-    *places, size = accumulate(map(nbytes_of, parts), initial=0)
-    room = Room(size) if home is None else home
-    others = []
-    for at, part in zip(places, parts, strict=True):
-        if isinstance(part, Placed) and part.room is room:
-            room.move(at, part.at, part.nbytes)
+    *offsets, total_bytes = accumulate(map(count_fragment_bytes, fragments), initial=0)
+    buffer = Room(total_bytes) if owner is None else owner
+    copies = []
+    for offset, fragment in zip(offsets, fragments, strict=True):
+        if isinstance(fragment, BufferSlice) and fragment.buffer is buffer:
+            buffer.move(offset, fragment.offset, fragment.nbytes)
         else:
-            others.append((at, part))
+            copies.append((offset, fragment))
 
-    def write(entry: tuple[int, Part]) -> None:
-        at, part = entry
-        room.write(at, part if isinstance(part, bytes) else part.room.view(part.at, part.nbytes))
+    def write_fragment(entry: tuple[int, Fragment]) -> None:
+        offset, fragment = entry
+        buffer.write(
+            offset, fragment if isinstance(fragment, bytes) else fragment.buffer.view(fragment.offset, fragment.nbytes)
+        )
 
-    much = sum(nbytes_of(part) for _, part in others) >= MIN_PARALLEL_BYTES
-    map_pulled(write, others, threads if much else 1)
-    return room.finish(size)
+    is_large = sum(count_fragment_bytes(fragment) for _, fragment in copies) >= MIN_PARALLEL_BYTES
+    parallel_map(write_fragment, copies, threads if is_large else 1)
+    return buffer.finish(total_bytes)
 
 
-def _home(parts: Sequence[Part]) -> Room | None:
+def _find_owner(fragments: Sequence[Fragment]) -> Room | None:
     """The room of the first part that lies in one, if none in it lies before where it stays."""
-    home = next((part.room for part in parts if isinstance(part, Placed)), None)
-    places = accumulate(map(nbytes_of, parts), initial=0)
-    for at, part in zip(places, parts, strict=False):
-        if isinstance(part, Placed) and part.room is home and part.at < at:
+    owner = next((fragment.buffer for fragment in fragments if isinstance(fragment, BufferSlice)), None)
+    offsets = accumulate(map(count_fragment_bytes, fragments), initial=0)
+    for offset, fragment in zip(offsets, fragments, strict=False):
+        if isinstance(fragment, BufferSlice) and fragment.buffer is owner and fragment.offset < offset:
             return None
-    return home
+    return owner
 
 
-def nbytes_of(part: Part) -> int:
+def count_fragment_bytes(fragment: Fragment) -> int:
     """Bytes that a part takes in a frame."""
-    return len(part) if isinstance(part, bytes) else part.nbytes
+    return len(fragment) if isinstance(fragment, bytes) else fragment.nbytes
 
 
-def stream_header(words: int, mode: int, nbytes: int, codec: int = _ZSTD) -> bytes:
-    """The header of a stream of `words` bytes that became `nbytes`.
+def pack_stream_header(num_elements: int, mode: int, payload_bytes: int, codec: int = _ZSTD_CODEC) -> bytes:
+    """The header of a stream of `num_elements` bytes that became `payload_bytes`.
 
     Raises
     ------
     LimitError
         For more than a header can say.
     """
-    if nbytes > _U32_MAX:
+    if payload_bytes > _U32_MAX:
         raise LimitError("a payload above 2^32 - 1 bytes, which is what a stream header can say: encode pieces")
-    return _HEADER.pack(mode, codec, words, nbytes)
+    return _STREAM_HEADER.pack(mode, codec, num_elements, payload_bytes)

@@ -6,15 +6,18 @@ from collections.abc import Iterable
 
 from ..errors import KvmnnError
 
-NAMES = ("raw", "delta_seq", "xor_seq")
+PREDICTORS = ("raw", "delta_seq", "xor_seq")
 """The predictors by mode number, in the order in which the encoder tries them."""
 
-RUNTIME_DEFAULT = frozenset(NAMES)
+DEFAULT_PREDICTORS = frozenset(PREDICTORS)
 """What the engine's default strings for K and V amount to."""
 
-_IGNORED = ("pair_delta", "pair_delta_delta_seq")  # the engine's own strings name them; its codec has no such modes
+_IGNORED_PREDICTORS = (
+    "pair_delta",
+    "pair_delta_delta_seq",
+)  # the engine's own strings name them; its codec has no such modes
 
-KNOWN = (*NAMES, *_IGNORED)
+ACCEPTED_PREDICTORS = (*PREDICTORS, *_IGNORED_PREDICTORS)
 """Names that the engine's own strings have."""
 
 
@@ -27,11 +30,11 @@ def parse_spec(spec: str, default_raw: bool = True) -> frozenset[str]:
     """
     if spec == "":
         return frozenset({"raw"} if default_raw else ())
-    named = {token.strip(" \t") for token in spec.split(",")}
-    return frozenset(named.intersection(NAMES)) or frozenset({"raw"})
+    tokens = {token.strip(" \t") for token in spec.split(",")}
+    return frozenset(tokens.intersection(PREDICTORS)) or frozenset({"raw"})
 
 
-def resolve(predictors: str | Iterable[str] | None) -> frozenset[str]:
+def resolve_predictors(predictors: str | Iterable[str] | None) -> frozenset[str]:
     """The predictor set an API caller means: None for the runtime's three, a spec string, or names.
 
     Raises
@@ -41,19 +44,19 @@ def resolve(predictors: str | Iterable[str] | None) -> frozenset[str]:
         reads it and never refused.
     """
     if predictors is None:
-        return RUNTIME_DEFAULT
+        return DEFAULT_PREDICTORS
     if isinstance(predictors, str):
         return parse_spec(predictors)
     names = tuple(predictors)
     for name in names:
-        if name not in KNOWN:
-            raise KvmnnError(f"unknown predictor {name!r}: expected {', '.join(NAMES)}")
-    known = frozenset(name for name in names if name in NAMES)
-    if not known:
-        raise KvmnnError(f"no predictor among {names!r}: expected at least one of {', '.join(NAMES)}")
-    return known
+        if name not in ACCEPTED_PREDICTORS:
+            raise KvmnnError(f"unknown predictor {name!r}: expected {', '.join(PREDICTORS)}")
+    valid_names = frozenset(name for name in names if name in PREDICTORS)
+    if not valid_names:
+        raise KvmnnError(f"no predictor among {names!r}: expected at least one of {', '.join(PREDICTORS)}")
+    return valid_names
 
 
-def mode_bits(names: frozenset[str]) -> int:
+def to_mode_bits(names: frozenset[str]) -> int:
     """The set as bits 1 raw, 2 delta_seq, 4 xor_seq; raw for the empty set, as the encoder's last resort."""
-    return sum(1 << mode for mode, name in enumerate(NAMES) if name in names) or 1
+    return sum(1 << mode for mode, name in enumerate(PREDICTORS) if name in names) or 1

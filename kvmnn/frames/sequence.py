@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy.typing as npt
 
-from ..dtypes import FP16, FP32, Bytes, DType, by_name
+from ..dtypes import FP16, FP32, Bytes, DType, parse_dtype
 from ..errors import FrameError, LimitError
-from ..text import count
+from ..text import pluralize
 from .decoding import open_frame
 from .many import decode_many
-from .options import CODECS, codec_bits
-from .walking import Located, walk
-from .words import raw_bytes_of
+from .options import CODECS, to_codec_bits
+from .walking import FrameSpan, iter_frames
+from .words import as_raw_bytes
 
 MAX_FRAMES = 1 << 20
 """Frames in a sequence; more are refused."""
@@ -53,31 +53,33 @@ def decode_all(
         Above `max_bytes`, and for more than 2**20 frames.
     """
     codecs = tuple(codecs)
-    view = raw_bytes_of(data, "data")
-    kind, found = split(view, dtype=dtype, codecs=codecs)
-    raw_bytes = sum(frame.words for frame in found) * kind.itemsize
+    view = as_raw_bytes(data, "data")
+    element_type, spans = split_frames(view, dtype=dtype, codecs=codecs)
+    raw_bytes = sum(span.num_elements for span in spans) * element_type.itemsize
     if max_bytes is not None and raw_bytes > max_bytes:
-        raise LimitError(f"{len(found)} frames hold {raw_bytes} bytes: max_bytes is {max_bytes}")
-    pieces = [view[frame.offset : frame.offset + frame.bytes] for frame in found]
-    return decode_many(pieces, dtype=kind.name, codecs=codecs, threads=threads)
+        raise LimitError(f"{len(spans)} frames hold {raw_bytes} bytes: max_bytes is {max_bytes}")
+    frame_views = [view[span.offset : span.offset + span.nbytes] for span in spans]
+    return decode_many(frame_views, dtype=element_type.name, codecs=codecs, threads=threads)
 
 
-def split(data: Bytes, *, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, list[Located]]:
+def split_frames(data: Bytes, *, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, list[FrameSpan]]:
     """The frames of a sequence, their headers checked; errors as `decode_all`."""
     codecs = tuple(codecs)
-    furthest, wrong = 0, FrameError("")
-    for kind in (FP16, FP32) if dtype is None else (by_name(dtype),):
-        found: list[Located] = []
+    best_count, best_error = 0, FrameError("")
+    for element_type in (FP16, FP32) if dtype is None else (parse_dtype(dtype),):
+        spans: list[FrameSpan] = []
         try:
-            for frame in walk(data, kind, codec_bits(codecs)):
-                found.append(frame)
-                if len(found) > MAX_FRAMES:
+            for span in iter_frames(data, element_type, to_codec_bits(codecs)):
+                spans.append(span)
+                if len(spans) > MAX_FRAMES:
                     raise LimitError(f"more than {MAX_FRAMES:,} frames one after another")
-            return kind, found
+            return element_type, spans
         except FrameError as error:
-            if len(found) > furthest:
-                furthest, end = len(found), found[-1].offset + found[-1].bytes
-                wrong = FrameError(f"after {count(furthest, f'whole {kind.name} frame')}, at offset {end}: {error}")
-    if not furthest or (furthest == 1 and dtype is None):  # the first half of an FP32 frame looks like one, too
+            if len(spans) > best_count:
+                best_count, end = len(spans), spans[-1].offset + spans[-1].nbytes
+                best_error = FrameError(
+                    f"after {pluralize(best_count, f'whole {element_type.name} frame')}, at offset {end}: {error}"
+                )
+    if not best_count or (best_count == 1 and dtype is None):  # the first half of an FP32 frame looks like one, too
         open_frame(data, dtype, codecs)  # says what is wrong with the one frame that this should be
-    raise wrong
+    raise best_error

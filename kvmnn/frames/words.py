@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import Bytes, DType, by_name, check_array, of_array
+from ..dtypes import Bytes, DType, check_array_dtype, infer_dtype, parse_dtype
 from ..errors import KvmnnError
 
 
@@ -19,44 +19,44 @@ class BF16Frame(bytes):
     __slots__ = ()
 
 
-def words_of(values: Any, dtype: str | None) -> tuple[DType, Bytes]:
+def as_elements(values: Any, dtype: str | None) -> tuple[DType, Bytes]:
     """What `encode` takes its words from: the dtype and a contiguous view (or copy) of the little-endian bytes."""
-    kind = None if dtype is None else by_name(dtype)
+    element_type = None if dtype is None else parse_dtype(dtype)
     if isinstance(values, np.ndarray) and values.dtype != np.uint8:
-        if kind is None:
-            kind = of_array(values)
-        check_array(values, kind)
+        if element_type is None:
+            element_type = infer_dtype(values)
+        check_array_dtype(values, element_type)
         if values.dtype.byteorder == ">" or not values.dtype.isnative:
             values = values.astype(values.dtype.newbyteorder("<"))
-        return kind, np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-    data = raw_bytes_of(values, "values")
-    if kind is None:
+        return element_type, np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+    data = as_raw_bytes(values, "values")
+    if element_type is None:
         raise TypeError(f"{type(values).__name__}: raw bytes need a dtype: fp16, bf16 or fp32")
-    return kind, data
+    return element_type, data
 
 
-def raw_bytes_of(data: Any, what: str) -> Bytes:
+def as_raw_bytes(data: Any, name: str) -> Bytes:
     """A 1-D uint8 view (or copy, where it is not contiguous) of anything that has bytes."""
     if isinstance(data, np.ndarray):
         if data.dtype.hasobject:
-            raise TypeError(f"{what}: numpy type {data.dtype} has no bytes of its own")
+            raise TypeError(f"{name}: numpy type {data.dtype} has no bytes of its own")
         return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     try:
         view = memoryview(data)
     except TypeError:
-        raise TypeError(f"{what}: expected a numpy array or a bytes-like object, not {type(data).__name__}") from None
+        raise TypeError(f"{name}: expected a numpy array or a bytes-like object, not {type(data).__name__}") from None
     return np.frombuffer(view if view.c_contiguous else view.tobytes(), np.uint8)
 
 
-def writable_rows(out: Any, size: int) -> Bytes:
-    """The `size` bytes of a buffer that `decode` may write to, as a view ``[row, byte]``; `KvmnnError` if it is none.
+def as_writable_rows(out: Any, nbytes: int) -> Bytes:
+    """The `nbytes` bytes of a buffer that `decode` may write to, as a view ``[row, byte]``; `KvmnnError` if it is none.
 
     One row, unless the first axis of an array has a stride of its own.
     """
     if isinstance(out, np.ndarray):
-        is_whole = out.flags.c_contiguous
-        rows = 1 if is_whole else len(out)
-        if out.dtype.hasobject or not (is_whole or (out.ndim > 1 and out[0].flags.c_contiguous)):
+        is_contiguous = out.flags.c_contiguous
+        rows = 1 if is_contiguous else len(out)
+        if out.dtype.hasobject or not (is_contiguous or (out.ndim > 1 and out[0].flags.c_contiguous)):
             raise KvmnnError("out: expected plain numbers, C-contiguous behind the first axis")
         target = out.reshape(rows, -1).view(np.uint8)
     else:
@@ -66,6 +66,6 @@ def writable_rows(out: Any, size: int) -> Bytes:
         target = np.frombuffer(view, np.uint8).reshape(1, -1)
     if not target.flags.writeable:
         raise KvmnnError("out: expected a writable buffer")
-    if target.size != size:
-        raise KvmnnError(f"out has {target.size} bytes: the frame holds {size}")
+    if target.size != nbytes:
+        raise KvmnnError(f"out has {target.size} bytes: the frame holds {nbytes}")
     return target

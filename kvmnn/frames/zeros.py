@@ -6,15 +6,15 @@ import numpy as np
 
 from ..dtypes import Bytes
 
-WINDOW, WINDOWS = 64, 64
+ZERO_WINDOW_ELEMENTS, NUM_ZERO_WINDOWS = 64, 64
 """Words that are looked at together, and how often."""
 
 
-def zero_share(data: Bytes, stride: int) -> float:
-    """The share of zeros in an array of words of `stride` bytes, from 0 to 1, as far as they lie together."""
-    words = data[: data.size // stride * stride].view(f"u{stride}")
-    if words.size < WINDOW:
-        return float(not words.any())
-    begins = np.linspace(0, words.size - WINDOW, WINDOWS).astype(np.intp)
-    used = np.count_nonzero(words[begins[:, None] + np.arange(WINDOW)].any(axis=1))
-    return 1 - used / WINDOWS
+def estimate_zero_fraction(data: Bytes, itemsize: int) -> float:
+    """The share of zeros in an array of words of `itemsize` bytes, from 0 to 1, as far as they lie together."""
+    elements = data[: data.size // itemsize * itemsize].view(f"u{itemsize}")
+    if elements.size < ZERO_WINDOW_ELEMENTS:
+        return float(not elements.any())
+    starts = np.linspace(0, elements.size - ZERO_WINDOW_ELEMENTS, NUM_ZERO_WINDOWS).astype(np.intp)
+    num_nonzero = np.count_nonzero(elements[starts[:, None] + np.arange(ZERO_WINDOW_ELEMENTS)].any(axis=1))
+    return 1 - num_nonzero / NUM_ZERO_WINDOWS

@@ -26,7 +26,7 @@ from pathlib import Path
 from ..errors import KvmnnError
 from . import _zstdlib
 
-LEVEL = 3
+DEFAULT_LEVEL = 3
 """The compression level MNN uses."""
 
 BYTE_EXACT_VERSIONS = ((1, 5, 2), (1, 5, 6))
@@ -39,50 +39,50 @@ _version: Version
 _library: ctypes.CDLL | None = None
 
 
-def version() -> str:
+def get_version() -> str:
     """The libzstd version in use, such as ``"1.5.6"``."""
     return ".".join(map(str, _version))
 
 
-def binding() -> str:
+def get_binding() -> str:
     """How libzstd is called: ``"bundled"``, ``"system"`` or ``"python"``."""
     return _binding
 
 
-def byte_exact() -> bool:
+def is_byte_exact() -> bool:
     """Whether frames made with this libzstd are byte for byte what MNN stores."""
-    return _is_byte_exact(_version)
+    return _is_byte_exact_version(_version)
 
 
-def _is_byte_exact(v: Version) -> bool:
-    return BYTE_EXACT_VERSIONS[0] <= v <= BYTE_EXACT_VERSIONS[1]
+def _is_byte_exact_version(number: Version) -> bool:
+    return BYTE_EXACT_VERSIONS[0] <= number <= BYTE_EXACT_VERSIONS[1]
 
 
 # -- finding it -------------------------------------------------------------------------------------------------------
 
 
-def _bind(forced: str | None = None) -> None:
+def _bind(forced_binding: str | None = None) -> None:
     """Fill `_zstdlib` from the first binding that works, byte-exact ones first."""
     global _binding, _version, _library
     openers: dict[str, Callable[[], tuple[ctypes.CDLL, Version] | None]] = {
         "bundled": _open_bundled,
         "system": _open_system,
     }
-    if forced not in (None, "", "python", *openers):
-        raise KvmnnError(f"KVMNN_ZSTD={forced!r}: expected bundled, system or python")
-    others: list[tuple[str, ctypes.CDLL, Version]] = []
+    if forced_binding not in (None, "", "python", *openers):
+        raise KvmnnError(f"KVMNN_ZSTD={forced_binding!r}: expected bundled, system or python")
+    candidates: list[tuple[str, ctypes.CDLL, Version]] = []
     for name, opener in openers.items():
-        if forced in (None, "", name):
-            found = opener()
-            if found:
-                others.append((name, *found))
-    others.sort(key=lambda entry: not _is_byte_exact(entry[2]))
-    if others:
-        _binding, _library, _version = others[0]
-        _zstdlib.use_library([_address(_library, name) for name in _zstdlib.NAMES])
+        if forced_binding in (None, "", name):
+            library_info = opener()
+            if library_info:
+                candidates.append((name, *library_info))
+    candidates.sort(key=lambda entry: not _is_byte_exact_version(entry[2]))
+    if candidates:
+        _binding, _library, _version = candidates[0]
+        _zstdlib.use_library([_get_address(_library, name) for name in _zstdlib.NAMES])
         return
-    if forced in openers:
-        raise KvmnnError(f"KVMNN_ZSTD={forced}: no such libzstd found")
+    if forced_binding in openers:
+        raise KvmnnError(f"KVMNN_ZSTD={forced_binding}: no such libzstd found")
     import zstandard
 
     _binding, _version, _library = "python", zstandard.ZSTD_VERSION, None
@@ -95,30 +95,30 @@ def _open_bundled() -> tuple[ctypes.CDLL, Version] | None:
         return None
     for folder in spec.submodule_search_locations:
         for path in sorted(Path(folder).glob("_cffi.*")):
-            if found := _load(str(path)):
-                return found
+            if library := _load(str(path)):
+                return library
     return None
 
 
 def _open_system() -> tuple[ctypes.CDLL, Version] | None:
     for name in ("libzstd.so.1", "libzstd.so", "libzstd.dylib"):
-        if found := _load(name):
-            return found
+        if library := _load(name):
+            return library
     return None
 
 
 def _load(path: str) -> tuple[ctypes.CDLL, Version] | None:
     try:
         library = ctypes.CDLL(path)
-        number = library.ZSTD_versionNumber()
+        version_number = library.ZSTD_versionNumber()
         for name in _zstdlib.NAMES:
-            _address(library, name)
+            _get_address(library, name)
     except (OSError, AttributeError):
         return None
-    return library, (number // 10000, number // 100 % 100, number % 100)
+    return library, (version_number // 10000, version_number // 100 % 100, version_number % 100)
 
 
-def _address(library: ctypes.CDLL, name: str) -> int:
+def _get_address(library: ctypes.CDLL, name: str) -> int:
     return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
 
 
@@ -128,10 +128,12 @@ _MAGIC = 0xFD2FB528
 _MAX_WINDOW = 1 << 31
 
 
-def _python_compress(level: int, sized: bool, data: memoryview) -> bytes:
+def _python_compress(level: int, has_content_size: bool, data: memoryview) -> bytes:
     import zstandard
 
-    return zstandard.ZstdCompressor(level=level, write_content_size=sized, write_checksum=False).compress(data)
+    return zstandard.ZstdCompressor(level=level, write_content_size=has_content_size, write_checksum=False).compress(
+        data
+    )
 
 
 def _python_decompress(payload: memoryview, capacity: int) -> bytes:
@@ -144,19 +146,22 @@ def _python_decompress(payload: memoryview, capacity: int) -> bytes:
     import zstandard
 
     frames = []
-    at = 0
-    while at < len(payload):
-        end = _zstdlib.extent(payload, at)
-        if int.from_bytes(payload[at : at + 4], "little") == _MAGIC:
-            frames.append(bytes(payload[at:end]))
-        at = end
+    offset = 0
+    while offset < len(payload):
+        end = _zstdlib.extent(payload, offset)
+        if int.from_bytes(payload[offset : offset + 4], "little") == _MAGIC:
+            frames.append(bytes(payload[offset:end]))
+        offset = end
     sizes = [zstandard.frame_content_size(frame) for frame in frames]
-    left = capacity - sum(size for size in sizes if size > 0)
-    if left < 0:
-        raise ValueError(f"zstd frames hold {capacity - left} bytes, {capacity} fit")
+    remaining_bytes = capacity - sum(size for size in sizes if size > 0)
+    if remaining_bytes < 0:
+        raise ValueError(f"zstd frames hold {capacity - remaining_bytes} bytes, {capacity} fit")
     if sizes.count(-1) == 1:
-        unsized = sizes.index(-1)
-        frames[unsized], sizes[unsized] = _with_content_size(frames[unsized], left), left
+        unsized_index = sizes.index(-1)
+        frames[unsized_index], sizes[unsized_index] = (
+            _insert_content_size(frames[unsized_index], remaining_bytes),
+            remaining_bytes,
+        )
     parts = []
     for frame, size in zip(frames, sizes, strict=True):
         parts.append(_decompress_frame(frame, size, capacity))
@@ -164,7 +169,7 @@ def _python_decompress(payload: memoryview, capacity: int) -> bytes:
     return b"".join(parts)
 
 
-def _with_content_size(frame: bytes, size: int) -> bytes:
+def _insert_content_size(frame: bytes, size: int) -> bytes:
     """The frame, which has no content size, with one of eight bytes."""
     descriptor = frame[4]
     end = 6 + (0, 1, 2, 4)[descriptor & 3]  # magic, descriptor, window descriptor, dictionary id

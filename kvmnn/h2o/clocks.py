@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .layer_state import LayerState
+from .layer_state import PlannerLayerState
 
 CADENCES = ("layer-calls", "tokens")
 
 
 @dataclass
-class LayerCallClock:
+class LayerCallCounter:
     """The engine's clocks, shared by all layers.
 
     Attributes
@@ -30,11 +30,11 @@ class LayerCallClock:
     token_step: int = 0
     last_trigger: int = 0
 
-    def layer(self, count: int) -> int:
+    def get_current_layer(self, num_layers: int) -> int:
         """The layer whose turn it is."""
-        return self.cursor % count
+        return self.cursor % num_layers
 
-    def tick(self, layers: list[LayerState], layer: int, decode: bool) -> int:
+    def record_call(self, layers: list[PlannerLayerState], layer: int, decode: bool) -> int:
         """Count a call; returns the layer that it was."""
         if not decode:
             return 0
@@ -43,11 +43,11 @@ class LayerCallClock:
         self.token_step += layer == 0
         return layer
 
-    def due(self, state: LayerState, interval: int) -> bool:
+    def is_due(self, state: PlannerLayerState, interval: int) -> bool:
         """Whether enough calls have gone by."""
         return self.global_step - self.last_trigger >= interval
 
-    def triggered(self, state: LayerState) -> None:
+    def record_trigger(self, state: PlannerLayerState) -> None:
         """Note a trigger."""
         self.last_trigger = self.global_step
 
@@ -57,21 +57,21 @@ class LayerCallClock:
 
 
 @dataclass
-class TokenClock:
-    """Decode steps of each layer by itself, kept in its `LayerState`."""
+class TokenCounter:
+    """Decode steps of each layer by itself, kept in its `PlannerLayerState`."""
 
-    def tick(self, layers: list[LayerState], layer: int, decode: bool) -> int:
+    def record_call(self, layers: list[PlannerLayerState], layer: int, decode: bool) -> int:
         """Count a call; returns the layer that it was."""
-        layers[layer].steps += decode
+        layers[layer].num_steps += decode
         return layer
 
-    def due(self, state: LayerState, interval: int) -> bool:
+    def is_due(self, state: PlannerLayerState, interval: int) -> bool:
         """Whether the layer has made enough steps."""
-        return state.steps - state.last_trigger >= interval
+        return state.num_steps - state.last_trigger_step >= interval
 
-    def triggered(self, state: LayerState) -> None:
+    def record_trigger(self, state: PlannerLayerState) -> None:
         """Note a trigger."""
-        state.last_trigger = state.steps
+        state.last_trigger_step = state.num_steps
 
     def reset(self) -> None:
         """Nothing: the clocks go with the layers' state."""

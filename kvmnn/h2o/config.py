@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import shown, whole
+from ..checks import repr_short, validate_int
 from ..errors import KvmnnError
 from ..packed.reserve import INT32_MAX
-from ..text import did_you_mean
+from ..text import suggest
 
 ADAPTIVE, STATIC = "adaptive", "static"
 
@@ -34,8 +34,8 @@ _ENGINE_KEYS = {
     "kv_h2o_trigger_min_tokens": "trigger_min_tokens",
     "layer_nums": "layers",
 }
-_IGNORED = {"kv_h2o_log_stats"}
-KEY_OF = {attribute: key for key, attribute in _ENGINE_KEYS.items()}
+_IGNORED_KEYS = {"kv_h2o_log_stats"}
+ENGINE_KEY_BY_FIELD = {attribute: key for key, attribute in _ENGINE_KEYS.items()}
 """What the engine's JSON calls an attribute of `H2OConfig`."""
 
 
@@ -107,9 +107,9 @@ class H2OConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "int":
-                whole(value, field.name, -INT32_MAX - 1, INT32_MAX)
+                validate_int(value, field.name, -INT32_MAX - 1, INT32_MAX)
             elif field.type == "int | None" and value is not None:
-                whole(value, field.name, 1, INT32_MAX)
+                validate_int(value, field.name, 1, INT32_MAX)
             elif field.type == "float":
                 _check_number(value, field.name)
             elif field.type == "bool" and not isinstance(value, bool):
@@ -118,7 +118,7 @@ class H2OConfig:
             raise KvmnnError(f"target_mode is {self.target_mode!r}: expected 'adaptive' or 'static'")
 
     @classmethod
-    def from_engine(cls, document: Mapping[str, Any], *, lenient: bool = False, **more: Any) -> H2OConfig:
+    def from_engine(cls, document: Mapping[str, Any], *, lenient: bool = False, **defaults: Any) -> H2OConfig:
         """The options in an engine's JSON configuration; what is not about H2O is passed over.
 
         Parameters
@@ -127,7 +127,7 @@ class H2OConfig:
             The object in the engine's ``config.json``.
         lenient
             Read an unknown ``kv_h2o_target_mode`` as the engine does, for which any value but ``"static"`` is adaptive.
-        more
+        defaults
             Attributes that no key has, such as `heads`.
 
         Raises
@@ -135,67 +135,67 @@ class H2OConfig:
         KvmnnError
             For ``kv_h2o_`` keys that do not exist, a mode that does not exist, and values that cannot be used.
         """
-        values = {"enable": False, **more}
+        values = {"enable": False, **defaults}
         for key, value in document.items():
             if key in _ENGINE_KEYS:
                 values[_ENGINE_KEYS[key]] = value
-            elif key.startswith("kv_h2o_") and key not in _IGNORED:
-                near = did_you_mean(key, _ENGINE_KEYS) or f"; expected one of {', '.join(_ENGINE_KEYS)}"
-                raise KvmnnError(f"{key}: is no option of the planner{near}")
+            elif key.startswith("kv_h2o_") and key not in _IGNORED_KEYS:
+                suggestion = suggest(key, _ENGINE_KEYS) or f"; expected one of {', '.join(_ENGINE_KEYS)}"
+                raise KvmnnError(f"{key}: is no option of the planner{suggestion}")
         if "target_mode" in values:
             mode = values["target_mode"]
             if not lenient:
-                check_choice(KEY_OF["target_mode"], mode, (ADAPTIVE, STATIC))
+                check_choice(ENGINE_KEY_BY_FIELD["target_mode"], mode, (ADAPTIVE, STATIC))
             values["target_mode"] = STATIC if mode == STATIC else ADAPTIVE
         try:
             return cls(**values)
         except (TypeError, KvmnnError) as error:
-            name, _, wrong = str(error).partition(" ")
-            raise KvmnnError(f"{KEY_OF.get(name, name)} {wrong}") from None
+            name, _, problem = str(error).partition(" ")
+            raise KvmnnError(f"{ENGINE_KEY_BY_FIELD.get(name, name)} {problem}") from None
 
     @property
-    def clamped(self) -> dict[str, tuple[float, float]]:
+    def clamped_options(self) -> dict[str, tuple[float, float]]:
         """Options outside their range: what was given, and what the engine uses instead, by attribute."""
-        layers, last = self.layer_range, self.layer_count - 1
-        used: dict[str, float] = {
-            "block_tokens": self.block,
+        layers, last_layer = self.evicting_layers, self.effective_layers - 1
+        effective: dict[str, float] = {
+            "block_tokens": self.effective_block_tokens,
             "sink_tokens": max(0, self.sink_tokens),
             "recent_tokens": max(0, self.recent_tokens),
             "target_keep_ratio": min(1.0, max(0.0, self.target_keep_ratio)),
             "target_lossy_ratio": max(1.0, self.target_lossy_ratio),
             "ema_alpha": min(1.0, max(0.0, self.ema_alpha)),
-            "update_interval": self.interval,
-            "trigger_min_tokens": self.trigger_tokens,
-            "layers": self.layer_count,
+            "update_interval": self.effective_interval,
+            "trigger_min_tokens": self.effective_trigger_tokens,
+            "layers": self.effective_layers,
             "layer_start": layers.start,
-            "layer_end": self.layer_end if self.layer_end < 0 else min(self.layer_end, last),
+            "layer_end": self.layer_end if self.layer_end < 0 else min(self.layer_end, last_layer),
         }
-        return {name: (getattr(self, name), to) for name, to in used.items() if getattr(self, name) != to}
+        return {name: (getattr(self, name), to) for name, to in effective.items() if getattr(self, name) != to}
 
     # -- what the engine makes of it -----------------------------------------------------------------------------------
 
     @property
-    def block(self) -> int:
+    def effective_block_tokens(self) -> int:
         """Tokens in a block as used."""
         return max(1, self.block_tokens)
 
     @property
-    def interval(self) -> int:
+    def effective_interval(self) -> int:
         """Calls between triggers as used."""
         return max(1, self.update_interval)
 
     @property
-    def trigger_tokens(self) -> int:
+    def effective_trigger_tokens(self) -> int:
         """Least length that triggers as used."""
         return max(1, self.trigger_min_tokens)
 
     @property
-    def alpha(self) -> np.float32:
+    def effective_alpha(self) -> np.float32:
         """Weight of the old score as used."""
         return np.float32(min(1.0, max(0.0, float(self.ema_alpha))))
 
     @property
-    def ratio(self) -> np.float32:
+    def effective_keep_ratio(self) -> np.float32:
         """Share of tokens to keep, before floor and blocks, as used: float32."""
         if self.target_mode == STATIC:
             return np.float32(min(1.0, max(0.0, float(self.target_keep_ratio))))
@@ -203,21 +203,21 @@ class H2OConfig:
             return np.float32(1) / np.float32(max(1.0, float(self.target_lossy_ratio)))
 
     @property
-    def layer_count(self) -> int:
+    def effective_layers(self) -> int:
         """Layers as used."""
         return max(1, self.layers)
 
     @property
-    def layer_range(self) -> range:
+    def evicting_layers(self) -> range:
         """Layers that evict."""
-        last = self.layer_count - 1
-        start = min(max(0, self.layer_start), last)
-        end = last if self.layer_end < 0 else min(self.layer_end, last)
+        last_layer = self.effective_layers - 1
+        start = min(max(0, self.layer_start), last_layer)
+        end = last_layer if self.layer_end < 0 else min(self.layer_end, last_layer)
         return range(start, end + 1)
 
-    def blocks(self, kv_len: int) -> int:
+    def count_blocks(self, kv_len: int) -> int:
         """Blocks of `kv_len` tokens."""
-        return -(-kv_len // self.block)
+        return -(-kv_len // self.effective_block_tokens)
 
 
 def _check_number(value: Any, name: str) -> None:
@@ -232,5 +232,5 @@ def _check_number(value: Any, name: str) -> None:
 def check_choice(key: str, value: object, choices: Sequence[str]) -> None:
     """Refuse a value of a key of the engine that is none of `choices`: the engine silently takes its default then."""
     if value not in choices:
-        near = did_you_mean(value, choices) if isinstance(value, str) else ""
-        raise KvmnnError(f"{key} is {shown(value)}: expected one of {', '.join(choices)}{near}")
+        suggestion = suggest(value, choices) if isinstance(value, str) else ""
+        raise KvmnnError(f"{key} is {repr_short(value)}: expected one of {', '.join(choices)}{suggestion}")

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..files.records import Record
-from .layer_state import LayerCall, Metrics
-from .planner import Planner
+from .layer_state import LayerCallResult, PlannerMetrics
+from .planner import H2OPlanner
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlannerFigures(Record):
+class PlannerStats(Record):
     """The figures of `kvmnn.h2o.Metrics`; those that the last plan wrote, and the tokens that all plans dropped.
 
     Attributes
@@ -36,7 +36,7 @@ class PlannerFigures(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerFigures(PlannerFigures):
+class PlannerLayerStats(PlannerStats):
     """The figures of one layer, each of its own plans.
 
     Attributes
@@ -67,58 +67,66 @@ class LayerFigures(PlannerFigures):
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2OFigures(PlannerFigures):
+class H2OStats(PlannerStats):
     """The figures of all layers, as the engine shares them, and of each layer."""
 
-    layers: tuple[LayerFigures, ...] = ()
+    layers: tuple[PlannerLayerStats, ...] = ()
 
 
-class FigureKeeper:
+class StatsRecorder:
     """Keeps the figures of each layer beside those that a planner shares among all."""
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: H2OPlanner) -> None:
         self._planner = planner
-        self._layers = [Metrics() for _ in planner.layers]
+        self._layers = [PlannerMetrics() for _ in planner.layers]
         self._triggers = [0] * len(planner.layers)
 
-    def note(self, call: LayerCall) -> None:
+    def record(self, call: LayerCallResult) -> None:
         """Take in a call of a layer."""
         if call.plan is not None:
             self._triggers[call.layer] += 1
             self._layers[call.layer].record(call.plan, self._planner.metrics.h2o_evict_us)
 
-    def figures(self, seen: int, kept: Sequence[int]) -> H2OFigures:
-        """The figures after `seen` tokens, of which the layers hold `kept`."""
-        return H2OFigures(
-            **_shared(self._planner.metrics),
+    def to_stats(self, num_seen: int, tokens_kept: Sequence[int]) -> H2OStats:
+        """The figures after `num_seen` tokens, of which the layers hold `tokens_kept`."""
+        return H2OStats(
+            **_copy_planner_fields(self._planner.metrics),
             layers=tuple(
-                LayerFigures(**_shared(found), layer=number, tokens_seen=seen, tokens_kept=held, triggers=triggers)
-                for number, (found, held, triggers) in enumerate(zip(self._layers, kept, self._triggers, strict=True))
+                PlannerLayerStats(
+                    **_copy_planner_fields(metrics),
+                    layer=number,
+                    tokens_seen=num_seen,
+                    tokens_kept=num_kept,
+                    triggers=triggers,
+                )
+                for number, (metrics, num_kept, triggers) in enumerate(
+                    zip(self._layers, tokens_kept, self._triggers, strict=True)
+                )
             ),
         )
 
 
-def together(texts: Iterable[H2OFigures]) -> H2OFigures | None:
+def merge_stats(runs: Iterable[H2OStats]) -> H2OStats | None:
     """The figures of several texts, one after the other: counts are added up, the rest is that of the last text."""
-    found: H2OFigures | None = None
-    for one in texts:
-        if found is None:
-            found = one
+    total_stats: H2OStats | None = None
+    for stats in runs:
+        if total_stats is None:
+            total_stats = stats
             continue
         layers = [
             replace(
                 new,
-                h2o_total_evict_tokens=old.h2o_total_evict_tokens + new.h2o_total_evict_tokens,
-                tokens_seen=old.tokens_seen + new.tokens_seen,
-                tokens_kept=old.tokens_kept + new.tokens_kept,
-                triggers=old.triggers + new.triggers,
+                h2o_total_evict_tokens=previous.h2o_total_evict_tokens + new.h2o_total_evict_tokens,
+                tokens_seen=previous.tokens_seen + new.tokens_seen,
+                tokens_kept=previous.tokens_kept + new.tokens_kept,
+                triggers=previous.triggers + new.triggers,
             )
-            for old, new in zip(found.layers, one.layers, strict=True)
+            for previous, new in zip(total_stats.layers, stats.layers, strict=True)
         ]
-        total = found.h2o_total_evict_tokens + one.h2o_total_evict_tokens
-        found = replace(one, h2o_total_evict_tokens=total, layers=tuple(layers))
-    return found
+        total_evicted = total_stats.h2o_total_evict_tokens + stats.h2o_total_evict_tokens
+        total_stats = replace(stats, h2o_total_evict_tokens=total_evicted, layers=tuple(layers))
+    return total_stats
 
 
-def _shared(metrics: Metrics) -> dict[str, Any]:
-    return {entry.name: getattr(metrics, entry.name) for entry in fields(PlannerFigures)}
+def _copy_planner_fields(metrics: PlannerMetrics) -> dict[str, Any]:
+    return {entry.name: getattr(metrics, entry.name) for entry in fields(PlannerStats)}

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dtypes import Floats
-from ..text import LOSSY, UNCHANGED, count
+from ..text import LOSSY, UNCHANGED, pluralize
 from .config import H2OConfig
-from .keep_map import LEGEND, keep_map, tokens_per_letter
-from .plan import Plan, plan
+from .keep_map import MAP_LEGEND, compute_tokens_per_letter, render_block_map
+from .plan import BlockPlan, plan_blocks
 
-MAX_PAIRS = 100
+MAX_SHOWN_PAIRS = 100
 """Pairs of a layer that are shown."""
 
 
@@ -50,68 +50,75 @@ class LayerPlan:
 
     layer: int
     name: str
-    plan: Plan
+    plan: BlockPlan
 
-    def entry(self) -> dict[str, Any]:
+    def to_plan_entry(self) -> dict[str, Any]:
         """What `kvmnn compact --plan` reads of a layer."""
-        pairs = [list(pair) for pair in self.plan.reserve]
-        return {"layer": self.layer, "remove": self.plan.remove, "pairs": pairs}
+        pairs = [list(pair) for pair in self.plan.reserve_pairs]
+        return {"layer": self.layer, "remove": self.plan.window_tokens, "pairs": pairs}
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        made = self.plan
+        layer_plan = self.plan
         return {
-            **self.entry(),
+            **self.to_plan_entry(),
             "name": self.name,
-            "tokens": made.kv_len,
-            "blocks": made.keep.size,
-            "tokens_after": made.final_keep,
-            "evicted": made.evicted,
-            "target": made.target_before_floor,
-            "floor_tokens": made.floor_tokens,
-            "floor_dominates": made.floor_dominates,
-            "quantized_keep": made.quantized_keep,
-            "keep_ratio": float(made.keep_ratio),
-            "lossy_ratio": float(made.lossy_ratio),
-            "lossy_ratio_of": self._ratio_of,
-            "keep": "".join("1" if kept else "0" for kept in made.keep | (made.evicted == 0)),
+            "tokens": layer_plan.kv_len,
+            "blocks": layer_plan.keep.size,
+            "tokens_after": layer_plan.num_final_tokens,
+            "evicted": layer_plan.num_evicted,
+            "target": layer_plan.target_before_floor,
+            "floor_tokens": layer_plan.floor_tokens,
+            "floor_dominates": layer_plan.floor_dominates,
+            "quantized_keep": layer_plan.quantized_keep,
+            "keep_ratio": float(layer_plan.keep_ratio),
+            "lossy_ratio": float(layer_plan.lossy_ratio),
+            "lossy_ratio_of": self._ratio_basis,
+            "keep": "".join("1" if is_kept else "0" for is_kept in layer_plan.keep | (layer_plan.num_evicted == 0)),
         }
 
-    def lines(self, config: H2OConfig) -> list[str]:
+    def format_lines(self, config: H2OConfig) -> list[str]:
         """What stays, and the pairs as `kvmnn compact` takes them; without the picture."""
-        made = self.plan
+        layer_plan = self.plan
         label = f"layer {self.layer}"
         head = f"{label}: " if self.name == label else f"{label} ({self.name}): "
-        if not made.evicted:
-            why = self._why(config) if made.floor_dominates else "the target is all of them"
-            return [head + f"{UNCHANGED}, all {made.kv_len:,} tokens stay: {why}"]
+        if not layer_plan.num_evicted:
+            reason = self._explain_floor(config) if layer_plan.floor_dominates else "the target is all of them"
+            return [head + f"{UNCHANGED}, all {layer_plan.kv_len:,} tokens stay: {reason}"]
         head += (
-            f"{LOSSY}, {made.final_keep:,} of {made.kv_len:,} tokens stay, {float(made.lossy_ratio):.3f} x "
-            f"{self._ratio_of}, target {made.target_before_floor:,}"
+            f"{LOSSY}, {layer_plan.num_final_tokens:,} of {layer_plan.kv_len:,} tokens stay, "
+            f"{float(layer_plan.lossy_ratio):.3f} x "
+            f"{self._ratio_basis}, target {layer_plan.target_before_floor:,}"
         )
-        return [head, f"  --remove {made.remove} --reserve {self._pairs()}"]
+        return [head, f"  --remove {layer_plan.window_tokens} --reserve {self._format_reserve()}"]
 
-    def _why(self, config: H2OConfig) -> str:
+    def _explain_floor(self, config: H2OConfig) -> str:
         """Why the floor leaves nothing to evict, and what to lower."""
         target = self.plan.target_before_floor
         options = " and ".join(
-            f"--{name.removesuffix('_tokens')} ({getattr(config, name):,})" for name in self.plan.to_lower(config)
+            f"--{name.removesuffix('_tokens')} ({getattr(config, name):,})"
+            for name in self.plan.list_options_to_lower(config)
         )
         return (
-            f"sink and recent reach the target, {self.plan.floor_tokens:,} tokens in blocks of {config.block:,} where "
+            f"sink and recent reach the target, {self.plan.floor_tokens:,} tokens in blocks of "
+            f"{config.effective_block_tokens:,} where "
             f"{target:,} are to stay: lower {options}"
         )
 
     @property
-    def _ratio_of(self) -> str:
+    def _ratio_basis(self) -> str:
         return "tokens" if self.plan.bytes_per_token is None else "bytes"
 
-    def _pairs(self) -> str:
+    def _format_reserve(self) -> str:
         """As `kvmnn compact --reserve` reads them, or the first of very many."""
-        reserve = self.plan.reserve
-        shown = ",".join(f"{begin}:{size}" for begin, size in reserve[:MAX_PAIRS])
-        left = len(reserve) - MAX_PAIRS
-        return shown if left <= 0 else f"{shown} ... {count(left, 'pair')} more (-o writes them all)"
+        reserve = self.plan.reserve_pairs
+        pairs_text = ",".join(f"{begin}:{size}" for begin, size in reserve[:MAX_SHOWN_PAIRS])
+        num_hidden = len(reserve) - MAX_SHOWN_PAIRS
+        return (
+            pairs_text
+            if num_hidden <= 0
+            else f"{pairs_text} ... {pluralize(num_hidden, 'pair')} more (-o writes them all)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,11 +146,11 @@ class LayerPlans:
     @property
     def label(self) -> str:
         """``"LOSSY"`` if any layer drops tokens, else ``"UNCHANGED"``: nothing is decoded here, nothing compared."""
-        return LOSSY if any(layer.plan.evicted for layer in self.layers) else UNCHANGED
+        return LOSSY if any(layer.plan.num_evicted for layer in self.layers) else UNCHANGED
 
-    def entries(self) -> list[dict[str, Any]]:
+    def to_plan_entries(self) -> list[dict[str, Any]]:
         """What `kvmnn compact --plan` reads."""
-        return [layer.entry() for layer in self.layers]
+        return [layer.to_plan_entry() for layer in self.layers]
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -154,30 +161,30 @@ class LayerPlans:
             "label": self.label,
             "seconds": self.seconds,
             "config": {
-                "block_tokens": config.block,
+                "block_tokens": config.effective_block_tokens,
                 "sink_tokens": config.sink_tokens,
                 "recent_tokens": config.recent_tokens,
                 "target_mode": config.target_mode,
-                "keep_ratio": float(config.ratio),
-                "ema_alpha": float(config.alpha),
+                "keep_ratio": float(config.effective_keep_ratio),
+                "ema_alpha": float(config.effective_alpha),
                 "bytes_per_token": config.bytes_per_token,
             },
             "layers": [layer.to_dict() for layer in self.layers],
         }
 
-    def lines(self, *, width: int = 100, picture: bool = True) -> list[str]:
+    def format_lines(self, *, width: int = 100, picture: bool = True) -> list[str]:
         """For people: each layer's figures, pairs and, unless `picture` is False, its blocks in `width` columns."""
         lines = []
         for layer in self.layers:
-            lines += layer.lines(self.config)
+            lines += layer.format_lines(self.config)
             if picture:
-                lines += [f"  {line}" for line in keep_map(layer.plan, width - 2)]
+                lines += [f"  {line}" for line in render_block_map(layer.plan, width - 2)]
             if picture and layer.layer == 0:
-                lines.append(f"  {tokens_per_letter(layer.plan, width - 2):,} tokens a letter: {LEGEND}")
+                lines.append(f"  {compute_tokens_per_letter(layer.plan, width - 2):,} tokens a letter: {MAP_LEGEND}")
         return lines
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return "\n".join(self.format_lines())
 
 
 def plan_layers(scores: Sequence[LayerScores], config: H2OConfig | None = None) -> LayerPlans:
@@ -186,12 +193,12 @@ def plan_layers(scores: Sequence[LayerScores], config: H2OConfig | None = None) 
     Raises
     ------
     KvmnnError
-        As for `plan`.
+        As for `plan_blocks`.
     """
     config = config or H2OConfig()
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     layers = tuple(
-        LayerPlan(layer=number, name=layer.name, plan=plan(layer.scores, layer.kv_len, config))
+        LayerPlan(layer=number, name=layer.name, plan=plan_blocks(layer.scores, layer.kv_len, config))
         for number, layer in enumerate(scores)
     )
-    return LayerPlans(config=config, layers=layers, seconds=time.perf_counter() - started)
+    return LayerPlans(config=config, layers=layers, seconds=time.perf_counter() - start_time)

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..dtypes import Floats
-from ..packed.reserve import INT32_MAX, Pair
-from .plan import Plan
+from ..packed.reserve import INT32_MAX, ReservePair
+from .plan import BlockPlan
 
 
 @dataclass
@@ -20,29 +20,29 @@ class PendingPlan:
     ----------
     remove
         Tokens the layer had when it was made, all of which form the window.
-    flat
+    flat_pairs
         The pairs as the engine's list: begin, size, begin, size ...
     keep
         Blocks whose scores stay when it is applied; None where the scores were cut already.
     """
 
     remove: int
-    flat: tuple[int, ...]
+    flat_pairs: tuple[int, ...]
     keep: npt.NDArray[np.bool_] | None = None
 
-    def fits(self, kv_length: int) -> bool:
+    def is_applicable(self, kv_length: int) -> bool:
         """Whether it may be applied to a layer of `kv_length` tokens; if not, it is stale."""
-        if len(self.flat) % 2 or self.remove != kv_length:
+        if len(self.flat_pairs) % 2 or self.remove != kv_length:
             return False
-        return valid_pairs(self.pairs, self.remove)
+        return are_valid_pairs(self.pairs, self.remove)
 
     @property
-    def pairs(self) -> tuple[Pair, ...]:
+    def pairs(self) -> tuple[ReservePair, ...]:
         """The list as pairs; a last odd number is left out."""
-        return tuple(zip(self.flat[::2], self.flat[1::2], strict=False))
+        return tuple(zip(self.flat_pairs[::2], self.flat_pairs[1::2], strict=False))
 
 
-def valid_pairs(pairs: tuple[Pair, ...], remove: int) -> bool:
+def are_valid_pairs(pairs: tuple[ReservePair, ...], remove: int) -> bool:
     """Whether every pair has a size, lies in the window, and starts no earlier than the one before ends."""
     end = 0
     for begin, size in pairs:
@@ -53,30 +53,30 @@ def valid_pairs(pairs: tuple[Pair, ...], remove: int) -> bool:
 
 
 @dataclass
-class LayerState:
+class PlannerLayerState:
     """Scores, plans and, for cadence "tokens", clocks of one layer.
 
     Attributes
     ----------
     scores
         Running mean of the attention on each block.
-    pending
+    pending_plan
         The plan for the layer's next call.
-    active
+    active_pairs
         The pairs applied last.
-    steps, last_trigger
+    num_steps, last_trigger_step
         Decode steps of this layer, and which of them triggered last.
     """
 
     scores: Floats = field(default_factory=lambda: np.empty(0, np.float32))
-    pending: PendingPlan | None = None
-    active: tuple[Pair, ...] = ()
-    steps: int = 0
-    last_trigger: int = 0
+    pending_plan: PendingPlan | None = None
+    active_pairs: tuple[ReservePair, ...] = ()
+    num_steps: int = 0
+    last_trigger_step: int = 0
 
 
 @dataclass
-class Metrics:
+class PlannerMetrics:
     """The engine's figures, under its names; each is what the last call that wrote it left.
 
     Attributes
@@ -111,28 +111,28 @@ class Metrics:
         """Name to figure."""
         return asdict(self)
 
-    def set_pending(self, plan: Plan | None) -> None:
+    def set_pending(self, plan: BlockPlan | None) -> None:
         """Describe the plan of this call."""
-        self.h2o_pending_remove = plan.remove if plan else 0
-        self.h2o_pending_n_reserve = len(plan.reserve) if plan else 0
+        self.h2o_pending_remove = plan.window_tokens if plan else 0
+        self.h2o_pending_n_reserve = len(plan.reserve_pairs) if plan else 0
         self.h2o_pending_plan_ready = int(plan is not None)
 
-    def record(self, plan: Plan, microseconds: int) -> None:
+    def record(self, plan: BlockPlan, microseconds: int) -> None:
         """Describe a trigger."""
-        self.h2o_floor_keep_by_recent_sink = float(plan.floor_keep)
-        self.h2o_target_keep_effective = float(plan.target_keep_effective)
-        self.h2o_block_quantized_keep = float(plan.block_quantized_keep)
-        self.h2o_last_evict_tokens = plan.evicted
-        self.h2o_total_evict_tokens += plan.evicted
+        self.h2o_floor_keep_by_recent_sink = float(plan.floor_keep_ratio)
+        self.h2o_target_keep_effective = float(plan.effective_target_ratio)
+        self.h2o_block_quantized_keep = float(plan.block_quantized_keep_ratio)
+        self.h2o_last_evict_tokens = plan.num_evicted
+        self.h2o_total_evict_tokens += plan.num_evicted
         self.h2o_evict_us = microseconds
         if not plan.floor_dominates:
             self.h2o_keep_ratio = float(plan.keep_ratio)
             self.h2o_lossy_ratio = float(plan.lossy_ratio)
-        self.set_pending(plan if plan.evicted else None)
+        self.set_pending(plan if plan.num_evicted else None)
 
 
 @dataclass(frozen=True)
-class Compaction:
+class CacheEdit:
     """What to do with a layer's cache before its new tokens are appended; nothing where `remove` is 0.
 
     Attributes
@@ -145,36 +145,36 @@ class Compaction:
         Tokens before and after.
     was_pending
         Whether a plan was waiting.
-    stale
+    is_stale
         Whether it was dropped because it does not fit the layer any more.
     """
 
     layer: int
     remove: int
-    reserve: tuple[Pair, ...]
+    reserve: tuple[ReservePair, ...]
     kv_before: int
     kv_after: int
     was_pending: bool
-    stale: bool
+    is_stale: bool
 
 
 @dataclass(frozen=True, eq=False)
-class LayerCall:
+class LayerCallResult:
     """What one call of a layer did.
 
     Attributes
     ----------
     layer
         As the planner counts; 0 for every call outside decoding with cadence "layer-calls".
-    enabled
+    is_enabled
         Whether the call took part in scoring.
     kv_len
         Tokens, the new ones included.
-    blocks
+    num_blocks
         Blocks that were scored, 0 where not enabled.
-    triggered
+    has_triggered
         Whether a plan was made, if only to find that nothing goes.
-    reset
+    was_reset
         Whether the call began a new conversation.
     scores
         After this step's mean, before a plan cut them.
@@ -186,11 +186,11 @@ class LayerCall:
     """
 
     layer: int
-    enabled: bool
+    is_enabled: bool
     kv_len: int
-    blocks: int
-    triggered: bool
-    reset: bool
+    num_blocks: int
+    has_triggered: bool
+    was_reset: bool
     scores: Floats
-    plan: Plan | None
+    plan: BlockPlan | None
     final_keep: int

@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import whole
+from ..checks import validate_int
 from ..errors import KvmnnError
-from ..packed.reserve import INT32_MAX, Pair
+from ..packed.reserve import INT32_MAX, ReservePair
 from . import _scores
 from .config import H2OConfig
-from .scores import as_scores
+from .scores import to_scores
 
-_U64 = (1 << 64) - 1
+_UINT64_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Plan:
+class BlockPlan:
     """What stays of one layer, and the engine's figures about it.
 
-    `remove` and `reserve` go to `PackedCache.realloc` as they are; where nothing is to be dropped they are 0 and empty,
-    and the call changes nothing.
+    `window_tokens` and `reserve_pairs` go to `PackedCache.realloc` as they are; where nothing is to be dropped they are
+    0 and empty, and the call changes nothing.
 
     Attributes
     ----------
@@ -35,9 +35,9 @@ class Plan:
         Tokens in a block.
     keep
         bool ``[blocks]``: the blocks that stay if the plan is carried out.
-    floor_blocks
+    num_floor_blocks
         (sink, recent): blocks at the start and at the end that stay whatever their scores; they may overlap.
-    runs
+    kept_runs
         int64 ``[n, 2]``: (begin, size) of neighbouring kept blocks in tokens, listed also where the floor dominates.
     target_before_floor
         Tokens to keep by the ratio alone.
@@ -54,8 +54,8 @@ class Plan:
     kv_len: int
     block_tokens: int
     keep: npt.NDArray[np.bool_]
-    floor_blocks: tuple[int, int]
-    runs: npt.NDArray[np.int64]
+    num_floor_blocks: tuple[int, int]
+    kept_runs: npt.NDArray[np.int64]
     target_before_floor: int
     floor_tokens: int
     floor_dominates: bool
@@ -68,82 +68,86 @@ class Plan:
         return max(self.target_before_floor, self.floor_tokens)
 
     @cached_property
-    def kept_tokens(self) -> int:
+    def num_kept_tokens(self) -> int:
         """Tokens in the blocks of `keep`."""
-        return int(self.runs[:, 1].sum())
+        return int(self.kept_runs[:, 1].sum())
 
     @property
-    def final_keep(self) -> int:
+    def num_final_tokens(self) -> int:
         """Tokens that are left once the plan is applied: all of them where the floor dominates."""
-        return self.kv_len if self.floor_dominates else self.kept_tokens
+        return self.kv_len if self.floor_dominates else self.num_kept_tokens
 
     @property
-    def evicted(self) -> int:
+    def num_evicted(self) -> int:
         """Tokens that go."""
-        return self.kv_len - self.final_keep
+        return self.kv_len - self.num_final_tokens
 
     @property
-    def remove(self) -> int:
+    def window_tokens(self) -> int:
         """Tokens of the window, for `PackedCache.realloc`: all, or 0 where nothing goes."""
-        return self.kv_len if self.evicted else 0
+        return self.kv_len if self.num_evicted else 0
 
     @cached_property
-    def reserve(self) -> tuple[Pair, ...]:
+    def reserve_pairs(self) -> tuple[ReservePair, ...]:
         """Pairs (begin, size) of what stays of the window, for `PackedCache.realloc`; empty where nothing goes."""
-        return tuple((begin, size) for begin, size in self.runs.tolist()) if self.evicted else ()
+        return tuple((begin, size) for begin, size in self.kept_runs.tolist()) if self.num_evicted else ()
 
     @property
     def reserve_bytes(self) -> int:
         """Bytes of the pairs as the engine keeps them."""
-        return 0 if self.floor_dominates else 8 * len(self.runs)
+        return 0 if self.floor_dominates else 8 * len(self.kept_runs)
 
-    def tokens(self) -> npt.NDArray[np.int64]:
+    def list_kept_tokens(self) -> npt.NDArray[np.int64]:
         """Indices of the tokens that stay, ascending."""
-        if not self.evicted:
+        if not self.num_evicted:
             return np.arange(self.kv_len)
         return np.flatnonzero(np.repeat(self.keep, self.block_tokens)[: self.kv_len])
 
     # -- figures -------------------------------------------------------------------------------------------------------
 
-    def to_lower(self, config: H2OConfig) -> tuple[str, ...]:
+    def list_options_to_lower(self, config: H2OConfig) -> tuple[str, ...]:
         """The options of `config` that make the floor reach the target, by their names: those to lower."""
         target = self.target_before_floor
-        floors = {"recent_tokens": min(config.recent_tokens, self.kv_len), "sink_tokens": config.sink_tokens}
-        found = tuple(name for name, tokens in floors.items() if tokens >= target)
-        if found:
-            return found
-        return ("block_tokens",) if sum(floors.values()) < target else (max(floors, key=lambda name: floors[name]),)
+        tokens_by_option = {"recent_tokens": min(config.recent_tokens, self.kv_len), "sink_tokens": config.sink_tokens}
+        exceeding = tuple(name for name, tokens in tokens_by_option.items() if tokens >= target)
+        if exceeding:
+            return exceeding
+        return (
+            ("block_tokens",)
+            if sum(tokens_by_option.values()) < target
+            else (max(tokens_by_option, key=lambda name: tokens_by_option[name]),)
+        )
 
     @property
-    def floor_keep(self) -> np.float32:
+    def floor_keep_ratio(self) -> np.float32:
         """Share of the floor, float32."""
-        return share(self.floor_tokens, self.kv_len)
+        return divide_float32(self.floor_tokens, self.kv_len)
 
     @property
-    def target_keep_effective(self) -> np.float32:
+    def effective_target_ratio(self) -> np.float32:
         """Share of the target, float32."""
-        return share(self.target, self.kv_len)
+        return divide_float32(self.target, self.kv_len)
 
     @property
-    def block_quantized_keep(self) -> np.float32:
+    def block_quantized_keep_ratio(self) -> np.float32:
         """Share of the target in whole blocks, float32."""
-        return share(self.quantized_keep, self.kv_len)
+        return divide_float32(self.quantized_keep, self.kv_len)
 
     @property
     def keep_ratio(self) -> np.float32:
         """Share of the tokens that stay, float32."""
-        return share(self.final_keep, self.kv_len)
+        return divide_float32(self.num_final_tokens, self.kv_len)
 
     @property
     def lossy_ratio(self) -> np.float32:
         """Bytes before over bytes after, the engine's pairs among them, float32; of tokens without bytes_per_token."""
         if self.bytes_per_token is None:
-            return share(self.kv_len, self.final_keep)
-        after = self.final_keep * self.bytes_per_token + self.reserve_bytes
-        return share(self.kv_len * self.bytes_per_token, after)
+            return divide_float32(self.kv_len, self.num_final_tokens)
+        bytes_after = self.num_final_tokens * self.bytes_per_token + self.reserve_bytes
+        return divide_float32(self.kv_len * self.bytes_per_token, bytes_after)
 
 
-def plan(scores: Any, kv_len: int, config: H2OConfig | None = None, **options: Any) -> Plan:
+def plan_blocks(scores: Any, kv_len: int, config: H2OConfig | None = None, **options: Any) -> BlockPlan:
     """Choose the blocks that stay, as the engine chooses them when a layer triggers.
 
     The blocks that sink and recent touch stay. If they reach the target, the plan drops nothing. Otherwise the blocks
@@ -168,86 +172,97 @@ def plan(scores: Any, kv_len: int, config: H2OConfig | None = None, **options: A
 
     Examples
     --------
-    >>> made = plan([9, 1, 5, 7, 3, 2], 12, block_tokens=2, sink_tokens=1, recent_tokens=1, target_lossy_ratio=2)
-    >>> made.reserve, made.remove
+    >>> made = plan_blocks([9, 1, 5, 7, 3, 2], 12, block_tokens=2, sink_tokens=1, recent_tokens=1, target_lossy_ratio=2)
+    >>> made.reserve_pairs, made.window_tokens
     (((0, 2), (6, 2), (10, 2)), 12)
     """
-    config = _config(config, options)
-    whole(kv_len, "kv_len", 1, INT32_MAX)
-    block, blocks = config.block, config.blocks(kv_len)
-    values = as_scores(scores, "scores")
-    if values.size != blocks:
-        raise KvmnnError(f"{values.size} scores for {kv_len} tokens: expected {blocks}, one for each block of {block}")
-    sink = -(-min(kv_len, max(0, config.sink_tokens)) // block)
-    first_recent = max(0, kv_len - max(0, config.recent_tokens)) // block
-    keep = np.zeros(blocks, np.bool_)
-    keep[:sink] = True
+    config = _resolve_config(config, options)
+    validate_int(kv_len, "kv_len", 1, INT32_MAX)
+    block_tokens, num_blocks = config.effective_block_tokens, config.count_blocks(kv_len)
+    block_scores = to_scores(scores, "scores")
+    if block_scores.size != num_blocks:
+        raise KvmnnError(
+            f"{block_scores.size} scores for {kv_len} tokens: expected {num_blocks}, one for each block of "
+            f"{block_tokens}"
+        )
+    num_sink_blocks = -(-min(kv_len, max(0, config.sink_tokens)) // block_tokens)
+    first_recent = max(0, kv_len - max(0, config.recent_tokens)) // block_tokens
+    keep = np.zeros(num_blocks, np.bool_)
+    keep[:num_sink_blocks] = True
     keep[first_recent:] = True
-    low, high = sink, max(sink, first_recent)
-    floor = kv_len - (high - low) * block
-    wanted = int(np.ceil(config.ratio * np.float32(kv_len)))
-    before_floor = min(max(1, wanted), kv_len)
-    missing = max(0, -(-(before_floor - floor) // block))
-    keep[low:high] = _best(values[low:high], missing)
-    return Plan(
+    first_candidate, candidate_end = num_sink_blocks, max(num_sink_blocks, first_recent)
+    floor_tokens = kv_len - (candidate_end - first_candidate) * block_tokens
+    target_tokens = int(np.ceil(config.effective_keep_ratio * np.float32(kv_len)))
+    clamped_target = min(max(1, target_tokens), kv_len)
+    num_missing_blocks = max(0, -(-(clamped_target - floor_tokens) // block_tokens))
+    keep[first_candidate:candidate_end] = _select_highest(
+        block_scores[first_candidate:candidate_end], num_missing_blocks
+    )
+    return BlockPlan(
         kv_len=kv_len,
-        block_tokens=block,
+        block_tokens=block_tokens,
         keep=keep,
-        floor_blocks=(sink, blocks - min(first_recent, blocks)),
-        runs=_runs(keep, block, kv_len),
-        target_before_floor=before_floor,
-        floor_tokens=floor,
-        floor_dominates=floor >= before_floor,
-        quantized_keep=min(kv_len, floor + missing * block),
+        num_floor_blocks=(num_sink_blocks, num_blocks - min(first_recent, num_blocks)),
+        kept_runs=_find_block_runs(keep, block_tokens, kv_len),
+        target_before_floor=clamped_target,
+        floor_tokens=floor_tokens,
+        floor_dominates=floor_tokens >= clamped_target,
+        quantized_keep=min(kv_len, floor_tokens + num_missing_blocks * block_tokens),
         bytes_per_token=config.bytes_per_token,
     )
 
 
-def never_drops(config: H2OConfig, tokens: int, names: Mapping[str, str] | None = None) -> str | None:
+def explain_no_eviction(config: H2OConfig, tokens: int, option_names: Mapping[str, str] | None = None) -> str | None:
     """Why no plan for up to `tokens` tokens drops any, and which option to change; None where one can.
 
     Parameters
     ----------
-    names
+    option_names
         What its options are called, where that is not as in `H2OConfig`.
     """
-    if tokens < config.trigger_tokens:
-        return f"it plans from trigger_min_tokens {config.trigger_tokens:,} on, there are {tokens:,}: lower it"
-    made = _plan_of(tokens, config)
+    if tokens < config.effective_trigger_tokens:
+        return (
+            f"it plans from trigger_min_tokens {config.effective_trigger_tokens:,} on, there are {tokens:,}: lower it"
+        )
+    full_plan = _plan_uniform(tokens, config)
     # blocks that recent tokens only touch stay whole: one length may drop none where another of its block does
-    if any(_plan_of(fewer, config).evicted for fewer in range(_least_alike(tokens, config), tokens + 1)):
+    if any(
+        _plan_uniform(num_tokens, config).num_evicted
+        for num_tokens in range(_find_min_equivalent_tokens(tokens, config), tokens + 1)
+    ):
         return None
-    if not made.floor_dominates:
+    if not full_plan.floor_dominates:
         return "its target is all of them"
     options = " and ".join(
-        f"{(names or {}).get(name, name)} ({getattr(config, name):,})" for name in made.to_lower(config)
+        f"{(option_names or {}).get(name, name)} ({getattr(config, name):,})"
+        for name in full_plan.list_options_to_lower(config)
     )
     return (
-        f"sink and recent reach the target, {made.floor_tokens:,} of {tokens:,} tokens where "
-        f"{made.target_before_floor:,} are to stay: lower {options}"
+        f"sink and recent reach the target, {full_plan.floor_tokens:,} of {tokens:,} tokens where "
+        f"{full_plan.target_before_floor:,} are to stay: lower {options}"
     )
 
 
-def _plan_of(tokens: int, config: H2OConfig) -> Plan:
-    return plan(np.zeros(config.blocks(tokens), np.float32), tokens, config)
+def _plan_uniform(tokens: int, config: H2OConfig) -> BlockPlan:
+    return plan_blocks(np.zeros(config.count_blocks(tokens), np.float32), tokens, config)
 
 
-def _least_alike(tokens: int, config: H2OConfig) -> int:
+def _find_min_equivalent_tokens(tokens: int, config: H2OConfig) -> int:
     """From here on up to `tokens`, lengths have every place that they can have in a block."""
-    return max(config.trigger_tokens, tokens - config.block)
+    return max(config.effective_trigger_tokens, tokens - config.effective_block_tokens)
 
 
-def share(part: int, of: int) -> np.float32:
-    """`part` over `of`, both rounded to float32 first."""
-    return _float(part) / _float(of)
+def divide_float32(numerator: int, denominator: int) -> np.float32:
+    """`numerator` over `denominator`, both rounded to float32 first."""
+    return _to_float32(numerator) / _to_float32(denominator)
 
 
-def _float(number: int) -> np.float32:
+def _to_float32(number: int) -> np.float32:
     """An integer rounded once, as a conversion in C does; by way of a double it could be rounded twice."""
-    return np.float32(np.array(number & _U64, np.uint64).astype(np.float32))
+    return np.float32(np.array(number & _UINT64_MASK, np.uint64).astype(np.float32))
 
 
-def _config(config: H2OConfig | None, options: dict[str, Any]) -> H2OConfig:
+def _resolve_config(config: H2OConfig | None, options: dict[str, Any]) -> H2OConfig:
     if config is None:
         return H2OConfig(**options)
     if options:
@@ -255,20 +270,20 @@ def _config(config: H2OConfig | None, options: dict[str, Any]) -> H2OConfig:
     return config
 
 
-def _best(scores: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
+def _select_highest(scores: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
     """The `count` highest scores; of equal ones the first. Every candidate is a whole block (see docs/h2o.md)."""
     if count == 0 or count >= scores.size:
         return np.full(scores.size, count > 0)
     keys = np.empty(scores.size, np.int32)
     _scores.order_keys(scores, keys)
-    least = np.partition(keys, scores.size - count)[scores.size - count]
-    chosen: npt.NDArray[np.bool_] = keys > least
-    equal = np.flatnonzero(keys == least)
-    chosen[equal[: count - np.count_nonzero(chosen)]] = True
-    return chosen
+    threshold = np.partition(keys, scores.size - count)[scores.size - count]
+    is_selected: npt.NDArray[np.bool_] = keys > threshold
+    ties = np.flatnonzero(keys == threshold)
+    is_selected[ties[: count - np.count_nonzero(is_selected)]] = True
+    return is_selected
 
 
-def _runs(keep: npt.NDArray[np.bool_], block: int, kv_len: int) -> npt.NDArray[np.int64]:
+def _find_block_runs(keep: npt.NDArray[np.bool_], block: int, kv_len: int) -> npt.NDArray[np.int64]:
     edges = np.flatnonzero(np.diff(keep, prepend=False, append=False)).reshape(-1, 2) * block
     runs = np.empty_like(edges)
     runs[:, 0] = edges[:, 0]

@@ -8,22 +8,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import whole
+from ..checks import validate_int
 from ..dtypes import Floats
 from ..errors import KvmnnError
 from ..packed.kv_meta import KVMeta
-from ..packed.reserve import INT32_MAX, Pair
-from .clocks import CADENCES, LayerCallClock, TokenClock
+from ..packed.reserve import INT32_MAX, ReservePair
+from .clocks import CADENCES, LayerCallCounter, TokenCounter
 from .config import H2OConfig
-from .layer_state import Compaction, LayerCall, LayerState, Metrics, PendingPlan, valid_pairs
-from .plan import Plan, plan
-from .scores import as_rows, as_scores, block_sums, updated
+from .layer_state import CacheEdit, LayerCallResult, PendingPlan, PlannerLayerState, PlannerMetrics, are_valid_pairs
+from .plan import BlockPlan, plan_blocks
+from .scores import sum_by_block, to_rows, to_scores, update_ema_scores
 
 
-class Planner:
+class H2OPlanner:
     """Decides for every layer and step what to drop, as the engine does, outside it.
 
-    Each call of a layer has two halves: `begin` applies the plan that the layer made earlier, `end` takes the
+    Each call of a layer has two halves: `begin_call` applies the plan that the layer made earlier, `end_call` takes the
     attention of this step, keeps the scores, and plans for the layer's next call. Between them the caller compacts the
     cache and appends the new tokens::
 
@@ -54,13 +54,13 @@ class Planner:
     config, cadence
         As given.
     layers
-        `LayerState` of each layer.
+        `PlannerLayerState` of each layer.
     metrics
         Figures under the engine's names.
     meta
         The counts that layers share, as the engine keeps them; unused with cadence "tokens".
     clock
-        `LayerCallClock` or `TokenClock`.
+        `LayerCallCounter` or `TokenCounter`.
 
     Raises
     ------
@@ -75,32 +75,36 @@ class Planner:
             raise KvmnnError(f"cadence is {cadence!r}: expected one of {', '.join(CADENCES)}")
         if on_invalid not in ("raise", "engine"):
             raise KvmnnError(f"on_invalid is {on_invalid!r}: expected 'raise' or 'engine'")
-        self._strict = on_invalid == "raise"
+        self._is_strict = on_invalid == "raise"
         self.config = config or H2OConfig()
         self.cadence = cadence
         self.reset()
 
     def reset(self) -> None:
         """Forget everything, figures and shared counts included."""
-        self.layers = [LayerState() for _ in range(self.config.layer_count)]
-        self.metrics = Metrics()
+        self.layers = [PlannerLayerState() for _ in range(self.config.effective_layers)]
+        self.metrics = PlannerMetrics()
         self.meta = KVMeta()
-        self.clock: LayerCallClock | TokenClock = LayerCallClock() if self.cadence == "layer-calls" else TokenClock()
-        self._open: tuple[Compaction, int, bool] | None = None
+        self.clock: LayerCallCounter | TokenCounter = (
+            LayerCallCounter() if self.cadence == "layer-calls" else TokenCounter()
+        )
+        self._open_call: tuple[CacheEdit, int, bool] | None = None
 
     def __repr__(self) -> str:
-        return f"Planner({self.config!r}, cadence={self.cadence!r})"
+        return f"H2OPlanner({self.config!r}, cadence={self.cadence!r})"
 
     # -- one call of one layer -----------------------------------------------------------------------------------------
 
-    def begin(self, kv_length: int, add: int = 1, *, decode: bool = True, layer: int | None = None) -> Compaction:
+    def begin_call(
+        self, kv_length: int, num_new: int = 1, *, decode: bool = True, layer: int | None = None
+    ) -> CacheEdit:
         """First half of a call: what to drop from the layer's cache now.
 
         Parameters
         ----------
         kv_length
             Tokens that the layer's cache holds.
-        add
+        num_new
             New tokens of this step.
         decode
             False while a prompt is processed.
@@ -113,66 +117,76 @@ class Planner:
             For a layer that there is not, lengths outside 0 to 2**31 - 1, when the call before was not ended, and as
         `on_invalid` says.
         """
-        if self._open is not None:
+        if self._open_call is not None:
             raise KvmnnError("begin: the call before was not ended")
-        whole(kv_length, "kv_length", 0, INT32_MAX)
-        whole(add, "add", 0, INT32_MAX - kv_length)
-        index = self._index(layer, decode)
-        if self._strict:
-            self._check_count(index, kv_length)
+        validate_int(kv_length, "kv_length", 0, INT32_MAX)
+        validate_int(num_new, "add", 0, INT32_MAX - kv_length)
+        index = self._resolve_layer(layer, decode)
+        if self._is_strict:
+            self._check_meta_count(index, kv_length)
         state = self.layers[index]
-        pending, state.pending = state.pending, None
-        valid = pending if pending is not None and pending.fits(kv_length) else None
-        if valid is not None:
-            state.active = valid.pairs
-            if valid.keep is not None:
-                state.scores = kept_scores(state.scores, valid.keep)
+        pending_plan, state.pending_plan = state.pending_plan, None
+        valid_plan = pending_plan if pending_plan is not None and pending_plan.is_applicable(kv_length) else None
+        if valid_plan is not None:
+            state.active_pairs = valid_plan.pairs
+            if valid_plan.keep is not None:
+                state.scores = select_scores(state.scores, valid_plan.keep)
         self.metrics.set_pending(None)
-        remove, reserve = self._window(kv_length, add, decode, valid)
-        after = kv_length - remove + sum(size for _, size in reserve)
-        found = Compaction(index, remove, reserve, kv_length, after, pending is not None, pending is not valid)
-        self._open = found, add, decode
-        return found
+        remove, reserve = self._build_window(kv_length, num_new, decode, valid_plan)
+        kv_after = kv_length - remove + sum(size for _, size in reserve)
+        edit = CacheEdit(
+            index, remove, reserve, kv_length, kv_after, pending_plan is not None, pending_plan is not valid_plan
+        )
+        self._open_call = edit, num_new, decode
+        return edit
 
-    def end(self, sums: Any = None, *, rows: Any = None, threads: int = 1, tile: int | None = None) -> LayerCall:
+    def end_call(
+        self, sums: Any = None, *, rows: Any = None, threads: int = 1, tile: int | None = None
+    ) -> LayerCallResult:
         """Second half of a call: score, and plan if it is time.
 
         Parameters
         ----------
         sums
-            Sums of the attention on each block, as `block_sums` gives them. Not looked at in a call that does not
+            Sums of the attention on each block, as `sum_by_block` gives them. Not looked at in a call that does not
             score: outside decoding, or in a layer that does not evict.
         rows
             Instead of `sums`: the attention itself, ``[heads, queries, keys]`` or ``[heads, keys]``.
         threads, tile
-            For `block_sums` on `rows`.
+            For `sum_by_block` on `rows`.
 
         Raises
         ------
         KvmnnError
-            When the sums or rows do not match the length. Nothing has changed then, and `end` can be called again.
+            When the sums or rows do not match the length. Nothing has changed then, and `end_call` can be called again.
         """
-        if self._open is None:
+        if self._open_call is None:
             raise KvmnnError("end: no call was begun")
-        opened, add, decode = self._open
-        kv_len = opened.kv_after + add
-        enabled = self._enabled(opened.layer, decode, add, kv_len)
-        scores = self._scored(self.layers[opened.layer], kv_len, add, sums, rows, threads, tile) if enabled else None
-        self._open = None
-        layer = self.clock.tick(self.layers, opened.layer, decode)
-        reset = not decode and kv_len <= add
-        if reset:
-            self._reset(layer)
+        edit, num_new, decode = self._open_call
+        kv_len = edit.kv_after + num_new
+        is_enabled = self._is_enabled(edit.layer, decode, num_new, kv_len)
+        scores = (
+            self._update_scores(self.layers[edit.layer], kv_len, num_new, sums, rows, threads, tile)
+            if is_enabled
+            else None
+        )
+        self._open_call = None
+        layer = self.clock.record_call(self.layers, edit.layer, decode)
+        was_reset = not decode and kv_len <= num_new
+        if was_reset:
+            self._reset_conversation(layer)
         if scores is None:
-            return LayerCall(layer, False, kv_len, 0, False, reset, self.layers[layer].scores, None, kv_len)
+            return LayerCallResult(layer, False, kv_len, 0, False, was_reset, self.layers[layer].scores, None, kv_len)
         self.layers[layer].scores = scores
-        made = self._plan(layer, scores, kv_len) if self._due(layer, kv_len) else None
-        keep = made.final_keep if made else self._budget(kv_len)
-        return LayerCall(layer, True, kv_len, scores.size, made is not None, reset, scores, made, keep)
+        layer_plan = self._plan_layer(layer, scores, kv_len) if self._is_due(layer, kv_len) else None
+        num_kept = layer_plan.num_final_tokens if layer_plan else self._compute_budget_tokens(kv_len)
+        return LayerCallResult(
+            layer, True, kv_len, scores.size, layer_plan is not None, was_reset, scores, layer_plan, num_kept
+        )
 
-    def choose(self, scores: Floats, kv_len: int) -> Plan:
-        """The plan for a layer that triggers; here for whoever wants to choose by other rules than `plan`."""
-        return plan(scores, kv_len, self.config)
+    def select_blocks(self, scores: Floats, kv_len: int) -> BlockPlan:
+        """The plan for a layer that triggers; here for whoever wants to choose by other rules than `plan_blocks`."""
+        return plan_blocks(scores, kv_len, self.config)
 
     def sync(self) -> int:
         """End a step of all layers: the engine's shared length afterwards, which follows the last layer alone.
@@ -183,105 +197,109 @@ class Planner:
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
-    def _index(self, layer: int | None, decode: bool) -> int:
-        if isinstance(self.clock, TokenClock):
+    def _resolve_layer(self, layer: int | None, decode: bool) -> int:
+        if isinstance(self.clock, TokenCounter):
             if layer is None:
                 raise KvmnnError("layer: expected a layer's number with cadence 'tokens'")
-            return whole(layer, "layer", 0, len(self.layers) - 1)
+            return validate_int(layer, "layer", 0, len(self.layers) - 1)
         if layer is not None:
             raise KvmnnError("layer: cadence 'layer-calls' counts layers by itself")
-        return self.clock.layer(len(self.layers)) if decode else 0
+        return self.clock.get_current_layer(len(self.layers)) if decode else 0
 
-    def _window(
-        self, kv_length: int, add: int, decode: bool, pending: PendingPlan | None
-    ) -> tuple[int, tuple[Pair, ...]]:
+    def _build_window(
+        self, kv_length: int, num_new: int, decode: bool, pending_plan: PendingPlan | None
+    ) -> tuple[int, tuple[ReservePair, ...]]:
         """What this layer removes and reserves."""
         if self.cadence == "tokens":
-            return (pending.remove, pending.pairs) if pending else (0, ())
+            return (pending_plan.remove, pending_plan.pairs) if pending_plan else (0, ())
         meta = self.meta
-        meta.add = add
+        meta.add = num_new
         if decode and self.config.enable:
             meta.remove, meta.reserve = 0, ()
-        if pending:
-            meta.remove, meta.reserve = pending.remove, pending.pairs
+        if pending_plan:
+            meta.remove, meta.reserve = pending_plan.remove, pending_plan.pairs
         if meta.remove > kv_length:
             meta.remove, meta.reserve = kv_length, ()
-        if meta.reserve and not valid_pairs(meta.reserve, meta.remove):
+        if meta.reserve and not are_valid_pairs(meta.reserve, meta.remove):
             meta.reserve = ()
         if meta.previous == meta.remove and not meta.reserve:
             return kv_length, ()
         return meta.remove, () if self.config.quantised else meta.reserve
 
-    def _check_count(self, layer: int, kv_length: int) -> None:
+    def _check_meta_count(self, layer: int, kv_length: int) -> None:
         if self.cadence == "tokens" or self.meta.previous or self.meta.remove or not kv_length:
             return
-        if self.layers[layer].pending is None:
+        if self.layers[layer].pending_plan is None:
             raise KvmnnError(
                 f"meta.previous is 0 while the layer holds {kv_length} tokens: the engine would drop them; expected "
                 "sync() after each step, or meta.previous set to the tokens of a cache that was there before"
             )
 
-    def _enabled(self, layer: int, decode: bool, add: int, kv_len: int) -> bool:
+    def _is_enabled(self, layer: int, decode: bool, num_new: int, kv_len: int) -> bool:
         config = self.config
-        there = config.enable and not config.quantised and add > 0 and kv_len > 0
-        return there and decode and layer in config.layer_range
+        has_work = config.enable and not config.quantised and num_new > 0 and kv_len > 0
+        return has_work and decode and layer in config.evicting_layers
 
-    def _scored(
-        self, state: LayerState, kv_len: int, add: int, sums: Any, rows: Any, threads: int, tile: int | None
+    def _update_scores(
+        self, state: PlannerLayerState, kv_len: int, num_new: int, sums: Any, rows: Any, threads: int, tile: int | None
     ) -> Floats:
         """The layer's scores after this step."""
         heads = self.config.heads
         if (sums is None) == (rows is None):
             raise KvmnnError("end: expected either sums or rows of the attention")
         if rows is not None:
-            array = as_rows(rows)
+            array = to_rows(rows)
             if array.shape[2] != kv_len:
                 raise KvmnnError(f"rows over {array.shape[2]} keys: expected {kv_len}, the layer's tokens")
-            if heads not in (None, array.shape[0]) or array.shape[1] != add:
-                raise KvmnnError(f"rows of shape {array.shape}: expected {heads or 'any'} heads and {add} queries")
+            if heads not in (None, array.shape[0]) or array.shape[1] != num_new:
+                raise KvmnnError(f"rows of shape {array.shape}: expected {heads or 'any'} heads and {num_new} queries")
             heads = array.shape[0]
-            sums = block_sums(array, self.config.block, threads=threads, tile=tile)
+            sums = sum_by_block(array, self.config.effective_block_tokens, threads=threads, tile=tile)
         elif heads is None:
             raise KvmnnError("sums without config.heads: expected the number of query heads to divide by")
-        added = as_scores(sums, "sums")
-        if added.size != self.config.blocks(kv_len):
-            raise KvmnnError(f"{added.size} sums for {kv_len} tokens: expected {self.config.blocks(kv_len)}")
-        return updated(state.scores, added, count=heads * add, alpha=float(self.config.alpha))
+        step_sums = to_scores(sums, "sums")
+        if step_sums.size != self.config.count_blocks(kv_len):
+            raise KvmnnError(f"{step_sums.size} sums for {kv_len} tokens: expected {self.config.count_blocks(kv_len)}")
+        return update_ema_scores(
+            state.scores, step_sums, count=heads * num_new, alpha=float(self.config.effective_alpha)
+        )
 
-    def _due(self, layer: int, kv_len: int) -> bool:
-        return kv_len >= self.config.trigger_tokens and self.clock.due(self.layers[layer], self.config.interval)
+    def _is_due(self, layer: int, kv_len: int) -> bool:
+        return kv_len >= self.config.effective_trigger_tokens and self.clock.is_due(
+            self.layers[layer], self.config.effective_interval
+        )
 
-    def _plan(self, layer: int, scores: Floats, kv_len: int) -> Plan:
+    def _plan_layer(self, layer: int, scores: Floats, kv_len: int) -> BlockPlan:
         state = self.layers[layer]
-        self.clock.triggered(state)
-        started = time.perf_counter_ns()
-        made = self.choose(scores, kv_len)
-        self.metrics.record(made, (time.perf_counter_ns() - started) // 1000)
-        state.pending = None
-        if made.evicted:
-            flat = tuple(made.runs.reshape(-1).tolist())
+        self.clock.record_trigger(state)
+        start_ns = time.perf_counter_ns()
+        layer_plan = self.select_blocks(scores, kv_len)
+        self.metrics.record(layer_plan, (time.perf_counter_ns() - start_ns) // 1000)
+        state.pending_plan = None
+        if layer_plan.num_evicted:
+            flat_pairs = tuple(layer_plan.kept_runs.reshape(-1).tolist())
             if self.cadence == "tokens":
-                state.pending = PendingPlan(made.remove, flat, made.keep)
+                state.pending_plan = PendingPlan(layer_plan.window_tokens, flat_pairs, layer_plan.keep)
             else:
-                state.pending = PendingPlan(made.remove, flat)
-                state.scores = kept_scores(scores, made.keep)
-        return made
+                state.pending_plan = PendingPlan(layer_plan.window_tokens, flat_pairs)
+                state.scores = select_scores(scores, layer_plan.keep)
+        return layer_plan
 
-    def _budget(self, kv_len: int) -> int:
+    def _compute_budget_tokens(self, kv_len: int) -> int:
         """The ratio that was written last times the length, rounded half up."""
         return max(1, int(float(np.float32(self.metrics.h2o_keep_ratio) * np.float32(kv_len)) + 0.5))
 
-    def _reset(self, layer: int) -> None:
+    def _reset_conversation(self, layer: int) -> None:
         """A new conversation: for the engine of all layers at once, otherwise of this one."""
         self.clock.reset()
         if self.cadence == "tokens":
-            self.layers[layer] = LayerState()
+            self.layers[layer] = PlannerLayerState()
             return
-        self.layers = [LayerState() for _ in self.layers]
+        self.layers = [PlannerLayerState() for _ in self.layers]
         self.meta.remove, self.meta.reserve = 0, ()
 
 
-def kept_scores(scores: Floats, keep: npt.NDArray[np.bool_]) -> Floats:
+def select_scores(scores: Floats, keep: npt.NDArray[np.bool_]) -> Floats:
     """The scores of the kept blocks, in order."""
-    kept: Floats = scores[keep[: scores.size]]
-    return kept
+    selected: Floats = scores[keep[: scores.size]]
+    return selected

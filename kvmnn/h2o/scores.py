@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import whole
+from ..checks import validate_int
 from ..dtypes import Floats
 from ..errors import KvmnnError
 from ..packed.reserve import INT32_MAX
 from . import _scores
 
 
-def block_sums(
+def sum_by_block(
     rows: Any, block_tokens: int, *, threads: int = 1, tile: int | None = None, out: Floats | None = None
 ) -> Floats:
     """Attention that each block of keys received, summed over heads, queries and its keys.
@@ -51,20 +51,20 @@ def block_sums(
     -----
     Infinite rows give infinite sums, and infinities of both signs or a NaN give NaN, for that block alone.
     """
-    array = as_rows(rows)
-    block = max(1, whole(block_tokens, "block_tokens", -INT32_MAX - 1, INT32_MAX))
+    array = to_rows(rows)
+    block = max(1, validate_int(block_tokens, "block_tokens", -INT32_MAX - 1, INT32_MAX))
     keys = array.shape[2]
-    size = keys if tile is None else whole(tile, "tile", 1, INT32_MAX)
+    tile_keys = keys if tile is None else validate_int(tile, "tile", 1, INT32_MAX)
     blocks = -(-keys // block)
     if out is None:
         out = np.empty(blocks, np.float32)
     elif out.dtype != np.float32 or out.shape != (blocks,) or not out.flags.c_contiguous or not out.flags.writeable:
         raise KvmnnError(f"out: expected a writable contiguous float32 array of {blocks}")
-    _scores.block_sums(array, min(block, keys), size, whole(threads, "threads", 1, INT32_MAX), out)
+    _scores.block_sums(array, min(block, keys), tile_keys, validate_int(threads, "threads", 1, INT32_MAX), out)
     return out
 
 
-def updated(scores: Any, sums: Any, *, count: int, alpha: float) -> Floats:
+def update_ema_scores(scores: Any, sums: Any, *, count: int, alpha: float) -> Floats:
     """Scores after one more step: ``alpha * score + (1 - alpha) * sums / count``, float32 after every operation.
 
     Parameters
@@ -72,7 +72,7 @@ def updated(scores: Any, sums: Any, *, count: int, alpha: float) -> Floats:
     scores
         Scores so far. Cut, or filled up with 0, to as many as there are sums.
     sums
-        What `block_sums` gave for this step.
+        What `sum_by_block` gave for this step.
     count
         Heads times queries that were added up; less than 1 counts as 1.
     alpha
@@ -82,16 +82,16 @@ def updated(scores: Any, sums: Any, *, count: int, alpha: float) -> Floats:
     -------
     float32 ``[blocks]``, new. No correction for the first steps is made: with alpha 0.9 the first gives a tenth.
     """
-    added = as_scores(sums, "sums")
-    old = as_scores(scores, "scores")
-    fresh = np.zeros(added.size, np.float32)
-    fresh[: min(old.size, added.size)] = old[: added.size]
+    step_sums = to_scores(sums, "sums")
+    previous = to_scores(scores, "scores")
+    new_scores = np.zeros(step_sums.size, np.float32)
+    new_scores[: min(previous.size, step_sums.size)] = previous[: step_sums.size]
     weight = float(np.float32(min(1.0, max(0.0, alpha))))
-    _scores.running_mean(fresh, added, float(np.float32(max(1, count))), weight)
-    return fresh
+    _scores.running_mean(new_scores, step_sums, float(np.float32(max(1, count))), weight)
+    return new_scores
 
 
-def as_rows(rows: Any) -> Floats:
+def to_rows(rows: Any) -> Floats:
     """`rows` as float32 ``[heads, queries, keys]``, contiguous along the keys; copied only where it must be."""
     array = np.asarray(rows)
     if array.dtype.kind != "f":
@@ -109,7 +109,7 @@ def as_rows(rows: Any) -> Floats:
     return array
 
 
-def as_scores(values: Any, name: str) -> Floats:
+def to_scores(values: Any, name: str) -> Floats:
     """`values` as a contiguous float32 vector; wider numbers are rounded."""
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "fiu"):

@@ -3,16 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 from .cache.model_cache import ModelCache
-from .comparison import Generated, generate
-from .graph.decoder import Step
-from .graph.fingerprint import fingerprint
-from .kv_dump import KVDump, dump_kv
+from .comparison import GenerateResult, generate
+from .graph.decoder import StepResult
+from .graph.fingerprint import compute_fingerprint
+from .kv_dump import KVDumpResult, dump_kv
 from .run_options import RunOptions
 from .runner import Runner
-from .sampling import Sampling
+from .sampling import SamplingOptions
 from .session import DecoderSession
-from .start import Start, read_start
-from .stored_prefixes import StoredPrefixes, StoreUse
+from .start import InitialCache, read_initial_cache
+from .stored_prefixes import StoredPrefixes, StoreUseStats
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -30,20 +30,20 @@ else:
 
 __all__ = [
     "DecoderSession",
-    "Generated",
-    "KVDump",
+    "GenerateResult",
+    "InitialCache",
+    "KVDumpResult",
     "ModelCache",
     "RunOptions",
     "Runner",
-    "Sampling",
-    "Start",
-    "Step",
-    "StoreUse",
+    "SamplingOptions",
+    "StepResult",
+    "StoreUseStats",
     "StoredPrefixes",
     "Tokenizer",
+    "compute_fingerprint",
     "dump_kv",
     "evaluate",
-    "fingerprint",
     "generate",
-    "read_start",
+    "read_initial_cache",
 ]

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..policies.base import Policy
-from ..policies.full import Full
+from ..policies.full import FullCache
 from ..policies.labels import LabelledPolicy
-from ..reports.tables import h2o_text, runtime_text
-from ..reports.text_table import wrapped as as_lines
-from ..store import PrefixStore, Put
-from ..text import LOSSLESS, LOSSY, span
-from ..text.side_by_side import side_by_side, wrapped
+from ..reports.tables import format_h2o_text, format_runtime_text
+from ..reports.text_table import wrap_sentences as as_lines
+from ..store import PrefixStore, PutResult
+from ..text import LOSSLESS, LOSSY, format_range
+from ..text.side_by_side import break_lines, side_by_side_diff
 from ..threads.pipeline import Progress
-from .cache.lossless_store import storing_notes
-from .generation import Generation, ending_tokens, generate_tokens, warm_up
-from .graph.fingerprint import fingerprint
+from .cache.lossless_store import describe_encoding
+from .generation import GenerationStats, find_end_tokens, generate_tokens, warm_up
+from .graph.fingerprint import compute_fingerprint
 from .graph.model_files import find_model
-from .prompt import prompt_ids
+from .prompt import encode_prompt
 from .run_options import RunOptions
-from .sampling import Sampling
+from .sampling import SamplingOptions
 from .stored_prefixes import StoredPrefixes
 from .tokenizer import Tokenizer
 
@@ -40,7 +40,7 @@ class Continuation:
         The new tokens as text.
     """
 
-    generation: Generation
+    generation: GenerationStats
     text: str
 
     @property
@@ -54,7 +54,7 @@ class Continuation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generated:
+class GenerateResult:
     """A prompt continued with the full cache, and under a policy.
 
     Attributes
@@ -79,7 +79,7 @@ class Generated:
     prompt: str
     prompt_tokens: int
     policy: LabelledPolicy
-    sampling: Sampling
+    sampling: SamplingOptions
     full: Continuation
     cut: Continuation | None
     notes: tuple[str, ...] = ()
@@ -92,7 +92,7 @@ class Generated:
     @property
     def first_difference(self) -> int | None:
         """The first new token at which the texts part, counted from 0; None where they are equal."""
-        return None if self.cut is None else first_difference(self.full.generation.ids, self.cut.generation.ids)
+        return None if self.cut is None else find_first_difference(self.full.generation.ids, self.cut.generation.ids)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -112,29 +112,37 @@ class Generated:
         }
 
     def __str__(self) -> str:
-        return "\n".join(self.lines(shutil.get_terminal_size((100, 24)).columns))
+        return "\n".join(self.format_lines(shutil.get_terminal_size((100, 24)).columns))
 
-    def lines(self, width: int) -> list[str]:
+    def format_lines(self, width: int) -> list[str]:
         """Both texts beside each other in `width` columns, where they part, and what each run took."""
         if self.cut is None:
-            alone = [*wrapped(self.full.text, width), "", *_numbers({self.policy.label: self.full.generation})]
-            return [*alone, *_runtime({self.policy.label: self.full.generation}, width), *self._said(width)]
-        full, cut = self.full.generation, self.cut.generation
-        both = side_by_side(
+            single_lines = [
+                *break_lines(self.full.text, width),
+                "",
+                *_format_stats({self.policy.label: self.full.generation}),
+            ]
+            return [
+                *single_lines,
+                *_format_runtime({self.policy.label: self.full.generation}, width),
+                *self._format_notes(width),
+            ]
+        full, policy_run = self.full.generation, self.cut.generation
+        comparison = side_by_side_diff(
             ("full cache", self.full.text), (f"{self.cut.label}: {self.policy.label}", self.cut.text), width
         )
-        place = self.first_difference
-        if place is None:
+        difference = self.first_difference
+        if difference is None:
             equal = f"equal: all {len(full.ids):,} new tokens"
         else:
-            equal = f"equal up to new token {place:,}, different from {place + 1:,} of {len(full.ids):,} on"
-        lines = [both, "", equal, *_numbers({Full.name: full, self.policy.label: cut})]
-        lines += _runtime({Full.name: full, self.policy.label: cut}, width)
-        if cut.h2o is not None:
-            lines += ["", h2o_text(cut.h2o, width)]
-        return [*lines, *self._said(width)]
+            equal = f"equal up to new token {difference:,}, different from {difference + 1:,} of {len(full.ids):,} on"
+        lines = [comparison, "", equal, *_format_stats({FullCache.name: full, self.policy.label: policy_run})]
+        lines += _format_runtime({FullCache.name: full, self.policy.label: policy_run}, width)
+        if policy_run.h2o is not None:
+            lines += ["", format_h2o_text(policy_run.h2o, width)]
+        return [*lines, *self._format_notes(width)]
 
-    def _said(self, width: int) -> list[str]:
+    def _format_notes(self, width: int) -> list[str]:
         return ["", as_lines(self.notes, width)] if self.notes else []
 
 
@@ -144,11 +152,11 @@ def generate(
     policy: Policy | LabelledPolicy | None = None,
     *,
     max_tokens: int = 64,
-    sampling: Sampling | None = None,
+    sampling: SamplingOptions | None = None,
     options: RunOptions | None = None,
     store: PrefixStore | None = None,
     progress: Progress | None = None,
-) -> Generated:
+) -> GenerateResult:
     """Continue a prompt with a model's full cache and with its cache under a policy.
 
     Parameters
@@ -167,7 +175,8 @@ def generate(
         How the model runs.
     store
         Prefixes that were computed before: the full cache begins with the longest one, and what it computed is put.
-        K and V are found under the model's fingerprint (`fingerprint`), which is taken over the whole model first.
+        K and V are found under the model's fingerprint (`compute_fingerprint`), which is taken over the whole model
+        first.
     progress
         Told 1 for each new token of either.
 
@@ -180,123 +189,152 @@ def generate(
     KvmnnError
         For a policy that the model cannot run, or more positions than it was made for.
     """
-    chosen = policy if isinstance(policy, LabelledPolicy) else LabelledPolicy.of(policy or Full())
-    sampling, options = sampling or Sampling(), options or RunOptions()
-    session, tokenizer = options.open(model, chosen.policy)
-    ids = prompt_ids(tokenizer, prompt)
-    ends = ending_tokens(find_model(model))
-    prefixes = None if store is None else StoredPrefixes(store, fingerprint(model))
+    labelled_policy = (
+        policy if isinstance(policy, LabelledPolicy) else LabelledPolicy.from_policy(policy or FullCache())
+    )
+    sampling, options = sampling or SamplingOptions(), options or RunOptions()
+    session, tokenizer = options.open_model(model, labelled_policy.policy)
+    ids = encode_prompt(tokenizer, prompt)
+    end_tokens = find_end_tokens(find_model(model))
+    prefixes = None if store is None else StoredPrefixes(store, compute_fingerprint(model))
     warm_up(session, ids[0])
 
-    def run(policy: Policy) -> Continuation:
-        made = generate_tokens(
-            options.runner(session, policy),
+    def run_policy(policy: Policy) -> Continuation:
+        generation = generate_tokens(
+            options.create_runner(session, policy),
             ids,
             max_tokens,
             sampling=sampling,
-            ends=ends,
+            end_tokens=end_tokens,
             chunk=options.chunk,
-            prefixes=None if policy.evicts else prefixes,
+            prefixes=None if policy.can_evict else prefixes,
             progress=progress,
         )
-        return Continuation(generation=made, text=continuation(tokenizer, ids, made.ids))
+        return Continuation(generation=generation, text=decode_continuation(tokenizer, ids, generation.ids))
 
-    full, cut = run(Full()), run(chosen.policy) if chosen.policy.evicts else None
-    return Generated(
+    full, policy_run = (
+        run_policy(FullCache()),
+        run_policy(labelled_policy.policy) if labelled_policy.policy.can_evict else None,
+    )
+    return GenerateResult(
         model=os.fspath(model),
         prompt=prompt,
         prompt_tokens=len(ids),
-        policy=chosen,
+        policy=labelled_policy,
         sampling=sampling,
         full=full,
-        cut=cut,
-        notes=(*_start_notes(tokenizer, prompt), *_notes(full, cut, chosen, options, len(ids))),
+        cut=policy_run,
+        notes=(
+            *_describe_bos(tokenizer, prompt),
+            *_describe_evictions(full, policy_run, labelled_policy, options, len(ids)),
+        ),
     )
 
 
-def _start_notes(tokenizer: Tokenizer, prompt: str) -> Iterator[str]:
+def _describe_bos(tokenizer: Tokenizer, prompt: str) -> Iterator[str]:
     """What was put before the prompt."""
-    already = tokenizer.bos is not None and tokenizer.encode(prompt)[:1].tolist() == [tokenizer.bos]
-    note = tokenizer.start.note(1, int(already), what="prompt")
+    has_own_bos = tokenizer.bos is not None and tokenizer.encode(prompt)[:1].tolist() == [tokenizer.bos]
+    note = tokenizer.bos_info.format_note(1, int(has_own_bos), noun="prompt")
     if note is not None:
         yield note
 
 
-def _notes(
-    full: Continuation, cut: Continuation | None, chosen: LabelledPolicy, options: RunOptions, prompt: int
+def _describe_evictions(
+    full: Continuation,
+    policy_run: Continuation | None,
+    labelled_policy: LabelledPolicy,
+    options: RunOptions,
+    prompt_tokens: int,
 ) -> Iterator[str]:
     """Why nothing went, and why nothing was stored."""
-    made = [(Full.name, full.generation), *([] if cut is None else [(chosen.label, cut.generation)])]
+    generations = [
+        (FullCache.name, full.generation),
+        *([] if policy_run is None else [(labelled_policy.label, policy_run.generation)]),
+    ]
     if full.generation.store is not None:
         yield from full.generation.store.notes
-        if cut is not None:
-            yield f"{chosen.label}: computed from the beginning, as a policy must see every token come."
-    if cut is not None and cut.label == LOSSLESS:
-        first = min(options.chunk or prompt, prompt)
-        why = chosen.policy.why_all_stay(first, cut.generation.tokens_seen)
-        yield f"{chosen.label}: nothing was evicted: {why or 'no step gave it reason to'}."
+        if policy_run is not None:
+            yield f"{labelled_policy.label}: computed from the beginning, as a policy must see every token come."
+    if policy_run is not None and policy_run.label == LOSSLESS:
+        first_step_tokens = min(options.chunk or prompt_tokens, prompt_tokens)
+        reason = labelled_policy.policy.explain_no_eviction(first_step_tokens, policy_run.generation.tokens_seen)
+        yield f"{labelled_policy.label}: nothing was evicted: {reason or 'no step gave it reason to'}."
     if options.lossless is not None:
-        runs = [(label, one.runtime) for label, one in made if one.runtime is not None]
-        yield from storing_notes(runs, options.lossless)
+        runs = [(label, generation.runtime) for label, generation in generations if generation.runtime is not None]
+        yield from describe_encoding(runs, options.lossless)
 
 
-class Decoding(Protocol):
+class TokenDecoder(Protocol):
     """What is needed of `kvmnn.lm.tokenizer.Tokenizer` to give tokens back as text."""
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+def find_first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
     """Where two texts part, counted from 0; None where they are equal."""
-    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
         if a != b:
             return index
-    return None if len(one) == len(other) else min(len(one), len(other))
+    return None if len(left) == len(right) else min(len(left), len(right))
 
 
-def continuation(tokenizer: Decoding, prompt: Sequence[int], new: Sequence[int]) -> str:
+def decode_continuation(tokenizer: TokenDecoder, prompt: Sequence[int], new_ids: Sequence[int]) -> str:
     """The text of the new tokens behind that of the prompt; alone some tokens would read differently."""
-    before, text = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *new])
-    return text[len(before) :] if text.startswith(before) else tokenizer.decode(list(new))
+    prompt_text, text = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *new_ids])
+    return text[len(prompt_text) :] if text.startswith(prompt_text) else tokenizer.decode(list(new_ids))
 
 
-def _numbers(made: dict[str, Generation]) -> list[str]:
+def _format_stats(generations: dict[str, GenerationStats]) -> list[str]:
     """Aligned lines of what each run took."""
-    rows: list[tuple[str, Callable[[str, Generation], str]]] = [
-        ("", lambda label, one: label),
-        ("new tokens", lambda label, one: f"{len(one.ids):,} ({one.stopped})"),
-        ("tokens kept of seen", lambda label, one: f"{_range(one.tokens_kept)} of {one.tokens_seen:,}"),
-        ("K and V held", lambda label, one: f"{one.cache_bytes / (1 << 20):.2f} MiB"),
-        ("prompt from the store", lambda label, one: f"{one.store.tokens:,} tokens" if one.store else "-"),
-        ("first token after", lambda label, one: f"{1e3 * one.prompt_seconds:.1f} ms"),
-        ("time per token", lambda label, one: _milliseconds(one.token_seconds)),
-        ("  in the model", lambda label, one: _milliseconds(one.model_seconds)),
-        ("  in the policy", lambda label, one: _milliseconds(one.policy_seconds)),
+    rows: list[tuple[str, Callable[[str, GenerationStats], str]]] = [
+        ("", lambda label, generation: label),
+        ("new tokens", lambda label, generation: f"{len(generation.ids):,} ({generation.stopped})"),
+        (
+            "tokens kept of seen",
+            lambda label, generation: f"{_format_range(generation.tokens_kept)} of {generation.tokens_seen:,}",
+        ),
+        ("K and V held", lambda label, generation: f"{generation.cache_bytes / (1 << 20):.2f} MiB"),
+        (
+            "prompt from the store",
+            lambda label, generation: f"{generation.store.tokens:,} tokens" if generation.store else "-",
+        ),
+        ("first token after", lambda label, generation: f"{1e3 * generation.prompt_seconds:.1f} ms"),
+        ("time per token", lambda label, generation: _format_milliseconds(generation.token_seconds)),
+        ("  in the model", lambda label, generation: _format_milliseconds(generation.model_seconds)),
+        ("  in the policy", lambda label, generation: _format_milliseconds(generation.policy_seconds)),
     ]
-    if not any(one.store for one in made.values()):
+    if not any(generation.store for generation in generations.values()):
         rows = [row for row in rows if row[0] != "prompt from the store"]
-    cells = [[heading, *(text(label, one) for label, one in made.items())] for heading, text in rows]
-    sizes = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
-    table = ["  ".join(text.ljust(size) for text, size in zip(line, sizes, strict=True)).rstrip() for line in cells]
-    stores = [one.store for one in made.values() if one.store is not None]
-    puts = [store.put for store in stores if store.put is not None and not _is_told(store.put, store.notes)]
+    cells = [
+        [heading, *(format_cell(label, generation) for label, generation in generations.items())]
+        for heading, format_cell in rows
+    ]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    table = [
+        "  ".join(format_cell.ljust(size) for format_cell, size in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+    stores = [generation.store for generation in generations.values() if generation.store is not None]
+    puts = [store.put for store in stores if store.put is not None and not _is_noted(store.put, store.notes)]
     return [*table, *(f"put into the store: {put}" for put in puts)]
 
 
-def _is_told(put: Put, notes: Sequence[str]) -> bool:
+def _is_noted(put: PutResult, notes: Sequence[str]) -> bool:
     """Whether the notes say already why nothing was put."""
     return bool(put.notes) and set(put.notes) <= set(notes)
 
 
-def _runtime(made: dict[str, Generation], width: int) -> list[str]:
+def _format_runtime(generations: dict[str, GenerationStats], width: int) -> list[str]:
     """A table of what the lossless runtime did, where there was one."""
-    figures = [(label, one.runtime) for label, one in made.items() if one.runtime is not None]
-    return ["", runtime_text(figures, width)] if figures else []
+    figures = [
+        (label, generation.runtime) for label, generation in generations.items() if generation.runtime is not None
+    ]
+    return ["", format_runtime_text(figures, width)] if figures else []
 
 
-def _range(numbers: Sequence[int]) -> str:
-    return span(sorted(set(numbers)))
+def _format_range(numbers: Sequence[int]) -> str:
+    return format_range(sorted(set(numbers)))
 
 
-def _milliseconds(seconds: float | None) -> str:
+def _format_milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.3f} ms"

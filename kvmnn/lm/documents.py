@@ -13,16 +13,16 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import whole
+from ..checks import validate_int
 from ..errors import KvmnnError, SourceError
-from ..text import count
-from .text_records import LINES, ROWS, Record, holds_records, records
+from ..text import pluralize
+from .text_records import LINE_SUFFIXES, ROW_SUFFIXES, TextRecord, has_records, iter_records
 
 Ids = npt.NDArray[np.int64]
 
-_BLOCK_BYTES = 1 << 20
-_PREFIX_CHARACTERS = 1 << 20
-_CHARACTERS_A_TOKEN = 64
+_READ_BLOCK_BYTES = 1 << 20
+_MIN_PREFIX_CHARACTERS = 1 << 20
+_MAX_CHARACTERS_PER_TOKEN = 64
 
 MAX_DOCUMENTS = 10_000
 """Texts that are taken at once: their tokens are held."""
@@ -59,9 +59,9 @@ class Document:
         Of all of the text.
     begins_with_bos
         Whether the first id is the token that begins every text.
-    asked
-        Tokens that were asked for; more than `fed` where the text is shorter.
-    begin
+    requested_tokens
+        Tokens that were asked for; more than `num_fed` where the text is shorter.
+    scored_from
         Tokens that another run's cache begins the text with. They are not scored, and neither is the one behind them,
         as a cache holds no logits. 0 for a text that is scored from its beginning.
     has_own_bos
@@ -73,19 +73,19 @@ class Document:
     nbytes: int
     sha256: str
     begins_with_bos: bool = True
-    asked: int = 0
-    begin: int = 0
+    requested_tokens: int = 0
+    scored_from: int = 0
     has_own_bos: bool = False
 
     @property
-    def fed(self) -> int:
+    def num_fed(self) -> int:
         """Tokens that are fed: all but the last."""
         return len(self.ids) - 1
 
     @property
-    def tokens(self) -> int:
+    def num_scored(self) -> int:
         """Tokens that are scored."""
-        return self.fed - self.begin
+        return self.num_fed - self.scored_from
 
     @property
     def own_ids(self) -> Ids:
@@ -94,7 +94,7 @@ class Document:
 
     def to_dict(self) -> dict[str, Any]:
         """What the results document says of it."""
-        return {"name": self.name, "tokens": self.tokens, "bytes": self.nbytes, "sha256": self.sha256}
+        return {"name": self.name, "tokens": self.num_scored, "bytes": self.nbytes, "sha256": self.sha256}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +122,8 @@ class TextOptions:
 
     def __post_init__(self) -> None:
         if self.samples is not None:
-            whole(self.samples, "samples", 1, MAX_DOCUMENTS)
-        whole(self.seed, "seed", 0)
+            validate_int(self.samples, "samples", 1, MAX_DOCUMENTS)
+        validate_int(self.seed, "seed", 0)
 
 
 def read_documents(
@@ -156,20 +156,20 @@ def read_documents(
         For a file that is empty, not UTF-8, damaged or not there, for a line or row that is no record, for a folder
         without texts, and for more than `MAX_DOCUMENTS` texts.
     """
-    options, said = options or TextOptions(), [] if notes is None else notes
-    files = list(_files(paths))
-    chosen = None if options.samples is None else _drawn(files, options, said)
+    options, note_list = options or TextOptions(), [] if notes is None else notes
+    files = list(_iter_files(paths))
+    selected = None if options.samples is None else _draw_indices(files, options, note_list)
     documents: list[Document] = []
-    taken: set[str] = set()
-    for index, (path, record) in enumerate(_texts(files, options.field, said if chosen is None else [])):
-        if chosen is not None and index not in chosen:
+    used_names: set[str] = set()
+    for index, (path, record) in enumerate(_iter_texts(files, options.field, note_list if selected is None else [])):
+        if selected is not None and index not in selected:
             continue
-        name = _own_name(path.name if record is None else f"{path.name}:{record.number}", taken)
+        name = _make_unique_name(path.name if record is None else f"{path.name}:{record.number}", used_names)
         if record is None:
             documents.append(read_document(path, tokenizer, tokens, name=name))
         else:
-            documents.append(_of_record(path, record, tokenizer, tokens, name))
-        if chosen is not None and len(documents) == len(chosen):
+            documents.append(_build_document_from_record(path, record, tokenizer, tokens, name))
+        if selected is not None and len(documents) == len(selected):
             break
         if len(documents) > MAX_DOCUMENTS:
             raise SourceError(f"{path}: more than {MAX_DOCUMENTS:,} texts: expected --samples N, which draws N of them")
@@ -187,144 +187,151 @@ def read_document(path: Path, tokenizer: TextTokenizer, tokens: int, *, name: st
     SourceError
         For a file that is empty, not UTF-8 or not there, and for one of many texts.
     """
-    if holds_records(path):
+    if has_records(path):
         raise SourceError(f"{path}: holds many texts: expected a UTF-8 text")
-    text = _read(path, _characters(tokens))
-    if not text.length:
+    text = _read_text(path, _compute_max_characters(tokens))
+    if not text.num_bytes:
         raise SourceError(f"{path}: is empty: expected text")
-    return _document(str(path), name or path.name, text, tokenizer, tokens)
+    return _build_document(str(path), name or path.name, text, tokenizer, tokens)
 
 
-def document_of_text(name: str, text: str, tokenizer: TextTokenizer, tokens: int) -> Document:
+def build_document_from_text(name: str, text: str, tokenizer: TextTokenizer, tokens: int) -> Document:
     """Return the first `tokens` tokens of a text that is in no file, after the tokenizer's bos; errors of an empty one
     as of `read_document`."""
-    words = text.encode("utf-8")
-    prefix = text[: _characters(tokens)]
-    whole = _Text(prefix, len(words), hashlib.sha256(words).hexdigest(), len(prefix) == len(text))
-    return _document(name, name, whole, tokenizer, tokens)
+    encoded_text = text.encode("utf-8")
+    prefix = text[: _compute_max_characters(tokens)]
+    loaded_text = _LoadedText(
+        prefix, len(encoded_text), hashlib.sha256(encoded_text).hexdigest(), len(prefix) == len(text)
+    )
+    return _build_document(name, name, loaded_text, tokenizer, tokens)
 
 
-class _Text(NamedTuple):
+class _LoadedText(NamedTuple):
     """The first characters of a text, its bytes, its SHA-256, and whether these are all of its characters."""
 
     prefix: str
-    length: int
+    num_bytes: int
     digest: str
-    complete: bool
+    is_complete: bool
 
 
-def _characters(tokens: int) -> int:
+def _compute_max_characters(tokens: int) -> int:
     if tokens < 1:
         raise KvmnnError(f"tokens is {tokens}: expected at least 1")
-    return max(_PREFIX_CHARACTERS, _CHARACTERS_A_TOKEN * tokens)
+    return max(_MIN_PREFIX_CHARACTERS, _MAX_CHARACTERS_PER_TOKEN * tokens)
 
 
-def _of_record(path: Path, record: Record, tokenizer: TextTokenizer, tokens: int, name: str) -> Document:
-    words, characters = record.text.encode("utf-8"), _characters(tokens)
-    text = _Text(
-        record.text[:characters], len(words), hashlib.sha256(words).hexdigest(), len(record.text) <= characters
+def _build_document_from_record(
+    path: Path, record: TextRecord, tokenizer: TextTokenizer, tokens: int, name: str
+) -> Document:
+    encoded_text, characters = record.text.encode("utf-8"), _compute_max_characters(tokens)
+    text = _LoadedText(
+        record.text[:characters],
+        len(encoded_text),
+        hashlib.sha256(encoded_text).hexdigest(),
+        len(record.text) <= characters,
     )
-    return _document(f"{path}:{record.number}", name, text, tokenizer, tokens)
+    return _build_document(f"{path}:{record.number}", name, text, tokenizer, tokens)
 
 
-def _document(where: str, name: str, text: _Text, tokenizer: TextTokenizer, tokens: int) -> Document:
-    own = np.asarray(tokenizer.encode(text.prefix), np.int64)
+def _build_document(location: str, name: str, text: _LoadedText, tokenizer: TextTokenizer, tokens: int) -> Document:
+    text_ids = np.asarray(tokenizer.encode(text.prefix), np.int64)
     bos = tokenizer.bos
-    has_own_bos = bos is not None and own[:1].tolist() == [bos]
+    has_own_bos = bos is not None and text_ids[:1].tolist() == [bos]
     is_added = bos is not None and not has_own_bos
-    ids = np.concatenate([np.array([bos], np.int64), own[:tokens]]) if is_added else own[: tokens + 1]
+    ids = np.concatenate([np.array([bos], np.int64), text_ids[:tokens]]) if is_added else text_ids[: tokens + 1]
     if len(ids) < 2:
-        raise SourceError(f"{where}: has {len(own)} tokens: expected at least {1 if is_added else 2}")
-    scored = ids[1:]
-    everything = text.complete and is_added and len(scored) == len(own)
-    nbytes = text.length if everything else bytes_of(tokenizer, scored)
+        raise SourceError(f"{location}: has {len(text_ids)} tokens: expected at least {1 if is_added else 2}")
+    scored_ids = ids[1:]
+    is_whole_text = text.is_complete and is_added and len(scored_ids) == len(text_ids)
+    nbytes = text.num_bytes if is_whole_text else count_text_bytes(tokenizer, scored_ids)
     return Document(name, ids, nbytes, text.digest, bos is not None, tokens, has_own_bos=has_own_bos)
 
 
-def _drawn(files: Sequence[Path], options: TextOptions, notes: list[str]) -> frozenset[int]:
+def _draw_indices(files: Sequence[Path], options: TextOptions, notes: list[str]) -> frozenset[int]:
     """Which of all texts are taken, counted through all files."""
-    there = sum(1 for _ in _texts(files, options.field, notes))
-    asked = options.samples or 0
-    if there <= asked:
-        if there < asked:
-            notes.append(f"{asked:,} texts were asked for, there are {there:,}: all of them were taken.")
-        return frozenset(range(there))
-    return frozenset(np.random.default_rng(options.seed).choice(there, asked, replace=False).tolist())
+    num_texts = sum(1 for _ in _iter_texts(files, options.field, notes))
+    num_requested = options.samples or 0
+    if num_texts <= num_requested:
+        if num_texts < num_requested:
+            notes.append(f"{num_requested:,} texts were asked for, there are {num_texts:,}: all of them were taken.")
+        return frozenset(range(num_texts))
+    return frozenset(np.random.default_rng(options.seed).choice(num_texts, num_requested, replace=False).tolist())
 
 
-def _texts(files: Iterable[Path], field: str, notes: list[str]) -> Iterator[tuple[Path, Record | None]]:
+def _iter_texts(files: Iterable[Path], field: str, notes: list[str]) -> Iterator[tuple[Path, TextRecord | None]]:
     """Every text: its file, and its record where the file holds many."""
     for path in files:
-        if not holds_records(path):
+        if not has_records(path):
             yield path, None
             continue
-        empty = there = 0
-        for record in records(path, field):
-            empty, there = empty + (not record.text), there + bool(record.text)
+        num_empty = num_texts = 0
+        for record in iter_records(path, field):
+            num_empty, num_texts = num_empty + (not record.text), num_texts + bool(record.text)
             if record.text:
                 yield path, record
-        if not there:
+        if not num_texts:
             raise SourceError(f"{path}: has no text in {field!r}")
-        if empty:
-            notes.append(f"{path.name}: {count(empty, 'record')} without text left out.")
+        if num_empty:
+            notes.append(f"{path.name}: {pluralize(num_empty, 'record')} without text left out.")
 
 
-def _own_name(wanted: str, taken: set[str]) -> str:
-    name, number = wanted, 1
-    while name in taken:
+def _make_unique_name(base_name: str, used_names: set[str]) -> str:
+    name, number = base_name, 1
+    while name in used_names:
         number += 1
-        name = f"{wanted}~{number}"
-    taken.add(name)
+        name = f"{base_name}~{number}"
+    used_names.add(name)
     return name
 
 
-def _read(path: Path, characters: int) -> _Text:
+def _read_text(path: Path, characters: int) -> _LoadedText:
     digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
     parts: list[str] = []
-    have = length = 0
+    num_characters = num_bytes = 0
     try:
         with open(path, "rb") as file:
-            while block := file.read(_BLOCK_BYTES):
+            while block := file.read(_READ_BLOCK_BYTES):
                 digest.update(block)
-                text = _decoded(path, decoder, block, length)
-                length += len(block)
-                if have <= characters:
+                text = _decode_block(path, decoder, block, num_bytes)
+                num_bytes += len(block)
+                if num_characters <= characters:
                     parts.append(text)
-                    have += len(text)
-            _decoded(path, decoder, b"", length)
+                    num_characters += len(text)
+            _decode_block(path, decoder, b"", num_bytes)
     except OSError as exc:
         raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
     prefix = "".join(parts)[:characters]
-    return _Text(prefix, length, digest.hexdigest(), have <= characters)
+    return _LoadedText(prefix, num_bytes, digest.hexdigest(), num_characters <= characters)
 
 
-def _decoded(path: Path, decoder: codecs.IncrementalDecoder, block: bytes, before: int) -> str:
+def _decode_block(path: Path, decoder: codecs.IncrementalDecoder, block: bytes, offset: int) -> str:
     """A further block; what was pending of a character lies before it."""
-    pending = len(decoder.getstate()[0])
+    num_pending = len(decoder.getstate()[0])
     try:
         return decoder.decode(block, final=not block)
     except UnicodeDecodeError as exc:
-        where = before - pending + exc.start
-        raise SourceError(f"{path}: is not UTF-8: byte {where} is 0x{exc.object[exc.start]:02x}") from None
+        position = offset - num_pending + exc.start
+        raise SourceError(f"{path}: is not UTF-8: byte {position} is 0x{exc.object[exc.start]:02x}") from None
 
 
-def bytes_of(tokenizer: TextTokenizer, ids: Ids) -> int:
+def count_text_bytes(tokenizer: TextTokenizer, ids: Ids) -> int:
     """UTF-8 bytes of tokens. A character that the cut leaves incomplete counts by its replacement, three bytes; special
     tokens, where the text spells one out, count nothing."""
     return len(tokenizer.decode(ids).encode("utf-8", "surrogatepass"))
 
 
-def _files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
-    for given in paths:
-        path = Path(given)
+def _iter_files(paths: Iterable[str | os.PathLike[str]]) -> Iterator[Path]:
+    for raw_path in paths:
+        path = Path(raw_path)
         if not path.is_dir():
             yield path
             continue
-        suffixes = (".txt", *LINES, *ROWS)
+        suffixes = (".txt", *LINE_SUFFIXES, *ROW_SUFFIXES)
         try:
-            found = sorted(entry for entry in path.iterdir() if entry.suffix.lower() in suffixes and entry.is_file())
+            files = sorted(entry for entry in path.iterdir() if entry.suffix.lower() in suffixes and entry.is_file())
         except OSError as exc:
             raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-        if not found:
+        if not files:
             raise SourceError(f"{path}: has no *.txt, *.jsonl or *.parquet files")
-        yield from found
+        yield from files

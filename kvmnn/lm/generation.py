@@ -9,18 +9,18 @@ from typing import Any
 
 from ..dtypes import Floats
 from ..errors import KvmnnError
-from ..h2o.figures import H2OFigures
-from ..reports.runtime_figures import RuntimeFigures
+from ..h2o.figures import H2OStats
+from ..reports.runtime_figures import RuntimeStats
 from ..threads.pipeline import Progress
-from .graph.model_files import ModelFiles, section
+from .graph.model_files import ModelFiles, get_section
 from .runner import Runner
-from .sampling import Sampling
+from .sampling import SamplingOptions
 from .session import DecoderSession
-from .stored_prefixes import StoredPrefixes, StoreUse
+from .stored_prefixes import StoredPrefixes, StoreUseStats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generation:
+class GenerationStats:
     """A text that was generated.
 
     Attributes
@@ -56,21 +56,21 @@ class Generation:
     token_seconds: float | None
     model_seconds: float | None
     policy_seconds: float | None
-    h2o: H2OFigures | None = None
-    runtime: RuntimeFigures | None = None
-    store: StoreUse | None = None
+    h2o: H2OStats | None = None
+    runtime: RuntimeStats | None = None
+    store: StoreUseStats | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        found = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        for name, figures in (("h2o", self.h2o), ("runtime", self.runtime), ("store", self.store)):
-            del found[name]
-            if figures is not None:
-                found[name] = figures.to_dict()
-        return found
+        document = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        for name, stats in (("h2o", self.h2o), ("runtime", self.runtime), ("store", self.store)):
+            del document[name]
+            if stats is not None:
+                document[name] = stats.to_dict()
+        return document
 
 
-def check_positions(label: str, limit: int | None, prompt: int, new: int) -> None:
+def check_positions(label: str, limit: int | None, prompt_tokens: int, new_tokens: int) -> None:
     """Refuse what would need more positions than the model was made for.
 
     Parameters
@@ -79,7 +79,7 @@ def check_positions(label: str, limit: int | None, prompt: int, new: int) -> Non
         What messages call the model.
     limit
         Its positions; None where they are not known.
-    prompt, new
+    prompt_tokens, new_tokens
         Tokens of the prompt, and tokens to generate: the last of them is not fed any more.
 
     Raises
@@ -87,13 +87,16 @@ def check_positions(label: str, limit: int | None, prompt: int, new: int) -> Non
     KvmnnError
         A policy does not help: tokens keep their true positions however small the cache is.
     """
-    if limit is None or prompt + max(new - 1, 0) <= limit:
+    if limit is None or prompt_tokens + max(new_tokens - 1, 0) <= limit:
         return
-    if prompt > limit:
-        raise KvmnnError(f"{label}: the prompt has {prompt:,} tokens, the model was made for {limit:,} positions")
+    if prompt_tokens > limit:
+        raise KvmnnError(
+            f"{label}: the prompt has {prompt_tokens:,} tokens, the model was made for {limit:,} positions"
+        )
     raise KvmnnError(
-        f"{label}: {prompt:,} tokens of prompt and {new:,} new ones need more than the {limit:,} positions that the "
-        f"model was made for: at most {limit - prompt + 1:,} new ones"
+        f"{label}: {prompt_tokens:,} tokens of prompt and {new_tokens:,} new ones need more than the {limit:,} "
+        f"positions that the "
+        f"model was made for: at most {limit - prompt_tokens + 1:,} new ones"
     )
 
 
@@ -101,8 +104,8 @@ def warm_up(session: DecoderSession, token: int) -> None:
     """Let the model run once, and find out what it does with layers of unequal lengths: neither is to be timed."""
     runner = Runner(session)
     for _ in range(2):
-        runner.feed([token])
-    session.unequal_lengths()
+        runner.step([token])
+    session.probe_unequal_lengths()
 
 
 def prefill(runner: Runner, ids: Sequence[int], chunk: int | None = None) -> Floats:
@@ -116,18 +119,18 @@ def prefill(runner: Runner, ids: Sequence[int], chunk: int | None = None) -> Flo
         Tokens fed at once; None feeds all in one step, which is what policies that act once on a prompt expect.
     """
     runner.reset()
-    return _read(runner, ids, chunk)
+    return _feed_rest(runner, ids, chunk)
 
 
-def _read(runner: Runner, ids: Sequence[int], chunk: int | None) -> Floats:
+def _feed_rest(runner: Runner, ids: Sequence[int], chunk: int | None) -> Floats:
     """Feed what the runner has not read yet of a text; the logits of the last token."""
     if not len(ids):
         raise KvmnnError("there are no tokens to begin with")
     step = chunk or len(ids)
-    last = (len(ids) - 1) // step * step
-    for begin in range(0, last, step):
-        runner.feed(ids[begin : begin + step])
-    logits: Floats = runner.feed(ids[last:], end_chunk=True)[-1]
+    last_begin = (len(ids) - 1) // step * step
+    for begin in range(0, last_begin, step):
+        runner.step(ids[begin : begin + step])
+    logits: Floats = runner.step(ids[last_begin:], end_chunk=True)[-1]
     return logits
 
 
@@ -136,12 +139,12 @@ def generate_tokens(
     prompt: Sequence[int],
     max_tokens: int,
     *,
-    sampling: Sampling | None = None,
-    ends: Collection[int] = (),
+    sampling: SamplingOptions | None = None,
+    end_tokens: Collection[int] = (),
     chunk: int | None = None,
     prefixes: StoredPrefixes | None = None,
     progress: Progress | None = None,
-) -> Generation:
+) -> GenerationStats:
     """Continue a prompt.
 
     Parameters
@@ -154,7 +157,7 @@ def generate_tokens(
         New tokens, at least one.
     sampling
         How they are chosen; greedily by default.
-    ends
+    end_tokens
         Tokens that end the text.
     chunk
         As for `prefill`.
@@ -172,49 +175,49 @@ def generate_tokens(
         raise KvmnnError(f"max_tokens is {max_tokens}: expected at least 1")
     interface = runner.session.interface
     check_positions(interface.label, interface.max_positions, len(prompt), max_tokens)
-    choose = (sampling or Sampling()).chooser()
-    begun = time.perf_counter()
-    store = _begun(runner, prompt, prefixes)
-    ids = [choose(_read(runner, prompt[store.tokens if store else 0 :], chunk))]
-    decoding = time.perf_counter()
-    model, policy = runner.clock.model_seconds, runner.clock.policy_seconds
-    while ids[-1] not in ends and len(ids) < max_tokens:
+    select_token = (sampling or SamplingOptions()).create_selector()
+    start_time = time.perf_counter()
+    store_use = _start_text(runner, prompt, prefixes)
+    ids = [select_token(_feed_rest(runner, prompt[store_use.tokens if store_use else 0 :], chunk))]
+    decode_start = time.perf_counter()
+    model_seconds, policy_seconds = runner.timings.model_seconds, runner.timings.policy_seconds
+    while ids[-1] not in end_tokens and len(ids) < max_tokens:
         if progress:
             progress(1)
-        ids.append(choose(runner.feed(ids[-1:])[-1]))
-    seconds, steps = time.perf_counter() - decoding, len(ids) - 1
+        ids.append(select_token(runner.step(ids[-1:])[-1]))
+    seconds, steps = time.perf_counter() - decode_start, len(ids) - 1
     if progress:
         progress(1)
-    if prefixes and store:
-        store = replace(store, put=prefixes.put(runner, [*prompt, *ids[:-1]]))
-    return Generation(
+    if prefixes and store_use:
+        store_use = replace(store_use, put=prefixes.put_text(runner, [*prompt, *ids[:-1]]))
+    return GenerationStats(
         ids=tuple(ids),
-        stopped="end of text" if ids[-1] in ends else "length",
-        tokens_seen=runner.cache.seen,
+        stopped="end of text" if ids[-1] in end_tokens else "length",
+        tokens_seen=runner.cache.num_seen,
         tokens_kept=tuple(runner.cache.tokens),
         cache_bytes=runner.cache.nbytes,
-        prompt_seconds=decoding - begun,
+        prompt_seconds=decode_start - start_time,
         token_seconds=seconds / steps if steps else None,
-        model_seconds=(runner.clock.model_seconds - model) / steps if steps else None,
-        policy_seconds=(runner.clock.policy_seconds - policy) / steps if steps else None,
-        h2o=runner.cache.h2o_figures(),
-        runtime=runner.runtime_figures(),
-        store=store,
+        model_seconds=(runner.timings.model_seconds - model_seconds) / steps if steps else None,
+        policy_seconds=(runner.timings.policy_seconds - policy_seconds) / steps if steps else None,
+        h2o=runner.cache.collect_h2o_stats(),
+        runtime=runner.collect_runtime_stats(),
+        store=store_use,
     )
 
 
-def _begun(runner: Runner, prompt: Sequence[int], prefixes: StoredPrefixes | None) -> StoreUse | None:
+def _start_text(runner: Runner, prompt: Sequence[int], prefixes: StoredPrefixes | None) -> StoreUseStats | None:
     """Begin a new text, with what is stored of it."""
     if prefixes is None:
         runner.reset()
         return None
-    started = time.perf_counter()
-    found = prefixes.begin(runner, prompt)
-    return StoreUse(tokens=found.tokens, get_seconds=time.perf_counter() - started, notes=found.notes)
+    start_time = time.perf_counter()
+    prefix = prefixes.begin_text(runner, prompt)
+    return StoreUseStats(tokens=prefix.tokens, get_seconds=time.perf_counter() - start_time, notes=prefix.notes)
 
 
-def ending_tokens(files: ModelFiles) -> frozenset[int]:
+def find_end_tokens(files: ModelFiles) -> frozenset[int]:
     """Tokens that end a text, by the settings beside a model; empty where they say nothing."""
-    found = files.config.get("eos_token_id", section(files.genai, "model").get("eos_token_id"))
-    values = found if isinstance(found, list) else [found]
+    setting = files.config.get("eos_token_id", get_section(files.genai, "model").get("eos_token_id"))
+    values = setting if isinstance(setting, list) else [setting]
     return frozenset(value for value in values if isinstance(value, int) and not isinstance(value, bool))

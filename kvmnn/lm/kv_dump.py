@@ -10,29 +10,29 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal
 
-from ..arrays.casting import Cast
-from ..bundle.beside import POSITIONS
+from ..arrays.casting import CastStats
+from ..bundle.beside import POSITIONS_NAME
 from ..files.output import DirectoryOutput
 from ..formats.mnn.dump_writing import write_dump
 from ..policies.base import Policy
-from ..policies.full import Full
+from ..policies.full import FullCache
 from ..policies.labels import LabelledPolicy
-from ..reports.runtime_figures import RuntimeFigures
-from ..reports.tables import runtime_text
-from ..reports.text_table import wrapped
-from ..text import LOSSY, UNCHANGED, count, span
-from ..version import version
-from .cache.lossless_store import storing_notes
+from ..reports.runtime_figures import RuntimeStats
+from ..reports.tables import format_runtime_text
+from ..reports.text_table import wrap_sentences
+from ..text import LOSSY, UNCHANGED, format_range, pluralize
+from ..version import get_version
+from .cache.lossless_store import describe_encoding
 from .documents import read_document
 from .generation import check_positions, prefill
-from .kv_files import layer_arrays, write_about, write_npy
+from .kv_files import build_layer_arrays, write_layer_npy, write_sidecars
 from .run_options import RunOptions
 
-_WIDTH = 80
+_TEXT_WIDTH = 80
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rounding:
+class RoundingStats:
     """What writing words in another type changed.
 
     Attributes
@@ -51,7 +51,7 @@ class Rounding:
     largest_error: float
 
     @classmethod
-    def of(cls, cast: Cast) -> Rounding:
+    def from_cast(cls, cast: CastStats) -> RoundingStats:
         """What a cast counted."""
         return cls(source=cast.source, words=cast.words, changed=cast.changed, largest_error=cast.largest_error)
 
@@ -66,7 +66,7 @@ class Rounding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KVDump:
+class KVDumpResult:
     """What was written.
 
     Attributes
@@ -83,7 +83,7 @@ class KVDump:
         Of the files, and of their words.
     rounding
         What the words lost.
-    tokens_asked, tokens_seen, tokens_kept
+    requested_tokens, tokens_seen, tokens_kept
         Of the text: asked for, read, and written for each layer.
     nbytes
         Of K and V.
@@ -101,12 +101,12 @@ class KVDump:
     policy: LabelledPolicy
     format: str
     dtype: str
-    rounding: Rounding
-    tokens_asked: int
+    rounding: RoundingStats
+    requested_tokens: int
     tokens_seen: int
     tokens_kept: tuple[int, ...]
     nbytes: int
-    runtime: RuntimeFigures | None = None
+    runtime: RuntimeStats | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -114,10 +114,10 @@ class KVDump:
         """``LOSSY`` if tokens or bits are gone, else ``UNCHANGED``: the model's own words, none of them rounded."""
         return LOSSY if min(self.tokens_kept) < self.tokens_seen or self.rounding.changed else UNCHANGED
 
-    def origin(self) -> dict[str, Any]:
+    def to_origin(self) -> dict[str, Any]:
         """Where the words come from, as ``positions.json`` has it."""
         return {
-            "kvmnn": version(),
+            "kvmnn": get_version(),
             "label": self.label,
             "model": self.model,
             "text": {"name": self.text_name, "sha256": self.text_sha256},
@@ -132,41 +132,43 @@ class KVDump:
         return {
             "output": self.output,
             "seconds": self.seconds,
-            **self.origin(),
+            **self.to_origin(),
             "tokens_seen": self.tokens_seen,
             "tokens_kept": list(self.tokens_kept),
-            "asked_tokens": self.tokens_asked,
+            "asked_tokens": self.requested_tokens,
             "bytes": self.nbytes,
             **({"runtime": self.runtime.to_dict()} if self.runtime is not None else {}),
             "notes": list(self.notes),
         }
 
     def __str__(self) -> str:
-        kept = span(sorted(set(self.tokens_kept)))
-        short = f", the text has only {self.tokens_seen:,} tokens" if self.tokens_seen < self.tokens_asked else ""
+        tokens_text = format_range(sorted(set(self.tokens_kept)))
+        length_note = (
+            f", the text has only {self.tokens_seen:,} tokens" if self.tokens_seen < self.requested_tokens else ""
+        )
         return (
-            f"{self.output}: {count(len(self.tokens_kept), 'layer')}, {kept} tokens, {self.dtype}, "
-            f"{self.nbytes:,} bytes{short}\n{indent(self._told(), '  ')}  {self.label} ({self._why(kept)})"
-            + self._stored()
+            f"{self.output}: {pluralize(len(self.tokens_kept), 'layer')}, {tokens_text} tokens, {self.dtype}, "
+            f"{self.nbytes:,} bytes{length_note}\n{indent(self._format_notes(), '  ')}  {self.label} "
+            f"({self._explain_label(tokens_text)})" + self._format_runtime()
         )
 
-    def _told(self) -> str:
+    def _format_notes(self) -> str:
         """The notes, unless they stand below the table of the runtime; ends with a newline where there are any."""
-        return wrapped(self.notes, _WIDTH - 2) + "\n" if self.notes and self.runtime is None else ""
+        return wrap_sentences(self.notes, _TEXT_WIDTH - 2) + "\n" if self.notes and self.runtime is None else ""
 
-    def _stored(self) -> str:
+    def _format_runtime(self) -> str:
         if self.runtime is None:
             return ""
         parts = [
-            runtime_text([(self.policy.label, self.runtime)], _WIDTH),
-            *([wrapped(self.notes, _WIDTH)] * bool(self.notes)),
+            format_runtime_text([(self.policy.label, self.runtime)], _TEXT_WIDTH),
+            *([wrap_sentences(self.notes, _TEXT_WIDTH)] * bool(self.notes)),
         ]
         return "".join(f"\n\n{part}" for part in parts)
 
-    def _why(self, kept: str) -> str:
+    def _explain_label(self, tokens_text: str) -> str:
         reasons = []
         if min(self.tokens_kept) < self.tokens_seen:
-            reasons.append(f"{self.policy.label}: {kept} of {self.tokens_seen:,} tokens kept")
+            reasons.append(f"{self.policy.label}: {tokens_text} of {self.tokens_seen:,} tokens kept")
         if self.rounding.changed:
             reasons.append(
                 f"{self.rounding.source} rounded to {self.dtype}: {self.rounding.changed:,} of "
@@ -185,9 +187,9 @@ def dump_kv(
     format: Literal["npy", "mnn"] = "npy",
     dtype: Literal["fp16", "fp32"] | None = None,
     run_id: str = "kvmnn",
-    force: bool = False,
+    overwrite: bool = False,
     options: RunOptions | None = None,
-) -> KVDump:
+) -> KVDumpResult:
     """Let a model read a text, cut its cache by a policy, and write K and V of every layer.
 
     Parameters
@@ -210,7 +212,7 @@ def dump_kv(
         Of the words; by default that of the model's cache.
     run_id
         Of an MNN dump.
-    force
+    overwrite
         Replace what exists.
     options
         How the model runs.
@@ -227,45 +229,49 @@ def dump_kv(
         For a policy that the model cannot run or that leaves a layer empty, more tokens than the model has positions,
         and values beyond fp16 that are to be written as such.
     """
-    chosen = policy if isinstance(policy, LabelledPolicy) else LabelledPolicy.of(policy or Full())
+    labelled_policy = (
+        policy if isinstance(policy, LabelledPolicy) else LabelledPolicy.from_policy(policy or FullCache())
+    )
     options = options or RunOptions()
-    session, tokenizer = options.open(model, chosen.policy)
+    session, tokenizer = options.open_model(model, labelled_policy.policy)
     document = read_document(Path(text), tokenizer, max(tokens - 1, 1))
     ids: Sequence[int] = document.ids[:tokens].tolist()
     check_positions(session.interface.label, session.interface.max_positions, len(ids), 1)
-    runner = options.runner(session, chosen.policy)
-    started = time.perf_counter()
+    runner = options.create_runner(session, labelled_policy.policy)
+    start_time = time.perf_counter()
     prefill(runner, ids, options.chunk)
-    caches = runner.cache.layers()
-    seconds = time.perf_counter() - started
-    figures = runner.runtime_figures()
-    added = tokenizer.start.note(1, int(document.has_own_bos))
-    notes = [] if added is None else [added]
-    if figures is not None and options.lossless is not None:
-        notes += storing_notes([(chosen.label, figures)], options.lossless)
-    arrays, cast = layer_arrays(caches, dtype)
-    dump = KVDump(
+    caches = runner.cache.copy_layers()
+    seconds = time.perf_counter() - start_time
+    runtime_stats = runner.collect_runtime_stats()
+    bos_note = tokenizer.bos_info.format_note(1, int(document.has_own_bos))
+    notes = [] if bos_note is None else [bos_note]
+    if runtime_stats is not None and options.lossless is not None:
+        notes += describe_encoding([(labelled_policy.label, runtime_stats)], options.lossless)
+    arrays, cast = build_layer_arrays(caches, dtype)
+    dump = KVDumpResult(
         output=os.fspath(output),
         seconds=seconds,
         model=os.fspath(model),
         text_name=document.name,
         text_sha256=document.sha256,
-        policy=chosen,
+        policy=labelled_policy,
         format=format,
         dtype=cast.target,
-        rounding=Rounding.of(cast),
-        tokens_asked=tokens,
+        rounding=RoundingStats.from_cast(cast),
+        requested_tokens=tokens,
         tokens_seen=len(ids),
         tokens_kept=tuple(cache.tokens for cache in caches),
         nbytes=sum(entry.array.nbytes for entry in arrays),
-        runtime=figures,
+        runtime=runtime_stats,
         notes=tuple(notes),
     )
-    with DirectoryOutput(dump.output, force=force, protect=[os.fspath(text), dump.model], index=POSITIONS) as directory:
+    with DirectoryOutput(
+        dump.output, force=overwrite, exclude=[os.fspath(text), dump.model], index=POSITIONS_NAME
+    ) as directory:
         if format == "npy":
-            write_npy(arrays, directory)
+            write_layer_npy(arrays, directory)
         else:
             write_dump(arrays, directory, run_id)
-        write_about(directory, caches, ids, dump.origin())
+        write_sidecars(directory, caches, ids, dump.to_origin())
         directory.commit()
     return dump

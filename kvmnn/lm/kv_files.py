@@ -10,18 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import dtypes
-from ..arrays.casting import Cast
+from ..arrays.casting import CastStats
 from ..arrays.layer_cache import LayerCache
-from ..arrays.layers import LayerArray, array_name
-from ..arrays.named_array import NamedArray, in_memory
-from ..bundle.beside import POSITIONS, TOKEN_IDS
+from ..arrays.layers import LayerArray, format_array_name
+from ..arrays.named_array import LazyArray, from_numpy
+from ..bundle.beside import POSITIONS_NAME, TOKEN_IDS_NAME
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError
 from ..files.output import DirectoryOutput
 from ..formats import npy
 
 
-def layer_arrays(caches: Sequence[LayerCache], dtype: str | None = None) -> tuple[list[LayerArray], Cast]:
+def build_layer_arrays(caches: Sequence[LayerCache], dtype: str | None = None) -> tuple[list[LayerArray], CastStats]:
     """K and V of every layer by turns, as words of `dtype` (as they are by default), and what the cast changed.
 
     Raises
@@ -29,31 +29,31 @@ def layer_arrays(caches: Sequence[LayerCache], dtype: str | None = None) -> tupl
     KvmnnError
         For a layer without tokens, and for values that are finite and would not be so in fp16.
     """
-    cast = Cast(caches[0].dtype, dtype or caches[0].dtype)
-    found: list[LayerArray] = []
+    cast = CastStats(caches[0].dtype, dtype or caches[0].dtype)
+    arrays: list[LayerArray] = []
     for cache in caches:
         if cache.tokens == 0:
             raise KvmnnError(f"layer {cache.layer}: the policy keeps no token of it, so there is nothing to write")
-        for part, words in zip(PARTS, (cache.keys, cache.values), strict=True):
-            found.append(LayerArray(cache.layer, part, _array(cache.layer, part, words, cast)))
-    return found, cast
+        for part, elements in zip(PARTS, (cache.keys, cache.values), strict=True):
+            arrays.append(LayerArray(cache.layer, part, _build_array(cache.layer, part, elements, cast)))
+    return arrays, cast
 
 
-def write_npy(arrays: Sequence[LayerArray], output: DirectoryOutput) -> list[str]:
+def write_layer_npy(arrays: Sequence[LayerArray], output: DirectoryOutput) -> list[str]:
     """``layer_<n>.key.npy`` and ``.value.npy``, ``[kv_head, token, head_dim]``; their names. The caller commits."""
     names = []
     for entry in arrays:
         name = f"{entry.array.name}.npy"
-        file = output.file(name)
+        file = output.open_file(name)
         npy.write_header(file, entry.array)
-        for piece in entry.array.pieces():
+        for piece in entry.array.iter_chunks():
             file.write(piece.data)
         names.append(name)
     return names
 
 
-def write_about(
-    output: DirectoryOutput, caches: Sequence[LayerCache], ids: Sequence[int], about: Mapping[str, Any]
+def write_sidecars(
+    output: DirectoryOutput, caches: Sequence[LayerCache], ids: Sequence[int], origin: Mapping[str, Any]
 ) -> None:
     """What the arrays do not say: ``positions.json`` with the true positions, ``token_ids.json`` with the text.
 
@@ -61,20 +61,22 @@ def write_about(
     ----------
     ids
         Every token that the model has seen, evicted ones included.
-    about
+    origin
         Further fields of the first document: model, text, policy.
     """
     layers = [{"layer": cache.layer, "tokens": cache.tokens, "positions": cache.positions.tolist()} for cache in caches]
-    document = {**about, "tokens_seen": caches[0].tokens_seen, "layers": layers}
-    output.file(TOKEN_IDS).write((json.dumps([int(token) for token in ids]) + "\n").encode())
-    output.file(POSITIONS).write((json.dumps(document) + "\n").encode())
+    document = {**origin, "tokens_seen": caches[0].tokens_seen, "layers": layers}
+    output.open_file(TOKEN_IDS_NAME).write((json.dumps([int(token) for token in ids]) + "\n").encode())
+    output.open_file(POSITIONS_NAME).write((json.dumps(document) + "\n").encode())
 
 
-def _array(layer: int, part: Part, words: npt.NDArray[Any], cast: Cast) -> NamedArray:
-    data = cast.run(np.ascontiguousarray(words).view(np.uint8).reshape(-1))
-    target = dtypes.by_name(cast.target)
-    if cast.source != cast.target and target.numpy.kind == "f":
-        lost = int(np.isinf(data.view(target.numpy)).sum() - np.isinf(words).sum())
-        if lost:
-            raise KvmnnError(f"layer {layer}: {lost} of its {part}s are beyond fp16 (65504): dump them as fp32")
-    return in_memory(array_name(layer, part), data.view(target.numpy).reshape(words.shape))
+def _build_array(layer: int, part: Part, elements: npt.NDArray[Any], cast: CastStats) -> LazyArray:
+    data = cast.cast(np.ascontiguousarray(elements).view(np.uint8).reshape(-1))
+    target = dtypes.parse_dtype(cast.target)
+    if cast.source != cast.target and target.numpy_dtype.kind == "f":
+        num_overflowed = int(np.isinf(data.view(target.numpy_dtype)).sum() - np.isinf(elements).sum())
+        if num_overflowed:
+            raise KvmnnError(
+                f"layer {layer}: {num_overflowed} of its {part}s are beyond fp16 (65504): dump them as fp32"
+            )
+    return from_numpy(format_array_name(layer, part), data.view(target.numpy_dtype).reshape(elements.shape))

@@ -10,25 +10,25 @@ from ..files.mapped import MappedFile
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-MAX_BYTES = 64 << 20
+MAX_PROMPT_BYTES = 64 << 20
 """Of a file that holds a prompt."""
 
 
-def read_prompt(path: str) -> str:
+def read_prompt_file(path: str) -> str:
     """The text of a UTF-8 file, ``"-"`` for standard input.
 
     Raises
     ------
     SourceError
-        For a file that cannot be read, is larger than `MAX_BYTES` or is not UTF-8.
+        For a file that cannot be read, is larger than `MAX_PROMPT_BYTES` or is not UTF-8.
     """
     file = MappedFile(path)
-    if file.size > MAX_BYTES:
+    if file.size > MAX_PROMPT_BYTES:
         raise SourceError(f"{file.label}: {file.size:,} bytes are too many for a prompt")
-    return decoded(file.head(file.size), file.label)
+    return decode_utf8(file.read_head(file.size), file.label)
 
 
-def decoded(data: bytes, label: str) -> str:
+def decode_utf8(data: bytes, label: str) -> str:
     """UTF-8 bytes as text; `SourceError`, which begins with `label`, where they are none."""
     try:
         return str(data, "utf-8")
@@ -36,7 +36,7 @@ def decoded(data: bytes, label: str) -> str:
         raise SourceError(f"{label}: is not UTF-8: byte {exc.start} is 0x{data[exc.start]:02x}") from None
 
 
-def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a text, after the token that begins every text where the model has one and the text does not begin
     with it already.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..policies.base import Policy
 from ..runtime import RuntimeConfig
-from .graph.onnx_sessions import CPU
+from .graph.onnx_sessions import CPU_PROVIDERS
 from .runner import Runner
 from .session import DecoderSession
 from .tokenizer import Tokenizer
@@ -40,9 +40,9 @@ class RunOptions:
     packed: str | None = None
     lossless: RuntimeConfig | None = None
     threads: int = 1
-    providers: Sequence[str] = CPU
+    providers: Sequence[str] = CPU_PROVIDERS
 
-    def open(self, model: str | os.PathLike[str], policy: Policy) -> tuple[DecoderSession, Tokenizer]:
+    def open_model(self, model: str | os.PathLike[str], policy: Policy) -> tuple[DecoderSession, Tokenizer]:
         """The model, with attention probabilities where the policy needs them, and its tokenizer.
 
         Raises
@@ -50,14 +50,14 @@ class RunOptions:
         MissingDependencyError
             Where onnxruntime, onnx or tokenizers is not installed.
         SourceError, ModelError
-            As `DecoderSession.open` and `Tokenizer.open`.
+            As `DecoderSession.open` and `Tokenizer.open_for_model`.
         """
-        tokenizer = Tokenizer.open(self.tokenizer or model)
+        tokenizer = Tokenizer.open_for_model(self.tokenizer or model)
         session = DecoderSession.open(
-            model, attentions=policy.needs_attention, threads=self.threads, providers=self.providers
+            model, attentions=policy.requires_attention, threads=self.threads, providers=self.providers
         )
         return session, tokenizer
 
-    def runner(self, session: DecoderSession, policy: Policy) -> Runner:
+    def create_runner(self, session: DecoderSession, policy: Policy) -> Runner:
         """The model with its cache under a policy."""
         return Runner(session, policy, packed=self.packed, lossless=self.lossless)

@@ -14,10 +14,10 @@ from ..arrays.layer_cache import LayerCache
 from ..dtypes import Floats, KVPair
 from ..errors import KvmnnError
 from ..policies.base import Policy
-from ..policies.full import Full
+from ..policies.full import FullCache
 from ..policies.h2o_engine import H2OEngine
-from ..policies.view import Moment
-from ..reports.runtime_figures import RuntimeFigures
+from ..policies.view import Trigger
+from ..reports.runtime_figures import RuntimeStats
 from ..runtime import RuntimeConfig
 from ..runtime.metrics import RuntimeMetrics
 from .cache.kv_store import KVStore, PlainStore
@@ -25,14 +25,14 @@ from .cache.lossless_store import LosslessStore
 from .cache.model_cache import ModelCache
 from .cache.packed_store import PackedStore
 from .cache.planned_eviction import PlannedEviction
-from .graph.decoder import Step
+from .graph.decoder import StepResult
 from .session import DecoderSession
 
-Tokens = npt.NDArray[np.int64]
+TokenArray = npt.NDArray[np.int64]
 
 
 @dataclass
-class Clock:
+class RunTimings:
     """Where the time went, in seconds.
 
     Attributes
@@ -41,13 +41,13 @@ class Clock:
         Inside onnxruntime's run.
     policy_seconds
         Holding, scoring, choosing and cutting: all that `ModelCache` does.
-    tokens
+    num_tokens
         Tokens fed.
     """
 
     model_seconds: float = 0.0
     policy_seconds: float = 0.0
-    tokens: int = 0
+    num_tokens: int = 0
 
 
 class Runner:
@@ -59,7 +59,7 @@ class Runner:
         The model, opened with ``attentions=True`` where the policy scores tokens by them.
     policy
         Which tokens stay; without one all of them (`kvmnn.policies.Full`).
-    slack
+    max_masked
         Evicted tokens that may lie masked in the buffers until K and V are moved together, None for an eighth of those
         kept; 0 cuts at once, and so does a graph that takes no bias. It changes what is held (`ModelCache.nbytes`), not
         which tokens are attended.
@@ -74,7 +74,7 @@ class Runner:
 
     Attributes
     ----------
-    cut_tokens
+    num_tokens_after_cut
         Tokens of the text that were attended over a cache from which the policy had evicted something.
     on_step
         Called with what the model returned for each step, before the cache is cut; None for nobody.
@@ -101,70 +101,70 @@ class Runner:
         session: DecoderSession,
         policy: Policy | None = None,
         *,
-        slack: int | None = None,
+        max_masked: int | None = None,
         packed: str | None = None,
         lossless: RuntimeConfig | None = None,
         positions: Literal["true", "stored"] = "true",
     ) -> None:
-        policy = policy or Full()
-        if policy.evicts and not session.interface.has_positions:
+        policy = policy or FullCache()
+        if policy.can_evict and not session.interface.has_positions:
             raise KvmnnError(
                 f"{session.interface.label} has no input for positions, so a cut cache would shift them: export it "
                 f"with position_ids to run it under a policy"
             )
-        if policy.needs_attention and not session.has_attentions:
+        if policy.requires_attention and not session.has_attentions:
             raise KvmnnError(f"{policy.name} needs attention probabilities: open the session with attentions=True")
         layers = session.interface.layers
         policy.check_layers(layers)
-        if layers > 1 and (policy.layers_apart or 0 < len(policy.skipped(layers)) < layers):
+        if layers > 1 and (policy.has_independent_layers or 0 < len(policy.resolve_skip_layers(layers)) < layers):
             session.check_unequal_lengths()
         if positions not in ("true", "stored"):
             raise KvmnnError(f"positions is {positions!r}: expected 'true' or 'stored'")
-        if slack is not None and slack < 0:
-            raise KvmnnError(f"slack is {slack}: expected at least 0")
+        if max_masked is not None and max_masked < 0:
+            raise KvmnnError(f"slack is {max_masked}: expected at least 0")
         self.session = session
         self.policy = policy
-        self._slack = slack
+        self._max_masked = max_masked
         if packed is not None and lossless is not None:
             raise KvmnnError("a cache is held packed or in the lossless runtime: expected one of the two")
         self._packed = packed
         self._lossless = lossless
         self._positions = positions
-        self.on_step: Callable[[Step], object] | None = None
+        self.on_step: Callable[[StepResult], object] | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget the text and begin a new one."""
         interface, session = self.session.interface, self.session
-        by_head = self.policy.by_head and interface.kv_heads > 1
-        biased = session.has_bias and (session.query_heads is not None or not by_head)
-        self._held = self._store()
+        per_head = self.policy.is_per_head and interface.kv_heads > 1
+        takes_bias = session.has_bias and (session.query_heads is not None or not per_head)
+        self._kv_store = self._create_kv_store()
         self.cache = ModelCache(
-            self._held,
-            layers=interface.layers,
+            self._kv_store,
+            num_layers=interface.layers,
             kv_heads=interface.kv_heads,
             query_heads=session.query_heads or interface.kv_heads,
             policy=self.policy,
-            slack=self._slack if biased else 0,
-            biased=biased,
-            planned=self._planned(),
+            max_masked=self._max_masked if takes_bias else 0,
+            takes_bias=takes_bias,
+            planned_eviction=self._create_planned_eviction(),
         )
-        self.clock = Clock()
-        self.cut_tokens = 0
-        self._whole = True
+        self.timings = RunTimings()
+        self.num_tokens_after_cut = 0
+        self._is_consistent = True
 
-    def runtime_figures(self) -> RuntimeFigures | None:
+    def collect_runtime_stats(self) -> RuntimeStats | None:
         """What the lossless runtime did to the text so far, evicted tokens let go; None where there is none."""
-        if not isinstance(self._held, LosslessStore):
+        if not isinstance(self._kv_store, LosslessStore):
             return None
-        self.cache.settle()
-        return self._held.figures()
+        self.cache.compact_all()
+        return self._kv_store.to_stats()
 
-    def runtime_metrics(self) -> RuntimeMetrics | None:
+    def collect_runtime_metrics(self) -> RuntimeMetrics | None:
         """Everything that the lossless runtime counted, percentiles as well; None where there is none."""
-        return self._held.metrics() if isinstance(self._held, LosslessStore) else None
+        return self._kv_store.collect_metrics() if isinstance(self._kv_store, LosslessStore) else None
 
-    def start(self, layers: Sequence[LayerCache]) -> None:
+    def load_initial(self, layers: Sequence[LayerCache]) -> None:
         """Begin a text with K and V that were computed elsewhere, instead of feeding its first tokens; cut them.
 
         A policy that evicts sees them as a prompt that was read in one step.
@@ -182,31 +182,31 @@ class Runner:
             and V that are not of this model; and for tokens that are missing where the model takes no positions or the
             policy keeps the same ones in all heads.
         """
-        if self.cache.seen or not self._whole:
+        if self.cache.num_seen or not self._is_consistent:
             raise KvmnnError("K and V from elsewhere begin a text: reset the runner first")
-        why = why_not_behind(self.policy)
-        if why is not None:
-            raise KvmnnError(f"{self.policy.name} {why}")
-        self._fitting(layers, whole=False)
-        if self.policy.evicts and not self.policy.by_head and any(each.positions.ndim == 2 for each in layers):
+        reason = explain_no_warm_start(self.policy)
+        if reason is not None:
+            raise KvmnnError(f"{self.policy.name} {reason}")
+        self._check_layers(layers, require_whole=False)
+        if self.policy.can_evict and not self.policy.is_per_head and any(cache.positions.ndim == 2 for cache in layers):
             raise KvmnnError(f"{self.policy.name} keeps the same tokens in all heads: these hold different ones")
-        if len({each.tokens for each in layers}) > 1:
+        if len({cache.tokens for cache in layers}) > 1:
             self.session.check_unequal_lengths()
-        self._whole = False
-        self.cache.start(layers)
-        self._whole = True
+        self._is_consistent = False
+        self.cache.load_initial(layers)
+        self._is_consistent = True
 
-    def replay(self, layers: Sequence[LayerCache], new: int, *, end_chunk: bool = False) -> None:
-        """Go on by one step as `feed` does, with K and V that the same step gave before, instead of the model.
+    def replay_step(self, layers: Sequence[LayerCache], num_new: int, *, end_chunk: bool = False) -> None:
+        """Go on by one step as `step` does, with K and V that the same step gave before, instead of the model.
 
         Parameters
         ----------
         layers
             Of every layer, in order, K and V of at least all tokens up to the end of the step.
-        new
+        num_new
             Tokens of the step.
         end_chunk
-            As for `feed`.
+            As for `step`.
 
         Raises
         ------
@@ -214,24 +214,24 @@ class Runner:
             For K and V that are not of this model, and under a policy that evicts where it ranks by attention, acts
             before tokens are attended, or has begun already.
         """
-        policy, seen = self.policy, self.cache.seen
-        if not self._whole:
+        policy, num_seen = self.policy, self.cache.num_seen
+        if not self._is_consistent:
             raise KvmnnError("an earlier step failed: reset the runner first")
-        if self._fitting(layers) < seen + new or new < 1:
-            raise KvmnnError(f"K and V of {layers[0].tokens:,} tokens: a step of {new:,} follows {seen:,}")
-        if policy.evicts and (policy.needs_attention or Moment.APPENDED in policy.moments or seen):
+        if self._check_layers(layers) < num_seen + num_new or num_new < 1:
+            raise KvmnnError(f"K and V of {layers[0].tokens:,} tokens: a step of {num_new:,} follows {num_seen:,}")
+        if policy.can_evict and (policy.requires_attention or Trigger.AFTER_APPEND in policy.triggers or num_seen):
             raise KvmnnError(f"{policy.name} cuts as tokens are fed: only a first step can be taken from elsewhere")
-        self._whole = False
-        self.cache.begin(new)
-        self.cut_tokens += new if self.cache.is_cut else 0
-        end = seen + new
+        self._is_consistent = False
+        self.cache.begin_step(num_new)
+        self.num_tokens_after_cut += num_new if self.cache.has_evicted else 0
+        end = num_seen + num_new
         present = [(cache.keys[np.newaxis, :, :end], cache.values[np.newaxis, :, :end]) for cache in layers]
-        self.cache.end(Step(np.zeros((0, 0), np.float32), present, None, 0.0))
+        self.cache.end_step(StepResult(np.zeros((0, 0), np.float32), present, None, 0.0))
         if end_chunk:
             self.cache.end_chunk()
-        self._whole = True
+        self._is_consistent = True
 
-    def feed(self, ids: npt.ArrayLike, *, end_chunk: bool = False, prompt: bool = False) -> Floats:
+    def step(self, ids: npt.ArrayLike, *, end_chunk: bool = False, is_prompt: bool = False) -> Floats:
         """Let the model read further tokens of the text, and cut the cache.
 
         Parameters
@@ -241,7 +241,7 @@ class Runner:
             numbers of tokens and the graph would mask them wrongly.
         end_chunk
             Whether a chunk of the text ends with them, for the policies that cut then.
-        prompt
+        is_prompt
             The tokens are a prompt or part of one, as `kvmnn.lm.prompt_steps` feeds it: the engine's planner does not
             score or plan, and the lossless runtime encodes nothing. The first step of a text always is one.
 
@@ -256,120 +256,126 @@ class Runner:
             For no tokens, or ids that are not of the model's vocabulary, which changes nothing. Whatever a step raises
             leaves the cache unusable until `reset`.
         """
-        tokens = self._checked(ids)
-        if not self._whole:
+        tokens = self._validate_ids(ids)
+        if not self._is_consistent:
             raise KvmnnError("an earlier step failed: reset the runner first")
-        self._whole = False
-        logits = self._step(tokens, end_chunk, prompt)
-        self._whole = True
+        self._is_consistent = False
+        logits = self._run_step(tokens, end_chunk, is_prompt)
+        self._is_consistent = True
         return logits
 
-    def _step(self, tokens: Tokens, end_chunk: bool, prompt: bool) -> Floats:
-        cache, clock = self.cache, self.clock
-        first = cache.seen if self._positions == "true" else cache.tokens[0]
-        positions = np.arange(first, first + len(tokens), dtype=np.int64)
-        begun = perf_counter()
-        past, bias = cache.begin(len(tokens), prompt=prompt)
-        self.cut_tokens += len(tokens) if cache.is_cut else 0
-        clock.policy_seconds += perf_counter() - begun
-        if len(tokens) > 1 and _unequal(past) and not self.session.chunks_with_unequal_lengths():
-            step = self._one_by_one(tokens, positions, past, bias)
+    def _run_step(self, tokens: TokenArray, end_chunk: bool, is_prompt: bool) -> Floats:
+        cache, timings = self.cache, self.timings
+        first_position = cache.num_seen if self._positions == "true" else cache.tokens[0]
+        positions = np.arange(first_position, first_position + len(tokens), dtype=np.int64)
+        start_time = perf_counter()
+        past, bias = cache.begin_step(len(tokens), is_prompt=is_prompt)
+        self.num_tokens_after_cut += len(tokens) if cache.has_evicted else 0
+        timings.policy_seconds += perf_counter() - start_time
+        if len(tokens) > 1 and _has_unequal_lengths(past) and not self.session.can_chunk_unequal_lengths():
+            step = self._step_one_by_one(tokens, positions, past, bias)
         else:
-            step = self.session.step(tokens, positions, past, bias)
+            step = self.session.run_step(tokens, positions, past, bias)
         if self.on_step is not None:
             self.on_step(step)
-        begun = perf_counter()
-        cache.end(step)
+        start_time = perf_counter()
+        cache.end_step(step)
         if end_chunk:
             cache.end_chunk()
-        clock.policy_seconds += perf_counter() - begun
-        clock.model_seconds += step.seconds
-        clock.tokens += len(tokens)
+        timings.policy_seconds += perf_counter() - start_time
+        timings.model_seconds += step.seconds
+        timings.num_tokens += len(tokens)
         return step.logits
 
-    def _one_by_one(
-        self, ids: Tokens, positions: Tokens, past: Sequence[KVPair], bias: Sequence[Floats] | None
-    ) -> Step:
+    def _step_one_by_one(
+        self, ids: TokenArray, positions: TokenArray, past: Sequence[KVPair], bias: Sequence[Floats] | None
+    ) -> StepResult:
         """What one step of several tokens would have returned, had the graph masked it rightly."""
-        steps: list[Step] = []
+        steps: list[StepResult] = []
         for i in range(len(ids)):
-            left = len(ids) - 1 - i
-            masks = None if bias is None else [np.ascontiguousarray(mask[..., : mask.shape[3] - left]) for mask in bias]
-            steps.append(self.session.step(ids[i : i + 1], positions[i : i + 1], past, masks))
-            past = steps[-1].present
+            num_later = len(ids) - 1 - i
+            masks = (
+                None
+                if bias is None
+                else [np.ascontiguousarray(mask[..., : mask.shape[3] - num_later]) for mask in bias]
+            )
+            steps.append(self.session.run_step(ids[i : i + 1], positions[i : i + 1], past, masks))
+            past = steps[-1].present_pairs
         attentions = None
         if steps[0].attentions is not None:
             rows = [step.attentions for step in steps if step.attentions is not None]
-            attentions = [_stacked([row[layer] for row in rows]) for layer in range(len(past))]
+            attentions = [_stack_attention([row[layer] for row in rows]) for layer in range(len(past))]
         logits = np.concatenate([step.logits for step in steps])
-        return Step(logits, list(past), attentions, sum(step.seconds for step in steps))
+        return StepResult(logits, list(past), attentions, sum(step.seconds for step in steps))
 
-    def _planned(self) -> PlannedEviction | None:
+    def _create_planned_eviction(self) -> PlannedEviction | None:
         """What evicts by plans for all layers, where the policy is the engine's planner."""
         if not isinstance(self.policy, H2OEngine):
             return None
         interface = self.session.interface
         token_bytes = 2 * interface.kv_heads * interface.head_dim * np.dtype(interface.dtype).itemsize
-        return PlannedEviction(self.policy.planner(interface.layers, token_bytes))
+        return PlannedEviction(self.policy.create_planner(interface.layers, token_bytes))
 
-    def _store(self) -> KVStore:
+    def _create_kv_store(self) -> KVStore:
         if self._lossless is not None:
-            return LosslessStore(self.session.interface, self._lossless, by_head=self.policy.by_head)
+            return LosslessStore(self.session.interface, self._lossless, per_head=self.policy.is_per_head)
         if self._packed is None:
-            return PlainStore(self.session.empty())
-        return PackedStore(self.session.interface, self._packed, by_head=self.policy.by_head)
+            return PlainStore(self.session.create_empty_past())
+        return PackedStore(self.session.interface, self._packed, per_head=self.policy.is_per_head)
 
-    def _fitting(self, layers: Sequence[LayerCache], *, whole: bool = True) -> int:
-        """The tokens that all layers hold, where they are as the model's would be; not `whole`: those of the first."""
+    def _check_layers(self, layers: Sequence[LayerCache], *, require_whole: bool = True) -> int:
+        """The tokens that all layers hold, where they are as the model's would be; not `require_whole`: those of the
+        first.
+        """
         interface = self.session.interface
         tokens = layers[0].tokens if layers else 0
         if len(layers) != interface.layers or not tokens:
-            found = f"{len(layers)} layers of {tokens} tokens"
-            raise KvmnnError(f"{found}: {interface.label} has {interface.layers}, of at least one token here")
+            shape_text = f"{len(layers)} layers of {tokens} tokens"
+            raise KvmnnError(f"{shape_text}: {interface.label} has {interface.layers}, of at least one token here")
         for number, cache in enumerate(layers):
-            expected = (interface.kv_heads, tokens if whole else cache.tokens, interface.head_dim)
+            expected_shape = (interface.kv_heads, tokens if require_whole else cache.tokens, interface.head_dim)
             shapes = {cache.keys.shape, cache.values.shape}
-            if cache.layer != number or shapes != {expected} or cache.keys.dtype != interface.dtype:
-                found = " and ".join(str(list(shape)) for shape in sorted(shapes))
+            if cache.layer != number or shapes != {expected_shape} or cache.keys.dtype != interface.dtype:
+                shape_text = " and ".join(str(list(shape)) for shape in sorted(shapes))
                 raise KvmnnError(
-                    f"layer {cache.layer}, {cache.dtype} {found}: expected layer {number}, "
-                    f"{np.dtype(interface.dtype).name} {list(expected)}"
+                    f"layer {cache.layer}, {cache.dtype} {shape_text}: expected layer {number}, "
+                    f"{np.dtype(interface.dtype).name} {list(expected_shape)}"
                 )
             if cache.tokens_seen != layers[0].tokens_seen:
                 raise KvmnnError(f"layer {number}: {cache.tokens_seen} tokens seen, layer 0 {layers[0].tokens_seen}")
             if not np.array_equal(cache.positions, np.arange(tokens)) or cache.tokens_seen != tokens:
-                if whole:
+                if require_whole:
                     raise KvmnnError(f"layer {number}: holds not all tokens of a text's beginning")
                 if not interface.has_positions:
                     raise KvmnnError(f"{interface.label} has no input for positions: these lack tokens of their text")
         return tokens
 
-    def _checked(self, ids: npt.ArrayLike) -> Tokens:
+    def _validate_ids(self, ids: npt.ArrayLike) -> TokenArray:
         tokens = np.asarray(ids)
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
             raise KvmnnError(f"ids are {tokens.dtype} {list(tokens.shape)}: expected at least one integer [token]")
-        vocabulary = self.session.interface.vocab
+        vocabulary = self.session.interface.vocab_size
         if tokens.min() < 0 or (vocabulary is not None and tokens.max() >= vocabulary):
             raise KvmnnError(f"ids reach from {tokens.min()} to {tokens.max()}: the vocabulary has {vocabulary}")
         return tokens.astype(np.int64)
 
 
-def why_not_behind(policy: Policy) -> str | None:
+def explain_no_warm_start(policy: Policy) -> str | None:
     """Why a policy cannot begin with K and V that were computed elsewhere; None where it can."""
-    if policy.needs_attention:
+    if policy.requires_attention:
         return "ranks tokens by the attention that they drew, which nobody saw of K and V from elsewhere"
-    if Moment.APPENDED in policy.moments:
+    if Trigger.AFTER_APPEND in policy.triggers:
         return "cuts before tokens are attended, and K and V from elsewhere were computed without that"
     return None
 
 
-def _unequal(past: Sequence[KVPair]) -> bool:
+def _has_unequal_lengths(past: Sequence[KVPair]) -> bool:
     return len({keys.shape[2] for keys, _ in past}) > 1
 
 
-def _stacked(rows: Sequence[Floats]) -> Floats:
+def _stack_attention(rows: Sequence[Floats]) -> Floats:
     """Attention of single queries, ``[query_head, 1, slot]`` and each a slot longer, as that of one chunk."""
-    stacked = np.zeros((rows[0].shape[0], len(rows), rows[-1].shape[2]), np.float32)
+    attention = np.zeros((rows[0].shape[0], len(rows), rows[-1].shape[2]), np.float32)
     for i, row in enumerate(rows):
-        stacked[:, i, : row.shape[2]] = row[:, 0]
-    return stacked
+        attention[:, i, : row.shape[2]] = row[:, 0]
+    return attention

@@ -12,7 +12,7 @@ from ..errors import KvmnnError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class SamplingOptions:
     """How the next token is chosen.
 
     Parameters
@@ -42,20 +42,20 @@ class Sampling:
         if self.seed < 0:
             raise KvmnnError(f"seed is {self.seed}: expected at least 0")
 
-    def chooser(self) -> Callable[[Floats], int]:
+    def create_selector(self) -> Callable[[Floats], int]:
         """A function from logits ``[vocabulary]`` to a token; it remembers what it has drawn."""
-        draws = np.random.default_rng(self.seed)
+        generator = np.random.default_rng(self.seed)
 
-        def choose(logits: Floats) -> int:
+        def select_token(logits: Floats) -> int:
             if not np.isfinite(logits.max()):  # NaN is the largest
                 raise KvmnnError("the model's logits are no numbers (NaN or infinite)")
             if self.temperature == 0:
                 return int(logits.argmax())
             order = np.argsort(-logits, kind="stable")[: self.top_k]
-            chosen = logits[order].astype(np.float64)
+            top_logits = logits[order].astype(np.float64)
             with np.errstate(over="ignore"):  # a tiny temperature gives -inf, whose weight is 0
-                weights = np.exp((chosen - chosen[0]) / self.temperature)
+                weights = np.exp((top_logits - top_logits[0]) / self.temperature)
             sums = np.cumsum(weights)
-            return int(order[min(np.searchsorted(sums, draws.random() * sums[-1], side="right"), len(order) - 1)])
+            return int(order[min(np.searchsorted(sums, generator.random() * sums[-1], side="right"), len(order) - 1)])
 
-        return choose
+        return select_token

@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 
 from ..dtypes import KVPair
 from ..errors import KvmnnError
-from .graph.decoder import Decoder, Step
-from .graph.graph_file import read_graph
+from .graph.decoder import OnnxDecoder, StepResult
+from .graph.graph_file import read_onnx_graph
 from .graph.interface import read_interface
 from .graph.model_files import find_model
-from .graph.onnx_sessions import CPU, Settings
-from .graph.preparing import start_decoder
-from .graph.profile import Profile
-from .graph.unequal_lengths import Lengths, try_unequal_lengths
+from .graph.onnx_sessions import CPU_PROVIDERS, SessionSettings
+from .graph.preparing import create_decoder
+from .graph.profile import SessionProfile
+from .graph.unequal_lengths import UnequalLengthSupport, try_unequal_lengths
 
-__all__ = ["DecoderSession", "Step"]
+__all__ = ["DecoderSession", "StepResult"]
 
 
 class DecoderSession:
@@ -38,11 +38,11 @@ class DecoderSession:
         Whether steps take a bias on the scores.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
-        if not isinstance(decoder, Decoder):
+    def __init__(self, decoder: OnnxDecoder) -> None:
+        if not isinstance(decoder, OnnxDecoder):
             raise TypeError(f"a session is opened by DecoderSession.open(path), found a {type(decoder).__name__}")
         self._decoder = decoder
-        self._lengths: Lengths | None = None
+        self._unequal_length_support: UnequalLengthSupport | None = None
         self.interface = decoder.interface
         self.query_heads = decoder.query_heads
         self.has_attentions = decoder.has_attentions
@@ -56,7 +56,7 @@ class DecoderSession:
         attentions: bool = False,
         bias: bool = True,
         threads: int = 1,
-        providers: Sequence[str] = CPU,
+        providers: Sequence[str] = CPU_PROVIDERS,
         cache: bool = True,
         profile: Path | None = None,
     ) -> DecoderSession:
@@ -79,7 +79,7 @@ class DecoderSession:
         cache
             Keep a changed graph for the next time, beside the model (or in the user's cache directory).
         profile
-            A folder for onnxruntime's profile, which `profile` reads; the caller removes it.
+            A folder for onnxruntime's profile, which `open_profile` reads; the caller removes it.
 
         Raises
         ------
@@ -94,13 +94,13 @@ class DecoderSession:
         KvmnnError
             For a provider that is not installed.
         """
-        settings = Settings(threads, providers, profile)
+        settings = SessionSettings(threads, providers, profile)
         settings.check()
         files = find_model(path)
-        interface = read_interface(read_graph(files.graph), files)
-        return cls(start_decoder(files, interface, settings, attentions=attentions, bias=bias, cache=cache))
+        interface = read_interface(read_onnx_graph(files.graph), files)
+        return cls(create_decoder(files, interface, settings, attentions=attentions, bias=bias, cache=cache))
 
-    def profile(self) -> Profile:
+    def open_profile(self) -> SessionProfile:
         """The profile of a session that was opened with one.
 
         Raises
@@ -108,19 +108,19 @@ class DecoderSession:
         ModelError
             Where the graph's attention cannot be found in it.
         """
-        return Profile(self._decoder.runtime, self.interface)
+        return SessionProfile(self._decoder.runtime, self.interface)
 
-    def empty(self) -> list[KVPair]:
+    def create_empty_past(self) -> list[KVPair]:
         """A past of no tokens: K and V ``[1, kv_heads, 0, head_dim]`` for each layer."""
-        return self._decoder.empty()
+        return self._decoder.create_empty_past()
 
-    def step(
+    def run_step(
         self,
         ids: NDArray[np.int64],
         positions: NDArray[np.int64],
         past: Sequence[KVPair],
         bias: Sequence[NDArray[np.float32]] | None = None,
-    ) -> Step:
+    ) -> StepResult:
         """Feed tokens.
 
         Parameters
@@ -143,33 +143,33 @@ class DecoderSession:
         KvmnnError
             When the arguments do not fit together, or a bias is given although `has_bias` is False.
         """
-        self._check(ids, positions, past)
-        return self._decoder.run(ids, positions, past, bias)
+        self._check_inputs(ids, positions, past)
+        return self._decoder.run_step(ids, positions, past, bias)
 
-    def unequal_lengths(self) -> Lengths:
+    def probe_unequal_lengths(self) -> UnequalLengthSupport:
         """How tokens may be fed while layers hold different numbers of tokens; found once, by trying.
 
         Returns
         -------
         ``"chunks"``: any number at once. ``"single"``: one at a time. ``"none"``: not at all.
         """
-        if self._lengths is None:
-            self._lengths = try_unequal_lengths(self._decoder)
-        return self._lengths
+        if self._unequal_length_support is None:
+            self._unequal_length_support = try_unequal_lengths(self._decoder)
+        return self._unequal_length_support
 
-    def chunks_with_unequal_lengths(self) -> bool:
+    def can_chunk_unequal_lengths(self) -> bool:
         """Whether several tokens may be fed at once while layers hold different numbers of tokens."""
-        return self.unequal_lengths() == "chunks"
+        return self.probe_unequal_lengths() == "chunks"
 
     def check_unequal_lengths(self) -> None:
         """Refuse, with `ModelError`, a graph whose layers cannot hold different numbers of tokens."""
-        if self.unequal_lengths() == "none":
-            raise self._decoder.error(
+        if self.probe_unequal_lengths() == "none":
+            raise self._decoder.build_error(
                 "its layers must hold equally many tokens; evict in all layers alike (no skip_layers), or export "
                 "without GroupQueryAttention and with position_ids"
             )
 
-    def _check(self, ids: NDArray[np.int64], positions: NDArray[np.int64], past: Sequence[KVPair]) -> None:
+    def _check_inputs(self, ids: NDArray[np.int64], positions: NDArray[np.int64], past: Sequence[KVPair]) -> None:
         label = self.interface.label
         if ids.ndim != 1 or not len(ids) or positions.shape != ids.shape:
             raise KvmnnError(
@@ -181,5 +181,7 @@ class DecoderSession:
         if len({keys.shape[2] for keys, _ in past}) == 1:
             return
         self.check_unequal_lengths()
-        if self.unequal_lengths() == "single" and len(ids) > 1:
-            raise self._decoder.error("takes one token at a time while its layers hold different numbers of tokens")
+        if self.probe_unequal_lengths() == "single" and len(ids) > 1:
+            raise self._decoder.build_error(
+                "takes one token at a time while its layers hold different numbers of tokens"
+            )

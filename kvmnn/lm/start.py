@@ -15,41 +15,41 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..arrays.casting import Cast
+from ..arrays.casting import CastStats
 from ..arrays.completeness import require_complete
 from ..arrays.layer_cache import LayerCache
-from ..arrays.layers import LayerArray, place_said, sorted_layers
+from ..arrays.layers import LayerArray, collect_layers, format_input_prefix
 from ..arrays.source import Source
-from ..arrays.undoing import check_undo
+from ..arrays.undoing import validate_transforms
 from ..errors import OptionError, SourceError
 from ..formats import open as open_source
 from ..formats.options import PackedOptions, ReadOptions
-from ..packed.cache_info import TokenIds
-from ..packed.fitting import Geometry
-from ..text import count, span
-from .documents import Document, Ids, TextTokenizer, bytes_of
-from .graph.graph_file import read_graph
+from ..packed.cache_info import TokenIdsFingerprint
+from ..packed.fitting import PackedGeometry
+from ..text import format_range, pluralize
+from .documents import Document, Ids, TextTokenizer, count_text_bytes
+from .graph.graph_file import read_onnx_graph
 from .graph.interface import DecoderInterface, read_interface
 from .graph.model_files import find_model
-from .start_files import by_source, layers_in, rewrite, write
-from .start_positions import Held, held_positions
+from .start_files import load_layers, merge_casts_by_source, rewrite_layers, write_layers
+from .start_positions import StoredTokensInfo, read_stored_tokens
 
-AUTO, AS_STORED = ("auto",), ("none",)
+UNDO_AUTO, UNDO_NONE = ("auto",), ("none",)
 """Of what is to be undone: let `kvmnn.evaluation.evaluate` find it by comparing with the model's own; nothing, also
 where K and V are then not the model's."""
 
-_PREFIX = "kvmnn-start-"
+_TEMPORARY_PREFIX = "kvmnn-start-"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Start:
+class InitialCache:
     """The beginning of a text as another run left it. A context manager: at its end the files go.
 
     Attributes
     ----------
     name
         What results call it.
-    about
+    description
         What it is, in a few words.
     tokens
         Stored in each layer.
@@ -65,28 +65,28 @@ class Start:
         Of words, positions and ids.
     notes
         What a reader must know, in sentences.
-    undo
-        What was asked to be undone: names of `kvmnn.arrays.undo`, `AUTO` or `AS_STORED`.
+    inverted_transforms
+        What was asked to be undone: names of `kvmnn.arrays.undo`, `UNDO_AUTO` or `UNDO_NONE`.
     """
 
     name: str
-    about: str
+    description: str
     tokens: tuple[int, ...]
     tokens_seen: int
     dtype: str
-    undo: tuple[str, ...] = ()
+    inverted_transforms: tuple[str, ...] = ()
     ids: Ids | None = None
-    ids_hash: TokenIds | None = None
+    ids_hash: TokenIdsFingerprint | None = None
     sha256: str = ""
     notes: tuple[str, ...] = ()
     directory: Path = field(repr=False)
-    _owned: TemporaryDirectory[str] | None = field(default=None, repr=False)
+    _temporary_directory: TemporaryDirectory[str] | None = field(default=None, repr=False)
 
-    def layers(self) -> list[LayerCache]:
+    def load_layers(self) -> list[LayerCache]:
         """K and V of every layer, mapped."""
-        return layers_in(self.directory)
+        return load_layers(self.directory)
 
-    def begun(self, document: Document, tokenizer: TextTokenizer | None) -> Document:
+    def trim_document(self, document: Document, tokenizer: TextTokenizer | None) -> Document:
         """A text of which only what comes behind the start is scored.
 
         The first token behind it is fed and not scored: no cache holds the logits that it would be scored by. A start
@@ -97,47 +97,48 @@ class Start:
         OptionError
             For a text that does not begin with the tokens of the start, or ends with them.
         """
-        own = [document.ids, *([document.own_ids] if document.begins_with_bos else [])]
-        ids = next((each for each in own if self._begins(each)), None)
+        candidate_ids = [document.ids, *([document.own_ids] if document.begins_with_bos else [])]
+        ids = next((candidate for candidate in candidate_ids if self._is_prefix_of(candidate)), None)
         if ids is None:
-            raise OptionError(self._parting(document))
+            raise OptionError(self._describe_mismatch(document))
         if len(ids) < self.tokens_seen + 2:
-            cut = 0 < document.asked <= document.tokens
+            is_limited = 0 < document.requested_tokens <= document.num_scored
             raise OptionError(
-                f"{document.name}: {'--tokens takes' if cut else 'has'} {count(len(ids), 'token')}, {self.name} stands "
+                f"{document.name}: {'--tokens takes' if is_limited else 'has'} {pluralize(len(ids), 'token')}, "
+                f"{self.name} stands "
                 f"for {self.tokens_seen:,}: expected at least {self.tokens_seen + 2:,}, as the first token behind a "
                 "cache is not scored"
             )
-        scored = ids[self.tokens_seen + 1 :]
+        scored_ids = ids[self.tokens_seen + 1 :]
         return replace(
             document,
             ids=ids,
-            begin=self.tokens_seen,
+            scored_from=self.tokens_seen,
             begins_with_bos=document.begins_with_bos and ids is document.ids,
-            nbytes=0 if tokenizer is None else bytes_of(tokenizer, scored),
+            nbytes=0 if tokenizer is None else count_text_bytes(tokenizer, scored_ids),
         )
 
-    def with_undone(self, names: Sequence[str]) -> Start:
+    def with_transforms_inverted(self, names: Sequence[str]) -> InitialCache:
         """Return the start with K and V turned (`turned`), in files of its own that `close` removes."""
-        owned = TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+        directory = TemporaryDirectory(prefix=_TEMPORARY_PREFIX, ignore_cleanup_errors=True)
         try:
-            digest = rewrite(self.directory, Path(owned.name), names)
+            digest = rewrite_layers(self.directory, Path(directory.name), names)
         except BaseException:
-            owned.cleanup()
+            directory.cleanup()
             raise
         return replace(
             self,
-            about=f"{self.about}, undone: {', '.join(names)}",
-            undo=tuple(names),
-            sha256=_finished(digest, self.ids, self.ids_hash),
-            directory=Path(owned.name),
-            _owned=owned,
+            description=f"{self.description}, undone: {', '.join(names)}",
+            inverted_transforms=tuple(names),
+            sha256=_finish_hash(digest, self.ids, self.ids_hash),
+            directory=Path(directory.name),
+            _temporary_directory=directory,
         )
 
     def close(self) -> None:
         """Remove the files."""
-        if self._owned is not None:
-            self._owned.cleanup()
+        if self._temporary_directory is not None:
+            self._temporary_directory.cleanup()
 
     def __enter__(self) -> Self:
         return self
@@ -145,38 +146,41 @@ class Start:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _begins(self, ids: Ids) -> bool:
+    def _is_prefix_of(self, ids: Ids) -> bool:
         if self.ids is None:
-            first = ids[: self.tokens_seen]
-            return len(first) == self.tokens_seen and TokenIds.of(first) == self.ids_hash
-        shared = min(len(ids), len(self.ids))
-        return shared > 0 and bool(np.array_equal(ids[:shared], self.ids[:shared]))
+            first_ids = ids[: self.tokens_seen]
+            return len(first_ids) == self.tokens_seen and TokenIdsFingerprint.from_ids(first_ids) == self.ids_hash
+        num_common = min(len(ids), len(self.ids))
+        return num_common > 0 and bool(np.array_equal(ids[:num_common], self.ids[:num_common]))
 
-    def _parting(self, document: Document) -> str:
-        expected = f"expected a text that begins with the {self.tokens_seen:,} tokens of the cache"
+    def _describe_mismatch(self, document: Document) -> str:
+        expectation = f"expected a text that begins with the {self.tokens_seen:,} tokens of the cache"
         if self.ids is None:
             return (
                 f"{document.name}: its first tokens are not those of {self.name} (by the hash that the cache has of "
-                f"them): {expected}"
+                f"them): {expectation}"
             )
-        shared = min(len(document.ids), len(self.ids))
-        place = int(np.flatnonzero(document.ids[:shared] != self.ids[:shared])[0])
-        found, own = int(document.ids[place]), int(self.ids[place])
-        why = ", its last token, which what follows in the text has changed" if place == len(self.ids) - 1 > 0 else ""
+        num_common = min(len(document.ids), len(self.ids))
+        position = int(np.flatnonzero(document.ids[:num_common] != self.ids[:num_common])[0])
+        text_id, cache_id = int(document.ids[position]), int(self.ids[position])
+        hint = (
+            ", its last token, which what follows in the text has changed" if position == len(self.ids) - 1 > 0 else ""
+        )
         return (
-            f"{document.name}: parts from {self.name} at token {place:,}: {found}, the cache has {own}{why}: {expected}"
+            f"{document.name}: parts from {self.name} at token {position:,}: {text_id}, the cache has "
+            f"{cache_id}{hint}: {expectation}"
         )
 
 
-def read_start(
+def read_initial_cache(
     cache: str | os.PathLike[str] | Source | object,
     model: DecoderInterface,
     token_ids: Sequence[int] | Ids | None = None,
     *,
-    undo: Sequence[str] = (),
+    inverted_transforms: Sequence[str] = (),
     name: str | None = None,
     token_major: bool = False,
-) -> Start:
+) -> InitialCache:
     """Make a cache ready for a model to go on from.
 
     Parameters
@@ -187,7 +191,7 @@ def read_start(
         The model's interface (`DecoderSession.interface`).
     token_ids
         Of the text that the cache stands for, where the cache does not say them; evicted tokens included.
-    undo
+    inverted_transforms
         What llama.cpp did to K and V and nothing says: ``"k-rotation"``, ``"v-rotation"``, ``"k-order"``
         (`kvmnn.arrays.undoing`); ``["auto"]`` to let `evaluate` find it, ``["none"]`` to take all as it lies, also
         where it is not the model's.
@@ -205,49 +209,52 @@ def read_start(
     SourceError, KvmnnError
         For a cache that cannot be read, holds a position twice, or numbers that are not finite.
     """
-    source = cache if isinstance(cache, Source) else open_source(cache, reading(model))
-    where = place_said(source).removesuffix(": ") or "the cache"
-    require_complete(source.completeness, where, "the beginning of a text")
-    arrays = sorted_layers(source, token_major=token_major)
-    _check_geometry(where, arrays, model)
-    undoing = () if tuple(undo) == AUTO else check_undo(undo, model.head_dim)
-    said = None if token_ids is None else np.asarray(token_ids)
-    held = held_positions(source, [entry.geometry[1] for entry in arrays[::2]])
-    ids, hashed, seen = _ids(where, source, held, said)
-    _check_positions(where, held, seen, model)
-    owned = TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True)
+    source = cache if isinstance(cache, Source) else open_source(cache, read_options_for(model))
+    location = format_input_prefix(source).removesuffix(": ") or "the cache"
+    require_complete(source.completeness, location, "the beginning of a text")
+    arrays = collect_layers(source, token_major=token_major)
+    _check_geometry(location, arrays, model)
+    transforms = (
+        () if tuple(inverted_transforms) == UNDO_AUTO else validate_transforms(inverted_transforms, model.head_dim)
+    )
+    specified_ids = None if token_ids is None else np.asarray(token_ids)
+    stored_tokens = read_stored_tokens(source, [entry.geometry[1] for entry in arrays[::2]])
+    ids, ids_hash, num_seen = _resolve_ids(location, source, stored_tokens, specified_ids)
+    _check_positions(location, stored_tokens, num_seen, model)
+    temporary_directory = TemporaryDirectory(prefix=_TEMPORARY_PREFIX, ignore_cleanup_errors=True)
     try:
-        directory = Path(owned.name)
-        casts, digest = write(where, directory, arrays, held, seen, model, undoing)
-        finished = _finished(digest, ids, hashed)
+        directory = Path(temporary_directory.name)
+        casts, digest = write_layers(location, directory, arrays, stored_tokens, num_seen, model, transforms)
+        sha256 = _finish_hash(digest, ids, ids_hash)
     except BaseException:
-        owned.cleanup()
+        temporary_directory.cleanup()
         raise
-    casts = by_source(casts)
-    return Start(
-        name=name or " ".join(PurePath(each).name or each for each in source.inputs),
-        about=_about(source, arrays, held, seen) + (f", undone: {', '.join(undoing)}" if undoing else ""),
+    casts = merge_casts_by_source(casts)
+    return InitialCache(
+        name=name or " ".join(PurePath(input_name).name or input_name for input_name in source.inputs),
+        description=_describe_source(source, arrays, stored_tokens, num_seen)
+        + (f", undone: {', '.join(transforms)}" if transforms else ""),
         tokens=tuple(entry.geometry[1] for entry in arrays[::2]),
-        tokens_seen=seen,
+        tokens_seen=num_seen,
         dtype="/".join(cast.source for cast in casts),
         ids=ids,
-        ids_hash=hashed,
-        sha256=finished,
-        undo=tuple(undo),
-        notes=tuple(_notes(source, casts)),
+        ids_hash=ids_hash,
+        sha256=sha256,
+        inverted_transforms=tuple(inverted_transforms),
+        notes=tuple(_list_notes(source, casts)),
         directory=directory,
-        _owned=owned,
+        _temporary_directory=temporary_directory,
     )
 
 
-def _finished(digest: Any, ids: Ids | None, hashed: TokenIds | None) -> str:
+def _finish_hash(digest: Any, ids: Ids | None, ids_hash: TokenIdsFingerprint | None) -> str:
     """The hash of words and positions, with that of the ids."""
     digest.update(b"" if ids is None else ids.astype("<i8").tobytes())
-    digest.update(b"" if hashed is None else hashed.sha256.encode())
+    digest.update(b"" if ids_hash is None else ids_hash.sha256.encode())
     return str(digest.hexdigest())
 
 
-def model_interface(model: str | os.PathLike[str]) -> DecoderInterface:
+def read_model_interface(model: str | os.PathLike[str]) -> DecoderInterface:
     """What a cache of a model has to fit, from its graph; weights are not looked at.
 
     Raises
@@ -256,109 +263,128 @@ def model_interface(model: str | os.PathLike[str]) -> DecoderInterface:
         As `DecoderSession.open`.
     """
     files = find_model(model)
-    return read_interface(read_graph(files.graph), files)
+    return read_interface(read_onnx_graph(files.graph), files)
 
 
-def reading(model: DecoderInterface) -> ReadOptions:
+def read_options_for(model: DecoderInterface) -> ReadOptions:
     """How a cache of a model is opened: files that do not say heads are of the model's."""
-    return ReadOptions(packed=PackedOptions(geometry=Geometry(kv_heads=model.kv_heads, head_dim=model.head_dim)))
+    return ReadOptions(packed=PackedOptions(geometry=PackedGeometry(kv_heads=model.kv_heads, head_dim=model.head_dim)))
 
 
-def _check_geometry(where: str, arrays: Sequence[LayerArray], model: DecoderInterface) -> None:
+def _check_geometry(location: str, arrays: Sequence[LayerArray], model: DecoderInterface) -> None:
     numbers = [entry.layer for entry in arrays[::2]]
     if numbers != list(range(model.layers)):
         raise OptionError(
-            f"{where}: has K and V of {count(len(numbers), 'layer')} ({span(numbers)}), {model.label} has "
+            f"{location}: has K and V of {pluralize(len(numbers), 'layer')} ({format_range(numbers)}), {model.label} "
+            f"has "
             f"{model.layers}: expected a cache of the same model"
         )
     for keys, values in zip(arrays[::2], arrays[1::2], strict=True):
         for entry in (keys, values):
-            heads, _, dims = entry.geometry
-            if (heads, dims) != (model.kv_heads, model.head_dim):
+            heads, _, head_dim = entry.geometry
+            if (heads, head_dim) != (model.kv_heads, model.head_dim):
                 raise OptionError(
-                    f"{where}: {entry.part} of layer {entry.layer} is of {count(heads, 'kv head')} x {dims}, "
+                    f"{location}: {entry.part} of layer {entry.layer} is of {pluralize(heads, 'kv head')} x "
+                    f"{head_dim}, "
                     f"{model.label} has {model.kv_heads} x {model.head_dim}: expected a cache of the same model"
                 )
         if keys.geometry != values.geometry:
             raise SourceError(
-                f"{where}: layer {keys.layer}: keys are {list(keys.array.shape)}, values {list(values.array.shape)}"
+                f"{location}: layer {keys.layer}: keys are {list(keys.array.shape)}, values {list(values.array.shape)}"
             )
 
 
-def _ids(where: str, source: Source, held: Held, said: Ids | None) -> tuple[Ids | None, TokenIds | None, int]:
+def _resolve_ids(
+    location: str, source: Source, stored_tokens: StoredTokensInfo, specified_ids: Ids | None
+) -> tuple[Ids | None, TokenIdsFingerprint | None, int]:
     """The ids of all tokens seen, or what is known of them, and how many they are."""
-    own, hashed = held.ids, source.cache.token_ids if source.cache is not None else None
-    if said is not None:
-        TokenIds.of(said, "--token-ids")
-        ids = said.astype(np.int64)
-        if own is not None:
-            shared = min(len(ids), len(own))
-            differ = np.flatnonzero(ids[:shared] != own[:shared])
-            if differ.size:
-                place = int(differ[0])
-                raise OptionError(f"{where}: its token {place} is {own[place]}, --token-ids says {ids[place]}")
-        if hashed is not None and TokenIds.of(ids) != hashed:
-            raise OptionError(f"{where}: was made from {hashed.count:,} other token ids than --token-ids says")
-    elif own is not None:
-        ids = own
-    elif hashed is not None:
-        return None, hashed, hashed.count
+    source_ids, ids_hash = stored_tokens.ids, source.cache.token_ids if source.cache is not None else None
+    if specified_ids is not None:
+        TokenIdsFingerprint.from_ids(specified_ids, "--token-ids")
+        ids = specified_ids.astype(np.int64)
+        if source_ids is not None:
+            num_common = min(len(ids), len(source_ids))
+            mismatches = np.flatnonzero(ids[:num_common] != source_ids[:num_common])
+            if mismatches.size:
+                position = int(mismatches[0])
+                raise OptionError(
+                    f"{location}: its token {position} is {source_ids[position]}, --token-ids says {ids[position]}"
+                )
+        if ids_hash is not None and TokenIdsFingerprint.from_ids(ids) != ids_hash:
+            raise OptionError(f"{location}: was made from {ids_hash.count:,} other token ids than --token-ids says")
+    elif source_ids is not None:
+        ids = source_ids
+    elif ids_hash is not None:
+        return None, ids_hash, ids_hash.count
     else:
-        raise OptionError(f"{where}: does not say its token ids: expected --token-ids IDS")
-    last = held.end
-    if len(ids) < last:
+        raise OptionError(f"{location}: does not say its token ids: expected --token-ids IDS")
+    end = stored_tokens.end
+    if len(ids) < end:
         raise OptionError(
-            f"{where}: holds the token at position {last - 1:,}, of which no id is known: "
-            f"{'--token-ids says' if said is not None else 'it has'} {count(len(ids), 'id')}"
+            f"{location}: holds the token at position {end - 1:,}, of which no id is known: "
+            f"{'--token-ids says' if specified_ids is not None else 'it has'} {pluralize(len(ids), 'id')}"
         )
-    if said is not None and held.is_whole and len(ids) > last:
+    if specified_ids is not None and stored_tokens.is_whole_text and len(ids) > end:
         raise OptionError(
-            f"{where}: holds {count(last, 'token')}, --token-ids says {count(len(ids), 'id')}, and nothing says which "
+            f"{location}: holds {pluralize(end, 'token')}, --token-ids says {pluralize(len(ids), 'id')}, and nothing "
+            f"says which "
             "of them are held"
         )
-    seen = held.seen or (last if said is None else len(ids))  # a session may name a token more, not computed yet
-    return ids[:seen], None, seen
+    num_seen = stored_tokens.num_seen or (
+        end if specified_ids is None else len(ids)
+    )  # a session may name a token more, not computed yet
+    return ids[:num_seen], None, num_seen
 
 
-def _check_positions(where: str, held: Held, seen: int, model: DecoderInterface) -> None:
-    if model.max_positions is not None and seen >= model.max_positions:
+def _check_positions(location: str, stored_tokens: StoredTokensInfo, num_seen: int, model: DecoderInterface) -> None:
+    if model.max_positions is not None and num_seen >= model.max_positions:
         raise OptionError(
-            f"{where}: stands for {seen:,} tokens, {model.label} was made for {model.max_positions:,} positions"
+            f"{location}: stands for {num_seen:,} tokens, {model.label} was made for {model.max_positions:,} positions"
         )
-    for layer, places in enumerate(held.positions):
-        rows = np.sort(np.atleast_2d(places), axis=1)
-        if places.ndim > 1 and len(rows) != model.kv_heads:
-            raise SourceError(f"{where}: layer {layer} has positions of {len(rows)} heads: expected {model.kv_heads}")
-        if (same := np.argwhere(np.diff(rows, axis=1) == 0)).size:
-            row, place = same[0]
+    for layer, positions in enumerate(stored_tokens.positions):
+        rows = np.sort(np.atleast_2d(positions), axis=1)
+        if positions.ndim > 1 and len(rows) != model.kv_heads:
             raise SourceError(
-                f"{where}: layer {layer} holds position {rows[row, place]} more than once: expected one text "
+                f"{location}: layer {layer} has positions of {len(rows)} heads: expected {model.kv_heads}"
+            )
+        if (duplicates := np.argwhere(np.diff(rows, axis=1) == 0)).size:
+            row, column = duplicates[0]
+            raise SourceError(
+                f"{location}: layer {layer} holds position {rows[row, column]} more than once: expected one text "
                 "(--sequence N takes that of one sequence)"
             )
-        if int(rows.max(initial=-1)) >= seen or int(rows.min(initial=0)) < 0:
-            raise SourceError(f"{where}: layer {layer} holds position {rows.max()}, of a text of {seen:,} tokens")
-    if not model.has_positions and not held.is_whole:
+        if int(rows.max(initial=-1)) >= num_seen or int(rows.min(initial=0)) < 0:
+            raise SourceError(
+                f"{location}: layer {layer} holds position {rows.max()}, of a text of {num_seen:,} tokens"
+            )
+    if not model.has_positions and not stored_tokens.is_whole_text:
         raise OptionError(
-            f"{where}: lacks tokens of its text ({held}), and {model.label} takes no positions, so that those behind "
+            f"{location}: lacks tokens of its text ({stored_tokens}), and {model.label} takes no positions, so that "
+            f"those behind "
             "would be shifted: expected a whole cache, or a model that is exported with position_ids"
         )
 
 
-def _about(source: Source, arrays: Sequence[LayerArray], held: Held, seen: int) -> str:
+def _describe_source(
+    source: Source, arrays: Sequence[LayerArray], stored_tokens: StoredTokensInfo, num_seen: int
+) -> str:
     if source.engine_cache is not None:
-        return f"{source.engine_cache}{'' if held.is_whole else f', {held}'}"
+        return f"{source.engine_cache}{'' if stored_tokens.is_whole_text else f', {stored_tokens}'}"
     first = arrays[0]
-    heads, _, dims = first.geometry
-    kind = "" if source.cache is None else f"MNN {source.cache.kind} cache: "
-    tokens = span(sorted({entry.geometry[1] for entry in arrays}))
-    of = "" if held.is_whole else f" of {seen:,}"
-    return f"{kind}{count(len(arrays) // 2, 'layer')}, {heads} x {dims}, {tokens} tokens{of}, {first.array.dtype}"
+    heads, _, head_dim = first.geometry
+    kind_text = "" if source.cache is None else f"MNN {source.cache.kind} cache: "
+    tokens = format_range(sorted({entry.geometry[1] for entry in arrays}))
+    total_text = "" if stored_tokens.is_whole_text else f" of {num_seen:,}"
+    return (
+        f"{kind_text}{pluralize(len(arrays) // 2, 'layer')}, {heads} x {head_dim}, {tokens} tokens{total_text}, "
+        f"{first.array.dtype}"
+    )
 
 
-def _notes(source: Source, casts: Sequence[Cast]) -> list[str]:
-    said = (note if note.startswith(source.inputs) else note[:1].upper() + note[1:] for note in source.notes)
-    notes = [f"{note}." for note in said]
-    changed = [str(cast) for cast in casts if cast.changed]
-    if changed:
-        notes.append(f"The model's own dtype is narrower than the cache's, which is LOSSY: {'; '.join(changed)}.")
+def _list_notes(source: Source, casts: Sequence[CastStats]) -> list[str]:
+    source_notes = (note if note.startswith(source.inputs) else note[:1].upper() + note[1:] for note in source.notes)
+    notes = [f"{note}." for note in source_notes]
+    cast_texts = [str(cast) for cast in casts if cast.changed]
+    if cast_texts:
+        notes.append(f"The model's own dtype is narrower than the cache's, which is LOSSY: {'; '.join(cast_texts)}.")
     return notes

@@ -10,12 +10,12 @@ import numpy as np
 
 from .. import dtypes
 from ..errors import KvmnnError
-from ..store import Prefix, PrefixStore, Put
+from ..store import PrefixStore, PutResult, StoredPrefix
 from .runner import Runner
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreUse:
+class StoreUseStats:
     """What a store did for one text.
 
     Attributes
@@ -32,7 +32,7 @@ class StoreUse:
 
     tokens: int
     get_seconds: float
-    put: Put | None = None
+    put: PutResult | None = None
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class StoredPrefixes:
         self._store = store
         self._model = model
 
-    def begin(self, runner: Runner, ids: Sequence[int]) -> Prefix:
+    def begin_text(self, runner: Runner, ids: Sequence[int]) -> StoredPrefix:
         """Let a runner begin a text with the longest stored prefix; its last token is left for the runner to feed.
 
         Raises
@@ -75,20 +75,20 @@ class StoredPrefixes:
         """
         runner.reset()
         if len(ids) < 2:
-            return Prefix(tokens=0, asked=0)
-        dtype = dtypes.of_array(np.empty(0, runner.session.interface.dtype)).name
-        found = self._store.get(ids[:-1], model=self._model, dtype=dtype)
-        if found.tokens:
-            runner.start(found.layers)
-        return found
+            return StoredPrefix(tokens=0, requested_tokens=0)
+        dtype = dtypes.infer_dtype(np.empty(0, runner.session.interface.dtype)).name
+        prefix = self._store.get(ids[:-1], model=self._model, dtype=dtype)
+        if prefix.tokens:
+            runner.load_initial(prefix.layers)
+        return prefix
 
-    def put(self, runner: Runner, ids: Sequence[int]) -> Put:
+    def put_text(self, runner: Runner, ids: Sequence[int]) -> PutResult:
         """Store K and V of all tokens that a runner has been fed, `ids`; what is there already is not stored again.
 
-        A store that cannot be written costs what it would have kept, not the text: `Put.notes` says why.
+        A store that cannot be written costs what it would have kept, not the text: `PutResult.notes` says why.
         """
-        layers = runner.cache.layers()
+        layers = runner.cache.copy_layers()
         try:
             return self._store.put(ids, layers, model=self._model)
         except KvmnnError as error:
-            return Put(tokens=len(ids), known_tokens=0, notes=(str(error),))
+            return PutResult(tokens=len(ids), known_tokens=0, notes=(str(error),))

@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import SourceError
-from ..optional import package
-from .text_start import find_text_start
+from ..optional import import_optional
+from .text_start import find_bos
 
-_FILE = "tokenizer.json"
+_TOKENIZER_FILE = "tokenizer.json"
 
 
 class Tokenizer:
@@ -26,15 +26,15 @@ class Tokenizer:
     ----------
     path
         The ``tokenizer.json`` itself; its neighbours ``tokenizer_config.json``, ``config.json`` and
-        ``generation_config.json`` say which token begins a text (`find_text_start`).
+        ``generation_config.json`` say which token begins a text (`find_bos`).
 
     Attributes
     ----------
-    start : TextStart
+    bos_info : TextStart
         The token that is put before a text, and what says so.
     bos : int or None
         That token.
-    vocab : int
+    vocab_size : int
         How many tokens there are, added ones included.
 
     Raises
@@ -47,7 +47,7 @@ class Tokenizer:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        kind = package("tokenizers").Tokenizer
+        tokenizer_class = import_optional("tokenizers").Tokenizer
         try:
             text = self.path.read_text(encoding="utf-8")
         except OSError as error:
@@ -55,25 +55,25 @@ class Tokenizer:
         except UnicodeDecodeError as error:
             raise SourceError(f"{self.path}: is not a tokenizer.json: no UTF-8 text") from error
         try:
-            with _without_panics():
-                self._tokenizer: Any = kind.from_str(text)
+            with _convert_panics():
+                self._tokenizer: Any = tokenizer_class.from_str(text)
         except Exception as error:  # the package raises plain Exception
-            raise SourceError(f"{self.path}: is not a tokenizer.json: {_one_line(error)}") from error
+            raise SourceError(f"{self.path}: is not a tokenizer.json: {_format_error(error)}") from error
         # A file may ask for padding and truncation of every text; here all of a text is fed.
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        self.vocab: int = self._tokenizer.get_vocab_size()
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
         try:
-            with _without_panics():
-                self.start = find_text_start(self.path, self._tokenizer)
+            with _convert_panics():
+                self.bos_info = find_bos(self.path, self._tokenizer)
         except SourceError:
             raise
         except Exception as error:
-            raise SourceError(f"{self.path}: fails on a short text: {_one_line(error)}") from error
-        self.bos = self.start.token
+            raise SourceError(f"{self.path}: fails on a short text: {_format_error(error)}") from error
+        self.bos = self.bos_info.token
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> Tokenizer:
+    def open_for_model(cls, path: str | os.PathLike[str]) -> Tokenizer:
         """The tokenizer of a model.
 
         Parameters
@@ -87,25 +87,27 @@ class Tokenizer:
         SourceError
             When there is none.
         """
-        given, found = Path(path), cls.find(path)
-        if found is not None:
-            return cls(found)
-        if not given.exists():
-            raise SourceError(f"{given}: does not exist")
+        model_path, file = Path(path), cls.find_file(path)
+        if file is not None:
+            return cls(file)
+        if not model_path.exists():
+            raise SourceError(f"{model_path}: does not exist")
         raise SourceError(
-            f"{given}: no {_FILE} beside the model or one folder up; save the model's tokenizer there "
+            f"{model_path}: no {_TOKENIZER_FILE} beside the model or one folder up; save the model's tokenizer there "
             "(AutoTokenizer.save_pretrained) or name it with --tokenizer"
         )
 
     @staticmethod
-    def find(path: str | os.PathLike[str]) -> Path | None:
-        """Return the file that `open` reads; None where there is none."""
-        given = Path(path)
-        if given.is_file() and given.suffix == ".json":
-            return given
-        folder = given if given.is_dir() else given.parent
-        places = [folder, folder / "model", folder.absolute().parent]
-        return next((place / _FILE for place in places if (place / _FILE).is_file()), None)
+    def find_file(path: str | os.PathLike[str]) -> Path | None:
+        """Return the file that `open_for_model` reads; None where there is none."""
+        model_path = Path(path)
+        if model_path.is_file() and model_path.suffix == ".json":
+            return model_path
+        folder = model_path if model_path.is_dir() else model_path.parent
+        folders = [folder, folder / "model", folder.absolute().parent]
+        return next(
+            (candidate / _TOKENIZER_FILE for candidate in folders if (candidate / _TOKENIZER_FILE).is_file()), None
+        )
 
     def encode(self, text: str) -> NDArray[np.int64]:
         """Token ids of `text`, without special tokens put around it; int64 ``[token]``.
@@ -116,24 +118,24 @@ class Tokenizer:
             When the tokenizer fails: the file's patterns may be such that a search in the text is given up.
         """
         try:
-            with _without_panics():
+            with _convert_panics():
                 return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
         except Exception as error:
             raise SourceError(
-                f"{self.path}: fails on a text of {len(text):,} characters: {_one_line(error)}"
+                f"{self.path}: fails on a text of {len(text):,} characters: {_format_error(error)}"
             ) from error
 
     def decode(self, ids: Iterable[int] | NDArray[np.int64]) -> str:
         """The text of `ids`; special tokens are left out. Errors as of `encode`."""
         numbers = [int(token) for token in ids]
         try:
-            with _without_panics():
+            with _convert_panics():
                 return str(self._tokenizer.decode(numbers))
         except Exception as error:
-            raise SourceError(f"{self.path}: fails on {len(numbers):,} tokens: {_one_line(error)}") from error
+            raise SourceError(f"{self.path}: fails on {len(numbers):,} tokens: {_format_error(error)}") from error
 
     @staticmethod
-    def byte_length(text: str) -> int:
+    def count_bytes(text: str) -> int:
         """Bytes of `text` in UTF-8: what bits per byte are counted over."""
         return len(text.encode("utf-8"))
 
@@ -143,15 +145,15 @@ STDERR_LOCK = threading.Lock()
 
 
 @contextmanager
-def _without_panics() -> Iterator[None]:
+def _convert_panics() -> Iterator[None]:
     """Panics of Rust become a RuntimeError; what Rust says of them itself, on standard error, is not shown."""
     with STDERR_LOCK, ExitStack() as stack:
         with suppress(OSError):  # standard error is closed: nothing is shown anyway
-            kept = os.dup(2)
-            stack.callback(os.close, kept)
-            with open(os.devnull, "wb") as nothing:
-                os.dup2(nothing.fileno(), 2)
-            stack.callback(os.dup2, kept, 2)
+            saved_stderr = os.dup(2)
+            stack.callback(os.close, saved_stderr)
+            with open(os.devnull, "wb") as devnull:
+                os.dup2(devnull.fileno(), 2)
+            stack.callback(os.dup2, saved_stderr, 2)
         try:
             yield
         except BaseException as error:
@@ -160,5 +162,5 @@ def _without_panics() -> Iterator[None]:
             raise RuntimeError(str(error)) from None
 
 
-def _one_line(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return " ".join(str(error).split())[:200]

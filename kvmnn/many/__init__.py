@@ -1,24 +1,24 @@
 """The same work on many files: by processes, by any executor, by a cluster; kept, so that it can be resumed."""
 
-from .cluster import dask
-from .finding import Found, Named, find
-from .finished import FinishedFile
-from .kinds import Kinds
-from .processes import Processes
-from .running import run
-from .tasks import Done, Outcome, Task, Work
+from .cluster import connect_dask
+from .finding import DiscoveryResult, InputPath, find_inputs
+from .finished import TaskJournal
+from .kinds import InputKinds
+from .processes import ProcessExecutor
+from .running import run_tasks
+from .tasks import Task, TaskFunction, TaskOutcome, TaskResult
 
 __all__ = [
-    "Done",
-    "FinishedFile",
-    "Found",
-    "Kinds",
-    "Named",
-    "Outcome",
-    "Processes",
+    "DiscoveryResult",
+    "InputKinds",
+    "InputPath",
+    "ProcessExecutor",
     "Task",
-    "Work",
-    "dask",
-    "find",
-    "run",
+    "TaskFunction",
+    "TaskJournal",
+    "TaskOutcome",
+    "TaskResult",
+    "connect_dask",
+    "find_inputs",
+    "run_tasks",
 ]

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import OptionError, SourceError
-from ..text import count
-from .kinds import Kinds
+from ..text import pluralize
+from .kinds import InputKinds
 
 
-class Named(NamedTuple):
+class InputPath(NamedTuple):
     """A file or folder that counts.
 
     Parameters
@@ -30,39 +30,44 @@ class Named(NamedTuple):
 
 
 @dataclass
-class Found:
-    """What `find` found.
+class DiscoveryResult:
+    """What `find_inputs` found.
 
     Parameters
     ----------
-    taken
+    inputs
         What counts, in order.
-    passed, passed_first
+    num_ignored, first_ignored
         How many other files there are that are not hidden, and the first of them.
-    links
+    num_links
         Links to folders, which are not followed.
     """
 
-    taken: list[Named] = field(default_factory=list)
-    passed: int = 0
-    passed_first: str = ""
-    links: int = 0
+    inputs: list[InputPath] = field(default_factory=list)
+    num_ignored: int = 0
+    first_ignored: str = ""
+    num_links: int = 0
 
-    def notes(self, what: str) -> Iterator[str]:
-        """What was left out, a line each; `what` names the work."""
-        if self.passed:
-            files = count(self.passed, "file") + (" or folder" if self.passed == 1 else " or folders")
-            yield f"{files} left out that {what} does not look for, such as {self.passed_first} (--match does)"
-        if self.links:
-            yield f"{count(self.links, 'link')} to folders not followed"
+    def describe_ignored(self, work_name: str) -> Iterator[str]:
+        """What was left out, a line each; `work_name` names the work."""
+        if self.num_ignored:
+            ignored_text = pluralize(self.num_ignored, "file") + (
+                " or folder" if self.num_ignored == 1 else " or folders"
+            )
+            yield (
+                f"{ignored_text} left out that {work_name} does not look for, such as {self.first_ignored} (--match "
+                f"does)"
+            )
+        if self.num_links:
+            yield f"{pluralize(self.num_links, 'link')} to folders not followed"
 
-    def pass_over(self, path: str) -> None:
+    def add_ignored(self, path: str) -> None:
         """Count what is left out."""
-        self.passed += 1
-        self.passed_first = self.passed_first or path
+        self.num_ignored += 1
+        self.first_ignored = self.first_ignored or path
 
 
-def find(roots: Sequence[str], kinds: Kinds, leave_out: Iterable[str] = ()) -> Found:
+def find_inputs(roots: Sequence[str], kinds: InputKinds, exclude: Iterable[str] = ()) -> DiscoveryResult:
     """What counts of `roots` and below them.
 
     A file in `roots` counts whatever it is. Below a folder count the files and folders that `kinds` takes: not hidden
@@ -72,7 +77,7 @@ def find(roots: Sequence[str], kinds: Kinds, leave_out: Iterable[str] = ()) -> F
 
     Parameters
     ----------
-    leave_out
+    exclude
         Files or folders that do not count: outputs.
 
     Raises
@@ -82,64 +87,66 @@ def find(roots: Sequence[str], kinds: Kinds, leave_out: Iterable[str] = ()) -> F
     OptionError
         For a root that is given twice, or lies in another one.
     """
-    _check_apart(roots)
-    left = {os.path.realpath(path) for path in leave_out}
+    _check_disjoint(roots)
+    excluded = {os.path.realpath(path) for path in exclude}
     # In a context of its own: what is looked at here is not what is read, and may change before it is.
-    return contextvars.Context().run(_find, roots, kinds, left)
+    return contextvars.Context().run(_find_inputs, roots, kinds, excluded)
 
 
-def _find(roots: Sequence[str], kinds: Kinds, left: set[str]) -> Found:
-    found = Found()
+def _find_inputs(roots: Sequence[str], kinds: InputKinds, excluded: set[str]) -> DiscoveryResult:
+    result = DiscoveryResult()
     for root in roots:
         if not os.path.lexists(root):
             raise SourceError(f"{root}: no such file or directory")
         base = os.path.basename(os.path.abspath(root))
         if not os.path.isdir(root):
-            found.taken.append(Named(root, base))
+            result.inputs.append(InputPath(root, base))
             continue
-        todo = [(Named(root, ""), True)]
-        while todo:
-            here, is_folder = todo.pop()
+        pending = [(InputPath(root, ""), True)]
+        while pending:
+            current, is_folder = pending.pop()
             if is_folder:
-                todo.extend(reversed(_inside(here, base, kinds, left, found)))
+                pending.extend(reversed(_list_folder(current, base, kinds, excluded, result)))
             else:
-                found.taken.append(here)
-    return found
+                result.inputs.append(current)
+    return result
 
 
-def _inside(folder: Named, base: str, kinds: Kinds, left: set[str], found: Found) -> list[tuple[Named, bool]]:
+def _list_folder(
+    folder: InputPath, base: str, kinds: InputKinds, excluded: set[str], result: DiscoveryResult
+) -> list[tuple[InputPath, bool]]:
     """What counts in a folder, and folders to look into; a folder that counts as one, or not at all, has none."""
-    itself = Named(folder.path, folder.name or base)
+    folder_input = InputPath(folder.path, folder.name or base)
     try:
-        with os.scandir(folder.path) as scanned:
-            entries = sorted(scanned, key=lambda entry: os.fsencode(entry.name))
+        with os.scandir(folder.path) as scandir_entries:
+            entries = sorted(scandir_entries, key=lambda entry: os.fsencode(entry.name))
     except OSError:
-        return [(itself, False)]
+        return [(folder_input, False)]
     entries = [entry for entry in entries if not entry.name.startswith(".")]
     names = {entry.name for entry in entries}
-    takes = kinds.takes_folder(folder.path, names)
-    if takes:
-        return [(itself, False)]
-    if takes is False:
-        found.pass_over(folder.path)
+    is_accepted = kinds.accepts_folder(folder.path, names)
+    if is_accepted:
+        return [(folder_input, False)]
+    if is_accepted is False:
+        result.add_ignored(folder.path)
         return []
-    inside = []
-    left_names = {os.path.basename(path) for path in left}
+    children = []
+    excluded_names = {os.path.basename(path) for path in excluded}
     for entry in entries:
-        named = Named(os.path.join(folder.path, entry.name), os.path.join(folder.name, entry.name))
-        if entry.name in left_names and os.path.realpath(named.path) in left:
+        child = InputPath(os.path.join(folder.path, entry.name), os.path.join(folder.name, entry.name))
+        if entry.name in excluded_names and os.path.realpath(child.path) in excluded:
             continue
-        kind = _kind(entry)
-        if kind == "folder" or (kind == "file" and kinds.takes_file(named.path)):
-            inside.append((named, kind == "folder"))
+        kind = _classify_entry(entry)
+        if kind == "folder" or (kind == "file" and kinds.accepts_file(child.path)):
+            children.append((child, kind == "folder"))
         elif kind == "link":
-            found.links += 1
+            result.num_links += 1
         elif not (entry.name.endswith(".json") and entry.name.removesuffix(".json") in names):  # said of that file
-            found.pass_over(named.path)
-    return inside
+            result.add_ignored(child.path)
+    return children
 
 
-def _kind(entry: os.DirEntry[str]) -> str:
+def _classify_entry(entry: os.DirEntry[str]) -> str:
     """``"file"`` (a link to nothing included), ``"folder"``, ``"link"`` to a folder, or ``"other"``."""
     try:
         if entry.is_symlink():
@@ -152,16 +159,16 @@ def _kind(entry: os.DirEntry[str]) -> str:
         return "file"
 
 
-def _check_apart(roots: Sequence[str]) -> None:
-    real = {}
+def _check_disjoint(roots: Sequence[str]) -> None:
+    root_by_path = {}
     for root in roots:
         path = os.path.realpath(root)
-        if path in real:
+        if path in root_by_path:
             raise OptionError(f"{root}: is given twice")
-        real[path] = root
-    for path, root in real.items():
-        above = os.path.dirname(path)
-        while above != os.path.dirname(above):
-            if above in real:
-                raise OptionError(f"{root}: lies in {real[above]}, and would count twice")
-            above = os.path.dirname(above)
+        root_by_path[path] = root
+    for path, root in root_by_path.items():
+        parent = os.path.dirname(path)
+        while parent != os.path.dirname(parent):
+            if parent in root_by_path:
+                raise OptionError(f"{root}: lies in {root_by_path[parent]}, and would count twice")
+            parent = os.path.dirname(parent)

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 
 @dataclass(frozen=True)
-class Kinds:
+class InputKinds:
     """What a kind of work takes.
 
     Parameters
@@ -29,18 +29,18 @@ class Kinds:
     weights: bool = False
     match: str | None = None
 
-    def takes_file(self, path: str) -> bool:
+    def accepts_file(self, path: str) -> bool:
         """Whether a file counts."""
         if self.match is not None:
             return fnmatchcase(os.path.basename(path), self.match)
-        from .recognising import takes_file  # and all formats: not where nothing is looked for, as in a worker
+        from .recognising import accepts_file  # and all formats: not where nothing is looked for, as in a worker
 
-        return takes_file(path, arrays=self.arrays, frames=self.frames, weights=self.weights)
+        return accepts_file(path, arrays=self.arrays, frames=self.frames, weights=self.weights)
 
-    def takes_folder(self, path: str, names: Iterable[str]) -> bool | None:
+    def accepts_folder(self, path: str, names: Iterable[str]) -> bool | None:
         """Whether a folder with these names in it counts as one; None where what is in it does, each by itself."""
         if self.match is not None:
             return None
-        from .recognising import takes_folder
+        from .recognising import accepts_folder
 
-        return takes_folder(path, set(names), arrays=self.arrays, frames=self.frames)
+        return accepts_folder(path, set(names), arrays=self.arrays, frames=self.frames)

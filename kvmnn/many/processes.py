@@ -16,29 +16,29 @@ from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-R = TypeVar("R")
+ResultT = TypeVar("ResultT")
 
-SECONDS_TO_LEAVE = 30.0
+MAX_EXIT_SECONDS = 30.0
 """For removing temporary files, once a write that waits for the disk is over; then a process is ended where it is."""
 
-_NAME = "kvmnn-many"
-_UNGUARDED = 76
+_PROCESS_NAME = "kvmnn-many"
+_UNGUARDED_EXIT_CODE = 76
 """Exit code of a process that would start others while it imports the script that made it."""
 
 
-class _Process(SpawnProcess):
+class _NamedProcess(SpawnProcess):
     """A process that can be told by its name before it has imported anything."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.name = f"{_NAME}-{self.name}"
+        self.name = f"{_PROCESS_NAME}-{self.name}"
 
 
-class _Context(SpawnContext):
-    Process = _Process
+class _NamedSpawnContext(SpawnContext):
+    Process = _NamedProcess
 
 
-class Processes(ProcessPoolExecutor):
+class ProcessExecutor(ProcessPoolExecutor):
     """A `ProcessPoolExecutor` of new processes (``spawn``), which SIGINT does not reach.
 
     They end when `shutdown` is told to cancel futures, when they get SIGTERM or SIGHUP, and when the process that made
@@ -51,37 +51,37 @@ class Processes(ProcessPoolExecutor):
     """
 
     def __init__(self, jobs: int) -> None:
-        _leave_unguarded_script()
-        context = _Context()
+        _exit_if_unguarded()
+        context = _NamedSpawnContext()
         self._jobs = jobs
-        self._started: set[BaseProcess] = set()
-        _start_tracker()
+        self._all_processes: set[BaseProcess] = set()
+        _start_resource_tracker()
         self._reader, self._writer = context.Pipe(duplex=False)
-        self._gone: set[int | None] = set()
-        super().__init__(jobs, mp_context=context, initializer=_begin, initargs=(self._reader,))
+        self._dead_pids: set[int | None] = set()
+        super().__init__(jobs, mp_context=context, initializer=_initialize_worker, initargs=(self._reader,))
 
-    def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
+    def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
         """As `ProcessPoolExecutor` has it."""
         if self._executor_manager_thread is not None and len(self._processes or ()) == self._jobs:
-            return super().submit(_interruptible, fn, *args, **kwargs)  # which starts nothing any more
-        with _blocked():
-            future = super().submit(_interruptible, fn, *args, **kwargs)
-        self._started.update((self._processes or {}).values())
+            return super().submit(_run_interruptibly, fn, *args, **kwargs)  # which starts nothing any more
+        with _block_sigint():
+            future = super().submit(_run_interruptibly, fn, *args, **kwargs)
+        self._all_processes.update((self._processes or {}).values())
         return future
 
     def is_unguarded(self) -> bool:
         """Whether a process ended because the script that made it starts processes whenever it is imported."""
-        return any(process.exitcode == _UNGUARDED for process in self._started)
+        return any(process.exitcode == _UNGUARDED_EXIT_CODE for process in self._all_processes)
 
-    def free(self) -> None:
+    def break_if_stuck(self) -> None:
         """Break where one was killed while it handed over a result: all would wait for the rest of that for ever.
 
         To be called when nothing was finished for some seconds; twice, before anything is done.
         """
         processes = list((self._processes or {}).values())
-        gone = {process.pid for process in processes if connection.wait([process.sentinel], 0)}
-        if not gone & self._gone:
-            self._gone = gone
+        dead_pids = {process.pid for process in processes if connection.wait([process.sentinel], 0)}
+        if not dead_pids & self._dead_pids:
+            self._dead_pids = dead_pids
             return
         for process in processes:
             process.kill()
@@ -101,95 +101,95 @@ class Processes(ProcessPoolExecutor):
             self._reader.close()
 
 
-def _leave_unguarded_script() -> None:
+def _exit_if_unguarded() -> None:
     """End a new process that is still importing the script: its parent says why, once for all of them."""
     process = multiprocessing.current_process()
-    if process.name.startswith(_NAME) and getattr(process, "_inheriting", False):
-        os._exit(_UNGUARDED)
+    if process.name.startswith(_PROCESS_NAME) and getattr(process, "_inheriting", False):
+        os._exit(_UNGUARDED_EXIT_CODE)
 
 
-def _start_tracker() -> None:
+def _start_resource_tracker() -> None:
     """Start multiprocessing's own process where it is not there yet, such that SIGHUP does not end it before us."""
-    hang_up = getattr(signal, "SIGHUP", None)
-    if hang_up is None or threading.current_thread() is not threading.main_thread():
+    sighup = getattr(signal, "SIGHUP", None)
+    if sighup is None or threading.current_thread() is not threading.main_thread():
         resource_tracker.ensure_running()
         return
-    old = signal.signal(hang_up, signal.SIG_IGN)
+    previous_handler = signal.signal(sighup, signal.SIG_IGN)
     try:
         resource_tracker.ensure_running()
     finally:
-        signal.signal(hang_up, old)
+        signal.signal(sighup, previous_handler)
 
 
 @contextmanager
-def _blocked() -> Iterator[None]:
+def _block_sigint() -> Iterator[None]:
     """Processes that are started meanwhile never see SIGINT, which a terminal sends to them, too."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    _start_tracker()  # which would end the blocking if it were started meanwhile
+    _start_resource_tracker()  # which would end the blocking if it were started meanwhile
     pending: list[int] = []  # another thread may get them, and what starts a process must not be left half-way
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDING)}
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *_EXIT_SIGNALS)}
         handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number in handlers:
         signal.signal(number, lambda number, frame: pending.append(number))
-    old = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for number in pending[:1]:
             signal.raise_signal(number)
 
 
-class _LeftError(BaseException):
+class _ExitRequestedError(BaseException):
     """The process is to end; raised so that temporary files are removed."""
 
 
-_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-_working = _leaving = False
+_EXIT_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+_is_working = _is_exiting = False
 
 
-def _begin(reader: Connection) -> None:
+def _initialize_worker(reader: Connection) -> None:
     """What a new process does first."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in _ENDING:
+    for number in _EXIT_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _leave)
+            signal.signal(number, _handle_exit_signal)
     os.dup2(2, 1)  # what libraries print must not come between the lines
-    threading.Thread(target=_watch, args=(reader,), daemon=True).start()
+    threading.Thread(target=_watch_parent, args=(reader,), daemon=True).start()
 
 
-def _leave(number: int, frame: object) -> None:
-    global _leaving
-    if not _working:
+def _handle_exit_signal(number: int, frame: object) -> None:
+    global _is_exiting
+    if not _is_working:
         os._exit(128 + number)
-    if not _leaving:  # what is being removed is removed to the end
-        _leaving = True
-        raise _LeftError
+    if not _is_exiting:  # what is being removed is removed to the end
+        _is_exiting = True
+        raise _ExitRequestedError
 
 
-def _watch(reader: Connection) -> None:
+def _watch_parent(reader: Connection) -> None:
     """Wait for the other end to be closed, by its owner or by its end."""
     with suppress(EOFError, OSError):
         reader.recv_bytes()
     with suppress(OSError):
         os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(SECONDS_TO_LEAVE)
+    time.sleep(MAX_EXIT_SECONDS)
     os._exit(128 + signal.SIGTERM)
 
 
-def _interruptible(fn: Callable[..., R], *args: Any, **kwargs: Any) -> R:
-    global _working
+def _run_interruptibly(fn: Callable[..., ResultT], *args: Any, **kwargs: Any) -> ResultT:
+    global _is_working
     try:
-        _working = True
+        _is_working = True
         try:
             return fn(*args, **kwargs)
         finally:
-            _working = False
-    except _LeftError:
+            _is_working = False
+    except _ExitRequestedError:
         os._exit(128 + signal.SIGTERM)

@@ -9,41 +9,45 @@ from fnmatch import fnmatchcase
 from pathlib import PurePath
 
 from ..bundle import manifest
-from ..compressor import is_weights
+from ..compressor import has_weight_file_magic
 from ..errors import KvmnnError
 from ..formats import ARRAY_FORMATS
-from ..formats.engine_files import engine_file
+from ..formats.engine_files import find_engine_format
 from ..formats.hf import saved
 from ..formats.mnn import dump, live, packed_dump, prefix
-from ..formats.raw_pages import page_in
-from ..formats.vllm import is_folder as is_vllm
-from ..formats.zarr import is_store as is_zarr
-from ..formats.zarr import lost_group
+from ..formats.raw_pages import parse_page_name
+from ..formats.vllm import is_vllm_folder as is_vllm
+from ..formats.zarr import find_orphaned_arrays
+from ..formats.zarr import is_zarr_store as is_zarr
 
-_BY_NAME = (*ARRAY_FORMATS, ".session")
+_ARRAY_SUFFIXES = (*ARRAY_FORMATS, ".session")
 """Suffixes of arrays: these count whatever they hold, so that a damaged file is told of."""
 
-_OF_TORCH = ".pt"
+_TORCH_SUFFIX = ".pt"
 
-_LAYER = re.compile(r"layer_[0-9]+")
+_LAYER_FOLDER_REGEX = re.compile(r"layer_[0-9]+")
 
 
-def takes_file(path: str, *, arrays: bool, frames: bool, weights: bool) -> bool:
-    """Whether a file counts, for a work that takes these kinds (`Kinds`)."""
+def accepts_file(path: str, *, arrays: bool, frames: bool, weights: bool) -> bool:
+    """Whether a file counts, for a work that takes these kinds (`InputKinds`)."""
     suffix = PurePath(path).suffix.lower()
-    if suffix == manifest.FRAME_SUFFIX or (suffix not in _BY_NAME and os.path.exists(path + manifest.SIDE_SUFFIX)):
+    if suffix == manifest.FRAME_SUFFIX or (
+        suffix not in _ARRAY_SUFFIXES and os.path.exists(path + manifest.SIDECAR_SUFFIX)
+    ):
         return frames
     try:
-        return (arrays and (suffix in _BY_NAME or _is_cache_file(path, suffix))) or (weights and is_weights(path))
+        return (arrays and (suffix in _ARRAY_SUFFIXES or _is_cache_file(path, suffix))) or (
+            weights and has_weight_file_magic(path)
+        )
     except (KvmnnError, OSError):
         return arrays
 
 
-def takes_folder(path: str, names: set[str], *, arrays: bool, frames: bool) -> bool | None:
+def accepts_folder(path: str, names: set[str], *, arrays: bool, frames: bool) -> bool | None:
     """Whether a folder with these names in it counts as one; None where what is in it does, each by itself."""
-    if manifest.FILE_NAME in names or _lost_its_manifest(path, names):
+    if manifest.MANIFEST_NAME in names or _is_bundle_without_manifest(path, names):
         return frames
-    if is_zarr(path) or lost_group(path):  # the latter so that what it lacks is told of
+    if is_zarr(path) or find_orphaned_arrays(path):  # the latter so that what it lacks is told of
         return arrays or frames
     if _is_cache_folder(path, names):
         return arrays
@@ -54,32 +58,36 @@ def _is_cache_file(path: str, suffix: str) -> bool:
     """Whether a file is a cache by what it holds, or might be one: torch's that cannot be read, and what only has the
     name of such a file; not what torch wrote of something else.
     """
-    if engine_file(path) is not None or page_in(path) is not None:
+    if find_engine_format(path) is not None or parse_page_name(path) is not None:
         return True
-    return saved.damage(path) is not None or (suffix == _OF_TORCH and not saved.is_file(path))
+    return saved.describe_damage(path) is not None or (suffix == _TORCH_SUFFIX and not saved.is_torch_file(path))
 
 
-def _lost_its_manifest(path: str, names: set[str]) -> bool:
+def _is_bundle_without_manifest(path: str, names: set[str]) -> bool:
     """Whether a folder was a bundle by its name: it counts as one, so that what it lacks is told of."""
     frames = [name for name in names if name.endswith(manifest.FRAME_SUFFIX)]
     return path.rstrip("/" + os.sep).endswith(".frames") and any(
-        name + manifest.SIDE_SUFFIX not in names for name in frames
+        name + manifest.SIDECAR_SUFFIX not in names for name in frames
     )
 
 
 def _is_cache_folder(path: str, names: set[str]) -> bool:
-    if _has_metadata(names) or live.is_live(names) or prefix.names_in(names):
+    if _has_dump_metadata(names) or live.has_mmap_files(names) or prefix.list_prefix_names(names):
         return True
     if any(name.endswith(".safetensors") for name in names) and is_vllm(path):
         return True
-    return any(_has_metadata(_listing(os.path.join(path, name))) for name in names if _LAYER.fullmatch(name))
+    return any(
+        _has_dump_metadata(_list_names(os.path.join(path, name)))
+        for name in names
+        if _LAYER_FOLDER_REGEX.fullmatch(name)
+    )
 
 
-def _has_metadata(names: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, glob) for name in names for glob in (dump.GLOB, packed_dump.GLOB))
+def _has_dump_metadata(names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, glob) for name in names for glob in (dump.META_GLOB, packed_dump.PACKED_META_GLOB))
 
 
-def _listing(path: str) -> list[str]:
+def _list_names(path: str) -> list[str]:
     try:
         return os.listdir(path)
     except OSError:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import KvmnnError
-from ..text import one_line, visible
-from ..version import version
+from ..text import escape_control, join_lines
+from ..version import get_version
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,9 @@ class Task:
     path
         File or folder; names the task, so no two of a run have the same.
     output
-        What the work writes begins with this name, and ends in one or more of `endings`. None: it writes nothing.
-    endings
+        What the work writes begins with this name, and ends in one or more of `output_suffixes`. None: it writes
+        nothing.
+    output_suffixes
         All that may follow `output`.
     replace
         Set by `run`: when this task was begun, nothing of `output` was there, or what an earlier run had written and
@@ -33,12 +34,12 @@ class Task:
 
     path: str
     output: str | None = None
-    endings: tuple[str, ...] = ("",)
+    output_suffixes: tuple[str, ...] = ("",)
     replace: bool = False
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """What the work says of a task, where there is more to say than a document.
 
     Parameters
@@ -56,13 +57,13 @@ class Outcome:
     notes: tuple[str, ...] = ()
 
 
-Work = Callable[[Task], "Outcome | Mapping[str, Any]"]
-"""A document for a task, or an `Outcome`. It is pickled where an executor has processes: a function of a module, or an
-instance of a class with ``__call__``. What it raises becomes the task's error."""
+TaskFunction = Callable[[Task], "TaskOutcome | Mapping[str, Any]"]
+"""A document for a task, or an `TaskOutcome`. It is pickled where an executor has processes: a function of a module, or
+an instance of a class with ``__call__``. What it raises becomes the task's error."""
 
 
 @dataclass(frozen=True)
-class Done:
+class TaskResult:
     """A task that is finished.
 
     Parameters
@@ -87,36 +88,38 @@ class Done:
 
     def to_dict(self) -> dict[str, Any]:
         """The object in `line`."""
-        found: dict[str, Any] = json.loads(self.line)
-        return found
+        document: dict[str, Any] = json.loads(self.line)
+        return document
 
 
-def carry_out(work: Work, task: Task, expected: str) -> Done:
+def run_task(work: TaskFunction, task: Task, expected_version: str) -> TaskResult:
     """Do the work on one task, wherever this runs; what it raises is the task's error.
 
     Parameters
     ----------
-    expected
+    expected_version
         The version of kvmnn that the task comes from: on a machine of another one it fails.
     """
-    started = time.perf_counter()
-    if version() != expected:
-        return failed(task, f"{task.path}: kvmnn {expected} asked for this, and the worker has kvmnn {version()}")
+    start_time = time.perf_counter()
+    if get_version() != expected_version:
+        return make_failed_result(
+            task, f"{task.path}: kvmnn {expected_version} asked for this, and the worker has kvmnn {get_version()}"
+        )
     try:
-        found = work(task)
-        outcome = found if isinstance(found, Outcome) else Outcome(document=found)
-        return _done(task, outcome, time.perf_counter() - started)
+        work_result = work(task)
+        outcome = work_result if isinstance(work_result, TaskOutcome) else TaskOutcome(document=work_result)
+        return _make_result(task, outcome, time.perf_counter() - start_time)
     except Exception as exc:
-        return failed(task, _said(task, exc), time.perf_counter() - started)
+        return make_failed_result(task, _format_error(task, exc), time.perf_counter() - start_time)
 
 
-def failed(task: Task, error: str, seconds: float = 0.0) -> Done:
+def make_failed_result(task: Task, error: str, seconds: float = 0.0) -> TaskResult:
     """A task that failed before or outside its work."""
-    return _done(task, Outcome(error=error), seconds)
+    return _make_result(task, TaskOutcome(error=error), seconds)
 
 
-def _done(task: Task, outcome: Outcome, seconds: float) -> Done:
-    error, name = outcome.error, visible(task.path, lines=False)
+def _make_result(task: Task, outcome: TaskOutcome, seconds: float) -> TaskResult:
+    error, name = outcome.error, escape_control(task.path, keep_line_ends=False)
     if error is not None and not re.search(rf"(?<![\w./-]){re.escape(name)}(?![\w.-])", error):
         error = f"{name}: {error}"
     line: dict[str, Any] = {"path": task.path, "ok": error is None, "seconds": round(seconds, 6)}
@@ -126,15 +129,15 @@ def _done(task: Task, outcome: Outcome, seconds: float) -> Done:
         line["document"] = outcome.document
     if outcome.notes:
         line["notes"] = list(outcome.notes)
-    return Done(task.path, error, json.dumps(line))
+    return TaskResult(task.path, error, json.dumps(line))
 
 
-def _said(task: Task, exc: Exception) -> str:
+def _format_error(task: Task, exc: Exception) -> str:
     if isinstance(exc, KvmnnError):
-        return visible(str(exc).strip(), lines=False)
-    name = visible(task.path, lines=False)
+        return escape_control(str(exc).strip(), keep_line_ends=False)
+    name = escape_control(task.path, keep_line_ends=False)
     if isinstance(exc, MemoryError):
         return f"{name}: out of memory"
     if isinstance(exc, OSError):
-        return f"{name}: {one_line(str(exc.strerror or exc))}"
-    return f"{name}: unexpected {type(exc).__name__}: {one_line(str(exc)[:500]) or 'no message'}"
+        return f"{name}: {join_lines(str(exc.strerror or exc))}"
+    return f"{name}: unexpected {type(exc).__name__}: {join_lines(str(exc)[:500]) or 'no message'}"

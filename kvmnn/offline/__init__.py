@@ -3,66 +3,66 @@
 from typing import TYPE_CHECKING
 
 from ..errors import OptionError
-from ..lazy import names_of
-from .options import MeasureOptions, NothingSelectedError, Predictors, Scope
+from ..lazy import make_lazy_getattr
+from .options import LanePredictors, MeasureOptions, NothingSelectedError, Scope
 
 if TYPE_CHECKING:
-    from .analyses import ALL_LAYERS, all_layers, analyse
-    from .analysis_report import AnalysisReport, write_analysis
-    from .dense_measuring import DenseMeasurement, measure_dense
-    from .fp16_dumps import Converted, to_fp16
-    from .measurement import Measurement, to_document, to_json, to_markdown
-    from .measuring import measure, work_bytes
-    from .selection import Selection, is_dump, select, select_source
+    from .analyses import ALL_LAYERS_SCOPE, analyze_entropy, with_all_layers
+    from .analysis_report import EntropyReport, write_entropy_report
+    from .dense_measuring import DenseMeasureResult, measure_dense
+    from .fp16_dumps import Fp16ConvertResult, convert_to_fp16
+    from .measurement import MeasureResult, build_reference_document, format_reference_json, format_reference_markdown
+    from .measuring import count_work_bytes, measure_dumps
+    from .selection import DumpSelection, add_source, is_dump_folder, select_dumps
 else:
-    __getattr__ = names_of(
+    __getattr__ = make_lazy_getattr(
         __name__,
         {
-            "ALL_LAYERS": "analyses",
-            "AnalysisReport": "analysis_report",
-            "Converted": "fp16_dumps",
-            "DenseMeasurement": "dense_measuring",
-            "Measurement": "measurement",
-            "Selection": "selection",
-            "all_layers": "analyses",
-            "analyse": "analyses",
-            "is_dump": "selection",
-            "measure": "measuring",
+            "ALL_LAYERS_SCOPE": "analyses",
+            "EntropyReport": "analysis_report",
+            "Fp16ConvertResult": "fp16_dumps",
+            "DenseMeasureResult": "dense_measuring",
+            "MeasureResult": "measurement",
+            "DumpSelection": "selection",
+            "with_all_layers": "analyses",
+            "analyze_entropy": "analyses",
+            "is_dump_folder": "selection",
+            "measure_dumps": "measuring",
             "measure_dense": "dense_measuring",
-            "select": "selection",
-            "select_source": "selection",
-            "to_document": "measurement",
-            "to_fp16": "fp16_dumps",
-            "to_json": "measurement",
-            "to_markdown": "measurement",
-            "work_bytes": "measuring",
-            "write_analysis": "analysis_report",
+            "select_dumps": "selection",
+            "add_source": "selection",
+            "build_reference_document": "measurement",
+            "convert_to_fp16": "fp16_dumps",
+            "format_reference_json": "measurement",
+            "format_reference_markdown": "measurement",
+            "count_work_bytes": "measuring",
+            "write_entropy_report": "analysis_report",
         },
     )
 
 __all__ = [
-    "ALL_LAYERS",
-    "AnalysisReport",
-    "Converted",
-    "DenseMeasurement",
+    "ALL_LAYERS_SCOPE",
+    "DenseMeasureResult",
+    "DumpSelection",
+    "EntropyReport",
+    "Fp16ConvertResult",
+    "LanePredictors",
     "MeasureOptions",
-    "Measurement",
+    "MeasureResult",
     "NothingSelectedError",
     "OptionError",
-    "Predictors",
     "Scope",
-    "Selection",
-    "all_layers",
-    "analyse",
-    "is_dump",
-    "measure",
+    "add_source",
+    "analyze_entropy",
+    "build_reference_document",
+    "convert_to_fp16",
+    "count_work_bytes",
+    "format_reference_json",
+    "format_reference_markdown",
+    "is_dump_folder",
     "measure_dense",
-    "select",
-    "select_source",
-    "to_document",
-    "to_fp16",
-    "to_json",
-    "to_markdown",
-    "work_bytes",
-    "write_analysis",
+    "measure_dumps",
+    "select_dumps",
+    "with_all_layers",
+    "write_entropy_report",
 ]

@@ -12,25 +12,25 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..dtypes import PARTS, Part, Words
+from ..dtypes import PARTS, Elements, Part
 from ..errors import SourceError
 from ..frames import _streams, _zstdlib
 from ..threads.pipeline import Progress
 from .options import Scope
-from .selection import Entry, Selection
+from .selection import DumpEntry, DumpSelection
 from .token_runs import FileTensor
 
-ALL_LAYERS = Scope(scope="all")
+ALL_LAYERS_SCOPE = Scope(scope="all")
 """A scope that takes every dump."""
 
 
-def all_layers(scope: Scope) -> Scope:
+def with_all_layers(scope: Scope) -> Scope:
     """A scope that takes the dumps of all layers with the stages and lengths of `scope`."""
-    return replace(ALL_LAYERS, stage=scope.stage, min_seq_len=scope.min_seq_len, max_seq_len=scope.max_seq_len)
+    return replace(ALL_LAYERS_SCOPE, stage=scope.stage, min_seq_len=scope.min_seq_len, max_seq_len=scope.max_seq_len)
 
 
 @dataclass(frozen=True)
-class Metrics:
+class EntropyMetrics:
     """One tensor, or one head of it; 0 stands for what its word size has not.
 
     Parameters
@@ -65,11 +65,11 @@ class Metrics:
     split16_delta_ratio: float = 0.0
 
 
-RATIOS = tuple(name for name in Metrics.__dataclass_fields__ if name.endswith("ratio"))
+RATIO_NAMES = tuple(name for name in EntropyMetrics.__dataclass_fields__ if name.endswith("ratio"))
 
 
 @dataclass(frozen=True)
-class Row:
+class MetricsRow:
     """The metrics of K or V of one dump, of all heads or of one.
 
     Parameters
@@ -84,126 +84,130 @@ class Row:
         Bytes of the words as they were dumped.
     """
 
-    entry: Entry
+    entry: DumpEntry
     part: Part
     head: int | None
     raw_bytes: int
-    metrics: Metrics
+    metrics: EntropyMetrics
 
 
 @dataclass
-class Analysis:
+class EntropyAnalysis:
     """All rows, and what was left out."""
 
-    layers: list[Row] = field(default_factory=list)
-    heads: list[Row] = field(default_factory=list)
-    failed: int = 0
+    layer_rows: list[MetricsRow] = field(default_factory=list)
+    head_rows: list[MetricsRow] = field(default_factory=list)
+    num_failed: int = 0
 
 
-def analyse(
-    selection: Selection,
+def analyze_entropy(
+    selection: DumpSelection,
     *,
     level: int = 3,
     with_heads: bool = True,
     progress: Progress | None = None,
-) -> Analysis:
+) -> EntropyAnalysis:
     """Metrics of every selected dump whose files are complete; others count as failed.
 
     Parameters
     ----------
     selection
-        Made by `select` with a scope such as `ALL_LAYERS`.
+        Made by `select` with a scope such as `ALL_LAYERS_SCOPE`.
     level
         zstd level.
     """
     selection.require_entries()
-    found, zstd = Analysis(), _Zstd(level)
+    analysis, zstd = EntropyAnalysis(), _ZstdFrameSizer(level)
     for entry in selection.entries:
         try:
-            tensors = [(part, _load(entry.tensor(part))) for part in PARTS]
+            tensors = [(part, _load_elements(entry.get_tensor(part))) for part in PARTS]
         except SourceError:
-            found.failed += 1
+            analysis.num_failed += 1
             continue
-        for part, words in tensors:
-            found.layers.append(Row(entry, part, None, words.nbytes, measure_words(words, zstd)))
+        for part, elements in tensors:
+            analysis.layer_rows.append(MetricsRow(entry, part, None, elements.nbytes, compute_metrics(elements, zstd)))
             if with_heads:
-                found.heads.extend(_heads(entry, part, words, zstd))
+                analysis.head_rows.extend(_iter_head_rows(entry, part, elements, zstd))
             if progress:
-                progress(words.nbytes)
-    return found
+                progress(elements.nbytes)
+    return analysis
 
 
-def measure_words(words: Words, zstd: Callable[[Words], int]) -> Metrics:
+def compute_metrics(elements: Elements, zstd: Callable[[Elements], int]) -> EntropyMetrics:
     """The metrics of ``[token, ...]`` words: uint16 for fp16, uint32 for fp32; `zstd` gives the size of a frame."""
-    nbytes = words.nbytes
-    common = {"entropy": _entropy(words), "zstd_ratio": _over(nbytes, zstd(words))}
-    kind, bits = (np.uint8, 8) if words.itemsize == 2 else (np.uint16, 16)
-    hi, lo = (words >> bits).astype(kind), words.astype(kind)
+    nbytes = elements.nbytes
+    shared_metrics = {"entropy": _compute_entropy(elements), "zstd_ratio": _compute_ratio(nbytes, zstd(elements))}
+    element_type, bits = (np.uint8, 8) if elements.itemsize == 2 else (np.uint16, 16)
+    hi, lo = (elements >> bits).astype(element_type), elements.astype(element_type)
     delta = hi.copy()
     np.subtract(hi[1:], hi[:-1], out=delta[1:])
     sizes = {name: zstd(stream) for name, stream in (("hi", hi), ("lo", lo), ("delta", delta))}
-    both = {
-        "hi_entropy": _entropy(hi),
-        "lo_entropy": _entropy(lo),
-        "hi_ratio": _over(hi.nbytes, sizes["hi"]),
-        "lo_ratio": _over(lo.nbytes, sizes["lo"]),
-        "gear_ratio": _over(nbytes, sizes["hi"] + sizes["lo"]),
-        "hi_delta_ratio": _over(hi.nbytes, sizes["delta"]),
-        "gear_delta_ratio": _over(nbytes, sizes["delta"] + sizes["lo"]),
+    split_metrics = {
+        "hi_entropy": _compute_entropy(hi),
+        "lo_entropy": _compute_entropy(lo),
+        "hi_ratio": _compute_ratio(hi.nbytes, sizes["hi"]),
+        "lo_ratio": _compute_ratio(lo.nbytes, sizes["lo"]),
+        "gear_ratio": _compute_ratio(nbytes, sizes["hi"] + sizes["lo"]),
+        "hi_delta_ratio": _compute_ratio(hi.nbytes, sizes["delta"]),
+        "gear_delta_ratio": _compute_ratio(nbytes, sizes["delta"] + sizes["lo"]),
     }
     if bits == 8:
-        return Metrics(**common, **both)
-    renamed = {_WIDE.get(name, name.replace("_", "16_", 1)): value for name, value in both.items()}
-    return Metrics(**common, **renamed)
+        return EntropyMetrics(**shared_metrics, **split_metrics)
+    wide_metrics = {
+        _WIDE_RATIO_NAMES.get(name, name.replace("_", "16_", 1)): value for name, value in split_metrics.items()
+    }
+    return EntropyMetrics(**shared_metrics, **wide_metrics)
 
 
-_WIDE = {"gear_ratio": "split16_ratio", "gear_delta_ratio": "split16_delta_ratio"}
+_WIDE_RATIO_NAMES = {"gear_ratio": "split16_ratio", "gear_delta_ratio": "split16_delta_ratio"}
 
 
-def averages(rows: Sequence[Row], name: str) -> tuple[float, float]:
+def compute_averages(rows: Sequence[MetricsRow], name: str) -> tuple[float, float]:
     """The mean of a ratio over dumps, and the ratio of the sums of bytes.
 
     Rows with a ratio of 0 have no such ratio: they count only in the mean of ``zstd_ratio``.
     """
     values = [(row.raw_bytes, float(getattr(row.metrics, name))) for row in rows]
-    counted = [value for _, value in values if value > 0 or name == "zstd_ratio"]
-    mean = sum(counted) / len(counted) if counted else 0.0
-    weighted = [(raw, raw / value) for raw, value in values if value > 0]
-    compressed = sum(part for _, part in weighted)
-    return mean, sum(raw for raw, _ in weighted) / compressed if compressed else 0.0
+    counted_values = [value for _, value in values if value > 0 or name == "zstd_ratio"]
+    mean = sum(counted_values) / len(counted_values) if counted_values else 0.0
+    byte_pairs = [(raw_bytes, raw_bytes / value) for raw_bytes, value in values if value > 0]
+    compressed_bytes = sum(compressed_part_bytes for _, compressed_part_bytes in byte_pairs)
+    return mean, sum(raw_bytes for raw_bytes, _ in byte_pairs) / compressed_bytes if compressed_bytes else 0.0
 
 
-def _heads(entry: Entry, part: Part, words: Words, zstd: Callable[[Words], int]) -> Iterator[Row]:
+def _iter_head_rows(
+    entry: DumpEntry, part: Part, elements: Elements, zstd: Callable[[Elements], int]
+) -> Iterator[MetricsRow]:
     for head in range(entry.kv_heads):
-        own = np.ascontiguousarray(words[:, head])
-        yield Row(entry, part, head, own.nbytes, measure_words(own, zstd))
+        head_elements = np.ascontiguousarray(elements[:, head])
+        yield MetricsRow(entry, part, head, head_elements.nbytes, compute_metrics(head_elements, zstd))
 
 
-def _load(tensor: object) -> Words:
+def _load_elements(tensor: object) -> Elements:
     """``[token, kv_head, head_dim]`` words of a dump's file, not rounded."""
     if not isinstance(tensor, FileTensor):
         raise SourceError("only KV dumps are analysed")
     if not tensor.is_complete():
-        raise SourceError(f"{tensor.path}: has {tensor.found} bytes, its metadata says otherwise")
-    runs = [run.copy() for run in tensor.raw_runs(max(tensor.found, 1))]
-    return runs[0].view(f"<u{tensor.width}").reshape(tensor.shape)
+        raise SourceError(f"{tensor.path}: has {tensor.file_bytes} bytes, its metadata says otherwise")
+    chunks = [chunk.copy() for chunk in tensor.iter_raw_chunks(max(tensor.file_bytes, 1))]
+    return chunks[0].view(f"<u{tensor.stored_itemsize}").reshape(tensor.shape)
 
 
-class _Zstd:
+class _ZstdFrameSizer:
     """Sizes of zstd frames."""
 
     def __init__(self, level: int) -> None:
         self._context = _zstdlib.Context()
         self._level = level
 
-    def __call__(self, words: Words) -> int:
-        data = np.ascontiguousarray(words).reshape(-1).view(np.uint8)
+    def __call__(self, elements: Elements) -> int:
+        data = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
         return self._context.compress_into(np.empty(_zstdlib.bound(data.size), np.uint8), data, self._level)
 
 
-def _entropy(words: Words) -> float:
-    return _streams.order0_entropy(np.ascontiguousarray(words).reshape(-1).view(np.uint8))
+def _compute_entropy(elements: Elements) -> float:
+    return _streams.order0_entropy(np.ascontiguousarray(elements).reshape(-1).view(np.uint8))
 
 
-def _over(raw: int, compressed: int) -> float:
-    return raw / compressed if compressed else 0.0
+def _compute_ratio(raw_bytes: int, compressed_bytes: int) -> float:
+    return raw_bytes / compressed_bytes if compressed_bytes else 0.0

@@ -15,17 +15,17 @@ from ..errors import SourceError
 from ..files.output import DirectoryOutput
 from ..text import escape_csv
 from ..threads.pipeline import Progress
-from .analyses import RATIOS, Analysis, Metrics, Row, analyse, averages
-from .selection import Selection
+from .analyses import RATIO_NAMES, EntropyAnalysis, EntropyMetrics, MetricsRow, analyze_entropy, compute_averages
+from .selection import DumpSelection
 
-BINS = ((0, 256), (257, 512), (513, 1024), (1025, 2048), (2049, None))
+PROMPT_TOKEN_BINS = ((0, 256), (257, 512), (513, 1024), (1025, 2048), (2049, None))
 """Prompt tokens by which runs are grouped: first and last of each group."""
 
-_COLUMNS = ("run_id", "layer", "stage", "seq_start", "tokens", "kv_heads", "head_dim", "bytes_per_elem", "part")
+_CSV_COLUMNS = ("run_id", "layer", "stage", "seq_start", "tokens", "kv_heads", "head_dim", "bytes_per_elem", "part")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnalysisReport:
+class EntropyReport:
     """The analyses that were written.
 
     Attributes
@@ -39,24 +39,24 @@ class AnalysisReport:
     """
 
     output: str
-    analysis: Analysis
+    analysis: EntropyAnalysis
     skipped: dict[str, int]
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         return {
             "analysis": self.output,
-            "tensors": len(self.analysis.layers),
-            "failed": self.analysis.failed,
+            "tensors": len(self.analysis.layer_rows),
+            "failed": self.analysis.num_failed,
             "skipped": self.skipped,
         }
 
     def __str__(self) -> str:
-        return f"{summary(self.analysis)}\nWrote {self.output}"
+        return f"{format_summary(self.analysis)}\nWrote {self.output}"
 
 
-def write_analysis(
-    selection: Selection,
+def write_entropy_report(
+    selection: DumpSelection,
     output: str,
     *,
     level: int = 3,
@@ -64,13 +64,13 @@ def write_analysis(
     run_log: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
-) -> AnalysisReport:
+) -> EntropyReport:
     """Analyse the selected dumps and write the files into a directory, all of them or none.
 
     Parameters
     ----------
     selection, level, with_heads, progress
-        As for `analyse`.
+        As for `analyze_entropy`.
     output
         The directory; made if it does not exist.
     run_log
@@ -86,34 +86,36 @@ def write_analysis(
     prompts = read_run_log(run_log) if run_log else None
     selection.require_entries()
     with DirectoryOutput(output, force=force) as directory:
-        analysis = analyse(selection, level=level, with_heads=with_heads, progress=progress)
-        _write(analysis, directory, prompts, with_heads)
+        analysis = analyze_entropy(selection, level=level, with_heads=with_heads, progress=progress)
+        _write_files(analysis, directory, prompts, with_heads)
         directory.commit()
-    return AnalysisReport(output=output, analysis=analysis, skipped=dict(selection.skipped))
+    return EntropyReport(output=output, analysis=analysis, skipped=dict(selection.skip_counts))
 
 
-def _write(analysis: Analysis, output: DirectoryOutput, prompts: Mapping[str, int] | None, with_heads: bool) -> None:
-    files = {"layer_metrics.csv": to_csv(analysis.layers)}
+def _write_files(
+    analysis: EntropyAnalysis, output: DirectoryOutput, prompts: Mapping[str, int] | None, with_heads: bool
+) -> None:
+    files = {"layer_metrics.csv": format_csv(analysis.layer_rows)}
     if with_heads:
-        files["head_metrics.csv"] = to_csv(analysis.heads)
-    files["summary.md"] = summary(analysis)
+        files["head_metrics.csv"] = format_csv(analysis.head_rows)
+    files["summary.md"] = format_summary(analysis)
     if prompts is not None:
-        files["grouped_summary.md"] = grouped_summary(analysis, prompts)
+        files["grouped_summary.md"] = format_grouped_summary(analysis, prompts)
     output.check_names(files)
     for name, text in files.items():
-        output.file(name).write(text.encode())
+        output.open_file(name).write(text.encode())
 
 
-def to_csv(rows: Iterable[Row]) -> str:
+def format_csv(rows: Iterable[MetricsRow]) -> str:
     """One line for each row; the column ``head`` is there where rows are of heads."""
     rows = list(rows)
-    heads = ("head",) if rows and rows[0].head is not None else ()
+    head_column = ("head",) if rows and rows[0].head is not None else ()
     text = io.StringIO()
-    out = csv.writer(text, lineterminator="\n")
-    out.writerow([*_COLUMNS, *heads, "raw_bytes", *Metrics.__dataclass_fields__])
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*_CSV_COLUMNS, *head_column, "raw_bytes", *EntropyMetrics.__dataclass_fields__])
     for row in rows:
         entry = row.entry
-        place = [
+        location_cells = [
             escape_csv(entry.run_id),
             entry.layer,
             entry.stage,
@@ -122,13 +124,22 @@ def to_csv(rows: Iterable[Row]) -> str:
             entry.kv_heads,
             entry.head_dim,
         ]
-        width = row.raw_bytes // (entry.tokens * entry.head_dim * (1 if heads else entry.kv_heads))
-        numbers = [f"{value:.6f}" for value in asdict(row.metrics).values()]
-        out.writerow([*place, width, PART_LETTERS[row.part], *([row.head] if heads else []), row.raw_bytes, *numbers])
+        itemsize = row.raw_bytes // (entry.tokens * entry.head_dim * (1 if head_column else entry.kv_heads))
+        metric_cells = [f"{value:.6f}" for value in asdict(row.metrics).values()]
+        writer.writerow(
+            [
+                *location_cells,
+                itemsize,
+                PART_LETTERS[row.part],
+                *([row.head] if head_column else []),
+                row.raw_bytes,
+                *metric_cells,
+            ]
+        )
     return text.getvalue()
 
 
-def summary(analysis: Analysis) -> str:
+def format_summary(analysis: EntropyAnalysis) -> str:
     """Averages and weighted ratios of all dumps."""
     lines = [
         "# KV dumps: entropies and split ratios",
@@ -136,41 +147,41 @@ def summary(analysis: Analysis) -> str:
         "Simulated: sizes of zstd frames that were made and thrown away.",
         "Average: mean over dumps; weighted: ratio of the sums of bytes.",
         "",
-        f"- Tensors: {len(analysis.layers)}",
-        f"- Dumps that could not be read whole: {analysis.failed}",
+        f"- Tensors: {len(analysis.layer_rows)}",
+        f"- Dumps that could not be read whole: {analysis.num_failed}",
         "",
-        *_table(analysis.layers),
+        *_format_ratio_table(analysis.layer_rows),
     ]
     return "\n".join(lines) + "\n"
 
 
-def grouped_summary(analysis: Analysis, prompts: Mapping[str, int]) -> str:
+def format_grouped_summary(analysis: EntropyAnalysis, prompts: Mapping[str, int]) -> str:
     """The same by prompt length; runs that `prompts` does not know come last."""
     lines = ["# KV dumps by prompt tokens", ""]
-    for label, rows in _grouped(analysis.layers, prompts).items():
-        lines += [f"## {label}", "", f"- Tensors: {len(rows)}", "", *_table(rows), ""]
+    for label, rows in _group_by_prompt_length(analysis.layer_rows, prompts).items():
+        lines += [f"## {label}", "", f"- Tensors: {len(rows)}", "", *_format_ratio_table(rows), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _grouped(rows: Sequence[Row], prompts: Mapping[str, int]) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for first, last in BINS:
-        label = f"{first}-{last}" if last is not None else f"{first}+"
+def _group_by_prompt_length(rows: Sequence[MetricsRow], prompts: Mapping[str, int]) -> dict[str, list[MetricsRow]]:
+    rows_by_label: dict[str, list[MetricsRow]] = {}
+    for min_tokens, max_tokens in PROMPT_TOKEN_BINS:
+        label = f"{min_tokens}-{max_tokens}" if max_tokens is not None else f"{min_tokens}+"
         for row in rows:
             tokens = prompts.get(row.entry.run_id)
-            if tokens is not None and first <= tokens and (last is None or tokens <= last):
-                found.setdefault(label, []).append(row)
-    unknown = [row for row in rows if row.entry.run_id not in prompts]
-    return {**found, "not in the log": unknown} if unknown else found
+            if tokens is not None and min_tokens <= tokens and (max_tokens is None or tokens <= max_tokens):
+                rows_by_label.setdefault(label, []).append(row)
+    unknown_rows = [row for row in rows if row.entry.run_id not in prompts]
+    return {**rows_by_label, "not in the log": unknown_rows} if unknown_rows else rows_by_label
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
+def _format_ratio_table(rows: Sequence[MetricsRow]) -> list[str]:
     lines = ["| ratio | K average | K weighted | V average | V weighted |", "|---|---|---|---|---|"]
-    for name in RATIOS:
+    for name in RATIO_NAMES:
         cells = []
         for part in PARTS:
-            mean, weighted = averages([row for row in rows if row.part == part], name)
-            cells += [f"{mean:.4f}", f"{weighted:.4f}"]
+            mean, weighted_mean = compute_averages([row for row in rows if row.part == part], name)
+            cells += [f"{mean:.4f}", f"{weighted_mean:.4f}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
@@ -192,9 +203,9 @@ def read_run_log(path: str) -> dict[str, int]:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
         else:
             rows = list(csv.DictReader(text.splitlines()))
-        found = {str(row["run_id"]): int(row["prompt_tokens"]) for row in rows}
+        tokens_by_run = {str(row["run_id"]): int(row["prompt_tokens"]) for row in rows}
     except (ValueError, TypeError, KeyError, RecursionError, csv.Error):
-        found = {}
-    if not found or min(found.values()) < 0:
+        tokens_by_run = {}
+    if not tokens_by_run or min(tokens_by_run.values()) < 0:
         raise SourceError(f"{path}: expected JSON lines or CSV with run_id and prompt_tokens")
-    return found
+    return tokens_by_run

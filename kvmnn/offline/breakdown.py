@@ -7,31 +7,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dtypes import PART_LETTERS, PARTS, Part
-from ..text import count, ratio, span
-from .options import FP32_LANES, HALVES, lane_of
+from ..text import compute_ratio, format_range, pluralize
+from .options import FP32_LANES, LANE_HALVES, format_lane
 from .stored_sizes import StoredSize
-from .totals import FP32Totals, LaneTotal, Totals
+from .totals import AggregateSizeStats, Fp32SizeStats, LaneSizeStats
 
-SIMULATED = "simulated: zstd frames were made and their lengths added up; no such file exists"
-STORED = (
+SIMULATED_MEANING = "simulated: zstd frames were made and their lengths added up; no such file exists"
+STORED_MEANING = (
     "STORED: frames as MNN makes them were encoded, decoded and compared: LOSSLESS for the words measured, "
     "[token, kv_head, head_dim] as dumps have them"
 )
-FP32 = "fp32 words as they are, nothing rounded, in four byte lanes, the lowest byte first"
-LIMIT = (
+FP32_MEANING = "fp32 words as they are, nothing rounded, in four byte lanes, the lowest byte first"
+LIMIT_MEANING = (
     "order-0 entropy of the byte lanes, the bound of coders that code each byte by its frequency alone; predictors and "
     "matches go beyond it, so it is no limit of codecs"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class SizeEntry:
     """The sizes of a layer, a part or a lane; None where limits were not computed or no frames were made."""
 
     raw_bytes: int
     simulated_bytes: int
     limit_bytes: float | None = None
-    stored: StoredSize | None = None
+    stored_size: StoredSize | None = None
 
     @property
     def limit_ratio(self) -> float | None:
@@ -40,43 +40,43 @@ class Sizes:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        found: dict[str, Any] = {
+        document: dict[str, Any] = {
             "raw_bytes": self.raw_bytes,
             "simulated_bytes": self.simulated_bytes,
-            "simulated_ratio": ratio(self.raw_bytes, self.simulated_bytes),
+            "simulated_ratio": compute_ratio(self.raw_bytes, self.simulated_bytes),
         }
         if self.limit_bytes is not None:
-            found |= {"limit_bytes": self.limit_bytes, "limit_ratio": self.limit_ratio}  # since the first version
-            found |= {"byte_entropy_bytes": self.limit_bytes, "byte_entropy_ratio": self.limit_ratio}
-        if self.stored is not None:
-            found |= {
-                "stored_bytes": self.stored.bytes,
-                "stored_ratio": ratio(self.raw_bytes, self.stored.bytes),
-                "stored_frames": self.stored.frames,
+            document |= {"limit_bytes": self.limit_bytes, "limit_ratio": self.limit_ratio}  # since the first version
+            document |= {"byte_entropy_bytes": self.limit_bytes, "byte_entropy_ratio": self.limit_ratio}
+        if self.stored_size is not None:
+            document |= {
+                "stored_bytes": self.stored_size.bytes,
+                "stored_ratio": compute_ratio(self.raw_bytes, self.stored_size.bytes),
+                "stored_frames": self.stored_size.frames,
                 "verified": True,
             }
-        return found
+        return document
 
-    def line(self, label: str) -> str:
+    def format_line(self, label: str) -> str:
         """A line of the table."""
-        simulated = ratio(self.raw_bytes, self.simulated_bytes)
-        line = f"{label:<9} {self.raw_bytes:>13,} {self.simulated_bytes:>13,} {simulated:>6.4f}"
+        simulated_ratio = compute_ratio(self.raw_bytes, self.simulated_bytes)
+        text = f"{label:<9} {self.raw_bytes:>13,} {self.simulated_bytes:>13,} {simulated_ratio:>6.4f}"
         if self.limit_bytes is not None:
-            line += f" {'none' if self.limit_ratio is None else f'{self.limit_ratio:.4f}':>13}"
-        if self.stored is not None:
-            line += f" {self.stored.bytes:>13,} {ratio(self.raw_bytes, self.stored.bytes):>6.4f}"
-        return line
+            text += f" {'none' if self.limit_ratio is None else f'{self.limit_ratio:.4f}':>13}"
+        if self.stored_size is not None:
+            text += f" {self.stored_size.bytes:>13,} {compute_ratio(self.raw_bytes, self.stored_size.bytes):>6.4f}"
+        return text
 
 
 @dataclass(frozen=True, kw_only=True)
-class Breakdown:
+class SizeReport:
     """All sizes.
 
     Attributes
     ----------
-    overall, layers
+    totals, totals_by_layer
         Of everything that was measured, and by layer number.
-    found_layers
+    num_layers
         How many layers the inputs have, measured or not.
     has_limits
         Whether the entropy of bytes was computed.
@@ -84,95 +84,116 @@ class Breakdown:
         Whether frames were made too.
     """
 
-    overall: Totals
-    layers: dict[int, Totals]
-    found_layers: int
+    totals: AggregateSizeStats
+    totals_by_layer: dict[int, AggregateSizeStats]
+    num_layers: int
     has_limits: bool
     is_stored: bool
 
-    def of(self, totals: Totals, parts: Sequence[Part] = PARTS) -> Sizes:
+    def build_entry(self, totals: AggregateSizeStats, parts: Sequence[Part] = PARTS) -> SizeEntry:
         """The sizes of a layer, or of one part of it."""
-        return Sizes(
+        return SizeEntry(
             raw_bytes=totals.raw_bytes(parts),
             simulated_bytes=totals.simulated_bytes(parts),
             limit_bytes=totals.limit_bytes(parts) if self.has_limits else None,
-            stored=StoredSize(totals.stored_bytes(parts), totals.stored_frames(parts)) if self.is_stored else None,
+            stored_size=StoredSize(totals.stored_bytes(parts), totals.stored_frames(parts)) if self.is_stored else None,
         )
 
-    def of_lane(self, lane: LaneTotal) -> Sizes:
+    def build_lane_entry(self, lane: LaneSizeStats) -> SizeEntry:
         """The sizes of a lane, for which no frames exist."""
         limit = lane.limit_bytes if self.has_limits else None
-        return Sizes(raw_bytes=lane.raw_bytes, simulated_bytes=lane.simulated_bytes, limit_bytes=limit)
+        return SizeEntry(raw_bytes=lane.raw_bytes, simulated_bytes=lane.simulated_bytes, limit_bytes=limit)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        meaning = {"simulated": SIMULATED}
+        meaning = {"simulated": SIMULATED_MEANING}
         if self.has_limits:
-            meaning["limit"] = LIMIT
+            meaning["limit"] = LIMIT_MEANING
         if self.is_stored:
-            meaning["stored"] = STORED
-        tokens = [totals.tokens for totals in self.layers.values()]
-        fp32 = {"fp32": self._fp32_document()} if self.overall.fp32 else {}
+            meaning["stored"] = STORED_MEANING
+        layer_tokens = [totals.tokens for totals in self.totals_by_layer.values()]
+        fp32_document = {"fp32": self._fp32_document()} if self.totals.fp32 else {}
         return {
             "meaning": meaning,
-            "found_layers": self.found_layers,
+            "found_layers": self.num_layers,
             "overall": {
-                "layers": len(self.layers),
-                "least_tokens": min(tokens, default=0),
-                "most_tokens": max(tokens, default=0),
-                **self._document(self.overall),
+                "layers": len(self.totals_by_layer),
+                "least_tokens": min(layer_tokens, default=0),
+                "most_tokens": max(layer_tokens, default=0),
+                **self._document(self.totals),
             },
             "layers": {
-                str(layer): {"tokens": totals.tokens, **self._document(totals)} for layer, totals in self.layers.items()
+                str(layer): {"tokens": totals.tokens, **self._document(totals)}
+                for layer, totals in self.totals_by_layer.items()
             },
-            **fp32,
+            **fp32_document,
         }
 
-    def _document(self, totals: Totals) -> dict[str, Any]:
-        return self.of(totals).to_dict() | {PART_LETTERS[part]: self._part(totals, part) for part in PARTS}
+    def _document(self, totals: AggregateSizeStats) -> dict[str, Any]:
+        return self.build_entry(totals).to_dict() | {
+            PART_LETTERS[part]: self._part_document(totals, part) for part in PARTS
+        }
 
-    def _part(self, totals: Totals, part: Part) -> dict[str, Any]:
-        lanes: dict[str, LaneTotal] = {half: totals.lanes[lane_of(part, half)] for half in HALVES}
-        wide = {str(number): lane for (of, number), lane in totals.fp32_lanes.items() if of == part and lane.raw_bytes}
-        lanes |= wide  # "hi" and "lo" are there for every part, as programs have read them since the first version
-        found = {name: {**self.of_lane(lane).to_dict(), "modes": dict(lane.modes)} for name, lane in lanes.items()}
-        sizes = self.of(totals, [part]).to_dict()
-        return {**sizes, "framing_bytes": totals.extra_bytes[part], "lanes": found}
+    def _part_document(self, totals: AggregateSizeStats, part: Part) -> dict[str, Any]:
+        lanes: dict[str, LaneSizeStats] = {half: totals.lanes[format_lane(part, half)] for half in LANE_HALVES}
+        wide_lanes = {
+            str(number): lane
+            for (lane_part, number), lane in totals.fp32_lanes.items()
+            if lane_part == part and lane.raw_bytes
+        }
+        lanes |= (
+            wide_lanes  # "hi" and "lo" are there for every part, as programs have read them since the first version
+        )
+        lane_documents = {
+            name: {**self.build_lane_entry(lane).to_dict(), "modes": dict(lane.modes)} for name, lane in lanes.items()
+        }
+        sizes = self.build_entry(totals, [part]).to_dict()
+        return {**sizes, "framing_bytes": totals.extra_bytes[part], "lanes": lane_documents}
 
     def _fp32_document(self) -> dict[str, Any]:
         """The same of fp32 words: overall, and of each layer that has such."""
-        layers = {str(layer): self._fp32(totals.fp32) for layer, totals in self.layers.items() if totals.fp32}
-        overall = {"layers": len(layers), **self._fp32(self.overall.fp32)}
-        return {"meaning": FP32, "overall": overall, "layers": layers}
+        layers = {
+            str(layer): self._fp32_totals_document(totals.fp32)
+            for layer, totals in self.totals_by_layer.items()
+            if totals.fp32
+        }
+        overall = {"layers": len(layers), **self._fp32_totals_document(self.totals.fp32)}
+        return {"meaning": FP32_MEANING, "overall": overall, "layers": layers}
 
-    def _fp32(self, totals: FP32Totals | None) -> dict[str, Any]:
+    def _fp32_totals_document(self, totals: Fp32SizeStats | None) -> dict[str, Any]:
         if totals is None:
             return {}
-        found = self.of_lane(totals.sum()).to_dict()
+        document = self.build_lane_entry(totals.sum_lanes()).to_dict()
         for part in PARTS:
             lanes = {lane: totals.lanes[part, lane] for lane in FP32_LANES}
-            found[PART_LETTERS[part]] = {
-                **self.of_lane(totals.sum([part])).to_dict(),
+            document[PART_LETTERS[part]] = {
+                **self.build_lane_entry(totals.sum_lanes([part])).to_dict(),
                 "framing_bytes": totals.extra_bytes[part],
                 "lanes": {
-                    str(n): {**self.of_lane(lane).to_dict(), "modes": dict(lane.modes)} for n, lane in lanes.items()
+                    str(n): {**self.build_lane_entry(lane).to_dict(), "modes": dict(lane.modes)}
+                    for n, lane in lanes.items()
                 },
             }
-        return found
+        return document
 
-    def _fp32_lines(self) -> list[str]:
+    def _format_fp32_lines(self) -> list[str]:
         """Lines of fp32 words of which others are the measured ones, rounded to fp16."""
         lines: list[str] = []
-        if self.overall.is_fp32_counted:
+        if self.totals.is_fp32_counted:
             return lines
-        labelled = [*((f"layer {n}", totals.fp32) for n, totals in self.layers.items()), ("total", self.overall.fp32)]
-        for label, totals in labelled:
+        labels_and_totals = [
+            *((f"layer {n}", totals.fp32) for n, totals in self.totals_by_layer.items()),
+            ("total", self.totals.fp32),
+        ]
+        for label, totals in labels_and_totals:
             if totals is None:
                 continue
-            lines.append(self.of_lane(totals.sum()).line(f"{label} fp32"))
-            for part in (part for part in PARTS if totals.sum([part]).raw_bytes):
-                lines.append(self.of_lane(totals.sum([part])).line(f"  {PART_LETTERS[part].upper()}"))
-                lines += [self.of_lane(totals.lanes[part, n]).line(f"    lane {n}") for n in FP32_LANES]
+            lines.append(self.build_lane_entry(totals.sum_lanes()).format_line(f"{label} fp32"))
+            for part in (part for part in PARTS if totals.sum_lanes([part]).raw_bytes):
+                lines.append(
+                    self.build_lane_entry(totals.sum_lanes([part])).format_line(f"  {PART_LETTERS[part].upper()}")
+                )
+                lines += [self.build_lane_entry(totals.lanes[part, n]).format_line(f"    lane {n}") for n in FP32_LANES]
         return lines
 
     def __str__(self) -> str:
@@ -180,27 +201,35 @@ class Breakdown:
         header += f" {'byte entropy':>13}" if self.has_limits else ""
         header += f" {'STORED':>13} {'ratio':>6}" if self.is_stored else ""
         lines = [header]
-        for label, totals in [*((f"layer {n}", t) for n, t in self.layers.items()), ("total", self.overall)]:
-            lines.append(self.of(totals).line(label))
+        for label, totals in [*((f"layer {n}", t) for n, t in self.totals_by_layer.items()), ("total", self.totals)]:
+            lines.append(self.build_entry(totals).format_line(label))
             for part in (part for part in PARTS if totals.raw_bytes([part])):
-                lines.append(self.of(totals, [part]).line(f"  {PART_LETTERS[part].upper()}"))
-                lanes: list[tuple[str, LaneTotal]] = [(half, totals.lanes[lane_of(part, half)]) for half in HALVES]
+                lines.append(self.build_entry(totals, [part]).format_line(f"  {PART_LETTERS[part].upper()}"))
+                lanes: list[tuple[str, LaneSizeStats]] = [
+                    (half, totals.lanes[format_lane(part, half)]) for half in LANE_HALVES
+                ]
                 lanes += [(f"lane {n}", totals.fp32_lanes[part, n]) for n in FP32_LANES if totals.fp32_lanes]
-                lines += [self.of_lane(lane).line(f"    {name}") for name, lane in lanes if lane.raw_bytes]
-        lines += self._fp32_lines()
-        lines += ["", f"total: {self._measured()}", SIMULATED]
+                lines += [
+                    self.build_lane_entry(lane).format_line(f"    {name}") for name, lane in lanes if lane.raw_bytes
+                ]
+        lines += self._format_fp32_lines()
+        lines += ["", f"total: {self._describe_scope()}", SIMULATED_MEANING]
         if self.has_limits:
-            lines.append(f"byte entropy: {LIMIT}")
-        if self.overall.fp32:
-            layers = sum(totals.fp32 is not None for totals in self.layers.values())
-            too = "" if self.overall.is_fp32_counted else "simulated too: "
-            lines.append(f"fp32: {count(layers, 'layer')}, {too}{FP32}")
-        return "\n".join([*lines, STORED] if self.is_stored else lines)
+            lines.append(f"byte entropy: {LIMIT_MEANING}")
+        if self.totals.fp32:
+            layers = sum(totals.fp32 is not None for totals in self.totals_by_layer.values())
+            simulated_text = "" if self.totals.is_fp32_counted else "simulated too: "
+            lines.append(f"fp32: {pluralize(layers, 'layer')}, {simulated_text}{FP32_MEANING}")
+        return "\n".join([*lines, STORED_MEANING] if self.is_stored else lines)
 
-    def _measured(self) -> str:
+    def _describe_scope(self) -> str:
         """Of how many layers and tokens the total is."""
-        layers = count(self.found_layers, "layer")
-        if len(self.layers) < self.found_layers:
-            layers = f"{len(self.layers):,} of {layers}"
-        tokens = sorted({totals.tokens for totals in self.layers.values()})
-        return f"{layers}, {span(tokens)} tokens{' each' if len(self.layers) > 1 else ''}" if tokens else "nothing"
+        layers = pluralize(self.num_layers, "layer")
+        if len(self.totals_by_layer) < self.num_layers:
+            layers = f"{len(self.totals_by_layer):,} of {layers}"
+        tokens = sorted({totals.tokens for totals in self.totals_by_layer.values()})
+        return (
+            f"{layers}, {format_range(tokens)} tokens{' each' if len(self.totals_by_layer) > 1 else ''}"
+            if tokens
+            else "nothing"
+        )

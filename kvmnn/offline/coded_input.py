@@ -10,7 +10,7 @@ from ..arrays.source import Source
 
 
 @dataclass
-class CodedInput:
+class CodedInputInfo:
     """Inputs that hold codes, of which words were made before anything was measured.
 
     Attributes
@@ -27,24 +27,26 @@ class CodedInput:
     nbytes: int | None = 0
     room_bytes: int = 0
 
-    def add(self, source: Source) -> None:
+    def add_source(self, source: Source) -> None:
         """Count a source in, if its words are made of codes."""
-        if source.dequantised:
-            self.types = tuple(dict.fromkeys((*self.types, *source.dequantised)))
-            nbytes = count_bytes(source)
+        if source.dequantised_types:
+            self.types = tuple(dict.fromkeys((*self.types, *source.dequantised_types)))
+            nbytes = count_input_bytes(source)
             self.nbytes = None if nbytes is None or self.nbytes is None else self.nbytes + nbytes
-            self.room_bytes += source.engine_cache.room_bytes if source.engine_cache is not None else 0
+            self.room_bytes += source.engine_cache.unused_bytes if source.engine_cache is not None else 0
 
-    def note(self, word_bytes: int, coded_bytes: int, label: str) -> list[str]:
+    def describe(self, element_bytes: int, coded_bytes: int, label: str) -> list[str]:
         """Say of what the words were made, and how the `coded_bytes` of `label` compare with the input; or nothing."""
         if not self.types:
             return []
         line = f"words dequantised from {', '.join(self.types)}"
         if self.nbytes:
             room = min(self.room_bytes, self.nbytes - 1)
-            rest = "the input without room" if room else "the input"
+            input_text = "the input without room" if room else "the input"
             line += f": the input has {self.nbytes:,} bytes" + (f", {room:,} of them room" if room else "")
-            line += f", its words {word_bytes:,}; {label} is {coded_bytes / (self.nbytes - room):.2f} times {rest}"
+            line += (
+                f", its words {element_bytes:,}; {label} is {coded_bytes / (self.nbytes - room):.2f} times {input_text}"
+            )
         return [line]
 
     def to_dict(self) -> dict[str, Any]:
@@ -55,7 +57,7 @@ class CodedInput:
         return {"dequantised": {"types": list(self.types), "input_bytes": self.nbytes, **room}}
 
 
-def count_bytes(source: Source) -> int | None:
+def count_input_bytes(source: Source) -> int | None:
     """Return the bytes of the files that a source was read from; None where one of its inputs is no file."""
     if not source.inputs or not all(map(os.path.exists, source.inputs)):
         return None

@@ -6,39 +6,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from ..arrays.completeness import Completeness, completeness_document, report_missing
-from ..arrays.named_array import Piece
+from ..arrays.completeness import Completeness, build_completeness_document, format_missing
+from ..arrays.named_array import Chunk
 from ..arrays.source import Source
-from ..arrays.strided import in_c_order
+from ..arrays.strided import to_c_contiguous
 from ..bundle import DenseOptions
-from ..bundle.dense_groups import at_once, encode_group, groups_of, side_by_side
+from ..bundle.dense_groups import compute_num_workers, encode_group, map_in_order, plan_groups
 from ..bundle.dense_pieces import DensePlan, plan_arrays
 from ..dense.header import is_rotated
 from ..dtypes import PART_LETTERS, PARTS, Part
 from ..errors import KvmnnError
-from ..files.changes import Reading
-from ..frames import encode, matches
-from ..text import LOSSLESS, count, ratio, span
+from ..files.changes import InputGuard
+from ..frames import encode, verify_roundtrip
+from ..text import LOSSLESS, compute_ratio, format_range, pluralize
 from ..threads.pipeline import Progress
 from ..threads.pool import resolve_threads
-from .coded_input import CodedInput
-from .stored_sizes import FRAME_BYTES
+from .coded_input import CodedInputInfo
+from .stored_sizes import MAX_FRAME_BYTES
 
-MEANING = (
+DENSE_SIZES_MEANING = (
     "exact: frames as MNN makes them, of arrays as they lie; dense: streams for kvmnn alone (docs/dense.md); all made, "
     f"decoded and compared: {LOSSLESS}"
 )
 
 
 @dataclass
-class DenseSizes:
+class DenseSizeStats:
     """Bytes of K, of V or of both: their words, their frames of effort exact, their dense streams."""
 
     raw_bytes: int = 0
     exact_bytes: int = 0
     dense_bytes: int = 0
 
-    def __iadd__(self, other: DenseSizes) -> DenseSizes:
+    def __iadd__(self, other: DenseSizeStats) -> DenseSizeStats:
         self.raw_bytes += other.raw_bytes
         self.exact_bytes += other.exact_bytes
         self.dense_bytes += other.dense_bytes
@@ -49,19 +49,22 @@ class DenseSizes:
         return {
             "raw_bytes": self.raw_bytes,
             "exact_bytes": self.exact_bytes,
-            "exact_ratio": ratio(self.raw_bytes, self.exact_bytes),
+            "exact_ratio": compute_ratio(self.raw_bytes, self.exact_bytes),
             "dense_bytes": self.dense_bytes,
-            "dense_ratio": ratio(self.raw_bytes, self.dense_bytes),
+            "dense_ratio": compute_ratio(self.raw_bytes, self.dense_bytes),
         }
 
-    def line(self, label: str) -> str:
+    def format_line(self, label: str) -> str:
         """A line of the table."""
-        sizes = (f"{made:>13,} {ratio(self.raw_bytes, made):>7.4f}" for made in (self.exact_bytes, self.dense_bytes))
-        return f"{label:<9} {self.raw_bytes:>13,} {' '.join(sizes)}"
+        size_texts = (
+            f"{num_bytes:>13,} {compute_ratio(self.raw_bytes, num_bytes):>7.4f}"
+            for num_bytes in (self.exact_bytes, self.dense_bytes)
+        )
+        return f"{label:<9} {self.raw_bytes:>13,} {' '.join(size_texts)}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DenseMeasurement:
+class DenseMeasureResult:
     """What `measure_dense` gives.
 
     Parameters
@@ -70,7 +73,7 @@ class DenseMeasurement:
         What was measured.
     dtypes, tokens
         Of the layers; the words are measured as they are.
-    layers
+    sizes_by_layer
         By number and part.
     rope
         How K was taken as rotated, as `--rope` takes it; None where it was not. Where layers differ, each way once.
@@ -78,7 +81,7 @@ class DenseMeasurement:
         Streams of K that turn their rows so, as the others are smaller without that; and all streams of K.
     left_out
         Names of arrays that are no K or V of layers.
-    coded
+    coded_input
         The inputs, where the words were made of codes.
     completeness
         The state of the model that the arrays contain, where that is known.
@@ -87,80 +90,95 @@ class DenseMeasurement:
     inputs: tuple[str, ...]
     dtypes: tuple[str, ...]
     tokens: tuple[int, ...]
-    layers: dict[int, dict[Part, DenseSizes]] = field(default_factory=dict)
+    sizes_by_layer: dict[int, dict[Part, DenseSizeStats]] = field(default_factory=dict)
     rope: str | None = None
     rotated_streams: int = 0
     key_streams: int = 0
     left_out: tuple[str, ...] = ()
-    coded: CodedInput = field(default_factory=CodedInput)
+    coded_input: CodedInputInfo = field(default_factory=CodedInputInfo)
     completeness: Completeness | None = None
 
     @property
     def notes(self) -> list[str]:
         """What changes the meaning of the sizes, in lines."""
-        sizes = self.of(list(self.layers))
-        return self.coded.note(sizes.raw_bytes, sizes.dense_bytes, "dense")
+        sizes = self.sum_layers(list(self.sizes_by_layer))
+        return self.coded_input.describe(sizes.raw_bytes, sizes.dense_bytes, "dense")
 
-    def of(self, layers: Sequence[int], parts: Sequence[Part] = PARTS) -> DenseSizes:
+    def sum_layers(self, layers: Sequence[int], parts: Sequence[Part] = PARTS) -> DenseSizeStats:
         """Sizes of several layers together."""
-        found = DenseSizes()
+        total = DenseSizeStats()
         for layer in layers:
             for part in parts:
-                found += self.layers[layer].get(part, DenseSizes())
-        return found
+                total += self.sizes_by_layer[layer].get(part, DenseSizeStats())
+        return total
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
 
-        def document(layers: Sequence[int]) -> dict[str, Any]:
-            parts = {PART_LETTERS[part]: self.of(layers, [part]).to_dict() for part in self._parts(layers)}
-            return {**self.of(layers).to_dict(), **parts}
+        def build_document(layers: Sequence[int]) -> dict[str, Any]:
+            parts = {PART_LETTERS[part]: self.sum_layers(layers, [part]).to_dict() for part in self._list_parts(layers)}
+            return {**self.sum_layers(layers).to_dict(), **parts}
 
         return {
             "label": LOSSLESS,
             "notes": self.notes,
             "inputs": list(self.inputs),
-            "meaning": MEANING,
+            "meaning": DENSE_SIZES_MEANING,
             "dtypes": list(self.dtypes),
             "rotary": self.rope is not None,
             "rope": self.rope,
             "rotated_streams": self.rotated_streams,
             "key_streams": self.key_streams,
             "left_out": list(self.left_out),
-            **self.coded.to_dict(),
-            **completeness_document(self.completeness),
-            "overall": {"layers": len(self.layers), **document(list(self.layers))},
-            "layers": {str(layer): document([layer]) for layer in self.layers},
+            **self.coded_input.to_dict(),
+            **build_completeness_document(self.completeness),
+            "overall": {"layers": len(self.sizes_by_layer), **build_document(list(self.sizes_by_layer))},
+            "layers": {str(layer): build_document([layer]) for layer in self.sizes_by_layer},
         }
 
     def __str__(self) -> str:
         lines = [f"{'':<9} {'raw bytes':>13} {'exact':>13} {'ratio':>7} {'dense':>13} {'ratio':>7}"]
-        for label, layers in [*((f"layer {n}", [n]) for n in self.layers), ("total", list(self.layers))]:
-            lines.append(self.of(layers).line(label))
-            lines += [self.of(layers, [part]).line(f"  {PART_LETTERS[part].upper()}") for part in self._parts(layers)]
-        what = f"{count(len(self.layers), 'layer')} of {' and '.join(self.dtypes)}, {span(self.tokens)} tokens"
-        how = "without rotation (--rope or --model says how it was rotated)"
+        for label, layers in [
+            *((f"layer {n}", [n]) for n in self.sizes_by_layer),
+            ("total", list(self.sizes_by_layer)),
+        ]:
+            lines.append(self.sum_layers(layers).format_line(label))
+            lines += [
+                self.sum_layers(layers, [part]).format_line(f"  {PART_LETTERS[part].upper()}")
+                for part in self._list_parts(layers)
+            ]
+        scope_text = (
+            f"{pluralize(len(self.sizes_by_layer), 'layer')} of {' and '.join(self.dtypes)}, "
+            f"{format_range(self.tokens)} tokens"
+        )
+        rotation_text = "without rotation (--rope or --model says how it was rotated)"
         if self.rope is not None:
-            how = f"as rotated (RoPE) by {self.rope}"
+            rotation_text = f"as rotated (RoPE) by {self.rope}"
             if self.rotated_streams < self.key_streams:
-                how += (
-                    f" in {self.rotated_streams:,} of {count(self.key_streams, 'stream')}: others are smaller without"
+                rotation_text += (
+                    f" in {self.rotated_streams:,} of {pluralize(self.key_streams, 'stream')}: others are smaller "
+                    f"without"
                 )
-        has_keys = "key" in self._parts(list(self.layers))
-        lines += ["", f"total: {what}" + (f"; K taken {how}" if has_keys else ""), MEANING, *self.notes]
-        lines += report_missing(self.completeness)
+        has_keys = "key" in self._list_parts(list(self.sizes_by_layer))
+        lines += [
+            "",
+            f"total: {scope_text}" + (f"; K taken {rotation_text}" if has_keys else ""),
+            DENSE_SIZES_MEANING,
+            *self.notes,
+        ]
+        lines += format_missing(self.completeness)
         if self.left_out:
             lines.append(f"left out, no K or V of layers: {', '.join(self.left_out)}")
         return "\n".join(lines)
 
-    def _parts(self, layers: Sequence[int]) -> list[Part]:
-        return [part for part in PARTS if any(part in self.layers[layer] for layer in layers)]
+    def _list_parts(self, layers: Sequence[int]) -> list[Part]:
+        return [part for part in PARTS if any(part in self.sizes_by_layer[layer] for layer in layers)]
 
 
-class _Job(NamedTuple):
+class _DenseJob(NamedTuple):
     plan: DensePlan
     layer: int
-    piece: Piece
+    chunk: Chunk
 
 
 def measure_dense(
@@ -169,7 +187,7 @@ def measure_dense(
     *,
     threads: int | None = None,
     progress: Progress | None = None,
-) -> DenseMeasurement:
+) -> DenseMeasureResult:
     """Make dense streams and exact frames of K and V of every layer, decode and compare them, and count their bytes.
 
     Parameters
@@ -192,60 +210,70 @@ def measure_dense(
         or of the machine.
     """
 
-    def work(group: list[_Job]) -> list[tuple[DenseSizes, bool]]:
-        streams = encode_group([(job.plan, job.piece) for job in group], verify=True)
+    def encode_and_measure(group: list[_DenseJob]) -> list[tuple[DenseSizeStats, bool]]:
+        streams = encode_group([(job.plan, job.chunk) for job in group], verify=True)
         return [
-            (DenseSizes(job.piece.size, _exact_bytes(job, share), len(stream)), is_rotated(stream))
+            (
+                DenseSizeStats(job.chunk.size, _count_exact_bytes(job, threads_per_worker), len(stream)),
+                is_rotated(stream),
+            )
             for job, stream in zip(group, streams, strict=True)
         ]
 
-    source = replace(source, arrays=[in_c_order(array) if array.order == "F" else array for array in source.arrays])
+    source = replace(
+        source, arrays=[to_c_contiguous(array) if array.order == "F" else array for array in source.arrays]
+    )
     plans = plan_arrays(source, options or DenseOptions())
-    layers: dict[int, dict[Part, DenseSizes]] = {}
-    rotated = [0, 0]
-    groups = groups_of((source[name], plan) for name, plan in plans.items())
-    workers = at_once(groups.largest, threads)
-    share = max(1, resolve_threads(threads) // workers)
-    with Reading():
-        for group, found in side_by_side(work, groups.gathered(_jobs(source, plans), lambda _: True), workers):
-            for job, (sizes, turns) in zip(group, found, strict=True):
-                rotated = [rotated[0] + turns, rotated[1] + (job.plan.part == "key")]
+    layers: dict[int, dict[Part, DenseSizeStats]] = {}
+    rotation_counts = [0, 0]
+    groups = plan_groups((source[name], plan) for name, plan in plans.items())
+    workers = compute_num_workers(groups.max_group_bytes, threads)
+    threads_per_worker = max(1, resolve_threads(threads) // workers)
+    with InputGuard():
+        for group, sizes_and_rotations in map_in_order(
+            encode_and_measure, groups.collect(_iter_dense_jobs(source, plans), lambda _: True), workers
+        ):
+            for job, (sizes, is_stream_rotated) in zip(group, sizes_and_rotations, strict=True):
+                rotation_counts = [
+                    rotation_counts[0] + is_stream_rotated,
+                    rotation_counts[1] + (job.plan.part == "key"),
+                ]
                 parts = layers.setdefault(job.layer, {})
-                parts[job.plan.part] = parts.get(job.plan.part, DenseSizes())
+                parts[job.plan.part] = parts.get(job.plan.part, DenseSizeStats())
                 parts[job.plan.part] += sizes
                 if progress:
-                    progress(job.piece.size)
+                    progress(job.chunk.size)
             del group, job
-    coded = CodedInput()
-    coded.add(source)
-    return DenseMeasurement(
+    coded_input = CodedInputInfo()
+    coded_input.add_source(source)
+    return DenseMeasureResult(
         inputs=source.inputs,
         dtypes=tuple(sorted({plan.dtype for plan in plans.values()})),
         tokens=tuple(sorted({plan.tokens for plan in plans.values()})),
-        layers=dict(sorted(layers.items())),
+        sizes_by_layer=dict(sorted(layers.items())),
         rope="; ".join(dict.fromkeys(str(plan.rotary) for plan in plans.values() if plan.rotary)) or None,
-        rotated_streams=rotated[0],
-        key_streams=rotated[1],
+        rotated_streams=rotation_counts[0],
+        key_streams=rotation_counts[1],
         left_out=tuple(name for name in source if name not in plans),
-        coded=coded,
+        coded_input=coded_input,
         completeness=source.completeness,
     )
 
 
-def _jobs(source: Source, plans: dict[str, DensePlan]) -> Iterator[_Job]:
+def _iter_dense_jobs(source: Source, plans: dict[str, DensePlan]) -> Iterator[_DenseJob]:
     for name, plan in plans.items():
-        for number, piece in enumerate(source[name].pieces(plan.nbytes)):
-            yield _Job(plan, number if plan.layer is None else plan.layer, piece)
-            del piece
+        for number, chunk in enumerate(source[name].iter_chunks(plan.nbytes)):
+            yield _DenseJob(plan, number if plan.layer is None else plan.layer, chunk)
+            del chunk
 
 
-def _exact_bytes(job: _Job, threads: int) -> int:
+def _count_exact_bytes(job: _DenseJob, threads: int) -> int:
     """Bytes of the frames of a piece, proved."""
-    exact = 0
-    for start in range(0, job.piece.size, FRAME_BYTES):
-        run = job.piece[start : start + FRAME_BYTES]
-        frame = encode(run, dtype=job.plan.dtype, threads=threads)
-        if not matches(frame, run, dtype=job.plan.dtype, threads=threads):
+    exact_bytes = 0
+    for start in range(0, job.chunk.size, MAX_FRAME_BYTES):
+        block = job.chunk[start : start + MAX_FRAME_BYTES]
+        frame = encode(block, dtype=job.plan.dtype, threads=threads)
+        if not verify_roundtrip(frame, block, dtype=job.plan.dtype, threads=threads):
             raise KvmnnError("a frame did not decode to its own input (please report this)")
-        exact += len(frame)
-    return exact
+        exact_bytes += len(frame)
+    return exact_bytes

@@ -11,19 +11,19 @@ class MemoryBudget:
     """Bytes shared by any number of threads; a worker that needs more than all of them waits until it is alone."""
 
     def __init__(self, nbytes: int) -> None:
-        self._limit = nbytes
-        self._used = 0
-        self._changed = threading.Condition()
+        self._max_bytes = nbytes
+        self._used_bytes = 0
+        self._condition = threading.Condition()
 
     @contextmanager
-    def holding(self, nbytes: int) -> Iterator[None]:
+    def reserve(self, nbytes: int) -> Iterator[None]:
         """Wait until `nbytes` are free, and hold them inside the ``with`` block."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._used == 0 or self._used + nbytes <= self._limit)
-            self._used += nbytes
+        with self._condition:
+            self._condition.wait_for(lambda: self._used_bytes == 0 or self._used_bytes + nbytes <= self._max_bytes)
+            self._used_bytes += nbytes
         try:
             yield
         finally:
-            with self._changed:
-                self._used -= nbytes
-                self._changed.notify_all()
+            with self._condition:
+                self._used_bytes -= nbytes
+                self._condition.notify_all()

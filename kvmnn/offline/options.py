@@ -12,11 +12,11 @@ from typing import Literal
 
 from ..dtypes import PART_LETTERS, PARTS, Part
 from ..errors import KvmnnError, OptionError
-from .predictors import parse_list
+from .predictors import parse_predictor_list
 
 STAGES = ("prefill", "decode", "both")
 SCOPES = ("all", "front_n", "layer_range", "layer_ids")
-_OPTIONS_OF = {
+_SCOPE_OF_OPTION = {
     "front_n": "front_n",
     "layer_start": "layer_range",
     "layer_end": "layer_range",
@@ -24,12 +24,12 @@ _OPTIONS_OF = {
 }
 ENTRY_MODES = ("per_meta", "aggregate", "chunked", "chunked_grouped")
 CODEC_MODES = ("legacy", "adaptive_v22")
-MAX_LEVEL = 22
+MAX_ZSTD_LEVEL = 22
 """The highest compression level of libzstd."""
 
-Half = Literal["hi", "lo"]
+LaneHalf = Literal["hi", "lo"]
 """The high or the low bytes of 16-bit words."""
-HALVES: tuple[Half, Half] = ("hi", "lo")
+LANE_HALVES: tuple[LaneHalf, LaneHalf] = ("hi", "lo")
 
 
 LANES = ("k_hi", "k_lo", "v_hi", "v_lo")
@@ -38,8 +38,8 @@ LANES = ("k_hi", "k_lo", "v_hi", "v_lo")
 FP32_LANES = (0, 1, 2, 3)
 """The byte lanes of 32-bit words, the lowest byte first."""
 
-K_PREDICTORS = ("raw", "delta_seq", "xor_seq", "pair_delta", "pair_delta_delta_seq")
-V_PREDICTORS = ("raw", "delta_seq", "xor_seq")
+DEFAULT_K_PREDICTORS = ("raw", "delta_seq", "xor_seq", "pair_delta", "pair_delta_delta_seq")
+DEFAULT_V_PREDICTORS = ("raw", "delta_seq", "xor_seq")
 """What the evaluation tries unless told otherwise; predictors that it does not know are asked for by name."""
 
 
@@ -83,30 +83,30 @@ class Scope:
     to_fp16: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("--stage", self.stage, STAGES)
-        given: str | None = self.scope
-        defaults = {"scope": given or self._said(), "front_n": 2, "layer_start": 2, "layer_end": -1}
+        _check_choice("--stage", self.stage, STAGES)
+        explicit_scope: str | None = self.scope
+        defaults = {"scope": explicit_scope or self._infer_scope(), "front_n": 2, "layer_start": 2, "layer_end": -1}
         for name, default in defaults.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, default)
-        _one_of("--scope", self.scope, SCOPES)
+        _check_choice("--scope", self.scope, SCOPES)
         object.__setattr__(self, "layer_ids", tuple(sorted(set(self.layer_ids))))
         if self.scope == "front_n" and self.front_n <= 0:
             raise OptionError("--front-n must be > 0 when scope=front_n.")
 
-    def _said(self) -> str:
+    def _infer_scope(self) -> str:
         """The scope that the options given belong to."""
-        said = {scope for name, scope in _OPTIONS_OF.items() if getattr(self, name) not in (None, ())}
-        if len(said) > 1:
-            raise OptionError(f"options of {' and '.join(sorted(said))}: say which with --scope")
-        return said.pop() if said else "all"
+        scopes = {scope for name, scope in _SCOPE_OF_OPTION.items() if getattr(self, name) not in (None, ())}
+        if len(scopes) > 1:
+            raise OptionError(f"options of {' and '.join(sorted(scopes))}: say which with --scope")
+        return scopes.pop() if scopes else "all"
 
     def check_layer_ids(self) -> None:
         """Refuse the scope ``layer_ids`` without any."""
         if self.scope == "layer_ids" and not self.layer_ids:
             raise OptionError("--layer-ids must be non-empty when scope=layer_ids.")
 
-    def takes_layer(self, layer: int) -> bool:
+    def includes_layer(self, layer: int) -> bool:
         """Whether a layer is in the scope."""
         if self.scope == "all":
             return True
@@ -116,7 +116,7 @@ class Scope:
             return layer >= self.layer_start and (self.layer_end < 0 or layer <= self.layer_end)
         return layer in self.layer_ids
 
-    def takes_length(self, tokens: int) -> bool:
+    def includes_length(self, tokens: int) -> bool:
         """Whether a dump of `tokens` tokens is neither too short nor too long."""
         if self.min_seq_len > 0 and tokens < self.min_seq_len:
             return False
@@ -124,22 +124,24 @@ class Scope:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predictors:
+class LanePredictors:
     """What is tried on each byte lane of K and V, by name (`kvmnn.offline.predictors.NAMES`), in order."""
 
-    k_hi: tuple[str, ...] = K_PREDICTORS
-    k_lo: tuple[str, ...] = K_PREDICTORS
-    v_hi: tuple[str, ...] = V_PREDICTORS
-    v_lo: tuple[str, ...] = V_PREDICTORS
+    k_hi: tuple[str, ...] = DEFAULT_K_PREDICTORS
+    k_lo: tuple[str, ...] = DEFAULT_K_PREDICTORS
+    v_hi: tuple[str, ...] = DEFAULT_V_PREDICTORS
+    v_lo: tuple[str, ...] = DEFAULT_V_PREDICTORS
 
-    def of(self, lane: str) -> tuple[str, ...]:
+    def get_lane(self, lane: str) -> tuple[str, ...]:
         """The list of a lane, one of `LANES`."""
         names: tuple[str, ...] = getattr(self, lane)
         return names
 
-    def checked(self) -> Predictors:
+    def normalize(self) -> LanePredictors:
         """The same without repetitions; `OptionError` for unknown names and empty lists."""
-        return Predictors(**{lane: _named(f"--{lane.replace('_', '-')}-predictors", self.of(lane)) for lane in LANES})
+        return LanePredictors(
+            **{lane: _parse_predictors(f"--{lane.replace('_', '-')}-predictors", self.get_lane(lane)) for lane in LANES}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +168,7 @@ class MeasureOptions:
     bitshuffle
         Sort the bits of each payload by plane before it is compressed.
     zstd_level
-        At most `MAX_LEVEL`; below 1 as libzstd understands it.
+        At most `MAX_ZSTD_LEVEL`; below 1 as libzstd understands it.
     predictors
         What adaptive_v22 tries.
     limits
@@ -190,22 +192,22 @@ class MeasureOptions:
     adaptive_block_seq: int = 64
     bitshuffle: bool = False
     zstd_level: int = 3
-    predictors: Predictors = field(default_factory=Predictors)
+    predictors: LanePredictors = field(default_factory=LanePredictors)
     limits: bool = True
     fp32: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("--entry-mode", self.entry_mode, ENTRY_MODES)
-        _one_of("--codec-mode", self.codec_mode, CODEC_MODES)
+        _check_choice("--entry-mode", self.entry_mode, ENTRY_MODES)
+        _check_choice("--codec-mode", self.codec_mode, CODEC_MODES)
         if self.adaptive_block_seq <= 0:
             raise OptionError("--adaptive-block-seq must be > 0.")
         if self.online_chunk_seq < 0:
             raise OptionError("--online-chunk-seq must be >= 0.")
         if self.online_framing_bytes < 0:
             raise OptionError("--online-framing-bytes must be >= 0.")
-        if self.zstd_level > MAX_LEVEL:
-            raise OptionError(f"--zstd-level must be <= {MAX_LEVEL}.")
-        object.__setattr__(self, "predictors", self.predictors.checked())
+        if self.zstd_level > MAX_ZSTD_LEVEL:
+            raise OptionError(f"--zstd-level must be <= {MAX_ZSTD_LEVEL}.")
+        object.__setattr__(self, "predictors", self.predictors.normalize())
         self.scope.check_layer_ids()
         if self.fp32 and self.scope.strict_fp16:
             raise OptionError("--fp32 and --strict-fp16 exclude each other.")
@@ -221,19 +223,19 @@ class MeasureOptions:
         return self.entry_mode in ("chunked", "chunked_grouped")
 
 
-def lane_of(part: Part, half: Half) -> str:
+def format_lane(part: Part, half: LaneHalf) -> str:
     """The name of a byte lane, one of `LANES`."""
     return f"{PART_LETTERS[part]}_{half}"
 
 
-def part_and_half(lane: str) -> tuple[Part, Half]:
+def parse_lane(lane: str) -> tuple[Part, LaneHalf]:
     """The part and the half of a byte lane, one of `LANES`."""
-    return next((part, half) for part in PARTS for half in HALVES if lane_of(part, half) == lane)
+    return next((part, half) for part in PARTS for half in LANE_HALVES if format_lane(part, half) == lane)
 
 
-def _named(flag: str, names: Sequence[str]) -> tuple[str, ...]:
+def _parse_predictors(flag: str, names: Sequence[str]) -> tuple[str, ...]:
     try:
-        return parse_list(flag, ",".join(names))
+        return parse_predictor_list(flag, ",".join(names))
     except KvmnnError as exc:
         raise OptionError(str(exc)) from None
 
@@ -246,6 +248,6 @@ def parse_layer_ids(text: str) -> tuple[int, ...]:
         raise OptionError(f"--layer-ids: {text!r:.80} is not a list of whole numbers") from None
 
 
-def _one_of(flag: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise OptionError(f"{flag} is {value!r}: expected one of {', '.join(choices)}")

@@ -15,25 +15,25 @@ from ..dtypes import Bytes
 from ..errors import KvmnnError
 from . import _sizes
 
-NAMES: tuple[str, ...] = _sizes.NAMES
+PREDICTOR_NAMES: tuple[str, ...] = _sizes.NAMES
 """``raw``; ``delta_seq``, ``xor_seq``: each token minus, or exclusive-or, the one before; ``pair_delta``: odd columns
 of a head minus their left neighbours; ``pair_delta_delta_seq``: the two in that order."""
 
 
-def parse_list(flag: str, text: str) -> tuple[str, ...]:
+def parse_predictor_list(flag: str, text: str) -> tuple[str, ...]:
     """The predictors that an option's value names, each once, in order.
 
     Raises
     ------
     KvmnnError
-        For a name that is not in `NAMES` and for a value without names; the message starts with `flag`.
+        For a name that is not in `PREDICTOR_NAMES` and for a value without names; the message starts with `flag`.
     """
     names: list[str] = []
-    for part in text.split(","):
-        name = part.strip()
+    for item in text.split(","):
+        name = item.strip()
         if not name:
             continue
-        if name not in NAMES:
+        if name not in PREDICTOR_NAMES:
             raise KvmnnError(f"{flag}: invalid predictor `{name}`")
         if name not in names:
             names.append(name)
@@ -42,7 +42,7 @@ def parse_list(flag: str, text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def apply(lane: npt.NDArray[Any], name: str) -> Bytes:
+def apply_predictor(lane: npt.NDArray[Any], name: str) -> Bytes:
     """The stream of the predictor called `name`.
 
     Parameters
@@ -54,19 +54,19 @@ def apply(lane: npt.NDArray[Any], name: str) -> Bytes:
     -------
     uint8 array of the same shape.
     """
-    tokens, heads, dims, number = _geometry(lane, name)
+    tokens, heads, dims, predictor_id = _check_lane(lane, name)
     if lane.size == 0:
         return lane.copy()
-    stream = _sizes.predict(np.ascontiguousarray(lane).reshape(-1), heads, dims, number)
+    stream = _sizes.predict(np.ascontiguousarray(lane).reshape(-1), heads, dims, predictor_id)
     return np.frombuffer(stream, np.uint8).reshape(tokens, heads, dims)
 
 
-def undo(stream: npt.NDArray[Any], name: str) -> Bytes:
-    """The lane that `apply` made `stream` of."""
-    tokens, heads, dims, number = _geometry(stream, name)
+def invert_predictor(stream: npt.NDArray[Any], name: str) -> Bytes:
+    """The lane that `apply_predictor` made `stream` of."""
+    tokens, heads, dims, predictor_id = _check_lane(stream, name)
     if stream.size == 0:
         return stream.copy()
-    lane = _sizes.unpredict(np.ascontiguousarray(stream).reshape(-1), heads, dims, number)
+    lane = _sizes.unpredict(np.ascontiguousarray(stream).reshape(-1), heads, dims, predictor_id)
     return np.frombuffer(lane, np.uint8).reshape(tokens, heads, dims)
 
 
@@ -75,10 +75,10 @@ def bitshuffle(data: bytes | bytearray | memoryview | Bytes) -> bytes:
     return _sizes.bitshuffle(data)
 
 
-def _geometry(lane: npt.NDArray[Any], name: str) -> tuple[int, int, int, int]:
+def _check_lane(lane: npt.NDArray[Any], name: str) -> tuple[int, int, int, int]:
     if lane.ndim != 3 or lane.dtype != np.uint8:
         raise TypeError(f"expected uint8 [token, kv_head, head_dim], not {lane.dtype} {list(lane.shape)}")
-    if name not in NAMES:
-        raise KvmnnError(f"unknown predictor {name!r}: expected one of {', '.join(NAMES)}")
+    if name not in PREDICTOR_NAMES:
+        raise KvmnnError(f"unknown predictor {name!r}: expected one of {', '.join(PREDICTOR_NAMES)}")
     tokens, heads, dims = lane.shape
-    return tokens, heads, dims, NAMES.index(name)
+    return tokens, heads, dims, PREDICTOR_NAMES.index(name)

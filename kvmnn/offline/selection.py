@@ -18,17 +18,17 @@ from ..dtypes import Part
 from ..errors import LimitError, OptionError, SourceError
 from ..files.changes import FileState
 from ..files.json_document import read_bounded
-from ..formats import folder_kind, is_frames, readable_within
-from .coded_input import CodedInput
+from ..formats import classify_folder, find_readable_entry, is_frames
+from .coded_input import CodedInputInfo
 from .options import NothingSelectedError, Scope
-from .token_runs import ArrayTensor, FileTensor, NoTensor, Tensor
+from .token_runs import ArrayTensor, DumpTensor, EmptyTensor, FileTensor
 
-_MAX_META = 64 << 20
-_WIDTHS = (2, 4)
+_MAX_META_BYTES = 64 << 20
+_SUPPORTED_ITEMSIZES = (2, 4)
 
 
 @dataclass(frozen=True)
-class Entry:
+class DumpEntry:
     """One dump: K and V of some tokens of a layer.
 
     Parameters
@@ -48,10 +48,10 @@ class Entry:
     head_dim: int
     stage: str
     run_id: str
-    keys: Tensor
-    values: Tensor
+    keys: DumpTensor
+    values: DumpTensor
 
-    def tensor(self, part: Part) -> Tensor:
+    def get_tensor(self, part: Part) -> DumpTensor:
         """K or V."""
         return self.keys if part == "key" else self.values
 
@@ -60,7 +60,7 @@ class Entry:
         return self.keys.is_complete() and self.values.is_complete()
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """Its file, that of a tensor without the bytes that the metadata says where there is one; or its layer."""
         tensors = sorted((self.keys, self.values), key=lambda tensor: tensor.is_complete())
         files = [str(tensor.path) for tensor in tensors if isinstance(tensor, FileTensor)]
@@ -68,7 +68,7 @@ class Entry:
 
 
 @dataclass
-class Selection:
+class DumpSelection:
     """What a walk found.
 
     Parameters
@@ -79,45 +79,47 @@ class Selection:
         What tells one dump from another: run ids, or directories.
     layers
         Numbers of the layers that were found, whether or not the scope takes them.
-    scanned
+    num_scanned
         Metadata files (or pairs of arrays) that were looked at.
-    converted
+    num_rounded
         Entries of fp32 words that are rounded to fp16, which `Scope.to_fp16` asks for.
-    fp32
+    num_fp32
         Entries of fp32 words that are measured as they are.
-    skipped
+    skip_counts
         Why others were left out, in the order in which the reasons came up.
-    skipped_files
+    skip_examples
         The first file (or layer) for each of these reasons.
-    coded
+    coded_input
         Inputs whose words were made of codes before anything was measured.
     completeness
         The state of the model that the arrays contain, where that is known.
-    filtered
+    filter_counts
         How many were left out silently, by the options that asked for it.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[DumpEntry] = field(default_factory=list)
     dumps: set[str] = field(default_factory=set)
     layers: set[int] = field(default_factory=set)
-    scanned: int = 0
-    converted: int = 0
-    fp32: int = 0
-    skipped: Counter[str] = field(default_factory=Counter)
-    skipped_files: dict[str, str] = field(default_factory=dict)
-    coded: CodedInput = field(default_factory=CodedInput)
+    num_scanned: int = 0
+    num_rounded: int = 0
+    num_fp32: int = 0
+    skip_counts: Counter[str] = field(default_factory=Counter)
+    skip_examples: dict[str, str] = field(default_factory=dict)
+    coded_input: CodedInputInfo = field(default_factory=CodedInputInfo)
     completeness: Completeness | None = None
-    filtered: Counter[str] = field(default_factory=Counter)
+    filter_counts: Counter[str] = field(default_factory=Counter)
 
     def require_entries(self) -> None:
         """Raise `NothingSelectedError` if there are none."""
         if not self.entries:
             raise NothingSelectedError("No entries selected after filtering. Check --dump-dir/--stage/--scope options.")
 
-    def describe_left_out(self) -> str:
+    def describe_exclusions(self) -> str:
         """Say which options and which faults left entries out, the most frequent first."""
-        counts = self.filtered + Counter({_REASONS.get(name, name): n for name, n in self.skipped.items()})
-        return ", ".join(f"{number:,} of {self.scanned:,} by {name}" for name, number in counts.most_common())
+        counts = self.filter_counts + Counter(
+            {_SKIP_REASON_TEXTS.get(name, name): n for name, n in self.skip_counts.items()}
+        )
+        return ", ".join(f"{number:,} of {self.num_scanned:,} by {name}" for name, number in counts.most_common())
 
     def check_size(self, max_bytes: int | None) -> None:
         """Raise `LimitError` if the entries have more bytes than `max_bytes`."""
@@ -125,43 +127,43 @@ class Selection:
         if max_bytes is not None and nbytes > max_bytes:
             raise LimitError(f"the entries hold {nbytes} raw bytes, above the limit of {max_bytes}")
 
-    def files(self) -> list[str]:
+    def list_files(self) -> list[str]:
         """The binary files of all entries that are dumps."""
         tensors = (tensor for entry in self.entries for tensor in (entry.keys, entry.values))
         return [str(tensor.path) for tensor in tensors if isinstance(tensor, FileTensor)]
 
-    def check_no_file_twice(self) -> None:
+    def check_distinct_files(self) -> None:
         """Raise `OptionError` if inputs overlap, so that a file would be counted twice."""
-        seen: set[str] = set()
-        for path in self.files():
-            real = os.path.realpath(path)
-            if real in seen:
+        real_paths: set[str] = set()
+        for path in self.list_files():
+            real_path = os.path.realpath(path)
+            if real_path in real_paths:
                 raise OptionError(f"{path}: is taken twice: the inputs overlap")
-            seen.add(real)
+            real_paths.add(real_path)
 
-    def skip(self, reason: str, where: str) -> None:
+    def count_skip(self, reason: str, example: str) -> None:
         """Leave one out."""
-        self.skipped[reason] += 1
-        self.skipped_files.setdefault(reason, where)
+        self.skip_counts[reason] += 1
+        self.skip_examples.setdefault(reason, example)
 
-    def add(self, entry: Entry, dump: str) -> None:
+    def add_entry(self, entry: DumpEntry, dump: str) -> None:
         """Take one more."""
         self.entries.append(entry)
         self.dumps.add(dump)
         tensors = entry.keys, entry.values
-        self.converted += any(tensor.width > tensor.word_bytes for tensor in tensors)
-        self.fp32 += any(tensor.word_bytes == 4 for tensor in tensors)
+        self.num_rounded += any(tensor.stored_itemsize > tensor.measured_itemsize for tensor in tensors)
+        self.num_fp32 += any(tensor.measured_itemsize == 4 for tensor in tensors)
 
 
-_STAGE, _LAYERS, _LENGTHS = "--stage", "--scope or its layers", "--min-seq-len or --max-seq-len"
-_REASONS = {"skip_fp32_strict": "--strict-fp16 (they are fp32)"}
+_STAGE_OPTION, _LAYER_OPTIONS, _LENGTH_OPTIONS = "--stage", "--scope or its layers", "--min-seq-len or --max-seq-len"
+_SKIP_REASON_TEXTS = {"skip_fp32_strict": "--strict-fp16 (they are fp32)"}
 
 
 class _SkipError(Exception):
     """A dump is left out for the reason in the message."""
 
 
-def select(roots: Iterable[str | os.PathLike[str]], scope: Scope) -> Selection:
+def select_dumps(roots: Iterable[str | os.PathLike[str]], scope: Scope) -> DumpSelection:
     """Walk the directories of MNN KV dumps.
 
     Raises
@@ -171,54 +173,58 @@ def select(roots: Iterable[str | os.PathLike[str]], scope: Scope) -> Selection:
     SourceError
         When there is no such directory, or a metadata file holds JSON that is no object.
     """
-    found = Selection()
+    selection = DumpSelection()
     for root in roots:
-        add_dumps(found, Path(os.path.abspath(root)), scope)
-    return found
+        add_dumps(selection, Path(os.path.abspath(root)), scope)
+    return selection
 
 
-def is_dump(path: str) -> bool:
+def is_dump_folder(path: str) -> bool:
     """Whether a path is to be walked: a directory that no other source or bundle of frames makes anything of."""
-    return os.path.isdir(path) and not is_frames(path) and folder_kind(path) in ("dump", None)
+    return os.path.isdir(path) and not is_frames(path) and classify_folder(path) in ("dump", None)
 
 
-def add_dumps(found: Selection, root: Path, scope: Scope) -> None:
-    """Add the dumps below one directory to `found`; errors as for `select`."""
+def add_dumps(selection: DumpSelection, root: Path, scope: Scope) -> None:
+    """Add the dumps below one directory to `selection`; errors as for `select_dumps`."""
     if not root.is_dir():
         raise SourceError(f"{root}: is not a directory")
-    metas = sorted(root.rglob("meta_*.json"))
-    if not metas:
+    meta_paths = sorted(root.rglob("meta_*.json"))
+    if not meta_paths:
         raise NothingSelectedError(
-            f"{root}: has no meta_*.json file below it, so it is not an MNN KV dump{_advice(str(root))}"
+            f"{root}: has no meta_*.json file below it, so it is not an MNN KV dump{_suggest_readable(str(root))}"
         )
-    for meta in metas:
-        found.scanned += 1
+    for meta_path in meta_paths:
+        selection.num_scanned += 1
         try:
-            _add(found, meta, scope)
+            _add_dump(selection, meta_path, scope)
         except _SkipError as reason:
-            found.skip(str(reason), str(meta))
+            selection.count_skip(str(reason), str(meta_path))
 
 
-def _advice(root: str) -> str:
+def _suggest_readable(root: str) -> str:
     """What to do with a folder that is no dump, if that is known."""
-    inside = readable_within(root)
-    return "" if inside is None else f"; {inside!r} in it is what kvmnn reads: name that, or --jobs N takes each file"
+    readable_name = find_readable_entry(root)
+    return (
+        ""
+        if readable_name is None
+        else f"; {readable_name!r} in it is what kvmnn reads: name that, or --jobs N takes each file"
+    )
 
 
-def select_source(found: Selection, source: Source, scope: Scope, label: str) -> None:
-    """Add K and V of every layer of any source to `found`, or K alone of an engine without V; stage ``"unknown"``.
+def add_source(selection: DumpSelection, source: Source, scope: Scope, label: str) -> None:
+    """Add K and V of every layer of any source to `selection`, or K alone of an engine without V; stage ``"unknown"``.
 
     Raises
     ------
     SourceError
         When arrays have no place in a cache.
     """
-    arrays = layers.sorted_with_latents(source)
+    arrays = layers.collect_layers_or_latents(source)
     values = {entry.layer: entry for entry in arrays if entry.part == "value"}
-    found.coded.add(source)
-    found.completeness = source.completeness
+    selection.coded_input.add_source(source)
+    selection.completeness = source.completeness
     for key in (entry for entry in arrays if entry.part == "key"):
-        found.scanned += 1
+        selection.num_scanned += 1
         value = values.get(key.layer)
         heads, tokens, dims = key.geometry
         if value is not None and value.geometry[:2] != (heads, tokens):
@@ -226,67 +232,67 @@ def select_source(found: Selection, source: Source, scope: Scope, label: str) ->
                 f"{label}: layer {key.layer}: keys are {list(key.array.shape)} and values "
                 f"{list(value.array.shape)}: expected as many heads and tokens"
             )
-        wide = any(entry is not None and entry.array.dtype == "fp32" for entry in (key, value))
+        is_fp32 = any(entry is not None and entry.array.dtype == "fp32" for entry in (key, value))
         if scope.stage not in ("both", "unknown"):
-            found.filtered[_STAGE] += 1
+            selection.filter_counts[_STAGE_OPTION] += 1
             continue
-        found.layers.add(key.layer)
-        if not scope.takes_layer(key.layer):
-            found.filtered[_LAYERS] += 1
+        selection.layers.add(key.layer)
+        if not scope.includes_layer(key.layer):
+            selection.filter_counts[_LAYER_OPTIONS] += 1
             continue
-        if not scope.takes_length(tokens):
-            found.filtered[_LENGTHS] += 1
+        if not scope.includes_length(tokens):
+            selection.filter_counts[_LENGTH_OPTIONS] += 1
             continue
-        if wide and scope.strict_fp16:
-            found.skip("skip_fp32_strict", f"{label}: layer {key.layer}")
+        if is_fp32 and scope.strict_fp16:
+            selection.count_skip("skip_fp32_strict", f"{label}: layer {key.layer}")
             continue
         k = ArrayTensor(key, to_fp16=scope.to_fp16)
-        v = NoTensor(k) if value is None else ArrayTensor(value, to_fp16=scope.to_fp16)
-        found.add(Entry(key.layer, 0, tokens, heads, dims, "unknown", label, k, v), label)
+        v = EmptyTensor(k) if value is None else ArrayTensor(value, to_fp16=scope.to_fp16)
+        selection.add_entry(DumpEntry(key.layer, 0, tokens, heads, dims, "unknown", label, k, v), label)
 
 
-def _add(found: Selection, meta: Path, scope: Scope) -> None:
+def _add_dump(selection: DumpSelection, meta_path: Path, scope: Scope) -> None:
     """One metadata file, checked in the reference's order; filters are silent, `_SkipError` carries reasons."""
-    fields = _load(meta)
+    fields = _load_meta(meta_path)
     stage = str(fields.get("stage", "unknown"))
     if scope.stage not in ("both", stage):
-        found.filtered[_STAGE] += 1
+        selection.filter_counts[_STAGE_OPTION] += 1
         return
-    layer, seq_start, tokens, heads, dims, width = _numbers(fields)
-    found.layers.add(layer)
-    if not scope.takes_layer(layer):
-        found.filtered[_LAYERS] += 1
+    layer, seq_start, tokens, heads, dims, itemsize = _parse_int_fields(fields)
+    selection.layers.add(layer)
+    if not scope.includes_layer(layer):
+        selection.filter_counts[_LAYER_OPTIONS] += 1
         return
     if min(tokens, heads, dims) <= 0:
         raise _SkipError("invalid_shape")
-    if not scope.takes_length(tokens):
-        found.filtered[_LENGTHS] += 1
+    if not scope.includes_length(tokens):
+        selection.filter_counts[_LENGTH_OPTIONS] += 1
         return
-    files = _files(meta, fields)
-    if width not in _WIDTHS:
-        raise _SkipError(f"unsupported_bytes_per_elem_{width}")
-    if width == 4 and scope.strict_fp16:
+    files = _find_binaries(meta_path, fields)
+    if itemsize not in _SUPPORTED_ITEMSIZES:
+        raise _SkipError(f"unsupported_bytes_per_elem_{itemsize}")
+    if itemsize == 4 and scope.strict_fp16:
         raise _SkipError("skip_fp32_strict")
-    keys, values = (FileTensor(file, (tokens, heads, dims), width, to_fp16=scope.to_fp16) for file in files)
+    keys, values = (FileTensor(file, (tokens, heads, dims), itemsize, to_fp16=scope.to_fp16) for file in files)
     run_id = fields.get("run_id")
     run_id = run_id if isinstance(run_id, str) else ""
-    entry = Entry(layer, seq_start, tokens, heads, dims, stage, run_id, keys, values)
-    found.add(entry, run_id or str(meta.parent))
+    entry = DumpEntry(layer, seq_start, tokens, heads, dims, stage, run_id, keys, values)
+    selection.add_entry(entry, run_id or str(meta_path.parent))
 
 
-def _load(meta: Path) -> dict[str, Any]:
+def _load_meta(meta_path: Path) -> dict[str, Any]:
     try:
-        if not stat.S_ISREG(meta.stat().st_mode):
+        if not stat.S_ISREG(meta_path.stat().st_mode):
             raise _SkipError("meta_parse_error")
-        fields = json.loads(read_bounded(meta, _MAX_META).decode())
+        fields = json.loads(read_bounded(meta_path, _MAX_META_BYTES).decode())
     except (OSError, SourceError, ValueError, RecursionError):
         raise _SkipError("meta_parse_error") from None
     if not isinstance(fields, dict):
-        raise SourceError(f"{meta}: holds JSON that is not an object")
+        raise SourceError(f"{meta_path}: holds JSON that is not an object")
     return fields
 
 
-def _numbers(fields: dict[str, Any]) -> tuple[int, int, int, int, int, int]:
+def _parse_int_fields(fields: dict[str, Any]) -> tuple[int, int, int, int, int, int]:
     """layer_id, seq_start, seq_len, kv_heads, head_dim, bytes_per_elem: whatever `int` takes, as in the reference."""
     try:
         return (
@@ -301,30 +307,30 @@ def _numbers(fields: dict[str, Any]) -> tuple[int, int, int, int, int, int]:
         raise _SkipError("meta_invalid_numeric_fields") from None
 
 
-def _files(meta: Path, fields: dict[str, Any]) -> list[FileState]:
+def _find_binaries(meta_path: Path, fields: dict[str, Any]) -> list[FileState]:
     """The two binary files."""
     names = [fields.get("k_file"), fields.get("v_file")]
     if not all(isinstance(name, str) and name for name in names):
         raise _SkipError("missing_k_or_v_file")
-    paths = [meta.parent / str(name) for name in names]
-    if not all(_exists(path) for path in paths):
+    paths = [meta_path.parent / str(name) for name in names]
+    if not all(_path_exists(path) for path in paths):
         raise _SkipError("missing_k_or_v_binary")
-    return [_regular(path) for path in paths]
+    return [_check_regular_file(path) for path in paths]
 
 
-def _exists(path: Path) -> bool:
+def _path_exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError:
         return False
 
 
-def _regular(path: Path) -> FileState:
+def _check_regular_file(path: Path) -> FileState:
     """A regular file that can be opened; devices and pipes, which may never end, cannot."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise _SkipError("binary_read_error")
         with path.open("rb"):
-            return FileState.of(path)
+            return FileState.from_path(path)
     except OSError:
         raise _SkipError("binary_read_error") from None

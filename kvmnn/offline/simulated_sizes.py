@@ -7,25 +7,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays.named_array import Piece
+from ..arrays.named_array import Chunk
 from ..dtypes import Part
 from ..threads.pipeline import Progress
 from . import _sizes
-from .options import HALVES, Half, MeasureOptions, lane_of
-from .predictors import NAMES
-from .token_runs import RowReader
-from .units import Unit
+from .options import LANE_HALVES, LaneHalf, MeasureOptions, format_lane
+from .predictors import PREDICTOR_NAMES
+from .token_runs import TokenReader
+from .units import CompressionUnit
 
-HEADER_BYTES = 8
+ADAPTIVE_HEADER_BYTES = 8
 """What adaptive_v22 adds to a stream, besides one byte for each block."""
 
-HI, LO = 1, 0
-_MIN_LEVEL = -(1 << 17)
-_LEGACY: dict[Half, tuple[str, ...]] = {"hi": ("delta_seq",), "lo": ("raw",)}
+HIGH_HALF, LOW_HALF = 1, 0
+_MIN_ZSTD_LEVEL = -(1 << 17)
+_LEGACY_PREDICTORS: dict[LaneHalf, tuple[str, ...]] = {"hi": ("delta_seq",), "lo": ("raw",)}
 
 
 @dataclass(frozen=True)
-class StreamSize:
+class StreamSizeEstimate:
     """One byte lane of K or V.
 
     Parameters
@@ -46,36 +46,41 @@ class StreamSize:
     limit_bytes: float
 
 
-class Meters:
+class CompressorPool:
     """Meters that wait for their next stream, with their zstd contexts and buffers; safe for any number of threads.
 
     Parameters
     ----------
-    keep_bytes
+    max_idle_bytes
         Of one meter's buffers, between streams.
     """
 
-    def __init__(self, keep_bytes: int) -> None:
-        self._keep_bytes = keep_bytes
+    def __init__(self, max_idle_bytes: int) -> None:
+        self._max_idle_bytes = max_idle_bytes
         self._idle: list[_sizes.StreamMeter] = []
 
-    def take(self) -> _sizes.StreamMeter:
+    def acquire(self) -> _sizes.StreamMeter:
         """One for the calling thread."""
         try:
             return self._idle.pop()
         except IndexError:
             return _sizes.StreamMeter()
 
-    def give_back(self, meter: _sizes.StreamMeter) -> None:
+    def release(self, meter: _sizes.StreamMeter) -> None:
         """Keep one for the next stream, unless its buffers are large."""
-        if meter.held() > self._keep_bytes:
+        if meter.held() > self._max_idle_bytes:
             meter.forget()
         self._idle.append(meter)
 
 
-def stream_size(
-    unit: Unit, part: Part, half: Half, options: MeasureOptions, meters: Meters, progress: Progress | None = None
-) -> StreamSize:
+def estimate_stream_size(
+    unit: CompressionUnit,
+    part: Part,
+    half: LaneHalf,
+    options: MeasureOptions,
+    compressor_pool: CompressorPool,
+    progress: Progress | None = None,
+) -> StreamSizeEstimate:
     """The simulated size of one byte lane of 16-bit words of K or V.
 
     Raises
@@ -83,74 +88,96 @@ def stream_size(
     SourceError
         When a file cannot be read.
     """
-    return _simulated(unit, part, half, half, RowReader(unit.tensors(part)).take, options, meters, progress)
+    return _estimate_size(
+        unit, part, half, half, TokenReader(unit.list_tensors(part)).iter_tokens, options, compressor_pool, progress
+    )
 
 
-def fp32_stream_size(
-    unit: Unit, part: Part, lane: int, options: MeasureOptions, meters: Meters, progress: Progress | None = None
-) -> StreamSize:
+def estimate_fp32_stream_size(
+    unit: CompressionUnit,
+    part: Part,
+    lane: int,
+    options: MeasureOptions,
+    compressor_pool: CompressorPool,
+    progress: Progress | None = None,
+) -> StreamSizeEstimate:
     """The simulated size of one of the four byte lanes of fp32 words, the lowest byte first.
 
     The upper two lanes are tried under the predictors of the high bytes, the lower two under those of the low ones.
-    Errors as for `stream_size`.
+    Errors as for `estimate_stream_size`.
     """
-    reader = RowReader(unit.tensors(part), as_stored=True)
+    reader = TokenReader(unit.list_tensors(part), as_stored=True)
 
-    def take(tokens: int) -> Iterator[Piece]:
-        for run in reader.take(tokens):
-            yield np.ascontiguousarray(run.view("<u2")[lane // 2 :: 2]).view(np.uint8)
+    def read_half_elements(tokens: int) -> Iterator[Chunk]:
+        for chunk in reader.iter_tokens(tokens):
+            yield np.ascontiguousarray(chunk.view("<u2")[lane // 2 :: 2]).view(np.uint8)
 
-    return _simulated(unit, part, HALVES[1 - lane % 2], HALVES[lane < 2], take, options, meters, progress)
+    return _estimate_size(
+        unit,
+        part,
+        LANE_HALVES[1 - lane % 2],
+        LANE_HALVES[lane < 2],
+        read_half_elements,
+        options,
+        compressor_pool,
+        progress,
+    )
 
 
-def _simulated(
-    unit: Unit,
+def _estimate_size(
+    unit: CompressionUnit,
     part: Part,
-    half: Half,
-    tried: Half,
-    take: Callable[[int], Iterator[Piece]],
+    half: LaneHalf,
+    predictor_half: LaneHalf,
+    read_tokens: Callable[[int], Iterator[Chunk]],
     options: MeasureOptions,
-    meters: Meters,
+    compressor_pool: CompressorPool,
     progress: Progress | None,
-) -> StreamSize:
-    """The size of the `half` of 16-bit words that `take` gives for a number of tokens, by the predictors of `tried`."""
-    heads, dims = unit.geometry(part)
-    adaptive = options.codec_mode == "adaptive_v22"
-    names = options.predictors.of(lane_of(part, tried)) if adaptive else _LEGACY[tried]
-    block = min(options.adaptive_block_seq, unit.piece_tokens) if adaptive else unit.piece_tokens
-    meter = meters.take()
+) -> StreamSizeEstimate:
+    """The size of the `half` of 16-bit words that `read_tokens` gives for a number of tokens, by the predictors of
+    `predictor_half`.
+    """
+    heads, dims = unit.get_geometry(part)
+    is_adaptive = options.codec_mode == "adaptive_v22"
+    names = (
+        options.predictors.get_lane(format_lane(part, predictor_half))
+        if is_adaptive
+        else _LEGACY_PREDICTORS[predictor_half]
+    )
+    block_tokens = min(options.adaptive_block_seq, unit.chunk_tokens) if is_adaptive else unit.chunk_tokens
+    meter = compressor_pool.acquire()
     meter.setup(
-        HI if half == "hi" else LO,
+        HIGH_HALF if half == "hi" else LOW_HALF,
         heads,
         dims,
-        block,
-        [NAMES.index(name) for name in names],
-        max(options.zstd_level, _MIN_LEVEL),
+        block_tokens,
+        [PREDICTOR_NAMES.index(name) for name in names],
+        max(options.zstd_level, _MIN_ZSTD_LEVEL),
         options.bitshuffle,
         options.limits,
     )
-    total, limit, modes = 0, 0.0, dict.fromkeys(names, 0)
-    for tokens in unit.pieces():
+    total_bytes, limit_bytes, modes = 0, 0.0, dict.fromkeys(names, 0)
+    for tokens in unit.iter_chunk_tokens():
         meter.begin(tokens)
-        for run in take(tokens):
-            meter.feed(run)
+        for chunk in read_tokens(tokens):
+            meter.feed(chunk)
             if progress:
-                progress(run.size // 2)
-        size, blocks, won, entropy_bytes = meter.finish()
-        total += size + (blocks + HEADER_BYTES if adaptive else 0)
-        limit += entropy_bytes
-        for name, count in zip(names, won, strict=True):
+                progress(chunk.size // 2)
+        size, blocks, mode_counts, entropy_bytes = meter.finish()
+        total_bytes += size + (blocks + ADAPTIVE_HEADER_BYTES if is_adaptive else 0)
+        limit_bytes += entropy_bytes
+        for name, count in zip(names, mode_counts, strict=True):
             modes[name] += count
-    meters.give_back(meter)
-    return StreamSize(unit.words(part), total, modes, limit)
+    compressor_pool.release(meter)
+    return StreamSizeEstimate(unit.count_elements(part), total_bytes, modes, limit_bytes)
 
 
-def memory_needed(unit: Unit, part: Part, options: MeasureOptions) -> int:
+def estimate_memory_bytes(unit: CompressionUnit, part: Part, options: MeasureOptions) -> int:
     """Bytes of anonymous memory that a stream of `unit` may take (zstd's output counts as long as its input)."""
-    piece = unit.piece_bytes(part) // unit.word_bytes(part)
-    block = piece
+    chunk_elements = unit.count_chunk_bytes(part) // unit.get_itemsize(part)
+    block_elements = chunk_elements
     if options.codec_mode == "adaptive_v22":
-        heads, dims = unit.geometry(part)
-        block = min(piece, options.adaptive_block_seq * heads * dims)
-    slots = (1 if block == piece else 2) + options.bitshuffle
-    return 2 * piece + slots * block
+        heads, dims = unit.get_geometry(part)
+        block_elements = min(chunk_elements, options.adaptive_block_seq * heads * dims)
+    num_buffers = (1 if block_elements == chunk_elements else 2) + options.bitshuffle
+    return 2 * chunk_elements + num_buffers * block_elements

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from ..dtypes import Part
 from ..errors import KvmnnError
-from ..frames import encode, matches
+from ..frames import encode, verify_roundtrip
 from ..threads.pipeline import Progress
-from .token_runs import RowReader
-from .units import Unit
+from .token_runs import TokenReader
+from .units import CompressionUnit
 
-FRAME_BYTES = 64 << 20
+MAX_FRAME_BYTES = 64 << 20
 """Raw bytes of a frame, at most; longer pieces take several."""
 
 
@@ -32,7 +32,7 @@ class StoredSize:
         return StoredSize(self.bytes + other.bytes, self.frames + other.frames)
 
 
-def stored_size(unit: Unit, part: Part, progress: Progress | None = None) -> StoredSize:
+def measure_stored_size(unit: CompressionUnit, part: Part, progress: Progress | None = None) -> StoredSize:
     """Encode every piece of K or V of `unit`, decode it again and count its bytes.
 
     Raises
@@ -42,19 +42,19 @@ def stored_size(unit: Unit, part: Part, progress: Progress | None = None) -> Sto
     SourceError
         When a file cannot be read.
     """
-    heads, dims = unit.geometry(part)
-    word_bytes = unit.word_bytes(part)
-    dtype = "fp32" if word_bytes == 4 else "fp16"  # a frame of bf16 words has the same bytes as one of fp16 words
-    step = max(1, FRAME_BYTES // (word_bytes * heads * dims))
-    reader = RowReader(unit.tensors(part))
-    found = StoredSize(0, 0)
-    for piece in unit.pieces():
-        for start in range(0, piece, step):
-            words = reader.take_run(min(step, piece - start))
-            made = encode(words, dtype=dtype, threads=1)
-            if not matches(made, words, dtype=dtype, threads=1):
+    heads, dims = unit.get_geometry(part)
+    itemsize = unit.get_itemsize(part)
+    dtype = "fp32" if itemsize == 4 else "fp16"  # a frame of bf16 words has the same bytes as one of fp16 words
+    tokens_per_frame = max(1, MAX_FRAME_BYTES // (itemsize * heads * dims))
+    reader = TokenReader(unit.list_tensors(part))
+    total = StoredSize(0, 0)
+    for num_tokens in unit.iter_chunk_tokens():
+        for start in range(0, num_tokens, tokens_per_frame):
+            elements = reader.read_tokens(min(tokens_per_frame, num_tokens - start))
+            frame = encode(elements, dtype=dtype, threads=1)
+            if not verify_roundtrip(frame, elements, dtype=dtype, threads=1):
                 raise KvmnnError("a frame did not decode to its own input (please report this)")
-            found += StoredSize(len(made), 1)
+            total += StoredSize(len(frame), 1)
             if progress:
-                progress(words.size)
-    return found
+                progress(elements.size)
+    return total

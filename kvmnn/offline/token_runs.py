@@ -12,18 +12,18 @@ from typing import Protocol
 import numpy as np
 
 from ..arrays.layers import LayerArray
-from ..arrays.named_array import Piece
+from ..arrays.named_array import Chunk
 from ..errors import SourceError
-from ..files.changes import FileState, note
+from ..files.changes import FileState, record_input
 from ..files.mapped import MappedFile
 
-RUN_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Bytes of a run of several tokens."""
 
-_MAX_READ = 256 << 10  # larger files are mapped
+_MAX_READ_BYTES = 256 << 10  # larger files are mapped
 
 
-class Tensor(Protocol):
+class DumpTensor(Protocol):
     """K or V of one dump."""
 
     @property
@@ -39,21 +39,21 @@ class Tensor(Protocol):
         """Bytes of a token's words as they are measured."""
 
     @property
-    def word_bytes(self) -> int:
+    def measured_itemsize(self) -> int:
         """Bytes of a word as it is measured: 2 or 4."""
 
     @property
-    def width(self) -> int:
+    def stored_itemsize(self) -> int:
         """Bytes of a word as it is stored: 2 or 4."""
 
     def is_complete(self) -> bool:
         """Whether there are as many bytes as the tokens take."""
 
-    def stored_runs(self, tokens: int) -> Iterator[Piece]:
+    def iter_stored_chunks(self, tokens: int) -> Iterator[Chunk]:
         """All tokens as the words that are stored, `tokens` at a time, the last run shorter."""
 
-    def runs(self, tokens: int) -> Iterator[Piece]:
-        """The same as little-endian words of `word_bytes` bytes."""
+    def iter_chunks(self, tokens: int) -> Iterator[Chunk]:
+        """The same as little-endian words of `measured_itemsize` bytes."""
 
 
 class FileTensor:
@@ -65,52 +65,54 @@ class FileTensor:
         What the file is.
     shape
         ``(tokens, kv_heads, head_dim)`` as the metadata has it.
-    width
+    stored_itemsize
         Bytes of a word: 2 or 4 (fp32).
     to_fp16
         Round words of 4 bytes: to nearest, ties to even, too large to infinity.
     """
 
-    def __init__(self, file: FileState, shape: tuple[int, int, int], width: int, *, to_fp16: bool = False) -> None:
+    def __init__(
+        self, file: FileState, shape: tuple[int, int, int], stored_itemsize: int, *, to_fp16: bool = False
+    ) -> None:
         self.path = Path(file.path)
-        self.width = width
-        self.word_bytes = 2 if to_fp16 else width
-        self.found = file.size
+        self.stored_itemsize = stored_itemsize
+        self.measured_itemsize = 2 if to_fp16 else stored_itemsize
+        self.file_bytes = file.size
         self._file = file
         self.shape = shape
         self.tokens, heads, dims = shape
-        self.token_bytes = self.word_bytes * heads * dims
+        self.token_bytes = self.measured_itemsize * heads * dims
 
     def is_complete(self) -> bool:
-        return self.found == self.tokens * stored_token_bytes(self)
+        return self.file_bytes == self.tokens * get_stored_token_bytes(self)
 
-    def stored_runs(self, tokens: int) -> Iterator[Piece]:
-        return self.raw_runs(tokens * stored_token_bytes(self))
+    def iter_stored_chunks(self, tokens: int) -> Iterator[Chunk]:
+        return self.iter_raw_chunks(tokens * get_stored_token_bytes(self))
 
-    def runs(self, tokens: int) -> Iterator[Piece]:
-        for run in self.stored_runs(tokens):
-            yield run if self.width == self.word_bytes else rounded(run)
+    def iter_chunks(self, tokens: int) -> Iterator[Chunk]:
+        for chunk in self.iter_stored_chunks(tokens):
+            yield chunk if self.stored_itemsize == self.measured_itemsize else round_to_fp16(chunk)
 
-    def raw_runs(self, step: int) -> Iterator[Piece]:
-        """The file's own bytes, `step` at a time.
+    def iter_raw_chunks(self, chunk_bytes: int) -> Iterator[Chunk]:
+        """The file's own bytes, `chunk_bytes` at a time.
 
         Raises
         ------
         SourceError
             When it cannot be read, or changed.
         """
-        if self.found > _MAX_READ:
-            file = MappedFile(self.path, expected=self._file)
-            yield from file.runs(0, file.size, step)
+        if self.file_bytes > _MAX_READ_BYTES:
+            file = MappedFile(self.path, expected_state=self._file)
+            yield from file.iter_chunks(0, file.size, chunk_bytes)
             return
         try:
             data = np.frombuffer(self.path.read_bytes(), np.uint8)
         except OSError as exc:
             raise SourceError(f"{self.path}: cannot be read: {exc.strerror}") from exc
-        note(self._file)
-        self._file.check()
-        for start in range(0, data.size, step):
-            yield data[start : start + step]
+        record_input(self._file)
+        self._file.verify()
+        for start in range(0, data.size, chunk_bytes):
+            yield data[start : start + chunk_bytes]
 
 
 class ArrayTensor:
@@ -122,62 +124,66 @@ class ArrayTensor:
 
     def __init__(self, array: LayerArray, *, to_fp16: bool = False) -> None:
         self.array = array
-        self.width = array.array.word_bytes
-        self.word_bytes = 2 if to_fp16 else self.width
+        self.stored_itemsize = array.array.coded_itemsize
+        self.measured_itemsize = 2 if to_fp16 else self.stored_itemsize
         heads, self.tokens, dims = array.geometry
         self.shape = (self.tokens, heads, dims)
-        self.token_bytes = self.word_bytes * heads * dims
+        self.token_bytes = self.measured_itemsize * heads * dims
 
     def is_complete(self) -> bool:
         return True
 
-    def stored_runs(self, tokens: int) -> Iterator[Piece]:
+    def iter_stored_chunks(self, tokens: int) -> Iterator[Chunk]:
         if self.array.token_major:
-            return self.array.array.pieces(tokens * stored_token_bytes(self))
-        return self._turned(tokens, self.width)
+            return self.array.array.iter_chunks(tokens * get_stored_token_bytes(self))
+        return self._iter_token_major(tokens, self.stored_itemsize)
 
-    def runs(self, tokens: int) -> Iterator[Piece]:
-        for run in self.stored_runs(tokens):
-            yield run if self.width == self.word_bytes else rounded(run)
+    def iter_chunks(self, tokens: int) -> Iterator[Chunk]:
+        for chunk in self.iter_stored_chunks(tokens):
+            yield chunk if self.stored_itemsize == self.measured_itemsize else round_to_fp16(chunk)
 
-    def _turned(self, tokens: int, width: int) -> Iterator[Piece]:
-        heads, count, dims = self.array.geometry
-        for data in self.array.array.pieces():
-            words = data.view(f"<u{width}").reshape(heads, count, dims)
-            for start in range(0, count, tokens):
-                turned = np.ascontiguousarray(words[:, start : start + tokens].transpose(1, 0, 2))
-                yield turned.reshape(-1).view(np.uint8)
+    def _iter_token_major(self, tokens: int, itemsize: int) -> Iterator[Chunk]:
+        heads, num_tokens, dims = self.array.geometry
+        for data in self.array.array.iter_chunks():
+            elements = data.view(f"<u{itemsize}").reshape(heads, num_tokens, dims)
+            for start in range(0, num_tokens, tokens):
+                chunk = np.ascontiguousarray(elements[:, start : start + tokens].transpose(1, 0, 2))
+                yield chunk.reshape(-1).view(np.uint8)
 
 
-class NoTensor:
+class EmptyTensor:
     """What latent attention stores as V: nothing."""
 
-    def __init__(self, keys: Tensor) -> None:
-        self.tokens, self.width, self.word_bytes = keys.tokens, keys.width, keys.word_bytes
+    def __init__(self, keys: DumpTensor) -> None:
+        self.tokens, self.stored_itemsize, self.measured_itemsize = (
+            keys.tokens,
+            keys.stored_itemsize,
+            keys.measured_itemsize,
+        )
         self.shape = (self.tokens, 0, 0)
         self.token_bytes = 0
 
     def is_complete(self) -> bool:
         return True
 
-    def stored_runs(self, tokens: int) -> Iterator[Piece]:
+    def iter_stored_chunks(self, tokens: int) -> Iterator[Chunk]:
         return iter(())
 
-    runs = stored_runs
+    iter_chunks = iter_stored_chunks
 
 
-def stored_token_bytes(tensor: Tensor) -> int:
+def get_stored_token_bytes(tensor: DumpTensor) -> int:
     """Return the bytes of a token's words as they are stored."""
-    return tensor.token_bytes // tensor.word_bytes * tensor.width
+    return tensor.token_bytes // tensor.measured_itemsize * tensor.stored_itemsize
 
 
-def rounded(run: Piece) -> Piece:
+def round_to_fp16(chunk: Chunk) -> Chunk:
     """fp32 words as fp16 words: to nearest, ties to even, too large to infinity."""
     with np.errstate(over="ignore", invalid="ignore"):
-        return run.view("<f4").astype("<f2").view(np.uint8)
+        return chunk.view("<f4").astype("<f2").view(np.uint8)
 
 
-class RowReader:
+class TokenReader:
     """The tokens of several tensors one after the other, as they are measured or as they are stored.
 
     Parameters
@@ -188,15 +194,18 @@ class RowReader:
         Take the words as they are stored; all tensors have the same width then.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], *, as_stored: bool = False) -> None:
-        self._token_bytes = stored_token_bytes(tensors[0]) if as_stored else tensors[0].token_bytes
-        step = max(1, RUN_BYTES // self._token_bytes)
-        runs = (tensor.stored_runs(step) if as_stored else tensor.runs(step) for tensor in tensors)
-        self._runs = (run for several in runs for run in several)
-        self._rest: Piece = np.empty(0, np.uint8)
-        self._left = sum(tensor.tokens for tensor in tensors) * self._token_bytes
+    def __init__(self, tensors: Sequence[DumpTensor], *, as_stored: bool = False) -> None:
+        self._token_bytes = get_stored_token_bytes(tensors[0]) if as_stored else tensors[0].token_bytes
+        tokens_per_chunk = max(1, CHUNK_BYTES // self._token_bytes)
+        chunk_iterators = (
+            tensor.iter_stored_chunks(tokens_per_chunk) if as_stored else tensor.iter_chunks(tokens_per_chunk)
+            for tensor in tensors
+        )
+        self._chunks = (chunk for chunks in chunk_iterators for chunk in chunks)
+        self._remainder: Chunk = np.empty(0, np.uint8)
+        self._remaining_bytes = sum(tensor.tokens for tensor in tensors) * self._token_bytes
 
-    def take(self, tokens: int) -> Iterator[Piece]:
+    def iter_tokens(self, tokens: int) -> Iterator[Chunk]:
         """The next `tokens` tokens, in runs as they come.
 
         Raises
@@ -204,20 +213,20 @@ class RowReader:
         SourceError
             When an input is damaged, cannot be read, or changed.
         """
-        left = tokens * self._token_bytes
-        self._left -= left
-        while left:
-            if not self._rest.size:
-                self._rest = next(self._runs)
-            run, self._rest = self._rest[:left], self._rest[left:]
-            left -= run.size
-            yield run
-            del run
-        if not self._left:
-            for _ in self._runs:  # checksums and hashes are compared behind the last byte, when more is asked for
+        remaining_bytes = tokens * self._token_bytes
+        self._remaining_bytes -= remaining_bytes
+        while remaining_bytes:
+            if not self._remainder.size:
+                self._remainder = next(self._chunks)
+            chunk, self._remainder = self._remainder[:remaining_bytes], self._remainder[remaining_bytes:]
+            remaining_bytes -= chunk.size
+            yield chunk
+            del chunk
+        if not self._remaining_bytes:
+            for _ in self._chunks:  # checksums and hashes are compared behind the last byte, when more is asked for
                 pass
 
-    def take_run(self, tokens: int) -> Piece:
+    def read_tokens(self, tokens: int) -> Chunk:
         """The next `tokens` tokens in one run, copied where they lie in several."""
-        runs = list(self.take(tokens))
-        return runs[0] if len(runs) == 1 else np.concatenate(runs)
+        chunks = list(self.iter_tokens(tokens))
+        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)

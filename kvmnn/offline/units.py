@@ -7,28 +7,28 @@ from dataclasses import dataclass
 
 from ..dtypes import PARTS, Part
 from .options import MeasureOptions
-from .selection import Entry, Selection
-from .token_runs import Tensor
+from .selection import DumpEntry, DumpSelection
+from .token_runs import DumpTensor
 
-_NO_RUN = "__no_run_id__"
+_NO_RUN_ID = "__no_run_id__"
 
 
 @dataclass(frozen=True)
-class Unit:
+class CompressionUnit:
     """Dumps that follow each other along the tokens.
 
     Parameters
     ----------
     entries
         In order of their first token.
-    piece_tokens
+    chunk_tokens
         Tokens of a piece, the last one shorter.
     extra_bytes
         Bytes of the format itself for K, and as many for V: framing of pieces, or a table of the dumps.
     """
 
-    entries: tuple[Entry, ...]
-    piece_tokens: int
+    entries: tuple[DumpEntry, ...]
+    chunk_tokens: int
     extra_bytes: int
 
     @property
@@ -36,9 +36,9 @@ class Unit:
         """The layer of all its dumps."""
         return self.entries[0].layer
 
-    def geometry(self, part: Part) -> tuple[int, int]:
+    def get_geometry(self, part: Part) -> tuple[int, int]:
         """``(kv_heads, head_dim)`` of K or V; latent attention has another head_dim for V."""
-        _, heads, dims = self.entries[0].tensor(part).shape
+        _, heads, dims = self.entries[0].get_tensor(part).shape
         return heads, dims
 
     @property
@@ -49,73 +49,73 @@ class Unit:
     @property
     def parts(self) -> list[Part]:
         """K and V; K alone where nothing is stored as V."""
-        return [part for part in PARTS if self.raw_bytes(part)]
+        return [part for part in PARTS if self.count_raw_bytes(part)]
 
-    def word_bytes(self, part: Part) -> int:
+    def get_itemsize(self, part: Part) -> int:
         """Bytes of a word of K or V as it is measured: 2 or 4."""
-        return self.entries[0].tensor(part).word_bytes
+        return self.entries[0].get_tensor(part).measured_itemsize
 
-    def words(self, part: Part) -> int:
+    def count_elements(self, part: Part) -> int:
         """Words of K or V, which are the bytes of each byte lane."""
-        heads, dims = self.geometry(part)
+        heads, dims = self.get_geometry(part)
         return self.tokens * heads * dims
 
-    def raw_bytes(self, part: Part) -> int:
+    def count_raw_bytes(self, part: Part) -> int:
         """Bytes of K or V as they are measured."""
-        return self.tokens * self.entries[0].tensor(part).token_bytes
+        return self.tokens * self.entries[0].get_tensor(part).token_bytes
 
-    def piece_bytes(self, part: Part) -> int:
+    def count_chunk_bytes(self, part: Part) -> int:
         """Bytes of the largest piece of K or V as they are measured."""
-        return min(self.piece_tokens, self.tokens) * self.entries[0].tensor(part).token_bytes
+        return min(self.chunk_tokens, self.tokens) * self.entries[0].get_tensor(part).token_bytes
 
-    def pieces(self) -> Iterator[int]:
+    def iter_chunk_tokens(self) -> Iterator[int]:
         """Tokens of each piece."""
         tokens = self.tokens
-        for start in range(0, tokens, self.piece_tokens):
-            yield min(self.piece_tokens, tokens - start)
+        for start in range(0, tokens, self.chunk_tokens):
+            yield min(self.chunk_tokens, tokens - start)
 
-    def piece_count(self) -> int:
+    def count_chunks(self) -> int:
         """How many pieces there are of K; V has as many."""
-        return -(-self.tokens // self.piece_tokens)
+        return -(-self.tokens // self.chunk_tokens)
 
-    def tensors(self, part: Part) -> list[Tensor]:
+    def list_tensors(self, part: Part) -> list[DumpTensor]:
         """K or V of its dumps."""
-        return [entry.tensor(part) for entry in self.entries]
+        return [entry.get_tensor(part) for entry in self.entries]
 
     @property
     def is_rounded(self) -> bool:
         """Whether all its words are stored in 32 bits and measured in 16."""
         tensors = [tensor for entry in self.entries for tensor in (entry.keys, entry.values)]
-        return all(tensor.width == 4 and tensor.word_bytes == 2 for tensor in tensors)
+        return all(tensor.stored_itemsize == 4 and tensor.measured_itemsize == 2 for tensor in tensors)
 
     def is_complete(self) -> bool:
         """Whether every binary file has the bytes that its metadata says."""
         return all(entry.is_complete() for entry in self.entries)
 
 
-def units_of(selection: Selection, options: MeasureOptions) -> list[Unit]:
+def build_units(selection: DumpSelection, options: MeasureOptions) -> list[CompressionUnit]:
     """The selected dumps as the entry mode puts them together, in order of first appearance."""
     if options.is_grouped:
-        groups = _groups(selection.entries, options.aggregate_by_stage)
+        groups = _group_entries(selection.entries, options.aggregate_by_stage)
     else:
         groups = [(entry,) for entry in selection.entries]
-    return [_unit(entries, options) for entries in groups]
+    return [_build_unit(entries, options) for entries in groups]
 
 
-def _groups(entries: list[Entry], by_stage: bool) -> list[tuple[Entry, ...]]:
-    found: dict[tuple[object, ...], list[Entry]] = {}
+def _group_entries(entries: list[DumpEntry], by_stage: bool) -> list[tuple[DumpEntry, ...]]:
+    entries_by_key: dict[tuple[object, ...], list[DumpEntry]] = {}
     for entry in entries:
         shapes = entry.keys.shape[1:], entry.values.shape[1:]
-        words = entry.keys.word_bytes, entry.values.word_bytes
-        key = (entry.run_id or _NO_RUN, entry.layer, *shapes, *words, entry.stage if by_stage else None)
-        found.setdefault(key, []).append(entry)
-    return [tuple(sorted(group, key=lambda entry: entry.seq_start)) for group in found.values()]
+        itemsizes = entry.keys.measured_itemsize, entry.values.measured_itemsize
+        key = (entry.run_id or _NO_RUN_ID, entry.layer, *shapes, *itemsizes, entry.stage if by_stage else None)
+        entries_by_key.setdefault(key, []).append(entry)
+    return [tuple(sorted(group, key=lambda entry: entry.seq_start)) for group in entries_by_key.values()]
 
 
-def _unit(entries: tuple[Entry, ...], options: MeasureOptions) -> Unit:
+def _build_unit(entries: tuple[DumpEntry, ...], options: MeasureOptions) -> CompressionUnit:
     tokens = sum(entry.tokens for entry in entries)
     if not options.is_chunked:
-        extra = 4 + 4 * len(entries) if options.entry_mode == "aggregate" else 0
-        return Unit(entries, tokens, extra)
-    piece = options.online_chunk_seq if 0 < options.online_chunk_seq < tokens else tokens
-    return Unit(entries, piece, -(-tokens // piece) * options.online_framing_bytes)
+        extra_bytes = 4 + 4 * len(entries) if options.entry_mode == "aggregate" else 0
+        return CompressionUnit(entries, tokens, extra_bytes)
+    chunk_tokens = options.online_chunk_seq if 0 < options.online_chunk_seq < tokens else tokens
+    return CompressionUnit(entries, chunk_tokens, -(-tokens // chunk_tokens) * options.online_framing_bytes)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..lazy import names_of
+from ..lazy import make_lazy_getattr
 from .backends import BACKENDS
 
 if TYPE_CHECKING:
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .layout import PackLayout
 else:
     # the command line needs `BACKENDS`, and no numpy
-    __getattr__ = names_of(__name__, {"KVMeta": "kv_meta", "PackLayout": "layout", "PackedCache": "cache"})
+    __getattr__ = make_lazy_getattr(__name__, {"KVMeta": "kv_meta", "PackLayout": "layout", "PackedCache": "cache"})
 
 
 __all__ = ["BACKENDS", "KVMeta", "PackLayout", "PackedCache"]

@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from ..checks import whole
-from ..dtypes import PARTS, Indices, Part, by_name
+from ..checks import validate_int
+from ..dtypes import PARTS, Indices, Part, parse_dtype
 from ..errors import KvmnnError, LimitError
-from .backends import backend
+from .backends import get_backend
 
 FLASH_BLOCK = 64
 """Tokens in a block of V where the engine uses flash attention."""
@@ -18,11 +18,11 @@ FLASH_BLOCK = 64
 EXPAND_CHUNK = 64
 """Tokens of room that the engine adds to what it needs when it allocates."""
 
-MAX_BYTES = 1 << 48  # far beyond any memory, far below any overflow
+MAX_BUFFER_BYTES = 1 << 48  # far beyond any memory, far below any overflow
 
 
 @dataclass(frozen=True)
-class PackNumbers:
+class LayoutParams:
     """The numbers that fix where an element lies.
 
     Parameters
@@ -63,11 +63,11 @@ class PackNumbers:
     eP8: int | None = None
 
     def __post_init__(self) -> None:
-        by_name(self.dtype)
+        parse_dtype(self.dtype)
         for name in ("kv_heads", "head_dim", "lP", "hP", "flash_block", "lP8", "hP8", "eP", "eP8"):
             value = getattr(self, name)
             if value is not None or name in ("kv_heads", "head_dim", "lP", "hP"):
-                object.__setattr__(self, name, whole(value, name, 1))
+                object.__setattr__(self, name, validate_int(value, name, 1))
         if self.int8_keys and (self.lP8 is None or self.hP8 is None):
             raise KvmnnError("int8 keys need lP8 and hP8, the pack numbers of the int8 kernels")
         if self.int8_values and not self.int8_keys:
@@ -76,7 +76,7 @@ class PackNumbers:
             raise KvmnnError("int8 values without a flash block: the engine quantises values with flash attention only")
 
     @classmethod
-    def for_backend(
+    def from_backend(
         cls,
         name: str,
         *,
@@ -93,7 +93,7 @@ class PackNumbers:
         flash
             Whether the engine runs with flash attention, as it does unless ``attention_mode`` says otherwise.
         """
-        row = backend(name)
+        row = get_backend(name)
         return cls(
             kv_heads=kv_heads,
             head_dim=head_dim,
@@ -114,10 +114,10 @@ class PackNumbers:
     @property
     def itemsize(self) -> int:
         """Bytes of an element that is not int8."""
-        return by_name(self.dtype).itemsize
+        return parse_dtype(self.dtype).itemsize
 
     @property
-    def quantised(self) -> bool:
+    def is_quantised(self) -> bool:
         """Whether keys, or keys and values, are int8."""
         return self.int8_keys
 
@@ -130,23 +130,23 @@ class PackNumbers:
         return (self.lP8 or 1, self.hP8 or 1) if self.is_int8(part) else (self.lP, self.hP)
 
     @property
-    def places(self) -> tuple[Any, ...]:
+    def placement_key(self) -> tuple[Any, ...]:
         """All that decides where elements lie and what they are; equal for backends whose buffers are alike."""
         parts = [(self.is_int8(part), self.pack_numbers(part)) for part in PARTS]
         return self.kv_heads, self.head_dim, self.dtype, self.flash_block, *parts
 
     @property
-    def unrecoverable(self) -> tuple[str, ...]:
+    def unrecoverable_parts(self) -> tuple[str, ...]:
         """What the buffers alone do not hold, in sentences; empty for float layouts."""
-        lost = []
+        sentences = []
         if self.int8_keys:
-            lost.append(
+            sentences.append(
                 "keys: int8 codes hold each key minus its channel's maximum at the time, rounded to 256 steps; the "
                 "maxima are kept in the engine's memory only, so keys come back shifted by a constant per channel"
             )
         if self.int8_values:
-            lost.append("values: rounded to 256 steps of the first prefill's range, and clamped to it afterwards")
-        return tuple(lost)
+            sentences.append("values: rounded to 256 steps of the first prefill's range, and clamped to it afterwards")
+        return tuple(sentences)
 
     def value_block(self, capacity: int) -> int:
         """Tokens in a block of V."""
@@ -155,24 +155,24 @@ class PackNumbers:
     def key_shape(self, capacity: int) -> tuple[int, int, int, int]:
         """One head of K: ``[tile, dims / lP, hP, lP]``; for int8 without the scales and biases after each tile."""
         lP, hP = self.pack_numbers("key")
-        return _up(capacity, hP), _up(self.head_dim, lP), hP, lP
+        return _ceil_div(capacity, hP), _ceil_div(self.head_dim, lP), hP, lP
 
     def value_shape(self, capacity: int) -> tuple[int, int, int, int, int]:
         """One head of V: ``[block, dims / hP, block / lP, hP, lP]``; for int8 without scales and biases."""
         lP, hP = self.pack_numbers("value")
         block = self.value_block(capacity)
-        return _up(capacity, block), _up(self.head_dim, hP), _up(block, lP), hP, lP
+        return _ceil_div(capacity, block), _ceil_div(self.head_dim, hP), _ceil_div(block, lP), hP, lP
 
     def key_strides(self) -> tuple[int, int, int, int]:
         """Distances along the axes of `key_shape`, in elements (bytes for int8)."""
         lP, hP = self.pack_numbers("key")
-        return _up(self.head_dim, lP) * lP * hP + (8 * hP if self.int8_keys else 0), lP * hP, lP, 1
+        return _ceil_div(self.head_dim, lP) * lP * hP + (8 * hP if self.int8_keys else 0), lP * hP, lP, 1
 
     def value_strides(self, capacity: int) -> tuple[int, int, int, int, int]:
         """Distances along the axes of `value_shape`, in elements (bytes for int8)."""
         lP, hP = self.pack_numbers("value")
-        column = _up(self.value_block(capacity), lP) * lP * hP + (8 * hP if self.int8_values else 0)
-        return column * _up(self.head_dim, hP), column, lP * hP, lP, 1
+        column = _ceil_div(self.value_block(capacity), lP) * lP * hP + (8 * hP if self.int8_values else 0)
+        return column * _ceil_div(self.head_dim, hP), column, lP * hP, lP, 1
 
     def key_head_bytes(self, capacity: int) -> int:
         """Bytes of one head's part of the K buffer, for room for `capacity` tokens."""
@@ -193,13 +193,13 @@ class PackNumbers:
 
     def key_head_offset(self, head: int, capacity: int) -> int:
         """Byte at which `head` starts in the K buffer."""
-        return whole(head, "head", 0, self.kv_heads - 1) * self.key_head_bytes(capacity)
+        return validate_int(head, "head", 0, self.kv_heads - 1) * self.key_head_bytes(capacity)
 
     def value_head_offset(self, head: int, capacity: int) -> int:
         """Byte at which `head` starts in the V buffer."""
-        return whole(head, "head", 0, self.kv_heads - 1) * self.value_head_bytes(capacity)
+        return validate_int(head, "head", 0, self.kv_heads - 1) * self.value_head_bytes(capacity)
 
-    def capacity_of(self, key_bytes: int, value_bytes: int) -> int:
+    def infer_capacity(self, key_bytes: int, value_bytes: int) -> int:
         """Tokens for which buffers of these sizes have room, as the engine derives it from a file.
 
         The capacity they were allocated for may have been smaller: K comes in tiles and V in blocks. Both
@@ -214,7 +214,7 @@ class PackNumbers:
         if self.flash_block is not None:
             capacity = min(capacity, value_bytes // self.value_bytes(1) * self.flash_block)
         else:
-            row = self.kv_heads * self.itemsize * _up(self.head_dim, self.hP) * self.hP
+            row = self.kv_heads * self.itemsize * _ceil_div(self.head_dim, self.hP) * self.hP
             capacity = min(capacity, value_bytes // row)
         if capacity < 1 or (self.key_bytes(capacity), self.value_bytes(capacity)) != (key_bytes, value_bytes):
             raise KvmnnError(f"K of {key_bytes} and V of {value_bytes} bytes: no capacity of {self} gives these sizes")
@@ -227,7 +227,7 @@ class PackNumbers:
 
         `tokens` and `dims` are integers or arrays of them and broadcast against each other; dims below `head_dim`.
         """
-        t, d = self._axes(tokens, dims)
+        t, d = self._validate_indices(tokens, dims)
         lP, hP = self.pack_numbers("key")
         tile, unit, _, _ = self.key_strides()
         return np.asarray(t // hP * tile + d // lP * unit + t % hP * lP + d % lP)
@@ -239,11 +239,11 @@ class PackNumbers:
         """
         if self.flash_block is None and capacity is None:
             raise KvmnnError("without a flash block the place of a value depends on the capacity: say which")
-        t, d = self._axes(tokens, dims)
+        t, d = self._validate_indices(tokens, dims)
         lP, hP = self.pack_numbers("value")
-        room = whole(capacity, "capacity", 1) if capacity is not None else 1
-        block = self.value_block(room)
-        s0, s1, s2, _, _ = self.value_strides(room)
+        block_capacity = validate_int(capacity, "capacity", 1) if capacity is not None else 1
+        block = self.value_block(block_capacity)
+        s0, s1, s2, _, _ = self.value_strides(block_capacity)
         r = t % block
         return np.asarray(t // block * s0 + d // hP * s1 + r // lP * s2 + d % hP * lP + r % lP)
 
@@ -257,12 +257,12 @@ class PackNumbers:
         KvmnnError
             For one below 1; its child `LimitError` for buffers that no memory holds.
         """
-        whole(capacity, "capacity", 1)
-        if max(self.key_bytes(capacity), self.value_bytes(capacity)) > MAX_BYTES:
+        validate_int(capacity, "capacity", 1)
+        if max(self.key_bytes(capacity), self.value_bytes(capacity)) > MAX_BUFFER_BYTES:
             raise LimitError(f"capacity {capacity} gives buffers beyond any memory")
         return capacity
 
-    def _axes(self, tokens: Any, dims: Any) -> tuple[Indices, Indices]:
+    def _validate_indices(self, tokens: Any, dims: Any) -> tuple[Indices, Indices]:
         axes = []
         for name, axis, end in (("tokens", tokens, None), ("dims", dims, self.head_dim)):
             array = np.asarray(axis)
@@ -274,5 +274,5 @@ class PackNumbers:
         return axes[0], axes[1]
 
 
-def _up(a: int, b: int) -> int:
+def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)

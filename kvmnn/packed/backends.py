@@ -1,4 +1,4 @@
-"""Pack numbers of MNN's CPU backends: what `PackLayout.for_backend` looks up.
+"""Pack numbers of MNN's CPU backends: what `PackLayout.from_backend` looks up.
 
 The numbers depend on how the engine was built and on the processor it runs on, and no file records them. eP, lP, hP
 come from the matrix kernels (`MNNGetMatMulPackMode`), eP8, lP8, hP8 from the int8 ones (`MNNGetGemmUnit`), both read in
@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import KvmnnError
-from ..text import did_you_mean
+from ..text import suggest
 
-_SEEN = "the bytes of a running engine were decoded with them"
-_COMPILED = "the fork's own C++, compiled with them, wrote the test vectors"
-_READ = "read in the sources only"
+_SOURCE_RUNNING = "the bytes of a running engine were decoded with them"
+_SOURCE_COMPILED = "the fork's own C++, compiled with them, wrote the test vectors"
+_SOURCE_READ = "read in the sources only"
 
 
 @dataclass(frozen=True)
@@ -47,32 +47,38 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {
-    "generic": Backend("fp32", 16, 1, 4, 4, 16, 4, f"portable C, eP8 is 2 on ARM32; {_COMPILED}"),
-    "x86-sse": Backend("fp32", 12, 1, 4, 4, 16, 4, f"SSSE3 without AVX2; {_COMPILED}"),
-    "x86-avx2": Backend("fp32", 24, 1, 4, 4, 4, 8, f"AVX2, and the PyPI wheels on every processor; {_SEEN}"),
-    "x86-avx512": Backend("fp32", 48, 1, 8, 4, 4, 64, f"built with MNN_AVX512, and VNNI, VL, BW and VBMI; {_SEEN}"),
-    "arm32-fp32": Backend("fp32", 12, 1, 4, 2, 16, 4, f"ARM32 NEON; {_COMPILED}"),
-    "arm64-fp32": Backend("fp32", 12, 1, 8, 4, 16, 4, f"ARM64 NEON without dot products; {_COMPILED}"),
-    "arm64-fp32-sdot": Backend("fp32", 12, 1, 8, 12, 4, 8, f"ARM64 NEON with sdot; {_READ}"),
-    "arm64-fp32-i8mm": Backend("fp32", 12, 1, 8, 10, 8, 8, f"ARM64 NEON with i8mm; {_READ}"),
-    "arm64-fp16": Backend("fp16", 12, 1, 16, 12, 4, 8, f"ARMv8.2 with sdot, precision low; {_COMPILED}"),
-    "arm64-fp16-i8mm": Backend("fp16", 12, 1, 16, 10, 8, 8, f"ARMv8.2 with i8mm, precision low; {_COMPILED}"),
-    "arm32-fp16": Backend("fp16", 12, 1, 8, None, None, None, f"ARMv8.2 in 32 bits; {_COMPILED}"),
-    "arm64-sme2-fp32": Backend("fp32", 16, 1, 64, 16, 4, 32, f"SME2; {_COMPILED}"),
-    "arm64-sme2-fp16": Backend("fp16", 16, 2, 64, 16, 4, 32, f"SME2, precision low; {_COMPILED}"),
-    "arm64-bf16": Backend("fp32", 12, 1, 8, 4, 16, 4, f"NEON, Precision_Low_BF16 (elements stay 4 bytes); {_READ}"),
-    "arm64-bf16-v86": Backend("fp32", 12, 4, 8, 10, 8, 8, f"ARMv8.6, Precision_Low_BF16 (4-byte elements); {_READ}"),
-    "arm32-bf16": Backend("fp32", 12, 1, 4, 2, 16, 4, f"ARM32, Precision_Low_BF16 (4-byte elements); {_READ}"),
-    "riscv-rvv": Backend("fp32", 16, 1, 4, 8, 16, 4, f"RISC-V vectors, upstream only; {_READ}"),
+    "generic": Backend("fp32", 16, 1, 4, 4, 16, 4, f"portable C, eP8 is 2 on ARM32; {_SOURCE_COMPILED}"),
+    "x86-sse": Backend("fp32", 12, 1, 4, 4, 16, 4, f"SSSE3 without AVX2; {_SOURCE_COMPILED}"),
+    "x86-avx2": Backend("fp32", 24, 1, 4, 4, 4, 8, f"AVX2, and the PyPI wheels on every processor; {_SOURCE_RUNNING}"),
+    "x86-avx512": Backend(
+        "fp32", 48, 1, 8, 4, 4, 64, f"built with MNN_AVX512, and VNNI, VL, BW and VBMI; {_SOURCE_RUNNING}"
+    ),
+    "arm32-fp32": Backend("fp32", 12, 1, 4, 2, 16, 4, f"ARM32 NEON; {_SOURCE_COMPILED}"),
+    "arm64-fp32": Backend("fp32", 12, 1, 8, 4, 16, 4, f"ARM64 NEON without dot products; {_SOURCE_COMPILED}"),
+    "arm64-fp32-sdot": Backend("fp32", 12, 1, 8, 12, 4, 8, f"ARM64 NEON with sdot; {_SOURCE_READ}"),
+    "arm64-fp32-i8mm": Backend("fp32", 12, 1, 8, 10, 8, 8, f"ARM64 NEON with i8mm; {_SOURCE_READ}"),
+    "arm64-fp16": Backend("fp16", 12, 1, 16, 12, 4, 8, f"ARMv8.2 with sdot, precision low; {_SOURCE_COMPILED}"),
+    "arm64-fp16-i8mm": Backend("fp16", 12, 1, 16, 10, 8, 8, f"ARMv8.2 with i8mm, precision low; {_SOURCE_COMPILED}"),
+    "arm32-fp16": Backend("fp16", 12, 1, 8, None, None, None, f"ARMv8.2 in 32 bits; {_SOURCE_COMPILED}"),
+    "arm64-sme2-fp32": Backend("fp32", 16, 1, 64, 16, 4, 32, f"SME2; {_SOURCE_COMPILED}"),
+    "arm64-sme2-fp16": Backend("fp16", 16, 2, 64, 16, 4, 32, f"SME2, precision low; {_SOURCE_COMPILED}"),
+    "arm64-bf16": Backend(
+        "fp32", 12, 1, 8, 4, 16, 4, f"NEON, Precision_Low_BF16 (elements stay 4 bytes); {_SOURCE_READ}"
+    ),
+    "arm64-bf16-v86": Backend(
+        "fp32", 12, 4, 8, 10, 8, 8, f"ARMv8.6, Precision_Low_BF16 (4-byte elements); {_SOURCE_READ}"
+    ),
+    "arm32-bf16": Backend("fp32", 12, 1, 4, 2, 16, 4, f"ARM32, Precision_Low_BF16 (4-byte elements); {_SOURCE_READ}"),
+    "riscv-rvv": Backend("fp32", 16, 1, 4, 8, 16, 4, f"RISC-V vectors, upstream only; {_SOURCE_READ}"),
 }
 
 
-def backend(name: str) -> Backend:
+def get_backend(name: str) -> Backend:
     """The row called `name`; `KvmnnError` for any other name."""
     if not isinstance(name, str):
         raise TypeError(f"backend must be a string, not {type(name).__name__}")
     try:
         return BACKENDS[name]
     except KeyError:
-        meant = did_you_mean(name, BACKENDS)
-        raise KvmnnError(f"unknown backend {name!r}: expected one of {', '.join(BACKENDS)}{meant}") from None
+        suggestion = suggest(name, BACKENDS)
+        raise KvmnnError(f"unknown backend {name!r}: expected one of {', '.join(BACKENDS)}{suggestion}") from None

@@ -8,19 +8,28 @@ from typing import Any
 
 import numpy as np
 
-from ..checks import whole
+from ..checks import validate_int
 from ..dtypes import Bytes, KVPair, Part
 from ..errors import CacheDroppedWarning, KvmnnError, LimitError
 from ..threads.pool import resolve_threads
 from . import _layout
 from .addressing import EXPAND_CHUNK
-from .allocation import fresh, grown
-from .buffers import Buffers, as_buffers, both_rows, by_part, plain_arrays, size_of
+from .allocation import allocate_buffers, resize_buffers
+from .buffers import BufferPair, get_nbytes, make_plain_arrays, split_kv, to_byte_buffers, to_row_pair
 from .int8_sums import Int8Sums
-from .kv_meta import KVMeta, erase_plan
+from .kv_meta import KVMeta, plan_erase
 from .layout import PackLayout
-from .native import native_numbers, share_heads
-from .reserve import INT32_MAX, Outcome, Pair, as_dialect, as_pairs, check_reserve, fork_outcome, upstream_outcome
+from .native import make_native_params, run_over_heads
+from .reserve import (
+    INT32_MAX,
+    CompactionOutcome,
+    ReservePair,
+    check_reserve,
+    parse_pairs,
+    simulate_fork,
+    simulate_upstream,
+    validate_dialect,
+)
 
 
 class PackedCache:
@@ -38,7 +47,7 @@ class PackedCache:
         the dialect's engine does with it.
     expand_chunk
         Tokens of room beyond the need at each allocation; 64 in the engine.
-    fresh_byte
+    fill_byte
         What memory holds that the engine allocates and does not clear. 0 for caches in files.
     threads
         Threads to share the heads among; None for one per processor.
@@ -46,7 +55,7 @@ class PackedCache:
     Examples
     --------
     >>> import numpy as np
-    >>> layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=8)
+    >>> layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=8)
     >>> cache = PackedCache(layout)
     >>> cache.append(np.zeros((2, 200, 8), np.float32), np.zeros((2, 200, 8), np.float32))
     ()
@@ -63,7 +72,7 @@ class PackedCache:
         dialect: str = "fork",
         on_invalid: str = "raise",
         expand_chunk: int = EXPAND_CHUNK,
-        fresh_byte: int = 0,
+        fill_byte: int = 0,
         threads: int | None = 1,
     ) -> None:
         if not isinstance(layout, PackLayout):
@@ -71,14 +80,14 @@ class PackedCache:
         if on_invalid not in ("raise", "engine"):
             raise KvmnnError(f"on_invalid is {on_invalid!r}: expected 'raise' or 'engine'")
         self._layout = layout
-        self._dialect = as_dialect(dialect)
+        self._dialect = validate_dialect(dialect)
         self._on_invalid = on_invalid
-        self._expand_chunk = whole(expand_chunk, "expand_chunk", 0, INT32_MAX)
-        self._fresh_byte = whole(fresh_byte, "fresh_byte", 0, 255)
+        self._expand_chunk = validate_int(expand_chunk, "expand_chunk", 0, INT32_MAX)
+        self._fill_byte = validate_int(fill_byte, "fill_byte", 0, 255)
         self._threads = resolve_threads(threads)
-        self._buffers: Buffers = (np.empty(0, np.uint8), np.empty(0, np.uint8))
-        self._sums: Int8Sums | None = None
-        self._capacity = self._past = 0
+        self._buffers: BufferPair = (np.empty(0, np.uint8), np.empty(0, np.uint8))
+        self._int8_sums: Int8Sums | None = None
+        self._capacity = self._past_length = 0
 
     @classmethod
     def from_buffers(
@@ -86,7 +95,7 @@ class PackedCache:
         layout: PackLayout,
         key_buffer: Any,
         value_buffer: Any,
-        past: int,
+        past_length: int,
         *,
         capacity: int | None = None,
         copy: bool = True,
@@ -98,7 +107,7 @@ class PackedCache:
         ----------
         key_buffer, value_buffer
             What an engine wrote.
-        past
+        past_length
             Live tokens in them.
         capacity
             Tokens they were allocated for. By default the most that gives their sizes, which can be a little more than
@@ -116,12 +125,12 @@ class PackedCache:
         """
         cache = cls(layout, **options)
         if capacity is None:
-            capacity = layout.capacity_of(size_of(key_buffer), size_of(value_buffer))
-        room = layout.check_capacity(capacity)
-        whole(past, "past", 0, room)
-        packed = as_buffers(layout, key_buffer, value_buffer, room, writable=not copy)
-        cache._buffers = (packed[0].copy(), packed[1].copy()) if copy else packed
-        cache._capacity, cache._past = room, past
+            capacity = layout.infer_capacity(get_nbytes(key_buffer), get_nbytes(value_buffer))
+        buffer_capacity = layout.check_capacity(capacity)
+        validate_int(past_length, "past", 0, buffer_capacity)
+        byte_buffers = to_byte_buffers(layout, key_buffer, value_buffer, buffer_capacity, writable=not copy)
+        cache._buffers = (byte_buffers[0].copy(), byte_buffers[1].copy()) if copy else byte_buffers
+        cache._capacity, cache._past_length = buffer_capacity, past_length
         return cache
 
     # -- what it is ----------------------------------------------------------------------------------------------------
@@ -137,9 +146,9 @@ class PackedCache:
         return self._dialect
 
     @property
-    def past(self) -> int:
+    def past_length(self) -> int:
         """Live tokens."""
-        return self._past
+        return self._past_length
 
     @property
     def capacity(self) -> int:
@@ -159,46 +168,62 @@ class PackedCache:
     @property
     def int8_sums(self) -> Int8Sums | None:
         """The engine's side arrays of an int8 cache; None for float layouts and for adopted buffers."""
-        return self._sums
+        return self._int8_sums
 
     def __len__(self) -> int:
-        return self._past
+        return self._past_length
 
     def __repr__(self) -> str:
-        return f"<PackedCache of {self._past} tokens, room for {self._capacity}, {self._dialect}, {self._layout}>"
+        return (
+            f"<PackedCache of {self._past_length} tokens, room for {self._capacity}, {self._dialect}, {self._layout}>"
+        )
 
     def __eq__(self, other: object) -> bool:
         """Whether geometry and stored rows are equal, bit by bit; room, padding and dialect do not matter."""
         if not isinstance(other, PackedCache):
             return NotImplemented
-        if (self._layout.places, self._past) != (other._layout.places, other._past):
+        if (self._layout.placement_key, self._past_length) != (other._layout.placement_key, other._past_length):
             return False
         pairs = zip(self.to_arrays(), other.to_arrays(), strict=True)
-        return all(np.array_equal(one.view(np.uint8), two.view(np.uint8)) for one, two in pairs)
+        return all(
+            np.array_equal(own_array.view(np.uint8), other_array.view(np.uint8)) for own_array, other_array in pairs
+        )
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def to_arrays(self, out: KVPair | None = None) -> KVPair:
         """All live tokens of K and V, each ``[kv_heads, past, head_dim]``, in `out` if that is given.
 
-        int8 comes back as float32; `PackLayout.unrecoverable` says what is missing then.
+        int8 comes back as float32; `PackLayout.unrecoverable_parts` says what is missing then.
         """
-        if self._past == 0:
-            return plain_arrays(self._layout, 0, out)
-        return self.gather(0, self._past, out)
+        if self._past_length == 0:
+            return make_plain_arrays(self._layout, 0, out)
+        return self.gather(0, self._past_length, out)
 
     def gather(self, start: int, count: int, out: KVPair | None = None) -> KVPair:
         """The live tokens ``[start, start + count)``, as `PackLayout.gather`."""
         if self._capacity == 0:
             raise KvmnnError(f"range of {count} tokens from {start}: the cache is empty")
         return self._layout.gather(
-            *self._buffers, start, count, past=self._past, capacity=self._capacity, out=out, threads=self._threads
+            *self._buffers,
+            start,
+            count,
+            past_length=self._past_length,
+            capacity=self._capacity,
+            out=out,
+            threads=self._threads,
         )
 
     # -- the engine's operations ---------------------------------------------------------------------------------------
 
     def append(
-        self, keys: Any, values: Any, *, remove: int = 0, reserve: Iterable[Pair] = (), previous: int | None = None
+        self,
+        keys: Any,
+        values: Any,
+        *,
+        remove: int = 0,
+        reserve: Iterable[ReservePair] = (),
+        previous: int | None = None,
     ) -> tuple[str, ...]:
         """One step of the engine: make room after a plan, then add tokens.
 
@@ -209,7 +234,7 @@ class PackedCache:
         remove, reserve
             The plan, as for `realloc`.
         previous
-            What the engine's shared counts say there was, where that is not `past`; upstream goes by it.
+            What the engine's shared counts say there was, where that is not `past_length`; upstream goes by it.
 
         Returns
         -------
@@ -221,25 +246,25 @@ class PackedCache:
         Where everything is removed and no pair stays, the engine allocates anew for just these tokens; upstream even
         with pairs.
         """
-        rows = self._rows(keys, values)
-        count = rows[0].shape[1]
-        pairs, before = self._checked(remove, reserve, previous)
+        rows = self._to_rows(keys, values)
+        num_new = rows[0].shape[1]
+        pairs, believed_past = self._check_plan(remove, reserve, previous)
         messages: tuple[str, ...] = ()
-        if remove == before and (not pairs or self._dialect == "upstream"):
-            self._start_anew(count, pairs)
+        if remove == believed_past and (not pairs or self._dialect == "upstream"):
+            self._restart(num_new, pairs)
         else:
-            self._check_sums(count)
-            messages = self._reallocate(remove, pairs, count, before, pushing=count)
+            self._require_int8_sums(num_new)
+            messages = self._reallocate(remove, pairs, num_new, believed_past, num_pushed=num_new)
         self._push(rows)
         return messages
 
     def step(self, meta: KVMeta, keys: Any, values: Any) -> tuple[str, ...]:
         """`append` after the plan in `meta`, with `meta.add` set; `meta.sync` is the caller's, after all layers."""
-        meta.add = int(self._rows(keys, values)[0].shape[1])
+        meta.add = int(self._to_rows(keys, values)[0].shape[1])
         return self.append(keys, values, remove=meta.remove, reserve=meta.reserve, previous=meta.previous)
 
     def realloc(
-        self, remove: int = 0, reserve: Iterable[Pair] = (), add: int = 0, *, previous: int | None = None
+        self, remove: int = 0, reserve: Iterable[ReservePair] = (), add: int = 0, *, previous: int | None = None
     ) -> tuple[str, ...]:
         """Drop the last `remove` tokens but for the pairs of `reserve`, with room for `add` more.
 
@@ -265,129 +290,141 @@ class PackedCache:
             For a plan that the fork would not apply in full, unless ``on_invalid="engine"``; for numbers that the
             engine cannot be given; where upstream would leave its buffers. Nothing has changed then.
         """
-        pairs, before = self._checked(remove, reserve, previous)
-        whole(add, "add", 0)
-        if self._dialect == "upstream" and remove == before:
-            self._start_anew(add, pairs)
+        pairs, believed_past = self._check_plan(remove, reserve, previous)
+        validate_int(add, "add", 0)
+        if self._dialect == "upstream" and remove == believed_past:
+            self._restart(add, pairs)
             return ()
-        return self._reallocate(remove, pairs, add, before, pushing=0)
+        return self._reallocate(remove, pairs, add, believed_past, num_pushed=0)
 
     def push(self, keys: Any, values: Any) -> None:
         """Write tokens behind the live ones; there must be room for them (see `realloc`)."""
-        rows = self._rows(keys, values)
-        self._check_sums(rows[0].shape[1])
-        if self._past + rows[0].shape[1] > self._capacity:
-            raise KvmnnError(f"no room for {rows[0].shape[1]} tokens behind {self._past}: capacity {self._capacity}")
+        rows = self._to_rows(keys, values)
+        self._require_int8_sums(rows[0].shape[1])
+        if self._past_length + rows[0].shape[1] > self._capacity:
+            raise KvmnnError(
+                f"no room for {rows[0].shape[1]} tokens behind {self._past_length}: capacity {self._capacity}"
+            )
         self._push(rows)
 
     def erase(self, begin: int, end: int = 0) -> None:
         """Drop the tokens ``[begin, end)`` as the engine's ``eraseHistory`` plans it; end 0 means all from `begin`."""
-        self.realloc(*erase_plan(self._past, begin, end))
+        self.realloc(*plan_erase(self._past_length, begin, end))
 
     def clear(self) -> None:
         """Give everything back, as the engine does at a reset."""
         self._buffers = np.empty(0, np.uint8), np.empty(0, np.uint8)
-        self._sums = None
-        self._capacity = self._past = 0
+        self._int8_sums = None
+        self._capacity = self._past_length = 0
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
-    def _rows(self, keys: Any, values: Any) -> Buffers:
-        if self._layout.quantised and self._layout.dtype != "fp32":
+    def _to_rows(self, keys: Any, values: Any) -> BufferPair:
+        if self._layout.is_quantised and self._layout.dtype != "fp32":
             raise KvmnnError(f"int8 from {self._layout.dtype}: kvmnn knows the engine's arithmetic for fp32 only")
-        return both_rows(keys, values, self._layout)
+        return to_row_pair(keys, values, self._layout)
 
-    def _checked(self, remove: int, reserve: Iterable[Pair], previous: int | None) -> tuple[tuple[Pair, ...], int]:
+    def _check_plan(
+        self, remove: int, reserve: Iterable[ReservePair], previous: int | None
+    ) -> tuple[tuple[ReservePair, ...], int]:
         """The pairs, and how many tokens the engine believes there are; numbers that it cannot be given are refused."""
-        pairs = as_pairs(reserve)
-        if (whole(remove, "remove", 0) or pairs) and self._capacity == 0:
+        pairs = parse_pairs(reserve)
+        if (validate_int(remove, "remove", 0) or pairs) and self._capacity == 0:
             raise KvmnnError(f"remove is {remove} with {len(pairs)} pairs: nothing was allocated yet")
-        return pairs, self._past if previous is None else whole(previous, "previous", 0)
+        return pairs, self._past_length if previous is None else validate_int(previous, "previous", 0)
 
-    def _check_sums(self, count: int) -> None:
-        if count and self._layout.quantised and self._sums is None and self._capacity:
+    def _require_int8_sums(self, num_new: int) -> None:
+        if num_new and self._layout.is_quantised and self._int8_sums is None and self._capacity:
             raise KvmnnError("cannot append to int8 buffers from elsewhere: their channel maxima are in no file")
 
-    def _room_for(self, need: int) -> int:
-        room = need + self._expand_chunk
-        if room > INT32_MAX:
-            raise LimitError(f"room for {room} tokens: the engine counts in 32 bits")
-        return self._layout.check_capacity(room)
+    def _compute_capacity(self, min_capacity: int) -> int:
+        capacity = min_capacity + self._expand_chunk
+        if capacity > INT32_MAX:
+            raise LimitError(f"room for {capacity} tokens: the engine counts in 32 bits")
+        return self._layout.check_capacity(capacity)
 
-    def _start_anew(self, count: int, pairs: tuple[Pair, ...]) -> None:
-        """Drop everything; allocate for `count` tokens if there are any."""
-        room = self._room_for(count) if count else 0
-        buffers = fresh(self._layout, room, self._fresh_byte) if room else None
-        if pairs and self._past:
+    def _restart(self, num_new: int, pairs: tuple[ReservePair, ...]) -> None:
+        """Drop everything; allocate for `num_new` tokens if there are any."""
+        capacity = self._compute_capacity(num_new) if num_new else 0
+        buffers = allocate_buffers(self._layout, capacity, self._fill_byte) if capacity else None
+        if pairs and self._past_length:
             warnings.warn(
-                f"upstream drops all {self._past} tokens where remove equals them; {len(pairs)} reserve pairs ignored",
+                f"upstream drops all {self._past_length} tokens where remove equals them; {len(pairs)} reserve pairs "
+                f"ignored",
                 CacheDroppedWarning,
                 stacklevel=3,
             )
         self.clear()
         if buffers is not None:
-            self._buffers, self._capacity = buffers, room
-            if self._layout.quantised:
-                self._sums = Int8Sums.fresh(self._layout, room, self._fresh_byte)
+            self._buffers, self._capacity = buffers, capacity
+            if self._layout.is_quantised:
+                self._int8_sums = Int8Sums.allocate(self._layout, capacity, self._fill_byte)
 
-    def _reallocate(self, remove: int, pairs: tuple[Pair, ...], add: int, before: int, pushing: int) -> tuple[str, ...]:
+    def _reallocate(
+        self, remove: int, pairs: tuple[ReservePair, ...], add: int, believed_past: int, num_pushed: int
+    ) -> tuple[str, ...]:
         if self._on_invalid == "raise":
-            check_reserve(self._past, remove, pairs, self._layout.quantised)
-        outcome = self._outcome(remove, pairs, add, before)
-        room = self._room_for(outcome.need) if outcome.need > self._capacity else self._capacity
-        if outcome.past + pushing > room:
+            check_reserve(self._past_length, remove, pairs, self._layout.is_quantised)
+        outcome = self._simulate(remove, pairs, add, believed_past)
+        capacity = (
+            self._compute_capacity(outcome.min_capacity) if outcome.min_capacity > self._capacity else self._capacity
+        )
+        if outcome.past_length + num_pushed > capacity:
             raise KvmnnError(
-                f"remove is {remove} with {self._past} tokens and {pushing} to come: the engine would make room for "
-                f"{room} and write {pushing} behind {outcome.past}"
+                f"remove is {remove} with {self._past_length} tokens and {num_pushed} to come: the engine would make "
+                f"room for "
+                f"{capacity} and write {num_pushed} behind {outcome.past_length}"
             )
-        if room > self._capacity:
-            self._grow(room)
+        if capacity > self._capacity:
+            self._grow(capacity)
         self._shift(outcome)
-        self._past = outcome.past
+        self._past_length = outcome.past_length
         return outcome.messages
 
-    def _outcome(self, remove: int, pairs: tuple[Pair, ...], add: int, before: int) -> Outcome:
-        quantised = self._layout.quantised
+    def _simulate(self, remove: int, pairs: tuple[ReservePair, ...], add: int, believed_past: int) -> CompactionOutcome:
+        is_quantised = self._layout.is_quantised
         if self._dialect == "fork":
-            return fork_outcome(self._past, remove, pairs, add, quantised)
-        return upstream_outcome(self._past, remove, pairs, add, quantised, before, self._capacity)
+            return simulate_fork(self._past_length, remove, pairs, add, is_quantised)
+        return simulate_upstream(self._past_length, remove, pairs, add, is_quantised, believed_past, self._capacity)
 
-    def _grow(self, room: int) -> None:
+    def _grow(self, capacity: int) -> None:
         """Larger buffers with every old row where it belongs, live or not."""
-        self._buffers = grown(self._layout, self._buffers, self._capacity, room, self._fresh_byte)
-        if self._sums is not None:
-            self._sums = self._sums.grown(self._layout, room, self._fresh_byte)
-        elif self._layout.quantised and self._capacity == 0:
-            self._sums = Int8Sums.fresh(self._layout, room, self._fresh_byte)
-        self._capacity = room
+        self._buffers = resize_buffers(self._layout, self._buffers, self._capacity, capacity, self._fill_byte)
+        if self._int8_sums is not None:
+            self._int8_sums = self._int8_sums.resize(self._layout, capacity, self._fill_byte)
+        elif self._layout.is_quantised and self._capacity == 0:
+            self._int8_sums = Int8Sums.allocate(self._layout, capacity, self._fill_byte)
+        self._capacity = capacity
 
-    def _shift(self, outcome: Outcome) -> None:
+    def _shift(self, outcome: CompactionOutcome) -> None:
         moves = np.array([move for move in outcome.moves if move[0] != move[1]], np.uintp).reshape(-1, 3)
         if not len(moves):
             return
 
-        buffers = by_part(self._buffers)
+        buffers = split_kv(self._buffers)
 
-        def work(part: Part, first: int, last: int) -> None:
-            _layout.shift(native_numbers(self._layout, part, self._capacity), buffers[part], first, last, moves)
+        def shift_heads(part: Part, first: int, last: int) -> None:
+            _layout.shift(make_native_params(self._layout, part, self._capacity), buffers[part], first, last, moves)
 
-        share_heads(work, self._layout.kv_heads, self._threads)
+        run_over_heads(shift_heads, self._layout.kv_heads, self._threads)
 
-    def _push(self, both: Buffers) -> None:
-        count = both[0].shape[1]
+    def _push(self, row_pair: BufferPair) -> None:
+        count = row_pair[0].shape[1]
         if count == 0:
             return
-        buffers, rows, sums = by_part(self._buffers), by_part(both), self._sums
+        buffers, rows, sums = split_kv(self._buffers), split_kv(row_pair), self._int8_sums
 
-        def work(part: Part, first: int, last: int) -> None:
-            numbers = native_numbers(self._layout, part, self._capacity)
-            packed, new = buffers[part], rows[part]
+        def push_heads(part: Part, first: int, last: int) -> None:
+            params = make_native_params(self._layout, part, self._capacity)
+            buffer, new_rows = buffers[part], rows[part]
             if not self._layout.is_int8(part) or sums is None:
-                _layout.scatter(numbers, packed, new, first, last, self._past)
+                _layout.scatter(params, buffer, new_rows, first, last, self._past_length)
             elif part == "key":
-                _layout.quantise_keys(numbers, packed, sums.key_sum, sums.key_max, new, first, last, self._past)
+                _layout.quantise_keys(
+                    params, buffer, sums.key_sum, sums.key_max, new_rows, first, last, self._past_length
+                )
             elif sums.value_sum is not None:
-                _layout.quantise_values(numbers, packed, sums.value_sum, new, first, last, self._past)
+                _layout.quantise_values(params, buffer, sums.value_sum, new_rows, first, last, self._past_length)
 
-        share_heads(work, self._layout.kv_heads, self._threads)
-        self._past += count
+        run_over_heads(push_heads, self._layout.kv_heads, self._threads)
+        self._past_length += count

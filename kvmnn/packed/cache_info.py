@@ -17,20 +17,20 @@ import numpy.typing as npt
 
 from .. import dtypes
 from ..errors import KvmnnError, ManifestError
-from ..files.json_document import Node, parse
+from ..files.json_document import JsonReader, parse_document
 from .layout import PackLayout
 
-SCHEMA: Final = "kvmnn-cache"
-SCHEMA_VERSION: Final = 1
+CACHE_SCHEMA: Final = "kvmnn-cache"
+CACHE_SCHEMA_VERSION: Final = 1
 METADATA_KEY: Final = "kvmnn.cache"
-SIDE_SUFFIX: Final = ".kvmnn.json"
-KINDS: Final = ("prefix", "live")
-MAX_BYTES = 64 << 20
+CACHE_SIDECAR_SUFFIX: Final = ".kvmnn.json"
+CACHE_KINDS: Final = ("prefix", "live")
+MAX_CACHE_INFO_BYTES = 64 << 20
 
 _MAX_TOKENS = 2**31 - 1
 MAX_TOKEN_ID: Final = 2**32 - 1
 """Vocabularies have fewer; some engines replace placeholders of pictures by hashes of 30 to 32 bits."""
-Ranges = tuple[tuple[int, int], ...]
+PositionRuns = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,8 @@ class LayerInfo:
     layer: int
     tokens: int
     capacity: int
-    positions: Ranges
-    text_positions: Ranges | None = None
+    positions: PositionRuns
+    text_positions: PositionRuns | None = None
     heads: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -74,7 +74,7 @@ class LayerInfo:
             raise KvmnnError(f"layer {self.layer}: the positions in the text are not those of {self.tokens} tokens")
 
     @property
-    def text_runs(self) -> Ranges:
+    def text_position_runs(self) -> PositionRuns:
         """True positions of the live tokens in the text, as ``(begin, size)`` runs."""
         return self.positions if self.text_positions is None else self.text_positions
 
@@ -103,20 +103,20 @@ class StateLayer:
     value_bytes: int
 
 
-def check_ids(ids: Sequence[int] | npt.NDArray[Any], most: int = MAX_TOKEN_ID) -> npt.NDArray[Any]:
-    """Token ids as an array; `KvmnnError` unless they are at least one, and each is from 0 to `most`."""
+def validate_token_ids(ids: Sequence[int] | npt.NDArray[Any], max_id: int = MAX_TOKEN_ID) -> npt.NDArray[Any]:
+    """Token ids as an array; `KvmnnError` unless they are at least one, and each is from 0 to `max_id`."""
     array = np.asarray(ids)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
         raise KvmnnError("token ids: expected a list of at least one whole number")
-    least, largest = int(array.min()), int(array.max())
-    if least < 0 or largest > most:
-        place, wrong = (array.argmin(), least) if least < 0 else (array.argmax(), largest)
-        raise KvmnnError(f"token ids: number {place + 1:,}: expected one from 0 to {most:,}, found {wrong:,}")
+    lowest, highest = int(array.min()), int(array.max())
+    if lowest < 0 or highest > max_id:
+        index, invalid_id = (array.argmin(), lowest) if lowest < 0 else (array.argmax(), highest)
+        raise KvmnnError(f"token ids: number {index + 1:,}: expected one from 0 to {max_id:,}, found {invalid_id:,}")
     return array
 
 
 @dataclass(frozen=True)
-class TokenIds:
+class TokenIdsFingerprint:
     """The token ids that a cache was made from, as a fingerprint.
 
     Parameters
@@ -134,9 +134,9 @@ class TokenIds:
     where: str = field(default="the list", compare=False, repr=False)
 
     @classmethod
-    def of(cls, ids: Sequence[int] | npt.NDArray[Any], where: str = "the list") -> TokenIds:
-        """The fingerprint of a list of ids; errors as `check_ids`."""
-        array = check_ids(ids)
+    def from_ids(cls, ids: Sequence[int] | npt.NDArray[Any], where: str = "the list") -> TokenIdsFingerprint:
+        """The fingerprint of a list of ids; errors as `validate_token_ids`."""
+        array = validate_token_ids(ids)
         return cls(array.size, hashlib.sha256(array.astype("<u4").tobytes()).hexdigest(), where)
 
 
@@ -168,13 +168,13 @@ class CacheInfo:
     name: str
     layout: PackLayout
     layers: tuple[LayerInfo, ...]
-    token_ids: TokenIds | None = None
+    token_ids: TokenIdsFingerprint | None = None
     model: str | None = None
     next_position: int | None = None
     states: tuple[StateLayer, ...] = ()
 
     @property
-    def continues_at(self) -> int:
+    def next_token_position(self) -> int:
         """Position of the next token, in the positions that K is rotated to."""
         end = max(begin + size for layer in self.layers for begin, size in layer.positions)
         return max(end, self.next_position or 0)
@@ -182,9 +182,9 @@ class CacheInfo:
     @property
     def live_bytes(self) -> int:
         """Bytes of the live elements of all layers, K and V; of what is int8 the codes, without scales and biases."""
-        return sum(sum(self.live_bytes_of(layer)) for layer in self.layers)
+        return sum(sum(self.count_live_bytes(layer)) for layer in self.layers)
 
-    def layout_of(self, layer: LayerInfo) -> PackLayout:
+    def get_layer_layout(self, layer: LayerInfo) -> PackLayout:
         """Layout of a layer: that of the cache, with its own kv heads and head_dim where they differ."""
         if layer.heads is None:
             return self.layout
@@ -195,51 +195,52 @@ class CacheInfo:
         """Whether all layers have the same kv heads and head_dim."""
         return all(layer.heads is None for layer in self.layers)
 
-    def live_bytes_of(self, layer: LayerInfo) -> tuple[int, int]:
+    def count_live_bytes(self, layer: LayerInfo) -> tuple[int, int]:
         """Bytes of the live elements of a layer's K and V."""
-        layout = self.layout_of(layer)
-        words = layer.tokens * layout.kv_heads * layout.head_dim
+        layout = self.get_layer_layout(layer)
+        elements = layer.tokens * layout.kv_heads * layout.head_dim
         return (
-            words * (1 if layout.int8_keys else layout.itemsize),
-            words * (1 if layout.int8_values else layout.itemsize),
+            elements * (1 if layout.int8_keys else layout.itemsize),
+            elements * (1 if layout.int8_values else layout.itemsize),
         )
 
     @property
     def file_bytes(self) -> int:
         """Bytes of the packed files of all layers."""
         return self.state_bytes + sum(
-            self.layout_of(each).key_bytes(each.capacity) + self.layout_of(each).value_bytes(each.capacity)
-            for each in self.layers
+            self.get_layer_layout(layer).key_bytes(layer.capacity)
+            + self.get_layer_layout(layer).value_bytes(layer.capacity)
+            for layer in self.layers
         )
 
     @property
     def state_bytes(self) -> int:
         """Bytes of the files of layers without K and V."""
-        return sum(each.key_bytes + each.value_bytes for each in self.states)
+        return sum(state.key_bytes + state.value_bytes for state in self.states)
 
     @property
     def numbers(self) -> list[int]:
         """Numbers of all layers, in order."""
-        return sorted([*(each.layer for each in self.layers), *(each.layer for each in self.states)])
+        return sorted([*(entry.layer for entry in self.layers), *(state.layer for state in self.states)])
 
 
-def joined(runs: Iterable[tuple[int, int]]) -> Ranges:
+def merge_runs(runs: Iterable[tuple[int, int]]) -> PositionRuns:
     """``(begin, size)`` runs with neighbours made one."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for begin, size in runs:
-        if found and begin == found[-1][0] + found[-1][1]:
-            found[-1] = (found[-1][0], found[-1][1] + size)
+        if merged and begin == merged[-1][0] + merged[-1][1]:
+            merged[-1] = (merged[-1][0], merged[-1][1] + size)
         else:
-            found.append((begin, size))
-    return tuple(found)
+            merged.append((begin, size))
+    return tuple(merged)
 
 
-def to_dict(info: CacheInfo) -> dict[str, Any]:
+def cache_info_to_dict(info: CacheInfo) -> dict[str, Any]:
     """The document."""
     layout, ids = info.layout, info.token_ids
     return {
-        "schema": SCHEMA,
-        "schema_version": SCHEMA_VERSION,
+        "schema": CACHE_SCHEMA,
+        "schema_version": CACHE_SCHEMA_VERSION,
         "kind": info.kind,
         "name": info.name,
         "kv_heads": layout.kv_heads,
@@ -248,12 +249,12 @@ def to_dict(info: CacheInfo) -> dict[str, Any]:
         "lP": layout.lP,
         "hP": layout.hP,
         "flash_block": layout.flash_block,
-        **_int8(layout),
+        **_build_int8_fields(layout),
         "token_ids": ids and {"count": ids.count, "sha256": ids.sha256},
         "model": info.model,
         **({} if info.next_position is None else {"next_position": info.next_position}),
-        "layers": [_layer_to_dict(each) for each in info.layers],
-        **({"states": [vars(each) for each in info.states]} if info.states else {}),
+        "layers": [_layer_to_dict(layer) for layer in info.layers],
+        **({"states": [vars(layer) for layer in info.states]} if info.states else {}),
     }
 
 
@@ -261,25 +262,25 @@ def _layer_to_dict(layer: LayerInfo) -> dict[str, Any]:
     """Return what the document has of a layer; it is unchanged for caches that were never rotated."""
     fields: dict[str, Any] = {**vars(layer), "positions": [list(run) for run in layer.positions]}
     if fields.pop("text_positions") is not None:
-        fields["text_positions"] = [list(run) for run in layer.text_runs]
+        fields["text_positions"] = [list(run) for run in layer.text_position_runs]
     if (heads := fields.pop("heads")) is not None:
         fields |= {"kv_heads": heads[0], "head_dim": heads[1]}
     return fields
 
 
-def _int8(layout: PackLayout) -> dict[str, Any]:
+def _build_int8_fields(layout: PackLayout) -> dict[str, Any]:
     """For people and ``--json``; documents are written of float caches only."""
-    if not layout.quantised:
+    if not layout.is_quantised:
         return {}
     return {"int8": "both" if layout.int8_values else "keys", "lP8": layout.lP8, "hP8": layout.hP8}
 
 
-def to_json(info: CacheInfo) -> str:
+def dump_cache_info(info: CacheInfo) -> str:
     """The document as JSON text on one line."""
-    return json.dumps(to_dict(info))
+    return json.dumps(cache_info_to_dict(info))
 
 
-def from_json(text: str | bytes, where: str) -> CacheInfo:
+def load_cache_info(text: str | bytes, where: str) -> CacheInfo:
     """Check and take in a document; `where` begins the messages of errors.
 
     Raises
@@ -287,97 +288,102 @@ def from_json(text: str | bytes, where: str) -> CacheInfo:
     ManifestError
         Naming the path of what is wrong.
     """
-    root = parse(text, where, MAX_BYTES)
-    root.check_schema(SCHEMA, SCHEMA_VERSION)
-    if root.at("kind").text() not in KINDS:
-        raise root.at("kind").wrong(f"one of {', '.join(KINDS)}")
-    layers = tuple(_layer(node) for node in root.at("layers").items(least=1))
-    if [each.layer for each in layers] != sorted({each.layer for each in layers}):
+    root = parse_document(text, where, MAX_CACHE_INFO_BYTES)
+    root.check_schema(CACHE_SCHEMA, CACHE_SCHEMA_VERSION)
+    if root.get("kind").read_str() not in CACHE_KINDS:
+        raise root.get("kind").error(f"one of {', '.join(CACHE_KINDS)}")
+    layers = tuple(_parse_layer(node) for node in root.get("layers").read_list(min_len=1))
+    if [layer.layer for layer in layers] != sorted({layer.layer for layer in layers}):
         raise ManifestError(f"{where}: layers: are not in order, each once")
-    states = tuple(_state(node) for node in root.at("states").items()) if "states" in root.value else ()
-    if len({each.layer for each in layers} | {each.layer for each in states}) != len(layers) + len(states):
+    states = tuple(_state(node) for node in root.get("states").read_list()) if "states" in root.value else ()
+    if len({layer.layer for layer in layers} | {layer.layer for layer in states}) != len(layers) + len(states):
         raise ManifestError(f"{where}: states: a layer has two states")
-    ids, model = root.at("token_ids"), root.at("model")
+    ids, model = root.get("token_ids"), root.get("model")
     return CacheInfo(
-        kind=root.at("kind").text(),
-        name=root.at("name").text(),
-        layout=_layout(root),
+        kind=root.get("kind").read_str(),
+        name=root.get("name").read_str(),
+        layout=_parse_layout(root),
         layers=layers,
-        token_ids=None if ids.value is None else TokenIds(ids.at("count").integer(1), ids.at("sha256").sha256()),
-        model=None if model.value is None else model.sha256(),
-        next_position=_next_position(root),
-        states=tuple(sorted(states, key=lambda each: each.layer)),
+        token_ids=None
+        if ids.value is None
+        else TokenIdsFingerprint(ids.get("count").read_int(1), ids.get("sha256").read_sha256()),
+        model=None if model.value is None else model.read_sha256(),
+        next_position=_parse_next_position(root),
+        states=tuple(sorted(states, key=lambda layer: layer.layer)),
     )
 
 
-def _state(node: Node) -> StateLayer:
-    kind = node.at("kind").text()
+def _state(node: JsonReader) -> StateLayer:
+    kind = node.get("kind").read_str()
     if kind not in STATE_KINDS:
-        raise node.at("kind").wrong(f"one of {', '.join(STATE_KINDS)}")
-    sizes = node.at("key_bytes").integer(1), node.at("value_bytes").integer(1)
-    return StateLayer(layer=node.at("layer").integer(0), kind=kind, key_bytes=sizes[0], value_bytes=sizes[1])
+        raise node.get("kind").error(f"one of {', '.join(STATE_KINDS)}")
+    sizes = node.get("key_bytes").read_int(1), node.get("value_bytes").read_int(1)
+    return StateLayer(layer=node.get("layer").read_int(0), kind=kind, key_bytes=sizes[0], value_bytes=sizes[1])
 
 
-def _next_position(root: Node) -> int | None:
+def _parse_next_position(root: JsonReader) -> int | None:
     if "next_position" not in root.value:
         return None
-    number = root.at("next_position").integer(1)
+    number = root.get("next_position").read_int(1)
     if number > _MAX_TOKENS:
-        raise root.at("next_position").wrong("a 32-bit integer")
+        raise root.get("next_position").error("a 32-bit integer")
     return number
 
 
-def _layout(root: Node) -> PackLayout:
-    dtype = root.at("dtype")
-    if dtype.text() not in dtypes.BY_NAME:
-        raise dtype.wrong(f"one of {', '.join(dtypes.BY_NAME)}")
-    numbers = {key: root.at(key).integer(1) for key in ("kv_heads", "head_dim", "lP", "hP")}
+def _parse_layout(root: JsonReader) -> PackLayout:
+    dtype = root.get("dtype")
+    if dtype.read_str() not in dtypes.DTYPES:
+        raise dtype.error(f"one of {', '.join(dtypes.DTYPES)}")
+    numbers = {key: root.get(key).read_int(1) for key in ("kv_heads", "head_dim", "lP", "hP")}
     for key, number in numbers.items():
         if number > _MAX_TOKENS:
-            raise root.at(key).wrong("a 32-bit integer")
-    block = root.at("flash_block")
+            raise root.get(key).error("a 32-bit integer")
+    block = root.get("flash_block")
     return PackLayout(
         numbers["kv_heads"],
         numbers["head_dim"],
-        dtype.text(),
+        dtype.read_str(),
         numbers["lP"],
         numbers["hP"],
-        None if block.value is None else block.integer(1),
+        None if block.value is None else block.read_int(1),
     )
 
 
-def _layer(node: Node) -> LayerInfo:
-    runs = _runs(node.at("positions"))
-    text_runs = _runs(node.at("text_positions")) if "text_positions" in node.value else None
+def _parse_layer(node: JsonReader) -> LayerInfo:
+    runs = _parse_runs(node.get("positions"))
+    text_runs = _parse_runs(node.get("text_positions")) if "text_positions" in node.value else None
     try:
         return LayerInfo(
-            layer=node.at("layer").integer(0),
-            tokens=node.at("tokens").integer(1),
-            capacity=node.at("capacity").integer(1),
+            layer=node.get("layer").read_int(0),
+            tokens=node.get("tokens").read_int(1),
+            capacity=node.get("capacity").read_int(1),
             positions=runs,
             text_positions=text_runs,
-            heads=_heads(node),
+            heads=_parse_heads(node),
         )
     except ManifestError:
         raise
     except KvmnnError as exc:
-        raise ManifestError(f"{node.where}: {node.path}: {exc}") from None
+        raise ManifestError(f"{node.label}: {node.path}: {exc}") from None
 
 
-def _heads(node: Node) -> tuple[int, int] | None:
+def _parse_heads(node: JsonReader) -> tuple[int, int] | None:
     if "kv_heads" not in node.value:
         return None
-    heads, dims = (node.at(key).integer(1) for key in ("kv_heads", "head_dim"))
-    if max(heads, dims) > _MAX_TOKENS:
-        raise node.wrong("32-bit integers for kv_heads and head_dim")
-    return heads, dims
+    kv_heads, head_dim = (node.get(key).read_int(1) for key in ("kv_heads", "head_dim"))
+    if max(kv_heads, head_dim) > _MAX_TOKENS:
+        raise node.error("32-bit integers for kv_heads and head_dim")
+    return kv_heads, head_dim
 
 
-def _runs(node: Node) -> Ranges:
+def _parse_runs(node: JsonReader) -> PositionRuns:
     runs = []
-    for run in node.items(least=1):
-        begin, size = (each.integer(least) for each, least in zip(run.items(least=2, most=2), (0, 1), strict=True))
+    for run in node.read_list(min_len=1):
+        begin, size = (
+            item.read_int(min_value)
+            for item, min_value in zip(run.read_list(min_len=2, max_len=2), (0, 1), strict=True)
+        )
         if begin + size > _MAX_TOKENS:
-            raise run.wrong(f"positions below {_MAX_TOKENS:,}")
+            raise run.error(f"positions below {_MAX_TOKENS:,}")
         runs.append((begin, size))
     return tuple(runs)

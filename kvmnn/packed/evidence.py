@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import PARTS, Bytes, Part, by_name
+from ..dtypes import PARTS, Bytes, Part, parse_dtype
 from .layout import PackLayout
-from .rows import HeadRows, head_bytes, row_bytes
+from .rows import HeadRowAccessor, get_head_bytes, get_row_bytes
 
-View = Callable[[int, int], Bytes]
+ReadBytes = Callable[[int, int], Bytes]
 """Gives bytes of a packed file: ``view(offset, nbytes)``."""
 
 MAX_SAMPLED_HEADS = 8
 MAX_SAMPLED_LAYERS = 4
-_FIRST_ROWS = 512
-_LAST_ROWS = 192  # three blocks of V: where a wrong layout leaves holes
-_PROBE_STEP = 32  # the engine leaves room for 64 tokens
+_MAX_FIRST_ROWS = 512
+_MAX_LAST_ROWS = 192  # three blocks of V: where a wrong layout leaves holes
+_PROBE_STEP_ROWS = 32  # the engine leaves room for 64 tokens
 _MAX_PROBES = 256
 _SCAN_BYTES = 1 << 20
 _FILL_SAMPLE_BYTES = 64
@@ -41,19 +41,19 @@ class LayerEvidence:
 
     Parameters
     ----------
-    rows
+    num_rows
         Rows up to the last one that is not empty, of any head, in K or V.
-    is_even
+    has_equal_ends
         Whether that row is the same in all heads, of K and of V.
-    misplaced_rows
+    num_misplaced_rows
         Rows before it that are empty, or partly so, or that have words where padding is.
     key_contrast, value_contrast
         Variance between the means of the dimensions over the variance of all words; 0 where words are no numbers.
     """
 
-    rows: int
-    is_even: bool
-    misplaced_rows: int
+    num_rows: int
+    has_equal_ends: bool
+    num_misplaced_rows: int
     key_contrast: float
     value_contrast: float
 
@@ -70,24 +70,24 @@ class LayoutEvidence:
     layers: tuple[LayerEvidence, ...]
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """Rows up to the last one that is not empty, in any layer."""
-        return max(layer.rows for layer in self.layers)
+        return max(layer.num_rows for layer in self.layers)
 
     @property
-    def misplaced_rows(self) -> int:
+    def num_misplaced_rows(self) -> int:
         """Rows that are empty, or partly so, before one that is not."""
-        return sum(layer.misplaced_rows for layer in self.layers)
+        return sum(layer.num_misplaced_rows for layer in self.layers)
 
     @property
-    def is_even(self) -> bool:
+    def has_equal_ends(self) -> bool:
         """Whether K and V of all heads of a layer end with the same row."""
-        return all(layer.is_even for layer in self.layers)
+        return all(layer.has_equal_ends for layer in self.layers)
 
     @property
     def is_consistent(self) -> bool:
         """Whether rows are full or empty, and the empty ones last, in all heads alike."""
-        return self.is_even and not self.misplaced_rows
+        return self.has_equal_ends and not self.num_misplaced_rows
 
     @property
     def contrast(self) -> float:
@@ -96,12 +96,12 @@ class LayoutEvidence:
         return float(np.exp(np.mean(np.log(values)))) if min(values) > 0 else 0.0
 
 
-def sample_layers(count: int) -> list[int]:
+def choose_sampled_layers(count: int) -> list[int]:
     """Indices of the layers that are looked at, of so many."""
     return sorted({int(index) for index in np.linspace(0, count - 1, min(count, MAX_SAMPLED_LAYERS))})
 
 
-def measure_layer(views: dict[Part, View], layout: PackLayout, capacity: int) -> LayerEvidence:
+def measure_layer(views: dict[Part, ReadBytes], layout: PackLayout, capacity: int) -> LayerEvidence:
     """Measure what K and V of a layer tell about a float layout.
 
     Parameters
@@ -112,116 +112,122 @@ def measure_layer(views: dict[Part, View], layout: PackLayout, capacity: int) ->
         What the files are taken for, and for how many tokens they have room.
     """
     ends: set[int] = set()
-    misplaced = 0
+    num_misplaced = 0
     contrasts: dict[Part, float] = {}
     for part in PARTS:
-        heads = _Heads(views[part], layout, part, capacity)
-        last = heads.find_last_rows()
-        ends.update(last)
-        misplaced += heads.count_misplaced_rows(max(last))
-        contrasts[part] = heads.measure_contrast(max(last))
-    return LayerEvidence(max(ends), len(ends) == 1, misplaced, contrasts["key"], contrasts["value"])
+        sampler = _HeadSampler(views[part], layout, part, capacity)
+        last_rows = sampler.find_last_rows()
+        ends.update(last_rows)
+        num_misplaced += sampler.count_misplaced_rows(max(last_rows))
+        contrasts[part] = sampler.measure_contrast(max(last_rows))
+    return LayerEvidence(max(ends), len(ends) == 1, num_misplaced, contrasts["key"], contrasts["value"])
 
 
-def is_consistent_layer(views: dict[Part, View], layout: PackLayout, capacity: int) -> bool:
+def is_consistent_layer(views: dict[Part, ReadBytes], layout: PackLayout, capacity: int) -> bool:
     """Whether rows are full or empty, and the empty ones last, in all heads alike: `measure_layer` without means."""
-    heads = [_Heads(views[part], layout, part, capacity) for part in PARTS]
-    ends = {row for each in heads for row in each.find_last_rows()}
-    return len(ends) == 1 and not any(each.count_misplaced_rows(max(ends)) for each in heads)
+    samplers = [_HeadSampler(views[part], layout, part, capacity) for part in PARTS]
+    ends = {row for sampler in samplers for row in sampler.find_last_rows()}
+    return len(ends) == 1 and not any(sampler.count_misplaced_rows(max(ends)) for sampler in samplers)
 
 
-def find_last_row(view: View, layout: PackLayout, part: Part, capacity: int) -> int:
+def find_last_row(view: ReadBytes, layout: PackLayout, part: Part, capacity: int) -> int:
     """Return the number of rows up to the last one that is not empty, in any head; 0 where all are.
 
     Empty rows have one byte over and over: zero, or what memory was filled with.
     """
-    return max(_Heads(view, layout, part, capacity, sample=False).find_last_rows())
+    return max(_HeadSampler(view, layout, part, capacity, sample=False).find_last_rows())
 
 
-class _Heads:
+class _HeadSampler:
     """The rows of some heads of a file."""
 
-    def __init__(self, view: View, layout: PackLayout, part: Part, capacity: int, *, sample: bool = True) -> None:
+    def __init__(self, view: ReadBytes, layout: PackLayout, part: Part, capacity: int, *, sample: bool = True) -> None:
         self._view = view
         self._capacity = capacity
-        self._dims = layout.head_dim
-        padded = replace(layout, head_dim=_round_up(layout.head_dim, layout.pack_numbers(part)[part == "value"]))
-        self._access = HeadRows(padded, part, capacity)  # rows with the padding behind their dimensions
-        self._row, self._size = row_bytes(padded, part), head_bytes(padded, part, capacity)
+        self._head_dim = layout.head_dim
+        padded_layout = replace(layout, head_dim=_round_up(layout.head_dim, layout.pack_numbers(part)[part == "value"]))
+        self._accessor = HeadRowAccessor(padded_layout, part, capacity)  # rows with the padding behind their dimensions
+        self._row_bytes, self._head_bytes = (
+            get_row_bytes(padded_layout, part),
+            get_head_bytes(padded_layout, part, capacity),
+        )
         self._dtype = layout.dtype
-        count = min(layout.kv_heads, MAX_SAMPLED_HEADS) if sample else layout.kv_heads
-        self._numbers = sorted({int(head) for head in np.linspace(0, layout.kv_heads - 1, count)})
-        self._fill = _read_fill_byte(view, self._size * layout.kv_heads)
+        num_heads = min(layout.kv_heads, MAX_SAMPLED_HEADS) if sample else layout.kv_heads
+        self._head_indices = sorted({int(head) for head in np.linspace(0, layout.kv_heads - 1, num_heads)})
+        self._fill_byte = _read_fill_byte(view, self._head_bytes * layout.kv_heads)
 
-    def _read(self, head: int, begin: int, end: int) -> Bytes:
+    def _read_rows(self, head: int, begin: int, end: int) -> Bytes:
         """Rows of a head, ``[row, byte]``."""
-        rows = np.empty((end - begin, self._row), np.uint8)
-        self._access.read(self._view(head * self._size, self._size), begin, rows.reshape(-1))
+        rows = np.empty((end - begin, self._row_bytes), np.uint8)
+        self._accessor.read_rows(self._view(head * self._head_bytes, self._head_bytes), begin, rows.reshape(-1))
         return rows
 
     def find_last_rows(self) -> list[int]:
         """For each head the number of rows up to the last one that is not empty."""
-        return [self._find_last_row(head) for head in self._numbers]
+        return [self._find_last_row(head) for head in self._head_indices]
 
     def _find_last_row(self, head: int) -> int:
-        step = 2 * _LAST_ROWS  # most files end soon behind their last token
+        step = 2 * _MAX_LAST_ROWS  # most files end soon behind their last token
         end = self._capacity
         while end:
             begin = max(0, end - step)
-            rows = self._read(head, begin, end)
-            words = rows[:, : self._row_of_dims]
-            used = np.flatnonzero((words != words[:, :1]).any(axis=1))
-            if used.size:
-                return begin + int(used[-1]) + 1
-            end, step = begin, max(step, _SCAN_BYTES // self._row)
+            rows = self._read_rows(head, begin, end)
+            elements = rows[:, : self._unpadded_row_bytes]
+            used_rows = np.flatnonzero((elements != elements[:, :1]).any(axis=1))
+            if used_rows.size:
+                return begin + int(used_rows[-1]) + 1
+            end, step = begin, max(step, _SCAN_BYTES // self._row_bytes)
         return 0
 
     @property
-    def _row_of_dims(self) -> int:
+    def _unpadded_row_bytes(self) -> int:
         """Bytes of a row without padding."""
-        return self._dims * by_name(self._dtype).itemsize
+        return self._head_dim * parse_dtype(self._dtype).itemsize
 
-    def _windows(self, rows: int) -> Iterator[tuple[int, int]]:
+    def _iter_sampled_ranges(self, rows: int) -> Iterator[tuple[int, int]]:
         """Runs of the first `rows` rows that are looked at."""
-        first = min(rows, _FIRST_ROWS)
-        if first:
-            yield 0, first
-        last = max(first, rows - _LAST_ROWS)
-        if first < last:  # heads taken for one have the room of the first in the middle
-            step = max(_PROBE_STEP, (last - first) // _MAX_PROBES)
-            yield from ((row, row + 1) for row in range(first, last, step))
-        if last < rows:
-            yield last, rows
+        first_end = min(rows, _MAX_FIRST_ROWS)
+        if first_end:
+            yield 0, first_end
+        last_begin = max(first_end, rows - _MAX_LAST_ROWS)
+        if first_end < last_begin:  # heads taken for one have the room of the first in the middle
+            step = max(_PROBE_STEP_ROWS, (last_begin - first_end) // _MAX_PROBES)
+            yield from ((row, row + 1) for row in range(first_end, last_begin, step))
+        if last_begin < rows:
+            yield last_begin, rows
 
     def count_misplaced_rows(self, rows: int) -> int:
         """Count the rows before `rows` that are empty, or partly so, or have words where padding is."""
-        count, unsigned = 0, np.dtype(f"<u{by_name(self._dtype).itemsize}")
-        filled = np.frombuffer(bytes([self._fill]) * unsigned.itemsize, unsigned)[0]
-        for head in self._numbers:
-            for begin, end in self._windows(rows):
-                words = self._read(head, begin, end).view(unsigned)
-                blank = (words == 0) | (words == filled)
-                empty, padding = blank[:, : self._dims].mean(axis=1), blank[:, self._dims :].all(axis=1)
-                count += int(np.count_nonzero((empty > _MAX_EMPTY_FRACTION) | ~padding))
-        return count
+        num_misplaced, bits_dtype = 0, np.dtype(f"<u{parse_dtype(self._dtype).itemsize}")
+        fill_element = np.frombuffer(bytes([self._fill_byte]) * bits_dtype.itemsize, bits_dtype)[0]
+        for head in self._head_indices:
+            for begin, end in self._iter_sampled_ranges(rows):
+                elements = self._read_rows(head, begin, end).view(bits_dtype)
+                is_blank = (elements == 0) | (elements == fill_element)
+                empty_fraction, is_padding_blank = (
+                    is_blank[:, : self._head_dim].mean(axis=1),
+                    is_blank[:, self._head_dim :].all(axis=1),
+                )
+                num_misplaced += int(np.count_nonzero((empty_fraction > _MAX_EMPTY_FRACTION) | ~is_padding_blank))
+        return num_misplaced
 
     def measure_contrast(self, rows: int) -> float:
         """Return the variance between the means of dimensions over the variance of all words, in the first rows."""
-        end = min(rows, _FIRST_ROWS)
+        end = min(rows, _MAX_FIRST_ROWS)
         if end < 2:
             return 0.0
-        heads = [self._read(head, 0, end)[:, : self._row_of_dims] for head in self._numbers]
-        words = _as_numbers(heads, self._dtype)
+        heads = [self._read_rows(head, 0, end)[:, : self._unpadded_row_bytes] for head in self._head_indices]
+        elements = _to_float64(heads, self._dtype)
         with np.errstate(all="ignore"):
-            total = float(words.var())
-            between = float(words.mean(axis=1).var())
-            contrast = between / total if total > 0 else 0.0
+            total_variance = float(elements.var())
+            variance_of_means = float(elements.mean(axis=1).var())
+            contrast = variance_of_means / total_variance if total_variance > 0 else 0.0
         return contrast if np.isfinite(contrast) else 0.0
 
 
-def _as_numbers(heads: Iterable[Bytes], dtype: str) -> npt.NDArray[np.float64]:
+def _to_float64(heads: Iterable[Bytes], dtype: str) -> npt.NDArray[np.float64]:
     """Rows of heads as numbers, ``[head, row, dim]``."""
-    rows: npt.NDArray[Any] = np.ascontiguousarray(np.stack(list(heads))).view(by_name(dtype).numpy)
+    rows: npt.NDArray[Any] = np.ascontiguousarray(np.stack(list(heads))).view(parse_dtype(dtype).numpy_dtype)
     if dtype == "bf16":
         rows = (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
     with np.errstate(all="ignore"):
@@ -232,13 +238,15 @@ def _round_up(number: int, unit: int) -> int:
     return -(-number // unit) * unit
 
 
-def _read_fill_byte(view: View, size: int) -> int:
+def _read_fill_byte(view: ReadBytes, size: int) -> int:
     """What never-written bytes of a file are: the byte that it ends with over and over, else zero."""
     tail = view(size - min(size, _FILL_SAMPLE_BYTES), min(size, _FILL_SAMPLE_BYTES))
     return int(tail[-1]) if (tail == tail[-1]).all() else 0
 
 
-def measure_layers(views: Sequence[dict[Part, View]], layout: PackLayout, capacities: Sequence[int]) -> LayoutEvidence:
+def measure_layers(
+    views: Sequence[dict[Part, ReadBytes]], layout: PackLayout, capacities: Sequence[int]
+) -> LayoutEvidence:
     """Measure what layers tell about a layout; `measure_layer` of each."""
     pairs = zip(views, capacities, strict=True)
-    return LayoutEvidence(tuple(measure_layer(each, layout, capacity) for each, capacity in pairs))
+    return LayoutEvidence(tuple(measure_layer(layer_views, layout, capacity) for layer_views, capacity in pairs))

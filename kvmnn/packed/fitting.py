@@ -11,9 +11,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from .. import dtypes
-from ..checks import whole
+from ..checks import validate_int
 from ..errors import KvmnnError, MissingOptionError, SourceError
-from ..text import count
+from ..text import pluralize
 from .addressing import FLASH_BLOCK
 from .backends import BACKENDS
 from .layout import PackLayout
@@ -22,7 +22,7 @@ FlashBlock = int | Literal["none"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Geometry:
+class PackedGeometry:
     """What is known of packed files; None for what is not.
 
     Parameters
@@ -32,7 +32,7 @@ class Geometry:
     dtype
         ``fp16``, ``bf16`` or ``fp32``.
     backend
-        A name that `PackLayout.for_backend` knows; stands for dtype, lP and hP.
+        A name that `PackLayout.from_backend` knows; stands for dtype, lP and hP.
     lP, hP
         Pack numbers, where no backend is named.
     flash_block
@@ -55,32 +55,32 @@ class Geometry:
         for name in ("kv_heads", "head_dim", "lP", "hP", "flash_block"):
             value = getattr(self, name)
             if value is not None and value != "none":
-                whole(value, name, 1)
+                validate_int(value, name, 1)
         if self.dtype is not None:
-            dtypes.by_name(self.dtype)
+            dtypes.parse_dtype(self.dtype)
         if self.backend is not None:
-            PackLayout.for_backend(self.backend, kv_heads=1, head_dim=1)
+            PackLayout.from_backend(self.backend, kv_heads=1, head_dim=1)
 
-    def or_else(self, other: Geometry) -> Geometry:
-        """This one, with what it does not say taken from `other`.
+    def merge_defaults(self, defaults: PackedGeometry) -> PackedGeometry:
+        """This one, with what it does not say taken from `defaults`.
 
         A backend says dtype and pack numbers; if one of the two names it, the other's are not mixed in.
         """
         skip = {"backend", "lP", "hP", "dtype"} if self.backend else {"backend"} if self.lP or self.hP else set()
-        filled = {
-            field.name: getattr(other, field.name)
+        default_fields = {
+            field.name: getattr(defaults, field.name)
             for field in fields(self)
             if getattr(self, field.name) is None and field.name not in skip
         }
-        return replace(self, **filled)
+        return replace(self, **default_fields)
 
     @property
-    def missing(self) -> str:
+    def missing_text(self) -> str:
         """Which of kv_heads and head_dim is not known, and the options that say it; empty for neither."""
         options = {"kv_heads": "--kv-heads", "head_dim": "--head-dim"}
         return " and ".join(f"{name} ({option})" for name, option in options.items() if getattr(self, name) is None)
 
-    def candidates(self) -> list[tuple[str, PackLayout]]:
+    def list_candidates(self) -> list[tuple[str, PackLayout]]:
         """Every layout that agrees with what is known, named by the backends that have it.
 
         Raises
@@ -88,49 +88,55 @@ class Geometry:
         MissingOptionError
             When kv_heads or head_dim is not known, or the backend of an int8 cache.
         """
-        if self.missing:
-            raise MissingOptionError(f"the files do not say {self.missing}; --model DIR may")
+        if self.missing_text:
+            raise MissingOptionError(f"the files do not say {self.missing_text}; --model DIR may")
         if self.int8 and self.backend is None:
             raise MissingOptionError("int8 caches need the backend named (--backend)")
-        found: dict[PackLayout, list[str]] = {}
-        for name, layout in self._packs():
-            for block in self._blocks():
-                blocked = _plain(layout, None if block == "none" else block, self.int8)
-                if self.dtype in (None, blocked.dtype):
-                    found.setdefault(blocked, []).append(name)
-        return [("/".join(names), layout) for layout, names in found.items()]
+        names_by_layout: dict[PackLayout, list[str]] = {}
+        for name, layout in self._list_pack_layouts():
+            for block in self._list_flash_blocks():
+                placed_layout = _strip_to_placement(layout, None if block == "none" else block, self.int8)
+                if self.dtype in (None, placed_layout.dtype):
+                    names_by_layout.setdefault(placed_layout, []).append(name)
+        return [("/".join(names), layout) for layout, names in names_by_layout.items()]
 
-    def _packs(self) -> list[tuple[str, PackLayout]]:
+    def _list_pack_layouts(self) -> list[tuple[str, PackLayout]]:
         assert self.kv_heads is not None and self.head_dim is not None
         if self.backend is not None:
-            layout = PackLayout.for_backend(self.backend, kv_heads=self.kv_heads, head_dim=self.head_dim)
+            layout = PackLayout.from_backend(self.backend, kv_heads=self.kv_heads, head_dim=self.head_dim)
             return [(self.backend, layout)]
-        known = [
-            (name, PackLayout.for_backend(name, kv_heads=self.kv_heads, head_dim=self.head_dim)) for name in BACKENDS
+        backend_layouts = [
+            (name, PackLayout.from_backend(name, kv_heads=self.kv_heads, head_dim=self.head_dim)) for name in BACKENDS
         ]
         if self.dtype and self.lP and self.hP:
-            same = [name for name, layout in known if (layout.dtype, layout.lP, layout.hP) == self._numbers()]
+            matching_names = [
+                name
+                for name, layout in backend_layouts
+                if (layout.dtype, layout.lP, layout.hP) == self._make_packing_key()
+            ]
             layout = PackLayout(self.kv_heads, self.head_dim, self.dtype, self.lP, self.hP)
-            return [("/".join(same) or "given numbers", layout)]
+            return [("/".join(matching_names) or "given numbers", layout)]
         return [
-            (name, layout) for name, layout in known if self.lP in (None, layout.lP) and self.hP in (None, layout.hP)
+            (name, layout)
+            for name, layout in backend_layouts
+            if self.lP in (None, layout.lP) and self.hP in (None, layout.hP)
         ]
 
     @property
-    def names_packs(self) -> bool:
+    def specifies_packing(self) -> bool:
         """Whether dtype and pack numbers are known."""
-        return self.backend is not None or None not in self._numbers()
+        return self.backend is not None or None not in self._make_packing_key()
 
-    def _numbers(self) -> tuple[str | None, int | None, int | None]:
+    def _make_packing_key(self) -> tuple[str | None, int | None, int | None]:
         return self.dtype, self.lP, self.hP
 
-    def _blocks(self) -> list[FlashBlock]:
+    def _list_flash_blocks(self) -> list[FlashBlock]:
         if self.int8 == "both":  # the engine quantises values with flash attention only
             return [self.flash_block or FLASH_BLOCK]
         return [FLASH_BLOCK, "none"] if self.flash_block is None else [self.flash_block]
 
 
-def _plain(layout: PackLayout, flash_block: int | None, int8: str | None) -> PackLayout:
+def _strip_to_placement(layout: PackLayout, flash_block: int | None, int8: str | None) -> PackLayout:
     """Only what decides where elements lie, so that backends that agree in that are one."""
     plain = PackLayout(layout.kv_heads, layout.head_dim, layout.dtype, layout.lP, layout.hP, flash_block)
     if int8 is None:
@@ -139,7 +145,7 @@ def _plain(layout: PackLayout, flash_block: int | None, int8: str | None) -> Pac
 
 
 @dataclass(frozen=True)
-class Fit:
+class LayoutMatch:
     """A layout that the sizes of all files agree with.
 
     Parameters
@@ -155,19 +161,19 @@ class Fit:
     capacities: tuple[int, ...]
 
 
-def fits(geometry: Geometry, sizes: Sequence[tuple[int, int]]) -> list[Fit]:
+def find_matches(geometry: PackedGeometry, sizes: Sequence[tuple[int, int]]) -> list[LayoutMatch]:
     """All layouts that agree with `geometry` and with the sizes of the K and V files (bytes) of every layer."""
-    found = []
-    for backends, layout in geometry.candidates():
-        capacities = [capacity_of(layout, *pair) for pair in sizes]
+    matches = []
+    for backends, layout in geometry.list_candidates():
+        capacities = [try_infer_capacity(layout, *pair) for pair in sizes]
         if all(capacities):
-            found.append(Fit(layout, backends, tuple(capacity or 0 for capacity in capacities)))
-    return found
+            matches.append(LayoutMatch(layout, backends, tuple(capacity or 0 for capacity in capacities)))
+    return matches
 
 
-def the_fit(
-    where: str, geometry: Geometry, sizes: Sequence[tuple[int, int]], files: Sequence[tuple[str, str]] = ()
-) -> Fit:
+def infer_layout(
+    where: str, geometry: PackedGeometry, sizes: Sequence[tuple[int, int]], files: Sequence[tuple[str, str]] = ()
+) -> LayoutMatch:
     """The only layout that fits; where the pack numbers are known, the usual flash block before none at all.
 
     `files` are the names of the K and V file of every layer, for messages.
@@ -180,98 +186,104 @@ def the_fit(
         When several do, naming them, and when `geometry` says too little.
     """
     try:
-        found = fits(geometry, sizes)
+        matches = find_matches(geometry, sizes)
     except SourceError as exc:
         raise type(exc)(f"{where}: {exc}") from None
-    if len(found) == 1:
-        return found[0]
-    if geometry.names_packs:
-        usual = [fit for fit in found if fit.layout.flash_block == FLASH_BLOCK]
-        found = usual or found
-        if len(found) == 1:
-            return found[0]
-    if found:
+    if len(matches) == 1:
+        return matches[0]
+    if geometry.specifies_packing:
+        default_matches = [match for match in matches if match.layout.flash_block == FLASH_BLOCK]
+        matches = default_matches or matches
+        if len(matches) == 1:
+            return matches[0]
+    if matches:
         raise MissingOptionError(
-            f"{where}: {len(found)} layouts fit the sizes of the files, say which (--backend, --dtype, --flash-block)"
-            f"{listed(found)}"
+            f"{where}: {len(matches)} layouts fit the sizes of the files, say which (--backend, --dtype, --flash-block)"
+            f"{format_candidates(matches)}"
         )
-    every = geometry.candidates()
+    candidates = geometry.list_candidates()
     heads, dims = geometry.kv_heads, geometry.head_dim
-    if not every:
+    if not candidates:
         raise SourceError(f"{where}: no layout is known with that dtype and those pack numbers")
-    number = _first_misfit([layout for _, layout in every], sizes)
-    pair, both = sizes[number], files[number] if files else None
-    if len(every) > 2:
-        of = f" ({' and '.join(both)})" if both else ""
+    layer_index = _find_first_mismatch([layout for _, layout in candidates], sizes)
+    sizes_of_layer, file_names = sizes[layer_index], files[layer_index] if files else None
+    if len(candidates) > 2:
+        file_text = f" ({' and '.join(file_names)})" if file_names else ""
         raise SourceError(
-            f"{where}: K and V files of {pair[0]} and {pair[1]} bytes{of} fit none of the {len(every)} layouts known "
+            f"{where}: K and V files of {sizes_of_layer[0]} and {sizes_of_layer[1]} bytes{file_text} fit none of the "
+            f"{len(candidates)} layouts known "
             f"for {heads} kv heads x {dims} dims"
         )
-    raise SourceError(f"{where}: {misfit(every[0][1], *pair, both)}")
+    raise SourceError(f"{where}: {explain_mismatch(candidates[0][1], *sizes_of_layer, file_names)}")
 
 
-def listed(found: Sequence[Fit]) -> str:
+def format_candidates(matches: Sequence[LayoutMatch]) -> str:
     """Layouts, to be put behind a message."""
-    return ": " + "; ".join(f"{fit.backends}: {describe(fit.layout)}" for fit in found)
+    return ": " + "; ".join(f"{match.backends}: {describe_layout(match.layout)}" for match in matches)
 
 
-def _first_misfit(layouts: Sequence[PackLayout], sizes: Sequence[tuple[int, int]]) -> int:
+def _find_first_mismatch(layouts: Sequence[PackLayout], sizes: Sequence[tuple[int, int]]) -> int:
     """The first layer whose files fit none of the layouts; else the first that does not fit the first of them."""
-    for asked in (layouts, layouts[:1]):
-        for number, pair in enumerate(sizes):
-            if not any(capacity_of(layout, *pair) for layout in asked):
-                return number
+    for candidate_layouts in (layouts, layouts[:1]):
+        for layer_index, pair in enumerate(sizes):
+            if not any(try_infer_capacity(layout, *pair) for layout in candidate_layouts):
+                return layer_index
     return 0
 
 
-def inferred(geometry: Geometry, fit: Fit, sizes: Sequence[tuple[int, int]]) -> list[str]:
-    """What `the_fit` found that `geometry` does not say, in words."""
+def describe_inference(geometry: PackedGeometry, match: LayoutMatch, sizes: Sequence[tuple[int, int]]) -> list[str]:
+    """What `infer_layout` found that `geometry` does not say, in words."""
     notes = []
-    if not geometry.names_packs:
-        notes.append(f"layout inferred: of those known only that of {fit.backends} fits the sizes of the files")
+    if not geometry.specifies_packing:
+        notes.append(f"layout inferred: of those known only that of {match.backends} fits the sizes of the files")
     if geometry.flash_block is None:
-        usual = fit.layout.flash_block == FLASH_BLOCK
-        block = f"flash block {fit.layout.flash_block}" if fit.layout.flash_block else "no flash attention"
-        if len(fits(geometry, sizes)) > 1:
-            notes.append(f"{block} taken, the engine's default; the sizes would fit --flash-block none as well")
-        elif not (usual and geometry.names_packs):
-            notes.append(f"{block} inferred from the sizes of the files")
+        is_default_block = match.layout.flash_block == FLASH_BLOCK
+        block_text = f"flash block {match.layout.flash_block}" if match.layout.flash_block else "no flash attention"
+        if len(find_matches(geometry, sizes)) > 1:
+            notes.append(f"{block_text} taken, the engine's default; the sizes would fit --flash-block none as well")
+        elif not (is_default_block and geometry.specifies_packing):
+            notes.append(f"{block_text} inferred from the sizes of the files")
     return notes
 
 
-def capacity_of(layout: PackLayout, key_bytes: int, value_bytes: int) -> int | None:
+def try_infer_capacity(layout: PackLayout, key_bytes: int, value_bytes: int) -> int | None:
     """`PackLayout.capacity_of`, or None where these sizes do not fit."""
     try:
-        return layout.capacity_of(key_bytes, value_bytes)
+        return layout.infer_capacity(key_bytes, value_bytes)
     except KvmnnError:
         return None
 
 
-def misfit(layout: PackLayout, key_bytes: int, value_bytes: int, names: tuple[str, str] | None = None) -> str:
+def explain_mismatch(layout: PackLayout, key_bytes: int, value_bytes: int, names: tuple[str, str] | None = None) -> str:
     """Why files of these sizes, with these `names`, do not have this layout."""
     tile = layout.flash_block or layout.lP
-    one = replace(layout, flash_block=tile)
-    for part, found, unit, tokens in (
-        ("K", key_bytes, one.key_bytes(1), layout.hP),
-        ("V", value_bytes, one.value_bytes(1), tile),
+    blocked_layout = replace(layout, flash_block=tile)
+    for part, file_bytes, unit_bytes, unit_tokens in (
+        ("K", key_bytes, blocked_layout.key_bytes(1), layout.hP),
+        ("V", value_bytes, blocked_layout.value_bytes(1), tile),
     ):
-        if found < 1 or found % unit:
+        if file_bytes < 1 or file_bytes % unit_bytes:
             file = f"{names['KV'.index(part)]}: " if names else ""
             return (
-                f"{file}a {part} file of {found} bytes is not a whole number of the {unit} bytes that {tokens} tokens "
-                f"take in {describe(layout)}"
+                f"{file}a {part} file of {file_bytes} bytes is not a whole number of the {unit_bytes} bytes that "
+                f"{unit_tokens} tokens "
+                f"take in {describe_layout(layout)}"
             )
-    keys, values = key_bytes // one.key_bytes(1) * layout.hP, value_bytes // one.value_bytes(1) * tile
-    both = f"{' and '.join(names)}: " if names else ""
+    key_capacity, value_capacity = (
+        key_bytes // blocked_layout.key_bytes(1) * layout.hP,
+        value_bytes // blocked_layout.value_bytes(1) * tile,
+    )
+    file_text = f"{' and '.join(names)}: " if names else ""
     return (
-        f"{both}K file and V file do not belong together: {key_bytes} bytes give K room for {keys} tokens, "
-        f"{value_bytes} bytes give V room for {values}, in {describe(layout)}"
+        f"{file_text}K file and V file do not belong together: {key_bytes} bytes give K room for {key_capacity} "
+        f"tokens, "
+        f"{value_bytes} bytes give V room for {value_capacity}, in {describe_layout(layout)}"
     )
 
 
-def of_layout(layout: PackLayout) -> Geometry:
+def make_geometry(layout: PackLayout) -> PackedGeometry:
     """What a layout says, as something known."""
-    return Geometry(
+    return PackedGeometry(
         kv_heads=layout.kv_heads,
         head_dim=layout.head_dim,
         dtype=layout.dtype,
@@ -281,10 +293,10 @@ def of_layout(layout: PackLayout) -> Geometry:
     )
 
 
-def describe(layout: PackLayout) -> str:
+def describe_layout(layout: PackLayout) -> str:
     """A layout in words."""
     packs = f"lP {layout.lP}, hP {layout.hP}"
-    if layout.quantised:
+    if layout.is_quantised:
         packs += f", int8 {'K and V' if layout.int8_values else 'K'} (lP8 {layout.lP8}, hP8 {layout.hP8})"
     block = f"flash block {layout.flash_block}" if layout.flash_block else "no flash attention"
-    return f"{count(layout.kv_heads, 'kv head')} x {layout.head_dim} dims, {layout.dtype}, {packs}, {block}"
+    return f"{pluralize(layout.kv_heads, 'kv head')} x {layout.head_dim} dims, {layout.dtype}, {packs}, {block}"

@@ -30,29 +30,29 @@ class Int8Sums:
     value_sum: Floats | None
 
     @classmethod
-    def fresh(cls, layout: PackLayout, capacity: int, fresh_byte: int = 0) -> Int8Sums:
-        """As after an allocation: nothing in them but what the engine's memory happened to hold, `fresh_byte`."""
+    def allocate(cls, layout: PackLayout, capacity: int, fill_byte: int = 0) -> Int8Sums:
+        """As after an allocation: nothing in them but what the engine's memory happened to hold, `fill_byte`."""
         key_max = np.full((layout.kv_heads, layout.head_dim), np.finfo(np.float32).min, np.float32)
-        value_sum = np.zeros(_value_shape(layout, capacity), np.float32) if layout.int8_values else None
-        return cls(_unset(layout, capacity, fresh_byte), key_max, value_sum)
+        value_sum = np.zeros(_get_value_sum_shape(layout, capacity), np.float32) if layout.int8_values else None
+        return cls(_allocate_key_sum(layout, capacity, fill_byte), key_max, value_sum)
 
-    def grown(self, layout: PackLayout, capacity: int, fresh_byte: int = 0) -> Int8Sums:
+    def resize(self, layout: PackLayout, capacity: int, fill_byte: int = 0) -> Int8Sums:
         """The same for more room."""
-        key_sum = _unset(layout, capacity, fresh_byte)
+        key_sum = _allocate_key_sum(layout, capacity, fill_byte)
         key_sum[:, : self.key_sum.shape[1]] = self.key_sum
         value_sum = self.value_sum
         if value_sum is not None:
-            wider = np.zeros(_value_shape(layout, capacity), np.float32)
-            wider[:, : value_sum.shape[1]] = value_sum
-            value_sum = wider
+            resized = np.zeros(_get_value_sum_shape(layout, capacity), np.float32)
+            resized[:, : value_sum.shape[1]] = value_sum
+            value_sum = resized
         return Int8Sums(key_sum, self.key_max, value_sum)
 
 
-def _unset(layout: PackLayout, capacity: int, fresh_byte: int) -> Floats:
+def _allocate_key_sum(layout: PackLayout, capacity: int, fill_byte: int) -> Floats:
     tiles, _, slots, _ = layout.key_shape(capacity)
-    return np.full((layout.kv_heads, tiles * slots * 4), fresh_byte, np.uint8).view(np.float32)
+    return np.full((layout.kv_heads, tiles * slots * 4), fill_byte, np.uint8).view(np.float32)
 
 
-def _value_shape(layout: PackLayout, capacity: int) -> tuple[int, int, int]:
+def _get_value_sum_shape(layout: PackLayout, capacity: int) -> tuple[int, int, int]:
     blocks, columns, _, width, _ = layout.value_shape(capacity)
     return layout.kv_heads, blocks, columns * width

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..checks import whole
+from ..checks import validate_int
 from ..errors import KvmnnError
-from .reserve import Pair, as_dialect, as_pairs
+from .reserve import ReservePair, parse_pairs, validate_dialect
 
 _MAX_COUNT = (1 << 63) - 1
 
@@ -34,20 +34,20 @@ class KVMeta:
     previous: int = 0
     add: int = 0
     remove: int = 0
-    reserve: tuple[Pair, ...] = ()
+    reserve: tuple[ReservePair, ...] = ()
     dialect: str = "fork"
 
     def __post_init__(self) -> None:
-        as_dialect(self.dialect)
+        validate_dialect(self.dialect)
         for name in ("previous", "add", "remove"):
-            setattr(self, name, whole(getattr(self, name), name, 0, _MAX_COUNT))
-        self.reserve = as_pairs(self.reserve)
+            setattr(self, name, validate_int(getattr(self, name), name, 0, _MAX_COUNT))
+        self.reserve = parse_pairs(self.reserve)
 
-    def set_info(self, add: int, remove: int, reserve: Iterable[Pair] = ()) -> None:
+    def set_info(self, add: int, remove: int, reserve: Iterable[ReservePair] = ()) -> None:
         """What ``setKVCacheInfo`` does: `remove` is cut to what there is, nothing else is looked at."""
-        pairs = as_pairs(reserve)
-        self.add = whole(add, "add", 0, _MAX_COUNT)
-        self.remove = min(whole(remove, "remove", 0, _MAX_COUNT), self.previous)
+        pairs = parse_pairs(reserve)
+        self.add = validate_int(add, "add", 0, _MAX_COUNT)
+        self.remove = min(validate_int(remove, "remove", 0, _MAX_COUNT), self.previous)
         self.reserve = pairs
 
     def erase(self, begin: int, end: int = 0) -> None:
@@ -58,9 +58,9 @@ class KVMeta:
         KvmnnError
             For a range that is empty or ends behind the cache; the engine prints a message and ignores the call.
         """
-        self.remove, self.reserve = erase_plan(self.previous, begin, end)
+        self.remove, self.reserve = plan_erase(self.previous, begin, end)
 
-    def reserve_size(self) -> int:
+    def compute_reserve_size(self) -> int:
         """Sum of the sizes of the pairs, -1 where one of them is not above 0 (``computeReserveSize``)."""
         return -1 if any(size <= 0 for _, size in self.reserve) else sum(size for _, size in self.reserve)
 
@@ -70,7 +70,7 @@ class KVMeta:
         The fork drops all pairs where one is not inside the window by itself, whatever their order, and cuts `remove`
         to what there was. Upstream computes with what it was given.
         """
-        sizes = self.reserve_size()
+        sizes = self.compute_reserve_size()
         remove = self.remove
         if self.dialect == "fork":
             if any(begin < 0 or size <= 0 or begin + size > remove for begin, size in self.reserve):
@@ -82,10 +82,14 @@ class KVMeta:
         return self.previous
 
 
-def erase_plan(past: int, begin: int, end: int = 0) -> tuple[int, tuple[Pair, ...]]:
-    """`remove` and the pairs with which the engine erases the tokens ``[begin, end)`` of `past`; end 0 means `past`."""
-    whole(begin, "begin", 0)
-    stop = whole(end, "end", 0) or past
-    if begin >= stop or stop > past:
-        raise KvmnnError(f"cannot erase tokens {begin} to {stop}: expected a range inside the {past} tokens there are")
-    return past - begin, ((stop - begin, past - stop),) if stop < past else ()
+def plan_erase(past_length: int, begin: int, end: int = 0) -> tuple[int, tuple[ReservePair, ...]]:
+    """`remove` and the pairs with which the engine erases the tokens ``[begin, end)`` of `past_length`; end 0 means
+    `past_length`.
+    """
+    validate_int(begin, "begin", 0)
+    stop = validate_int(end, "end", 0) or past_length
+    if begin >= stop or stop > past_length:
+        raise KvmnnError(
+            f"cannot erase tokens {begin} to {stop}: expected a range inside the {past_length} tokens there are"
+        )
+    return past_length - begin, ((stop - begin, past_length - stop),) if stop < past_length else ()

@@ -8,28 +8,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..checks import whole
+from ..checks import validate_int
 from ..dtypes import KVPair, Part
 from ..errors import KvmnnError
 from . import _layout
-from .addressing import EXPAND_CHUNK, FLASH_BLOCK, PackNumbers
-from .buffers import Buffers, as_buffers, both_rows, by_part, filled, plain_arrays, size_of, writable_rows
-from .native import native_numbers, share_heads
+from .addressing import EXPAND_CHUNK, FLASH_BLOCK, LayoutParams
+from .buffers import (
+    BufferPair,
+    get_nbytes,
+    make_filled_bytes,
+    make_plain_arrays,
+    split_kv,
+    to_byte_buffers,
+    to_row_pair,
+    to_writable_rows,
+)
+from .native import make_native_params, run_over_heads
 from .token_range import TokenRange
 
 __all__ = ["EXPAND_CHUNK", "FLASH_BLOCK", "PackLayout"]
 
 
-class PackLayout(PackNumbers):
+class PackLayout(LayoutParams):
     """Where each element of a packed cache lies, and the copying that follows from it.
 
-    Parameters as for `PackNumbers`: kv_heads, head_dim, dtype, lP, hP, flash_block, and lP8, hP8, int8_keys,
-    int8_values for what is int8. Most callers want `PackLayout.for_backend`.
+    Parameters as for `LayoutParams`: kv_heads, head_dim, dtype, lP, hP, flash_block, and lP8, hP8, int8_keys,
+    int8_values for what is int8. Most callers want `PackLayout.from_backend`.
 
     Examples
     --------
     >>> import numpy as np
-    >>> layout = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=2)
+    >>> layout = PackLayout.from_backend("x86-avx2", kv_heads=1, head_dim=2)
     >>> words = np.arange(6, dtype=np.float32).reshape(1, 3, 2)  # three tokens of two dims
     >>> keys, values = layout.pack(words, words, capacity=3)
     >>> keys.view(np.float32)  # hP is 4: dim 0 of tokens 0 to 3, then dim 1
@@ -49,7 +58,7 @@ class PackLayout(PackNumbers):
         out: tuple[Any, Any] | None = None,
         padding: str = "zero",
         threads: int | None = 1,
-    ) -> Buffers:
+    ) -> BufferPair:
         """Plain arrays ``[kv_heads, tokens, head_dim]`` as a K and a V buffer.
 
         Parameters
@@ -72,29 +81,34 @@ class PackLayout(PackNumbers):
             For shapes, sizes and capacities that do not fit, and for int8 layouts: those codes depend on what the
             engine saw before, see `kvmnn.PackedCache`.
         """
-        self._floats_only("pack")
+        self._require_float("pack")
         if padding not in ("zero", "keep"):
             raise KvmnnError(f"padding is {padding!r}: expected 'zero' or 'keep'")
-        both = both_rows(keys, values, self)
-        rows, tokens = by_part(both), both[0].shape[1]
-        room = tokens + EXPAND_CHUNK if capacity is None else whole(capacity, "capacity", max(tokens, 1))
-        self.check_capacity(room)
+        row_pair = to_row_pair(keys, values, self)
+        rows, tokens = split_kv(row_pair), row_pair[0].shape[1]
+        buffer_capacity = (
+            tokens + EXPAND_CHUNK if capacity is None else validate_int(capacity, "capacity", max(tokens, 1))
+        )
+        self.check_capacity(buffer_capacity)
         if out is None:
             fill = 0 if padding == "keep" else None
-            packed = filled(self.key_bytes(room), fill), filled(self.value_bytes(room), fill)
+            byte_buffers = (
+                make_filled_bytes(self.key_bytes(buffer_capacity), fill),
+                make_filled_bytes(self.value_bytes(buffer_capacity), fill),
+            )
         else:
-            packed = as_buffers(self, *out, room, writable=True)
-        buffers = by_part(packed)
+            byte_buffers = to_byte_buffers(self, *out, buffer_capacity, writable=True)
+        buffers = split_kv(byte_buffers)
 
-        def work(part: Part, first: int, last: int) -> None:
-            numbers = native_numbers(self, part, room)
+        def pack_heads(part: Part, first: int, last: int) -> None:
+            params = make_native_params(self, part, buffer_capacity)
             if padding == "zero":
-                _layout.pad(numbers, buffers[part], first, last, tokens)
+                _layout.pad(params, buffers[part], first, last, tokens)
             if tokens:
-                _layout.scatter(numbers, buffers[part], rows[part], first, last, 0)
+                _layout.scatter(params, buffers[part], rows[part], first, last, 0)
 
-        share_heads(work, self.kv_heads, threads)
-        return packed
+        run_over_heads(pack_heads, self.kv_heads, threads)
+        return byte_buffers
 
     def unpack(
         self,
@@ -112,12 +126,12 @@ class PackLayout(PackNumbers):
         fine.
         """
         if capacity is None:
-            capacity = self.capacity_of(size_of(key_buffer), size_of(value_buffer))
-        if whole(tokens, "tokens", 0) == 0:
-            as_buffers(self, key_buffer, value_buffer, self.check_capacity(capacity))
-            return plain_arrays(self, 0, out)
+            capacity = self.infer_capacity(get_nbytes(key_buffer), get_nbytes(value_buffer))
+        if validate_int(tokens, "tokens", 0) == 0:
+            to_byte_buffers(self, key_buffer, value_buffer, self.check_capacity(capacity))
+            return make_plain_arrays(self, 0, out)
         return self.gather(
-            key_buffer, value_buffer, 0, tokens, past=tokens, capacity=capacity, out=out, threads=threads
+            key_buffer, value_buffer, 0, tokens, past_length=tokens, capacity=capacity, out=out, threads=threads
         )
 
     def gather(
@@ -127,14 +141,15 @@ class PackLayout(PackNumbers):
         start: int,
         count: int,
         *,
-        past: int,
+        past_length: int,
         capacity: int,
         out: KVPair | None = None,
         threads: int | None = 1,
     ) -> KVPair:
         """Tokens ``[start, start + count)`` of both buffers, each as ``[kv_heads, count, head_dim]``.
 
-        Of an int8 layout what comes back is float32, code times scale plus bias; `unrecoverable` says what that is not.
+        Of an int8 layout what comes back is float32, code times scale plus bias; `unrecoverable_parts` says what that
+        is not.
 
         Parameters
         ----------
@@ -143,7 +158,7 @@ class PackLayout(PackNumbers):
             of the range are read: padding may hold anything.
         start, count
             The range in tokens; ``count >= 1``.
-        past
+        past_length
             Live tokens in the buffers.
         capacity
             Tokens that the buffers have room for.
@@ -157,16 +172,18 @@ class PackLayout(PackNumbers):
         KvmnnError
             For a range outside the live tokens and for buffers of another size.
         """
-        tokens = TokenRange.of(self, key_buffer, value_buffer, start, count, past=past, capacity=capacity)
-        plain = plain_arrays(self, count, out)
-        rows = by_part((writable_rows(plain[0], "out[0]"), writable_rows(plain[1], "out[1]")))
+        tokens = TokenRange.from_buffers(
+            self, key_buffer, value_buffer, start, count, past_length=past_length, capacity=capacity
+        )
+        plain_pair = make_plain_arrays(self, count, out)
+        rows = split_kv((to_writable_rows(plain_pair[0], "out[0]"), to_writable_rows(plain_pair[1], "out[1]")))
 
-        def work(part: Part, first: int, last: int) -> None:
-            read = _layout.dequantise if self.is_int8(part) else _layout.gather
-            read(native_numbers(self, part, capacity), tokens.buffers[part], rows[part], first, last, start)
+        def gather_heads(part: Part, first: int, last: int) -> None:
+            read_rows = _layout.dequantise if self.is_int8(part) else _layout.gather
+            read_rows(make_native_params(self, part, capacity), tokens.buffers[part], rows[part], first, last, start)
 
-        share_heads(work, self.kv_heads, threads)
-        return plain
+        run_over_heads(gather_heads, self.kv_heads, threads)
+        return plain_pair
 
     def scatter(
         self,
@@ -176,7 +193,7 @@ class PackLayout(PackNumbers):
         value_buffer: Any,
         start: int,
         *,
-        past: int,
+        past_length: int,
         capacity: int,
         threads: int | None = 1,
     ) -> None:
@@ -185,28 +202,32 @@ class PackLayout(PackNumbers):
         `keys` and `values` are as for `pack`; padding in the buffers stays as it is. Errors as for `gather`; nothing
         is written then.
         """
-        self._floats_only("scatter")
-        both = both_rows(keys, values, self)
-        rows, count = by_part(both), both[0].shape[1]
-        tokens = TokenRange.of(
-            self, key_buffer, value_buffer, start, count, past=past, capacity=capacity, writable=True
+        self._require_float("scatter")
+        row_pair = to_row_pair(keys, values, self)
+        rows, count = split_kv(row_pair), row_pair[0].shape[1]
+        tokens = TokenRange.from_buffers(
+            self, key_buffer, value_buffer, start, count, past_length=past_length, capacity=capacity, writable=True
         )
 
-        def work(part: Part, first: int, last: int) -> None:
-            numbers = native_numbers(self, part, capacity)
-            _layout.scatter(numbers, tokens.buffers[part], rows[part], first, last, start)
+        def scatter_heads(part: Part, first: int, last: int) -> None:
+            params = make_native_params(self, part, capacity)
+            _layout.scatter(params, tokens.buffers[part], rows[part], first, last, start)
 
-        share_heads(work, self.kv_heads, threads)
+        run_over_heads(scatter_heads, self.kv_heads, threads)
 
-    def zero(self, key_buffer: Any, value_buffer: Any, start: int, count: int, *, past: int, capacity: int) -> None:
+    def zero(
+        self, key_buffer: Any, value_buffer: Any, start: int, count: int, *, past_length: int, capacity: int
+    ) -> None:
         """Set the elements that `gather` would return to zero bytes; padding stays as it is. Errors as there."""
-        self._floats_only("zero")
-        tokens = TokenRange.of(
-            self, key_buffer, value_buffer, start, count, past=past, capacity=capacity, writable=True
+        self._require_float("zero")
+        tokens = TokenRange.from_buffers(
+            self, key_buffer, value_buffer, start, count, past_length=past_length, capacity=capacity, writable=True
         )
         for part, buffer in tokens.buffers.items():
-            _layout.zero(native_numbers(self, part, capacity), buffer, 0, self.kv_heads, start, count)
+            _layout.zero(make_native_params(self, part, capacity), buffer, 0, self.kv_heads, start, count)
 
-    def _floats_only(self, what: str) -> None:
-        if self.quantised:
-            raise KvmnnError(f"{what}: int8 rows are made by appending to a kvmnn.PackedCache, in the engine's order")
+    def _require_float(self, operation: str) -> None:
+        if self.is_quantised:
+            raise KvmnnError(
+                f"{operation}: int8 rows are made by appending to a kvmnn.PackedCache, in the engine's order"
+            )

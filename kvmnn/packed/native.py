@@ -6,15 +6,15 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from ..dtypes import PARTS, Part
-from ..threads.pool import map_pulled, resolve_threads
+from ..threads.pool import parallel_map, resolve_threads
 from . import _layout
-from .addressing import PackNumbers
+from .addressing import LayoutParams
 
-Work = Callable[[Part, int, int], None]
+HeadRangeWork = Callable[[Part, int, int], None]
 """Called as ``work(part, first head, last head)``, the last one excluded."""
 
 
-def native_numbers(layout: PackNumbers, part: Part, capacity: int) -> _layout.Numbers:
+def make_native_params(layout: LayoutParams, part: Part, capacity: int) -> _layout.Numbers:
     """What the compiled code needs to know of a K or V buffer with room for `capacity` tokens."""
     int8 = layout.is_int8(part)
     lP, hP = layout.pack_numbers(part)
@@ -34,9 +34,9 @@ def native_numbers(layout: PackNumbers, part: Part, capacity: int) -> _layout.Nu
     )
 
 
-def share_heads(work: Work, kv_heads: int, threads: int | None) -> None:
+def run_over_heads(work: HeadRangeWork, kv_heads: int, threads: int | None) -> None:
     """Call `work` for all heads of K and of V, on `threads` threads; None for one per processor."""
-    share = min(resolve_threads(threads), kv_heads)
-    cuts = [kv_heads * i // share for i in range(share + 1)]
-    shares = [(part, first, last) for part in PARTS for first, last in pairwise(cuts)]
-    map_pulled(lambda each: work(*each), shares, share)
+    num_shares = min(resolve_threads(threads), kv_heads)
+    boundaries = [kv_heads * i // num_shares for i in range(num_shares + 1)]
+    shares = [(part, first, last) for part in PARTS for first, last in pairwise(boundaries)]
+    parallel_map(lambda share: work(*share), shares, num_shares)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ..dtypes import Part
-from .addressing import PackNumbers
+from .addressing import LayoutParams
 
 
-def locate_element(layout: PackNumbers, part: Part, element: int, capacity: int) -> tuple[int, int]:
+def locate_element(layout: LayoutParams, part: Part, element: int, capacity: int) -> tuple[int, int]:
     """Return row and dimension of an element of one head.
 
     Parameters
@@ -24,9 +24,9 @@ def locate_element(layout: PackNumbers, part: Part, element: int, capacity: int)
     lP, hP = layout.pack_numbers(part)
     if part == "key":
         tile, unit, _, _ = layout.key_strides()
-        inside = element % tile
-        return element // tile * hP + inside % unit // lP, inside // unit * lP + inside % lP
+        offset = element % tile
+        return element // tile * hP + offset % unit // lP, offset // unit * lP + offset % lP
     block, column, unit, _, _ = layout.value_strides(capacity)
-    inside = element % block % column
-    row = element // block * layout.value_block(capacity) + inside // unit * lP + inside % lP
-    return row, element % block // column * hP + inside % unit // lP
+    offset = element % block % column
+    row = element // block * layout.value_block(capacity) + offset // unit * lP + offset % lP
+    return row, element % block // column * hP + offset % unit // lP

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import as_int
+from ..checks import to_int
 from ..dtypes import Bytes, Part
 from ..errors import KvmnnError
-from .addressing import PackNumbers
-from .buffers import as_buffers, by_part
+from .addressing import LayoutParams
+from .buffers import split_kv, to_byte_buffers
 
 
 @dataclass(frozen=True)
@@ -32,19 +32,19 @@ class TokenRange:
     buffers: dict[Part, Bytes]
 
     @classmethod
-    def of(
+    def from_buffers(
         cls,
-        layout: PackNumbers,
+        layout: LayoutParams,
         key_buffer: Any,
         value_buffer: Any,
         start: int,
         count: int,
         *,
-        past: int,
+        past_length: int,
         capacity: int,
         writable: bool = False,
     ) -> TokenRange:
-        """The range, if it lies inside the `past` live tokens and the buffers have the sizes of `capacity`.
+        """The range, if it lies inside the `past_length` live tokens and the buffers have the sizes of `capacity`.
 
         Raises
         ------
@@ -52,12 +52,13 @@ class TokenRange:
             For a range outside the live tokens and for buffers of another size.
         """
         layout.check_capacity(capacity)
-        if as_int(count, "count") < 1 or as_int(start, "start") < 0:
+        if to_int(count, "count") < 1 or to_int(start, "start") < 0:
             raise KvmnnError(f"range of {count} tokens from {start}: expected at least 1 token from 0 on")
-        if start + count > capacity or start + count > past:
+        if start + count > capacity or start + count > past_length:
             raise KvmnnError(
-                f"range of {count} tokens from {start} ends at {start + count}: expected at most the {past} live "
+                f"range of {count} tokens from {start} ends at {start + count}: expected at most the {past_length} "
+                f"live "
                 f"tokens and the capacity {capacity}"
             )
-        buffers = as_buffers(layout, key_buffer, value_buffer, capacity, writable)
-        return cls(start, count, capacity, by_part(buffers))
+        buffers = to_byte_buffers(layout, key_buffer, value_buffer, capacity, writable)
+        return cls(start, count, capacity, split_kv(buffers))

@@ -1,15 +1,15 @@
-"""Which tokens of a cache stay: one file for each policy, one registry. LOSSY, all of them but `Full`.
+"""Which tokens of a cache stay: one file for each policy, one registry. LOSSY, all of them but `FullCache`.
 
->>> from kvmnn.policies import LayerView, create
->>> create("streaming", sink=2, budget=5).keep(LayerView(tokens=8)).tolist()
+>>> from kvmnn.policies import LayerState, create_policy
+>>> create_policy("streaming", sink=2, budget=5).select_or_all(LayerState(tokens=8)).tolist()
 [0, 1, 5, 6, 7]
 """
 
 from __future__ import annotations
 
-from .base import Budgeted, Policy
+from .base import BudgetedPolicy, Policy
 from .evicting_cache import EvictingCache
-from .full import Full
+from .full import FullCache
 from .h2o_blocks import H2OBlocks
 from .h2o_decayed import H2ODecayed, H2ODecayedHeads
 from .h2o_engine import H2OEngine
@@ -21,20 +21,21 @@ from .l2_ratio import L2Ratio
 from .labels import LabelledPolicy
 from .observed_attention import ObservedAttention
 from .past_key_values import fix_size_l2_compress, l2_compress
-from .ranking import key_norms
+from .ranking import compute_key_norms
 from .recent_only import RecentOnly
-from .registry import POLICIES, create
-from .scoring import PromptMean, RunningMean, Scoring, Summed
+from .registry import POLICIES, create_policy
+from .scoring import EmaScores, MeanScores, ScoreAccumulator, SumScores
 from .state import CacheState
 from .streaming import Streaming, StreamingPress
-from .view import LayerView, Moment, View
+from .view import LayerState, PolicyInput, Trigger
 
 __all__ = [
     "POLICIES",
-    "Budgeted",
+    "BudgetedPolicy",
     "CacheState",
+    "EmaScores",
     "EvictingCache",
-    "Full",
+    "FullCache",
     "H2OBlocks",
     "H2ODecayed",
     "H2ODecayedHeads",
@@ -45,20 +46,19 @@ __all__ = [
     "L2Fixed",
     "L2Ratio",
     "LabelledPolicy",
-    "LayerView",
-    "Moment",
+    "LayerState",
+    "MeanScores",
     "ObservedAttention",
     "Policy",
-    "PromptMean",
+    "PolicyInput",
     "RecentOnly",
-    "RunningMean",
-    "Scoring",
+    "ScoreAccumulator",
     "Streaming",
     "StreamingPress",
-    "Summed",
-    "View",
-    "create",
+    "SumScores",
+    "Trigger",
+    "compute_key_norms",
+    "create_policy",
     "fix_size_l2_compress",
-    "key_norms",
     "l2_compress",
 ]

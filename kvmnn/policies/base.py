@@ -1,7 +1,7 @@
 """What every eviction policy is: a small value object that says which tokens of one layer stay.
 
 A policy knows nothing of files, models or packed layouts. It declares what it looks at and when it acts, and has one
-method, `Policy.rule`, that answers with token indices; `CacheState` and `EvictingCache` remember and cut.
+method, `Policy.select_tokens`, that answers with token indices; `CacheState` and `EvictingCache` remember and cut.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import check_count, check_share
+from ..checks import validate_count, validate_fraction
 from ..dtypes import Floats, Indices
 from ..errors import KvmnnError, OptionError
-from ..text import count
-from .scoring import Scoring, Summed
-from .view import Moment, View
+from ..text import pluralize
+from .scoring import ScoreAccumulator, SumScores
+from .view import PolicyInput, Trigger
 
-BUFFER = 64
+DEFAULT_BUFFER_TOKENS = 64
 """Tokens that the lazy caches of the StreamingLLM + H2O project store above their limit before they cut."""
 
-Needs: TypeAlias = Literal["lengths", "keys", "scores", "head scores"]
-Kept: TypeAlias = Indices | list[Indices] | None
+RequiredStats: TypeAlias = Literal["lengths", "keys", "scores", "head scores"]
+Selection: TypeAlias = Indices | list[Indices] | None
 """Indices ``[kept]`` for all rows or ``[row, kept]``, a list of rows of different lengths, or None: all stay."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(ABC):
-    """Which tokens of a layer stay. A new policy is a dataclass of its options with a `name` and a `rule`.
+    """Which tokens of a layer stay. A new policy is a dataclass of its options with a `name` and a `select_tokens`.
 
     Parameters
     ----------
@@ -42,31 +42,32 @@ class Policy(ABC):
 
     name: ClassVar[str]
     """Its key in `kvmnn.policies.POLICIES`."""
-    needs: ClassVar[Needs] = "lengths"
+    requires: ClassVar[RequiredStats] = "lengths"
     """What it looks at. Scores are sums of attention: `"scores"` one for each token, `"head scores"` one for each token
     in each KV head. With keys or head scores each KV head keeps tokens of its own."""
-    moments: ClassVar[frozenset[Moment]] = frozenset({Moment.ATTENDED})
+    triggers: ClassVar[frozenset[Trigger]] = frozenset({Trigger.AFTER_ATTENTION})
     """When it acts; at other moments every token stays."""
     prompt_only: ClassVar[bool] = False
     """Whether it acts on a prompt and never again."""
-    layers_apart: ClassVar[bool] = False
+    has_independent_layers: ClassVar[bool] = False
     """Whether layers are cut at different steps, and so hold different numbers of tokens."""
-    budget_means: ClassVar[str] = "it has none"
+    budget_help: ClassVar[str] = "it has none"
     """What a budget is for it, in a few words."""
 
     skip_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for layer in self.skip_layers:
-            check_count("skip_layers", layer)
+            validate_count("skip_layers", layer)
         object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
 
     @abstractmethod
-    def rule(self, view: View) -> Kept:
+    def select_tokens(self, state: PolicyInput) -> Selection:
         """The tokens that stay: the one method that a policy writes.
 
-        It is asked only at its `moments`, for layers that are cut, with what `needs` names. It must treat every row of
-        `View.row_scores` and `View.key_norms` by itself, because several layers are decided in one call.
+        It is asked only at its `triggers`, for layers that are cut, with what `requires` names. It must treat every row
+        of `PolicyInput.get_row_scores` and `PolicyInput.get_key_norms` by itself, because several layers are decided in
+        one call.
 
         Returns
         -------
@@ -78,60 +79,61 @@ class Policy(ABC):
     # -- what a special policy declares ---------------------------------------------------------------------------
 
     @property
-    def scoring(self) -> Scoring:
+    def score_accumulator(self) -> ScoreAccumulator:
         """How attention becomes scores; by default it is summed up and never fades."""
-        return Summed()
+        return SumScores()
 
     @property
-    def needs_norms(self) -> bool:
+    def requires_norms(self) -> bool:
         """Whether the norms of the keys decide."""
-        return self.needs == "keys"
+        return self.requires == "keys"
 
     # -- what callers ask -----------------------------------------------------------------------------------------
 
     @property
-    def needs_attention(self) -> bool:
+    def requires_attention(self) -> bool:
         """Whether it ranks tokens by the attention that they draw."""
-        return self.needs in ("scores", "head scores")
+        return self.requires in ("scores", "head scores")
 
     @property
-    def by_head(self) -> bool:
+    def is_per_head(self) -> bool:
         """Whether each KV head keeps tokens of its own."""
-        return self.needs in ("keys", "head scores")
+        return self.requires in ("keys", "head scores")
 
     @property
-    def evicts(self) -> bool:
+    def can_evict(self) -> bool:
         """Whether any token can go."""
-        return bool(self.moments)
+        return bool(self.triggers)
 
-    def skipped(self, layers: int) -> frozenset[int]:
-        """The layers that are never cut of a model that has `layers`."""
-        return frozenset(self.skip_layers) & frozenset(range(layers))
+    def resolve_skip_layers(self, num_layers: int) -> frozenset[int]:
+        """The layers that are never cut of a model that has `num_layers`."""
+        return frozenset(self.skip_layers) & frozenset(range(num_layers))
 
-    def check_layers(self, layers: int) -> None:
-        """Refuse layers to skip that a model of `layers` does not have; the defaults of a class may name more.
+    def check_layers(self, num_layers: int) -> None:
+        """Refuse layers to skip that a model of `num_layers` does not have; the defaults of a class may name more.
 
         Raises
         ------
         OptionError
             For layers that were said and are not there.
         """
-        missing = [layer for layer in self.skip_layers if layer >= layers]
-        if missing and self.skip_layers != type(self).skip_layers:
+        missing_layers = [layer for layer in self.skip_layers if layer >= num_layers]
+        if missing_layers and self.skip_layers != type(self).skip_layers:
             raise OptionError(
-                f"{self.name}: skip_layers names layer {missing[0]}, the model has {count(layers, 'layer')}: expected "
-                f"0 to {layers - 1}"
+                f"{self.name}: skip_layers names layer {missing_layers[0]}, the model has "
+                f"{pluralize(num_layers, 'layer')}: expected "
+                f"0 to {num_layers - 1}"
             )
 
-    def choose(self, view: View, moment: Moment | None = None) -> Indices | None:
+    def select(self, state: PolicyInput, trigger: Trigger | None = None) -> Indices | None:
         """The tokens of one layer that stay, in the order in which they are to be stored, or None where all stay.
 
         Parameters
         ----------
-        view
+        state
             The layer.
-        moment
-            When; by default what `view` says.
+        trigger
+            When; by default what `state` says.
 
         Returns
         -------
@@ -141,49 +143,51 @@ class Policy(ABC):
         Raises
         ------
         KvmnnError
-            Where `view` lacks what the policy needs.
+            Where `state` lacks what the policy needs.
         """
-        if moment is not None:
-            view = view.at(moment)
-        if view.moment not in self.moments or view.layer in self.skip_layers:
+        if trigger is not None:
+            state = state.with_trigger(trigger)
+        if state.trigger not in self.triggers or state.layer in self.skip_layers:
             return None
-        if self.needs != "lengths":
-            self._check(view)
-        kept = self._ruled(view)
-        if kept is None:
+        if self.requires != "lengths":
+            self._check_state(state)
+        selection = self._select_unless_decoding(state)
+        if selection is None:
             return None
-        if not self.by_head:
-            return kept if isinstance(kept, np.ndarray) and kept.ndim == 1 else kept[0]
-        kept = _stacked(kept)
-        if isinstance(kept, list):
-            raise KvmnnError(f"layer {view.layer}: {self.name} keeps different numbers of tokens in heads of one layer")
-        return kept
+        if not self.is_per_head:
+            return selection if isinstance(selection, np.ndarray) and selection.ndim == 1 else selection[0]
+        selection = _stack_rows(selection)
+        if isinstance(selection, list):
+            raise KvmnnError(
+                f"layer {state.layer}: {self.name} keeps different numbers of tokens in heads of one layer"
+            )
+        return selection
 
-    def keep(self, view: View, moment: Moment | None = None) -> Indices:
-        """Like `choose`, with ``[0, 1, 2 ...]`` where all stay."""
-        kept = self.choose(view, moment)
-        return np.arange(view.tokens, dtype=np.int64) if kept is None else kept
+    def select_or_all(self, state: PolicyInput, trigger: Trigger | None = None) -> Indices:
+        """Like `select`, with ``[0, 1, 2 ...]`` where all stay."""
+        indices = self.select(state, trigger)
+        return np.arange(state.tokens, dtype=np.int64) if indices is None else indices
 
-    def choose_stacked(self, view: View, moment: Moment | None = None) -> Kept:
-        """`choose` for several layers that store equally many tokens, at once.
+    def select_stacked(self, state: PolicyInput, trigger: Trigger | None = None) -> Selection:
+        """`select` for several layers that store equally many tokens, at once.
 
         Parameters
         ----------
-        view
+        state
             Rows of all the layers, none of which is skipped.
-        moment
-            When; by default what `view` says.
+        trigger
+            When; by default what `state` says.
 
         Returns
         -------
         ndarray, list or None
-            As `rule` answers.
+            As `select_tokens` answers.
         """
-        if moment is not None:
-            view = view.at(moment)
-        return _stacked(self._ruled(view)) if view.moment in self.moments else None
+        if trigger is not None:
+            state = state.with_trigger(trigger)
+        return _stack_rows(self._select_unless_decoding(state)) if state.trigger in self.triggers else None
 
-    def column_sums(self, weights: npt.NDArray[Any], kv_heads: int) -> Floats:
+    def sum_columns(self, weights: npt.NDArray[Any], kv_heads: int) -> Floats:
         """What one step's attention adds to the scores, float32.
 
         Parameters
@@ -196,44 +200,44 @@ class Policy(ABC):
         Returns
         -------
         ndarray
-            ``[key]``, all heads summed, or ``[kv_head, key]``, the heads of each group summed, as `needs` says.
+            ``[key]``, all heads summed, or ``[kv_head, key]``, the heads of each group summed, as `requires` says.
         """
-        return self.scoring.from_weights(weights, kv_heads, by_head=self.by_head)
+        return self.score_accumulator.sum_weights(weights, kv_heads, per_head=self.is_per_head)
 
-    def why_all_stay(self, prompt: int, tokens: int) -> str | None:
+    def explain_no_eviction(self, prompt_tokens: int, tokens: int) -> str | None:
         """Why its options let every token of a text stay, as part of a sentence; None where they do not say.
 
         Parameters
         ----------
-        prompt
+        prompt_tokens
             Tokens of the first step.
         tokens
             Of the text, those of the first step included.
         """
         return None
 
-    def options(self) -> Mapping[str, Any]:
+    def to_options(self) -> Mapping[str, Any]:
         """The arguments that make an equal policy (a random generator is not among them)."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
 
-    def _ruled(self, view: View) -> Kept:
-        if self.prompt_only and not view.is_prompt:
+    def _select_unless_decoding(self, state: PolicyInput) -> Selection:
+        if self.prompt_only and not state.is_prompt:
             return None
-        return self.rule(view)
+        return self.select_tokens(state)
 
-    def _check(self, view: View) -> None:
-        if self.needs == "keys" and not view.has_norms:
-            raise KvmnnError(f"layer {view.layer}: {self.name} needs the keys")
-        if self.needs_attention:
-            axes = 2 if self.by_head else 1
-            if view.scores is None or view.scores.ndim != axes:
-                found = "none" if view.scores is None else list(view.scores.shape)
-                expected = "[kv_head, token]" if self.by_head else "[token]"
-                raise KvmnnError(f"layer {view.layer}: {self.name} needs scores {expected}, found {found}")
+    def _check_state(self, state: PolicyInput) -> None:
+        if self.requires == "keys" and not state.has_norms:
+            raise KvmnnError(f"layer {state.layer}: {self.name} needs the keys")
+        if self.requires_attention:
+            num_axes = 2 if self.is_per_head else 1
+            if state.scores is None or state.scores.ndim != num_axes:
+                shape_text = "none" if state.scores is None else list(state.scores.shape)
+                expected_axes = "[kv_head, token]" if self.is_per_head else "[token]"
+                raise KvmnnError(f"layer {state.layer}: {self.name} needs scores {expected_axes}, found {shape_text}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Budgeted(Policy):
+class BudgetedPolicy(Policy):
     """A policy with a budget: a number of tokens or a share of those there are, never both.
 
     Parameters
@@ -247,8 +251,8 @@ class Budgeted(Policy):
 
     default_budget: ClassVar[int | None] = None
     default_keep_ratio: ClassVar[float | None] = None
-    rounds_up: ClassVar[bool] = True
-    budget_means = "the tokens that stay"
+    is_rounded_up: ClassVar[bool] = True
+    budget_help = "the tokens that stay"
 
     budget: int | None = None
     keep_ratio: float | None = None
@@ -263,28 +267,30 @@ class Budgeted(Policy):
         elif self.budget is not None and self.keep_ratio is not None:
             raise KvmnnError(f"{self.name}: budget {self.budget} and keep_ratio {self.keep_ratio}: expected only one")
         if self.budget is not None:
-            check_count(f"{self.name}: budget", self.budget)
+            validate_count(f"{self.name}: budget", self.budget)
         if self.keep_ratio is not None:
-            check_share(f"{self.name}: keep_ratio", self.keep_ratio)
+            validate_fraction(f"{self.name}: keep_ratio", self.keep_ratio)
 
-    def size(self, tokens: int) -> int:
+    def resolve_budget(self, tokens: int) -> int:
         """How many of `tokens` the budget is; it may be more."""
         if self.keep_ratio is None:
             return self.budget or 0
         share = self.keep_ratio * tokens
-        size = math.ceil(share) if self.rounds_up else int(share)
+        size = math.ceil(share) if self.is_rounded_up else int(share)
         return max(size, 1) if share > 0 else size  # attention over an empty cache is no number
 
-    def why_all_stay(self, prompt: int, tokens: int) -> str | None:
-        if self.size(tokens) >= tokens:
-            return f"a text of {count(tokens, 'token')} fits its budget"
-        if self.prompt_only and self.size(prompt) >= prompt:
-            return f"it cuts the first step only, which has {count(prompt, 'token')}: expected a longer prompt"
+    def explain_no_eviction(self, prompt_tokens: int, tokens: int) -> str | None:
+        if self.resolve_budget(tokens) >= tokens:
+            return f"a text of {pluralize(tokens, 'token')} fits its budget"
+        if self.prompt_only and self.resolve_budget(prompt_tokens) >= prompt_tokens:
+            return (
+                f"it cuts the first step only, which has {pluralize(prompt_tokens, 'token')}: expected a longer prompt"
+            )
         return None
 
 
-def _stacked(kept: Kept) -> Kept:
+def _stack_rows(selection: Selection) -> Selection:
     """Rows of equal lengths as one array."""
-    if isinstance(kept, list) and len({len(row) for row in kept}) == 1:
-        return np.stack(kept)
-    return kept
+    if isinstance(selection, list) and len({len(row) for row in selection}) == 1:
+        return np.stack(selection)
+    return selection

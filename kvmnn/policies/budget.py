@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Self
 
-from ..checks import check_count, check_share
+from ..checks import validate_count, validate_fraction
 from ..errors import KvmnnError
 
 
@@ -29,7 +29,7 @@ class Budget:
 
     Examples
     --------
-    >>> Budget.parse("256").of(1000), Budget.parse("25%").of(1000)
+    >>> Budget.parse("256").resolve(1000), Budget.parse("25%").resolve(1000)
     (256, 250)
     """
 
@@ -40,9 +40,9 @@ class Budget:
         if (self.tokens is None) == (self.share is None):
             raise KvmnnError("a budget is a number of tokens or a share of them: expected one of the two")
         if self.tokens is not None:
-            check_count("budget", self.tokens)
+            validate_count("budget", self.tokens)
         if self.share is not None:
-            check_share("budget", self.share)
+            validate_fraction("budget", self.share)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -55,12 +55,12 @@ class Budget:
         """
         if re.fullmatch(r"\d{1,9}", text):
             return cls(tokens=int(text))
-        found = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text)
-        if found is None:
+        match = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text)
+        if match is None:
             raise KvmnnError(f"{text!r} is not a whole number of tokens or a share such as 25%")
-        return cls(share=float(Fraction(found[1]) / 100))
+        return cls(share=float(Fraction(match[1]) / 100))
 
-    def of(self, tokens: int) -> int:
+    def resolve(self, tokens: int) -> int:
         """The number of tokens; of a share of `tokens`, rounded down."""
         if self.tokens is not None:
             return self.tokens

@@ -8,24 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.engine_cache import runs_of
+from ..arrays.engine_cache import positions_to_runs
 from ..dtypes import Floats, Indices, Positions
 from ..errors import OptionError
-from ..packed.cache_info import Ranges
-from ..text import LOSSY, UNCHANGED, count, span
+from ..packed.cache_info import PositionRuns
+from ..text import LOSSY, UNCHANGED, format_range, pluralize
 from .base import Policy
-from .labels import LabelledPolicy, jsonable
+from .labels import LabelledPolicy, convert_options_to_json
 from .registry import POLICIES
-from .view import LayerView
+from .view import LayerState
 
-_MOST_PAIRS = 100
-_MOST_RUNS = 4
-_LEAST_COLUMNS = 10
+_MAX_SHOWN_PAIRS = 100
+_MAX_SHOWN_RUNS = 4
+_MIN_MAP_COLUMNS = 10
 _LEGEND = "# kept, . dropped, 1 to 9 tenths kept"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LayerKept:
+class PolicyLayerPlan:
     """What stays of one layer.
 
     Attributes
@@ -36,7 +36,7 @@ class LayerKept:
         That are stored.
     nbytes
         Of its K and V.
-    kept
+    kept_indices
         Stored tokens that stay, ascending: int64 ``[kept]``, or ``[kv_head, kept]`` where heads keep different ones;
         None: all stay.
     skipped
@@ -48,58 +48,58 @@ class LayerKept:
     layer: int
     tokens: int
     nbytes: int
-    kept: Indices | None = None
+    kept_indices: Indices | None = None
     skipped: bool = False
     positions: Positions | None = None
 
     @property
     def tokens_after(self) -> int:
         """Tokens that stay, in each KV head."""
-        return self.tokens if self.kept is None else int(self.kept.shape[-1])
+        return self.tokens if self.kept_indices is None else int(self.kept_indices.shape[-1])
 
     @property
     def bytes_after(self) -> int:
         """Bytes of K and V of those."""
         return self.nbytes // self.tokens * self.tokens_after
 
-    def runs(self) -> list[Ranges]:
+    def list_runs(self) -> list[PositionRuns]:
         """``(begin, size)`` runs of the stored tokens that stay: of all heads, or of each."""
-        kept = np.arange(self.tokens) if self.kept is None else self.kept
-        return [runs_of(row) for row in np.atleast_2d(kept)]
+        indices = np.arange(self.tokens) if self.kept_indices is None else self.kept_indices
+        return [positions_to_runs(row) for row in np.atleast_2d(indices)]
 
-    def entry(self) -> dict[str, Any]:
+    def to_plan_entry(self) -> dict[str, Any]:
         """What `kvmnn compact --plan` reads of a layer; with ``heads`` instead of ``pairs`` it refuses it."""
-        if self.kept is None:
+        if self.kept_indices is None:
             return {"layer": self.layer, "remove": 0, "pairs": []}
-        rows = [[list(run) for run in runs] for runs in self.runs()]
-        what: dict[str, Any] = {"pairs": rows[0]} if self.kept.ndim == 1 else {"heads": rows}
-        return {"layer": self.layer, "remove": self.tokens, **what}
+        rows = [[list(run) for run in runs] for runs in self.list_runs()]
+        selection: dict[str, Any] = {"pairs": rows[0]} if self.kept_indices.ndim == 1 else {"heads": rows}
+        return {"layer": self.layer, "remove": self.tokens, **selection}
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         return {
-            **self.entry(),
+            **self.to_plan_entry(),
             "tokens": self.tokens,
             "tokens_after": self.tokens_after,
             "bytes": self.nbytes,
             "bytes_after": self.bytes_after,
             "skipped": self.skipped,
-            "positions": self._positions_after(),
+            "positions": self._list_positions_after(),
         }
 
-    def letters(self, group: int) -> str:
+    def render_map(self, group: int) -> str:
         """A letter for `group` tokens each: how many of all heads stay."""
         shares = np.ones(self.tokens)
-        if self.kept is not None:
-            rows = np.atleast_2d(self.kept)
+        if self.kept_indices is not None:
+            rows = np.atleast_2d(self.kept_indices)
             shares = np.bincount(rows.reshape(-1), minlength=self.tokens) / len(rows)
-        return "".join(_letter(float(shares[i : i + group].mean())) for i in range(0, self.tokens, group))
+        return "".join(_map_letter(float(shares[i : i + group].mean())) for i in range(0, self.tokens, group))
 
-    def _positions_after(self) -> list[list[int]] | None:
-        if self.positions is None or (self.kept is not None and self.kept.ndim > 1):
+    def _list_positions_after(self) -> list[list[int]] | None:
+        if self.positions is None or (self.kept_indices is not None and self.kept_indices.ndim > 1):
             return None
-        places = self.positions if self.kept is None else self.positions[self.kept]
-        return [list(run) for run in runs_of(places)]
+        positions_after = self.positions if self.kept_indices is None else self.positions[self.kept_indices]
+        return [list(run) for run in positions_to_runs(positions_after)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,7 +119,7 @@ class CachePlan:
     """
 
     policy: Policy
-    layers: tuple[LayerKept, ...]
+    layers: tuple[PolicyLayerPlan, ...]
     seconds: float = 0.0
     input: str | None = None
     output: str | None = None
@@ -132,7 +132,7 @@ class CachePlan:
     @property
     def by_head(self) -> bool:
         """Whether KV heads of any layer keep different tokens, which no packed file holds."""
-        return any(layer.kept is not None and layer.kept.ndim > 1 for layer in self.layers)
+        return any(layer.kept_indices is not None and layer.kept_indices.ndim > 1 for layer in self.layers)
 
     @property
     def bytes_before(self) -> int:
@@ -144,9 +144,9 @@ class CachePlan:
         """Bytes of what stays."""
         return sum(layer.bytes_after for layer in self.layers)
 
-    def entries(self) -> list[dict[str, Any]]:
+    def to_plan_entries(self) -> list[dict[str, Any]]:
         """The document of ``-o``."""
-        return [layer.entry() for layer in self.layers]
+        return [layer.to_plan_entry() for layer in self.layers]
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -156,9 +156,9 @@ class CachePlan:
             "label": self.label,
             "seconds": self.seconds,
             "policy": {
-                "label": LabelledPolicy.of(self.policy).label,
+                "label": LabelledPolicy.from_policy(self.policy).label,
                 "policy": self.policy.name,
-                "options": jsonable(self.policy.options()),
+                "options": convert_options_to_json(self.policy.to_options()),
             },
             "by_head": self.by_head,
             "bytes": self.bytes_before,
@@ -166,59 +166,68 @@ class CachePlan:
             "layers": [layer.to_dict() for layer in self.layers],
         }
 
-    def lines(self, *, width: int = 100, picture: bool = True) -> list[str]:
+    def format_lines(self, *, width: int = 100, picture: bool = True) -> list[str]:
         """For people: a row for each layer, or for several that keep the same, in `width` columns."""
-        alike: dict[Hashable, list[LayerKept]] = {}
+        groups_by_key: dict[Hashable, list[PolicyLayerPlan]] = {}
         for layer in self.layers:
-            alike.setdefault(_likeness(layer), []).append(layer)
-        groups = list(alike.values())
-        rows = [("layers", "tokens", "stay", "bytes"), *map(_figures, groups)]
+            groups_by_key.setdefault(_get_grouping_key(layer), []).append(layer)
+        groups = list(groups_by_key.values())
+        rows = [("layers", "tokens", "stay", "bytes"), *map(_format_row, groups)]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         table = ["  " + "  ".join(map(str.rjust, row, widths)) for row in rows]
-        room = max(_LEAST_COLUMNS, width - len(table[0]) - 2)
-        tokens = -(-max(layer.tokens for layer in self.layers) // room)
-        lines = [self._head(), table[0]]
+        num_columns = max(_MIN_MAP_COLUMNS, width - len(table[0]) - 2)
+        tokens = -(-max(layer.tokens for layer in self.layers) // num_columns)
+        lines = [self._format_head(), table[0]]
         for group, row in zip(groups, table[1:], strict=True):
-            drawn = group[0].letters(tokens) if picture else ""
-            lines.append(f"{row}  {'never cut' if group[0].skipped else drawn}".rstrip())
-            if (pairs := _pairs(group[0])) is not None:
+            map_text = group[0].render_map(tokens) if picture else ""
+            lines.append(f"{row}  {'never cut' if group[0].skipped else map_text}".rstrip())
+            if (pairs := _format_reserve(group[0])) is not None:
                 lines.append(f"    --remove {group[0].tokens} --reserve {pairs}")
         if picture:
-            of = " of all KV heads" if self.by_head else ""
-            lines.append(f"  {count(tokens, 'token')} a letter: {_LEGEND}{of}")
+            suffix = " of all KV heads" if self.by_head else ""
+            lines.append(f"  {pluralize(tokens, 'token')} a letter: {_LEGEND}{suffix}")
         return lines
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return "\n".join(self.format_lines())
 
-    def _head(self) -> str:
-        name = LabelledPolicy.of(self.policy).label
-        before = count(self.bytes_before, "byte")
+    def _format_head(self) -> str:
+        name = LabelledPolicy.from_policy(self.policy).label
+        bytes_text = pluralize(self.bytes_before, "byte")
         if self.label == UNCHANGED:
-            return f"{name}: {UNCHANGED}, all tokens stay, {before} of K and V: {self._why()}"
-        cut = [layer for layer in self.layers if layer.tokens_after < layer.tokens]
-        after, tokens = (span(sorted({*found})) for found in zip(*map(_lengths, cut), strict=True))
-        where = ["in each KV head"] if self.by_head else []
-        where += [f"in {len(cut)} of {len(self.layers)} layers"] if len(cut) < len(self.layers) else []
-        share = _share(self.bytes_after, self.bytes_before)
-        stay = " ".join([f"{after} of {tokens} tokens stay", *where])
-        return f"{name}: {LOSSY}, {stay}, {share} of {before} of K and V"
+            return f"{name}: {UNCHANGED}, all tokens stay, {bytes_text} of K and V: {self._explain_unchanged()}"
+        cut_layers = [layer for layer in self.layers if layer.tokens_after < layer.tokens]
+        tokens_after, tokens = (
+            format_range(sorted({*lengths})) for lengths in zip(*map(_get_lengths, cut_layers), strict=True)
+        )
+        scope_parts = ["in each KV head"] if self.by_head else []
+        scope_parts += (
+            [f"in {len(cut_layers)} of {len(self.layers)} layers"] if len(cut_layers) < len(self.layers) else []
+        )
+        share = _format_percent(self.bytes_after, self.bytes_before)
+        summary = " ".join([f"{tokens_after} of {tokens} tokens stay", *scope_parts])
+        return f"{name}: {LOSSY}, {summary}, {share} of {bytes_text} of K and V"
 
-    def _why(self) -> str:
-        cut = [layer.tokens for layer in self.layers if not layer.skipped]
-        if not cut:
+    def _explain_unchanged(self) -> str:
+        layer_tokens = [layer.tokens for layer in self.layers if not layer.skipped]
+        if not layer_tokens:
             return "none of its layers is ever cut"
-        if not self.policy.evicts:
+        if not self.policy.can_evict:
             return "it keeps everything"
-        return self.policy.why_all_stay(max(cut), max(cut)) or f"its budget is {self.policy.budget_means}"
+        return (
+            self.policy.explain_no_eviction(max(layer_tokens), max(layer_tokens))
+            or f"its budget is {self.policy.budget_help}"
+        )
 
 
 def check_plannable(policy: Policy) -> None:
     """Raise `OptionError` for a policy that ranks tokens by what no cache holds."""
-    if policy.needs_attention:
-        able = ", ".join(name for name, each in POLICIES.items() if each.needs in ("lengths", "keys"))
+    if policy.requires_attention:
+        plannable = ", ".join(
+            name for name, policy_class in POLICIES.items() if policy_class.requires in ("lengths", "keys")
+        )
         raise OptionError(
-            f"{policy.name} needs attention, which a cache does not hold: expected one of {able}; or attention or "
+            f"{policy.name} needs attention, which a cache does not hold: expected one of {plannable}; or attention or "
             f"scores of blocks as IN, which are planned without --policy (kvmnn eval MODEL --text FILE --policy "
             f"{policy.name} computes attention with a model)"
         )
@@ -231,7 +240,7 @@ def plan_layer(
     nbytes: int,
     norms: Callable[[], Floats],
     positions: Positions | None = None,
-) -> LayerKept:
+) -> PolicyLayerPlan:
     """What a policy would keep of one layer.
 
     Parameters
@@ -246,62 +255,69 @@ def plan_layer(
         True position of each stored token, ``[token]``, or ``[kv_head, token]`` where heads hold different ones. Where
         they do not ascend, the policy sees the tokens in the order of the text; of equal ones the first stored first.
     """
-    shared = positions if positions is not None and positions.ndim == 1 else None
+    shared_positions = positions if positions is not None and positions.ndim == 1 else None
     if layer in policy.skip_layers:
-        return LayerKept(layer=layer, tokens=tokens, nbytes=nbytes, skipped=True, positions=shared)
+        return PolicyLayerPlan(layer=layer, tokens=tokens, nbytes=nbytes, skipped=True, positions=shared_positions)
     order = None
-    if shared is not None and (np.diff(shared) < 0).any():
-        order = np.argsort(shared, kind="stable")
-    found = norms() if policy.by_head else None
-    if found is not None and order is not None:
-        found = found[:, order]
-    kept = policy.choose(LayerView(tokens=tokens, layer=layer, norms=found))
-    if kept is not None:
-        kept = np.sort(kept if order is None else order[kept], axis=-1)
-        if kept.ndim == 2 and (kept == kept[0]).all():
-            kept = kept[0]
-        if kept.shape[-1] == tokens:
-            kept = None
-    return LayerKept(layer=layer, tokens=tokens, nbytes=nbytes, kept=kept, positions=shared)
+    if shared_positions is not None and (np.diff(shared_positions) < 0).any():
+        order = np.argsort(shared_positions, kind="stable")
+    norm_rows = norms() if policy.is_per_head else None
+    if norm_rows is not None and order is not None:
+        norm_rows = norm_rows[:, order]
+    indices = policy.select(LayerState(tokens=tokens, layer=layer, norms=norm_rows))
+    if indices is not None:
+        indices = np.sort(indices if order is None else order[indices], axis=-1)
+        if indices.ndim == 2 and (indices == indices[0]).all():
+            indices = indices[0]
+        if indices.shape[-1] == tokens:
+            indices = None
+    return PolicyLayerPlan(layer=layer, tokens=tokens, nbytes=nbytes, kept_indices=indices, positions=shared_positions)
 
 
-def _likeness(layer: LayerKept) -> Hashable:
+def _get_grouping_key(layer: PolicyLayerPlan) -> Hashable:
     """What layers that are one row have in common."""
-    kept = None if layer.kept is None else layer.kept.tobytes()
-    return layer.tokens, layer.nbytes, layer.skipped, layer.tokens_after, kept
+    kept_bytes = None if layer.kept_indices is None else layer.kept_indices.tobytes()
+    return layer.tokens, layer.nbytes, layer.skipped, layer.tokens_after, kept_bytes
 
 
-def _numbers(layers: Sequence[LayerKept]) -> str:
+def _format_layer_numbers(layers: Sequence[PolicyLayerPlan]) -> str:
     """``0-3,6``; of very many runs the first."""
-    runs = runs_of(np.array([layer.layer for layer in layers]))
-    said = [str(begin) if size == 1 else f"{begin}-{begin + size - 1}" for begin, size in runs]
-    return ",".join(said[:_MOST_RUNS] + ["..."] * (len(said) > _MOST_RUNS))
+    runs = positions_to_runs(np.array([layer.layer for layer in layers]))
+    run_texts = [str(begin) if size == 1 else f"{begin}-{begin + size - 1}" for begin, size in runs]
+    return ",".join(run_texts[:_MAX_SHOWN_RUNS] + ["..."] * (len(run_texts) > _MAX_SHOWN_RUNS))
 
 
-def _figures(group: Sequence[LayerKept]) -> tuple[str, str, str, str]:
+def _format_row(group: Sequence[PolicyLayerPlan]) -> tuple[str, str, str, str]:
     first = group[0]
-    return _numbers(group), f"{first.tokens:,}", f"{first.tokens_after:,}", _share(first.bytes_after, first.nbytes)
+    return (
+        _format_layer_numbers(group),
+        f"{first.tokens:,}",
+        f"{first.tokens_after:,}",
+        _format_percent(first.bytes_after, first.nbytes),
+    )
 
 
-def _lengths(layer: LayerKept) -> tuple[int, int]:
+def _get_lengths(layer: PolicyLayerPlan) -> tuple[int, int]:
     return layer.tokens_after, layer.tokens
 
 
-def _share(part: int, of: int) -> str:
-    return f"{100 * part / of:.1f} %"
+def _format_percent(part: int, total: int) -> str:
+    return f"{100 * part / total:.1f} %"
 
 
-def _letter(share: float) -> str:
+def _map_letter(share: float) -> str:
     if share in (0, 1):
         return "#" if share else "."
     return str(min(9, max(1, round(10 * share))))
 
 
-def _pairs(layer: LayerKept) -> str | None:
+def _format_reserve(layer: PolicyLayerPlan) -> str | None:
     """As `kvmnn compact --reserve` reads them, or the first of very many; None where it takes none."""
-    if layer.kept is None or layer.kept.ndim > 1 or not layer.kept.size:
+    if layer.kept_indices is None or layer.kept_indices.ndim > 1 or not layer.kept_indices.size:
         return None
-    (runs,) = layer.runs()
-    shown = ",".join(f"{begin}:{size}" for begin, size in runs[:_MOST_PAIRS])
-    left = len(runs) - _MOST_PAIRS
-    return shown if left <= 0 else f"{shown} ... {count(left, 'pair')} more (-o writes them all)"
+    (runs,) = layer.list_runs()
+    pairs_text = ",".join(f"{begin}:{size}" for begin, size in runs[:_MAX_SHOWN_PAIRS])
+    num_hidden = len(runs) - _MAX_SHOWN_PAIRS
+    return (
+        pairs_text if num_hidden <= 0 else f"{pairs_text} ... {pluralize(num_hidden, 'pair')} more (-o writes them all)"
+    )

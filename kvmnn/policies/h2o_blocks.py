@@ -7,20 +7,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..checks import check_count, check_share
+from ..checks import validate_count, validate_fraction
 from ..dtypes import Indices
 from ..errors import KvmnnError
-from ..h2o import plan
+from ..h2o import plan_blocks
 from ..h2o.config import STATIC, H2OConfig
-from ..h2o.plan import never_drops
-from ..h2o.scores import block_sums
-from .base import Budgeted
-from .scoring import RunningMean
-from .view import View
+from ..h2o.plan import explain_no_eviction
+from ..h2o.scores import sum_by_block
+from .base import BudgetedPolicy
+from .scoring import EmaScores
+from .view import PolicyInput
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2OBlocks(Budgeted):
+class H2OBlocks(BudgetedPolicy):
     """Keep blocks of tokens: those of sinks and recent tokens, and those that drew the most attention until the target.
 
     Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O. The choice is `kvmnn.h2o.plan`;
@@ -30,7 +30,7 @@ class H2OBlocks(Budgeted):
     ----------
     keep_ratio
         Target before full blocks and protected ones raise it; a third by default, the engine's adaptive target 3.0
-        (`for_lossy_ratio`). Cut to 1.
+        (`from_lossy_ratio`). Cut to 1.
     budget
         Or the target in tokens.
     block_tokens, sink, recent, ema_alpha, update_interval, trigger_min_tokens
@@ -51,9 +51,9 @@ class H2OBlocks(Budgeted):
     """
 
     name: ClassVar[str] = "h2o_blocks"
-    needs = "scores"
-    default_keep_ratio = float(H2OConfig().ratio)
-    budget_means = "a target that protected tokens and whole blocks raise; more is held between two plans"
+    requires = "scores"
+    default_keep_ratio = float(H2OConfig().effective_keep_ratio)
+    budget_help = "a target that protected tokens and whole blocks raise; more is held between two plans"
 
     block_tokens: int = 64
     sink: int = 32
@@ -64,37 +64,42 @@ class H2OBlocks(Budgeted):
     skip_layers: tuple[int, ...] = (0, 1)
 
     @classmethod
-    def for_lossy_ratio(cls, lossy_ratio: float, **options: Any) -> H2OBlocks:
+    def from_lossy_ratio(cls, lossy_ratio: float, **options: Any) -> H2OBlocks:
         """The engine's adaptive target: keep one token in `lossy_ratio`, in float32."""
-        return cls(keep_ratio=float(H2OConfig(target_lossy_ratio=lossy_ratio).ratio), **options)
+        return cls(keep_ratio=float(H2OConfig(target_lossy_ratio=lossy_ratio).effective_keep_ratio), **options)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in ("block_tokens", "sink", "recent", "update_interval", "trigger_min_tokens"):
-            check_count(f"{self.name}: {field}", getattr(self, field))
-        check_share(f"{self.name}: ema_alpha", self.ema_alpha)
+            validate_count(f"{self.name}: {field}", getattr(self, field))
+        validate_fraction(f"{self.name}: ema_alpha", self.ema_alpha)
 
     @property
-    def scoring(self) -> RunningMean:
-        return RunningMean(self.ema_alpha)
+    def score_accumulator(self) -> EmaScores:
+        return EmaScores(self.ema_alpha)
 
-    def _due(self, view: View) -> bool:
-        enough = view.tokens >= max(1, self.trigger_min_tokens)
-        return enough and (view.steps is None or view.steps >= max(1, self.update_interval))
+    def _is_due(self, state: PolicyInput) -> bool:
+        has_enough_tokens = state.tokens >= max(1, self.trigger_min_tokens)
+        return has_enough_tokens and (state.num_steps is None or state.num_steps >= max(1, self.update_interval))
 
-    def why_all_stay(self, prompt: int, tokens: int) -> str | None:
+    def explain_no_eviction(self, prompt_tokens: int, tokens: int) -> str | None:
         names = {"sink_tokens": "sink", "recent_tokens": "recent"}
-        config = replace(self._config(tokens), trigger_min_tokens=self.trigger_min_tokens)
-        return super().why_all_stay(prompt, tokens) or never_drops(config, tokens, names)
+        config = replace(self._build_config(tokens), trigger_min_tokens=self.trigger_min_tokens)
+        return super().explain_no_eviction(prompt_tokens, tokens) or explain_no_eviction(config, tokens, names)
 
-    def rule(self, view: View) -> list[Indices] | None:
-        if not self._due(view):
+    def select_tokens(self, state: PolicyInput) -> list[Indices] | None:
+        if not self._is_due(state):
             return None
-        config = self._config(view.tokens)
-        plans = [plan(block_sums(row[None], config.block), view.tokens, config) for row in view.row_scores()]
-        return [made.tokens().astype(np.int64) for made in plans]  # all of them where nothing goes: steps count anew
+        config = self._build_config(state.tokens)
+        plans = [
+            plan_blocks(sum_by_block(row[None], config.effective_block_tokens), state.tokens, config)
+            for row in state.get_row_scores()
+        ]
+        return [
+            layer_plan.list_kept_tokens().astype(np.int64) for layer_plan in plans
+        ]  # all of them where nothing goes: steps count anew
 
-    def _config(self, tokens: int) -> H2OConfig:
+    def _build_config(self, tokens: int) -> H2OConfig:
         ratio = self.keep_ratio
         if self.budget is not None:
             share = np.float32(self.budget / tokens)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..checks import check_count
+from ..checks import validate_count
 from ..dtypes import Indices
 from ..errors import KvmnnError
-from .base import Budgeted, Needs
-from .ranking import between
-from .scoring import Summed
-from .view import View
+from .base import BudgetedPolicy, RequiredStats
+from .ranking import select_middle_topk
+from .scoring import SumScores
+from .view import PolicyInput
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2ODecayed(Budgeted):
+class H2ODecayed(BudgetedPolicy):
     """Keep the first tokens, the latest, and between them those with the highest fading scores; one set for all heads.
 
     Paper: arXiv 2306.14048 (H2O), which does not fade scores. Original: kvmnn's own; the StreamingLLM + H2O project has
@@ -42,9 +42,9 @@ class H2ODecayed(Budgeted):
     """
 
     name: ClassVar[str] = "h2o_decayed"
-    needs: ClassVar[Needs] = "scores"
+    requires: ClassVar[RequiredStats] = "scores"
     default_budget = 256
-    budget_means = "sinks, heavy hitters and recent tokens together"
+    budget_help = "sinks, heavy hitters and recent tokens together"
 
     sink: int = 4
     recent: int | None = None
@@ -52,31 +52,33 @@ class H2ODecayed(Budgeted):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(f"{self.name}: sink", self.sink)
+        validate_count(f"{self.name}: sink", self.sink)
         if self.recent is not None:
-            check_count(f"{self.name}: recent", self.recent)
+            validate_count(f"{self.name}: recent", self.recent)
         if isinstance(self.decay, bool) or not isinstance(self.decay, int | float) or not 0 <= self.decay <= 1:
             raise KvmnnError(f"{self.name}: decay is {self.decay!r}: expected a number from 0 to 1")
-        if self.budget is not None and self.budget < self.sink + self._recent(self.budget):
+        if self.budget is not None and self.budget < self.sink + self._resolve_recent(self.budget):
             raise KvmnnError(
                 f"{self.name}: a budget of {self.budget} tokens is less than {self.sink} sinks and "
-                f"{self._recent(self.budget)} recent ones"
+                f"{self._resolve_recent(self.budget)} recent ones"
             )
 
     @property
-    def scoring(self) -> Summed:
-        return Summed(self.decay)
+    def score_accumulator(self) -> SumScores:
+        return SumScores(self.decay)
 
-    def rule(self, view: View) -> Indices | None:
-        size = self.size(view.tokens)
-        if view.tokens <= size:
+    def select_tokens(self, state: PolicyInput) -> Indices | None:
+        size = self.resolve_budget(state.tokens)
+        if state.tokens <= size:
             return None
-        first = min(self.sink, size)
-        recent = min(self._recent(size), size - first)
-        heavy = size - first - recent
-        return between(view.row_scores(), view.tokens, sink=first, count=heavy, recent=recent, highest=True)
+        num_sinks = min(self.sink, size)
+        num_recent = min(self._resolve_recent(size), size - num_sinks)
+        num_heavy = size - num_sinks - num_recent
+        return select_middle_topk(
+            state.get_row_scores(), state.tokens, sink=num_sinks, count=num_heavy, recent=num_recent, highest=True
+        )
 
-    def _recent(self, size: int) -> int:
+    def _resolve_recent(self, size: int) -> int:
         return size // 2 if self.recent is None else self.recent
 
 
@@ -98,4 +100,4 @@ class H2ODecayedHeads(H2ODecayed):
     """
 
     name: ClassVar[str] = "h2o_decayed_heads"
-    needs: ClassVar[Needs] = "head scores"
+    requires: ClassVar[RequiredStats] = "head scores"

@@ -6,20 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
-from ..checks import check_count
+from ..checks import validate_count
 from ..errors import KvmnnError
-from ..h2o import CADENCES, Planner
+from ..h2o import CADENCES, H2OPlanner
 from ..h2o.config import QUANTISED_MODES, H2OConfig
-from ..h2o.plan import never_drops
-from .base import Kept, Policy
-from .view import Moment, View
+from ..h2o.plan import explain_no_eviction
+from .base import Policy, Selection
+from .view import PolicyInput, Trigger
 
 
 @dataclass(frozen=True, kw_only=True)
 class H2OEngine(Policy):
     """Keep the blocks that the engine's planner keeps: sinks, recent tokens, and those that drew the most attention.
 
-    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O, `kvmnn.h2o.Planner` bit for bit;
+    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O, `kvmnn.h2o.H2OPlanner` bit for bit;
     docs/h2o.md. A plan is made in one decode step of a layer and carried out at the beginning of the next (its double
     buffer), layers are planned at different steps and hold different numbers of tokens, and the first step of a text
     is the prompt, which plans nothing.
@@ -42,10 +42,10 @@ class H2OEngine(Policy):
     """
 
     name: ClassVar[str] = "h2o_engine"
-    needs = "scores"
-    moments = frozenset({Moment.APPENDED})
-    layers_apart = True
-    budget_means = "it has none: `target_lossy_ratio`, or `target_keep_ratio` with `target_mode=static`, is the target"
+    requires = "scores"
+    triggers = frozenset({Trigger.AFTER_APPEND})
+    has_independent_layers = True
+    budget_help = "it has none: `target_lossy_ratio`, or `target_keep_ratio` with `target_mode=static`, is the target"
 
     skip_layers: tuple[int, ...] = field(default=(), init=False, repr=False)
     block_tokens: int = H2OConfig.block_tokens
@@ -67,22 +67,23 @@ class H2OEngine(Policy):
         if self.cadence not in CADENCES:
             raise KvmnnError(f"{self.name}: cadence is {self.cadence!r}: expected one of {', '.join(CADENCES)}")
         if self.layer_nums is not None:
-            check_count(f"{self.name}: layer_nums", self.layer_nums)
-        self._config()
+            validate_count(f"{self.name}: layer_nums", self.layer_nums)
+        self._build_config()
 
     @classmethod
-    def from_engine(cls, document: Mapping[str, Any], **more: Any) -> H2OEngine:
-        """The policy that the object in an engine's ``config.json`` asks for; `more` are options that it does not say.
+    def from_engine(cls, document: Mapping[str, Any], **extra_options: Any) -> H2OEngine:
+        """The policy that the object in an engine's ``config.json`` asks for; `extra_options` are options that it does
+        not say.
 
         Raises
         ------
         KvmnnError
-            As `options_from_engine`.
+            As `parse_engine_options`.
         """
-        return cls(**{**cls.options_from_engine(document), **more})
+        return cls(**{**cls.parse_engine_options(document), **extra_options})
 
     @classmethod
-    def options_from_engine(cls, document: Mapping[str, Any]) -> dict[str, Any]:
+    def parse_engine_options(cls, document: Mapping[str, Any]) -> dict[str, Any]:
         """The options that the ``kv_h2o_`` keys of an engine's ``config.json`` set to something else than the default.
 
         Raises
@@ -101,37 +102,38 @@ class H2OEngine(Policy):
         config = H2OConfig.from_engine(document)
         names = [entry.name for entry in fields(cls) if entry.init and hasattr(config, entry.name)]
         values = {name: getattr(config, name) for name in names}
-        found = {name: value for name, value in values.items() if value != getattr(cls, name)}
-        return found | ({"layer_nums": config.layers} if "layer_nums" in document else {})
+        changed_options = {name: value for name, value in values.items() if value != getattr(cls, name)}
+        return changed_options | ({"layer_nums": config.layers} if "layer_nums" in document else {})
 
-    def planner(self, layers: int, bytes_per_token: int) -> Planner:
+    def create_planner(self, num_layers: int, bytes_per_token: int) -> H2OPlanner:
         """The planner of a model whose layers have `bytes_per_token` bytes of K and V a token.
 
         Raises
         ------
         KvmnnError
-            Where `layer_nums` is another number than `layers`: the engine would take one layer for another.
+            Where `layer_nums` is another number than `num_layers`: the engine would take one layer for another.
         """
-        if self.layer_nums not in (None, layers):
+        if self.layer_nums not in (None, num_layers):
             raise KvmnnError(
-                f"{self.name}: layer_nums is {self.layer_nums}, the model has {layers} layers: the engine would take "
-                f"one layer for another; expected {layers}"
+                f"{self.name}: layer_nums is {self.layer_nums}, the model has {num_layers} layers: the engine would "
+                f"take "
+                f"one layer for another; expected {num_layers}"
             )
-        return Planner(self._config(layers=layers, bytes_per_token=bytes_per_token), cadence=self.cadence)
+        return H2OPlanner(self._build_config(layers=num_layers, bytes_per_token=bytes_per_token), cadence=self.cadence)
 
-    def skipped(self, layers: int) -> frozenset[int]:
-        return frozenset(range(layers)) - frozenset(self._config(layers=layers).layer_range)
+    def resolve_skip_layers(self, num_layers: int) -> frozenset[int]:
+        return frozenset(range(num_layers)) - frozenset(self._build_config(layers=num_layers).evicting_layers)
 
-    def why_all_stay(self, prompt: int, tokens: int) -> str | None:
-        return never_drops(self._config(), tokens)
+    def explain_no_eviction(self, prompt_tokens: int, tokens: int) -> str | None:
+        return explain_no_eviction(self._build_config(), tokens)
 
-    def rule(self, view: View) -> Kept:
+    def select_tokens(self, state: PolicyInput) -> Selection:
         raise KvmnnError(
-            f"{self.name} decides for all layers of a model together: use kvmnn.lm.Runner, or kvmnn.h2o.Planner call "
-            "by call; h2o_blocks is its rule for one layer"
+            f"{self.name} decides for all layers of a model together: use kvmnn.lm.Runner, or kvmnn.h2o.H2OPlanner "
+            "call by call; h2o_blocks is its rule for one layer"
         )
 
-    def _config(self, **more: Any) -> H2OConfig:
+    def _build_config(self, **extra_options: Any) -> H2OConfig:
         return H2OConfig(
             block_tokens=self.block_tokens,
             sink_tokens=self.sink_tokens,
@@ -144,5 +146,5 @@ class H2OEngine(Policy):
             trigger_min_tokens=self.trigger_min_tokens,
             layer_start=self.layer_start,
             layer_end=self.layer_end,
-            **more,
+            **extra_options,
         )

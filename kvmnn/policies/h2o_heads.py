@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..checks import check_count
+from ..checks import validate_count
 from ..dtypes import Indices
 from ..errors import KvmnnError
-from .base import Budgeted
-from .ranking import between
-from .view import View
+from .base import BudgetedPolicy
+from .ranking import select_middle_topk
+from .view import PolicyInput
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2OHeads(Budgeted):
+class H2OHeads(BudgetedPolicy):
     """Keep, in each KV head, the tokens that drew the most attention and the latest ones.
 
     Paper: arXiv 2306.14048 (H2O). Original: FMInference/H2O, `H2OKVCache_LayerWise`.
@@ -39,23 +39,25 @@ class H2OHeads(Budgeted):
     """
 
     name: ClassVar[str] = "h2o_heads"
-    needs = "head scores"
+    requires = "head scores"
     default_budget = 516
-    budget_means = "heavy hitters and recent tokens together"
+    budget_help = "heavy hitters and recent tokens together"
 
     recent: int = 512
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(f"{self.name}: recent", self.recent)
+        validate_count(f"{self.name}: recent", self.recent)
         if self.budget is not None and self.budget < self.recent:
             raise KvmnnError(
                 f"{self.name}: a budget of {self.budget} tokens is less than the {self.recent} recent ones"
             )
 
-    def rule(self, view: View) -> Indices | None:
-        size = self.size(view.tokens)
-        if view.tokens <= size:
+    def select_tokens(self, state: PolicyInput) -> Indices | None:
+        size = self.resolve_budget(state.tokens)
+        if state.tokens <= size:
             return None
-        recent = min(self.recent, size)
-        return between(view.row_scores(), view.tokens, sink=0, count=size - recent, recent=recent, highest=True)
+        num_recent = min(self.recent, size)
+        return select_middle_topk(
+            state.get_row_scores(), state.tokens, sink=0, count=size - num_recent, recent=num_recent, highest=True
+        )

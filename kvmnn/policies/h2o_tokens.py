@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..checks import check_count
+from ..checks import validate_count
 from ..dtypes import Indices
-from .base import BUFFER, Budgeted
-from .ranking import between
-from .view import Moment, View
+from .base import DEFAULT_BUFFER_TOKENS, BudgetedPolicy
+from .ranking import select_middle_topk
+from .view import PolicyInput, Trigger
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2OTokens(Budgeted):
+class H2OTokens(BudgetedPolicy):
     """Keep the first tokens, the latest, and between them those that drew the most attention; one set for all heads.
 
     Paper: Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models",
     arXiv 2306.14048. Original: `H2ODynamicCache` of the StreamingLLM + H2O project.
 
-    Scores are sums of attention over heads and queries, never decayed (`Summed`).
+    Scores are sums of attention over heads and queries, never decayed (`SumScores`).
 
     Parameters
     ----------
@@ -45,26 +45,28 @@ class H2OTokens(Budgeted):
     """
 
     name: ClassVar[str] = "h2o_tokens"
-    needs = "scores"
-    moments = frozenset({Moment.APPENDED, Moment.CHUNK_END})
+    requires = "scores"
+    triggers = frozenset({Trigger.AFTER_APPEND, Trigger.CHUNK_END})
     default_budget = 256
-    budget_means = "sinks, heavy hitters and recent tokens together; up to `buffer` more are held until it cuts"
+    budget_help = "sinks, heavy hitters and recent tokens together; up to `buffer` more are held until it cuts"
 
     sink: int = 4
     recent: int = 32
-    buffer: int = BUFFER
+    buffer: int = DEFAULT_BUFFER_TOKENS
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for field in ("sink", "recent", "buffer"):
-            check_count(f"{self.name}: {field}", getattr(self, field))
+            validate_count(f"{self.name}: {field}", getattr(self, field))
 
-    def rule(self, view: View) -> Indices | None:
-        size = self.size(view.tokens)
-        if view.tokens <= size + (self.buffer if view.moment is Moment.APPENDED else 0):
+    def select_tokens(self, state: PolicyInput) -> Indices | None:
+        size = self.resolve_budget(state.tokens)
+        if state.tokens <= size + (self.buffer if state.trigger is Trigger.AFTER_APPEND else 0):
             return None
-        first = min(self.sink, view.tokens)
-        last = max(view.tokens - self.recent, first)
-        heavy = min(max(size - self.sink - self.recent, 0), last - first)
-        scores, recent = view.row_scores(), view.tokens - last
-        return between(scores, view.tokens, sink=first, count=heavy, recent=recent, highest=True)
+        num_sinks = min(self.sink, state.tokens)
+        recent_start = max(state.tokens - self.recent, num_sinks)
+        num_heavy = min(max(size - self.sink - self.recent, 0), recent_start - num_sinks)
+        scores, num_recent = state.get_row_scores(), state.tokens - recent_start
+        return select_middle_topk(
+            scores, state.tokens, sink=num_sinks, count=num_heavy, recent=num_recent, highest=True
+        )

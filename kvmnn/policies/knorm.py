@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from ..dtypes import Indices
-from .base import Budgeted
-from .ranking import by_rank, lowest
-from .view import View
+from .base import BudgetedPolicy
+from .ranking import argtopk_lowest, sort_by_value
+from .view import PolicyInput
 
 
 @dataclass(frozen=True, kw_only=True)
-class KNorm(Budgeted):
+class KNorm(BudgetedPolicy):
     """Keep the tokens of the prompt with the lowest key norms, lowest first; decoding is left alone.
 
     Paper: arXiv 2406.11430. Original: kvpress, `KnormPress`.
@@ -27,14 +27,14 @@ class KNorm(Budgeted):
     """
 
     name = "knorm"
-    needs = "keys"
-    rounds_up = False
+    requires = "keys"
+    is_rounded_up = False
     prompt_only = True
-    budget_means = "the tokens of the prompt that stay; later ones all stay"
+    budget_help = "the tokens of the prompt that stay; later ones all stay"
 
-    def rule(self, view: View) -> Indices | None:
-        size = self.size(view.tokens)
-        if size >= view.tokens:
+    def select_tokens(self, state: PolicyInput) -> Indices | None:
+        size = self.resolve_budget(state.tokens)
+        if size >= state.tokens:
             return None
-        norms = view.key_norms()
-        return by_rank(norms, lowest(norms, size))
+        norms = state.get_key_norms()
+        return sort_by_value(norms, argtopk_lowest(norms, size))

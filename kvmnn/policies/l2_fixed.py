@@ -7,18 +7,18 @@ from typing import ClassVar, Literal, get_args
 
 import numpy as np
 
-from ..checks import check_share
+from ..checks import validate_fraction
 from ..dtypes import Floats, Indices
 from ..errors import KvmnnError
-from .base import Budgeted
-from .ranking import between
-from .view import View
+from .base import BudgetedPolicy
+from .ranking import select_middle_topk
+from .view import PolicyInput
 
-Strategy = Literal["keep_low", "keep_high", "random"]
+SelectionStrategy = Literal["keep_low", "keep_high", "random"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class L2Fixed(Budgeted):
+class L2Fixed(BudgetedPolicy):
     """Keep `budget` tokens per KV head, the latest of them protected, the others chosen by key norm.
 
     Paper: arXiv 2406.11430 (Devoto et al., the norm criterion). Original: `fix_size_l2_compress` of the
@@ -53,41 +53,43 @@ class L2Fixed(Budgeted):
     """
 
     name: ClassVar[str] = "l2_fixed"
-    needs = "keys"
+    requires = "keys"
     default_budget = 1024
-    budget_means = "the tokens that stay, `recent_ratio` of them the latest"
+    budget_help = "the tokens that stay, `recent_ratio` of them the latest"
 
     recent_ratio: float = 0.0
-    strategy: Strategy = "keep_low"
+    strategy: SelectionStrategy = "keep_low"
     skip_layers: tuple[int, ...] = (0, 1)
     generator: np.random.Generator | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_share(f"{self.name}: recent_ratio", self.recent_ratio)
-        if self.strategy not in get_args(Strategy):
+        validate_fraction(f"{self.name}: recent_ratio", self.recent_ratio)
+        if self.strategy not in get_args(SelectionStrategy):
             raise KvmnnError(
-                f"{self.name}: strategy is {self.strategy!r}: expected one of {', '.join(get_args(Strategy))}"
+                f"{self.name}: strategy is {self.strategy!r}: expected one of {', '.join(get_args(SelectionStrategy))}"
             )
         if (self.strategy == "random") != isinstance(self.generator, np.random.Generator):
             raise KvmnnError(f"{self.name}: strategy 'random', and no other, needs generator=numpy.random.Generator")
 
     @property
-    def needs_norms(self) -> bool:
+    def requires_norms(self) -> bool:
         return self.strategy != "random"
 
-    def rule(self, view: View) -> Indices | None:
-        size = self.size(view.tokens)
-        if view.tokens <= size:
+    def select_tokens(self, state: PolicyInput) -> Indices | None:
+        size = self.resolve_budget(state.tokens)
+        if state.tokens <= size:
             return None
-        protected = min(int(size * self.recent_ratio), view.tokens)
-        chosen = max(size - protected, 0)
-        values = self._values(view, view.tokens - protected if chosen else 0)
-        high = self.strategy == "keep_high"
-        return between(values, view.tokens, sink=0, count=chosen, recent=protected, highest=high)
+        num_recent = min(int(size * self.recent_ratio), state.tokens)
+        num_selected = max(size - num_recent, 0)
+        values = self._get_ranking_values(state, state.tokens - num_recent if num_selected else 0)
+        select_highest = self.strategy == "keep_high"
+        return select_middle_topk(
+            values, state.tokens, sink=0, count=num_selected, recent=num_recent, highest=select_highest
+        )
 
-    def _values(self, view: View, zone: int) -> Floats:
-        """What the first `zone` tokens are chosen by, ``[kv_head, token]``."""
+    def _get_ranking_values(self, state: PolicyInput, num_candidates: int) -> Floats:
+        """What the first `num_candidates` tokens are chosen by, ``[kv_head, token]``."""
         if self.generator is not None:
-            return self.generator.random((view.key_rows, zone), np.float32)
-        return view.key_norms(zone)
+            return self.generator.random((state.num_key_rows, num_candidates), np.float32)
+        return state.get_key_norms(num_candidates)

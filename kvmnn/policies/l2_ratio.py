@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ..checks import check_count
+from ..checks import validate_count
 from ..dtypes import Indices
 from ..errors import KvmnnError
-from ..text import count
-from .base import Budgeted
-from .ranking import by_rank, lowest
-from .view import View
+from ..text import pluralize
+from .base import BudgetedPolicy
+from .ranking import argtopk_lowest, sort_by_value
+from .view import PolicyInput
 
 
 @dataclass(frozen=True, kw_only=True)
-class L2Ratio(Budgeted):
+class L2Ratio(BudgetedPolicy):
     """Keep the tokens with the lowest key norms, each KV head its own.
 
     Paper: Devoto et al., "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression", arXiv 2406.11430.
@@ -29,7 +29,7 @@ class L2Ratio(Budgeted):
         ``"seed"``, the project's: what stays is stored in temporal order, and a cache that would lose nothing is left
         alone. ``"original"``, the paper's: it is stored by ascending norm, even where nothing is lost.
     skip_layers
-        The project's default is 0 and 1; `original` has none.
+        The project's default is 0 and 1; `from_paper` has none.
 
     Notes
     -----
@@ -44,15 +44,15 @@ class L2Ratio(Budgeted):
     """
 
     name: ClassVar[str] = "l2_ratio"
-    needs = "keys"
-    budget_means = "the tokens that stay where more than `prune_after` are stored; up to there all stay"
+    requires = "keys"
+    budget_help = "the tokens that stay where more than `prune_after` are stored; up to there all stay"
 
     prune_after: int = 1000
     form: Literal["seed", "original"] = "seed"
     skip_layers: tuple[int, ...] = (0, 1)
 
     @classmethod
-    def original(
+    def from_paper(
         cls, keep_ratio: float = 1.0, *, prune_after: int = 2048, skip_layers: tuple[int, ...] = ()
     ) -> L2Ratio:
         """The paper's own code with its defaults."""
@@ -60,23 +60,25 @@ class L2Ratio(Budgeted):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(f"{self.name}: prune_after", self.prune_after)
+        validate_count(f"{self.name}: prune_after", self.prune_after)
         if self.form not in ("seed", "original"):
             raise KvmnnError(f"{self.name}: form is {self.form!r}: expected 'seed' or 'original'")
 
-    def why_all_stay(self, prompt: int, tokens: int) -> str | None:
+    def explain_no_eviction(self, prompt_tokens: int, tokens: int) -> str | None:
         if tokens < self.prune_after or (tokens == self.prune_after and self.form == "seed"):
-            return f"it cuts above prune_after {self.prune_after:,}, the text has {count(tokens, 'token')}: lower it"
-        return super().why_all_stay(prompt, tokens)
+            return (
+                f"it cuts above prune_after {self.prune_after:,}, the text has {pluralize(tokens, 'token')}: lower it"
+            )
+        return super().explain_no_eviction(prompt_tokens, tokens)
 
-    def rule(self, view: View) -> Indices | None:
-        size = min(self.size(view.tokens), view.tokens)
+    def select_tokens(self, state: PolicyInput) -> Indices | None:
+        size = min(self.resolve_budget(state.tokens), state.tokens)
         if self.form == "original":
-            untouched = view.tokens < self.prune_after
+            keeps_all = state.tokens < self.prune_after
         else:
-            untouched = view.tokens <= self.prune_after or size == view.tokens
-        if untouched:
+            keeps_all = state.tokens <= self.prune_after or size == state.tokens
+        if keeps_all:
             return None
-        norms = view.key_norms()
-        kept = lowest(norms, size)
-        return by_rank(norms, kept) if self.form == "original" else kept
+        norms = state.get_key_norms()
+        indices = argtopk_lowest(norms, size)
+        return sort_by_value(norms, indices) if self.form == "original" else indices

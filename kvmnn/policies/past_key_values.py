@@ -17,18 +17,18 @@ import numpy.typing as npt
 from ..dtypes import Floats
 from ..errors import KvmnnError
 from .base import Policy
-from .l2_fixed import L2Fixed, Strategy
+from .l2_fixed import L2Fixed, SelectionStrategy
 from .l2_ratio import L2Ratio
-from .ranking import key_norms
-from .view import View
+from .ranking import compute_key_norms
+from .view import PolicyInput
 
-Pairs = list[tuple[Any, Any]]
+KVPairs = list[tuple[Any, Any]]
 """K and V of each layer."""
 
 
 def l2_compress(
     past_key_values: Any, keep_ratio: float = 1.0, prune_after: int = 1000, skip_layers: Iterable[int] = (0, 1)
-) -> Pairs:
+) -> KVPairs:
     """Keep the share `keep_ratio` of the tokens of every layer: those whose keys have the lowest norms.
 
     Parameters
@@ -65,7 +65,7 @@ def l2_compress(
     the next token has to be told its place in the text, not the length of what is stored.
     """
     share = float(min(keep_ratio, 1.0)) if isinstance(keep_ratio, int | float) else keep_ratio
-    return _compressed(
+    return _compress_layers(
         past_key_values, L2Ratio(keep_ratio=share, prune_after=prune_after, skip_layers=tuple(skip_layers))
     )
 
@@ -74,11 +74,11 @@ def fix_size_l2_compress(
     past_key_values: Any,
     fix_kv_size: int = 1024,
     keep_ratio: float = 0.0,
-    strategy: Strategy = "keep_low",
+    strategy: SelectionStrategy = "keep_low",
     skip_layers: Iterable[int] = (0, 1),
     *,
     generator: np.random.Generator | None = None,
-) -> Pairs:
+) -> KVPairs:
     """Keep `fix_kv_size` tokens of every layer: the latest, and of the older ones those that `strategy` says.
 
     Parameters
@@ -104,48 +104,48 @@ def fix_size_l2_compress(
     KvmnnError, TypeError
         As `l2_compress`.
     """
-    draws = (generator or np.random.default_rng()) if strategy == "random" else None
+    random_generator = (generator or np.random.default_rng()) if strategy == "random" else None
     policy = L2Fixed(
         budget=fix_kv_size,
         recent_ratio=keep_ratio,
         strategy=strategy,
         skip_layers=tuple(skip_layers),
-        generator=draws,
+        generator=random_generator,
     )
-    return _compressed(past_key_values, policy)
+    return _compress_layers(past_key_values, policy)
 
 
-def _compressed(past_key_values: Any, policy: Policy) -> Pairs:
-    return [_cut(policy, layer, *pair) for layer, pair in enumerate(_pairs(past_key_values))]
+def _compress_layers(past_key_values: Any, policy: Policy) -> KVPairs:
+    return [_compress_layer(policy, layer, *pair) for layer, pair in enumerate(_list_kv_pairs(past_key_values))]
 
 
-def _pairs(past_key_values: Any) -> Pairs:
+def _list_kv_pairs(past_key_values: Any) -> KVPairs:
     layers = getattr(past_key_values, "layers", past_key_values)
-    found: Pairs = []
+    pairs: KVPairs = []
     for number, layer in enumerate(layers):
         pair = (layer.keys, layer.values) if hasattr(layer, "values") and hasattr(layer, "keys") else layer
         if not isinstance(pair, Sequence) or len(pair) < 2:
             raise KvmnnError(f"layer {number}: found a {type(layer).__name__}, expected a pair of keys and values")
-        found.append((pair[0], pair[1]))
-    return found
+        pairs.append((pair[0], pair[1]))
+    return pairs
 
 
-def _cut(policy: Policy, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
+def _compress_layer(policy: Policy, layer: int, keys: Any, values: Any) -> tuple[Any, Any]:
     shapes = [tuple(getattr(array, "shape", ())) for array in (keys, values)]
     if len(shapes[0]) != 4 or len(shapes[1]) != 4 or shapes[0][:3] != shapes[1][:3]:
-        found = " and ".join(str(list(shape)) for shape in shapes)
-        raise KvmnnError(f"layer {layer}: shapes {found}: expected [batch, kv_head, token, head_dim] for both")
+        shape_text = " and ".join(str(list(shape)) for shape in shapes)
+        raise KvmnnError(f"layer {layer}: shapes {shape_text}: expected [batch, kv_head, token, head_dim] for both")
     batch, heads, tokens, _ = shapes[0]
-    kept = [policy.choose(_Sequence(tokens=tokens, layer=layer, keys=keys[i])) for i in range(batch)]
-    rows = [row for row in kept if row is not None]  # of a batch, whose sequences are equally long, all or none
+    selections = [policy.select(_LazySequence(tokens=tokens, layer=layer, keys=keys[i])) for i in range(batch)]
+    rows = [row for row in selections if row is not None]  # of a batch, whose sequences are equally long, all or none
     if not rows:
         return keys, values
-    where = np.arange(batch)[:, None, None], np.arange(heads)[None, :, None], np.stack(rows)
-    return keys[where], values[where]
+    selection_index = np.arange(batch)[:, None, None], np.arange(heads)[None, :, None], np.stack(rows)
+    return keys[selection_index], values[selection_index]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class _Sequence(View):
+class _LazySequence(PolicyInput):
     """One sequence of a layer, whose keys are looked at only where a policy asks for them."""
 
     keys: Any
@@ -155,16 +155,16 @@ class _Sequence(View):
         return True
 
     @property
-    def key_rows(self) -> int:
+    def num_key_rows(self) -> int:
         return int(self.keys.shape[0])
 
-    def key_norms(self, first: int | None = None) -> Floats:
-        return key_norms(_as_numpy(self.keys)[:, :first])
+    def get_key_norms(self, num_tokens: int | None = None) -> Floats:
+        return compute_key_norms(_to_numpy(self.keys)[:, :num_tokens])
 
 
-def _as_numpy(array: Any) -> npt.NDArray[Any]:
+def _to_numpy(array: Any) -> npt.NDArray[Any]:
     """As numpy's; tensors of torch by way of float32, because numpy has no bfloat16."""
     if not isinstance(array, np.ndarray):
         array = array.detach().float().cpu().numpy() if hasattr(array, "detach") else np.asarray(array)
-    found: npt.NDArray[Any] = array
-    return found.astype(np.float32) if found.dtype == np.float64 else found
+    converted: npt.NDArray[Any] = array
+    return converted.astype(np.float32) if converted.dtype == np.float64 else converted

@@ -18,7 +18,7 @@ from ..errors import KvmnnError
 from . import _norms
 
 
-def key_norms(keys: npt.NDArray[Any]) -> Floats:
+def compute_key_norms(keys: npt.NDArray[Any]) -> Floats:
     """L2 norm of every token in every head.
 
     Parameters
@@ -41,43 +41,43 @@ def key_norms(keys: npt.NDArray[Any]) -> Floats:
     """
     if not isinstance(keys, np.ndarray):
         raise TypeError(f"keys must be a numpy array, not {type(keys).__name__}")
-    dtype = dtypes.of_array(keys)
+    dtype = dtypes.infer_dtype(keys)
     if keys.ndim != 3:
         raise KvmnnError(f"keys have shape {list(keys.shape)}: expected [kv_head, token, head_dim]")
-    words = keys.view(np.uint16) if keys.dtype.kind == "V" else keys
-    if not words.dtype.isnative:
-        words = words.astype(words.dtype.newbyteorder("="))
-    if (words.shape[2] > 1 and words.strides[2] != words.itemsize) or not words.flags.aligned:
-        words = np.ascontiguousarray(words) if words.flags.aligned else words.copy()
+    elements = keys.view(np.uint16) if keys.dtype.kind == "V" else keys
+    if not elements.dtype.isnative:
+        elements = elements.astype(elements.dtype.newbyteorder("="))
+    if (elements.shape[2] > 1 and elements.strides[2] != elements.itemsize) or not elements.flags.aligned:
+        elements = np.ascontiguousarray(elements) if elements.flags.aligned else elements.copy()
     norms = np.empty(keys.shape[:2], np.float32)
     if dtype is dtypes.FP32:
-        _norms.norms32(words.view(np.float32), norms)
+        _norms.norms32(elements.view(np.float32), norms)
     else:
-        _norms.norms16(words.view(np.uint16), dtype is dtypes.BF16, norms)
+        _norms.norms16(elements.view(np.uint16), dtype is dtypes.BF16, norms)
     return norms
 
 
-def lowest(values: Floats, count: int) -> Indices:
+def argtopk_lowest(values: Floats, count: int) -> Indices:
     """Indices of the `count` lowest values of each row, ascending, int64 ``[row, count]``."""
-    return _chosen(values, count, highest=False)
+    return _argtopk(values, count, highest=False)
 
 
-def highest(values: Floats, count: int) -> Indices:
+def argtopk_highest(values: Floats, count: int) -> Indices:
     """Indices of the `count` highest values of each row, ascending, int64 ``[row, count]``."""
-    return _chosen(values, count, highest=True)
+    return _argtopk(values, count, highest=True)
 
 
-def _chosen(values: Floats, count: int, *, highest: bool) -> Indices:
+def _argtopk(values: Floats, count: int, *, highest: bool) -> Indices:
     if values.ndim != 2 or not 0 <= count <= values.shape[1]:
         raise KvmnnError(f"cannot choose {count} of each row of values of shape {list(values.shape)}")
     if values.shape[1] > 1 and values.strides[1] != values.itemsize:
         values = np.ascontiguousarray(values)
-    out = np.empty((values.shape[0], count), np.int64)
-    _norms.choose(values, highest, out, 0)
-    return out
+    indices = np.empty((values.shape[0], count), np.int64)
+    _norms.choose(values, highest, indices, 0)
+    return indices
 
 
-def between(values: Floats, tokens: int, *, sink: int, count: int, recent: int, highest: bool) -> Indices:
+def select_middle_topk(values: Floats, tokens: int, *, sink: int, count: int, recent: int, highest: bool) -> Indices:
     """The first `sink` and the last `recent` of `tokens` indices, and `count` of those between by their values.
 
     Parameters
@@ -90,18 +90,20 @@ def between(values: Floats, tokens: int, *, sink: int, count: int, recent: int, 
     ndarray
         int64 ``[row, sink + count + recent]``, ascending.
     """
-    kept = np.empty((len(values), sink + count + recent), np.int64)
-    kept[:, :sink] = np.arange(sink)
-    kept[:, sink + count :] = np.arange(tokens - recent, tokens)
+    indices = np.empty((len(values), sink + count + recent), np.int64)
+    indices[:, :sink] = np.arange(sink)
+    indices[:, sink + count :] = np.arange(tokens - recent, tokens)
     zone = values[:, sink : tokens - recent]
     if zone.shape[1] > 1 and zone.strides[1] != zone.itemsize:
         zone = np.ascontiguousarray(zone)
-    _norms.choose(zone, highest, kept[:, sink : sink + count], sink)
-    return kept
+    _norms.choose(zone, highest, indices[:, sink : sink + count], sink)
+    return indices
 
 
-def by_rank(values: Floats, chosen: Indices, *, highest: bool = False) -> Indices:
-    """`chosen`, as `lowest` or `highest` gave it, with the lowest (or the highest) value of each row first."""
-    picked = np.take_along_axis(values, chosen, axis=1)
-    order = np.argsort(-picked if highest else picked, axis=1, kind="stable")
-    return np.take_along_axis(chosen, order, axis=1)
+def sort_by_value(values: Floats, indices: Indices, *, highest: bool = False) -> Indices:
+    """`indices`, as `argtopk_lowest` or `argtopk_highest` gave it, with the lowest (or the highest) value of each row
+    first.
+    """
+    row_values = np.take_along_axis(values, indices, axis=1)
+    order = np.argsort(-row_values if highest else row_values, axis=1, kind="stable")
+    return np.take_along_axis(indices, order, axis=1)

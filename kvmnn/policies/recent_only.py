@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..dtypes import Indices
-from .base import Budgeted
-from .view import View
+from .base import BudgetedPolicy
+from .view import PolicyInput
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecentOnly(Budgeted):
+class RecentOnly(BudgetedPolicy):
     """Keep the `budget` latest tokens: a sliding window, which the others are compared with.
 
     Paper: the window attention that StreamingLLM (arXiv 2309.17453) compares itself with. Original:
@@ -27,12 +27,12 @@ class RecentOnly(Budgeted):
     """
 
     name = "recent_only"
-    needs = "lengths"
+    requires = "lengths"
     default_budget = 1024
     skip_layers: tuple[int, ...] = (0, 1)
 
-    def rule(self, view: View) -> Indices | None:
-        size = self.size(view.tokens)
-        if view.tokens <= size:
+    def select_tokens(self, state: PolicyInput) -> Indices | None:
+        size = self.resolve_budget(state.tokens)
+        if state.tokens <= size:
             return None
-        return np.arange(view.tokens - size, view.tokens, dtype=np.int64)
+        return np.arange(state.tokens - size, state.tokens, dtype=np.int64)

@@ -6,9 +6,9 @@ from dataclasses import fields
 from typing import Any
 
 from ..errors import KvmnnError
-from ..text import did_you_mean
+from ..text import suggest
 from .base import Policy
-from .full import Full
+from .full import FullCache
 from .h2o_blocks import H2OBlocks
 from .h2o_decayed import H2ODecayed, H2ODecayedHeads
 from .h2o_engine import H2OEngine
@@ -44,35 +44,39 @@ MODEL_POLICIES: dict[str, type[Policy]] = {H2OEngine.name: H2OEngine}
 """Those that decide for all layers of a model together, in `kvmnn.lm`."""
 
 
-def policy_called(name: str) -> type[Policy]:
-    """The class of a policy, `Full` included.
+def get_policy_class(name: str) -> type[Policy]:
+    """The class of a policy, `FullCache` included.
 
     Raises
     ------
     KvmnnError
         Where there is none of that name.
     """
-    if name == Full.name:
-        return Full
-    known = POLICIES | MODEL_POLICIES
-    if name not in known:
-        meant = did_you_mean(name, [Full.name, *known])
-        raise KvmnnError(f"unknown policy {name!r}: expected {Full.name} or one of {', '.join(known)}{meant}")
-    return known[name]
+    if name == FullCache.name:
+        return FullCache
+    policies = POLICIES | MODEL_POLICIES
+    if name not in policies:
+        suggestion = suggest(name, [FullCache.name, *policies])
+        raise KvmnnError(
+            f"unknown policy {name!r}: expected {FullCache.name} or one of {', '.join(policies)}{suggestion}"
+        )
+    return policies[name]
 
 
-def create(name: str, **options: Any) -> Policy:
-    """The policy called `name` with its options, or `Full`; ``create(p.name, **p.options()) == p``.
+def create_policy(name: str, **options: Any) -> Policy:
+    """The policy called `name` with its options, or `FullCache`; ``create(p.name, **p.options()) == p``.
 
     Raises
     ------
     KvmnnError
         For names and options that do not exist, and for values that the policy refuses.
     """
-    policy = policy_called(name)
-    known = sorted(field.name for field in fields(policy) if field.init)
+    policy = get_policy_class(name)
+    option_names = sorted(field.name for field in fields(policy) if field.init)
     for option in options:
-        if option not in known:
-            meant = did_you_mean(option, known)
-            raise KvmnnError(f"{name} has no option {option!r}: expected {', '.join(known) or 'none'}{meant}")
+        if option not in option_names:
+            suggestion = suggest(option, option_names)
+            raise KvmnnError(
+                f"{name} has no option {option!r}: expected {', '.join(option_names) or 'none'}{suggestion}"
+            )
     return policy(**options)

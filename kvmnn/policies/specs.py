@@ -10,20 +10,20 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import numpy as np
 
 from ..errors import KvmnnError
-from ..text import did_you_mean
+from ..text import suggest
 from .base import Policy
 from .budget import Budget
-from .registry import create, policy_called
+from .registry import create_policy, get_policy_class
 
 
-def parse_spec(spec: str, flags: Collection[str] = ()) -> tuple[str, dict[str, str]]:
+def split_spec(spec: str, flags: Collection[str] = ()) -> tuple[str, dict[str, str]]:
     """The name of a policy or preset, and its options as texts: ``NAME`` or ``NAME:option=value,...``.
 
     Options named in `flags` stand alone and are ``"true"``.
     """
-    name, _, rest = spec.partition(":")
+    name, _, option_text = spec.partition(":")
     options: dict[str, str] = {}
-    for part in rest.split(",") if rest else []:
+    for part in option_text.split(",") if option_text else []:
         key, equals, value = part.partition("=")
         if key in flags and not equals:
             equals, value = "=", "true"
@@ -35,18 +35,18 @@ def parse_spec(spec: str, flags: Collection[str] = ()) -> tuple[str, dict[str, s
     return name, options
 
 
-def options_of(
+def expand_spec(
     spec: str,
     budgets: Sequence[int] = (),
     skip_layers: tuple[int, ...] | None = None,
     defaults: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name and the options of a policy for each budget, as `make` takes them.
+    """The name and the options of a policy for each budget, as `build_policy` takes them.
 
     Parameters
     ----------
     spec
-        Read by `parse_spec`; ``"full"`` is `Full`.
+        Read by `split_spec`; ``"full"`` is `FullCache`.
     budgets
         Tokens. A spec that says its own budget or keep_ratio is taken once, and one without any budget to take uses
         its policy's default.
@@ -61,32 +61,32 @@ def options_of(
     KvmnnError
         For policies and options that do not exist and values of the wrong type.
     """
-    name, texts = parse_spec(spec)
-    known = _settable(name)
-    fixed = "budget" in texts or "keep_ratio" in texts or "budget" not in known
-    for budget in [None] if fixed or not budgets else list(budgets):
+    name, texts = split_spec(spec)
+    option_names = _list_options(name)
+    has_own_size = "budget" in texts or "keep_ratio" in texts or "budget" not in option_names
+    for budget in [None] if has_own_size or not budgets else list(budgets):
         options: dict[str, Any] = dict((defaults or {}).get(name, {}))
         options |= {} if budget is None else {"budget": budget}
-        options |= _values(name, texts, budget)
-        if "skip_layers" in known and (skip_layers is not None or _skipped_by_default(name)):
+        options |= _parse_options(name, texts, budget)
+        if "skip_layers" in option_names and (skip_layers is not None or _has_default_skip_layers(name)):
             options.setdefault("skip_layers", skip_layers or ())
         yield name, options
 
 
-def takes(spec: str, option: str) -> bool:
+def accepts_option(spec: str, option: str) -> bool:
     """Whether the policy of a spec has an option; also where the spec says it itself."""
-    return option in _settable(parse_spec(spec)[0])
+    return option in _list_options(split_spec(spec)[0])
 
 
-def make(name: str, options: Mapping[str, Any], seed: Sequence[int] = (0,)) -> Policy:
-    """`create`, with a random generator of this seed where the policy draws."""
-    draws = options.get("strategy") == "random" and any(
-        entry.name == "generator" for entry in fields(policy_called(name))
+def build_policy(name: str, options: Mapping[str, Any], seed: Sequence[int] = (0,)) -> Policy:
+    """`create_policy`, with a random generator of this seed where the policy draws."""
+    is_random = options.get("strategy") == "random" and any(
+        entry.name == "generator" for entry in fields(get_policy_class(name))
     )
-    return create(name, **options, **({"generator": np.random.default_rng(list(seed))} if draws else {}))
+    return create_policy(name, **options, **({"generator": np.random.default_rng(list(seed))} if is_random else {}))
 
 
-def numbers(text: str) -> tuple[int, ...]:
+def parse_ints(text: str) -> tuple[int, ...]:
     """``0+1`` or ``0,1`` as integers; empty and ``none`` are none."""
     if text in ("", "none"):
         return ()
@@ -96,52 +96,61 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def _settable(policy: str) -> list[str]:
-    return [entry.name for entry in fields(policy_called(policy)) if entry.repr]
+def _list_options(policy: str) -> list[str]:
+    return [entry.name for entry in fields(get_policy_class(policy)) if entry.repr]
 
 
-def _skipped_by_default(policy: str) -> bool:
-    return any(entry.name == "skip_layers" and entry.default for entry in fields(policy_called(policy)))
+def _has_default_skip_layers(policy: str) -> bool:
+    return any(entry.name == "skip_layers" and entry.default for entry in fields(get_policy_class(policy)))
 
 
-def _values(policy: str, texts: Mapping[str, str], budget: int | None) -> dict[str, Any]:
+def _parse_options(policy: str, texts: Mapping[str, str], budget: int | None) -> dict[str, Any]:
     """Options as their policy declares them; a generator comes from the seed and is none."""
-    declared = get_type_hints(policy_called(policy))
-    settable = _settable(policy)
+    type_hints = get_type_hints(get_policy_class(policy))
+    option_names = _list_options(policy)
     for key in texts:
-        if key not in settable:
-            meant = did_you_mean(key, settable)
-            raise KvmnnError(f"{policy} has no option {key!r}: expected {', '.join(sorted(settable)) or 'none'}{meant}")
-    own = texts.get("budget", "")
-    if (said := _tokens(own)) is not None and said.share is not None and budget is None and "keep_ratio" in settable:
-        raise KvmnnError(f"{policy}: budget is {own}: expected a number of tokens, or keep_ratio={said.share:g}")
-    base = int(own) if re.fullmatch(r"\d{1,9}", own) else budget
-    return {key: _value(f"{policy}: {key}", text, declared[key], base) for key, text in texts.items()}
+        if key not in option_names:
+            suggestion = suggest(key, option_names)
+            raise KvmnnError(
+                f"{policy} has no option {key!r}: expected {', '.join(sorted(option_names)) or 'none'}{suggestion}"
+            )
+    budget_text = texts.get("budget", "")
+    if (
+        (parsed_budget := _try_parse_budget(budget_text)) is not None
+        and parsed_budget.share is not None
+        and budget is None
+        and "keep_ratio" in option_names
+    ):
+        raise KvmnnError(
+            f"{policy}: budget is {budget_text}: expected a number of tokens, or keep_ratio={parsed_budget.share:g}"
+        )
+    base_budget = int(budget_text) if re.fullmatch(r"\d{1,9}", budget_text) else budget
+    return {key: _parse_option(f"{policy}: {key}", text, type_hints[key], base_budget) for key, text in texts.items()}
 
 
-def _value(what: str, text: str, declared: Any, budget: int | None) -> Any:
+def _parse_option(label: str, text: str, type_hint: Any, budget: int | None) -> Any:
     """One value; ``25%`` of an integer option is that share of the budget, rounded down."""
-    kinds = get_args(declared) or (declared,)
-    if declared == tuple[int, ...]:
-        return numbers(text)
-    if get_origin(declared) is Literal:
+    accepted_types = get_args(type_hint) or (type_hint,)
+    if type_hint == tuple[int, ...]:
+        return parse_ints(text)
+    if get_origin(type_hint) is Literal:
         return text
-    if int in kinds and (size := _tokens(text)) is not None:
-        if size.share is not None and budget is None:
-            raise KvmnnError(f"{what} is {text}: a share of what? Say a budget")
-        return size.of(budget or 0)
-    if float in kinds:
+    if int in accepted_types and (parsed_budget := _try_parse_budget(text)) is not None:
+        if parsed_budget.share is not None and budget is None:
+            raise KvmnnError(f"{label} is {text}: a share of what? Say a budget")
+        return parsed_budget.resolve(budget or 0)
+    if float in accepted_types:
         try:
             return float(text)
         except ValueError:
             pass
-    expected = "a number" if float in kinds else "a whole number" if int in kinds else "text"
-    if int not in kinds and float not in kinds:
+    expected_kind = "a number" if float in accepted_types else "a whole number" if int in accepted_types else "text"
+    if int not in accepted_types and float not in accepted_types:
         return text
-    raise KvmnnError(f"{what} is {text!r}: expected {expected}")
+    raise KvmnnError(f"{label} is {text!r}: expected {expected_kind}")
 
 
-def _tokens(text: str) -> Budget | None:
+def _try_parse_budget(text: str) -> Budget | None:
     try:
         return Budget.parse(text)
     except KvmnnError:

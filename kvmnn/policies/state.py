@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..checks import check_count
+from ..checks import validate_count
 from ..dtypes import Floats, Indices, Positions
 from ..errors import KvmnnError
-from .base import Needs
+from .base import RequiredStats
 
-Fold = Callable[[Floats, Floats], Floats]
+ScoreFold = Callable[[Floats, Floats], Floats]
 
 
 class CacheState:
@@ -21,7 +21,7 @@ class CacheState:
 
     Parameters
     ----------
-    needs
+    requires
         As of a policy: ``"scores"`` keeps scores ``[token]`` for all heads, ``"head scores"`` scores
         ``[kv_head, token]``, anything else none.
     kv_heads
@@ -29,24 +29,24 @@ class CacheState:
 
     Attributes
     ----------
-    seen : int
+    num_seen : int
         Tokens the model has seen, stored or not: the true position of the next one.
     positions : ndarray
         True position of each stored token: int64 ``[token]``, or ``[kv_head, token]`` once heads keep different ones.
     scores : ndarray or None
         Attention that each stored token has drawn so far, float32.
-    steps : int
+    num_steps : int
         Steps attended since the last cut; the prompt's is none of them.
     """
 
-    def __init__(self, needs: Needs = "lengths", kv_heads: int = 1) -> None:
-        check_count("kv_heads", kv_heads)
-        self.seen = 0
-        self.steps = 0
+    def __init__(self, requires: RequiredStats = "lengths", kv_heads: int = 1) -> None:
+        validate_count("kv_heads", kv_heads)
+        self.num_seen = 0
+        self.num_steps = 0
         self.positions: Positions = np.empty(0, np.int64)
         self.scores: Floats | None = None
-        if needs in ("scores", "head scores"):
-            self.scores = np.empty((kv_heads, 0) if needs == "head scores" else 0, np.float32)
+        if requires in ("scores", "head scores"):
+            self.scores = np.empty((kv_heads, 0) if requires == "head scores" else 0, np.float32)
 
     @property
     def tokens(self) -> int:
@@ -55,18 +55,19 @@ class CacheState:
 
     def append(self, count: int) -> None:
         """`count` further tokens of the text, with scores of 0."""
-        check_count("count", count)
-        new = np.arange(self.seen, self.seen + count, dtype=np.int64)
+        validate_count("count", count)
+        new_positions = np.arange(self.num_seen, self.num_seen + count, dtype=np.int64)
         self.positions = np.concatenate(
-            [self.positions, np.broadcast_to(new, (*self.positions.shape[:-1], count))], axis=-1
+            [self.positions, np.broadcast_to(new_positions, (*self.positions.shape[:-1], count))], axis=-1
         )
         if self.scores is not None:
             zeros = np.zeros((*self.scores.shape[:-1], count), np.float32)
             self.scores = np.concatenate([self.scores, zeros], axis=-1)
-        self.seen += count
+        self.num_seen += count
 
-    def add_scores(self, sums: npt.NDArray[Any], fold: Fold = np.add) -> None:
-        """Fold what one step's attention gave to each stored token into the scores (`Scoring.fold`), in float32.
+    def add_scores(self, sums: npt.NDArray[Any], fold: ScoreFold = np.add) -> None:
+        """Fold what one step's attention gave to each stored token into the scores (`ScoreAccumulator.fold`), in
+        float32.
 
         Where there are fewer or more sums than tokens, those that have both are folded and the rest is left: so does
         the StreamingLLM + H2O project.
@@ -78,23 +79,25 @@ class CacheState:
         """
         if self.scores is None:
             raise KvmnnError("this state keeps no scores")
-        added = np.asarray(sums)
-        if added.dtype.kind not in "fiu":
-            raise TypeError(f"attention sums are {added.dtype}: expected numbers")
-        if added.ndim != self.scores.ndim or added.shape[:-1] != self.scores.shape[:-1]:
+        step_sums = np.asarray(sums)
+        if step_sums.dtype.kind not in "fiu":
+            raise TypeError(f"attention sums are {step_sums.dtype}: expected numbers")
+        if step_sums.ndim != self.scores.ndim or step_sums.shape[:-1] != self.scores.shape[:-1]:
             raise KvmnnError(
-                f"attention sums have shape {list(added.shape)}: expected {[*self.scores.shape[:-1], self.tokens]}"
+                f"attention sums have shape {list(step_sums.shape)}: expected {[*self.scores.shape[:-1], self.tokens]}"
             )
-        both = min(self.tokens, added.shape[-1])
+        num_common = min(self.tokens, step_sums.shape[-1])
         with np.errstate(over="ignore", invalid="ignore"):
-            self.scores[..., :both] = fold(self.scores[..., :both], added[..., :both].astype(np.float32))
+            self.scores[..., :num_common] = fold(
+                self.scores[..., :num_common], step_sums[..., :num_common].astype(np.float32)
+            )
 
-    def cut(self, kept: Indices) -> None:
+    def keep(self, indices: Indices) -> None:
         """Keep these of the stored tokens, in this order.
 
         Parameters
         ----------
-        kept
+        indices
             Integers, ``[kept]`` for all heads or ``[kv_head, kept]``.
 
         Raises
@@ -102,20 +105,20 @@ class CacheState:
         KvmnnError
             For tokens that are not stored or named twice, and for numbers of heads that do not agree.
         """
-        kept = checked(kept, self.tokens)
-        if kept.ndim == 2:
-            for what in (self.positions, self.scores):
-                if what is not None and what.ndim == 2 and what.shape[0] != kept.shape[0]:
-                    raise KvmnnError(f"a cut for {kept.shape[0]} heads of a state with {what.shape[0]}")
-        self.steps = 0
-        self.positions = take(self.positions, kept)
+        indices = validate_indices(indices, self.tokens)
+        if indices.ndim == 2:
+            for tensor in (self.positions, self.scores):
+                if tensor is not None and tensor.ndim == 2 and tensor.shape[0] != indices.shape[0]:
+                    raise KvmnnError(f"a cut for {indices.shape[0]} heads of a state with {tensor.shape[0]}")
+        self.num_steps = 0
+        self.positions = take_tokens(self.positions, indices)
         if self.scores is not None:
-            self.scores = take(self.scores, kept)
+            self.scores = take_tokens(self.scores, indices)
 
 
-def checked(kept: npt.NDArray[Any], tokens: int) -> Indices:
+def validate_indices(selection: npt.NDArray[Any], tokens: int) -> Indices:
     """Indices of tokens as int64, each of them in ``[0, tokens)`` and in a head once."""
-    array = np.asarray(kept)
+    array = np.asarray(selection)
     if array.dtype.kind not in "iu":
         raise TypeError(f"kept tokens are {array.dtype}: expected integers")
     if array.ndim not in (1, 2):
@@ -124,17 +127,17 @@ def checked(kept: npt.NDArray[Any], tokens: int) -> Indices:
     if indices.size and not (indices.min() >= 0 and indices.max() < tokens):
         raise KvmnnError(f"kept tokens reach from {indices.min()} to {indices.max()}: {tokens} are stored")
     for row in np.atleast_2d(indices):
-        there = np.zeros(tokens, np.bool_)
-        there[row] = True
-        if np.count_nonzero(there) != row.size:
+        is_selected = np.zeros(tokens, np.bool_)
+        is_selected[row] = True
+        if np.count_nonzero(is_selected) != row.size:
             raise KvmnnError("a kept token is named twice")
     return indices
 
 
-def take(array: npt.NDArray[Any], kept: Indices) -> npt.NDArray[Any]:
+def take_tokens(array: npt.NDArray[Any], indices: Indices) -> npt.NDArray[Any]:
     """The kept tokens of an array ``[token]`` or ``[kv_head, token]``: of two axes where either has two."""
-    if kept.ndim == 1:
-        return array[..., kept]
+    if indices.ndim == 1:
+        return array[..., indices]
     if array.ndim == 1:
-        array = np.broadcast_to(array, (kept.shape[0], array.shape[0]))
-    return np.take_along_axis(array, kept, axis=1)
+        array = np.broadcast_to(array, (indices.shape[0], array.shape[0]))
+    return np.take_along_axis(array, indices, axis=1)

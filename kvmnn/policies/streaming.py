@@ -7,16 +7,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from ..checks import check_count
+from ..checks import validate_count
 from ..dtypes import Indices
 from ..errors import KvmnnError, OptionError
-from ..text import count
-from .base import BUFFER, Budgeted
-from .view import Moment, View
+from ..text import pluralize
+from .base import DEFAULT_BUFFER_TOKENS, BudgetedPolicy
+from .view import PolicyInput, Trigger
 
 
 @dataclass(frozen=True, kw_only=True)
-class Streaming(Budgeted):
+class Streaming(BudgetedPolicy):
     """Keep the first `sink` and the latest other tokens, `budget` together.
 
     Paper: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", arXiv 2309.17453.
@@ -41,49 +41,52 @@ class Streaming(Budgeted):
 
     * A window of 0 tokens is refused: the originals slice from -0 and keep everything.
     * The lazy cache calls the window alone its size, so its `streaming_8_256` stores 264 tokens; here `budget` counts
-      everything, which compares fairly with the other policies. `lazy` takes the original's numbers.
+      everything, which compares fairly with the other policies. `from_window` takes the original's numbers.
     * True positions stay with the tokens (`CacheState`); the project's first runs gave rotary positions from the stored
       length.
     """
 
     name: ClassVar[str] = "streaming"
-    needs = "lengths"
-    moments = frozenset({Moment.ATTENDED, Moment.CHUNK_END})
+    requires = "lengths"
+    triggers = frozenset({Trigger.AFTER_ATTENTION, Trigger.CHUNK_END})
     default_budget = 512
-    budget_means = "sinks and window together; up to `buffer` more are held until it cuts"
+    budget_help = "sinks and window together; up to `buffer` more are held until it cuts"
 
     sink: int = 4
     buffer: int = 0
 
     @classmethod
-    def lazy(cls, sink: int, window: int, buffer: int = BUFFER, *, skip_layers: tuple[int, ...] = ()) -> Streaming:
+    def from_window(
+        cls, sink: int, window: int, buffer: int = DEFAULT_BUFFER_TOKENS, *, skip_layers: tuple[int, ...] = ()
+    ) -> Streaming:
         """The original's cache: `sink` and `window` tokens, cut when `buffer` more have come."""
-        check_count("window", window)
+        validate_count("window", window)
         return cls(sink=sink, budget=sink + window, buffer=buffer, skip_layers=skip_layers)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(f"{self.name}: sink", self.sink)
-        check_count(f"{self.name}: buffer", self.buffer)
+        validate_count(f"{self.name}: sink", self.sink)
+        validate_count(f"{self.name}: buffer", self.buffer)
         if self.budget is not None and self.budget <= self.sink:
             raise KvmnnError(f"{self.name}: a budget of {self.budget} tokens leaves no window behind {self.sink} sinks")
         if self.keep_ratio == 0:
-            raise KvmnnError(f"{self.name}: a keep_ratio of 0 leaves no window behind {count(self.sink, 'sink')}")
+            raise KvmnnError(f"{self.name}: a keep_ratio of 0 leaves no window behind {pluralize(self.sink, 'sink')}")
 
-    def rule(self, view: View) -> Indices | None:
-        size = self.size(view.tokens)
-        if view.tokens <= size + (self.buffer if view.moment is Moment.ATTENDED else 0):
+    def select_tokens(self, state: PolicyInput) -> Indices | None:
+        size = self.resolve_budget(state.tokens)
+        if state.tokens <= size + (self.buffer if state.trigger is Trigger.AFTER_ATTENTION else 0):
             return None
         if size <= self.sink:
             raise OptionError(
-                f"{self.name}: a keep_ratio of {self.keep_ratio:g} is {size} of {count(view.tokens, 'token')} and "
-                f"leaves no window behind {count(self.sink, 'sink')}: expected a larger share, a budget, or fewer sinks"
+                f"{self.name}: a keep_ratio of {self.keep_ratio:g} is {size} of {pluralize(state.tokens, 'token')} and "
+                f"leaves no window behind {pluralize(self.sink, 'sink')}: expected a larger share, a budget, or fewer "
+                f"sinks"
             )
-        return sink_and_recent(view.tokens, self.sink, size - self.sink)
+        return concat_sink_recent(state.tokens, self.sink, size - self.sink)
 
 
 @dataclass(frozen=True, kw_only=True)
-class StreamingPress(Budgeted):
+class StreamingPress(BudgetedPolicy):
     """`Streaming` as kvpress has it: once, on the prompt, a share of it.
 
     Paper: arXiv 2309.17453. Original: kvpress, `StreamingLLMPress`.
@@ -103,29 +106,29 @@ class StreamingPress(Budgeted):
     """
 
     name: ClassVar[str] = "streaming_press"
-    needs = "lengths"
-    rounds_up = False
+    requires = "lengths"
+    is_rounded_up = False
     prompt_only = True
-    budget_means = "the tokens of the prompt that stay; later ones all stay"
+    budget_help = "the tokens of the prompt that stay; later ones all stay"
 
     sink: int = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(f"{self.name}: sink", self.sink)
+        validate_count(f"{self.name}: sink", self.sink)
 
-    def rule(self, view: View) -> Indices | None:
-        size = self.size(view.tokens)
-        if size >= view.tokens:
+    def select_tokens(self, state: PolicyInput) -> Indices | None:
+        size = self.resolve_budget(state.tokens)
+        if size >= state.tokens:
             return None
-        if view.tokens <= self.sink:
+        if state.tokens <= self.sink:
             raise KvmnnError(
-                f"layer {view.layer}: {view.tokens} tokens: {self.name} needs more than its {self.sink} sinks"
+                f"layer {state.layer}: {state.tokens} tokens: {self.name} needs more than its {self.sink} sinks"
             )
-        first = min(self.sink, size)
-        return sink_and_recent(view.tokens, first, size - first)
+        num_sinks = min(self.sink, size)
+        return concat_sink_recent(state.tokens, num_sinks, size - num_sinks)
 
 
-def sink_and_recent(tokens: int, sink: int, recent: int) -> Indices:
+def concat_sink_recent(tokens: int, sink: int, recent: int) -> Indices:
     """The first `sink` and the last `recent` of `tokens` indices; together at most `tokens`."""
     return np.concatenate([np.arange(sink, dtype=np.int64), np.arange(tokens - recent, tokens, dtype=np.int64)])

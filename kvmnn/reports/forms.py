@@ -9,17 +9,19 @@ from typing import TypeVar
 
 from ..errors import OptionError
 
-_Form = TypeVar("_Form", bound=str)
+_FormatName = TypeVar("_FormatName", bound=str)
 
 
-def form_by_suffix(path: str | os.PathLike[str], forms: Mapping[str, _Form], default: _Form) -> _Form:
+def choose_format(
+    path: str | os.PathLike[str], formats: Mapping[str, _FormatName], default: _FormatName
+) -> _FormatName:
     """Return the form that the suffix of a name stands for.
 
     Parameters
     ----------
     path
         The file.
-    forms
+    formats
         Forms by their suffixes, in lower case.
     default
         Of a name without a suffix.
@@ -32,10 +34,10 @@ def form_by_suffix(path: str | os.PathLike[str], forms: Mapping[str, _Form], def
     suffix = PurePath(path).suffix.lower()
     if not suffix:
         return default
-    if suffix not in forms:
-        *first, last = forms
+    if suffix not in formats:
+        *other_suffixes, last_suffix = formats
         raise OptionError(
             f"{os.fspath(path)}: results are not written as {suffix}: expected a name that ends in "
-            f"{', '.join(first)} or {last}"
+            f"{', '.join(other_suffixes)} or {last_suffix}"
         )
-    return forms[suffix]
+    return formats[suffix]

@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..text import one_line
-from .columns import COLUMNS, Column, filled, project_table
-from .h2o_table import H2O_TITLE, h2o_table, rows_with_figures
-from .pivot import pivot_table
-from .pivot import title as pivot_title
-from .results import Results
-from .runtime_table import rows_with_runtime, runtime_table, runtime_title
-from .tables import notes, project_title
+from ..text import join_lines
+from .columns import COLUMNS, Column, build_project_table, build_table
+from .h2o_table import H2O_TITLE, build_h2o_table, collect_h2o_stats
+from .pivot import build_pivot_table
+from .pivot import format_pivot_title as pivot_title
+from .results import EvaluationResultsProtocol
+from .runtime_table import build_runtime_table, collect_runtime_stats, format_runtime_title
+from .tables import build_notes, format_project_title
 
-_MAX_COLUMNS = 9
+_MAX_LATEX_COLUMNS = 9
 """Columns of a table beside its first one: more are wider than a page, and are in further tables."""
 
-_SPECIAL = {
+_LATEX_ESCAPES = {
     "\\": r"\textbackslash{}",
     "{": r"\{",
     "}": r"\}",
@@ -32,43 +32,53 @@ _SPECIAL = {
 }
 
 
-def latex(results: Results) -> str:
+def format_latex(results: EvaluationResultsProtocol) -> str:
     """Return the tables of `kvmnn.reports.tables.markdown` in LaTeX, and what was measured on what.
 
     It ends with a newline. A table of many columns becomes several, each with the policies in its first column.
     """
     rows = results.rows
-    parts = [*_tables("", filled(results, COLUMNS))]
-    parts += _tables(project_title(rows), project_table(rows))
-    parts += _tables(H2O_TITLE, h2o_table(rows_with_figures(rows)))
-    parts += _tables(pivot_title(rows), pivot_table(rows))
-    parts += _tables(runtime_title(len(results.documents)), runtime_table(rows_with_runtime(rows)))
-    parts.append("\n".join(f"{plain(note)}\\par" for note in notes(results)))
+    parts = [*_iter_latex_tables("", build_table(results, COLUMNS))]
+    parts += _iter_latex_tables(format_project_title(rows), build_project_table(rows))
+    parts += _iter_latex_tables(H2O_TITLE, build_h2o_table(collect_h2o_stats(rows)))
+    parts += _iter_latex_tables(pivot_title(rows), build_pivot_table(rows))
+    parts += _iter_latex_tables(
+        format_runtime_title(len(results.documents)), build_runtime_table(collect_runtime_stats(rows))
+    )
+    parts.append("\n".join(f"{escape_latex(note)}\\par" for note in build_notes(results)))
     return "\n\n".join(parts) + "\n"
 
 
-def plain(text: str) -> str:
+def escape_latex(text: str) -> str:
     """Return a text as LaTeX prints it in one line; a command is never made of it."""
-    return re.sub(".", lambda letter: _SPECIAL.get(letter[0], letter[0]), one_line(text))
+    return re.sub(".", lambda letter: _LATEX_ESCAPES.get(letter[0], letter[0]), join_lines(text))
 
 
-def _tables(title: str, table: tuple[Sequence[Column], Sequence[Sequence[str]]] | None) -> Iterator[str]:
+def _iter_latex_tables(title: str, table: tuple[Sequence[Column], Sequence[Sequence[str]]] | None) -> Iterator[str]:
     if table is None:
         return
     if title:
-        yield f"{plain(title)}\\par"
+        yield f"{escape_latex(title)}\\par"
     columns, lines = table
-    order = sorted(range(1, len(columns)), key=lambda place: columns[place].rank)
-    for begin in range(0, max(len(order), 1), _MAX_COLUMNS):
-        places = [0, *sorted(order[begin : begin + _MAX_COLUMNS])]
-        shape = "".join("l" if columns[place].left else "r" for place in places)
-        rows = [_row(line[place] for place in places) for line in lines]
-        heading = _row(columns[place].heading for place in places)
+    order = sorted(range(1, len(columns)), key=lambda column_index: columns[column_index].drop_rank)
+    for begin in range(0, max(len(order), 1), _MAX_LATEX_COLUMNS):
+        column_indices = [0, *sorted(order[begin : begin + _MAX_LATEX_COLUMNS])]
+        alignment = "".join("l" if columns[column_index].is_left_aligned else "r" for column_index in column_indices)
+        rows = [_format_latex_row(line[column_index] for column_index in column_indices) for line in lines]
+        heading = _format_latex_row(columns[column_index].heading for column_index in column_indices)
         yield "\n".join(
-            [f"\\begin{{tabular}}{{{shape}}}", "\\hline", heading, "\\hline", *rows, "\\hline", "\\end{tabular}\\par"]
+            [
+                f"\\begin{{tabular}}{{{alignment}}}",
+                "\\hline",
+                heading,
+                "\\hline",
+                *rows,
+                "\\hline",
+                "\\end{tabular}\\par",
+            ]
         )
 
 
-def _row(cells: Iterable[str]) -> str:
+def _format_latex_row(cells: Iterable[str]) -> str:
     """One line; the braces keep ``\\\\`` of the line before from reading ``*`` or ``[`` as its own."""
-    return "{}" + " & ".join(plain(cell) for cell in cells) + r" \\"
+    return "{}" + " & ".join(escape_latex(cell) for cell in cells) + r" \\"

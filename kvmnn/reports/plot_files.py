@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from ..errors import OptionError
 from ..files.output import DirectoryOutput
-from ..optional import package
+from ..optional import import_optional
 from . import plot_style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = ("png", "svg", "pdf")
+PLOT_FORMATS = ("png", "svg", "pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class PlotOptions:
     Parameters
     ----------
     kinds
-        Of files, some of `KINDS`, each once.
+        Of files, some of `PLOT_FORMATS`, each once.
     titles
         Whether figures have titles; without, for a text that says them itself.
 
@@ -41,17 +41,22 @@ class PlotOptions:
 
     def __post_init__(self) -> None:
         for kind in self.kinds:
-            if kind not in KINDS:
-                raise OptionError(f"{kind!r} is no kind of plot: expected some of {', '.join(KINDS)}")
+            if kind not in PLOT_FORMATS:
+                raise OptionError(f"{kind!r} is no kind of plot: expected some of {', '.join(PLOT_FORMATS)}")
         if not self.kinds or len(set(self.kinds)) != len(self.kinds):
-            raise OptionError(f"plots as {','.join(self.kinds)!r}: expected some of {', '.join(KINDS)}, each once")
+            raise OptionError(
+                f"plots as {','.join(self.kinds)!r}: expected some of {', '.join(PLOT_FORMATS)}, each once"
+            )
 
 
-PLAIN = PlotOptions()
+DEFAULT_PLOT_OPTIONS = PlotOptions()
 
 
-def require(
-    names: Iterable[str], directory: str | os.PathLike[str], force: bool = False, options: PlotOptions = PLAIN
+def check_can_write(
+    names: Iterable[str],
+    directory: str | os.PathLike[str],
+    force: bool = False,
+    options: PlotOptions = DEFAULT_PLOT_OPTIONS,
 ) -> None:
     """Refuse to begin what could not end in plots of these names.
 
@@ -62,27 +67,30 @@ def require(
     OutputError
         Where files of plots exist in `directory` and are not to be replaced.
     """
-    package("matplotlib.figure")
+    import_optional("matplotlib.figure")
     with DirectoryOutput(directory, force=force) as probe:
         probe.check_names(f"{name}.{kind}" for name in names for kind in options.kinds)
 
 
-def write(
+def write_figures(
     plots: Iterable[tuple[str, Figure]],
     directory: str | os.PathLike[str],
     force: bool = False,
-    options: PlotOptions = PLAIN,
+    options: PlotOptions = DEFAULT_PLOT_OPTIONS,
 ) -> list[Path]:
-    """Write named figures; returns the files, and makes no directory where there is no figure. Errors as `require`."""
-    package("matplotlib.figure")
-    written: list[Path] = []
+    """Write named figures; returns the files, and makes no directory where there is no figure.
+
+    Errors as `check_can_write`.
+    """
+    import_optional("matplotlib.figure")
+    written_paths: list[Path] = []
     with DirectoryOutput(directory, force=force) as output:
-        for name, made in plots:
+        for name, figure in plots:
             if not options.titles:
-                plot_style.remove_titles(made)
+                plot_style.remove_titles(figure)
             for kind in options.kinds:
-                output.file(f"{name}.{kind}").write(plot_style.as_bytes(made, kind))
-                written.append(Path(directory) / f"{name}.{kind}")
-        if written:
+                output.open_file(f"{name}.{kind}").write(plot_style.render_figure(figure, kind))
+                written_paths.append(Path(directory) / f"{name}.{kind}")
+        if written_paths:
             output.commit()
-    return written
+    return written_paths

@@ -17,42 +17,42 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, MUTED, RULE = "#222222", "#5f5f5f", "#d9d9d9"
+INK_COLOUR, MUTED_COLOUR, RULE_COLOUR = "#222222", "#5f5f5f", "#d9d9d9"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933", "#332288")
 _MARKERS = "os^DvPX*"
 _DASHES = ("-", "--", ":", "-.")
 
 _LABEL_SIZE = 8.5
-_LINE = 1.3 * _LABEL_SIZE / 72  # inches between two names
+_LABEL_LINE_INCHES = 1.3 * _LABEL_SIZE / 72  # inches between two names
 _MAX_LEADERS = 12  # more lines to names would hide the plot
-_SAMPLE = 0.62  # inches between a plot and its names
+_SAMPLE_INCHES = 0.62  # inches between a plot and its names
 _CAPTION_SIZE = 7.5
-_CAPTION_LINE = 1.35 * _CAPTION_SIZE / 72
-_TITLE = "title"
-_METADATA: dict[str, dict[str, Any]] = {
+_CAPTION_LINE_INCHES = 1.35 * _CAPTION_SIZE / 72
+_TITLE_ID = "title"
+_FILE_METADATA: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
     "svg": {"Date": None, "Creator": "kvmnn"},
     "pdf": {"CreationDate": None, "Creator": "kvmnn", "Producer": None},
 }
-_SETTINGS: dict[str, Any] = {
+_RC_SETTINGS: dict[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titlelocation": "left",
     "axes.titleweight": "bold",
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED_COLOUR,
+    "axes.labelcolor": INK_COLOUR,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "axes.unicode_minus": False,
-    "grid.color": RULE,
+    "grid.color": RULE_COLOUR,
     "grid.linewidth": 0.6,
     "lines.linewidth": 1.5,
     "lines.markersize": 4.5,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
+    "xtick.color": MUTED_COLOUR,
+    "ytick.color": MUTED_COLOUR,
     "figure.facecolor": "white",
     "text.parse_math": False,
     "svg.hashsalt": "kvmnn",
@@ -62,72 +62,72 @@ _SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class LineEnd:
-    """What a line's label needs: its name, where it ends (data coordinates), and how it is drawn (`look`)."""
+    """What a line's label needs: its name, where it ends (data coordinates), and how it is drawn (`style`)."""
 
     name: str
     x: float
     y: float
-    look: dict[str, Any]
+    style: dict[str, Any]
 
 
 @contextmanager
-def style() -> Iterator[None]:
+def use_style() -> Iterator[None]:
     """matplotlib with its own defaults and these settings; what the user had comes back."""
     import matplotlib
 
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update(_SETTINGS)
+        matplotlib.rcParams.update(_RC_SETTINGS)
         yield
 
 
-def look(index: int, variant: int = 0) -> dict[str, Any]:
+def make_line_style(index: int, variant: int = 0) -> dict[str, Any]:
     """Colour, marker and dashes of the line number `index`; different for the first 24.
 
     A `variant` of a line has its colour, and other dashes and another marker.
     """
-    turn = index // len(_COLOURS) + variant
+    dash_index = index // len(_COLOURS) + variant
     return {
         "color": _COLOURS[index % len(_COLOURS)],
         "marker": _MARKERS[(index + 3 * variant) % len(_MARKERS)],
-        "linestyle": _DASHES[turn % len(_DASHES)],
+        "linestyle": _DASHES[dash_index % len(_DASHES)],
     }
 
 
-FULL: dict[str, Any] = {"color": INK, "linestyle": (0, (5, 2)), "linewidth": 1.0, "marker": None}
+FULL_CACHE_STYLE: dict[str, Any] = {"color": INK_COLOUR, "linestyle": (0, (5, 2)), "linewidth": 1.0, "marker": None}
 """How the full cache is drawn everywhere."""
 
 
-def figure(axes_width: float, axes_height: float, labels: Sequence[str] = ()) -> tuple[Figure, Axes]:
+def make_figure(axes_width: float, axes_height: float, labels: Sequence[str] = ()) -> tuple[Figure, Axes]:
     """A figure of one plot whose least inner size (inches) is given, with room on its right for `labels`."""
     from matplotlib.figure import Figure
 
-    left, bottom, top = 0.75, 0.85, 0.45
-    axes_height = max(axes_height, (len(labels) + 1) * _LINE)
-    width = left + axes_width + label_room(labels)
+    left_margin, bottom, top = 0.75, 0.85, 0.45
+    axes_height = max(axes_height, (len(labels) + 1) * _LABEL_LINE_INCHES)
+    width = left_margin + axes_width + compute_label_inches(labels)
     height = bottom + axes_height + top
-    made = Figure(figsize=(width, height))
-    axes = made.add_axes((left / width, bottom / height, axes_width / width, axes_height / height))
-    return made, axes
+    new_figure = Figure(figsize=(width, height))
+    axes = new_figure.add_axes((left_margin / width, bottom / height, axes_width / width, axes_height / height))
+    return new_figure, axes
 
 
-def label_room(labels: Sequence[str]) -> float:
-    """Inches that `label_lines` needs right of a plot."""
-    return _SAMPLE + 0.1 + max([text_width(label) for label in labels] or [0.0])
+def compute_label_inches(labels: Sequence[str]) -> float:
+    """Inches that `add_line_labels` needs right of a plot."""
+    return _SAMPLE_INCHES + 0.1 + max([measure_text_inches(label) for label in labels] or [0.0])
 
 
 @lru_cache(maxsize=4096)
-def text_width(text: str, size: float = _LABEL_SIZE) -> float:
+def measure_text_inches(text: str, size: float = _LABEL_SIZE) -> float:
     """Width of a label in inches, as the control points of its outlines have it."""
     from matplotlib.textpath import TextPath
 
     if not text.strip():  # some versions of matplotlib fail for nothing but blanks
         return 0.0
-    across = TextPath((0, 0), text, size=size).vertices[:, 0]
-    return float(across.max() - across.min()) / 72 if len(across) else 0.0
+    xs = TextPath((0, 0), text, size=size).vertices[:, 0]
+    return float(xs.max() - xs.min()) / 72 if len(xs) else 0.0
 
 
-def label_lines(axes: Axes, ends: Sequence[LineEnd]) -> None:
+def add_line_labels(axes: Axes, ends: Sequence[LineEnd]) -> None:
     """Names right of the plot with a sample of each line, near the height of its end, never touching.
 
     Parameters
@@ -144,95 +144,103 @@ def label_lines(axes: Axes, ends: Sequence[LineEnd]) -> None:
     to_axes = axes.transData + axes.transAxes.inverted()
     width, height = axes.get_position().size * axes.figure.get_size_inches()
     order = sorted(ends, key=lambda end: end.y)
-    wanted = [float(to_axes.transform((end.x, end.y))[1]) for end in order]
-    begin, stop = 1 + 0.22 / width, 1 + (_SAMPLE - 0.08) / width
-    for end, place in zip(order, spread(wanted, _LINE / height), strict=True):
+    target_positions = [float(to_axes.transform((end.x, end.y))[1]) for end in order]
+    begin, stop = 1 + 0.22 / width, 1 + (_SAMPLE_INCHES - 0.08) / width
+    for end, position in zip(order, spread_positions(target_positions, _LABEL_LINE_INCHES / height), strict=True):
         if len(ends) <= _MAX_LEADERS:
             axes.annotate(
                 "",
                 xy=(end.x, end.y),
-                xytext=(begin, place),
+                xytext=(begin, position),
                 textcoords="axes fraction",
                 annotation_clip=False,
-                arrowprops={"arrowstyle": "-", "color": RULE, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 2},
+                arrowprops={"arrowstyle": "-", "color": RULE_COLOUR, "linewidth": 0.7, "shrinkA": 0, "shrinkB": 2},
                 zorder=0.9,
             )
         axes.plot(
-            [begin, stop], [place, place], transform=axes.transAxes, clip_on=False, **{**end.look, "marker": None}
+            [begin, stop],
+            [position, position],
+            transform=axes.transAxes,
+            clip_on=False,
+            **{**end.style, "marker": None},
         )
-        axes.plot([(begin + stop) / 2], [place], transform=axes.transAxes, clip_on=False, **end.look)
-        axes.text(1 + _SAMPLE / width, place, end.name, transform=axes.transAxes, color=INK, fontsize=_LABEL_SIZE,
+        axes.plot([(begin + stop) / 2], [position], transform=axes.transAxes, clip_on=False, **end.style)
+        axes.text(1 + _SAMPLE_INCHES / width, position, end.name, transform=axes.transAxes, color=INK_COLOUR,
+        fontsize=_LABEL_SIZE,
                   va="center")  # fmt: skip
 
 
-def spread(wanted: Sequence[float], gap: float) -> list[float]:
+def spread_positions(target_positions: Sequence[float], gap: float) -> list[float]:
     """Ascending places from 0 to 1, as near to those wanted as a distance of `gap` allows (least squares)."""
     groups: list[tuple[float, int]] = []  # where the first of a group would be, and how many are in it
-    for index, place in enumerate(wanted):
-        start, count = place - gap * index, 1
+    for index, position in enumerate(target_positions):
+        start, count = position - gap * index, 1
         while groups and groups[-1][0] > start:
-            before, many = groups.pop()
-            start = (before * many + start * count) / (many + count)
-            count += many
+            previous_start, previous_count = groups.pop()
+            start = (previous_start * previous_count + start * count) / (previous_count + count)
+            count += previous_count
         groups.append((start, count))
-    most = max(1 - gap * (len(wanted) - 1), 0.0)
-    starts = [min(max(start, 0.0), most) for start, count in groups for _ in range(count)]
+    max_start = max(1 - gap * (len(target_positions) - 1), 0.0)
+    starts = [min(max(start, 0.0), max_start) for start, count in groups for _ in range(count)]
     return [start + gap * index for index, start in enumerate(starts)]
 
 
-def title(axes: Axes, text: str) -> None:
+def set_title(axes: Axes, text: str) -> None:
     """What a figure shows, above it; `remove_titles` takes it away again. Names of panels are none."""
-    axes.set_title(text).set_gid(_TITLE)
+    axes.set_title(text).set_gid(_TITLE_ID)
 
 
-def remove_titles(made: Figure) -> None:
+def remove_titles(target_figure: Figure) -> None:
     """Leave titles to the text that the figure will stand in."""
     from matplotlib.text import Text
 
-    for text in made.findobj(Text):
-        if text.get_gid() == _TITLE:
+    for text in target_figure.findobj(Text):
+        if text.get_gid() == _TITLE_ID:
             text.set_text("")
 
 
-def caption(made: Figure, text: str) -> None:
+def add_caption(target_figure: Figure, text: str) -> None:
     """What is shown, at the foot; the figure grows downwards where one line does not hold it."""
-    width, height = made.get_size_inches()
+    width, height = target_figure.get_size_inches()
     margin = 0.15
-    lines = _lines(text, width - 2 * margin)
-    more = max(len(lines) - 1, 0) * _CAPTION_LINE
-    grow(made, below=more)
-    made.text(margin / width, 0.1 / (height + more), "\n".join(lines), color=MUTED, fontsize=_CAPTION_SIZE, va="bottom",
+    lines = _wrap_caption(text, width - 2 * margin)
+    extra_height = max(len(lines) - 1, 0) * _CAPTION_LINE_INCHES
+    grow_figure(target_figure, extra_below=extra_height)
+    target_figure.text(margin / width, 0.1 / (height + extra_height), "\n".join(lines), color=MUTED_COLOUR,
+    fontsize=_CAPTION_SIZE, va="bottom",
               ha="left", linespacing=1.35)  # fmt: skip
 
 
-def grow(made: Figure, *, below: float = 0.0, above: float = 0.0) -> None:
+def grow_figure(target_figure: Figure, *, extra_below: float = 0.0, extra_above: float = 0.0) -> None:
     """Make a figure higher by inches, without moving or stretching what is in it."""
-    width, height = made.get_size_inches()
-    taller = height + below + above
-    made.set_size_inches(width, taller)
-    for axes in made.axes:
-        left, bottom, wide, tall = axes.get_position().bounds
-        axes.set_position((left, (bottom * height + below) / taller, wide, tall * height / taller))
+    width, height = target_figure.get_size_inches()
+    new_height = height + extra_below + extra_above
+    target_figure.set_size_inches(width, new_height)
+    for axes in target_figure.axes:
+        left_position, bottom, wide, tall = axes.get_position().bounds
+        axes.set_position(
+            (left_position, (bottom * height + extra_below) / new_height, wide, tall * height / new_height)
+        )
 
 
-def _lines(text: str, width: float) -> list[str]:
+def _wrap_caption(text: str, width: float) -> list[str]:
     """The words in lines of at most `width` inches, as far as words allow."""
-    space = text_width("a a", _CAPTION_SIZE) - text_width("aa", _CAPTION_SIZE)
+    space = measure_text_inches("a a", _CAPTION_SIZE) - measure_text_inches("aa", _CAPTION_SIZE)
     lines: list[list[str]] = []
-    used = width
+    used_inches = width
     for word in text.split():
-        wide = text_width(word, _CAPTION_SIZE)
-        if used + space + wide > width:
+        word_inches = measure_text_inches(word, _CAPTION_SIZE)
+        if used_inches + space + word_inches > width:
             lines.append([])
-            used = -space
+            used_inches = -space
         lines[-1].append(word)
-        used += space + wide
+        used_inches += space + word_inches
     return [" ".join(words) for words in lines]
 
 
-def as_bytes(made: Figure, kind: str) -> bytes:
+def render_figure(target_figure: Figure, kind: str) -> bytes:
     """The figure as ``"png"``, ``"svg"`` or ``"pdf"``, without a date, so that equal figures are equal bytes."""
     sink = io.BytesIO()
-    with style():
-        made.savefig(sink, format=kind, dpi=150, metadata=_METADATA[kind])
+    with use_style():
+        target_figure.savefig(sink, format=kind, dpi=150, metadata=_FILE_METADATA[kind])
     return sink.getvalue()

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from ..errors import KvmnnError
 from . import comparison_figure, figures, improvement_figure, plot_files, plot_style, trace_figures
 from .figure_parts import NothingToShowError
-from .plot_files import PLAIN, PlotOptions
-from .results import Results
+from .plot_files import DEFAULT_PLOT_OPTIONS, PlotOptions
+from .results import EvaluationResultsProtocol
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PLOTS: dict[str, Callable[[Results], Figure]] = {
+DRAW_FUNCTIONS: dict[str, Callable[[EvaluationResultsProtocol], Figure]] = {
     draw.__name__: draw
     for draw in (
         figures.perplexity_over_budget,
@@ -32,7 +32,9 @@ PLOTS: dict[str, Callable[[Results], Figure]] = {
 """Every plot by its name, which is its file's name."""
 
 
-def require(directory: str | os.PathLike[str], force: bool = False, options: PlotOptions = PLAIN) -> None:
+def check_can_plot(
+    directory: str | os.PathLike[str], force: bool = False, options: PlotOptions = DEFAULT_PLOT_OPTIONS
+) -> None:
     """Refuse to begin what could not end in plots.
 
     Raises
@@ -42,16 +44,16 @@ def require(directory: str | os.PathLike[str], force: bool = False, options: Plo
     OutputError
         Where files of plots exist in `directory` and are not to be replaced.
     """
-    plot_files.require(PLOTS, directory, force, options)
+    plot_files.check_can_write(DRAW_FUNCTIONS, directory, force, options)
 
 
-def write_all(
-    results: Results,
+def write_plots(
+    results: EvaluationResultsProtocol,
     directory: str | os.PathLike[str],
     force: bool = False,
     *,
-    options: PlotOptions = PLAIN,
-    left_out: dict[str, str] | None = None,
+    options: PlotOptions = DEFAULT_PLOT_OPTIONS,
+    skip_reasons: dict[str, str] | None = None,
 ) -> list[Path]:
     """Draw everything that the results hold.
 
@@ -65,7 +67,7 @@ def write_all(
         Replace files that exist.
     options
         Which kinds of files, and whether with titles.
-    left_out
+    skip_reasons
         Takes the names of the plots that the results hold nothing for, and the reasons.
 
     Returns
@@ -82,19 +84,19 @@ def write_all(
     OutputError
         For files that exist and are not to be replaced, and for what cannot be written.
     """
-    reasons: dict[str, str] = {} if left_out is None else left_out
-    written = plot_files.write(_drawn(results, reasons), directory, force, options)
-    if not written:
-        raise KvmnnError("there is nothing to plot: " + "; ".join(f"{n}: {why}" for n, why in reasons.items()))
-    return written
+    reasons: dict[str, str] = {} if skip_reasons is None else skip_reasons
+    written_paths = plot_files.write_figures(_iter_figures(results, reasons), directory, force, options)
+    if not written_paths:
+        raise KvmnnError("there is nothing to plot: " + "; ".join(f"{n}: {reason}" for n, reason in reasons.items()))
+    return written_paths
 
 
-def _drawn(results: Results, left_out: dict[str, str]) -> Iterator[tuple[str, Figure]]:
-    for name, draw in PLOTS.items():
-        with plot_style.style():
+def _iter_figures(results: EvaluationResultsProtocol, skip_reasons: dict[str, str]) -> Iterator[tuple[str, Figure]]:
+    for name, draw in DRAW_FUNCTIONS.items():
+        with plot_style.use_style():
             try:
-                made = draw(results)
+                figure = draw(results)
             except NothingToShowError as exc:
-                left_out[name] = str(exc)
+                skip_reasons[name] = str(exc)
                 continue
-        yield name, made
+        yield name, figure

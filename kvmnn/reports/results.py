@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..files.records import Record
-from .rows import Row
+from .rows import ResultRow
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextFacts(Record):
+class DocumentInfo(Record):
     """A document: its name, tokens scored, their UTF-8 bytes, and the SHA-256 of its file."""
 
     name: str
@@ -53,7 +53,7 @@ class KeptPositions(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trace(Record):
+class DocumentTrace(Record):
     """A document's course under one configuration: at each step the tokens seen, and the bytes that the cache holds.
 
     Attributes
@@ -78,7 +78,7 @@ class Refusal(Record):
     reason: str
 
 
-class Model(Protocol):
+class ModelProtocol(Protocol):
     """The model that was evaluated."""
 
     @property
@@ -86,7 +86,7 @@ class Model(Protocol):
         """File or folder."""
 
 
-class Settings(Protocol):
+class SettingsProtocol(Protocol):
     """How it was evaluated (`kvmnn.evaluation.Settings`)."""
 
     @property
@@ -103,21 +103,21 @@ class Settings(Protocol):
     def repeats(self) -> int: ...
 
 
-class Results(Protocol):
+class EvaluationResultsProtocol(Protocol):
     """What tables and plots are made of."""
 
     @property
     def kvmnn(self) -> str: ...
     @property
-    def model(self) -> Model: ...
+    def model(self) -> ModelProtocol: ...
     @property
-    def settings(self) -> Settings: ...
+    def settings(self) -> SettingsProtocol: ...
     @property
-    def documents(self) -> Sequence[TextFacts]: ...
+    def documents(self) -> Sequence[DocumentInfo]: ...
     @property
-    def rows(self) -> Sequence[Row]: ...
+    def rows(self) -> Sequence[ResultRow]: ...
     @property
-    def traces(self) -> Sequence[Trace]: ...
+    def traces(self) -> Sequence[DocumentTrace]: ...
     @property
     def notes(self) -> Sequence[str]: ...
     @property

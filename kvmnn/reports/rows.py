@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..files.records import Record
-from ..h2o.figures import H2OFigures
-from ..policies.full import Full
+from ..h2o.figures import H2OStats
+from ..policies.full import FullCache
 from ..text import LOSSLESS
-from .runtime_figures import RuntimeFigures
+from .runtime_figures import RuntimeStats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quality(Record):
+class QualityStats(Record):
     """Means over scored tokens.
 
     Attributes
@@ -39,7 +39,7 @@ class Quality(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference(Record):
+class FullCacheDifference(Record):
     """Differences to the full cache on the same tokens, with the ends of their paired bootstrap intervals.
 
     `nll` in nats a token, `accuracy` as a share; ``deep_``: over the deep tokens only. No interval: None.
@@ -63,7 +63,7 @@ class Difference(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrameSizes(Record):
+class FrameSizeStats(Record):
     """Bytes of one cache.
 
     Attributes
@@ -90,7 +90,7 @@ class FrameSizes(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentRow(Record):
-    """One document under one configuration; the quantities are those of `Row`.
+    """One document under one configuration; the quantities are those of `ResultRow`.
 
     `stored_tokens` is how many tokens came from a prefix store, where there was one.
     """
@@ -101,21 +101,21 @@ class DocumentRow(Record):
     perplexity: float | None
     accuracy: float | None
     bits_per_byte: float | None
-    deep: Quality
+    deep: QualityStats
     tokens_kept: tuple[int, ...]
     seconds: float
     model_seconds: float
     policy_seconds: float
     cache_bytes_mean: float
     cache_bytes_peak: int
-    frames: FrameSizes
-    h2o: H2OFigures | None = field(default=None, metadata={"omit": True})
-    runtime: RuntimeFigures | None = field(default=None, metadata={"omit": True})
+    frames: FrameSizeStats
+    h2o: H2OStats | None = field(default=None, metadata={"omit": True})
+    runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
     stored_tokens: int | None = field(default=None, metadata={"omit": True})
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProjectNumbers(Record):
+class ProjectStats(Record):
     """A preset's configuration by the definitions of the preset's project (`kvmnn.evaluation.setup.presets`).
 
     Attributes
@@ -156,17 +156,17 @@ class ProjectNumbers(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it, without what the project does not measure."""
-        found = super().to_dict()
+        document = super().to_dict()
         if self.refused is not None:
-            return {key: found[key] for key in ("evaluation", "label", "refused")}
+            return {key: document[key] for key in ("evaluation", "label", "refused")}
         if self.evaluation == "E2" and self.new_tokens is None:  # generation was not timed
             for key in ("ttft_seconds", "tpot_seconds", "tokens_per_second"):
-                del found[key]
-        return found
+                del document[key]
+        return document
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row(Record):
+class ResultRow(Record):
     """One configuration over all documents.
 
     Attributes
@@ -178,7 +178,7 @@ class Row(Record):
     kind : str or None
         ``"LOSSLESS"`` where nothing was evicted, else ``"LOSSY"``.
     tokens, nll, perplexity, accuracy, deep
-        See `Quality`; `deep` is over the tokens behind ``settings.deep_from``.
+        See `QualityStats`; `deep` is over the tokens behind ``settings.deep_from``.
     versus_full
         None for the full cache itself.
     seconds, model_seconds, policy_seconds
@@ -223,8 +223,8 @@ class Row(Record):
     perplexity: float | None = None
     accuracy: float | None = None
     bits_per_byte: float | None = None
-    deep: Quality | None = None
-    versus_full: Difference | None = None
+    deep: QualityStats | None = None
+    versus_full: FullCacheDifference | None = None
     seconds: float | None = None
     model_seconds: float | None = None
     policy_seconds: float | None = None
@@ -246,9 +246,9 @@ class Row(Record):
     full_bytes: int | None = None
     kept_bytes: int | None = None
     frame_bytes: int | None = None
-    project: ProjectNumbers | None = field(default=None, metadata={"key": "as_seed"})
-    h2o: H2OFigures | None = field(default=None, metadata={"omit": True})
-    runtime: RuntimeFigures | None = field(default=None, metadata={"omit": True})
+    project: ProjectStats | None = field(default=None, metadata={"key": "as_seed"})
+    h2o: H2OStats | None = field(default=None, metadata={"omit": True})
+    runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
     start: str | None = field(default=None, metadata={"omit": True})
     evicted: bool | None = field(default=None, metadata={"omit": True})
     documents: tuple[DocumentRow, ...] = ()
@@ -256,17 +256,17 @@ class Row(Record):
     @property
     def is_full(self) -> bool:
         """Whether this is a full cache, all of it the model's own."""
-        return self.policy == Full.name and self.start is None
+        return self.policy == FullCache.name and self.start is None
 
     @property
-    def is_uncut(self) -> bool:
+    def has_no_eviction(self) -> bool:
         """Whether this is a policy that evicted nothing before the last token was scored, so that it is no rival of
         those that did."""
-        if self.policy == Full.name:
+        if self.policy == FullCache.name:
             return False
         return self.kind == LOSSLESS if self.evicted is None else not self.evicted
 
 
-def full_row(rows: Sequence[Row]) -> Row | None:
+def find_full_row(rows: Sequence[ResultRow]) -> ResultRow | None:
     """The row of the full cache."""
     return next((row for row in rows if row.is_full), None)

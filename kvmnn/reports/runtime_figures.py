@@ -10,7 +10,7 @@ from ..files.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeLayer(Record):
+class RuntimeLayerStats(Record):
     """One layer of the model, under the names of `kvmnn.runtime.LayerMetrics`."""
 
     layer: int
@@ -31,7 +31,7 @@ class RuntimeLayer(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeFigures(Record):
+class RuntimeStats(Record):
     """All layers, of one run; what the engine has, under its names.
 
     Attributes
@@ -56,7 +56,7 @@ class RuntimeFigures(Record):
     h2o_lossless_decompress_us: int = 0
     h2o_lossless_fallback_count: int = 0
     h2o_lossless_backpressure_skip_count: int = 0
-    layers: tuple[RuntimeLayer, ...] = ()
+    layers: tuple[RuntimeLayerStats, ...] = ()
 
     @property
     def lossy_ratio(self) -> float | None:
@@ -76,33 +76,33 @@ class RuntimeFigures(Record):
     @property
     def encoded_ratio(self) -> float | None:
         """Raw over compressed bytes of all that was encoded (the engine's h2o_lossless_ratio)."""
-        coded = self.h2o_lossless_compressed_bytes
-        return self.h2o_lossless_raw_bytes / coded if coded else None
+        compressed_bytes = self.h2o_lossless_compressed_bytes
+        return self.h2o_lossless_raw_bytes / compressed_bytes if compressed_bytes else None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        found = super().to_dict()
-        layers = found.pop("layers")
+        document = super().to_dict()
+        layers = document.pop("layers")
         ratios = {"lossy_ratio": self.lossy_ratio, "lossless_ratio": self.lossless_ratio}
         ratios |= {"total_ratio": self.total_ratio, "h2o_lossless_ratio": self.encoded_ratio}
-        return {**found, **ratios, "layers": layers}
+        return {**document, **ratios, "layers": layers}
 
 
-T = TypeVar("T", RuntimeLayer, RuntimeFigures)
+T = TypeVar("T", RuntimeLayerStats, RuntimeStats)
 
 
-def runs_together(texts: Iterable[RuntimeFigures]) -> RuntimeFigures | None:
+def merge_runtime_stats(all_stats: Iterable[RuntimeStats]) -> RuntimeStats | None:
     """The figures of several texts, added up; None without any."""
-    found: RuntimeFigures | None = None
-    for one in texts:
-        layers = one.layers
-        if found is not None:
-            layers = tuple(_added(old, new) for old, new in zip(found.layers, one.layers, strict=True))
-            one = _added(found, one)
-        found = replace(one, layers=layers)
-    return found
+    merged: RuntimeStats | None = None
+    for stats in all_stats:
+        layers = stats.layers
+        if merged is not None:
+            layers = tuple(_add_int_fields(old, new) for old, new in zip(merged.layers, stats.layers, strict=True))
+            stats = _add_int_fields(merged, stats)
+        merged = replace(stats, layers=layers)
+    return merged
 
 
-def _added(one: T, other: T) -> T:
-    names = [entry.name for entry in fields(one) if entry.type == "int" and entry.name != "layer"]
-    return replace(other, **{name: getattr(one, name) + getattr(other, name) for name in names})
+def _add_int_fields(first: T, second: T) -> T:
+    names = [entry.name for entry in fields(first) if entry.type == "int" and entry.name != "layer"]
+    return replace(second, **{name: getattr(first, name) + getattr(second, name) for name in names})

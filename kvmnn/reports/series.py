@@ -7,69 +7,75 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeGuard
 
-from ..policies.full import Full
+from ..policies.full import FullCache
 from ..policies.registry import MODEL_POLICIES, POLICIES
-from .plot_style import look
-from .rows import Row
+from .plot_style import make_line_style
+from .rows import ResultRow
 
-_SIZES = ("budget", "keep_ratio")
+_SIZE_OPTIONS = ("budget", "keep_ratio")
 
 
 @dataclass(frozen=True)
-class Point:
+class MeasuredPoint:
     """A measured value: where, what, and the ends of its interval, None where there is none.
 
-    `is_uncut`: it is of a row whose policy evicted nothing (`Row.is_uncut`).
+    `has_no_eviction`: it is of a row whose policy evicted nothing (`ResultRow.has_no_eviction`).
     """
 
     x: float
     y: float
     low: float | None = None
     high: float | None = None
-    is_uncut: bool = False
+    has_no_eviction: bool = False
 
 
 @dataclass
-class Series:
+class RowSeries:
     """Rows of one policy that differ in the size of the cache and in options that follow from it."""
 
     name: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ResultRow] = field(default_factory=list)
 
 
-def cut_rows(rows: Sequence[Row]) -> list[Row]:
+def select_policy_rows(rows: Sequence[ResultRow]) -> list[ResultRow]:
     """All rows but the full cache's, those whose perplexity is no number left out."""
     return [row for row in rows if not row.is_full and is_number(row.perplexity)]
 
 
-def grouped(rows: Sequence[Row], without: Sequence[str] = ()) -> list[Series]:
+def group_into_series(rows: Sequence[ResultRow], ignored_options: Sequence[str] = ()) -> list[RowSeries]:
     """Rows by policy, and by those options that differ where policy and size are equal.
 
     An option that only changes with the budget (half of it recent, say) does not part a series; nor do options named
-    in `without`, which are an axis of the plot.
+    in `ignored_options`, which are an axis of the plot.
     """
-    found: dict[tuple[object, ...], Series] = {}
+    series_by_key: dict[tuple[object, ...], RowSeries] = {}
     for row in rows:
-        alike = [other for other in rows if other.policy == row.policy]
-        options = [_told(name, row, alike) for name in _parting(alike, without)]
-        name = " ".join(_words(row, options))
+        same_policy_rows = [candidate for candidate in rows if candidate.policy == row.policy]
+        options = [
+            _format_option(name, row, same_policy_rows)
+            for name in _find_distinguishing_options(same_policy_rows, ignored_options)
+        ]
+        name = " ".join(_build_name_parts(row, options))
         key = (row.policy, *options)
-        series = found.setdefault(key, Series(name))
-        if any(_size(row, without) == _size(other, without) for other in series.rows):
+        series = series_by_key.setdefault(key, RowSeries(name))
+        if any(
+            _make_size_key(row, ignored_options) == _make_size_key(candidate, ignored_options)
+            for candidate in series.rows
+        ):
             # The options do not say what differs: the label does.
-            series = found.setdefault((*key, row.label), Series(row.label))
+            series = series_by_key.setdefault((*key, row.label), RowSeries(row.label))
         series.rows.append(row)
-    return list(found.values())
+    return list(series_by_key.values())
 
 
-def _words(row: Row, options: Sequence[str]) -> list[str]:
+def _build_name_parts(row: ResultRow, options: Sequence[str]) -> list[str]:
     """What a series of a row is called: policy, options that part it, and what it goes on from."""
     start = [] if row.start is None else [f"from {row.start}"]
-    policy = [] if start and row.policy == Full.name else [row.policy]
+    policy = [] if start and row.policy == FullCache.name else [row.policy]
     return [*policy, *(text for text in options if text), *start]
 
 
-class Looks:
+class LineStyles:
     """How the policies of a run are drawn: one colour each in all figures, whatever else a figure shows.
 
     Policies that run with several values of an option that is a word (``strategy``, ``form``) are told apart by it;
@@ -81,52 +87,52 @@ class Looks:
         All rows of the run, whose order gives the colours.
     """
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        cut = cut_rows(rows)
-        self._families: dict[tuple[object, ...], int] = {}
-        self._of: dict[str, tuple[int, int]] = {}
+    def __init__(self, rows: Sequence[ResultRow]) -> None:
+        policy_rows = select_policy_rows(rows)
+        self._family_numbers: dict[tuple[object, ...], int] = {}
+        self._style_by_label: dict[str, tuple[int, int]] = {}
         variants: dict[int, int] = {}
         members: dict[str, int] = {}
-        for entry in grouped(cut):
+        for entry in group_into_series(policy_rows):
             for row in entry.rows:
                 members.setdefault(row.label, id(entry))
-        known: dict[int, tuple[int, int]] = {}
-        for row in cut:
-            family = self._families.setdefault(_family(row, cut), len(self._families))
-            if members[row.label] not in known:
-                known[members[row.label]] = (family, variants.get(family, 0))
+        style_by_series: dict[int, tuple[int, int]] = {}
+        for row in policy_rows:
+            family = self._family_numbers.setdefault(_make_family_key(row, policy_rows), len(self._family_numbers))
+            if members[row.label] not in style_by_series:
+                style_by_series[members[row.label]] = (family, variants.get(family, 0))
                 variants[family] = variants.get(family, 0) + 1
-            self._of[row.label] = known[members[row.label]]
+            self._style_by_label[row.label] = style_by_series[members[row.label]]
 
-    def of(self, label: str, variant: int | None = None) -> dict[str, Any]:
+    def get_style(self, label: str, variant: int | None = None) -> dict[str, Any]:
         """How the row called `label` is drawn; with `variant`, that of its figure instead of the run's."""
-        family, own = self._of.get(label, (len(self._families), 0))
-        return look(family, own if variant is None else variant)
+        family, own_variant = self._style_by_label.get(label, (len(self._family_numbers), 0))
+        return make_line_style(family, own_variant if variant is None else variant)
 
-    def family(self, label: str) -> int:
+    def get_family(self, label: str) -> int:
         """Which colour the row called `label` has, as a number."""
-        return self._of.get(label, (len(self._families), 0))[0]
+        return self._style_by_label.get(label, (len(self._family_numbers), 0))[0]
 
 
-def perplexity(row: Row, x: float) -> Point:
+def perplexity(row: ResultRow, x: float) -> MeasuredPoint:
     """Its perplexity at `x`; the interval is that of the difference to the full cache."""
-    value, versus = measured(row.perplexity), row.versus_full
+    value, versus = to_float_or_nan(row.perplexity), row.versus_full
     if versus is None or versus.nll is None or versus.low is None or versus.high is None:
-        return Point(x, value, is_uncut=row.is_uncut)
+        return MeasuredPoint(x, value, has_no_eviction=row.has_no_eviction)
     low, high = value * math.exp(versus.low - versus.nll), value * math.exp(versus.high - versus.nll)
-    return Point(x, value, low, high, row.is_uncut)
+    return MeasuredPoint(x, value, low, high, row.has_no_eviction)
 
 
-def accuracy(row: Row, x: float) -> Point:
+def accuracy(row: ResultRow, x: float) -> MeasuredPoint:
     """Its accuracy in per cent at `x`, likewise."""
-    value, versus = 100 * measured(row.accuracy), row.versus_full
+    value, versus = 100 * to_float_or_nan(row.accuracy), row.versus_full
     if versus is None or versus.accuracy is None or versus.accuracy_low is None or versus.accuracy_high is None:
-        return Point(x, value, is_uncut=row.is_uncut)
+        return MeasuredPoint(x, value, has_no_eviction=row.has_no_eviction)
     mean, low, high = versus.accuracy, versus.accuracy_low, versus.accuracy_high
-    return Point(x, value, value + 100 * (low - mean), value + 100 * (high - mean), row.is_uncut)
+    return MeasuredPoint(x, value, value + 100 * (low - mean), value + 100 * (high - mean), row.has_no_eviction)
 
 
-def measured(value: float | None) -> float:
+def to_float_or_nan(value: float | None) -> float:
     """A value, NaN where nothing was measured."""
     return math.nan if value is None else float(value)
 
@@ -136,27 +142,29 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _parting(rows: Sequence[Row], without: Sequence[str]) -> list[str]:
-    names = dict.fromkeys(key for row in rows for key in _options(row) if key not in (*_SIZES, *without))
-    return [name for name in names if _differs(rows, name)]
+def _find_distinguishing_options(rows: Sequence[ResultRow], ignored_options: Sequence[str]) -> list[str]:
+    names = dict.fromkeys(
+        key for row in rows for key in _resolve_options(row) if key not in (*_SIZE_OPTIONS, *ignored_options)
+    )
+    return [name for name in names if _has_differing_option(rows, name)]
 
 
-def _family(row: Row, rows: Sequence[Row]) -> tuple[object, ...]:
+def _make_family_key(row: ResultRow, rows: Sequence[ResultRow]) -> tuple[object, ...]:
     """The policy, and its options that are words and differ."""
-    alike = [other for other in rows if other.policy == row.policy]
-    values = [_options(row).get(name) for name in _parting(alike, ())]
+    same_policy_rows = [candidate for candidate in rows if candidate.policy == row.policy]
+    values = [_resolve_options(row).get(name) for name in _find_distinguishing_options(same_policy_rows, ())]
     return (row.policy, *(value for value in values if isinstance(value, str)))
 
 
-def _differs(rows: Sequence[Row], name: str) -> bool:
+def _has_differing_option(rows: Sequence[ResultRow], name: str) -> bool:
     """Whether two rows of the same size differ in the option."""
     values: dict[object, set[str]] = {}
     for row in rows:
-        values.setdefault(_size(row), set()).add(repr(_options(row).get(name)))
-    return any(len(found) > 1 for found in values.values())
+        values.setdefault(_make_size_key(row), set()).add(repr(_resolve_options(row).get(name)))
+    return any(len(option_values) > 1 for option_values in values.values())
 
 
-def _options(row: Row) -> dict[str, object]:
+def _resolve_options(row: ResultRow) -> dict[str, object]:
     """The policy's options, those that a row leaves out because they are the defaults included."""
     policy = (POLICIES | MODEL_POLICIES).get(row.policy)
     defaults: dict[str, object] = (
@@ -169,28 +177,28 @@ def _options(row: Row) -> dict[str, object]:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in options.items()}
 
 
-def _size(row: Row, axes: Sequence[str] = ()) -> tuple[object, ...]:
-    return (row.budget, row.keep_ratio, *(repr(_options(row).get(axis)) for axis in axes))
+def _make_size_key(row: ResultRow, axes: Sequence[str] = ()) -> tuple[object, ...]:
+    return (row.budget, row.keep_ratio, *(repr(_resolve_options(row).get(axis)) for axis in axes))
 
 
-def _told(name: str, row: Row, alike: Sequence[Row]) -> str:
+def _format_option(name: str, row: ResultRow, same_policy_rows: Sequence[ResultRow]) -> str:
     """An option as names have it; recent tokens as a share of the budget where more rows agree on the share."""
-    value = _options(row).get(name)
+    value = _resolve_options(row).get(name)
     if value is None:
         return ""
     if isinstance(value, str):
         return value  # keep_low says enough, 0.5 does not
     if isinstance(value, list):
         return f"{name}={'+'.join(map(str, value))}" if value else ""
-    share = _share(name, row)
+    share = _get_recent_share(name, row)
     if share is not None:
-        equal = sum(_options(other).get(name) == value for other in alike)
-        if sum(_share(name, other) == share for other in alike) > equal:
+        num_equal = sum(_resolve_options(candidate).get(name) == value for candidate in same_policy_rows)
+        if sum(_get_recent_share(name, candidate) == share for candidate in same_policy_rows) > num_equal:
             return f"{name}={100 * share:.3g}%"
     return f"{name}={value}"
 
 
-def _share(name: str, row: Row) -> float | None:
+def _get_recent_share(name: str, row: ResultRow) -> float | None:
     """What is recent as a share of the row's budget; other numbers of tokens do not grow with it."""
-    value, budget = _options(row).get(name), row.budget
+    value, budget = _resolve_options(row).get(name), row.budget
     return value / budget if name == "recent" and type(value) is int and budget else None

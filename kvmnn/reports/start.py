@@ -9,12 +9,15 @@ from math import sqrt
 from ..dtypes import Part
 from ..files.records import Record
 
-FAR = 0.5
-"""From this `relative` distance on K or V are not roundings of the model's own. Of 4-bit blocks it is about 0.1."""
+MIN_NON_ROUNDING_DISTANCE = 0.5
+"""From this `compute_relative_distance` distance on K or V are not roundings of the model's own.
+
+Of 4-bit blocks it is about 0.1.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerDistance(Record):
+class LayerDistanceStats(Record):
     """How far K or V of a layer are from those that the model computes of the same tokens.
 
     Attributes
@@ -26,7 +29,8 @@ class LayerDistance(Record):
     squares, own_squares : float
         Sums of the squared differences, and of the squares of the model's own.
     undo : tuple of str or None
-        Of numbers that are far from the model's own (`FAR`): what undone makes them roundings of those.
+        Of numbers that are far from the model's own (`MIN_NON_ROUNDING_DISTANCE`): what undone makes them roundings of
+        those.
     """
 
     layer: int
@@ -38,14 +42,14 @@ class LayerDistance(Record):
     undo: tuple[str, ...] | None = field(default=None, metadata={"omit": True})
 
     @property
-    def relative(self) -> float:
+    def relative_distance(self) -> float:
         """Root of the mean squared difference over that of the model's own numbers; 1.4 for numbers that have nothing
         to do with each other."""
-        return relative([self])
+        return compute_relative_distance([self])
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartFacts(Record):
+class InitialCacheInfo(Record):
     """The start.
 
     Attributes
@@ -70,10 +74,13 @@ class StartFacts(Record):
     tokens: tuple[int, ...]
     tokens_seen: int
     sha256: str
-    distances: tuple[LayerDistance, ...] = field(default=())
+    distances: tuple[LayerDistanceStats, ...] = field(default=())
 
 
-def relative(distances: Sequence[LayerDistance]) -> float:
-    """`LayerDistance.relative` of several together."""
-    squares, own = sum(each.squares for each in distances), sum(each.own_squares for each in distances)
-    return sqrt(squares / own) if own > 0 else float(squares > 0)
+def compute_relative_distance(distances: Sequence[LayerDistanceStats]) -> float:
+    """`LayerDistanceStats.relative_distance` of several together."""
+    squares, own_squares = (
+        sum(distance.squares for distance in distances),
+        sum(distance.own_squares for distance in distances),
+    )
+    return sqrt(squares / own_squares) if own_squares > 0 else float(squares > 0)

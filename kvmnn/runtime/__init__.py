@@ -2,23 +2,23 @@
 
 from .config import RuntimeConfig
 from .errors import RestoreError
-from .history import History, attention_of, history_of
+from .history import KVTrace, read_attention, read_trace
 from .lossless_runtime import LosslessRuntime
-from .metrics import LayerMetrics, RuntimeMetrics
+from .metrics import RuntimeLayerMetrics, RuntimeMetrics
 from .replay_point import ReplayPoint
 from .replay_result import ReplayResult
-from .replaying import replay
+from .replaying import replay_trace
 
 __all__ = [
-    "History",
-    "LayerMetrics",
+    "KVTrace",
     "LosslessRuntime",
     "ReplayPoint",
     "ReplayResult",
     "RestoreError",
     "RuntimeConfig",
+    "RuntimeLayerMetrics",
     "RuntimeMetrics",
-    "attention_of",
-    "history_of",
-    "replay",
+    "read_attention",
+    "read_trace",
+    "replay_trace",
 ]

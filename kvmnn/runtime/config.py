@@ -6,37 +6,37 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..checks import shown, whole
+from ..checks import repr_short, validate_int
 from ..errors import KvmnnError
 from ..frames.options import CODECS, EFFORTS
-from ..frames.predictors import KNOWN
+from ..frames.predictors import ACCEPTED_PREDICTORS
 from ..h2o import H2OConfig
 from ..h2o.config import QUANTISED_MODES, check_choice
 from ..packed.reserve import INT32_MAX
-from ..text import did_you_mean
+from ..text import suggest
 
 Mode = Literal["probe", "full", "store"]
-Scope = Literal["none", "front_n", "h2o_kept", "front_n_and_h2o_kept"]
+LayerScope = Literal["none", "front_n", "h2o_kept", "front_n_and_h2o_kept"]
 
 Verify = Literal["compare", "hash"]
 
 MODES: tuple[Mode, ...] = ("probe", "full", "store")
-SCOPES: tuple[Scope, ...] = ("none", "front_n", "h2o_kept", "front_n_and_h2o_kept")
-CODEC = "gear_delta"
+SCOPES: tuple[LayerScope, ...] = ("none", "front_n", "h2o_kept", "front_n_and_h2o_kept")
+ENGINE_CODEC = "gear_delta"
 """The only codec that the engine's runtime knows."""
 
 _ENGINE_VALUES: dict[str, tuple[str, ...]] = {
     "scope": (*SCOPES, "front_n+h2o_kept"),
     "runtime_mode": MODES,
-    "codec": ("none", CODEC),
+    "codec": ("none", ENGINE_CODEC),
 }
 _PREDICTOR_LISTS = ("predictors_k", "predictors_v")
 
-FLASH_ATTENTION = 8
+FLASH_ATTENTION_MODE = 8
 
-_PREFIX = "kv_lossless_"
-_SWITCHES = ("enable", "runtime_enable", "store_disable_front", "strict_roundtrip_check")
-_MINIMA = {
+_ENGINE_KEY_PREFIX = "kv_lossless_"
+_SWITCH_OPTIONS = ("enable", "runtime_enable", "store_disable_front", "strict_roundtrip_check")
+_MIN_VALUES = {
     "front_n": 0,
     "block_tokens": 1,
     "hot_recent_tokens": 0,
@@ -50,9 +50,9 @@ _MINIMA = {
     "max_queue": 1,
     "decode_cache_blocks": 0,
 }
-_TEXTS = ("predictors_k", "predictors_v", "codec_runtime", "codec")
-_NAMED = ("scope", "runtime_mode")
-MAX_THREADS = 256
+_TEXT_OPTIONS = ("predictors_k", "predictors_v", "codec_runtime", "codec")
+_CHOICE_OPTIONS = ("scope", "runtime_mode")
+MAX_ASYNC_THREADS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class RuntimeConfig:
     runtime_enable: bool = False
     codec: str = "none"
     mode: Mode = "probe"
-    scope: Scope = "front_n"
+    scope: LayerScope = "front_n"
     front_n: int = 2
     block_tokens: int = 128
     hot_recent_tokens: int = 256
@@ -152,26 +152,26 @@ class RuntimeConfig:
     prefetch_layers: int = 1
 
     def __post_init__(self) -> None:
-        for name in (*_SWITCHES, "flash_attention"):
+        for name in (*_SWITCH_OPTIONS, "flash_attention"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, not {type(getattr(self, name)).__name__}")
-        for name, least in _MINIMA.items():
-            whole(getattr(self, name), name, least, _most(name))
-        for name in _TEXTS:
+        for name, minimum in _MIN_VALUES.items():
+            validate_int(getattr(self, name), name, minimum, _get_max_value(name))
+        for name in _TEXT_OPTIONS:
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be a string, not {type(getattr(self, name)).__name__}")
         if self.layer_nums is not None:
-            whole(self.layer_nums, "layer_nums", 1, INT32_MAX)
+            validate_int(self.layer_nums, "layer_nums", 1, INT32_MAX)
         if self.mode not in MODES:
             raise KvmnnError(f"mode is {self.mode!r}: expected one of {', '.join(MODES)}")
         if self.effort not in EFFORTS:
-            raise KvmnnError(f"effort is {shown(self.effort)}: expected one of {', '.join(EFFORTS)}")
+            raise KvmnnError(f"effort is {repr_short(self.effort)}: expected one of {', '.join(EFFORTS)}")
         if self.verify not in ("compare", "hash"):
             raise KvmnnError(f"verify is {self.verify!r}: expected 'compare' or 'hash'")
         for name in ("decode_cache_bytes", "max_bytes_in_flight", "prefetch_layers"):
-            whole(getattr(self, name), name, 0)
+            validate_int(getattr(self, name), name, 0)
         if self.scope not in SCOPES:
-            raise KvmnnError(f"scope is {shown(self.scope)}: expected one of {', '.join(SCOPES)}")
+            raise KvmnnError(f"scope is {repr_short(self.scope)}: expected one of {', '.join(SCOPES)}")
         if not isinstance(self.h2o, H2OConfig):
             raise TypeError(f"h2o must be an H2OConfig, not {type(self.h2o).__name__}")
         if self.h2o.quantised:
@@ -199,48 +199,54 @@ class RuntimeConfig:
         """
         if not isinstance(document, Mapping) or not all(isinstance(key, str) for key in document):
             raise TypeError(f"document must be a mapping of names, not {type(document).__name__}")
-        known = {f"{_PREFIX}{name}" for name in (*_SWITCHES, *_MINIMA, *_TEXTS, *_NAMED)}
-        unknown = sorted(
-            key for key in document if key.startswith("kv_") and not key.startswith("kv_h2o_") and key not in known
+        known_keys = {
+            f"{_ENGINE_KEY_PREFIX}{name}" for name in (*_SWITCH_OPTIONS, *_MIN_VALUES, *_TEXT_OPTIONS, *_CHOICE_OPTIONS)
+        }
+        unknown_keys = sorted(
+            key for key in document if key.startswith("kv_") and not key.startswith("kv_h2o_") and key not in known_keys
         )
-        if unknown:
-            raise KvmnnError(f"{', '.join(unknown)}: no option of the runtime{_meant(unknown, known)}")
+        if unknown_keys:
+            raise KvmnnError(
+                f"{', '.join(unknown_keys)}: no option of the runtime{_suggest_option(unknown_keys, known_keys)}"
+            )
         values: dict[str, Any] = {"h2o": H2OConfig.from_engine(document, lenient=lenient)}
-        values |= _read(document, _SWITCHES, bool) | _read(document, _TEXTS, str)
-        for name, number in _read(document, tuple(_MINIMA), int).items():
-            values[name] = max(_MINIMA[name], whole(number, _PREFIX + name, -INT32_MAX - 1, _most(name)))
-        named = _read(document, _NAMED, str)
+        values |= _read_options(document, _SWITCH_OPTIONS, bool) | _read_options(document, _TEXT_OPTIONS, str)
+        for name, number in _read_options(document, tuple(_MIN_VALUES), int).items():
+            values[name] = max(
+                _MIN_VALUES[name], validate_int(number, _ENGINE_KEY_PREFIX + name, -INT32_MAX - 1, _get_max_value(name))
+            )
+        choices = _read_options(document, _CHOICE_OPTIONS, str)
         if not lenient:
-            _check_names({**values, **named})
-        if "scope" in named:
-            values["scope"] = _scope(named["scope"])
-        if "runtime_mode" in named:
-            values["mode"] = named["runtime_mode"] if named["runtime_mode"] in MODES else "probe"
-        values["flash_attention"] = _flash_attention(document)
+            _check_names({**values, **choices})
+        if "scope" in choices:
+            values["scope"] = _parse_scope(choices["scope"])
+        if "runtime_mode" in choices:
+            values["mode"] = choices["runtime_mode"] if choices["runtime_mode"] in MODES else "probe"
+        values["flash_attention"] = _parse_flash_attention(document)
         values["layer_nums"] = document.get("layer_nums")
         return cls(**values)
 
-    def for_layers(self, layers: int, bytes_per_token: int) -> RuntimeConfig:
-        """These options for `layers` layers whose K and V have `bytes_per_token` bytes a token."""
-        h2o = replace(self.h2o, layers=layers, bytes_per_token=bytes_per_token)
-        return replace(self, h2o=h2o, layer_nums=layers)
+    def with_num_layers(self, num_layers: int, bytes_per_token: int) -> RuntimeConfig:
+        """These options for `num_layers` layers whose K and V have `bytes_per_token` bytes a token."""
+        h2o = replace(self.h2o, layers=num_layers, bytes_per_token=bytes_per_token)
+        return replace(self, h2o=h2o, layer_nums=num_layers)
 
     # -- what follows from them ----------------------------------------------------------------------------------------
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Whether anything is compressed at all."""
-        return self.enable and self.runtime_enable and self.codec == CODEC
+        return self.enable and self.runtime_enable and self.codec == ENGINE_CODEC
 
     @property
-    def stores(self) -> bool:
+    def replaces_rows(self) -> bool:
         """Whether rows are replaced by frames, so that they must be restored before each call."""
         return self.enable and self.runtime_enable and self.mode == "store"
 
     @property
-    def first_block_tokens(self) -> int:
+    def min_first_block_tokens(self) -> int:
         """Tokens that a layer of the scope must hold before its first block is encoded."""
-        return max(self.h2o.trigger_tokens, self.hot_sink_tokens + self.hot_recent_tokens + self.block_tokens)
+        return max(self.h2o.effective_trigger_tokens, self.hot_sink_tokens + self.hot_recent_tokens + self.block_tokens)
 
     @property
     def codecs(self) -> tuple[str, ...]:
@@ -248,67 +254,70 @@ class RuntimeConfig:
         return CODECS
 
 
-def check_layers(config: RuntimeConfig, layers: int) -> int:
-    """`layers`, unless the model's configuration claims another number, with which blocks go to the wrong layers."""
-    whole(layers, "layers", 1, INT32_MAX)
-    if config.layer_nums not in (None, layers):
+def check_num_layers(config: RuntimeConfig, num_layers: int) -> int:
+    """`num_layers`, unless the model's configuration claims another number, with which blocks go to the wrong
+    layers.
+    """
+    validate_int(num_layers, "layers", 1, INT32_MAX)
+    if config.layer_nums not in (None, num_layers):
         raise KvmnnError(
-            f"layer_nums is {config.layer_nums}, the model has {layers} layers: the engine would restore blocks into "
-            f"other layers; expected {layers}"
+            f"layer_nums is {config.layer_nums}, the model has {num_layers} layers: the engine would restore blocks "
+            f"into "
+            f"other layers; expected {num_layers}"
         )
-    return layers
+    return num_layers
 
 
 def _check_names(values: Mapping[str, Any]) -> None:
     for name, choices in _ENGINE_VALUES.items():
         if name in values:
-            check_choice(_PREFIX + name, values[name], choices)
+            check_choice(_ENGINE_KEY_PREFIX + name, values[name], choices)
     for name in _PREDICTOR_LISTS:
         for predictor in values.get(name, "").split(",") if values.get(name) else ():
-            check_choice(_PREFIX + name, predictor.strip(" \t"), KNOWN)
+            check_choice(_ENGINE_KEY_PREFIX + name, predictor.strip(" \t"), ACCEPTED_PREDICTORS)
 
 
-def _scope(text: str) -> Scope:
+def _parse_scope(text: str) -> LayerScope:
     if text in ("front_n_and_h2o_kept", "front_n+h2o_kept"):
         return "front_n_and_h2o_kept"
     return "none" if text == "none" else "h2o_kept" if text == "h2o_kept" else "front_n"
 
 
-def _flash_attention(document: Mapping[str, Any]) -> bool:
-    mode = document.get("attention_mode", FLASH_ATTENTION)
+def _parse_flash_attention(document: Mapping[str, Any]) -> bool:
+    mode = document.get("attention_mode", FLASH_ATTENTION_MODE)
     if isinstance(mode, bool) or not isinstance(mode, int):
-        raise KvmnnError(f"attention_mode is {shown(mode)}: expected an integer")
+        raise KvmnnError(f"attention_mode is {repr_short(mode)}: expected an integer")
     if mode in QUANTISED_MODES:
         raise KvmnnError(
             f"attention_mode {mode} quantises K or V: the engine's store would read the int8 buffers as floats; "
             "expected 0 or 8"
         )
-    return mode // FLASH_ATTENTION == 1
+    return mode // FLASH_ATTENTION_MODE == 1
 
 
-def _read(document: Mapping[str, Any], names: tuple[str, ...], kind: type) -> dict[str, Any]:
+def _read_options(document: Mapping[str, Any], names: tuple[str, ...], kind: type) -> dict[str, Any]:
     """The values of the keys that are there; each must be of `kind`."""
-    found = {}
+    options = {}
     for name in names:
-        key = _PREFIX + name
+        key = _ENGINE_KEY_PREFIX + name
         if key not in document:
             continue
         value = document[key]
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise KvmnnError(f"{key} is {shown(value)}: expected {_KIND_NAMES[kind]}")
-        found[name] = value
-    return found
+            raise KvmnnError(f"{key} is {repr_short(value)}: expected {_KIND_NAMES[kind]}")
+        options[name] = value
+    return options
 
 
 _KIND_NAMES = {bool: "true or false", int: "an integer", str: "a string"}
 
 
-def _most(name: str) -> int:
-    return MAX_THREADS if name == "async_threads" else INT32_MAX
+def _get_max_value(name: str) -> int:
+    return MAX_ASYNC_THREADS if name == "async_threads" else INT32_MAX
 
 
-def _meant(unknown: list[str], known: set[str]) -> str:
+def _suggest_option(unknown_keys: list[str], known_keys: set[str]) -> str:
     """The name nearest to an unknown one; where none is near, all there are."""
-    names = sorted(known)
-    near = did_you_mean(unknown[0], names) if len(unknown) == 1 else ""
-    return near or f"; expected names out of {', '.join(names)}"
+    names = sorted(known_keys)
+    suggestion = suggest(unknown_keys[0], names) if len(unknown_keys) == 1 else ""
+    return suggestion or f"; expected names out of {', '.join(names)}"

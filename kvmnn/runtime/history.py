@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..arrays.layers import common_geometry, place_said, sorted_layers
+from ..arrays.layers import collect_layers, format_input_prefix, require_common_geometry
 from ..arrays.source import Source
-from ..dtypes import Floats, KVPair, Words, by_name
+from ..dtypes import Elements, Floats, KVPair, parse_dtype
 from ..errors import KvmnnError, SourceError
 
 
 @dataclass(frozen=True, eq=False)
-class History:
+class KVTrace:
     """K and V of every layer, token by token.
 
     Attributes
@@ -55,7 +55,7 @@ class History:
         return int(self.layers[0][0].shape[2])
 
 
-def history_of(source: Source) -> History:
+def read_trace(source: Source) -> KVTrace:
     """The K and V of a source.
 
     Raises
@@ -63,31 +63,31 @@ def history_of(source: Source) -> History:
     SourceError
         For arrays that are no K and V, or of layers that differ in geometry or length.
     """
-    arrays = sorted_layers(source)
-    _, _, dtype = common_geometry(arrays, place_said(source))
-    words = by_name(dtype).numpy
+    arrays = collect_layers(source)
+    _, _, dtype = require_common_geometry(arrays, format_input_prefix(source))
+    element_type = parse_dtype(dtype).numpy_dtype
 
-    def rows(index: int) -> Words:
+    def read_rows(index: int) -> Elements:
         entry = arrays[index]
         array = entry.array.to_numpy()
-        array = array.astype(array.dtype.newbyteorder("<")).view(words)
+        array = array.astype(array.dtype.newbyteorder("<")).view(element_type)
         return np.ascontiguousarray(array.transpose(1, 0, 2) if entry.token_major else array)
 
-    layers = tuple((rows(index), rows(index + 1)) for index in range(0, len(arrays), 2))
-    with _named(source):
-        return History(layers, dtype)
+    layers = tuple((read_rows(index), read_rows(index + 1)) for index in range(0, len(arrays), 2))
+    with _prefix_errors(source):
+        return KVTrace(layers, dtype)
 
 
 @contextmanager
-def _named(source: Source) -> Iterator[None]:
+def _prefix_errors(source: Source) -> Iterator[None]:
     """Errors about what `source` holds begin with its name."""
     try:
         yield
     except KvmnnError as error:
-        raise SourceError(f"{place_said(source)}{error}") from None
+        raise SourceError(f"{format_input_prefix(source)}{error}") from None
 
 
-def attention_of(source: Source, layers: int, tokens: int) -> tuple[Floats, ...]:
+def read_attention(source: Source, num_layers: int, tokens: int) -> tuple[Floats, ...]:
     """Attention probabilities of every layer, ``[head, query, key]``, in the order of the arrays.
 
     Raises
@@ -95,16 +95,16 @@ def attention_of(source: Source, layers: int, tokens: int) -> tuple[Floats, ...]
     SourceError
         As `check_attention`.
     """
-    found: list[Floats] = []
+    probabilities: list[Floats] = []
     for array in source.arrays:
         values = array.to_numpy().astype(np.float32)
-        found += [*values] if values.ndim == 4 else [values]
-    with _named(source):
-        check_attention(found, layers, tokens)
-    return tuple(found)
+        probabilities += [*values] if values.ndim == 4 else [values]
+    with _prefix_errors(source):
+        check_attention(probabilities, num_layers, tokens)
+    return tuple(probabilities)
 
 
-def check_attention(attention: Sequence[Floats], layers: int, tokens: int) -> None:
+def check_attention(attention: Sequence[Floats], num_layers: int, tokens: int) -> None:
     """Refuse attention of another number of layers, heads or tokens, and numbers that are no probabilities.
 
     Raises
@@ -120,5 +120,5 @@ def check_attention(attention: Sequence[Floats], layers: int, tokens: int) -> No
             )
         if values.size and not (values.min() >= 0 and values.max() < np.inf):
             raise KvmnnError(f"attention of layer {number} is below 0 or not finite: expected probabilities")
-    if len(attention) != layers:
-        raise KvmnnError(f"attention of {len(attention)} layers: expected {layers}")
+    if len(attention) != num_layers:
+        raise KvmnnError(f"attention of {len(attention)} layers: expected {num_layers}")

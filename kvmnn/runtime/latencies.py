@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-_STEPS_PER_OCTAVE = 8
-_BUCKETS = 64 * _STEPS_PER_OCTAVE
+_BUCKETS_PER_OCTAVE = 8
+_NUM_BUCKETS = 64 * _BUCKETS_PER_OCTAVE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class LatencySummary:
         }
 
 
-class Latencies:
+class LatencyHistogram:
     """A histogram of durations with buckets that grow by an eighth of an octave.
 
     Parameters
@@ -43,11 +43,11 @@ class Latencies:
         Where every duration is counted as well.
     """
 
-    def __init__(self, total: Latencies | None = None) -> None:
+    def __init__(self, total: LatencyHistogram | None = None) -> None:
         self._total = total
-        self.clear()
+        self.reset()
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Begin anew."""
         self._buckets: dict[int, int] = {}
         self.count = self.total_ns = self.max_ns = 0
@@ -57,52 +57,52 @@ class Latencies:
         self.count += 1
         self.total_ns += nanoseconds
         self.max_ns = max(self.max_ns, nanoseconds)
-        bucket = _bucket(nanoseconds)
+        bucket = _find_bucket(nanoseconds)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
         if self._total is not None:
             self._total.add(nanoseconds)
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Count how long the block takes."""
-        began = time.perf_counter_ns()
+        start_ns = time.perf_counter_ns()
         try:
             yield
         finally:
-            self.add(time.perf_counter_ns() - began)
+            self.add(time.perf_counter_ns() - start_ns)
 
-    def percentile_us(self, share: float) -> float:
-        """The duration that `share` of all do not exceed, in microseconds; 0 where there is none."""
-        wanted, seen = share * self.count, 0
+    def compute_percentile_us(self, fraction: float) -> float:
+        """The duration that `fraction` of all do not exceed, in microseconds; 0 where there is none."""
+        target_count, cumulative_count = fraction * self.count, 0
         for bucket in sorted(self._buckets):
-            seen += self._buckets[bucket]
-            if seen >= wanted:
-                return min(_upper_ns(bucket), self.max_ns) / 1e3
+            cumulative_count += self._buckets[bucket]
+            if cumulative_count >= target_count:
+                return min(_get_bucket_max_ns(bucket), self.max_ns) / 1e3
         return 0.0
 
-    def summary(self) -> LatencySummary:
+    def summarize(self) -> LatencySummary:
         """The figures so far."""
         return LatencySummary(
             count=self.count,
             total_us=self.total_ns / 1e3,
-            p50_us=self.percentile_us(0.50),
-            p95_us=self.percentile_us(0.95),
-            p99_us=self.percentile_us(0.99),
+            p50_us=self.compute_percentile_us(0.50),
+            p95_us=self.compute_percentile_us(0.95),
+            p99_us=self.compute_percentile_us(0.99),
             max_us=self.max_ns / 1e3,
         )
 
 
-def _bucket(nanoseconds: int) -> int:
+def _find_bucket(nanoseconds: int) -> int:
     """The number of the bucket that a duration falls into: its leading bits."""
-    if nanoseconds < _STEPS_PER_OCTAVE:
+    if nanoseconds < _BUCKETS_PER_OCTAVE:
         return max(0, nanoseconds)
-    shift = nanoseconds.bit_length() - _STEPS_PER_OCTAVE.bit_length()
-    return min(_BUCKETS, (shift + 1) * _STEPS_PER_OCTAVE + (nanoseconds >> shift) - _STEPS_PER_OCTAVE)
+    shift = nanoseconds.bit_length() - _BUCKETS_PER_OCTAVE.bit_length()
+    return min(_NUM_BUCKETS, (shift + 1) * _BUCKETS_PER_OCTAVE + (nanoseconds >> shift) - _BUCKETS_PER_OCTAVE)
 
 
-def _upper_ns(bucket: int) -> int:
+def _get_bucket_max_ns(bucket: int) -> int:
     """The longest duration of a bucket."""
-    if bucket < _STEPS_PER_OCTAVE:
+    if bucket < _BUCKETS_PER_OCTAVE:
         return bucket
-    shift, step = divmod(bucket, _STEPS_PER_OCTAVE)
-    return ((step + _STEPS_PER_OCTAVE + 1) << (shift - 1)) - 1
+    shift, mantissa = divmod(bucket, _BUCKETS_PER_OCTAVE)
+    return ((mantissa + _BUCKETS_PER_OCTAVE + 1) << (shift - 1)) - 1

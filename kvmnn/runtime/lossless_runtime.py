@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 
 from ..arrays import LayerCache
-from ..checks import whole
-from ..dtypes import KVPair, Positions, Words, by_name
+from ..checks import validate_int
+from ..dtypes import Elements, KVPair, Positions, parse_dtype
 from ..errors import KvmnnError
-from ..h2o import Planner
-from ..packed.reserve import Pair
+from ..h2o import H2OPlanner
+from ..packed.reserve import ReservePair
 from .behaviours import Behaviour
 from .config import RuntimeConfig
-from .engine import CallEvent, EngineRuntime
-from .engine.tasks import Timing
+from .engine import CallEvent, EmulatedRuntime
+from .engine.tasks import WorkerTiming
 from .metrics import RuntimeMetrics
-from .sound import SoundCall, SoundRuntime
+from .sound import StrictCallResult, StrictRuntime
 
 
 class LosslessRuntime:
@@ -68,15 +68,15 @@ class LosslessRuntime:
         head_dim: int,
         dtype: str,
         behaviour: Behaviour = "sound",
-        planner: Planner | None = None,
-        timing: Timing = "eager",
+        planner: H2OPlanner | None = None,
+        timing: WorkerTiming = "eager",
         on_invalid: str = "raise",
     ) -> None:
         if not isinstance(config, RuntimeConfig):
             raise TypeError(f"config must be a RuntimeConfig, not {type(config).__name__}")
-        self._runtime: SoundRuntime | EngineRuntime
+        self._runtime: StrictRuntime | EmulatedRuntime
         if behaviour == "engine":
-            self._runtime = EngineRuntime(
+            self._runtime = EmulatedRuntime(
                 config,
                 layers=layers,
                 kv_heads=kv_heads,
@@ -87,14 +87,14 @@ class LosslessRuntime:
                 on_invalid=on_invalid,
             )
         elif behaviour == "sound":
-            self._runtime = SoundRuntime(
+            self._runtime = StrictRuntime(
                 config, layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, planner=planner
             )
         else:
             raise KvmnnError(f"behaviour is {behaviour!r}: expected 'sound' or 'engine'")
         self.behaviour: Behaviour = behaviour
         self._geometry = layers, kv_heads, head_dim
-        self._words = by_name(dtype).numpy
+        self._element_type = parse_dtype(dtype).numpy_dtype
 
     def __enter__(self) -> LosslessRuntime:
         return self
@@ -106,7 +106,7 @@ class LosslessRuntime:
 
     # -- one call of one layer -----------------------------------------------------------------------------------------
 
-    def begin(self, layer: int, keys: Words, values: Words) -> KVPair:
+    def begin_call(self, layer: int, keys: Elements, values: Elements) -> KVPair:
         """First half of a call: carry out the layer's eviction plan, append its new tokens, restore what is stored.
 
         Parameters
@@ -131,32 +131,32 @@ class LosslessRuntime:
         TypeError
             For arrays of another type.
         """
-        if not self._fits(layer, keys, values):
-            self._check(layer, keys, values)
-        found = self._runtime.begin(layer, keys, values)
-        assert found is not None
-        return found
+        if not self._is_valid_call(layer, keys, values):
+            self._check_rows(layer, keys, values)
+        pair = self._runtime.begin_call(layer, keys, values)
+        assert pair is not None
+        return pair
 
-    def append(self, layer: int, keys: Words, values: Words) -> None:
-        """As `begin`, for a caller that needs no rows now (behaviour "sound"): nothing is restored."""
-        if not self._fits(layer, keys, values):
-            self._check(layer, keys, values)
-        self._sound("append").begin(layer, keys, values, read=False)
+    def append_call(self, layer: int, keys: Elements, values: Elements) -> None:
+        """As `begin_call`, for a caller that needs no rows now (behaviour "sound"): nothing is restored."""
+        if not self._is_valid_call(layer, keys, values):
+            self._check_rows(layer, keys, values)
+        self._require_strict("append").begin_call(layer, keys, values, return_rows=False)
 
-    def end(self, *, sums: Any = None, rows: Any = None) -> SoundCall | CallEvent:
+    def end_call(self, *, sums: Any = None, rows: Any = None) -> StrictCallResult | CallEvent:
         """Second half of a call: score, plan, hand in the blocks that became cold, take in those that are done.
 
         Parameters
         ----------
         sums, rows
-            The attention of this call, as `Planner.end` takes it; needed for layers that evict.
+            The attention of this call, as `H2OPlanner.end_call` takes it; needed for layers that evict.
 
         Returns
         -------
         SoundCall or CallEvent
             What the call did, by the behaviour.
         """
-        return self._runtime.end(sums=sums, rows=rows)
+        return self._runtime.end_call(sums=sums, rows=rows)
 
     def sync(self) -> None:
         """End a step of all layers."""
@@ -164,16 +164,16 @@ class LosslessRuntime:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def start_request(self, *, keep: bool) -> None:
-        """A new request: the next step is a prefill, over the tokens there are (`keep`) or over none."""
-        self._runtime.start_request(keep=keep)
+    def start_request(self, *, keep_cache: bool) -> None:
+        """A new request: the next step is a prefill, over the tokens there are (`keep_cache`) or over none."""
+        self._runtime.start_request(keep_cache=keep_cache)
 
     def reset(self) -> None:
         """Drop all tokens of all layers; the next step is a prefill."""
         self._runtime.reset()
 
     def erase(self, begin: int, end: int = 0) -> None:
-        """Drop the tokens that stand at positions ``[begin, end)`` of the text; end 0 means all from `begin`.
+        """Drop the tokens that stand at positions ``[begin, end)`` of the text; end 0 means all from `begin_call`.
 
         Sound: in every layer, at once; those after them keep their positions, unless the range reaches the end.
         Engine: at the next step, counted in the tokens of the last layer, and ignored where the range does not exist.
@@ -183,16 +183,16 @@ class LosslessRuntime:
         KvmnnError
             For positions below 0. Sound: for a range that does not exist.
         """
-        self._runtime.erase(whole(begin, "begin", 0), whole(end, "end", 0))
+        self._runtime.erase(validate_int(begin, "begin", 0), validate_int(end, "end", 0))
 
-    def evict(self, layer: int, kept: Sequence[Pair]) -> None:
+    def evict(self, layer: int, kept_ranges: Sequence[ReservePair]) -> None:
         """Keep only these of a layer's tokens, now: an eviction that the caller decided on (behaviour "sound").
 
         Parameters
         ----------
         layer
             Which, from 0.
-        kept
+        kept_ranges
             Pairs of index and count, ascending.
 
         Raises
@@ -202,76 +202,76 @@ class LosslessRuntime:
         KvmnnError
             For tokens that are not there, and inside a step.
         """
-        self._sound("evict").evict(layer, kept)
+        self._require_strict("evict").evict(layer, kept_ranges)
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
-    def live(self, layer: int) -> KVPair:
+    def get_live_rows(self, layer: int) -> KVPair:
         """K and V of a layer. Sound: restored copies. Engine: views of the rows as they are, zeros included."""
-        return self._runtime.live(self._layer(layer))
+        return self._runtime.get_live_rows(self._check_layer(layer))
 
-    def positions(self, layer: int) -> Positions:
+    def get_positions(self, layer: int) -> Positions:
         """Where the tokens of a layer stand in the text, ``[token]``; the engine takes no account of resets."""
-        return self._runtime.positions(self._layer(layer))
+        return self._runtime.get_positions(self._check_layer(layer))
 
-    def read(self, layer: int) -> LayerCache:
+    def read_layer(self, layer: int) -> LayerCache:
         """Copies of K and V of a layer and where its tokens stand (behaviour "sound")."""
-        return self._sound("read").read([layer])[0]
+        return self._require_strict("read").read_layers([layer])[0]
 
     def read_layers(self, layers: Sequence[int]) -> list[LayerCache]:
-        """As `read`, of several layers at once, which the caller and the threads decode side by side."""
-        return self._sound("read_layers").read(layers)
+        """As `read_layer`, of several layers at once, which the caller and the threads decode side by side."""
+        return self._require_strict("read_layers").read_layers(layers)
 
     def flush(self) -> None:
         """Encode all that is cold and wait for it (behaviour "sound"), as before a session is parked."""
-        self._sound("flush").flush()
+        self._require_strict("flush").flush()
 
     def wait(self) -> None:
         """Wait for open encodings and take them in (behaviour "sound")."""
-        self._sound("wait").wait()
+        self._require_strict("wait").wait()
 
     def close(self) -> None:
         """End the threads; the cache stays readable."""
-        if isinstance(self._runtime, SoundRuntime):
+        if isinstance(self._runtime, StrictRuntime):
             self._runtime.close()
 
     @property
-    def held_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Of all rows, frames and decoded copies that are there now (behaviour "sound")."""
-        return self._sound("held_bytes").held_bytes
+        return self._require_strict("held_bytes").resident_bytes
 
-    def metrics(self) -> RuntimeMetrics:
+    def collect_metrics(self) -> RuntimeMetrics:
         """Figures so far."""
-        return self._runtime.metrics()
+        return self._runtime.collect_metrics()
 
-    def _layer(self, layer: int) -> int:
-        return whole(layer, "layer", 0, self._geometry[0] - 1)
+    def _check_layer(self, layer: int) -> int:
+        return validate_int(layer, "layer", 0, self._geometry[0] - 1)
 
-    def _sound(self, what: str) -> SoundRuntime:
-        if not isinstance(self._runtime, SoundRuntime):
-            raise KvmnnError(f"{what}: only with behaviour 'sound'")
+    def _require_strict(self, method: str) -> StrictRuntime:
+        if not isinstance(self._runtime, StrictRuntime):
+            raise KvmnnError(f"{method}: only with behaviour 'sound'")
         return self._runtime
 
-    def _check(self, layer: int, keys: Words, values: Words) -> None:
+    def _check_rows(self, layer: int, keys: Elements, values: Elements) -> None:
         """Refuse a layer that there is not, and new tokens of another shape or type."""
         _, heads, head_dim = self._geometry
-        self._layer(layer)
+        self._check_layer(layer)
         for name, array in (("keys", keys), ("values", values)):
             if not isinstance(array, np.ndarray):
                 raise TypeError(f"{name} must be a numpy array, not {type(array).__name__}")
-            if array.dtype != self._words:
-                raise TypeError(f"{name} are {array.dtype}: expected {self._words}")
+            if array.dtype != self._element_type:
+                raise TypeError(f"{name} are {array.dtype}: expected {self._element_type}")
             if array.ndim != 3 or array.shape[::2] != (heads, head_dim) or array.shape != keys.shape:
                 raise KvmnnError(
                     f"{name} have shape {list(array.shape)}: expected [{heads}, tokens, {head_dim}] for both"
                 )
 
-    def _fits(self, layer: int, keys: Words, values: Words) -> bool:
-        """Whether a call is as it should be, found with little work; where it is not, `_check` finds out why."""
+    def _is_valid_call(self, layer: int, keys: Elements, values: Elements) -> bool:
+        """Whether a call is as it should be, found with little work; where it is not, `_check_rows` finds out why."""
         if type(keys) is not np.ndarray or type(values) is not np.ndarray or type(layer) is not int:
             return False
         layers, heads, head_dim = self._geometry
-        if not (0 <= layer < layers and keys.dtype == values.dtype == self._words):
+        if not (0 <= layer < layers and keys.dtype == values.dtype == self._element_type):
             return False
         shape = keys.shape
         return shape == values.shape and len(shape) == 3 and shape[0] == heads and shape[2] == head_dim

@@ -5,35 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..text import count, ratio
-from .latencies import Latencies, LatencySummary
+from ..text import compute_ratio, pluralize
+from .latencies import LatencyHistogram, LatencySummary
 
 MEBIBYTE = 1 << 20
-_NONE = "-"
+_NO_VALUE = "-"
 """A figure of something that did not happen."""
 
 
-class Timings:
+class OperationLatencies:
     """Durations of the operations that cost time; those of a layer are counted in `total`, too."""
 
-    def __init__(self, total: Timings | None = None) -> None:
+    def __init__(self, total: OperationLatencies | None = None) -> None:
         self.compress, self.decompress, self.wait, self.verify = (
-            Latencies(None if total is None else getattr(total, name))
+            LatencyHistogram(None if total is None else getattr(total, name))
             for name in ("compress", "decompress", "wait", "verify")
         )
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """Begin anew."""
         for latencies in (self.compress, self.decompress, self.wait, self.verify):
-            latencies.clear()
+            latencies.reset()
 
-    def summaries(self) -> dict[str, Any]:
+    def summarize(self) -> dict[str, Any]:
         """By the names that they have in metrics."""
-        return {name: getattr(self, name).summary() for name in ("compress", "decompress", "wait", "verify")}
+        return {name: getattr(self, name).summarize() for name in ("compress", "decompress", "wait", "verify")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerMetrics:
+class RuntimeLayerMetrics:
     """Figures of one layer since the request began.
 
     Attributes
@@ -63,17 +63,17 @@ class LayerMetrics:
     stored_raw_bytes: int = 0
     stored_bytes: int = 0
     held_bytes: int = 0
-    compress: LatencySummary = field(default_factory=Latencies().summary)
-    decompress: LatencySummary = field(default_factory=Latencies().summary)
-    wait: LatencySummary = field(default_factory=Latencies().summary)
-    verify: LatencySummary = field(default_factory=Latencies().summary)
+    compress: LatencySummary = field(default_factory=LatencyHistogram().summarize)
+    decompress: LatencySummary = field(default_factory=LatencyHistogram().summarize)
+    wait: LatencySummary = field(default_factory=LatencyHistogram().summarize)
+    verify: LatencySummary = field(default_factory=LatencyHistogram().summarize)
 
     def to_dict(self) -> dict[str, Any]:
         """Name to figure; percentiles as objects."""
-        return {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
+        return {entry.name: _to_json(getattr(self, entry.name)) for entry in fields(self)}
 
     def __str__(self) -> str:
-        share = f"{ratio(self.raw_bytes, self.compressed_bytes):.3f}" if self.raw_bytes else _NONE
+        share = f"{compute_ratio(self.raw_bytes, self.compressed_bytes):.3f}" if self.raw_bytes else _NO_VALUE
         sizes = f"{self.blocks:>6,} {self.raw_bytes:>12,} {self.compressed_bytes:>12,} {share:>7}"
         return f"{self.layer:>5} {self.tokens:>8,} {sizes} {self.fallbacks:>9,}"
 
@@ -136,27 +136,27 @@ class RuntimeMetrics:
     lossless_ratio: float = 1.0
     total_ratio: float = 1.0
     held_bytes: int = 0
-    compress: LatencySummary = field(default_factory=Latencies().summary)
-    decompress: LatencySummary = field(default_factory=Latencies().summary)
-    wait: LatencySummary = field(default_factory=Latencies().summary)
-    verify: LatencySummary = field(default_factory=Latencies().summary)
+    compress: LatencySummary = field(default_factory=LatencyHistogram().summarize)
+    decompress: LatencySummary = field(default_factory=LatencyHistogram().summarize)
+    wait: LatencySummary = field(default_factory=LatencyHistogram().summarize)
+    verify: LatencySummary = field(default_factory=LatencyHistogram().summarize)
     restores_ahead: int = 0
     restores_late: int = 0
     waiting_blocks_peak: int = 0
     mode: str = "store"
-    layers: tuple[LayerMetrics, ...] = ()
+    layers: tuple[RuntimeLayerMetrics, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Name to figure; percentiles and layers as objects, None for a ratio of stored bytes where there are none."""
-        found = {entry.name: _plain(getattr(self, entry.name)) for entry in fields(self)}
-        return found if self.has_stored else found | {"lossless_ratio": None, "total_ratio": None}
+        document = {entry.name: _to_json(getattr(self, entry.name)) for entry in fields(self)}
+        return document if self.has_stored else document | {"lossless_ratio": None, "total_ratio": None}
 
     @property
     def has_stored(self) -> bool:
         """Whether anything was compressed and stood for its rows."""
         return self.mode == "store" and bool(self.h2o_lossless_raw_bytes)
 
-    def bench_columns(self) -> dict[str, float | int]:
+    def to_bench_columns(self) -> dict[str, float | int]:
         """The columns that the engine's ``llm_bench`` prints."""
         return {
             "h2o_keep": self.h2o_keep_ratio,
@@ -176,7 +176,7 @@ class RuntimeMetrics:
             "h2o_lossless_decode_cache_miss": self.h2o_lossless_decode_cache_miss,
         }
 
-    def gate_figures(
+    def to_gate_values(
         self,
         *,
         tokens_per_second: float | None = None,
@@ -222,52 +222,52 @@ class RuntimeMetrics:
         }
 
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        return "\n".join(self.format_lines())
 
-    def lines(self) -> list[str]:
+    def format_lines(self) -> list[str]:
         """A table of the layers, then sums and percentiles."""
         rows = [f"{'layer':>5} {'tokens':>8} {'blocks':>6} {'raw bytes':>12} {'compressed':>12} {'ratio':>7} fallbacks"]
         rows += [str(layer) for layer in self.layers]
-        rows.append(self._ratios_line())
+        rows.append(self._format_ratios())
         rows.append(
-            f"{count(self.h2o_lossless_fallback_count, 'fallback')}, "
-            f"{count(self.h2o_lossless_backpressure_skip_count, 'skip')}, queue peak "
-            f"{self.h2o_lossless_queue_depth_peak:,}{self._waiting}, "
+            f"{pluralize(self.h2o_lossless_fallback_count, 'fallback')}, "
+            f"{pluralize(self.h2o_lossless_backpressure_skip_count, 'skip')}, queue peak "
+            f"{self.h2o_lossless_queue_depth_peak:,}{self._format_waiting}, "
             f"cache {self.h2o_lossless_decode_cache_hit:,} hits and {self.h2o_lossless_decode_cache_miss:,} misses"
         )
-        return rows + [_times(name, part) for name, part in self._timed]
+        return rows + [_format_latency(name, part) for name, part in self._latency_rows]
 
-    def _ratios_line(self) -> str:
+    def _format_ratios(self) -> str:
         if self.has_stored:
             return (
                 f"lossless {self.lossless_ratio:.3f}, lossy {self.lossy_ratio:.3f}, total {self.total_ratio:.3f} "
                 "(raw bytes over bytes held, of this run; those include hot tokens and room to grow)"
             )
-        nothing = f"lossless {_NONE}, lossy {self.lossy_ratio:.3f}, total {_NONE}"
+        prefix = f"lossless {_NO_VALUE}, lossy {self.lossy_ratio:.3f}, total {_NO_VALUE}"
         if not self.h2o_lossless_raw_bytes:
-            return f"{nothing}: nothing was compressed"
+            return f"{prefix}: nothing was compressed"
         return (
-            f"{nothing}: mode {self.mode} measures and stores nothing; of what it compressed "
-            f"{ratio(self.h2o_lossless_raw_bytes, self.h2o_lossless_compressed_bytes):.3f}"
+            f"{prefix}: mode {self.mode} measures and stores nothing; of what it compressed "
+            f"{compute_ratio(self.h2o_lossless_raw_bytes, self.h2o_lossless_compressed_bytes):.3f}"
         )
 
     @property
-    def _waiting(self) -> str:
+    def _format_waiting(self) -> str:
         return f" ({self.waiting_blocks_peak:,} more waited)" if self.waiting_blocks_peak else ""
 
     @property
-    def _timed(self) -> tuple[tuple[str, LatencySummary], ...]:
+    def _latency_rows(self) -> tuple[tuple[str, LatencySummary], ...]:
         names = ("compress", "verify", "decompress", "wait")
         return tuple((name, getattr(self, name)) for name in names)
 
 
-def _times(name: str, part: LatencySummary) -> str:
-    shown = [("p50", part.p50_us), ("p95", part.p95_us), ("p99", part.p99_us)]
-    figures = (f"{label} {f'{us:,.1f}' if part.count else _NONE:>10} us" for label, us in shown)
-    return f"{name:<10} {part.count:>8,} x, {', '.join(figures)}"
+def _format_latency(name: str, summary: LatencySummary) -> str:
+    percentiles = [("p50", summary.p50_us), ("p95", summary.p95_us), ("p99", summary.p99_us)]
+    percentile_texts = (f"{label} {f'{us:,.1f}' if summary.count else _NO_VALUE:>10} us" for label, us in percentiles)
+    return f"{name:<10} {summary.count:>8,} x, {', '.join(percentile_texts)}"
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, LatencySummary):
         return value.to_dict()
     return [layer.to_dict() for layer in value] if isinstance(value, tuple) else value

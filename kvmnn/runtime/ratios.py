@@ -8,33 +8,33 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Ratios:
+class CompressionRatios:
     """Lossy, lossless and total ratio of one run: bytes of all rows over those that stay, and over those held."""
 
     appended_bytes: int
     live_bytes: int
-    held_bytes: int
+    resident_bytes: int
 
     @property
-    def lossy(self) -> float:
+    def lossy_ratio(self) -> float:
         """All rows ever appended over those that were not evicted."""
-        return _share(self.appended_bytes, self.live_bytes)
+        return _compute_byte_ratio(self.appended_bytes, self.live_bytes)
 
     @property
-    def lossless(self) -> float:
+    def lossless_ratio(self) -> float:
         """Those rows over what holds them now, hot rows and room included."""
-        return _share(self.live_bytes, self.held_bytes)
+        return _compute_byte_ratio(self.live_bytes, self.resident_bytes)
 
     @property
-    def total(self) -> float:
+    def total_ratio(self) -> float:
         """The product: all rows over what is held."""
-        return _share(self.appended_bytes, self.held_bytes)
+        return _compute_byte_ratio(self.appended_bytes, self.resident_bytes)
 
 
-def float32_ratio(raw: int, compressed: int) -> float:
+def compute_float32_ratio(raw_bytes: int, compressed_bytes: int) -> float:
     """As the engine keeps a ratio; 1 where nothing was encoded."""
-    return float(np.float32(raw / compressed)) if compressed else 1.0
+    return float(np.float32(raw_bytes / compressed_bytes)) if compressed_bytes else 1.0
 
 
-def _share(before: int, after: int) -> float:
-    return before / after if after else 1.0
+def _compute_byte_ratio(bytes_before: int, bytes_after: int) -> float:
+    return bytes_before / bytes_after if bytes_after else 1.0

@@ -10,35 +10,35 @@ from itertools import pairwise
 
 import numpy as np
 
-from ..checks import shown, whole
+from ..checks import repr_short, validate_int
 from ..dtypes import Floats, KVPair
 from ..errors import KvmnnError
 from .behaviours import Behaviour
 from .config import RuntimeConfig
-from .history import History, check_attention
+from .history import KVTrace, check_attention
 from .lossless_runtime import LosslessRuntime
 from .replay_point import ReplayPoint
 from .replay_result import ReplayResult
 
-MAX_POINTS = 200
+MAX_REPLAY_POINTS = 200
 """Steps at which memory and ratio are noted; beyond, every second, third ... step."""
 
-COMPARISONS = ("ends", "all")
+COMPARE_MODES = ("ends", "all")
 """Which calls are compared."""
 
-Progress = Callable[[int], object]
+ProgressCallback = Callable[[int], object]
 """Called with the number of tokens done since the last call."""
 
 
-def replay(
-    history: History,
+def replay_trace(
+    trace: KVTrace,
     config: RuntimeConfig,
     *,
     prompt: int | None = None,
     behaviour: Behaviour = "sound",
     attention: Sequence[Floats] | None = None,
     compare: str = "ends",
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> ReplayResult:
     """Append a history to a runtime, the first tokens at once and the others one by one.
 
@@ -46,7 +46,7 @@ def replay(
 
     Parameters
     ----------
-    history
+    trace
         K and V of all layers.
     config, behaviour
         As for `LosslessRuntime`.
@@ -68,104 +68,104 @@ def replay(
     RestoreError
         Where a sound runtime cannot restore rows.
     """
-    first = whole(history.tokens // 2 or 1 if prompt is None else prompt, "prompt", 1, history.tokens)
-    if compare not in COMPARISONS:
-        raise KvmnnError(f"compare is {shown(compare)}: expected one of {', '.join(COMPARISONS)}")
+    prompt_tokens = validate_int(trace.tokens // 2 or 1 if prompt is None else prompt, "prompt", 1, trace.tokens)
+    if compare not in COMPARE_MODES:
+        raise KvmnnError(f"compare is {repr_short(compare)}: expected one of {', '.join(COMPARE_MODES)}")
     if config.h2o.enable and attention is None:
         raise KvmnnError("kv_h2o_enable without attention: an eviction plan needs scores (kvmnn replay --scores)")
     if attention is not None:
-        check_attention(attention, len(history.layers), history.tokens)
+        check_attention(attention, len(trace.layers), trace.tokens)
         config = replace(config, h2o=replace(config.h2o, heads=int(attention[0].shape[0])))
-    runner = _Runner(history, config, behaviour, attention)
+    runner = _Replayer(trace, config, behaviour, attention)
     with runner.runtime:
-        bounds = [0, first, *range(first + 1, history.tokens + 1)]
-        every = math.ceil(len(bounds) / MAX_POINTS)
+        bounds = [0, prompt_tokens, *range(prompt_tokens + 1, trace.tokens + 1)]
+        steps_per_point = math.ceil(len(bounds) / MAX_REPLAY_POINTS)
         points = []
         for step, (begin, end) in enumerate(pairwise(bounds)):
-            checked = compare == "all" or step <= 1 or end == history.tokens
-            elapsed = runner.step(begin, end, checked)
-            if end == history.tokens:
-                runner.finish()
-            if step % every == 0 or end == history.tokens:
-                points.append(runner.point(step, end, elapsed))
+            is_compared = compare == "all" or step <= 1 or end == trace.tokens
+            elapsed = runner.run_step(begin, end, is_compared)
+            if end == trace.tokens:
+                runner.wait_for_encoders()
+            if step % steps_per_point == 0 or end == trace.tokens:
+                points.append(runner.to_point(step, end, elapsed))
             if progress is not None:
                 progress(end - begin)
         return ReplayResult(
             behaviour=behaviour,
-            layers=len(history.layers),
-            prompt=first,
-            tokens=history.tokens,
-            compared_calls=runner.compared,
-            wrong_calls=runner.wrong,
+            layers=len(trace.layers),
+            prompt=prompt_tokens,
+            tokens=trace.tokens,
+            compared_calls=runner.num_compared,
+            wrong_calls=runner.num_wrong,
             seconds=runner.nanoseconds / 1e9,
-            metrics=runner.runtime.metrics(),
+            metrics=runner.runtime.collect_metrics(),
             points=tuple(points),
         )
 
 
-class _Runner:
+class _Replayer:
     """The steps of one replay."""
 
     def __init__(
-        self, history: History, config: RuntimeConfig, behaviour: Behaviour, attention: Sequence[Floats] | None
+        self, trace: KVTrace, config: RuntimeConfig, behaviour: Behaviour, attention: Sequence[Floats] | None
     ) -> None:
-        self._history, self._attention = history, attention
-        self.compared = self.wrong = self.nanoseconds = 0
+        self._trace, self._attention = trace, attention
+        self.num_compared = self.num_wrong = self.nanoseconds = 0
         self.runtime = LosslessRuntime(
             config,
-            layers=len(history.layers),
-            kv_heads=history.kv_heads,
-            head_dim=history.head_dim,
-            dtype=history.dtype,
+            layers=len(trace.layers),
+            kv_heads=trace.kv_heads,
+            head_dim=trace.head_dim,
+            dtype=trace.dtype,
             behaviour=behaviour,
         )
 
-    def step(self, begin: int, end: int, checked: bool) -> int:
+    def run_step(self, begin: int, end: int, is_compared: bool) -> int:
         """Append the tokens ``[begin, end)``; returns the nanoseconds that the runtime took."""
         elapsed = 0
-        for number, (keys, values) in enumerate(self._history.layers):
-            started = time.perf_counter_ns()
-            read = self.runtime.begin(number, keys[:, begin:end], values[:, begin:end])
-            elapsed += time.perf_counter_ns() - started
-            if checked:
-                self._compare(number, read)
+        for number, (keys, values) in enumerate(self._trace.layers):
+            start_ns = time.perf_counter_ns()
+            live_rows = self.runtime.begin_call(number, keys[:, begin:end], values[:, begin:end])
+            elapsed += time.perf_counter_ns() - start_ns
+            if is_compared:
+                self._compare(number, live_rows)
             rows = None
             if self._attention is not None:
-                rows = self._attention[number][:, begin:end, self.runtime.positions(number)]
-            started = time.perf_counter_ns()
-            self.runtime.end(rows=rows)
-            elapsed += time.perf_counter_ns() - started
+                rows = self._attention[number][:, begin:end, self.runtime.get_positions(number)]
+            start_ns = time.perf_counter_ns()
+            self.runtime.end_call(rows=rows)
+            elapsed += time.perf_counter_ns() - start_ns
         self.runtime.sync()
         self.nanoseconds += elapsed
         return elapsed
 
-    def finish(self) -> None:
+    def wait_for_encoders(self) -> None:
         """Take in what threads still encode."""
         if self.runtime.behaviour == "sound":
-            started = time.perf_counter_ns()
+            start_ns = time.perf_counter_ns()
             self.runtime.wait()
-            self.nanoseconds += time.perf_counter_ns() - started
+            self.nanoseconds += time.perf_counter_ns() - start_ns
 
-    def point(self, step: int, tokens: int, elapsed: int) -> ReplayPoint:
+    def to_point(self, step: int, tokens: int, elapsed: int) -> ReplayPoint:
         """The figures now."""
-        metrics = self.runtime.metrics()
-        layer_bytes = sum(part.nbytes for part in self._history.layers[0]) // self._history.tokens
-        live = sum(self.runtime.positions(number).size for number in range(len(self._history.layers)))
+        metrics = self.runtime.collect_metrics()
+        layer_bytes = sum(part.nbytes for part in self._trace.layers[0]) // self._trace.tokens
+        num_live = sum(self.runtime.get_positions(number).size for number in range(len(self._trace.layers)))
         return ReplayPoint(
             step=step,
             tokens=tokens,
-            appended_bytes=tokens * layer_bytes * len(self._history.layers),
-            live_bytes=live * layer_bytes,
+            appended_bytes=tokens * layer_bytes * len(self._trace.layers),
+            live_bytes=num_live * layer_bytes,
             held_bytes=metrics.held_bytes,
             ratio=metrics.h2o_lossless_ratio if metrics.h2o_lossless_raw_bytes else None,
             queue_depth_peak=metrics.h2o_lossless_queue_depth_peak,
             step_us=elapsed / 1e3,
         )
 
-    def _compare(self, number: int, read: KVPair) -> None:
-        positions = self.runtime.positions(number)
-        self.compared += 1
-        self.wrong += any(
-            not np.array_equal(np.ascontiguousarray(one).view(np.uint8), other[:, positions].view(np.uint8))
-            for one, other in zip(read, self._history.layers[number], strict=True)
+    def _compare(self, number: int, live_rows: KVPair) -> None:
+        positions = self.runtime.get_positions(number)
+        self.num_compared += 1
+        self.num_wrong += any(
+            not np.array_equal(np.ascontiguousarray(actual).view(np.uint8), original[:, positions].view(np.uint8))
+            for actual, original in zip(live_rows, self._trace.layers[number], strict=True)
         )

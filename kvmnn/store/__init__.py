@@ -2,27 +2,39 @@
 
 from .portable import read_exported
 from .prefix_store import PrefixStore
-from .remote import OutageError
-from .results import Cleaned, Entry, Exported, Listing, Matched, Pinned, Prefix, Put, Session, Stats, Verified
-from .sources import Got, layers_of, token_ids_of, write_prefix
+from .remote import BackendUnavailableError
+from .results import (
+    CleanupResult,
+    MatchResult,
+    PinResult,
+    PutResult,
+    StoredPrefix,
+    StoreEntry,
+    StoreExportResult,
+    StoreListing,
+    StoreSession,
+    StoreStats,
+    StoreVerifyResult,
+)
+from .sources import GetResult, read_layer_caches, resolve_token_ids, write_prefix
 
 __all__ = [
-    "Cleaned",
-    "Entry",
-    "Exported",
-    "Got",
-    "Listing",
-    "Matched",
-    "OutageError",
-    "Pinned",
-    "Prefix",
+    "BackendUnavailableError",
+    "CleanupResult",
+    "GetResult",
+    "MatchResult",
+    "PinResult",
     "PrefixStore",
-    "Put",
-    "Session",
-    "Stats",
-    "Verified",
-    "layers_of",
+    "PutResult",
+    "StoreEntry",
+    "StoreExportResult",
+    "StoreListing",
+    "StoreSession",
+    "StoreStats",
+    "StoreVerifyResult",
+    "StoredPrefix",
     "read_exported",
-    "token_ids_of",
+    "read_layer_caches",
+    "resolve_token_ids",
     "write_prefix",
 ]

@@ -16,82 +16,84 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import KvmnnError, OptionError, SourceError
-from ..files.json_document import parse, read_bounded
-from ..files.output import failures
-from ..files.temporary import Temporary, sweep
-from ..frames.hashing import checksum
-from .space import KEY_BYTES, Space, from_json
-from .table_sets import MOST_BYTES, TableSets, object_name
-from .token_ids import MAX_ID, MAX_TOKENS, Ids, text_key
+from ..files.json_document import parse_document, read_bounded
+from ..files.output import wrap_os_errors
+from ..files.temporary import TemporaryPath, remove_stale
+from ..frames.hashing import integrity_checksum
+from .space import KEY_BYTES, Namespace, parse_namespace
+from .table_sets import MAX_TABLE_SETS_BYTES, TableSets, make_object_name
+from .token_ids import MAX_ID, MAX_TOKENS, Ids, compute_sequence_key
 
-FILE_NAME = "store.json"
+SETTINGS_FILE = "store.json"
 MAX_BLOCK_TOKENS = 1 << 16
-PIN, SESSION = ".pin", ".session"
-CODECS = ("dense", "frames")
+PIN_SUFFIX, SESSION_SUFFIX = ".pin", ".session"
+STORE_CODECS = ("dense", "frames")
 """What units are made of; a store that does not say it has frames."""
-WORDS = {"dense": "dense streams", "frames": "frames"}
+CODEC_DESCRIPTIONS = {"dense": "dense streams", "frames": "frames"}
 
-_SCHEMA, _VERSION = "kvmnn-store", 1
-_SPACES, _TEXTS, _TABLES = "spaces", "texts", "tables"
-_MAX_DOCUMENT = 1 << 20
+_SETTINGS_SCHEMA, _SETTINGS_VERSION = "kvmnn-store", 1
+_NAMESPACES_FOLDER, _SEQUENCES_FOLDER, _TABLES_FOLDER = "spaces", "texts", "tables"
+_MAX_DOCUMENT_BYTES = 1 << 20
 _MAX_NAME_BYTES = 4096
-_MAGIC = b"KVMNNPT1"
-_FIELDS = struct.Struct(f"<8sII{KEY_BYTES}s")
-_TABLES_NAME = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}-[0-9a-f]{{{2 * KEY_BYTES}}}")
-_PIN_NAME = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}{re.escape(PIN)}")
-_CHECKSUM = struct.Struct("<Q")
+_SEQUENCE_MAGIC = b"KVMNNPT1"
+_SEQUENCE_STRUCT = struct.Struct(f"<8sII{KEY_BYTES}s")
+_TABLES_NAME_REGEX = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}-[0-9a-f]{{{2 * KEY_BYTES}}}")
+_PIN_NAME_REGEX = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}{re.escape(PIN_SUFFIX)}")
+_CHECKSUM_STRUCT = struct.Struct("<Q")
 
 
-class Settings(NamedTuple):
+class StoreSettings(NamedTuple):
     """What a store is made with: tokens of a block, and what its units are made of."""
 
     block_tokens: int
     codec: str
 
 
-def settings_document(settings: Settings) -> bytes:
+def encode_settings(settings: StoreSettings) -> bytes:
     """The document that says it."""
-    document = {"schema": _SCHEMA, "schema_version": _VERSION, **settings._asdict()}
+    document = {"schema": _SETTINGS_SCHEMA, "schema_version": _SETTINGS_VERSION, **settings._asdict()}
     return json.dumps(document).encode() + b"\n"
 
 
-def settings_wanted(path: str | Path) -> str:
+def explain_settings(path: str | Path) -> str:
     """What somebody has to write where a store's settings and its index are gone."""
-    wanted = settings_document(Settings(64, "dense")).decode().strip()
-    return f"write what the store was made with into {path}, such as {wanted}"
+    example = encode_settings(StoreSettings(64, "dense")).decode().strip()
+    return f"write what the store was made with into {path}, such as {example}"
 
 
-def parse_settings(data: bytes, where: str) -> Settings:
+def parse_settings(data: bytes, label: str) -> StoreSettings:
     """What a document says; `KvmnnError` for one that is none of this version."""
-    root = parse(data, where, _MAX_DOCUMENT)
-    if root.at("schema").text() != _SCHEMA or root.at("schema_version").integer(1) != _VERSION:
-        raise SourceError(f"{where}: is of another version: expected {_SCHEMA} {_VERSION}")
-    tokens = root.at("block_tokens").integer(1)
-    if tokens > MAX_BLOCK_TOKENS:
-        raise root.at("block_tokens").wrong(f"at most {MAX_BLOCK_TOKENS}")
-    codec = root.at("codec").text() if "codec" in root.value else "frames"
-    if codec not in CODECS:  # of a later version
-        raise SourceError(str(root.at("codec").wrong(f"one of {', '.join(CODECS)}")))
-    return Settings(tokens, codec)
+    root = parse_document(data, label, _MAX_DOCUMENT_BYTES)
+    if root.get("schema").read_str() != _SETTINGS_SCHEMA or root.get("schema_version").read_int(1) != _SETTINGS_VERSION:
+        raise SourceError(f"{label}: is of another version: expected {_SETTINGS_SCHEMA} {_SETTINGS_VERSION}")
+    block_tokens = root.get("block_tokens").read_int(1)
+    if block_tokens > MAX_BLOCK_TOKENS:
+        raise root.get("block_tokens").error(f"at most {MAX_BLOCK_TOKENS}")
+    codec = root.get("codec").read_str() if "codec" in root.value else "frames"
+    if codec not in STORE_CODECS:  # of a later version
+        raise SourceError(str(root.get("codec").error(f"one of {', '.join(STORE_CODECS)}")))
+    return StoreSettings(block_tokens, codec)
 
 
-def check_settings(where: str, found: Settings, block_tokens: int | None, codec: str | None) -> None:
+def check_settings_match(label: str, settings: StoreSettings, block_tokens: int | None, codec: str | None) -> None:
     """`OptionError` for a store that is not made as the caller asks; None asks for nothing."""
-    if block_tokens not in (None, found.block_tokens):
-        raise OptionError(f"{where}: has blocks of {found.block_tokens} tokens, not of {block_tokens}")
-    if codec not in (None, found.codec):
-        raise OptionError(f"{where}: is a store of {WORDS[found.codec]}, not of {WORDS[str(codec)]}")
+    if block_tokens not in (None, settings.block_tokens):
+        raise OptionError(f"{label}: has blocks of {settings.block_tokens} tokens, not of {block_tokens}")
+    if codec not in (None, settings.codec):
+        raise OptionError(
+            f"{label}: is a store of {CODEC_DESCRIPTIONS[settings.codec]}, not of {CODEC_DESCRIPTIONS[str(codec)]}"
+        )
 
 
-class KeptText(NamedTuple):
+class SavedSequence(NamedTuple):
     """A text that is pinned, or a session's: `name` is the session's, empty for a pin."""
 
     name: str
-    space: bytes
+    namespace_key: bytes
     ids: Ids
 
 
-class Beside:
+class RecoveryFiles:
     """The small files of a store.
 
     Parameters
@@ -104,21 +106,21 @@ class Beside:
         self._folder = folder
 
     @property
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
         """Whether the folder says that it is a store."""
-        return (self._folder / FILE_NAME).is_file()
+        return (self._folder / SETTINGS_FILE).is_file()
 
     @property
-    def has_units_alone(self) -> bool:
+    def has_only_units(self) -> bool:
         """Whether the folder is one of a store that has lost its settings, if not what else it is."""
-        return not self.is_there and any((self._folder / "units").glob("*/*.unit"))
+        return not self.exists and any((self._folder / "units").glob("*/*.unit"))
 
-    def note_settings(self, settings: Settings, *, anew: bool = False) -> None:
+    def save_settings(self, settings: StoreSettings, *, overwrite: bool = False) -> None:
         """Note down what a store is made with, where that is not noted yet, or anew."""
-        if anew or not self.is_there:
-            self._write(Path(FILE_NAME), settings_document(settings))
+        if overwrite or not self.exists:
+            self._write(Path(SETTINGS_FILE), encode_settings(settings))
 
-    def settings(self) -> Settings:
+    def read_settings(self) -> StoreSettings:
         """What a store is made with.
 
         Raises
@@ -128,104 +130,104 @@ class Beside:
         SourceError
             For one of another version.
         """
-        path = self._folder / FILE_NAME
-        return parse_settings(read_bounded(path, _MAX_DOCUMENT), str(path))
+        path = self._folder / SETTINGS_FILE
+        return parse_settings(read_bounded(path, _MAX_DOCUMENT_BYTES), str(path))
 
-    def note_space(self, space: Space) -> None:
+    def save_namespace(self, namespace: Namespace) -> None:
         """Note a space down, where it is not noted yet."""
-        path, data = _document(space)
+        path, data = _encode_recovery_file(namespace)
         try:
-            is_noted = (self._folder / path).stat().st_size == len(data)
+            is_saved = (self._folder / path).stat().st_size == len(data)
         except OSError:  # it is not there, or something else is in the way, which `_write` says
-            is_noted = False
-        if not is_noted:
+            is_saved = False
+        if not is_saved:
             self._write(path, data)
 
-    def spaces(self) -> Iterator[Space]:
+    def iter_namespaces(self) -> Iterator[Namespace]:
         """The spaces; a document that is damaged is passed over."""
-        for path in sorted((self._folder / _SPACES).glob("*.json")):
+        for path in sorted((self._folder / _NAMESPACES_FOLDER).glob("*.json")):
             with suppress(KvmnnError, OSError, UnicodeDecodeError):
-                space = from_json(read_bounded(path, _MAX_DOCUMENT).decode(), str(path))
-                if space.key.hex() == path.stem:
-                    yield space
+                namespace = parse_namespace(read_bounded(path, _MAX_DOCUMENT_BYTES).decode(), str(path))
+                if namespace.key.hex() == path.stem:
+                    yield namespace
 
-    def note_tables(self, space: Space, tables: TableSets) -> None:
+    def save_tables(self, namespace: Namespace, tables: TableSets) -> None:
         """Keep table sets, where they are not kept yet."""
-        name = object_name(space.key, tables.key)
+        name = make_object_name(namespace.key, tables.key)
         if self.read_tables(name) != tables.data:
-            self._write(Path(_TABLES, name), tables.data)
+            self._write(Path(_TABLES_FOLDER, name), tables.data)
 
-    def table_names(self) -> list[str]:
+    def list_table_names(self) -> list[str]:
         """The names of all table sets."""
-        return self._names(_TABLES, _TABLES_NAME)
+        return self._list_names(_TABLES_FOLDER, _TABLES_NAME_REGEX)
 
     def read_tables(self, name: str) -> bytes | None:
         """The bytes of table sets; None where they cannot be read."""
         try:
-            return read_bounded(self._folder / _TABLES / name, MOST_BYTES)
+            return read_bounded(self._folder / _TABLES_FOLDER / name, MAX_TABLE_SETS_BYTES)
         except (KvmnnError, OSError):
             return None
 
-    def drop_tables(self, names: Iterable[str]) -> int:
+    def delete_tables(self, names: Iterable[str]) -> int:
         """Remove table sets; the bytes of their files."""
         nbytes = 0
         for name in names:
             with suppress(OSError):
-                nbytes += (self._folder / _TABLES / name).stat().st_size
-                self._remove(Path(_TABLES, name))
+                nbytes += (self._folder / _TABLES_FOLDER / name).stat().st_size
+                self._delete(Path(_TABLES_FOLDER, name))
         return nbytes
 
-    def keep_pin(self, space: Space, ids: Ids) -> None:
+    def save_pin(self, namespace: Namespace, ids: Ids) -> None:
         """Keep a text that is pinned."""
-        self._write(*_document(KeptText("", space.key, ids)))
+        self._write(*_encode_recovery_file(SavedSequence("", namespace.key, ids)))
 
-    def drop_pin(self, key: bytes) -> None:
-        """Keep it no longer; `key` is its `text_key`."""
-        self._remove(_pin_path(key))
+    def delete_pin(self, key: bytes) -> None:
+        """Keep it no longer; `key` is its `compute_sequence_key`."""
+        self._delete(make_pin_path(key))
 
-    def drop_other_pins(self, known: Collection[bytes]) -> None:
+    def delete_other_pins(self, pin_keys: Collection[bytes]) -> None:
         """Remove the files of texts that are not pinned any more."""
-        pinned = {key.hex() + PIN for key in known}
-        for name in self._names(_TEXTS, _PIN_NAME):
-            if name not in pinned:
-                self._remove(Path(_TEXTS, name))
+        pin_names = {key.hex() + PIN_SUFFIX for key in pin_keys}
+        for name in self._list_names(_SEQUENCES_FOLDER, _PIN_NAME_REGEX):
+            if name not in pin_names:
+                self._delete(Path(_SEQUENCES_FOLDER, name))
 
-    def keep_session(self, name: str, space: Space, ids: Ids) -> None:
+    def save_session(self, name: str, namespace: Namespace, ids: Ids) -> None:
         """Keep the text of a session."""
-        self._write(*_document(KeptText(name, space.key, ids)))
+        self._write(*_encode_recovery_file(SavedSequence(name, namespace.key, ids)))
 
-    def drop_session(self, name: str) -> None:
+    def delete_session(self, name: str) -> None:
         """Keep it no longer."""
-        self._remove(_session_path(name))
+        self._delete(make_session_path(name))
 
-    def pins(self) -> Iterator[KeptText]:
+    def iter_pins(self) -> Iterator[SavedSequence]:
         """The pinned texts; files that are damaged are passed over."""
-        return self._texts(PIN)
+        return self._iter_sequences(PIN_SUFFIX)
 
-    def sessions(self) -> Iterator[KeptText]:
+    def iter_sessions(self) -> Iterator[SavedSequence]:
         """The texts of sessions; files that are damaged are passed over."""
-        return self._texts(SESSION)
+        return self._iter_sequences(SESSION_SUFFIX)
 
-    def mend(self, held: Iterable[Space | KeptText], *, write: bool) -> list[Path]:
+    def repair(self, expected: Iterable[Namespace | SavedSequence], *, write: bool) -> list[Path]:
         """The files of spaces, pins and sessions that are not as they should be; `write` writes them again."""
-        wrong = []
-        for path, data in map(_document, held):
+        damaged_paths = []
+        for path, data in map(_encode_recovery_file, expected):
             try:
-                is_good = read_bounded(self._folder / path, len(data)) == data
+                is_intact = read_bounded(self._folder / path, len(data)) == data
             except (KvmnnError, OSError):
-                is_good = False
-            if not is_good:
-                wrong.append(self._folder / path)
+                is_intact = False
+            if not is_intact:
+                damaged_paths.append(self._folder / path)
                 if write:
                     self._write(path, data)
-        return wrong
+        return damaged_paths
 
-    def sweep(self) -> None:
+    def remove_stale(self) -> None:
         """Remove what processes that are gone have left on its way in."""
-        for name in ("", _SPACES, _TEXTS, _TABLES):
-            sweep(self._folder / name)
+        for name in ("", _NAMESPACES_FOLDER, _SEQUENCES_FOLDER, _TABLES_FOLDER):
+            remove_stale(self._folder / name)
 
-    def _names(self, folder: str, pattern: re.Pattern[str]) -> list[str]:
+    def _list_names(self, folder: str, pattern: re.Pattern[str]) -> list[str]:
         """The names of regular files that kvmnn can have written into a folder: all else is left alone."""
         try:
             with os.scandir(self._folder / folder) as entries:
@@ -233,19 +235,21 @@ class Beside:
         except OSError:
             return []
 
-    def _texts(self, suffix: str) -> Iterator[KeptText]:
-        for path in sorted((self._folder / _TEXTS).glob(f"*{suffix}")):
+    def _iter_sequences(self, suffix: str) -> Iterator[SavedSequence]:
+        for path in sorted((self._folder / _SEQUENCES_FOLDER).glob(f"*{suffix}")):
             with suppress(KvmnnError, OSError):
-                text = _from_bytes(read_bounded(path, _FIELDS.size + _MAX_NAME_BYTES + 4 * MAX_TOKENS + 8))
-                if text is not None:
-                    yield text
+                saved_sequence = _decode_sequence(
+                    read_bounded(path, _SEQUENCE_STRUCT.size + _MAX_NAME_BYTES + 4 * MAX_TOKENS + 8)
+                )
+                if saved_sequence is not None:
+                    yield saved_sequence
 
     def _write(self, path: Path, data: bytes) -> None:
         """The file appears whole or not at all; as units it is not brought to the disk by force."""
         target = self._folder / path
-        with failures(target):
+        with wrap_os_errors(target):
             target.parent.mkdir(exist_ok=True)
-            staged = Temporary(target)
+            staged = TemporaryPath(target)
             try:
                 staged.path.write_bytes(data)
                 os.replace(staged.path, target)
@@ -253,43 +257,51 @@ class Beside:
                 staged.path.unlink(missing_ok=True)
                 staged.release()
 
-    def _remove(self, path: Path) -> None:
-        with failures(self._folder / path):
+    def _delete(self, path: Path) -> None:
+        with wrap_os_errors(self._folder / path):
             (self._folder / path).unlink(missing_ok=True)
 
 
-def _pin_path(key: bytes) -> Path:
-    return Path(_TEXTS, key.hex() + PIN)
+def make_pin_path(key: bytes) -> Path:
+    return Path(_SEQUENCES_FOLDER, key.hex() + PIN_SUFFIX)
 
 
-def _session_path(name: str) -> Path:
-    return Path(_TEXTS, hashlib.blake2b(name.encode(), digest_size=KEY_BYTES).hexdigest() + SESSION)
+def make_session_path(name: str) -> Path:
+    return Path(_SEQUENCES_FOLDER, hashlib.blake2b(name.encode(), digest_size=KEY_BYTES).hexdigest() + SESSION_SUFFIX)
 
 
-def _document(held: Space | KeptText) -> tuple[Path, bytes]:
+def _encode_recovery_file(value: Namespace | SavedSequence) -> tuple[Path, bytes]:
     """The file that says a space, a pin or a session."""
-    if isinstance(held, Space):
-        return Path(_SPACES, f"{held.key.hex()}.json"), held.to_json().encode()
-    path = _session_path(held.name) if held.name else _pin_path(text_key(held.space, held.ids))
-    return path, _to_bytes(held)
+    if isinstance(value, Namespace):
+        return Path(_NAMESPACES_FOLDER, f"{value.key.hex()}.json"), value.to_json().encode()
+    path = (
+        make_session_path(value.name)
+        if value.name
+        else make_pin_path(compute_sequence_key(value.namespace_key, value.ids))
+    )
+    return path, _encode_sequence(value)
 
 
-def _to_bytes(text: KeptText) -> bytes:
-    name = text.name.encode()
-    data = _FIELDS.pack(_MAGIC, len(name), text.ids.size, text.space) + name + text.ids.astype("<u4").tobytes()
-    return data + _CHECKSUM.pack(checksum(data))
+def _encode_sequence(saved_sequence: SavedSequence) -> bytes:
+    name = saved_sequence.name.encode()
+    data = (
+        _SEQUENCE_STRUCT.pack(_SEQUENCE_MAGIC, len(name), saved_sequence.ids.size, saved_sequence.namespace_key)
+        + name
+        + saved_sequence.ids.astype("<u4").tobytes()
+    )
+    return data + _CHECKSUM_STRUCT.pack(integrity_checksum(data))
 
 
-def _from_bytes(data: bytes) -> KeptText | None:
+def _decode_sequence(data: bytes) -> SavedSequence | None:
     """A text; None for what is none, or is damaged."""
-    if len(data) < _FIELDS.size + _CHECKSUM.size:
+    if len(data) < _SEQUENCE_STRUCT.size + _CHECKSUM_STRUCT.size:
         return None
-    magic, name_bytes, tokens, space = _FIELDS.unpack_from(data)
-    end = _FIELDS.size + name_bytes + 4 * tokens
-    if magic != _MAGIC or not 1 <= tokens <= MAX_TOKENS or len(data) != end + _CHECKSUM.size:
+    magic, name_bytes, tokens, namespace = _SEQUENCE_STRUCT.unpack_from(data)
+    end = _SEQUENCE_STRUCT.size + name_bytes + 4 * tokens
+    if magic != _SEQUENCE_MAGIC or not 1 <= tokens <= MAX_TOKENS or len(data) != end + _CHECKSUM_STRUCT.size:
         return None
-    if checksum(data[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
+    if integrity_checksum(data[:end]) != _CHECKSUM_STRUCT.unpack_from(data, end)[0]:
         return None
-    ids = np.frombuffer(data, "<u4", tokens, _FIELDS.size + name_bytes)
-    name = data[_FIELDS.size : _FIELDS.size + name_bytes].decode("utf-8", "replace")
-    return KeptText(name, space, ids) if int(ids.max()) <= MAX_ID else None
+    ids = np.frombuffer(data, "<u4", tokens, _SEQUENCE_STRUCT.size + name_bytes)
+    name = data[_SEQUENCE_STRUCT.size : _SEQUENCE_STRUCT.size + name_bytes].decode("utf-8", "replace")
+    return SavedSequence(name, namespace, ids) if int(ids.max()) <= MAX_ID else None

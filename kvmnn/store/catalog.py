@@ -4,65 +4,74 @@ from __future__ import annotations
 
 import zlib
 
-from ..checks import shown
+from ..checks import repr_short
 from ..errors import KvmnnError, SourceError
 from . import updates
-from .directory import Directory
-from .lookup import Text
-from .mending import session_ids
-from .prefix_state import is_state, parse_state
-from .results import LAST_IDS, Entry, Listing, Stats
-from .rows import Number, NumberedWord, SessionText, TextRow, Totals, Word, WrongRowError, parse_space_document
-from .space import Space
-from .token_ids import Ids, block_keys, text_key
-from .unit import DamagedError, parse_header
+from .directory import DirectoryBackendBase
+from .lookup import TokenSequence
+from .mending import unpack_session_ids
+from .prefix_state import is_prefix_state, parse_state
+from .results import MAX_LAST_IDS, StoreEntry, StoreListing, StoreStats
+from .rows import (
+    InvalidRowError,
+    NumberedDocumentRow,
+    NumberRow,
+    SequenceRow,
+    SessionDocumentRow,
+    TotalsRow,
+    WordRow,
+    parse_space_document,
+)
+from .space import Namespace
+from .token_ids import Ids, compute_block_keys, compute_sequence_key
+from .unit import DamagedUnitError, parse_header
 
-_MAX_NAME = 256
+_MAX_SESSION_NAME_CHARACTERS = 256
 
 
-def note_session(units: Directory, name: str, space: Space, ids: Ids) -> None:
+def save_session(backend: DirectoryBackendBase, name: str, namespace: Namespace, ids: Ids) -> None:
     """Keep the text of a session under its name."""
-    check_name(name)
-    with units.index.writing() as cursor:
-        updates.note_session(cursor, name, space, ids)
-        units.beside.note_space(space)
-        units.beside.keep_session(name, space, ids)
+    validate_session_name(name)
+    with backend.index.begin_writing() as cursor:
+        updates.save_session(cursor, name, namespace, ids)
+        backend.recovery_files.save_namespace(namespace)
+        backend.recovery_files.save_session(name, namespace, ids)
 
 
-def session(units: Directory, name: str) -> tuple[Space, Ids]:
+def get_session(backend: DirectoryBackendBase, name: str) -> tuple[Namespace, Ids]:
     """Space and text of a session; `KvmnnError` where there is none of this name."""
-    check_name(name)
-    with units.index.reading() as cursor:
-        row = cursor.row(
-            SessionText,
+    validate_session_name(name)
+    with backend.index.begin_reading() as cursor:
+        row = cursor.fetch_row(
+            SessionDocumentRow,
             "SELECT space.document, session.ids FROM session JOIN space ON space.id = session.space WHERE name = ?",
             (name,),
         )
-        space = None if row is None else parse_space_document(row.document, units.label)
-    if row is None or space is None:
-        raise KvmnnError(f"{units.label}: there is no session {shown(name)}")
+        namespace = None if row is None else parse_space_document(row.document, backend.label)
+    if row is None or namespace is None:
+        raise KvmnnError(f"{backend.label}: there is no session {repr_short(name)}")
     try:
-        return space, session_ids(row.ids)
+        return namespace, unpack_session_ids(row.ids)
     except (zlib.error, TypeError, ValueError) as error:
-        raise SourceError(f"{units.label}: session {shown(name)} is damaged: {error}") from None
+        raise SourceError(f"{backend.label}: session {repr_short(name)} is damaged: {error}") from None
 
 
-def sessions(units: Directory) -> list[str]:
+def list_sessions(backend: DirectoryBackendBase) -> list[str]:
     """All names."""
-    with units.index.reading() as cursor:
-        return [row.value for row in cursor.rows(Word, "SELECT name FROM session ORDER BY name")]
+    with backend.index.begin_reading() as cursor:
+        return [row.value for row in cursor.iter_rows(WordRow, "SELECT name FROM session ORDER BY name")]
 
 
-def forget_session(units: Directory, name: str) -> None:
-    """Forget a session; errors as `session`."""
-    check_name(name)
-    with units.index.writing() as cursor:
+def delete_session(backend: DirectoryBackendBase, name: str) -> None:
+    """Forget a session; errors as `get_session`."""
+    validate_session_name(name)
+    with backend.index.begin_writing() as cursor:
         if cursor.execute("DELETE FROM session WHERE name = ?", (name,)) == 0:
-            raise KvmnnError(f"{units.label}: there is no session {shown(name)}")
-        units.beside.drop_session(name)
+            raise KvmnnError(f"{backend.label}: there is no session {repr_short(name)}")
+        backend.recovery_files.delete_session(name)
 
 
-def pin(units: Directory, space: Space, ids: Ids) -> bool:
+def pin(backend: DirectoryBackendBase, namespace: Namespace, ids: Ids) -> bool:
     """Pin the unit with the end of a text: what leads to it stays with it. Whether it was not pinned before.
 
     Raises
@@ -70,32 +79,38 @@ def pin(units: Directory, space: Space, ids: Ids) -> bool:
     KvmnnError
         Where the end is not stored any more.
     """
-    text = Text(space.key, ids, block_keys(space.key, ids, units.block_tokens), units.block_tokens, space.needs_state)
-    key = text_key(space.key, ids)
-    with units.index.writing() as cursor:
-        unit = units.lookup(cursor).last_unit(text)
+    sequence = TokenSequence(
+        namespace.key,
+        ids,
+        compute_block_keys(namespace.key, ids, backend.block_tokens),
+        backend.block_tokens,
+        namespace.needs_state,
+    )
+    sequence_key = compute_sequence_key(namespace.key, ids)
+    with backend.index.begin_writing() as cursor:
+        unit = backend.make_lookup(cursor).last_unit(sequence)
         if unit is None:
-            held = units.lookup(cursor).find(text).tokens
-            raise KvmnnError(f"{units.label}: holds only {held:,} tokens of this text of {ids.size:,}")
-        is_new = updates.pin(cursor, key, unit, ids.size)
+            stored_tokens = backend.make_lookup(cursor).find_prefix(sequence).tokens
+            raise KvmnnError(f"{backend.label}: holds only {stored_tokens:,} tokens of this text of {ids.size:,}")
+        is_new = updates.insert_pin(cursor, sequence_key, unit, ids.size)
         if is_new:
-            units.beside.keep_pin(space, ids)
+            backend.recovery_files.save_pin(namespace, ids)
     return is_new
 
 
-def unpin(units: Directory, space: Space, ids: Ids) -> bool:
+def unpin(backend: DirectoryBackendBase, namespace: Namespace, ids: Ids) -> bool:
     """Let go of a text; whether it was pinned."""
-    key = text_key(space.key, ids)
-    with units.index.writing() as cursor:
-        row = cursor.row(Number, "SELECT unit FROM pin WHERE key = ?", (key,))
+    sequence_key = compute_sequence_key(namespace.key, ids)
+    with backend.index.begin_writing() as cursor:
+        row = cursor.fetch_row(NumberRow, "SELECT unit FROM pin WHERE key = ?", (sequence_key,))
         if row is not None:
-            cursor.execute("DELETE FROM pin WHERE key = ?", (key,))
+            cursor.execute("DELETE FROM pin WHERE key = ?", (sequence_key,))
             cursor.execute("UPDATE unit SET pins = pins - 1 WHERE id = ?", row)
-            units.beside.drop_pin(key)
+            backend.recovery_files.delete_pin(sequence_key)
     return row is not None
 
 
-_IS_END = """(NOT EXISTS (SELECT 1 FROM block JOIN branch ON branch.parent = block.key
+_IS_SEQUENCE_END_SQL = """(NOT EXISTS (SELECT 1 FROM block JOIN branch ON branch.parent = block.key
     WHERE block.unit = unit.id AND (block.number + 1) * (SELECT block_tokens FROM state) = unit.tokens)
     AND (tokens = 0 OR NOT EXISTS (SELECT 1 FROM unit AS other
     WHERE other.parent = unit.id AND other.tokens = 0 AND other.start = unit.start + unit.tokens)))"""
@@ -108,84 +123,92 @@ _TEXT_BYTES = """(WITH RECURSIVE path(id, up, bytes) AS (SELECT unit.id, unit.pa
 """Bytes of a unit and of all before it: UNION visits each once, also where a forged index has a circle."""
 
 
-def entries(units: Directory) -> Listing:
+def list_entries(backend: DirectoryBackendBase) -> StoreListing:
     """The stored texts, the last used first."""
-    with units.index.reading() as cursor:
-        documents = cursor.rows(NumberedWord, "SELECT id, document FROM space")
-        spaces = {row.number: parse_space_document(row.word, units.label) for row in documents}
-        rows = cursor.all_rows(
-            TextRow,
+    with backend.index.begin_reading() as cursor:
+        documents = cursor.iter_rows(NumberedDocumentRow, "SELECT id, document FROM space")
+        namespaces = {row.number: parse_space_document(row.document, backend.label) for row in documents}
+        rows = cursor.fetch_rows(
+            SequenceRow,
             f"SELECT space, start + tokens, {_TEXT_BYTES}, pins, (SELECT tick FROM state) - used, id, tokens = 0 "
-            f"FROM unit WHERE {_IS_END} ORDER BY used DESC, id DESC",
+            f"FROM unit WHERE {_IS_SEQUENCE_END_SQL} ORDER BY used DESC, id DESC",
         )
-        if not {row.space for row in rows} <= spaces.keys():
-            raise WrongRowError("a unit has a space that is not there")
-        total = cursor.need_row(Number, "SELECT coalesce(sum(bytes), 0) FROM unit").value
-    found = []
-    for number, tokens, nbytes, pins, ago, unit, has_state in rows:
-        space = spaces[number]
-        found.append(
-            Entry(
-                model=space.model,
-                dtype=space.dtype,
+        if not {row.namespace_id for row in rows} <= namespaces.keys():
+            raise InvalidRowError("a unit has a space that is not there")
+        total = cursor.require_row(NumberRow, "SELECT coalesce(sum(bytes), 0) FROM unit").value
+    found_entries = []
+    for number, tokens, nbytes, pins, uses_since, unit, has_state in rows:
+        namespace = namespaces[number]
+        found_entries.append(
+            StoreEntry(
+                model=namespace.model,
+                dtype=namespace.dtype,
                 tokens=tokens,
                 bytes=nbytes,
                 pinned=pins > 0,
-                unused_for=ago,
-                is_complete=bool(has_state) or not space.needs_state,
-                last_ids=tuple(_last_ids(units, unit)),
+                unused_for=uses_since,
+                is_complete=bool(has_state) or not namespace.needs_state,
+                last_ids=tuple(_read_last_ids(backend, unit)),
             )
         )
-    return Listing(texts=tuple(found), bytes=total)
+    return StoreListing(texts=tuple(found_entries), bytes=total)
 
 
-def _last_ids(units: Directory, unit: int) -> list[int]:
+def _read_last_ids(backend: DirectoryBackendBase, unit: int) -> list[int]:
     """The last ids in the file of a unit; none where it cannot be read."""
-    data = units.files.read(unit)
+    data = backend.files.read_unit(unit)
     try:
         if data is None:
             return []
-        ids = parse_state(data).ids if is_state(data) else parse_header(data).ids
-    except DamagedError:
+        ids = parse_state(data).ids if is_prefix_state(data) else parse_header(data).ids
+    except DamagedUnitError:
         return []
-    return [int(each) for each in ids[-LAST_IDS:]]
+    return [int(token_id) for token_id in ids[-MAX_LAST_IDS:]]
 
 
-def stats(units: Directory, asked: int, found: int) -> Stats:
+def collect_stats(backend: DirectoryBackendBase, requested_tokens: int, hit_tokens: int) -> StoreStats:
     """Counts of everything."""
-    with units.index.reading() as cursor:
-        sums = ", ".join(f"coalesce(sum({what}), 0)" for what in ("tokens = 0", "tokens", "bytes", _IS_END))
-        count, states, tokens, nbytes, texts = cursor.need_row(Totals, f"SELECT count(*), {sums} FROM unit")
-        state_bytes = cursor.need_row(Number, "SELECT coalesce(sum(skip), 0) FROM unit WHERE tokens = 0").value
-        blocks, pinned, kept = (
-            cursor.need_row(Number, f"SELECT count(*) FROM {table}").value for table in ("block", "pin", "session")
+    with backend.index.begin_reading() as cursor:
+        sums = ", ".join(
+            f"coalesce(sum({expression}), 0)" for expression in ("tokens = 0", "tokens", "bytes", _IS_SEQUENCE_END_SQL)
         )
-        rows = cursor.rows(
-            NumberedWord,
+        num_units, num_states, tokens, nbytes, num_sequences = cursor.require_row(
+            TotalsRow, f"SELECT count(*), {sums} FROM unit"
+        )
+        state_bytes = cursor.require_row(NumberRow, "SELECT coalesce(sum(skip), 0) FROM unit WHERE tokens = 0").value
+        num_blocks, num_pins, num_sessions = (
+            cursor.require_row(NumberRow, f"SELECT count(*) FROM {table}").value
+            for table in ("block", "pin", "session")
+        )
+        rows = cursor.iter_rows(
+            NumberedDocumentRow,
             "SELECT sum(tokens), space.document FROM unit JOIN space ON space.id = unit.space GROUP BY space.id",
         )
-        by_space = [(parse_space_document(row.word, units.label), row.number) for row in rows]
-    return Stats(
-        texts=texts,
-        units=count - states,
-        states=states,
-        blocks=blocks,
+        by_space = [(parse_space_document(row.document, backend.label), row.number) for row in rows]
+    return StoreStats(
+        texts=num_sequences,
+        units=num_units - num_states,
+        states=num_states,
+        blocks=num_blocks,
         tokens=tokens,
         bytes=nbytes,
-        raw_bytes=state_bytes + sum(space.token_bytes * number for space, number in by_space),
-        index_bytes=units.index.nbytes,
-        models=tuple(sorted({space.model for space, _ in by_space})),
-        pinned=pinned,
-        sessions=kept,
-        codec=units.codec,
-        asked_tokens=asked,
-        found_tokens=found,
+        raw_bytes=state_bytes + sum(namespace.token_bytes * number for namespace, number in by_space),
+        index_bytes=backend.index.nbytes,
+        models=tuple(sorted({namespace.model for namespace, _ in by_space})),
+        pinned=num_pins,
+        sessions=num_sessions,
+        codec=backend.codec,
+        asked_tokens=requested_tokens,
+        found_tokens=hit_tokens,
     )
 
 
-def check_name(name: object) -> None:
+def validate_session_name(name: object) -> None:
     """Refuse what is no name of a session."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a session must be a string, not {type(name).__name__}")
-    if not name or len(name) > _MAX_NAME or not name.isprintable():
-        raise KvmnnError(f"the name of a session is {shown(name)}: expected 1 to {_MAX_NAME} printable characters")
+    if not name or len(name) > _MAX_SESSION_NAME_CHARACTERS or not name.isprintable():
+        raise KvmnnError(
+            f"the name of a session is {repr_short(name)}: expected 1 to {_MAX_SESSION_NAME_CHARACTERS} printable "
+            f"characters"
+        )

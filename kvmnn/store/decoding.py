@@ -8,20 +8,20 @@ from typing import NamedTuple
 import numpy as np
 
 from ..arrays.layer_cache import LayerCache
-from ..dense import Tables
-from ..dense.decoding import Places, decode_into
+from ..dense import SharedTables
+from ..dense.decoding import RowDecoder, decode_into
 from ..dense.header import read_header
-from ..dtypes import Words
+from ..dtypes import Elements
 from ..errors import KvmnnError
-from ..frames.decoding import Decoder
-from ..threads.pool import map_pulled, resolve_threads
-from .space import Space
-from .table_sets import KeptTables, TableSets
+from ..frames.decoding import FrameDecoder
+from ..threads.pool import parallel_map, resolve_threads
+from .space import Namespace
+from .table_sets import TableSetCache, TableSets
 from .token_ids import Ids
-from .unit import DamagedError, Frame, Unit
+from .unit import DamagedUnitError, Unit, UnitFrame
 
 
-class Stretch(NamedTuple):
+class LoadedSlice(NamedTuple):
     """Tokens of a unit: `take` of them behind the first `skip`."""
 
     unit: Unit
@@ -29,37 +29,37 @@ class Stretch(NamedTuple):
     take: int
 
 
-class DamagedStretchError(DamagedError):
-    """What is wrong with the stretch of this `number`."""
+class DamagedSliceError(DamagedUnitError):
+    """What is wrong with the stretch of this `slice_index`."""
 
-    def __init__(self, message: str, number: int) -> None:
+    def __init__(self, message: str, slice_index: int) -> None:
         super().__init__(message)
-        self.number = number
+        self.slice_index = slice_index
 
 
-def check_unit(unit: Unit, space: Space, ids: Ids, skip: int, most_tokens: int) -> None:
-    """Refuse a unit that does not hold `ids` behind its first `skip` tokens in `space`, or more than `most_tokens`.
+def check_unit_matches(unit: Unit, namespace: Namespace, ids: Ids, skip: int, max_tokens: int) -> None:
+    """Refuse a unit that does not hold `ids` behind its first `skip` tokens in `namespace`, or more than `max_tokens`.
 
     Raises
     ------
     DamagedError
         With what was found.
     """
-    if unit.space != space.key or len(unit.frames) != len(space.parts):
-        raise DamagedError("holds layers of another model")
-    if unit.ids.size > most_tokens:
-        raise DamagedError(f"holds {unit.ids.size:,} tokens: expected at most {most_tokens:,}")
+    if unit.namespace_key != namespace.key or len(unit.frames) != len(namespace.parts):
+        raise DamagedUnitError("holds layers of another model")
+    if unit.ids.size > max_tokens:
+        raise DamagedUnitError(f"holds {unit.ids.size:,} tokens: expected at most {max_tokens:,}")
     if not np.array_equal(unit.ids[skip : skip + ids.size], ids):
-        raise DamagedError("holds other tokens than the index says")
+        raise DamagedUnitError("holds other tokens than the index says")
 
 
-def decode_stretches(
-    space: Space,
-    stretches: Sequence[Stretch],
+def decode_slices(
+    namespace: Namespace,
+    slices: Sequence[LoadedSlice],
     threads: int | None = None,
     *,
-    tables: KeptTables | None = None,
-    before: Sequence[LayerCache] | None = None,
+    tables: TableSetCache | None = None,
+    preceding_rows: Sequence[LayerCache] | None = None,
 ) -> list[LayerCache]:
     """K and V of all layers, of the tokens of all stretches one after another; from dense units with the rows of a
     token together in memory, as their streams have them, else with those of a head.
@@ -68,7 +68,7 @@ def decode_stretches(
     ----------
     tables
         Of the store, for dense units that have none of their own.
-    before
+    preceding_rows
         K and V of the rows right before, for a first dense unit that refers to some.
 
     Raises
@@ -76,120 +76,138 @@ def decode_stretches(
     DamagedStretchError
         For frames and streams that do not match their checksum, do not decode, or decode to other words than were put.
     """
-    first = before[0].tokens if before else 0
-    begins = np.cumsum([first, *(stretch.take for stretch in stretches)]).tolist()
-    sets = [_tables(space, stretch.unit, tables, number) for number, stretch in enumerate(stretches)]
-    decoder = Decoder(space.dtype)
-    by_token = any(stretch.unit.dense for stretch in stretches)
-    rows = _arrays(space, begins[-1], by_token=by_token)
-    for (keys, values), cache in zip(rows, before or (), strict=False):
-        keys[:, :first], values[:, :first] = cache.keys, cache.values
+    num_preceding = preceding_rows[0].tokens if preceding_rows else 0
+    begin_tokens = np.cumsum([num_preceding, *(loaded_slice.take for loaded_slice in slices)]).tolist()
+    table_sets = [
+        _load_tables(namespace, loaded_slice.unit, tables, number) for number, loaded_slice in enumerate(slices)
+    ]
+    decoder = FrameDecoder(namespace.dtype)
+    by_token = any(loaded_slice.unit.dense for loaded_slice in slices)
+    pairs = _allocate_arrays(namespace, begin_tokens[-1], by_token=by_token)
+    for (keys, values), cache in zip(pairs, preceding_rows or (), strict=False):
+        keys[:, :num_preceding], values[:, :num_preceding] = cache.keys, cache.values
 
-    def one(job: tuple[range, int]) -> None:
-        numbers, at = job
-        layer, part = space.parts[at]
-        whole, shape = rows[layer][part], space.layers[layer]
-        places = Places(whole, space.dtype) if by_token else None
-        for number in numbers:
-            stretch, begin = stretches[number], begins[number]
-            out = whole[:, begin : begins[number + 1]]
+    def decode_part(job: tuple[range, int]) -> None:
+        slice_indices, part_index = job
+        layer, part = namespace.parts[part_index]
+        rows, shape = pairs[layer][part], namespace.layers[layer]
+        row_decoder = RowDecoder(rows, namespace.dtype) if by_token else None
+        for slice_index in slice_indices:
+            stretch, begin_token = slices[slice_index], begin_tokens[slice_index]
+            out = rows[:, begin_token : begin_tokens[slice_index + 1]]
             try:
                 if stretch.unit.dense is None:
-                    _decode(decoder, stretch.unit.frames[at], stretch, out)
+                    _decode_frame(decoder, stretch.unit.frames[part_index], stretch, out)
                 else:
-                    one_of = sets[number]
-                    held = one_of.sets[at] if one_of is not None else None
-                    if places is None or not _decode_placed(stretch, at, places, held, begin):
-                        _decode_dense(stretch, at, whole[:, : max(begin - stretch.skip, 0)], held, out)
+                    shared_sets = table_sets[slice_index]
+                    tables_of_part = shared_sets.sets[part_index] if shared_sets is not None else None
+                    if row_decoder is None or not _decode_in_place(
+                        stretch, part_index, row_decoder, tables_of_part, begin_token
+                    ):
+                        _decode_dense_slice(
+                            stretch, part_index, rows[:, : max(begin_token - stretch.skip, 0)], tables_of_part, out
+                        )
             except KvmnnError as error:
-                raise DamagedStretchError(f"{'KV'[part]} of layer {shape.layer}: {error}", number) from None
+                raise DamagedSliceError(f"{'KV'[part]} of layer {shape.layer}: {error}", slice_index) from None
 
-    jobs = [(run, at) for run in _runs(stretches, begins) for at in range(len(space.parts))]
-    map_pulled(one, jobs, resolve_threads(threads))
+    jobs = [
+        (run, part_index)
+        for run in _group_dependent_slices(slices, begin_tokens)
+        for part_index in range(len(namespace.parts))
+    ]
+    parallel_map(decode_part, jobs, resolve_threads(threads))
     return [
-        LayerCache(layer=shape.layer, keys=keys[:, first:], values=values[:, first:])
-        for shape, (keys, values) in zip(space.layers, rows, strict=True)
+        LayerCache(layer=shape.layer, keys=keys[:, num_preceding:], values=values[:, num_preceding:])
+        for shape, (keys, values) in zip(namespace.layers, pairs, strict=True)
     ]
 
 
-def _runs(stretches: Sequence[Stretch], begins: Sequence[int]) -> list[range]:
+def _group_dependent_slices(slices: Sequence[LoadedSlice], begin_tokens: Sequence[int]) -> list[range]:
     """Stretches that need rows of those before them, in runs: what one thread decodes in order."""
-    found: list[range] = []
-    end, needed = len(stretches), begins[-1]
-    for number in reversed(range(len(stretches))):
-        unit, begin = stretches[number].unit, begins[number]
-        history = unit.dense.history if unit.dense else 0
-        needed = min(needed, begin - stretches[number].skip - history if history else begin)
-        if needed == begin or not number:
-            found.append(range(number, end))
-            end = number
-    return found[::-1]
+    groups: list[range] = []
+    end_index, first_needed = len(slices), begin_tokens[-1]
+    for slice_index in reversed(range(len(slices))):
+        unit, begin_token = slices[slice_index].unit, begin_tokens[slice_index]
+        history = unit.dense.history_rows if unit.dense else 0
+        first_needed = min(first_needed, begin_token - slices[slice_index].skip - history if history else begin_token)
+        if first_needed == begin_token or not slice_index:
+            groups.append(range(slice_index, end_index))
+            end_index = slice_index
+    return groups[::-1]
 
 
-def _tables(space: Space, unit: Unit, tables: KeptTables | None, number: int) -> TableSets | None:
-    if unit.dense is None or not unit.dense.tables:
+def _load_tables(namespace: Namespace, unit: Unit, tables: TableSetCache | None, slice_index: int) -> TableSets | None:
+    if unit.dense is None or not unit.dense.tables_key:
         return None
     try:
         if tables is None:
-            raise DamagedError("its tables are gone")
-        found = tables.get(space.key, unit.dense.tables)
-        if len(found.sets) != len(unit.frames):
-            raise DamagedError("its tables are for other layers")
-    except DamagedError as error:
-        raise DamagedStretchError(str(error), number) from None
-    return found
+            raise DamagedUnitError("its tables are gone")
+        table_sets = tables.get(namespace.key, unit.dense.tables_key)
+        if len(table_sets.sets) != len(unit.frames):
+            raise DamagedUnitError("its tables are for other layers")
+    except DamagedUnitError as error:
+        raise DamagedSliceError(str(error), slice_index) from None
+    return table_sets
 
 
-def _arrays(space: Space, tokens: int, *, by_token: bool) -> list[tuple[Words, Words]]:
+def _allocate_arrays(namespace: Namespace, tokens: int, *, by_token: bool) -> list[tuple[Elements, Elements]]:
     """K and V of every layer, not filled yet: parts of one array, whose memory is mapped in large pages or used again,
     where that of many smaller ones costs nearly as much as decoding into it.
     """
-    words = np.empty(tokens * space.token_bytes // space.words.itemsize, space.words.numpy)
-    found = []
-    begin = 0
-    for shape in space.layers:
-        both = []
+    elements = np.empty(
+        tokens * namespace.token_bytes // namespace.element_dtype.itemsize, namespace.element_dtype.numpy_dtype
+    )
+    pairs = []
+    begin_element = 0
+    for shape in namespace.layers:
+        pair = []
         for dims in shape.dims:
-            part = words[begin : begin + shape.kv_heads * tokens * dims]
-            begin += part.size
+            part = elements[begin_element : begin_element + shape.kv_heads * tokens * dims]
+            begin_element += part.size
             if by_token:
-                both.append(part.reshape(tokens, shape.kv_heads, dims).transpose(1, 0, 2))
+                pair.append(part.reshape(tokens, shape.kv_heads, dims).transpose(1, 0, 2))
             else:
-                both.append(part.reshape(shape.kv_heads, tokens, dims))
-        found.append((both[0], both[1]))
-    return found
+                pair.append(part.reshape(shape.kv_heads, tokens, dims))
+        pairs.append((pair[0], pair[1]))
+    return pairs
 
 
-def _decode(decoder: Decoder, frame: Frame, stretch: Stretch, out: Words) -> None:
-    tokens = stretch.unit.ids.size
-    in_place = stretch.take == tokens and out[0].flags.c_contiguous
-    words = out if in_place else np.empty((out.shape[0], tokens, out.shape[2]), out.dtype)
-    decoder.checked(frame.data, frame.checksum, frame.raw_checksum, words)
+def _decode_frame(decoder: FrameDecoder, frame: UnitFrame, loaded_slice: LoadedSlice, out: Elements) -> None:
+    tokens = loaded_slice.unit.ids.size
+    in_place = loaded_slice.take == tokens and out[0].flags.c_contiguous
+    elements = out if in_place else np.empty((out.shape[0], tokens, out.shape[2]), out.dtype)
+    decoder.decode_verified(frame.data, frame.checksum, frame.raw_checksum, elements)
     if not in_place:
-        out[:] = words[:, stretch.skip : stretch.skip + stretch.take]
+        out[:] = elements[:, loaded_slice.skip : loaded_slice.skip + loaded_slice.take]
 
 
-def _decode_placed(stretch: Stretch, at: int, places: Places, tables: Tables | None, begin: int) -> bool:
-    """Decode K or V of a whole unit to where it belongs, if it is as usual; if not, `_decode_dense` tells why."""
-    unit, frame = stretch.unit, stretch.unit.frames[at]
-    if unit.dense is None or stretch.take != unit.ids.size or begin < unit.dense.history:
+def _decode_in_place(
+    loaded_slice: LoadedSlice, part_index: int, row_decoder: RowDecoder, tables: SharedTables | None, begin_token: int
+) -> bool:
+    """Decode K or V of a whole unit to where it belongs, if it is as usual; if not, `_decode_dense_slice` tells why."""
+    unit, frame = loaded_slice.unit, loaded_slice.unit.frames[part_index]
+    if unit.dense is None or loaded_slice.take != unit.ids.size or begin_token < unit.dense.history_rows:
         return False
-    history = unit.dense.history
-    return places.decode(frame.data, frame.checksum, begin, stretch.take, history=history, tables=tables)
+    history = unit.dense.history_rows
+    return row_decoder.decode(
+        frame.data, frame.checksum, begin_token, loaded_slice.take, history=history, tables=tables
+    )
 
 
-def _decode_dense(stretch: Stretch, at: int, before: Words, tables: Tables | None, out: Words) -> None:
-    unit, frame = stretch.unit, stretch.unit.frames[at]
+def _decode_dense_slice(
+    loaded_slice: LoadedSlice, part_index: int, preceding_rows: Elements, tables: SharedTables | None, out: Elements
+) -> None:
+    unit, frame = loaded_slice.unit, loaded_slice.unit.frames[part_index]
     assert unit.dense is not None
-    history = unit.dense.history
-    if before.shape[1] < history:
-        raise DamagedError(f"refers to {history} rows before it: {before.shape[1]} are there")
+    history = unit.dense.history_rows
+    if preceding_rows.shape[1] < history:
+        raise DamagedUnitError(f"refers to {history} rows before it: {preceding_rows.shape[1]} are there")
     header = read_header(frame.data)
     if header.checksum != frame.checksum:
-        raise DamagedError("is another stream than was put")
-    entire = stretch.take == unit.ids.size
-    words = out if entire else np.empty((out.shape[0], unit.ids.size, out.shape[2]), out.dtype)
-    held = before[:, before.shape[1] - history :] if history else None
-    decode_into(header, words, history=held, tables=tables)
-    if not entire:
-        out[:] = words[:, stretch.skip : stretch.skip + stretch.take]
+        raise DamagedUnitError("is another stream than was put")
+    is_entire = loaded_slice.take == unit.ids.size
+    elements = out if is_entire else np.empty((out.shape[0], unit.ids.size, out.shape[2]), out.dtype)
+    history_rows = preceding_rows[:, preceding_rows.shape[1] - history :] if history else None
+    decode_into(header, elements, history=history_rows, tables=tables)
+    if not is_entire:
+        out[:] = elements[:, loaded_slice.skip : loaded_slice.skip + loaded_slice.take]

@@ -12,76 +12,80 @@ import numpy as np
 
 from .. import dense
 from ..arrays.layer_cache import LayerCache
-from ..dense.encoding import Alike, encode_next
-from ..dense.header import FRAME, MOST_RAW_BYTES, MOST_ROW_WORDS, checksum_of, method_of
-from ..dtypes import Words
+from ..dense.encoding import ReferenceHints, encode_next
+from ..dense.header import MAX_RAW_BYTES, MAX_ROW_ELEMENTS, METHOD_FRAME, read_checksum, read_method
+from ..dtypes import Elements
 from ..frames import CodecOptions, encode_many
-from ..threads.pool import map_pulled, resolve_threads
-from .behind import Behind, part_sums, unit_sums
-from .encoding import Cut, Memory
-from .space import Space, parts_of
-from .table_sets import TableSets, fitting
-from .unit import Dense, Frame
+from ..threads.pool import parallel_map, resolve_threads
+from .behind import HistoryRef, checksum_part_blocks, combine_block_sums
+from .encoding import ThreadScratch, TokenSpan
+from .space import Namespace, list_parts
+from .table_sets import TableSets, select_rotary
+from .unit import DenseUnitInfo, UnitFrame
 
-WORTH = 0.97
+DENSE_MAX_SIZE_RATIO = 0.97
 """Of the bytes of frames at most so many: frames are decoded two to three times as fast."""
-NEAR = 1.05
+FRAME_RETRY_RATIO = 1.05
 """A frame of at most so many times the bytes of a stream may be smaller in another layer."""
-SHARED = 1.01
+SHARED_TABLES_MAX_OVERHEAD = 1.01
 """Of the bytes with tables of their own at most so many: to make them takes a quarter more time, in short units up to
 three quarters.
 """
 
 
-class Kind(NamedTuple):
+class StreamKind(NamedTuple):
     """Of streams: K or V of which layer, and whether they refer to rows before them."""
 
     part: int
     has_history: bool
 
 
-class Compared(NamedTuple):
+class FrameComparison(NamedTuple):
     """A stream that was compared with a frame: its bytes a raw byte, and whether it is a frame now."""
 
-    kind: Kind
-    share: float
+    kind: StreamKind
+    compressed_fraction: float
     is_frame: bool
 
 
-class Tried(NamedTuple):
+class LayerTrial(NamedTuple):
     """Streams of one layer of a unit, by their part, and what the last of them found to be alike."""
 
-    number: int
-    streams: dict[int, Frame]
-    alike: Alike | None
+    unit_index: int
+    streams: dict[int, UnitFrame]
+    reference_hints: ReferenceHints | None
 
-    def sizes(self) -> list[int]:
+    def list_stream_bytes(self) -> list[int]:
         """Bytes of each stream."""
-        return [len(each.data) for each in self.streams.values()]
+        return [len(stream.data) for stream in self.streams.values()]
 
 
-class DenseUnit(NamedTuple):
+class DenseUnitPlan(NamedTuple):
     """A unit on its way in: where it is cut, what it refers to, and the tables of its streams, if not their own."""
 
-    cut: Cut
-    behind: Behind
+    cut: TokenSpan
+    history: HistoryRef
     tables: TableSets | None
 
 
-def fits(space: Space, tokens: int) -> bool:
+def supports_dense(namespace: Namespace, tokens: int) -> bool:
     """Whether dense streams can hold units of so many tokens, on this machine."""
-    most = max(shape.kv_heads * max(shape.dims) for shape in space.layers)
-    longest = max(max(shape.kv_heads, *shape.dims) for shape in space.layers)
-    small = most <= MOST_ROW_WORDS and longest < MOST_ROW_WORDS
-    return sys.byteorder == "little" and small and tokens * most * space.words.itemsize <= MOST_RAW_BYTES
+    max_row_elements = max(shape.kv_heads * max(shape.dims) for shape in namespace.layers)
+    max_axis = max(max(shape.kv_heads, *shape.dims) for shape in namespace.layers)
+    is_small_enough = max_row_elements <= MAX_ROW_ELEMENTS and max_axis < MAX_ROW_ELEMENTS
+    return (
+        sys.byteorder == "little"
+        and is_small_enough
+        and tokens * max_row_elements * namespace.element_dtype.itemsize <= MAX_RAW_BYTES
+    )
 
 
-def middle_of(units: Sequence[DenseUnit]) -> int:
+def find_middle(units: Sequence[DenseUnitPlan]) -> int:
     """The unit in the middle; not the last one, which may be shorter, where there are others."""
     return (len(units) - 1) // 2
 
 
-class Streams:
+class DenseStreamEncoder:
     """K and V of all layers on their way into streams.
 
     Parameters
@@ -90,130 +94,142 @@ class Streams:
         How K was rotated; tables know it themselves.
     """
 
-    def __init__(self, layers: Sequence[LayerCache], space: Space, rotary: dense.Rotary | None) -> None:
-        self._layers, self._space, self._rotary = layers, space, rotary
-        self._parts = parts_of(layers)
-        self._scratch = _Scratch()
-        self.frames_near = True, True
+    def __init__(self, layers: Sequence[LayerCache], namespace: Namespace, rotary: dense.RopeConfig | None) -> None:
+        self._layers, self._namespace, self._rotary = layers, namespace, rotary
+        self._parts = list_parts(layers)
+        self._scratch = _DenseScratch()
+        self.tries_frames = True, True
         """Whether frames of K, and of V, are tried in units that refer to rows before them, which gain most by that."""
-        self.frames_lost: Mapping[Kind, float] = {}
+        self.frame_losses: Mapping[StreamKind, float] = {}
         """Of streams that were compared with frames, and were smaller: bytes a raw byte; frames need not be tried again
-        where a stream is no larger than `NEAR` times that.
+        where a stream is no larger than `FRAME_RETRY_RATIO` times that.
         """
-        self.compared: list[Compared] = []
+        self.comparisons: list[FrameComparison] = []
         """The streams that were compared with frames."""
 
-    def try_layer(self, units: Sequence[DenseUnit], *, only_keys: bool = False) -> Tried:
+    def try_layer(self, units: Sequence[DenseUnitPlan], *, only_keys: bool = False) -> LayerTrial:
         """K and V of the middle layer in the unit in the middle, or K alone."""
-        number, middle = middle_of(units), len(self._layers) // 2
-        streams: dict[int, Frame] = {}
-        alike = None
-        for part, (layer, is_values) in enumerate(self._space.parts):
-            if layer != middle or (only_keys and is_values):
+        unit_index, middle_layer = find_middle(units), len(self._layers) // 2
+        streams: dict[int, UnitFrame] = {}
+        reference_hints = None
+        for part, (layer, is_values) in enumerate(self._namespace.parts):
+            if layer != middle_layer or (only_keys and is_values):
                 continue
-            streams[part], alike = self._encode(units[number], part, alike)
-        return Tried(number, streams, alike)
+            streams[part], reference_hints = self._encode_part(units[unit_index], part, reference_hints)
+        return LayerTrial(unit_index, streams, reference_hints)
 
-    def frames_of_layer(self, units: Sequence[DenseUnit], options: CodecOptions) -> list[int]:
+    def measure_layer_frames(self, units: Sequence[DenseUnitPlan], options: CodecOptions) -> list[int]:
         """Bytes of frames of the same as `try_layer`."""
-        (begin, end), layer = units[middle_of(units)].cut, self._layers[len(self._layers) // 2]
-        words = [np.ascontiguousarray(each[:, begin:end]) for each in parts_of([layer])]
-        return list(map(len, encode_many(words, dtype=self._space.dtype, effort=options.effort, threads=1)))
+        (begin_token, end_token), layer = units[find_middle(units)].cut, self._layers[len(self._layers) // 2]
+        elements = [
+            np.ascontiguousarray(part_elements[:, begin_token:end_token]) for part_elements in list_parts([layer])
+        ]
+        return list(map(len, encode_many(elements, dtype=self._namespace.dtype, effort=options.effort, threads=1)))
 
-    def encode(
+    def encode_units(
         self,
-        units: Sequence[DenseUnit],
+        units: Sequence[DenseUnitPlan],
         block_tokens: int,
-        done: Callable[[int, tuple[Frame, ...], tuple[int, ...]], object],
+        on_unit: Callable[[int, tuple[UnitFrame, ...], tuple[int, ...]], object],
         threads: int | None = None,
-        tried: Tried | None = None,
+        trial: LayerTrial | None = None,
     ) -> None:
         """Encode all units.
 
         Parameters
         ----------
-        done
+        on_unit
             Called with the number of a unit, its streams, and checksums of the words of its whole blocks in all layers,
             on the thread that finished it, in any order.
-        tried
+        trial
             Streams that are there already.
         """
-        tried = tried or Tried(-1, {}, None)
-        open_units: dict[int, dict[int, tuple[Frame, list[int]]]] = {}
+        trial = trial or LayerTrial(-1, {}, None)
+        open_units: dict[int, dict[int, tuple[UnitFrame, list[int]]]] = {}
         lock = threading.Lock()
         cores = resolve_threads(threads)
 
-        def one(job: tuple[int, range]) -> None:
-            number, run = job
-            (begin, end), known = units[number].cut, tried.streams if number == tried.number else {}
-            alike = tried.alike if known else None
-            made = {}
-            for part in run:
-                frame = known.get(part)
+        def encode_parts(job: tuple[int, range]) -> None:
+            unit_index, part_range = job
+            (begin_token, end_token), trial_streams = (
+                units[unit_index].cut,
+                trial.streams if unit_index == trial.unit_index else {},
+            )
+            reference_hints = trial.reference_hints if trial_streams else None
+            encoded_parts = {}
+            for part in part_range:
+                frame = trial_streams.get(part)
                 if frame is None:
-                    frame, alike = self._encode(units[number], part, alike)
-                made[part] = frame, part_sums(self._parts[part][:, begin:end], block_tokens)
+                    frame, reference_hints = self._encode_part(units[unit_index], part, reference_hints)
+                encoded_parts[part] = (
+                    frame,
+                    checksum_part_blocks(self._parts[part][:, begin_token:end_token], block_tokens),
+                )
             with lock:
-                found = open_units.setdefault(number, {})
-                found.update(made)
-                if len(found) < len(self._parts):
+                unit_parts = open_units.setdefault(unit_index, {})
+                unit_parts.update(encoded_parts)
+                if len(unit_parts) < len(self._parts):
                     return
-                del open_units[number]
-            frames, sums = zip(*(found[part] for part in range(len(self._parts))), strict=True)
-            done(number, frames, unit_sums(sums))
+                del open_units[unit_index]
+            frames, sums = zip(*(unit_parts[part] for part in range(len(self._parts))), strict=True)
+            on_unit(unit_index, frames, combine_block_sums(sums))
 
-        map_pulled(one, _jobs(len(units), len(self._parts), cores), cores)
+        parallel_map(encode_parts, _plan_dense_jobs(len(units), len(self._parts), cores), cores)
 
-    def _encode(self, unit: DenseUnit, part: int, alike: Alike | None) -> tuple[Frame, Alike]:
-        (begin, end), behind, tables = unit
-        kind, raw_bytes = Kind(part, bool(behind.history)), self._parts[part][:, begin:end].nbytes
-        is_values = self._space.parts[part][1]
-        above = NEAR * self.frames_lost.get(kind, 0) * raw_bytes
-        if behind.history and not self.frames_near[is_values]:
-            above = math.inf
-        rows = self._scratch.rows(self._parts[part][:, begin - behind.history : end])
+    def _encode_part(
+        self, unit: DenseUnitPlan, part: int, reference_hints: ReferenceHints | None
+    ) -> tuple[UnitFrame, ReferenceHints]:
+        (begin_token, end_token), history, tables = unit
+        kind, raw_bytes = StreamKind(part, bool(history.num_rows)), self._parts[part][:, begin_token:end_token].nbytes
+        is_values = self._namespace.parts[part][1]
+        frame_threshold_bytes = FRAME_RETRY_RATIO * self.frame_losses.get(kind, 0) * raw_bytes
+        if history.num_rows and not self.tries_frames[is_values]:
+            frame_threshold_bytes = math.inf
+        rows = self._scratch.copy_rows(self._parts[part][:, begin_token - history.num_rows : end_token])
         # without token ids: they change no size by a tenth of a percent, and take a sixth to a third of the time
-        data, found = encode_next(
+        data, new_hints = encode_next(
             rows,
-            behind.history,
-            alike,
-            dtype=self._space.dtype,
-            rotary=None if tables or is_values else fitting(self._rotary, self._parts[part]),
+            history.num_rows,
+            reference_hints,
+            dtype=self._namespace.dtype,
+            rotary=None if tables or is_values else select_rotary(self._rotary, self._parts[part]),
             tables=tables.sets[part] if tables else None,
-            frames_above=above,
+            frame_trial_min_bytes=frame_threshold_bytes,
         )
-        if len(data) > above or method_of(data) == FRAME:
-            self.compared.append(Compared(kind, len(data) / raw_bytes, method_of(data) == FRAME))
-        return Frame(data, checksum_of(data), 0), found
+        if len(data) > frame_threshold_bytes or read_method(data) == METHOD_FRAME:
+            self.comparisons.append(FrameComparison(kind, len(data) / raw_bytes, read_method(data) == METHOD_FRAME))
+        return UnitFrame(data, read_checksum(data), 0), new_hints
 
 
-class _Scratch(Memory):
+class _DenseScratch(ThreadScratch):
     """Memory for the rows of one stream after another on a thread."""
 
-    def rows(self, words: Words) -> Words:
+    def copy_rows(self, elements: Elements) -> Elements:
         """``[token, kv_head, head_dim]``, token by token in memory, native and aligned: good until the next call."""
-        by_token = words.transpose(1, 0, 2)
-        if by_token.flags.c_contiguous and by_token.flags.aligned and words.dtype.isnative:
+        by_token = elements.transpose(1, 0, 2)
+        if by_token.flags.c_contiguous and by_token.flags.aligned and elements.dtype.isnative:
             return by_token
-        held: Words = self.take(words.nbytes).view(words.dtype.newbyteorder("=")).reshape(by_token.shape)
-        np.copyto(held, by_token)
-        return held
+        scratch_rows: Elements = (
+            self.get_buffer(elements.nbytes).view(elements.dtype.newbyteorder("=")).reshape(by_token.shape)
+        )
+        np.copyto(scratch_rows, by_token)
+        return scratch_rows
 
 
-def _jobs(units: int, parts: int, cores: int) -> list[tuple[int, range]]:
+def _plan_dense_jobs(units: int, parts: int, cores: int) -> list[tuple[int, range]]:
     """Parts of a unit that a thread works on: all, as what one found to be alike serves the next ones; but units for
     which there are more threads than units left are shared out.
     """
-    last = units % cores
+    num_last = units % cores
     jobs = []
-    for number in range(units):
-        pieces = 1 if number < units - last else min(-(-cores // last), parts)
-        step = -(-parts // pieces)
-        jobs += [(number, range(begin, min(begin + step, parts))) for begin in range(0, parts, step)]
+    for unit_index in range(units):
+        num_pieces = 1 if unit_index < units - num_last else min(-(-cores // num_last), parts)
+        step = -(-parts // num_pieces)
+        jobs += [(unit_index, range(begin_part, min(begin_part + step, parts))) for begin_part in range(0, parts, step)]
     return jobs
 
 
-def dense_of(unit: DenseUnit, sums: tuple[int, ...]) -> Dense:
+def build_dense_info(unit: DenseUnitPlan, sums: tuple[int, ...]) -> DenseUnitInfo:
     """What the header of a unit says of its streams."""
     key = unit.tables.key if unit.tables else b""
-    return Dense(sums, unit.behind.history, unit.behind.chain, key)
+    return DenseUnitInfo(sums, unit.history.num_rows, unit.history.chain_length, key)

@@ -3,56 +3,56 @@
 from __future__ import annotations
 
 from . import catalog, upkeep
-from .directory import Directory
-from .lookup import Text
-from .results import Cleaned, Listing, Stats, Verified
-from .space import Space
+from .directory import DirectoryBackendBase
+from .lookup import TokenSequence
+from .results import CleanupResult, StoreListing, StoreStats, StoreVerifyResult
+from .space import Namespace
 from .token_ids import Ids
 
 
-class DirectoryUnits(Directory):
-    """As `Units`; parameters and errors as `Directory`."""
+class DirectoryBackend(DirectoryBackendBase):
+    """As `StoreBackend`; parameters and errors as `DirectoryBackendBase`."""
 
-    def delete(self, text: Text) -> Cleaned:
+    def delete(self, sequence: TokenSequence) -> CleanupResult:
         """As `upkeep.delete`."""
-        return upkeep.delete(self, text)
+        return upkeep.delete_sequence(self, sequence)
 
-    def clean(self, max_bytes: int | None) -> Cleaned:
+    def collect_garbage(self, max_bytes: int | None) -> CleanupResult:
         """As `upkeep.clean`."""
-        return upkeep.clean(self, max_bytes)
+        return upkeep.collect_garbage(self, max_bytes)
 
-    def verify(self, threads: int | None) -> Verified:
+    def verify(self, threads: int | None) -> StoreVerifyResult:
         """As `upkeep.verify`."""
-        return upkeep.verify(self, threads)
+        return upkeep.verify_units(self, threads)
 
-    def stats(self, asked: int, found: int) -> Stats:
+    def collect_stats(self, requested_tokens: int, hit_tokens: int) -> StoreStats:
         """As `catalog.stats`."""
-        return catalog.stats(self, asked, found)
+        return catalog.collect_stats(self, requested_tokens, hit_tokens)
 
-    def entries(self) -> Listing:
+    def list_entries(self) -> StoreListing:
         """As `catalog.entries`."""
-        return catalog.entries(self)
+        return catalog.list_entries(self)
 
-    def pin(self, space: Space, ids: Ids) -> bool:
+    def pin(self, namespace: Namespace, ids: Ids) -> bool:
         """As `catalog.pin`."""
-        return catalog.pin(self, space, ids)
+        return catalog.pin(self, namespace, ids)
 
-    def unpin(self, space: Space, ids: Ids) -> bool:
+    def unpin(self, namespace: Namespace, ids: Ids) -> bool:
         """As `catalog.unpin`."""
-        return catalog.unpin(self, space, ids)
+        return catalog.unpin(self, namespace, ids)
 
-    def note_session(self, name: str, space: Space, ids: Ids) -> None:
+    def save_session(self, name: str, namespace: Namespace, ids: Ids) -> None:
         """As `catalog.note_session`."""
-        catalog.note_session(self, name, space, ids)
+        catalog.save_session(self, name, namespace, ids)
 
-    def session(self, name: str) -> tuple[Space, Ids]:
+    def get_session(self, name: str) -> tuple[Namespace, Ids]:
         """As `catalog.session`."""
-        return catalog.session(self, name)
+        return catalog.get_session(self, name)
 
-    def sessions(self) -> list[str]:
+    def list_sessions(self) -> list[str]:
         """As `catalog.sessions`."""
-        return catalog.sessions(self)
+        return catalog.list_sessions(self)
 
-    def forget_session(self, name: str) -> None:
+    def delete_session(self, name: str) -> None:
         """As `catalog.forget_session`."""
-        catalog.forget_session(self, name)
+        catalog.delete_session(self, name)

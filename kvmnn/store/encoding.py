@@ -8,118 +8,124 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..arrays.layer_cache import LayerCache
-from ..dtypes import Bytes, Words
+from ..dtypes import Bytes, Elements
 from ..frames import CodecOptions
-from ..frames.encoding import encode_words, sampled
-from ..frames.hashing import checksum, copied, rows_checksum
+from ..frames.encoding import encode_elements, with_selected_predictors
+from ..frames.hashing import checksum_rows, copy_with_checksum, integrity_checksum
 from ..frames.options import LaneOptions
-from ..frames.words import words_of
-from ..threads.pool import map_pulled, resolve_threads
-from .space import Space, parts_of
-from .unit import Frame
+from ..frames.words import as_elements
+from ..threads.pool import parallel_map, resolve_threads
+from .space import Namespace, list_parts
+from .unit import UnitFrame
 
-UNIT_TOKENS = 512
+MAX_UNIT_TOKENS = 512
 """Blocks of one put are kept together up to so many tokens: frames of 64 tokens alone would be a twentieth larger."""
-UNIT_BYTES = 64 << 20
+MAX_UNIT_RAW_BYTES = 64 << 20
 """And up to so many raw bytes, but for a single block."""
 
-Cut = tuple[int, int]
+TokenSpan = tuple[int, int]
 """First token of a unit, and the token behind it."""
 
 
-def blocks_in_unit(space: Space, block_tokens: int) -> int:
+def count_blocks_per_unit(namespace: Namespace, block_tokens: int) -> int:
     """The most whole blocks that a unit has; a tail that is shorter than a block may follow them."""
-    by_bytes = UNIT_BYTES // (block_tokens * space.token_bytes)
-    return max(1, min(UNIT_TOKENS // block_tokens, by_bytes))
+    max_blocks_by_bytes = MAX_UNIT_RAW_BYTES // (block_tokens * namespace.token_bytes)
+    return max(1, min(MAX_UNIT_TOKENS // block_tokens, max_blocks_by_bytes))
 
 
-def cuts(start: int, tokens: int, block_tokens: int, unit_blocks: int) -> list[Cut]:
+def plan_unit_spans(start: int, tokens: int, block_tokens: int, unit_blocks: int) -> list[TokenSpan]:
     """The units for the tokens from `start`, where a block begins, up to `tokens`; the tail goes with the last one."""
     step = unit_blocks * block_tokens
-    whole = max((tokens - start) // block_tokens * block_tokens, 1)  # without a whole block the tail is a unit
-    ends = [min(begin + step, start + whole) for begin in range(start, start + whole, step)]
-    ends[-1] = tokens
-    return list(zip([start, *ends[:-1]], ends, strict=True))
+    whole_tokens = max((tokens - start) // block_tokens * block_tokens, 1)  # without a whole block the tail is a unit
+    end_tokens = [
+        min(begin_token + step, start + whole_tokens) for begin_token in range(start, start + whole_tokens, step)
+    ]
+    end_tokens[-1] = tokens
+    return list(zip([start, *end_tokens[:-1]], end_tokens, strict=True))
 
 
-def encode_units(
+def encode_frame_units(
     layers: Sequence[LayerCache],
-    found_cuts: Sequence[Cut],
+    spans: Sequence[TokenSpan],
     options: CodecOptions,
-    done: Callable[[int, tuple[Frame, ...]], object],
+    on_unit: Callable[[int, tuple[UnitFrame, ...]], object],
     threads: int | None = None,
 ) -> None:
     """Encode K and V of all layers unit by unit; predictors that are sampled are those of the unit in the middle.
 
     Parameters
     ----------
-    done
+    on_unit
         Called with the number of a unit and its frames, on the thread that finished it, in any order.
     """
-    lanes = options.for_words(words_of(layers[0].keys[:, :0], None)[0])
-    parts = parts_of(layers)
-    open_units: dict[int, list[Frame | None]] = {}
+    lanes = options.to_lane_options(as_elements(layers[0].keys[:, :0], None)[0])
+    parts = list_parts(layers)
+    open_units: dict[int, list[UnitFrame | None]] = {}
     lock = threading.Lock()
-    scratch, cores = _Scratch(), resolve_threads(threads)
+    scratch, cores = _FrameScratch(), resolve_threads(threads)
 
-    def lanes_of(words: Words) -> LaneOptions:
-        begin, end = found_cuts[len(found_cuts) // 2]
-        return sampled(scratch.summed(words[:, begin:end])[0].reshape(-1), lanes)
+    def select_lanes(elements: Elements) -> LaneOptions:
+        begin_token, end_token = spans[len(spans) // 2]
+        return with_selected_predictors(
+            scratch.copy_with_checksum(elements[:, begin_token:end_token])[0].reshape(-1), lanes
+        )
 
-    lanes_of_parts = map_pulled(lanes_of, parts, cores) if options.effort == "balanced" else [lanes] * len(parts)
+    lanes_of_parts = parallel_map(select_lanes, parts, cores) if options.effort == "balanced" else [lanes] * len(parts)
 
-    def one(job: tuple[int, int]) -> None:
-        number, part = job
-        begin, end = found_cuts[number]
-        rows, rows_sum = scratch.summed(parts[part][:, begin:end])
-        data = encode_words(rows.reshape(-1), lanes_of_parts[part], 1)
-        frame = Frame(data, checksum(data), rows_sum)
+    def encode_part(job: tuple[int, int]) -> None:
+        unit_index, part = job
+        begin_token, end_token = spans[unit_index]
+        rows, rows_sum = scratch.copy_with_checksum(parts[part][:, begin_token:end_token])
+        data = encode_elements(rows.reshape(-1), lanes_of_parts[part], 1)
+        frame = UnitFrame(data, integrity_checksum(data), rows_sum)
         with lock:
-            frames = open_units.setdefault(number, [None] * len(parts))
+            frames = open_units.setdefault(unit_index, [None] * len(parts))
             frames[part] = frame
-            complete = [each for each in frames if each is not None]
-            if len(complete) < len(parts):
+            complete_frames = [frame_or_none for frame_or_none in frames if frame_or_none is not None]
+            if len(complete_frames) < len(parts):
                 return
-            del open_units[number]
-        done(number, tuple(complete))
+            del open_units[unit_index]
+        on_unit(unit_index, tuple(complete_frames))
 
-    map_pulled(one, _jobs(len(found_cuts), len(parts), cores), cores)
+    parallel_map(encode_part, _plan_frame_jobs(len(spans), len(parts), cores), cores)
 
 
-def _jobs(units: int, parts: int, cores: int) -> list[tuple[int, int]]:
+def _plan_frame_jobs(units: int, parts: int, cores: int) -> list[tuple[int, int]]:
     """Parts of units in order, but of the last units by turns, so that each thread has one to write at the end."""
-    last = max(units - cores, 0)
-    jobs = [(number, part) for number in range(last) for part in range(parts)]
-    return jobs + [(number, part) for part in range(parts) for number in range(last, units)]
+    first_interleaved = max(units - cores, 0)
+    jobs = [(unit_index, part) for unit_index in range(first_interleaved) for part in range(parts)]
+    return jobs + [(unit_index, part) for part in range(parts) for unit_index in range(first_interleaved, units)]
 
 
-class Memory(threading.local):
+class ThreadScratch(threading.local):
     """Memory of a thread, for one thing after another."""
 
     def __init__(self) -> None:
-        self._held: Bytes = np.empty(0, np.uint8)
+        self._buffer: Bytes = np.empty(0, np.uint8)
 
-    def take(self, nbytes: int) -> Bytes:
+    def get_buffer(self, nbytes: int) -> Bytes:
         """So many bytes: good until the next call."""
-        if self._held.size < nbytes:
-            self._held = np.empty(nbytes, np.uint8)
-        return self._held[:nbytes]
+        if self._buffer.size < nbytes:
+            self._buffer = np.empty(nbytes, np.uint8)
+        return self._buffer[:nbytes]
 
 
-class _Scratch(Memory):
+class _FrameScratch(ThreadScratch):
     """Memory for the rows of one frame after another on a thread."""
 
-    def summed(self, words: Words) -> tuple[Bytes, int]:
+    def copy_with_checksum(self, elements: Elements) -> tuple[Bytes, int]:
         """``[kv_head, byte]``, little-endian, contiguous: good until the next call; and their checksum."""
-        tokens = token_bytes(words)
-        if tokens.flags.c_contiguous:
-            rows = tokens.reshape(len(tokens), -1)
-            return rows, rows_checksum(rows)
-        held = self.take(words.nbytes).reshape(len(words), -1)
-        return held, copied(tokens, held)
+        token_rows = view_token_bytes(elements)
+        if token_rows.flags.c_contiguous:
+            rows = token_rows.reshape(len(token_rows), -1)
+            return rows, checksum_rows(rows)
+        buffer_rows = self.get_buffer(elements.nbytes).reshape(len(elements), -1)
+        return buffer_rows, copy_with_checksum(token_rows, buffer_rows)
 
 
-def token_bytes(words: Words) -> Bytes:
+def view_token_bytes(elements: Elements) -> Bytes:
     """The bytes of ``[kv_head, token, word]``, little-endian, those of a token together: a view where they are that."""
-    little = words if words.dtype.isnative else words.astype(words.dtype.newbyteorder("<"))
-    return (little if little.strides[2] == little.itemsize else np.ascontiguousarray(little)).view(np.uint8)
+    little_endian = elements if elements.dtype.isnative else elements.astype(elements.dtype.newbyteorder("<"))
+    return (
+        little_endian if little_endian.strides[2] == little_endian.itemsize else np.ascontiguousarray(little_endian)
+    ).view(np.uint8)

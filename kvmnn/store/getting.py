@@ -6,18 +6,23 @@ import numpy as np
 
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
-from .decoding import DamagedStretchError, Stretch, check_unit, decode_stretches
-from .encoding import blocks_in_unit
-from .lookup import Found, Place, Text, units_of
+from .decoding import DamagedSliceError, LoadedSlice, check_unit_matches, decode_slices
+from .encoding import count_blocks_per_unit
+from .lookup import PrefixMatch, TokenSequence, UnitSlice, list_units
 from .prefix_state import decode_state, parse_state
-from .space import Space
-from .token_ids import Ids, block_keys
-from .unit import DamagedError, Unit, parse
-from .units import Units
+from .space import Namespace
+from .token_ids import Ids, compute_block_keys
+from .unit import DamagedUnitError, Unit, parse_unit
+from .units import StoreBackend
 
 
 def read_layers(
-    units: Units, space: Space, found: Found, ids: Ids, notes: list[str], threads: int | None
+    backend: StoreBackend,
+    namespace: Namespace,
+    prefix_match: PrefixMatch,
+    ids: Ids,
+    notes: list[str],
+    threads: int | None,
 ) -> list[LayerCache] | None:
     """K and V of the beginning of a text that was found.
 
@@ -25,33 +30,35 @@ def read_layers(
     -------
     None where a unit is not what it should be: it is discarded, which `notes` says, and is not found again.
     """
-    most = (blocks_in_unit(space, units.block_tokens) + 1) * units.block_tokens
-    numbers = units_of(found.places)
-    held = dict(zip(numbers, units.read(numbers), strict=True))
-    stretches: list[Stretch] = []
-    begin, key = 0, space.key
-    for place in found.places:
+    max_tokens = (count_blocks_per_unit(namespace, backend.block_tokens) + 1) * backend.block_tokens
+    unit_ids = list_units(prefix_match.slices)
+    data_by_unit = dict(zip(unit_ids, backend.read_units(unit_ids), strict=True))
+    slices: list[LoadedSlice] = []
+    begin_token, key = 0, namespace.key
+    for unit_slice in prefix_match.slices:
         try:
-            data = held[place.unit]
+            data = data_by_unit[unit_slice.unit]
             if data is None:
-                raise DamagedError("its file is gone or cannot be read")
-            unit = parse(data)
-            check_unit(unit, space, ids[begin : begin + place.take], place.skip, most)
-            key = _key_behind(unit, place, key, units.block_tokens)
-        except DamagedError as error:
-            units.discard(place.unit, str(error), notes)
+                raise DamagedUnitError("its file is gone or cannot be read")
+            unit = parse_unit(data)
+            check_unit_matches(
+                unit, namespace, ids[begin_token : begin_token + unit_slice.take], unit_slice.skip, max_tokens
+            )
+            key = _compute_end_key(unit, unit_slice, key, backend.block_tokens)
+        except DamagedUnitError as error:
+            backend.quarantine(unit_slice.unit, str(error), notes)
             return None
-        stretches.append(Stretch(unit, place.skip, place.take))
-        begin += place.take
+        slices.append(LoadedSlice(unit, unit_slice.skip, unit_slice.take))
+        begin_token += unit_slice.take
     try:
-        return decode_stretches(space, stretches, threads, tables=units.tables)
-    except DamagedStretchError as error:
-        units.discard(found.places[error.number].unit, str(error), notes)
+        return decode_slices(namespace, slices, threads, tables=backend.tables)
+    except DamagedSliceError as error:
+        backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
         return None
 
 
 def read_state(
-    units: Units, space: Space, number: int, text: Text, notes: list[str]
+    backend: StoreBackend, namespace: Namespace, unit_id: int, sequence: TokenSequence, notes: list[str]
 ) -> tuple[list[LayerCache], list[OpaqueState]] | None:
     """Rows of windows, and opaque state, of all of a text.
 
@@ -60,24 +67,24 @@ def read_state(
     None where it is not what it should be: it is discarded, which `notes` says, and is not found again.
     """
     try:
-        (data,) = units.read([number])
+        (data,) = backend.read_units([unit_id])
         if data is None:
-            raise DamagedError("its file is gone or cannot be read")
+            raise DamagedUnitError("its file is gone or cannot be read")
         state = parse_state(data)
-        parent, rest = text.end(text.ids.size)
-        if state.tokens != text.ids.size or state.parent != parent or not np.array_equal(state.ids, rest):
-            raise DamagedError("is of another prefix than the index says")
-        return decode_state(state, space)
-    except DamagedError as error:
-        units.discard(number, str(error), notes)
+        parent, last_ids = sequence.get_end(sequence.ids.size)
+        if state.tokens != sequence.ids.size or state.parent != parent or not np.array_equal(state.ids, last_ids):
+            raise DamagedUnitError("is of another prefix than the index says")
+        return decode_state(state, namespace)
+    except DamagedUnitError as error:
+        backend.quarantine(unit_id, str(error), notes)
         return None
 
 
-def _key_behind(unit: Unit, place: Place, before: bytes, block_tokens: int) -> bytes:
-    """The key of the last whole block that is taken of a unit; its first must follow the one with the key `before`, as
-    the same tokens may stand behind other ones, too.
+def _compute_end_key(unit: Unit, unit_slice: UnitSlice, expected_key: bytes, block_tokens: int) -> bytes:
+    """The key of the last whole block that is taken of a unit; its first must follow the one with the key
+    `expected_key`, as the same tokens may stand behind other ones, too.
     """
-    keys = [unit.parent, *block_keys(unit.parent, unit.ids[: place.skip + place.take], block_tokens)]
-    if keys[place.skip // block_tokens] != before:
-        raise DamagedError("follows other tokens than the index says")
+    keys = [unit.parent, *compute_block_keys(unit.parent, unit.ids[: unit_slice.skip + unit_slice.take], block_tokens)]
+    if keys[unit_slice.skip // block_tokens] != expected_key:
+        raise DamagedUnitError("follows other tokens than the index says")
     return keys[-1]

@@ -15,18 +15,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import KvmnnError, OutputError, SourceError
-from .beside import FILE_NAME as SETTINGS
-from .beside import Beside, settings_wanted
-from .rows import Cursor, Word, WrongRowError
+from .beside import SETTINGS_FILE, RecoveryFiles, explain_settings
+from .rows import InvalidRowError, ValidatingCursor, WordRow
 from .token_ids import MAX_TOKENS
 
-FILE_NAME = "index.sqlite"
-BUSY_SECONDS = 30.0
+INDEX_FILE = "index.sqlite"
+BUSY_TIMEOUT_SECONDS = 30.0
 """How long another process's transaction is waited for."""
 
-_APPLICATION = 0x4B564D53
-_VERSION = 1
-_TABLES = {
+_APPLICATION_ID = 0x4B564D53
+_INDEX_VERSION = 1
+_TABLE_STATEMENTS = {
     "state": """CREATE TABLE state (
         one INTEGER PRIMARY KEY, block_tokens INTEGER NOT NULL, tick INTEGER NOT NULL, bytes INTEGER NOT NULL)""",
     "space": "CREATE TABLE space (id INTEGER PRIMARY KEY, key BLOB NOT NULL UNIQUE, document TEXT NOT NULL)",
@@ -47,19 +46,19 @@ _TABLES = {
 the text before it, `used` the tick of its last use: uses are counted, and no clock is asked. block: `number` in its
 unit. branch: the key of the block before a unit and the ids of the unit's first own block, which sort as text."""
 
-_BUSY = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
-_DISK = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
+_BUSY_CODES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+_DISK_CODES = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
 """What SQLite says that is not damage: another process writes, or the disk."""
-_NAME = re.compile(r"index(?:-(\d{1,9}))?\.sqlite")
+_INDEX_NAME_REGEX = re.compile(r"index(?:-(\d{1,9}))?\.sqlite")
 """Of an index; each that was made anew has a higher number, and the highest holds. A name is never used twice: SQLite
 writes and removes files beside a database by its name."""
 
-_READ = "BEGIN"
-_TO_WAL = "PRAGMA journal_mode = WAL"
-_IN_PLACE_MILLISECONDS = 2000  # others that have the index open keep it: waiting longer is of no use
+_BEGIN_READ = "BEGIN"
+_SET_WAL_MODE = "PRAGMA journal_mode = WAL"
+_IN_PLACE_TIMEOUT_MILLISECONDS = 2000  # others that have the index open keep it: waiting longer is of no use
 _MAX_VALUE_BYTES = 4 * MAX_TOKENS + (1 << 20)  # the ids of a session, which need not become smaller
 
-_forgotten: list[sqlite3.Connection] = []
+_parent_connections: list[sqlite3.Connection] = []
 """Of a parent process: to close them in its child would let go of the parent's locks."""
 
 
@@ -71,24 +70,24 @@ class _NotOursError(SourceError):
     """A database that is not an index."""
 
 
-def newest(folder: Path) -> tuple[int, Path | None]:
+def find_newest_index(folder: Path) -> tuple[int, Path | None]:
     """The highest number that an index of this folder ever had, and the index, if there is one."""
-    highest, found = 0, -1
+    max_number, newest_number = 0, -1
     with suppress(OSError):
-        for match in filter(None, map(_NAME.match, os.listdir(folder))):
+        for match in filter(None, map(_INDEX_NAME_REGEX.match, os.listdir(folder))):
             number = int(match[1] or 0)
-            highest = max(highest, number)
+            max_number = max(max_number, number)
             if match.end() == len(match.string):
-                found = max(found, number)
-    return highest, None if found < 0 else folder / index_name(found)
+                newest_number = max(newest_number, number)
+    return max_number, None if newest_number < 0 else folder / make_index_name(newest_number)
 
 
-def index_name(number: int) -> str:
+def make_index_name(number: int) -> str:
     """The file name of an index."""
-    return f"index-{number}.sqlite" if number else FILE_NAME
+    return f"index-{number}.sqlite" if number else INDEX_FILE
 
 
-class Index:
+class StoreIndex:
     """A connection to the index, shared by the threads of a process.
 
     Parameters
@@ -113,27 +112,27 @@ class Index:
     def __init__(
         self, folder: Path, *, block_tokens: int | None, read_only: bool, rebuild: Callable[[str, Path | None], bool]
     ) -> None:
-        self.path = folder / FILE_NAME
+        self.path = folder / INDEX_FILE
         self.folder = folder
         self.read_only = read_only
         self._rebuild = rebuild
-        self.full = ""
+        self.write_error = ""
         """Why it is open for reading alone where it should not be, such as a full disk; it is tried again each time."""
-        self._damage = ""
+        self._damage_reason = ""
         self._lock = threading.RLock()
         self._process = os.getpid()
-        self._closed = False
-        with self._naming():
-            self._connection = self._open(block_tokens)
+        self._is_closed = False
+        with self._translate_errors():
+            self._connection = self._open_newest(block_tokens)
 
     @contextmanager
-    def reading(self) -> Iterator[Cursor]:
+    def begin_reading(self) -> Iterator[ValidatingCursor]:
         """A transaction that sees the index as it is now, whatever others write meanwhile."""
-        with self._transaction(_READ) as cursor:
+        with self._transaction(_BEGIN_READ) as cursor:
             yield cursor
 
     @contextmanager
-    def writing(self) -> Iterator[Cursor]:
+    def begin_writing(self) -> Iterator[ValidatingCursor]:
         """A transaction that alone writes; undone where the block fails."""
         if self.read_only:
             raise OutputError(f"{self.folder}: is open for reading only")
@@ -141,7 +140,7 @@ class Index:
             yield cursor
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def write_in_place(self) -> Iterator[None]:
         """Write without a journal file meanwhile, which needs no room on a full disk.
 
         The journal in memory does not survive a crash; the index is made anew then.
@@ -151,39 +150,39 @@ class Index:
         OutputError, KvmnnError
             Where another process uses the index, or it cannot be written either.
         """
-        with self._lock, self._naming():
-            self._usable().close()
+        with self._lock, self._translate_errors():
+            self._get_connection().close()
             try:
-                self._connection = self._opened_in_place()
+                self._connection = self._open_in_place()
                 yield
             finally:
                 with suppress(sqlite3.Error):
-                    self._connection.execute(_TO_WAL)
+                    self._connection.execute(_SET_WAL_MODE)
                 self._connection.close()
-                self._connection = self._open(None)
+                self._connection = self._open_newest(None)
 
-    def clean(self) -> None:
+    def vacuum(self) -> None:
         """Give back the room of what was removed."""
-        with self._lock, self._naming():
-            self._usable().execute("PRAGMA incremental_vacuum").fetchall()
-            self._usable().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        with self._lock, self._translate_errors():
+            self._get_connection().execute("PRAGMA incremental_vacuum").fetchall()
+            self._get_connection().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
-    def check(self) -> None:
+    def check_integrity(self) -> None:
         """`DamagedIndexError` where SQLite finds the file damaged; all of it is read."""
-        with self.reading() as cursor:
-            found = cursor.need_row(Word, "PRAGMA integrity_check(1)").value
-        if found != "ok":
-            raise self.damaged(" ".join(found.split()))
+        with self.begin_reading() as cursor:
+            result = cursor.require_row(WordRow, "PRAGMA integrity_check(1)").value
+        if result != "ok":
+            raise self.mark_damaged(" ".join(result.split()))
 
-    def damaged(self, what: str) -> DamagedIndexError:
+    def mark_damaged(self, reason: str) -> DamagedIndexError:
         """What to raise for an index that is wrong; it is made anew when it is next asked."""
-        self._damage = what
-        end = (
+        self._damage_reason = reason
+        advice = (
             "open the store for writing (kvmnn store verify), and it is made anew"
             if self.read_only
             else "remove the store: it is a cache"
         )
-        return DamagedIndexError(f"{self.path}: is damaged ({what}); {end}")
+        return DamagedIndexError(f"{self.path}: is damaged ({reason}); {advice}")
 
     @property
     def nbytes(self) -> int:
@@ -194,22 +193,22 @@ class Index:
     def close(self) -> None:
         """Nothing more is asked."""
         with self._lock:
-            if not self._closed and self._process == os.getpid():
+            if not self._is_closed and self._process == os.getpid():
                 self._connection.close()
-            self._closed = True
+            self._is_closed = True
 
     @contextmanager
-    def _transaction(self, begin: str) -> Iterator[Cursor]:
-        self._after_fork()
-        with self._lock, self._naming():
-            self._renew()
-            if self.full and begin != _READ:
-                raise OutputError(f"{self.path}: cannot be written: {self.full}")
-            connection = self._usable()
+    def _transaction(self, begin: str) -> Iterator[ValidatingCursor]:
+        self._reopen_after_fork()
+        with self._lock, self._translate_errors():
+            self._reopen_if_replaced()
+            if self.write_error and begin != _BEGIN_READ:
+                raise OutputError(f"{self.path}: cannot be written: {self.write_error}")
+            connection = self._get_connection()
             cursor = connection.cursor()
             cursor.execute(begin)
             try:
-                yield Cursor(cursor)
+                yield ValidatingCursor(cursor)
                 cursor.execute("COMMIT")
             except BaseException:
                 if connection.in_transaction:
@@ -218,179 +217,186 @@ class Index:
 
     def check_open(self) -> None:
         """`KvmnnError` for an index that was closed."""
-        if self._closed:
+        if self._is_closed:
             raise KvmnnError(f"{self.folder}: the store is closed")
 
-    def _usable(self) -> sqlite3.Connection:
+    def _get_connection(self) -> sqlite3.Connection:
         self.check_open()
         return self._connection
 
-    def _after_fork(self) -> None:
+    def _reopen_after_fork(self) -> None:
         if self._process != os.getpid():
-            _forgotten.append(self._connection)
+            _parent_connections.append(self._connection)
             self._lock, self._process = threading.RLock(), os.getpid()
-            with self._naming():
-                self._connection = self._open(None)
+            with self._translate_errors():
+                self._connection = self._open_newest(None)
 
-    def _renew(self) -> None:
+    def _reopen_if_replaced(self) -> None:
         """Take the index that others have made anew, or make it anew where it is gone or damaged."""
         try:
-            gone = not os.path.samestat(os.stat(self.path), self._stat)
+            is_replaced = not os.path.samestat(os.stat(self.path), self._stat)
         except OSError:
-            gone = True
-        if not self._closed and (gone or self.full or (self._damage and not self.read_only)):
+            is_replaced = True
+        if not self._is_closed and (is_replaced or self.write_error or (self._damage_reason and not self.read_only)):
             self._connection.close()
-            self._connection = self._open(None)
+            self._connection = self._open_newest(None)
 
-    def _open(self, block_tokens: int | None) -> sqlite3.Connection:
+    def _open_newest(self, block_tokens: int | None) -> sqlite3.Connection:
         """A connection to the newest index; one that is lost or damaged is made anew if it can be."""
-        _, path = newest(self.folder)
-        what = self._damage if path == self.path else ""
-        self.path = path or self.folder / FILE_NAME
+        _, path = find_newest_index(self.folder)
+        damage = self._damage_reason if path == self.path else ""
+        self.path = path or self.folder / INDEX_FILE
         if path is None:
-            what = f"{self.path.name} is gone"
-        self.full = ""
-        if not what:
+            damage = f"{self.path.name} is gone"
+        self.write_error = ""
+        if not damage:
             try:
-                return self._opened(block_tokens)
+                return self._open_connection(block_tokens)
             except (sqlite3.Error, UnicodeDecodeError, _NotOursError) as error:
-                is_damage = not isinstance(error, sqlite3.Error) or _code(error) not in (*_BUSY, *_DISK)
-                if not self.read_only and isinstance(error, sqlite3.Error) and _code(error) in _DISK:
-                    self.full = str(error)
+                is_damage = not isinstance(error, sqlite3.Error) or _get_error_code(error) not in (
+                    *_BUSY_CODES,
+                    *_DISK_CODES,
+                )
+                if not self.read_only and isinstance(error, sqlite3.Error) and _get_error_code(error) in _DISK_CODES:
+                    self.write_error = str(error)
                     with suppress(sqlite3.Error, SourceError):
-                        return self._opened(None)
+                        return self._open_connection(None)
                 if not is_damage or self.read_only or not self._rebuild(str(error), path):
                     if not isinstance(error, _NotOursError):
                         raise
-                    if self.read_only and Beside(self.folder).is_there:
-                        raise self.damaged(str(error)) from None
+                    if self.read_only and RecoveryFiles(self.folder).exists:
+                        raise self.mark_damaged(str(error)) from None
                     raise SourceError(f"{self.folder}: is not a prefix store: {error}") from None
-        elif self.read_only or not self._rebuild(what, path):
-            if path is not None or (self.read_only and Beside(self.folder).is_there):
-                raise self.damaged(what)
+        elif self.read_only or not self._rebuild(damage, path):
+            if path is not None or (self.read_only and RecoveryFiles(self.folder).exists):
+                raise self.mark_damaged(damage)
             if block_tokens is None or self.read_only:
-                found = f"it has no {FILE_NAME}" if self.folder.is_dir() else "there is no such directory"
-                if Beside(self.folder).has_units_alone:
-                    found += f", but units: {settings_wanted(SETTINGS)}"
-                raise SourceError(f"{self.folder}: is not a prefix store: {found}")
+                problem = f"it has no {INDEX_FILE}" if self.folder.is_dir() else "there is no such directory"
+                if RecoveryFiles(self.folder).has_only_units:
+                    problem += f", but units: {explain_settings(SETTINGS_FILE)}"
+                raise SourceError(f"{self.folder}: is not a prefix store: {problem}")
             try:
-                return self._opened(block_tokens)
+                return self._open_connection(block_tokens)
             except sqlite3.Error:
                 with suppress(OSError):  # of a full disk nothing is left that looks like a store
                     if not self.path.stat().st_size:
                         self.path.unlink()
                 raise
-        self.path = newest(self.folder)[1] or self.path
-        return self._opened(None)
+        self.path = find_newest_index(self.folder)[1] or self.path
+        return self._open_connection(None)
 
-    def _opened(self, block_tokens: int | None) -> sqlite3.Connection:
-        connection = self._connect()
+    def _open_connection(self, block_tokens: int | None) -> sqlite3.Connection:
+        connection = self._connect_for_mode()
         try:
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("PRAGMA synchronous = NORMAL")  # a cache need not outlive a power cut to the second
-            if not self._reads_only and connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION,):
+            if not self._is_read_only and connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION_ID,):
                 # where the folder is a store the index was lost, and an empty one would lose all that is stored
-                make(connection, None if Beside(self.folder).is_there else block_tokens)
-            self._check(connection)
-            if not self._reads_only and connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):
+                create_tables(connection, None if RecoveryFiles(self.folder).exists else block_tokens)
+            self._check_schema(connection)
+            if not self._is_read_only and connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):
                 with suppress(sqlite3.Error):  # what `in_place` has left on a full disk
-                    connection.execute(_TO_WAL)
+                    connection.execute(_SET_WAL_MODE)
             self._stat = os.stat(self.path)
-            self._damage = ""
+            self._damage_reason = ""
         except BaseException:
             connection.close()
             raise
         return connection
 
-    def _opened_in_place(self) -> sqlite3.Connection:
-        connection = self._connected(f"{self.path.absolute().as_uri()}?mode=rw")
+    def _open_in_place(self) -> sqlite3.Connection:
+        connection = self._connect_uri(f"{self.path.absolute().as_uri()}?mode=rw")
         try:
-            connection.execute(f"PRAGMA busy_timeout = {_IN_PLACE_MILLISECONDS}")
+            connection.execute(f"PRAGMA busy_timeout = {_IN_PLACE_TIMEOUT_MILLISECONDS}")
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # of others the index needs a file with their locks
             connection.execute("PRAGMA journal_mode = MEMORY").fetchone()
-            self._check(connection)
+            self._check_schema(connection)
         except BaseException:
             connection.close()
             raise
-        self.full = ""
+        self.write_error = ""
         return connection
 
     @property
-    def _reads_only(self) -> bool:
-        return self.read_only or bool(self.full)
+    def _is_read_only(self) -> bool:
+        return self.read_only or bool(self.write_error)
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect_for_mode(self) -> sqlite3.Connection:
         if self.path.exists() and not self.path.is_file():  # SQLite would wait for somebody to write into a pipe
             raise SourceError(f"{self.path}: is not a regular file")
-        name = self.path.absolute().as_uri()
-        if not self._reads_only:
-            return self._connected(name)
-        connection = self._connected(f"{name}?mode=ro")
+        uri = self.path.absolute().as_uri()
+        if not self._is_read_only:
+            return self._connect_uri(uri)
+        connection = self._connect_uri(f"{uri}?mode=ro")
         try:
             connection.execute("PRAGMA schema_version").fetchone()
         except sqlite3.OperationalError:  # nobody writes, and nothing can be written beside it
             connection.close()
-            connection = self._connected(f"{name}?mode=ro&immutable=1")
+            connection = self._connect_uri(f"{uri}?mode=ro&immutable=1")
         return connection
 
-    def _connected(self, name: str) -> sqlite3.Connection:
+    def _connect_uri(self, uri: str) -> sqlite3.Connection:
         connection = sqlite3.connect(
-            name, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True
+            uri, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False, uri=True
         )
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)  # a damaged length is refused unread
         return connection
 
-    def _check(self, connection: sqlite3.Connection) -> None:
+    def _check_schema(self, connection: sqlite3.Connection) -> None:
         """Only this version's tables are asked anything."""
-        application, version = (
+        application_id, version = (
             connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
         )
-        if application != _APPLICATION:
+        if application_id != _APPLICATION_ID:
             is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,)
             raise _NotOursError(self.path.name + (" is empty" if is_empty else " is another's"))
-        if version != _VERSION:
-            raise SourceError(f"{self.folder}: is a prefix store of version {version}: expected {_VERSION}")
-        found = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"))
-        if found != _TABLES:
+        if version != _INDEX_VERSION:
+            raise SourceError(f"{self.folder}: is a prefix store of version {version}: expected {_INDEX_VERSION}")
+        table_statements = dict(
+            connection.execute("SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'")
+        )
+        if table_statements != _TABLE_STATEMENTS:
             raise _NotOursError(f"{self.path.name} has other tables")
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         """Errors of SQLite in kvmnn's words."""
         try:
             yield
         except sqlite3.Error as error:
-            raise self._error(error) from error
-        except (WrongRowError, UnicodeDecodeError) as error:  # names in a damaged schema need not be UTF-8
-            raise self.damaged(str(error)) from error
+            raise self._make_error(error) from error
+        except (InvalidRowError, UnicodeDecodeError) as error:  # names in a damaged schema need not be UTF-8
+            raise self.mark_damaged(str(error)) from error
 
-    def _error(self, error: sqlite3.Error) -> KvmnnError:
-        code = _code(error)
-        if code in _BUSY:
-            return KvmnnError(f"{self.folder}: another process has kept the index for {BUSY_SECONDS:.0f} seconds")
-        if code in _DISK:
+    def _make_error(self, error: sqlite3.Error) -> KvmnnError:
+        code = _get_error_code(error)
+        if code in _BUSY_CODES:
+            return KvmnnError(
+                f"{self.folder}: another process has kept the index for {BUSY_TIMEOUT_SECONDS:.0f} seconds"
+            )
+        if code in _DISK_CODES:
             return OutputError(f"{self.path}: cannot be written: {error}")
-        return self.damaged(str(error))
+        return self.mark_damaged(str(error))
 
 
-def _code(error: sqlite3.Error) -> int:
+def _get_error_code(error: sqlite3.Error) -> int:
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
-def make(connection: sqlite3.Connection, block_tokens: int | None) -> None:
+def create_tables(connection: sqlite3.Connection, block_tokens: int | None) -> None:
     """Make the tables where nobody else has; what is another's file is left as it is."""
     if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and block_tokens is not None:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-        connection.execute(_TO_WAL).fetchone()
+        connection.execute(_SET_WAL_MODE).fetchone()
     connection.execute("BEGIN IMMEDIATE")
     try:
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and block_tokens is not None:
-            for text in _TABLES.values():
-                connection.execute(text)
+            for statement in _TABLE_STATEMENTS.values():
+                connection.execute(statement)
             connection.execute("INSERT INTO state VALUES (1, ?, 0, 0)", (block_tokens,))
-            connection.execute(f"PRAGMA application_id = {_APPLICATION}")
-            connection.execute(f"PRAGMA user_version = {_VERSION}")
+            connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {_INDEX_VERSION}")
         connection.execute("COMMIT")
     finally:
         if connection.in_transaction:

@@ -5,26 +5,26 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ..checks import shown, whole
+from ..checks import repr_short, validate_int
 from ..errors import KvmnnError, MissingDependencyError, OptionError
-from ..files.urls import SCHEME, without_secret
-from .beside import CODECS, MAX_BLOCK_TOKENS, Settings, check_settings
-from .directory_units import DirectoryUnits
-from .remote import RemoteUnits
-from .remote.object_values import ObjectValues
-from .remote.redis_values import RedisValues
-from .remote.values import Patient, Values
-from .units import Units
+from ..files.urls import URL_SCHEME_PATTERN, redact_url
+from .beside import MAX_BLOCK_TOKENS, STORE_CODECS, StoreSettings, check_settings_match
+from .directory_units import DirectoryBackend
+from .remote import RemoteBackend
+from .remote.object_values import ObjectStoreValues
+from .remote.redis_values import RedisStoreValues
+from .remote.values import CircuitBreaker, KeyValueStore
+from .units import StoreBackend
 
-BLOCK_TOKENS = 64
-CODEC = "dense"
-RAM_BYTES = 256 << 20
-TIMEOUT = 5.0
+DEFAULT_BLOCK_TOKENS = 64
+DEFAULT_CODEC = "dense"
+DEFAULT_CACHE_BYTES = 256 << 20
+DEFAULT_TIMEOUT_SECONDS = 5.0
 
-_REDIS = ("redis", "rediss", "unix", "valkey", "valkeys")
+_REDIS_SCHEMES = ("redis", "rediss", "unix", "valkey", "valkeys")
 
 
-def open_units(
+def open_backend(
     url: str | os.PathLike[str],
     *,
     max_bytes: int | None,
@@ -34,44 +34,44 @@ def open_units(
     timeout: float | None,
     read_only: bool,
     create: bool,
-) -> Units:
+) -> StoreBackend:
     """The units at a URL; parameters and errors as `PrefixStore`."""
     if block_tokens is not None:
-        block_tokens = whole(block_tokens, "block_tokens", 1, MAX_BLOCK_TOKENS)
+        block_tokens = validate_int(block_tokens, "block_tokens", 1, MAX_BLOCK_TOKENS)
     if max_bytes is not None:
-        max_bytes = whole(max_bytes, "max_bytes", 1)
-    if codec not in (None, *CODECS):
-        raise OptionError(f"codec is {shown(codec)}: expected one of {', '.join(CODECS)}")
-    made = Settings(block_tokens or BLOCK_TOKENS, codec or CODEC) if create else None
+        max_bytes = validate_int(max_bytes, "max_bytes", 1)
+    if codec not in (None, *STORE_CODECS):
+        raise OptionError(f"codec is {repr_short(codec)}: expected one of {', '.join(STORE_CODECS)}")
+    new_settings = StoreSettings(block_tokens or DEFAULT_BLOCK_TOKENS, codec or DEFAULT_CODEC) if create else None
     name = os.fspath(url)
     if not name:
         raise OptionError("the store has no name: expected a directory, or a URL")
-    found = SCHEME.match(name)
-    if found is None:
+    scheme_match = URL_SCHEME_PATTERN.match(name)
+    if scheme_match is None:
         if ram_bytes is not None or timeout is not None:
             raise OptionError(f"{name}: ram_bytes and timeout are for stores past this machine, not for a directory")
-        units = DirectoryUnits(Path(name), settings=made, max_bytes=max_bytes, read_only=read_only)
+        units = DirectoryBackend(Path(name), settings=new_settings, max_bytes=max_bytes, read_only=read_only)
         try:
-            check_settings(name, Settings(units.block_tokens, units.codec), block_tokens, codec)
+            check_settings_match(name, StoreSettings(units.block_tokens, units.codec), block_tokens, codec)
         except OptionError:
             units.close()
             raise
         return units
-    label = without_secret(name)
-    return RemoteUnits(
-        Patient(_values(found[1], name, label, _seconds(timeout)), label),
+    label = redact_url(name)
+    return RemoteBackend(
+        CircuitBreaker(_open_key_values(scheme_match[1], name, label, _validate_timeout(timeout)), label),
         block_tokens=block_tokens,
         codec=codec,
-        made=made,
-        ram_bytes=RAM_BYTES if ram_bytes is None else whole(ram_bytes, "ram_bytes", 0),
+        new_settings=new_settings,
+        ram_bytes=DEFAULT_CACHE_BYTES if ram_bytes is None else validate_int(ram_bytes, "ram_bytes", 0),
         read_only=read_only,
         max_bytes=max_bytes,
     )
 
 
-def _values(scheme: str, url: str, label: str, timeout: float) -> Values:
+def _open_key_values(scheme: str, url: str, label: str, timeout: float) -> KeyValueStore:
     try:
-        return (RedisValues if scheme in _REDIS else ObjectValues)(url, timeout)
+        return (RedisStoreValues if scheme in _REDIS_SCHEMES else ObjectStoreValues)(url, timeout)
     except KvmnnError:
         raise
     except ImportError as error:  # fsspec's protocols are packages of their own
@@ -82,9 +82,9 @@ def _values(scheme: str, url: str, label: str, timeout: float) -> Values:
         ) from error
 
 
-def _seconds(timeout: float | None) -> float:
+def _validate_timeout(timeout: float | None) -> float:
     if timeout is None:
-        return TIMEOUT
+        return DEFAULT_TIMEOUT_SECONDS
     if isinstance(timeout, bool) or not isinstance(timeout, int | float):
         raise TypeError(f"timeout must be a number of seconds, not {type(timeout).__name__}")
     if not 0 < timeout <= 3600:

@@ -14,32 +14,32 @@ import numpy as np
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import Bytes
 from ..errors import SourceError
-from ..files.json_document import parse
+from ..files.json_document import parse_document
 from ..files.mapped import MappedFile
 from ..files.output import FileOutput
-from ..frames.hashing import checksum
-from .decoding import DamagedStretchError, Stretch, check_unit, decode_stretches
-from .lookup import Place
-from .space import Space, from_json
-from .table_sets import MOST_BYTES, KeptTables, TableSets
+from ..frames.hashing import integrity_checksum
+from .decoding import DamagedSliceError, LoadedSlice, check_unit_matches, decode_slices
+from .lookup import UnitSlice
+from .space import Namespace, parse_namespace
+from .table_sets import MAX_TABLE_SETS_BYTES, TableSetCache, TableSets
 from .token_ids import MAX_TOKENS, Ids
-from .unit import DamagedError
-from .unit import parse as parse_unit
+from .unit import DamagedUnitError
+from .unit import parse_unit as parse_unit
 
-MAGIC = b"KVMNNPX2"
-_UNCHECKED = b"KVMNNPX1"
+EXPORT_MAGIC = b"KVMNNPX2"
+_EXPORT_MAGIC_V1 = b"KVMNNPX1"
 """Of files whose document has no checksum, as kvmnn wrote them at first."""
-_SIZE = struct.Struct("<I")
-_CHECKSUM = struct.Struct("<Q")
+_SIZE_STRUCT = struct.Struct("<I")
+_CHECKSUM_STRUCT = struct.Struct("<Q")
 _MAX_UNITS = 1 << 20
 _MAX_TABLES = 1 << 10
-_MAX_DOCUMENT = 64 << 20
+_MAX_DOCUMENT_BYTES = 64 << 20
 
 
-def write(
+def write_exported(
     path: str | os.PathLike[str],
-    space: Space,
-    places: list[tuple[Place, Bytes]],
+    namespace: Namespace,
+    unit_slices: list[tuple[UnitSlice, Bytes]],
     tables: Sequence[TableSets],
     *,
     force: bool,
@@ -47,19 +47,30 @@ def write(
     """Write the units of a text and their tables behind a document that says which tokens of each unit
     are meant; bytes.
     """
-    units = [{"bytes": data.size, "skip": place.skip, "take": place.take} for place, data in places]
-    kept = [{"bytes": len(each.data), "key": each.key.hex()} for each in tables]
-    about: dict[str, Any] = {"space": space.to_json(), "units": units, **({"tables": kept} if kept else {})}
-    document = json.dumps(about).encode()
+    unit_entries = [
+        {"bytes": data.size, "skip": unit_slice.skip, "take": unit_slice.take} for unit_slice, data in unit_slices
+    ]
+    table_entries = [{"bytes": len(table_set.data), "key": table_set.key.hex()} for table_set in tables]
+    header: dict[str, Any] = {
+        "space": namespace.to_json(),
+        "units": unit_entries,
+        **({"tables": table_entries} if table_entries else {}),
+    }
+    document = json.dumps(header).encode()
     with FileOutput(path, force=force) as output:
-        output.file.write(MAGIC + _SIZE.pack(len(document)) + _CHECKSUM.pack(checksum(document)) + document)
-        for _, data in places:
+        output.file.write(
+            EXPORT_MAGIC
+            + _SIZE_STRUCT.pack(len(document))
+            + _CHECKSUM_STRUCT.pack(integrity_checksum(document))
+            + document
+        )
+        for _, data in unit_slices:
             output.file.write(data.data)
-        for each in tables:
-            output.file.write(each.data)
+        for table_set in tables:
+            output.file.write(table_set.data)
         output.commit()
-    nbytes = sum(data.size for _, data in places) + sum(len(each.data) for each in tables)
-    return len(MAGIC) + _SIZE.size + _CHECKSUM.size + len(document) + nbytes
+    nbytes = sum(data.size for _, data in unit_slices) + sum(len(table_set.data) for table_set in tables)
+    return len(EXPORT_MAGIC) + _SIZE_STRUCT.size + _CHECKSUM_STRUCT.size + len(document) + nbytes
 
 
 def read_exported(path: str | os.PathLike[str], threads: int | None = None) -> tuple[str, Ids, list[LayerCache]]:
@@ -75,53 +86,60 @@ def read_exported(path: str | os.PathLike[str], threads: int | None = None) -> t
         For a file that is none, or is damaged.
     """
     file = MappedFile(Path(path))
-    document, begin = _document(file)
-    root = parse(document, file.label, _MAX_DOCUMENT)
-    space = from_json(root.at("space").text(), f"{file.label}: space")
-    stretches: list[Stretch] = []
+    document, begin_byte = _read_document(file)
+    root = parse_document(document, file.label, _MAX_DOCUMENT_BYTES)
+    namespace = parse_namespace(root.get("space").read_str(), f"{file.label}: space")
+    slices: list[LoadedSlice] = []
     tokens = 0
-    for number, node in enumerate(root.at("units").items(least=1, most=_MAX_UNITS)):
-        nbytes, skip, take = node.at("bytes").integer(1), node.at("skip").integer(0), node.at("take").integer(1)
+    for unit_index, node in enumerate(root.get("units").read_list(min_len=1, max_len=_MAX_UNITS)):
+        nbytes, skip, take = node.get("bytes").read_int(1), node.get("skip").read_int(0), node.get("take").read_int(1)
         try:
-            unit = parse_unit(file.view(begin, nbytes))
+            unit = parse_unit(file.view(begin_byte, nbytes))
             if max(skip, take) > MAX_TOKENS or skip + take > unit.ids.size:
-                raise DamagedError(f"has {unit.ids.size:,} tokens: {skip + take:,} are asked for")
-            check_unit(unit, space, unit.ids, 0, MAX_TOKENS)
+                raise DamagedUnitError(f"has {unit.ids.size:,} tokens: {skip + take:,} are asked for")
+            check_unit_matches(unit, namespace, unit.ids, 0, MAX_TOKENS)
             if unit.start + skip != tokens:
-                raise DamagedError(f"holds tokens from {unit.start + skip:,} on: those from {tokens:,} on are missing")
-        except DamagedError as error:
-            raise SourceError(f"{file.label}: unit {number} {error}") from None
-        stretches.append(Stretch(unit, skip, take))
-        begin += nbytes
+                raise DamagedUnitError(
+                    f"holds tokens from {unit.start + skip:,} on: those from {tokens:,} on are missing"
+                )
+        except DamagedUnitError as error:
+            raise SourceError(f"{file.label}: unit {unit_index} {error}") from None
+        slices.append(LoadedSlice(unit, skip, take))
+        begin_byte += nbytes
         tokens += take
-    kept: dict[str, bytes] = {}
-    for node in root.at("tables").items(most=_MAX_TABLES) if "tables" in root.value else ():
-        nbytes = node.at("bytes").integer(1)
-        if nbytes > MOST_BYTES:
-            raise node.at("bytes").wrong(f"at most {MOST_BYTES}")
-        name = f"{space.key.hex()}-{node.at('key').text()}"
-        kept[name] = file.view(begin, nbytes).tobytes()
-        begin += nbytes
-    if begin != file.size:
-        raise SourceError(f"{file.label}: has {file.size - begin:,} bytes behind its units")
+    tables_by_name: dict[str, bytes] = {}
+    for node in root.get("tables").read_list(max_len=_MAX_TABLES) if "tables" in root.value else ():
+        nbytes = node.get("bytes").read_int(1)
+        if nbytes > MAX_TABLE_SETS_BYTES:
+            raise node.get("bytes").error(f"at most {MAX_TABLE_SETS_BYTES}")
+        name = f"{namespace.key.hex()}-{node.get('key').read_str()}"
+        tables_by_name[name] = file.view(begin_byte, nbytes).tobytes()
+        begin_byte += nbytes
+    if begin_byte != file.size:
+        raise SourceError(f"{file.label}: has {file.size - begin_byte:,} bytes behind its units")
     try:
-        layers = decode_stretches(space, stretches, threads, tables=KeptTables(kept.get, tuple))
-    except DamagedStretchError as error:
-        raise SourceError(f"{file.label}: unit {error.number}: {error}") from None
-    ids = np.concatenate([unit.ids[skip : skip + take] for unit, skip, take in stretches])
-    return space.model, ids, layers
+        layers = decode_slices(namespace, slices, threads, tables=TableSetCache(tables_by_name.get, tuple))
+    except DamagedSliceError as error:
+        raise SourceError(f"{file.label}: unit {error.slice_index}: {error}") from None
+    ids = np.concatenate([unit.ids[skip : skip + take] for unit, skip, take in slices])
+    return namespace.model, ids, layers
 
 
-def _document(file: MappedFile) -> tuple[bytes, int]:
+def _read_document(file: MappedFile) -> tuple[bytes, int]:
     """The document, and where it ends."""
-    head = file.head(len(MAGIC) + _SIZE.size + _CHECKSUM.size)
-    begin = len(head) if head.startswith(MAGIC) else len(MAGIC) + _SIZE.size
-    if not head.startswith((MAGIC, _UNCHECKED)) or len(head) < len(MAGIC) + _SIZE.size + _CHECKSUM.size:
-        raise SourceError(f"{file.label}: is no exported prefix: it does not begin with {MAGIC.decode()}")
-    (size,) = _SIZE.unpack_from(head, len(MAGIC))
-    if size > _MAX_DOCUMENT or begin + size > file.size:
+    head = file.read_head(len(EXPORT_MAGIC) + _SIZE_STRUCT.size + _CHECKSUM_STRUCT.size)
+    begin_byte = len(head) if head.startswith(EXPORT_MAGIC) else len(EXPORT_MAGIC) + _SIZE_STRUCT.size
+    if (
+        not head.startswith((EXPORT_MAGIC, _EXPORT_MAGIC_V1))
+        or len(head) < len(EXPORT_MAGIC) + _SIZE_STRUCT.size + _CHECKSUM_STRUCT.size
+    ):
+        raise SourceError(f"{file.label}: is no exported prefix: it does not begin with {EXPORT_MAGIC.decode()}")
+    (size,) = _SIZE_STRUCT.unpack_from(head, len(EXPORT_MAGIC))
+    if size > _MAX_DOCUMENT_BYTES or begin_byte + size > file.size:
         raise SourceError(f"{file.label}: its document would have {size:,} bytes, the file has {file.size:,}")
-    document = file.view(begin, size).tobytes()
-    if head.startswith(MAGIC) and _CHECKSUM.unpack_from(head, len(MAGIC) + _SIZE.size)[0] != checksum(document):
+    document = file.view(begin_byte, size).tobytes()
+    if head.startswith(EXPORT_MAGIC) and _CHECKSUM_STRUCT.unpack_from(head, len(EXPORT_MAGIC) + _SIZE_STRUCT.size)[
+        0
+    ] != integrity_checksum(document):
         raise SourceError(f"{file.label}: its document does not match its checksum")
-    return document, begin + size
+    return document, begin_byte + size

@@ -16,29 +16,29 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from ..arrays.layer_cache import LayerCache
-from ..arrays.opaque_state import MAX_STATE_AXES, MAX_STATE_NAME, OpaqueState, make_state
+from ..arrays.opaque_state import MAX_STATE_AXES, MAX_STATE_NAME_CHARS, OpaqueState, make_state
 from ..dtypes import Bytes
 from ..errors import KvmnnError, SourceError
-from ..files.json_document import Node, parse
+from ..files.json_document import JsonReader, parse_document
 from ..frames import CodecOptions
-from ..frames.decoding import Decoder
-from ..frames.encoding import encode_words, sampled
-from ..frames.hashing import checksum, rows_checksum
-from ..frames.words import words_of
-from .encoding import token_bytes
-from .space import KEY_BYTES, Space
+from ..frames.decoding import FrameDecoder
+from ..frames.encoding import encode_elements, with_selected_predictors
+from ..frames.hashing import checksum_rows, integrity_checksum
+from ..frames.words import as_elements
+from .encoding import view_token_bytes
+from .space import KEY_BYTES, Namespace
 from .token_ids import MAX_TOKENS, Ids
-from .unit import DamagedError
+from .unit import DamagedUnitError
 
 STATE_MAGIC = b"KVMNNPS1"
 
-_FIELDS = struct.Struct(f"<8sIIII{KEY_BYTES}s{KEY_BYTES}s")
-_CHECKSUM = struct.Struct("<Q")
-_PIECE = np.dtype([("bytes", "<u8"), ("checksum", "<u8"), ("raw_checksum", "<u8")])
-_MAX_DOCUMENT = 16 << 20
+_STATE_STRUCT = struct.Struct(f"<8sIIII{KEY_BYTES}s{KEY_BYTES}s")
+_CHECKSUM_STRUCT = struct.Struct("<Q")
+_PIECE_DTYPE = np.dtype([("bytes", "<u8"), ("checksum", "<u8"), ("raw_checksum", "<u8")])
+_MAX_DOCUMENT_BYTES = 16 << 20
 _MAX_STATE_BYTES = 1 << 30
 _ZSTD_LEVEL = 3
-_RAW_BYTES = "raw_bytes"
+_RAW_BYTES_KEY = "raw_bytes"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,7 +47,7 @@ class PrefixState:
 
     Parameters
     ----------
-    space
+    namespace_key
         Key of the space.
     parent
         Key of the block before `ids`; that of the space at the beginning of a text.
@@ -55,51 +55,53 @@ class PrefixState:
         Tokens of the whole prefix: the one length at which this is valid.
     ids
         The last ids of the prefix, from the block behind `parent` on; at least one.
-    rows
-        Rows of each window, the last of the text, in the order of `Space.windows`.
-    states
-        Dtype, shape and bytes of each state, in the order of `Space.states`.
+    window_rows
+        Rows of each window, the last of the text, in the order of `Namespace.windows`.
+    state_specs
+        Dtype, shape and bytes of each state, in the order of `Namespace.states`.
     pieces
         Frames of K and of V of each window, if any, then the states, compressed.
-    sums
+    piece_sums
         Checksums of each piece, and of what it holds.
     """
 
-    space: bytes
+    namespace_key: bytes
     parent: bytes
     tokens: int
     ids: Ids
-    rows: tuple[int, ...]
-    states: tuple[tuple[str, tuple[int, ...], int], ...]
+    window_rows: tuple[int, ...]
+    state_specs: tuple[tuple[str, tuple[int, ...], int], ...]
     pieces: tuple[Bytes | bytes, ...]
-    sums: tuple[tuple[int, int], ...]
+    piece_sums: tuple[tuple[int, int], ...]
     raw_bytes: int
 
     @property
     def key(self) -> bytes:
         """What it is found by."""
-        return state_key(self.parent, self.ids)
+        return compute_state_key(self.parent, self.ids)
 
     def to_pieces(self) -> list[Bytes | bytes]:
         """The bytes of the file, in order."""
-        states = [{"dtype": dtype, "shape": list(shape), "bytes": size} for dtype, shape, size in self.states]
-        about = {"windows": list(self.rows), "states": states, _RAW_BYTES: self.raw_bytes}
-        document = json.dumps(about, separators=(",", ":")).encode()
+        states = [{"dtype": dtype, "shape": list(shape), "bytes": size} for dtype, shape, size in self.state_specs]
+        header = {"windows": list(self.window_rows), "states": states, _RAW_BYTES_KEY: self.raw_bytes}
+        document = json.dumps(header, separators=(",", ":")).encode()
         sizes = (self.tokens, self.ids.size, len(document), len(self.pieces))
-        rows = [(len(piece), *sums) for piece, sums in zip(self.pieces, self.sums, strict=True)]
-        head = _FIELDS.pack(STATE_MAGIC, *sizes, self.space, self.parent) + self.ids.astype("<u4").tobytes()
-        head += document + np.array(rows, _PIECE).tobytes()
-        return [head + _CHECKSUM.pack(checksum(head)), *self.pieces]
+        piece_rows = [(len(piece), *sums) for piece, sums in zip(self.pieces, self.piece_sums, strict=True)]
+        head = (
+            _STATE_STRUCT.pack(STATE_MAGIC, *sizes, self.namespace_key, self.parent) + self.ids.astype("<u4").tobytes()
+        )
+        head += document + np.array(piece_rows, _PIECE_DTYPE).tobytes()
+        return [head + _CHECKSUM_STRUCT.pack(integrity_checksum(head)), *self.pieces]
 
 
-def state_key(parent: bytes, ids: Ids) -> bytes:
+def compute_state_key(parent: bytes, ids: Ids) -> bytes:
     """The key of the state of a prefix that ends with `ids`, which follow the block with the key `parent`."""
     data = b"kvmnn prefix state" + parent + ids.astype("<u4").tobytes()
     return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
 
 
 def encode_state(
-    space: Space,
+    namespace: Namespace,
     parent: bytes,
     ids: Ids,
     tokens: int,
@@ -124,15 +126,17 @@ def encode_state(
             raise SourceError(
                 f"layer {cache.layer}: K of a window has {cache.keys.nbytes:,} bytes: at most {_MAX_STATE_BYTES:,}"
             )
-        for words in (cache.keys, cache.values):
-            if not words.shape[2]:
+        for elements in (cache.keys, cache.values):
+            if not elements.shape[2]:
                 continue
-            rows = np.ascontiguousarray(token_bytes(words)).reshape(len(words), -1)
-            lanes = sampled(rows.reshape(-1), options.for_words(words_of(words[:, :0], None)[0]))
-            pieces.append(encode_words(rows.reshape(-1), lanes, 1))
-            sums.append((checksum(pieces[-1]), rows_checksum(rows)))
+            rows = np.ascontiguousarray(view_token_bytes(elements)).reshape(len(elements), -1)
+            lanes = with_selected_predictors(
+                rows.reshape(-1), options.to_lane_options(as_elements(elements[:, :0], None)[0])
+            )
+            pieces.append(encode_elements(rows.reshape(-1), lanes, 1))
+            sums.append((integrity_checksum(pieces[-1]), checksum_rows(rows)))
             raw_bytes += rows.nbytes
-    about = []
+    state_specs = []
     for state in states:
         if state.nbytes > _MAX_STATE_BYTES:
             raise SourceError(
@@ -140,23 +144,23 @@ def encode_state(
             )
         data = state.read()
         pieces.append(zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(data))
-        sums.append((checksum(pieces[-1]), checksum(data)))
-        about.append((state.dtype, state.shape, state.nbytes))
+        sums.append((integrity_checksum(pieces[-1]), integrity_checksum(data)))
+        state_specs.append((state.dtype, state.shape, state.nbytes))
         raw_bytes += len(data)
     return PrefixState(
-        space=space.key,
+        namespace_key=namespace.key,
         parent=parent,
         tokens=tokens,
         ids=ids,
-        rows=tuple(cache.tokens for cache in windows),
-        states=tuple(about),
+        window_rows=tuple(cache.tokens for cache in windows),
+        state_specs=tuple(state_specs),
         pieces=tuple(pieces),
-        sums=tuple(sums),
+        piece_sums=tuple(sums),
         raw_bytes=raw_bytes,
     )
 
 
-def is_state(data: Bytes) -> bool:
+def is_prefix_state(data: Bytes) -> bool:
     """Whether a file begins as that of a state does."""
     return data[: len(STATE_MAGIC)].tobytes() == STATE_MAGIC
 
@@ -169,52 +173,59 @@ def parse_state(data: Bytes) -> PrefixState:
     DamagedError
         For anything that `PrefixState.to_pieces` would not have given.
     """
-    if data.size < _FIELDS.size:
-        raise DamagedError(f"has {data.size:,} bytes: too few for a header")
-    magic, tokens, count, document_bytes, pieces, space, parent = _FIELDS.unpack_from(data.data)
+    if data.size < _STATE_STRUCT.size:
+        raise DamagedUnitError(f"has {data.size:,} bytes: too few for a header")
+    magic, tokens, num_ids, document_bytes, num_pieces, namespace, parent = _STATE_STRUCT.unpack_from(data.data)
     if magic != STATE_MAGIC:
-        raise DamagedError("does not begin as state does")
-    size = _FIELDS.size + 4 * count + document_bytes + _PIECE.itemsize * pieces + _CHECKSUM.size
-    if not 1 <= count <= tokens <= MAX_TOKENS or document_bytes > _MAX_DOCUMENT or size > data.size:
-        raise DamagedError("has impossible sizes in its header")
-    if checksum(data[: size - _CHECKSUM.size]) != _CHECKSUM.unpack_from(data.data, size - _CHECKSUM.size)[0]:
-        raise DamagedError("its header does not match its checksum")
-    at = _FIELDS.size + 4 * count
-    rows = np.frombuffer(data, _PIECE, pieces, at + document_bytes).tolist()
-    ends = list(accumulate((nbytes for nbytes, _, _ in rows), initial=size))
+        raise DamagedUnitError("does not begin as state does")
+    size = (
+        _STATE_STRUCT.size + 4 * num_ids + document_bytes + _PIECE_DTYPE.itemsize * num_pieces + _CHECKSUM_STRUCT.size
+    )
+    if not 1 <= num_ids <= tokens <= MAX_TOKENS or document_bytes > _MAX_DOCUMENT_BYTES or size > data.size:
+        raise DamagedUnitError("has impossible sizes in its header")
+    if (
+        integrity_checksum(data[: size - _CHECKSUM_STRUCT.size])
+        != _CHECKSUM_STRUCT.unpack_from(data.data, size - _CHECKSUM_STRUCT.size)[0]
+    ):
+        raise DamagedUnitError("its header does not match its checksum")
+    document_begin = _STATE_STRUCT.size + 4 * num_ids
+    piece_rows = np.frombuffer(data, _PIECE_DTYPE, num_pieces, document_begin + document_bytes).tolist()
+    ends = list(accumulate((nbytes for nbytes, _, _ in piece_rows), initial=size))
     if ends[-1] != data.size:
-        raise DamagedError(f"has {data.size:,} bytes: its header says {ends[-1]:,}")
+        raise DamagedUnitError(f"has {data.size:,} bytes: its header says {ends[-1]:,}")
     try:
-        root = parse(data[at : at + document_bytes].tobytes(), "its document", _MAX_DOCUMENT)
-        windows = tuple(node.integer(1) for node in root.at("windows").items())
-        states = tuple(map(_state_said, root.at("states").items()))
-        raw_bytes = root.at(_RAW_BYTES).integer(0)
+        root = parse_document(
+            data[document_begin : document_begin + document_bytes].tobytes(), "its document", _MAX_DOCUMENT_BYTES
+        )
+        windows = tuple(node.read_int(1) for node in root.get("windows").read_list())
+        states = tuple(map(_parse_state_spec, root.get("states").read_list()))
+        raw_bytes = root.get(_RAW_BYTES_KEY).read_int(0)
     except KvmnnError as error:  # of somebody who made the checksum fit
-        raise DamagedError(str(error)) from None
+        raise DamagedUnitError(str(error)) from None
     return PrefixState(
-        space=space,
+        namespace_key=namespace,
         parent=parent,
         tokens=tokens,
-        ids=np.frombuffer(data, "<u4", count, _FIELDS.size),
-        rows=windows,
-        states=states,
-        pieces=tuple(data[begin:end] for begin, end in pairwise(ends)),
-        sums=tuple((each[1], each[2]) for each in rows),
+        ids=np.frombuffer(data, "<u4", num_ids, _STATE_STRUCT.size),
+        window_rows=windows,
+        state_specs=states,
+        pieces=tuple(data[begin_byte:end_byte] for begin_byte, end_byte in pairwise(ends)),
+        piece_sums=tuple((piece_row[1], piece_row[2]) for piece_row in piece_rows),
         raw_bytes=raw_bytes,
     )
 
 
-def _state_said(node: Node) -> tuple[str, tuple[int, ...], int]:
-    dtype, nbytes = node.at("dtype"), node.at("bytes")
-    if len(dtype.text()) > MAX_STATE_NAME:
-        raise dtype.wrong(f"at most {MAX_STATE_NAME} characters")
-    if nbytes.integer(0) > _MAX_STATE_BYTES:
-        raise nbytes.wrong(f"at most {_MAX_STATE_BYTES}")
-    shape = tuple(axis.integer(0) for axis in node.at("shape").items(most=MAX_STATE_AXES))
-    return dtype.text(), shape, nbytes.integer(0)
+def _parse_state_spec(node: JsonReader) -> tuple[str, tuple[int, ...], int]:
+    dtype, nbytes = node.get("dtype"), node.get("bytes")
+    if len(dtype.read_str()) > MAX_STATE_NAME_CHARS:
+        raise dtype.error(f"at most {MAX_STATE_NAME_CHARS} characters")
+    if nbytes.read_int(0) > _MAX_STATE_BYTES:
+        raise nbytes.error(f"at most {_MAX_STATE_BYTES}")
+    shape = tuple(axis.read_int(0) for axis in node.get("shape").read_list(max_len=MAX_STATE_AXES))
+    return dtype.read_str(), shape, nbytes.read_int(0)
 
 
-def decode_state(found: PrefixState, space: Space) -> tuple[list[LayerCache], list[OpaqueState]]:
+def decode_state(prefix_state: PrefixState, namespace: Namespace) -> tuple[list[LayerCache], list[OpaqueState]]:
     """Rows of windows with their true positions, and opaque state; every byte is compared with its checksum.
 
     Raises
@@ -222,56 +233,60 @@ def decode_state(found: PrefixState, space: Space) -> tuple[list[LayerCache], li
     DamagedError
         For pieces that do not match their checksum, do not decode, or decode to something else than was put.
     """
-    parts = [(shape, part) for shape in space.windows for part in range(2) if shape.dims[part]]
+    parts = [(shape, part) for shape in namespace.windows for part in range(2) if shape.dims[part]]
     if (
-        found.space != space.key
-        or len(found.rows) != len(space.windows)
-        or len(found.states) != len(space.states)
-        or len(found.pieces) != len(parts) + len(space.states)
-        or max(found.rows, default=0) > found.tokens
+        prefix_state.namespace_key != namespace.key
+        or len(prefix_state.window_rows) != len(namespace.windows)
+        or len(prefix_state.state_specs) != len(namespace.states)
+        or len(prefix_state.pieces) != len(parts) + len(namespace.states)
+        or max(prefix_state.window_rows, default=0) > prefix_state.tokens
     ):
-        raise DamagedError("holds layers of another model")
-    decoder = Decoder(space.dtype)
-    pieces = zip(found.pieces, found.sums, strict=True)
+        raise DamagedUnitError("holds layers of another model")
+    decoder = FrameDecoder(namespace.dtype)
+    pieces = zip(prefix_state.pieces, prefix_state.piece_sums, strict=True)
     windows = []
-    for shape, rows in zip(space.windows, found.rows, strict=True):
-        both = []
+    for shape, rows in zip(namespace.windows, prefix_state.window_rows, strict=True):
+        pair = []
         for dims, name in zip(shape.dims, "KV", strict=True):
             where = f"{name} of layer {shape.layer}"
-            size = shape.kv_heads * rows * dims * space.words.itemsize
+            size = shape.kv_heads * rows * dims * namespace.element_dtype.itemsize
             if size > _MAX_STATE_BYTES:
-                raise DamagedError(f"{where} would have {size:,} bytes: at most {_MAX_STATE_BYTES:,}")
-            words = np.empty((shape.kv_heads, rows, dims), space.words.numpy)
+                raise DamagedUnitError(f"{where} would have {size:,} bytes: at most {_MAX_STATE_BYTES:,}")
+            elements = np.empty((shape.kv_heads, rows, dims), namespace.element_dtype.numpy_dtype)
             if dims:
                 data, (data_sum, raw_sum) = next(pieces)
                 try:
-                    decoder.checked(data, data_sum, raw_sum, words)
+                    decoder.decode_verified(data, data_sum, raw_sum, elements)
                 except KvmnnError as error:
-                    raise DamagedError(f"{where}: {error}") from None
-            both.append(words)
-        positions = np.arange(found.tokens - rows, found.tokens)
+                    raise DamagedUnitError(f"{where}: {error}") from None
+            pair.append(elements)
+        positions = np.arange(prefix_state.tokens - rows, prefix_state.tokens)
         windows.append(
-            LayerCache(layer=shape.layer, keys=both[0], values=both[1], positions=positions, tokens_seen=found.tokens)
+            LayerCache(
+                layer=shape.layer, keys=pair[0], values=pair[1], positions=positions, tokens_seen=prefix_state.tokens
+            )
         )
     states = []
-    for (layer, state_name), about, (data, sums) in zip(space.states, found.states, pieces, strict=True):
-        dtype, axes, nbytes = about
-        state_bytes = _decompress(data, sums, nbytes, f"state {state_name!r} of layer {layer}")
+    for (layer, state_name), state_spec, (data, sums) in zip(
+        namespace.states, prefix_state.state_specs, pieces, strict=True
+    ):
+        dtype, axes, nbytes = state_spec
+        state_bytes = _decompress_state(data, sums, nbytes, f"state {state_name!r} of layer {layer}")
         states.append(make_state(layer, state_name, state_bytes, dtype=dtype, shape=axes))
     return windows, states
 
 
-def _decompress(data: Bytes | bytes, sums: tuple[int, int], nbytes: int, what: str) -> bytes:
+def _decompress_state(data: Bytes | bytes, sums: tuple[int, int], nbytes: int, label: str) -> bytes:
     import zstandard
 
-    if checksum(data) != sums[0]:
-        raise DamagedError(f"{what} does not match its checksum")
+    if integrity_checksum(data) != sums[0]:
+        raise DamagedUnitError(f"{label} does not match its checksum")
     try:
         if zstandard.frame_content_size(bytes(data)) != nbytes:
-            raise DamagedError(f"{what} has another number of bytes than its header says")
-        found = zstandard.ZstdDecompressor().decompress(bytes(data), max_output_size=nbytes) if nbytes else b""
+            raise DamagedUnitError(f"{label} has another number of bytes than its header says")
+        state_bytes = zstandard.ZstdDecompressor().decompress(bytes(data), max_output_size=nbytes) if nbytes else b""
     except zstandard.ZstdError as error:
-        raise DamagedError(f"{what} does not decode: {error}") from None
-    if len(found) != nbytes or checksum(found) != sums[1]:
-        raise DamagedError(f"{what} is not what was put")
-    return found
+        raise DamagedUnitError(f"{label} does not decode: {error}") from None
+    if len(state_bytes) != nbytes or integrity_checksum(state_bytes) != sums[1]:
+        raise DamagedUnitError(f"{label} is not what was put")
+    return state_bytes

@@ -13,19 +13,30 @@ import numpy.typing as npt
 
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
-from ..checks import whole
-from ..dense import Rotary
+from ..checks import validate_int
+from ..dense import RopeConfig
 from ..frames import CodecOptions
 from . import portable
-from .catalog import check_name
+from .catalog import validate_session_name
 from .index import DamagedIndexError
-from .opening import open_units
-from .putting import Rotation, Trials, Writing
-from .remote import OutageError
-from .results import Cleaned, Exported, Listing, Matched, Pinned, Prefix, Put, Session, Stats, Verified
-from .space import checked_layers, space_of, split_windows
-from .texts import NewState, Texts
-from .token_ids import as_ids
+from .opening import open_backend
+from .putting import CodecChooser, RopeState, WriteOptions
+from .remote import BackendUnavailableError
+from .results import (
+    CleanupResult,
+    MatchResult,
+    PinResult,
+    PutResult,
+    StoredPrefix,
+    StoreExportResult,
+    StoreListing,
+    StoreSession,
+    StoreStats,
+    StoreVerifyResult,
+)
+from .space import build_namespace, split_windows, validate_layers
+from .texts import SequenceStore, StateToPut
+from .token_ids import to_token_ids
 
 T = TypeVar("T")
 TokenIds = Sequence[int] | npt.NDArray[Any]
@@ -100,7 +111,7 @@ class PrefixStore:
         ram_bytes: int | None = None,
         codec: str | None = None,
         effort: str = "fast",
-        rotary: Rotary | Literal["none"] | None = None,
+        rotary: RopeConfig | Literal["none"] | None = None,
         threads: int | None = None,
         timeout: float | None = None,
         read_only: bool = False,
@@ -108,8 +119,8 @@ class PrefixStore:
     ) -> None:
         options = CodecOptions(effort=effort)
         options.check()
-        self._threads = None if threads is None else whole(threads, "threads", 1)
-        self._units = open_units(
+        self._threads = None if threads is None else validate_int(threads, "threads", 1)
+        self._backend = open_backend(
             url,
             max_bytes=max_bytes,
             ram_bytes=ram_bytes,
@@ -119,29 +130,31 @@ class PrefixStore:
             read_only=read_only,
             create=create,
         )
-        self._texts = Texts(self._units, Writing(options, Rotation(rotary), Trials(), self._threads))
-        self._asked = self._found = 0
+        self._sequences = SequenceStore(
+            self._backend, WriteOptions(options, RopeState(rotary), CodecChooser(), self._threads)
+        )
+        self._requested_tokens = self._hit_tokens = 0
         self._lock = threading.Lock()
 
     @property
     def block_tokens(self) -> int:
         """Tokens of a block."""
-        return self._units.block_tokens
+        return self._backend.block_tokens
 
     @property
     def codec(self) -> str:
         """What units are made of, ``"dense"`` or ``"frames"``."""
-        return self._units.codec
+        return self._backend.codec
 
     @property
     def models(self) -> tuple[str, ...]:
         """Fingerprints of the models whose prefixes are stored."""
-        return tuple(sorted(self._tried(self._texts.models)))
+        return tuple(sorted(self._with_retry(self._sequences.list_models)))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What was wrong with the store and was mended, one line each."""
-        return tuple(self._units.notes)
+        return tuple(self._backend.notes)
 
     def put(
         self,
@@ -151,7 +164,7 @@ class PrefixStore:
         model: str,
         windows: Collection[int] = (),
         states: Sequence[OpaqueState] = (),
-    ) -> Put:
+    ) -> PutResult:
         """Store K and V of a text; what is there already, from the beginning on, is not stored again.
 
         Rows of a sliding window, and state that is not K and V, are stored with the prefix, at its exact length.
@@ -179,16 +192,16 @@ class PrefixStore:
         OutputError
             Where files cannot be written; the store is as it was, or has a beginning of the text.
         """
-        ids = as_ids(token_ids)
-        full, last = split_windows(layers, windows)
-        caches = checked_layers(full, ids.size, last)
+        ids = to_token_ids(token_ids)
+        full_layers, window_layers = split_windows(layers, windows)
+        caches = validate_layers(full_layers, ids.size, window_layers)
         ordered = sorted(states, key=lambda state: (state.layer, state.name))
-        space = space_of(caches, model, last, ordered)
-        state = NewState(last, ordered) if space.needs_state else None
+        namespace = build_namespace(caches, model, window_layers, ordered)
+        state = StateToPut(window_layers, ordered) if namespace.needs_state else None
         try:
-            return self._tried(lambda: self._texts.put(ids, caches, space, state))
-        except OutageError as error:
-            return Put(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
+            return self._with_retry(lambda: self._sequences.put(ids, caches, namespace, state))
+        except BackendUnavailableError as error:
+            return PutResult(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
 
     def match(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> int:
         """How many tokens of a text are stored, from its beginning on: what `get` would return.
@@ -202,17 +215,21 @@ class PrefixStore:
         """
         return self.find(token_ids, model=model, dtype=dtype).tokens
 
-    def find(self, token_ids: TokenIds, *, model: str, dtype: str | None = None, partial: bool = False) -> Matched:
+    def find(self, token_ids: TokenIds, *, model: str, dtype: str | None = None, partial: bool = False) -> MatchResult:
         """As `match`, with the precision that `get` would take, how much other precisions have, and whether the engine
         did not answer; with `partial` what `get` returns with it."""
-        ids = as_ids(token_ids)
+        ids = to_token_ids(token_ids)
         try:
-            space, stored, others = self._tried(lambda: self._texts.longest(ids, model, dtype, partial=partial))
-        except OutageError as error:
-            return Matched(tokens=0, asked=ids.size, notes=(str(error),), outage=True)
-        return Matched(tokens=stored.tokens, asked=ids.size, dtype=space.dtype if space else None, others=others)
+            namespace, stored, other_precisions = self._with_retry(
+                lambda: self._sequences.find_longest(ids, model, dtype, partial=partial)
+            )
+        except BackendUnavailableError as error:
+            return MatchResult(tokens=0, asked=ids.size, notes=(str(error),), outage=True)
+        return MatchResult(
+            tokens=stored.tokens, asked=ids.size, dtype=namespace.dtype if namespace else None, others=other_precisions
+        )
 
-    def get(self, token_ids: TokenIds, *, model: str, dtype: str | None = None, partial: bool = False) -> Prefix:
+    def get(self, token_ids: TokenIds, *, model: str, dtype: str | None = None, partial: bool = False) -> StoredPrefix:
         """K and V of the longest stored beginning of a text.
 
         A model with windows or state continues only from a length that these are stored at: the longest such beginning
@@ -226,24 +243,24 @@ class PrefixStore:
             As for `put`.
         dtype
             Of what is wanted, ``"fp16"``, ``"bf16"`` or ``"fp32"``; None for whichever covers most, of equals the first
-            that was put: `Prefix.dtype` says it.
+            that was put: `StoredPrefix.dtype` says it.
         partial
             Return the layers with full attention of the longest beginning, whatever else the model needs to continue;
-            `Prefix.missing` says what is not there.
+            `StoredPrefix.missing` says what is not there.
 
         Raises
         ------
         KvmnnError
             Where the index cannot be read.
         """
-        ids = as_ids(token_ids)
+        ids = to_token_ids(token_ids)
         try:
-            prefix = self._tried(lambda: self._texts.get(ids, model, dtype, partial=partial))
-        except OutageError as error:
-            prefix = Prefix(tokens=0, asked=ids.size, notes=(str(error),), outage=True)
+            prefix = self._with_retry(lambda: self._sequences.get(ids, model, dtype, partial=partial))
+        except BackendUnavailableError as error:
+            prefix = StoredPrefix(tokens=0, requested_tokens=ids.size, notes=(str(error),), outage=True)
         with self._lock:
-            self._asked += prefix.asked
-            self._found += prefix.tokens
+            self._requested_tokens += prefix.requested_tokens
+            self._hit_tokens += prefix.tokens
         return prefix
 
     def park(
@@ -255,7 +272,7 @@ class PrefixStore:
         model: str,
         windows: Collection[int] = (),
         states: Sequence[OpaqueState] = (),
-    ) -> Put:
+    ) -> PutResult:
         """Put a session away under a name: its text is kept until `forget`, its K and V as those of any text.
 
         Parameters
@@ -266,18 +283,20 @@ class PrefixStore:
             As for `put`, errors as well. Where an engine does not answer the text is not kept either, as the result's
             `outage` says.
         """
-        check_name(name)
+        validate_session_name(name)
         put = self.put(token_ids, layers, model=model, windows=windows, states=states)
-        full, last = split_windows(layers, windows)
-        in_order = sorted(states, key=lambda state: (state.layer, state.name))
-        space = space_of(sorted(full, key=lambda cache: cache.layer), model, last, in_order)
+        full_layers, window_layers = split_windows(layers, windows)
+        sorted_states = sorted(states, key=lambda state: (state.layer, state.name))
+        namespace = build_namespace(
+            sorted(full_layers, key=lambda cache: cache.layer), model, window_layers, sorted_states
+        )
         try:
-            self._tried(lambda: self._units.note_session(name, space, as_ids(token_ids)))
-        except OutageError as error:
+            self._with_retry(lambda: self._backend.save_session(name, namespace, to_token_ids(token_ids)))
+        except BackendUnavailableError as error:
             return replace(put, notes=(*put.notes, f"the session was not noted down: {error}"), outage=True)
         return put
 
-    def resume(self, name: str) -> Session:
+    def resume(self, name: str) -> StoreSession:
         """Take a session up again: its text, and what is still stored of its K and V.
 
         Raises
@@ -287,19 +306,19 @@ class PrefixStore:
         OutageError
             Where the engine does not answer: whether there is such a session, and its text, is not known then.
         """
-        space, ids = self._tried(lambda: self._units.session(name))
-        prefix = self.get(ids, model=space.model, dtype=space.dtype)
-        return Session(name=name, token_ids=ids.tolist(), prefix=prefix)
+        namespace, ids = self._with_retry(lambda: self._backend.get_session(name))
+        prefix = self.get(ids, model=namespace.model, dtype=namespace.dtype)
+        return StoreSession(name=name, token_ids=ids.tolist(), prefix=prefix)
 
     def sessions(self) -> list[str]:
         """The names of all sessions that were put away."""
-        return self._tried(self._units.sessions)
+        return self._with_retry(self._backend.list_sessions)
 
     def forget(self, name: str) -> None:
         """Forget a session's name and text; its K and V stay until they have to go. Errors as `resume`."""
-        self._tried(lambda: self._units.forget_session(name))
+        self._with_retry(lambda: self._backend.delete_session(name))
 
-    def pin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Pinned:
+    def pin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> PinResult:
         """Keep a text whatever the bound, until `unpin`.
 
         Parameters
@@ -312,15 +331,18 @@ class PrefixStore:
         KvmnnError
             Where not all of it is stored.
         """
-        ids = as_ids(token_ids)
+        ids = to_token_ids(token_ids)
 
         def pin() -> list[tuple[str, bool]]:
-            return [(space.dtype, self._units.pin(space, ids)) for space, _ in self._texts.wholes(ids, model, dtype)]
+            return [
+                (namespace.dtype, self._backend.pin(namespace, ids))
+                for namespace, _ in self._sequences.find_complete(ids, model, dtype)
+            ]
 
-        dtypes, new = zip(*self._tried(pin), strict=True)
-        return Pinned(tokens=ids.size, pinned=True, was_pinned=not any(new), dtypes=dtypes)
+        dtypes, are_new = zip(*self._with_retry(pin), strict=True)
+        return PinResult(tokens=ids.size, pinned=True, was_pinned=not any(are_new), dtypes=dtypes)
 
-    def unpin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Pinned:
+    def unpin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> PinResult:
         """Let go of a text that was pinned, in this precision or in all.
 
         Raises
@@ -328,18 +350,22 @@ class PrefixStore:
         KvmnnError
             Where it is not pinned, and not all of it is stored.
         """
-        ids = as_ids(token_ids)
+        ids = to_token_ids(token_ids)
 
         def unpin() -> list[str]:
-            were = [space.dtype for space in self._texts.spaces_of(model, dtype) if self._units.unpin(space, ids)]
-            if not were:
-                self._texts.wholes(ids, model, dtype)
-            return were
+            unpinned_dtypes = [
+                namespace.dtype
+                for namespace in self._sequences.list_namespaces(model, dtype)
+                if self._backend.unpin(namespace, ids)
+            ]
+            if not unpinned_dtypes:
+                self._sequences.find_complete(ids, model, dtype)
+            return unpinned_dtypes
 
-        were = self._tried(unpin)
-        return Pinned(tokens=ids.size, pinned=False, was_pinned=bool(were), dtypes=tuple(were))
+        unpinned_dtypes = self._with_retry(unpin)
+        return PinResult(tokens=ids.size, pinned=False, was_pinned=bool(unpinned_dtypes), dtypes=tuple(unpinned_dtypes))
 
-    def delete(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> Cleaned:
+    def delete(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> CleanupResult:
         """Remove a text: what no other text continues, from its end to its beginning, and nothing that is pinned.
 
         Parameters
@@ -352,19 +378,19 @@ class PrefixStore:
         KvmnnError
             Where not all of it is stored.
         """
-        ids = as_ids(token_ids)
+        ids = to_token_ids(token_ids)
 
-        def delete() -> Cleaned:
-            spaces = [space for space, _ in self._texts.wholes(ids, model, dtype)]
-            each = [self._units.delete(self._texts.text(space, ids)) for space in spaces]
-            return Cleaned(
-                units=sum(cleaned.units for cleaned in each),
-                bytes=sum(cleaned.bytes for cleaned in each),
-                kept="; ".join(dict.fromkeys(cleaned.kept for cleaned in each if cleaned.kept)),
-                dtypes=tuple(space.dtype for space in spaces),
+        def delete() -> CleanupResult:
+            namespaces = [namespace for namespace, _ in self._sequences.find_complete(ids, model, dtype)]
+            results = [self._backend.delete(self._sequences.make_sequence(namespace, ids)) for namespace in namespaces]
+            return CleanupResult(
+                units=sum(result.units for result in results),
+                bytes=sum(result.bytes for result in results),
+                kept="; ".join(dict.fromkeys(result.kept for result in results if result.kept)),
+                dtypes=tuple(namespace.dtype for namespace in namespaces),
             )
 
-        return self._tried(delete)
+        return self._with_retry(delete)
 
     def export(
         self,
@@ -374,7 +400,7 @@ class PrefixStore:
         model: str,
         dtype: str | None = None,
         force: bool = False,
-    ) -> Exported:
+    ) -> StoreExportResult:
         """Write a text with its K and V to one file, which `import_file` of any store takes in.
 
         Parameters
@@ -389,10 +415,10 @@ class PrefixStore:
         KvmnnError
             Where not all of it is stored, or some of it is damaged.
         """
-        ids = as_ids(token_ids)
-        return self._tried(lambda: self._texts.export(ids, path, model, dtype, force=force))
+        ids = to_token_ids(token_ids)
+        return self._with_retry(lambda: self._sequences.export(ids, path, model, dtype, force=force))
 
-    def import_file(self, path: str | os.PathLike[str]) -> Put:
+    def import_file(self, path: str | os.PathLike[str]) -> PutResult:
         """Take in a text that `export` wrote, under the model that computed it.
 
         Raises
@@ -405,29 +431,29 @@ class PrefixStore:
         model, ids, layers = portable.read_exported(path, self._threads)
         return self.put(ids, layers, model=model)
 
-    def gc(self, max_bytes: int | None = None) -> Cleaned:
+    def gc(self, max_bytes: int | None = None) -> CleanupResult:
         """Remove files that nothing refers to, and texts until no more than `max_bytes` are left; None for no bound."""
-        most = None if max_bytes is None else whole(max_bytes, "max_bytes", 0)
-        return self._tried(lambda: self._units.clean(most))
+        max_stored_bytes = None if max_bytes is None else validate_int(max_bytes, "max_bytes", 0)
+        return self._with_retry(lambda: self._backend.collect_garbage(max_stored_bytes))
 
-    def verify(self) -> Verified:
+    def verify(self) -> StoreVerifyResult:
         """Read, decode and compare everything; what is damaged is removed, with all that follows it."""
-        return self._tried(lambda: self._units.verify(self._threads))
+        return self._with_retry(lambda: self._backend.verify(self._threads))
 
-    def stats(self) -> Stats:
+    def stats(self) -> StoreStats:
         """What the store holds, and what `get` found so far."""
-        return self._tried(lambda: self._units.stats(self._asked, self._found))
+        return self._with_retry(lambda: self._backend.collect_stats(self._requested_tokens, self._hit_tokens))
 
-    def ls(self) -> Listing:
+    def ls(self) -> StoreListing:
         """The stored texts, the last used first."""
-        return self._tried(self._units.entries)
+        return self._with_retry(self._backend.list_entries)
 
     def close(self) -> None:
         """Note down what was used, and let go of the store; twice does nothing."""
-        self._units.close()
+        self._backend.close()
 
     def __enter__(self) -> Self:
-        self._units.check_open()
+        self._backend.check_open()
         return self
 
     def __exit__(
@@ -436,13 +462,13 @@ class PrefixStore:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<PrefixStore {self._units.label}>"
+        return f"<PrefixStore {self._backend.label}>"
 
-    def _tried(self, call: Callable[[], T]) -> T:
+    def _with_retry(self, call: Callable[[], T]) -> T:
         """Call once more where the index was damaged: it is made anew then."""
         try:
             return call()
         except DamagedIndexError:
-            if self._units.read_only:
+            if self._backend.read_only:
                 raise
             return call()

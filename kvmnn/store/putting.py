@@ -8,35 +8,47 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from ..arrays.layer_cache import LayerCache
-from ..dense import Rotary, find_rotary
+from ..dense import RopeConfig, search_rope
 from ..errors import OptionError
 from ..frames import CodecOptions
-from ..threads.pool import map_pulled, resolve_threads
+from ..threads.pool import parallel_map, resolve_threads
 from . import table_sets
-from .behind import Before, behind_units, most_blocks, stored_before, unit_before
-from .dense_encoding import NEAR, SHARED, WORTH, Compared, DenseUnit, Kind, Streams, Tried, dense_of, fits, middle_of
-from .encoding import Cut, blocks_in_unit, cuts, encode_units
-from .lookup import Found, Text
-from .space import Space
-from .table_sets import LEAST_TOKENS
-from .unit import Frame, Unit
-from .units import Added, Units
+from .behind import HistorySource, count_history_blocks, load_history, plan_history, read_previous_header
+from .dense_encoding import (
+    DENSE_MAX_SIZE_RATIO,
+    FRAME_RETRY_RATIO,
+    SHARED_TABLES_MAX_OVERHEAD,
+    DenseStreamEncoder,
+    DenseUnitPlan,
+    FrameComparison,
+    LayerTrial,
+    StreamKind,
+    build_dense_info,
+    find_middle,
+    supports_dense,
+)
+from .encoding import TokenSpan, count_blocks_per_unit, encode_frame_units, plan_unit_spans
+from .lookup import PrefixMatch, TokenSequence
+from .space import Namespace
+from .table_sets import MIN_TABLE_TOKENS
+from .unit import Unit, UnitFrame
+from .units import AddResult, StoreBackend
 from .updates import NewUnit
 
-_BATCH_BYTES = 256 << 20
+_BATCH_RAW_BYTES = 256 << 20
 """Raw bytes that are encoded before they are noted down: what a killed process loses of a put."""
-LEAST_OWN = 64
+MIN_OWN_TABLE_TOKENS = 64
 """Units of fewer tokens always share tables."""
-TRIED_EVERY = 16
+RETRY_INTERVAL_UNITS = 16
 """Units that are put from one trial of how texts are best encoded to the next."""
 
 
-class Rotation:
+class RopeState:
     """How the models of a store rotated K.
 
     Parameters
     ----------
-    said
+    specified
         By the caller; ``"none"`` for not at all, None where each is to be found by trial.
 
     Raises
@@ -45,85 +57,92 @@ class Rotation:
         For anything else.
     """
 
-    def __init__(self, said: Rotary | Literal["none"] | None) -> None:
-        if not (said is None or said == "none" or isinstance(said, Rotary)):
-            raise OptionError(f'rotary is {said!r}: expected a kvmnn.Rotary, "none" or None')
-        self._said = said
-        self._found: dict[bytes, Rotary | None] = {}
+    def __init__(self, specified: RopeConfig | Literal["none"] | None) -> None:
+        if not (specified is None or specified == "none" or isinstance(specified, RopeConfig)):
+            raise OptionError(f'rotary is {specified!r}: expected a kvmnn.Rotary, "none" or None')
+        self._specified = specified
+        self._rope_by_namespace: dict[bytes, RopeConfig | None] = {}
 
-    def of(self, space: Space, layers: Sequence[LayerCache]) -> Rotary | None:
+    def get_rope(self, namespace: Namespace, layers: Sequence[LayerCache]) -> RopeConfig | None:
         """That of a space, found on the first text that is long enough; `OptionError` for one beyond its heads."""
-        if self._said == "none":
+        if self._specified == "none":
             return None
-        if self._said is not None:
-            most = max(shape.head_dim for shape in space.layers)
-            if self._said.dims > most:
-                raise OptionError(f"rotary has {self._said.dims} dims: expected at most the head_dim, {most}")
-            return self._said
-        if space.key not in self._found:
-            found = find_rotary(layers[0].keys, dtype=space.dtype)
-            if found is None and layers[0].tokens < LEAST_TOKENS:
+        if self._specified is not None:
+            max_dims = max(shape.head_dim for shape in namespace.layers)
+            if self._specified.dims > max_dims:
+                raise OptionError(f"rotary has {self._specified.dims} dims: expected at most the head_dim, {max_dims}")
+            return self._specified
+        if namespace.key not in self._rope_by_namespace:
+            rope = search_rope(layers[0].keys, dtype=namespace.dtype)
+            if rope is None and layers[0].tokens < MIN_TABLE_TOKENS:
                 return None
-            self._found[space.key] = found
-        return self._found[space.key]
+            self._rope_by_namespace[namespace.key] = rope
+        return self._rope_by_namespace[namespace.key]
 
 
-class Verdict(NamedTuple):
+class CodecDecision(NamedTuple):
     """What a trial has shown: whether units have tables of their own, as those that are shared were made of a text that
     is unlike theirs; whether frames of K, and of V, come near the streams (None where a short text was tried); and
-    what streams have been smaller than frames since (`Streams.frames_lost`).
+    what streams have been smaller than frames since (`DenseStreamEncoder.frame_losses`).
     """
 
-    own_tables: bool
-    frames_near: tuple[bool, bool] | None
-    frames_lost: Mapping[Kind, float] = MappingProxyType({})
+    has_own_tables: bool
+    tries_frames: tuple[bool, bool] | None
+    frame_losses: Mapping[StreamKind, float] = MappingProxyType({})
 
 
-class Trials:
+class CodecChooser:
     """What the last trials have shown; on each put a trial would take short texts a seventh of their time."""
 
     def __init__(self) -> None:
-        self._since: dict[bytes, int] = {}
-        self._shown: dict[bytes, Verdict] = {}
+        self._units_since_trial: dict[bytes, int] = {}
+        self._decisions: dict[bytes, CodecDecision] = {}
 
-    def is_due(self, key: bytes, units: int) -> bool:
+    def is_due(self, key: bytes, num_units: int) -> bool:
         """Whether a put of so many units is to be tried: the first one, and one unit in so many."""
-        if key in self._since:
-            self._since[key] += units
-        return self._since.get(key, TRIED_EVERY) >= TRIED_EVERY
+        if key in self._units_since_trial:
+            self._units_since_trial[key] += num_units
+        return self._units_since_trial.get(key, RETRY_INTERVAL_UNITS) >= RETRY_INTERVAL_UNITS
 
-    def shown(self, key: bytes) -> Verdict:
+    def get_decision(self, key: bytes) -> CodecDecision:
         """By the last trial."""
-        return self._shown.get(key, Verdict(False, None))
+        return self._decisions.get(key, CodecDecision(False, None))
 
-    def note(self, key: bytes, verdict: Verdict) -> None:
+    def record_decision(self, key: bytes, decision: CodecDecision) -> None:
         """What a trial has shown."""
-        self._since[key], self._shown[key] = 0, verdict
+        self._units_since_trial[key], self._decisions[key] = 0, decision
 
-    def note_frames(self, key: bytes, compared: Sequence[Compared]) -> None:
+    def record_frames(self, key: bytes, comparisons: Sequence[FrameComparison]) -> None:
         """What frames have come to in a text that goes by the last trial."""
-        shown = self._shown.get(key)
-        if shown is None:
+        decision = self._decisions.get(key)
+        if decision is None:
             return
-        lost = dict(shown.frames_lost)
-        for kind, share, _ in compared:
-            lost[kind] = min(share, lost.get(kind, share))
-        for each in compared:
-            if each.is_frame:
-                lost.pop(each.kind, None)
-        self._shown[key] = shown._replace(frames_lost=lost)
+        frame_losses = dict(decision.frame_losses)
+        for kind, compressed_fraction, _ in comparisons:
+            frame_losses[kind] = min(compressed_fraction, frame_losses.get(kind, compressed_fraction))
+        for comparison in comparisons:
+            if comparison.is_frame:
+                frame_losses.pop(comparison.kind, None)
+        self._decisions[key] = decision._replace(frame_losses=frame_losses)
 
 
-class Writing(NamedTuple):
+class WriteOptions(NamedTuple):
     """How units are made: effort of frames, how K was rotated (dense streams), what trials have shown, threads."""
 
     options: CodecOptions
-    rotation: Rotation
-    trials: Trials
+    rope_state: RopeState
+    codec_chooser: CodecChooser
     threads: int | None
 
 
-def add_text(units: Units, text: Text, layers: Sequence[LayerCache], space: Space, known: Found, how: Writing) -> Added:
+def add_sequence(
+    backend: StoreBackend,
+    sequence: TokenSequence,
+    layers: Sequence[LayerCache],
+    namespace: Namespace,
+    stored_prefix: PrefixMatch,
+    write_options: WriteOptions,
+) -> AddResult:
     """Store what follows the whole blocks of a text that are known.
 
     Raises
@@ -133,208 +152,265 @@ def add_text(units: Units, text: Text, layers: Sequence[LayerCache], space: Spac
     OutputError
         Where files cannot be written; whole batches may have been stored then.
     """
-    size, step = text.block_tokens, blocks_in_unit(space, text.block_tokens)
-    all_cuts = cuts(known.blocks * size, text.ids.size, size, step)
-    batches = _batches(all_cuts, space.token_bytes)
-    make: _Frames | _DenseUnits = _Frames(layers, how)
-    if units.codec == "dense" and fits(space, (step + 1) * size):
-        streams = _DenseUnits(units, text, layers, space, known, how)
-        if streams.are_worth_it(batches[0], text):
-            make = streams
-    stored = removed = 0
+    size, step = sequence.block_tokens, count_blocks_per_unit(namespace, sequence.block_tokens)
+    spans = plan_unit_spans(stored_prefix.num_blocks * size, sequence.ids.size, size, step)
+    batches = _split_batches(spans, namespace.token_bytes)
+    unit_encoder: _FrameUnitEncoder | _DenseUnitEncoder = _FrameUnitEncoder(layers, write_options)
+    if backend.codec == "dense" and supports_dense(namespace, (step + 1) * size):
+        streams = _DenseUnitEncoder(backend, sequence, layers, namespace, stored_prefix, write_options)
+        if streams.is_dense_worth_it(batches[0], sequence):
+            unit_encoder = streams
+    stored_bytes = removed_bytes = 0
     for batch in batches:
-        added = _add_batch(units, text, space, batch, make)
-        stored += added.stored_bytes
-        removed += added.removed_bytes
-    return Added(stored, removed)
+        added = _add_batch(backend, sequence, namespace, batch, unit_encoder)
+        stored_bytes += added.stored_bytes
+        removed_bytes += added.removed_bytes
+    return AddResult(stored_bytes, removed_bytes)
 
 
-class _Frames:
+class _FrameUnitEncoder:
     """Units of frames."""
 
     tables = None
 
-    def __init__(self, layers: Sequence[LayerCache], how: Writing) -> None:
-        self._layers, self._how = layers, how
+    def __init__(self, layers: Sequence[LayerCache], write_options: WriteOptions) -> None:
+        self._layers, self._write_options = layers, write_options
 
-    def units(self, batch: Sequence[Cut], text: Text, done: Callable[[int, Unit], object]) -> list[tuple[int, ...]]:
-        """Encode; `done` is called with the number of a unit and the unit.
+    def encode_batch(
+        self, batch: Sequence[TokenSpan], sequence: TokenSequence, on_unit: Callable[[int, Unit], object]
+    ) -> list[tuple[int, ...]]:
+        """Encode; `on_unit` is called with the number of a unit and the unit.
 
         Returns
         -------
         For each unit the checksums of the blocks whose rows it refers to.
         """
 
-        def keep(number: int, frames: tuple[Frame, ...]) -> None:
-            begin, end = batch[number]
-            parent = text.key_before(begin // text.block_tokens)
-            done(number, Unit(text.space, parent, begin, text.ids[begin:end], frames))
+        def emit_unit(unit_index: int, frames: tuple[UnitFrame, ...]) -> None:
+            begin_token, end_token = batch[unit_index]
+            parent = sequence.get_parent_key(begin_token // sequence.block_tokens)
+            on_unit(
+                unit_index,
+                Unit(sequence.namespace_key, parent, begin_token, sequence.ids[begin_token:end_token], frames),
+            )
 
-        encode_units(self._layers, batch, self._how.options, keep, self._how.threads)
+        encode_frame_units(self._layers, batch, self._write_options.options, emit_unit, self._write_options.threads)
         return [()] * len(batch)
 
 
-class _DenseUnits:
+class _DenseUnitEncoder:
     """Units of dense streams; each refers to the rows of the one before it, and to tables that all of a space share."""
 
     def __init__(
-        self, units: Units, text: Text, layers: Sequence[LayerCache], space: Space, known: Found, how: Writing
+        self,
+        backend: StoreBackend,
+        sequence: TokenSequence,
+        layers: Sequence[LayerCache],
+        namespace: Namespace,
+        stored_prefix: PrefixMatch,
+        write_options: WriteOptions,
     ) -> None:
-        self._layers, self._space, self._how = layers, space, how
-        self._rotary = how.rotation.of(space, layers)
-        self._streams = Streams(layers, space, self._rotary)
-        before = unit_before(units, text, known)
-        self._is_behind_frames = before is not None and before.dense is None
-        self._before, self._sums = stored_before(units, text, layers, known)
-        self._planned: list[DenseUnit] | None = None
-        self._tried: Tried | None = None
-        self.tables = units.tables.of_space(space.key)
-        self._tables_are_new = self.tables is None and text.ids.size >= LEAST_TOKENS
-        if self._tables_are_new:
-            self.tables = table_sets.made_of(layers, space, self._rotary, how.threads)
-            units.tables.keep(space.key, self.tables)
-        self._key = space.key + (self.tables.key if self.tables else b"")
-        self._own_tables = self._is_short = False
+        self._layers, self._namespace, self._write_options = layers, namespace, write_options
+        self._rotary = write_options.rope_state.get_rope(namespace, layers)
+        self._streams = DenseStreamEncoder(layers, namespace, self._rotary)
+        previous_header = read_previous_header(backend, sequence, stored_prefix)
+        self._follows_frames = previous_header is not None and previous_header.dense is None
+        self._history_sources, self._history_sums = load_history(backend, sequence, layers, stored_prefix)
+        self._next_plans: list[DenseUnitPlan] | None = None
+        self._trial: LayerTrial | None = None
+        self.tables = backend.tables.get_any(namespace.key)
+        self._has_new_tables = self.tables is None and sequence.ids.size >= MIN_TABLE_TOKENS
+        if self._has_new_tables:
+            self.tables = table_sets.build_table_sets(layers, namespace, self._rotary, write_options.threads)
+            backend.tables.put(namespace.key, self.tables)
+        self._chooser_key = namespace.key + (self.tables.key if self.tables else b"")
+        self._has_own_tables = self._is_short = False
 
-    def are_worth_it(self, batch: Sequence[Cut], text: Text) -> bool:
+    def is_dense_worth_it(self, batch: Sequence[TokenSpan], sequence: TokenSequence) -> bool:
         """Whether a layer of the first batch is so much smaller than as frames; units are made of frames if not.
 
         Short units are what the unit before them is: they gain by rows to refer to, which frames cannot give. What is
         not tried goes by the last trial, but for a text that was better off as frames, which says nothing of others.
         """
-        plans = self._plan(batch, text)
-        middle = plans[middle_of(plans)].cut
-        self._is_short = _is_short(middle)
+        plans = self._plan_units(batch, sequence)
+        middle_span = plans[find_middle(plans)].cut
+        self._is_short = _is_short_span(middle_span)
         if self._is_short:
-            self._planned = self._short(plans) if self.tables is not None and _tokens(middle) >= LEAST_OWN else plans
-            return not self._is_behind_frames
-        shown = self._how.trials.shown(self._key)
-        if self._how.trials.is_due(self._key, len(plans)) or shown.frames_near is None:
-            return self._try(plans)
-        self._planned, self._streams.frames_near = self._with_tables(plans, own=shown.own_tables), shown.frames_near
-        self._streams.frames_lost = shown.frames_lost
+            self._next_plans = (
+                self._plan_short_units(plans)
+                if self.tables is not None and _count_tokens(middle_span) >= MIN_OWN_TABLE_TOKENS
+                else plans
+            )
+            return not self._follows_frames
+        decision = self._write_options.codec_chooser.get_decision(self._chooser_key)
+        if self._write_options.codec_chooser.is_due(self._chooser_key, len(plans)) or decision.tries_frames is None:
+            return self._run_full_trial(plans)
+        self._next_plans, self._streams.tries_frames = (
+            self._apply_tables(plans, has_own_tables=decision.has_own_tables),
+            decision.tries_frames,
+        )
+        self._streams.frame_losses = decision.frame_losses
         return True
 
-    def _try(self, plans: list[DenseUnit]) -> bool:
-        found, own, frames = self._trials(plans)
-        own_tables = own is not None and _is_better(own, found)
+    def _run_full_trial(self, plans: list[DenseUnitPlan]) -> bool:
+        trial, own_tables_trial, frame_bytes = self._run_trials(plans)
+        own_tables = own_tables_trial is not None and _are_own_tables_better(own_tables_trial, trial)
         if own_tables:
-            plans = self._with_tables(plans, own=True)
-            found = self._streams.try_layer(plans)
-        near = [frame <= NEAR * size for frame, size in zip(frames, found.sizes(), strict=True)]
-        frames_near = near[0], near[-1]  # there may be no V
-        self._planned, self._tried, self._streams.frames_near = plans, found, frames_near
-        are_worth_it = sum(found.sizes()) <= WORTH * sum(frames)
-        if are_worth_it and not self._tables_are_new:  # new tables fit the text that they were made of, and no other
-            self._how.trials.note(self._key, Verdict(own_tables, frames_near))
-        return are_worth_it
+            plans = self._apply_tables(plans, has_own_tables=True)
+            trial = self._streams.try_layer(plans)
+        are_near = [
+            frame_size <= FRAME_RETRY_RATIO * size
+            for frame_size, size in zip(frame_bytes, trial.list_stream_bytes(), strict=True)
+        ]
+        frames_near = are_near[0], are_near[-1]  # there may be no V
+        self._next_plans, self._trial, self._streams.tries_frames = plans, trial, frames_near
+        is_dense_smaller = sum(trial.list_stream_bytes()) <= DENSE_MAX_SIZE_RATIO * sum(frame_bytes)
+        if (
+            is_dense_smaller and not self._has_new_tables
+        ):  # new tables fit the text that they were made of, and no other
+            self._write_options.codec_chooser.record_decision(self._chooser_key, CodecDecision(own_tables, frames_near))
+        return is_dense_smaller
 
-    def _short(self, plans: list[DenseUnit]) -> list[DenseUnit]:
+    def _plan_short_units(self, plans: list[DenseUnitPlan]) -> list[DenseUnitPlan]:
         """With tables of their own, if these were smaller when it was tried."""
-        trials, own_plans = self._how.trials, _with_own_tables(plans)
-        self._streams.frames_lost = trials.shown(self._key).frames_lost
-        if trials.is_due(self._key, len(plans)):
-            found, own = map_pulled(
-                lambda each: self._streams.try_layer(each, only_keys=True),
+        codec_chooser, own_plans = self._write_options.codec_chooser, _drop_shared_tables(plans)
+        self._streams.frame_losses = codec_chooser.get_decision(self._chooser_key).frame_losses
+        if codec_chooser.is_due(self._chooser_key, len(plans)):
+            trial, own_tables_trial = parallel_map(
+                lambda unit_plans: self._streams.try_layer(unit_plans, only_keys=True),
                 [plans, own_plans],
-                resolve_threads(self._how.threads),
+                resolve_threads(self._write_options.threads),
             )
-            trials.note(self._key, trials.shown(self._key)._replace(own_tables=_is_better(own, found)))
-            self._tried = own if _is_better(own, found) else found
-        return self._with_tables(plans, own=trials.shown(self._key).own_tables)
+            codec_chooser.record_decision(
+                self._chooser_key,
+                codec_chooser.get_decision(self._chooser_key)._replace(
+                    has_own_tables=_are_own_tables_better(own_tables_trial, trial)
+                ),
+            )
+            self._trial = own_tables_trial if _are_own_tables_better(own_tables_trial, trial) else trial
+        return self._apply_tables(plans, has_own_tables=codec_chooser.get_decision(self._chooser_key).has_own_tables)
 
-    def _with_tables(self, plans: list[DenseUnit], *, own: bool) -> list[DenseUnit]:
-        self._own_tables = own
-        return _with_own_tables(plans) if own else plans
+    def _apply_tables(self, plans: list[DenseUnitPlan], *, has_own_tables: bool) -> list[DenseUnitPlan]:
+        self._has_own_tables = has_own_tables
+        return _drop_shared_tables(plans) if has_own_tables else plans
 
-    def _trials(self, plans: Sequence[DenseUnit]) -> tuple[Tried, Tried | None, list[int]]:
+    def _run_trials(self, plans: Sequence[DenseUnitPlan]) -> tuple[LayerTrial, LayerTrial | None, list[int]]:
         """A layer as it is planned, its K with tables of its own where they are shared, and the bytes of frames."""
 
-        def streams() -> Tried:
+        def try_planned() -> LayerTrial:
             return self._streams.try_layer(plans)
 
-        def others() -> tuple[Tried | None, list[int]]:
-            own = None
+        def try_alternatives() -> tuple[LayerTrial | None, list[int]]:
+            own_tables_trial = None
             if self.tables is not None:
-                own = self._streams.try_layer(_with_own_tables(plans), only_keys=True)
-            return own, self._streams.frames_of_layer(plans, self._how.options)
+                own_tables_trial = self._streams.try_layer(_drop_shared_tables(plans), only_keys=True)
+            return own_tables_trial, self._streams.measure_layer_frames(plans, self._write_options.options)
 
-        calls: list[Callable[[], Any]] = [streams, others]
-        found, (own, frames) = map_pulled(lambda call: call(), calls, resolve_threads(self._how.threads))
-        return found, own, frames
+        calls: list[Callable[[], Any]] = [try_planned, try_alternatives]
+        trial, (own_tables_trial, frame_bytes) = parallel_map(
+            lambda run_trial: run_trial(), calls, resolve_threads(self._write_options.threads)
+        )
+        return trial, own_tables_trial, frame_bytes
 
-    def _plan(self, batch: Sequence[Cut], text: Text) -> list[DenseUnit]:
+    def _plan_units(self, batch: Sequence[TokenSpan], sequence: TokenSequence) -> list[DenseUnitPlan]:
         plans = []
-        for cut in batch:
-            behind = behind_units(self._before, text.block_tokens)
-            plans.append(DenseUnit(cut, behind, self.tables))
-            blocks = (cut[1] - cut[0]) // text.block_tokens
-            self._before = [*self._before, Before(blocks, behind.chain)][-most_blocks(text.block_tokens) :]
-        return _with_own_tables(plans) if self._own_tables else plans
+        for span in batch:
+            history = plan_history(self._history_sources, sequence.block_tokens)
+            plans.append(DenseUnitPlan(span, history, self.tables))
+            num_blocks = (span[1] - span[0]) // sequence.block_tokens
+            self._history_sources = [*self._history_sources, HistorySource(num_blocks, history.chain_length)][
+                -count_history_blocks(sequence.block_tokens) :
+            ]
+        return _drop_shared_tables(plans) if self._has_own_tables else plans
 
-    def units(self, batch: Sequence[Cut], text: Text, done: Callable[[int, Unit], object]) -> list[tuple[int, ...]]:
-        """As `_Frames.units`."""
-        plans = self._planned or self._plan(batch, text)
-        tried, self._planned, self._tried = self._tried, None, None
+    def encode_batch(
+        self, batch: Sequence[TokenSpan], sequence: TokenSequence, on_unit: Callable[[int, Unit], object]
+    ) -> list[tuple[int, ...]]:
+        """As `_FrameUnitEncoder.encode_batch`."""
+        plans = self._next_plans or self._plan_units(batch, sequence)
+        trial, self._next_plans, self._trial = self._trial, None, None
         sums: dict[int, tuple[int, ...]] = {}
 
-        def keep(number: int, streams: tuple[Frame, ...], its_sums: tuple[int, ...]) -> None:
-            begin, end = plans[number].cut
-            parent = text.key_before(begin // text.block_tokens)
-            dense = dense_of(plans[number], its_sums)
-            done(number, Unit(text.space, parent, begin, text.ids[begin:end], streams, dense))
-            sums[number] = its_sums
+        def emit_unit(unit_index: int, streams: tuple[UnitFrame, ...], unit_sums: tuple[int, ...]) -> None:
+            begin_token, end_token = plans[unit_index].cut
+            parent = sequence.get_parent_key(begin_token // sequence.block_tokens)
+            dense_info = build_dense_info(plans[unit_index], unit_sums)
+            on_unit(
+                unit_index,
+                Unit(
+                    sequence.namespace_key,
+                    parent,
+                    begin_token,
+                    sequence.ids[begin_token:end_token],
+                    streams,
+                    dense_info,
+                ),
+            )
+            sums[unit_index] = unit_sums
 
-        self._streams.encode(plans, text.block_tokens, keep, self._how.threads, tried)
+        self._streams.encode_units(plans, sequence.block_tokens, emit_unit, self._write_options.threads, trial)
         if not self._is_short:  # a frame gains more by many tokens
-            self._how.trials.note_frames(self._key, self._streams.compared)
-        referred = []
-        for number, plan in enumerate(plans):
-            referred.append(tuple(self._sums[len(self._sums) - plan.behind.blocks :]))
-            self._sums = [*self._sums, *sums[number]][-most_blocks(text.block_tokens) :]
-        return referred
+            self._write_options.codec_chooser.record_frames(self._chooser_key, self._streams.comparisons)
+        referenced_sums = []
+        for unit_index, plan in enumerate(plans):
+            referenced_sums.append(tuple(self._history_sums[len(self._history_sums) - plan.history.num_blocks :]))
+            self._history_sums = [*self._history_sums, *sums[unit_index]][
+                -count_history_blocks(sequence.block_tokens) :
+            ]
+        return referenced_sums
 
 
-def _with_own_tables(plans: Sequence[DenseUnit]) -> list[DenseUnit]:
-    return [plan if _tokens(plan.cut) < LEAST_OWN else plan._replace(tables=None) for plan in plans]
+def _drop_shared_tables(plans: Sequence[DenseUnitPlan]) -> list[DenseUnitPlan]:
+    return [plan if _count_tokens(plan.cut) < MIN_OWN_TABLE_TOKENS else plan._replace(tables=None) for plan in plans]
 
 
-def _is_better(own: Tried, shared: Tried) -> bool:
+def _are_own_tables_better(own_tables_trial: LayerTrial, shared_tables_trial: LayerTrial) -> bool:
     """Whether K has so much fewer bytes with tables of its own."""
-    return shared.sizes()[0] > SHARED * own.sizes()[0]
+    return (
+        shared_tables_trial.list_stream_bytes()[0]
+        > SHARED_TABLES_MAX_OVERHEAD * own_tables_trial.list_stream_bytes()[0]
+    )
 
 
-def _tokens(cut: Cut) -> int:
-    return cut[1] - cut[0]
+def _count_tokens(span: TokenSpan) -> int:
+    return span[1] - span[0]
 
 
-def _is_short(cut: Cut) -> bool:
-    return _tokens(cut) < LEAST_TOKENS
+def _is_short_span(span: TokenSpan) -> bool:
+    return _count_tokens(span) < MIN_TABLE_TOKENS
 
 
-def _add_batch(units: Units, text: Text, space: Space, batch: Sequence[Cut], make: _Frames | _DenseUnits) -> Added:
-    new: dict[int, NewUnit] = {}
-    with units.stage() as staging:
+def _add_batch(
+    backend: StoreBackend,
+    sequence: TokenSequence,
+    namespace: Namespace,
+    batch: Sequence[TokenSpan],
+    unit_encoder: _FrameUnitEncoder | _DenseUnitEncoder,
+) -> AddResult:
+    new_units: dict[int, NewUnit] = {}
+    with backend.stage() as staging:
 
-        def keep(number: int, unit: Unit) -> None:
-            begin, end = batch[number]
-            keys = text.keys[begin // text.block_tokens : end // text.block_tokens]
-            path = staging.write(unit.pieces())
-            new[number] = NewUnit(unit.parent, begin, unit.ids, keys, unit.nbytes, path)
+        def stage_unit(unit_index: int, unit: Unit) -> None:
+            begin_token, end_token = batch[unit_index]
+            keys = sequence.keys[begin_token // sequence.block_tokens : end_token // sequence.block_tokens]
+            path = staging.write(unit.to_pieces())
+            new_units[unit_index] = NewUnit(unit.parent, begin_token, unit.ids, keys, unit.nbytes, path)
 
-        behind = make.units(batch, text, keep)
-        added = [replace(new[number], behind=sums) for number, sums in enumerate(behind)]
-        return units.add(space, text, added, make.tables)
+        referenced_sums = unit_encoder.encode_batch(batch, sequence, stage_unit)
+        ordered_units = [
+            replace(new_units[unit_index], history_sums=sums) for unit_index, sums in enumerate(referenced_sums)
+        ]
+        return backend.add_units(namespace, sequence, ordered_units, unit_encoder.tables)
 
 
-def _batches(found: Sequence[Cut], token_bytes: int) -> list[list[Cut]]:
-    batches: list[list[Cut]] = [[]]
-    held = 0
-    for begin, end in found:
-        nbytes = (end - begin) * token_bytes
-        if batches[-1] and held + nbytes > _BATCH_BYTES:
+def _split_batches(spans: Sequence[TokenSpan], token_bytes: int) -> list[list[TokenSpan]]:
+    batches: list[list[TokenSpan]] = [[]]
+    batch_bytes = 0
+    for begin_token, end_token in spans:
+        nbytes = (end_token - begin_token) * token_bytes
+        if batches[-1] and batch_bytes + nbytes > _BATCH_RAW_BYTES:
             batches.append([])
-            held = 0
-        batches[-1].append((begin, end))
-        held += nbytes
+            batch_bytes = 0
+        batches[-1].append((begin_token, end_token))
+        batch_bytes += nbytes
     return batches

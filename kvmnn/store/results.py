@@ -9,19 +9,19 @@ from typing import Any
 from ..arrays.completeness import Completeness
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
-from ..text import at_rate, count, ratio, short_names, visible
+from ..text import compute_ratio, escape_control, format_rate, pluralize, shorten_names
 from .token_ids import Ids
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Prefix:
+class StoredPrefix:
     """The longest stored beginning of a text.
 
     Parameters
     ----------
     tokens
         Tokens that it covers; 0 for a miss.
-    asked
+    requested_tokens
         Tokens of the text.
     layers
         K and V of these tokens, ``[kv_head, token, head_dim]``, in new arrays; empty for a miss.
@@ -43,7 +43,7 @@ class Prefix:
     """
 
     tokens: int
-    asked: int
+    requested_tokens: int
     layers: list[LayerCache] = field(default_factory=list)
     dtype: str | None = None
     others: Mapping[str, int] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Prefix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
+class StoreSession:
     """A session that was put away.
 
     Parameters
@@ -80,11 +80,11 @@ class Session:
 
     name: str
     token_ids: list[int]
-    prefix: Prefix
+    prefix: StoredPrefix
 
 
 @dataclass(frozen=True, kw_only=True)
-class Put:
+class PutResult:
     """What became of a text that was put.
 
     Parameters
@@ -130,24 +130,27 @@ class Put:
         return asdict(self) | {"notes": list(self.notes)}
 
     def __str__(self) -> str:
-        text = f"{count(self.tokens, 'token')}: all of them were stored already"
+        text = f"{pluralize(self.tokens, 'token')}: all of them were stored already"
         if self.stored_tokens < self.tokens:
-            done = "none of them is stored now" if self.removed_bytes else "nothing was stored"
-            done = f"{self.stored_tokens:,} of them are stored now" if self.stored_tokens else done
-            text = f"{count(self.tokens, 'token')}: {done}: {'; '.join(self.notes)}"
+            outcome = "none of them is stored now" if self.removed_bytes else "nothing was stored"
+            outcome = f"{self.stored_tokens:,} of them are stored now" if self.stored_tokens else outcome
+            text = f"{pluralize(self.tokens, 'token')}: {outcome}: {'; '.join(self.notes)}"
         elif self.raw_bytes:
-            new = self.tokens - self.known_tokens
-            sizes = f"{self.raw_bytes:,} -> {self.stored_bytes:,} bytes"
+            num_new = self.tokens - self.known_tokens
+            size_text = f"{self.raw_bytes:,} -> {self.stored_bytes:,} bytes"
             if self.state_bytes:
-                sizes += f" ({self.state_bytes:,} of windows and state at this length)"
-            behind = f", stored from {self.stored_from:,} on" if self.stored_from < self.known_tokens else ""
-            text = f"{count(self.tokens, 'token')}, {new:,} of them new{behind}: {sizes}"
-            text += f", ratio {ratio(self.raw_bytes, self.stored_bytes):.4f}{at_rate(self.raw_bytes, self.seconds)}"
+                size_text += f" ({self.state_bytes:,} of windows and state at this length)"
+            from_text = f", stored from {self.stored_from:,} on" if self.stored_from < self.known_tokens else ""
+            text = f"{pluralize(self.tokens, 'token')}, {num_new:,} of them new{from_text}: {size_text}"
+            text += (
+                f", ratio "
+                f"{compute_ratio(self.raw_bytes, self.stored_bytes):.4f}{format_rate(self.raw_bytes, self.seconds)}"
+            )
         return text + (f"\n  {self.removed_bytes:,} bytes of files went" if self.removed_bytes else "")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exported:
+class StoreExportResult:
     """A text that was written to a file.
 
     Parameters
@@ -159,7 +162,7 @@ class Exported:
     bytes
         Of the file.
     dtype, others
-        As those of `Prefix`.
+        As those of `StoredPrefix`.
     """
 
     output: str
@@ -173,11 +176,11 @@ class Exported:
         return asdict(self)
 
     def __str__(self) -> str:
-        return f"{self.output}: {count(self.tokens, 'token')}, {self.bytes:,} bytes, LOSSLESS (checksums compared)"
+        return f"{self.output}: {pluralize(self.tokens, 'token')}, {self.bytes:,} bytes, LOSSLESS (checksums compared)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cleaned:
+class CleanupResult:
     """What was removed.
 
     Parameters
@@ -210,38 +213,42 @@ class Cleaned:
         return asdict(self) | {"dtypes": list(self.dtypes), "foreign": list(self.foreign)}
 
     def __str__(self) -> str:
-        text = f"removed {count(self.units, 'unit')}, {self.bytes:,} bytes{_several(self.dtypes)}"
+        text = f"removed {pluralize(self.units, 'unit')}, {self.bytes:,} bytes{_format_dtypes(self.dtypes)}"
         if self.other_files:
-            text += f", and {count(self.other_files, 'file')} that nothing referred to"
+            text += f", and {pluralize(self.other_files, 'file')} that nothing referred to"
             text += f", {self.other_bytes:,} bytes" if self.other_bytes else ""
         text += f": {self.kept}" if self.kept else ""
         if self.young_files:
-            young = count(self.young_files, "file")
-            text += f"\n  that nothing refers to, and left as a put may be at work: {young} younger than an hour"
+            young_text = pluralize(self.young_files, "file")
+            text += f"\n  that nothing refers to, and left as a put may be at work: {young_text} younger than an hour"
         if self.foreign:
-            more = " ..." if len(self.foreign) > _NAMED else ""
-            names = ", ".join(map(visible, self.foreign[:_NAMED])) + more
-            text += f"\n  not kvmnn's, and left where they are: {count(len(self.foreign), 'file')} ({names})"
+            more_text = " ..." if len(self.foreign) > _MAX_NAMES_SHOWN else ""
+            names = ", ".join(map(escape_control, self.foreign[:_MAX_NAMES_SHOWN])) + more_text
+            text += f"\n  not kvmnn's, and left where they are: {pluralize(len(self.foreign), 'file')} ({names})"
         return text
 
 
-_NAMED = 5
+_MAX_NAMES_SHOWN = 5
 
 
-def pinned_bytes(left: int, max_bytes: int | None) -> str:
+def explain_pinned_bytes(stored_bytes: int, max_bytes: int | None) -> str:
     """Why more is left than the bound: what is pinned, and what that goes on from."""
-    return f"{left:,} bytes are left, of texts that are pinned" if max_bytes is not None and left > max_bytes else ""
+    return (
+        f"{stored_bytes:,} bytes are left, of texts that are pinned"
+        if max_bytes is not None and stored_bytes > max_bytes
+        else ""
+    )
 
 
-def kept_part(removed: int, left: int, *, pinned: bool) -> str:
-    """Why a text of which some units were removed is there still, or its first `left` tokens are."""
-    if not removed:
-        return "it is pinned" if pinned else "other texts go on from it"
-    return f"its first {count(left, 'token')} stay, which other texts have or a pin keeps" if left else ""
+def explain_kept_part(num_removed: int, num_left: int, *, is_pinned: bool) -> str:
+    """Why a text of which some units were removed is there still, or its first `num_left` tokens are."""
+    if not num_removed:
+        return "it is pinned" if is_pinned else "other texts go on from it"
+    return f"its first {pluralize(num_left, 'token')} stay, which other texts have or a pin keeps" if num_left else ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verified:
+class StoreVerifyResult:
     """What reading all units came to.
 
     Parameters
@@ -277,23 +284,26 @@ class Verified:
         return asdict(self) | lines
 
     def __str__(self) -> str:
-        good = f"{count(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} bytes{_with_states(self.states)}"
-        good += ": all of it decoded and compared with its checksums"
-        lines = [good] if self.units or self.states or not self.damaged else []
+        summary = (
+            f"{pluralize(self.units, 'unit')}, {self.tokens:,} tokens, {self.bytes:,} "
+            f"bytes{_format_states(self.states)}"
+        )
+        summary += ": all of it decoded and compared with its checksums"
+        lines = [summary] if self.units or self.states or not self.damaged else []
         if self.damaged:
-            lost = f", and {count(self.lost, 'unit')} lost that went on from them" if self.lost else ""
-            what = "more unit" if self.units else "unit"
-            lines += [f"{count(len(self.damaged), what)} damaged{lost}:", *self.damaged]
+            lost_text = f", and {pluralize(self.lost, 'unit')} lost that went on from them" if self.lost else ""
+            noun = "more unit" if self.units else "unit"
+            lines += [f"{pluralize(len(self.damaged), noun)} damaged{lost_text}:", *self.damaged]
         if self.beside:
-            lines += [f"{count(len(self.beside), 'file')} beside the index damaged:", *self.beside]
+            lines += [f"{pluralize(len(self.beside), 'file')} beside the index damaged:", *self.beside]
         return "\n".join(lines)
 
 
-LAST_IDS = 8
+MAX_LAST_IDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class StoreEntry:
     """A stored text: no longer one begins with it.
 
     Parameters
@@ -309,7 +319,7 @@ class Entry:
     unused_for
         How many uses of the store ago it was last used; None where that is not known.
     last_ids
-        Its last token ids, `LAST_IDS` of them at most: texts mostly begin alike, and end otherwise.
+        Its last token ids, `MAX_LAST_IDS` of them at most: texts mostly begin alike, and end otherwise.
     is_complete
         Whether a model can continue from all of it: not where windows or state are not stored for this length.
     """
@@ -328,20 +338,22 @@ class Entry:
         return asdict(self) | {"last_ids": list(self.last_ids)}
 
     def __str__(self) -> str:
-        return self.line(short_names([self.model])[self.model])
+        return self.format_line(shorten_names([self.model])[self.model])
 
-    def line(self, model: str) -> str:
+    def format_line(self, model: str) -> str:
         """For people, with a name of the model."""
-        about = "pinned" if self.pinned else "" if self.unused_for is None else f"{count(self.unused_for, 'use')} ago"
-        line = f"{self.tokens:>9,} tokens  {self.bytes:>12,} bytes  {self.dtype}  {model}  {about}".rstrip()
+        use_text = (
+            "pinned" if self.pinned else "" if self.unused_for is None else f"{pluralize(self.unused_for, 'use')} ago"
+        )
+        line = f"{self.tokens:>9,} tokens  {self.bytes:>12,} bytes  {self.dtype}  {model}  {use_text}".rstrip()
         return line if self.is_complete else f"{line}  (without windows and state)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listing:
+class StoreListing:
     """The stored texts, the last used first, and the bytes of all units, each counted once."""
 
-    texts: tuple[Entry, ...]
+    texts: tuple[StoreEntry, ...]
     bytes: int = 0
 
     def to_dict(self) -> dict[str, Any]:
@@ -349,16 +361,16 @@ class Listing:
         return {"texts": [entry.to_dict() for entry in self.texts], "bytes": self.bytes}
 
     def __str__(self) -> str:
-        names = short_names(entry.model for entry in self.texts)
-        lines = [entry.line(names[entry.model]) for entry in self.texts]
-        rows = sum(entry.bytes for entry in self.texts)
-        once = f" (the rows have {rows:,}, as texts share beginnings)" if rows > self.bytes else ""
-        total = f"{count(len(lines), 'text')}, {self.bytes:,} bytes in all{once}"
-        return "\n".join([*lines, total]) if lines else "no texts"
+        names = shorten_names(entry.model for entry in self.texts)
+        lines = [entry.format_line(names[entry.model]) for entry in self.texts]
+        row_bytes = sum(entry.bytes for entry in self.texts)
+        shared_note = f" (the rows have {row_bytes:,}, as texts share beginnings)" if row_bytes > self.bytes else ""
+        total_text = f"{pluralize(len(lines), 'text')}, {self.bytes:,} bytes in all{shared_note}"
+        return "\n".join([*lines, total_text]) if lines else "no texts"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matched:
+class MatchResult:
     """How many tokens of a text are stored.
 
     Parameters
@@ -366,7 +378,7 @@ class Matched:
     tokens, asked
         Tokens that `get` would return, of how many that the text has.
     dtype, others, notes, outage
-        As those of `Prefix`.
+        As those of `StoredPrefix`.
     """
 
     tokens: int
@@ -385,7 +397,7 @@ class Matched:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pinned:
+class PinResult:
     """Whether a text of so many tokens stays whatever the bound, whether it did before, and in which precisions."""
 
     tokens: int
@@ -398,19 +410,19 @@ class Pinned:
         return asdict(self) | {"dtypes": list(self.dtypes)}
 
     def __str__(self) -> str:
-        now = "pinned" if self.pinned else "not pinned"
-        as_before = " as before" if self.pinned == self.was_pinned else ""
-        return f"{count(self.tokens, 'token')}{_several(self.dtypes)}: {now}{as_before}"
+        state_text = "pinned" if self.pinned else "not pinned"
+        unchanged_text = " as before" if self.pinned == self.was_pinned else ""
+        return f"{pluralize(self.tokens, 'token')}{_format_dtypes(self.dtypes)}: {state_text}{unchanged_text}"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stats:
+class StoreStats:
     """What a store holds, and what this process got from it.
 
     Parameters
     ----------
     texts, units, blocks, tokens
-        Stored texts (`Entry`), units, whole blocks in them, and tokens; tails count as tokens only.
+        Stored texts (`StoreEntry`), units, whole blocks in them, and tokens; tails count as tokens only.
     states
         Windows and state of prefixes, each valid at its exact length.
     bytes, raw_bytes
@@ -445,24 +457,25 @@ class Stats:
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        found = asdict(self) | {"models": list(self.models), "ratio": ratio(self.raw_bytes, self.bytes)}
-        return {name: value for name, value in found.items() if name not in ("asked_tokens", "found_tokens")}
+        document = asdict(self) | {"models": list(self.models), "ratio": compute_ratio(self.raw_bytes, self.bytes)}
+        return {name: value for name, value in document.items() if name not in ("asked_tokens", "found_tokens")}
 
     def __str__(self) -> str:
-        of_raw = ratio(self.raw_bytes, self.bytes)
+        size_ratio = compute_ratio(self.raw_bytes, self.bytes)
         lines = [
-            f"{count(self.texts, 'text')}: {count(self.units, 'unit')}, {count(self.blocks, 'whole block')}, "
-            f"{self.tokens:,} tokens{_with_states(self.states)}",
-            f"  {self.raw_bytes:,} -> {self.bytes:,} bytes" + (f", ratio {of_raw:.4f}" if self.bytes else ""),
-            f"  index {self.index_bytes:,} bytes, {self.pinned:,} pinned, {count(self.sessions, 'session')}, codec "
+            f"{pluralize(self.texts, 'text')}: {pluralize(self.units, 'unit')}, "
+            f"{pluralize(self.blocks, 'whole block')}, "
+            f"{self.tokens:,} tokens{_format_states(self.states)}",
+            f"  {self.raw_bytes:,} -> {self.bytes:,} bytes" + (f", ratio {size_ratio:.4f}" if self.bytes else ""),
+            f"  index {self.index_bytes:,} bytes, {self.pinned:,} pinned, {pluralize(self.sessions, 'session')}, codec "
             f"{self.codec}",
         ]
-        return "\n".join([*lines, *(f"  model {visible(model)}" for model in self.models)])
+        return "\n".join([*lines, *(f"  model {escape_control(model)}" for model in self.models)])
 
 
-def _with_states(states: int) -> str:
-    return f", windows and state at {count(states, 'length')}" if states else ""
+def _format_states(num_states: int) -> str:
+    return f", windows and state at {pluralize(num_states, 'length')}" if num_states else ""
 
 
-def _several(dtypes: Sequence[str]) -> str:
+def _format_dtypes(dtypes: Sequence[str]) -> str:
     return f" in {' and '.join(dtypes)}" if len(dtypes) > 1 else ""

@@ -11,34 +11,34 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple, NewType, TypeVar, get_type_hints
 
-from ..checks import shown
+from ..checks import repr_short
 from ..errors import KvmnnError
-from .space import KEY_BYTES, Space, from_json
+from .space import KEY_BYTES, Namespace, parse_namespace
 
 Key = NewType("Key", bytes)
 """A key of a space, a block or a text: 16 bytes."""
 
-_MAX_NUMBER = 2**63 - 1
+_MAX_SQLITE_INTEGER = 2**63 - 1
 R = TypeVar("R")
 
 
-class WrongRowError(Exception):
+class InvalidRowError(Exception):
     """A row that no kvmnn has written; the transaction makes a `DamagedIndexError` of it."""
 
 
-class Number(NamedTuple):
+class NumberRow(NamedTuple):
     """One number from 0 on: an id, a count, a sum."""
 
     value: int
 
 
-class MaybeNumber(NamedTuple):
+class OptionalNumberRow(NamedTuple):
     """One number, or None where there is no row to take it from."""
 
     value: int | None
 
 
-class Word(NamedTuple):
+class WordRow(NamedTuple):
     """One text: a name or a document."""
 
     value: str
@@ -50,11 +50,11 @@ class KeyRow(NamedTuple):
     key: Key
 
 
-class NumberedWord(NamedTuple):
+class NumberedDocumentRow(NamedTuple):
     """A document with its number."""
 
     number: int
-    word: str
+    document: str
 
 
 class BlockRow(NamedTuple):
@@ -65,57 +65,57 @@ class BlockRow(NamedTuple):
     number: int
 
 
-class BranchRow(NamedTuple):
+class BranchUnitRow(NamedTuple):
     """What follows a block: a unit, its blocks that another unit has already, and the ids of its first own block."""
 
     unit: int
     skip: int
-    text: bytes
+    sort_key: bytes
 
 
-class BranchEnd(NamedTuple):
+class BranchKeyRow(NamedTuple):
     """The key before a unit, and the ids of its first own block."""
 
     parent: Key
-    text: bytes
+    sort_key: bytes
 
 
-class BranchEndRow(NamedTuple):
+class BranchParentRow(NamedTuple):
     """A unit, and the key before it: of state its own key."""
 
     unit: int
     parent: Key
 
 
-class UnitBytes(NamedTuple):
+class UnitBytesRow(NamedTuple):
     """A unit and the bytes of its file."""
 
     unit: int
     nbytes: int
 
 
-class UnitSpan(NamedTuple):
+class UnitSpanRow(NamedTuple):
     """Where the tokens of a unit stand in their text."""
 
     start: int
     tokens: int
 
 
-class UnitSizes(NamedTuple):
+class UnitSizesRow(NamedTuple):
     """Tokens of a unit, and bytes of its file."""
 
     tokens: int
     nbytes: int
 
 
-class UnitParent(NamedTuple):
+class UnitParentRow(NamedTuple):
     """The unit that another follows, none for the first of a text, and the bytes of its file."""
 
     parent: int | None
     nbytes: int
 
 
-class UnitUse(NamedTuple):
+class UnitUseRow(NamedTuple):
     """What decides whether a unit may go: its tokens, its pins, and how many units follow it."""
 
     tokens: int
@@ -141,20 +141,20 @@ class UnitRow(NamedTuple):
     document: str
 
 
-class TailRow(NamedTuple):
+class TailUnitRow(NamedTuple):
     """A unit that may be superfluous: its ids, what holds it, and whether it ends within a block."""
 
     unit: int
-    text: bytes
+    sort_key: bytes
     children: int
     pins: int
     is_tail: int
 
 
-class TextRow(NamedTuple):
+class SequenceRow(NamedTuple):
     """A stored text by its last unit; `unused_for` counts uses of the store since."""
 
-    space: int
+    namespace_id: int
     tokens: int
     nbytes: int
     pins: int
@@ -171,22 +171,22 @@ class PinRow(NamedTuple):
     tokens: int
 
 
-class SessionRow(NamedTuple):
+class SessionNameRow(NamedTuple):
     """A session: its name, the key of its space, and its ids as `zlib` packs them."""
 
     name: str
-    space: Key
+    namespace_key: Key
     ids: bytes
 
 
-class SessionText(NamedTuple):
+class SessionDocumentRow(NamedTuple):
     """The document of a session's space, and its ids as `zlib` packs them."""
 
     document: str
     ids: bytes
 
 
-class Totals(NamedTuple):
+class TotalsRow(NamedTuple):
     """Sums over all units; `states` counts those that are state of a prefix."""
 
     units: int
@@ -196,7 +196,7 @@ class Totals(NamedTuple):
     texts: int
 
 
-class Cursor:
+class ValidatingCursor:
     """A cursor inside a transaction that yields validated rows only.
 
     Parameters
@@ -217,43 +217,43 @@ class Cursor:
         self._cursor.executemany(statement, rows)
 
     @property
-    def last_row(self) -> int:
+    def last_row_id(self) -> int:
         """The number of the row that was inserted last."""
         number = self._cursor.lastrowid
         assert number
         return number
 
-    def rows(self, kind: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> Iterator[R]:
+    def iter_rows(self, row_type: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> Iterator[R]:
         """Yield the rows of a query as a kind; each is validated when it is fetched.
 
-        The cursor runs one query at a time: the rows of one are fetched before the next begins (`all_rows`).
+        The cursor runs one query at a time: the rows of one are fetched before the next begins (`fetch_rows`).
 
         Raises
         ------
         WrongRowError
             For a row whose values are of other types, or whose numbers are below 0.
         """
-        checks = _checks(kind)
+        field_checks = _get_field_checks(row_type)
         for row in self._cursor.execute(query, parameters):
-            for value, (is_valid, expected) in zip(row, checks, strict=True):
+            for value, (is_valid, expected) in zip(row, field_checks, strict=True):
                 if not is_valid(value):
-                    has = f"{len(value):,} bytes" if isinstance(value, bytes) else shown(value)
-                    raise WrongRowError(f"a row has {has}, expected {expected}")
-            yield kind(*row)
+                    value_text = f"{len(value):,} bytes" if isinstance(value, bytes) else repr_short(value)
+                    raise InvalidRowError(f"a row has {value_text}, expected {expected}")
+            yield row_type(*row)
 
-    def all_rows(self, kind: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> list[R]:
-        """As `rows`, all of them."""
-        return list(self.rows(kind, query, parameters))
+    def fetch_rows(self, row_type: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> list[R]:
+        """As `iter_rows`, all of them."""
+        return list(self.iter_rows(row_type, query, parameters))
 
-    def row(self, kind: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> R | None:
-        """As `rows`, the first; None for no row."""
-        return next(self.rows(kind, query, parameters), None)
+    def fetch_row(self, row_type: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> R | None:
+        """As `iter_rows`, the first; None for no row."""
+        return next(self.iter_rows(row_type, query, parameters), None)
 
-    def need_row(self, kind: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> R:
-        """As `row`; `WrongRowError` where there is none."""
-        row = self.row(kind, query, parameters)
+    def require_row(self, row_type: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> R:
+        """As `fetch_row`; `InvalidRowError` where there is none."""
+        row = self.fetch_row(row_type, query, parameters)
         if row is None:
-            raise WrongRowError("a row of it is gone")
+            raise InvalidRowError("a row of it is gone")
         return row
 
     def has_row(self, query: str, parameters: Sequence[object] = ()) -> bool:
@@ -261,20 +261,20 @@ class Cursor:
         return self._cursor.execute(query, parameters).fetchone() is not None
 
 
-def parse_space_document(document: str, where: str) -> Space:
-    """Return the space that a row has as a document; `WrongRowError` for what is none."""
+def parse_space_document(document: str, where: str) -> Namespace:
+    """Return the space that a row has as a document; `InvalidRowError` for what is none."""
     try:
-        return from_json(document, f"{where}: space")
+        return parse_namespace(document, f"{where}: space")
     except KvmnnError as error:
-        raise WrongRowError(str(error)) from None
+        raise InvalidRowError(str(error)) from None
 
 
 def _is_number(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_NUMBER
+    return type(value) is int and 0 <= value <= _MAX_SQLITE_INTEGER
 
 
-_Check = tuple[Callable[[Any], bool], str]
-_KINDS: dict[object, _Check] = {
+_FieldCheck = tuple[Callable[[Any], bool], str]
+_CHECK_BY_TYPE: dict[object, _FieldCheck] = {
     int: (_is_number, "a whole number from 0 on"),
     int | None: (lambda value: value is None or _is_number(value), "a whole number from 0 on, or none"),
     str: (lambda value: type(value) is str, "a text"),
@@ -285,6 +285,6 @@ _KINDS: dict[object, _Check] = {
 
 
 @cache
-def _checks(kind: Callable[..., object]) -> tuple[_Check, ...]:
+def _get_field_checks(row_type: Callable[..., object]) -> tuple[_FieldCheck, ...]:
     """The checks of a kind's fields, in order."""
-    return tuple(_KINDS[hint] for hint in get_type_hints(kind).values())
+    return tuple(_CHECK_BY_TYPE[hint] for hint in get_type_hints(row_type).values())

@@ -8,34 +8,40 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.casting import widened
+from ..arrays.casting import upcast
 from ..arrays.completeness import IncompleteCacheError, require_complete
-from ..arrays.engine_cache import EngineCache
+from ..arrays.engine_cache import EngineCacheInfo
 from ..arrays.layer_cache import LayerCache
-from ..arrays.layers import LayerArray, array_name, check_pairs, place_said, sorted_with_latents
-from ..arrays.named_array import in_memory
+from ..arrays.layers import (
+    LayerArray,
+    check_kv_shapes,
+    collect_layers_or_latents,
+    format_array_name,
+    format_input_prefix,
+)
+from ..arrays.named_array import from_numpy
 from ..arrays.opaque_state import include_states
-from ..arrays.own_order import for_other_engines
+from ..arrays.own_order import to_common_order
 from ..arrays.source import Source
 from ..arrays.window_layers import describe_windows, find_window_layers
-from ..bundle.beside import TOKEN_IDS
-from ..dtypes import PARTS, Indices, Positions, Words, by_name
+from ..bundle.beside import TOKEN_IDS_NAME
+from ..dtypes import PARTS, Elements, Indices, Positions, parse_dtype
 from ..errors import KvmnnError, OptionError, SourceError
-from ..formats.beside import text_beside
+from ..formats.beside import read_sidecar
 from ..formats.llama import NO_TOKEN
-from ..formats.mnn import Packed, Unpacked, pack, unpack
-from ..formats.mnn.prefix_writing import Making
-from ..formats.mnn.token_ids import parsed_token_ids
-from ..formats.noted_positions import held_by, noted_positions
-from ..packed.cache_info import TokenIds
-from ..packed.fitting import Geometry
-from ..text import count
-from .results import Prefix
-from .state_arrays import note_states, state_arrays
-from .token_ids import Ids, as_ids
+from ..formats.mnn import PackResult, UnpackResult, pack, unpack
+from ..formats.mnn.prefix_writing import PrefixWriteOptions
+from ..formats.mnn.token_ids import parse_token_ids
+from ..formats.noted_positions import read_positions_by_layer, read_positions_sidecar
+from ..packed.cache_info import TokenIdsFingerprint
+from ..packed.fitting import PackedGeometry
+from ..text import pluralize
+from .results import StoredPrefix
+from .state_arrays import build_state_arrays, encode_states_metadata
+from .token_ids import Ids, to_token_ids
 
 
-def layers_of(
+def read_layer_caches(
     source: Source, *, token_major: bool = False, with_windows: bool = False, with_states: bool = False
 ) -> list[LayerCache]:
     """K and V of every layer of anything that `kvmnn.open` opens.
@@ -46,7 +52,7 @@ def layers_of(
     Arrays of several types (llama.cpp's K may be quantised, and V not) become fp32, which has every number of them.
 
     K of a llama.cpp cache that surely lies in another order than that of other engines is brought into theirs, unless
-    `Source.undone` says otherwise.
+    `Source.inverted_transforms` says otherwise.
 
     Parameters
     ----------
@@ -77,48 +83,57 @@ def layers_of(
     require_complete(completeness, where, "a stored prefix")
     if source.lossy:
         raise OptionError(f"{where}: K and V were made from int8: no engine takes such a prefix up again")
-    windows = find_window_layers(source.completeness, held_by(source)) if source.completeness is not None else {}
+    windows = (
+        find_window_layers(source.completeness, read_positions_by_layer(source))
+        if source.completeness is not None
+        else {}
+    )
     if windows and not with_windows:
         sentence = describe_windows(source.completeness, windows)
         raise IncompleteCacheError(f"{where}: cannot make a stored prefix: {sentence}")
     if source.cache is not None:
         for info in source.cache.layers:
-            if info.layer not in windows and info.text_runs != ((0, info.tokens),):
+            if info.layer not in windows and info.text_position_runs != ((0, info.tokens),):
                 raise SourceError(f"{where}: layer {info.layer} was cut: a cache without some tokens is no prefix")
     if source.engine_cache is not None and source.engine_cache.has_padding:
         raise SourceError(f"{where}: is a batch with padding: --batch N takes one text of it, from 0")
-    if source.engine_cache is not None and not windows and not source.engine_cache.is_whole:
+    if source.engine_cache is not None and not windows and not source.engine_cache.is_contiguous_prefix:
         raise SourceError(f"{where}: holds no beginning of a text, whole and in order: {source.engine_cache}")
-    arrays = sorted_with_latents(for_other_engines(source)[0], token_major=token_major)
+    arrays = collect_layers_or_latents(to_common_order(source)[0], token_major=token_major)
     has_values = any(entry.part == "value" for entry in arrays)
     if has_values:
-        check_pairs(arrays, place_said(source), one_size=False)
-    all_keys = arrays[:: 1 + has_values]
-    numbers = [entry.layer for entry in all_keys]
-    noted = noted_positions(source, [entry.geometry[1] for entry in all_keys], numbers)
-    for entry, positions in zip(all_keys, noted.in_text, strict=True) if noted else ():
+        check_kv_shapes(arrays, format_input_prefix(source), require_same_head_dim=False)
+    key_entries = arrays[:: 1 + has_values]
+    layer_numbers = [entry.layer for entry in key_entries]
+    recorded_positions = read_positions_sidecar(source, [entry.geometry[1] for entry in key_entries], layer_numbers)
+    for entry, positions in (
+        zip(key_entries, recorded_positions.positions_in_text, strict=True) if recorded_positions else ()
+    ):
         if entry.layer not in windows and positions.max(initial=-1) >= positions.shape[-1]:  # they ascend
             raise SourceError(f"{where}: layer {entry.layer} was cut: a cache without some tokens is no prefix")
     if len({entry.array.dtype for entry in arrays}) > 1:
-        arrays = [replace(entry, array=widened(entry.array)) for entry in arrays]
-    words = [_words(entry) for entry in arrays]
-    values = words[1::2] if has_values else [keys[:, :, :0] for keys in words]
-    pairs = zip(all_keys, words[:: 1 + has_values], values, strict=True)
-    seen = 1 + max((int(positions.max()) for positions in windows.values()), default=-1)
-    return [_layer_cache(entry.layer, keys, v, windows.get(entry.layer), seen) for entry, keys, v in pairs]
+        arrays = [replace(entry, array=upcast(entry.array)) for entry in arrays]
+    elements = [_read_elements(entry) for entry in arrays]
+    value_elements = elements[1::2] if has_values else [keys[:, :, :0] for keys in elements]
+    pairs = zip(key_entries, elements[:: 1 + has_values], value_elements, strict=True)
+    num_seen_tokens = 1 + max((int(positions.max()) for positions in windows.values()), default=-1)
+    return [
+        _make_layer_cache(entry.layer, keys, values, windows.get(entry.layer), num_seen_tokens)
+        for entry, keys, values in pairs
+    ]
 
 
-def saved_ids(source: Source) -> Indices | None:
+def read_saved_ids(source: Source) -> Indices | None:
     """Return the token ids that a source has itself, or that lie alongside its arrays, int64; None where it has none.
 
     They may be more than its tokens: engines also save the id of a token that is not evaluated yet.
     """
-    found = source.engine_cache.token_ids if source.engine_cache is not None else None
-    beside = text_beside(source, TOKEN_IDS) if found is None else None
-    return found if beside is None else parsed_token_ids(*beside)
+    cache_ids = source.engine_cache.token_ids if source.engine_cache is not None else None
+    sidecar = read_sidecar(source, TOKEN_IDS_NAME) if cache_ids is None else None
+    return cache_ids if sidecar is None else parse_token_ids(*sidecar)
 
 
-def token_ids_of(source: Source, token_ids: Sequence[int] | Ids | Indices | None = None) -> Indices | None:
+def resolve_token_ids(source: Source, token_ids: Sequence[int] | Ids | Indices | None = None) -> Indices | None:
     """Return the ids of the tokens that have K and V in a source, by their positions; None where it has no ids.
 
     Parameters
@@ -133,35 +148,43 @@ def token_ids_of(source: Source, token_ids: Sequence[int] | Ids | Indices | None
     SourceError
         Where there are fewer ids than tokens, and where an id stands for no token.
     """
-    saved = saved_ids(source) if token_ids is None else np.asarray(token_ids, np.int64)
-    if saved is None:
+    saved_ids = read_saved_ids(source) if token_ids is None else np.asarray(token_ids, np.int64)
+    if saved_ids is None:
         return None
     where, cache = " ".join(source.inputs), source.engine_cache
-    if cache is None or (not cache.is_whole and not find_window_layers(source.completeness, held_by(source))):
-        return saved  # `layers_of` refuses a cache that was cut
-    runs = cache.layer_runs
-    end = cache.tokens if runs is None else max((sum(run) for each in runs for run in each), default=0)
-    if saved.size < end:
+    if cache is None or (
+        not cache.is_contiguous_prefix and not find_window_layers(source.completeness, read_positions_by_layer(source))
+    ):
+        return saved_ids  # `layers_of` refuses a cache that was cut
+    runs = cache.layer_position_runs
+    num_cached_tokens = (
+        cache.tokens if runs is None else max((sum(run) for head_runs in runs for run in head_runs), default=0)
+    )
+    if saved_ids.size < num_cached_tokens:
         raise SourceError(
-            f"{where}: has {count(saved.size, 'token id')} for {count(end, 'token')}: specify all ids (--token-ids)"
+            f"{where}: has {pluralize(saved_ids.size, 'token id')} for {pluralize(num_cached_tokens, 'token')}: "
+            f"specify all ids (--token-ids)"
         )
-    ids = saved[:end]
-    if (missing := np.flatnonzero(ids == NO_TOKEN)).size:
+    ids = saved_ids[:num_cached_tokens]
+    if (missing_positions := np.flatnonzero(ids == NO_TOKEN)).size:
         raise SourceError(
-            f"{where}: token {missing[0]} has the id {NO_TOKEN}, which stands for any picture or embedding: specify "
+            f"{where}: token {missing_positions[0]} has the id {NO_TOKEN}, which stands for any picture or embedding: "
+            f"specify "
             "ids that tell them apart (--token-ids)"
         )
     return ids
 
 
-def _layer_cache(layer: int, keys: Words, values: Words, positions: Positions | None, seen: int) -> LayerCache:
+def _make_layer_cache(
+    layer: int, keys: Elements, values: Elements, positions: Positions | None, num_seen_tokens: int
+) -> LayerCache:
     if positions is None:
         return LayerCache(layer=layer, keys=keys, values=values)
-    return LayerCache(layer=layer, keys=keys, values=values, positions=positions, tokens_seen=seen)
+    return LayerCache(layer=layer, keys=keys, values=values, positions=positions, tokens_seen=num_seen_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Got:
+class GetResult:
     """A stored beginning of a text that was written to files.
 
     Parameters
@@ -169,9 +192,9 @@ class Got:
     tokens, asked
         Tokens that the files hold, of how many that the text has.
     missing
-        As that of `Prefix`: a model cannot continue from the files alone.
+        As that of `StoredPrefix`: a model cannot continue from the files alone.
     dtype, others
-        Of what was stored, as those of `Prefix`.
+        Of what was stored, as those of `StoredPrefix`.
     written
         The files.
     """
@@ -180,7 +203,7 @@ class Got:
     asked: int
     dtype: str | None
     others: Mapping[str, int]
-    written: Packed | Unpacked
+    written: PackResult | UnpackResult
     missing: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,21 +212,28 @@ class Got:
         return {"tokens": self.tokens, "asked": self.asked, **stored, **self.written.to_dict()}
 
     def __str__(self) -> str:
-        rest = self.asked - self.tokens
-        left = f"{rest:,} {'is' if rest == 1 else 'are'} left to compute" if rest else "all of the text"
+        num_remaining = self.asked - self.tokens
+        remaining_text = (
+            f"{num_remaining:,} {'is' if num_remaining == 1 else 'are'} left to compute"
+            if num_remaining
+            else "all of the text"
+        )
         if self.missing:
-            left = "layers with full attention alone"
-        parts = "".join(f"\n  INCOMPLETE: {sentence}" for sentence in self.missing)
-        return f"{self.tokens:,} of {count(self.asked, 'token')}, {self.dtype}: {left}{parts}\n{self.written}"
+            remaining_text = "layers with full attention alone"
+        incomplete_text = "".join(f"\n  INCOMPLETE: {sentence}" for sentence in self.missing)
+        return (
+            f"{self.tokens:,} of {pluralize(self.asked, 'token')}, {self.dtype}: "
+            f"{remaining_text}{incomplete_text}\n{self.written}"
+        )
 
 
 def write_prefix(
-    prefix: Prefix,
+    prefix: StoredPrefix,
     token_ids: Sequence[int] | Ids,
     output: str,
     *,
     where: str,
-    geometry: Geometry | None = None,
+    geometry: PackedGeometry | None = None,
     name: str | None = None,
     capacity: int | None = None,
     model: str | None = None,
@@ -211,7 +241,7 @@ def write_prefix(
     rerotate: bool = False,
     force: bool = False,
     threads: int | None = None,
-) -> Got:
+) -> GetResult:
     """Write K and V of a prefix as files of arrays, or as the prefix cache that an MNN engine loads.
 
     Parameters
@@ -242,25 +272,27 @@ def write_prefix(
         Where nothing was found, for the ids of another text, and as `pack` and `unpack`.
     """
     if not prefix.tokens:
-        raise KvmnnError(f"{where}: nothing of this text of {count(prefix.asked, 'token')} is stored under this model")
-    if prefix.token_ids is not None and not np.array_equal(as_ids(token_ids)[: prefix.tokens], prefix.token_ids):
-        raise KvmnnError(f"{where}: the token ids are not those of the prefix of {count(prefix.tokens, 'token')}")
+        raise KvmnnError(
+            f"{where}: nothing of this text of {pluralize(prefix.requested_tokens, 'token')} is stored under this model"
+        )
+    if prefix.token_ids is not None and not np.array_equal(to_token_ids(token_ids)[: prefix.tokens], prefix.token_ids):
+        raise KvmnnError(f"{where}: the token ids are not those of the prefix of {pluralize(prefix.tokens, 'token')}")
     arrays = [
-        in_memory(array_name(cache.layer, part), words)
+        from_numpy(format_array_name(cache.layer, part), elements)
         for cache in prefix.layers
-        for part, words in zip(PARTS, (cache.keys, cache.values), strict=True)
-        if words.shape[2]
+        for part, elements in zip(PARTS, (cache.keys, cache.values), strict=True)
+        if elements.shape[2]
     ]
     source = Source(arrays, inputs=(where,))
-    last = [cache.layer for cache in prefix.layers if cache.tokens < prefix.tokens]
+    window_layers = [cache.layer for cache in prefix.layers if cache.tokens < prefix.tokens]
     if prefix.completeness is not None:
-        _describe(source, prefix, token_ids)
-    made: Packed | Unpacked
-    if name is None and capacity is None and geometry in (None, Geometry()):
-        source.arrays = [*arrays, *state_arrays(prefix.states)]
-        source.metadata |= note_states(prefix.states)
-        made = unpack(source, output, force=force)
-    elif last:
+        _add_descriptions(source, prefix, token_ids)
+    written: PackResult | UnpackResult
+    if name is None and capacity is None and geometry in (None, PackedGeometry()):
+        source.arrays = [*arrays, *build_state_arrays(prefix.states)]
+        source.metadata |= encode_states_metadata(prefix.states)
+        written = unpack(source, output, force=force)
+    elif window_layers:
         raise OptionError(
             f"{where}: this text has windows, which the prefix cache of an MNN engine has no place for; other outputs "
             "have arrays"
@@ -268,8 +300,8 @@ def write_prefix(
     elif any(not cache.value_dim for cache in prefix.layers):
         raise OptionError(f"{where}: this text has K alone, no V: MNN takes no such prefix; other outputs have arrays")
     else:
-        ids = TokenIds.of(list(token_ids[: prefix.tokens]))
-        made = pack(
+        ids = TokenIdsFingerprint.from_ids(list(token_ids[: prefix.tokens]))
+        written = pack(
             replace(source, completeness=prefix.completeness, engine_cache=None, states=prefix.states),
             output,
             geometry,
@@ -281,31 +313,33 @@ def write_prefix(
             positions=[cache.positions for cache in prefix.layers],
             cast=cast,
             rerotate=rerotate,
-            making=Making(durable=False, again=True, threads=threads),
+            write_options=PrefixWriteOptions(is_durable=False, compare_in_memory=True, threads=threads),
         )
-    return Got(
+    return GetResult(
         tokens=prefix.tokens,
-        asked=prefix.asked,
+        asked=prefix.requested_tokens,
         dtype=prefix.dtype,
         others=prefix.others,
-        written=made,
+        written=written,
         missing=prefix.missing,
     )
 
 
-def _describe(source: Source, prefix: Prefix, token_ids: Sequence[int] | Ids) -> None:
+def _add_descriptions(source: Source, prefix: StoredPrefix, token_ids: Sequence[int] | Ids) -> None:
     """Note down which tokens each layer of a prefix has, and what the arrays lack, where these are not all alike."""
-    layers, found = prefix.layers, prefix.completeness
-    last = any(cache.tokens < prefix.tokens for cache in layers)
-    if found is not None:
+    layers, completeness = prefix.layers, prefix.completeness
+    has_windows = any(cache.tokens < prefix.tokens for cache in layers)
+    if completeness is not None:
         states = (
-            replace(each, included=False, location="in arrays of bytes") if each.kind == "recurrent" else each
-            for each in found.layers
+            replace(layer_state, included=False, location="in arrays of bytes")
+            if layer_state.kind == "recurrent"
+            else layer_state
+            for layer_state in completeness.layers
         )
-        source.completeness = found if found.missing else replace(found, layers=tuple(states))
+        source.completeness = completeness if completeness.missing else replace(completeness, layers=tuple(states))
     heads = tuple(cache.kv_heads for cache in layers)
     dims = tuple(cache.head_dim for cache in layers)
-    source.engine_cache = EngineCache(
+    source.engine_cache = EngineCacheInfo(
         engine="kvmnn",
         kind="stored prefix",
         layers=len(layers),
@@ -315,11 +349,11 @@ def _describe(source: Source, prefix: Prefix, token_ids: Sequence[int] | Ids) ->
         layer_head_dims=dims if len({*dims}) > 1 else (),
         tokens=max((cache.tokens for cache in layers), default=0),
         types=(str(prefix.dtype),) * (2 * len(layers)),
-        layer_positions=tuple(cache.positions for cache in layers) if last else None,
+        layer_positions=tuple(cache.positions for cache in layers) if has_windows else None,
         token_ids=np.asarray(token_ids[: prefix.tokens], np.int64),
     )
 
 
-def _words(entry: LayerArray) -> Words:
-    words = entry.array.to_numpy().view(by_name(entry.array.dtype).numpy)
-    return words.transpose(1, 0, 2) if entry.token_major else words
+def _read_elements(entry: LayerArray) -> Elements:
+    elements = entry.array.to_numpy().view(parse_dtype(entry.array.dtype).numpy_dtype)
+    return elements.transpose(1, 0, 2) if entry.token_major else elements

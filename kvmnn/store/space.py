@@ -13,21 +13,21 @@ import numpy as np
 
 from .. import dtypes
 from ..arrays.layer_cache import LayerCache
-from ..arrays.opaque_state import MAX_STATE_NAME, OpaqueState
-from ..checks import shown
-from ..dtypes import DType, Words
+from ..arrays.opaque_state import MAX_STATE_NAME_CHARS, OpaqueState
+from ..checks import repr_short
+from ..dtypes import DType, Elements
 from ..errors import ArrayTypeError, KvmnnError
-from ..files.json_document import Node, parse
-from ..text import count
+from ..files.json_document import JsonReader, parse_document
+from ..text import pluralize
 
 KEY_BYTES = 16
 MAX_LAYERS = 4096
-MAX_MODEL = 256
+MAX_MODEL_CHARACTERS = 256
 """Characters of a fingerprint."""
 
-_MAX_HEADS = 1 << 16
+_MAX_KV_HEADS = 1 << 16
 _MAX_HEAD_DIM = 1 << 20
-_MAX_DOCUMENT = 1 << 20
+_MAX_DOCUMENT_BYTES = 1 << 20
 _MAX_STATES = 1 << 14
 
 
@@ -46,7 +46,7 @@ class LayerShape(NamedTuple):
         return self.head_dim, self.value_dim
 
 
-class StateName(NamedTuple):
+class StateId(NamedTuple):
     """A state that is not K and V: its layer, and what the engine calls it."""
 
     layer: int
@@ -54,7 +54,7 @@ class StateName(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Space:
+class Namespace:
     """A model, its precision and its layers: only within one do prefixes share blocks.
 
     Parameters
@@ -76,7 +76,7 @@ class Space:
     dtype: str
     layers: tuple[LayerShape, ...]
     windows: tuple[LayerShape, ...] = ()
-    states: tuple[StateName, ...] = ()
+    states: tuple[StateId, ...] = ()
 
     @cached_property
     def key(self) -> bytes:
@@ -84,14 +84,19 @@ class Space:
         return hashlib.blake2b(b"kvmnn prefix store 1\n" + self.to_json().encode(), digest_size=KEY_BYTES).digest()
 
     @property
-    def words(self) -> DType:
+    def element_dtype(self) -> DType:
         """The element type."""
-        return dtypes.by_name(self.dtype)
+        return dtypes.parse_dtype(self.dtype)
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int], ...]:
         """K and V (0 and 1) of each layer, by its place among them, in the order of a unit's streams: V where it is."""
-        return tuple((place, part) for place, shape in enumerate(self.layers) for part in range(2) if shape.dims[part])
+        return tuple(
+            (layer_index, part)
+            for layer_index, shape in enumerate(self.layers)
+            for part in range(2)
+            if shape.dims[part]
+        )
 
     @property
     def needs_state(self) -> bool:
@@ -106,71 +111,80 @@ class Space:
     @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token in all layers with full attention."""
-        return self.words.itemsize * sum(shape.kv_heads * sum(shape.dims) for shape in self.layers)
+        return self.element_dtype.itemsize * sum(shape.kv_heads * sum(shape.dims) for shape in self.layers)
 
     def to_json(self) -> str:
         """The document, on one line."""
-        document: dict[str, object] = {"model": self.model, "dtype": self.dtype, "layers": _listed(self.layers)}
+        document: dict[str, object] = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "layers": _shapes_to_lists(self.layers),
+        }
         if self.needs_state:
-            document |= {"windows": _listed(self.windows), "states": [list(state) for state in self.states]}
+            document |= {"windows": _shapes_to_lists(self.windows), "states": [list(state) for state in self.states]}
         return json.dumps(document, separators=(",", ":"), sort_keys=True)
 
     def __str__(self) -> str:
         """For people: ``6 layers, 4 kv heads x 64 dims, fp32``."""
         shapes = sorted({shape[1:] for shape in self.all_layers})
         sizes = " and ".join(
-            f"{count(heads, 'kv head')} x {dims} dims{_values_said(dims, of_values)}"
-            for heads, dims, of_values in shapes[:3]
+            f"{pluralize(heads, 'kv head')} x {head_dim} dims{_describe_value_dim(head_dim, value_dim)}"
+            for heads, head_dim, value_dim in shapes[:3]
         )
-        states = f", {count(len(self.states), 'state')}" if self.states else ""
+        states = f", {pluralize(len(self.states), 'state')}" if self.states else ""
         return f"{len(self.all_layers)} layers, {sizes}{' and more' if len(shapes) > 3 else ''}, {self.dtype}{states}"
 
 
-def _listed(shapes: Sequence[LayerShape]) -> list[list[int]]:
+def _shapes_to_lists(shapes: Sequence[LayerShape]) -> list[list[int]]:
     return [list(shape if shape.value_dim != shape.head_dim else shape[:3]) for shape in shapes]
 
 
-def said_apart(one: Space, other: Space) -> tuple[str, str]:
+def describe_difference(first_namespace: Namespace, second_namespace: Namespace) -> tuple[str, str]:
     """Two spaces of a model and dtype, such that they do not read alike."""
-    if str(one) != str(other):
-        return str(one), str(other)
-    layers = zip(one.all_layers, other.all_layers, strict=False)
-    first, second = next(((a, b) for a, b in layers if a != b), (None, None))
-    if first is None or second is None:
-        return f"state {_named(one.states)}", f"state {_named(other.states)}"
-    return _layer_said(first), _layer_said(second)
+    if str(first_namespace) != str(second_namespace):
+        return str(first_namespace), str(second_namespace)
+    layers = zip(first_namespace.all_layers, second_namespace.all_layers, strict=False)
+    first_shape, second_shape = next(((a, b) for a, b in layers if a != b), (None, None))
+    if first_shape is None or second_shape is None:
+        return (
+            f"state {_format_state_names(first_namespace.states)}",
+            f"state {_format_state_names(second_namespace.states)}",
+        )
+    return _describe_layer(first_shape), _describe_layer(second_shape)
 
 
-def _named(states: Sequence[StateName]) -> str:
+def _format_state_names(states: Sequence[StateId]) -> str:
     names = [f"{state.name!r} of layer {state.layer}" for state in states[:3]]
     return ", ".join(names) + (" ..." if len(states) > len(names) else "") or "of no layer"
 
 
-def _layer_said(shape: LayerShape) -> str:
-    return f"a layer {shape.layer} of {count(shape.kv_heads, 'kv head')} x {shape.head_dim}, V {shape.value_dim}"
+def _describe_layer(shape: LayerShape) -> str:
+    return f"a layer {shape.layer} of {pluralize(shape.kv_heads, 'kv head')} x {shape.head_dim}, V {shape.value_dim}"
 
 
-def _values_said(dims: int, of_values: int) -> str:
-    if of_values == dims:
+def _describe_value_dim(dims: int, value_dim: int) -> str:
+    if value_dim == dims:
         return ""
-    return f" (V {of_values})" if of_values else " (no V)"
+    return f" (V {value_dim})" if value_dim else " (no V)"
 
 
-def check_model(model: object) -> str:
+def validate_model(model: object) -> str:
     """A fingerprint; `KvmnnError` or `TypeError` for what is none."""
     if not isinstance(model, str):
         raise TypeError(f"model must be a string, the fingerprint of a model, not {type(model).__name__}")
-    if not model or len(model) > MAX_MODEL or not model.isprintable():
-        raise KvmnnError(f"model is {shown(model)}: expected a fingerprint of 1 to {MAX_MODEL} printable characters")
+    if not model or len(model) > MAX_MODEL_CHARACTERS or not model.isprintable():
+        raise KvmnnError(
+            f"model is {repr_short(model)}: expected a fingerprint of 1 to {MAX_MODEL_CHARACTERS} printable characters"
+        )
     return model
 
 
-def space_of(
+def build_namespace(
     layers: Sequence[LayerCache],
     model: str,
     windows: Sequence[LayerCache] = (),
     states: Sequence[OpaqueState] = (),
-) -> Space:
+) -> Namespace:
     """The space that the caches of all layers belong to, which are in order; `windows` contain the last tokens alone.
 
     Raises
@@ -178,65 +192,73 @@ def space_of(
     KvmnnError
         For no layers, layers twice or in another order, of different dtypes, or shapes beyond all models.
     """
-    shapes, of_windows = (
-        tuple(LayerShape(cache.layer, cache.kv_heads, cache.head_dim, cache.value_dim) for cache in each)
-        for each in (layers, windows)
+    shapes, window_shapes = (
+        tuple(LayerShape(cache.layer, cache.kv_heads, cache.head_dim, cache.value_dim) for cache in caches)
+        for caches in (layers, windows)
     )
-    found = {cache.dtype for cache in (*layers, *windows)}
-    if len(found) > 1:
-        raise KvmnnError(f"the layers are {' and '.join(sorted(found))}: expected one dtype")
-    names = tuple(StateName(state.layer, state.name) for state in states)
-    return _checked(Space(check_model(model), found.pop() if found else "fp16", shapes, of_windows, names))
+    found_dtypes = {cache.dtype for cache in (*layers, *windows)}
+    if len(found_dtypes) > 1:
+        raise KvmnnError(f"the layers are {' and '.join(sorted(found_dtypes))}: expected one dtype")
+    names = tuple(StateId(state.layer, state.name) for state in states)
+    return _validate_namespace(
+        Namespace(validate_model(model), found_dtypes.pop() if found_dtypes else "fp16", shapes, window_shapes, names)
+    )
 
 
-def from_json(text: object, where: str) -> Space:
-    """Check and take in a document; `ManifestError`, or another `KvmnnError`, that begins with `where`."""
+def parse_namespace(text: object, label: str) -> Namespace:
+    """Check and take in a document; `ManifestError`, or another `KvmnnError`, that begins with `label`."""
     if not isinstance(text, str):
-        raise KvmnnError(f"{where}: is no JSON text")
-    root = parse(text, where, _MAX_DOCUMENT)
-    dtype = root.at("dtype")
-    if dtype.text() not in dtypes.BY_NAME:
-        raise dtype.wrong(f"one of {', '.join(dtypes.BY_NAME)}")
+        raise KvmnnError(f"{label}: is no JSON text")
+    root = parse_document(text, label, _MAX_DOCUMENT_BYTES)
+    dtype = root.get("dtype")
+    if dtype.read_str() not in dtypes.DTYPES:
+        raise dtype.error(f"one of {', '.join(dtypes.DTYPES)}")
     needs_state = "windows" in root.value
-    shapes = _read_shapes(root.at("layers"), 0 if needs_state else 1)
-    windows = _read_shapes(root.at("windows"), 0) if needs_state else ()
+    shapes = _parse_shapes(root.get("layers"), 0 if needs_state else 1)
+    windows = _parse_shapes(root.get("windows"), 0) if needs_state else ()
     states = []
-    for entry in root.at("states").items(most=_MAX_STATES) if needs_state else ():
-        layer, name = entry.items(least=2, most=2)
-        states.append(StateName(layer.integer(0), name.text()))
+    for entry in root.get("states").read_list(max_len=_MAX_STATES) if needs_state else ():
+        layer, name = entry.read_list(min_len=2, max_len=2)
+        states.append(StateId(layer.read_int(0), name.read_str()))
     try:
-        return _checked(Space(check_model(root.at("model").text()), dtype.text(), shapes, windows, tuple(states)))
+        return _validate_namespace(
+            Namespace(validate_model(root.get("model").read_str()), dtype.read_str(), shapes, windows, tuple(states))
+        )
     except KvmnnError as error:
-        raise KvmnnError(f"{where}: {error}") from None
+        raise KvmnnError(f"{label}: {error}") from None
 
 
-def _read_shapes(node: Node, least: int) -> tuple[LayerShape, ...]:
+def _parse_shapes(node: JsonReader, min_layers: int) -> tuple[LayerShape, ...]:
     shapes = []
-    for entry in node.items(least=least, most=MAX_LAYERS):
-        layer, heads, dims, *others = entry.items(least=3, most=4)
-        of_values = others[0] if others else dims
-        shapes.append(LayerShape(layer.integer(0), heads.integer(1), dims.integer(1), of_values.integer(0)))
+    for entry in node.read_list(min_len=min_layers, max_len=MAX_LAYERS):
+        layer, heads, dims, *value_nodes = entry.read_list(min_len=3, max_len=4)
+        value_dim = value_nodes[0] if value_nodes else dims
+        shapes.append(LayerShape(layer.read_int(0), heads.read_int(1), dims.read_int(1), value_dim.read_int(0)))
     return tuple(shapes)
 
 
-def _checked(space: Space) -> Space:
-    numbers = [shape.layer for shape in space.layers]
-    if space.needs_state:
-        of_windows, states = [shape.layer for shape in space.windows], list(space.states)
-        if numbers != sorted(set(numbers)) or of_windows != sorted(set(of_windows)) or states != sorted(set(states)):
-            raise KvmnnError(f"the layers are {shown([numbers, of_windows])}: expected each once, in order")
-        for state in space.states:
-            if not 0 < len(state.name) <= MAX_STATE_NAME or not state.name.isprintable():
-                raise KvmnnError(f"the name of a state is {shown(state.name)}")
-        numbers = [shape.layer for shape in space.all_layers] or [0]
+def _validate_namespace(namespace: Namespace) -> Namespace:
+    numbers = [shape.layer for shape in namespace.layers]
+    if namespace.needs_state:
+        window_numbers, states = [shape.layer for shape in namespace.windows], list(namespace.states)
+        if (
+            numbers != sorted(set(numbers))
+            or window_numbers != sorted(set(window_numbers))
+            or states != sorted(set(states))
+        ):
+            raise KvmnnError(f"the layers are {repr_short([numbers, window_numbers])}: expected each once, in order")
+        for state in namespace.states:
+            if not 0 < len(state.name) <= MAX_STATE_NAME_CHARS or not state.name.isprintable():
+                raise KvmnnError(f"the name of a state is {repr_short(state.name)}")
+        numbers = [shape.layer for shape in namespace.all_layers] or [0]
     if not numbers or len(numbers) > MAX_LAYERS:
         raise KvmnnError(f"there are {len(numbers):,} layers: expected 1 to {MAX_LAYERS:,}")
     if numbers != sorted(set(numbers)):
-        raise KvmnnError(f"the layers are {shown(numbers)}: expected each once, in order")
-    for shape in space.all_layers:
-        if not (1 <= shape.kv_heads <= _MAX_HEADS and shape.head_dim >= 1 and max(shape.dims) <= _MAX_HEAD_DIM):
+        raise KvmnnError(f"the layers are {repr_short(numbers)}: expected each once, in order")
+    for shape in namespace.all_layers:
+        if not (1 <= shape.kv_heads <= _MAX_KV_HEADS and shape.head_dim >= 1 and max(shape.dims) <= _MAX_HEAD_DIM):
             raise KvmnnError(f"layer {shape.layer} has {shape.kv_heads:,} kv heads x {max(shape.dims):,} dims")
-    return space
+    return namespace
 
 
 def split_windows(layers: Sequence[LayerCache], windows: Collection[int]) -> tuple[list[LayerCache], list[LayerCache]]:
@@ -252,22 +274,26 @@ def split_windows(layers: Sequence[LayerCache], windows: Collection[int]) -> tup
     ArrayTypeError
         For other objects.
     """
-    full, last = [], []
+    full_layers, window_layers = [], []
     for cache in layers:
         if not isinstance(cache, LayerCache):
             raise ArrayTypeError(f"layers are {type(cache).__name__}: expected kvmnn.LayerCache")
-        seen, size = cache.tokens_seen, cache.tokens
-        if cache.layer not in windows or size == seen:
-            full.append(cache)
+        num_seen, num_cached = cache.tokens_seen, cache.tokens
+        if cache.layer not in windows or num_cached == num_seen:
+            full_layers.append(cache)
             continue
-        places = np.arange(seen - size, seen)
-        if not size or cache.positions.shape != (size,) or not (cache.positions == places).all():
+        expected_positions = np.arange(num_seen - num_cached, num_seen)
+        if (
+            not num_cached
+            or cache.positions.shape != (num_cached,)
+            or not (cache.positions == expected_positions).all()
+        ):
             raise KvmnnError(f"layer {cache.layer} has a window, and does not contain the last tokens of its text")
-        last.append(cache)
-    return full, sorted(last, key=lambda cache: cache.layer)
+        window_layers.append(cache)
+    return full_layers, sorted(window_layers, key=lambda cache: cache.layer)
 
 
-def checked_layers(layers: Sequence[LayerCache], tokens: int, windows: Sequence[LayerCache] = ()) -> list[LayerCache]:
+def validate_layers(layers: Sequence[LayerCache], tokens: int, windows: Sequence[LayerCache] = ()) -> list[LayerCache]:
     """The layers in order, each with K and V of all `tokens` tokens of the text and of no others; those of `windows`
     must end with the text.
 
@@ -279,25 +305,25 @@ def checked_layers(layers: Sequence[LayerCache], tokens: int, windows: Sequence[
     for cache in layers:
         if not isinstance(cache, LayerCache):
             raise ArrayTypeError(f"layers are {type(cache).__name__}: expected kvmnn.LayerCache")
-    found = sorted(layers, key=lambda cache: cache.layer)
+    sorted_layers = sorted(layers, key=lambda cache: cache.layer)
     for cache in windows:
         if cache.tokens_seen != tokens:
             raise KvmnnError(
                 f"layer {cache.layer} has a window that ends behind {cache.tokens_seen:,} tokens, there are {tokens:,} "
                 "token ids"
             )
-    places = np.arange(tokens)
-    for cache in found:
+    expected_positions = np.arange(tokens)
+    for cache in sorted_layers:
         if cache.tokens != tokens:
             raise KvmnnError(f"layer {cache.layer} holds {cache.tokens:,} tokens, there are {tokens:,} token ids")
-        if not ((cache.positions == places).all() and (cache.ends == places + 1).all()):
+        if not ((cache.positions == expected_positions).all() and (cache.ends == expected_positions + 1).all()):
             raise KvmnnError(
                 f"layer {cache.layer} does not hold the tokens 0 to {tokens - 1:,} of its text, each once: a cache "
                 "that was cut is no prefix"
             )
-    return found
+    return sorted_layers
 
 
-def parts_of(layers: Sequence[LayerCache]) -> list[Words]:
-    """K and V of each layer, in the order of `Space.parts`."""
-    return [words for cache in layers for words in (cache.keys, cache.values) if words.shape[2]]
+def list_parts(layers: Sequence[LayerCache]) -> list[Elements]:
+    """K and V of each layer, in the order of `Namespace.parts`."""
+    return [elements for cache in layers for elements in (cache.keys, cache.values) if elements.shape[2]]

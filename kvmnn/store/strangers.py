@@ -7,42 +7,46 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..files.temporary import NAME
+from ..files.temporary import TEMPORARY_NAME_PATTERN
 from .space import KEY_BYTES
 from .unit_files import is_unit_name
 
-_KEY = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
-_OURS = {
+_KEY_PATTERN = f"[0-9a-f]{{{2 * KEY_BYTES}}}"
+_OWN_NAME_PATTERNS = {
     "": r"store\.json|rebuild\.lock|index(-\d{1,9})?\.sqlite(-wal|-shm|-journal|\.new(-journal)?)?",
-    "spaces": rf"{_KEY}\.json",
-    "texts": rf"{_KEY}\.(pin|session)",
-    "tables": f"{_KEY}-{_KEY}",
+    "spaces": rf"{_KEY_PATTERN}\.json",
+    "texts": rf"{_KEY_PATTERN}\.(pin|session)",
+    "tables": f"{_KEY_PATTERN}-{_KEY_PATTERN}",
     "staging": "(?!)",
 }
 """By folders, the names in them."""
-_UNITS = "units"
-_UNIT_FOLDER = re.compile(r"units/[0-9a-f]{3,}")
+_UNITS_FOLDER = "units"
+_UNIT_FOLDER_REGEX = re.compile(r"units/[0-9a-f]{3,}")
 
 
-def strangers(folder: Path) -> Iterator[str]:
+def iter_foreign_files(folder: Path) -> Iterator[str]:
     """Their names below the folder."""
-    for place, folders, files in os.walk(folder):
-        below = Path(place).relative_to(folder)
-        folders[:] = [name for name in folders if not NAME.fullmatch(name)]
-        for name in [name for name in folders if not _may_have_files(below / name)]:
+    for walked_folder, folders, files in os.walk(folder):
+        relative_folder = Path(walked_folder).relative_to(folder)
+        folders[:] = [name for name in folders if not TEMPORARY_NAME_PATTERN.fullmatch(name)]
+        for name in [name for name in folders if not _may_have_files(relative_folder / name)]:
             folders.remove(name)
-            yield f"{below / name}/"
+            yield f"{relative_folder / name}/"
         for name in files:
-            path = below / name
-            if not (NAME.fullmatch(name) or _is_ours(path)):
+            path = relative_folder / name
+            if not (TEMPORARY_NAME_PATTERN.fullmatch(name) or _is_own_file(path)):
                 yield str(path)
 
 
 def _may_have_files(path: Path) -> bool:
     """Return whether kvmnn makes this folder."""
-    return str(path) in _OURS or path == Path(_UNITS) or _UNIT_FOLDER.fullmatch(str(path)) is not None
+    return (
+        str(path) in _OWN_NAME_PATTERNS
+        or path == Path(_UNITS_FOLDER)
+        or _UNIT_FOLDER_REGEX.fullmatch(str(path)) is not None
+    )
 
 
-def _is_ours(path: Path) -> bool:
-    pattern = _OURS.get("" if path.parent == Path() else str(path.parent))
+def _is_own_file(path: Path) -> bool:
+    pattern = _OWN_NAME_PATTERNS.get("" if path.parent == Path() else str(path.parent))
     return re.fullmatch(pattern, path.name) is not None if pattern else is_unit_name(path)

@@ -12,22 +12,22 @@ from functools import cached_property
 import numpy as np
 
 from ..arrays.layer_cache import LayerCache
-from ..dense import Rotary, Tables
-from ..dtypes import Words
+from ..dense import RopeConfig, SharedTables
+from ..dtypes import Elements
 from ..errors import KvmnnError
-from ..threads.pool import map_pulled, resolve_threads
-from .space import KEY_BYTES, MAX_LAYERS, Space, parts_of
-from .unit import DamagedError
+from ..threads.pool import parallel_map, resolve_threads
+from .space import KEY_BYTES, MAX_LAYERS, Namespace, list_parts
+from .unit import DamagedUnitError
 
-MAGIC = b"KVMNNPT2"
-TOKENS = 512
+TABLES_MAGIC = b"KVMNNPT2"
+MAX_TABLE_TOKENS = 512
 """Sets are made of at most so many tokens ..."""
-LEAST_TOKENS = 256
+MIN_TABLE_TOKENS = 256
 """... and of no fewer."""
-MOST_BYTES = 256 << 20
+MAX_TABLE_SETS_BYTES = 256 << 20
 
-_FIELDS = struct.Struct("<8sI")
-_KEPT = 8
+_TABLES_STRUCT = struct.Struct("<8sI")
+_MAX_CACHED_SETS = 8
 
 
 class TableSets:
@@ -39,14 +39,18 @@ class TableSets:
         In this order.
     """
 
-    def __init__(self, sets: Sequence[Tables]) -> None:
+    def __init__(self, sets: Sequence[SharedTables]) -> None:
         self.sets = tuple(sets)
 
     @cached_property
     def data(self) -> bytes:
         """The bytes of the object: magic, number of sets, their sizes, the sets."""
-        sizes = np.array([len(each.data) for each in self.sets], "<u4")
-        return _FIELDS.pack(MAGIC, len(self.sets)) + sizes.tobytes() + b"".join(each.data for each in self.sets)
+        sizes = np.array([len(tables.data) for tables in self.sets], "<u4")
+        return (
+            _TABLES_STRUCT.pack(TABLES_MAGIC, len(self.sets))
+            + sizes.tobytes()
+            + b"".join(tables.data for tables in self.sets)
+        )
 
     @cached_property
     def key(self) -> bytes:
@@ -54,24 +58,28 @@ class TableSets:
         return hashlib.blake2b(self.data, digest_size=KEY_BYTES).digest()
 
 
-def made_of(layers: Sequence[LayerCache], space: Space, rotary: Rotary | None, threads: int | None) -> TableSets:
+def build_table_sets(
+    layers: Sequence[LayerCache], namespace: Namespace, rotary: RopeConfig | None, threads: int | None
+) -> TableSets:
     """Sets for the layers of a text, made of its first tokens."""
 
-    def one(job: tuple[tuple[int, int], Words]) -> Tables:
-        (_, part), words = job
-        given = [words[:, :TOKENS]]
-        return Tables.made_of(given, dtype=space.dtype, rotary=None if part else fitting(rotary, words))
+    def build_tables(job: tuple[tuple[int, int], Elements]) -> SharedTables:
+        (_, part), elements = job
+        samples = [elements[:, :MAX_TABLE_TOKENS]]
+        return SharedTables.from_arrays(
+            samples, dtype=namespace.dtype, rotary=None if part else select_rotary(rotary, elements)
+        )
 
-    jobs = zip(space.parts, parts_of(layers), strict=True)
-    return TableSets(map_pulled(one, jobs, resolve_threads(threads)))
+    jobs = zip(namespace.parts, list_parts(layers), strict=True)
+    return TableSets(parallel_map(build_tables, jobs, resolve_threads(threads)))
 
 
-def fitting(rotary: Rotary | None, keys: Words) -> Rotary | None:
+def select_rotary(rotary: RopeConfig | None, keys: Elements) -> RopeConfig | None:
     """The rotation of a layer's K, unless its heads have fewer words: it would cost size only, but is refused."""
     return rotary if rotary is not None and rotary.dims <= keys.shape[2] else None
 
 
-def parse(data: bytes, key: bytes) -> TableSets:
+def parse_table_sets(data: bytes, key: bytes) -> TableSets:
     """The sets in the bytes of an object.
 
     Raises
@@ -80,43 +88,43 @@ def parse(data: bytes, key: bytes) -> TableSets:
         For anything but the object with this key.
     """
     if hashlib.blake2b(data, digest_size=KEY_BYTES).digest() != key:
-        raise DamagedError("its tables are damaged")
+        raise DamagedUnitError("its tables are damaged")
     try:
-        magic, count = _FIELDS.unpack_from(data)
-        if magic != MAGIC or not 1 <= count <= 2 * MAX_LAYERS:
-            raise DamagedError("its tables are none")
-        sizes = np.frombuffer(data, "<u4", count, _FIELDS.size).tolist()
-        at = _FIELDS.size + 4 * count
+        magic, num_sets = _TABLES_STRUCT.unpack_from(data)
+        if magic != TABLES_MAGIC or not 1 <= num_sets <= 2 * MAX_LAYERS:
+            raise DamagedUnitError("its tables are none")
+        sizes = np.frombuffer(data, "<u4", num_sets, _TABLES_STRUCT.size).tolist()
+        begin_byte = _TABLES_STRUCT.size + 4 * num_sets
         sets = []
         for size in sizes:
-            sets.append(Tables(data[at : at + size]))
-            at += size
+            sets.append(SharedTables(data[begin_byte : begin_byte + size]))
+            begin_byte += size
     except (struct.error, ValueError, KvmnnError) as error:  # of somebody who made the key fit
-        raise DamagedError(f"its tables are none: {error}") from None
+        raise DamagedUnitError(f"its tables are none: {error}") from None
     return TableSets(sets)
 
 
-def object_name(space: bytes, key: bytes) -> str:
+def make_object_name(namespace_key: bytes, key: bytes) -> str:
     """The name of the object, among those of all spaces."""
-    return f"{space.hex()}-{key.hex()}"
+    return f"{namespace_key.hex()}-{key.hex()}"
 
 
-def keys_of(names: Sequence[str], space: bytes) -> list[bytes]:
-    """The keys of a space's objects, of names of `object_name`; others are passed over."""
-    begin = f"{space.hex()}-"
-    found = []
+def list_object_keys(names: Sequence[str], namespace_key: bytes) -> list[bytes]:
+    """The keys of a space's objects, of names of `make_object_name`; others are passed over."""
+    name_prefix = f"{namespace_key.hex()}-"
+    keys = []
     for name in sorted(names):
-        if name.startswith(begin):
+        if name.startswith(name_prefix):
             try:
-                key = bytes.fromhex(name[len(begin) :])
+                key = bytes.fromhex(name[len(name_prefix) :])
             except ValueError:
                 continue
             if len(key) == KEY_BYTES:
-                found.append(key)
-    return found
+                keys.append(key)
+    return keys
 
 
-class KeptTables:
+class TableSetCache:
     """The table sets of a store, the last used in memory.
 
     Parameters
@@ -128,40 +136,40 @@ class KeptTables:
     """
 
     def __init__(self, read: Callable[[str], bytes | None], names: Callable[[], Sequence[str]]) -> None:
-        self._read, self._names = read, names
-        self._kept: OrderedDict[tuple[bytes, bytes], TableSets] = OrderedDict()
+        self._read_object, self._list_names = read, names
+        self._cached_sets: OrderedDict[tuple[bytes, bytes], TableSets] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, space: bytes, key: bytes) -> TableSets:
-        """The sets with this key; `DamagedError` where they are gone or damaged."""
+    def get(self, namespace_key: bytes, key: bytes) -> TableSets:
+        """The sets with this key; `DamagedUnitError` where they are gone or damaged."""
         with self._lock:
-            found = self._kept.get((space, key))
-            if found is not None:
-                self._kept.move_to_end((space, key))
-                return found
-        data = self._read(object_name(space, key))
+            cached = self._cached_sets.get((namespace_key, key))
+            if cached is not None:
+                self._cached_sets.move_to_end((namespace_key, key))
+                return cached
+        data = self._read_object(make_object_name(namespace_key, key))
         if data is None:
-            raise DamagedError("its tables are gone")
-        return self._keep(space, key, parse(data, key))
+            raise DamagedUnitError("its tables are gone")
+        return self._put(namespace_key, key, parse_table_sets(data, key))
 
-    def of_space(self, space: bytes) -> TableSets | None:
+    def get_any(self, namespace_key: bytes) -> TableSets | None:
         """Sets of a space, whichever: None where it has none that can be read."""
         with self._lock:
-            kept = [key for known, key in self._kept if known == space]
-        for key in kept or keys_of(self._names(), space):
+            cached_keys = [key for cached_namespace, key in self._cached_sets if cached_namespace == namespace_key]
+        for key in cached_keys or list_object_keys(self._list_names(), namespace_key):
             try:
-                return self.get(space, key)
-            except DamagedError:
+                return self.get(namespace_key, key)
+            except DamagedUnitError:
                 continue
         return None
 
-    def keep(self, space: bytes, sets: TableSets) -> None:
+    def put(self, namespace_key: bytes, sets: TableSets) -> None:
         """Keep new sets in memory."""
-        self._keep(space, sets.key, sets)
+        self._put(namespace_key, sets.key, sets)
 
-    def _keep(self, space: bytes, key: bytes, sets: TableSets) -> TableSets:
+    def _put(self, namespace_key: bytes, key: bytes, sets: TableSets) -> TableSets:
         with self._lock:
-            self._kept[space, key] = sets
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
+            self._cached_sets[namespace_key, key] = sets
+            if len(self._cached_sets) > _MAX_CACHED_SETS:
+                self._cached_sets.popitem(last=False)
         return sets

@@ -18,16 +18,16 @@ MAX_TOKENS = 1 << 24
 Ids = npt.NDArray[np.uint32]
 """Token ids, ``[token]``, little-endian."""
 
-_SHORT, _LONG = 3, 5
-"""Bytes of an id where ids are compared as text: the highest first; of a long one behind `_ESCAPE`."""
-_ESCAPE = 0xFF
-_MIN_LONG = _ESCAPE << 16
+_SHORT_ID_BYTES, _LONG_ID_BYTES = 3, 5
+"""Bytes of an id where ids are compared as text: the highest first; of a long one behind `_ESCAPE_BYTE`."""
+_ESCAPE_BYTE = 0xFF
+_MIN_LONG_ID = _ESCAPE_BYTE << 16
 """The least id whose three bytes would begin as a long one does. Vocabularies are smaller; placeholders of pictures are
 hashes of up to 32 bits.
 """
 
 
-def as_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
+def to_token_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
     """Token ids as an array.
 
     Raises
@@ -36,78 +36,80 @@ def as_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
         Unless they are 1 to 2**24 whole numbers from 0 to 2**32 - 1.
     """
     try:
-        found = np.asarray(token_ids)
+        array = np.asarray(token_ids)
     except (ValueError, OverflowError):
         raise KvmnnError("token ids: expected a list of at least one whole number, found no numbers") from None
-    if found.dtype.kind in "fO" and found.ndim == 1:  # integers too large for numpy's types
-        for number, each in enumerate(token_ids):
-            if type(each) is int and not 0 <= each <= MAX_ID:
-                raise _wrong_id(number, each)
-    if found.ndim != 1 or found.size == 0 or found.dtype.kind not in "iu":
-        there = "none" if found.shape == (0,) else f"{found.dtype.name} of shape {list(found.shape)}"
-        raise KvmnnError(f"token ids: expected a list of at least one whole number, found {there}")
-    if found.size > MAX_TOKENS:
-        raise KvmnnError(f"token ids: there are {found.size:,}, expected at most {MAX_TOKENS:,}")
-    least, most = int(found.min()), int(found.max())
-    if least < 0 or most > MAX_ID:
-        raise _wrong_id(int(found.argmin() if least < 0 else found.argmax()), least if least < 0 else most)
-    return found.astype("<u4")
+    if array.dtype.kind in "fO" and array.ndim == 1:  # integers too large for numpy's types
+        for number, token_id in enumerate(token_ids):
+            if type(token_id) is int and not 0 <= token_id <= MAX_ID:
+                raise _make_id_error(number, token_id)
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        found_text = "none" if array.shape == (0,) else f"{array.dtype.name} of shape {list(array.shape)}"
+        raise KvmnnError(f"token ids: expected a list of at least one whole number, found {found_text}")
+    if array.size > MAX_TOKENS:
+        raise KvmnnError(f"token ids: there are {array.size:,}, expected at most {MAX_TOKENS:,}")
+    min_id, max_id = int(array.min()), int(array.max())
+    if min_id < 0 or max_id > MAX_ID:
+        raise _make_id_error(int(array.argmin() if min_id < 0 else array.argmax()), min_id if min_id < 0 else max_id)
+    return array.astype("<u4")
 
 
-def _wrong_id(place: int, found: int) -> KvmnnError:
-    return KvmnnError(f"token ids: number {place + 1:,}: expected one from 0 to {MAX_ID:,}, found {found:,}")
+def _make_id_error(id_index: int, token_id: int) -> KvmnnError:
+    return KvmnnError(f"token ids: number {id_index + 1:,}: expected one from 0 to {MAX_ID:,}, found {token_id:,}")
 
 
-def block_keys(parent: bytes, ids: Ids, block_tokens: int) -> list[bytes]:
+def compute_block_keys(parent: bytes, ids: Ids, block_tokens: int) -> list[bytes]:
     """The keys of all whole blocks of `ids`, which follow the block with the key `parent`.
 
     A key is the BLAKE2b hash of 16 bytes over the key of the block before and the ids as little-endian 32-bit words.
     """
     data, step = ids.tobytes(), 4 * block_tokens
     keys = []
-    for begin in range(0, len(data) - step + 1, step):
-        parent = hashlib.blake2b(parent + data[begin : begin + step], digest_size=KEY_BYTES).digest()
+    for begin_byte in range(0, len(data) - step + 1, step):
+        parent = hashlib.blake2b(parent + data[begin_byte : begin_byte + step], digest_size=KEY_BYTES).digest()
         keys.append(parent)
     return keys
 
 
-def text_key(space: bytes, ids: Ids) -> bytes:
+def compute_sequence_key(namespace_key: bytes, ids: Ids) -> bytes:
     """The key of a whole text in a space."""
-    return hashlib.blake2b(b"text" + space + ids.tobytes(), digest_size=KEY_BYTES).digest()
+    return hashlib.blake2b(b"text" + namespace_key + ids.tobytes(), digest_size=KEY_BYTES).digest()
 
 
-def as_text(ids: Ids) -> bytes:
+def to_sort_key(ids: Ids) -> bytes:
     """Return ids as bytes that sort as they do: three for an id of a vocabulary, five for a larger one."""
-    words = np.ascontiguousarray(ids.astype(">u4").view(np.uint8).reshape(-1, 4))
-    if not ids.size or int(ids.max()) < _MIN_LONG:
-        return words[:, 4 - _SHORT :].tobytes()
-    long = (ids >= _MIN_LONG).tolist()
+    id_bytes = np.ascontiguousarray(ids.astype(">u4").view(np.uint8).reshape(-1, 4))
+    if not ids.size or int(ids.max()) < _MIN_LONG_ID:
+        return id_bytes[:, 4 - _SHORT_ID_BYTES :].tobytes()
+    are_long = (ids >= _MIN_LONG_ID).tolist()
     return b"".join(
-        bytes([_ESCAPE]) + word.tobytes() if is_long else word[4 - _SHORT :].tobytes()
-        for word, is_long in zip(words, long, strict=True)
+        bytes([_ESCAPE_BYTE]) + id_row.tobytes() if is_long else id_row[4 - _SHORT_ID_BYTES :].tobytes()
+        for id_row, is_long in zip(id_bytes, are_long, strict=True)
     )
 
 
-def agreeing_texts(one: bytes, other: bytes) -> int:
-    """How many ids two texts of `as_text` have in common from their beginning."""
-    size = min(len(one), len(other))
-    return ids_in_text(one[: agreeing(np.frombuffer(one, np.uint8, size), np.frombuffer(other, np.uint8, size))])
+def count_common_ids(first: bytes, second: bytes) -> int:
+    """How many ids two texts of `to_sort_key` have in common from their beginning."""
+    size = min(len(first), len(second))
+    return count_ids_in_sort_key(
+        first[: count_common_entries(np.frombuffer(first, np.uint8, size), np.frombuffer(second, np.uint8, size))]
+    )
 
 
-def ids_in_text(text: bytes) -> int:
-    """How many whole ids the bytes of `as_text` have."""
-    count = text[::_SHORT].find(_ESCAPE)
+def count_ids_in_sort_key(sort_key: bytes) -> int:
+    """How many whole ids the bytes of `to_sort_key` have."""
+    count = sort_key[::_SHORT_ID_BYTES].find(_ESCAPE_BYTE)
     if count < 0:
-        return len(text) // _SHORT
-    place = count * _SHORT
-    while place < len(text):
-        place += _LONG if text[place] == _ESCAPE else _SHORT
-        count += place <= len(text)
+        return len(sort_key) // _SHORT_ID_BYTES
+    position = count * _SHORT_ID_BYTES
+    while position < len(sort_key):
+        position += _LONG_ID_BYTES if sort_key[position] == _ESCAPE_BYTE else _SHORT_ID_BYTES
+        count += position <= len(sort_key)
     return count
 
 
-def agreeing(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> int:
+def count_common_entries(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> int:
     """How many entries two lists have in common from their beginning."""
-    size = min(one.size, other.size)
-    differing = np.flatnonzero(one[:size] != other[:size])
+    size = min(first.size, second.size)
+    differing = np.flatnonzero(first[:size] != second[:size])
     return int(differing[0]) if differing.size else size

@@ -14,29 +14,29 @@ import numpy as np
 
 from ..dtypes import Bytes
 from ..errors import KvmnnError
-from ..frames.hashing import checksum
+from ..frames.hashing import integrity_checksum
 from .space import KEY_BYTES, MAX_LAYERS
 from .token_ids import MAX_TOKENS, Ids
 
-MAGIC, DENSE_MAGIC = b"KVMNNPU1", b"KVMNNPU2"
-MOST_HISTORY = 256
+FRAME_MAGIC, DENSE_MAGIC = b"KVMNNPU1", b"KVMNNPU2"
+MAX_HISTORY_ROWS = 256
 """Rows that the streams of a dense unit refer to in the unit before it."""
-MOST_CHAIN = 8
+MAX_CHAIN_UNITS = 8
 """Units before a dense unit that it needs, at most: the next begins anew."""
 
-_FIELDS = struct.Struct(f"<8sIII{KEY_BYTES}s{KEY_BYTES}s")
-_DENSE = struct.Struct(f"<III{KEY_BYTES}s")
-_CHECKSUM = struct.Struct("<Q")
-_FRAME = np.dtype([("bytes", "<u8"), ("checksum", "<u8"), ("raw_checksum", "<u8")])
-_STREAM = np.dtype([("bytes", "<u8"), ("checksum", "<u8")])
+_UNIT_STRUCT = struct.Struct(f"<8sIII{KEY_BYTES}s{KEY_BYTES}s")
+_DENSE_STRUCT = struct.Struct(f"<III{KEY_BYTES}s")
+_CHECKSUM_STRUCT = struct.Struct("<Q")
+_FRAME_DTYPE = np.dtype([("bytes", "<u8"), ("checksum", "<u8"), ("raw_checksum", "<u8")])
+_STREAM_DTYPE = np.dtype([("bytes", "<u8"), ("checksum", "<u8")])
 _NO_TABLES = bytes(KEY_BYTES)
 
 
-class DamagedError(KvmnnError):
+class DamagedUnitError(KvmnnError):
     """A unit that is not what was put."""
 
 
-class Frame(NamedTuple):
+class UnitFrame(NamedTuple):
     """K or V of one layer.
 
     Parameters
@@ -54,26 +54,26 @@ class Frame(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Dense:
+class DenseUnitInfo:
     """What the streams of a dense unit need.
 
     Parameters
     ----------
-    sums
+    block_sums
         ``[block]``: checksums of the words of the unit's whole blocks in all layers (`behind.unit_sums`); a
         unit behind it refers to its rows only where these are the same in what is put.
-    history
+    history_rows
         Rows right before the unit that its streams refer to; 0 for none.
-    chain
+    chain_length
         Units that these rows need, one behind the other.
-    tables
+    tables_key
         Key of the table sets; empty for streams that have their own.
     """
 
-    sums: tuple[int, ...]
-    history: int = 0
-    chain: int = 0
-    tables: bytes = b""
+    block_sums: tuple[int, ...]
+    history_rows: int = 0
+    chain_length: int = 0
+    tables_key: bytes = b""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Unit:
 
     Parameters
     ----------
-    space
+    namespace_key
         Key of the space.
     parent
         Key of the block before the first; that of the space at the beginning of a text.
@@ -91,109 +91,132 @@ class Unit:
     ids
         ``[token]``: of these blocks; the last may be shorter than a block.
     frames
-        K and V of the first layer, K and V of the next ... (`Space.parts`).
+        K and V of the first layer, K and V of the next ... (`Namespace.parts`).
     dense
         What dense streams need; None for frames.
     """
 
-    space: bytes
+    namespace_key: bytes
     parent: bytes
     start: int
     ids: Ids
-    frames: tuple[Frame, ...]
-    dense: Dense | None = None
+    frames: tuple[UnitFrame, ...]
+    dense: DenseUnitInfo | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the file."""
-        blocks = None if self.dense is None else len(self.dense.sums)
-        return header_bytes(self.ids.size, len(self.frames), blocks) + sum(len(frame.data) for frame in self.frames)
+        blocks = None if self.dense is None else len(self.dense.block_sums)
+        return count_header_bytes(self.ids.size, len(self.frames), blocks) + sum(
+            len(frame.data) for frame in self.frames
+        )
 
-    def pieces(self) -> list[Bytes | bytes]:
+    def to_pieces(self) -> list[Bytes | bytes]:
         """The bytes of the file, in order."""
-        magic = MAGIC if self.dense is None else DENSE_MAGIC
-        head = _FIELDS.pack(magic, self.ids.size, len(self.frames), self.start, self.space, self.parent)
+        magic = FRAME_MAGIC if self.dense is None else DENSE_MAGIC
+        head = _UNIT_STRUCT.pack(magic, self.ids.size, len(self.frames), self.start, self.namespace_key, self.parent)
         ids = self.ids.astype("<u4").tobytes()
         if self.dense is None:
-            rows = [(len(each.data), each.checksum, each.raw_checksum) for each in self.frames]
-            head += ids + np.array(rows, _FRAME).tobytes()
+            frame_rows = [
+                (len(unit_frame.data), unit_frame.checksum, unit_frame.raw_checksum) for unit_frame in self.frames
+            ]
+            head += ids + np.array(frame_rows, _FRAME_DTYPE).tobytes()
         else:
-            sums = np.array(self.dense.sums, "<u8")
-            head += _DENSE.pack(self.dense.history, self.dense.chain, sums.size, self.dense.tables or _NO_TABLES)
-            streams = np.array([(len(each.data), each.checksum) for each in self.frames], _STREAM)
-            head += ids + sums.tobytes() + streams.tobytes()
-        return [head + _CHECKSUM.pack(checksum(head)), *(frame.data for frame in self.frames)]
+            block_sums = np.array(self.dense.block_sums, "<u8")
+            head += _DENSE_STRUCT.pack(
+                self.dense.history_rows, self.dense.chain_length, block_sums.size, self.dense.tables_key or _NO_TABLES
+            )
+            streams = np.array(
+                [(len(unit_frame.data), unit_frame.checksum) for unit_frame in self.frames], _STREAM_DTYPE
+            )
+            head += ids + block_sums.tobytes() + streams.tobytes()
+        return [head + _CHECKSUM_STRUCT.pack(integrity_checksum(head)), *(frame.data for frame in self.frames)]
 
 
-def header_bytes(tokens: int, frames: int, blocks: int | None = None) -> int:
-    """Bytes before the first frame, or before the first stream of a unit with `blocks` whole blocks."""
-    size = _FIELDS.size + 4 * tokens + _CHECKSUM.size
+def count_header_bytes(num_tokens: int, num_frames: int, num_blocks: int | None = None) -> int:
+    """Bytes before the first frame, or before the first stream of a unit with `num_blocks` whole blocks."""
+    size = _UNIT_STRUCT.size + 4 * num_tokens + _CHECKSUM_STRUCT.size
     return (
-        size + _FRAME.itemsize * frames
-        if blocks is None
-        else size + _DENSE.size + 8 * blocks + _STREAM.itemsize * frames
+        size + _FRAME_DTYPE.itemsize * num_frames
+        if num_blocks is None
+        else size + _DENSE_STRUCT.size + 8 * num_blocks + _STREAM_DTYPE.itemsize * num_frames
     )
 
 
-def parse(data: Bytes) -> Unit:
+def parse_unit(data: Bytes) -> Unit:
     """The unit in the bytes of a file; frames are views of `data`, whose checksums are not compared yet.
 
     Raises
     ------
     DamagedError
-        For anything that `Unit.pieces` would not have given.
+        For anything that `Unit.to_pieces` would not have given.
     """
-    head = parse_header(data)
-    ends = list(accumulate((size for size, _, _ in head.rows), initial=head.nbytes))
+    header = parse_header(data)
+    ends = list(accumulate((size for size, _, _ in header.frame_rows), initial=header.nbytes))
     if ends[-1] != data.size:
-        raise DamagedError(f"has {data.size:,} bytes: its header says {ends[-1]:,}")
+        raise DamagedUnitError(f"has {data.size:,} bytes: its header says {ends[-1]:,}")
     frames = [
-        Frame(data[begin:end], frame_sum, raw_sum)
-        for (begin, end), (_, frame_sum, raw_sum) in zip(pairwise(ends), head.rows, strict=True)
+        UnitFrame(data[begin_byte:end_byte], frame_sum, raw_sum)
+        for (begin_byte, end_byte), (_, frame_sum, raw_sum) in zip(pairwise(ends), header.frame_rows, strict=True)
     ]
-    return Unit(head.space, head.parent, head.start, head.ids, tuple(frames), head.dense)
+    return Unit(header.namespace_key, header.parent, header.start, header.ids, tuple(frames), header.dense)
 
 
-class Header(NamedTuple):
+class UnitHeader(NamedTuple):
     """What the header of a unit says: `nbytes` of it, and of each frame bytes, checksum, checksum of the words."""
 
-    space: bytes
+    namespace_key: bytes
     parent: bytes
     start: int
     ids: Ids
-    dense: Dense | None
-    rows: list[tuple[int, int, int]]
+    dense: DenseUnitInfo | None
+    frame_rows: list[tuple[int, int, int]]
     nbytes: int
 
 
-def parse_header(data: Bytes) -> Header:
-    """The header of the unit whose bytes begin with `data`; errors as `parse`."""
-    if data.size < _FIELDS.size:
-        raise DamagedError(f"has {data.size:,} bytes: too few for a header")
-    magic, tokens, frames, start, space, parent = _FIELDS.unpack_from(data.data)
-    if magic not in (MAGIC, DENSE_MAGIC):
-        raise DamagedError("does not begin as a unit does")
-    if not (1 <= tokens <= MAX_TOKENS and 1 <= frames <= 2 * MAX_LAYERS and start <= MAX_TOKENS):
-        raise DamagedError("has impossible sizes in its header")
-    at, history, chain, blocks, tables = _FIELDS.size, 0, 0, None, _NO_TABLES
+def parse_header(data: Bytes) -> UnitHeader:
+    """The header of the unit whose bytes begin with `data`; errors as `parse_unit`."""
+    if data.size < _UNIT_STRUCT.size:
+        raise DamagedUnitError(f"has {data.size:,} bytes: too few for a header")
+    magic, num_tokens, num_frames, start, namespace, parent = _UNIT_STRUCT.unpack_from(data.data)
+    if magic not in (FRAME_MAGIC, DENSE_MAGIC):
+        raise DamagedUnitError("does not begin as a unit does")
+    if not (1 <= num_tokens <= MAX_TOKENS and 1 <= num_frames <= 2 * MAX_LAYERS and start <= MAX_TOKENS):
+        raise DamagedUnitError("has impossible sizes in its header")
+    position, history, chain, num_blocks, tables = _UNIT_STRUCT.size, 0, 0, None, _NO_TABLES
     if magic == DENSE_MAGIC:
-        if data.size < at + _DENSE.size:
-            raise DamagedError(f"has {data.size:,} bytes: too few for a header")
-        history, chain, blocks, tables = _DENSE.unpack_from(data.data, at)
-        at += _DENSE.size
-        if blocks > tokens or history > min(MOST_HISTORY, start) or chain > MOST_CHAIN or bool(chain) != bool(history):
-            raise DamagedError("has impossible sizes in its header")
-    size = header_bytes(tokens, frames, blocks)
+        if data.size < position + _DENSE_STRUCT.size:
+            raise DamagedUnitError(f"has {data.size:,} bytes: too few for a header")
+        history, chain, num_blocks, tables = _DENSE_STRUCT.unpack_from(data.data, position)
+        position += _DENSE_STRUCT.size
+        if (
+            num_blocks > num_tokens
+            or history > min(MAX_HISTORY_ROWS, start)
+            or chain > MAX_CHAIN_UNITS
+            or bool(chain) != bool(history)
+        ):
+            raise DamagedUnitError("has impossible sizes in its header")
+    size = count_header_bytes(num_tokens, num_frames, num_blocks)
     if size > data.size:
-        raise DamagedError(f"has {data.size:,} bytes: its header alone has {size:,}")
-    (said,) = _CHECKSUM.unpack_from(data.data, size - _CHECKSUM.size)
-    if checksum(data[: size - _CHECKSUM.size]) != said:
-        raise DamagedError("its header does not match its checksum")
-    ids = np.frombuffer(data, "<u4", tokens, at)
-    at += 4 * tokens
-    if blocks is None:
-        return Header(space, parent, start, ids, None, np.frombuffer(data, _FRAME, frames, at).tolist(), size)
-    sums = tuple(np.frombuffer(data, "<u8", blocks, at).tolist())
-    streams = np.frombuffer(data, _STREAM, frames, at + 8 * blocks).tolist()
-    dense = Dense(sums, history, chain, b"" if tables == _NO_TABLES else tables)
-    return Header(space, parent, start, ids, dense, [(nbytes, found, 0) for nbytes, found in streams], size)
+        raise DamagedUnitError(f"has {data.size:,} bytes: its header alone has {size:,}")
+    (stored_checksum,) = _CHECKSUM_STRUCT.unpack_from(data.data, size - _CHECKSUM_STRUCT.size)
+    if integrity_checksum(data[: size - _CHECKSUM_STRUCT.size]) != stored_checksum:
+        raise DamagedUnitError("its header does not match its checksum")
+    ids = np.frombuffer(data, "<u4", num_tokens, position)
+    position += 4 * num_tokens
+    if num_blocks is None:
+        return UnitHeader(
+            namespace, parent, start, ids, None, np.frombuffer(data, _FRAME_DTYPE, num_frames, position).tolist(), size
+        )
+    sums = tuple(np.frombuffer(data, "<u8", num_blocks, position).tolist())
+    streams = np.frombuffer(data, _STREAM_DTYPE, num_frames, position + 8 * num_blocks).tolist()
+    dense = DenseUnitInfo(sums, history, chain, b"" if tables == _NO_TABLES else tables)
+    return UnitHeader(
+        namespace,
+        parent,
+        start,
+        ids,
+        dense,
+        [(nbytes, stream_checksum, 0) for nbytes, stream_checksum in streams],
+        size,
+    )

@@ -13,15 +13,15 @@ from pathlib import Path
 from ..dtypes import Bytes
 from ..errors import SourceError
 from ..files.mapped import MappedFile
-from ..files.output import failures
-from ..files.temporary import Temporary, sweep
+from ..files.output import wrap_os_errors
+from ..files.temporary import TemporaryPath, remove_stale
 
-SUFFIX = ".unit"
-_STAGING = "staging"
-_UNITS = "units"
+UNIT_SUFFIX = ".unit"
+_STAGING_FOLDER = "staging"
+_UNITS_FOLDER = "units"
 _FOLDER_BITS = 12
-_MAX_UNIT = 1 << 62
-_PIECES = 1024
+_MAX_UNIT_NUMBER = 1 << 62
+_MAX_PIECES_PER_WRITE = 1024
 """In one call, as POSIX systems take them."""
 
 
@@ -36,17 +36,17 @@ class UnitFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._aside = _Aside(folder / _STAGING)
+        self._staging_folder = _StagingFolder(folder / _STAGING_FOLDER)
 
-    def path(self, unit: int) -> Path:
+    def make_path(self, unit: int) -> Path:
         """The file of a unit."""
-        return Path(self._folder, _UNITS, *_names(unit))
+        return Path(self._folder, _UNITS_FOLDER, *_make_unit_names(unit))
 
-    def read(self, unit: int) -> Bytes | None:
+    def read_unit(self, unit: int) -> Bytes | None:
         """The bytes of a unit's file, mapped; None where there is none."""
-        if not 0 < unit < _MAX_UNIT:
+        if not 0 < unit < _MAX_UNIT_NUMBER:
             return None
-        path = os.path.join(self._folder, _UNITS, *_names(unit))
+        path = os.path.join(self._folder, _UNITS_FOLDER, *_make_unit_names(unit))
         try:
             if not os.path.isfile(path):
                 return None
@@ -55,54 +55,54 @@ class UnitFiles:
         except (SourceError, OSError):
             return None
 
-    def stage(self) -> Staging:
+    def stage(self) -> StagedFiles:
         """A place for units on their way in."""
-        return Staging(self._aside)
+        return StagedFiles(self._staging_folder)
 
-    def place(self, staged: Path, unit: int) -> None:
+    def move_into_place(self, staged_path: Path, unit: int) -> None:
         """Give a staged file its name."""
-        path = self.path(unit)
-        with failures(path):
+        path = self.make_path(unit)
+        with wrap_os_errors(path):
             try:
-                os.replace(staged, path)
+                os.replace(staged_path, path)
             except FileNotFoundError:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(staged, path)
+                os.replace(staged_path, path)
 
-    def remove(self, units: Iterable[int]) -> None:
-        """Remove files; those that cannot be are left to `others`."""
+    def delete_units(self, units: Iterable[int]) -> None:
+        """Remove files; those that cannot be are left to `iter_unknown_files`."""
         for unit in units:
             with suppress(OSError):
-                self.path(unit).unlink()
+                self.make_path(unit).unlink()
 
-    def others(self, known: set[int]) -> Iterator[Path]:
+    def iter_unknown_files(self, known_units: set[int]) -> Iterator[Path]:
         """Files of units that are not known."""
-        for path in sorted((self._folder / _UNITS).glob(f"*/*{SUFFIX}")):
+        for path in sorted((self._folder / _UNITS_FOLDER).glob(f"*/*{UNIT_SUFFIX}")):
             try:
                 number = int(path.stem, 16)
             except ValueError:
                 continue
-            if number not in known and path == self.path(number) and path.is_file():
+            if number not in known_units and path == self.make_path(number) and path.is_file():
                 yield path
 
-    def sweep(self) -> None:
+    def remove_stale(self) -> None:
         """Remove what processes that are gone have left on its way in."""
-        sweep(self._folder / _STAGING)
+        remove_stale(self._folder / _STAGING_FOLDER)
 
     def close(self) -> None:
         """Remove what this process has of its own."""
-        self._aside.close()
+        self._staging_folder.close()
 
 
-def _write(handle: int, pieces: Sequence[Bytes | bytes]) -> None:
+def _write_pieces(handle: int, pieces: Sequence[Bytes | bytes]) -> None:
     """All pieces, in as few calls as can be: the system gives a file larger pages then."""
-    rest = [memoryview(piece) if isinstance(piece, bytes) else piece.data for piece in pieces]
-    while rest:
-        done = _write_some(handle, rest[:_PIECES])
-        while rest and done >= len(rest[0]):
-            done -= len(rest.pop(0))
-        if done:
-            rest[0] = rest[0][done:]
+    remaining = [memoryview(piece) if isinstance(piece, bytes) else piece.data for piece in pieces]
+    while remaining:
+        num_written = _write_some(handle, remaining[:_MAX_PIECES_PER_WRITE])
+        while remaining and num_written >= len(remaining[0]):
+            num_written -= len(remaining.pop(0))
+        if num_written:
+            remaining[0] = remaining[0][num_written:]
 
 
 def _write_some(handle: int, pieces: list[memoryview]) -> int:
@@ -110,20 +110,20 @@ def _write_some(handle: int, pieces: list[memoryview]) -> int:
     return os.writev(handle, pieces) if hasattr(os, "writev") else os.write(handle, pieces[0])
 
 
-def _names(unit: int) -> tuple[str, str]:
+def _make_unit_names(unit: int) -> tuple[str, str]:
     """Of the folder of a unit, and of its file."""
-    return f"{unit >> _FOLDER_BITS:03x}", f"{unit:08x}{SUFFIX}"
+    return f"{unit >> _FOLDER_BITS:03x}", f"{unit:08x}{UNIT_SUFFIX}"
 
 
 def is_unit_name(path: Path) -> bool:
     """Whether a path below a store's folder is that of a unit's file."""
     try:
-        return path == Path(_UNITS, *_names(int(path.stem, 16)))
+        return path == Path(_UNITS_FOLDER, *_make_unit_names(int(path.stem, 16)))
     except ValueError:
         return False
 
 
-class _Aside:
+class _StagingFolder:
     """A folder of this process for files that are not in their places yet, made when it is needed.
 
     It is locked as long as this process has it, so that others know what may be removed.
@@ -131,9 +131,9 @@ class _Aside:
 
     def __init__(self, parent: Path) -> None:
         self._parent = parent
-        self._numbers = itertools.count()
+        self._file_numbers = itertools.count()
         self._lock = threading.Lock()
-        self._made: weakref.finalize[[Temporary, int], _Aside] | None = None
+        self._finalizer: weakref.finalize[[TemporaryPath, int], _StagingFolder] | None = None
         self._folder: Path | None = None
         self._process = os.getpid()
 
@@ -144,21 +144,21 @@ class _Aside:
         with self._lock:
             if self._folder is None or not self._folder.is_dir():
                 self.close()
-                with failures(self._parent):
+                with wrap_os_errors(self._parent):
                     self._parent.mkdir(exist_ok=True)
-                    made = Temporary(self._parent / "put", parent=self._parent, is_folder=True)
-                self._folder = made.path
-                self._made = weakref.finalize(self, _let_go, made, self._process)
-            return self._folder / str(next(self._numbers))
+                    staged_folder = TemporaryPath(self._parent / "put", parent=self._parent, is_folder=True)
+                self._folder = staged_folder.path
+                self._finalizer = weakref.finalize(self, _remove_folder, staged_folder, self._process)
+            return self._folder / str(next(self._file_numbers))
 
     def close(self) -> None:
         """Remove the folder."""
-        if self._made is not None:
-            self._made()
-        self._made = self._folder = None
+        if self._finalizer is not None:
+            self._finalizer()
+        self._finalizer = self._folder = None
 
 
-def _let_go(folder: Temporary, process: int) -> None:
+def _remove_folder(folder: TemporaryPath, process: int) -> None:
     """Remove a folder; a forked child leaves its parent's alone."""
     if process == os.getpid():
         with suppress(OSError):
@@ -166,29 +166,29 @@ def _let_go(folder: Temporary, process: int) -> None:
         folder.release()
 
 
-class Staging:
+class StagedFiles:
     """Files that are not in their places yet: those that still are not on leaving the ``with`` block are removed.
 
     They are not brought to the disk before they get their names: what a power cut leaves of them does not match its
     checksums.
     """
 
-    def __init__(self, aside: _Aside) -> None:
-        self._aside = aside
-        self._written: list[Path] = []
+    def __init__(self, staging_folder: _StagingFolder) -> None:
+        self._staging_folder = staging_folder
+        self._staged_paths: list[Path] = []
 
     def write(self, pieces: Sequence[Bytes | bytes]) -> Path:
         """Write a file; its path."""
-        path = self._aside.new_file()
-        self._written.append(path)
-        with failures(path.parent), open(path, "xb", buffering=0) as file:
-            _write(file.fileno(), pieces)
+        path = self._staging_folder.new_file()
+        self._staged_paths.append(path)
+        with wrap_os_errors(path.parent), open(path, "xb", buffering=0) as file:
+            _write_pieces(file.fileno(), pieces)
         return path
 
-    def __enter__(self) -> Staging:
+    def __enter__(self) -> StagedFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for path in self._written:
+        for path in self._staged_paths:
             with suppress(OSError):
                 os.unlink(path)

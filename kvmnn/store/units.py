@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ..dtypes import Bytes
-from .lookup import Found, StatePlace, Text
+from .lookup import PrefixMatch, StateLocation, TokenSequence
 from .prefix_state import PrefixState
-from .results import Cleaned, Listing, Stats, Verified
-from .space import Space
-from .table_sets import KeptTables, TableSets
+from .results import CleanupResult, StoreListing, StoreStats, StoreVerifyResult
+from .space import Namespace
+from .table_sets import TableSetCache, TableSets
 from .token_ids import Ids
 from .updates import NewUnit
 
 
-class Added(NamedTuple):
+class AddResult(NamedTuple):
     """What became of new units: bytes that the store holds more, and bytes that had to go for them."""
 
     stored_bytes: int
@@ -31,13 +31,13 @@ class Staging(Protocol):
         """Keep the bytes of a unit; where, or the bytes themselves."""
 
 
-class Units(Protocol):
-    """The units of a store; every call may raise `KvmnnError`, and `OutageError` past one machine."""
+class StoreBackend(Protocol):
+    """The units of a store; every call may raise `KvmnnError`, and `BackendUnavailableError` past one machine."""
 
     label: str
     read_only: bool
     notes: list[str]
-    tables: KeptTables
+    tables: TableSetCache
 
     @property
     def block_tokens(self) -> int:
@@ -47,37 +47,39 @@ class Units(Protocol):
     def codec(self) -> str:
         """What new units are made of, ``"dense"`` or ``"frames"``."""
 
-    def spaces(self) -> list[Space]:
+    def list_namespaces(self) -> list[Namespace]:
         """All spaces."""
 
-    def keep_space(self, space: Space) -> None:
+    def ensure_namespace(self, namespace: Namespace) -> None:
         """Note a space down that has units, if it is noted down no more."""
 
-    def has_texts(self, space: Space) -> bool:
+    def has_sequences(self, namespace: Namespace) -> bool:
         """Whether anything of a space is stored."""
 
-    def find(self, text: Text) -> Found:
+    def find_prefix(self, sequence: TokenSequence) -> PrefixMatch:
         """The longest stored beginning of a text."""
 
-    def read(self, units: Sequence[int]) -> list[Bytes | None]:
+    def read_units(self, units: Sequence[int]) -> list[Bytes | None]:
         """The bytes of units; None for those that are not there."""
 
-    def at_hand(self, unit: int) -> Bytes | None:
+    def get_cached(self, unit: int) -> Bytes | None:
         """The bytes of a unit where nothing has to be asked for them."""
 
     def stage(self) -> AbstractContextManager[Staging]:
         """A place for new units."""
 
-    def add(self, space: Space, text: Text, new: Sequence[NewUnit], tables: TableSets | None) -> Added:
+    def add_units(
+        self, namespace: Namespace, sequence: TokenSequence, new: Sequence[NewUnit], tables: TableSets | None
+    ) -> AddResult:
         """Take in units of a text, in order, and the tables that some of them need."""
 
-    def keep_bound(self) -> int:
+    def enforce_limit(self) -> int:
         """Remove what is above the bound, if there is one: bytes."""
 
-    def find_state(self, text: Text, tokens: int) -> StatePlace | None:
+    def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
         """The state of the longest beginning of at most `tokens` tokens that has one."""
 
-    def add_state(self, space: Space, text: Text, state: PrefixState) -> Added:
+    def add_state(self, namespace: Namespace, sequence: TokenSequence, state: PrefixState) -> AddResult:
         """Take in the state of a text, whose units are stored.
 
         Raises
@@ -89,40 +91,40 @@ class Units(Protocol):
     def touch(self, units: Iterable[int]) -> None:
         """Units were used."""
 
-    def discard(self, unit: int, reason: str, notes: list[str]) -> object:
+    def quarantine(self, unit: int, reason: str, notes: list[str]) -> object:
         """Remove a unit that is not what it should be, and say so; it is not found again."""
 
-    def delete(self, text: Text) -> Cleaned:
+    def delete(self, sequence: TokenSequence) -> CleanupResult:
         """Remove what only this text needs."""
 
-    def clean(self, max_bytes: int | None) -> Cleaned:
+    def collect_garbage(self, max_bytes: int | None) -> CleanupResult:
         """Remove what nothing refers to, and what has to go for `max_bytes`."""
 
-    def verify(self, threads: int | None) -> Verified:
+    def verify(self, threads: int | None) -> StoreVerifyResult:
         """Read, decode and compare every unit."""
 
-    def stats(self, asked: int, found: int) -> Stats:
+    def collect_stats(self, requested_tokens: int, hit_tokens: int) -> StoreStats:
         """Counts of everything."""
 
-    def entries(self) -> Listing:
+    def list_entries(self) -> StoreListing:
         """The stored texts."""
 
-    def pin(self, space: Space, ids: Ids) -> bool:
+    def pin(self, namespace: Namespace, ids: Ids) -> bool:
         """Keep a text whatever the bound; whether it was not kept before."""
 
-    def unpin(self, space: Space, ids: Ids) -> bool:
+    def unpin(self, namespace: Namespace, ids: Ids) -> bool:
         """Keep it no longer; whether it was."""
 
-    def note_session(self, name: str, space: Space, ids: Ids) -> None:
+    def save_session(self, name: str, namespace: Namespace, ids: Ids) -> None:
         """Keep the text of a session under its name."""
 
-    def session(self, name: str) -> tuple[Space, Ids]:
+    def get_session(self, name: str) -> tuple[Namespace, Ids]:
         """Space and text of a session."""
 
-    def sessions(self) -> list[str]:
+    def list_sessions(self) -> list[str]:
         """All names."""
 
-    def forget_session(self, name: str) -> None:
+    def delete_session(self, name: str) -> None:
         """Forget a session."""
 
     def check_open(self) -> None:

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import KvmnnError
-from .lookup import Lookup, Text, stored_blocks
-from .rows import Cursor, Number, PinRow, TailRow, UnitBytes, UnitParent
-from .space import Space
-from .token_ids import Ids, as_text, text_key
+from .lookup import Lookup, TokenSequence, find_stored_blocks
+from .rows import NumberRow, PinRow, TailUnitRow, UnitBytesRow, UnitParentRow, ValidatingCursor
+from .space import Namespace
+from .token_ids import Ids, compute_sequence_key, to_sort_key
 
-_AT_ONCE = 64
-_LEAVES = "SELECT id, bytes FROM unit WHERE children = 0 AND pins = 0 ORDER BY used, id DESC"
-_LOST = 0
+_UNITS_PER_QUERY = 64
+_SELECT_LEAVES_SQL = "SELECT id, bytes FROM unit WHERE children = 0 AND pins = 0 ORDER BY used, id DESC"
+_LOST_UNIT = 0
 """The unit of a pinned text whose end is not there: the pin holds again once the text is put."""
 
 
-class ParentGoneError(KvmnnError):
+class ConcurrentUpdateError(KvmnnError):
     """Blocks that a new unit follows were removed meanwhile."""
 
 
@@ -41,7 +41,7 @@ class NewUnit:
         Of its file.
     staged
         Where the file lies, or its bytes.
-    behind
+    history_sums
         Checksums of the last blocks before it, whose rows its streams refer to; empty where they refer to none.
     """
 
@@ -51,36 +51,36 @@ class NewUnit:
     keys: Sequence[bytes]
     nbytes: int
     staged: Path | bytes
-    behind: tuple[int, ...] = ()
+    history_sums: tuple[int, ...] = ()
 
 
-def space_id(cursor: Cursor, space: Space) -> int:
+def ensure_namespace_id(cursor: ValidatingCursor, namespace: Namespace) -> int:
     """The number of a space, which is noted down if it is new."""
-    cursor.execute("INSERT OR IGNORE INTO space (key, document) VALUES (?, ?)", (space.key, space.to_json()))
-    return cursor.need_row(Number, "SELECT id FROM space WHERE key = ?", (space.key,)).value
+    cursor.execute("INSERT OR IGNORE INTO space (key, document) VALUES (?, ?)", (namespace.key, namespace.to_json()))
+    return cursor.require_row(NumberRow, "SELECT id FROM space WHERE key = ?", (namespace.key,)).value
 
 
-def next_tick(cursor: Cursor) -> int:
+def advance_clock(cursor: ValidatingCursor) -> int:
     """The tick of this use."""
     cursor.execute("UPDATE state SET tick = tick + 1")
-    return _state(cursor, "tick")
+    return _read_state_value(cursor, "tick")
 
 
-def _state(cursor: Cursor, name: str) -> int:
-    return cursor.need_row(Number, f"SELECT {name} FROM state").value
+def _read_state_value(cursor: ValidatingCursor, name: str) -> int:
+    return cursor.require_row(NumberRow, f"SELECT {name} FROM state").value
 
 
-def touch(cursor: Cursor, units: Iterable[int]) -> None:
+def touch(cursor: ValidatingCursor, units: Iterable[int]) -> None:
     """These units are used now."""
-    tick = next_tick(cursor)
-    cursor.execute_many("UPDATE unit SET used = ? WHERE id = ?", [(tick, unit) for unit in units])
+    lru_clock = advance_clock(cursor)
+    cursor.execute_many("UPDATE unit SET used = ? WHERE id = ?", [(lru_clock, unit) for unit in units])
 
 
-def insert(
-    cursor: Cursor,
-    space: int,
-    new: NewUnit,
-    text: Text,
+def insert_unit(
+    cursor: ValidatingCursor,
+    namespace_id: int,
+    new_unit: NewUnit,
+    sequence: TokenSequence,
     has_all: Callable[[], bool],
     *,
     number: int | None = None,
@@ -89,9 +89,9 @@ def insert(
 
     Parameters
     ----------
-    space
+    namespace_id
         Number of the space.
-    text
+    sequence
         The text that the unit is of.
     has_all
         Whether the index has all of it by now.
@@ -107,36 +107,45 @@ def insert(
     ParentGoneError
         Where the blocks before it are not there any more.
     """
-    known = stored_blocks(cursor, new.keys)
-    skip = next((number for number, key in enumerate(new.keys) if key not in known), len(new.keys))
-    if skip == len(new.keys) and (new.ids.size == skip * text.block_tokens or has_all()):
+    stored_block_rows = find_stored_blocks(cursor, new_unit.keys)
+    num_known_blocks = next(
+        (number for number, key in enumerate(new_unit.keys) if key not in stored_block_rows), len(new_unit.keys)
+    )
+    if num_known_blocks == len(new_unit.keys) and (
+        new_unit.ids.size == num_known_blocks * sequence.block_tokens or has_all()
+    ):
         return 0, []
-    parent_key = new.keys[skip - 1] if skip else new.parent
-    branch = as_text(new.ids[skip * text.block_tokens : (skip + 1) * text.block_tokens])
+    parent_key = new_unit.keys[num_known_blocks - 1] if num_known_blocks else new_unit.parent
+    first_sort_key = to_sort_key(
+        new_unit.ids[num_known_blocks * sequence.block_tokens : (num_known_blocks + 1) * sequence.block_tokens]
+    )
     parent = None
-    if parent_key != text.space:
-        row = cursor.row(Number, "SELECT unit FROM block WHERE key = ?", (parent_key,))
+    if parent_key != sequence.namespace_key:
+        row = cursor.fetch_row(NumberRow, "SELECT unit FROM block WHERE key = ?", (parent_key,))
         if row is None:
-            raise ParentGoneError("the blocks before a unit are gone")
+            raise ConcurrentUpdateError("the blocks before a unit are gone")
         parent = row.value
         cursor.execute("UPDATE unit SET children = children + 1 WHERE id = ?", (parent,))
-    tick = _state(cursor, "tick")
+    lru_clock = _read_state_value(cursor, "tick")
     cursor.execute(
         "INSERT INTO unit VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 0)",
-        (number, space, parent, skip, new.start, new.ids.size, new.nbytes, tick),
+        (number, namespace_id, parent, num_known_blocks, new_unit.start, new_unit.ids.size, new_unit.nbytes, lru_clock),
     )
-    unit = cursor.last_row
+    unit = cursor.last_row_id
     cursor.execute_many(
         "INSERT OR REPLACE INTO block VALUES (?, ?, ?)",
-        [(key, unit, skip + n) for n, key in enumerate(new.keys[skip:])],
+        [
+            (key, unit, num_known_blocks + block_index)
+            for block_index, key in enumerate(new_unit.keys[num_known_blocks:])
+        ],
     )
-    cursor.execute("INSERT INTO branch VALUES (?, ?, ?)", (unit, parent_key, branch))
-    cursor.execute("UPDATE state SET bytes = bytes + ?", (new.nbytes,))
-    return unit, _superfluous(cursor, parent_key, branch, text.block_tokens)
+    cursor.execute("INSERT INTO branch VALUES (?, ?, ?)", (unit, parent_key, first_sort_key))
+    cursor.execute("UPDATE state SET bytes = bytes + ?", (new_unit.nbytes,))
+    return unit, _find_superseded_tail(cursor, parent_key, first_sort_key, sequence.block_tokens)
 
 
 @dataclass(frozen=True)
-class NewState:
+class NewStateUnit:
     """State of a prefix on its way in: its key, tokens of the prefix, bytes of what it holds and of its file."""
 
     key: bytes
@@ -145,7 +154,14 @@ class NewState:
     nbytes: int
 
 
-def insert_state(cursor: Cursor, space: int, new: NewState, parent: int | None, *, number: int | None = None) -> int:
+def insert_state(
+    cursor: ValidatingCursor,
+    namespace_id: int,
+    new_state: NewStateUnit,
+    parent: int | None,
+    *,
+    number: int | None = None,
+) -> int:
     """Note state down as a unit without tokens that follows the one with the end of its prefix, `parent`.
 
     It goes with that unit, and before it. Of its row `start` are tokens of the prefix, and `skip` the bytes it holds.
@@ -154,136 +170,157 @@ def insert_state(cursor: Cursor, space: int, new: NewState, parent: int | None, 
     -------
     The number of the unit; 0 where the state is there already.
     """
-    if cursor.has_row("SELECT 1 FROM branch WHERE parent = ? AND text = x''", (new.key,)):
+    if cursor.has_row("SELECT 1 FROM branch WHERE parent = ? AND text = x''", (new_state.key,)):
         return 0
     if parent is not None:
         cursor.execute("UPDATE unit SET children = children + 1 WHERE id = ?", (parent,))
     cursor.execute(
         "INSERT INTO unit VALUES (?, ?, ?, ?, ?, 0, ?, ?, 0, 0)",
-        (number, space, parent, new.raw_bytes, new.tokens, new.nbytes, _state(cursor, "tick")),
+        (
+            number,
+            namespace_id,
+            parent,
+            new_state.raw_bytes,
+            new_state.tokens,
+            new_state.nbytes,
+            _read_state_value(cursor, "tick"),
+        ),
     )
-    unit = cursor.last_row
-    cursor.execute("INSERT INTO branch VALUES (?, ?, x'')", (unit, new.key))
-    cursor.execute("UPDATE state SET bytes = bytes + ?", (new.nbytes,))
+    unit = cursor.last_row_id
+    cursor.execute("INSERT INTO branch VALUES (?, ?, x'')", (unit, new_state.key))
+    cursor.execute("UPDATE state SET bytes = bytes + ?", (new_state.nbytes,))
     return unit
 
 
-def _superfluous(cursor: Cursor, parent: bytes, text: bytes, block_tokens: int) -> list[int]:
+def _find_superseded_tail(cursor: ValidatingCursor, parent: bytes, sort_key: bytes, block_tokens: int) -> list[int]:
     """The tail that a longer text repeats: a chat that grows would leave one at every turn."""
-    row = cursor.row(
-        TailRow,
+    row = cursor.fetch_row(
+        TailUnitRow,
         "SELECT unit.id, branch.text, children, pins, tokens < (skip + 1) * ? FROM branch JOIN unit "
         "ON unit.id = branch.unit WHERE branch.parent = ? AND branch.text < ? ORDER BY branch.text DESC LIMIT 1",
-        (block_tokens, parent, text),
+        (block_tokens, parent, sort_key),
     )
     if row is None:
         return []
-    return [row.unit] if row.is_tail and not row.children and not row.pins and text.startswith(row.text) else []
+    return [row.unit] if row.is_tail and not row.children and not row.pins and sort_key.startswith(row.sort_key) else []
 
 
-def pin(cursor: Cursor, key: bytes, unit: int, tokens: int) -> bool:
-    """Keep a unit for a text with this `text_key`, `_LOST` where its end is lost; whether it was not pinned before."""
-    row = cursor.row(Number, "SELECT unit FROM pin WHERE key = ?", (key,))
-    if row is None or row.value == _LOST:
+def insert_pin(cursor: ValidatingCursor, key: bytes, unit: int, tokens: int) -> bool:
+    """Keep a unit for a text with this `compute_sequence_key`, `_LOST_UNIT` where its end is lost; whether it was not
+    pinned before.
+    """
+    row = cursor.fetch_row(NumberRow, "SELECT unit FROM pin WHERE key = ?", (key,))
+    if row is None or row.value == _LOST_UNIT:
         cursor.execute("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", (key, unit, tokens))
         cursor.execute("UPDATE unit SET pins = pins + 1 WHERE id = ?", (unit,))
     return row is None
 
 
-def pin_text(cursor: Cursor, lookup: Lookup, text: Text) -> None:
+def pin_sequence(cursor: ValidatingCursor, lookup: Lookup, sequence: TokenSequence) -> None:
     """Pin a text; where it is not all stored its pin waits for it."""
-    pin(cursor, text_key(text.space, text.ids), lookup.last_unit(text) or _LOST, text.ids.size)
+    insert_pin(
+        cursor,
+        compute_sequence_key(sequence.namespace_key, sequence.ids),
+        lookup.last_unit(sequence) or _LOST_UNIT,
+        sequence.ids.size,
+    )
 
 
-def pin_again(cursor: Cursor, lookup: Lookup, text: Text) -> None:
+def restore_pins(cursor: ValidatingCursor, lookup: Lookup, sequence: TokenSequence) -> None:
     """Pins whose texts were lost hold again where this text begins with theirs."""
-    for key, _, tokens in cursor.all_rows(PinRow, "SELECT key, unit, tokens FROM pin WHERE unit = ?", (_LOST,)):
-        ids, keys = text.ids[:tokens], text.keys[: tokens // text.block_tokens]
-        if ids.size == tokens and text_key(text.space, ids) == key:
-            pin_text(cursor, lookup, Text(text.space, ids, keys, text.block_tokens, text.needs_state))
+    for key, _, tokens in cursor.fetch_rows(PinRow, "SELECT key, unit, tokens FROM pin WHERE unit = ?", (_LOST_UNIT,)):
+        ids, keys = sequence.ids[:tokens], sequence.keys[: tokens // sequence.block_tokens]
+        if ids.size == tokens and compute_sequence_key(sequence.namespace_key, ids) == key:
+            pin_sequence(
+                cursor,
+                lookup,
+                TokenSequence(sequence.namespace_key, ids, keys, sequence.block_tokens, sequence.needs_state),
+            )
 
 
-def note_session(cursor: Cursor, name: str, space: Space, ids: Ids) -> None:
+def save_session(cursor: ValidatingCursor, name: str, namespace: Namespace, ids: Ids) -> None:
     """Keep the text of a session under its name."""
-    row = name, space_id(cursor, space), zlib.compress(ids.tobytes(), 1)
+    row = name, ensure_namespace_id(cursor, namespace), zlib.compress(ids.tobytes(), 1)
     cursor.execute("INSERT OR REPLACE INTO session VALUES (?, ?, ?)", row)
 
 
-def remove_all(cursor: Cursor, units: Iterable[int]) -> int:
+def delete_units(cursor: ValidatingCursor, units: Iterable[int]) -> int:
     """Forget units, those that follow others first; their bytes."""
     nbytes = 0
     for unit in units:
-        row = cursor.row(UnitParent, "SELECT parent, bytes FROM unit WHERE id = ?", (unit,))
+        row = cursor.fetch_row(UnitParentRow, "SELECT parent, bytes FROM unit WHERE id = ?", (unit,))
         if row is not None:
             for table, column in (("unit", "id"), ("block", "unit"), ("branch", "unit")):
                 cursor.execute(f"DELETE FROM {table} WHERE {column} = ?", (unit,))
-            cursor.execute("UPDATE pin SET unit = ? WHERE unit = ?", (_LOST, unit))
+            cursor.execute("UPDATE pin SET unit = ? WHERE unit = ?", (_LOST_UNIT, unit))
             cursor.execute("UPDATE unit SET children = children - 1 WHERE id = ?", (row.parent,))
             nbytes += row.nbytes
     cursor.execute("UPDATE state SET bytes = bytes - ?", (nbytes,))
     return nbytes
 
 
-def held_bytes(cursor: Cursor) -> int:
+def read_total_bytes(cursor: ValidatingCursor) -> int:
     """Bytes of all units."""
-    return _state(cursor, "bytes")
+    return _read_state_value(cursor, "bytes")
 
 
-def with_followers(cursor: Cursor, unit: int) -> list[int]:
+def list_with_followers(cursor: ValidatingCursor, unit: int) -> list[int]:
     """A unit and all that follow it, the last ones first: without it nobody finds them."""
-    found = {unit: None}
-    todo = [unit]
-    for each in todo:
-        new = [row.value for row in cursor.rows(Number, "SELECT id FROM unit WHERE parent = ?", (each,))]
-        todo += [number for number in new if number not in found]
-        found.update(dict.fromkeys(new))
-    return todo[::-1]
+    seen_units = {unit: None}
+    queue = [unit]
+    for queued_unit in queue:
+        follower_ids = [
+            row.value for row in cursor.iter_rows(NumberRow, "SELECT id FROM unit WHERE parent = ?", (queued_unit,))
+        ]
+        queue += [number for number in follower_ids if number not in seen_units]
+        seen_units.update(dict.fromkeys(follower_ids))
+    return queue[::-1]
 
 
-def with_all_followers(cursor: Cursor, units: Iterable[int]) -> list[int]:
-    """As `with_followers` of several units, each once."""
-    return list(dict.fromkeys(each for unit in units for each in with_followers(cursor, unit)))
+def list_with_all_followers(cursor: ValidatingCursor, units: Iterable[int]) -> list[int]:
+    """As `list_with_followers` of several units, each once."""
+    return list(dict.fromkeys(follower for unit in units for follower in list_with_followers(cursor, unit)))
 
 
-def evict(cursor: Cursor, max_bytes: int) -> list[int]:
+def evict_units(cursor: ValidatingCursor, max_bytes: int) -> list[int]:
     """Forget what was not used for longest, ends of texts first, until no more than `max_bytes` are left; which."""
-    gone: list[int] = []
-    left = held_bytes(cursor)
-    while left > max_bytes:
-        rows = cursor.all_rows(UnitBytes, f"{_LEAVES} LIMIT ?", (_AT_ONCE,))
+    evicted: list[int] = []
+    remaining_bytes = read_total_bytes(cursor)
+    while remaining_bytes > max_bytes:
+        rows = cursor.fetch_rows(UnitBytesRow, f"{_SELECT_LEAVES_SQL} LIMIT ?", (_UNITS_PER_QUERY,))
         if not rows:
             break
-        chosen: dict[int, None] = {}
+        batch: dict[int, None] = {}
         for unit, nbytes in rows:
-            if left > max_bytes:
-                left -= nbytes
-                chosen[unit] = None
-                alone = _end_of_state(cursor, unit) if left > max_bytes else None
-                if alone is not None and alone.unit not in chosen:
-                    left -= alone.nbytes
-                    chosen[alone.unit] = None
-        remove_all(cursor, chosen)
-        gone += chosen
-    return gone
+            if remaining_bytes > max_bytes:
+                remaining_bytes -= nbytes
+                batch[unit] = None
+                parent_of_state = _find_parent_of_state(cursor, unit) if remaining_bytes > max_bytes else None
+                if parent_of_state is not None and parent_of_state.unit not in batch:
+                    remaining_bytes -= parent_of_state.nbytes
+                    batch[parent_of_state.unit] = None
+        delete_units(cursor, batch)
+        evicted += batch
+    return evicted
 
 
-def _end_of_state(cursor: Cursor, unit: int) -> UnitBytes | None:
+def _find_parent_of_state(cursor: ValidatingCursor, unit: int) -> UnitBytesRow | None:
     """The unit that only windows and state, `unit`, kept: without them it is of no use."""
-    return cursor.row(
-        UnitBytes,
+    return cursor.fetch_row(
+        UnitBytesRow,
         "SELECT id, bytes FROM unit WHERE id = (SELECT parent FROM unit WHERE id = ? AND tokens = 0) "
         "AND children = 1 AND pins = 0",
         (unit,),
     )
 
 
-def leaves(cursor: Cursor, max_bytes: int) -> list[int]:
-    """Of the units that `evict` would forget those that no unit follows."""
-    left = held_bytes(cursor)
-    found = []
-    for unit, nbytes in cursor.rows(UnitBytes, _LEAVES):
-        if left <= max_bytes:
+def list_evictable_leaves(cursor: ValidatingCursor, max_bytes: int) -> list[int]:
+    """Of the units that `evict_units` would forget those that no unit follows."""
+    remaining_bytes = read_total_bytes(cursor)
+    leaf_ids = []
+    for unit, nbytes in cursor.iter_rows(UnitBytesRow, _SELECT_LEAVES_SQL):
+        if remaining_bytes <= max_bytes:
             break
-        left -= nbytes
-        found.append(unit)
-    return found
+        remaining_bytes -= nbytes
+        leaf_ids.append(unit)
+    return leaf_ids

@@ -9,37 +9,37 @@ import numpy as np
 
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import Bytes
-from .decoding import Stretch, check_unit, decode_stretches
-from .encoding import blocks_in_unit
-from .space import Space
-from .table_sets import KeptTables
-from .token_ids import Ids, block_keys
-from .unit import MOST_CHAIN, DamagedError, Unit, parse
+from .decoding import LoadedSlice, check_unit_matches, decode_slices
+from .encoding import count_blocks_per_unit
+from .space import Namespace
+from .table_sets import TableSetCache
+from .token_ids import Ids, compute_block_keys
+from .unit import MAX_CHAIN_UNITS, DamagedUnitError, Unit, parse_unit
 
 
-class GoneError(DamagedError):
+class MissingUnitError(DamagedUnitError):
     """A unit, or one that it refers to, cannot be read."""
 
 
-Layers = Sequence[LayerCache]
+LayerCaches = Sequence[LayerCache]
 
 
-class _Last(NamedTuple):
+class _LastUnit(NamedTuple):
     """The unit that was decoded last: its number, rows before it (none, or those that it refers to), and its own."""
 
-    number: int
-    before: Layers
-    layers: Layers
+    unit_id: int
+    preceding_rows: LayerCaches
+    layers: LayerCaches
 
 
-class Verifier:
+class UnitVerifier:
     """Decodes any unit of a store; what the last one held is kept, as the next mostly refers to it.
 
     Parameters
     ----------
-    read
+    read_unit
         The bytes of a unit; None where they cannot be read.
-    holder
+    find_holder
         The unit that has a block of this key, and how many of its blocks there are up to it; None for none.
     tables
         Of the store.
@@ -49,17 +49,17 @@ class Verifier:
 
     def __init__(
         self,
-        read: Callable[[int], Bytes | None],
-        holder: Callable[[bytes], tuple[int, int] | None],
-        tables: KeptTables,
+        read_unit: Callable[[int], Bytes | None],
+        find_holder: Callable[[bytes], tuple[int, int] | None],
+        tables: TableSetCache,
         block_tokens: int,
         threads: int | None,
     ) -> None:
-        self._read, self._holder, self._tables = read, holder, tables
+        self._read_unit, self._find_holder, self._tables = read_unit, find_holder, tables
         self._block_tokens, self._threads = block_tokens, threads
-        self._last: _Last | None = None
+        self._last_unit: _LastUnit | None = None
 
-    def verified(self, number: int, space: Space, ids: Ids | None = None) -> Unit:
+    def verify(self, unit_id: int, namespace: Namespace, ids: Ids | None = None) -> Unit:
         """A unit, all of it decoded and compared; with `ids` it must hold these.
 
         Raises
@@ -67,88 +67,113 @@ class Verifier:
         DamagedError
             With what is wrong with it, or with what it refers to.
         """
-        unit = self._parsed(number, space, ids)
-        before, layers = self._decoded(unit, space)
-        self._last = _Last(number, before, layers)
+        unit = self._read_and_check(unit_id, namespace, ids)
+        preceding_rows, layers = self._decode(unit, namespace)
+        self._last_unit = _LastUnit(unit_id, preceding_rows, layers)
         return unit
 
-    def _parsed(self, number: int, space: Space, ids: Ids | None = None) -> Unit:
-        data = self._read(number)
+    def _read_and_check(self, unit_id: int, namespace: Namespace, ids: Ids | None = None) -> Unit:
+        data = self._read_unit(unit_id)
         if data is None:
-            raise GoneError("its file is gone or cannot be read")
-        unit = parse(data)
-        most = (blocks_in_unit(space, self._block_tokens) + 1) * self._block_tokens
-        check_unit(unit, space, unit.ids if ids is None else ids, 0, most)
+            raise MissingUnitError("its file is gone or cannot be read")
+        unit = parse_unit(data)
+        max_tokens = (count_blocks_per_unit(namespace, self._block_tokens) + 1) * self._block_tokens
+        check_unit_matches(unit, namespace, unit.ids if ids is None else ids, 0, max_tokens)
         return unit
 
-    def _decoded(self, unit: Unit, space: Space) -> tuple[Layers, Layers]:
+    def _decode(self, unit: Unit, namespace: Namespace) -> tuple[LayerCaches, LayerCaches]:
         """Rows before a unit that are known, and its own."""
-        own = Stretch(unit, 0, unit.ids.size)
-        history = unit.dense.history if unit.dense else 0
+        own_slice = LoadedSlice(unit, 0, unit.ids.size)
+        history = unit.dense.history_rows if unit.dense else 0
         if not history:
-            return (), decode_stretches(space, [own], self._threads, tables=self._tables)
-        before = self._kept_before(unit, history) or self._decoded_before(unit, space, history)
-        return before, decode_stretches(space, [own], self._threads, tables=self._tables, before=before)
+            return (), decode_slices(namespace, [own_slice], self._threads, tables=self._tables)
+        preceding_rows = self._get_cached_preceding(unit, history) or self._decode_preceding(unit, namespace, history)
+        return preceding_rows, decode_slices(
+            namespace, [own_slice], self._threads, tables=self._tables, preceding_rows=preceding_rows
+        )
 
-    def _decoded_before(self, unit: Unit, space: Space, history: int) -> Layers:
-        rows = decode_stretches(space, self._needed(unit, space), self._threads, tables=self._tables)
-        return _cut(rows, rows[0].tokens - history, rows[0].tokens)
+    def _decode_preceding(self, unit: Unit, namespace: Namespace, history: int) -> LayerCaches:
+        rows = decode_slices(namespace, self._list_needed_slices(unit, namespace), self._threads, tables=self._tables)
+        return _copy_rows(rows, rows[0].tokens - history, rows[0].tokens)
 
-    def _kept_before(self, unit: Unit, history: int) -> Layers:
+    def _get_cached_preceding(self, unit: Unit, history: int) -> LayerCaches:
         """The rows that a unit refers to, where the last unit has left them; else nothing."""
-        found = self._holder(unit.parent)
-        if found is None or self._last is None or found[0] != self._last.number:
+        holder = self._find_holder(unit.parent)
+        if holder is None or self._last_unit is None or holder[0] != self._last_unit.unit_id:
             return ()
-        end = found[1] * self._block_tokens
-        own = _cut(self._last.layers, max(end - history, 0), end)
-        more = history - own[0].tokens
-        if not more:
-            return own
-        before = self._last.before
-        if not before or before[0].tokens < more:
+        end_token = holder[1] * self._block_tokens
+        own_rows = _copy_rows(self._last_unit.layers, max(end_token - history, 0), end_token)
+        num_missing = history - own_rows[0].tokens
+        if not num_missing:
+            return own_rows
+        preceding_rows = self._last_unit.preceding_rows
+        if not preceding_rows or preceding_rows[0].tokens < num_missing:
             return ()
-        return _joined(_cut(before, before[0].tokens - more, before[0].tokens), own)
+        return _concat_rows(
+            _copy_rows(preceding_rows, preceding_rows[0].tokens - num_missing, preceding_rows[0].tokens), own_rows
+        )
 
-    def _needed(self, unit: Unit, space: Space) -> list[Stretch]:
+    def _list_needed_slices(self, unit: Unit, namespace: Namespace) -> list[LoadedSlice]:
         """What has to be decoded for the rows that a unit refers to: the blocks before it, as the index finds them."""
         assert unit.dense is not None
-        size, at, key, begin = self._block_tokens, unit.start, unit.parent, unit.start - unit.dense.history
-        found: list[Stretch] = []
-        while at > begin:
-            if len(found) == MOST_CHAIN:
-                raise DamagedError("needs more units before it than are allowed")
-            place = self._holder(key)
-            if place is None:
-                raise GoneError("refers to rows that are not there")
-            number, end = place
-            held = self._parsed(number, space)
-            keys = block_keys(held.parent, held.ids, size)
-            if keys[end - 1 : end] != [key] or held.start + end * size != at:
-                raise DamagedError("refers to rows that are not there")
-            if held.dense and held.dense.history:
-                begin = min(begin, held.start - held.dense.history)
-            first = end - 1
-            while first and held.start + first * size > begin and self._holder(keys[first - 1]) == (number, first):
-                first -= 1
-            found.insert(0, Stretch(held, first * size, (end - first) * size))
-            at, key = held.start + first * size, keys[first - 1] if first else held.parent
-        return found
+        block_tokens, end_token, parent_key, begin_token = (
+            self._block_tokens,
+            unit.start,
+            unit.parent,
+            unit.start - unit.dense.history_rows,
+        )
+        slices: list[LoadedSlice] = []
+        while end_token > begin_token:
+            if len(slices) == MAX_CHAIN_UNITS:
+                raise DamagedUnitError("needs more units before it than are allowed")
+            holder = self._find_holder(parent_key)
+            if holder is None:
+                raise MissingUnitError("refers to rows that are not there")
+            unit_id, end_block = holder
+            unit_before = self._read_and_check(unit_id, namespace)
+            keys = compute_block_keys(unit_before.parent, unit_before.ids, block_tokens)
+            if (
+                keys[end_block - 1 : end_block] != [parent_key]
+                or unit_before.start + end_block * block_tokens != end_token
+            ):
+                raise DamagedUnitError("refers to rows that are not there")
+            if unit_before.dense and unit_before.dense.history_rows:
+                begin_token = min(begin_token, unit_before.start - unit_before.dense.history_rows)
+            first_block = end_block - 1
+            while (
+                first_block
+                and unit_before.start + first_block * block_tokens > begin_token
+                and self._find_holder(keys[first_block - 1]) == (unit_id, first_block)
+            ):
+                first_block -= 1
+            slices.insert(
+                0, LoadedSlice(unit_before, first_block * block_tokens, (end_block - first_block) * block_tokens)
+            )
+            end_token, parent_key = (
+                unit_before.start + first_block * block_tokens,
+                keys[first_block - 1] if first_block else unit_before.parent,
+            )
+        return slices
 
 
-def _cut(layers: Layers, begin: int, end: int) -> Layers:
+def _copy_rows(layers: LayerCaches, begin_row: int, end_row: int) -> LayerCaches:
     """Copies: what is kept of a few rows may not keep all."""
     return [
-        LayerCache(layer=each.layer, keys=each.keys[:, begin:end].copy(), values=each.values[:, begin:end].copy())
-        for each in layers
+        LayerCache(
+            layer=cache.layer,
+            keys=cache.keys[:, begin_row:end_row].copy(),
+            values=cache.values[:, begin_row:end_row].copy(),
+        )
+        for cache in layers
     ]
 
 
-def _joined(first: Layers, second: Layers) -> Layers:
+def _concat_rows(first: LayerCaches, second: LayerCaches) -> LayerCaches:
     return [
         LayerCache(
-            layer=a.layer,
-            keys=np.concatenate([a.keys, b.keys], axis=1),
-            values=np.concatenate([a.values, b.values], axis=1),
+            layer=first_cache.layer,
+            keys=np.concatenate([first_cache.keys, second_cache.keys], axis=1),
+            values=np.concatenate([first_cache.values, second_cache.values], axis=1),
         )
-        for a, b in zip(first, second, strict=True)
+        for first_cache, second_cache in zip(first, second, strict=True)
     ]

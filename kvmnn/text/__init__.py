@@ -1,28 +1,28 @@
 """How results are written for people: labels, numbers, rates."""
 
-from .cells import escape_cell, escape_csv, escape_markdown, unescape_csv
+from .cells import escape_csv, escape_markdown, escape_markdown_cell, unescape_csv
 from .labels import LOSSLESS, LOSSY, SIMULATED, UNCHANGED
-from .names import short_names
-from .numbers import at_rate, count, rate, ratio, span
-from .suggestion import did_you_mean
-from .visible import one_line, visible
+from .names import shorten_names
+from .numbers import compute_ratio, format_mb_per_second, format_range, format_rate, pluralize
+from .suggestion import suggest
+from .visible import escape_control, join_lines
 
 __all__ = [
     "LOSSLESS",
     "LOSSY",
     "SIMULATED",
     "UNCHANGED",
-    "at_rate",
-    "count",
-    "did_you_mean",
-    "escape_cell",
+    "compute_ratio",
+    "escape_control",
     "escape_csv",
     "escape_markdown",
-    "one_line",
-    "rate",
-    "ratio",
-    "short_names",
-    "span",
+    "escape_markdown_cell",
+    "format_mb_per_second",
+    "format_range",
+    "format_rate",
+    "join_lines",
+    "pluralize",
+    "shorten_names",
+    "suggest",
     "unescape_csv",
-    "visible",
 ]

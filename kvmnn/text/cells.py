@@ -30,10 +30,10 @@ def _is_formula(text: str) -> bool:
 
 def escape_markdown(text: str) -> str:
     """Return text for Markdown without raw HTML, links or images, and without names that a forge would notify."""
-    escaped = _UNESCAPED.sub(r"\1\\\2", text)
-    return _MENTION.sub("@&#8203;", escaped)  # a blank without width: a backslash before @ would not help
+    escaped_html = _UNESCAPED.sub(r"\1\\\2", text)
+    return _MENTION.sub("@&#8203;", escaped_html)  # a blank without width: a backslash before @ would not help
 
 
-def escape_cell(text: str) -> str:
+def escape_markdown_cell(text: str) -> str:
     """Return text for a cell of a Markdown table: as `escape_markdown`, and ``|`` ends no cell."""
     return escape_markdown(re.sub(r"(?<!\\)((?:\\\\)*)\|", r"\1\\|", text))

@@ -5,28 +5,28 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 
-from .side_by_side import columns
+from .side_by_side import count_columns
 
-_INDENT = 4
+_CONTINUATION_INDENT = 4
 
 
-def folded(text: str, width: int) -> str:
+def wrap_text(text: str, width: int) -> str:
     """Lines of at most `width` columns where their words allow it; what goes on is indented beneath its line."""
-    return "\n".join(_folded(line, width) for line in text.split("\n"))
+    return "\n".join(_wrap_line(line, width) for line in text.split("\n"))
 
 
-def folded_lines(lines: Iterable[str], width: int) -> list[str]:
-    """`folded` of each of them, as lines."""
-    return [row for line in lines for row in folded(line, width).split("\n")]
+def wrap_lines(lines: Iterable[str], width: int) -> list[str]:
+    """`wrap_text` of each of them, as lines."""
+    return [row for line in lines for row in wrap_text(line, width).split("\n")]
 
 
-def _folded(line: str, width: int) -> str:
-    if columns(line) <= width:
+def _wrap_line(line: str, width: int) -> str:
+    if count_columns(line) <= width:
         return line
-    indent = len(line) - len(line.lstrip(" ")) + _INDENT
+    indent = len(line) - len(line.lstrip(" ")) + _CONTINUATION_INDENT
     rows, row = [], ""
-    for word in _words(line, width - indent):
-        if row.strip() and columns(row + word) > width:
+    for word in _split_words(line, width - indent):
+        if row.strip() and count_columns(row + word) > width:
             rows.append(row)
             row = " " * indent + word.lstrip(" ")
         else:
@@ -34,7 +34,7 @@ def _folded(line: str, width: int) -> str:
     return "\n".join([*rows, row])
 
 
-def _words(line: str, width: int) -> Iterator[str]:
+def _split_words(line: str, width: int) -> Iterator[str]:
     """Words with the blanks before them; lists that are too long for a line are cut behind their commas."""
     for word in re.findall(r" *[^ ]+", line):
-        yield from [word] if columns(word.lstrip(" ")) <= width else re.findall(r" *[^ ,]*,?", word)[:-1]
+        yield from [word] if count_columns(word.lstrip(" ")) <= width else re.findall(r" *[^ ,]*,?", word)[:-1]

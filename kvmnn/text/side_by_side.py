@@ -6,53 +6,63 @@ import unicodedata
 from collections.abc import Iterator
 from itertools import zip_longest
 
-from .visible import visible
+from .visible import escape_control
 
-_NARROW = 50
-_TAB = 4
+_MIN_SIDE_BY_SIDE_COLUMNS = 50
+_TAB_COLUMNS = 4
 
 
-def side_by_side(left: tuple[str, str], right: tuple[str, str], width: int) -> str:
+def side_by_side_diff(left: tuple[str, str], right: tuple[str, str], width: int) -> str:
     """Two texts with their headings in `width` columns; one below the other where that is too narrow.
 
     Nothing in them reaches the terminal as a command: control characters are shown as ``\\x1b`` and the like.
     """
-    if width < _NARROW:
-        parts = [f"-- {heading} --\n" + "\n".join(wrapped(text, width)) for heading, text in (left, right)]
+    if width < _MIN_SIDE_BY_SIDE_COLUMNS:
+        parts = [f"-- {heading} --\n" + "\n".join(break_lines(text, width)) for heading, text in (left, right)]
         return "\n\n".join(parts)
-    column = (width - 3) // 2
-    rows = [(_cut(left[0], column), _cut(right[0], column), " "), ("-" * column, "-" * column, " ")]
-    lines = zip_longest(wrapped(left[1], column), wrapped(right[1], column), fillvalue="")
-    rows += [(one, other, " " if one == other else "|") for one, other in lines]
-    return "\n".join(f"{one}{' ' * (column - columns(one))} {mark} {other}".rstrip() for one, other, mark in rows)
+    column_width = (width - 3) // 2
+    rows = [
+        (_truncate(left[0], column_width), _truncate(right[0], column_width), " "),
+        ("-" * column_width, "-" * column_width, " "),
+    ]
+    lines = zip_longest(break_lines(left[1], column_width), break_lines(right[1], column_width), fillvalue="")
+    rows += [(left_line, right_line, " " if left_line == right_line else "|") for left_line, right_line in lines]
+    return "\n".join(
+        f"{left_line}{' ' * (column_width - count_columns(left_line))} {mark} {right_line}".rstrip()
+        for left_line, right_line, mark in rows
+    )
 
 
-def wrapped(text: str, width: int) -> list[str]:
+def break_lines(text: str, width: int) -> list[str]:
     """Lines of at most `width` columns; what was longer goes on in the next."""
-    return [piece for line in text.split("\n") for piece in _pieces(visible(line.expandtabs(_TAB)), width)]
+    return [
+        piece
+        for line in text.split("\n")
+        for piece in _break_line(escape_control(line.expandtabs(_TAB_COLUMNS)), width)
+    ]
 
 
-def columns(text: str) -> int:
+def count_columns(text: str) -> int:
     """Columns that a terminal gives to a text."""
-    return sum(_columns(letter) for letter in text)
+    return sum(_count_letter_columns(letter) for letter in text)
 
 
-def _pieces(line: str, width: int) -> Iterator[str]:
-    piece, used = "", 0
+def _break_line(line: str, width: int) -> Iterator[str]:
+    piece, num_columns = "", 0
     for letter in line:
-        wide = _columns(letter)
-        if used + wide > width:
+        letter_columns = _count_letter_columns(letter)
+        if num_columns + letter_columns > width:
             yield piece
-            piece, used = "", 0
-        piece, used = piece + letter, used + wide
+            piece, num_columns = "", 0
+        piece, num_columns = piece + letter, num_columns + letter_columns
     yield piece
 
 
-def _columns(letter: str) -> int:
+def _count_letter_columns(letter: str) -> int:
     if unicodedata.combining(letter):
         return 0
     return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
 
 
-def _cut(text: str, width: int) -> str:
-    return wrapped(text, width)[0]
+def _truncate(text: str, width: int) -> str:
+    return break_lines(text, width)[0]

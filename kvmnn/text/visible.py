@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 
 
-def visible(text: str, *, lines: bool = True) -> str:
+def escape_control(text: str, *, keep_line_ends: bool = True) -> str:
     """A text in which nothing is left that a terminal would act on or not show.
 
     Control characters (C0, C1, DEL), marks that change the direction of writing, other characters without a form of
@@ -14,22 +14,22 @@ def visible(text: str, *, lines: bool = True) -> str:
 
     Parameters
     ----------
-    lines
+    keep_line_ends
         Line ends of the text are its own, and stay; otherwise they are escaped as well, as names need it.
     """
-    if lines:
-        return "\n".join(visible(line, lines=False) for line in text.split("\n"))
+    if keep_line_ends:
+        return "\n".join(escape_control(line, keep_line_ends=False) for line in text.split("\n"))
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() else _escaped(c) for c in text)
+    return "".join(letter if letter.isprintable() else _escape_letter(letter) for letter in text)
 
 
-def one_line(text: str) -> str:
+def join_lines(text: str) -> str:
     """A message as one visible line: line ends and the blanks around them become one blank."""
-    return visible(" ".join(filter(None, map(str.strip, text.split("\n")))), lines=False)
+    return escape_control(" ".join(filter(None, map(str.strip, text.split("\n")))), keep_line_ends=False)
 
 
-def _escaped(letter: str) -> str:
+def _escape_letter(letter: str) -> str:
     if unicodedata.category(letter) == "Zs":  # blanks of other widths do no harm
         return letter
     if "\udc80" <= letter <= "\udcff":

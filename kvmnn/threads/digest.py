@@ -11,7 +11,7 @@ from ..dtypes import Bytes
 _MIN_THREAD_BYTES = 1 << 20
 
 
-class Digester:
+class BackgroundHasher:
     """Hashes pieces in the order in which they are given, holding on to one of them at most.
 
     Use as a context manager; leaving it waits for the last piece.
@@ -19,27 +19,27 @@ class Digester:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, "kvmnn-digest")
-        self._last: Future[None] | None = None
+        self._pending_update: Future[None] | None = None
 
-    def update(self, digest: hashlib._Hash, piece: Bytes) -> None:
-        """Feed `piece`, which must not change any more, to `digest`; large ones return at once."""
+    def update(self, digest: hashlib._Hash, chunk: Bytes) -> None:
+        """Feed `chunk`, which must not change any more, to `digest`; large ones return at once."""
         self.wait()
-        if piece.size < _MIN_THREAD_BYTES:
-            digest.update(piece.data)
+        if chunk.size < _MIN_THREAD_BYTES:
+            digest.update(chunk.data)
         else:
-            self._last = self._pool.submit(digest.update, piece.data)
+            self._pending_update = self._pool.submit(digest.update, chunk.data)
 
     def wait(self) -> None:
         """Return when everything given has been hashed."""
-        if self._last is not None:
-            self._last.result()
-            self._last = None
+        if self._pending_update is not None:
+            self._pending_update.result()
+            self._pending_update = None
 
-    def __enter__(self) -> Digester:
+    def __enter__(self) -> BackgroundHasher:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pool.shutdown(wait=True)
-        self._last = None
+        self._pending_update = None

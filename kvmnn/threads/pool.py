@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeAlias, TypeVar
 
-from ..checks import whole
+from ..checks import validate_int
 from ..errors import KvmnnError
-from .helpers import is_given_up
+from .helpers import is_cancelled
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -32,59 +32,59 @@ def cpu_count() -> int:
 
 def resolve_threads(threads: int | None) -> int:
     """The number of threads a caller means: None for every processor; errors as `checks.whole`, from 1 on."""
-    return cpu_count() if threads is None else whole(threads, "threads", 1)
+    return cpu_count() if threads is None else validate_int(threads, "threads", 1)
 
 
-def map_pulled(function: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
+def parallel_map(function: Callable[[T], R], items: Iterable[T], threads: int) -> list[R]:
     """`[function(item) for item in items]` on up to `threads` threads, the caller's among them.
 
     Workers pull the next item when they are free, so items of unequal size share out evenly. The first exception, in
     the order of the items, is raised after all workers have stopped; items not yet started are then left alone. So are
-    they where nobody waits for this any more (`helpers.is_given_up`).
+    they where nobody waits for this any more (`futures.is_given_up`).
     """
-    todo = deque(enumerate(items))
-    workers = min(threads, len(todo))
-    if workers <= 1:
-        return [_wanted(function, item) for _, item in todo]
+    pending = deque(enumerate(items))
+    num_workers = min(threads, len(pending))
+    if num_workers <= 1:
+        return [_call_unless_cancelled(function, item) for _, item in pending]
     results: dict[int, R] = {}
     failures: dict[int, BaseException] = {}
 
     def work() -> None:
         while not failures:
             try:
-                index, item = todo.popleft()
+                index, item = pending.popleft()
             except IndexError:
                 return
             try:
-                results[index] = _wanted(function, item)
+                results[index] = _call_unless_cancelled(function, item)
             except BaseException as failure:
                 failures[index] = failure
 
-    helpers = [_executor().submit(contextvars.copy_context().run, work) for _ in range(workers - 1)]
+    futures = [_get_executor().submit(contextvars.copy_context().run, work) for _ in range(num_workers - 1)]
     try:
         work()
     finally:
-        todo.clear()
-        for helper in helpers:
-            helper.cancel()  # one that has not started yet has nothing to do any more
-        wait(helpers)
+        pending.clear()
+        for future in futures:
+            future.cancel()  # one that has not started yet has nothing to do any more
+        wait(futures)
     if failures:
         raise failures[min(failures)]
     return [results[index] for index in range(len(results))]
 
 
-def run_pulled(jobs: Iterable[Job], threads: int) -> None:
-    """Call all jobs, as `map_pulled` does."""
-    map_pulled(lambda job: job(), jobs, threads)
+def parallel_run(jobs: Iterable[Job], threads: int) -> None:
+    """Call all jobs, as `parallel_map` does."""
+    parallel_map(lambda job: job(), jobs, threads)
 
 
-def _wanted(function: Callable[[T], R], item: T) -> R:
-    if is_given_up():
+def _call_unless_cancelled(function: Callable[[T], R], item: T) -> R:
+    if is_cancelled():
         raise KvmnnError("nobody waits for this any more")
     return function(item)
 
 
-def _executor() -> ThreadPoolExecutor:
+def _get_executor() -> ThreadPoolExecutor:
     global _pool
     with _lock:
         if _pool is None:
@@ -92,7 +92,7 @@ def _executor() -> ThreadPoolExecutor:
         return _pool
 
 
-def _forget_pool() -> None:
+def _reset_pool() -> None:
     """A forked child has no threads: it makes a pool of its own when it needs one."""
     global _pool, _lock
     _pool = None
@@ -100,4 +100,4 @@ def _forget_pool() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pool)
+    os.register_at_fork(after_in_child=_reset_pool)

@@ -43,7 +43,7 @@ def assert_same(source: Any, wanted: dict[str, np.ndarray]) -> None:
         found = source[name]
         assert found.shape == array.shape and found.order == "C"
         for limit in (0, 64, 1000):
-            assert b"".join(piece.tobytes() for piece in found.pieces(limit)) == array.tobytes()
+            assert b"".join(piece.tobytes() for piece in found.iter_chunks(limit)) == array.tobytes()
         assert found.to_numpy().tobytes() == array.tobytes()
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvmnn.arrays import EngineCache, Source, compare, compare_close
-from kvmnn.arrays.named_array import in_memory
+from kvmnn.arrays import EngineCacheInfo, Source, compare_allclose, compare_bitwise
+from kvmnn.arrays.named_array import from_numpy
 from kvmnn.errors import SourceError
 
 
 def source(arrays: dict[str, np.ndarray], **more: object) -> Source:
-    return Source([in_memory(name, words) for name, words in arrays.items()], **more)
+    return Source([from_numpy(name, words) for name, words in arrays.items()], **more)
 
 
 def numbers(layers: int = 2, shape: tuple[int, ...] = (2, 5, 4)) -> dict[str, np.ndarray]:
@@ -27,15 +27,15 @@ def test_the_distance_of_each_layer_and_where_it_is_largest() -> None:
     two = {name: words.astype(np.float32) for name, words in one.items()}
     two["layer_1.value"][1, 3, 2] += 0.25
     two["layer_1.value"][0, 0, 0] += 0.125
-    found = compare_close(source(one), source(two), 0.2)
-    assert [(each.layer, each.part, each.above, each.words) for each in found.distances] == [
+    found = compare_allclose(source(one), source(two), 0.2)
+    assert [(each.layer, each.part, each.above, each.words) for each in found.errors] == [
         *((0, "key", 0, 40), (0, "value", 0, 40), (1, "key", 0, 40), (1, "value", 1, 40))
     ]
-    last = found.distances[3]
+    last = found.errors[3]
     assert (last.head, last.token, last.dim) == (1, 3, 2)
     assert last.largest == pytest.approx(0.25, abs=1e-3)
     assert not found.equal
-    assert compare_close(source(one), source(two), 0.26).equal
+    assert compare_allclose(source(one), source(two), 0.26).equal
     assert "1 of 160 numbers are further apart than 0.2" in str(found)
     assert found.to_dict()["layers"][3]["above"] == 1
 
@@ -43,21 +43,21 @@ def test_the_distance_of_each_layer_and_where_it_is_largest() -> None:
 def test_the_order_of_axes_does_not_matter() -> None:
     one = numbers()
     two = {name: np.ascontiguousarray(words.transpose(1, 0, 2)) for name, words in one.items()}
-    assert compare_close(source(one), source(two, token_major=True), 0).equal
+    assert compare_allclose(source(one), source(two, token_major=True), 0).equal
 
 
 def test_what_is_no_number_is_apart_unless_it_is_the_same() -> None:
     one, two = numbers(1), numbers(1)
     one["layer_0.key"][0, 0] = [np.nan, np.inf, np.nan, np.inf]
     two["layer_0.key"][0, 0] = [np.nan, np.inf, 1, -np.inf]
-    found = compare_close(source(one), source(two), 1e30)
-    key = found.distances[0]
+    found = compare_allclose(source(one), source(two), 1e30)
+    key = found.errors[0]
     assert (found.above, key.not_finite, str(key.largest)) == (2, 2, "nan")
     assert (key.head, key.token, key.dim) == (0, 0, 2)
     assert (found.to_dict()["layers"][0]["largest"], found.to_dict()["layers"][0]["not_finite"]) == (None, 2)
     two["layer_0.key"][0, 0, 2] = np.nan
-    found = compare_close(source(one), source(two), 1e30)
-    assert (found.above, found.distances[0].largest, found.distances[0].dim) == (1, np.inf, 3)
+    found = compare_allclose(source(one), source(two), 1e30)
+    assert (found.above, found.errors[0].largest, found.errors[0].dim) == (1, np.inf, 3)
     assert "1         inf  0, 0, 3" in str(found)
 
 
@@ -83,9 +83,9 @@ def test_compare_close_relative_error_tells_rounding_from_another_order(change, 
         "heads": words[::-1].copy(),
         "nothing": words.copy(),
     }[change]
-    found = compare_close(source({"layer_0.key": words}), source({"layer_0.key": changed}), 1e30)
-    assert least <= found.distances[0].relative <= most
-    assert found.to_dict()["relative"] == found.to_dict()["layers"][0]["relative"] == found.distances[0].relative
+    found = compare_allclose(source({"layer_0.key": words}), source({"layer_0.key": changed}), 1e30)
+    assert least <= found.errors[0].relative <= most
+    assert found.to_dict()["relative"] == found.to_dict()["layers"][0]["relative"] == found.errors[0].relative
     assert ("which is no rounding" in str(found)) == (least > 1)
     assert ("relative error" in str(found)) == (change != "nothing")
     assert max(map(len, str(found).splitlines()[:2])) <= 80
@@ -95,44 +95,44 @@ def test_compare_close_relative_error_is_of_finite_numbers() -> None:
     one, two = numbers(1), numbers(1)
     one["layer_0.key"][0, 0] = two["layer_0.key"][0, 0] = [np.nan, np.inf, 1, -np.inf]
     two["layer_0.key"][0, 0, 2] = np.nan
-    assert compare_close(source(one), source(two), 0).distances[0].relative == 0
+    assert compare_allclose(source(one), source(two), 0).errors[0].relative == 0
     zeros = {"layer_0.key": np.zeros((2, 5, 4), np.float16)}
-    assert compare_close(source(zeros), source(zeros), 0).distances[0].relative is None
+    assert compare_allclose(source(zeros), source(zeros), 0).errors[0].relative is None
 
 
 def test_layers_and_tokens_that_are_missing_are_said() -> None:
     one, two = numbers(2), numbers(1, (2, 4, 4))
     for name in two:
         two[name][:] = one[name][:, :4]
-    found = compare_close(source(one), source(two), 0)
+    found = compare_allclose(source(one), source(two), 0)
     assert found.unlike[0] == "layer 0, K: 5 and 4 tokens; the first 4 are compared"
     assert "layer 1, K: only in the first" in found.unlike
     assert (found.above, found.words, found.equal) == (0, 64, False)
     with pytest.raises(SourceError, match="a tolerance is about K and V of layers"):
-        compare_close(source(one), source({"weights": one["layer_0.key"]}), 0)
+        compare_allclose(source(one), source({"weights": one["layer_0.key"]}), 0)
 
 
 def test_other_positions_are_said() -> None:
-    cache = EngineCache(engine="a", kind="b", layers=1, kv_heads=2, head_dim=4, tokens=5, types=("f16", "f16"))
+    cache = EngineCacheInfo(engine="a", kind="b", layers=1, kv_heads=2, head_dim=4, tokens=5, types=("f16", "f16"))
     one, two = (replace(cache, positions=np.arange(5) + shift) for shift in (0, 2))
-    found = compare_close(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=two), 0)
+    found = compare_allclose(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=two), 0)
     assert found.unlike == ("token 0 stands at 0 and 2 of the text, and 4 more differ: not compared",)
-    assert not found.distances
-    assert compare_close(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=cache), 0).equal
-    found = compare(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=two))
+    assert not found.errors
+    assert compare_allclose(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=cache), 0).equal
+    found = compare_bitwise(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=two))
     assert found.unlike == ("token 0 stands at 0 and 2 of the text, and 4 more differ",)
     assert (found.equal, found.words, found.differing) == (False, 80, 0)
-    assert compare(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=cache)).equal
+    assert compare_bitwise(source(numbers(1), engine_cache=one), source(numbers(1), engine_cache=cache)).equal
 
 
 def test_rows_of_other_tokens_are_not_compared() -> None:
-    whole = EngineCache(engine="a", kind="b", layers=2, kv_heads=2, head_dim=4, tokens=5, types=("f16",) * 4)
+    whole = EngineCacheInfo(engine="a", kind="b", layers=2, kv_heads=2, head_dim=4, tokens=5, types=("f16",) * 4)
     whole = replace(whole, positions=np.arange(5))
     cut = replace(whole, positions=None, layer_positions=(np.arange(5), np.arange(3, 5)))
     few = {name: words[:, 3:] if "1" in name else words for name, words in numbers().items()}
-    found = compare_close(source(few, engine_cache=cut), source(numbers(), engine_cache=whole), 0)
+    found = compare_allclose(source(few, engine_cache=cut), source(numbers(), engine_cache=whole), 0)
     assert found.unlike == ("layer 1: token 0 stands at 3 and 0 of the text, and 1 more differ: not compared",)
-    assert [(each.layer, each.above) for each in found.distances] == [(0, 0), (0, 0)] and not found.equal
+    assert [(each.layer, each.above) for each in found.errors] == [(0, 0), (0, 0)] and not found.equal
 
 
 def test_the_command(tmp_path, run) -> None:

@@ -5,21 +5,21 @@ import pytest
 from kvmnn.arrays.completeness import (
     Completeness,
     IncompleteCacheError,
-    LayerState,
-    read_completeness,
+    LayerStateInfo,
+    parse_completeness_node,
     require_complete,
 )
 from kvmnn.errors import ManifestError
-from kvmnn.files.json_document import parse
+from kvmnn.files.json_document import parse_document
 
 
 def windowed(included: bool) -> Completeness:
     """Twelve layers, of which each sixth has full attention."""
     return Completeness(
         layers=tuple(
-            LayerState(layer=number)
+            LayerStateInfo(layer=number)
             if number % 6 == 5
-            else LayerState(
+            else LayerStateInfo(
                 layer=number,
                 kind="window",
                 window=16,
@@ -46,16 +46,18 @@ def test_missing_window_layers_are_counted_and_located() -> None:
 
 
 def test_shared_layer_without_arrays_is_complete() -> None:
-    assert Completeness(layers=(LayerState(layer=0), LayerState(layer=1, kind="shared", included=False))).is_complete
+    assert Completeness(
+        layers=(LayerStateInfo(layer=0), LayerStateInfo(layer=1, kind="shared", included=False))
+    ).is_complete
 
 
 def test_selected_layers_are_a_part() -> None:
-    part = windowed(included=True).with_selected({5, 11}, "not selected (--tensor)")
+    part = windowed(included=True).with_selected_layers({5, 11}, "not selected (--tensor)")
     assert part.missing == ["10 of 12 layers have a window of 16 tokens and are not selected (--tensor)"]
 
 
 def test_evicted_tokens_and_other_state_are_missing() -> None:
-    found = Completeness(layers=(LayerState(layer=0),), evicted="8 of 20 tokens are stored", other=("no scales",))
+    found = Completeness(layers=(LayerStateInfo(layer=0),), evicted="8 of 20 tokens are stored", other=("no scales",))
     assert found.missing == ["8 of 20 tokens are stored", "no scales"]
 
 
@@ -63,7 +65,7 @@ def test_evicted_tokens_and_other_state_are_missing() -> None:
 def test_document_round_trips(included: bool) -> None:
     written = windowed(included).to_dict()
     assert written["complete"] is included
-    assert read_completeness(parse(json.dumps(written), "x")) == windowed(included)
+    assert parse_completeness_node(parse_document(json.dumps(written), "x")) == windowed(included)
     assert len(written["layers"]) == 4
 
 
@@ -74,4 +76,4 @@ def test_malformed_document_is_refused(key: str, value: object) -> None:
     written = windowed(included=True).to_dict()
     written["layers"][0][key] = value
     with pytest.raises(ManifestError):
-        read_completeness(parse(json.dumps(written), "x"))
+        parse_completeness_node(parse_document(json.dumps(written), "x"))

@@ -8,14 +8,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvmnn.arrays.differences import compare
-from kvmnn.arrays.named_array import NamedArray, in_memory
+from kvmnn.arrays.differences import compare_bitwise
+from kvmnn.arrays.named_array import LazyArray, from_numpy
 from kvmnn.arrays.source import Source
 
 WORDS = np.arange(2 * 5 * 4, dtype=np.float32).reshape(2, 5, 4)
 
 
-def in_pieces(array: NamedArray, size: int) -> NamedArray:
+def in_pieces(array: LazyArray, size: int) -> LazyArray:
     """The same array, which comes in pieces of `size` bytes."""
     data = np.concatenate(list(array.reader(1 << 20)))
 
@@ -30,12 +30,12 @@ def in_pieces(array: NamedArray, size: int) -> NamedArray:
 def test_every_word_is_counted_whatever_the_pieces(name: str, one: int, two: int) -> None:
     other = WORDS.copy()
     other[0, 3, 2], other[1, 1, 0], other[1, 4, 3] = -1, -2, -3
-    first, second = (in_pieces(in_memory(name, words), size) for words, size in ((WORDS, one), (other, two)))
+    first, second = (in_pieces(from_numpy(name, words), size) for words, size in ((WORDS, one), (other, two)))
     arrays = [first], [second]
     if name != "x":
         for some in arrays:
-            some.append(in_memory("layer_3.value", WORDS))
-    found = compare(Source(arrays[0]), Source(arrays[1]))
+            some.append(from_numpy("layer_3.value", WORDS))
+    found = compare_bitwise(Source(arrays[0]), Source(arrays[1]))
     assert (found.words, found.differing, found.equal) == (40 if name == "x" else 80, 3, False)
     place = found.first
     assert place is not None and (place.first, place.second) == (14.0, -1.0)
@@ -46,7 +46,7 @@ def test_every_word_is_counted_whatever_the_pieces(name: str, one: int, two: int
 
 
 def test_equal_words_are_equal() -> None:
-    found = compare(Source([in_pieces(in_memory("x", WORDS), 12)]), Source([in_memory("y", WORDS)]))
+    found = compare_bitwise(Source([in_pieces(from_numpy("x", WORDS), 12)]), Source([from_numpy("y", WORDS)]))
     assert found.equal and (found.words, found.differing, found.first) == (40, 0, None)
     assert str(found) == "equal: 40 words, bit by bit"
 
@@ -55,7 +55,7 @@ def test_what_to_say_of_axes_that_nothing_says() -> None:
     """``0.0`` is K of layer 0, of which heads and tokens cannot be told apart; said only where names do not match."""
     short = WORDS.astype(np.float16)
     numbered, named = (
-        Source([in_memory(names[0], short), in_memory(names[1], short)], inputs=(f"{names[0]}.npz",))
+        Source([from_numpy(names[0], short), from_numpy(names[1], short)], inputs=(f"{names[0]}.npz",))
         for names in (("0.0", "0.1"), ("layer_0.key", "layer_0.value"))
     )
     hint = (
@@ -63,9 +63,9 @@ def test_what_to_say_of_axes_that_nothing_says() -> None:
         "tokens) or --axes thd (2 tokens)"
     )
     for one, two in ((numbered, named), (named, numbered)):
-        found = compare(one, two)
+        found = compare_bitwise(one, two)
         assert not found.equal
         assert found.hints == (hint,)
         assert str(found).splitlines()[-1] == hint
         assert found.to_dict()["hints"] == [hint]
-    assert compare(numbered, numbered).equal and compare(numbered, numbered).hints == ()
+    assert compare_bitwise(numbered, numbered).equal and compare_bitwise(numbered, numbered).hints == ()

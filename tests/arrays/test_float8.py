@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvmnn
-from kvmnn.arrays.float8 import decode_array, exact_table
-from kvmnn.arrays.named_array import NamedArray
+from kvmnn.arrays.float8 import build_exact_table, decode_array
+from kvmnn.arrays.named_array import LazyArray
 from kvmnn.dtypes import FLOAT8_NAMES
 
 # Exponent bits, fraction bits, bias: of OCP's OFP8 (e4m3fn and e5m2), and of "8-bit Numerical Formats for Deep Neural
@@ -60,7 +60,7 @@ def float32_value(bits: int) -> Fraction | str:
 
 @pytest.mark.parametrize("name", FLOAT8_NAMES)
 def test_table_of_every_code_is_exact(name: str) -> None:
-    table = exact_table(name)
+    table = build_exact_table(name)
     assert table.dtype == np.float32
     bits = [int(each) for each in np.frombuffer(table.tobytes(), "<u4")]
     assert [float32_value(each) for each in bits] == [value_of(name, code) for code in range(256)]
@@ -77,7 +77,7 @@ def test_table_of_every_code_is_exact(name: str) -> None:
     ],
 )
 def test_table_has_the_published_limits(name: str, largest: float, smallest: float, nans: int, infinities: int) -> None:
-    table = exact_table(name)
+    table = build_exact_table(name)
     finite = table[np.isfinite(table)]
     assert (finite.max(), finite[finite > 0].min()) == (largest, smallest)
     assert (np.isnan(table).sum(), np.isinf(table).sum()) == (nans, infinities)
@@ -87,7 +87,7 @@ def test_table_has_the_published_limits(name: str, largest: float, smallest: flo
 @pytest.mark.parametrize("limit", [0, 4, 5, 7, 12, 1000])
 def test_decode_array_in_pieces_of_any_size_is_the_same(name: str, limit: int) -> None:
     codes = np.random.default_rng(1).integers(0, 256, (3, 7, 11), dtype=np.uint8)
-    array = NamedArray(
+    array = LazyArray(
         name="x",
         dtype="fp16",
         shape=codes.shape,
@@ -95,10 +95,10 @@ def test_decode_array_in_pieces_of_any_size_is_the_same(name: str, limit: int) -
         element=name,
         reader=lambda step: (codes.reshape(-1)[at : at + step] for at in range(0, codes.size, step)),
     )
-    expected = exact_table(name)[codes]
+    expected = build_exact_table(name)[codes]
     found = decode_array(array)
     assert (found.dtype, found.shape, found.nbytes) == ("fp32", codes.shape, 4 * codes.size)
-    assert b"".join(piece.tobytes() for piece in found.pieces(limit)) == expected.tobytes()
+    assert b"".join(piece.tobytes() for piece in found.iter_chunks(limit)) == expected.tobytes()
     assert found.to_numpy().tobytes() == expected.tobytes()
 
 

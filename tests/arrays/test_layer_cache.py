@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvmnn import LayerCache
-from kvmnn.arrays.layer_cache import check_pair
+from kvmnn.arrays.layer_cache import check_kv_pair
 from kvmnn.errors import KvmnnError
 
 
@@ -81,11 +81,11 @@ def test_arrays_that_do_not_fit(wrong: dict[str, Any], said: str) -> None:
 
 def test_heads_are_the_third_axis_from_the_end() -> None:
     batch = np.zeros((0, 2, 3, 4), np.float16)
-    check_pair("x", batch, batch, axes=4)
+    check_kv_pair("x", batch, batch, num_axes=4)
     with pytest.raises(KvmnnError, match="has no heads"):
-        check_pair("x", np.zeros((1, 0, 3, 4), np.float16), np.zeros((1, 0, 3, 4), np.float16), axes=4)
+        check_kv_pair("x", np.zeros((1, 0, 3, 4), np.float16), np.zeros((1, 0, 3, 4), np.float16), num_axes=4)
     with pytest.raises(TypeError, match="keys must be a numpy array, not list"):
-        check_pair("x", [], batch, axes=4)  # type: ignore[arg-type]
+        check_kv_pair("x", [], batch, num_axes=4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["f8", "i4", "u1", "c8"])

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sources import WORDS, only
 
-from kvmnn.arrays.named_array import ArrayInfo, NamedArray, rechunked
+from kvmnn.arrays.named_array import ArrayInfo, LazyArray, rechunk
 from kvmnn.errors import SourceError
 
 
@@ -21,11 +21,11 @@ from kvmnn.errors import SourceError
 def test_pieces_are_whole_rows_of_the_leading_axes(shape, kind, order, limit):
     info = ArrayInfo(name="a", dtype={"<f2": "fp16", "<f4": "fp32", "<u2": "bf16"}[kind], shape=shape,
                      array_dtype=kind, order=order)  # fmt: skip
-    step = info.piece_bytes(limit)
+    step = info.compute_chunk_bytes(limit)
     assert info.itemsize <= step <= max(limit, info.nbytes)
     assert step <= limit
     assert step % info.itemsize == 0
-    assert info.piece_count(limit) == -(-info.nbytes // step)
+    assert info.count_chunks(limit) == -(-info.nbytes // step)
     rows = {info.nbytes}
     for axis in shape if order == "C" else shape[::-1]:
         rows.add(min(rows) // axis)
@@ -36,12 +36,12 @@ def test_pieces_are_whole_rows_of_the_leading_axes(shape, kind, order, limit):
 
 def test_zero_never_cuts():
     info = ArrayInfo(name="a", dtype="fp32", shape=(1 << 20, 1 << 10), array_dtype="<f4")
-    assert info.piece_count(0) == 1
+    assert info.count_chunks(0) == 1
 
 
 def test_raw_bytes_are_cut_between_words():
     info = ArrayInfo(name="a", dtype="fp32", shape=(3, 20), array_dtype="|u1")
-    assert info.piece_bytes(23) == 20
+    assert info.compute_chunk_bytes(23) == 20
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -49,7 +49,7 @@ def test_index_of_a_byte(order):
     info = ArrayInfo(name="a", dtype="fp32", shape=(2, 3, 4), array_dtype="<f4", order=order)
     flat = np.arange(24).reshape(2, 3, 4).ravel(order=order)
     for position in range(24):
-        assert np.arange(24).reshape(2, 3, 4)[info.index_of(4 * position + 3)] == flat[position]
+        assert np.arange(24).reshape(2, 3, 4)[info.index_at_offset(4 * position + 3)] == flat[position]
 
 
 @pytest.mark.parametrize("kind", ["<f2", ">f2", "<f4", ">f4", "<u2", "<i4"])
@@ -66,7 +66,7 @@ def test_to_numpy(tmp_path, kind, order):
 
 @pytest.mark.parametrize("found", [0, 2, 46, 48, 96])
 def test_to_numpy_of_another_size_than_was_announced(found):
-    array = NamedArray(
+    array = LazyArray(
         name="a",
         dtype="fp16",
         shape=(24,),
@@ -85,4 +85,4 @@ def test_what_is_compared_behind_the_last_byte_is_compared(step, total):
         raise SourceError("the data does not match its checksum")
 
     with pytest.raises(SourceError, match="does not match its checksum"):
-        list(rechunked(blocks(), step, total))
+        list(rechunk(blocks(), step, total))

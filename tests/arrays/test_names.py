@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmnn import SourceError
-from kvmnn.arrays.names import conventional, layer_of, part_of
+from kvmnn.arrays.names import parse_conventional_name, parse_layer, parse_part
 
 
 @pytest.mark.parametrize(
@@ -21,14 +21,14 @@ from kvmnn.arrays.names import conventional, layer_of, part_of
     ],
 )
 def test_names_that_say_it(name, part, rest, layer):
-    assert part_of("a file", name) == (part, rest)
-    assert layer_of(name) == layer
+    assert parse_part("a file", name) == (part, rest)
+    assert parse_layer(name) == layer
 
 
 @pytest.mark.parametrize("name", ["", "weights", "kv", "monkey", "valued"])
 def test_names_that_do_not(name):
     with pytest.raises(SourceError, match=r"a file: array .* is neither K nor V"):
-        part_of("a file", name)
+        parse_part("a file", name)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_names_that_do_not(name):
     ],
 )
 def test_names_in_the_table(name, said):
-    assert conventional(name) == said
+    assert parse_conventional_name(name) == said
 
 
 @pytest.mark.parametrize(
     "name", ["k", "k_0", "layers.0.key", "layer_0.keys", "xlayer_0.key", "layer_0.key~2", "present.0"]
 )
 def test_names_that_are_not(name):
-    assert conventional(name) is None
+    assert parse_conventional_name(name) is None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvmnn.arrays.completeness import Completeness, LayerState
+from kvmnn.arrays.completeness import Completeness, LayerStateInfo
 from kvmnn.arrays.opaque_state import include_states, make_state
 from kvmnn.errors import SourceError
 
@@ -20,10 +20,10 @@ def test_read_state_with_other_bytes_than_announced_is_refused() -> None:
 
 def test_include_states_of_some_layers_leaves_the_others_missing() -> None:
     layers = (
-        LayerState(layer=0),
-        LayerState(layer=1, kind="linear", included=False),
-        LayerState(layer=2, kind="recurrent", included=False),
-        LayerState(layer=3, kind="index", included=False),
+        LayerStateInfo(layer=0),
+        LayerStateInfo(layer=1, kind="linear", included=False),
+        LayerStateInfo(layer=2, kind="recurrent", included=False),
+        LayerStateInfo(layer=3, kind="index", included=False),
     )
     states = [make_state(number, "state", b"1234") for number in (1, 3)]
     found = include_states(Completeness(layers=layers), states)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvmnn
-from kvmnn.arrays.source import Source, described_by, joined
+from kvmnn.arrays.source import Source, merge_sources, parse_cache_info
 from kvmnn.errors import ManifestError
 from kvmnn.packed.cache_info import METADATA_KEY
 
@@ -39,12 +39,12 @@ def test_the_repr_of_many_arrays_is_short(tmp_path):
 
 def test_one_source_stays_as_it_is(both):
     source = kvmnn.open(both)
-    assert joined([source]) is source
+    assert merge_sources([source]) is source
 
 
 def test_joined_arrays_have_distinct_names(both, tmp_path):
     np.save(tmp_path / "k.npy", KEYS)
-    source = joined([kvmnn.open(both), kvmnn.open(tmp_path / "k.npy"), kvmnn.open(both)])
+    source = merge_sources([kvmnn.open(both), kvmnn.open(tmp_path / "k.npy"), kvmnn.open(both)])
     assert source.names == ("k", "v", "k~2", "k~3", "v~2")
     assert source.inputs == (str(both), str(tmp_path / "k.npy"), str(both))
 
@@ -52,12 +52,12 @@ def test_joined_arrays_have_distinct_names(both, tmp_path):
 def test_joined_metadata():
     first = Source([], {"a": "1", METADATA_KEY: "{}"}, ["left out"], token_major=True)
     second = Source([], {"a": "2", "b": "3"}, notes=["inferred"], lossy=True)
-    found = joined([first, second])
-    assert (found.metadata, found.skipped, found.notes) == ({"a": "1", "b": "3"}, ["left out"], ["inferred"])
+    found = merge_sources([first, second])
+    assert (found.metadata, found.skipped_arrays, found.notes) == ({"a": "1", "b": "3"}, ["left out"], ["inferred"])
     assert (found.cache, found.token_major, found.lossy) == (None, True, True)
 
 
 def test_a_malformed_description_is_refused():
-    assert described_by({}, "x") is None
+    assert parse_cache_info({}, "x") is None
     with pytest.raises(ManifestError, match=r"x: metadata 'kvmnn\.cache': is not valid JSON"):
-        described_by({METADATA_KEY: "{"}, "x")
+        parse_cache_info({METADATA_KEY: "{"}, "x")

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvmnn import KvmnnError
-from kvmnn.compressor.conversion.convert import convert, prepare
+from kvmnn.compressor.conversion.convert import convert_checkpoint, prepare_conversion
 from kvmnn.compressor.conversion.selection import ConvertOptions
 from kvmnn.errors import CheckpointError
 from kvmnn.formats.torch import _pickles
@@ -96,7 +96,7 @@ def test_no_pickle_has_any_effect(tmp_path: Path, name: str) -> None:
     ]
     for file in files:
         with pytest.raises(CheckpointError):
-            convert(file, tmp_path / "out.bin")
+            convert_checkpoint(file, tmp_path / "out.bin")
     assert not canary.exists()
     assert not (tmp_path / "out.bin").exists()
     assert not {"this", "torch", "torch.hub"} & (set(sys.modules) - before)
@@ -123,7 +123,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 def attempt(path: Path, data: bytes) -> None:
     path.write_bytes(data)
     try:
-        _, selection = prepare(path, ConvertOptions())
+        _, selection = prepare_conversion(path, ConvertOptions())
     except KvmnnError as error:
         assert "\n" not in str(error)
         assert len(str(error)) < 2_000
@@ -236,13 +236,13 @@ def test_the_machine_refuses_what_makes_no_sense(data: bytes, match: str) -> Non
 _LIMITED = """
 import resource, sys, time
 from kvmnn import KvmnnError
-from kvmnn.compressor.conversion.convert import prepare
+from kvmnn.compressor.conversion.convert import prepare_conversion
 from kvmnn.compressor.conversion.selection import ConvertOptions
 start = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (start + int(sys.argv[2]) * 2**20,) * 2)
 begin = time.process_time()
 try:
-    prepare(sys.argv[1], ConvertOptions())
+    prepare_conversion(sys.argv[1], ConvertOptions())
     print("taken")
 except KvmnnError as error:
     print("refused", error)
@@ -309,7 +309,7 @@ def test_a_small_checkpoint_cannot_ask_for_a_huge_weight_file(tmp_path: Path) ->
     data = head + b"".join(_text(key) + b"h\0" for key in keys) + b"u."
     path = archive(tmp_path / "c.pth", data, {"0": bytes(4)})
     with pytest.raises(KvmnnError, match="the weight file would have 60000003644 bytes: at most 17179869184"):
-        prepare(path, ConvertOptions(prefixes=("compress_tk",)))
+        prepare_conversion(path, ConvertOptions(prefixes=("compress_tk",)))
 
 
 @pytest.mark.parametrize("digits", [5, 40, 4_299, 4_300, 5_000])
@@ -317,13 +317,13 @@ def test_a_small_checkpoint_cannot_ask_for_a_huge_weight_file(tmp_path: Path) ->
 def test_layer_numbers_of_any_length(tmp_path: Path, digits: int, as_reference: bool) -> None:
     state = {**weights(1), f"compress_tk.{'9' * digits}.0.x": 1}
     options = ConvertOptions(as_reference=as_reference)
-    _, selection = prepare(checkpoint(tmp_path / "c.pth", state), options)
+    _, selection = prepare_conversion(checkpoint(tmp_path / "c.pth", state), options)
     assert selection.header.num_layers == 1
     assert len(selection.notices) == (digits <= 4_300)
     state[f"compress_tk.{'9' * digits}.0.weight"] = state["compress_tk.0.0.weight"]
     if digits <= 4_300:
         with pytest.raises(KvmnnError, match=r"layers of 12|header field num_layers|is missing") as refused:
-            prepare(checkpoint(tmp_path / "c.pth", state), options)
+            prepare_conversion(checkpoint(tmp_path / "c.pth", state), options)
         assert len(str(refused.value)) < 1_000
 
 
@@ -332,5 +332,5 @@ def test_messages_stay_short(tmp_path: Path) -> None:
     head = b"\x80\x02}(" + _text("a") + b"ctorch._utils\n_rebuild_tensor_v2\n((" + _text("storage")
     head += b"ctorch\nFloatStorage\n" + _text("0") + _text("cpu") + b"K\1tQK\0(" + huge * 64 + b"t(" + huge * 64
     with pytest.raises(KvmnnError, match="reaches element") as refused:
-        prepare(archive(tmp_path / "c.pth", head + b"t\x89NtRu.", {"0": bytes(4)}), ConvertOptions())
+        prepare_conversion(archive(tmp_path / "c.pth", head + b"t\x89NtRu.", {"0": bytes(4)}), ConvertOptions())
     assert len(str(refused.value)) < 1_000

@@ -93,11 +93,11 @@ def test_cells_that_all_differ_cost_no_more_than_they_are(tmp_path: Path) -> Non
     path = written(
         tmp_path / "a.session", HEAD, struct.pack("<II", 1, cells), *parts, struct.pack("<II", 0, 1), tensor * 2
     )
-    found = llama_state.parse(MappedFile(str(path))).caches[0][0]
+    found = llama_state.parse_structure(MappedFile(str(path))).caches[0][0]
     assert found.positions.tolist() == list(range(cells))
     assert found.seq_counts.tolist() == [2 - n % 2 for n in range(cells)]
-    assert found.seqs[:3] == [[0, 1], [0], [0, 1]] and len(found.seq_ids) == cells * 3 // 2
-    source = kvmnn.open(path, ReadOptions(engine=kvmnn.formats.EngineOptions(any_heads=True, sequence=1)))
+    assert found.sequences_by_cell[:3] == [[0, 1], [0], [0, 1]] and len(found.seq_ids) == cells * 3 // 2
+    source = kvmnn.open(path, ReadOptions(engine=kvmnn.formats.EngineOptions(allow_unknown_heads=True, sequence=1)))
     assert source.engine_cache.positions.tolist() == list(range(0, cells, 2))
 
 
@@ -111,7 +111,7 @@ def test_a_cell_of_many_sequences_among_others(tmp_path: Path, run: Any, sequenc
     if there < sequences:
         one_line(run, "inspect", path)
     else:
-        found = llama_state.parse(MappedFile(str(path))).caches[0][0]
+        found = llama_state.parse_structure(MappedFile(str(path))).caches[0][0]
         assert found.seq_counts.tolist() == [1, 1, 1, sequences, 1, 1, 1] and found.positions.tolist() == [
             0,
             0,
@@ -246,7 +246,7 @@ def test_folders_that_are_links_to_each_other(tmp_path: Path, run: Any) -> None:
     (tmp_path / "d0/k/c/0").write_bytes(b"abcd")
     assert len(kvmnn.open(tmp_path / "d2")) == 64
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zarr_reading, "MOST_ENTRIES", 2000)
+        patch.setattr(zarr_reading, "MAX_ENTRIES", 2000)
         assert "holds more than 2,000 groups and arrays" in one_line(run, "inspect", tmp_path / "d9")
     (tmp_path / "d0/self").symlink_to(tmp_path / "d0")
     assert "lies below more than 16 groups" in one_line(run, "inspect", tmp_path / "d0")

@@ -16,7 +16,7 @@ from hostile_files import quietly, samples
 from json_cases import places
 
 from kvmnn.errors import KvmnnError
-from kvmnn.files.json_document import parse, read_object
+from kvmnn.files.json_document import parse_document, read_object
 
 NOT_JSON = {b"[]", b"{}", b"[,]", b"1,000", b"1 2", b"[] []", b"{} {}", b"true false"}
 """No documents, or other ones, but not wrong inside of brackets."""
@@ -27,7 +27,7 @@ SLOW = {"settings of a model": 3 * EVERY, "tokenizer": 3 * EVERY}
 
 def test_documents_are_json_or_refused(tmp_path: Path) -> None:
     for verdict, atom, text in places():
-        found = refusal(lambda text=text: parse(text, "x"))
+        found = refusal(lambda text=text: parse_document(text, "x"))
         if verdict != "either" and not (text == b"[" + atom + b"]" and atom in (b"", b" ", b"1,000")):
             assert (found is None) == (verdict == "yes"), (verdict, text[:80], found)
         (tmp_path / "x.json").write_bytes(text)

@@ -99,7 +99,11 @@ def test_frames_that_are_declared_as_shared(here, run):
     assert "LOSSLESS" in run("verify", "k.frame").out
     run("decode", "k.frame", "-o", "x/")
     assert {np.load(path).tobytes() for path in Path("x").iterdir()} == {KEYS.tobytes()}
-    assert manifest_reading.from_json(manifest.to_json(manifest_reading.load(Path("k.frame.json")))).arrays[2].shared
+    assert (
+        manifest_reading.parse_manifest(manifest.dump_manifest(manifest_reading.load_manifest(Path("k.frame.json"))))
+        .arrays[2]
+        .shared
+    )
 
 
 def overlapping(found: Any) -> None:

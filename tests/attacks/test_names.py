@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import kvmnn
-from kvmnn.arrays.source import joined
+from kvmnn.arrays.source import merge_sources
 from kvmnn.errors import SourceError
-from kvmnn.files.names import file_names
+from kvmnn.files.names import make_file_names
 
 BAD = {
     "x\0one": r"has the control character '\x00' in it",
@@ -125,7 +125,7 @@ def test_names_that_are_one_as_file_names(here, run):
 
 def test_many_names_that_are_one_as_file_names():
     """In linear time."""
-    found = file_names([chr(0x4E00 + number) for number in range(20_000)] + ["_~7"], ".npy")
+    found = make_file_names([chr(0x4E00 + number) for number in range(20_000)] + ["_~7"], ".npy")
     assert len(set(found)) == len(found)
 
 
@@ -147,4 +147,4 @@ def test_names_of_files_are_escaped(here, run, file, name):
 def test_a_name_that_grows_too_long_when_inputs_are_joined(here):
     tensors(Path("a.safetensors"), "x" * 254)
     with pytest.raises(SourceError, match=r"a.safetensors: the array name 'x+...x+~2' has 256 bytes"):
-        joined([kvmnn.open("a.safetensors"), kvmnn.open("a.safetensors")])
+        merge_sources([kvmnn.open("a.safetensors"), kvmnn.open("a.safetensors")])

@@ -136,7 +136,7 @@ def test_types_of_arrays_are_read_as_numpy_writes_them() -> None:
 
 def test_headers_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
     """Every type, order and shape that both take."""
-    from kvmnn.formats.npy import Header
+    from kvmnn.formats.npy import NpyHeader
 
     rng = Random(3)
     for kind in ("<f2", ">f4", "<f8", "|u1", "<i8", "|b1", "<c16", "|V2"):
@@ -144,12 +144,12 @@ def test_headers_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
         array = np.asfortranarray(array) if rng.random() < 0.5 else array
         buffer = io.BytesIO()
         np.save(buffer, array)
-        header = Header(buffer.getvalue(), "a")
+        header = NpyHeader(buffer.getvalue(), "a")
         assert (header.shape, header.dtype) == (array.shape, array.dtype)
         assert (header.order == "F") == np.isfortran(array)
-        assert header.size + header.nbytes == len(buffer.getvalue())
+        assert header.header_bytes + header.nbytes == len(buffer.getvalue())
     old = b"{'descr': '<f2', 'fortran_order': False, 'shape': (3L, 4L), }"
-    assert Header(b"\x93NUMPY\x01\x00" + len(old).to_bytes(2, "little") + old, "a").shape == (3, 4)
+    assert NpyHeader(b"\x93NUMPY\x01\x00" + len(old).to_bytes(2, "little") + old, "a").shape == (3, 4)
 
 
 def test_no_other_module_hands_headers_to_numpy() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 import kvmnn
 from kvmnn import bench
-from kvmnn.bench import Report, Result, Timing, benchmark, rivals
-from kvmnn.bench.rivals import Codec
+from kvmnn.bench import ArrayBenchReport, CodecBenchResult, Timing, benchmark, rivals
+from kvmnn.bench.rivals import BenchCodec
 from kvmnn.cli.command import main
 
 KEYS = np.random.default_rng(4).standard_normal((64, 64)).astype(np.float16)
@@ -20,31 +20,31 @@ KEYS = np.random.default_rng(4).standard_normal((64, 64)).astype(np.float16)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_every_rival_that_is_installed_gives_the_data_back(dtype):
     data = KEYS.view(np.uint8).ravel()
-    found, missing = rivals.installed(dtype, 1)
-    for codec in found + rivals.kvmnn_codecs(dtype, 1, with_max=True):
+    found, missing = rivals.find_installed_codecs(dtype, 1)
+    for codec in found + rivals.make_kvmnn_codecs(dtype, 1, with_max=True):
         back = codec.decode(codec.encode(data))
-        assert benchmark._same(back, data), codec.name
+        assert benchmark._is_same(back, data), codec.name
         assert codec.version
     assert set(missing) <= {"lz4", "blosc2", "bitshuffle", "pcodec", "zipnn"}
 
 
 def test_break_even():
     second = Timing(wall=1.0, cpu=1.0)
-    result = Result("x", "1", 100, 50, encode=second, decode=second)
+    result = CodecBenchResult("x", "1", 100, 50, encode=second, decode=second)
     assert result.ratio == 2
     # 2 s of work save 50 of 100 bytes: at 25 bytes per second sending them takes as long
     assert result.break_even == pytest.approx(25)
     bandwidth = result.break_even
     assert 2 + 50 / bandwidth == pytest.approx(100 / bandwidth)
-    assert Result("x", "1", 100, 101, encode=second, decode=second).break_even is None
+    assert CodecBenchResult("x", "1", 100, 101, encode=second, decode=second).break_even is None
 
 
 def test_a_codec_that_fails_or_lies_is_a_line_of_the_table(tmp_path, capsys, monkeypatch):
     def broken(data):
         raise RuntimeError("no luck")
 
-    liars = [Codec("liar", "1", bytes, lambda made: made[::-1]), Codec("broken", "1", broken, bytes)]
-    monkeypatch.setattr(rivals, "installed", lambda dtype, threads: (liars, ["absent"]))
+    liars = [BenchCodec("liar", "1", bytes, lambda made: made[::-1]), BenchCodec("broken", "1", broken, bytes)]
+    monkeypatch.setattr(rivals, "find_installed_codecs", lambda dtype, threads: (liars, ["absent"]))
     np.save(tmp_path / "k.npy", KEYS)
     assert main(["bench", str(tmp_path / "k.npy"), "--rounds", "1"]) == 0
     lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
@@ -69,8 +69,8 @@ def test_the_library_compares_as_the_command_does(tmp_path, capsys):
     np.save(tmp_path / "k.npy", KEYS)
     source = kvmnn.open(tmp_path / "k.npy")
     calls: list[int] = []
-    found = bench.compare(source, rounds=1, progress=calls.append)
-    assert sum(calls) == bench.turns(source, 1, 1)
+    found = bench.compare(source, repeats=1, progress=calls.append)
+    assert sum(calls) == bench.count_runs(source, 1, 1)
     assert main(["bench", str(tmp_path / "k.npy"), "--rounds", "1", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     document = found.to_dict()
@@ -82,17 +82,19 @@ def test_the_library_compares_as_the_command_does(tmp_path, capsys):
 
 def test_rates_of_small_arrays_are_not_printed():
     second = Timing(cpu=1.0, wall=1.0)
-    small, large = (str(Result("x", "1", size, size // 2, encode=second, decode=second)) for size in (1000, 1 << 20))
+    small, large = (
+        str(CodecBenchResult("x", "1", size, size // 2, encode=second, decode=second)) for size in (1000, 1 << 20)
+    )
     assert small.split() == ["x", "2.0000", "-", "-", "-", "-", "-"]
     assert large.split() == ["x", "2.0000", "1", "1", "1", "1", "0.3"]
     assert len(small) == len(large)
 
 
 def test_the_front():
-    def result(codec: str, stored: int, encode: float, decode: float, raw: int = 1 << 20) -> Result:
-        return Result(codec, "1", raw, stored, encode=Timing(9.0, encode), decode=Timing(9.0, decode))
+    def result(codec: str, stored: int, encode: float, decode: float, raw: int = 1 << 20) -> CodecBenchResult:
+        return CodecBenchResult(codec, "1", raw, stored, encode=Timing(9.0, encode), decode=Timing(9.0, decode))
 
-    failed = Result("failed", "1", 1 << 20, 0, encode=None, decode=None, error="no")
+    failed = CodecBenchResult("failed", "1", 1 << 20, 0, encode=None, decode=None, error="no")
     results = [
         result("small", 100, 5.0, 1.0),
         result("quick", 200, 1.0, 1.0),
@@ -102,8 +104,8 @@ def test_the_front():
         result("part", 300, 9.0, 9.0, raw=1 << 19),
         failed,
     ]
-    report = Report("k", "fp16", 1 << 20, 1 << 20, None, 1, tuple(results), ())
-    assert report.dominated() == {"slower": "quick", "large": "small"}
+    report = ArrayBenchReport("k", "fp16", 1 << 20, 1 << 20, None, 1, tuple(results), ())
+    assert report.find_dominated() == {"slower": "quick", "large": "small"}
     assert [one["dominated_by"] for one in report.to_dict()["results"]] == [
         None,
         None,
@@ -129,21 +131,21 @@ def test_a_damaged_array_is_refused(tmp_path, capsys):
 
 def test_max_on_a_part_has_exact_on_the_same_part_beside_it(tmp_path, capsys, monkeypatch):
     """So that no ratio stands beside one of other bytes."""
-    monkeypatch.setattr(benchmark, "MAX_SAMPLE", 1024)
-    monkeypatch.setattr(rivals, "installed", lambda dtype, threads: ([], []))
+    monkeypatch.setattr(benchmark, "MAX_EFFORT_SAMPLE_BYTES", 1024)
+    monkeypatch.setattr(rivals, "find_installed_codecs", lambda dtype, threads: ([], []))
     np.save(tmp_path / "k.npy", KEYS)
     source = kvmnn.open(tmp_path / "k.npy")
     turns: list[int] = []
-    (report,) = bench.compare(source, rounds=1, progress=turns.append).arrays
+    (report,) = bench.compare(source, repeats=1, progress=turns.append).arrays
     sizes = {result.codec: result.raw_bytes for result in report.results}
     assert sizes["kvmnn exact, first MiB"] == sizes["kvmnn max, first MiB"] == 1024
     assert {size for name, size in sizes.items() if not name.endswith("MiB")} == {report.sample_bytes}
-    assert sum(turns) == bench.turns(source, 1, 1)
-    (report,) = bench.compare(source, rounds=1, with_max=True).arrays
+    assert sum(turns) == bench.count_runs(source, 1, 1)
+    (report,) = bench.compare(source, repeats=1, with_max=True).arrays
     assert {result.raw_bytes for result in report.results} == {report.sample_bytes}
 
 
 def test_slow_is_not_nought():
     second = Timing(wall=10.0, cpu=40.0)
-    line = str(Result("x", "1", 1 << 22, 1 << 21, encode=second, decode=second))
+    line = str(CodecBenchResult("x", "1", 1 << 22, 1 << 21, encode=second, decode=second))
     assert line.split()[2:6] == ["0.1", "0.4", "0.1", "0.4"]

@@ -13,7 +13,7 @@ import pytest
 import kvmnn
 from kvmnn import bench
 from kvmnn.bench import benchmark
-from kvmnn.bench.dense_codec import NAME, dense_bytes, dense_codec, dense_plans, plan_of
+from kvmnn.bench.dense_codec import DENSE_CODEC_NAME, count_dense_bytes, make_dense_codec, make_dense_plans, make_plan
 from kvmnn.cli.command import main
 
 TOKENS, HEADS, DIM, LAYERS = 48, 2, 16, 3
@@ -35,52 +35,52 @@ def files(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_streams_give_the_bytes_back(axes: Any, layers: int, threads: int) -> None:
     lying = WORDS if axes == "thd" else np.ascontiguousarray(WORDS.transpose(0, 2, 1, 3))
-    plan = replace(plan_of(WORDS, dtype="fp16", part="key"), axes=axes, shape=lying.shape[1:])
+    plan = replace(make_plan(WORDS, dtype="fp16", part="key"), axes=axes, shape=lying.shape[1:])
     data: npt.NDArray[np.uint8] = lying[:layers].reshape(-1).view(np.uint8)
-    codec = dense_codec(plan, threads)
+    codec = make_dense_codec(plan, threads)
     streams = codec.encode(data)
     assert len(streams) == layers
-    assert codec.stored(streams) == sum(map(len, streams)) < data.size
-    assert benchmark._same(codec.decode(streams), data)
+    assert codec.count_bytes(streams) == sum(map(len, streams)) < data.size
+    assert benchmark._is_same(codec.decode(streams), data)
 
 
 def test_how_much_is_measured() -> None:
-    plan = plan_of(WORDS, dtype="fp16", part="value")
+    plan = make_plan(WORDS, dtype="fp16", part="value")
     assert plan.nbytes == LAYER
-    assert dense_bytes(plan, 2 * LAYER + 100) == 2 * LAYER
-    assert dense_bytes(plan, 10 * TOKEN + 3) == 10 * TOKEN
-    assert dense_bytes(plan, TOKEN - 1) == 0
-    assert dense_bytes(replace(plan, axes="htd", shape=(HEADS, TOKENS, DIM)), LAYER - 1) == 0
-    assert dense_bytes(None, LAYER) == 0
-    codec = dense_codec(plan, 1)
+    assert count_dense_bytes(plan, 2 * LAYER + 100) == 2 * LAYER
+    assert count_dense_bytes(plan, 10 * TOKEN + 3) == 10 * TOKEN
+    assert count_dense_bytes(plan, TOKEN - 1) == 0
+    assert count_dense_bytes(replace(plan, axes="htd", shape=(HEADS, TOKENS, DIM)), LAYER - 1) == 0
+    assert count_dense_bytes(None, LAYER) == 0
+    codec = make_dense_codec(plan, 1)
     part = WORDS.reshape(-1).view(np.uint8)[: 10 * TOKEN]
-    assert benchmark._same(codec.decode(codec.encode(part)), part)
+    assert benchmark._is_same(codec.decode(codec.encode(part)), part)
 
 
 def test_layers_are_measured_and_counted(files: list[str]) -> None:
     source = kvmnn.open(Path(files[0]).parent, axes="lthd")
     calls: list[int] = []
-    compared = bench.compare(source, rounds=1, progress=calls.append)
-    assert sum(calls) == bench.turns(source, 1, 1)
+    compared = bench.compare(source, repeats=1, progress=calls.append)
+    assert sum(calls) == bench.count_runs(source, 1, 1)
     assert len(compared.arrays) == 2 * LAYERS
     for report in compared.arrays:
-        (result,) = (each for each in report.results if each.codec == NAME)
+        (result,) = (each for each in report.results if each.codec == DENSE_CODEC_NAME)
         assert result.error is None and result.raw_bytes == LAYER and not report.note
-        codec = dense_codec(dense_plans(source)[report.name], 1)
-        assert result.stored_bytes == codec.stored(codec.encode(next(source[report.name].pieces(0))))
+        codec = make_dense_codec(make_dense_plans(source)[report.name], 1)
+        assert result.stored_bytes == codec.count_bytes(codec.encode(next(source[report.name].iter_chunks(0))))
 
 
 def test_why_there_are_none(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "any.npy", WORDS.reshape(-1))
     assert main(["bench", str(tmp_path / "any.npy"), "--rounds", "1"]) == 0
-    assert f"{NAME}: not measured, these are not K or V of layers" in capsys.readouterr().out
+    assert f"{DENSE_CODEC_NAME}: not measured, these are not K or V of layers" in capsys.readouterr().out
     assert main(["bench", *files, "--axes", "lthd", "--rounds", "1", "--max-bytes", "20"]) == 0
-    assert f"{NAME}: not measured, a layer takes {LAYER:,} bytes (--max-bytes)" in capsys.readouterr().out
+    assert f"{DENSE_CODEC_NAME}: not measured, a layer takes {LAYER:,} bytes (--max-bytes)" in capsys.readouterr().out
 
 
 def test_streams_do_not_depend_on_the_threads() -> None:
     words = np.concatenate([WORDS] * 3)
-    plan = plan_of(words, dtype="fp16", part="value")
+    plan = make_plan(words, dtype="fp16", part="value")
     data = words.reshape(-1).view(np.uint8)
-    made = [dense_codec(plan, threads).encode(data) for threads in (1, 2, 3)]
+    made = [make_dense_codec(plan, threads).encode(data) for threads in (1, 2, 3)]
     assert made[0] == made[1] == made[2]

@@ -12,8 +12,8 @@ from bundles import KEYS, bundle, edit, joined, named
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmnn.arrays.named_array import NamedArray
-from kvmnn.bundle import EncodeOptions, FrameSet, compare, decode_frames, open_frames
+from kvmnn.arrays.named_array import LazyArray
+from kvmnn.bundle import EncodeOptions, FrameSet, compare_frame_set, decode_frames, open_frames
 from kvmnn.errors import FrameError, KvmnnError, LimitError, ManifestError
 
 
@@ -41,14 +41,14 @@ def test_every_array_comes_back(tmp_path_factory, arrays, threads, effort):
         shape = [*shape, 4] if width == 1 else shape
         data = random.integers(0, spread + 1, int(np.prod(shape)) * width, np.uint8)
         reader = partial(lambda d, step: (d[i : i + step] for i in range(0, d.size, step)), data)
-        made.append(NamedArray(name=f"a{number}", dtype=dtype, shape=tuple(shape), array_dtype=kind, order=order,
+        made.append(LazyArray(name=f"a{number}", dtype=dtype, shape=tuple(shape), array_dtype=kind, order=order,
                                reader=reader))  # fmt: skip
         swapped = data.view(f"u{width}").byteswap().view(np.uint8) if kind.startswith(">") else data
         expected.append(swapped.tobytes())
     options = EncodeOptions(frame_bytes=4096, threads=threads, effort=effort)
     frames = open_frames(str(bundle(folder / "out", *made, options=options)))
     assert joined(frames, threads=threads) == expected
-    assert compare(frames, made) is None
+    assert compare_frame_set(frames, made) is None
     for entry, array in zip(frames.arrays, made, strict=True):
         assert (entry.name, entry.dtype, entry.shape, entry.array_dtype, entry.order) == (
             array.name, array.dtype, array.shape, array.array_dtype, array.order,

@@ -11,14 +11,14 @@ import pytest
 from dense_samples import rotated, to_dtype
 
 import kvmnn
-from kvmnn import Rotary, bundle, dense
-from kvmnn.arrays.named_array import NamedArray, in_memory
+from kvmnn import RopeConfig, bundle, dense
+from kvmnn.arrays.named_array import LazyArray, from_numpy
 from kvmnn.bundle import DenseOptions, EncodeOptions, dense_groups
-from kvmnn.bundle.dense_groups import at_once, groups_of, side_by_side
+from kvmnn.bundle.dense_groups import compute_num_workers, map_in_order, plan_groups
 from kvmnn.bundle.dense_pieces import DensePlan
 
 LAYERS, TOKENS, DIM = 6, 300, 32
-ROTARY = Rotary(dims=DIM)
+ROTARY = RopeConfig(dims=DIM)
 
 
 @pytest.fixture(autouse=True)
@@ -46,18 +46,18 @@ def plan(layer: int | None = 0, part: Any = "key", tokens: int = 64, dim: int = 
     return DensePlan(axes="htd", shape=(2, tokens, dim), dtype="fp16", part=part, layer=layer, **others)
 
 
-def arrays_of(plans: list[DensePlan | None], layers: int = 1) -> list[tuple[NamedArray, DensePlan | None]]:
+def arrays_of(plans: list[DensePlan | None], layers: int = 1) -> list[tuple[LazyArray, DensePlan | None]]:
     """Arrays that nobody reads."""
     found = []
     for number, one in enumerate(plans):
         shape = (layers, *one.shape) if one and layers > 1 else one.shape if one else (3,)
-        array = NamedArray(name=str(number), dtype="fp16", shape=shape, array_dtype="<f2", reader=lambda step: iter(()))
+        array = LazyArray(name=str(number), dtype="fp16", shape=shape, array_dtype="<f2", reader=lambda step: iter(()))
         found.append((array, one))
     return found
 
 
 def sizes(plans: list[DensePlan | None], layers: int = 1) -> list[int]:
-    return list(groups_of(arrays_of(plans, layers)).sizes)
+    return list(plan_groups(arrays_of(plans, layers)).sizes)
 
 
 def both(layers: range, **others: Any) -> list[DensePlan | None]:
@@ -66,7 +66,7 @@ def both(layers: range, **others: Any) -> list[DensePlan | None]:
 
 def test_layers_share_a_search_and_come_back(cache):
     np.savez("kv.npz", **cache)
-    made = bundle.encode(kvmnn.open("kv.npz"), "d/", EncodeOptions(dense=DenseOptions(rotary=ROTARY)))
+    made = bundle.encode_source(kvmnn.open("kv.npz"), "d/", EncodeOptions(dense=DenseOptions(rotary=ROTARY)))
     assert made.label == "LOSSLESS"
     names = list(cache)
     together: list[bytes] = []
@@ -87,7 +87,7 @@ def test_threads_change_no_byte(cache):
     made = {}
     for threads in (1, 2, 5):
         options = EncodeOptions(dense=DenseOptions(rotary=ROTARY), threads=threads)
-        document = bundle.encode(kvmnn.open("kv.npz"), f"{threads}/", options).manifest
+        document = bundle.encode_source(kvmnn.open("kv.npz"), f"{threads}/", options).manifest
         made[threads] = [array.frames[0].sha256 for array in document.arrays]
     assert made[1] == made[2] == made[5]
 
@@ -103,7 +103,7 @@ def test_token_ids_are_looked_at_once_a_group(cache, monkeypatch):
 
     monkeypatch.setattr(dense_groups.dense, "encode_many", encode_many)
     ids = np.arange(TOKENS + 5)
-    bundle.encode(kvmnn.open("kv.npz"), "d/", EncodeOptions(dense=DenseOptions(token_ids=ids), threads=1))
+    bundle.encode_source(kvmnn.open("kv.npz"), "d/", EncodeOptions(dense=DenseOptions(token_ids=ids), threads=1))
     assert given == [(3, list(range(TOKENS)))] * 4
 
 
@@ -120,8 +120,8 @@ def test_few_are_alone_and_many_are_shared_out():
 
 def test_large_ones_are_together_up_to_a_bound():
     tokens = (8 << 20) // 32
-    found = groups_of(arrays_of(both(range(8), tokens=tokens)))
-    assert (list(found.sizes), found.largest) == ([4] * 4, dense_groups.GROUP_BYTES)
+    found = plan_groups(arrays_of(both(range(8), tokens=tokens)))
+    assert (list(found.sizes), found.max_group_bytes) == ([4] * 4, dense_groups.GROUP_BYTES)
     assert sizes(both(range(8), tokens=5 * tokens)) == [1] * 16
 
 
@@ -143,7 +143,7 @@ def test_texts_by_turns_are_alone_and_layers_of_an_array_are_not():
     assert sizes([plan(0, is_batch=True)], layers=8) == [1] * 8
     keys = np.random.default_rng(1).standard_normal((4, 2, 50, 8)).astype(np.float16)
     for name, is_batch in (("layer_0.key", True), ("k", False)):
-        source = kvmnn.formats.opening.Source([in_memory(name, keys)])
+        source = kvmnn.formats.opening.Source([from_numpy(name, keys)])
         assert [each.is_batch for each in bundle.dense_pieces.plan_arrays(source, DenseOptions()).values()] == [
             is_batch
         ]
@@ -153,10 +153,15 @@ def test_texts_by_turns_are_alone_and_layers_of_an_array_are_not():
 
 
 def test_two_large_groups_are_in_work_at_once():
-    assert at_once(200 << 20, 2) == 1
-    assert [at_once(128 << 20, 8), at_once(32 << 20, 2), at_once(0, 3), at_once(1, 1)] == [2, 2, 3, 1]
+    assert compute_num_workers(200 << 20, 2) == 1
+    assert [
+        compute_num_workers(128 << 20, 8),
+        compute_num_workers(32 << 20, 2),
+        compute_num_workers(0, 3),
+        compute_num_workers(1, 1),
+    ] == [2, 2, 3, 1]
     meeting = threading.Barrier(2, timeout=30)
-    found = list(side_by_side(lambda item: (meeting.wait() >= 0, item), range(4), 2))
+    found = list(map_in_order(lambda item: (meeting.wait() >= 0, item), range(4), 2))
     assert found == [(item, (True, item)) for item in range(4)]
 
 
@@ -169,7 +174,7 @@ def test_items_are_taken_as_they_are_needed(workers):
             taken.append(item)
             yield item
 
-    for done, _ in side_by_side(str, items(), workers):
+    for done, _ in map_in_order(str, items(), workers):
         assert len(taken) <= done + 1 + (workers if workers > 1 else 0)
     assert len(taken) == 50
 
@@ -183,6 +188,6 @@ def test_an_error_ends_it():
     for workers in (1, 2):
         found = []
         with pytest.raises(ValueError, match="three"):
-            for item, _ in side_by_side(work, iter(range(100)), workers):
+            for item, _ in map_in_order(work, iter(range(100)), workers):
                 found.append(item)
         assert found == [0, 1, 2]

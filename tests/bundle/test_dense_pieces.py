@@ -15,7 +15,7 @@ from dense_samples import DTYPES, near_rows, rotated, to_dtype
 from plain_dumps import contents, dump
 
 import kvmnn
-from kvmnn import Rotary, bundle, formats
+from kvmnn import RopeConfig, bundle, formats
 from kvmnn.bundle import DenseOptions, EncodeOptions
 from kvmnn.errors import FrameError, KvmnnError, ManifestError, OptionError
 from kvmnn.formats.mnn import restore_dump
@@ -38,7 +38,7 @@ def cache(dtype: str = "fp16", layers: int = 2) -> dict[str, np.ndarray]:
     return found
 
 
-DENSE = EncodeOptions(dense=DenseOptions(rotary=Rotary(dims=16)))
+DENSE = EncodeOptions(dense=DenseOptions(rotary=RopeConfig(dims=16)))
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +56,7 @@ def stored(folder: str) -> dict[str, list[tuple[str, str | None]]]:
 def test_a_cache_comes_back_and_is_proved(dtype):
     arrays = cache(dtype)
     np.savez("kv.npz", **arrays)
-    made = bundle.encode(kvmnn.open("kv.npz"), "d/", DENSE)
+    made = bundle.encode_source(kvmnn.open("kv.npz"), "d/", DENSE)
     assert made.label == "LOSSLESS" and "4 dense streams, LOSSLESS (decoded and compared)" in str(made)
     assert made.to_dict()["byte_exact"] is None
     assert stored("d") == {name: [("dense", "htd")] for name in arrays}
@@ -66,7 +66,10 @@ def test_a_cache_comes_back_and_is_proved(dtype):
     formats.restore(frames, "back.npz")
     with np.load("back.npz") as back:
         assert {name: back[name].tobytes() for name in back} == {name: kv.tobytes() for name, kv in arrays.items()}
-    assert (bundle.verify(frames).proof, bundle.verify(frames, kvmnn.open("kv.npz")).proof) == ("sha256", "bytes")
+    assert (bundle.verify_frame_set(frames).proof, bundle.verify_frame_set(frames, kvmnn.open("kv.npz")).proof) == (
+        "sha256",
+        "bytes",
+    )
     source = kvmnn.open("d")
     assert source["layer_1.key"].to_numpy().tobytes() == arrays["layer_1.key"].tobytes()
     stream = Path("d/layer_1.key.frame").read_bytes()
@@ -76,8 +79,8 @@ def test_a_cache_comes_back_and_is_proved(dtype):
 
 def test_k_is_rotated_and_v_is_not():
     np.savez("kv.npz", **cache())
-    turned = bundle.encode(kvmnn.open("kv.npz"), "d/", DENSE).manifest.arrays
-    plain = bundle.encode(kvmnn.open("kv.npz"), "p/", EncodeOptions(dense=DenseOptions())).manifest.arrays
+    turned = bundle.encode_source(kvmnn.open("kv.npz"), "d/", DENSE).manifest.arrays
+    plain = bundle.encode_source(kvmnn.open("kv.npz"), "p/", EncodeOptions(dense=DenseOptions())).manifest.arrays
     for with_rotary, without in zip(turned, plain, strict=True):
         is_key = with_rotary.name.endswith("key")
         assert (with_rotary.stored_bytes < 0.95 * without.stored_bytes) == is_key
@@ -100,7 +103,7 @@ def test_axes_layers_batches_and_others():
             "layer_2.key": np.asfortranarray(keys),
         },
     )
-    made = bundle.encode(kvmnn.open("kv.npz"), "d/", DENSE)
+    made = bundle.encode_source(kvmnn.open("kv.npz"), "d/", DENSE)
     assert {name: len(found) for name, found in stored("d").items() if found[0] == ("dense", "htd")} == {
         "layer_0.key": 1,
         "layer_0.value": 1,
@@ -111,7 +114,7 @@ def test_axes_layers_batches_and_others():
     }
     assert stored("d")["mask"] == stored("d")["layer_2.key"] == [("frame", None)]
     assert "10 dense streams, 2 frames, LOSSLESS" in str(made)
-    assert bundle.verify(bundle.open_frames("d"), kvmnn.open("kv.npz")).ok
+    assert bundle.verify_frame_set(bundle.open_frames("d"), kvmnn.open("kv.npz")).ok
     formats.restore(bundle.open_frames("d"), "back.npz")
     with np.load("back.npz") as back, np.load("kv.npz") as before:
         for name in before:
@@ -121,9 +124,9 @@ def test_axes_layers_batches_and_others():
 def test_a_dump_has_tokens_first():
     dump(Path("dumps/layer_0"), tokens=40)
     source = kvmnn.open("dumps")
-    bundle.encode(source, "d/", EncodeOptions(dense=DenseOptions(rotary=Rotary(dims=4))))
+    bundle.encode_source(source, "d/", EncodeOptions(dense=DenseOptions(rotary=RopeConfig(dims=4))))
     assert set(map(tuple, stored("d").values())) == {(("dense", "thd"),)}
-    assert bundle.verify(bundle.open_frames("d"), source).ok
+    assert bundle.verify_frame_set(bundle.open_frames("d"), source).ok
     restore_dump(bundle.open_frames("d"), "again/")
     assert contents(Path("again")) == contents(Path("dumps"))
 
@@ -131,16 +134,16 @@ def test_a_dump_has_tokens_first():
 def test_nothing_that_could_be_dense():
     np.savez("m.npz", mask=np.ones((3, 40), np.float16))
     with pytest.raises(OptionError, match="no array can be a dense stream: array 'mask': its name does not say"):
-        bundle.encode(kvmnn.open("m.npz"), "d/", DENSE)
+        bundle.encode_source(kvmnn.open("m.npz"), "d/", DENSE)
     np.save("k.npy", np.ones((2, 3, 8), np.float16))
     with pytest.raises(OptionError, match="has 8 words a head: 16 of them cannot be rotated"):
-        bundle.encode(kvmnn.open("k.npy"), "k.frame", DENSE)
+        bundle.encode_source(kvmnn.open("k.npy"), "k.frame", DENSE)
     np.savez("w.npz", k=np.zeros((200, 2, 400), np.float16))
     with pytest.raises(OptionError, match="above what a dense stream holds: 65,536 words a token"):
-        bundle.encode(kvmnn.open("w.npz"), "d/", EncodeOptions(dense=DenseOptions()))
+        bundle.encode_source(kvmnn.open("w.npz"), "d/", EncodeOptions(dense=DenseOptions()))
     np.savez("t.npz", k=np.zeros((300, 2, 4), np.float16))
     with pytest.raises(OptionError, match="it has 300 heads: where tokens come first, --axes says so"):
-        bundle.encode(kvmnn.open("t.npz"), "d/", EncodeOptions(dense=DenseOptions()))
+        bundle.encode_source(kvmnn.open("t.npz"), "d/", EncodeOptions(dense=DenseOptions()))
     assert not Path("d").exists()
 
 
@@ -149,37 +152,37 @@ def test_token_ids_help_and_must_fit():
     rows = RANDOM.standard_normal((2, 50, 16))[:, ids] + 0.1 * RANDOM.standard_normal((2, 200, 16))
     np.savez("kv.npz", **{"layer_0.key": to_dtype(rows.astype(np.float32), "fp16")})
     for given in (ids, [*ids, 5, 6]):
-        bundle.encode(kvmnn.open("kv.npz"), "d/", EncodeOptions(dense=DenseOptions(token_ids=given)), force=True)
-        assert bundle.verify(bundle.open_frames("d"), kvmnn.open("kv.npz")).ok
+        bundle.encode_source(kvmnn.open("kv.npz"), "d/", EncodeOptions(dense=DenseOptions(token_ids=given)), force=True)
+        assert bundle.verify_frame_set(bundle.open_frames("d"), kvmnn.open("kv.npz")).ok
     with pytest.raises(OptionError, match="3 token ids are fewer than the tokens of every layer"):
-        bundle.encode(kvmnn.open("kv.npz"), "e/", EncodeOptions(dense=DenseOptions(token_ids=[1, 2, 3])))
+        bundle.encode_source(kvmnn.open("kv.npz"), "e/", EncodeOptions(dense=DenseOptions(token_ids=[1, 2, 3])))
 
 
 def test_a_single_array_a_stream_and_no_manifest():
     keys, _ = layer("bf16")
     np.save("k.npy", keys)
-    bundle.encode(kvmnn.open("k.npy"), "k.frame", DENSE)
+    bundle.encode_source(kvmnn.open("k.npy"), "k.frame", DENSE)
     out = io.BytesIO()
-    bundle.encode(kvmnn.open("k.npy"), out, DENSE)
-    assert out.getvalue() == Path("k.frame").read_bytes() == kvmnn.dense.encode(keys, rotary=Rotary(dims=16))
+    bundle.encode_source(kvmnn.open("k.npy"), out, DENSE)
+    assert out.getvalue() == Path("k.frame").read_bytes() == kvmnn.dense.encode(keys, rotary=RopeConfig(dims=16))
     alone = bundle.open_frames("k.frame", use_manifest=False)
     assert (alone.arrays[0].shape, alone.arrays[0].dtype) == (keys.shape, "bf16")
     formats.restore(alone, "back.npy")
     assert np.array_equal(np.load("back.npy"), keys)
-    assert bundle.verify(alone).label == "DECODES"
-    info = bundle.inspect(alone)
-    assert isinstance(info, bundle.LoneFrame) and info.to_dict()["kind"] == "dense"
+    assert bundle.verify_frame_set(alone).label == "DECODES"
+    info = bundle.inspect_frame_set(alone)
+    assert isinstance(info, bundle.BareFrameInfo) and info.to_dict()["kind"] == "dense"
     with pytest.raises(OptionError, match="the dense stream says bf16, not fp16"):
         bundle.open_frames("k.frame", use_manifest=False, options=bundle.DecodeOptions(dtype="fp16"))
     np.save("k.npy", np.stack([keys, keys]))
     with pytest.raises(OptionError, match="a stream carries one layer, array 'k' holds several"):
-        bundle.encode(kvmnn.open("k.npy"), io.BytesIO(), DENSE)
+        bundle.encode_source(kvmnn.open("k.npy"), io.BytesIO(), DENSE)
 
 
 def test_inspect_accounts_for_every_byte():
     np.savez("kv.npz", **cache(), mask=np.ones((3, 40), np.float16))
-    bundle.encode(kvmnn.open("kv.npz"), "d/", DENSE)
-    found = bundle.inspect(bundle.open_frames("d"))
+    bundle.encode_source(kvmnn.open("kv.npz"), "d/", DENSE)
+    found = bundle.inspect_frame_set(bundle.open_frames("d"))
     assert isinstance(found, bundle.BundleInfo)
     total = found.streams["fp16 dense"]
     assert total.chosen == {"dense rows": 4} and total.header_bytes == 4 * 28
@@ -189,7 +192,7 @@ def test_inspect_accounts_for_every_byte():
     assert "layer_0.key    fp16 [2, 90, 16] C" in text and "1 dense stream\n" in text and "method rows, rotary" in text
     first = found.to_dict()["arrays"][0]["frames"][0]
     assert (first["stored"], first["axes"], first["streams"], first["dense"]["tokens"]) == ("dense", "htd", [], 90)
-    verified = bundle.verify(bundle.open_frames("d"))
+    verified = bundle.verify_frame_set(bundle.open_frames("d"))
     assert (verified.frames, verified.dense_streams, verified.raw_pieces) == (1, 4, 0)
 
 
@@ -197,9 +200,9 @@ def test_what_does_not_shrink_may_stay_raw():
     noise = RANDOM.integers(0, 1 << 16, (2, 40, 16), np.uint16)
     np.savez("kv.npz", **{"layer_0.key": noise, "layer_0.value": layer()[1]})
     options = EncodeOptions(allow_raw=True, dense=DenseOptions())
-    bundle.encode(kvmnn.open("kv.npz"), "d/", options)
+    bundle.encode_source(kvmnn.open("kv.npz"), "d/", options)
     assert stored("d") == {"layer_0.key": [("raw", None)], "layer_0.value": [("dense", "htd")]}
-    assert bundle.verify(bundle.open_frames("d"), kvmnn.open("kv.npz")).ok
+    assert bundle.verify_frame_set(bundle.open_frames("d"), kvmnn.open("kv.npz")).ok
 
 
 def test_what_the_bundle_does_not_say_is_a_defect_of_nobody(monkeypatch):
@@ -210,7 +213,7 @@ def test_what_the_bundle_does_not_say_is_a_defect_of_nobody(monkeypatch):
     real = dense_pieces.dense.decode
     monkeypatch.setattr(dense_pieces.dense, "decode", lambda stream: real(stream)[:, ::-1])
     with pytest.raises(KvmnnError, match="a dense stream did not decode to its own input; nothing was written"):
-        bundle.encode(kvmnn.open("kv.npz"), "d/", DENSE)
+        bundle.encode_source(kvmnn.open("kv.npz"), "d/", DENSE)
     assert not Path("d").exists()
 
 
@@ -243,17 +246,17 @@ LIES = {
 def test_a_manifest_that_lies(lie):
     change, error, message = LIES[lie]
     np.savez("kv.npz", **cache())
-    bundle.encode(kvmnn.open("kv.npz"), "d/", DENSE)
+    bundle.encode_source(kvmnn.open("kv.npz"), "d/", DENSE)
     edit(Path("d/manifest.json"), change)
     with pytest.raises(error) as caught:
-        bundle.verify(bundle.open_frames("d"))
+        bundle.verify_frame_set(bundle.open_frames("d"))
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith("d")
 
 
 def test_a_frame_is_no_dense_stream():
     np.savez("kv.npz", **cache())
-    bundle.encode(kvmnn.open("kv.npz"), "f/")
+    bundle.encode_source(kvmnn.open("kv.npz"), "f/")
     edit(Path("f/manifest.json"), lambda d: (d.update(schema_version=3), entry(d).update(stored="dense", axes="htd")))
     with pytest.raises(FrameError, match=r"array 'layer_0\.key': no dense stream"):
-        bundle.verify(bundle.open_frames("f"))
+        bundle.verify_frame_set(bundle.open_frames("f"))

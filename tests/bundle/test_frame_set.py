@@ -41,12 +41,12 @@ def test_frames_one_after_another(tmp_path, values, run, monkeypatch):
     count, size = -(-values.nbytes // 4096), values.nbytes
     Path("k.frame.json").rename("kept.json")
     frames = open_frames("k.frame")
-    assert (frames.document, frames.piece_count) == (None, count)
+    assert (frames.document, frames.num_chunks) == (None, count)
     assert frames.arrays[0].shape == (KEYS.size,)
     assert joined(frames) == [values.tobytes()]
     unknown = f"{count} frames one after another: shape and names are unknown"
-    assert frames.unknown.startswith(unknown)
-    assert ("fp16 is assumed" in frames.unknown) == (values.dtype.itemsize == 2)
+    assert frames.unknown_properties.startswith(unknown)
+    assert ("fp16 is assumed" in frames.unknown_properties) == (values.dtype.itemsize == 2)
     said = run("decode", "k.frame", "-o", "back.npy").out
     assert unknown in said
     assert "LOSSLESS" not in said
@@ -54,7 +54,9 @@ def test_frames_one_after_another(tmp_path, values, run, monkeypatch):
     said = run("verify", "k.frame").out
     assert f"DECODES (no manifest and no --against: nothing to compare with; {unknown}" in said
     assert "LOSSLESS (every byte compared with k.npy" in run("verify", "k.frame", "--against", "k.npy").out
-    assert run("inspect", "k.frame").out.startswith(f"k.frame: {frames.unknown}\n  {frames.arrays[0].dtype}, ")
+    assert run("inspect", "k.frame").out.startswith(
+        f"k.frame: {frames.unknown_properties}\n  {frames.arrays[0].dtype}, "
+    )
     assert run("inspect", "-v", "k.frame").out.count(" frame: ") == count
     (found,) = json.loads(run("inspect", "k.frame", "--json").out)["inputs"]
     assert (found["kind"], found["raw_bytes"], len(found["frames"])) == ("frames", size, count)

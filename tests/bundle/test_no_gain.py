@@ -59,9 +59,9 @@ def raw_of(folder: str) -> list[str]:
 
 
 def test_k_and_v_of_a_layer_are_judged_together_as_the_engine_does():
-    made = bundle.encode(kvmnn.open("kv.npz"), "frames/", BLOCK)
+    made = bundle.encode_source(kvmnn.open("kv.npz"), "frames/", BLOCK)
     blocks = [kvmnn.encode_block(LAYERS[f"layer_{i}.key"], LAYERS[f"layer_{i}.value"]) for i in range(3)]
-    assert [block.stored for block in blocks] == [False, True, True]
+    assert [block.is_stored for block in blocks] == [False, True, True]
     sizes = [array.stored_bytes for array in made.manifest.arrays]
     assert [k + v for k, v in zip(sizes[::2], sizes[1::2], strict=True)] == [b.compressed_bytes for b in blocks]
     assert sizes[2] > LAYERS["layer_1.key"].nbytes  # its V gains more than it loses
@@ -76,26 +76,26 @@ def test_k_and_v_of_a_layer_are_judged_together_as_the_engine_does():
 @pytest.mark.parametrize("frame_bytes", [0, 512])
 def test_everything_comes_back_and_is_proved(options, kept, frame_bytes):
     cut = EncodeOptions(frame_bytes=frame_bytes, block=options.block, allow_raw=options.allow_raw)
-    bundle.encode(kvmnn.open("kv.npz"), "frames/", cut)
+    bundle.encode_source(kvmnn.open("kv.npz"), "frames/", cut)
     assert len(raw_of("frames")) == kept
     frames = bundle.open_frames("frames")
     assert str(formats.restore(frames, "back.npz")).endswith("LOSSLESS (read back, sha256 of the manifest)")
     with np.load("back.npz") as back:
         assert {name: back[name].tobytes() for name in back} == {name: kv.tobytes() for name, kv in LAYERS.items()}
     for against, proof in ((None, "sha256"), (kvmnn.open("kv.npz"), "bytes")):
-        found = bundle.verify(frames, against)
+        found = bundle.verify_frame_set(frames, against)
         assert (found.label, found.proof) == ("LOSSLESS", proof)
     assert json.loads(Path("frames/manifest.json").read_text())["schema_version"] == (2 if kept else 1)
     assert ('"stored"' in Path("frames/manifest.json").read_text()) == bool(kept)
     np.savez("other.npz", **{**LAYERS, "layer_0.value": LAYERS["layer_0.key"]})
-    found = bundle.verify(frames, kvmnn.open("other.npz"))
+    found = bundle.verify_frame_set(frames, kvmnn.open("other.npz"))
     assert found.difference is not None and found.difference.array == "layer_0.value"
 
 
 @pytest.mark.parametrize("values", [noise(">f2"), noise("<f4"), noise("u2"), np.array([1.5], np.float16)])
 def test_a_single_array_in_a_file(values):
     np.save("a.npy", values)
-    made = bundle.encode(kvmnn.open("a.npy"), "a.frame", ALLOW)
+    made = bundle.encode_source(kvmnn.open("a.npy"), "a.frame", ALLOW)
     assert (made.ratio, made.label) == (1.0, "LOSSLESS") and ", stored: raw, LOSSLESS" in str(made)
     assert Path("a.frame").read_bytes() == values.astype(values.dtype.newbyteorder("<")).tobytes()
     Path("a.frame").rename("b.frame")
@@ -108,15 +108,15 @@ def test_a_single_array_in_a_file(values):
 
 def test_what_gains_is_encoded_as_ever():
     np.save("n.npy", normal())
-    bundle.encode(kvmnn.open("n.npy"), "a.frame", ALLOW)
-    bundle.encode(kvmnn.open("n.npy"), "b.frame")
+    bundle.encode_source(kvmnn.open("n.npy"), "a.frame", ALLOW)
+    bundle.encode_source(kvmnn.open("n.npy"), "b.frame")
     assert Path("a.frame").read_bytes() == Path("b.frame").read_bytes()
     assert json.loads(Path("a.frame.json").read_text())["schema_version"] == 1
 
 
 def test_inspect_says_what_is_stored_raw(run):
     run("encode", "kv.npz", "-o", "frames/", "--block")
-    found = bundle.inspect(bundle.open_frames("frames"))
+    found = bundle.inspect_frame_set(bundle.open_frames("frames"))
     assert isinstance(found, bundle.BundleInfo)
     text = found.text(verbose=True)
     assert "layer_0.key    fp16 [2, 40, 16] C  2,560 -> 2,560  ratio 1.0000  stored: raw" in text
@@ -133,7 +133,7 @@ def test_inspect_says_what_is_stored_raw(run):
     assert (first["stored"], first["streams"]) == ("raw", [])
     assert "stored" not in found.to_dict()["arrays"][2]["frames"][0]
     assert json.loads(run("inspect", "frames", "--json").out)["inputs"] == [found.to_dict()]
-    verified = bundle.verify(bundle.open_frames("frames")).to_dict()
+    verified = bundle.verify_frame_set(bundle.open_frames("frames")).to_dict()
     stored = [frame.get("stored") for array in found.to_dict()["arrays"] for frame in array["frames"]]
     assert verified["raw_pieces"] == stored.count("raw") == 2
     assert (verified["frames"], verified["dense_streams"]) == (stored.count(None), 0)
@@ -154,7 +154,7 @@ def test_pieces_of_a_dump_are_blocks_of_their_own():
     ones = np.ones((32, 2, 16), np.float16)
     pieces = {f"dump/layer_0/{part}_t0_8": noise(shape=(8, 2, 16)) for part in "kv"}
     np.savez("dump.npz", **pieces, **{f"dump/layer_0/{part}_t8_40": ones for part in "kv"})
-    bundle.encode(kvmnn.open("dump.npz"), "frames/", BLOCK)
+    bundle.encode_source(kvmnn.open("dump.npz"), "frames/", BLOCK)
     assert raw_of("frames") == list(pieces)
 
 
@@ -181,13 +181,13 @@ def test_a_dump_that_is_stored_raw_is_given_back(run):
 def test_arrays_that_are_no_blocks(arrays, error, message):
     np.savez("x.npz", **arrays)
     with pytest.raises(error) as caught:
-        bundle.encode(kvmnn.open("x.npz"), "frames/", BLOCK)
+        bundle.encode_source(kvmnn.open("x.npz"), "frames/", BLOCK)
     assert message in str(caught.value) and not Path("frames").exists()
 
 
 def test_without_a_manifest_nothing_is_stored_raw():
     with pytest.raises(OptionError, match="need a manifest"):
-        bundle.encode(kvmnn.open("k.npy"), io.BytesIO(), ALLOW)
+        bundle.encode_source(kvmnn.open("k.npy"), io.BytesIO(), ALLOW)
     with pytest.raises(OptionError, match="judged with its partner or by itself"):
         EncodeOptions(block=True, allow_raw=True)
 
@@ -216,26 +216,26 @@ def test_an_array_that_reads_differently_the_second_time_is_refused(tmp_path):
     ],
 )  # fmt: skip
 def test_lies(array, change, message):
-    bundle.encode(kvmnn.open("kv.npz"), "frames/", BLOCK)
+    bundle.encode_source(kvmnn.open("kv.npz"), "frames/", BLOCK)
     edit(Path("frames/manifest.json"), lambda document: document["arrays"][array]["frames"][0].update(change))
     with pytest.raises(KvmnnError) as caught:
-        bundle.verify(bundle.open_frames("frames"))
+        bundle.verify_frame_set(bundle.open_frames("frames"))
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_words_may_lie_anywhere_in_a_file():
     np.save("a.npy", noise(">f2"))
-    bundle.encode(kvmnn.open("a.npy"), "a.frame", ALLOW)
+    bundle.encode_source(kvmnn.open("a.npy"), "a.frame", ALLOW)
     Path("a.frame").write_bytes(b"\0" + Path("a.frame").read_bytes())
     edit(Path("a.frame.json"), lambda document: document["arrays"][0]["frames"][0].update(offset=1))
     frames = bundle.open_frames("a.frame")
-    assert bundle.verify(frames, kvmnn.open("a.npy")).label == "LOSSLESS"
+    assert bundle.verify_frame_set(frames, kvmnn.open("a.npy")).label == "LOSSLESS"
     formats.restore(frames, "back.npy")
     assert Path("back.npy").read_bytes() == Path("a.npy").read_bytes()
 
 
 def test_a_manifest_of_version_1_has_nothing_stored_raw():
-    bundle.encode(kvmnn.open("k.npy"), "k.frame", ALLOW)
+    bundle.encode_source(kvmnn.open("k.npy"), "k.frame", ALLOW)
     edit(Path("k.frame.json"), lambda document: document.update(schema_version=1))
     with pytest.raises(ManifestError, match="found \"raw\", expected 'frame': only version 2 of the schema"):
         bundle.open_frames("k.frame")

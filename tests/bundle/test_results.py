@@ -32,7 +32,7 @@ def timeless(result: object) -> dict[str, object]:
 
 
 def test_encode(here, run):
-    made = bundle.encode(kvmnn.open("both.npz"), "one/", EncodeOptions(frame_bytes=4096))
+    made = bundle.encode_source(kvmnn.open("both.npz"), "one/", EncodeOptions(frame_bytes=4096))
     said = json.loads(run("encode", "both.npz", "-o", "two/", "--frame-bytes", "4K", "--json").out)
     assert timeless(made) == timeless(said)
     assert (made.label, made.ratio) == ("LOSSLESS", made.raw_bytes / made.stored_bytes)
@@ -40,21 +40,21 @@ def test_encode(here, run):
     assert str(made).startswith("one/ (2 arrays): 23,040 -> ")
     assert made.text(verbose=True).count("\n") == 2
     with pytest.raises(OutputError, match="exists already"):
-        bundle.encode(kvmnn.open("both.npz"), "one/")
+        bundle.encode_source(kvmnn.open("both.npz"), "one/")
     with pytest.raises(OutputError, match="is the input itself"):
-        bundle.encode(kvmnn.open("keys.npy"), "keys.npy", force=True)
+        bundle.encode_source(kvmnn.open("keys.npy"), "keys.npy", force=True)
 
 
 def test_encode_to_a_stream(here):
     stream = io.BytesIO()
-    made = bundle.encode(kvmnn.open("keys.npy"), stream)
+    made = bundle.encode_source(kvmnn.open("keys.npy"), stream)
     assert stream.getvalue() == kvmnn.encode(KEYS)
     assert made.output is None
     assert str(made).startswith("keys: 7,680 -> ")
     with pytest.raises(OptionError, match="carries one frame, not 2"):
-        bundle.encode(kvmnn.open("both.npz"), stream)
+        bundle.encode_source(kvmnn.open("both.npz"), stream)
     with pytest.raises(OptionError, match="7680 bytes are above"):
-        bundle.encode(kvmnn.open("keys.npy"), stream, EncodeOptions(frame_bytes=4096))
+        bundle.encode_source(kvmnn.open("keys.npy"), stream, EncodeOptions(frame_bytes=4096))
 
 
 def test_arrays_are_cut_above_16_mib_and_streams_carry_one_frame_of_64(here, run, monkeypatch):
@@ -70,18 +70,18 @@ def test_arrays_are_cut_above_16_mib_and_streams_carry_one_frame_of_64(here, run
         ("large.npy", EncodeOptions(effort="fast"), 2),
         ("large.npy", EncodeOptions(effort="fast", frame_bytes=0), 1),
     ):
-        bundle.encode(kvmnn.open(source), "cut/", options, force=True)
+        bundle.encode_source(kvmnn.open(source), "cut/", options, force=True)
         assert len(bundle.open_frames("cut").arrays[0].frames) == frames
     stream = io.BytesIO()
-    bundle.encode(kvmnn.open("large.npy"), stream, EncodeOptions(effort="fast"))
+    bundle.encode_source(kvmnn.open("large.npy"), stream, EncodeOptions(effort="fast"))
     assert stream.getvalue() == kvmnn.encode(np.zeros(17 << 19, np.float16), effort="fast")
-    monkeypatch.setattr("kvmnn.bundle.encoding.STREAM_BYTES", (17 << 20) - 1)
+    monkeypatch.setattr("kvmnn.bundle.encoding.DEFAULT_STREAM_FRAME_BYTES", (17 << 20) - 1)
     with pytest.raises(OptionError, match="are above --frame-bytes: use --frame-bytes 0 or -o FILE"):
-        bundle.encode(kvmnn.open("large.npy"), stream)
+        bundle.encode_source(kvmnn.open("large.npy"), stream)
 
 
 def test_restore(here, run):
-    bundle.encode(kvmnn.open("both.npz"), "frames/")
+    bundle.encode_source(kvmnn.open("both.npz"), "frames/")
     frames = bundle.open_frames("frames")
     made = formats.restore(frames, "one.npz")
     assert timeless(made) == timeless(json.loads(run("decode", "frames", "-o", "two.npz", "--json").out))
@@ -90,11 +90,11 @@ def test_restore(here, run):
     with pytest.raises(OptionError, match="carries one array, not 2"):
         formats.restore(frames, io.BytesIO())
     with pytest.raises(OutputError, match="is the input itself"):
-        formats.restore(frames.only(frames.arrays[0]), "frames/k.frame", force=True)
+        formats.restore(frames.select_array(frames.arrays[0]), "frames/k.frame", force=True)
 
 
 def test_restore_to_a_stream(here):
-    bundle.encode(kvmnn.open("keys.npy"), "keys.frame")
+    bundle.encode_source(kvmnn.open("keys.npy"), "keys.frame")
     stream = io.BytesIO()
     made = formats.restore(bundle.open_frames("keys.frame"), stream)
     assert stream.getvalue() == KEYS.tobytes()
@@ -112,32 +112,32 @@ def test_restore_frame_without_manifest_says_that_fp16_is_assumed(here, dtype, s
         frames = bundle.open_frames(name, options=bundle.DecodeOptions(dtype=dtype))
         made = formats.restore(frames, "x.npy", force=True)
         assert ("fp16 is assumed, bf16 frames look the same (--dtype)" in str(made)) == says_so
-        assert ("fp16 is assumed" in str(bundle.verify(frames))) == says_so
+        assert ("fp16 is assumed" in str(bundle.verify_frame_set(frames))) == says_so
         assert np.load("x.npy").dtype == ("<u2" if dtype == "bf16" else "<f2")
 
 
 def test_verify(here, run):
-    bundle.encode(kvmnn.open("keys.npy"), "keys.frame")
+    bundle.encode_source(kvmnn.open("keys.npy"), "keys.frame")
     np.save("other.npy", KEYS + 1)
     for against, label, proof in (
         (None, "LOSSLESS", "sha256"), ("keys.npy", "LOSSLESS", "bytes"), ("other.npy", "DIFFERS", "bytes"),
     ):  # fmt: skip
-        found = bundle.verify(bundle.open_frames("keys.frame"), against and kvmnn.open(against))
+        found = bundle.verify_frame_set(bundle.open_frames("keys.frame"), against and kvmnn.open(against))
         assert (found.label, found.proof, found.ok) == (label, proof, label != "DIFFERS")
         arguments = ["--against", against] if against else []
         said = run("verify", "keys.frame", *arguments, "--json", code=0 if found.ok else 1)
         assert timeless(found) == timeless(json.loads(said.out))
     assert str(found).startswith("keys.frame: DIFFERS from other.npy: array 'keys' first differs at element [0, 0, 0]")
-    alone = bundle.verify(bundle.open_frames("keys.frame", use_manifest=False))
+    alone = bundle.verify_frame_set(bundle.open_frames("keys.frame", use_manifest=False))
     assert (alone.label, alone.proof) == ("DECODES", None)
 
 
 def test_inspect(here, run):
-    bundle.encode(kvmnn.open("both.npz"), "frames/")
+    bundle.encode_source(kvmnn.open("both.npz"), "frames/")
     Path("lone.frame").write_bytes(kvmnn.encode(KEYS))
     said = json.loads(run("inspect", "frames", "lone.frame", "both.npz", "--json").out)["inputs"]
-    found = bundle.inspect(bundle.open_frames("frames"))
-    lone = bundle.inspect(bundle.open_frames("lone.frame"))
+    found = bundle.inspect_frame_set(bundle.open_frames("frames"))
+    lone = bundle.inspect_frame_set(bundle.open_frames("lone.frame"))
     arrays = formats.inspect(kvmnn.open("both.npz"))
     assert [each.to_dict() for each in (found, lone, arrays)] == said
     text = run("inspect", "frames", "lone.frame", "both.npz").out

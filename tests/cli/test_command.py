@@ -161,9 +161,9 @@ def test_npz_is_as_numpy_writes_it(here, run):
 
 def test_metadata_of_safetensors_survives(here, run):
     from kvmnn.arrays.named_array import ArrayInfo
-    from kvmnn.formats.safetensors import layout
+    from kvmnn.formats.safetensors import build_header
 
-    head, _ = layout([ArrayInfo(name="k", dtype="fp16", shape=KEYS.shape, array_dtype="<f2")], {"model": "tiny"})
+    head, _ = build_header([ArrayInfo(name="k", dtype="fp16", shape=KEYS.shape, array_dtype="<f2")], {"model": "tiny"})
     Path("a.safetensors").write_bytes(head + KEYS.tobytes())
     run("encode", "a.safetensors", "-o", "a.frame")
     run("decode", "a.frame", "-o", "b.safetensors")
@@ -300,7 +300,13 @@ def test_standard_output_carries_one_frame(here, run):
 def test_version(run):
     text = run("--version").out
     assert text.startswith(f"kvmnn {kvmnn.__version__}\n")
-    for word in ("Python 3", "numpy ", f"zstd {kvmnn.frames.zstd.version()}", "byte-exact with MNN: ", "SIMD level: "):
+    for word in (
+        "Python 3",
+        "numpy ",
+        f"zstd {kvmnn.frames.zstd.get_version()}",
+        "byte-exact with MNN: ",
+        "SIMD level: ",
+    ):
         assert word in text
 
 

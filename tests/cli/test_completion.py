@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvmnn.cli import build_parser
-from kvmnn.cli.completions import bash, described
-from kvmnn.cli.parser import VERBS
+from kvmnn.cli.completions import describe_commands, format_bash
+from kvmnn.cli.parser import COMMANDS
 
 BASH = shutil.which("bash")
 
@@ -18,7 +18,7 @@ BASH = shutil.which("bash")
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("completion") / "kvmnn.bash"
-    path.write_text(bash(described(build_parser())))
+    path.write_text(format_bash(describe_commands(build_parser())))
     return path
 
 
@@ -33,7 +33,7 @@ def completed(script: Path, *words: str) -> list[str]:
 
 @pytest.mark.skipif(BASH is None, reason="needs bash")
 def test_bash_completes(script) -> None:
-    assert completed(script, "kvmnn", "") == [*VERBS, "--help", "--version"]
+    assert completed(script, "kvmnn", "") == [*COMMANDS, "--help", "--version"]
     assert completed(script, "kvmnn", "com") == ["compact", "compress-kv", "completion"]
     assert completed(script, "kvmnn", "encode", "--effort", "") == ["exact", "balanced", "fast", "max"]
     assert completed(script, "kvmnn", "encode", "--no") == ["--no-verify", "--no-zstd"]
@@ -71,7 +71,7 @@ def test_fish_completes(run, tmp_path) -> None:
 @pytest.mark.parametrize("form", ["bash", "zsh", "fish", "man"])
 def test_all_verbs_and_options_are_there(form, run) -> None:
     text = run("completion", form).out.replace("\\-", "-")
-    for verb in described(build_parser()):
+    for verb in describe_commands(build_parser()):
         assert verb.name in text
         for option in verb.options:
             for name in option.names:
@@ -103,7 +103,7 @@ def test_the_manual_page_is_good_roff(run, tmp_path) -> None:
 
 
 def test_only_options_that_take_a_value_name_one() -> None:
-    (replay,) = (verb for verb in described(build_parser()) if verb.name == "replay")
+    (replay,) = (verb for verb in describe_commands(build_parser()) if verb.name == "replay")
     values = {name: option.value for option in replay.options for name in option.names}
     assert (values["--json"], values["--token-major"], values["--prompt"], values["--config"]) == ("", "", "N", "FILE")
 

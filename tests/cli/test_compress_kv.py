@@ -17,7 +17,7 @@ from repository import FIXTURES
 
 from kvmnn.cli.command import main
 from kvmnn.compressor import kvcm
-from kvmnn.compressor.forward.compressing import compress
+from kvmnn.compressor.forward.compressing import compress_cache
 from kvmnn.compressor.forward.options import ForwardOptions
 from kvmnn.formats import open as open_source
 
@@ -31,10 +31,10 @@ def here(tmp_path, monkeypatch):
     random = np.random.default_rng(2)
     made = weight_file(random, layers=2, factor=5, dtype="fp16")
     with open("w.bin", "wb") as file:
-        kvcm.write(file, made.header, ((block.weight, block.bias) for block in made.blocks()))
+        kvcm.write_weight_file(file, made.header, ((block.weight, block.bias) for block in made.iter_blocks()))
     keys, values = (random.standard_normal(SHAPE).astype(np.float32) for _ in range(2))
     np.savez("c.npz", k=keys, v=values)
-    return SimpleNamespace(path=tmp_path, weights=kvcm.read("w.bin"), keys=keys, values=values)
+    return SimpleNamespace(path=tmp_path, weights=kvcm.read_weight_file("w.bin"), keys=keys, values=values)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_whole_cache(here, run):
         "the next token goes to place 5 and has position 21",
         "  axes lbhtd (--axes): layer 2, batch 1, kv_head 3, token 21, dimension 4",
     ]
-    expected = compress(here.weights, here.keys, here.values, ForwardOptions(image_len=11))
+    expected = compress_cache(here.weights, here.keys, here.values, ForwardOptions(image_len=11))
     with np.load("o.npz") as made:
         assert made.files == ["k", "v"]
         np.testing.assert_array_equal(made["k"], expected.keys)
@@ -95,12 +95,12 @@ def test_arrays_of_one_layer(here, run, names, axes):
     }
     np.savez("layers.npz", **arrays)
     run("w.bin", "layers.npz", "-o", "o.safetensors", "--axes", axes)
-    expected = compress(here.weights, here.keys, here.values)
+    expected = compress_cache(here.weights, here.keys, here.values)
     for array in open_source("o.safetensors").arrays:
         layer = int("".join(filter(str.isdigit, array.name))[0])
         whole = expected.values if "value" in array.name.split(".")[-1].lower() else expected.keys
         whole = expected.values if array.name.rpartition("/")[2][0] in "vV" else whole
-        (piece,) = array.pieces()
+        (piece,) = array.iter_chunks()
         found = piece.view(np.float32).reshape(array.shape)
         np.testing.assert_array_equal(found, cut(whole[layer]).transpose(order))
 
@@ -113,7 +113,7 @@ def test_axes_in_any_order(here, run, axes):
 
     np.savez("other.npz", keys=laid(here.keys), values=laid(here.values))
     run("w.bin", "other.npz", "-o", "o.npz", "--axes", axes)
-    expected = compress(here.weights, here.keys, here.values)
+    expected = compress_cache(here.weights, here.keys, here.values)
     with np.load("o.npz") as made:
         np.testing.assert_array_equal(made["keys"], laid(expected.keys))
         np.testing.assert_array_equal(made["values"], laid(expected.values))
@@ -136,7 +136,7 @@ def dump(here):
 def test_an_mnn_dump_has_known_axes_wherever_it_goes(here, run, dump):
     main(["encode", "dump", "-o", "bundle/", "-q"])
     main(["decode", "bundle", "-o", "arrays.npz", "-q"])
-    expected = compress(here.weights, here.keys, here.values).keys[1, 0].transpose(1, 0, 2)
+    expected = compress_cache(here.weights, here.keys, here.values).keys[1, 0].transpose(1, 0, 2)
     for number, cache in enumerate(("dump", "bundle", "arrays.npz")):
         for axes in ([], ["--axes", "thd"]):
             assert "LOSSY, 21 -> 5 tokens in 1 layer" in run("w.bin", cache, "-o", f"{number}.npz", "-f", *axes).out
@@ -292,7 +292,7 @@ def test_fp16_parity_and_json(here, run, engine):
         4032,
         480,
     )
-    expected = compress(here.weights, here.keys, here.values, ForwardOptions(precision="fp16"))
+    expected = compress_cache(here.weights, here.keys, here.values, ForwardOptions(precision="fp16"))
     with np.load("o.npz") as made:
         assert made["k"].dtype == np.float16
         np.testing.assert_allclose(made["k"], expected.keys, atol=2e-3, rtol=1e-2)

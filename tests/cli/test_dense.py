@@ -325,7 +325,7 @@ def test_an_output_that_exists_is_told_of_before_the_rotation_is_looked_for(run,
     run("encode", "k.npy", "-o", "k.frame")
     Path("out").mkdir()
     Path("out/layer_1.value.frame").write_bytes(b"x")
-    monkeypatch.setattr("kvmnn.bundle.find_rotary", lambda *_: pytest.fail("was looked for"))
+    monkeypatch.setattr("kvmnn.bundle.search_rope", lambda *_: pytest.fail("was looked for"))
     for name, output in (("kv.npz" if verb == "encode" else "f", "out/"), ("k.npy", "k.frame")):
         name = "k.frame" if verb == "transcode" and name == "k.npy" else name
         found = run(verb, name, "-o", output, "--codec", "dense", code=1)

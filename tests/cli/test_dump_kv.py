@@ -28,10 +28,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def model_says() -> tuple[list[int], list[tuple[np.ndarray, np.ndarray]]]:
     """Ids of the text, and K and V of them all in one step, straight from the session."""
-    tokenizer, session = Tokenizer.open(FIXTURE), DecoderSession.open(FIXTURE)
+    tokenizer, session = Tokenizer.open_for_model(FIXTURE), DecoderSession.open(FIXTURE)
     ids = [tokenizer.bos, *tokenizer.encode(TEXT.read_text(encoding="utf-8"))[: TOKENS - 1].tolist()]
-    step = session.step(np.array(ids), np.arange(TOKENS), session.empty())
-    return ids, [(keys[0].copy(), values[0].copy()) for keys, values in step.present]
+    step = session.run_step(np.array(ids), np.arange(TOKENS), session.create_empty_past())
+    return ids, [(keys[0].copy(), values[0].copy()) for keys, values in step.present_pairs]
 
 
 def dump(run: Callable[..., Any], *more: object, out: str = "kv") -> Any:

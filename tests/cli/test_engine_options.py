@@ -137,7 +137,7 @@ def test_one_text_of_a_batch_is_no_whole_file(here: Path, run, jobs: tuple[objec
 def test_one_text_of_what_was_opened_whole_is_not_said_to_be_the_file(here: Path) -> None:
     data, _ = mlx_files.cache(Random(3), mlx_files.Shape(batch=3))
     Path("b.safetensors").write_bytes(data)
-    whole = kvmnn.formats.ReadOptions(engine=kvmnn.formats.EngineOptions(whole=True))
+    whole = kvmnn.formats.ReadOptions(engine=kvmnn.formats.EngineOptions(passthrough=True))
     assert "kvmnn.file" in kvmnn.open("b.safetensors", whole).metadata
     assert "kvmnn.file" not in kvmnn.open("b.safetensors", whole, batch=1).metadata
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from repository import FIXTURES
 
-from kvmnn.h2o import block_sums, plan
+from kvmnn.h2o import plan_blocks, sum_by_block
 
 FIXTURE = FIXTURES / "lm"
 TEXT = FIXTURE / "texts" / "calendar.py.txt"
@@ -69,8 +69,10 @@ def test_plan_takes_the_configuration_and_options_say_more(run: Run, config: Pat
     for options, more in ((("--sink", 20), {"sink_tokens": 20}), ((), {}), (("--keep-ratio", 0.5), None)):
         found = json.loads(run("plan", tmp_path / "a.npy", "--config", config, *options, "--json").out)
         said = {"target_mode": "static", "target_keep_ratio": 0.5} if more is None else more
-        made = plan(block_sums(attention, 8), 200, block_tokens=8, **{"sink_tokens": 4, "recent_tokens": 16, **said})  # type: ignore[arg-type]
-        assert found["layers"][0]["pairs"] == [list(pair) for pair in made.reserve]
+        made = plan_blocks(
+            sum_by_block(attention, 8), 200, block_tokens=8, **{"sink_tokens": 4, "recent_tokens": 16, **said}
+        )  # type: ignore[arg-type]
+        assert found["layers"][0]["pairs"] == [list(pair) for pair in made.reserve_pairs]
     static = tmp_path / "static.json"
     static.write_text(json.dumps({"kv_h2o_target_mode": "static", "kv_h2o_target_keep_ratio": 0.25}))
     config_of = json.loads(run("plan", tmp_path / "a.npy", "--config", static, "--json").out)["config"]

@@ -8,11 +8,11 @@ import re
 import pytest
 
 from kvmnn.cli import build_parser
-from kvmnn.cli.help import help_of
-from kvmnn.cli.parser import GROUPS, VERBS
+from kvmnn.cli.help import collect_help
+from kvmnn.cli.parser import COMMANDS, COMMANDS_BY_GROUP
 from kvmnn.cli.verbs import store
 from kvmnn.errors import KvmnnError
-from kvmnn.packed.backends import backend
+from kvmnn.packed.backends import get_backend
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
@@ -26,12 +26,12 @@ PARSERS = parsers()
 
 
 def test_every_verb_stands_in_one_group() -> None:
-    assert sorted(PARSERS) == sorted(["kvmnn", *VERBS])
-    assert len(set(VERBS)) == len(VERBS)
+    assert sorted(PARSERS) == sorted(["kvmnn", *COMMANDS])
+    assert len(set(COMMANDS)) == len(COMMANDS)
     shown = PARSERS["kvmnn"].format_help()
-    places = [shown.index(f"\n{title}:\n") for title in GROUPS]
+    places = [shown.index(f"\n{title}:\n") for title in COMMANDS_BY_GROUP]
     assert places == sorted(places)
-    for title, verbs in GROUPS.items():
+    for title, verbs in COMMANDS_BY_GROUP.items():
         section = shown.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
         assert re.findall(r"^  ([a-z-]+) ", section, re.MULTILINE) == list(verbs)
 
@@ -58,9 +58,9 @@ def test_words_are_whole(verb, monkeypatch) -> None:
     assert words(80) == words(200)
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", COMMANDS)
 def test_every_option_says_what_it_does(verb) -> None:
-    for action, text in help_of(PARSERS[verb]).items():
+    for action, text in collect_help(PARSERS[verb]).items():
         assert text, action
         assert "(default " not in text, f"{action}: (default: ...)"
         default = action.default
@@ -71,8 +71,8 @@ def test_every_option_says_what_it_does(verb) -> None:
 def test_flags_are_the_same_everywhere() -> None:
     """One option, one letter, one meaning; what only older scripts say is hidden."""
     seen: dict[str, set[tuple[str, ...]]] = {}
-    for verb in VERBS:
-        shown = {action for action in help_of(PARSERS[verb]) if action.option_strings}
+    for verb in COMMANDS:
+        shown = {action for action in collect_help(PARSERS[verb]) if action.option_strings}
         for action in shown:
             seen.setdefault(action.dest, set()).add(tuple(action.option_strings))
         forced = any("--force" in action.option_strings for action in shown)
@@ -97,7 +97,7 @@ def test_options_of_packed_files_are_shown_once(run, monkeypatch) -> None:
 
 def test_an_action_has_a_help_of_its_own(run) -> None:
     """What it says nothing to is not in it, nor what it does not take."""
-    for action, options in store._ACTIONS.items():
+    for action, options in store._SPEC_BY_ACTION.items():
         shown = run("store", action, "--help").out
         assert shown.startswith(f"usage: kvmnn store [options] {action} STORE{' [IN ...]' * bool(options.inputs)}\n")
         assert re.search(rf"^  (\w+, )?{action}\b.* STORE", shown, re.MULTILINE)
@@ -127,4 +127,4 @@ def test_did_you_mean(run, argv, meant) -> None:
 
 def test_did_you_mean_a_backend() -> None:
     with pytest.raises(KvmnnError, match="did you mean 'arm64-fp16'"):
-        backend("arm64_fp16")
+        get_backend("arm64_fp16")

@@ -19,12 +19,12 @@ import pytest
 from hf_files import pairs, save
 
 from kvmnn.cli import main
-from kvmnn.cli.many_lines import line_of
-from kvmnn.cli.many_work import VERBS, VerbWork
+from kvmnn.cli.many_lines import format_task_line
+from kvmnn.cli.many_work import BATCH_COMMANDS, CommandWork
 from kvmnn.errors import OptionError
 from kvmnn.many import Task
-from kvmnn.many.tasks import carry_out
-from kvmnn.version import version
+from kvmnn.many.tasks import run_task
+from kvmnn.version import get_version
 
 HALF = np.random.default_rng(5).normal(size=(2, 9, 4)).astype(np.float16)
 KV = {"layer_0.key": HALF, "layer_0.value": HALF * 2}
@@ -52,7 +52,7 @@ def timeless(value: Any) -> Any:
     return [timeless(entry) for entry in value] if isinstance(value, list) else value
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", BATCH_COMMANDS)
 def test_the_documents_are_those_of_the_verb_alone(here, capsys, verb):
     """All four verbs on the same tree: paths in order, documents word for word, no more on standard error."""
     tree = "in"
@@ -201,7 +201,7 @@ def test_dense_streams_are_measured(here, capsys):
     assert line["document"]["overall"]["dense_bytes"] > 0
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", BATCH_COMMANDS)
 def test_a_terminal_gets_lines_of_text(here, capsys, monkeypatch, verb):
     """One for each file, with what comes first of its document; JSON on request; with -q those that failed."""
     Path("in/b/bad.npz").write_bytes(b"damaged")
@@ -218,7 +218,7 @@ def test_a_terminal_gets_lines_of_text(here, capsys, monkeypatch, verb):
         tree = "frames"
         Path("frames/b/bad.frame").write_bytes(b"damaged")
         capsys.readouterr()
-    monkeypatch.setattr("kvmnn.cli.streams.on_terminal", lambda: True)
+    monkeypatch.setattr("kvmnn.cli.streams.is_terminal", lambda: True)
     argv = [verb, "--jobs", "1", tree, *(["-f"] if verb == "encode" else [])]
     assert main(argv) == 1
     found = capsys.readouterr().out.splitlines()
@@ -245,11 +245,11 @@ def test_a_line_has_what_changes_the_meaning_of_its_sizes(tmp_path):
         ("inspect", Task(frames), [room, less]),
         ("verify", Task(frames), [room, less]),
     ):
-        line = carry_out(VerbWork.of(verb), task, version()).to_dict()
+        line = run_task(CommandWork.from_words(verb), task, get_version()).to_dict()
         document = line["document"]["inputs"][0] if verb == "inspect" else line["document"]
         assert len(document["notes"]) == len(notes)
         for note, said in zip(notes, document["notes"], strict=True):
-            assert note in said and said in line_of(line)
+            assert note in said and said in format_task_line(line)
 
 
 def test_resumed(here, capsys):
@@ -377,7 +377,7 @@ def test_hostile_files(tmp_path, capsys, monkeypatch):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(data)
                 number += 1
-    for verb in VERBS:
+    for verb in BATCH_COMMANDS:
         more = ["-o", "out"] if verb == "encode" else []
         assert main([verb, "--jobs", "2", "all", *more]) == 1
         said = capsys.readouterr()
@@ -397,13 +397,13 @@ def test_hostile_files(tmp_path, capsys, monkeypatch):
 
 
 def test_a_verb_as_work(here):
-    work = VerbWork.of("measure", "--real")
+    work = CommandWork.from_words("measure", "--real")
     outcome = work(Task("in/a.npz"))
     assert outcome.error is None
     assert outcome.document["verb"] == "measure"
     outcome = work(Task("gone"))
     assert outcome.error == "gone: no such file or directory" or "gone" in str(outcome.error)
-    assert work.identity()["options"] == {"real": True}
+    assert work.compute_identity()["options"] == {"real": True}
 
 
 @pytest.mark.parametrize(
@@ -412,13 +412,13 @@ def test_a_verb_as_work(here):
         (("decode",), "'decode' is not done for many files"),
         (("encode", "--nonsense"), "unrecognized arguments: --nonsense"),
         (("encode", "--effort", "wrong"), "invalid choice: 'wrong'"),
-        (("encode", "--jobs", "2"), "--jobs is about a run of many files: kvmnn.many.run is told"),
+        (("encode", "--jobs", "2"), "--jobs is about a run of many files: kvmnn.many.run_tasks is told"),
         (("measure", "--threads", "2"), "--threads is about a run"),
     ],
 )
 def test_words_that_make_no_work(words, message):
     with pytest.raises(OptionError, match=message):
-        VerbWork.of(*words)
+        CommandWork.from_words(*words)
 
 
 def test_the_first_process_loads_no_formats(tmp_path: Path) -> None:

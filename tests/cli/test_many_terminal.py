@@ -53,12 +53,12 @@ def test_many_files_in_a_terminal_end_without_a_warning(verb: str) -> None:
 
 UNGUARDED = """
 from os.path import getsize
-from kvmnn.many import run
+from kvmnn.many import run_tasks
 
 def size(task):
     return {"bytes": getsize(task.path)}
 
-for done in run(["in/0.npz", "in/1.npz"], size):
+for done in run_tasks(["in/0.npz", "in/1.npz"], size):
     print(done.ok)
 """
 

@@ -151,7 +151,7 @@ def test_a_full_standard_output_is_named(here, monkeypatch, argv):
     from kvmnn.cli import main
 
     said = []
-    monkeypatch.setattr("kvmnn.cli.streams.err", lambda kind, message: said.append(f"{kind}: {message}"))
+    monkeypatch.setattr("kvmnn.cli.streams.write_error_line", lambda kind, message: said.append(f"{kind}: {message}"))
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
         assert main(argv.split()) == 1
@@ -221,11 +221,11 @@ def test_line_ends_in_paths_are_escaped(tmp_path, run, monkeypatch):
 
 def test_lines_of_others_are_joined(capsys):
     """What a library or a result says in several lines is one; line ends in names that are known are escaped."""
-    streams.expect_names(["dir/a\nb.npy"])
+    streams.register_names(["dir/a\nb.npy"])
     try:
-        streams.err("error", streams.joined("dir/a\nb.npy: wrong\n  and more\n"))
+        streams.write_error_line("error", streams.format_message_line("dir/a\nb.npy: wrong\n  and more\n"))
     finally:
-        streams.forget_names()
+        streams.reset_names()
     assert capsys.readouterr().err == "kvmnn: error: dir/a\\nb.npy: wrong and more\n"
 
 

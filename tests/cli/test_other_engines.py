@@ -16,7 +16,7 @@ from kept_files import there_and_back
 from llama_files import Shape
 
 import kvmnn
-from kvmnn import Rotary
+from kvmnn import RopeConfig
 from kvmnn.formats.llama import read_gguf_rotary
 from kvmnn.store import PrefixStore
 
@@ -347,7 +347,7 @@ def test_store_put_takes_the_rotation_of_a_gguf_model(
     run(*put)
     run(*put, "--rope", "none")
     pairing = "interleaved" if undo else "half"
-    assert taken == [Rotary(theta=500000.0, dims=32, pairing=pairing), "none"]
+    assert taken == [RopeConfig(theta=500000.0, dims=32, pairing=pairing), "none"]
 
 
 def test_blocks_that_stay_blocks_are_not_measured(here: Path, run) -> None:
@@ -414,7 +414,7 @@ def test_store_put_of_more_ids_than_cells_takes_those_with_cells(here: Path, run
     assert f"{note} no cell" in found.err and found.out.startswith("20 tokens, 20 of them new")
     run(*words, "--token-ids", ",".join(map(str, ids)))
     run(*words, "--token-ids", ",".join(map(str, ids[:20])))
-    assert kvmnn.store.token_ids_of(kvmnn.open("more.session", kv_heads=2)).tolist() == ids[:20]
+    assert kvmnn.store.resolve_token_ids(kvmnn.open("more.session", kv_heads=2)).tolist() == ids[:20]
 
 
 def test_store_put_of_fewer_ids_than_cells_is_refused(here: Path, run) -> None:

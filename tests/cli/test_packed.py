@@ -439,7 +439,7 @@ def test_diff_of_frames_and_nan(prefix, run):
 @pytest.mark.parametrize("int8", ["keys", "both"])
 def test_int8_caches_are_read_and_what_is_lost_is_said(tmp_path, monkeypatch, run, int8):
     monkeypatch.chdir(tmp_path)
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=6, int8_keys=True, int8_values=int8 == "both")
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=6, int8_keys=True, int8_values=int8 == "both")
     cache = PackedCache(layout)
     cache.append(*packed_samples.arrays(1, 2, TOKENS, 6))
     Path("live").mkdir()

@@ -10,7 +10,7 @@ import pytest
 
 from kvmnn import PackedCache
 from kvmnn.cli.command import main
-from kvmnn.h2o import block_sums, plan
+from kvmnn.h2o import plan_blocks, sum_by_block
 
 RNG = np.random.default_rng(4)
 ATTENTION = RNG.random((2, 4, 1, 500), dtype=np.float32)
@@ -40,16 +40,18 @@ def run(capsys):
 
 
 def expected(attention, **more):
-    sums = block_sums(attention, 16)
-    return plan(sums, 500, block_tokens=16, sink_tokens=16, recent_tokens=40, **{"target_lossy_ratio": 3.5, **more})
+    sums = sum_by_block(attention, 16)
+    return plan_blocks(
+        sums, 500, block_tokens=16, sink_tokens=16, recent_tokens=40, **{"target_lossy_ratio": 3.5, **more}
+    )
 
 
 def test_attention_of_layers(here, run):
     found = json.loads(run("layers.npy", *OPTIONS, "--json").out)
     for layer, attention in zip(found["layers"], ATTENTION, strict=True):
         made = expected(attention)
-        assert layer["pairs"] == [list(pair) for pair in made.reserve]
-        assert (layer["remove"], layer["tokens"], layer["tokens_after"]) == (500, 500, made.final_keep)
+        assert layer["pairs"] == [list(pair) for pair in made.reserve_pairs]
+        assert (layer["remove"], layer["tokens"], layer["tokens_after"]) == (500, 500, made.num_final_tokens)
         assert layer["keep"] == "".join("01"[int(kept)] for kept in made.keep)
         assert layer["lossy_ratio"] == float(made.lossy_ratio) and layer["lossy_ratio_of"] == "tokens"
     assert found["label"] == "LOSSY" and found["verb"] == "plan" and found["config"]["block_tokens"] == 16
@@ -59,10 +61,10 @@ def test_text_is_what_compact_reads_and_a_picture(here, run):
     made = expected(ATTENTION[0, :, 0].astype(np.float16))
     head, pairs, picture, legend = run("heads.npy", *OPTIONS).out.splitlines()
     assert (
-        head
-        == f"layer 0 (heads): LOSSY, {made.final_keep} of 500 tokens stay, {made.lossy_ratio:.3f} x tokens, target 143"
+        head == f"layer 0 (heads): LOSSY, {made.num_final_tokens} of 500 tokens stay, {made.lossy_ratio:.3f} x tokens, "
+        f"target 143"
     )
-    assert pairs == "  --remove 500 --reserve " + ",".join(f"{b}:{n}" for b, n in made.reserve)
+    assert pairs == "  --remove 500 --reserve " + ",".join(f"{b}:{n}" for b, n in made.reserve_pairs)
     letters = picture.split()[1]
     assert letters[0] == "S" and letters[-4:] == "RRRR" and letters.count("#") == made.keep.sum() - 5
     assert "16 tokens a letter" in legend
@@ -79,7 +81,7 @@ def test_the_file_is_one_that_compact_takes(here, run, capsys):
     assert json.loads((here / "plan.json").read_text()) == [{"layer": n, "remove": 0, "pairs": []} for n in (0, 1)]
     from kvmnn import PackLayout
 
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8)
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=1, head_dim=8)
     for entry in plans:
         cache = PackedCache(layout)
         cache.append(np.zeros((1, 160, 8), np.float32), np.zeros((1, 160, 8), np.float32))

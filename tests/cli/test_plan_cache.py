@@ -12,7 +12,7 @@ import mlx_files
 import numpy as np
 import pytest
 
-from kvmnn.policies import LayerView, create
+from kvmnn.policies import LayerState, create_policy
 
 
 @pytest.fixture
@@ -38,11 +38,11 @@ def test_from_a_cache_to_a_smaller_prefix(here, run, spec, planned):
     run("compact", "sys/", "--plan", "plan.json", "-o", "small/")
     run("unpack", "small/", "-o", "small.npz")
     small = np.load("small.npz")
-    policy = create(spec.partition(":")[0], **(
+    policy = create_policy(spec.partition(":")[0], **(
         {"sink": 4, "budget": 16} if spec.startswith("s") else {"keep_ratio": 0.3, "skip_layers": (1,)}
     ))  # fmt: skip
     for layer, pair in enumerate(here):
-        kept = policy.keep(LayerView(tokens=40, layer=layer))
+        kept = policy.select_or_all(LayerState(tokens=40, layer=layer))
         for part, words in zip(("key", "value"), pair, strict=True):
             assert (small[f"layer_{layer}.{part}"] == words[0][:, kept]).all()
     again = json.loads(run("plan", "small/", "--policy", "recent_only:budget=3", "--json").out)
@@ -56,7 +56,7 @@ def test_what_heads_keep_apart_is_no_plan_of_packed_files(here, run):
     document = json.loads(Path("plan.json").read_text())
     assert document[0] == {"layer": 0, "remove": 0, "pairs": []}
     for layer, (keys, _) in enumerate(here[1:], 1):
-        kept = create("knorm", keep_ratio=0.5).keep(LayerView(tokens=40, layer=layer, keys=keys[0]))
+        kept = create_policy("knorm", keep_ratio=0.5).select_or_all(LayerState(tokens=40, layer=layer, keys=keys[0]))
         found = [[token for begin, size in runs for token in range(begin, begin + size)]
                  for runs in document[layer]["heads"]]  # fmt: skip
         assert found == np.sort(kept, axis=1).tolist()

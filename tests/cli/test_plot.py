@@ -41,7 +41,7 @@ def test_what_the_command_prints_as_json_is_read_too(run, tmp_path, saved):
     assert read_results(path) == read_results(saved) == document()
     found = json.loads(run("plot", path, "-o", tmp_path / "p", "--plot-format", "pdf", "--no-titles", "--json").out)
     assert [Path(name).name for name in found["files"]] == [
-        f"{name}.pdf" for name in plots.PLOTS if name != "improvement_summary"
+        f"{name}.pdf" for name in plots.DRAW_FUNCTIONS if name != "improvement_summary"
     ]
     assert list(found["left_out"]) == ["improvement_summary"]
     assert b"Perplexity over budget" not in b"".join(path.read_bytes() for path in (tmp_path / "p").iterdir())

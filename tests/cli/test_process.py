@@ -120,9 +120,10 @@ sys.exit(main())
 def test_an_interrupt_in_a_callback_of_imports_waits():
     """Where it would be printed and lost."""
     program = (
-        "import os, signal, time\nfrom kvmnn.cli.signals import unwinding\n"
+        "import os, signal, time\nfrom kvmnn.cli.signals import unwind_on_signals\n"
         "exec(compile('def cb(): os.kill(os.getpid(), signal.SIGINT)', '<frozen importlib._bootstrap>', 'exec'))\n"
-        "try:\n    with unwinding():\n        cb()\n        print('went on', flush=True)\n        time.sleep(30)\n"
+        "try:\n    with unwind_on_signals():\n        cb()\n"
+        "        print('went on', flush=True)\n        time.sleep(30)\n"
         "except KeyboardInterrupt: print('interrupted')"
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=20)
@@ -133,8 +134,8 @@ def test_an_interrupt_in_an_exec_of_text_is_exit_code_130():
     """As when dataclasses are made: CPython remembers such a one and would end by the signal."""
     program = (
         "import sys\nfrom kvmnn.cli import command, parser\n"
-        "def parse(words): exec('raise KeyboardInterrupt')\n"
-        "parser.parse = parse\nsys.exit(command.main())"
+        "def parse_command_line(words): exec('raise KeyboardInterrupt')\n"
+        "parser.parse_command_line = parse_command_line\nsys.exit(command.main())"
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"kvmnn: error: interrupted\n")
@@ -166,7 +167,7 @@ def fails_with(monkeypatch, error: BaseException) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("kvmnn.bundle.encode", fail)
+    monkeypatch.setattr("kvmnn.bundle.encode_source", fail)
 
 
 class Panic(BaseException):

@@ -16,7 +16,8 @@ from hostile_files import samples
 from mlx_files import Shape
 
 from kvmnn.cli import build_parser, main
-from kvmnn.cli.parser import VERBS, verbs_of
+from kvmnn.cli.parser import COMMANDS as VERB_COMMANDS
+from kvmnn.cli.parser import get_subparsers
 
 COMMANDS = [(name, command) for name, sample in samples().items() for command in sample.commands]
 SEEN = {command.split()[0] for _, command in COMMANDS}
@@ -52,8 +53,8 @@ def test_results_stay_and_notes_go(tmp_path: Path, name: str, command: str) -> N
 
 
 def test_every_verb_can_be_quiet() -> None:
-    verbs = verbs_of(build_parser()).choices
-    assert {verb for verb in VERBS if "-q" not in verbs[verb]._option_string_actions} == {"completion"}
+    verbs = get_subparsers(build_parser()).choices
+    assert {verb for verb in VERB_COMMANDS if "-q" not in verbs[verb]._option_string_actions} == {"completion"}
     assert len(SEEN) > 10
 
 

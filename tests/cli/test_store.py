@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from prefixes import layers_of
 
-from kvmnn.formats.mnn import fingerprint
+from kvmnn.formats.mnn import compute_fingerprint
 
 IDS = [*range(100, 150)]
 NO_ROOM = "the bound (max_bytes) has no room for more"
@@ -167,10 +167,10 @@ def test_settings_of_the_engine_are_part_of_the_model(here: Path, run) -> None:
     Path("llm.mnn").write_bytes(b"graph")
     put = ["store", "put", "S", "short.npz", "--token-ids", "short.json", "--rope", "none", "--model", "."]
     run(*put, "--fingerprint", "memory=low")
-    digits = fingerprint(".")[:16]
+    digits = compute_fingerprint(".")[:16]
     assert f"the model {digits} memory=low, these are of {digits} (--force" in run(*put, code=2).err
     run(*put, "--force")
-    assert run("store", "stat", "S").out.count(fingerprint(".")) == 2
+    assert run("store", "stat", "S").out.count(compute_fingerprint(".")) == 2
     *lines, _ = run("store", "ls", "S").out.splitlines()
     assert [line.split("fp16  ")[1].split("  ")[0] for line in lines] == [digits, f"{digits} memory=low"]
     match = ["store", "match", "S", "--token-ids", "short.json", "--model", "."]

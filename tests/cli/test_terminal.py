@@ -16,7 +16,7 @@ from repository import ROOT
 
 import kvmnn
 from kvmnn.cli import main
-from kvmnn.optional import package
+from kvmnn.optional import import_optional
 
 NAME = "x\nINJECTED\x1b[31m\r\x9b2J\u202e\x7f\u2028"
 """A line of its own, colours, a return to the line's start, C1, the direction of writing, DEL, a separator."""
@@ -266,7 +266,7 @@ def test_words_of_a_tokenizer(tmp_path, capfd) -> None:
 def test_onnxruntime_prints_nothing_of_a_model(tmp_path, capfd) -> None:
     """Its lines on standard error are written by native code, with names as they are."""
     onnx = pytest.importorskip("onnx")
-    onnxruntime = package("onnxruntime")
+    onnxruntime = import_optional("onnxruntime")
     value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [1])
     unused = onnx.numpy_helper.from_array(np.zeros(3, np.float32), NAME)
     node = onnx.helper.make_node("Identity", ["x"], ["y"], name=NAME)

@@ -19,10 +19,10 @@ from llama_files import Shape
 from repository import ROOT
 
 import kvmnn
-from kvmnn.arrays import undo
+from kvmnn.arrays import invert_source_transforms
 from kvmnn.errors import MissingOptionError, OptionError
 from kvmnn.formats.mnn import pack
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import PackedGeometry
 
 HEADS, TOKENS, DIMS, LAYERS = 2, 12, 64, 2
 PACK = ("--backend", "arm64-fp16", "--name", "sys")
@@ -202,20 +202,24 @@ def test_the_same_in_python(here: Path) -> None:
     source = kvmnn.open("x.session", kv_heads=HEADS)
     assert np.array_equal(source["layer_0.key"].to_numpy(), permuted(words(0, 0))), "words as they lie in the file"
     assert source.engine_cache is not None and source.engine_cache.altered == ("k-order",)
-    mended = kvmnn.open("x.session", model="m.gguf", undo=["k-order"])
-    assert mended.undone == ("k-order",) and mended.engine_cache is not None and not mended.engine_cache.altered
+    mended = kvmnn.open("x.session", model="m.gguf", invert=["k-order"])
+    assert (
+        mended.inverted_transforms == ("k-order",)
+        and mended.engine_cache is not None
+        and not mended.engine_cache.altered
+    )
     for layer in range(LAYERS):
         assert np.array_equal(mended[f"layer_{layer}.key"].to_numpy(), words(layer, 0))
         assert np.array_equal(mended[f"layer_{layer}.value"].to_numpy(), words(layer, 1))
-    packed = pack(source, "sys", Geometry(backend="arm64-fp16"), name="sys")
+    packed = pack(source, "sys", PackedGeometry(backend="arm64-fp16"), name="sys")
     assert packed.undone == ("k-order",) and any("brought into the order" in note for note in packed.notes)
     assert np.array_equal(kvmnn.open("sys")["layer_1.key"].to_numpy(), words(1, 0))
-    layers = kvmnn.store.layers_of(source)
+    layers = kvmnn.store.read_layer_caches(source)
     assert np.array_equal(layers[0].keys, words(0, 0))
     with pytest.raises(OptionError, match=r"--kv-heads N, or --model FILE.gguf \(in Python kv_heads=N, or model=\)"):
         kvmnn.open("x.session")
     with pytest.raises(OptionError, match="has to be said together with it"):
-        undo(mended, ["k-order"])
+        invert_source_transforms(mended, ["k-order"])
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32", "bf16"])
@@ -224,7 +228,7 @@ def test_runs_of_any_length(tmp_path: Path, dtype: str, step: int) -> None:
     kind = {"fp16": np.float16, "fp32": np.float32, "bf16": np.uint16}[dtype]
     keys = np.arange(3 * 5 * 32).reshape(3, 5, 32).astype(kind)
     np.savez(tmp_path / "x.npz", **{"layer_0.key": permuted(keys), "layer_0.value": keys})
-    source = kvmnn.open(tmp_path / "x.npz", undo=["k-order"], dtype=dtype)
+    source = kvmnn.open(tmp_path / "x.npz", invert=["k-order"], dtype=dtype)
     step -= step % keys.itemsize
     runs = list(source["layer_0.key"].reader(step))
     assert b"".join(run.tobytes() for run in runs) == keys.tobytes()
@@ -237,7 +241,7 @@ def test_real_files(unpacked: Callable[[str], Path], tmp_path: Path, run, case: 
     folder = unpacked("llama") / "b"
     with np.load(folder / f"{case}.expected0.npz") as found:
         expected = {name: found[name] for name in found}
-    sources = [kvmnn.open(folder / case, model=folder / "model.gguf", undo=["k-order"])]
+    sources = [kvmnn.open(folder / case, model=folder / "model.gguf", invert=["k-order"])]
     if not case.startswith("bf16"):  # no backend of MNN's holds bf16 words
         packed = ("--backend", "arm64-fp16", "--name", "s", "-o", tmp_path / "sys")
         run("pack", folder / case, "--model", folder / "model.gguf", *packed)
@@ -286,11 +290,11 @@ def test_architectures_whose_converter_permutes_k_are_as_llama_is(here: Path, ru
 def test_to_cache_warns_of_what_it_did_to_k(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda words: words))
     with pytest.warns(UserWarning, match="of architecture 'llama': RoPE turns .*: brought into the order of other"):
-        made = kvmnn.to_cache(kvmnn.open("x.session", kv_heads=HEADS), pairs=True)
+        made = kvmnn.to_cache(kvmnn.open("x.session", kv_heads=HEADS), return_pairs=True)
     assert np.array_equal(made[1][0][0], words(1, 0))
     with pytest.warns(UserWarning, match="nothing says in which order llama.cpp has K"):
-        kvmnn.to_cache(kvmnn.open("x.sequence", kv_heads=HEADS), pairs=True)
-    kvmnn.to_cache(kvmnn.open("x.sequence", kv_heads=HEADS, undo=["none"]), pairs=True)  # without one
+        kvmnn.to_cache(kvmnn.open("x.sequence", kv_heads=HEADS), return_pairs=True)
+    kvmnn.to_cache(kvmnn.open("x.sequence", kv_heads=HEADS, invert=["none"]), return_pairs=True)  # without one
 
 
 def test_to_cache_warns_of_tokens_that_are_not_there(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +302,7 @@ def test_to_cache_warns_of_tokens_that_are_not_there(here: Path, monkeypatch: py
     state, _ = llama_files.state(Random(3), Shape(), [12], gaps=True, architecture="qwen2")
     Path("gaps.session").write_bytes(state)
     with pytest.warns(UserWarning, match="gaps.session: holds no beginning of a text, .* positions 0 to"):
-        kvmnn.to_cache(kvmnn.open("gaps.session", kv_heads=2), pairs=True)
+        kvmnn.to_cache(kvmnn.open("gaps.session", kv_heads=2), return_pairs=True)
 
 
 @pytest.mark.parametrize("form", ["d", "d.npz", "d.frames", "p"])
@@ -321,21 +325,21 @@ def test_to_cache_warns_of_an_evicted_cache(
     elif form == "p":
         run("pack", "d", "--backend", "arm64-fp16", "--name", "x", "-o", form)
     if places == [0, 1, 2, 3]:
-        kvmnn.to_cache(form, pairs=True)
+        kvmnn.to_cache(form, return_pairs=True)
         return
     with pytest.warns(UserWarning, match="layer 1 holds 4 tokens of positions up to 9, and so 1 more layer"):
-        kvmnn.to_cache(form, pairs=True)
+        kvmnn.to_cache(form, return_pairs=True)
 
 
 def test_to_cache_reads_as_open_does(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(from_numpy=lambda words: words))
-    made = kvmnn.to_cache("x.session", kv_heads=HEADS, undo=["none"], pairs=True)
+    made = kvmnn.to_cache("x.session", kv_heads=HEADS, invert=["none"], return_pairs=True)
     assert np.array_equal(made[1][0][0], kvmnn.open("x.session", kv_heads=HEADS)["layer_1.key"].to_numpy())
     state, _ = llama_files.state(Random(3), Shape(), [3, 0, 5])
     Path("two.session").write_bytes(state)
     with pytest.raises(MissingOptionError, match=r"2 streams hold cells: --stream says .*, in Python stream="):
         kvmnn.to_cache("two.session", kv_heads=2)
-    two = kvmnn.to_cache("two.session", kv_heads=2, stream=2, undo=["none"], pairs=True)
+    two = kvmnn.to_cache("two.session", kv_heads=2, stream=2, invert=["none"], return_pairs=True)
     assert two[0][0].shape == (1, 2, 5, 32)
     with pytest.raises(OptionError, match=r"x\.session: is open: kv_heads say"):
         kvmnn.to_cache(kvmnn.open("x.session", kv_heads=HEADS), kv_heads=HEADS)
@@ -350,7 +354,7 @@ def test_to_cache_follows_the_table_of_names(
     rows = np.random.default_rng(3).standard_normal((2, 2, 1, 2, 50, 16)).astype(np.float16)
     arrays = {name.format(n, p): rows[n, i] for n in range(2) for i, p in enumerate(("key", "value"))}
     np.savez(tmp_path / "x.npz", **arrays)
-    made = kvmnn.to_cache(arrays if in_memory else tmp_path / "x.npz", pairs=True)
+    made = kvmnn.to_cache(arrays if in_memory else tmp_path / "x.npz", return_pairs=True)
     assert all(np.array_equal(made[n][i], rows[n, i]) for n in range(2) for i in range(2))
 
 
@@ -360,9 +364,9 @@ def test_to_cache_asks_where_names_do_not_say_the_axes(monkeypatch: pytest.Monke
     with pytest.raises(MissingOptionError, match="nothing says whether 2 or 5 is the number of tokens"):
         kvmnn.to_cache(arrays)
     rows = np.random.default_rng(3).standard_normal((2, 300, 4, 16)).astype(np.float16)
-    by_token = kvmnn.to_cache({f"0.{part}": rows[part] for part in range(2)}, pairs=True)  # too many for heads
+    by_token = kvmnn.to_cache({f"0.{part}": rows[part] for part in range(2)}, return_pairs=True)  # too many for heads
     assert np.array_equal(by_token[0][1][0], rows[1].transpose(1, 0, 2))
-    by_head = kvmnn.to_cache({f"0.{part}": rows[part].transpose(1, 0, 2) for part in range(2)}, pairs=True)
+    by_head = kvmnn.to_cache({f"0.{part}": rows[part].transpose(1, 0, 2) for part in range(2)}, return_pairs=True)
     assert np.array_equal(by_head[0][1], by_token[0][1])
     with pytest.warns(UserWarning, match="is read as 50 kv heads of 2 tokens"):
         kvmnn.to_cache({f"k_{n}" if k else f"v_{n}": np.ones((50, 2, 8), np.float16) for n in (0, 1) for k in (0, 1)})

@@ -11,7 +11,7 @@ import compressor_files
 import numpy as np
 import pytest
 
-from kvmnn.text.folding import folded
+from kvmnn.text.folding import wrap_text
 
 WORDS = np.random.default_rng(4).standard_normal((2, 320, 64)).astype(np.float32)
 VERBS = """
@@ -74,12 +74,12 @@ def test_results_fit_a_terminal(here, run, monkeypatch) -> None:
 
 
 def test_lines_are_broken_between_words() -> None:
-    assert folded("one two three\nfour", 9) == "one two\n    three\nfour"
-    assert folded("  a  1  2", 80) == "  a  1  2"
-    assert folded("  ab cd ef", 7) == "  ab cd\n      ef"
-    assert folded("x" * 30 + " y", 10) == "x" * 30 + "\n    y"
-    assert folded("  1:20,30:4,5:6", 12) == "  1:20,30:4,\n      5:6"
-    assert folded("日本 日本", 6) == "日本\n    日本"
+    assert wrap_text("one two three\nfour", 9) == "one two\n    three\nfour"
+    assert wrap_text("  a  1  2", 80) == "  a  1  2"
+    assert wrap_text("  ab cd ef", 7) == "  ab cd\n      ef"
+    assert wrap_text("x" * 30 + " y", 10) == "x" * 30 + "\n    y"
+    assert wrap_text("  1:20,30:4,5:6", 12) == "  1:20,30:4,\n      5:6"
+    assert wrap_text("日本 日本", 6) == "日本\n    日本"
 
 
 def test_documents_are_not_broken(here, run, monkeypatch) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kvmnn.cli import build_parser
-from kvmnn.cli.parser import VERBS, parse, verbs_of
+from kvmnn.cli.parser import COMMANDS, get_subparsers, parse_command_line
 from kvmnn.cli.word_order import sort_words
 
 
@@ -23,7 +23,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def namespace(words: list[str]) -> dict[str, object]:
     """What the words mean, but for how they were typed."""
-    return {name: value for name, value in vars(parse(words)).items() if name not in ("run", "parser", "typed")}
+    return {
+        name: value for name, value in vars(parse_command_line(words)).items() if name not in ("run", "parser", "typed")
+    }
 
 
 LINES = [
@@ -63,14 +65,14 @@ def test_numbers_and_single_dashes_are_values() -> None:
     assert namespace(["encode", "-", "-o", "-"])["inputs"] == ["-"]
     found = namespace(["generate", "m", "--prompt", "-x is a flag", "--policy", "full"])
     assert found["prompt"] == "-x is a flag"
-    order = sort_words(verbs_of(build_parser()).choices["encode"], ["--threads", "-1", "a"])
+    order = sort_words(get_subparsers(build_parser()).choices["encode"], ["--threads", "-1", "a"])
     assert (order.options, order.positional) == (["--threads", "-1"], ["a"])
 
 
 def test_every_verb_takes_its_options_before_its_arguments() -> None:
     """Of each verb each option, once before and once behind: what argparse makes of the words is the same."""
-    verbs = verbs_of(build_parser()).choices
-    for verb in VERBS:
+    verbs = get_subparsers(build_parser()).choices
+    for verb in COMMANDS:
         parser = verbs[verb]
         for action in parser._actions:
             if not action.option_strings or action.nargs == 0 or action.nargs in ("+", "*"):
@@ -79,7 +81,7 @@ def test_every_verb_takes_its_options_before_its_arguments() -> None:
             value = str(next(iter(action.choices))) if action.choices else "1"
             before = sort_words(parser, [name, value, "p", "q"])
             behind = sort_words(parser, ["p", "q", name, value])
-            assert before.words() == behind.words() == ["p", "q", name, value]
+            assert before.to_words() == behind.to_words() == ["p", "q", name, value]
             assert sort_words(parser, [f"{name}={value}" if name[1] == "-" else name + value, "p"]).positional == ["p"]
             assert not before.unknown
 
@@ -123,10 +125,10 @@ def test_a_mixed_line_does_its_work(run) -> None:
 
 def test_argparse_reads_the_words_as_it_read_them_before() -> None:
     """Lines whose positional arguments stand together mean what they meant to argparse alone."""
-    parser = verbs_of(build_parser()).choices["encode"]
+    parser = get_subparsers(build_parser()).choices["encode"]
     for line in ("x y -o z", "-o z x y", "--tensor a --tensor b x", "x -qvo z", "-oz --effo fast x"):
         words = line.split()
         known = [argparse.Namespace(), argparse.Namespace()]
-        for into, given in zip(known, (words, sort_words(parser, words).words()), strict=True):
+        for into, given in zip(known, (words, sort_words(parser, words).to_words()), strict=True):
             parser.parse_known_args(given, into)
         assert known[0] == known[1]

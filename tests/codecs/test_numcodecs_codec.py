@@ -11,11 +11,11 @@ import pytest
 from numcodecs.abc import Codec
 
 import kvmnn
-from kvmnn.codecs.chunks import NAME
-from kvmnn.codecs.numcodecs_codec import Frame
+from kvmnn.codecs.chunks import CODEC_NAME
+from kvmnn.codecs.numcodecs_codec import FrameCompressor
 from kvmnn.errors import FrameError, KvmnnError, LimitError
 
-numcodecs.register_codec(Frame)
+numcodecs.register_codec(FrameCompressor)
 RNG = np.random.default_rng(5)
 TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32}
 
@@ -30,7 +30,7 @@ def arrays(dtype: type) -> list[np.ndarray]:
 @pytest.mark.parametrize(("dtype", "effort"), list(product(TYPES, ("exact", "fast"))))
 def test_the_checks_of_numcodecs(dtype: str, effort: str) -> None:
     common = pytest.importorskip("numcodecs.tests.common", reason="this numcodecs has no tests in it")
-    codec = Frame(dtype=dtype, effort=effort)
+    codec = FrameCompressor(dtype=dtype, effort=effort)
     common.check_config(codec)
     for array in arrays(TYPES[dtype]):
         common.check_encode_decode(array.view(np.uint16) if dtype == "bf16" else array, codec)
@@ -39,7 +39,7 @@ def test_the_checks_of_numcodecs(dtype: str, effort: str) -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 def test_any_buffer(dtype: str) -> None:
     """What `check_encode_decode` of numcodecs does, where it is not installed."""
-    codec = numcodecs.get_codec(Frame(dtype=dtype).get_config())
+    codec = numcodecs.get_codec(FrameCompressor(dtype=dtype).get_config())
     assert isinstance(codec, Codec)
     for array in arrays(TYPES[dtype]):
         whole = array.tobytes(order="A")
@@ -57,29 +57,29 @@ def test_any_buffer(dtype: str) -> None:
 
 def test_the_frame_is_the_engines() -> None:
     words = RNG.normal(size=(4, 9)).astype(np.float16)
-    assert Frame().encode(words) == kvmnn.encode(words)
-    assert Frame(effort="fast").encode(words) == kvmnn.encode(words, effort="fast")
+    assert FrameCompressor().encode(words) == kvmnn.encode(words)
+    assert FrameCompressor(effort="fast").encode(words) == kvmnn.encode(words, effort="fast")
 
 
 def test_a_type_of_its_own() -> None:
     for dtype in (np.float16, np.float32, np.uint16, ml_dtypes.bfloat16):
         array = RNG.normal(size=50).astype(dtype)
-        assert bytes(Frame().decode(Frame().encode(array))) == array.tobytes()
+        assert bytes(FrameCompressor().decode(FrameCompressor().encode(array))) == array.tobytes()
     for array in (np.zeros(3), np.zeros(3, np.int32), np.zeros(3, np.int16), np.zeros(3, bool)):
         with pytest.raises(KvmnnError, match=f"{array.dtype} is none that frames hold: expected float16"):
-            Frame().encode(array)
+            FrameCompressor().encode(array)
     for buffer in (b"1234", np.zeros(4, np.uint8)):
         with pytest.raises(KvmnnError, match="needs one: dtype='fp16'"):
-            Frame().encode(buffer)
+            FrameCompressor().encode(buffer)
 
 
 def test_byte_orders() -> None:
     words = RNG.normal(size=50).astype(">f4")
-    codec = Frame(endian="big")
+    codec = FrameCompressor(endian="big")
     assert codec.encode(words) == kvmnn.encode(words.astype("<f4"))
     assert bytes(codec.decode(codec.encode(words))) == words.tobytes()
     with pytest.raises(KvmnnError, match="big-endian: say endian='big'"):
-        Frame().encode(words)
+        FrameCompressor().encode(words)
     with pytest.raises(KvmnnError, match="little-endian: say endian='little'"):
         codec.encode(words.astype("<f4"))
 
@@ -87,32 +87,32 @@ def test_byte_orders() -> None:
 def test_options_that_do_not_exist() -> None:
     for options in ({"dtype": "fp8"}, {"effort": "some"}, {"effort": 1}, {"endian": "middle"}):
         with pytest.raises(KvmnnError, match=r"fp8|some|1|middle"):
-            Frame(**options)
+            FrameCompressor(**options)
 
 
 def test_what_is_no_frame() -> None:
-    frame = Frame().encode(RNG.normal(size=64).astype(np.float16))
+    frame = FrameCompressor().encode(RNG.normal(size=64).astype(np.float16))
     for data in (b"", frame[:-1], frame + b"x", frame[:20], bytes(100)):
-        with pytest.raises(FrameError, match=f"codec {NAME}: not the frame of a chunk"):
-            Frame().decode(data)
+        with pytest.raises(FrameError, match=f"codec {CODEC_NAME}: not the frame of a chunk"):
+            FrameCompressor().decode(data)
     with pytest.raises(FrameError, match="128 bytes"):
-        Frame().decode(frame, out=bytearray(126))
+        FrameCompressor().decode(frame, out=bytearray(126))
     with pytest.raises(FrameError, match="128 bytes: the chunk has 130"):
-        Frame().decode(frame, out=bytearray(130))
+        FrameCompressor().decode(frame, out=bytearray(130))
     with pytest.raises(KvmnnError, match="cannot be written to"):
-        Frame().decode(frame, out=bytes(128))
+        FrameCompressor().decode(frame, out=bytes(128))
     with pytest.raises(KvmnnError, match="not a whole number of fp32 words"):
-        Frame(dtype="fp32").encode(b"12345")
+        FrameCompressor(dtype="fp32").encode(b"12345")
     with pytest.raises(KvmnnError, match="empty"):
-        Frame().encode(np.zeros(0, np.float16))
+        FrameCompressor().encode(np.zeros(0, np.float16))
     with pytest.raises(KvmnnError, match="has no bytes of its own"):
-        Frame(dtype="fp16").encode(np.array([None]))
+        FrameCompressor(dtype="fp16").encode(np.array([None]))
 
 
 def test_chunks_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    frame = Frame().encode(np.zeros(64, np.float16))
+    frame = FrameCompressor().encode(np.zeros(64, np.float16))
     monkeypatch.setattr("kvmnn.codecs.chunks.MAX_CHUNK_BYTES", 100)
     with pytest.raises(LimitError, match="max_bytes is 100"):
-        Frame().decode(frame)
+        FrameCompressor().decode(frame)
     with pytest.raises(LimitError, match="expected at most 100"):
-        Frame().encode(np.zeros(64, np.float16))
+        FrameCompressor().encode(np.zeros(64, np.float16))

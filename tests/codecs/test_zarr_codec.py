@@ -13,9 +13,9 @@ from codec_entry_points import declared, run_elsewhere
 
 import kvmnn
 import kvmnn.codecs.bfloat16
-from kvmnn.codecs.chunks import NAME
-from kvmnn.codecs.numcodecs_codec import Frame
-from kvmnn.codecs.zarr_codec import FrameCodec
+from kvmnn.codecs.chunks import CODEC_NAME
+from kvmnn.codecs.numcodecs_codec import FrameCompressor
+from kvmnn.codecs.zarr_codec import ZarrFrameCodec
 from kvmnn.errors import FrameError, KvmnnError
 
 RNG = np.random.default_rng(6)
@@ -25,11 +25,11 @@ SHAPE, CHUNKS = (3, 50, 8), (2, 16, 8)
 @pytest.fixture(autouse=True)
 def _registered() -> None:
     """As the entry points of an installed kvmnn do it; `test_by_entry_points` is about those."""
-    zarr.registry.register_codec(NAME, FrameCodec)
+    zarr.registry.register_codec(CODEC_NAME, ZarrFrameCodec)
 
 
 def create(path: Path, dtype: object, **options: object) -> zarr.Array:
-    made = {"shape": SHAPE, "chunks": CHUNKS, "serializer": {"name": NAME}, "compressors": None, **options}
+    made = {"shape": SHAPE, "chunks": CHUNKS, "serializer": {"name": CODEC_NAME}, "compressors": None, **options}
     return zarr.create_array(path, dtype=dtype, overwrite=True, **made)
 
 
@@ -48,29 +48,31 @@ def test_words_come_back(tmp_path: Path, dtype: object) -> None:
 @pytest.mark.parametrize("effort", ["exact", "balanced", "fast"])
 def test_effort_of_the_codec_makes_the_bytes_of_its_chunks(tmp_path: Path, effort: str) -> None:
     words = RNG.normal(size=(1, 1024, 64)).astype(np.float32)
-    array = create(tmp_path / "a", "f4", shape=words.shape, chunks=words.shape, serializer=FrameCodec(effort=effort))
+    array = create(
+        tmp_path / "a", "f4", shape=words.shape, chunks=words.shape, serializer=ZarrFrameCodec(effort=effort)
+    )
     array[:] = words
     chunk = (tmp_path / "a/c/0/0/0").read_bytes()
-    assert chunk == kvmnn.encode(words, effort=effort) == Frame("fp32", effort=effort).encode(words)
+    assert chunk == kvmnn.encode(words, effort=effort) == FrameCompressor("fp32", effort=effort).encode(words)
     assert (chunk == kvmnn.encode(words, effort="exact")) == (effort != "fast")
 
 
 def test_effort_is_a_setting(tmp_path: Path) -> None:
     words = RNG.normal(size=SHAPE).astype(np.float32)
-    array = create(tmp_path / "a", "f4", serializer=FrameCodec(effort="fast"))
+    array = create(tmp_path / "a", "f4", serializer=ZarrFrameCodec(effort="fast"))
     array[:] = words
     again = zarr.open_array(tmp_path / "a", mode="r")
-    assert again.metadata.codecs == (FrameCodec(effort="fast"),)
+    assert again.metadata.codecs == (ZarrFrameCodec(effort="fast"),)
     assert (again[:] == words).all()
     with pytest.raises(KvmnnError, match="unknown effort 'most'"):
-        create(tmp_path / "a", "f4", serializer={"name": NAME, "configuration": {"effort": "most"}})
+        create(tmp_path / "a", "f4", serializer={"name": CODEC_NAME, "configuration": {"effort": "most"}})
     with pytest.raises(KvmnnError, match="effort alone"):
-        create(tmp_path / "a", "f4", serializer={"name": NAME, "configuration": {"level": 3}})
+        create(tmp_path / "a", "f4", serializer={"name": CODEC_NAME, "configuration": {"level": 3}})
 
 
 @pytest.mark.parametrize("dtype", ["f8", "i1", "i2", "u1", "i4", "u4", "bool", "c8", "S2"])
 def test_other_types_are_refused(tmp_path: Path, dtype: str) -> None:
-    with pytest.raises(KvmnnError, match=f"codec {NAME}: type .* is none that frames hold: expected float16"):
+    with pytest.raises(KvmnnError, match=f"codec {CODEC_NAME}: type .* is none that frames hold: expected float16"):
         create(tmp_path / "a", dtype)
 
 
@@ -99,7 +101,7 @@ def test_hostile_chunks(tmp_path: Path) -> None:
     larger = kvmnn.encode(np.zeros(1 << 20, np.float16))
     for data in (b"", frame[:-1], frame + b"x", frame[:40], larger, kvmnn.encode(np.zeros(SHAPE, np.float32))):
         chunk.write_bytes(data)
-        with pytest.raises(FrameError, match=f"codec {NAME}: "):
+        with pytest.raises(FrameError, match=f"codec {CODEC_NAME}: "):
             array[:]
     chunk.write_bytes(kvmnn.encode(np.zeros(5, np.float16)))
     with pytest.raises(FrameError, match="the frame holds 10 bytes: the chunk has 2400"):
@@ -114,7 +116,7 @@ def test_chunks_have_a_bound(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("dtype", "order"), [("<f2", "C"), ("<f4", "F"), (">f4", "C"), (">f2", "F"), ("<u2", "C")])
 def test_version_2(tmp_path: Path, dtype: str, order: str) -> None:
     words = (RNG.normal(size=SHAPE) * 100).astype(np.float32).astype(dtype, casting="unsafe")
-    codec = Frame(endian="big" if dtype[0] == ">" else "little")
+    codec = FrameCompressor(endian="big" if dtype[0] == ">" else "little")
     array = zarr.create_array(
         tmp_path / "a", shape=SHAPE, chunks=CHUNKS, dtype=dtype, zarr_format=2, compressors=codec, order=order
     )
@@ -159,5 +161,5 @@ if tuple(map(int, zarr.__version__.split(".")[:2])) >= (3, 2):  # 3.1 collects e
 
 
 def test_by_entry_points(tmp_path: Path) -> None:
-    assert {name for names in declared().values() for name in names} == {NAME, "bfloat16"}
-    assert run_elsewhere(BY_NAME, tmp_path, tmp_path / "a") == "FrameCodec [4. 5.]\n"
+    assert {name for names in declared().values() for name in names} == {CODEC_NAME, "bfloat16"}
+    assert run_elsewhere(BY_NAME, tmp_path, tmp_path / "a") == "ZarrFrameCodec [4. 5.]\n"

@@ -18,7 +18,7 @@ from fixtures.compressor_checkpoint import training_state, write_checkpoint
 from kvmnn.compressor.checkpoint import Checkpoint, open_checkpoint
 from kvmnn.errors import CheckpointError, LimitError, SourceError
 from kvmnn.formats.torch._pickles import Unknown
-from kvmnn.formats.torch.tensors import Tensor
+from kvmnn.formats.torch.tensors import TorchTensor
 
 # -- pickles by hand --------------------------------------------------------------------------------------------------
 
@@ -68,10 +68,10 @@ def opened(tmp_path: Path, data: bytes, storages: dict[str, bytes] | None = None
     return open_checkpoint(archive(tmp_path / "c.pth", data, storages or {"0": FOUR}, **options))
 
 
-def value(checkpoint: Checkpoint, key: str = "a") -> Tensor:
+def value(checkpoint: Checkpoint, key: str = "a") -> TorchTensor:
     assert isinstance(checkpoint.root, dict)
     found = checkpoint.root[key]
-    assert isinstance(found, Tensor)
+    assert isinstance(found, TorchTensor)
     return found
 
 
@@ -93,7 +93,7 @@ def test_a_training_checkpoint_gives_its_tensors_and_reads_no_other(tmp_path: Pa
         inner = root["model_state_dict"]["compressor"]
         assert list(inner) == list(state)
         for name, expected in state.items():
-            assert np.array_equal(inner[name].words(), expected)
+            assert np.array_equal(inner[name].read_elements(), expected)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_element_types_and_byte_orders(tmp_path: Path, kind: str, code: str, val
     more = {"archive/byteorder": order.encode()}
     found = value(opened(tmp_path, dictionary(a=tensor(kind)), {"0": data}, more=more))
     assert found.numel == 4
-    assert np.array_equal(found.float32(), expected, equal_nan=True)
+    assert np.array_equal(found.to_float32(), expected, equal_nan=True)
 
 
 def test_bfloat16_bool_and_complex(tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_bfloat16_bool_and_complex(tmp_path: Path) -> None:
         "3": np.array([1 + 2j, 3, -4j, -5], "<c8").tobytes(),
     }
     found = opened(tmp_path, data, storages)
-    assert value(found, "b").float32().tolist() == [1.0, -3.0, float.fromhex("0x1p-133"), np.inf]
-    assert value(found, "t").float32().tolist() == [0, 1, 0, 1]
-    assert value(found, "c").float32().tolist() == [1, 3, 0, -5]
+    assert value(found, "b").to_float32().tolist() == [1.0, -3.0, float.fromhex("0x1p-133"), np.inf]
+    assert value(found, "t").to_float32().tolist() == [0, 1, 0, 1]
+    assert value(found, "c").to_float32().tolist() == [1, 3, 0, -5]
 
 
 def test_views_share_a_storage_whatever_their_strides(tmp_path: Path) -> None:
@@ -146,13 +146,13 @@ def test_views_share_a_storage_whatever_their_strides(tmp_path: Path) -> None:
     )
     base = np.arange(12, dtype="<f4").reshape(3, 4)
     found = opened(tmp_path, data, {"0": base.tobytes()})
-    assert np.array_equal(value(found).words(), base)
-    assert np.array_equal(value(found, "transposed").words(), base.T)
-    assert value(found, "part").words().tolist() == [[5, 6], [9, 10]]
-    assert value(found, "repeated").words().tolist() == [[11, 11]] * 3
-    assert value(found, "empty").words().shape == (0, 5)
-    assert value(found, "scalar").words().item() == 7
-    assert not value(found, "transposed").words().flags.writeable
+    assert np.array_equal(value(found).read_elements(), base)
+    assert np.array_equal(value(found, "transposed").read_elements(), base.T)
+    assert value(found, "part").read_elements().tolist() == [[5, 6], [9, 10]]
+    assert value(found, "repeated").read_elements().tolist() == [[11, 11]] * 3
+    assert value(found, "empty").read_elements().shape == (0, 5)
+    assert value(found, "scalar").read_elements().item() == 7
+    assert not value(found, "transposed").read_elements().flags.writeable
 
 
 def test_parameters_tensor_classes_and_untyped_storages(tmp_path: Path) -> None:
@@ -170,8 +170,8 @@ def test_parameters_tensor_classes_and_untyped_storages(tmp_path: Path) -> None:
     )
     data = dictionary(a=parameter, b=subclass, c=v3)
     found = opened(tmp_path, data, {"0": FOUR, "1": np.array([1, 2, 3, 65535], "<u2").tobytes()})
-    assert value(found).words().tolist() == value(found, "b").words().tolist() == [0, 1, 2, 3]
-    assert value(found, "c").float32().tolist() == [1, 2, 3, 65535]
+    assert value(found).read_elements().tolist() == value(found, "b").read_elements().tolist() == [0, 1, 2, 3]
+    assert value(found, "c").to_float32().tolist() == [1, 2, 3, 65535]
 
 
 @pytest.mark.parametrize("maker", ["collections OrderedDict", "torch device"])
@@ -218,7 +218,7 @@ def test_an_ordered_dict_of_python_2_pairs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_stored_and_deflated_archives(tmp_path: Path, method: int) -> None:
-    assert value(opened(tmp_path, dictionary(a=tensor()), method=method)).words().tolist() == [0, 1, 2, 3]
+    assert value(opened(tmp_path, dictionary(a=tensor()), method=method)).read_elements().tolist() == [0, 1, 2, 3]
 
 
 def test_an_archive_with_zip64_records(tmp_path: Path) -> None:
@@ -234,7 +234,7 @@ def test_an_archive_with_zip64_records(tmp_path: Path) -> None:
     locator = struct.pack("<4sLQL", b"PK\6\7", 0, end, 1)
     last = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 0xFFFF, 0xFFFF, 0xFFFF_FFFF, 0xFFFF_FFFF, 0)
     path.write_bytes(data[:end] + record + locator + last)
-    assert value(open_checkpoint(path)).words().tolist() == [0, 1, 2, 3]
+    assert value(open_checkpoint(path)).read_elements().tolist() == [0, 1, 2, 3]
 
 
 def test_legacy_files(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_legacy_files(tmp_path: Path) -> None:
     path = legacy(tmp_path / "c.pth", dictionary(a=tensor(key="k", legacy=True)), ["k"], [count + FOUR])
     found = open_checkpoint(path)
     assert found.kind == "torch legacy"
-    assert value(found).words().tolist() == [0, 1, 2, 3]
+    assert value(found).read_elements().tolist() == [0, 1, 2, 3]
 
 
 def test_safetensors(tmp_path: Path) -> None:
@@ -256,9 +256,9 @@ def test_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "c.safetensors"
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + FOUR + struct.pack("<2Hq", 0x3F80, 0x4000, 7))
     root: Any = open_checkpoint(path).root
-    assert root["model_state_dict"]["compressor"]["x"].words().tolist() == [[0, 1], [2, 3]]
-    assert root["compressor"]["y"].float32().tolist() == [1, 2]
-    assert root["z"].float32().item() == 7
+    assert root["model_state_dict"]["compressor"]["x"].read_elements().tolist() == [[0, 1], [2, 3]]
+    assert root["compressor"]["y"].to_float32().tolist() == [1, 2]
+    assert root["z"].to_float32().item() == 7
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ def test_a_directory_and_nothing(tmp_path: Path) -> None:
 )
 def test_a_tensor_that_does_not_fit_its_storage(tmp_path: Path, tensors: bytes, match: str | None) -> None:
     if match is None:
-        assert value(opened(tmp_path, dictionary(a=tensors))).words().tolist() == [0, 1, 2, 3]
+        assert value(opened(tmp_path, dictionary(a=tensors))).read_elements().tolist() == [0, 1, 2, 3]
         return
     with pytest.raises(CheckpointError, match=match):
         opened(tmp_path, dictionary(a=tensors))
@@ -346,13 +346,13 @@ def test_a_tensor_that_does_not_fit_its_storage(tmp_path: Path, tensors: bytes, 
 def test_a_large_view_of_a_small_storage_is_not_made(tmp_path: Path) -> None:
     found = value(opened(tmp_path, dictionary(a=tensor(shape=numbers(10_000, 10_001), strides=numbers(0, 0)))))
     with pytest.raises(LimitError, match="more than 100000000 elements"):
-        found.words()
+        found.read_elements()
 
 
 def test_types_whose_values_are_not_read(tmp_path: Path) -> None:
     found = value(opened(tmp_path, dictionary(a=tensor("QInt8Storage")), {"0": bytes(4)}))
     with pytest.raises(CheckpointError, match=r"quantised elements \(qint8\) cannot be cast"):
-        found.words()
+        found.read_elements()
 
 
 def test_a_quantised_tensor_is_made_of_seven_values(tmp_path: Path) -> None:
@@ -377,7 +377,7 @@ def test_archives_that_are_damaged_or_strange(tmp_path: Path) -> None:
     def refused(data: bytes, match: str, kind: type[CheckpointError] | type[SourceError] = CheckpointError) -> None:
         path.write_bytes(data)
         with pytest.raises(kind, match=match):
-            value(open_checkpoint(path)).words()
+            value(open_checkpoint(path)).read_elements()
 
     for length in range(len(good)):
         path.write_bytes(good[:length])
@@ -458,4 +458,4 @@ def test_the_tool_writes_what_pickle_would_write(tmp_path: Path) -> None:
         assert all(info.compress_type == zipfile.ZIP_STORED for info in file.infolist())
     with path.open("rb") as raw:
         assert raw.read().index(np.arange(4, dtype=np.float32).tobytes()) % 64 == 0
-    assert value(open_checkpoint(path)).words().tolist() == [0, 1, 2, 3]
+    assert value(open_checkpoint(path)).read_elements().tolist() == [0, 1, 2, 3]

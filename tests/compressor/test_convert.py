@@ -23,40 +23,44 @@ from kvmnn import KvmnnError
 from kvmnn.cli import command
 from kvmnn.compressor import kvcm
 from kvmnn.compressor.conversion import convert as conversion
-from kvmnn.compressor.conversion.convert import Conversion, convert
-from kvmnn.compressor.conversion.rounding import count_non_finite, words_of
-from kvmnn.compressor.conversion.selection import ConvertOptions, Selection, select
-from kvmnn.compressor.conversion.verify import verify
-from kvmnn.compressor.kvcm.words import rounded
+from kvmnn.compressor.conversion.convert import ConvertResult, convert_checkpoint
+from kvmnn.compressor.conversion.rounding import convert_elements, count_non_finite
+from kvmnn.compressor.conversion.selection import ConvertOptions, TensorSelection, select_tensors
+from kvmnn.compressor.conversion.verify import verify_weights
+from kvmnn.compressor.kvcm.words import round_float32
 from kvmnn.dtypes import BF16, FP16, FP32
 from kvmnn.errors import CheckpointError, OutputError
-from kvmnn.formats.torch.tensors import ELEMENT_TYPES, Storage, Tensor
+from kvmnn.formats.torch.tensors import ELEMENT_TYPES, TorchStorage, TorchTensor
 
 STATE = weights()
 OTHER = weights(seed=1)
 TEXT = weights(prefixes=kvcm.TEXT_PREFIXES)
 
 
-def converted(tmp_path: Path, root: Any, options: ConvertOptions | None = None) -> tuple[kvcm.WeightFile, Conversion]:
+def converted(
+    tmp_path: Path, root: Any, options: ConvertOptions | None = None
+) -> tuple[kvcm.WeightFile, ConvertResult]:
     source = checkpoint(tmp_path / "c.pth", root)
-    done = convert(source, tmp_path / "w.bin", options, force=True)
+    done = convert_checkpoint(source, tmp_path / "w.bin", options, overwrite=True)
     data = (tmp_path / "w.bin").read_bytes()
     assert src_accepts(data)
     assert csrc_accepts(data)
-    return kvcm.parse(data), done
+    return kvcm.parse_weight_file(data), done
 
 
 def refusal(tmp_path: Path, root: Any, options: ConvertOptions | None = None) -> str:
     source = checkpoint(tmp_path / "c.pth", root)
     with pytest.raises(KvmnnError) as refused:
-        convert(source, tmp_path / "w.bin", options)
+        convert_checkpoint(source, tmp_path / "w.bin", options)
     assert os.listdir(tmp_path) == ["c.pth"]
     return str(refused.value)
 
 
 def holds(file: kvcm.WeightFile, state: dict[str, npt.NDArray[np.float32]], prefixes: tuple[str, ...]) -> bool:
-    names = [f"{p}.{layer}.{s}" for layer in range(file.header.num_layers) for p in prefixes for s in kvcm.SLOTS]
-    for name, block in zip(names, file.blocks(), strict=True):
+    names = [
+        f"{p}.{layer}.{s}" for layer in range(file.header.num_layers) for p in prefixes for s in kvcm.DEFAULT_SLOTS
+    ]
+    for name, block in zip(names, file.iter_blocks(), strict=True):
         bias = state.get(f"{name}.bias")
         if not np.array_equal(block.weight, state[f"{name}.weight"].astype(np.float16)):
             return False
@@ -89,7 +93,7 @@ def holds(file: kvcm.WeightFile, state: dict[str, npt.NDArray[np.float32]], pref
 )
 def test_where_the_weights_are_looked_for(tmp_path: Path, root: Any, notice: str | None) -> None:
     file, done = converted(tmp_path, root)
-    assert holds(file, STATE, kvcm.PREFIXES)
+    assert holds(file, STATE, kvcm.DEFAULT_PREFIXES)
     assert [notice is not None and notice in text for text in done.notices] == [True] * (notice is not None)
 
 
@@ -103,7 +107,7 @@ def test_text_only_is_found_out_only_where_nothing_speaks_against_it(tmp_path: P
     assert "'compress_ik.0.3.weight' is missing" in refusal(tmp_path, partial)
     (tmp_path / "c.pth").unlink()
     assert "for a text-only compressor say --prefix-order" in refusal(
-        tmp_path, TEXT, ConvertOptions(prefixes=(*kvcm.PREFIXES[:3],))
+        tmp_path, TEXT, ConvertOptions(prefixes=(*kvcm.DEFAULT_PREFIXES[:3],))
     )
 
 
@@ -155,7 +159,7 @@ def test_a_checkpoint_without_a_compressor(tmp_path: Path, root: Any, match: str
         (ConvertOptions(num_heads=-1), "num_heads is -1"),
         (ConvertOptions(compression_factor=2**32), "compression_factor is 4294967296"),
         (ConvertOptions(prefixes=()), "no layer of no prefix at all"),
-        (ConvertOptions(prefixes=(*kvcm.PREFIXES, "x")), "'x.0.0.weight' is missing"),
+        (ConvertOptions(prefixes=(*kvcm.DEFAULT_PREFIXES, "x")), "'x.0.0.weight' is missing"),
         (ConvertOptions(prefixes=("compress_tk",) * 1366), "2 layers of 4098 weights: loaders take 10000 of 4096"),
     ],
 )
@@ -165,7 +169,7 @@ def test_options_that_give_no_file(tmp_path: Path, options: ConvertOptions, matc
 
 def test_header_fields(tmp_path: Path) -> None:
     file, _ = converted(tmp_path, STATE)
-    assert file.header == kvcm.Header(
+    assert file.header == kvcm.WeightFileHeader(
         dtype_code=0,
         num_layers=2,
         head_dim=4,
@@ -213,7 +217,7 @@ def test_header_fields(tmp_path: Path) -> None:
             ConvertOptions(compression_factor=4, as_reference=True),
             "factor 4 is not columns / rows .* 12 / 4",
         ),
-        ({}, ConvertOptions(prefixes=kvcm.PREFIXES[::-1]), "whatever they are"),
+        ({}, ConvertOptions(prefixes=kvcm.DEFAULT_PREFIXES[::-1]), "whatever they are"),
         ({}, ConvertOptions(slots=(6, 3, 0), as_reference=True), "slot order 6,3,0"),
         ({}, ConvertOptions(slots=(0, 3, 3)), "slot order 0,3,3"),
         ({}, ConvertOptions(min_seq_len=0), "field min_seq_len is 0: expected 1 to 2147483647"),
@@ -237,7 +241,7 @@ def test_warnings(tmp_path: Path, change: dict[str, Any], options: ConvertOption
         ({}, ConvertOptions(head_dim=6), "shape_chain"),
         ({}, ConvertOptions(slots=(6, 3, 0)), "factor_invalid"),
         ({}, ConvertOptions(prefixes=("compress_tk",)), "missing_text_mlp"),
-        ({}, ConvertOptions(prefixes=kvcm.PREFIXES[:3]), "odd_prefix_count"),
+        ({}, ConvertOptions(prefixes=kvcm.DEFAULT_PREFIXES[:3]), "odd_prefix_count"),
     ],
 )
 def test_what_verify_refuses_is_written_only_as_the_reference_does(
@@ -246,8 +250,8 @@ def test_what_verify_refuses_is_written_only_as_the_reference_does(
     said = refusal(tmp_path, {**STATE, **change}, options)
     assert "gives a weight file that kvmnn verify refuses: offset" in said
     assert said.endswith("; --as-reference writes it")
-    convert(tmp_path / "c.pth", tmp_path / "w.bin", replace(options, as_reference=True))
-    (first, *_) = verify(tmp_path / "w.bin").findings
+    convert_checkpoint(tmp_path / "c.pth", tmp_path / "w.bin", replace(options, as_reference=True))
+    (first, *_) = verify_weights(tmp_path / "w.bin").findings
     assert first.is_error
     assert f"{first.text} ({first.reason})" in said
     assert first.reason == reason
@@ -261,7 +265,7 @@ def test_convert_bias_of_other_length_refused_unless_as_reference(tmp_path: Path
     assert f"gives a weight file without 1 bias ('{name}'): the length is {length}, its weight has 4 rows" in text
     assert text.endswith("; --as-reference leaves it out, as the published converter does")
     file, done = converted(tmp_path, state, ConvertOptions(as_reference=True))
-    assert sum(block.bias is None for block in file.blocks()) == 1
+    assert sum(block.bias is None for block in file.iter_blocks()) == 1
     assert any("left out 1 bias" in warning for warning in done.warnings)
 
 
@@ -290,13 +294,13 @@ def test_no_warnings_where_there_is_nothing_to_warn_of(tmp_path: Path) -> None:
 
 def test_a_bias_of_any_shape_with_one_element_a_row(tmp_path: Path) -> None:
     state = {**STATE, "compress_tk.0.0.bias": STATE["compress_tk.0.0.bias"].reshape(2, 2)}
-    assert holds(converted(tmp_path, state)[0], STATE, kvcm.PREFIXES)
+    assert holds(converted(tmp_path, state)[0], STATE, kvcm.DEFAULT_PREFIXES)
 
 
 def test_weights_without_rows_only_as_the_reference_writes_them(tmp_path: Path) -> None:
     state = {**STATE, "compress_ik.1.3.weight": np.zeros((0, 4), np.float32)}
     assert "loaders take 1 to" in refusal(tmp_path, state)
-    convert(tmp_path / "c.pth", tmp_path / "w.bin", ConvertOptions(as_reference=True))
+    convert_checkpoint(tmp_path / "c.pth", tmp_path / "w.bin", ConvertOptions(as_reference=True))
     data = (tmp_path / "w.bin").read_bytes()
     assert not src_accepts(data)
     assert b"\0\0\0\0\4\0\0\0\0\0\0\0" in data
@@ -336,23 +340,23 @@ EDGES = [
 def test_rounding_is_to_the_nearest_and_ties_go_to_even(bits: list[int]) -> None:
     bits = [b for b in bits if b & 0x7FFF_FFFF <= 0x7F80_0000] + EDGES
     floats = np.array(bits, np.uint32).view(np.float32)
-    assert rounded(floats, FP16).view(np.uint16).tolist() == [nearest(b, 5, 10) for b in bits]
-    assert rounded(floats, BF16).tolist() == [nearest(b, 8, 7) for b in bits]
-    assert rounded(floats, FP32).view(np.uint32).tolist() == bits
+    assert round_float32(floats, FP16).view(np.uint16).tolist() == [nearest(b, 5, 10) for b in bits]
+    assert round_float32(floats, BF16).tolist() == [nearest(b, 8, 7) for b in bits]
+    assert round_float32(floats, FP32).view(np.uint32).tolist() == bits
 
 
-def of(values: npt.NDArray[Any], name: str) -> Tensor:
+def of(values: npt.NDArray[Any], name: str) -> TorchTensor:
     data = values.reshape(-1).view(np.uint8)
-    storage = Storage("0", ELEMENT_TYPES[name], data.size, lambda: data)
-    return Tensor(storage, storage.element, 0, values.shape, (1,))
+    storage = TorchStorage("0", ELEMENT_TYPES[name], data.size, lambda: data)
+    return TorchTensor(storage, storage.element_type, 0, values.shape, (1,))
 
 
 def test_float64_is_rounded_by_way_of_float32() -> None:
     value = np.array([1 + 2**-11 + 2**-40])  # to fp16 at once this is 1 + 2^-10; by way of float32 a tie, hence 1
-    assert words_of(of(value, "float64"), FP16).tolist() == [1.0]
+    assert convert_elements(of(value, "float64"), FP16).tolist() == [1.0]
     assert value.astype(np.float16).tolist() == [1 + 2**-10]
-    assert words_of(of(np.array([2**24 + 1], np.int64), "int64"), FP32).tolist() == [2.0**24]
-    assert words_of(of(np.array([1e300, -1e300]), "float64"), BF16).tolist() == [0x7F80, 0xFF80]
+    assert convert_elements(of(np.array([2**24 + 1], np.int64), "int64"), FP32).tolist() == [2.0**24]
+    assert convert_elements(of(np.array([1e300, -1e300]), "float64"), BF16).tolist() == [0x7F80, 0xFF80]
 
 
 def test_words_of_the_same_type_keep_their_bits() -> None:
@@ -361,14 +365,14 @@ def test_words_of_the_same_type_keep_their_bits() -> None:
         ("bfloat16", BF16, [0x7F81, 0xFFC1, 1, 0x8000]),
     ):
         words = np.array(patterns, "<u2")
-        assert words_of(of(words.view(dtype.numpy), name), dtype).view("<u2").tolist() == patterns
+        assert convert_elements(of(words.view(dtype.numpy_dtype), name), dtype).view("<u2").tolist() == patterns
 
 
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
 def test_non_finite_elements_are_counted(dtype: Any) -> None:
-    words = rounded(np.array([1, np.nan, np.inf, -np.inf, 0, -0.0, 3e38], np.float32), dtype)
+    words = round_float32(np.array([1, np.nan, np.inf, -np.inf, 0, -0.0, 3e38], np.float32), dtype)
     assert count_non_finite(words, dtype) == {"fp16": 4, "bf16": 3, "fp32": 3}[dtype.name]
-    assert np.isnan(kvcm.float32_of(words)).tolist() == [False, True] + [False] * 5
+    assert np.isnan(kvcm.to_float32(words)).tolist() == [False, True] + [False] * 5
 
 
 # -- output -----------------------------------------------------------------------------------------------------------
@@ -379,12 +383,12 @@ def test_nothing_is_replaced_unless_forced(tmp_path: Path) -> None:
     target = tmp_path / "w.bin"
     target.write_bytes(b"mine")
     with pytest.raises(OutputError, match="exists already"):
-        convert(source, target)
+        convert_checkpoint(source, target)
     assert target.read_bytes() == b"mine"
-    convert(source, target, force=True)
+    convert_checkpoint(source, target, overwrite=True)
     assert len(target.read_bytes()) > 1000
     with pytest.raises(OutputError, match="is the input itself"):
-        convert(source, source, force=True)
+        convert_checkpoint(source, source, overwrite=True)
 
 
 def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -398,10 +402,10 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path, monkeypatch: pyt
             raise CheckpointError("the disk was pulled out")
         return original(*arguments)
 
-    original = conversion.words_of
-    monkeypatch.setattr(conversion, "words_of", fail)
+    original = conversion.convert_elements
+    monkeypatch.setattr(conversion, "convert_elements", fail)
     with pytest.raises(CheckpointError, match="pulled out"):
-        convert(source, tmp_path / "w.bin")
+        convert_checkpoint(source, tmp_path / "w.bin")
     assert os.listdir(tmp_path) == ["c.pth"]
 
 
@@ -410,15 +414,15 @@ def test_a_damaged_storage_is_found_before_anything_is_written(tmp_path: Path, m
     data = bytearray(source.read_bytes())
     data[data.index(STATE["compress_iv.1.6.bias"].tobytes())] ^= 1
     source.write_bytes(data)
-    monkeypatch.setattr(conversion.Prepared, "write", None)
+    monkeypatch.setattr(conversion.PreparedConversion, "write_weight_file", None)
     with pytest.raises(CheckpointError, match=r"'compress_iv.1.6.bias': member .* does not match its checksum"):
-        convert(source, tmp_path / "w.bin")
+        convert_checkpoint(source, tmp_path / "w.bin")
 
 
 def test_progress_counts_every_byte_but_the_header(tmp_path: Path) -> None:
     done: list[int] = []
     source = checkpoint(tmp_path / "c.pth", STATE)
-    result = convert(source, tmp_path / "w.bin", progress=done.append)
+    result = convert_checkpoint(source, tmp_path / "w.bin", progress=done.append)
     assert sum(done) + kvcm.HEADER_BYTES == result.nbytes == (tmp_path / "w.bin").stat().st_size
 
 
@@ -460,15 +464,15 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_selection_without_a_file() -> None:
-    selection = select(_tensors(), ConvertOptions())
-    assert isinstance(selection, Selection)
+    selection = select_tensors(_tensors(), ConvertOptions())
+    assert isinstance(selection, TensorSelection)
     assert selection.nbytes == 44 + 24 * 12 + 2 * sum(value.size for value in STATE.values())
 
 
-def _tensors() -> dict[str, Tensor]:
+def _tensors() -> dict[str, TorchTensor]:
     found = {}
     for name, value in STATE.items():
         made = of(value, "float32")
         strides = tuple(stride // 4 for stride in value.strides)
-        found[name] = Tensor(made.storage, made.element, 0, value.shape, strides)
+        found[name] = TorchTensor(made.storage, made.element_type, 0, value.shape, strides)
     return found

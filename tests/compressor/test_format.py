@@ -48,9 +48,11 @@ def test_every_file_comes_back_byte_for_byte(
         metadata=metadata,
         header=dict(zip(names, numbers, strict=True)),
     )
-    file = kvcm.parse(data)
+    file = kvcm.parse_weight_file(data)
     again = io.BytesIO()
-    size = kvcm.write(again, file.header, ((b.weight, b.bias) for b in file.blocks()), metadata=file.metadata)
+    size = kvcm.write_weight_file(
+        again, file.header, ((b.weight, b.bias) for b in file.iter_blocks()), metadata=file.metadata
+    )
     assert again.getvalue() == data
     assert size == file.size == len(data)
     assert file.metadata == metadata
@@ -63,15 +65,15 @@ def test_every_file_comes_back_byte_for_byte(
 def test_blocks_are_views_of_the_mapped_file(tmp_path: Path) -> None:
     path = tmp_path / "w.bin"
     path.write_bytes(weight_file(2, metadata=b"odd"))
-    file = kvcm.read(path)
-    block = file.block(1, 7)
+    file = kvcm.read_weight_file(path)
+    block = file.get_block(1, 7)
     assert (block.layer, block.prefix, block.slot) == (1, 2, 1)
     assert block.weight.base is not None
     assert not block.weight.flags.owndata
     assert not block.weight.flags.writeable
     with pytest.raises(ValueError, match="read-only"):
         block.weight[0, 0] = 1
-    place = file.place(1, 7)
+    place = file.get_placement(1, 7)
     assert place == (block.offset, block.rows, block.cols, True)
     assert path.read_bytes()[place.offset + 12 :].startswith(block.weight.tobytes())
 
@@ -79,20 +81,20 @@ def test_blocks_are_views_of_the_mapped_file(tmp_path: Path) -> None:
 def test_bf16_words_and_their_values() -> None:
     words = np.array([[0x3F80, 0xC000], [0x7F80, 0x0001]], "<u2")
     sink = io.BytesIO()
-    header = kvcm.Header(dtype_code=1, num_layers=1, compression_factor=1, weight_count_per_layer=1)
-    kvcm.write(sink, header, [(words, words[0])])
-    block = kvcm.parse(sink.getvalue()).block(0, 0)
+    header = kvcm.WeightFileHeader(dtype_code=1, num_layers=1, compression_factor=1, weight_count_per_layer=1)
+    kvcm.write_weight_file(sink, header, [(words, words[0])])
+    block = kvcm.parse_weight_file(sink.getvalue()).get_block(0, 0)
     assert block.weight.dtype == np.uint16
-    assert block.weight_float32().tolist() == [[1.0, -2.0], [np.inf, float.fromhex("0x1p-133")]]
-    bias = block.bias_float32()
+    assert block.convert_weight_to_float32().tolist() == [[1.0, -2.0], [np.inf, float.fromhex("0x1p-133")]]
+    bias = block.convert_bias_to_float32()
     assert bias is not None
     assert bias.tolist() == [1.0, -2.0]
 
 
 def test_fp32_values_are_the_words_themselves() -> None:
-    block = kvcm.parse(weight_file(dtype_code=2, bias=False)).block(0, 0)
-    assert np.shares_memory(block.weight_float32(), block.weight)
-    assert block.bias_float32() is None
+    block = kvcm.parse_weight_file(weight_file(dtype_code=2, bias=False)).get_block(0, 0)
+    assert np.shares_memory(block.convert_weight_to_float32(), block.weight)
+    assert block.convert_bias_to_float32() is None
 
 
 FIELD = [
@@ -116,7 +118,7 @@ def test_a_wrong_field_is_named_with_its_offset(field: dict[str, int], reason: s
     data = weight_file(header=field)
     assert len(data) == 364
     with pytest.raises(WeightsError, match=rf"offset {offset}: .*\({reason}\)$") as refused:
-        kvcm.parse(data)
+        kvcm.parse_weight_file(data)
     assert (refused.value.reason, refused.value.offset) == (reason, offset)
 
 
@@ -136,7 +138,7 @@ def test_a_wrong_block_is_named_with_its_offset(rows: int, cols: int, has_bias: 
     data = bytearray(weight_file())
     struct.pack_into("<III", data, 44, rows, cols, has_bias)
     with pytest.raises(WeightsError, match="layer 0, block 0: ") as refused:
-        kvcm.parse(bytes(data))
+        kvcm.parse_weight_file(bytes(data))
     assert refused.value.reason == reason
     assert text in str(refused.value)
     assert refused.value.offset in (44, 52, 56)
@@ -147,7 +149,7 @@ def test_a_file_cut_at_any_byte_is_refused(dtype_code: int) -> None:
     data = weight_file(2, 3, dtype_code=dtype_code, metadata=b"meta")
     for length in range(len(data)):
         with pytest.raises(WeightsError) as refused:
-            kvcm.parse(data[:length])
+            kvcm.parse_weight_file(data[:length])
         reason = "truncated_header" if length < 44 else "bad_metadata_size" if length < 48 else "truncated_block"
         assert refused.value.reason == reason
         assert refused.value.offset <= length
@@ -159,24 +161,24 @@ def test_whatever_is_flipped_gives_a_file_or_a_refusal(data: st.DataObject) -> N
     for place in data.draw(st.lists(st.integers(0, len(whole) * 8 - 1), min_size=1, max_size=4)):
         whole[place // 8] ^= 1 << place % 8
     try:
-        file = kvcm.parse(bytes(whole))
+        file = kvcm.parse_weight_file(bytes(whole))
     except WeightsError:
         return
-    assert sum(block.nbytes for block in file.blocks()) + 44 + len(file.metadata) == len(whole)
+    assert sum(block.nbytes for block in file.iter_blocks()) + 44 + len(file.metadata) == len(whole)
     assert src_accepts(bytes(whole))
 
 
 def test_trailing_bytes_only_where_they_are_allowed() -> None:
     data = weight_file() + b"\0\0\0\0"
     with pytest.raises(WeightsError, match="4 more bytes follow"):
-        kvcm.parse(data)
-    assert kvcm.parse(data, allow_trailing=True).trailing == 4
+        kvcm.parse_weight_file(data)
+    assert kvcm.parse_weight_file(data, allow_trailing=True).trailing_bytes == 4
 
 
 def test_reserved_is_a_warning() -> None:
-    file = kvcm.parse(weight_file(header={"reserved": 7}))
+    file = kvcm.parse_weight_file(weight_file(header={"reserved": 7}))
     assert [reason for reason, _ in file.warnings] == ["reserved_nonzero"]
-    assert kvcm.parse(weight_file()).warnings == []
+    assert kvcm.parse_weight_file(weight_file()).warnings == []
 
 
 @pytest.mark.parametrize(
@@ -189,22 +191,22 @@ def test_reserved_is_a_warning() -> None:
 )
 def test_what_a_file_with_another_magic_may_be(head: bytes, hint: str) -> None:
     with pytest.raises(WeightsError, match=hint):
-        kvcm.parse(head + bytes(100))
+        kvcm.parse_weight_file(head + bytes(100))
 
 
 def test_what_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="No such file"):
-        kvcm.read(tmp_path / "nothing.bin")
+        kvcm.read_weight_file(tmp_path / "nothing.bin")
     with pytest.raises(SourceError, match="directory"):
-        kvcm.read(tmp_path)
+        kvcm.read_weight_file(tmp_path)
 
 
 def test_no_block_beyond_the_last() -> None:
-    file = kvcm.parse(weight_file(1, 6))
+    file = kvcm.parse_weight_file(weight_file(1, 6))
     with pytest.raises(KvmnnError, match="no block 6 in layer 0: it has 1 layers of 6 blocks"):
-        file.block(0, 6)
+        file.get_block(0, 6)
     with pytest.raises(KvmnnError, match="no block 0 in layer 1"):
-        file.block(1, 0)
+        file.get_block(1, 0)
 
 
 HALF = np.zeros((2, 2), "<f2")
@@ -223,17 +225,19 @@ HALF = np.zeros((2, 2), "<f2")
     ],
 )
 def test_the_writer_refuses_what_does_not_fit(blocks: list[tuple[np.ndarray, np.ndarray | None]], match: str) -> None:
-    header = kvcm.Header(dtype_code=0, num_layers=1, compression_factor=1, weight_count_per_layer=1)
+    header = kvcm.WeightFileHeader(dtype_code=0, num_layers=1, compression_factor=1, weight_count_per_layer=1)
     with pytest.raises(KvmnnError, match=match):
-        kvcm.write(io.BytesIO(), header, blocks)
+        kvcm.write_weight_file(io.BytesIO(), header, blocks)
 
 
 def test_the_writer_refuses_a_header_that_does_not_fit() -> None:
-    header = kvcm.Header(dtype_code=0, num_layers=1, compression_factor=-1, weight_count_per_layer=1)
+    header = kvcm.WeightFileHeader(dtype_code=0, num_layers=1, compression_factor=-1, weight_count_per_layer=1)
     with pytest.raises(KvmnnError, match="compression_factor is -1: expected 0 to 4294967295"):
-        kvcm.write(io.BytesIO(), header, [])
+        kvcm.write_weight_file(io.BytesIO(), header, [])
     with pytest.raises(KvmnnError, match="metadata has 1 bytes, the header says 0"):
-        kvcm.write(io.BytesIO(), kvcm.Header(**{**header.to_dict(), "compression_factor": 1}), [], metadata=b"x")
+        kvcm.write_weight_file(
+            io.BytesIO(), kvcm.WeightFileHeader(**{**header.to_dict(), "compression_factor": 1}), [], metadata=b"x"
+        )
 
 
 def test_the_model_of_the_loaders_agrees_with_the_loaders(unpacked: Callable[[str], Path]) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvmnn import KvmnnError
 from kvmnn.arrays.layer_cache import LayerCache
-from kvmnn.compressor.forward.compressed_file import Spans
-from kvmnn.compressor.forward.compressing import compress, compress_layers
+from kvmnn.compressor.forward.compressed_file import PositionSpans
+from kvmnn.compressor.forward.compressing import compress_cache, compress_layers
 from kvmnn.compressor.forward.options import ForwardOptions
 
 ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime"))
@@ -66,11 +66,11 @@ def test_equals_the_plain_model(situation, engine, precision, seq_len):
     model = Model(weights, **options, half=precision == "fp16")
     new_keys, new_values, spans = model.run(to_floats(keys)[:, :, :, live], to_floats(values)[:, :, :, live])
     before = keys.tobytes() + values.tobytes()
-    made = compress(
+    made = compress_cache(
         weights, keys, values, ForwardOptions(**options, seq_len=seq_len, precision=precision, engine=engine)
     )
     assert keys.tobytes() + values.tobytes() == before
-    assert made.new_len == len(spans)
+    assert made.num_tokens == len(spans)
     assert made.next_position == min(live.stop, keys.shape[3])
     assert list(zip(made.positions.tolist(), made.ends.tolist(), strict=True)) == spans
     assert made.keys.shape == made.values.shape == (*keys.shape[:3], len(spans), keys.shape[4])
@@ -85,11 +85,11 @@ def test_fp16_parity_is_the_rounding_of_every_linear(engine):
     random = np.random.default_rng(5)
     weights = weight_file(random, factor=5, head_dim=16, dtype="fp16")
     keys, values = cache(random, 1, 1, 2, 40, 16, dtype="fp16")
-    made = compress(weights, keys, values, ForwardOptions(precision="fp16", engine=engine))
-    plain = compress(weights, keys, values)
+    made = compress_cache(weights, keys, values, ForwardOptions(precision="fp16", engine=engine))
+    plain = compress_cache(weights, keys, values)
     rows = keys[0, 0, 0].astype(np.float32).reshape(8, 80)
     for index in range(3):
-        block = weights.block(0, index)
+        block = weights.get_block(0, index)
         rows = rows @ block.weight.astype(np.float32).T + block.bias.astype(np.float32)
         rows = rows.astype(np.float16).astype(np.float32)
         rows = np.maximum(rows, 0) if index < 2 else rows
@@ -107,7 +107,7 @@ def test_engines_agree(situation, precision):
     if keys.dtype == np.uint16:
         precision = "fp32"
     first, second = (
-        compress(weights, keys, values, ForwardOptions(**options, precision=precision, engine=engine))
+        compress_cache(weights, keys, values, ForwardOptions(**options, precision=precision, engine=engine))
         for engine in ("numpy", "onnx")
     )
     dtype = {"f2": "fp16", "f4": "fp32", "u2": "bf16"}[first.keys.dtype.str[1:]]
@@ -121,8 +121,8 @@ def test_kept_tokens_are_kept_bit_for_bit(dtype):
     weights = weight_file(random, prefixes=2)
     keys, values = cache(random, 1, 1, 2, 20, 4, dtype=dtype)
     keys[..., -1, 0] = keys[..., 0, 1] = to_words(np.nan, dtype)  # the remainder, and an image without weights
-    made = compress(weights, keys, values, ForwardOptions(image_len=7))
-    assert made.new_len == 7 + 4 + 1
+    made = compress_cache(weights, keys, values, ForwardOptions(image_len=7))
+    assert made.num_tokens == 7 + 4 + 1
     for new, old in ((made.keys, keys), (made.values, values)):
         assert new[..., :7, :].tobytes() == np.ascontiguousarray(old[..., :7, :]).tobytes()
         assert new[..., -1, :].tobytes() == np.ascontiguousarray(old[..., -1, :]).tobytes()
@@ -147,7 +147,7 @@ def test_results_are_rounded_once_to_the_nearest_and_ties_to_even(dtype):
 
     weights = weight_file(Identity(), factor=2, min_seq_len=1)
     keys = to_words(np.stack([inputs, inputs])[None, None, None], dtype)
-    made = compress(weights, keys, keys)
+    made = compress_cache(weights, keys, keys)
     expected = np.array([1, 1 + 2 * step, 1 + step, 1 + 3 * step], np.float32)
     np.testing.assert_array_equal(to_floats(made.keys).ravel(), expected)
 
@@ -155,7 +155,7 @@ def test_results_are_rounded_once_to_the_nearest_and_ties_to_even(dtype):
 def test_results_are_arrays_of_their_own_even_where_nothing_is_done():
     random = np.random.default_rng(1)
     keys, values = cache(random, 1, 1, 2, 5, 4)
-    made = compress(weight_file(random), keys, values)
+    made = compress_cache(weight_file(random), keys, values)
     assert made.plan.reason == "too_short"
     assert not np.shares_memory(made.keys, keys)
     assert not np.shares_memory(made.values, values)
@@ -166,7 +166,7 @@ def test_any_strides_and_byte_order():
     weights = weight_file(random)
     keys, values = cache(random, 2, 1, 3, 9, 4)[0:2]
     keys, values = keys[:1], values[:1]
-    expected = compress(weights, keys, values)
+    expected = compress_cache(weights, keys, values)
     token_major = [
         np.ascontiguousarray(array.transpose(3, 0, 1, 2, 4)).transpose(1, 2, 3, 0, 4) for array in (keys, values)
     ]
@@ -175,7 +175,7 @@ def test_any_strides_and_byte_order():
     for array in frozen:
         array.setflags(write=False)
     for pair in (token_major, swapped, frozen):
-        made = compress(weights, *pair)
+        made = compress_cache(weights, *pair)
         np.testing.assert_allclose(made.keys, expected.keys, rtol=0, atol=1e-6)
         np.testing.assert_allclose(made.values, expected.values, rtol=0, atol=1e-6)
 
@@ -184,10 +184,10 @@ def test_a_long_cache_goes_in_chunks(monkeypatch):
     random = np.random.default_rng(3)
     weights = weight_file(random)
     keys, values = cache(random, 1, 2, 5, 61, 4)
-    expected = compress(weights, keys, values, ForwardOptions(image_len=31))
+    expected = compress_cache(weights, keys, values, ForwardOptions(image_len=31))
     for rows in (1, 3, 7, 20, 45):
-        monkeypatch.setattr("kvmnn.compressor.forward.grouping._CHUNK_BYTES", rows * 4 * 12)
-        made = compress(weights, keys, values, ForwardOptions(image_len=31))
+        monkeypatch.setattr("kvmnn.compressor.forward.grouping._MAX_CHUNK_BYTES", rows * 4 * 12)
+        made = compress_cache(weights, keys, values, ForwardOptions(image_len=31))
         np.testing.assert_allclose(made.keys, expected.keys, rtol=0, atol=1e-6)
         np.testing.assert_allclose(made.values, expected.values, rtol=0, atol=1e-6)
 
@@ -210,30 +210,30 @@ def test_a_long_cache_goes_in_chunks(monkeypatch):
 def test_why_nothing_is_done(file, options, tokens, reason):
     random = np.random.default_rng(0)
     keys, values = cache(random, 1, 1, 2, tokens, 4)
-    made = compress(weight_file(random, **file), keys, values, ForwardOptions(**options))
+    made = compress_cache(weight_file(random, **file), keys, values, ForwardOptions(**options))
     assert made.plan.reason == reason
     assert made.plan.explanation
     assert made.plan.ratio == 1
-    assert made.new_len == made.plan.seq_len == made.next_position
-    assert made.keys.tobytes() == keys[..., : made.new_len, :].tobytes()
-    assert made.positions.tolist() == list(range(made.new_len))
+    assert made.num_tokens == made.plan.seq_len == made.next_position
+    assert made.keys.tobytes() == keys[..., : made.num_tokens, :].tobytes()
+    assert made.positions.tolist() == list(range(made.num_tokens))
 
 
 def test_an_empty_batch_is_left_alone():
     random = np.random.default_rng(0)
-    made = compress(weight_file(random), *cache(random, 1, 0, 2, 12, 4))
-    assert (made.plan.reason, made.new_len, made.keys.shape) == ("empty", 12, (1, 0, 2, 12, 4))
+    made = compress_cache(weight_file(random), *cache(random, 1, 0, 2, 12, 4))
+    assert (made.plan.reason, made.num_tokens, made.keys.shape) == ("empty", 12, (1, 0, 2, 12, 4))
 
 
 def test_the_published_example_of_lengths():
     random = np.random.default_rng(0)
     weights = weight_file(random, factor=5, head_dim=2)
-    made = compress(weights, *cache(random, 1, 1, 1, 21, 2), ForwardOptions(image_len=11))
+    made = compress_cache(weights, *cache(random, 1, 1, 1, 21, 2), ForwardOptions(image_len=11))
     assert [(s.kind, s.tokens, s.groups, s.new_tokens) for s in made.plan.segments] == [
         ("image", 11, 2, 3),
         ("text", 10, 2, 2),
     ]
-    assert (made.new_len, made.next_position, made.plan.ratio) == (5, 21, 4.2)
+    assert (made.num_tokens, made.next_position, made.plan.ratio) == (5, 21, 4.2)
     assert made.plan.to_dict()["segments"][0]["new_tokens"] == 3
 
 
@@ -244,7 +244,7 @@ def test_layers_of_any_number_use_the_weights_of_that_number():
     random = np.random.default_rng(8)
     weights = weight_file(random, layers=4)
     keys, values = cache(random, 4, 1, 2, 13, 4)
-    whole = compress(weights, keys, values)
+    whole = compress_cache(weights, keys, values)
     layers = [LayerCache(layer=n, keys=keys[n, 0], values=values[n, 0]) for n in (3, 1)]
     new, plan = compress_layers(weights, layers)
     assert plan.to_dict() == whole.plan.to_dict()
@@ -274,9 +274,9 @@ def test_true_positions_survive_eviction_and_compression_twice():
 
 
 def test_a_plain_cache_has_every_token_at_its_place():
-    spans = Spans.of_plain(3)
+    spans = PositionSpans.from_token_count(3)
     assert (spans.to_list(), spans.next_position) == ([[0, 1], [1, 2], [2, 3]], 3)
-    assert (spans.first(2).to_list(), spans.first(2).next_position) == ([[0, 1], [1, 2]], 2)
+    assert (spans.take_first(2).to_list(), spans.take_first(2).next_position) == ([[0, 1], [1, 2]], 2)
 
 
 def test_layers_that_do_not_belong_together_are_refused():

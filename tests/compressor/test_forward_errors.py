@@ -11,7 +11,7 @@ from compressor_model import to_words, weight_file
 
 from kvmnn import KvmnnError, MissingDependencyError
 from kvmnn.arrays.layer_cache import LayerCache
-from kvmnn.compressor.forward.compressing import compress
+from kvmnn.compressor.forward.compressing import compress_cache
 from kvmnn.compressor.forward.options import ForwardOptions
 
 ENGINES = ["numpy", *(["onnx"] if all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))) else [])]
@@ -26,7 +26,7 @@ def refused(match, weights, keys, values, error=KvmnnError, **options):
     """The call fails, and leaves K and V as they were."""
     before = [np.array(array) for array in (keys, values)]
     with pytest.raises(error, match=match):
-        compress(weights, keys, values, ForwardOptions(**options))
+        compress_cache(weights, keys, values, ForwardOptions(**options))
     for array, old in zip((keys, values), before, strict=True):
         assert np.asarray(array).tobytes() == old.tobytes()
 
@@ -90,8 +90,8 @@ def test_one_compressor_that_does_not_fit_refuses_the_whole_cache(engine, layer,
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_compressor_that_is_not_needed_may_be_broken(engine):
     broken = weight_file(np.random.default_rng(0), change=grown(0, 7), extra=2)
-    made = compress(broken, *arrays(1, 1, 2, 18, 4), ForwardOptions(image_len=5, engine=engine))
-    assert made.new_len == 5 + 4 + 1
+    made = compress_cache(broken, *arrays(1, 1, 2, 18, 4), ForwardOptions(image_len=5, engine=engine))
+    assert made.num_tokens == 5 + 4 + 1
 
 
 def test_outputs_must_be_head_dim():
@@ -193,8 +193,8 @@ def test_numbers_in_options(name):
 def test_numbers_beyond_all_bounds(weights):
     keys, values = arrays(2, 1, 2, 12, 4)
     for options in ({"image_len": 2**70}, {"min_seq_len": 2**70}, {"seq_len": 2**70}):
-        assert compress(weights, keys, values, ForwardOptions(**options)).new_len in (4, 12)
-    assert compress(weights, keys, values, ForwardOptions(factor=2**70)).plan.reason == "too_short"
+        assert compress_cache(weights, keys, values, ForwardOptions(**options)).num_tokens in (4, 12)
+    assert compress_cache(weights, keys, values, ForwardOptions(factor=2**70)).plan.reason == "too_short"
 
 
 def test_unknown_names():

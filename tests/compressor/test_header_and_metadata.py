@@ -11,9 +11,9 @@ from compressor_files import checkpoint, weight_file, weights
 
 from kvmnn import KvmnnError
 from kvmnn.cli import command
-from kvmnn.compressor import ConvertOptions, convert, export, inspect, kvcm, verify
+from kvmnn.compressor import ConvertOptions, convert_checkpoint, export_weights, inspect_weights, kvcm, verify_weights
 from kvmnn.compressor.kvcm.header import FIELD_OFFSETS
-from kvmnn.compressor.kvcm.metadata import pack, unpack
+from kvmnn.compressor.kvcm.metadata import pack_metadata, unpack_metadata
 
 STATE = weights()
 ENTRIES = {"source": "run 7, epoch 3", "licence": "Apache-2.0", "na\u00efve": "a=b"}
@@ -38,9 +38,9 @@ def shell(capsys: pytest.CaptureFixture[str]) -> Any:
 def changed(path: Path, **fields: int) -> Path:
     """The file with other header fields."""
     data = path.read_bytes()
-    header = {**kvcm.parse(data).header.to_dict(), **fields}
+    header = {**kvcm.parse_weight_file(data).header.to_dict(), **fields}
     target = path.with_name("changed.bin")
-    target.write_bytes(kvcm.Header(**header).pack() + data[kvcm.HEADER_BYTES :])
+    target.write_bytes(kvcm.WeightFileHeader(**header).pack() + data[kvcm.HEADER_BYTES :])
     return target
 
 
@@ -60,12 +60,12 @@ def changed(path: Path, **fields: int) -> Path:
     ],
 )
 def test_no_header_field_is_left_out(source: Path, shell: Any, field: str, value: int, expected: int) -> None:
-    convert(source, source.with_name("w.bin"))
+    convert_checkpoint(source, source.with_name("w.bin"))
     path = changed(source.with_name("w.bin"), **{field: value})
-    verdict = verify(path, against=source)
+    verdict = verify_weights(path, against=source)
     told = f"offset {FIELD_OFFSETS[field]}: header field {field} is {value}: expected {expected}"
     assert list(verdict.differences) == [told]
-    assert not verdict.ok
+    assert not verdict.is_ok
     code, out, err = shell("verify", path, "--against", source)
     assert (code, out, f"DIFFERS from {source}: {told}\n" in err) == (1, "", True)
     code, out, _ = shell("verify", path, "--against", source, "--json")
@@ -77,12 +77,12 @@ def test_fields_are_compared_with_what_was_told(source: Path, shell: Any) -> Non
     told = ["--min-seq-len", "9", "--num-heads", "32", "--head-dim", "6", "--compression-factor", "7", "--as-reference"]
     path = source.with_name("w.bin")
     assert shell("convert", source, path, *told)[0] == 0
-    verdict = verify(path, against=source)
+    verdict = verify_weights(path, against=source)
     assert [text.split()[4] for text in verdict.differences] == [
         "num_heads", "head_dim", "compression_factor", "min_seq_len",
     ]  # fmt: skip
     options = ConvertOptions(min_seq_len=9, num_heads=32, head_dim=6, compression_factor=7)
-    assert not verify(path, against=source, options=options).differences
+    assert not verify_weights(path, against=source, options=options).differences
 
 
 def test_the_type_and_the_prefixes_are_the_file_s_own_unless_given(source: Path, shell: Any) -> None:
@@ -96,7 +96,7 @@ def test_the_type_and_the_prefixes_are_the_file_s_own_unless_given(source: Path,
     )
     code, _, err = shell("verify", path, "--against", source, "--dtype", "fp16")
     assert (code, err.endswith("header field dtype_code is 1: expected 0\n")) == (1, True)
-    code, _, err = shell("verify", path, "--against", source, "--prefix-order", ",".join(kvcm.PREFIXES))
+    code, _, err = shell("verify", path, "--against", source, "--prefix-order", ",".join(kvcm.DEFAULT_PREFIXES))
     assert (code, "weight_count_per_layer is 6: expected 12" in err) == (1, True)
 
 
@@ -107,12 +107,12 @@ def test_metadata_is_written_shown_and_compared(source: Path, shell: Any) -> Non
     path = source.with_name("w.bin")
     told = [argument for key, text in ENTRIES.items() for argument in ("--metadata", f"{key}={text}")]
     assert shell("convert", source, path, *told)[0] == 0
-    file = kvcm.read(path)
-    assert unpack(file.metadata) == ENTRIES
+    file = kvcm.read_weight_file(path)
+    assert unpack_metadata(file.metadata) == ENTRIES
     assert file.header.metadata_size_bytes == len(file.metadata)
     assert len(file.metadata) % 4 == 0
     plain = source.with_name("plain.bin")
-    convert(source, plain)
+    convert_checkpoint(source, plain)
     blocks = plain.read_bytes()[kvcm.HEADER_BYTES :]
     assert path.read_bytes()[kvcm.HEADER_BYTES + len(file.metadata) :] == blocks
     _, out, _ = shell("inspect", path)
@@ -134,7 +134,7 @@ def test_metadata_is_written_shown_and_compared(source: Path, shell: Any) -> Non
 )
 def test_other_metadata_is_a_difference(source: Path, shell: Any, options: list[str], expected: list[str]) -> None:
     path = source.with_name("w.bin")
-    convert(source, path, ConvertOptions(metadata={"a": "x", "b": "y"}))
+    convert_checkpoint(source, path, ConvertOptions(metadata={"a": "x", "b": "y"}))
     code, out, _ = shell("verify", path, "--against", source, *options, "--json")
     told = [text for text in json.loads(out)["differences"] if "header field" not in text]
     assert code == 1
@@ -145,11 +145,11 @@ def test_other_metadata_is_a_difference(source: Path, shell: Any, options: list[
 
 def test_the_order_of_metadata_is_no_difference(source: Path, shell: Any) -> None:
     path = source.with_name("w.bin")
-    convert(source, path, ConvertOptions(metadata={"a": "x", "b": "y"}))
+    convert_checkpoint(source, path, ConvertOptions(metadata={"a": "x", "b": "y"}))
     code, out, _ = shell("verify", path, "--against", source, "--metadata", "b=y", "--metadata", "a=x")
     assert (code, "EXACT" in out) == (0, True)
-    convert(source, path, ConvertOptions(metadata=b'{"a": "x"}  '), force=True)
-    told = verify(path, against=source, options=ConvertOptions(metadata={"a": "x"})).differences
+    convert_checkpoint(source, path, ConvertOptions(metadata=b'{"a": "x"}  '), overwrite=True)
+    told = verify_weights(path, against=source, options=ConvertOptions(metadata={"a": "x"})).differences
     assert told == ["offset 44: metadata holds the same entries in other bytes: expected those of kvmnn convert"]
 
 
@@ -157,7 +157,7 @@ def test_the_order_of_metadata_is_no_difference(source: Path, shell: Any) -> Non
 def test_metadata_of_others_is_shown_as_bytes(tmp_path: Path, shell: Any, metadata: bytes) -> None:
     path = tmp_path / "w.bin"
     path.write_bytes(weight_file(metadata=metadata))
-    assert kvcm.read(path).metadata == metadata
+    assert kvcm.read_weight_file(path).metadata == metadata
     code, out, _ = shell("inspect", path)
     assert (code, f"  metadata, {len(metadata)} bytes, {metadata[:32]!r}" in out) == (0, True)
     (document,) = json.loads(shell("inspect", path, "--json")[1])["inputs"]
@@ -166,7 +166,7 @@ def test_metadata_of_others_is_shown_as_bytes(tmp_path: Path, shell: Any, metada
 
 def test_control_characters_of_metadata_do_not_reach_the_terminal(tmp_path: Path, shell: Any) -> None:
     path = tmp_path / "w.bin"
-    path.write_bytes(weight_file(metadata=pack({"na\x1b[2Jme": "line\nline\x9b"})))
+    path.write_bytes(weight_file(metadata=pack_metadata({"na\x1b[2Jme": "line\nline\x9b"})))
     _, out, _ = shell("inspect", path)
     assert r"'na\x1b[2Jme'" in out
     assert r"'line\nline\x9b'" in out
@@ -182,19 +182,19 @@ def test_metadata_that_cannot_be_written(source: Path, shell: Any) -> None:
     code, _, err = shell("convert", source, path, "--metadata", "a=\udcff")
     assert (code, "is no UTF-8 text" in err, path.exists()) == (1, True, False)
     with pytest.raises(KvmnnError, match="metadata 1 is no text"):
-        convert(source, path, ConvertOptions(metadata={"a": 1}))  # type: ignore[dict-item]
+        convert_checkpoint(source, path, ConvertOptions(metadata={"a": 1}))  # type: ignore[dict-item]
 
 
 def test_export_keeps_metadata(tmp_path: Path) -> None:
     for metadata, expected in ((b"{}", ("metadata", "{}")), (b"\xff", ("metadata_hex", "ff"))):
         path = tmp_path / "w.bin"
         path.write_bytes(weight_file(metadata=metadata))
-        export(path, tmp_path / "w.safetensors", force=True)
+        export_weights(path, tmp_path / "w.safetensors", overwrite=True)
         data = (tmp_path / "w.safetensors").read_bytes()
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         assert expected in header["__metadata__"].items()
 
 
 def test_a_checkpoint_s_account_tells_the_metadata_that_would_be_written(source: Path) -> None:
-    account = inspect(source, ConvertOptions(metadata={"a": "b"}))
+    account = inspect_weights(source, ConvertOptions(metadata={"a": "b"}))
     assert account.header.metadata_size_bytes == len(account.metadata) == 12

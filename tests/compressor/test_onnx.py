@@ -12,8 +12,8 @@ from compressor_model import to_floats, weight_file
 from kvmnn import KvmnnError, OutputError
 from kvmnn.cli.command import main
 from kvmnn.compressor import kvcm
-from kvmnn.compressor.forward.numpy_engine import MlpEngine
-from kvmnn.compressor.forward.onnx_graph import build, export_onnx, layer_kinds
+from kvmnn.compressor.forward.numpy_engine import NumpyEngine
+from kvmnn.compressor.forward.onnx_graph import build_graph, export_onnx, list_compressor_kinds
 
 onnx = pytest.importorskip("onnx", reason="extra lm")
 onnxruntime = pytest.importorskip("onnxruntime", reason="extra lm")
@@ -43,9 +43,11 @@ def test_exported_files_run_by_themselves(tmp_path, dtype, precision):
         assert (properties["kvmnn.compression_factor"], properties["kvmnn.min_seq_len"]) == ("3", "2")
         for place, layer in enumerate(map(int, properties["kvmnn.layers"].split(","))):
             (tokens,) = session.run(None, {"layer": np.array(place, np.int64), "rows": rows})
-            engine = MlpEngine(weights, precision)
-            engine.use(layer, prefix)
-            expected = engine.run(rows.astype(np.float16).astype(np.float32) if precision == "fp16" else rows)
+            engine = NumpyEngine(weights, precision)
+            engine.load_compressor(layer, prefix)
+            expected = engine.apply_compressor(
+                rows.astype(np.float16).astype(np.float32) if precision == "fp16" else rows
+            )
             absolute, relative = (2e-3, 1e-2) if precision == "fp16" else (1e-4, 1e-5)
             assert np.all(np.abs(tokens - expected) <= absolute + relative * np.abs(expected))
             checked.add((layer, prefix))
@@ -54,28 +56,28 @@ def test_exported_files_run_by_themselves(tmp_path, dtype, precision):
 
 def test_one_graph_for_each_kind():
     random = np.random.default_rng(0)
-    assert [kind.name for kind in layer_kinds(weight_file(random, layers=3, prefixes=2))] == [
+    assert [kind.name for kind in list_compressor_kinds(weight_file(random, layers=3, prefixes=2))] == [
         "compress_tk",
         "compress_tv",
     ]
-    kinds = layer_kinds(weight_file(random, layers=3, prefixes=1, change=wider))
+    kinds = list_compressor_kinds(weight_file(random, layers=3, prefixes=1, change=wider))
     assert [(kind.name, kind.layers) for kind in kinds] == [
         ("compress_tk.layer_0", (0, 2)),
         ("compress_tk.layer_1", (1,)),
     ]
-    assert layer_kinds(weight_file(random, prefixes=5))[-1].name == "prefix_4"
+    assert list_compressor_kinds(weight_file(random, prefixes=5))[-1].name == "prefix_4"
     with pytest.raises(KvmnnError, match="has 14 weights in a layer: expected a multiple of 3"):
-        layer_kinds(weight_file(random, extra=2))
+        list_compressor_kinds(weight_file(random, extra=2))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_weights_are_stored_as_the_file_has_them(dtype):
     weights = weight_file(np.random.default_rng(0), layers=2, prefixes=2, dtype=dtype, change=wider)
-    for kind in layer_kinds(weights):
-        graph = onnx.load_from_string(build(weights, kind)).graph
+    for kind in list_compressor_kinds(weights):
+        graph = onnx.load_from_string(build_graph(weights, kind)).graph
         for tensor in graph.initializer:
             slot = int(tensor.name[-1])
-            blocks = [weights.block(layer, 3 * kind.prefix + slot) for layer in kind.layers]
+            blocks = [weights.get_block(layer, 3 * kind.prefix + slot) for layer in kind.layers]
             words = [block.weight if tensor.name.startswith("weight") else block.bias for block in blocks]
             assert tensor.raw_data == np.stack(words).tobytes()
             assert list(tensor.dims) == [len(kind.layers), *words[0].shape]
@@ -88,7 +90,7 @@ def test_weights_are_stored_as_the_file_has_them(dtype):
                 }[dtype]
             )
         assert len(graph.initializer) == 6
-        assert build(weights, kind) == build(weights, kind)
+        assert build_graph(weights, kind) == build_graph(weights, kind)
 
 
 def test_nothing_is_written_when_something_is_wrong(tmp_path):
@@ -105,33 +107,33 @@ def test_nothing_is_written_when_something_is_wrong(tmp_path):
     with pytest.raises(OutputError, match=r"compress_ik.onnx: exists already"):
         export_onnx(good, tmp_path / "graphs")
     assert [path.name for path in (tmp_path / "graphs").iterdir()] == ["compress_ik.onnx"]
-    assert len(export_onnx(good, tmp_path / "graphs", force=True).files) == 4
+    assert len(export_onnx(good, tmp_path / "graphs", overwrite=True).files) == 4
     assert onnx.load(tmp_path / "graphs" / "compress_ik.onnx").graph.name == "compress_ik"
 
 
 def test_more_than_a_model_holds_is_said_before_it_is_made(monkeypatch):
-    monkeypatch.setattr("kvmnn.compressor.forward.onnx_graph._MAX_PROTOBUF", 300)
+    monkeypatch.setattr("kvmnn.compressor.forward.onnx_graph._MAX_PROTOBUF_BYTES", 300)
     weights = weight_file(np.random.default_rng(0), layers=2)
     with pytest.raises(KvmnnError, match="compress_tk has 736 bytes of weights, an ONNX model holds less than 2 GiB"):
-        build(weights, layer_kinds(weights)[0])
-    assert to_floats(weights.block(0, 0).weight).shape == (4, 12)
+        build_graph(weights, list_compressor_kinds(weights)[0])
+    assert to_floats(weights.get_block(0, 0).weight).shape == (4, 12)
 
 
 def test_the_verb(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     weights = weight_file(np.random.default_rng(0), prefixes=2)
     with open("w.bin", "wb") as file:
-        kvcm.write(file, weights.header, ((block.weight, block.bias) for block in weights.blocks()))
+        kvcm.write_weight_file(file, weights.header, ((block.weight, block.bias) for block in weights.iter_blocks()))
     assert main(["export", "w.bin", "--onnx", "-o", "graphs"]) == 0
     assert capsys.readouterr().out == (
         "graphs: compress_tk.onnx, compress_tv.onnx; weights of fp32, UNCHANGED (copied)\n"
     )
-    kinds = layer_kinds(kvcm.read("w.bin"))
-    assert (tmp_path / "graphs" / "compress_tk.onnx").read_bytes() == build(weights, kinds[0])
+    kinds = list_compressor_kinds(kvcm.read_weight_file("w.bin"))
+    assert (tmp_path / "graphs" / "compress_tk.onnx").read_bytes() == build_graph(weights, kinds[0])
     assert main(["export", "w.bin", "--onnx", "-o", "graphs", "-f", "--precision", "fp16", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["label"], said["files"]) == ("LOSSY", ["compress_tk.onnx", "compress_tv.onnx"])
-    assert (tmp_path / "graphs" / "compress_tv.onnx").read_bytes() == build(weights, kinds[1], "fp16")
+    assert (tmp_path / "graphs" / "compress_tv.onnx").read_bytes() == build_graph(weights, kinds[1], "fp16")
     assert main(["export", "w.bin", "--onnx", "-o", "-"]) == 2
     assert main(["export", "w.bin", "--onnx", "-o", "graphs"]) == 1
     monkeypatch.setitem(sys.modules, "onnx", None)

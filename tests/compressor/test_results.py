@@ -15,7 +15,16 @@ from compressor_model import weight_file
 
 import kvmnn
 from kvmnn.cli.command import main
-from kvmnn.compressor import ForwardOptions, compress, compress_file, convert, export, inspect, kvcm, verify
+from kvmnn.compressor import (
+    ForwardOptions,
+    compress_cache,
+    compress_file,
+    convert_checkpoint,
+    export_weights,
+    inspect_weights,
+    kvcm,
+    verify_weights,
+)
 
 
 @pytest.fixture
@@ -60,27 +69,27 @@ def test_the_face_imports_nothing_until_it_is_asked() -> None:
 
 
 def test_conversion_and_export(here: Path, shell: Any) -> None:
-    made = convert("c.pth", "w.bin")
+    made = convert_checkpoint("c.pth", "w.bin")
     assert shell("convert", "c.pth", "w.bin", "-f")[0] == f"{made}\n"
     assert told(shell("convert", "c.pth", "w.bin", "-f", "--json")[0]) == as_json("convert", made)
     assert made.label == "LOSSY"
-    exported = export("w.bin", "w.npz")
+    exported = export_weights("w.bin", "w.npz")
     assert shell("export", "w.bin", "-o", "w.npz", "-f")[0] == f"{exported}\n"
     assert told(shell("export", "w.bin", "-o", "w.npz", "-f", "--json")[0]) == as_json("export", exported)
-    assert export(kvcm.read("w.bin"), "v.npz").tensors == exported.tensors
+    assert export_weights(kvcm.read_weight_file("w.bin"), "v.npz").num_tensors == exported.num_tensors
 
 
 def test_accounts_and_verdicts(here: Path, shell: Any) -> None:
-    convert("c.pth", "w.bin")
+    convert_checkpoint("c.pth", "w.bin")
     for path in ("w.bin", "c.pth"):
-        account = inspect(path)
+        account = inspect_weights(path)
         assert shell("inspect", path)[0] == f"{account}\n"
         assert json.loads(shell("inspect", path, "--json")[0])["inputs"] == [json.loads(json.dumps(account.to_dict()))]
-    verdict = verify("w.bin", against="c.pth")
+    verdict = verify_weights("w.bin", against="c.pth")
     assert shell("verify", "w.bin", "--against", "c.pth")[0] == f"{verdict}\n"
     assert told(shell("verify", "w.bin", "--against", "c.pth", "--json")[0]) == as_json("verify", verdict)
     checkpoint(here / "d.pth", weights(seed=3))
-    verdict = verify("w.bin", against="d.pth")
+    verdict = verify_weights("w.bin", against="d.pth")
     err = shell("verify", "w.bin", "--against", "d.pth", code=1)[1]
     assert err == "".join(f"kvmnn: error: {line}\n" for line in str(verdict).splitlines())
     assert f"in {len(verdict.differences) - 5} more places" in str(verdict)
@@ -90,14 +99,16 @@ def test_a_compressed_cache_file(here: Path, shell: Any) -> None:
     random = np.random.default_rng(2)
     made = weight_file(random, layers=2, factor=5, dtype="fp16")
     with open("w.bin", "wb") as file:
-        kvcm.write(file, made.header, ((block.weight, block.bias) for block in made.blocks()))
+        kvcm.write_weight_file(file, made.header, ((block.weight, block.bias) for block in made.iter_blocks()))
     keys, values = (random.standard_normal((2, 1, 3, 21, 4)).astype(np.float32) for _ in range(2))
     np.savez("c.npz", k=keys, v=values)
     result = compress_file("w.bin", "c.npz", "o.npz", ForwardOptions(image_len=11), axes="lbhtd")
     argv = ["compress-kv", "w.bin", "c.npz", "-o", "o.npz", "-f", "--image-tokens", "11", "--axes", "lbhtd"]
     assert shell(*argv)[0] == f"{result}\n"
     assert told(shell(*argv, "--json")[0]) == as_json("compress-kv", result)
-    assert result.plan == compress(kvcm.read("w.bin"), keys, values, ForwardOptions(image_len=11)).plan
+    assert (
+        result.plan == compress_cache(kvcm.read_weight_file("w.bin"), keys, values, ForwardOptions(image_len=11)).plan
+    )
     for name in ("o.npy", "o.txt"):
         with pytest.raises(kvmnn.KvmnnError, match=r"expected a \.npz or \.safetensors file"):
             compress_file("w.bin", "c.npz", name)

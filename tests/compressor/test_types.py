@@ -20,16 +20,16 @@ from kvmnn import KvmnnError
 from kvmnn.arrays import float8
 from kvmnn.cli import command
 from kvmnn.compressor.checkpoint import open_checkpoint
-from kvmnn.compressor.conversion.convert import convert, prepare
-from kvmnn.compressor.conversion.inspect import of_checkpoint
-from kvmnn.compressor.conversion.rounding import words_of
-from kvmnn.compressor.conversion.selection import _EXACT, ConvertOptions
-from kvmnn.compressor.conversion.verify import verify
-from kvmnn.compressor.kvcm.words import rounded
-from kvmnn.dtypes import BF16, FP16, FP32, by_name
+from kvmnn.compressor.conversion.convert import convert_checkpoint, prepare_conversion
+from kvmnn.compressor.conversion.inspect import inspect_checkpoint
+from kvmnn.compressor.conversion.rounding import convert_elements
+from kvmnn.compressor.conversion.selection import _EXACT_TYPES, ConvertOptions
+from kvmnn.compressor.conversion.verify import verify_weights
+from kvmnn.compressor.kvcm.words import round_float32
+from kvmnn.dtypes import BF16, FP16, FP32, parse_dtype
 from kvmnn.errors import CheckpointError
-from kvmnn.formats.torch.tensors import ELEMENT_TYPES, Storage, Tensor
-from kvmnn.formats.torch.torch_names import set_state
+from kvmnn.formats.torch.tensors import ELEMENT_TYPES, TorchStorage, TorchTensor
+from kvmnn.formats.torch.torch_names import set_tensor_state
 
 ONE = ConvertOptions(prefixes=("compress_tk",))
 
@@ -53,7 +53,7 @@ def recorded(unpacked: Callable[[str], Path]) -> Path:
     ],
 )
 def test_float8_codes(name: str, values: dict[int, float]) -> None:
-    table = float8.table(name)
+    table = float8.build_value_table(name)
     assert {code: float(table[code]) for code in values} == values
     nan = {"fn": [0x7F, 0xFF], "m2": [*range(0x7D, 0x80), *range(0xFD, 0x100)], "nu": [255]}
     expected = [0x80] if name.endswith("fnuz") else nan[name[-2:]]
@@ -69,21 +69,21 @@ def test_float8_codes(name: str, values: dict[int, float]) -> None:
 @pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
 def test_types_called_exact_lose_nothing(dtype: Any) -> None:
     """LOSSLESS is said of them: every value must come back from the words of the file."""
-    for name in ("int8", "uint8", "bool", *float8.NAMES):
+    for name in ("int8", "uint8", "bool", *float8.DECODABLE_NAMES):
         codes = np.arange(2 if name == "bool" else 256, dtype=np.uint8)
         tensor = _of(codes, name)
-        values = tensor.float32()
-        words = rounded(values, dtype)
+        values = tensor.to_float32()
+        words = round_float32(values, dtype)
         back = words.astype(np.float32) if dtype != BF16 else (words.astype(np.uint32) << 16).view(np.float32)
-        assert np.array_equal(values, back, equal_nan=True) == (name in _EXACT[dtype.name])
-    assert not any(name.startswith("complex") for name in _EXACT[dtype.name])
+        assert np.array_equal(values, back, equal_nan=True) == (name in _EXACT_TYPES[dtype.name])
+    assert not any(name.startswith("complex") for name in _EXACT_TYPES[dtype.name])
 
 
-def _of(data: np.ndarray[Any, Any], name: str, **fields: Any) -> Tensor:
+def _of(data: np.ndarray[Any, Any], name: str, **fields: Any) -> TorchTensor:
     raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-    storage = Storage("0", ELEMENT_TYPES[name], raw.size, lambda: raw)
+    storage = TorchStorage("0", ELEMENT_TYPES[name], raw.size, lambda: raw)
     made = {"shape": data.shape, "strides": tuple(stride // data.itemsize for stride in data.strides), **fields}
-    return Tensor(storage, storage.element, 0, **made)
+    return TorchTensor(storage, storage.element_type, 0, **made)
 
 
 # -- the negation bit -------------------------------------------------------------------------------------------------
@@ -95,26 +95,28 @@ def _of(data: np.ndarray[Any, Any], name: str, **fields: Any) -> Tensor:
 def test_contiguous_is_what_numpy_calls_so(axes: list[tuple[int, int]]) -> None:
     shape, strides = tuple(length for length, _ in axes), tuple(stride for _, stride in axes)
     array = np.lib.stride_tricks.as_strided(np.zeros(64, np.uint8), shape, strides)
-    tensor = Tensor(Storage("0", ELEMENT_TYPES["uint8"], 64, bytes), ELEMENT_TYPES["uint8"], 0, shape, strides)
+    tensor = TorchTensor(
+        TorchStorage("0", ELEMENT_TYPES["uint8"], 64, bytes), ELEMENT_TYPES["uint8"], 0, shape, strides
+    )
     assert tensor.is_contiguous == array.flags.c_contiguous
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("float16", FP16), ("bfloat16", BF16), ("float32", FP32)])
 def test_negated_words_of_the_same_type(name: str, dtype: Any) -> None:
     patterns = np.array([[0, 1, 0x8000], [0x7C00, 0x3C00, 0xBC01]], "<u2")
-    words = patterns.view(dtype.numpy) if dtype.itemsize == 2 else patterns.astype("<u4").view("<f4")
+    words = patterns.view(dtype.numpy_dtype) if dtype.itemsize == 2 else patterns.astype("<u4").view("<f4")
     with pytest.raises(CheckpointError, match=f"{name} tensor with torch's negation bit"):
-        words_of(_of(words, name, negated=True), dtype)
-    turned = _of(words, name, shape=(3, 2), strides=(1, 3), negated=True)
+        convert_elements(_of(words, name, is_negated=True), dtype)
+    turned = _of(words, name, shape=(3, 2), strides=(1, 3), is_negated=True)
     bits = np.dtype(f"<u{dtype.itemsize}")
     sign = bits.type(1 << 8 * dtype.itemsize - 1)
-    assert np.array_equal(words_of(turned, dtype).view(bits), words.T.view(bits) ^ sign)
+    assert np.array_equal(convert_elements(turned, dtype).view(bits), words.T.view(bits) ^ sign)
 
 
 def test_negated_integers_wrap_and_have_no_negative_zero() -> None:
-    found = _of(np.array([-128, 0, 127], np.int8), "int8", negated=True).float32()
+    found = _of(np.array([-128, 0, 127], np.int8), "int8", is_negated=True).to_float32()
     assert found.view(np.uint32).tolist() == np.array([-128, 0, -127], np.float32).view(np.uint32).tolist()
-    assert _of(np.array([0, 1, 255], np.uint8), "uint8", negated=True).float32().tolist() == [0, 255, 1]
+    assert _of(np.array([0, 1, 255], np.uint8), "uint8", is_negated=True).to_float32().tolist() == [0, 255, 1]
 
 
 # -- storages within storages, and states -----------------------------------------------------------------------------
@@ -149,7 +151,7 @@ def _opened(path: Path, root: bytes) -> Any:
 def test_parts_of_a_storage_share_its_bytes(tmp_path: Path) -> None:
     parts = (_view(), _view("w", 0, 4), _view(), b"N")
     found = _opened(tmp_path, _root(*(_tensor(_storage(part)) for part in parts)))
-    assert [found[key].words().tolist() for key in found] == [[1], [0], [1], [0]]
+    assert [found[key].read_elements().tolist() for key in found] == [[1], [0], [1], [0]]
     assert found["0"].storage is found["2"].storage
     assert found["0"].storage.root is found["3"].storage
 
@@ -188,8 +190,8 @@ FLOAT_TENSOR = b"ctorch\nFloatTensor\n)\x81"
         (FLOAT_TENSOR + b"(" + _storage(b"N") + b"K\1K\3\x85K\1\x85tb", None),
         (FLOAT_TENSOR, "shape"),
         (FLOAT_TENSOR + b"(" + _storage(b"N") + b"K\2K\3\x85K\1\x85tb", "reaches element 4"),
-        (FLOAT_TENSOR + b"(" + _storage(b"N") + b"K\2tb", "sets the state of Tensor"),
-        (FLOAT_TENSOR + b"}b", "sets the state of Tensor"),
+        (FLOAT_TENSOR + b"(" + _storage(b"N") + b"K\2tb", "sets the state of TorchTensor"),
+        (FLOAT_TENSOR + b"}b", "sets the state of TorchTensor"),
         (FLOAT_TENSOR + b"(NNNNtb", "tensor over NoneType"),
         (
             b"ctorch\nIntTensor\n)\x81(" + _storage(b"N") + b"K\1K\3\x85K\1\x85tb",
@@ -204,7 +206,7 @@ def test_tensors_made_by_their_class(tmp_path: Path, value: bytes, match: str | 
     root = _root(value, _tensor(_storage(b"N")))
     if match in (None, "shape"):
         found = _opened(tmp_path, root)["0"]
-        assert found.words().tolist() == ([] if match else [1, 2, 3])
+        assert found.read_elements().tolist() == ([] if match else [1, 2, 3])
         return
     with pytest.raises(CheckpointError, match=match):
         _opened(tmp_path, root)
@@ -212,9 +214,9 @@ def test_tensors_made_by_their_class(tmp_path: Path, value: bytes, match: str | 
 
 def test_only_tensors_have_states() -> None:
     tensor = _of(np.zeros(2, np.float32), "float32")
-    assert not set_state(object(), (True, False, None))
-    assert not set_state(tensor, (1, 2, 3))
-    assert set_state(tensor, (True, False, None))
+    assert not set_tensor_state(object(), (True, False, None))
+    assert not set_tensor_state(tensor, (1, 2, 3))
+    assert set_tensor_state(tensor, (True, False, None))
     assert tensor.shape == (2,)
 
 
@@ -232,7 +234,7 @@ def test_damaged_old_files_give_weights_or_a_refusal(
     path = tmp_path / "c.pth"
     path.write_bytes(data)
     try:
-        _, selection = prepare(path, ONE)
+        _, selection = prepare_conversion(path, ONE)
     except KvmnnError as error:
         assert "\n" not in str(error)
         assert len(str(error)) < 2_000
@@ -248,13 +250,15 @@ def test_what_was_converted_is_verified_and_its_label_is_true(recorded: Path, tm
     names = ("float8_e5m2.pth", "complex64_neg.pth", "old_views.pth", "neg_int16.pth", "float8_e8m0fnu.safetensors")
     for name in names:
         source, target = recorded / name, tmp_path / f"{name}.bin"
-        done = convert(source, target, ConvertOptions(dtype=dtype, prefixes=("compress_tk",), as_reference=True))
-        verdict = verify(target, against=source, options=ONE)
+        done = convert_checkpoint(
+            source, target, ConvertOptions(dtype=dtype, prefixes=("compress_tk",), as_reference=True)
+        )
+        verdict = verify_weights(target, against=source, options=ONE)
         assert verdict.differences == []
-        assert verdict.compared == (target.stat().st_size - 44 - 36) // by_name(dtype).itemsize
+        assert verdict.num_compared == (target.stat().st_size - 44 - 36) // parse_dtype(dtype).itemsize
         kind = name.rpartition(".")[0].partition("_neg")[0].removeprefix("neg_").replace("old_views", "float32")
         plain = [] if dtype == "fp32" else ["float32"]
-        lossless = kind in _EXACT[dtype]
+        lossless = kind in _EXACT_TYPES[dtype]
         assert sorted({*done.rounded_types, *plain}) == sorted({*plain, *([] if lossless else [kind])})
         assert any("imaginary parts" in warning for warning in done.warnings) == name.startswith("complex")
 
@@ -271,7 +275,7 @@ def test_inspect_accounts_for_parts_of_storages(recorded: Path, capsys: pytest.C
 
 def test_a_safetensors_file_is_its_header_and_its_tensors(recorded: Path) -> None:
     checkpoint = open_checkpoint(recorded / "float8_e8m0fnu.safetensors")
-    parts = of_checkpoint(checkpoint, ConvertOptions(prefixes=("compress_tk",))).parts
+    parts = inspect_checkpoint(checkpoint, ConvertOptions(prefixes=("compress_tk",))).parts
     assert parts["directory, names, padding"] == 0
 
 

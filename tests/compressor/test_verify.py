@@ -23,12 +23,12 @@ from kvmnn import KvmnnError
 from kvmnn.cli import command
 from kvmnn.compressor import kvcm
 from kvmnn.compressor.checkpoint import open_checkpoint
-from kvmnn.compressor.conversion.convert import convert
-from kvmnn.compressor.conversion.export import export
-from kvmnn.compressor.conversion.inspect import of_checkpoint, of_file
+from kvmnn.compressor.conversion.convert import convert_checkpoint
+from kvmnn.compressor.conversion.export import export_weights
+from kvmnn.compressor.conversion.inspect import inspect_checkpoint, inspect_weight_file
 from kvmnn.compressor.conversion.selection import ConvertOptions
-from kvmnn.compressor.conversion.semantics import findings
-from kvmnn.compressor.conversion.verify import verify
+from kvmnn.compressor.conversion.semantics import check_weight_file
+from kvmnn.compressor.conversion.verify import verify_weights
 
 STATE = weights()
 
@@ -37,7 +37,7 @@ STATE = weights()
 def pair(tmp_path: Path) -> tuple[Path, Path]:
     """A weight file and its checkpoint."""
     source = checkpoint(tmp_path / "c.pth", training_state(STATE))
-    convert(source, tmp_path / "w.bin")
+    convert_checkpoint(source, tmp_path / "w.bin")
     return tmp_path / "w.bin", source
 
 
@@ -73,18 +73,18 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     ],
 )
 def test_reasons(data: bytes, reasons: list[str]) -> None:
-    assert [finding.reason for finding in findings(kvcm.parse(data))] == reasons
+    assert [finding.reason for finding in check_weight_file(kvcm.parse_weight_file(data))] == reasons
 
 
 def with_shape(block: int, rows: int, cols: int) -> bytes:
     """Two layers of six blocks, one of them of another shape."""
-    header = kvcm.Header(
+    header = kvcm.WeightFileHeader(
         dtype_code=0, num_layers=2, head_dim=2, hidden_size=4, compression_factor=2, weight_count_per_layer=6
     )
     shapes = [(2, 4), (2, 2), (2, 2)] * 4
     shapes[block] = (rows, cols)
     sink = io.BytesIO()
-    kvcm.write(sink, header, ((np.zeros(shape, "<f2"), None) for shape in shapes))
+    kvcm.write_weight_file(sink, header, ((np.zeros(shape, "<f2"), None) for shape in shapes))
     return sink.getvalue()
 
 
@@ -99,7 +99,7 @@ def with_shape(block: int, rows: int, cols: int) -> bytes:
     ],
 )
 def test_shapes_that_do_not_chain(block: int, shape: tuple[int, int], text: str) -> None:
-    (finding,) = findings(kvcm.parse(with_shape(block, *shape)))
+    (finding,) = check_weight_file(kvcm.parse_weight_file(with_shape(block, *shape)))
     assert finding.reason == "shape_chain"
     assert text in finding.text
     assert finding.is_error
@@ -108,7 +108,7 @@ def test_shapes_that_do_not_chain(block: int, shape: tuple[int, int], text: str)
 def test_elements_that_are_no_numbers_are_warned_of() -> None:
     data = bytearray(weight_file())
     struct.pack_into("<2H", data, 56, 0x7C00, 0xFE00)
-    (finding,) = findings(kvcm.parse(bytes(data)))
+    (finding,) = check_weight_file(kvcm.parse_weight_file(bytes(data)))
     assert (finding.reason, finding.is_error) == ("non_finite", False)
     assert finding.text.startswith("2 elements are infinite or no number, the first in the weight of layer 0, block 0")
 
@@ -117,28 +117,28 @@ def test_elements_that_are_no_numbers_are_warned_of() -> None:
 
 
 def test_a_converted_file_is_exact(pair: tuple[Path, Path]) -> None:
-    verdict = verify(pair[0], against=pair[1])
-    assert verdict.ok
-    assert verdict.compared == sum(value.size for value in STATE.values())
+    verdict = verify_weights(pair[0], against=pair[1])
+    assert verdict.is_ok
+    assert verdict.num_compared == sum(value.size for value in STATE.values())
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_every_flipped_element_is_found_with_its_place(tmp_path: Path, dtype: str) -> None:
     source = checkpoint(tmp_path / "c.pth", STATE)
-    convert(source, tmp_path / "w.bin", ConvertOptions(dtype=dtype))
+    convert_checkpoint(source, tmp_path / "w.bin", ConvertOptions(dtype=dtype))
     whole = (tmp_path / "w.bin").read_bytes()
-    file = kvcm.parse(whole)
+    file = kvcm.parse_weight_file(whole)
     size = file.header.dtype.itemsize
     for layer, index, part, at in ((0, 0, "weight", (0, 0)), (1, 7, "weight", (3, 2)), (1, 11, "bias", (3,))):
-        place = file.place(layer, index)
+        place = file.get_placement(layer, index)
         element = np.ravel_multi_index(at, (place.rows, place.cols) if part == "weight" else (place.rows,))
         begin = place.offset + 12 + int(element) * size + (part == "bias") * place.rows * place.cols * size
         changed = bytearray(whole)
         changed[begin] ^= 1
         (tmp_path / "w.bin").write_bytes(changed)
-        verdict = verify(tmp_path / "w.bin", against=source)
-        assert not verdict.ok
-        prefix, slot = kvcm.PREFIXES[index // 3], kvcm.SLOTS[index % 3]
+        verdict = verify_weights(tmp_path / "w.bin", against=source)
+        assert not verdict.is_ok
+        prefix, slot = kvcm.DEFAULT_PREFIXES[index // 3], kvcm.DEFAULT_SLOTS[index % 3]
         expected = f"offset {place.offset}: layer {layer}, {prefix}, slot {slot}: {part}{list(at)} is "
         assert [text.startswith(expected) for text in verdict.differences] == [True], verdict.differences
 
@@ -146,14 +146,14 @@ def test_every_flipped_element_is_found_with_its_place(tmp_path: Path, dtype: st
 def test_the_payload_of_nan_does_not_matter_but_nan_does(tmp_path: Path) -> None:
     name = "compress_tk.0.0.weight"
     source = checkpoint(tmp_path / "c.pth", {**STATE, name: np.full((4, 12), np.nan, np.float32)})
-    convert(source, tmp_path / "w.bin")
+    convert_checkpoint(source, tmp_path / "w.bin")
     data = bytearray((tmp_path / "w.bin").read_bytes())
     struct.pack_into("<H", data, 56, 0xFFFF)
     (tmp_path / "w.bin").write_bytes(data)
-    assert verify(tmp_path / "w.bin", against=source).ok
+    assert verify_weights(tmp_path / "w.bin", against=source).is_ok
     struct.pack_into("<H", data, 58, 0x7C00)
     (tmp_path / "w.bin").write_bytes(data)
-    verdict = verify(tmp_path / "w.bin", against=source)
+    verdict = verify_weights(tmp_path / "w.bin", against=source)
     assert re.search(r"weight\[0, 1\] is inf, the checkpoint gives nan \(1 of 48", verdict.differences[0])
 
 
@@ -174,15 +174,15 @@ def test_a_file_of_another_checkpoint(
 ) -> None:
     state = {key: value for key, value in {**STATE, **change}.items() if value is not None}
     other = checkpoint(tmp_path / "other.pth", state)
-    differences = verify(pair[0], against=other).differences
+    differences = verify_weights(pair[0], against=other).differences
     assert any(re.search(match, text) for text in differences), differences
 
 
 def test_weights_beyond_the_checkpoints_prefixes_are_named_by_number(tmp_path: Path) -> None:
     """As many weights, in a layer of four prefixes there and in two layers of two here."""
-    convert(checkpoint(tmp_path / "one.pth", weights(1)), tmp_path / "w.bin")
+    convert_checkpoint(checkpoint(tmp_path / "one.pth", weights(1)), tmp_path / "w.bin")
     two = checkpoint(tmp_path / "two.pth", weights(2, prefixes=kvcm.TEXT_PREFIXES))
-    differences = verify(
+    differences = verify_weights(
         tmp_path / "w.bin", against=two, options=ConvertOptions(prefixes=kvcm.TEXT_PREFIXES)
     ).differences
     named = {text.split(", ")[1] for text in differences if ", slot " in text}
@@ -191,8 +191,8 @@ def test_weights_beyond_the_checkpoints_prefixes_are_named_by_number(tmp_path: P
 
 def test_a_missing_bias_is_found(tmp_path: Path) -> None:
     state = {key: value for key, value in STATE.items() if not key.endswith("bias")}
-    convert(checkpoint(tmp_path / "c.pth", state), tmp_path / "w.bin")
-    differences = verify(tmp_path / "w.bin", against=checkpoint(tmp_path / "d.pth", STATE)).differences
+    convert_checkpoint(checkpoint(tmp_path / "c.pth", state), tmp_path / "w.bin")
+    differences = verify_weights(tmp_path / "w.bin", against=checkpoint(tmp_path / "d.pth", STATE)).differences
     assert len(differences) == 24
     assert differences[0].endswith("bias is missing, the checkpoint has one")
 
@@ -202,7 +202,7 @@ def test_verify_bias_left_out_by_conversion_is_a_difference_unless_as_reference(
 ) -> None:
     source = checkpoint(tmp_path / "c.pth", {**STATE, "compress_ik.0.3.bias": np.zeros(7, np.float32)})
     made = tmp_path / "w.bin"
-    convert(source, made, ConvertOptions(as_reference=True))
+    convert_checkpoint(source, made, ConvertOptions(as_reference=True))
     told = run("verify", made, "--against", source, code=1)
     assert "EXACT" not in told.out
     assert "compress_ik, slot 3: bias is left out, the checkpoint has one of 7 for 4 rows" in told.err
@@ -215,12 +215,12 @@ def test_verify_bias_left_out_by_conversion_is_a_difference_unless_as_reference(
 
 def test_text_only_and_other_orders(tmp_path: Path) -> None:
     source = checkpoint(tmp_path / "c.pth", STATE)
-    convert(source, tmp_path / "t.bin", ConvertOptions(prefixes=kvcm.TEXT_PREFIXES))
-    assert verify(tmp_path / "t.bin", against=source).ok
-    other = ConvertOptions(prefixes=kvcm.PREFIXES[::-1], slots=(3, 0, 6), as_reference=True)
-    convert(source, tmp_path / "o.bin", other)
-    assert verify(tmp_path / "o.bin", against=source).differences
-    assert not verify(tmp_path / "o.bin", against=source, options=other).differences
+    convert_checkpoint(source, tmp_path / "t.bin", ConvertOptions(prefixes=kvcm.TEXT_PREFIXES))
+    assert verify_weights(tmp_path / "t.bin", against=source).is_ok
+    other = ConvertOptions(prefixes=kvcm.DEFAULT_PREFIXES[::-1], slots=(3, 0, 6), as_reference=True)
+    convert_checkpoint(source, tmp_path / "o.bin", other)
+    assert verify_weights(tmp_path / "o.bin", against=source).differences
+    assert not verify_weights(tmp_path / "o.bin", against=source, options=other).differences
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -302,8 +302,8 @@ def test_trailing_bytes_may_be_allowed(pair: tuple[Path, Path], capsys: pytest.C
 
 
 def test_every_byte_of_a_weight_file_is_accounted_for() -> None:
-    file = kvcm.parse(weight_file(2, metadata=b"note") + b"tail", allow_trailing=True)
-    account = of_file(file)
+    file = kvcm.parse_weight_file(weight_file(2, metadata=b"note") + b"tail", allow_trailing=True)
+    account = inspect_weight_file(file)
     assert sum(account.parts.values()) == account.size == file.size
     assert account.parts["metadata"] == account.parts["trailing"] == 4
     assert account.parts["header"] == 44
@@ -312,18 +312,18 @@ def test_every_byte_of_a_weight_file_is_accounted_for() -> None:
 
 def test_statistics_are_of_the_finite_elements(tmp_path: Path) -> None:
     weight = np.array([[1, 2], [np.inf, np.nan]], "<f4")
-    header = kvcm.Header(dtype_code=2, num_layers=1, compression_factor=1, weight_count_per_layer=2)
+    header = kvcm.WeightFileHeader(dtype_code=2, num_layers=1, compression_factor=1, weight_count_per_layer=2)
     path = tmp_path / "w.bin"
     with path.open("wb") as file:
-        kvcm.write(file, header, [(weight, np.array([3, 6], "<f4")), (weight[1:], None)])
-    first, second = of_file(kvcm.read(path)).rows
+        kvcm.write_weight_file(file, header, [(weight, np.array([3, 6], "<f4")), (weight[1:], None)])
+    first, second = inspect_weight_file(kvcm.read_weight_file(path)).rows
     assert (first.minimum, first.maximum, first.mean, first.non_finite) == (1, 6, 3, 2)
     assert first.std == pytest.approx(np.std([1, 2, 3, 6]))
     assert (second.minimum, second.std, second.non_finite, second.bias) == (None, None, 2, False)
 
 
 def test_every_byte_of_a_checkpoint_is_accounted_for(pair: tuple[Path, Path]) -> None:
-    account = of_checkpoint(open_checkpoint(pair[1]), ConvertOptions())
+    account = inspect_checkpoint(open_checkpoint(pair[1]), ConvertOptions())
     assert sum(account.parts.values()) == account.size == pair[1].stat().st_size
     assert account.parts["storages of the compressor"] == 4 * _size()
     assert account.parts["other storages"] == 4 * (2 * _size() + len(STATE))
@@ -353,21 +353,23 @@ def test_inspect_on_the_command_line(pair: tuple[Path, Path], capsys: pytest.Cap
 )
 def test_what_an_export_noted_comes_back(tmp_path: Path, metadata: Any) -> None:
     source, first, last = checkpoint(tmp_path / "c.pth", STATE), tmp_path / "w.bin", tmp_path / "again.bin"
-    convert(source, first, ConvertOptions(dtype="bf16", min_seq_len=5, num_heads=8, metadata=metadata))
-    export(first, tmp_path / "w.safetensors")
-    again = convert(tmp_path / "w.safetensors", last)
+    convert_checkpoint(source, first, ConvertOptions(dtype="bf16", min_seq_len=5, num_heads=8, metadata=metadata))
+    export_weights(first, tmp_path / "w.safetensors")
+    again = convert_checkpoint(tmp_path / "w.safetensors", last)
     assert again.notices == ["header fields and metadata that were not said are those that the checkpoint's own "
                              "metadata notes"]  # fmt: skip
     assert last.read_bytes() == first.read_bytes()
-    assert verify(first, against=tmp_path / "w.safetensors").ok
+    assert verify_weights(first, against=tmp_path / "w.safetensors").is_ok
 
 
 def test_what_is_said_goes_before_what_an_export_noted(tmp_path: Path) -> None:
     source, first, last = checkpoint(tmp_path / "c.pth", STATE), tmp_path / "w.bin", tmp_path / "again.bin"
-    convert(source, first, ConvertOptions(dtype="bf16", min_seq_len=5, num_heads=8, metadata={"a": "x"}))
-    export(first, tmp_path / "w.safetensors")
-    again = convert(tmp_path / "w.safetensors", last, ConvertOptions(num_heads=4), given=["min_seq_len", "metadata"])
-    header = kvcm.read(last).header
+    convert_checkpoint(source, first, ConvertOptions(dtype="bf16", min_seq_len=5, num_heads=8, metadata={"a": "x"}))
+    export_weights(first, tmp_path / "w.safetensors")
+    again = convert_checkpoint(
+        tmp_path / "w.safetensors", last, ConvertOptions(num_heads=4), specified_options=["min_seq_len", "metadata"]
+    )
+    header = kvcm.read_weight_file(last).header
     assert (header.dtype.name, header.min_seq_len, header.num_heads, header.metadata_size_bytes) == ("bf16", 2, 4, 0)
     assert again.notices[1:] == [
         "header field num_heads is 4, the checkpoint's metadata notes 8",
@@ -375,47 +377,47 @@ def test_what_is_said_goes_before_what_an_export_noted(tmp_path: Path) -> None:
         "header field metadata_size_bytes is 0, the checkpoint's metadata notes 12",
         "the metadata is another than the checkpoint's own metadata notes",
     ]
-    assert not verify(first, against=tmp_path / "w.safetensors", given=["min_seq_len"]).ok
+    assert not verify_weights(first, against=tmp_path / "w.safetensors", specified_options=["min_seq_len"]).is_ok
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_export_and_convert_are_inverse(tmp_path: Path, dtype: str) -> None:
     source = checkpoint(tmp_path / "c.pth", STATE)
-    convert(source, tmp_path / "w.bin", ConvertOptions(dtype=dtype))
-    file = kvcm.read(tmp_path / "w.bin")
-    assert export(file, tmp_path / "w.safetensors").tensors == len(STATE)
-    again = convert(tmp_path / "w.safetensors", tmp_path / "again.bin")
+    convert_checkpoint(source, tmp_path / "w.bin", ConvertOptions(dtype=dtype))
+    file = kvcm.read_weight_file(tmp_path / "w.bin")
+    assert export_weights(file, tmp_path / "w.safetensors").num_tensors == len(STATE)
+    again = convert_checkpoint(tmp_path / "w.safetensors", tmp_path / "again.bin")
     assert again.rounded_types == []
     same, rounded = (
-        verify(tmp_path / "again.bin", against=tmp_path / "w.safetensors"),
-        verify(again.target, against=source),
+        verify_weights(tmp_path / "again.bin", against=tmp_path / "w.safetensors"),
+        verify_weights(again.target, against=source),
     )
-    assert (same.ok, same.rounded, "rounded" in str(same)) == (True, False, False)
-    assert (rounded.rounded, f"rounded to {dtype}" in str(rounded)) == (dtype != "fp32", dtype != "fp32")
+    assert (same.is_ok, same.is_rounded, "rounded" in str(same)) == (True, False, False)
+    assert (rounded.is_rounded, f"rounded to {dtype}" in str(rounded)) == (dtype != "fp32", dtype != "fp32")
     assert (tmp_path / "again.bin").read_bytes() == (tmp_path / "w.bin").read_bytes()
-    export(file, tmp_path / "w.npz")
+    export_weights(file, tmp_path / "w.npz")
     with np.load(tmp_path / "w.npz") as arrays:
         assert list(arrays) == [
             f"{prefix}.{layer}.{slot}.{part}"
             for layer in range(2)
-            for prefix in kvcm.PREFIXES
-            for slot in kvcm.SLOTS
+            for prefix in kvcm.DEFAULT_PREFIXES
+            for slot in kvcm.DEFAULT_SLOTS
             for part in ("weight", "bias")
         ]
-        assert np.array_equal(arrays["compress_ik.1.3.weight"], file.block(1, 7).weight)
+        assert np.array_equal(arrays["compress_ik.1.3.weight"], file.get_block(1, 7).weight)
 
 
 def test_export_needs_names_that_fit(tmp_path: Path) -> None:
-    file = kvcm.parse(weight_file(count=9))
-    export(file, tmp_path / "nine.npz")
-    export(file, tmp_path / "named.npz", prefixes=("a", "b", "c"), slots=(1, 2, 3))
+    file = kvcm.parse_weight_file(weight_file(count=9))
+    export_weights(file, tmp_path / "nine.npz")
+    export_weights(file, tmp_path / "named.npz", prefixes=("a", "b", "c"), slots=(1, 2, 3))
     with np.load(tmp_path / "named.npz") as arrays:
         assert "c.0.3.bias" in arrays
     for prefixes in (("a", "b"), ("a", "a", "b")):
         with pytest.raises(KvmnnError, match="has 9 weights in a layer: expected"):
-            export(file, tmp_path / "x.npz", prefixes=prefixes)
+            export_weights(file, tmp_path / "x.npz", prefixes=prefixes)
     with pytest.raises(KvmnnError, match=r"ends in \.safetensors or \.npz"):
-        export(file, tmp_path / "x.bin")
+        export_weights(file, tmp_path / "x.bin")
 
 
 def test_export_on_the_command_line(

@@ -28,7 +28,7 @@ for at in range(0, 4096, 256):
     turned = rotated(plain, 128, 10000.0, np.arange(at, at + 256), "half") if part == "key" else plain
     array[at : at + 256] = to_dtype(turned, dtype).transpose(1, 0, 2)
 array = array.transpose(1, 0, 2)
-rotary = dense.Rotary(dims=128) if part == "key" else None
+rotary = dense.RopeConfig(dims=128) if part == "key" else None
 small = array[:, :64]
 dense.decode(dense.encode(small, rotary=rotary))  # all modules are loaded
 def peak(work):

@@ -10,7 +10,7 @@ import pytest
 from dense_samples import DTYPES, sample, streams
 
 from kvmnn import dense
-from kvmnn.dense.decoding import Places
+from kvmnn.dense.decoding import RowDecoder
 from kvmnn.errors import KvmnnError
 
 Words = np.ndarray[Any, Any]
@@ -27,7 +27,7 @@ def placed(stream: bytes, like: Words, given: dict[str, Any], **said: Any) -> tu
     begin, tokens = said.pop("begin", before), said.pop("tokens", like.shape[1])
     checksum = said.pop("checksum", struct.unpack_from("<Q", stream, 20)[0])
     said = {"history": before, "tables": given.get("tables")} | said
-    places = Places(rows, dense.inspect(stream).dtype if stream[:4] == b"KVMD" else "fp16")
+    places = RowDecoder(rows, dense.inspect(stream).dtype if stream[:4] == b"KVMD" else "fp16")
     return places.decode(np.frombuffer(stream, np.uint8), checksum, begin, tokens, **said), rows
 
 
@@ -62,7 +62,7 @@ def test_what_is_not_said_of_it_is_refused(number: int) -> None:
         {"begin": needed - 1},
         {"begin": 10**6},
         {"tables": None},
-        {"tables": dense.Tables.made_of([sample("cache", DTYPES[number], 2, 200, 16, 9)])},
+        {"tables": dense.SharedTables.from_arrays([sample("cache", DTYPES[number], 2, 200, 16, 9)])},
     ]
     for said in others:
         assert not placed(stream, array, given, **said)[0], said
@@ -85,16 +85,16 @@ def placed_as(changed: bytes, stream: bytes, array: Words, given: dict[str, Any]
     history = given["history"]
     rows = np.zeros((history.shape[1] + array.shape[1], array.shape[0], array.shape[2]), array.dtype)
     rows.transpose(1, 0, 2)[:, : history.shape[1]] = history
-    places = Places(rows.transpose(1, 0, 2), dense.inspect(stream).dtype)
+    places = RowDecoder(rows.transpose(1, 0, 2), dense.inspect(stream).dtype)
     said = {"history": history.shape[1], "tables": given["tables"]}
     return places.decode(np.frombuffer(changed, np.uint8), checksum, history.shape[1], array.shape[1], **said)
 
 
 def test_rows_that_no_stream_has() -> None:
     with pytest.raises(KvmnnError, match="token by token"):
-        Places(np.zeros((2, 5, 8), np.float32), "fp32")
+        RowDecoder(np.zeros((2, 5, 8), np.float32), "fp32")
     with pytest.raises(KvmnnError, match="no stream"):
-        Places(np.zeros((1, 1, 65536), np.float16), "fp16")
+        RowDecoder(np.zeros((1, 1, 65536), np.float16), "fp16")
 
 
 @pytest.mark.parametrize("number", range(len(DTYPES)))

@@ -17,9 +17,9 @@ from kvmnn.errors import FrameError
 
 Words = np.ndarray[Any, Any]
 HALF, NEIGHBOURS, PART = (
-    dense.Rotary(dims=16),
-    dense.Rotary(dims=16, pairing="interleaved"),
-    dense.Rotary(theta=500.0, dims=6, pairing="interleaved"),
+    dense.RopeConfig(dims=16),
+    dense.RopeConfig(dims=16, pairing="interleaved"),
+    dense.RopeConfig(theta=500.0, dims=6, pairing="interleaved"),
 )
 
 
@@ -53,7 +53,7 @@ def test_all_kinds_of_words(kind: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotary", [HALF, NEIGHBOURS, PART], ids=["half", "interleaved", "partial"])
-def test_rotated_rows(rotary: dense.Rotary, dtype: str) -> None:
+def test_rotated_rows(rotary: dense.RopeConfig, dtype: str) -> None:
     rng = np.random.default_rng(5)
     positions = np.sort(rng.choice(2000, 120, replace=False))
     values = near_rows(rng, 3, 120, 20)
@@ -100,7 +100,7 @@ def damaged() -> dict[str, bytes]:
         array = to_dtype(turned, dtype)
         array[:, 10] = array[:, 9]
         bits(array)[0, 20, 3] |= 0x7F80 << 8 * (array.itemsize - 2)
-        made[f"rows {dtype}"] = dense.encode(array, rotary=dense.Rotary(dims=8))
+        made[f"rows {dtype}"] = dense.encode(array, rotary=dense.RopeConfig(dims=8))
     made["words"] = dense.encode(sample("words", "fp16", 1, 20, 4, 1))
     made["frame"] = dense.encode(np.zeros((1, 900, 2), np.float32))
     return made
@@ -186,13 +186,13 @@ def test_wrong_history_is_refused_by_both() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rotary", [None, HALF, PART], ids=["none", "half", "partial"])
-def test_shared_tables(rotary: dense.Rotary | None, dtype: str) -> None:
+def test_shared_tables(rotary: dense.RopeConfig | None, dtype: str) -> None:
     rng = np.random.default_rng(9)
     values = near_rows(rng, 2, 300, 16)
     if rotary:
         values = rotated(values, rotary.dims, rotary.theta, np.arange(300), rotary.pairing)
     array = to_dtype(values, dtype)
-    tables = dense.Tables.made_of([array[:, :150]], rotary=rotary)
+    tables = dense.SharedTables.from_arrays([array[:, :150]], rotary=rotary)
     before, own = array[:, 100:180], array[:, 180:250]
     stream = dense.encode(own, tables=tables, history=before, positions=np.arange(180, 250) if rotary else None)
     info = dense.inspect(stream)
@@ -201,7 +201,7 @@ def test_shared_tables(rotary: dense.Rotary | None, dtype: str) -> None:
     assert np.array_equal(found, bits(own)) and np.array_equal(
         found, bits(dense.decode(stream, history=before, tables=tables))
     )
-    other = dense.Tables.made_of([array[:, 150:]], rotary=rotary)
+    other = dense.SharedTables.from_arrays([array[:, 150:]], rotary=rotary)
     for wrong in (other.data, None):
         with pytest.raises(Reject):
             dense_decoder.decode(stream, history=bits(before), tables=wrong)
@@ -211,8 +211,8 @@ def test_shared_tables(rotary: dense.Rotary | None, dtype: str) -> None:
 
 def test_damaged_tables_are_refused_by_both() -> None:
     array = sample("rotated", "bf16", 1, 200, 16, 2)
-    data = dense.Tables.made_of([array], rotary=HALF).data
-    stream = dense.encode(array[:, :40], tables=dense.Tables(data))
+    data = dense.SharedTables.from_arrays([array], rotary=HALF).data
+    stream = dense.encode(array[:, :40], tables=dense.SharedTables(data))
     assert dense.inspect(stream).table_set is not None
     for at in range(len(data)):
         changed = bytearray(data)
@@ -221,7 +221,7 @@ def test_damaged_tables_are_refused_by_both() -> None:
             with pytest.raises(Reject):
                 dense_decoder.decode(stream, tables=given)
             with pytest.raises(FrameError):
-                dense.decode(stream, tables=dense.Tables(given))
+                dense.decode(stream, tables=dense.SharedTables(given))
 
 
 def test_vectors(unpacked) -> None:

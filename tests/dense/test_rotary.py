@@ -10,26 +10,26 @@ import numpy as np
 import pytest
 
 from kvmnn import dense
-from kvmnn.dense import Rotary
+from kvmnn.dense import RopeConfig
 from kvmnn.errors import KvmnnError
 
 
-def radians(rotary: Rotary) -> Any:
+def radians(rotary: RopeConfig) -> Any:
     return rotary.frequencies.astype(np.float64) / 2.0**64 * 2 * math.pi
 
 
 def test_plain_frequencies() -> None:
     expected = 10000.0 ** (-2 * np.arange(32) / 64)
-    assert np.allclose(radians(Rotary()), expected, rtol=1e-12)
-    assert int(Rotary().frequencies[0]) == 2935890503282001226  # 2^64 / (2 pi), rounded
+    assert np.allclose(radians(RopeConfig()), expected, rtol=1e-12)
+    assert int(RopeConfig().frequencies[0]) == 2935890503282001226  # 2^64 / (2 pi), rounded
 
 
 def test_linear_and_ntk() -> None:
     plain = 10000.0 ** (-2 * np.arange(32) / 64)
-    assert np.allclose(radians(Rotary(scaling={"type": "linear", "factor": 4})), plain / 4, rtol=1e-12)
+    assert np.allclose(radians(RopeConfig(scaling={"type": "linear", "factor": 4})), plain / 4, rtol=1e-12)
     theta = 10000.0 * 8 ** (64 / 62)
     assert np.allclose(
-        radians(Rotary(scaling={"rope_type": "ntk", "factor": 8})), theta ** (-2 * np.arange(32) / 64), rtol=1e-12
+        radians(RopeConfig(scaling={"rope_type": "ntk", "factor": 8})), theta ** (-2 * np.arange(32) / 64), rtol=1e-12
     )
 
 
@@ -45,7 +45,7 @@ def test_yarn() -> None:
     plain = theta ** (-2 * np.arange(dims // 2) / dims)
     expected = plain / factor * ramp + plain * (1 - ramp)
     scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": length}
-    assert np.allclose(radians(Rotary(theta, dims, scaling=scaling)), expected, rtol=1e-12)
+    assert np.allclose(radians(RopeConfig(theta, dims, scaling=scaling)), expected, rtol=1e-12)
 
 
 def test_llama3() -> None:
@@ -67,24 +67,27 @@ def test_llama3() -> None:
         "high_freq_factor": high,
         "original_max_position_embeddings": length,
     }
-    assert np.allclose(radians(Rotary(theta, 128, scaling=scaling)), expected, rtol=1e-12)
+    assert np.allclose(radians(RopeConfig(theta, 128, scaling=scaling)), expected, rtol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"rope_theta": 5e5, "hidden_size": 4096, "num_attention_heads": 32}, Rotary(5e5, 128)),
-        ({"rope_theta": 1e4, "head_dim": 64}, Rotary(1e4, 64)),
-        ({"rotary_emb_base": 10000, "rotary_pct": 0.25, "hidden_size": 256, "num_attention_heads": 4}, Rotary(1e4, 16)),
-        ({"model_type": "gptj", "rotary_dim": 64, "n_embd": 4096}, Rotary(1e4, 64, "interleaved")),
-        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "head_dim": 128}, Rotary(1e6, 128)),
-        ({"text_config": {"rope_theta": 1e4, "head_dim": 32}}, Rotary(1e4, 32)),
-        ({"rope_theta": 1e4, "head_dim": 32, "rope_scaling": {"type": "dynamic", "factor": 2}}, Rotary(1e4, 32)),
+        ({"rope_theta": 5e5, "hidden_size": 4096, "num_attention_heads": 32}, RopeConfig(5e5, 128)),
+        ({"rope_theta": 1e4, "head_dim": 64}, RopeConfig(1e4, 64)),
+        (
+            {"rotary_emb_base": 10000, "rotary_pct": 0.25, "hidden_size": 256, "num_attention_heads": 4},
+            RopeConfig(1e4, 16),
+        ),
+        ({"model_type": "gptj", "rotary_dim": 64, "n_embd": 4096}, RopeConfig(1e4, 64, "interleaved")),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}, "head_dim": 128}, RopeConfig(1e6, 128)),
+        ({"text_config": {"rope_theta": 1e4, "head_dim": 32}}, RopeConfig(1e4, 32)),
+        ({"rope_theta": 1e4, "head_dim": 32, "rope_scaling": {"type": "dynamic", "factor": 2}}, RopeConfig(1e4, 32)),
         ({"model_type": "gpt2", "n_embd": 768}, None),
     ],
 )
-def test_from_config(config: dict[str, Any], expected: Rotary | None) -> None:
-    found = Rotary.from_config(config)
+def test_from_config(config: dict[str, Any], expected: RopeConfig | None) -> None:
+    found = RopeConfig.from_config(config)
     assert (found is None) == (expected is None)
     if found and expected:
         assert (found.pairing, found.dims) == (expected.pairing, expected.dims)
@@ -108,12 +111,12 @@ def test_from_config(config: dict[str, Any], expected: Rotary | None) -> None:
 )
 def test_wrong_parameters(options: dict[str, Any], message: str) -> None:
     with pytest.raises(KvmnnError, match=message):
-        Rotary(**options)
+        RopeConfig(**options)
 
 
 def test_what_inspect_says() -> None:
     array = np.random.default_rng(1).standard_normal((2, 100, 32)).astype(np.float16)
-    info = dense.inspect(dense.encode(np.concatenate([array, array], 1), rotary=Rotary(dims=32)))
+    info = dense.inspect(dense.encode(np.concatenate([array, array], 1), rotary=RopeConfig(dims=32)))
     assert info.rotary and info.method == "rows" and info.table_set is None
     text = str(info)
     assert text.startswith("fp16 dense stream [2, 200, 32]: 25,600 -> ") and "method rows, rotary" in text
@@ -123,19 +126,19 @@ def test_what_inspect_says() -> None:
 @pytest.mark.parametrize(
     ("rotary", "said"),
     [
-        (Rotary(dims=32), "theta=10000,dims=32"),
-        (Rotary(theta=500000.0, dims=128), "theta=500000,dims=128"),
-        (Rotary(theta=1234.5678, dims=4, pairing="interleaved"), "theta=1234.5678,dims=4,pairing=interleaved"),
-        (Rotary(theta=1e12, dims=6), "theta=1e+12,dims=6"),
-        (Rotary(dims=2), "dims=2,pairing=half, 0.159155 to 0.159155 turns a position"),
+        (RopeConfig(dims=32), "theta=10000,dims=32"),
+        (RopeConfig(theta=500000.0, dims=128), "theta=500000,dims=128"),
+        (RopeConfig(theta=1234.5678, dims=4, pairing="interleaved"), "theta=1234.5678,dims=4,pairing=interleaved"),
+        (RopeConfig(theta=1e12, dims=6), "theta=1e+12,dims=6"),
+        (RopeConfig(dims=2), "dims=2,pairing=half, 0.159155 to 0.159155 turns a position"),
         (
-            Rotary(dims=32, scaling={"type": "linear", "factor": 4}),
+            RopeConfig(dims=32, scaling={"type": "linear", "factor": 4}),
             "dims=32,pairing=half, 0.0397887 to 7.07555e-06 turns a position",
         ),
     ],
     ids=str,
 )
-def test_a_stream_says_how_it_was_rotated(rotary: Rotary, said: str) -> None:
+def test_a_stream_says_how_it_was_rotated(rotary: RopeConfig, said: str) -> None:
     array = np.random.default_rng(1).standard_normal((1, 100, 128)).astype(np.float16)
     stream = dense.encode(np.concatenate([array, array], 1), rotary=rotary)
     assert dense.inspect(stream).rope == said and f"rotary {said}" in str(dense.inspect(stream))
@@ -149,6 +152,6 @@ def test_a_stream_says_how_it_was_rotated(rotary: Rotary, said: str) -> None:
 def test_a_stream_of_a_table_set_leaves_it_to_the_set() -> None:
     array = np.random.default_rng(1).standard_normal((1, 200, 32)).astype(np.float16)
     array[:, 100:] = array[:, :100]
-    tables = dense.Tables.made_of([array], rotary=Rotary(dims=32))
+    tables = dense.SharedTables.from_arrays([array], rotary=RopeConfig(dims=32))
     info = dense.inspect(dense.encode(array, tables=tables))
     assert (info.rotary, info.rope, info.table_set) == (True, None, tables.id)

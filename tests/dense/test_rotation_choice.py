@@ -16,12 +16,12 @@ from kvmnn.lm.session import DecoderSession
 from kvmnn.lm.tokenizer import Tokenizer
 
 Words = np.ndarray[Any, Any]
-ROTARY = dense.Rotary(theta=10000.0, dims=16)
+ROTARY = dense.RopeConfig(theta=10000.0, dims=16)
 DTYPES = ["fp16", "bf16", "fp32"]
 TOKENS = 700
 
 
-def choose(array: Words, dtype: str, rotary: dense.Rotary, positions: Any = None) -> bytes:
+def choose(array: Words, dtype: str, rotary: dense.RopeConfig, positions: Any = None) -> bytes:
     """The stream of one array, with the rotation or without it."""
     return dense.encode_many([array], dtype=dtype, rotary=rotary, positions=positions, choose_rotation=True)[0]
 
@@ -29,10 +29,13 @@ def choose(array: Words, dtype: str, rotary: dense.Rotary, positions: Any = None
 @pytest.fixture(scope="module")
 def layers() -> list[Words]:
     """K of the shipped model in fp32, ``[kv_head, token, head_dim]`` of each layer."""
-    tokenizer, session = Tokenizer.open(FIXTURES / "lm"), DecoderSession.open(FIXTURES / "lm")
+    tokenizer, session = Tokenizer.open_for_model(FIXTURES / "lm"), DecoderSession.open(FIXTURES / "lm")
     text = (FIXTURES / "lm" / "texts" / "trace.py.txt").read_text(encoding="utf-8")
     ids = np.array(tokenizer.encode(text)[:TOKENS])
-    return [np.asarray(key[0]) for key, _ in session.step(ids, np.arange(TOKENS), session.empty()).present]
+    return [
+        np.asarray(key[0])
+        for key, _ in session.run_step(ids, np.arange(TOKENS), session.create_empty_past()).present_pairs
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -52,7 +55,7 @@ def test_encode_rotated_key_is_never_larger_than_without_rotation_or_as_frame(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_encode_wrong_rotation_of_a_long_array_is_left_out(layers: list[Words], dtype: str) -> None:
     array = to_dtype(layers[1], dtype)
-    wrong = dense.Rotary(theta=3.0, dims=64, pairing="interleaved")
+    wrong = dense.RopeConfig(theta=3.0, dims=64, pairing="interleaved")
     made = choose(array, dtype, wrong)
     assert not is_rotated(made)
     assert made == dense.encode(array, dtype=dtype)
@@ -68,7 +71,7 @@ def test_encode_many_chooses_for_each_array(layers: list[Words]) -> None:
 
 def test_encode_tables_keep_their_rotation(layers: list[Words]) -> None:
     array = to_dtype(np.ascontiguousarray(layers[1][:, :64]), "fp16")
-    tables = dense.Tables.made_of([to_dtype(layers[1], "fp16")], rotary=ROTARY)
+    tables = dense.SharedTables.from_arrays([to_dtype(layers[1], "fp16")], rotary=ROTARY)
     assert is_rotated(dense.encode_many([array], rotary=ROTARY, tables=[tables], choose_rotation=True)[0])
 
 

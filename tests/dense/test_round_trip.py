@@ -47,7 +47,7 @@ def test_words_come_back(
     kind: str, dtype: str, heads: int, tokens: int, dim: int, dims: int, pairing: str, seed: int
 ) -> None:
     array = sample(kind, dtype, heads, tokens, dim, seed)
-    rotary = dense.Rotary(dims=2 * dims, pairing=pairing) if 0 < 2 * dims <= dim else None
+    rotary = dense.RopeConfig(dims=2 * dims, pairing=pairing) if 0 < 2 * dims <= dim else None
     check(array, rotary=rotary)
 
 
@@ -73,9 +73,9 @@ def test_every_half_word_comes_back() -> None:
     words = np.arange(65536, dtype=np.uint16).reshape(1, 256, 256)
     for dtype in ("fp16", "bf16"):
         array = words.view(np.float16) if dtype == "fp16" else words
-        check(array, rotary=dense.Rotary(dims=256))
+        check(array, rotary=dense.RopeConfig(dims=256))
         again = np.concatenate([array, array[:, ::-1]], 1)
-        check(again, rotary=dense.Rotary(dims=128, pairing="interleaved"))
+        check(again, rotary=dense.RopeConfig(dims=128, pairing="interleaved"))
         check(again)
 
 
@@ -86,17 +86,19 @@ def test_rotation_pays_and_wrong_parameters_cost_size_only(dtype: str) -> None:
     positions = np.cumsum(rng.integers(1, 4, 400))
     for pairing in ("half", "interleaved"):
         keys = to_dtype(rotated(plain, 32, 10000.0, positions, pairing), dtype)
-        good = dense.Rotary(dims=32, pairing=pairing)
+        good = dense.RopeConfig(dims=32, pairing=pairing)
         told = len(check(keys, rotary=good, positions=positions))
         assert told < 0.9 * len(check(keys))
         assert told < len(check(keys, rotary=good))
-        assert told < len(check(keys, rotary=dense.Rotary(theta=500.0, dims=32, pairing=pairing), positions=positions))
+        assert told < len(
+            check(keys, rotary=dense.RopeConfig(theta=500.0, dims=32, pairing=pairing), positions=positions)
+        )
 
 
 def test_positions_of_all_kinds() -> None:
     rng = np.random.default_rng(5)
     array = to_dtype(near_rows(rng, 2, 100, 32, 10), "fp16")
-    rotary = dense.Rotary(dims=2)
+    rotary = dense.RopeConfig(dims=2)
     for positions in (
         np.arange(100) + ((1 << 31) - 100),
         rng.integers(0, 1 << 31, 100),
@@ -126,7 +128,7 @@ def test_several_layers_share_what_they_find() -> None:
     rng = np.random.default_rng(12)
     ids = rng.integers(0, 40, 500)
     keys = [near_rows(rng, 2, 40, 32)[:, ids] + 0.05 * rng.standard_normal((2, 500, 32)) for _ in range(3)]
-    rotary = dense.Rotary(dims=32)
+    rotary = dense.RopeConfig(dims=32)
     arrays, rotaries = [], []
     for plain in keys:
         turned = rotated(plain.astype(np.float32), 32, 10000.0, np.arange(500), "half")
@@ -154,7 +156,7 @@ def test_history_pays(dtype: str) -> None:
     plain = near_rows(np.random.default_rng(9), 4, 450, 32)
     for pairing in ("half", "interleaved"):
         keys = to_dtype(rotated(plain, 32, 10000.0, np.arange(450), pairing), dtype)
-        rotary = dense.Rotary(dims=32, pairing=pairing)
+        rotary = dense.RopeConfig(dims=32, pairing=pairing)
         stream = check(keys[:, 370:], history=keys[:, :370], rotary=rotary, positions=np.arange(370, 450))
         assert dense.inspect(stream).history == 256
         whole = dense.encode(keys[:, 370:], history=keys[:, 114:370], rotary=rotary, positions=np.arange(114, 450))
@@ -167,7 +169,7 @@ def test_history_pays(dtype: str) -> None:
 
 def test_every_level_gives_the_same_bytes() -> None:
     arrays = [(sample(kind, dtype, 3, 150, 48, 10), dtype) for kind in KINDS for dtype in DTYPES]
-    rotary = dense.Rotary(dims=32)
+    rotary = dense.RopeConfig(dims=32)
     made = []
     level = _simd.simd_level()
     try:
@@ -218,11 +220,11 @@ def test_limits() -> None:
     with pytest.raises(TypeError, match="cannot infer"):
         dense.encode(np.zeros((1, 1, 1), np.float64))
     with pytest.raises(KvmnnError, match="at most the head_dim, 8"):
-        dense.encode(np.zeros((1, 1, 8), np.float16), rotary=dense.Rotary(dims=16))
+        dense.encode(np.zeros((1, 1, 8), np.float16), rotary=dense.RopeConfig(dims=16))
     with pytest.raises(KvmnnError, match="positions has 2 entries: expected 1"):
-        dense.encode(np.zeros((1, 1, 8), np.float16), rotary=dense.Rotary(dims=8), positions=[1, 2])
+        dense.encode(np.zeros((1, 1, 8), np.float16), rotary=dense.RopeConfig(dims=8), positions=[1, 2])
     with pytest.raises(KvmnnError, match="expected 0 to"):
-        dense.encode(np.zeros((1, 1, 8), np.float16), rotary=dense.Rotary(dims=8), positions=[-1])
+        dense.encode(np.zeros((1, 1, 8), np.float16), rotary=dense.RopeConfig(dims=8), positions=[-1])
     with pytest.raises(KvmnnError, match="token_ids has shape"):
         dense.encode(np.zeros((1, 1, 8), np.float16), token_ids=[1, 2])
     with pytest.raises(KvmnnError, match="history has 2 heads"):

@@ -25,7 +25,7 @@ def keys(dtype: str, seed: int) -> Any:
     return to_dtype(rotated(plain, 32, 10000.0, np.arange(TOKENS), "half"), dtype)
 
 
-def blocks(array: Any, rotary: dense.Rotary | None, history: bool, **options: Any) -> int:
+def blocks(array: Any, rotary: dense.RopeConfig | None, history: bool, **options: Any) -> int:
     size = 0
     for begin in range(0, TOKENS, BLOCK):
         own = array[:, begin : begin + BLOCK]
@@ -39,8 +39,8 @@ def blocks(array: Any, rotary: dense.Rotary | None, history: bool, **options: An
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_shared_tables_and_history_pay(dtype: str) -> None:
-    array, rotary = keys(dtype, 1), dense.Rotary(dims=32)
-    tables = dense.Tables.made_of([keys(dtype, 2), keys(dtype, 3)], rotary=rotary)
+    array, rotary = keys(dtype, 1), dense.RopeConfig(dims=32)
+    tables = dense.SharedTables.from_arrays([keys(dtype, 2), keys(dtype, 3)], rotary=rotary)
     assert (tables.dtype, tables.rotary_dims) == (dtype, 32)
     alone, shared = blocks(array, rotary, False), blocks(array, None, False, tables=tables)
     assert shared < alone
@@ -49,8 +49,8 @@ def test_shared_tables_and_history_pay(dtype: str) -> None:
 
 def test_the_bytes_are_the_set() -> None:
     array = keys("bf16", 4)
-    tables = dense.Tables.made_of([array], rotary=dense.Rotary(dims=32))
-    again = dense.Tables(tables.data)
+    tables = dense.SharedTables.from_arrays([array], rotary=dense.RopeConfig(dims=32))
+    again = dense.SharedTables(tables.data)
     assert again.id == tables.id and again.data == tables.data
     stream = dense.encode(array[:, :64], tables=tables)
     assert dense.inspect(stream).table_set == tables.id
@@ -61,7 +61,7 @@ def test_the_bytes_are_the_set() -> None:
 @pytest.mark.parametrize("kind", ["noise", "words", "spikes", "zeros", "few"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_arrays_that_are_not_like_those_of_the_set(kind: str, dtype: str) -> None:
-    tables = dense.Tables.made_of([sample("cache", dtype, 2, 300, 16, 5)])
+    tables = dense.SharedTables.from_arrays([sample("cache", dtype, 2, 300, 16, 5)])
     array = sample(kind, dtype, 2, 50, 16, 6)
     stream = dense.encode(array, tables=tables)
     assert dense.decode(stream, tables=tables).tobytes() == array.tobytes()
@@ -70,8 +70,8 @@ def test_arrays_that_are_not_like_those_of_the_set(kind: str, dtype: str) -> Non
 
 def test_wrong_or_missing_tables() -> None:
     array = keys("fp16", 7)
-    rotary = dense.Rotary(dims=32)
-    right, wrong = (dense.Tables.made_of([keys("fp16", seed)], rotary=rotary) for seed in (8, 9))
+    rotary = dense.RopeConfig(dims=32)
+    right, wrong = (dense.SharedTables.from_arrays([keys("fp16", seed)], rotary=rotary) for seed in (8, 9))
     stream = dense.encode(array[:, :64], tables=right)
     with pytest.raises(FrameError, match=f"was made with the table set {right.id:016x}: give it"):
         dense.decode(stream)
@@ -82,40 +82,40 @@ def test_wrong_or_missing_tables() -> None:
     with pytest.raises(KvmnnError, match="tables are for fp16: the array is bf16"):
         dense.encode(array[:, :64].view(np.uint16), tables=right)
     with pytest.raises(KvmnnError, match="rotary differs from that of the tables"):
-        dense.encode(array[:, :64], tables=right, rotary=dense.Rotary(dims=16))
+        dense.encode(array[:, :64], tables=right, rotary=dense.RopeConfig(dims=16))
     with pytest.raises(KvmnnError, match="rotary has 32 dims"):
         dense.encode(array[:, :64, :16], tables=right)
     assert dense.encode(array[:, :64], tables=right, rotary=rotary) == stream
 
 
 def test_damaged_sets_are_refused() -> None:
-    data = dense.Tables.made_of([keys("fp32", 10)], rotary=dense.Rotary(dims=8)).data
+    data = dense.SharedTables.from_arrays([keys("fp32", 10)], rotary=dense.RopeConfig(dims=8)).data
     array = keys("fp32", 11)[:, :64]
-    stream = dense.encode(array, tables=dense.Tables(data))
+    stream = dense.encode(array, tables=dense.SharedTables(data))
     for length in range(len(data)):
         with pytest.raises(FrameError):
-            dense.Tables(data[:length])
+            dense.SharedTables(data[:length])
     for i in range(len(data)):
         broken = bytearray(data)
         broken[i] ^= 1 << i % 8
         with pytest.raises(FrameError):  # refused at once, or by its id
-            dense.decode(stream, tables=dense.Tables(broken))
+            dense.decode(stream, tables=dense.SharedTables(broken))
 
 
 def test_what_is_wrong_with_a_set_is_said() -> None:
-    data = dense.Tables.made_of([keys("bf16", 10)]).data
+    data = dense.SharedTables.from_arrays([keys("bf16", 10)]).data
     for at, value, said in (
         (5, 3, "table set has dtype 3: expected 0 to 2"),
         (6, 225, "table set has base 225: expected at most 224"),
         (7, 2, "table set has flags 0x02: expected 0 or 1"),
     ):
         with pytest.raises(FrameError, match=f"^{said}$"):
-            dense.Tables(data[:at] + bytes([value]) + data[at + 1 :])
+            dense.SharedTables(data[:at] + bytes([value]) + data[at + 1 :])
     with pytest.raises(FrameError, match=r"^table set has base 1: expected at most 0$"):
-        dense.Tables(data[:5] + b"\0\1" + data[7:])
+        dense.SharedTables(data[:5] + b"\0\1" + data[7:])
     for cut in (data[:9], data[: len(data) // 2], data[:-1], data + b"\0"):
         with pytest.raises(FrameError, match=r"^table set is cut, or longer than what it holds$"):
-            dense.Tables(cut)
+            dense.SharedTables(cut)
 
 
 def table_set(dtype: int, *fields: tuple[int, int]) -> bytes:
@@ -133,7 +133,7 @@ ONE_TABLE = ((0, 6), *[(63, 6)] * 10)
 def test_a_set_without_escapes() -> None:
     """One that no kvmnn makes: rows with symbols that it has no frequency for are stored as words."""
     used, table = ((1, 32), (0b11, 8)), ((0b001, 3), (0b0001, 4))  # frequencies of symbols 0 and 1: 1, what is left
-    tables = dense.Tables(table_set(0, *ONE_TABLE, *used, *table, (0, 5)))
+    tables = dense.SharedTables(table_set(0, *ONE_TABLE, *used, *table, (0, 5)))
     words = np.random.default_rng(2).integers(0, 1 << 16, (2, 64, 16), np.uint16).view("<f2")
     stream = dense.encode(words, tables=tables)
     assert dense.inspect(stream).method == "words" and dense.decode(stream).tobytes() == words.tobytes()
@@ -146,12 +146,12 @@ def test_sets_that_the_page_of_the_format_allows() -> None:
     low = ((0b10, 5), (1 << 5, 32), (0b11, 8), *table)  # of bucket 1: symbols 40 and 41
     runs = [field for _ in range(10) for field in ((63, 6), (0, 1))]
     data = table_set(1, (1, 6), *runs, *used, *table, *longer, *low)
-    assert dense.Tables(data).dtype == "bf16" and sorted(read_table_set(data).model.low) == [1]
+    assert dense.SharedTables(data).dtype == "bf16" and sorted(read_table_set(data).model.low) == [1]
     unused = table_set(1, (1, 6), *runs, *used, *table, (0, 2), (0, 5))  # a table without any frequency
     exponents = (((0b101, 3),), *(((0b111, 3), (e, 4)) for e in (12, 15)))  # -1, 12, 15
     for broken in (unused, *(table_set(1, *ONE_TABLE, *used, *one, (0, 9)) for one in exponents)):
         with pytest.raises(FrameError, match="tables that break their rules"):
-            dense.Tables(broken)
+            dense.SharedTables(broken)
         with pytest.raises(Reject):
             read_table_set(broken)
 
@@ -174,18 +174,18 @@ def test_numbers_of_surplus_bytes() -> None:
 
 def test_sets_are_made_of_arrays_of_one_kind() -> None:
     with pytest.raises(KvmnnError, match="no arrays"):
-        dense.Tables.made_of([])
+        dense.SharedTables.from_arrays([])
     with pytest.raises(KvmnnError, match="several dtypes"):
-        dense.Tables.made_of([keys("fp16", 1), keys("bf16", 1)])
+        dense.SharedTables.from_arrays([keys("fp16", 1), keys("bf16", 1)])
     with pytest.raises(KvmnnError, match="positions of 2 arrays: expected 1"):
-        dense.Tables.made_of([keys("fp16", 1)], rotary=dense.Rotary(dims=8), positions=[None, None])
+        dense.SharedTables.from_arrays([keys("fp16", 1)], rotary=dense.RopeConfig(dims=8), positions=[None, None])
 
 
 @pytest.mark.parametrize("history", [100, 128])
 def test_rows_that_repeat_in_their_high_bytes_alone_are_not_longer_than_a_frame(history: int) -> None:
     """Tables of few rows fit badly, and no words repeat: only a frame that is tried shows what lanes gain."""
     words = layers_of(text(history + 230))[1].keys
-    tables = dense.Tables.made_of([words], rotary=ROTARY)
+    tables = dense.SharedTables.from_arrays([words], rotary=ROTARY)
     rows = words[:, history:]
     stream = dense.encode(rows, history=words[:, :history], tables=tables)
     frame = kvmnn.encode(np.ascontiguousarray(rows.transpose(1, 0, 2)), effort="fast")

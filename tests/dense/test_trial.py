@@ -32,28 +32,28 @@ def keys(theta: float, dims: int, dim: int, pairing: str, positions: Any = None,
 @pytest.mark.parametrize("name", ["k_fp16", "k_fp32"])
 def test_keys_of_a_trained_model(name: str) -> None:
     for layer in gpt(name):
-        assert dense.find_rotary(layer) == dense.Rotary(theta=10000.0, dims=64)
+        assert dense.search_rope(layer) == dense.RopeConfig(theta=10000.0, dims=64)
         rounded = to_dtype(np.ascontiguousarray(layer, np.float32), "bf16")
-        assert dense.find_rotary(rounded[:, 100:300], np.arange(100, 300)) == dense.Rotary(theta=10000.0, dims=64)
+        assert dense.search_rope(rounded[:, 100:300], np.arange(100, 300)) == dense.RopeConfig(theta=10000.0, dims=64)
 
 
 def test_keys_of_a_model_that_rotates_a_quarter() -> None:
     """GPT-NeoX: 16 of 64 words."""
-    tokenizer, session = Tokenizer.open(FIXTURES / "lm"), DecoderSession.open(FIXTURES / "lm")
+    tokenizer, session = Tokenizer.open_for_model(FIXTURES / "lm"), DecoderSession.open(FIXTURES / "lm")
     ids = tokenizer.encode((FIXTURES / "lm" / "texts" / "trace.py.txt").read_text(encoding="utf-8"))[:300]
-    told = dense.Rotary(theta=10000.0, dims=16)
-    layers = session.step(np.array(ids), np.arange(300), session.empty()).present
-    found = [[dense.find_rotary(part[0].astype(np.float16)) for part in layer] for layer in layers]
+    told = dense.RopeConfig(theta=10000.0, dims=16)
+    layers = session.run_step(np.array(ids), np.arange(300), session.create_empty_past()).present_pairs
+    found = [[dense.search_rope(part[0].astype(np.float16)) for part in layer] for layer in layers]
     assert [keys for keys, _ in found[:3]] == [told] * 3
     assert all(keys in (told, None) and values is None for keys, values in found)
 
 
 def test_values_and_noise_are_not_rotated() -> None:
     for layer in gpt("v_fp16"):
-        assert dense.find_rotary(layer) is None
+        assert dense.search_rope(layer) is None
     for dtype in DTYPES:
         for kind in ("noise", "zeros", "words", "few", "spikes", "cache"):
-            assert dense.find_rotary(sample(kind, dtype, 4, 600, 64, 2), dtype=dtype) is None, kind
+            assert dense.search_rope(sample(kind, dtype, 4, 600, 64, 2), dtype=dtype) is None, kind
 
 
 @pytest.mark.parametrize(
@@ -69,46 +69,46 @@ def test_values_and_noise_are_not_rotated() -> None:
     ],
 )
 def test_usual_parameters(theta: float, dims: int, dim: int, pairing: str) -> None:
-    assert dense.find_rotary(keys(theta, dims, dim, pairing)) == dense.Rotary(theta, dims, pairing)
+    assert dense.search_rope(keys(theta, dims, dim, pairing)) == dense.RopeConfig(theta, dims, pairing)
 
 
 def test_positions_with_gaps() -> None:
     positions = np.cumsum(np.random.default_rng(2).integers(1, 40, 500))
     for dtype in DTYPES:
         array = keys(1e4, 32, 64, "half", positions, dtype)
-        assert dense.find_rotary(array, positions) == dense.Rotary(dims=32)
-        assert dense.find_rotary(array, list(range(500))) is None
+        assert dense.search_rope(array, positions) == dense.RopeConfig(dims=32)
+        assert dense.search_rope(array, list(range(500))) is None
 
 
 def test_scaled_frequencies() -> None:
     scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    told = dense.Rotary(5e5, 128, scaling={**scaling, "original_max_position_embeddings": 8192})
+    told = dense.RopeConfig(5e5, 128, scaling={**scaling, "original_max_position_embeddings": 8192})
     plain = near_rows(np.random.default_rng(3), 1, 900, 128, 50).astype(np.float64)
     at = np.arange(900) * 5000
     angles = at[:, None] * (told.frequencies / 2.0**64 * 2 * np.pi)
     a, b = plain[..., :64], plain[..., 64:]
     turned = np.concatenate([a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)], -1)
-    found = dense.find_rotary(turned.astype(np.float16), at)
+    found = dense.search_rope(turned.astype(np.float16), at)
     assert found is not None and np.array_equal(found.frequencies, told.frequencies)
     assert str(found) == "theta=500000,dims=128,scaling=llama3 with factor 8"
 
 
 def test_next_to_nothing() -> None:
     for shape in ((1, 1, 64), (2, 5, 1), (1, 2, 2), (3, 40, 7)):
-        assert dense.find_rotary(np.ones(shape, np.float16)) is None
+        assert dense.search_rope(np.ones(shape, np.float16)) is None
     for array in (np.zeros((2, 0, 8), np.float16), np.zeros((0, 5, 8), np.float16)):
-        assert dense.find_rotary(array) is None
+        assert dense.search_rope(array) is None
     with pytest.raises(KvmnnError, match="axes"):
-        dense.find_rotary(np.zeros((2, 2), np.float16))
+        dense.search_rope(np.zeros((2, 2), np.float16))
     with pytest.raises(KvmnnError, match="positions has 3 entries"):
-        dense.find_rotary(np.zeros((1, 2, 4), np.float16), [1, 2, 3])
+        dense.search_rope(np.zeros((1, 2, 4), np.float16), [1, 2, 3])
     with pytest.raises(KvmnnError, match="rotary is 'guess': expected a Rotary, 'auto' or None"):
         dense.encode(np.zeros((1, 2, 4), np.float16), rotary="guess")  # type: ignore[arg-type]
 
 
 def test_encode_takes_what_is_found() -> None:
     layers, values = gpt("k_fp16"), gpt("v_fp16")
-    told = dense.Rotary(dims=64)
+    told = dense.RopeConfig(dims=64)
     assert dense.encode(layers[1], rotary="auto") == dense.encode(layers[1], rotary=told)
     assert dense.encode(values[1], rotary="auto") == dense.encode(values[1])
     mixed = [layers[0], values[0], layers[1], values[1]]
@@ -118,7 +118,7 @@ def test_encode_takes_what_is_found() -> None:
     found = dense.encode(own, history=before, rotary="auto", positions=np.arange(300, 512))
     assert found == dense.encode(own, history=before, rotary=told, positions=np.arange(300, 512))
     assert found == dense.encode(own, history=before, rotary="auto", positions=np.arange(44, 512))
-    tables = dense.Tables.made_of([layers[0][:, :256]], rotary="auto")
-    assert tables.data == dense.Tables.made_of([layers[0][:, :256]], rotary=told).data
+    tables = dense.SharedTables.from_arrays([layers[0][:, :256]], rotary="auto")
+    assert tables.data == dense.SharedTables.from_arrays([layers[0][:, :256]], rotary=told).data
     block = layers[0][:, 256:320]
     assert dense.encode(block, tables=tables, rotary="auto") == dense.encode(block, tables=tables)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from repository import DOCS, FIXTURES, ROOT
 
-from kvmnn.evaluation import Settings, configurations, evaluate
+from kvmnn.evaluation import EvaluationSettings, evaluate, expand_configurations
 
 RESULTS: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "combined.json").read_text(encoding="utf-8"))[
     "results"
@@ -53,8 +53,8 @@ def test_perplexity_of_the_full_cache_is_what_the_shipped_model_gives() -> None:
     found = evaluate(
         FIXTURES / "lm",
         texts,
-        configurations(["full"], []),
-        settings=Settings(tokens=plain["settings"]["tokens"], chunk=512, timing=False),
+        expand_configurations(["full"], []),
+        settings=EvaluationSettings(tokens=plain["settings"]["tokens"], chunk=512, timing=False),
     )
     assert found.rows[0].nll == pytest.approx(plain["rows"][0]["nll"], abs=1e-6)
     assert found.rows[0].lossless_ratio == pytest.approx(plain["rows"][0]["lossless_ratio"], rel=1e-3)

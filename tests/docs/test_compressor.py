@@ -13,11 +13,11 @@ from repository import DOCS
 
 from kvmnn.compressor import kvcm
 from kvmnn.compressor.conversion import selection
-from kvmnn.compressor.conversion.inspect import of_file
-from kvmnn.compressor.conversion.semantics import findings
+from kvmnn.compressor.conversion.inspect import inspect_weight_file
+from kvmnn.compressor.conversion.semantics import check_weight_file
 from kvmnn.errors import WeightsError
 from kvmnn.formats.torch import opening, tensors, torch_names
-from kvmnn.formats.torch.archive import MAX_INFLATED
+from kvmnn.formats.torch.archive import MAX_INFLATED_BYTES
 
 TEXT = (DOCS / "compressor-weights.md").read_text(encoding="utf-8")
 
@@ -47,7 +47,7 @@ def half(*values: float) -> np.ndarray:
 
 
 def test_the_dump_is_what_kvmnn_writes() -> None:
-    header = kvcm.Header(
+    header = kvcm.WeightFileHeader(
         dtype_code=0, num_layers=1, head_dim=1, hidden_size=2, compression_factor=2, weight_count_per_layer=6
     )
     blocks = [
@@ -59,10 +59,10 @@ def test_the_dump_is_what_kvmnn_writes() -> None:
         (half(1), None),
     ]
     sink = io.BytesIO()
-    kvcm.write(sink, header, ((weight.reshape(1, -1), bias) for weight, bias in blocks))
+    kvcm.write_weight_file(sink, header, ((weight.reshape(1, -1), bias) for weight, bias in blocks))
     assert sink.getvalue() == dump()
-    file = kvcm.parse(dump())
-    assert list(findings(file)) == []
+    file = kvcm.parse_weight_file(dump())
+    assert list(check_weight_file(file)) == []
 
 
 def test_the_walk_through_covers_every_byte_and_names_what_kvmnn_reads() -> None:
@@ -75,11 +75,11 @@ def test_the_walk_through_covers_every_byte_and_names_what_kvmnn_reads() -> None
         position += len(found)
         told.append((field, value))
     assert position == len(data)
-    file = kvcm.parse(data)
+    file = kvcm.parse_weight_file(data)
     for field, value in told[1:12]:
         assert str(getattr(file.header, field)) == value.split()[0]
     expected = []
-    for row, block in zip(of_file(file).rows, file.blocks(), strict=True):
+    for row, block in zip(inspect_weight_file(file).rows, file.iter_blocks(), strict=True):
         expected.append((row.name, f"{row.shape[0]} x {row.shape[1]}" + (", bias" if row.bias else "")))
         expected.append(("weight", " ".join(str(v) for v in block.weight.reshape(-1).tolist())))
         if block.bias is not None:
@@ -137,30 +137,37 @@ def test_the_tables_of_codes_are_complete() -> None:
 
 @pytest.mark.parametrize("code", WARNED)
 def test_verify_code_of_a_warning_is_the_only_finding(code: str) -> None:
-    assert [(found.reason, found.is_error) for found in findings(kvcm.parse(WARNED[code]))] == [(code, False)]
+    assert [(found.reason, found.is_error) for found in check_weight_file(kvcm.parse_weight_file(WARNED[code]))] == [
+        (code, False)
+    ]
 
 
 @pytest.mark.parametrize("code", FORMAT)
 def test_a_code_of_the_reader(code: str) -> None:
     with pytest.raises(WeightsError) as refused:
-        kvcm.parse(FORMAT[code])
+        kvcm.parse_weight_file(FORMAT[code])
     assert refused.value.reason == code
 
 
 @pytest.mark.parametrize("code", SEMANTIC)
 def test_a_code_of_the_verifier(code: str) -> None:
-    assert code in [finding.reason for finding in findings(kvcm.parse(SEMANTIC[code])) if finding.is_error]
+    assert code in [
+        finding.reason for finding in check_weight_file(kvcm.parse_weight_file(SEMANTIC[code])) if finding.is_error
+    ]
 
 
 def test_limits_are_those_of_the_code() -> None:
     said = section("From a checkpoint").replace("\n", " ")
-    assert f"{opening.MAX_PICKLE >> 20} MiB of pickle, {opening.MAX_OPCODES:,} opcodes" in said
-    assert f"limit of {MAX_INFLATED >> 20} MiB, the weight file of {selection.MAX_OUTPUT >> 30} GiB" in said
-    assert f"a list of {len(torch_names._ALLOWED)} (what" in said
-    assert {kind.name for kind in tensors.ELEMENT_TYPES.values() if not kind.code} == {
+    assert f"{opening.MAX_PICKLE_BYTES >> 20} MiB of pickle, {opening.MAX_OPCODES:,} opcodes" in said
+    assert (
+        f"limit of {MAX_INFLATED_BYTES >> 20} MiB, the weight file of {selection.MAX_WEIGHT_FILE_BYTES >> 30} GiB"
+        in said
+    )
+    assert f"a list of {len(torch_names._ALLOWED_GLOBALS)} (what" in said
+    assert {kind.name for kind in tensors.ELEMENT_TYPES.values() if not kind.numpy_code} == {
         *("qint8", "quint8", "qint32", "quint4x2", "quint2x4"),
         *("float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
         *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     }
     assert all(f"{kind.name}" in said for kind in tensors.ELEMENT_TYPES.values() if kind.name.startswith("float8"))
-    assert f"1 to {kvcm.MAX_ELEMENTS:,}" in section("Block")
+    assert f"1 to {kvcm.MAX_WEIGHT_ELEMENTS:,}" in section("Block")

@@ -17,7 +17,7 @@ TEXT = (DOCS / "format.md").read_text(encoding="utf-8")
 ANY_MODE, ANY_CODEC, RLE, ZSTD = 0b111, 0b11, 1, 2
 CODEC_NUMBER = {RLE: 0, ZSTD: 1}
 
-needs_exact_zstd = pytest.mark.skipif(not zstd.byte_exact(), reason="these bytes need libzstd 1.5.2 to 1.5.6")
+needs_exact_zstd = pytest.mark.skipif(not zstd.is_byte_exact(), reason="these bytes need libzstd 1.5.2 to 1.5.6")
 
 
 # -- reading the page -----------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_links_within_the_page() -> None:
 
 def test_predictor_numbers() -> None:
     names = [row[1] for row in tables("Predictors")[0]]
-    assert names == list(predictors.NAMES)
+    assert names == list(predictors.PREDICTORS)
 
 
 @pytest.mark.parametrize("row", tables("Predictors")[1], ids=lambda row: row[0])
@@ -141,7 +141,7 @@ def test_choice_examples(row: list[str]) -> None:
     lane, payload = np.frombuffer(spelled(row[0]), np.uint8), spelled(row[1])
     mode, codec = re.match(r"(\w+), (RLE|ZSTD)", row[2]).groups()  # type: ignore[union-attr]
     assert _encoder.encode_stream(lane, ANY_MODE, ANY_CODEC) == stream(
-        payload, lane.size, {"RLE": RLE, "ZSTD": ZSTD}[codec], predictors.NAMES.index(mode)
+        payload, lane.size, {"RLE": RLE, "ZSTD": ZSTD}[codec], predictors.PREDICTORS.index(mode)
     )
 
 
@@ -294,13 +294,13 @@ def test_block_rule() -> None:
     constant, noise = np.zeros(600, np.float16), np.random.default_rng(1).bytes(1200)
     keys, values = constant, np.frombuffer(noise, np.float16)
     kept = kvmnn.encode_block(keys, values)
-    assert kept.stored and kept.value_frame is not None and len(kept.value_frame) > len(noise)  # joint
+    assert kept.is_stored and kept.value_frame is not None and len(kept.value_frame) > len(noise)  # joint
     assert kept.ratio == np.float32(kept.raw_bytes / kept.attempted_bytes)
     dropped = kvmnn.encode_block(values, values)
-    assert not dropped.stored and not dropped.fallback and dropped.ratio == 1.0
+    assert not dropped.is_stored and not dropped.fallback and dropped.ratio == 1.0
     assert dropped.compressed_bytes == dropped.raw_bytes and dropped.blob_hash == 0
     failed = kvmnn.encode_block(constant, b"", dtype="fp16")
-    assert not failed.stored and failed.fallback and failed.ratio == 1.0
+    assert not failed.is_stored and failed.fallback and failed.ratio == 1.0
     assert kept.raw_hash == kvmnn.fnv1a64(keys.tobytes() + values.tobytes())
     assert kept.key_frame is not None
     assert kept.blob_hash == kvmnn.fnv1a64(kept.key_frame + kept.value_frame)
@@ -349,7 +349,7 @@ def test_walk_through(title: str) -> None:
         explained += bytes.fromhex(code(cell))
     assert explained == dump
     assert kvmnn.decode(bytes(dump)).tobytes() == values.tobytes()
-    if zstd.byte_exact() or b"\x28\xb5\x2f\xfd" not in dump:
+    if zstd.is_byte_exact() or b"\x28\xb5\x2f\xfd" not in dump:
         assert kvmnn.encode(values) == dump
     dtype = {2: "fp16", 4: "fp32"}[values.itemsize]
     for n in range(len(dump)):

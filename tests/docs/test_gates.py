@@ -11,8 +11,8 @@ import gate_logs
 import pytest
 from repository import DOCS, ROOT
 
-from kvmnn.gates import RUNTIME_CASES, Limits, read_gate_file
-from kvmnn.gates.running.run_cases import KNOWN, cases_of
+from kvmnn.gates import RUNTIME_CASES, GateLimits, read_gate_file
+from kvmnn.gates.running.run_cases import CASE_NAMES, build_cases
 from kvmnn.gates.running.settings import RunSettings, read_run_config
 
 PAGE = (DOCS / "gates.md").read_text()
@@ -35,20 +35,20 @@ def test_the_commands_and_the_python_example(tmp_path: Path, monkeypatch: pytest
 def test_the_gate_file_is_one(tmp_path: Path) -> None:
     (text,) = re.findall(r'^    (\{"lossy_target".*\n.*)$', PAGE, re.M)
     (tmp_path / "g.json").write_text(text)
-    limits, notes = read_gate_file(tmp_path / "g.json", "runtime_store", Limits())
+    limits, notes = read_gate_file(tmp_path / "g.json", "runtime_store", GateLimits())
     assert (limits.max_lossless_decomp_us, notes) == (70000, [])
 
 
 def test_the_settings_of_runs_are_some(tmp_path: Path) -> None:
     (text,) = re.findall(r'^    (\{"prompts".*\n.*)$', PAGE, re.M)
     (tmp_path / "run.json").write_text(text)
-    config = read_run_config(tmp_path / "run.json", KNOWN)
-    store = next(case for case in cases_of("runtime", config) if case.mode == "store")
+    config = read_run_config(tmp_path / "run.json", CASE_NAMES)
+    store = next(case for case in build_cases("runtime", config) if case.mode == "store")
     assert (store.limits.lossy_target, store.limits.max_lossless_decomp_us, store.settings.generate) == (2, 200000, 64)
     assert store.engine["kv_lossless_block_tokens"] == 64
     named = set(re.findall(r"`(\w+)`", PAGE.partition("is one JSON object: settings (")[2].partition(")")[0]))
     assert named == {entry.name for entry in fields(RunSettings)}
-    assert len(cases_of("runtime", read_run_config(ROOT / "tools" / "gates.json", KNOWN))) == 4
+    assert len(build_cases("runtime", read_run_config(ROOT / "tools" / "gates.json", CASE_NAMES))) == 4
 
 
 def test_cases_and_gates_are_in_the_tables() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from repository import DOCS
 
 from kvmnn.cli.command import main
-from kvmnn.h2o import H2OConfig, plan
+from kvmnn.h2o import H2OConfig, plan_blocks
 
 PAGE = DOCS / "h2o.md"
 SCORES = [9, 1, 2, 8, 1, 0, 3, 7, 1, 2, 2, 5, 5]
@@ -31,5 +31,5 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 def test_what_is_said_of_the_defaults():
     """Nothing goes below 1,024 tokens."""
     assert H2OConfig(target_mode="adaptive").target_lossy_ratio == 3.0
-    lengths = [kv for kv in range(512, 2000) if plan([0.0] * -(-kv // 64), kv, H2OConfig()).evicted]
+    lengths = [kv for kv in range(512, 2000) if plan_blocks([0.0] * -(-kv // 64), kv, H2OConfig()).num_evicted]
     assert lengths[0] == 1024

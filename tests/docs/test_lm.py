@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from kvmnn.cli.parser import parse
+from kvmnn.cli.parser import parse_command_line
 from kvmnn.errors import KvmnnError
-from kvmnn.evaluation import Settings, evaluate
+from kvmnn.evaluation import EvaluationSettings, evaluate
 from kvmnn.evaluation.setup import presets
 from kvmnn.lm import dump_kv
-from kvmnn.policies import create
+from kvmnn.policies import create_policy
 from kvmnn.policies.registry import POLICIES
-from kvmnn.policies.specs import make
+from kvmnn.policies.specs import build_policy
 from kvmnn.reports import plots
 
 PAGE = (ROOT / "docs" / "lm.md").read_text(encoding="utf-8")
@@ -31,12 +31,12 @@ def test_there_are_commands_of_every_verb_that_runs_a_model() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_understood(command: str) -> None:
-    assert parse(shlex.split(command)[1:]) is not None
+    assert parse_command_line(shlex.split(command)[1:]) is not None
 
 
 def test_every_plot_is_described() -> None:
     table = PAGE.split("## Plots")[1].split("\n## ")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(plots.PLOTS)
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(plots.DRAW_FUNCTIONS)
 
 
 def test_every_preset_is_named() -> None:
@@ -47,7 +47,7 @@ def test_policies_without_a_default_budget_are_named() -> None:
     without = []
     for name in POLICIES:
         try:
-            make(name, {})
+            build_policy(name, {})
         except KvmnnError as exc:
             assert "expected a budget (tokens) or a keep_ratio" in str(exc)
             without.append(name)
@@ -85,10 +85,10 @@ def test_what_caches_are_worth_is_as_measured(tmp_path: Path) -> None:
     full, *rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in lines[1].splitlines()]
     for number, (what, held, *numbers) in enumerate(rows):
         cut = re.search(r"`(\w+)`", what)
-        policy = create(cut[1], budget=128) if cut else None
+        policy = create_policy(cut[1], budget=128) if cut else None
         dump_kv(model, text, tmp_path / f"{number}", policy, tokens=512, dtype="fp32" if cut else "fp16")
-        settings = Settings(tokens=1024, chunk=8, timing=False)
-        found = evaluate(model, text, settings=settings, jobs=0, start=tmp_path / f"{number}").rows
+        settings = EvaluationSettings(tokens=1024, chunk=8, timing=False)
+        found = evaluate(model, text, settings=settings, jobs=0, initial_source=tmp_path / f"{number}").rows
         assert [f"{found[0].perplexity:.3f}", f"{100 * found[0].accuracy:.1f} %"] == full[2:4]
         more = f"{found[1].versus_full.nll:+.4f}"
         assert [f"{found[1].perplexity:.3f}", f"{100 * found[1].accuracy:.1f} %", more] == numbers

@@ -13,7 +13,7 @@ from repository import DOCS
 
 def test_the_python_example(tmp_path: Path) -> None:
     text = (DOCS / "many.md").read_text(encoding="utf-8").split("## From Python")[1]
-    (program,) = [part for part in text.split("\n\nThe work")[0].split("\n\n    import") if "VerbWork" in part]
+    (program,) = [part for part in text.split("\n\nThe work")[0].split("\n\n    import") if "CommandWork" in part]
     (tmp_path / "program.py").write_text(dedent("    import" + program))
     np.savez(tmp_path / "a.npz", **{"layer_0.key": np.zeros((2, 64, 64), np.float16)})
     done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -34,7 +34,7 @@ def test_a_policy_is_short() -> None:
     examples = re.findall(r">>> @dataclass.*?\n(?:\.\.\. ?.*\n)+", section)
     assert len(examples) == 2
     for example in examples:
-        assert example.count("\n") < 40 and example.count("def ") == example.count("def rule(") == 1
+        assert example.count("\n") < 40 and example.count("def ") == example.count("def select_tokens(") == 1
 
 
 def test_tables_name_every_policy() -> None:
@@ -44,7 +44,7 @@ def test_tables_name_every_policy() -> None:
     for row in keeps:
         policy = POLICIES[row[0].strip("`")]
         looks = {"lengths": "lengths", "keys": "keys", "scores": "scores", "head scores": "scores by head"}
-        assert row[3] == looks[policy.needs]
+        assert row[3] == looks[policy.requires]
 
 
 def test_figures_are_the_benchmarks() -> None:
@@ -82,11 +82,11 @@ def test_every_option_of_every_policy_is_in_the_table_with_its_default() -> None
     for name, policy in EVERY.items():
         options = {entry.name: entry.default for entry in dataclasses.fields(policy) if entry.repr}
         rows = {cells[0].strip("`"): cells[1:] for cells in table[name]}
-        if issubclass(policy, policies.Budgeted):
+        if issubclass(policy, policies.BudgetedPolicy):
             options |= {"budget": policy.default_budget, "keep_ratio": policy.default_keep_ratio}
-            assert rows["budget"][2] == policy.budget_means
+            assert rows["budget"][2] == policy.budget_help
         else:
-            assert rows.pop("no `budget") == ["-", "-", policy.budget_means]
+            assert rows.pop("no `budget") == ["-", "-", policy.budget_help]
         assert set(rows) == set(options), name
         for option, default in options.items():
             said = rows[option][0].strip("`")
@@ -108,21 +108,21 @@ def test_values_of_options_are_those_that_the_policy_takes(name: str) -> None:
         base = {} if option in ("budget", "keep_ratio") else sized
         least = re.match(r"at least (\d+)", values)
         if least:
-            policies.create(name, **base, **{option: int(least[1])})
+            policies.create_policy(name, **base, **{option: int(least[1])})
             with pytest.raises(KvmnnError):
-                policies.create(name, **base, **{option: int(least[1]) - 1})
+                policies.create_policy(name, **base, **{option: int(least[1]) - 1})
         elif values == "above 0":
-            policies.create(name, **base, **{option: 1e-9})
+            policies.create_policy(name, **base, **{option: 1e-9})
             with pytest.raises(KvmnnError):
-                policies.create(name, **base, **{option: 0})
+                policies.create_policy(name, **base, **{option: 0})
         elif values == "0 to 1":
             for wrong, right in ((-0.01, 0.0), (1.01, 1.0)):
-                policies.create(name, **base, **{option: right})
+                policies.create_policy(name, **base, **{option: right})
                 with pytest.raises(KvmnnError):
-                    policies.create(name, **base, **{option: wrong})
+                    policies.create_policy(name, **base, **{option: wrong})
         elif values.startswith("any"):
             for value in (-1, 0, 7):
-                policies.create(name, **base, **{option: value})
+                policies.create_policy(name, **base, **{option: value})
         elif values.startswith("`"):
             assert [word.strip("`") for word in values.split(", ")] == list(get_args(declared[option]))
         else:

@@ -9,7 +9,7 @@ from repository import DOCS
 from kvmnn.frames import zstd
 
 
-@pytest.mark.skipif(not zstd.byte_exact(), reason="sizes of frames hold for libzstd 1.5.2 to 1.5.6")
+@pytest.mark.skipif(not zstd.is_byte_exact(), reason="sizes of frames hold for libzstd 1.5.2 to 1.5.6")
 def test_the_walk_through():
     page = (DOCS / "prefix-cache.md").read_text(encoding="utf-8")
     assert page.count("$ kvmnn ") > 12

@@ -39,18 +39,18 @@ def test_every_call_is_in_the_table() -> None:
 
 def test_the_sizes_of_a_unit() -> None:
     text = PAGE.read_text()
-    assert f"`{unit.MAGIC.decode()}`" in text
-    assert f"({encoding.UNIT_TOKENS} tokens, {encoding.UNIT_BYTES >> 20} MiB of raw bytes)" in text
-    assert unit.header_bytes(10, 4) == 8 + 12 + 32 + 4 * 10 + 24 * 4 + 8
+    assert f"`{unit.FRAME_MAGIC.decode()}`" in text
+    assert f"({encoding.MAX_UNIT_TOKENS} tokens, {encoding.MAX_UNIT_RAW_BYTES >> 20} MiB of raw bytes)" in text
+    assert unit.count_header_bytes(10, 4) == 8 + 12 + 32 + 4 * 10 + 24 * 4 + 8
     assert f"`{unit.DENSE_MAGIC.decode()}`" in text
-    assert f"at most {unit.MOST_HISTORY}; units that these need, at most {unit.MOST_CHAIN}" in text
-    assert unit.header_bytes(10, 4, 2) == 8 + 12 + 32 + 12 + 16 + 4 * 10 + 8 * 2 + 16 * 4 + 8
-    assert f"at least {100 - 100 * dense_encoding.WORTH:.0f} % smaller" in text
+    assert f"at most {unit.MAX_HISTORY_ROWS}; units that these need, at most {unit.MAX_CHAIN_UNITS}" in text
+    assert unit.count_header_bytes(10, 4, 2) == 8 + 12 + 32 + 12 + 16 + 4 * 10 + 8 * 2 + 16 * 4 + 8
+    assert f"at least {100 - 100 * dense_encoding.DENSE_MAX_SIZE_RATIO:.0f} % smaller" in text
     words = " ".join(text.split())
-    assert f"more than {100 * dense_encoding.SHARED - 100:.0f} % larger with these" in words
-    assert f"units of {table_sets.LEAST_TOKENS} tokens or more" in words
-    assert f"units of fewer than {putting.LEAST_OWN} tokens always share" in words
-    assert f"on one unit in {putting.TRIED_EVERY} from there" in words
+    assert f"more than {100 * dense_encoding.SHARED_TABLES_MAX_OVERHEAD - 100:.0f} % larger with these" in words
+    assert f"units of {table_sets.MIN_TABLE_TOKENS} tokens or more" in words
+    assert f"units of fewer than {putting.MIN_OWN_TABLE_TOKENS} tokens always share" in words
+    assert f"on one unit in {putting.RETRY_INTERVAL_UNITS} from there" in words
 
 
 SHARES = ("put_share", "get_share")
@@ -87,7 +87,7 @@ def test_figures_are_those_of_the_benchmark() -> None:
         assert all(rows[tokens]["stored"] < rows[tokens]["plain"] for tokens in (512, 1024, 2048)), engine
 
 
-@pytest.mark.skipif(not zstd.byte_exact(), reason="sizes of frames hold for libzstd 1.5.2 to 1.5.6")
+@pytest.mark.skipif(not zstd.is_byte_exact(), reason="sizes of frames hold for libzstd 1.5.2 to 1.5.6")
 def test_the_commands() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page.count("$ kvmnn store") > 5

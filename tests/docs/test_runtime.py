@@ -9,7 +9,7 @@ import tarfile
 
 from repository import DOCS, FIXTURES
 
-from kvmnn.runtime.config import _MINIMA, _NAMED, _SWITCHES, _TEXTS
+from kvmnn.runtime.config import _CHOICE_OPTIONS, _MIN_VALUES, _SWITCH_OPTIONS, _TEXT_OPTIONS
 
 PAGE = DOCS / "runtime.md"
 
@@ -31,4 +31,4 @@ def test_every_trace_that_is_named_ships() -> None:
 def test_every_option_is_in_the_table() -> None:
     table = PAGE.read_text().split("| key `kv_lossless_...` |")[1].split("\n\n")[0]
     told = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
-    assert told == {*_MINIMA, *_NAMED, *_SWITCHES, *_TEXTS}
+    assert told == {*_MIN_VALUES, *_CHOICE_OPTIONS, *_SWITCH_OPTIONS, *_TEXT_OPTIONS}

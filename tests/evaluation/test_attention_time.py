@@ -16,13 +16,13 @@ from repository import FIXTURES
 from tiny_decoders import Tiny
 
 from kvmnn.errors import ModelError
-from kvmnn.evaluation import Settings, evaluate
-from kvmnn.evaluation.measuring.attention_time import attention_time
+from kvmnn.evaluation import EvaluationSettings, evaluate
+from kvmnn.evaluation.measuring.attention_time import measure_attention_time
 from kvmnn.lm.documents import Document
-from kvmnn.lm.graph.profile import AttentionTime
+from kvmnn.lm.graph.profile import AttentionTimeStats
 from kvmnn.lm.runner import Runner
 from kvmnn.lm.session import DecoderSession
-from kvmnn.policies import create
+from kvmnn.policies import create_policy
 from kvmnn.policies.base import Policy
 
 IDS = np.arange(60) % 48
@@ -47,11 +47,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def timed(path: Path, policy: Policy | None = None, ids: np.ndarray = IDS) -> AttentionTime | None:
+def timed(path: Path, policy: Policy | None = None, ids: np.ndarray = IDS) -> AttentionTimeStats | None:
     def open_with(profile: Path | None) -> DecoderSession:
         return DecoderSession.open(path, bias=policy is not None, cache=False, profile=profile)
 
-    return attention_time(Runner(open_with(None), policy), ids, open_with)
+    return measure_attention_time(Runner(open_with(None), policy), ids, open_with)
 
 
 @pytest.mark.parametrize(("tiny", "operators"), FORMS.values(), ids=FORMS.keys())
@@ -62,13 +62,13 @@ def test_attention_is_a_part_of_the_step(tiny: Tiny, operators: int | None, tmp_
     assert 0 < found.seconds < found.model_seconds
     assert not list(folder.iterdir())
     session = DecoderSession.open(path, bias=False, profile=folder)
-    with closing(session.profile()) as profile:
+    with closing(session.open_profile()) as profile:
         assert operators in (None, len(profile.nodes))
 
 
 @pytest.mark.parametrize("policy", [None, "streaming"])
 def test_the_shipped_model(policy: str | None, folder: Path) -> None:
-    found = timed(FIXTURES / "lm" / "model.onnx", policy and create(policy, budget=16, skip_layers=(0,)))
+    found = timed(FIXTURES / "lm" / "model.onnx", policy and create_policy(policy, budget=16, skip_layers=(0,)))
     assert found is not None
     assert 0 < found.seconds < found.model_seconds
     assert not list(folder.iterdir())
@@ -82,13 +82,13 @@ def test_the_steps_are_those_of_tpot(tmp_path: Path, folder: Path) -> None:
     """The last 32 tokens but one; the prompt is read without a profile, and the cache is none the wiser."""
     path = Tiny().save(tmp_path / "model.onnx")
     runner = Runner(DecoderSession.open(path, bias=False))
-    attention_time(runner, IDS, lambda profile: DecoderSession.open(path, bias=False, profile=profile))
+    measure_attention_time(runner, IDS, lambda profile: DecoderSession.open(path, bias=False, profile=profile))
     other = Runner(DecoderSession.open(path, bias=False))
-    other.feed(IDS[:27])
+    other.step(IDS[:27])
     for token in IDS[27:59]:
-        other.feed([token])
-    assert runner.cache.seen == other.cache.seen == 59
-    for layer, expected in zip(runner.cache.layers(), other.cache.layers(), strict=True):
+        other.step([token])
+    assert runner.cache.num_seen == other.cache.num_seen == 59
+    for layer, expected in zip(runner.cache.copy_layers(), other.cache.copy_layers(), strict=True):
         np.testing.assert_allclose(layer.keys, expected.keys, atol=1e-5)
 
 
@@ -97,7 +97,7 @@ def test_a_graph_that_hides_it(tmp_path: Path, folder: Path) -> None:
     path = Tiny(half=True).save(tmp_path / "model.onnx")
     with pytest.raises(ModelError, match="the time of attention is not known: it is not found in the graph"):
         timed(path)
-    results = evaluate(path, [document()], settings=Settings(tokens=40, chunk=8, repeats=1), jobs=0)
+    results = evaluate(path, [document()], settings=EvaluationSettings(tokens=40, chunk=8, repeats=1), jobs=0)
     assert results.rows[0].tpot_seconds is not None
     assert results.rows[0].attention_seconds is None
     heads, _, line = (text.split(" | ") for text in results.to_text("markdown").splitlines()[:3])
@@ -108,7 +108,9 @@ def test_a_graph_that_hides_it(tmp_path: Path, folder: Path) -> None:
 
 def test_a_written_graph_in_the_table(tmp_path: Path) -> None:
     path = Tiny().save(tmp_path / "model.onnx")
-    results = evaluate(path, [document()], ["streaming"], [8], settings=Settings(tokens=40, chunk=8, repeats=1), jobs=0)
+    results = evaluate(
+        path, [document()], ["streaming"], [8], settings=EvaluationSettings(tokens=40, chunk=8, repeats=1), jobs=0
+    )
     assert all(row.to_dict()["attention_seconds"] > 0 for row in results.rows)
     assert "attention_seconds" in results.to_csv().splitlines()[0].split(",")
     assert "attention (ms)" in results.to_text("markdown")
@@ -124,7 +126,7 @@ def test_without_timing_nothing_is_profiled(tmp_path: Path, monkeypatch: pytest.
     path = Tiny().save(tmp_path / "model.onnx")
     for timing in (False, True):
         opened.clear()
-        evaluate(path, [document()], settings=Settings(tokens=40, chunk=8, repeats=1, timing=timing), jobs=0)
+        evaluate(path, [document()], settings=EvaluationSettings(tokens=40, chunk=8, repeats=1, timing=timing), jobs=0)
         assert [profile is not None for profile in opened] == [False, True][: 1 + timing]
 
 
@@ -137,7 +139,7 @@ def test_a_worker_that_is_ended_unwinds() -> None:
         "    with tempfile.TemporaryDirectory() as folder:\n"
         "        print(folder, file=lines, flush=True)\n"
         "        sys.stdin.read(); __import__('time').sleep(60)\n"
-        "worker._serve = serve\n"
+        "worker._run_order = serve\n"
         "sys.exit(worker.main())\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import OutputError, SourceError
-from kvmnn.evaluation.running.cell_store import CellStore, cell_key
+from kvmnn.evaluation.running.cell_store import CellStore, compute_cell_key
 from kvmnn.evaluation.setup.configurations import Configuration
-from kvmnn.evaluation.setup.settings import Settings
+from kvmnn.evaluation.setup.settings import EvaluationSettings
 from kvmnn.lm.documents import Document
 
 DOCUMENT = Document("a.txt", np.arange(5), 9, "ab" * 32)
 CONFIGURATION = Configuration("streaming 64", "streaming", {"budget": 64})
-BASE = ("score", "model", CONFIGURATION, DOCUMENT, Settings(), {"trace": False})
+BASE = ("score", "model", CONFIGURATION, DOCUMENT, EvaluationSettings(), {"trace": False})
 
 
 def test_what_is_stored_is_found_again(tmp_path):
@@ -118,9 +118,11 @@ def test_where_nothing_can_be_written(tmp_path):
 
 
 def test_a_key_is_that_of_everything_that_matters():
-    assert cell_key(*BASE) == cell_key(*BASE)
+    assert compute_cell_key(*BASE) == compute_cell_key(*BASE)
     renamed = Configuration("other label", "streaming", {"budget": 64, "sink": 4}, preset="p")
-    assert cell_key("score", "model", renamed, dataclasses.replace(DOCUMENT, name="b"), *BASE[4:]) == cell_key(*BASE)
+    assert compute_cell_key(
+        "score", "model", renamed, dataclasses.replace(DOCUMENT, name="b"), *BASE[4:]
+    ) == compute_cell_key(*BASE)
     others = [
         ("timing", *BASE[1:]),
         ("score", "other model", *BASE[2:]),
@@ -130,7 +132,7 @@ def test_a_key_is_that_of_everything_that_matters():
         (*BASE[:3], dataclasses.replace(DOCUMENT, ids=np.arange(6)), *BASE[4:]),
         (*BASE[:5], {"trace": True}),
     ]
-    keys = {cell_key(*BASE)} | {cell_key(*other) for other in others}
+    keys = {compute_cell_key(*BASE)} | {compute_cell_key(*other) for other in others}
     assert len(keys) == 1 + len(others)
 
 
@@ -149,11 +151,11 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in dataclasses.fields(Settings)])
+@pytest.mark.parametrize("name", [entry.name for entry in dataclasses.fields(EvaluationSettings)])
 def test_settings_that_change_a_score_change_its_key(name):
-    current = Settings()
+    current = EvaluationSettings()
     others = {"repeats": 9, "prefix_store": "prefixes"}
     value = CHANGED[name] if name in CHANGED else others.get(name, not getattr(current, name))
     changed = dataclasses.replace(current, **{name: value})
-    same = cell_key(*BASE[:4], changed, BASE[5]) == cell_key(*BASE)
+    same = compute_cell_key(*BASE[:4], changed, BASE[5]) == compute_cell_key(*BASE)
     assert same == (name not in CHANGED)

@@ -11,16 +11,16 @@ from kvmnn.errors import KvmnnError, OptionError
 from kvmnn.evaluation.setup.configurations import (
     Configuration,
     ProjectDefinition,
-    compared,
-    configurations,
-    shares,
+    expand_configurations,
+    parse_ratios,
+    resolve_configurations,
 )
-from kvmnn.policies import POLICIES, Full, LayerView
-from kvmnn.policies.specs import numbers
+from kvmnn.policies import POLICIES, FullCache, LayerState
+from kvmnn.policies.specs import parse_ints
 
 
 def test_every_policy_with_every_budget():
-    found = configurations(["streaming:sink=8", "recent_only"], [64, 128], (0,))
+    found = expand_configurations(["streaming:sink=8", "recent_only"], [64, 128], (0,))
     assert [(entry.label, dict(entry.options)) for entry in found] == [
         ("streaming 64 skip_layers=0 sink=8", {"budget": 64, "sink": 8, "skip_layers": (0,)}),
         ("streaming 128 skip_layers=0 sink=8", {"budget": 128, "sink": 8, "skip_layers": (0,)}),
@@ -30,49 +30,49 @@ def test_every_policy_with_every_budget():
 
 
 def test_a_spec_that_says_its_size_is_taken_once():
-    found = configurations(["streaming:budget=99", "l2_ratio:keep_ratio=0.5", "full"], [64, 128])
+    found = expand_configurations(["streaming:budget=99", "l2_ratio:keep_ratio=0.5", "full"], [64, 128])
     assert [entry.policy for entry in found] == ["streaming", "l2_ratio", "full"]
     assert found[0].options["budget"] == 99
     assert found[1].options["keep_ratio"] == 0.5
-    assert found[2].make() == Full()
+    assert found[2].create_policy() == FullCache()
 
 
 def test_budgets_that_no_policy_takes_are_refused():
     for specs in (["h2o_engine"], ["full", "h2o_engine:block_tokens=8"], ["full"]):
         with pytest.raises(OptionError, match="a budget of 64 and 128 tokens has no effect here"):
-            configurations(specs, [64, 128])
+            expand_configurations(specs, [64, 128])
     with pytest.raises(OptionError, match="h2o_engine: it has none: target_lossy_ratio, or target_keep_ratio with"):
-        compared(["h2o_engine"], 64, 100)
-    assert len(configurations(["full", "h2o_engine", "streaming"], [64, 128])) == 4
-    assert configurations([], [64]) == []
+        resolve_configurations(["h2o_engine"], 64, 100)
+    assert len(expand_configurations(["full", "h2o_engine", "streaming"], [64, 128])) == 4
+    assert expand_configurations([], [64]) == []
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_every_policy_of_the_registry_can_be_asked_for(name):
-    (found,) = configurations([name], [700])
-    policy = found.make()
+    (found,) = expand_configurations([name], [700])
+    policy = found.create_policy()
     assert policy.name == name
     assert policy.budget == 700
     assert Configuration.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    assert json.dumps(found.identity)
+    assert json.dumps(found.to_identity)
 
 
 def test_values_have_the_types_that_the_policy_declares():
-    (found,) = configurations(["l2_fixed:recent_ratio=1,strategy=keep_high,skip_layers=none"], [10])
+    (found,) = expand_configurations(["l2_fixed:recent_ratio=1,strategy=keep_high,skip_layers=none"], [10])
     assert found.options == {"budget": 10, "recent_ratio": 1.0, "strategy": "keep_high", "skip_layers": ()}
-    (found,) = configurations(["h2o_tokens:recent=25%,sink=10%"], [130])
+    (found,) = expand_configurations(["h2o_tokens:recent=25%,sink=10%"], [130])
     assert (found.options["recent"], found.options["sink"]) == (32, 13)
-    (found,) = configurations(["h2o_tokens:budget=40,recent=50%"], [130])
+    (found,) = expand_configurations(["h2o_tokens:budget=40,recent=50%"], [130])
     assert found.options["recent"] == 20
 
 
 def test_a_random_policy_draws_from_its_seed():
-    (found,) = configurations(["l2_fixed:strategy=random,skip_layers=none"], [5])
-    view = LayerView(tokens=40, keys=np.zeros((2, 40, 4), np.float32))
-    first, again, other = (found.make(seed).keep(view).tolist() for seed in ((1, 2), (1, 2), (1, 3)))
+    (found,) = expand_configurations(["l2_fixed:strategy=random,skip_layers=none"], [5])
+    view = LayerState(tokens=40, keys=np.zeros((2, 40, 4), np.float32))
+    first, again, other = (found.create_policy(seed).select_or_all(view).tolist() for seed in ((1, 2), (1, 2), (1, 3)))
     assert first == again
     assert first != other
-    assert "generator" not in found.identity["options"]
+    assert "generator" not in found.to_identity["options"]
 
 
 @pytest.mark.parametrize(
@@ -94,25 +94,25 @@ def test_a_random_policy_draws_from_its_seed():
 )
 def test_what_cannot_be(spec, message):
     with pytest.raises((KvmnnError, TypeError), match=message):
-        configurations([spec], [64])
+        expand_configurations([spec], [64])
 
 
 def test_a_share_needs_something_to_be_a_share_of():
     with pytest.raises(KvmnnError, match="a share of what"):
-        configurations(["h2o_tokens:keep_ratio=0.5,recent=50%"], [])
+        expand_configurations(["h2o_tokens:keep_ratio=0.5,recent=50%"], [])
 
 
 def test_lists():
-    assert numbers("0+1,2") == (0, 1, 2)
-    assert numbers("none") == numbers("") == ()
-    assert shares("0.2+1") == (0.2, 1.0)
+    assert parse_ints("0+1,2") == (0, 1, 2)
+    assert parse_ints("none") == parse_ints("") == ()
+    assert parse_ratios("0.2+1") == (0.2, 1.0)
     for wrong in ("nan", "1+x", "inf"):
         with pytest.raises(KvmnnError, match="expected"):
-            shares(wrong)
+            parse_ratios(wrong)
 
 
 def test_identity_has_no_label_and_all_defaults():
     one = Configuration("a", "streaming", {"budget": 512}, "p", ProjectDefinition("E1", "x"))
     two = Configuration("b", "streaming", {"budget": 512, "sink": 4, "skip_layers": ()})
-    assert one.identity == two.identity
-    assert one.identity != Configuration("a", "streaming", {"budget": 512}, positions="stored").identity
+    assert one.to_identity == two.to_identity
+    assert one.to_identity != Configuration("a", "streaming", {"budget": 512}, positions="stored").to_identity

@@ -12,12 +12,12 @@ from repository import FIXTURES
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, OptionError, SourceError
 from kvmnn.evaluation import EvaluationResult, evaluate
-from kvmnn.evaluation.evaluating import model_sha256
+from kvmnn.evaluation.evaluating import hash_model
 from kvmnn.evaluation.running import processes
 from kvmnn.evaluation.running.cell_store import CellStore
-from kvmnn.evaluation.setup.configurations import Configuration, configurations
-from kvmnn.evaluation.setup.presets import preset
-from kvmnn.evaluation.setup.settings import Settings
+from kvmnn.evaluation.setup.configurations import Configuration, expand_configurations
+from kvmnn.evaluation.setup.presets import expand_preset
+from kvmnn.evaluation.setup.settings import EvaluationSettings
 from kvmnn.lm.documents import read_documents
 from kvmnn.lm.tokenizer import Tokenizer
 from kvmnn.policies import POLICIES
@@ -40,7 +40,7 @@ OWN_PROCESS = {"process_peak_bytes", "process_opened_bytes"}
 
 @pytest.fixture(scope="module")
 def documents():
-    tokenizer = Tokenizer.open(MODEL)
+    tokenizer = Tokenizer.open_for_model(MODEL)
     found = {}
 
     def of(tokens, count=2):
@@ -53,7 +53,9 @@ def documents():
 
 
 def run(documents, wanted, jobs=0, store=None, progress=None, **settings):
-    return evaluate(MODEL, documents, wanted, settings=Settings(**settings), jobs=jobs, store=store, progress=progress)
+    return evaluate(
+        MODEL, documents, wanted, settings=EvaluationSettings(**settings), jobs=jobs, store=store, progress=progress
+    )
 
 
 def numbers(results):
@@ -91,7 +93,7 @@ class Counter:
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_a_budget_beyond_the_text_gives_exactly_the_numbers_of_the_full_cache(documents, chunk):
     specs = [f"{name}:recent=50%" if name == "h2o_heads" else name for name in sorted(POLICIES)]
-    wanted = configurations([*specs, "l2_fixed:strategy=random"], [64])
+    wanted = expand_configurations([*specs, "l2_fixed:strategy=random"], [64])
     results = run(documents(48), wanted, tokens=48, chunk=chunk, **QUICK)
     full, *others = numbers(results)
     assert results.refused == ()
@@ -108,7 +110,7 @@ def test_a_budget_beyond_the_text_gives_exactly_the_numbers_of_the_full_cache(do
 
 def test_policies_of_the_same_size_keep_exactly_that_size(documents):
     specs = ["recent_only", "streaming", "h2o_decayed", "h2o_decayed_heads", "h2o_tokens:recent=8"]
-    wanted = configurations(specs, [32])
+    wanted = expand_configurations(specs, [32])
     for chunk in (1, 4):
         rows = run(documents(128, 1), wanted, tokens=128, chunk=chunk, **QUICK).rows
         assert rows[0].tokens_kept == (128,) * 6
@@ -123,7 +125,7 @@ def test_policies_of_the_same_size_keep_exactly_that_size(documents):
 
 
 def test_skipped_layers_are_never_cut(documents):
-    results = run(documents(64), configurations(["streaming"], [16], (0, 5)), tokens=64, **QUICK)
+    results = run(documents(64), expand_configurations(["streaming"], [16], (0, 5)), tokens=64, **QUICK)
     full, cut = results.rows
     assert cut.tokens_kept == (64, 16, 16, 16, 16, 64)
     assert (full.unequal_layers, cut.unequal_layers) == (False, True)
@@ -134,7 +136,7 @@ def test_skipped_layers_are_never_cut(documents):
 
 
 def test_a_packed_cache_gives_the_same_numbers(documents):
-    wanted = configurations(["l2_fixed:recent_ratio=0.5", "streaming"], [24])
+    wanted = expand_configurations(["l2_fixed:recent_ratio=0.5", "streaming"], [24])
     plain = numbers(run(documents(80, 1), wanted, tokens=80, chunk=2, **QUICK))
     packed = numbers(run(documents(80, 1), wanted, tokens=80, chunk=2, packed="x86-avx2", **QUICK))
     assert [row["nll"] for row in plain] == [row["nll"] for row in packed]
@@ -156,7 +158,7 @@ def test_positions_of_the_cut_cache_are_the_classic_mistake(documents):
 
 def test_a_row_adds_its_documents_up(documents):
     texts = documents(90)
-    row = run(texts, configurations(["streaming"], [30]), tokens=90, deep_from=70, **QUICK).rows[1]
+    row = run(texts, expand_configurations(["streaming"], [30]), tokens=90, deep_from=70, **QUICK).rows[1]
     nll = sum(document.nll * document.tokens for document in row.documents)
     assert row.tokens == 180
     assert row.nll == pytest.approx(nll / 180)
@@ -173,10 +175,10 @@ def test_the_same_text_twice_counts_once(documents, tmp_path):
     again = tmp_path / "again.txt"
     again.write_bytes((FIXTURE / "texts" / NAMES[0]).read_bytes() + b"# and more behind what is scored\n")
     paths = [FIXTURE / "texts" / NAMES[0], again, FIXTURE / "texts" / NAMES[1], again]
-    settings = Settings(tokens=30, **QUICK)
+    settings = EvaluationSettings(tokens=30, **QUICK)
     found = evaluate(FIXTURE, paths, "streaming", 16, settings=settings, jobs=0)
     assert [text.name for text in found.documents] == list(NAMES)
-    assert numbers(found) == numbers(run(documents(30), configurations(["streaming"], [16]), tokens=30, **QUICK))
+    assert numbers(found) == numbers(run(documents(30), expand_configurations(["streaming"], [16]), tokens=30, **QUICK))
     (note,) = (note for note in found.notes if "counted once" in note)
     assert note == (
         "2 texts have the same tokens as others before, counted once: again.txt those of calendar.py.txt, again.txt~2 "
@@ -185,7 +187,7 @@ def test_the_same_text_twice_counts_once(documents, tmp_path):
 
 
 def test_one_document_has_no_interval(documents):
-    results = run(documents(40, 1), configurations(["recent_only"], [16]), tokens=40, **QUICK)
+    results = run(documents(40, 1), expand_configurations(["recent_only"], [16]), tokens=40, **QUICK)
     versus = results.rows[1].versus_full
     assert versus.nll is not None
     assert (versus.low, versus.high, versus.note) == (None, None, "one document: no interval")
@@ -194,8 +196,8 @@ def test_one_document_has_no_interval(documents):
 
 def test_a_short_text_is_said_to_be_one(tmp_path):
     (tmp_path / "short.txt").write_text("import os\n" * 5)
-    texts = read_documents([tmp_path / "short.txt"], Tokenizer.open(MODEL), 500)
-    results = run(texts, configurations(["streaming"], [400]), tokens=500, **QUICK)
+    texts = read_documents([tmp_path / "short.txt"], Tokenizer.open_for_model(MODEL), 500)
+    results = run(texts, expand_configurations(["streaming"], [400]), tokens=500, **QUICK)
     assert results.rows[1].deep.to_dict() == {
         "from": 250,
         "tokens": 0,
@@ -204,7 +206,7 @@ def test_a_short_text_is_said_to_be_one(tmp_path):
         "accuracy": None,
     }
     assert results.rows[1].versus_full.deep_nll is None
-    count = texts[0].tokens
+    count = texts[0].num_scored
     assert f"short.txt has only {count} tokens to score, 500 were asked for: all of it was scored." in results.notes
     assert any(f"a text of {count} tokens fits its budget" in note for note in results.notes)
 
@@ -217,7 +219,7 @@ def test_frames_of_the_words_as_they_are_held(documents):
 
 
 def test_traces_of_the_first_document(documents):
-    wanted = configurations(["streaming:skip_layers=0"], [16])
+    wanted = expand_configurations(["streaming:skip_layers=0"], [16])
     results = run(documents(300), wanted, tokens=300, chunk=2, traces=True, **QUICK)
     full, cut = results.traces
     assert (full.label, full.document) == ("full", "calendar.py.txt")
@@ -234,7 +236,7 @@ def test_traces_of_the_first_document(documents):
 
 
 def test_generation_is_timed(documents):
-    wanted = configurations(["streaming"], [24])
+    wanted = expand_configurations(["streaming"], [24])
     for row in run(documents(70, 1), wanted, tokens=70, repeats=2, chunk=10).rows:
         assert row.ttft_seconds > 0
         assert row.tpot_seconds > 0
@@ -251,7 +253,7 @@ def read_like(texts):
 
 
 def test_policies_for_prompts_take_the_first_chunk_for_it(documents):
-    wanted = configurations(["knorm", "streaming_press"], [16])
+    wanted = expand_configurations(["knorm", "streaming_press"], [16])
     results = run(documents(40, 1), wanted, tokens=40, **QUICK)
     assert [row.kind for row in results.rows] == ["LOSSLESS"] * 3
     why = "it cuts the first step only, which has 1 token: expected a longer prompt"
@@ -265,7 +267,7 @@ def test_policies_for_prompts_take_the_first_chunk_for_it(documents):
 
 def test_a_preset_by_its_projects_definition(documents):
     texts = documents(100)
-    wanted = preset("knorm-fixed:fix_kv_sizes=32,strategies=keep_low")
+    wanted = expand_preset("knorm-fixed:fix_kv_sizes=32,strategies=keep_low")
     results = run(texts, wanted, tokens=100, timing=False)
     full, baseline, low, window = results.rows
     assert [row.label for row in results.rows] == [
@@ -290,7 +292,7 @@ def test_a_preset_by_its_projects_definition(documents):
 
 
 def test_the_lazy_caches_of_streaming_llm_and_h2o(documents):
-    wanted = [entry for entry in preset("streaming-h2o") if entry.label in ("baseline", "h2o_4_32_256")]
+    wanted = [entry for entry in expand_preset("streaming-h2o") if entry.label in ("baseline", "h2o_4_32_256")]
     results = run(documents(600, 1), wanted, tokens=600, chunk=8, repeats=1)
     _, baseline, h2o = results.rows
     assert h2o.tokens_kept == (256,) * 6
@@ -307,7 +309,7 @@ def test_the_lazy_caches_of_streaming_llm_and_h2o(documents):
 
 
 def test_an_interrupted_run_goes_on_where_it_was(documents, tmp_path):
-    texts, wanted = documents(40), configurations(["streaming", "l2_fixed:strategy=random"], [16])
+    texts, wanted = documents(40), expand_configurations(["streaming", "l2_fixed:strategy=random"], [16])
     whole = numbers(run(texts, wanted, tokens=40, **QUICK))
     path = tmp_path / "cells.jsonl"
     with CellStore(path) as store, pytest.raises(KeyboardInterrupt):
@@ -351,7 +353,7 @@ def test_what_is_asked_for_twice_is_measured_once(documents):
 
 
 def test_processes_of_their_own_give_the_same_numbers_and_their_memory(documents):
-    texts, wanted = documents(60), configurations(["h2o_decayed"], [16])
+    texts, wanted = documents(60), expand_configurations(["h2o_decayed"], [16])
     here = run(texts, wanted, tokens=60, **QUICK)
     progress = Counter()
     there = run(texts, wanted, jobs=4, progress=progress, tokens=60, **QUICK)  # a document in each
@@ -360,13 +362,13 @@ def test_processes_of_their_own_give_the_same_numbers_and_their_memory(documents
     for row in there.rows:
         assert 10_000_000 < row.process_opened_bytes <= row.process_peak_bytes < 2_000_000_000
     assert here.rows[0].process_peak_bytes is None
-    lazy = run(texts[:1], preset("streaming-h2o")[:1], jobs=1, tokens=60, timing=False).rows[1]
+    lazy = run(texts[:1], expand_preset("streaming-h2o")[:1], jobs=1, tokens=60, timing=False).rows[1]
     assert lazy.project.process_peak_bytes == lazy.process_peak_bytes > 10_000_000
     assert EvaluationResult.from_dict(json.loads(there.to_text("json"))) == there
 
 
 def test_memory_does_not_grow_with_the_text(documents):
-    wanted = configurations(["streaming"], [64])
+    wanted = expand_configurations(["streaming"], [64])
     peaks = []
     for tokens in (192, 768):
         cut = run(documents(tokens, 1), wanted, jobs=2, tokens=tokens, chunk=16, **QUICK).rows[1]
@@ -378,12 +380,12 @@ def test_what_a_process_raises_arrives_here(documents, tmp_path):
     bad = tmp_path / "model.onnx"
     bad.write_bytes(MODEL.read_bytes()[:1000])
     with pytest.raises(KvmnnError) as caught:
-        evaluate(bad, documents(30, 1), [], settings=Settings(tokens=30, **QUICK), jobs=1)
+        evaluate(bad, documents(30, 1), [], settings=EvaluationSettings(tokens=30, **QUICK), jobs=1)
     assert str(bad) in str(caught.value)
-    assert type(processes._error("MissingDependencyError", "x")) is MissingDependencyError
-    assert type(processes._error("WeightsError", "x")) is KvmnnError
-    assert type(processes._error("TypeError", "x")) is TypeError
-    assert type(processes._error("MemoryError", "x")) is MemoryError
+    assert type(processes._create_error("MissingDependencyError", "x")) is MissingDependencyError
+    assert type(processes._create_error("WeightsError", "x")) is KvmnnError
+    assert type(processes._create_error("TypeError", "x")) is TypeError
+    assert type(processes._create_error("MemoryError", "x")) is MemoryError
 
 
 def test_a_process_that_dies_is_noticed(documents, monkeypatch):
@@ -394,7 +396,7 @@ def test_a_process_that_dies_is_noticed(documents, monkeypatch):
 
 def test_what_the_model_refuses_does_not_stop_the_others(documents):
     # Without a bias nothing can mask the tokens that go before they are attended.
-    wanted = configurations(["h2o_tokens:recent=4,buffer=0", "streaming"], [16])
+    wanted = expand_configurations(["h2o_tokens:recent=4,buffer=0", "streaming"], [16])
     results = run(documents(64, 1), wanted, tokens=64, chunk=32, slack=0, **QUICK)
     assert [row.label for row in results.rows] == ["full", "streaming 16"]
     (refused,) = results.refused
@@ -404,9 +406,9 @@ def test_what_the_model_refuses_does_not_stop_the_others(documents):
 
 def test_files_and_documents_give_the_same(documents):
     paths = [FIXTURE / "texts" / name for name in NAMES]
-    settings = Settings(tokens=30, **QUICK)
-    found = evaluate(FIXTURE, paths, configurations(["streaming"], [16]), settings=settings, jobs=0)
-    assert numbers(found) == numbers(run(documents(30), configurations(["streaming"], [16]), tokens=30, **QUICK))
+    settings = EvaluationSettings(tokens=30, **QUICK)
+    found = evaluate(FIXTURE, paths, expand_configurations(["streaming"], [16]), settings=settings, jobs=0)
+    assert numbers(found) == numbers(run(documents(30), expand_configurations(["streaming"], [16]), tokens=30, **QUICK))
     assert evaluate(FIXTURE, paths, settings=found.settings, jobs=0).settings == found.settings
     assert "streaming 16" in str(found)
     assert found.to_text("markdown").startswith("| policy |")
@@ -414,13 +416,13 @@ def test_files_and_documents_give_the_same(documents):
 
 
 def test_what_the_size_of_the_model_makes_senseless_is_refused_before_anything_is_measured(documents, tmp_path):
-    wanted = configurations(["recent_only", "streaming:skip_layers=0+9"], [16])
+    wanted = expand_configurations(["recent_only", "streaming:skip_layers=0+9"], [16])
     with pytest.raises(OptionError, match="skip_layers names layer 9, the model has 6 layers: expected 0 to 5"):
         run(documents(30, 1), wanted, tokens=30, store=tmp_path / "cells", **QUICK)
     with pytest.raises(OptionError, match=r"31 tokens are to be scored, .* 30 positions: expected at most --tokens 30"):
         (tmp_path / "model.onnx").write_bytes(MODEL.read_bytes())
         (tmp_path / "config.json").write_text('{"max_position_embeddings": 30}')
-        evaluate(tmp_path, documents(31, 1), [], settings=Settings(tokens=31, **QUICK), jobs=0)
+        evaluate(tmp_path, documents(31, 1), [], settings=EvaluationSettings(tokens=31, **QUICK), jobs=0)
     assert not (tmp_path / "cells").exists() or not (tmp_path / "cells").stat().st_size
 
 
@@ -428,17 +430,17 @@ def test_nothing_to_do():
     with pytest.raises(KvmnnError, match="expected at least one text"):
         evaluate(MODEL, [], [])
     with pytest.raises(SourceError, match="nowhere: does not exist"):
-        model_sha256("nowhere")
+        hash_model("nowhere")
 
 
 def test_the_digest_is_that_of_graph_and_weights(tmp_path):
     graph = tmp_path / "model[1].onnx"
     graph.write_bytes(b"graph")
-    one = model_sha256(graph)
+    one = hash_model(graph)
     (tmp_path / "model[1].onnx_data").write_bytes(b"weights")
-    two = model_sha256(graph)
+    two = hash_model(graph)
     (tmp_path / "model[1].onnx_data").write_bytes(b"Weights")
-    assert len({one, two, model_sha256(graph)}) == 3
+    assert len({one, two, hash_model(graph)}) == 3
 
 
 @pytest.mark.parametrize(
@@ -452,7 +454,7 @@ def test_the_digest_is_that_of_graph_and_weights(tmp_path):
 )
 def test_settings_that_cannot_be(settings, message):
     with pytest.raises(KvmnnError, match=message):
-        Settings(**settings)
+        EvaluationSettings(**settings)
 
 
 @pytest.mark.parametrize(
@@ -470,11 +472,11 @@ def test_settings_that_cannot_be(settings, message):
     ],
 )  # fmt: skip
 def test_rows_say_whether_a_scored_token_saw_a_cut_cache(documents, spec, budget, settings, evicted):
-    wanted = configurations([spec], [] if budget is None else [budget])
+    wanted = expand_configurations([spec], [] if budget is None else [budget])
     result = run(documents(48, 1), wanted, tokens=48, **settings, **QUICK)
     full, row = result.rows
-    assert (full.evicted, full.is_uncut) == (False, False)
-    assert (row.evicted, row.is_uncut) == (evicted, not evicted)
+    assert (full.evicted, full.has_no_eviction) == (False, False)
+    assert (row.evicted, row.has_no_eviction) == (evicted, not evicted)
     assert evicted == (abs(row.nll - full.nll) > 1e-4)
 
 
@@ -482,7 +484,7 @@ def test_rows_say_whether_a_scored_token_saw_a_cut_cache(documents, spec, budget
     ("deep", "prompt", "expected"), [(-1, 0, 48), (-1, 60, 60), (10, 60, 60), (70, 60, 70), (10, 0, 10)]
 )
 def test_deep_begins_behind_the_prompt(documents, deep, prompt, expected):
-    settings = Settings(tokens=96, prompt=prompt, deep_from=deep, chunk=12)
+    settings = EvaluationSettings(tokens=96, prompt=prompt, deep_from=deep, chunk=12)
     assert settings.deep_from == expected
     text = documents(96, 1)
     row = run(text, [], tokens=96, prompt=prompt, deep_from=deep, chunk=12, **QUICK).rows[0]

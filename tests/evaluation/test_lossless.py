@@ -8,7 +8,7 @@ import pytest
 import kvmnn
 from kvmnn.arrays.layer_cache import LayerCache
 from kvmnn.errors import FrameError
-from kvmnn.evaluation.measuring.lossless import frame_sizes
+from kvmnn.evaluation.measuring.lossless import measure_frame_sizes
 from kvmnn.frames import encoding
 from kvmnn.frames import encoding as frame
 
@@ -32,7 +32,7 @@ def coded(cache, dtype):
 
 def test_rounded_to_fp16_as_an_engine_holds_it():
     cache = layers()
-    found = frame_sizes(cache)
+    found = measure_frame_sizes(cache)
     assert (found.dtype, found.rounded) == ("fp16", True)
     assert found.full_bytes == 2 * 2 * 2 * 50 * 8 * 2  # layers, K and V, heads, tokens, words, bytes
     assert found.kept_bytes == 2 * 2 * 50 * 8 * 2
@@ -41,7 +41,7 @@ def test_rounded_to_fp16_as_an_engine_holds_it():
 
 def test_fp32_exactly_as_held():
     cache = layers()
-    found = frame_sizes(cache, "fp32")
+    found = measure_frame_sizes(cache, "fp32")
     assert (found.dtype, found.rounded) == ("fp32", False)
     assert found.full_bytes == 2 * 2 * 2 * 50 * 8 * 4
     assert found.frame_bytes == coded(cache, np.float32)
@@ -50,7 +50,7 @@ def test_fp32_exactly_as_held():
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_an_fp16_cache_stays_what_it_is(dtype):
     cache = layers(np.float16)
-    found = frame_sizes(cache, dtype)
+    found = measure_frame_sizes(cache, dtype)
     assert (found.dtype, found.rounded) == ("fp16", False)
     assert found.frame_bytes == coded(cache, np.float16)
 
@@ -58,7 +58,7 @@ def test_an_fp16_cache_stays_what_it_is(dtype):
 def test_beyond_fp16_is_infinite_and_no_warning():
     cache = layers()
     cache[0].keys[0, 0, 0] = 1e6
-    assert frame_sizes(cache).frame_bytes == coded_quietly(cache)
+    assert measure_frame_sizes(cache).frame_bytes == coded_quietly(cache)
 
 
 def coded_quietly(cache):
@@ -67,7 +67,7 @@ def coded_quietly(cache):
 
 
 def test_nothing_kept():
-    found = frame_sizes(layers(kept=(0, 0)))
+    found = measure_frame_sizes(layers(kept=(0, 0)))
     assert (found.kept_bytes, found.frame_bytes) == (0, 0)
     assert found.full_bytes > 0
 
@@ -76,4 +76,4 @@ def test_a_frame_that_does_not_decode_to_its_words_is_noticed(monkeypatch):
     good = encoding.encode
     monkeypatch.setattr(frame, "encode", lambda words, **rest: good(np.zeros_like(words), **rest))
     with pytest.raises(FrameError, match="layer 0: the frame of its keys does not decode to them"):
-        frame_sizes(layers())
+        measure_frame_sizes(layers())

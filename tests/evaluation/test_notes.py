@@ -10,29 +10,29 @@ import numpy as np
 import pytest
 from lm_results import document, row
 
-from kvmnn.evaluation.evaluating import _each_once
-from kvmnn.evaluation.notes import notes
-from kvmnn.evaluation.setup.presets import preset
-from kvmnn.evaluation.setup.settings import Settings
-from kvmnn.lm.cache.lossless_store import storing_notes
+from kvmnn.evaluation.evaluating import _drop_duplicates
+from kvmnn.evaluation.notes import build_notes
+from kvmnn.evaluation.setup.presets import expand_preset
+from kvmnn.evaluation.setup.settings import EvaluationSettings
+from kvmnn.lm.cache.lossless_store import describe_encoding
 from kvmnn.lm.documents import Document
-from kvmnn.policies.specs import make, options_of
-from kvmnn.reports.rows import Difference, Row
-from kvmnn.reports.runtime_figures import RuntimeFigures, RuntimeLayer, runs_together
+from kvmnn.policies.specs import build_policy, expand_spec
+from kvmnn.reports.rows import FullCacheDifference, ResultRow
+from kvmnn.reports.runtime_figures import RuntimeLayerStats, RuntimeStats, merge_runtime_stats
 from kvmnn.runtime import RuntimeConfig
 
 
-def of(spec: str, kind: str = "LOSSY", **more: Any) -> Row:
+def of(spec: str, kind: str = "LOSSY", **more: Any) -> ResultRow:
     """The row of a policy as an evaluation makes it, with all its options."""
-    ((name, options),) = options_of(spec)
-    found = make(name, options).options()
+    ((name, options),) = expand_spec(spec)
+    found = build_policy(name, options).to_options()
     sizes = {"budget": found.get("budget"), "keep_ratio": found.get("keep_ratio")}
     return row(spec, name, options=found, kind=kind, **sizes, **more)
 
 
-def said(rows: list[Row], tokens: int = 400, documents: int = 1, **settings: Any) -> list[str]:
+def said(rows: list[ResultRow], tokens: int = 400, documents: int = 1, **settings: Any) -> list[str]:
     texts = [text(tokens, str(number)) for number in range(documents)]
-    return list(notes(rows, texts, Settings(tokens=tokens, **settings)))
+    return list(build_notes(rows, texts, EvaluationSettings(tokens=tokens, **settings)))
 
 
 def text(tokens: int, name: str) -> Document:
@@ -117,13 +117,15 @@ def test_a_cache_that_no_scored_token_saw_cut_is_named(settings: dict[str, Any],
 def test_one_text_that_was_cut_in_time_needs_no_note() -> None:
     texts = [text(100, "short"), text(200, "long")]
     for chunk, late in ((100, False), (200, True)):
-        found = list(notes([of("streaming:budget=32")], texts, Settings(tokens=200, chunk=chunk)))
+        found = list(build_notes([of("streaming:budget=32")], texts, EvaluationSettings(tokens=200, chunk=chunk)))
         assert any("No scored token" in line for line in found) == late
 
 
 @pytest.mark.parametrize("documents", [1, 2, 9, 10])
 def test_few_documents_are_said_to_be_few(documents: int) -> None:
-    versus = Difference(documents=documents, level=0.95, nll=0.1, low=None if documents == 1 else 0.0, high=0.2)
+    versus = FullCacheDifference(
+        documents=documents, level=0.95, nll=0.1, low=None if documents == 1 else 0.0, high=0.2
+    )
     few = [line for line in said([of("streaming", versus_full=versus)], documents=documents) if "interval" in line]
     if documents == 1:
         assert few == ["One document: there is no interval for the differences to the full cache."]
@@ -149,25 +151,25 @@ def test_presets_say_the_options_of_their_projects() -> None:
             row(
                 entry.label,
                 entry.policy,
-                options=entry.policy_options(),
+                options=entry.list_options(),
                 preset=name,
                 budget=entry.options.get("budget"),
             )
-            for entry in preset(name)
+            for entry in expand_preset(name)
         ]
         assert f"Preset {name}, options of its project where you said none: {expected}" in said(rows)
     assert not any(line.startswith("Preset") for line in said([of("streaming")]))
 
 
 def test_a_runtime_that_encoded_nothing_says_what_would_have_to_be_different() -> None:
-    def runtime(tokens: int, raw: int = 0) -> RuntimeFigures:
-        layers = tuple(RuntimeLayer(layer=n, tokens=tokens, raw_bytes=raw if n < 2 else 0) for n in range(6))
+    def runtime(tokens: int, raw: int = 0) -> RuntimeStats:
+        layers = tuple(RuntimeLayerStats(layer=n, tokens=tokens, raw_bytes=raw if n < 2 else 0) for n in range(6))
         sizes = {"appended_bytes": 9, "live_bytes": 9, "held_bytes": 9}
-        return RuntimeFigures(mode="store", h2o_lossless_raw_bytes=2 * raw, layers=layers, **sizes)
+        return RuntimeStats(mode="store", h2o_lossless_raw_bytes=2 * raw, layers=layers, **sizes)
 
-    def of_runs(key: str, *runs: tuple[str, RuntimeFigures]) -> list[str]:
+    def of_runs(key: str, *runs: tuple[str, RuntimeStats]) -> list[str]:
         config = RuntimeConfig.from_engine({"kv_lossless_runtime_mode": "store", **json.loads(key)})
-        return storing_notes(runs, config)
+        return describe_encoding(runs, config)
 
     (line,) = of_runs("{}", ("full", runtime(200)), ("streaming 64", runtime(64)))
     assert line == (
@@ -184,33 +186,35 @@ def test_a_runtime_that_encoded_nothing_says_what_would_have_to_be_different() -
 
 
 def test_layers_that_a_full_queue_left_raw_are_not_called_out_of_scope() -> None:
-    encoded = [RuntimeLayer(layer=n, tokens=900, raw_bytes=5) for n in range(4)]
-    refused = [RuntimeLayer(layer=n, tokens=900, skips=1) for n in range(4, 6)]
+    encoded = [RuntimeLayerStats(layer=n, tokens=900, raw_bytes=5) for n in range(4)]
+    refused = [RuntimeLayerStats(layer=n, tokens=900, skips=1) for n in range(4, 6)]
     config = RuntimeConfig(mode="store", front_n=6, max_queue=2)
 
-    def lines(*layers: RuntimeLayer) -> list[str]:
+    def lines(*layers: RuntimeLayerStats) -> list[str]:
         sizes = {"appended_bytes": 9, "live_bytes": 9, "held_bytes": 9}
-        figures = RuntimeFigures(mode="store", h2o_lossless_raw_bytes=20, layers=layers, **sizes)
-        return storing_notes([("full", figures)], config)
+        figures = RuntimeStats(mode="store", h2o_lossless_raw_bytes=20, layers=layers, **sizes)
+        return describe_encoding([("full", figures)], config)
 
     (line,) = lines(*encoded, *refused)
     assert line == (
         "The queue was full (max_queue 2) before it came to layers 4 to 5, still raw at the end; "
         "more steps encode them."
     )
-    _, outside = lines(*encoded, refused[0], RuntimeLayer(layer=5, tokens=900))
+    _, outside = lines(*encoded, refused[0], RuntimeLayerStats(layer=5, tokens=900))
     assert outside.endswith("the others stay raw.")
 
 
 def test_why_nothing_was_encoded_is_judged_text_by_text() -> None:
-    def runtime(tokens: int, raw: int = 0) -> RuntimeFigures:
-        layers = (RuntimeLayer(layer=0, tokens=tokens, raw_bytes=raw),)
+    def runtime(tokens: int, raw: int = 0) -> RuntimeStats:
+        layers = (RuntimeLayerStats(layer=0, tokens=tokens, raw_bytes=raw),)
         sizes = {"appended_bytes": 9, "live_bytes": 9, "held_bytes": 9}
-        return RuntimeFigures(mode="store", h2o_lossless_raw_bytes=raw, layers=layers, **sizes)
+        return RuntimeStats(mode="store", h2o_lossless_raw_bytes=raw, layers=layers, **sizes)
 
-    def lines(*runs: RuntimeFigures) -> list[str]:
+    def lines(*runs: RuntimeStats) -> list[str]:
         empty = document().rows[0].documents[0]
-        full = row("full", "full", runtime=runs_together(runs), documents=[replace(empty, runtime=one) for one in runs])
+        full = row(
+            "full", "full", runtime=merge_runtime_stats(runs), documents=[replace(empty, runtime=one) for one in runs]
+        )
         found = said([full], documents=len(runs), lossless={"kv_lossless_runtime_mode": "store"})
         return [line for line in found if "encoded" in line]
 
@@ -225,15 +229,15 @@ def test_why_nothing_was_encoded_is_judged_text_by_text() -> None:
 
 def test_many_short_texts_are_one_sentence() -> None:
     texts = [text(tokens, f"t:{tokens}") for tokens in (20, 21, 22, 23, 400)]
-    asked = Settings(tokens=400)
-    (line,) = notes([row("full", "full")], texts, asked)
+    asked = EvaluationSettings(tokens=400)
+    (line,) = build_notes([row("full", "full")], texts, asked)
     assert line == "4 of 5 texts have fewer than the 400 tokens asked for, 20 (t:20) to 23: all of them was scored."
-    assert len(list(notes([row("full", "full")], texts[1:], asked))) == 3
+    assert len(list(build_notes([row("full", "full")], texts[1:], asked))) == 3
 
 
 def test_five_texts_that_repeat_another_are_named() -> None:
     said_of: list[str] = []
-    assert [found.name for found in _each_once([text(4, name) for name in "abcdefg"], said_of)] == ["a"]
+    assert [found.name for found in _drop_duplicates([text(4, name) for name in "abcdefg"], said_of)] == ["a"]
     assert said_of == [
         "6 texts have the same tokens as others before, counted once: b those of a, c those of a, d those of a, "
         "e those of a, f those of a and 1 more. An interval is over different texts."

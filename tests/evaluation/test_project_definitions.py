@@ -10,15 +10,15 @@ import pytest
 
 from kvmnn.evaluation.measuring.cells import ProjectCell
 from kvmnn.evaluation.measuring.project_definitions import measure_by_definition
-from kvmnn.evaluation.measuring.scoring import negative_log_probabilities
-from kvmnn.evaluation.rows import _project_numbers
+from kvmnn.evaluation.measuring.scoring import compute_nll
+from kvmnn.evaluation.rows import _build_project_numbers
 from kvmnn.evaluation.setup.configurations import ProjectDefinition
 
 VOCAB = 6
 RANDOM = np.random.default_rng(11)
 IDS = RANDOM.integers(0, VOCAB, 11)
 TABLE = RANDOM.standard_normal((11, VOCAB)).astype(np.float32)
-NLL, HITS = negative_log_probabilities(TABLE[:-1], IDS[1:])
+NLL, HITS = compute_nll(TABLE[:-1], IDS[1:])
 
 
 class Model:
@@ -32,7 +32,7 @@ class Model:
     def cache(self):
         return SimpleNamespace(tokens=[self.seen, min(self.seen, 4)])
 
-    def feed(self, ids, *, end_chunk=False):
+    def step(self, ids, *, end_chunk=False):
         self.chunks.append((len(ids), end_chunk))
         self.seen += len(ids)
         return TABLE[self.seen - len(ids) : self.seen]
@@ -40,7 +40,7 @@ class Model:
 
 def test_token_by_token():
     model = Model()
-    found = measure_by_definition(model, IDS, ProjectDefinition("E1", "x"), skipped=(0,))
+    found = measure_by_definition(model, IDS, ProjectDefinition("E1", "x"), skipped_layers=(0,))
     assert model.chunks == [(1, False)] * 10  # n - 1 tokens are scored, the last one is not fed
     assert (found.weight, found.scored_tokens, found.text_tokens) == (10, 10, 11)
     assert found.weighted_nll == pytest.approx(NLL.sum(), rel=1e-12)
@@ -50,13 +50,13 @@ def test_token_by_token():
 
 
 def test_the_final_size_is_that_of_the_first_layer_not_skipped():
-    assert measure_by_definition(Model(), IDS, ProjectDefinition("E1", "x"), skipped=()).final_cache_tokens == 10
+    assert measure_by_definition(Model(), IDS, ProjectDefinition("E1", "x"), skipped_layers=()).final_cache_tokens == 10
 
 
 @pytest.mark.parametrize("chunk", [2, 3, 4, 5, 11, 1024])
 def test_in_chunks(chunk):
     model = Model()
-    found = measure_by_definition(model, IDS, ProjectDefinition("E2", "x", chunk), skipped=())
+    found = measure_by_definition(model, IDS, ProjectDefinition("E2", "x", chunk), skipped_layers=())
     sizes = [min(chunk, 11 - begin) for begin in range(0, 11, chunk)]
     assert model.chunks == [(size, True) for size in sizes]
     weighted, weight, hits = 0.0, 0, 0
@@ -80,5 +80,5 @@ def test_one_token_is_no_text():
 def test_a_text_whose_time_is_too_short_for_the_clock_has_no_speed():
     sizes = {"weight": 9, "weighted_nll": 9.0, "hits": 3, "scored_tokens": 9, "text_tokens": 10}
     cells = [ProjectCell(**sizes, seconds=seconds, final_cache_tokens=4) for seconds in (2.0, 0.0)]
-    found = _project_numbers(ProjectDefinition("E1", "x"), cells, None, None, 2)
+    found = _build_project_numbers(ProjectDefinition("E1", "x"), cells, None, None, 2)
     assert found.tokens_per_second == 5.0

@@ -11,18 +11,18 @@ from repository import FIXTURES
 
 import kvmnn.lm
 from kvmnn.errors import KvmnnError, OptionError
-from kvmnn.evaluation import EvaluationResult, Settings, evaluate, preset
-from kvmnn.evaluation.setup.configurations import compared
-from kvmnn.policies import create
+from kvmnn.evaluation import EvaluationResult, EvaluationSettings, evaluate, expand_preset
+from kvmnn.evaluation.setup.configurations import resolve_configurations
+from kvmnn.policies import create_policy
 
 MODEL = FIXTURES / "lm"
 TEXTS = [MODEL / "texts" / name for name in ("calendar.py.txt", "asyncio__tasks.py.txt")]
-SETTINGS = Settings(tokens=40, chunk=8, timing=False, project_definitions=False)
+SETTINGS = EvaluationSettings(tokens=40, chunk=8, timing=False, project_definitions=False)
 
 
 @pytest.fixture(scope="module")
 def result() -> EvaluationResult:
-    policies = ["recent_only", "streaming:sink=2", create("recent_only", budget=12)]
+    policies = ["recent_only", "streaming:sink=2", create_policy("recent_only", budget=12)]
     return kvmnn.lm.evaluate(MODEL, TEXTS, policies, [16, "50%"], settings=SETTINGS, jobs=0)
 
 
@@ -39,8 +39,8 @@ def test_policies_and_budgets(result: EvaluationResult) -> None:
 
 
 def test_what_a_result_gives(result: EvaluationResult, tmp_path: Path) -> None:
-    assert result.table().startswith("| policy |") and "| streaming 16 sink=2 |" in result.table()
-    assert max(map(len, result.table(80).splitlines())) <= 80
+    assert result.format_table().startswith("| policy |") and "| streaming 16 sink=2 |" in result.format_table()
+    assert max(map(len, result.format_table(80).splitlines())) <= 80
     lines = list(csv.DictReader(io.StringIO(result.to_csv())))
     assert [float(line["nll"]) for line in lines if not line["document"]] == [row.nll for row in result.rows]
     assert any(path.name == "perplexity_over_budget.png" for path in result.plot(tmp_path / "plots"))
@@ -52,10 +52,10 @@ def test_one_text_and_no_policy_are_the_baseline() -> None:
 
 
 def test_what_may_be_compared() -> None:
-    assert [entry.label for entry in compared("streaming", "25%", 400)] == ["streaming 100"]
-    assert compared(preset("knorm-ratio"), (), 100) == preset("knorm-ratio")
+    assert [entry.label for entry in resolve_configurations("streaming", "25%", 400)] == ["streaming 100"]
+    assert resolve_configurations(expand_preset("knorm-ratio"), (), 100) == expand_preset("knorm-ratio")
     with pytest.raises(OptionError, match="budgets are for policies that are named"):
-        compared(create("streaming", budget=9), [64], 100)
+        resolve_configurations(create_policy("streaming", budget=9), [64], 100)
     for policies, budgets, message in (("none", 4, "unknown policy 'none'"), ("streaming", "much", "'much' is not")):
         with pytest.raises(KvmnnError, match=message):
-            compared(policies, budgets, 100)
+            resolve_configurations(policies, budgets, 100)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kvmnn.errors import KvmnnError
 from kvmnn.evaluation.measuring import scoring
-from kvmnn.evaluation.measuring.cells import Sums
-from kvmnn.evaluation.measuring.scoring import negative_log_probabilities, score, summary
+from kvmnn.evaluation.measuring.cells import LossSums
+from kvmnn.evaluation.measuring.scoring import compute_nll, score_document, summarize
 
 
 class Table:
@@ -22,7 +22,7 @@ class Table:
         self.table = table
         self.fed = []
 
-    def feed(self, ids, *, end_chunk=False):
+    def step(self, ids, *, end_chunk=False):
         begin = sum(len(chunk) for chunk, _ in self.fed)
         self.fed.append((ids.tolist(), end_chunk))
         return self.table[begin : begin + len(ids)]
@@ -33,7 +33,7 @@ def test_against_a_plain_softmax(seed, tokens, vocab, scale):
     random = np.random.default_rng(seed)
     logits = (random.standard_normal((tokens, vocab)) * scale).astype(np.float32)
     targets = random.integers(0, vocab, tokens)
-    nll, hits = negative_log_probabilities(logits, targets)
+    nll, hits = compute_nll(logits, targets)
     for row, target, found, hit in zip(logits.astype(np.float64), targets, nll, hits, strict=True):
         expected = math.log(math.fsum(math.exp(x - row[target]) for x in row)) if np.ptp(row) < 500 else None
         if expected is not None:
@@ -46,9 +46,9 @@ def test_logits_are_never_changed_and_blocks_make_no_difference(monkeypatch):
     logits = np.random.default_rng(1).standard_normal((7, 11)).astype(np.float32)
     targets = np.arange(7)
     before = logits.copy()
-    whole = negative_log_probabilities(logits, targets)
-    monkeypatch.setattr(scoring, "_BLOCK_WORDS", 25)
-    parts = negative_log_probabilities(logits, targets)
+    whole = compute_nll(logits, targets)
+    monkeypatch.setattr(scoring, "_BLOCK_ELEMENTS", 25)
+    parts = compute_nll(logits, targets)
     assert np.array_equal(whole[0], parts[0])
     assert np.array_equal(whole[1], parts[1])
     assert np.array_equal(logits, before)
@@ -56,7 +56,7 @@ def test_logits_are_never_changed_and_blocks_make_no_difference(monkeypatch):
 
 def test_masked_words_and_equal_logits():
     logits = np.array([[0.0, 0.0, -np.inf]], np.float32)
-    nll, hits = negative_log_probabilities(logits, np.array([1]))
+    nll, hits = compute_nll(logits, np.array([1]))
     assert nll[0] == math.log(2)
     assert not hits[0]  # of equal logits the lower id is the most probable
 
@@ -67,8 +67,8 @@ def test_the_same_tokens_whatever_the_chunk(chunk):
     ids = random.integers(0, 8, 12)
     table = random.standard_normal((11, 8)).astype(np.float32)
     model, seen = Table(table), []
-    found = score(model, ids, chunk=chunk, deep_from=6, after=seen.append)
-    nll, hits = negative_log_probabilities(table, ids[1:])
+    found = score_document(model, ids, chunk=chunk, tail_start=6, on_step=seen.append)
+    nll, hits = compute_nll(table, ids[1:])
     assert [token for part, _ in model.fed for token in part] == ids[:-1].tolist()
     assert all(end == (chunk > 1) for _, end in model.fed)
     assert (found.every.tokens, found.deep.tokens) == (11, 5)
@@ -80,9 +80,9 @@ def test_the_same_tokens_whatever_the_chunk(chunk):
 
 
 def test_text_shorter_than_deep_has_no_deep_tokens():
-    found = score(Table(np.zeros((3, 4), np.float32)), np.zeros(4, np.int64), chunk=2, deep_from=3)
+    found = score_document(Table(np.zeros((3, 4), np.float32)), np.zeros(4, np.int64), chunk=2, tail_start=3)
     assert found.deep.tokens == 0
-    assert summary(Sums(0, 0.0, 0)).to_dict() == {"tokens": 0, "nll": None, "perplexity": None, "accuracy": None}
+    assert summarize(LossSums(0, 0.0, 0)).to_dict() == {"tokens": 0, "nll": None, "perplexity": None, "accuracy": None}
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -90,17 +90,17 @@ def test_what_is_not_finite_is_refused_by_position(value):
     table = np.zeros((6, 4), np.float32)
     table[4, 2] = value
     with pytest.raises(KvmnnError, match="logits at position 4 give no finite log-probability"):
-        score(Table(table), np.full(7, 2), chunk=3, deep_from=0)
+        score_document(Table(table), np.full(7, 2), chunk=3, tail_start=0)
 
 
 def test_summary():
-    assert summary(Sums(4, 2.0, 1)).to_dict() == {
+    assert summarize(LossSums(4, 2.0, 1)).to_dict() == {
         "tokens": 4,
         "nll": 0.5,
         "perplexity": math.exp(0.5),
         "accuracy": 0.25,
     }
-    assert summary(Sums(1, 1000.0, 0)).perplexity is None
+    assert summarize(LossSums(1, 1000.0, 0)).perplexity is None
 
 
 def test_a_prompt_is_the_first_step():
@@ -108,7 +108,7 @@ def test_a_prompt_is_the_first_step():
         def __init__(self):
             self.steps = []
 
-        def feed(self, ids, *, end_chunk=False):
+        def step(self, ids, *, end_chunk=False):
             self.steps.append((len(ids), end_chunk))
             return np.zeros((len(ids), 3), np.float32)
 
@@ -120,6 +120,6 @@ def test_a_prompt_is_the_first_step():
         (0, 4, [(4, True), (3, True)]),
     ):
         fed = Fed()
-        scored = score(fed, np.zeros(8, np.int64), chunk=chunk, prompt=prompt, deep_from=6)
+        scored = score_document(fed, np.zeros(8, np.int64), chunk=chunk, prompt=prompt, tail_start=6)
         assert fed.steps == steps
         assert (scored.every.tokens, scored.deep.tokens) == (7, 1)

@@ -13,16 +13,16 @@ from repository import FIXTURES
 
 from kvmnn.cli.command import main
 from kvmnn.errors import KvmnnError, OptionError, SourceError
-from kvmnn.evaluation import EvaluationResult, Settings, evaluate
-from kvmnn.lm import RunOptions, dump_kv, read_start
-from kvmnn.lm.start import model_interface
-from kvmnn.lm.start_files import REVERSED, turned
-from kvmnn.policies import create
+from kvmnn.evaluation import EvaluationResult, EvaluationSettings, evaluate
+from kvmnn.lm import RunOptions, dump_kv, read_initial_cache
+from kvmnn.lm.start import read_model_interface
+from kvmnn.lm.start_files import REVERSED_K_ORDER, invert_named_transforms
+from kvmnn.policies import create_policy
 
 MODEL = FIXTURES / "lm"
 TEXT = MODEL / "texts" / "trace.py.txt"
 TOKENS, CHUNK = 90, 10
-SETTINGS = Settings(tokens=110, chunk=CHUNK, timing=False, threads=1)
+SETTINGS = EvaluationSettings(tokens=110, chunk=CHUNK, timing=False, threads=1)
 Layers = list[tuple[np.ndarray, np.ndarray]]
 
 
@@ -50,7 +50,7 @@ def session(path: Path, layers: Layers, ids: Sequence[int], *names: str, kind: s
         dims = keys.shape[-1]
         if "k-order" in names:
             keys = keys[..., [place // 2 + place % 2 * (dims // 2) for place in range(dims)]]
-        if REVERSED in names:
+        if REVERSED_K_ORDER in names:
             keys = keys[..., [2 * place % dims + 2 * place // dims for place in range(dims)]]
         size = {"k-rotation": dims & -dims, "v-rotation": 64}
         pair = []
@@ -65,8 +65,8 @@ def session(path: Path, layers: Layers, ids: Sequence[int], *names: str, kind: s
 
 
 def measured(path: Path, undo: Sequence[str] = (), **more: object) -> EvaluationResult:
-    with read_start(path, model_interface(MODEL), undo=undo) as start:
-        return evaluate(MODEL, TEXT, start=start, **{"settings": SETTINGS, "jobs": 0} | more)
+    with read_initial_cache(path, read_model_interface(MODEL), inverted_transforms=undo) as start:
+        return evaluate(MODEL, TEXT, initial_source=start, **{"settings": SETTINGS, "jobs": 0} | more)
 
 
 DONE = [("k-order",), ("k-rotation",), ("v-rotation",), ("k-rotation", "v-rotation"),
@@ -98,12 +98,14 @@ def test_order_of_a_model_that_turns_neighbours_is_found_by_auto(
     layers: Layers, ids: list[int], tmp_path: Path
 ) -> None:
     words = layers[0][0]
-    assert np.array_equal(turned(turned(words, "key", [REVERSED]), "key", ["k-order"]), words)
-    path = session(tmp_path / "a.session", layers, ids, REVERSED)
+    assert np.array_equal(
+        invert_named_transforms(invert_named_transforms(words, "key", [REVERSED_K_ORDER]), "key", ["k-order"]), words
+    )
+    path = session(tmp_path / "a.session", layers, ids, REVERSED_K_ORDER)
     with pytest.raises(OptionError, match=r"lies otherwise than this model's .*: expected --undo auto, which finds it"):
         measured(path)
     auto = measured(path, ["auto"])
-    assert auto.rows[1].versus_full.nll == 0 and auto.start.about.endswith(f"undone: {REVERSED}")
+    assert auto.rows[1].versus_full.nll == 0 and auto.start.about.endswith(f"undone: {REVERSED_K_ORDER}")
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0"])
@@ -120,7 +122,7 @@ def test_quantised_cache_in_order_goes_on_with_and_without_auto(
 def test_rotated_blocks_are_found_by_auto(kind: str, layers: Layers, ids: list[int], tmp_path: Path) -> None:
     names = ("k-rotation", "v-rotation", "k-order")
     auto = measured(session(tmp_path / "a.session", layers, ids, *names, kind=kind), ["auto"])
-    assert max(each.relative for each in auto.start.distances) < 0.2 and auto.rows[1].kind == "LOSSY"
+    assert max(each.relative_distance for each in auto.start.distances) < 0.2 and auto.rows[1].kind == "LOSSY"
 
 
 def test_what_was_asked_for_is_refused_where_it_does_not_help(layers: Layers, ids: list[int], tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_another_models_cache_is_refused(undo: list[str], layers: Layers, ids: l
 
 def test_cut_cache_is_compared_on_what_it_holds(tmp_path: Path) -> None:
     """The first tokens are gone, and in another one each head has its own."""
-    for policy in (create("recent_only", budget=20, skip_layers=()), create("knorm", budget=30)):
+    for policy in (create_policy("recent_only", budget=20, skip_layers=()), create_policy("knorm", budget=30)):
         path = tmp_path / policy.name
         dump_kv(MODEL, TEXT, path, policy, tokens=TOKENS, options=RunOptions(chunk=None))
         for undo in ((), ("auto",)):
@@ -155,15 +157,15 @@ def test_cut_cache_is_compared_on_what_it_holds(tmp_path: Path) -> None:
 
 def test_start_is_left_alone_and_its_files_go(layers: Layers, ids: list[int], tmp_path: Path) -> None:
     path = session(tmp_path / "a.session", layers, ids, "k-order")
-    with read_start(path, model_interface(MODEL), undo=["auto"]) as start:
-        before = [layer.keys.copy() for layer in start.layers()]
-        with start.with_undone(["k-order"]) as settled:
+    with read_initial_cache(path, read_model_interface(MODEL), inverted_transforms=["auto"]) as start:
+        before = [layer.keys.copy() for layer in start.load_layers()]
+        with start.with_transforms_inverted(["k-order"]) as settled:
             directory = settled.directory
             assert directory.is_dir() and settled.sha256 != start.sha256
         assert not directory.exists()
-        assert all(np.array_equal(one, two.keys) for one, two in zip(before, start.layers(), strict=True))
+        assert all(np.array_equal(one, two.keys) for one, two in zip(before, start.load_layers(), strict=True))
     with pytest.raises(KvmnnError, match="undo 'auto': expected k-rotation"):
-        read_start(path, model_interface(MODEL), undo=["auto", "k-order"])
+        read_initial_cache(path, read_model_interface(MODEL), inverted_transforms=["auto", "k-order"])
 
 
 def test_command_refuses_and_undoes(

@@ -11,24 +11,24 @@ import saved_starts
 from repository import FIXTURES
 
 import kvmnn.bundle
-from kvmnn.arrays.undoing import UNDOABLE, check_undo, undone
+from kvmnn.arrays.undoing import TRANSFORMS, invert_transforms, validate_transforms
 from kvmnn.errors import KvmnnError, OptionError, SourceError
-from kvmnn.evaluation import EvaluationResult, Settings, evaluate, preset, read_results
-from kvmnn.evaluation.measuring.scoring import feed_unscored, negative_log_probabilities, steps_of
+from kvmnn.evaluation import EvaluationResult, EvaluationSettings, evaluate, expand_preset, read_results
+from kvmnn.evaluation.measuring.scoring import compute_nll, feed_unscored, list_steps
 from kvmnn.formats import encode_store
 from kvmnn.formats.mnn import pack
-from kvmnn.lm import DecoderSession, Runner, RunOptions, Tokenizer, dump_kv, read_start
+from kvmnn.lm import DecoderSession, Runner, RunOptions, Tokenizer, dump_kv, read_initial_cache
 from kvmnn.lm.documents import read_document
-from kvmnn.lm.start import model_interface
-from kvmnn.packed.cache_info import TokenIds
-from kvmnn.packed.fitting import Geometry
-from kvmnn.policies import create
+from kvmnn.lm.start import read_model_interface
+from kvmnn.packed.cache_info import TokenIdsFingerprint
+from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.policies import create_policy
 
 MODEL = FIXTURES / "lm"
 TEXT = MODEL / "texts" / "trace.py.txt"
 OTHER = MODEL / "texts" / "calendar.py.txt"
 TOKENS, CHUNK = 40, 8
-SETTINGS = Settings(tokens=72, chunk=CHUNK, timing=False)
+SETTINGS = EvaluationSettings(tokens=72, chunk=CHUNK, timing=False)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def ids(dump: Path) -> list[int]:
 
 
 def measured(start: object, *policies: object, **more: object) -> EvaluationResult:
-    return evaluate(MODEL, TEXT, list(policies), **{"settings": SETTINGS, "jobs": 0, "start": start} | more)
+    return evaluate(MODEL, TEXT, list(policies), **{"settings": SETTINGS, "jobs": 0, "initial_source": start} | more)
 
 
 def test_the_models_own_cache_gives_the_numbers_of_the_full_run(dump: Path) -> None:
@@ -72,13 +72,10 @@ def test_the_reference_is_the_full_cache_scored_behind_the_start(dump: Path, ids
     document_ids = np.array(json.loads((dump / "token_ids.json").read_text()), np.int64)
     session = DecoderSession.open(MODEL, cache=False)
     runner = Runner(session)
-    text = read_document(TEXT, Tokenizer.open(MODEL), 72).ids
+    text = read_document(TEXT, Tokenizer.open_for_model(MODEL), 72).ids
     assert text[:TOKENS].tolist() == ids == document_ids.tolist()
     feed_unscored(runner, text, TOKENS, CHUNK)
-    nll = [
-        negative_log_probabilities(runner.feed(text[b:e]), text[b + 1 : e + 1])[0]
-        for b, e in steps_of(72, CHUNK, 0, TOKENS)
-    ]
+    nll = [compute_nll(runner.step(text[b:e]), text[b + 1 : e + 1])[0] for b, e in list_steps(72, CHUNK, 0, TOKENS)]
     assert measured(dump).rows[0].nll == float(sum(part.sum() for part in nll)) / (72 - TOKENS)
 
 
@@ -88,7 +85,9 @@ def test_rounded_quantised_and_cut_caches_cost_more_and_more(
     found = []
     for kind in ("f32", "f16", "q8_0", "q4_0"):
         result = measured(saved_starts.llama(tmp_path / f"{kind}.session", layers, ids, kind))
-        found.append((abs(result.rows[1].versus_full.nll), max(each.relative for each in result.start.distances)))
+        found.append(
+            (abs(result.rows[1].versus_full.nll), max(each.relative_distance for each in result.start.distances))
+        )
         assert result.rows[1].kind == ("LOSSLESS" if kind == "f32" else "LOSSY")
     assert found[0] == (0, 0) and 0 < found[1][0] < 1e-3
     assert [apart for _, apart in found] == sorted(apart for _, apart in found) and 1e-4 < found[1][1] < 1e-3
@@ -109,7 +108,7 @@ def test_turned_keys_are_told_from_rounded_ones(
     path = saved_starts.llama(tmp_path / "turned.session", turned, ids)
     with pytest.raises(SourceError, match=r"turned\.session: compared on the first 40 tokens its K is no rounding of"):
         measured(path)
-    with read_start(path, model_interface(MODEL), undo=["none"]) as start:
+    with read_initial_cache(path, read_model_interface(MODEL), inverted_transforms=["none"]) as start:
         result = measured(start)
     assert any(note.startswith("The keys of turned.session are no roundings of this model's") for note in result.notes)
     assert {each.undo for each in result.start.distances} == {None}
@@ -137,7 +136,7 @@ def test_what_llama_cpp_does_is_found_and_undone(
     stored = [tuple(as_llama_stores(part, words, **how) for part, words in zip(("key", "value"), pair, strict=True))
               for pair in layers]  # fmt: skip
     path = saved_starts.llama(tmp_path / "a.session", stored, ids, "q8_0")
-    with read_start(path, model_interface(MODEL), undo=["none"]) as start:
+    with read_initial_cache(path, read_model_interface(MODEL), inverted_transforms=["none"]) as start:
         result = measured(start)
     said = [*["k-rotation"] * rotated, *["k-order"] * reordered, *["v-rotation"] * rotated]
     assert [each.undo for each in result.start.distances[:2]] == [
@@ -145,10 +144,10 @@ def test_what_llama_cpp_does_is_found_and_undone(
         ("v-rotation",) if rotated else None,
     ]
     assert any(f"--undo {','.join(said)} makes them roundings of the model's own" in note for note in result.notes)
-    with read_start(path, model_interface(MODEL), undo=said) as start:
+    with read_initial_cache(path, read_model_interface(MODEL), inverted_transforms=said) as start:
         mended = measured(start)
     assert result.rows[1].versus_full.nll > 0.2 > 20 * abs(mended.rows[1].versus_full.nll)
-    assert max(each.relative for each in mended.start.distances) < 0.01
+    assert max(each.relative_distance for each in mended.start.distances) < 0.01
     assert "undone: " in mended.start.about and not any("otherwise" in note for note in mended.notes)
 
 
@@ -157,23 +156,23 @@ def test_undoing_is_the_inverse(dims: int) -> None:
     words = np.random.default_rng(2).standard_normal((2, 5, dims)).astype(np.float32)
     for part in ("key", "value"):
         stored = as_llama_stores(part, words, rotated=True, reordered=True)
-        assert np.allclose(undone(stored, part, UNDOABLE), words, atol=1e-5)
-        assert np.array_equal(undone(stored, part, ()), stored)
-    assert check_undo(["v-rotation", "k-order", "k-order"], dims) == ("v-rotation", "k-order")
+        assert np.allclose(invert_transforms(stored, part, TRANSFORMS), words, atol=1e-5)
+        assert np.array_equal(invert_transforms(stored, part, ()), stored)
+    assert validate_transforms(["v-rotation", "k-order", "k-order"], dims) == ("v-rotation", "k-order")
 
 
 def test_what_cannot_be_undone(dump: Path) -> None:
     with pytest.raises(OptionError, match="undo 'turns': expected k-rotation, v-rotation or k-order"):
-        check_undo(["turns"], 64)
+        validate_transforms(["turns"], 64)
     with pytest.raises(OptionError, match="undo v-rotation: heads have 80 dimensions: expected k-order"):
-        check_undo(["v-rotation"], 80)
+        validate_transforms(["v-rotation"], 80)
     with pytest.raises(OptionError, match="undo k-order: heads have 7 dimensions: expected nothing"):
-        check_undo(["k-order"], 7)
+        validate_transforms(["k-order"], 7)
 
 
 def test_an_evicted_dump_says_its_positions(dump: Path, tmp_path: Path) -> None:
     """knorm keeps other tokens in each head, and may drop the last ones: positions.json says what was seen."""
-    chosen = create("knorm", budget=20)
+    chosen = create_policy("knorm", budget=20)
     dump_kv(MODEL, TEXT, tmp_path / "cut", chosen, tokens=TOKENS)
     result = measured(tmp_path / "cut")
     assert result.start.tokens_seen == TOKENS and result.start.tokens == (20,) * 6
@@ -192,7 +191,7 @@ def test_an_evicted_dump_says_its_positions(dump: Path, tmp_path: Path) -> None:
     ],
 )
 def test_positions_that_are_not_of_the_arrays(dump: Path, tmp_path: Path, said: list[object], message: str) -> None:
-    dump_kv(MODEL, TEXT, tmp_path / "cut", create("knorm", budget=20), tokens=TOKENS)
+    dump_kv(MODEL, TEXT, tmp_path / "cut", create_policy("knorm", budget=20), tokens=TOKENS)
     file = tmp_path / "cut" / "positions.json"
     document = json.loads(file.read_text())
     document["layers"][1]["positions"] = said
@@ -205,9 +204,9 @@ def test_every_reader_gives_the_same_start(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
 ) -> None:
     npz = saved_starts.npz(tmp_path / "kv.npz", layers)
-    kvmnn.bundle.encode(kvmnn.open(npz), tmp_path / "kv.frames")
+    kvmnn.bundle.encode_source(kvmnn.open(npz), tmp_path / "kv.frames")
     encode_store(kvmnn.open(npz), tmp_path / "kv.zarr")
-    pack(kvmnn.open(npz), str(tmp_path / "prefix"), Geometry(backend="x86-avx2"), name="p")
+    pack(kvmnn.open(npz), str(tmp_path / "prefix"), PackedGeometry(backend="x86-avx2"), name="p")
     starts = {
         "llama.cpp": saved_starts.llama(tmp_path / "a.session", layers, ids),
         "torch": saved_starts.torch(tmp_path / "a.pt", layers),
@@ -219,12 +218,12 @@ def test_every_reader_gives_the_same_start(
         "in memory": [tuple(part[None] for part in pair) for pair in layers],
         "axes": kvmnn.open(saved_starts.npz(tmp_path / "all.npy", layers, "2lthd"), axes="2lthd"),
     }
-    model, hashes = model_interface(MODEL), set()
+    model, hashes = read_model_interface(MODEL), set()
     for name, cache in starts.items():
-        with read_start(cache, model, ids) as start:
+        with read_initial_cache(cache, model, ids) as start:
             hashes.add(start.sha256)
             assert start.name == ("<list in memory>" if name == "in memory" else Path(start.name).name)
-            for found, (keys, values) in zip(start.layers(), layers, strict=True):
+            for found, (keys, values) in zip(start.load_layers(), layers, strict=True):
                 assert np.array_equal(found.keys, keys) and np.array_equal(found.values, values), name
     assert len(hashes) == 1
     assert measured(starts["in memory"], token_ids=ids).rows[1].kind == "LOSSLESS"
@@ -233,9 +232,9 @@ def test_every_reader_gives_the_same_start(
 def test_wide_types_narrow_types_and_a_start_that_was_read(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
 ) -> None:
-    model = model_interface(MODEL)
-    with read_start(saved_starts.torch(tmp_path / "h.pt", layers, np.float16), model, ids) as start:
-        (first, *_), notes = start.layers(), start.notes
+    model = read_model_interface(MODEL)
+    with read_initial_cache(saved_starts.torch(tmp_path / "h.pt", layers, np.float16), model, ids) as start:
+        (first, *_), notes = start.load_layers(), start.notes
         assert first.keys.dtype == np.float32 and notes == ()
         assert np.array_equal(first.keys, layers[0][0].astype(np.float16).astype(np.float32))
         result = measured(start, "recent_only:budget=9,skip_layers=none")
@@ -245,12 +244,12 @@ def test_wide_types_narrow_types_and_a_start_that_was_read(
             measured(start, token_ids=ids)
     assert not start.directory.exists()
     half = type(model)(**{**vars(model), "dtype": np.float16})
-    with read_start(saved_starts.npz(tmp_path / "wide.npz", layers), half, ids) as start:
-        assert start.layers()[0].keys.dtype == np.float16
+    with read_initial_cache(saved_starts.npz(tmp_path / "wide.npz", layers), half, ids) as start:
+        assert start.load_layers()[0].keys.dtype == np.float16
         assert "narrower than the cache's, which is LOSSY: fp32 -> fp16" in start.notes[0]
     huge = [(keys * 1e6, values) for keys, values in layers]
     with pytest.raises(SourceError, match="of its keys are not finite as fp16"):
-        read_start(saved_starts.npz(tmp_path / "huge.npz", huge), half, ids)
+        read_initial_cache(saved_starts.npz(tmp_path / "huge.npz", huge), half, ids)
 
 
 def test_results_are_saved_read_and_drawn(dump: Path, tmp_path: Path) -> None:
@@ -261,7 +260,7 @@ def test_results_are_saved_read_and_drawn(dump: Path, tmp_path: Path) -> None:
     assert read.rows == result.rows and read.start == result.start
     lines = read.to_csv().splitlines()
     assert "start" in lines[0].split(",") and sum(line.startswith("from kv,") for line in lines) == 2
-    assert max(map(len, result.table(80).splitlines())) <= 80
+    assert max(map(len, result.format_table(80).splitlines())) <= 80
     written = {path.name for path in result.plot(tmp_path / "plots")}
     assert {"perplexity_over_budget.png", "strategy_comparison.svg"} <= written
 
@@ -280,10 +279,10 @@ def test_processes_and_resumed_cells(dump: Path, tmp_path: Path) -> None:
 def test_a_cache_without_the_first_token_is_that_of_a_text_without_it(tmp_path: Path) -> None:
     """Engines that put no bos before a text."""
     session = DecoderSession.open(MODEL, cache=False)
-    ids = Tokenizer.open(MODEL).encode(TEXT.read_text())[:24]
+    ids = Tokenizer.open_for_model(MODEL).encode(TEXT.read_text())[:24]
     runner = Runner(session)
     feed_unscored(runner, ids, 24, CHUNK)
-    rows = [(row.keys, row.values) for row in runner.cache.layers()]
+    rows = [(row.keys, row.values) for row in runner.cache.copy_layers()]
     result = measured(saved_starts.llama(tmp_path / "a.session", rows, ids.tolist()))
     assert result.rows[1].kind == "LOSSLESS" and result.rows[1].nll == result.rows[0].nll
     assert result.documents[0].tokens == 71 - 24
@@ -306,7 +305,7 @@ def test_what_is_refused(layers: list[tuple[np.ndarray, np.ndarray]], ids: list[
     session = saved_starts.llama(tmp_path / "a.session", layers, ids)
     assert f"its token 37 is {ids[-3]}, --token-ids says {ids[-3] + 1}" in refusal(session, token_ids=wrong)
     for tokens, found in ((TOKENS, f"{TOKENS + 1} tokens"), (8, "9 tokens")):
-        message = refusal(session, settings=Settings(tokens=tokens, chunk=CHUNK, timing=False))
+        message = refusal(session, settings=EvaluationSettings(tokens=tokens, chunk=CHUNK, timing=False))
         assert message == (
             f"trace.py.txt: --tokens takes {found}, a.session stands for 40: expected at least 42, as the first token "
             "behind a cache is not scored"
@@ -325,13 +324,15 @@ def test_what_is_refused(layers: list[tuple[np.ndarray, np.ndarray]], ids: list[
     spoiled = [(np.where(keys > 1, np.nan, keys), values) for keys, values in layers]
     bad = saved_starts.npz(tmp_path / "bad.npz", spoiled)
     assert "numbers of its keys are not finite" in refusal(bad, SourceError, token_ids=ids)
-    assert "expected one of the two" in refusal(session, settings=Settings(tokens=72, prefix_store=str(tmp_path / "s")))
+    assert "expected one of the two" in refusal(
+        session, settings=EvaluationSettings(tokens=72, prefix_store=str(tmp_path / "s"))
+    )
     with pytest.raises(OptionError, match="a preset measures texts from their beginning"):
-        measured(session, *preset("streaming-h2o"))
+        measured(session, *expand_preset("streaming-h2o"))
     with pytest.raises(OptionError, match="h2o_decayed ranks tokens by the attention that they drew"):
         measured(session, "h2o_decayed:budget=20")
     with pytest.raises(OptionError, match=r"calendar.py.txt: parts from a.session at token \d+: "):
-        evaluate(MODEL, [TEXT, OTHER], settings=SETTINGS, jobs=0, start=session)
+        evaluate(MODEL, [TEXT, OTHER], settings=SETTINGS, jobs=0, initial_source=session)
 
 
 def test_ids_that_a_cache_has_only_a_hash_of(
@@ -339,7 +340,13 @@ def test_ids_that_a_cache_has_only_a_hash_of(
 ) -> None:
     source = kvmnn.open(saved_starts.npz(tmp_path / "kv.npz", layers))
     for name, of in (("p", ids), ("q", [*ids[:-1], 7])):
-        pack(source, str(tmp_path / name), Geometry(backend="x86-avx2"), name=name, token_ids=TokenIds.of(of))
+        pack(
+            source,
+            str(tmp_path / name),
+            PackedGeometry(backend="x86-avx2"),
+            name=name,
+            token_ids=TokenIdsFingerprint.from_ids(of),
+        )
     assert measured(tmp_path / "p").rows[1].kind == "LOSSLESS"
     assert "its first tokens are not those of q (by the hash that the cache has of them)" in refusal(tmp_path / "q")
     assert "was made from 40 other token ids" in refusal(tmp_path / "q", token_ids=ids)

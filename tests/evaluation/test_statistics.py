@@ -6,27 +6,31 @@ import numpy as np
 import pytest
 
 from kvmnn.evaluation import statistics
-from kvmnn.evaluation.statistics import paired_interval
+from kvmnn.evaluation.statistics import compute_paired_interval
 
 
 def test_two_documents_are_drawn_both_ways():
     # A quarter of the draws is one document twice, a quarter the other: the bounds are the documents themselves.
-    assert paired_interval([0.1, 0.3], [1, 1], seed=1) == (pytest.approx(0.2), pytest.approx(0.1), pytest.approx(0.3))
+    assert compute_paired_interval([0.1, 0.3], [1, 1], seed=1) == (
+        pytest.approx(0.2),
+        pytest.approx(0.1),
+        pytest.approx(0.3),
+    )
 
 
 def test_one_document_has_no_interval():
-    assert paired_interval([0.25], [7], seed=0) == (0.25, None, None)
+    assert compute_paired_interval([0.25], [7], seed=0) == (0.25, None, None)
 
 
 def test_documents_count_by_their_tokens():
-    mean, low, high = paired_interval([0.0, 1.0], [1, 3], seed=0)
+    mean, low, high = compute_paired_interval([0.0, 1.0], [1, 3], seed=0)
     assert mean == 0.75
     assert (low, high) == (0.0, 1.0)
 
 
 def test_the_interval_is_that_of_the_normal_law_for_many_documents():
     values = np.random.default_rng(2).normal(0.5, 0.2, 400)
-    mean, low, high = paired_interval(values, np.ones(400), seed=3)
+    mean, low, high = compute_paired_interval(values, np.ones(400), seed=3)
     error = values.std() / 20
     assert mean == pytest.approx(values.mean())
     assert low == pytest.approx(mean - 1.96 * error, abs=0.1 * error)
@@ -35,30 +39,34 @@ def test_the_interval_is_that_of_the_normal_law_for_many_documents():
 
 def test_the_seed_decides():
     values = [0.1, 0.5, 0.2, 0.9, 0.4]
-    first = paired_interval(values, [1] * 5, seed=1, resamples=50)
-    assert first == paired_interval(values, [1] * 5, seed=1, resamples=50)
-    assert first != paired_interval(values, [1] * 5, seed=2, resamples=50)
+    first = compute_paired_interval(values, [1] * 5, seed=1, resamples=50)
+    assert first == compute_paired_interval(values, [1] * 5, seed=1, resamples=50)
+    assert first != compute_paired_interval(values, [1] * 5, seed=2, resamples=50)
 
 
 def test_draws_in_blocks(monkeypatch):
-    monkeypatch.setattr(statistics, "_AT_ONCE", 10)
-    mean, low, high = paired_interval([0.1, 0.5, 0.2], [1, 1, 1], seed=1, resamples=100)
+    monkeypatch.setattr(statistics, "_MAX_DRAWS_PER_BATCH", 10)
+    mean, low, high = compute_paired_interval([0.1, 0.5, 0.2], [1, 1, 1], seed=1, resamples=100)
     assert low < mean < high
 
 
 def test_no_difference_at_all():
-    assert paired_interval([0.0] * 5, [1, 2, 3, 4, 5], seed=0) == (0.0, 0.0, 0.0)
+    assert compute_paired_interval([0.0] * 5, [1, 2, 3, 4, 5], seed=0) == (0.0, 0.0, 0.0)
 
 
 def test_intervals_of_a_handful_of_documents_are_too_narrow_to_be_cited():
-    """Why `FEWEST` is what it is: how often an interval of 95 % holds the true mean, 0, of normal differences."""
+    """Why `MIN_DOCUMENTS_FOR_INTERVAL` is what it is: how often an interval of 95 % holds the true mean, 0, of normal
+    differences.
+    """
 
     def holds(documents, tries=150):
         draws = np.random.default_rng(documents).normal(0, 1, (tries, documents))
-        found = [paired_interval(draw, [1] * documents, seed=i, resamples=500)[1:] for i, draw in enumerate(draws)]
+        found = [
+            compute_paired_interval(draw, [1] * documents, seed=i, resamples=500)[1:] for i, draw in enumerate(draws)
+        ]
         return sum(low <= 0 <= high for low, high in found) / tries
 
-    few, enough = holds(2), holds(statistics.FEWEST)
+    few, enough = holds(2), holds(statistics.MIN_DOCUMENTS_FOR_INTERVAL)
     assert few < 0.65  # one half, but for chance
     assert 0.84 < enough < 0.97
     assert holds(40) > enough - 0.04

@@ -12,11 +12,11 @@ from tiny_decoders import Tiny
 from kvmnn import KvmnnError
 from kvmnn.evaluation import evaluate
 from kvmnn.evaluation.measuring import stored_scores
-from kvmnn.evaluation.setup.settings import Settings
+from kvmnn.evaluation.setup.settings import EvaluationSettings
 from kvmnn.lm.documents import Document
 from kvmnn.lm.runner import Runner
 from kvmnn.lm.session import DecoderSession
-from kvmnn.policies import create
+from kvmnn.policies import create_policy
 from kvmnn.store import PrefixStore
 
 SHARED = np.random.default_rng(3).integers(0, 40, 60)
@@ -38,7 +38,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def document(name: str, seed: int, shared: int = 60, tokens: int = 90) -> Document:
     rest = np.random.default_rng(seed).integers(0, 40, tokens + 1 - shared)
     ids = np.concatenate([SHARED[:shared], rest]).astype(np.int64)
-    return Document(name=name, ids=ids, nbytes=400, sha256=f"{seed:064x}", begins_with_bos=False, asked=tokens)
+    return Document(
+        name=name, ids=ids, nbytes=400, sha256=f"{seed:064x}", begins_with_bos=False, requested_tokens=tokens
+    )
 
 
 TEXTS = [document("one", 1), document("two", 2), document("three", 3, shared=45, tokens=70)]
@@ -46,7 +48,9 @@ TEXTS = [document("one", 1), document("two", 2), document("three", 3, shared=45,
 
 def measured(model: Path, store: Path | None, policies=POLICIES, texts=TEXTS, **settings):
     options = {"tokens": 90, "timing": False, "traces": True, "slack": 4, **settings}
-    return evaluate(model, texts, policies, settings=Settings(prefix_store=store and str(store), **options), jobs=0)
+    return evaluate(
+        model, texts, policies, settings=EvaluationSettings(prefix_store=store and str(store), **options), jobs=0
+    )
 
 
 def numbers(result) -> str:
@@ -100,13 +104,13 @@ def test_the_numbers_are_those_without_a_store(model: Path, tmp_path: Path, step
 def test_a_shared_prompt_is_never_fed_again(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured(model, tmp_path / "s", texts=TEXTS[:1], prompt=50)
     fed: list[int] = []
-    step = DecoderSession.step
+    step = DecoderSession.run_step
 
     def counted(self, ids, *arguments):
         fed.append(len(ids))
         return step(self, ids, *arguments)
 
-    monkeypatch.setattr(DecoderSession, "step", counted)
+    monkeypatch.setattr(DecoderSession, "run_step", counted)
     measured(model, tmp_path / "s", POLICIES[:2], texts=TEXTS[1:2], prompt=50)
     assert fed.count(50) == 0
     assert sum(fed) == (90 - 59) + 2 * (90 - 50)
@@ -142,8 +146,8 @@ def test_logits_of_another_text_are_not_taken(tmp_path: Path, monkeypatch: pytes
     with PrefixStore(tmp_path / "s", block_tokens=4):
         pass
     other = document("other", 9, shared=0)
-    digest = stored_scores._digest
-    monkeypatch.setattr(stored_scores, "_digest", lambda ids: np.append(digest(SHARED)[:8], digest(ids)[8:]))
+    digest = stored_scores._digest_ids
+    monkeypatch.setattr(stored_scores, "_digest_ids", lambda ids: np.append(digest(SHARED)[:8], digest(ids)[8:]))
     options = {"prompt": 40, "policies": POLICIES[:1]}
     wanted = numbers(measured(tmp_path, None, texts=[other], **options))
     measured(tmp_path, tmp_path / "s", texts=TEXTS[:1], **options)
@@ -154,14 +158,14 @@ def test_logits_of_another_text_are_not_taken(tmp_path: Path, monkeypatch: pytes
 def test_what_cannot_be_replayed(tmp_path: Path) -> None:
     session = DecoderSession.open(Tiny().save(tmp_path / "model.onnx"), cache=False, attentions=True)
     runner = Runner(session)
-    runner.feed(SHARED[:20])
-    rows = runner.cache.layers()
+    runner.step(SHARED[:20])
+    rows = runner.cache.copy_layers()
     with pytest.raises(KvmnnError, match="K and V of 20 tokens: a step of 1 follows 20"):
-        runner.replay(rows, 1)
+        runner.replay_step(rows, 1)
     for name in ("h2o_decayed", "h2o_tokens"):
         with pytest.raises(KvmnnError, match=f"{name} cuts as tokens are fed"):
-            Runner(session, create(name, budget=8, skip_layers=())).replay(rows, 20)
-    cut = Runner(session, create("streaming", budget=8, skip_layers=()))
-    cut.replay(rows, 10)
+            Runner(session, create_policy(name, budget=8, skip_layers=())).replay_step(rows, 20)
+    cut = Runner(session, create_policy("streaming", budget=8, skip_layers=()))
+    cut.replay_step(rows, 10)
     with pytest.raises(KvmnnError, match="only a first step"):
-        cut.replay(rows, 10)
+        cut.replay_step(rows, 10)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import SourceError
-from kvmnn.files.changes import Reading
+from kvmnn.files.changes import InputGuard
 from kvmnn.files.mapped import MappedFile
 
 VERBS = {"encoded": "in.npy", "encoded_dump": "in/k_t0_2048.bin", "measured": "in/v_t0_2048.bin"}
@@ -55,7 +55,7 @@ def test_a_file_that_is_replaced_or_removed_is_read_as_it_was(tmp_path: Path) ->
     path, other = tmp_path / "a", tmp_path / "b"
     path.write_bytes(b"a" * 8192)
     other.write_bytes(b"b")
-    with Reading():
+    with InputGuard():
         file = MappedFile(path)
         other.replace(path)
         assert file.view(0, file.size).tobytes() == b"a" * 8192
@@ -67,11 +67,11 @@ def test_only_what_a_block_reads_is_its_concern(tmp_path: Path) -> None:
     for name in "ab":
         np.save(tmp_path / f"{name}.npy", np.zeros(4096))
     one, other = MappedFile(tmp_path / "a.npy"), MappedFile(tmp_path / "b.npy")
-    other.head(10)
-    with Reading():
-        one.head(10)
+    other.read_head(10)
+    with InputGuard():
+        one.read_head(10)
         (tmp_path / "b.npy").write_bytes(b"")
-    with pytest.raises(SourceError, match=r"b\.npy: changed while it was read"), Reading():
+    with pytest.raises(SourceError, match=r"b\.npy: changed while it was read"), InputGuard():
         other.view(0, 4096).sum()
 
 
@@ -82,7 +82,7 @@ import os, signal, sys, tempfile
 from kvmnn.files.mapped import MappedFile
 if len(sys.argv) > 1:
     signal.signal(signal.SIGBUS, lambda *_: (print("handled", flush=True), os._exit(0)))
-MappedFile(sys.executable).head(1)
+MappedFile(sys.executable).read_head(1)
 os.kill(os.getpid(), signal.SIGBUS)
 sys.stdout.flush()
 """

@@ -19,7 +19,7 @@ from kvmnn.files.output import DirectoryOutput, FileOutput
 with FileOutput(sys.argv[1]) as file, DirectoryOutput(sys.argv[2]) as folder:
     file.file.write(b"half")
     file.file.flush()
-    folder.file("a").write(b"half")
+    folder.open_file("a").write(b"half")
     print("writing", flush=True)
     time.sleep(60)
 """
@@ -45,7 +45,7 @@ def write(folder: Path) -> None:
         output.file.write(b"x")
         output.commit()
     with DirectoryOutput(folder / "others") as directory:
-        directory.file("x").write(b"x")
+        directory.open_file("x").write(b"x")
         directory.commit()
 
 
@@ -98,7 +98,7 @@ def test_a_folder_that_is_swept_before_it_is_opened_is_made_again(
 
     monkeypatch.setattr("kvmnn.files.temporary.os.open", late)
     with DirectoryOutput(tmp_path / "a") as folder:
-        folder.file("x").write(b"x")
+        folder.open_file("x").write(b"x")
         folder.commit()
     assert len(swept) == 1
     assert (tmp_path / "a" / "x").read_bytes() == b"x"

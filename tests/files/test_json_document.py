@@ -6,17 +6,17 @@ import pytest
 
 from kvmnn.errors import ManifestError, SourceError
 from kvmnn.files import json_document
-from kvmnn.files.json_document import as_object, loads, parse, read_object, read_object_if_there
+from kvmnn.files.json_document import loads_strict, parse_document, parse_object, read_object, read_object_or_empty
 
 
 def test_an_object_and_none(tmp_path):
     path = tmp_path / "config.json"
-    assert read_object_if_there(path) == {}
+    assert read_object_or_empty(path) == {}
     with pytest.raises(FileNotFoundError):
         read_object(path)
     path.write_text('{"layers": 2}')
-    assert read_object(path) == read_object_if_there(path) == {"layers": 2}
-    assert read_object_if_there(path / "below a file") == {}
+    assert read_object(path) == read_object_or_empty(path) == {"layers": 2}
+    assert read_object_or_empty(path / "below a file") == {}
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ def test_what_is_none(tmp_path, text, message):
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(SourceError, match=message):
-        read_object_if_there(path)
+        read_object_or_empty(path)
 
 
 def test_size_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_document, "MAX_BYTES", 20)
+    monkeypatch.setattr(json_document, "MAX_DOCUMENT_BYTES", 20)
     path = tmp_path / "config.json"
     path.write_text('{"a": 1}' + " " * 12)
     assert read_object(path) == {"a": 1}
@@ -47,26 +47,26 @@ def test_size_is_bounded(tmp_path, monkeypatch):
 def test_constants_of_python_are_no_json_but_for_settings_of_models(tmp_path, constant):
     text = f'{{"a": [{constant}]}}'
     with pytest.raises(ManifestError, match=f"^x: is not valid JSON: {constant} is no number of JSON$"):
-        parse(text, "x")
+        parse_document(text, "x")
     with pytest.raises(SourceError, match=f"^x: is not JSON: {constant} is no number of JSON$"):
-        as_object(text.encode(), "x")
+        parse_object(text.encode(), "x")
     with pytest.raises(ValueError, match=constant):
-        loads(text)
+        loads_strict(text)
     path = tmp_path / "config.json"
     path.write_text(text.replace("]", ', "NaN"]'))
     with pytest.raises(SourceError, match=f"{constant} is no number"):
         read_object(path)
-    for found in (read_object(path, constants=True), read_object_if_there(path)):
+    for found in (read_object(path, allow_nan=True), read_object_or_empty(path)):
         assert str(found["a"][0]) == str(float(constant)) and found["a"][1] == "NaN"
 
 
 def test_versions_of_documents():
-    document = parse('{"schema": "a", "schema_version": 2}', "x")
+    document = parse_document('{"schema": "a", "schema_version": 2}', "x")
     document.check_schema("a", 2)
-    document.at("schema_version").check_version(2)
+    document.get("schema_version").check_version(2)
     with pytest.raises(ManifestError, match="found \"a\", expected 'b'"):
         document.check_schema("b", 2)
     with pytest.raises(ManifestError, match=r"^x: schema_version: found 2, expected 1, the version this kvmnn reads$"):
         document.check_schema("a", 1)
     with pytest.raises(ManifestError, match=r"^x: schema_version: found 2, expected at most 1: a later kvmnn wrote"):
-        document.at("schema_version").check_version(1)
+        document.get("schema_version").check_version(1)

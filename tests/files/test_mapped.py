@@ -20,10 +20,10 @@ def test_only_large_ranges_are_given_back_from_the_page_they_begin_in(
         def drop(self, offset: int, nbytes: int) -> None:
             dropped.append((offset, nbytes))
 
-    monkeypatch.setattr(file, "_map", Drops())
-    file.drop(5, (1 << 20) - 1)
+    monkeypatch.setattr(file, "_mapping", Drops())
+    file.release_pages(5, (1 << 20) - 1)
     assert dropped == []
-    file.drop(5, 1 << 20)
+    file.release_pages(5, 1 << 20)
     assert dropped == [(0, (1 << 20) + 5)]
 
 
@@ -31,7 +31,7 @@ def test_an_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
     """Its archive reader asked for 0 bytes at offset 0, "but the file has 0 bytes"."""
     (tmp_path / "x.npz").touch()
     file = MappedFile(tmp_path / "x.npz")
-    assert (file.size, file.head(4), list(file.runs(0, 0, 1))) == (0, b"", [])
+    assert (file.size, file.read_head(4), list(file.iter_chunks(0, 0, 1))) == (0, b"", [])
     for nbytes in (0, 1):
         with pytest.raises(SourceError, match=r"x\.npz: is empty"):
             file.view(0, nbytes)

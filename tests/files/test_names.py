@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmnn.files.names import file_names
+from kvmnn.files.names import make_file_names
 
 
 @given(st.lists(st.text(max_size=200), max_size=6))
 def test_file_names_are_plain_and_distinct(names):
-    found = file_names(names, ".frame")
+    found = make_file_names(names, ".frame")
     assert len({name.lower() for name in found}) == len(names)
     for name in found:
         assert name.endswith(".frame")
@@ -20,6 +20,6 @@ def test_file_names_are_plain_and_distinct(names):
 
 
 def test_file_names_keep_what_they_can():
-    assert file_names(["run/layer_0/k_t0_16", "K", "k", "..", ""], ".npy") == [
+    assert make_file_names(["run/layer_0/k_t0_16", "K", "k", "..", ""], ".npy") == [
         "run_layer_0_k_t0_16.npy", "K.npy", "k~2.npy", "array.npy", "array~2.npy",
     ]  # fmt: skip

@@ -19,7 +19,7 @@ def names(folder: Path) -> list[str]:
 def test_a_file_appears_at_commit(tmp_path):
     with FileOutput(tmp_path / "a") as output:
         output.file.write(b"one")
-        output.beside(".json").write(b"{}")
+        output.open_sidecar(".json").write(b"{}")
         assert not (tmp_path / "a").exists()
         output.commit()
     assert names(tmp_path) == ["a", "a.json"]
@@ -43,7 +43,7 @@ def test_nothing_is_left_without_commit(tmp_path, error, existing):
     def attempt() -> None:
         with FileOutput(tmp_path / "a", force=True) as output:
             output.file.write(b"x" * 1_000_000)
-            output.beside(".json").write(b"{}")
+            output.open_sidecar(".json").write(b"{}")
             if error:
                 raise error
 
@@ -81,7 +81,7 @@ def test_the_input_is_never_replaced(tmp_path):
     os.link(tmp_path / "a", tmp_path / "hard")
     for target in ("a", "link", "hard"):
         with pytest.raises(OutputError, match="is the input itself"):
-            FileOutput(tmp_path / target, force=True, protect=[str(tmp_path / "a")])
+            FileOutput(tmp_path / target, force=True, exclude=[str(tmp_path / "a")])
     assert (tmp_path / "a").read_bytes() == b"input"
 
 
@@ -118,9 +118,9 @@ def test_devices_are_written_to_and_stay(tmp_path):
 
 def write_directory(target: Path, **options: object) -> None:
     with DirectoryOutput(target, index="index", **options) as output:  # type: ignore[arg-type]
-        output.file("a").write(b"a")
-        output.file("b").write(b"b")
-        output.file("index").write(b"a b")
+        output.open_file("a").write(b"a")
+        output.open_file("b").write(b"b")
+        output.open_file("index").write(b"a b")
         output.commit()
 
 
@@ -144,8 +144,8 @@ def test_a_directory_that_exists_keeps_its_other_files(tmp_path):
 
 def test_an_index_that_comes_into_being_meanwhile_is_kept(tmp_path):
     with pytest.raises(OutputError, match="exists already"), DirectoryOutput(tmp_path, index="index") as output:
-        output.file("a").write(b"a")
-        output.file("index").write(b"a")
+        output.open_file("a").write(b"a")
+        output.open_file("index").write(b"a")
         (tmp_path / "index").write_bytes(b"theirs")
         output.commit()
     assert (tmp_path / "index").read_bytes() == b"theirs"
@@ -154,7 +154,7 @@ def test_an_index_that_comes_into_being_meanwhile_is_kept(tmp_path):
 def test_a_directory_without_an_index_is_replaced_file_by_file(tmp_path):
     (tmp_path / "a").write_bytes(b"old")
     with DirectoryOutput(tmp_path, force=True) as output:
-        output.file("a").write(b"new")
+        output.open_file("a").write(b"new")
         output.commit()
     assert names(tmp_path) == ["a"]
     assert (tmp_path / "a").read_bytes() == b"new"
@@ -165,7 +165,7 @@ def test_no_directory_without_commit(tmp_path, existing):
     if existing:
         (tmp_path / "out").mkdir()
     with pytest.raises(KeyboardInterrupt), DirectoryOutput(tmp_path / "out") as output:
-        output.file("a").write(b"a")
+        output.open_file("a").write(b"a")
         raise KeyboardInterrupt
     assert names(tmp_path) == (["out"] if existing else [])
 
@@ -210,7 +210,7 @@ def test_all_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "rename", renamed)
     with DirectoryOutput(tmp_path / "out") as output:
         for name in ("a", "b", "folder/c"):
-            output.file(name).write(name.encode())
+            output.open_file(name).write(name.encode())
         assert not synced
         output.commit()
     assert synced[-1] == tmp_path.name
@@ -225,6 +225,6 @@ def test_a_disk_that_fails_is_an_error_of_the_file(tmp_path, monkeypatch):
         pytest.raises(OutputError, match="out/a: cannot be written: Input/output error"),
         DirectoryOutput(tmp_path / "out") as output,
     ):
-        output.file("a").write(b"a")
+        output.open_file("a").write(b"a")
         output.commit()
     assert names(tmp_path) == []

@@ -15,8 +15,8 @@ from kvmnn.bundle import beside
 from kvmnn.errors import ManifestError
 from kvmnn.formats import encode_store, restore, restore_store
 from kvmnn.formats.mnn import pack, restore_dump
-from kvmnn.lm.start_positions import held_positions
-from kvmnn.packed.fitting import Geometry
+from kvmnn.lm.start_positions import read_stored_tokens
+from kvmnn.packed.fitting import PackedGeometry
 
 TEXTS = {
     "positions.json": b'{"tokens_seen": 9,\r\n "layers": [{"positions": [0, 4, 8]}]}',  # bytes, not what they say
@@ -40,7 +40,7 @@ def with_texts(path: Path) -> Path:
 
 def test_a_folder_comes_back_byte_for_byte(tmp_path: Path) -> None:
     original = folder(tmp_path / "kv")
-    kvmnn.bundle.encode(kvmnn.open(original), tmp_path / "kv.frames")
+    kvmnn.bundle.encode_source(kvmnn.open(original), tmp_path / "kv.frames")
     frames = kvmnn.bundle.open_frames(tmp_path / "kv.frames")
     made = restore(frames, f"{tmp_path / 'back'}/")
     assert contents(tmp_path / "back") == contents(original)
@@ -58,12 +58,12 @@ def test_files_of_arrays_say_it_as_the_folder_does(tmp_path: Path, run: Any, suf
     original = folder(tmp_path / "kv")
     (original / "positions.json").write_text(json.dumps({"tokens_seen": 9, "layers": [{"positions": [0, 4, 8]}]}))
     (original / "token_ids.json").write_text(json.dumps(list(range(9))))
-    kvmnn.bundle.encode(kvmnn.open(original), tmp_path / "frames")
+    kvmnn.bundle.encode_source(kvmnn.open(original), tmp_path / "frames")
     encode_store(kvmnn.open(original), tmp_path / "kv.zarr")
     for number, path in enumerate((original, tmp_path / "frames", tmp_path / "kv.zarr")):
         file = tmp_path / f"{number}.{suffix}"
         assert "note" not in run("unpack" if path == original else "decode", path, "-o", file).err
-        held = held_positions(kvmnn.open(file), [3])
+        held = read_stored_tokens(kvmnn.open(file), [3])
         assert held.positions[0].tolist() == [0, 4, 8] and held.ids is not None and held.ids.size == 9
         said = run(
             "store",
@@ -91,7 +91,7 @@ def test_what_has_no_place_for_it_is_noted(tmp_path: Path, run: Any) -> None:
     ids = np.random.default_rng(3).integers(0, 50000, 40000)
     (original / "token_ids.json").write_text(json.dumps(ids.tolist()))
     assert ".npz does not say the token ids" in run("unpack", original, "-o", tmp_path / "k.npz").err
-    files = beside.files_beside(kvmnn.open(tmp_path / "k.npz").metadata, "k.npz")
+    files = beside.parse_sidecars(kvmnn.open(tmp_path / "k.npz").metadata, "k.npz")
     assert files == {"positions.json": TEXTS["positions.json"]}
     one = tmp_path / "one"
     one.mkdir()
@@ -111,7 +111,7 @@ def test_a_dump_that_unpack_writes_has_them(tmp_path: Path, run: Any) -> None:
 def test_a_dump_comes_back_byte_for_byte(tmp_path: Path) -> None:
     dump(tmp_path / "dump" / "run" / "layer_0")
     original = with_texts(tmp_path / "dump")
-    kvmnn.bundle.encode(kvmnn.open(original), tmp_path / "frames")
+    kvmnn.bundle.encode_source(kvmnn.open(original), tmp_path / "frames")
     made = restore_dump(kvmnn.bundle.open_frames(tmp_path / "frames"), str(tmp_path / "back"))
     assert contents(tmp_path / "back") == contents(original)
     assert set(TEXTS) < set(made.metadata_files)
@@ -131,7 +131,7 @@ def test_verify_against_compares_them(tmp_path: Path, run: Any, name: str) -> No
 
 def test_what_is_no_such_file_is_left_out(tmp_path: Path) -> None:
     original = folder(tmp_path / "kv")
-    (original / "positions.json").write_bytes(bytes(beside.MAX_BYTES + 1))
+    (original / "positions.json").write_bytes(bytes(beside.MAX_SIDECAR_BYTES + 1))
     (original / "token_ids.json").unlink()
     (original / "token_ids.json").mkdir()
     source = kvmnn.open(original)
@@ -155,7 +155,7 @@ def test_what_is_no_such_file_is_left_out(tmp_path: Path) -> None:
     ],
 )
 def test_a_manifest_that_lies_writes_nothing(tmp_path: Path, files: Any, said: str) -> None:
-    kvmnn.bundle.encode(kvmnn.open(folder(tmp_path / "kv")), tmp_path / "frames")
+    kvmnn.bundle.encode_source(kvmnn.open(folder(tmp_path / "kv")), tmp_path / "frames")
     path = tmp_path / "frames" / "manifest.json"
     document = json.loads(path.read_text())
     document["metadata"]["kvmnn.beside"] = json.dumps({"schema": "kvmnn-beside", "schema_version": 1, "files": files})
@@ -287,18 +287,18 @@ def test_a_bundle_of_an_evicted_cache_says_its_positions(tmp_path: Path) -> None
     places = [0, 4, 8]
     (original / "positions.json").write_text(json.dumps({"tokens_seen": 9, "layers": [{"positions": places}]}))
     (original / "token_ids.json").write_text(json.dumps(list(range(9))))
-    kvmnn.bundle.encode(kvmnn.open(original), tmp_path / "frames")
+    kvmnn.bundle.encode_source(kvmnn.open(original), tmp_path / "frames")
     encode_store(kvmnn.open(original), tmp_path / "kv.zarr")
     for path in (original, tmp_path / "frames", tmp_path / "kv.zarr"):
-        held = held_positions(kvmnn.open(path), [3])
-        assert held.positions[0].tolist() == places and held.seen == 9 and held.ids is not None
+        held = read_stored_tokens(kvmnn.open(path), [3])
+        assert held.positions[0].tolist() == places and held.num_seen == 9 and held.ids is not None
         assert held.ids.tolist() == list(range(9))
-        made = pack(kvmnn.open(path), str(tmp_path / f"p.{path.name}"), Geometry(backend="arm64-fp16"), name="p")
+        made = pack(kvmnn.open(path), str(tmp_path / f"p.{path.name}"), PackedGeometry(backend="arm64-fp16"), name="p")
         assert made.info.layers[0].positions == ((0, 1), (4, 1), (8, 1))
     (original / "positions.json").write_text('{"layers": [{"positions": [1, 2]}]}')
-    kvmnn.bundle.encode(kvmnn.open(original), tmp_path / "wrong")
+    kvmnn.bundle.encode_source(kvmnn.open(original), tmp_path / "wrong")
     with pytest.raises(ManifestError, match=r"wrong: its positions\.json: layers\[0\]\.positions: found"):
-        held_positions(kvmnn.open(tmp_path / "wrong"), [3])
+        read_stored_tokens(kvmnn.open(tmp_path / "wrong"), [3])
 
 
 def test_what_a_folder_had_before_is_told_of(tmp_path: Path, run: Any) -> None:

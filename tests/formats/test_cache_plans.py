@@ -16,7 +16,7 @@ from kvmnn import dtypes
 from kvmnn.arrays import Source
 from kvmnn.errors import KvmnnError, MissingOptionError, OptionError, SourceError
 from kvmnn.formats.cache_plans import plan_cache
-from kvmnn.policies import create
+from kvmnn.policies import create_policy
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -29,20 +29,20 @@ def test_caches_of_any_shape(tmp_path: Path, engine: str, seed: int) -> None:
     details = source.engine_cache.details if source.engine_cache else {}
     if some.ndim == 4 and some.shape[0] > 1:
         with pytest.raises(SourceError, match="--batch N"):
-            plan_cache(source, create("knorm", keep_ratio=0.5))
+            plan_cache(source, create_policy("knorm", keep_ratio=0.5))
         return
     if len(details.get("sequences", ())) > 1:
         with pytest.raises(MissingOptionError, match="sequences, and a policy keeps those of one text: --sequence N"):
-            plan_cache(source, create("knorm", keep_ratio=0.5))
+            plan_cache(source, create_policy("knorm", keep_ratio=0.5))
         return
-    plan = plan_cache(source, create("knorm", keep_ratio=0.5))
+    plan = plan_cache(source, create_policy("knorm", keep_ratio=0.5))
     assert [layer.layer for layer in plan.layers] == list(keys)
     for layer, words in zip(plan.layers, keys.values(), strict=True):
-        dtype = dtypes.by_name(source[f"layer_{layer.layer}.key"].dtype).numpy
+        dtype = dtypes.parse_dtype(source[f"layer_{layer.layer}.key"].dtype).numpy_dtype
         values = floats(words.view(dtype).reshape(words.shape[-3:]))
         size = words.shape[-2] // 2
         expected = [sorted(ranked([norm(row) for row in head])[:size]) for head in values]
-        kept = np.arange(layer.tokens) if layer.kept is None else layer.kept
+        kept = np.arange(layer.tokens) if layer.kept_indices is None else layer.kept_indices
         assert np.broadcast_to(kept, (len(expected), size)).tolist() == expected
         assert layer.nbytes == sum(source[f"layer_{layer.layer}.{part}"].nbytes for part in ("key", "value"))
 
@@ -51,7 +51,7 @@ def source_of(*shapes: tuple[int, ...], **more: object) -> Source:
     rng = np.random.default_rng(3)
     names = [f"layer_{n // 2}.{('key', 'value')[n % 2]}" for n in range(len(shapes))]
     found = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
-    return Source([kvmnn.arrays.named_array.in_memory(name, each) for name, each in zip(names, found, strict=True)])
+    return Source([kvmnn.arrays.named_array.from_numpy(name, each) for name, each in zip(names, found, strict=True)])
 
 
 def unreadable(source: Source) -> Source:
@@ -68,43 +68,43 @@ def unreadable(source: Source) -> Source:
 def test_words_are_read_only_where_they_decide(name: str, options: dict[str, object]) -> None:
     if "strategy" in options:
         options = {**options, "generator": np.random.default_rng(0)}
-    plan = plan_cache(unreadable(source_of((2, 20, 4), (2, 20, 4))), create(name, **options))
+    plan = plan_cache(unreadable(source_of((2, 20, 4), (2, 20, 4))), create_policy(name, **options))
     assert plan.layers[0].tokens_after == options["budget"]
 
 
 def test_v_is_never_read() -> None:
     source = source_of((2, 20, 4), (2, 20, 8))
     source.arrays = [source.arrays[0], *unreadable(source).arrays[1:]]
-    assert plan_cache(source, create("knorm", budget=5)).bytes_after == 2 * 5 * (4 + 8) * 2
+    assert plan_cache(source, create_policy("knorm", budget=5)).bytes_after == 2 * 5 * (4 + 8) * 2
 
 
 def test_tokens_may_come_first() -> None:
     source = source_of((2, 20, 4), (2, 20, 4))
     turned = [np.ascontiguousarray(array.to_numpy().transpose(1, 0, 2)) for array in source.arrays]
     other = Source(
-        [kvmnn.arrays.named_array.in_memory(a.name, t) for a, t in zip(source.arrays, turned, strict=True)],
+        [kvmnn.arrays.named_array.from_numpy(a.name, t) for a, t in zip(source.arrays, turned, strict=True)],
         token_major=True,
     )
-    policy = create("knorm", budget=5)
-    assert plan_cache(source, policy).entries() == plan_cache(other, policy).entries()
-    assert plan_cache(replace(other, token_major=False), policy, token_major=True).entries() == (
-        plan_cache(source, policy).entries()
+    policy = create_policy("knorm", budget=5)
+    assert plan_cache(source, policy).to_plan_entries() == plan_cache(other, policy).to_plan_entries()
+    assert plan_cache(replace(other, token_major=False), policy, token_major=True).to_plan_entries() == (
+        plan_cache(source, policy).to_plan_entries()
     )
 
 
 def test_k_alone() -> None:
     source = source_of((1, 20, 4))
-    assert plan_cache(source, create("knorm", budget=5)).bytes_after == 5 * 4 * 2
+    assert plan_cache(source, create_policy("knorm", budget=5)).bytes_after == 5 * 4 * 2
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    policy = create("streaming", budget=9)
+    policy = create_policy("streaming", budget=9)
     with pytest.raises(KvmnnError, match="expected the same heads and tokens"):
         plan_cache(source_of((2, 20, 4), (2, 19, 4)), policy)
     with pytest.raises(OptionError, match="needs attention"):
-        plan_cache(source_of((2, 20, 4)), create("h2o_tokens", budget=9))
+        plan_cache(source_of((2, 20, 4)), create_policy("h2o_tokens", budget=9))
     with pytest.raises(OptionError, match="skip_layers names layer 3"):
-        plan_cache(source_of((2, 20, 4)), create("streaming", budget=9, skip_layers=(3,)))
+        plan_cache(source_of((2, 20, 4)), create_policy("streaming", budget=9, skip_layers=(3,)))
     with pytest.raises(MissingOptionError, match="attention and scores are planned without --policy"):
         np.save(tmp_path / "attention.npy", np.ones((4, 8, 8), np.float16))
         plan_cache(kvmnn.open(tmp_path / "attention.npy"), policy)

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 import kvmnn
-from kvmnn.arrays.completeness import Completeness, IncompleteCacheError, LayerState
-from kvmnn.arrays.named_array import in_memory
-from kvmnn.arrays.source import COMPLETENESS_KEY, Source, joined
+from kvmnn.arrays.completeness import Completeness, IncompleteCacheError, LayerStateInfo
+from kvmnn.arrays.named_array import from_numpy
+from kvmnn.arrays.source import COMPLETENESS_KEY, Source, merge_sources
 from kvmnn.bundle import open_frames
 from kvmnn.errors import ManifestError
 from kvmnn.formats import encode_store, restore
 from kvmnn.formats.mnn import pack, unpack
 from kvmnn.formats.transcoding import transcode
-from kvmnn.packed.fitting import Geometry
-from kvmnn.store import layers_of
+from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.store import read_layer_caches
 
 Run = Callable[..., Any]
 WHERE = "in the second cache of the session"
@@ -33,13 +33,13 @@ def part(folder: str = "x.session") -> Source:
     """Layers 0 and 3 of four, of which the others have windows."""
     numbers, rng = (0, 3), np.random.default_rng(5)
     states = [
-        LayerState(layer=layer)
+        LayerStateInfo(layer=layer)
         if layer in numbers
-        else LayerState(layer=layer, kind="window", window=8, included=False, location=WHERE)
+        else LayerStateInfo(layer=layer, kind="window", window=8, included=False, location=WHERE)
         for layer in range(4)
     ]
     arrays = [
-        in_memory(f"layer_{layer}.{part}", rng.standard_normal((2, 20, 16)).astype(np.float16))
+        from_numpy(f"layer_{layer}.{part}", rng.standard_normal((2, 20, 16)).astype(np.float16))
         for layer in numbers
         for part in ("key", "value")
     ]
@@ -47,12 +47,12 @@ def part(folder: str = "x.session") -> Source:
 
 
 def _bundle(source: Source) -> str:
-    kvmnn.bundle.encode(source, "b/")
+    kvmnn.bundle.encode_source(source, "b/")
     return "b"
 
 
 def _again(source: Source) -> str:
-    kvmnn.bundle.encode(source, "b/")
+    kvmnn.bundle.encode_source(source, "b/")
     transcode(open_frames("b"), "t/")
     return "t"
 
@@ -110,7 +110,7 @@ def test_open_after_writing_a_part_reads_it_as_a_part(way: str) -> None:
 def test_open_after_writing_full_attention_has_no_note(way: str) -> None:
     source = part()
     source.arrays = source.arrays[:2]
-    source.completeness = Completeness(layers=(LayerState(layer=0),))
+    source.completeness = Completeness(layers=(LayerStateInfo(layer=0),))
     found = kvmnn.open(WAYS[way](source))
     assert COMPLETENESS_KEY not in found.metadata
     assert not Path("a/completeness.json").exists()
@@ -128,12 +128,12 @@ def test_tensors_of_a_part_are_a_smaller_part(way: str) -> None:
 
 def test_files_of_one_folder_make_up_the_cache_again() -> None:
     source = part()
-    shared = [LayerState(layer=n, kind="shared", shared_with=0, included=False) for n in (1, 2)]
-    states = (LayerState(layer=0), *shared, LayerState(layer=3, kind="window", window=8))
+    shared = [LayerStateInfo(layer=n, kind="shared", shared_with=0, included=False) for n in (1, 2)]
+    states = (LayerStateInfo(layer=0), *shared, LayerStateInfo(layer=3, kind="window", window=8))
     source.completeness = Completeness(layers=states)
     unpack(source, "a/")
     files = sorted(map(str, Path("a").glob("*.npy")))
-    one, every = kvmnn.open(files[0]), joined([kvmnn.open(path) for path in files])
+    one, every = kvmnn.open(files[0]), merge_sources([kvmnn.open(path) for path in files])
     assert one.completeness is not None and len(one.completeness.missing) == 2  # K without V is no layer
     assert every.completeness == source.completeness
     assert every.completeness is not None and every.completeness.is_complete
@@ -142,7 +142,7 @@ def test_files_of_one_folder_make_up_the_cache_again() -> None:
 def test_inputs_of_several_caches_keep_what_each_lacks() -> None:
     unpack(part(), "a.safetensors")
     np.savez("b.npz", **{"layer_1.key": np.zeros((2, 20, 16), np.float16)})
-    found = joined([kvmnn.open("a.safetensors"), kvmnn.open("b.npz")])
+    found = merge_sources([kvmnn.open("a.safetensors"), kvmnn.open("b.npz")])
     assert found.completeness is not None and found.completeness.missing == [f"a.safetensors: {MISSING}"]
 
 
@@ -187,8 +187,8 @@ def test_single_file_without_place_for_the_note_says_so(run: Run) -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda source: layers_of(source),
-        lambda source: pack(source, "p/", Geometry(backend="x86-avx2"), name="sys", cast=True),
+        lambda source: read_layer_caches(source),
+        lambda source: pack(source, "p/", PackedGeometry(backend="x86-avx2"), name="sys", cast=True),
     ],
     ids=["store put", "pack"],
 )
@@ -230,7 +230,7 @@ def test_verbs_that_hand_on_exit_1_and_name_the_state(run: Run) -> None:
 )
 def test_verbs_that_look_report_what_is_left_out(run: Run, words: tuple[str, ...]) -> None:
     unpack(part(), "a.safetensors")
-    kvmnn.bundle.encode(kvmnn.open("a.safetensors"), "b/")
+    kvmnn.bundle.encode_source(kvmnn.open("a.safetensors"), "b/")
     encode_store(kvmnn.open("a.safetensors"), "a.zarr")
     out = run(*words).out
     assert f"incomplete: {MISSING}" in " ".join(out.split())

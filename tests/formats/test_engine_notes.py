@@ -17,7 +17,7 @@ from llama_files import Shape
 
 import kvmnn
 from kvmnn.errors import ManifestError
-from kvmnn.formats.npz import comment_of
+from kvmnn.formats.npz import build_comment
 
 Run = Callable[..., Any]
 FORMATS = pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
@@ -49,7 +49,7 @@ def test_packed_as_the_session_is(here: Path, run: Run, name: str, suffix: str) 
     run("unpack", session, "--kv-heads", 2, "-o", arrays)
     source, own = kvmnn.open(arrays), kvmnn.open(session, kv_heads=2)
     same(source.engine_cache, own.engine_cache)
-    assert source.dequantised == ("q8_0",)
+    assert source.dequantised_types == ("q8_0",)
     assert "llama.cpp session: 2 layers, 2 kv heads of 32, 7 tokens" in run("inspect", arrays).out
     first = run("pack", session, "--kv-heads", 2, *PACK, "-o", "p1/")
     second = run("pack", arrays, *PACK, "-o", "p2/")
@@ -113,7 +113,7 @@ def test_of_chosen_arrays_it_says_the_same(here: Path, run: Run, suffix: str) ->
     run("encode", f"a{suffix}", "-o", "f/")
     run("encode", f"a{suffix}", "-o", "x.zarr")
     whole = kvmnn.open(f"a{suffix}").engine_cache
-    assert whole is not None and not whole.is_whole
+    assert whole is not None and not whole.is_contiguous_prefix
     chosen = ("layer_0.key", "layer_0.value")
     opened = [kvmnn.open(f"a{suffix}", axes="htd"), kvmnn.open("gaps.session", kv_heads=2, tensors=chosen)]
     opened += [kvmnn.open(path, tensors=chosen) for path in (f"a{suffix}", "f", "x.zarr")]
@@ -121,7 +121,7 @@ def test_of_chosen_arrays_it_says_the_same(here: Path, run: Run, suffix: str) ->
     for source in (*opened, kvmnn.open("g")):
         found = source.engine_cache
         assert found is not None and not any("left out" in note for note in source.notes)
-        assert (found.runs, found.altered, found.tokens) == (whole.runs, whole.altered, whole.tokens)
+        assert (found.position_runs, found.altered, found.tokens) == (whole.position_runs, whole.altered, whole.tokens)
     run("diff", f"a{suffix}", f"a{suffix}", "--axes", "htd")
     wrong = ("--token-ids", "1,2,3", "--fingerprint", "m", "--force")
     for options in (("--axes", "htd"), ("--tensor", chosen[0], "--tensor", chosen[1])):
@@ -196,7 +196,7 @@ OF_OTHERS = '{"version": 1, "shapes": {"a": [2, 2]}, "axes": null, "cache": {"to
 def test_notes_that_are_none(tmp_path: Path, text: str, why: str) -> None:
     np.savez(tmp_path / "a.npz", a=np.zeros((2, 2), np.float16))
     with zipfile.ZipFile(tmp_path / "a.npz", "a") as archive:
-        archive.comment = comment_of({"kvmnn.engine_cache": text}) or b""
+        archive.comment = build_comment({"kvmnn.engine_cache": text}) or b""
     with pytest.raises(ManifestError, match=why):
         kvmnn.open(tmp_path / "a.npz")
 

@@ -16,7 +16,7 @@ import pytest
 from repository import FIXTURES
 
 import kvmnn
-from kvmnn.arrays.float8 import exact_table
+from kvmnn.arrays.float8 import build_exact_table
 from kvmnn.dtypes import FLOAT8_NAMES
 from kvmnn.errors import KvmnnError, ManifestError, OptionError
 
@@ -106,9 +106,9 @@ def test_frames_keep_every_code_and_their_type(tmp_path: Path, run: Any, name: s
         for key, each in codes.items():
             assert np.array_equal(opened[key].to_numpy(), each)
     for opened in (kvmnn.open(tmp_path / "f"), kvmnn.open(path)):
-        assert opened.dequantised == (name,)
+        assert opened.dequantised_types == (name,)
         for key, each in codes.items():
-            assert np.array_equal(bits(opened[key].to_numpy()), bits(exact_table(name)[each]))
+            assert np.array_equal(bits(opened[key].to_numpy()), bits(build_exact_table(name)[each]))
     assert name in run("inspect", tmp_path / "f").out
     assert name in run("inspect", path).out
     run("transcode", tmp_path / "f", "--codec", "mnn", "-o", tmp_path / "g/")
@@ -151,7 +151,9 @@ def test_bytes_are_codes_where_the_caller_says_so(tmp_path: Path, run: Any, name
     (tmp_path / "a.bin").write_bytes(codes.tobytes())
     for file in ("k.npy", "a.npz", "a.safetensors", "a.bin"):
         source = kvmnn.open(tmp_path / file, dtype=name)
-        assert np.array_equal(bits(source.arrays[0].to_numpy()).reshape(-1), bits(exact_table(name)[codes]).reshape(-1))
+        assert np.array_equal(
+            bits(source.arrays[0].to_numpy()).reshape(-1), bits(build_exact_table(name)[codes]).reshape(-1)
+        )
         if file != "a.bin":  # inspect takes raw words by --axes alone
             assert name in run("inspect", tmp_path / file, "--dtype", name).out
     run("encode", tmp_path / "k.npy", "--dtype", name, "-o", tmp_path / "f/")
@@ -196,7 +198,7 @@ def test_pages_of_lmcache_have_the_type_of_their_name(tmp_path: Path, run: Any, 
     source = kvmnn.open(path, dtype=name if said else None, shape=(2, 3, -1, 2, 4), axes="2lthd")
     for layer in range(3):
         for number, part in enumerate(("key", "value")):
-            expected = exact_table(name)[codes[number, layer].transpose(1, 0, 2)]
+            expected = build_exact_table(name)[codes[number, layer].transpose(1, 0, 2)]
             assert np.array_equal(bits(source[f"layer_{layer}.{part}"].to_numpy()), bits(expected))
     run("encode", path, "-o", tmp_path / "f/", *lying, *said)
     kept = kvmnn.open(tmp_path / "f", codes=True)
@@ -216,7 +218,7 @@ def test_folders_of_vllm(tmp_path: Path, run: Any) -> None:
     for layer, each in enumerate(codes):
         write(tmp_path / f"v/model.layers.{layer}.self_attn.attn.safetensors", {"kv_cache": ("F8_E4M3", each)})
     source = kvmnn.open(tmp_path / "v", shape=(2, -1, 2, 4), axes="2thd")
-    expected = exact_table("float8_e4m3fn")[codes[2][1].reshape(6, 2, 4).transpose(1, 0, 2)]
+    expected = build_exact_table("float8_e4m3fn")[codes[2][1].reshape(6, 2, 4).transpose(1, 0, 2)]
     assert np.array_equal(bits(source["layer_2.value"].to_numpy()), bits(expected))
     run("encode", tmp_path / "v", "-o", tmp_path / "f/", "--shape", "2,-1,2,4", "--axes", "2thd")
     assert "equal" in run("diff", tmp_path / "v", tmp_path / "f", "--shape", "2,-1,2,4", "--axes", "2thd").out
@@ -237,16 +239,16 @@ def test_odd_numbers_of_codes_are_numbers_and_no_frames(tmp_path: Path, run: Any
     path, codes = pair(tmp_path / "c.safetensors", "float8_e5m2", shape=(1, 1, 3, 5))
     source = kvmnn.open(path)
     assert np.array_equal(
-        bits(source["layer_1.key"].to_numpy()), bits(exact_table("float8_e5m2")[codes["layer_1.key"]])
+        bits(source["layer_1.key"].to_numpy()), bits(build_exact_table("float8_e5m2")[codes["layer_1.key"]])
     )
     assert "not a whole number" in run("encode", path, "-o", tmp_path / "f/", code=1).err
 
 
 def test_verbs_that_compute_take_exact_numbers(tmp_path: Path, run: Any) -> None:
-    finite = np.flatnonzero(np.isfinite(exact_table("float8_e4m3fn"))).astype(np.uint8)
+    finite = np.flatnonzero(np.isfinite(build_exact_table("float8_e4m3fn"))).astype(np.uint8)
     codes = {f"layer_0.{part}": finite[drawn(n, SHAPE) % finite.size] for n, part in enumerate(("key", "value"))}
     path = write(tmp_path / "c.safetensors", {key: ("F8_E4M3", each) for key, each in codes.items()})
-    expected = {key: exact_table("float8_e4m3fn")[each] for key, each in codes.items()}
+    expected = {key: build_exact_table("float8_e4m3fn")[each] for key, each in codes.items()}
     run("unpack", path, "-o", tmp_path / "u/")
     for key, each in expected.items():
         assert np.array_equal(np.load(tmp_path / f"u/{key}.npy"), each)

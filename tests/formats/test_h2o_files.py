@@ -15,7 +15,7 @@ import pytest
 from packed_samples import arrays, write_prefix
 
 from kvmnn.cli.command import main
-from kvmnn.formats.h2o_files import plan_file, read_scores
+from kvmnn.formats.h2o_files import plan_from_file, read_scores
 from kvmnn.h2o import H2OConfig, LayerScores, plan_layers
 
 
@@ -36,7 +36,7 @@ def test_attention_is_divided_by_heads_and_queries(here: Path) -> None:
 def test_a_notebook_gets_what_the_shell_gets(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save("scores.npy", np.arange(40, dtype=np.float32).reshape(2, 20))
     config = H2OConfig(block_tokens=8, sink_tokens=8, recent_tokens=8)
-    plans = plan_file("scores.npy", config, "a.json", kind="scores")
+    plans = plan_from_file("scores.npy", config, "a.json", input_kind="scores")
     argv = ["plan", "scores.npy", "--kind", "scores", "--block", "8", "--sink", "8", "--recent", "8"]
     assert main([*argv, "-o", "b.json"]) == 0
     assert capsys.readouterr().out == f"{plans}\n"
@@ -52,7 +52,7 @@ def test_scores_in_memory_are_planned_alike() -> None:
     plans = plan_layers(scores, H2OConfig(block_tokens=8, sink_tokens=8, recent_tokens=8))
     assert 0 <= plans.seconds < 60
     assert plans.label == "LOSSY"
-    assert plans.entries() == [{"layer": 0, "remove": 160, "pairs": [[0, 8], [112, 48]]}]
+    assert plans.to_plan_entries() == [{"layer": 0, "remove": 160, "pairs": [[0, 8], [112, 48]]}]
 
 
 def test_caches_hold_no_scores(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,11 +101,14 @@ def test_attention_of_a_list_of_layers_has_a_batch_inside(tmp_path: Path, run: A
         path = hf_files.save(tmp_path / "attentions.pt", value)
         for text in (0, 1):
             alone = hf_files.save(tmp_path / "one.pt", [tensor[text : text + 1].copy() for tensor in tensors])
-            found = plan_file(str(path), H2OConfig(block_tokens=4), batch=text)
+            found = plan_from_file(str(path), H2OConfig(block_tokens=4), batch=text)
             assert len(found.layers) == layers
-            assert found.entries() == plan_file(str(alone), H2OConfig(block_tokens=4)).entries()
+            assert found.to_plan_entries() == plan_from_file(str(alone), H2OConfig(block_tokens=4)).to_plan_entries()
             np.save(tmp_path / "stacked.npy", np.stack([tensor[text] for tensor in tensors]))
-            assert found.entries() == plan_file(str(tmp_path / "stacked.npy"), H2OConfig(block_tokens=4)).entries()
+            assert (
+                found.to_plan_entries()
+                == plan_from_file(str(tmp_path / "stacked.npy"), H2OConfig(block_tokens=4)).to_plan_entries()
+            )
         said = run("plan", path, "--block", "4", code=2).err
         assert "attention of a batch of 2 texts: --batch N plans one of them" in said
         assert "expected --batch 0 to 1" in run("plan", path, "--block", "4", "--batch", "2", code=2).err
@@ -118,5 +121,5 @@ def test_attention_by_name_has_a_batch_inside(tmp_path: Path) -> None:
     tensors = attentions(3, 1)
     np.savez(tmp_path / "onnx.npz", **{f"attentions.{n}": tensor for n, tensor in enumerate(tensors)})
     np.savez(tmp_path / "plain.npz", **{f"attentions.{n}": tensor[0] for n, tensor in enumerate(tensors)})
-    plans = [plan_file(str(tmp_path / name), H2OConfig(block_tokens=4)) for name in ("onnx.npz", "plain.npz")]
-    assert plans[0].entries() == plans[1].entries() and len(plans[0].layers) == 3
+    plans = [plan_from_file(str(tmp_path / name), H2OConfig(block_tokens=4)) for name in ("onnx.npz", "plain.npz")]
+    assert plans[0].to_plan_entries() == plans[1].to_plan_entries() and len(plans[0].layers) == 3

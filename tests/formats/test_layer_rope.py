@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from rope_model import plain_frequencies
 
-from kvmnn.dense import Rotary
+from kvmnn.dense import RopeConfig
 from kvmnn.dense.frequencies import RopeFrequencies
 from kvmnn.errors import SourceError
-from kvmnn.formats.layer_rope import LayerRopes, read_config_rope
+from kvmnn.formats.layer_rope import LayerRopes, read_config_layer_ropes
 
-PLAIN = Rotary(theta=1e6, dims=64)
-LOCAL = Rotary(theta=1e4, dims=64)
+PLAIN = RopeConfig(theta=1e6, dims=64)
+LOCAL = RopeConfig(theta=1e4, dims=64)
 LENGTH = {"original_max_position_embeddings": 8192}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **LENGTH}
 LINEAR, YARN = {"type": "linear", "factor": 4}, {"rope_type": "yarn", "factor": 4, **LENGTH}
@@ -27,18 +27,18 @@ KINDS = ["sliding_attention"] * 3 + ["full_attention"]
 
 def read(tmp_path: Path, fields: dict[str, Any], layers: int = 4, length: int = 4096) -> LayerRopes | None:
     (tmp_path / "config.json").write_text(json.dumps({"head_dim": 64, "rope_theta": 1e6} | fields))
-    return read_config_rope(str(tmp_path), layers, 64, length)[0]
+    return read_config_layer_ropes(str(tmp_path), layers, 64, length)[0]
 
 
-def same(found: LayerRopes | None, expected: list[Rotary | None]) -> bool:
+def same(found: LayerRopes | None, expected: list[RopeConfig | None]) -> bool:
     assert found is not None
     pairs = zip(found, expected, strict=True)
-    return all((a is None) == (b is None) and (a is None or a.is_same(_of(b))) for a, b in pairs)
+    return all((a is None) == (b is None) and (a is None or a.is_equivalent(_of(b))) for a, b in pairs)
 
 
-def _of(rotary: Rotary | None) -> RopeFrequencies:
+def _of(rotary: RopeConfig | None) -> RopeFrequencies:
     assert rotary is not None
-    return RopeFrequencies.from_rotary(rotary)
+    return RopeFrequencies.from_config(rotary)
 
 
 @pytest.mark.parametrize(
@@ -46,18 +46,18 @@ def _of(rotary: Rotary | None) -> RopeFrequencies:
     [
         ({}, PLAIN),
         ({"text_config": {"rope_theta": 1e4}}, LOCAL),
-        ({"rope_scaling": LLAMA3}, Rotary(theta=1e6, dims=64, scaling=LLAMA3)),
-        ({"rope_scaling": LINEAR}, Rotary(theta=1e6, dims=64, scaling=LINEAR)),
-        ({"rope_scaling": YARN}, Rotary(theta=1e6, dims=64, scaling=YARN)),
+        ({"rope_scaling": LLAMA3}, RopeConfig(theta=1e6, dims=64, scaling=LLAMA3)),
+        ({"rope_scaling": LINEAR}, RopeConfig(theta=1e6, dims=64, scaling=LINEAR)),
+        ({"rope_scaling": YARN}, RopeConfig(theta=1e6, dims=64, scaling=YARN)),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, PLAIN),
         ({"rope_scaling": {"type": "dynamic", "factor": 4}, "max_position_embeddings": 4096}, PLAIN),
         (
             {"rope_scaling": {"type": "dynamic", "alpha": 1000}},
-            Rotary(theta=1e6, dims=64, scaling={"type": "ntk", "factor": 1000}),
+            RopeConfig(theta=1e6, dims=64, scaling={"type": "ntk", "factor": 1000}),
         ),
-        ({"partial_rotary_factor": 0.5}, Rotary(theta=1e6, dims=32)),
-        ({"model_type": "cohere"}, Rotary(theta=1e6, dims=64, pairing="interleaved")),
-        ({"model_type": "ernie4_5"}, Rotary(theta=1e6, dims=64, pairing="interleaved")),
+        ({"partial_rotary_factor": 0.5}, RopeConfig(theta=1e6, dims=32)),
+        ({"model_type": "cohere"}, RopeConfig(theta=1e6, dims=64, pairing="interleaved")),
+        ({"model_type": "ernie4_5"}, RopeConfig(theta=1e6, dims=64, pairing="interleaved")),
         ({"layer_types": KINDS, "model_type": "gpt_oss"}, PLAIN),
     ],
 )  # fmt: skip
@@ -73,11 +73,11 @@ def test_layers_that_are_rotated_alike(tmp_path, fields, expected) -> None:
         ({"sliding_window_pattern": 2, "rope_local_base_freq": 1e4}, [LOCAL, PLAIN] * 2),
         ({"model_type": "gemma3_text", "rope_local_base_freq": 1e4}, [LOCAL] * 4),
         ({"layer_types": KINDS, "rope_local_base_freq": 1e4, "rope_scaling": {"type": "linear", "factor": 8}},
-         [LOCAL] * 3 + [Rotary(theta=1e6, dims=64, scaling={"type": "linear", "factor": 8})]),
+         [LOCAL] * 3 + [RopeConfig(theta=1e6, dims=64, scaling={"type": "linear", "factor": 8})]),
         ({"no_rope_layers": [1, 1, 1, 0]}, [PLAIN] * 3 + [None]),
         ({"no_rope_layer_interval": 2}, [PLAIN, None] * 2),
         ({"layer_types": KINDS, "model_type": "exaone4"}, [PLAIN] * 3 + [None]),
-        ({"model_type": "cohere2"}, [Rotary(theta=1e6, dims=64, pairing="interleaved")] * 3 + [None]),
+        ({"model_type": "cohere2"}, [RopeConfig(theta=1e6, dims=64, pairing="interleaved")] * 3 + [None]),
     ],
 )  # fmt: skip
 def test_layers_that_are_rotated_in_different_ways(tmp_path, fields, expected) -> None:
@@ -127,14 +127,14 @@ def test_what_cannot_be_computed_is_refused(tmp_path, fields, message) -> None:
 
 def test_a_configuration_without_rotation_has_none(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
-    assert read_config_rope(str(tmp_path / "config.json"), 2, 64, 10) == (None, [])
+    assert read_config_layer_ropes(str(tmp_path / "config.json"), 2, 64, 10) == (None, [])
     with pytest.raises(SourceError, match=r"has neither config\.json nor llm_config\.json"):
-        read_config_rope(str(tmp_path / "nowhere"), 2, 64, 10)
+        read_config_layer_ropes(str(tmp_path / "nowhere"), 2, 64, 10)
 
 
 def test_pictures_are_a_doubt(tmp_path) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}})
     )
-    found, notes = read_config_rope(str(tmp_path), 1, 64, 10)
+    found, notes = read_config_layer_ropes(str(tmp_path), 1, 64, 10)
     assert found is not None and "right for tokens of text only" in notes[0]

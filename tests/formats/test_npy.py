@@ -60,7 +60,7 @@ def test_npy_format_versions(tmp_path, version):
 
 def test_pieces_are_views_of_the_mapped_file(tmp_path):
     np.save(tmp_path / "a.npy", WORDS)
-    for piece in only(tmp_path / "a.npy").pieces(16):
+    for piece in only(tmp_path / "a.npy").iter_chunks(16):
         assert not piece.flags.owndata
         assert not piece.flags.writeable
 

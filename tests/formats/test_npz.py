@@ -34,7 +34,7 @@ def test_npz_choice(tmp_path):
     assert [a.name for a in formats.open(path, ReadOptions(tensors=("v",))).arrays] == ["v"]
     source = formats.open(path, ReadOptions(skip_unsupported=True))
     assert [a.name for a in source.arrays] == ["k", "v"]
-    assert len(source.skipped) == 1
+    assert len(source.skipped_arrays) == 1
     with pytest.raises(SourceError, match="no array named 'x'; it has 'k', 'v', 'n'"):
         formats.open(path, ReadOptions(tensors=("x",)))
     with pytest.raises(SourceError, match="int64"):

@@ -13,8 +13,8 @@ from odd_caches import ENGINES, Odd
 
 import kvmnn
 from kvmnn.arrays import Source
-from kvmnn.arrays.engine_notes import document
-from kvmnn.bundle import EncodeOptions, encode, open_frames
+from kvmnn.arrays.engine_notes import build_engine_document
+from kvmnn.bundle import EncodeOptions, encode_source, open_frames
 from kvmnn.formats import restore, restore_file
 from kvmnn.formats.zarr import encode_store, restore_store
 
@@ -28,7 +28,7 @@ def assert_same(source: Source, odd: Odd, limit: int | None = None) -> None:
         if limit is None:
             assert source[name].to_numpy().tobytes() == words.tobytes(), name
         else:
-            pieces = list(source[name].pieces(max(limit, words.itemsize)))
+            pieces = list(source[name].iter_chunks(max(limit, words.itemsize)))
             assert np.concatenate(pieces).tobytes() == words.tobytes(), name
 
 
@@ -45,8 +45,12 @@ def test_read_encoded_and_written_again(tmp_path: Path, engine: str, seed: int) 
     assert said.layers == len(odd.arrays) // 2
     assert said.tokens == next(iter(odd.arrays.values())).shape[-2]
     effort = rng.choice(("exact", "fast", "balanced"))
-    whole = replace(odd.options, engine=replace(odd.options.engine, whole=True, stream=None)) if odd.whole else None
-    encode(kvmnn.open(odd.path, whole or odd.options), f"{tmp_path}/frames/", EncodeOptions(effort=effort, threads=1))
+    whole = (
+        replace(odd.options, engine=replace(odd.options.engine, passthrough=True, stream=None)) if odd.whole else None
+    )
+    encode_source(
+        kvmnn.open(odd.path, whole or odd.options), f"{tmp_path}/frames/", EncodeOptions(effort=effort, threads=1)
+    )
     assert_same(kvmnn.open(tmp_path / "frames", odd.options if odd.whole else None), odd)
     if odd.whole:
         back = tmp_path / "back"
@@ -61,9 +65,9 @@ def test_what_a_cache_says_of_itself_goes_along(tmp_path: Path, engine: str, see
     odd = ENGINES[engine](Random(seed), tmp_path)
     source = kvmnn.open(odd.path, odd.options)
     assert source.engine_cache is not None
-    said = document(source.engine_cache)
+    said = build_engine_document(source.engine_cache)
     assert said["tokens"]
-    encode(source, f"{tmp_path}/frames/", EncodeOptions(effort="fast", threads=1))
+    encode_source(source, f"{tmp_path}/frames/", EncodeOptions(effort="fast", threads=1))
     encode_store(source, str(tmp_path / "x.zarr"))
     places = [tmp_path / "frames", tmp_path / "x.zarr"]
     for suffix in (".safetensors", ".npz"):
@@ -73,5 +77,5 @@ def test_what_a_cache_says_of_itself_goes_along(tmp_path: Path, engine: str, see
     for place in places:
         found = kvmnn.open(place)
         assert found.engine_cache is not None, place
-        assert document(found.engine_cache) == said, place
+        assert build_engine_document(found.engine_cache) == said, place
         assert found.notes == []

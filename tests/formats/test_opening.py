@@ -25,8 +25,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     np.save("keys.npy", KEYS)
     np.savez("both.npz", k=KEYS, v=-KEYS)
-    bundle.encode(kvmnn.open("keys.npy"), "keys.frame")
-    bundle.encode(kvmnn.open("both.npz"), "both/")
+    bundle.encode_source(kvmnn.open("keys.npy"), "keys.frame")
+    bundle.encode_source(kvmnn.open("both.npz"), "both/")
     Path("raw.bin").write_bytes(KEYS.tobytes())
     return tmp_path
 
@@ -54,10 +54,10 @@ def test_raw_words_need_a_dtype(here):
 
 
 def test_frames_may_be_taken_as_files(here):
-    source = kvmnn.open("keys.frame", dtype="fp16", frames=False)
+    source = kvmnn.open("keys.frame", dtype="fp16", decode_frames=False)
     assert source["keys"].to_numpy().tobytes() == Path("keys.frame").read_bytes()
     with pytest.raises(SourceError, match="it is a kvmnn bundle: decode it"):
-        kvmnn.open("both", frames=False)
+        kvmnn.open("both", decode_frames=False)
 
 
 def test_a_damaged_frame_is_refused(here):
@@ -85,16 +85,16 @@ def test_what_lies_at_a_path(here):
         "keys.npy": "arrays", "x.SAFETENSORS": "arrays", "x.k": "arrays", ".": "arrays", "keys.frame": "frames",
         "both": "frames", "both/manifest.json": "frames", "x.frame": "frames", "raw.bin": None, "-": None,
     }  # fmt: skip
-    assert {path: formats.kind_of(path) for path in kinds} == kinds
+    assert {path: formats.classify_path(path) for path in kinds} == kinds
     Path("raw.bin.json").touch()
-    assert formats.kind_of("raw.bin") == "frames"
+    assert formats.classify_path("raw.bin") == "frames"
 
 
 def test_formats_by_name():
     for suffix, many in ((".npy", False), (".npz", True), (".safetensors", True)):
-        assert formats.ARRAY_FORMATS[suffix].holds_many is many
-    assert formats.array_format("X.NPZ") is formats.ARRAY_FORMATS[".npz"]
-    assert formats.array_format("x.frame") is None
+        assert formats.ARRAY_FORMATS[suffix].is_multi_array is many
+    assert formats.find_array_format("X.NPZ") is formats.ARRAY_FORMATS[".npz"]
+    assert formats.find_array_format("x.frame") is None
 
 
 def test_heads_that_are_said_must_be_those_that_there_are(tmp_path):
@@ -114,7 +114,7 @@ def test_heads_that_are_said_must_be_those_that_there_are(tmp_path):
         kvmnn.open(tmp_path / "a.npy", kv_heads=2)
     session = tmp_path / "x.session"
     session.write_bytes(llama_files.state(rng, llama_files.Shape(), [12])[0])
-    whole = ReadOptions(engine=EngineOptions(whole=True))
+    whole = ReadOptions(engine=EngineOptions(passthrough=True))
     assert sorted(kvmnn.open(session, whole, kv_heads=2)) == sorted(kvmnn.open(session, kv_heads=2))
 
 

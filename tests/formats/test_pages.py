@@ -11,7 +11,7 @@ from vllm_files import folder
 
 import kvmnn
 from kvmnn.errors import KvmnnError, SourceError
-from kvmnn.formats.raw_pages import page_in
+from kvmnn.formats.raw_pages import parse_page_name
 
 SHAPE = (2, 3, 8, 2, 4)
 
@@ -39,7 +39,7 @@ def drawn(seed: int, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
     ],
 )
 def test_names(name: str, said: Any) -> None:
-    page = page_in(f"folder@1@2@3@half/{name}")
+    page = parse_page_name(f"folder@1@2@3@half/{name}")
     assert (page and page[:2]) == said
 
 

@@ -107,11 +107,11 @@ def test_encode_reads_its_output_again(frame, run, monkeypatch):
 
 
 def test_encode_reads_its_manifest_again(frame, run, monkeypatch):
-    whole = manifest.to_json
-    monkeypatch.setattr(manifest, "to_json", lambda document: whole(document).replace(b'"k"', b'"q"'))
+    whole = manifest.dump_manifest
+    monkeypatch.setattr(manifest, "dump_manifest", lambda document: whole(document).replace(b'"k"', b'"q"'))
     assert (
         "new.frame.json: does not read back as it was written" in run("encode", "k.npy", "-o", "new.frame", code=1).err
     )
-    monkeypatch.setattr(manifest, "to_json", lambda document: whole(document)[:-4])
+    monkeypatch.setattr(manifest, "dump_manifest", lambda document: whole(document)[:-4])
     assert "new.frame.json: does not read back: " in run("encode", "k.npy", "-o", "new.frame", code=1).err
     assert not Path("new.frame").exists()

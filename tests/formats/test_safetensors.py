@@ -16,7 +16,7 @@ from kvmnn.errors import OutputError, SourceError
 from kvmnn.files.mapped import MappedFile
 from kvmnn.formats import open as open_source
 from kvmnn.formats.options import ReadOptions
-from kvmnn.formats.safetensors import layout
+from kvmnn.formats.safetensors import build_header
 from kvmnn.formats.safetensors_header import read_header
 
 
@@ -40,7 +40,7 @@ def test_read(tmp_path):
     }
     source = open_source(pack(tmp_path / "x.safetensors", header, data))
     assert source.metadata == {"format": "pt"}
-    found = [(a.name, a.dtype, a.array_dtype, a.shape, b"".join(map(bytes, a.pieces()))) for a in source.arrays]
+    found = [(a.name, a.dtype, a.array_dtype, a.shape, b"".join(map(bytes, a.iter_chunks()))) for a in source.arrays]
     assert found == [
         ("a", "fp16", "<f2", (4,), data[:8]),
         ("c", "bf16", "<u2", (2,), data[8:12]),
@@ -55,7 +55,7 @@ def test_other_types_are_refused_or_left_out(tmp_path):
         open_source(path)
     source = open_source(path, ReadOptions(skip_unsupported=True))
     assert [a.name for a in source.arrays] == ["k"]
-    assert ["U16" in line for line in source.skipped] == [False, True]
+    assert ["U16" in line for line in source.skipped_arrays] == [False, True]
     (words,) = open_source(path, ReadOptions(tensors=("w",), dtype="fp16")).arrays
     assert (words.dtype, words.array_dtype) == ("fp16", "<u2")
 
@@ -180,7 +180,7 @@ def test_arrays_are_found_by_name_whatever_is_left_out(tmp_path):
     source = open_source(path, ReadOptions(skip_unsupported=True))
     assert list(source) == [name for n, name in enumerate(header) if n % 3]
     assert [source[name].name for name in source] == list(source)
-    assert [line.split(": ")[1] for line in source.skipped] == ["tensor 't0'", "tensor 't3'", "tensor 't6'"]
+    assert [line.split(": ")[1] for line in source.skipped_arrays] == ["tensor 't0'", "tensor 't3'", "tensor 't6'"]
     assert source["t4"].to_numpy().tobytes() == bytes(range(64, 80))
     assert source.nbytes == sum(array.nbytes for array in source.arrays) == 96
     with pytest.raises(KeyError):
@@ -203,7 +203,7 @@ def test_layout_is_aligned_and_read_back(tmp_path):
         info("u", "fp16", "<u2", 1),
         info("r", "fp16", "|u1", 2),
     ]
-    head, begins = layout(arrays, {"who": "me"})
+    head, begins = build_header(arrays, {"who": "me"})
     assert len(head) % 8 == 0
     assert all(begins[a.name] % a.itemsize == 0 for a in arrays)
     kinds = {name: value["dtype"] for name, value in json.loads(head[8:]).items() if name != "__metadata__"}
@@ -218,9 +218,9 @@ def test_layout_is_aligned_and_read_back(tmp_path):
 
 def test_what_the_format_cannot_hold():
     with pytest.raises(OutputError, match="Fortran order"):
-        layout([info("a", "fp16", "<f2", 2, 2, order="F")], {})
+        build_header([info("a", "fp16", "<f2", 2, 2, order="F")], {})
     with pytest.raises(OutputError, match="__metadata__"):
-        layout([info("__metadata__", "fp16", "<f2", 2)], {})
+        build_header([info("__metadata__", "fp16", "<f2", 2)], {})
 
 
 def test_inspect_lists_a_thousand_unless_told_otherwise(tmp_path, run):

@@ -18,18 +18,18 @@ from safetensors_model import Found
 from kvmnn.errors import SourceError
 from kvmnn.formats import _safetensors_header as scanner
 from kvmnn.formats import safetensors_header
-from kvmnn.formats.safetensors_header import Tensors
+from kvmnn.formats.safetensors_header import TensorIndex
 
 
 def scanned(text: bytes) -> Found | None:
     try:
-        tensors = Tensors(text, "x")
+        tensors = TensorIndex(text, "x")
     except SourceError as error:
         assert str(error).startswith("x: ") and "\n" not in str(error) and len(str(error)) < 400
         return None
     for number, tensor in enumerate(tensors):
-        assert tensors.find(tensor.name) == number
-    assert tensors.find("no such name") is None
+        assert tensors.find_id(tensor.name) == number
+    assert tensors.find_id("no such name") is None
     return [tuple(tensor) for tensor in tensors], tensors.metadata  # type: ignore[misc]
 
 
@@ -153,12 +153,12 @@ ENTRY = b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
 )
 def test_what_is_refused_and_where(text: bytes, message: str) -> None:
     with pytest.raises(SourceError) as caught:
-        Tensors(text, "x")
+        TensorIndex(text, "x")
     assert message in str(caught.value)
     assert len(str(caught.value)) < 400
 
 
-class SameHashes(Tensors):
+class SameHashes(TensorIndex):
     """As an attacker would have it who knows the seed of the hashes."""
 
     def _sort(self, hashes: npt.NDArray[np.int64]) -> None:
@@ -169,6 +169,6 @@ def test_names_of_one_hash_are_compared(monkeypatch: pytest.MonkeyPatch) -> None
     entries = [b'"%c":%b' % (name, ENTRY) for name in b"abcda"]
     monkeypatch.setattr(safetensors_header, "hash", lambda name: 0, raising=False)
     tensors = SameHashes(b"{%b}" % b",".join(entries[:4]), "x")
-    assert [tensors.find(name) for name in "abcde"] == [0, 1, 2, 3, None]
+    assert [tensors.find_id(name) for name in "abcde"] == [0, 1, 2, 3, None]
     with pytest.raises(SourceError, match="'a' appears twice"):
         SameHashes(b"{%b}" % b",".join(entries), "x")

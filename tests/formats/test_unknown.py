@@ -82,4 +82,4 @@ def test_folders(tmp_path, run, names, what):
 @pytest.mark.parametrize("length", [unknown.HEAD_BYTES - 1, unknown.HEAD_BYTES])
 def test_text_that_is_cut_inside_a_character(length):
     head = ("ü " * unknown.HEAD_BYTES).encode()[: length - 1] + "é".encode()[:1]
-    assert ("text" in unknown.file_not_known("x", head)) is (length == unknown.HEAD_BYTES)
+    assert ("text" in unknown.explain_unknown_file("x", head)) is (length == unknown.HEAD_BYTES)

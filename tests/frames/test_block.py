@@ -21,7 +21,7 @@ def test_both_gain() -> None:
     values = GOOD[:, :10]
     block = encode_block(GOOD, values)
     key_frame, value_frame = kvmnn.encode(GOOD), kvmnn.encode(values)
-    assert block.stored and not block.fallback and block.dtype == "fp16"
+    assert block.is_stored and not block.fallback and block.dtype == "fp16"
     assert (block.key_frame, block.value_frame) == (key_frame, value_frame)
     assert block.raw_bytes == GOOD.nbytes + values.nbytes
     assert block.compressed_bytes == block.attempted_bytes == len(key_frame) + len(value_frame)
@@ -49,14 +49,14 @@ def test_the_repr_is_one_line() -> None:
 
 def test_one_may_grow_if_both_together_gain() -> None:
     block = encode_block(GOOD, NOISE)
-    assert block.stored and len(block.value_frame) > NOISE.nbytes
+    assert block.is_stored and len(block.value_frame) > NOISE.nbytes
     assert block.decode()[1].tobytes() == NOISE.tobytes()
 
 
 def test_no_gain_is_no_fallback() -> None:
     block = encode_block(NOISE, NOISE)
     attempted = 2 * len(kvmnn.encode(NOISE))
-    assert not block.stored and not block.fallback
+    assert not block.is_stored and not block.fallback
     assert block.attempted_bytes == attempted > block.raw_bytes == block.compressed_bytes == 800
     assert block.ratio == 1.0 and block.attempted_ratio == float(np.float32(800 / attempted)) < 1
     assert block.blob_hash == 0 and block.raw_hash == codec_model.fnv1a64(NOISE.tobytes() * 2)
@@ -82,7 +82,7 @@ def test_equal_size_is_no_gain() -> None:
     assert even
     for raw in even[:20]:
         block = encode_block(raw, raw, dtype="fp16", codecs=("rle",))
-        assert block.attempted_bytes == block.raw_bytes and not block.stored and not block.fallback
+        assert block.attempted_bytes == block.raw_bytes and not block.is_stored and not block.fallback
         assert block.ratio == block.attempted_ratio == 1.0
 
 
@@ -103,7 +103,7 @@ def test_equal_size_is_no_gain() -> None:
 def test_what_cannot_be_encoded_falls_back(keys: object, values: object, dtype: str | None) -> None:
     block = encode_block(keys, values, dtype=dtype)
     raw = b"".join(part.tobytes() if isinstance(part, np.ndarray) else part for part in (keys, values))
-    assert block.fallback and not block.stored
+    assert block.fallback and not block.is_stored
     assert block.raw_bytes == block.compressed_bytes == block.attempted_bytes == len(raw)
     assert block.ratio == block.attempted_ratio == 1.0
     assert block.blob_hash == 0 and block.raw_hash == codec_model.fnv1a64(raw)
@@ -161,7 +161,7 @@ def test_blocks_of_anything(data: st.DataObject) -> None:
     frames = [codec_model.encode(part, STRIDE[dtype], zstd=zstd) for part in (keys, values)]
     attempted, raw = sum(map(len, frames)), len(keys) + len(values)
     assert (block.raw_bytes, block.attempted_bytes, block.fallback) == (raw, attempted, False)
-    assert block.stored == (attempted < raw)
+    assert block.is_stored == (attempted < raw)
     assert block.compressed_bytes == min(attempted, raw)
-    if block.stored:
+    if block.is_stored:
         assert [part.tobytes() for part in block.decode()] == [keys, values]

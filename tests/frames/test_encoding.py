@@ -115,7 +115,7 @@ def test_max_is_smaller_where_levels_and_the_content_size_matter() -> None:
 
 def test_empty_predictor_set_falls_back_to_raw() -> None:
     # Only reachable below the API: a spec parsed with default_raw=False.
-    assert predictors.mode_bits(frozenset()) == predictors.mode_bits(frozenset({"raw"}))
+    assert predictors.to_mode_bits(frozenset()) == predictors.to_mode_bits(frozenset({"raw"}))
 
 
 def test_contexts_leave_nothing_behind() -> None:
@@ -141,25 +141,25 @@ def test_matches() -> None:
     data = kv_like(3000)
     frame = kvmnn.encode(data, dtype="fp16")
     array = np.frombuffer(data, NUMPY["fp16"])
-    assert decoding.matches(frame, array)
-    assert decoding.matches(frame, array.view("<u2"))
-    assert decoding.matches(frame, data, dtype="bf16")
-    assert not decoding.matches(frame, array[:-1])
+    assert decoding.verify_roundtrip(frame, array)
+    assert decoding.verify_roundtrip(frame, array.view("<u2"))
+    assert decoding.verify_roundtrip(frame, data, dtype="bf16")
+    assert not decoding.verify_roundtrip(frame, array[:-1])
     for at in (0, 1, 2047, 2048, 4095, 4096, 5999):
         other = bytearray(data)
         other[at] ^= 1
-        assert not decoding.matches(frame, other, dtype="fp16"), at
+        assert not decoding.verify_roundtrip(frame, other, dtype="fp16"), at
     with pytest.raises(kvmnn.FrameError):
-        decoding.matches(frame[:-1], array)
+        decoding.verify_roundtrip(frame[:-1], array)
     with pytest.raises(kvmnn.FrameError, match="2 streams"):
-        decoding.matches(frame, np.zeros(3000, np.float32))
+        decoding.verify_roundtrip(frame, np.zeros(3000, np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_matches_in_larger_pieces(dtype: str) -> None:
     data = kv_like(600_000, dtype)
     frame = kvmnn.encode(data, dtype=dtype)
-    assert decoding.matches(frame, data, dtype=dtype)
+    assert decoding.verify_roundtrip(frame, data, dtype=dtype)
     other = bytearray(data)
     other[-1] ^= 128
-    assert not decoding.matches(frame, other, dtype=dtype)
+    assert not decoding.verify_roundtrip(frame, other, dtype=dtype)

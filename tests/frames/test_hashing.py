@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import kvmnn
 from kvmnn import KvmnnError, fnv1a64
 from kvmnn.errors import FrameError
-from kvmnn.frames.decoding import Decoder
-from kvmnn.frames.hashing import block_checksums, checksum, copied, rows_checksum
+from kvmnn.frames.decoding import FrameDecoder
+from kvmnn.frames.hashing import checksum_blocks, checksum_rows, copy_with_checksum, integrity_checksum
 
 RNG = np.random.default_rng(11)
 
@@ -62,26 +62,31 @@ def test_a_change_within_a_word_shows_in_the_checksum(data: bytes, draw: st.Data
     changed = bytearray(data)
     for offset in range(at, min(len(data), at // 8 * 8 + 8)):
         changed[offset] ^= draw.draw(st.integers(1, 255))
-    assert checksum(changed) != checksum(data) == checksum(bytearray(data))
+    assert integrity_checksum(changed) != integrity_checksum(data) == integrity_checksum(bytearray(data))
 
 
 def test_checksums_tell_order_length_and_seed() -> None:
     data = RNG.integers(0, 256, 4096, np.uint8)
     words = data.reshape(-1, 8)
-    seen = {checksum(data), checksum(words[::-1]), checksum(np.roll(words, 8, axis=0)), checksum(data, 1)}
-    seen |= {checksum(bytes(count)) for count in range(200)}
+    seen = {
+        integrity_checksum(data),
+        integrity_checksum(words[::-1]),
+        integrity_checksum(np.roll(words, 8, axis=0)),
+        integrity_checksum(data, 1),
+    }
+    seen |= {integrity_checksum(bytes(count)) for count in range(200)}
     assert len(seen) == 204
 
 
 @pytest.mark.parametrize("flips", [1, 2, 3])
 def test_flipped_bits_show_in_the_checksum(flips: int) -> None:
     data = RNG.integers(0, 256, 2000, np.uint8)
-    whole = checksum(data)
+    whole = integrity_checksum(data)
     for _ in range(2000):
         changed = data.copy()
         for bit in RNG.choice(8 * data.size, flips, replace=False):
             changed[bit // 8] ^= 1 << (bit % 8)
-        assert checksum(changed) != whole
+        assert integrity_checksum(changed) != whole
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -93,23 +98,25 @@ def test_frames_are_decoded_and_both_checksums_compared(rows: int, words: int, d
     frame = kvmnn.encode(array)
     total = 0
     for row in array:
-        total = checksum(row, total)
-    assert rows_checksum(array.view(np.uint8)) == total
-    decoder, out = Decoder("fp16" if dtype == "float16" else "fp32"), np.zeros((rows, 2 * words), dtype)[:, words:]
-    decoder.checked(frame, checksum(frame), total, out)
+        total = integrity_checksum(row, total)
+    assert checksum_rows(array.view(np.uint8)) == total
+    decoder, out = FrameDecoder("fp16" if dtype == "float16" else "fp32"), np.zeros((rows, 2 * words), dtype)[:, words:]
+    decoder.decode_verified(frame, integrity_checksum(frame), total, out)
     assert out.tobytes() == array.tobytes()
     with pytest.raises(FrameError, match="does not match its checksum"):
-        decoder.checked(frame, checksum(frame) ^ 1, total, out)
+        decoder.decode_verified(frame, integrity_checksum(frame) ^ 1, total, out)
     with pytest.raises(FrameError, match="other words than went into it"):
-        decoder.checked(frame, checksum(frame), total ^ 1, out)
+        decoder.decode_verified(frame, integrity_checksum(frame), total ^ 1, out)
     with pytest.raises(
         FrameError, match=f"holds {array.nbytes} bytes: expected {array.nbytes + array.itemsize * rows}"
     ):
-        decoder.checked(frame, checksum(frame), total, np.zeros((rows, words + 1), dtype))
+        decoder.decode_verified(frame, integrity_checksum(frame), total, np.zeros((rows, words + 1), dtype))
     with pytest.raises(KvmnnError, match="expected rows that are each contiguous"):  # where a view would be a copy
-        decoder.checked(frame, checksum(frame), total, np.zeros((2, words, 2, rows), dtype).transpose(3, 1, 2, 0))
+        decoder.decode_verified(
+            frame, integrity_checksum(frame), total, np.zeros((2, words, 2, rows), dtype).transpose(3, 1, 2, 0)
+        )
     with pytest.raises(KvmnnError, match="expected contiguous ones"):
-        rows_checksum(np.zeros((2, 8), np.uint8)[:, ::2])
+        checksum_rows(np.zeros((2, 8), np.uint8)[:, ::2])
 
 
 @pytest.mark.parametrize("axes", [(0, 1, 2), (1, 0, 2)])
@@ -121,16 +128,16 @@ def test_rows_are_summed_and_copied_wherever_they_lie(axes: tuple[int, int, int]
     rows = room[:3, :tokens, :size]
     rows[:] = together
     out = np.zeros((3, tokens * size), np.uint8)
-    assert copied(rows, out) == rows_checksum(together.reshape(3, -1))
+    assert copy_with_checksum(rows, out) == checksum_rows(together.reshape(3, -1))
     assert out.tobytes() == together.tobytes()
     blocks = [together[:, begin : begin + 5].reshape(3, -1) for begin in range(0, tokens, 5)]
-    assert block_checksums(rows, 5) == [rows_checksum(block) for block in blocks]
+    assert checksum_blocks(rows, 5) == [checksum_rows(block) for block in blocks]
 
 
 def test_rows_that_cannot_be_copied_are_refused() -> None:
     rows = np.zeros((2, 3, 8), np.uint8)
     with pytest.raises(KvmnnError, match="out has 2 rows of 23 bytes: expected 2 of 24"):
-        copied(rows, np.zeros((2, 23), np.uint8))
+        copy_with_checksum(rows, np.zeros((2, 23), np.uint8))
     with pytest.raises(KvmnnError, match="expected contiguous ones"):
-        copied(rows[:, :, ::2], np.zeros((2, 12), np.uint8))
-    assert block_checksums(rows[:, :0], 4) == block_checksums(rows[:, :, :0], 4) == []
+        copy_with_checksum(rows[:, :, ::2], np.zeros((2, 12), np.uint8))
+    assert checksum_blocks(rows[:, :0], 4) == checksum_blocks(rows[:, :, :0], 4) == []

@@ -10,7 +10,7 @@ import pytest
 from codec_samples import verdict
 
 import kvmnn
-from kvmnn.frames import matches
+from kvmnn.frames import verify_roundtrip
 
 RAW, RLE_BLOCK, COMPRESSED = 0, 1, 2
 MAGIC = b"\x28\xb5\x2f\xfd"
@@ -55,8 +55,8 @@ def check(frame: bytes, stride: int, dtype: str) -> bytes | None:
     assert verdict(frame, dtype) == (dtype, expected)
     for threads in (1, 2):
         assert kvmnn.decode(frame, dtype=dtype, threads=threads).tobytes() == expected
-    assert matches(frame, expected, dtype=dtype)
-    assert not matches(frame, expected[:-1] + bytes([expected[-1] ^ 1]), dtype=dtype)
+    assert verify_roundtrip(frame, expected, dtype=dtype)
+    assert not verify_roundtrip(frame, expected[:-1] + bytes([expected[-1] ^ 1]), dtype=dtype)
     rows = np.zeros((5, len(expected) // stride + 7, stride), np.uint8)
     kvmnn.decode(frame, dtype=dtype, out=rows[2, : len(expected) // stride])
     assert rows[2].tobytes() == expected + bytes(7 * stride) and not rows[3:].any()

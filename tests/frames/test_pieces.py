@@ -16,7 +16,7 @@ import kvmnn
 from kvmnn.frames import _encoder, _fast, fast, pieces
 from kvmnn.frames._anchors import again, anchors
 from kvmnn.frames._room import Room, Track
-from kvmnn.frames.afar import Repeats, repeats_from_afar
+from kvmnn.frames.afar import RepeatInfo, detect_long_range_repeats
 
 LANE = 5_000
 NUMPY = {"fp16": np.float16, "fp32": np.float32}
@@ -24,8 +24,8 @@ NUMPY = {"fp16": np.float16, "fp32": np.float32}
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "LANE_BYTES", LANE)
-    monkeypatch.setattr(pieces, "FEW", 100)
+    monkeypatch.setattr(pieces, "SEGMENT_LANE_BYTES", LANE)
+    monkeypatch.setattr(pieces, "SMALL_SEGMENT_BYTES", 100)
 
 
 def payloads(frame: bytes, dtype: str) -> list[bytes]:
@@ -66,7 +66,7 @@ def test_predictors_of_their_own_for_the_high_lane() -> None:
 
 
 def test_large_frames_are_put_together_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "LANE_BYTES", 200_000)
+    monkeypatch.setattr(pieces, "SEGMENT_LANE_BYTES", 200_000)
     data = np.random.default_rng(1).integers(0, 256, 3 << 20, np.uint8)
     for dtype, effort in (("fp16", "balanced"), ("fp32", "balanced"), ("fp32", "fast")):
         frame = kvmnn.encode(data, dtype=dtype, effort=effort, threads=1)
@@ -78,7 +78,7 @@ def test_exact_and_rle_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     data = words_of("fp16", 30_000)
     every = ({}, {"codecs": ("rle",)}, {"codecs": ("rle",), "effort": "balanced"})
     cut = [kvmnn.encode(data, dtype="fp16", **options) for options in every]
-    monkeypatch.setattr(pieces, "LANE_BYTES", 8 << 20)
+    monkeypatch.setattr(pieces, "SEGMENT_LANE_BYTES", 8 << 20)
     assert [kvmnn.encode(data, dtype="fp16", **options) for options in every] == cut
 
 
@@ -135,7 +135,7 @@ def test_pieces_of_a_track_lie_one_behind_the_other_in_whatever_order_they_are_m
 @pytest.mark.parametrize("effort", ["balanced", "fast"])
 def test_many_threads_make_the_same(effort: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of pieces that are ready in no order."""
-    monkeypatch.setattr(fast, "PIECE_BYTES", 4 * LANE)
+    monkeypatch.setattr(fast, "FAST_SEGMENT_BYTES", 4 * LANE)
     for dtype in ("bf16", "fp32"):
         data = words_of(dtype, 300_000)
         frame = kvmnn.encode(data, dtype=dtype, effort=effort, threads=1)
@@ -150,8 +150,8 @@ def test_an_array_that_repeats_itself_from_afar(
     dtype: str, effort: str, period: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In rows of 64 words: farther than pieces see, and about as far as libzstd does."""
-    monkeypatch.setattr(pieces, "LANE_BYTES", 1 << 15)
-    monkeypatch.setattr(fast, "PIECE_BYTES", 1 << 16)
+    monkeypatch.setattr(pieces, "SEGMENT_LANE_BYTES", 1 << 15)
+    monkeypatch.setattr(fast, "FAST_SEGMENT_BYTES", 1 << 16)
     rng = np.random.default_rng(period)
     words = np.tile(rng.standard_normal((period, 64)).astype(NUMPY[dtype]), (35, 1))
     frame = kvmnn.encode(words, effort=effort)
@@ -184,10 +184,10 @@ def test_pieces_become_longer(across: bool, far: bool, nbytes: int, sizes: list[
         made.append(size)
         return lanes
 
-    def look() -> Repeats:
-        return Repeats(across, far, False)
+    def look() -> RepeatInfo:
+        return RepeatInfo(across, far, False)
 
-    assert pieces.of_pieces(make, look, 100_000, 1_000_000, 2) == (lanes, sizes[-1])
+    assert pieces.encode_segments(make, look, 100_000, 1_000_000, 2) == (lanes, sizes[-1])
     assert made == sizes
 
 
@@ -211,12 +211,12 @@ def test_what_repeats_itself_from_afar(stride: int) -> None:
         (once[:0], 1, False, False, False),
         (np.tile(once[:100], 20), 1, False, False, False),
     ):
-        assert repeats_from_afar(data, stride, size) == (across, far, is_odd)
+        assert detect_long_range_repeats(data, stride, size) == (across, far, is_odd)
 
 
 def test_what_repeats_itself_where_the_search_of_fast_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast, "PIECE_BYTES", 1 << 18)
-    monkeypatch.setattr(pieces, "LANE_BYTES", 1 << 17)
+    monkeypatch.setattr(fast, "FAST_SEGMENT_BYTES", 1 << 18)
+    monkeypatch.setattr(pieces, "SEGMENT_LANE_BYTES", 1 << 17)
     for distance in (60_001, 60_002, 60_004):
         words = np.tile(np.random.default_rng(1).standard_normal(distance).astype(np.float16), 12)
         frame = kvmnn.encode(words, effort="fast")
@@ -252,13 +252,13 @@ def test_parts_of_several_rooms_are_put_together(first: int, second: int, in_pla
     other.write(0, b"01234567")
     parts = [
         b"head",
-        pieces.Placed(5, room, first),
-        pieces.Placed(3, other, 2),
-        pieces.Placed(6, room, second),
+        pieces.BufferSlice(5, room, first),
+        pieces.BufferSlice(3, other, 2),
+        pieces.BufferSlice(6, room, second),
         b"bytes",
     ]
-    assert (pieces._home(parts) is room) == in_place
-    assert pieces.joined(parts, 2) == pieces.joined(parts, 2, pieces._home(parts)) == b"headfirst234secondbytes"
+    assert (pieces._find_owner(parts) is room) == in_place
+    assert pieces.concat(parts, 2) == pieces.concat(parts, 2, pieces._find_owner(parts)) == b"headfirst234secondbytes"
 
 
 def test_numbers_that_are_there_again() -> None:

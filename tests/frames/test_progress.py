@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvmnn
-from kvmnn.bundle import EncodeOptions, encode
+from kvmnn.bundle import EncodeOptions, encode_source
 
 KEYS = np.random.default_rng(8).standard_normal((4, 64, 64)).cumsum(1).astype(np.float16)
 
@@ -68,6 +68,6 @@ def test_pieces_side_by_side_in_a_bundle(tmp_path: Path) -> None:
     np.savez(tmp_path / "kv.npz", k=KEYS, v=-KEYS)
     told = Counted()
     options = EncodeOptions(effort="max", threads=4, frame_bytes=8 << 10)
-    encode(kvmnn.open(tmp_path / "kv.npz"), tmp_path / "b", options, progress=told)
+    encode_source(kvmnn.open(tmp_path / "kv.npz"), tmp_path / "b", options, progress=told)
     assert sum(told.steps) == 2 * KEYS.nbytes
     assert len(told.steps) > 10 * 2 * KEYS.nbytes // (8 << 10)

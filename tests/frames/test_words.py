@@ -11,8 +11,8 @@ from codec_samples import NUMPY, kv_like
 
 import kvmnn
 from kvmnn import FrameError, KvmnnError, LimitError
-from kvmnn.frames.decoding import Decoder
-from kvmnn.frames.hashing import checksum
+from kvmnn.frames.decoding import FrameDecoder
+from kvmnn.frames.hashing import integrity_checksum
 
 RNG = np.random.default_rng(3)
 FP16 = RNG.normal(size=(2, 6, 8)).astype(np.float16)
@@ -265,9 +265,9 @@ def test_out_with_a_stride_in_its_first_axis(dtype: type) -> None:
 
 def test_a_decoder_of_several_frames_at_once() -> None:
     values = RNG.standard_normal((2, 3, 5, 8)).astype(np.float16)
-    decoder, frames = Decoder("fp16"), tuple(kvmnn.encode(part) for part in values)
+    decoder, frames = FrameDecoder("fp16"), tuple(kvmnn.encode(part) for part in values)
     cache = np.full((2, 3, 40, 8), 9, np.float16)
-    decoder.into(frames, cache[:, :, 20:25])
+    decoder.decode_into(frames, cache[:, :, 20:25])
     assert (cache[:, :, 20:25] == values).all() and (cache[:, :, :20] == 9).all() and (cache[:, :, 25:] == 9).all()
     cache[:] = 9
     for out, message in (
@@ -276,9 +276,9 @@ def test_a_decoder_of_several_frames_at_once() -> None:
         (cache[:1, :, 20:25], "2 frames: expected 1"),
     ):
         with pytest.raises(KvmnnError, match=message):
-            decoder.into(frames, out)
+            decoder.decode_into(frames, out)
     with pytest.raises(FrameError):
-        decoder.into((frames[0], frames[1][:-1]), cache[:, :, 20:25])
+        decoder.decode_into((frames[0], frames[1][:-1]), cache[:, :, 20:25])
     assert (cache == 9).all()
 
 
@@ -287,12 +287,12 @@ def test_a_decoder_compares_the_checksum_of_several_frames() -> None:
     first, second = (kvmnn.encode(part) for part in values)
     other = kvmnn.encode(values[1] + np.float16(1))
     out = np.zeros_like(values)
-    both = checksum(second, checksum(first))
-    Decoder("fp16").into((first, second), out, both)
+    both = integrity_checksum(second, integrity_checksum(first))
+    FrameDecoder("fp16").decode_into((first, second), out, both)
     assert (out == values).all()
     for frames, number in (((first, second), both ^ 1), ((first, other), both), ((second, first), both)):
         with pytest.raises(FrameError, match="do not match their checksum"):
-            Decoder("fp16").into(frames, out, number)
+            FrameDecoder("fp16").decode_into(frames, out, number)
 
 
 def test_out_may_be_the_input() -> None:

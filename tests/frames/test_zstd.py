@@ -151,9 +151,9 @@ def test_library_tables_are_checked() -> None:
 
 
 def test_what_is_in_use() -> None:
-    assert zstd.binding() in BINDINGS
-    version = tuple(map(int, zstd.version().split(".")))
-    assert zstd.byte_exact() == ((1, 5, 2) <= version <= (1, 5, 6))
+    assert zstd.get_binding() in BINDINGS
+    version = tuple(map(int, zstd.get_version().split(".")))
+    assert zstd.is_byte_exact() == ((1, 5, 2) <= version <= (1, 5, 6))
     with pytest.raises(KvmnnError, match="expected bundled"):
         zstd._bind("window")
 

@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from kvmnn.gates.checking.cases import RUNTIME_CASES
-from kvmnn.gates.checking.conditions import Decode
-from kvmnn.gates.running.case_gates import answer_gate, case_gates, lossless_gate
-from kvmnn.gates.running.figures import Figures, Pair
-from kvmnn.gates.running.measuring import Comparison, RunRecord
-from kvmnn.gates.running.past import entry_of
-from kvmnn.gates.running.quality import Quality, why_all_stay
-from kvmnn.gates.running.rows_of_runs import bench_rows
-from kvmnn.gates.running.section import gate_lines
-from kvmnn.gates.running.settings import ENGINE, RunSettings
+from kvmnn.gates.checking.conditions import DecodeStats
+from kvmnn.gates.running.case_gates import build_answer_gate, build_case_gates, build_lossless_gate
+from kvmnn.gates.running.figures import CaseFigures, PairedRuns
+from kvmnn.gates.running.measuring import ContentComparison, RunRecord
+from kvmnn.gates.running.past import build_history_entry
+from kvmnn.gates.running.quality import PerplexityChange, explain_no_eviction
+from kvmnn.gates.running.rows_of_runs import build_bench_rows
+from kvmnn.gates.running.section import build_gate_section
+from kvmnn.gates.running.settings import DEFAULT_ENGINE_OPTIONS, RunSettings
 from kvmnn.gates.running.work import Workload
-from kvmnn.gates.summary.rows import runtime_row
-from kvmnn.gates.summary.writing import Round
+from kvmnn.gates.summary.rows import build_runtime_row
+from kvmnn.gates.summary.writing import RoundSummary
 from kvmnn.policies.h2o_engine import H2OEngine
 
 COUNTERS = {
@@ -35,19 +35,19 @@ PLAIN = RunRecord(
     encoded_ratio=None, total_ratio=1, new_ids=(7, 8, 9),
 )  # fmt: skip
 GOOD = replace(PLAIN, lossy_ratio=3.1, encoded_ratio=1.33, counters=COUNTERS)
-EQUAL = Comparison(
+EQUAL = ContentComparison(
     steps=10, compared_steps=2, compared_bytes=100, different_bytes=0, different_steps=0, encoded_bytes=50
 )
-QUALITY = Quality(mean=0.01, low=0.0, high=0.03, texts=10, tokens=1000, lossy_ratio=1.5)
+QUALITY = PerplexityChange(mean=0.01, low=0.0, high=0.03, texts=10, tokens=1000, lossy_ratio=1.5)
 
 
 def verdicts(
     record: RunRecord = GOOD, comparison: Any = EQUAL, quality: Any = QUALITY, **limits: Any
 ) -> dict[str, str]:
-    pairs = [Pair(work=WORK, without=PLAIN, candidate=record)] * 2
-    store = RUNTIME_CASES["runtime_store"].changed(limits, "test")
+    pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=record)] * 2
+    store = RUNTIME_CASES["runtime_store"].with_values(limits, "test")
     compared = [] if comparison is None else [comparison]
-    return {gate.name: gate.verdict for gate in case_gates(pairs, compared, quality, store, "store", 0.05)}
+    return {gate.name: gate.verdict for gate in build_case_gates(pairs, compared, quality, store, "store", 0.05)}
 
 
 def counters(**changed: float) -> RunRecord:
@@ -68,9 +68,9 @@ def test_a_runtime_that_did_nothing_passes_nothing() -> None:
 
 
 def test_without_a_planner_perplexity_is_not_asked_for() -> None:
-    pairs = [Pair(work=WORK, without=PLAIN, candidate=GOOD)] * 2
+    pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=GOOD)] * 2
     store = RUNTIME_CASES["runtime_store"]
-    found = {gate.name: gate for gate in case_gates(pairs, [EQUAL], None, store, "store", 0.05, evicts=False)}
+    found = {gate.name: gate for gate in build_case_gates(pairs, [EQUAL], None, store, "store", 0.05, evicts=False)}
     assert (found["perplexity"].verdict, found["perplexity"].why) == ("off", "nothing is evicted")
 
 
@@ -119,19 +119,20 @@ def test_what_was_not_measured(name: str, change: dict[str, Any]) -> None:
     [((7, 8), (7, 8, 1), "pass"), ((7, 8), (7, 9), "fail"), ((1, 8), (7, 8), "not measured")],
 )
 def test_exact_answers(before: tuple[int, ...], after: tuple[int, ...], verdict: str) -> None:
-    pair = Pair(work=WORK, without=replace(PLAIN, new_ids=before), candidate=replace(GOOD, new_ids=after))
-    gate = answer_gate([pair])
+    pair = PairedRuns(workload=WORK, without=replace(PLAIN, new_ids=before), candidate=replace(GOOD, new_ids=after))
+    gate = build_answer_gate([pair])
     assert gate is not None
     assert gate.verdict == verdict
-    assert answer_gate([replace(pair, work=replace(WORK, answer=()))]) is None
+    assert build_answer_gate([replace(pair, workload=replace(WORK, answer=()))]) is None
 
 
 def test_work_of_which_nothing_was_encoded_is_said() -> None:
-    idle = Pair(work=replace(WORK, name="short"), without=PLAIN, candidate=replace(GOOD, counters={}))
-    pairs = [Pair(work=WORK, without=PLAIN, candidate=GOOD), idle]
+    idle = PairedRuns(workload=replace(WORK, name="short"), without=PLAIN, candidate=replace(GOOD, counters={}))
+    pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=GOOD), idle]
     comparisons = [EQUAL, replace(EQUAL, encoded_bytes=0)]
     found = {
-        gate.name: gate for gate in case_gates(pairs, comparisons, QUALITY, RUNTIME_CASES["runtime_store"], "store", 1)
+        gate.name: gate
+        for gate in build_case_gates(pairs, comparisons, QUALITY, RUNTIME_CASES["runtime_store"], "store", 1)
     }
     for name in ("lossless ratio", "consistency"):
         assert found[name].verdict == "pass"
@@ -141,11 +142,13 @@ def test_work_of_which_nothing_was_encoded_is_said() -> None:
 def test_lines_have_the_figures_of_the_gates() -> None:
     """The fork's section says what stands beside it, and no line that nothing measured."""
     slow = replace(GOOD, decode_seconds=2, counters=COUNTERS | {"h2o_lossless_queue_depth_peak": 9.0})
-    pairs = [Pair(work=WORK, without=PLAIN, candidate=record) for record in (GOOD, slow)]
+    pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=record) for record in (GOOD, slow)]
     limits = RUNTIME_CASES["runtime_store"]
-    gates = case_gates(pairs, [EQUAL], QUALITY, limits, "store", 0.05)
-    rows = bench_rows(SimpleNamespace(name="c", settings=SimpleNamespace(threads=1)), pairs, "m")  # type: ignore[arg-type]
-    lines = gate_lines(Figures.of(pairs), Decode.of(rows.rows, "avg"), gates, limits, "store")
+    gates = build_case_gates(pairs, [EQUAL], QUALITY, limits, "store", 0.05)
+    rows = build_bench_rows(SimpleNamespace(name="c", settings=SimpleNamespace(threads=1)), pairs, "m")  # type: ignore[arg-type]
+    lines = build_gate_section(
+        CaseFigures.from_pairs(pairs), DecodeStats.from_rows(rows.rows, "avg"), gates, limits, "store"
+    )
     assert (lines["runtime_queue_peak_best"], lines["runtime_queue_peak_pass"]) == ("9.0000", "false")  # not their mean
     assert (lines["lossy_best"], lines["kv_content_consistency_pass"]) == ("3.1000", "true")
     assert (lines["decode_gate_tps"], lines["decode_baseline"], lines["decode_drop_ratio"]) == (
@@ -155,9 +158,12 @@ def test_lines_have_the_figures_of_the_gates() -> None:
     )
     assert (lines["decode_pass"], lines["overall_pass"], lines["quality_status"]) == ("false", "false", "FAIL")
     assert not [name for name in lines if name.startswith(("kv_invalid", "kv_restore", "runtime_metric"))]
-    row = runtime_row("c", "store", lines, passed=False, failure="x")
+    row = build_runtime_row("c", "store", lines, passed=False, failure="x")
     assert (row["decode_drop_ratio"], row["kv_invalid_log_count"]) == (0.25, None)
-    assert runtime_row("c", "store", {"overall_pass": "false"}, passed=False, failure="")["kv_invalid_log_count"] == 0
+    assert (
+        build_runtime_row("c", "store", {"overall_pass": "false"}, passed=False, failure="")["kv_invalid_log_count"]
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -170,12 +176,12 @@ def test_lines_have_the_figures_of_the_gates() -> None:
 )
 def test_why_nothing_was_evicted(prompt: int, tokens: int, said: str) -> None:
     settings = RunSettings(quality_prompt=prompt, quality_tokens=tokens)
-    reason = why_all_stay(H2OEngine.from_engine(ENGINE), settings)
+    reason = explain_no_eviction(H2OEngine.from_engine(DEFAULT_ENGINE_OPTIONS), settings)
     assert said in reason
     gate = {
         gate.name: gate
-        for gate in case_gates(
-            [Pair(work=WORK, without=PLAIN, candidate=GOOD)] * 2,
+        for gate in build_case_gates(
+            [PairedRuns(workload=WORK, without=PLAIN, candidate=GOOD)] * 2,
             [EQUAL],
             replace(QUALITY, lossy_ratio=1.0, why_all_stay=reason),
             RUNTIME_CASES["runtime_store"],
@@ -189,18 +195,22 @@ def test_why_nothing_was_evicted(prompt: int, tokens: int, said: str) -> None:
 def test_what_was_not_measured_is_no_figure() -> None:
     """Not in the section, not in the row of the round, not in its line: 0 would be a figure."""
     idle = replace(GOOD, encoded_ratio=None, counters=dict.fromkeys(COUNTERS, 0.0))
-    pairs = [Pair(work=WORK, without=PLAIN, candidate=idle)] * 2
+    pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=idle)] * 2
     limits = RUNTIME_CASES["runtime_store"]
     case = SimpleNamespace(name="c", kind="runtime", mode="store", settings=RunSettings())
-    gates = case_gates(pairs, [replace(EQUAL, encoded_bytes=0)], None, limits, "store", 0.05)
-    decode = Decode.of(bench_rows(case, pairs, "m").rows, "avg")  # type: ignore[arg-type]
-    row = runtime_row(
-        "c", "store", gate_lines(Figures.of(pairs), decode, gates, limits, "store"), passed=False, failure="x"
+    gates = build_case_gates(pairs, [replace(EQUAL, encoded_bytes=0)], None, limits, "store", 0.05)
+    decode = DecodeStats.from_rows(build_bench_rows(case, pairs, "m").rows, "avg")  # type: ignore[arg-type]
+    row = build_runtime_row(
+        "c",
+        "store",
+        build_gate_section(CaseFigures.from_pairs(pairs), decode, gates, limits, "store"),
+        passed=False,
+        failure="x",
     )
     names = ["lossless_selected_value", "kv_content_consistency_pass", "runtime_async_wait_headroom_warn"]
     names += [name for name in row if name.startswith("runtime_")]
     assert {name: row[name] for name in names} == dict.fromkeys(names)
-    made = Round.of("d", [row])
+    made = RoundSummary.from_rows("d", [row])
     line = next(line for line in made.to_markdown().splitlines() if line.startswith("1. case=c"))
     for name in (
         "lossless",
@@ -212,22 +222,22 @@ def test_what_was_not_measured_is_no_figure() -> None:
         "kv_consistency",
     ):
         assert f" {name}=-," in line, name
-    (past,) = entry_of(made, 1, {}, {})["cases"]
+    (past,) = build_history_entry(made, 1, {}, {})["cases"]
     assert (past["lossless"], past["lossy"]) == (None, 3.1)
 
 
 @pytest.mark.parametrize(("compressed", "shown"), [(4000 / 1.29999, "1.29999"), (4000 / 1.3, "1.300"), (3000, "1.333")])
 def test_a_figure_beside_its_limit_can_be_told_from_it(compressed: float, shown: str) -> None:
-    pairs = [Pair(work=WORK, without=PLAIN, candidate=counters(compressed_bytes=compressed))]
-    gate = lossless_gate(Figures.of(pairs), 1.3, "store")
+    pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=counters(compressed_bytes=compressed))]
+    gate = build_lossless_gate(CaseFigures.from_pairs(pairs), 1.3, "store")
     assert gate.value == shown
     assert (float(gate.value) >= float(gate.limit.split()[1])) is (gate.verdict == "pass")
 
 
 @pytest.mark.parametrize("wait", [40000.0, 40000.4, 39999.7, 50000.0])
 def test_a_wait_beside_its_limit_can_be_told_from_it(wait: float) -> None:
-    pairs = [Pair(work=WORK, without=PLAIN, candidate=counters(async_wait_us=wait))]
-    gates = case_gates(pairs, [EQUAL], None, RUNTIME_CASES["runtime_store"], "store", 0.05)
+    pairs = [PairedRuns(workload=WORK, without=PLAIN, candidate=counters(async_wait_us=wait))]
+    gates = build_case_gates(pairs, [EQUAL], None, RUNTIME_CASES["runtime_store"], "store", 0.05)
     gate = next(gate for gate in gates if gate.name == "async wait")
     value, limit = (float(text.replace(",", "").split()[place]) for text, place in ((gate.value, 0), (gate.limit, 1)))
     assert (value <= limit) is (gate.verdict == "pass") is (wait <= 40000)

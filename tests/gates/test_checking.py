@@ -10,26 +10,26 @@ import gate_logs
 import pytest
 
 from kvmnn.errors import OptionError, SourceError
-from kvmnn.gates import RUNTIME_CASES, Checked, Limits, MetricRows, check, parse, read_rows
+from kvmnn.gates import RUNTIME_CASES, CaseResult, GateLimits, MetricRows, check, parse_logs, read_metric_rows
 
-STORE = RUNTIME_CASES["runtime_store"].changed({"decode_baseline": 5.01}, "test")
+STORE = RUNTIME_CASES["runtime_store"].with_values({"decode_baseline": 5.01}, "test")
 
 
 def rows(folder: Path, *cells: dict[str, str]) -> MetricRows:
-    return read_rows([gate_logs.write_logs(folder / "logs", *(cells or (gate_logs.row(),)))])
+    return read_metric_rows([gate_logs.write_logs(folder / "logs", *(cells or (gate_logs.row(),)))])
 
 
-def checked(folder: Path, *cells: dict[str, str], limits: Limits = STORE, **options: Any) -> Checked:
+def checked(folder: Path, *cells: dict[str, str], limits: GateLimits = STORE, **options: Any) -> CaseResult:
     return check(rows(folder, *cells), limits, logs=[folder / "logs"], **options)
 
 
-def verdicts(made: Checked) -> dict[str, str]:
+def verdicts(made: CaseResult) -> dict[str, str]:
     return {gate.name: gate.verdict for gate in (*made.gates, *made.checks)}
 
 
 def test_a_run_that_passes(tmp_path: Path) -> None:
     made = checked(tmp_path)
-    assert made.verdict == "pass", made.failure
+    assert made.verdict == "pass", made.failure_text
     assert set(verdicts(made).values()) == {"pass", "off"}
 
 
@@ -55,10 +55,10 @@ FAILURES = [
 
 @pytest.mark.parametrize(("name", "cells", "limits"), FAILURES)
 def test_every_gate_can_fail(tmp_path: Path, name: str, cells: dict[str, Any], limits: dict[str, Any]) -> None:
-    made = checked(tmp_path, gate_logs.row(**cells), limits=STORE.changed(limits, "test"))
+    made = checked(tmp_path, gate_logs.row(**cells), limits=STORE.with_values(limits, "test"))
     assert verdicts(made)[name] == "fail"
     assert made.verdict == "fail"
-    assert f"{name} fail" in made.failure
+    assert f"{name} fail" in made.failure_text
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_every_gate_can_fail(tmp_path: Path, name: str, cells: dict[str, Any], l
 )
 def test_every_gate_of_logs_can_fail(tmp_path: Path, name: str, printed: str) -> None:
     gate_logs.write_logs(tmp_path / "logs", gate_logs.row(), printed=printed)
-    made = check(read_rows([tmp_path / "logs" / "run_0001.log"]), STORE, logs=[tmp_path / "logs"])
+    made = check(read_metric_rows([tmp_path / "logs" / "run_0001.log"]), STORE, logs=[tmp_path / "logs"])
     assert [gate for gate, verdict in verdicts(made).items() if verdict == "fail"] == [name]
 
 
@@ -80,14 +80,14 @@ def test_every_gate_of_logs_can_fail(tmp_path: Path, name: str, printed: str) ->
 def test_an_offline_ratio_must_be_that_of_its_bytes(tmp_path: Path, raw: int, verdict: str) -> None:
     path = tmp_path / "online.json"
     path.write_text(json.dumps({"lossless_ratio": 1.3, "raw_bytes": raw, "compressed_bytes": 1000}))
-    assert verdicts(checked(tmp_path, online=path))["offline bytes"] == verdict
+    assert verdicts(checked(tmp_path, online_json=path))["offline bytes"] == verdict
 
 
 @pytest.mark.parametrize(("raw", "compressed"), [(0, 1000), (1300, 0)])
 def test_an_offline_ratio_of_no_bytes(tmp_path: Path, raw: int, compressed: int) -> None:
     path = tmp_path / "online.json"
     path.write_text(json.dumps({"lossless_ratio": 1.3, "raw_bytes": raw, "compressed_bytes": compressed}))
-    (found,) = [gate for gate in checked(tmp_path, online=path).checks if gate.name == "offline bytes"]
+    (found,) = [gate for gate in checked(tmp_path, online_json=path).checks if gate.name == "offline bytes"]
     assert (found.verdict, found.value) == ("fail", "no bytes")
 
 
@@ -105,33 +105,33 @@ def test_damaged_offline_documents(tmp_path: Path, text: str, said: str) -> None
     path = tmp_path / "online.json"
     path.write_text(text)
     with pytest.raises(SourceError, match=said):
-        checked(tmp_path, online=path)
+        checked(tmp_path, online_json=path)
     with pytest.raises(SourceError, match="offline lossless json not found"):
-        checked(tmp_path, online=tmp_path / "none.json")
+        checked(tmp_path, online_json=tmp_path / "none.json")
 
 
 def test_rows_of_another_engine_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("model,test,t/s\nllama,tg128,9.1\n")
     with pytest.raises(SourceError, match=r"a\.csv: has no column of llm_bench: found model, test, t/s"):
-        read_rows([tmp_path / "a.csv"])
+        read_metric_rows([tmp_path / "a.csv"])
     (tmp_path / "b.csv").write_text("h2o_lossy,speed(tok/s)\n")
     with pytest.raises(SourceError, match=r"b\.csv: No rows found in CSV\."):
-        read_rows([tmp_path / "b.csv"])
+        read_metric_rows([tmp_path / "b.csv"])
 
 
 # -- strict -----------------------------------------------------------------------------------------------------------
 
 
-def strict(folder: Path, *cells: dict[str, str], baseline: list[dict[str, str]] | None = None) -> Checked:
+def strict(folder: Path, *cells: dict[str, str], baseline: list[dict[str, str]] | None = None) -> CaseResult:
     without = [gate_logs.row(5.95)] * max(1, len(cells)) if baseline is None else baseline
-    plain = read_rows([gate_logs.write_logs(folder / "plain", *without)]) if without else None
-    limits = STORE.changed({"require_kv_content_consistency": False}, "test")
+    plain = read_metric_rows([gate_logs.write_logs(folder / "plain", *without)]) if without else None
+    limits = STORE.with_values({"require_kv_content_consistency": False}, "test")
     return checked(folder, *cells, limits=limits, strict=True, baseline=plain)
 
 
 def test_strict_passes_what_was_measured(tmp_path: Path) -> None:
     made = strict(tmp_path, gate_logs.row(), gate_logs.row(5.91))
-    assert made.verdict == "pass", made.failure
+    assert made.verdict == "pass", made.failure_text
     gates = {gate.name: gate for gate in made.gates}
     assert (gates["lossless ratio"].value, gates["decode drop"].value) == ("1.333", "+0.76%")
     assert made.warnings == ()  # the fork's warning, that the ratio is the run's own, is what strict asks for
@@ -141,8 +141,8 @@ def test_strict_passes_what_was_measured(tmp_path: Path) -> None:
 def test_strict_takes_one_pair_for_unclear(tmp_path: Path) -> None:
     made = strict(tmp_path)
     assert (made.verdict, verdicts(made)["decode drop"]) == ("unclear", "unclear")
-    assert not made.passed
-    assert made.failure == "decode drop unclear"
+    assert not made.has_passed
+    assert made.failure_text == "decode drop unclear"
 
 
 def test_strict_takes_every_row_and_the_bytes_of_the_run(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_strict_says_what_an_idle_runtime_does_not_tell(tmp_path: Path) -> None:
     assert {found[name] for name in names} == {"not measured"}
     assert {verdicts(checked(tmp_path, idle))[name] for name in names[2:]} == {"pass"}
     assert verdicts(checked(tmp_path, idle))["decompression"] == "fail"  # as the fork has it
-    limits = STORE.changed({"require_decode_cache_hit": True, "require_async_queue_activity": True}, "test")
+    limits = STORE.with_values({"require_decode_cache_hit": True, "require_async_queue_activity": True}, "test")
     still = gate_logs.row(**NOTHING, h2o_lossless_async_queue_peak=0, h2o_lossless_decode_cache_hit=0)
     sound = verdicts(checked(tmp_path, still, limits=limits, strict=True))
     assert {sound[name] for name in ("consistency", "cache hits", "async queue")} == {"not measured"}
@@ -182,12 +182,12 @@ def test_strict_says_what_an_idle_runtime_does_not_tell(tmp_path: Path) -> None:
     busy = verdicts(strict(tmp_path, gate_logs.row(**NOTHING, h2o_lossless_fallback=1)))
     assert busy["fallbacks"] == "fail"
     baseline = check(
-        read_rows([gate_logs.write_logs(tmp_path / "b", idle, idle)]),
+        read_metric_rows([gate_logs.write_logs(tmp_path / "b", idle, idle)]),
         RUNTIME_CASES["runtime_baseline"],
         strict=True,
-        baseline=read_rows([gate_logs.write_logs(tmp_path / "b2", idle, gate_logs.row(6.0, **NOTHING))]),
+        baseline=read_metric_rows([gate_logs.write_logs(tmp_path / "b2", idle, gate_logs.row(6.0, **NOTHING))]),
     )
-    assert baseline.verdict == "pass", baseline.failure
+    assert baseline.verdict == "pass", baseline.failure_text
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_strict_says_what_was_not_measured(
 ) -> None:
     made = strict(tmp_path, gate_logs.row(**cells), baseline=baseline)
     assert verdicts(made)[name] == "not measured"
-    assert not made.passed
+    assert not made.has_passed
 
 
 def test_strict_does_not_call_activity_consistency(tmp_path: Path) -> None:
@@ -223,8 +223,8 @@ def test_strict_does_not_call_activity_consistency(tmp_path: Path) -> None:
 
 def test_strict_refuses_a_table_as_its_own_baseline(tmp_path: Path) -> None:
     mine = rows(tmp_path, gate_logs.row(), gate_logs.row(5.9))
-    (tmp_path / "copy.csv").write_text(parse([tmp_path / "logs"]).to_csv(), newline="")
-    for other in (mine, read_rows([tmp_path / "copy.csv"])):
+    (tmp_path / "copy.csv").write_text(parse_logs([tmp_path / "logs"]).to_csv(), newline="")
+    for other in (mine, read_metric_rows([tmp_path / "copy.csv"])):
         with pytest.raises(OptionError, match="holds the rows that are judged and is their baseline as well"):
             check(mine, STORE, strict=True, baseline=other)
         check(mine, STORE, baseline=other)  # as the fork does
@@ -250,14 +250,14 @@ def test_a_slow_store_is_said_of_what_was_judged(tmp_path: Path) -> None:
 
 
 def test_a_limit_of_all_is_kept_without_a_baseline(tmp_path: Path) -> None:
-    made = checked(tmp_path, limits=STORE.changed({"decode_drop_target": 1.0}, "test"), strict=True)
+    made = checked(tmp_path, limits=STORE.with_values({"decode_drop_target": 1.0}, "test"), strict=True)
     assert verdicts(made)["decode drop"] == "pass"
 
 
 def test_strict_refuses_headers_among_rows(tmp_path: Path) -> None:
     text = gate_logs.table(gate_logs.row())
     (tmp_path / "a.log").write_text(text + text)
-    found = read_rows([tmp_path / "a.log"])
+    found = read_metric_rows([tmp_path / "a.log"])
     with pytest.raises(SourceError, match="row 2 is the header of a second table"):
         check(found, STORE, strict=True)
     assert any("1 of 3 rows" in line for line in check(found, STORE).diagnoses)
@@ -279,7 +279,7 @@ DIAGNOSES = [
 
 @pytest.mark.parametrize(("said", "cells", "mode"), DIAGNOSES)
 def test_diagnoses(tmp_path: Path, said: str, cells: dict[str, Any], mode: str) -> None:
-    limits = STORE.changed({"runtime_mode": mode}, "test")
+    limits = STORE.with_values({"runtime_mode": mode}, "test")
     assert not [line for line in checked(tmp_path, limits=limits).diagnoses if said in line]
     assert [line for line in checked(tmp_path, gate_logs.row(**cells), limits=limits).diagnoses if said in line]
 
@@ -300,7 +300,7 @@ def test_one_cause_for_one_log(tmp_path: Path) -> None:
     said = {}
     for name, printed in (("lost", gate_logs.ENCODED), ("idle", "nothing")):
         log = gate_logs.write_logs(tmp_path / name, gate_logs.row(**NOTHING), printed=printed)
-        said[name] = " ".join(check(read_rows([log]), STORE, logs=[tmp_path / name]).diagnoses)
+        said[name] = " ".join(check(read_metric_rows([log]), STORE, logs=[tmp_path / name]).diagnoses)
     assert "lost on their way" in said["lost"] and "nothing was encoded" not in said["lost"]
     assert "because nothing was encoded" in said["idle"] and "lost on" not in said["idle"]
 
@@ -308,7 +308,7 @@ def test_one_cause_for_one_log(tmp_path: Path) -> None:
 def test_offline_and_online_apart(tmp_path: Path) -> None:
     path = tmp_path / "online.json"
     path.write_text('{"lossless_ratio": 1.401, "selected_layers": [0, 1]}')
-    (line,) = checked(tmp_path, online=path).diagnoses
+    (line,) = checked(tmp_path, online_json=path).diagnoses
     assert line.startswith("Offline and online are apart: 1.401 of a dump (offline_online_sim, layers [0, 1]), 1.333")
     path.write_text('{"lossless_ratio": 1.33}')
-    assert checked(tmp_path, online=path).diagnoses == ()
+    assert checked(tmp_path, online_json=path).diagnoses == ()

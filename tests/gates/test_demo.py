@@ -10,12 +10,12 @@ import gate_logs
 import pytest
 
 from kvmnn.errors import KvmnnError, SourceError
-from kvmnn.gates import DemoChecked, DemoLimits, check, check_demo, collect, read_rows, read_runs
+from kvmnn.gates import DemoLimits, DemoResult, check, check_demo, collect_cases, read_demo_runs, read_metric_rows
 from kvmnn.gates.checking.cases import RUNTIME_CASES
-from kvmnn.gates.demo.runs import bucket_of
-from kvmnn.gates.demo.sums import bucket_order
-from kvmnn.gates.summary.collecting import failure_reason
-from kvmnn.gates.summary.saving import save_checked, save_demo
+from kvmnn.gates.demo.runs import parse_bucket
+from kvmnn.gates.demo.sums import order_buckets
+from kvmnn.gates.summary.collecting import find_failure_reason
+from kvmnn.gates.summary.saving import save_case_result, save_demo_result
 
 PRINTED = "prompt tokens num = 128\ndecode tokens num = 512\nprefill time = 2.00 s\ndecode time = 100.00 s\n"
 STRICT = DemoLimits(lossy_target=3.0, lossless_target=1.3)
@@ -28,12 +28,14 @@ def sides(folder: Path, **candidate: Any) -> tuple[Path, Path]:
     return without, gate_logs.write_demo(folder / "with", dict.fromkeys(names, gate_logs.record(**candidate)))
 
 
-def judged(folder: Path, limits: DemoLimits | None = None, **candidate: Any) -> DemoChecked:
+def judged(folder: Path, limits: DemoLimits | None = None, **candidate: Any) -> DemoResult:
     without, compressed = sides(folder, **candidate)
-    return check_demo(read_runs(without), read_runs(compressed), limits or DemoLimits(), case="llm_demo_store")
+    return check_demo(
+        read_demo_runs(without), read_demo_runs(compressed), limits or DemoLimits(), case="llm_demo_store"
+    )
 
 
-def verdicts(made: DemoChecked) -> dict[str, str]:
+def verdicts(made: DemoResult) -> dict[str, str]:
     return {gate.name: gate.verdict for gate in made.gates}
 
 
@@ -41,8 +43,8 @@ def test_the_sixth_round_passes_without_its_ratios(tmp_path: Path) -> None:
     made = judged(tmp_path)
     assert made.verdict == "pass"
     assert made.candidate.decode_speed == pytest.approx(512 / 90)
-    assert made.drop == pytest.approx(-1 / 9)
-    assert made.candidate.total == pytest.approx(2.903 * 1.269)
+    assert made.drop_ratio == pytest.approx(-1 / 9)
+    assert made.candidate.total_ratio == pytest.approx(2.903 * 1.269)
     assert [bucket.name for bucket in made.buckets] == ["128", "512"]
 
 
@@ -68,31 +70,31 @@ def test_strict_asks_for_the_ratios(tmp_path: Path) -> None:
 def test_every_gate_can_fail(tmp_path: Path, name: str, limits: dict[str, bool], candidate: dict[str, Any]) -> None:
     made = judged(tmp_path, DemoLimits(**limits), **candidate)
     assert verdicts(made)[name] == "fail"
-    assert not made.passed
+    assert not made.has_passed
 
 
 def test_no_baseline(tmp_path: Path) -> None:
-    runs = read_runs(sides(tmp_path)[1])
-    silent = read_runs(gate_logs.write_demo(tmp_path / "x", {"prompt_128_1": gate_logs.record(decode_us=0)}))
+    runs = read_demo_runs(sides(tmp_path)[1])
+    silent = read_demo_runs(gate_logs.write_demo(tmp_path / "x", {"prompt_128_1": gate_logs.record(decode_us=0)}))
     assert verdicts(check_demo(silent, runs, DemoLimits()))["decode drop"] == "fail"
     relaxed = DemoLimits(require_decode_baseline=False, require_bucket_decode_pass=False)
     made = check_demo(silent, runs, relaxed)
-    assert (made.verdict, made.drop) == ("pass", 1.0)
+    assert (made.verdict, made.drop_ratio) == ("pass", 1.0)
 
 
 def test_buckets_need_equal_numbers_of_runs(tmp_path: Path) -> None:
     without, compressed = sides(tmp_path)
-    fewer = read_runs(compressed)[:1]
-    made = check_demo(read_runs(without), fewer, DemoLimits())
-    assert [(bucket.name, bucket.passed) for bucket in made.buckets] == [("128", True), ("512", False)]
+    fewer = read_demo_runs(compressed)[:1]
+    made = check_demo(read_demo_runs(without), fewer, DemoLimits())
+    assert [(bucket.name, bucket.has_passed) for bucket in made.buckets] == [("128", True), ("512", False)]
     assert verdicts(made)["buckets"] == "fail"
 
 
 def test_buckets_are_named_by_the_files_and_ordered_by_length() -> None:
-    assert [bucket_of(name) for name in ("prompt_128_1", "x_PROMPT_2048_12.txt", "prompt_a_1", "y")] == [
+    assert [parse_bucket(name) for name in ("prompt_128_1", "x_PROMPT_2048_12.txt", "prompt_a_1", "y")] == [
         *("128", "2048", "other", "other"),
     ]
-    assert bucket_order(["2048", "other", "128", "512"], ["512", "64"]) == ["512", "128", "2048", "other"]
+    assert order_buckets(["2048", "other", "128", "512"], ["512", "64"]) == ["512", "128", "2048", "other"]
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,7 @@ def test_buckets_are_named_by_the_files_and_ordered_by_length() -> None:
 )
 def test_which_runs_count(tmp_path: Path, record: dict[str, Any], printed: str, reason: str, speed: float) -> None:
     folder = gate_logs.write_demo(tmp_path / "runs", {"prompt_128_1": record}, {"prompt_128_1": printed})
-    (run,) = read_runs(folder)
+    (run,) = read_demo_runs(folder)
     assert (run.reason, run.return_code == 0) == (reason, reason == "ok")
     assert run.decode_speed == pytest.approx(speed)
 
@@ -118,23 +120,23 @@ def test_runs_as_the_forks_runner_notes_them(tmp_path: Path) -> None:
     noted |= {"status_reason": "ok", "decode_tokens": 512, "decode_s": 90.0, "h2o_metrics": gate_logs.record()}
     failed = noted | {"effective_returncode": -11, "status_reason": "signal_11", "h2o_metrics": None}
     (tmp_path / "candidate_runs.jsonl").write_text(json.dumps(noted) + "\n" + json.dumps(failed) + "\n")
-    good, bad = read_runs(tmp_path)
-    assert (good.bucket, good.return_code, good.figure("h2o_lossy_ratio")) == ("512", 0, 2.903)
-    assert (bad.return_code, bad.figure("h2o_lossy_ratio")) == (-11, 0)
+    good, bad = read_demo_runs(tmp_path)
+    assert (good.bucket, good.return_code, good.get_metric("h2o_lossy_ratio")) == ("512", 0, 2.903)
+    assert (bad.return_code, bad.get_metric("h2o_lossy_ratio")) == (-11, 0)
     made = check_demo([good], [bad], DemoLimits())
     assert made.failures == ("candidate prompt_512_2: signal_11 (-11)",)
     (tmp_path / "candidate_runs.jsonl").write_text(json.dumps(noted))
-    assert [run.bucket for run in read_runs(tmp_path)] == ["512"]
+    assert [run.bucket for run in read_demo_runs(tmp_path)] == ["512"]
     (tmp_path / "baseline_runs.jsonl").write_text("{}")
     with pytest.raises(SourceError, match="expected one of them"):
-        read_runs(tmp_path)
+        read_demo_runs(tmp_path)
 
 
 def test_no_runs(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="holds no runs of llm_demo"):
-        read_runs(tmp_path)
+        read_demo_runs(tmp_path)
     with pytest.raises(SourceError, match="does not exist"):
-        read_runs(tmp_path / "x")
+        read_demo_runs(tmp_path / "x")
 
 
 # -- rounds -----------------------------------------------------------------------------------------------------------
@@ -159,9 +161,9 @@ def test_a_round_grows_case_by_case(tmp_path: Path) -> None:
     folder = str(tmp_path / "round")
     log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row())
     limits = RUNTIME_CASES["runtime_store"]
-    passing = check(read_rows([log]), limits, case="runtime_store", logs=[tmp_path / "logs"])
-    assert save_checked(folder, passing).passed
-    made = save_demo(folder, judged(tmp_path, STRICT))
+    passing = check(read_metric_rows([log]), limits, case="runtime_store", logs=[tmp_path / "logs"])
+    assert save_case_result(folder, passing).has_passed
+    made = save_demo_result(folder, judged(tmp_path, STRICT))
     document = json.loads((tmp_path / "round" / "summary.json").read_text())
     assert document == made.to_dict()
     assert list(document) == [
@@ -179,14 +181,14 @@ def test_a_round_grows_case_by_case(tmp_path: Path) -> None:
     assert "1. case=runtime_store, mode=store, pass=true, rc=0, decode=5.9000/0.0000(avg)" in summary
     assert "1. case=llm_demo_store, mode=store, pass=false" in summary
     with pytest.raises(KvmnnError, match="exists already"):
-        save_checked(folder, passing)
-    save_checked(folder, passing, force=True)
+        save_case_result(folder, passing)
+    save_case_result(folder, passing, force=True)
 
 
 def test_strict_verdicts_are_those_of_a_round(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row())
-    made = check(read_rows([log]), RUNTIME_CASES["runtime_store"], case="runtime_store", strict=True)
-    (row,) = save_checked(str(tmp_path / "round"), made).rows
+    made = check(read_metric_rows([log]), RUNTIME_CASES["runtime_store"], case="runtime_store", strict=True)
+    (row,) = save_case_result(str(tmp_path / "round"), made).rows
     assert (row["overall_pass"], row["quality_status"]) == (False, "PASS")
     assert row["failure_reason"] == "decode drop not measured, consistency not measured"
 
@@ -207,7 +209,7 @@ def test_a_folder_of_the_forks_scripts(tmp_path: Path) -> None:
     (tmp_path / "llm_demo_full" / "llm_demo_report.json").write_text(
         '{"overall_pass": true, "decode_drop_ratio": -0.2}'
     )
-    made = collect(str(tmp_path))
+    made = collect_cases(str(tmp_path))
     assert [(row["case"], row["overall_pass"], row["failure_reason"]) for row in made.rows] == [
         ("runtime_baseline", False, "FAIL: LLM_BENCH not executable: x"),
         ("runtime_probe", False, "quality gate section missing"),
@@ -224,13 +226,13 @@ def test_failure_reasons(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     for text, said in (("a\nerror: x\nb\n\n", "error: x"), ("a\n b \n\n", "b"), ("", "unknown failure")):
         log.write_text(text)
-        assert failure_reason(str(log)) == said
+        assert find_failure_reason(str(log)) == said
     log.write_text("error: early\n" + "line\n" * 300)
-    assert failure_reason(str(log)) == "line"
+    assert find_failure_reason(str(log)) == "line"
 
 
 def test_folders_without_cases(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="holds no case"):
-        collect(str(tmp_path))
+        collect_cases(str(tmp_path))
     with pytest.raises(SourceError, match="does not exist"):
-        collect(str(tmp_path / "x"))
+        collect_cases(str(tmp_path / "x"))

@@ -5,22 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvmnn.gates.checking.drops import Drop, drop_gate
+from kvmnn.gates.checking.drops import DecodeSlowdown, build_slowdown_gate
 
 
 def test_it_is_the_ratio_of_the_means_shown() -> None:
     """The mean of the pairs' own drops is something else, and has no lower bound."""
-    drop = Drop.of([(10.0, 10.0), (1.0, 3.0)])
+    drop = DecodeSlowdown.from_pairs([(10.0, 10.0), (1.0, 3.0)])
     assert drop is not None
-    assert (drop.before, drop.after) == (5.5, 6.5)
-    assert drop.value == pytest.approx(1 - 6.5 / 5.5)
-    assert drop.high is not None and drop.high <= 1
+    assert (drop.baseline_speed, drop.candidate_speed) == (5.5, 6.5)
+    assert drop.drop_ratio == pytest.approx(1 - 6.5 / 5.5)
+    assert drop.interval_high is not None and drop.interval_high <= 1
 
 
 def test_no_speed_is_no_drop() -> None:
-    assert Drop.of([]) is None
-    assert Drop.of([(0.0, 3.0)]) is None
-    assert drop_gate(None, 0.05, "pairs", "why").verdict == "not measured"
+    assert DecodeSlowdown.from_pairs([]) is None
+    assert DecodeSlowdown.from_pairs([(0.0, 3.0)]) is None
+    assert build_slowdown_gate(None, 0.05, "pairs", "why").verdict == "not measured"
 
 
 @pytest.mark.parametrize(
@@ -36,10 +36,10 @@ def test_no_speed_is_no_drop() -> None:
     ],
 )
 def test_verdicts(pairs: list[tuple[float, float]], limit: float, verdict: str) -> None:
-    drop = Drop.of(pairs)
+    drop = DecodeSlowdown.from_pairs(pairs)
     assert drop is not None
-    assert drop.verdict(limit) == verdict
-    gate = drop_gate(drop, limit, "side by side")
+    assert drop.judge(limit) == verdict
+    gate = build_slowdown_gate(drop, limit, "side by side")
     assert gate.verdict == verdict
     assert ("more runs" in gate.why) == (verdict == "unclear")
 
@@ -51,7 +51,7 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     for _ in range(2000):
         machine = rng.normal(60, 12, 6)
         plain, fast = machine + rng.normal(0, 3, 6), 0.9 * machine + rng.normal(0, 3, 6)
-        drop = Drop.of(list(zip(plain.tolist(), fast.tolist(), strict=True)))
-        assert drop is not None and drop.low is not None and drop.high is not None
-        inside += drop.low <= 0.1 <= drop.high
+        drop = DecodeSlowdown.from_pairs(list(zip(plain.tolist(), fast.tolist(), strict=True)))
+        assert drop is not None and drop.interval_low is not None and drop.interval_high is not None
+        inside += drop.interval_low <= 0.1 <= drop.interval_high
     assert 0.92 <= inside / 2000 <= 0.98

@@ -10,7 +10,7 @@ import gate_logs
 import pytest
 
 from kvmnn.errors import KvmnnError, OptionError, OutputError, SourceError
-from kvmnn.gates import RUNTIME_CASES, Limits, read_gate_file, read_rows
+from kvmnn.gates import RUNTIME_CASES, GateLimits, read_gate_file, read_metric_rows
 from kvmnn.gates.checking import baselines
 
 
@@ -27,27 +27,27 @@ def test_a_file_stands_over_its_base_and_a_case_over_the_file(tmp_path: Path) ->
     assert (limits.lossy_target, limits.decode_drop_target, limits.max_lossless_decomp_us) == (2.0, 0.1, 50000.0)
     assert limits.max_lossless_async_wait_us == 40000.0
     assert notes == []
-    assert read_gate_file(path, None, Limits())[0].max_lossless_decomp_us == -1
+    assert read_gate_file(path, None, GateLimits())[0].max_lossless_decomp_us == -1
     with pytest.raises(KvmnnError, match="has no case runtime_full"):
-        read_gate_file(path, "runtime_full", Limits())
+        read_gate_file(path, "runtime_full", GateLimits())
 
 
 def test_what_limits_write_is_read_back(tmp_path: Path) -> None:
     for limits in RUNTIME_CASES.values():
-        assert read_gate_file(written(tmp_path, limits.to_dict()), None, Limits()) == (limits, [])
+        assert read_gate_file(written(tmp_path, limits.to_dict()), None, GateLimits()) == (limits, [])
 
 
 def test_a_file_of_the_fork(tmp_path: Path) -> None:
     settings = {"prompts": [512], "repeat": 3, "h2o_keep_ratios": [0.3], "kv_lossless_runtime_mode": "full"}
     path = written(tmp_path, settings | {"kv_lossless_async_threads": 1, "kv_lossless_block_tokens": 128})
-    limits, (note,) = read_gate_file(path, None, Limits())
+    limits, (note,) = read_gate_file(path, None, GateLimits())
     assert (limits.runtime_mode, limits.async_threads, limits.lossless_block_tokens) == ("full", 1, 128)
     assert note == f"{path}: prompts, repeat, h2o_keep_ratios say what ran, and limit nothing"
 
 
 def test_limits_that_limit_nothing_are_named(tmp_path: Path) -> None:
     path = written(tmp_path, {"lossless_target": -5, "decode_drop_target": 2})
-    assert read_gate_file(path, None, Limits())[1] == [
+    assert read_gate_file(path, None, GateLimits())[1] == [
         f"{path}: lossless_target -5 limits nothing: ratios are above 0",
         f"{path}: decode_drop_target 2 limits nothing: no more than 1 can be lost",
     ]
@@ -58,7 +58,7 @@ def test_what_is_no_gate_file_is_a_wrong_argument(tmp_path: Path, text: str) -> 
     path = tmp_path / "gates.json"
     path.write_text(text)
     with pytest.raises(OptionError, match="JSON"):
-        read_gate_file(path, None, Limits())
+        read_gate_file(path, None, GateLimits())
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_is_no_gate_file_is_a_wrong_argument(tmp_path: Path, text: str) -> 
 )
 def test_damaged_files(tmp_path: Path, document: Any, said: str) -> None:
     with pytest.raises(KvmnnError) as error:
-        read_gate_file(written(tmp_path, document), None, Limits())
+        read_gate_file(written(tmp_path, document), None, GateLimits())
     assert said in str(error.value)
 
 
@@ -87,18 +87,20 @@ def test_damaged_files(tmp_path: Path, document: Any, said: str) -> None:
 def history(folder: Path, speeds: list[float], key: str = "k") -> Path:
     path = folder / "history.jsonl"
     for speed in speeds:
-        baselines.append(path, key, speed, passed=speed > 5, summary="s.md")
+        baselines.append_to_history(path, key, speed, has_passed=speed > 5, summary="s.md")
     return path
 
 
 def test_rolling_is_the_median_of_the_newest(tmp_path: Path) -> None:
     path = history(tmp_path, [100, 100, *range(1, 9)])
-    found = baselines.rolling(path, "k", 6.6)
-    assert (found.speed, found.source, found.samples) == (4.5, "rolling_median", 8)
-    assert baselines.rolling(path, "other", 6.6) == baselines.Baseline(speed=6.6, source="fixed_fallback", samples=0)
-    assert baselines.rolling(path, "k", 6.6, window=2).source == "fixed_fallback"
-    assert baselines.rolling(path, "k", 6.6, window=2, least=2).speed == 7.5
-    assert baselines.rolling(tmp_path / "none", "k", 6.6).samples == 0
+    found = baselines.compute_rolling_baseline(path, "k", 6.6)
+    assert (found.speed, found.source, found.num_samples) == (4.5, "rolling_median", 8)
+    assert baselines.compute_rolling_baseline(path, "other", 6.6) == baselines.DecodeBaseline(
+        speed=6.6, source="fixed_fallback", num_samples=0
+    )
+    assert baselines.compute_rolling_baseline(path, "k", 6.6, window=2).source == "fixed_fallback"
+    assert baselines.compute_rolling_baseline(path, "k", 6.6, window=2, min_samples=2).speed == 7.5
+    assert baselines.compute_rolling_baseline(tmp_path / "none", "k", 6.6).num_samples == 0
 
 
 def test_failed_runs_count_and_runs_without_a_speed_do_not(tmp_path: Path) -> None:
@@ -111,25 +113,25 @@ def test_failed_runs_count_and_runs_without_a_speed_do_not(tmp_path: Path) -> No
 def test_a_damaged_history_is_passed_over_and_counted(tmp_path: Path) -> None:
     path = history(tmp_path, [1, 2, 3])
     path.write_text('[1]\n{"key": "k"\n\n' + path.read_text() + '{"key": "k", "decode_best": "x"}\n')
-    found = baselines.rolling(path, "k", 6.6)
-    assert (found.speed, found.samples) == (2, 3)
+    found = baselines.compute_rolling_baseline(path, "k", 6.6)
+    assert (found.speed, found.num_samples) == (2, 3)
     assert found.warnings == (f"{path}: 2 lines are no JSON objects",)
     with pytest.raises(OutputError, match="cannot be written"):
-        baselines.append(tmp_path, "k", 1.0, passed=True, summary="")
+        baselines.append_to_history(tmp_path, "k", 1.0, has_passed=True, summary="")
 
 
 def test_the_same_batch_gives_its_fastest_row(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path, gate_logs.row(4.34), gate_logs.row(4.81, prompt=1024))
-    assert baselines.same_batch(read_rows([log]), 6.6).speed == 4.81
+    assert baselines.find_same_batch_baseline(read_metric_rows([log]), 6.6).speed == 4.81
     log = gate_logs.write_logs(tmp_path, gate_logs.row() | {"speed(tok/s)": "80.1"})
-    found = baselines.same_batch(read_rows([log]), 6.6)
-    assert (found.speed, found.source, found.samples) == (6.6, "same_batch_fallback_fixed", 0)
+    found = baselines.find_same_batch_baseline(read_metric_rows([log]), 6.6)
+    assert (found.speed, found.source, found.num_samples) == (6.6, "same_batch_fallback_fixed", 0)
     assert "fallback to fixed 6.6" in found.warnings[0]
 
 
 def test_keys(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path, gate_logs.row(), gate_logs.row(prompt=1024))
-    assert baselines.key_of(read_rows([log]), 2).endswith("_CPU_t4_p512,1024_g128_rep2")
+    assert baselines.build_baseline_key(read_metric_rows([log]), 2).endswith("_CPU_t4_p512,1024_g128_rep2")
     log = gate_logs.write_logs(tmp_path, {key: text for key, text in gate_logs.row().items() if key != "llm_demo"})
     with pytest.raises(SourceError, match="expected --baseline-key"):
-        baselines.key_of(read_rows([log]), 2)
+        baselines.build_baseline_key(read_metric_rows([log]), 2)

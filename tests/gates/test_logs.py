@@ -9,10 +9,10 @@ import gate_logs
 import pytest
 
 from kvmnn.errors import SourceError
-from kvmnn.gates import parse
+from kvmnn.gates import parse_logs
 from kvmnn.gates.checking.metric_rows import read_csv
-from kvmnn.gates.logs.columns import BENCH
-from kvmnn.gates.logs.numbers import decode_speed, deviation, number
+from kvmnn.gates.logs.columns import BENCH_COLUMNS
+from kvmnn.gates.logs.numbers import parse_decode_speed, parse_deviation, parse_first_number
 
 
 @pytest.mark.parametrize(
@@ -32,22 +32,22 @@ from kvmnn.gates.logs.numbers import decode_speed, deviation, number
     ],
 )
 def test_numbers(cell: object, expected: float) -> None:
-    assert number(cell) == expected
+    assert parse_first_number(cell) == expected
 
 
 def test_speeds() -> None:
-    assert decode_speed("80.10 ± 0.10<br>5.81 ± 0.05") == 5.81
-    assert decode_speed("80.10") == 0
-    assert decode_speed(None) == 0
-    assert deviation("80.10 ± 0.10<br>5.81 ± 0.05") == 0.05
-    assert deviation("5.81") is None
+    assert parse_decode_speed("80.10 ± 0.10<br>5.81 ± 0.05") == 5.81
+    assert parse_decode_speed("80.10") == 0
+    assert parse_decode_speed(None) == 0
+    assert parse_deviation("80.10 ± 0.10<br>5.81 ± 0.05") == 0.05
+    assert parse_deviation("5.81") is None
 
 
 def test_columns_have_the_parsers_order(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row() | {"zeta": "1", "alpha": "2"})
-    parsed = parse([log.parent])
+    parsed = parse_logs([log.parent])
     assert parsed.kind == "llm_bench"
-    assert parsed.columns == (*(name for name in BENCH if name != "modelSize"), "alpha", "zeta")
+    assert parsed.columns == (*(name for name in BENCH_COLUMNS if name != "modelSize"), "alpha", "zeta")
     first, second, end = parsed.to_csv().split("\r\n")
     assert first.startswith("model,backend,threads,llm_demo,speed(tok/s),h2o_keep,")
     assert second.startswith("llama2,CPU,4,prompt=512<br>decode=128,80.10 ± 0.10<br>5.90 ± 0.05,0.3211 ± 0.0010,")
@@ -58,7 +58,7 @@ def test_columns_have_the_parsers_order(tmp_path: Path) -> None:
 def test_cells_that_spreadsheets_would_compute_are_texts_and_come_back(tmp_path: Path) -> None:
     cells = {"zeta": "=HYPERLINK(1)", "=alpha": "-1.5"}
     log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row() | cells)
-    parsed = parse([log.parent])
+    parsed = parse_logs([log.parent])
     header, line, _ = parsed.to_csv().split("\r\n")
     assert ",'=alpha," in header
     assert ",-1.5," in line
@@ -73,14 +73,14 @@ def test_indented_table_is_read_as_the_forks_parser_reads_it(tmp_path: Path, ind
     table = gate_logs.table(gate_logs.row(), gate_logs.row(4.5))
     (tmp_path / "a.log").write_text(table)
     (tmp_path / "b.log").write_text("\n".join(indent + line + "  " for line in table.splitlines()) + "\r\n")
-    plain, indented = (parse([tmp_path / name]) for name in ("a.log", "b.log"))
+    plain, indented = (parse_logs([tmp_path / name]) for name in ("a.log", "b.log"))
     assert indented.to_csv().replace("b.log", "a.log") == plain.to_csv()
     assert len(indented.rows) == 2 and indented.rows[0]["speed(tok/s)"] == "80.10 ± 0.10<br>5.90 ± 0.05"
 
 
 def test_a_file_named_twice_counts_once(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row())
-    assert len(parse([log, tmp_path / "logs", tmp_path / "logs" / ".." / "logs" / log.name]).rows) == 1
+    assert len(parse_logs([log, tmp_path / "logs", tmp_path / "logs" / ".." / "logs" / log.name]).rows) == 1
 
 
 DAMAGED = {
@@ -102,12 +102,12 @@ def test_damaged_logs_are_one_clear_line(tmp_path: Path, kind: str) -> None:
     log = tmp_path / "a.log"
     log.write_text(damage(gate_logs.table(gate_logs.row())))
     try:
-        (note,) = parse([log]).notes
+        (note,) = parse_logs([log]).notes
         assert said in note
     except SourceError as error:
         assert said in str(error)
     with pytest.raises(SourceError) as refused:
-        parse([log], strict=True)
+        parse_logs([log], strict=True)
     assert said in str(refused.value)
 
 
@@ -122,25 +122,25 @@ def test_another_engines_output_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(
         SourceError, match=r"has no (key of llm_demo: found build_commit|column of llm_bench: found mod)"
     ):
-        parse([log])
+        parse_logs([log])
 
 
 def test_versions_that_differ_are_said(tmp_path: Path) -> None:
     new, old = gate_logs.row(), gate_logs.row(h2o_lossless_decode_cache_hit=None)  # type: ignore[arg-type]
     for name, cells in (("a.log", new), ("b.log", new), ("c.log", old)):
         (tmp_path / name).write_text(gate_logs.table(cells))
-    parsed = parse([tmp_path])
+    parsed = parse_logs([tmp_path])
     (note,) = parsed.notes
     assert note.startswith(f"{tmp_path / 'c.log'}: lacks h2o_lossless_decode_cache_hit of the other logs")
     assert [row.get("h2o_lossless_decode_cache_hit", "") for row in parsed.rows][2] == ""
     with pytest.raises(SourceError, match=r"c\.log: lacks"):
-        parse([tmp_path], strict=True)
+        parse_logs([tmp_path], strict=True)
 
 
 def test_records_of_llm_demo(tmp_path: Path) -> None:
     lines = [gate_logs.record(), gate_logs.record(decode_us=1), gate_logs.record(prompt_index=1, more=[1])]
     (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    parsed = parse([tmp_path])
+    parsed = parse_logs([tmp_path])
     assert parsed.kind == "llm_demo"
     assert [row["decode_us"] for row in parsed.rows] == ["1", "90000000"]
     assert parsed.columns[:3] == ("prompt_index", "prompt_tokens", "decode_tokens")
@@ -150,7 +150,7 @@ def test_records_of_llm_demo(tmp_path: Path) -> None:
 def test_sums_that_llm_demo_prints(tmp_path: Path) -> None:
     text = "prompt tokens num = 128\ndecode tokens num = 512\nprefill time = 2.00 s\n decode time = 90.25 s\n"
     (tmp_path / "a.log").write_text(text)
-    (row,) = parse([tmp_path]).rows
+    (row,) = parse_logs([tmp_path]).rows
     assert row["prompt_tokens"], row["decode_us"] == ("128", "90250000")
 
 
@@ -167,7 +167,7 @@ def test_sums_that_llm_demo_prints(tmp_path: Path) -> None:
 def test_damaged_records(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "m.jsonl").write_text(text)
     with pytest.raises(SourceError) as error:
-        parse([tmp_path / "m.jsonl"])
+        parse_logs([tmp_path / "m.jsonl"])
     assert said in str(error.value)
 
 
@@ -175,30 +175,30 @@ def test_logs_of_both_programs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text(json.dumps(gate_logs.record()))
     log = gate_logs.write_logs(tmp_path / "logs", gate_logs.row())
     with pytest.raises(SourceError, match="expected logs of one program"):
-        parse([log, tmp_path / "m.jsonl"])
+        parse_logs([log, tmp_path / "m.jsonl"])
 
 
 def test_no_files(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"^No log files found\.$"):
-        parse([tmp_path])
+        parse_logs([tmp_path])
     with pytest.raises(SourceError, match="does not exist"):
-        parse([tmp_path / "x.log"])
+        parse_logs([tmp_path / "x.log"])
 
 
 @pytest.mark.parametrize("cell", ["nan \N{PLUS-MINUS SIGN} 0.1", "inf", "-inf", "-5.00 \N{PLUS-MINUS SIGN} 0.10"])
 def test_figures_that_nothing_can_have_are_said(tmp_path: Path, cell: str) -> None:
     log = gate_logs.write_logs(tmp_path, gate_logs.row(), gate_logs.row() | {"h2o_lossless_async_wait_us": cell})
-    (note,) = parse([log]).notes
+    (note,) = parse_logs([log]).notes
     assert note == f"{log}: row 2: h2o_lossless_async_wait_us: found {cell}, expected a number of at least 0"
     with pytest.raises(SourceError, match="expected a number of at least 0"):
-        parse([log], strict=True)
+        parse_logs([log], strict=True)
 
 
 def test_speeds_and_records_that_nothing_can_have(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path, gate_logs.row() | {"speed(tok/s)": "80.1<br>-3.0"})
-    assert "speed(tok/s): found 80.1<br>-3.0" in parse([log]).notes[0]
+    assert "speed(tok/s): found 80.1<br>-3.0" in parse_logs([log]).notes[0]
     (tmp_path / "a.jsonl").write_text('{"prompt_tokens": 5, "prefill_us": -3, "decode_us": -4}\n')
-    (note,) = parse([tmp_path / "a.jsonl"]).notes
+    (note,) = parse_logs([tmp_path / "a.jsonl"]).notes
     assert note.endswith("row 1: prefill_us: found -3, expected a number of at least 0 (and 1 more)")
 
 
@@ -206,8 +206,8 @@ def test_a_log_without_rows_is_named_and_a_line_has_one_number(tmp_path: Path) -
     for name in ("a.log", "b.log"):
         (tmp_path / name).write_text("nothing")
     with pytest.raises(SourceError, match=r"a\.log \(and 1 other log\): No markdown table rows found in logs\."):
-        parse([tmp_path / "a.log", tmp_path / "b.log"])
+        parse_logs([tmp_path / "a.log", tmp_path / "b.log"])
     (tmp_path / "c.jsonl").write_text('{"prompt_tokens": 5}\n{"prompt\n')
     with pytest.raises(SourceError) as error:
-        parse([tmp_path / "c.jsonl"])
+        parse_logs([tmp_path / "c.jsonl"])
     assert str(error.value).count("line") == 1 and "line 2: is not JSON: " in str(error.value)

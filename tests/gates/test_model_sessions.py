@@ -24,10 +24,10 @@ before = resident()
 sessions = ModelSessions(sys.argv[2], 1)
 for attentions in (False, True):
     session = sessions.get(attentions=attentions)
-    session.step(np.arange(40), np.arange(40), session.empty())
+    session.run_step(np.arange(40), np.arange(40), session.create_empty_past())
     del session
 opened = resident()
-sessions.release(keep=True)
+sessions.release(kept_kind=True)
 one = resident()
 sessions.release()
 print(opened - before, one - before, resident() - before)

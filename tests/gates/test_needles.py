@@ -6,7 +6,7 @@ import numpy as np
 from repository import FIXTURES
 
 from kvmnn.gates.running.settings import RunSettings
-from kvmnn.gates.running.work import needles
+from kvmnn.gates.running.work import build_needle_workloads
 from kvmnn.lm.documents import Document
 from kvmnn.lm.tokenizer import Tokenizer
 
@@ -14,11 +14,11 @@ TOKENS = 400
 
 
 def test_needles_lie_at_three_depths_of_each_text() -> None:
-    tokenizer = Tokenizer.open(FIXTURES / "lm")
+    tokenizer = Tokenizer.open_for_model(FIXTURES / "lm")
     settings = RunSettings(prompts_per_bucket=2, generate=16, quality_tokens=TOKENS, quality_prompt=TOKENS // 2)
     filler = tokenizer.encode("a")[0]
     texts = [Document(name=name, ids=np.full(TOKENS, filler), nbytes=1, sha256="0" * 64) for name in ("one", "two")]
-    works = needles(texts, tokenizer, settings, None)
+    works = build_needle_workloads(texts, tokenizer, settings, None)
     assert [work.bucket for work in works] == ["10%", "50%", "90%"] * 2
     for work, depth in zip(works, (0.1, 0.5, 0.9) * 2, strict=True):
         context, question = work.turns

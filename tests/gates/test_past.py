@@ -10,7 +10,7 @@ import pytest
 
 from kvmnn.errors import OutputError
 from kvmnn.gates.running.history import read_history
-from kvmnn.gates.running.past import HISTORY, changes, has_take, note_round
+from kvmnn.gates.running.past import HISTORY_FILE, append_round, describe_changes, has_finished_rerun
 from kvmnn.gates.running.run_store import RunStore
 
 
@@ -30,12 +30,12 @@ def entry(*cases: str, take: int = 1, model: str = "a", **settings: Any) -> dict
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / HISTORY).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / HISTORY_FILE).read_text().splitlines()]
 
 
 def test_a_round_that_goes_on_keeps_its_line_and_its_cases(tmp_path: Path) -> None:
     for cases in (("full",), ("store",), ("store",)):
-        note_round(tmp_path, entry(*cases))
+        append_round(tmp_path, entry(*cases))
     (line,) = lines(tmp_path)
     assert [case["case"] for case in line["cases"]] == ["full", "store"]
     assert (line["overall_pass"], line["changed"]) == (True, [])
@@ -50,34 +50,34 @@ def test_a_round_that_goes_on_keeps_its_line_and_its_cases(tmp_path: Path) -> No
     ],
 )
 def test_what_differs_is_another_round(tmp_path: Path, other: dict[str, Any], said: list[str]) -> None:
-    note_round(tmp_path, entry("full"))
-    note_round(tmp_path, other)
+    append_round(tmp_path, entry("full"))
+    append_round(tmp_path, other)
     assert [line["changed"] for line in lines(tmp_path)] == [[], said]
-    assert has_take(tmp_path, other["take"])
-    assert not has_take(tmp_path, 3)
+    assert has_finished_rerun(tmp_path, other["take"])
+    assert not has_finished_rerun(tmp_path, 3)
 
 
 def test_changes_of_some_cases_name_them() -> None:
     before, after = entry("full", "store"), entry("full", "store")
     after["cases"][1]["settings"] = {"kv_h2o_block_tokens": 16}
-    assert changes(before, after) == ["kv_h2o_block_tokens default -> 16 (store)"]
+    assert describe_changes(before, after) == ["kv_h2o_block_tokens default -> 16 (store)"]
     after["settings"] = {f"s{i}": i for i in range(20)}
-    assert changes(before, after)[-1] == "and 10 more"
-    assert changes({"cases": []}, after) == []  # a line of before settings were noted down
+    assert describe_changes(before, after)[-1] == "and 10 more"
+    assert describe_changes({"cases": []}, after) == []  # a line of before settings were noted down
 
 
 def test_lines_that_are_damaged_or_older_stay_as_they_are(tmp_path: Path) -> None:
     older = json.dumps({"generated_at": "2026-11-01T10:00:00", "overall_pass": True, "cases": []})
-    (tmp_path / HISTORY).write_text(f'{older}\n{{"torn\n')
-    note_round(tmp_path, entry("full"))
-    kept = (tmp_path / HISTORY).read_text().splitlines()
+    (tmp_path / HISTORY_FILE).write_text(f'{older}\n{{"torn\n')
+    append_round(tmp_path, entry("full"))
+    kept = (tmp_path / HISTORY_FILE).read_text().splitlines()
     assert kept[:2] == [older, '{"torn']
     assert json.loads(kept[2])["changed"] == []
 
 
 def test_a_trend_is_over_rounds_of_the_same_settings(tmp_path: Path) -> None:
     for place, settings in enumerate(({}, {"lossy_target": 2.0}, {"lossy_target": 2.0}), start=1):
-        note_round(tmp_path, entry("full", take=place, **settings))
+        append_round(tmp_path, entry("full", take=place, **settings))
     shown = str(read_history(str(tmp_path)))
     assert "  lossy        3.000 | 3.000 3.000  (+0.0% to the mean before)" in shown
 
@@ -101,7 +101,7 @@ def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
     for take, lossless in enumerate((1.3, None, 0.0, None), start=1):
         made = entry("full", take=take, lossy_target=float(take))
         made["cases"][0]["lossless"] = lossless
-        note_round(tmp_path, made)
+        append_round(tmp_path, made)
     shown = str(read_history(str(tmp_path)))
     assert "  lossless     1.300 | - | - | -\n" in shown
     assert shown.endswith("|: under other settings from here on.")

@@ -23,11 +23,11 @@ from tiny_decoders import Tiny
 
 from kvmnn.cli import gate_run
 from kvmnn.errors import KvmnnError
-from kvmnn.gates.running.run_cases import KNOWN, cases_of
+from kvmnn.gates.running.run_cases import CASE_NAMES, build_cases
 from kvmnn.gates.running.sample_text import SAMPLE_TEXT
 from kvmnn.gates.running.settings import RunConfig, RunSettings, read_run_config
 from kvmnn.gates.running.suite import Suite
-from kvmnn.gates.running.work import text_beginnings
+from kvmnn.gates.running.work import build_prefix_workloads
 from kvmnn.lm import DecoderSession, tokenizer
 from kvmnn.lm.documents import Document
 
@@ -99,11 +99,11 @@ def test_model_without_a_tokenizer_gets_synthetic_prompts_and_says_so(tmp_path: 
 
 def test_texts_that_are_short_are_joined() -> None:
     documents = [document("a", 20), document("bb", 30)]
-    work, long = text_beginnings(documents, RunSettings(prompts=(21, 45)))
+    work, long = build_prefix_workloads(documents, RunSettings(prompts=(21, 45)))
     assert (work.name, work.turns[0]) == ("a:21", (0, *range(101, 121)))
     assert (long.name, long.turns[0]) == ("2 texts:45", (0, *range(101, 121), *range(201, 225)))
     with pytest.raises(KvmnnError, match=r"^2 texts: 51 tokens, a prompt has 52: expected longer texts"):
-        text_beginnings(documents, RunSettings(prompts=(52,)))
+        build_prefix_workloads(documents, RunSettings(prompts=(52,)))
 
 
 def test_built_in_text_has_the_default_prompts_and_repeats_little() -> None:
@@ -116,9 +116,9 @@ def test_built_in_text_has_the_default_prompts_and_repeats_little() -> None:
 @pytest.mark.parametrize("limit", [8, 3])
 def test_queue_of_the_runtime_cases_is_the_limit_of_their_gate(limit: int) -> None:
     limits = {} if limit == 8 else {"max_lossless_queue_peak": limit}
-    for case in cases_of("runtime", RunConfig(limits=limits))[1:]:
+    for case in build_cases("runtime", RunConfig(limits=limits))[1:]:
         assert case.engine["kv_lossless_max_queue"] == limit
-    (given,) = cases_of("runtime", RunConfig(engine={"kv_lossless_max_queue": 99}))[1:2]
+    (given,) = build_cases("runtime", RunConfig(engine={"kv_lossless_max_queue": 99}))[1:2]
     assert given.engine["kv_lossless_max_queue"] == 99
 
 
@@ -173,7 +173,7 @@ def test_model_that_cannot_run_the_planner_is_refused_before_it_begins(tmp_path:
 
 _LINES_AT_ONCE = (
     "import sys; from kvmnn.cli import gate_run as g, main; "
-    "g._FIRST_SECONDS = 0.01; g._LINE_SECONDS = 0.01, 0.01; sys.exit(main(sys.argv[1:]))"
+    "g._FIRST_LINE_SECONDS = 0.01; g._LINE_INTERVAL_BOUNDS_SECONDS = 0.01, 0.01; sys.exit(main(sys.argv[1:]))"
 )
 
 
@@ -212,20 +212,20 @@ def test_progress_counts_all_runs_and_names_each(tmp_path: Path) -> None:
             self.runs += 1
 
     write(tmp_path)
-    config = read_run_config(tmp_path / "run.json", KNOWN)
+    config = read_run_config(tmp_path / "run.json", CASE_NAMES)
     progress = Kept()
     texts = [str(tmp_path / "texts")]
     with Suite(str(tmp_path / "model"), tmp_path / "out", settings=config.settings, texts=texts, jobs=1) as suite:
-        list(suite.measure(cases_of("runtime", config), 1, progress))
+        list(suite.measure_cases(build_cases("runtime", config), 1, progress))
     assert started == [(progress.runs, progress.steps)] and progress.runs == 14
     assert "runtime_store, a.txt:40, K and V compared" in calls and "runtime_probe, perplexity" in calls
 
 
 def test_case_leaves_no_session_of_the_model_open(tmp_path: Path) -> None:
     write(tmp_path)
-    config = read_run_config(tmp_path / "run.json", KNOWN)
+    config = read_run_config(tmp_path / "run.json", CASE_NAMES)
     with Suite(str(tmp_path / "model"), tmp_path / "out", settings=config.settings, texts=[], jobs=1) as suite:
-        for measured in suite.measure(cases_of("runtime", config)[1:3], 1):
+        for measured in suite.measure_cases(build_cases("runtime", config)[1:3], 1):
             opened = [one for one in gc.get_objects() if isinstance(one, DecoderSession)]
             assert not opened, f"{measured.case.name}: the next case opens its own"
 
@@ -234,9 +234,9 @@ def test_line_of_progress_waits_while_standard_error_leads_nowhere(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The tokenizers package prints panics; a line that came while they were hidden was lost."""
-    monkeypatch.setattr(gate_run, "_FIRST_SECONDS", 0.01)
-    with gate_run._Progress(argparse.Namespace(quiet=False, output="out")):
-        with tokenizer._without_panics():
+    monkeypatch.setattr(gate_run, "_FIRST_LINE_SECONDS", 0.01)
+    with gate_run.SuiteProgressDisplay(argparse.Namespace(quiet=False, output="out")):
+        with tokenizer._convert_panics():
             time.sleep(0.2)
         time.sleep(0.2)
     assert capfd.readouterr().err == "kvmnn: progress: 0:00; opening the model and reading the texts\n"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import KvmnnError, OptionError, SourceError
-from kvmnn.gates.running.manifests import KEYS, prompt_files
+from kvmnn.gates.running.manifests import PROMPT_FILE_KEYS, read_prompt_manifest
 from kvmnn.gates.running.settings import RunSettings
-from kvmnn.gates.running.work import real_prompts
+from kvmnn.gates.running.work import build_prompt_workloads
 from kvmnn.lm.documents import Document
 
 
@@ -26,7 +26,7 @@ def named(*names: str) -> list[Document]:
 
 def chosen(documents: list[Document], limit: int | None = None, **settings: object) -> list[str]:
     made = RunSettings(**{"buckets": (8, 32), "demo_generate": 4, **settings})  # type: ignore[arg-type]
-    return [work.name.partition(":")[0] for work in real_prompts(documents, made, limit, [])]
+    return [work.name.partition(":")[0] for work in build_prompt_workloads(documents, made, limit, [])]
 
 
 FILES = ("prompt_512_1.txt", "prompt_128_1.txt", "prompt_512_2.txt", "prompt_128_2.txt", "prompt_512_3.txt")
@@ -60,13 +60,13 @@ def test_a_list_names_each_file_once(tmp_path: Path) -> None:
     (folder / "more").mkdir(parents=True)
     for name in ("a.txt", "b.txt", "more/c.txt"):
         (folder / name).write_text("words")
-    lines = [json.dumps({key: "b.txt"}) for key in KEYS]
+    lines = [json.dumps({key: "b.txt"}) for key in PROMPT_FILE_KEYS]
     lines += ["", "more/c.txt", '"a.txt"', json.dumps({"name": "nothing", "prompt_file": "a.txt"}), "a.txt"]
     (tmp_path / "list.jsonl").write_text("\n".join(lines))
-    found = prompt_files(str(tmp_path / "list.jsonl"), [str(tmp_path / "x"), str(folder)])
+    found = read_prompt_manifest(str(tmp_path / "list.jsonl"), [str(tmp_path / "x"), str(folder)])
     assert found == [str(folder / name) for name in ("b.txt", "more/c.txt", "a.txt")]
     (folder / "own.txt").write_text("a.txt\n")
-    assert prompt_files(str(folder / "own.txt"), []) == [str(folder / "a.txt")]
+    assert read_prompt_manifest(str(folder / "own.txt"), []) == [str(folder / "a.txt")]
 
 
 @pytest.mark.parametrize(
@@ -84,6 +84,6 @@ def test_damaged_lists(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "a.txt").write_text("words")
     (tmp_path / "list").write_bytes(content)
     with pytest.raises(SourceError, match=said):
-        prompt_files(str(tmp_path / "list"), [str(tmp_path)])
+        read_prompt_manifest(str(tmp_path / "list"), [str(tmp_path)])
     with pytest.raises(SourceError, match="does not exist"):
-        prompt_files(str(tmp_path / "none"), [])
+        read_prompt_manifest(str(tmp_path / "none"), [])

@@ -16,11 +16,11 @@ pytest.importorskip("tokenizers")
 import gate_models
 
 from kvmnn.cli import main
-from kvmnn.gates.running.measuring import compare_contents, run_once
-from kvmnn.gates.running.run_cases import cases_of
+from kvmnn.gates.running.measuring import compare_contents, measure_run
+from kvmnn.gates.running.run_cases import build_cases
 from kvmnn.gates.running.settings import RunConfig, read_run_config
 from kvmnn.gates.running.suite import Suite
-from kvmnn.gates.running.work import synthetic
+from kvmnn.gates.running.work import build_synthetic_workloads
 from kvmnn.lm import DecoderSession, Runner
 from kvmnn.lm.cache.lossless_store import LosslessStore
 
@@ -136,7 +136,7 @@ def test_measured_again_or_otherwise_is_another_round(made: SimpleNamespace, tmp
 def test_progress_counts_the_steps_that_are_left(made: SimpleNamespace, tmp_path: Path) -> None:
     """So that the time left is that of what has yet to run; runs that are there take none."""
     config = read_run_config(made.folder / "run.json", ())
-    cases = cases_of("runtime", config)
+    cases = build_cases("runtime", config)
     told: list[tuple[int, ...]] = []
     ended: list[str] = []
     bar = SimpleNamespace(
@@ -155,7 +155,7 @@ def test_progress_counts_the_steps_that_are_left(made: SimpleNamespace, tmp_path
             texts=[str(made.folder / "texts")],
             jobs=0,
         ) as suite:
-            list(suite.measure(cases, 1, bar))
+            list(suite.measure_cases(cases, 1, bar))
         assert told[0] == (4 * 4 + 3 + 3, expected)
         assert (len(ended), sum(steps for (steps,) in told[1:])) == told[0]
 
@@ -169,13 +169,13 @@ def test_a_damaged_line_of_runs_is_run_again(made: SimpleNamespace, tmp_path: Pa
     kept = [store.get(json.loads(line)["key"]) is not None for line in lines]
     assert kept[:2] == [False, False]
     assert all(kept[2:])
-    assert store.reused == len(lines) - 2
+    assert store.num_reused == len(lines) - 2
 
 
 @pytest.mark.parametrize("bos", [None, 7])
 def test_a_synthetic_prompt_has_the_asked_length(made: SimpleNamespace, bos: int | None) -> None:
     settings = read_run_config(made.folder / "run.json", ()).settings
-    (work,) = synthetic(settings, 48, bos)
+    (work,) = build_synthetic_workloads(settings, 48, bos)
     assert (work.name, work.prompts) == ("synthetic_40", "synthetic")
     (turn,) = work.turns
     assert len(turn) == settings.prompts[0] and work.bucket == str(settings.prompts[0])
@@ -191,11 +191,11 @@ def test_a_config_that_is_none_is_refused(made: SimpleNamespace, tmp_path: Path,
 
 def test_a_changed_byte_is_found(made: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     config = read_run_config(made.folder / "run.json", ())
-    case = next(case for case in cases_of("runtime", config) if case.mode == "store")
+    case = next(case for case in build_cases("runtime", config) if case.mode == "store")
     session = DecoderSession.open(made.folder / "model", attentions=True)
-    (work,) = synthetic(case.settings, 48, None)
-    assert compare_contents(session, case.policy, case.lossless, work).equal
-    past = LosslessStore.past
+    (work,) = build_synthetic_workloads(case.settings, 48, None)
+    assert compare_contents(session, case.policy, case.lossless, work).is_equal
+    past = LosslessStore.get_past
 
     def flipped(self: LosslessStore) -> list[Any]:
         layers = past(self)
@@ -203,21 +203,21 @@ def test_a_changed_byte_is_found(made: SimpleNamespace, monkeypatch: pytest.Monk
             layers[0][0].view(np.uint8).flat[0] ^= 1
         return layers
 
-    monkeypatch.setattr(LosslessStore, "past", flipped)
+    monkeypatch.setattr(LosslessStore, "get_past", flipped)
     found = compare_contents(session, case.policy, case.lossless, work)
-    assert not found.equal
+    assert not found.is_equal
     assert found.different_bytes > 0
 
 
 def test_a_run_is_that_of_a_runner(made: SimpleNamespace) -> None:
-    case = cases_of("runtime", read_run_config(made.folder / "run.json", ()))[0]
+    case = build_cases("runtime", read_run_config(made.folder / "run.json", ()))[0]
     session = DecoderSession.open(made.folder / "model")
-    (work,) = synthetic(case.settings, 48, None)
-    record = run_once(session, case.policy, None, work)
+    (work,) = build_synthetic_workloads(case.settings, 48, None)
+    record = measure_run(session, case.policy, None, work)
     runner = Runner(session)
-    new = [int(runner.feed(work.turns[0], end_chunk=True)[-1].argmax())]
+    new = [int(runner.step(work.turns[0], end_chunk=True)[-1].argmax())]
     while len(new) < work.new_tokens:
-        new.append(int(runner.feed(new[-1:])[-1].argmax()))
+        new.append(int(runner.step(new[-1:])[-1].argmax()))
     assert record.new_ids == tuple(new)
     assert (record.lossy_ratio, record.prompt_tokens, record.decode_tokens) == (1.0, 40, 11)
 
@@ -227,14 +227,14 @@ def test_a_run_is_that_of_a_runner(made: SimpleNamespace) -> None:
 
 def test_sweeps_are_a_product_in_the_forks_order(made: SimpleNamespace) -> None:
     config = read_run_config(made.folder / "run.json", ())
-    names = [case.name for case in cases_of("runtime", config, (), ["block=4,8", "keep=0.3,0.5"])]  # keep goes first
+    names = [case.name for case in build_cases("runtime", config, (), ["block=4,8", "keep=0.3,0.5"])]  # keep goes first
     assert names[:4] == [
         "runtime_baseline",
         *(f"runtime_{mode}+keep=0.3+block=4" for mode in ("probe", "full", "store")),
     ]
     assert names[4:7] == [f"runtime_{mode}+keep=0.3+block=8" for mode in ("probe", "full", "store")]
     assert len(names) == 13
-    (case,) = cases_of("runtime", config, (), ["keep=0.3"])[1:2]
+    (case,) = build_cases("runtime", config, (), ["keep=0.3"])[1:2]
     assert (case.engine["kv_h2o_target_mode"], case.policy.target_keep_ratio) == ("static", 0.3)  # type: ignore[attr-defined]
 
 
@@ -312,16 +312,16 @@ def test_bad_data(made: SimpleNamespace, tmp_path: Path, run) -> None:
 def test_limits_of_all_cases_are_not_the_baselines() -> None:
     """Nothing is compressed in it, so a lossy ratio that is asked of the others is none of its business."""
     config = RunConfig(limits={"lossy_target": 2.0}, cases={"runtime_baseline": {"decode_drop_target": 0.5}})
-    targets = {case.name: case.limits.lossy_target for case in cases_of("all", config)}
+    targets = {case.name: case.limits.lossy_target for case in build_cases("all", config)}
     assert targets.pop("runtime_baseline") == 1.0
     assert set(targets.values()) == {2.0}
-    assert cases_of("runtime", config)[0].limits.decode_drop_target == 0.5
+    assert build_cases("runtime", config)[0].limits.decode_drop_target == 0.5
 
 
 def test_cases_of_the_suites() -> None:
     config = RunConfig()
-    assert len(cases_of("all", config)) == 6
-    store = next(case for case in cases_of("llm_demo", config) if case.name == "llm_demo_store")
+    assert len(build_cases("all", config)) == 6
+    store = next(case for case in build_cases("llm_demo", config) if case.name == "llm_demo_store")
     assert (store.engine["kv_lossless_max_queue"], store.limits.decode_drop_target) == (64, 0.08)
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("tokenizers")
 import gate_models
 
 from kvmnn.gates.running import suite
-from kvmnn.gates.summary.collecting import collect
+from kvmnn.gates.summary.collecting import collect_cases
 
 PASSING = {"lossy_target": 0.0, "lossless_target": 0.0, "decode_drop_target": 1.0, "max_lossless_queue_peak": -1,
            "require_runtime_decomp": False, "max_lossless_decomp_us": -1, "max_lossless_async_wait_us": -1}  # fmt: skip
@@ -26,7 +26,7 @@ def words(tmp_path: Path, run) -> list[Any]:
     found = ["gate", "run", folder / "model", "--config", folder / "run.json", "--suite", "runtime"]
     found += ["--prompts", folder / "texts", "-o", tmp_path / "out", "-q"]
     run(*found)
-    assert collect(str(tmp_path / "out")).passed
+    assert collect_cases(str(tmp_path / "out")).has_passed
     return found
 
 
@@ -34,7 +34,7 @@ def begin_another(folder: Path, words: list[Any], monkeypatch: pytest.MonkeyPatc
     """Settings B, interrupted after `measured` cases."""
     document = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps({**document, "prompts": [44]}))
-    whole = suite.Suite._measured
+    whole = suite.Suite._measure_case
 
     def interrupted(self: suite.Suite, case: Any, *more: Any) -> Any:
         if len(done) == measured:
@@ -44,7 +44,7 @@ def begin_another(folder: Path, words: list[Any], monkeypatch: pytest.MonkeyPatc
 
     done: list[str] = []
     with monkeypatch.context() as patch:
-        patch.setattr(suite.Suite, "_measured", interrupted)
+        patch.setattr(suite.Suite, "_measure_case", interrupted)
         run(*words, code=130)
 
 
@@ -84,5 +84,5 @@ def test_a_crash_between_any_two_files_is_no_pass(
 def test_other_cases_of_the_same_round_stay(tmp_path: Path, words: list[Any], run) -> None:
     other = [word if word != "runtime" else "llm_demo" for word in words]
     run(*other)
-    assert len(collect(str(tmp_path / "out")).rows) == 6
-    assert collect(str(tmp_path / "out")).unfinished == 0
+    assert len(collect_cases(str(tmp_path / "out")).rows) == 6
+    assert collect_cases(str(tmp_path / "out")).num_unfinished == 0

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from kvmnn.h2o.figures import PlannerFigures
+from kvmnn.h2o.figures import PlannerStats
 
 
 def test_before_any_plan_everything_is_kept() -> None:
-    figures = asdict(PlannerFigures())
+    figures = asdict(PlannerStats())
     ratios = {name for name in figures if not name.endswith(("_tokens", "_us"))}
     assert len(ratios) == 5 and len(figures) == 8
     assert figures == {name: 1.0 if name in ratios else 0 for name in figures}

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmnn.h2o import plan
-from kvmnn.h2o.keep_map import keep_map
+from kvmnn.h2o import plan_blocks
+from kvmnn.h2o.keep_map import render_block_map
 
 RNG = np.random.default_rng(4)
 
 
 def test_pictures_of_many_blocks_fit():
-    made = plan(RNG.random(1 << 14), 1 << 20)
-    lines = keep_map(made, 80)
+    made = plan_blocks(RNG.random(1 << 14), 1 << 20)
+    lines = render_block_map(made, 80)
     assert len(lines) <= 8 and all(len(line) <= 80 for line in lines)
     assert set("".join(line.split(None, 1)[1] for line in lines)) <= set("S#R.123456789")
     kept = made.keep.reshape(1, -1).mean()

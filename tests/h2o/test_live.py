@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvmnn import H2OConfig, PackedCache, PackLayout, Planner
+from kvmnn import H2OConfig, H2OPlanner, PackedCache, PackLayout
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def test_seven_steps_byte_for_byte(live):
     layout = PackLayout(
         kv_heads=index["kv_heads"], head_dim=index["head_dim"], dtype="fp32", lP=index["lP"], hP=index["hP"]
     )
-    planner = Planner(H2OConfig(**index["config"], layers=2, heads=1))
+    planner = H2OPlanner(H2OConfig(**index["config"], layers=2, heads=1))
     caches = [PackedCache(layout), PackedCache(layout)]
     favoured = {case["layer"]: case["reserve"] for case in index["cases"]}
     evictions = []
@@ -32,13 +32,13 @@ def test_seven_steps_byte_for_byte(live):
         add = past if step == 0 else 1
         for layer, cache in enumerate(caches):
             files = [(live / f"s{step}_layer{layer}.{side}").read_bytes() for side in "kv"]
-            new = layout.gather(*files, past - add, add, past=past, capacity=index["capacity"])
-            todo = planner.begin(len(cache), add, decode=step > 0)
+            new = layout.gather(*files, past - add, add, past_length=past, capacity=index["capacity"])
+            todo = planner.begin_call(len(cache), add, decode=step > 0)
             cache.append(*new, remove=todo.remove, reserve=todo.reserve)
-            sums = np.zeros(planner.config.blocks(len(cache)), np.float32)
+            sums = np.zeros(planner.config.count_blocks(len(cache)), np.float32)
             for begin, size in favoured[layer]:
                 sums[begin // 8 : -(-(begin + size) // 8)] = 1
-            planner.end(sums)
+            planner.end_call(sums)
             assert len(cache) == past and cache.capacity == index["capacity"]
             assert [cache.key_buffer.tobytes(), cache.value_buffer.tobytes()] == files, (step, layer)
             if todo.remove:

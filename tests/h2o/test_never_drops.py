@@ -1,4 +1,4 @@
-"""`never_drops` says of lengths up to a number what plans of all of them do."""
+"""`explain_no_eviction` says of lengths up to a number what plans of all of them do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvmnn.h2o import H2OConfig
-from kvmnn.h2o.plan import never_drops, plan
+from kvmnn.h2o.plan import explain_no_eviction, plan_blocks
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -25,7 +25,7 @@ def test_it_is_what_all_lengths_do(seed: int) -> None:
     )
     drops = False
     for tokens in range(1, 320):
-        if tokens >= config.trigger_tokens and not drops:
-            drops = bool(plan(np.zeros(config.blocks(tokens), np.float32), tokens, config).evicted)
+        if tokens >= config.effective_trigger_tokens and not drops:
+            drops = bool(plan_blocks(np.zeros(config.count_blocks(tokens), np.float32), tokens, config).num_evicted)
         if tokens % 9 == 0:
-            assert (never_drops(config, tokens) is None) == drops, (config, tokens)
+            assert (explain_no_eviction(config, tokens) is None) == drops, (config, tokens)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vector_formats.std_sort import sorted_as_libstdcxx
 
 from kvmnn import KvmnnError, PackedCache, PackLayout
-from kvmnn.h2o import H2OConfig, plan
+from kvmnn.h2o import H2OConfig, plan_blocks
 
 SCORES = st.sampled_from([0.0, -0.0, 1.0, 0.5, -1.0, math.inf, -math.inf, math.nan]) | st.floats(width=32)
 CONFIGS = st.builds(
@@ -30,27 +30,27 @@ CONFIGS = st.builds(
 @settings(deadline=None, max_examples=400)
 @given(st.data(), st.integers(1, 300), CONFIGS)
 def test_plans_are_those_of_the_slow_model(data, kv_len, config):
-    count = config.blocks(kv_len)
+    count = config.count_blocks(kv_len)
     seed = data.draw(st.integers(0, 2**32))
     some = data.draw(st.lists(SCORES, min_size=1, max_size=8))
     scores = random.Random(seed).choices(some, k=count)
-    made, expected = plan(scores, kv_len, config), h2o_model.plan(scores, kv_len, config)
+    made, expected = plan_blocks(scores, kv_len, config), h2o_model.plan(scores, kv_len, config)
     assert made.keep.tolist() == expected.keep
-    assert [tuple(run) for run in made.runs.tolist()] == expected.pairs
+    assert [tuple(run) for run in made.kept_runs.tolist()] == expected.pairs
     assert made.floor_tokens == expected.floor
     assert made.target_before_floor == expected.target
-    assert made.quantized_keep == made.kept_tokens == expected.quantized == expected.kept
+    assert made.quantized_keep == made.num_kept_tokens == expected.quantized == expected.kept
     assert made.floor_dominates == expected.dominates
-    assert made.evicted == expected.evicted
+    assert made.num_evicted == expected.evicted
     kept = [token for b, size in expected.pairs for token in range(b, b + size)]
-    assert made.tokens().tolist() == (kept if expected.evicted else list(range(kv_len)))
-    assert made.reserve == (tuple(expected.pairs) if expected.evicted else ())
-    assert made.remove == (kv_len if expected.evicted else 0)
+    assert made.list_kept_tokens().tolist() == (kept if expected.evicted else list(range(kv_len)))
+    assert made.reserve_pairs == (tuple(expected.pairs) if expected.evicted else ())
+    assert made.window_tokens == (kv_len if expected.evicted else 0)
 
 
 @pytest.mark.parametrize("kv_len", [77, 84, 91, 98, 3500, 16777217])
 def test_the_target_is_rounded_in_float32(kv_len):
-    made = plan(np.zeros(-(-kv_len // 64)), kv_len, sink_tokens=0, recent_tokens=0, target_lossy_ratio=3.5)
+    made = plan_blocks(np.zeros(-(-kv_len // 64)), kv_len, sink_tokens=0, recent_tokens=0, target_lossy_ratio=3.5)
     ratio = h2o_model.f32(1 / 3.5)
     assert made.target_before_floor == math.ceil(h2o_model.f32(ratio * h2o_model.f32(kv_len)))
     if kv_len < 100:
@@ -58,7 +58,7 @@ def test_the_target_is_rounded_in_float32(kv_len):
 
 
 def kept(scores, count, **options) -> list[int]:
-    made = plan(
+    made = plan_blocks(
         scores, len(scores), block_tokens=1, sink_tokens=0, recent_tokens=0, target_lossy_ratio=len(scores) / count
     )
     return np.flatnonzero(made.keep).tolist()
@@ -76,18 +76,18 @@ def test_ties_and_what_is_no_number():
 
 
 def test_figures_at_sizes_where_floats_run_out():
-    made = plan(np.zeros(1 << 15), 1 << 30, block_tokens=1 << 15, bytes_per_token=1 << 30)
-    before, after = (1 << 30) << 30, made.final_keep << 30
+    made = plan_blocks(np.zeros(1 << 15), 1 << 30, block_tokens=1 << 15, bytes_per_token=1 << 30)
+    before, after = (1 << 30) << 30, made.num_final_tokens << 30
     assert made.lossy_ratio == np.float32(np.float32(before) / np.float32(after + made.reserve_bytes))
-    assert made.keep_ratio == np.float32(made.final_keep) / np.float32(1 << 30)
+    assert made.keep_ratio == np.float32(made.num_final_tokens) / np.float32(1 << 30)
 
 
 def test_bytes_of_the_pairs_count_only_beside_bytes():
     scores = np.arange(20.0)
-    tokens = plan(scores, 160, block_tokens=8, sink_tokens=8, recent_tokens=8)
-    data = plan(scores, 160, block_tokens=8, sink_tokens=8, recent_tokens=8, bytes_per_token=100)
+    tokens = plan_blocks(scores, 160, block_tokens=8, sink_tokens=8, recent_tokens=8)
+    data = plan_blocks(scores, 160, block_tokens=8, sink_tokens=8, recent_tokens=8, bytes_per_token=100)
     assert tokens.lossy_ratio == np.float32(160 / 56)
-    assert data.lossy_ratio == np.float32(16000 / (5600 + 4 * 2 * len(data.reserve)))
+    assert data.lossy_ratio == np.float32(16000 / (5600 + 4 * 2 * len(data.reserve_pairs)))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_bytes_of_the_pairs_count_only_beside_bytes():
 )
 def test_what_cannot_be_planned_is_refused(scores, kv_len, options, message):
     with pytest.raises(KvmnnError, match=message):
-        plan(scores, kv_len, **options)
+        plan_blocks(scores, kv_len, **options)
 
 
 @pytest.mark.parametrize("options", [{"sink_tokens": 1.5}, {"enable": 1}, {"ema_alpha": "x"}, {"layers": True}])
@@ -117,7 +117,7 @@ def test_types_are_checked(options):
     with pytest.raises(TypeError, match=next(iter(options))):
         H2OConfig(**options)
     with pytest.raises(TypeError, match="one or the other"):
-        plan([1.0], 1, H2OConfig(), block_tokens=3)
+        plan_blocks([1.0], 1, H2OConfig(), block_tokens=3)
 
 
 def test_the_engine_s_configuration_is_read():
@@ -140,27 +140,29 @@ def test_the_engine_s_configuration_is_read():
 
 
 def test_extreme_ratios_are_clamped():
-    assert H2OConfig(target_lossy_ratio=1e300).ratio == 0
-    assert H2OConfig(target_lossy_ratio=-math.inf).ratio == 1
-    assert H2OConfig(target_mode="static", target_keep_ratio=math.inf).ratio == 1
-    assert H2OConfig(ema_alpha=-5).alpha == 0
+    assert H2OConfig(target_lossy_ratio=1e300).effective_keep_ratio == 0
+    assert H2OConfig(target_lossy_ratio=-math.inf).effective_keep_ratio == 1
+    assert H2OConfig(target_mode="static", target_keep_ratio=math.inf).effective_keep_ratio == 1
+    assert H2OConfig(ema_alpha=-5).effective_alpha == 0
 
 
 def test_a_plan_goes_to_a_packed_cache_as_it_is():
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=8)
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=8)
     rng = np.random.default_rng(3)
     rows = [rng.standard_normal((2, 150, 8)).astype(np.float32) for _ in range(2)]
     cache = PackedCache(layout)
     cache.append(*rows)
-    made = plan(rng.random(19), 150, block_tokens=8, sink_tokens=8, recent_tokens=10)
-    assert made.evicted and len(made.reserve) > 2
-    cache.realloc(made.remove, made.reserve)
+    made = plan_blocks(rng.random(19), 150, block_tokens=8, sink_tokens=8, recent_tokens=10)
+    assert made.num_evicted and len(made.reserve_pairs) > 2
+    cache.realloc(made.window_tokens, made.reserve_pairs)
     for found, row in zip(cache.to_arrays(), rows, strict=True):
-        assert np.array_equal(found, row[:, made.tokens()])
+        assert np.array_equal(found, row[:, made.list_kept_tokens()])
     before = cache.key_buffer.tobytes()
-    nothing = plan(np.zeros(7), made.final_keep, block_tokens=-(-made.final_keep // 7), recent_tokens=200)
-    cache.realloc(nothing.remove, nothing.reserve)
-    assert (nothing.evicted, len(cache), cache.key_buffer.tobytes()) == (0, made.final_keep, before)
+    nothing = plan_blocks(
+        np.zeros(7), made.num_final_tokens, block_tokens=-(-made.num_final_tokens // 7), recent_tokens=200
+    )
+    cache.realloc(nothing.window_tokens, nothing.reserve_pairs)
+    assert (nothing.num_evicted, len(cache), cache.key_buffer.tobytes()) == (0, made.num_final_tokens, before)
 
 
 def test_the_emulated_sort_sorts():

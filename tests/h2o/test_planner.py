@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmnn import KvmnnError
-from kvmnn.h2o import H2OConfig, PendingPlan, Planner, block_sums, plan
+from kvmnn.h2o import H2OConfig, H2OPlanner, PendingPlan, plan_blocks, sum_by_block
 
 CONFIGS = st.builds(
     H2OConfig,
@@ -35,11 +35,11 @@ CONFIGS = st.builds(
 )
 def test_a_conversation_is_that_of_the_slow_model(config, cadence, prompt, steps):
     rng = np.random.default_rng(prompt)
-    planner, model = Planner(config, cadence=cadence), h2o_model.Model(config, cadence)
+    planner, model = H2OPlanner(config, cadence=cadence), h2o_model.Model(config, cadence)
     number = (lambda layer: layer) if cadence == "tokens" else (lambda layer: None)
     for layer in range(config.layers):
-        assert planner.begin(0, prompt, decode=False, layer=number(layer)).remove == 0
-        assert planner.end().kv_len == prompt
+        assert planner.begin_call(0, prompt, decode=False, layer=number(layer)).remove == 0
+        assert planner.end_call().kv_len == prompt
     planner.sync()
     model.prompt(prompt)
     for add in steps:
@@ -52,12 +52,12 @@ def test_a_conversation_is_that_of_the_slow_model(config, cadence, prompt, steps
 
             before = model.layers[layer].length
             applied, scores = model.decode(layer, add, attention)
-            todo = planner.begin(before, add, layer=number(layer))
+            todo = planner.begin_call(before, add, layer=number(layer))
             assert list(todo.reserve) == applied and todo.remove == (before if applied else 0)
-            call = planner.end(drawn.get("sums"))
+            call = planner.end_call(drawn.get("sums"))
             assert (call.layer, call.kv_len) == (layer, model.layers[layer].length)
-            assert call.scores.tolist() == (scores if call.enabled else call.scores.tolist())
-            pending = planner.layers[layer].pending
+            assert call.scores.tolist() == (scores if call.is_enabled else call.scores.tolist())
+            pending = planner.layers[layer].pending_plan
             assert (list(pending.pairs) if pending else None) == model.layers[layer].pending
         planner.sync()
     assert planner.metrics.h2o_total_evict_tokens == model.total
@@ -69,15 +69,15 @@ def config(**more) -> H2OConfig:
     return H2OConfig(**{**options, "layers": 2, "layer_start": 0, "heads": 1, **more})
 
 
-def talk(planner: Planner, lengths: list[int], add: int = 1, *, decode: bool = True) -> list[tuple[int, ...]]:
+def talk(planner: H2OPlanner, lengths: list[int], add: int = 1, *, decode: bool = True) -> list[tuple[int, ...]]:
     """One step of all layers; the pairs that each applied."""
     applied = []
     for layer in range(len(lengths)):
         number = layer if planner.cadence == "tokens" else None
-        todo = planner.begin(lengths[layer], add, decode=decode, layer=number)
+        todo = planner.begin_call(lengths[layer], add, decode=decode, layer=number)
         lengths[layer] = todo.kv_after + add
-        sums = np.arange(planner.config.blocks(lengths[layer]), dtype=np.float32)
-        planner.end(sums)
+        sums = np.arange(planner.config.count_blocks(lengths[layer]), dtype=np.float32)
+        planner.end_call(sums)
         applied.append(todo.reserve)
     planner.sync()
     return applied
@@ -87,7 +87,7 @@ def test_the_cadences_count_differently():
     """Interval 4 of two layers: in the engine layer 1 plans every second token and layer 0 never; by tokens both do."""
     when = {}
     for cadence in ("layer-calls", "tokens"):
-        planner, lengths = Planner(config(), cadence=cadence), [0, 0]
+        planner, lengths = H2OPlanner(config(), cadence=cadence), [0, 0]
         talk(planner, lengths, 100, decode=False)
         when[cadence] = [[bool(pairs) for pairs in talk(planner, lengths)] for _ in range(6)]
     assert [i for i, applied in enumerate(when["layer-calls"]) if any(applied)] == [2, 4]
@@ -98,45 +98,45 @@ def test_the_cadences_count_differently():
 
 def test_a_kept_cache_at_a_second_turn():
     """The engine applies layer 0's plan to every layer and drops the others'; by tokens each layer gets its own."""
-    engine, lengths = Planner(config(update_interval=1, layers=2)), [0, 0]
+    engine, lengths = H2OPlanner(config(update_interval=1, layers=2)), [0, 0]
     talk(engine, lengths, 60, decode=False)
     talk(engine, lengths)
-    own = engine.layers[1].pending
+    own = engine.layers[1].pending_plan
     assert own is not None
     first, second = talk(engine, lengths, 5, decode=False)
     assert first == second != ()
-    assert engine.layers[1].pending is own
-    engine.begin(lengths[0])
-    engine.end(np.zeros(engine.config.blocks(lengths[0] + 1)))
-    stale = engine.begin(lengths[1])
-    assert stale.stale and stale.was_pending and stale.remove == 0
+    assert engine.layers[1].pending_plan is own
+    engine.begin_call(lengths[0])
+    engine.end_call(np.zeros(engine.config.count_blocks(lengths[0] + 1)))
+    stale = engine.begin_call(lengths[1])
+    assert stale.is_stale and stale.was_pending and stale.remove == 0
 
-    mine, lengths = Planner(config(update_interval=1), cadence="tokens"), [0, 0]
+    mine, lengths = H2OPlanner(config(update_interval=1), cadence="tokens"), [0, 0]
     talk(mine, lengths, 60, decode=False)
     talk(mine, lengths)
-    plans = [layer.pending.pairs for layer in mine.layers]
+    plans = [layer.pending_plan.pairs for layer in mine.layers]
     assert talk(mine, lengths, 5, decode=False) == plans
 
 
 def test_scores_follow_a_stale_plan_only_by_tokens():
     for cadence, blocks in (("tokens", 8), ("layer-calls", 5)):
-        planner, lengths = Planner(config(update_interval=1, layers=1), cadence=cadence), [0]
+        planner, lengths = H2OPlanner(config(update_interval=1, layers=1), cadence=cadence), [0]
         talk(planner, lengths, 60, decode=False)
         talk(planner, lengths)
-        todo = planner.begin(50, layer=0 if cadence == "tokens" else None)
-        assert todo.stale and todo.kv_after == 50
+        todo = planner.begin_call(50, layer=0 if cadence == "tokens" else None)
+        assert todo.is_stale and todo.kv_after == 50
         assert planner.layers[0].scores.size == blocks
 
 
 def test_a_new_prompt_forgets():
     for cadence in ("tokens", "layer-calls"):
-        planner, lengths = Planner(config(update_interval=1), cadence=cadence), [0, 0]
+        planner, lengths = H2OPlanner(config(update_interval=1), cadence=cadence), [0, 0]
         talk(planner, lengths, 60, decode=False)
         talk(planner, lengths)
-        assert all(layer.pending for layer in planner.layers)
+        assert all(layer.pending_plan for layer in planner.layers)
         total = planner.metrics.h2o_total_evict_tokens
         talk(planner, [0, 0], 70, decode=False)
-        assert not any(layer.pending or layer.scores.size for layer in planner.layers)
+        assert not any(layer.pending_plan or layer.scores.size for layer in planner.layers)
         assert planner.metrics.h2o_total_evict_tokens == total > 0
         planner.reset()
         assert planner.metrics.h2o_total_evict_tokens == 0
@@ -146,29 +146,29 @@ def test_rows_do_the_same_as_their_sums():
     rows = np.random.default_rng(1).random((3, 1, 101), dtype=np.float32)
     results = []
     for given_rows in (True, False):
-        planner = Planner(config(heads=None if given_rows else 3, layers=1, update_interval=1))
-        planner.begin(0, 100, decode=False)
-        planner.end()
+        planner = H2OPlanner(config(heads=None if given_rows else 3, layers=1, update_interval=1))
+        planner.begin_call(0, 100, decode=False)
+        planner.end_call()
         planner.sync()
-        planner.begin(100)
-        call = planner.end(rows=rows) if given_rows else planner.end(block_sums(rows, 8))
-        results.append((call.scores.tolist(), call.plan.reserve))
+        planner.begin_call(100)
+        call = planner.end_call(rows=rows) if given_rows else planner.end_call(sum_by_block(rows, 8))
+        results.append((call.scores.tolist(), call.plan.reserve_pairs))
     assert results[0] == results[1]
-    assert results[0][1] == plan(results[0][0], 101, config()).reserve
+    assert results[0][1] == plan_blocks(results[0][0], 101, config()).reserve_pairs
 
 
 def test_a_refused_half_changes_nothing():
-    planner = Planner(config(heads=None, layers=1, update_interval=1))
+    planner = H2OPlanner(config(heads=None, layers=1, update_interval=1))
     with pytest.raises(KvmnnError, match="end"):
-        planner.end()
-    planner.begin(0, 100, decode=False)
+        planner.end_call()
+    planner.begin_call(0, 100, decode=False)
     with pytest.raises(KvmnnError, match="not ended"):
-        planner.begin(0)
-    planner.end()
+        planner.begin_call(0)
+    planner.end_call()
     with pytest.raises(KvmnnError, match=r"previous is 0 while the layer holds 100 tokens.*sync\(\)"):
-        planner.begin(100)
+        planner.begin_call(100)
     planner.sync()
-    planner.begin(100)
+    planner.begin_call(100)
     for options, message in [
         ({}, "either"),
         ({"sums": [1.0], "rows": np.ones((1, 101))}, "either"),
@@ -177,16 +177,16 @@ def test_a_refused_half_changes_nothing():
         ({"rows": np.ones((1, 2, 101))}, "queries"),
     ]:
         with pytest.raises(KvmnnError, match=message):
-            planner.end(**options)
+            planner.end_call(**options)
         assert planner.clock.global_step == 0 and planner.layers[0].scores.size == 0
-    assert planner.end(rows=np.ones((1, 101), np.float32)).triggered
-    planner = Planner(config(layers=1), on_invalid="engine")
-    assert planner.begin(100).remove == 100  # the shared count is 0, so the engine drops what there is
-    planner = Planner(config(layers=1))
+    assert planner.end_call(rows=np.ones((1, 101), np.float32)).has_triggered
+    planner = H2OPlanner(config(layers=1), on_invalid="engine")
+    assert planner.begin_call(100).remove == 100  # the shared count is 0, so the engine drops what there is
+    planner = H2OPlanner(config(layers=1))
     planner.meta.previous = 100
-    planner.begin(100)
+    planner.begin_call(100)
     with pytest.raises(KvmnnError, match="3 sums for 101 tokens: expected 13"):
-        planner.end([1.0, 2.0, 3.0])
+        planner.end_call([1.0, 2.0, 3.0])
 
 
 @pytest.mark.parametrize(
@@ -201,19 +201,19 @@ def test_a_refused_half_changes_nothing():
 )
 def test_impossible_calls_are_refused(cadence, arguments, message):
     with pytest.raises(KvmnnError, match=message):
-        Planner(config(), cadence=cadence).begin(**arguments)
+        H2OPlanner(config(), cadence=cadence).begin_call(**arguments)
 
 
 def test_unknown_modes_are_refused():
     with pytest.raises(KvmnnError, match="cadence"):
-        Planner(cadence="steps")
+        H2OPlanner(cadence="steps")
     with pytest.raises(KvmnnError, match="on_invalid"):
-        Planner(on_invalid="ignore")
+        H2OPlanner(on_invalid="ignore")
 
 
 def test_disabled_and_quantised_layers_are_left_alone():
     for options in ({"enable": False}, {"quantised": True}, {"layer_start": 1, "layer_end": 0}):
-        planner, lengths = Planner(config(update_interval=1, **options)), [0, 0]
+        planner, lengths = H2OPlanner(config(update_interval=1, **options)), [0, 0]
         talk(planner, lengths, 60, decode=False)
         for _ in range(3):
             assert talk(planner, lengths) == [(), ()]
@@ -231,7 +231,7 @@ FORWARDS = st.lists(
 def test_turns_and_leftovers_are_those_of_the_engine_model(config, forwards, prompt, enable):
     """Second turns, new prompts over a cleared cache, and what one layer's plan does to the next layer's."""
     config = replace(config, enable=enable or prompt % 5 > 0)
-    planner, model = Planner(config, on_invalid="engine"), h2o_model.EngineModel(config)
+    planner, model = H2OPlanner(config, on_invalid="engine"), h2o_model.EngineModel(config)
     lengths = [0] * config.layers
     for number, (kind, few, many) in enumerate([("turn", 1, prompt), *forwards]):
         add = few if kind == "decode" else many
@@ -243,50 +243,50 @@ def test_turns_and_leftovers_are_those_of_the_engine_model(config, forwards, pro
         if kind == "removed":
             planner.meta.remove = planner.meta.previous
         for manager, step in enumerate(steps):
-            todo = planner.begin(lengths[manager], add, decode=kind == "decode")
+            todo = planner.begin_call(lengths[manager], add, decode=kind == "decode")
             found = planner.meta.remove, list(planner.meta.reserve)
             lengths[manager] = todo.kv_after + add
-            call = planner.end(attention(config.blocks(lengths[manager])))
-            assert (todo.kv_before, todo.kv_after, todo.stale, *found) == (
+            call = planner.end_call(attention(config.count_blocks(lengths[manager])))
+            assert (todo.kv_before, todo.kv_after, todo.is_stale, *found) == (
                 *(step.before, step.after, step.stale),
                 *(step.remove, step.reserve),
             )
             assert call.layer == step.layer
-            assert (call.scores.tolist() if call.enabled else []) == step.scores
+            assert (call.scores.tolist() if call.is_enabled else []) == step.scores
         assert planner.sync() == model.previous
         assert [layer.scores.tolist() for layer in planner.layers] == model.scores
 
 
 def test_a_leftover_plan_of_a_disabled_planner_spreads():
     """Without H2O nothing is cleared between layers, so what layer 0 applies layer 1 applies too."""
-    planner = Planner(config(enable=False))
+    planner = H2OPlanner(config(enable=False))
     planner.meta.previous = 20
-    planner.layers[0].pending = PendingPlan(20, (0, 4, 8, 4))
+    planner.layers[0].pending_plan = PendingPlan(20, (0, 4, 8, 4))
     found = []
     for _ in range(2):
-        found.append(planner.begin(20).reserve)
-        planner.end()
+        found.append(planner.begin_call(20).reserve)
+        planner.end_call()
     assert found == [((0, 4), (8, 4))] * 2
     assert planner.sync() == 20 - 20 + 8 + 1
 
 
 def test_by_tokens_scores_are_cut_when_the_plan_is_applied():
-    planner = Planner(config(layers=1, update_interval=1), cadence="tokens")
-    planner.begin(60, layer=0)
+    planner = H2OPlanner(config(layers=1, update_interval=1), cadence="tokens")
+    planner.begin_call(60, layer=0)
     sums = np.array([1, 9, 2, 8, 3, 0, 0, 0], np.float32)
-    made = planner.end(sums).plan
+    made = planner.end_call(sums).plan
     assert made.keep.tolist() == [True, True, False, True, False, False, True, True]
     before = planner.layers[0].scores
     assert before.size == 8
-    assert planner.begin(61, layer=0).kv_after == made.final_keep == 37
+    assert planner.begin_call(61, layer=0).kv_after == made.num_final_tokens == 37
     assert planner.layers[0].scores.tolist() == before[made.keep].tolist()
 
 
 def test_the_budget_is_at_least_a_token():
-    planner = Planner(config(layers=1, trigger_min_tokens=100))
+    planner = H2OPlanner(config(layers=1, trigger_min_tokens=100))
     planner.meta.previous, planner.metrics.h2o_keep_ratio = 9, 0.01
-    planner.begin(9)
-    assert planner.end(np.ones(2)).final_keep == 1
+    planner.begin_call(9)
+    assert planner.end_call(np.ones(2)).final_keep == 1
     planner.metrics.h2o_keep_ratio = 0.25
-    planner.begin(9)
-    assert planner.end(np.ones(2)).final_keep == 3  # 2.5 rounded away from 0
+    planner.begin_call(9)
+    assert planner.end_call(np.ones(2)).final_keep == 3  # 2.5 rounded away from 0

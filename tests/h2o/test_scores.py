@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvmnn import KvmnnError
-from kvmnn.h2o import block_sums, updated
+from kvmnn.h2o import sum_by_block, update_ema_scores
 
 NUMBERS = st.floats(width=32)
 
@@ -35,7 +35,7 @@ def test_sums_are_those_of_the_slow_model(data, shape, block, threads, tile):
     numbers = st.floats(0, 1, width=32) if data.draw(st.booleans()) else NUMBERS
     rows = data.draw(hnp.arrays(np.float32, shape, elements=numbers))
     expected = h2o_model.sums(rows.astype(float).tolist(), block, threads, min(tile, shape[2]))
-    assert same(block_sums(rows, block, threads=threads, tile=tile), expected)
+    assert same(sum_by_block(rows, block, threads=threads, tile=tile), expected)
 
 
 @pytest.mark.parametrize("block", [1, 7, 8, 16, 48, 64])
@@ -45,35 +45,35 @@ def test_every_way_through_the_kernel(block, tile, queries):
     """Blocks in tiles, tiles in blocks, neither; eight blocks side by side and the rest."""
     rows = np.random.default_rng(block).random((3, queries, 1100), dtype=np.float32)
     expected = h2o_model.sums(rows.astype(float).tolist(), block, 2, tile or 1100)
-    assert same(block_sums(rows, block, threads=2, tile=tile), expected)
+    assert same(sum_by_block(rows, block, threads=2, tile=tile), expected)
 
 
 def test_the_order_of_additions_shows():
     rows = np.random.default_rng(1).random((6, 3, 200), dtype=np.float32)
-    results = {block_sums(rows, 64, threads=t, tile=tile).tobytes() for t in (1, 2, 3, 6) for tile in (None, 32)}
+    results = {sum_by_block(rows, 64, threads=t, tile=tile).tobytes() for t in (1, 2, 3, 6) for tile in (None, 32)}
     assert len(results) == 8
 
 
 def test_strided_and_other_floats_are_taken():
     whole = np.random.default_rng(2).random((4, 5, 100)).astype(np.float16)
-    expected = block_sums(whole.astype(np.float32), 8)
-    assert same(block_sums(whole, 8), expected)
-    assert same(block_sums(whole.astype(np.float64), 8), expected)
+    expected = sum_by_block(whole.astype(np.float32), 8)
+    assert same(sum_by_block(whole, 8), expected)
+    assert same(sum_by_block(whole.astype(np.float64), 8), expected)
     floats = whole.astype(np.float32)
-    assert same(block_sums(floats[::-1, ::-1], 8), block_sums(np.ascontiguousarray(floats[::-1, ::-1]), 8))
-    assert same(block_sums(floats[..., ::2], 8), block_sums(np.ascontiguousarray(floats[..., ::2]), 8))
-    assert same(block_sums(np.asfortranarray(floats), 8), expected)
-    assert same(block_sums(floats[:, 0], 8), block_sums(floats[:, :1], 8))
+    assert same(sum_by_block(floats[::-1, ::-1], 8), sum_by_block(np.ascontiguousarray(floats[::-1, ::-1]), 8))
+    assert same(sum_by_block(floats[..., ::2], 8), sum_by_block(np.ascontiguousarray(floats[..., ::2]), 8))
+    assert same(sum_by_block(np.asfortranarray(floats), 8), expected)
+    assert same(sum_by_block(floats[:, 0], 8), sum_by_block(floats[:, :1], 8))
     frozen = floats.copy()
     frozen.flags.writeable = False
-    assert same(block_sums(frozen, 8), expected)
+    assert same(sum_by_block(frozen, 8), expected)
     unaligned = np.frombuffer(b"x" + floats.tobytes(), np.uint8)[1:].view(np.float32).reshape(floats.shape)
-    assert same(block_sums(unaligned, 8), expected)
+    assert same(sum_by_block(unaligned, 8), expected)
 
 
 def test_out_is_filled_and_returned():
     out = np.full(13, 7, np.float32)
-    assert block_sums(np.ones((2, 100), np.float32), 8, out=out) is out
+    assert sum_by_block(np.ones((2, 100), np.float32), 8, out=out) is out
     assert out.tolist() == [16.0] * 12 + [8.0]
 
 
@@ -81,18 +81,18 @@ def test_values_that_are_no_numbers_stay_in_their_block():
     rows = np.ones((1, 40), np.float32)
     rows[0, [1, 11, 21, 22]] = np.inf, -np.inf, np.inf, -np.inf
     rows[0, 33] = np.nan
-    found = block_sums(rows, 10)
+    found = sum_by_block(rows, 10)
     assert found[:2].tolist() == [math.inf, -math.inf]
     assert np.isnan(found[2:]).all()
-    assert block_sums(np.full((1, 3), -0.0, np.float32), 3).tobytes() == np.float32(0).tobytes()
+    assert sum_by_block(np.full((1, 3), -0.0, np.float32), 3).tobytes() == np.float32(0).tobytes()
 
 
 def test_a_block_of_any_size_is_clamped():
     rows = np.ones((2, 5), np.float32)
-    assert block_sums(rows, 2**31 - 1).tolist() == [10.0]
-    assert block_sums(rows, 0).tolist() == block_sums(rows, -4).tolist() == [2.0] * 5
-    assert block_sums(np.ones((0, 1, 5), np.float32), 2).tolist() == [0.0] * 3
-    assert block_sums(np.ones((2, 0, 5), np.float32), 2).tolist() == [0.0] * 3
+    assert sum_by_block(rows, 2**31 - 1).tolist() == [10.0]
+    assert sum_by_block(rows, 0).tolist() == sum_by_block(rows, -4).tolist() == [2.0] * 5
+    assert sum_by_block(np.ones((0, 1, 5), np.float32), 2).tolist() == [0.0] * 3
+    assert sum_by_block(np.ones((2, 0, 5), np.float32), 2).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_block_of_any_size_is_clamped():
 )
 def test_what_is_no_attention_is_refused(rows, options, message):
     with pytest.raises(KvmnnError, match=message):
-        block_sums(rows, 2, **options)
+        sum_by_block(rows, 2, **options)
 
 
 @given(
@@ -122,14 +122,14 @@ def test_what_is_no_attention_is_refused(rows, options, message):
     st.floats(-0.5, 1.5),
 )
 def test_the_mean_is_that_of_the_slow_model(old, added, count, alpha):
-    assert same(updated(old, added, count=count, alpha=alpha), h2o_model.mean(old, added, count, alpha))
+    assert same(update_ema_scores(old, added, count=count, alpha=alpha), h2o_model.mean(old, added, count, alpha))
 
 
 def test_the_first_step_is_not_corrected():
-    assert updated([], [8.0], count=8, alpha=0.9).tolist() == [np.float32(1) - np.float32(0.9)]
+    assert update_ema_scores([], [8.0], count=8, alpha=0.9).tolist() == [np.float32(1) - np.float32(0.9)]
 
 
 @pytest.mark.parametrize("sums", [[["a"]], "abc", [[1.0]], [None], [1j]])
 def test_what_are_no_sums_is_refused(sums):
     with pytest.raises(KvmnnError, match="sums"):
-        updated([], sums, count=1, alpha=0.5)
+        update_ema_scores([], sums, count=1, alpha=0.5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmnn.h2o.layer_state import PendingPlan, valid_pairs
+from kvmnn.h2o.layer_state import PendingPlan, are_valid_pairs
 
 INT32_MAX = 2**31 - 1
 
@@ -27,9 +27,9 @@ INT32_MAX = 2**31 - 1
     ],
 )
 def test_valid_pairs_lie_in_the_removed_window(pairs: tuple[tuple[int, int], ...], remove: int, valid: bool) -> None:
-    assert valid_pairs(pairs, remove) is valid
+    assert are_valid_pairs(pairs, remove) is valid
 
 
 def test_fits_of_a_plan_with_a_pair_beyond_its_window_is_false() -> None:
-    good, beyond = (PendingPlan(remove=8, flat=(0, 2, 6, size)) for size in (2, 3))
-    assert good.fits(8) and not beyond.fits(8)
+    good, beyond = (PendingPlan(remove=8, flat_pairs=(0, 2, 6, size)) for size in (2, 3))
+    assert good.is_applicable(8) and not beyond.is_applicable(8)

@@ -23,7 +23,7 @@ TEXT = FIXTURE / "texts" / "calendar.py.txt"
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return Tokenizer.open(FIXTURE / "model.onnx")
+    return Tokenizer.open_for_model(FIXTURE / "model.onnx")
 
 
 class Letters:
@@ -43,7 +43,7 @@ def test_bos_first_then_the_text(tokenizer):
     found = read_document(TEXT, tokenizer, 100)
     own = tokenizer.encode(TEXT.read_text(encoding="utf-8"))
     assert found.ids.tolist() == [0, *own[:100].tolist()]
-    assert (found.tokens, found.asked, found.name) == (100, 100, "calendar.py.txt")
+    assert (found.num_scored, found.requested_tokens, found.name) == (100, 100, "calendar.py.txt")
     assert found.own_ids.tolist() == own[:100].tolist()
     assert TEXT.read_text(encoding="utf-8").startswith(tokenizer.decode(found.ids[1:]))
     assert found.nbytes == len(tokenizer.decode(found.ids[1:]).encode())
@@ -55,9 +55,9 @@ def test_a_text_shorter_than_asked_is_scored_whole(tokenizer, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("naïve — ünïcödé\n", encoding="utf-8")
     found = read_document(path, tokenizer, 5000)
-    assert found.tokens == len(tokenizer.encode(path.read_text(encoding="utf-8")))
+    assert found.num_scored == len(tokenizer.encode(path.read_text(encoding="utf-8")))
     assert found.nbytes == path.stat().st_size
-    assert found.asked == 5000
+    assert found.requested_tokens == 5000
 
 
 def test_without_bos_the_first_token_is_fed_but_not_scored(tmp_path):
@@ -65,7 +65,7 @@ def test_without_bos_the_first_token_is_fed_but_not_scored(tmp_path):
     path.write_text("abcdé", encoding="utf-8")
     found = read_document(path, Letters(), 10)
     assert found.ids.tolist() == [97, 98, 99, 100, 233]
-    assert (found.tokens, found.nbytes, found.begins_with_bos) == (4, 5, False)
+    assert (found.num_scored, found.nbytes, found.begins_with_bos) == (4, 5, False)
     assert found.own_ids.tolist() == found.ids.tolist()
     assert read_document(path, Letters(), 2).ids.tolist() == [97, 98, 99]
     path.write_text("a")
@@ -75,7 +75,7 @@ def test_without_bos_the_first_token_is_fed_but_not_scored(tmp_path):
 
 @pytest.mark.parametrize("block", [1, 2, 3, 7])
 def test_blocks_may_cut_characters(monkeypatch, tmp_path, block):
-    monkeypatch.setattr(documents, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(documents, "_READ_BLOCK_BYTES", block)
     path = tmp_path / "text"
     path.write_text("aé€😀z" * 3, encoding="utf-8")
     found = read_document(path, Letters(1), 100)
@@ -96,7 +96,7 @@ def test_what_is_not_utf8_is_refused_where_it_begins(data):
     try:
         before = 0
         for piece in blocks:
-            documents._decoded(Path("text"), decoder, piece, before)
+            documents._decode_block(Path("text"), decoder, piece, before)
             before += len(piece)
     except SourceError as exc:
         assert where is not None
@@ -107,7 +107,7 @@ def test_what_is_not_utf8_is_refused_where_it_begins(data):
 
 def test_only_the_beginning_of_a_long_file_is_tokenized(monkeypatch, tokenizer, tmp_path):
     whole = read_document(TEXT, tokenizer, 50)
-    monkeypatch.setattr(documents, "_PREFIX_CHARACTERS", 10)
+    monkeypatch.setattr(documents, "_MIN_PREFIX_CHARACTERS", 10)
     part = read_document(TEXT, tokenizer, 50)
     assert part.ids.tolist() == whole.ids.tolist()
     assert (part.nbytes, part.sha256) == (whole.nbytes, whole.sha256)

@@ -12,8 +12,8 @@ from repository import FIXTURES
 
 import kvmnn
 from kvmnn.errors import SourceError
-from kvmnn.lm import RunOptions, Sampling, dump_kv, generate
-from kvmnn.policies import create
+from kvmnn.lm import RunOptions, SamplingOptions, dump_kv, generate
+from kvmnn.policies import create_policy
 
 MODEL = FIXTURES / "lm"
 TEXT = MODEL / "texts" / "trace.py.txt"
@@ -30,13 +30,13 @@ def test_after_a_plain_import() -> None:
         "import kvmnn, sys\n"
         "assert 'kvmnn.lm' not in sys.modules\n"
         "for name in kvmnn.lm.__all__: print(name, getattr(kvmnn.lm, name).__module__)\n"
-        "print(kvmnn.policies.create('full'))\n"
+        "print(kvmnn.policies.create_policy('full'))\n"
         "try: kvmnn.lm.missing\n"
         "except AttributeError as error: print(error)\n"
         "assert 'onnxruntime' not in sys.modules and 'onnx' not in sys.modules\n"
     )
     assert "evaluate kvmnn.evaluation." in shown and "generate kvmnn.lm." in shown
-    assert "Full()" in shown and "module 'kvmnn.lm' has no attribute 'missing'" in shown
+    assert "FullCache()" in shown and "module 'kvmnn.lm' has no attribute 'missing'" in shown
 
 
 @pytest.mark.parametrize("package", ["onnxruntime", "onnx", "tokenizers"])
@@ -53,13 +53,13 @@ def test_a_missing_package_is_said_when_it_is_needed(package: str) -> None:
 def test_generating_with_a_policy_and_without() -> None:
     told: list[int] = []
     made = generate(
-        MODEL, "def f(x):", create("streaming", budget=6, sink=2), max_tokens=5, progress=told.append,
-        sampling=Sampling(temperature=0.8, seed=3), options=RunOptions(chunk=2),
+        MODEL, "def f(x):", create_policy("streaming", budget=6, sink=2), max_tokens=5, progress=told.append,
+        sampling=SamplingOptions(temperature=0.8, seed=3), options=RunOptions(chunk=2),
     )  # fmt: skip
     assert made.cut is not None and set(made.cut.generation.tokens_kept) == {6} and sum(told) == 10
     assert (made.label, made.full.label, made.policy.label) == ("LOSSY", "LOSSLESS", "streaming 6 sink=2")
     assert made.to_dict()["policy"]["options"] == {"budget": 6, "sink": 2}
-    assert "LOSSY: streaming 6 sink=2" in str(made) and "-- full cache --" in made.lines(30)[0]
+    assert "LOSSY: streaming 6 sink=2" in str(made) and "-- full cache --" in made.format_lines(30)[0]
     alone = generate(MODEL, "def f(x):", max_tokens=3)
     assert alone.cut is None and (alone.label, alone.first_difference) == ("LOSSLESS", None)
     assert alone.to_dict()["policy"] == {
@@ -68,7 +68,7 @@ def test_generating_with_a_policy_and_without() -> None:
 
 
 def test_dumping_a_cache(tmp_path: Path) -> None:
-    dump = dump_kv(MODEL, TEXT, tmp_path / "kv", create("recent_only", budget=9), tokens=20, dtype="fp16")
+    dump = dump_kv(MODEL, TEXT, tmp_path / "kv", create_policy("recent_only", budget=9), tokens=20, dtype="fp16")
     assert (dump.label, dump.tokens_seen, dump.tokens_kept) == ("LOSSY", 20, (20, 20, 9, 9, 9, 9))
     assert (
         dump.policy.label == "recent_only 9 skip_layers=0+1"

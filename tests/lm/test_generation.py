@@ -12,14 +12,14 @@ import pytest
 from repository import FIXTURES
 
 from kvmnn.errors import KvmnnError
-from kvmnn.lm.comparison import continuation, first_difference
-from kvmnn.lm.generation import check_positions, ending_tokens, generate_tokens, prefill
+from kvmnn.lm.comparison import decode_continuation, find_first_difference
+from kvmnn.lm.generation import check_positions, find_end_tokens, generate_tokens, prefill
 from kvmnn.lm.graph.model_files import ModelFiles
 from kvmnn.lm.runner import Runner
-from kvmnn.lm.sampling import Sampling
+from kvmnn.lm.sampling import SamplingOptions
 from kvmnn.lm.session import DecoderSession
 from kvmnn.lm.tokenizer import Tokenizer
-from kvmnn.policies import create
+from kvmnn.policies import create_policy
 
 FIXTURE = FIXTURES / "lm"
 PROMPT = "class Reader:\n    def __init__(self, path):\n        self.path = path\n\n    def read"
@@ -32,7 +32,7 @@ def session() -> DecoderSession:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.open(FIXTURE)
+    return Tokenizer.open_for_model(FIXTURE)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def greedy_without_a_cache(session: DecoderSession, prompt: list[int], new: int)
     """All of the text is fed again for every token: nothing to hold, nothing to get wrong."""
     ids = list(prompt)
     for _ in range(new):
-        step = session.step(np.array(ids), np.arange(len(ids)), session.empty())
+        step = session.run_step(np.array(ids), np.arange(len(ids)), session.create_empty_past())
         ids.append(int(step.logits[-1].argmax()))
     return ids[len(prompt) :]
 
@@ -61,7 +61,7 @@ def test_the_full_cache_generates_what_the_model_says_without_one(session: Decod
 @pytest.mark.parametrize("name", ["streaming", "h2o_decayed_heads", "l2_fixed", "h2o_tokens"])
 def test_a_budget_that_holds_everything_changes_nothing(session: DecoderSession, prompt: list[int], name: str) -> None:
     full = generate_tokens(Runner(session), prompt, 10)
-    cut = generate_tokens(Runner(session, create(name, budget=500)), prompt, 10)
+    cut = generate_tokens(Runner(session, create_policy(name, budget=500)), prompt, 10)
     assert cut.ids == full.ids
     assert cut.tokens_kept == full.tokens_kept
 
@@ -69,7 +69,7 @@ def test_a_budget_that_holds_everything_changes_nothing(session: DecoderSession,
 def test_a_small_budget_is_kept_and_positions_stay_true(session: DecoderSession, prompt: list[int]) -> None:
     fed: list[list[int]] = []
     recorder = _recording(session, fed)
-    made = generate_tokens(Runner(recorder, create("streaming", budget=8, sink=2)), prompt, 20)
+    made = generate_tokens(Runner(recorder, create_policy("streaming", budget=8, sink=2)), prompt, 20)
     assert set(made.tokens_kept) == {8}
     assert [place for places in fed for place in places] == list(range(len(prompt) + 19))
     assert made.ids != generate_tokens(Runner(session), prompt, 20).ids
@@ -83,13 +83,13 @@ def test_reading_the_prompt_in_chunks_changes_nothing_for_the_full_cache(
 
 
 def test_a_runner_begins_a_new_text_each_time(session: DecoderSession, prompt: list[int]) -> None:
-    runner = Runner(session, create("h2o_decayed", budget=12))
+    runner = Runner(session, create_policy("h2o_decayed", budget=12))
     assert generate_tokens(runner, prompt, 6).ids == generate_tokens(runner, prompt, 6).ids
 
 
 def test_the_end_of_a_text_ends_it(session: DecoderSession, prompt: list[int]) -> None:
     free = generate_tokens(Runner(session), prompt, 8).ids
-    made = generate_tokens(Runner(session), prompt, 8, ends={free[3]})
+    made = generate_tokens(Runner(session), prompt, 8, end_tokens={free[3]})
     assert made.stopped == "end of text"
     assert made.ids == free[: free.index(free[3]) + 1]
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_generated_is_refused(session: DecoderSession, prompt: li
     with pytest.raises(KvmnnError, match="no tokens to begin with"):
         generate_tokens(Runner(session), [], 4)
     with pytest.raises(KvmnnError, match=r"more than the 4,096 positions .*: at most 4,0\d\d new ones"):
-        generate_tokens(Runner(session, create("streaming", budget=64)), prompt, 5000)
+        generate_tokens(Runner(session, create_policy("streaming", budget=64)), prompt, 5000)
 
 
 def test_positions_are_counted_to_the_last() -> None:
@@ -129,15 +129,15 @@ def test_positions_are_counted_to_the_last() -> None:
 
 
 def test_greedy_takes_the_first_of_equal_ones() -> None:
-    assert Sampling().chooser()(np.array([0, 2, 1, 2], np.float32)) == 1
+    assert SamplingOptions().create_selector()(np.array([0, 2, 1, 2], np.float32)) == 1
 
 
 def test_draws_follow_the_probabilities() -> None:
     logits = np.log(np.array([0.5, 0.3, 0.15, 0.05], np.float32))
-    choose = Sampling(temperature=1.0, seed=5).chooser()
+    choose = SamplingOptions(temperature=1.0, seed=5).create_selector()
     counts = Counter(choose(logits) for _ in range(4000))
     assert [counts[token] / 4000 for token in range(4)] == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.03)
-    sharp = Sampling(temperature=0.5, seed=5).chooser()
+    sharp = SamplingOptions(temperature=0.5, seed=5).create_selector()
     squares = np.array([0.25, 0.09, 0.0225, 0.0025]) / 0.365
     counts = Counter(sharp(logits) for _ in range(4000))
     assert [counts[token] / 4000 for token in range(4)] == pytest.approx(squares.tolist(), abs=0.03)
@@ -145,19 +145,19 @@ def test_draws_follow_the_probabilities() -> None:
 
 def test_only_the_most_probable_are_drawn() -> None:
     logits = np.arange(50, dtype=np.float32) / 10
-    choose = Sampling(temperature=2.0, top_k=3).chooser()
+    choose = SamplingOptions(temperature=2.0, top_k=3).create_selector()
     assert {choose(logits) for _ in range(300)} == {47, 48, 49}
-    assert Sampling(temperature=9.0, top_k=1).chooser()(logits) == 49
+    assert SamplingOptions(temperature=9.0, top_k=1).create_selector()(logits) == 49
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6])
 def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
-    assert Sampling(temperature=temperature).chooser()(np.array([1, 3, 2, -np.inf], np.float32)) == 1
+    assert SamplingOptions(temperature=temperature).create_selector()(np.array([1, 3, 2, -np.inf], np.float32)) == 1
 
 
 def test_equal_seeds_draw_equal_texts(session: DecoderSession, prompt: list[int]) -> None:
     texts = [
-        generate_tokens(Runner(session), prompt, 12, sampling=Sampling(temperature=1.5, seed=seed)).ids
+        generate_tokens(Runner(session), prompt, 12, sampling=SamplingOptions(temperature=1.5, seed=seed)).ids
         for seed in (3, 3, 4)
     ]
     assert texts[0] == texts[1] != texts[2]
@@ -167,7 +167,7 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
     for temperature in (0.0, 1.0):
         for wrong in (np.nan, np.inf):
             with pytest.raises(KvmnnError, match="NaN or infinite"):
-                Sampling(temperature=temperature).chooser()(np.array([0, wrong, -np.inf], np.float32))
+                SamplingOptions(temperature=temperature).create_selector()(np.array([0, wrong, -np.inf], np.float32))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_logits_that_are_no_numbers_are_refused() -> None:
 )
 def test_impossible_settings_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(KvmnnError, match=next(iter(options))):
-        Sampling(**options)
+        SamplingOptions(**options)
 
 
 # -- texts ------------------------------------------------------------------------------------------------------------
@@ -187,16 +187,16 @@ def test_impossible_settings_are_refused(options: dict[str, Any]) -> None:
     [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 3], 1), ([], [1], 0), ([], [], None), ([4, 2], [1, 2], 0)],
 )
 def test_where_two_texts_part(one: list[int], other: list[int], place: int | None) -> None:
-    assert first_difference(one, other) == first_difference(other, one) == place
+    assert find_first_difference(one, other) == find_first_difference(other, one) == place
 
 
 def test_new_text_is_what_comes_behind_the_prompt(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("def f(x):\n    return x\n").tolist()
     for cut in range(len(ids)):
         before = tokenizer.decode(ids[:cut])
-        assert before + continuation(tokenizer, ids[:cut], ids[cut:]) == tokenizer.decode(ids)
+        assert before + decode_continuation(tokenizer, ids[:cut], ids[cut:]) == tokenizer.decode(ids)
     odd = SimpleNamespace(decode=lambda ids: "x" * len(ids) if len(ids) < 3 else "yyy")
-    assert continuation(odd, [1, 2], [3]) == "x"  # the prompt reads differently with it: the new tokens alone
+    assert decode_continuation(odd, [1, 2], [3]) == "x"  # the prompt reads differently with it: the new tokens alone
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_new_text_is_what_comes_behind_the_prompt(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_which_tokens_end_a_text(config: dict[str, Any], genai: dict[str, Any], ends: set[int]) -> None:
-    assert ending_tokens(ModelFiles(Path("m"), config, genai)) == ends
+    assert find_end_tokens(ModelFiles(Path("m"), config, genai)) == ends
 
 
 def _recording(session: DecoderSession, fed: list[list[int]]) -> Any:
@@ -221,8 +221,8 @@ def _recording(session: DecoderSession, fed: list[list[int]]) -> Any:
         def __getattr__(self, name: str) -> Any:
             return getattr(session, name)
 
-        def step(self, ids: Any, positions: Any, past: Any, bias: Any = None) -> Any:
+        def run_step(self, ids: Any, positions: Any, past: Any, bias: Any = None) -> Any:
             fed.append(positions.tolist())
-            return session.step(ids, positions, past, bias)
+            return session.run_step(ids, positions, past, bias)
 
     return Recorder()

@@ -11,8 +11,8 @@ import pytest
 from tiny_decoders import Numpy, Tiny
 
 from kvmnn.errors import KvmnnError, ModelError
-from kvmnn.h2o import Compaction, Planner
-from kvmnn.h2o.figures import H2OFigures, together
+from kvmnn.h2o import CacheEdit, H2OPlanner
+from kvmnn.h2o.figures import H2OStats, merge_stats
 from kvmnn.lm import DecoderSession, Runner
 from kvmnn.policies import EvictingCache, H2OEngine
 
@@ -32,7 +32,7 @@ class Reference:
 
     def __init__(self, policy: H2OEngine) -> None:
         self.model, self.seen = Numpy(FORM), 0
-        self.planner: Planner = policy.planner(FORM.layers, 2 * FORM.kv_heads * FORM.head_dim * 4)
+        self.planner: H2OPlanner = policy.create_planner(FORM.layers, 2 * FORM.kv_heads * FORM.head_dim * 4)
         self.layers = self.model.empty()
         self.positions = [np.empty(0, np.int64) for _ in range(FORM.layers)]
 
@@ -54,14 +54,21 @@ class Reference:
         return logits
 
     def _calls(
-        self, planner: Planner, new: int, decode: bool, rows: list[np.ndarray] | None, before: list[int] | None = None
-    ) -> list[Compaction]:
+        self,
+        planner: H2OPlanner,
+        new: int,
+        decode: bool,
+        rows: list[np.ndarray] | None,
+        before: list[int] | None = None,
+    ) -> list[CacheEdit]:
         found = []
         for layer in range(FORM.layers):
             held = before[layer] if before else self.layers[layer][0].shape[2]
-            found.append(planner.begin(held, new, decode=decode, layer=layer if planner.cadence == "tokens" else None))
+            found.append(
+                planner.begin_call(held, new, decode=decode, layer=layer if planner.cadence == "tokens" else None)
+            )
             blank = np.zeros((FORM.heads, new, found[-1].kv_after + new), np.float32)
-            planner.end(rows=blank if rows is None else rows[layer])
+            planner.end_call(rows=blank if rows is None else rows[layer])
         planner.sync()
         return found
 
@@ -78,26 +85,26 @@ def test_layers_are_cut_as_by_a_planner_that_is_called_layer_by_layer(
     session: DecoderSession, options: dict[str, Any], slack: int | None, packed: str | None
 ) -> None:
     policy = H2OEngine(**SMALL, **options)  # type: ignore[arg-type]
-    reference, runner = Reference(policy), Runner(session, policy, slack=slack, packed=packed)
+    reference, runner = Reference(policy), Runner(session, policy, max_masked=slack, packed=packed)
     rng = np.random.default_rng(5)
     for count in STEPS:
         ids = rng.integers(0, FORM.vocab, count)
-        assert np.abs(runner.feed(ids) - reference.feed(ids)).max() < 2e-3
+        assert np.abs(runner.step(ids) - reference.feed(ids)).max() < 2e-3
         for layer in range(FORM.layers):
-            assert np.array_equal(runner.cache.positions(layer), reference.positions[layer])
-    figures, metrics = runner.cache.h2o_figures(), reference.planner.metrics
+            assert np.array_equal(runner.cache.get_positions(layer), reference.positions[layer])
+    figures, metrics = runner.cache.collect_h2o_stats(), reference.planner.metrics
     assert figures is not None and figures.h2o_total_evict_tokens == metrics.h2o_total_evict_tokens > 0
     for name in ("h2o_keep_ratio", "h2o_lossy_ratio", "h2o_last_evict_tokens", "h2o_target_keep_effective"):
         assert getattr(figures, name) == getattr(metrics, name)
     held = [len(positions) for positions in reference.positions]
     assert [layer.tokens_kept for layer in figures.layers] == held == runner.cache.tokens
-    evicting = reference.planner.config.layer_range
+    evicting = reference.planner.config.evicting_layers
     for layer in figures.layers:
         assert (layer.triggers > 0) <= (layer.layer in evicting)
-        planned = sum(state.pending is not None for state in [reference.planner.layers[layer.layer]])
+        planned = sum(state.pending_plan is not None for state in [reference.planner.layers[layer.layer]])
         assert layer.h2o_total_evict_tokens >= sum(STEPS) - layer.tokens_kept
         assert planned or layer.h2o_total_evict_tokens == sum(STEPS) - layer.tokens_kept
-    assert H2OFigures.from_dict(figures.to_dict()) == figures
+    assert H2OStats.from_dict(figures.to_dict()) == figures
 
 
 def test_texts_together_add_counts_and_keep_the_last_ratios(session: DecoderSession) -> None:
@@ -107,12 +114,12 @@ def test_texts_together_add_counts_and_keep_the_last_ratios(session: DecoderSess
         runner.reset()
         ids = np.random.default_rng(seed).integers(0, FORM.vocab, 60)
         for part in (ids[:30], *ids[30:].reshape(-1, 1)):
-            runner.feed(part)
-        figures = runner.cache.h2o_figures()
+            runner.step(part)
+        figures = runner.cache.collect_h2o_stats()
         assert figures is not None
         found.append(figures)
-    both = together(found)
-    assert both is not None and together([]) is None
+    both = merge_stats(found)
+    assert both is not None and merge_stats([]) is None
     assert both.h2o_total_evict_tokens == sum(one.h2o_total_evict_tokens for one in found)
     assert both.h2o_lossy_ratio == found[1].h2o_lossy_ratio
     assert [layer.tokens_seen for layer in both.layers] == [120] * FORM.layers

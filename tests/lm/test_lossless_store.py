@@ -12,9 +12,9 @@ from kvmnn.errors import KvmnnError
 from kvmnn.lm import DecoderSession, Runner
 from kvmnn.lm.cache.lossless_store import LosslessStore
 from kvmnn.lm.graph.interface import DecoderInterface
-from kvmnn.policies import POLICIES, Full, Policy, create
+from kvmnn.policies import POLICIES, FullCache, Policy, create_policy
 from kvmnn.policies.registry import MODEL_POLICIES
-from kvmnn.reports.runtime_figures import RuntimeFigures, runs_together
+from kvmnn.reports.runtime_figures import RuntimeStats, merge_runtime_stats
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 FORMS = {"half": Tiny(layers=3, half=True, head_dim=32), "float": Tiny(layers=3, groups=1, head_dim=32)}
@@ -40,8 +40,13 @@ SIZED: dict[str, dict[str, Any]] = {
 
 
 def policies() -> list[Policy]:
-    found = [create(name, **SIZED.get(name, {"budget": 50})) for name in (*POLICIES, *MODEL_POLICIES)]
-    return [Full(), *found, create("recent_only", budget=50, skip_layers=()), create("streaming", budget=50, buffer=9)]
+    found = [create_policy(name, **SIZED.get(name, {"budget": 50})) for name in (*POLICIES, *MODEL_POLICIES)]
+    return [
+        FullCache(),
+        *found,
+        create_policy("recent_only", budget=50, skip_layers=()),
+        create_policy("streaming", budget=50, buffer=9),
+    ]
 
 
 @pytest.fixture(scope="module", params=sorted(FORMS))
@@ -52,11 +57,11 @@ def session(request: Any, tmp_path_factory: pytest.TempPathFactory) -> DecoderSe
 
 def fed(runner: Runner) -> np.ndarray:
     rng = np.random.default_rng(2)
-    return np.concatenate([runner.feed(rng.integers(0, 48, count), end_chunk=count > 1) for count in STEPS])
+    return np.concatenate([runner.step(rng.integers(0, 48, count), end_chunk=count > 1) for count in STEPS])
 
 
 CASES = [("store", policy) for policy in policies()]
-CASES += [(mode, create("streaming", budget=50)) for mode in ("full", "probe")]  # which leave the rows alone
+CASES += [(mode, create_policy("streaming", budget=50)) for mode in ("full", "probe")]  # which leave the rows alone
 
 
 @pytest.mark.parametrize(("mode", "policy"), CASES, ids=lambda value: getattr(value, "name", value))
@@ -65,39 +70,39 @@ def test_the_same_logits_with_every_policy(session: DecoderSession, policy: Poli
     expected, found = fed(plain), fed(stored)
     assert found.tobytes() == expected.tobytes()
     assert stored.cache.tokens == plain.cache.tokens
-    for ours, theirs in zip(stored.cache.layers(), plain.cache.layers(), strict=True):
+    for ours, theirs in zip(stored.cache.copy_layers(), plain.cache.copy_layers(), strict=True):
         assert ours.keys.tobytes() == theirs.keys.tobytes() and ours.values.tobytes() == theirs.values.tobytes()
-    figures = stored.runtime_figures()
-    assert figures is not None and plain.runtime_figures() is None
-    plain.cache.settle()
+    figures = stored.collect_runtime_stats()
+    assert figures is not None and plain.collect_runtime_stats() is None
+    plain.cache.compact_all()
     assert figures.live_bytes == plain.cache.nbytes and figures.lossy_ratio is not None
     assert figures.appended_bytes == plain.cache.nbytes * sum(STEPS) * 3 // sum(plain.cache.tokens)
     assert figures.h2o_lossless_fallback_count == 0 and figures.h2o_lossless_raw_bytes > 0
     blocks = sum(layer.blocks for layer in figures.layers)
     assert [layer.tokens for layer in figures.layers] == plain.cache.tokens
     assert (blocks > 0) is (mode == "store")
-    assert RuntimeFigures.from_dict(figures.to_dict()) == figures
+    assert RuntimeStats.from_dict(figures.to_dict()) == figures
 
 
 def test_store_frees_rows() -> None:
     """On keys that compress well the cache takes less between the steps than its rows."""
     for by_head in (False, True):
-        store = LosslessStore(interface_of(2), config(front_n=1, block_tokens=64), by_head=by_head)
+        store = LosslessStore(interface_of(2), config(front_n=1, block_tokens=64), per_head=by_head)
         present: list[Any] = [(np.zeros((1, 2, 0, 16), np.float16),) * 2] * 2
         for count in (1000, 1, 1, 1):
             new = np.broadcast_to(np.arange(count, dtype=np.float16)[None, None, :, None] // 50, (1, 2, count, 16))
-            present = [tuple(np.concatenate([part, new], axis=2) for part in pair) for pair in store.past()]
-            store.adopt(present, count)
-        figures = store.figures()
+            present = [tuple(np.concatenate([part, new], axis=2) for part in pair) for pair in store.get_past()]
+            store.set_present(present, count)
+        figures = store.to_stats()
         first, other = figures.layers
         raw = 1003 * 2 * 2 * 16 * 2
         assert first.held_bytes < raw // 3 and other.held_bytes >= raw and other.blocks == 0
         assert store.nbytes == figures.held_bytes == first.held_bytes + other.held_bytes
         assert (figures.lossy_ratio, figures.appended_bytes) == (1.0, 2 * raw)
-        both = runs_together([figures, figures])
+        both = merge_runtime_stats([figures, figures])
         assert both is not None and both.held_bytes == 2 * figures.held_bytes and both.layers[0].tokens == 2006
-        assert both.total_ratio == figures.total_ratio and runs_together([]) is None
-        for restored, computed in zip(store.past(), present, strict=True):
+        assert both.total_ratio == figures.total_ratio and merge_runtime_stats([]) is None
+        for restored, computed in zip(store.get_past(), present, strict=True):
             assert all(a.tobytes() == b.tobytes() for a, b in zip(restored, computed, strict=True))
 
 
@@ -128,25 +133,25 @@ def test_the_layers_of_the_scope_are_those_of_a_runtime_of_all_layers(mode: str,
     for scope in SCOPES:
         known = {f"kv_lossless_{name}": value for name, value in (options | scope).items()}
         config = RuntimeConfig.from_engine(known | shared | keys_of)
-        store = LosslessStore(interface_of(layers), config, by_head=False)
+        store = LosslessStore(interface_of(layers), config, per_head=False)
         whole = LosslessRuntime(config, layers=layers, kv_heads=2, head_dim=16, dtype="fp16")
         end = 0
         for count in (140, 1, 1, 1):
             end += count
             both = np.broadcast_to(kinds[None, None, :end], (1, 2, end, 16))
             present = [(both.copy(), both.copy()) for _ in range(layers)]
-            store.adopt(present, count)
+            store.set_present(present, count)
             for layer in range(layers):
-                whole.append(layer, both[0, :, end - count :], both[0, :, end - count :])
-                whole.end()
+                whole.append_call(layer, both[0, :, end - count :], both[0, :, end - count :])
+                whole.end_call()
             whole.sync()
-        figures, metrics = store.figures(), whole.metrics()
+        figures, metrics = store.to_stats(), whole.collect_metrics()
         names = ("tokens", "raw_bytes", "compressed_bytes", "blocks", "stored_bytes")
         for one, other in zip(figures.layers, metrics.layers, strict=True):
             assert [getattr(one, name) for name in names] == [getattr(other, name) for name in names], scope
-        for restored, computed in zip(store.past(), present, strict=True):
+        for restored, computed in zip(store.get_past(), present, strict=True):
             assert all(a.tobytes() == b.tobytes() for a, b in zip(restored, computed, strict=True))
-        kept = [restored[0] is computed[0] for restored, computed in zip(store.past(), present, strict=True)]
+        kept = [restored[0] is computed[0] for restored, computed in zip(store.get_past(), present, strict=True)]
         assert sum(kept) >= layers - max(1, sum(layer.updates > 0 for layer in metrics.layers))
 
 

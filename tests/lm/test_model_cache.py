@@ -14,9 +14,9 @@ from kvmnn.errors import KvmnnError
 from kvmnn.lm.cache.kv_store import PlainStore
 from kvmnn.lm.cache.model_cache import ModelCache
 from kvmnn.lm.cache.packed_store import PackedStore
-from kvmnn.lm.cache.token_rows import TokenRows
+from kvmnn.lm.cache.token_rows import TokenGroup
 from kvmnn.lm.graph.interface import DecoderInterface
-from kvmnn.policies import EvictingCache, Policy, View, create
+from kvmnn.policies import EvictingCache, Policy, PolicyInput, create_policy
 
 LAYERS, DIMS = 3, 8
 POLICIES: list[tuple[str, dict[str, Any]]] = [
@@ -48,7 +48,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 class Returned:
     """What a model gives back."""
 
-    present: list[tuple[np.ndarray, np.ndarray]]
+    present_pairs: list[tuple[np.ndarray, np.ndarray]]
     attentions: list[np.ndarray] | None
     seconds: float = 0.0
 
@@ -72,15 +72,15 @@ class Both:
     ):
         self.rng = np.random.default_rng(seed)
         self.kv_heads, self.query_heads, self.dtype = kv_heads, kv_heads * group, dtype
-        by_head = policy.needs in ("keys", "head scores")
+        by_head = policy.requires in ("keys", "head scores")
         store = (
-            PackedStore(interface(kv_heads), "x86-avx2", by_head=by_head)
+            PackedStore(interface(kv_heads), "x86-avx2", per_head=by_head)
             if packed
             else PlainStore(empty(kv_heads, dtype))
         )
         self.ours = ModelCache(
-            store, layers=LAYERS, kv_heads=kv_heads, query_heads=self.query_heads, policy=policy, slack=slack,
-            biased=True,
+            store, num_layers=LAYERS, kv_heads=kv_heads, query_heads=self.query_heads, policy=policy, max_masked=slack,
+            takes_bias=True,
         )  # fmt: skip
         self.theirs = [EvictingCache(policy, layer) for layer in range(LAYERS)]
         self.policy = policy
@@ -88,7 +88,7 @@ class Both:
     def step(self, new: int) -> None:
         shape = (LAYERS, self.kv_heads, new, DIMS)
         keys, values = (self.rng.standard_normal(shape).astype(self.dtype) for _ in range(2))
-        past, bias = self.ours.begin(new)
+        past, bias = self.ours.begin_step(new)
         present, attentions = [], []
         for layer, (old_keys, old_values) in enumerate(past):
             present.append(
@@ -104,7 +104,7 @@ class Both:
             attended = self.theirs[layer].append(keys[layer], values[layer])
             assert (live[0].sum(axis=-1) == attended.tokens).all()
             attentions.append(np.where(live[0], weights, 0))
-        self.ours.end(Returned(present, attentions))  # type: ignore[arg-type]
+        self.ours.end_step(Returned(present, attentions))  # type: ignore[arg-type]
         for layer, cache in enumerate(self.theirs):
             mask = (
                 np.ones_like(attentions[layer], bool)
@@ -113,12 +113,12 @@ class Both:
             )
             tokens = int(mask[0, 0].sum())
             weights = attentions[layer][mask].reshape(self.query_heads, new, tokens)
-            cache.attended(weights=weights if "scores" in self.policy.needs else None)
+            cache.finish_attention(weights=weights if "scores" in self.policy.requires else None)
 
     def compare(self) -> None:
         assert self.ours.nbytes > 0 and self.ours.peak_nbytes >= self.ours.nbytes - 10**6
-        for layer, (ours, cache) in enumerate(zip(self.ours.layers(), self.theirs, strict=True)):
-            theirs = cache.stored
+        for layer, (ours, cache) in enumerate(zip(self.ours.copy_layers(), self.theirs, strict=True)):
+            theirs = cache.snapshot
             heads = np.broadcast_to(theirs.positions, (self.kv_heads, theirs.tokens))
             order = np.argsort(heads, axis=1)
             assert ours.tokens == theirs.tokens == self.ours.tokens[layer] and ours.tokens_seen == theirs.tokens_seen
@@ -127,7 +127,7 @@ class Both:
             )
             assert np.array_equal(ours.keys, np.take_along_axis(theirs.keys, order[:, :, None], axis=1))
             assert np.array_equal(ours.values, np.take_along_axis(theirs.values, order[:, :, None], axis=1))
-            scores, kept = self.ours.scores(layer), cache.state.scores
+            scores, kept = self.ours.get_scores(layer), cache.state.scores
             if kept is not None and scores is not None:
                 expected = np.take_along_axis(np.atleast_2d(kept), order[: np.atleast_2d(kept).shape[0]], axis=1)
                 assert np.allclose(np.atleast_2d(scores), expected, rtol=1e-6, atol=1e-6)
@@ -139,7 +139,8 @@ def test_every_policy_keeps_what_its_layers_would_keep_alone(
     name: str, options: dict[str, Any], slack: int | None
 ) -> None:
     for seed, (kv_heads, group, dtype) in enumerate([(2, 1, np.float32), (1, 3, np.float16), (4, 2, np.float16)]):
-        both = Both(create(name, **{"skip_layers": (), **options}), seed, slack=slack, kv_heads=kv_heads, group=group,
+        both = Both(create_policy(name, **{"skip_layers": (), **options}), seed, slack=slack, kv_heads=kv_heads,
+        group=group,
                     dtype=dtype, packed=False)  # fmt: skip
         for number, new in enumerate([17, 1, 1, 4, 1, 1, 1, 6, 1, 1, 2, 1, 1, 1, 3, 1]):
             both.step(new)
@@ -161,7 +162,7 @@ def test_every_policy_keeps_what_its_layers_would_keep_alone(
 )
 def test_any_text(case: Any, slack: int | None, kv_heads: int, steps: Any, packed: bool, seed: int) -> None:
     name, options = case
-    both = Both(create(name, **{"skip_layers": (), **options}), seed, slack=slack, kv_heads=kv_heads, group=2,
+    both = Both(create_policy(name, **{"skip_layers": (), **options}), seed, slack=slack, kv_heads=kv_heads, group=2,
                 dtype=np.float32, packed=packed)  # fmt: skip
     for new, ends in steps:
         both.step(new)
@@ -174,7 +175,8 @@ def test_any_text(case: Any, slack: int | None, kv_heads: int, steps: Any, packe
 
 def test_slack_bounds_the_dead_slots_and_holds_no_more_than_it_says() -> None:
     for slack, allowed in ((0, 0), (5, 5), (32, 32), (None, 1)):
-        both = Both(create("streaming", budget=10, sink=2), 1, slack=slack, kv_heads=2, group=1, dtype=np.float32,
+        both = Both(create_policy("streaming", budget=10, sink=2), 1, slack=slack, kv_heads=2, group=1,
+        dtype=np.float32,
                     packed=False)  # fmt: skip
         most = 0
         for _ in range(120):
@@ -186,27 +188,27 @@ def test_slack_bounds_the_dead_slots_and_holds_no_more_than_it_says() -> None:
 
 def test_without_a_bias_new_tokens_cannot_be_evicted_before_they_are_attended() -> None:
     cache = ModelCache(
-        PlainStore(empty(2, np.float32)), layers=LAYERS, kv_heads=2, query_heads=2, slack=0, biased=False,
-        policy=create("h2o_tokens", budget=8, sink=1, recent=3, buffer=0),
+        PlainStore(empty(2, np.float32)), num_layers=LAYERS, kv_heads=2, query_heads=2, max_masked=0, takes_bias=False,
+        policy=create_policy("h2o_tokens", budget=8, sink=1, recent=3, buffer=0),
     )  # fmt: skip
     with pytest.raises(KvmnnError, match="evicts some of 20 new tokens before attention"):
-        cache.begin(20)
+        cache.begin_step(20)
 
 
 def test_rows_refuse_what_cannot_be_kept() -> None:
-    rows = TokenRows((0, 1), 2)
+    rows = TokenGroup((0, 1), 2)
     rows.append(5, 0)
     for kept in ([0, 0], [5], [-1], [[0], [1]]):
         with pytest.raises(KvmnnError):
-            rows.cut(np.array(kept))
-    rows.cut(np.array([4, 1]))
-    assert [rows.positions_of(layer).tolist() for layer in (0, 1)] == [[[1, 4]] * 2] * 2 and rows.dead == 3
+            rows.keep(np.array(kept))
+    rows.keep(np.array([4, 1]))
+    assert [rows.get_layer_positions(layer).tolist() for layer in (0, 1)] == [[[1, 4]] * 2] * 2 and rows.num_masked == 3
     assert (rows.bias[:, :5] == 0).tolist() == [[False, True, False, False, True]] * 4
 
 
 def test_packed_layout_of_another_type_is_refused() -> None:
     with pytest.raises(KvmnnError, match="holds fp16, the cache of this model is fp32"):
-        PackedStore(interface(2), "arm64-fp16", by_head=False)
+        PackedStore(interface(2), "arm64-fp16", per_head=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,16 +216,16 @@ class AboveMean(Policy):
     """Keeps as many tokens of each row as are above its mean."""
 
     name = "above_mean"
-    needs: ClassVar = "scores"
+    requires: ClassVar = "scores"
 
-    def rule(self, view: View) -> list[np.ndarray]:
-        return [np.flatnonzero(row >= row.mean()) for row in view.row_scores()]
+    def select_tokens(self, view: PolicyInput) -> list[np.ndarray]:
+        return [np.flatnonzero(row >= row.mean()) for row in view.get_row_scores()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AboveMeanByHead(AboveMean):
     name = "above_mean_by_head"
-    needs: ClassVar = "head scores"
+    requires: ClassVar = "head scores"
 
 
 def test_layers_part_where_a_policy_keeps_different_numbers_of_them() -> None:
@@ -235,11 +237,12 @@ def test_layers_part_where_a_policy_keeps_different_numbers_of_them() -> None:
 
 
 def test_heads_of_one_layer_cannot_part() -> None:
-    cache = ModelCache(PlainStore(empty(2, np.float32)), layers=LAYERS, kv_heads=2, query_heads=2, slack=0, biased=True,
+    cache = ModelCache(PlainStore(empty(2, np.float32)), num_layers=LAYERS, kv_heads=2, query_heads=2, max_masked=0,
+    takes_bias=True,
                        policy=AboveMeanByHead())  # fmt: skip
-    cache.begin(4)
+    cache.begin_step(4)
     weights = np.zeros((2, 4, 4), np.float32)
     weights[0, 0, 0] = weights[1, 0, 1:] = 1
     present = [(np.zeros((1, 2, 4, DIMS), np.float32),) * 2] * LAYERS
     with pytest.raises(KvmnnError, match=r"layer 0: above_mean_by_head keeps \[1, 3\] tokens: expected the same"):
-        cache.end(Returned(present, [weights] * LAYERS))  # type: ignore[arg-type]
+        cache.end_step(Returned(present, [weights] * LAYERS))  # type: ignore[arg-type]

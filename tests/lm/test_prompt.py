@@ -8,14 +8,14 @@ import pytest
 
 from kvmnn.errors import SourceError
 from kvmnn.lm import prompt
-from kvmnn.lm.prompt import read_prompt
+from kvmnn.lm.prompt import read_prompt_file
 
 
 def test_the_limit_is_the_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt, "MAX_BYTES", 6)
+    monkeypatch.setattr(prompt, "MAX_PROMPT_BYTES", 6)
     path = tmp_path / "prompt.txt"
     path.write_text("äöü")
-    assert read_prompt(str(path)) == "äöü"
+    assert read_prompt_file(str(path)) == "äöü"
     path.write_text("äöü!")
     with pytest.raises(SourceError, match="7 bytes are too many for a prompt"):
-        read_prompt(str(path))
+        read_prompt_file(str(path))

@@ -10,8 +10,8 @@ import pytest
 from tiny_decoders import Tiny
 
 from kvmnn.lm import DecoderSession, Runner, prompt_steps
-from kvmnn.lm.prompt_steps import prompt_step_tokens, read_prompt
-from kvmnn.policies import H2OEngine, create
+from kvmnn.lm.prompt_steps import compute_step_tokens, feed_prompt_steps
+from kvmnn.policies import H2OEngine, create_policy
 from kvmnn.runtime import RuntimeConfig
 
 FORM = Tiny(layers=4, kv_heads=2, groups=2)
@@ -35,7 +35,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> DecoderSession:
 @pytest.fixture
 def step_tokens(monkeypatch: pytest.MonkeyPatch) -> int:
     """Few bytes a step, so that steps of a short prompt are at their least."""
-    monkeypatch.setattr(prompt_steps, "STEP_BYTES", 1)
+    monkeypatch.setattr(prompt_steps, "MAX_STEP_BYTES", 1)
     monkeypatch.setattr(prompt_steps, "MIN_STEP_TOKENS", 7)
     return 7
 
@@ -51,36 +51,36 @@ def test_prompt_in_steps_gives_what_one_step_gives(
     session: DecoderSession, step_tokens: int, policy: Any, lossless: Any, tokens: int
 ) -> None:
     whole, parts = (Runner(session, policy, lossless=lossless) for _ in range(2))
-    expected = whole.feed(prompt(tokens), end_chunk=True)
-    pieces = list(read_prompt(parts, prompt(tokens)))
+    expected = whole.step(prompt(tokens), end_chunk=True)
+    pieces = list(feed_prompt_steps(parts, prompt(tokens)))
     assert [len(piece) for piece in pieces] == [min(step_tokens, tokens - i) for i in range(0, tokens, step_tokens)]
     assert np.allclose(np.concatenate(pieces), expected, atol=1e-4)
     if lossless is not None:
         for runner in (whole, parts):
-            figures = runner.runtime_figures()
+            figures = runner.collect_runtime_stats()
             assert figures is not None and figures.h2o_lossless_raw_bytes == 0  # nothing is encoded at a prompt
     for token in prompt(40):
-        assert np.allclose(parts.feed([token]), whole.feed([token]), atol=1e-3)
+        assert np.allclose(parts.step([token]), whole.step([token]), atol=1e-3)
         assert parts.cache.tokens == whole.cache.tokens
-    for one, other in zip(parts.cache.layers(), whole.cache.layers(), strict=True):
+    for one, other in zip(parts.cache.copy_layers(), whole.cache.copy_layers(), strict=True):
         assert np.array_equal(one.positions, other.positions)
         assert np.allclose(one.keys, other.keys, atol=1e-4)
     if policy is not None and tokens == 45:
-        assert min(parts.cache.tokens) < parts.cache.seen
+        assert min(parts.cache.tokens) < parts.cache.num_seen
 
 
 def test_policy_that_cuts_at_prompts_gets_them_whole(session: DecoderSession, step_tokens: int) -> None:
-    runner = Runner(session, create("streaming", budget=16))
-    assert [len(piece) for piece in read_prompt(runner, prompt(30))] == [30]
+    runner = Runner(session, create_policy("streaming", budget=16))
+    assert [len(piece) for piece in feed_prompt_steps(runner, prompt(30))] == [30]
 
 
 def test_tokens_after_an_answer_are_one_step_under_the_planner(session: DecoderSession, step_tokens: int) -> None:
     runner = Runner(session, H2OEngine(**H2O))
-    list(read_prompt(runner, prompt(30)))
-    assert [len(piece) for piece in read_prompt(runner, prompt(16))] == [16]
+    list(feed_prompt_steps(runner, prompt(30)))
+    assert [len(piece) for piece in feed_prompt_steps(runner, prompt(16))] == [16]
     plain = Runner(session)
-    list(read_prompt(plain, prompt(30)))
-    assert [len(piece) for piece in read_prompt(plain, prompt(16))] == [7, 7, 2]
+    list(feed_prompt_steps(plain, prompt(30)))
+    assert [len(piece) for piece in feed_prompt_steps(plain, prompt(16))] == [7, 7, 2]
 
 
 def test_step_of_a_large_model_stays_within_its_bytes(tmp_path: Path) -> None:
@@ -89,6 +89,6 @@ def test_step_of_a_large_model_stays_within_its_bytes(tmp_path: Path) -> None:
     for attentions in (False, True):
         session = DecoderSession.open(form.save(tmp_path / "model.onnx"), attentions=attentions, cache=False)
         for tokens in (64, 2048, 8192):
-            size = min(tokens, prompt_step_tokens(session, tokens))
+            size = min(tokens, compute_step_tokens(session, tokens))
             scores = size * tokens * 9 * 3 * 4  # three layers, or three copies of one
-            assert size == prompt_steps.MIN_STEP_TOKENS or scores <= prompt_steps.STEP_BYTES
+            assert size == prompt_steps.MIN_STEP_TOKENS or scores <= prompt_steps.MAX_STEP_BYTES

@@ -16,7 +16,7 @@ from kvmnn.errors import KvmnnError, OptionError
 from kvmnn.lm.runner import Runner
 from kvmnn.lm.session import DecoderSession
 from kvmnn.lm.tokenizer import Tokenizer
-from kvmnn.policies import EvictingCache, Policy, create
+from kvmnn.policies import EvictingCache, Policy, create_policy
 
 SHIPPED = FIXTURES / "lm"
 STEPS = [9, 1, 1, 4, 1, 1, 5, 1, 2, 1, 1, 1, 3, 1]
@@ -70,13 +70,13 @@ class Reference:
     def feed(self, ids: np.ndarray) -> np.ndarray:
         past = self.model.empty()
         if self.seen:
-            past = [(c.stored.keys[None], c.stored.values[None]) for c in self.caches]
+            past = [(c.snapshot.keys[None], c.snapshot.values[None]) for c in self.caches]
         positions = np.arange(self.seen, self.seen + len(ids))
         logits, present = self.model.step(ids, positions, past)
         for cache, (keys, values), weights in zip(self.caches, present, self.model.attentions, strict=True):
             new = [side[0, :, -len(ids) :].astype(np.float32) for side in (keys, values)]
             cache.append(*new)
-            cache.attended(weights=weights.astype(np.float32) if "scores" in self.policy.needs else None)
+            cache.finish_attention(weights=weights.astype(np.float32) if "scores" in self.policy.requires else None)
         self.seen += len(ids)
         return logits
 
@@ -85,38 +85,38 @@ class Reference:
 @pytest.mark.parametrize(("form", "name", "options"), CASES, ids=lambda value: str(value)[:40])
 def test_logits_under_a_policy(sessions: Any, form: str, name: str, options: dict[str, Any], slack: int | None) -> None:
     tolerance = 3e-2 if FORMS[form].half else 2e-4
-    policy = create(name, **options)
-    reference, runner = Reference(FORMS[form], policy), Runner(sessions[form], policy, slack=slack)
+    policy = create_policy(name, **options)
+    reference, runner = Reference(FORMS[form], policy), Runner(sessions[form], policy, max_masked=slack)
     rng = np.random.default_rng(3)
     for count in STEPS:
         ids = rng.integers(0, FORMS[form].vocab, count)
-        logits = runner.feed(ids)
+        logits = runner.step(ids)
         expected = reference.feed(ids)
         assert logits.shape == expected.shape and logits.dtype == np.float32
         assert np.abs(logits - expected).max() < tolerance
         assert runner.cache.tokens == [cache.state.tokens for cache in reference.caches]
         if not FORMS[form].half:  # where scores of half precision tie, the sets may differ
             for layer, cache in enumerate(reference.caches):
-                ours = np.broadcast_to(runner.cache.positions(layer), np.shape(cache.state.positions))
+                ours = np.broadcast_to(runner.cache.get_positions(layer), np.shape(cache.state.positions))
                 assert np.array_equal(ours, np.sort(cache.state.positions, axis=-1))
-    assert runner.clock.tokens == sum(STEPS) and runner.clock.model_seconds > 0 < runner.clock.policy_seconds
+    assert runner.timings.num_tokens == sum(STEPS) and runner.timings.model_seconds > 0 < runner.timings.policy_seconds
 
 
 def test_h2o_tokens_masks_what_it_evicts_before_attention(sessions: Any) -> None:
     """It cuts when tokens come: what it drops of a long chunk is never attended, with slack or without."""
-    policy = create("h2o_tokens", budget=8, sink=1, recent=3, buffer=0)
+    policy = create_policy("h2o_tokens", budget=8, sink=1, recent=3, buffer=0)
     ids = np.random.default_rng(1).integers(0, 48, 40)
     found = []
     for slack in (0, 50):
-        runner = Runner(sessions["grouped heads"], policy, slack=slack)
-        found.append(np.concatenate([runner.feed(ids[i : i + 5]) for i in range(0, 40, 5)]))
+        runner = Runner(sessions["grouped heads"], policy, max_masked=slack)
+        found.append(np.concatenate([runner.step(ids[i : i + 5]) for i in range(0, 40, 5)]))
         assert runner.cache.tokens == [8, 8]
     assert np.abs(found[0] - found[1]).max() < 2e-4
     chunks = Runner(sessions["grouped heads"], policy)
-    chunks.feed(ids[:3])
+    chunks.step(ids[:3])
     singles = Runner(sessions["grouped heads"], policy)
     for token in ids[:3]:
-        singles.feed([token])
+        singles.step([token])
     assert chunks.cache.tokens == singles.cache.tokens == [3, 3]
 
 
@@ -125,55 +125,55 @@ def test_a_graph_with_a_bias_keeps_dead_slots_whatever_the_heads_evict(sessions:
     for name, options in (("h2o_decayed_heads", {"budget": 8, "decay": 1.0}), ("streaming", {"budget": 8})):
         peaks = []
         for slack in (0, 50):
-            runner = Runner(sessions["grouped heads"], create(name, **options), slack=slack)
-            runner.feed(list(range(20)))
+            runner = Runner(sessions["grouped heads"], create_policy(name, **options), max_masked=slack)
+            runner.step(list(range(20)))
             for token in range(20, 40):
-                runner.feed([token])
+                runner.step([token])
             peaks.append(runner.cache.peak_nbytes)
         assert peaks[0] < peaks[1], name
 
 
 def test_defaults_of_a_class_may_name_layers_that_a_small_model_lacks(tmp_path: Path) -> None:
     small = DecoderSession.open(Tiny(layers=1).save(tmp_path / "small.onnx"), cache=False)
-    runner = Runner(small, create("recent_only", budget=3))  # which never cuts layers 0 and 1
-    runner.feed([1, 2, 3, 4, 5])
+    runner = Runner(small, create_policy("recent_only", budget=3))  # which never cuts layers 0 and 1
+    runner.step([1, 2, 3, 4, 5])
     assert runner.cache.tokens == [5]
     with pytest.raises(OptionError, match="names layer 1, the model has 1 layer: expected 0 to 0"):
-        Runner(small, create("streaming", budget=5, skip_layers=(1,)))
+        Runner(small, create_policy("streaming", budget=5, skip_layers=(1,)))
 
 
 def test_what_a_runner_refuses(sessions: Any, tmp_path: Path) -> None:
     blind = DecoderSession.open(Tiny(positions=False).save(tmp_path / "blind.onnx"), cache=False)
     with pytest.raises(KvmnnError, match="no input for positions"):
-        Runner(blind, create("streaming"))
-    assert Runner(blind).feed([1, 2, 3]).shape == (3, 48)
+        Runner(blind, create_policy("streaming"))
+    assert Runner(blind).step([1, 2, 3]).shape == (3, 48)
     silent = DecoderSession.open(Tiny().save(tmp_path / "silent.onnx"), cache=False)
     with pytest.raises(KvmnnError, match="needs attention probabilities"):
-        Runner(silent, create("h2o_decayed"))
+        Runner(silent, create_policy("h2o_decayed"))
     runner = Runner(silent)
     for ids in ([], [[1]], [48], [-1], [1.5]):
         with pytest.raises(KvmnnError, match="ids"):
-            runner.feed(ids)
-    assert runner.cache.seen == 0
+            runner.step(ids)
+    assert runner.cache.num_seen == 0
     cut_first = Runner(
         DecoderSession.open(Tiny(mask="first").save(tmp_path / "first.onnx"), cache=False),
-        create("recent_only", budget=3, skip_layers=(1,)),
-        slack=0,
+        create_policy("recent_only", budget=3, skip_layers=(1,)),
+        max_masked=0,
     )
-    cut_first.feed([1, 2, 3, 4, 5])
+    cut_first.step([1, 2, 3, 4, 5])
     with pytest.raises(KvmnnError, match="onnxruntime failed"):
-        cut_first.feed([6])
+        cut_first.step([6])
     with pytest.raises(KvmnnError, match="reset"):
-        cut_first.feed([6])
+        cut_first.step([6])
     cut_first.reset()
-    assert cut_first.feed([1, 2]).shape == (2, 48)
+    assert cut_first.step([1, 2]).shape == (2, 48)
     fused = DecoderSession.open(Tiny(form="gqa").save(tmp_path / "fused.onnx"), cache=False)
     with pytest.raises(KvmnnError, match="equally many tokens"):
-        Runner(fused, create("recent_only", budget=3, skip_layers=(1,)))
+        Runner(fused, create_policy("recent_only", budget=3, skip_layers=(1,)))
     with pytest.raises(OptionError, match="skip_layers names layer 7, the model has 2 layers: expected 0 to 1"):
-        Runner(fused, create("recent_only", budget=3, skip_layers=(0, 7)))
+        Runner(fused, create_policy("recent_only", budget=3, skip_layers=(0, 7)))
     with pytest.raises(KvmnnError, match="slack"):
-        Runner(silent, slack=-1)
+        Runner(silent, max_masked=-1)
     with pytest.raises(KvmnnError, match="positions"):
         Runner(silent, positions="restarted")  # type: ignore[arg-type]
     with pytest.raises(KvmnnError, match="arm82"):
@@ -192,13 +192,13 @@ def shipped() -> DecoderSession:
 
 @pytest.fixture(scope="module")
 def text() -> np.ndarray:
-    tokenizer = Tokenizer.open(SHIPPED)
+    tokenizer = Tokenizer.open_for_model(SHIPPED)
     raw = (SHIPPED / "texts" / "calendar.py.txt").read_text(encoding="utf-8")
     return np.concatenate([[tokenizer.bos], tokenizer.encode(raw)])[:700]
 
 
 def read(runner: Runner, ids: np.ndarray, chunk: int = 4) -> np.ndarray:
-    return np.concatenate([runner.feed(ids[i : i + chunk], end_chunk=True) for i in range(0, len(ids), chunk)])
+    return np.concatenate([runner.step(ids[i : i + chunk], end_chunk=True) for i in range(0, len(ids), chunk)])
 
 
 ROOMY = {"l2_ratio": {"prune_after": 5000, "keep_ratio": 0.5}, "h2o_heads": {"recent": 100}}
@@ -210,10 +210,10 @@ ROOMY = {"l2_ratio": {"prune_after": 5000, "keep_ratio": 0.5}, "h2o_heads": {"re
 )  # fmt: skip
 def test_a_roomy_budget_gives_the_full_caches_numbers(shipped: DecoderSession, text: np.ndarray, name: str) -> None:
     budget = {} if name == "l2_ratio" else {"budget": 5000}
-    policy = create(name, **budget, **ROOMY.get(name, {}))
+    policy = create_policy(name, **budget, **ROOMY.get(name, {}))
     full, cut = Runner(shipped), Runner(shipped, policy)
     assert np.array_equal(read(full, text[:200]), read(cut, text[:200]))
-    for ours, theirs in zip(cut.cache.layers(), full.cache.layers(), strict=True):
+    for ours, theirs in zip(cut.cache.copy_layers(), full.cache.copy_layers(), strict=True):
         assert np.array_equal(ours.keys, theirs.keys) and np.array_equal(ours.values, theirs.values)
 
 
@@ -221,14 +221,14 @@ def test_sizes_are_exactly_the_budget(shipped: DecoderSession, text: np.ndarray)
     """And for the lazy caches the budget and at most the surplus that is documented."""
     for name, more in (("recent_only", {"skip_layers": ()}), ("streaming", {}), ("h2o_decayed", {}),
                        ("h2o_decayed_heads", {}), ("h2o_heads", {"recent": 50})):  # fmt: skip
-        runner = Runner(shipped, create(name, budget=100, **more))
+        runner = Runner(shipped, create_policy(name, budget=100, **more))
         for chunk in range(0, 240, 3):
-            runner.feed(text[chunk : chunk + 3])
+            runner.step(text[chunk : chunk + 3])
             assert runner.cache.tokens == [min(100, chunk + 3)] * 6
-    lazy = Runner(shipped, create("h2o_tokens", budget=100))
+    lazy = Runner(shipped, create_policy("h2o_tokens", budget=100))
     lengths = []
     for i in range(400):
-        lazy.feed(text[i : i + 1])
+        lazy.step(text[i : i + 1])
         lengths.append(lazy.cache.tokens[3])
     assert max(lengths) == 164 and min(lengths[164:]) == 100
     lazy.cache.end_chunk()
@@ -237,30 +237,31 @@ def test_sizes_are_exactly_the_budget(shipped: DecoderSession, text: np.ndarray)
 
 @pytest.mark.parametrize(
     "policy",
-    [create("streaming", budget=96), create("l2_fixed", budget=96, recent_ratio=0.5), create("h2o_decayed", budget=96),
-     create("h2o_decayed_heads", budget=96), create("h2o_tokens", budget=96)],
+    [create_policy("streaming", budget=96), create_policy("l2_fixed", budget=96, recent_ratio=0.5),
+    create_policy("h2o_decayed", budget=96),
+     create_policy("h2o_decayed_heads", budget=96), create_policy("h2o_tokens", budget=96)],
     ids=lambda policy: policy.name,
 )  # fmt: skip
 def test_packed_buffers_hold_the_same(shipped: DecoderSession, text: np.ndarray, policy: Policy) -> None:
     plain, packed = Runner(shipped, policy), Runner(shipped, policy, packed="x86-avx2")
     assert np.array_equal(read(plain, text[:400]), read(packed, text[:400]))
-    for ours, theirs in zip(packed.cache.layers(), plain.cache.layers(), strict=True):
+    for ours, theirs in zip(packed.cache.copy_layers(), plain.cache.copy_layers(), strict=True):
         assert np.array_equal(ours.keys, theirs.keys) and np.array_equal(ours.values, theirs.values)
         assert np.array_equal(ours.positions, theirs.positions)
 
 
 def test_slack_changes_what_is_held_not_what_is_attended(shipped: DecoderSession, text: np.ndarray) -> None:
-    policy = create("h2o_decayed_heads", budget=96)
-    at_once, later = Runner(shipped, policy, slack=0), Runner(shipped, policy, slack=64)
+    policy = create_policy("h2o_decayed_heads", budget=96)
+    at_once, later = Runner(shipped, policy, max_masked=0), Runner(shipped, policy, max_masked=64)
     assert np.abs(read(at_once, text) - read(later, text)).max() < 1e-4
     assert later.cache.peak_nbytes > at_once.cache.peak_nbytes
     for layer in range(6):
-        assert np.array_equal(at_once.cache.positions(layer), later.cache.positions(layer))
+        assert np.array_equal(at_once.cache.get_positions(layer), later.cache.get_positions(layer))
 
 
 def test_restarted_positions_are_a_catastrophe(shipped: DecoderSession, text: np.ndarray) -> None:
     """The classic mistake: places in the cut cache instead of places in the text."""
-    policy = create("streaming", budget=128)
+    policy = create_policy("streaming", budget=128)
     right, wrong = (_perplexity(read(Runner(shipped, policy, positions=p), text), text) for p in ("true", "stored"))  # type: ignore[arg-type]
     assert right < 14 and wrong > 3 * right
 
@@ -275,8 +276,8 @@ def _perplexity(logits: np.ndarray, ids: np.ndarray, first: int = 256) -> float:
 def test_scores_are_the_softmax_of_queries_and_keys(shipped: DecoderSession, text: np.ndarray, tmp_path: Path) -> None:
     """Of a plain graph the rotated queries are taken out; the softmax with the keys is numpy's, in float64."""
     ids = text[:160]
-    runner = Runner(shipped, create("h2o_decayed_heads", budget=1000, sink=0, decay=1.0))
-    shared = Runner(shipped, create("h2o_decayed", budget=1000, decay=0.9))
+    runner = Runner(shipped, create_policy("h2o_decayed_heads", budget=1000, sink=0, decay=1.0))
+    shared = Runner(shipped, create_policy("h2o_decayed", budget=1000, decay=0.9))
     for run in (runner, shared):
         read(run, ids, 7)
     model = onnx.load(str(SHIPPED / "model.onnx"))
@@ -299,6 +300,6 @@ def test_scores_are_the_softmax_of_queries_and_keys(shipped: DecoderSession, tex
         weights[:, np.triu(np.ones((160, 160), bool), 1)] = -np.inf
         weights = np.exp(weights - weights.max(axis=-1, keepdims=True))
         weights /= weights.sum(axis=-1, keepdims=True)
-        assert np.allclose(runner.cache.scores(layer), weights.sum(axis=1), rtol=1e-3, atol=1e-4)
+        assert np.allclose(runner.cache.get_scores(layer), weights.sum(axis=1), rtol=1e-3, atol=1e-4)
         fading = weights.sum(axis=0) * (0.9 ** (160 - last_of_chunk))[:, None]
-        assert np.allclose(shared.cache.scores(layer), fading.sum(axis=0), rtol=1e-3, atol=1e-4)
+        assert np.allclose(shared.cache.get_scores(layer), fading.sum(axis=0), rtol=1e-3, atol=1e-4)

@@ -20,7 +20,7 @@ LOWEST = np.finfo(np.float32).min
 
 @pytest.fixture(scope="module")
 def ids() -> np.ndarray:
-    tokenizer = Tokenizer.open(LM / "model.onnx")
+    tokenizer = Tokenizer.open_for_model(LM / "model.onnx")
     text = sorted((LM / "texts").iterdir())[0].read_text(encoding="utf-8")
     return np.concatenate([[tokenizer.bos], tokenizer.encode(text)])[:160].astype(np.int64)
 
@@ -37,28 +37,28 @@ def session() -> DecoderSession:
 
 def test_what_the_model_is(session: DecoderSession, plain: DecoderSession) -> None:
     interface = session.interface
-    assert (interface.layers, interface.kv_heads, interface.head_dim, interface.vocab) == (6, 4, 64, 2048)
+    assert (interface.layers, interface.kv_heads, interface.head_dim, interface.vocab_size) == (6, 4, 64, 2048)
     assert (interface.dtype, interface.max_positions, interface.has_positions) == (np.float32, 4096, True)
-    assert session.query_heads == 4 and not interface.merged
+    assert session.query_heads == 4 and not interface.is_merged
     assert (session.has_attentions, session.has_bias) == (True, True)
     assert (plain.has_attentions, plain.has_bias) == (False, False)
 
 
 def test_bias_and_attentions_change_no_bit(session: DecoderSession, plain: DecoderSession, ids: np.ndarray) -> None:
-    past, plain_past = session.empty(), plain.empty()
+    past, plain_past = session.create_empty_past(), plain.create_empty_past()
     for start, stop in ((0, 100), (100, 101), (101, 108), (108, 109)):
         at = np.arange(start, stop)
-        step, expected = session.step(ids[at], at, past), plain.step(ids[at], at, plain_past)
+        step, expected = session.run_step(ids[at], at, past), plain.run_step(ids[at], at, plain_past)
         np.testing.assert_array_equal(step.logits, expected.logits)
-        past, plain_past = step.present, expected.present
+        past, plain_past = step.present_pairs, expected.present_pairs
         for got, wanted in zip(past, plain_past, strict=True):
             np.testing.assert_array_equal(got, wanted)
     assert step.logits.dtype == np.float32 and step.logits.shape == (1, 2048) and step.seconds > 0
 
 
 def test_attentions_are_probabilities(session: DecoderSession, ids: np.ndarray) -> None:
-    past = session.step(ids[:50], np.arange(50), session.empty()).present
-    step = session.step(ids[50:60], np.arange(50, 60), past)
+    past = session.run_step(ids[:50], np.arange(50), session.create_empty_past()).present_pairs
+    step = session.run_step(ids[50:60], np.arange(50, 60), past)
     assert step.attentions is not None and len(step.attentions) == 6
     for probabilities in step.attentions:
         assert probabilities.shape == (4, 10, 60) and probabilities.dtype == np.float32
@@ -69,17 +69,17 @@ def test_attentions_are_probabilities(session: DecoderSession, ids: np.ndarray) 
 @pytest.mark.parametrize("factor", [1.0, 1e6])
 @pytest.mark.parametrize("tokens", [1, 8])
 def test_a_masked_slot_is_a_removed_slot(session: DecoderSession, ids: np.ndarray, tokens: int, factor: float) -> None:
-    past = session.step(ids[:120], np.arange(120), session.empty()).present
+    past = session.run_step(ids[:120], np.arange(120), session.create_empty_past()).present_pairs
     dead = np.r_[0, 5:40, 119]
     alive = np.setdiff1d(np.arange(120), dead)
     removed = [(keys[:, :, alive].copy(), values[:, :, alive].copy()) for keys, values in past]
     at = np.arange(120, 120 + tokens)
-    expected = session.step(ids[at], at, removed)
+    expected = session.run_step(ids[at], at, removed)
     for keys, _ in past:
         keys[:, :, dead] *= factor
     bias = np.zeros((1, 1, 1, 120 + tokens), np.float32)
     bias[..., dead] = LOWEST
-    step = session.step(ids[at], at, past, [bias] * 6)
+    step = session.run_step(ids[at], at, past, [bias] * 6)
     np.testing.assert_allclose(step.logits, expected.logits, atol=3e-5)
     for got, wanted in zip(step.attentions or [], expected.attentions or [], strict=True):
         assert not got[..., dead].any()
@@ -88,7 +88,7 @@ def test_a_masked_slot_is_a_removed_slot(session: DecoderSession, ids: np.ndarra
 
 def test_masks_may_differ_between_layers_and_heads(session: DecoderSession, ids: np.ndarray) -> None:
     """Heads with sets of their own: what is dead in one head is alive in another."""
-    past = session.step(ids[:60], np.arange(60), session.empty()).present
+    past = session.run_step(ids[:60], np.arange(60), session.create_empty_past()).present_pairs
     sets = [[np.sort((np.arange(30) * 7 + 3 * head + layer) % 60) for head in range(4)] for layer in range(6)]
     removed = [
         tuple(np.stack([array[0, head, slots] for head, slots in enumerate(heads)])[None] for array in pair)
@@ -100,47 +100,49 @@ def test_masks_may_differ_between_layers_and_heads(session: DecoderSession, ids:
         for head, slots in enumerate(heads):
             bias[0, head, 0, [*slots, 60]] = 0
         biases.append(bias)
-    expected = session.step(ids[60:61], np.array([60]), removed)
-    step = session.step(ids[60:61], np.array([60]), past, biases)
+    expected = session.run_step(ids[60:61], np.array([60]), removed)
+    step = session.run_step(ids[60:61], np.array([60]), past, biases)
     np.testing.assert_allclose(step.logits, expected.logits, atol=3e-5)
 
 
 def test_present_can_be_written_and_is_read_only_once(session: DecoderSession, ids: np.ndarray) -> None:
-    step = session.step(ids[:20], np.arange(20), session.empty())
-    before = session.step(ids[20:21], np.array([20]), step.present)
-    copies = [(keys.copy(), values.copy()) for keys, values in step.present]
-    for keys, values in step.present:
+    step = session.run_step(ids[:20], np.arange(20), session.create_empty_past())
+    before = session.run_step(ids[20:21], np.array([20]), step.present_pairs)
+    copies = [(keys.copy(), values.copy()) for keys, values in step.present_pairs]
+    for keys, values in step.present_pairs:
         keys[...], values[...] = 0, 0
-    after = session.step(ids[20:21], np.array([20]), copies)
+    after = session.run_step(ids[20:21], np.array([20]), copies)
     np.testing.assert_array_equal(before.logits, after.logits)
 
 
 def test_threads_change_no_bit(plain: DecoderSession, ids: np.ndarray) -> None:
     two = DecoderSession.open(LM, bias=False, threads=2)
-    runs = [two.step(ids, np.arange(160), two.empty()).logits for _ in range(2)]
+    runs = [two.run_step(ids, np.arange(160), two.create_empty_past()).logits for _ in range(2)]
     np.testing.assert_array_equal(runs[0], runs[1])
-    np.testing.assert_allclose(runs[0], plain.step(ids, np.arange(160), plain.empty()).logits, atol=1e-4)
+    np.testing.assert_allclose(
+        runs[0], plain.run_step(ids, np.arange(160), plain.create_empty_past()).logits, atol=1e-4
+    )
 
 
 def test_arguments_that_do_not_fit(session: DecoderSession, plain: DecoderSession, ids: np.ndarray) -> None:
-    empty, none = session.empty(), np.zeros(0, np.int64)
+    empty, none = session.create_empty_past(), np.zeros(0, np.int64)
     for tokens, positions in ((none, none), (ids[:2], np.arange(3)), (ids[None, :2], np.arange(2)[None])):
         with pytest.raises(KvmnnError, match="expected tokens and their positions, one row each, not empty"):
-            session.step(tokens, positions, empty)
+            session.run_step(tokens, positions, empty)
     with pytest.raises(KvmnnError, match="expected the past of 6 layers, found 5"):
-        session.step(ids[:2], np.arange(2), empty[1:])
+        session.run_step(ids[:2], np.arange(2), empty[1:])
     with pytest.raises(KvmnnError, match="no bias can be added to the scores inside this graph"):
-        plain.step(ids[:2], np.arange(2), empty, [np.zeros((1, 1, 1, 2), np.float32)] * 6)
+        plain.run_step(ids[:2], np.arange(2), empty, [np.zeros((1, 1, 1, 2), np.float32)] * 6)
 
 
 def test_failures_of_onnxruntime_are_one_line_and_quiet(
     session: DecoderSession, ids: np.ndarray, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = [(keys.astype(np.float16), values) for keys, values in session.empty()]
+    wrong = [(keys.astype(np.float16), values) for keys, values in session.create_empty_past()]
     with pytest.raises(ModelError, match=r"model\.onnx: onnxruntime failed: .*float16") as caught:
-        session.step(ids[:2], np.arange(2), wrong)
+        session.run_step(ids[:2], np.arange(2), wrong)
     with pytest.raises(ModelError, match=r"onnxruntime failed: .*bounds"):
-        session.step(np.array([99_999]), np.arange(1), session.empty())
+        session.run_step(np.array([99_999]), np.arange(1), session.create_empty_past())
     assert "\n" not in str(caught.value)
     assert capfd.readouterr() == ("", "")
 
@@ -173,9 +175,9 @@ def test_names_from_genai_config(tmp_path: Path) -> None:
     (tmp_path / "genai_config.json").write_text(json.dumps(settings))
     for path in (tmp_path, tmp_path / "decoder.onnx"):
         session = DecoderSession.open(path, attentions=True)
-        assert session.has_bias and session.interface.past[1] == ("kv_in_1_key", "kv_in_1_value")
+        assert session.has_bias and session.interface.past_inputs[1] == ("kv_in_1_key", "kv_in_1_value")
         assert (session.query_heads, session.interface.max_positions) == (4, 256)
-        assert len(session.step(np.arange(3), np.arange(3), session.empty()).present) == 2
+        assert len(session.run_step(np.arange(3), np.arange(3), session.create_empty_past()).present_pairs) == 2
 
 
 def test_settings_of_models_with_a_text_part(tmp_path: Path) -> None:

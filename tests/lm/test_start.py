@@ -12,7 +12,7 @@ from tiny_decoders import Tiny
 from kvmnn import KvmnnError, LayerCache
 from kvmnn.lm.runner import Runner
 from kvmnn.lm.session import DecoderSession
-from kvmnn.policies import create
+from kvmnn.policies import create_policy
 from kvmnn.runtime import RuntimeConfig
 
 IDS = np.random.default_rng(3).integers(0, 40, 60)
@@ -30,7 +30,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
 IDENTIFIERS = [f"{name} {'+'.join(map(str, options.get('skip_layers', ())))}".strip() for name, options in POLICIES]
 HOLDING: dict[str, dict[str, Any]] = {
     "plain": {},
-    "cut at once": {"slack": 0},
+    "cut at once": {"max_masked": 0},
     "packed": {"packed": "x86-avx2"},
     "lossless": {"lossless": RuntimeConfig(mode="full", scope="front_n", front_n=1, block_tokens=8)},
 }
@@ -42,11 +42,11 @@ def session(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def policy(name: str, options: dict[str, Any]):
-    return None if name == "full" else create(name, **options)
+    return None if name == "full" else create_policy(name, **options)
 
 
 def rest(runner: Runner, begin: int = PROMPT) -> np.ndarray:
-    return np.concatenate([runner.feed(IDS[i : i + 1]) for i in range(begin, len(IDS))])
+    return np.concatenate([runner.step(IDS[i : i + 1]) for i in range(begin, len(IDS))])
 
 
 @pytest.mark.parametrize("holding", HOLDING)
@@ -59,69 +59,69 @@ def test_a_start_is_a_prompt_that_was_read_at_once(
             Runner(session, policy(name, options), **HOLDING[holding])
         return
     whole = Runner(session)
-    whole.feed(IDS[:PROMPT])
-    rows = whole.cache.layers()
+    whole.step(IDS[:PROMPT])
+    rows = whole.cache.copy_layers()
     read, begun = (Runner(session, policy(name, options), **HOLDING[holding]) for _ in "ab")
-    read.feed(IDS[:PROMPT], end_chunk=True)
-    begun.start(rows)
-    assert begun.cache.tokens == read.cache.tokens and begun.cache.seen == PROMPT
-    same = "slack" in HOLDING[holding] or name == "full"  # else slots that are masked differ, and so do sums
+    read.step(IDS[:PROMPT], end_chunk=True)
+    begun.load_initial(rows)
+    assert begun.cache.tokens == read.cache.tokens and begun.cache.num_seen == PROMPT
+    same = "max_masked" in HOLDING[holding] or name == "full"  # else slots that are masked differ, and so do sums
     one, other = rest(read), rest(begun)
     assert (
         np.array_equal(one, other) if same else np.allclose(one, other, atol=3e-2 if rows[0].dtype == "fp16" else 1e-4)
     )
     for layer in range(session.interface.layers):
-        assert np.array_equal(read.cache.positions(layer), begun.cache.positions(layer))
-    for mine, theirs in zip(begun.cache.layers(), read.cache.layers(), strict=True):
+        assert np.array_equal(read.cache.get_positions(layer), begun.cache.get_positions(layer))
+    for mine, theirs in zip(begun.cache.copy_layers(), read.cache.copy_layers(), strict=True):
         assert np.array_equal(mine.positions, theirs.positions) and mine.tokens_seen == theirs.tokens_seen
 
 
 @pytest.mark.parametrize("name", ["knorm", "streaming_press"])
 def test_an_evicted_cache_goes_on_as_it_would_have_here(session: DecoderSession, name: str) -> None:
     """These two cut a prompt and nothing after it; `knorm` keeps other tokens in each head."""
-    cut = Runner(session, create(name, budget=12), slack=0)
-    cut.feed(IDS[:PROMPT])
-    rows = cut.cache.layers()
+    cut = Runner(session, create_policy(name, budget=12), max_masked=0)
+    cut.step(IDS[:PROMPT])
+    rows = cut.cache.copy_layers()
     assert rows[0].tokens == 12 and rows[0].tokens_seen == PROMPT
     begun = Runner(session)
-    begun.start(rows)
+    begun.load_initial(rows)
     assert np.array_equal(rest(cut), rest(begun))
     assert begun.cache.tokens == cut.cache.tokens == [42] * session.interface.layers
     for layer in range(session.interface.layers):
-        assert np.array_equal(begun.cache.positions(layer), cut.cache.positions(layer))
+        assert np.array_equal(begun.cache.get_positions(layer), cut.cache.get_positions(layer))
 
 
 def test_layers_that_hold_different_tokens(session: DecoderSession) -> None:
     """As after a policy that skips layer 0, alone and under another policy behind it."""
-    cut = Runner(session, create("streaming_press", budget=12, skip_layers=(0,)), slack=0)
-    cut.feed(IDS[:PROMPT])
-    rows = cut.cache.layers()
+    cut = Runner(session, create_policy("streaming_press", budget=12, skip_layers=(0,)), max_masked=0)
+    cut.step(IDS[:PROMPT])
+    rows = cut.cache.copy_layers()
     assert [row.tokens for row in rows] == [30, *[12] * (len(rows) - 1)]
     begun = Runner(session)
-    begun.start(rows)
+    begun.load_initial(rows)
     assert np.array_equal(rest(cut), rest(begun))
     assert begun.cache.tokens == [60, *[42] * (len(rows) - 1)]
-    behind = Runner(session, create("streaming", budget=8, sink=2))
-    behind.start(rows)
+    behind = Runner(session, create_policy("streaming", budget=8, sink=2))
+    behind.load_initial(rows)
     rest(behind)
     assert behind.cache.tokens == [8] * len(rows)
-    assert behind.cache.positions(0).tolist() == [0, 1, *range(54, 60)]
-    assert behind.cache.positions(1).tolist() == behind.cache.positions(0).tolist()
+    assert behind.cache.get_positions(0).tolist() == [0, 1, *range(54, 60)]
+    assert behind.cache.get_positions(1).tolist() == behind.cache.get_positions(0).tolist()
 
 
 def test_a_start_may_be_mapped_and_is_not_written_to(session: DecoderSession, tmp_path: Path) -> None:
     whole = Runner(session)
-    whole.feed(IDS[:PROMPT])
+    whole.step(IDS[:PROMPT])
     rows = []
-    for row in whole.cache.layers():
+    for row in whole.cache.copy_layers():
         for part in ("keys", "values"):
             np.save(tmp_path / f"{row.layer}.{part}.npy", getattr(row, part))
         parts = {part: np.load(tmp_path / f"{row.layer}.{part}.npy", mmap_mode="r") for part in ("keys", "values")}
         rows.append(LayerCache(layer=row.layer, **parts))
     before = [row.keys.tobytes() for row in rows]
-    begun, cut = Runner(session), Runner(session, create("recent_only", budget=9, skip_layers=()))
+    begun, cut = Runner(session), Runner(session, create_policy("recent_only", budget=9, skip_layers=()))
     for runner in (begun, cut):
-        runner.start(rows)
+        runner.load_initial(rows)
         rest(runner)
     assert begun.cache.tokens[0] == 60 and cut.cache.tokens[0] == 9
     assert [row.keys.tobytes() for row in rows] == before
@@ -143,8 +143,8 @@ def test_graphs_of_all_kinds_begin(form: Tiny, tmp_path: Path) -> None:
     """Rows may be computed at once or one by one, which these models may round otherwise."""
     session = DecoderSession.open(form.save(tmp_path / "model.onnx"), cache=False)
     whole, begun = Runner(session), Runner(session)
-    whole.feed(IDS[:PROMPT])
-    begun.start(whole.cache.layers())
+    whole.step(IDS[:PROMPT])
+    begun.load_initial(whole.cache.copy_layers())
     assert np.array_equal(rest(whole), rest(begun))
 
 
@@ -152,24 +152,24 @@ def test_what_cannot_be_begun_with(tmp_path: Path) -> None:
     blind = DecoderSession.open(Tiny(positions=False).save(tmp_path / "blind.onnx"), cache=False)
     session = DecoderSession.open(Tiny().save(tmp_path / "tiny.onnx"), attentions=True, cache=False)
     whole = Runner(session)
-    whole.feed(IDS[:8])
-    rows = whole.cache.layers()
+    whole.step(IDS[:8])
+    rows = whole.cache.copy_layers()
     with pytest.raises(KvmnnError, match="h2o_engine ranks tokens by the attention that they drew"):
-        Runner(session, create("h2o_engine")).start(rows)
+        Runner(session, create_policy("h2o_engine")).load_initial(rows)
     for name in ("h2o_decayed", "h2o_tokens", "observed_attention"):
         with pytest.raises(KvmnnError, match=f"{name} ranks tokens by the attention that they drew"):
-            Runner(session, create(name, budget=20)).start(rows)
+            Runner(session, create_policy(name, budget=20)).load_initial(rows)
     gaps = [LayerCache(layer=r.layer, keys=r.keys, values=r.values, positions=np.arange(8) * 2) for r in rows]
     with pytest.raises(KvmnnError, match=r"blind.onnx has no input for positions: these lack tokens of their text"):
-        Runner(blind).start(gaps)
-    Runner(blind).start(rows)
+        Runner(blind).load_initial(gaps)
+    Runner(blind).load_initial(rows)
     places = np.stack([np.arange(8), np.arange(8) + 1])
     heads = [LayerCache(layer=r.layer, keys=r.keys, values=r.values, positions=places) for r in rows]
     with pytest.raises(KvmnnError, match="recent_only keeps the same tokens in all heads: these hold different ones"):
-        Runner(session, create("recent_only", budget=4, skip_layers=())).start(heads)
+        Runner(session, create_policy("recent_only", budget=4, skip_layers=())).load_initial(heads)
     further = LayerCache(layer=1, keys=rows[1].keys, values=rows[1].values, tokens_seen=9)
     with pytest.raises(KvmnnError, match="layer 1: 9 tokens seen, layer 0 8"):
-        Runner(session).start([rows[0], further])
+        Runner(session).load_initial([rows[0], further])
 
 
 def test_rows_of_a_text_that_went_on_are_not_its_beginning(tmp_path: Path) -> None:
@@ -177,12 +177,12 @@ def test_rows_of_a_text_that_went_on_are_not_its_beginning(tmp_path: Path) -> No
     blind = DecoderSession.open(Tiny(positions=False).save(tmp_path / "blind.onnx"), cache=False)
     session = DecoderSession.open(Tiny().save(tmp_path / "tiny.onnx"), cache=False)
     whole = Runner(session)
-    whole.feed(IDS[:8])
-    rows = whole.cache.layers()
-    Runner(session).replay(rows, 4)
+    whole.step(IDS[:8])
+    rows = whole.cache.copy_layers()
+    Runner(session).replay_step(rows, 4)
     further = [LayerCache(layer=r.layer, keys=r.keys, values=r.values, tokens_seen=9) for r in rows]
     with pytest.raises(KvmnnError, match="layer 0: holds not all tokens of a text's beginning"):
-        Runner(session).replay(further, 4)
+        Runner(session).replay_step(further, 4)
     with pytest.raises(KvmnnError, match=r"blind\.onnx has no input for positions: these lack tokens of their text"):
-        Runner(blind).start(further)
-    Runner(session).start(further)
+        Runner(blind).load_initial(further)
+    Runner(session).load_initial(further)

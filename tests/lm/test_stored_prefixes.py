@@ -11,14 +11,14 @@ from repository import FIXTURES
 from tiny_decoders import Tiny
 
 from kvmnn import KvmnnError, LayerCache
-from kvmnn.lm import RunOptions, StoredPrefixes, fingerprint, generate
+from kvmnn.lm import RunOptions, StoredPrefixes, compute_fingerprint, generate
 from kvmnn.lm.generation import generate_tokens
 from kvmnn.lm.runner import Runner
 from kvmnn.lm.session import DecoderSession
-from kvmnn.policies import create
+from kvmnn.policies import create_policy
 from kvmnn.runtime import RuntimeConfig
-from kvmnn.store import OutageError, PrefixStore
-from kvmnn.store.remote.values import Patient
+from kvmnn.store import BackendUnavailableError, PrefixStore
+from kvmnn.store.remote.values import CircuitBreaker
 
 SHIPPED = FIXTURES / "lm"
 IDS = np.random.default_rng(3).integers(0, 40, 90).tolist()
@@ -39,45 +39,47 @@ def session(model: Path) -> DecoderSession:
 @pytest.fixture
 def prefixes(model: Path, tmp_path: Path):
     with PrefixStore(tmp_path / "store", block_tokens=16) as store:
-        yield StoredPrefixes(store, fingerprint(model))
+        yield StoredPrefixes(store, compute_fingerprint(model))
 
 
 @pytest.mark.parametrize("shared", [1, 15, 16, 37, 48, 89])
 def test_logits_are_those_of_the_same_rows(session, prefixes, shared: int) -> None:
     runner = Runner(session)
-    runner.feed(IDS[:shared])
-    assert prefixes.put(runner, IDS[:shared]).tokens == shared
-    expected = [runner.feed(IDS[shared:]), runner.feed([1]), runner.feed([2, 3])]
+    runner.step(IDS[:shared])
+    assert prefixes.put_text(runner, IDS[:shared]).tokens == shared
+    expected = [runner.step(IDS[shared:]), runner.step([1]), runner.step([2, 3])]
     again = Runner(session)
-    found = prefixes.begin(again, IDS)
-    assert found.tokens == shared and again.cache.seen == shared and again.cache.tokens == [shared] * len(found.layers)
+    found = prefixes.begin_text(again, IDS)
+    assert (
+        found.tokens == shared and again.cache.num_seen == shared and again.cache.tokens == [shared] * len(found.layers)
+    )
     for ids, logits in zip((IDS[shared:], [1], [2, 3]), expected, strict=True):
-        assert again.feed(ids).tobytes() == logits.tobytes()
-    for one, other in zip(again.cache.layers(), runner.cache.layers(), strict=True):
+        assert again.step(ids).tobytes() == logits.tobytes()
+    for one, other in zip(again.cache.copy_layers(), runner.cache.copy_layers(), strict=True):
         assert one.keys.tobytes() == other.keys.tobytes() and one.values.tobytes() == other.values.tobytes()
 
 
 @pytest.mark.parametrize("held", ["packed", "lossless"])
 def test_wherever_the_cache_is_held(session, prefixes, held: str) -> None:
     runner = Runner(session)
-    runner.feed(IDS[:70])
-    prefixes.put(runner, IDS[:70])
-    expected = runner.feed(IDS[70:])
+    runner.step(IDS[:70])
+    prefixes.put_text(runner, IDS[:70])
+    expected = runner.step(IDS[70:])
     runtime = RuntimeConfig.from_engine(
         {"kv_lossless_enable": True, "kv_lossless_runtime_mode": "store", "kv_lossless_scope": "front_n"}
     )
     backend = "arm64-fp16" if session.interface.dtype is np.float16 else "x86-avx2"
     other = Runner(session, packed=backend) if held == "packed" else Runner(session, lossless=runtime)
-    assert prefixes.begin(other, IDS).tokens == 70
-    assert other.feed(IDS[70:]).tobytes() == expected.tobytes()
+    assert prefixes.begin_text(other, IDS).tokens == 70
+    assert other.step(IDS[70:]).tobytes() == expected.tobytes()
 
 
 def test_the_last_token_is_always_computed(session, prefixes) -> None:
     runner = Runner(session)
-    runner.feed(IDS)
-    prefixes.put(runner, IDS)
-    assert prefixes.begin(runner, IDS).tokens == len(IDS) - 1
-    assert prefixes.begin(runner, IDS[:1]).tokens == 0 and runner.cache.seen == 0
+    runner.step(IDS)
+    prefixes.put_text(runner, IDS)
+    assert prefixes.begin_text(runner, IDS).tokens == len(IDS) - 1
+    assert prefixes.begin_text(runner, IDS[:1]).tokens == 0 and runner.cache.num_seen == 0
 
 
 def test_generation_begins_there_and_puts_what_it_made(session, prefixes) -> None:
@@ -105,33 +107,33 @@ def test_a_store_that_cannot_be_written_costs_no_text(session, prefixes, tmp_pat
 
 def test_what_does_not_fit_is_refused(session, model) -> None:
     runner = Runner(session)
-    runner.feed(IDS[:8])
-    rows = runner.cache.layers()
+    runner.step(IDS[:8])
+    rows = runner.cache.copy_layers()
     with pytest.raises(KvmnnError, match="reset the runner first"):
-        runner.start(rows)
+        runner.load_initial(rows)
     runner.reset()
     with pytest.raises(KvmnnError, match=r"layers of 8 tokens: .* has \d"):
-        runner.start(rows[:-1])
+        runner.load_initial(rows[:-1])
     with pytest.raises(KvmnnError, match="at least one token"):
-        runner.start([])
+        runner.load_initial([])
     with pytest.raises(KvmnnError, match="expected layer 0"):
-        runner.start(rows[::-1])
+        runner.load_initial(rows[::-1])
     heads = [LayerCache(layer=row.layer, keys=row.keys[:1], values=row.values[:1]) for row in rows]
     with pytest.raises(KvmnnError, match=r"layer 0, fp\d\d \[1, 8"):
-        runner.start(heads)
+        runner.load_initial(heads)
     dims = [LayerCache(layer=row.layer, keys=row.keys, values=row.values[..., :-1]) for row in rows]
     with pytest.raises(KvmnnError, match=r"layer 0, fp\d\d \[2, 8, \d+\] and \[2, 8, \d+\]: expected layer 0"):
-        runner.start(dims)
+        runner.load_initial(dims)
     kind = np.float32 if rows[0].dtype == "fp16" else np.float16
     cast = [LayerCache(layer=r.layer, keys=r.keys.astype(kind), values=r.values.astype(kind)) for r in rows]
     with pytest.raises(KvmnnError, match=f"expected layer 0, {rows[0].keys.dtype.name}"):
-        runner.start(cast)
+        runner.load_initial(cast)
     gaps = [LayerCache(layer=r.layer, keys=r.keys, values=r.values, positions=np.arange(8) * 2) for r in rows]
     with pytest.raises(KvmnnError, match="layer 0: holds not all tokens of a text's beginning"):
-        runner.replay(gaps, 8)
-    assert runner.cache.seen == 0
-    runner.start(rows)
-    assert runner.cache.seen == 8
+        runner.replay_step(gaps, 8)
+    assert runner.cache.num_seen == 0
+    runner.load_initial(rows)
+    assert runner.cache.num_seen == 8
 
 
 def test_a_fingerprint_is_of_graph_and_weights(tmp_path: Path) -> None:
@@ -140,13 +142,13 @@ def test_a_fingerprint_is_of_graph_and_weights(tmp_path: Path) -> None:
     folder.mkdir()
     outside = Tiny().save(folder / "model.onnx", location="weights.bin")
     shutil.copytree(folder, tmp_path / "copy")
-    assert fingerprint(tmp_path / "copy") == fingerprint(outside) != fingerprint(inside)
+    assert compute_fingerprint(tmp_path / "copy") == compute_fingerprint(outside) != compute_fingerprint(inside)
     weights = tmp_path / "copy" / "weights.bin"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    assert fingerprint(tmp_path / "copy") != fingerprint(outside)
-    assert len(fingerprint(inside)) == 64
+    assert compute_fingerprint(tmp_path / "copy") != compute_fingerprint(outside)
+    assert len(compute_fingerprint(inside)) == 64
 
 
 def test_the_shipped_model_answers_from_the_store(tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ def test_the_shipped_model_answers_from_the_store(tmp_path: Path) -> None:
     expected = generate(SHIPPED, prompt, max_tokens=4)
     with PrefixStore(tmp_path / "store") as store:
         first = generate(SHIPPED, prompt, max_tokens=4, store=store)
-        again = generate(SHIPPED, prompt, create("streaming", budget=64), max_tokens=4, store=store)
+        again = generate(SHIPPED, prompt, create_policy("streaming", budget=64), max_tokens=4, store=store)
         other = generate(SHIPPED, prompt, max_tokens=4, store=store, options=RunOptions(chunk=64))
     assert expected.full.text == first.full.text == again.full.text == other.full.text
     assert first.full.generation.store is not None and first.full.generation.store.tokens == 0
@@ -171,10 +173,10 @@ def test_an_outage_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what is looked for nor what is put gets an answer."""
 
     def away(*_: object) -> None:
-        raise OutageError("the engine is away")
+        raise BackendUnavailableError("the engine is away")
 
     with PrefixStore("memory://told-once") as store:
-        monkeypatch.setattr(Patient, "_tried", away)
+        monkeypatch.setattr(CircuitBreaker, "_with_retry", away)
         made = str(generate(SHIPPED, "Once upon", max_tokens=2, store=store))
         monkeypatch.undo()
     assert made.count("the engine is away") == 1

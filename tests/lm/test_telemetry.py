@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from repository import FIXTURES
 
-from kvmnn.optional import package
+from kvmnn.optional import import_optional
 
 VARIABLE = "ORT_DISABLE_TELEMETRY"
 COMMAND = [sys.executable, "-m", "kvmnn", "generate", str(FIXTURES / "lm"), "--prompt", "def f", "--max-tokens", "2"]
@@ -58,11 +58,11 @@ def test_package_sets_the_variable_unless_the_user_has(
     monkeypatch.delenv(VARIABLE, raising=False)
     if said is not None:
         monkeypatch.setenv(VARIABLE, said)
-    package("onnxruntime")
+    import_optional("onnxruntime")
     assert os.environ[VARIABLE] == expected
 
 
 def test_package_of_another_name_sets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    package("json")
+    import_optional("json")
     assert VARIABLE not in os.environ

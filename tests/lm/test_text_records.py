@@ -16,7 +16,7 @@ from repository import FIXTURES
 from kvmnn.errors import KvmnnError, MissingDependencyError, SourceError
 from kvmnn.lm import documents
 from kvmnn.lm.documents import TextOptions, read_document, read_documents
-from kvmnn.lm.text_records import records
+from kvmnn.lm.text_records import iter_records
 
 
 class Letters:
@@ -49,7 +49,7 @@ def test_json_lines(tmp_path: Path) -> None:
     assert said(found) == {"a.jsonl:1": "first", "a.jsonl:4": "seçond\nline", "a.jsonl:5": "last"}
     assert found[1].nbytes == len("seçond\nline".encode())
     assert found[1].sha256 == hashlib.sha256("seçond\nline".encode()).hexdigest()
-    assert [one.tokens for one in read_documents([path], Letters(), 3)] == [3, 3, 3]
+    assert [one.num_scored for one in read_documents([path], Letters(), 3)] == [3, 3, 3]
     body = lines(tmp_path / "b.ndjson", "x y", field="body")
     assert said(read_documents([body], Letters(), 9, TextOptions(field="body"))) == {"b.ndjson:1": "x y"}
 
@@ -82,7 +82,7 @@ def test_records_without_text_are_left_out_and_said(tmp_path: Path) -> None:
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "more than" in message:
-        monkeypatch.setattr("kvmnn.lm.text_records.MAX_BYTES", 64)
+        monkeypatch.setattr("kvmnn.lm.text_records.MAX_RECORD_BYTES", 64)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good"}\n')
     for options in (TextOptions(), TextOptions(samples=1)):
@@ -138,7 +138,7 @@ def test_only_what_is_asked_for_is_held(tmp_path: Path) -> None:
     """A file is read a line at a time: of a large one the first lines come at once."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x"}\n' * 3 + "broken\n")
-    found = records(path, "text")
+    found = iter_records(path, "text")
     assert [next(found).number for _ in range(3)] == [1, 2, 3]
     with pytest.raises(SourceError, match="line 4"):
         next(found)

@@ -11,10 +11,10 @@ import pytest
 from repository import FIXTURES
 
 from kvmnn.cli.command import main
-from kvmnn.evaluation import Settings, evaluate
+from kvmnn.evaluation import EvaluationSettings, evaluate
 from kvmnn.lm import RunOptions, Tokenizer, dump_kv, generate
 from kvmnn.lm.documents import read_document, read_documents
-from kvmnn.lm.prompt import prompt_ids
+from kvmnn.lm.prompt import encode_prompt
 
 LM = FIXTURES / "lm"
 BOS, TEXT = "<|endoftext|>", "import os"
@@ -88,21 +88,21 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_text_of_each_kind_of_tokenizer_begins_with_at_most_one_bos(name: str, tmp_path: Path) -> None:
     processor, files, expected, reason = CASES[name]
-    tokenizer = Tokenizer.open(folder_of(tmp_path, processor, files))
-    assert tokenizer.bos == expected == tokenizer.start.token
-    assert reason in tokenizer.start.reason and bool(reason) == bool(tokenizer.start.reason)
-    own = Tokenizer.open(LM).encode(TEXT).tolist()
+    tokenizer = Tokenizer.open_for_model(folder_of(tmp_path, processor, files))
+    assert tokenizer.bos == expected == tokenizer.bos_info.token
+    assert reason in tokenizer.bos_info.reason and bool(reason) == bool(tokenizer.bos_info.reason)
+    own = Tokenizer.open_for_model(LM).encode(TEXT).tolist()
     assert tokenizer.encode(TEXT).tolist() == own
-    assert prompt_ids(tokenizer, TEXT) == ([] if expected is None else [expected]) + own
+    assert encode_prompt(tokenizer, TEXT) == ([] if expected is None else [expected]) + own
     if expected == 0:
-        assert prompt_ids(tokenizer, BOS + TEXT) == [0, *own]
+        assert encode_prompt(tokenizer, BOS + TEXT) == [0, *own]
     text = tmp_path / "a.txt"
     text.write_text(TEXT)
-    assert read_document(text, tokenizer, 50).ids.tolist() == prompt_ids(tokenizer, TEXT)
+    assert read_document(text, tokenizer, 50).ids.tolist() == encode_prompt(tokenizer, TEXT)
 
 
 def test_document_that_spells_its_bos_out_is_the_one_to_which_it_was_added(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.open(LM)
+    tokenizer = Tokenizer.open_for_model(LM)
     (tmp_path / "a.txt").write_text(TEXT)
     (tmp_path / "b.txt").write_text(BOS + TEXT)
     plain, spelt = read_documents([tmp_path], tokenizer, 50)
@@ -114,18 +114,22 @@ def test_document_that_spells_its_bos_out_is_the_one_to_which_it_was_added(tmp_p
 
 
 def test_note_says_what_was_added_and_to_how_many(tmp_path: Path) -> None:
-    start = Tokenizer.open(LM).start
+    start = Tokenizer.open_for_model(LM).bos_info
     named = "token 0 ('<|endoftext|>')"
-    assert (start.note(1) or "").startswith(f"The text begins with {named}, which was added (bos_token of tokenizer_c")
-    assert (start.note(3, 1) or "").startswith(
+    assert (start.format_note(1) or "").startswith(
+        f"The text begins with {named}, which was added (bos_token of tokenizer_c"
+    )
+    assert (start.format_note(3, 1) or "").startswith(
         f"Each text begins with {named}, which was added; 1 text had it already ("
     )
-    assert start.note(1, 1, what="prompt") == f"The prompt begins with {named} already: none was added."
-    assert start.note(2, 2) == f"All 2 texts begin with {named} already: none was added."
-    none = Tokenizer.open(folder_of(tmp_path, *CASES["null"][:2])).start
-    assert none.note(1) == "No token was added before the text: tokenizer_config.json has bos_token null."
+    assert start.format_note(1, 1, noun="prompt") == f"The prompt begins with {named} already: none was added."
+    assert start.format_note(2, 2) == f"All 2 texts begin with {named} already: none was added."
+    none = Tokenizer.open_for_model(folder_of(tmp_path, *CASES["null"][:2])).bos_info
+    assert none.format_note(1) == "No token was added before the text: tokenizer_config.json has bos_token null."
     assert (
-        Tokenizer.open(folder_of(tmp_path, None, {"tokenizer_config.json": {}, "config.json": {}})).start.note(1)
+        Tokenizer.open_for_model(
+            folder_of(tmp_path, None, {"tokenizer_config.json": {}, "config.json": {}})
+        ).bos_info.format_note(1)
         is None
     )
 
@@ -137,7 +141,7 @@ def test_verbs_feed_at_most_one_bos_and_say_so(
     processor, files, expected, _ = CASES[name]
     folder_of(model, processor, files)
     begin = [] if expected is None else [expected]
-    own = Tokenizer.open(LM).encode(TEXT).tolist()
+    own = Tokenizer.open_for_model(LM).encode(TEXT).tolist()
     (tmp_path / "a.txt").write_text(TEXT)
     said = "No token was added before the" if expected is None else "which was added ("
     generated = generate(model, TEXT, max_tokens=1)
@@ -145,7 +149,7 @@ def test_verbs_feed_at_most_one_bos_and_say_so(
     dump = dump_kv(model, tmp_path / "a.txt", tmp_path / "kv", tokens=50)
     assert json.loads((tmp_path / "kv" / "token_ids.json").read_text()) == begin + own
     assert said in dump.notes[0] and said in " ".join(str(dump).split()) and dump.to_dict()["notes"] == list(dump.notes)
-    result = evaluate(model, tmp_path / "a.txt", settings=Settings(timing=False), jobs=0)
+    result = evaluate(model, tmp_path / "a.txt", settings=EvaluationSettings(timing=False), jobs=0)
     assert result.rows[0].tokens == len(begin + own) - 1 and any(said in note for note in result.notes)
     assert main(["eval", str(model), "--text", str(tmp_path / "a.txt"), "--no-timing", "--csv"]) == 0
     assert said in capsys.readouterr().err
@@ -161,4 +165,4 @@ def test_tokenizer_that_fails_on_a_letter_is_one_line(tmp_path: Path) -> None:
     shutil.copy(LM / "tokenizer.json", tmp_path)
     (tmp_path / "special_tokens_map.json").write_text("[")
     with pytest.raises(Exception, match=r"special_tokens_map\.json: is not "):
-        Tokenizer.open(tmp_path)
+        Tokenizer.open_for_model(tmp_path)

@@ -24,13 +24,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_there_and_back() -> None:
-    tokenizer = Tokenizer.open(LM)
+    tokenizer = Tokenizer.open_for_model(LM)
     text = 'def f(x):\n    return "Zażółć 🙂"  # \t\r\n'
     ids = tokenizer.encode(text)
-    assert ids.dtype == np.int64 and ids.ndim == 1 and 0 < len(ids) < tokenizer.byte_length(text)
+    assert ids.dtype == np.int64 and ids.ndim == 1 and 0 < len(ids) < tokenizer.count_bytes(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode([]) == "" and tokenizer.encode("").shape == (0,)
-    assert (tokenizer.vocab, tokenizer.bos) == (2048, 0)
+    assert (tokenizer.vocab_size, tokenizer.bos) == (2048, 0)
 
 
 def test_no_token_is_put_around_a_text_and_none_is_cut_off(folder: Path) -> None:
@@ -42,7 +42,9 @@ def test_no_token_is_put_around_a_text_and_none_is_cut_off(folder: Path) -> None
     }  # fmt: skip
     (folder / "tokenizer.json").write_text(json.dumps(document))
     text = "import os, sys, json, re"
-    np.testing.assert_array_equal(Tokenizer.open(folder).encode(text), Tokenizer.open(LM).encode(text))
+    np.testing.assert_array_equal(
+        Tokenizer.open_for_model(folder).encode(text), Tokenizer.open_for_model(LM).encode(text)
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,43 +63,43 @@ def test_no_token_is_put_around_a_text_and_none_is_cut_off(folder: Path) -> None
 def test_which_token_begins_a_text(files: dict[str, object], expected: int | None, folder: Path) -> None:
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content))
-    assert Tokenizer.open(folder / "tokenizer.json").bos == expected
+    assert Tokenizer.open_for_model(folder / "tokenizer.json").bos == expected
 
 
 @pytest.mark.parametrize("model", ["model.onnx", "onnx/model.onnx", ".", "onnx"])
 def test_found_beside_the_model_or_one_folder_up(model: str, folder: Path) -> None:
     (folder / "onnx").mkdir()
-    assert Tokenizer.open(folder / model).vocab == 2048
+    assert Tokenizer.open_for_model(folder / model).vocab_size == 2048
 
 
 def test_missing(tmp_path: Path) -> None:
     inner = tmp_path / "a" / "b"
     inner.mkdir(parents=True)
     with pytest.raises(SourceError, match=r"model\.onnx: does not exist"):
-        Tokenizer.open(inner / "model.onnx")
+        Tokenizer.open_for_model(inner / "model.onnx")
     (inner / "model.onnx").touch()
     with pytest.raises(SourceError, match=r"model\.onnx: no tokenizer\.json beside the model or one folder up; save"):
-        Tokenizer.open(inner / "model.onnx")
+        Tokenizer.open_for_model(inner / "model.onnx")
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff\xfe", b'{"version": "1.0", "model": {"type": "X"}}'])
 def test_files_that_are_no_tokenizer(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(SourceError, match=r"tokenizer\.json: is not a tokenizer\.json: ") as caught:
-        Tokenizer.open(tmp_path)
+        Tokenizer.open_for_model(tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_settings_that_are_no_json(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("{")
     with pytest.raises(SourceError, match=r"tokenizer_config\.json: is not "):
-        Tokenizer.open(folder)
+        Tokenizer.open_for_model(folder)
 
 
 def test_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(MissingDependencyError, match="package tokenizers: pip install onnxruntime onnx tokenizers"):
-        Tokenizer.open(LM)
+        Tokenizer.open_for_model(LM)
 
 
 def test_a_pattern_that_makes_the_tokenizer_panic(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -105,7 +107,7 @@ def test_a_pattern_that_makes_the_tokenizer_panic(folder: Path, capfd: pytest.Ca
     pattern = {"Regex": "(?:a|a|a|aa)+$b"}  # exponential: the search is given up
     document["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     (folder / "tokenizer.json").write_text(json.dumps(document))
-    tokenizer = Tokenizer.open(folder)
+    tokenizer = Tokenizer.open_for_model(folder)
     with pytest.raises(SourceError, match=r"tokenizer\.json: fails on a text of 40 characters: .*retry-limit"):
         tokenizer.encode("a" * 40)
     with pytest.raises(SourceError, match="fails on 1 tokens"):

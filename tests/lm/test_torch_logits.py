@@ -26,16 +26,16 @@ def model(request, torch):
     operations = {"bias": request.param == "bias", "attentions": request.param == "attentions"}
     session = DecoderSession.open(FIXTURE, cache=False, **operations)
     prefix = int(torch["cut.prefix"])
-    present = session.step(torch["ids"][:prefix], np.arange(prefix), session.empty()).present
-    return SimpleNamespace(session=session, present=present, prefix=prefix)
+    present = session.run_step(torch["ids"][:prefix], np.arange(prefix), session.create_empty_past()).present_pairs
+    return SimpleNamespace(session=session, present_pairs=present, prefix=prefix)
 
 
 def feed(session, ids, first, sizes, past):
     """Logits of the tokens from `first` on, in steps of `sizes`."""
     rows = []
     for size in sizes:
-        step = session.step(ids[first : first + size], np.arange(first, first + size), past)
-        past, first = step.present, first + size
+        step = session.run_step(ids[first : first + size], np.arange(first, first + size), past)
+        past, first = step.present_pairs, first + size
         rows.append(step.logits)
     return np.concatenate(rows)
 
@@ -56,7 +56,7 @@ def test_with_the_full_cache(model, torch, way):
         "decode": [1] * tokens,
         "chunks": [chunk] * (tokens // chunk) + [tokens % chunk],
     }[way]
-    logits = feed(model.session, torch["ids"], 0, sizes, model.session.empty())
+    logits = feed(model.session, torch["ids"], 0, sizes, model.session.create_empty_past())
     found = logits[np.ix_(torch[f"{way}.positions"], torch["vocabulary"])]
     assert np.abs(torch[f"{way}.logits"]).max() > 5
     np.testing.assert_allclose(found, torch[f"{way}.logits"], rtol=0, atol=TOLERANCE)
@@ -74,7 +74,7 @@ def test_after_cuts_with_true_positions(model, torch, what, way):
         assert len({indices.shape for indices in kept}) > 2
     tokens = len(torch[f"{what}.positions"])
     sizes = [1] * tokens if way.endswith("time") else [tokens]
-    logits = feed(model.session, torch["ids"], model.prefix, sizes, cut(model.present, kept))
+    logits = feed(model.session, torch["ids"], model.prefix, sizes, cut(model.present_pairs, kept))
     expected = torch[f"{what}.logits"]
     np.testing.assert_allclose(logits[:, torch["vocabulary"]], expected, rtol=0, atol=TOLERANCE)
 
@@ -82,8 +82,8 @@ def test_after_cuts_with_true_positions(model, torch, what, way):
 def test_positions_of_the_cut_cache_would_not_do(model, torch):
     """The control: restarted at the stored length, as the classic mistake has it, logits are far off."""
     kept = np.stack([torch["cut.kept"]] * model.session.interface.kv_heads)
-    past = cut(model.present, [kept] * model.session.interface.layers)
+    past = cut(model.present_pairs, [kept] * model.session.interface.layers)
     ids = torch["ids"][model.prefix : model.prefix + len(torch["cut.positions"])]
     wrong = np.arange(kept.shape[1], kept.shape[1] + len(ids))
-    logits = model.session.step(ids, wrong, past).logits[:, torch["vocabulary"]]
+    logits = model.session.run_step(ids, wrong, past).logits[:, torch["vocabulary"]]
     assert np.abs(logits - torch["cut.logits"]).max() > 1

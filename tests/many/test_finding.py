@@ -14,10 +14,10 @@ from hf_files import pairs, save
 from kvmnn.cli import main
 from kvmnn.compressor.kvcm.header import MAGIC_BYTES
 from kvmnn.errors import OptionError, SourceError
-from kvmnn.many import Kinds, find
+from kvmnn.many import InputKinds, find_inputs
 
-ALL = Kinds(arrays=True, frames=True, weights=True)
-ARRAYS = Kinds(arrays=True)
+ALL = InputKinds(arrays=True, frames=True, weights=True)
+ARRAYS = InputKinds(arrays=True)
 
 
 def put(root: Path, *names: str, data: bytes = b"") -> None:
@@ -27,8 +27,8 @@ def put(root: Path, *names: str, data: bytes = b"") -> None:
         path.write_bytes(data)
 
 
-def names(root: Path, kinds: Kinds = ALL) -> list[str]:
-    return [named.name for named in find([str(root)], kinds).taken]
+def names(root: Path, kinds: InputKinds = ALL) -> list[str]:
+    return [named.name for named in find_inputs([str(root)], kinds).inputs]
 
 
 def test_names_are_in_the_order_of_their_bytes_whatever_the_disk_says(tmp_path: Path) -> None:
@@ -47,12 +47,12 @@ def test_files_that_count_by_their_names_or_by_what_they_hold(tmp_path: Path) ->
     put(tmp_path, "state", data=b"nsgg" + bytes(60))
     put(tmp_path, "x", "x.json")  # a frame of another name, and its manifest
     put(tmp_path, "w.bin", data=MAGIC_BYTES + bytes(60))
-    found = find([str(tmp_path)], ALL)
+    found = find_inputs([str(tmp_path)], ALL)
     everything = ["a.npy", "b.NPZ", "c.safetensors", "d.session", "e.frame", "state", "w.bin", "x"]
-    assert [named.name for named in found.taken] == everything
+    assert [named.name for named in found.inputs] == everything
     assert names(tmp_path, ARRAYS) == ["a.npy", "b.NPZ", "c.safetensors", "d.session", "state"]
-    assert names(tmp_path, Kinds(frames=True)) == ["e.frame", "x"]
-    assert names(tmp_path, Kinds(match="[fg].*")) == ["f.txt", "g.bin"]
+    assert names(tmp_path, InputKinds(frames=True)) == ["e.frame", "x"]
+    assert names(tmp_path, InputKinds(match="[fg].*")) == ["f.txt", "g.bin"]
 
 
 def test_files_of_torch(tmp_path: Path) -> None:
@@ -69,14 +69,14 @@ def test_files_of_torch(tmp_path: Path) -> None:
         *("a", "a.bin", "a.pt", "cut.bin", "cut.pt", "cut.pth", "empty.pt", "garbage.pt"),
         *("model@1@0@12ab@bfloat16.pt", "model@1@0@12ab@half@3.data", "other_cut.bin"),
     ]
-    assert names(tmp_path, Kinds(frames=True)) == []
+    assert names(tmp_path, InputKinds(frames=True)) == []
 
 
 def test_what_is_left_out_is_said(tmp_path: Path) -> None:
     put(tmp_path, "a.npy", "b.txt", "c.txt", "a.npy.json", "sub/a.npy")
     (tmp_path / "link").symlink_to("sub")
-    found = find([str(tmp_path)], ARRAYS)
-    assert list(found.notes("kvmnn encode")) == [
+    found = find_inputs([str(tmp_path)], ARRAYS)
+    assert list(found.describe_ignored("kvmnn encode")) == [
         f"2 files or folders left out that kvmnn encode does not look for, such as {tmp_path}/b.txt (--match does)",
         "1 link to folders not followed",
     ]
@@ -85,7 +85,9 @@ def test_what_is_left_out_is_said(tmp_path: Path) -> None:
 def test_hidden_names_do_not_count(tmp_path: Path) -> None:
     put(tmp_path, ".a.npy", ".git/a.npy", ".x.kvmnn-1-00000000.tmp/a.npy", "b.npy")
     assert names(tmp_path) == ["b.npy"]
-    assert [named.name for named in find([str(tmp_path / ".a.npy")], ALL).taken] == [".a.npy"], "unless it is named"
+    assert [named.name for named in find_inputs([str(tmp_path / ".a.npy")], ALL).inputs] == [".a.npy"], (
+        "unless it is named"
+    )
 
 
 def test_links(tmp_path: Path) -> None:
@@ -95,18 +97,18 @@ def test_links(tmp_path: Path) -> None:
     (tmp_path / "a/y.npy").symlink_to("x.npy")
     (tmp_path / "a/nothing.npy").symlink_to("gone")
     (tmp_path / "a/round.npy").symlink_to("round.npy")
-    found = find([str(tmp_path)], ALL)
-    assert [named.name for named in found.taken] == ["a/nothing.npy", "a/round.npy", "a/x.npy", "a/y.npy"]
-    assert found.links == 1
+    found = find_inputs([str(tmp_path)], ALL)
+    assert [named.name for named in found.inputs] == ["a/nothing.npy", "a/round.npy", "a/x.npy", "a/y.npy"]
+    assert found.num_links == 1
     (tmp_path / "b").symlink_to("a")
-    assert len(find([str(tmp_path / "b")], ALL).taken) == 4, "a link that is named is followed"
+    assert len(find_inputs([str(tmp_path / "b")], ALL).inputs) == 4, "a link that is named is followed"
 
 
 def test_pipes_and_sockets_are_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "p.npy")
     (tmp_path / "q.npy").symlink_to("p.npy")
-    found = find([str(tmp_path)], ALL)
-    assert (found.taken, found.passed) == ([], 2)
+    found = find_inputs([str(tmp_path)], ALL)
+    assert (found.inputs, found.num_ignored) == ([], 2)
 
 
 def test_folders_that_are_one_cache(tmp_path: Path) -> None:
@@ -116,7 +118,7 @@ def test_folders_that_are_one_cache(tmp_path: Path) -> None:
     caches = ["arrays/a.npy", "arrays/b.npy", "dump", "live", "packed", "prefix", "run"]
     assert names(tmp_path) == sorted([*caches, "bundle"])
     assert names(tmp_path, ARRAYS) == caches
-    assert names(tmp_path, Kinds(frames=True)) == ["bundle"]
+    assert names(tmp_path, InputKinds(frames=True)) == ["bundle"]
     assert names(tmp_path / "dump") == ["dump"], "of what is named itself, its own name"
 
 
@@ -172,15 +174,15 @@ def test_roots_that_overlap_are_refused(tmp_path: Path) -> None:
         ([str(tmp_path / "l"), a], f"{tmp_path}/l: lies in {a}, and would count twice"),
     ):
         with pytest.raises(OptionError) as found:
-            find(roots, ALL)
+            find_inputs(roots, ALL)
         assert str(found.value) == message
     with pytest.raises(SourceError, match="gone: no such file or directory"):
-        find([str(tmp_path / "gone")], ALL)
+        find_inputs([str(tmp_path / "gone")], ALL)
 
 
 def test_outputs_do_not_count(tmp_path: Path) -> None:
     put(tmp_path, "a.npy", "out/b.npy")
-    assert [n.name for n in find([str(tmp_path)], ALL, [str(tmp_path / "out")]).taken] == ["a.npy"]
+    assert [n.name for n in find_inputs([str(tmp_path)], ALL, [str(tmp_path / "out")]).inputs] == ["a.npy"]
 
 
 def test_what_counts_is_what_the_verbs_read(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 from many_works import size
 
 from kvmnn.errors import KvmnnError, OptionError, OutputError, SourceError
-from kvmnn.many import FinishedFile, Outcome, Task, run
-from kvmnn.many.tasks import carry_out
-from kvmnn.version import version
+from kvmnn.many import Task, TaskJournal, TaskOutcome, run_tasks
+from kvmnn.many.tasks import run_task
+from kvmnn.version import get_version
 
 WORK = {"kvmnn": "0", "verb": "measure", "options": {"real": True}}
 
@@ -34,26 +34,28 @@ def quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fill(tasks: list[Task], path: str = "kept") -> bytes:
-    with FinishedFile(path, WORK) as kept:
+    with TaskJournal(path, WORK) as kept:
         for task in tasks:
-            kept.end(
-                task, carry_out(size, task, version()), f"{os.stat(task.path).st_size}:{os.stat(task.path).st_mtime_ns}"
+            kept.record_end(
+                task,
+                run_task(size, task, get_version()),
+                f"{os.stat(task.path).st_size}:{os.stat(task.path).st_mtime_ns}",
             )
     return Path(path).read_bytes()
 
 
 def there(tasks: list[Task], path: str = "kept") -> str:
-    with FinishedFile(path, WORK) as kept:
-        return "".join(task.path for task in tasks if kept.has(task))
+    with TaskJournal(path, WORK) as kept:
+        return "".join(task.path for task in tasks if kept.is_finished(task))
 
 
 def test_what_was_put_is_there(tasks: list[Task]) -> None:
     data = fill(tasks)
-    with FinishedFile("kept", WORK) as kept:
-        assert kept.found == 3
+    with TaskJournal("kept", WORK) as kept:
+        assert kept.num_loaded == 3
         for number, task in enumerate(tasks):
-            assert kept.has(task)
-            assert kept.read(task).to_dict()["document"] == {"bytes": number}
+            assert kept.is_finished(task)
+            assert kept.read_result(task).to_dict()["document"] == {"bytes": number}
     assert Path("kept").read_bytes() == data, "reading changes nothing"
     for line in data.splitlines():
         assert set(json.loads(line)) == {"kvmnn_many", "sha256", "record"}
@@ -72,9 +74,9 @@ def test_a_file_torn_at_every_byte(tasks: list[Task]) -> None:
     for cut in range(len(data)):
         Path("kept").write_bytes(data[:cut])
         whole = sum(end <= cut for end in ends)
-        with FinishedFile("kept", WORK) as kept:
-            assert kept.found == max(0, whole - 1)
-            assert kept.torn == (cut not in (0, *ends))
+        with TaskJournal("kept", WORK) as kept:
+            assert kept.num_loaded == max(0, whole - 1)
+            assert kept.has_torn_line == (cut not in (0, *ends))
         assert there(tasks) == "abc"[: max(0, whole - 1)]
     Path("kept").write_bytes(data + bytes(5000))
     assert there(tasks) == "abc", "zeros, as a power cut leaves them"
@@ -88,7 +90,7 @@ def test_every_byte_that_is_changed_is_found(tasks: list[Task]) -> None:
     for at in range(first, len(data) - 1):
         Path("kept").write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
         with pytest.raises(SourceError, match=r"^kept: line [23] (is not of a run|does not have the hash)") as found:
-            FinishedFile("kept", WORK)
+            TaskJournal("kept", WORK)
         assert "\n" not in str(found.value)
     Path("kept").write_bytes(data)
     assert there(tasks) == "a"
@@ -107,7 +109,7 @@ def test_a_deleted_line_is_done_again(tasks: list[Task]) -> None:
 def test_another_file_is_not_overwritten(tasks: list[Task], content: bytes) -> None:
     Path("kept").write_bytes(content)
     with pytest.raises(SourceError, match=r"^kept: line 1 is not of a run over many files"):
-        FinishedFile("kept", WORK)
+        TaskJournal("kept", WORK)
     assert Path("kept").read_bytes() == content
 
 
@@ -119,7 +121,7 @@ def test_other_work_is_refused(tasks: list[Task]) -> None:
         ({**WORK, "kvmnn": "1"}, 'kvmnn was "0" there and is "1" here'),
     ):
         with pytest.raises(OptionError, match=r"^kept: is of another run: ") as found:
-            FinishedFile("kept", work)
+            TaskJournal("kept", work)
         assert message in str(found.value)
 
 
@@ -127,32 +129,32 @@ def test_other_work_is_refused(tasks: list[Task]) -> None:
 def test_what_is_no_file(tasks: list[Task], make: Callable[[str], None]) -> None:
     make("kept")
     with pytest.raises(OutputError, match=r"^kept: "):
-        FinishedFile("kept", WORK)
+        TaskJournal("kept", WORK)
 
 
 def test_two_runs_at_once(tasks: list[Task]) -> None:
     with (
-        FinishedFile("kept", WORK),
+        TaskJournal("kept", WORK),
         pytest.raises(OutputError, match=r"^kept: another run is writing it$"),
     ):
-        FinishedFile("kept", WORK)
+        TaskJournal("kept", WORK)
 
 
 def test_an_input_that_is_written_to_while_it_is_worked_on_is_done_again(tasks: list[Task]) -> None:
-    def work(task: Task) -> Outcome:
+    def work(task: Task) -> TaskOutcome:
         Path(task.path).write_text("longer than before")
-        return Outcome()
+        return TaskOutcome()
 
     from concurrent.futures import ThreadPoolExecutor
 
-    with FinishedFile("kept", WORK) as kept, ThreadPoolExecutor(1) as executor:
-        assert len(list(run(tasks[:1], work, executor, finished=kept))) == 1
+    with TaskJournal("kept", WORK) as kept, ThreadPoolExecutor(1) as executor:
+        assert len(list(run_tasks(tasks[:1], work, executor, journal=kept))) == 1
     assert there(tasks) == ""
 
 
 def test_a_full_disk(tasks: list[Task]) -> None:
     with pytest.raises(KvmnnError, match=r"^/dev/full: is no regular file"):
-        FinishedFile("/dev/full", WORK)
+        TaskJournal("/dev/full", WORK)
 
 
 def test_a_folder_is_what_it_was_as_long_as_all_below_it_is(tasks: list[Task]) -> None:
@@ -163,9 +165,9 @@ def test_a_folder_is_what_it_was_as_long_as_all_below_it_is(tasks: list[Task]) -
     from concurrent.futures import ThreadPoolExecutor
 
     def inspect() -> int:
-        with FinishedFile("kept", WORK) as kept, ThreadPoolExecutor(1) as executor:
-            list(run([folder], lambda task: {}, executor, finished=kept))
-            return kept.changed
+        with TaskJournal("kept", WORK) as kept, ThreadPoolExecutor(1) as executor:
+            list(run_tasks([folder], lambda task: {}, executor, journal=kept))
+            return kept.num_changed
 
     assert [inspect(), inspect()] == [0, 0]
     Path("d/e/x").write_text("22")
@@ -180,14 +182,14 @@ def test_an_output_of_before_is_replaced_though_a_run_was_ended_meanwhile(tasks:
 
     made: list[bool] = []
 
-    def work(task: Task) -> Outcome:
+    def work(task: Task) -> TaskOutcome:
         made.append(task.replace)
         Path(str(task.output)).write_bytes(Path(task.path).read_bytes())
-        return Outcome()
+        return TaskOutcome()
 
     def go() -> None:
-        with FinishedFile("kept", WORK) as kept, ThreadPoolExecutor(1) as executor:
-            list(run([Task("a", "out")], work, executor, finished=kept))
+        with TaskJournal("kept", WORK) as kept, ThreadPoolExecutor(1) as executor:
+            list(run_tasks([Task("a", "out")], work, executor, journal=kept))
 
     go()
     Path("a").write_text("other")
@@ -206,11 +208,11 @@ def test_an_output_of_before_is_replaced_though_a_run_was_ended_meanwhile(tasks:
 def test_what_cannot_be_seen_is_not_taken_for_an_output_of_before(tasks: list[Task]) -> None:
     task = Task("a", "out", ("", ".more"))
     Path("out").write_text("1")
-    with FinishedFile("kept", WORK) as kept:
-        kept.end(task, carry_out(size, task, version()), "seen")
-        assert not kept.has(task) and kept.wrote(task)
+    with TaskJournal("kept", WORK) as kept:
+        kept.record_end(task, run_task(size, task, get_version()), "seen")
+        assert not kept.is_finished(task) and kept.is_own_output(task)
         Path("out.more").symlink_to("nothing")
-        assert not kept.wrote(task)
+        assert not kept.is_own_output(task)
         Path("out.more").unlink()
         Path("out").unlink()
-        assert kept.wrote(task)
+        assert kept.is_own_output(task)

@@ -1,4 +1,4 @@
-"""`kvmnn.many.run`: every task once, in order, whatever becomes of the processes."""
+"""`kvmnn.many.run_tasks`: every task once, in order, whatever becomes of the processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from many_works import Behaving, Writing, size
 
 from kvmnn.errors import KvmnnError, OptionError
-from kvmnn.many import FinishedFile, Outcome, Processes, Task, run, running
-from kvmnn.many.cluster import Cluster
+from kvmnn.many import ProcessExecutor, Task, TaskJournal, TaskOutcome, run_tasks, running
+from kvmnn.many.cluster import DaskExecutor
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def calls(log: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(log.iterdir())}
 
 
-def two() -> Processes:
-    return Processes(2)
+def two() -> ProcessExecutor:
+    return ProcessExecutor(2)
 
 
 class Here(Executor):
@@ -59,13 +59,13 @@ def test_any_executor(kind: str, tmp_path: Path) -> None:
         "here": Here,
         "threads": lambda: ThreadPoolExecutor(3),
         "processes": lambda: ProcessPoolExecutor(1, mp_context=spawn),
-        "own processes": lambda: Processes(1),
+        "own processes": lambda: ProcessExecutor(1),
     }
     if kind == "made":
-        found = list(run(paths, size, lambda: ThreadPoolExecutor(2)))
+        found = list(run_tasks(paths, size, lambda: ThreadPoolExecutor(2)))
     else:
         with executors[kind]() as executor:
-            found = list(run(paths, size, executor))
+            found = list(run_tasks(paths, size, executor))
             assert executor.submit(int, "7").result() == 7, "it is not shut down"
     assert [done.path for done in found] == paths
     assert [done.to_dict()["document"]["bytes"] for done in found] == list(range(20))
@@ -79,7 +79,7 @@ def test_run_ahead_below_one_hands_over_one_task_at_a_time(ahead: Any, tmp_path:
     for number in range(4):
         (tmp_path / str(number)).write_bytes(bytes(number))
         paths.append(str(tmp_path / str(number)))
-    done = run(paths, size, Here(), ahead=ahead)
+    done = run_tasks(paths, size, Here(), max_running=ahead)
     found: list[Any] = []
     reader = threading.Thread(target=lambda: found.extend(done), daemon=True)
     reader.start()
@@ -89,12 +89,12 @@ def test_run_ahead_below_one_hands_over_one_task_at_a_time(ahead: Any, tmp_path:
 
 
 def test_nothing_to_do() -> None:
-    assert list(run([], size, Here())) == []
+    assert list(run_tasks([], size, Here())) == []
 
 
 def test_a_failure_is_a_line_and_the_others_go_on(tmp_path: Path, log: Path) -> None:
     names = ["a", "bad", "c", "raise", "e", "strange", "note"]
-    found = [done.to_dict() for done in run(names, Behaving(str(log)), Here())]
+    found = [done.to_dict() for done in run_tasks(names, Behaving(str(log)), Here())]
     assert [line["ok"] for line in found] == [True, False, True, False, True, False, True]
     assert found[1]["error"] == "bad: is bad"
     assert found[3]["error"] == "raise: unexpected ZeroDivisionError: by zero"
@@ -104,23 +104,23 @@ def test_a_failure_is_a_line_and_the_others_go_on(tmp_path: Path, log: Path) -> 
 
 
 def test_errors_of_the_system_and_of_memory_are_lines() -> None:
-    def work(task: Task) -> Outcome:
+    def work(task: Task) -> TaskOutcome:
         raise {"m": MemoryError(), "o": FileNotFoundError(2, "No such file or directory", "o")}[task.path]
 
-    errors = [done.error for done in run(["m", "o"], work, Here())]
+    errors = [done.error for done in run_tasks(["m", "o"], work, Here())]
     assert errors == ["m: out of memory", "o: No such file or directory"]
 
 
 def test_the_order_is_that_of_the_tasks_and_results_come_while_others_run() -> None:
     gate = threading.Event()
 
-    def work(task: Task) -> Outcome:
+    def work(task: Task) -> TaskOutcome:
         if task.path == "7":
             assert gate.wait(30)
-        return Outcome(document=task.path)
+        return TaskOutcome(document=task.path)
 
     with ThreadPoolExecutor(4) as executor:
-        results = run(map(str, range(20)), work, executor)
+        results = run_tasks(map(str, range(20)), work, executor)
         first = [next(results).path for _ in range(7)]
         assert first == list("0123456")
         gate.set()
@@ -132,11 +132,11 @@ def test_what_waits_for_its_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
     gate = threading.Event()
     begun: list[str] = []
 
-    def work(task: Task) -> Outcome:
+    def work(task: Task) -> TaskOutcome:
         begun.append(task.path)
         if task.path == "0":
             assert gate.wait(30)
-        return Outcome(document="x" * 1000)
+        return TaskOutcome(document="x" * 1000)
 
     def begun_at_rest() -> int:
         last = -1
@@ -146,12 +146,12 @@ def test_what_waits_for_its_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         gate.set()
         return last
 
-    for name, value, most in (("WINDOW", 10, 10), ("HELD_BYTES", 20_000, 30)):
+    for name, value, most in (("MAX_PENDING_TASKS", 10, 10), ("MAX_PENDING_LINE_BYTES", 20_000, 30)):
         monkeypatch.setattr(running, name, value)
         begun.clear()
         gate.clear()
         with ThreadPoolExecutor(2) as executor:
-            results = run(map(str, range(200)), work, executor)
+            results = run_tasks(map(str, range(200)), work, executor)
             found: list[int] = []
             other = threading.Thread(target=lambda: found.append(begun_at_rest()))  # noqa: B023
             other.start()
@@ -175,10 +175,10 @@ def test_how_many_the_executor_has_at_a_time() -> None:
             return future
 
     asked = iter([3] + [5] * 100)
-    assert len(list(run(map(str, range(30)), lambda task: {}, Counting(), ahead=lambda: next(asked)))) == 30
+    assert len(list(run_tasks(map(str, range(30)), lambda task: {}, Counting(), max_running=lambda: next(asked)))) == 30
     assert 3 < most <= 5
     most = 0
-    assert len(list(run(map(str, range(9)), lambda task: {}, Counting(), ahead=2))) == 9
+    assert len(list(run_tasks(map(str, range(9)), lambda task: {}, Counting(), max_running=2))) == 9
     assert most == 2
 
 
@@ -195,7 +195,7 @@ def test_how_many_the_executor_has_at_a_time() -> None:
     ids=["one", "once", "all but one"],
 )
 def test_a_process_that_is_killed(names: list[str], failing: list[str], log: Path) -> None:
-    found = list(run(names, Behaving(str(log)), two))
+    found = list(run_tasks(names, Behaving(str(log)), two))
     assert [done.path for done in found] == names
     assert [done.path for done in found if not done.ok] == failing
     for done in found:
@@ -206,9 +206,11 @@ def test_a_process_that_is_killed(names: list[str], failing: list[str], log: Pat
 
 
 def test_a_process_that_is_killed_in_the_middle_of_its_result(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "SECONDS_OF_PATIENCE", 0.3)
+    monkeypatch.setattr(running, "STALL_CHECK_SECONDS", 0.3)
     names = ["a", "half", "c", "d", "e", "f"]
-    assert [(done.path, done.ok) for done in run(names, Behaving(str(log)), two)] == [(name, True) for name in names]
+    assert [(done.path, done.ok) for done in run_tasks(names, Behaving(str(log)), two)] == [
+        (name, True) for name in names
+    ]
     assert calls(log)["half"] == 2
 
 
@@ -217,14 +219,14 @@ def test_an_executor_that_was_given_cannot_be_replaced(log: Path) -> None:
         ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor,
         pytest.raises(KvmnnError, match="the executor is broken and cannot be replaced: BrokenProcessPool"),
     ):
-        list(run(["kill", "b"], Behaving(str(log)), executor))
+        list(run_tasks(["kill", "b"], Behaving(str(log)), executor))
 
 
 def test_an_executor_that_is_shut_down() -> None:
     executor = ThreadPoolExecutor(1)
     executor.shutdown()
     with pytest.raises(KvmnnError, match="the executor does nothing any more: RuntimeError: cannot schedule"):
-        list(run(["a"], size, executor))
+        list(run_tasks(["a"], size, executor))
 
 
 class Giving(Here):
@@ -244,7 +246,7 @@ class Giving(Here):
 
 @pytest.mark.parametrize(("times", "ok"), [(1, True), (2, False)])
 def test_what_an_executor_gives_up_is_done_once_more(times: int, ok: bool, log: Path) -> None:
-    found = list(run(["a", "x", "c"], Behaving(str(log)), Giving(times)))
+    found = list(run_tasks(["a", "x", "c"], Behaving(str(log)), Giving(times)))
     assert [done.path for done in found] == ["a", "x", "c"]
     assert [done.ok for done in found] == [True, ok, True]
     if not ok:
@@ -253,7 +255,7 @@ def test_what_an_executor_gives_up_is_done_once_more(times: int, ok: bool, log: 
 
 def test_an_executor_that_gives_everything_up() -> None:
     with pytest.raises(KvmnnError, match="the executor does nothing any more: RuntimeError: 4 workers died"):
-        list(run(["a", "b"], size, Giving(0, nothing=True)))
+        list(run_tasks(["a", "b"], size, Giving(0, nothing=True)))
 
 
 @pytest.mark.parametrize(("dying", "lost"), [(2, False), (3, True)])
@@ -266,7 +268,7 @@ def test_a_probe_that_dies_with_its_worker_is_sent_again(dying: int, lost: bool)
                 return Giving(1, nothing=True).submit(fn)
             return super().submit(fn, *args, **kwargs)
 
-    results = run(["a", "x", "c"], size, Dying(2))
+    results = run_tasks(["a", "x", "c"], size, Dying(2))
     if lost:
         with pytest.raises(KvmnnError, match="the executor does nothing any more"):
             list(results)
@@ -283,15 +285,15 @@ def test_a_cluster_that_goes_away_with_all_that_it_was_given(monkeypatch: pytest
         def get_executor(self, pure: bool) -> Here:
             return Here()
 
-    class Gone(Cluster):
+    class Gone(DaskExecutor):
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
             client.status = "closed"
             return Future()
 
     client = Client()
-    monkeypatch.setattr(running, "SECONDS_OF_PATIENCE", 0.05)
+    monkeypatch.setattr(running, "STALL_CHECK_SECONDS", 0.05)
     with pytest.raises(KvmnnError, match=r"^the Dask scheduler is gone \(closed\)"):
-        list(run(["a"], size, Gone(client)))
+        list(run_tasks(["a"], size, Gone(client)))
 
 
 def test_a_cluster_that_goes_away_while_it_is_asked_whether_it_does_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +303,7 @@ def test_a_cluster_that_goes_away_while_it_is_asked_whether_it_does_anything(mon
         def get_executor(self, pure: bool) -> Giving:
             return Giving(2)
 
-    class Going(Cluster):
+    class Going(DaskExecutor):
         def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
             if args:
                 return super().submit(fn, *args, **kwargs)
@@ -309,18 +311,18 @@ def test_a_cluster_that_goes_away_while_it_is_asked_whether_it_does_anything(mon
             return Future()
 
     client = Client()
-    monkeypatch.setattr(running, "SECONDS_OF_PATIENCE", 0.05)
+    monkeypatch.setattr(running, "STALL_CHECK_SECONDS", 0.05)
     with pytest.raises(KvmnnError, match=r"^the Dask scheduler is gone \(closed\)"):
-        list(run(["a", "x", "c"], size, Going(client)))
+        list(run_tasks(["a", "x", "c"], size, Going(client)))
 
 
 def test_leaving_early_ends_the_processes(log: Path) -> None:
-    results = run([f"slow{n}" for n in range(10)], Behaving(str(log), seconds=0.05), two)
+    results = run_tasks([f"slow{n}" for n in range(10)], Behaving(str(log), seconds=0.05), two)
     assert next(results).path == "slow0"
     started = time.monotonic()
     results.close()
     assert active_children() == []
-    assert time.monotonic() - started < running.SECONDS_OF_PATIENCE
+    assert time.monotonic() - started < running.STALL_CHECK_SECONDS
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
@@ -328,14 +330,14 @@ def test_leaving_early_ends_the_processes(log: Path) -> None:
 
 def test_an_output_that_an_attempt_has_left_is_replaced(tmp_path: Path, log: Path) -> None:
     tasks = [Task(name, str(tmp_path / name), (".out",)) for name in ("a", "once", "c")]
-    assert [done.ok for done in run(tasks, Writing(str(log)), two)] == [True, True, True]
+    assert [done.ok for done in run_tasks(tasks, Writing(str(log)), two)] == [True, True, True]
     assert (tmp_path / "once.out").read_text() == "once"
 
 
 def test_an_output_that_was_there_is_not(tmp_path: Path, log: Path) -> None:
     (tmp_path / "a.out").write_text("mine")
     tasks = [Task(name, str(tmp_path / name), (".out",)) for name in ("a", "b")]
-    found = list(run(tasks, Writing(str(log)), Here()))
+    found = list(run_tasks(tasks, Writing(str(log)), Here()))
     assert [done.error for done in found] == [f"a: {tmp_path}/a.out: exists already", None]
     assert (tmp_path / "a.out").read_text() == "mine"
 
@@ -359,7 +361,7 @@ def test_tasks_that_clash_are_refused_before_anything_is_begun(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OptionError) as found:
-        next(run(tasks, Behaving(str(log)), Here()))
+        next(run_tasks(tasks, Behaving(str(log)), Here()))
     assert str(found.value) == message.format(tmp_path)
     assert calls(log) == {}
 
@@ -372,13 +374,13 @@ def test_what_is_finished_is_not_done_again(tmp_path: Path, log: Path) -> None:
     for name in names:
         Path(name).write_text("1")
     work = Behaving(str(log))
-    with FinishedFile(tmp_path / "kept", {}) as finished:
-        results = run(names, work, Here(), ahead=1, finished=finished)
+    with TaskJournal(tmp_path / "kept", {}) as finished:
+        results = run_tasks(names, work, Here(), max_running=1, journal=finished)
         before = [next(results) for _ in range(3)]
         results.close()
     done_before = set(calls(log))
-    with FinishedFile(tmp_path / "kept", {}) as finished:
-        after = list(run(names, work, Here(), finished=finished))
+    with TaskJournal(tmp_path / "kept", {}) as finished:
+        after = list(run_tasks(names, work, Here(), journal=finished))
     assert [done.path for done in after] == names
     assert [done.line for done in after[:2]] == [done.line for done in before[:2]]
     assert calls(log) == {name: 1 + (name == "bad" and name in done_before) for name in ("a", "b", "bad", "d", "e")}
@@ -390,26 +392,26 @@ def test_what_changed_since_is_done_again(tmp_path: Path, log: Path) -> None:
     for name in names:
         Path(name).write_text("1")
     for _ in range(2):
-        with FinishedFile(tmp_path / "kept", {}) as finished:
-            assert all(done.ok for done in run(tasks, Writing(str(log)), Here(), finished=finished))
-            assert finished.changed == 0
+        with TaskJournal(tmp_path / "kept", {}) as finished:
+            assert all(done.ok for done in run_tasks(tasks, Writing(str(log)), Here(), journal=finished))
+            assert finished.num_changed == 0
     Path(names[0]).write_text("22")  # the input
     Path(names[1] + ".out").unlink()  # the output is gone
     Path(names[2] + ".out").write_text("somebody else's")
-    with FinishedFile(tmp_path / "kept", {}) as finished:
-        found = list(run(tasks, Writing(str(log)), Here(), finished=finished))
-        assert finished.changed == 2
+    with TaskJournal(tmp_path / "kept", {}) as finished:
+        found = list(run_tasks(tasks, Writing(str(log)), Here(), journal=finished))
+        assert finished.num_changed == 2
     assert [done.ok for done in found] == [True, True, False], "an output is never replaced that may be another's"
     assert Path(names[2] + ".out").read_text() == "somebody else's"
 
 
 def test_what_was_begun_by_a_run_that_was_killed_is_replaced(tmp_path: Path, log: Path) -> None:
     task = Task(str(tmp_path / "a"), str(tmp_path / "a"), (".out",))
-    with FinishedFile(tmp_path / "kept", {}) as finished:
-        finished.begin(task)
+    with TaskJournal(tmp_path / "kept", {}) as finished:
+        finished.record_start(task)
     (tmp_path / "a.out").write_text("complete, and noted nowhere")
-    with FinishedFile(tmp_path / "kept", {}) as finished:
-        (done,) = run([task], Writing(str(log)), Here(), finished=finished)
+    with TaskJournal(tmp_path / "kept", {}) as finished:
+        (done,) = run_tasks([task], Writing(str(log)), Here(), journal=finished)
     assert done.ok
 
 

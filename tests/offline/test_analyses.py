@@ -16,10 +16,10 @@ import zstandard
 from offline_model import words, write_dump
 
 from kvmnn import OutputError, SourceError
-from kvmnn.offline import select
-from kvmnn.offline.analyses import ALL_LAYERS, Metrics, Row, analyse, averages
-from kvmnn.offline.analysis_report import grouped_summary, read_run_log, summary, to_csv
-from kvmnn.offline.fp16_dumps import to_fp16
+from kvmnn.offline import select_dumps
+from kvmnn.offline.analyses import ALL_LAYERS_SCOPE, EntropyMetrics, MetricsRow, analyze_entropy, compute_averages
+from kvmnn.offline.analysis_report import format_csv, format_grouped_summary, format_summary, read_run_log
+from kvmnn.offline.fp16_dumps import convert_to_fp16
 
 K, V = words(1, 30), words(2, 30)
 WIDE = words(3, 30, dtype="<f4")
@@ -63,49 +63,49 @@ def dumps(tmp_path) -> Path:
     return tmp_path / "in"
 
 
-def check(metrics: Metrics, array: np.ndarray) -> None:
+def check(metrics: EntropyMetrics, array: np.ndarray) -> None:
     assert vars(metrics) == pytest.approx(dict.fromkeys(vars(metrics), 0.0) | expected(array))
 
 
 def test_metrics_of_dumps_and_heads(dumps):
-    found = analyse(select([dumps], ALL_LAYERS))
+    found = analyze_entropy(select_dumps([dumps], ALL_LAYERS_SCOPE))
     arrays = {("run", "key"): K, ("run", "value"): V, ("wide", "key"): WIDE, ("wide", "value"): WIDE}
-    assert [(row.entry.run_id, row.part) for row in found.layers] == list(arrays)
-    for row in found.layers:
+    assert [(row.entry.run_id, row.part) for row in found.layer_rows] == list(arrays)
+    for row in found.layer_rows:
         check(row.metrics, arrays[row.entry.run_id, row.part])
-    assert len(found.heads) == 8
-    for row in found.heads:
+    assert len(found.head_rows) == 8
+    for row in found.head_rows:
         check(row.metrics, np.ascontiguousarray(arrays[row.entry.run_id, row.part][:, row.head]))
 
 
 def test_what_changed_counts_as_failed(dumps):
-    selection = select([dumps], ALL_LAYERS)
+    selection = select_dumps([dumps], ALL_LAYERS_SCOPE)
     next(dumps.rglob("layer_5/v_*.bin")).unlink()
     next(dumps.rglob("layer_0/v_*.bin")).write_bytes(b"")
-    found = analyse(selection)
-    assert (found.layers, found.failed) == ([], 2)
+    found = analyze_entropy(selection)
+    assert (found.layer_rows, found.num_failed) == ([], 2)
 
 
 def test_averages_leave_zeros_out_except_of_plain_zstd(dumps):
-    entry = select([dumps], ALL_LAYERS).entries[0]
+    entry = select_dumps([dumps], ALL_LAYERS_SCOPE).entries[0]
     rows = [
-        Row(entry, "key", None, raw, Metrics(zstd_ratio=r, gear_ratio=r))
+        MetricsRow(entry, "key", None, raw, EntropyMetrics(zstd_ratio=r, gear_ratio=r))
         for raw, r in ((100, 2.0), (300, 0.0), (100, 4.0))
     ]
-    assert averages(rows, "zstd_ratio") == pytest.approx((2.0, 200 / 75))
-    assert averages(rows, "gear_ratio") == pytest.approx((3.0, 200 / 75))
-    assert averages([], "gear_ratio") == (0.0, 0.0)
+    assert compute_averages(rows, "zstd_ratio") == pytest.approx((2.0, 200 / 75))
+    assert compute_averages(rows, "gear_ratio") == pytest.approx((3.0, 200 / 75))
+    assert compute_averages([], "gear_ratio") == (0.0, 0.0)
 
 
 def test_reports_have_every_row(dumps):
-    found = analyse(select([dumps], ALL_LAYERS))
-    rows = list(csv.DictReader(io.StringIO(to_csv(found.heads))))
+    found = analyze_entropy(select_dumps([dumps], ALL_LAYERS_SCOPE))
+    rows = list(csv.DictReader(io.StringIO(format_csv(found.head_rows))))
     assert [row["head"] for row in rows] == ["0", "1"] * 4
     assert [row["bytes_per_elem"] for row in rows] == ["2"] * 4 + ["4"] * 4
-    assert "head" not in to_csv(found.layers).splitlines()[0].split(",")
-    assert float(rows[0]["gear_ratio"]) == pytest.approx(found.heads[0].metrics.gear_ratio, abs=1e-6)
-    assert "- Tensors: 4" in summary(found)
-    text = grouped_summary(found, {"run": 256})
+    assert "head" not in format_csv(found.layer_rows).splitlines()[0].split(",")
+    assert float(rows[0]["gear_ratio"]) == pytest.approx(found.head_rows[0].metrics.gear_ratio, abs=1e-6)
+    assert "- Tensors: 4" in format_summary(found)
+    text = format_grouped_summary(found, {"run": 256})
     assert [line for line in text.splitlines() if line.startswith("## ")] == ["## 0-256", "## not in the log"]
 
 
@@ -114,7 +114,9 @@ def test_reports_have_every_row(dumps):
     [(0, "0-256"), (257, "257-512"), (1024, "513-1024"), (2048, "1025-2048"), (2049, "2049+"), (10**9, "2049+")],
 )
 def test_bins_of_prompt_tokens(dumps, tokens, label):
-    text = grouped_summary(analyse(select([dumps], ALL_LAYERS), with_heads=False), {"run": tokens, "wide": tokens})
+    text = format_grouped_summary(
+        analyze_entropy(select_dumps([dumps], ALL_LAYERS_SCOPE), with_heads=False), {"run": tokens, "wide": tokens}
+    )
     assert [line for line in text.splitlines() if line.startswith("## ")] == [f"## {label}"]
 
 
@@ -141,8 +143,8 @@ def test_run_logs(tmp_path):
 
 
 def test_conversion_rounds_and_says_so(dumps, tmp_path):
-    found = to_fp16(dumps, tmp_path / "out", allow_fp16=True)
-    assert (found.converted, found.copied, found.skipped, found.status) == (1, 1, 0, 0)
+    found = convert_to_fp16(dumps, tmp_path / "out", allow_fp16=True)
+    assert (found.converted, found.copied, found.skipped, found.exit_code) == (1, 1, 0, 0)
     folder = tmp_path / "out" / "wide" / "layer_5"
     assert (folder / "k_t0_30.bin").read_bytes() == WIDE.astype("<f2").tobytes()
     before = json.loads((dumps / "wide" / "layer_5" / "meta_t0_30.json").read_text())
@@ -152,17 +154,17 @@ def test_conversion_rounds_and_says_so(dumps, tmp_path):
     copied = json.loads((tmp_path / "out" / "run" / "layer_0" / "meta_t0_30.json").read_text())
     assert copied["source_bytes_per_elem"] == 2 and "converted_from" not in copied
     assert (tmp_path / "out" / "run" / "layer_0" / "k_t0_30.bin").read_bytes() == K.tobytes()
-    again = to_fp16(dumps, tmp_path / "out", allow_fp16=True)
+    again = convert_to_fp16(dumps, tmp_path / "out", allow_fp16=True)
     assert (again.converted, again.copied, again.skipped) == (0, 0, 2)
-    assert to_fp16(dumps, tmp_path / "out", overwrite=True).converted == 1
+    assert convert_to_fp16(dumps, tmp_path / "out", overwrite=True).converted == 1
 
 
 def test_conversion_counts_words_beyond_fp16(tmp_path):
     large = WIDE.copy()
     large.reshape(-1)[:5] = [1e5, -7e4, np.inf, np.nan, 1.0]
     write_dump(tmp_path / "dump", 5, 0, large, WIDE)
-    found = to_fp16(tmp_path / "dump", tmp_path / "out")
-    assert (found.cast.words, found.cast.overflowed) == (2 * WIDE.size, 2)
+    found = convert_to_fp16(tmp_path / "dump", tmp_path / "out")
+    assert (found.cast_stats.words, found.cast_stats.overflowed) == (2 * WIDE.size, 2)
     assert found.to_dict()["cast"]["largest_error"] is None
     assert str(found).endswith("words changed, largest error infinite: 2 overflowed, beyond what fp16 can say")
 
@@ -171,14 +173,14 @@ def test_conversion_reports_what_it_cannot_do(dumps, tmp_path):
     write_dump(dumps, 7, 0, WIDE, WIDE, run="long", seq_len=31)
     write_dump(dumps, 8, 0, WIDE, WIDE, run="odd", bytes_per_elem=3)
     write_dump(dumps, 9, 0, WIDE, WIDE, run="out", k_file="../../../x.bin")
-    found = to_fp16(dumps, tmp_path / "half")
-    assert (found.converted, found.skipped, len(found.errors), found.status) == (1, 1, 3, 2)
+    found = convert_to_fp16(dumps, tmp_path / "half")
+    assert (found.converted, found.skipped, len(found.errors), found.exit_code) == (1, 1, 3, 2)
     assert [path.name for path in sorted((tmp_path / "half").iterdir())] == ["wide"]
     (tmp_path / "none").mkdir()
-    assert to_fp16(tmp_path / "none", tmp_path / "half").status == 1
+    assert convert_to_fp16(tmp_path / "none", tmp_path / "half").exit_code == 1
     for bad in (dumps, dumps / "deeper", tmp_path):
         with pytest.raises(OutputError, match="must not lie in each other"):
-            to_fp16(dumps, bad)
+            convert_to_fp16(dumps, bad)
 
 
 def test_a_full_disk_ends_the_conversion(dumps, tmp_path, monkeypatch):
@@ -188,6 +190,6 @@ def test_a_full_disk_ends_the_conversion(dumps, tmp_path, monkeypatch):
         raise OutputError("x: cannot be written: No space left on device") from OSError(errno.ENOSPC, "No space left")
 
     monkeypatch.setattr("kvmnn.files.output.StagedFile.write", full)
-    found = to_fp16(dumps, tmp_path / "half")
-    assert (found.disk_full, found.status, len(found.errors)) == (True, 3, 1)
+    found = convert_to_fp16(dumps, tmp_path / "half")
+    assert (found.disk_full, found.exit_code, len(found.errors)) == (True, 3, 1)
     assert [path for path in (tmp_path / "half").rglob("*") if path.is_file()] == []

@@ -11,15 +11,15 @@ from offline_model import words, write_dump
 
 from kvmnn.errors import OptionError, OutputError, SourceError
 from kvmnn.offline import (
-    ALL_LAYERS,
+    ALL_LAYERS_SCOPE,
     MeasureOptions,
     Scope,
-    measure,
-    select,
-    to_fp16,
-    to_json,
-    to_markdown,
-    write_analysis,
+    convert_to_fp16,
+    format_reference_json,
+    format_reference_markdown,
+    measure_dumps,
+    select_dumps,
+    write_entropy_report,
 )
 
 K, V = words(1, 40), words(2, 40)
@@ -36,27 +36,27 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize("to_fp16", [False, True])
 def test_a_measurement(here, run, to_fp16):
     options = MeasureOptions(scope=Scope(to_fp16=to_fp16))
-    found = measure([os.path.abspath("dump")], None, options, real=True, out_json="a/b.json", out_md="a/b.md")
+    found = measure_dumps([os.path.abspath("dump")], None, options, real=True, out_json="a/b.json", out_md="a/b.md")
     argv = ["measure", "dump", "--real", *(["--to-fp16"] if to_fp16 else [])]
     assert run(*argv).out == f"{found}\n"
     said = {"verb": "measure", "command": f"kvmnn {' '.join(argv)} --json"}
     assert json.loads(run(*argv, "--json").out) == {**said, **found.to_dict()}
-    assert Path("a/b.json").read_text() == to_json(found)
-    assert Path("a/b.md").read_text() == to_markdown(found)
+    assert Path("a/b.json").read_text() == format_reference_json(found)
+    assert Path("a/b.md").read_text() == format_reference_markdown(found)
     assert found.label == ("LOSSY" if to_fp16 else "LOSSLESS")
 
 
 def test_documents_that_cannot_be_written(here):
     with pytest.raises(OptionError, match="name the same file"):
-        measure(["dump"], out_json="x", out_md="./x")
+        measure_dumps(["dump"], out_json="x", out_md="./x")
     Path("taken").write_text("mine")
     with pytest.raises(OutputError, match="exists already"):
-        measure(["dump"], out_json="y", out_md="taken")
+        measure_dumps(["dump"], out_json="y", out_md="taken")
     assert sorted(path.name for path in here.iterdir()) == ["dump", "taken"]
 
 
 def test_an_analysis(here, run):
-    report = write_analysis(select(["dump"], ALL_LAYERS), "an")
+    report = write_entropy_report(select_dumps(["dump"], ALL_LAYERS_SCOPE), "an")
     assert run("measure", "dump", "--analysis", "an", "-f").out == f"{report}\n"
     told = json.loads(run("measure", "dump", "--analysis", "an", "-f", "--json").out)
     assert told.pop("command") == "kvmnn measure dump --analysis an -f --json"
@@ -64,7 +64,7 @@ def test_an_analysis(here, run):
 
 
 def test_a_conversion(here, run):
-    found = to_fp16("dump", "half", allow_fp16=True)
+    found = convert_to_fp16("dump", "half", allow_fp16=True)
     assert run("measure", "dump", "--to-fp16", "other", "--allow-fp16").out == f"{found}\n"
     assert found.to_dict() | {"errors": []} == {
         "to_fp16": "half",
@@ -72,8 +72,8 @@ def test_a_conversion(here, run):
         "converted": 1,
         "copied": 1,
         "skipped": 0,
-        "cast": found.cast.to_dict(),
+        "cast": found.cast_stats.to_dict(),
         "errors": [],
     }
     with pytest.raises(SourceError, match="is not a directory"):
-        to_fp16("gone", "half").check_found()
+        convert_to_fp16("gone", "half").require_dumps()

@@ -13,22 +13,22 @@ from offline_model import words, write_dump
 from kvmnn import SourceError
 from kvmnn.formats import open as open_source
 from kvmnn.offline import (
+    DumpSelection,
     MeasureOptions,
     NothingSelectedError,
     OptionError,
     Scope,
-    Selection,
-    measure,
-    select,
-    select_source,
+    add_source,
+    measure_dumps,
+    select_dumps,
 )
-from kvmnn.offline.selection import is_dump
+from kvmnn.offline.selection import is_dump_folder
 
 K, V = words(1, 4), words(2, 4)
 
 
 def skipped(root: Path, **scope: object) -> dict[str, int]:
-    return dict(select([root], Scope(**scope)).skipped)  # type: ignore[arg-type]
+    return dict(select_dumps([root], Scope(**scope)).skip_counts)  # type: ignore[arg-type]
 
 
 FIELDS = [
@@ -63,7 +63,7 @@ def test_every_fault_has_its_reason(tmp_path, fields, reason):
 @pytest.mark.parametrize("fields", [{"seq_len": "4"}, {"kv_heads": 2.9}, {"layer_id": True}, {"head_dim": " 8 "}])
 def test_numbers_are_whatever_int_takes(tmp_path, fields):
     write_dump(tmp_path, 0, 0, K, V, **fields)
-    found = select([tmp_path], Scope())
+    found = select_dumps([tmp_path], Scope())
     assert [(entry.tokens, entry.kv_heads, entry.head_dim, entry.is_complete()) for entry in found.entries] == [
         (4, 2, 8, True)
     ]
@@ -88,16 +88,16 @@ def test_metadata_that_cannot_be_read(tmp_path):
 def test_json_that_is_no_object_is_refused(tmp_path, content):
     (tmp_path / "meta_x.json").write_text(content)
     with pytest.raises(SourceError, match=r"meta_x\.json: holds JSON that is not an object"):
-        select([tmp_path], Scope())
+        select_dumps([tmp_path], Scope())
 
 
 def test_what_there_is_not(tmp_path):
     with pytest.raises(SourceError, match="is not a directory"):
-        select([tmp_path / "gone"], Scope())
+        select_dumps([tmp_path / "gone"], Scope())
     with pytest.raises(NothingSelectedError, match=r"has no meta_\*\.json file below it"):
-        select([tmp_path], Scope())
+        select_dumps([tmp_path], Scope())
     with pytest.raises(NothingSelectedError, match="No entries selected after filtering"):
-        measure([], Selection(), MeasureOptions())
+        measure_dumps([], DumpSelection(), MeasureOptions())
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_files_that_are_short_or_long_fail_when_they_are_compressed(tmp_path, ch
     if size is not None:
         file = meta.parent / "v_t0_4.bin"
         file.write_bytes(bytes(size))
-    selection = select([tmp_path], Scope())
+    selection = select_dumps([tmp_path], Scope())
     assert len(selection.entries) == 2
-    found = measure(["x"], selection, MeasureOptions())
-    assert dict(selection.skipped) == {"compression_failed": 1}
+    found = measure_dumps(["x"], selection, MeasureOptions())
+    assert dict(selection.skip_counts) == {"compression_failed": 1}
     assert found.totals.raw_bytes() == K.nbytes + V.nbytes
 
 
@@ -129,31 +129,31 @@ def test_files_that_change_meanwhile_fail(tmp_path, large):
     k, v = (words(seed, 3000, dims=64) for seed in (1, 2)) if large else (K, V)
     meta = write_dump(tmp_path, 0, 0, k, v)
     write_dump(tmp_path, 1, 0, K, V)
-    selection = select([tmp_path], Scope())
+    selection = select_dumps([tmp_path], Scope())
     file = meta.parent / json.loads(meta.read_text())["k_file"]
     file.write_bytes(file.read_bytes()[:-2])
     with pytest.raises(SourceError, match=r"k_t0_\d+\.bin: changed while it was read"):
-        measure(["x"], selection, MeasureOptions(), real=True)
+        measure_dumps(["x"], selection, MeasureOptions(), real=True)
 
 
 @pytest.mark.parametrize("real", [False, True])
 def test_files_that_are_gone_meanwhile_fail(tmp_path, real):
     meta = write_dump(tmp_path, 0, 0, K, V)
     write_dump(tmp_path, 1, 0, K, V)
-    selection = select([tmp_path], Scope())
+    selection = select_dumps([tmp_path], Scope())
     (meta.parent / "v_t0_4.bin").unlink()
     with pytest.raises(SourceError, match=r"layer_0/v_t0_4\.bin: cannot be read: No such file or directory"):
-        measure(["x"], selection, MeasureOptions(), real=real)
-    assert not selection.skipped
+        measure_dumps(["x"], selection, MeasureOptions(), real=real)
+    assert not selection.skip_counts
 
 
 def test_one_bad_dump_fails_its_whole_group_once(tmp_path):
     write_dump(tmp_path, 0, 0, K, V)
     write_dump(tmp_path, 0, 4, K, V, seq_len=5)
     write_dump(tmp_path, 0, 8, K, V, run="other")
-    selection = select([tmp_path], Scope())
-    found = measure(["x"], selection, MeasureOptions(entry_mode="aggregate"))
-    assert (found.groups, dict(selection.skipped)) == (2, {"compression_failed": 1})
+    selection = select_dumps([tmp_path], Scope())
+    found = measure_dumps(["x"], selection, MeasureOptions(entry_mode="aggregate"))
+    assert (found.num_groups, dict(selection.skip_counts)) == (2, {"compression_failed": 1})
     assert found.totals.raw_bytes() == K.nbytes + V.nbytes
 
 
@@ -163,8 +163,8 @@ def test_filters_are_silent(tmp_path):
         write_dump(tmp_path, layer, 4, K[:1], V[:1])
 
     def taken(**scope: object) -> list[tuple[int, int]]:
-        found = select([tmp_path], Scope(**scope))  # type: ignore[arg-type]
-        assert found.scanned == 8 and not found.skipped
+        found = select_dumps([tmp_path], Scope(**scope))  # type: ignore[arg-type]
+        assert found.num_scanned == 8 and not found.skip_counts
         return [(entry.layer, entry.tokens) for entry in found.entries]
 
     assert taken(front_n=1) == [(0, 4), (0, 1)]
@@ -182,21 +182,21 @@ def test_filters_are_silent(tmp_path):
 def test_options_of_two_scopes_are_asked_about(tmp_path):
     with pytest.raises(OptionError, match="options of front_n and layer_ids: say which with --scope"):
         Scope(front_n=1, layer_ids=(2,))
-    assert Scope(scope="layer_ids", front_n=1, layer_ids=(2,)).takes_layer(2)
+    assert Scope(scope="layer_ids", front_n=1, layer_ids=(2,)).includes_layer(2)
 
 
 def test_layers_that_are_found_are_counted(tmp_path):
     for layer in range(4):
         write_dump(tmp_path, layer, 0, K, V)
-    found = measure(["x"], options=MeasureOptions(), selection=select([tmp_path], Scope(front_n=2)))
-    assert (sorted(found.layers), found.selection.layers) == ([0, 1], {0, 1, 2, 3})
+    found = measure_dumps(["x"], options=MeasureOptions(), selection=select_dumps([tmp_path], Scope(front_n=2)))
+    assert (sorted(found.totals_by_layer), found.selection.layers) == ([0, 1], {0, 1, 2, 3})
 
 
 def test_a_negative_layer_is_in_no_front_but_may_be_in_a_range(tmp_path):
     write_dump(tmp_path, -1, 0, K, V)
-    assert not select([tmp_path], Scope(front_n=2)).entries
-    assert len(select([tmp_path], Scope()).entries) == 1
-    assert len(select([tmp_path], Scope(scope="layer_range", layer_start=-1)).entries) == 1
+    assert not select_dumps([tmp_path], Scope(front_n=2)).entries
+    assert len(select_dumps([tmp_path], Scope()).entries) == 1
+    assert len(select_dumps([tmp_path], Scope(scope="layer_range", layer_start=-1)).entries) == 1
 
 
 def test_dumps_are_told_apart_by_run_or_directory(tmp_path):
@@ -204,7 +204,7 @@ def test_dumps_are_told_apart_by_run_or_directory(tmp_path):
     write_dump(tmp_path, 1, 0, K, V, run="a")
     write_dump(tmp_path, 0, 0, K, V, run=None)
     write_dump(tmp_path, 1, 0, K, V, run="c", run_id=5)
-    found = select([tmp_path], Scope())
+    found = select_dumps([tmp_path], Scope())
     assert len(found.dumps) == 3
     assert [entry.run_id for entry in found.entries] == ["a", "a", "", ""]
 
@@ -213,10 +213,10 @@ def test_fp32_is_rounded_or_left_out(tmp_path):
     wide = words(1, 4, dtype="<f4")
     wide[0, 0, :3] = [1e6, np.nan, -np.inf]
     write_dump(tmp_path, 0, 0, wide, wide)
-    entry = select([tmp_path], Scope()).entries[0]
-    assert next(entry.keys.runs(100)).tobytes() == wide.tobytes()
-    entry = select([tmp_path], Scope(to_fp16=True)).entries[0]
-    run = next(entry.keys.runs(100))
+    entry = select_dumps([tmp_path], Scope()).entries[0]
+    assert next(entry.keys.iter_chunks(100)).tobytes() == wide.tobytes()
+    entry = select_dumps([tmp_path], Scope(to_fp16=True)).entries[0]
+    run = next(entry.keys.iter_chunks(100))
     with np.errstate(over="ignore"):
         assert run.tobytes() == wide.astype("<f2").tobytes()
     assert skipped(tmp_path, strict_fp16=True) == {"skip_fp32_strict": 1}
@@ -225,19 +225,19 @@ def test_fp32_is_rounded_or_left_out(tmp_path):
 def test_any_source_is_measured_as_its_dump_would_be(tmp_path):
     write_dump(tmp_path / "dump", 0, 0, K, V)
     np.savez(tmp_path / "kv.npz", **{"layer_0.key": K.transpose(1, 0, 2), "layer_0.value": V.transpose(1, 0, 2)})
-    dumped = measure(["x"], select([tmp_path / "dump"], Scope()), MeasureOptions())
-    found = Selection()
-    select_source(found, open_source(str(tmp_path / "kv.npz")), Scope(), "kv.npz")
-    measured = measure(["x"], found, MeasureOptions())
+    dumped = measure_dumps(["x"], select_dumps([tmp_path / "dump"], Scope()), MeasureOptions())
+    found = DumpSelection()
+    add_source(found, open_source(str(tmp_path / "kv.npz")), Scope(), "kv.npz")
+    measured = measure_dumps(["x"], found, MeasureOptions())
     assert measured.totals == dumped.totals
 
-    wide = Selection()
+    wide = DumpSelection()
     np.savez(tmp_path / "wide.npz", k=K.transpose(1, 0, 2).astype("f4"), v=V.transpose(1, 0, 2).astype(">f4"))
-    select_source(wide, open_source(str(tmp_path / "wide.npz")), Scope(to_fp16=True), "wide.npz")
-    assert wide.converted == 1
-    rounded = measure(["x"], wide, MeasureOptions(scope=Scope(to_fp16=True))).totals
+    add_source(wide, open_source(str(tmp_path / "wide.npz")), Scope(to_fp16=True), "wide.npz")
+    assert wide.num_rounded == 1
+    rounded = measure_dumps(["x"], wide, MeasureOptions(scope=Scope(to_fp16=True))).totals
     assert rounded.lanes == dumped.totals.lanes and rounded.raw_bytes() == dumped.totals.raw_bytes()
-    assert not is_dump(str(tmp_path / "kv.npz")) and is_dump(str(tmp_path / "dump"))
+    assert not is_dump_folder(str(tmp_path / "kv.npz")) and is_dump_folder(str(tmp_path / "dump"))
 
 
 def test_a_source_is_filtered_too(tmp_path):
@@ -251,15 +251,15 @@ def test_a_source_is_filtered_too(tmp_path):
         (Scope(min_seq_len=5), []),
         (Scope(scope="layer_ids", layer_ids=(2,), strict_fp16=True), [2]),
     ):
-        found = Selection()
-        select_source(found, source, scope, "kv.npz")
-        assert ([entry.layer for entry in found.entries], found.scanned) == (layers, 3)
+        found = DumpSelection()
+        add_source(found, source, scope, "kv.npz")
+        assert ([entry.layer for entry in found.entries], found.num_scanned) == (layers, 3)
 
 
 def test_a_source_whose_k_and_v_differ_is_refused(tmp_path):
     np.savez(tmp_path / "kv.npz", k=K.transpose(1, 0, 2), v=V.transpose(1, 0, 2)[:1])
     with pytest.raises(SourceError, match=r"layer 0: keys are \[2, 4, 8\] and values \[1, 4, 8\]"):
-        select_source(Selection(), open_source(str(tmp_path / "kv.npz")), Scope(), "kv.npz")
+        add_source(DumpSelection(), open_source(str(tmp_path / "kv.npz")), Scope(), "kv.npz")
 
 
 def test_fp32_of_either_is_rounded(tmp_path):
@@ -268,8 +268,8 @@ def test_fp32_of_either_is_rounded(tmp_path):
         np.savez(tmp_path / f"{name}.npz", k=k, v=v)
         for strict in (False, True):
             for to_fp16 in (False, True):
-                found, scope = Selection(), Scope(strict_fp16=strict, to_fp16=to_fp16)
-                select_source(found, open_source(str(tmp_path / f"{name}.npz")), scope, "x")
+                found, scope = DumpSelection(), Scope(strict_fp16=strict, to_fp16=to_fp16)
+                add_source(found, open_source(str(tmp_path / f"{name}.npz")), scope, "x")
                 wide = name != "none" and not strict
                 assert len(found.entries) == (0 if strict and name != "none" else 1)
-                assert (found.converted, found.fp32) == (wide and to_fp16, wide and not to_fp16)
+                assert (found.num_rounded, found.num_fp32) == (wide and to_fp16, wide and not to_fp16)

@@ -16,19 +16,19 @@ from offline_model import words, write_dump
 from kvmnn import KvmnnError, _simd
 from kvmnn.formats import open as open_source
 from kvmnn.offline import (
-    Measurement,
+    DumpSelection,
+    LanePredictors,
     MeasureOptions,
+    MeasureResult,
     OptionError,
-    Predictors,
     Scope,
-    Selection,
     _sizes,
-    measure,
+    add_source,
+    build_reference_document,
+    count_work_bytes,
+    measure_dumps,
     predictors,
-    select,
-    select_source,
-    to_document,
-    work_bytes,
+    select_dumps,
 )
 from kvmnn.offline.memory_budget import MemoryBudget
 
@@ -47,13 +47,13 @@ def lane_of(shape: tuple[int, ...], seed: int, spread: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, spread, shape).astype(np.uint8)
 
 
-@given(SHAPES, st.integers(0, 99), st.sampled_from(predictors.NAMES))
+@given(SHAPES, st.integers(0, 99), st.sampled_from(predictors.PREDICTOR_NAMES))
 @settings(max_examples=150, deadline=None)
 def test_predictors_are_those_of_plain_python_and_can_be_undone(shape, seed, name):
     lane = lane_of(shape, seed, 256)
-    made = predictors.apply(lane, name)
+    made = predictors.apply_predictor(lane, name)
     assert made.tobytes() == offline_model.predict(lane, name).tobytes()
-    assert predictors.undo(made, name).tobytes() == lane.tobytes()
+    assert predictors.invert_predictor(made, name).tobytes() == lane.tobytes()
 
 
 @given(st.binary(max_size=100))
@@ -64,15 +64,15 @@ def test_bitshuffle_is_that_of_plain_python(data):
 
 def test_predictors_refuse_what_is_no_lane():
     with pytest.raises(TypeError, match=r"expected uint8 \[token, kv_head, head_dim\]"):
-        predictors.apply(np.zeros((2, 3), np.uint8), "raw")
+        predictors.apply_predictor(np.zeros((2, 3), np.uint8), "raw")
     with pytest.raises(KvmnnError, match="unknown predictor 'sub'"):
-        predictors.undo(np.zeros((2, 3, 4), np.uint8), "sub")
-    assert predictors.apply(np.zeros((0, 3, 4), np.uint8), "pair_delta").shape == (0, 3, 4)
+        predictors.invert_predictor(np.zeros((2, 3, 4), np.uint8), "sub")
+    assert predictors.apply_predictor(np.zeros((0, 3, 4), np.uint8), "pair_delta").shape == (0, 3, 4)
     for arguments in (
         (b"abc", 1, 2, 0),
         (b"ab", 0, 1, 0),
         (b"ab", 1, 0, 0),
-        (b"ab", 1, 1, len(predictors.NAMES)),
+        (b"ab", 1, 1, len(predictors.PREDICTOR_NAMES)),
         (b"ab", 1, 1, -1),
     ):
         with pytest.raises(ValueError, match=r"no whole tokens|no predictor"):
@@ -83,7 +83,7 @@ def test_predictors_refuse_what_is_no_lane():
     SHAPES,
     st.integers(0, 99),
     st.sampled_from([1, 3, 256]),
-    st.lists(st.sampled_from(predictors.NAMES), min_size=1, max_size=5, unique=True),
+    st.lists(st.sampled_from(predictors.PREDICTOR_NAMES), min_size=1, max_size=5, unique=True),
     st.integers(1, 6),
     st.sampled_from([1, 3, 9, -3]),
     st.booleans(),
@@ -95,7 +95,9 @@ def test_a_meter_gives_the_size_of_plain_python(shape, seed, spread, names, bloc
     meter = _sizes.StreamMeter()
     for lane in (0, 1):  # the second time with what the first left behind
         data = lane_of((*shape, 2), seed + lane, spread)
-        meter.setup(lane, heads, dims, block, [predictors.NAMES.index(n) for n in names], level, shuffled, True)
+        meter.setup(
+            lane, heads, dims, block, [predictors.PREDICTOR_NAMES.index(n) for n in names], level, shuffled, True
+        )
         meter.begin(tokens)
         for start in range(0, tokens, step):
             meter.feed(data[start : start + step].reshape(-1))
@@ -111,7 +113,7 @@ def test_a_meter_gives_the_size_of_plain_python(shape, seed, spread, names, bloc
 
 def test_a_meter_that_grows_and_shrinks_stays_right():
     meter = _sizes.StreamMeter()
-    names = list(predictors.NAMES)
+    names = list(predictors.PREDICTOR_NAMES)
     for tokens, block in ((9, 2), (300, 400), (40, 3), (500, 499), (1, 1)):
         data = words(tokens, tokens)
         meter.setup(1, 2, 8, block, range(len(names)), 3, True, False)
@@ -136,7 +138,7 @@ def test_a_meter_refuses_what_does_not_fit():
         (0, 1, 0, 1, [0]),
         (0, 1, 1, 0, [0]),
         (0, 1, 1, 1, []),
-        (0, 1, 1, 1, [len(predictors.NAMES)]),
+        (0, 1, 1, 1, [len(predictors.PREDICTOR_NAMES)]),
     ):
         with pytest.raises(ValueError, match="expected"):
             meter.setup(*bad, 3, False, True)
@@ -163,7 +165,7 @@ OPTIONS = st.builds(
     adaptive_block_seq=st.sampled_from([1, 4, 64, 1 << 70]),
     bitshuffle=st.booleans(),
     zstd_level=st.sampled_from([1, 3]),
-    predictors=st.builds(Predictors, k_lo=st.sampled_from([("xor_seq",), ("pair_delta", "raw", "pair_delta")])),
+    predictors=st.builds(LanePredictors, k_lo=st.sampled_from([("xor_seq",), ("pair_delta", "raw", "pair_delta")])),
 )
 
 
@@ -183,7 +185,7 @@ def dumps(tmp_path_factory) -> Path:
 @given(OPTIONS)
 @settings(max_examples=60, deadline=None)
 def test_sums_are_those_of_plain_python(dumps, options):
-    found = to_document(measure(["x"], select([dumps], options.scope), options, threads=2))
+    found = build_reference_document(measure_dumps(["x"], select_dumps([dumps], options.scope), options, threads=2))
     groups: dict = {}
     for number, (layer, start, k, v, run, stage) in enumerate(DUMPS):
         key = (run, layer, stage if options.aggregate_by_stage else 0) if options.is_grouped else number
@@ -219,7 +221,11 @@ def piece_size(piece: np.ndarray, part: str, options: MeasureOptions) -> int:
     total = 0
     for name, lane in (("hi", lanes[..., 1]), ("lo", lanes[..., 0])):
         adaptive = options.codec_mode == "adaptive_v22"
-        names = list(options.predictors.of(f"{part}_{name}")) if adaptive else [{"hi": "delta_seq", "lo": "raw"}[name]]
+        names = (
+            list(options.predictors.get_lane(f"{part}_{name}"))
+            if adaptive
+            else [{"hi": "delta_seq", "lo": "raw"}[name]]
+        )
         block = min(options.adaptive_block_seq, len(piece)) if adaptive else len(piece)
         total += offline_model.stream_size(
             np.ascontiguousarray(lane), names, block, options.zstd_level, options.bitshuffle, adaptive
@@ -230,12 +236,14 @@ def piece_size(piece: np.ndarray, part: str, options: MeasureOptions) -> int:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_and_memory_do_not_change_anything(dumps, threads, monkeypatch):
     options = MeasureOptions(entry_mode="chunked_grouped", online_chunk_seq=5)
-    monkeypatch.setattr("kvmnn.offline.measuring.MAX_MEMORY", 1)
-    monkeypatch.setattr("kvmnn.offline.token_runs.RUN_BYTES", 40)
+    monkeypatch.setattr("kvmnn.offline.measuring.MAX_MEMORY_BYTES", 1)
+    monkeypatch.setattr("kvmnn.offline.token_runs.CHUNK_BYTES", 40)
     seen: list[int] = []
-    measured = measure(["x"], select([dumps], options.scope), options, real=True, threads=threads, progress=seen.append)
-    reference = measure(["x"], select([dumps], options.scope), options, threads=1)
-    assert to_document(measured) == to_document(reference)
+    measured = measure_dumps(
+        ["x"], select_dumps([dumps], options.scope), options, real=True, threads=threads, progress=seen.append
+    )
+    reference = measure_dumps(["x"], select_dumps([dumps], options.scope), options, threads=1)
+    assert build_reference_document(measured) == build_reference_document(reference)
     assert sum(seen) == 2 * measured.totals.raw_bytes()
 
 
@@ -243,12 +251,12 @@ def test_large_files_are_mapped_and_give_the_same(tmp_path):
     keys, values = words(1, 3000, dims=64), words(2, 3000, dims=64, dtype="<f2")
     write_dump(tmp_path / "a", 0, 0, keys, values)
     options = MeasureOptions()
-    found = measure(["x"], select([tmp_path], options.scope), options)
+    found = measure_dumps(["x"], select_dumps([tmp_path], options.scope), options)
     assert (
         found.totals.lanes["k_hi"].simulated_bytes
         == offline_model.stream_size(
             np.ascontiguousarray(keys.view(np.uint8).reshape(3000, 2, 64, 2)[..., 1]),
-            list(predictors.NAMES),
+            list(predictors.PREDICTOR_NAMES),
             64,
             3,
             False,
@@ -260,18 +268,18 @@ def test_frames_that_exist_are_counted(dumps):
     import kvmnn
 
     options = MeasureOptions(scope=Scope(front_n=1))
-    found = measure(["x"], select([dumps], options.scope), options, real=True)
+    found = measure_dumps(["x"], select_dumps([dumps], options.scope), options, real=True)
     mine = [array for layer, _, k, _, _, _ in DUMPS if layer == 0 for array in (k,)]
-    assert found.totals.stored["key"].bytes == sum(len(kvmnn.encode(array)) for array in mine)
-    assert found.totals.stored["key"].frames == 3
-    assert found.totals.stored_bytes() > found.totals.stored["key"].bytes
+    assert found.totals.stored_sizes["key"].bytes == sum(len(kvmnn.encode(array)) for array in mine)
+    assert found.totals.stored_sizes["key"].frames == 3
+    assert found.totals.stored_bytes() > found.totals.stored_sizes["key"].bytes
 
 
 def test_a_frame_that_does_not_decode_is_never_counted(dumps, monkeypatch):
-    monkeypatch.setattr("kvmnn.offline.stored_sizes.matches", lambda *_, **__: False)
+    monkeypatch.setattr("kvmnn.offline.stored_sizes.verify_roundtrip", lambda *_, **__: False)
     options = MeasureOptions()
     with pytest.raises(KvmnnError, match="did not decode to its own input"):
-        measure(["x"], select([dumps], options.scope), options, real=True)
+        measure_dumps(["x"], select_dumps([dumps], options.scope), options, real=True)
 
 
 def test_a_budget_lets_one_through_that_is_too_large_and_no_other_beside_it():
@@ -281,7 +289,7 @@ def test_a_budget_lets_one_through_that_is_too_large_and_no_other_beside_it():
     inside, go_on = threading.Event(), threading.Event()
 
     def first() -> None:
-        with budget.holding(50):
+        with budget.reserve(50):
             inside.set()
             go_on.wait(10)
             order.append("first")
@@ -289,7 +297,7 @@ def test_a_budget_lets_one_through_that_is_too_large_and_no_other_beside_it():
     def second() -> None:
         inside.wait(10)
         go_on.set()
-        with budget.holding(1):
+        with budget.reserve(1):
             order.append("second")
 
     threads = [threading.Thread(target=job) for job in (first, second)]
@@ -308,12 +316,17 @@ REFUSED = [
     (lambda: MeasureOptions(online_framing_bytes=-1), "--online-framing-bytes must be >= 0."),
     (lambda: MeasureOptions(zstd_level=23), "--zstd-level must be <= 22."),
     (lambda: MeasureOptions(codec_mode="new"), "--codec-mode is 'new'"),
-    (lambda: MeasureOptions(predictors=Predictors(v_lo=("delta",))), "--v-lo-predictors: invalid predictor `delta`"),
-    (lambda: MeasureOptions(predictors=Predictors(k_hi=())), "--k-hi-predictors: predictor list is empty"),
+    (
+        lambda: MeasureOptions(predictors=LanePredictors(v_lo=("delta",))),
+        "--v-lo-predictors: invalid predictor `delta`",
+    ),
+    (lambda: MeasureOptions(predictors=LanePredictors(k_hi=())), "--k-hi-predictors: predictor list is empty"),
     (lambda: MeasureOptions(scope=Scope(scope="layer_ids")), "--layer-ids must be non-empty when scope=layer_ids."),
     # of two faults, the one that the reference's tool names
     (
-        lambda: MeasureOptions(adaptive_block_seq=0, predictors=Predictors(k_hi=()), scope=Scope(scope="layer_ids")),
+        lambda: MeasureOptions(
+            adaptive_block_seq=0, predictors=LanePredictors(k_hi=()), scope=Scope(scope="layer_ids")
+        ),
         "--adaptive-block-seq must be > 0.",
     ),
 ]
@@ -335,7 +348,7 @@ def test_values_beyond_what_c_holds_are_fine(dumps):
         online_framing_bytes=10**30,
         zstd_level=-(10**30),
     )
-    found = to_document(measure(["x"], select([dumps], options.scope), options))
+    found = build_reference_document(measure_dumps(["x"], select_dumps([dumps], options.scope), options))
     assert found["k_chunk_meta_bytes"] == 5 * 10**30
     assert sys.getsizeof(found["k_compressed_bytes"]) > 32
 
@@ -343,15 +356,15 @@ def test_values_beyond_what_c_holds_are_fine(dumps):
 ROUNDED = Scope(to_fp16=True)
 
 
-def measure_fp32(folder: Path, options: MeasureOptions, heads_first: bool, **how: object) -> Measurement:
+def measure_fp32(folder: Path, options: MeasureOptions, heads_first: bool, **how: object) -> MeasureResult:
     """Measure the fp32 words of a folder as they are."""
-    selection = Selection()
+    selection = DumpSelection()
     if heads_first:
-        select_source(selection, open_source(folder / "kv.npz"), options.scope, "kv")
+        add_source(selection, open_source(folder / "kv.npz"), options.scope, "kv")
     else:
-        selection = select([folder], options.scope)
-    assert selection.converted == 0 and selection.fp32 == len(selection.entries)
-    return measure(["x"], selection, options, **how)
+        selection = select_dumps([folder], options.scope)
+    assert selection.num_rounded == 0 and selection.num_fp32 == len(selection.entries)
+    return measure_dumps(["x"], selection, options, **how)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
@@ -366,11 +379,11 @@ def test_measure_fp32_stored_is_frames_of_fp32_words(tmp_path, heads_first):
     seen: list[int] = []
     found = measure_fp32(tmp_path, MeasureOptions(), heads_first, real=True, threads=2, progress=seen.append)
     assert found.label == "LOSSLESS"
-    assert found.totals.stored["key"].bytes == len(kvmnn.encode(k))
+    assert found.totals.stored_sizes["key"].bytes == len(kvmnn.encode(k))
     assert found.totals.stored_bytes() == len(kvmnn.encode(k)) + len(kvmnn.encode(v))
     assert sum(seen) == 2 * (k.nbytes + v.nbytes) == 2 * found.totals.raw_bytes()
-    assert sum(seen) == work_bytes(found.selection, found.options, True)
-    document = to_document(found)
+    assert sum(seen) == count_work_bytes(found.selection, found.options, True)
+    document = build_reference_document(found)
     assert (document["raw_bytes"], document["converted_fp32_entries"]) == (k.nbytes + v.nbytes, 0)
     blocks = sum(document["k_hi_mode_counts"].values())
     assert blocks == sum(document["k_lo_mode_counts"].values()) == 2 * -(-90 // 64)
@@ -383,12 +396,12 @@ def test_measure_fp32_and_fp16_of_one_run_never_share_a_stream(tmp_path, mode):
     write_dump(tmp_path, 0, 0, *halves)
     write_dump(tmp_path, 0, 30, *wides)
     options = MeasureOptions(entry_mode=mode)
-    found = measure(["x"], select([tmp_path], options.scope), options, real=True)
-    assert (found.groups, found.totals.raw_bytes()) == (2, sum(array.nbytes for array in (*halves, *wides)))
+    found = measure_dumps(["x"], select_dumps([tmp_path], options.scope), options, real=True)
+    assert (found.num_groups, found.totals.raw_bytes()) == (2, sum(array.nbytes for array in (*halves, *wides)))
     assert found.totals.lanes["k_hi"].raw_bytes == halves[0].size
     assert [found.totals.fp32_lanes["key", lane].raw_bytes for lane in range(4)] == [wides[0].size] * 4
     rounded = MeasureOptions(entry_mode=mode, scope=ROUNDED)
-    assert measure(["x"], select([tmp_path], ROUNDED), rounded).groups == 1
+    assert measure_dumps(["x"], select_dumps([tmp_path], ROUNDED), rounded).num_groups == 1
 
 
 @pytest.mark.parametrize("mode", ["adaptive_v22", "legacy"])
@@ -397,20 +410,20 @@ def test_fp32_in_four_lanes_is_that_of_plain_python(tmp_path, mode, heads_first)
     k, v = (words(seed, 90, dtype="<f4") for seed in (1, 2))
     if heads_first:
         np.savez(tmp_path / "kv.npz", k=k.transpose(1, 0, 2), v=v.transpose(1, 0, 2))
-        selection = Selection()
-        select_source(selection, open_source(tmp_path / "kv.npz"), ROUNDED, "kv")
+        selection = DumpSelection()
+        add_source(selection, open_source(tmp_path / "kv.npz"), ROUNDED, "kv")
     else:
         write_dump(tmp_path, 0, 0, k, v)
-        selection = select([tmp_path], ROUNDED)
+        selection = select_dumps([tmp_path], ROUNDED)
     options = MeasureOptions(fp32=True, codec_mode=mode, entry_mode="chunked", online_framing_bytes=5, scope=ROUNDED)
-    found = measure(["x"], selection, options, threads=2)
-    assert found.totals.fp32 is not None and found.totals.fp32 == found.layers[0].fp32
+    found = measure_dumps(["x"], selection, options, threads=2)
+    assert found.totals.fp32 is not None and found.totals.fp32 == found.totals_by_layer[0].fp32
     for part, array in (("key", k), ("value", v)):
         lanes = np.ascontiguousarray(array).view(np.uint8).reshape(*array.shape, 4)
         expected = 0
         for number in range(4):
             half = "hi" if number >= 2 else "lo"
-            names = list(options.predictors.of(f"{part[0]}_{half}"))
+            names = list(options.predictors.get_lane(f"{part[0]}_{half}"))
             names = names if mode == "adaptive_v22" else [{"hi": "delta_seq", "lo": "raw"}[half]]
             block = 64 if mode == "adaptive_v22" else 90
             lane = np.ascontiguousarray(lanes[..., number])
@@ -418,23 +431,23 @@ def test_fp32_in_four_lanes_is_that_of_plain_python(tmp_path, mode, heads_first)
             made = found.totals.fp32.lanes[part, number]
             assert (made.raw_bytes, made.simulated_bytes, dict(made.modes)) == (lane.size, size, modes)
             expected += size
-        assert found.totals.fp32.sum([part]).simulated_bytes == expected + 5
-    assert found.totals.fp32.sum().raw_bytes == k.nbytes + v.nbytes
-    plain = measure(["x"], selection, replace(options, fp32=False))
+        assert found.totals.fp32.sum_lanes([part]).simulated_bytes == expected + 5
+    assert found.totals.fp32.sum_lanes().raw_bytes == k.nbytes + v.nbytes
+    plain = measure_dumps(["x"], selection, replace(options, fp32=False))
     beside, found.totals.fp32 = found.totals.fp32, None
     assert found.totals == plain.totals
     exact = measure_fp32(tmp_path, replace(options, scope=Scope()), heads_first)
     assert exact.totals.fp32 == beside
     assert exact.totals.raw_bytes() == k.nbytes + v.nbytes
-    assert exact.totals.simulated_bytes() == beside.sum().simulated_bytes
-    assert exact.totals.limit_bytes() == beside.sum().limit_bytes
+    assert exact.totals.simulated_bytes() == beside.sum_lanes().simulated_bytes
+    assert exact.totals.limit_bytes() == beside.sum_lanes().limit_bytes
 
 
 def test_frames_are_cut_at_their_size(dumps, monkeypatch):
     """At so many words of two bytes as fit: of 2 heads of their dims, three tokens."""
     mine = [k for layer, _, k, _, _, _ in DUMPS if layer == 0]
     heads, dims = mine[0].shape[1:]
-    monkeypatch.setattr("kvmnn.offline.stored_sizes.FRAME_BYTES", 3 * 2 * heads * dims + 1)
+    monkeypatch.setattr("kvmnn.offline.stored_sizes.MAX_FRAME_BYTES", 3 * 2 * heads * dims + 1)
     options = MeasureOptions(scope=Scope(front_n=1))
-    found = measure(["x"], select([dumps], options.scope), options, real=True)
-    assert found.totals.stored["key"].frames == sum(-(-len(array) // 3) for array in mine)
+    found = measure_dumps(["x"], select_dumps([dumps], options.scope), options, real=True)
+    assert found.totals.stored_sizes["key"].frames == sum(-(-len(array) // 3) for array in mine)

@@ -25,11 +25,11 @@ def plain(layout: PackLayout, tokens: int, seed: int = 0) -> list[np.ndarray]:
 
 
 def state(cache: PackedCache) -> tuple[Any, ...]:
-    return cache.past, cache.capacity, cache.key_buffer.tobytes(), cache.value_buffer.tobytes()
+    return cache.past_length, cache.capacity, cache.key_buffer.tobytes(), cache.value_buffer.tobytes()
 
 
 def filled(tokens: int, **options: Any) -> PackedCache:
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=6)
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=6)
     cache = PackedCache(layout, **options)
     cache.append(*plain(layout, tokens))
     return cache
@@ -48,7 +48,7 @@ def histories(draw: st.DrawFn, dialect: str) -> tuple[PackLayout, dict[str, Any]
         hP=draw(st.sampled_from([1, 4, 5, 8, 16, 64])),
         flash_block=draw(st.sampled_from([64, 64, 16, None, 6])),
     )
-    options = {"expand_chunk": draw(st.sampled_from([0, 4, 64])), "fresh_byte": draw(st.sampled_from([0, 0xA5]))}
+    options = {"expand_chunk": draw(st.sampled_from([0, 4, 64])), "fill_byte": draw(st.sampled_from([0, 0xA5]))}
     steps: list[tuple[Any, ...]] = []
     past = 0
     for number in range(draw(st.integers(1, 5))):
@@ -76,14 +76,14 @@ def histories(draw: st.DrawFn, dialect: str) -> tuple[PackLayout, dict[str, Any]
 def replay(layout: PackLayout, options: dict[str, Any], steps: list[tuple[Any, ...]], dialect: str) -> None:
     cache = PackedCache(layout, dialect=dialect, on_invalid="engine", threads=2, **options)
     n = Numbers(layout.kv_heads, layout.head_dim, layout.itemsize, layout.lP, layout.hP, layout.flash_block)
-    slow = Cache(n, options["expand_chunk"], options["fresh_byte"], dialect)
+    slow = Cache(n, options["expand_chunk"], options["fill_byte"], dialect)
     for seed, (wish, pairs, add) in enumerate(steps):
-        remove = wish if dialect == "fork" else min(wish, cache.past)
+        remove = wish if dialect == "fork" else min(wish, cache.past_length)
         pairs = [pair for pair in pairs if dialect == "fork" or sum(pair) <= remove]
         rows = plain(layout, add, seed)
         words = [part.view(f"<u{layout.itemsize}") for part in rows]
-        fresh = remove == cache.past and (not pairs or dialect == "upstream")
-        if remove > cache.past and add > room_after(cache, remove, pairs, add, options["expand_chunk"]):
+        fresh = remove == cache.past_length and (not pairs or dialect == "upstream")
+        if remove > cache.past_length and add > room_after(cache, remove, pairs, add, options["expand_chunk"]):
             before = state(cache)
             with pytest.raises(KvmnnError, match="the engine would make room for"):
                 cache.append(*rows, remove=remove, reserve=pairs)
@@ -97,7 +97,7 @@ def replay(layout: PackLayout, options: dict[str, Any], steps: list[tuple[Any, .
         else:
             assert len(messages) == slow.realloc(remove, pairs, add)
         slow.push(*words)
-        assert (cache.past, cache.capacity) == (slow.past, slow.capacity)
+        assert (cache.past_length, cache.capacity) == (slow.past, slow.capacity)
         assert cache.key_buffer.tobytes() == slow.keys.tobytes()
         assert cache.value_buffer.tobytes() == slow.values.tobytes()
         for array, expected in zip(cache.to_arrays(), slow.arrays(), strict=True):
@@ -106,7 +106,7 @@ def replay(layout: PackLayout, options: dict[str, Any], steps: list[tuple[Any, .
 
 def room_after(cache: PackedCache, remove: int, pairs: list[tuple[int, int]], add: int, expand: int) -> int:
     """What the fork makes room for where `remove` is more than there is: everything goes, yet it counts on."""
-    need = cache.past + add - remove
+    need = cache.past_length + add - remove
     if need >= 0 and all(size > 0 for _, size in pairs):
         need += sum(size for _, size in pairs)
     return need + expand if need > cache.capacity else cache.capacity
@@ -205,15 +205,15 @@ def test_numbers_that_are_none() -> None:
 def test_the_forks_outcome(remove: int, reserve: list[Any], add: int, errors: int, past: int) -> None:
     cache = filled(40, on_invalid="engine")
     assert len(cache.realloc(remove, reserve, add)) == errors
-    assert cache.past == past
+    assert cache.past_length == past
 
 
 def test_pairs_before_a_bad_one_have_been_copied() -> None:
     cache = filled(40, on_invalid="engine")
     rows = cache.to_arrays()
     cache.realloc(40, [(10, 5), (12, 3)])
-    assert cache.past == 0
-    moved = cache.layout.gather(cache.key_buffer, cache.value_buffer, 0, 5, past=5, capacity=cache.capacity)
+    assert cache.past_length == 0
+    moved = cache.layout.gather(cache.key_buffer, cache.value_buffer, 0, 5, past_length=5, capacity=cache.capacity)
     assert all(np.array_equal(a, b[:, 10:15], equal_nan=True) for a, b in zip(moved, rows, strict=True))
 
 
@@ -233,7 +233,7 @@ def test_no_room_for_a_push() -> None:
     with pytest.raises(KvmnnError, match="no room for 65 tokens behind 10"):
         cache.push(*plain(cache.layout, 65))
     cache.push(*plain(cache.layout, 64))
-    assert (cache.past, cache.capacity) == (74, 74)
+    assert (cache.past_length, cache.capacity) == (74, 74)
 
 
 @pytest.mark.parametrize(("begin", "end"), [(-1, 3), (3, 3), (5, 3), (0, 41), (40, 0), (41, 0)])
@@ -241,7 +241,7 @@ def test_erasing_what_is_not_there(begin: int, end: int) -> None:
     cache = filled(40)
     with pytest.raises(KvmnnError):
         cache.erase(begin, end)
-    assert cache.past == 40
+    assert cache.past_length == 40
 
 
 def test_erasing() -> None:
@@ -257,9 +257,9 @@ def test_erasing() -> None:
 def test_an_emptied_cache_is_allocated_anew() -> None:
     cache = filled(200)
     cache.erase(0)
-    assert (cache.past, cache.capacity) == (0, 264)
+    assert (cache.past_length, cache.capacity) == (0, 264)
     cache.append(*plain(cache.layout, 3))
-    assert (cache.past, cache.capacity) == (3, 67)
+    assert (cache.past_length, cache.capacity) == (3, 67)
 
 
 def test_upstream_drops_what_the_fork_compacts() -> None:
@@ -268,8 +268,8 @@ def test_upstream_drops_what_the_fork_compacts() -> None:
     fork.append(*row, remove=80, reserve=[(0, 32), (64, 16)])
     with pytest.warns(CacheDroppedWarning, match="drops all 80 tokens"):
         upstream.append(*row, remove=80, reserve=[(0, 32), (64, 16)])
-    assert (fork.past, fork.capacity) == (49, 144)
-    assert (upstream.past, upstream.capacity) == (1, 65)
+    assert (fork.past_length, fork.capacity) == (49, 144)
+    assert (upstream.past_length, upstream.capacity) == (1, 65)
     meta = KVMeta(80, dialect="upstream")
     meta.set_info(1, 80, [(0, 32), (64, 16)])
     assert meta.sync() == 49
@@ -280,7 +280,7 @@ def test_upstream_goes_by_the_shared_count() -> None:
     cache = filled(1, dialect="upstream")
     meta = KVMeta(49, dialect="upstream")
     cache.step(meta, *plain(cache.layout, 100))
-    assert (cache.past, cache.capacity, meta.sync()) == (101, 149 + 64, 149)
+    assert (cache.past_length, cache.capacity, meta.sync()) == (101, 149 + 64, 149)
 
 
 @pytest.mark.parametrize(
@@ -317,9 +317,9 @@ def test_upstream_copies_up_to_the_edge_of_its_buffers(begin: int, size: int, fi
         with pytest.raises(KvmnnError, match="outside its buffers"):
             cache.realloc(30, [(begin, size)])
         return
-    rows = cache.layout.gather(cache.key_buffer, cache.value_buffer, 10 + begin, size, past=104, capacity=104)
+    rows = cache.layout.gather(cache.key_buffer, cache.value_buffer, 10 + begin, size, past_length=104, capacity=104)
     cache.realloc(30, [(begin, size)])
-    assert cache.past == 10 + size
+    assert cache.past_length == 10 + size
     for part, expected in zip(cache.to_arrays(), rows, strict=True):
         assert part[:, 10:].tobytes() == expected.tobytes()
 
@@ -328,7 +328,7 @@ def test_upstream_checks_plans_unless_told_not_to() -> None:
     cache = filled(40, dialect="upstream")
     with pytest.raises(KvmnnError, match="where the pair before it ends"):
         cache.realloc(30, [(10, 5), (0, 5)])
-    check_reserve(40, 30, ((0, 5), (5, 25)), quantised=False)
+    check_reserve(40, 30, ((0, 5), (5, 25)), is_quantised=False)
 
 
 def test_adopted_buffers() -> None:
@@ -361,14 +361,14 @@ def test_reading_into_arrays() -> None:
 
 
 def test_options_that_are_none() -> None:
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=6)
-    for options in ({"dialect": "other"}, {"on_invalid": "ignore"}, {"expand_chunk": -1}, {"fresh_byte": 256}):
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=6)
+    for options in ({"dialect": "other"}, {"on_invalid": "ignore"}, {"expand_chunk": -1}, {"fill_byte": 256}):
         with pytest.raises(KvmnnError):
             PackedCache(layout, **options)
 
 
 def test_an_empty_cache() -> None:
-    cache = PackedCache(PackLayout.for_backend("arm64-fp16", kv_heads=2, head_dim=6))
+    cache = PackedCache(PackLayout.from_backend("arm64-fp16", kv_heads=2, head_dim=6))
     assert (len(cache), cache.capacity) == (0, 0)
     assert [part.shape for part in cache.to_arrays()] == [(2, 0, 6)] * 2
     with pytest.raises(KvmnnError, match="the cache is empty"):
@@ -389,7 +389,7 @@ def test_an_empty_cache() -> None:
 
 
 def test_caches_are_equal_by_geometry_and_stored_rows():
-    one, same = filled(70), filled(70, dialect="upstream", expand_chunk=8, fresh_byte=7)
+    one, same = filled(70), filled(70, dialect="upstream", expand_chunk=8, fill_byte=7)
     assert one == same and one.capacity != same.capacity
     assert one != filled(69) and one != "a cache"
     assert PackedCache(one.layout) == PackedCache(one.layout) != one
@@ -405,7 +405,7 @@ def test_caches_are_equal_by_geometry_and_stored_rows():
 )
 def test_backends_whose_buffers_are_alike_are_one_geometry(backend, equal):
     one = filled(20)
-    other = PackedCache(PackLayout.for_backend(backend, kv_heads=2, head_dim=6))
+    other = PackedCache(PackLayout.from_backend(backend, kv_heads=2, head_dim=6))
     other.append(*one.to_arrays())
     assert (one == other) is equal
 

@@ -9,7 +9,15 @@ from dataclasses import replace
 import pytest
 
 from kvmnn import KvmnnError, ManifestError, PackLayout
-from kvmnn.packed.cache_info import CacheInfo, LayerInfo, TokenIds, from_json, joined, to_dict, to_json
+from kvmnn.packed.cache_info import (
+    CacheInfo,
+    LayerInfo,
+    TokenIdsFingerprint,
+    cache_info_to_dict,
+    dump_cache_info,
+    load_cache_info,
+    merge_runs,
+)
 
 INFO = CacheInfo(
     kind="prefix",
@@ -19,13 +27,13 @@ INFO = CacheInfo(
         LayerInfo(layer=0, tokens=50, capacity=114, positions=((0, 50),)),
         LayerInfo(layer=1, tokens=25, capacity=114, positions=((0, 20), (30, 5))),
     ),
-    token_ids=TokenIds.of([1, 2, 3]),
+    token_ids=TokenIdsFingerprint.from_ids([1, 2, 3]),
     model="ab" * 32,
 )
 
 
 def test_there_and_back():
-    assert from_json(to_json(INFO), "x") == INFO
+    assert load_cache_info(dump_cache_info(INFO), "x") == INFO
     assert INFO.live_bytes == 75 * 2 * 2 * 16 * 2
 
 
@@ -59,17 +67,17 @@ def test_there_and_back():
     ],
 )
 def test_what_is_wrong_is_said(path, value, message):
-    document = json.loads(to_json(INFO))
+    document = json.loads(dump_cache_info(INFO))
     inner = document
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
     with pytest.raises(ManifestError, match=message):
-        from_json(json.dumps(document), "x")
+        load_cache_info(json.dumps(document), "x")
     if isinstance(path[-1], str):
         del inner[path[-1]]
         with pytest.raises(ManifestError, match=rf"{path[-1]}: is missing"):
-            from_json(json.dumps(document), "x")
+            load_cache_info(json.dumps(document), "x")
 
 
 ROTATED = replace(
@@ -80,10 +88,16 @@ ROTATED = replace(
 
 
 def test_rotated_k_has_both_positions() -> None:
-    assert from_json(to_json(ROTATED), "x") == ROTATED
-    assert ROTATED.layers[1].text_runs == ((0, 20), (30, 5)) and ROTATED.layers[0].text_runs == ((0, 50),)
-    assert (INFO.continues_at, ROTATED.continues_at, replace(INFO, next_position=90).continues_at) == (50, 50, 90)
-    document = to_dict(INFO)
+    assert load_cache_info(dump_cache_info(ROTATED), "x") == ROTATED
+    assert ROTATED.layers[1].text_position_runs == ((0, 20), (30, 5)) and ROTATED.layers[0].text_position_runs == (
+        (0, 50),
+    )
+    assert (
+        INFO.next_token_position,
+        ROTATED.next_token_position,
+        replace(INFO, next_position=90).next_token_position,
+    ) == (50, 50, 90)
+    document = cache_info_to_dict(INFO)
     assert "next_position" not in document and "text_positions" not in document["layers"][1]
 
 
@@ -98,35 +112,38 @@ def test_rotated_k_has_both_positions() -> None:
     ],
 )
 def test_wrong_positions_in_the_text_are_refused(path, value, message) -> None:
-    document = json.loads(to_json(ROTATED))
+    document = json.loads(dump_cache_info(ROTATED))
     inner = document
     for key in path[:-1]:
         inner = inner[key]
     inner[path[-1]] = value
     with pytest.raises(ManifestError, match=message):
-        from_json(json.dumps(document), "x")
+        load_cache_info(json.dumps(document), "x")
 
 
 @pytest.mark.parametrize("text", ["", "[", "[1]", '{"a": 1, "a": 2}', "[" * 100_000, b"\xff"])
 def test_what_is_no_document(text):
     with pytest.raises(ManifestError, match=r"x: (is not valid JSON|document: found)"):
-        from_json(text, "x")
+        load_cache_info(text, "x")
 
 
 def test_keys_that_are_not_known_are_passed_over():
-    assert from_json(json.dumps(to_dict(INFO) | {"later": 1}), "x") == INFO
+    assert load_cache_info(json.dumps(cache_info_to_dict(INFO) | {"later": 1}), "x") == INFO
 
 
 @pytest.mark.parametrize("ids", [[], [[1]], [1.5], [-1], [2**32], ["1"], [True]])
 def test_token_ids_are_a_list_of_words(ids):
     with pytest.raises(KvmnnError, match=r"token ids: (number 1: )?expected"):
-        TokenIds.of(ids)
+        TokenIdsFingerprint.from_ids(ids)
 
 
 def test_runs_are_joined():
-    assert joined([(0, 2), (2, 3), (9, 1), (10, 1), (4, 1)]) == ((0, 5), (9, 2), (4, 1))
+    assert merge_runs([(0, 2), (2, 3), (9, 1), (10, 1), (4, 1)]) == ((0, 5), (9, 2), (4, 1))
 
 
 def test_token_ids_of_32_bits_are_hashed_as_little_endian_words() -> None:
     ids = [5, 2**31, 2**32 - 1]
-    assert TokenIds.of(ids).sha256 == hashlib.sha256(b"".join(each.to_bytes(4, "little") for each in ids)).hexdigest()
+    assert (
+        TokenIdsFingerprint.from_ids(ids).sha256
+        == hashlib.sha256(b"".join(each.to_bytes(4, "little") for each in ids)).hexdigest()
+    )

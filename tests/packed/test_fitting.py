@@ -6,51 +6,57 @@ import pytest
 
 from kvmnn.errors import SourceError
 from kvmnn.packed.backends import BACKENDS
-from kvmnn.packed.fitting import Geometry, _first_misfit, the_fit
+from kvmnn.packed.fitting import PackedGeometry, _find_first_mismatch, infer_layout
 from kvmnn.packed.layout import PackLayout
 
 
 def test_what_is_said_stays_and_what_is_not_is_taken() -> None:
-    said = Geometry(kv_heads=2, dtype="fp16", lP=2, hP=8)
-    other = Geometry(kv_heads=4, head_dim=64, dtype="fp32", backend="x86-avx2", flash_block="none", lP=1, hP=4)
-    assert said.or_else(other) == Geometry(kv_heads=2, head_dim=64, dtype="fp16", lP=2, hP=8, flash_block="none")
-    assert other.or_else(said) == other
-    assert Geometry().or_else(other) == other
+    said = PackedGeometry(kv_heads=2, dtype="fp16", lP=2, hP=8)
+    other = PackedGeometry(kv_heads=4, head_dim=64, dtype="fp32", backend="x86-avx2", flash_block="none", lP=1, hP=4)
+    assert said.merge_defaults(other) == PackedGeometry(
+        kv_heads=2, head_dim=64, dtype="fp16", lP=2, hP=8, flash_block="none"
+    )
+    assert other.merge_defaults(said) == other
+    assert PackedGeometry().merge_defaults(other) == other
 
 
 def test_pack_numbers_of_another_are_not_mixed_with_a_backend() -> None:
-    backend, numbers = Geometry(backend="arm64-fp16"), Geometry(dtype="fp32", lP=1, hP=4)
-    assert backend.or_else(numbers) == backend
-    assert numbers.or_else(backend) == numbers
-    assert Geometry(hP=4).or_else(backend) == Geometry(hP=4)
-    assert Geometry(lP=1).or_else(numbers) == numbers
+    backend, numbers = PackedGeometry(backend="arm64-fp16"), PackedGeometry(dtype="fp32", lP=1, hP=4)
+    assert backend.merge_defaults(numbers) == backend
+    assert numbers.merge_defaults(backend) == numbers
+    assert PackedGeometry(hP=4).merge_defaults(backend) == PackedGeometry(hP=4)
+    assert PackedGeometry(lP=1).merge_defaults(numbers) == numbers
 
 
 def test_either_pack_number_alone_chooses() -> None:
-    both = {(layout.lP, layout.hP) for _, layout in Geometry(kv_heads=1, head_dim=4).candidates()}
+    both = {(layout.lP, layout.hP) for _, layout in PackedGeometry(kv_heads=1, head_dim=4).list_candidates()}
     assert len(both) > 2 and len(BACKENDS) > 2
     for lP, hP in both:
         for known in ({"lP": lP}, {"hP": hP}, {"lP": lP, "hP": hP}):
-            found = [layout for _, layout in Geometry(kv_heads=1, head_dim=4, **known).candidates()]
+            found = [layout for _, layout in PackedGeometry(kv_heads=1, head_dim=4, **known).list_candidates()]
             assert found
             assert all(getattr(layout, name) == value for layout in found for name, value in known.items())
 
 
 def test_three_layouts_are_counted_and_one_says_what_does_not_fit() -> None:
-    three = Geometry(kv_heads=2, head_dim=6, dtype="fp16", flash_block=64)
+    three = PackedGeometry(kv_heads=2, head_dim=6, dtype="fp16", flash_block=64)
     with pytest.raises(
         SourceError, match=r"^x: K and V files of 7 and 7 bytes fit none of the 3 layouts known for 2 kv"
     ):
-        the_fit("x", three, [(7, 7)])
+        infer_layout("x", three, [(7, 7)])
     with pytest.raises(SourceError, match=r"^x: .*K file of 7 bytes is not a whole number"):
-        the_fit("x", Geometry(kv_heads=2, head_dim=6, backend="arm64-fp16"), [(7, 7)])
+        infer_layout("x", PackedGeometry(kv_heads=2, head_dim=6, backend="arm64-fp16"), [(7, 7)])
 
 
 def test_the_layer_that_is_named_is_the_first_that_does_not_fit() -> None:
     """Where each fits by itself it is the first."""
-    layout = PackLayout.for_backend("x86-sse", kv_heads=1, head_dim=4)
+    layout = PackLayout.from_backend("x86-sse", kv_heads=1, head_dim=4)
     good = packed_sizes(layout)
-    assert [_first_misfit([layout], sizes) for sizes in ([good], [good, (1, 1), good], [(1, 1), good])] == [0, 1, 0]
+    assert [_find_first_mismatch([layout], sizes) for sizes in ([good], [good, (1, 1), good], [(1, 1), good])] == [
+        0,
+        1,
+        0,
+    ]
 
 
 def packed_sizes(layout: PackLayout) -> tuple[int, int]:

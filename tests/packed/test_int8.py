@@ -14,7 +14,7 @@ from kvmnn import KvmnnError, PackedCache, PackLayout
 
 
 def state(cache: PackedCache) -> tuple[Any, ...]:
-    return cache.past, cache.capacity, cache.key_buffer.tobytes(), cache.value_buffer.tobytes()
+    return cache.past_length, cache.capacity, cache.key_buffer.tobytes(), cache.value_buffer.tobytes()
 
 
 @settings(max_examples=60, deadline=None)
@@ -60,7 +60,7 @@ def test_int8_is_the_model(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", ["x86-avx2", "x86-avx512", "arm64-fp32", "generic", "arm64-sme2-fp32", "arm32-fp32"])
 def test_int8_comes_back_less_the_channel_maximum(name: str) -> None:
-    layout = PackLayout.for_backend(name, kv_heads=2, head_dim=24, int8_keys=True, int8_values=True)
+    layout = PackLayout.from_backend(name, kv_heads=2, head_dim=24, int8_keys=True, int8_values=True)
     cache = PackedCache(layout)
     rng = np.random.default_rng(3)
     rows = [rng.standard_normal((2, 90, 24)).astype(np.float32) for _ in "kv"]
@@ -73,24 +73,24 @@ def test_int8_comes_back_less_the_channel_maximum(name: str) -> None:
     assert (np.abs(keys - shifted) <= 0.51 * step).all()
     step = (rows[1].max(axis=1) - rows[1].min(axis=1))[:, None] / 255
     assert (np.abs(values - rows[1]) <= 0.51 * step).all()
-    assert len(layout.unrecoverable) == 2
-    assert "maxim" in layout.unrecoverable[0]
-    assert PackLayout.for_backend(name, kv_heads=2, head_dim=24).unrecoverable == ()
+    assert len(layout.unrecoverable_parts) == 2
+    assert "maxim" in layout.unrecoverable_parts[0]
+    assert PackLayout.from_backend(name, kv_heads=2, head_dim=24).unrecoverable_parts == ()
 
 
 def test_int8_keys_beside_float_values() -> None:
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=10, int8_keys=True)
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=10, int8_keys=True)
     cache = PackedCache(layout)
     rows = [np.random.default_rng(1).standard_normal((2, 20, 10)).astype(np.float32) for _ in "kv"]
     cache.append(*rows)
     assert np.array_equal(cache.to_arrays()[1], rows[1])
-    assert len(layout.unrecoverable) == 1
-    assert layout.capacity_of(cache.key_buffer.size, cache.value_buffer.size) >= cache.capacity
+    assert len(layout.unrecoverable_parts) == 1
+    assert layout.infer_capacity(cache.key_buffer.size, cache.value_buffer.size) >= cache.capacity
 
 
 def test_a_first_step_of_one_token_leaves_nothing_of_its_key() -> None:
     """The maxima rise in steps of several tokens only; before, keys are taken against the least float."""
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True, int8_values=True)
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True, int8_values=True)
     cache = PackedCache(layout)
     cache.append(np.ones((1, 1, 8), np.float32), np.ones((1, 1, 8), np.float32))
     keys, values = cache.to_arrays()
@@ -99,7 +99,7 @@ def test_a_first_step_of_one_token_leaves_nothing_of_its_key() -> None:
 
 
 def test_int8_and_plans() -> None:
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True)
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True)
     rows = [np.random.default_rng(1).standard_normal((1, 20, 8)).astype(np.float32) for _ in "kv"]
     cache, engine = PackedCache(layout), PackedCache(layout, on_invalid="engine")
     cache.append(*rows)
@@ -109,12 +109,12 @@ def test_int8_and_plans() -> None:
     engine.realloc(5, [(0, 2)])
     cache.realloc(5)
     assert state(cache) == state(engine)
-    assert cache.past == 15
+    assert cache.past_length == 15
 
 
 def test_adopted_int8_stays_adopted_when_it_grows() -> None:
     """Room for more does not bring back maxima that are in no file; a fresh cache has them from its first room on."""
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True)
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True)
     rows = [np.random.default_rng(1).standard_normal((1, 5, 8)).astype(np.float32) for _ in "kv"]
     cache = PackedCache(layout)
     cache.realloc(add=5)
@@ -127,13 +127,13 @@ def test_adopted_int8_stays_adopted_when_it_grows() -> None:
         adopted.push(*rows)
     for part, before in zip(adopted.to_arrays(), cache.to_arrays(), strict=True):
         assert part.tobytes() == before.tobytes()
-    plain = PackedCache(PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8))
+    plain = PackedCache(PackLayout.from_backend("x86-avx2", kv_heads=1, head_dim=8))
     plain.realloc(add=5)
     assert plain.int8_sums is None
 
 
 def test_int8_that_cannot_be_made() -> None:
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True)
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=1, head_dim=8, int8_keys=True)
     cache = PackedCache(layout)
     rows = [np.ones((1, 5, 8), np.float32) for _ in "kv"]
     cache.append(*rows)
@@ -144,14 +144,14 @@ def test_int8_that_cannot_be_made() -> None:
             call(*rows)
     assert state(adopted) == before
     adopted.append(*rows, remove=5)
-    assert adopted.past == 5
+    assert adopted.past_length == 5
     for call in (
         lambda: layout.pack(*rows),
-        lambda: layout.scatter(*rows, cache.key_buffer, cache.value_buffer, 0, past=5, capacity=69),
-        lambda: layout.zero(cache.key_buffer, cache.value_buffer, 0, 5, past=5, capacity=69),
+        lambda: layout.scatter(*rows, cache.key_buffer, cache.value_buffer, 0, past_length=5, capacity=69),
+        lambda: layout.zero(cache.key_buffer, cache.value_buffer, 0, 5, past_length=5, capacity=69),
     ):
         with pytest.raises(KvmnnError, match="made by appending"):
             call()
-    half = PackedCache(PackLayout.for_backend("arm64-fp16", kv_heads=1, head_dim=8, int8_keys=True))
+    half = PackedCache(PackLayout.from_backend("arm64-fp16", kv_heads=1, head_dim=8, int8_keys=True))
     with pytest.raises(KvmnnError, match="for fp32 only"):
         half.append(*(row.astype(np.float16) for row in rows))

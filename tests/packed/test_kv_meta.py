@@ -10,7 +10,7 @@ from kvmnn import KVMeta, KvmnnError
 def test_counts_of_a_step() -> None:
     meta = KVMeta(100)
     meta.set_info(3, 500, [(0, 10), (20, 5)])
-    assert (meta.add, meta.remove, meta.reserve_size()) == (3, 100, 15)
+    assert (meta.add, meta.remove, meta.compute_reserve_size()) == (3, 100, 15)
     assert meta.sync() == 100 - 100 + 3 + 15
     assert (meta.add, meta.remove, meta.reserve) == (0, 0, ())
 

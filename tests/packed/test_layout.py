@@ -78,11 +78,11 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
     ],
 )
 def test_backends(name: str, expected: tuple[Any, ...]) -> None:
-    layout = PackLayout.for_backend(name, kv_heads=8, head_dim=128)
+    layout = PackLayout.from_backend(name, kv_heads=8, head_dim=128)
     found = layout.dtype, layout.eP, layout.lP, layout.hP, layout.eP8, layout.lP8, layout.hP8
     assert found == expected
     assert layout.flash_block == 64
-    assert PackLayout.for_backend(name, kv_heads=8, head_dim=128, flash=False).flash_block is None
+    assert PackLayout.from_backend(name, kv_heads=8, head_dim=128, flash=False).flash_block is None
     assert BACKENDS[name].source
 
 
@@ -90,7 +90,7 @@ def test_backends_are_all_tested_and_others_refused() -> None:
     marks = test_backends.pytestmark[0].args[1]
     assert {name for name, _ in marks} == set(BACKENDS)
     with pytest.raises(KvmnnError, match="unknown backend 'x86'"):
-        PackLayout.for_backend("x86", kv_heads=1, head_dim=1)
+        PackLayout.from_backend("x86", kv_heads=1, head_dim=1)
 
 
 def test_eP_enters_nothing() -> None:
@@ -101,7 +101,7 @@ def test_eP_enters_nothing() -> None:
 
 
 def test_repr_evaluates_to_the_layout() -> None:
-    layout = PackLayout.for_backend("arm64-fp16", kv_heads=8, head_dim=128, int8_keys=True)
+    layout = PackLayout.from_backend("arm64-fp16", kv_heads=8, head_dim=128, int8_keys=True)
     assert eval(repr(layout)) == layout
 
 
@@ -153,19 +153,19 @@ def test_sizes_strides_and_indexes(layout: PackLayout, capacity: int) -> None:
 
 @given(layouts(), st.integers(1, 300))
 def test_capacity_from_sizes_places_tokens_alike(layout: PackLayout, capacity: int) -> None:
-    found = layout.capacity_of(layout.key_bytes(capacity), layout.value_bytes(capacity))
+    found = layout.infer_capacity(layout.key_bytes(capacity), layout.value_bytes(capacity))
     assert found >= capacity
     tokens, dims = np.arange(capacity)[:, None], np.arange(layout.head_dim)
     assert same(layout.value_index(tokens, dims, capacity), layout.value_index(tokens, dims, found))
     assert layout.key_bytes(found) == layout.key_bytes(capacity)
     for sizes in ((layout.key_bytes(found) + 1, layout.value_bytes(found)), (layout.key_bytes(found), 0)):
         with pytest.raises(KvmnnError, match="no capacity"):
-            layout.capacity_of(*sizes)
+            layout.infer_capacity(*sizes)
 
 
 def test_the_engine_reads_114_back_as_116() -> None:
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=16)
-    assert layout.capacity_of(layout.key_bytes(114), layout.value_bytes(114)) == 116
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=16)
+    assert layout.infer_capacity(layout.key_bytes(114), layout.value_bytes(114)) == 116
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_ranges_are_the_model(layout: PackLayout, data: st.DataObject) -> None:
     cache.push(*(part.view(f"<u{layout.itemsize}") for part in plain))
     buffers = cache.keys.reshape(-1).view(np.uint8), cache.values.reshape(-1).view(np.uint8)
     before = [buffer.copy() for buffer in buffers]
-    where = {"past": past, "capacity": capacity}
+    where = {"past_length": past, "capacity": capacity}
     got = layout.gather(*buffers, start, count, **where)
     assert all(same(a, b[:, start : start + count]) for a, b in zip(got, plain, strict=True))
     layout.zero(*buffers, start, count, **where)
@@ -238,7 +238,7 @@ def test_ranges_are_the_model(layout: PackLayout, data: st.DataObject) -> None:
 @pytest.mark.parametrize("misaligned", [0, 4, 16])
 def test_large_outputs_are_written_alike(name: str, misaligned: int) -> None:
     """Above eight MiB another way of writing takes over; a head at a time is below."""
-    layout = PackLayout.for_backend(name, kv_heads=6, head_dim=128)
+    layout = PackLayout.from_backend(name, kv_heads=6, head_dim=128)
     tokens = (9 << 20) // (6 * 128 * layout.itemsize) + 13
     plain = rows(layout, tokens)
     capacity = tokens + 5
@@ -248,7 +248,7 @@ def test_large_outputs_are_written_alike(name: str, misaligned: int) -> None:
 
     out = memory(layout.key_bytes(capacity)), memory(layout.value_bytes(capacity))
     layout.pack(*plain, capacity=capacity, out=out, padding="keep")
-    one = PackLayout.for_backend(name, kv_heads=1, head_dim=128)
+    one = PackLayout.from_backend(name, kv_heads=1, head_dim=128)
     for head in range(6):
         small = tuple(np.full(size, 0x77, np.uint8) for size in (one.key_bytes(capacity), one.value_bytes(capacity)))
         one.pack(*(part[head : head + 1] for part in plain), capacity=capacity, out=small, padding="keep")
@@ -261,7 +261,7 @@ def test_large_outputs_are_written_alike(name: str, misaligned: int) -> None:
 
 def test_the_order_of_the_engine_is_read_without_a_copy() -> None:
     """K and V come from the model as [token, head, dim]; a transposed view is enough."""
-    layout = PackLayout.for_backend("x86-avx512", kv_heads=3, head_dim=10)
+    layout = PackLayout.from_backend("x86-avx512", kv_heads=3, head_dim=10)
     plain = rows(layout, 33)
     turned = [np.ascontiguousarray(part.transpose(1, 0, 2)).transpose(1, 0, 2) for part in plain]
     wide = [np.repeat(part, 2, axis=2)[:, :, ::2] for part in plain]
@@ -275,13 +275,13 @@ def test_the_order_of_the_engine_is_read_without_a_copy() -> None:
 
 
 def test_default_capacity_is_the_engines() -> None:
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=16)
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=16)
     made = layout.pack(*rows(layout, 50))
     assert (made[0].size, made[1].size) == (layout.key_bytes(114), layout.value_bytes(114))
 
 
 def test_no_tokens() -> None:
-    layout = PackLayout.for_backend("arm64-fp16", kv_heads=2, head_dim=16)
+    layout = PackLayout.from_backend("arm64-fp16", kv_heads=2, head_dim=16)
     made = layout.pack(*rows(layout, 0))
     assert not made[0].any()
     assert [part.shape for part in layout.unpack(*made, 0)] == [(2, 0, 16)] * 2
@@ -292,7 +292,7 @@ def test_no_tokens() -> None:
 
 @pytest.fixture
 def packed() -> tuple[PackLayout, np.ndarray, np.ndarray]:
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=2, head_dim=6)
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=2, head_dim=6)
     return layout, *layout.pack(*rows(layout, 10), capacity=20)
 
 
@@ -314,9 +314,9 @@ def test_ranges_outside(packed: Any, start: int, count: int, past: int, capacity
     layout, keys, values = packed
     before = keys.tobytes(), values.tobytes()
     with pytest.raises(KvmnnError, match=message):
-        layout.gather(keys, values, start, count, past=past, capacity=capacity)
+        layout.gather(keys, values, start, count, past_length=past, capacity=capacity)
     with pytest.raises(KvmnnError, match=message):
-        layout.zero(keys, values, start, count, past=past, capacity=capacity)
+        layout.zero(keys, values, start, count, past_length=past, capacity=capacity)
     assert (keys.tobytes(), values.tobytes()) == before
 
 
@@ -324,14 +324,14 @@ def test_hostile_numbers_are_integers(packed: Any) -> None:
     layout, keys, values = packed
     for start, count in ((0.0, 1), (0, 1.0), (True, 1), ("0", 1), (0, None)):
         with pytest.raises(TypeError, match="must be an integer"):
-            layout.gather(keys, values, start, count, past=10, capacity=20)
+            layout.gather(keys, values, start, count, past_length=10, capacity=20)
     with pytest.raises(LimitError):
         layout.pack(*rows(layout, 1), capacity=2**50)
 
 
 def test_buffers_that_do_not_fit(packed: Any) -> None:
     layout, keys, values = packed
-    where: dict[str, int] = {"past": 10, "capacity": 20}
+    where: dict[str, int] = {"past_length": 10, "capacity": 20}
     with pytest.raises(KvmnnError, match="key_buffer has"):
         layout.gather(keys[:-1], values, 0, 1, **where)
     with pytest.raises(KvmnnError, match="value_buffer has"):
@@ -358,7 +358,7 @@ def test_rows_that_do_not_fit(packed: Any) -> None:
         (good[0].tobytes()[:-1], "whole number of tokens"),
     ):
         with pytest.raises(KvmnnError, match=message):
-            layout.scatter(bad, good[1], keys, values, 0, past=10, capacity=20)
+            layout.scatter(bad, good[1], keys, values, 0, past_length=10, capacity=20)
         with pytest.raises(KvmnnError, match=message):
             layout.pack(bad, good[1])
     with pytest.raises(KvmnnError, match="capacity is 2"):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from kvmnn import KvmnnError
-from kvmnn.packed.reserve import Outcome, upstream_outcome
+from kvmnn.packed.reserve import CompactionOutcome, simulate_upstream
 
 
-def outcome(pairs: tuple[tuple[int, int], ...], past: int = 10, remove: int = 4) -> Outcome:
-    return upstream_outcome(past, remove, pairs, 0, False, 10, 16)
+def outcome(pairs: tuple[tuple[int, int], ...], past: int = 10, remove: int = 4) -> CompactionOutcome:
+    return simulate_upstream(past, remove, pairs, 0, False, 10, 16)
 
 
 def test_a_pair_of_no_tokens_copies_nothing_and_is_not_looked_at() -> None:
-    assert outcome(((0, 2), (3, 0), (5, 1))) == Outcome(5, ((6, 6, 2), (11, 8, 1)), 9)
-    assert outcome(((0, 1), (-100, 0))) == Outcome(5, ((6, 6, 1),), 7)
+    assert outcome(((0, 2), (3, 0), (5, 1))) == CompactionOutcome(5, ((6, 6, 2), (11, 8, 1)), 9)
+    assert outcome(((0, 1), (-100, 0))) == CompactionOutcome(5, ((6, 6, 1),), 7)
 
 
 def test_copies_end_with_the_buffer() -> None:

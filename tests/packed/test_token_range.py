@@ -8,13 +8,13 @@ import pytest
 from kvmnn import KvmnnError, PackLayout
 from kvmnn.packed.token_range import TokenRange
 
-LAYOUT = PackLayout.for_backend("x86-avx2", kv_heads=1, head_dim=8)
+LAYOUT = PackLayout.from_backend("x86-avx2", kv_heads=1, head_dim=8)
 CAPACITY = 16
 
 
 def of(start: int, count: int, past: int = 10) -> TokenRange:
     buffers = (np.zeros(size, np.uint8) for size in (LAYOUT.key_bytes(CAPACITY), LAYOUT.value_bytes(CAPACITY)))
-    return TokenRange.of(LAYOUT, *buffers, start, count, past=past, capacity=CAPACITY)
+    return TokenRange.from_buffers(LAYOUT, *buffers, start, count, past_length=past, capacity=CAPACITY)
 
 
 def test_ranges_inside() -> None:

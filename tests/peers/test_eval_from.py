@@ -58,7 +58,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def ids() -> list[int]:
     """The first tokens of the text, bos included."""
-    return [0, *Tokenizer.open(LM).encode(TEXT.read_text())[: HELD - 1].tolist()]
+    return [0, *Tokenizer.open_for_model(LM).encode(TEXT.read_text())[: HELD - 1].tolist()]
 
 
 # Nats and distances at most: of f32 they are llama.cpp's own rounding (its GELU is a table in fp16).

@@ -12,7 +12,7 @@ import pytest
 from repository import FIXTURES
 
 import kvmnn
-from kvmnn.evaluation import Settings, evaluate
+from kvmnn.evaluation import EvaluationSettings, evaluate
 from kvmnn.lm import Tokenizer
 from kvmnn.lm.documents import read_document
 
@@ -91,11 +91,11 @@ def test_a_generator(folder: Path) -> None:
 def test_eval_goes_on_from_a_generator(folder: Path) -> None:
     """Of the text's first 40 tokens K and V are the model's own, up to the last bits: steps were of other sizes."""
     text = FIXTURES / "lm" / "texts" / "trace.py.txt"
-    ids = read_document(text, Tokenizer.open(FIXTURES / "lm"), 40).ids
+    ids = read_document(text, Tokenizer.open_for_model(FIXTURES / "lm"), 40).ids
     generator = generator_behind(folder, ids)
-    settings = Settings(tokens=104, chunk=8, timing=False)
-    result = evaluate(FIXTURES / "lm", text, settings=settings, jobs=0, start=generator, token_ids=ids)
+    settings = EvaluationSettings(tokens=104, chunk=8, timing=False)
+    result = evaluate(FIXTURES / "lm", text, settings=settings, jobs=0, initial_source=generator, token_ids=ids)
     full, begun = result.rows
     assert full.tokens == begun.tokens == 104 - len(ids) and abs(begun.versus_full.nll) < 1e-4
     assert result.start is not None and result.start.tokens == (len(ids),) * 6
-    assert 0 < max(each.relative for each in result.start.distances) < 1e-4
+    assert 0 < max(each.relative_distance for each in result.start.distances) < 1e-4

@@ -82,7 +82,7 @@ def test_in_memory_and_back(dtype: str, shape: tuple[int, ...]) -> None:
     again = kvmnn.to_cache(kvmnn.open(cache))
     assert isinstance(again, transformers.DynamicCache)
     assert_same(kvmnn.open(again), pairs, dtype)
-    returned = kvmnn.to_cache(cache, pairs=True)
+    returned = kvmnn.to_cache(cache, return_pairs=True)
     assert isinstance(returned, tuple) and returned[0][0].dtype == pairs[0][0].dtype
     assert_same(kvmnn.open(transformers.DynamicCache(returned)), pairs, dtype)
 

@@ -114,7 +114,7 @@ def test_gaps_and_sliding_windows_are_restored(tmp_path: Path, run: Any, archite
     source = kvmnn.open(path, ReadOptions(packed=PackedOptions(model=str(model))))
     cache = source.engine_cache
     assert cache is not None
-    assert cache.runs == (((0, 10), (20, 30)) if architecture == "llama" else ((0, 50),))
+    assert cache.position_runs == (((0, 10), (20, 30)) if architecture == "llama" else ((0, 50),))
     assert cache.details["caches"] == (2 if architecture == "gemma2" else 1)
     assert cache.details["v_transposed"] is not flash
     found = []
@@ -148,7 +148,7 @@ def test_blocks_are_the_numbers_that_gguf_makes_of_them(tmp_path: Path, model: P
         engine.feed(drawn(30))
         path = engine.save(tmp_path / "x.session", drawn(30))
     said = PackedOptions(model=str(model))
-    blocks = kvmnn.open(path, ReadOptions(packed=said, engine=EngineOptions(blocks=True)))["layer_1.key"].to_numpy()
+    blocks = kvmnn.open(path, ReadOptions(packed=said, engine=EngineOptions(raw_blocks=True)))["layer_1.key"].to_numpy()
     rows = blocks.reshape(len(blocks), -1)
     expected = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[kind.upper()])
     found = kvmnn.open(path, ReadOptions(packed=said))["layer_1.key"].to_numpy()

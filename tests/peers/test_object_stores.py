@@ -89,7 +89,7 @@ def test_a_zarr_store(engine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         source = kvmnn.open(url)
         assert source.names == tuple(arrays)
         assert all((source[name].to_numpy() == arrays[name]).all() for name in arrays)
-        assert verify_store(url).proof == "sha256" and restore_store(url, tmp_path / "x.npz").verified
+        assert verify_store(url).proof == "sha256" and restore_store(url, tmp_path / "x.npz").is_verified
         with pytest.raises(OutputError, match="exists already"):
             encode_store(kvmnn.open(arrays), url)
         for wrong in (f"{begin}/none.zarr", f"{begin.replace(BUCKET, 'nobody-has-it')}/x.zarr"):

@@ -18,7 +18,7 @@ from repository import FIXTURES
 from transformers import DynamicCache
 
 from kvmnn.lm.runner import Runner
-from kvmnn.policies import create
+from kvmnn.policies import create_policy
 
 FIXTURE = FIXTURES / "lm"
 EXPECTED = json.loads((FIXTURE / "expected.json").read_text(encoding="utf-8"))["peer_check"]
@@ -72,37 +72,37 @@ def each_head(attention):
 
 CASES = {
     "full": (None, None, (), None),
-    "recent": (recent, None, (), create("recent_only", budget=BUDGET, skip_layers=())),
-    "streaming": (streaming, None, (), create("streaming", budget=BUDGET, sink=4)),
+    "recent": (recent, None, (), create_policy("recent_only", budget=BUDGET, skip_layers=())),
+    "streaming": (streaming, None, (), create_policy("streaming", budget=BUDGET, sink=4)),
     "l2_low": (
         partial(l2, highest=False),
         None,
         (),
-        create("l2_fixed", budget=BUDGET, recent_ratio=0.5, strategy="keep_low", skip_layers=()),
+        create_policy("l2_fixed", budget=BUDGET, recent_ratio=0.5, strategy="keep_low", skip_layers=()),
     ),
     "l2_high": (
         partial(l2, highest=True),
         None,
         (),
-        create("l2_fixed", budget=BUDGET, recent_ratio=0.5, strategy="keep_high", skip_layers=()),
+        create_policy("l2_fixed", budget=BUDGET, recent_ratio=0.5, strategy="keep_high", skip_layers=()),
     ),
     "l2_low skip01": (
         partial(l2, highest=False),
         None,
         (0, 1),
-        create("l2_fixed", budget=BUDGET, recent_ratio=0.5, strategy="keep_low", skip_layers=(0, 1)),
+        create_policy("l2_fixed", budget=BUDGET, recent_ratio=0.5, strategy="keep_low", skip_layers=(0, 1)),
     ),
     "h2o": (
         partial(h2o, sink=4),
         all_heads,
         (),
-        create("h2o_decayed", budget=BUDGET, sink=4, recent=HALF, decay=1.0),
+        create_policy("h2o_decayed", budget=BUDGET, sink=4, recent=HALF, decay=1.0),
     ),
     "h2o_head": (
         partial(h2o, sink=0),
         each_head,
         (),
-        create("h2o_decayed_heads", budget=BUDGET, sink=0, recent=HALF, decay=1.0),
+        create_policy("h2o_decayed_heads", budget=BUDGET, sink=0, recent=HALF, decay=1.0),
     ),
 }
 
@@ -141,7 +141,7 @@ def cut(array, kept):
 def loss_in_kvmnn(session, ids, policy):
     runner, total = Runner(session, policy), 0.0
     for token, target in pairwise(ids):
-        logits = runner.feed([token])[0].astype(np.float64)
+        logits = runner.step([token])[0].astype(np.float64)
         logits -= logits.max()
         total += np.log(np.exp(logits).sum()) - logits[target]
     return total / (len(ids) - 1)

@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from kvmnn.lm.runner import Runner
-from kvmnn.policies import LayerView, create
+from kvmnn.policies import LayerState, create_policy
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # a dependency of kvpress imports what Python 3.13 has no more
@@ -81,8 +81,8 @@ def kept_by(decoder, ids, full, press):
 
 def scores_of(policy, keys, attention):
     """What `policy` ranks by, ``[head, token]``, higher first."""
-    if policy.needs == "head scores":
-        return policy.column_sums(attention, len(keys))
+    if policy.requires == "head scores":
+        return policy.sum_columns(attention, len(keys))
     return -np.sqrt((keys.astype(np.float64) ** 2).sum(-1))
 
 
@@ -102,22 +102,22 @@ def assert_same_tokens(ours, theirs, scores, layer):
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize(("name", "kind"), [("knorm", KnormPress), ("observed_attention", ObservedAttentionPress)])
 def test_ranking_presses(decoder, ids, full, name, kind, ratio):
-    policy = create(name, keep_ratio=1 - ratio)
+    policy = create_policy(name, keep_ratio=1 - ratio)
     theirs = kept_by(decoder, ids, full, kind(compression_ratio=ratio))
     for layer, (keys, attention) in enumerate(zip(*full, strict=True)):
         scores = scores_of(policy, keys, attention)
-        seen = scores.astype(np.float32) if policy.needs == "head scores" else None
-        ours = policy.keep(LayerView(tokens=TOKENS, layer=layer, keys=keys, scores=seen))
+        seen = scores.astype(np.float32) if policy.requires == "head scores" else None
+        ours = policy.select_or_all(LayerState(tokens=TOKENS, layer=layer, keys=keys, scores=seen))
         assert_same_tokens(ours, theirs[layer], scores, layer)
 
 
 @pytest.mark.parametrize("ratio", RATIOS)
 @pytest.mark.parametrize("sink", [1, 4, 16])
 def test_streaming_press(decoder, ids, full, ratio, sink):
-    policy = create("streaming_press", keep_ratio=1 - ratio, sink=sink)
+    policy = create_policy("streaming_press", keep_ratio=1 - ratio, sink=sink)
     theirs = kept_by(decoder, ids, full, StreamingLLMPress(compression_ratio=ratio, n_sink=sink))
     for layer, keys in enumerate(full[0]):
-        ours = policy.keep(LayerView(tokens=TOKENS, layer=layer, keys=keys))
+        ours = policy.select_or_all(LayerState(tokens=TOKENS, layer=layer, keys=keys))
         for row in theirs[layer]:
             np.testing.assert_array_equal(np.sort(row), ours)
 
@@ -133,11 +133,11 @@ def test_streaming_press(decoder, ids, full, ratio, sink):
 def test_the_runner_keeps_what_the_press_keeps(session, decoder, ids, full, name, kind, options):
     """End to end: onnxruntime's keys and attention, kvmnn's cache."""
     theirs = kept_by(decoder, ids, full, kind(compression_ratio=0.5))
-    policy = create(name, keep_ratio=0.5, **options)
+    policy = create_policy(name, keep_ratio=0.5, **options)
     runner = Runner(session, policy)
-    runner.feed(ids)
+    runner.step(ids)
     for layer, (keys, attention) in enumerate(zip(*full, strict=True)):
-        ours = np.broadcast_to(runner.cache.positions(layer), theirs[layer].shape)
+        ours = np.broadcast_to(runner.cache.get_positions(layer), theirs[layer].shape)
         if name == "streaming_press":
             np.testing.assert_array_equal(ours, np.sort(theirs[layer]))
         else:

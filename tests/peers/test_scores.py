@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from kvmnn.lm.runner import Runner
-from kvmnn.policies import create
+from kvmnn.policies import create_policy
 
 TOKENS = 160
 POLICIES = {
-    "one set, never cut": create("h2o_decayed", budget=4 * TOKENS, decay=1.0),
-    "one set": create("h2o_decayed", budget=48, recent=16, decay=1.0),
-    "one set, fading": create("h2o_decayed", budget=48, recent=16, decay=0.9),
-    "a set for each head": create("h2o_decayed_heads", budget=48, sink=0, recent=24, decay=1.0),
-    "a set for each head, fading": create("h2o_decayed_heads", budget=48, recent=16, decay=0.9),
-    "the authors' form": create("h2o_heads", budget=48, recent=24),
+    "one set, never cut": create_policy("h2o_decayed", budget=4 * TOKENS, decay=1.0),
+    "one set": create_policy("h2o_decayed", budget=48, recent=16, decay=1.0),
+    "one set, fading": create_policy("h2o_decayed", budget=48, recent=16, decay=0.9),
+    "a set for each head": create_policy("h2o_decayed_heads", budget=48, sink=0, recent=24, decay=1.0),
+    "a set for each head, fading": create_policy("h2o_decayed_heads", budget=48, recent=16, decay=0.9),
+    "the authors' form": create_policy("h2o_heads", budget=48, recent=24),
 }
 
 
@@ -56,17 +56,17 @@ class Track:
 @pytest.mark.parametrize("name", POLICIES)
 def test_sums_of_attention(session, decoder, ids, name, size):
     policy = POLICIES[name]
-    shared = policy.needs == "scores"
+    shared = policy.requires == "scores"
     runner = Runner(session, policy)
     tracks = [Track(decoder.heads, decoder.head_dim) for _ in range(decoder.layers)]
     for first in range(0, TOKENS, size):
         chunk, positions = ids[first : first + size], np.arange(first, first + size)
-        runner.feed(chunk)
+        runner.step(chunk)
         step = decoder.step(chunk, positions, [(track.keys, track.values) for track in tracks])
         for layer, track in enumerate(tracks):
             fade = getattr(policy, "decay", 1.0) ** size
-            track.add(step.present[layer], step.attentions[layer], positions, fade, shared)
-            track.cut(np.broadcast_to(runner.cache.positions(layer), (decoder.heads, runner.cache.tokens[layer])))
-            found = np.broadcast_to(runner.cache.scores(layer), track.scores.shape)
+            track.add(step.present_pairs[layer], step.attentions[layer], positions, fade, shared)
+            track.cut(np.broadcast_to(runner.cache.get_positions(layer), (decoder.heads, runner.cache.tokens[layer])))
+            found = np.broadcast_to(runner.cache.get_scores(layer), track.scores.shape)
             np.testing.assert_allclose(found, track.scores, rtol=1e-4, atol=1e-4)
     assert runner.cache.tokens == [min(TOKENS, policy.budget)] * decoder.layers

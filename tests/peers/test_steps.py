@@ -18,7 +18,7 @@ def ids(read):
 @pytest.fixture(scope="module")
 def present(decoder, ids):
     """torch's cache after the prefix."""
-    return decoder.step(ids[:PREFIX], np.arange(PREFIX), decoder.empty()).present
+    return decoder.step(ids[:PREFIX], np.arange(PREFIX), decoder.empty()).present_pairs
 
 
 def largest(found, expected):
@@ -32,7 +32,7 @@ def both(session, decoder, ids, first, past):
     assert largest(ours.logits, theirs.logits) < TOLERANCE
     for layer in range(decoder.layers):
         assert largest(ours.attentions[layer], theirs.attentions[layer]) < TOLERANCE
-        for mine, other in zip(ours.present[layer], theirs.present[layer], strict=True):
+        for mine, other in zip(ours.present_pairs[layer], theirs.present_pairs[layer], strict=True):
             assert largest(mine, other) < TOLERANCE
     return theirs
 
@@ -41,7 +41,7 @@ def both(session, decoder, ids, first, past):
 def test_full_cache(session, decoder, ids, size):
     past = decoder.empty()
     for first in range(0, TOKENS, size):
-        past = both(session, decoder, ids[first : first + size], first, past).present
+        past = both(session, decoder, ids[first : first + size], first, past).present_pairs
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -67,8 +67,8 @@ def test_what_it_wrote_exports_and_runs(trained):
     tokenizer = Tokenizer(trained / "tokenizer.json")
     session = DecoderSession.open(trained, cache=False)
     ids = tokenizer.encode("abba aaaa bbbb")
-    logits = session.step(ids, np.arange(len(ids)), session.empty()).logits
-    assert logits.shape == (len(ids), tokenizer.vocab)
+    logits = session.run_step(ids, np.arange(len(ids)), session.create_empty_past()).logits
+    assert logits.shape == (len(ids), tokenizer.vocab_size)
     assert np.isfinite(logits).all()
 
 
@@ -81,7 +81,7 @@ def test_it_goes_on_from_an_earlier_run(library, trained, tmp_path):
     assert [entry["step"] for entry in log["log"]] == [6, 12, 16]
     earlier = json.loads((trained / "train_log.json").read_text(encoding="utf-8"))
     assert log["val_loss_fp32"] < earlier["log"][0]["val_loss"]
-    vocabulary = Tokenizer(tmp_path / "tokenizer.json").vocab
+    vocabulary = Tokenizer(tmp_path / "tokenizer.json").vocab_size
     assert GPTNeoXForCausalLM.from_pretrained(tmp_path).config.vocab_size == vocabulary
 
 

@@ -96,9 +96,9 @@ def payloads() -> Iterator[tuple[str, bytes, bytes]]:
 @pytest.fixture(scope="module")
 def samples() -> list[tuple[str, bytes, bytes]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "LANE_BYTES", 50_000)
+        patch.setattr(pieces, "SEGMENT_LANE_BYTES", 50_000)
         whole = list(payloads())
-        patch.setattr(fast, "PIECE_BYTES", 70_000)
+        patch.setattr(fast, "FAST_SEGMENT_BYTES", 70_000)
         return whole + [sample for sample in payloads() if sample[0] == "fast"]
 
 

@@ -10,20 +10,36 @@ import pytest
 from policy_models import fit, make, view
 
 from kvmnn import KvmnnError
-from kvmnn.policies import POLICIES, Budgeted, EvictingCache, Full, LayerView, Moment, Policy, View, create
+from kvmnn.policies import (
+    POLICIES,
+    BudgetedPolicy,
+    EvictingCache,
+    FullCache,
+    LayerState,
+    Policy,
+    PolicyInput,
+    Trigger,
+    create_policy,
+)
 
 
 def test_prompt_only() -> None:
     for name in ("knorm", "observed_attention", "streaming_press"):
         policy = make(name, {"budget": 5})
-        assert policy.choose(fit(policy, view(60, new=60, seen=60))) is not None
-        assert policy.choose(fit(policy, view(60, new=1, seen=60))) is None
-        assert policy.choose(fit(policy, view(60, new=20, seen=80))) is None
+        assert policy.select(fit(policy, view(60, num_new=60, num_seen=60))) is not None
+        assert policy.select(fit(policy, view(60, num_new=1, num_seen=60))) is None
+        assert policy.select(fit(policy, view(60, num_new=20, num_seen=80))) is None
 
 
 def test_budgets_round_as_their_originals() -> None:
-    assert [create("knorm", keep_ratio=1 - 0.9).size(20), create("l2_ratio", keep_ratio=0.5).size(7)] == [1, 4]  # type: ignore[attr-defined]
-    assert all(issubclass(policy, Budgeted) for policy in POLICIES.values())
+    assert [
+        create_policy("knorm", keep_ratio=1 - 0.9).resolve_budget(20),
+        create_policy("l2_ratio", keep_ratio=0.5).resolve_budget(7),
+    ] == [
+        1,
+        4,
+    ]  # type: ignore[attr-defined]
+    assert all(issubclass(policy, BudgetedPolicy) for policy in POLICIES.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +48,7 @@ class EveryOther(Policy):
 
     name = "every_other"
 
-    def rule(self, view: View) -> np.ndarray:
+    def select_tokens(self, view: PolicyInput) -> np.ndarray:
         return np.arange(0, view.tokens, 2)
 
 
@@ -41,52 +57,54 @@ class AboveMean(Policy):
     """Each row its own number of tokens."""
 
     name = "above_mean"
-    needs: ClassVar = "scores"
+    requires: ClassVar = "scores"
 
-    def rule(self, view: View) -> list[np.ndarray]:
-        return [np.flatnonzero(row > row.mean()) for row in view.row_scores()]
+    def select_tokens(self, view: PolicyInput) -> list[np.ndarray]:
+        return [np.flatnonzero(row > row.mean()) for row in view.get_row_scores()]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AboveMeanByHead(AboveMean):
     name = "above_mean_by_head"
-    needs: ClassVar = "head scores"
+    requires: ClassVar = "head scores"
 
 
 def test_the_least_that_a_policy_can_be() -> None:
     policy = EveryOther(skip_layers=(1,))
-    assert policy.keep(LayerView(tokens=5)).tolist() == [0, 2, 4]
-    assert policy.choose(LayerView(tokens=5, layer=1)) is None
-    assert policy.choose(LayerView(tokens=5), Moment.CHUNK_END) is None
-    assert policy.choose(LayerView(tokens=5, moment=Moment.APPENDED)) is None
-    assert policy.options() == {"skip_layers": (1,)}
-    assert (policy.needs, policy.by_head, policy.needs_attention, policy.needs_norms) == ("lengths",) + (False,) * 3
+    assert policy.select_or_all(LayerState(tokens=5)).tolist() == [0, 2, 4]
+    assert policy.select(LayerState(tokens=5, layer=1)) is None
+    assert policy.select(LayerState(tokens=5), Trigger.CHUNK_END) is None
+    assert policy.select(LayerState(tokens=5, trigger=Trigger.AFTER_APPEND)) is None
+    assert policy.to_options() == {"skip_layers": (1,)}
+    assert (policy.requires, policy.is_per_head, policy.requires_attention, policy.requires_norms) == ("lengths",) + (
+        False,
+    ) * 3
     cache = EvictingCache(policy)
     cache.append(*np.zeros((2, 1, 7, 2), np.float32))
-    assert cache.attended().positions.tolist() == [0, 2, 4, 6]
+    assert cache.finish_attention().positions.tolist() == [0, 2, 4, 6]
 
 
 def test_rows_of_different_lengths() -> None:
     scores = np.array([[1, 2, 3], [0, 0, 9]], np.float32)
     one = AboveMean()
-    assert one.keep(LayerView(tokens=3, scores=scores[0])).tolist() == [2]
-    stacked = one.choose_stacked(View(tokens=3, scores=scores))
+    assert one.select_or_all(LayerState(tokens=3, scores=scores[0])).tolist() == [2]
+    stacked = one.select_stacked(PolicyInput(tokens=3, scores=scores))
     assert stacked is not None and [row.tolist() for row in stacked] == [[2], [2]]
     assert isinstance(stacked, np.ndarray)
     scores[1] = [5, 0, 5]
-    stacked = one.choose_stacked(View(tokens=3, scores=scores))
+    stacked = one.select_stacked(PolicyInput(tokens=3, scores=scores))
     assert isinstance(stacked, list) and [row.tolist() for row in stacked] == [[2], [0, 2]]
     with pytest.raises(KvmnnError, match="layer 2: above_mean_by_head keeps different numbers of tokens in heads"):
-        AboveMeanByHead().choose(LayerView(tokens=3, layer=2, scores=scores))
+        AboveMeanByHead().select(LayerState(tokens=3, layer=2, scores=scores))
 
 
 def test_keeping_everything_is_a_policy() -> None:
-    full = Full()
-    assert (full.evicts, full.skip_layers, full.options(), full.needs) == (False, (), {}, "lengths")
-    assert all(policy.moments for policy in POLICIES.values()) and full.name not in POLICIES
-    assert create("full") == full
-    for moment in Moment:
-        assert full.choose(LayerView(tokens=9), moment) is None
-        assert full.keep(LayerView(tokens=3), moment).tolist() == [0, 1, 2]
+    full = FullCache()
+    assert (full.can_evict, full.skip_layers, full.to_options(), full.requires) == (False, (), {}, "lengths")
+    assert all(policy.triggers for policy in POLICIES.values()) and full.name not in POLICIES
+    assert create_policy("full") == full
+    for moment in Trigger:
+        assert full.select(LayerState(tokens=9), moment) is None
+        assert full.select_or_all(LayerState(tokens=3), moment).tolist() == [0, 1, 2]
     with pytest.raises(KvmnnError, match="full has no option 'skip_layers': expected none"):
-        create("full", skip_layers=(0,))
+        create_policy("full", skip_layers=(0,))

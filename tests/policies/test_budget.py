@@ -17,7 +17,7 @@ from kvmnn.policies.budget import Budget
     [("0", 0), ("256", 256), ("25%", 250), ("62.5%", 625), ("100%", 1000), ("150%", 1500), ("0%", 0)],
 )
 def test_texts(text: str, tokens: int) -> None:
-    assert Budget.parse(text).of(1000) == tokens
+    assert Budget.parse(text).resolve(1000) == tokens
 
 
 @pytest.mark.parametrize("text", ["", "a", "-1", "1e3", "0.25", "%", "25 %", "1000%", "1.%", "1234567890"])
@@ -28,12 +28,12 @@ def test_other_texts_are_refused(text: str) -> None:
 
 @given(st.decimals(0, 100, places=2), st.integers(0, 1 << 20))
 def test_a_share_is_exact_and_rounded_down(percent: object, tokens: int) -> None:
-    assert Budget.parse(f"{percent}%").of(tokens) == int(Fraction(str(percent)) * tokens / 100)
+    assert Budget.parse(f"{percent}%").resolve(tokens) == int(Fraction(str(percent)) * tokens / 100)
 
 
 def test_a_number_or_a_share() -> None:
-    assert Budget(tokens=7).of(3) == 7
-    assert Budget(share=0.29).of(100) == 29
+    assert Budget(tokens=7).resolve(3) == 7
+    assert Budget(share=0.29).resolve(100) == 29
     for wrong in ({}, {"tokens": 1, "share": 0.5}, {"tokens": -1}, {"share": -0.1}, {"share": float("nan")}):
         with pytest.raises(KvmnnError):
             Budget(**wrong)  # type: ignore[arg-type]

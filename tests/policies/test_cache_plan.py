@@ -6,32 +6,32 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import OptionError
-from kvmnn.policies import POLICIES, LayerView, create
-from kvmnn.policies.cache_plan import CachePlan, LayerKept, check_plannable, plan_layer
+from kvmnn.policies import POLICIES, LayerState, create_policy
+from kvmnn.policies.cache_plan import CachePlan, PolicyLayerPlan, check_plannable, plan_layer
 
 RNG = np.random.default_rng(7)
 NORMS = RNG.random((2, 12)).astype(np.float32)
 
 
 def planned(name, *, tokens=12, layer=0, norms=NORMS, positions=None, **options):
-    return plan_layer(create(name, **options), layer, tokens, 64 * tokens, lambda: norms, positions)
+    return plan_layer(create_policy(name, **options), layer, tokens, 64 * tokens, lambda: norms, positions)
 
 
 def test_lengths_are_all_that_is_asked_for():
     def never():
         raise AssertionError("keys were read")
 
-    kept = plan_layer(create("streaming", sink=2, budget=5), 0, 12, 768, never)
-    assert kept.entry() == {"layer": 0, "remove": 12, "pairs": [[0, 2], [9, 3]]}
+    kept = plan_layer(create_policy("streaming", sink=2, budget=5), 0, 12, 768, never)
+    assert kept.to_plan_entry() == {"layer": 0, "remove": 12, "pairs": [[0, 2], [9, 3]]}
     assert (kept.tokens_after, kept.bytes_after) == (5, 320)
-    skipped = plan_layer(create("knorm", budget=5, skip_layers=(1,)), 1, 12, 768, never)
-    assert skipped.skipped and skipped.entry() == {"layer": 1, "remove": 0, "pairs": []}
+    skipped = plan_layer(create_policy("knorm", budget=5, skip_layers=(1,)), 1, 12, 768, never)
+    assert skipped.skipped and skipped.to_plan_entry() == {"layer": 1, "remove": 0, "pairs": []}
 
 
 def test_heads_that_keep_their_own():
     kept = planned("knorm", budget=5)
     rows = [sorted(np.argsort(row)[:5].tolist()) for row in NORMS]
-    entry = kept.entry()
+    entry = kept.to_plan_entry()
     assert "pairs" not in entry and entry["remove"] == 12
     for runs, row in zip(entry["heads"], rows, strict=True):
         assert [token for begin, size in runs for token in range(begin, begin + size)] == row
@@ -41,20 +41,20 @@ def test_heads_that_keep_their_own():
 def test_heads_that_agree_are_one_set():
     one = planned("knorm", budget=5, norms=NORMS[:1])
     same = planned("knorm", budget=5, norms=NORMS[[0, 0]])
-    assert one.entry() == same.entry() and "pairs" in one.entry()
+    assert one.to_plan_entry() == same.to_plan_entry() and "pairs" in one.to_plan_entry()
     latest = planned("l2_fixed", budget=4, recent_ratio=1.0, skip_layers=())
-    assert latest.entry()["pairs"] == [[8, 4]]
+    assert latest.to_plan_entry()["pairs"] == [[8, 4]]
 
 
 def test_tokens_that_do_not_lie_in_the_order_of_the_text():
     order = RNG.permutation(12)
     positions = np.arange(100, 112)[order]
     kept = planned("streaming", sink=2, budget=5, positions=positions)
-    assert sorted(positions[kept.kept]) == [100, 101, 109, 110, 111]
-    assert (np.diff(kept.kept) > 0).all()
+    assert sorted(positions[kept.kept_indices]) == [100, 101, 109, 110, 111]
+    assert (np.diff(kept.kept_indices) > 0).all()
     held = planned("l2_fixed", budget=5, recent_ratio=0.4, skip_layers=(), norms=NORMS[:1], positions=positions)
     in_text = planned("l2_fixed", budget=5, recent_ratio=0.4, skip_layers=(), norms=NORMS[:1, np.argsort(order)])
-    assert sorted(positions[held.kept] - 100) == in_text.kept.tolist()
+    assert sorted(positions[held.kept_indices] - 100) == in_text.kept_indices.tolist()
 
 
 def test_positions_of_what_stays():
@@ -65,25 +65,25 @@ def test_positions_of_what_stays():
         [60, 1],
     ]
     whole = planned("recent_only", tokens=6, budget=9, positions=positions, layer=5)
-    assert whole.kept is None and whole.to_dict()["positions"] == [[0, 3], [50, 2], [60, 1]]
+    assert whole.kept_indices is None and whole.to_dict()["positions"] == [[0, 3], [50, 2], [60, 1]]
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "h2o_engine"])
 def test_policies_that_need_attention_are_refused_by_name(name):
     options = {} if name == "h2o_engine" else {"budget": 600}
-    policy = create(name, **options)
-    if policy.needs_attention:
+    policy = create_policy(name, **options)
+    if policy.requires_attention:
         with pytest.raises(OptionError, match=f"^{name} needs attention, which a cache does not hold: .*streaming_pre"):
             check_plannable(policy)
     else:
         check_plannable(policy)
         kept = planned(name, tokens=1200, norms=RNG.random((2, 1200)).astype(np.float32), layer=3, **options)
-        view = LayerView(tokens=1200, layer=3, norms=RNG.random((2, 1200)).astype(np.float32))
-        assert kept.tokens_after == policy.keep(view).shape[-1] == 600
+        view = LayerState(tokens=1200, layer=3, norms=RNG.random((2, 1200)).astype(np.float32))
+        assert kept.tokens_after == policy.select_or_all(view).shape[-1] == 600
 
 
 def test_a_row_for_layers_that_keep_the_same():
-    policy = create("streaming", sink=2, budget=5, skip_layers=(2,))
+    policy = create_policy("streaming", sink=2, budget=5, skip_layers=(2,))
     sizes = [12, 8, 12, 8, 12, 12, 5]
     layers = tuple(plan_layer(policy, n, size, 64 * size, lambda: NORMS) for n, size in enumerate(sizes))
     plan = CachePlan(policy=policy, layers=layers)
@@ -99,13 +99,13 @@ def test_a_row_for_layers_that_keep_the_same():
         "       6       5     5  100.0 %  #####\n"
         "  1 token a letter: # kept, . dropped, 1 to 9 tenths kept"
     )
-    assert not any("letter" in line or "#" in line for line in plan.lines(picture=False))
-    assert all(len(line) <= 60 for line in plan.lines(width=60)[1:])
+    assert not any("letter" in line or "#" in line for line in plan.format_lines(picture=False))
+    assert all(len(line) <= 60 for line in plan.format_lines(width=60)[1:])
 
 
 def test_letters_are_shares_of_all_heads():
-    kept = LayerKept(layer=0, tokens=5, nbytes=640, kept=np.array([[0, 1, 2], [0, 2, 3]]))
-    assert kept.letters(1) == "#5#5." and kept.letters(2) == "88."
+    kept = PolicyLayerPlan(layer=0, tokens=5, nbytes=640, kept_indices=np.array([[0, 1, 2], [0, 2, 3]]))
+    assert kept.render_map(1) == "#5#5." and kept.render_map(2) == "88."
 
 
 @pytest.mark.parametrize(
@@ -123,12 +123,14 @@ def test_letters_are_shares_of_all_heads():
     ],
 )
 def test_why_nothing_goes(name, options, why):
-    plan = CachePlan(policy=create(name, **options), layers=(planned(name, **options),))
-    assert plan.label == "UNCHANGED" and "UNCHANGED, all tokens stay, 768 bytes of K and V: " in plan.lines()[0]
-    assert why in plan.lines()[0]
+    plan = CachePlan(policy=create_policy(name, **options), layers=(planned(name, **options),))
+    assert plan.label == "UNCHANGED" and "UNCHANGED, all tokens stay, 768 bytes of K and V: " in plan.format_lines()[0]
+    assert why in plan.format_lines()[0]
 
 
 def test_nothing_stays():
-    plan = CachePlan(policy=create("recent_only", budget=0, skip_layers=()), layers=(planned("knorm", budget=0),))
-    assert plan.entries() == [{"layer": 0, "remove": 12, "pairs": []}]
+    plan = CachePlan(
+        policy=create_policy("recent_only", budget=0, skip_layers=()), layers=(planned("knorm", budget=0),)
+    )
+    assert plan.to_plan_entries() == [{"layer": 0, "remove": 12, "pairs": []}]
     assert "0 of 12 tokens stay, 0.0 %" in str(plan)

@@ -19,7 +19,7 @@ def tokens(first: int, count: int, heads: int = 1) -> npt.NDArray[np.float32]:
 
 
 def grow(cache: EvictingCache, count: int, heads: int = 1) -> list[int]:
-    part = tokens(cache.state.seen, count, heads)
+    part = tokens(cache.state.num_seen, count, heads)
     return list(cache.append(part, part).positions.reshape(-1).tolist())
 
 
@@ -30,9 +30,9 @@ def test_state_for_all_heads() -> None:
     state = CacheState("scores")
     state.append(4)
     state.add_scores(np.array([1.0, 2.0, 3.0, 4.0]))
-    state.cut(np.array([1, 3]))
+    state.keep(np.array([1, 3]))
     state.append(2)
-    assert state.positions.tolist() == [1, 3, 4, 5] and state.seen == 6 and state.tokens == 4
+    assert state.positions.tolist() == [1, 3, 4, 5] and state.num_seen == 6 and state.tokens == 4
     assert state.scores is not None and state.scores.tolist() == [2, 4, 0, 0] and state.scores.dtype == np.float32
     state.add_scores(np.array([10.0, 10.0]))  # fewer than there are tokens
     state.add_scores(np.array([0, 0, 0, 1, 99]))  # more
@@ -43,11 +43,11 @@ def test_state_by_head() -> None:
     state = CacheState("head scores", kv_heads=2)
     state.append(3)
     state.add_scores(np.array([[1, 2, 3], [4, 5, 6]], np.float16))
-    state.cut(np.array([[2, 0], [1, 2]]))
+    state.keep(np.array([[2, 0], [1, 2]]))
     state.append(1)
     assert state.positions.tolist() == [[2, 0, 3], [1, 2, 3]]
     assert state.scores is not None and state.scores.tolist() == [[3, 1, 0], [5, 6, 0]]
-    state.cut(np.array([2, 0]))
+    state.keep(np.array([2, 0]))
     assert state.positions.tolist() == [[3, 2], [3, 1]] and state.scores.tolist() == [[0, 3], [0, 5]]
 
 
@@ -55,7 +55,7 @@ def test_one_vector_of_scores_cut_by_head() -> None:
     state = CacheState("scores")
     state.append(3)
     state.add_scores(np.array([1, 2, 3]))
-    state.cut(np.array([[0, 1], [1, 2]]))
+    state.keep(np.array([[0, 1], [1, 2]]))
     assert state.scores is not None and state.scores.tolist() == [[1, 2], [2, 3]]
 
 
@@ -82,10 +82,10 @@ def test_cuts_that_are_refused(kept: list[int], message: str) -> None:
     state = CacheState("head scores", kv_heads=2)
     state.append(4)
     with pytest.raises(KvmnnError, match=message):
-        state.cut(np.array(kept))
+        state.keep(np.array(kept))
     assert state.tokens == 4
     with pytest.raises(TypeError, match="kept tokens are float64"):
-        state.cut(np.array([0.0]))
+        state.keep(np.array([0.0]))
 
 
 def test_scores_that_are_refused() -> None:
@@ -121,7 +121,7 @@ def test_state_remembers_what_a_list_would(data: st.DataObject) -> None:
         ]
         keep = data.draw(st.integers(0, len(stored[0])))
         kept = [data.draw(st.permutations(range(len(row))))[:keep] for row in stored]
-        state.cut(np.array(kept, np.int64).reshape(heads, keep))
+        state.keep(np.array(kept, np.int64).reshape(heads, keep))
         stored = [[row[i] for i in order] for row, order in zip(stored, kept, strict=True)]
         at = np.broadcast_to(state.positions, (heads, keep))
         assert state.scores is not None
@@ -132,11 +132,11 @@ def test_state_remembers_what_a_list_would(data: st.DataObject) -> None:
 
 
 def test_streaming_cuts_after_it_was_attended() -> None:
-    cache = EvictingCache(Streaming.lazy(2, 6))
-    assert len(grow(cache, 72)) == 72 and cache.attended().tokens == 72  # limit 8, buffer 64
+    cache = EvictingCache(Streaming.from_window(2, 6))
+    assert len(grow(cache, 72)) == 72 and cache.finish_attention().tokens == 72  # limit 8, buffer 64
     assert len(grow(cache, 1)) == 73
-    assert cache.attended().positions.tolist() == [0, 1, *range(67, 73)]
-    assert len(grow(cache, 3)) == 11 and cache.attended().tokens == 11
+    assert cache.finish_attention().positions.tolist() == [0, 1, *range(67, 73)]
+    assert len(grow(cache, 3)) == 11 and cache.finish_attention().tokens == 11
     stored = cache.end_chunk()
     assert stored.positions.tolist() == [0, 1, *range(70, 76)] and stored.tokens_seen == 76
     assert stored.keys[0, :, 0].tolist() == stored.positions.tolist()
@@ -145,9 +145,9 @@ def test_streaming_cuts_after_it_was_attended() -> None:
 def test_h2o_cuts_before_it_is_attended() -> None:
     cache = EvictingCache(H2OTokens(sink=1, recent=2, budget=5, buffer=4))
     assert len(grow(cache, 9)) == 9
-    cache.attended(np.array([0, 0, 0, 7, 0, 0, 8, 0, 0], np.float32))
+    cache.finish_attention(np.array([0, 0, 0, 7, 0, 0, 8, 0, 0], np.float32))
     assert grow(cache, 1) == [0, 3, 6, 8, 9]
-    cache.attended(np.array([1, 1, 1, 1, 1], np.float32))
+    cache.finish_attention(np.array([1, 1, 1, 1, 1], np.float32))
     assert cache.state.scores is not None and cache.state.scores.tolist() == [1, 8, 9, 1, 1]
     grow(cache, 2)
     assert cache.end_chunk().positions.tolist() == [0, 3, 6, 10, 11]
@@ -161,7 +161,7 @@ def test_a_prompt_beyond_the_buffer_is_cut_before_anything_attends() -> None:
 def test_heads_drift_apart() -> None:
     cache = EvictingCache(H2OHeads(recent=1, budget=2))
     grow(cache, 3, heads=2)
-    stored = cache.attended(np.array([[9, 0, 0], [0, 9, 0]], np.float32))
+    stored = cache.finish_attention(np.array([[9, 0, 0], [0, 9, 0]], np.float32))
     assert stored.positions.tolist() == [[0, 2], [1, 2]] and stored.values[:, 0, 0].tolist() == [0, 1]
 
 
@@ -171,7 +171,7 @@ def test_fixed_size_stays_fixed() -> None:
     for step in range(30):
         part = rng.standard_normal((2, 1, 4)).astype(np.float16)
         cache.append(part, part)
-        stored = cache.attended()
+        stored = cache.finish_attention()
         assert stored.tokens == min(step + 1, 8) and stored.positions[..., -1].max() == step
 
 
@@ -180,7 +180,7 @@ def test_ratio_hovers_at_its_threshold() -> None:
     lengths = []
     for _ in range(60):
         grow(cache, 1)
-        lengths.append(cache.attended().tokens)
+        lengths.append(cache.finish_attention().tokens)
     assert lengths[19:23] == [20, 19, 20, 19] and set(lengths[20:]) == {19, 20}
 
 
@@ -201,21 +201,21 @@ def test_blocks_wait_for_their_interval() -> None:
     for step in range(12):
         weights = np.zeros((2, 12 if step == 0 else 1, cache.state.tokens), np.float32)
         weights[:, :, 4] = 1
-        cache.attended(weights=weights)
+        cache.finish_attention(weights=weights)
         if step == 0:
             assert cache.state.scores is not None and cache.state.scores[4] == 0.5  # the mean over heads and queries
         lengths.append(cache.state.tokens)
         grow(cache, 1)
     # 15 tokens end in half a block, which stays beside the 8 of the budget; 12 and more are needed for the next cut
     assert lengths == [12, 13, 14, 9, 10, 11, 8, 9, 10, 11, 8, 9]
-    assert 4 in cache.stored.positions.tolist()
+    assert 4 in cache.snapshot.positions.tolist()
 
 
 def test_skipped_layers_are_never_cut() -> None:
     for layer, expected in ((1, 9), (2, 3)):
         cache = EvictingCache(Streaming(sink=1, budget=3, skip_layers=(0, 1)), layer)
         grow(cache, 9)
-        assert cache.attended().tokens == expected and cache.stored.layer == layer
+        assert cache.finish_attention().tokens == expected and cache.snapshot.layer == layer
 
 
 def test_every_type_goes_through() -> None:
@@ -223,15 +223,15 @@ def test_every_type_goes_through() -> None:
         cache = EvictingCache(L2Fixed(budget=3, skip_layers=()))
         part = np.arange(24).reshape(2, 6, 2).astype(dtype)
         cache.append(part, part)
-        assert cache.attended().keys.tolist() == part[:, :3].tolist() and cache.stored.keys.dtype == dtype
+        assert cache.finish_attention().keys.tolist() == part[:, :3].tolist() and cache.snapshot.keys.dtype == dtype
 
 
 def test_caches_refuse() -> None:
     cache = EvictingCache(Streaming(), 4)
     with pytest.raises(KvmnnError, match="layer 4: nothing has been appended"):
-        cache.attended()
+        cache.finish_attention()
     with pytest.raises(KvmnnError, match="layer 4: nothing has been appended"):
-        _ = cache.stored
+        _ = cache.snapshot
     part = tokens(0, 2)
     cache.append(part, part)
     for other in (part.astype(np.float16), tokens(0, 2, heads=2), part[:, :, :1]):
@@ -240,15 +240,15 @@ def test_caches_refuse() -> None:
     with pytest.raises(KvmnnError, match="layer 4: keys have shape"):
         cache.append(part, part[:, :1])
     with pytest.raises(KvmnnError, match="sums and weights: expected only one"):
-        cache.attended(np.zeros(2, np.float32), weights=np.zeros((1, 1, 2)))
+        cache.finish_attention(np.zeros(2, np.float32), weights=np.zeros((1, 1, 2)))
     with pytest.raises(KvmnnError, match="keeps no scores"):
-        cache.attended(np.zeros(2, np.float32))
-    assert cache.stored.tokens == 2
+        cache.finish_attention(np.zeros(2, np.float32))
+    assert cache.snapshot.tokens == 2
 
 
 def test_a_cache_says_in_one_line_what_it_is() -> None:
     cache = EvictingCache(Streaming(budget=5, sink=1), 3)
     assert repr(cache) == f"EvictingCache({cache.policy!r}, layer=3, empty)"
     cache.append(np.zeros((2, 9, 4), np.float16), np.zeros((2, 9, 4), np.float16))
-    cache.attended()
+    cache.finish_attention()
     assert repr(cache) == f"EvictingCache({cache.policy!r}, layer=3, 5 of 9 tokens, 2 KV heads of 4, float16)"

@@ -7,26 +7,26 @@ import pytest
 from policy_models import view
 
 from kvmnn import KvmnnError
-from kvmnn.policies import EvictingCache, LayerView, create
+from kvmnn.policies import EvictingCache, LayerState, create_policy
 
 
 def test_fading_scores() -> None:
     """Every token of the text fades what was there before it, whatever the steps in which it came."""
     rng = np.random.default_rng(7)
-    policy = create("h2o_decayed_heads", budget=8, sink=1, recent=3, decay=0.75)
+    policy = create_policy("h2o_decayed_heads", budget=8, sink=1, recent=3, decay=0.75)
     cache = EvictingCache(policy)
     expected: dict[int, np.ndarray] = {}
     for step in (5, 1, 3, 1, 2, 1):
         cache.append(*np.zeros((2, 2, step, 4), np.float32))
-        weights = rng.random((2, step, cache.stored.tokens)).astype(np.float32)
-        positions = np.broadcast_to(cache.state.positions, (2, cache.stored.tokens))
+        weights = rng.random((2, step, cache.snapshot.tokens)).astype(np.float32)
+        positions = np.broadcast_to(cache.state.positions, (2, cache.snapshot.tokens))
         before = {(head, int(p)): expected.get((head, int(p)), 0.0) for head in range(2) for p in positions[head]}
         after = {
             (head, int(p)): before[head, int(p)] * 0.75**step + float(weights[head, :, column].sum())
             for head in range(2)
             for column, p in enumerate(positions[head])
         }
-        cache.attended(weights=weights)
+        cache.finish_attention(weights=weights)
         assert cache.state.scores is not None
         expected = {}
         for head in range(2):
@@ -43,12 +43,13 @@ def test_fading_scores() -> None:
 
 def test_without_fading_and_sinks_it_is_h2o_by_head() -> None:
     fields = view(60, seed=5)
-    plain = create("h2o_decayed_heads", budget=12, sink=0, recent=5, decay=1)
+    plain = create_policy("h2o_decayed_heads", budget=12, sink=0, recent=5, decay=1)
     assert np.array_equal(
-        plain.keep(LayerView(**fields)), create("h2o_heads", budget=12, recent=5).keep(LayerView(**fields))
+        plain.select_or_all(LayerState(**fields)),
+        create_policy("h2o_heads", budget=12, recent=5).select_or_all(LayerState(**fields)),
     )
     scores = np.ones(3, np.float32)
-    assert plain.scoring.fold(scores, scores, 7).tolist() == [2, 2, 2]
+    assert plain.score_accumulator.fold(scores, scores, 7).tolist() == [2, 2, 2]
     for options in ({"decay": 1.5}, {"decay": -0.1}, {"decay": True}, {"sink": 5, "recent": 8}, {"recent": -1}):
         with pytest.raises(KvmnnError):
-            create("h2o_decayed", budget=12, **options)
+            create_policy("h2o_decayed", budget=12, **options)

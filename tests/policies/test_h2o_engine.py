@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from kvmnn import KvmnnError
-from kvmnn.policies import H2OEngine, create
-from kvmnn.policies.specs import make, options_of
+from kvmnn.policies import H2OEngine, create_policy
+from kvmnn.policies.specs import build_policy, expand_spec
 
 CONFIG = {
     "kv_h2o_enable": True,
@@ -24,27 +24,27 @@ CONFIG = {
 
 def test_the_engines_keys() -> None:
     expected = {"block_tokens": 16, "target_mode": "static", "target_keep_ratio": 0.3, "layer_nums": 6}
-    assert H2OEngine.options_from_engine(CONFIG) == expected
+    assert H2OEngine.parse_engine_options(CONFIG) == expected
     assert H2OEngine.from_engine(CONFIG, cadence="tokens") == H2OEngine(cadence="tokens", **expected)  # type: ignore[arg-type]
-    assert H2OEngine.from_engine({}) == H2OEngine() == create("h2o_engine")
-    planner = H2OEngine.from_engine(CONFIG).planner(6, 1024)
+    assert H2OEngine.from_engine({}) == H2OEngine() == create_policy("h2o_engine")
+    planner = H2OEngine.from_engine(CONFIG).create_planner(6, 1024)
     assert (planner.cadence, planner.config.layers, planner.config.bytes_per_token) == ("layer-calls", 6, 1024)
     assert (planner.config.block_tokens, planner.config.enable) == (16, True)
 
 
 def test_a_spec_says_more_than_the_configuration() -> None:
-    defaults = {"h2o_engine": H2OEngine.options_from_engine(CONFIG)}
-    ((name, options),) = options_of("h2o_engine:block_tokens=8,cadence=tokens", (64, 128), (0,), defaults)
-    made = make(name, options)
+    defaults = {"h2o_engine": H2OEngine.parse_engine_options(CONFIG)}
+    ((name, options),) = expand_spec("h2o_engine:block_tokens=8,cadence=tokens", (64, 128), (0,), defaults)
+    made = build_policy(name, options)
     assert isinstance(made, H2OEngine) and (made.block_tokens, made.cadence, made.layer_nums) == (8, "tokens", 6)
-    assert list(options_of("streaming", (64,), None, defaults)) == [("streaming", {"budget": 64})]
+    assert list(expand_spec("streaming", (64,), None, defaults)) == [("streaming", {"budget": 64})]
 
 
 def test_layers_that_are_never_cut() -> None:
-    assert H2OEngine().skipped(4) == {0, 1}
-    assert H2OEngine(layer_start=9).skipped(4) == {0, 1, 2}  # the engine cuts the start to the last layer
-    assert H2OEngine(layer_start=0, layer_end=1).skipped(4) == {2, 3}
-    assert create("streaming", skip_layers=(1, 7)).skipped(4) == {1}
+    assert H2OEngine().resolve_skip_layers(4) == {0, 1}
+    assert H2OEngine(layer_start=9).resolve_skip_layers(4) == {0, 1, 2}  # the engine cuts the start to the last layer
+    assert H2OEngine(layer_start=0, layer_end=1).resolve_skip_layers(4) == {2, 3}
+    assert create_policy("streaming", skip_layers=(1, 7)).resolve_skip_layers(4) == {1}
 
 
 @pytest.mark.parametrize(
@@ -64,6 +64,6 @@ def test_configurations_that_evict_nothing_or_cannot_be(document: dict[str, Any]
 def test_options_that_cannot_be() -> None:
     for wrong in ({"cadence": "steps"}, {"target_mode": "half"}, {"target_lossy_ratio": float("nan")}):
         with pytest.raises(KvmnnError):
-            create("h2o_engine", **wrong)
+            create_policy("h2o_engine", **wrong)
     with pytest.raises(KvmnnError, match="h2o_engine has no option 'skip_layers'"):
-        create("h2o_engine", skip_layers=(0,))
+        create_policy("h2o_engine", skip_layers=(0,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmnn.policies import L2Fixed, LayerView
+from kvmnn.policies import L2Fixed, LayerState
 
 
 def test_random_is_uniform_and_its_own_for_each_head() -> None:
@@ -12,7 +12,7 @@ def test_random_is_uniform_and_its_own_for_each_head() -> None:
     counts = np.zeros(20, int)
     different = 0
     for _ in range(400):
-        kept = policy.keep(LayerView(tokens=22, keys=np.zeros((2, 22, 1), np.float32)))
+        kept = policy.select_or_all(LayerState(tokens=22, keys=np.zeros((2, 22, 1), np.float32)))
         assert kept[:, 8:].tolist() == [[20, 21]] * 2
         different += kept[0].tolist() != kept[1].tolist()
         np.add.at(counts, kept[:, :8].reshape(-1), 1)

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmnn.policies import Full, H2OBlocks, H2OEngine, L2Fixed, L2Ratio, RecentOnly, Streaming
-from kvmnn.policies.labels import LabelledPolicy, label_of
+from kvmnn.policies import FullCache, H2OBlocks, H2OEngine, L2Fixed, L2Ratio, RecentOnly, Streaming
+from kvmnn.policies.labels import LabelledPolicy, format_label
 
 
 def test_labels_say_what_is_not_the_default() -> None:
-    assert label_of(Streaming, {"budget": 64, "sink": 4, "buffer": 2}) == "streaming 64 buffer=2"
-    assert label_of(L2Ratio, {"keep_ratio": 0.5, "skip_layers": ()}) == "l2_ratio 0.5"
-    assert label_of(L2Ratio, {"skip_layers": (0, 2)}) == "l2_ratio skip_layers=0+2"
+    assert format_label(Streaming, {"budget": 64, "sink": 4, "buffer": 2}) == "streaming 64 buffer=2"
+    assert format_label(L2Ratio, {"keep_ratio": 0.5, "skip_layers": ()}) == "l2_ratio 0.5"
+    assert format_label(L2Ratio, {"skip_layers": (0, 2)}) == "l2_ratio skip_layers=0+2"
 
 
 def test_a_default_budget_is_named_because_it_says_what_is_held() -> None:
-    assert label_of(Streaming, {}) == LabelledPolicy.of(Streaming()).label == "streaming 512"
-    assert label_of(H2OBlocks, {"skip_layers": ()}) == "h2o_blocks 0.3333"
-    assert label_of(H2OEngine, {}) == "h2o_engine"  # which has none
-    assert label_of(L2Ratio, {"keep_ratio": 0.123456, "skip_layers": ()}) == "l2_ratio 0.1235"
+    assert format_label(Streaming, {}) == LabelledPolicy.from_policy(Streaming()).label == "streaming 512"
+    assert format_label(H2OBlocks, {"skip_layers": ()}) == "h2o_blocks 0.3333"
+    assert format_label(H2OEngine, {}) == "h2o_engine"  # which has none
+    assert format_label(L2Ratio, {"keep_ratio": 0.123456, "skip_layers": ()}) == "l2_ratio 0.1235"
 
 
 def test_layers_that_are_never_cut_are_named_even_where_they_are_the_default() -> None:
-    assert label_of(RecentOnly, {"budget": 96}) == "recent_only 96 skip_layers=0+1"
-    assert LabelledPolicy.of(RecentOnly(budget=96)).label == "recent_only 96 skip_layers=0+1"
-    assert LabelledPolicy.of(RecentOnly(budget=96, skip_layers=())).label == "recent_only 96"
+    assert format_label(RecentOnly, {"budget": 96}) == "recent_only 96 skip_layers=0+1"
+    assert LabelledPolicy.from_policy(RecentOnly(budget=96)).label == "recent_only 96 skip_layers=0+1"
+    assert LabelledPolicy.from_policy(RecentOnly(budget=96, skip_layers=())).label == "recent_only 96"
 
 
 def test_a_policy_labels_itself() -> None:
-    assert LabelledPolicy.of(Full()) == LabelledPolicy()
-    named = LabelledPolicy.of(Streaming(budget=64, skip_layers=(3,)))
+    assert LabelledPolicy.from_policy(FullCache()) == LabelledPolicy()
+    named = LabelledPolicy.from_policy(Streaming(budget=64, skip_layers=(3,)))
     assert (named.label, named.options) == ("streaming 64 skip_layers=3", {"skip_layers": (3,), "budget": 64})
     assert named.to_dict() == {
         "label": "streaming 64 skip_layers=3",
@@ -39,5 +39,5 @@ def test_a_policy_labels_itself() -> None:
         "seed_method": None,
         "positions": "true",
     }
-    drawn = LabelledPolicy.of(L2Fixed(budget=4, strategy="random", generator=np.random.default_rng(0)))
+    drawn = LabelledPolicy.from_policy(L2Fixed(budget=4, strategy="random", generator=np.random.default_rng(0)))
     assert drawn.label == "l2_fixed 4 skip_layers=0+1 strategy=random"

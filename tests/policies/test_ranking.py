@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from repository import NATIVE, SELFTEST
 
 from kvmnn import KvmnnError, _simd
-from kvmnn.policies import _norms, key_norms
-from kvmnn.policies.ranking import by_rank, highest, lowest
+from kvmnn.policies import _norms, compute_key_norms
+from kvmnn.policies.ranking import argtopk_highest, argtopk_lowest, sort_by_value
 
 
 @pytest.fixture(params=_simd.simd_levels())
@@ -45,7 +45,7 @@ def test_norms(keys: model.Array) -> None:
     expected = [[model.norm(row) for row in head] for head in model.floats(keys)]
     for name in _simd.simd_levels():
         _simd.set_simd_level(name)
-        found = key_norms(keys)
+        found = compute_key_norms(keys)
         assert found.dtype == np.float32 and found.shape == keys.shape[:2]
         assert bits(found) == bits(np.array(expected, np.float32).reshape(found.shape)), name
     assert keys.tobytes() == before
@@ -69,40 +69,40 @@ def test_every_16_bit_word(level: str, kind: type, dims: int) -> None:
             for width in (8, 4, 2, 1):
                 sums = sums[:, :width] + sums[:, width : 2 * width]
             expected = np.sqrt(sums[:, 0])
-        assert np.array_equal(key_norms(keys.view(kind))[0], expected, equal_nan=True), filling
+        assert np.array_equal(compute_key_norms(keys.view(kind))[0], expected, equal_nan=True), filling
 
 
 def test_norms_are_the_norms() -> None:
     keys = np.random.default_rng(3).standard_normal((4, 500, 128)).astype(np.float16)
-    np.testing.assert_allclose(key_norms(keys), np.linalg.norm(keys.astype(np.float64), axis=-1), rtol=3e-7)
+    np.testing.assert_allclose(compute_key_norms(keys), np.linalg.norm(keys.astype(np.float64), axis=-1), rtol=3e-7)
     assert _norms.level() in _simd.simd_levels()
 
 
 def test_norms_of_odd_arrays() -> None:
     plain = np.random.default_rng(4).standard_normal((2, 9, 20)).astype(np.float32)
-    expected = key_norms(plain)
-    assert np.array_equal(key_norms(plain.astype(">f4")), expected)
+    expected = compute_key_norms(plain)
+    assert np.array_equal(compute_key_norms(plain.astype(">f4")), expected)
     raw = np.zeros(plain.nbytes + 1, np.uint8)
     raw[1:] = plain.reshape(-1).view(np.uint8)
     unaligned = raw[1:].view(np.float32).reshape(plain.shape)
-    assert not unaligned.flags.aligned and np.array_equal(key_norms(unaligned), expected)
+    assert not unaligned.flags.aligned and np.array_equal(compute_key_norms(unaligned), expected)
     half = plain.astype(np.float16)
     half.flags.writeable = False
-    assert np.array_equal(key_norms(half.astype(">f2")), key_norms(half))
+    assert np.array_equal(compute_key_norms(half.astype(">f2")), compute_key_norms(half))
     words = (plain.view(np.uint32) >> 16).astype(np.uint16)
-    assert np.array_equal(key_norms(words.view("V2")), key_norms(words))
-    assert np.array_equal(key_norms(np.broadcast_to(plain[:1], plain.shape)), np.stack([expected[0]] * 2))
-    assert key_norms(np.empty((2, 3, 0), np.float16)).tolist() == [[0.0] * 3] * 2
-    assert key_norms(np.empty((2, 0, 4), np.float32)).shape == (2, 0)
+    assert np.array_equal(compute_key_norms(words.view("V2")), compute_key_norms(words))
+    assert np.array_equal(compute_key_norms(np.broadcast_to(plain[:1], plain.shape)), np.stack([expected[0]] * 2))
+    assert compute_key_norms(np.empty((2, 3, 0), np.float16)).tolist() == [[0.0] * 3] * 2
+    assert compute_key_norms(np.empty((2, 0, 4), np.float32)).shape == (2, 0)
 
 
 def test_norms_refuse() -> None:
     with pytest.raises(TypeError, match="must be a numpy array, not list"):
-        key_norms([[1.0]])  # type: ignore[arg-type]
+        compute_key_norms([[1.0]])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="float64"):
-        key_norms(np.zeros((1, 2, 3)))
+        compute_key_norms(np.zeros((1, 2, 3)))
     with pytest.raises(KvmnnError, match=r"shape \[2, 3\].*expected \[kv_head, token, head_dim\]"):
-        key_norms(np.zeros((2, 3), np.float32))
+        compute_key_norms(np.zeros((2, 3), np.float32))
 
 
 @given(model.rows())
@@ -115,9 +115,9 @@ def test_choices(values: model.Array) -> None:
         _simd.set_simd_level(name)
         for count in {0, 1, 2, n // 2, n - 1, n} & set(range(n + 1)):
             for high, order in orders.items():
-                chosen = (highest if high else lowest)(values, count)
+                chosen = (argtopk_highest if high else argtopk_lowest)(values, count)
                 assert chosen.tolist() == [sorted(row[:count]) for row in order], (name, count, high)
-                assert by_rank(values, chosen, highest=high).tolist() == [row[:count] for row in order]
+                assert sort_by_value(values, chosen, highest=high).tolist() == [row[:count] for row in order]
 
 
 @pytest.mark.parametrize("distinct", [1, 2, 300, 1 << 30])
@@ -126,28 +126,28 @@ def test_choices_of_long_rows(level: str, distinct: int) -> None:
     values = (rng.integers(-distinct, distinct, (2, 5001)) / 64).astype(np.float32)
     order = np.argsort(values, axis=1, kind="stable")
     for count in (1, 17, 2500, 5000):
-        assert np.array_equal(lowest(values, count), np.sort(order[:, :count], axis=1))
+        assert np.array_equal(argtopk_lowest(values, count), np.sort(order[:, :count], axis=1))
     down = np.argsort(-values, axis=1, kind="stable")
-    assert np.array_equal(highest(values, 1234), np.sort(down[:, :1234], axis=1))
+    assert np.array_equal(argtopk_highest(values, 1234), np.sort(down[:, :1234], axis=1))
 
 
 def test_nan_is_last_and_zeros_are_equal() -> None:
     values = np.array([[math.nan, -0.0, 0.0, math.inf, -math.inf]], np.float32)
-    assert by_rank(values, lowest(values, 5)).tolist() == [[4, 1, 2, 3, 0]]
-    assert by_rank(values, highest(values, 5), highest=True).tolist() == [[3, 1, 2, 4, 0]]
-    assert highest(values, 4).tolist() == [[1, 2, 3, 4]]
+    assert sort_by_value(values, argtopk_lowest(values, 5)).tolist() == [[4, 1, 2, 3, 0]]
+    assert sort_by_value(values, argtopk_highest(values, 5), highest=True).tolist() == [[3, 1, 2, 4, 0]]
+    assert argtopk_highest(values, 4).tolist() == [[1, 2, 3, 4]]
 
 
 def test_choices_of_views() -> None:
     values = np.random.default_rng(5).standard_normal((3, 40)).astype(np.float32)
     for view in (values[:, 5:30], values[:, ::2], values[::-1], values.T):
-        assert lowest(view, 3).tolist() == [sorted(model.ranked(row.tolist())[:3]) for row in view]
+        assert argtopk_lowest(view, 3).tolist() == [sorted(model.ranked(row.tolist())[:3]) for row in view]
 
 
 @pytest.mark.parametrize("count", [-1, 4])
 def test_choices_refuse(count: int) -> None:
     with pytest.raises(KvmnnError, match=rf"cannot choose {count} of each row of values of shape \[2, 3\]"):
-        lowest(np.zeros((2, 3), np.float32), count)
+        argtopk_lowest(np.zeros((2, 3), np.float32), count)
 
 
 # -- the loops for compilers without vector types ---------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_native_selftest_of_norms(tmp_path: Path, plain: list[str]) -> None:
     for function, keys in ((table.fp16, words.view(np.float16)), (table.bf16, words), (table.fp32, singles)):
         out = np.empty(keys.shape[:2], np.float32)
         function(keys.ctypes.data, keys.strides[1], keys.shape[1], keys.shape[2], out.ctypes.data)
-        assert bits(out) == bits(key_norms(keys))
+        assert bits(out) == bits(compute_key_norms(keys))
     values = np.array([model.AWKWARD], np.float64).astype(np.float32)
     for high in (False, True):
         ranks = np.empty(values.shape[1], np.uint32)

@@ -11,7 +11,7 @@ import pytest
 from policy_models import BUDGETS, DIMS, HEADS, OPTIONS, acting, fit, make, view
 
 from kvmnn import KvmnnError, policies
-from kvmnn.policies import POLICIES, EvictingCache, LayerView, Moment, create, ranking
+from kvmnn.policies import POLICIES, EvictingCache, LayerState, Trigger, create_policy, ranking
 
 CASES = [(name, {**more, **budget}) for name, several in OPTIONS.items() for more in several for budget in BUDGETS]
 matrix = pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value).replace(" ", ""))
@@ -28,7 +28,7 @@ def test_what_is_kept(name: str, options: dict[str, Any], tied: bool) -> None:
     policy = make(name, options)
     fields = view(60, tied=tied)
     before = fields["keys"].tobytes(), fields["scores"].tobytes()
-    kept = policy.keep(fit(policy, fields), acting(policy))
+    kept = policy.select_or_all(fit(policy, fields), acting(policy))
     assert kept.dtype == np.int64 and kept.ndim in (1, 2) and (kept.ndim == 1 or kept.shape[0] == HEADS)
     assert 0 < kept.shape[-1] < 60
     if name != "h2o_blocks":  # blocks of several tokens
@@ -46,9 +46,9 @@ def test_ties_go_to_the_older_token(name: str, options: dict[str, Any]) -> None:
     policy = make(name, options)
     if getattr(policy, "strategy", "") == "random" or name == "h2o_blocks":
         return
-    kept = policy.keep(fit(policy, view(60, tied=True)), acting(policy))
-    if policy.needs == "lengths":  # which have no ties: streaming keeps the oldest, others need not
-        assert kept.tolist() == policy.keep(fit(policy, view(60)), acting(policy)).tolist()
+    kept = policy.select_or_all(fit(policy, view(60, tied=True)), acting(policy))
+    if policy.requires == "lengths":  # which have no ties: streaming keeps the oldest, others need not
+        assert kept.tolist() == policy.select_or_all(fit(policy, view(60)), acting(policy)).tolist()
         if name not in ("streaming", "streaming_press"):
             return
     for row in np.atleast_2d(kept).tolist():
@@ -61,7 +61,7 @@ def test_repeatable(name: str, options: dict[str, Any]) -> None:
     answers = []
     for _ in range(2):
         policy = make(name, options)
-        answers.append(policy.keep(fit(policy, view(60)), acting(policy)).tolist())
+        answers.append(policy.select_or_all(fit(policy, view(60)), acting(policy)).tolist())
     assert answers[0] == answers[1]
 
 
@@ -70,11 +70,11 @@ def test_repeatable(name: str, options: dict[str, Any]) -> None:
 def test_few_tokens_stay(name: str, options: dict[str, Any], tokens: int) -> None:
     policy = make(name, {key: value for key, value in options.items() if key != "keep_ratio"}, budget=12)
     if options.get("form") == "original" and tokens >= 4:
-        assert sorted(policy.keep(fit(policy, view(tokens)))[0].tolist()) == list(range(tokens))
+        assert sorted(policy.select_or_all(fit(policy, view(tokens)))[0].tolist()) == list(range(tokens))
         return
     if name != "h2o_blocks":  # whose plans may keep everything, too
-        assert policy.choose(fit(policy, view(tokens)), acting(policy)) is None
-    assert policy.keep(fit(policy, view(tokens)), acting(policy)).tolist() == list(range(tokens))
+        assert policy.select(fit(policy, view(tokens)), acting(policy)) is None
+    assert policy.select_or_all(fit(policy, view(tokens)), acting(policy)).tolist() == list(range(tokens))
 
 
 @matrix
@@ -82,7 +82,7 @@ def test_budgets_beyond_the_length(name: str, options: dict[str, Any]) -> None:
     base = {key: value for key, value in options.items() if key not in ("budget", "keep_ratio")}
     for budget in ({"budget": 60}, {"budget": 10**12}, {"keep_ratio": 1.0}, {"keep_ratio": 7.5}):
         policy = make(name, base, **budget)
-        kept = np.atleast_2d(policy.keep(fit(policy, view(60)), acting(policy)))
+        kept = np.atleast_2d(policy.select_or_all(fit(policy, view(60)), acting(policy)))
         assert [sorted(row) for row in kept.tolist()] == [list(range(60))] * len(kept), budget
 
 
@@ -111,9 +111,9 @@ def test_budgets_of_zero(name: str, options: dict[str, Any]) -> None:
             return
     elif name != "h2o_blocks":
         policy = make(name, base, budget=0)
-        assert np.atleast_2d(policy.keep(fit(policy, view(60)), acting(policy))).tolist()[0] == expected
+        assert np.atleast_2d(policy.select_or_all(fit(policy, view(60)), acting(policy))).tolist()[0] == expected
     policy = make(name, base, keep_ratio=0)
-    kept = policy.choose(fit(policy, view(60)), acting(policy))
+    kept = policy.select(fit(policy, view(60)), acting(policy))
     if name == "h2o_blocks":
         assert (
             kept is not None and len(kept) == 60
@@ -127,10 +127,10 @@ def test_skipped_layers_and_other_moments(name: str, options: dict[str, Any]) ->
     policy = make(name, options, skip_layers=[1, 5])
     assert policy.skip_layers == (1, 5)
     for layer in range(7):
-        kept = policy.choose(fit(policy, view(60, layer=layer)), acting(policy))
+        kept = policy.select(fit(policy, view(60, layer=layer)), acting(policy))
         assert (kept is None) == (layer in (1, 5))
-    for moment in set(Moment) - policy.moments:
-        assert policy.choose(fit(policy, view(60)), moment) is None
+    for moment in set(Trigger) - policy.triggers:
+        assert policy.select(fit(policy, view(60)), moment) is None
 
 
 @matrix
@@ -143,12 +143,12 @@ def test_broken_values_have_their_place(name: str, options: dict[str, Any]) -> N
     fields["keys"][:, 22] = -np.inf
     fields["keys"][:, 23] = -0.0
     fields["scores"][:, 20:24] = [np.nan, np.inf, -np.inf, -0.0]
-    for row in np.atleast_2d(policy.keep(fit(policy, fields), acting(policy))).tolist():
+    for row in np.atleast_2d(policy.select_or_all(fit(policy, fields), acting(policy))).tolist():
         if name == "h2o_blocks":
             assert not set(range(20, 24)) & set(row)  # one block, and its sum is NaN
-        elif policy.needs == "keys" and not hasattr(policy, "strategy"):
+        elif policy.requires == "keys" and not hasattr(policy, "strategy"):
             assert 23 in row and not {20, 21, 22} & set(row)
-        elif policy.needs in ("scores", "head scores"):
+        elif policy.requires in ("scores", "head scores"):
             assert 21 in row and not {20, 22} & set(row)
         elif getattr(policy, "strategy", "") == "keep_high":
             assert {21, 22} <= set(row) and not {20, 23} & set(row)
@@ -164,15 +164,15 @@ def test_other_types(name: str, options: dict[str, Any], dtype: Any) -> None:
     there = exact if dtype is np.float32 else (exact.view(np.uint32) >> 16).astype(np.uint16)
     if "generator" in options:
         return
-    found = policy.keep(fit(policy, {**fields, "keys": there}), acting(policy))
-    assert found.tolist() == policy.keep(fit(policy, as_half), acting(policy)).tolist()
+    found = policy.select_or_all(fit(policy, {**fields, "keys": there}), acting(policy))
+    assert found.tolist() == policy.select_or_all(fit(policy, as_half), acting(policy)).tolist()
 
 
 @matrix
 def test_repr_and_options_make_it_again(name: str, options: dict[str, Any]) -> None:
     policy = make(name, options)
     more = {"generator": policy.generator} if "generator" in options else {}
-    assert create(name, **policy.options(), **more) == policy
+    assert create_policy(name, **policy.to_options(), **more) == policy
     if not more:
         assert eval(repr(policy), vars(policies)) == policy
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -199,11 +199,11 @@ def test_in_a_cache(name: str, options: dict[str, Any]) -> None:
     for step in [30, *[1] * 20, 10, *[1] * 15]:
         attend = cache.append(*text[:, :, seen : seen + step])
         seen += step
-        if policy.needs in ("scores", "head scores"):
-            cache.attended(weights=rng.random((2 * HEADS, step, attend.tokens)).astype(np.float32))
+        if policy.requires in ("scores", "head scores"):
+            cache.finish_attention(weights=rng.random((2 * HEADS, step, attend.tokens)).astype(np.float32))
         else:
-            cache.attended()
-        stored = cache.end_chunk() if step == 10 else cache.stored
+            cache.finish_attention()
+        stored = cache.end_chunk() if step == 10 else cache.snapshot
         assert stored.tokens_seen == seen and stored.layer == 2
         at = np.broadcast_to(stored.positions, (HEADS, stored.tokens))
         for array, whole in ((stored.keys, text[0]), (stored.values, text[1])):
@@ -243,7 +243,7 @@ def test_in_a_cache(name: str, options: dict[str, Any]) -> None:
 )
 def test_refused_options(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(KvmnnError, match=message):
-        create(name, **options)
+        create_policy(name, **options)
 
 
 @pytest.mark.parametrize(
@@ -257,18 +257,18 @@ def test_refused_options(name: str, options: dict[str, Any], message: str) -> No
 )
 def test_wrong_types(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match="must be a"):
-        create(name, **options)
+        create_policy(name, **options)
 
 
-@pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].needs != "lengths"])
+@pytest.mark.parametrize("name", [name for name in POLICIES if POLICIES[name].requires != "lengths"])
 def test_missing_inputs(name: str) -> None:
     policy = make(name, {**OPTIONS[name][0], "budget": 12})
     with pytest.raises(KvmnnError, match=f"layer 3: {name} needs (the keys|scores)"):
-        policy.choose(LayerView(tokens=60, layer=3), acting(policy))
-    if policy.needs != "keys":
-        wrong = np.zeros((60,) if policy.needs == "head scores" else (3, 60), np.float32)
+        policy.select(LayerState(tokens=60, layer=3), acting(policy))
+    if policy.requires != "keys":
+        wrong = np.zeros((60,) if policy.requires == "head scores" else (3, 60), np.float32)
         with pytest.raises(KvmnnError, match=r"needs scores \[.*found \["):
-            policy.choose(LayerView(tokens=60, scores=wrong), acting(policy))
+            policy.select(LayerState(tokens=60, scores=wrong), acting(policy))
 
 
 @matrix
@@ -277,18 +277,18 @@ def test_stacked_layers_are_as_each_alone(name: str, options: dict[str, Any]) ->
         return  # draws anew for each head
     policy = make(name, options)
     layers = [view(60, seed=seed) for seed in (1, 2, 3)]
-    alone = [policy.keep(fit(policy, fields), acting(policy)) for fields in layers]
-    axis = (lambda parts: np.stack([part[0] for part in parts])) if policy.needs == "scores" else np.concatenate
-    stack = LayerView(
+    alone = [policy.select_or_all(fit(policy, fields), acting(policy)) for fields in layers]
+    axis = (lambda parts: np.stack([part[0] for part in parts])) if policy.requires == "scores" else np.concatenate
+    stack = LayerState(
         tokens=60,
         scores=axis([fields["scores"] for fields in layers]),
-        norms=np.concatenate([ranking.key_norms(fields["keys"]) for fields in layers]),
+        norms=np.concatenate([ranking.compute_key_norms(fields["keys"]) for fields in layers]),
     )
-    together = policy.choose_stacked(stack, acting(policy))
+    together = policy.select_stacked(stack, acting(policy))
     assert together is not None
-    if policy.needs == "lengths":
+    if policy.requires == "lengths":
         assert all(np.array_equal(together, kept) for kept in alone)
     else:
         rows = [row for kept in alone for row in np.atleast_2d(kept)]
         assert len(together) == len(rows) and all(map(np.array_equal, together, rows))
-    assert policy.choose_stacked(stack, next(moment for moment in Moment if moment not in policy.moments)) is None
+    assert policy.select_stacked(stack, next(moment for moment in Trigger if moment not in policy.triggers)) is None

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmnn.errors import KvmnnError, OptionError
-from kvmnn.h2o import H2OConfig, plan
+from kvmnn.h2o import H2OConfig, plan_blocks
 from kvmnn.policies import (
     H2OBlocks,
     H2OHeads,
@@ -19,21 +19,21 @@ from kvmnn.policies import (
     KNorm,
     L2Fixed,
     L2Ratio,
-    LayerView,
-    Moment,
+    LayerState,
     ObservedAttention,
     Policy,
     RecentOnly,
     Streaming,
     StreamingPress,
-    create,
+    Trigger,
+    create_policy,
 )
-from kvmnn.policies.base import Budgeted
+from kvmnn.policies.base import BudgetedPolicy
 from kvmnn.policies.registry import POLICIES
 
 RATIOS = st.sampled_from([0.0, 0.1, 0.29, 0.5, 0.7, 0.98, 1.0, 1.5]) | st.floats(0, 2)
 SMALL = st.integers(0, 12)
-MOMENTS = st.sampled_from(list(Moment))
+MOMENTS = st.sampled_from(list(Trigger))
 quick = settings(deadline=None, max_examples=60)
 
 
@@ -41,8 +41,8 @@ def norms(keys: model.Array) -> list[list[float]]:
     return [[model.norm(row) for row in head] for head in model.floats(keys)]
 
 
-def by_head(policy: Policy, view: LayerView, heads: int, moment: Moment = Moment.ATTENDED) -> list[list[int]]:
-    kept = policy.keep(view, moment)
+def by_head(policy: Policy, view: LayerState, heads: int, moment: Trigger = Trigger.AFTER_ATTENTION) -> list[list[int]]:
+    kept = policy.select_or_all(view, moment)
     return np.broadcast_to(kept, (heads, kept.shape[-1])).tolist()
 
 
@@ -58,7 +58,7 @@ def test_l2_ratio(keys: model.Array, ratio: float, prune_after: int, form: str) 
     heads, tokens = keys.shape[:2]
     keep = math.ceil(ratio * tokens)
     expected = [model.l2_ratio(head, keep, prune_after, form) for head in norms(keys)]
-    assert by_head(policy, LayerView(tokens=tokens, keys=keys), heads) == expected
+    assert by_head(policy, LayerState(tokens=tokens, keys=keys), heads) == expected
 
 
 @given(model.keys(), st.integers(0, 30), RATIOS, st.booleans())
@@ -68,7 +68,7 @@ def test_l2_fixed(keys: model.Array, budget: int, recent_ratio: float, high: boo
     policy = L2Fixed(budget=budget, recent_ratio=recent_ratio, strategy=strategy, skip_layers=())
     heads, tokens = keys.shape[:2]
     expected = [model.l2_fixed(head, budget, recent_ratio, high=high) for head in norms(keys)]
-    view = LayerView(tokens=tokens, keys=keys)
+    view = LayerState(tokens=tokens, keys=keys)
     assert by_head(policy, view, heads) == expected
     if recent_ratio == 1:
         assert by_head(RecentOnly(budget=budget, skip_layers=()), view, heads) == expected
@@ -79,7 +79,7 @@ def test_l2_fixed(keys: model.Array, budget: int, recent_ratio: float, high: boo
 def test_knorm(keys: model.Array, compression: float) -> None:
     heads, tokens = keys.shape[:2]
     size = share_of_prompt(tokens, compression)
-    found = by_head(KNorm(keep_ratio=1 - compression), LayerView(tokens=tokens, keys=keys), heads)
+    found = by_head(KNorm(keep_ratio=1 - compression), LayerState(tokens=tokens, keys=keys), heads)
     if size == tokens:
         assert found == [list(range(tokens))] * heads
     else:
@@ -88,12 +88,12 @@ def test_knorm(keys: model.Array, compression: float) -> None:
 
 @given(st.integers(0, 40), st.integers(0, 6), st.integers(1, 12), SMALL, MOMENTS)
 @quick
-def test_streaming(tokens: int, sink: int, window: int, buffer: int, moment: Moment) -> None:
-    policy = Streaming.lazy(sink, window, buffer)
-    expected = model.streaming(tokens, sink, sink + window, buffer if moment is Moment.ATTENDED else 0)
-    if moment is Moment.APPENDED:
+def test_streaming(tokens: int, sink: int, window: int, buffer: int, moment: Trigger) -> None:
+    policy = Streaming.from_window(sink, window, buffer)
+    expected = model.streaming(tokens, sink, sink + window, buffer if moment is Trigger.AFTER_ATTENTION else 0)
+    if moment is Trigger.AFTER_APPEND:
         expected = list(range(tokens))
-    assert policy.keep(LayerView(tokens=tokens), moment).tolist() == expected
+    assert policy.select_or_all(LayerState(tokens=tokens), moment).tolist() == expected
 
 
 @given(st.integers(1, 40), st.integers(0, 12), st.floats(0, 1, exclude_max=True))
@@ -105,19 +105,19 @@ def test_streaming_press(tokens: int, sink: int, compression: float) -> None:
         return
     scores = [0 if sink <= i < sink + tokens - size else 1 for i in range(tokens)]
     expected = sorted(model.ranked(scores, highest=True)[:size])
-    found = StreamingPress(keep_ratio=1 - compression, sink=sink).keep(LayerView(tokens=tokens))
+    found = StreamingPress(keep_ratio=1 - compression, sink=sink).select_or_all(LayerState(tokens=tokens))
     assert found.tolist() == expected
 
 
 @given(model.rows(), SMALL, SMALL, st.integers(0, 30), SMALL, MOMENTS)
 @quick
-def test_h2o_tokens(rows: model.Array, sink: int, recent: int, budget: int, buffer: int, moment: Moment) -> None:
+def test_h2o_tokens(rows: model.Array, sink: int, recent: int, budget: int, buffer: int, moment: Trigger) -> None:
     policy = H2OTokens(sink=sink, recent=recent, budget=budget, buffer=buffer)
     for row in rows:
-        expected = model.h2o_tokens(row.tolist(), budget, sink, recent, buffer if moment is Moment.APPENDED else 0)
-        if moment is Moment.ATTENDED:
+        expected = model.h2o_tokens(row.tolist(), budget, sink, recent, buffer if moment is Trigger.AFTER_APPEND else 0)
+        if moment is Trigger.AFTER_ATTENTION:
             expected = list(range(row.size))
-        assert policy.keep(LayerView(tokens=row.size, scores=row), moment).tolist() == expected
+        assert policy.select_or_all(LayerState(tokens=row.size, scores=row), moment).tolist() == expected
 
 
 @given(model.rows(), SMALL, SMALL)
@@ -125,7 +125,7 @@ def test_h2o_tokens(rows: model.Array, sink: int, recent: int, budget: int, buff
 def test_h2o_heads(rows: model.Array, heavy: int, recent: int) -> None:
     policy = H2OHeads(recent=recent, budget=recent + heavy)
     expected = [model.h2o_heads(row.tolist(), recent + heavy, recent) for row in rows]
-    assert by_head(policy, LayerView(tokens=rows.shape[1], scores=rows), rows.shape[0]) == expected
+    assert by_head(policy, LayerState(tokens=rows.shape[1], scores=rows), rows.shape[0]) == expected
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 14), st.floats(0, 1, exclude_max=True), st.integers(0, 99))
@@ -136,7 +136,7 @@ def test_observed_attention(heads: int, group: int, tokens: int, compression: fl
     rng = np.random.default_rng(seed)
     weights = np.tril(rng.integers(0, 64, (heads * group, tokens, tokens))).astype(np.float32) / 64
     policy = ObservedAttention(keep_ratio=1 - compression)
-    view = LayerView(tokens=tokens, scores=policy.column_sums(weights, heads))
+    view = LayerState(tokens=tokens, scores=policy.sum_columns(weights, heads))
     size = share_of_prompt(tokens, compression)
     expected = []
     for head in range(heads):
@@ -156,7 +156,7 @@ def test_h2o_blocks(rows: model.Array, block: int, sink: int, recent: int, budge
         block_tokens=block, sink=sink, recent=recent, budget=budget, trigger_min_tokens=1, skip_layers=()
     )
     scores, tokens = rows[0], rows.shape[1]
-    kept = policy.choose(LayerView(tokens=tokens, scores=scores))
+    kept = policy.select(LayerState(tokens=tokens, scores=scores))
     if tokens == 0:
         assert kept is None
         return
@@ -167,23 +167,23 @@ def test_h2o_blocks(rows: model.Array, block: int, sink: int, recent: int, budge
             for score in scores[start : start + block]:
                 total = total + score
             sums.append(total)
-    made = plan(sums, tokens, policy._config(tokens))
+    made = plan_blocks(sums, tokens, policy._build_config(tokens))
     assert made.target_before_floor == min(max(1, budget), tokens)
-    assert kept is not None and kept.tolist() == made.tokens().tolist()
+    assert kept is not None and kept.tolist() == made.list_kept_tokens().tolist()
 
 
 def test_h2o_blocks_takes_the_engines_ratio() -> None:
     for lossy in (1.0, 2.5, 3.0, 3.5, 7.0):
-        policy = H2OBlocks.for_lossy_ratio(lossy, block_tokens=1, sink=0, recent=0)
+        policy = H2OBlocks.from_lossy_ratio(lossy, block_tokens=1, sink=0, recent=0)
         for tokens in range(1, 400):
-            made = plan(np.zeros(tokens), tokens, policy._config(tokens))
-            expected = plan(
+            made = plan_blocks(np.zeros(tokens), tokens, policy._build_config(tokens))
+            expected = plan_blocks(
                 np.zeros(tokens),
                 tokens,
                 H2OConfig(block_tokens=1, sink_tokens=0, recent_tokens=0, target_lossy_ratio=lossy),
             )
             assert made.target == expected.target
-    assert H2OBlocks() == H2OBlocks.for_lossy_ratio(3.0)
+    assert H2OBlocks() == H2OBlocks.from_lossy_ratio(3.0)
 
 
 @given(st.lists(st.integers(1, 90), max_size=6), st.integers(0, 4), st.integers(1, 20))
@@ -193,15 +193,15 @@ def test_a_budget_and_a_ratio_agree(lengths: list[int], sink: int, budget: int) 
         ratio = budget / tokens
         if math.ceil(ratio * tokens) != budget:
             continue
-        view = LayerView(tokens=tokens)
+        view = LayerState(tokens=tokens)
         assert (
-            RecentOnly(keep_ratio=ratio, skip_layers=()).keep(view).tolist()
-            == RecentOnly(budget=budget, skip_layers=()).keep(view).tolist()
+            RecentOnly(keep_ratio=ratio, skip_layers=()).select_or_all(view).tolist()
+            == RecentOnly(budget=budget, skip_layers=()).select_or_all(view).tolist()
         )
         if budget > sink:
             assert (
-                Streaming(keep_ratio=ratio, sink=sink).keep(view).tolist()
-                == Streaming(budget=budget, sink=sink).keep(view).tolist()
+                Streaming(keep_ratio=ratio, sink=sink).select_or_all(view).tolist()
+                == Streaming(budget=budget, sink=sink).select_or_all(view).tolist()
             )
 
 
@@ -210,36 +210,40 @@ def test_a_budget_and_a_ratio_agree(lengths: list[int], sink: int, budget: int) 
 def test_small_share_of_prompt_keeps_at_least_one_token(tokens: int, share: float, name: str) -> None:
     keys = np.arange(tokens, dtype=np.float32).reshape(1, tokens, 1)
     options = {"sink": 0} if name == "streaming_press" else {}
-    kept = np.atleast_2d(create(name, keep_ratio=share, **options).keep(LayerView(tokens=tokens, keys=keys)))
+    kept = np.atleast_2d(
+        create_policy(name, keep_ratio=share, **options).select_or_all(LayerState(tokens=tokens, keys=keys))
+    )
     assert kept.shape[1] == max(1, int(share * tokens))
 
 
-@pytest.mark.parametrize("name", sorted(name for name, kind in POLICIES.items() if issubclass(kind, Budgeted)))
+@pytest.mark.parametrize("name", sorted(name for name, kind in POLICIES.items() if issubclass(kind, BudgetedPolicy)))
 def test_any_policy_with_small_share_of_eight_tokens_keeps_at_least_one(name: str) -> None:
     scores = np.arange(8, dtype=np.float32)
-    policy = create(name, keep_ratio=0.05, skip_layers=())
-    view = LayerView(
-        tokens=8, keys=np.ones((2, 8, 4), np.float16), scores=np.tile(scores, (2, 1)) if policy.by_head else scores
+    policy = create_policy(name, keep_ratio=0.05, skip_layers=())
+    view = LayerState(
+        tokens=8, keys=np.ones((2, 8, 4), np.float16), scores=np.tile(scores, (2, 1)) if policy.is_per_head else scores
     )
     if name == "streaming":
         with pytest.raises(OptionError, match=r"keep_ratio of 0\.05 is 1 of 8 tokens and leaves no window behind 4 "):
-            policy.keep(view)
+            policy.select_or_all(view)
         return
-    for moment in policy.moments:
-        assert policy.keep(view, moment).shape[-1] >= 1
+    for moment in policy.triggers:
+        assert policy.select_or_all(view, moment).shape[-1] >= 1
 
 
 @given(st.integers(1, 200), st.floats(0, 1.5, exclude_min=True), st.integers(0, 12))
 @quick
 def test_streaming_share_is_refused_where_that_budget_is(tokens: int, share: float, sink: int) -> None:
     size = math.ceil(share * tokens)
-    view = LayerView(tokens=tokens)
+    view = LayerState(tokens=tokens)
     policy = Streaming(keep_ratio=share, sink=sink)
     if size >= tokens or size > sink:
-        expected = list(range(tokens)) if size >= tokens else Streaming(budget=size, sink=sink).keep(view).tolist()
-        assert policy.keep(view).tolist() == expected
+        expected = (
+            list(range(tokens)) if size >= tokens else Streaming(budget=size, sink=sink).select_or_all(view).tolist()
+        )
+        assert policy.select_or_all(view).tolist() == expected
         return
     with pytest.raises(KvmnnError, match="leaves no window"):
         Streaming(budget=size, sink=sink)
     with pytest.raises(OptionError, match="leaves no window"):
-        policy.keep(view)
+        policy.select_or_all(view)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from kvmnn.reports.page.quality import _OPERATIONS, _slowest
-from kvmnn.reports.page.records import Latency
+from kvmnn.reports.page.quality import _OPERATION_NAMES, _find_slowest
+from kvmnn.reports.page.records import LatencyStats
 
 
-def latency(p95: float, p99: float, count: int = 10) -> Latency:
-    return Latency(count=count, total_us=1.0, p50_us=1.0, p95_us=p95, p99_us=p99, max_us=p99)
+def latency(p95: float, p99: float, count: int = 10) -> LatencyStats:
+    return LatencyStats(count=count, total_us=1.0, p50_us=1.0, p95_us=p95, p99_us=p99, max_us=p99)
 
 
 def test_slowest_run_of_an_operation_is_the_one_with_the_highest_p99() -> None:
-    first, second = list(_OPERATIONS)[:2]
+    first, second = list(_OPERATION_NAMES)[:2]
     steady, spiky = latency(p95=90.0, p99=100.0), latency(p95=10.0, p99=400.0)
     for runs in ([steady, spiky], [spiky, steady]):
-        assert _slowest([{first: one} for one in runs]) == {first: spiky}
+        assert _find_slowest([{first: one} for one in runs]) == {first: spiky}
     never = latency(p95=9e9, p99=9e9, count=0)
-    assert _slowest([{first: steady, second: spiky}, {first: never}]) == {first: steady, second: spiky}
+    assert _find_slowest([{first: steady, second: spiky}, {first: never}]) == {first: steady, second: spiky}

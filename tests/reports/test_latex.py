@@ -11,9 +11,9 @@ from lm_results import results, row
 
 from kvmnn.cli.command import main
 from kvmnn.errors import OptionError
-from kvmnn.evaluation.result import form_of
-from kvmnn.reports.columns import COLUMNS, filled
-from kvmnn.reports.latex import plain
+from kvmnn.evaluation.result import infer_format
+from kvmnn.reports.columns import COLUMNS, build_table
+from kvmnn.reports.latex import escape_latex
 
 SAMPLE = lm_results.document()
 KNOWN = {"begin", "end", "hline", "par", "char"}
@@ -32,16 +32,16 @@ def tables_of(text: str) -> list[tuple[str, list[list[str]]]]:
 
 def test_every_number_of_the_markdown_is_in_a_table_that_fits_a_page() -> None:
     text = SAMPLE.to_text("latex")
-    columns, lines = filled(SAMPLE, COLUMNS)
+    columns, lines = build_table(SAMPLE, COLUMNS)
     main_tables = tables_of(text)[: -(-(len(columns) - 1) // 9)]
     headings = [heading for _, rows in main_tables for heading in rows[0][1:]]
-    assert sorted(headings) == sorted(plain(column.heading) for column in columns[1:])
+    assert sorted(headings) == sorted(escape_latex(column.heading) for column in columns[1:])
     for shape, rows in main_tables:
         assert len(shape) <= 10 and {len(line) for line in rows} == {len(shape)}
-        assert [line[0] for line in rows[1:]] == [plain(line[0]) for line in lines]
+        assert [line[0] for line in rows[1:]] == [escape_latex(line[0]) for line in lines]
         for place, heading in enumerate(rows[0]):
-            at = [plain(column.heading) for column in columns].index(heading)
-            assert [line[place] for line in rows[1:]] == [plain(line[at]) for line in lines]
+            at = [escape_latex(column.heading) for column in columns].index(heading)
+            assert [line[place] for line in rows[1:]] == [escape_latex(line[at]) for line in lines]
     assert text.endswith("\\par\n") and "By the definitions of" in text
 
 
@@ -69,7 +69,7 @@ def test_nothing_in_it_is_a_command_that_it_does_not_need() -> None:
      ("a", "markdown"), ("d.x/a", "markdown"), ("a.json", "json"), ("a.csv", "csv"), ("-", "markdown")],
 )  # fmt: skip
 def test_form_of_a_name(name: str, form: str) -> None:
-    assert form_of(name) == form
+    assert infer_format(name) == form
 
 
 @pytest.mark.parametrize("name", ["a.html", "a.xlsx", "a.tex.bak", "a.pdf", "a.jsonl", "a.tsv"])
@@ -78,7 +78,7 @@ def test_unknown_suffix_is_refused_before_anything_is_measured(
 ) -> None:
     suffix = Path(name).suffix
     with pytest.raises(OptionError, match=rf"results are not written as \{suffix}: expected a name that ends"):
-        form_of(name)
+        infer_format(name)
     assert main(["eval", "missing", "--text", "missing", "-o", str(tmp_path / name)]) == 2
     assert f"results are not written as {suffix}" in capsys.readouterr().err and not list(tmp_path.iterdir())
 

@@ -14,13 +14,13 @@ import report_files as files
 
 from kvmnn.errors import SourceError
 from kvmnn.reports.page import Report, make_report
-from kvmnn.reports.page.blocks import Chart
-from kvmnn.reports.page.cases import trend_section
-from kvmnn.reports.page.look import DARK, LIGHT, SCRIPT, SCRIPT_HASH, TEXTS
-from kvmnn.reports.page.material import read
-from kvmnn.reports.page.records import GateLine
-from kvmnn.reports.page.reference import REFERENCE
-from kvmnn.reports.page.verdict import missed_by
+from kvmnn.reports.page.blocks import ChartBlock
+from kvmnn.reports.page.cases import build_trend_section
+from kvmnn.reports.page.look import DARK_COLOURS, LIGHT_COLOURS, SCRIPT, SCRIPT_HASH, TEXT_ON_BACKGROUND
+from kvmnn.reports.page.material import read_inputs
+from kvmnn.reports.page.records import GateResultLine
+from kvmnn.reports.page.reference import REFERENCE_CASES
+from kvmnn.reports.page.verdict import describe_miss
 
 pytest.importorskip("matplotlib")
 
@@ -68,7 +68,7 @@ class Tree(HTMLParser):
 
 def test_verdict_first_and_by_how_much(report: Report) -> None:
     head = report.verdict
-    assert (head.word, head.said) == ("FAIL", "1 of 6 cases passes; 5 fail.")
+    assert (head.word, head.summary) == ("FAIL", "1 of 6 cases passes; 5 fail.")
     store = dict(next(card for card in head.cases if card.name == "runtime_store").misses)
     assert store["lossless ratio"] == "1.170, limit >= 1.300 (0.130 below)"
     assert store["decompression"] == "352,709 us, limit > 0, <= 70,000 us (282,709 us above)"
@@ -87,12 +87,12 @@ def test_verdict_first_and_by_how_much(report: Report) -> None:
     ],
 )
 def test_distances(value: str, limit: str, why: str, said: str) -> None:
-    assert missed_by(GateLine(name="perplexity", verdict="fail", value=value, limit=limit, why=why)) == said
-    assert missed_by(GateLine(name="perplexity", verdict="pass", value=value, limit=limit, why=why)) == ""
+    assert describe_miss(GateResultLine(name="perplexity", verdict="fail", value=value, limit=limit, why=why)) == said
+    assert describe_miss(GateResultLine(name="perplexity", verdict="pass", value=value, limit=limit, why=why)) == ""
 
 
 def test_cases_stand_beside_the_document(page: str) -> None:
-    assert list(REFERENCE) == list(files.CASES)
+    assert list(REFERENCE_CASES) == list(files.CASES)
     rows = re.findall(r'<tr role="row"><th scope="row" role="rowheader" class="left">(\w+)<.*?</tr>', page)
     assert rows[: len(files.CASES)] == list(files.CASES)
     row = re.search(r'rowheader" class="left">runtime_store<.*?</tr>', page)
@@ -103,7 +103,7 @@ def test_cases_stand_beside_the_document(page: str) -> None:
 
 def test_the_documents_figures() -> None:
     """As the report prints them: a total is the product of its ratios, but for the last digit."""
-    for name, case in REFERENCE.items():
+    for name, case in REFERENCE_CASES.items():
         if case.total is not None and name.startswith("runtime"):
             assert case.total == pytest.approx(case.lossy * case.lossless, abs=1.1e-3)
         assert case.change == pytest.approx((case.decode - case.baseline) / case.baseline, abs=1e-3), name
@@ -153,13 +153,13 @@ def _luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-@pytest.mark.parametrize("colours", [LIGHT, DARK], ids=["light", "dark"])
+@pytest.mark.parametrize("colours", [LIGHT_COLOURS, DARK_COLOURS], ids=["light", "dark"])
 def test_contrast(colours: dict[str, str]) -> None:
     def contrast(one: str, other: str) -> float:
         high, low = sorted((_luminance(colours[one]), _luminance(colours[other])), reverse=True)
         return (high + 0.05) / (low + 0.05)
 
-    for text, paper in TEXTS:
+    for text, paper in TEXT_ON_BACKGROUND:
         assert contrast(text, paper) >= 4.5, (text, paper)
     for series, paper in itertools.product([f"s{number}" for number in range(8)], ["paper", "card"]):
         assert contrast(series, paper) >= 3, (series, paper)
@@ -224,7 +224,7 @@ def test_what_is_not_there_is_said(tmp_path: Path) -> None:
 def test_a_suite_of_four_names_what_was_not_run(tmp_path: Path) -> None:
     passed = dict.fromkeys(files.CASES[:4], True)
     report = make_report([files.write_round(tmp_path / "round", passed)])
-    assert (report.verdict.word, report.verdict.said) == ("PASS", "4 of 4 cases pass.")
+    assert (report.verdict.word, report.verdict.summary) == ("PASS", "4 of 4 cases pass.")
     assert "these were not run, so not measured: llm_demo_full, llm_demo_store" in report.verdict.notes[0]
 
 
@@ -236,7 +236,7 @@ def test_what_is_unclear_is_no_pass_and_no_fail(tmp_path: Path) -> None:
     }  # fmt: skip
     files.write_json(root / "runtime_probe" / "gate.json", document)
     found = make_report([root]).verdict
-    assert (found.word, found.said) == ("UNCLEAR", "0 of 1 case pass; 1 unclear.")
+    assert (found.word, found.summary) == ("UNCLEAR", "0 of 1 case pass; 1 unclear.")
     assert found.cases[0].misses == (("decode drop", "unclear: +3.33%, limit <= 5.00%; 95 % -4.8% to +11.4%"),)
     files.write_json(root / "runtime_probe" / "gate.json", document | {"verdict": "pass"})
     with pytest.raises(SourceError, match="says pass, but its gates say unclear"):
@@ -260,7 +260,7 @@ def test_what_gate_run_prints_is_the_round_that_it_leaves(tmp_path: Path) -> Non
     alone = make_report([files.write_json(tmp_path / "printed.json", printed)])
     both = make_report([root, tmp_path / "printed.json"])
     assert alone.verdict.cases == both.verdict.cases == make_report([root]).verdict.cases
-    assert alone.verdict.said == "1 of 6 cases passes; 5 fail." and "kvmnn gate run m" in alone.to_markdown()
+    assert alone.verdict.summary == "1 of 6 cases passes; 5 fail." and "kvmnn gate run m" in alone.to_markdown()
 
 
 def test_the_reference_tools_own_document(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_other_json_is_left_out_of_a_folder(tmp_path: Path) -> None:
     files.write_json(root / "config.json", {"prompts": [1]})
     files.write_json(root / "old_case" / "gate.json", files.case_document("old_case", passed=True))
     report = make_report([root])
-    assert report.left_out == (
+    assert report.ignored_files == (
         ("config.json", "not a result that a report knows"),
         ("old_case/gate.json", "a case that the last round does not have"),
     )
@@ -394,8 +394,12 @@ def test_what_was_not_measured_is_no_point(tmp_path: Path) -> None:
         case = {"case": "a", "pass": False, "reason": "x", "lossy": 2.0, "lossless": lossless, "decode_tps": None}
         past.append({"generated_at": f"2026-11-2{place}", "overall_pass": False, "cases": [{**case, "drop": None}]})
     (tmp_path / "history.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in past))
-    found = read([tmp_path])
-    points = {chart.title: chart.series[0].points for chart in trend_section(found).blocks if isinstance(chart, Chart)}
+    found = read_inputs([tmp_path])
+    points = {
+        chart.title: chart.series[0].points
+        for chart in build_trend_section(found).blocks
+        if isinstance(chart, ChartBlock)
+    }
     assert [point.y for point in points["Lossless ratio over rounds"]] == [1.2]
     assert len(points["Lossy ratio over rounds"]) == 3
     assert make_report([tmp_path]).to_html()

@@ -19,7 +19,7 @@ from lm_results import BUDGETS, document, results, row
 from repository import SUPPORT
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, OutputError
-from kvmnn.evaluation.setup.presets import preset
+from kvmnn.evaluation.setup.presets import expand_preset
 from kvmnn.reports import (
     comparison_figure,
     figure_parts,
@@ -32,18 +32,18 @@ from kvmnn.reports import (
 )
 from kvmnn.reports.point_labels import PointLabel, label_points
 from kvmnn.reports.results import KeepMap
-from kvmnn.reports.rows import Difference
+from kvmnn.reports.rows import FullCacheDifference
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return plots.write_all(document(), tmp_path_factory.mktemp("plots") / "new")
+    return plots.write_plots(document(), tmp_path_factory.mktemp("plots") / "new")
 
 
 def test_all_plots_as_png_and_svg(written: list[Path]) -> None:
-    drawn = [name for name in plots.PLOTS if name != "improvement_summary"]  # the sample has no ablation
+    drawn = [name for name in plots.DRAW_FUNCTIONS if name != "improvement_summary"]  # the sample has no ablation
     assert [path.name for path in written] == [f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
-    assert len(plots.PLOTS) == 8
+    assert len(plots.DRAW_FUNCTIONS) == 8
     for path in written:
         head = path.read_bytes()[:200]
         assert head.startswith(b"\x89PNG\r\n" if path.suffix == ".png" else b"<?xml"), path
@@ -53,7 +53,7 @@ def test_all_plots_as_png_and_svg(written: list[Path]) -> None:
 def test_equal_results_make_equal_bytes_in_another_process(written: list[Path], tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from lm_results import document; "
-        "from kvmnn.reports import plots; plots.write_all(document(), sys.argv[2]); "
+        "from kvmnn.reports import plots; plots.write_plots(document(), sys.argv[2]); "
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     tests = str(SUPPORT)
@@ -69,7 +69,7 @@ def test_the_users_matplotlib_settings_neither_matter_nor_change(written: list[P
     import matplotlib
 
     with matplotlib.rc_context({"figure.facecolor": "red", "font.size": 30, "svg.hashsalt": "other"}):
-        again = plots.write_all(document(), tmp_path / "again")
+        again = plots.write_plots(document(), tmp_path / "again")
         assert matplotlib.rcParams["font.size"] == 30
     assert [p.read_bytes() for p in again] == [p.read_bytes() for p in written]
 
@@ -79,9 +79,9 @@ def test_existing_files_are_replaced_only_if_forced(tmp_path: Path) -> None:
     made = results([*whole, row("streaming 4", "streaming", budget=4, perplexity=20.0, nll=3.0)])
     (tmp_path / "perplexity_over_budget.svg").write_text("mine")
     with pytest.raises(OutputError, match=r"perplexity_over_budget\.svg: exists already"):
-        plots.write_all(made, tmp_path)
+        plots.write_plots(made, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["perplexity_over_budget.svg"]
-    plots.write_all(made, tmp_path, force=True)
+    plots.write_plots(made, tmp_path, force=True)
     assert (tmp_path / "perplexity_over_budget.svg").read_text() != "mine"
 
 
@@ -91,7 +91,7 @@ def test_plots_without_data_are_left_out_with_the_reason(tmp_path: Path) -> None
         row("streaming 4", "streaming", budget=4, perplexity=9.0, nll=2.2),
     ]
     left_out: dict[str, str] = {}
-    made = plots.write_all(results(rows), tmp_path / "new", left_out=left_out)
+    made = plots.write_plots(results(rows), tmp_path / "new", skip_reasons=left_out)
     assert {path.stem for path in made} == {"perplexity_over_budget", "strategy_comparison"}
     assert left_out == {
         "accuracy_over_budget": "no policy with a budget has a measured accuracy",
@@ -105,14 +105,14 @@ def test_plots_without_data_are_left_out_with_the_reason(tmp_path: Path) -> None
 
 def test_nothing_at_all_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KvmnnError, match="nothing to plot: perplexity_over_budget: no policy"):
-        plots.write_all(results([row("full", "full", perplexity=8.0)]), tmp_path / "new")
+        plots.write_plots(results([row("full", "full", perplexity=8.0)]), tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_without_matplotlib_the_package_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match="package matplotlib: pip install matplotlib"):
-        plots.write_all(document(), tmp_path / "new")
+        plots.write_plots(document(), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
@@ -130,11 +130,11 @@ def test_odd_values_draw_without_a_warning(changes: tuple[dict[str, Any], ...], 
         rows[place] = replace(rows[place], **change)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert plots.write_all(replace(document(), rows=tuple(rows)), tmp_path / "new")
+        assert plots.write_plots(replace(document(), rows=tuple(rows)), tmp_path / "new")
 
 
 def test_many_policies_still_have_looks_of_their_own() -> None:
-    looks = [tuple(sorted(plot_style.look(index).items())) for index in range(24)]
+    looks = [tuple(sorted(plot_style.make_line_style(index).items())) for index in range(24)]
     assert len(set(looks)) == 24
 
 
@@ -143,7 +143,7 @@ def test_many_policies_still_have_looks_of_their_own() -> None:
 
 def test_options_that_follow_from_the_budget_do_not_part_a_series() -> None:
     rows = [row(f"h2o {b}", "h2o_decayed", budget=b, options={"sink": 4, "recent": b // 2}) for b in BUDGETS]
-    (only,) = series.grouped(rows)
+    (only,) = series.group_into_series(rows)
     assert (only.name, only.rows) == ("h2o_decayed", rows)
 
 
@@ -154,7 +154,7 @@ def test_options_that_differ_at_one_budget_do_and_defaults_count() -> None:
         row("c", "l2_fixed", budget=32, options={"strategy": "keep_low", "budget": 32}),
         row("d", "l2_fixed", budget=32, options={"strategy": "keep_low", "budget": 32}, positions="stored"),
     ]
-    found = {entry.name: [r.label for r in entry.rows] for entry in series.grouped(rows)}
+    found = {entry.name: [r.label for r in entry.rows] for entry in series.group_into_series(rows)}
     assert found == {
         "l2_fixed keep_high": ["a"],
         "l2_fixed keep_low": ["b", "c"],
@@ -165,23 +165,23 @@ def test_options_that_differ_at_one_budget_do_and_defaults_count() -> None:
 def test_numbers_that_are_the_same_share_of_every_budget_are_one_series() -> None:
     rows = [row(f"{b}", "h2o_decayed", budget=b, options={"recent": b // 2}) for b in BUDGETS]
     rows += [row(f"{b} fixed", "h2o_decayed", budget=b, options={"recent": 32}) for b in BUDGETS]
-    found = {entry.name: len(entry.rows) for entry in series.grouped(rows)}
+    found = {entry.name: len(entry.rows) for entry in series.group_into_series(rows)}
     assert found == {"h2o_decayed recent=50%": 3, "h2o_decayed recent=32": 3}
 
 
 def test_rows_that_nothing_tells_apart_are_named_by_their_labels() -> None:
     rows = [row("one", "streaming", budget=8), row("two", "streaming", budget=8, preset="p")]
-    assert [entry.name for entry in series.grouped(rows)] == ["streaming", "two"]
+    assert [entry.name for entry in series.group_into_series(rows)] == ["streaming", "two"]
 
 
 def test_an_axis_parts_no_series() -> None:
     rows = [row(str(x), "l2_fixed", budget=8, options={"recent_ratio": x}) for x in (0.1, 0.2)]
-    assert len(series.grouped(rows)) == 2
-    assert len(series.grouped(rows, without=("recent_ratio",))) == 1
+    assert len(series.group_into_series(rows)) == 2
+    assert len(series.group_into_series(rows, ignored_options=("recent_ratio",))) == 1
 
 
 def test_intervals_are_those_of_the_difference_around_the_value() -> None:
-    versus = Difference(
+    versus = FullCacheDifference(
         documents=2, level=0.95, nll=0.1, low=0.05, high=0.2, accuracy=-0.02, accuracy_low=-0.03, accuracy_high=0.0
     )
     entry = row("a", "streaming", perplexity=10.0, accuracy=0.5, versus_full=versus)
@@ -195,25 +195,25 @@ def test_intervals_are_those_of_the_difference_around_the_value() -> None:
 
 def test_sinks_are_a_number_and_no_share() -> None:
     """streaming-h2o has 4 of 256, 8 of 256 and 8 of 512: the first and the last are equal shares by accident."""
-    made = preset("streaming-h2o")[1:]
+    made = expand_preset("streaming-h2o")[1:]
     rows = [row(c.label, c.policy, budget=c.options["budget"], options=dict(c.options)) for c in made]
-    found = {entry.name: [r.label for r in entry.rows] for entry in series.grouped(rows)}
+    found = {entry.name: [r.label for r in entry.rows] for entry in series.group_into_series(rows)}
     assert found == {
         "streaming": ["streaming_8_256", "streaming_8_512"],
         "h2o_tokens sink=4": ["h2o_4_32_256"],
         "h2o_tokens sink=8": ["h2o_8_32_256", "h2o_8_64_512"],
     }
     # 264 and 520 tokens of streaming are compared with 256 and 512 of H2O
-    assert comparison_figure._alike(series.grouped(rows)) == [(256, 264), (512, 520)]
+    assert comparison_figure._group_similar_budgets(series.group_into_series(rows)) == [(256, 264), (512, 520)]
 
 
 def test_budgets_of_one_series_are_never_one_panel() -> None:
     rows = [row(str(b), "streaming", budget=b) for b in (0, 100, 103, 200)]
-    assert comparison_figure._alike(series.grouped(rows)) == [(0,), (100,), (103,), (200,)]
+    assert comparison_figure._group_similar_budgets(series.group_into_series(rows)) == [(0,), (100,), (103,), (200,)]
 
 
 def test_ticks_do_not_touch() -> None:
-    assert figure_parts.apart([128, 256, 264, 512, 520], 1.2) == [128, 256, 512]
+    assert figure_parts.thin_ticks([128, 256, 264, 512, 520], 1.2) == [128, 256, 512]
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_ticks_do_not_touch() -> None:
 
 @given(st.lists(st.floats(-1, 2), max_size=12), st.floats(0.001, 0.08))
 def test_labels_keep_their_distance_their_order_and_the_plots_height(places: list[float], gap: float) -> None:
-    found = plot_style.spread(sorted(places), gap)
+    found = plot_style.spread_positions(sorted(places), gap)
     assert len(found) == len(places)
     assert all(b - a >= gap - 1e-9 for a, b in itertools.pairwise(found))
     assert all(-1e-9 <= place <= 1 + 1e-9 for place in found)
@@ -241,13 +241,13 @@ def test_the_text_of_a_point_at_the_edge_stays_in_the_plot(place: tuple[float, f
 
 
 def test_labels_that_have_room_stay_where_they_are() -> None:
-    assert plot_style.spread([0.1, 0.4, 0.9], 0.1) == pytest.approx([0.1, 0.4, 0.9])
-    assert plot_style.spread([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+    assert plot_style.spread_positions([0.1, 0.4, 0.9], 0.1) == pytest.approx([0.1, 0.4, 0.9])
+    assert plot_style.spread_positions([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
 
 
 def test_the_keep_map_shows_each_cell_as_it_was() -> None:
     recorded = KeepMap(layer=0, kv_head=0, steps=(1, 2, 3, 4), kept=((0,), (0, 1), (0, 2), (0, 3)))
-    image, tokens = trace_figures._image(recorded)
+    image, tokens = trace_figures._make_keep_image(recorded)
     live, gone, unseen = 0, 1, 2
     assert tokens == 4
     assert image.T.tolist() == [
@@ -261,7 +261,7 @@ def test_the_keep_map_shows_each_cell_as_it_was() -> None:
 def test_a_long_document_is_drawn_in_bounded_size() -> None:
     steps = tuple(range(1000, 100_001, 1000))
     kept = tuple(tuple(range(seen - 500, seen)) for seen in steps)
-    image, tokens = trace_figures._image(KeepMap(layer=0, kv_head=0, steps=steps, kept=kept))
+    image, tokens = trace_figures._make_keep_image(KeepMap(layer=0, kv_head=0, steps=steps, kept=kept))
     assert tokens == 100_000 and image.shape == (400, 400)
     assert set(image[:, -1].tolist()) == {0, 1}
 
@@ -283,9 +283,9 @@ def colours_of(made: Any) -> dict[str, str]:
 
 def test_a_policy_has_one_colour_in_every_figure_of_a_run() -> None:
     sample = document()
-    looks = series.Looks(sample.rows)
+    looks = series.LineStyles(sample.rows)
     expected = {
-        name: looks.of(label)["color"]
+        name: looks.get_style(label)["color"]
         for name, label in (
             ("streaming", "streaming 128"),
             ("keep_low", "l2_fixed 128 keep_low"),
@@ -296,7 +296,7 @@ def test_a_policy_has_one_colour_in_every_figure_of_a_run() -> None:
     }
     assert len(set(expected.values())) == 5
     seen = dict.fromkeys(expected, 0)
-    for draw in [draw for name, draw in plots.PLOTS.items() if name != "improvement_summary"]:
+    for draw in [draw for name, draw in plots.DRAW_FUNCTIONS.items() if name != "improvement_summary"]:
         for text, colour in colours_of(draw(sample)).items():
             for name, wanted in expected.items():
                 if name in text:
@@ -322,13 +322,17 @@ def test_a_colour_does_not_depend_on_what_else_a_figure_shows() -> None:
     rows = [row(f"l2_ratio {x}", "l2_ratio", keep_ratio=x, perplexity=9.0) for x in (0.5, 0.8)]  # in some figures only
     sample = replace(document(), rows=(document().rows[0], *rows, *document().rows[1:]))
     lines = colours_of(figures.perplexity_over_budget(sample))
-    assert lines["streaming"] == series.Looks(sample.rows).of("streaming 128")["color"] == plot_style.look(1)["color"]
+    assert (
+        lines["streaming"]
+        == series.LineStyles(sample.rows).get_style("streaming 128")["color"]
+        == plot_style.make_line_style(1)["color"]
+    )
 
 
 def test_variants_of_one_colour_are_told_apart() -> None:
-    found = [plot_style.look(index, variant) for index in range(9) for variant in range(4)]
+    found = [plot_style.make_line_style(index, variant) for index in range(9) for variant in range(4)]
     assert len({tuple(sorted(entry.items())) for entry in found}) == 36
-    assert len({plot_style.look(3, variant)["color"] for variant in range(4)}) == 1
+    assert len({plot_style.make_line_style(3, variant)["color"] for variant in range(4)}) == 1
 
 
 # -- axes -------------------------------------------------------------------------------------------------------------
@@ -336,7 +340,7 @@ def test_variants_of_one_colour_are_told_apart() -> None:
 
 @given(st.floats(0.5, 1e5), st.floats(3, 1e4))
 def test_a_logarithmic_axis_has_enough_ticks_and_not_too_many(low: float, factor: float) -> None:
-    ticks = figure_parts.log_ticks(low, low * factor)
+    ticks = figure_parts.compute_log_ticks(low, low * factor)
     assert 4 <= len(ticks) <= 12
     assert all(low <= tick <= low * factor for tick in ticks)
 
@@ -385,7 +389,7 @@ def one_policy() -> Any:
 @pytest.mark.parametrize("rows", ["one policy", "all"])
 def test_captions_stay_inside_their_figures_and_off_the_axes(rows: str) -> None:
     sample = document() if rows == "all" else one_policy()
-    for draw in plots.PLOTS.values():
+    for draw in plots.DRAW_FUNCTIONS.values():
         try:
             made = laid_out(draw(sample))
         except figure_parts.NothingToShowError:
@@ -453,7 +457,9 @@ def test_policies_that_hold_the_same_share_a_line_which_the_caption_explains() -
     sample = document()
     traces = (sample.traces[0], sample.traces[1], replace(sample.traces[1], label="h2o_decayed_heads 256"))
     made = trace_figures.memory_over_time(replace(sample, traces=traces))
-    samples = [line for line in made.axes[0].lines if not line.get_clip_on() and line.get_color() != plot_style.INK]
+    samples = [
+        line for line in made.axes[0].lines if not line.get_clip_on() and line.get_color() != plot_style.INK_COLOUR
+    ]
     assert samples and {line.get_linestyle() for line in samples} == {"-"}
     assert "these policies hold the same, their colours take turns" in made.texts[0].get_text()
     alone = trace_figures.memory_over_time(replace(sample, traces=traces[:2]))
@@ -462,12 +468,12 @@ def test_policies_that_hold_the_same_share_a_line_which_the_caption_explains() -
 
 def test_each_improvement_is_measured_by_itself() -> None:
     found = [
-        row(entry.label, entry.policy, options=entry.policy_options(), budget=entry.options.get("budget"),
+        row(entry.label, entry.policy, options=entry.list_options(), budget=entry.options.get("budget"),
             keep_ratio=entry.options.get("keep_ratio"), perplexity=ppl, accuracy=ppl / 100)
-        for entry, ppl in zip(preset("knorm-ablation"), (9.0, 10.0, 10.1, 10.1, 11.0, 9.9), strict=True)
+        for entry, ppl in zip(expand_preset("knorm-ablation"), (9.0, 10.0, 10.1, 10.1, 11.0, 9.9), strict=True)
     ]  # fmt: skip
-    steps = improvement_figure.improvements(found)
-    assert [(step.name.split("\n")[0], step.before, step.after) for step in steps] == [
+    steps = improvement_figure.find_improvements(found)
+    assert [(step.name.split("\n")[0], step.baseline, step.variant) for step in steps] == [
         ("threshold", found[1], found[2]),
         ("order", found[2], found[3]),
         ("hybrid, 512 tokens", found[4], found[5]),
@@ -483,8 +489,8 @@ def test_each_improvement_is_measured_by_itself() -> None:
 
 def test_kinds_of_files_and_no_titles(tmp_path: Path) -> None:
     with_pdf = plots.PlotOptions(kinds=("pdf",))
-    first = plots.write_all(document(), tmp_path / "a", options=with_pdf)
-    again = plots.write_all(document(), tmp_path / "b", options=with_pdf)
+    first = plots.write_plots(document(), tmp_path / "a", options=with_pdf)
+    again = plots.write_plots(document(), tmp_path / "b", options=with_pdf)
     assert {path.suffix for path in first} == {".pdf"} and first[0].read_bytes().startswith(b"%PDF")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in again]
     made = figures.perplexity_over_budget(document())

@@ -10,15 +10,15 @@ from dataclasses import replace
 import pytest
 from lm_results import BUDGETS, document, results, row
 
-from kvmnn.h2o.figures import H2OFigures, LayerFigures
+from kvmnn.h2o.figures import H2OStats, PlannerLayerStats
 from kvmnn.reports import tables
-from kvmnn.reports.columns import project_table
-from kvmnn.reports.h2o_table import h2o_table
-from kvmnn.reports.pivot import pivot_table
+from kvmnn.reports.columns import build_project_table
+from kvmnn.reports.h2o_table import build_h2o_table
+from kvmnn.reports.pivot import build_pivot_table
 from kvmnn.reports.results import Refusal
-from kvmnn.reports.rows import ProjectNumbers
-from kvmnn.reports.runtime_figures import RuntimeFigures
-from kvmnn.reports.runtime_table import runtime_table
+from kvmnn.reports.rows import ProjectStats
+from kvmnn.reports.runtime_figures import RuntimeStats
+from kvmnn.reports.runtime_table import build_runtime_table
 
 
 def cells(table: str) -> list[dict[str, str]]:
@@ -30,7 +30,7 @@ def cells(table: str) -> list[dict[str, str]]:
 
 def test_every_row_has_its_numbers_in_the_units_of_the_headings() -> None:
     sample = document()
-    table = cells(tables.markdown(sample))
+    table = cells(tables.format_markdown(sample))
     assert [line["policy"] for line in table] == [entry.label for entry in sample.rows]
     full, cut = table[0], table[1]
     assert full["budget (tokens)"] == full["dNLL (nats) [95 %]"] == full["PPL change (%)"] == "-"
@@ -50,9 +50,11 @@ def test_every_row_has_its_numbers_in_the_units_of_the_headings() -> None:
 
 
 def test_columns_that_nobody_measured_are_left_out() -> None:
-    text = tables.markdown(document())
+    text = tables.format_markdown(document())
     assert "process peak" not in text  # the document has none
-    table = cells(tables.markdown(results([row("full", "full", perplexity=2.0), row("streaming 4", "streaming")])))
+    table = cells(
+        tables.format_markdown(results([row("full", "full", perplexity=2.0), row("streaming 4", "streaming")]))
+    )
     assert table == [
         {"policy": "full", "kind": "LOSSY", "PPL": "2.0000"},
         {"policy": "streaming 4", "kind": "LOSSY", "PPL": "-"},
@@ -61,22 +63,22 @@ def test_columns_that_nobody_measured_are_left_out() -> None:
 
 def test_layers_of_unequal_lengths_and_shares_are_shown() -> None:
     entry = row("l2_ratio 0.25", "l2_ratio", keep_ratio=0.25, tokens_kept=(2048, 2048, 512))
-    (line,) = cells(tables.markdown(results([entry])))
+    (line,) = cells(tables.format_markdown(results([entry])))
     assert line["budget (tokens)"] == "25 %"
     assert line["tokens kept"] == "512 to 2,048"
 
 
 def test_a_label_cannot_break_the_table() -> None:
-    text = tables.markdown(results([row("a|b\nc", "streaming", perplexity=1.5)]))
+    text = tables.format_markdown(results([row("a|b\nc", "streaming", perplexity=1.5)]))
     assert "| a\\|b c | LOSSY | 1.5000 |" in text
 
 
 def test_foreign_labels_are_text_in_markdown_and_in_spreadsheets() -> None:
     found = results([row("<img src=x>@team|=1", "streaming"), row("=cmd()", "streaming", perplexity=-0.5)])
-    text = tables.markdown(found)
+    text = tables.format_markdown(found)
     assert r"| \<img src=x>@&#8203;team\|=1 |" in text
     assert "<img" not in text.replace(r"\<img", "")
-    lines = list(csv.reader(io.StringIO(tables.csv_text(found))))
+    lines = list(csv.reader(io.StringIO(tables.format_csv(found))))
     labels = {line[0] for line in lines[1:]}
     assert "'=cmd()" in labels and "=cmd()" not in labels
     assert all(not cell.startswith(("=", "@", "+")) for line in lines for cell in line)
@@ -84,15 +86,13 @@ def test_foreign_labels_are_text_in_markdown_and_in_spreadsheets() -> None:
 
 def test_presets_have_a_table_of_their_own() -> None:
     sample = document()
-    whole = ProjectNumbers(evaluation="E2", label="baseline", perplexity=10.0, accuracy=0.5, chunk=1024)
+    whole = ProjectStats(evaluation="E2", label="baseline", perplexity=10.0, accuracy=0.5, chunk=1024)
     numbers = sample.rows[-1].project
     assert numbers is not None
     cut = replace(sample.rows[-1], project=replace(numbers, accuracy=0.4))
-    no = row(
-        "x", "h2o_tokens", preset="streaming-h2o", project=ProjectNumbers(evaluation="E2", label="x", refused="a|b")
-    )
+    no = row("x", "h2o_tokens", preset="streaming-h2o", project=ProjectStats(evaluation="E2", label="x", refused="a|b"))
     rows = (*sample.rows[:-1], cut, row("baseline", "full", preset="streaming-h2o", project=whole), no)
-    parts = tables.markdown(replace(sample, rows=rows)).split("\n\n")
+    parts = tables.format_markdown(replace(sample, rows=rows)).split("\n\n")
     assert parts[1] == "By the definitions of StreamingLLM + H2O (docs/lm.md says where they differ):"
     second = parts[2].splitlines()
     assert second[0] == (
@@ -104,7 +104,7 @@ def test_presets_have_a_table_of_their_own() -> None:
     )
     assert second[3] == "| baseline | streaming-h2o | 10.0000 | - | 50.00 | - | - | 1,024 | - | E2 | - |"
     assert second[4] == "| x | streaming-h2o | - | - | - | - | - | - | - | E2 | a\\|b |"
-    assert "by the definition" not in tables.markdown(results([row("full", "full")])).lower()
+    assert "by the definition" not in tables.format_markdown(results([row("full", "full")])).lower()
 
 
 def test_the_lines_below_say_what_was_measured() -> None:
@@ -112,7 +112,7 @@ def test_the_lines_below_say_what_was_measured() -> None:
     full, cut, *rest = sample.rows
     rows = (full, replace(cut, rounded_first=True), *rest)
     refused = (Refusal(label="h2o 8", reason="no attention"),)
-    lines = tables.notes(replace(sample, rows=rows, notes=("b.txt is\nshort.",), refused=refused))
+    lines = tables.build_notes(replace(sample, rows=rows, notes=("b.txt is\nshort.",), refused=refused))
     assert lines[0] == (
         "2 documents, 4,096 tokens, 4,094 scored by each row, fed 4 tokens at a time, deep: the 2,048 of them "
         "from token 1,024 on, seed 0, 1 thread."
@@ -124,15 +124,15 @@ def test_the_lines_below_say_what_was_measured() -> None:
 
 
 def test_notes_say_nothing_of_what_is_not_there() -> None:
-    text = "\n".join(tables.notes(results([row("full", "full")])))
+    text = "\n".join(tables.build_notes(results([row("full", "full")])))
     assert "LOSS" not in text and "bootstrap" not in text and "Change" not in text
-    assert tables.markdown(results([])).startswith("| policy |\n| --- |\n")
+    assert tables.format_markdown(results([])).startswith("| policy |\n| --- |\n")
 
 
 @pytest.mark.parametrize("width", [20, 60, 100, 150, 400])
 def test_terminal_table_fits_and_names_what_it_leaves_out(width: int) -> None:
     sample = document()
-    text = tables.terminal(sample, width)
+    text = tables.format_terminal(sample, width)
     lines = text.split("\n\n")[0].splitlines()
     headings = lines[0].split("  ")
     assert headings[0] == "policy" and "PPL" in lines[0]
@@ -149,7 +149,7 @@ def test_terminal_table_fits_and_names_what_it_leaves_out(width: int) -> None:
 
 def test_csv_has_every_scalar_once_and_reads_back() -> None:
     sample = document()
-    lines = list(csv.DictReader(io.StringIO(tables.csv_text(sample))))
+    lines = list(csv.DictReader(io.StringIO(tables.format_csv(sample))))
     rows = [line for line in lines if not line["document"]]
     assert [line["label"] for line in rows] == [entry.label for entry in sample.rows]
     for line, entry in zip(rows, sample.rows, strict=True):
@@ -167,7 +167,7 @@ def test_csv_has_every_scalar_once_and_reads_back() -> None:
 
 
 def test_csv_quotes_what_needs_it() -> None:
-    text = tables.csv_text(results([row('a,"b"\nc', "x", rounded_first=True, nll=0.1)]))
+    text = tables.format_csv(results([row('a,"b"\nc', "x", rounded_first=True, nll=0.1)]))
     (line,) = csv.DictReader(io.StringIO(text))
     assert (line["label"], line["rounded_first"], line["nll"]) == ('a,"b"\nc', "true", "0.1")
 
@@ -183,7 +183,7 @@ def test_80_columns_keep_what_matters_and_shorten_labels() -> None:
         for number, entry in enumerate(sample.rows)
     ]
     for rows in (sample.rows, tuple(long)):
-        text = tables.terminal(replace(sample, rows=rows), 80)
+        text = tables.format_terminal(replace(sample, rows=rows), 80)
         table = text.split("\n\n")[0].splitlines()
         assert "dNLL (nats) [95 %]" in table[0] and "PPL" in table[0]
         assert table[0].endswith("LOSSY ratio") and table[3].endswith(" 16.000")  # what is held, before the times
@@ -197,7 +197,7 @@ def test_80_columns_keep_what_matters_and_shorten_labels() -> None:
 
 def test_layers_of_unequal_lengths_are_shown_in_80_columns() -> None:
     rows = [*document().rows, row("l2_ratio 0.25", "l2_ratio", tokens_kept=(2048, 512), unequal_layers=True)]
-    table = tables.terminal(results(rows), 80).split("\n\n")[0].splitlines()
+    table = tables.format_terminal(results(rows), 80).split("\n\n")[0].splitlines()
     assert table[-1].endswith("512 to 2,048") or " 512 to 2,048 " in table[-1]
     assert "dNLL (nats) [95 %]" in table[0] and max(map(len, table)) <= 80
 
@@ -209,7 +209,7 @@ def test_a_pivot_by_protected_share_names_the_best() -> None:
             options = {"recent_ratio": share, "strategy": strategy}
             rows.append(row(f"{strategy} {share}", "l2_fixed", options=options, budget=512, perplexity=value))
     rows.append(row("window", "recent_only", budget=512, perplexity=53.0))
-    columns, lines = pivot_table(rows) or ([], [])
+    columns, lines = build_pivot_table(rows) or ([], [])
     assert [column.heading for column in columns] == [
         "budget", "recent", "l2_fixed keep_low", "l2_fixed random", "recent_only", "best",
     ]  # fmt: skip
@@ -218,50 +218,50 @@ def test_a_pivot_by_protected_share_names_the_best() -> None:
         ["512", "0.4", "49.59", "50.76", "53.00", "l2_fixed keep_low"],
         ["512", "0.5", "52.24", "51.90", "53.00", "l2_fixed random"],
     ]
-    assert "| 512 | 0.5 | 52.24 | 51.90 | 53.00 | l2_fixed random |" in tables.markdown(results(rows))
-    assert pivot_table(rows[:2]) is None
+    assert "| 512 | 0.5 | 52.24 | 51.90 | 53.00 | l2_fixed random |" in tables.format_markdown(results(rows))
+    assert build_pivot_table(rows[:2]) is None
     alone = [row(f"{b}", "streaming" if b > 9 else "knorm", budget=b, perplexity=b) for b in (8, 16, 32)]
-    assert pivot_table(alone) is None  # nothing to compare with at any size
+    assert build_pivot_table(alone) is None  # nothing to compare with at any size
 
 
 def test_a_pivot_by_budget() -> None:
     rows = [row(f"{p} {b}", p, budget=b, perplexity=10.0 + b / c) for p, c in (("a", 8), ("b", 9)) for b in (64, 128)]
     rows.append(row("c 64", "c", budget=64, perplexity=11.0))
-    _, lines = pivot_table(rows) or ([], [])
+    _, lines = build_pivot_table(rows) or ([], [])
     assert lines == [["64", "18.00", "17.11", "11.00", "c"], ["128", "26.00", "24.22", "-", "b"]]
-    text = tables.terminal(results(rows), 80)
+    text = tables.format_terminal(results(rows), 80)
     assert max(map(len, text.splitlines())) <= 80 and "best" in text
 
 
 def test_only_names_stand_at_the_left_and_peaks_are_in_mib() -> None:
-    numbers = ProjectNumbers(evaluation="E2", label="a", perplexity=2.0, process_peak_bytes=3 << 20)
-    columns, lines = project_table([row("a", "streaming", preset="streaming-h2o", project=numbers)]) or ([], [])
+    numbers = ProjectStats(evaluation="E2", label="a", perplexity=2.0, process_peak_bytes=3 << 20)
+    columns, lines = build_project_table([row("a", "streaming", preset="streaming-h2o", project=numbers)]) or ([], [])
     by_heading = dict(zip([column.heading for column in columns], lines[0], strict=True))
     assert (by_heading["PPL"], by_heading["process peak (MiB)"]) == ("2.0000", "3")
-    assert [column.heading for column in columns if column.left] == ["policy", "preset"]
+    assert [column.heading for column in columns if column.is_left_aligned] == ["policy", "preset"]
 
 
 def test_the_planners_table_names_policies_where_there_are_several() -> None:
-    figures = H2OFigures(layers=(LayerFigures(layer=7, tokens_seen=8, tokens_kept=4, triggers=1),))
+    figures = H2OStats(layers=(PlannerLayerStats(layer=7, tokens_seen=8, tokens_kept=4, triggers=1),))
     for runs, heading, cell in (([("a", figures)], "layer", "7"), ([("a", figures), ("b", figures)], "policy", "a")):
-        columns, lines = h2o_table(runs) or ([], [])
+        columns, lines = build_h2o_table(runs) or ([], [])
         assert (columns[0].heading, lines[0][0], len(lines)) == (heading, cell, len(runs))
 
 
 def test_figures_of_the_runtime_say_that_texts_are_added_up() -> None:
-    figures = RuntimeFigures(mode="store", appended_bytes=8, live_bytes=4, held_bytes=2)
+    figures = RuntimeStats(mode="store", appended_bytes=8, live_bytes=4, held_bytes=2)
     sample = document()
     for texts, said in ((1, "of the same runs"), (2, "sums over 2 texts")):
         found = replace(sample, rows=(replace(sample.rows[0], runtime=figures),), documents=sample.documents[:texts])
         title = f"The lossless runtime around the cache, {said} (docs/runtime.md):"
-        assert title in tables.markdown(found) and title in tables.terminal(found, 100)
+        assert title in tables.format_markdown(found) and title in tables.format_terminal(found, 100)
     assert len(title) <= 80
 
 
 def test_ratios_of_the_runtime_stay_in_the_narrowest_terminal() -> None:
-    figures = RuntimeFigures(mode="store", appended_bytes=8, live_bytes=4, held_bytes=2)
-    columns, _ = runtime_table([("full", figures)]) or ([], [])
-    assert [column.heading for column in columns if column.rank == 0] == [
+    figures = RuntimeStats(mode="store", appended_bytes=8, live_bytes=4, held_bytes=2)
+    columns, _ = build_runtime_table([("full", figures)]) or ([], [])
+    assert [column.heading for column in columns if column.drop_rank == 0] == [
         "policy", "mode", "lossy", "lossless", "total",
     ]  # fmt: skip
 
@@ -273,6 +273,6 @@ def test_a_tie_has_no_best() -> None:
         for budget, values in sizes.items()
         for policy, value in zip("abc", values, strict=True)
     ]
-    _, lines = pivot_table(rows) or ([], [])
+    _, lines = build_pivot_table(rows) or ([], [])
     assert [line[-1] for line in lines] == ["-", "-", "a"]
-    assert "- for a tie" in tables.markdown(results(rows))
+    assert "- for a tie" in tables.format_markdown(results(rows))

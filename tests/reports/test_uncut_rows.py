@@ -17,23 +17,23 @@ from kvmnn.reports import plot_style, tables
 from kvmnn.reports.comparison_figure import strategy_comparison
 from kvmnn.reports.figures import accuracy_over_budget, perplexity_accuracy_tradeoff, perplexity_over_budget
 from kvmnn.reports.page import make_report
-from kvmnn.reports.pivot import pivot_table
+from kvmnn.reports.pivot import build_pivot_table
 from kvmnn.reports.results import Refusal
-from kvmnn.reports.rows import Difference, Row
+from kvmnn.reports.rows import FullCacheDifference, ResultRow
 
 FULL = {"kind": "LOSSLESS", "evicted": False}
 
 
 def scored(
     label: str, policy: str, budget: int, perplexity: float, *, evicted: bool | None = True, kind: str = ""
-) -> Row:
+) -> ResultRow:
     kind = kind or ("LOSSY" if evicted else "LOSSLESS")
     more = {"perplexity": perplexity, "accuracy": 0.5, "tokens": 100, "evicted": evicted}
     return row(label, policy, kind=kind, budget=budget, options={"budget": budget}, **more)
 
 
 @pytest.fixture
-def rows() -> list[Row]:
+def rows() -> list[ResultRow]:
     """At 64 tokens l2_ratio evicted nothing, at 512 nothing did; quality of the full cache is 10."""
     return [
         row("full", "full", perplexity=10.0, accuracy=0.5, tokens=100, **FULL),
@@ -46,63 +46,63 @@ def rows() -> list[Row]:
     ]
 
 
-def test_pivot_marks_what_evicted_nothing_and_gives_it_no_best(rows: list[Row]) -> None:
-    columns, lines = pivot_table(rows) or ([], [])
+def test_pivot_marks_what_evicted_nothing_and_gives_it_no_best(rows: list[ResultRow]) -> None:
+    columns, lines = build_pivot_table(rows) or ([], [])
     assert [column.heading for column in columns] == ["budget", "streaming", "recent_only", "l2_ratio", "best"]
     assert lines == [
         ["64", "12.00", "11.00", "10.00 *", "recent_only"],
         ["512", "10.00 *", "10.00 *", "10.00 *", "-"],
     ]
-    text = tables.markdown(results(rows))
+    text = tables.format_markdown(results(rows))
     assert "Numbers marked * are of policies that evicted nothing, which are never the best." in text
-    assert "Numbers marked *" not in tables.markdown(results([*rows[:2], rows[3]]))
+    assert "Numbers marked *" not in tables.format_markdown(results([*rows[:2], rows[3]]))
 
 
 def test_results_of_older_versions_are_marked_by_their_kind() -> None:
     old = [row("full", "full", perplexity=10.0, kind="LOSSLESS")]
     for policy, kind in (("streaming", "LOSSY"), ("l2_ratio", "LOSSLESS")):
         old += [scored(f"{policy} {size}", policy, size, 9.0, evicted=None, kind=kind) for size in (64, 128)]
-    _, lines = pivot_table(old) or ([], [])
+    _, lines = build_pivot_table(old) or ([], [])
     assert [line[-1] for line in lines] == ["streaming", "streaming"] and "evicted" not in old[1].to_dict()
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 400])
-def test_table_marks_rows_at_any_width(rows: list[Row], width: int) -> None:
+def test_table_marks_rows_at_any_width(rows: list[ResultRow], width: int) -> None:
     rows[5] = scored("l2_ratio 64 prune_after=1000 form=original skip_layers=0+1", "l2_ratio", 64, 10.0, evicted=False)
-    text = results(rows).table(width)
+    text = results(rows).format_table(width)
     marks = {
         line.split("  ")[0].rstrip().endswith(" *") for line in text.splitlines() if line.startswith("streaming 512")
     }
     assert marks == {True}
     assert sum(line.split("  ")[0].rstrip().endswith(" *") for line in text.split("\n\n")[0].splitlines()) == 4
-    assert "| streaming 512 * |" in results(rows).table() and "| streaming 64 |" in results(rows).table()
+    assert "| streaming 512 * |" in results(rows).format_table() and "| streaming 64 |" in results(rows).format_table()
 
 
-def test_csv_and_json_have_a_key(rows: list[Row]) -> None:
+def test_csv_and_json_have_a_key(rows: list[ResultRow]) -> None:
     found = results(rows)
     lines = list(csv.DictReader(io.StringIO(found.to_csv())))
     assert [line["evicted"] for line in lines] == ["false", "true", "false", "true", "false", "false", "false"]
     assert [each["evicted"] for each in found.to_dict()["rows"]] == [each.evicted for each in rows]
-    assert [each.is_uncut for each in rows] == [False, False, True, False, True, True, True]
+    assert [each.has_no_eviction for each in rows] == [False, False, True, False, True, True, True]
 
 
 def test_configurations_of_one_reason_are_refused_in_one_line() -> None:
     refused = tuple(Refusal(label=f"h2o {size}", reason="no attention") for size in (1, 2, 3))
     found = results([], refused=(*refused, Refusal(label="x", reason="other")))
-    assert tables.refusals(found.refused) == ["h2o 1; h2o 2; h2o 3: no attention", "x: other"]
-    assert "Not run: h2o 1; h2o 2; h2o 3: no attention" in tables.markdown(found)
+    assert tables.describe_refusals(found.refused) == ["h2o 1; h2o 2; h2o 3: no attention", "x: other"]
+    assert "Not run: h2o 1; h2o 2; h2o 3: no attention" in tables.format_markdown(found)
 
 
 @pytest.mark.parametrize("draw", [perplexity_over_budget, accuracy_over_budget, perplexity_accuracy_tradeoff])
-def test_plots_of_lines_have_hollow_points_and_say_so(draw: object, rows: list[Row]) -> None:
+def test_plots_of_lines_have_hollow_points_and_say_so(draw: object, rows: list[ResultRow]) -> None:
     pytest.importorskip("matplotlib")
-    with plot_style.style():
+    with plot_style.use_style():
         made = draw(results(rows))  # type: ignore[operator]
     hollow = [line for axes in made.axes for line in axes.lines if line.get_markerfacecolor() == "white"]
     assert sum(len(line.get_xdata()) for line in hollow) == 4
     assert "Hollow: evicted nothing in these texts." in next(text.get_text() for text in made.texts)
-    with plot_style.style():
-        made = draw(results([each for each in rows if not each.is_uncut]))  # type: ignore[operator]
+    with plot_style.use_style():
+        made = draw(results([each for each in rows if not each.has_no_eviction]))  # type: ignore[operator]
     assert "Hollow" not in next(text.get_text() for text in made.texts)
 
 
@@ -121,11 +121,11 @@ def test_labels_of_bars_lie_inside_their_panel(sign: int, size: float) -> None:
     for budget in (64, 256, 512):
         for policy, share in (("streaming", 1.0), ("recent_only", 0.5), ("l2_fixed", 0.0)):
             value = 10.0 * max(1 + sign * size * share, 0.1)
-            versus = Difference(documents=2, level=0.95, nll=0.0, low=-0.01, high=0.02)
+            versus = FullCacheDifference(documents=2, level=0.95, nll=0.0, low=-0.01, high=0.02)
             each = scored(f"{policy} {budget}", policy, budget, value, evicted=share > 0)
             wide = {"accuracy": 0.5 - sign * share * 1e-5, "versus_full": versus if share == 1 else None}
             found.append(replace(each, **wide))
-    with plot_style.style():
+    with plot_style.use_style():
         made = strategy_comparison(results(found))
     made.canvas.draw()
     texts = [(axes, text) for axes in made.axes for text in axes.texts if text.get_text()]
@@ -138,7 +138,7 @@ def saved(found: EvaluationResult, path: Path) -> Path:
     return path
 
 
-def test_report_of_evaluation_opens_with_what_it_cost(rows: list[Row], tmp_path: Path) -> None:
+def test_report_of_evaluation_opens_with_what_it_cost(rows: list[ResultRow], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     report = make_report([saved(results(rows), tmp_path / "e.json")])
     text, page = report.to_markdown(), report.to_html()
@@ -169,4 +169,4 @@ def test_deep_of_older_results_is_said_as_it_was_measured(tmp_path: Path) -> Non
     document = lm_results.document().to_dict()
     document["settings"] |= {"prompt": 1500, "deep_from": 1024}
     (tmp_path / "r.json").write_text(json.dumps(document))
-    assert "from token 1,024 on" in read_results(tmp_path / "r.json").table()
+    assert "from token 1,024 on" in read_results(tmp_path / "r.json").format_table()

@@ -31,9 +31,9 @@ class Run:
 
     def call(self, layer: int, tokens: int) -> None:
         new = self.rows[:, self.end : self.end + tokens]
-        keys, values = self.runtime.begin(layer, new, new)
+        keys, values = self.runtime.begin_call(layer, new, new)
         assert keys.tobytes() == values.tobytes() == self.rows[:, : self.end + tokens].tobytes()
-        self.runtime.end()
+        self.runtime.end_call()
 
     def step(self, tokens: int = 1) -> None:
         for layer in range(LAYERS):
@@ -43,7 +43,7 @@ class Run:
 
     @property
     def blocks(self) -> list[int]:
-        return [layer.blocks for layer in self.runtime.metrics().layers]
+        return [layer.blocks for layer in self.runtime.collect_metrics().layers]
 
     @contextmanager
     def held_worker(self) -> Iterator[None]:
@@ -69,10 +69,10 @@ def test_no_call_waits_for_an_encoding_and_results_are_taken_when_they_are_there
             run.step(PROMPT)
             for _ in range(20):
                 run.step()  # would never return if a token waited for the last layer's encodings
-            metrics = run.runtime.metrics()
+            metrics = run.runtime.collect_metrics()
             assert (run.blocks, metrics.wait.count) == ([0, 0], 0)
-            assert metrics.h2o_lossless_async_queue_peak == len(run.inner._storer.jobs.open) == 14
-        for _, _, future in run.inner._storer.jobs.open:
+            assert metrics.h2o_lossless_async_queue_peak == len(run.inner._encoder.jobs.jobs) == 14
+        for _, _, future in run.inner._encoder.jobs.jobs:
             future.result()
         run.call(0, 1)  # takes in what is there, of both layers
         assert run.blocks == [7, 7]
@@ -88,9 +88,9 @@ def test_what_is_open_is_bounded_and_the_rest_is_taken_later(options: dict[str, 
             run.step(PROMPT)
             for _ in range(3):
                 run.step()
-                jobs = run.inner._storer.jobs
-                assert len(jobs.open) == most and jobs.nbytes == most * BLOCK_BYTES
-        metrics = run.runtime.metrics()
+                jobs = run.inner._encoder.jobs
+                assert len(jobs.jobs) == most and jobs.nbytes == most * BLOCK_BYTES
+        metrics = run.runtime.collect_metrics()
         assert metrics.h2o_lossless_async_queue_peak == metrics.h2o_lossless_queue_depth_peak == most
         assert metrics.waiting_blocks_peak == 12 - most
         assert metrics.h2o_lossless_backpressure_skip_count > 0 and metrics.h2o_lossless_fallback_count == 0
@@ -105,18 +105,18 @@ def test_the_next_layers_blocks_are_restored_while_one_computes() -> None:
         run.step(PROMPT)
         run.step()
         run.runtime.flush()
-        for _, future in list(run.inner._restorer._coming.values()):
+        for _, future in list(run.inner._restorer._prefetches.values()):
             future.result()
         run.inner._restorer.reset()
         run.call(0, 1)
-        coming = list(run.inner._restorer._coming.values())
-        assert [piece for piece, _ in coming] == run.inner._layers[1].rows.pieces[1:]
+        coming = list(run.inner._restorer._prefetches.values())
+        assert [piece for piece, _ in coming] == run.inner._layers[1].rows.segments[1:]
         assert len({future for _, future in coming}) == 1  # handed over together
         for _, future in coming:
             future.result()  # here a model would compute attention
-        before = run.runtime.metrics()
+        before = run.runtime.collect_metrics()
         run.call(1, 1)
-        after = run.runtime.metrics()
+        after = run.runtime.collect_metrics()
         assert (before.restores_ahead, after.restores_ahead, after.restores_late) == (0, 6, 0)
 
 
@@ -128,9 +128,9 @@ def test_as_many_rows_are_restored_ahead_as_the_bound_allows() -> None:
         run.runtime.flush()
         restorer: Any = run.inner._restorer
         restorer.reset()
-        stored = run.inner._layers[1].rows.pieces[1:]
+        stored = run.inner._layers[1].rows.segments[1:]
         restorer.prefetch(stored)
-        assert [piece for piece, _ in restorer._coming.values()] == stored[:3]
+        assert [piece for piece, _ in restorer._prefetches.values()] == stored[:3]
 
 
 @pytest.mark.parametrize("mode", ["probe", "full"])
@@ -139,6 +139,6 @@ def test_blocks_that_only_measure_are_not_kept(mode: Any) -> None:
     run.step(PROMPT)
     for _ in range(40):
         run.step()
-    layer = run.runtime.metrics().layers[0]
+    layer = run.runtime.collect_metrics().layers[0]
     assert (layer.updates, layer.raw_bytes) == (8, 8 * BLOCK_BYTES)
-    assert not run.inner._layers[0].rows.pieces and not run.inner._layers[0].waiting
+    assert not run.inner._layers[0].rows.segments and not run.inner._layers[0].waiting_segments

@@ -8,7 +8,7 @@ import pytest
 
 from kvmnn import KvmnnError
 from kvmnn.runtime import RuntimeConfig
-from kvmnn.runtime.config import check_layers
+from kvmnn.runtime.config import check_num_layers
 
 DEFAULTS = {
     "kv_lossless_enable": ("enable", False),
@@ -50,7 +50,7 @@ def test_h2o_has_the_engines_defaults() -> None:
     found = (h2o.enable, h2o.layer_start, h2o.layer_end, h2o.block_tokens, h2o.sink_tokens, h2o.recent_tokens)
     assert found == (False, 2, -1, 64, 32, 256)
     assert (h2o.target_lossy_ratio, h2o.update_interval, h2o.trigger_min_tokens) == (3.0, 16, 512)
-    assert RuntimeConfig.from_engine({"kv_h2o_update_interval": 0}).h2o.interval == 1
+    assert RuntimeConfig.from_engine({"kv_h2o_update_interval": 0}).h2o.effective_interval == 1
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_keys_of_others_are_passed_over() -> None:
 
 def test_a_wrong_number_of_layers_is_refused() -> None:
     with pytest.raises(KvmnnError, match="layer_nums is 32, the model has 24 layers"):
-        check_layers(RuntimeConfig.from_engine({"layer_nums": 32}), 24)
-    assert check_layers(RuntimeConfig.from_engine({}), 24) == 24
+        check_num_layers(RuntimeConfig.from_engine({"layer_nums": 32}), 24)
+    assert check_num_layers(RuntimeConfig.from_engine({}), 24) == 24
 
 
 @pytest.mark.parametrize(
@@ -190,4 +190,4 @@ def test_tokens_before_the_first_block() -> None:
     keys = {"kv_lossless_hot_sink_tokens": 4, "kv_lossless_hot_recent_tokens": 8, "kv_lossless_block_tokens": 16}
     for trigger, tokens in ((1, 28), (28, 28), (29, 29)):
         config = RuntimeConfig.from_engine(keys | {"kv_h2o_trigger_min_tokens": trigger})
-        assert config.first_block_tokens == tokens
+        assert config.min_first_block_tokens == tokens

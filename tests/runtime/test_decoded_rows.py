@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmnn.runtime.sound.decoded_rows import DecodedRows
-from kvmnn.runtime.sound.piece import Piece
+from kvmnn.runtime.sound.decoded_rows import DecodedRowCache
+from kvmnn.runtime.sound.piece import TokenSegment
 
 
 def test_rows_of_dead_pieces_make_room() -> None:
     rows = np.zeros((2, 1, 4, 8), np.float16)
-    pieces = [Piece(4, None, "stored") for _ in range(3)]
-    cache = DecodedRows(2, 1 << 20)
+    pieces = [TokenSegment(4, None, "stored") for _ in range(3)]
+    cache = DecodedRowCache(2, 1 << 20)
     for piece in pieces:
         cache.insert(piece, rows)
-    assert [cache.has(piece) for piece in pieces] == [True, True, False] and cache.nbytes == 2 * rows.nbytes
-    pieces[0].alive = False
+    assert [cache.contains(piece) for piece in pieces] == [True, True, False] and cache.nbytes == 2 * rows.nbytes
+    pieces[0].is_alive = False
     cache.insert(pieces[2], rows)
-    assert [cache.has(piece) for piece in pieces] == [False, True, True] and cache.nbytes == 2 * rows.nbytes
+    assert [cache.contains(piece) for piece in pieces] == [False, True, True] and cache.nbytes == 2 * rows.nbytes
 
 
 def test_insert_beyond_max_bytes_is_not_kept() -> None:
     """The bytes of the new rows count before they are there."""
     rows = np.zeros((2, 1, 4, 8), np.float16)
-    first, second = Piece(4, None, "stored"), Piece(4, None, "stored")
+    first, second = TokenSegment(4, None, "stored"), TokenSegment(4, None, "stored")
     for room, held in ((0, 0), (rows.nbytes - 1, 0), (rows.nbytes, 1), (2 * rows.nbytes - 1, 1), (2 * rows.nbytes, 2)):
-        cache = DecodedRows(10, room)
+        cache = DecodedRowCache(10, room)
         cache.insert(first, rows)
         cache.insert(second, rows)
         assert (len(cache), cache.nbytes) == (held, held * rows.nbytes) and cache.nbytes <= room

@@ -13,7 +13,7 @@ from store_options import store_options
 import kvmnn
 from kvmnn import KvmnnError
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
-from kvmnn.runtime.sound import SoundCall
+from kvmnn.runtime.sound import StrictCallResult
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 8
 STORE = store_options(front_n=LAYERS, store_bootstrap_tokens=16, decode_cache_blocks=64)
@@ -34,10 +34,10 @@ class Pair:
         equal = True
         for layer in range(LAYERS):
             new = new_rows(self.rng, HEADS, tokens, HEAD_DIM, "<f2", "smooth")
-            read = [runtime.begin(layer, new[0], new[1]) for runtime in self.runtimes]
+            read = [runtime.begin_call(layer, new[0], new[1]) for runtime in self.runtimes]
             equal &= all(one.tobytes() == other.tobytes() for one, other in zip(*read, strict=True))
             for runtime in self.runtimes:
-                runtime.end()
+                runtime.end_call()
         for runtime in self.runtimes:
             runtime.sync()
         return equal
@@ -47,14 +47,14 @@ class Pair:
             getattr(runtime, name)(*arguments, **options)
 
     def lengths(self) -> list[list[int]]:
-        return [[runtime.live(layer)[0].shape[1] for layer in range(LAYERS)] for runtime in self.runtimes]
+        return [[runtime.get_live_rows(layer)[0].shape[1] for layer in range(LAYERS)] for runtime in self.runtimes]
 
 
 def test_a_request_without_surprises_reads_the_same() -> None:
     pair = Pair()
     assert pair.step(120)
     assert all(pair.step(1) for _ in range(60))
-    sound, engine = (runtime.metrics() for runtime in pair.runtimes)
+    sound, engine = (runtime.collect_metrics() for runtime in pair.runtimes)
     assert sound.layers[0].stored_raw_bytes > 4 * engine.layers[0].stored_raw_bytes
 
 
@@ -63,13 +63,13 @@ def test_blocks_are_frames_of_the_effort(effort: str) -> None:
     config = replace(STORE, effort=effort)
     runtime = LosslessRuntime(config, layers=1, kv_heads=2, head_dim=64, dtype="fp16")
     keys, values = (np.cumsum(rows, 1).astype("<f2") for rows in np.random.default_rng(0).normal(size=(2, 2, 400, 64)))
-    runtime.begin(0, keys, values)
-    runtime.end()
+    runtime.begin_call(0, keys, values)
+    runtime.end_call()
     runtime.sync()
     runtime.flush()
     inner: Any = runtime._runtime
-    stored = [(start, piece) for start, piece in inner._layers[0].rows.placed() if piece.frames is not None]
-    made = [frame for _, piece in stored for frame in (piece.frames.key, piece.frames.value)]
+    stored = [(start, piece) for start, piece in inner._layers[0].rows.iter_segments() if piece.frames is not None]
+    made = [frame for _, piece in stored for frame in (piece.frames.key_frame, piece.frames.value_frame)]
     cuts = [rows[:, start : start + piece.count] for start, piece in stored for rows in (keys, values)]
     assert made == [kvmnn.encode(cut, effort=effort) for cut in cuts]
     assert made != [kvmnn.encode(cut, effort="exact" if effort == "fast" else "fast") for cut in cuts]
@@ -79,9 +79,9 @@ def test_a_follow_up_prefill_reads_zeros_in_the_engine() -> None:
     pair = Pair()
     pair.step(120)
     pair.step(1)
-    pair.both("start_request", keep=True)
+    pair.both("start_request", keep_cache=True)
     assert not pair.step(5)
-    assert pair.runtimes[1].metrics().h2o_lossless_fallback_count == 0
+    assert pair.runtimes[1].collect_metrics().h2o_lossless_fallback_count == 0
     assert pair.step(1)
 
 
@@ -90,7 +90,7 @@ def test_an_erasure_leaves_stale_blocks_in_the_engine() -> None:
     pair.step(120)
     pair.step(1)
     pair.both("erase", 90)
-    pair.both("start_request", keep=True)
+    pair.both("start_request", keep_cache=True)
     pair.step(40)
     assert not pair.step(1)
     assert pair.lengths()[0] == [131] * LAYERS
@@ -127,7 +127,7 @@ def test_options_that_do_not_exist() -> None:
         with pytest.raises(KvmnnError, match=message):
             made(**options)
     engine = made(behaviour="engine")
-    for call in (engine.flush, engine.wait, lambda: engine.read(0)):
+    for call in (engine.flush, engine.wait, lambda: engine.read_layer(0)):
         with pytest.raises(KvmnnError, match="only with behaviour 'sound'"):
             call()
     engine.close()
@@ -138,9 +138,9 @@ def test_a_call_says_what_it_did() -> None:
     pair.step(120)
     new = new_rows(pair.rng, HEADS, 1, HEAD_DIM, "<f2", "smooth")
     for runtime in pair.runtimes:
-        runtime.begin(0, new[0], new[1])
-    sound, engine = (runtime.end() for runtime in pair.runtimes)
-    assert isinstance(sound, SoundCall)
+        runtime.begin_call(0, new[0], new[1])
+    sound, engine = (runtime.end_call() for runtime in pair.runtimes)
+    assert isinstance(sound, StrictCallResult)
     assert sound.to_dict() == {
         "layer": 0, "tokens": 121, "evicted": 0, "planned": 0, "submitted": 6, "finished": 6, "waiting": 0
     }  # fmt: skip
@@ -154,13 +154,13 @@ def test_new_tokens_of_another_shape_are_refused(behaviour: Any) -> None:
     rows = np.ones((2, 3, 8), np.float16)
     for layer, keys, values in ((2, rows, rows), (0, rows[:1], rows[:1]), (0, rows, rows[:, :2]), (0, rows[0], rows)):
         with pytest.raises(KvmnnError):
-            runtime.begin(layer, keys, values)
+            runtime.begin_call(layer, keys, values)
     for values in (rows.astype(np.float32), rows.tolist(), rows.astype(">f2")):
         with pytest.raises(TypeError):
-            runtime.begin(0, rows, values)  # type: ignore[arg-type]
-    runtime.begin(0, rows, rows)
+            runtime.begin_call(0, rows, values)  # type: ignore[arg-type]
+    runtime.begin_call(0, rows, rows)
     with pytest.raises(KvmnnError, match="the call of layer 0 was not ended"):
-        runtime.begin(1, rows, rows)
-    runtime.end()
+        runtime.begin_call(1, rows, rows)
+    runtime.end_call()
     with pytest.raises(KvmnnError, match="no call was begun"):
-        runtime.end()
+        runtime.end_call()

@@ -8,27 +8,27 @@ from store_options import store_options
 from kvmnn.dtypes import FP16
 from kvmnn.frames import encode_block
 from kvmnn.runtime import LosslessRuntime
-from kvmnn.runtime.engine.decoding import Decoder
+from kvmnn.runtime.engine.decoding import BlockDecoder
 from kvmnn.runtime.engine.events import CallEvent, ScatterEvent
-from kvmnn.runtime.engine.restoring import restore
-from kvmnn.runtime.engine.rows import Rows
-from kvmnn.runtime.engine.state import LayerState
+from kvmnn.runtime.engine.restoring import restore_blocks
+from kvmnn.runtime.engine.rows import EngineRowBuffer
+from kvmnn.runtime.engine.state import EmulatedLayerState
 from kvmnn.runtime.engine.stored_block import StoredBlock
-from kvmnn.runtime.latencies import Latencies
+from kvmnn.runtime.latencies import LatencyHistogram
 
 
 def test_blocks_are_restored_in_their_order_and_neighbours_at_once() -> None:
-    rows, state, event = Rows(1, 64, FP16), LayerState(), CallEvent(call=0, layer=0)
+    rows, state, event = EngineRowBuffer(1, 64, FP16), EmulatedLayerState(), CallEvent(call=0, layer=0)
     new = np.arange(2 * 30 * 64).reshape(2, 1, 30, 64).astype(np.float16)
     rows.clear(30)
     rows.append(new[0], new[1], 0)
     for start, count in ((14, 4), (2, 12), (20, 2)):
         block = encode_block(*rows.gather(start, count), dtype="fp16")  # type: ignore[misc]
-        state.blocks.append(StoredBlock(start, count, block, decoded=True, dropped=rows.zero(start, count)))
-    assert not rows.live[0][:, 2:18].any()
-    restore(state, rows, Decoder(0, False), event, Latencies())
+        state.blocks.append(StoredBlock(start, count, block, is_decoded=True, is_dropped=rows.zero(start, count)))
+    assert not rows.live_rows[0][:, 2:18].any()
+    restore_blocks(state, rows, BlockDecoder(0, False), event, LatencyHistogram())
     assert event.scatters == [ScatterEvent(2, 16, 16 * 256, True), ScatterEvent(20, 2, 2 * 256, True)]
-    assert rows.live[0].tobytes() == new[0].tobytes() and rows.live[1].tobytes() == new[1].tobytes()
+    assert rows.live_rows[0].tobytes() == new[0].tobytes() and rows.live_rows[1].tobytes() == new[1].tobytes()
 
 
 def test_calls_are_numbered_and_decode_steps_counted() -> None:
@@ -37,8 +37,8 @@ def test_calls_are_numbered_and_decode_steps_counted() -> None:
     for tokens in (5, 1, 1):
         for layer in range(2):
             new = np.ones((1, tokens, 8), np.float16)
-            runtime.begin(layer, new, new)
-            events.append(runtime.end())
+            runtime.begin_call(layer, new, new)
+            events.append(runtime.end_call())
         runtime.sync()
     assert [(one.call, one.layer, one.token_step) for one in events if isinstance(one, CallEvent)] == [
         (0, 0, 0), (1, 1, 0), (2, 0, 1), (3, 1, 1), (4, 0, 2), (5, 1, 2)

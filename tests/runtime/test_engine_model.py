@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from engine_store_model import StoreModel
 
-from kvmnn.h2o import Plan, Planner
+from kvmnn.h2o import BlockPlan, H2OPlanner
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 _SWITCHED_ON = {"kv_lossless_enable": True, "kv_lossless_runtime_enable": True, "kv_lossless_codec": "gear_delta"}
@@ -60,15 +60,15 @@ _BUSY = {
 _TYPES = {"fp16": np.float16, "fp32": np.float32}
 
 
-class _TellingPlanner(Planner):
+class _TellingPlanner(H2OPlanner):
     """A planner that says what it decided last: input of the model, as of the traces."""
 
     last: dict[str, Any] | None = None
 
-    def choose(self, scores: Any, kv_len: int) -> Plan:
-        made = super().choose(scores, kv_len)
-        floor, pairs = int(made.floor_dominates), made.runs.tolist()
-        self.last = {"floor": floor, "keep": made.final_keep, "evict": made.evicted, "pairs": pairs}
+    def select_blocks(self, scores: Any, kv_len: int) -> BlockPlan:
+        made = super().select_blocks(scores, kv_len)
+        floor, pairs = int(made.floor_dominates), made.kept_runs.tolist()
+        self.last = {"floor": floor, "keep": made.num_final_tokens, "evict": made.num_evicted, "pairs": pairs}
         return made
 
 
@@ -111,16 +111,16 @@ class _Both:
             repeats = self.draw.random() < 0.15
             new = np.full(shape, layer + 1) if repeats else self.rng.integers(1, 1 + self.range, shape)
             rows = new.astype(self.words)
-            read, model_read = self.runtime.begin(layer, rows[0], rows[1]), self.model.begin(layer, rows)
+            read, model_read = self.runtime.begin_call(layer, rows[0], rows[1]), self.model.begin(layer, rows)
             assert [part.tobytes() for part in read] == [part.tobytes() for part in model_read]
             self.planner.last = None
-            sums = self.rng.random(self.planner.config.blocks(read[0].shape[1]), np.float32)
-            event = self.runtime.end(sums=sums).to_dict()
+            sums = self.rng.random(self.planner.config.count_blocks(read[0].shape[1]), np.float32)
+            event = self.runtime.end_call(sums=sums).to_dict()
             assert event == self.model.end(layer, self.planner.last)
             self.seen.update(event.keys())
             self.seen.update(one["hit"] for name in ("restore", "decode") for one in event.get(name, ()))
             self.seen["skip"] += any(one["skip"] for one in event.get("applied", ()))
-            after = self.runtime.live(layer)
+            after = self.runtime.get_live_rows(layer)
             assert [part.tobytes() for part in after] == [part.tobytes() for part in self.model.rows[layer]]
         self.runtime.sync()
         self.model.sync()
@@ -135,7 +135,7 @@ class _Both:
                 self.model.erase(*span)
             elif what > 0.95:
                 keep = self.draw.random() < 0.6
-                self.runtime.start_request(keep=keep)
+                self.runtime.start_request(keep_cache=keep)
                 self.model.start_request(keep)
             elif what > 0.94:
                 self.runtime.reset()

@@ -35,8 +35,8 @@ def test_what_is_left_equals_a_plain_cache(seed: int, threads: int) -> None:
             rows = (rng.integers(0, 40, (2, HEADS, new, DIM)) / 8).astype(np.float16)
             plain[layer] = np.concatenate([plain[layer], rows], axis=2)
             places[layer] = np.concatenate([places[layer], np.arange(seen, seen + new)])
-            store.append(layer, rows[0], rows[1])
-            store.end()
+            store.append_call(layer, rows[0], rows[1])
+            store.end_call()
         store.sync()
         seen += new
         layer = int(rng.integers(LAYERS))
@@ -47,15 +47,15 @@ def test_what_is_left_equals_a_plain_cache(seed: int, threads: int) -> None:
         plain[layer], places[layer] = plain[layer][:, :, stays], places[layer][stays]
         evicted += count - len(stays)
         for number in range(LAYERS):
-            found = store.read(number)
+            found = store.read_layer(number)
             assert found.keys.tobytes() == plain[number][0].tobytes()
             assert found.values.tobytes() == plain[number][1].tobytes()
             assert np.array_equal(found.positions, places[number])
-        blocks = max(blocks, sum(one.blocks for one in store.metrics().layers))
+        blocks = max(blocks, sum(one.blocks for one in store.collect_metrics().layers))
     store.wait()
-    metrics = store.metrics()
+    metrics = store.collect_metrics()
     assert metrics.h2o_total_evict_tokens == evicted and blocks > 0
-    assert store.held_bytes == metrics.held_bytes
+    assert store.resident_bytes == metrics.held_bytes
     assert metrics.lossy_ratio == pytest.approx(seen * LAYERS / sum(one.tokens for one in metrics.layers))
     store.close()
 
@@ -63,13 +63,13 @@ def test_what_is_left_equals_a_plain_cache(seed: int, threads: int) -> None:
 def test_what_is_refused() -> None:
     store = runtime()
     rows = np.ones((HEADS, 20, DIM), np.float16)
-    store.append(0, rows, rows)
+    store.append_call(0, rows, rows)
     with pytest.raises(KvmnnError, match="expected between two steps"):
         store.evict(0, [(0, 5)])
-    store.end()
+    store.end_call()
     for layer in (1, 2):
-        store.append(layer, rows, rows)
-        store.end()
+        store.append_call(layer, rows, rows)
+        store.end_call()
     store.sync()
     for wrong in ([(0, 21)], [(5, 3), (4, 2)], [(-1, 3)], [(3, 0)]):
         with pytest.raises(KvmnnError, match="are no ascending ranges of its 20 tokens"):
@@ -77,4 +77,4 @@ def test_what_is_refused() -> None:
     with pytest.raises(KvmnnError, match="layer is 3"):
         store.evict(3, [(0, 5)])
     store.evict(1, [])
-    assert [store.read(layer).tokens for layer in range(LAYERS)] == [20, 0, 20]
+    assert [store.read_layer(layer).tokens for layer in range(LAYERS)] == [20, 0, 20]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvmnn.dtypes import FP16
 from kvmnn.runtime.positions import PositionRuns
 from kvmnn.runtime.schedule import ColdRange
-from kvmnn.runtime.sound.layer_rows import LayerRows
-from kvmnn.runtime.sound.piece import Piece
+from kvmnn.runtime.sound.layer_rows import LayerStorage
+from kvmnn.runtime.sound.piece import TokenSegment
 
 BLOCK, SINK, RECENT = 8, 4, 6
 
@@ -21,7 +21,7 @@ class Store:
     """Rows whose due pieces are stored at once, their rows kept aside."""
 
     def __init__(self) -> None:
-        self.rows = LayerRows(2, 3, FP16)
+        self.rows = LayerStorage(2, 3, FP16)
         self.aside: dict[int, Any] = {}
         self.plain = np.empty((2, 2, 0, 3), np.float16)
         self.next = 0
@@ -34,22 +34,22 @@ class Store:
         self.next += count
 
     def store(self) -> None:
-        for piece in self.rows.carve(ColdRange(SINK, max(SINK, self.rows.tokens - RECENT)), BLOCK):
+        for piece in self.rows.split_cold(ColdRange(SINK, max(SINK, self.rows.tokens - RECENT)), BLOCK):
             assert piece.state == "due" and piece.count <= BLOCK
             self.aside[id(piece)] = (piece, piece.rows)
             piece.rows, piece.state = None, "stored"
 
-    def write(self, piece: Piece, out: Any) -> None:
+    def write(self, piece: TokenSegment, out: Any) -> None:
         """As `rows_of`, into an array."""
         out[...] = self.rows_of(piece)
 
-    def rows_of(self, piece: Piece) -> Any:
+    def rows_of(self, piece: TokenSegment) -> Any:
         return piece.rows if piece.rows is not None else self.aside[id(piece)][1]
 
     def keep(self, mask: Any) -> None:
         edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
         pairs = [(int(begin), int(end - begin)) for begin, end in edges.reshape(-1, 2)]
-        self.rows.swap(self.rows.kept(pairs, self.rows_of, block=BLOCK, hot_sink=SINK))
+        self.rows.replace_contents(self.rows.select(pairs, self.rows_of, block_tokens=BLOCK, hot_sink=SINK))
         self.plain = self.plain[:, :, mask.astype(bool)]
 
     def check(self) -> None:
@@ -57,7 +57,7 @@ class Store:
         assert self.rows.tokens == out.shape[2]
         self.rows.copy_to(out, self.write)
         assert out.tobytes() == self.plain.tobytes()
-        positions = self.rows.positions.array() % 2000
+        positions = self.rows.positions.to_array() % 2000
         assert positions.tolist() == self.plain[0, 0, :, 0].astype(int).tolist()
 
 
@@ -83,30 +83,30 @@ def test_rows_stay_what_they_are_and_blocks_stay_few(history: list[tuple[str, in
         store.check()
         store.store()
         store.check()
-        raw = sum(piece.count for piece in store.rows.pieces if piece.state == "raw")
-        assert raw + store.rows.tail.count < SINK + RECENT + BLOCK
-        assert len(store.rows.pieces) <= 3 + 2 * store.rows.tokens / BLOCK
-    due_from = store.rows.due_from(SINK, BLOCK)
+        raw = sum(piece.count for piece in store.rows.segments if piece.state == "raw")
+        assert raw + store.rows.hot_buffer.count < SINK + RECENT + BLOCK
+        assert len(store.rows.segments) <= 3 + 2 * store.rows.tokens / BLOCK
+    due_from = store.rows.find_next_due_end(SINK, BLOCK)
     store.append(max(0, due_from - store.rows.tokens))
-    assert store.rows.carve(ColdRange(SINK, due_from - 1), BLOCK) == []
-    assert store.rows.carve(ColdRange(SINK, due_from), BLOCK)
+    assert store.rows.split_cold(ColdRange(SINK, due_from - 1), BLOCK) == []
+    assert store.rows.split_cold(ColdRange(SINK, due_from), BLOCK)
 
 
 def test_a_cut_block_becomes_raw_and_joins_its_neighbours() -> None:
     store = Store()
     store.append(SINK + 4 * BLOCK + RECENT)
     store.store()
-    before = list(store.rows.pieces)
+    before = list(store.rows.segments)
     mask = np.ones(store.rows.tokens, int)
     mask[SINK + BLOCK + 2 : SINK + 3 * BLOCK - 2] = 0  # 2 tokens of the second block stay, and 2 of the third
     store.keep(mask)
-    assert [(piece.count, piece.state) for piece in store.rows.pieces] == [
+    assert [(piece.count, piece.state) for piece in store.rows.segments] == [
         (4, "raw"), (8, "stored"), (4, "raw"), (8, "stored")
     ]  # fmt: skip
-    assert [piece.alive for piece in before] == [True, True, False, False, True]
-    assert store.rows.pieces[1] is before[1]
+    assert [piece.is_alive for piece in before] == [True, True, False, False, True]
+    assert store.rows.segments[1] is before[1]
     store.store()
-    assert [piece.state for piece in store.rows.pieces] == ["raw", "stored", "stored", "stored"]
+    assert [piece.state for piece in store.rows.segments] == ["raw", "stored", "stored", "stored"]
     store.check()
 
 
@@ -117,10 +117,10 @@ def test_what_stays_of_a_block_does_not_keep_the_rest_alive() -> None:
     mask = np.ones(store.rows.tokens, int)
     mask[SINK + BLOCK : SINK + BLOCK + 5] = 0
     store.keep(mask)
-    assert [(piece.count, piece.state) for piece in store.rows.pieces] == [
+    assert [(piece.count, piece.state) for piece in store.rows.segments] == [
         (4, "raw"), (8, "stored"), (3, "raw"), (8, "stored")
     ]  # fmt: skip
-    assert all(piece.owns_rows for piece in store.rows.pieces)
+    assert all(piece.owns_rows for piece in store.rows.segments)
     store.check()
 
 
@@ -132,12 +132,12 @@ def test_short_blocks_that_fit_together_are_joined() -> None:
     mask[SINK + 3 : SINK + BLOCK] = 0
     store.keep(mask)
     store.store()
-    assert [piece.count for piece in store.rows.pieces] == [4, 3, 8, 8, 8]
+    assert [piece.count for piece in store.rows.segments] == [4, 3, 8, 8, 8]
     mask = np.ones(store.rows.tokens, int)
     mask[SINK + 3 + 4 : SINK + 3 + 8] = 0
     store.keep(mask)
     store.store()
-    assert [(piece.count, piece.state) for piece in store.rows.pieces][1:] == [(7, "stored")] + [(8, "stored")] * 2
+    assert [(piece.count, piece.state) for piece in store.rows.segments][1:] == [(7, "stored")] + [(8, "stored")] * 2
 
 
 def test_positions_as_runs() -> None:
@@ -145,10 +145,10 @@ def test_positions_as_runs() -> None:
     runs.append(0, 10)
     runs.append(10, 5)
     runs.append(20, 5)
-    assert runs.array().tolist() == [*range(15), *range(20, 25)]
-    assert runs.outside(3, 22) == [(0, 3), (17, 3)]
-    assert runs.outside(15, 20) == [(0, 20)]
-    assert runs.outside(0, 99) == []
-    kept = runs.kept([(0, 2), (14, 3)])
-    assert kept.array().tolist() == [0, 1, 14, 20, 21] and kept.end == 22
-    assert PositionRuns().array().size == 0 and PositionRuns().end == 0
+    assert runs.to_array().tolist() == [*range(15), *range(20, 25)]
+    assert runs.exclude_positions(3, 22) == [(0, 3), (17, 3)]
+    assert runs.exclude_positions(15, 20) == [(0, 20)]
+    assert runs.exclude_positions(0, 99) == []
+    kept = runs.select([(0, 2), (14, 3)])
+    assert kept.to_array().tolist() == [0, 1, 14, 20, 21] and kept.end == 22
+    assert PositionRuns().to_array().size == 0 and PositionRuns().end == 0

@@ -16,7 +16,7 @@ from store_options import store_options
 
 from kvmnn.h2o import H2OConfig
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
-from kvmnn.runtime.latencies import Latencies
+from kvmnn.runtime.latencies import LatencyHistogram
 
 CONFIG = store_options(
     scope="front_n_and_h2o_kept",
@@ -47,32 +47,32 @@ def run(config: RuntimeConfig, behaviour: str = "sound", steps: int = 40) -> Los
     for tokens in [150] + [1] * steps:
         for layer in range(LAYERS):
             new = new_rows(rng, HEADS, tokens, HEAD_DIM, "<f2", "smooth")
-            keys, _ = runtime.begin(layer, new[0], new[1])
-            runtime.end(rows=rng.random((4, tokens, keys.shape[1]), np.float32))
+            keys, _ = runtime.begin_call(layer, new[0], new[1])
+            runtime.end_call(rows=rng.random((4, tokens, keys.shape[1]), np.float32))
         runtime.sync()
     return runtime
 
 
 @given(st.lists(st.integers(0, 10**12), min_size=1, max_size=60))
 def test_percentiles_are_never_below_and_hardly_above(durations: list[int]) -> None:
-    latencies = Latencies()
+    latencies = LatencyHistogram()
     for duration in durations:
         latencies.add(duration)
     for share in (0.5, 0.95, 0.99):
         true = sorted(durations)[max(0, int(np.ceil(share * len(durations))) - 1)] / 1e3
-        assert true <= latencies.percentile_us(share) <= true * 1.126
-    summary = latencies.summary()
+        assert true <= latencies.compute_percentile_us(share) <= true * 1.126
+    summary = latencies.summarize()
     assert (summary.count, summary.max_us) == (len(durations), max(durations) / 1e3)
     assert summary.total_us == sum(durations) / 1e3
 
 
 def test_nothing_measured_is_zero() -> None:
-    assert set(Latencies().summary().to_dict().values()) == {0}
+    assert set(LatencyHistogram().summarize().to_dict().values()) == {0}
 
 
 @pytest.mark.parametrize("behaviour", ["sound", "engine"])
 def test_names_and_sums(behaviour: str) -> None:
-    metrics = run(CONFIG, behaviour).metrics()
+    metrics = run(CONFIG, behaviour).collect_metrics()
     document = json.loads(json.dumps(metrics.to_dict()))
     names = ("raw_bytes", "compressed_bytes", "decompressed_bytes", "compress_us", "decompress_us", "ratio")
     names += ("fallback_count", "backpressure_skip_count", "queue_depth_peak", "async_queue_peak", "async_wait_us")
@@ -85,14 +85,14 @@ def test_names_and_sums(behaviour: str) -> None:
     assert metrics.h2o_lossless_decompressed_bytes > 0 and metrics.compress.p50_us <= metrics.compress.p99_us
     assert len(metrics.layers) == LAYERS and document["layers"][0]["layer"] == 0
     assert metrics.h2o_total_evict_tokens > 0
-    columns = metrics.bench_columns()
+    columns = metrics.to_bench_columns()
     assert columns["h2o_lossless_raw_mb"] == metrics.h2o_lossless_raw_bytes / 1024 / 1024
     assert str(metrics).splitlines()[0].split()[:3] == ["layer", "tokens", "blocks"]
     assert len(str(metrics).splitlines()) == 1 + LAYERS + 6
 
 
 def test_lossy_lossless_and_total_ratio_are_of_the_same_run() -> None:
-    metrics = run(CONFIG).metrics()
+    metrics = run(CONFIG).collect_metrics()
     token_bytes = 2 * HEADS * HEAD_DIM * 2
     live = sum(layer.tokens for layer in metrics.layers) * token_bytes
     held = sum(layer.held_bytes for layer in metrics.layers)
@@ -107,13 +107,13 @@ def test_lossy_lossless_and_total_ratio_are_of_the_same_run() -> None:
 
 def test_the_engine_frees_nothing() -> None:
     config = replace(CONFIG, h2o=replace(CONFIG.h2o, enable=False), decode_cache_blocks=64, front_n=3)
-    metrics = run(config, "engine").metrics()
+    metrics = run(config, "engine").collect_metrics()
     assert metrics.h2o_lossless_ratio > 1.1
     assert metrics.lossless_ratio < 1
 
 
 def test_frames_that_are_held_are_what_was_compressed() -> None:
-    metrics = run(replace(CONFIG, scope="front_n", front_n=3, h2o=replace(CONFIG.h2o, enable=False))).metrics()
+    metrics = run(replace(CONFIG, scope="front_n", front_n=3, h2o=replace(CONFIG.h2o, enable=False))).collect_metrics()
     for layer in metrics.layers:
         assert 0 < layer.stored_bytes == layer.compressed_bytes < layer.held_bytes
         assert layer.stored_raw_bytes == layer.raw_bytes
@@ -123,10 +123,10 @@ def test_frames_that_are_held_are_what_was_compressed() -> None:
 def test_the_engine_holds_rows_frames_and_decoded_copies() -> None:
     config = replace(CONFIG, h2o=replace(CONFIG.h2o, enable=False), decode_cache_blocks=64, front_n=3)
     runtime = run(config, "engine", steps=1)
-    metrics = runtime.metrics()
+    metrics = runtime.collect_metrics()
     inner: Any = runtime._runtime
     entries: list[Any] = [
-        *inner._decoder.shared.entries,
+        *inner._decoder.shared_cache.entries,
         *(one for state in inner._states for one in state.cache.entries),
     ]
     copies = sum(one.keys.nbytes + one.values.nbytes for one in {id(one.keys): one for one in entries}.values())
@@ -139,12 +139,12 @@ def test_a_reset_begins_all_figures_anew() -> None:
     runtime = run(CONFIG)
     runtime.reset()
     fresh = LosslessRuntime(CONFIG, layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM, dtype="fp16")
-    assert runtime.metrics() == fresh.metrics()
+    assert runtime.collect_metrics() == fresh.collect_metrics()
 
 
 def test_the_names_by_which_reports_judge_a_run() -> None:
-    metrics = run(CONFIG).metrics()
-    found = metrics.gate_figures(
+    metrics = run(CONFIG).collect_metrics()
+    found = metrics.to_gate_values(
         tokens_per_second=9.0, baseline_tokens_per_second=12.0, wait_limit_us=40_000, consistent=True
     )
     assert found == {
@@ -161,7 +161,7 @@ def test_the_names_by_which_reports_judge_a_run() -> None:
         "candidate_runtime_total_ratio_avg": metrics.h2o_lossy_ratio * metrics.h2o_lossless_ratio,
     }
     assert found["lossy_best"] != 1 and found["runtime_decomp_best_us"] > 0
-    unknown = {name for name, value in metrics.gate_figures().items() if value is None}
+    unknown = {name for name, value in metrics.to_gate_values().items() if value is None}
     assert unknown == {
         "decode_gate_tps", "decode_drop_ratio", "kv_content_consistency_pass", "runtime_async_wait_headroom_us"
     }  # fmt: skip
@@ -171,7 +171,7 @@ def test_the_names_by_which_reports_judge_a_run() -> None:
 def test_percentiles_of_layers_add_up_to_those_of_all(behaviour: str) -> None:
     runtime = run(CONFIG, behaviour)
     for _ in range(2):
-        metrics = runtime.metrics()
+        metrics = runtime.collect_metrics()
         for name in ("compress", "decompress", "verify"):
             layers, total = [getattr(layer, name) for layer in metrics.layers], getattr(metrics, name)
             assert sum(one.count for one in layers) == total.count
@@ -190,7 +190,7 @@ def test_a_wait_for_a_restore_counts_in_its_layer() -> None:
         inner: Any = runtime._runtime
         layer, restorer = inner._layers[1], inner._restorer
         restorer.reset()
-        before = [one.figures.timings.wait.count for one in inner._layers]
+        before = [one.counters.timings.wait.count for one in inner._layers]
         started, release = threading.Event(), threading.Event()
 
         def held_back() -> None:
@@ -199,12 +199,12 @@ def test_a_wait_for_a_restore_counts_in_its_layer() -> None:
 
         holding = inner._workers.submit(held_back)
         started.wait()
-        restorer.prefetch(layer.rows.pieces)
-        piece, future = next(iter(restorer._coming.values()))
+        restorer.prefetch(layer.rows.segments)
+        piece, future = next(iter(restorer._prefetches.values()))
         future.cancel = lambda: False  # as if it had begun
         threading.Timer(0.01, release.set).start()
-        assert restorer.rows(piece, layer.figures).shape[2] == piece.count
+        assert restorer.read_rows(piece, layer.counters).shape[2] == piece.count
         holding.result()
-        found = runtime.metrics()
+        found = runtime.collect_metrics()
         assert [one.wait.count for one in found.layers] == [before[0], before[1] + 1, before[2]]
         assert found.wait.count >= sum(before) + 1 and found.restores_late == 1

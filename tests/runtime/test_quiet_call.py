@@ -39,17 +39,17 @@ def calls_of(function: Any, *arguments: Any, **options: Any) -> int:
 def test_few_functions_are_called(options: dict[str, Any], read: bool, blocks: int) -> None:
     rows = np.ones((2, 200, 8), np.float16)
     with LosslessRuntime(replace(STORE, **options), layers=1, kv_heads=2, head_dim=8, dtype="fp16") as runtime:
-        call = runtime.begin if read else runtime.append
+        call = runtime.begin_call if read else runtime.append_call
 
         def step(tokens: int) -> int:
             made = calls_of(call, 0, rows[:, :tokens], rows[:, :tokens])
-            return made + calls_of(runtime.end) + calls_of(runtime.sync)
+            return made + calls_of(runtime.end_call) + calls_of(runtime.sync)
 
         step(180)
         step(1)
         runtime.flush()
-        before = runtime.metrics().layers[0]
+        before = runtime.collect_metrics().layers[0]
         found = [step(1) for _ in range(20)]
-        after = runtime.metrics().layers[0]
+        after = runtime.collect_metrics().layers[0]
         assert after.updates == before.updates and after.blocks == blocks
     assert max(found) <= 50, found  # one of them lets the tail grow

@@ -15,7 +15,7 @@ from repository import FIXTURES
 from kvmnn import KvmnnError
 from kvmnn import open as open_source
 from kvmnn.cli.command import main
-from kvmnn.runtime import History, RuntimeConfig, history_of, replay
+from kvmnn.runtime import KVTrace, RuntimeConfig, read_trace, replay_trace
 from kvmnn.runtime.sound.codec import RowCodec
 
 KEYS: dict[str, Any] = {
@@ -54,8 +54,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def history(cache: Path) -> History:
-    return history_of(open_source(str(cache)))
+def history(cache: Path) -> KVTrace:
+    return read_trace(open_source(str(cache)))
 
 
 def causal_attention(layers: int, heads: int) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -66,9 +66,9 @@ def causal_attention(layers: int, heads: int) -> np.ndarray[Any, np.dtype[np.flo
 
 @pytest.mark.parametrize("behaviour", ["sound", "engine"])
 @pytest.mark.parametrize("mode", ["probe", "full", "store"])
-def test_what_attention_reads_is_compared(history: History, behaviour: Any, mode: str) -> None:
+def test_what_attention_reads_is_compared(history: KVTrace, behaviour: Any, mode: str) -> None:
     config = RuntimeConfig.from_engine(KEYS | {"kv_lossless_runtime_mode": mode})
-    result = replay(history, config, prompt=100, behaviour=behaviour, compare="all")
+    result = replay_trace(history, config, prompt=100, behaviour=behaviour, compare="all")
     assert (result.wrong_calls, result.compared_calls) == (0, 4 * 61)
     assert (result.layers, result.prompt, result.tokens, len(result.points)) == (4, 100, TOKENS, 61)
     assert ("LOSSLESS: 244 calls compared" in str(result)) == (mode == "store")
@@ -76,26 +76,26 @@ def test_what_attention_reads_is_compared(history: History, behaviour: Any, mode
     assert result.metrics.h2o_lossless_ratio > 1
 
 
-def test_lossless_is_said_of_all_calls_only(history: History) -> None:
-    result = replay(history, RuntimeConfig.from_engine(KEYS), prompt=100)
-    assert (result.compared_calls, result.calls) == (12, 244)
+def test_lossless_is_said_of_all_calls_only(history: KVTrace) -> None:
+    result = replay_trace(history, RuntimeConfig.from_engine(KEYS), prompt=100)
+    assert (result.compared_calls, result.num_calls) == (12, 244)
     assert "LOSSLESS" not in str(result)
     assert str(result).splitlines()[-1] == "equal in the 12 of 244 calls that were compared"
     assert str(replace(result, wrong_calls=3)).splitlines()[-1].startswith("WRONG: ")
 
 
-def test_all_cold_tokens_are_stored(history: History) -> None:
-    result = replay(history, RuntimeConfig.from_engine(KEYS))
+def test_all_cold_tokens_are_stored(history: KVTrace) -> None:
+    result = replay_trace(history, RuntimeConfig.from_engine(KEYS))
     assert result.prompt == TOKENS // 2
     assert [layer.blocks for layer in result.metrics.layers] == [(TOKENS - 16 - 32) // 32] * 4
     assert result.points[-1].held_bytes == result.metrics.held_bytes
     assert result.points[-1].appended_bytes == result.points[-1].live_bytes == 4 * TOKENS * 4 * 64 * 2 * 2
 
 
-def test_evictions_first_then_what_is_kept_is_stored(history: History) -> None:
+def test_evictions_first_then_what_is_kept_is_stored(history: KVTrace) -> None:
     config = RuntimeConfig.from_engine(EVICTING)
     attention = tuple(causal_attention(4, 2))
-    result = replay(history, config, prompt=100, attention=attention, compare="all")
+    result = replay_trace(history, config, prompt=100, attention=attention, compare="all")
     assert result.wrong_calls == 0
     metrics = result.metrics
     assert [layer.tokens == TOKENS for layer in metrics.layers] == [True, True, False, False]
@@ -104,11 +104,11 @@ def test_evictions_first_then_what_is_kept_is_stored(history: History) -> None:
         metrics.lossy_ratio * metrics.lossless_ratio
     )
     with pytest.raises(KvmnnError, match="kv_h2o_enable without attention"):
-        replay(history, config)
+        replay_trace(history, config)
 
 
-def test_the_engine_runs_with_evictions_too(history: History) -> None:
-    result = replay(
+def test_the_engine_runs_with_evictions_too(history: KVTrace) -> None:
+    result = replay_trace(
         history,
         RuntimeConfig.from_engine(EVICTING),
         prompt=100,
@@ -125,10 +125,10 @@ def test_the_engine_runs_with_evictions_too(history: History) -> None:
 )
 def test_some_steps_are_noted_fewer_are_shown_and_the_last_always(tokens: int, noted: int, shown: list[int]) -> None:
     rows = np.zeros((1, tokens, 4), np.float16)
-    result = replay(History(((rows, rows),), "fp16"), RuntimeConfig(), prompt=1)
+    result = replay_trace(KVTrace(((rows, rows),), "fp16"), RuntimeConfig(), prompt=1)
     lines = {point.step: str(point) for point in result.points}
     assert list(lines) == sorted({*range(0, tokens, noted), tokens - 1})
-    assert result.lines()[2 : 2 + len(shown)] == [lines[step] for step in shown]
+    assert result.format_lines()[2 : 2 + len(shown)] == [lines[step] for step in shown]
 
 
 def test_rows_of_a_token_major_source_are_turned(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_rows_of_a_token_major_source_are_turned(tmp_path: Path) -> None:
     np.savez(tmp_path / "cache.npz", **{part: rows[at].transpose(1, 0, 2)[None] for at, part in enumerate("kv")})
     source = open_source(str(tmp_path / "cache.npz"))
     source.token_major = True
-    found = history_of(source)
+    found = read_trace(source)
     assert (found.kv_heads, found.tokens, found.head_dim) == (3, 5, 4)
     assert [part.view(np.float16).tolist() for part in found.layers[0]] == rows.tolist()
 
@@ -148,19 +148,19 @@ def test_histories_that_are_none() -> None:
         (((rows[:, :0], rows[:, :0]),), "no tokens"),
     ):
         with pytest.raises(KvmnnError, match=message):
-            History(layers, "fp16")
-    history = History(((rows, rows),), "fp16")
+            KVTrace(layers, "fp16")
+    history = KVTrace(((rows, rows),), "fp16")
     with pytest.raises(KvmnnError, match="prompt is 4: expected at most 3"):
-        replay(history, RuntimeConfig(), prompt=4)
+        replay_trace(history, RuntimeConfig(), prompt=4)
     with pytest.raises(KvmnnError, match="compare is 'some': expected one of ends, all"):
-        replay(history, RuntimeConfig(), compare="some")
+        replay_trace(history, RuntimeConfig(), compare="some")
     for attention, message in (
         ([], "attention of 0 layers: expected 1"),
         ([np.ones((2, 3, 2), np.float32)], r"attention of layer 0 has shape \[2, 3, 2\]: expected \[2, 3, 3\]"),
         ([-np.ones((2, 3, 3), np.float32)], "attention of layer 0 is below 0"),
     ):
         with pytest.raises(KvmnnError, match=message):
-            replay(history, RuntimeConfig(), attention=attention)
+            replay_trace(history, RuntimeConfig(), attention=attention)
 
 
 def test_the_command(
@@ -244,7 +244,7 @@ def test_plots(
 
 
 def test_what_threads_still_encode_behind_the_last_token_is_in_the_figures(
-    history: History, monkeypatch: pytest.MonkeyPatch
+    history: KVTrace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode = RowCodec.encode
 
@@ -253,14 +253,14 @@ def test_what_threads_still_encode_behind_the_last_token_is_in_the_figures(
         return encode(self, rows)
 
     monkeypatch.setattr(RowCodec, "encode", slow)
-    short = History(tuple((keys[:, :100], values[:, :100]) for keys, values in history.layers[:1]), "fp16")
-    result = replay(short, RuntimeConfig.from_engine(KEYS | {"kv_lossless_async_threads": 1}), prompt=98)
+    short = KVTrace(tuple((keys[:, :100], values[:, :100]) for keys, values in history.layers[:1]), "fp16")
+    result = replay_trace(short, RuntimeConfig.from_engine(KEYS | {"kv_lossless_async_threads": 1}), prompt=98)
     assert result.metrics.layers[0].blocks == 1 and "nothing was compressed" not in str(result)
     assert result.points[-1].held_bytes == result.metrics.held_bytes
 
 
-def test_layers_of_which_nothing_was_encoded_have_no_ratio(history: History) -> None:
-    lines = str(replay(history, RuntimeConfig.from_engine(KEYS | {"kv_lossless_front_n": 1}))).splitlines()
+def test_layers_of_which_nothing_was_encoded_have_no_ratio(history: KVTrace) -> None:
+    lines = str(replay_trace(history, RuntimeConfig.from_engine(KEYS | {"kv_lossless_front_n": 1}))).splitlines()
     table = lines[lines.index(next(line for line in lines if line.startswith("layer "))) + 1 :]
     assert float(table[0].split()[5]) > 1 and table[1].split()[5] == "-"
     (wait,) = [line for line in table if line.startswith("wait")]
@@ -278,14 +278,16 @@ def test_scores_that_plan_nothing_are_noted(
     assert capsys.readouterr().err == "kvmnn: note: a.npy plans no eviction: config.json has no kv_h2o_enable\n"
 
 
-def test_run_that_compresses_nothing_has_no_ratio_and_does_not_pass(history: History) -> None:
-    idle = replay(history, RuntimeConfig.from_engine({}), prompt=100)
+def test_run_that_compresses_nothing_has_no_ratio_and_does_not_pass(history: KVTrace) -> None:
+    idle = replay_trace(history, RuntimeConfig.from_engine({}), prompt=100)
     assert "lossless -, lossy 1.000, total -: nothing was compressed" in str(idle)
     assert str(idle).splitlines()[-1].startswith("NOT MEASURED: nothing was compressed: the configuration does not")
-    assert "LOSSLESS" not in str(idle) and not idle.passed
+    assert "LOSSLESS" not in str(idle) and not idle.has_passed
     assert idle.to_dict()["not_measured"].startswith("nothing was compressed")
-    stored = replay(history, RuntimeConfig.from_engine(KEYS), prompt=100)
-    assert "nothing was compressed" not in str(stored) and stored.passed and stored.to_dict()["not_measured"] is None
+    stored = replay_trace(history, RuntimeConfig.from_engine(KEYS), prompt=100)
+    assert (
+        "nothing was compressed" not in str(stored) and stored.has_passed and stored.to_dict()["not_measured"] is None
+    )
 
 
 @pytest.mark.parametrize("changed", [{"kv_lossless_enable": False}, {"kv_lossless_hot_recent_tokens": 10**6}])
@@ -321,17 +323,17 @@ def test_replay_of_a_mode_that_measures_only_has_no_ratio_of_stored_bytes(
     )
 
 
-def test_steps_before_the_first_block_have_no_ratio(history: History, tmp_path: Path) -> None:
-    idle = replay(history, RuntimeConfig.from_engine({}), prompt=100)
+def test_steps_before_the_first_block_have_no_ratio(history: KVTrace, tmp_path: Path) -> None:
+    idle = replay_trace(history, RuntimeConfig.from_engine({}), prompt=100)
     assert {point.ratio for point in idle.points} == {None} and " 1.000 " not in str(idle.points[0])
     pytest.importorskip("matplotlib")
     assert len(idle.plot(tmp_path)) > 3
 
 
-def test_replay_that_only_evicts_passes(history: History) -> None:
+def test_replay_that_only_evicts_passes(history: KVTrace) -> None:
     keys = EVICTING | {"kv_lossless_enable": False}
-    result = replay(history, RuntimeConfig.from_engine(keys), prompt=100, attention=tuple(causal_attention(4, 2)))
-    assert result.is_idle and result.metrics.lossy_ratio > 1 and result.passed
+    result = replay_trace(history, RuntimeConfig.from_engine(keys), prompt=100, attention=tuple(causal_attention(4, 2)))
+    assert result.is_idle and result.metrics.lossy_ratio > 1 and result.has_passed
 
 
 def test_tokens_first_are_asked_about_and_taken_when_said(tmp_path, run) -> None:

@@ -8,7 +8,7 @@ import pytest
 from store_options import store_options
 
 from kvmnn.h2o import H2OConfig
-from kvmnn.runtime.schedule import Scope, bootstrap_tokens
+from kvmnn.runtime.schedule import CompressionScope, get_bootstrap_tokens
 
 KEPT: dict[str, Any] = {
     "mode": "full",
@@ -20,8 +20,8 @@ KEPT: dict[str, Any] = {
 
 def steps_of(layer: int, **options: Any) -> list[int]:
     """The first decode steps at which a layer is compressed."""
-    scope = Scope(store_options(**options))
-    return [step for step in range(1, 9) if scope.budget(layer, step, 100, 60) is not None]
+    scope = CompressionScope(store_options(**options))
+    return [step for step in range(1, 9) if scope.compute_budget(layer, step, 100, 60) is not None]
 
 
 def test_samples_begin_with_the_first_step() -> None:
@@ -41,4 +41,4 @@ def test_full_mode_samples_the_first_layers_of_the_range(scope: Any, layers: lis
     [("probe", 24, 32), ("full", 24, 80), ("store", 24, 24), ("store", 0, 40)],
 )
 def test_tokens_of_the_first_block(mode: Any, given: int, tokens: int) -> None:
-    assert bootstrap_tokens(store_options(mode=mode, block_tokens=80, store_bootstrap_tokens=given)) == tokens
+    assert get_bootstrap_tokens(store_options(mode=mode, block_tokens=80, store_bootstrap_tokens=given)) == tokens

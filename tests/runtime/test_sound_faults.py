@@ -37,26 +37,26 @@ class Run:
 
     def call(self, layer: int, tokens: int = 1) -> None:
         new = new_rows(self.rng, HEADS, tokens, HEAD_DIM, "<f2", "smooth")
-        keys, values = self.runtime.begin(layer, new[0], new[1])
+        keys, values = self.runtime.begin_call(layer, new[0], new[1])
         self.rows[layer] = np.concatenate([self.rows[layer], new], axis=2)
         assert keys.tobytes() == self.rows[layer][0].tobytes()
         assert values.tobytes() == self.rows[layer][1].tobytes()
-        self.runtime.end()
+        self.runtime.end_call()
 
     def stored(self) -> int:
-        return sum(layer.blocks for layer in self.runtime.metrics().layers)
+        return sum(layer.blocks for layer in self.runtime.collect_metrics().layers)
 
     @property
     def fallbacks(self) -> int:
-        return self.runtime.metrics().h2o_lossless_fallback_count
+        return self.runtime.collect_metrics().h2o_lossless_fallback_count
 
     def check(self) -> None:
         for layer in range(2):
-            cache = self.runtime.read(layer)
+            cache = self.runtime.read_layer(layer)
             assert np.stack([cache.keys, cache.values]).tobytes() == self.rows[layer].tobytes()
 
     def stored_pieces(self, layer: int = 0) -> list[Any]:
-        return [piece for piece in self.inner._layers[layer].rows.pieces if piece.state == "stored"]
+        return [piece for piece in self.inner._layers[layer].rows.segments if piece.state == "stored"]
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def failing(codec: Any, name: str, error: BaseException, times: int = 1 << 30) -
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-@pytest.mark.parametrize("name", ["encode", "verified"])
+@pytest.mark.parametrize("name", ["encode", "to_verified_frames"])
 @pytest.mark.parametrize("error", [KvmnnError("no"), MemoryError(), RuntimeError("worker")])
 def test_a_failed_encoding_keeps_the_rows_and_is_tried_again(threads: int, name: str, error: Exception) -> None:
     run = Run(replace(CONFIG, async_threads=threads))
@@ -150,7 +150,7 @@ def test_frames_that_decode_to_other_bytes_never_replace_rows() -> None:
     run.check()
 
 
-@pytest.mark.parametrize("part", ["key", "value", "checksum"])
+@pytest.mark.parametrize("part", ["key_frame", "value_frame", "checksum"])
 @pytest.mark.parametrize("threads", [0, 2])
 def test_a_frame_damaged_in_memory_is_an_error_that_names_its_place(part: str, threads: int) -> None:
     run = Run(replace(CONFIG, async_threads=threads))
@@ -171,7 +171,7 @@ def test_a_frame_damaged_in_memory_is_an_error_that_names_its_place(part: str, t
             run.call(0)
         assert (caught.value.layer, caught.value.start, caught.value.count) == (0, 20, 16)
         with pytest.raises(RestoreError):
-            run.runtime.read(0)
+            run.runtime.read_layer(0)
         with pytest.raises(RestoreError):
             run.runtime.erase(0, 25)
         piece.frames = right  # nothing has changed: with the right bytes the run goes on
@@ -197,7 +197,7 @@ def test_a_failed_restore_changes_nothing(threads: int, error: Exception) -> Non
     with run.runtime:
         run.step(PROMPT)
         run.runtime.flush()
-        with failing(run.inner._codec, "decode", error), pytest.raises(RestoreError, match=type(error).__name__):
+        with failing(run.inner._codec, "decode_into", error), pytest.raises(RestoreError, match=type(error).__name__):
             run.call(0)
         run.step()
         run.check()
@@ -209,9 +209,9 @@ def test_a_failed_prefetch_is_tried_again() -> None:
         run.step(PROMPT)
         run.runtime.flush()
         codec, pieces = run.inner._codec, run.stored_pieces(1)
-        with failing(codec, "decode", MemoryError(), times=len(pieces)):
+        with failing(codec, "decode_into", MemoryError(), times=len(pieces)):
             run.inner._restorer.prefetch(pieces)
-            for _, future in list(run.inner._restorer._coming.values()):
+            for _, future in list(run.inner._restorer._prefetches.values()):
                 future.exception()
         run.step()
         run.check()
@@ -225,14 +225,14 @@ def test_no_memory_for_new_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch)
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvmnn.runtime.sound.tail.empty", none_left)
+        patch.setattr("kvmnn.runtime.sound.tail.allocate", none_left)
         with pytest.raises(MemoryError):
             run.call(0, 5000)
     run.step()
     run.check()
 
 
-@pytest.mark.parametrize("place", ["layer_rows.copied", "storing.partial"])
+@pytest.mark.parametrize("place", ["layer_rows.copy_rows", "storing.partial"])
 def test_no_memory_for_cutting_or_handing_in_blocks_is_tried_again(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     run = Run()
     run.step(PROMPT)
@@ -264,7 +264,7 @@ def test_no_memory_for_what_is_left_changes_nothing(monkeypatch: pytest.MonkeyPa
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvmnn.runtime.sound.layer_rows.empty", none_left)
+        patch.setattr("kvmnn.runtime.sound.layer_rows.allocate", none_left)
         with pytest.raises(MemoryError):
             calls[drop]()
     run.step()
@@ -282,7 +282,7 @@ def test_a_call_that_failed_half_way_is_final(monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(type(run.inner._layers[0].rows), "append", broken)
         with pytest.raises(MemoryError):
             run.call(0)
-    for call in (lambda: run.call(0), lambda: run.runtime.read(0), run.runtime.sync, run.runtime.end):
+    for call in (lambda: run.call(0), lambda: run.runtime.read_layer(0), run.runtime.sync, run.runtime.end_call):
         with pytest.raises(KvmnnError, match=r"failed half-way \(MemoryError: here\): expected reset"):
             call()
     run.runtime.reset()
@@ -296,7 +296,7 @@ def test_calls_out_of_order_are_refused_and_change_nothing() -> None:
     run = Run()
     run.step(PROMPT)
     new = new_rows(run.rng, HEADS, 1, HEAD_DIM, "<f2", "smooth")
-    begin = run.runtime.begin
+    begin = run.runtime.begin_call
     for layer, keys, values, message in (
         (2, new[0], new[1], "layer is 2"),
         (0, new[0][:1], new[1], "keys have shape"),
@@ -308,7 +308,7 @@ def test_calls_out_of_order_are_refused_and_change_nothing() -> None:
     with pytest.raises(TypeError, match="keys are float32"):
         begin(0, new[0].astype("<f4"), new[1])
     for call, message in (
-        (run.runtime.end, "no call was begun"),
+        (run.runtime.end_call, "no call was begun"),
         (run.runtime.sync, "layers 0, 1 were not called"),
         (lambda: run.runtime.erase(5, 5), "cannot erase"),
         (lambda: run.runtime.erase(0, 1000), "cannot erase"),
@@ -338,7 +338,7 @@ def test_results_of_an_earlier_request_are_not_taken() -> None:
             run.rows = [rows[:, :, :0] for rows in run.rows]
         run.step(10)
         run.runtime.wait()
-        assert run.runtime.metrics().h2o_lossless_raw_bytes == 0
+        assert run.runtime.collect_metrics().h2o_lossless_raw_bytes == 0
         run.check()
 
 
@@ -349,11 +349,11 @@ def test_several_layers_are_read_together(threads: int, cache_bytes: int) -> Non
     with run.runtime:
         run.step(PROMPT)
         run.runtime.flush()
-        before = run.runtime.metrics()
+        before = run.runtime.collect_metrics()
         for _ in range(3):
             for cache, rows in zip(run.runtime.read_layers([1, 0]), run.rows[::-1], strict=True):
                 assert np.stack([cache.keys, cache.values]).tobytes() == rows.tobytes()
-        after = run.runtime.metrics()
+        after = run.runtime.collect_metrics()
         asked = 3 * 2 * BLOCKS
         counts = [m.h2o_lossless_decode_cache_hit + m.h2o_lossless_decode_cache_miss for m in (before, after)]
         assert counts[1] - counts[0] == asked
@@ -369,7 +369,10 @@ def test_layers_that_cannot_be_read_together(threads: int, error: Exception) -> 
     with run.runtime:
         run.step(PROMPT)
         run.runtime.flush()
-        with failing(run.inner._codec, "decode", error), pytest.raises(RestoreError, match="layer 0: tokens 4 to 20"):
+        with (
+            failing(run.inner._codec, "decode_into", error),
+            pytest.raises(RestoreError, match="layer 0: tokens 4 to 20"),
+        ):
             run.runtime.read_layers([0, 1])
         run.check()
 
@@ -381,7 +384,7 @@ def test_what_threads_fail_to_read_is_read_here(error: BaseException) -> None:
         run.step(PROMPT)
         run.runtime.flush()
         codec, failed = run.inner._codec, threading.Event()
-        working = codec.decode
+        working = codec.decode_into
 
         def decode(*arguments: Any) -> None:
             if threading.current_thread() is not threading.main_thread():
@@ -390,9 +393,9 @@ def test_what_threads_fail_to_read_is_read_here(error: BaseException) -> None:
             failed.wait(10)  # a thread takes a piece before this one goes on
             working(*arguments)
 
-        codec.decode = decode
+        codec.decode_into = decode
         caches = run.runtime.read_layers([0, 1])
-        del codec.decode
+        del codec.decode_into
         assert failed.is_set()
         for cache, rows in zip(caches, run.rows, strict=True):
             assert np.stack([cache.keys, cache.values]).tobytes() == rows.tobytes()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from plain_cache import PlainLayer, new_rows
 from store_options import store_options
 
-from kvmnn.h2o import H2OConfig, Planner
+from kvmnn.h2o import H2OConfig, H2OPlanner
 from kvmnn.h2o.layer_state import PendingPlan
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
@@ -81,18 +81,18 @@ class Both:
         kind = str(self.rng.choice(["random", "smooth", "smooth", "smooth", "constant"]))
         for layer in self.rng.permutation(layers).tolist():
             rows = new_rows(self.rng, heads, tokens, head_dim, self.dtype, kind)
-            plan = self.planner.layers[layer].pending
+            plan = self.planner.layers[layer].pending_plan
             plain = self.plain[layer]
-            if plan is not None and plan.fits(plain.rows.shape[2]):
+            if plan is not None and plan.is_applicable(plain.rows.shape[2]):
                 plain.evict(plan.pairs, plan.remove)
             plain.append(rows, self.position)
             if read:
-                keys, values = self.runtime.begin(layer, rows[0], rows[1])
+                keys, values = self.runtime.begin_call(layer, rows[0], rows[1])
                 assert keys.tobytes() == plain.rows[0].tobytes()
                 assert values.tobytes() == plain.rows[1].tobytes()
             else:
-                self.runtime.append(layer, rows[0], rows[1])
-            self.runtime.end(rows=self.rng.random((2, tokens, plain.rows.shape[2]), np.float32))
+                self.runtime.append_call(layer, rows[0], rows[1])
+            self.runtime.end_call(rows=self.rng.random((2, tokens, plain.rows.shape[2]), np.float32))
         self.runtime.sync()
         self.position += tokens
 
@@ -104,7 +104,7 @@ class Both:
         elif kind == "append":
             self.step(first, read=False)
         elif kind == "follow-up":
-            self.runtime.start_request(keep=True)
+            self.runtime.start_request(keep_cache=True)
             self.step(first)
         elif kind == "erase":
             begin, end = first * self.position // 100, second * self.position // 100
@@ -122,7 +122,7 @@ class Both:
 
     def check(self) -> None:
         for layer, plain in enumerate(self.plain):
-            cache = self.runtime.read(layer)
+            cache = self.runtime.read_layer(layer)
             assert cache.keys.tobytes() == plain.rows[0].tobytes()
             assert cache.values.tobytes() == plain.rows[1].tobytes()
             assert cache.positions.tolist() == plain.positions.tolist()
@@ -155,7 +155,7 @@ def test_what_attention_reads_is_a_plain_cache(
         both.step(prompt)
         for operation in history:
             both.run(operation)
-        metrics = both.runtime.metrics()
+        metrics = both.runtime.collect_metrics()
         assert metrics.h2o_lossless_fallback_count == 0
         assert [layer.tokens for layer in metrics.layers] == [plain.rows.shape[2] for plain in both.plain]
 
@@ -165,7 +165,7 @@ STORE = store_options(hot_recent_tokens=24)
 
 def pieces_of(runtime: Any, layer: int) -> list[tuple[int, int, str]]:
     rows = runtime._runtime._layers[layer].rows
-    return [(start, piece.count, piece.state) for start, piece in rows.placed()]
+    return [(start, piece.count, piece.state) for start, piece in rows.iter_segments()]
 
 
 def test_every_cold_token_is_stored_once_in_aligned_blocks() -> None:
@@ -202,7 +202,7 @@ def test_what_backpressure_refused_is_taken_later(threads: int) -> None:
     with both.runtime:
         both.step(200)
         both.step(1)
-        assert both.runtime.metrics().h2o_lossless_backpressure_skip_count > 0
+        assert both.runtime.collect_metrics().h2o_lossless_backpressure_skip_count > 0
         for _ in range(60):
             both.step(1)
             both.runtime.wait()
@@ -219,7 +219,7 @@ def test_no_thread_means_the_same_run_twice() -> None:
         both.step(150)
         for _ in range(40):
             both.step(1)
-        found = both.runtime.metrics().to_dict()
+        found = both.runtime.collect_metrics().to_dict()
         drop = ("_us", "compress", "decompress", "verify", "wait")
         figures.append({name: value for name, value in found.items() if not name.endswith(drop) and name != "layers"})
         figures[-1]["pieces"] = pieces_of(both.runtime, 1)
@@ -227,17 +227,17 @@ def test_no_thread_means_the_same_run_twice() -> None:
 
 
 def test_a_layer_that_plans_at_every_step_is_stored_all_the_same() -> None:
-    class AlwaysPlanning(Planner):
-        def end(self, *arguments: Any, **options: Any) -> Any:
-            call = super().end(*arguments, **options)
-            self.layers[0].pending = PendingPlan(call.kv_len, (0, call.kv_len - 1))
+    class AlwaysPlanning(H2OPlanner):
+        def end_call(self, *arguments: Any, **options: Any) -> Any:
+            call = super().end_call(*arguments, **options)
+            self.layers[0].pending_plan = PendingPlan(call.kv_len, (0, call.kv_len - 1))
             return call
 
     planner = AlwaysPlanning(replace(STORE.h2o, layers=1), cadence="tokens")
     runtime = LosslessRuntime(STORE, layers=1, kv_heads=1, head_dim=4, dtype="fp16", planner=planner)
     for tokens in [200] + [1] * 70:
         rows = np.ones((1, tokens, 4), np.float16)
-        runtime.begin(0, rows, rows)
-        runtime.end()
+        runtime.begin_call(0, rows, rows)
+        runtime.end_call()
         runtime.sync()
-    assert runtime.metrics().layers[0].blocks > 5
+    assert runtime.collect_metrics().layers[0].blocks > 5

@@ -13,10 +13,18 @@ from prefixes import MODEL, layers_of, same
 from kvmnn import LayerCache
 from kvmnn.errors import KvmnnError, SourceError
 from kvmnn.store import PrefixStore
-from kvmnn.store.remote.records import Record, from_bytes
-from kvmnn.store.space import MAX_LAYERS, from_json, space_of
-from kvmnn.store.token_ids import MAX_ID, MAX_TOKENS, agreeing, agreeing_texts, as_ids, as_text, ids_in_text
-from kvmnn.store.unit import DamagedError, header_bytes, parse_header
+from kvmnn.store.remote.records import UnitRecord, parse_record
+from kvmnn.store.space import MAX_LAYERS, build_namespace, parse_namespace
+from kvmnn.store.token_ids import (
+    MAX_ID,
+    MAX_TOKENS,
+    count_common_entries,
+    count_common_ids,
+    count_ids_in_sort_key,
+    to_sort_key,
+    to_token_ids,
+)
+from kvmnn.store.unit import DamagedUnitError, count_header_bytes, parse_header
 
 
 def caches(count: int, heads: int = 1, dims: int = 1) -> list[LayerCache]:
@@ -25,61 +33,61 @@ def caches(count: int, heads: int = 1, dims: int = 1) -> list[LayerCache]:
 
 
 def test_layers() -> None:
-    assert len(space_of(caches(MAX_LAYERS), MODEL).layers) == MAX_LAYERS
+    assert len(build_namespace(caches(MAX_LAYERS), MODEL).layers) == MAX_LAYERS
     for count in (0, MAX_LAYERS + 1):
         with pytest.raises(KvmnnError, match=f"there are {count:,} layers: expected 1 to {MAX_LAYERS:,}"):
-            space_of(caches(count), MODEL)
+            build_namespace(caches(count), MODEL)
 
 
 @pytest.mark.parametrize(("heads", "dims"), [(1 << 16, 1), (1, 1 << 20)])
 def test_shapes(heads: int, dims: int) -> None:
-    space = space_of(caches(1, heads, dims), MODEL)
-    assert from_json(space.to_json(), "x") == space
+    space = build_namespace(caches(1, heads, dims), MODEL)
+    assert parse_namespace(space.to_json(), "x") == space
     most = max(heads, dims)
     with pytest.raises(KvmnnError, match=r"x: layer 0 has .* kv heads x .* dims"):
-        from_json(space.to_json().replace(str(most), str(most + 1)), "x")
+        parse_namespace(space.to_json().replace(str(most), str(most + 1)), "x")
 
 
 @pytest.mark.parametrize("layers", [[[0, 0, 1]], [[0, 1, 0]], [[0, 1]], [], [[1, 1, 1], [0, 1, 1]], [[-1, 1, 1]]])
 def test_documents_of_no_space(layers: list[list[int]]) -> None:
     with pytest.raises(KvmnnError, match=r"^x"):
-        from_json(json.dumps({"model": MODEL, "dtype": "fp16", "layers": layers}), "x")
+        parse_namespace(json.dumps({"model": MODEL, "dtype": "fp16", "layers": layers}), "x")
 
 
 def test_token_ids() -> None:
     assert MAX_TOKENS == 1 << 24 and MAX_ID == (1 << 32) - 1
-    assert as_ids(np.zeros(MAX_TOKENS, np.uint8)).size == MAX_TOKENS
+    assert to_token_ids(np.zeros(MAX_TOKENS, np.uint8)).size == MAX_TOKENS
     with pytest.raises(KvmnnError, match="there are 16,777,217, expected at most 16,777,216"):
-        as_ids(np.zeros(MAX_TOKENS + 1, np.uint8))
-    assert as_ids([MAX_ID, 0]).tolist() == [MAX_ID, 0]
+        to_token_ids(np.zeros(MAX_TOKENS + 1, np.uint8))
+    assert to_token_ids([MAX_ID, 0]).tolist() == [MAX_ID, 0]
     for wrong, found in ((MAX_ID + 1, "4,294,967,296"), (-1, "-1")):
         with pytest.raises(KvmnnError, match=f"number 2: expected one from 0 to 4,294,967,295, found {found}$"):
-            as_ids([7, wrong])
+            to_token_ids([7, wrong])
     for ids, there in (([], "none"), ([1.5], r"float64 of shape \[1\]"), ([[1], [1, 2]], "no numbers")):
         with pytest.raises(KvmnnError, match=f"expected a list of at least one whole number, found {there}$"):
-            as_ids(ids)  # type: ignore[arg-type]
+            to_token_ids(ids)  # type: ignore[arg-type]
 
 
 def test_a_record_and_a_unit_of_one_token(tmp_path: Path) -> None:
-    record = Record(b"s" * 16, b"p" * 16, 77, 1000, MAX_TOKENS, np.arange(1, dtype="<u4"))
-    found = from_bytes(record.to_bytes())
+    record = UnitRecord(b"s" * 16, b"p" * 16, 77, 1000, MAX_TOKENS, np.arange(1, dtype="<u4"))
+    found = parse_record(record.to_bytes())
     assert found is not None and (found.ids.tolist(), found.start) == ([0], MAX_TOKENS)
     with PrefixStore(tmp_path / "s", block_tokens=4) as store:
         store.put([7], layers_of([7]), model=MODEL)
         assert same(store.get([7, 8], model=MODEL).layers, [7], 1)
     (file,) = tmp_path.glob("s/units/*/*.unit")
     data = np.fromfile(file, np.uint8)
-    head = header_bytes(1, 4, 0)
+    head = count_header_bytes(1, 4, 0)
     assert parse_header(data[:head]).ids.tolist() == [7]
-    with pytest.raises(DamagedError, match=f"has {head - 1} bytes: its header alone has {head}"):
+    with pytest.raises(DamagedUnitError, match=f"has {head - 1} bytes: its header alone has {head}"):
         parse_header(data[: head - 1])
 
 
 def test_a_record_of_the_longest_text() -> None:
     ids = np.zeros(MAX_TOKENS + 1, "<u4")
     for tokens, is_one in ((MAX_TOKENS, True), (MAX_TOKENS + 1, False)):
-        data = Record(b"s" * 16, b"p" * 16, 77, 1000, 0, ids[:tokens]).to_bytes()
-        assert (from_bytes(data) is not None) == is_one
+        data = UnitRecord(b"s" * 16, b"p" * 16, 77, 1000, 0, ids[:tokens]).to_bytes()
+        assert (parse_record(data) is not None) == is_one
 
 
 def test_what_is_in_memory_has_no_index() -> None:
@@ -110,10 +118,11 @@ def test_as_text_of_any_ids_sorts_and_agrees_as_ids_do(most: int) -> None:
     for _ in range(300):
         shared = rng.integers(max(0, most - 4), most, rng.integers(0, 6)).tolist()
         one, other = (
-            as_ids([*shared, *rng.integers(low, most, rng.integers(1, 5)).tolist()]) for low in (0, max(0, most - 2))
+            to_token_ids([*shared, *rng.integers(low, most, rng.integers(1, 5)).tolist()])
+            for low in (0, max(0, most - 2))
         )
-        texts = as_text(one), as_text(other)
+        texts = to_sort_key(one), to_sort_key(other)
         assert (texts[0] < texts[1]) == (one.tolist() < other.tolist())
-        assert agreeing_texts(*texts) == agreeing(one, other)
-        assert ids_in_text(texts[0]) == one.size
+        assert count_common_ids(*texts) == count_common_entries(one, other)
+        assert count_ids_in_sort_key(texts[0]) == one.size
         assert not most <= 0xFF << 16 or len(texts[0]) == 3 * one.size  # as earlier versions wrote them

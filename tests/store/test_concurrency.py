@@ -42,13 +42,13 @@ def test_two_stores_put_the_same_text_at_once(tmp_path: Path, monkeypatch: pytes
     """Each finds nothing and encodes; what the second brings is dropped, but for what the first had not."""
     one, two = range(10), [*range(8), 60, 61, 62, 63]
     with PrefixStore(tmp_path / "s", block_tokens=4) as first, PrefixStore(tmp_path / "s") as second:
-        add = second._units.add
+        add = second._backend.add_units
 
         def late(*arguments):
             first.put(one, layers_of(one), model=MODEL)
             return add(*arguments)
 
-        monkeypatch.setattr(second._units, "add", late)
+        monkeypatch.setattr(second._backend, "add_units", late)
         assert second.put(one, layers_of(one), model=MODEL).stored_bytes == 0
         first.delete(one, model=MODEL)
         assert second.put(two, layers_of(two), model=MODEL).stored_bytes > 0
@@ -63,14 +63,14 @@ def test_what_a_put_follows_may_go_meanwhile(tmp_path: Path, monkeypatch: pytest
     begin, ids = range(8), range(12)
     with PrefixStore(tmp_path / "s", block_tokens=4) as store:
         store.put(begin, layers_of(begin), model=MODEL)
-        add, gone = store._units.add, []
+        add, gone = store._backend.add_units, []
 
         def late(*arguments):
             if not gone:
                 gone.append(store.delete(begin, model=MODEL))
             return add(*arguments)
 
-        monkeypatch.setattr(store._units, "add", late)
+        monkeypatch.setattr(store._backend, "add_units", late)
         store.put(ids, layers_of(ids), model=MODEL)
         assert gone[0].units == 1
         assert same(store.get(ids, model=MODEL).layers, ids, 12)
@@ -80,13 +80,13 @@ def test_a_unit_that_is_evicted_while_it_is_got(tmp_path: Path, monkeypatch: pyt
     """It is a miss, and nothing is said to be damaged."""
     with PrefixStore(tmp_path / "s", block_tokens=4) as store, PrefixStore(tmp_path / "s") as other:
         store.put(range(8), layers_of(range(8)), model=MODEL)
-        read = store._units.read
+        read = store._backend.read_units
 
         def late(units):
             other.gc(max_bytes=0)
             return read(units)
 
-        monkeypatch.setattr(store._units, "read", late)
+        monkeypatch.setattr(store._backend, "read_units", late)
         found = store.get(range(8), model=MODEL)
         assert (found.tokens, found.notes) == (0, ())
 

@@ -14,10 +14,10 @@ from prefixes import MODEL, layers_of, same
 from kvmnn import KvmnnError, LayerCache
 from kvmnn.errors import OptionError, OutputError, SourceError
 from kvmnn.store import PrefixStore
-from kvmnn.store.decoding import Stretch, check_unit, decode_stretches
-from kvmnn.store.space import space_of
-from kvmnn.store.token_ids import as_ids
-from kvmnn.store.unit import DamagedError, parse
+from kvmnn.store.decoding import LoadedSlice, check_unit_matches, decode_slices
+from kvmnn.store.space import build_namespace
+from kvmnn.store.token_ids import to_token_ids
+from kvmnn.store.unit import DamagedUnitError, parse_unit
 
 
 def made(folder: Path, *texts, codec: str = "dense") -> list[Path]:
@@ -31,20 +31,20 @@ def made(folder: Path, *texts, codec: str = "dense") -> list[Path]:
 @pytest.mark.parametrize("codec", ["dense", "frames"])
 def test_each_byte_of_a_unit_counts(tmp_path: Path, codec: str) -> None:
     """One flip anywhere is found."""
-    ids = as_ids(range(11))
+    ids = to_token_ids(range(11))
     (file,) = made(tmp_path / "s", ids, codec=codec)
     good = file.read_bytes()
-    space = space_of(layers_of(ids), MODEL)
+    space = build_namespace(layers_of(ids), MODEL)
 
     def read(data: bytes) -> list[LayerCache]:
-        unit = parse(np.frombuffer(data, np.uint8))
-        check_unit(unit, space, ids, 0, 64)
-        return decode_stretches(space, [Stretch(unit, 0, unit.ids.size)], 1)
+        unit = parse_unit(np.frombuffer(data, np.uint8))
+        check_unit_matches(unit, space, ids, 0, 64)
+        return decode_slices(space, [LoadedSlice(unit, 0, unit.ids.size)], 1)
 
     assert same(read(good), ids, 11)
     for at in range(len(good)):
         flipped = good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :]
-        with pytest.raises(DamagedError):
+        with pytest.raises(DamagedUnitError):
             read(flipped)
 
 
@@ -68,9 +68,9 @@ def test_a_damaged_unit_is_a_miss_that_says_so(tmp_path: Path) -> None:
 def test_a_frame_that_is_not_the_one_that_was_put_is_a_miss(tmp_path: Path) -> None:
     """Even where the words in it are those that were."""
     (file,) = made(tmp_path / "s", range(8), codec="frames")
-    unit = parse(np.frombuffer(file.read_bytes(), np.uint8))
+    unit = parse_unit(np.frombuffer(file.read_bytes(), np.uint8))
     frames = (unit.frames[0]._replace(checksum=unit.frames[0].checksum ^ 1), *unit.frames[1:])
-    changed = b"".join(bytes(piece) for piece in replace(unit, frames=frames).pieces())
+    changed = b"".join(bytes(piece) for piece in replace(unit, frames=frames).to_pieces())
     for name in ("get", "export", "verify"):
         (file,) = made(tmp_path / name, range(8), codec="frames")
         file.write_bytes(changed)
@@ -372,15 +372,15 @@ def test_where_uses_cannot_be_noted_down_texts_are_found(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("tokens", [0, 1 << 25, 2**32 - 1])
 def test_sizes_of_a_header_are_bounded(tokens: int) -> None:
     head = b"KVMNNPU1" + tokens.to_bytes(4, "little") + (4).to_bytes(4, "little") + bytes(4 + 32)
-    with pytest.raises(DamagedError, match=r"impossible sizes|its header alone"):
-        parse(np.frombuffer(head + bytes(100), np.uint8))
+    with pytest.raises(DamagedUnitError, match=r"impossible sizes|its header alone"):
+        parse_unit(np.frombuffer(head + bytes(100), np.uint8))
 
 
 @pytest.mark.parametrize("codec", ["dense", "frames"])
 def test_check_unit_with_more_tokens_than_a_unit_may_have_is_refused(tmp_path: Path, codec: str) -> None:
-    ids = as_ids(range(11))
+    ids = to_token_ids(range(11))
     (file,) = made(tmp_path / "s", ids, codec=codec)
-    unit, space = parse(np.frombuffer(file.read_bytes(), np.uint8)), space_of(layers_of(ids), MODEL)
-    check_unit(unit, space, ids, 0, 11)
-    with pytest.raises(DamagedError, match="holds 11 tokens: expected at most 10"):
-        check_unit(unit, space, ids, 0, 10)
+    unit, space = parse_unit(np.frombuffer(file.read_bytes(), np.uint8)), build_namespace(layers_of(ids), MODEL)
+    check_unit_matches(unit, space, ids, 0, 11)
+    with pytest.raises(DamagedUnitError, match="holds 11 tokens: expected at most 10"):
+        check_unit_matches(unit, space, ids, 0, 10)

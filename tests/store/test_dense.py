@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 from prefixes import MODEL, checksum_model
 
 from kvmnn import KvmnnError, LayerCache, dense
-from kvmnn.dense.header import FRAME, method_of
+from kvmnn.dense.header import METHOD_FRAME, read_method
 from kvmnn.errors import OptionError, SourceError
 from kvmnn.store import PrefixStore, dense_encoding, read_exported
-from kvmnn.store.decoding import Stretch, decode_stretches
-from kvmnn.store.dense_encoding import Streams
-from kvmnn.store.space import space_of
-from kvmnn.store.table_sets import LEAST_TOKENS
-from kvmnn.store.unit import MOST_CHAIN, DamagedError, parse
+from kvmnn.store.decoding import LoadedSlice, decode_slices
+from kvmnn.store.dense_encoding import DenseStreamEncoder
+from kvmnn.store.space import build_namespace
+from kvmnn.store.table_sets import MIN_TABLE_TOKENS
+from kvmnn.store.unit import MAX_CHAIN_UNITS, DamagedUnitError, parse_unit
 
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f4"])
@@ -52,7 +52,7 @@ def test_what_is_put_comes_back(tmp_path: Path, dtype: str) -> None:
             assert (verified.damaged, verified.units) == ((), store.stats().units)
             sizes[codec] = store.stats().bytes
     assert sizes["dense"] < 0.9 * sizes["frames"]
-    assert max(unit.dense.history for unit in units(tmp_path / "dense") if unit.dense) == 256
+    assert max(unit.dense.history_rows for unit in units(tmp_path / "dense") if unit.dense) == 256
 
 
 def test_the_bytes_of_a_dense_unit(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_bytes_of_a_dense_unit(tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         store.put(ids[:16], layers_of(ids[:16]), model=MODEL)
         store.put(ids, layers, model=MODEL)
-        space = store._units.spaces()[0].key
+        space = store._backend.list_namespaces()[0].key
     data = (tmp_path / "s" / "units" / "000" / "00000002.unit").read_bytes()
     parent = hashlib.blake2b(space + np.array(ids[:16], "<u4").tobytes(), digest_size=16).digest()
     assert data[:52] == b"KVMNNPU2" + struct.pack("<III", 24, 4, 16) + space + parent
@@ -92,17 +92,17 @@ def test_each_byte_of_a_dense_unit_counts(tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         store.put(ids, layers_of(ids), model=MODEL)
     good = next(tmp_path.glob("s/units/*/*.unit")).read_bytes()
-    space = space_of(layers_of(ids), MODEL)
+    space = build_namespace(layers_of(ids), MODEL)
 
     def read(data: bytes) -> list[LayerCache]:
-        unit = parse(np.frombuffer(data, np.uint8))
-        if unit.space != space.key or unit.ids.tolist() != ids:
-            raise DamagedError("of another text")
-        return decode_stretches(space, [Stretch(unit, 0, unit.ids.size)], 1)
+        unit = parse_unit(np.frombuffer(data, np.uint8))
+        if unit.namespace_key != space.key or unit.ids.tolist() != ids:
+            raise DamagedUnitError("of another text")
+        return decode_slices(space, [LoadedSlice(unit, 0, unit.ids.size)], 1)
 
     assert same(read(good), layers_of(ids), 24)
     for at in range(len(good)):
-        with pytest.raises(DamagedError):
+        with pytest.raises(DamagedUnitError):
             read(good[:at] + bytes([good[at] ^ 0x10]) + good[at + 1 :])
 
 
@@ -118,23 +118,23 @@ def test_rows_that_were_computed_otherwise_are_not_referred_to(tmp_path: Path) -
         for got, first, second in zip(found.layers, layers_of(ids), others, strict=True):
             assert got.keys.tobytes() == np.concatenate([first.keys[:, :160], second.keys[:, 160:]], 1).tobytes()
         assert store.verify().damaged == ()
-    assert [unit.dense and unit.dense.history for unit in units(tmp_path / "s")] == [0, 0]
+    assert [unit.dense and unit.dense.history_rows for unit in units(tmp_path / "s")] == [0, 0]
 
 
 def test_another_process_that_is_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The unit that rows refer to is put by another, with other rows, between encoding and noting down."""
     ids = text(1100)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
-        units_ = store._units
-        add = units_.add
+        units_ = store._backend
+        add = units_.add_units
 
         def late(*arguments):
-            monkeypatch.setattr(units_, "add", add)
+            monkeypatch.setattr(units_, "add_units", add)
             with PrefixStore(tmp_path / "s") as other:
                 other.put(ids[:512], layers_of(ids[:512], shift=0.5), model=MODEL)
             return add(*arguments)
 
-        monkeypatch.setattr(units_, "add", late)
+        monkeypatch.setattr(units_, "add_units", late)
         store.put(ids, layers_of(ids), model=MODEL)
         found = store.get(ids, model=MODEL)
         assert (found.tokens, found.notes) == (1100, ())
@@ -193,12 +193,12 @@ def test_whatever_units_are_made_of_the_rows_come_back(tmp_path: Path, data: st.
 
 
 def test_chains_are_bounded(tmp_path: Path) -> None:
-    ids = text(16 * 2 * (MOST_CHAIN + 3))
+    ids = text(16 * 2 * (MAX_CHAIN_UNITS + 3))
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         for end in range(32, len(ids) + 1, 32):
             store.put(ids[:end], layers_of(ids[:end]), model=MODEL)
-    chains = [unit.dense.chain for unit in units(tmp_path / "s") if unit.dense]
-    assert chains == [*range(MOST_CHAIN + 1), 0, 1]
+    chains = [unit.dense.chain_length for unit in units(tmp_path / "s") if unit.dense]
+    assert chains == [*range(MAX_CHAIN_UNITS + 1), 0, 1]
     with PrefixStore(tmp_path / "s") as store:
         assert store.verify().damaged == ()
         assert same(store.get(ids, model=MODEL).layers, layers_of(ids), len(ids))
@@ -214,7 +214,7 @@ def test_short_units_share_tables(tmp_path: Path) -> None:
         store.put(ids, layers_of(ids), model=MODEL)
         (tables,) = tmp_path.glob("s/tables/*")
         store.export(ids, tmp_path / "f", model=MODEL)
-    assert [bool(unit.dense and unit.dense.tables) for unit in units(tmp_path / "s")] == [False, True, True]
+    assert [bool(unit.dense and unit.dense.tables_key) for unit in units(tmp_path / "s")] == [False, True, True]
     model, named, layers = read_exported(tmp_path / "f")
     assert model == MODEL and named.tolist() == ids and same(layers, layers_of(ids), 400)
     data = bytearray((tmp_path / "f").read_bytes())
@@ -254,11 +254,11 @@ def test_units_share_tables_unless_they_lose_by_it(tmp_path: Path) -> None:
             assert same(found.layers, layers_of(ids), 600)
             assert found.layers[0].keys.transpose(1, 0, 2).flags.c_contiguous  # decoded in their places
     long = {
-        name: [unit for unit in units(tmp_path / name) if unit.ids.size >= LEAST_TOKENS and unit.ids[0] == ids[0]]
+        name: [unit for unit in units(tmp_path / name) if unit.ids.size >= MIN_TABLE_TOKENS and unit.ids[0] == ids[0]]
         for name in ("good", "bad")
     }
-    assert [bool(unit.dense and unit.dense.tables) for unit in long["good"]] == [True]
-    assert [bool(unit.dense and unit.dense.tables) for unit in long["bad"]] == [False]
+    assert [bool(unit.dense and unit.dense.tables_key) for unit in long["good"]] == [True]
+    assert [bool(unit.dense and unit.dense.tables_key) for unit in long["bad"]] == [False]
     for name in ("good", "bad"):
         with PrefixStore(tmp_path / name) as store:
             for end in (200, 240):
@@ -270,7 +270,7 @@ def test_units_share_tables_unless_they_lose_by_it(tmp_path: Path) -> None:
                 assert found.tokens == len(each) and same(found.layers, layers_of(each), found.tokens)
             assert store.verify().damaged == ()
     shared = {
-        name: {unit.ids.size: bool(unit.dense and unit.dense.tables) for unit in units(tmp_path / name)[2:]}
+        name: {unit.ids.size: bool(unit.dense and unit.dense.tables_key) for unit in units(tmp_path / name)[2:]}
         for name in ("good", "bad")
     }
     assert set(shared["good"].values()) == {True}
@@ -280,13 +280,13 @@ def test_units_share_tables_unless_they_lose_by_it(tmp_path: Path) -> None:
 def test_one_unit_in_sixteen_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of texts of two units the one behind that of which tables were made, every eighth, each behind one of frames."""
     tried = []
-    frames_of_layer = Streams.frames_of_layer
+    frames_of_layer = DenseStreamEncoder.measure_layer_frames
 
     def noted(*arguments):
         tried.append(number)
         return frames_of_layer(*arguments)
 
-    monkeypatch.setattr(Streams, "frames_of_layer", noted)
+    monkeypatch.setattr(DenseStreamEncoder, "measure_layer_frames", noted)
     words = np.random.default_rng(3).integers(0, 1 << 15, (2, 2, 1000, 16), np.uint16).view("<f2")
     noise = [LayerCache(layer=at, keys=each, values=each) for at, each in enumerate(words)]
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
@@ -331,9 +331,9 @@ def test_frames_that_were_larger_are_not_tried_again(tmp_path: Path, monkeypatch
     tried: list[int] = []
     encode_next = dense_encoding.encode_next
 
-    def noted(rows, before, alike, *, frames_above, **more):
-        data, found = encode_next(rows, before, alike, frames_above=frames_above, **more)
-        tried[-1] += len(data) > frames_above or method_of(data) == FRAME
+    def noted(rows, before, reference_hints, *, frame_trial_min_bytes, **more):
+        data, found = encode_next(rows, before, reference_hints, frame_trial_min_bytes=frame_trial_min_bytes, **more)
+        tried[-1] += len(data) > frame_trial_min_bytes or read_method(data) == METHOD_FRAME
         return data, found
 
     monkeypatch.setattr(dense_encoding, "encode_next", noted)
@@ -447,7 +447,7 @@ def test_past_this_machine(tmp_path: Path) -> None:
 def test_a_rotation_that_cannot_be(tmp_path: Path) -> None:
     """More words than any head has are refused; a layer whose heads have fewer than others is coded without."""
     ids = text(300)
-    with PrefixStore(tmp_path / "s", rotary=dense.Rotary(dims=2 * DIMS)) as store:
+    with PrefixStore(tmp_path / "s", rotary=dense.RopeConfig(dims=2 * DIMS)) as store:
         with pytest.raises(OptionError, match="rotary has 32 dims: expected at most the head_dim, 16"):
             store.put(ids, layers_of(ids), model=MODEL)
         assert store.stats().units == 0

@@ -12,10 +12,10 @@ from engine_client import GEOMETRY, PREFIX_IDS, QUERY_IDS, Engine, needs_engine,
 
 import kvmnn
 from kvmnn.cli.command import main
-from kvmnn.formats.mnn import fingerprint
+from kvmnn.formats.mnn import compute_fingerprint
 from kvmnn.formats.options import PackedOptions
-from kvmnn.packed.fitting import Geometry
-from kvmnn.store import PrefixStore, layers_of, write_prefix
+from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.store import PrefixStore, read_layer_caches, write_prefix
 
 pytestmark = needs_engine
 
@@ -29,7 +29,7 @@ STORED = {"whole": 50, "cut inside a block": 37, "cut at a block": 32, "one toke
 BLOCK = 16
 SHARED = 2 * BLOCK
 TEXTS = (PREFIX_IDS, [*PREFIX_IDS[:SHARED], *np.random.RandomState(79).randint(0, 250, 21).tolist()])
-LAYOUT = Geometry(backend="x86-avx2")
+LAYOUT = PackedGeometry(backend="x86-avx2")
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_tokens_are_the_engines_own(model: Path, store: Path, tmp_path: Path, pr
     target = ["--backend", "x86-avx2", "--name", "p", "-o", tmp_path / "ready"]
     assert main([str(word) for word in ("store", "get", store, *said, *target)]) == 0
     with PrefixStore(store, create=False) as found:
-        tokens = found.match(ids, model=fingerprint(str(model)))
+        tokens = found.match(ids, model=compute_fingerprint(str(model)))
     assert tokens == STORED[prompt]
     assert answer(model, tmp_path / "scratch", tmp_path / "ready", ids, tokens) == wanted
 
@@ -69,14 +69,14 @@ def test_texts_that_share_blocks(model: Path, tmp_path: Path) -> None:
     """Of two texts that begin alike the second put adds what is new and nothing else; both are answered from the store,
     and from a copy of it.
     """
-    made_by, wanted, puts = fingerprint(str(model)), [], []
+    made_by, wanted, puts = compute_fingerprint(str(model)), [], []
     with PrefixStore(tmp_path / "first", block_tokens=BLOCK) as store:
         for number, ids in enumerate(TEXTS):
             live = tmp_path / f"live {number}"
             with Engine(model, live) as engine:
                 wanted.append(engine.call("generate", [*ids, *QUERY_IDS], 4))
-                cache = PackedOptions(geometry=LAYOUT, tokens=(len(ids),), model=str(model), pid=engine.pid)
-                layers = layers_of(kvmnn.open(str(live), packed=cache))
+                cache = PackedOptions(geometry=LAYOUT, valid_tokens=(len(ids),), model=str(model), pid=engine.pid)
+                layers = read_layer_caches(kvmnn.open(str(live), packed=cache))
                 token_bytes = sum(each.nbytes for each in layers) // len(ids)
                 files = {path: path.read_bytes() for path in (tmp_path / "first" / "units").glob("*/*")}
                 puts.append(store.put(ids, layers, model=made_by))

@@ -13,7 +13,7 @@ from prefixes import MODEL, layers_of, same
 from kvmnn import KvmnnError, LayerCache
 from kvmnn.store import PrefixStore, write_prefix
 from kvmnn.store.remote import upkeep
-from kvmnn.store.remote.records import unit_name
+from kvmnn.store.remote.records import make_unit_name
 
 pytest.importorskip("fsspec")
 
@@ -112,8 +112,8 @@ def files_of(url: str, store: PrefixStore) -> list[str]:
     """Names of units, in the order of their puts."""
     if "://" not in url:
         return sorted(str(path) for path in Path(url).glob("units/*/*.unit"))
-    known = sorted(upkeep._known(store._units), key=lambda record: (record.start, -record.ids.size))
-    return [unit_name(record.unit) for record in known]
+    known = sorted(upkeep._list_valid_records(store._backend), key=lambda record: (record.start, -record.ids.size))
+    return [make_unit_name(record.unit) for record in known]
 
 
 def damage(url: str, store: PrefixStore, name: str) -> None:
@@ -121,8 +121,8 @@ def damage(url: str, store: PrefixStore, name: str) -> None:
         data = Path(name).read_bytes()
         Path(name).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         return
-    (data,) = store._units.values.get_many([name])
-    store._units.values.put_many({name: data[:-1] + bytes([data[-1] ^ 1])})
+    (data,) = store._backend.key_values.get_many([name])
+    store._backend.key_values.put_many({name: data[:-1] + bytes([data[-1] ^ 1])})
 
 
 def made(url: str) -> list[list[int]]:
@@ -171,8 +171,8 @@ def swap(url: str, store: PrefixStore, one: str, two: str) -> None:
         Path(one).write_bytes(second)
         Path(two).write_bytes(first)
         return
-    first, second = store._units.values.get_many([one, two])
-    store._units.values.put_many({one: second, two: first})
+    first, second = store._backend.key_values.get_many([one, two])
+    store._backend.key_values.put_many({one: second, two: first})
 
 
 def test_get_says_what_goes_with_a_damaged_unit(url: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 from prefixes import MODEL, layers_of, same
 
 from kvmnn.errors import KvmnnError
-from kvmnn.store import OutageError, PrefixStore
+from kvmnn.store import BackendUnavailableError, PrefixStore
 
 IDS, OTHER = [*range(11)], [*range(8), 60, 61]
 KEY = "0" * 32
@@ -85,7 +85,7 @@ def test_a_redis_key_of_another_type_stops_nothing(new_url: Callable[[str], str]
     url = new_url("redis")
     fill(url)
     with PrefixStore(url) as store:
-        client = store._units.values._values._client
+        client = store._backend.key_values._key_values._client
         prefix = "kvmnn:" + begin
         names = [key.decode() for key in client.keys(prefix + "*")] or [prefix]
         for name in names:
@@ -114,10 +114,10 @@ def test_a_put_names_the_redis_key_that_is_in_its_way(new_url: Callable[[str], s
     url = new_url("redis")
     fill(url)
     with PrefixStore(url) as store:
-        client = store._units.values._values._client
+        client = store._backend.key_values._key_values._client
         client.delete("kvmnn:pins")
         client.set("kvmnn:pins", b"x")
-        with pytest.raises(OutageError, match=r"refuses: Command # 1 \(HSET kvmnn:pins .*WRONGTYPE"):
+        with pytest.raises(BackendUnavailableError, match=r"refuses: Command # 1 \(HSET kvmnn:pins .*WRONGTYPE"):
             store.pin(OTHER, model=MODEL)
 
 
@@ -125,7 +125,7 @@ def test_open_with_a_settings_key_of_another_type_names_the_key(new_url: Callabl
     url = new_url("redis")
     fill(url)
     with PrefixStore(url) as store:
-        client = store._units.values._values._client
+        client = store._backend.key_values._key_values._client
         client.delete("kvmnn:store")
         client.rpush("kvmnn:store", b"a")
     with (

@@ -104,7 +104,7 @@ with PrefixStore(folder) as store:
 (folder.parent / "fill").unlink()
 with PrefixStore(folder) as store:
     assert (store.notes, store.verify().units, store.verify().anew) == ((), 2, ())
-    with store._units.index.reading() as cursor:
+    with store._backend.index.begin_reading() as cursor:
         assert cursor.has_row("SELECT 1 FROM pragma_journal_mode WHERE journal_mode = 'wal'")
 """
 

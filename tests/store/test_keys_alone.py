@@ -10,7 +10,7 @@ from prefixes import MODEL
 
 from kvmnn import LayerCache
 from kvmnn.errors import OptionError
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import PackedGeometry
 from kvmnn.store import PrefixStore, write_prefix
 
 RNG = np.random.default_rng(8)
@@ -67,7 +67,9 @@ def test_keys_alone_are_no_prefix_of_mnn(tmp_path: Path) -> None:
         store.put(ids, layers, model=MODEL)
         prefix = store.get(ids, model=MODEL)
         with pytest.raises(OptionError, match="this text has K alone, no V: MNN takes no such prefix"):
-            write_prefix(prefix, ids, str(tmp_path / "p"), where="s", geometry=Geometry(backend="x86-avx2"), name="p")
+            write_prefix(
+                prefix, ids, str(tmp_path / "p"), where="s", geometry=PackedGeometry(backend="x86-avx2"), name="p"
+            )
         write_prefix(prefix, ids, str(tmp_path / "p.npz"), where="s")
     with np.load(tmp_path / "p.npz") as found:
         assert sorted(found) == ["layer_0.key", "layer_1.key"]

@@ -14,7 +14,7 @@ import pytest
 from prefixes import MODEL, layers_of, same
 
 from kvmnn.errors import SourceError
-from kvmnn.store import OutageError, PrefixStore
+from kvmnn.store import BackendUnavailableError, PrefixStore
 
 pytest.importorskip("fsspec")
 
@@ -34,8 +34,8 @@ def put(store: PrefixStore, ids):
 def test_what_is_noted_of_a_model(url: str, how: str) -> None:
     with PrefixStore(url, block_tokens=4) as store:
         put(store, IDS)
-        values = store._units.values
-        (name,) = values.names_in("spaces")
+        values = store._backend.key_values
+        (name,) = values.list_names("spaces")
         if how == "gone":
             values.delete([f"spaces/{name}"])
         else:
@@ -54,7 +54,7 @@ def test_the_order_of_records_in_redis(new_url: Callable[[str], str]) -> None:
     with PrefixStore(url, block_tokens=4) as store:
         put(store, IDS)
         put(store, other)
-        client = store._units.values._values._client
+        client = store._backend.key_values._key_values._client
         for at in range(2):
             client.delete(*client.keys("kvmnn:order:*"))
             if at:
@@ -66,8 +66,8 @@ def test_the_order_of_records_in_redis(new_url: Callable[[str], str]) -> None:
 def test_a_session_is_the_text_that_was_parked(url: str) -> None:
     with PrefixStore(url, block_tokens=4) as store:
         store.park("one", IDS, layers_of(IDS), model=MODEL)
-        values = store._units.values
-        (name,) = values.names_in("sessions")
+        values = store._backend.key_values
+        (name,) = values.list_names("sessions")
         (good,) = values.get_many([f"sessions/{name}"])
         document = json.loads(good)
         changed = [
@@ -97,14 +97,14 @@ def test_a_record_in_the_place_of_another(url: str) -> None:
     with PrefixStore(url, block_tokens=4) as store:
         for ids in texts:
             put(store, ids)
-        values = store._units.values
-        names = values.tree("after-")
+        values = store._backend.key_values
+        names = values.list_tree("after-")
         records = values.get_many(names)
     assert len(names) == 3
     for name in names:
         for data in records:
             with PrefixStore(url, ram_bytes=0) as store:
-                store._units.values.put_many(dict(zip(names, records, strict=True)) | {name: data})
+                store._backend.key_values.put_many(dict(zip(names, records, strict=True)) | {name: data})
                 for ids in texts:
                     put(store, ids)
                     assert same(store.get(ids, model=MODEL).layers, ids, len(ids))
@@ -117,7 +117,7 @@ def test_a_full_disk_leaves_no_files(new_url: Callable[[str], str], monkeypatch:
     with PrefixStore(url, block_tokens=4) as store:
         put(store, IDS)
         before = sorted(map(str, folder.rglob("*")))
-        fs = store._units.values._values._fs
+        fs = store._backend.key_values._key_values._fs
         real = fs.pipe_file
 
         def full(path, value, **more):
@@ -132,7 +132,7 @@ def test_a_full_disk_leaves_no_files(new_url: Callable[[str], str], monkeypatch:
         monkeypatch.undo()
         assert put(store, [7, *IDS]).stored_tokens == 31
     monkeypatch.setattr(type(fs), "pipe_file", lambda self, path, value, **more: full(path, value, **more))
-    with pytest.raises(OutageError):
+    with pytest.raises(BackendUnavailableError):
         PrefixStore(f"{url}2").stats()
 
 

@@ -12,7 +12,7 @@ from prefixes import MODEL, layers_of, same
 
 from kvmnn import KvmnnError, LayerCache
 from kvmnn.errors import OutputError, SourceError
-from kvmnn.frames.hashing import checksum
+from kvmnn.frames.hashing import integrity_checksum
 from kvmnn.store import PrefixStore, read_exported
 
 BEGIN, IDS = list(range(10)), [*range(8), 50, 51, 52, 53, 54, 55, 56, 57, 58]
@@ -66,7 +66,7 @@ def test_units_are_one_text(exported: Path, wrong: str) -> None:
         document["units"].reverse()
         units = units[first["bytes"] :] + units[: first["bytes"]]
     changed = json.dumps(document).encode()
-    exported.write_bytes(good[:8] + struct.pack("<IQ", len(changed), checksum(changed)) + changed + units)
+    exported.write_bytes(good[:8] + struct.pack("<IQ", len(changed), integrity_checksum(changed)) + changed + units)
     with pytest.raises(SourceError, match=r"unit . holds tokens from 8 on: those from [04] on are missing"):
         read_exported(exported)
 

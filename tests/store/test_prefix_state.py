@@ -14,7 +14,7 @@ from window_texts import MODEL, STATE_LAYERS, WINDOW, assert_whole, layers_of, p
 
 from kvmnn import LayerCache
 from kvmnn.errors import KvmnnError
-from kvmnn.frames.hashing import checksum
+from kvmnn.frames.hashing import integrity_checksum
 from kvmnn.store import PrefixStore
 
 ENGINES = ("directory", "redis", "file", "memory")
@@ -304,7 +304,7 @@ def test_forged_document_of_state_is_a_miss(tmp_path: Path, key: str, value: obj
     rows_end = end + 24 * pieces
     head = bytearray(data[:begin] + document + data[end:rows_end])
     struct.pack_into("<I", head, 16, len(document))
-    path.write_bytes(head + struct.pack("<Q", checksum(bytes(head))) + data[rows_end + 8 :])
+    path.write_bytes(head + struct.pack("<Q", integrity_checksum(bytes(head))) + data[rows_end + 8 :])
     with PrefixStore(tmp_path / "s") as store:
         found = store.get(CHAT, model=MODEL)
         assert len(found.notes) == 1 and "damaged, was removed" in found.notes[0]

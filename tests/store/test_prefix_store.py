@@ -30,7 +30,7 @@ def test_a_text_comes_back(store: PrefixStore) -> None:
     made = put(store, ids)
     assert (made.tokens, made.known_tokens, made.raw_bytes) == (11, 0, 11 * 2 * 2 * 2 * 4 * 2)
     found = store.get(ids, model=MODEL)
-    assert (found.tokens, found.asked, found.notes) == (11, 11, ())
+    assert (found.tokens, found.requested_tokens, found.notes) == (11, 11, ())
     assert same(found.layers, ids, 11)
     assert [cache.positions.tolist() for cache in found.layers] == [ids, ids]
     assert put(store, ids).known_tokens == 11

@@ -15,9 +15,9 @@ from redis_server import Server
 
 from kvmnn import KvmnnError
 from kvmnn.errors import ManifestError, OptionError, OutputError, SourceError
-from kvmnn.store import OutageError, PrefixStore
-from kvmnn.store.remote.ram import Ram
-from kvmnn.store.remote.records import Record, from_bytes
+from kvmnn.store import BackendUnavailableError, PrefixStore
+from kvmnn.store.remote.ram import MemoryCache
+from kvmnn.store.remote.records import UnitRecord, parse_record
 
 pytest.importorskip("fsspec")
 
@@ -114,8 +114,8 @@ def test_sessions(url: str) -> None:
 def test_a_damaged_session_can_be_forgotten(url: str) -> None:
     with PrefixStore(url) as store:
         store.park("chat", [1, 2], layers_of([1, 2]), model=MODEL)
-        (name,) = store._units.values.tree("sessions")
-        store._units.values.put_many({name: b"{"})
+        (name,) = store._backend.key_values.list_tree("sessions")
+        store._backend.key_values.put_many({name: b"{"})
         assert len(store.verify().beside) == 1
         store.forget("chat")
         assert (store.sessions(), store.verify().beside) == ([], ())
@@ -185,7 +185,7 @@ def test_a_text_that_grows_leaves_no_tails(url: str) -> None:
 
 def test_the_longest_of_very_many_branches(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks longer than what names of records say of them, and more of them than are looked at."""
-    monkeypatch.setattr("kvmnn.store.remote.shelf._NEAR", 3)
+    monkeypatch.setattr("kvmnn.store.remote.shelf._MAX_NEIGHBOURS", 3)
     begin = list(range(40))
     with PrefixStore(url, block_tokens=40) as store:
         put(store, begin)
@@ -201,7 +201,7 @@ def test_what_the_engine_has_evicted_is_put_again(server: Server) -> None:
     """The record alone does not count, for `match` neither."""
     with PrefixStore(server.url, ram_bytes=0) as store:
         put(store, [7, 7, 1])
-        store._units.values.delete(units_of(store))
+        store._backend.key_values.delete(units_of(store))
         assert store.match([7, 7, 1], model=MODEL) == 0
         assert put(store, [7, 7, 1]).stored_bytes > 0
         assert same(store.get([7, 7, 1], model=MODEL).layers, [7, 7, 1], 3)
@@ -220,7 +220,7 @@ def test_no_store_and_another_one(url: str) -> None:
     with pytest.raises(SourceError, match="holds no prefix store"):
         PrefixStore(url, create=False)
     with PrefixStore(url) as store:
-        values = store._units.values
+        values = store._backend.key_values
         values.put_many({"store/about": json.dumps({"schema": "kvmnn-store", "schema_version": 2}).encode()})
     with pytest.raises(SourceError, match="another version"):
         PrefixStore(url)
@@ -237,7 +237,7 @@ def test_read_only(url: str) -> None:
 
 
 def units_of(store: PrefixStore) -> list[str]:
-    return [f"units/{name}" for name in store._units.values.names_in("units")]
+    return [f"units/{name}" for name in store._backend.key_values.list_names("units")]
 
 
 def test_damage_is_a_miss_that_says_so(url: str) -> None:
@@ -247,7 +247,7 @@ def test_damage_is_a_miss_that_says_so(url: str) -> None:
         (first,) = units_of(store)
         put(store, two)
     with PrefixStore(url) as store:
-        values = store._units.values
+        values = store._backend.key_values
         (second,) = set(units_of(store)) - {first}
         (data,) = values.get_many([second])
         values.put_many({second: data[:-1] + bytes([data[-1] ^ 1])})
@@ -269,12 +269,12 @@ def test_what_the_engine_evicts_is_a_plain_miss(url: str) -> None:
     with PrefixStore(url, block_tokens=4) as store:
         put(store, ids)
     with PrefixStore(url) as store:
-        store._units.values.delete(units_of(store))
+        store._backend.key_values.delete(units_of(store))
         found = store.get(ids, model=MODEL)
         assert (found.tokens, found.notes) == (0, ())
         assert put(store, ids).known_tokens == 0
         assert same(store.get(ids, model=MODEL).layers, ids, 8)
-        store._units.values.put_many({f"units/{255:032x}": b"x"})
+        store._backend.key_values.put_many({f"units/{255:032x}": b"x"})
         cleaned = store.gc()
         assert (cleaned.other_files, cleaned.young_files) == ((1, 0) if url.startswith("redis") else (0, 1))
 
@@ -285,8 +285,8 @@ def test_hostile_values(url: str) -> None:
     with PrefixStore(url, block_tokens=4) as store:
         put(store, ids)
         put(store, range(30, 38))
-        values = store._units.values
-        records = values.tree("after-")
+        values = store._backend.key_values
+        records = values.list_tree("after-")
         one, two = values.get_many(records)
         values.put_many({records[0]: two, records[1]: one})
         found = store.get(ids, model=MODEL)
@@ -294,7 +294,7 @@ def test_hostile_values(url: str) -> None:
         for wrong in (b"", b"KVMNNPB1", one[:-1], one[:60], one[:80] + b"\xff" * (len(one) - 80)):
             values.put_many(dict.fromkeys(records, wrong))
             assert store.match(ids, model=MODEL) == 0
-        (space,) = values.tree("spaces")
+        (space,) = values.list_tree("spaces")
         values.put_many(dict(zip(records, (one, two), strict=True)))
         values.put_many({space: b'{"model": 5'})
     with PrefixStore(url) as store:
@@ -319,7 +319,7 @@ def test_an_outage_costs_a_miss(server: Server) -> None:
                 assert (made.stored_bytes, made.known_tokens, made.stored_tokens, made.outage) == (0, 0, 0, True)
                 assert "nothing was stored" in str(made)
             assert "the session was not noted down" in made.notes[1]
-            with pytest.raises(OutageError, match="does not answer"):
+            with pytest.raises(BackendUnavailableError, match="does not answer"):
                 store.resume("chat")
             began = time.monotonic()
             for _ in range(20):
@@ -331,7 +331,7 @@ def test_an_outage_costs_a_miss(server: Server) -> None:
                     late.stats()
         finally:
             server.start()
-        store._units.values._rest_until = 0.0
+        store._backend.key_values._rest_until = 0.0
         assert put(store, ids).stored_bytes > 0
         assert same(store.get(ids, model=MODEL).layers, ids, 8)
 
@@ -339,7 +339,7 @@ def test_an_outage_costs_a_miss(server: Server) -> None:
 class Slow:
     """Values that answer some calls only."""
 
-    counts_uses = True
+    has_cheap_use_counts = True
     refusals = ()
 
     def __init__(self, failures: int, error: type[Exception] = ConnectionError) -> None:
@@ -364,40 +364,40 @@ class Slow:
 
 
 def test_a_failure_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvmnn.store.remote.values import OutageError, Patient
+    from kvmnn.store.remote.values import BackendUnavailableError, CircuitBreaker
 
-    monkeypatch.setattr("kvmnn.store.remote.values.PAUSES", (0.0, 0.0))
+    monkeypatch.setattr("kvmnn.store.remote.values.RETRY_PAUSES_SECONDS", (0.0, 0.0))
     slow = Slow(failures=2)
-    assert Patient(slow, "slow").get_many(["a/b"]) == [None]
+    assert CircuitBreaker(slow, "slow").get_many(["a/b"]) == [None]
     assert slow.calls == 3
     slow.failures = 3
-    patient = Patient(slow, "slow")
+    patient = CircuitBreaker(slow, "slow")
     for _ in range(5):
-        with pytest.raises(OutageError, match="slow: does not answer: too slow"):
+        with pytest.raises(BackendUnavailableError, match="slow: does not answer: too slow"):
             patient.get_many(["a/b"])
     assert slow.calls == 6, "while it rests nothing is tried"
 
 
 def test_after_time_outs_an_engine_is_left_alone_for_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """None is waited for twice; an answer ends it."""
-    from kvmnn.store.remote.values import Patient
+    from kvmnn.store.remote.values import CircuitBreaker
 
     now = 100.0
     monkeypatch.setattr("kvmnn.store.remote.values.time.monotonic", lambda: now)
     slow = Slow(failures=9, error=type("ReadTimeoutError", (Exception,), {}))
-    patient = Patient(slow, "slow")
+    patient = CircuitBreaker(slow, "slow")
     for rest in (1, 2, 4, 8, 16, 32, 60, 60):
         calls = slow.calls
         for step in (0, rest - 0.5):
             now += step
-            with pytest.raises(OutageError, match="does not answer"):
+            with pytest.raises(BackendUnavailableError, match="does not answer"):
                 patient.get_many(["a/b"])
         assert slow.calls == calls + 1
         now += 0.6
     slow.failures = 0
     assert patient.get_many(["a/b"]) == [None]
     slow.failures = 1
-    with pytest.raises(OutageError):
+    with pytest.raises(BackendUnavailableError):
         patient.get_many(["a/b"])
     now += 1.1
     assert patient.get_many(["a/b"]) == [None]
@@ -405,36 +405,36 @@ def test_after_time_outs_an_engine_is_left_alone_for_longer_and_longer(monkeypat
 
 @pytest.mark.parametrize("codec", ["dense", "frames"])
 def test_damaged_settings_are_told_by_units(url: str, codec: str) -> None:
-    from kvmnn.store.remote.shelf import ABOUT
+    from kvmnn.store.remote.shelf import SETTINGS_NAME
 
     ids = list(range(30))
     with PrefixStore(url, block_tokens=7, codec=codec) as store:
         put(store, [1, 2])
         put(store, ids)
-        values = store._units.values
-        (good,) = values.get_many([ABOUT])
+        values = store._backend.key_values
+        (good,) = values.get_many([SETTINGS_NAME])
         for read_only in (True, False):
-            values.put_many({ABOUT: good[:-9]})
+            values.put_many({SETTINGS_NAME: good[:-9]})
             with PrefixStore(url, read_only=read_only) as other:
                 assert (other.block_tokens, other.codec) == (7, codec)
                 assert "is made anew" in other.notes[0] and len(other.verify().anew) == 1
                 assert same(other.get(ids, model=MODEL).layers, ids, 30)
-        assert values.get_many([ABOUT]) == [good]
+        assert values.get_many([SETTINGS_NAME]) == [good]
         store.delete(ids, model=MODEL)
-        values.put_many({ABOUT: b"{"})
+        values.put_many({SETTINGS_NAME: b"{"})
         with pytest.raises(ManifestError, match=r"store/about.*; write what the store was made with there, such as "):
             PrefixStore(url)
 
 
 @pytest.mark.parametrize("error", [PermissionError("Access Denied"), FileNotFoundError("there is no such bucket")])
 def test_an_engine_that_refuses_has_answered(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
-    from kvmnn.store.remote.values import Patient
+    from kvmnn.store.remote.values import CircuitBreaker
 
-    monkeypatch.setattr("kvmnn.store.remote.values.PAUSES", ())
+    monkeypatch.setattr("kvmnn.store.remote.values.RETRY_PAUSES_SECONDS", ())
     slow = Slow(failures=0)
     monkeypatch.setattr(slow, "_call", lambda: (_ for _ in ()).throw(error))
-    with pytest.raises(OutageError, match=f"s3: refuses: {error}"):
-        Patient(slow, "s3").get_many(["a/b"])
+    with pytest.raises(BackendUnavailableError, match=f"s3: refuses: {error}"):
+        CircuitBreaker(slow, "s3").get_many(["a/b"])
 
 
 def test_round_trips(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,14 +443,14 @@ def test_round_trips(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         counts: dict[int, int] = {}
         put(store, range(1200))
         calls: list[str] = []
-        for name in ("get_many", "put_many", "names_in", "near", "there", "tree"):
-            real = getattr(store._units.values._values, name)
+        for name in ("get_many", "put_many", "list_names", "list_neighbours", "contains_many", "list_tree"):
+            real = getattr(store._backend.key_values._key_values, name)
 
             def counted(*arguments, real: Callable = real, name: str = name):
                 calls.append(name)
                 return real(*arguments)
 
-            monkeypatch.setattr(store._units.values._values, name, counted)
+            monkeypatch.setattr(store._backend.key_values._key_values, name, counted)
         for tokens in (6, 1200):
             calls.clear()
             assert store.match(range(tokens), model=MODEL) == tokens
@@ -459,7 +459,7 @@ def test_round_trips(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_units_in_memory_are_bounded() -> None:
-    ram = Ram(100)
+    ram = MemoryCache(100)
     for unit in range(10):
         ram.put(unit, bytes(30))
         assert ram.nbytes <= 100
@@ -477,7 +477,7 @@ def test_units_are_taken_from_memory(server: Server) -> None:
     ids = list(range(100, 140))
     with PrefixStore(server.url) as store:
         put(store, ids)
-        store._units.values.delete(units_of(store))
+        store._backend.key_values.delete(units_of(store))
         assert same(store.get(ids, model=MODEL).layers, ids, 40)
     with PrefixStore(server.url) as store:
         assert store.get(ids, model=MODEL).tokens == 0
@@ -486,8 +486,8 @@ def test_units_are_taken_from_memory(server: Server) -> None:
 def test_each_byte_of_a_record_counts() -> None:
     import numpy as np
 
-    good = Record(b"s" * 16, b"p" * 16, 77, 1000, 4, np.arange(5, dtype="<u4")).to_bytes()
-    found = from_bytes(good)
+    good = UnitRecord(b"s" * 16, b"p" * 16, 77, 1000, 4, np.arange(5, dtype="<u4")).to_bytes()
+    found = parse_record(good)
     assert found is not None and found.ids.tolist() == [0, 1, 2, 3, 4]
-    assert all(from_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]) is None for at in range(len(good)))
-    assert all(from_bytes(good[:at]) is None for at in range(len(good)))
+    assert all(parse_record(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :]) is None for at in range(len(good)))
+    assert all(parse_record(good[:at]) is None for at in range(len(good)))

@@ -27,14 +27,14 @@ def test_a_pin_that_comes_while_others_evict(url: str, monkeypatch: pytest.Monke
     with PrefixStore(url, block_tokens=4) as store, PrefixStore(url) as other:
         put(store, range(8))
         put(store, [5, 5, 5])
-        real, pinned = store._units.values._values.delete_if, []
+        real, pinned = store._backend.key_values._key_values.delete_if_unchanged, []
 
         def late(*arguments):
             if not pinned:
                 pinned.append(other.pin(range(8), model=MODEL))
             return real(*arguments)
 
-        monkeypatch.setattr(store._units.values._values, "delete_if", late)
+        monkeypatch.setattr(store._backend.key_values._key_values, "delete_if_unchanged", late)
         assert store.gc(max_bytes=0).units == 1
         assert same(other.get(range(8), model=MODEL).layers, range(8), 8)
 
@@ -43,14 +43,14 @@ def test_two_first_puts_at_once_hide_nothing(url: str, monkeypatch: pytest.Monke
     """Both find nothing; the second is told, and puts what is left behind the first one's."""
     one, two = [*range(20)], [*range(10), 99, 98, 97, 96]
     with PrefixStore(url, block_tokens=4) as first, PrefixStore(url) as second:
-        add, done = second._units.add, []
+        add, done = second._backend.add_units, []
 
         def late(*arguments):
             if not done:
                 done.append(put(first, one))
             return add(*arguments)
 
-        monkeypatch.setattr(second._units, "add", late)
+        monkeypatch.setattr(second._backend, "add_units", late)
         assert put(second, two).known_tokens == 10
     with PrefixStore(url) as store:
         for ids in (one, two):
@@ -76,8 +76,8 @@ def test_gc_in_the_middle_of_a_put_takes_nothing_of_it(url: str, monkeypatch: py
     """Before each of the calls that a put of a new model makes of the engine; object stores know no transactions."""
     calls, ids = 0, list(range(300))
     with PrefixStore(url, block_tokens=4) as store, PrefixStore(url) as cleaner:
-        engine = store._units.values._values
-        names = ("put_many", "put_new", "_create", "get_many", "names_in", "near", "there")
+        engine = store._backend.key_values._key_values
+        names = ("put_many", "put_if_absent", "_create", "get_many", "list_names", "list_neighbours", "contains_many")
         for at in range(100):
             model, left = f"model {at}", [at]
 
@@ -117,7 +117,7 @@ def test_a_put_in_the_middle_of_gc_stays(url: str, monkeypatch: pytest.MonkeyPat
                 left[0] -= 1
                 return call()
 
-            monkeypatch.setattr(cleaner._units.values, "_tried", ask)
+            monkeypatch.setattr(cleaner._backend.key_values, "_with_retry", ask)
             cleaner.gc()
             if left[0] >= 0:
                 break

@@ -11,8 +11,8 @@ from dense_texts import ROTARY, layers_of, same, text, units
 from prefixes import MODEL
 
 from kvmnn.store import PrefixStore
-from kvmnn.store.behind import Before, Behind, behind_units
-from kvmnn.store.unit import MOST_CHAIN, MOST_HISTORY, parse
+from kvmnn.store.behind import HistoryRef, HistorySource, plan_history
+from kvmnn.store.unit import MAX_CHAIN_UNITS, MAX_HISTORY_ROWS, parse_unit
 
 BLOCK = 16
 
@@ -31,20 +31,20 @@ def test_short_units_refer_to_rows_of_several(tmp_path: Path) -> None:
         assert same(store.get(ids, model=MODEL).layers, layers_of(ids), len(ids))
         assert store.verify().damaged == ()
     heads = [unit.dense for unit in units(tmp_path / "s")[1:] if unit.dense]
-    assert [each.history for each in heads] == [0, 64, 128, 192, *[MOST_HISTORY] * 5, 0, 64, 128]
-    assert [each.chain for each in heads] == [*range(MOST_CHAIN + 1), 0, 1, 2]
+    assert [each.history_rows for each in heads] == [0, 64, 128, 192, *[MAX_HISTORY_ROWS] * 5, 0, 64, 128]
+    assert [each.chain_length for each in heads] == [*range(MAX_CHAIN_UNITS + 1), 0, 1, 2]
 
 
 def test_the_longest_history_that_chains_allow() -> None:
-    full = Before(4, 0)
-    assert behind_units([], 64) == Behind()
-    assert behind_units([full, full], 64) == Behind(256, 4, 1)
-    short = [Before(1, number) for number in range(MOST_CHAIN + 1)]
-    assert behind_units(short[:3], 64) == Behind(192, 3, 3)
-    assert behind_units(short[:-1], 64) == Behind(256, 4, MOST_CHAIN)
-    assert behind_units(short, 64) == Behind()
-    assert behind_units([*short, Before(1, 0)], 64) == Behind(64, 1, 1)
-    assert behind_units([Before(3, 0)] * 2, 100) == Behind(MOST_HISTORY, 3, 1)
+    full = HistorySource(4, 0)
+    assert plan_history([], 64) == HistoryRef()
+    assert plan_history([full, full], 64) == HistoryRef(256, 4, 1)
+    short = [HistorySource(1, number) for number in range(MAX_CHAIN_UNITS + 1)]
+    assert plan_history(short[:3], 64) == HistoryRef(192, 3, 3)
+    assert plan_history(short[:-1], 64) == HistoryRef(256, 4, MAX_CHAIN_UNITS)
+    assert plan_history(short, 64) == HistoryRef()
+    assert plan_history([*short, HistorySource(1, 0)], 64) == HistoryRef(64, 1, 1)
+    assert plan_history([HistorySource(3, 0)] * 2, 100) == HistoryRef(MAX_HISTORY_ROWS, 3, 1)
 
 
 @pytest.mark.parametrize("where", ["directory", "file"])
@@ -90,7 +90,7 @@ def test_rows_of_one_of_several_units_that_differ(tmp_path: Path) -> None:
         for got, first, second in zip(found.layers, layers_of(ids), put, strict=True):
             assert got.keys.tobytes() == np.concatenate([first.keys[:, :128], second.keys[:, 128:]], 1).tobytes()
         assert store.verify().damaged == ()
-    assert [unit.dense and unit.dense.history for unit in units(tmp_path / "s")][1:] == [0, 64, 80]
+    assert [unit.dense and unit.dense.history_rows for unit in units(tmp_path / "s")][1:] == [0, 64, 80]
 
 
 def test_a_unit_in_the_middle_is_damaged(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_a_unit_in_the_middle_is_damaged(tmp_path: Path) -> None:
     data = bytearray(files[2].read_bytes())
     data[-1] ^= 1
     files[2].write_bytes(data)
-    assert parse(np.frombuffer(data, np.uint8)).start == 128
+    assert parse_unit(np.frombuffer(data, np.uint8)).start == 128
     with PrefixStore(tmp_path / "s") as store:
         damaged = store.verify().damaged
         assert damaged and "layer 1" in damaged[0]

@@ -10,15 +10,15 @@ import pytest
 from prefixes import MODEL, checksum_model, layers_of
 
 import kvmnn
-from kvmnn.frames.hashing import checksum
+from kvmnn.frames.hashing import integrity_checksum
 from kvmnn.store import PrefixStore
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 65, 1000])
 def test_the_checksum_stays_what_it_is(size: int) -> None:
     data = np.random.default_rng(size).bytes(size)
-    assert checksum(data) == checksum_model(data)
-    assert checksum(data, 0x1234567890ABCDEF) == checksum_model(data, 0x1234567890ABCDEF)
+    assert integrity_checksum(data) == checksum_model(data)
+    assert integrity_checksum(data, 0x1234567890ABCDEF) == checksum_model(data, 0x1234567890ABCDEF)
 
 
 def test_the_bytes_of_a_unit(tmp_path: Path) -> None:

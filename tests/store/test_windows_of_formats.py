@@ -13,7 +13,7 @@ from repository import FIXTURES
 
 import kvmnn
 from kvmnn.arrays.source import Source
-from kvmnn.store import PrefixStore, layers_of
+from kvmnn.store import PrefixStore, read_layer_caches
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,8 @@ def test_session_is_stored_whole_and_got_again(llama: Path, tmp_path: Path, run,
     got = run("store", "get", tmp_path / "s", "--token-ids", asked[1:-1], "-o", out).out
     assert got.startswith(f"{tokens} of {tokens + 2} tokens") and "INCOMPLETE" not in got
     found = kvmnn.open(out)
-    wanted = layers_of(source, with_windows=True)
-    for one, other in zip(layers_of(found, with_windows=True), wanted, strict=True):
+    wanted = read_layer_caches(source, with_windows=True)
+    for one, other in zip(read_layer_caches(found, with_windows=True), wanted, strict=True):
         assert one.keys.tobytes() == other.keys.tobytes() and one.values.tobytes() == other.values.tobytes()
         assert np.array_equal(one.positions, other.positions) and one.tokens_seen == other.tokens_seen
     again = ("store", "put", tmp_path / "s", out, "--model", model, "--token-ids", said[1:-1])
@@ -78,7 +78,7 @@ NAMES = ("gemma3_hybrid", "cohere2_dynamic", "mistral_static", "lfm2_dynamic", "
 @pytest.mark.parametrize("name", [*NAMES, "qwen3next_static", "llama_dynamic"])
 def test_cache_of_transformers_is_stored_with_windows_and_state(hf: Path, tmp_path: Path, name: str) -> None:
     source = kvmnn.open(hf / f"{name}.pt")
-    layers = layers_of(source, with_windows=True, with_states=True)
+    layers = read_layer_caches(source, with_windows=True, with_states=True)
     tokens = layers[0].tokens_seen
     windows = [cache.layer for cache in layers if cache.tokens < tokens]
     ids = [*range(3, 3 + tokens)]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvmnn.arrays.named_array import NamedArray
+from kvmnn.arrays.named_array import LazyArray
 from kvmnn.bundle import DecodeOptions, EncodeOptions, FrameSet, decode_frames
 from kvmnn.bundle.encoding import encode_to_directory, encode_to_file
 from kvmnn.files.output import DirectoryOutput, FileOutput
@@ -16,24 +16,24 @@ KEYS = np.random.default_rng(1).standard_normal((8, 50, 64)).astype(np.float16)
 CUT = EncodeOptions(frame_bytes=4096)
 
 
-def named(values: np.ndarray, name: str = "k", dtype: str = "fp16") -> NamedArray:
+def named(values: np.ndarray, name: str = "k", dtype: str = "fp16") -> LazyArray:
     data = values.ravel(order="K").view(np.uint8)
 
     def read(step: int):
         for start in range(0, data.size, step):
             yield data[start : start + step]
 
-    return NamedArray(name=name, dtype=dtype, shape=values.shape, array_dtype=values.dtype.str, reader=read)
+    return LazyArray(name=name, dtype=dtype, shape=values.shape, array_dtype=values.dtype.str, reader=read)
 
 
-def bundle(folder: Path, *arrays: NamedArray, options: EncodeOptions = CUT) -> Path:
+def bundle(folder: Path, *arrays: LazyArray, options: EncodeOptions = CUT) -> Path:
     with DirectoryOutput(folder) as output:
         encode_to_directory(arrays, output, options)
         output.commit()
     return folder
 
 
-def frame_file(path: Path, array: NamedArray, options: EncodeOptions = CUT) -> Path:
+def frame_file(path: Path, array: LazyArray, options: EncodeOptions = CUT) -> Path:
     with FileOutput(path) as output:
         encode_to_file([array], output, options)
         output.commit()

@@ -17,19 +17,19 @@ from pathlib import Path
 import numpy as np
 
 import kvmnn
-from kvmnn.bundle import DecodeOptions, EncodeOptions, encode, open_frames, verify
+from kvmnn.bundle import DecodeOptions, EncodeOptions, encode_source, open_frames, verify_frame_set
 from kvmnn.compressor import compress_source
 from kvmnn.compressor.checkpoint import open_checkpoint
 from kvmnn.compressor.kvcm import weight_file
 from kvmnn.errors import KvmnnError
-from kvmnn.files.changes import Reading
+from kvmnn.files.changes import InputGuard
 from kvmnn.files.mapped import MappedFile
 from kvmnn.formats import ReadOptions, restore
 from kvmnn.formats.mnn import pack, unpack
-from kvmnn.offline import measure
-from kvmnn.packed.fitting import Geometry
-from kvmnn.runtime import history_of
-from kvmnn.store import PrefixStore, layers_of, read_exported
+from kvmnn.offline import measure_dumps
+from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.runtime import read_trace
+from kvmnn.store import PrefixStore, read_exported, read_layer_caches
 
 ROWS = 2048
 WORDS = np.arange(ROWS * 512, dtype=np.uint32).astype(np.float32).reshape(ROWS, 512)  # 4 MiB
@@ -74,18 +74,18 @@ def once(action: Callable[[], None]) -> Callable[[int], None]:
 def encoded(folder: Path, change: Callable[[Path], None]) -> object:
     np.save(folder / "in.npy", WORDS)
     changes = once(lambda: change(folder / "in.npy"))
-    return encode(kvmnn.open(folder / "in.npy"), folder / "out.frame", SMALL, progress=changes)
+    return encode_source(kvmnn.open(folder / "in.npy"), folder / "out.frame", SMALL, progress=changes)
 
 
 def encoded_dump(folder: Path, change: Callable[[Path], None]) -> object:
     dump(folder)
     changes = once(lambda: change(folder / "in" / "k_t0_2048.bin"))
-    return encode(kvmnn.open(folder / "in"), str(folder / "out") + "/", SMALL, progress=changes)
+    return encode_source(kvmnn.open(folder / "in"), str(folder / "out") + "/", SMALL, progress=changes)
 
 
 def frames_of(folder: Path) -> Path:
     np.save(folder / "words.npy", WORDS)
-    encode(kvmnn.open(folder / "words.npy"), folder / "in.frame", SMALL)
+    encode_source(kvmnn.open(folder / "words.npy"), folder / "in.frame", SMALL)
     return folder / "in.frame"
 
 
@@ -98,19 +98,19 @@ def decoded(folder: Path, change: Callable[[Path], None]) -> object:
 def verified(folder: Path, change: Callable[[Path], None]) -> object:
     path = frames_of(folder)
     options = DecodeOptions(threads=1)
-    return verify(open_frames(str(path)), options=options, progress=once(lambda: change(path)))
+    return verify_frame_set(open_frames(str(path)), options=options, progress=once(lambda: change(path)))
 
 
 def compared(folder: Path, change: Callable[[Path], None]) -> object:
     path, other = frames_of(folder), folder / "words.npy"
     options = DecodeOptions(threads=1)
-    return verify(open_frames(str(path)), kvmnn.open(other), options, progress=once(lambda: change(other)))
+    return verify_frame_set(open_frames(str(path)), kvmnn.open(other), options, progress=once(lambda: change(other)))
 
 
 def measured(folder: Path, change: Callable[[Path], None]) -> object:
     dump(folder)
     file = folder / "in" / "v_t0_2048.bin"
-    return measure([str(folder / "in")], real=True, threads=1, progress=once(lambda: change(file)))
+    return measure_dumps([str(folder / "in")], real=True, threads=1, progress=once(lambda: change(file)))
 
 
 VERBS = (encoded, encoded_dump, decoded, verified, compared, measured)
@@ -133,7 +133,7 @@ def pieces_of(path: Path, **options: object) -> Iterator[object]:
     source = kvmnn.open(path, **options)  # type: ignore[arg-type]
     yield path
     for array in source.arrays:
-        for piece in array.pieces(1 << 20):
+        for piece in array.iter_chunks(1 << 20):
             yield int(piece.sum())
 
 
@@ -183,16 +183,16 @@ def weights(folder: Path) -> Iterator[object]:
 
     path = folder / "w.bin"
     path.write_bytes(weight_bytes(count=6, head_dim=64, factor=5))
-    opened = weight_file.read(path)
+    opened = weight_file.read_weight_file(path)
     yield path
-    yield from (float(block.weight.sum()) for block in opened.blocks())
+    yield from (float(block.weight.sum()) for block in opened.iter_blocks())
 
 
 def packed(folder: Path) -> Iterator[object]:
     """An engine's prefix cache; what reads it is another verb each time."""
     keys, values = WORDS[:, :256].reshape(ROWS, 4, 64), WORDS[:, 256:].reshape(ROWS, 4, 64)
     np.savez(folder / "kv.npz", **{f"layer_0.{n}": a.transpose(1, 0, 2) for n, a in (("key", keys), ("value", values))})
-    geometry = Geometry(backend="arm64-fp32")
+    geometry = PackedGeometry(backend="arm64-fp32")
     pack(kvmnn.open(folder / "kv.npz"), folder / "cache", geometry, name="sys")
     source = kvmnn.open(folder / "cache")
     yield folder / "cache" / "sys_0.k"
@@ -202,7 +202,7 @@ def packed(folder: Path) -> Iterator[object]:
 def packed_again(folder: Path) -> Iterator[object]:
     steps = packed(folder)
     yield next(steps)
-    yield pack(next(steps), folder / "out", Geometry(backend="x86-sse"), name="other")  # type: ignore[arg-type]
+    yield pack(next(steps), folder / "out", PackedGeometry(backend="x86-sse"), name="other")  # type: ignore[arg-type]
 
 
 def unpacked(folder: Path) -> Iterator[object]:
@@ -215,7 +215,7 @@ def arrays_packed(folder: Path) -> Iterator[object]:
     list(packed(folder))
     source = kvmnn.open(folder / "kv.npz")
     yield folder / "kv.npz"
-    yield pack(source, folder / "out", Geometry(backend="arm64-fp32"), name="sys")
+    yield pack(source, folder / "out", PackedGeometry(backend="arm64-fp32"), name="sys")
 
 
 def stored(folder: Path) -> Iterator[object]:
@@ -223,14 +223,14 @@ def stored(folder: Path) -> Iterator[object]:
     source = kvmnn.open(folder / "kv.npz")
     yield folder / "kv.npz"
     with PrefixStore(folder / "store") as store:
-        yield store.put(range(ROWS), layers_of(source), model="m")
+        yield store.put(range(ROWS), read_layer_caches(source), model="m")
 
 
 def replayed(folder: Path) -> Iterator[object]:
     list(packed(folder))
     source = kvmnn.open(folder / "kv.npz")
     yield folder / "kv.npz"
-    yield history_of(source)
+    yield read_trace(source)
 
 
 def taken_in(folder: Path) -> Iterator[object]:
@@ -239,7 +239,7 @@ def taken_in(folder: Path) -> Iterator[object]:
     with PrefixStore(folder / "store") as store:
         store.export(range(ROWS), folder / "text", model="m")
     beginning = MappedFile(folder / "text")
-    beginning.head(100)
+    beginning.read_head(100)
     yield folder / "text"
     beginning.view(0, beginning.size).sum()
     yield read_exported(folder / "text")
@@ -251,7 +251,7 @@ def compressed(folder: Path) -> Iterator[object]:
     (folder / "w.bin").write_bytes(weight_bytes(count=6, head_dim=64, factor=5))
     words = WORDS.reshape(1, 4, -1, 64)
     np.savez(folder / "kv.npz", k=words, v=words)
-    source = kvmnn.open(folder / "kv.npz", ReadOptions(as_numbers=True))
+    source = kvmnn.open(folder / "kv.npz", ReadOptions(forbid_reinterpretation=True))
     yield folder / "kv.npz"
     yield compress_source(folder / "w.bin", source, str(folder / "kv.npz"), str(folder / "out.npz"), axes="lhtd")
 
@@ -261,7 +261,7 @@ READERS += (packed_again, unpacked, arrays_packed, stored, replayed, taken_in, c
 
 
 def read(kind: Callable[[Path], Iterator[object]], folder: Path) -> object:
-    with Reading():
+    with InputGuard():
         steps = kind(folder)
         path = next(steps)
         assert isinstance(path, Path)

@@ -110,7 +110,7 @@ def verdict(frame: bytes, dtype: str | None = None, **options: object) -> tuple[
 
 
 DECOMPRESS = codec_model.zstd_decompress_by_frames
-if zstd.binding() == "system":  # another libzstd release than zstandard's has another mind about damaged payloads
+if zstd.get_binding() == "system":  # another libzstd release than zstandard's has another mind about damaged payloads
     DECOMPRESS = codec_model.library("libzstd.so.1") or DECOMPRESS
 
 

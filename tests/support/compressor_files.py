@@ -23,8 +23,8 @@ def weights(
     *,
     head_dim: int = 4,
     factor: int = 3,
-    prefixes: tuple[str, ...] = kvcm.PREFIXES,
-    slots: tuple[int, ...] = kvcm.SLOTS,
+    prefixes: tuple[str, ...] = kvcm.DEFAULT_PREFIXES,
+    slots: tuple[int, ...] = kvcm.DEFAULT_SLOTS,
     seed: int = 0,
 ) -> dict[str, Floats]:
     """A compressor's state_dict with biases."""
@@ -115,12 +115,15 @@ def weight_file(
         "metadata_size_bytes": len(metadata),
     }
     sink = io.BytesIO()
-    words = kvcm.DTYPES[dtype_code].numpy
-    kvcm.write(
-        sink, kvcm.Header(**fields), _blocks(layers * count, words, head_dim, factor, bias, seed), metadata=metadata
+    words = kvcm.DTYPES[dtype_code].numpy_dtype
+    kvcm.write_weight_file(
+        sink,
+        kvcm.WeightFileHeader(**fields),
+        _blocks(layers * count, words, head_dim, factor, bias, seed),
+        metadata=metadata,
     )
     data = bytearray(sink.getvalue())
-    data[: kvcm.HEADER_BYTES] = kvcm.Header(**{**fields, **(header or {})}).pack()
+    data[: kvcm.HEADER_BYTES] = kvcm.WeightFileHeader(**{**fields, **(header or {})}).pack()
     return bytes(data)
 
 

@@ -58,7 +58,7 @@ def weight_file(
                 rows = len(weight)
                 yield to_words(weight, dtype), to_words(random.standard_normal(rows), dtype) if bias() else None
 
-    header = kvcm.Header(
+    header = kvcm.WeightFileHeader(
         dtype_code=DTYPE_CODES[dtype],
         num_layers=layers,
         compression_factor=factor if header_factor is None else header_factor,
@@ -66,8 +66,8 @@ def weight_file(
         weight_count_per_layer=count,
     )
     sink = io.BytesIO()
-    kvcm.write(sink, header, blocks())
-    return kvcm.parse(sink.getvalue(), label="made.bin")
+    kvcm.write_weight_file(sink, header, blocks())
+    return kvcm.parse_weight_file(sink.getvalue(), label="made.bin")
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Model:
         groups = len(tokens) // self.factor if self.factor > 1 else 0
         if count < 6 or not usable or groups == 0 or groups < self.min_seq_len:
             return [self._round(token) for token in tokens], [(i, i + 1) for i in range(len(tokens))]
-        if self.weights.block(0, 0).cols != self.factor * len(tokens[0]):
+        if self.weights.get_block(0, 0).cols != self.factor * len(tokens[0]):
             return [self._round(token) for token in tokens], [(i, i + 1) for i in range(len(tokens))]
         made, spans = [], []
         for group in range(groups):
@@ -136,7 +136,7 @@ class Model:
         return made, spans
 
     def _linear(self, row: list[float], layer: int, index: int) -> list[float]:
-        block = self.weights.block(layer, index)
+        block = self.weights.get_block(layer, index)
         weight = to_floats(block.weight)
         bias = np.zeros(block.rows) if block.bias is None else to_floats(block.bias)
         outputs = []

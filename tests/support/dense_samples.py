@@ -78,11 +78,13 @@ def streams() -> list[tuple[bytes, Words, dict[str, Any]]]:
     for dtype in DTYPES:
         for kind in ("cache", "rotated", "spikes"):
             array = sample(kind, dtype, 2, 70, 24, 1)
-            rotary = dense.Rotary(dims=24) if kind == "rotated" else None
+            rotary = dense.RopeConfig(dims=24) if kind == "rotated" else None
             made.append((dense.encode(array, rotary=rotary, positions=None), array, {}))
         before, own = sample("cache", dtype, 2, 40, 16, 2)[:, :30], sample("cache", dtype, 2, 40, 16, 2)[:, 30:]
         made.append((dense.encode(own, history=before), own, {"history": before}))
-        tables = dense.Tables.made_of([sample("rotated", dtype, 2, 200, 16, 4)], rotary=dense.Rotary(dims=16))
+        tables = dense.SharedTables.from_arrays(
+            [sample("rotated", dtype, 2, 200, 16, 4)], rotary=dense.RopeConfig(dims=16)
+        )
         own = sample("rotated", dtype, 2, 90, 16, 5)
         before, own = own[:, :50], own[:, 50:]
         stream = dense.encode(own, history=before, tables=tables, positions=np.arange(50, 90))

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from kvmnn import LayerCache, dense
-from kvmnn.store.unit import Unit, parse
+from kvmnn.store.unit import Unit, parse_unit
 
 HEADS, DIMS, LAYERS = 2, 16, 2
-ROTARY = dense.Rotary(theta=10000.0, dims=DIMS)
+ROTARY = dense.RopeConfig(theta=10000.0, dims=DIMS)
 VOCABULARY = np.random.default_rng(5).standard_normal((LAYERS, 2, 97, HEADS, DIMS)).astype(np.float32)
 
 
@@ -54,4 +54,4 @@ def same(found: Sequence[LayerCache], wanted: Sequence[LayerCache], tokens: int)
 
 
 def units(folder: Path) -> list[Unit]:
-    return [parse(np.fromfile(path, np.uint8)) for path in sorted(folder.glob("units/*/*.unit"))]
+    return [parse_unit(np.fromfile(path, np.uint8)) for path in sorted(folder.glob("units/*/*.unit"))]

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvmnn.evaluation import EvaluationResult
-from kvmnn.evaluation.result import Bootstrap, EvaluatedModel, SettingsUsed
-from kvmnn.reports.results import KeepMap, TextFacts, Trace
-from kvmnn.reports.rows import Difference, DocumentRow, FrameSizes, ProjectNumbers, Quality, Row
+from kvmnn.evaluation.result import BootstrapInfo, EvaluatedModelInfo, EvaluationSettingsInfo
+from kvmnn.reports.results import DocumentInfo, DocumentTrace, KeepMap
+from kvmnn.reports.rows import DocumentRow, FrameSizeStats, FullCacheDifference, ProjectStats, QualityStats, ResultRow
 
 BUDGETS = (128, 256, 512)
 _FULL_NLL, _FULL_ACCURACY = 2.311, 0.5148
@@ -17,12 +17,12 @@ _TOKENS, _BYTES_A_TOKEN = 2048, 12288
 _LOSS = {"streaming": 12.0, "l2_fixed:keep_low": 23.0, "l2_fixed:random": 14.0, "h2o_decayed_heads": 12.5}
 
 
-def row(label: str, policy: str, **more: Any) -> Row:
+def row(label: str, policy: str, **more: Any) -> ResultRow:
     """A row in which nothing is measured, but what `more` says."""
-    return Row(label=label, policy=policy, **{"kind": "LOSSY", **more})
+    return ResultRow(label=label, policy=policy, **{"kind": "LOSSY", **more})
 
 
-def results(rows: Iterable[Row], **more: Any) -> EvaluationResult:
+def results(rows: Iterable[ResultRow], **more: Any) -> EvaluationResult:
     """These rows of no documents, but what `more` says."""
     empty: dict[str, Any] = {"kvmnn": "0.1.0", "model": _model(), "settings": _settings(), "documents": ()}
     return EvaluationResult(**{**empty, "rows": tuple(rows), **more})
@@ -42,7 +42,7 @@ def document() -> EvaluationResult:
             options = {"strategy": strategy, "recent_ratio": share}
             label = f"l2_fixed 512 {strategy} recent_ratio={share}"
             rows.append(_scored(label, "l2_fixed", options, 512, loss * (1.3 - share) / 512))
-    numbers = ProjectNumbers(
+    numbers = ProjectStats(
         evaluation="E2",
         label="h2o_8_32_256",
         perplexity=12.5,
@@ -57,14 +57,14 @@ def document() -> EvaluationResult:
     return results(
         rows,
         documents=tuple(
-            TextFacts(name=name, tokens=_TOKENS, bytes=6200, sha256="0" * 64) for name in ("a.txt", "b.txt")
+            DocumentInfo(name=name, tokens=_TOKENS, bytes=6200, sha256="0" * 64) for name in ("a.txt", "b.txt")
         ),
         traces=(_trace("full", None), _trace("streaming 256", 256), _trace("h2o_decayed_heads 256", 256)),
     )
 
 
-def _model() -> EvaluatedModel:
-    return EvaluatedModel(
+def _model() -> EvaluatedModelInfo:
+    return EvaluatedModelInfo(
         path="models/tiny",
         name="tiny",
         sha256="0" * 64,
@@ -78,24 +78,26 @@ def _model() -> EvaluatedModel:
     )
 
 
-def _settings() -> SettingsUsed:
-    return SettingsUsed(
+def _settings() -> EvaluationSettingsInfo:
+    return EvaluationSettingsInfo(
         tokens=_TOKENS,
         chunk=4,
         deep_from=1024,
         jobs=1,
         numbers_version=1,
-        bootstrap=Bootstrap(resamples=10_000, level=0.95, over="documents"),
+        bootstrap=BootstrapInfo(resamples=10_000, level=0.95, over="documents"),
         process_peak="",
         timing_prompt_piece=128,
         timing_decoded=32,
     )
 
 
-def _scored(label: str, policy: str, options: dict[str, Any], budget: int | None, loss: float, **more: Any) -> Row:
+def _scored(
+    label: str, policy: str, options: dict[str, Any], budget: int | None, loss: float, **more: Any
+) -> ResultRow:
     nll, accuracy = _FULL_NLL + loss, _FULL_ACCURACY - loss / 5
     kept = min(budget or _TOKENS, _TOKENS)
-    versus = Difference(
+    versus = FullCacheDifference(
         documents=2,
         level=0.95,
         nll=loss,
@@ -119,7 +121,7 @@ def _scored(label: str, policy: str, options: dict[str, Any], budget: int | None
         perplexity=math.exp(nll),
         accuracy=accuracy,
         bits_per_byte=nll / math.log(2) / 3.04,
-        deep=Quality(begin=1024, tokens=2048, nll=nll, perplexity=math.exp(nll - 0.1), accuracy=accuracy),
+        deep=QualityStats(begin=1024, tokens=2048, nll=nll, perplexity=math.exp(nll - 0.1), accuracy=accuracy),
         versus_full=versus if budget else None,
         seconds=2.0,
         model_seconds=1.8,
@@ -148,18 +150,18 @@ def _document(name: str, nll: float, accuracy: float, kept: int) -> DocumentRow:
         perplexity=math.exp(nll),
         accuracy=accuracy,
         bits_per_byte=nll / math.log(2) / 3.04,
-        deep=Quality(tokens=1024, nll=nll, perplexity=math.exp(nll), accuracy=accuracy),
+        deep=QualityStats(tokens=1024, nll=nll, perplexity=math.exp(nll), accuracy=accuracy),
         tokens_kept=(kept,) * 6,
         seconds=1.0,
         model_seconds=0.9,
         policy_seconds=0.045,
         cache_bytes_mean=kept * _BYTES_A_TOKEN * 0.9,
         cache_bytes_peak=kept * _BYTES_A_TOKEN,
-        frames=FrameSizes(dtype="fp16", rounded=True, full_bytes=4000, kept_bytes=2000, frame_bytes=1500),
+        frames=FrameSizeStats(dtype="fp16", rounded=True, full_bytes=4000, kept_bytes=2000, frame_bytes=1500),
     )
 
 
-def _trace(label: str, budget: int | None) -> Trace:
+def _trace(label: str, budget: int | None) -> DocumentTrace:
     steps = tuple(range(8, _TOKENS + 1, 8))
     kept = []
     for seen in steps:
@@ -168,7 +170,7 @@ def _trace(label: str, budget: int | None) -> Trace:
             heavy = [p for p in range(4, seen - budget // 2) if p % 97 < 9][: budget // 2 - 4] if "h2o" in label else []
             positions = [*range(4), *heavy, *range(seen - budget + 4 + len(heavy), seen)]
         kept.append(tuple(positions))
-    return Trace(
+    return DocumentTrace(
         label=label,
         document="a.txt",
         step_tokens=steps,

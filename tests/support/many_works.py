@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmnn.errors import SourceError
-from kvmnn.many import Outcome, Task
+from kvmnn.many import Task, TaskOutcome
 
 
 def size(task: Task) -> Mapping[str, Any]:
@@ -32,7 +32,7 @@ class Behaving:
     log: str
     seconds: float = 0.0
 
-    def __call__(self, task: Task) -> Outcome:
+    def __call__(self, task: Task) -> TaskOutcome:
         name = Path(task.path).name
         with open(os.path.join(self.log, name), "ab") as log:
             log.write(b"x")
@@ -51,8 +51,8 @@ class Behaving:
             held[::4096] = b"x" * len(held[::4096])
             time.sleep(30)
         if "strange" in name:
-            return Outcome(document=object())
-        return Outcome(document={"name": name}, notes=("noted",) if "note" in name else ())
+            return TaskOutcome(document=object())
+        return TaskOutcome(document={"name": name}, notes=("noted",) if "note" in name else ())
 
 
 @dataclass(frozen=True)

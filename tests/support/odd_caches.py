@@ -18,7 +18,7 @@ import numpy as np
 from llama_files import NUMBERS, PLAIN, SEQUENCE, SESSION
 
 from kvmnn.formats import EngineOptions, PackedOptions, ReadOptions
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import PackedGeometry
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def llama(rng: Random, folder: Path) -> Odd:
     kind, sequences = rng.choice((SESSION, SEQUENCE)), rng.choice((1, 1, 3))
     data, (streams,) = llama_files.state(rng, shape, cells, kind=kind, gaps=rng.random() < 0.5, sequences=sequences)
     path = _put(folder / "odd.session", data)
-    packed = PackedOptions(geometry=Geometry(kv_heads=shape.heads))
+    packed = PackedOptions(geometry=PackedGeometry(kv_heads=shape.heads))
     if heads:
         fields = {"attention__head_count_kv": list(heads), "attention__key_length": dims, "block_count": layers}
         packed = PackedOptions(model=str(_put(folder / "odd.gguf", llama_files.gguf(**fields))))

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from kvmnn.policies import LayerView, Moment, Policy, create
+from kvmnn.policies import LayerState, Policy, Trigger, create_policy
 
 Array = npt.NDArray[Any]
 
@@ -154,11 +154,11 @@ BUDGETS: list[dict[str, Any]] = [{"budget": 12}, {"keep_ratio": 0.4}]
 def make(name: str, options: dict[str, Any], **more: Any) -> Policy:
     """The policy of these options; a number is the seed of its generator."""
     drawn = {"generator": np.random.default_rng(options["generator"])} if "generator" in options else {}
-    return create(name, **{"skip_layers": (), **options, **drawn, **more})
+    return create_policy(name, **{"skip_layers": (), **options, **drawn, **more})
 
 
-def acting(policy: Policy) -> Moment:
-    return Moment.ATTENDED if Moment.ATTENDED in policy.moments else Moment.APPENDED
+def acting(policy: Policy) -> Trigger:
+    return Trigger.AFTER_ATTENTION if Trigger.AFTER_ATTENTION in policy.triggers else Trigger.AFTER_APPEND
 
 
 def view(tokens: int, seed: int = 0, *, tied: bool = False, dtype: Any = np.float16, **more: Any) -> Any:
@@ -169,6 +169,6 @@ def view(tokens: int, seed: int = 0, *, tied: bool = False, dtype: Any = np.floa
     return {"tokens": tokens, "keys": keys.astype(dtype), "scores": scores.astype(np.float32), **more}
 
 
-def fit(policy: Policy, fields: dict[str, Any]) -> LayerView:
+def fit(policy: Policy, fields: dict[str, Any]) -> LayerState:
     scores = fields["scores"]
-    return LayerView(**{**fields, "scores": scores[0] if policy.needs == "scores" else scores})
+    return LayerState(**{**fields, "scores": scores[0] if policy.requires == "scores" else scores})

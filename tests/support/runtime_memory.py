@@ -40,8 +40,8 @@ def main(mode: str, threads: int) -> None:
         def step(tokens: int) -> None:
             for layer in range(LAYERS):
                 rows = (line + rng.integers(0, 2, (HEADS, tokens, HEAD_DIM)) / 64).astype(np.float16)
-                runtime.begin(layer, rows, rows)
-                runtime.end()
+                runtime.begin_call(layer, rows, rows)
+                runtime.end_call()
             runtime.sync()
 
         step(TOKENS)
@@ -50,7 +50,7 @@ def main(mode: str, threads: int) -> None:
             step(1)
             peak = max(peak, anonymous() - before)
         runtime.wait()
-        metrics = runtime.metrics()
+        metrics = runtime.collect_metrics()
         held = sum(layer.held_bytes for layer in metrics.layers)
         raw = sum(layer.tokens for layer in metrics.layers) * HEADS * HEAD_DIM * 4
         document = {"after": anonymous() - before, "peak": peak, "held": held, "raw": raw}

@@ -60,22 +60,22 @@ def run(steps: int, threads: int) -> dict[str, Any]:
                 for rows in plain:
                     rows.erase(64, position - 40)
             for layer in range(LAYERS):
-                plan = planner.layers[layer].pending
+                plan = planner.layers[layer].pending_plan
                 if plan is not None:
                     plain[layer].evict(plan.pairs, plan.remove)
                 new = pool[(position * LAYERS + layer) * 37 % 4096]
                 plain[layer].append(new, position)
-                keys, values = runtime.begin(layer, new[0], new[1])
+                keys, values = runtime.begin_call(layer, new[0], new[1])
                 different += keys.tobytes() != plain[layer].rows[0].tobytes()
                 different += values.tobytes() != plain[layer].rows[1].tobytes()
-                runtime.end(rows=attention[position % 64, :, : keys.shape[1]])
+                runtime.end_call(rows=attention[position % 64, :, : keys.shape[1]])
             runtime.sync()
             if (position + 1) % (steps // 10) == 0:
                 memory.append(anonymous())
                 print(f"{position + 1} steps, {different} different, {memory[-1]} bytes", file=sys.stderr, flush=True)
         runtime.flush()
-        metrics = runtime.metrics()
-        states = [piece.state for layer in runtime._runtime._layers for piece in layer.rows.pieces[1:]]  # type: ignore[union-attr]
+        metrics = runtime.collect_metrics()
+        states = [piece.state for layer in runtime._runtime._layers for piece in layer.rows.segments[1:]]  # type: ignore[union-attr]
         return {
             "steps": steps,
             "seconds": time.perf_counter() - began,

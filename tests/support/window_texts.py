@@ -10,7 +10,7 @@ import prefixes
 
 from kvmnn import LayerCache
 from kvmnn.arrays.opaque_state import OpaqueState, make_state
-from kvmnn.store import Prefix, PrefixStore, Put
+from kvmnn.store import PrefixStore, PutResult, StoredPrefix
 
 WINDOW = 8
 WINDOWS = (1, 2)
@@ -43,13 +43,15 @@ def states_of(ids: Sequence[int], layers: Sequence[int] = STATE_LAYERS) -> list[
     return found
 
 
-def put(store: PrefixStore, ids: Sequence[int], *, states: bool = True, windows: Sequence[int] = WINDOWS) -> Put:
+def put(store: PrefixStore, ids: Sequence[int], *, states: bool = True, windows: Sequence[int] = WINDOWS) -> PutResult:
     """Put a text with its windows and state."""
     layers = layers_of(ids, windows=windows)
     return store.put(ids, layers, model=MODEL, windows=windows, states=states_of(ids) if states else ())
 
 
-def assert_whole(found: Prefix, ids: Sequence[int], *, states: bool = True, windows: Sequence[int] = WINDOWS) -> None:
+def assert_whole(
+    found: StoredPrefix, ids: Sequence[int], *, states: bool = True, windows: Sequence[int] = WINDOWS
+) -> None:
     """Every layer and state is, byte for byte, what was put for all of `ids`."""
     assert (found.tokens, found.is_complete, found.missing) == (len(ids), True, ())
     wanted = layers_of(ids, windows=windows)

@@ -34,7 +34,7 @@ def report() -> dict:
                     frames.append(f"{kvmnn.fnv1a64(frame):x}")
                     if verdict(frame) != (dtype, raw):
                         wrong.append(f"round trip {dtype} {words} {effort}")
-    pieces.LANE_BYTES = 20_000
+    pieces.SEGMENT_LANE_BYTES = 20_000
     small = kv_like(50_000)
     frames.append(f"{kvmnn.fnv1a64(kvmnn.encode(small, dtype='fp16', effort='balanced', threads=2)):x}")
     if kvmnn.decode(kvmnn.encode(small, dtype="fp16", effort="balanced")).tobytes() != small:
@@ -54,9 +54,9 @@ def report() -> dict:
         if _zstdlib.decompress(_zstdlib.compress(bytes(n)), n) != bytes(n)
     ]
     return {
-        "binding": zstd.binding(),
-        "version": zstd.version(),
-        "byte_exact": zstd.byte_exact(),
+        "binding": zstd.get_binding(),
+        "version": zstd.get_version(),
+        "byte_exact": zstd.is_byte_exact(),
         "verdicts": verdicts,
         "frames": frames,
         "wrong": wrong,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmnn.text import escape_cell, escape_csv, escape_markdown, unescape_csv
+from kvmnn.text import escape_csv, escape_markdown, escape_markdown_cell, unescape_csv
 
 
 @pytest.mark.parametrize(
@@ -56,12 +56,12 @@ def test_markdown_has_no_foreign_markup(text: str, escaped: str) -> None:
     ("text", "escaped"), [("a|b", r"a\|b"), (r"a\|b", r"a\|b"), (r"a\\|b", r"a\\\|b"), ("<b>|", r"\<b>\|")]
 )
 def test_a_pipe_ends_no_cell(text: str, escaped: str) -> None:
-    assert escape_cell(text) == escaped
+    assert escape_markdown_cell(text) == escaped
 
 
 @given(st.text(alphabet="\\<a|@[]( )", max_size=12))
 def test_no_tag_no_pipe_and_no_mention_is_left(text: str) -> None:
-    escaped = escape_cell(text)
+    escaped = escape_markdown_cell(text)
     for found in re.finditer(r"(\\*)(?:<a|\|)", escaped):
         assert len(found[1]) % 2 == 1
     assert re.search(r"(?<![\w`])@a", escaped) is None

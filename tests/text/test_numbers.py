@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmnn.text import at_rate, count
+from kvmnn.text import format_rate, pluralize
 
 
 @pytest.mark.parametrize(
@@ -12,9 +12,9 @@ from kvmnn.text import at_rate, count
     [(1 << 20, 0.5, ", 2 MB/s"), ((1 << 20) - 1, 0.5, ""), (0, 0, ""), (10**9, 0, ", 1000000000000 MB/s")],
 )
 def test_rates_of_small_inputs_say_nothing(nbytes, seconds, text):
-    assert at_rate(nbytes, seconds) == text
+    assert format_rate(nbytes, seconds) == text
 
 
 def test_counts_have_the_plural_where_they_are_not_one() -> None:
-    found = [count(number, "byte") for number in (0, 1, 2, 1001)]
+    found = [pluralize(number, "byte") for number in (0, 1, 2, 1001)]
     assert found == ["0 bytes", "1 byte", "2 bytes", "1,001 bytes"]

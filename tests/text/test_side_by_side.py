@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from kvmnn.text.side_by_side import columns, side_by_side, wrapped
+from kvmnn.text.side_by_side import break_lines, count_columns, side_by_side_diff
 
 
 def test_lines_are_cut_where_the_column_ends() -> None:
-    assert wrapped("abcdef\n\ngh", 4) == ["abcd", "ef", "", "gh"]
-    assert wrapped("a\tb", 10) == ["a   b"]
-    assert wrapped("日本語x", 4) == ["日本", "語x"]
-    assert columns("日本e\u0301") == 5
+    assert break_lines("abcdef\n\ngh", 4) == ["abcd", "ef", "", "gh"]
+    assert break_lines("a\tb", 10) == ["a   b"]
+    assert break_lines("日本語x", 4) == ["日本", "語x"]
+    assert count_columns("日本e\u0301") == 5
 
 
 def test_no_text_commands_the_terminal() -> None:
-    assert wrapped("a\x1b[2Jb\rc\x07\u202e", 80) == ["a\\x1b[2Jb\\rc\\x07\\u202e"]
+    assert break_lines("a\x1b[2Jb\rc\x07\u202e", 80) == ["a\\x1b[2Jb\\rc\\x07\\u202e"]
 
 
 def test_differing_lines_are_marked() -> None:
-    shown = side_by_side(("left", "same\none\nx"), ("right", "same\ntwo"), 60).splitlines()
+    shown = side_by_side_diff(("left", "same\none\nx"), ("right", "same\ntwo"), 60).splitlines()
     column = (60 - 3) // 2
     marks = [line.ljust(60)[column + 1] for line in shown]
     assert marks == [" ", " ", " ", "|", "|"]
@@ -25,5 +25,5 @@ def test_differing_lines_are_marked() -> None:
 
 
 def test_narrow_terminals_get_one_below_the_other() -> None:
-    shown = side_by_side(("left", "a" * 40), ("right", "b"), 30)
+    shown = side_by_side_diff(("left", "a" * 40), ("right", "b"), 30)
     assert shown == f"-- left --\n{'a' * 30}\n{'a' * 10}\n\n-- right --\nb"

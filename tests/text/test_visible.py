@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvmnn.text import did_you_mean, one_line, visible
+from kvmnn.text import escape_control, join_lines, suggest
 
 
 @pytest.mark.parametrize(
@@ -23,26 +23,26 @@ from kvmnn.text import did_you_mean, one_line, visible
     ],
 )
 def test_escapes(text, shown) -> None:
-    assert visible(text) == shown
-    assert visible(text, lines=False) == shown.replace("\n", "\\n")
-    assert visible(visible(text)) == visible(text)
+    assert escape_control(text) == shown
+    assert escape_control(text, keep_line_ends=False) == shown.replace("\n", "\\n")
+    assert escape_control(escape_control(text)) == escape_control(text)
 
 
 def test_messages_are_one_line() -> None:
-    assert one_line("\na\n\n  b \r\nc  d\n") == "a b c  d"
-    assert one_line("") == ""
+    assert join_lines("\na\n\n  b \r\nc  d\n") == "a b c  d"
+    assert join_lines("") == ""
 
 
 def test_long_texts_take_no_time() -> None:
     start = time.monotonic()
-    one_line(" " * 1_000_000 + "x")
-    visible("x" * 79 + "\n" + "{}: 1.0,\n" * 1_000_000)
+    join_lines(" " * 1_000_000 + "x")
+    escape_control("x" * 79 + "\n" + "{}: 1.0,\n" * 1_000_000)
     assert time.monotonic() - start < 5
 
 
 def test_suggestions() -> None:
     known = ("streaming", "h2o_blocks", "l2_fixed")
-    assert did_you_mean("Streamin", known) == " (did you mean 'streaming'?)"
-    assert did_you_mean("l2-fixed", known) == " (did you mean 'l2_fixed'?)"
-    assert did_you_mean("zebra", known) == ""
-    assert did_you_mean("x", ()) == ""
+    assert suggest("Streamin", known) == " (did you mean 'streaming'?)"
+    assert suggest("l2-fixed", known) == " (did you mean 'l2_fixed'?)"
+    assert suggest("zebra", known) == ""
+    assert suggest("x", ()) == ""

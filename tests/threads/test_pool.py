@@ -93,7 +93,7 @@ def test_many_calls_inside_each_other() -> None:
     def nested(_: int) -> list[bytes]:
         return kvmnn.encode_many(arrays[:2], predictors="raw", effort="fast", threads=4)
 
-    results = pool.map_pulled(nested, range(6), 6)
+    results = pool.parallel_map(nested, range(6), 6)
     assert len({frame for frames in results for frame in frames}) == 1
 
 
@@ -136,8 +136,8 @@ def test_results_keep_their_order(threads: int) -> None:
         time.sleep(0.002 * (item % 3))
         return item * item
 
-    assert pool.map_pulled(slow, range(20), threads) == [i * i for i in range(20)]
-    assert pool.map_pulled(slow, [], threads) == []
+    assert pool.parallel_map(slow, range(20), threads) == [i * i for i in range(20)]
+    assert pool.parallel_map(slow, [], threads) == []
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
@@ -151,9 +151,9 @@ def test_the_first_failure_is_raised_and_the_rest_left_alone(threads: int) -> No
         done.append(item)
 
     with pytest.raises(KvmnnError, match="item 3"):
-        pool.map_pulled(work, range(1000), threads)
+        pool.parallel_map(work, range(1000), threads)
     assert len(done) < 100
-    assert pool.map_pulled(str, range(3), threads) == ["0", "1", "2"]
+    assert pool.parallel_map(str, range(3), threads) == ["0", "1", "2"]
 
 
 def test_thread_counts() -> None:

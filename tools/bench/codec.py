@@ -26,7 +26,7 @@ from common import ROOT, interleaved, ratio, repeats, synthetic, table, time_onc
 
 import kvmnn
 from kvmnn.frames import _streams, _zstdlib
-from kvmnn.frames.predictors import NAMES
+from kvmnn.frames.predictors import PREDICTORS
 
 SIZES = {
     "4 KiB": 4 << 10,
@@ -139,7 +139,7 @@ def awake() -> None:
 
 def predicted_streams(raw: Bytes, word: int) -> list[Bytes]:
     lanes = _streams.split(raw, word)
-    return [np.frombuffer(_streams.predict(lane, mode), np.uint8) for lane in lanes for mode in range(len(NAMES))]
+    return [np.frombuffer(_streams.predict(lane, mode), np.uint8) for lane in lanes for mode in range(len(PREDICTORS))]
 
 
 def zstd_encode_calls(raw: Bytes, word: int) -> Callable[[], None]:

@@ -12,10 +12,10 @@ from typing import Any
 
 from common import ROOT, table, write_results
 
-from kvmnn.evaluation import EvaluationResult, Settings, configurations, evaluate
+from kvmnn.evaluation import EvaluationResult, EvaluationSettings, evaluate, expand_configurations
 from kvmnn.policies import H2OEngine
-from kvmnn.reports.rows import Row
-from kvmnn.reports.runtime_figures import RuntimeLayer
+from kvmnn.reports.rows import ResultRow
+from kvmnn.reports.runtime_figures import RuntimeLayerStats
 
 MODEL = ROOT / "fixtures" / "lm"
 FRONT = 2
@@ -55,14 +55,14 @@ def main() -> None:
     arguments = parser.parse_args()
     tokens, prompt, count = (512, 440, 2) if arguments.quick else (1024, 640, arguments.texts)
     texts = sorted((MODEL / "texts").glob("*.txt"))[:count]
-    planner = {"h2o_engine": H2OEngine.options_from_engine(ENGINE)}
-    wanted = configurations(["h2o_engine"], [], None, planner)
+    planner = {"h2o_engine": H2OEngine.parse_engine_options(ENGINE)}
+    wanted = expand_configurations(["h2o_engine"], [], None, planner)
     results = [
         evaluate(
             MODEL,
             texts,
             wanted,
-            settings=Settings(tokens=tokens, prompt=prompt, lossless=lossless, repeats=2),
+            settings=EvaluationSettings(tokens=tokens, prompt=prompt, lossless=lossless, repeats=2),
             jobs=2,
         )
         for lossless in (None, ENGINE)
@@ -102,7 +102,7 @@ def measured(results: list[EvaluationResult], texts: int, tokens: int, prompt: i
     return "\n\n".join(["## Measured", about, table(head, lines), ""])
 
 
-def line(name: str, row: Row) -> list[str]:
+def line(name: str, row: ResultRow) -> list[str]:
     """The figures of one way."""
     found, change = row.runtime, row.versus_full
     interval = (
@@ -117,7 +117,7 @@ def line(name: str, row: Row) -> list[str]:
     ]  # fmt: skip
 
 
-def encoded(layers: tuple[RuntimeLayer, ...]) -> str:
+def encoded(layers: tuple[RuntimeLayerStats, ...]) -> str:
     """Raw over compressed bytes of what was encoded in some layers."""
     coded = sum(layer.compressed_bytes for layer in layers)
     return number(sum(layer.raw_bytes for layer in layers) / coded if coded else None)

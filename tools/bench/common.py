@@ -104,8 +104,8 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "numpy": np.__version__,
         "kvmnn": kvmnn.__version__,
-        "zstd": zstd.version(),
-        "zstd_door": zstd.binding(),
+        "zstd": zstd.get_version(),
+        "zstd_door": zstd.get_binding(),
         "zstandard": zstandard.__version__,
         "simd": _simd.simd_level(),
         "load": f"{os.getloadavg()[0]:.1f} at the end",  # above 1, other work slowed what was measured

@@ -29,8 +29,8 @@ MEMORY_LIMIT_MB = 100
 
 _KVMNN = """
 import json, sys, time
-from kvmnn.compressor.conversion.convert import convert
-from kvmnn.compressor.conversion.verify import verify
+from kvmnn.compressor.conversion.convert import convert_checkpoint
+from kvmnn.compressor.conversion.verify import verify_weights
 source, target, repeat = sys.argv[1], sys.argv[2], int(sys.argv[3])
 def anonymous():
     with open("/proc/self/status") as status:
@@ -45,10 +45,10 @@ def timed(job):
     return time.process_time() - start
 found = {"convert": [], "verify": []}
 for _ in range(repeat):
-    found["convert"].append(timed(lambda: convert(source, target, force=True)))
-    found["verify"].append(timed(lambda: verify(target, against=source)))
-convert(source, target, force=True, progress=watch)
-verify(target, against=source, progress=watch)
+    found["convert"].append(timed(lambda: convert_checkpoint(source, target, force=True)))
+    found["verify"].append(timed(lambda: verify_weights(target, against=source)))
+convert_checkpoint(source, target, force=True, progress=watch)
+verify_weights(target, against=source, progress=watch)
 print(json.dumps({**found, "anonymous_mb": most}))
 """
 

@@ -29,7 +29,7 @@ from common import ROOT, interleaved, ratio, table, write_results
 from kvmnn import dense
 from kvmnn.frames import decode as decode_frame
 from kvmnn.frames import encode as encode_frame
-from kvmnn.threads.pool import map_pulled
+from kvmnn.threads.pool import parallel_map
 
 try:
     import blosc2
@@ -79,10 +79,10 @@ def main() -> None:
         print(write_results("dense", "Dense streams", text, {"layers": whole, "blocks": blocks, "threads": threads}))
 
 
-def shipped() -> Iterator[tuple[str, list[Any], dense.Rotary | None]]:
+def shipped() -> Iterator[tuple[str, list[Any], dense.RopeConfig | None]]:
     """Name, layers as [kv_head, token, head_dim], rotation."""
     folder = ROOT / "fixtures" / "kv_real"
-    rotary = dense.Rotary(theta=10000.0, dims=64)
+    rotary = dense.RopeConfig(theta=10000.0, dims=64)
     yield "K fp16", layers_of(np.load(folder / "k_fp16.npy"), False), rotary
     yield "V fp16", layers_of(np.load(folder / "v_fp16.npy"), False), None
     for side, how in (("k", rotary), ("v", None)):
@@ -93,7 +93,7 @@ def shipped() -> Iterator[tuple[str, list[Any], dense.Rotary | None]]:
         yield f"{side.upper()} fp32, two layers", layers_of(words, False), how
 
 
-def given(options: argparse.Namespace) -> Iterator[tuple[str, list[Any], dense.Rotary | None]]:
+def given(options: argparse.Namespace) -> Iterator[tuple[str, list[Any], dense.RopeConfig | None]]:
     for path, rotated in ((options.keys, True), (options.values, False)):
         if path is not None:
             array = np.load(path)
@@ -107,7 +107,7 @@ def given(options: argparse.Namespace) -> Iterator[tuple[str, list[Any], dense.R
                     f"{path}: read as {heads} heads of {tokens} tokens: {way} where it is the other way round"
                 )
             dims = options.dims or layers[0].shape[2]
-            yield path.name, layers, dense.Rotary(options.theta, dims) if rotated else None
+            yield path.name, layers, dense.RopeConfig(options.theta, dims) if rotated else None
 
 
 def layers_of(array: Any, heads_first: bool) -> list[Any]:
@@ -116,7 +116,7 @@ def layers_of(array: Any, heads_first: bool) -> list[Any]:
     return [np.ascontiguousarray(layer).transpose(1, 0, 2) for layer in rows]
 
 
-def of_layers(layers: list[Any], rotary: dense.Rotary | None, rounds: int) -> dict[str, Any]:
+def of_layers(layers: list[Any], rotary: dense.RopeConfig | None, rounds: int) -> dict[str, Any]:
     raw = sum(layer.nbytes for layer in layers)
     rows = [layer.transpose(1, 0, 2) for layer in layers]
     dtype = {2: "bf16" if layers[0].dtype == np.uint16 else "fp16", 4: "fp32"}[layers[0].itemsize]
@@ -150,10 +150,10 @@ def of_layers(layers: list[Any], rotary: dense.Rotary | None, rounds: int) -> di
     return timed(coders, raw, [row.tobytes() for row in rows], rounds)
 
 
-def of_blocks(layers: list[Any], rotary: dense.Rotary | None, rounds: int) -> dict[str, Any]:
+def of_blocks(layers: list[Any], rotary: dense.RopeConfig | None, rounds: int) -> dict[str, Any]:
     tokens = layers[0].shape[1]
     begins = range(tokens // 2, tokens - BLOCK + 1, BLOCK)
-    sets = [dense.Tables.made_of([layer[:, : tokens // 2]], rotary=rotary) for layer in layers]
+    sets = [dense.SharedTables.from_arrays([layer[:, : tokens // 2]], rotary=rotary) for layer in layers]
     cut = [(n, at, layer[:, at : at + BLOCK]) for n, layer in enumerate(layers) for at in begins]
     raw = sum(block.nbytes for _, _, block in cut)
 
@@ -185,7 +185,7 @@ def of_blocks(layers: list[Any], rotary: dense.Rotary | None, rounds: int) -> di
     return timed(coders, raw, [block.transpose(1, 0, 2).tobytes() for _, _, block in cut], rounds)
 
 
-def of_threads(layers: list[Any], rotary: dense.Rotary | None, rounds: int) -> dict[str, dict[str, float]]:
+def of_threads(layers: list[Any], rotary: dense.RopeConfig | None, rounds: int) -> dict[str, dict[str, float]]:
     """How many times as fast as one thread two threads are, and two processes that share nothing, by the clock, for
     blocks of 64 and of 256 tokens.
     """
@@ -200,8 +200,8 @@ def of_threads(layers: list[Any], rotary: dense.Rotary | None, rounds: int) -> d
         ):
             with two_processes(work, items) as apart:
                 jobs: dict[str, Callable[[], Any]] = {
-                    "one": lambda work=work, items=items: map_pulled(work, items, 1),
-                    "threads": lambda work=work, items=items: map_pulled(work, items, 2),
+                    "one": lambda work=work, items=items: parallel_map(work, items, 1),
+                    "threads": lambda work=work, items=items: parallel_map(work, items, 2),
                     "processes": apart,
                 }
                 times = interleaved(jobs, rounds, time.perf_counter)
@@ -230,7 +230,7 @@ def two_processes(work: Callable[[Any], Any], items: list[Any]) -> Iterator[Call
 
 def _work(told: Connection, work: Callable[[Any], Any], items: list[Any]) -> None:
     while told.recv():
-        map_pulled(work, items, 1)
+        parallel_map(work, items, 1)
         told.send(True)
 
 

@@ -44,7 +44,7 @@ class Made(NamedTuple):
     path
         The file or folder.
     options
-        What has to be said of it: fields of `kvmnn.arrays.Laid`.
+        What has to be said of it: fields of `kvmnn.arrays.AxisSpec`.
     """
 
     engine: str
@@ -103,7 +103,7 @@ def _written(path: Path, data: bytes) -> Path:
 def rounded(values: Floats, dtype: str) -> Words:
     """To the nearest words of a type, ties to even; bf16 as uint16."""
     if dtype != "bf16":
-        return values.astype(dtypes.by_name(dtype).numpy)
+        return values.astype(dtypes.parse_dtype(dtype).numpy_dtype)
     bits = values.view(np.uint32)
     return ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype("<u2")
 

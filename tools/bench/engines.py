@@ -24,10 +24,10 @@ from engine_caches import BLOCKS, MLX_BITS, Pair, caches, generator
 
 import kvmnn
 from kvmnn.arrays.source import FILE_KEY
-from kvmnn.bundle import EncodeOptions, encode, inspect, manifest, open_frames
+from kvmnn.bundle import EncodeOptions, encode_source, inspect_frame_set, manifest, open_frames
 from kvmnn.formats import EngineOptions, PackedOptions, ReadOptions
 from kvmnn.lm import dump_kv
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import PackedGeometry
 
 sys.path.append(str(ROOT / "tools"))
 from conformance import unpack
@@ -116,7 +116,7 @@ def trained_ratios(scratch: Path, tokens: int) -> list[dict[str, Any]]:
     half = sum(part.size for pair in pairs for part in pair) * 2
     rows = []
     for made in caches(folder, pairs):
-        source = kvmnn.open(made.path, ReadOptions(engine=EngineOptions(whole=True)), **made.options)
+        source = kvmnn.open(made.path, ReadOptions(engine=EngineOptions(passthrough=True)), **made.options)
         files = [made.path] if made.path.is_file() else list(made.path.iterdir())
         rows.append(ratios_of(source, made.engine, made.type, sum(file.stat().st_size for file in files), scratch))
     source = kvmnn.open(generator(pairs))
@@ -143,9 +143,9 @@ def written_ratios(scratch: Path) -> list[dict[str, Any]]:
         name = "llama" if engine == "llama.cpp" else "mlx"
         unpack(ROOT / "fixtures" / name / "vectors.tar.xz", folder)
         for path in sorted(folder.glob(pattern)):
-            said = kvmnn.open(path, ReadOptions(engine=EngineOptions(any_heads=True))).engine_cache
+            said = kvmnn.open(path, ReadOptions(engine=EngineOptions(allow_unknown_heads=True))).engine_cache
             assert said is not None
-            whole = kvmnn.open(path, ReadOptions(engine=EngineOptions(whole=True)))
+            whole = kvmnn.open(path, ReadOptions(engine=EngineOptions(passthrough=True)))
             row = ratios_of(whole, engine, " / ".join(dict.fromkeys(said.types)), path.stat().st_size, scratch)
             rows.append({**row, "file": path.relative_to(folder).as_posix()})
     return rows
@@ -154,9 +154,9 @@ def written_ratios(scratch: Path) -> list[dict[str, Any]]:
 def ratios_of(source: kvmnn.arrays.Source, engine: str, kind: str, nbytes: int, scratch: Path) -> dict[str, Any]:
     """A row; `nbytes` are those of the file."""
     with tempfile.TemporaryDirectory(dir=scratch) as out:
-        made = encode(source, f"{out}/f/", EncodeOptions(threads=1))
-        limit = inspect(open_frames(f"{out}/f")).to_dict()["entropy_ratio"]
-    stored = made.stored_bytes + len(manifest.to_json(made.manifest))
+        made = encode_source(source, f"{out}/f/", EncodeOptions(threads=1))
+        limit = inspect_frame_set(open_frames(f"{out}/f")).to_dict()["entropy_ratio"]
+    stored = made.stored_bytes + len(manifest.dump_manifest(made.manifest))
     whole = nbytes / stored if FILE_KEY in source.metadata else None
     return {
         "engine": engine,
@@ -171,7 +171,7 @@ def ratios_of(source: kvmnn.arrays.Source, engine: str, kind: str, nbytes: int, 
 
 def measure_speeds(scratch: Path, tokens: int, rounds: int) -> list[dict[str, Any]]:
     rows = []
-    options = ReadOptions(packed=PackedOptions(geometry=Geometry(kv_heads=HEADS)))
+    options = ReadOptions(packed=PackedOptions(geometry=PackedGeometry(kv_heads=HEADS)))
     for name, make in files(tokens):
         path = scratch / name
         path.write_bytes(make())
@@ -197,7 +197,7 @@ def measure_speeds(scratch: Path, tokens: int, rounds: int) -> list[dict[str, An
 def read(source: kvmnn.arrays.Source) -> None:
     """All pieces, each of which is there when it is yielded; a byte of each page of a view is looked at."""
     for array in source.arrays:
-        for piece in array.pieces(1 << 20):
+        for piece in array.iter_chunks(1 << 20):
             piece[::4096].max()
             del piece
 

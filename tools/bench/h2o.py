@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from common import interleaved, repeats, table, time_once, write_results
 
-from kvmnn.h2o import H2OConfig, Planner, block_sums, plan
+from kvmnn.h2o import H2OConfig, H2OPlanner, plan_blocks, sum_by_block
 
 HEADS, KEYS, BLOCK = 32, 32768, 64
 TOKENS = 1 << 20
@@ -60,10 +60,12 @@ def sum_jobs() -> dict[str, Callable[[], Any]]:
     copy = np.empty_like(rows)
     out, starts = np.empty(KEYS // BLOCK, np.float32), np.arange(0, KEYS, BLOCK)
     jobs: dict[str, Callable[[], Any]] = {
-        f"block_sums, {threads} engine threads": lambda t=threads: block_sums(rows, BLOCK, threads=t, tile=64, out=out)
+        f"block_sums, {threads} engine threads": lambda t=threads: sum_by_block(
+            rows, BLOCK, threads=t, tile=64, out=out
+        )
         for threads in (1, 4)
     }
-    jobs["one chain at a time"] = lambda: block_sums(rows, KEYS)
+    jobs["one chain at a time"] = lambda: sum_by_block(rows, KEYS)
     jobs["np.add.reduceat, then sum over heads"] = lambda: np.add.reduceat(rows, starts, axis=1).sum(axis=0)
     jobs["np.copyto of the rows"] = lambda: np.copyto(copy, rows)
     return jobs
@@ -74,16 +76,16 @@ def plan_jobs() -> dict[str, Callable[[], Any]]:
     config = H2OConfig(target_lossy_ratio=3.5, heads=1, layers=1, layer_start=0, update_interval=1)
     random, equal = rng.random(TOKENS // BLOCK, dtype=np.float32), np.ones(TOKENS // BLOCK, np.float32)
     jobs: dict[str, Callable[[], Any]] = {
-        "plan, random scores": lambda: plan(random, TOKENS, config).reserve,
-        "plan, equal scores": lambda: plan(equal, TOKENS, config).reserve,
+        "plan, random scores": lambda: plan_blocks(random, TOKENS, config).reserve_pairs,
+        "plan, equal scores": lambda: plan_blocks(equal, TOKENS, config).reserve_pairs,
         "sort alone: np.argsort(-scores, kind='stable')": lambda: np.argsort(-random, kind="stable"),
     }
 
     def whole_call() -> None:
-        planner = Planner(config)
+        planner = H2OPlanner(config)
         planner.meta.previous = TOKENS - 1
-        planner.begin(TOKENS - 1)
-        planner.end(random)
+        planner.begin_call(TOKENS - 1)
+        planner.end_call(random)
 
     jobs["Planner: begin and end, mean and plan included"] = whole_call
     return jobs

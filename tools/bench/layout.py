@@ -22,11 +22,11 @@ import numpy as np
 from common import ROOT, interleaved, ratio, table, write_results
 
 from kvmnn import PackedCache, PackLayout
-from kvmnn.dtypes import by_name
+from kvmnn.dtypes import parse_dtype
 from kvmnn.packed import _layout
 from kvmnn.packed.backends import BACKENDS
-from kvmnn.packed.buffers import by_part
-from kvmnn.packed.native import native_numbers
+from kvmnn.packed.buffers import split_kv
+from kvmnn.packed.native import make_native_params
 
 HEADS, TOKENS, DIMS, BLOCK = 32, 4096, 128, 64
 ALIGNED = [(block * BLOCK, BLOCK) for block in range(0, TOKENS // BLOCK, 3)]
@@ -76,7 +76,7 @@ class Engine:
 
 def measure(engine: Engine, names: list[str], dtype: str, lP: int, hP: int, rounds: int) -> dict[str, Any]:
     layout = PackLayout(HEADS, DIMS, dtype, lP, hP)
-    words = by_name(layout.dtype).numpy
+    words = parse_dtype(layout.dtype).numpy_dtype
     rng = np.random.default_rng(0)
     shape = (HEADS, TOKENS, DIMS)
     plain = rng.integers(0, 60000, shape, np.uint32).astype(f"<u{layout.itemsize}").view(words)
@@ -85,8 +85,8 @@ def measure(engine: Engine, names: list[str], dtype: str, lP: int, hP: int, roun
     buffers = layout.pack(plain, plain, capacity=TOKENS)
     rows, out = plain.view(np.uint8), back.view(np.uint8)
     jobs: dict[str, Callable[[], Any]] = {"memcpy": lambda: np.copyto(back, plain)}
-    for part, buffer in by_part(buffers).items():
-        name, numbers = part[0].upper(), native_numbers(layout, part, TOKENS)
+    for part, buffer in split_kv(buffers).items():
+        name, numbers = part[0].upper(), make_native_params(layout, part, TOKENS)
         jobs[f"pack {name}"] = bind(_layout.scatter, numbers, buffer, rows, 0, HEADS, 0)
         jobs[f"unpack {name}"] = bind(_layout.gather, numbers, buffer, out, 0, HEADS, 0)
     times = interleaved(jobs, rounds, time.thread_time)
@@ -107,7 +107,7 @@ def bind(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 def engine_rates(engine: Engine, layout: PackLayout, plain: Any, back: Any, buffers: Any) -> dict[str, float]:
     """The engine's loops, once each: they are slow enough."""
     rates = {}
-    for part, buffer in by_part(buffers).items():
+    for part, buffer in split_kv(buffers).items():
         step = buffer.size // HEADS
         for verb, array in (("pack", plain), ("unpack", back)):
             heads = [(buffer.ctypes.data + h * step, array[h].ctypes.data) for h in range(HEADS)]

@@ -26,10 +26,10 @@ import numpy.typing as npt
 import onnxruntime
 from common import ROOT, interleaved, ratio, table, write_results
 
-from kvmnn.lm.runner import Clock, Runner
+from kvmnn.lm.runner import Runner, RunTimings
 from kvmnn.lm.session import DecoderSession
 from kvmnn.lm.tokenizer import Tokenizer
-from kvmnn.policies import POLICIES, create
+from kvmnn.policies import POLICIES, create_policy
 
 MODEL = ROOT / "fixtures" / "lm"
 BUDGET, SHARE_GOAL, EVAL_LIMIT_S = 512, 0.10, 900
@@ -61,7 +61,7 @@ def main() -> None:
 def text_tokens() -> Tokens:
     """The longest text that ships, from its start."""
     path = max((MODEL / "texts").glob("*.txt"), key=lambda path: path.stat().st_size)
-    tokenizer = Tokenizer.open(MODEL)
+    tokenizer = Tokenizer.open_for_model(MODEL)
     return np.concatenate([[tokenizer.bos], tokenizer.encode(path.read_text(encoding="utf-8"))]).astype(np.int64)
 
 
@@ -72,18 +72,18 @@ def policy_times(ids: Tokens, chunk: int, rounds: int) -> list[dict[str, Any]]:
     """Medians over rounds of the time per token, once more than the budget has been seen."""
     session = DecoderSession.open(MODEL, attentions=True)
     plain = DecoderSession.open(MODEL)
-    found: dict[str, list[Clock]] = {}
+    found: dict[str, list[RunTimings]] = {}
     for number in range(rounds + 1):
         for label, name, more in jobs():
-            needs = POLICIES[name].needs if name else "lengths"
-            policy = create(name, **more) if name else None
+            needs = POLICIES[name].requires if name else "lengths"
+            policy = create_policy(name, **more) if name else None
             clock = read_full(Runner(session if "scores" in needs else plain, policy), ids, chunk)
             if number:  # the first round warms up
                 found.setdefault(label, []).append(clock)
     rows = []
     for label, clocks in found.items():
-        model = statistics.median(clock.model_seconds / clock.tokens for clock in clocks)
-        policy = statistics.median(clock.policy_seconds / clock.tokens for clock in clocks)
+        model = statistics.median(clock.model_seconds / clock.num_tokens for clock in clocks)
+        policy = statistics.median(clock.policy_seconds / clock.num_tokens for clock in clocks)
         share = statistics.median(clock.policy_seconds / clock.model_seconds for clock in clocks)
         rows.append(
             {"policy": label, "chunk": chunk, "model_us": model * 1e6, "policy_us": policy * 1e6, "share": share}
@@ -103,15 +103,15 @@ def jobs() -> list[tuple[str, str | None, dict[str, Any]]]:
     return found
 
 
-def read_full(runner: Runner, ids: Tokens, chunk: int) -> Clock:
+def read_full(runner: Runner, ids: Tokens, chunk: int) -> RunTimings:
     """Fill the cache, then time 512 tokens."""
     start = BUDGET + 64
     for first in range(0, start, 64):
-        runner.feed(ids[first : first + 64])
-    runner.clock = Clock()
+        runner.step(ids[first : first + 64])
+    runner.timings = RunTimings()
     for first in range(start, start + BUDGET, chunk):
-        runner.feed(ids[first : first + chunk])
-    return runner.clock
+        runner.step(ids[first : first + chunk])
+    return runner.timings
 
 
 def policy_section(rows: list[dict[str, Any]]) -> str:
@@ -237,15 +237,15 @@ import resource, sys
 import numpy as np
 from kvmnn.lm.runner import Runner
 from kvmnn.lm.session import DecoderSession
-from kvmnn.policies import create
+from kvmnn.policies import create_policy
 model, tokens = sys.argv[1], int(sys.argv[2])
 ids = np.load(sys.stdin.buffer)
-runner = Runner(DecoderSession.open(model), create("streaming", budget=512))
+runner = Runner(DecoderSession.open(model), create_policy("streaming", budget=512))
 for first in range(0, 1024, 4):
-    runner.feed(ids[first : first + 4])
+    runner.step(ids[first : first + 4])
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for first in range(1024, tokens, 4):
-    runner.feed(ids[first : first + 4])
+    runner.step(ids[first : first + 4])
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(before, after, runner.cache.nbytes)
 """

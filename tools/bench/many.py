@@ -31,11 +31,11 @@ where the machine does not give as much."""
 
 ALONE = """
 import sys
-from kvmnn.cli import VerbWork
-from kvmnn.many import Kinds, Task, find
+from kvmnn.cli import CommandWork
+from kvmnn.many import InputKinds, Task, find_inputs
 verb, root, out, part, parts = sys.argv[1:]
-work = VerbWork.of(verb)
-taken = find([root], Kinds(arrays=verb != "verify", frames=verb == "verify")).taken
+work = CommandWork.from_words(verb)
+taken = find_inputs([root], InputKinds(arrays=verb != "verify", frames=verb == "verify")).inputs
 for named in taken[int(part) :: int(parts)]:
     outcome = work(Task(named.path, f"{out}/{named.name}" if verb == "encode" else None))
     assert outcome.error is None, outcome.error

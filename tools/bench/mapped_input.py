@@ -23,13 +23,13 @@ import numpy as np
 from common import interleaved, ratio, synthetic, table, write_results
 
 import kvmnn
-from kvmnn.bundle import EncodeOptions, decode_frames, encode, open_frames, verify
+from kvmnn.bundle import EncodeOptions, decode_frames, encode_source, open_frames, verify_frame_set
 from kvmnn.dtypes import Bytes
 from kvmnn.files.mapped import MappedFile
 
 LIMIT = 1.03
 ONE = EncodeOptions(threads=1)
-GUARDED = {name: vars(MappedFile)[name] for name in ("__init__", "view", "drop")}
+GUARDED = {name: vars(MappedFile)[name] for name in ("__init__", "view", "release_pages")}
 
 
 class _Bare(MappedFile):
@@ -41,12 +41,12 @@ class _Bare(MappedFile):
         with open(path, "rb") as file:
             self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.size = len(self._memory)
-        self._map = self._memory  # type: ignore[assignment]
+        self._mapping = self._memory  # type: ignore[assignment]
 
     def view(self, offset: int, nbytes: int) -> Bytes:
         return np.frombuffer(self._memory, np.uint8, nbytes, offset)
 
-    def drop(self, offset: int, nbytes: int) -> None:
+    def release_pages(self, offset: int, nbytes: int) -> None:
         if nbytes >= 1 << 20:
             first = offset // mmap.PAGESIZE * mmap.PAGESIZE
             self._memory.madvise(mmap.MADV_DONTNEED, first, offset + nbytes - first)
@@ -60,14 +60,14 @@ class _Read(MappedFile):
         self._state = None
         self._file = open(path, "rb")  # noqa: SIM115
         self.size = os.fstat(self._file.fileno()).st_size
-        self._map = self._file  # type: ignore[assignment]
+        self._mapping = self._file  # type: ignore[assignment]
 
     def view(self, offset: int, nbytes: int) -> Bytes:
         data = np.empty(nbytes, np.uint8)
         os.preadv(self._file.fileno(), [data.data], offset)
         return data
 
-    def drop(self, offset: int, nbytes: int) -> None:
+    def release_pages(self, offset: int, nbytes: int) -> None:
         pass
 
 
@@ -92,8 +92,8 @@ def inputs(folder: Path, layers: int) -> None:
         (inside / f"meta_t0_{tokens}.json").write_text(json.dumps(meta))
         for part in "kv":
             (inside / f"{part}_t0_{tokens}.bin").write_bytes(row.tobytes())
-    encode(kvmnn.open(folder / "k.npy"), folder / "k.frame", ONE)
-    encode(kvmnn.open(folder / "dump"), f"{folder}/frames/", ONE)
+    encode_source(kvmnn.open(folder / "k.npy"), folder / "k.frame", ONE)
+    encode_source(kvmnn.open(folder / "dump"), f"{folder}/frames/", ONE)
 
 
 def jobs(folder: Path) -> dict[str, Callable[[], object]]:
@@ -102,13 +102,13 @@ def jobs(folder: Path) -> dict[str, Callable[[], object]]:
 
     def encoding(name: str) -> Callable[[], object]:
         target = "/dev/null" if name == "k.npy" else f"{folder}/again/"
-        return lambda: encode(kvmnn.open(folder / name), target, ONE, force=True)
+        return lambda: encode_source(kvmnn.open(folder / name), target, ONE, force=True)
 
     def decoding(name: str) -> Callable[[], object]:
         return lambda: deque(decode_frames(open_frames(str(made[name]))), maxlen=0)
 
     def verifying(name: str) -> Callable[[], object]:
-        return lambda: verify(open_frames(str(made[name])), kvmnn.open(folder / name))
+        return lambda: verify_frame_set(open_frames(str(made[name])), kvmnn.open(folder / name))
 
     verbs = {"encode": encoding, "decode": decoding, "verify --against": verifying}
     return {f"{verb} {name}": make(name) for name in made for verb, make in verbs.items()}

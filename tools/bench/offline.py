@@ -26,9 +26,9 @@ import numpy.typing as npt
 from common import synthetic, table, write_results
 
 from kvmnn.frames import _zstdlib
-from kvmnn.offline import MeasureOptions, Scope, _sizes, measure, select
-from kvmnn.offline.predictors import NAMES
-from kvmnn.threads.pool import map_pulled
+from kvmnn.offline import MeasureOptions, Scope, _sizes, measure_dumps, select_dumps
+from kvmnn.offline.predictors import PREDICTOR_NAMES
+from kvmnn.threads.pool import parallel_map
 
 HEADS, DIMS, TOKENS, BLOCK = 8, 128, 8192, 64
 FEW_TOKENS = 2048  # where two at a time are compared: short turns, so that what else the machine does hits all alike
@@ -83,7 +83,7 @@ def write_dumps(root: Path, layers: int, kind: str, tokens: int = TOKENS) -> Non
 
 def measure_layers(root: Path, layers: list[int], threads: int = 1, limits: bool = True) -> int:
     options = MeasureOptions(scope=Scope(scope="layer_ids", layer_ids=tuple(layers)), limits=limits)
-    measured = measure([str(root)], select([root], options.scope), options, threads=threads)
+    measured = measure_dumps([str(root)], select_dumps([root], options.scope), options, threads=threads)
     return measured.totals.simulated_bytes()
 
 
@@ -94,7 +94,7 @@ def payloads_of(root: Path, layer: int, part: str, lane: int) -> list[Bytes]:
     """What zstd is called with for one lane: each block under each predictor, and the best of all together."""
     words = np.fromfile(next((root / "run" / f"layer_{layer}").glob(f"{part}_*.bin")), np.uint8)
     rows = np.ascontiguousarray(words[lane::2]).reshape(-1, HEADS * DIMS)
-    names = NAMES if part == "k" else NAMES[:3]
+    names = PREDICTOR_NAMES if part == "k" else PREDICTOR_NAMES[:3]
     context, out = _zstdlib.Context(), np.empty(_zstdlib.bound(rows.size), np.uint8)
     found, chosen = [], []
     for start in range(0, len(rows), BLOCK):
@@ -189,7 +189,7 @@ def two_cores(root: Path, rounds: int) -> dict[str, Any]:
     halves = [jobs[:4], jobs[4:]]
     ways: dict[str, Callable[[], Any]] = {
         "zstd 1": lambda: [job() for job in jobs],
-        "zstd 2": lambda: map_pulled(lambda half: [job() for job in half], halves, 2),
+        "zstd 2": lambda: parallel_map(lambda half: [job() for job in half], halves, 2),
         "ours 1": lambda: measure_layers(root, [0, 1]),
         "ours 2": lambda: measure_layers(root, [0, 1], 2),
     }

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from common import BENCHMARKS, ROOT, table, write_results
 
-from kvmnn.arrays.named_array import in_memory
-from kvmnn.bench import Report, measure
-from kvmnn.bench.dense_codec import plan_of
+from kvmnn.arrays.named_array import from_numpy
+from kvmnn.bench import ArrayBenchReport, measure
+from kvmnn.bench.dense_codec import make_plan
 from kvmnn.dtypes import Part
 
 SIZES = (64 << 10, 256 << 10, 1 << 20)
@@ -33,15 +33,15 @@ def main() -> None:
     parser.add_argument("--name", default="pareto", help="of the files in benchmarks/ (default: pareto)")
     options = parser.parse_args()
     rounds, name = options.rounds, options.name
-    reports: dict[tuple[str, str, str], tuple[Report, Report | None]] = {}
+    reports: dict[tuple[str, str, str], tuple[ArrayBenchReport, ArrayBenchReport | None]] = {}
     for side, dtype, words in arrays():
-        array, part = in_memory("", words), PARTS[side]
-        dense = plan_of(words, dtype=dtype, part=part)
+        array, part = from_numpy("", words), PARTS[side]
+        dense = make_plan(words, dtype=dtype, part=part)
         for nbytes in SIZES:
             size, whole = f"{min(nbytes, words.nbytes) >> 10:,} KiB", nbytes >= words.nbytes
-            one = measure(array, max_bytes=nbytes, rounds=rounds, threads=1, dense=dense)
+            one = measure(array, max_bytes=nbytes, repeats=rounds, threads=1, dense=dense)
             two = (
-                measure(array, max_bytes=nbytes, rounds=max(3, rounds // 3), threads=2, dense=dense) if whole else None
+                measure(array, max_bytes=nbytes, repeats=max(3, rounds // 3), threads=2, dense=dense) if whole else None
             )
             reports[side, dtype, size] = one, two
             print(f"{side} {dtype} {size}\n{one}\n", flush=True)
@@ -63,8 +63,8 @@ def arrays() -> Iterator[tuple[str, str, Any]]:
         yield side.upper(), "fp32", words.view(np.float32)
 
 
-def section(key: tuple[str, str, str], one: Report, two: Report | None) -> str:
-    dominated = one.dominated()
+def section(key: tuple[str, str, str], one: ArrayBenchReport, two: ArrayBenchReport | None) -> str:
+    dominated = one.find_dominated()
     walls = {result.codec: result for result in two.results} if two else {}
     rows = []
     for result in sorted(one.results, key=lambda result: -(result.ratio or 0)):
@@ -88,7 +88,7 @@ def speed(nbytes: int, seconds: float) -> str:
     return f"{nbytes / 1e6 / max(seconds, 1e-9):,.0f}"
 
 
-def draw(reports: dict[tuple[str, str, str], Report], path: Path) -> None:
+def draw(reports: dict[tuple[str, str, str], ArrayBenchReport], path: Path) -> None:
     """Ratio over encode speed, a picture for each array, in one file."""
     import matplotlib
 
@@ -97,7 +97,7 @@ def draw(reports: dict[tuple[str, str, str], Report], path: Path) -> None:
 
     figure, places = pyplot.subplots(3, 2, figsize=(14, 18), layout="constrained")
     for axes, ((side, dtype, size), report) in zip(places.flat, reports.items(), strict=True):
-        dominated = report.dominated()
+        dominated = report.find_dominated()
         for result in report.results:
             if result.encode is None or result.ratio is None or result.raw_bytes != report.sample_bytes:
                 continue

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from common import interleaved, ratio, repeats, table, time_once, write_results
 
 from kvmnn import _simd
-from kvmnn.policies import POLICIES, KNorm, L2Fixed, LayerView, Moment, Policy, create, key_norms
+from kvmnn.policies import POLICIES, KNorm, L2Fixed, LayerState, Policy, Trigger, compute_key_norms, create_policy
 
 HEADS, TOKENS, DIMS, BUDGET = 32, 32768, 128, 1024
 LIMITS = {"baseline": 5.0, "avx2": 15.0}
@@ -65,13 +65,13 @@ def main() -> None:
 
 
 def cases(keys: Array, rounds: int) -> list[dict[str, Any]]:
-    view = LayerView(tokens=TOKENS, layer=2, keys=keys)
+    view = LayerState(tokens=TOKENS, layer=2, keys=keys)
     fixed, half, press = L2Fixed(budget=BUDGET), L2Fixed(budget=BUDGET, recent_ratio=0.5), KNorm(budget=BUDGET)
     pairs: list[tuple[str, Callable[[], Any], Callable[[], Any], bool]] = [
-        ("l2_fixed", lambda: fixed.keep(view), lambda: numpy_fixed(keys, 0), True),
-        ("l2_fixed, half recent", lambda: half.keep(view), lambda: numpy_fixed(keys, BUDGET // 2), False),
-        ("knorm", lambda: press.keep(view), lambda: numpy_knorm(keys), False),
-        ("norms alone", lambda: key_norms(keys), lambda: numpy_norms(keys), False),
+        ("l2_fixed", lambda: fixed.select_or_all(view), lambda: numpy_fixed(keys, 0), True),
+        ("l2_fixed, half recent", lambda: half.select_or_all(view), lambda: numpy_fixed(keys, BUDGET // 2), False),
+        ("knorm", lambda: press.select_or_all(view), lambda: numpy_knorm(keys), False),
+        ("norms alone", lambda: compute_key_norms(keys), lambda: numpy_norms(keys), False),
     ]
     found = []
     before = _simd.simd_level()
@@ -106,14 +106,14 @@ def decisions(keys: Array, rounds: int) -> list[dict[str, Any]]:
     for name in POLICIES:
         row: dict[str, Any] = {"policy": name}
         for what, tokens in (("long_us", TOKENS), ("step_us", BUDGET + 1)):
-            policy = create(name, budget=BUDGET, skip_layers=(), **DECIDING.get(name, {}))
+            policy = create_policy(name, budget=BUDGET, skip_layers=(), **DECIDING.get(name, {}))
             view = seen_by(policy, keys[:, :tokens])
-            moment = Moment.ATTENDED if Moment.ATTENDED in policy.moments else Moment.APPENDED
-            kept = policy.choose(view, moment)
+            moment = Trigger.AFTER_ATTENTION if Trigger.AFTER_ATTENTION in policy.triggers else Trigger.AFTER_APPEND
+            kept = policy.select(view, moment)
             assert kept is not None, name
 
-            def job(policy: Policy = policy, view: LayerView = view, moment: Moment = moment) -> object:
-                return policy.choose(view, moment)
+            def job(policy: Policy = policy, view: LayerState = view, moment: Trigger = moment) -> object:
+                return policy.select(view, moment)
 
             repeat = repeats(time_once(job))
             times = interleaved({name: job}, rounds, time.thread_time, repeat)
@@ -122,10 +122,10 @@ def decisions(keys: Array, rounds: int) -> list[dict[str, Any]]:
     return found
 
 
-def seen_by(policy: Policy, keys: Array) -> LayerView:
+def seen_by(policy: Policy, keys: Array) -> LayerState:
     tokens = keys.shape[1]
     scores = np.random.default_rng(1).random((HEADS, tokens), np.float32)
-    return LayerView(tokens=tokens, keys=keys, scores=scores[0] if policy.needs == "scores" else scores)
+    return LayerState(tokens=tokens, keys=keys, scores=scores[0] if policy.requires == "scores" else scores)
 
 
 def decisions_section(costs: list[dict[str, Any]]) -> str:

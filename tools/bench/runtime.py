@@ -30,10 +30,10 @@ import runtime_decoder
 from common import ROOT, interleaved, ratio, table, write_results
 
 import kvmnn
-from kvmnn.frames.decoding import Decoder
+from kvmnn.frames.decoding import FrameDecoder
 from kvmnn.lm import dump_kv
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
-from kvmnn.runtime.history import History, history_of
+from kvmnn.runtime.history import KVTrace, read_trace
 from kvmnn.runtime.sound import codec
 
 TOKENS, STEPS, PLAIN_STEPS, PLAIN_BLOCK = 2048, 32, 500, 700
@@ -80,13 +80,13 @@ def load_section(loads: list[float]) -> str:
     return f"Load average {loads[0]:.1f} when it began and {loads[-1]:.1f} at the end, its own work included{more}.\n"
 
 
-def real_history() -> History:
+def real_history() -> KVTrace:
     """K and V of the shipped model on the longest text, as fp16."""
     model = ROOT / "fixtures" / "lm"
     text = max((model / "texts").glob("*.txt"), key=lambda path: path.stat().st_size)
     with tempfile.TemporaryDirectory() as folder:
         dump_kv(model, text, Path(folder) / "kv", tokens=TOKENS, dtype="fp16", format="mnn")
-        return history_of(kvmnn.open(Path(folder) / "kv"))
+        return read_trace(kvmnn.open(Path(folder) / "kv"))
 
 
 def config(layers: int, block: int, mode: str = "store") -> RuntimeConfig:
@@ -110,9 +110,9 @@ def config(layers: int, block: int, mode: str = "store") -> RuntimeConfig:
 # -- a replay and its codec calls --------------------------------------------------------------------------------------
 
 
-def replay_row(history: History, layers: int, block: int, rounds: int) -> dict[str, Any]:
+def replay_row(history: KVTrace, layers: int, block: int, rounds: int) -> dict[str, Any]:
     """A replay of layers that are all stored, over the same codec calls made alone."""
-    part = History(history.layers[:layers], history.dtype)
+    part = KVTrace(history.layers[:layers], history.dtype)
     settings = config(layers, block)
 
     def run() -> LosslessRuntime:
@@ -124,7 +124,7 @@ def replay_row(history: History, layers: int, block: int, rounds: int) -> dict[s
     calls = recorded(run)
     jobs: dict[str, Job] = {"replay": run, "codec": lambda: [call() for call in calls]}
     times = interleaved(jobs, rounds, time.process_time)
-    metrics = run().metrics()
+    metrics = run().collect_metrics()
     return {
         "layers": layers,
         "block": block,
@@ -142,7 +142,7 @@ def spans(steps: int) -> list[tuple[int, int]]:
     return [(0, first), *((at, at + 1) for at in range(first, TOKENS))]
 
 
-def runtime_of(history: History, settings: RuntimeConfig) -> LosslessRuntime:
+def runtime_of(history: KVTrace, settings: RuntimeConfig) -> LosslessRuntime:
     return LosslessRuntime(
         settings,
         layers=len(history.layers),
@@ -152,10 +152,10 @@ def runtime_of(history: History, settings: RuntimeConfig) -> LosslessRuntime:
     )
 
 
-def step(runtime: LosslessRuntime, history: History, begin: int, end: int) -> None:
+def step(runtime: LosslessRuntime, history: KVTrace, begin: int, end: int) -> None:
     for number, (keys, values) in enumerate(history.layers):
-        runtime.begin(number, keys[:, begin:end], values[:, begin:end])
-        runtime.end()
+        runtime.begin_call(number, keys[:, begin:end], values[:, begin:end])
+        runtime.end_call()
     runtime.sync()
 
 
@@ -174,9 +174,9 @@ def recorded(run: Job) -> list[Job]:
 
         return mock.patch.object(codec, name, call)
 
-    into = Decoder.into
+    into = FrameDecoder.decode_into
 
-    def decoding(self: Decoder, frames: tuple[bytes, ...], out: Any, frames_sum: int | None = None) -> None:
+    def decoding(self: FrameDecoder, frames: tuple[bytes, ...], out: Any, frames_sum: int | None = None) -> None:
         room, first = place_of(out)
         if room not in rooms:
             rooms[room] = np.empty(room, out.dtype)
@@ -185,7 +185,7 @@ def recorded(run: Job) -> list[Job]:
             found.append(partial(kvmnn.decode, frame, dtype="fp16", out=part, threads=1))
         into(self, frames, out, frames_sum)
 
-    with encoding("encode_block"), encoding("matches"), mock.patch.object(Decoder, "into", decoding):
+    with encoding("encode_block"), encoding("matches"), mock.patch.object(FrameDecoder, "decode_into", decoding):
         run()
     return found
 
@@ -234,9 +234,9 @@ CALLS: dict[str, tuple[str, int, bool]] = {
 """Mode, layers in the scope, and whether rows are read, which needs no codec where nothing is stored."""
 
 
-def layer_call_us(history: History, rounds: int) -> dict[str, float]:
+def layer_call_us(history: KVTrace, rounds: int) -> dict[str, float]:
     """Microseconds of a layer call that appends one token, nothing being due and nothing restored."""
-    part = History(history.layers[:1], history.dtype)
+    part = KVTrace(history.layers[:1], history.dtype)
     keys, values = part.layers[0]
     first, steps = TOKENS - PLAIN_STEPS, PLAIN_STEPS // 2
 
@@ -245,15 +245,15 @@ def layer_call_us(history: History, rounds: int) -> dict[str, float]:
         step(runtime, part, 0, first)
         step(runtime, part, first, first + 1)
         runtime.flush()
-        before = runtime.metrics().layers[0].updates
-        call = runtime.begin if read else runtime.append
+        before = runtime.collect_metrics().layers[0].updates
+        call = runtime.begin_call if read else runtime.append_call
         began = time.process_time()
         for at in range(first + 1, first + 1 + steps):
             call(0, keys[:, at : at + 1], values[:, at : at + 1])
-            runtime.end()
+            runtime.end_call()
             runtime.sync()
         elapsed = time.process_time() - began
-        assert runtime.metrics().layers[0].updates == before, "a block was due"
+        assert runtime.collect_metrics().layers[0].updates == before, "a block was due"
         return 1e6 * elapsed / steps
 
     found: dict[str, list[float]] = {name: [] for name in CALLS}

@@ -20,7 +20,7 @@ import random_decoder as form
 from common import ratio, table
 
 from kvmnn.lm import DecoderSession, Runner
-from kvmnn.lm.session import Step
+from kvmnn.lm.session import StepResult
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 PROMPT, THREADS, WARM, LIMIT = 2048, 2, 4, 1.05
@@ -43,26 +43,28 @@ def measured(folder: Path, steps: int) -> list[dict[str, Any]]:
     path = form.save(folder / "decoder.onnx")
     session = DecoderSession.open(path, bias=False, threads=THREADS, cache=False)
     ids = np.random.default_rng(2).integers(0, form.VOCAB, PROMPT)
-    prompt = session.step(ids, np.arange(PROMPT), session.empty()).present
+    prompt = session.run_step(ids, np.arange(PROMPT), session.create_empty_past()).present_pairs
     return graph_rows(session, prompt, steps) + layer_rows(path, prompt, steps)
 
 
 def graph_rows(session: DecoderSession, prompt: Any, steps: int) -> list[dict[str, Any]]:
     def runner(lossless: RuntimeConfig | None) -> Runner:
         made = Runner(session, lossless=lossless)
-        made.cache.begin(PROMPT)
-        made.cache.end(Step(np.empty((0, 0), np.float32), [(k.copy(), v.copy()) for k, v in prompt], None, 0.0))
+        made.cache.begin_step(PROMPT)
+        made.cache.end_step(
+            StepResult(np.empty((0, 0), np.float32), [(k.copy(), v.copy()) for k, v in prompt], None, 0.0)
+        )
         return made
 
     made = []
     for name, front_n in STORED.items():
         off, on = runner(None), runner(options(front_n))
-        store: Any = on._held
+        store: Any = on._kv_store
 
         def own(on: Runner = on) -> float:
-            return on.clock.policy_seconds
+            return on.timings.policy_seconds
 
-        feeds = {"off": lambda id, off=off: off.feed([id]), "on": lambda id, on=on: on.feed([id])}
+        feeds = {"off": lambda id, off=off: off.step([id]), "on": lambda id, on=on: on.step([id])}
         row = compared(feeds, own, store._runtime, steps)
         made.append({"way": "one run of the graph", "stored": name, **row})
         print(made[-1], flush=True)
@@ -88,7 +90,7 @@ def compared(feeds: dict[str, Feed], own: Callable[[], float], runtime: Lossless
                 cpu[name].append(time.process_time() - cpu_began)
         inside += [own() - owned] * (step >= WARM)
         assert given["on"].tobytes() == given["off"].tobytes()
-    figures = runtime.metrics()
+    figures = runtime.collect_metrics()
     restores = figures.decompress.count
     return {
         "off_ms": 1e3 * statistics.median(wall["off"]),
@@ -114,8 +116,8 @@ def layer_rows(path: Path, prompt: Any, steps: int) -> list[dict[str, Any]]:
         off, on = PlainCache(WARM + steps), runtime_of(front_n)
         for cache in (off, on):
             for layer, (keys, values) in enumerate(prompt):
-                cache.begin(layer, keys[0], values[0])
-                cache.end()
+                cache.begin_call(layer, keys[0], values[0])
+                cache.end_call()
             cache.sync()
         models = [Layered(weights, cache) for cache in (off, on)]
         with on:
@@ -140,14 +142,14 @@ class PlainCache:
         self._rows = np.zeros(shape, np.float32)
         self._tokens = [0] * form.LAYERS
 
-    def begin(self, layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
+    def begin_call(self, layer: int, keys: Floats, values: Floats) -> tuple[Floats, Floats]:
         begin = self._tokens[layer]
         self._tokens[layer] = end = begin + keys.shape[1]
         rows = self._rows[layer]
         rows[0, :, begin:end], rows[1, :, begin:end] = keys, values
         return rows[0, :, :end], rows[1, :, :end]
 
-    def end(self) -> None:
+    def end_call(self) -> None:
         pass
 
     def sync(self) -> None:
@@ -186,7 +188,7 @@ class Layered:
             gate = normed @ weights[tag + "gate.w"]
             inner = gate / (1 + np.exp(-gate)) * (normed @ weights[tag + "up.w"])
             x = x + inner @ weights[tag + "down.w"]
-            self._timed(self._cache.end)
+            self._timed(self._cache.end_call)
         self._timed(self._cache.sync)
         self._position += 1
         logits: Floats = norm(x) @ weights["head"]
@@ -198,7 +200,7 @@ class Layered:
             for name in "qkv"
         )
         query, key = rotated(query, cosines, sines), rotated(key, cosines, sines)
-        keys, values = self._timed(self._cache.begin, layer, key[:, None], value[:, None])
+        keys, values = self._timed(self._cache.begin_call, layer, key[:, None], value[:, None])
         query = query.reshape(form.KV_HEADS, -1, form.HEAD_DIM)
         scores = query @ keys.transpose(0, 2, 1) * np.float32(form.HEAD_DIM**-0.5)
         powers = np.exp(scores - scores.max(-1, keepdims=True))

@@ -31,13 +31,13 @@ import kvmnn
 from kvmnn import LayerCache, dense
 from kvmnn.lm import DecoderSession, Tokenizer
 from kvmnn.store import PrefixStore, updates
-from kvmnn.store.lookup import Text
-from kvmnn.store.space import LayerShape, Space
-from kvmnn.store.table_sets import TOKENS
-from kvmnn.store.token_ids import as_ids, block_keys
-from kvmnn.store.unit import MOST_HISTORY
+from kvmnn.store.lookup import TokenSequence
+from kvmnn.store.space import LayerShape, Namespace
+from kvmnn.store.table_sets import MAX_TABLE_TOKENS
+from kvmnn.store.token_ids import compute_block_keys, to_token_ids
+from kvmnn.store.unit import MAX_HISTORY_ROWS
 from kvmnn.store.updates import NewUnit
-from kvmnn.threads.pool import map_pulled
+from kvmnn.threads.pool import parallel_map
 
 MODEL = ROOT / "fixtures" / "lm"
 SHARED, OWN, LONG = 512, 512, 2048
@@ -56,7 +56,7 @@ def main() -> None:
     quick = arguments.quick
     rounds = 3 if quick else 9
     texts = sorted((MODEL / "texts").glob("*.txt"))[: 3 if quick else None]
-    session, tokenizer = DecoderSession.open(MODEL), Tokenizer.open(MODEL)
+    session, tokenizer = DecoderSession.open(MODEL), Tokenizer.open_for_model(MODEL)
     ids = [tokenizer.encode(path.read_text(encoding="utf-8"))[: LONG + 1] for path in texts]
     with tempfile.TemporaryDirectory() as folder:
         shared = sharing(Path(folder, "shared"), session, ids)
@@ -122,14 +122,15 @@ def dense_ratio(layers: Sequence[LayerCache], tokens: int) -> float:
     as one stream has tables of its own.
     """
     arrays = [words for cache in layers for words in (cache.keys, cache.values)]
-    rotary = dense.find_rotary(arrays[0])
+    rotary = dense.search_rope(arrays[0])
     rotaries = [None if number % 2 else rotary for number in range(len(arrays))]
     sets = [
-        dense.Tables.made_of([words[:, :TOKENS]], rotary=each) for words, each in zip(arrays, rotaries, strict=True)
+        dense.SharedTables.from_arrays([words[:, :MAX_TABLE_TOKENS]], rotary=each)
+        for words, each in zip(arrays, rotaries, strict=True)
     ]
     size = 0
     for at in range(0, LONG, tokens):
-        before = max(0, at - MOST_HISTORY)
+        before = max(0, at - MAX_HISTORY_ROWS)
         streams = dense.encode_many(
             [words[:, at : at + tokens] for words in arrays],
             rotary=rotaries if tokens == LONG else None,
@@ -201,38 +202,38 @@ def calls(arrays: Sequence[Any], how: str) -> tuple[Callable[[], Any], Callable[
     if how != "dense":
         frames = kvmnn.encode_many(arrays, effort=how)
         return lambda: kvmnn.encode_many(arrays, effort=how), lambda: kvmnn.decode_many(frames)
-    rotary = dense.find_rotary(arrays[0])
+    rotary = dense.search_rope(arrays[0])
     halves = [arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]]
 
     def encode(some: Sequence[Any]) -> list[bytes]:
         return dense.encode_many(some, rotary=[None if n % 2 else rotary for n in range(len(some))])
 
     streams = [stream for half in halves for stream in encode(half)]
-    return lambda: map_pulled(encode, halves, 2), lambda: map_pulled(dense.decode, streams, 2)
+    return lambda: parallel_map(encode, halves, 2), lambda: parallel_map(dense.decode, streams, 2)
 
 
 def index_row(folder: Path, blocks: int) -> dict[str, Any]:
     """Texts of 2,048 tokens that share 512, noted down without their files."""
-    space = Space("m", "fp16", (LayerShape(0, 1, 4, 4),))
+    space = Namespace("m", "fp16", (LayerShape(0, 1, 4, 4),))
     rng = np.random.default_rng(1)
     begin = rng.integers(0, 50_000, SHARED)
     texts = []
     with PrefixStore(folder) as store:
-        units: Any = store._units
+        units: Any = store._backend
         count = 0
         while count < blocks:
-            ids = as_ids(np.concatenate([begin, rng.integers(0, 50_000, LONG - SHARED)]))
+            ids = to_token_ids(np.concatenate([begin, rng.integers(0, 50_000, LONG - SHARED)]))
             texts.append(ids)
-            text = Text(space.key, ids, block_keys(space.key, ids, BLOCK), BLOCK)
-            with units.index.writing() as cursor:
-                number = updates.space_id(cursor, space)
-                updates.next_tick(cursor)
+            text = TokenSequence(space.key, ids, compute_block_keys(space.key, ids, BLOCK), BLOCK)
+            with units.index.begin_writing() as cursor:
+                number = updates.ensure_namespace_id(cursor, space)
+                updates.advance_clock(cursor)
                 for at in range(0 if count == 0 else SHARED, LONG, 512):
                     keys = text.keys[at // BLOCK : (at + 512) // BLOCK]
-                    new = NewUnit(text.key_before(at // BLOCK), at, ids[at : at + 512], keys, 1000, Path("none"))
-                    updates.insert(cursor, number, new, text, lambda: False)
+                    new = NewUnit(text.get_parent_key(at // BLOCK), at, ids[at : at + 512], keys, 1000, Path("none"))
+                    updates.insert_unit(cursor, number, new, text, lambda: False)
                     count += len(keys)
-        units.index.clean()
+        units.index.vacuum()
         index_bytes = units.index.nbytes
         words = np.zeros((1, LONG, 4), np.float16)
         caches = [LayerCache(layer=0, keys=words, values=words)]
@@ -319,7 +320,8 @@ def sections(data: dict[str, Any]) -> list[str]:
         f"{shared['bytes_frames']:,} bytes are stored. The index has {shared['index_bytes']:,} bytes.\n",
         "## Ratio by tokens in a frame or stream\n",
         f"{LONG:,} tokens of one text; units hold up to 512 tokens, blocks 64. Dense streams refer to 256 rows before "
-        f"them and share tables made of the first {TOKENS} tokens, as in a store; the text as one has its own.\n",
+        f"them and share tables made of the first {MAX_TABLE_TOKENS} tokens, as in a store; the text as one has its "
+        f"own.\n",
         frame_table + "\n",
         "## Speed\n",
         f"MB/s of raw bytes, {LONG:,} tokens, all processors; share: the codec call's time, of the same codec, over "

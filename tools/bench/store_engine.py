@@ -23,8 +23,8 @@ from typing import Any
 import kvmnn
 from kvmnn import LayerCache
 from kvmnn.formats.options import PackedOptions
-from kvmnn.packed.fitting import Geometry
-from kvmnn.store import PrefixStore, layers_of, write_prefix
+from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.store import PrefixStore, read_layer_caches, write_prefix
 
 SETTINGS = {"kvcache_mmap": True, "use_mmap": False, "reuse_kv": True, "attention_mode": 8, "use_template": False}
 SETTINGS |= {"memory": "high", "precision": "high", "thread_num": 1, "sampler_type": "greedy"}
@@ -59,14 +59,14 @@ class Engine:
 
 def main(job: dict[str, Any]) -> dict[str, Any]:
     ids, folder = job["ids"], job["folder"]
-    geometry = Geometry(backend="x86-avx2", kv_heads=job["kv_heads"], head_dim=job["head_dim"])
+    geometry = PackedGeometry(backend="x86-avx2", kv_heads=job["kv_heads"], head_dim=job["head_dim"])
     ready, live = tempfile.mkdtemp(dir=folder), tempfile.mkdtemp(dir=folder)
     own = job["how"] == "own"
     engine = Engine(job["model"], folder if own else ready, live)
     if job["how"] == "fill":
         engine.compute(ids)
-        options = PackedOptions(geometry=geometry, tokens=(len(ids),), model=job["model"], pid=os.getpid())
-        layers = layers_of(kvmnn.open(live, packed=options))
+        options = PackedOptions(geometry=geometry, valid_tokens=(len(ids),), model=job["model"], pid=os.getpid())
+        layers = read_layer_caches(kvmnn.open(live, packed=options))
         return {"puts": [fill(folder, ids[:size], layers) for size in job["sizes"]], "layers": len(layers)}
     if own and not Path(folder, f"own{len(ids)}_0.k").exists():
         engine.prefix(f"own{len(ids)}")

@@ -25,8 +25,8 @@ SIZES = (16, 64, 256, 512, 1024, 2048)
 def computed(session: DecoderSession, ids: Sequence[int]) -> list[LayerCache]:
     """K and V of a text."""
     runner = Runner(session)
-    runner.feed(ids)
-    return runner.cache.layers()
+    runner.step(ids)
+    return runner.cache.copy_layers()
 
 
 def with_onnxruntime(folder: Path, session: DecoderSession, ids: Sequence[int], rounds: int) -> dict[str, Any]:
@@ -39,13 +39,13 @@ def with_onnxruntime(folder: Path, session: DecoderSession, ids: Sequence[int], 
             put = store.put(prompt, layers, model="m")
 
             def plain(prompt: Sequence[int] = prompt) -> None:
-                Runner(session).feed(prompt)
+                Runner(session).step(prompt)
 
             def stored(prompt: Sequence[int] = prompt, store: PrefixStore = store) -> None:
                 runner = Runner(session)
                 found = store.get(prompt[:-1], model="m")
-                runner.start(found.layers)
-                runner.feed(prompt[found.tokens :])
+                runner.load_initial(found.layers)
+                runner.step(prompt[found.tokens :])
 
             times = interleaved({"plain": plain, "stored": stored}, rounds, time.perf_counter)
         sizes = {"raw_bytes": sum(cache.nbytes for cache in layers), "stored_bytes": put.stored_bytes}

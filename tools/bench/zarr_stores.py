@@ -21,13 +21,13 @@ import zarr.registry
 from common import ROOT, interleaved, synthetic, table, write_results
 
 import kvmnn
-from kvmnn.codecs.chunks import NAME
-from kvmnn.codecs.zarr_codec import FrameCodec
+from kvmnn.codecs.chunks import CODEC_NAME
+from kvmnn.codecs.zarr_codec import ZarrFrameCodec
 
 TOKENS = (16, 64, 256, 512)
 CODECS: dict[str, dict[str, Any]] = {
-    "kvmnn.frame, exact": {"serializer": {"name": NAME}, "compressors": None},
-    "kvmnn.frame, fast": {"serializer": {"name": NAME, "configuration": {"effort": "fast"}}, "compressors": None},
+    "kvmnn.frame, exact": {"serializer": {"name": CODEC_NAME}, "compressors": None},
+    "kvmnn.frame, fast": {"serializer": {"name": CODEC_NAME, "configuration": {"effort": "fast"}}, "compressors": None},
     "bytes, zstd 3": {"compressors": {"name": "zstd", "configuration": {"level": 3, "checksum": False}}},
     "bytes, blosc lz4 shuffle": {
         "compressors": {
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer tokens and rounds; nothing is written")
     quick = parser.parse_args().quick
-    zarr.registry.register_codec(NAME, FrameCodec)
+    zarr.registry.register_codec(CODEC_NAME, ZarrFrameCodec)
     zarr.config.set({"async.concurrency": 1, "threading.max_workers": 1})
     ratios, sizes = by_length()
     speeds = by_codec(tokens=1024 if quick else 8192, rounds=2 if quick else 7)

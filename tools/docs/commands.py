@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("pages", nargs="+", type=Path, metavar="PAGE")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    for page in options.pages:
+    for page in options.join_pages:
         text = page.read_text(encoding="utf-8")
         told = retold(text)
         if options.write:

@@ -186,7 +186,7 @@ def whole_arrays(tensors: list[Data], efforts: Sequence[str]) -> None:
         words = np.ascontiguousarray(data.words)
         frames = {effort: encoded(words, data.dtype, effort) for effort in efforts}
         info = kvmnn.inspect(frames["exact"], dtype=data.dtype)
-        plain = Size(words.nbytes, len(_zstdlib.compress(as_bytes(words), zstd.LEVEL)))
+        plain = Size(words.nbytes, len(_zstdlib.compress(as_bytes(words), zstd.DEFAULT_LEVEL)))
         ratios = [Size(words.nbytes, len(frame)) for frame in frames.values()]
         return [data.name, data.dtype, entropies_of(info), limit_of(info), plain, *ratios, predictors_of(info)]
 
@@ -279,8 +279,8 @@ def zstd_levels(tensors: list[Data]) -> None:
 
 def origin() -> str:
     return (
-        f"{datetime.datetime.now(datetime.UTC).date()}, kvmnn {kvmnn.__version__}, libzstd {zstd.version()}"
-        f"{'' if zstd.byte_exact() else ' (not byte-exact)'}, numpy {np.__version__}, "
+        f"{datetime.datetime.now(datetime.UTC).date()}, kvmnn {kvmnn.__version__}, libzstd {zstd.get_version()}"
+        f"{'' if zstd.is_byte_exact() else ' (not byte-exact)'}, numpy {np.__version__}, "
         f"Python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} processors"
     )
 

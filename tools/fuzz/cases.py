@@ -23,7 +23,7 @@ LIMIT = 32 << 20  # raw bytes: above, a frame's claim must be refused by max_byt
 
 def one_shot() -> codec_model.Decompress:
     """ZSTD_decompress of the libzstd release that kvmnn uses: releases differ about damaged blocks."""
-    if zstd.binding() == "system":
+    if zstd.get_binding() == "system":
         paths = ["libzstd.so.1", "libzstd.so"]
     else:
         paths = [str(path) for path in sorted(Path(zstandard.__file__).parent.glob("_cffi.*"))]
@@ -93,8 +93,8 @@ def whole_words(rng: Random, stride: int, most: int) -> bytes:
 
 
 def some_predictors(rng: Random) -> tuple[str, ...]:
-    names = tuple(name for name in predictors.NAMES if rng.random() < 0.6)
-    return names or predictors.NAMES
+    names = tuple(name for name in predictors.PREDICTORS if rng.random() < 0.6)
+    return names or predictors.PREDICTORS
 
 
 def some_codecs(rng: Random) -> tuple[str, ...]:
@@ -318,7 +318,7 @@ def check_values(rng: Random, made: dict[str, Any]) -> tuple[int, int]:
         data, data[:stride], dtype=dtype, predictors_k=made["names"], predictors_v="raw", codecs=codecs
     )
     assert block.raw_hash == codec_model.fnv1a64(data[:stride], kvmnn.fnv1a64(data)), "raw hash"
-    assert block.stored == (block.attempted_bytes < block.raw_bytes), "joint rule"
+    assert block.is_stored == (block.attempted_bytes < block.raw_bytes), "joint rule"
     return 6, 1
 
 

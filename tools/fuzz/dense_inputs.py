@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"
 from dense_samples import DTYPES, sample
 
 from kvmnn import dense
-from kvmnn.dense.taking import Given
+from kvmnn.dense.taking import EncoderInput
 
 
 def main() -> None:
@@ -35,14 +35,16 @@ def inputs() -> Iterator[tuple[str, bytes]]:
     for dtype, kind, (heads, tokens, dim), rotated in product(
         DTYPES, ("cache", "spikes", "few"), shapes, (False, True)
     ):
-        rotary = dense.Rotary(dims=dim // 2 * 2) if rotated else None
-        given = Given(sample(kind, dtype, heads, tokens, dim, 1), dtype, rotary, None, None, None)
-        stream = given.rows.encode(None)[0]
+        rotary = dense.RopeConfig(dims=dim // 2 * 2) if rotated else None
+        given = EncoderInput(sample(kind, dtype, heads, tokens, dim, 1), dtype, rotary, None, None, None)
+        stream = given.compiled_input.encode(None)[0]
         if stream is not None:
-            options = bytes([0, (heads - 1) | given.code << 2 | stream[7] << 4, dim - 1, tokens - 1, 0, 0, 0, 0])
+            options = bytes([0, (heads - 1) | given.dtype_code << 2 | stream[7] << 4, dim - 1, tokens - 1, 0, 0, 0, 0])
             yield "streams", options + stream
     for dtype in DTYPES:
-        tables = dense.Tables.made_of([sample("cache", dtype, 2, 300, 16, 2)], rotary=dense.Rotary(dims=8))
+        tables = dense.SharedTables.from_arrays(
+            [sample("cache", dtype, 2, 300, 16, 2)], rotary=dense.RopeConfig(dims=8)
+        )
         yield "sets", bytes(8) + tables.data
     for number in range(12):
         noise = np.random.default_rng(number).integers(0, 256, 300, np.uint8).tobytes()

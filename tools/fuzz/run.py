@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "fuzz", help="where failures are saved")
     parser.add_argument("--worker", metavar="JOURNAL", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    kinds = arguments.only.split(",")
+    kinds = arguments.select_array.split(",")
     if arguments.case:
         seed, number = map(int, arguments.case.split(":"))
         return one_case(seed, number, kinds)
@@ -61,7 +61,7 @@ def supervise(arguments: argparse.Namespace, kinds: list[str]) -> int:
         journal = Path(folder, "journal")
         journal.write_bytes(bytes(JOURNAL.size))
         command = [sys.executable, __file__, "--worker", str(journal), "--seed", str(arguments.seed)]
-        command += ["--only", arguments.only, "--out", str(arguments.out)]
+        command += ["--only", arguments.select_array, "--out", str(arguments.out)]
         worker = subprocess.Popen(command, cwd=folder, env={**os.environ, "TMPDIR": folder})
         try:
             found = watch(worker, journal, start, end)

@@ -32,7 +32,7 @@ def one_frame_on_many_threads() -> None:
 
 def long_frames() -> None:
     """Of many pieces, most of them ready before those in front of them."""
-    pieces.LANE_BYTES, fast.PIECE_BYTES = 20_000, 60_000
+    pieces.SEGMENT_LANE_BYTES, fast.FAST_SEGMENT_BYTES = 20_000, 60_000
     noise = RNG.normal(size=LARGE.size).astype(np.float16)
     for values in (LARGE, noise, noise.astype(np.float32), np.tile(noise[:50_000], 8)):
         for effort in ("balanced", "fast"):
@@ -68,13 +68,13 @@ def runtime_with_workers() -> None:
             for count in (150, *[1] * 60):
                 end += count
                 for layer in range(4):
-                    found, _ = runtime.begin(layer, rows[:, end - count : end], rows[:, end - count : end])
+                    found, _ = runtime.begin_call(layer, rows[:, end - count : end], rows[:, end - count : end])
                     assert found.tobytes() == rows[:, :end].tobytes()
-                    runtime.end()
+                    runtime.end_call()
                 runtime.sync()
             runtime.evict(0, [(0, 40), (70, end - 70)])
-            assert runtime.read(0).keys[:, 40:].tobytes() == rows[:, 70:end].tobytes()
-            metrics = runtime.metrics()
+            assert runtime.read_layer(0).keys[:, 40:].tobytes() == rows[:, 70:end].tobytes()
+            metrics = runtime.collect_metrics()
             assert metrics.h2o_lossless_fallback_count == 0 and metrics.restores_ahead > 0
             if request < 2:
                 runtime.reset()

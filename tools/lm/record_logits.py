@@ -122,13 +122,13 @@ class Feeder:
         past, rows, first = self.decoder.empty(), [], 0
         for size in sizes:
             step = self._step(first, size, past)
-            past, first = step.present, first + size
+            past, first = step.present_pairs, first + size
             rows.append(step.logits)
         return np.concatenate(rows)
 
     def after_cut(self, kept: list[Indices]) -> npt.NDArray[np.float32]:
         """Logits of the tokens after the prefix, its cache cut to `kept`, each ``[head, token]``."""
-        present = self._step(0, PREFIX, self.decoder.empty()).present
+        present = self._step(0, PREFIX, self.decoder.empty()).present_pairs
         past = [
             tuple(np.take_along_axis(array, indices[None, :, :, None], 2) for array in pair)
             for pair, indices in zip(present, kept, strict=True)

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from kvmnn.evaluation import Configuration, EvaluationResult, Settings, evaluate
-from kvmnn.evaluation.setup.configurations import FULL
+from kvmnn.evaluation import Configuration, EvaluationResult, EvaluationSettings, evaluate
+from kvmnn.evaluation.setup.configurations import FULL_POLICY
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "lm"
 TOLERANCE = 1e-3
@@ -34,7 +34,7 @@ def configuration(name: str, config: Mapping[str, Any]) -> Configuration:
     """What kvmnn calls a configuration of expected.json."""
     kind = config["kind"]
     if kind == "full":
-        return Configuration(FULL)
+        return Configuration(FULL_POLICY)
     options: dict[str, Any] = {"budget": config["budget"], "skip_layers": tuple(config.get("skip", ()))}
     positions: Any = "stored" if config.get("positions") == "physical" else "true"
     if kind == "recent":
@@ -59,7 +59,7 @@ def family(name: str, config: Mapping[str, Any]) -> str:
 
 def measured(part: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], *, texts: int, jobs: int) -> EvaluationResult:
     """The results of some rows of a part of expected.json, on its first texts."""
-    settings = Settings(
+    settings = EvaluationSettings(
         tokens=part["tokens_per_file"],
         chunk=part["chunk"],
         deep_from=part["deep_from"],
@@ -106,7 +106,7 @@ def main() -> int:
         worst: dict[str, float] = defaultdict(float)
         counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
         for name, of, difference, holds in compare(
-            expected[title], texts=arguments.texts, only=arguments.only, jobs=arguments.jobs
+            expected[title], texts=arguments.texts, only=arguments.select_array, jobs=arguments.jobs
         ):
             worst[of] = max(worst[of], difference)
             counts[of][0] += 1

@@ -13,7 +13,7 @@ from kvmnn.arrays.named_array import ArrayInfo
 from kvmnn.errors import SourceError
 from kvmnn.files.mapped import MappedFile
 from kvmnn.files.output import FileOutput
-from kvmnn.formats.safetensors import layout
+from kvmnn.formats.safetensors import build_header
 from kvmnn.formats.safetensors_header import read_header
 
 Weights = dict[str, npt.NDArray[Any]]
@@ -36,7 +36,7 @@ def read_weights(path: Path) -> Weights:
     for tensor in header.tensors:
         if tensor.kind not in _NUMPY:
             raise SourceError(f"{path}: tensor {tensor.name!r} is {tensor.kind}: expected F16 or F32")
-        data = file.view(header.start + tensor.begin, tensor.end - tensor.begin)
+        data = file.view(header.data_start + tensor.begin, tensor.end - tensor.begin)
         weights[tensor.name] = data.view(_NUMPY[tensor.kind]).reshape(tensor.shape)
     return weights
 
@@ -54,7 +54,7 @@ def write_weights(path: Path, weights: Mapping[str, npt.NDArray[Any]], *, force:
         ArrayInfo(name=name, dtype=_DTYPES[array.dtype.str], shape=array.shape, array_dtype=array.dtype.str)
         for name, array in arrays.items()
     ]
-    header, begins = layout(infos, {"format": "pt"})
+    header, begins = build_header(infos, {"format": "pt"})
     with FileOutput(path, force=force) as output:
         output.file.write(header)
         for name in sorted(begins, key=begins.__getitem__):

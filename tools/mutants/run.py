@@ -77,7 +77,7 @@ def chosen(every: list[Change], results: Results, arguments: argparse.Namespace)
 
     A seed puts changes in an order by their keys, so that it draws the same ones when other code has come or gone.
     """
-    mine = [c for c in every if any(c.file.startswith(o) or f"{c.file}:{c.line}" == o for o in arguments.only)]
+    mine = [c for c in every if any(c.file.startswith(o) or f"{c.file}:{c.line}" == o for o in arguments.select_array)]
     if arguments.survivors:
         return [c for c in mine if results.outcome(c) == "survived" and rooms.explanation(c) is None]
     mine.sort(key=lambda change: hashlib.sha256(f"{arguments.seed} {change.key}".encode()).digest())

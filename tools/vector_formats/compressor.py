@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvmnn.cli.command import USAGE, main
-from kvmnn.compressor.kvcm import float32_of, weight_file
+from kvmnn.cli.command import EXIT_USAGE, main
+from kvmnn.compressor.kvcm import to_float32, weight_file
 
 from .common import CaseResult, Checker, run_list, sha256, unknown_lists
 
@@ -82,8 +82,8 @@ def _convert_case(folder: Path, case: dict[str, Any], check: Checker) -> None:
             check.equal("a note on the extension", "kvmnn: note: " in done.stderr, True)
             _output(folder, lenient, target, check, nan=False)
         else:
-            check.equal("refused", done.code in (1, USAGE), True)
-            check.equal("exit code of bad usage", done.code == USAGE, expect["category"] == "bad_option")
+            check.equal("refused", done.code in (1, EXIT_USAGE), True)
+            check.equal("exit code of bad usage", done.code == EXIT_USAGE, expect["category"] == "bad_option")
             check.equal("one line of error", done.stderr.count("\n"), 1)
         if expect["status"] == "error" and lenient is None:
             check.equal("files left behind", os.listdir(scratch), [])
@@ -107,13 +107,13 @@ def _output(folder: Path, expect: dict[str, Any], target: Path, check: Checker, 
 
 def _without_nan(data: bytes) -> tuple[Any, ...]:
     """A file's header and blocks, with one NaN for all."""
-    file = weight_file.parse(data)
+    file = weight_file.parse_weight_file(data)
     blocks = []
-    for block in file.blocks():
+    for block in file.iter_blocks():
         for words in (block.weight, block.bias):
             if words is not None:
                 bits = np.ascontiguousarray(words).view(f"u{words.itemsize}").copy()
-                bits[np.isnan(float32_of(words))] = np.iinfo(bits.dtype).max
+                bits[np.isnan(to_float32(words))] = np.iinfo(bits.dtype).max
                 blocks.append(bits.tobytes())
     return file.header, file.metadata, blocks
 
@@ -137,8 +137,10 @@ def _corrupt_case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     if accepted:
         for loader in ("ref_csrc_loader", "ref_src_loader"):
             check.equal(f"verdict of {loader} on what kvmnn takes", "accept", case[loader]["verdict"])
-        file, again = weight_file.read(path), io.BytesIO()
-        weight_file.write(again, file.header, ((b.weight, b.bias) for b in file.blocks()), metadata=file.metadata)
+        file, again = weight_file.read_weight_file(path), io.BytesIO()
+        weight_file.write_weight_file(
+            again, file.header, ((b.weight, b.bias) for b in file.iter_blocks()), metadata=file.metadata
+        )
         check.equal("written again", again.getvalue() == data, True)
 
 

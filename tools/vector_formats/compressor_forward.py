@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from kvmnn import KvmnnError
 from kvmnn.arrays.layer_cache import LayerCache
-from kvmnn.compressor.forward.compressing import CompressedKV, compress, compress_layers
+from kvmnn.compressor.forward.compressing import CompressResult, compress_cache, compress_layers
 from kvmnn.compressor.forward.options import ENGINES, EngineName, ForwardOptions, Precision
 from kvmnn.compressor.kvcm import header, weight_file
 
@@ -51,7 +51,7 @@ def engines() -> list[EngineName]:
 def _case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     check.known_fields(_FIELDS)
     check.equal("unknown settings", sorted(set(case["config"]) - _CONFIG), [])
-    weights = weight_file.read(folder / case["bin"])
+    weights = weight_file.read_weight_file(folder / case["bin"])
     check.field("prefixes", weights.header.weight_count_per_layer // header.SLOTS_PER_PREFIX)
     check.field("bin_dtype", weights.header.dtype_code)
     with np.load(folder / case["npz"]) as file:
@@ -80,7 +80,7 @@ def _run(
     keys, values = (_padded(arrays[name], spare) for name in ("k_in", "v_in"))
     before = keys.tobytes(), values.tobytes()
     try:
-        made = compress(weights, keys, values, options)
+        made = compress_cache(weights, keys, values, options)
     except KvmnnError as error:
         if case["new_len"] is not None:
             check.equal(f"{engine} {precision}", f"refused: {error}", "accepted")
@@ -88,7 +88,7 @@ def _run(
     check.equal("input after the call", (keys.tobytes(), values.tobytes()) == before, True)
     if made is None:
         return
-    check.field("new_len", made.new_len)
+    check.field("new_len", made.num_tokens)
     effective = {
         "factor": made.plan.factor,
         "min_seq_len": made.plan.min_seq_len,
@@ -96,7 +96,7 @@ def _run(
     }
     check.field("effective", effective)
     if "ref_csrc_new_len" in case:
-        check.field("ref_csrc_new_len", made.new_len)
+        check.field("ref_csrc_new_len", made.num_tokens)
     check.equal("positions", _positions(made), list(range(case["seq_len"])))
     for name, array in (("k", made.keys), ("v", made.values)):
         _compare(f"{engine} {precision} {name}", array, _expected(arrays, name, precision), check, precision)
@@ -139,7 +139,7 @@ def _compare(what: str, found: Floats, expected: Floats, check: Checker, precisi
         check.problems.append(f"{what}: off by up to {np.abs(x - y).max():.3g}, expected {absolute} + {relative}|x|")
 
 
-def _positions(made: CompressedKV) -> list[int]:
+def _positions(made: CompressResult) -> list[int]:
     """Every true position that the new tokens stand for, in order: all of them, each once."""
     spans = zip(made.positions.tolist(), made.ends.tolist(), strict=True)
     return [position for first, end in spans for position in range(first, end)]
@@ -149,7 +149,7 @@ def _compare_layers(
     weights: weight_file.WeightFile,
     case: dict[str, Any],
     arrays: dict[str, Floats],
-    made: CompressedKV,
+    made: CompressResult,
     options: ForwardOptions,
     check: Checker,
 ) -> None:

@@ -38,7 +38,7 @@ def _case(folder: Path, case: dict[str, Any], check: Checker) -> None:
         history = np.fromfile(folder / case["history"], _NUMPY[case["dtype"]]).reshape(shape)
         check.field("history_rows", history.shape[1])
     if "table_set" in case:
-        tables = dense.Tables((folder / case["table_set"]).read_bytes())
+        tables = dense.SharedTables((folder / case["table_set"]).read_bytes())
         check.field("table_set_id", f"{tables.id:016x}")
     if case["refused"]:
         try:

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 import kvmnn
-from kvmnn.bundle import encode, open_frames
+from kvmnn.bundle import encode_source, open_frames
 from kvmnn.files.mapped import MappedFile
 from kvmnn.formats import EngineOptions, PackedOptions, ReadOptions, restore_file
-from kvmnn.formats.llama.state import State, parse
-from kvmnn.packed.fitting import Geometry
+from kvmnn.formats.llama.state import LlamaState, parse_structure
+from kvmnn.packed.fitting import PackedGeometry
 
 from .common import CaseResult, Checker, run_list, unknown_lists
 
@@ -45,7 +45,7 @@ def _llama(folder: Path, index: dict[str, Any], case: dict[str, Any], check: Che
     check.known_fields(_LLAMA)
     path = folder / case["file"]
     engine = EngineOptions(stream=case["stream"])
-    said = PackedOptions(geometry=Geometry(kv_heads=case["kv_heads"]))
+    said = PackedOptions(geometry=PackedGeometry(kv_heads=case["kv_heads"]))
     source = kvmnn.open(path, ReadOptions(packed=said, engine=engine))
     if "model" in index:
         model = PackedOptions(model=str(folder / index["model"]))
@@ -53,7 +53,7 @@ def _llama(folder: Path, index: dict[str, Any], case: dict[str, Any], check: Che
         check.equal("geometry by the model", _shapes(by_model), _shapes(source))
     cache = source.engine_cache
     assert cache is not None
-    _state(parse(MappedFile(path)), case, check)
+    _state(parse_structure(MappedFile(path)), case, check)
     check.field("kind", cache.kind)
     check.field("types", list(cache.types))
     check.field("layers", cache.layers)
@@ -64,13 +64,13 @@ def _llama(folder: Path, index: dict[str, Any], case: dict[str, Any], check: Che
     _written_again(path, check)
 
 
-def _state(state: State, case: dict[str, Any], check: Checker) -> None:
+def _state(state: LlamaState, case: dict[str, Any], check: Checker) -> None:
     check.field("version", state.version)
-    check.field("tokens", state.tokens.tolist())
+    check.field("tokens", state.token_ids.tolist())
     check.field("streams", len(state.caches[0]))
     stream = state.caches[0][case["stream"]]
     check.field("positions", stream.positions.tolist())
-    check.field("seqs", stream.seqs)
+    check.field("seqs", stream.sequences_by_cell)
 
 
 def _mlx(folder: Path, case: dict[str, Any], check: Checker) -> None:
@@ -115,6 +115,6 @@ def _written_again(path: Path, check: Checker) -> None:
     """The file from its frames."""
     with tempfile.TemporaryDirectory() as scratch:
         frames, back = Path(scratch, "frames/"), Path(scratch, "back")
-        encode(kvmnn.open(path, ReadOptions(engine=EngineOptions(whole=True))), f"{frames}/")
+        encode_source(kvmnn.open(path, ReadOptions(engine=EngineOptions(passthrough=True))), f"{frames}/")
         restore_file(open_frames(str(frames)), back)
         check.equal("written again byte for byte", back.read_bytes() == path.read_bytes(), True)

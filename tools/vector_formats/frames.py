@@ -9,8 +9,8 @@ from typing import Any
 from kvmnn import KvmnnError, decode, encode, fnv1a64, inspect
 from kvmnn.frames import _decoder, _encoder, _streams, zstd
 from kvmnn.frames.options import CODECS
-from kvmnn.frames.predictors import NAMES as PREDICTORS
-from kvmnn.frames.predictors import mode_bits, parse_spec
+from kvmnn.frames.predictors import PREDICTORS as PREDICTORS
+from kvmnn.frames.predictors import parse_spec, to_mode_bits
 from kvmnn.packed.layout import PackLayout
 
 from .common import CaseResult, Checker, run_list, sha256, unknown_lists
@@ -48,13 +48,13 @@ def _encode_case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     check.field("ok", True)
     if not case["ok"]:
         return
-    if zstd.byte_exact() or case["same_with_zstd_1_5_7"]:
+    if zstd.is_byte_exact() or case["same_with_zstd_1_5_7"]:
         check.equal("frame", sha256(frame), sha256((folder / case["frame"]).read_bytes()))
         check.field("frame_len", len(frame))
         check.field("frame_sha256", sha256(frame))
         check.field("frame_fnv1a64", _hash_text(frame))
         check.field("streams", _streams_of(case, frame))
-    elif zstd.version() == "1.5.7":
+    elif zstd.get_version() == "1.5.7":
         check.field("same_with_zstd_1_5_7", frame == (folder / case["frame"]).read_bytes())
     check.field("frame_nozstd_len", len(without))
     check.field("frame_nozstd_sha256", sha256(without))
@@ -76,7 +76,7 @@ def _encode(case: dict[str, Any], data: bytes, codecs: tuple[str, ...]) -> bytes
     if op == "encode32":
         return encode(data, dtype="fp32", predictors=case["lo"], codecs=codecs)
     if op == "stream":
-        return _encoder.encode_stream(data, mode_bits(parse_spec(case["lo"])), _allow(codecs))
+        return _encoder.encode_stream(data, to_mode_bits(parse_spec(case["lo"])), _allow(codecs))
     if op == "rle":
         return _streams.encode_rle(data)
     raise ValueError(f"unknown op {op!r}")
@@ -123,7 +123,7 @@ def _decode_case(folder: Path, case: dict[str, Any], check: Checker) -> None:
             check.equal("output", sha256(output), sha256((folder / case["output"]).read_bytes()))
             check.field("output_len", len(output))
             check.field("output_sha256", sha256(output))
-    if zstd.version() == "1.5.7":
+    if zstd.get_version() == "1.5.7":
         check.field("accept_zstd_1_5_7", _accepts(case, frame))
 
 
@@ -172,8 +172,8 @@ def _range_case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     past, capacity = case["kv_len"], case["max_len"]
     keys, values = bytearray(files["k"]), bytearray(files["v"])
     try:
-        k, v = layout.gather(keys, values, case["start"], case["count"], past=past, capacity=capacity)
-        layout.zero(keys, values, case["start"], case["count"], past=past, capacity=capacity)
+        k, v = layout.gather(keys, values, case["start"], case["count"], past_length=past, capacity=capacity)
+        layout.zero(keys, values, case["start"], case["count"], past_length=past, capacity=capacity)
     except KvmnnError:
         check.field("ok", False)
         check.equal("K and V after a refusal", (keys, values), (files["k"], files["v"]))
@@ -183,7 +183,7 @@ def _range_case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     check.equal("gathered V", sha256(v.tobytes()), sha256(files["vout"]))
     check.equal("zeroed K", sha256(keys), sha256(files["kzero"]))
     check.equal("zeroed V", sha256(values), sha256(files["vzero"]))
-    layout.scatter(k, v, keys, values, case["start"], past=past, capacity=capacity)
+    layout.scatter(k, v, keys, values, case["start"], past_length=past, capacity=capacity)
     check.equal("K after scatter", sha256(keys), sha256(files["k"]))
     check.equal("V after scatter", sha256(values), sha256(files["v"]))
 

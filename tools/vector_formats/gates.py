@@ -12,10 +12,11 @@ from typing import Any
 
 from kvmnn import KvmnnError
 from kvmnn.cli import gate_options
-from kvmnn.gates import Limits, parse
-from kvmnn.gates.checking.analysis import columns_warned
-from kvmnn.gates.checking.checking import Checked, check
-from kvmnn.gates.checking.markdown import case_markdown, read_gate_section
+from kvmnn.gates import GateLimits, parse_logs
+from kvmnn.gates.checking.analysis import warn_missing_columns
+from kvmnn.gates.checking.checking import CaseResult as GateCaseResult
+from kvmnn.gates.checking.checking import check
+from kvmnn.gates.checking.markdown import format_case_markdown, read_gate_section
 from kvmnn.gates.checking.metric_rows import read_csv
 
 from .common import CaseResult, Checker, run_list, unknown_lists
@@ -46,25 +47,25 @@ def _analyse(case: dict[str, Any], check: Checker) -> None:
         except KvmnnError as error:
             _refused(case, check, error)
             check.field("gate", {})
-            check.field("warn", columns_warned(case["csv_header"]))
+            check.field("warn", warn_missing_columns(case["csv_header"]))
             return
     check.field("rc", 0)
     check.field("stderr_last", "")
     check.field("warn", list(checked.analysis.warnings))
-    made, expected = dict(checked.analysis.lines), case["gate"]
+    made, expected = dict(checked.analysis.section_lines), case["gate"]
     check.equal("names of the gate", list(made), list(expected))
     for key in {**expected, **made}:
         if expected.get(key) != _PATH:
             check.equal(key, made.get(key), expected.get(key))
         else:
             check.equal(f"{key} names a file", name in made.get(key, ""), True)
-    check.equal("verdict", checked.passed, expected.get("quality_status") == "PASS")
+    check.equal("verdict", checked.has_passed, expected.get("quality_status") == "PASS")
     check.equal("gates", all(gate.verdict != "fail" for gate in checked.gates), expected.get("overall_pass") == "true")
-    section = read_gate_section(case_markdown(checked.analysis))
+    section = read_gate_section(format_case_markdown(checked.analysis))
     check.equal("report", section, {key: text.strip().strip("`") for key, text in made.items()})
 
 
-def _judged(case: dict[str, Any], folder: Path) -> Checked:
+def _judged(case: dict[str, Any], folder: Path) -> GateCaseResult:
     """The case as files, judged by its words."""
     words = gate_options.parse_words(case["args"])
     paths = {}
@@ -79,8 +80,10 @@ def _judged(case: dict[str, Any], folder: Path) -> Checked:
     table = folder / "metrics.csv"
     with table.open("w", encoding="utf-8", newline="") as stream:
         csv.writer(stream).writerows([case["csv_header"], *case["csv_rows"]])
-    limits = gate_options.limits(words, Limits())
-    return check(read_csv(table), limits, online=paths.get("online_json"), upper=paths.get("upper_json"), logs=logs)
+    limits = gate_options.override_limits(words, GateLimits())
+    return check(
+        read_csv(table), limits, online_json=paths.get("online_json"), upper_json=paths.get("upper_json"), logs=logs
+    )
 
 
 def _parse(case: dict[str, Any], check: Checker) -> None:
@@ -89,7 +92,7 @@ def _parse(case: dict[str, Any], check: Checker) -> None:
         log = Path(name, "a.log")
         log.write_bytes(case["log"].encode())
         try:
-            parsed = parse([log])
+            parsed = parse_logs([log])
         except KvmnnError as error:
             _refused(case, check, error)
             check.field("csv", None)

@@ -9,7 +9,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmnn.h2o import Compaction, H2OConfig, LayerCall, PendingPlan, Plan, Planner, block_sums, plan
+from kvmnn.h2o import (
+    BlockPlan,
+    CacheEdit,
+    H2OConfig,
+    H2OPlanner,
+    LayerCallResult,
+    PendingPlan,
+    plan_blocks,
+    sum_by_block,
+)
 
 from .common import CaseResult, Checker, run_list, unknown_lists
 from .std_sort import sorted_as_libstdcxx
@@ -47,7 +56,7 @@ def _accumulate(case: dict[str, Any], check: Checker) -> None:
     rows = np.array(case["rows"], np.float64).astype(np.float32).reshape(shape)
     if params["packed_layout_bug"]:
         rows = _as_read_from_packed(rows, params["tile"], params["pack"])
-    sums = block_sums(rows, params["block_tokens"], threads=params["threads"], tile=params["tile"])
+    sums = sum_by_block(rows, params["block_tokens"], threads=params["threads"], tile=params["tile"])
     _floats(check, "expected_block_acc", sums, case["expected_block_acc"])
 
 
@@ -68,23 +77,23 @@ def _as_read_from_packed(rows: npt.NDArray[np.float32], tile: int, pack: int) ->
 # -- calls ------------------------------------------------------------------------------------------------------------
 
 
-class StdSortPlanner(Planner):
+class StdSortPlanner(H2OPlanner):
     """Breaks ties as the reference's own sort happens to."""
 
-    def choose(self, scores: npt.NDArray[np.float32], kv_len: int) -> Plan:
-        floor = plan(np.zeros(scores.size, np.float32), kv_len, self.config)
-        first, last = floor.floor_blocks[0], scores.size - floor.floor_blocks[1]
+    def select_blocks(self, scores: npt.NDArray[np.float32], kv_len: int) -> BlockPlan:
+        floor = plan_blocks(np.zeros(scores.size, np.float32), kv_len, self.config)
+        first, last = floor.num_floor_blocks[0], scores.size - floor.num_floor_blocks[1]
         order = sorted_as_libstdcxx([(float(scores[block]), block) for block in range(first, last)])
         ranks = np.zeros(scores.size, np.float32)
         ranks[[block for _, block in order]] = range(len(order), 0, -1)
-        return plan(ranks, kv_len, self.config)
+        return plan_blocks(ranks, kv_len, self.config)
 
 
 def _calls(case: dict[str, Any], check: Checker) -> None:
     check.known_fields(
         {"config", "init", "forwards", "expected", "expected_previous", "tie_sensitive", "reference_std_sort"}
     )
-    events, previous = Replay(case, Planner).run()
+    events, previous = Replay(case, H2OPlanner).run()
     other, _ = Replay(case, StdSortPlanner).run()
     _events(check, "call", events, case["expected"])
     check.field("expected_previous", previous)
@@ -96,7 +105,7 @@ def _calls(case: dict[str, Any], check: Checker) -> None:
 class Replay:
     """One case: a planner, the tokens that each layer object holds, and the events of its calls."""
 
-    def __init__(self, case: dict[str, Any], kind: type[Planner]) -> None:
+    def __init__(self, case: dict[str, Any], kind: type[H2OPlanner]) -> None:
         self.case = case
         self.config = _config(case["config"])
         self.planner = kind(self.config, on_invalid="engine")
@@ -121,7 +130,7 @@ class Replay:
         for layer, values in (scores or {}).items():
             planner.layers[int(layer)].scores = np.array(values, np.float64).astype(np.float32)
         for layer, made in (pending or {}).items():
-            planner.layers[int(layer)].pending = PendingPlan(made["remove"], tuple(made["pairs"]))
+            planner.layers[int(layer)].pending_plan = PendingPlan(made["remove"], tuple(made["pairs"]))
         planner.clock.global_step, planner.clock.last_trigger, planner.clock.cursor = steps
         planner.metrics.h2o_keep_ratio, planner.metrics.h2o_lossy_ratio = (float(np.float32(value)) for value in metric)
 
@@ -143,7 +152,7 @@ class Replay:
     def _call(self, forward: dict[str, Any], manager: int, acc: Callable[[int], npt.NDArray[np.float32]]) -> None:
         planner, held = self.planner, self.tokens[manager]
         before = len(held)
-        todo = planner.begin(before, forward["add"], decode=bool(forward["in_decode"]))
+        todo = planner.begin_call(before, forward["add"], decode=bool(forward["in_decode"]))
         applied = planner.meta.remove, planner.meta.reserve
         start = before - todo.remove
         held[start:] = [held[start + begin + i] for begin, size in todo.reserve for i in range(size)]
@@ -151,10 +160,10 @@ class Replay:
             raise ValueError(f"{len(held)} tokens after the plan, the planner says {todo.kv_after}")
         held += range(self.arrived[manager], self.arrived[manager] + forward["add"])
         self.arrived[manager] += forward["add"]
-        call = planner.end(acc(self.config.blocks(len(held))))
+        call = planner.end_call(acc(self.config.count_blocks(len(held))))
         self.events.append(self._event(manager, todo, applied, call))
 
-    def _event(self, manager: int, todo: Compaction, applied: Any, call: LayerCall) -> dict[str, Any]:
+    def _event(self, manager: int, todo: CacheEdit, applied: Any, call: LayerCallResult) -> dict[str, Any]:
         planner = self.planner
         state, clock = planner.layers[call.layer], planner.clock
         metrics = planner.metrics.to_dict()
@@ -162,30 +171,30 @@ class Replay:
         return {
             "manager": manager,
             "layer_index": call.layer,
-            "h2o_enabled": int(call.enabled),
+            "h2o_enabled": int(call.is_enabled),
             "kv_before": todo.kv_before,
             "pending_ready_before": int(todo.was_pending),
             "applied_remove": applied[0],
             "applied_reserve": [number for pair in applied[1] for number in pair],
             "kv_after_apply": todo.kv_after,
             "kv_seq_len": call.kv_len,
-            "block_count": call.blocks,
+            "block_count": call.num_blocks,
             "global_step": clock.global_step,
             "token_step": clock.token_step,
             "last_trigger_step": clock.last_trigger,
-            "triggered": int(call.triggered),
-            "scores_ema": call.scores.tolist() if call.enabled else [],
+            "triggered": int(call.has_triggered),
+            "scores_ema": call.scores.tolist() if call.is_enabled else [],
             "scores_after": state.scores.tolist(),
             "plan": _plan_event(call.plan),
             "pending": {
-                "ready": int(state.pending is not None),
-                "remove": state.pending.remove if state.pending else 0,
-                "pairs": list(state.pending.flat) if state.pending else [],
+                "ready": int(state.pending_plan is not None),
+                "remove": state.pending_plan.remove if state.pending_plan else 0,
+                "pairs": list(state.pending_plan.flat_pairs) if state.pending_plan else [],
             },
             "final_keep_tokens_for_layer": call.final_keep,
             "metrics": metrics,
             "token_runs": _runs(self.tokens[manager]),
-            "errors": [STALE] if todo.stale else [],
+            "errors": [STALE] if todo.is_stale else [],
         }
 
 
@@ -221,7 +230,7 @@ def _acc(forward: dict[str, Any], step: int, manager: int, number: int, blocks: 
     return sums
 
 
-def _plan_event(made: Plan | None) -> dict[str, Any] | None:
+def _plan_event(made: BlockPlan | None) -> dict[str, Any] | None:
     if made is None:
         return None
     size = made.bytes_per_token or 0
@@ -231,13 +240,13 @@ def _plan_event(made: Plan | None) -> dict[str, Any] | None:
         "target_keep": made.target,
         "floor_dominates": int(made.floor_dominates),
         "quantized_keep": made.quantized_keep,
-        "kept_tokens": made.kept_tokens,
-        "final_keep_tokens": made.final_keep,
-        "evicted": made.evicted,
+        "kept_tokens": made.num_kept_tokens,
+        "final_keep_tokens": made.num_final_tokens,
+        "evicted": made.num_evicted,
         "reserve_meta_bytes": made.reserve_bytes,
-        "candidate_pairs": made.runs.reshape(-1).tolist(),
+        "candidate_pairs": made.kept_runs.reshape(-1).tolist(),
         "raw_before": made.kv_len * size,
-        "raw_after": made.final_keep * size,
+        "raw_after": made.num_final_tokens * size,
     }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmnn.h2o import H2OConfig, Planner, plan
+from kvmnn.h2o import H2OConfig, H2OPlanner, plan_blocks
 
 from .common import Checker
 
@@ -20,16 +20,16 @@ def check_plan(index: dict[str, Any], case: dict[str, Any], check: Checker) -> N
     """The pairs are the planner's for some scores, and their sizes and protected blocks for all."""
     config, tokens = _config(index), case["past_before"]
     wanted = _attention(config, case["reserve"], tokens)
-    made = plan(wanted, tokens, config)
-    check.field("remove", made.remove)
-    check.field("reserve", [list(pair) for pair in made.reserve])
-    check.field("past_after", made.final_keep)
+    made = plan_blocks(wanted, tokens, config)
+    check.field("remove", made.window_tokens)
+    check.field("reserve", [list(pair) for pair in made.reserve_pairs])
+    check.field("past_after", made.num_final_tokens)
     kept = made.keep.copy()
     for name, scores in (("equal", np.zeros(len(wanted))), ("opposite", -wanted), ("rising", np.arange(len(wanted)))):
-        other = plan(scores, tokens, config)
-        check.equal(f"tokens kept with {name} scores", other.final_keep, case["past_after"])
+        other = plan_blocks(scores, tokens, config)
+        check.equal(f"tokens kept with {name} scores", other.num_final_tokens, case["past_after"])
         kept &= other.keep
-    sink, recent = made.floor_blocks
+    sink, recent = made.num_floor_blocks
     protected = [*range(sink), *range(len(kept) - recent, len(kept))]
     check.equal("blocks kept whatever the scores", np.flatnonzero(kept).tolist(), protected)
 
@@ -37,7 +37,7 @@ def check_plan(index: dict[str, Any], case: dict[str, Any], check: Checker) -> N
 def check_length(index: dict[str, Any], snapshot: dict[str, Any], check: Checker) -> None:
     """Steps from the prompt to this snapshot, planned call by call, leave every layer with the recorded length."""
     config = _config(index)
-    planner = Planner(config)
+    planner = H2OPlanner(config)
     by_step = sorted(index["snapshots"], key=lambda entry: int(entry["step"]))
     lengths = [0] * config.layers
     for entry in by_step:
@@ -45,14 +45,14 @@ def check_length(index: dict[str, Any], snapshot: dict[str, Any], check: Checker
             break
         first = entry is by_step[0]
         for layer in range(config.layers):
-            todo = planner.begin(lengths[layer], entry["past"] if first else 1, decode=not first)
+            todo = planner.begin_call(lengths[layer], entry["past"] if first else 1, decode=not first)
             lengths[layer] = todo.kv_after + (entry["past"] if first else 1)
             case = _case_of(index, layer, entry["step"])
             expected = case["reserve"] if case else []
             check.equal(f"layer {layer}, step {entry['step']}: pairs", [list(pair) for pair in todo.reserve], expected)
             planned = _case_of(index, layer, entry["step"] + 1)
             pairs = planned["reserve"] if planned else []
-            planner.end(_attention(config, pairs, lengths[layer]))
+            planner.end_call(_attention(config, pairs, lengths[layer]))
         planner.sync()
     check.equal("tokens of every layer", lengths, [snapshot["past"]] * config.layers)
 
@@ -68,7 +68,7 @@ def _case_of(index: dict[str, Any], layer: int, step: int) -> dict[str, Any] | N
 
 def _attention(config: H2OConfig, pairs: list[list[int]], tokens: int) -> npt.NDArray[np.float32]:
     """1 for blocks inside the pairs, 0 for the others."""
-    sums = np.zeros(config.blocks(tokens), np.float32)
+    sums = np.zeros(config.count_blocks(tokens), np.float32)
     for begin, size in pairs:
-        sums[begin // config.block : -(-(begin + size) // config.block)] = 1
+        sums[begin // config.effective_block_tokens : -(-(begin + size) // config.effective_block_tokens)] = 1
     return sums

@@ -98,11 +98,11 @@ class Replay:
     def __init__(self, layout: PackLayout, case: dict[str, Any], sections: dict[str, bytes], check: Checker) -> None:
         self.case, self.check, self.layout = case, check, layout
         total = case["tokens_total"]
-        words = np.dtype(f"<u{layout.itemsize}") if not layout.quantised else np.dtype("<f4")
+        words = np.dtype(f"<u{layout.itemsize}") if not layout.is_quantised else np.dtype("<f4")
         shape = (case["heads"], total, case["head_dim"])
         self.inputs = [np.frombuffer(sections[f"input_{letter}"], words).reshape(shape) for letter in "kv"]
         options: dict[str, Any] = {"on_invalid": "engine", "expand_chunk": case["expand_chunk"]}
-        self.caches = [PackedCache(layout, fresh_byte=byte, **options) for byte in (0, 0 if case["disk"] else _FILL)]
+        self.caches = [PackedCache(layout, fill_byte=byte, **options) for byte in (0, 0 if case["disk"] else _FILL)]
         self.tokens: list[int] = []
         self.pushed = 0
         self.dumps: dict[str, bytes] = {}
@@ -118,7 +118,7 @@ class Replay:
             if "fa" in step:
                 computed["fa"] = self.layout.value_block(self.caches[0].capacity)
             self.check.equal(f"step {number}", computed, step)
-        if self.layout.quantised:
+        if self.layout.is_quantised:
             sums = self.caches[0].int8_sums
             if sums is None:
                 raise ValueError("an int8 cache without its sums")
@@ -130,7 +130,7 @@ class Replay:
     def _sizes(self) -> dict[str, int]:
         cache = self.caches[0]
         return {
-            "past": cache.past,
+            "past": cache.past_length,
             "max_len": cache.capacity,
             "key_bytes_per_head": len(cache.key_buffer) // self.layout.kv_heads,
             "value_bytes_per_head": len(cache.value_buffer) // self.layout.kv_heads,
@@ -160,11 +160,11 @@ class Replay:
         raise ValueError(f"unknown op {kind!r}")
 
     def _realloc(self, remove: int, pairs: list[list[int]], add: int) -> dict[str, Any]:
-        meta = KVMeta(self.caches[0].past, add, remove, tuple((begin, size) for begin, size in pairs))
-        before = self.caches[0].past
+        meta = KVMeta(self.caches[0].past_length, add, remove, tuple((begin, size) for begin, size in pairs))
+        before = self.caches[0].past_length
         messages = [cache.realloc(remove, pairs, add) for cache in self.caches]
         start = max(0, before - remove)
-        after = self.caches[0].past
+        after = self.caches[0].past_length
         kept = [token for begin, size in pairs for token in self.tokens[start + begin : start + begin + size]]
         self.tokens = (self.tokens[:start] + (kept if after > start else []))[:after]
         return {
@@ -189,7 +189,7 @@ class Replay:
     def _check_arrays(self, name: str) -> None:
         """What comes back is what went in, and packing it again gives every live element."""
         cache, layout = self.caches[0], self.layout
-        if layout.quantised or not self.tokens:
+        if layout.is_quantised or not self.tokens:
             return
         arrays = cache.to_arrays()
         for letter, array, pushed in zip("KV", arrays, self.inputs, strict=True):

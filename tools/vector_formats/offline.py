@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from kvmnn import KvmnnError
-from kvmnn.cli.measure_options import parse_options
-from kvmnn.offline import Measurement, measure, select, to_document, to_json, to_markdown
+from kvmnn.cli.measure_options import parse_measure_options
+from kvmnn.offline import (
+    MeasureResult,
+    build_reference_document,
+    format_reference_json,
+    format_reference_markdown,
+    measure_dumps,
+    select_dumps,
+)
 from kvmnn.offline.options import ArgumentsError
 
 from .common import CaseResult, Checker, run_list, unknown_lists
@@ -31,8 +38,8 @@ def run(folder: Path, index: dict[str, Any]) -> Iterator[CaseResult]:
 def _case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     check.known_fields(_FIELDS | {"name"})
     try:
-        options = parse_options(case["args"])
-        measured = measure([case["dump"]], select([folder / case["dump"]], options.scope), options)
+        options = parse_measure_options(case["args"])
+        measured = measure_dumps([case["dump"]], select_dumps([folder / case["dump"]], options.scope), options)
     except ArgumentsError as error:
         if check.equal("rc", 2, case["rc"]):  # with a usage text around it that has the script's own name
             check.equal("stderr", str(error) in case["stderr"], True)
@@ -48,14 +55,19 @@ def _case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     _compare(folder, case, check, measured)
 
 
-def _compare(folder: Path, case: dict[str, Any], check: Checker, measured: Measurement) -> None:
-    made, expected = to_document(measured), json.loads((folder / case["expected"]).read_text(encoding="utf-8"))
+def _compare(folder: Path, case: dict[str, Any], check: Checker, measured: MeasureResult) -> None:
+    made, expected = (
+        build_reference_document(measured),
+        json.loads((folder / case["expected"]).read_text(encoding="utf-8")),
+    )
     check.field("lossless_ratio", made["lossless_ratio"])
     for key in {**expected, **made}:
         check.equal(key, _typed(made.get(key)), _typed(expected.get(key)))
     check.equal("order of keys", list(made), list(expected))
-    check.equal("JSON text", to_json(measured), json.dumps(expected, indent=2))
-    check.equal("Markdown", to_markdown(measured), (folder / case["expected_md"]).read_text(encoding="utf-8"))
+    check.equal("JSON text", format_reference_json(measured), json.dumps(expected, indent=2))
+    check.equal(
+        "Markdown", format_reference_markdown(measured), (folder / case["expected_md"]).read_text(encoding="utf-8")
+    )
 
 
 def _typed(value: Any) -> Any:

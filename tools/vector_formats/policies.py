@@ -16,7 +16,7 @@ from kvmnn.policies import (
     KNorm,
     L2Fixed,
     L2Ratio,
-    LayerView,
+    LayerState,
     ObservedAttention,
     Policy,
     Streaming,
@@ -54,7 +54,7 @@ def _case(case: dict[str, Any], check: Checker) -> None:
 
 
 def _l2_original(case: dict[str, Any], check: Checker) -> None:
-    _by_layer(L2Ratio.original(**_skipping(case["params"])), case, check)
+    _by_layer(L2Ratio.from_paper(**_skipping(case["params"])), case, check)
 
 
 def _l2_ratio(case: dict[str, Any], check: Checker) -> None:
@@ -92,7 +92,7 @@ def _random(policy: L2Fixed, case: dict[str, Any], check: Checker) -> None:
     """Which tokens the reference drew cannot be known; how many from where, and their order, can."""
     for number, (keys, expected) in enumerate(zip(_layers(case), case["expected"], strict=True)):
         tokens = keys.shape[1]
-        size = policy.size(tokens)
+        size = policy.resolve_budget(tokens)
         untouched = tokens <= size or number in policy.skip_layers
         protected = 0 if untouched else min(int(size * policy.recent_ratio), tokens)
         kept = _kept(policy, number, keys)
@@ -111,14 +111,14 @@ def _observed(case: dict[str, Any], check: Checker) -> None:
     policy = ObservedAttention(keep_ratio=1 - case["params"]["compression_ratio"])
     weights = np.array(case["input"]["attentions"], np.float32)
     heads = case["params"]["kv_heads"]
-    view = LayerView(tokens=weights.shape[2], scores=policy.column_sums(weights, heads))
-    check.equal("kept", [_rows(policy.keep(view), heads)], case["expected"])
+    view = LayerState(tokens=weights.shape[2], scores=policy.sum_columns(weights, heads))
+    check.equal("kept", [_rows(policy.select_or_all(view), heads)], case["expected"])
 
 
 def _streaming(case: dict[str, Any], check: Checker) -> None:
     params = case["params"]
     policy = Streaming(sink=params["start_size"], budget=params["start_size"] + params["recent_size"])
-    kept = policy.keep(LayerView(tokens=case["input"]["seq_len"]))
+    kept = policy.select_or_all(LayerState(tokens=case["input"]["seq_len"]))
     check.equal("kept", [kept.tolist()], case["expected"])
 
 
@@ -126,7 +126,7 @@ def _streaming_press(case: dict[str, Any], check: Checker) -> None:
     """A set; where the sinks leave less to prune than must go, every set of the right size without the pruned ones."""
     sink, tokens = case["params"]["n_sink"], case["input"]["seq_len"]
     policy = StreamingPress(keep_ratio=1 - case["params"]["compression_ratio"], sink=sink)
-    kept = sorted(policy.keep(LayerView(tokens=tokens)).tolist())
+    kept = sorted(policy.select_or_all(LayerState(tokens=tokens)).tolist())
     check.equal("sets", len(case["expected"]), 1)
     expected = sorted(case["expected"][0])
     if sink + tokens - len(kept) <= tokens:
@@ -151,14 +151,14 @@ def _fixed_loop(case: dict[str, Any], check: Checker) -> None:
     for token in range(prefill, keys.shape[1]):
         step = keys[:, token : token + 1]
         cache.append(step, step)
-        found.append(_rows(cache.attended().positions, keys.shape[0]))
+        found.append(_rows(cache.finish_attention().positions, keys.shape[0]))
     expected = case["expected"]
     check.equal("kept", found, [[row] if keys.shape[0] == 1 else row for row in expected])
 
 
 def _streaming_cache(case: dict[str, Any], check: Checker) -> None:
     params = case["params"]
-    policy = Streaming.lazy(params["n_sink"], params["window_size"], params["buffer"])
+    policy = Streaming.from_window(params["n_sink"], params["window_size"], params["buffer"])
     steps = _steps(policy, case, None)
     check.equal("steps", len(steps), len(case["expected"]))
     for number, (step, expected) in enumerate(zip(steps, case["expected"], strict=False)):
@@ -192,7 +192,7 @@ def _h2o_heads(case: dict[str, Any], check: Checker) -> None:
     for count, added in zip(case["input"]["chunks"], sums, strict=True):
         attended = cache.append(*_blank(len(added), count))
         check.equal("sums for each attended token", len(added[0]), attended.tokens)
-        found.append(_rows(cache.attended(np.array(added, np.float32)).positions, len(added)))
+        found.append(_rows(cache.finish_attention(np.array(added, np.float32)).positions, len(added)))
     check.equal("kept", found, case["expected"])
 
 
@@ -203,7 +203,7 @@ def _steps(
     found, cache = [], EvictingCache(policy)
     for number, count in enumerate(case["input"]["chunks"]):
         attended = cache.append(*_blank(1, count)).positions.tolist()
-        stored = cache.attended(None if sums is None else np.array(sums[number], np.float32))
+        stored = cache.finish_attention(None if sums is None else np.array(sums[number], np.float32))
         if case["params"]["force_evict_after_chunk"]:
             stored = cache.end_chunk()
         found.append({"attended": attended, "stored": stored.positions.tolist(), "seen": stored.tokens_seen})
@@ -238,7 +238,7 @@ def _blank(heads: int, tokens: int) -> tuple[Floats, Floats]:
 
 
 def _kept(policy: Policy, layer: int, keys: Floats) -> list[list[int]]:
-    return _rows(policy.keep(LayerView(tokens=keys.shape[1], layer=layer, keys=keys)), keys.shape[0])
+    return _rows(policy.select_or_all(LayerState(tokens=keys.shape[1], layer=layer, keys=keys)), keys.shape[0])
 
 
 def _rows(kept: Numbers, heads: int) -> list[list[int]]:

@@ -103,7 +103,7 @@ def _snapshot(folder: Path, case: dict[str, Any], before: dict[str, Any] | None,
         cache, history = _replay(layout, case, steps, before, start, list(arrays))
         check.equal(f"{label} replayed, K", sha256(cache.key_buffer), sha256(part["k"]))
         check.equal(f"{label} replayed, V", sha256(cache.value_buffer), sha256(part["v"]))
-        check.field("past", cache.past)
+        check.field("past", cache.past_length)
         check.field("max_len", cache.capacity)
         check.field("engine_history", history)
     check.equal("sections", sorted(sections), sorted(names))
@@ -193,10 +193,10 @@ def _h2o_files(folder: Path, index: dict[str, Any], case: dict[str, Any], check:
             )
         else:
             cache = PackedCache(layout)
-        cache.append(*(array[:, cache.past :] for array in arrays))
+        cache.append(*(array[:, cache.past_length :] for array in arrays))
         check.equal(f"layer {layer} replayed, K", sha256(cache.key_buffer), sha256(k))
         check.equal(f"layer {layer} replayed, V", sha256(cache.value_buffer), sha256(v))
-        check.field("past", cache.past)
+        check.field("past", cache.past_length)
 
 
 def _h2o_case(folder: Path, index: dict[str, Any], case: dict[str, Any], check: Checker) -> None:
@@ -219,14 +219,16 @@ def _h2o_case(folder: Path, index: dict[str, Any], case: dict[str, Any], check: 
     )
     rows = cache.to_arrays()
     cache.realloc(case["remove"], case["reserve"])
-    check.field("past_after", cache.past)
+    check.field("past_after", cache.past_length)
     kept = [token for begin, size in case["reserve"] for token in range(begin, begin + size)]
     for letter, left, all_rows in zip("KV", cache.to_arrays(), rows, strict=True):
         check.equal(f"rows that stay, {letter}", sha256(left.tobytes()), sha256(all_rows[:, kept].tobytes()))
     expected = _h2o_read(folder, after, case["layer"])
     row = case["ignored_row"]
-    appended = layout.gather(*expected, row, 1, past=row + 1, capacity=index["capacity"])
-    layout.scatter(*appended, cache.key_buffer, cache.value_buffer, row, past=cache.capacity, capacity=cache.capacity)
+    appended = layout.gather(*expected, row, 1, past_length=row + 1, capacity=index["capacity"])
+    layout.scatter(
+        *appended, cache.key_buffer, cache.value_buffer, row, past_length=cache.capacity, capacity=cache.capacity
+    )
     check.equal("K", sha256(cache.key_buffer), sha256(expected[0]))
     check.equal("V", sha256(cache.value_buffer), sha256(expected[1]))
 

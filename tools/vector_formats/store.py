@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvmnn import fnv1a64
-from kvmnn.h2o import H2OConfig, Plan, Planner, plan
+from kvmnn.h2o import BlockPlan, H2OConfig, H2OPlanner, plan_blocks
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 from .common import CaseResult, Checker, run_list
@@ -94,7 +94,7 @@ class _Replay:
         if kind == "forward":
             self.forward(op[1])
         elif kind == "init":
-            self.runtime.start_request(keep=self.reuse)
+            self.runtime.start_request(keep_cache=self.reuse)
             self.decode = False
         elif kind == "reset":
             self.runtime.reset()
@@ -109,7 +109,7 @@ class _Replay:
             keys, values = self.arrays[layer]
             begin = self.rows[layer]
             self.rows[layer] += add
-            live = self.runtime.begin(layer, keys[:, begin : begin + add], values[:, begin : begin + add])
+            live = self.runtime.begin_call(layer, keys[:, begin : begin + add], values[:, begin : begin + add])
             expected = self.expected.get(self.call)
             found: dict[str, Any] = {}
             if expected is not None and "live0" in expected:
@@ -119,14 +119,14 @@ class _Replay:
             if zeros:
                 found["zero_tokens_seen"] = zeros
             self.planner.call = self.call
-            event = self.runtime.end(sums=self.planner.no_sums(live[0].shape[1]))
+            event = self.runtime.end_call(sums=self.planner.no_sums(live[0].shape[1]))
             found |= event.to_dict()
             if expected is not None and "live1" in expected:
-                found["live1"] = _hash(self.runtime.live(layer))
-            self.applies += "-" if event.applies is None else str(int(event.applies))
-            sampled = event.token_end and event.token_step % _EVERY_TOKENS == 0 and event.applies is not None
+                found["live1"] = _hash(self.runtime.get_live_rows(layer))
+            self.applies += "-" if event.is_in_scope is None else str(int(event.is_in_scope))
+            sampled = event.is_token_end and event.token_step % _EVERY_TOKENS == 0 and event.is_in_scope is not None
             last = self.call >= (len(self.forwards) - 1) * self.layers
-            if event.happened or sampled or last:
+            if event.has_effect or sampled or last:
                 self.seen.append(self.call)
             if expected is not None:
                 self.compare(found, expected)
@@ -160,7 +160,7 @@ class _Replay:
             self.check.equal("calls with events", self.seen, sorted(self.expected))
 
 
-class _RecordedPlans(Planner):
+class _RecordedPlans(H2OPlanner):
     """kvmnn's planner, given the one thing that is not recorded: which blocks the attention preferred."""
 
     def __init__(self, config: H2OConfig, plans: list[dict[str, Any]]) -> None:
@@ -171,21 +171,21 @@ class _RecordedPlans(Planner):
 
     def no_sums(self, tokens: int) -> Any:
         """Attention that prefers nothing."""
-        return np.zeros(self.config.blocks(tokens), np.float32)
+        return np.zeros(self.config.count_blocks(tokens), np.float32)
 
-    def choose(self, scores: Any, kv_len: int) -> Plan:
-        wanted = np.zeros(self.config.blocks(kv_len), np.float32)
-        block = self.config.block
+    def select_blocks(self, scores: Any, kv_len: int) -> BlockPlan:
+        wanted = np.zeros(self.config.count_blocks(kv_len), np.float32)
+        block = self.config.effective_block_tokens
         for begin, size in self._recorded.get(self.call, {"pairs": []})["pairs"]:
             wanted[begin // block : -(-(begin + size) // block)] = 1
-        made = plan(wanted, kv_len, self.config)
+        made = plan_blocks(wanted, kv_len, self.config)
         self.made.append(
             {
                 "call": self.call,
                 "floor": int(made.floor_dominates),
-                "keep": made.final_keep,
-                "evict": made.evicted,
-                "pairs": made.runs.tolist(),
+                "keep": made.num_final_tokens,
+                "evict": made.num_evicted,
+                "pairs": made.kept_runs.tolist(),
             }
         )
         return made

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from ...formats.mnn import CompactionPlan
     from ...packed.cache_info import CacheInfo
 
-_TEXT = """Compact the packed files of a prefix cache or of a live one: of the last --remove tokens only the --reserve
+_DESCRIPTION = """\
+Compact the packed files of a prefix cache or of a live one: of the last --remove tokens only the --reserve
 pairs stay, begin:size, begin counted from the start of that window. The files keep their size, and what lies behind the
 live tokens stays as it was, as in the engine.
 
@@ -26,14 +27,20 @@ K keeps its rotary positions, and MNN counts from 0 after loading: it needs to b
 result shows the line of C++), or K rotated to the first positions: --rerotate."""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "compact", run, "drop tokens from packed files as the engine does", _TEXT)
+    parser = shared_options.add_command(
+        subparsers, "compact", run, "drop tokens from packed files as the engine does", _DESCRIPTION
+    )
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache or of live files")
     shared_options.add_output(parser, "directory to write the files to (default: IN.compact/)")
     shared_options.add_dtype(parser, "what the words are, where the pack numbers do not say")
-    parser.add_argument("--remove", type=_whole, metavar="N", help="tokens in the window at the end (default: all)")
-    parser.add_argument("--reserve", type=_pairs, default=(), metavar="BEGIN:SIZE,...", help="what stays of the window")
+    parser.add_argument(
+        "--remove", type=_parse_signed, metavar="N", help="tokens in the window at the end (default: all)"
+    )
+    parser.add_argument(
+        "--reserve", type=_parse_pairs, default=(), metavar="BEGIN:SIZE,...", help="what stays of the window"
+    )
     parser.add_argument(
         "--plan",
         metavar="FILE",
@@ -41,23 +48,23 @@ def add_parser(verbs: Any) -> None:
         "(kvmnn plan); positions.json of dump-kv --policy, or its folder; or the --json of eval --plot",
     )
     parser.add_argument("--plan-label", metavar="LABEL", help="of an evaluation of several policies, which")
-    rerotate_options.add_rerotate(parser)
+    rerotate_options.add_rerotate_options(parser)
     parser.add_argument("--dialect", choices=("fork", "upstream"), default="fork", help="whose rules (default: fork)")
-    packed_options.add_packed(parser)
+    packed_options.add_packed_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ...formats.mnn import compact, describe_packed
+    from ...formats.mnn import compact, open_packed
 
-    rerotate_options.check(arguments)
-    output = printing.output_or_beside(arguments, arguments.input, ".compact/")
-    described = describe_packed(arguments.input, packed_options.options(arguments))
-    loading.report_notes(described.notes, arguments)
-    plans = _plans(arguments, described.info)
-    with printing.progress(arguments, described.info.file_bytes, "compact") as step:
-        compacted = compact(
-            described,
+    rerotate_options.check_rerotate_options(arguments)
+    output = printing.choose_output(arguments, arguments.input, ".compact/")
+    cache_reader = open_packed(arguments.input, packed_options.build_packed_options(arguments))
+    loading.report_notes(cache_reader.notes, arguments)
+    plans = read_plans_or_options(arguments, cache_reader.info)
+    with printing.progress_bar(arguments, cache_reader.info.file_bytes, "compact") as step:
+        compact_result = compact(
+            cache_reader,
             plans,
             output,
             name=arguments.name,
@@ -68,33 +75,33 @@ def run(arguments: argparse.Namespace) -> int:
             force=arguments.force,
             progress=step,
         )
-    loading.report_notes(compacted.notes[len(described.notes) :], arguments)
-    printing.show(arguments, "compact", compacted)
+    loading.report_notes(compact_result.notes[len(cache_reader.notes) :], arguments)
+    printing.show_result(arguments, "compact", compact_result)
     return 0
 
 
-def _plans(arguments: argparse.Namespace, info: CacheInfo) -> list[CompactionPlan]:
-    from ...formats.mnn import CompactionPlan, read_plans
+def read_plans_or_options(arguments: argparse.Namespace, info: CacheInfo) -> list[CompactionPlan]:
+    from ...formats.mnn import CompactionPlan, read_compaction_plans
 
     if arguments.plan is None:
-        idle_options.refuse(arguments, ["plan_label"], "needs --plan")
+        idle_options.refuse_given(arguments, ["plan_label"], "needs --plan")
         return [CompactionPlan(arguments.remove, arguments.reserve)]
     if arguments.remove is not None or arguments.reserve:
         raise UsageError("--plan stands for --remove and --reserve: say one or the other")
-    return read_plans(arguments.plan, info, label=arguments.plan_label)
+    return read_compaction_plans(arguments.plan, info, label=arguments.plan_label)
 
 
-def _whole(text: str) -> int:
+def _parse_signed(text: str) -> int:
     if not re.fullmatch(r"-?\d{1,19}", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(text)
 
 
-def _pairs(text: str) -> tuple[tuple[int, int], ...]:
-    found = []
+def _parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = []
     for pair in text.split(","):
         numbers = re.fullmatch(r"(-?\d{1,19}):(-?\d{1,19})", pair)
         if not numbers:
             raise argparse.ArgumentTypeError(f"{pair!r} is not a pair begin:size of whole numbers")
-        found.append((int(numbers[1]), int(numbers[2])))
-    return tuple(found)
+        pairs.append((int(numbers[1]), int(numbers[2])))
+    return tuple(pairs)

@@ -7,7 +7,8 @@ from typing import Any
 
 from .. import streams
 
-_TEXT = """Print what a shell needs to complete verbs, options, their values and files, or the manual page; all of it is
+_DESCRIPTION = """\
+Print what a shell needs to complete verbs, options, their values and files, or the manual page; all of it is
 made from the options of the kvmnn that prints it.
 
   kvmnn completion bash >~/.local/share/bash-completion/completions/kvmnn
@@ -15,13 +16,17 @@ made from the options of the kvmnn that prints it.
   kvmnn completion fish >~/.config/fish/completions/kvmnn.fish
   kvmnn completion man >~/.local/share/man/man1/kvmnn.1"""
 
-FORMS = ("bash", "zsh", "fish", "man")
+COMPLETION_FORMS = ("bash", "zsh", "fish", "man")
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb, which prints a text and nothing else: no --json, nothing to be quiet about."""
-    parser = verbs.add_parser("completion", help="completions for shells, the manual page", description=_TEXT)
-    parser.add_argument("form", choices=FORMS, metavar="SHELL", help="bash, zsh or fish; man: the manual page")
+    parser = subparsers.add_parser(
+        "completion", help="completions for shells, the manual page", description=_DESCRIPTION
+    )
+    parser.add_argument(
+        "form", choices=COMPLETION_FORMS, metavar="SHELL", help="bash, zsh or fish; man: the manual page"
+    )
     parser.set_defaults(run=run)
 
 
@@ -31,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     parser = build_parser()
     if arguments.form == "man":
-        streams.out(manual.manual(parser), end="")
+        streams.write_out(manual.format_manual(parser), end="")
     else:
-        streams.out(completions.SHELLS[arguments.form](completions.described(parser)), end="")
+        streams.write_out(completions.FORMATTER_BY_SHELL[arguments.form](completions.describe_commands(parser)), end="")
     return 0

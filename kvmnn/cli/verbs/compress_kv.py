@@ -8,7 +8,8 @@ from typing import Any
 from .. import loading, packed_options, printing, shared_options, weights_options
 from ..printing import STDIO, UsageError
 
-_TEXT = """Compress K and V of a cache with the weights of a KV compressor: every group of tokens becomes one. LOSSY.
+_DESCRIPTION = """\
+Compress K and V of a cache with the weights of a KV compressor: every group of tokens becomes one. LOSSY.
 
 WEIGHTS is a compressor's weight file (.bin; kvmnn convert makes one of a checkpoint). CACHE is a .npz or .safetensors
 file, a directory of .npy files, an MNN KV dump or prefix cache, that holds in fp16, bf16 or fp32 either
@@ -33,9 +34,11 @@ OUT (.npz or .safetensors) has the names and axes of CACHE. OUT.json beside it h
 stands for: the next token goes to place new_len of the cache, but its key is rotated for next_position."""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "compress-kv", run, "run a KV compressor on a cache (LOSSY)", _TEXT)
+    parser = shared_options.add_command(
+        subparsers, "compress-kv", run, "run a KV compressor on a cache (LOSSY)", _DESCRIPTION
+    )
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file of a compressor (.bin)")
     parser.add_argument("cache", metavar="CACHE", help=".npz, .safetensors, or the directory of a dump")
     shared_options.add_output(parser, ".npz or .safetensors file (default: CACHE.compressed.npz)")
@@ -43,20 +46,24 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--axes", metavar="LETTERS", help="the axes of each array, such as lthd")
     parser.add_argument(
         "--image-tokens",
-        type=shared_options.whole,
+        type=shared_options.parse_whole,
         default=0,
         metavar="N",
         help="tokens of the image, at the front (default: 0)",
     )
     parser.add_argument(
-        "--tokens", type=shared_options.whole, metavar="N", help="tokens that are live, where arrays are longer"
+        "--tokens", type=shared_options.parse_whole, metavar="N", help="tokens that are live, where arrays are longer"
     )
     parser.add_argument(
-        "--factor", type=shared_options.whole, default=0, metavar="N", help="tokens in a group (default: the weights')"
+        "--factor",
+        type=shared_options.parse_whole,
+        default=0,
+        metavar="N",
+        help="tokens in a group (default: the weights')",
     )
     parser.add_argument(
         "--min-seq-len",
-        type=shared_options.whole,
+        type=shared_options.parse_whole,
         default=0,
         metavar="N",
         help="least number of groups (default: the weights')",
@@ -68,19 +75,19 @@ def add_parser(verbs: Any) -> None:
         help="fp16: round as an fp16 runtime does, after every Linear; OUT is then fp16",
     )
     parser.add_argument("--engine", choices=("numpy", "onnx"), default="numpy", help="what computes (default: numpy)")
-    packed_options.add_packed(parser, tokens=False)
+    packed_options.add_packed_options(parser, with_tokens=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ...compressor import ForwardOptions, check_output, compress_source
+    from ...compressor import ForwardOptions, check_output_path, compress_source
 
     if STDIO in (arguments.cache, arguments.weights):
         raise UsageError("a cache and weights are read from files, not from standard input")
-    weights_options.check_is_weights(arguments.weights)
+    weights_options.check_is_weight_file(arguments.weights)
     kind = ".safetensors" if arguments.cache.endswith(".safetensors") else ".npz"
-    output = printing.output_or_beside(arguments, arguments.cache, f".compressed{kind}")
-    check_output(output)
+    output = printing.choose_output(arguments, arguments.cache, f".compressed{kind}")
+    check_output_path(output)
     options = ForwardOptions(
         image_len=arguments.image_tokens,
         factor=arguments.factor,
@@ -89,9 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
         precision=arguments.precision,
         engine=arguments.engine,
     )
-    source = loading.load([arguments.cache], arguments, frames=True, as_numbers=True, used=("tokens",))
+    source = loading.load([arguments.cache], arguments, with_frames=True, as_numbers=True, used_options=("tokens",))
     loading.report_skipped(source, arguments)
-    with printing.progress(arguments, source.nbytes, "compress-kv") as step:
+    with printing.progress_bar(arguments, source.nbytes, "compress-kv") as step:
         result = compress_source(
             arguments.weights,
             source,
@@ -99,11 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
             output,
             options,
             axes=arguments.axes,
-            force=arguments.force,
+            overwrite=arguments.force,
             progress=step,
         )
     if arguments.verbose:
         for segment in result.plan.segments:
-            printing.say(arguments, str(segment))
-    printing.show(arguments, "compress-kv", result)
+            printing.print_line(arguments, str(segment))
+    printing.show_result(arguments, "compress-kv", result)
     return 0

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ...bundle import DecodeOptions, FrameSet
     from ...threads.pipeline import Progress
 
-_TEXT = """Decode frames into the arrays they were made from.
+_DESCRIPTION = """Decode frames into the arrays they were made from.
 
 IN is a frame, a frame with its manifest (IN.json) beside it, a manifest, a directory with a manifest.json, or "-" for
 standard input. With a manifest the same arrays come back and their hashes are checked; a frame alone, or several one
@@ -40,18 +40,21 @@ only what comes from standard input goes to standard output, as raw words (if th
 is a file or a pipe)."""
 
 
-_EXPECTED = ("name", "backend", "lp", "hp", "flash_block", "model", "token_ids")
+_EXPECTED_OPTIONS = ("name", "backend", "lp", "hp", "flash_block", "model", "token_ids")
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "decode", run, "frames to arrays", _TEXT)
+    parser = shared_options.add_command(subparsers, "decode", run, "frames to arrays", _DESCRIPTION)
     parser.add_argument("input", metavar="IN", help="a frame, a manifest, a bundle; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
     shared_options.add_raw(parser)
     shared_options.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
     parser.add_argument(
-        "--max-bytes", type=shared_options.byte_count, metavar="SIZE", help="refuse to decode more raw bytes than this"
+        "--max-bytes",
+        type=shared_options.parse_byte_count,
+        metavar="SIZE",
+        help="refuse to decode more raw bytes than this",
     )
     parser.add_argument(
         "--as",
@@ -64,107 +67,115 @@ def add_parser(verbs: Any) -> None:
     group = parser.add_argument_group("prefix caches", "what is expected of the files that are restored")
     group.add_argument("--arrays", action="store_true", help="write plain arrays, not the files they came from")
     group.add_argument("--name", metavar="NAME", help="what the engine calls the prefix (default: as before)")
-    packed_options.add_layout(group, "--backend")
-    packed_options.add_text(group)
+    packed_options.add_layout_options(group, "--backend")
+    packed_options.add_origin_options(group)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...bundle import DecodeOptions
-    from ...formats import is_store
+    from ...formats import is_zarr_store
 
-    if is_store(arguments.input):
-        return _run_store(arguments)
+    if is_zarr_store(arguments.input):
+        return _decode_zarr(arguments)
     options = DecodeOptions(
         dtype=arguments.dtype,
-        codecs=shared_options.codecs(arguments),
+        codecs=shared_options.select_codecs(arguments),
         max_bytes=arguments.max_bytes,
         threads=arguments.threads,
     )
-    frames = loading.open_frames(arguments.input, arguments, options)
-    loading.check_dtype(frames, arguments)
-    on_stdout = printing.to_stdout(arguments, arguments.input)
-    if arguments.form and (on_stdout or arguments.arrays):
+    frames = loading.open_frame_set(arguments.input, arguments, options)
+    loading.check_dtype_matches(frames, arguments)
+    is_on_stdout = printing.is_data_to_stdout(arguments, arguments.input)
+    if arguments.form and (is_on_stdout or arguments.arrays):
         raise UsageError("--as dump writes a directory of files: use -o DIR/, and no --arrays")
-    output = printing.data_stdout(arguments, "data") if on_stdout else _output(arguments, frames)
-    with printing.progress(arguments, frames.raw_bytes, "decode") as step:
-        made = _restored(frames, output, options, arguments, step)
-    printing.show(arguments, "decode", made, data_on_stdout=on_stdout)
+    output = printing.open_data_stdout(arguments, "data") if is_on_stdout else _choose_output(arguments, frames)
+    with printing.progress_bar(arguments, frames.raw_bytes, "decode") as step:
+        restore_result = _restore_output(frames, output, options, arguments, step)
+    printing.show_result(arguments, "decode", restore_result, data_on_stdout=is_on_stdout)
     return 0
 
 
-def _run_store(arguments: argparse.Namespace) -> int:
+def _decode_zarr(arguments: argparse.Namespace) -> int:
     """The arrays of a Zarr store."""
     from ...formats import ReadOptions, restore_store
 
-    idle_options.refuse(
-        arguments, ("form", "no_manifest", "no_zstd", *_EXPECTED), "is about frames, and a store is read"
+    idle_options.refuse_given(
+        arguments, ("form", "no_manifest", "no_zstd", *_EXPECTED_OPTIONS), "is about frames, and a store is read"
     )
-    on_stdout = printing.to_stdout(arguments, arguments.input)
-    if not on_stdout and arguments.output is None:
+    is_on_stdout = printing.is_data_to_stdout(arguments, arguments.input)
+    if not is_on_stdout and arguments.output is None:
         raise UsageError("no output given: use -o X.npz, -o X.safetensors, -o DIR/ or -o -")
-    options = ReadOptions(dtype=arguments.dtype, frames=False, threads=arguments.threads, max_bytes=arguments.max_bytes)
-    output = printing.data_stdout(arguments, "data") if on_stdout else arguments.output
+    options = ReadOptions(
+        dtype=arguments.dtype, decode_frames=False, threads=arguments.threads, max_bytes=arguments.max_bytes
+    )
+    output = printing.open_data_stdout(arguments, "data") if is_on_stdout else arguments.output
     if isinstance(output, str):
-        printing.check_suffix(arguments, output)
-    with printing.progress(arguments, 0, "decode") as step:
-        made = restore_store(arguments.input, output, options, force=arguments.force, progress=step)
-    loading.report_notes(made.notes, arguments)
-    printing.show(arguments, "decode", made, data_on_stdout=on_stdout)
+        printing.check_output_suffix(arguments, output)
+    with printing.progress_bar(arguments, 0, "decode") as step:
+        restore_result = restore_store(arguments.input, output, options, force=arguments.force, progress=step)
+    loading.report_notes(restore_result.notes, arguments)
+    printing.show_result(arguments, "decode", restore_result, data_on_stdout=is_on_stdout)
     return 0
 
 
-def _restored(
+def _restore_output(
     frames: FrameSet,
     output: str | printing.Stdout,
     options: DecodeOptions,
     arguments: argparse.Namespace,
     progress: Progress | None,
-) -> printing.Result:
+) -> printing.CommandResult:
     """A KV dump if asked for, the files of a prefix cache, where the frames were made from one, or plain arrays."""
-    from ...formats import is_kept, restore, restore_file
-    from ...formats.mnn import is_prefix, restore_dump, restore_prefix
+    from ...formats import can_restore_file, restore, restore_file
+    from ...formats.mnn import can_restore_prefix, restore_dump, restore_prefix
 
     if arguments.form and isinstance(output, str):
-        idle_options.refuse(arguments, _EXPECTED, "is about the files of a prefix cache, and a dump is written")
-        idle_options.refuse(arguments, ["raw"], "is about one array, and a dump is written")
+        idle_options.refuse_given(
+            arguments, _EXPECTED_OPTIONS, "is about the files of a prefix cache, and a dump is written"
+        )
+        idle_options.refuse_given(arguments, ["raw"], "is about one array, and a dump is written")
         return restore_dump(frames, output, options, force=arguments.force, progress=progress)
-    if not arguments.arrays and is_kept(frames, output if isinstance(output, str) else None):
-        idle_options.refuse(arguments, _EXPECTED, "is about the files of a prefix cache, and another file is written")
-        idle_options.refuse(arguments, ["raw"], "is about one array, and a whole file is written")
+    if not arguments.arrays and can_restore_file(frames, output if isinstance(output, str) else None):
+        idle_options.refuse_given(
+            arguments, _EXPECTED_OPTIONS, "is about the files of a prefix cache, and another file is written"
+        )
+        idle_options.refuse_given(arguments, ["raw"], "is about one array, and a whole file is written")
         return restore_file(frames, output, options, force=arguments.force, progress=progress)
-    if arguments.arrays or not isinstance(output, str) or not is_prefix(frames, output):
-        idle_options.refuse(arguments, _EXPECTED, "is about the files of a prefix cache, and plain arrays are written")
+    if arguments.arrays or not isinstance(output, str) or not can_restore_prefix(frames, output):
+        idle_options.refuse_given(
+            arguments, _EXPECTED_OPTIONS, "is about the files of a prefix cache, and plain arrays are written"
+        )
         if isinstance(output, str):
-            printing.check_suffix(arguments, output, frames.arrays)
+            printing.check_output_suffix(arguments, output, frames.arrays)
         arrays = restore(frames, output, options, force=arguments.force, progress=progress)
         loading.report_notes(arrays.notes, arguments)
         return arrays
-    idle_options.refuse(arguments, ["raw"], "is about one array, and a prefix cache is written")
-    made = restore_prefix(
+    idle_options.refuse_given(arguments, ["raw"], "is about one array, and a prefix cache is written")
+    restore_result = restore_prefix(
         frames,
         output,
-        packed_options.geometry(arguments),
+        packed_options.build_geometry(arguments),
         name=arguments.name,
         model=arguments.model,
-        token_ids=packed_options.token_ids(arguments),
+        token_ids=packed_options.hash_token_ids(arguments),
         options=options,
         force=arguments.force,
         progress=progress,
     )
-    loading.report_notes(made.warnings, arguments, "warning")
-    return made
+    loading.report_notes(restore_result.warnings, arguments, "warning")
+    return restore_result
 
 
-def _output(arguments: argparse.Namespace, frames: FrameSet) -> str:
+def _choose_output(arguments: argparse.Namespace, frames: FrameSet) -> str:
     """The output's name: as given, or the input's without what encode appended."""
-    from ...formats import is_kept
+    from ...formats import can_restore_file
 
     path = PurePath(arguments.input)
     if arguments.output is not None:
         output: str = arguments.output
         return output
-    if path.suffix in (".frames", ".frame") and not arguments.arrays and is_kept(frames):
+    if path.suffix in (".frames", ".frame") and not arguments.arrays and can_restore_file(frames):
         return str(path.with_suffix(""))
     if arguments.input == STDIO or path.suffix != ".frame" or len(frames.arrays) > 1:
         raise UsageError("no output given: use -o X.npy, -o X.npz, -o DIR/ or -o -")

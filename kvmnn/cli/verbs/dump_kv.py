@@ -8,7 +8,8 @@ from typing import Any
 from .. import model_run, printing, shared_options
 from ..printing import UsageError
 
-_TEXT = f"""Let a model read a text and write its KV cache, full or cut by a policy, for encode, measure and pack:
+_DESCRIPTION = f"""\
+Let a model read a text and write its KV cache, full or cut by a policy, for encode, measure and pack:
 
   --format npy   layer_<n>.key.npy and layer_<n>.value.npy,
                  [kv_head, token, head_dim]
@@ -24,19 +25,21 @@ _TEXT = f"""Let a model read a text and write its KV cache, full or cut by a pol
 positions.json beside them has the true positions of the tokens that are there, token_ids.json every token of the text.
 Rounding fp32 to fp16 is LOSSY, and so is a policy that evicts.
 
-{model_run.EPILOG}"""
+{model_run.POLICY_EPILOG}"""
 
 DEFAULT_TOKENS = 2048
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "dump-kv", run, "the KV cache of a model on a text, as files", _TEXT)
-    model_run.add_model(parser)
+    parser = shared_options.add_command(
+        subparsers, "dump-kv", run, "the KV cache of a model on a text, as files", _DESCRIPTION
+    )
+    model_run.add_model_options(parser)
     parser.add_argument("--text", required=True, metavar="FILE", help="what the model reads, UTF-8")
     parser.add_argument(
         "--tokens",
-        type=shared_options.positive,
+        type=shared_options.parse_positive,
         default=DEFAULT_TOKENS,
         metavar="N",
         help=f"tokens that it reads, the one that begins a text included (default: {DEFAULT_TOKENS:,})",
@@ -62,13 +65,13 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.model,
         arguments.text,
         arguments.output,
-        model_run.policy(arguments),
+        model_run.build_policy(arguments),
         tokens=arguments.tokens,
         format=arguments.format,
         dtype=arguments.dtype,
         run_id=arguments.run_id,
-        force=arguments.force,
-        options=model_run.run_options(arguments),
+        overwrite=arguments.force,
+        options=model_run.build_run_options(arguments),
     )
-    printing.show(arguments, "dump-kv", result)
+    printing.show_result(arguments, "dump-kv", result)
     return 0

@@ -9,14 +9,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...text import count
+from ...text import pluralize
 from .. import eval_options, plot_options, printing, shared_options, start_options, streams
 from ..printing import UsageError
 
 if TYPE_CHECKING:
     from ...evaluation import EvaluationResult
 
-_TEXT = """Run a language model over texts with its KV cache cut by every policy and budget, and compare with the full
+_DESCRIPTION = """\
+Run a language model over texts with its KV cache cut by every policy and budget, and compare with the full
 cache: perplexity, next-token accuracy, bits per byte, time, memory, and what lossless frames of the cache that is left
 take. Every configuration scores the same tokens of the same texts in the same chunks.
 
@@ -51,31 +52,31 @@ With --from every row but the first goes on from a cache that some engine saved,
 rows score what follows them. Policies that rank tokens by attention cannot: nobody saw what those drew."""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "eval", run, "what eviction costs a language model", _TEXT)
-    eval_options.add_compared(parser)
-    eval_options.add_settings(parser)
-    start_options.add_start(parser)
+    parser = shared_options.add_command(subparsers, "eval", run, "what eviction costs a language model", _DESCRIPTION)
+    eval_options.add_compared_options(parser)
+    eval_options.add_setting_options(parser)
+    start_options.add_start_options(parser)
     group = parser.add_argument_group("output")
     group.add_argument("--csv", action="store_true", help="print CSV: a line for each row and document")
     group.add_argument("--plot", metavar="DIR", help="draw plots into DIR (needs matplotlib)")
-    plot_options.add(group)
+    plot_options.add_plot_options(group)
     group.add_argument("--resume", metavar="FILE", help="keep finished cells in FILE and go on from those that it has")
     shared_options.add_output(group, "also write the results to OUT: .json, .csv, .md, .tex")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out; 1 where the model refused a configuration, so that scripts notice the missing row."""
-    _check(arguments)
-    configurations, settings = eval_options.configurations(arguments), eval_options.settings(arguments)
-    texts = eval_options.text_options(arguments)
+    _check_options(arguments)
+    configurations, settings = eval_options.build_configurations(arguments), eval_options.build_settings(arguments)
+    texts = eval_options.build_text_options(arguments)
     from ...evaluation import evaluate
 
     with ExitStack() as stack:
-        write = _outputs(arguments, stack)
-        start = stack.enter_context(start_options.start(arguments))
-        with _Progress(arguments) as progress:
+        write = _prepare_outputs(arguments, stack)
+        start = stack.enter_context(start_options.open_initial_cache(arguments))
+        with EvaluationProgressDisplay(arguments) as progress:
             result = evaluate(
                 arguments.model,
                 arguments.text,
@@ -86,27 +87,27 @@ def run(arguments: argparse.Namespace) -> int:
                 jobs=arguments.jobs,
                 store=arguments.resume,
                 progress=progress,
-                start=start,
+                initial_source=start,
             )
-        _note(arguments, result)
+        _print_notes(arguments, result)
         write(result)
-    _print(arguments, result)
+    _print_result(arguments, result)
     return 1 if result.refused else 0
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check_options(arguments: argparse.Namespace) -> None:
     if arguments.json and arguments.csv:
         raise UsageError("--json and --csv both want standard output")
     if arguments.output == printing.STDIO:
         raise UsageError("-o -: results are printed on standard output anyhow")
     if arguments.budget and not arguments.policy:
         raise UsageError("--budget needs a --policy")
-    plot_options.of(arguments)
+    plot_options.build_plot_options(arguments)
     if arguments.deep is not None and arguments.deep < arguments.prompt:
-        printing.note(
+        printing.print_note(
             arguments, f"deep begins behind the prompt, at {arguments.prompt:,}, and not at {arguments.deep:,}"
         )
-    without = [
+    ineffective_options = [
         ("--plot-format", arguments.plot_format is not None and arguments.plot is None, "expected --plot DIR with it"),
         ("--no-titles", arguments.no_titles and arguments.plot is None, "expected --plot DIR with it"),
         ("--repeats", arguments.repeats is not None and arguments.no_timing, "--no-timing measures no time"),
@@ -116,14 +117,14 @@ def _check(arguments: argparse.Namespace) -> None:
             "only the rows of a --preset have any",
         ),
     ]
-    for option, idle, why in without:
-        if idle:
-            raise UsageError(f"{option} has no effect here: {why}")
+    for option, is_idle, reason in ineffective_options:
+        if is_idle:
+            raise UsageError(f"{option} has no effect here: {reason}")
 
 
-def _outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callable[[EvaluationResult], None]:
+def _prepare_outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callable[[EvaluationResult], None]:
     """Refuse now what could not be written later; returns what writes the result."""
-    from ...evaluation.result import form_of
+    from ...evaluation.result import infer_format
     from ...files.output import FileOutput
 
     inputs = [
@@ -134,92 +135,95 @@ def _outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callable[[Evalu
     ]
     output = None
     if arguments.output is not None:
-        if printing.is_directory(arguments.output):
+        if printing.is_directory_output(arguments.output):
             raise UsageError(f"{arguments.output}: is a directory, expected a file")
-        output = stack.enter_context(FileOutput(arguments.output, force=arguments.force, protect=inputs))
-        form_of(arguments.output)
+        output = stack.enter_context(FileOutput(arguments.output, force=arguments.force, exclude=inputs))
+        infer_format(arguments.output)
     if arguments.plot is not None:
         from ...reports import plots
 
-        plots.require(arguments.plot, arguments.force, plot_options.of(arguments))
+        plots.check_can_plot(arguments.plot, arguments.force, plot_options.build_plot_options(arguments))
 
-    def write(result: EvaluationResult) -> None:
+    def write_outputs(result: EvaluationResult) -> None:
         if arguments.plot is not None:
-            _plot(arguments, result)
+            _write_plots(arguments, result)
         if output is not None:
-            form = form_of(arguments.output)
-            text = result.to_text(form)
-            if form == "json":
-                text = json.dumps({**result.to_dict(), "command": printing.command(arguments)}) + "\n"
+            output_format = infer_format(arguments.output)
+            text = result.to_text(output_format)
+            if output_format == "json":
+                text = json.dumps({**result.to_dict(), "command": printing.format_command_line(arguments)}) + "\n"
             output.file.write(text.encode())
             output.commit()
 
-    return write
+    return write_outputs
 
 
-def _plot(arguments: argparse.Namespace, result: EvaluationResult) -> None:
-    left_out: dict[str, str] = {}
-    options = plot_options.of(arguments)
-    written = result.plot(arguments.plot, force=arguments.force, options=options, left_out=left_out)
-    for name, reason in left_out.items():
-        printing.note(arguments, f"no {name}: {reason}")
-    printing.note(arguments, f"{count(len(written), 'plot file')} in {arguments.plot}", "written")
+def _write_plots(arguments: argparse.Namespace, result: EvaluationResult) -> None:
+    skip_reasons: dict[str, str] = {}
+    options = plot_options.build_plot_options(arguments)
+    written_paths = result.plot(arguments.plot, overwrite=arguments.force, options=options, left_out=skip_reasons)
+    for name, reason in skip_reasons.items():
+        printing.print_note(arguments, f"no {name}: {reason}")
+    printing.print_note(arguments, f"{pluralize(len(written_paths), 'plot file')} in {arguments.plot}", "written")
 
 
-def _note(arguments: argparse.Namespace, result: EvaluationResult) -> None:
+def _print_notes(arguments: argparse.Namespace, result: EvaluationResult) -> None:
     """What a reader must know where no table says it, and what the model refused, on standard error."""
-    from ...reports.tables import refusals
+    from ...reports.tables import describe_refusals
 
     if arguments.json or arguments.csv:
         for note in result.notes:
-            printing.note(arguments, note)
-    for said in refusals(result.refused):
-        streams.err("refused", said)
+            printing.print_note(arguments, note)
+    for refusal_text in describe_refusals(result.refused):
+        streams.write_error_line("refused", refusal_text)
 
 
-def _print(arguments: argparse.Namespace, result: EvaluationResult) -> None:
+def _print_result(arguments: argparse.Namespace, result: EvaluationResult) -> None:
     if arguments.csv:
-        printing.write(result.to_text("csv"))
-    elif arguments.json or (streams.on_terminal() and not arguments.verbose):  # -v: all columns, however wide
-        printing.show(arguments, "eval", result)
+        printing.write_text(result.to_text("csv"))
+    elif arguments.json or (streams.is_terminal() and not arguments.verbose):  # -v: all columns, however wide
+        printing.show_result(arguments, "eval", result)
     else:
-        printing.write(result.to_text("markdown"))
+        printing.write_text(result.to_text("markdown"))
 
 
-class _Progress:
+class EvaluationProgressDisplay:
     """Tokens and cells done, in the progress bar of all verbs; how much there is to do is known once it is planned."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._stack = ExitStack()
-        self._advance: printing.Advance | None = None
-        self._cells = self._all = self._others = 0
+        self._advance: printing.AdvanceProgress | None = None
+        self._num_done = self._num_cells = self._num_other_cells = 0
 
     def start(self, tokens: int, cells: int, reused: int) -> None:
         store = self._arguments.resume
         if store is not None and reused:
-            printing.note(self._arguments, f"{count(reused, 'cell')} reused from {store}")
-        bar = printing.progress(self._arguments, tokens, "evaluating", unit="tok", delay=0)
-        self._advance, self._all = self._stack.enter_context(bar), cells + reused
-        self._others = self._stored() - reused
+            printing.print_note(self._arguments, f"{pluralize(reused, 'cell')} reused from {store}")
+        bar = printing.progress_bar(self._arguments, tokens, "evaluating", unit="tok", delay=0)
+        self._advance, self._num_cells = self._stack.enter_context(bar), cells + reused
+        self._num_other_cells = self._count_stored_cells() - reused
         self.advance(0, reused)
 
     def advance(self, tokens: int, cells: int) -> None:
-        self._cells += cells
+        self._num_done += cells
         if self._advance is not None:
-            self._advance(tokens, f"{self._cells}/{self._all} cells")
+            self._advance(tokens, f"{self._num_done}/{self._num_cells} cells")
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> EvaluationProgressDisplay:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
         self._stack.close()
-        interrupted = kind is not None and not issubclass(kind, Exception)
-        if interrupted and self._all and self._arguments.resume is not None:
-            kept = f"{self._stored() - self._others} of {count(self._all, 'cell')} kept in {self._arguments.resume}"
-            printing.note(self._arguments, f"{kept}: the same command goes on from there")
+        is_interrupted = error_type is not None and not issubclass(error_type, Exception)
+        if is_interrupted and self._num_cells and self._arguments.resume is not None:
+            kept_text = (
+                f"{self._count_stored_cells() - self._num_other_cells} of {pluralize(self._num_cells, 'cell')} kept in "
+                f"{self._arguments.resume}"
+            )
+            printing.print_note(self._arguments, f"{kept_text}: the same command goes on from there")
 
-    def _stored(self) -> int:
+    def _count_stored_cells(self) -> int:
         """Cells in the file, those of other runs too; the last may have come when nobody could count it any more."""
         path = self._arguments.resume
         return Path(path).read_bytes().count(b"\n") if path is not None and Path(path).is_file() else 0

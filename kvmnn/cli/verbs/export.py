@@ -7,7 +7,8 @@ from typing import Any
 
 from .. import idle_options, printing, shared_options, weights_options
 
-_TEXT = """Write the weights and biases of a KVCM weight file (.bin) under the names that a checkpoint gives them.
+_DESCRIPTION = """\
+Write the weights and biases of a KVCM weight file (.bin) under the names that a checkpoint gives them.
 
 The words are copied as they are, and read back: LOSSLESS. In .npz, which has no bf16, bf16 words become uint16.
 
@@ -15,12 +16,14 @@ With --onnx, OUT is a directory that gets compress_tk.onnx and so on: graphs tha
 for each kind of compressor, with the weights of all layers (extra lm)."""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "export", run, "a compressor's .bin to .safetensors or .npz", _TEXT)
+    parser = shared_options.add_command(
+        subparsers, "export", run, "a compressor's .bin to .safetensors or .npz", _DESCRIPTION
+    )
     parser.add_argument("weights", metavar="WEIGHTS", help="weight file (- for standard input)")
     shared_options.add_output(parser, ".safetensors or .npz file, a directory with --onnx (default: beside WEIGHTS)")
-    weights_options.add_orders(parser)
+    weights_options.add_order_options(parser)
     parser.add_argument("--onnx", action="store_true", help="write ONNX graphs that compute, not tensors")
     parser.add_argument(
         "--precision",
@@ -31,24 +34,26 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ...compressor import export, export_onnx
+    from ...compressor import export_onnx, export_weights
 
     if not arguments.onnx:
-        idle_options.refuse(arguments, ["precision"], "needs --onnx: tensors are copied as they are")
+        idle_options.refuse_given(arguments, ["precision"], "needs --onnx: tensors are copied as they are")
     if arguments.onnx and (arguments.prefix_order or arguments.slot_order):
         raise printing.UsageError("--prefix-order and --slot-order name tensors; the graphs of --onnx have none")
-    weights_options.check_is_weights(arguments.weights)
-    output = printing.output_or_beside(arguments, arguments.weights, ".onnx/" if arguments.onnx else ".safetensors")
+    weights_options.check_is_weight_file(arguments.weights)
+    output = printing.choose_output(arguments, arguments.weights, ".onnx/" if arguments.onnx else ".safetensors")
     if arguments.onnx:
-        graphs = export_onnx(arguments.weights, output, precision=arguments.precision or "fp32", force=arguments.force)
-        printing.show(arguments, "export", graphs)
+        graphs = export_onnx(
+            arguments.weights, output, precision=arguments.precision or "fp32", overwrite=arguments.force
+        )
+        printing.show_result(arguments, "export", graphs)
         return 0
-    tensors = export(
+    tensors = export_weights(
         arguments.weights,
         output,
         prefixes=arguments.prefix_order,
         slots=arguments.slot_order,
-        force=arguments.force,
+        overwrite=arguments.force,
     )
-    printing.show(arguments, "export", tensors)
+    printing.show_result(arguments, "export", tensors)
     return 0

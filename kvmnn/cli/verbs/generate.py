@@ -12,24 +12,31 @@ from ..printing import UsageError
 if TYPE_CHECKING:
     from ...store import PrefixStore
 
-_TEXT = f"""Continue a prompt with a model whose KV cache is under a policy, and beside it with the full cache: where
+_DESCRIPTION = f"""\
+Continue a prompt with a model whose KV cache is under a policy, and beside it with the full cache: where
 the two texts part, what was kept, what a token took. Greedy by default, so that every difference is the policy's.
 
-{model_run.EPILOG}"""
+{model_run.POLICY_EPILOG}"""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "generate", run, "text under a policy beside that of the full cache", _TEXT)
-    model_run.add_model(parser)
+    parser = shared_options.add_command(
+        subparsers, "generate", run, "text under a policy beside that of the full cache", _DESCRIPTION
+    )
+    model_run.add_model_options(parser)
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="what to continue")
     prompt.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file with it; - is standard input")
     parser.add_argument(
-        "--max-tokens", type=shared_options.positive, default=64, metavar="N", help="new tokens (default: 64)"
+        "--max-tokens", type=shared_options.parse_positive, default=64, metavar="N", help="new tokens (default: 64)"
     )
-    parser.add_argument("--temperature", type=_temperature, default=0.0, metavar="T", help="draw tokens (default: 0)")
-    parser.add_argument("--top-k", type=shared_options.positive, metavar="K", help="draw from the K most probable only")
+    parser.add_argument(
+        "--temperature", type=_parse_temperature, default=0.0, metavar="T", help="draw tokens (default: 0)"
+    )
+    parser.add_argument(
+        "--top-k", type=shared_options.parse_positive, metavar="K", help="draw from the K most probable only"
+    )
     parser.add_argument(
         "--store", metavar="STORE", help="begin with what this prefix store has, and put what is computed"
     )
@@ -37,36 +44,36 @@ def add_parser(verbs: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    from ...lm import Sampling, generate
+    from ...lm import SamplingOptions, generate
 
     if arguments.top_k is not None and arguments.temperature == 0:
         raise UsageError("--top-k needs a --temperature above 0")
-    policy = model_run.policy(arguments)
-    prompt = _prompt(arguments)
-    tokens = arguments.max_tokens * (1 + policy.policy.evicts)
-    opened = nullcontext() if arguments.store is None else _store(arguments.store)
-    with opened as store, printing.progress(arguments, tokens, "generate", unit="token") as step:
+    policy = model_run.build_policy(arguments)
+    prompt = _read_prompt(arguments)
+    tokens = arguments.max_tokens * (1 + policy.policy.can_evict)
+    store_context = nullcontext() if arguments.store is None else _open_store(arguments.store)
+    with store_context as store, printing.progress_bar(arguments, tokens, "generate", unit="token") as step:
         result = generate(
             arguments.model,
             prompt,
             policy,
             max_tokens=arguments.max_tokens,
-            sampling=Sampling(temperature=arguments.temperature, top_k=arguments.top_k, seed=arguments.seed),
-            options=model_run.run_options(arguments),
+            sampling=SamplingOptions(temperature=arguments.temperature, top_k=arguments.top_k, seed=arguments.seed),
+            options=model_run.build_run_options(arguments),
             store=store,
             progress=step,
         )
-    printing.show(arguments, "generate", result)
+    printing.show_result(arguments, "generate", result)
     return 0
 
 
-def _store(directory: str) -> PrefixStore:
+def _open_store(directory: str) -> PrefixStore:
     from ...store import PrefixStore
 
     return PrefixStore(directory)
 
 
-def _temperature(text: str) -> float:
+def _parse_temperature(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -76,9 +83,9 @@ def _temperature(text: str) -> float:
     return value
 
 
-def _prompt(arguments: argparse.Namespace) -> str:
-    from ...lm.prompt import decoded, read_prompt
+def _read_prompt(arguments: argparse.Namespace) -> str:
+    from ...lm.prompt import decode_utf8, read_prompt_file
 
     if arguments.prompt is None:
-        return read_prompt(arguments.prompt_file)
-    return decoded(arguments.prompt.encode("utf-8", "surrogateescape"), "--prompt")
+        return read_prompt_file(arguments.prompt_file)
+    return decode_utf8(arguments.prompt.encode("utf-8", "surrogateescape"), "--prompt")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...files.mapped import MappedFile
     from ...formats import ArraysInfo
 
-_TEXT = """Account for every byte of a frame, or list what a bundle or a file of arrays holds.
+_DESCRIPTION = """Account for every byte of a frame, or list what a bundle or a file of arrays holds.
 
 A frame gives its table of streams. A manifest, a bundle directory or a frame with its manifest gives a line for each
 array, totals, and each stream's share (-v: the table of every frame too). A .npy, .npz or .safetensors file, an MNN
@@ -39,37 +39,39 @@ weights: shape, bias, least and greatest value, mean, standard deviation, elemen
 --jobs N inspects each file below folders by itself (--help-many)."""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "inspect", run, "what a frame, bundle or file holds", _TEXT)
+    parser = shared_options.add_command(subparsers, "inspect", run, "what a frame, bundle or file holds", _DESCRIPTION)
     parser.add_argument(
         "inputs", nargs="+", metavar="IN", help="a frame, a bundle, any file or folder that kvmnn reads"
     )
     shared_options.add_dtype(
-        parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)", float8=True
+        parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)", with_float8=True
     )
     parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
     shared_options.add_max_bytes(parser)
-    weights_options.add_group(parser)
+    weights_options.add_weights_group(parser)
     parser.add_argument("--no-zstd", action="store_true", help="judge as an engine without libzstd")
     axes_options.add_axes(parser)
-    many_options.add_many(parser)
-    packed_options.add_packed(parser)
+    many_options.add_batch_options(parser)
+    packed_options.add_packed_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
-    if many_options.asked(arguments):
-        return many_options.run(arguments, "inspect", arguments.inputs, takes=["arrays", "frames", "weights"])
+    if many_options.is_batch(arguments):
+        return many_options.run_batch(
+            arguments, "inspect", arguments.inputs, accepted_kinds=["arrays", "frames", "weights"]
+        )
     _refuse_idle(arguments)
     documents, code = [], 0
-    for number, path in enumerate(arguments.inputs):
-        found, text = _inspected(path, arguments)
-        document = found.to_dict()
+    for input_index, path in enumerate(arguments.inputs):
+        info, text = _inspect_input(path, arguments)
+        document = info.to_dict()
         documents.append(document)
         printing.expect_names(document)
-        printing.say(arguments, ("\n" if number else "") + text)
-        code = max(code, 0 if getattr(found, "is_loadable", True) else 1)
+        printing.print_line(arguments, ("\n" if input_index else "") + text)
+        code = max(code, 0 if getattr(info, "is_loadable", True) else 1)
     if arguments.json:
         printing.print_json({"verb": "inspect", "inputs": documents})
     return code
@@ -77,107 +79,123 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _refuse_idle(arguments: argparse.Namespace) -> None:
     """Exit code 2 for an option that is about none of the inputs."""
-    used = {name for path in arguments.inputs for name in _used(path, arguments)}
-    idle = [name for name in (*_FRAMES, *weights_options.TOLD, *_ABOUT_CACHES) if name not in used]
+    used_names = {name for path in arguments.inputs for name in _list_used_options(path, arguments)}
+    idle_names = [
+        name
+        for name in (*_FRAME_OPTION_NAMES, *weights_options.CONVERSION_OPTION_NAMES, *_CACHE_OPTIONS)
+        if name not in used_names
+    ]
     inputs = " ".join(arguments.inputs)
-    idle_options.refuse(arguments, idle, f"changes nothing of what is said about {inputs}: leave it out")
+    idle_options.refuse_given(arguments, idle_names, f"changes nothing of what is said about {inputs}: leave it out")
 
 
-_ABOUT_CACHES = (*packed_options.LAYING, *engine_options.CHOOSING, *axes_options.NAMES)
-_FRAMES = ("dtype", "no_manifest", "max_bytes", "no_zstd")
+_CACHE_OPTIONS = (
+    *packed_options.PACKED_OPTION_NAMES,
+    *engine_options.SELECTION_OPTIONS,
+    *axes_options.AXES_OPTION_NAMES,
+)
+_FRAME_OPTION_NAMES = ("dtype", "no_manifest", "max_bytes", "no_zstd")
 
 
-def _used(path: str, arguments: argparse.Namespace) -> tuple[str, ...]:
+def _list_used_options(path: str, arguments: argparse.Namespace) -> tuple[str, ...]:
     """The options that count for an input, by what it is."""
     from ... import compressor
 
-    weights = not arguments.no_manifest and not _says_axes(arguments)
-    if weights and compressor.is_weight_file(path):
+    may_be_weights = not arguments.no_manifest and not _has_axes_options(arguments)
+    if may_be_weights and compressor.is_weight_file(path):
         return ()
-    if weights and compressor.is_checkpoint(path):
-        return ("dtype", *weights_options.TOLD)
+    if may_be_weights and compressor.is_checkpoint(path):
+        return ("dtype", *weights_options.CONVERSION_OPTION_NAMES)
     if _is_stream(path):
-        return (*_FRAMES, "kv_batch", *engine_options.HEADS, *engine_options.CHOOSING, *axes_options.NAMES)
-    if not _is_of_arrays(path, arguments):
-        return _FRAMES
+        return (
+            *_FRAME_OPTION_NAMES,
+            "kv_batch",
+            *engine_options.HEAD_OPTIONS,
+            *engine_options.SELECTION_OPTIONS,
+            *axes_options.AXES_OPTION_NAMES,
+        )
+    if not _lists_arrays(path, arguments):
+        return _FRAME_OPTION_NAMES
     if engine_options.is_engine_file(path):
-        return ("dtype", "max_bytes", "kv_batch", "kv_half", *engine_options.used(path))
+        return ("dtype", "max_bytes", "kv_batch", "kv_half", *engine_options.list_used_options(path))
     return (
         "dtype",
         "max_bytes",
-        *axes_options.NAMES,
-        *(packed_options.LAYING if packed_options.may_be_packed(path) else ()),
+        *axes_options.AXES_OPTION_NAMES,
+        *(packed_options.PACKED_OPTION_NAMES if packed_options.may_be_packed(path) else ()),
     )
 
 
-def _is_of_arrays(path: str, arguments: argparse.Namespace) -> bool:
+def _lists_arrays(path: str, arguments: argparse.Namespace) -> bool:
     """Whether arrays are listed: those of a file that says so, or raw words whose shape or axes are said."""
-    from ...formats import kind_of
+    from ...formats import classify_path
 
-    return kind_of(path) == "arrays" or (_says_axes(arguments) and kind_of(path) is None)
+    return classify_path(path) == "arrays" or (_has_axes_options(arguments) and classify_path(path) is None)
 
 
 def _is_stream(path: str) -> bool:
     """Whether only what is read once can say what it is."""
     from ...files.mapped import is_stream
-    from ...formats import kind_of
+    from ...formats import classify_path
 
-    return is_stream(path) and kind_of(path) is None
-
-
-def _says_axes(arguments: argparse.Namespace) -> bool:
-    return any(getattr(arguments, name) is not None for name in axes_options.NAMES)
+    return is_stream(path) and classify_path(path) is None
 
 
-def _inspected(path: str, arguments: argparse.Namespace) -> tuple[printing.Result, str]:
+def _has_axes_options(arguments: argparse.Namespace) -> bool:
+    return any(getattr(arguments, name) is not None for name in axes_options.AXES_OPTION_NAMES)
+
+
+def _inspect_input(path: str, arguments: argparse.Namespace) -> tuple[printing.CommandResult, str]:
     """What an input holds, and the same as text."""
     from ... import compressor, formats
-    from ...bundle import DecodeOptions, inspect
+    from ...bundle import DecodeOptions, inspect_frame_set
     from ...errors import CheckpointError
     from ...files.mapped import MappedFile
     from ...formats.mnn import inspect_packed
 
-    weights = not arguments.no_manifest and not _says_axes(arguments)
-    if weights and (compressor.is_weight_file(path) or compressor.is_checkpoint(path)):
+    may_be_weights = not arguments.no_manifest and not _has_axes_options(arguments)
+    if may_be_weights and (compressor.is_weight_file(path) or compressor.is_checkpoint(path)):
         try:
-            account = compressor.inspect(path, weights_options.options(arguments))
+            weights_info = compressor.inspect_weights(path, weights_options.build_convert_options(arguments))
         except CheckpointError as error:
-            if reason := formats.damage(path):  # nobody can know what it was
+            if reason := formats.describe_damage(path):  # nobody can know what it was
                 raise CheckpointError(f"{path}: {reason}") from error
             raise
-        return account, str(account)
-    if formats.is_store(path) and not _says_axes(arguments):
+        return weights_info, str(weights_info)
+    if formats.is_zarr_store(path) and not _has_axes_options(arguments):
         limits = formats.ReadOptions(dtype=arguments.dtype, skip_unsupported=True, max_bytes=arguments.max_bytes)
         store = formats.inspect_store(path, limits)
-        return store, str(store if arguments.verbose else store.first())
-    opened = MappedFile(path, max_bytes=arguments.max_bytes) if _is_stream(path) else path
-    if _is_of_arrays(path, arguments) or (isinstance(opened, MappedFile) and formats.holds_arrays(opened)):
-        if packed := inspect_packed(path, packed_options.options(arguments)):
+        return store, str(store if arguments.verbose else store.truncate())
+    opened_input = MappedFile(path, max_bytes=arguments.max_bytes) if _is_stream(path) else path
+    if _lists_arrays(path, arguments) or (
+        isinstance(opened_input, MappedFile) and formats.is_array_stream(opened_input)
+    ):
+        if packed := inspect_packed(path, packed_options.build_packed_options(arguments)):
             return packed, str(packed)
-        arrays = _arrays(opened, arguments)
-        shown = arrays if arguments.verbose else arrays.first()
-        return shown, str(shown)
+        arrays = _inspect_arrays(opened_input, arguments)
+        shown_info = arrays if arguments.verbose else arrays.truncate()
+        return shown_info, str(shown_info)
     options = DecodeOptions(
-        dtype=arguments.dtype, codecs=shared_options.codecs(arguments), max_bytes=arguments.max_bytes
+        dtype=arguments.dtype, codecs=shared_options.select_codecs(arguments), max_bytes=arguments.max_bytes
     )
-    found = loading.open_frames(opened, arguments, options)
-    loading.check_dtype(found, arguments)
-    frames = inspect(found, options)
+    frame_set = loading.open_frame_set(opened_input, arguments, options)
+    loading.check_dtype_matches(frame_set, arguments)
+    frames = inspect_frame_set(frame_set, options)
     return frames, frames.text(verbose=arguments.verbose)
 
 
-def _arrays(path: str | MappedFile, arguments: argparse.Namespace) -> ArraysInfo:
+def _inspect_arrays(path: str | MappedFile, arguments: argparse.Namespace) -> ArraysInfo:
     from ... import formats
 
-    packed = packed_options.options(arguments)
+    packed = packed_options.build_packed_options(arguments)
     limits = formats.ReadOptions(
-        laid=axes_options.laid(arguments),
+        axis_spec=axes_options.build_axis_spec(arguments),
         max_bytes=arguments.max_bytes,
         codes=True,
-        engine=engine_options.options(arguments, any_heads=True, any_stream=True),
+        engine=engine_options.build_engine_options(arguments, any_heads=True, any_stream=True),
     )
     source = formats.open(
-        path, limits, dtype=arguments.dtype, skip_unsupported=True, packed=packed, frames=False, codes=True
+        path, limits, dtype=arguments.dtype, skip_unsupported=True, packed=packed, decode_frames=False, codes=True
     )
-    engine_options.refuse_no_blocks(arguments, source)
+    engine_options.refuse_blocks_without_quantized(arguments, source)
     return formats.inspect(source)

@@ -10,9 +10,10 @@ from .. import dense_options, loading, many_options, measure_options, packed_opt
 from ..printing import UsageError
 
 if TYPE_CHECKING:
-    from ...offline import MeasureOptions, Selection
+    from ...offline import DumpSelection, MeasureOptions
 
-_TEXT = """Measure how well KV dumps can be compressed without loss: the offline evaluation of the H2O work on MNN,
+_DESCRIPTION = """\
+Measure how well KV dumps can be compressed without loss: the offline evaluation of the H2O work on MNN,
 number for number. Sizes are simulated: zstd frames of byte lanes under predictors along the tokens, added up. --real
 also makes frames as MNN does, decodes and compares them, and says what they take.
 
@@ -29,16 +30,18 @@ converts a tree of fp32 dumps (LOSSY) and measures nothing. --dense says, layer 
 the frames of MNN: all are made, decoded and compared (docs/dense.md)."""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "measure", run, "what lossless compression of KV dumps would give", _TEXT)
-    measure_options.add_inputs_and_outputs(parser)
-    measure_options.add_options(parser)
-    measure_options.add_other_work(parser)
+    parser = shared_options.add_command(
+        subparsers, "measure", run, "what lossless compression of KV dumps would give", _DESCRIPTION
+    )
+    measure_options.add_input_output_options(parser)
+    measure_options.add_measure_options(parser)
+    measure_options.add_alternative_options(parser)
     shared_options.add_max_bytes(parser)
     shared_options.add_source(parser, "what the words are, where the input does not say")
-    many_options.add_many(parser)
-    packed_options.add_packed(parser)
+    many_options.add_batch_options(parser)
+    packed_options.add_packed_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -49,10 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.inputs, arguments.to_fp16 = [arguments.to_fp16], ""
     if not arguments.inputs:
         raise UsageError("expected an INPUT, or --dump-dir DIR")
-    if many_options.asked(arguments):
+    if many_options.is_batch(arguments):
         takes = ["arrays", "frames"]
-        refused = {name: why for name, why in _NOT_FOR_MANY.items() if name != "to_fp16" or arguments.to_fp16}
-        return many_options.run(arguments, "measure", arguments.inputs, takes=takes, not_for_many=refused)
+        refused_reasons = {
+            name: why for name, why in _REASONS_AGAINST_BATCH.items() if name != "to_fp16" or arguments.to_fp16
+        }
+        return many_options.run_batch(
+            arguments, "measure", arguments.inputs, accepted_kinds=takes, not_for_many=refused_reasons
+        )
     if arguments.to_fp16 == "" and arguments.strict_fp16:
         raise UsageError("--to-fp16 and --strict-fp16 exclude each other: fp32 is rounded, or left out")
     if arguments.to_fp16 == "" and (arguments.analysis or arguments.dense):
@@ -63,50 +70,54 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--to-fp16 takes one INPUT")
     if printing.STDIO in (arguments.out_json, arguments.out_md):
         raise UsageError("--out-json and --out-md write files; --json prints the documents on standard output")
-    seen: set[str] = set()
+    seen_paths: set[str] = set()
     for path in arguments.inputs:
-        if (real := os.path.realpath(path)) in seen:
+        if (real_path := os.path.realpath(path)) in seen_paths:
             raise UsageError(f"{path}: is given twice, and would count twice")
-        seen.add(real)
-    options = measure_options.options_of(arguments)
-    dumps = _dumps(arguments)
-    measure_options.refuse_idle(arguments, options, all_dumps=len(dumps) == len(arguments.inputs))
-    packed_options.refuse_idle(arguments, arguments.inputs, dense_options.TEXT if arguments.dense else ())
+        seen_paths.add(real_path)
+    options = measure_options.build_measure_options(arguments)
+    dumps = _list_dumps(arguments)
+    measure_options.refuse_idle_measure_options(arguments, options, are_all_dumps=len(dumps) == len(arguments.inputs))
+    packed_options.refuse_idle_packed_options(
+        arguments, arguments.inputs, dense_options.SOURCE_TEXT_OPTIONS if arguments.dense else ()
+    )
     if arguments.dense:
-        _measure_dense(arguments)
+        _run_measure_dense(arguments)
     elif arguments.to_fp16:
-        _convert(arguments)
+        _run_conversion(arguments)
     elif arguments.analysis:
-        _analyse(arguments, options)
+        _run_analysis(arguments, options)
     else:
-        _measure(arguments, options, dumps)
+        _run_measure(arguments, options, dumps)
     return 0
 
 
-_ONE_OUTPUT = "it names one output, and each file has its own results, in its line"
-_NOT_FOR_MANY = {
-    "out_json": _ONE_OUTPUT,
-    "out_md": _ONE_OUTPUT,
+_ONE_OUTPUT_REASON = "it names one output, and each file has its own results, in its line"
+_REASONS_AGAINST_BATCH = {
+    "out_json": _ONE_OUTPUT_REASON,
+    "out_md": _ONE_OUTPUT_REASON,
     "analysis": "it goes through whole trees of dumps by itself",
     "to_fp16": "it goes through whole trees of dumps by itself",
 }
 
 
-def _dumps(arguments: argparse.Namespace) -> list[str]:
+def _list_dumps(arguments: argparse.Namespace) -> list[str]:
     """The inputs that are read by the evaluation's own walk."""
-    from ...offline import is_dump
+    from ...offline import is_dump_folder
 
-    return [path for path in arguments.inputs if is_dump(path) and not arguments.packed]
+    return [path for path in arguments.inputs if is_dump_folder(path) and not arguments.packed]
 
 
-def _measure(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[str]) -> None:
-    from ...offline import NothingSelectedError, measure, work_bytes
+def _run_measure(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[str]) -> None:
+    from ...offline import NothingSelectedError, count_work_bytes, measure_dumps
 
-    selection = _select(arguments, options, dumps)
+    selection = _select_entries(arguments, options, dumps)
     if not selection.entries:
-        raise NothingSelectedError(f"No entries selected after filtering. Left out: {selection.describe_left_out()}")
-    with printing.progress(arguments, work_bytes(selection, options, arguments.real), "measuring") as progress:
-        measured = measure(
+        raise NothingSelectedError(f"No entries selected after filtering. Left out: {selection.describe_exclusions()}")
+    with printing.progress_bar(
+        arguments, count_work_bytes(selection, options, arguments.real), "measuring"
+    ) as progress:
+        measure_result = measure_dumps(
             [os.path.abspath(path) for path in arguments.inputs],
             selection,
             options,
@@ -117,50 +128,50 @@ def _measure(arguments: argparse.Namespace, options: MeasureOptions, dumps: list
             force=arguments.force,
             progress=progress,
         )
-    printing.show(arguments, "measure", measured)
+    printing.show_result(arguments, "measure", measure_result)
     for path in filter(None, (arguments.out_json, arguments.out_md)):
-        printing.say(arguments, f"Wrote {path}")
+        printing.print_line(arguments, f"Wrote {path}")
 
 
-def _select(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[str]) -> Selection:
+def _select_entries(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[str]) -> DumpSelection:
     """KV dumps by the evaluation's own walk, everything else as a source."""
     from ...arrays.float8 import pair_codes
-    from ...offline import select, select_source
+    from ...offline import add_source, select_dumps
 
-    others = [path for path in arguments.inputs if path not in dumps]
-    found = select(dumps, options.scope)
-    if others:
+    other_inputs = [path for path in arguments.inputs if path not in dumps]
+    selection = select_dumps(dumps, options.scope)
+    if other_inputs:
         codes = arguments.to_fp16 is None  # else their numbers are rounded
-        source = pair_codes(loading.load(others, arguments, frames=True, any_heads=True, codes=codes))
+        source = pair_codes(loading.load(other_inputs, arguments, with_frames=True, any_heads=True, codes=codes))
         source.token_major |= arguments.token_major
         loading.report_skipped(source, arguments)
-        select_source(found, source, options.scope, others[0])
-    found.check_no_file_twice()
-    found.check_size(arguments.max_bytes)
-    return found
+        add_source(selection, source, options.scope, other_inputs[0])
+    selection.check_distinct_files()
+    selection.check_size(arguments.max_bytes)
+    return selection
 
 
-def _measure_dense(arguments: argparse.Namespace) -> None:
+def _run_measure_dense(arguments: argparse.Namespace) -> None:
     from ...offline import measure_dense
 
-    source = loading.load(arguments.inputs, arguments, frames=True, used=dense_options.TEXT)
+    source = loading.load(arguments.inputs, arguments, with_frames=True, used_options=dense_options.SOURCE_TEXT_OPTIONS)
     source.token_major |= arguments.token_major
     loading.report_skipped(source, arguments)
-    options = dense_options.options(arguments, source)
-    with printing.progress(arguments, source.nbytes, "measuring") as progress:
-        measured = measure_dense(source, options, threads=arguments.threads, progress=progress)
-    printing.show(arguments, "measure", measured)
+    options = dense_options.build_dense_options(arguments, source)
+    with printing.progress_bar(arguments, source.nbytes, "measuring") as progress:
+        dense_result = measure_dense(source, options, threads=arguments.threads, progress=progress)
+    printing.show_result(arguments, "measure", dense_result)
 
 
-def _analyse(arguments: argparse.Namespace, options: MeasureOptions) -> None:
-    from ...offline import all_layers, select, write_analysis
+def _run_analysis(arguments: argparse.Namespace, options: MeasureOptions) -> None:
+    from ...offline import select_dumps, with_all_layers, write_entropy_report
 
-    selection = select(arguments.inputs, all_layers(options.scope))
-    selection.check_no_file_twice()
+    selection = select_dumps(arguments.inputs, with_all_layers(options.scope))
+    selection.check_distinct_files()
     selection.check_size(arguments.max_bytes)
-    total = sum(map(os.path.getsize, selection.files()))
-    with printing.progress(arguments, total, "analysing") as progress:
-        report = write_analysis(
+    total = sum(map(os.path.getsize, selection.list_files()))
+    with printing.progress_bar(arguments, total, "analysing") as progress:
+        report = write_entropy_report(
             selection,
             arguments.analysis,
             level=options.zstd_level,
@@ -169,13 +180,15 @@ def _analyse(arguments: argparse.Namespace, options: MeasureOptions) -> None:
             force=arguments.force,
             progress=progress,
         )
-    printing.show(arguments, "measure", report)
+    printing.show_result(arguments, "measure", report)
 
 
-def _convert(arguments: argparse.Namespace) -> None:
-    from ...offline import to_fp16
+def _run_conversion(arguments: argparse.Namespace) -> None:
+    from ...offline import convert_to_fp16
 
-    found = to_fp16(arguments.inputs[0], arguments.to_fp16, allow_fp16=arguments.allow_fp16, overwrite=arguments.force)
-    found.check_found()
-    printing.show(arguments, "measure", found)
-    found.check_complete()
+    convert_result = convert_to_fp16(
+        arguments.inputs[0], arguments.to_fp16, allow_fp16=arguments.allow_fp16, overwrite=arguments.force
+    )
+    convert_result.require_dumps()
+    printing.show_result(arguments, "measure", convert_result)
+    convert_result.require_no_errors()

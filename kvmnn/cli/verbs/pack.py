@@ -8,7 +8,8 @@ from typing import Any
 from .. import engine_options, loading, packed_options, printing, rerotate_options, shared_options
 from ..printing import UsageError
 
-_TEXT = """Pack plain arrays into a prefix cache that the engine loads: <name>_<layer>.k and .v, their markers, and
+_DESCRIPTION = """\
+Pack plain arrays into a prefix cache that the engine loads: <name>_<layer>.k and .v, their markers, and
 <name>.kvmnn.json, from which kvmnn knows what the files hold.
 
 IN is anything that kvmnn reads: arrays called layer_<n>.key and layer_<n>.value, past_key_values.<n>.key and .value, or
@@ -22,42 +23,44 @@ Where tokens were evicted, MNN needs to be told the length of the text after loa
 or K rotated to the first positions: --rerotate."""
 
 
-_USED = ("tokens", "model", "backend", "kv_heads", "head_dim", "lp", "hp", "flash_block", "token_ids", "name")
+_USED_OPTIONS = ("tokens", "model", "backend", "kv_heads", "head_dim", "lp", "hp", "flash_block", "token_ids", "name")
 """Options about packed files that here are about those that are written."""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "pack", run, "plain arrays to a prefix cache", _TEXT)
+    parser = shared_options.add_command(subparsers, "pack", run, "plain arrays to a prefix cache", _DESCRIPTION)
     parser.add_argument("inputs", nargs="+", metavar="IN", help="arrays, a dump, a bundle")
-    packed_options.add_target(parser)
+    packed_options.add_target_options(parser)
     shared_options.add_source(parser, "what the words are (default: the arrays' own type; raw words need it)")
     parser.add_argument("--token-major", action="store_true", help="the arrays are [token, kv_head, head_dim]")
     parser.add_argument("--cast", action="store_true", help="convert to the backend's dtype; LOSSY if it is narrower")
-    rerotate_options.add_rerotate(parser)
-    packed_options.add_packed(parser, undo=True)
+    rerotate_options.add_rerotate_options(parser)
+    packed_options.add_packed_options(parser, with_undo=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...formats.mnn import pack
 
-    rerotate_options.check(arguments)
+    rerotate_options.check_rerotate_options(arguments)
     if arguments.output is None and len(arguments.inputs) > 1:
         raise UsageError("no output given for several inputs: use -o DIR/")
-    output = printing.output_or_beside(arguments, arguments.inputs[0], ".packed/")
-    source = loading.load(arguments.inputs, arguments, frames=True, as_numbers=arguments.cast, used=_USED)
+    output = printing.choose_output(arguments, arguments.inputs[0], ".packed/")
+    source = loading.load(
+        arguments.inputs, arguments, with_frames=True, as_numbers=arguments.cast, used_options=_USED_OPTIONS
+    )
     loading.report_skipped(source, arguments)
     is_gguf = engine_options.is_gguf(arguments.model)
-    with printing.progress(arguments, source.nbytes, "pack") as step:
-        packed = pack(
+    with printing.progress_bar(arguments, source.nbytes, "pack") as step:
+        pack_result = pack(
             source,
             output,
-            packed_options.geometry(arguments),
+            packed_options.build_geometry(arguments),
             name=arguments.name,
             capacity=arguments.capacity,
-            tokens=arguments.tokens,
-            token_ids=packed_options.token_ids(arguments),
+            expected_tokens=arguments.tokens,
+            token_ids=packed_options.hash_token_ids(arguments),
             model=None if is_gguf else arguments.model,
             token_major=arguments.token_major,
             cast=arguments.cast,
@@ -66,6 +69,6 @@ def run(arguments: argparse.Namespace) -> int:
             force=arguments.force,
             progress=step,
         )
-    loading.report_notes(packed.notes[len(source.notes) :], arguments)
-    printing.show(arguments, "pack", packed)
+    loading.report_notes(pack_result.notes[len(source.notes) :], arguments)
+    printing.show_result(arguments, "pack", pack_result)
     return 0

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...policies import Policy
     from ...policies.cache_plan import CachePlan
 
-_TEXT = """Plan an eviction: what would stay, and a picture of it. Nothing is changed.
+_DESCRIPTION = """Plan an eviction: what would stay, and a picture of it. Nothing is changed.
 
 Without --policy, H2O as the engine plans it, from scores of blocks or from attention. Every layer is planned as if it
 triggered now. IN is an array with one axis (scores of blocks) or with two to four (attention: [heads, keys], [heads,
@@ -45,38 +45,40 @@ of a policy that looks at lengths or keys, as a cache holds no attention.
 Pairs are begin:size of stored tokens, for `kvmnn compact`. Where each KV head keeps tokens of its own, the document has
 those of each head, and compact refuses it: packed files hold the same tokens for all heads."""
 
-_OF_CACHES = (
+_CACHE_OPTIONS = (
     "seed",
     "token_major",
-    *(name for name in axes_options.NAMES if name != "kv_batch"),
-    *(name for name in packed_options.LAYING if name != "tokens"),
-    *engine_options.CHOOSING,
+    *(name for name in axes_options.AXES_OPTION_NAMES if name != "kv_batch"),
+    *(name for name in packed_options.PACKED_OPTION_NAMES if name != "tokens"),
+    *engine_options.SELECTION_OPTIONS,
 )
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "plan", run, "which tokens H2O or a policy would keep", _TEXT)
+    parser = shared_options.add_command(
+        subparsers, "plan", run, "which tokens H2O or a policy would keep", _DESCRIPTION
+    )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="scores of blocks, or attention; with --policy a cache")
     shared_options.add_output(parser, "JSON file for `kvmnn compact --plan`; - for standard output")
     parser.add_argument(
         "--policy", action="append", default=[], metavar="SPEC", help="NAME[:OPTION=VALUE,...], which plans a cache"
     )
     parser.add_argument(
-        "--seed", type=shared_options.whole, default=0, metavar="N", help="of a random policy (default: 0)"
+        "--seed", type=shared_options.parse_whole, default=0, metavar="N", help="of a random policy (default: 0)"
     )
     parser.add_argument("--no-map", action="store_true", help="leave the picture out")
     shared_options.add_source(parser, "what raw words are")
     parser.add_argument("--token-major", action="store_true", help="arrays of K and V are [token, kv_head, head_dim]")
     parser.add_argument(
         "--tokens",
-        type=packed_options.numbers,
+        type=packed_options.parse_counts,
         default=(),
         metavar="N[,N...]",
         help="tokens that scores are about; live tokens of packed files (of each layer)",
     )
-    h2o_options.add_h2o(parser)
-    packed_options.add_packed(parser, tokens=False)
+    h2o_options.add_h2o_options(parser)
+    packed_options.add_packed_options(parser, with_tokens=False)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,35 +87,35 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json and to_stdout:
         raise UsageError("--json and -o - both want standard output")
     output = None if to_stdout else arguments.output
-    plan = _of_cache(arguments, output) if arguments.policy else _of_scores(arguments, output)
+    plan = _plan_cache(arguments, output) if arguments.policy else _plan_scores(arguments, output)
     if to_stdout:
-        printing.print_json(plan.entries())
+        printing.print_json(plan.to_plan_entries())
     if arguments.json:
-        printing.show(arguments, "plan", plan)
-    width = shutil.get_terminal_size().columns if streams.on_terminal() else 100
-    for line in plan.lines(width=width, picture=not arguments.no_map):
-        printing.say(arguments, line, data_on_stdout=to_stdout)
+        printing.show_result(arguments, "plan", plan)
+    width = shutil.get_terminal_size().columns if streams.is_terminal() else 100
+    for line in plan.format_lines(width=width, picture=not arguments.no_map):
+        printing.print_line(arguments, line, data_on_stdout=to_stdout)
     return 0
 
 
-def _of_scores(arguments: argparse.Namespace, output: str | None) -> LayerPlans:
-    from ...formats.h2o_files import plan_file
+def _plan_scores(arguments: argparse.Namespace, output: str | None) -> LayerPlans:
+    from ...formats.h2o_files import plan_from_file
     from ...formats.options import ReadOptions
 
-    idle_options.refuse(arguments, _OF_CACHES, "is about a cache, which is planned with --policy SPEC")
+    idle_options.refuse_given(arguments, _CACHE_OPTIONS, "is about a cache, which is planned with --policy SPEC")
     if len(arguments.inputs) > 1:
         raise UsageError("several inputs: K and V are planned with --policy SPEC, scores or attention as one file")
     if len(arguments.tokens) > 1:
         raise UsageError("--tokens: expected one number, which all layers of scores have")
-    return plan_file(
+    return plan_from_file(
         arguments.inputs[0],
-        h2o_options.config(arguments),
+        h2o_options.build_h2o_config(arguments),
         output,
         options=ReadOptions(
             dtype=arguments.dtype, tensors=tuple(arguments.tensor), skip_unsupported=arguments.skip_unsupported
         ),
-        kind=arguments.kind,
-        tokens=arguments.tokens[0] if arguments.tokens else None,
+        input_kind=arguments.kind,
+        num_tokens=arguments.tokens[0] if arguments.tokens else None,
         threads=arguments.engine_threads,
         tile=arguments.tile,
         batch=arguments.kv_batch,
@@ -121,17 +123,17 @@ def _of_scores(arguments: argparse.Namespace, output: str | None) -> LayerPlans:
     )
 
 
-def _of_cache(arguments: argparse.Namespace, output: str | None) -> CachePlan:
+def _plan_cache(arguments: argparse.Namespace, output: str | None) -> CachePlan:
     from ...formats.cache_plans import plan_cache
 
-    why = "is about H2O, from scores or attention; of a policy options are said as --policy NAME:option=value"
-    idle_options.refuse(arguments, h2o_options.NAMES, why)
-    idle_options.refuse(arguments, ["blocks"], "is about bytes, and policies look at numbers: leave it out")
-    policy = _policy(arguments)
-    asked = argparse.Namespace(**vars(arguments) | {"undo": ("none",)})  # rotated or not, norms are the same
-    source = loading.load(arguments.inputs, asked, frames=True, any_heads=not policy.by_head)
+    reason = "is about H2O, from scores or attention; of a policy options are said as --policy NAME:option=value"
+    idle_options.refuse_given(arguments, h2o_options.H2O_OPTION_NAMES, reason)
+    idle_options.refuse_given(arguments, ["blocks"], "is about bytes, and policies look at numbers: leave it out")
+    policy = _build_policy(arguments)
+    cache_arguments = argparse.Namespace(**vars(arguments) | {"undo": ("none",)})  # rotated or not, norms are the same
+    source = loading.load(arguments.inputs, cache_arguments, with_frames=True, any_heads=not policy.is_per_head)
     loading.report_skipped(source, arguments)
-    with printing.progress(arguments, sum(array.nbytes for array in source.arrays) // 2, "plan") as step:
+    with printing.progress_bar(arguments, sum(array.nbytes for array in source.arrays) // 2, "plan") as step:
         return plan_cache(
             source,
             policy,
@@ -142,17 +144,17 @@ def _of_cache(arguments: argparse.Namespace, output: str | None) -> CachePlan:
         )
 
 
-def _policy(arguments: argparse.Namespace) -> Policy:
+def _build_policy(arguments: argparse.Namespace) -> Policy:
     from ...errors import KvmnnError
     from ...policies.cache_plan import check_plannable
-    from ...policies.specs import make, options_of
+    from ...policies.specs import build_policy, expand_spec
 
     if len(arguments.policy) > 1:
         raise UsageError("--policy: a plan is of one policy: say one")
     (spec,) = arguments.policy
     try:
-        ((name, options),) = options_of(spec)
-        policy = make(name, options, (arguments.seed,))
+        ((name, options),) = expand_spec(spec)
+        policy = build_policy(name, options, (arguments.seed,))
         check_plannable(policy)
     except KvmnnError as exc:
         raise UsageError(f"--policy {spec}: {exc}") from None

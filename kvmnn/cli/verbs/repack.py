@@ -8,7 +8,7 @@ from typing import Any
 from ...packed.backends import BACKENDS
 from .. import loading, packed_options, printing, rerotate_options, shared_options
 
-_TEXT = """Write a prefix cache in the layout of another backend, e.g. one computed on a PC for a phone:
+_DESCRIPTION = """Write a prefix cache in the layout of another backend, e.g. one computed on a PC for a phone:
 
   kvmnn repack sys/ -o phone/ --from x86-avx2 --to arm64-fp16 \\
       --kv-heads 2 --head-dim 64 --tokens 50
@@ -17,13 +17,13 @@ Where the backends' dtypes differ, words are converted, to nearest even: fp32 to
 says how many words changed; fp16 to fp32 is LOSSLESS."""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "repack", run, "a packed cache for another backend", _TEXT)
+    parser = shared_options.add_command(subparsers, "repack", run, "a packed cache for another backend", _DESCRIPTION)
     parser.add_argument("input", metavar="IN", help="the directory of a prefix cache, or one of its files")
-    packed_options.add_target(parser)
+    packed_options.add_target_options(parser)
     shared_options.add_source(parser, "what the words are, where the pack numbers do not say", axes=False)
-    packed_options.add_packed(parser, backend="--from")
+    packed_options.add_packed_options(parser, backend="--from")
     parser.add_argument(
         "--to",
         required=True,
@@ -31,19 +31,19 @@ def add_parser(verbs: Any) -> None:
         metavar="NAME",
         help="backend whose layout is wanted; the flash block stays",
     )
-    rerotate_options.add_rerotate(parser)
+    rerotate_options.add_rerotate_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...formats.mnn import repack
 
-    rerotate_options.check(arguments)
-    output = printing.output_or_beside(arguments, arguments.input, f".{arguments.to}/")
-    source = loading.load([arguments.input], arguments, frames=True, used=("name",))
+    rerotate_options.check_rerotate_options(arguments)
+    output = printing.choose_output(arguments, arguments.input, f".{arguments.to}/")
+    source = loading.load([arguments.input], arguments, with_frames=True, used_options=("name",))
     loading.report_skipped(source, arguments)
-    with printing.progress(arguments, source.nbytes, "repack") as step:
-        packed = repack(
+    with printing.progress_bar(arguments, source.nbytes, "repack") as step:
+        pack_result = repack(
             source,
             output,
             arguments.to,
@@ -55,6 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
             force=arguments.force,
             progress=step,
         )
-    loading.report_notes(packed.notes[len(source.notes) :], arguments)
-    printing.show(arguments, "repack", packed)
+    loading.report_notes(pack_result.notes[len(source.notes) :], arguments)
+    printing.show_result(arguments, "repack", pack_result)
     return 0

@@ -7,7 +7,8 @@ from typing import Any
 
 from .. import engine_config, loading, packed_options, printing, shared_options
 
-_TEXT = """Run K and V that were computed once through the lossless runtime, the first tokens as a prompt and the others
+_DESCRIPTION = """\
+Run K and V that were computed once through the lossless runtime, the first tokens as a prompt and the others
 one by one: what would be compressed, when, and what it would take. What attention would read is compared with the
 cache, by default at the ends; LOSSLESS needs --compare all. A difference is exit code 1; so is a configuration with
 which nothing is compressed and nothing evicted.
@@ -19,13 +20,15 @@ kv_h2o_ keys; docs/runtime.md). Evictions need --scores: attention probabilities
 [head, query, key] for each layer."""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "replay", run, "a cache run through the lossless runtime", _TEXT)
+    parser = shared_options.add_command(
+        subparsers, "replay", run, "a cache run through the lossless runtime", _DESCRIPTION
+    )
     parser.add_argument("inputs", nargs="+", metavar="CACHE", help="K and V of layers")
     parser.add_argument("--config", required=True, metavar="FILE", help="the engine's JSON configuration")
     parser.add_argument(
-        "--prompt", type=shared_options.positive, metavar="N", help="tokens of the prompt (default: half)"
+        "--prompt", type=shared_options.parse_positive, metavar="N", help="tokens of the prompt (default: half)"
     )
     parser.add_argument(
         "--behaviour",
@@ -44,30 +47,32 @@ def add_parser(verbs: Any) -> None:
     shared_options.add_force(parser)
     shared_options.add_source(parser, "what the words are, where the input does not say")
     parser.add_argument("--token-major", action="store_true", help="arrays are [token, kv_head, head_dim]")
-    packed_options.add_packed(parser)
+    packed_options.add_packed_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...formats import opening
-    from ...runtime import attention_of, history_of, replay, replay_plots
-    from ...text import count
+    from ...runtime import read_attention, read_trace, replay_plots, replay_trace
+    from ...text import pluralize
 
     if arguments.plot:
-        replay_plots.require(arguments.plot, arguments.force)
-    config = engine_config.runtime_config(arguments.config)
-    source = loading.load(arguments.inputs, arguments, frames=True)
+        replay_plots.check_can_write(arguments.plot, arguments.force)
+    config = engine_config.read_runtime_config(arguments.config)
+    source = loading.load(arguments.inputs, arguments, with_frames=True)
     loading.report_skipped(source, arguments)
     source.token_major |= arguments.token_major
-    history = history_of(source)
+    trace = read_trace(source)
     attention = None
     if arguments.scores:
         if not config.h2o.enable:
-            printing.note(arguments, f"{arguments.scores} plans no eviction: {arguments.config} has no kv_h2o_enable")
-        attention = attention_of(opening.open(arguments.scores), len(history.layers), history.tokens)
-    with printing.progress(arguments, history.tokens, "replaying", unit="token") as progress:
-        result = replay(
-            history,
+            printing.print_note(
+                arguments, f"{arguments.scores} plans no eviction: {arguments.config} has no kv_h2o_enable"
+            )
+        attention = read_attention(opening.open(arguments.scores), len(trace.layers), trace.tokens)
+    with printing.progress_bar(arguments, trace.tokens, "replaying", unit="token") as progress:
+        result = replay_trace(
+            trace,
             config,
             prompt=arguments.prompt,
             behaviour=arguments.behaviour,
@@ -75,8 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
             compare=arguments.compare,
             progress=progress,
         )
-    written = result.plot(arguments.plot, force=arguments.force) if arguments.plot else []
-    printing.show(arguments, "replay", result)
-    if written:
-        printing.say(arguments, f"{count(len(written), 'plot file')} in {arguments.plot}")
-    return 0 if result.passed else 1
+    written_paths = result.plot(arguments.plot, overwrite=arguments.force) if arguments.plot else []
+    printing.show_result(arguments, "replay", result)
+    if written_paths:
+        printing.print_line(arguments, f"{pluralize(len(written_paths), 'plot file')} in {arguments.plot}")
+    return 0 if result.has_passed else 1

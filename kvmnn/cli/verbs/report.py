@@ -12,7 +12,8 @@ from ..printing import UsageError
 if TYPE_CHECKING:
     from ...reports.page import Report
 
-_TEXT = """Make one page of results: the verdict of gates first, the cases beside the figures of the MNN fork's report,
+_DESCRIPTION = """\
+Make one page of results: the verdict of gates first, the cases beside the figures of the MNN fork's report,
 ratios over layers with the entropy of their bytes, memory over time, perplexity over budget, latencies, codecs, the
 trend over rounds, machine and settings, and the exact commands. The page is one HTML file that loads nothing and needs
 no script.
@@ -29,9 +30,11 @@ out, with a note), or a JSON file, which must be one. A part that was not measur
 equal pages. The exit code does not depend on the verdict."""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "report", run, "one page of gates, evaluations and measurements", _TEXT)
+    parser = shared_options.add_command(
+        subparsers, "report", run, "one page of gates, evaluations and measurements", _DESCRIPTION
+    )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a folder of results, or a JSON file")
     shared_options.add_output(parser, "the page: .html, or .md for Markdown; - is standard output")
     parser.add_argument(
@@ -42,52 +45,54 @@ def add_parser(verbs: Any) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...files.output import FileOutput
-    from ...reports.forms import form_by_suffix
+    from ...reports.forms import choose_format
     from ...reports.page import make_report
 
     target = arguments.output
-    as_markdown = arguments.markdown or _FORMS.get(PurePath(target or "").suffix.lower()) == "markdown"
-    _check(arguments, target, as_markdown)
+    as_markdown = arguments.markdown or _FORMAT_BY_SUFFIX.get(PurePath(target or "").suffix.lower()) == "markdown"
+    _check_options(arguments, target, as_markdown)
     if target in (None, printing.STDIO):
-        made = _made(arguments, make_report)
+        report = _make_report(arguments, make_report)
         if arguments.json:
-            printing.show(arguments, "report", made)
+            printing.show_result(arguments, "report", report)
         else:
-            text = made.to_markdown() if as_markdown else made.to_html()
+            text = report.to_markdown() if as_markdown else report.to_html()
             printing.Stdout().write(text.encode("utf-8", "backslashreplace"))
         return 0
-    with FileOutput(target, force=arguments.force, protect=arguments.inputs) as output:
-        form_by_suffix(target, _FORMS if not arguments.markdown else {".txt": "", ".markdown": "", ".md": ""}, "")
-        made = _made(arguments, make_report)
-        text = made.to_markdown() if as_markdown else made.to_html()
+    with FileOutput(target, force=arguments.force, exclude=arguments.inputs) as output:
+        choose_format(
+            target, _FORMAT_BY_SUFFIX if not arguments.markdown else {".txt": "", ".markdown": "", ".md": ""}, ""
+        )
+        report = _make_report(arguments, make_report)
+        text = report.to_markdown() if as_markdown else report.to_html()
         output.file.write(text.encode("utf-8", "backslashreplace"))
         output.commit()
-    printing.show(arguments, "report", made, text=f"{target}: {made}")
+    printing.show_result(arguments, "report", report, text=f"{target}: {report}")
     return 0
 
 
-_FORMS = {".html": "html", ".htm": "html", ".markdown": "markdown", ".md": "markdown"}
+_FORMAT_BY_SUFFIX = {".html": "html", ".htm": "html", ".markdown": "markdown", ".md": "markdown"}
 
 
-def _check(arguments: argparse.Namespace, target: str | None, as_markdown: bool) -> None:
+def _check_options(arguments: argparse.Namespace, target: str | None, as_markdown: bool) -> None:
     if target is None and not as_markdown and not arguments.json:
         raise UsageError("no output given: use -o report.html, or --markdown")
     if target == printing.STDIO and arguments.json:
         raise UsageError("--json and the page both want standard output: write the page to a file (-o FILE)")
     if target is None and as_markdown and arguments.json:
         raise UsageError("--json and --markdown both want standard output: write the page to a file (-o FILE)")
-    if target not in (None, printing.STDIO) and printing.is_directory(str(target)):
+    if target not in (None, printing.STDIO) and printing.is_directory_output(str(target)):
         raise UsageError(f"{target}: is a directory, expected a file such as report.html")
-    if target == printing.STDIO and not as_markdown and streams.on_terminal():
+    if target == printing.STDIO and not as_markdown and streams.is_terminal():
         raise UsageError("-o -: a terminal shows no HTML: use -o report.html, or --markdown")
     if arguments.markdown and (target or "").lower().endswith((".html", ".htm")):
         raise UsageError(f"{target}: --markdown writes no HTML: expected a name that ends in .md")
 
 
-def _made(arguments: argparse.Namespace, make: Any) -> Report:
-    made: Report = make(arguments.inputs)
-    for name, why in made.left_out[:5]:
-        printing.note(arguments, f"{name}: left out: {why}")
-    if len(made.left_out) > 5:
-        printing.note(arguments, f"{len(made.left_out) - 5:,} more files are left out")
-    return made
+def _make_report(arguments: argparse.Namespace, build_report: Any) -> Report:
+    report: Report = build_report(arguments.inputs)
+    for name, reason in report.ignored_files[:5]:
+        printing.print_note(arguments, f"{name}: left out: {reason}")
+    if len(report.ignored_files) > 5:
+        printing.print_note(arguments, f"{len(report.ignored_files) - 5:,} more files are left out")
+    return report

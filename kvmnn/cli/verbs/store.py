@@ -19,13 +19,14 @@ from .. import (
     shared_options,
     store_actions,
 )
-from ..printing import Result, UsageError
+from ..printing import CommandResult, UsageError
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
-    from ...dense import Rotary
+    from ...dense import RopeConfig
 
-_TEXT = """Keep K and V of texts in a directory and find them again by their token ids: any text is answered with the
+_DESCRIPTION = """\
+Keep K and V of texts in a directory and find them again by their token ids: any text is answered with the
 longest beginning that was ever put, to the token. Equal beginnings are stored once, losslessly (docs/prefix-store.md).
 Sliding windows and the state of linear attention are stored with a text, at its exact length: such a text is resumed
 only from lengths that were put.
@@ -56,49 +57,53 @@ needs neither for a cache that knows its model, all else where the store has one
 only with --force."""
 
 
-class _Action(NamedTuple):
+class _ActionSpec(NamedTuple):
     options: tuple[str, ...] = ()
     inputs: str = ""
     """What follows the store; empty for nothing."""
 
 
-_MODEL = ("token_ids", "model", "fingerprint", "dtype")
-_LAYOUT = ("backend", "lp", "hp", "flash_block", "name", "capacity")
-_INPUT = (
+_MODEL_OPTIONS = ("token_ids", "model", "fingerprint", "dtype")
+_LAYOUT_OPTIONS = ("backend", "lp", "hp", "flash_block", "name", "capacity")
+_INPUT_OPTIONS = (
     *("tensor", "skip_unsupported", "token_major", "undo"),
-    *(*axes_options.NAMES, *packed_options.LAYING, *engine_options.CHOOSING),
+    *(*axes_options.AXES_OPTION_NAMES, *packed_options.PACKED_OPTION_NAMES, *engine_options.SELECTION_OPTIONS),
 )
-_MAKING_OPTIONS = ("store_bytes", "block_tokens", "codec", "effort", "threads")
-_ACTIONS = {
-    "put": _Action((*_MODEL, *_INPUT, *_MAKING_OPTIONS, "rope", "force"), "CACHE"),
-    "match": _Action(_MODEL),
-    "get": _Action((*_MODEL, *_LAYOUT, "output", "force", "threads", "cast", "rerotate", "partial")),
-    "ls": _Action(),
-    "stat": _Action(),
-    "verify": _Action(("threads",)),
-    "gc": _Action(("store_bytes",)),
-    "rm": _Action(_MODEL),
-    "pin": _Action(_MODEL),
-    "unpin": _Action(_MODEL),
-    "export": _Action((*_MODEL, "output", "force")),
-    "import": _Action((*_MAKING_OPTIONS, "rope"), "FILE"),
+_CREATION_OPTIONS = ("store_bytes", "block_tokens", "codec", "effort", "threads")
+_SPEC_BY_ACTION = {
+    "put": _ActionSpec((*_MODEL_OPTIONS, *_INPUT_OPTIONS, *_CREATION_OPTIONS, "rope", "force"), "CACHE"),
+    "match": _ActionSpec(_MODEL_OPTIONS),
+    "get": _ActionSpec(
+        (*_MODEL_OPTIONS, *_LAYOUT_OPTIONS, "output", "force", "threads", "cast", "rerotate", "partial")
+    ),
+    "ls": _ActionSpec(),
+    "stat": _ActionSpec(),
+    "verify": _ActionSpec(("threads",)),
+    "gc": _ActionSpec(("store_bytes",)),
+    "rm": _ActionSpec(_MODEL_OPTIONS),
+    "pin": _ActionSpec(_MODEL_OPTIONS),
+    "unpin": _ActionSpec(_MODEL_OPTIONS),
+    "export": _ActionSpec((*_MODEL_OPTIONS, "output", "force")),
+    "import": _ActionSpec((*_CREATION_OPTIONS, "rope"), "FILE"),
 }
-_ALL = tuple(dict.fromkeys(name for action in _ACTIONS.values() for name in action.options))
-_MAKING = ("put", "import")
-_LOOKING = ("match", "ls", "stat", "export")
-_READING = ("get", "verify")
+_ALL_OPTIONS = tuple(dict.fromkeys(name for action in _SPEC_BY_ACTION.values() for name in action.options))
+_CREATING_ACTIONS = ("put", "import")
+_READ_ONLY_ACTIONS = ("match", "ls", "stat", "export")
+_READ_IF_POSSIBLE_ACTIONS = ("get", "verify")
 """What writes to a store only if that can be written to: uses are noted down, and what is damaged is removed."""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "store", run, "prefixes kept, and found again by their tokens", _TEXT)
-    parser.add_argument("action", choices=tuple(_ACTIONS), metavar="ACTION", help=", ".join(_ACTIONS))
+    parser = shared_options.add_command(
+        subparsers, "store", run, "prefixes kept, and found again by their tokens", _DESCRIPTION
+    )
+    parser.add_argument("action", choices=tuple(_SPEC_BY_ACTION), metavar="ACTION", help=", ".join(_SPEC_BY_ACTION))
     parser.add_argument("store", metavar="STORE", help="a directory, redis:// or s3:// ...; put and import make it")
     parser.add_argument(
         "inputs", nargs="*", default=[], metavar="IN", help="put: caches of the text; import: a file of export"
     )
-    packed_options.add_text(parser, "its fingerprint says which model computed it")
+    packed_options.add_origin_options(parser, "its fingerprint says which model computed it")
     parser.add_argument(
         "--fingerprint",
         metavar="TEXT",
@@ -107,12 +112,12 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument(
         "--max-bytes",
         dest="store_bytes",  # of inputs other verbs have a bound
-        type=shared_options.byte_count,
+        type=shared_options.parse_byte_count,
         metavar="SIZE",
         help="put, import, gc: most bytes of all units (default: no bound)",
     )
     parser.add_argument(
-        "--block-tokens", type=shared_options.positive, metavar="N", help="of a store that is made (default: 64)"
+        "--block-tokens", type=shared_options.parse_positive, metavar="N", help="of a store that is made (default: 64)"
     )
     parser.add_argument(
         "--codec",
@@ -122,16 +127,19 @@ def add_parser(verbs: Any) -> None:
     dense_options.add_rope(parser)
     parser.add_argument(
         "--effort",
-        choices=shared_options.EFFORTS,
+        choices=shared_options.EFFORT_CHOICES,
         default="fast",
         help="of frames: how hard to compress (default: fast, within 1%% of exact)",
     )
     parser.add_argument(
-        "--threads", type=shared_options.positive, metavar="N", help="threads (default: all processors)"
+        "--threads", type=shared_options.parse_positive, metavar="N", help="threads (default: all processors)"
     )
     shared_options.add_output(parser, "get: file or directory; export: a file")
     parser.add_argument(
-        "--capacity", type=shared_options.positive, metavar="N", help="get: tokens that a prefix cache has room for"
+        "--capacity",
+        type=shared_options.parse_positive,
+        metavar="N",
+        help="get: tokens that a prefix cache has room for",
     )
     parser.add_argument(
         "--cast", action="store_true", help="get: convert to the backend's dtype; LOSSY if it is narrower"
@@ -148,16 +156,18 @@ def add_parser(verbs: Any) -> None:
     )
     shared_options.add_source(parser, "put: what raw words are; else which precision is meant")
     parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")
-    packed_options.add_packed(parser, text=False, undo=True)
-    options = {name: (*action.options, *(["inputs"] if action.inputs else [])) for name, action in _ACTIONS.items()}
-    help.narrow(parser, "action", options, _said)
+    packed_options.add_packed_options(parser, with_text=False, with_undo=True)
+    options = {
+        name: (*action.options, *(["inputs"] if action.inputs else [])) for name, action in _SPEC_BY_ACTION.items()
+    }
+    help.narrow_help(parser, "action", options, _describe_action)
 
 
-def _said(action: str) -> str:
+def _describe_action(action: str) -> str:
     """What the help of all says of one action."""
-    title, _, rest = _TEXT.partition("\n\n")
-    lines = re.findall(rf"^  (?:\w+, )?{action}\b.*(?:\n {{10,}}.*)*", rest, re.MULTILINE)
-    about_texts = ["", rest.rpartition("\n\n")[2]] if "token_ids" in _ACTIONS[action].options else []
+    title, _, body = _DESCRIPTION.partition("\n\n")
+    lines = re.findall(rf"^  (?:\w+, )?{action}\b.*(?:\n {{10,}}.*)*", body, re.MULTILINE)
+    about_texts = ["", body.rpartition("\n\n")[2]] if "token_ids" in _SPEC_BY_ACTION[action].options else []
     return "\n".join([title, "", *lines, *about_texts])
 
 
@@ -167,128 +177,131 @@ def run(arguments: argparse.Namespace) -> int:
 
     arguments.noted = []
     try:
-        result, code = _done(arguments)
+        result, code = _run_action(arguments)
     except KvmnnError as error:
         if arguments.json:
-            found = _with_notes(getattr(arguments, "found", {}), arguments.noted)
-            said = packed_options.in_the_words_of(arguments, str(error))
-            printing.print_json({"verb": f"store {arguments.action}", **found, "error": said})
+            partial_document = _add_notes(getattr(arguments, "found", {}), arguments.noted)
+            message = packed_options.adapt_message(arguments, str(error))
+            printing.print_json({"verb": f"store {arguments.action}", **partial_document, "error": message})
         raise
-    printing.show(arguments, f"store {arguments.action}", _Noted(result, arguments.noted))
+    printing.show_result(arguments, f"store {arguments.action}", _ResultWithNotes(result, arguments.noted))
     return code
 
 
-class _Noted(NamedTuple):
+class _ResultWithNotes(NamedTuple):
     """A result whose document has the notes that went to standard error, too."""
 
-    result: Result
-    noted: list[str]
+    result: CommandResult
+    notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
-        return _with_notes(self.result.to_dict(), self.noted)
+        return _add_notes(self.result.to_dict(), self.notes)
 
     def __str__(self) -> str:
         return str(self.result)
 
 
-def _with_notes(document: dict[str, Any], noted: list[str]) -> dict[str, Any]:
-    notes = list(dict.fromkeys([*document.get("notes", []), *noted]))
+def _add_notes(document: dict[str, Any], new_notes: list[str]) -> dict[str, Any]:
+    notes = list(dict.fromkeys([*document.get("notes", []), *new_notes]))
     return document | {"notes": notes} if notes else document
 
 
-def _done(arguments: argparse.Namespace) -> tuple[Result, int]:
-    from ...files.urls import without_secret
+def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    from ...files.urls import redact_url
     from ...store import PrefixStore, read_exported
 
-    action = _ACTIONS[arguments.action]
-    idle = [name for name in _ALL if name not in action.options]
-    idle_options.refuse(arguments, idle, f"says nothing to store {arguments.action}")
+    action = _SPEC_BY_ACTION[arguments.action]
+    idle_names = [name for name in _ALL_OPTIONS if name not in action.options]
+    idle_options.refuse_given(arguments, idle_names, f"says nothing to store {arguments.action}")
     if bool(arguments.inputs) != bool(action.inputs):
-        wanted = f"needs {action.inputs}" if action.inputs else "takes nothing but the store"
-        raise UsageError(f"store {arguments.action} {wanted}")
+        expectation = f"needs {action.inputs}" if action.inputs else "takes nothing but the store"
+        raise UsageError(f"store {arguments.action} {expectation}")
     if arguments.action == "import" and len(arguments.inputs) > 1:
         raise UsageError("store import takes one file")
     if "token_ids" in action.options and arguments.token_ids is None and arguments.action != "put":
         raise UsageError(f"store {arguments.action} needs --token-ids IDS")
     if "output" in action.options and arguments.output in (None, printing.STDIO):
-        what = "FILE, a file of its own" if arguments.action == "export" else "OUT, a file or directory"
-        raise UsageError(f"store {arguments.action} needs -o {what}")
+        output_text = "FILE, a file of its own" if arguments.action == "export" else "OUT, a file or directory"
+        raise UsageError(f"store {arguments.action} needs -o {output_text}")
     if arguments.store.startswith("memory://"):
         raise UsageError(f"{arguments.store}: is gone when this command ends: expected a place that stays")
     if arguments.codec == "frames":
-        idle_options.refuse(arguments, ["rope"], "needs --codec dense")
-    making = arguments.action in _MAKING
-    if making and arguments.store_bytes == 0:
+        idle_options.refuse_given(arguments, ["rope"], "needs --codec dense")
+    is_creating = arguments.action in _CREATING_ACTIONS
+    if is_creating and arguments.store_bytes == 0:
         raise UsageError(f"store {arguments.action} --max-bytes 0: expected at least 1, or no bound")
-    if making:  # of an input that cannot be read no store is made
+    if is_creating:  # of an input that cannot be read no store is made
         if arguments.action == "import":
             arguments.read = read_exported(arguments.inputs[0])
         else:
-            arguments.read = _source(arguments)
-            arguments.made_by = _made_by(arguments)
-            arguments.layers = store_actions.layers_read(arguments.read, arguments)
+            arguments.read = _load_source(arguments)
+            arguments.made_by = _choose_put_model(arguments)
+            arguments.layers = store_actions.read_layers(arguments.read, arguments)
     store = PrefixStore(
         arguments.store,
-        arguments.store_bytes if making else None,
+        arguments.store_bytes if is_creating else None,
         block_tokens=arguments.block_tokens,
         codec=arguments.codec,
-        rotary=_rotary(arguments) if making else None,
+        rotary=_read_rope(arguments) if is_creating else None,
         effort=arguments.effort,
         threads=arguments.threads,
-        create=making,
-        read_only=arguments.action in _LOOKING or (arguments.action in _READING and _is_fixed(arguments.store)),
+        create=is_creating,
+        read_only=arguments.action in _READ_ONLY_ACTIONS
+        or (arguments.action in _READ_IF_POSSIBLE_ACTIONS and _is_unwritable(arguments.store)),
     )
-    arguments.store = without_secret(arguments.store)  # messages name it
+    arguments.store = redact_url(arguments.store)  # messages name it
     with store:
         try:
-            done: tuple[Result, int] = store_actions.ACTIONS[arguments.action](store, arguments)
+            result_and_code: tuple[CommandResult, int] = store_actions.STORE_ACTIONS[arguments.action](store, arguments)
         finally:
             loading.report_notes(store.notes, arguments, "warning")
-    return done
+    return result_and_code
 
 
-def _is_fixed(store: str) -> bool:
+def _is_unwritable(store: str) -> bool:
     """Whether a store is a directory that cannot be written to."""
     return os.path.isdir(store) and not os.access(store, os.W_OK)
 
 
-def _source(arguments: argparse.Namespace) -> Source:
-    from ...arrays.own_order import for_other_engines
-    from ...store.state_arrays import take_states
+def _load_source(arguments: argparse.Namespace) -> Source:
+    from ...arrays.own_order import to_common_order
+    from ...store.state_arrays import extract_states
 
-    source = take_states(loading.load(arguments.inputs, arguments, frames=True, used=("model", "token_ids")))
+    source = extract_states(
+        loading.load(arguments.inputs, arguments, with_frames=True, used_options=("model", "token_ids"))
+    )
     loading.report_skipped(source, arguments)
-    if store_actions.ids_of(source, arguments) is None:
+    if store_actions.resolve_ids(source, arguments) is None:
         where = " ".join(arguments.inputs)
         if (cache := source.engine_cache) is not None and cache.texts:
             raise UsageError(f"{where}: is a batch of {cache.batch}: --batch N takes one text of it, from 0")
         raise UsageError(f"{where}: does not say its token ids: store put needs --token-ids IDS")
-    source, notes = for_other_engines(source)
+    source, notes = to_common_order(source)
     loading.report_notes(notes, arguments)
     return source
 
 
-def _rotary(arguments: argparse.Namespace) -> Rotary | Literal["none"] | None:
+def _read_rope(arguments: argparse.Namespace) -> RopeConfig | Literal["none"] | None:
     """How K was rotated, as far as ``--rope`` or ``--model`` says it."""
     from ...errors import KvmnnError
 
     if arguments.rope is not None or arguments.model is None:
-        said: Rotary | Literal["none"] | None = arguments.rope
-        return said
+        specified: RopeConfig | Literal["none"] | None = arguments.rope
+        return specified
     try:
-        return dense_options.model_rotary(arguments.model, arguments.read)[0]
+        return dense_options.read_model_rope(arguments.model, arguments.read)[0]
     except KvmnnError:  # it says nothing: the store looks for it
         return None
 
 
-def _made_by(arguments: argparse.Namespace) -> str:
+def _choose_put_model(arguments: argparse.Namespace) -> str:
     """The model of what is put: as the options say, else as the cache itself does."""
     source = arguments.read
-    said = store_actions.fingerprint_said(arguments)
-    if said is None and source.cache:
-        said = source.cache.model
-    if said is None:
+    model = store_actions.build_fingerprint(arguments)
+    if model is None and source.cache:
+        model = source.cache.model
+    if model is None:
         raise UsageError(
             f"{' '.join(arguments.inputs)}: does not say which model computed it: --model or --fingerprint says it"
         )
-    return said
+    return model

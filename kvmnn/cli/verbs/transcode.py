@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from .. import dense_options, idle_options, loading, printing, shared_options
 from ..printing import STDIO, UsageError
-from .encode import frame_bytes
+from .encode import parse_frame_bytes
 
 if TYPE_CHECKING:
     from ...bundle import DecodeOptions, EncodeOptions, FrameSet
 
-_TEXT = """Make dense streams of frames, or MNN's frames of dense streams. The arrays are the same, byte for byte, and
+_DESCRIPTION = """\
+Make dense streams of frames, or MNN's frames of dense streams. The arrays are the same, byte for byte, and
 so is all else that the manifest says of them.
 
 IN is a frame, a frame with its manifest (IN.json) beside it, a manifest, a directory with a manifest.json, or "-" for
@@ -30,18 +31,22 @@ encode made, where the arrays are cut as they were.
 Everything is decoded and compared with what was decoded of IN before LOSSLESS is printed."""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "transcode", run, "MNN's frames to dense streams, and back", _TEXT)
+    parser = shared_options.add_command(
+        subparsers, "transcode", run, "MNN's frames to dense streams, and back", _DESCRIPTION
+    )
     parser.add_argument("input", metavar="IN", help="a frame, a manifest, a bundle; - for standard input")
     shared_options.add_output(parser, "file, directory, or - (standard output)")
-    dense_options.add_codec(parser, required=True)
-    dense_options.add_text(parser)
+    dense_options.add_codec(parser, is_required=True)
+    dense_options.add_source_text(parser)
     shared_options.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
-    parser.add_argument("--effort", choices=shared_options.EFFORTS, help="of frames (default: as the manifest has it)")
+    parser.add_argument(
+        "--effort", choices=shared_options.EFFORT_CHOICES, help="of frames (default: as the manifest has it)"
+    )
     parser.add_argument(
         "--frame-bytes",
-        type=frame_bytes,
+        type=parse_frame_bytes,
         metavar="SIZE",
         help="cut arrays that become frames above this many raw bytes (default: 16M; 0: never)",
     )
@@ -49,7 +54,7 @@ def add_parser(verbs: Any) -> None:
     parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
     shared_options.add_max_bytes(parser)
     parser.add_argument(
-        "--threads", type=shared_options.positive, metavar="N", help="threads to use (default: all processors)"
+        "--threads", type=shared_options.parse_positive, metavar="N", help="threads to use (default: all processors)"
     )
 
 
@@ -57,38 +62,40 @@ def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
     from ...bundle import DecodeOptions
     from ...errors import SourceError
-    from ...formats import is_named_zarr, is_store, transcode
+    from ...formats import has_zarr_suffix, is_zarr_store, transcode
 
-    if is_store(arguments.input):
-        again = f"kvmnn encode {arguments.input}" + (" --codec dense" if arguments.codec == "dense" else "")
-        raise SourceError(f"{arguments.input}: is a Zarr store, no bundle of frames: {again} takes its arrays")
+    if is_zarr_store(arguments.input):
+        encode_command = f"kvmnn encode {arguments.input}" + (" --codec dense" if arguments.codec == "dense" else "")
+        raise SourceError(f"{arguments.input}: is a Zarr store, no bundle of frames: {encode_command} takes its arrays")
     if arguments.output is None:
         raise UsageError("no output given: use -o FILE, -o DIR/ or -o -")
-    if is_named_zarr(arguments.output):
+    if has_zarr_suffix(arguments.output):
         raise UsageError(f"-o {arguments.output}: a Zarr store is made by kvmnn encode, transcode makes a bundle")
     if arguments.codec == "mnn":
-        idle_options.refuse(arguments, ["rope", *dense_options.TEXT], "needs --codec dense")
-    reading = DecodeOptions(dtype=arguments.dtype, max_bytes=arguments.max_bytes, threads=arguments.threads)
-    frames = loading.open_frames(arguments.input, arguments, reading)
-    loading.check_dtype(frames, arguments)
-    options = _options(arguments, frames, reading)
-    on_stdout = arguments.output == STDIO
-    if not on_stdout:
-        printing.note_folder(arguments, arguments.output, len(frames.arrays))
-    output = printing.data_stdout(arguments, "frame") if on_stdout else arguments.output
-    with printing.progress(arguments, frames.raw_bytes, "transcode") as step:
-        made = transcode(frames, output, options, decoding=reading, force=arguments.force, progress=step)
-    text = made.text(verbose=arguments.verbose)
-    printing.show(arguments, "transcode", made, text=text, data_on_stdout=on_stdout)
+        idle_options.refuse_given(arguments, ["rope", *dense_options.SOURCE_TEXT_OPTIONS], "needs --codec dense")
+    decode_options = DecodeOptions(dtype=arguments.dtype, max_bytes=arguments.max_bytes, threads=arguments.threads)
+    frames = loading.open_frame_set(arguments.input, arguments, decode_options)
+    loading.check_dtype_matches(frames, arguments)
+    options = _build_options(arguments, frames, decode_options)
+    is_on_stdout = arguments.output == STDIO
+    if not is_on_stdout:
+        printing.note_output_folder(arguments, arguments.output, len(frames.arrays))
+    output = printing.open_data_stdout(arguments, "frame") if is_on_stdout else arguments.output
+    with printing.progress_bar(arguments, frames.raw_bytes, "transcode") as step:
+        encode_result = transcode(
+            frames, output, options, decode_options=decode_options, force=arguments.force, progress=step
+        )
+    text = encode_result.text(verbose=arguments.verbose)
+    printing.show_result(arguments, "transcode", encode_result, text=text, data_on_stdout=is_on_stdout)
     return 0
 
 
-def _options(arguments: argparse.Namespace, frames: FrameSet, reading: DecodeOptions) -> EncodeOptions:
-    from ...bundle import check_output
-    from ...formats.transcoding import options_of, source_of
+def _build_options(arguments: argparse.Namespace, frames: FrameSet, decode_options: DecodeOptions) -> EncodeOptions:
+    from ...bundle import check_encode_output
+    from ...formats.transcoding import make_original_source, read_encode_options
 
     options = replace(
-        options_of(frames),
+        read_encode_options(frames),
         threads=arguments.threads,
         frame_bytes=arguments.frame_bytes,
         allow_raw=arguments.allow_raw,
@@ -96,8 +103,8 @@ def _options(arguments: argparse.Namespace, frames: FrameSet, reading: DecodeOpt
     if arguments.effort is not None:
         options = replace(options, effort=arguments.effort)
     if arguments.codec == "dense":
-        source = source_of(frames, reading)
+        source = make_original_source(frames, decode_options)
         if arguments.output != STDIO:  # before the rotation is looked for
-            check_output(source, arguments.output, force=arguments.force)
-        options = replace(options, dense=dense_options.options(arguments, source))
+            check_encode_output(source, arguments.output, force=arguments.force)
+        options = replace(options, dense=dense_options.build_dense_options(arguments, source))
     return options

@@ -7,7 +7,8 @@ from typing import Any
 
 from .. import idle_options, loading, packed_options, printing, shared_options
 
-_TEXT = """Turn packed K and V into plain arrays [kv_head, token, head_dim], called layer_<n>.key and layer_<n>.value.
+_DESCRIPTION = """\
+Turn packed K and V into plain arrays [kv_head, token, head_dim], called layer_<n>.key and layer_<n>.value.
 
 IN is the directory of a prefix cache, of live cache files or of a packed KV dump, or one of their .k or .v files;
 anything else that kvmnn reads will do as well.
@@ -25,9 +26,9 @@ Live elements only: padding and room are left out. Of caches that the engine kee
 their scales plus biases come back as fp32, and what cannot be recovered is said."""
 
 
-def add_parser(verbs: Any) -> None:
+def add_parser(subparsers: Any) -> None:
     """Declare the verb."""
-    parser = shared_options.add_verb(verbs, "unpack", run, "packed files to plain arrays", _TEXT)
+    parser = shared_options.add_command(subparsers, "unpack", run, "packed files to plain arrays", _DESCRIPTION)
     parser.add_argument("input", metavar="IN", help="the directory of a cache, one of its files, arrays")
     shared_options.add_output(parser, "file or directory (default: IN.safetensors, a dump: IN.dump/)")
     shared_options.add_raw(parser)
@@ -40,7 +41,7 @@ def add_parser(verbs: Any) -> None:
         help="what to write (default: arrays)",
     )
     parser.add_argument("--run-id", default="kvmnn", metavar="ID", help="of a dump (default: kvmnn)")
-    packed_options.add_packed(parser, undo=True)
+    packed_options.add_packed_options(parser, with_undo=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -48,15 +49,15 @@ def run(arguments: argparse.Namespace) -> int:
     from ...formats.mnn import unpack
 
     suffix = ".safetensors" if arguments.form == "arrays" else f".{arguments.form}/"
-    output = printing.output_or_beside(arguments, arguments.input, suffix)
-    source = loading.load([arguments.input], arguments, frames=True)
+    output = printing.choose_output(arguments, arguments.input, suffix)
+    source = loading.load([arguments.input], arguments, with_frames=True)
     loading.report_skipped(source, arguments)
     if arguments.form == "arrays":
-        printing.check_suffix(arguments, output, source.arrays)
+        printing.check_output_suffix(arguments, output, source.arrays)
     else:
-        idle_options.refuse(arguments, ["raw"], "is about one array, and a dump is written")
-    with printing.progress(arguments, source.nbytes, "unpack") as step:
-        unpacked = unpack(
+        idle_options.refuse_given(arguments, ["raw"], "is about one array, and a dump is written")
+    with printing.progress_bar(arguments, source.nbytes, "unpack") as step:
+        unpack_result = unpack(
             source,
             output,
             form=arguments.form,
@@ -64,6 +65,6 @@ def run(arguments: argparse.Namespace) -> int:
             force=arguments.force,
             progress=step,
         )
-    loading.report_notes(unpacked.notes[len(source.notes) :], arguments)
-    printing.show(arguments, "unpack", unpacked)
+    loading.report_notes(unpack_result.notes[len(source.notes) :], arguments)
+    printing.show_result(arguments, "unpack", unpack_result)
     return 0

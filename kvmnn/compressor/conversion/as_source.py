@@ -8,15 +8,15 @@ from functools import partial
 
 import numpy as np
 
-from ...arrays.named_array import NamedArray, Piece
+from ...arrays.named_array import Chunk, LazyArray
 from ...arrays.source import Source
-from ...dtypes import Words
-from ..kvcm.weight_file import read
-from .export import names, noted
-from .noted import noted_in
+from ...dtypes import Elements
+from ..kvcm.weight_file import read_weight_file
+from .export import export_metadata, iter_named_tensors
+from .noted import read_exported_metadata
 
 
-def as_source(path: str | os.PathLike[str]) -> Source:
+def to_source(path: str | os.PathLike[str]) -> Source:
     """Every weight and bias under the name that `export` gives it; header and metadata as `export` notes them.
 
     Raises
@@ -24,31 +24,31 @@ def as_source(path: str | os.PathLike[str]) -> Source:
     WeightsError
         For a file that is not well-formed.
     """
-    file = read(path)
+    file = read_weight_file(path)
     arrays = [
-        NamedArray(
+        LazyArray(
             name=name,
             dtype=file.header.dtype.name,
             shape=words.shape,
             array_dtype=words.dtype.str,
-            reader=partial(_whole, words),
+            reader=partial(_read_elements, words),
         )
-        for name, words in names(file)
+        for name, words in iter_named_tensors(file)
     ]
-    return Source(arrays, noted(file), inputs=(os.fspath(path),))
+    return Source(arrays, export_metadata(file), inputs=(os.fspath(path),))
 
 
-def header_differences(first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[str]:
+def describe_header_differences(first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[str]:
     """How header fields and metadata differ, in words, where both are noted as `export` notes them."""
-    one, two = noted_in(first), noted_in(second)
-    if one is None or two is None:
+    first_metadata, second_metadata = read_exported_metadata(first), read_exported_metadata(second)
+    if first_metadata is None or second_metadata is None:
         return
-    for name, value in one.header.to_dict().items():
-        if (other := getattr(two.header, name)) != value:
-            yield f"header field {name}: {value} and {other}"
-    if one.metadata != two.metadata:
+    for name, value in first_metadata.header.to_dict().items():
+        if (second_value := getattr(second_metadata.header, name)) != value:
+            yield f"header field {name}: {value} and {second_value}"
+    if first_metadata.metadata != second_metadata.metadata:
         yield "metadata: other bytes"
 
 
-def _whole(words: Words, _: int) -> Iterator[Piece]:
-    yield np.ascontiguousarray(words).reshape(-1).view(np.uint8)
+def _read_elements(elements: Elements, _: int) -> Iterator[Chunk]:
+    yield np.ascontiguousarray(elements).reshape(-1).view(np.uint8)

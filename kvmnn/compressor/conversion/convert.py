@@ -8,30 +8,30 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...dtypes import Words
+from ...dtypes import Elements
 from ...errors import CheckpointError
-from ...files.output import FileOutput, failures
-from ...formats.torch.tensors import Tensor
+from ...files.output import FileOutput, wrap_os_errors
+from ...formats.torch.tensors import TorchTensor
 from ...text import LOSSLESS, LOSSY
 from ...threads.pipeline import Progress
 from .. import kvcm
-from ..checkpoint import Checkpoint, naming, open_checkpoint
-from ..kvcm.header import META_BYTES, Header
-from .noted import noted_in
-from .rounding import check_convertible, count_non_finite, words_of
-from .selection import ConvertOptions, Selection, select
-from .semantics import Planned, faults
-from .surprises import describe_misfits
+from ..checkpoint import Checkpoint, open_checkpoint, prefix_errors
+from ..kvcm.header import BLOCK_HEADER_BYTES, WeightFileHeader
+from .noted import read_exported_metadata
+from .rounding import check_convertible, convert_elements, count_non_finite
+from .selection import ConvertOptions, TensorSelection, select_tensors
+from .semantics import WeightFilePlan, check_semantics
+from .surprises import describe_mismatched_biases
 
 if TYPE_CHECKING:
     from ...formats.sinks import Sink
 
 
-_STREAM = "-"
+_STREAM_NAME = "-"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversion:
+class ConvertResult:
     """What a conversion did.
 
     Attributes
@@ -52,7 +52,7 @@ class Conversion:
 
     source: str
     target: str
-    header: Header
+    header: WeightFileHeader
     nbytes: int
     sha256: str
     rounded_types: list[str]
@@ -85,52 +85,52 @@ class Conversion:
 
     def __str__(self) -> str:
         header = self.header
-        how = f" ({self._rounded()})" if self.rounded_types else ""
+        rounding_text = f" ({self._format_rounded()})" if self.rounded_types else ""
         return (
             f"Wrote {self.target} (layers={header.num_layers}, weights/layer={header.weight_count_per_layer}, "
             f"dtype={header.dtype.name}, factor={header.compression_factor}, hidden_size={header.hidden_size}, "
-            f"head_dim={header.head_dim})\nsha256 {self.sha256}, {self.nbytes:,} bytes, {self.label}{how}"
+            f"head_dim={header.head_dim})\nsha256 {self.sha256}, {self.nbytes:,} bytes, {self.label}{rounding_text}"
         )
 
-    def _rounded(self) -> str:
+    def _format_rounded(self) -> str:
         names = [f"the real part of {name}" if name.startswith("complex") else name for name in self.rounded_types]
         return f"{', '.join(names)} rounded to {self.header.dtype.name}"
 
 
-class Prepared(NamedTuple):
+class PreparedConversion(NamedTuple):
     """A checkpoint and what a conversion takes of it."""
 
     checkpoint: Checkpoint
-    selection: Selection
+    selection: TensorSelection
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weight file."""
         return self.selection.nbytes
 
-    def write(
-        self, target: str | os.PathLike[str] | Sink, *, force: bool = False, progress: Progress | None = None
-    ) -> Conversion:
-        """The second half of `convert`."""
+    def write_weight_file(
+        self, target: str | os.PathLike[str] | Sink, *, overwrite: bool = False, progress: Progress | None = None
+    ) -> ConvertResult:
+        """The second half of `convert_checkpoint`."""
         if not isinstance(target, str | os.PathLike):
-            return _write(self, _STREAM, target, progress)
-        with failures(target):
+            return _write_to_sink(self, _STREAM_NAME, target, progress)
+        with wrap_os_errors(target):
             os.makedirs(os.path.dirname(os.path.realpath(target)), exist_ok=True)
-        with FileOutput(target, force=force, protect=[self.checkpoint.path]) as output:
-            conversion = _write(self, os.fspath(target), output.file, progress)
+        with FileOutput(target, force=overwrite, exclude=[self.checkpoint.path]) as output:
+            conversion = _write_to_sink(self, os.fspath(target), output.file, progress)
             output.commit()
         return conversion
 
 
-def convert(
+def convert_checkpoint(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str] | Sink,
     options: ConvertOptions | None = None,
     *,
-    given: Collection[str] = (),
-    force: bool = False,
+    specified_options: Collection[str] = (),
+    overwrite: bool = False,
     progress: Progress | None = None,
-) -> Conversion:
+) -> ConvertResult:
     """Convert a checkpoint to a weight file.
 
     Of a ``.safetensors`` file that `export` made, options that were not said are what the weight file had, so that the
@@ -144,9 +144,9 @@ def convert(
         The weight file, which appears complete or not at all; directories above it are made. Or a stream to write to.
     options
         See there.
-    given
+    specified_options
         Names of options that count at their defaults too.
-    force
+    overwrite
         Replace what exists.
     progress
         Called with the bytes of each block written.
@@ -158,112 +158,117 @@ def convert(
     OutputError
         When the file exists or cannot be written.
     """
-    return prepare(source, options, given=given).write(target, force=force, progress=progress)
+    return prepare_conversion(source, options, specified_options=specified_options).write_weight_file(
+        target, overwrite=overwrite, progress=progress
+    )
 
 
-def prepare(
+def prepare_conversion(
     source: str | os.PathLike[str],
     options: ConvertOptions | None = None,
     *,
-    given: Collection[str] = (),
+    specified_options: Collection[str] = (),
     max_bytes: int | None = None,
-) -> Prepared:
-    """Open a checkpoint, choose its tensors, and read what they lie in, checksums included; errors as for `convert`.
+) -> PreparedConversion:
+    """Open a checkpoint, choose its tensors, and read what they lie in, checksums included; errors as for
+    `convert_checkpoint`.
 
     With `max_bytes` one whose storages hold more bytes is a `LimitError`.
     """
     options = options or ConvertOptions()
     checkpoint = open_checkpoint(source, max_bytes=max_bytes)
-    noted = noted_in(checkpoint.metadata)
-    if noted is not None:
-        options = noted.complete(options, given)
-    with naming(checkpoint.label):
-        selection = select(checkpoint.root, options)
+    exported = read_exported_metadata(checkpoint.metadata)
+    if exported is not None:
+        options = exported.fill_defaults(options, specified_options)
+    with prefix_errors(checkpoint.label):
+        selection = select_tensors(checkpoint.root, options)
         if not options.as_reference:
-            _check_sense(selection)
-    if noted is not None:
-        selection.notices += noted.notices(selection.header, selection.metadata)
+            _check_semantics(selection)
+    if exported is not None:
+        selection.notices += exported.iter_notices(selection.header, selection.metadata)
     for linear in selection.linears:
         for name, tensor in ((f"{linear.name}.weight", linear.weight), (f"{linear.name}.bias", linear.bias)):
             if tensor is not None:
-                with naming(checkpoint.label, repr(name)):
+                with prefix_errors(checkpoint.label, repr(name)):
                     check_convertible(tensor, selection.header.dtype)
-                    tensor.words()
+                    tensor.read_elements()
     selection.notices[:0] = checkpoint.notices
-    return Prepared(checkpoint, selection)
+    return PreparedConversion(checkpoint, selection)
 
 
-def _check_sense(selection: Selection) -> None:
+def _check_semantics(selection: TensorSelection) -> None:
     """Refuse to make what `verify` refuses."""
-    blocks = [(*_rows_and_cols(linear.weight), linear.bias is not None) for linear in selection.linears]
-    for fault in faults(Planned(selection.header, blocks)):
+    blocks = [(*_get_shape(linear.weight), linear.bias is not None) for linear in selection.linears]
+    for fault in check_semantics(WeightFilePlan(selection.header, blocks)):
         raise CheckpointError(
             f"gives a weight file that kvmnn verify refuses: {fault.text} ({fault.reason}); --as-reference writes it"
         )
-    if selection.misfits:
+    if selection.mismatched_biases:
         # The layer would compute without the bias that was trained with it, and no loader would notice.
         raise CheckpointError(
-            f"gives a weight file without {describe_misfits(selection.misfits)}; "
+            f"gives a weight file without {describe_mismatched_biases(selection.mismatched_biases)}; "
             "--as-reference leaves it out, as the published converter does"
         )
 
 
-def _rows_and_cols(tensor: Tensor) -> tuple[int, int]:
+def _get_shape(tensor: TorchTensor) -> tuple[int, int]:
     rows, cols = tensor.shape
     return rows, cols
 
 
-def _write(prepared: Prepared, target: str, sink: Sink, progress: Progress | None) -> Conversion:
+def _write_to_sink(prepared: PreparedConversion, target: str, sink: Sink, progress: Progress | None) -> ConvertResult:
     checkpoint, selection = prepared
-    hashing = _Hashing(sink)
-    rounding = _Rounding(selection, progress)
-    with naming(checkpoint.label):
-        nbytes = kvcm.write(hashing, selection.header, rounding.blocks(), metadata=selection.metadata, allow_empty=True)
-    return Conversion(
+    hashing_sink = _HashingSink(sink)
+    rounder = _BlockRounder(selection, progress)
+    with prefix_errors(checkpoint.label):
+        nbytes = kvcm.write_weight_file(
+            hashing_sink, selection.header, rounder.iter_blocks(), metadata=selection.metadata, allow_empty=True
+        )
+    return ConvertResult(
         source=checkpoint.path,
         target=target,
         header=selection.header,
         nbytes=nbytes,
-        sha256=hashing.digest.hexdigest(),
+        sha256=hashing_sink.digest.hexdigest(),
         rounded_types=selection.rounded_types,
-        non_finite=rounding.non_finite,
-        warnings=[*selection.warnings, *rounding.warnings()],
+        non_finite=rounder.non_finite,
+        warnings=[*selection.warnings, *rounder.iter_warnings()],
         notices=selection.notices,
-        unused=selection.unused,
+        unused=selection.unused_keys,
     )
 
 
-class _Rounding:
+class _BlockRounder:
     """Blocks made one by one, and what became of their elements."""
 
-    def __init__(self, selection: Selection, progress: Progress | None) -> None:
+    def __init__(self, selection: TensorSelection, progress: Progress | None) -> None:
         self._selection = selection
         self._progress = progress
-        self._first = ""
+        self._first_name = ""
         self.non_finite = 0
 
-    def blocks(self) -> Iterator[tuple[Words, Words | None]]:
+    def iter_blocks(self) -> Iterator[tuple[Elements, Elements | None]]:
         for linear in self._selection.linears:
-            weight = self._words(f"{linear.name}.weight", linear.weight)
-            bias = None if linear.bias is None else self._words(f"{linear.name}.bias", linear.bias).reshape(-1)
+            weight = self._round_tensor(f"{linear.name}.weight", linear.weight)
+            bias = None if linear.bias is None else self._round_tensor(f"{linear.name}.bias", linear.bias).reshape(-1)
             yield weight, bias
             if self._progress is not None:
-                self._progress(META_BYTES + weight.nbytes + (0 if bias is None else bias.nbytes))
+                self._progress(BLOCK_HEADER_BYTES + weight.nbytes + (0 if bias is None else bias.nbytes))
 
-    def _words(self, name: str, tensor: Tensor) -> Words:
-        words = words_of(tensor, self._selection.header.dtype)
-        if found := count_non_finite(words, self._selection.header.dtype):
-            self._first = self._first or name
-            self.non_finite += found
-        return words
+    def _round_tensor(self, name: str, tensor: TorchTensor) -> Elements:
+        elements = convert_elements(tensor, self._selection.header.dtype)
+        if num_non_finite := count_non_finite(elements, self._selection.header.dtype):
+            self._first_name = self._first_name or name
+            self.non_finite += num_non_finite
+        return elements
 
-    def warnings(self) -> Iterator[str]:
+    def iter_warnings(self) -> Iterator[str]:
         if self.non_finite:
             name = self._selection.header.dtype.name
-            yield f"{self.non_finite} elements are infinite or no number as {name}, the first in {self._first!r}"
+            yield f"{self.non_finite} elements are infinite or no number as {name}, the first in {self._first_name!r}"
 
 
-class _Hashing:
+class _HashingSink:
     """A sink in front of a sink."""
 
     def __init__(self, sink: Sink) -> None:

@@ -10,46 +10,46 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.named_array import ArrayInfo, Piece
-from ...dtypes import Words
+from ...arrays.named_array import ArrayInfo, Chunk
+from ...dtypes import Elements
 from ...errors import KvmnnError, OptionError
 from ...files.output import FileOutput
 from ...formats.writing import write_file
-from ...text import LOSSLESS, UNCHANGED, count
-from ..kvcm.header import SLOTS, SLOTS_PER_PREFIX
-from ..kvcm.weight_file import WeightFile, read
+from ...text import LOSSLESS, UNCHANGED, pluralize
+from ..kvcm.header import DEFAULT_SLOTS, SLOTS_PER_PREFIX
+from ..kvcm.weight_file import WeightFile, read_weight_file
 from .noted import HEX_KEY, TEXT_KEY
-from .verify import default_prefixes
+from .verify import infer_prefixes
 
-SUFFIXES = (".safetensors", ".npz")
+EXPORT_SUFFIXES = (".safetensors", ".npz")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class WeightsExportResult:
     """Tensors that were written.
 
     Attributes
     ----------
     source, target
         The weight file and the file with names.
-    tensors
+    num_tensors
         How many.
     dtype
         Their type.
-    reread
+    is_verified
         Whether the file was read again and compared with what was written; a device cannot be.
     """
 
     source: str
     target: str
-    tensors: int
+    num_tensors: int
     dtype: str
-    reread: bool
+    is_verified: bool
 
     @property
     def label(self) -> str:
         """``LOSSLESS`` of what was read again and compared, else ``UNCHANGED``."""
-        return LOSSLESS if self.reread else UNCHANGED
+        return LOSSLESS if self.is_verified else UNCHANGED
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -57,18 +57,18 @@ class Export:
             "input": self.source,
             "output": self.target,
             "label": self.label,
-            "tensors": self.tensors,
+            "tensors": self.num_tensors,
             "dtype": self.dtype,
         }
 
     def __str__(self) -> str:
-        how = "read back" if self.reread else "copied"
-        return f"{self.target}: {count(self.tensors, 'tensor')} of {self.dtype}, {self.label} ({how})"
+        how_text = "read back" if self.is_verified else "copied"
+        return f"{self.target}: {pluralize(self.num_tensors, 'tensor')} of {self.dtype}, {self.label} ({how_text})"
 
 
-def names(
+def iter_named_tensors(
     file: WeightFile, prefixes: tuple[str, ...] | None = None, slots: tuple[int, ...] | None = None
-) -> Iterator[tuple[str, Words]]:
+) -> Iterator[tuple[str, Elements]]:
     """``(name, words)`` of every weight and bias, as a checkpoint calls them.
 
     Parameters
@@ -84,27 +84,27 @@ def names(
         When the names do not go with the number of blocks.
     """
     blocks = file.header.weight_count_per_layer
-    prefixes, slots = prefixes or default_prefixes(file), slots or SLOTS
+    prefixes, slots = prefixes or infer_prefixes(file), slots or DEFAULT_SLOTS
     if blocks != len(prefixes) * SLOTS_PER_PREFIX or len(set(prefixes)) < len(prefixes) or len(set(slots)) < len(slots):
         raise KvmnnError(
             f"{file.label}: has {blocks} weights in a layer: expected {len(prefixes) * SLOTS_PER_PREFIX}, three for "
             f"each of {', '.join(prefixes)}, all of different names (--prefix-order and --slot-order give others)"
         )
-    for block in file.blocks():
+    for block in file.iter_blocks():
         name = f"{prefixes[block.prefix]}.{block.layer}.{slots[block.slot]}"
         yield f"{name}.weight", block.weight
         if block.bias is not None:
             yield f"{name}.bias", block.bias
 
 
-def export(
+def export_weights(
     weights: WeightFile | str | os.PathLike[str],
     target: str | os.PathLike[str],
     *,
     prefixes: tuple[str, ...] | None = None,
     slots: tuple[int, ...] | None = None,
-    force: bool = False,
-) -> Export:
+    overwrite: bool = False,
+) -> WeightsExportResult:
     """Write every weight and bias under its name, and read them back.
 
     bf16 becomes BF16 in ``.safetensors`` and uint16 in ``.npz``.
@@ -119,8 +119,8 @@ def export(
     target
         A ``.safetensors`` or ``.npz`` file.
     prefixes, slots
-        As for `names`.
-    force
+        As for `iter_named_tensors`.
+    overwrite
         Replace what exists.
 
     Raises
@@ -132,36 +132,36 @@ def export(
     OutputError
         When the target exists, cannot be written, or does not read back.
     """
-    if PurePath(target).suffix.lower() not in SUFFIXES:
-        raise OptionError(f"{os.fspath(target)}: expected a name that ends in {' or '.join(SUFFIXES)}")
-    file = weights if isinstance(weights, WeightFile) else read(weights)
-    tensors = list(names(file, prefixes, slots))
+    if PurePath(target).suffix.lower() not in EXPORT_SUFFIXES:
+        raise OptionError(f"{os.fspath(target)}: expected a name that ends in {' or '.join(EXPORT_SUFFIXES)}")
+    file = weights if isinstance(weights, WeightFile) else read_weight_file(weights)
+    tensors = list(iter_named_tensors(file, prefixes, slots))
     arrays = [
         ArrayInfo(name=name, dtype=file.header.dtype.name, shape=words.shape, array_dtype=words.dtype.str)
         for name, words in tensors
     ]
-    metadata = noted(file)
-    with FileOutput(target, force=force, protect=[file.label]) as output:
-        runs = ((number, _bytes(words)) for number, (_, words) in enumerate(tensors))
+    metadata = export_metadata(file)
+    with FileOutput(target, force=overwrite, exclude=[file.label]) as output:
+        runs = ((number, _to_bytes(words)) for number, (_, words) in enumerate(tensors))
         write_file(output, os.fspath(target), arrays, runs, metadata)
         output.commit()
-        reread = not output.is_device
+        is_verified = not output.is_device
     source = file.label if isinstance(weights, WeightFile) else os.fspath(weights)
-    return Export(
+    return WeightsExportResult(
         source=source,
         target=os.fspath(target),
-        tensors=len(tensors),
+        num_tensors=len(tensors),
         dtype=file.header.dtype.name,
-        reread=reread,
+        is_verified=is_verified,
     )
 
 
-def noted(file: WeightFile) -> dict[str, str]:
+def export_metadata(file: WeightFile) -> dict[str, str]:
     """Header and metadata of a weight file as texts."""
-    return {name: str(value) for name, value in file.header.to_dict().items()} | _metadata(file.metadata)
+    return {name: str(value) for name, value in file.header.to_dict().items()} | _encode_metadata(file.metadata)
 
 
-def _metadata(data: bytes) -> dict[str, str]:
+def _encode_metadata(data: bytes) -> dict[str, str]:
     if not data:
         return {}
     try:
@@ -170,5 +170,5 @@ def _metadata(data: bytes) -> dict[str, str]:
         return {HEX_KEY: data.hex()}
 
 
-def _bytes(words: Words) -> Piece:
-    return np.ascontiguousarray(words).reshape(-1).view(np.uint8)
+def _to_bytes(elements: Elements) -> Chunk:
+    return np.ascontiguousarray(elements).reshape(-1).view(np.uint8)

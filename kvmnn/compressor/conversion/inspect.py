@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 
 from ...dtypes import Floats
-from ..checkpoint import Checkpoint, naming, open_checkpoint
-from ..kvcm.header import DTYPES, HEADER_BYTES, META_BYTES, SLOTS, SLOTS_PER_PREFIX, Header
-from ..kvcm.metadata import shown, unpack
-from ..kvcm.weight_file import WeightFile, is_weight_file, read
-from ..kvcm.words import float32_of
-from .selection import ConvertOptions, Selection, select
-from .verify import default_prefixes
+from ..checkpoint import Checkpoint, open_checkpoint, prefix_errors
+from ..kvcm.header import BLOCK_HEADER_BYTES, DEFAULT_SLOTS, DTYPES, HEADER_BYTES, SLOTS_PER_PREFIX, WeightFileHeader
+from ..kvcm.metadata import format_metadata, unpack_metadata
+from ..kvcm.weight_file import WeightFile, is_weight_file, read_weight_file
+from ..kvcm.words import to_float32
+from .selection import ConvertOptions, TensorSelection, select_tensors
+from .verify import infer_prefixes
 
-_HEAD = 64
+_NUM_HEAD_BYTES = 64
 """Bytes of metadata that is no list of entries, in the JSON."""
 
 
 @dataclass(frozen=True)
-class Row:
+class WeightInfo:
     """One weight with its bias.
 
     Attributes
@@ -59,7 +59,7 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Account:
+class _ContentsInfo:
     """What both kinds of account have.
 
     Attributes
@@ -77,41 +77,43 @@ class _Account:
     """
 
     path: str
-    header: Header
+    header: WeightFileHeader
     metadata: bytes
-    rows: list[Row]
+    rows: list[WeightInfo]
     parts: dict[str, int]
     size: int
 
-    def _contents(self) -> dict[str, Any]:
+    def _build_contents(self) -> dict[str, Any]:
         return {
             "header": self.header.to_dict(),
-            "metadata": self._metadata_document(),
+            "metadata": self._build_metadata_document(),
             "bytes": self.size,
             "parts": self.parts,
             "weights": [row.to_dict() for row in self.rows],
         }
 
-    def _metadata_document(self) -> dict[str, Any]:
+    def _build_metadata_document(self) -> dict[str, Any]:
         """How many bytes; the entries, or else the first bytes as hexadecimal digits."""
-        entries = unpack(self.metadata)
-        shown = {"head": self.metadata[:_HEAD].hex()} if entries is None else {"entries": entries}
-        return {"bytes": len(self.metadata), **(shown if self.metadata else {})}
+        entries = unpack_metadata(self.metadata)
+        content = {"head": self.metadata[:_NUM_HEAD_BYTES].hex()} if entries is None else {"entries": entries}
+        return {"bytes": len(self.metadata), **(content if self.metadata else {})}
 
-    def _metadata_lines(self) -> list[str]:
+    def _format_metadata(self) -> list[str]:
         if not self.metadata:
             return []
-        entries = unpack(self.metadata)
+        entries = unpack_metadata(self.metadata)
         if entries is None:
-            return [f"  metadata, {shown(self.metadata)}"]
-        width = max([23, *(len(_line(key)) for key in entries)])
-        return ["  metadata"] + [f"    {_line(key):<{width}} {_line(text)}" for key, text in entries.items()]
+            return [f"  metadata, {format_metadata(self.metadata)}"]
+        width = max([23, *(len(_escape_text(key)) for key in entries)])
+        return ["  metadata"] + [
+            f"    {_escape_text(key):<{width}} {_escape_text(text)}" for key, text in entries.items()
+        ]
 
-    def _table(self, title: str) -> list[str]:
+    def _format_table(self, title: str) -> list[str]:
         lines = [f"  {title}"]
-        lines += [f"    {name:<23} {_value(name, value)}" for name, value in self.header.to_dict().items()]
-        lines += self._metadata_lines()
-        lines += _table(self.rows)
+        lines += [f"    {name:<23} {_format_field(name, value)}" for name, value in self.header.to_dict().items()]
+        lines += self._format_metadata()
+        lines += _format_rows(self.rows)
         lines.append("  bytes")
         lines += [f"    {name:<28} {nbytes:>15,}" for name, nbytes in self.parts.items()]
         lines.append(f"    {'file':<28} {self.size:>15,}")
@@ -119,7 +121,7 @@ class _Account:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightFileAccount(_Account):
+class WeightFileInfo(_ContentsInfo):
     """What a weight file holds.
 
     Attributes
@@ -139,17 +141,17 @@ class WeightFileAccount(_Account):
             "kind": "weights",
             "dtype": self.header.dtype.name,
             "warnings": self.warnings,
-            **self._contents(),
+            **self._build_contents(),
         }
 
     def __str__(self) -> str:
         head = [f"{self.path}: compressor weights, {self.header.dtype.name}, {self.size:,} bytes"]
         head += [f"  warning: {text}" for text in self.warnings]
-        return "\n".join(head + self._table("header"))
+        return "\n".join(head + self._format_table("header"))
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointAccount(_Account):
+class CheckpointInfo(_ContentsInfo):
     """What a checkpoint holds, and what a conversion would take of it.
 
     Attributes
@@ -165,7 +167,7 @@ class CheckpointAccount(_Account):
     """
 
     container: str
-    selection: Selection
+    selection: TensorSelection
     notices: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,20 +178,20 @@ class CheckpointAccount(_Account):
             "container": self.container,
             "warnings": self.selection.warnings,
             "notices": self.notices,
-            "unused": self.selection.unused,
-            **self._contents(),
+            "unused": self.selection.unused_keys,
+            **self._build_contents(),
         }
 
     def __str__(self) -> str:
         head = [f"{self.path}: checkpoint ({self.container}) with compressor weights, {self.size:,} bytes"]
         head += [f"  note: {text}" for text in self.notices]
         head += [f"  warning: {text}" for text in self.selection.warnings]
-        return "\n".join(head + self._table("header as kvmnn convert would write it"))
+        return "\n".join(head + self._format_table("header as kvmnn convert would write it"))
 
 
-def inspect(
+def inspect_weights(
     path: str | os.PathLike[str], options: ConvertOptions | None = None
-) -> WeightFileAccount | CheckpointAccount:
+) -> WeightFileInfo | CheckpointInfo:
     """Account for a weight file or a checkpoint.
 
     Parameters
@@ -208,50 +210,50 @@ def inspect(
     """
     path = os.fspath(path)
     if is_weight_file(path):
-        return of_file(read(path, allow_trailing=True))
-    return of_checkpoint(open_checkpoint(path), options or ConvertOptions())
+        return inspect_weight_file(read_weight_file(path, allow_trailing=True))
+    return inspect_checkpoint(open_checkpoint(path), options or ConvertOptions())
 
 
-def of_file(file: WeightFile) -> WeightFileAccount:
+def inspect_weight_file(file: WeightFile) -> WeightFileInfo:
     """Account for a weight file."""
-    words = file.header.dtype.itemsize
+    itemsize = file.header.dtype.itemsize
     weights = biases = 0
-    for place in file.places():
-        weights += place.rows * place.cols * words
-        biases += place.rows * words * place.has_bias
+    for placement in file.iter_placements():
+        weights += placement.rows * placement.cols * itemsize
+        biases += placement.rows * itemsize * placement.has_bias
     parts = {
         "header": HEADER_BYTES,
         "metadata": file.header.metadata_size_bytes,
-        "block heads": META_BYTES * len(file),
+        "block heads": BLOCK_HEADER_BYTES * len(file),
         "weights": weights,
         "biases": biases,
-        "trailing": file.trailing,
+        "trailing": file.trailing_bytes,
     }
     warnings = [text for _, text in file.warnings]
-    if file.trailing:
-        warnings.append(f"{file.trailing} bytes follow the last block: kvmnn verify refuses the file")
-    return WeightFileAccount(
+    if file.trailing_bytes:
+        warnings.append(f"{file.trailing_bytes} bytes follow the last block: kvmnn verify refuses the file")
+    return WeightFileInfo(
         path=file.label,
         header=file.header,
         metadata=file.metadata,
-        rows=list(_file_rows(file)),
+        rows=list(_iter_file_rows(file)),
         parts=parts,
         size=file.size,
         warnings=warnings,
     )
 
 
-def _file_rows(file: WeightFile) -> Iterator[Row]:
-    prefixes = default_prefixes(file)
-    for block in file.blocks():
+def _iter_file_rows(file: WeightFile) -> Iterator[WeightInfo]:
+    prefixes = infer_prefixes(file)
+    for block in file.iter_blocks():
         prefix = prefixes[block.prefix] if block.prefix < len(prefixes) else f"prefix{block.prefix}"
-        name = f"{prefix}.{block.layer}.{SLOTS[block.index % SLOTS_PER_PREFIX]}"
-        values = [block.weight_float32()] + ([] if block.bias is None else [float32_of(block.bias)])
+        name = f"{prefix}.{block.layer}.{DEFAULT_SLOTS[block.index % SLOTS_PER_PREFIX]}"
+        values = [block.convert_weight_to_float32()] + ([] if block.bias is None else [to_float32(block.bias)])
         shape, has_bias = (block.rows, block.cols), block.bias is not None
-        yield _row(block.layer, name, shape, has_bias, file.header.dtype.name, values)
+        yield _build_row(block.layer, name, shape, has_bias, file.header.dtype.name, values)
 
 
-def of_checkpoint(checkpoint: Checkpoint, options: ConvertOptions) -> CheckpointAccount:
+def inspect_checkpoint(checkpoint: Checkpoint, options: ConvertOptions) -> CheckpointInfo:
     """Account for a checkpoint.
 
     Raises
@@ -259,15 +261,15 @@ def of_checkpoint(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint
     CheckpointError
         When it holds no compressor.
     """
-    with naming(checkpoint.label):
-        selection = select(checkpoint.root, options)
-        rows = list(_checkpoint_rows(checkpoint.label, selection))
-    return CheckpointAccount(
+    with prefix_errors(checkpoint.label):
+        selection = select_tensors(checkpoint.root, options)
+        rows = list(_iter_checkpoint_rows(checkpoint.label, selection))
+    return CheckpointInfo(
         path=checkpoint.path,
         header=selection.header,
         metadata=selection.metadata,
         rows=rows,
-        parts=_checkpoint_parts(checkpoint, selection),
+        parts=_measure_checkpoint_parts(checkpoint, selection),
         size=checkpoint.size,
         container=checkpoint.kind,
         selection=selection,
@@ -275,39 +277,43 @@ def of_checkpoint(checkpoint: Checkpoint, options: ConvertOptions) -> Checkpoint
     )
 
 
-def _checkpoint_parts(checkpoint: Checkpoint, selection: Selection) -> dict[str, int]:
+def _measure_checkpoint_parts(checkpoint: Checkpoint, selection: TensorSelection) -> dict[str, int]:
     tensors = [part for linear in selection.linears for part in (linear.weight, linear.bias) if part is not None]
     roots = [tensor.storage.root or tensor.storage for tensor in tensors]
-    used = {storage.key: storage.nbytes for storage in roots}
-    stored = sum(storage.nbytes for storage in checkpoint.storages.values())
-    rest = checkpoint.size - checkpoint.pickle_bytes - stored
+    used_storages = {storage.key: storage.nbytes for storage in roots}
+    storage_bytes = sum(storage.nbytes for storage in checkpoint.storages.values())
+    other_bytes = checkpoint.size - checkpoint.pickle_bytes - storage_bytes
     return {
         "pickle" if checkpoint.kind != "safetensors" else "header": checkpoint.pickle_bytes,
-        "storages of the compressor": sum(used.values()),
-        "other storages": stored - sum(used.values()),
-        "directory, names, padding" if rest >= 0 else "saved by deflating": rest,
+        "storages of the compressor": sum(used_storages.values()),
+        "other storages": storage_bytes - sum(used_storages.values()),
+        "directory, names, padding" if other_bytes >= 0 else "saved by deflating": other_bytes,
     }
 
 
-def _checkpoint_rows(label: str, selection: Selection) -> Iterator[Row]:
-    count = selection.header.weight_count_per_layer
+def _iter_checkpoint_rows(label: str, selection: TensorSelection) -> Iterator[WeightInfo]:
+    weights_per_layer = selection.header.weight_count_per_layer
     for number, linear in enumerate(selection.linears):
         rows, cols = linear.weight.shape
-        with naming(label, repr(f"{linear.name}.weight")):
-            values = [linear.weight.float32()]
+        with prefix_errors(label, repr(f"{linear.name}.weight")):
+            values = [linear.weight.to_float32()]
         if linear.bias is not None:
-            with naming(label, repr(f"{linear.name}.bias")):
-                values.append(linear.bias.float32())
-        element = linear.weight.element.name
-        yield _row(number // count, linear.name, (rows, cols), linear.bias is not None, element, values)
+            with prefix_errors(label, repr(f"{linear.name}.bias")):
+                values.append(linear.bias.to_float32())
+        element = linear.weight.element_type.name
+        yield _build_row(
+            number // weights_per_layer, linear.name, (rows, cols), linear.bias is not None, element, values
+        )
 
 
-def _row(layer: int, name: str, shape: tuple[int, int], bias: bool, dtype: str, values: list[Floats]) -> Row:
-    flat = np.concatenate([part.reshape(-1) for part in values]).astype(np.float64)
+def _build_row(
+    layer: int, name: str, shape: tuple[int, int], bias: bool, dtype: str, values: list[Floats]
+) -> WeightInfo:
+    flat = np.concatenate([array.reshape(-1) for array in values]).astype(np.float64)
     finite = flat[np.isfinite(flat)]
     if not finite.size:
-        return Row(layer, name, shape, bias, dtype, None, None, None, None, flat.size)
-    return Row(
+        return WeightInfo(layer, name, shape, bias, dtype, None, None, None, None, flat.size)
+    return WeightInfo(
         layer=layer,
         name=name,
         shape=shape,
@@ -321,32 +327,33 @@ def _row(layer: int, name: str, shape: tuple[int, int], bias: bool, dtype: str, 
     )
 
 
-def _table(rows: list[Row]) -> list[str]:
+def _format_rows(rows: list[WeightInfo]) -> list[str]:
     width = max(len(row.name) for row in rows)
-    kind = max(4, *(len(row.dtype) for row in rows))
+    type_width = max(4, *(len(row.dtype) for row in rows))
     lines = [
-        f"  {'weight':<{width}} {'shape':>10} bias {'type':<{kind}} {'min':>8} {'max':>8} {'mean':>9} {'std':>8}"
+        f"  {'weight':<{width}} {'shape':>10} bias {'type':<{type_width}} {'min':>8} {'max':>8} {'mean':>9} {'std':>8}"
         + ("  non-finite" if any(row.non_finite for row in rows) else "")
     ]
     for row in rows:
         numbers = (row.minimum, row.maximum, row.mean, row.std)
         lines.append(
             f"  {row.name:<{width}} {f'{row.shape[0]}x{row.shape[1]}':>10} {'yes' if row.bias else 'no':<4} "
-            f"{row.dtype:<{kind}} {' '.join(map(_number, numbers, (8, 8, 9, 8)))}  {row.non_finite or ''}".rstrip()
+            f"{row.dtype:<{type_width}} {' '.join(map(_format_number, numbers, (8, 8, 9, 8)))}  "
+            f"{row.non_finite or ''}".rstrip()
         )
     return lines
 
 
-def _number(value: float | None, width: int) -> str:
+def _format_number(value: float | None, width: int) -> str:
     return f"{'-':>{width}}" if value is None else f"{value:>{width}.3g}"
 
 
-def _line(text: str) -> str:
+def _escape_text(text: str) -> str:
     """A text of the file without control characters."""
     return text if text.isprintable() else ascii(text)
 
 
-def _value(name: str, value: int) -> str:
+def _format_field(name: str, value: int) -> str:
     if name == "magic":
         return f"{value:#010x}"
     if name == "dtype_code":

@@ -10,31 +10,31 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...dtypes import by_name
+from ...dtypes import parse_dtype
 from ...errors import CheckpointError, KvmnnError, LimitError
-from ...formats.torch.tensors import Tensor
+from ...formats.torch.tensors import TorchTensor
 from ..kvcm import metadata
 from ..kvcm.header import (
+    BLOCK_HEADER_BYTES,
+    DEFAULT_PREFIXES,
+    DEFAULT_SLOTS,
     DTYPES,
     HEADER_BYTES,
-    MAX_ELEMENTS,
     MAX_LAYERS,
-    MAX_WEIGHTS,
-    META_BYTES,
-    PREFIXES,
-    SLOTS,
+    MAX_WEIGHT_ELEMENTS,
+    MAX_WEIGHTS_PER_LAYER,
     SLOTS_PER_PREFIX,
     TEXT_PREFIXES,
-    Header,
+    WeightFileHeader,
 )
-from .surprises import key_warnings, layout_warnings
+from .surprises import check_keys, check_layout
 
-MAX_OUTPUT = 16 << 30
+MAX_WEIGHT_FILE_BYTES = 16 << 30
 """Bytes of the largest weight file that is made; a few bytes of checkpoint can ask for any size."""
 
-_STRIPPED = ("module.", "compressor.")
+_STRIPPED_PREFIXES = ("module.", "compressor.")
 
-Keys = dict[str, object]
+TensorsByKey = dict[str, object]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,33 +63,33 @@ class ConvertOptions:
     dtype: str = "fp16"
     compression_factor: int = 0
     min_seq_len: int = 2
-    prefixes: tuple[str, ...] = PREFIXES
-    slots: tuple[int, ...] = SLOTS
+    prefixes: tuple[str, ...] = DEFAULT_PREFIXES
+    slots: tuple[int, ...] = DEFAULT_SLOTS
     num_heads: int = 0
     head_dim: int = 0
     metadata: Mapping[str, str] | bytes = field(default_factory=dict)
     as_reference: bool = False
 
 
-_BYTES = {"int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
-_EXACT = {
-    "fp16": {"float16", *_BYTES},
-    "bf16": {"bfloat16", "float8_e8m0fnu", *_BYTES},
-    "fp32": {"float32", "float16", "bfloat16", "int16", "uint16", "float8_e8m0fnu", *_BYTES},
+_ONE_BYTE_TYPES = {"int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"}
+_EXACT_TYPES = {
+    "fp16": {"float16", *_ONE_BYTE_TYPES},
+    "bf16": {"bfloat16", "float8_e8m0fnu", *_ONE_BYTE_TYPES},
+    "fp32": {"float32", "float16", "bfloat16", "int16", "uint16", "float8_e8m0fnu", *_ONE_BYTE_TYPES},
 }
 """Element types every value of which the type of the file can hold."""
 
 
-class Linear(NamedTuple):
+class LinearBlock(NamedTuple):
     """One block to be written."""
 
     name: str
-    weight: Tensor
-    bias: Tensor | None
+    weight: TorchTensor
+    bias: TorchTensor | None
 
 
 @dataclass
-class Selection:
+class TensorSelection:
     """The blocks of a weight file, in order, and the header that fits them.
 
     Attributes
@@ -102,31 +102,32 @@ class Selection:
         What may surprise; nothing that stops a conversion.
     notices
         Extensions that were needed.
-    unused
+    unused_keys
         Keys beside those that are used.
-    misfits
+    mismatched_biases
         Biases of another length than their weight has rows, which are left out: by the name of the Linear layer, the
         length and the number of rows.
     """
 
-    header: Header
-    linears: list[Linear]
+    header: WeightFileHeader
+    linears: list[LinearBlock]
     prefixes: tuple[str, ...]
     metadata: bytes = b""
     warnings: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
-    unused: list[str] = field(default_factory=list)
-    misfits: dict[str, tuple[int, int]] = field(default_factory=dict)
+    unused_keys: list[str] = field(default_factory=list)
+    mismatched_biases: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weight file."""
-        word = self.header.dtype.itemsize
+        itemsize = self.header.dtype.itemsize
         return (
             HEADER_BYTES
             + len(self.metadata)
             + sum(
-                META_BYTES + word * (linear.weight.numel + (0 if linear.bias is None else linear.weight.shape[0]))
+                BLOCK_HEADER_BYTES
+                + itemsize * (linear.weight.numel + (0 if linear.bias is None else linear.weight.shape[0]))
                 for linear in self.linears
             )
         )
@@ -134,13 +135,16 @@ class Selection:
     @property
     def rounded_types(self) -> list[str]:
         """Element types that are rounded or cut to their real part; none means that the weight file is lossless."""
-        found = {
-            part.element.name for linear in self.linears for part in (linear.weight, linear.bias) if part is not None
+        element_types = {
+            tensor.element_type.name
+            for linear in self.linears
+            for tensor in (linear.weight, linear.bias)
+            if tensor is not None
         }
-        return sorted(found - _EXACT[self.header.dtype.name])
+        return sorted(element_types - _EXACT_TYPES[self.header.dtype.name])
 
 
-def select(root: object, options: ConvertOptions) -> Selection:
+def select_tensors(root: object, options: ConvertOptions) -> TensorSelection:
     """Find the compressor in a checkpoint's object and lay out the weight file.
 
     Parameters
@@ -157,27 +161,29 @@ def select(root: object, options: ConvertOptions) -> Selection:
     KvmnnError
         For options that no header holds.
     LimitError
-        When the file would be larger than `MAX_OUTPUT`.
+        When the file would be larger than `MAX_WEIGHT_FILE_BYTES`.
     """
     check_options(options)
-    keys, notices = _locate(root, options)
+    keys, notices = _locate_compressor(root, options)
     first_error: KvmnnError | None = None
-    for prefixes, weights_only, notice in _attempts(keys, options):
+    for prefixes, weights_only, notice in _iter_attempts(keys, options):
         try:
-            selection = _lay_out(keys, options, prefixes, weights_only)
+            selection = _build_selection(keys, options, prefixes, weights_only)
         except KvmnnError as exc:
             first_error = first_error or exc
             continue
         selection.notices += notices + ([notice] if notice else [])
-        blocks = selection.linears
-        used = {f"{linear.name}.{part}" for linear in blocks for part in ("weight", "bias")}
-        selection.unused = [key for key in keys if key not in used]
+        linears = selection.linears
+        used_keys = {f"{linear.name}.{part}" for linear in linears for part in ("weight", "bias")}
+        selection.unused_keys = [key for key in keys if key not in used_keys]
         selection.warnings = [
-            *layout_warnings(selection.header, blocks, selection.prefixes, options.slots),
-            *key_warnings(selection.misfits, selection.unused),
+            *check_layout(selection.header, linears, selection.prefixes, options.slots),
+            *check_keys(selection.mismatched_biases, selection.unused_keys),
         ]
-        if selection.nbytes > MAX_OUTPUT:
-            raise LimitError(f"the weight file would have {selection.nbytes} bytes: at most {MAX_OUTPUT} are written")
+        if selection.nbytes > MAX_WEIGHT_FILE_BYTES:
+            raise LimitError(
+                f"the weight file would have {selection.nbytes} bytes: at most {MAX_WEIGHT_FILE_BYTES} are written"
+            )
         return selection
     raise first_error or CheckpointError("holds no compressor")
 
@@ -190,7 +196,7 @@ def check_options(options: ConvertOptions) -> None:
     KvmnnError
         Unless there are three slots and a known dtype.
     """
-    by_name(options.dtype)
+    parse_dtype(options.dtype)
     if len(options.slots) != SLOTS_PER_PREFIX:
         raise KvmnnError(f"slot order {list(options.slots)} has {len(options.slots)} entries: expected 3")
 
@@ -198,125 +204,140 @@ def check_options(options: ConvertOptions) -> None:
 # -- where the compressor is ------------------------------------------------------------------------------------------
 
 
-def _locate(root: object, options: ConvertOptions) -> tuple[Keys, list[str]]:
+def _locate_compressor(root: object, options: ConvertOptions) -> tuple[TensorsByKey, list[str]]:
     """The keys of the compressor by the reference's rules, or by the first extension that finds layers."""
     if not isinstance(root, dict):
-        raise CheckpointError(f"holds {_kind(root)}: expected a dict with the compressor's weights")
+        raise CheckpointError(f"holds {_describe_kind(root)}: expected a dict with the compressor's weights")
     reason = ""
-    for keys, notice in _places(root):
+    for keys, notice in _iter_places(root):
         if keys is None:
             reason = reason or (
                 "has no dict under model_state_dict.compressor or compressor, and not all of its keys are strings"
             )
-        elif _layers(keys, options.prefixes) > 0:
+        elif _count_layers(keys, options.prefixes) > 0:
             return keys, [notice] if notice else []
-    found = ", ".join(repr(key) for key in list(root)[:8] if isinstance(key, str))
+    keys_text = ", ".join(repr(key) for key in list(root)[:8] if isinstance(key, str))
     raise CheckpointError(
         reason
         or f"holds no weights of a KV compressor: has no layer of {', '.join(options.prefixes) or 'no prefix at all'}: "
-        f"expected keys such as {(options.prefixes or PREFIXES)[0]}.0.{options.slots[0]}.weight; it has "
-        f"{found or 'no keys'} (caches are taken by encode, measure and pack)"
+        f"expected keys such as {(options.prefixes or DEFAULT_PREFIXES)[0]}.0.{options.slots[0]}.weight; it has "
+        f"{keys_text or 'no keys'} (caches are taken by encode, measure and pack)"
     )
 
 
-def _places(root: Mapping[Any, object]) -> Iterator[tuple[Keys | None, str]]:
+def _iter_places(root: Mapping[Any, object]) -> Iterator[tuple[TensorsByKey | None, str]]:
     """Where to look, in order, each with the notice that goes with it."""
-    keys = _subtree(root)
+    keys = _find_subtree(root)
     yield keys, ""
     if keys is not None:
-        yield _stripped(keys), "the keys' leading 'module.' or 'compressor.' was left out"
+        yield _strip_key_prefixes(keys), "the keys' leading 'module.' or 'compressor.' was left out"
     for name in ("state_dict", "model_state_dict"):
-        inner = root.get(name)
-        if isinstance(inner, dict) and (inside := _subtree(inner)) is not None:
-            yield inside, f"the weights were taken from {name}"
-            yield _stripped(inside), f"the weights were taken from {name}, without 'module.' or 'compressor.' in front"
+        nested = root.get(name)
+        if isinstance(nested, dict) and (nested_keys := _find_subtree(nested)) is not None:
+            yield nested_keys, f"the weights were taken from {name}"
+            yield (
+                _strip_key_prefixes(nested_keys),
+                f"the weights were taken from {name}, without 'module.' or 'compressor.' in front",
+            )
 
 
-def _subtree(root: Mapping[Any, object]) -> Keys | None:
+def _find_subtree(root: Mapping[Any, object]) -> TensorsByKey | None:
     """``model_state_dict.compressor``, else ``compressor``, else the dict itself if all its keys are strings."""
     state = root.get("model_state_dict")
-    for place in (state.get("compressor") if isinstance(state, dict) else None, root.get("compressor")):
-        if isinstance(place, dict):
-            if not all(isinstance(key, str) for key in place):
+    for candidate in (state.get("compressor") if isinstance(state, dict) else None, root.get("compressor")):
+        if isinstance(candidate, dict):
+            if not all(isinstance(key, str) for key in candidate):
                 raise CheckpointError("the compressor's dict has keys that are not strings")
-            return dict(place)
+            return dict(candidate)
     if all(isinstance(key, str) for key in root):
         return dict(root)
     return None
 
 
-def _stripped(keys: Keys) -> Keys:
-    found: Keys = {}
+def _strip_key_prefixes(keys: TensorsByKey) -> TensorsByKey:
+    stripped_keys: TensorsByKey = {}
     for key, value in keys.items():
-        short = key
-        while short.startswith(_STRIPPED):
-            short = short.partition(".")[2]
-        if short in found:
-            raise CheckpointError(f"key {short!r} is there twice, with and without 'module.' or 'compressor.' in front")
-        found[short] = value
-    return found
+        stripped = key
+        while stripped.startswith(_STRIPPED_PREFIXES):
+            stripped = stripped.partition(".")[2]
+        if stripped in stripped_keys:
+            raise CheckpointError(
+                f"key {stripped!r} is there twice, with and without 'module.' or 'compressor.' in front"
+            )
+        stripped_keys[stripped] = value
+    return stripped_keys
 
 
-def _layers(keys: Iterable[str], prefixes: tuple[str, ...], slots: tuple[int, ...] | None = None) -> int:
+def _count_layers(keys: Iterable[str], prefixes: tuple[str, ...], slots: tuple[int, ...] | None = None) -> int:
     """Highest layer number + 1 among keys of four parts or more; with `slots`, only of the weights in them."""
-    highest = -1
-    starts = tuple(f"{prefix}." for prefix in prefixes)
-    ends = None if slots is None else {(str(slot), "weight") for slot in slots}
+    max_layer = -1
+    key_prefixes = tuple(f"{prefix}." for prefix in prefixes)
+    weight_suffixes = None if slots is None else {(str(slot), "weight") for slot in slots}
     for key in keys:
-        if not key.startswith(starts):
+        if not key.startswith(key_prefixes):
             continue
         parts = key.split(".")
-        if len(parts) < 4 or (ends is not None and (len(parts) > 4 or (parts[2], parts[3]) not in ends)):
+        if len(parts) < 4 or (
+            weight_suffixes is not None and (len(parts) > 4 or (parts[2], parts[3]) not in weight_suffixes)
+        ):
             continue
         try:
-            highest = max(highest, int(parts[1]))
+            max_layer = max(max_layer, int(parts[1]))
         except ValueError:
             continue
-    return highest + 1
+    return max_layer + 1
 
 
 # -- which blocks it gives --------------------------------------------------------------------------------------------
 
 
-def _attempts(keys: Keys, options: ConvertOptions) -> Iterator[tuple[tuple[str, ...], bool, str]]:
+def _iter_attempts(keys: TensorsByKey, options: ConvertOptions) -> Iterator[tuple[tuple[str, ...], bool, str]]:
     """Prefixes, how layers are counted, and the notice: first as the reference, then the extensions."""
-    counted = "layers were counted from the weights alone; other keys name more layers"
+    weights_only_notice = "layers were counted from the weights alone; other keys name more layers"
     yield options.prefixes, False, ""
-    yield options.prefixes, True, counted
-    image = tuple(f"{prefix}." for prefix in PREFIXES[len(TEXT_PREFIXES) :])
-    if options.prefixes == PREFIXES and not any(key.startswith(image) for key in keys):
-        text = f"no image compressor in the checkpoint: text only, as with --prefix-order {','.join(TEXT_PREFIXES)}"
-        yield TEXT_PREFIXES, False, text
-        yield TEXT_PREFIXES, True, f"{text}; {counted}"
+    yield options.prefixes, True, weights_only_notice
+    image_prefixes = tuple(f"{prefix}." for prefix in DEFAULT_PREFIXES[len(TEXT_PREFIXES) :])
+    if options.prefixes == DEFAULT_PREFIXES and not any(key.startswith(image_prefixes) for key in keys):
+        text_only_notice = (
+            f"no image compressor in the checkpoint: text only, as with --prefix-order {','.join(TEXT_PREFIXES)}"
+        )
+        yield TEXT_PREFIXES, False, text_only_notice
+        yield TEXT_PREFIXES, True, f"{text_only_notice}; {weights_only_notice}"
 
 
-def _lay_out(keys: Keys, options: ConvertOptions, prefixes: tuple[str, ...], weights_only: bool) -> Selection:
-    layers = _layers(keys, prefixes, options.slots if weights_only else None)
+def _build_selection(
+    keys: TensorsByKey, options: ConvertOptions, prefixes: tuple[str, ...], weights_only: bool
+) -> TensorSelection:
+    layers = _count_layers(keys, prefixes, options.slots if weights_only else None)
     if layers <= 0:
         raise CheckpointError(f"has no layer of {', '.join(prefixes)}")
-    if not options.as_reference and (layers > MAX_LAYERS or len(prefixes) * SLOTS_PER_PREFIX > MAX_WEIGHTS):
+    if not options.as_reference and (layers > MAX_LAYERS or len(prefixes) * SLOTS_PER_PREFIX > MAX_WEIGHTS_PER_LAYER):
         raise CheckpointError(
             f"{layers if layers.bit_length() < 128 else 'far too many'} layers of {len(prefixes) * SLOTS_PER_PREFIX} "
-            f"weights: loaders take {MAX_LAYERS} of {MAX_WEIGHTS}"
+            f"weights: loaders take {MAX_LAYERS} of {MAX_WEIGHTS_PER_LAYER}"
         )
-    selection = Selection(_header(keys, options, prefixes, layers), [], prefixes, metadata.pack(options.metadata))
+    selection = TensorSelection(
+        _build_header(keys, options, prefixes, layers), [], prefixes, metadata.pack_metadata(options.metadata)
+    )
     for layer in range(layers):
         for prefix in prefixes:
             for slot in options.slots:
-                selection.linears.append(_linear(selection, keys, f"{prefix}.{layer}.{slot}", options))
+                selection.linears.append(_build_linear(selection, keys, f"{prefix}.{layer}.{slot}", options))
     return selection
 
 
-def _header(keys: Keys, options: ConvertOptions, prefixes: tuple[str, ...], layers: int) -> Header:
+def _build_header(
+    keys: TensorsByKey, options: ConvertOptions, prefixes: tuple[str, ...], layers: int
+) -> WeightFileHeader:
     name = f"{prefixes[0]}.0.{options.slots[0]}"
-    rows, hidden_size = _weight(keys, name, options).shape
+    rows, hidden_size = _get_weight(keys, name, options).shape
     head_dim = options.head_dim if options.head_dim > 0 else rows
     if head_dim == 0 or hidden_size % head_dim:
         raise CheckpointError(
             f"{name}.weight has {rows} x {hidden_size} elements: its columns are no multiple of head_dim {head_dim}"
         )
-    header = Header(
-        dtype_code=DTYPES.index(by_name(options.dtype)),
+    header = WeightFileHeader(
+        dtype_code=DTYPES.index(parse_dtype(options.dtype)),
         num_layers=layers,
         num_heads=options.num_heads,
         head_dim=head_dim,
@@ -324,43 +345,47 @@ def _header(keys: Keys, options: ConvertOptions, prefixes: tuple[str, ...], laye
         compression_factor=options.compression_factor if options.compression_factor > 0 else hidden_size // head_dim,
         min_seq_len=options.min_seq_len,
         weight_count_per_layer=len(prefixes) * SLOTS_PER_PREFIX,
-        metadata_size_bytes=len(metadata.pack(options.metadata)),
+        metadata_size_bytes=len(metadata.pack_metadata(options.metadata)),
     )
     header.pack()
     return header
 
 
-def _weight(keys: Keys, name: str, options: ConvertOptions) -> Tensor:
+def _get_weight(keys: TensorsByKey, name: str, options: ConvertOptions) -> TorchTensor:
     key = f"{name}.weight"
     if key not in keys:
         hint = ""
-        if name.startswith(PREFIXES[2:]) and not any(other.startswith(PREFIXES[2:]) for other in keys):
+        if name.startswith(DEFAULT_PREFIXES[2:]) and not any(
+            other_key.startswith(DEFAULT_PREFIXES[2:]) for other_key in keys
+        ):
             hint = f"; for a text-only compressor say --prefix-order {','.join(TEXT_PREFIXES)}"
         raise CheckpointError(f"weight {key!r} is missing{hint}")
     value = keys[key]
-    if not isinstance(value, Tensor):
-        raise CheckpointError(f"{key!r} is {_kind(value)}: expected a tensor")
+    if not isinstance(value, TorchTensor):
+        raise CheckpointError(f"{key!r} is {_describe_kind(value)}: expected a tensor")
     if len(value.shape) != 2:
         raise CheckpointError(f"{key!r} has shape {list(value.shape)}: expected two axes, [out, in]")
-    if value.numel > MAX_ELEMENTS or not (value.numel or options.as_reference):
-        raise CheckpointError(f"{key!r} has shape {list(value.shape)}: loaders take 1 to {MAX_ELEMENTS} elements")
+    if value.numel > MAX_WEIGHT_ELEMENTS or not (value.numel or options.as_reference):
+        raise CheckpointError(
+            f"{key!r} has shape {list(value.shape)}: loaders take 1 to {MAX_WEIGHT_ELEMENTS} elements"
+        )
     return value
 
 
-def _linear(selection: Selection, keys: Keys, name: str, options: ConvertOptions) -> Linear:
-    weight = _weight(keys, name, options)
+def _build_linear(selection: TensorSelection, keys: TensorsByKey, name: str, options: ConvertOptions) -> LinearBlock:
+    weight = _get_weight(keys, name, options)
     if f"{name}.bias" not in keys:
-        return Linear(name, weight, None)
+        return LinearBlock(name, weight, None)
     bias = keys[f"{name}.bias"]
-    if not isinstance(bias, Tensor):
-        raise CheckpointError(f"'{name}.bias' is {_kind(bias)}: expected a tensor")
+    if not isinstance(bias, TorchTensor):
+        raise CheckpointError(f"'{name}.bias' is {_describe_kind(bias)}: expected a tensor")
     if bias.numel != weight.shape[0]:
-        selection.misfits[name] = bias.numel, weight.shape[0]
-        return Linear(name, weight, None)
-    return Linear(name, weight, bias)
+        selection.mismatched_biases[name] = bias.numel, weight.shape[0]
+        return LinearBlock(name, weight, None)
+    return LinearBlock(name, weight, bias)
 
 
-def _kind(value: object) -> str:
-    kind = {"Unknown": "a value that is not looked at", "Tensor": "a bare tensor", "NoneType": "None"}
+def _describe_kind(value: object) -> str:
+    descriptions = {"Unknown": "a value that is not looked at", "TorchTensor": "a bare tensor", "NoneType": "None"}
     name = type(value).__name__
-    return kind.get(name, f"{'an' if name[0] in 'aeiou' else 'a'} {name}")
+    return descriptions.get(name, f"{'an' if name[0] in 'aeiou' else 'a'} {name}")

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from ...formats.torch.tensors import Tensor
-from ..kvcm.header import PREFIXES, TEXT_PREFIXES, Header
-from .semantics import implausible_fields
+from ...formats.torch.tensors import TorchTensor
+from ..kvcm.header import DEFAULT_PREFIXES, TEXT_PREFIXES, WeightFileHeader
+from .semantics import check_plausible_fields
 
-Blocks = Sequence[tuple[str, Tensor, Tensor | None]]
+NamedBlocks = Sequence[tuple[str, TorchTensor, TorchTensor | None]]
 """Name, weight and bias of each Linear layer, in file order."""
 
-_SHOWN = 3
+_MAX_SHOWN_NAMES = 3
 
 
-def layout_warnings(header: Header, blocks: Blocks, prefixes: Sequence[str], slots: Sequence[int]) -> Iterator[str]:
+def check_layout(
+    header: WeightFileHeader, blocks: NamedBlocks, prefixes: Sequence[str], slots: Sequence[int]
+) -> Iterator[str]:
     """Of shapes and orders that the file cannot say, or that the runtime takes otherwise."""
-    if prefixes not in (PREFIXES, TEXT_PREFIXES):
+    if prefixes not in (DEFAULT_PREFIXES, TEXT_PREFIXES):
         yield (
             f"prefix order {','.join(prefixes)}: the file has no names, and the runtime takes its blocks as "
-            f"{','.join(PREFIXES)}, whatever they are"
+            f"{','.join(DEFAULT_PREFIXES)}, whatever they are"
         )
     if any(a >= b for a, b in pairwise(slots)):
         yield f"slot order {','.join(map(str, slots))}: the runtime applies the layers in this order"
@@ -30,38 +32,40 @@ def layout_warnings(header: Header, blocks: Blocks, prefixes: Sequence[str], slo
             f"compression_factor {header.compression_factor} is not columns / rows of the first weight, "
             f"{columns} / {rows}"
         )
-    yield from (f"{finding.text} ({finding.reason})" for finding in implausible_fields(header))
+    yield from (f"{finding.text} ({finding.reason})" for finding in check_plausible_fields(header))
     for number, (name, weight, _) in enumerate(blocks):
         expected = blocks[number % header.weight_count_per_layer][1].shape
         if weight.shape != expected:
             yield f"layers differ in shape: {name}.weight is {list(weight.shape)}, in layer 0 {list(expected)}"
             break
-    cut = [
+    complex_names = [
         f"{name}.{part}"
         for name, weight, bias in blocks
         for part, tensor in (("weight", weight), ("bias", bias))
-        if tensor is not None and tensor.element.is_complex
+        if tensor is not None and tensor.element_type.is_complex
     ]
-    if cut:
-        yield f"left out the imaginary parts of {_listed('complex tensor', 'complex tensors', cut)}"
+    if complex_names:
+        yield f"left out the imaginary parts of {_format_list('complex tensor', 'complex tensors', complex_names)}"
 
 
-def describe_misfits(misfits: Mapping[str, tuple[int, int]]) -> str:
+def describe_mismatched_biases(mismatched_biases: Mapping[str, tuple[int, int]]) -> str:
     """Name the biases whose length is not the number of rows of their weight, with both numbers of the first."""
-    length, rows = next(iter(misfits.values()))
-    text = _listed("bias", "biases", list(misfits))
-    of_first = " of the first" if len(misfits) > 1 else ""
-    return f"{text}: the length{of_first} is {length}, its weight has {rows} rows"
+    length, rows = next(iter(mismatched_biases.values()))
+    text = _format_list("bias", "biases", list(mismatched_biases))
+    suffix = " of the first" if len(mismatched_biases) > 1 else ""
+    return f"{text}: the length{suffix} is {length}, its weight has {rows} rows"
 
 
-def key_warnings(misfits: Mapping[str, tuple[int, int]], unused: list[str]) -> Iterator[str]:
-    """Of the keys of a checkpoint that do not get into the file; `unused` are those that nothing asked for."""
-    if misfits:
-        yield f"left out {describe_misfits(misfits)}"
-    if unused:
-        yield f"not used: {_listed('key', 'keys', unused)}"
+def check_keys(mismatched_biases: Mapping[str, tuple[int, int]], unused_keys: list[str]) -> Iterator[str]:
+    """Of the keys of a checkpoint that do not get into the file; `unused_keys` are those that nothing asked for."""
+    if mismatched_biases:
+        yield f"left out {describe_mismatched_biases(mismatched_biases)}"
+    if unused_keys:
+        yield f"not used: {_format_list('key', 'keys', unused_keys)}"
 
 
-def _listed(one: str, many: str, names: list[str]) -> str:
-    shown = ", ".join(repr(name[:80]) for name in names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-    return f"{len(names)} {one if len(names) == 1 else many} ({shown})"
+def _format_list(singular: str, plural: str, names: list[str]) -> str:
+    names_text = ", ".join(repr(name[:80]) for name in names[:_MAX_SHOWN_NAMES]) + (
+        ", ..." if len(names) > _MAX_SHOWN_NAMES else ""
+    )
+    return f"{len(names)} {singular if len(names) == 1 else plural} ({names_text})"

@@ -11,31 +11,39 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.kv_arrays import KVArrays, SaidAxes, read_kv
+from ...arrays.kv_arrays import AxisHints, KVArrays, read_kv
 from ...arrays.named_array import ArrayInfo
-from ...arrays.source import Source, others_metadata
-from ...dtypes import Words
+from ...arrays.source import Source, strip_internal_metadata
+from ...dtypes import Elements
 from ...errors import KvmnnError, OptionError
 from ...files.output import FileOutput
-from ...formats import array_format, opening
-from ...formats.noted_positions import is_of_dump_kv, noted_positions
+from ...formats import find_array_format, opening
+from ...formats.noted_positions import is_dump_kv_folder, read_positions_sidecar
 from ...formats.options import ReadOptions
 from ...formats.writing import write_file
-from ...text import LOSSY, UNCHANGED, count
+from ...text import LOSSY, UNCHANGED, pluralize
 from ...threads.pipeline import Progress
-from ...version import version
-from ..kvcm.weight_file import read
-from .compressed_file import SUFFIX, Spans, read_axes, read_spans, render, spans_of_cache, spans_of_notes
+from ...version import get_version
+from ..kvcm.weight_file import read_weight_file
+from .compressed_file import (
+    SIDECAR_SUFFIX,
+    PositionSpans,
+    get_cache_spans,
+    get_sidecar_spans,
+    read_axes,
+    read_spans,
+    render_sidecar,
+)
 from .compressing import compress_arrays, merge_spans
 from .compression_plan import CompressionPlan
 from .options import EngineName, ForwardOptions, Precision
 
-_REFUSED = ("factor", "no_text_mlp", "factor_not_trained", "empty", "disabled")
+_REFUSED_REASONS = ("factor", "no_text_mlp", "factor_not_trained", "empty", "disabled")
 """Reasons for which no output is written; a cache that is too short is written as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedFile:
+class CompressFileResult:
     """A compressed cache that was written.
 
     Attributes
@@ -80,13 +88,13 @@ class CompressedFile:
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        return {"output": self.output, **self.document(), "axes_text": self.axes_text, "seconds": self.seconds}
+        return {"output": self.output, **self.to_document(), "axes_text": self.axes_text, "seconds": self.seconds}
 
-    def document(self) -> dict[str, Any]:
+    def to_document(self) -> dict[str, Any]:
         """What stands in the document beside the output, but for the positions."""
         return {
             "label": self.label,
-            "kvmnn_version": version(),
+            "kvmnn_version": get_version(),
             "weights": {"file": self.weights, "sha256": self.weights_sha256},
             "cache": self.cache,
             "layers": list(self.layers),
@@ -107,8 +115,8 @@ class CompressedFile:
         plan = self.plan
         note = f" ({plan.explanation})" if plan.reason else ""
         return (
-            f"{self.output}: {self.label}{note}, {plan.seq_len:,} -> {count(plan.new_len, 'token')} in "
-            f"{count(len(self.layers), 'layer')}, token ratio {plan.ratio:.4f}, "
+            f"{self.output}: {self.label}{note}, {plan.seq_len:,} -> {pluralize(plan.new_len, 'token')} in "
+            f"{pluralize(len(self.layers), 'layer')}, token ratio {plan.ratio:.4f}, "
             f"{self.raw_bytes:,} -> {self.stored_bytes:,} bytes; the next token goes to place {plan.new_len:,} "
             f"and has position {self.next_position:,}\n  {self.axes_text}"
         )
@@ -122,9 +130,9 @@ def compress_file(
     *,
     axes: str | None = None,
     read_options: ReadOptions | None = None,
-    force: bool = False,
+    overwrite: bool = False,
     progress: Progress | None = None,
-) -> CompressedFile:
+) -> CompressFileResult:
     """Compress the K and V in a file or directory.
 
     Parameters
@@ -142,8 +150,8 @@ def compress_file(
         Letters for the axes of each array, such as ``"lthd"``, where nothing else says them: the names, the kind of
         `cache`, or the document that an earlier compression left beside it.
     read_options
-        For `kvmnn.open`; `as_numbers` holds in any case.
-    force
+        For `kvmnn.open`; `forbid_reinterpretation` holds in any case.
+    overwrite
         Replace what exists.
     progress
         Called with bytes of K and V that were dealt with.
@@ -160,8 +168,8 @@ def compress_file(
     OutputError
         When the output exists or cannot be written.
     """
-    source = opening.open(cache, replace(read_options or ReadOptions(), as_numbers=True))
-    return compress_source(weights, source, cache, output, options, axes=axes, force=force, progress=progress)
+    source = opening.open(cache, replace(read_options or ReadOptions(), forbid_reinterpretation=True))
+    return compress_source(weights, source, cache, output, options, axes=axes, overwrite=overwrite, progress=progress)
 
 
 def compress_source(
@@ -172,93 +180,97 @@ def compress_source(
     options: ForwardOptions | None = None,
     *,
     axes: str | None = None,
-    force: bool = False,
+    overwrite: bool = False,
     progress: Progress | None = None,
-) -> CompressedFile:
+) -> CompressFileResult:
     """As `compress_file`, with a `source` that was opened from `cache` already."""
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     options = options or ForwardOptions()
     weights, cache, output = os.fspath(weights), os.fspath(cache), os.fspath(output)
-    check_output(output)
-    weight_file = read(weights)
-    arrays = read_kv(cache, source.arrays, _said_axes(cache, source, axes, options.seq_len))
-    stored = int(next(iter(arrays.layers.values()))[0].shape[2])
-    live = stored if options.seq_len is None else options.seq_len
-    if live > stored:
-        raise OptionError(f"{cache}: has {stored} tokens, --tokens says {live}")
-    spans = read_spans(cache, stored) or (spans_of_cache(cache, source.cache) if source.cache else None)
-    if spans is None and (noted := noted_positions(source, [stored] * len(arrays.layers), list(arrays.layers))):
-        spans = spans_of_notes(cache, noted)
-    spans = (spans or Spans.of_plain(stored)).first(live)
-    with FileOutput(output, force=force, protect=[weights, cache, *source.files]) as file:
+    check_output_path(output)
+    weight_file = read_weight_file(weights)
+    arrays = read_kv(cache, source.arrays, _resolve_axes(cache, source, axes, options.seq_len))
+    num_stored = int(next(iter(arrays.layers.values()))[0].shape[2])
+    num_live = num_stored if options.seq_len is None else options.seq_len
+    if num_live > num_stored:
+        raise OptionError(f"{cache}: has {num_stored} tokens, --tokens says {num_live}")
+    spans = read_spans(cache, num_stored) or (get_cache_spans(cache, source.cache) if source.cache else None)
+    if spans is None and (
+        sidecar_positions := read_positions_sidecar(source, [num_stored] * len(arrays.layers), list(arrays.layers))
+    ):
+        spans = get_sidecar_spans(cache, sidecar_positions)
+    spans = (spans or PositionSpans.from_token_count(num_stored)).take_first(num_live)
+    with FileOutput(output, force=overwrite, exclude=[weights, cache, *source.files]) as file:
         if not file.is_device:
-            file.check_beside(SUFFIX)
+            file.check_sidecar(SIDECAR_SUFFIX)
         layers, plan = compress_arrays(weight_file, arrays.layers, options, progress=progress)
-        if plan.reason in _REFUSED:
+        if plan.reason in _REFUSED_REASONS:
             raise KvmnnError(f"{cache}: nothing to compress: {plan.explanation}")
-        spans = Spans(*merge_spans(plan, spans.positions, spans.ends), spans.next_position)
-        infos, words = arrays.restore(layers)
-        result = CompressedFile(
+        spans = PositionSpans(*merge_spans(plan, spans.positions, spans.ends), spans.next_position)
+        infos, restored_arrays = arrays.restore(layers)
+        result = CompressFileResult(
             output=output,
             cache=PurePath(cache).name,
             weights=PurePath(weights).name,
             weights_sha256=weight_file.sha256,
-            label=UNCHANGED if plan.reason and _same_types(arrays, infos) else LOSSY,
+            label=UNCHANGED if plan.reason and _has_same_types(arrays, infos) else LOSSY,
             layers=tuple(arrays.layers),
             axes=arrays.axes,
-            axes_text=arrays.described,
+            axes_text=arrays.description,
             precision=options.precision,
             engine=options.engine,
             plan=plan,
             next_position=spans.next_position,
-            raw_bytes=_live_bytes(arrays, plan.seq_len),
+            raw_bytes=_count_live_bytes(arrays, plan.seq_len),
             stored_bytes=sum(info.nbytes for info in infos),
-            seconds=time.perf_counter() - started,
+            seconds=time.perf_counter() - start_time,
         )
-        _write(file, output, source, infos, words)
+        _write_arrays(file, output, source, infos, restored_arrays)
         if not file.is_device:
-            file.beside(SUFFIX).write(render(result.document(), spans))
+            file.open_sidecar(SIDECAR_SUFFIX).write(render_sidecar(result.to_document(), spans))
         file.commit()
     return result
 
 
-def check_output(output: str) -> None:
+def check_output_path(output: str) -> None:
     """Refuse an output that cannot hold a cache: `OptionError`."""
-    known = array_format(output)
-    if known is None or not known.holds_many or os.path.isdir(output):
+    output_format = find_array_format(output)
+    if output_format is None or not output_format.is_multi_array or os.path.isdir(output):
         raise OptionError(f"{output}: expected a .npz or .safetensors file as output")
 
 
-def _said_axes(cache: str, source: Source, axes: str | None, tokens: int | None) -> SaidAxes:
+def _resolve_axes(cache: str, source: Source, axes: str | None, tokens: int | None) -> AxisHints:
     """What says how the arrays lie: the caller, an earlier compression, or what kvmnn noted down of a packed cache."""
     if axes is not None:
-        return SaidAxes(axes, "--axes")
-    if (noted := read_axes(cache)) is not None:
-        return SaidAxes(noted, cache + SUFFIX)
+        return AxisHints(axes, "--axes")
+    if (recorded_axes := read_axes(cache)) is not None:
+        return AxisHints(recorded_axes, cache + SIDECAR_SUFFIX)
     if source.axes is not None:
-        return SaidAxes(source.axes, "as the cache has them")
-    if is_of_dump_kv(source):
-        return SaidAxes("htd", "as kvmnn dump-kv writes them")
-    known = source.cache
-    heads_and_tokens = known and {(known.layout.kv_heads, layer.tokens) for layer in known.layers}
+        return AxisHints(source.axes, "as the cache has them")
+    if is_dump_kv_folder(source):
+        return AxisHints("htd", "as kvmnn dump-kv writes them")
+    cache_info = source.cache
+    heads_and_tokens = cache_info and {(cache_info.layout.kv_heads, layer.tokens) for layer in cache_info.layers}
     if heads_and_tokens and {array.shape[:-1] for array in source.arrays} == heads_and_tokens:
-        return SaidAxes("htd", "a packed cache")
-    return SaidAxes(token_major=source.token_major, least_tokens=tokens or 0)
+        return AxisHints("htd", "a packed cache")
+    return AxisHints(token_major=source.token_major, min_tokens=tokens or 0)
 
 
-def _same_types(arrays: KVArrays, infos: Sequence[ArrayInfo]) -> bool:
-    before = (array.dtype for pair in arrays.pairs for array in pair)
-    return all(dtype == info.dtype for dtype, info in zip(before, infos, strict=True))
+def _has_same_types(arrays: KVArrays, infos: Sequence[ArrayInfo]) -> bool:
+    original_types = (array.dtype for pair in arrays.pairs for array in pair)
+    return all(dtype == info.dtype for dtype, info in zip(original_types, infos, strict=True))
 
 
-def _live_bytes(arrays: KVArrays, live: int) -> int:
-    before = [array for pair in arrays.pairs for array in pair]
-    stored = before[0].shape[arrays.axes.index("t")]
-    return sum(array.nbytes for array in before) // stored * live
+def _count_live_bytes(arrays: KVArrays, num_live: int) -> int:
+    original_arrays = [array for pair in arrays.pairs for array in pair]
+    num_stored = original_arrays[0].shape[arrays.axes.index("t")]
+    return sum(array.nbytes for array in original_arrays) // num_stored * num_live
 
 
-def _write(file: FileOutput, output: str, source: Source, infos: list[ArrayInfo], arrays: list[Words]) -> None:
+def _write_arrays(
+    file: FileOutput, output: str, source: Source, infos: list[ArrayInfo], arrays: list[Elements]
+) -> None:
     """The arrays, and the source's metadata but for what kvmnn noted down of its files, which no longer holds."""
-    metadata = others_metadata(source.metadata)
+    metadata = strip_internal_metadata(source.metadata)
     runs = ((number, array.reshape(-1).view(np.uint8)) for number, array in enumerate(arrays))
     write_file(file, output, infos, runs, metadata)

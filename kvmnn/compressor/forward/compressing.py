@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.layer_cache import LayerCache, check_pair
-from ...dtypes import PARTS, KVPair, Positions, Words
+from ...arrays.layer_cache import LayerCache, check_kv_pair
+from ...dtypes import PARTS, Elements, KVPair, Positions
 from ...errors import KvmnnError
 from ...threads.pipeline import Progress
 from ..kvcm.weight_file import WeightFile
-from .compression_plan import CompressionPlan, make_plan
+from .compression_plan import CompressionPlan, plan_compression
 from .engines import open_engine
-from .grouping import apply
+from .grouping import compress_part
 from .options import ForwardOptions
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class CompressedKV:
+class CompressResult:
     """A compressed cache.
 
     Parameters
@@ -37,14 +37,14 @@ class CompressedKV:
         What was done, or why nothing was.
     """
 
-    keys: Words
-    values: Words
+    keys: Elements
+    values: Elements
     positions: Positions
     ends: Positions
     plan: CompressionPlan
 
     @property
-    def new_len(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens in the cache: the place of the next one."""
         return self.plan.new_len
 
@@ -54,14 +54,14 @@ class CompressedKV:
         return self.plan.seq_len
 
 
-def compress(
+def compress_cache(
     weights: WeightFile,
-    keys: Words,
-    values: Words,
+    keys: Elements,
+    values: Elements,
     options: ForwardOptions | None = None,
     *,
     progress: Progress | None = None,
-) -> CompressedKV:
+) -> CompressResult:
     """Compress the K and V of all layers.
 
     Parameters
@@ -92,16 +92,16 @@ def compress(
         For arrays that are not float16, float32 or uint16.
     """
     options = options or ForwardOptions()
-    check_pair("cache", keys, values, axes=5)
+    check_kv_pair("cache", keys, values, num_axes=5)
     if keys.shape[0] == 0:
         raise KvmnnError(f"cache: shape {list(keys.shape)} has no layers")
     pairs = dict(enumerate(zip(keys, values, strict=True)))
-    new, plan = compress_arrays(weights, pairs, options, progress=progress)
-    live = np.arange(plan.seq_len, dtype=np.int64)
-    positions, ends = merge_spans(plan, live, live + 1)
-    return CompressedKV(
-        keys=np.stack([pair[0] for pair in new.values()]),
-        values=np.stack([pair[1] for pair in new.values()]),
+    compressed, plan = compress_arrays(weights, pairs, options, progress=progress)
+    positions_before = np.arange(plan.seq_len, dtype=np.int64)
+    positions, ends = merge_spans(plan, positions_before, positions_before + 1)
+    return CompressResult(
+        keys=np.stack([pair[0] for pair in compressed.values()]),
+        values=np.stack([pair[1] for pair in compressed.values()]),
         positions=positions,
         ends=ends,
         plan=plan,
@@ -125,8 +125,8 @@ def compress_layers(
     Raises
     ------
     KvmnnError
-        As for `compress`; also for layers that differ in shape or type or appear twice, and for a `seq_len`, since all
-        that a `LayerCache` stores is live.
+        As for `compress_cache`; also for layers that differ in shape or type or appear twice, and for a `seq_len`,
+        since all that a `LayerCache` stores is live.
     """
     options = options or ForwardOptions()
     if not layers:
@@ -139,21 +139,21 @@ def compress_layers(
     if len(set(numbers)) < len(numbers):
         raise KvmnnError(f"cache: a layer appears twice among {numbers}")
     pairs = {layer.layer: (layer.keys[None], layer.values[None]) for layer in layers}
-    new, plan = compress_arrays(weights, pairs, options, progress=progress)
-    made = []
+    compressed, plan = compress_arrays(weights, pairs, options, progress=progress)
+    compressed_layers = []
     for layer in layers:
         positions, ends = merge_spans(plan, layer.positions, layer.ends)
-        made.append(
+        compressed_layers.append(
             LayerCache(
                 layer=layer.layer,
-                keys=new[layer.layer][0][0],
-                values=new[layer.layer][1][0],
+                keys=compressed[layer.layer][0][0],
+                values=compressed[layer.layer][1][0],
                 positions=positions,
                 ends=ends,
                 tokens_seen=layer.tokens_seen,
             )
         )
-    return made, plan
+    return compressed_layers, plan
 
 
 def compress_arrays(
@@ -168,31 +168,31 @@ def compress_arrays(
     Raises
     ------
     KvmnnError, MissingDependencyError, TypeError
-        As for `compress`; also for no layers, and for layers that differ in shape or type.
+        As for `compress_cache`; also for no layers, and for layers that differ in shape or type.
     """
     if not layers:
         raise KvmnnError("cache: has no layers")
-    first, (keys, _) = next(iter(layers.items()))
+    first_layer, (keys, _) = next(iter(layers.items()))
     for number, pair in layers.items():
-        check_pair(f"cache: layer {number}", *pair, axes=4)
+        check_kv_pair(f"cache: layer {number}", *pair, num_axes=4)
         if (pair[0].shape, pair[0].dtype) != (keys.shape, keys.dtype):
             raise KvmnnError(
-                f"cache: layer {number} is {pair[0].dtype} {list(pair[0].shape)}, layer {first} {keys.dtype} "
+                f"cache: layer {number} is {pair[0].dtype} {list(pair[0].shape)}, layer {first_layer} {keys.dtype} "
                 f"{list(keys.shape)}: expected the same for all"
             )
     batch, _, tokens, head_dim = keys.shape
-    plan = make_plan(weights, list(layers), batch, tokens, head_dim, options)
-    dtype = _result_type(keys, options)
+    plan = plan_compression(weights, list(layers), batch, tokens, head_dim, options)
+    dtype = _infer_result_type(keys, options)
     engine = None if plan.reason else open_engine(options.engine, weights, options.precision)
-    new: dict[int, KVPair] = {}
+    compressed: dict[int, KVPair] = {}
     for number, pair in layers.items():
         shape = (*keys.shape[:2], plan.new_len, head_dim)
-        new[number] = np.empty(shape, dtype), np.empty(shape, dtype)
-        for part, array, result in zip(PARTS, pair, new[number], strict=True):
-            apply(engine, plan, number, part, _native(array), result)
+        compressed[number] = np.empty(shape, dtype), np.empty(shape, dtype)
+        for part, array, result in zip(PARTS, pair, compressed[number], strict=True):
+            compress_part(engine, plan, number, part, _to_native(array), result)
             if progress:
                 progress(array.nbytes)
-    return new, plan
+    return compressed, plan
 
 
 def merge_spans(plan: CompressionPlan, positions: Positions, ends: Positions) -> tuple[Positions, Positions]:
@@ -207,27 +207,27 @@ def merge_spans(plan: CompressionPlan, positions: Positions, ends: Positions) ->
     -------
     ``[..., new_len]`` of both.
     """
-    first, last = [positions[..., :0]], [ends[..., :0]]
+    span_starts, span_ends = [positions[..., :0]], [ends[..., :0]]
     for segment in plan.segments:
-        middle, end = segment.begin + segment.grouped, segment.begin + segment.tokens
+        group_end, end = segment.begin + segment.grouped_tokens, segment.begin + segment.tokens
         if segment.groups:
             shape = (*positions.shape[:-1], segment.groups, segment.factor)
-            first.append(positions[..., segment.begin : middle].reshape(shape).min(axis=-1))
-            last.append(ends[..., segment.begin : middle].reshape(shape).max(axis=-1))
-        first.append(positions[..., middle:end])
-        last.append(ends[..., middle:end])
-    return np.concatenate(first, axis=-1), np.concatenate(last, axis=-1)
+            span_starts.append(positions[..., segment.begin : group_end].reshape(shape).min(axis=-1))
+            span_ends.append(ends[..., segment.begin : group_end].reshape(shape).max(axis=-1))
+        span_starts.append(positions[..., group_end:end])
+        span_ends.append(ends[..., group_end:end])
+    return np.concatenate(span_starts, axis=-1), np.concatenate(span_ends, axis=-1)
 
 
-def _native(array: Words) -> Words:
+def _to_native(array: Elements) -> Elements:
     """float16, float32 or uint16 in the machine's byte order."""
-    words = array.view(np.uint16) if array.dtype.kind == "V" else array
-    return words.astype(words.dtype.newbyteorder("="), copy=False)
+    elements = array.view(np.uint16) if array.dtype.kind == "V" else array
+    return elements.astype(elements.dtype.newbyteorder("="), copy=False)
 
 
-def _result_type(keys: Words, options: ForwardOptions) -> np.dtype[Any]:
+def _infer_result_type(keys: Elements, options: ForwardOptions) -> np.dtype[Any]:
     if options.precision == "fp32":
-        return _native(keys[:0]).dtype
+        return _to_native(keys[:0]).dtype
     if keys.dtype.kind != "f":
         raise KvmnnError("precision fp16 is for fp16 and fp32 caches; bf16 numbers may be beyond fp16")
     return np.dtype(np.float16)

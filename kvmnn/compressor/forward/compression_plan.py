@@ -10,26 +10,26 @@ from typing import Any, Literal
 
 from ...dtypes import PARTS, Part
 from ...errors import KvmnnError
-from ...text import count
-from ..kvcm.header import PREFIXES, SLOTS_PER_PREFIX, Header
+from ...text import pluralize
+from ..kvcm.header import DEFAULT_PREFIXES, SLOTS_PER_PREFIX, WeightFileHeader
 from ..kvcm.weight_file import WeightFile
 from .options import ForwardOptions
 
-Kind = Literal["image", "text"]
-Reason = Literal["disabled", "empty", "factor", "no_text_mlp", "too_short", "factor_not_trained"]
+SegmentKind = Literal["image", "text"]
+NoCompressionReason = Literal["disabled", "empty", "factor", "no_text_mlp", "too_short", "factor_not_trained"]
 
-_PREFIX: dict[tuple[Kind, Part], int] = {
+_PREFIX_INDEX: dict[tuple[SegmentKind, Part], int] = {
     ("text", "key"): 0,
     ("text", "value"): 1,
     ("image", "key"): 2,
     ("image", "value"): 3,
 }
-_TEXT_BLOCKS = 2 * SLOTS_PER_PREFIX
-_IMAGE_BLOCKS = 4 * SLOTS_PER_PREFIX
+_NUM_TEXT_BLOCKS = 2 * SLOTS_PER_PREFIX
+_NUM_IMAGE_BLOCKS = 4 * SLOTS_PER_PREFIX
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class CompressionSegment:
     """A run of tokens that is compressed by itself.
 
     Parameters
@@ -44,30 +44,30 @@ class Segment:
         Tokens in a group.
     """
 
-    kind: Kind
+    kind: SegmentKind
     begin: int
     tokens: int
     groups: int
     factor: int
 
     @property
-    def grouped(self) -> int:
+    def grouped_tokens(self) -> int:
         """Tokens that go into groups; those behind them are kept."""
         return self.groups * self.factor
 
     @property
     def new_tokens(self) -> int:
         """Tokens that remain of it."""
-        return self.groups + self.tokens - self.grouped
+        return self.groups + self.tokens - self.grouped_tokens
 
-    def prefix(self, part: Part) -> int:
+    def prefix_index(self, part: Part) -> int:
         """Which compressor of a layer takes its K or V."""
-        return _PREFIX[self.kind, part]
+        return _PREFIX_INDEX[self.kind, part]
 
     def __str__(self) -> str:
         return (
-            f"{self.kind}: {count(self.tokens, 'token')} -> {self.new_tokens:,} "
-            f"({count(self.groups, 'group')} of {self.factor}, {self.tokens - self.grouped} kept)"
+            f"{self.kind}: {pluralize(self.tokens, 'token')} -> {self.new_tokens:,} "
+            f"({pluralize(self.groups, 'group')} of {self.factor}, {self.tokens - self.grouped_tokens} kept)"
         )
 
 
@@ -92,8 +92,8 @@ class CompressionPlan:
     factor: int
     min_seq_len: int
     image_len: int
-    segments: tuple[Segment, ...]
-    reason: Reason | None
+    segments: tuple[CompressionSegment, ...]
+    reason: NoCompressionReason | None
 
     @property
     def ratio(self) -> float:
@@ -103,7 +103,7 @@ class CompressionPlan:
     @property
     def explanation(self) -> str:
         """`reason` as a sentence; empty where there is none."""
-        return _explain(self)
+        return _explain_reason(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -111,7 +111,7 @@ class CompressionPlan:
         return {**asdict(self), "segments": segments}
 
 
-def make_plan(
+def plan_compression(
     weights: WeightFile, layers: list[int], batch: int, tokens: int, head_dim: int, options: ForwardOptions
 ) -> CompressionPlan:
     """Decide what happens to a cache, and check that the weight file has what every layer needs.
@@ -133,20 +133,20 @@ def make_plan(
     """
     header = weights.header
     seq_len = tokens if options.seq_len is None else min(options.seq_len, tokens)
-    factor, min_groups = _factor(header, options), _min_groups(header, options)
+    factor, min_groups = _resolve_factor(header, options), _resolve_min_groups(header, options)
     image_len = min(options.image_len, seq_len)
-    has_text = header.weight_count_per_layer >= _TEXT_BLOCKS
-    has_image = header.weight_count_per_layer >= _IMAGE_BLOCKS
-    reason = _no_op(options, seq_len, batch, factor, has_text)
+    has_text = header.weight_count_per_layer >= _NUM_TEXT_BLOCKS
+    has_image = header.weight_count_per_layer >= _NUM_IMAGE_BLOCKS
+    reason = _find_no_op_reason(options, seq_len, batch, factor, has_text)
 
-    def groups(kind: Kind, length: int) -> int:
+    def count_groups(kind: SegmentKind, length: int) -> int:
         if reason or (kind == "image" and not has_image):
             return 0
         return length // factor if length // factor >= min_groups else 0
 
-    spans: list[tuple[Kind, int, int]] = [("image", 0, image_len), ("text", image_len, seq_len - image_len)]
+    spans: list[tuple[SegmentKind, int, int]] = [("image", 0, image_len), ("text", image_len, seq_len - image_len)]
     segments = tuple(
-        Segment(kind=kind, begin=begin, tokens=length, groups=groups(kind, length), factor=factor)
+        CompressionSegment(kind=kind, begin=begin, tokens=length, groups=count_groups(kind, length), factor=factor)
         for kind, begin, length in spans
         if length
     )
@@ -161,22 +161,24 @@ def make_plan(
     )
     if plan.reason:
         return plan
-    if not _trained_for(weights, factor * head_dim) and _makes(weights, head_dim):
-        kept = tuple(replace(segment, groups=0) for segment in segments)
-        return replace(plan, segments=kept, new_len=seq_len, reason="factor_not_trained")
+    if not _has_compressor_for(weights, factor * head_dim) and _is_output_uniform(weights, head_dim):
+        unchanged_segments = tuple(replace(segment, groups=0) for segment in segments)
+        return replace(plan, segments=unchanged_segments, new_len=seq_len, reason="factor_not_trained")
     _check_weights(weights, layers, head_dim, plan)
     return plan
 
 
-def _factor(header: Header, options: ForwardOptions) -> int:
+def _resolve_factor(header: WeightFileHeader, options: ForwardOptions) -> int:
     return options.factor if options.factor > 1 else header.compression_factor
 
 
-def _min_groups(header: Header, options: ForwardOptions) -> int:
+def _resolve_min_groups(header: WeightFileHeader, options: ForwardOptions) -> int:
     return options.min_seq_len or header.min_seq_len
 
 
-def _no_op(options: ForwardOptions, seq_len: int, batch: int, factor: int, has_text: bool) -> Reason | None:
+def _find_no_op_reason(
+    options: ForwardOptions, seq_len: int, batch: int, factor: int, has_text: bool
+) -> NoCompressionReason | None:
     if not options.enabled:
         return "disabled"
     if seq_len == 0 or batch == 0:
@@ -186,57 +188,58 @@ def _no_op(options: ForwardOptions, seq_len: int, batch: int, factor: int, has_t
     return None if has_text else "no_text_mlp"
 
 
-def _compressors(weights: WeightFile) -> list[tuple[int, int]]:
+def _list_compressors(weights: WeightFile) -> list[tuple[int, int]]:
     """``(layer, prefix)`` of every compressor that the runtime may use."""
-    prefixes = 4 if weights.header.weight_count_per_layer >= _IMAGE_BLOCKS else 2
+    prefixes = 4 if weights.header.weight_count_per_layer >= _NUM_IMAGE_BLOCKS else 2
     return [(layer, prefix) for layer in range(weights.header.num_layers) for prefix in range(prefixes)]
 
 
-def _trained_for(weights: WeightFile, inputs: int) -> bool:
+def _has_compressor_for(weights: WeightFile, inputs: int) -> bool:
     """Whether any compressor takes `inputs` inputs; the runtime compresses nothing where none does."""
     return any(
-        weights.place(layer, prefix * SLOTS_PER_PREFIX).cols == inputs for layer, prefix in _compressors(weights)
+        weights.get_placement(layer, prefix * SLOTS_PER_PREFIX).cols == inputs
+        for layer, prefix in _list_compressors(weights)
     )
 
 
-def _makes(weights: WeightFile, outputs: int) -> bool:
+def _is_output_uniform(weights: WeightFile, outputs: int) -> bool:
     """Whether every compressor makes `outputs` outputs, so that a wrong number of inputs is due to the factor."""
-    last = SLOTS_PER_PREFIX - 1
+    last_slot = SLOTS_PER_PREFIX - 1
     return all(
-        weights.place(layer, prefix * SLOTS_PER_PREFIX + last).rows == outputs
-        for layer, prefix in _compressors(weights)
+        weights.get_placement(layer, prefix * SLOTS_PER_PREFIX + last_slot).rows == outputs
+        for layer, prefix in _list_compressors(weights)
     )
 
 
 def _check_weights(weights: WeightFile, layers: list[int], head_dim: int, plan: CompressionPlan) -> None:
-    have = weights.header.num_layers
-    if layers and max(layers) >= have:
+    num_layers = weights.header.num_layers
+    if layers and max(layers) >= num_layers:
         raise KvmnnError(
-            f"{weights.label}: has weights for {have} layers, the cache has a layer {max(layers)}: "
+            f"{weights.label}: has weights for {num_layers} layers, the cache has a layer {max(layers)}: "
             f"expected at least {max(layers) + 1}"
         )
-    used = [prefix for segment in plan.segments if segment.groups for prefix in map(segment.prefix, PARTS)]
+    prefixes = [prefix for segment in plan.segments if segment.groups for prefix in map(segment.prefix_index, PARTS)]
     for layer in layers:
-        for prefix in used:
+        for prefix in prefixes:
             _check_chain(weights, layer, prefix, head_dim, plan.factor)
 
 
 def _check_chain(weights: WeightFile, layer: int, prefix: int, head_dim: int, factor: int) -> None:
     """Each Linear must take what the one before it makes; the first takes a group, the last makes a token."""
-    where = f"{weights.label}: layer {layer}, {PREFIXES[prefix]}"
+    location = f"{weights.label}: layer {layer}, {DEFAULT_PREFIXES[prefix]}"
     width, source = factor * head_dim, f"factor {factor} x head_dim {head_dim}"
     for slot in range(SLOTS_PER_PREFIX):
-        place = weights.place(layer, prefix * SLOTS_PER_PREFIX + slot)
-        if place.cols != width:
-            raise KvmnnError(f"{where}: linear {slot} takes {place.cols} inputs, expected {width} ({source})")
-        width, source = place.rows, f"the outputs of linear {slot}"
+        placement = weights.get_placement(layer, prefix * SLOTS_PER_PREFIX + slot)
+        if placement.cols != width:
+            raise KvmnnError(f"{location}: linear {slot} takes {placement.cols} inputs, expected {width} ({source})")
+        width, source = placement.rows, f"the outputs of linear {slot}"
     if width != head_dim:
-        raise KvmnnError(f"{where}: makes {width} outputs, expected {head_dim} (head_dim)")
+        raise KvmnnError(f"{location}: makes {width} outputs, expected {head_dim} (head_dim)")
 
 
-def _explain(plan: CompressionPlan) -> str:
+def _explain_reason(plan: CompressionPlan) -> str:
     groups = ", ".join(f"{s.kind} {s.tokens // plan.factor if plan.factor else 0}" for s in plan.segments)
-    texts: dict[Reason, str] = {
+    texts: dict[NoCompressionReason, str] = {
         "disabled": "compression is switched off",
         "empty": "the cache is empty",
         "factor": f"the factor is {plan.factor}, which leaves every token alone",

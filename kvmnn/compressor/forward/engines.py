@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from ..kvcm.weight_file import WeightFile
-from .engine import Engine
-from .numpy_engine import MlpEngine
+from .engine import ForwardEngine
+from .numpy_engine import NumpyEngine
 from .options import EngineName, Precision
 
 
-def open_engine(name: EngineName, weights: WeightFile, precision: Precision) -> Engine:
+def open_engine(name: EngineName, weights: WeightFile, precision: Precision) -> ForwardEngine:
     """The engine called `name`.
 
     Raises
@@ -17,7 +17,7 @@ def open_engine(name: EngineName, weights: WeightFile, precision: Precision) -> 
         For ``"onnx"`` where onnx or onnxruntime is not installed.
     """
     if name == "numpy":
-        return MlpEngine(weights, precision)
+        return NumpyEngine(weights, precision)
     from .onnx_engine import OnnxEngine
 
     return OnnxEngine(weights, precision)

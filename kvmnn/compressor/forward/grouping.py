@@ -6,18 +6,20 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...dtypes import BF16, Floats, Part, Words
+from ...dtypes import BF16, Elements, Floats, Part
 from ...errors import KvmnnError
-from ..kvcm.header import PREFIXES
-from ..kvcm.words import float32_of, rounded
-from .compression_plan import CompressionPlan, Segment
-from .engine import Engine, to_half
+from ..kvcm.header import DEFAULT_PREFIXES
+from ..kvcm.words import round_float32, to_float32
+from .compression_plan import CompressionPlan, CompressionSegment
+from .engine import ForwardEngine, round_to_fp16
 
-_CHUNK_BYTES = 8 << 20
+_MAX_CHUNK_BYTES = 8 << 20
 """Bytes of float32 rows that are multiplied at once, at most."""
 
 
-def apply(engine: Engine | None, plan: CompressionPlan, layer: int, part: Part, array: Words, result: Words) -> None:
+def compress_part(
+    engine: ForwardEngine | None, plan: CompressionPlan, layer: int, part: Part, array: Elements, result: Elements
+) -> None:
     """Compress K or V of one layer.
 
     Parameters
@@ -35,35 +37,46 @@ def apply(engine: Engine | None, plan: CompressionPlan, layer: int, part: Part, 
     name = f"{part}s of layer {layer}"
     position = 0
     for segment in plan.segments:
-        middle, end = segment.begin + segment.grouped, segment.begin + segment.tokens
+        group_end, end = segment.begin + segment.grouped_tokens, segment.begin + segment.tokens
         if engine is not None and segment.groups:
-            engine.use(layer, segment.prefix(part))
-            made = f"layer {layer}, {PREFIXES[segment.prefix(part)]}"
-            _groups(engine, segment, name, made, array, result[:, :, position : position + segment.groups])
+            engine.load_compressor(layer, segment.prefix_index(part))
+            compressor_name = f"layer {layer}, {DEFAULT_PREFIXES[segment.prefix_index(part)]}"
+            _compress_groups(
+                engine, segment, name, compressor_name, array, result[:, :, position : position + segment.groups]
+            )
             position += segment.groups
-        kept = array[:, :, middle:end]
-        _store(f"kept {name}", kept, result[:, :, position : position + kept.shape[2]])
-        position += kept.shape[2]
+        copied_tokens = array[:, :, group_end:end]
+        _store_rounded(f"kept {name}", copied_tokens, result[:, :, position : position + copied_tokens.shape[2]])
+        position += copied_tokens.shape[2]
 
 
-def _groups(engine: Engine, segment: Segment, name: str, made: str, array: Words, result: Words) -> None:
+def _compress_groups(
+    engine: ForwardEngine,
+    segment: CompressionSegment,
+    name: str,
+    compressor_name: str,
+    array: Elements,
+    result: Elements,
+) -> None:
     """`factor` consecutive tokens of one head are one row; rows go through the engine chunk after chunk."""
     head_dim = array.shape[-1]
     width = segment.factor * head_dim
-    half = result.dtype == np.float16 and array.dtype != np.float16
-    for batch, heads, begin, count in _chunks(array.shape, segment.groups, max(_CHUNK_BYTES // (4 * width), 1)):
-        first = segment.begin + begin * segment.factor
-        tokens = array[batch, heads, first : first + count * segment.factor]
-        rows = to_half(float32_of(tokens)) if half else float32_of(tokens)
-        _check_finite(name, tokens, rows, batch, heads.start, first)
+    rounds_to_fp16 = result.dtype == np.float16 and array.dtype != np.float16
+    for batch, heads, begin, count in _iter_chunks(
+        array.shape, segment.groups, max(_MAX_CHUNK_BYTES // (4 * width), 1)
+    ):
+        first_token = segment.begin + begin * segment.factor
+        tokens = array[batch, heads, first_token : first_token + count * segment.factor]
+        rows = round_to_fp16(to_float32(tokens)) if rounds_to_fp16 else to_float32(tokens)
+        _check_finite(name, tokens, rows, batch, heads.start, first_token)
         rows = np.ascontiguousarray(rows).reshape(-1, width)
-        new = engine.run(rows).reshape(tokens.shape[0], count, head_dim)
-        if not np.isfinite(new).all():
-            raise KvmnnError(f"{made}: {int((~np.isfinite(new)).sum())} results are not finite")
-        _store(made, new, result[batch, heads, begin : begin + count])
+        new_tokens = engine.apply_compressor(rows).reshape(tokens.shape[0], count, head_dim)
+        if not np.isfinite(new_tokens).all():
+            raise KvmnnError(f"{compressor_name}: {int((~np.isfinite(new_tokens)).sum())} results are not finite")
+        _store_rounded(compressor_name, new_tokens, result[batch, heads, begin : begin + count])
 
 
-def _chunks(shape: tuple[int, ...], groups: int, max_rows: int) -> Iterator[tuple[int, slice, int, int]]:
+def _iter_chunks(shape: tuple[int, ...], groups: int, max_rows: int) -> Iterator[tuple[int, slice, int, int]]:
     """``(batch, heads, first group, groups)`` of at most `max_rows` rows: as many heads as fit, or parts of one."""
     step = max(max_rows // groups, 1)
     for batch in range(shape[0]):
@@ -72,27 +85,28 @@ def _chunks(shape: tuple[int, ...], groups: int, max_rows: int) -> Iterator[tupl
                 yield batch, slice(head, min(head + step, shape[1])), begin, min(max_rows, groups - begin)
 
 
-def _check_finite(name: str, tokens: Words, rounded: Floats, batch: int, head: int, first: int) -> None:
-    finite = np.isfinite(rounded)
+def _check_finite(name: str, tokens: Elements, rows: Floats, batch: int, head: int, first_token: int) -> None:
+    finite = np.isfinite(rows)
     if finite.all():
         return
-    at = np.unravel_index(int(np.argmin(finite)), finite.shape)
-    value = float(float32_of(tokens[at[:2]])[at[2]])
-    what = "is beyond fp16" if np.isfinite(value) else "a group needs finite numbers"
+    index = np.unravel_index(int(np.argmin(finite)), finite.shape)
+    value = float(to_float32(tokens[index[:2]])[index[2]])
+    problem = "is beyond fp16" if np.isfinite(value) else "a group needs finite numbers"
     raise KvmnnError(
-        f"{name}: batch {batch}, kv_head {head + int(at[0])}, token {first + int(at[1])}, dimension {int(at[2])} "
-        f"is {value:g}: {what}"
+        f"{name}: batch {batch}, kv_head {head + int(index[0])}, token {first_token + int(index[1])}, dimension "
+        f"{int(index[2])} "
+        f"is {value:g}: {problem}"
     )
 
 
-def _store(what: str, values: Words, target: Words) -> None:
+def _store_rounded(label: str, values: Elements, target: Elements) -> None:
     """Put `values` into `target`, bit for bit or rounded once to its type, to the nearest with ties to even."""
     if values.dtype == target.dtype:
         target[...] = values
         return
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        target[...] = rounded(values, BF16) if target.dtype.kind == "u" else values
-    lost = np.isfinite(values) & ~np.isfinite(float32_of(target))
-    if lost.any():
+        target[...] = round_float32(values, BF16) if target.dtype.kind == "u" else values
+    is_overflowed = np.isfinite(values) & ~np.isfinite(to_float32(target))
+    if is_overflowed.any():
         kind = "bf16" if target.dtype.kind == "u" else "fp16"
-        raise KvmnnError(f"{what}: {int(lost.sum())} numbers are beyond {kind}")
+        raise KvmnnError(f"{label}: {int(is_overflowed.sum())} numbers are beyond {kind}")

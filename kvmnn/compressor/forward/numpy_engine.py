@@ -1,6 +1,6 @@
 """Engines: what multiplies. Rows of grouped tokens in, rows of new tokens out, both float32; they decide no shapes.
 
-`MlpEngine` is the numpy one, always there; onnx_engine.py has the other. Both round to fp16 in the same places when
+`NumpyEngine` is the numpy one, always there; onnx_engine.py has the other. Both round to fp16 in the same places when
 asked for parity with an fp16 runtime: the inputs, every weight and bias, and the result of every Linear, once, after
 its bias.
 """
@@ -12,11 +12,11 @@ import numpy as np
 from ...dtypes import Floats
 from ..kvcm.header import SLOTS_PER_PREFIX
 from ..kvcm.weight_file import WeightFile
-from .engine import linears, to_half
+from .engine import load_linears, round_to_fp16
 from .options import Precision
 
 
-class MlpEngine:
+class NumpyEngine:
     """Three Linear layers with ReLU after the first two, by numpy.
 
     Parameters
@@ -29,20 +29,20 @@ class MlpEngine:
 
     def __init__(self, weights: WeightFile, precision: Precision) -> None:
         self._weights = weights
-        self._half = precision == "fp16"
+        self._rounds_to_fp16 = precision == "fp16"
         self._linears: list[tuple[Floats, Floats | None]] = []
 
-    def use(self, layer: int, prefix: int) -> None:
-        self._linears = linears(self._weights, layer, prefix, half=self._half)
+    def load_compressor(self, layer: int, prefix: int) -> None:
+        self._linears = load_linears(self._weights, layer, prefix, half=self._rounds_to_fp16)
 
-    def run(self, rows: Floats) -> Floats:
+    def apply_compressor(self, rows: Floats) -> Floats:
         with np.errstate(over="ignore", invalid="ignore"):
             for slot, (weight, bias) in enumerate(self._linears):
                 rows = rows @ weight.T
                 if bias is not None:
                     rows += bias
-                if self._half:
-                    rows = to_half(rows)
+                if self._rounds_to_fp16:
+                    rows = round_to_fp16(rows)
                 if slot < SLOTS_PER_PREFIX - 1:
                     np.maximum(rows, 0, out=rows)
         return rows

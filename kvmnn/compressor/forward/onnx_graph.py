@@ -15,26 +15,26 @@ from typing import Any
 
 import numpy as np
 
-from ...dtypes import Words
+from ...dtypes import Elements
 from ...errors import KvmnnError
 from ...files.output import DirectoryOutput
-from ...optional import package
+from ...optional import import_optional
 from ...text import LOSSY, UNCHANGED
-from ..kvcm.header import PREFIXES, SLOTS_PER_PREFIX
-from ..kvcm.weight_file import WeightFile, read
+from ..kvcm.header import DEFAULT_PREFIXES, SLOTS_PER_PREFIX
+from ..kvcm.weight_file import WeightFile, read_weight_file
 from .options import Precision
 
 OPSET = 17
 _IR_VERSION = 8
-_MAX_PROTOBUF = (1 << 31) - (1 << 20)
+_MAX_PROTOBUF_BYTES = (1 << 31) - (1 << 20)
 _ELEMENT_TYPES = {"fp32": 1, "fp16": 10, "bf16": 16}
 """ONNX's codes (TensorProto.DataType) by kvmnn's names."""
 
-Shapes = tuple[tuple[int, int, bool], ...]
+LinearShapes = tuple[tuple[int, int, bool], ...]
 
 
 @dataclass(frozen=True)
-class LayerKind:
+class CompressorKind:
     """Compressors that one graph can hold.
 
     Parameters
@@ -51,11 +51,11 @@ class LayerKind:
 
     prefix: int
     layers: tuple[int, ...]
-    shapes: Shapes
+    shapes: LinearShapes
     name: str
 
 
-def layer_kinds(weights: WeightFile) -> list[LayerKind]:
+def list_compressor_kinds(weights: WeightFile) -> list[CompressorKind]:
     """The kinds of compressors in a file, by prefix and first layer.
 
     Raises
@@ -66,24 +66,26 @@ def layer_kinds(weights: WeightFile) -> list[LayerKind]:
     count = weights.header.weight_count_per_layer
     if count % SLOTS_PER_PREFIX:
         raise KvmnnError(f"{weights.label}: has {count} weights in a layer: expected a multiple of {SLOTS_PER_PREFIX}")
-    return [kind for prefix in range(count // SLOTS_PER_PREFIX) for kind in kinds_of(weights, prefix)]
+    return [kind for prefix in range(count // SLOTS_PER_PREFIX) for kind in list_prefix_kinds(weights, prefix)]
 
 
-def kinds_of(weights: WeightFile, prefix: int) -> list[LayerKind]:
+def list_prefix_kinds(weights: WeightFile, prefix: int) -> list[CompressorKind]:
     """The kinds of one prefix, which the file must have."""
-    by_shapes: dict[Shapes, list[int]] = {}
+    by_shapes: dict[LinearShapes, list[int]] = {}
     for layer in range(weights.header.num_layers):
-        places = (weights.place(layer, prefix * SLOTS_PER_PREFIX + slot) for slot in range(SLOTS_PER_PREFIX))
-        shapes = tuple((place.rows, place.cols, place.has_bias) for place in places)
+        placements = (
+            weights.get_placement(layer, prefix * SLOTS_PER_PREFIX + slot) for slot in range(SLOTS_PER_PREFIX)
+        )
+        shapes = tuple((placement.rows, placement.cols, placement.has_bias) for placement in placements)
         by_shapes.setdefault(shapes, []).append(layer)
-    name = PREFIXES[prefix] if prefix < len(PREFIXES) else f"prefix_{prefix}"
+    name = DEFAULT_PREFIXES[prefix] if prefix < len(DEFAULT_PREFIXES) else f"prefix_{prefix}"
     return [
-        LayerKind(prefix, tuple(layers), shapes, name if len(by_shapes) == 1 else f"{name}.layer_{layers[0]}")
+        CompressorKind(prefix, tuple(layers), shapes, name if len(by_shapes) == 1 else f"{name}.layer_{layers[0]}")
         for shapes, layers in by_shapes.items()
     ]
 
 
-def build(weights: WeightFile, kind: LayerKind, precision: Precision = "fp32") -> bytes:
+def build_graph(weights: WeightFile, kind: CompressorKind, precision: Precision = "fp32") -> bytes:
     """The graph of one kind, as the bytes of an ONNX model.
 
     Raises
@@ -95,18 +97,20 @@ def build(weights: WeightFile, kind: LayerKind, precision: Precision = "fp32") -
         model cannot hold.
     """
     for slot in range(1, SLOTS_PER_PREFIX):
-        made, taken = kind.shapes[slot - 1][0], kind.shapes[slot][1]
-        if made != taken:
+        outputs_before, num_inputs = kind.shapes[slot - 1][0], kind.shapes[slot][1]
+        if outputs_before != num_inputs:
             raise KvmnnError(
-                f"{weights.label}: {kind.name}: linear {slot} takes {taken} inputs, expected {made} "
+                f"{weights.label}: {kind.name}: linear {slot} takes {num_inputs} inputs, expected {outputs_before} "
                 f"(the outputs of linear {slot - 1})"
             )
-    onnx: Any = package("onnx")
+    onnx: Any = import_optional("onnx")
     helper = onnx.helper
-    size = len(kind.layers) * weights.header.dtype.itemsize * sum(rows * (cols + 1) for rows, cols, _ in kind.shapes)
-    if size > _MAX_PROTOBUF:
+    weight_bytes = (
+        len(kind.layers) * weights.header.dtype.itemsize * sum(rows * (cols + 1) for rows, cols, _ in kind.shapes)
+    )
+    if weight_bytes > _MAX_PROTOBUF_BYTES:
         raise KvmnnError(
-            f"{weights.label}: {kind.name} has {size} bytes of weights, an ONNX model holds less than 2 GiB"
+            f"{weights.label}: {kind.name} has {weight_bytes} bytes of weights, an ONNX model holds less than 2 GiB"
         )
     graph = _GraphBuilder(helper, weights, kind, half=precision == "fp16")
     outputs, inputs = kind.shapes[-1][0], kind.shapes[0][1]
@@ -143,58 +147,58 @@ def build(weights: WeightFile, kind: LayerKind, precision: Precision = "fp32") -
 class _GraphBuilder:
     """Nodes and weights of one graph; a value is known by its name."""
 
-    def __init__(self, helper: Any, weights: WeightFile, kind: LayerKind, *, half: bool) -> None:
+    def __init__(self, helper: Any, weights: WeightFile, kind: CompressorKind, *, half: bool) -> None:
         self.nodes: list[Any] = []
         self.initializers: list[Any] = []
         self._helper = helper
         self._weights = weights
         self._kind = kind
-        self._half = half
+        self._rounds_to_fp16 = half
         value = "rows"
         if half:
-            value = self._rounded(value)
+            value = self._add_rounding(value)
         for slot in range(SLOTS_PER_PREFIX):
-            value = self._linear(slot, value)
+            value = self._add_linear(slot, value)
             if slot < SLOTS_PER_PREFIX - 1:
-                value = self._node("Relu", [value], f"relu{slot}")
-        self._node("Identity", [value], "tokens")
+                value = self._add_node("Relu", [value], f"relu{slot}")
+        self._add_node("Identity", [value], "tokens")
 
-    def _linear(self, slot: int, value: str) -> str:
+    def _add_linear(self, slot: int, value: str) -> str:
         blocks = [
-            self._weights.block(layer, self._kind.prefix * SLOTS_PER_PREFIX + slot) for layer in self._kind.layers
+            self._weights.get_block(layer, self._kind.prefix * SLOTS_PER_PREFIX + slot) for layer in self._kind.layers
         ]
-        inputs = [value, self._of_layer(f"weight{slot}", [block.weight for block in blocks])]
+        inputs = [value, self._add_layer_tensor(f"weight{slot}", [block.weight for block in blocks])]
         biases = [block.bias for block in blocks if block.bias is not None]
         if biases:
-            inputs.append(self._of_layer(f"bias{slot}", biases))
-        value = self._node("Gemm", inputs, f"linear{slot}", transB=1)
-        return self._rounded(value) if self._half else value
+            inputs.append(self._add_layer_tensor(f"bias{slot}", biases))
+        value = self._add_node("Gemm", inputs, f"linear{slot}", transB=1)
+        return self._add_rounding(value) if self._rounds_to_fp16 else value
 
-    def _of_layer(self, name: str, words: list[Words]) -> str:
+    def _add_layer_tensor(self, name: str, arrays: list[Elements]) -> str:
         """All layers' words as one tensor, and the float32 values of the layer that is asked for."""
         dtype = self._weights.header.dtype.name
-        stacked = np.stack(words)
+        all_layers = np.stack(arrays)
         self.initializers.append(
-            self._helper.make_tensor(name, _ELEMENT_TYPES[dtype], stacked.shape, stacked.tobytes(), raw=True)
+            self._helper.make_tensor(name, _ELEMENT_TYPES[dtype], all_layers.shape, all_layers.tobytes(), raw=True)
         )
-        value = self._node("Gather", [name, "layer"], f"{name}_of_layer", axis=0)
+        value = self._add_node("Gather", [name, "layer"], f"{name}_of_layer", axis=0)
         if dtype != "fp32":
-            value = self._cast(value, "fp32")
-        return self._rounded(value) if self._half and dtype != "fp16" else value
+            value = self._add_cast(value, "fp32")
+        return self._add_rounding(value) if self._rounds_to_fp16 and dtype != "fp16" else value
 
-    def _rounded(self, value: str) -> str:
-        return self._cast(self._cast(value, "fp16"), "fp32")
+    def _add_rounding(self, value: str) -> str:
+        return self._add_cast(self._add_cast(value, "fp16"), "fp32")
 
-    def _cast(self, value: str, dtype: str) -> str:
-        return self._node("Cast", [value], f"{value}_{dtype}", to=_ELEMENT_TYPES[dtype])
+    def _add_cast(self, value: str, dtype: str) -> str:
+        return self._add_node("Cast", [value], f"{value}_{dtype}", to=_ELEMENT_TYPES[dtype])
 
-    def _node(self, operator: str, inputs: list[str], output: str, **attributes: int) -> str:
+    def _add_node(self, operator: str, inputs: list[str], output: str, **attributes: int) -> str:
         self.nodes.append(self._helper.make_node(operator, inputs, [output], name=output, **attributes))
         return output
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnnxExport:
+class OnnxExportResult:
     """Graphs that were written.
 
     Attributes
@@ -236,9 +240,9 @@ def export_onnx(
     path: str | os.PathLike[str],
     *,
     precision: Precision = "fp32",
-    force: bool = False,
+    overwrite: bool = False,
     protect: Iterable[str] = (),
-) -> OnnxExport:
+) -> OnnxExportResult:
     """Write every kind's graph as ``<name>.onnx`` into a directory, all of them or none.
 
     Parameters
@@ -249,27 +253,27 @@ def export_onnx(
         The directory; made if it does not exist.
     precision
         ``"fp16"`` adds the roundings of an fp16 runtime to the graphs.
-    force, protect
+    overwrite, protect
         As for `kvmnn.files.output.DirectoryOutput`.
 
     Raises
     ------
     MissingDependencyError, KvmnnError
-        As for `layer_kinds` and `build`.
+        As for `list_compressor_kinds` and `build_graph`.
     OutputError
         When the directory cannot be written to or a file exists already.
     """
-    file = weights if isinstance(weights, WeightFile) else read(weights)
+    file = weights if isinstance(weights, WeightFile) else read_weight_file(weights)
     source = file.label if isinstance(weights, WeightFile) else os.fspath(weights)
-    kinds = layer_kinds(file)
+    kinds = list_compressor_kinds(file)
     names = [f"{kind.name}.onnx" for kind in kinds]
-    package("onnx")
-    with DirectoryOutput(path, force=force, protect=[source, *protect]) as directory:
+    import_optional("onnx")
+    with DirectoryOutput(path, force=overwrite, exclude=[source, *protect]) as directory:
         directory.check_names(names)
         for kind, name in zip(kinds, names, strict=True):
-            directory.file(name).write(build(file, kind, precision))
+            directory.open_file(name).write(build_graph(file, kind, precision))
         directory.commit()
-    return OnnxExport(
+    return OnnxExportResult(
         source=source,
         target=os.fspath(path),
         files=names,

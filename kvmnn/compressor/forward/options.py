@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...checks import whole
+from ...checks import validate_int
 from ...errors import KvmnnError
 
 Precision = Literal["fp32", "fp16"]
@@ -56,7 +56,7 @@ class ForwardOptions:
         for name in ("image_len", "factor", "min_seq_len", "seq_len"):
             value = getattr(self, name)
             if value is not None or name != "seq_len":
-                object.__setattr__(self, name, whole(value, name, 0))
-        for name, known in (("precision", PRECISIONS), ("engine", ENGINES)):
-            if getattr(self, name) not in known:
-                raise KvmnnError(f"unknown {name} {getattr(self, name)!r}: expected one of {', '.join(known)}")
+                object.__setattr__(self, name, validate_int(value, name, 0))
+        for name, choices in (("precision", PRECISIONS), ("engine", ENGINES)):
+            if getattr(self, name) not in choices:
+                raise KvmnnError(f"unknown {name} {getattr(self, name)!r}: expected one of {', '.join(choices)}")

@@ -6,9 +6,9 @@ import struct
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from ...dtypes import BF16, FP16, FP32, DType, Floats, Words
+from ...dtypes import BF16, FP16, FP32, DType, Elements, Floats
 from ...errors import KvmnnError
-from .words import float32_of
+from .words import to_float32
 
 MAGIC = 0x4B56434D
 MAGIC_BYTES = MAGIC.to_bytes(4, "little")
@@ -17,26 +17,26 @@ DTYPES: tuple[DType, ...] = (FP16, BF16, FP32)
 """Element types by their code in the header."""
 
 MAX_LAYERS = 10_000
-MAX_WEIGHTS = 4_096
-MAX_ELEMENTS = 100_000_000
+MAX_WEIGHTS_PER_LAYER = 4_096
+MAX_WEIGHT_ELEMENTS = 100_000_000
 """What the runtime's loader allows: layers, weights in a layer, elements in a weight."""
 
-PREFIXES = ("compress_tk", "compress_tv", "compress_ik", "compress_iv")
+DEFAULT_PREFIXES = ("compress_tk", "compress_tv", "compress_ik", "compress_iv")
 """Order in which the runtime takes the blocks of a layer: text K, text V, image K, image V."""
-TEXT_PREFIXES = PREFIXES[:2]
-SLOTS = (0, 3, 6)
+TEXT_PREFIXES = DEFAULT_PREFIXES[:2]
+DEFAULT_SLOTS = (0, 3, 6)
 """Positions of the three Linear layers among the modules of one compressor."""
 SLOTS_PER_PREFIX = 3
 
-HEADER = struct.Struct("<IIHHIIIIIIII")
-META = struct.Struct("<III")
-HEADER_BYTES = HEADER.size
-META_BYTES = META.size
+HEADER_STRUCT = struct.Struct("<IIHHIIIIIIII")
+BLOCK_HEADER_STRUCT = struct.Struct("<III")
+HEADER_BYTES = HEADER_STRUCT.size
+BLOCK_HEADER_BYTES = BLOCK_HEADER_STRUCT.size
 MAX_U32 = 0xFFFF_FFFF
 
 
 @dataclass(frozen=True, kw_only=True)
-class Header:
+class WeightFileHeader:
     """The 44 bytes at the start; fields are named as in the format's own document.
 
     Parameters
@@ -83,21 +83,23 @@ class Header:
         for name, value in self.to_dict().items():
             limit = 0xFFFF if name in ("dtype_code", "reserved") else MAX_U32
             if not 0 <= value <= limit:
-                found = value if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
-                raise KvmnnError(f"header field {name} is {found}: expected 0 to {limit}")
-        return HEADER.pack(*self.to_dict().values())
+                value_text = value if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
+                raise KvmnnError(f"header field {name} is {value_text}: expected 0 to {limit}")
+        return HEADER_STRUCT.pack(*self.to_dict().values())
 
     def to_dict(self) -> dict[str, int]:
         """Field names and values in file order."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-FIELD_OFFSETS = dict(zip((f.name for f in fields(Header)), (0, 4, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40), strict=True))
+FIELD_OFFSETS = dict(
+    zip((f.name for f in fields(WeightFileHeader)), (0, 4, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40), strict=True)
+)
 """Where each header field lies (bytes)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class WeightBlock:
     """One Linear layer: ``y = x @ weight.T + bias``.
 
     Parameters
@@ -115,8 +117,8 @@ class Block:
     layer: int
     index: int
     offset: int
-    weight: Words
-    bias: Words | None
+    weight: Elements
+    bias: Elements | None
 
     @property
     def rows(self) -> int:
@@ -141,18 +143,18 @@ class Block:
     @property
     def nbytes(self) -> int:
         """Bytes of the block in the file, its own 12 byte head included."""
-        return META_BYTES + self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return BLOCK_HEADER_BYTES + self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
-    def weight_float32(self) -> Floats:
+    def convert_weight_to_float32(self) -> Floats:
         """The weight as float32 ``[rows, cols]``; a view where the file holds fp32."""
-        return float32_of(self.weight)
+        return to_float32(self.weight)
 
-    def bias_float32(self) -> Floats | None:
+    def convert_bias_to_float32(self) -> Floats | None:
         """The bias as float32 ``[rows]``, or None."""
-        return None if self.bias is None else float32_of(self.bias)
+        return None if self.bias is None else to_float32(self.bias)
 
 
-class BlockPlace(NamedTuple):
+class BlockPlacement(NamedTuple):
     """Where a block lies and what its head says."""
 
     offset: int

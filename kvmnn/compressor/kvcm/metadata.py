@@ -9,16 +9,16 @@ import json
 from collections.abc import Mapping
 
 from ...errors import KvmnnError, ManifestError
-from ...files.json_document import parse
+from ...files.json_document import parse_document
 
-_ALIGNMENT = 4
+_ALIGNMENT_BYTES = 4
 """Blanks fill the JSON up to a multiple of this, so that the words of fp32 weights lie where they would without it."""
 
-_LARGEST = 1 << 20
+_MAX_JSON_BYTES = 1 << 20
 """Bytes of the largest metadata that is looked at as JSON."""
 
 
-def pack(entries: Mapping[str, str] | bytes) -> bytes:
+def pack_metadata(entries: Mapping[str, str] | bytes) -> bytes:
     """The bytes that hold `entries`, in their order; none for none. Bytes stay what they are.
 
     Raises
@@ -37,43 +37,48 @@ def pack(entries: Mapping[str, str] | bytes) -> bytes:
         text = json.dumps(dict(entries), ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     except UnicodeEncodeError as error:
         raise KvmnnError(f"metadata {error.object!a:.80} is no UTF-8 text") from error
-    return text + b" " * (-len(text) % _ALIGNMENT)
+    return text + b" " * (-len(text) % _ALIGNMENT_BYTES)
 
 
-def unpack(metadata: bytes) -> dict[str, str] | None:
+def unpack_metadata(metadata: bytes) -> dict[str, str] | None:
     """The entries, where the bytes are a JSON object of texts; None where they are anything else."""
     if not metadata.startswith(b"{"):
         return None
     try:
-        return parse(metadata, "metadata", _LARGEST).text_map()
+        return parse_document(metadata, "metadata", _MAX_JSON_BYTES).read_str_map()
     except (ManifestError, RecursionError):
         return None
 
 
-def differences(found: bytes, expected: bytes) -> list[str]:
+def describe_metadata_differences(actual: bytes, expected: bytes) -> list[str]:
     """How metadata differs from what it should be: by key where both are JSON objects; none if it does not.
 
     The order of the keys is no difference.
     """
-    if found == expected:
+    if actual == expected:
         return []
-    here, there = unpack(found or b"{}"), unpack(expected or b"{}")
-    if here is None or there is None:
-        return [f"metadata is {shown(found)}: expected {shown(expected)}"]
-    if here == there and pack(here) == found:
+    actual_entries, expected_entries = unpack_metadata(actual or b"{}"), unpack_metadata(expected or b"{}")
+    if actual_entries is None or expected_entries is None:
+        return [f"metadata is {format_metadata(actual)}: expected {format_metadata(expected)}"]
+    if actual_entries == expected_entries and pack_metadata(actual_entries) == actual:
         return []  # the order in which entries were said is no difference
-    keys = [key for key in {**there, **here} if key not in here or key not in there or here[key] != there[key]]
-    return [f"metadata {key!a} is {_entry(here, key)}: expected {_entry(there, key)}" for key in keys] or [
-        "metadata holds the same entries in other bytes: expected those of kvmnn convert"
+    keys = [
+        key
+        for key in {**expected_entries, **actual_entries}
+        if key not in actual_entries or key not in expected_entries or actual_entries[key] != expected_entries[key]
     ]
+    return [
+        f"metadata {key!a} is {_format_entry(actual_entries, key)}: expected {_format_entry(expected_entries, key)}"
+        for key in keys
+    ] or ["metadata holds the same entries in other bytes: expected those of kvmnn convert"]
 
 
-def shown(metadata: bytes) -> str:
+def format_metadata(metadata: bytes) -> str:
     """The bytes for people: how many, and the first of them."""
     if not metadata:
         return "not there"
     return f"{len(metadata)} bytes, {metadata[:32]!r}{'...' if len(metadata) > 32 else ''}"
 
 
-def _entry(entries: dict[str, str], key: str) -> str:
+def _format_entry(entries: dict[str, str], key: str) -> str:
     return ascii(entries[key]) if key in entries else "not there"

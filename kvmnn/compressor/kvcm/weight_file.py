@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ...dtypes import Words
+from ...dtypes import Elements
 from ...errors import KvmnnError, WeightsError
-from ...files.mapped import MappedFile, head_of
-from ...formats import engine_kind
+from ...files.mapped import MappedFile, read_head
+from ...formats import detect_engine_name
 from .header import (
+    BLOCK_HEADER_BYTES,
+    BLOCK_HEADER_STRUCT,
     DTYPES,
     FIELD_OFFSETS,
-    HEADER,
     HEADER_BYTES,
+    HEADER_STRUCT,
     MAGIC,
     MAGIC_BYTES,
-    MAX_ELEMENTS,
     MAX_LAYERS,
-    MAX_WEIGHTS,
-    META,
-    META_BYTES,
+    MAX_WEIGHT_ELEMENTS,
+    MAX_WEIGHTS_PER_LAYER,
     VERSION,
-    Block,
-    BlockPlace,
-    Header,
+    BlockPlacement,
+    WeightBlock,
+    WeightFileHeader,
 )
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ class WeightFile:
     label
         What messages call the file.
     header
-        The `Header`.
-    trailing
+        The `WeightFileHeader`.
+    trailing_bytes
         Bytes behind the last block; 0 unless they were tolerated.
     size
         Bytes of the file.
@@ -67,13 +67,13 @@ class WeightFile:
         self.header = self._read_header()
         self._offsets, self._rows, self._cols = array("Q"), array("I"), array("I")
         self._has_bias = bytearray()
-        end = self._walk()
-        self.trailing = self.size - end
-        if self.trailing and not allow_trailing:
-            raise self._error(
+        end = self._scan_blocks()
+        self.trailing_bytes = self.size - end
+        if self.trailing_bytes and not allow_trailing:
+            raise self._build_error(
                 "trailing_bytes",
                 end,
-                f"the last block ends here, but {self.trailing} more bytes follow: expected the end of the file",
+                f"the last block ends here, but {self.trailing_bytes} more bytes follow: expected the end of the file",
             )
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class WeightFile:
         """Of the whole file, as it was read."""
         return hashlib.sha256(self._data.data).hexdigest()
 
-    def place(self, layer: int, index: int) -> BlockPlace:
+    def get_placement(self, layer: int, index: int) -> BlockPlacement:
         """Offset and shape of block `index` of `layer`, without touching its data."""
         header = self.header
         if not (0 <= layer < header.num_layers and 0 <= index < header.weight_count_per_layer):
@@ -97,56 +97,60 @@ class WeightFile:
                 f"{self.label}: has no block {index} in layer {layer}: it has {header.num_layers} layers "
                 f"of {header.weight_count_per_layer} blocks"
             )
-        at = layer * header.weight_count_per_layer + index
-        return BlockPlace(self._offsets[at], self._rows[at], self._cols[at], bool(self._has_bias[at]))
+        position = layer * header.weight_count_per_layer + index
+        return BlockPlacement(
+            self._offsets[position], self._rows[position], self._cols[position], bool(self._has_bias[position])
+        )
 
-    def places(self) -> Iterator[BlockPlace]:
+    def iter_placements(self) -> Iterator[BlockPlacement]:
         """All places in file order."""
-        for at, offset in enumerate(self._offsets):
-            yield BlockPlace(offset, self._rows[at], self._cols[at], bool(self._has_bias[at]))
+        for position, offset in enumerate(self._offsets):
+            yield BlockPlacement(offset, self._rows[position], self._cols[position], bool(self._has_bias[position]))
 
-    def block(self, layer: int, index: int) -> Block:
+    def get_block(self, layer: int, index: int) -> WeightBlock:
         """Block `index` (prefix x 3 + slot) of `layer`."""
-        place = self.place(layer, index)
-        words = self.header.dtype.numpy
-        begin = place.offset + META_BYTES
-        middle = begin + place.rows * place.cols * words.itemsize
-        end = middle + place.rows * words.itemsize * place.has_bias
-        weight = self._data[begin:middle].view(words).reshape(place.rows, place.cols)
-        bias = self._data[middle:end].view(words) if place.has_bias else None
-        return Block(layer, index, place.offset, weight, bias)
+        placement = self.get_placement(layer, index)
+        element_type = self.header.dtype.numpy_dtype
+        begin = placement.offset + BLOCK_HEADER_BYTES
+        weight_end = begin + placement.rows * placement.cols * element_type.itemsize
+        end = weight_end + placement.rows * element_type.itemsize * placement.has_bias
+        weight = self._data[begin:weight_end].view(element_type).reshape(placement.rows, placement.cols)
+        bias = self._data[weight_end:end].view(element_type) if placement.has_bias else None
+        return WeightBlock(layer, index, placement.offset, weight, bias)
 
-    def blocks(self) -> Iterator[Block]:
+    def iter_blocks(self) -> Iterator[WeightBlock]:
         """All blocks in file order."""
         for layer in range(self.header.num_layers):
             for index in range(self.header.weight_count_per_layer):
-                yield self.block(layer, index)
+                yield self.get_block(layer, index)
 
-    def _read_header(self) -> Header:
+    def _read_header(self) -> WeightFileHeader:
         if self.size < HEADER_BYTES:
-            raise self._error(
+            raise self._build_error(
                 "truncated_header", 0, f"the file has {self.size} bytes, the header alone needs {HEADER_BYTES}"
             )
-        names = (field.name for field in fields(Header))
-        header = Header(**dict(zip(names, HEADER.unpack_from(self._data.data), strict=True)))
-        self._expect(header, "magic", "bad_magic", header.magic == MAGIC, f"{MAGIC:#010x}{self._guess()}")
-        self._expect(header, "version", "bad_version", header.version == VERSION, f"{VERSION}")
-        self._expect(
+        names = (field.name for field in fields(WeightFileHeader))
+        header = WeightFileHeader(**dict(zip(names, HEADER_STRUCT.unpack_from(self._data.data), strict=True)))
+        self._check_field(header, "magic", "bad_magic", header.magic == MAGIC, f"{MAGIC:#010x}{self._describe_magic()}")
+        self._check_field(header, "version", "bad_version", header.version == VERSION, f"{VERSION}")
+        self._check_field(
             header,
             "dtype_code",
             "bad_dtype",
             header.dtype_code < len(DTYPES),
             ", ".join(f"{code} ({dtype.name})" for code, dtype in enumerate(DTYPES)),
         )
-        self._expect(header, "num_layers", "bad_num_layers", 0 < header.num_layers <= MAX_LAYERS, f"1 to {MAX_LAYERS}")
-        self._expect(
+        self._check_field(
+            header, "num_layers", "bad_num_layers", 0 < header.num_layers <= MAX_LAYERS, f"1 to {MAX_LAYERS}"
+        )
+        self._check_field(
             header,
             "weight_count_per_layer",
             "bad_weight_count",
-            0 < header.weight_count_per_layer <= MAX_WEIGHTS,
-            f"1 to {MAX_WEIGHTS}",
+            0 < header.weight_count_per_layer <= MAX_WEIGHTS_PER_LAYER,
+            f"1 to {MAX_WEIGHTS_PER_LAYER}",
         )
-        self._expect(
+        self._check_field(
             header,
             "metadata_size_bytes",
             "bad_metadata_size",
@@ -162,35 +166,38 @@ class WeightFile:
             )
         return header
 
-    def _walk(self) -> int:
+    def _scan_blocks(self) -> int:
         """Check every block's head and end; returns where the last one ends."""
         buffer = self._data.data
-        word = self.header.dtype.itemsize
+        itemsize = self.header.dtype.itemsize
         position = HEADER_BYTES + self.header.metadata_size_bytes
         for layer in range(self.header.num_layers):
             for index in range(self.header.weight_count_per_layer):
-                if self.size - position < META_BYTES:
-                    raise self._cut(layer, index, position, "head", META_BYTES)
-                rows, cols, has_bias = META.unpack_from(buffer, position)
-                if not 0 < rows * cols <= MAX_ELEMENTS:
-                    raise self._error(
+                if self.size - position < BLOCK_HEADER_BYTES:
+                    raise self._build_truncation_error(layer, index, position, "head", BLOCK_HEADER_BYTES)
+                rows, cols, has_bias = BLOCK_HEADER_STRUCT.unpack_from(buffer, position)
+                if not 0 < rows * cols <= MAX_WEIGHT_ELEMENTS:
+                    raise self._build_error(
                         "bad_shape",
                         position,
-                        f"{_name(layer, index)}: rows x cols is {rows} x {cols}: expected 1 to {MAX_ELEMENTS} elements",
+                        f"{_describe_block(layer, index)}: rows x cols is {rows} x {cols}: expected 1 to "
+                        f"{MAX_WEIGHT_ELEMENTS} elements",
                     )
                 if has_bias > 1:
-                    raise self._error(
+                    raise self._build_error(
                         "bad_has_bias",
                         position + 8,
-                        f"{_name(layer, index)}: field has_bias is {has_bias}: expected 0 or 1",
+                        f"{_describe_block(layer, index)}: field has_bias is {has_bias}: expected 0 or 1",
                     )
-                begin = position + META_BYTES
-                middle = begin + rows * cols * word
-                end = middle + rows * word * has_bias
-                if middle > self.size:
-                    raise self._cut(layer, index, begin, f"{rows} x {cols} weight", middle - begin)
+                begin = position + BLOCK_HEADER_BYTES
+                weight_end = begin + rows * cols * itemsize
+                end = weight_end + rows * itemsize * has_bias
+                if weight_end > self.size:
+                    raise self._build_truncation_error(
+                        layer, index, begin, f"{rows} x {cols} weight", weight_end - begin
+                    )
                 if end > self.size:
-                    raise self._cut(layer, index, middle, f"bias of {rows}", end - middle)
+                    raise self._build_truncation_error(layer, index, weight_end, f"bias of {rows}", end - weight_end)
                 self._offsets.append(position)
                 self._rows.append(rows)
                 self._cols.append(cols)
@@ -198,23 +205,26 @@ class WeightFile:
                 position = end
         return position
 
-    def _expect(self, header: Header, name: str, reason: str, holds: bool, expected: str) -> None:
-        if not holds:
+    def _check_field(self, header: WeightFileHeader, name: str, reason: str, is_valid: bool, expected: str) -> None:
+        if not is_valid:
             value = getattr(header, name)
-            found = f"{value:#010x}" if name == "magic" else str(value)
-            raise self._error(reason, FIELD_OFFSETS[name], f"field {name} is {found}: expected {expected}")
+            value_text = f"{value:#010x}" if name == "magic" else str(value)
+            raise self._build_error(reason, FIELD_OFFSETS[name], f"field {name} is {value_text}: expected {expected}")
 
-    def _cut(self, layer: int, index: int, position: int, what: str, needed: int) -> WeightsError:
-        return self._error(
+    def _build_truncation_error(
+        self, layer: int, index: int, position: int, part_name: str, num_bytes: int
+    ) -> WeightsError:
+        return self._build_error(
             "truncated_block",
             position,
-            f"{_name(layer, index)}: the {what} needs {needed} bytes, the file has {self.size - position} left",
+            f"{_describe_block(layer, index)}: the {part_name} needs {num_bytes} bytes, the file has "
+            f"{self.size - position} left",
         )
 
-    def _error(self, reason: str, offset: int, text: str) -> WeightsError:
+    def _build_error(self, reason: str, offset: int, text: str) -> WeightsError:
         return WeightsError(f"{self.label}: offset {offset}: {text} ({reason})", reason=reason, offset=offset)
 
-    def _guess(self) -> str:
+    def _describe_magic(self) -> str:
         """What a file with the wrong magic number may be."""
         head = self._data[:64].tobytes()
         if head.startswith(b"PK\3\4"):
@@ -226,11 +236,11 @@ class WeightFile:
         return ""
 
 
-def _name(layer: int, index: int) -> str:
+def _describe_block(layer: int, index: int) -> str:
     return f"layer {layer}, block {index}"
 
 
-def read(path: str | os.PathLike[str], *, allow_trailing: bool = False) -> WeightFile:
+def read_weight_file(path: str | os.PathLike[str], *, allow_trailing: bool = False) -> WeightFile:
     """Map a weight file and check its structure.
 
     Parameters
@@ -248,40 +258,40 @@ def read(path: str | os.PathLike[str], *, allow_trailing: bool = False) -> Weigh
         When it cannot be opened.
     """
     file = MappedFile(path)
-    return WeightFile(file.label, file.view(0, file.size) if file.size else _NOTHING, allow_trailing=allow_trailing)
+    return WeightFile(file.label, file.view(0, file.size) if file.size else _EMPTY_BYTES, allow_trailing=allow_trailing)
 
 
-def is_weights(path: str) -> bool:
+def has_weight_file_magic(path: str) -> bool:
     """Whether a file says by its magic number that it is a weight file."""
-    return head_of(path).startswith(MAGIC_BYTES)
+    return read_head(path).startswith(MAGIC_BYTES)
 
 
 def is_weight_file(path: str) -> bool:
     """Whether a file is a weight file: by its magic number, or by ``.bin`` where it is no frame."""
-    if is_weights(path):
+    if has_weight_file_magic(path):
         return True
-    if engine_kind(path) is not None:
+    if detect_engine_name(path) is not None:
         return False
-    head = head_of(path)
+    head = read_head(path)
     looks_like_frame = len(head) >= 10 and head[4] < 3 and head[5] < 2 and head[:4] == head[6:10] != bytes(4)
     return path.lower().endswith(".bin") and not (
         looks_like_frame or os.path.isdir(path) or os.path.exists(path + ".json")
     )
 
 
-def parse(data: bytes | memoryview, *, label: str = "weights", allow_trailing: bool = False) -> WeightFile:
+def parse_weight_file(data: bytes | memoryview, *, label: str = "weights", allow_trailing: bool = False) -> WeightFile:
     """The same for bytes in memory, of which the result holds views."""
-    mapped = np.frombuffer(data, np.uint8) if len(data) else _NOTHING
-    return WeightFile(label, mapped, allow_trailing=allow_trailing)
+    bytes_array = np.frombuffer(data, np.uint8) if len(data) else _EMPTY_BYTES
+    return WeightFile(label, bytes_array, allow_trailing=allow_trailing)
 
 
-_NOTHING: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+_EMPTY_BYTES: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
 
 
-def write(
+def write_weight_file(
     sink: Sink,
-    header: Header,
-    blocks: Iterable[tuple[Words, Words | None]],
+    header: WeightFileHeader,
+    blocks: Iterable[tuple[Elements, Elements | None]],
     *,
     metadata: bytes = b"",
     allow_empty: bool = False,
@@ -311,29 +321,31 @@ def write(
     expected = header.num_layers * header.weight_count_per_layer
     sink.write(header.pack() + metadata)
     total = HEADER_BYTES + len(metadata)
-    count = 0
+    num_blocks = 0
     for weight, bias in blocks:
-        where = _name(*divmod(count, header.weight_count_per_layer))
-        _check_block(where, header, weight, bias, allow_empty)
+        location = _describe_block(*divmod(num_blocks, header.weight_count_per_layer))
+        _check_block(location, header, weight, bias, allow_empty)
         rows, cols = weight.shape
-        sink.write(META.pack(rows, cols, bias is not None))
-        total += META_BYTES
-        for words in (weight,) if bias is None else (weight, bias):
-            sink.write(np.ascontiguousarray(words).reshape(-1).view(np.uint8).data)
-            total += words.nbytes
-        count += 1
-    if count != expected:
-        raise KvmnnError(f"{count} blocks were given, the header says {expected}")
+        sink.write(BLOCK_HEADER_STRUCT.pack(rows, cols, bias is not None))
+        total += BLOCK_HEADER_BYTES
+        for elements in (weight,) if bias is None else (weight, bias):
+            sink.write(np.ascontiguousarray(elements).reshape(-1).view(np.uint8).data)
+            total += elements.nbytes
+        num_blocks += 1
+    if num_blocks != expected:
+        raise KvmnnError(f"{num_blocks} blocks were given, the header says {expected}")
     return total
 
 
-def _check_block(where: str, header: Header, weight: Words, bias: Words | None, allow_empty: bool) -> None:
-    words = header.dtype.numpy
+def _check_block(
+    location: str, header: WeightFileHeader, weight: Elements, bias: Elements | None, allow_empty: bool
+) -> None:
+    element_type = header.dtype.numpy_dtype
     if weight.ndim != 2:
-        raise KvmnnError(f"{where}: the weight has shape {list(weight.shape)}: expected two axes")
-    if weight.dtype != words or (bias is not None and bias.dtype != words):
-        raise KvmnnError(f"{where}: holds words of type {weight.dtype}: expected {words}")
+        raise KvmnnError(f"{location}: the weight has shape {list(weight.shape)}: expected two axes")
+    if weight.dtype != element_type or (bias is not None and bias.dtype != element_type):
+        raise KvmnnError(f"{location}: holds words of type {weight.dtype}: expected {element_type}")
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise KvmnnError(f"{where}: the bias has shape {list(bias.shape)}: expected [{weight.shape[0]}]")
-    if weight.size > MAX_ELEMENTS or (weight.size == 0 and not allow_empty):
-        raise KvmnnError(f"{where}: the weight has {weight.size} elements: loaders take 1 to {MAX_ELEMENTS}")
+        raise KvmnnError(f"{location}: the bias has shape {list(bias.shape)}: expected [{weight.shape[0]}]")
+    if weight.size > MAX_WEIGHT_ELEMENTS or (weight.size == 0 and not allow_empty):
+        raise KvmnnError(f"{location}: the weight has {weight.size} elements: loaders take 1 to {MAX_WEIGHT_ELEMENTS}")

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from typing import Literal, overload
 
 from ...files.records import Record
-from ...h2o.figures import H2OFigures
+from ...h2o.figures import H2OStats
 from ...reports.results import KeepMap, KeptPositions
-from ...reports.rows import FrameSizes
-from ...reports.runtime_figures import RuntimeFigures
-from ...reports.start import LayerDistance
+from ...reports.rows import FrameSizeStats
+from ...reports.runtime_figures import RuntimeStats
+from ...reports.start import LayerDistanceStats
 
-Kind = Literal["score", "seed", "timing"]
+CellKind = Literal["score", "seed", "timing"]
 """Of a cell, as files of cells have it; "seed": by the definition of a preset's project."""
 
 
 @dataclass
-class Sums(Record):
+class LossSums(Record):
     """What scored tokens add up to.
 
     Attributes
@@ -35,7 +35,7 @@ class Sums(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelFacts(Record):
+class ModelInfo(Record):
     """What results say of a model."""
 
     layers: int
@@ -48,7 +48,7 @@ class ModelFacts(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course(Record):
+class TimeSeries(Record):
     """A cache over a text: at each step tokens seen, bytes held, which tokens live (at the end: of all layers)."""
 
     step_tokens: tuple[int, ...]
@@ -59,11 +59,11 @@ class Course(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreCell(Record):
-    """Quality, time and bytes of one document; `Row` says what the quantities are."""
+    """Quality, time and bytes of one document; `ResultRow` says what the quantities are."""
 
-    model: ModelFacts
-    every: Sums
-    deep: Sums
+    model: ModelInfo
+    every: LossSums
+    deep: LossSums
     seconds: float
     model_seconds: float
     policy_seconds: float
@@ -73,13 +73,13 @@ class ScoreCell(Record):
     tokens_seen: int
     process_peak_bytes: int | None
     process_opened_bytes: int | None
-    frames: FrameSizes
-    h2o: H2OFigures | None = field(default=None, metadata={"omit": True})
-    runtime: RuntimeFigures | None = field(default=None, metadata={"omit": True})
-    trace: Course | None = field(default=None, metadata={"omit": True})
+    frames: FrameSizeStats
+    h2o: H2OStats | None = field(default=None, metadata={"omit": True})
+    runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
+    trace: TimeSeries | None = field(default=None, metadata={"omit": True})
     stored_tokens: int | None = field(default=None, metadata={"omit": True})
     stored_notes: tuple[str, ...] | None = field(default=None, metadata={"omit": True})
-    distances: tuple[LayerDistance, ...] | None = field(default=None, metadata={"omit": True})
+    distances: tuple[LayerDistanceStats, ...] | None = field(default=None, metadata={"omit": True})
     cut_tokens: int | None = field(default=None, metadata={"omit": True})
 
 
@@ -170,8 +170,8 @@ def read_cell(kind: Literal["seed"], document: object, where: str) -> ProjectCel
 @overload
 def read_cell(kind: Literal["timing"], document: object, where: str) -> TimingCell | RefusedCell: ...
 @overload
-def read_cell(kind: Kind, document: object, where: str) -> Cell: ...
-def read_cell(kind: Kind, document: object, where: str) -> Cell:
+def read_cell(kind: CellKind, document: object, where: str) -> Cell: ...
+def read_cell(kind: CellKind, document: object, where: str) -> Cell:
     """A cell from its `to_dict`.
 
     Raises

@@ -11,12 +11,12 @@ import numpy.typing as npt
 from ...arrays.layer_cache import LayerCache
 from ...errors import FrameError
 from ...frames import decoding, encoding
-from ...reports.rows import FrameSizes
+from ...reports.rows import FrameSizeStats
 
 FrameType = Literal["fp16", "fp32"]
 
 
-def frame_sizes(layers: Iterable[LayerCache], dtype: FrameType = "fp16", threads: int = 1) -> FrameSizes:
+def measure_frame_sizes(layers: Iterable[LayerCache], dtype: FrameType = "fp16", threads: int = 1) -> FrameSizeStats:
     """Encode K and V of every layer, decode the frames, compare, and count.
 
     Parameters
@@ -32,26 +32,28 @@ def frame_sizes(layers: Iterable[LayerCache], dtype: FrameType = "fp16", threads
     FrameError
         If a frame does not decode to the words it was made of.
     """
-    full = kept = coded = 0
-    rounded = False
+    full_bytes = kept_bytes = frame_bytes = 0
+    is_rounded = False
     name = dtype
     for layer in layers:
         for part, values in (("keys", layer.keys), ("values", layer.values)):
-            words, was_rounded = _words(values, dtype)
-            rounded |= was_rounded
-            name = "fp16" if words.dtype == np.float16 else "fp32"
-            full += layer.tokens_seen * layer.kv_heads * layer.head_dim * words.itemsize
-            if not words.size:  # nothing was kept of this layer
+            elements, is_layer_rounded = _to_elements(values, dtype)
+            is_rounded |= is_layer_rounded
+            name = "fp16" if elements.dtype == np.float16 else "fp32"
+            full_bytes += layer.tokens_seen * layer.kv_heads * layer.head_dim * elements.itemsize
+            if not elements.size:  # nothing was kept of this layer
                 continue
-            made = encoding.encode(words, threads=threads)
-            if not decoding.matches(made, words, threads=threads):
+            frame = encoding.encode(elements, threads=threads)
+            if not decoding.verify_roundtrip(frame, elements, threads=threads):
                 raise FrameError(f"layer {layer.layer}: the frame of its {part} does not decode to them")
-            kept += words.nbytes
-            coded += len(made)
-    return FrameSizes(dtype=name, rounded=rounded, full_bytes=full, kept_bytes=kept, frame_bytes=coded)
+            kept_bytes += elements.nbytes
+            frame_bytes += len(frame)
+    return FrameSizeStats(
+        dtype=name, rounded=is_rounded, full_bytes=full_bytes, kept_bytes=kept_bytes, frame_bytes=frame_bytes
+    )
 
 
-def _words(values: npt.NDArray[Any], dtype: FrameType) -> tuple[npt.NDArray[Any], bool]:
+def _to_elements(values: npt.NDArray[Any], dtype: FrameType) -> tuple[npt.NDArray[Any], bool]:
     if dtype == "fp16" and values.dtype == np.float32:
         with np.errstate(over="ignore"):
             return values.astype(np.float16), True

@@ -9,47 +9,47 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-WHAT = (
+PEAK_DESCRIPTION = (
     "highest resident memory, in a process of its own, while the first document was scored: interpreter, onnxruntime, "
     "model, cache and logits, but not what opening the model took for a moment (Linux; elsewhere it is included)"
 )
 """What `process_peak_bytes` of a row means."""
 
-_STATUS = Path("/proc/self/status")
-_RESET = Path("/proc/self/clear_refs")
+_STATUS_PATH = Path("/proc/self/status")
+_RESET_PATH = Path("/proc/self/clear_refs")
 
 
 @dataclass(frozen=True)
-class Start:
+class MemoryBaseline:
     """Where a measurement of memory begins.
 
     Attributes
     ----------
-    resident : int or None
+    resident_bytes : int or None
         Bytes resident then; None where the system does not say.
     """
 
-    resident: int | None
+    resident_bytes: int | None
 
-    def peak(self) -> int | None:
+    def read_peak(self) -> int | None:
         """Highest resident memory since then, in bytes; since the process began where the system cannot forget."""
-        return _status("VmHWM") or _from_usage()
+        return _read_status("VmHWM") or _read_rusage_peak()
 
 
-def begin() -> Start:
+def start_measurement() -> MemoryBaseline:
     """Give back what is free already, and let the system forget the peak so far."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)  # glibc
     with suppress(OSError):
-        _RESET.write_text("5")
-    return Start(_status("VmRSS"))
+        _RESET_PATH.write_text("5")
+    return MemoryBaseline(_read_status("VmRSS"))
 
 
-def _status(name: str) -> int | None:
+def _read_status(name: str) -> int | None:
     """A size that Linux tells; VmHWM belongs to the program that runs, which getrusage's peak does not."""
     try:
-        text = _STATUS.read_text(encoding="ascii", errors="replace")
+        text = _STATUS_PATH.read_text(encoding="ascii", errors="replace")
     except OSError:
         return None
     for line in text.splitlines():
@@ -58,7 +58,7 @@ def _status(name: str) -> int | None:
     return None
 
 
-def _from_usage() -> int | None:
+def _read_rusage_peak() -> int | None:
     try:
         import resource
     except ImportError:  # Windows

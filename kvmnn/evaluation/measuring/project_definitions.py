@@ -9,11 +9,11 @@ from ...lm.documents import Ids
 from ...lm.runner import Runner
 from ..setup.configurations import ProjectDefinition
 from .cells import ProjectCell
-from .scoring import negative_log_probabilities
+from .scoring import compute_nll
 
 
 def measure_by_definition(
-    runner: Runner, ids: Ids, definition: ProjectDefinition, skipped: tuple[int, ...]
+    runner: Runner, ids: Ids, definition: ProjectDefinition, skipped_layers: tuple[int, ...]
 ) -> ProjectCell:
     """Sums and times of one document.
 
@@ -23,26 +23,26 @@ def measure_by_definition(
         Freshly reset.
     ids
         int64 ``[token]``, without bos.
-    skipped
+    skipped_layers
         Layers that the policy never cuts; the final cache size is that of the first other layer.
     """
     if definition.evaluation == "E1":
-        return _token_by_token(runner, ids, skipped)
-    return _in_chunks(runner, ids, definition.chunk)
+        return _measure_by_token(runner, ids, skipped_layers)
+    return _measure_by_chunk(runner, ids, definition.chunk)
 
 
-def _token_by_token(runner: Runner, ids: Ids, skipped: tuple[int, ...]) -> ProjectCell:
+def _measure_by_token(runner: Runner, ids: Ids, skipped_layers: tuple[int, ...]) -> ProjectCell:
     nll, hits, seconds = 0.0, 0, []
     for index in range(len(ids) - 1):
-        began = time.perf_counter()
-        logits = runner.feed(ids[index : index + 1])
-        seconds.append(time.perf_counter() - began)
-        found, hit = negative_log_probabilities(logits, ids[index + 1 : index + 2])
-        nll += float(found[0])
+        start_time = time.perf_counter()
+        logits = runner.step(ids[index : index + 1])
+        seconds.append(time.perf_counter() - start_time)
+        token_nll, hit = compute_nll(logits, ids[index + 1 : index + 2])
+        nll += float(token_nll[0])
         hits += int(hit[0])
     sizes = runner.cache.tokens
-    layer = next((layer for layer in range(len(sizes)) if layer not in skipped), 0)
-    rest = seconds[1:]
+    layer = next((layer for layer in range(len(sizes)) if layer not in skipped_layers), 0)
+    later_seconds = seconds[1:]
     return ProjectCell(
         weight=len(seconds),
         weighted_nll=nll,
@@ -51,33 +51,33 @@ def _token_by_token(runner: Runner, ids: Ids, skipped: tuple[int, ...]) -> Proje
         text_tokens=len(ids),
         seconds=sum(seconds),
         ttft_seconds=seconds[0] if seconds else None,
-        tpot_seconds=sum(rest) / len(rest) if rest else None,
+        tpot_seconds=sum(later_seconds) / len(later_seconds) if later_seconds else None,
         final_cache_tokens=sizes[layer],
     )
 
 
-def _in_chunks(runner: Runner, ids: Ids, chunk: int) -> ProjectCell:
-    weighted, weight, scored, hits, left_out = 0.0, 0, 0, 0, 0
-    began = time.perf_counter()
+def _measure_by_chunk(runner: Runner, ids: Ids, chunk: int) -> ProjectCell:
+    weighted_nll, weight, num_scored, hits, chunks_left_out = 0.0, 0, 0, 0, 0
+    start_time = time.perf_counter()
     for begin in range(0, len(ids), chunk):
-        some = ids[begin : begin + chunk]
-        logits = runner.feed(some, end_chunk=True)
-        nll, hit = negative_log_probabilities(logits[:-1], some[1:])
+        chunk_ids = ids[begin : begin + chunk]
+        logits = runner.step(chunk_ids, end_chunk=True)
+        nll, hit = compute_nll(logits[:-1], chunk_ids[1:])
         loss = float(nll.mean()) if len(nll) else math.nan
         if not math.isfinite(loss):
-            left_out += 1
+            chunks_left_out += 1
             continue
-        weighted += loss * len(some)
-        weight += len(some)
-        scored += len(nll)
+        weighted_nll += loss * len(chunk_ids)
+        weight += len(chunk_ids)
+        num_scored += len(nll)
         hits += int(hit.sum())
     return ProjectCell(
         weight=weight,
-        weighted_nll=weighted,
+        weighted_nll=weighted_nll,
         hits=hits,
-        scored_tokens=scored,
+        scored_tokens=num_scored,
         text_tokens=len(ids),
-        chunks_left_out=left_out,
-        seconds=time.perf_counter() - began,
+        chunks_left_out=chunks_left_out,
+        seconds=time.perf_counter() - start_time,
         final_cache_tokens=max(runner.cache.tokens),
     )

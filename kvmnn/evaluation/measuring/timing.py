@@ -9,17 +9,17 @@ from ...lm.documents import Ids
 from ...lm.runner import Runner
 from .cells import ProjectTimes, TimingCell
 
-PIECE = 128
+PROMPT_CHUNK_TOKENS = 128
 """Tokens of a prompt that are fed at once, so that no more logits than these are held."""
-DECODED = 32
+MAX_DECODED_TOKENS = 32
 """Tokens that are fed one by one after the prompt."""
-WARM_UP = 5
+NUM_WARM_UP_TOKENS = 5
 """Tokens that are decoded before anything is timed."""
-PROJECT_PROMPT, PROJECT_NEW = 64, 64
+PROJECT_PROMPT_TOKENS, PROJECT_NEW_TOKENS = 64, 64
 """Tokens of the prompt, and generated, by the definition of StreamingLLM + H2O."""
 
 
-def generation_times(runner: Runner, ids: Ids, repeats: int) -> TimingCell:
+def measure_generation_times(runner: Runner, ids: Ids, repeats: int) -> TimingCell:
     """TTFT and TPOT on one document, medians of `repeats` warm runs.
 
     Parameters
@@ -27,73 +27,74 @@ def generation_times(runner: Runner, ids: Ids, repeats: int) -> TimingCell:
     runner
         Of the configuration.
     ids
-        int64 ``[1 + tokens]``. The last `DECODED` tokens but one are decoded, what lies before is the prompt.
+        int64 ``[1 + tokens]``. The last `MAX_DECODED_TOKENS` tokens but one are decoded, what lies before is the
+        prompt.
     """
-    prompt, rest = split(ids)
-    decoded = len(rest)
-    first, each = [], []
-    feed_prompt(runner, prompt[:PIECE])
-    for index in range(min(WARM_UP, decoded)):
-        runner.feed(rest[index : index + 1])
+    prompt, decoded_ids = split_prompt(ids)
+    num_decoded = len(decoded_ids)
+    ttft_seconds, tpot_seconds = [], []
+    feed_prompt(runner, prompt[:PROMPT_CHUNK_TOKENS])
+    for index in range(min(NUM_WARM_UP_TOKENS, num_decoded)):
+        runner.step(decoded_ids[index : index + 1])
     for _ in range(repeats):
         runner.reset()
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         feed_prompt(runner, prompt)
-        first.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        for index in range(decoded):
-            runner.feed(rest[index : index + 1])
-        each.append((time.perf_counter() - began) / max(decoded, 1))
+        ttft_seconds.append(time.perf_counter() - start_time)
+        start_time = time.perf_counter()
+        for index in range(num_decoded):
+            runner.step(decoded_ids[index : index + 1])
+        tpot_seconds.append((time.perf_counter() - start_time) / max(num_decoded, 1))
     return TimingCell(
-        ttft_seconds=statistics.median(first),
-        tpot_seconds=statistics.median(each) if decoded else None,
+        ttft_seconds=statistics.median(ttft_seconds),
+        tpot_seconds=statistics.median(tpot_seconds) if num_decoded else None,
         prompt_tokens=len(prompt),
-        decoded_tokens=decoded,
+        decoded_tokens=num_decoded,
         repeats=repeats,
     )
 
 
-def project_generation_times(runner: Runner, ids: Ids, repeats: int) -> ProjectTimes:
+def measure_project_times(runner: Runner, ids: Ids, repeats: int) -> ProjectTimes:
     """What StreamingLLM + H2O time (E3 of `presets`), greedily from the first tokens of a text without bos.
 
     The project runs once after its warm-up; these are medians of `repeats` runs.
     """
-    prompt = ids[:PROJECT_PROMPT]
-    _generate(runner, prompt, WARM_UP)
-    first = statistics.median(_generate(runner, prompt, 1) for _ in range(repeats))
-    seconds = statistics.median(_generate(runner, prompt, PROJECT_NEW) for _ in range(repeats))
+    prompt = ids[:PROJECT_PROMPT_TOKENS]
+    _time_generation(runner, prompt, NUM_WARM_UP_TOKENS)
+    ttft_seconds = statistics.median(_time_generation(runner, prompt, 1) for _ in range(repeats))
+    seconds = statistics.median(_time_generation(runner, prompt, PROJECT_NEW_TOKENS) for _ in range(repeats))
     return ProjectTimes(
-        ttft_seconds=first,
-        tpot_seconds=seconds / PROJECT_NEW,
-        tokens_per_second=PROJECT_NEW / seconds,
+        ttft_seconds=ttft_seconds,
+        tpot_seconds=seconds / PROJECT_NEW_TOKENS,
+        tokens_per_second=PROJECT_NEW_TOKENS / seconds,
         prompt_tokens=len(prompt),
-        new_tokens=PROJECT_NEW,
+        new_tokens=PROJECT_NEW_TOKENS,
         repeats=repeats,
     )
 
 
-def split(ids: Ids) -> tuple[Ids, Ids]:
+def split_prompt(ids: Ids) -> tuple[Ids, Ids]:
     """The prompt, and the tokens that are decoded one by one after it; the text's last token is fed to nobody."""
-    decoded = min(DECODED, max(len(ids) - 2, 0))
+    num_decoded = min(MAX_DECODED_TOKENS, max(len(ids) - 2, 0))
     end = len(ids) - 1
-    return ids[: end - decoded], ids[end - decoded : end]
+    return ids[: end - num_decoded], ids[end - num_decoded : end]
 
 
 def feed_prompt(runner: Runner, prompt: Ids) -> int:
     """Feed a prompt in pieces, its end being that of a chunk; the most probable next token."""
     best = 0
-    for begin in range(0, len(prompt), PIECE):
-        piece = prompt[begin : begin + PIECE]
-        logits = runner.feed(piece, end_chunk=begin + len(piece) == len(prompt))
+    for begin in range(0, len(prompt), PROMPT_CHUNK_TOKENS):
+        chunk_ids = prompt[begin : begin + PROMPT_CHUNK_TOKENS]
+        logits = runner.step(chunk_ids, end_chunk=begin + len(chunk_ids) == len(prompt))
         best = int(logits[-1].argmax())
     return best
 
 
-def _generate(runner: Runner, prompt: Ids, new: int) -> float:
-    """Seconds of generating `new` tokens, the prompt's included."""
+def _time_generation(runner: Runner, prompt: Ids, num_new: int) -> float:
+    """Seconds of generating `num_new` tokens, the prompt's included."""
     runner.reset()
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     best = feed_prompt(runner, prompt)
-    for _ in range(new - 1):
-        best = int(runner.feed([best])[-1].argmax())
-    return time.perf_counter() - began
+    for _ in range(num_new - 1):
+        best = int(runner.step([best])[-1].argmax())
+    return time.perf_counter() - start_time

@@ -18,27 +18,27 @@ from types import TracebackType
 from typing import IO, Self
 
 from ...errors import SourceError
-from ...files.appending import lock_for_one
-from ...files.json_document import loads
-from ...files.output import failures
+from ...files.appending import lock_exclusive
+from ...files.json_document import loads_strict
+from ...files.output import wrap_os_errors
 from ...lm.documents import Document
-from ..measuring.cells import Kind
+from ..measuring.cells import CellKind
 from ..setup.configurations import Configuration
-from ..setup.settings import Settings
+from ..setup.settings import EvaluationSettings
 
 NUMBERS_VERSION = 2
 """Raised whenever kvmnn computes any number of a cell differently, so that cells of before are not reused."""
 
-_FORMAT = 2
-_WITHOUT_HASH = 1
+_FORMAT_VERSION = 2
+_UNHASHED_FORMAT_VERSION = 1
 
 
-def cell_key(
-    kind: Kind,
+def compute_cell_key(
+    kind: CellKind,
     model_sha256: str,
     configuration: Configuration,
     document: Document,
-    settings: Settings,
+    settings: EvaluationSettings,
     extra: Mapping[str, object],
 ) -> str:
     """The digest under which a cell is stored.
@@ -50,17 +50,17 @@ def cell_key(
     extra
         What else this kind depends on.
     """
-    about = {
+    description = {
         "numbers": NUMBERS_VERSION,
         "kind": kind,
         "model": model_sha256,
-        "configuration": configuration.identity,
+        "configuration": configuration.to_identity,
         "document": document.sha256,
         "ids": hashlib.sha256(document.ids.astype("<i8").tobytes()).hexdigest(),
-        "settings": settings.that_change(kind),
+        "settings": settings.select_relevant(kind),
         "extra": dict(extra),
     }
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
 class CellStore:
@@ -84,7 +84,7 @@ class CellStore:
         self._cells: dict[str, Mapping[str, object]] = {}
         self._file: IO[bytes] | None = None
         if self.path is not None:
-            self._open(self.path)
+            self._open_file(self.path)
 
     def __len__(self) -> int:
         return len(self._cells)
@@ -97,8 +97,11 @@ class CellStore:
         """Store a cell; when this returns it is on the disk."""
         self._cells[key] = cell
         if self._file is not None and self.path is not None:
-            line = json.dumps({"kvmnn_cell": _FORMAT, "key": key, "sha256": _hash(key, cell), "cell": cell}) + "\n"
-            with failures(self.path):
+            line = (
+                json.dumps({"kvmnn_cell": _FORMAT_VERSION, "key": key, "sha256": _hash_cell(key, cell), "cell": cell})
+                + "\n"
+            )
+            with wrap_os_errors(self.path):
                 self._file.write(line.encode())
                 self._file.flush()
                 os.fsync(self._file.fileno())
@@ -115,53 +118,53 @@ class CellStore:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _open(self, path: Path) -> None:
-        with failures(path):
+    def _open_file(self, path: Path) -> None:
+        with wrap_os_errors(path):
             file = open(path, "a+b")  # noqa: SIM115  # kept open: every cell is appended to it
         try:
-            lock_for_one(file, path, "evaluation")
+            lock_exclusive(file, path, "evaluation")
             file.seek(0)
             data = file.read()
-            complete = data[: data.rfind(b"\n") + 1]
-            self._parse(path, complete, torn=data[len(complete) :])
-            if len(complete) != len(data):
-                with failures(path):
-                    file.truncate(len(complete))
+            complete_lines = data[: data.rfind(b"\n") + 1]
+            self._parse_lines(path, complete_lines, incomplete_tail=data[len(complete_lines) :])
+            if len(complete_lines) != len(data):
+                with wrap_os_errors(path):
+                    file.truncate(len(complete_lines))
         except BaseException:
             file.close()
             raise
         self._file = file
 
-    def _parse(self, path: Path, complete: bytes, torn: bytes) -> None:
-        lines = complete.split(b"\n")[:-1]
-        if not lines and torn and not _FIRST.startswith(torn[: len(_FIRST)]):
+    def _parse_lines(self, path: Path, complete_lines: bytes, incomplete_tail: bytes) -> None:
+        lines = complete_lines.split(b"\n")[:-1]
+        if not lines and incomplete_tail and not _LINE_PREFIX.startswith(incomplete_tail[: len(_LINE_PREFIX)]):
             raise SourceError(f"{path}: is not a file of cells: it would be overwritten")
         for number, line in enumerate(lines, 1):
             try:
-                entry = loads(line)
-                form = entry["kvmnn_cell"]
-                if form not in (_FORMAT, _WITHOUT_HASH):
-                    raise SourceError(f"{path}: line {number} is of format {form!r}: expected {_FORMAT}")
+                entry = loads_strict(line)
+                version = entry["kvmnn_cell"]
+                if version not in (_FORMAT_VERSION, _UNHASHED_FORMAT_VERSION):
+                    raise SourceError(f"{path}: line {number} is of format {version!r}: expected {_FORMAT_VERSION}")
                 key, cell = str(entry["key"]), entry["cell"]
-                said = _hash(key, cell) if form == _WITHOUT_HASH else entry["sha256"]
+                stored_hash = _hash_cell(key, cell) if version == _UNHASHED_FORMAT_VERSION else entry["sha256"]
                 if not isinstance(cell, dict):
                     raise TypeError
-                found = _hash(key, cell)
+                computed_hash = _hash_cell(key, cell)
             except SourceError:
                 raise
             except (KeyError, TypeError, ValueError, RecursionError):  # deep, or an integer of thousands of digits
                 raise SourceError(f"{path}: line {number} is not a cell of an evaluation") from None
-            if said != found:
+            if stored_hash != computed_hash:
                 raise SourceError(
                     f"{path}: line {number} does not have the hash that it names: it was edited or is damaged; delete "
                     "the line and its cell is measured anew"
                 )
-            if form == _FORMAT:
+            if version == _FORMAT_VERSION:
                 self._cells[key] = cell
 
 
-def _hash(key: str, cell: Mapping[str, object]) -> str:
+def _hash_cell(key: str, cell: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps([key, cell], sort_keys=True).encode()).hexdigest()
 
 
-_FIRST = b'{"kvmnn_cell": '
+_LINE_PREFIX = b'{"kvmnn_cell": '

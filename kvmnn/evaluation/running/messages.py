@@ -9,7 +9,7 @@ from ...files.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)
-class Message(Record):
+class WorkerMessage(Record):
     """A line of a worker.
 
     Attributes

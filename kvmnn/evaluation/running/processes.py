@@ -15,27 +15,27 @@ from dataclasses import dataclass
 
 from ... import errors
 from ...errors import KvmnnError
-from ..measuring.cell import Measurer, RefusedError
+from ..measuring.cell import CellMeasurer, UnsupportedConfigurationError
 from ..measuring.cells import Cell, read_cell
-from ..setup.settings import Settings
-from .messages import Message
-from .tasks import Task, carry_out
+from ..setup.settings import EvaluationSettings
+from .messages import WorkerMessage
+from .tasks import EvaluationTask, run_task
 
 
 @dataclass(frozen=True)
-class Event:
+class WorkerEvent:
     """What happened in a task: tokens fed, a cell finished (with its key), a refusal, or its end."""
 
-    task: Task
+    task: EvaluationTask
     tokens: int = 0
     key: str | None = None
     cell: Cell | None = None
-    refused: str | None = None
+    refusal_reason: str | None = None
 
 
-def events(
-    tasks: Sequence[Task], model: str, settings: Settings, jobs: int, start: str | None = None
-) -> Iterator[Event]:
+def run_tasks(
+    tasks: Sequence[EvaluationTask], model: str, settings: EvaluationSettings, jobs: int, start: str | None = None
+) -> Iterator[WorkerEvent]:
     """Carry tasks out and say what happens.
 
     Parameters
@@ -56,56 +56,64 @@ def events(
     KvmnnError
         What a task raised; the processes of the others are ended.
     """
-    return _here(tasks, model, settings, start) if jobs == 0 else _elsewhere(tasks, model, settings, jobs, start)
+    return (
+        _run_in_process(tasks, model, settings, start)
+        if jobs == 0
+        else _run_in_workers(tasks, model, settings, jobs, start)
+    )
 
 
-def _here(tasks: Sequence[Task], model: str, settings: Settings, start: str | None) -> Iterator[Event]:
-    with closing(Measurer(model, settings, start)) as measurer:
+def _run_in_process(
+    tasks: Sequence[EvaluationTask], model: str, settings: EvaluationSettings, start: str | None
+) -> Iterator[WorkerEvent]:
+    with closing(CellMeasurer(model, settings, start)) as measurer:
         for task in tasks:
-            fed: list[int] = []
+            fed_tokens: list[int] = []
             try:
-                for key, cell in carry_out(task, measurer, fed.append):
-                    yield Event(task, tokens=sum(fed), key=key, cell=cell)
-                    fed.clear()
-            except RefusedError as exc:
-                yield Event(task, refused=str(exc))
+                for key, cell in run_task(task, measurer, fed_tokens.append):
+                    yield WorkerEvent(task, tokens=sum(fed_tokens), key=key, cell=cell)
+                    fed_tokens.clear()
+            except UnsupportedConfigurationError as exc:
+                yield WorkerEvent(task, refusal_reason=str(exc))
 
 
-def _elsewhere(tasks: Sequence[Task], model: str, settings: Settings, jobs: int, start: str | None) -> Iterator[Event]:
-    waiting = deque(tasks)
-    running: dict[int, _Process] = {}
-    said: queue.SimpleQueue[tuple[int, Message | None]] = queue.SimpleQueue()
+def _run_in_workers(
+    tasks: Sequence[EvaluationTask], model: str, settings: EvaluationSettings, jobs: int, start: str | None
+) -> Iterator[WorkerEvent]:
+    pending = deque(tasks)
+    workers: dict[int, _WorkerProcess] = {}
+    messages: queue.SimpleQueue[tuple[int, WorkerMessage | None]] = queue.SimpleQueue()
     number = 0
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                task = waiting.popleft()
+        while pending or workers:
+            while pending and len(workers) < jobs:
+                task = pending.popleft()
                 order = {"model": model, "settings": settings.to_dict(), "task": task.to_dict(), "start": start}
-                running[number] = _Process(number, task, json.dumps(order), said)
+                workers[number] = _WorkerProcess(number, task, json.dumps(order), messages)
                 number += 1
-            of, message = said.get()
-            process = running[of]
+            worker_number, message = messages.get()
+            process = workers[worker_number]
             if message is None:
-                process.finish()
-                del running[of]
+                process.wait_for_end()
+                del workers[worker_number]
                 continue
             if message.error is not None:
-                raise _error(message.error, message.message)
-            yield _event(process.task, message)
+                raise _create_error(message.error, message.message)
+            yield _to_event(process.task, message)
     finally:
-        for process in running.values():
-            process.end()
+        for process in workers.values():
+            process.terminate()
 
 
-class _Process:
+class _WorkerProcess:
     """A worker and the thread that listens to it."""
 
     def __init__(
         self,
         number: int,
-        task: Task,
+        task: EvaluationTask,
         order: str,
-        said: queue.SimpleQueue[tuple[int, Message | None]],
+        messages: queue.SimpleQueue[tuple[int, WorkerMessage | None]],
     ) -> None:
         self.task = task
         self._process = subprocess.Popen(
@@ -116,17 +124,17 @@ class _Process:
             text=True,
             encoding="utf-8",
         )
-        self._thread = threading.Thread(target=self._listen, args=(number, order, said), daemon=True)
+        self._thread = threading.Thread(target=self._read_messages, args=(number, order, messages), daemon=True)
         self._thread.start()
 
-    def finish(self) -> None:
+    def wait_for_end(self) -> None:
         """It has said all: wait for it."""
         code = self._process.wait()
         self._thread.join()
         if code:
             raise KvmnnError(f"{self.task.configuration.label}: the process that measured it ended with code {code}")
 
-    def end(self) -> None:
+    def terminate(self) -> None:
         """End it where it is."""
         self._process.terminate()
         try:
@@ -136,7 +144,9 @@ class _Process:
             self._process.wait()
         self._thread.join()
 
-    def _listen(self, number: int, order: str, said: queue.SimpleQueue[tuple[int, Message | None]]) -> None:
+    def _read_messages(
+        self, number: int, order: str, messages: queue.SimpleQueue[tuple[int, WorkerMessage | None]]
+    ) -> None:
         stdin, stdout = self._process.stdin, self._process.stdout
         if stdin is None or stdout is None:
             raise RuntimeError("the worker has no pipes")
@@ -148,24 +158,24 @@ class _Process:
         with stdout:
             for line in stdout:
                 if line.endswith("\n"):
-                    said.put((number, Message.from_dict(json.loads(line))))
-        said.put((number, None))
+                    messages.put((number, WorkerMessage.from_dict(json.loads(line))))
+        messages.put((number, None))
 
 
-def _event(task: Task, message: Message) -> Event:
+def _to_event(task: EvaluationTask, message: WorkerMessage) -> WorkerEvent:
     key = message.key
     if key is None:
-        return Event(task, tokens=message.tokens or 0, refused=message.refused)
-    return Event(task, key=key, cell=read_cell(task.kind_of(key), message.cell, task.configuration.label))
+        return WorkerEvent(task, tokens=message.tokens or 0, refusal_reason=message.refused)
+    return WorkerEvent(task, key=key, cell=read_cell(task.get_kind(key), message.cell, task.configuration.label))
 
 
-def _error(name: str, message: str) -> Exception:
+def _create_error(name: str, message: str) -> Exception:
     """What a worker raised, as the same class."""
     if name in ("MemoryError", "TypeError"):
         return MemoryError(message) if name == "MemoryError" else TypeError(message)
-    kind = getattr(errors, name, KvmnnError)
+    error_class = getattr(errors, name, KvmnnError)
     try:
-        made = kind(message)
+        error = error_class(message)
     except TypeError:  # a class that wants more than a message
-        made = KvmnnError(message)
-    return made if isinstance(made, Exception) else KvmnnError(message)
+        error = KvmnnError(message)
+    return error if isinstance(error, Exception) else KvmnnError(message)

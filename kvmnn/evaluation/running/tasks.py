@@ -10,8 +10,8 @@ import numpy as np
 
 from ...files.records import Record
 from ...lm.documents import Document
-from ..measuring.cell import Advance, Measurer, RefusedError
-from ..measuring.cells import Cell, Kind, RefusedCell
+from ..measuring.cell import AdvanceCallback, CellMeasurer, UnsupportedConfigurationError
+from ..measuring.cells import Cell, CellKind, RefusedCell
 from ..setup.configurations import Configuration
 
 
@@ -31,14 +31,14 @@ class MissingCell(Record):
         Whether its course is recorded.
     """
 
-    kind: Kind
+    kind: CellKind
     key: str
     document: int
     trace: bool = False
 
 
 @dataclass(frozen=True)
-class Task:
+class EvaluationTask:
     """Cells of one configuration, measured one after the other by one process."""
 
     configuration: Configuration
@@ -46,12 +46,12 @@ class Task:
     cells: tuple[MissingCell, ...]
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """Tokens of the cells that are counted for progress."""
         documents = [self.documents[cell.document] for cell in self.cells if cell.kind != "timing"]
-        return sum(document.tokens if self.configuration.begun else document.fed for document in documents)
+        return sum(document.num_scored if self.configuration.begun else document.num_fed for document in documents)
 
-    def kind_of(self, key: str) -> Kind:
+    def get_kind(self, key: str) -> CellKind:
         """The kind of one of its cells."""
         return next(cell.kind for cell in self.cells if cell.key == key)
 
@@ -66,8 +66,8 @@ class Task:
                     "nbytes": document.nbytes,
                     "sha256": document.sha256,
                     "begins_with_bos": document.begins_with_bos,
-                    "asked": document.asked,
-                    "begin": document.begin,
+                    "requested_tokens": document.requested_tokens,
+                    "scored_from": document.scored_from,
                 }
                 for document in self.documents
             ],
@@ -75,7 +75,7 @@ class Task:
         }
 
     @classmethod
-    def from_dict(cls, document: Mapping[str, Any]) -> Task:
+    def from_dict(cls, document: Mapping[str, Any]) -> EvaluationTask:
         """A task from `to_dict`."""
         return cls(
             Configuration.from_dict(document["configuration"]),
@@ -84,7 +84,7 @@ class Task:
         )
 
 
-def carry_out(task: Task, measurer: Measurer, advance: Advance) -> Iterator[tuple[str, Cell]]:
+def run_task(task: EvaluationTask, measurer: CellMeasurer, advance: AdvanceCallback) -> Iterator[tuple[str, Cell]]:
     """The task's cells with their keys, each as soon as it is finished.
 
     What the model cannot do by the definition of a project is a cell too, a `RefusedCell`.
@@ -94,19 +94,24 @@ def carry_out(task: Task, measurer: Measurer, advance: Advance) -> Iterator[tupl
     RefusedError
         Where the model cannot run the configuration at all.
     """
-    first = True
+    is_first = True
     for cell in task.cells:
         document = task.documents[cell.document]
         if cell.kind == "score":
-            yield cell.key, measurer.score(task.configuration, document, advance, trace=cell.trace, first=first)
-            first = False
+            yield (
+                cell.key,
+                measurer.measure_score(
+                    task.configuration, document, advance, record_trace=cell.trace, measure_memory=is_first
+                ),
+            )
+            is_first = False
             continue
-        found: Cell
+        result: Cell
         try:
             if cell.kind == "seed":
-                found = measurer.by_definition(task.configuration, document, advance)
+                result = measurer.measure_by_definition(task.configuration, document, advance)
             else:
-                found = measurer.timing(task.configuration, document)
-        except RefusedError as exc:
-            found = RefusedCell(str(exc))
-        yield cell.key, found
+                result = measurer.measure_timing(task.configuration, document)
+        except UnsupportedConfigurationError as exc:
+            result = RefusedCell(str(exc))
+        yield cell.key, result

@@ -17,17 +17,17 @@ from typing import IO, Any
 
 from ...errors import KvmnnError
 
-_SECONDS_BETWEEN = 0.25
+_MIN_MESSAGE_INTERVAL_SECONDS = 0.25
 
 
 def main() -> int:
     """Carry out the task on standard input."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it and ends this process
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_on_signal)
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print must not come between the lines
     try:
-        _serve(json.load(sys.stdin), lines)
+        _run_order(json.load(sys.stdin), lines)
     except BrokenPipeError:  # nobody listens any more
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), lines.fileno())
@@ -37,43 +37,45 @@ def main() -> int:
     return 0
 
 
-def _leave(number: int, frame: object) -> None:
+def _exit_on_signal(number: int, frame: object) -> None:
     """Unwind, so that temporary files go."""
     raise SystemExit(128 + number)
 
 
-def _serve(order: Mapping[str, Any], lines: IO[str]) -> None:
-    from ..measuring.cell import Measurer, RefusedError
-    from ..setup.settings import Settings
-    from .messages import Message
-    from .tasks import Task, carry_out
+def _run_order(order: Mapping[str, Any], lines: IO[str]) -> None:
+    from ..measuring.cell import CellMeasurer, UnsupportedConfigurationError
+    from ..setup.settings import EvaluationSettings
+    from .messages import WorkerMessage
+    from .tasks import EvaluationTask, run_task
 
-    def send(message: Message) -> None:
+    def send(message: WorkerMessage) -> None:
         lines.write(json.dumps(message.to_dict()) + "\n")
         lines.flush()
 
     pending, last = 0, time.monotonic()
 
-    def advance(tokens: int) -> None:
+    def report_progress(tokens: int) -> None:
         nonlocal pending, last
         pending += tokens
-        if time.monotonic() - last >= _SECONDS_BETWEEN:
-            send(Message(tokens=pending))
+        if time.monotonic() - last >= _MIN_MESSAGE_INTERVAL_SECONDS:
+            send(WorkerMessage(tokens=pending))
             pending, last = 0, time.monotonic()
 
     try:
-        task = Task.from_dict(order["task"])
-        measuring = Measurer(order["model"], Settings.from_dict(order["settings"]), order.get("start"), fresh=True)
-        with closing(measuring) as measurer:
-            for key, cell in carry_out(task, measurer, advance):
+        task = EvaluationTask.from_dict(order["task"])
+        cell_measurer = CellMeasurer(
+            order["model"], EvaluationSettings.from_dict(order["settings"]), order.get("start"), is_fresh_process=True
+        )
+        with closing(cell_measurer) as measurer:
+            for key, cell in run_task(task, measurer, report_progress):
                 if pending:
-                    send(Message(tokens=pending))
+                    send(WorkerMessage(tokens=pending))
                     pending = 0
-                send(Message(key=key, cell=cell.to_dict()))
-    except RefusedError as exc:
-        send(Message(refused=str(exc)))
+                send(WorkerMessage(key=key, cell=cell.to_dict()))
+    except UnsupportedConfigurationError as exc:
+        send(WorkerMessage(refused=str(exc)))
     except (KvmnnError, TypeError, MemoryError) as exc:
-        send(Message(error=type(exc).__name__, message=str(exc) or "out of memory"))
+        send(WorkerMessage(error=type(exc).__name__, message=str(exc) or "out of memory"))
 
 
 if __name__ == "__main__":

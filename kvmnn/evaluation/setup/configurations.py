@@ -12,12 +12,12 @@ from ...errors import KvmnnError, OptionError
 from ...files.records import Record
 from ...policies.base import Policy
 from ...policies.budget import Budget
-from ...policies.full import Full
-from ...policies.labels import LabelledPolicy, jsonable, label_of
-from ...policies.registry import policy_called
-from ...policies.specs import make, options_of, parse_spec, takes
+from ...policies.full import FullCache
+from ...policies.labels import LabelledPolicy, convert_options_to_json, format_label
+from ...policies.registry import get_policy_class
+from ...policies.specs import accepts_option, build_policy, expand_spec, split_spec
 
-FULL = Full.name
+FULL_POLICY = FullCache.name
 """The policy that evicts nothing."""
 
 
@@ -67,43 +67,45 @@ class Configuration(Record):
     """
 
     label: str
-    policy: str = FULL
+    policy: str = FULL_POLICY
     options: Mapping[str, Any] = field(default_factory=dict)
     preset: str | None = None
     definition: ProjectDefinition | None = field(default=None, metadata={"key": "seed_method"})
     positions: Literal["true", "stored"] = "true"
     begun: bool = False
 
-    def make(self, seed: Sequence[int] = (0,)) -> Policy:
+    def create_policy(self, seed: Sequence[int] = (0,)) -> Policy:
         """The policy, with a generator of this seed where it draws."""
-        return make(self.policy, self.options, seed)
+        return build_policy(self.policy, self.options, seed)
 
-    def policy_options(self) -> dict[str, Any]:
+    def list_options(self) -> dict[str, Any]:
         """All options of the policy as JSON has them, defaults included."""
-        return jsonable(self.make().options())
+        return convert_options_to_json(self.create_policy().to_options())
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def to_identity(self) -> dict[str, Any]:
         """What its numbers depend on, as JSON has it: all options, defaults included, and no label."""
-        found = {"policy": self.policy, "options": self.policy_options(), "positions": self.positions}
-        return found | ({"begun": True} if self.begun else {})
+        identity = {"policy": self.policy, "options": self.list_options(), "positions": self.positions}
+        return identity | ({"begun": True} if self.begun else {})
 
     @classmethod
     def from_dict(cls, document: object, where: str = "configuration") -> Self:
         """A configuration from `to_dict`."""
-        found = super().from_dict(document, where)
-        options = {key: tuple(value) if isinstance(value, list) else value for key, value in found.options.items()}
-        return replace(found, options=options)
+        configuration = super().from_dict(document, where)
+        options = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in configuration.options.items()
+        }
+        return replace(configuration, options=options)
 
 
-Compared = str | Policy | Configuration
+PolicyLike = str | Policy | Configuration
 """A policy by its spec or itself, or a configuration."""
 
 
 # -- from the command line --------------------------------------------------------------------------------------------
 
 
-def configurations(
+def expand_configurations(
     specs: Iterable[str],
     budgets: Sequence[int],
     skip_layers: tuple[int, ...] | None = None,
@@ -133,55 +135,59 @@ def configurations(
         For policies and options that do not exist and values that the policy refuses.
     """
     specs = list(specs)
-    found = [named(*options) for spec in specs for options in options_of(spec, budgets, skip_layers, defaults)]
+    expanded = [
+        build_configuration(*options) for spec in specs for options in expand_spec(spec, budgets, skip_layers, defaults)
+    ]
     check_budgets(specs, budgets)
-    return found
+    return expanded
 
 
 def check_budgets(specs: Sequence[str], budgets: Sequence[int]) -> None:
     """Refuse, with `OptionError`, budgets that change nothing because no policy takes one."""
-    if not budgets or not specs or any(takes(spec, "budget") for spec in specs):
+    if not budgets or not specs or any(accepts_option(spec, "budget") for spec in specs):
         return
-    means = [f"{spec}: {policy_called(parse_spec(spec)[0]).budget_means}" for spec in specs]
-    said = " and ".join(f"{budget:,}" for budget in budgets)
-    raise OptionError(f"a budget of {said} tokens has no effect here; {'; '.join(means)}".replace("`", ""))
+    budget_texts = [f"{spec}: {get_policy_class(split_spec(spec)[0]).budget_help}" for spec in specs]
+    sizes_text = " and ".join(f"{budget:,}" for budget in budgets)
+    raise OptionError(f"a budget of {sizes_text} tokens has no effect here; {'; '.join(budget_texts)}".replace("`", ""))
 
 
-def compared(
-    policies: Compared | Sequence[Compared], budgets: int | str | Sequence[int | str], tokens: int
+def resolve_configurations(
+    policies: PolicyLike | Sequence[PolicyLike], budgets: int | str | Sequence[int | str], tokens: int
 ) -> list[Configuration]:
     """What `kvmnn.evaluation.evaluate` was asked to compare; shares of budgets are of `tokens`."""
-    entries = [policies] if isinstance(policies, Compared) else policies
+    entries = [policies] if isinstance(policies, PolicyLike) else policies
     sizes = [budgets] if isinstance(budgets, int | str) else budgets
-    wanted = [Budget.parse(str(size)).of(tokens) for size in sizes]
-    if wanted and not any(isinstance(entry, str) for entry in entries):
+    budget_tokens = [Budget.parse(str(size)).resolve(tokens) for size in sizes]
+    if budget_tokens and not any(isinstance(entry, str) for entry in entries):
         raise OptionError("budgets are for policies that are named: expected a name such as 'streaming' among them")
-    check_budgets([entry for entry in entries if isinstance(entry, str)], wanted)
-    found: list[Configuration] = []
+    check_budgets([entry for entry in entries if isinstance(entry, str)], budget_tokens)
+    resolved: list[Configuration] = []
     for entry in entries:
         if isinstance(entry, str):
-            found += [named(*options) for options in options_of(entry, wanted)]
+            resolved += [build_configuration(*options) for options in expand_spec(entry, budget_tokens)]
         elif isinstance(entry, Policy):
-            known = LabelledPolicy.of(entry)
-            found.append(Configuration(known.label, entry.name, dict(known.options)))
+            labelled_policy = LabelledPolicy.from_policy(entry)
+            resolved.append(Configuration(labelled_policy.label, entry.name, dict(labelled_policy.options)))
         else:
-            found.append(entry)
-    return found
+            resolved.append(entry)
+    return resolved
 
 
-def named(policy: str, options: Mapping[str, Any], **rest: Any) -> Configuration:
+def build_configuration(policy: str, options: Mapping[str, Any], **fields_by_name: Any) -> Configuration:
     """A configuration with the label that its options give, checked."""
-    made = Configuration(label_of(policy_called(policy), options), policy, dict(options), **rest)
-    made.make()
-    return made
+    configuration = Configuration(
+        format_label(get_policy_class(policy), options), policy, dict(options), **fields_by_name
+    )
+    configuration.create_policy()
+    return configuration
 
 
-def shares(text: str) -> tuple[float, ...]:
+def parse_ratios(text: str) -> tuple[float, ...]:
     """``0.2+0.5`` as numbers."""
     try:
-        found = tuple(float(part) for part in re.split(r"[+,]", text))
+        ratios = tuple(float(part) for part in re.split(r"[+,]", text))
     except ValueError:
         raise KvmnnError(f"{text!r}: expected numbers such as 0.2+0.5") from None
-    if not all(math.isfinite(share) for share in found):
+    if not all(math.isfinite(ratio) for ratio in ratios):
         raise KvmnnError(f"{text!r}: expected finite numbers")
-    return found
+    return ratios

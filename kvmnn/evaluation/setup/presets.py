@@ -38,23 +38,23 @@ from itertools import product
 from typing import Any
 
 from ...errors import KvmnnError
-from ...policies.base import BUFFER
-from ...policies.specs import numbers, parse_spec
+from ...policies.base import DEFAULT_BUFFER_TOKENS
+from ...policies.specs import parse_ints, split_spec
 from ...policies.streaming import Streaming
-from ...text import did_you_mean
-from .configurations import FULL, Configuration, ProjectDefinition, shares
+from ...text import suggest
+from .configurations import FULL_POLICY, Configuration, ProjectDefinition, parse_ratios
 
-SIZES = (256, 512, 1024)
-STRATEGIES = ("keep_low", "keep_high", "random")
-H2O = ((4, 32, 256), (8, 32, 256), (8, 64, 512))
+KNORM_SIZES = (256, 512, 1024)
+KNORM_STRATEGIES = ("keep_low", "keep_high", "random")
+H2O_CACHES = ((4, 32, 256), (8, 32, 256), (8, 64, 512))
 """Sink, recent and capacity of the project's H2O caches."""
 STREAMING_SINK = 8
-BASELINE_CHUNK = 1024
+BASELINE_CHUNK_TOKENS = 1024
 
-Options = Mapping[str, str]
+PresetOptions = Mapping[str, str]
 
 
-def preset(spec: str, skip_layers: tuple[int, ...] | None = None) -> list[Configuration]:
+def expand_preset(spec: str, skip_layers: tuple[int, ...] | None = None) -> list[Configuration]:
     """The configurations of ``NAME`` or ``NAME:option=value,...``; lists are joined by ``+``.
 
     Parameters
@@ -75,149 +75,151 @@ def preset(spec: str, skip_layers: tuple[int, ...] | None = None) -> list[Config
     KvmnnError
         For presets, options and values that do not exist.
     """
-    name, options = parse_spec(spec, FLAGS)
+    name, options = split_spec(spec, FLAG_OPTIONS)
     if name not in PRESETS:
-        raise KvmnnError(f"unknown preset {name!r}: expected one of {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}")
-    make, known = PRESETS[name]
-    known = (*known, "no_baseline")
+        raise KvmnnError(f"unknown preset {name!r}: expected one of {', '.join(PRESETS)}{suggest(name, PRESETS)}")
+    create_entries, option_names = PRESETS[name]
+    option_names = (*option_names, "no_baseline")
     for option in options:
-        if option not in known:
-            meant = did_you_mean(option, known)
-            raise KvmnnError(f"preset {name} has no option {option!r}: expected {', '.join(known)}{meant}")
-        if option in FLAGS and options[option] != "true":
+        if option not in option_names:
+            suggestion = suggest(option, option_names)
+            raise KvmnnError(f"preset {name} has no option {option!r}: expected {', '.join(option_names)}{suggestion}")
+        if option in FLAG_OPTIONS and options[option] != "true":
             raise KvmnnError(f"preset {name}: {option} takes no value")
-    if "skip_layers" in known and skip_layers is not None:
+    if "skip_layers" in option_names and skip_layers is not None:
         options.setdefault("skip_layers", "+".join(map(str, skip_layers)))
-    made = [replace(entry, preset=name) for entry in make(options)]
+    configurations = [replace(entry, preset=name) for entry in create_entries(options)]
     if "no_baseline" in options:
-        made = [entry for entry in made if entry.policy != FULL]
-    for entry in made:
-        entry.make()
-    return made
+        configurations = [entry for entry in configurations if entry.policy != FULL_POLICY]
+    for entry in configurations:
+        entry.create_policy()
+    return configurations
 
 
-def _knorm_fixed(options: Options) -> Iterator[Configuration]:
-    skip = _skipped(options)
-    sizes = numbers(options["fix_kv_sizes"]) if "fix_kv_sizes" in options else SIZES
-    strategies = options.get("strategies", "+".join(STRATEGIES)).split("+")
+def _expand_knorm_fixed(options: PresetOptions) -> Iterator[Configuration]:
+    skip_layers = _parse_skip_layers(options)
+    sizes = parse_ints(options["fix_kv_sizes"]) if "fix_kv_sizes" in options else KNORM_SIZES
+    strategies = options.get("strategies", "+".join(KNORM_STRATEGIES)).split("+")
     if "keep_ratio" in options and "keep_ratios" in options:
         raise KvmnnError("knorm-fixed: keep_ratio and keep_ratios are the same: say one")
-    ratios = shares(options.get("keep_ratios", options.get("keep_ratio", "0.2")))
-    yield _baseline("E1")
+    ratios = parse_ratios(options.get("keep_ratios", options.get("keep_ratio", "0.2")))
+    yield _build_baseline("E1")
     for size in sizes:
         for ratio, strategy in product(ratios, strategies):
-            yield _fixed(f"fix {size} {strategy} {ratio:g}", size, ratio, strategy, skip)
+            yield _build_fixed(f"fix {size} {strategy} {ratio:g}", size, ratio, strategy, skip_layers)
         if "no_recent_only" not in options:
-            yield _entry(f"recent_only {size}", "recent_only", {"budget": size, "skip_layers": skip})
+            yield _build_entry(f"recent_only {size}", "recent_only", {"budget": size, "skip_layers": skip_layers})
 
 
-def _knorm_ratio(options: Options) -> Iterator[Configuration]:
-    skip, prune_after = _skipped(options), _number("knorm-ratio", options, "prune_after", 1000)
-    yield _baseline("E1")
-    for ratio in shares(options.get("keep_ratios", "1.0+0.8+0.5+0.3")):
-        chosen = {"keep_ratio": ratio, "prune_after": prune_after, "skip_layers": skip}
-        yield _entry(f"l2_compress {ratio:g} after {prune_after}", "l2_ratio", chosen)
+def _expand_knorm_ratio(options: PresetOptions) -> Iterator[Configuration]:
+    skip_layers, prune_after = _parse_skip_layers(options), _parse_number("knorm-ratio", options, "prune_after", 1000)
+    yield _build_baseline("E1")
+    for ratio in parse_ratios(options.get("keep_ratios", "1.0+0.8+0.5+0.3")):
+        policy_options = {"keep_ratio": ratio, "prune_after": prune_after, "skip_layers": skip_layers}
+        yield _build_entry(f"l2_compress {ratio:g} after {prune_after}", "l2_ratio", policy_options)
 
 
-def _knorm_ablation(options: Options) -> Iterator[Configuration]:
+def _expand_knorm_ablation(options: PresetOptions) -> Iterator[Configuration]:
     """Each row differs from the one before in one thing; the last two are a pair of their own."""
-    name, skip = "knorm-ablation", _skipped(options)
-    threshold, size = _number(name, options, "prune_after", 512), _number(name, options, "fix_kv_size", 512)
-    ratio, recent = _share(name, options, "keep_ratio", 0.8), _share(name, options, "recent", 0.5)
-    base = {"keep_ratio": ratio, "skip_layers": skip}
-    yield _baseline("E1")
-    for label, form, first in (
+    name, skip_layers = "knorm-ablation", _parse_skip_layers(options)
+    threshold, size = _parse_number(name, options, "prune_after", 512), _parse_number(name, options, "fix_kv_size", 512)
+    ratio, recent_ratio = _parse_ratio(name, options, "keep_ratio", 0.8), _parse_ratio(name, options, "recent", 0.5)
+    base = {"keep_ratio": ratio, "skip_layers": skip_layers}
+    yield _build_baseline("E1")
+    for label, form, prune_after in (
         (f"by norm, from {threshold}", "original", threshold),
         (f"by norm, above {threshold}", "original", threshold + 1),  # the same as the project's threshold
         (f"in time, above {threshold}", "seed", threshold),
     ):
-        yield _entry(f"{ratio:g} {label}", "l2_ratio", base | {"prune_after": first, "form": form})
-    yield _fixed(f"fix {size} pure", size, 0.0, "keep_low", skip)
-    yield _fixed(f"fix {size} hybrid {recent:g}", size, recent, "keep_low", skip)
+        yield _build_entry(f"{ratio:g} {label}", "l2_ratio", base | {"prune_after": prune_after, "form": form})
+    yield _build_fixed(f"fix {size} pure", size, 0.0, "keep_low", skip_layers)
+    yield _build_fixed(f"fix {size} hybrid {recent_ratio:g}", size, recent_ratio, "keep_low", skip_layers)
 
 
-def _streaming_h2o(options: Options) -> Iterator[Configuration]:
-    caches = list(dict.fromkeys(cache for base in H2O for cache in _h2o_caches(base, options)))
-    yield _baseline("E2")
-    sinks = numbers(options["sink"]) if "sink" in options else (STREAMING_SINK,)
+def _expand_streaming_h2o(options: PresetOptions) -> Iterator[Configuration]:
+    caches = list(dict.fromkeys(cache for base in H2O_CACHES for cache in _expand_h2o_caches(base, options)))
+    yield _build_baseline("E2")
+    sinks = parse_ints(options["sink"]) if "sink" in options else (STREAMING_SINK,)
     for sink, window in product(sinks, dict.fromkeys(capacity for _, _, capacity in caches)):
         label = f"streaming_{sink}_{window}"
-        lazy = Streaming.lazy(sink, window)
-        chosen = {"budget": lazy.budget, "sink": sink, "buffer": BUFFER}
+        policy = Streaming.from_window(sink, window)
+        policy_options = {"budget": policy.budget, "sink": sink, "buffer": DEFAULT_BUFFER_TOKENS}
         definition = ProjectDefinition("E2", label, chunk=window, speed=True)
-        yield Configuration(label, "streaming", chosen, definition=definition)
+        yield Configuration(label, "streaming", policy_options, definition=definition)
     for sink, recent, capacity in caches:
         label = f"h2o_{sink}_{recent}_{capacity}"
-        chosen = {"budget": capacity, "sink": sink, "recent": recent, "buffer": BUFFER}
+        policy_options = {"budget": capacity, "sink": sink, "recent": recent, "buffer": DEFAULT_BUFFER_TOKENS}
         definition = ProjectDefinition("E2", label, chunk=capacity, speed=True)
-        yield Configuration(label, "h2o_tokens", chosen, definition=definition)
+        yield Configuration(label, "h2o_tokens", policy_options, definition=definition)
 
 
-def _h2o_caches(base: tuple[int, int, int], options: Options) -> Iterator[tuple[int, int, int]]:
+def _expand_h2o_caches(base: tuple[int, int, int], options: PresetOptions) -> Iterator[tuple[int, int, int]]:
     """One of the project's caches with the numbers that were asked for in the place of its own."""
     if "capacity" in options and "heavy_hitter" in options:
         raise KvmnnError("streaming-h2o: capacity is sink + heavy_hitter + recent: say one of capacity, heavy_hitter")
     sinks, recents = (
-        numbers(options[name]) if name in options else (own,)
-        for name, own in zip(("sink", "recent"), base, strict=False)
+        parse_ints(options[name]) if name in options else (default,)
+        for name, default in zip(("sink", "recent"), base, strict=False)
     )
     for sink, recent in product(sinks, recents):
         if "heavy_hitter" in options:
-            capacities = tuple(sink + heavy + recent for heavy in numbers(options["heavy_hitter"]))
+            capacities = tuple(sink + num_heavy + recent for num_heavy in parse_ints(options["heavy_hitter"]))
         else:
-            capacities = numbers(options["capacity"]) if "capacity" in options else (base[2],)
+            capacities = parse_ints(options["capacity"]) if "capacity" in options else (base[2],)
         for capacity in capacities:
             if capacity < max(sink + recent, 1):
                 raise KvmnnError(f"streaming-h2o: capacity {capacity} has no room for {sink} sinks and {recent} recent")
             yield sink, recent, capacity
 
 
-def _fixed(label: str, size: int, ratio: float, strategy: str, skip: tuple[int, ...]) -> Configuration:
-    chosen = {"budget": size, "recent_ratio": ratio, "strategy": strategy, "skip_layers": skip}
-    return _entry(label, "l2_fixed", chosen)
+def _build_fixed(label: str, size: int, ratio: float, strategy: str, skip_layers: tuple[int, ...]) -> Configuration:
+    policy_options = {"budget": size, "recent_ratio": ratio, "strategy": strategy, "skip_layers": skip_layers}
+    return _build_entry(label, "l2_fixed", policy_options)
 
 
-def _entry(label: str, policy: str, options: Mapping[str, Any]) -> Configuration:
+def _build_entry(label: str, policy: str, options: Mapping[str, Any]) -> Configuration:
     """A configuration of l2_compress / KnormPress; its own label also names the layers that are never cut."""
-    skipped = "+".join(map(str, options["skip_layers"]))
-    ours = f"{label} skip_layers={skipped}" if skipped else label
-    return Configuration(ours, policy, options, definition=ProjectDefinition("E1", label))
+    skip_text = "+".join(map(str, options["skip_layers"]))
+    full_label = f"{label} skip_layers={skip_text}" if skip_text else label
+    return Configuration(full_label, policy, options, definition=ProjectDefinition("E1", label))
 
 
-def _baseline(evaluation: str) -> Configuration:
+def _build_baseline(evaluation: str) -> Configuration:
     if evaluation == "E1":
-        return Configuration("baseline", FULL, definition=ProjectDefinition("E1", "baseline"))
-    return Configuration("baseline", FULL, definition=ProjectDefinition("E2", "baseline", BASELINE_CHUNK, speed=True))
+        return Configuration("baseline", FULL_POLICY, definition=ProjectDefinition("E1", "baseline"))
+    return Configuration(
+        "baseline", FULL_POLICY, definition=ProjectDefinition("E2", "baseline", BASELINE_CHUNK_TOKENS, speed=True)
+    )
 
 
-def _skipped(options: Options) -> tuple[int, ...]:
-    return numbers(options.get("skip_layers", "0+1"))
+def _parse_skip_layers(options: PresetOptions) -> tuple[int, ...]:
+    return parse_ints(options.get("skip_layers", "0+1"))
 
 
-def _number(preset: str, options: Options, name: str, default: int) -> int:
-    found = numbers(options[name]) if name in options else (default,)
-    if len(found) != 1:
+def _parse_number(preset: str, options: PresetOptions, name: str, default: int) -> int:
+    values = parse_ints(options[name]) if name in options else (default,)
+    if len(values) != 1:
         raise KvmnnError(f"{preset}: {name} is {options[name]!r}: expected one number")
-    return found[0]
+    return values[0]
 
 
-def _share(preset: str, options: Options, name: str, default: float) -> float:
-    found = shares(options[name]) if name in options else (default,)
-    if len(found) != 1:
+def _parse_ratio(preset: str, options: PresetOptions, name: str, default: float) -> float:
+    values = parse_ratios(options[name]) if name in options else (default,)
+    if len(values) != 1:
         raise KvmnnError(f"{preset}: {name} is {options[name]!r}: expected one share")
-    return found[0]
+    return values[0]
 
 
-FLAGS = ("no_baseline", "no_recent_only")
+FLAG_OPTIONS = ("no_baseline", "no_recent_only")
 """Options without a value."""
 
-PRESETS: dict[str, tuple[Callable[[Options], Iterator[Configuration]], tuple[str, ...]]] = {
+PRESETS: dict[str, tuple[Callable[[PresetOptions], Iterator[Configuration]], tuple[str, ...]]] = {
     "knorm-fixed": (
-        _knorm_fixed,
+        _expand_knorm_fixed,
         ("fix_kv_sizes", "strategies", "keep_ratios", "keep_ratio", "no_recent_only", "skip_layers"),
     ),
-    "knorm-ratio": (_knorm_ratio, ("keep_ratios", "prune_after", "skip_layers")),
-    "knorm-ablation": (_knorm_ablation, ("keep_ratio", "prune_after", "fix_kv_size", "recent", "skip_layers")),
-    "streaming-h2o": (_streaming_h2o, ("sink", "heavy_hitter", "recent", "capacity")),
+    "knorm-ratio": (_expand_knorm_ratio, ("keep_ratios", "prune_after", "skip_layers")),
+    "knorm-ablation": (_expand_knorm_ablation, ("keep_ratio", "prune_after", "fix_kv_size", "recent", "skip_layers")),
+    "streaming-h2o": (_expand_streaming_h2o, ("sink", "heavy_hitter", "recent", "capacity")),
 }
 """Every preset by its name: what makes its configurations, and its options."""

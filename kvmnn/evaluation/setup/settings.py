@@ -9,11 +9,11 @@ from typing import Any, Literal
 from ...errors import KvmnnError
 from ...files.records import Record
 from ...runtime import RuntimeConfig
-from ..measuring.cells import Kind
+from ..measuring.cells import CellKind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Record):
+class EvaluationSettings(Record):
     """Settings of an evaluation.
 
     Parameters
@@ -84,24 +84,24 @@ class Settings(Record):
         if self.deep_from < 0:
             object.__setattr__(self, "deep_from", self.tokens // 2)
         object.__setattr__(self, "deep_from", max(self.deep_from, self.prompt))
-        if self.packed is not None and self.runtime is not None:
+        if self.packed is not None and self.runtime_config is not None:
             raise KvmnnError("packed and lossless: a cache is held packed or in the lossless runtime")
         object.__setattr__(self, "providers", tuple(self.providers))
 
     @property
-    def runtime(self) -> RuntimeConfig | None:
+    def runtime_config(self) -> RuntimeConfig | None:
         """The options of the lossless runtime around the cache."""
         return None if self.lossless is None else RuntimeConfig.from_engine(self.lossless)
 
-    def that_change(self, kind: Kind) -> dict[str, Any]:
+    def select_relevant(self, kind: CellKind) -> dict[str, Any]:
         """The settings that a cell of this kind depends on (`kvmnn.evaluation.running.cell_store`)."""
-        used = Settings.from_dict(self.to_dict()).to_dict()  # without what a subclass adds
+        relevant = EvaluationSettings.from_dict(self.to_dict()).to_dict()  # without what a subclass adds
         for name in ("as_seed", "timing", "traces", "prefix_store"):
-            used.pop(name, None)
+            relevant.pop(name, None)
         if kind != "timing":
-            del used["repeats"]
+            del relevant["repeats"]
         if kind != "score":
-            del used["deep_from"], used["frame_dtype"], used["prompt"]
+            del relevant["deep_from"], relevant["frame_dtype"], relevant["prompt"]
         if kind == "seed":
-            del used["chunk"]
-        return used
+            del relevant["chunk"]
+        return relevant

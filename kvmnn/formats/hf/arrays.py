@@ -12,29 +12,29 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...arrays.engine_cache import EngineCache, of_part
-from ...arrays.layers import array_name
-from ...arrays.named_array import ArrayInfo, NamedArray, UnsupportedArrayError, UntypedArrayError
+from ...arrays.engine_cache import EngineCacheInfo, select_engine_layers
+from ...arrays.layers import format_array_name
+from ...arrays.named_array import ArrayInfo, LazyArray, UnsupportedArrayError, UntypedArrayError
 from ...arrays.opaque_state import OpaqueState
-from ...arrays.padding import take_rows
-from ...arrays.source import BESIDE_KEY, Source
-from ...arrays.strided import strided
-from ...bundle.beside import POSITIONS, to_json
+from ...arrays.padding import select_token_rows
+from ...arrays.source import SIDECAR_KEY, Source
+from ...arrays.strided import from_strided_view
+from ...bundle.beside import POSITIONS_NAME, dump_sidecars
 from ...dtypes import FLOAT8_NAMES, PARTS, Indices, Part, Positions
 from ...errors import KvmnnError, SourceError
-from ...text import count
+from ...text import pluralize
 from ..options import ReadOptions
-from ..reading import FLOAT8_WORDS, check_own_type, checked, dtype_name, select
+from ..reading import FLOAT8_FRAME_DTYPE, check_declared_dtype, resolve_dtype_name, select_tensors, validate_array
 from ..torch.tensors import ELEMENT_TYPES
-from .batch_texts import Texts, find_texts
+from .batch_texts import BatchTexts, find_batch_texts
 from .cache_states import describe_states
-from .objects import AnyTensor, Cache, Layer
-from .token_rows import CacheRows, TokenRows, find_rows, without_evicted
+from .objects import AnyTensor, KVLayer, TransformersCache
+from .token_rows import CacheRows, TokenRows, find_token_rows, mark_evicted
 
-AXES = "bhtd"
+CACHE_AXES = "bhtd"
 """Of K and V in every cache of transformers: batch, kv_head, token, head_dim."""
 
-_NUMPY = {
+_NUMPY_TYPE_BY_NAME = {
     "float16": "<f2",
     "bfloat16": "<u2",
     "float32": "<f4",
@@ -45,56 +45,64 @@ _NUMPY = {
     "uint8": "|u1",
     **dict.fromkeys(FLOAT8_NAMES, "|u1"),
 }
-_SELF_SAID = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", **{name: name for name in FLOAT8_NAMES}}
+_DTYPE_BY_TYPE_NAME = {
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    **{name: name for name in FLOAT8_NAMES},
+}
 
 
-def tensor_array(
-    where: str, name: str, tensor: AnyTensor, options: ReadOptions, rows: Indices | None = None
-) -> NamedArray:
-    """A tensor as an array in C order; with `rows` only those of the last axis but one.
+def make_tensor_array(
+    label: str, name: str, tensor: AnyTensor, options: ReadOptions, row_indices: Indices | None = None
+) -> LazyArray:
+    """A tensor as an array in C order; with `row_indices` only those of the last axis but one.
 
     Raises
     ------
     UnsupportedArrayError
         For a type that frames do not hold, and an empty tensor.
     """
-    where = f"{where}: {name}"
-    kind = tensor.type_name
-    if kind not in _NUMPY:
+    label = f"{label}: {name}"
+    type_name = tensor.type_name
+    if type_name not in _NUMPY_TYPE_BY_NAME:
         raise UnsupportedArrayError(
-            f"{where}: type {kind} is not one that frames hold (float16, bfloat16, float32, float8_e4m3fn, float8_e5m2)"
+            f"{label}: type {type_name} is not one that frames hold (float16, bfloat16, float32, float8_e4m3fn, "
+            f"float8_e5m2)"
         )
-    array_dtype = np.dtype(_NUMPY[kind])
-    check_own_type(_SELF_SAID.get(kind), options, where)
-    if kind not in _SELF_SAID and not (options.dtype or options.fallbacks):
-        raise UntypedArrayError(f"{where}: type {kind} needs a dtype to be taken as (--dtype)")
+    array_dtype = np.dtype(_NUMPY_TYPE_BY_NAME[type_name])
+    check_declared_dtype(_DTYPE_BY_TYPE_NAME.get(type_name), options, label)
+    if type_name not in _DTYPE_BY_TYPE_NAME and not (options.dtype or options.fallback_dtypes):
+        raise UntypedArrayError(f"{label}: type {type_name} needs a dtype to be taken as (--dtype)")
     shape = tuple(tensor.shape)
-    if rows is not None:
-        shape = (*shape[:-2], rows.size, shape[-1])
-    element = kind if kind in FLOAT8_NAMES else ""
-    dtype = FLOAT8_WORDS if element else dtype_name(array_dtype, options, where)
-    info = ArrayInfo(name=name, dtype=dtype, shape=shape, array_dtype=array_dtype.str, element=element)
-    return checked(strided(info, partial(_words, where, tensor, rows)), where, options)
+    if row_indices is not None:
+        shape = (*shape[:-2], row_indices.size, shape[-1])
+    element_type = type_name if type_name in FLOAT8_NAMES else ""
+    dtype = FLOAT8_FRAME_DTYPE if element_type else resolve_dtype_name(array_dtype, options, label)
+    info = ArrayInfo(name=name, dtype=dtype, shape=shape, array_dtype=array_dtype.str, element=element_type)
+    return validate_array(
+        from_strided_view(info, partial(_read_token_elements, label, tensor, row_indices)), label, options
+    )
 
 
-def _words(where: str, tensor: AnyTensor, rows: Indices | None) -> npt.NDArray[Any]:
+def _read_token_elements(label: str, tensor: AnyTensor, row_indices: Indices | None) -> npt.NDArray[Any]:
     try:
-        words = tensor.view()
+        elements = tensor.read_elements_unbounded()
     except (KvmnnError, RuntimeError, TypeError, ValueError) as error:  # a device that gives nothing, a damaged storage
-        raise SourceError(f"{where}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
-    return words if rows is None else take_rows(words, rows)
+        raise SourceError(f"{label}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
+    return elements if row_indices is None else select_token_rows(elements, row_indices)
 
 
 @dataclass(frozen=True, eq=False)
-class _Read:
+class _ResolvedCache:
     """A cache with the rows that are tokens, and the texts of its batch."""
 
-    cache: Cache
+    cache: TransformersCache
     rows: CacheRows
-    texts: Texts
+    batch_texts: BatchTexts
 
 
-def cache_source(where: str, cache: Cache, options: ReadOptions) -> Source:
+def make_cache_source(label: str, cache: TransformersCache, options: ReadOptions) -> Source:
     """K and V of every layer of a cache; pairs as they are where the caller says how they lie.
 
     Rows that hold no token are left out: the unused ones of buffers, and padding that all texts of a batch have.
@@ -104,207 +112,238 @@ def cache_source(where: str, cache: Cache, options: ReadOptions) -> Source:
     SourceError
         For K and V that do not have the shape ``[batch, kv_head, token, head_dim]``, or not the same tokens.
     """
-    if options.laid.axes is not None and cache.form in ("pairs", "legacy", "dict") and cache.cross is None:
+    if (
+        options.axis_spec.axes is not None
+        and cache.form in ("pairs", "legacy", "dict")
+        and cache.cross_attention is None
+    ):
         entries = [
-            (name, partial(tensor_array, where, name, tensor, options))
+            (name, partial(make_tensor_array, label, name, tensor, options))
             for layer in cache.layers
-            for name, tensor in _named(layer)
+            for name, tensor in _name_kv_tensors(layer)
         ]
-        arrays, skipped = select(where, entries, options)
-        return Source(arrays, skipped=skipped)
-    half = "" if cache.cross is None else "decoder"
-    read = _read(where, cache, has_halves=bool(half))
-    entries = _entries(where, read, options, half)
-    notes = _notes(read)
-    if cache.cross is not None:
-        cross = _read(where, cache.cross, has_halves=False)
-        entries += _entries(where, cross, options, "encoder")
-        notes += _notes(cross)
-    arrays, skipped = select(where, entries, options)
-    found = Source(arrays, skipped=skipped, notes=notes, axes=AXES)
-    names = [name for name, _ in entries]
+        arrays, skipped = select_tensors(label, entries, options)
+        return Source(arrays, skipped_arrays=skipped)
+    half = "" if cache.cross_attention is None else "decoder"
+    resolved = _resolve_cache(label, cache, has_halves=bool(half))
+    entries = _list_entries(label, resolved, options, half)
+    notes = _list_notes(resolved)
+    if cache.cross_attention is not None:
+        resolved_cross = _resolve_cache(label, cache.cross_attention, has_halves=False)
+        entries += _list_entries(label, resolved_cross, options, "encoder")
+        notes += _list_notes(resolved_cross)
+    arrays, skipped = select_tensors(label, entries, options)
+    source = Source(arrays, skipped_arrays=skipped, notes=notes, axes=CACHE_AXES)
+    array_names = [name for name, _ in entries]
     if half:
-        found.engine_cache = _describe(read) if len(arrays) == len(names) else None
+        source.engine_cache = _describe_cache(resolved) if len(arrays) == len(array_names) else None
     else:
-        found.engine_cache = of_part(_describe(read), names, found)
-    found.metadata = _note_positions(read.rows)
-    found.completeness = describe_states(cache, read.rows)
+        source.engine_cache = select_engine_layers(_describe_cache(resolved), array_names, source)
+    source.metadata = _build_positions_metadata(resolved.rows)
+    source.completeness = describe_states(cache, resolved.rows)
     if not half:
-        found.states = tuple(_list_states(where, read))
-    return found
+        source.states = tuple(_iter_opaque_states(label, resolved))
+    return source
 
 
-def _list_states(where: str, read: _Read) -> Iterator[OpaqueState]:
+def _iter_opaque_states(label: str, resolved: _ResolvedCache) -> Iterator[OpaqueState]:
     """State of layers without K and V, of one text whose rows are all tokens: it may not be that of some of them."""
-    cache, rows = read.cache, read.rows
-    for layer, each in zip(cache.layers, rows.layers, strict=True):
-        is_cut = each.index.size < layer.keys.shape[2] and not (layer.is_buffer or layer.is_window)
+    cache, rows = resolved.cache, resolved.rows
+    for layer, token_rows in zip(cache.layers, rows.layer_rows, strict=True):
+        is_cut = token_rows.row_indices.size < layer.keys.shape[2] and not (layer.is_buffer or layer.is_window)
         if layer.keys.shape[0] != 1 or is_cut:
             return
-    for other in cache.others:
-        for name, tensor in other.tensors:
-            sizes = {kind.name: kind.itemsize for kind in ELEMENT_TYPES.values()}
-            if tensor.type_name in sizes:
+    for other_layer in cache.other_layers:
+        for name, tensor in other_layer.tensors:
+            itemsize_by_type = {element_type.name: element_type.itemsize for element_type in ELEMENT_TYPES.values()}
+            if tensor.type_name in itemsize_by_type:
                 yield OpaqueState(
-                    layer=other.number,
+                    layer=other_layer.number,
                     name=name,
                     dtype=tensor.type_name,
                     shape=tuple(tensor.shape),
-                    nbytes=math.prod(tensor.shape) * sizes[tensor.type_name],
-                    reader=partial(_read_state, where, tensor),
+                    nbytes=math.prod(tensor.shape) * itemsize_by_type[tensor.type_name],
+                    reader=partial(_read_state_bytes, label, tensor),
                 )
 
 
-def _read_state(where: str, tensor: AnyTensor) -> bytes:
-    words = np.ascontiguousarray(_words(where, tensor, None))
-    return words.astype(words.dtype.newbyteorder("<"), copy=False).tobytes()
+def _read_state_bytes(label: str, tensor: AnyTensor) -> bytes:
+    elements = np.ascontiguousarray(_read_token_elements(label, tensor, None))
+    return elements.astype(elements.dtype.newbyteorder("<"), copy=False).tobytes()
 
 
-def _read(where: str, cache: Cache, *, has_halves: bool) -> _Read:
+def _resolve_cache(label: str, cache: TransformersCache, *, has_halves: bool) -> _ResolvedCache:
     for layer in cache.layers:
-        _check_shape(where, layer)
-    rows = find_rows(cache)
-    for layer, each in zip(cache.layers, rows.layers, strict=True):
-        if each.index.size == 0:
+        _check_shape(label, layer)
+    rows = find_token_rows(cache)
+    for layer, token_rows in zip(cache.layers, rows.layer_rows, strict=True):
+        if token_rows.row_indices.size == 0:
             raise SourceError(
-                f"{where}: layer {layer.number}: none of the {layer.keys.shape[2]} rows of its buffers holds a token"
+                f"{label}: layer {layer.number}: none of the {layer.keys.shape[2]} rows of its buffers holds a token"
             )
-    if rows.evicted:
-        return _Read(cache, rows, Texts())
+    if rows.eviction_text:
+        return _ResolvedCache(cache, rows, BatchTexts())
     batch = int(cache.layers[0].keys.shape[0])
-    is_exact = cache.seen is not None or any(layer.seen is not None for layer in cache.layers)
-    texts = find_texts(where, cache, rows.tokens, batch, has_halves=has_halves, is_exact=is_exact)
-    if texts.evicted:
-        return _Read(cache, without_evicted(rows, texts.evicted), texts)
-    columns = {tuple(text.positions.tolist()) for text in texts.entries}
-    if len(columns) != 1 or len(texts.entries[0].positions) == rows.tokens:
-        return _Read(cache, rows, texts)
-    return _without_padding(where, cache, rows, texts)
+    is_exact = cache.num_seen is not None or any(layer.num_seen is not None for layer in cache.layers)
+    batch_texts = find_batch_texts(label, cache, rows.num_tokens, batch, has_halves=has_halves, is_exact=is_exact)
+    if batch_texts.eviction_text:
+        return _ResolvedCache(cache, mark_evicted(rows, batch_texts.eviction_text), batch_texts)
+    distinct_positions = {tuple(text.positions.tolist()) for text in batch_texts.entries}
+    if len(distinct_positions) != 1 or len(batch_texts.entries[0].positions) == rows.num_tokens:
+        return _ResolvedCache(cache, rows, batch_texts)
+    return _drop_shared_padding(label, cache, rows, batch_texts)
 
 
-def _without_padding(where: str, cache: Cache, rows: CacheRows, texts: Texts) -> _Read:
+def _drop_shared_padding(
+    label: str, cache: TransformersCache, rows: CacheRows, batch_texts: BatchTexts
+) -> _ResolvedCache:
     """Leave out the rows that are padding in all texts."""
-    columns = texts.entries[0].positions
-    layers = tuple(each.select(columns) for each in rows.layers)
-    for layer, each in zip(cache.layers, layers, strict=True):
-        if each.index.size == 0:
-            raise SourceError(f"{where}: layer {layer.number} holds padding alone, as attention_mask tells")
-    masked = rows.tokens - columns.size
-    of = f"{count(columns.size, 'token')} of {count(rows.tokens, 'row')}"
-    note = f"{count(masked, 'row')} of padding left out (attention_mask): {of}"
-    places = np.arange(columns.size)
-    entries = tuple(replace(text, positions=places) for text in texts.entries)
-    return _Read(cache, replace(rows, layers=layers, tokens=columns.size), Texts(entries, [*texts.notes, note]))
-
-
-def _named(layer: Layer, half: str = "") -> list[tuple[str, AnyTensor]]:
-    named = []
-    for part, tensor in zip(PARTS, (layer.keys, layer.values), strict=True):
-        named.append((half_name(layer.number, half, part) if half else array_name(layer.number, part), tensor))
-    return named
-
-
-def half_name(layer: int, half: str, part: Part) -> str:
-    """Return the name of K or V of a layer in one half of an encoder-decoder cache."""
-    return f"layer_{layer}.{half}.{part}"
-
-
-def _entries(where: str, read: _Read, options: ReadOptions, half: str) -> list[tuple[str, Any]]:
-    return [
-        (name, partial(tensor_array, where, name, tensor, options, _chosen(layer, rows)))
-        for layer, rows in zip(read.cache.layers, read.rows.layers, strict=True)
-        for name, tensor in _named(layer, half)
-    ]
-
-
-def _chosen(layer: Layer, rows: TokenRows) -> Indices | None:
-    return None if rows.index.size == layer.keys.shape[2] else rows.index
-
-
-def _note_positions(rows: CacheRows) -> dict[str, str]:
-    """What frames need to know of layers whose window has slid (docs/manifest.md)."""
-    found = _positions(rows)
-    if found is None:
-        return {}
-    document = {"tokens_seen": rows.tokens, "layers": [{"positions": each.tolist()} for each in found]}
-    return {BESIDE_KEY: to_json({POSITIONS: json.dumps(document).encode()})}
-
-
-def _positions(rows: CacheRows) -> list[Positions] | None:
-    """Positions of the tokens of every layer; None where all layers hold the first tokens, and where one is unknown."""
-    found = [each.positions for each in rows.layers if each.positions is not None]
-    if len(found) < len(rows.layers) or all(each[-1] + 1 == each.size for each in found):
-        return None
-    return found
-
-
-def _describe(read: _Read) -> EngineCache:
-    """What the cache says of itself."""
-    cache, rows, texts = read.cache, read.rows, read.texts.entries
-    batch, _, _, dims = cache.layers[0].keys.shape
-    lengths = {each.shape[3] for layer in cache.layers for each in (layer.keys, layer.values)}
-    heads = tuple(int(layer.keys.shape[1]) for layer in cache.layers)
-    positions = _positions(rows)
-    is_one = positions is not None and len({tuple(each.tolist()) for each in positions}) == 1
-    return EngineCache(
-        engine=cache.engine,
-        kind=cache.form,
-        layers=len(cache.layers),
-        kv_heads=heads[0] if len({*heads}) == 1 else None,
-        layer_kv_heads=heads if len({*heads}) > 1 else (),
-        head_dim=int(dims) if lengths == {dims} else None,
-        tokens=max(each.index.size for each in rows.layers),
-        types=tuple(part.type_name for name in ("keys", "values") for part in _parts(cache, name)),
-        batch=int(batch),
-        positions=positions[0] if positions is not None and is_one else None,
-        layer_positions=tuple(positions) if positions is not None and not is_one else None,
-        positions_unknown=any(each.positions is None for each in rows.layers),
-        token_ids=texts[0].token_ids if texts and batch == 1 else None,
-        texts=texts if batch > 1 else (),
-        details={"class": cache.kind},
+    token_columns = batch_texts.entries[0].positions
+    layer_rows = tuple(token_rows.select_columns(token_columns) for token_rows in rows.layer_rows)
+    for layer, token_rows in zip(cache.layers, layer_rows, strict=True):
+        if token_rows.row_indices.size == 0:
+            raise SourceError(f"{label}: layer {layer.number} holds padding alone, as attention_mask tells")
+    num_masked = rows.num_tokens - token_columns.size
+    counts_text = f"{pluralize(token_columns.size, 'token')} of {pluralize(rows.num_tokens, 'row')}"
+    note = f"{pluralize(num_masked, 'row')} of padding left out (attention_mask): {counts_text}"
+    token_indices = np.arange(token_columns.size)
+    entries = tuple(replace(text, positions=token_indices) for text in batch_texts.entries)
+    return _ResolvedCache(
+        cache,
+        replace(rows, layer_rows=layer_rows, num_tokens=token_columns.size),
+        BatchTexts(entries, [*batch_texts.notes, note]),
     )
 
 
-def _parts(cache: Cache, name: str) -> list[AnyTensor]:
-    return [getattr(layer, name) for layer in cache.layers]
+def _name_kv_tensors(layer: KVLayer, half_name: str = "") -> list[tuple[str, AnyTensor]]:
+    named_tensors = []
+    for part, tensor in zip(PARTS, (layer.keys, layer.values), strict=True):
+        named_tensors.append(
+            (
+                format_half_array_name(layer.number, half_name, part)
+                if half_name
+                else format_array_name(layer.number, part),
+                tensor,
+            )
+        )
+    return named_tensors
 
 
-def _check_shape(where: str, layer: Layer) -> None:
+def format_half_array_name(layer: int, half_name: str, part: Part) -> str:
+    """Return the name of K or V of a layer in one half of an encoder-decoder cache."""
+    return f"layer_{layer}.{half_name}.{part}"
+
+
+def _list_entries(label: str, resolved: _ResolvedCache, options: ReadOptions, half_name: str) -> list[tuple[str, Any]]:
+    return [
+        (name, partial(make_tensor_array, label, name, tensor, options, _select_row_indices(layer, rows)))
+        for layer, rows in zip(resolved.cache.layers, resolved.rows.layer_rows, strict=True)
+        for name, tensor in _name_kv_tensors(layer, half_name)
+    ]
+
+
+def _select_row_indices(layer: KVLayer, rows: TokenRows) -> Indices | None:
+    return None if rows.row_indices.size == layer.keys.shape[2] else rows.row_indices
+
+
+def _build_positions_metadata(rows: CacheRows) -> dict[str, str]:
+    """What frames need to know of layers whose window has slid (docs/manifest.md)."""
+    layer_positions = _collect_layer_positions(rows)
+    if layer_positions is None:
+        return {}
+    document = {
+        "tokens_seen": rows.num_tokens,
+        "layers": [{"positions": positions.tolist()} for positions in layer_positions],
+    }
+    return {SIDECAR_KEY: dump_sidecars({POSITIONS_NAME: json.dumps(document).encode()})}
+
+
+def _collect_layer_positions(rows: CacheRows) -> list[Positions] | None:
+    """Positions of the tokens of every layer; None where all layers hold the first tokens, and where one is unknown."""
+    layer_positions = [positions.positions for positions in rows.layer_rows if positions.positions is not None]
+    if len(layer_positions) < len(rows.layer_rows) or all(
+        positions[-1] + 1 == positions.size for positions in layer_positions
+    ):
+        return None
+    return layer_positions
+
+
+def _describe_cache(resolved: _ResolvedCache) -> EngineCacheInfo:
+    """What the cache says of itself."""
+    cache, rows, text_entries = resolved.cache, resolved.rows, resolved.batch_texts.entries
+    batch, _, _, head_dim = cache.layers[0].keys.shape
+    head_dims = {item.shape[3] for layer in cache.layers for item in (layer.keys, layer.values)}
+    kv_heads = tuple(int(layer.keys.shape[1]) for layer in cache.layers)
+    positions = _collect_layer_positions(rows)
+    is_uniform = positions is not None and len({tuple(item.tolist()) for item in positions}) == 1
+    return EngineCacheInfo(
+        engine=cache.engine,
+        kind=cache.form,
+        layers=len(cache.layers),
+        kv_heads=kv_heads[0] if len({*kv_heads}) == 1 else None,
+        layer_kv_heads=kv_heads if len({*kv_heads}) > 1 else (),
+        head_dim=int(head_dim) if head_dims == {head_dim} else None,
+        tokens=max(item.row_indices.size for item in rows.layer_rows),
+        types=tuple(part.type_name for name in ("keys", "values") for part in _list_part_tensors(cache, name)),
+        batch=int(batch),
+        positions=positions[0] if positions is not None and is_uniform else None,
+        layer_positions=tuple(positions) if positions is not None and not is_uniform else None,
+        positions_unknown=any(item.positions is None for item in rows.layer_rows),
+        token_ids=text_entries[0].token_ids if text_entries and batch == 1 else None,
+        texts=text_entries if batch > 1 else (),
+        details={"class": cache.class_name},
+    )
+
+
+def _list_part_tensors(cache: TransformersCache, part_name: str) -> list[AnyTensor]:
+    return [getattr(layer, part_name) for layer in cache.layers]
+
+
+def _check_shape(label: str, layer: KVLayer) -> None:
     keys, values = tuple(layer.keys.shape), tuple(layer.values.shape)
-    if len(keys) != len(AXES) or keys[:3] != values[:3] or len(values) != len(AXES):
+    if len(keys) != len(CACHE_AXES) or keys[:3] != values[:3] or len(values) != len(CACHE_AXES):
         raise SourceError(
-            f"{where}: layer {layer.number}: K is {list(keys)} and V {list(values)}: expected [batch, kv_head, token, "
+            f"{label}: layer {layer.number}: K is {list(keys)} and V {list(values)}: expected [batch, kv_head, token, "
             "head_dim] for both, with the same batch, heads and tokens"
         )
     if layer.keys.type_name != layer.values.type_name:
         raise SourceError(
-            f"{where}: layer {layer.number}: K is {layer.keys.type_name} and V {layer.values.type_name}: expected one "
+            f"{label}: layer {layer.number}: K is {layer.keys.type_name} and V {layer.values.type_name}: expected one "
             "type"
         )
 
 
-def _notes(read: _Read) -> list[str]:
-    cache, rows = read.cache, read.rows
+def _list_notes(resolved: _ResolvedCache) -> list[str]:
+    cache, rows = resolved.cache, resolved.rows
     notes = []
-    unused = [other.number for other in cache.others if not other.states]
-    if unused:
-        which = ", ".join(map(str, unused[:8])) + (" ..." if len(unused) > 8 else "")
-        notes.append(f"{count(len(unused), 'layer')} of {cache.kind} without K and V left out: {which}")
-    pairs = list(zip(cache.layers, rows.layers, strict=True))
-    cut = [(layer, each) for layer, each in pairs if layer.is_buffer and each.index.size < layer.keys.shape[2]]
-    if cut and not read.texts.entries:
-        layer, each = cut[0]
+    unused_layers = [other_layer.number for other_layer in cache.other_layers if not other_layer.state_names]
+    if unused_layers:
+        layers_text = ", ".join(map(str, unused_layers[:8])) + (" ..." if len(unused_layers) > 8 else "")
         notes.append(
-            f"{cache.kind}: of the {layer.keys.shape[2]:,} rows of a buffer {each.index.size:,} hold tokens; the "
+            f"{pluralize(len(unused_layers), 'layer')} of {cache.class_name} without K and V left out: {layers_text}"
+        )
+    layer_pairs = list(zip(cache.layers, rows.layer_rows, strict=True))
+    partly_filled = [
+        (layer, token_rows)
+        for layer, token_rows in layer_pairs
+        if layer.is_buffer and token_rows.row_indices.size < layer.keys.shape[2]
+    ]
+    if partly_filled and not resolved.batch_texts.entries:
+        layer, token_rows = partly_filled[0]
+        notes.append(
+            f"{cache.class_name}: of the {layer.keys.shape[2]:,} rows of a buffer {token_rows.row_indices.size:,} hold "
+            f"tokens; the "
             "others are no data"
         )
-    slid = [
-        (layer, each) for layer, each in pairs if layer.is_window and each.positions is not None and each.positions[0]
+    slid_windows = [
+        (layer, token_rows)
+        for layer, token_rows in layer_pairs
+        if layer.is_window and token_rows.positions is not None and token_rows.positions[0]
     ]
-    if slid:
-        layer, each = slid[0]
+    if slid_windows:
+        layer, token_rows = slid_windows[0]
         notes.append(
-            f"layer {layer.number} holds the last {each.index.size:,} of {rows.tokens:,} tokens (sliding window)"
-            + (f", and so do {len(slid) - 1} more" if len(slid) > 1 else "")
+            f"layer {layer.number} holds the last {token_rows.row_indices.size:,} of {rows.num_tokens:,} tokens "
+            f"(sliding window)" + (f", and so do {len(slid_windows) - 1} more" if len(slid_windows) > 1 else "")
         )
-    return [*notes, *read.texts.notes]
+    return [*notes, *resolved.batch_texts.notes]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...arrays.completeness import Completeness, LayerState
-from ...text import count
-from .objects import Cache
+from ...arrays.completeness import Completeness, LayerStateInfo
+from ...text import pluralize
+from .objects import TransformersCache
 from .token_rows import CacheRows
 
-_MOST_NAMED = 4
+_MAX_NAMED_STATES = 4
 
 
-def describe_states(cache: Cache, rows: CacheRows) -> Completeness:
+def describe_states(cache: TransformersCache, rows: CacheRows) -> Completeness:
     """Describe the state of every layer of a cache.
 
     Parameters
@@ -22,37 +22,40 @@ def describe_states(cache: Cache, rows: CacheRows) -> Completeness:
     rows
         Which tokens its layers hold.
     """
-    states: dict[int, LayerState] = {}
+    states: dict[int, LayerStateInfo] = {}
     for layer in cache.layers:
-        states[layer.number] = LayerState(
+        states[layer.number] = LayerStateInfo(
             layer=layer.number,
             kind="window" if layer.is_window else "full",
             window=layer.window if layer.is_window else None,
         )
-    for other in cache.others:
-        location = f"kept in {_list(other.states)}, not as K and V" if other.states else ""
-        states[other.number] = LayerState(layer=other.number, kind=other.kind, included=False, location=location)
+    for other_layer in cache.other_layers:
+        location = f"kept in {_join_names(other_layer.state_names)}, not as K and V" if other_layer.state_names else ""
+        states[other_layer.number] = LayerStateInfo(
+            layer=other_layer.number, kind=other_layer.kind, included=False, location=location
+        )
     return Completeness(
-        layers=tuple(states[number] for number in sorted(states)),
-        evicted=rows.evicted,
-        other=tuple(_further_states(cache, len(states))),
+        layers=tuple(states[layer_number] for layer_number in sorted(states)),
+        evicted=rows.eviction_text,
+        other=tuple(_list_further_states(cache, len(states))),
     )
 
 
-def _further_states(cache: Cache, layers: int) -> list[str]:
+def _list_further_states(cache: TransformersCache, num_layers: int) -> list[str]:
     """A sentence for each kind of state that layers with K and V have besides."""
-    groups: dict[tuple[str, ...], int] = {}
+    layer_count_by_names: dict[tuple[str, ...], int] = {}
     for layer in cache.layers:
-        if layer.states:
-            groups[layer.states] = groups.get(layer.states, 0) + 1
+        if layer.state_names:
+            layer_count_by_names[layer.state_names] = layer_count_by_names.get(layer.state_names, 0) + 1
     return [
-        f"{number:,} of {count(layers, 'layer')} {'has' if number == 1 else 'have'} {_list(names)} "
+        f"{num_group_layers:,} of {pluralize(num_layers, 'layer')} {'has' if num_group_layers == 1 else 'have'} "
+        f"{_join_names(names)} "
         "in addition to K and V, not included"
-        for names, number in groups.items()
+        for names, num_group_layers in layer_count_by_names.items()
     ]
 
 
-def _list(names: Sequence[str]) -> str:
-    if len(names) > _MOST_NAMED:
-        return f"{', '.join(names[:_MOST_NAMED])} and {len(names) - _MOST_NAMED} more"
+def _join_names(names: Sequence[str]) -> str:
+    if len(names) > _MAX_NAMED_STATES:
+        return f"{', '.join(names[:_MAX_NAMED_STATES])} and {len(names) - _MAX_NAMED_STATES} more"
     return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -14,23 +14,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...arrays.axes import laid_out
+from ...arrays.axes import apply_axis_spec
 from ...arrays.source import Source
 from ...arrays.valid_names import check_name
 from ...dtypes import FLOAT8_NAMES, PARTS
 from ...errors import LimitError, SourceError
 from ..options import ReadOptions
-from ..reading import chosen, select
-from .arrays import cache_source, tensor_array
+from ..reading import select_from_source, select_tensors
+from .arrays import make_cache_source, make_tensor_array
 from .layers import find_cache
-from .objects import Cache, Layer, Made
+from .objects import KVLayer, StubObject, TransformersCache
 
-_MOST_LAYERS = 4096
-_PARTS = ("keys", "values", "cumulative_length", "max_cache_len")
-_LISTS = ("key_cache", "value_cache", "max_cache_len", "self_attention_cache", "cross_attention_cache")
+_MAX_LAYERS = 4096
+_LAYER_ATTRIBUTES = ("keys", "values", "cumulative_length", "max_cache_len")
+_CACHE_ATTRIBUTES = ("key_cache", "value_cache", "max_cache_len", "self_attention_cache", "cross_attention_cache")
 
 
-class LiveTensor:
+class TensorView:
     """A tensor of torch, or any array that numpy takes."""
 
     __slots__ = ("tensor",)
@@ -49,7 +49,7 @@ class LiveTensor:
         name = str(self.tensor.dtype).removeprefix("torch.")
         return "bfloat16" if isinstance(self.tensor, np.ndarray) and name == "uint16" else name
 
-    def view(self) -> npt.NDArray[Any]:
+    def read_elements_unbounded(self) -> npt.NDArray[Any]:
         """Its words, on the host; of bfloat16 the bits."""
         tensor = self.tensor
         if hasattr(tensor, "detach"):
@@ -59,11 +59,11 @@ class LiveTensor:
             elif self.type_name in FLOAT8_NAMES:
                 tensor = tensor.view(sys.modules["torch"].uint8)
             tensor = tensor.numpy()
-        words = np.asarray(tensor)
-        return words.view(f"u{words.dtype.itemsize}")
+        elements = np.asarray(tensor)
+        return elements.view(f"u{elements.dtype.itemsize}")
 
 
-def read(cache: object, options: ReadOptions) -> Source:
+def read_in_memory(cache: object, options: ReadOptions) -> Source:
     """K and V of every layer of a cache in memory, as for a saved one.
 
     Raises
@@ -75,107 +75,120 @@ def read(cache: object, options: ReadOptions) -> Source:
     LimitError
         Above `ReadOptions.max_bytes`.
     """
-    where = f"<{type(cache).__name__} in memory>"
-    source = _read(where, cache, options)
+    label = f"<{type(cache).__name__} in memory>"
+    source = _read_cache_object(label, cache, options)
     if options.max_bytes is not None and source.nbytes > options.max_bytes:
-        raise LimitError(f"{where}: holds {source.nbytes} raw bytes, above the limit of {options.max_bytes}")
+        raise LimitError(f"{label}: holds {source.nbytes} raw bytes, above the limit of {options.max_bytes}")
     for name in source:
-        check_name(name, where)
-    source.inputs = (where,)
-    return laid_out(chosen(source, where, options), options.laid, where)
+        check_name(name, label)
+    source.inputs = (label,)
+    return apply_axis_spec(select_from_source(source, label, options), options.axis_spec, label)
 
 
-def _read(where: str, cache: object, options: ReadOptions) -> Source:
+def _read_cache_object(label: str, cache: object, options: ReadOptions) -> Source:
     if callable(getattr(cache, "get_output", None)):
-        return cache_source(where, _of_generator(where, cache), options)
-    found = find_cache(where, _as_made(cache), lambda value: isinstance(value, LiveTensor))
-    if found is not None:
-        return cache_source(where, found, options)
+        return make_cache_source(label, _read_generator(label, cache), options)
+    parsed_cache = find_cache(label, _normalize(cache), lambda value: isinstance(value, TensorView))
+    if parsed_cache is not None:
+        return make_cache_source(label, parsed_cache, options)
     if isinstance(cache, Mapping):
-        arrays = {str(name): LiveTensor(value) for name, value in cache.items() if _is_tensor(value)}
+        arrays = {str(name): TensorView(value) for name, value in cache.items() if _has_tensor_attributes(value)}
         if arrays:
-            return _named(where, arrays, options)
-    if _is_tensor(cache):
-        return _named(where, {"tensor": LiveTensor(cache)}, options)
+            return _make_named_source(label, arrays, options)
+    if _has_tensor_attributes(cache):
+        return _make_named_source(label, {"tensor": TensorView(cache)}, options)
     raise TypeError(
         f"cannot open {type(cache).__name__}: expected a path, a cache of transformers, (K, V) of layers, a dict of "
         "arrays, or a generator of ONNX Runtime GenAI"
     )
 
 
-def _named(where: str, tensors: Mapping[str, LiveTensor], options: ReadOptions) -> Source:
-    wanted = {**dict.fromkeys(options.tensors or tensors), **tensors}
-    entries = [(name, partial(tensor_array, where, name, tensor, options)) for name, tensor in wanted.items() if tensor]
-    arrays, skipped = select(where, entries, options)
-    return Source(arrays, skipped=skipped)
+def _make_named_source(label: str, tensors: Mapping[str, TensorView], options: ReadOptions) -> Source:
+    requested_tensors = {**dict.fromkeys(options.tensors or tensors), **tensors}
+    entries = [
+        (name, partial(make_tensor_array, label, name, tensor, options))
+        for name, tensor in requested_tensors.items()
+        if tensor
+    ]
+    arrays, skipped = select_tensors(label, entries, options)
+    return Source(arrays, skipped_arrays=skipped)
 
 
-def _is_tensor(value: object) -> bool:
+def _has_tensor_attributes(value: object) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
-def _as_made(value: Any, depth: int = 4) -> object:
+def _normalize(value: Any, depth: int = 4) -> object:
     """What a cache holds, in the form that a saved one is read in."""
-    if _is_tensor(value):
-        return LiveTensor(value)
+    if _has_tensor_attributes(value):
+        return TensorView(value)
     layers = None if isinstance(value, Mapping) else getattr(value, "layers", None)
     if isinstance(layers, Iterable):
-        made = [_layer(layer) for layer in layers]
-        return Made(type(value).__name__, {**_attributes(value, ("layers", *_LISTS)), "layers": made})
+        layer_objects = [_normalize_layer(layer) for layer in layers]
+        return StubObject(
+            type(value).__name__,
+            {**_collect_cache_attributes(value, ("layers", *_CACHE_ATTRIBUTES)), "layers": layer_objects},
+        )
     if hasattr(value, "key_cache") or hasattr(value, "self_attention_cache"):
-        return Made(type(value).__name__, _attributes(value))
+        return StubObject(type(value).__name__, _collect_cache_attributes(value))
     if depth and isinstance(value, Mapping):
-        return {name: _as_made(item, depth - 1) for name, item in value.items()}
+        return {name: _normalize(item, depth - 1) for name, item in value.items()}
     if depth and isinstance(value, list | tuple):
-        items = [_as_made(item, depth - 1) for item in value]
+        items = [_normalize(item, depth - 1) for item in value]
         return tuple(items) if isinstance(value, tuple) else items
     return value
 
 
-def _attributes(cache: Any, others: tuple[str, ...] = ()) -> dict[str, object]:
-    """Of a cache: what it has of each layer, numbers, and what its class says of windows; without `others`."""
-    found = {name: _as_made(getattr(cache, name)) for name in _LISTS if name not in others and hasattr(cache, name)}
-    found |= _state(cache, (*others, *found))
+def _collect_cache_attributes(cache: Any, excluded_names: tuple[str, ...] = ()) -> dict[str, object]:
+    """Of a cache: what it has of each layer, numbers, and what its class says of windows; without `excluded_names`."""
+    attributes = {
+        name: _normalize(getattr(cache, name))
+        for name in _CACHE_ATTRIBUTES
+        if name not in excluded_names and hasattr(cache, name)
+    }
+    attributes |= _collect_state_attributes(cache, (*excluded_names, *attributes))
     if hasattr(cache, "_quantized_key_cache"):
-        found["_quantized_key_cache"] = None
-    return found
+        attributes["_quantized_key_cache"] = None
+    return attributes
 
 
-def _layer(layer: Any) -> Made:
+def _normalize_layer(layer: Any) -> StubObject:
     """A layer of a cache of transformers 5: what it has, and its length where its buffers are longer."""
-    state = {name: _as_made(getattr(layer, name)) for name in _PARTS if hasattr(layer, name)}
-    state |= _state(layer, (*state, "device", "dtype"))
+    state = {name: _normalize(getattr(layer, name)) for name in _LAYER_ATTRIBUTES if hasattr(layer, name)}
+    state |= _collect_state_attributes(layer, (*state, "device", "dtype"))
     if hasattr(layer, "_quantized_keys"):
         state["_quantized_keys"] = None
     is_window = state.get("is_sliding") is True or "cumulative_length" in state
     if "max_cache_len" in state and not is_window and getattr(layer, "is_initialized", True):
         state["cumulative_length"] = int(layer.get_seq_length())
-    return Made(type(layer).__name__, state)
+    return StubObject(type(layer).__name__, state)
 
 
-def _state(value: Any, others: tuple[str, ...]) -> dict[str, object]:
+def _collect_state_attributes(value: Any, excluded_names: tuple[str, ...]) -> dict[str, object]:
     """Attributes that are numbers or hold tensors, as a saved object would have them."""
-    named = {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in others}
-    found = {name: _as_made(item, 2) for name, item in named.items() if _is_state(item)}
+    candidate_attributes = {
+        name: item for name, item in getattr(value, "__dict__", {}).items() if name not in excluded_names
+    }
+    attributes = {name: _normalize(item, 2) for name, item in candidate_attributes.items() if _can_be_state(item)}
     is_sliding = getattr(type(value), "is_sliding", None)
-    return found | ({"is_sliding": is_sliding} if isinstance(is_sliding, bool) else {})
+    return attributes | ({"is_sliding": is_sliding} if isinstance(is_sliding, bool) else {})
 
 
-def _is_state(value: Any) -> bool:
-    return _is_tensor(value) or isinstance(value, bool | int | list | tuple | dict)
+def _can_be_state(value: Any) -> bool:
+    return _has_tensor_attributes(value) or isinstance(value, bool | int | list | tuple | dict)
 
 
-def _of_generator(where: str, generator: Any) -> Cache:
+def _read_generator(label: str, generator: Any) -> TransformersCache:
     """``present.<n>.key`` and ``.value`` of a generator of ONNX Runtime GenAI, from layer 0 on."""
-    found = Cache(type(generator).__name__, "generator", engine="ONNX Runtime GenAI")
-    for number in range(_MOST_LAYERS):
+    cache = TransformersCache(type(generator).__name__, "generator", engine="ONNX Runtime GenAI")
+    for layer_number in range(_MAX_LAYERS):
         try:
-            parts = [np.asarray(generator.get_output(f"present.{number}.{part}")) for part in PARTS]
+            parts = [np.asarray(generator.get_output(f"present.{layer_number}.{part}")) for part in PARTS]
         except Exception as error:  # its own type, without a class to name; the layers end so
-            if not number:
+            if not layer_number:
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
-                raise SourceError(f"{where}: has no output 'present.0.key': {reason[:200]}") from None
+                raise SourceError(f"{label}: has no output 'present.0.key': {reason[:200]}") from None
             break
-        keys, values = map(LiveTensor, parts)
-        found.layers.append(Layer(number, keys, values))
-    return found
+        keys, values = map(TensorView, parts)
+        cache.layers.append(KVLayer(layer_number, keys, values))
+    return cache

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from ...arrays.completeness import StateKind
 
-Form = Literal["cache", "static", "pairs", "legacy", "dict", "generator"]
-FORMS: dict[str, Form] = {"list": "pairs", "tuple": "legacy", "dict": "dict"}
+CacheForm = Literal["cache", "static", "pairs", "legacy", "dict", "generator"]
+FORM_BY_CLASS: dict[str, CacheForm] = {"list": "pairs", "tuple": "legacy", "dict": "dict"}
 
 
 class AnyTensor(Protocol):
@@ -25,38 +25,38 @@ class AnyTensor(Protocol):
     def type_name(self) -> str:
         """Of its elements, as torch calls it, without ``torch.``."""
 
-    def view(self) -> npt.NDArray[Any]:
+    def read_elements_unbounded(self) -> npt.NDArray[Any]:
         """Its words; bfloat16 as uint16."""
 
 
-IsTensor = Callable[[object], bool]
+TensorPredicate = Callable[[object], bool]
 
 
-class Made:
+class StubObject:
     """An object of transformers: its class by name, and its attributes.
 
     Parameters
     ----------
-    name
+    full_name
         Of the class.
     state
         Attributes; empty until they are set.
     """
 
-    __slots__ = ("name", "state")
+    __slots__ = ("full_name", "state")
 
-    def __init__(self, name: str, state: Mapping[str, Any] | None = None) -> None:
-        self.name = name
+    def __init__(self, full_name: str, state: Mapping[str, Any] | None = None) -> None:
+        self.full_name = full_name
         self.state: Mapping[str, Any] = state or {}
 
     @property
-    def kind(self) -> str:
+    def class_name(self) -> str:
         """The class without its module."""
-        return self.name.rpartition(".")[2]
+        return self.full_name.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
-class Layer:
+class KVLayer:
     """K and V of one layer.
 
     Parameters
@@ -65,7 +65,7 @@ class Layer:
         From 0.
     keys, values
         ``[batch, kv_head, token, head_dim]``, if nothing says otherwise.
-    seen
+    num_seen
         Tokens that the layer has seen; None where it does not say.
     is_buffer
         Whether its tensors have rows for tokens that may still come.
@@ -73,26 +73,26 @@ class Layer:
         Whether the layer attends to the last tokens alone, and its rows are those.
     window
         Tokens that such a layer attends to; None where nothing tells.
-    states
+    state_names
         Names of further tensors of the layer, which are not read.
     """
 
     number: int
     keys: AnyTensor
     values: AnyTensor
-    seen: int | None = None
+    num_seen: int | None = None
     is_buffer: bool = False
     is_window: bool = False
     window: int | None = None
-    states: tuple[str, ...] = ()
+    state_names: tuple[str, ...] = ()
 
-    def with_states(self, names: tuple[str, ...]) -> Layer:
+    def with_state_names(self, names: tuple[str, ...]) -> KVLayer:
         """Return the layer with further tensors."""
-        return replace(self, states=tuple(sorted({*self.states, *names}))) if names else self
+        return replace(self, state_names=tuple(sorted({*self.state_names, *names}))) if names else self
 
 
 @dataclass(frozen=True)
-class OtherLayer:
+class StateOnlyLayer:
     """A layer without K and V.
 
     Parameters
@@ -101,7 +101,7 @@ class OtherLayer:
         From 0.
     kind
         What its state is; ``"shared"`` for a layer that was never written to, as it has none of its own.
-    states
+    state_names
         Names of its tensors.
     tensors
         These by name; of a list or dict of them each by a name of its own.
@@ -109,46 +109,46 @@ class OtherLayer:
 
     number: int
     kind: StateKind = "shared"
-    states: tuple[str, ...] = ()
+    state_names: tuple[str, ...] = ()
     tensors: tuple[tuple[str, AnyTensor], ...] = ()
 
 
 @dataclass
-class Cache:
+class TransformersCache:
     """A cache as it was found.
 
     Parameters
     ----------
-    kind
+    class_name
         The class of the cache, or ``"list"``, ``"tuple"``, ``"dict"`` of pairs.
     form
         What it was found as: an object, one with buffers longer than the text, a list of pairs, a tuple of pairs, or
         something in a dict.
     layers
         Those with K and V.
-    others
+    other_layers
         Those without.
     engine
         Whose it is.
-    beside
+    sidecar_tensors
         Tensors that lie next to the cache in a dict, by their names.
-    seen
+    num_seen
         Tokens that the cache has counted (``_seen_tokens``); None where it does not count.
-    sinks
+    num_sinks
         Tokens at the beginning of the text that a ``SinkCache`` keeps for good.
     is_rerotated
         Whether K of such a cache is rotated to places in the cache, not in the text.
-    cross
+    cross_attention
         K and V of the encoder's output, where this is the decoder's half of two.
     """
 
-    kind: str
-    form: Form = "cache"
-    layers: list[Layer] = field(default_factory=list)
-    others: list[OtherLayer] = field(default_factory=list)
+    class_name: str
+    form: CacheForm = "cache"
+    layers: list[KVLayer] = field(default_factory=list)
+    other_layers: list[StateOnlyLayer] = field(default_factory=list)
     engine: str = "transformers"
-    beside: dict[str, AnyTensor] = field(default_factory=dict)
-    seen: int | None = None
-    sinks: int | None = None
+    sidecar_tensors: dict[str, AnyTensor] = field(default_factory=dict)
+    num_seen: int | None = None
+    num_sinks: int | None = None
     is_rerotated: bool = False
-    cross: Cache | None = None
+    cross_attention: TransformersCache | None = None

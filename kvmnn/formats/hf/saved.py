@@ -6,44 +6,44 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...arrays.names import conventional, part_of
+from ...arrays.names import parse_conventional_name, parse_part
 from ...arrays.source import Source
 from ...dtypes import PARTS
 from ...errors import CheckpointError, KvmnnError, LimitError, SourceError
-from ...files.mapped import MappedFile, head_of
-from ...files.zip_archive import first_member
+from ...files.mapped import MappedFile, read_head
+from ...files.zip_archive import read_first_member_name
 from ..options import ReadOptions
-from ..reading import select
+from ..reading import select_tensors
 from ..torch._pickles import MAX_KEY, Global
-from ..torch.opening import kind_of, read_torch
-from ..torch.tensors import Tensor
-from ..torch.torch_names import Arguments, Names
-from .arrays import cache_source, tensor_array
+from ..torch.opening import detect_torch_kind, read_torch
+from ..torch.tensors import TorchTensor
+from ..torch.torch_names import AllowedGlobals, PickleArguments
+from .arrays import make_cache_source, make_tensor_array
 from .layers import find_cache
-from .objects import Made
+from .objects import StubObject
 
-_OUTPUTS = ("transformers.modeling_outputs.", "transformers.generation.utils.Generate")
-_OBJECTS = ("Cache", "Layer")
-_NEVER_LOOKED_AT = ("functools.partial",)
+_OUTPUT_CLASS_PREFIXES = ("transformers.modeling_outputs.", "transformers.generation.utils.Generate")
+_STUBBED_CLASS_SUFFIXES = ("Cache", "Layer")
+_IGNORED_GLOBALS = ("functools.partial",)
 
 
-class CacheNames(Names):
+class AllowedCacheGlobals(AllowedGlobals):
     """The names that a saved cache may use: those of tensors, and classes of transformers that are never made."""
 
     def resolve(self, module: str, name: str) -> Global:
-        """As `Names.resolve`; caches, their layers and outputs of models become `Made`."""
-        full = f"{module}.{name}"
-        if module.partition(".")[0] == "transformers" and name.endswith(_OBJECTS):
-            return Global(full, partial(_made, full))
-        if full.startswith(_OUTPUTS):
-            return Global(full, _output)
-        if full in _NEVER_LOOKED_AT:
-            return Global(full, partial(_made, full))
+        """As `AllowedGlobals.resolve`; caches, their layers and outputs of models become `StubObject`."""
+        full_name = f"{module}.{name}"
+        if module.partition(".")[0] == "transformers" and name.endswith(_STUBBED_CLASS_SUFFIXES):
+            return Global(full_name, partial(_build_stub, full_name))
+        if full_name.startswith(_OUTPUT_CLASS_PREFIXES):
+            return Global(full_name, _build_output_dict)
+        if full_name in _IGNORED_GLOBALS:
+            return Global(full_name, partial(_build_stub, full_name))
         return super().resolve(module, name)
 
     def set_state(self, value: object, state: object) -> bool:
-        """As `Names.set_state`; the attributes of what is `Made` besides."""
-        if isinstance(value, Made):
+        """As `AllowedGlobals.set_state`; the attributes of what is `StubObject` besides."""
+        if isinstance(value, StubObject):
             attributes = state[0] if isinstance(state, tuple) and len(state) == 2 else state
             if isinstance(attributes, dict):
                 value.state = {name: item for name, item in attributes.items() if isinstance(name, str)}
@@ -51,55 +51,57 @@ class CacheNames(Names):
         return super().set_state(value, state)
 
 
-def _made(name: str, _: Arguments) -> Made:
-    return Made(name)
+def _build_stub(full_name: str, _: PickleArguments) -> StubObject:
+    return StubObject(full_name)
 
 
-def _output(arguments: Arguments) -> dict[object, object]:
+def _build_output_dict(arguments: PickleArguments) -> dict[object, object]:
     """An output of a model: a dict whose values are the arguments of its class as well."""
-    return {number: value for number, value in enumerate(arguments) if number < MAX_KEY}
+    return {index: value for index, value in enumerate(arguments) if index < MAX_KEY}
 
 
-HEAD_BYTES = 4096
+DETECT_HEAD_BYTES = 4096
 """Of a file, that tell whether torch wrote it."""
 
 
-def is_saved(head: bytes) -> bool:
-    """Whether torch wrote a file that begins with `head` (`HEAD_BYTES`), whatever its name and whatever it holds."""
-    kind = kind_of(head)
-    return kind == "torch legacy" or (kind == "torch zip" and first_member(head).endswith(b"/data.pkl"))
+def is_torch_head(head: bytes) -> bool:
+    """Whether torch wrote a file that begins with `head` (`DETECT_HEAD_BYTES`), whatever its name and whatever it
+    holds.
+    """
+    kind = detect_torch_kind(head)
+    return kind == "torch legacy" or (kind == "torch zip" and read_first_member_name(head).endswith(b"/data.pkl"))
 
 
-def is_file(path: str) -> bool:
-    """`is_saved` of the file at a path."""
-    return is_saved(head_of(path, HEAD_BYTES))
+def is_torch_file(path: str) -> bool:
+    """`is_torch_head` of the file at a path."""
+    return is_torch_head(read_head(path, DETECT_HEAD_BYTES))
 
 
-def holds_cache(path: str) -> bool:
+def contains_cache(path: str) -> bool:
     """Whether torch wrote the file at a path, and K and V are in it, or a cache that `read` refuses by its name."""
-    if not is_file(path):
+    if not is_torch_file(path):
         return False
     try:
-        return _is_known(path, _root(MappedFile(path)))
+        return _contains_known_cache(path, _load_root(MappedFile(path)))
     except KvmnnError:
         return False
 
 
-def damage(path: str) -> str | None:
+def describe_damage(path: str) -> str | None:
     """What a file of torch's that cannot be read at all may be, and what is wrong with it; None for all others."""
-    if not is_file(path):
+    if not is_torch_file(path):
         return None
     try:
-        _root(MappedFile(path))
+        _load_root(MappedFile(path))
     except KvmnnError as error:
         reason = str(error).removeprefix(f"{path}: ")
         return f"is a file of torch.save, a cache or a checkpoint, that cannot be read: {reason}"
     return None
 
 
-def _is_known(path: str, root: object) -> bool:
+def _contains_known_cache(path: str, root: object) -> bool:
     try:
-        return find_cache(path, root, _is_tensor) is not None or bool(_named(root, ReadOptions()))
+        return find_cache(path, root, _is_tensor) is not None or bool(_list_named_tensors(root, ReadOptions()))
     except SourceError:
         return True  # a cache, and one that is not read
 
@@ -112,79 +114,84 @@ def read(file: MappedFile, options: ReadOptions) -> Source:
     SourceError
         For a file that is damaged, asks for what no cache needs, or holds none, and for a cache that is not understood.
     """
-    root = _root(file)
+    root = _load_root(file)
     cache = find_cache(file.label, root, _is_tensor)
     if cache is not None:
-        layers = [*cache.layers, *(cache.cross.layers if cache.cross else ())]
-        _check_size(file.label, [part for layer in layers for part in (layer.keys, layer.values)])
-        return cache_source(file.label, cache, options)
-    named = _named(root, options)
-    if not named:
+        layers = [*cache.layers, *(cache.cross_attention.layers if cache.cross_attention else ())]
+        _check_expanded_size(file.label, [part for layer in layers for part in (layer.keys, layer.values)])
+        return make_cache_source(file.label, cache, options)
+    named_tensors = _list_named_tensors(root, options)
+    if not named_tensors:
         raise SourceError(f"{file.label}: holds no cache: expected (K, V) of layers, or a dict of tensors named so")
-    _check_size(file.label, [tensor for _, tensor in named])
-    entries = [(name, partial(tensor_array, file.label, name, tensor, options)) for name, tensor in named]
-    arrays, skipped = select(file.label, entries, options)
-    return Source(arrays, skipped=skipped)
+    _check_expanded_size(file.label, [tensor for _, tensor in named_tensors])
+    entries = [(name, partial(make_tensor_array, file.label, name, tensor, options)) for name, tensor in named_tensors]
+    arrays, skipped = select_tensors(file.label, entries, options)
+    return Source(arrays, skipped_arrays=skipped)
 
 
-def _root(file: MappedFile) -> object:
+def _load_root(file: MappedFile) -> object:
     """The object that was saved."""
-    kind = kind_of(file.head(512))
+    kind = detect_torch_kind(file.read_head(512))
     if kind is None:
         raise SourceError(f"{file.label}: is no file that torch.save wrote")
     try:
-        return read_torch(file, kind, CacheNames()).root
+        return read_torch(file, kind, AllowedCacheGlobals()).root
     except (CheckpointError, LimitError) as error:
         raise type(error)(f"{file.label}: {error}") from None
 
 
 def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
+    return isinstance(value, TorchTensor)
 
 
-def _named(root: object, options: ReadOptions) -> list[tuple[str, Tensor]]:
+def _list_named_tensors(root: object, options: ReadOptions) -> list[tuple[str, TorchTensor]]:
     """A tensor alone, tensors of a list, or those of a dict: what is asked for, or all where their names say K or V.
 
     Beside K and V a dict may have token ids, masks and lengths: whole numbers of fewer than three axes.
     """
-    if isinstance(root, Tensor):
+    if isinstance(root, TorchTensor):
         return [("tensor", root)]
     if isinstance(root, list | tuple):
-        tensors = [tensor for tensor in root if isinstance(tensor, Tensor) and len(tensor.shape) > 2]
-        names = PARTS if len(root) == 2 else [f"layer_{number}" for number in range(len(root))]
+        tensors = [tensor for tensor in root if isinstance(tensor, TorchTensor) and len(tensor.shape) > 2]
+        names = PARTS if len(root) == 2 else [f"layer_{layer_number}" for layer_number in range(len(root))]
         return list(zip(names, tensors, strict=True)) if len(tensors) == len(root) else []
     if not isinstance(root, Mapping):
         return []
-    named = [(name, value) for name, value in root.items() if isinstance(name, str) and isinstance(value, Tensor)]
+    named_tensors = [
+        (name, value) for name, value in root.items() if isinstance(name, str) and isinstance(value, TorchTensor)
+    ]
     if options.tensors:
-        return [(name, tensor) for name, tensor in named if name in options.tensors]
-    named = [(name, tensor) for name, tensor in named if len(tensor.shape) > 2 or "float" in tensor.type_name]
-    return named if all(_is_kv(name, tensor) for name, tensor in named) else []
+        return [(name, tensor) for name, tensor in named_tensors if name in options.tensors]
+    named_tensors = [
+        (name, tensor) for name, tensor in named_tensors if len(tensor.shape) > 2 or "float" in tensor.type_name
+    ]
+    return named_tensors if all(_is_kv_tensor(name, tensor) for name, tensor in named_tensors) else []
 
 
-def _is_kv(name: str, tensor: Tensor) -> bool:
+def _is_kv_tensor(name: str, tensor: TorchTensor) -> bool:
     """Whether a name says K or V; weights may be called so, too, and have one or two axes."""
-    if conventional(name):
+    if parse_conventional_name(name):
         return True
     try:
-        part_of("", name)
+        parse_part("", name)
     except SourceError:
         return False
     return len(tensor.shape) > 2
 
 
-def _check_size(where: str, tensors: Sequence[Any]) -> None:
+def _check_expanded_size(label: str, tensors: Sequence[Any]) -> None:
     """Refuse tensors that have far more bytes than are stored: a small file must not become a large cache.
 
     Layers may share a tensor, and tensors may be expanded, within the bound that deflated files have.
     """
-    stored = sum({id(tensor.storage): tensor.storage.nbytes for tensor in tensors}.values())
-    held = sum(tensor.numel * tensor.element.itemsize for tensor in tensors)
-    if held > stored * _MAX_RATIO:
+    stored_bytes = sum({id(tensor.storage): tensor.storage.nbytes for tensor in tensors}.values())
+    tensor_bytes = sum(tensor.numel * tensor.element_type.itemsize for tensor in tensors)
+    if tensor_bytes > stored_bytes * _MAX_EXPANSION_RATIO:
         raise SourceError(
-            f"{where}: its tensors have {held:,} bytes, and {stored:,} are stored: expected at most {_MAX_RATIO:,} "
+            f"{label}: its tensors have {tensor_bytes:,} bytes, and {stored_bytes:,} are stored: expected at most "
+            f"{_MAX_EXPANSION_RATIO:,} "
             "times as many (.contiguous() before torch.save stores expanded tensors in full)"
         )
 
 
-_MAX_RATIO = 1032  # as of deflated members
+_MAX_EXPANSION_RATIO = 1032  # as of deflated members

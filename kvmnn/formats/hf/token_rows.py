@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...dtypes import Indices, Positions
-from ...text import count
-from .objects import AnyTensor, Cache, Layer
+from ...text import pluralize
+from .objects import AnyTensor, KVLayer, TransformersCache
 
-_STEP = 256  # rows that are looked at together: of a buffer that is nearly full only the end is read
+_SCAN_ROWS = 256  # rows that are looked at together: of a buffer that is nearly full only the end is read
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,21 +23,21 @@ class TokenRows:
 
     Parameters
     ----------
-    index
+    row_indices
         Which rows of the tensors, int64, ascending.
     positions
         Where each token stands, int64; None where nothing tells.
     """
 
-    index: Indices
+    row_indices: Indices
     positions: Positions | None
 
-    def select(self, columns: Positions) -> TokenRows:
+    def select_columns(self, columns: Positions) -> TokenRows:
         """Return the rows of the tokens at these positions, which are numbered from 0 then."""
         if self.positions is None:
             return self
-        chosen = np.isin(self.positions, columns)
-        return TokenRows(self.index[chosen], np.searchsorted(columns, self.positions[chosen]))
+        is_selected = np.isin(self.positions, columns)
+        return TokenRows(self.row_indices[is_selected], np.searchsorted(columns, self.positions[is_selected]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,137 +46,169 @@ class CacheRows:
 
     Parameters
     ----------
-    layers
-        In the order of `Cache.layers`.
-    tokens
+    layer_rows
+        In the order of `TransformersCache.layers`.
+    num_tokens
         That the cache has seen, as far as it says so.
-    evicted
+    eviction_text
         Why nothing tells which tokens some layers hold, as a sentence; empty where it is known.
     """
 
-    layers: tuple[TokenRows, ...]
-    tokens: int
-    evicted: str = ""
+    layer_rows: tuple[TokenRows, ...]
+    num_tokens: int
+    eviction_text: str = ""
 
 
-def find_rows(cache: Cache) -> CacheRows:
+def find_token_rows(cache: TransformersCache) -> CacheRows:
     """Find the rows of every layer that hold tokens, with their positions."""
-    used = [_count_used(layer) for layer in cache.layers]
-    full = [size for layer, size in zip(cache.layers, used, strict=True) if not layer.is_window]
-    said = [layer.seen or 0 for layer in cache.layers]
-    tokens = max([*full, *said, cache.seen or 0])
-    hole = _find_hole(cache, tokens)
-    indexes = [_index(layer, size, tokens, hole) for layer, size in zip(cache.layers, used, strict=True)]
-    if cache.sinks is not None:
-        rows = [_of_sinks(index, cache.sinks, tokens, is_rerotated=cache.is_rerotated) for index in indexes]
+    used_counts = [_count_used_rows(layer) for layer in cache.layers]
+    full_layer_counts = [
+        num_used for layer, num_used in zip(cache.layers, used_counts, strict=True) if not layer.is_window
+    ]
+    declared_counts = [layer.num_seen or 0 for layer in cache.layers]
+    num_tokens = max([*full_layer_counts, *declared_counts, cache.num_seen or 0])
+    empty_row = _find_empty_row(cache, num_tokens)
+    row_indices_by_layer = [
+        _select_token_rows(layer, num_used, num_tokens, empty_row)
+        for layer, num_used in zip(cache.layers, used_counts, strict=True)
+    ]
+    if cache.num_sinks is not None:
+        rows = [
+            _place_sink_rows(indices, cache.num_sinks, num_tokens, is_rerotated=cache.is_rerotated)
+            for indices in row_indices_by_layer
+        ]
     else:
-        rows = [_placed(layer, index, tokens) for layer, index in zip(cache.layers, indexes, strict=True)]
-    return CacheRows(tuple(rows), max(tokens, *used), _evicted(cache, rows, tokens))
+        rows = [
+            _place_rows(layer, indices, num_tokens)
+            for layer, indices in zip(cache.layers, row_indices_by_layer, strict=True)
+        ]
+    return CacheRows(tuple(rows), max(num_tokens, *used_counts), _describe_eviction(cache, rows, num_tokens))
 
 
-def _count_used(layer: Layer) -> int:
+def _count_used_rows(layer: KVLayer) -> int:
     """Rows that surely hold tokens: of a buffer that says no length up to the last that is not all zeros."""
-    rows = int(layer.keys.shape[2])
+    num_rows = int(layer.keys.shape[2])
     if not layer.is_buffer:
-        return rows
-    return used_rows(layer.keys) if layer.seen is None else min(layer.seen, rows)
+        return num_rows
+    return count_used_rows(layer.keys) if layer.num_seen is None else min(layer.num_seen, num_rows)
 
 
-def _index(layer: Layer, used: int, tokens: int, hole: int | None) -> Indices:
+def _select_token_rows(layer: KVLayer, num_used: int, num_tokens: int, empty_row: int | None) -> Indices:
     """The rows of a layer that hold tokens, where the model has seen this many."""
-    if not layer.is_buffer or layer.seen is not None or used == 0 or tokens == 0:
-        return np.arange(used)
+    if not layer.is_buffer or layer.num_seen is not None or num_used == 0 or num_tokens == 0:
+        return np.arange(num_used)
     # K of a token may be all zeros in some layers, as padding's embedding is: what other layers hold counts here too.
-    index = np.arange(min(tokens, int(layer.keys.shape[2])))
-    return index[index != hole] if layer.is_window and hole is not None else index
+    row_indices = np.arange(min(num_tokens, int(layer.keys.shape[2])))
+    return row_indices[row_indices != empty_row] if layer.is_window and empty_row is not None else row_indices
 
 
-def _find_hole(cache: Cache, tokens: int) -> int | None:
+def _find_empty_row(cache: TransformersCache, num_tokens: int) -> int | None:
     """The row of zeros that transformers before 4.52 leaves in windows that became full token by token.
 
     A window of W rows is turned round one token too early, so an empty row goes through it from W - 2 to 0.
     """
-    windows = [layer for layer in cache.layers if layer.is_window and layer.is_buffer and layer.seen is None]
-    sizes = {int(layer.keys.shape[2]) for layer in windows}
+    window_layers = [layer for layer in cache.layers if layer.is_window and layer.is_buffer and layer.num_seen is None]
+    sizes = {int(layer.keys.shape[2]) for layer in window_layers}
     if len(sizes) != 1:
         return None
-    size = sizes.pop()
-    hole = 2 * size - 2 - tokens
-    if not 0 <= hole < size - 1:
+    num_rows = sizes.pop()
+    empty_row = 2 * num_rows - 2 - num_tokens
+    if not 0 <= empty_row < num_rows - 1:
         return None
-    rows = (tensor.view()[:, :, hole] for layer in windows for tensor in (layer.keys, layer.values))
+    rows = (
+        tensor.read_elements_unbounded()[:, :, empty_row]
+        for layer in window_layers
+        for tensor in (layer.keys, layer.values)
+    )
     return (
-        None if any(words.view(f"u{words.dtype.itemsize}").any() for words in map(np.ascontiguousarray, rows)) else hole
+        None
+        if any(elements.view(f"u{elements.dtype.itemsize}").any() for elements in map(np.ascontiguousarray, rows))
+        else empty_row
     )
 
 
-def _placed(layer: Layer, index: Indices, tokens: int) -> TokenRows:
-    """The rows of a layer where `tokens` were seen."""
+def _place_rows(layer: KVLayer, row_indices: Indices, num_tokens: int) -> TokenRows:
+    """The rows of a layer where `num_tokens` were seen."""
     if not layer.is_window:
-        return TokenRows(index, None if index.size < tokens else np.arange(index.size))
-    seen = layer.seen if layer.seen is not None else tokens
-    if seen == 0 and _is_full(layer, index):  # no layer holds all tokens: a window that is full may have slid
-        return TokenRows(index, None)
-    seen = max(seen, index.size)
-    return TokenRows(index, np.arange(seen - index.size, seen))
+        return TokenRows(row_indices, None if row_indices.size < num_tokens else np.arange(row_indices.size))
+    num_seen = layer.num_seen if layer.num_seen is not None else num_tokens
+    if num_seen == 0 and _is_full_window(
+        layer, row_indices
+    ):  # no layer holds all tokens: a window that is full may have slid
+        return TokenRows(row_indices, None)
+    num_seen = max(num_seen, row_indices.size)
+    return TokenRows(row_indices, np.arange(num_seen - row_indices.size, num_seen))
 
 
-def _is_full(layer: Layer, index: Indices) -> bool:
+def _is_full_window(layer: KVLayer, row_indices: Indices) -> bool:
     if layer.is_buffer:
-        return index.size == layer.keys.shape[2]
-    return layer.window is not None and index.size >= layer.window - 1
+        return row_indices.size == layer.keys.shape[2]
+    return layer.window is not None and row_indices.size >= layer.window - 1
 
 
-def _of_sinks(index: Indices, sinks: int, tokens: int, *, is_rerotated: bool) -> TokenRows:
+def _place_sink_rows(row_indices: Indices, num_sinks: int, num_tokens: int, *, is_rerotated: bool) -> TokenRows:
     """The rows of a ``SinkCache``: the first tokens, and the last; without positions where K has others."""
-    if is_rerotated and index.size < tokens:
-        return TokenRows(index, None)
-    sinks = min(sinks, index.size)
-    tail = index.size - sinks
-    begin = max(tokens - tail, sinks)
-    return TokenRows(index, np.concatenate([np.arange(sinks), np.arange(begin, begin + tail)]))
+    if is_rerotated and row_indices.size < num_tokens:
+        return TokenRows(row_indices, None)
+    num_sinks = min(num_sinks, row_indices.size)
+    num_tail = row_indices.size - num_sinks
+    tail_start = max(num_tokens - num_tail, num_sinks)
+    return TokenRows(row_indices, np.concatenate([np.arange(num_sinks), np.arange(tail_start, tail_start + num_tail)]))
 
 
-def _evicted(cache: Cache, rows: list[TokenRows], tokens: int) -> str:
-    if cache.sinks is not None:
-        stored = rows[0].index.size
-        if stored >= tokens:
+def _describe_eviction(cache: TransformersCache, layer_rows: list[TokenRows], num_tokens: int) -> str:
+    if cache.num_sinks is not None:
+        num_stored = layer_rows[0].row_indices.size
+        if num_stored >= num_tokens:
             return ""
-        rotated = ", with K rotated to their places in the cache" if cache.is_rerotated else ""
+        rotation_text = ", with K rotated to their places in the cache" if cache.is_rerotated else ""
         return (
-            f"a {cache.kind} holds the first {cache.sinks:,} and the last {stored - cache.sinks:,} of "
-            f"{count(tokens, 'token')}{rotated}"
+            f"a {cache.class_name} holds the first {cache.num_sinks:,} and the last {num_stored - cache.num_sinks:,} "
+            f"of "
+            f"{pluralize(num_tokens, 'token')}{rotation_text}"
         )
-    unplaced = [(layer, each) for layer, each in zip(cache.layers, rows, strict=True) if each.positions is None]
-    if not unplaced:
+    unplaced_layers = [
+        (layer, token_rows)
+        for layer, token_rows in zip(cache.layers, layer_rows, strict=True)
+        if token_rows.positions is None
+    ]
+    if not unplaced_layers:
         return ""
-    layer, each = unplaced[0]
+    layer, token_rows = unplaced_layers[0]
     if layer.is_window:
         return (
-            f"windows of {count(each.index.size, 'token')} are full, and nothing tells how many tokens the model has "
+            f"windows of {pluralize(token_rows.row_indices.size, 'token')} are full, and nothing tells how many tokens "
+            f"the model has "
             "seen"
         )
-    sizes = sorted({rows.index.size for _, rows in unplaced})
-    size = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-    which = "" if len(unplaced) == len(cache.layers) else f"in {len(unplaced)} of {count(len(cache.layers), 'layer')} "
-    return f"{which}{size} of {count(tokens, 'token')} that the model has seen are stored, and nothing tells which"
+    row_counts = sorted({layer_rows.row_indices.size for _, layer_rows in unplaced_layers})
+    counts_text = f"{row_counts[0]:,}" if len(row_counts) == 1 else f"{row_counts[0]:,} to {row_counts[-1]:,}"
+    layers_text = (
+        ""
+        if len(unplaced_layers) == len(cache.layers)
+        else f"in {len(unplaced_layers)} of {pluralize(len(cache.layers), 'layer')} "
+    )
+    return (
+        f"{layers_text}{counts_text} of {pluralize(num_tokens, 'token')} that the model has seen are stored, and "
+        f"nothing tells which"
+    )
 
 
-def used_rows(tensor: AnyTensor) -> int:
+def count_used_rows(tensor: AnyTensor) -> int:
     """Tokens of a ``[batch, kv_head, token, head_dim]`` buffer up to the last one that is not all zeros."""
-    words = tensor.view()
-    words = words.view(f"u{words.dtype.itemsize}")
-    low, high = 0, int(words.shape[2])
+    elements = tensor.read_elements_unbounded()
+    elements = elements.view(f"u{elements.dtype.itemsize}")
+    low, high = 0, int(elements.shape[2])
     while high > low:
-        begin = max(low, high - _STEP)
-        used = np.flatnonzero(words[:, :, begin:high].any(axis=(0, 1, 3)))
-        if used.size:
-            return begin + int(used[-1]) + 1
+        begin = max(low, high - _SCAN_ROWS)
+        used_offsets = np.flatnonzero(elements[:, :, begin:high].any(axis=(0, 1, 3)))
+        if used_offsets.size:
+            return begin + int(used_offsets[-1]) + 1
         high = begin
     return 0
 
 
-def without_evicted(rows: CacheRows, evicted: str) -> CacheRows:
+def mark_evicted(rows: CacheRows, eviction_text: str) -> CacheRows:
     """Return the rows where something next to the cache tells that tokens are missing, and not which."""
-    layers = tuple(TokenRows(each.index, None) for each in rows.layers)
-    return replace(rows, layers=layers, evicted=evicted)
+    layers = tuple(TokenRows(token_rows.row_indices, None) for token_rows in rows.layer_rows)
+    return replace(rows, layer_rows=layers, eviction_text=eviction_text)

@@ -2,20 +2,20 @@
 
 from .description import ENGINE
 from .gguf import is_gguf
-from .gguf import read_rotary as read_gguf_rotary
-from .keeping import NAME, keep
+from .gguf import read_gguf_rotary as read_gguf_rotary
+from .keeping import FORMAT_NAME, capture
 from .model_layers import read_rotations
-from .reading import holds_state, is_state, read
+from .reading import is_state_file, is_state_stream, read
 from .state import NO_TOKEN
 
 __all__ = [
     "ENGINE",
-    "NAME",
+    "FORMAT_NAME",
     "NO_TOKEN",
-    "holds_state",
+    "capture",
     "is_gguf",
-    "is_state",
-    "keep",
+    "is_state_file",
+    "is_state_stream",
     "read",
     "read_gguf_rotary",
     "read_rotations",

@@ -1,8 +1,9 @@
 """What llama.cpp does to K and V before it stores them, as far as an architecture and the types of a cache say.
 
 `llama_model_rope_type` has an entry for every architecture: two neighbours of a head are turned together (NORM), or two
-dimensions half a head apart (NEOX). Of those in `_PERMUTED` it is certain that others have the halves: what llama.cpp's
-converter has for them (`conversion/*.py`) permutes the weights of query and key in every layer. Of other architectures
+dimensions half a head apart (NEOX). Of those in `_PERMUTED_ARCHITECTURES` it is certain that others have the halves:
+what llama.cpp's converter has for them (`conversion/*.py`) permutes the weights of query and key in every layer. Of
+other architectures
 with neighbours some were trained so, others are permuted.
 """
 
@@ -11,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from ...arrays.undoing import Undo, ways_of
-from .state import Tensor
+from ...arrays.undoing import Transform, list_possible_transforms
+from .state import CacheTensor
 
-_PERMUTED: Final = frozenset(
+_PERMUTED_ARCHITECTURES: Final = frozenset(
     ("arcee", "granite", "granitemoe", "internlm2", "llama", "minicpm", "mistral3", "olmo", "smollm3")
 )
-_HALVES: Final = frozenset(
+_HALF_PAIRED_ARCHITECTURES: Final = frozenset(
     (
         *("afmoe", "apertus", "bailingmoe2", "bert", "bitnet", "codeshell", "cogvlm", "dbrx", "dots1"),
         *("dream", "eurobert", "exaone", "exaone-moe", "exaone4", "falcon", "falcon-h1", "gemma"),
@@ -31,12 +32,12 @@ _HALVES: Final = frozenset(
     )
 )
 """Architectures of rope type NEOX, and of M-RoPE's, whose pairs are the same."""
-_NO_ROPE: Final = frozenset(
+_UNROTATED_ARCHITECTURES: Final = frozenset(
     ("bloom", "gpt2", "jais", "jamba", "jina-bert-v2", "mamba", "mamba2", "mpt", "nemotron_h", "refact", "t5")
 )
 
 
-def order_of(architecture: str | None, head_dim: int, rotary_dim: int | None) -> bool | None:
+def is_key_order_permuted(architecture: str | None, head_dim: int, rotary_dim: int | None) -> bool | None:
     """Whether K lies in another order than other engines have it; None where nothing says it.
 
     Parameters
@@ -44,18 +45,18 @@ def order_of(architecture: str | None, head_dim: int, rotary_dim: int | None) ->
     rotary_dim
         Dimensions of a head that RoPE turns; None for all.
     """
-    if head_dim % 2 or architecture in _HALVES or architecture in _NO_ROPE:
+    if head_dim % 2 or architecture in _HALF_PAIRED_ARCHITECTURES or architecture in _UNROTATED_ARCHITECTURES:
         return False
-    return True if architecture in _PERMUTED and rotary_dim in (None, head_dim) else None
+    return True if architecture in _PERMUTED_ARCHITECTURES and rotary_dim in (None, head_dim) else None
 
 
-def rotations_of(tensors: Sequence[Tensor], heads: Sequence[int]) -> tuple[Undo, ...]:
+def list_possible_rotations(tensors: Sequence[CacheTensor], heads: Sequence[int]) -> tuple[Transform, ...]:
     """What newer builds rotate: quantised K or V, in heads of a multiple of 64 dimensions."""
-    found = {
-        way
+    transforms = {
+        transform
         for tensor in tensors
         if tensor.type.is_block
-        for way in ways_of(tensor.part, tensor.row // heads[tensor.layer])
-        if way != "k-order"
+        for transform in list_possible_transforms(tensor.part, tensor.row_values // heads[tensor.layer])
+        if transform != "k-order"
     }
-    return tuple(sorted(found))
+    return tuple(sorted(transforms))

@@ -6,100 +6,109 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...errors import MissingOptionError, OptionError
-from ...text import count
+from ...text import pluralize
 from ..options import ReadOptions
 from . import gguf
 from .model_layers import ModelLayer
-from .state import Stream, Tensor
+from .state import CacheStream, CacheTensor
 
 
 @dataclass(frozen=True)
-class Heads:
+class LayerHeads:
     """Kv heads of each layer, and whether anything says so; one each where nothing does and nobody needs them."""
 
-    of: tuple[int, ...]
-    known: bool = True
+    by_layer: tuple[int, ...]
+    is_known: bool = True
 
 
 def find_heads(
-    where: str,
-    stream: Stream,
+    label: str,
+    stream: CacheStream,
     options: ReadOptions,
     *,
-    needed: bool,
+    is_required: bool,
     model_layers: Sequence[ModelLayer] | None = None,
-    noted: Sequence[int] | None = None,
-) -> Heads:
+    recorded_heads: Sequence[int] | None = None,
+) -> LayerHeads:
     """Return how many kv heads the rows of each layer are of.
 
     Parameters
     ----------
-    needed
+    is_required
         Whether somebody looks at heads.
     model_layers
         Of each layer of the stream, that of the model which the options name; None where its number is not known.
-    noted
+    recorded_heads
         Kv heads of each layer as they were noted down, where nothing else says them.
 
     Raises
     ------
     MissingOptionError
-        Where nothing says them, and they are `needed`.
+        Where nothing says them, and they are `is_required`.
     OptionError
         Where the rows, the options and the model contradict each other.
     SourceError
         For a model that cannot be read.
     """
-    keys = [tensor for tensor in stream.tensors if tensor.part == "key"]
-    said = options.packed.geometry if options.packed else None
+    key_tensors = [tensor for tensor in stream.tensors if tensor.part == "key"]
+    geometry = options.packed.geometry if options.packed else None
     model = options.packed.model if options.packed else None
-    found: tuple[int, ...] | None = None
-    if said and said.kv_heads:
-        found = (said.kv_heads,) * len(keys)
-    elif said and said.head_dim:
-        found = tuple(tensor.row // said.head_dim for tensor in keys)
+    kv_heads: tuple[int, ...] | None = None
+    if geometry and geometry.kv_heads:
+        kv_heads = (geometry.kv_heads,) * len(key_tensors)
+    elif geometry and geometry.head_dim:
+        kv_heads = tuple(tensor.row_values // geometry.head_dim for tensor in key_tensors)
     if model is not None:
-        of_model, dims = _heads_of_model(model, len(keys), model_layers)
-        if found is not None and found != of_model:
-            raise OptionError(f"kv heads: {found[0]} for the cache, but the model in {model} has {of_model[0]}")
-        found = of_model
-        _check_model(where, model, keys, of_model, dims)
-    if found is None and len(noted or ()) == len(keys):
-        found = tuple(noted or ())
-    if found is None:
-        if not needed:
-            return Heads((1,) * len(keys), known=False)
+        model_heads, head_dims = _read_model_heads(model, len(key_tensors), model_layers)
+        if kv_heads is not None and kv_heads != model_heads:
+            raise OptionError(f"kv heads: {kv_heads[0]} for the cache, but the model in {model} has {model_heads[0]}")
+        kv_heads = model_heads
+        _check_model_rows(label, model, key_tensors, model_heads, head_dims)
+    if kv_heads is None and len(recorded_heads or ()) == len(key_tensors):
+        kv_heads = tuple(recorded_heads or ())
+    if kv_heads is None:
+        if not is_required:
+            return LayerHeads((1,) * len(key_tensors), is_known=False)
         raise MissingOptionError(
-            f"{where}: a row of K has {keys[0].row:,} values, and nothing in the file says of how many kv heads: say "
+            f"{label}: a row of K has {key_tensors[0].row_values:,} values, and nothing in the file says of how many "
+            f"kv heads: say "
             "--kv-heads N, or --model FILE.gguf (in Python kv_heads=N, or model=)"
         )
     for tensor in stream.tensors:
-        heads = found[tensor.layer]
-        wrong_dims = said and said.head_dim and tensor.part == "key" and tensor.row != heads * said.head_dim
-        if not heads or tensor.row % heads or wrong_dims:
-            dims_said = f" of {said.head_dim}" if said and said.head_dim else ""
+        num_heads = kv_heads[tensor.layer]
+        has_wrong_dims = (
+            geometry
+            and geometry.head_dim
+            and tensor.part == "key"
+            and tensor.row_values != num_heads * geometry.head_dim
+        )
+        if not num_heads or tensor.row_values % num_heads or has_wrong_dims:
+            dims_text = f" of {geometry.head_dim}" if geometry and geometry.head_dim else ""
             raise OptionError(
-                f"{where}: {tensor.part[0].upper()} of layer {tensor.layer} has {tensor.row:,} values a cell, which "
-                f"are not {count(heads, 'kv head')}{dims_said}"
+                f"{label}: {tensor.part[0].upper()} of layer {tensor.layer} has {tensor.row_values:,} values a cell, "
+                f"which "
+                f"are not {pluralize(num_heads, 'kv head')}{dims_text}"
             )
-    return Heads(found)
+    return LayerHeads(kv_heads)
 
 
-def _heads_of_model(
-    model: str, layers: int, model_layers: Sequence[ModelLayer] | None
+def _read_model_heads(
+    model: str, num_layers: int, model_layers: Sequence[ModelLayer] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return kv heads and head_dim of each layer."""
     if model_layers is not None:
-        return tuple(each.kv_heads for each in model_layers), tuple(each.head_dim for each in model_layers)
-    geometry = gguf.read_geometry(model, layers)
-    return geometry.kv_heads, (geometry.head_dim,) * layers
+        return tuple(layer.kv_heads for layer in model_layers), tuple(layer.head_dim for layer in model_layers)
+    geometry = gguf.read_gguf_geometry(model, num_layers)
+    return geometry.kv_heads, (geometry.head_dim,) * num_layers
 
 
-def _check_model(where: str, model: str, keys: Sequence[Tensor], heads: Sequence[int], dims: Sequence[int]) -> None:
-    for tensor in keys:
-        expected = heads[tensor.layer] * dims[tensor.layer]
-        if tensor.row != expected:
+def _check_model_rows(
+    label: str, model: str, key_tensors: Sequence[CacheTensor], heads: Sequence[int], head_dims: Sequence[int]
+) -> None:
+    for tensor in key_tensors:
+        expected_values = heads[tensor.layer] * head_dims[tensor.layer]
+        if tensor.row_values != expected_values:
             raise OptionError(
-                f"{where}: K of layer {tensor.layer} has {tensor.row:,} values a cell, in {model} it has "
-                f"{expected:,}: it is of another model"
+                f"{label}: K of layer {tensor.layer} has {tensor.row_values:,} values a cell, in {model} it has "
+                f"{expected_values:,}: it is of another model"
             )

@@ -12,132 +12,149 @@ from itertools import accumulate
 import numpy as np
 
 from ... import dtypes
-from ...arrays.named_array import Piece, rechunked
+from ...arrays.named_array import Chunk, rechunk
 from ...dtypes import Bytes
 from ...packed.layout import PackLayout
-from ...packed.rows import HeadRows
+from ...packed.rows import HeadRowAccessor
 from ..file_bytes import FileBytes
-from .state import Tensor
-from .types import numbers
+from .state import CacheTensor
+from .types import dequantize
 
-_VALUES = 1 << 16
+_VALUES_PER_BATCH = 1 << 16
 """Numbers of blocks across heads that are made at a time: they fit a cache of the processor."""
 
-_Fill = Callable[[int, int, Bytes], None]
+_FillFunction = Callable[[int, int, Bytes], None]
 """``fill(head, first cell, out)``: rows of consecutive cells of one head."""
 
 
-class Cells:
+class CellSelection:
     """Cells of a stream: all of them, or those of one sequence.
 
     Parameters
     ----------
-    count
+    num_cells
         In the stream.
     spans
         ``(begin, end)`` of those that are taken; None for all.
     """
 
-    def __init__(self, count: int, spans: Sequence[tuple[int, int]] | None = None) -> None:
-        self.of = count
-        self.spans = ((0, count),) if spans is None else tuple(spans)
+    def __init__(self, num_stream_cells: int, spans: Sequence[tuple[int, int]] | None = None) -> None:
+        self.num_stream_cells = num_stream_cells
+        self.spans = ((0, num_stream_cells),) if spans is None else tuple(spans)
         self._begins = [0, *accumulate(end - begin for begin, end in self.spans)]
-        self.count = self._begins.pop()
+        self.num_cells = self._begins.pop()
 
-    def run(self, number: int) -> tuple[int, int]:
-        """Which cell of the stream is number `number` of those taken, and how many from there on lie together."""
-        span = bisect_right(self._begins, number) - 1
+    def locate(self, index: int) -> tuple[int, int]:
+        """Which cell of the stream is number `index` of those taken, and how many from there on lie together."""
+        span = bisect_right(self._begins, index) - 1
         begin, end = self.spans[span]
-        cell = begin + number - self._begins[span]
+        cell = begin + index - self._begins[span]
         return cell, end - cell
 
 
-def head_runs(file: FileBytes, tensor: Tensor, heads: int, taken: Cells, step: int) -> Iterator[Piece]:
-    """``[kv_head, cell, head_dim]`` words, of blocks float32, in runs of `step` bytes, the last one shorter."""
-    row, cells = tensor.row // heads * dtypes.by_name(tensor.type.dtype).itemsize, taken.count
-    if step % row:
-        whole = max(step // row, 1) * row
-        yield from rechunked(head_runs(file, tensor, heads, taken, whole), step, heads * cells * row)
+def iter_head_chunks(
+    file: FileBytes, tensor: CacheTensor, heads: int, selection: CellSelection, chunk_bytes: int
+) -> Iterator[Chunk]:
+    """``[kv_head, cell, head_dim]`` words, of blocks float32, in runs of `chunk_bytes` bytes, the last one shorter."""
+    row_bytes, num_cells = (
+        tensor.row_values // heads * dtypes.parse_dtype(tensor.type.dtype).itemsize,
+        selection.num_cells,
+    )
+    if chunk_bytes % row_bytes:
+        aligned_bytes = max(chunk_bytes // row_bytes, 1) * row_bytes
+        yield from rechunk(
+            iter_head_chunks(file, tensor, heads, selection, aligned_bytes), chunk_bytes, heads * num_cells * row_bytes
+        )
         return
-    fill = _filler(file, tensor, heads, taken.of)
-    total, most = heads * cells, step // row
-    for start in range(0, total, most):
-        run = np.empty(min(most, total - start) * row, np.uint8)
-        done = 0
-        while done < run.size:
-            head, number = divmod(start + done // row, cells)
-            cell, together = taken.run(number)
-            nbytes = min(together * row, run.size - done)
-            fill(head, cell, run[done : done + nbytes])
-            done += nbytes
-        yield run
-        del run
-    file.drop(tensor.offset, tensor.nbytes)
+    fill = _make_filler(file, tensor, heads, selection.num_stream_cells)
+    total_rows, max_rows = heads * num_cells, chunk_bytes // row_bytes
+    for start in range(0, total_rows, max_rows):
+        chunk = np.empty(min(max_rows, total_rows - start) * row_bytes, np.uint8)
+        num_filled = 0
+        while num_filled < chunk.size:
+            head, cell_index = divmod(start + num_filled // row_bytes, num_cells)
+            cell, num_contiguous = selection.locate(cell_index)
+            nbytes = min(num_contiguous * row_bytes, chunk.size - num_filled)
+            fill(head, cell, chunk[num_filled : num_filled + nbytes])
+            num_filled += nbytes
+        yield chunk
+        del chunk
+    file.release_pages(tensor.offset, tensor.nbytes)
 
 
-def _filler(file: FileBytes, tensor: Tensor, heads: int, cells: int) -> _Fill:
+def _make_filler(file: FileBytes, tensor: CacheTensor, heads: int, num_cells: int) -> _FillFunction:
     data = file.view(tensor.offset, tensor.nbytes)
     if tensor.type.is_block:
-        return _of_blocks(data, tensor, heads, cells)
-    if tensor.transposed:
-        return _of_channels(data, tensor, heads, cells)
-    rows = data.reshape(cells, heads, -1)
-    whole = rows.view(f"V{rows.shape[2]}")[:, :, 0]  # a row as one element: copied as such
+        return _make_block_filler(data, tensor, heads, num_cells)
+    if tensor.is_transposed:
+        return _make_channel_filler(data, tensor, heads, num_cells)
+    rows = data.reshape(num_cells, heads, -1)
+    row_elements = rows.view(f"V{rows.shape[2]}")[:, :, 0]  # a row as one element: copied as such
 
     def fill(head: int, cell: int, out: Bytes) -> None:
-        found = out.view(whole.dtype)
-        found[:] = whole[cell : cell + found.size, head]
+        rows_view = out.view(row_elements.dtype)
+        rows_view[:] = row_elements[cell : cell + rows_view.size, head]
 
     return fill
 
 
-def _of_channels(data: Bytes, tensor: Tensor, heads: int, cells: int) -> _Fill:
+def _make_channel_filler(data: Bytes, tensor: CacheTensor, heads: int, num_cells: int) -> _FillFunction:
     """Rows out of ``[channel, cell]``: what a backend without tiles makes of V."""
-    layout = PackLayout(heads, tensor.row // heads, tensor.type.dtype, 1, 1, None)
-    rows, by_head = HeadRows(layout, "value", cells), data.reshape(heads, -1)
+    layout = PackLayout(heads, tensor.row_values // heads, tensor.type.dtype, 1, 1, None)
+    rows, by_head = HeadRowAccessor(layout, "value", num_cells), data.reshape(heads, -1)
 
     def fill(head: int, cell: int, out: Bytes) -> None:
-        rows.read(by_head[head], cell, out)
+        rows.read_rows(by_head[head], cell, out)
 
     return fill
 
 
-def _of_blocks(data: Bytes, tensor: Tensor, heads: int, cells: int) -> _Fill:
+def _make_block_filler(data: Bytes, tensor: CacheTensor, heads: int, num_cells: int) -> _FillFunction:
     """Numbers out of blocks, which may lie across heads."""
-    kind, dims = tensor.type, tensor.row // heads
-    blocks = data.reshape(cells, -1, kind.nbytes)
-    split = dims % kind.values == 0
+    ggml_type, head_dim = tensor.type, tensor.row_values // heads
+    blocks = data.reshape(num_cells, -1, ggml_type.nbytes)
+    is_head_aligned = head_dim % ggml_type.values_per_block == 0
 
     def fill(head: int, cell: int, out: Bytes) -> None:
-        found = out.view("=f4").reshape(-1, dims)
-        first, last = head * dims // kind.values, -(-(head + 1) * dims // kind.values)
-        chosen = blocks[cell : cell + len(found), first:last]
-        if split:
-            numbers(kind, chosen, found)
+        values = out.view("=f4").reshape(-1, head_dim)
+        first_block, block_end = (
+            head * head_dim // ggml_type.values_per_block,
+            -(-(head + 1) * head_dim // ggml_type.values_per_block),
+        )
+        selected_blocks = blocks[cell : cell + len(values), first_block:block_end]
+        if is_head_aligned:
+            dequantize(ggml_type, selected_blocks, values)
             return
-        begin, step = head * dims - first * kind.values, max(1, _VALUES // ((last - first) * kind.values))
-        for start in range(0, len(found), step):
-            rows = found[start : start + step]
-            made = np.empty((len(rows), (last - first) * kind.values), np.float32)
-            numbers(kind, chosen[start : start + step], made)
-            rows[:] = made[:, begin : begin + dims]
+        begin, rows_per_batch = (
+            head * head_dim - first_block * ggml_type.values_per_block,
+            max(1, _VALUES_PER_BATCH // ((block_end - first_block) * ggml_type.values_per_block)),
+        )
+        for start in range(0, len(values), rows_per_batch):
+            rows = values[start : start + rows_per_batch]
+            block_values = np.empty((len(rows), (block_end - first_block) * ggml_type.values_per_block), np.float32)
+            dequantize(ggml_type, selected_blocks[start : start + rows_per_batch], block_values)
+            rows[:] = block_values[:, begin : begin + head_dim]
 
     return fill
 
 
-def cell_runs(file: FileBytes, tensor: Tensor, taken: Cells, step: int) -> Iterator[Piece]:
+def iter_cell_chunks(
+    file: FileBytes, tensor: CacheTensor, selection: CellSelection, chunk_bytes: int
+) -> Iterator[Chunk]:
     """The bytes of cells as they lie in the file, one cell behind the other; not of transposed tensors."""
-    if taken.spans == ((0, taken.of),):
-        yield from file_runs(file, tensor, step)
+    if selection.spans == ((0, selection.num_stream_cells),):
+        yield from iter_tensor_chunks(file, tensor, chunk_bytes)
         return
-    row = tensor.nbytes // taken.of
-    parts = (file.view(tensor.offset + begin * row, (end - begin) * row) for begin, end in taken.spans)
-    yield from rechunked(parts, step, taken.count * row)
+    cell_bytes = tensor.nbytes // selection.num_stream_cells
+    parts = (
+        file.view(tensor.offset + begin * cell_bytes, (end - begin) * cell_bytes) for begin, end in selection.spans
+    )
+    yield from rechunk(parts, chunk_bytes, selection.num_cells * cell_bytes)
 
 
-def file_runs(file: FileBytes, tensor: Tensor, step: int) -> Iterator[Piece]:
-    """The bytes of a tensor as they lie in the file, in runs of `step` bytes, the last one shorter."""
-    for start in range(0, tensor.nbytes, step):
-        nbytes = min(step, tensor.nbytes - start)
+def iter_tensor_chunks(file: FileBytes, tensor: CacheTensor, chunk_bytes: int) -> Iterator[Chunk]:
+    """The bytes of a tensor as they lie in the file, in runs of `chunk_bytes` bytes, the last one shorter."""
+    for start in range(0, tensor.nbytes, chunk_bytes):
+        nbytes = min(chunk_bytes, tensor.nbytes - start)
         yield file.view(tensor.offset + start, nbytes)
-        file.drop(tensor.offset + start, nbytes)
+        file.release_pages(tensor.offset + start, nbytes)

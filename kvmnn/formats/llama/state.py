@@ -1,7 +1,7 @@
 """The structure of a llama.cpp state file, parsed to its last byte; K and V are not touched.
 
-A file says neither how many caches it holds nor which of its parts a build of llama.cpp wrote, so `parse` tries what is
-known and takes what ends with the file.
+A file says neither how many caches it holds nor which of its parts a build of llama.cpp wrote, so `parse_structure`
+tries what is known and takes what ends with the file.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import numpy as np
 
 from ...dtypes import PARTS, Indices, Part, Positions
 from ...errors import SourceError
-from ...text import count
+from ...text import pluralize
 from ..file_bytes import FileBytes
-from .cells import Cursor, NotSoError, read_cells
-from .types import OTHERS, TYPES, GgmlType
+from .cells import BinaryReader, ParseError, read_cells
+from .types import GGML_TYPES, UNSUPPORTED_TYPES, GgmlType
 
-SESSION, SEQUENCE = 0x6767736E, 0x67677371
-KINDS = {SESSION: "session", SEQUENCE: "sequence"}
-VERSIONS = {SESSION: (9, 10), SEQUENCE: (2, 3)}
-MAGICS = tuple(magic.to_bytes(4, "little") for magic in KINDS)
-MOST_CELLS = 1 << 24
+SESSION_MAGIC, SEQUENCE_MAGIC = 0x6767736E, 0x67677371
+KIND_BY_MAGIC = {SESSION_MAGIC: "session", SEQUENCE_MAGIC: "sequence"}
+VERSIONS_BY_MAGIC = {SESSION_MAGIC: (9, 10), SEQUENCE_MAGIC: (2, 3)}
+MAGIC_BYTES = tuple(magic.to_bytes(4, "little") for magic in KIND_BY_MAGIC)
+MAX_CELLS = 1 << 24
 """More cells than any context has: those of one of 16 million tokens."""
-_MOST_NAME = 256
-_MOST_STREAMS, _MOST_LAYERS = 1 << 12, 1 << 12
+_MAX_ARCHITECTURE_BYTES = 256
+_MAX_STREAMS, _MAX_LAYERS = 1 << 12, 1 << 12
 """Sixteen and eight times as many as llama.cpp has at most (LLAMA_MAX_SEQ, LLAMA_MAX_LAYERS)."""
-MLA = ("deepseek2", "deepseek32", "glm-dsa", "kimi-linear", "minicpm3", "mistral4", "plm")
+MLA_ARCHITECTURES = ("deepseek2", "deepseek32", "glm-dsa", "kimi-linear", "minicpm3", "mistral4", "plm")
 """Architectures whose attention works on latent K alone: they may store no V."""
 NO_TOKEN = -1
 """LLAMA_TOKEN_NULL, which stands for pictures and embeddings."""
-_EXTRA_BYTES = (0, 12, 8)
+_EXTRA_CELL_BYTES = (0, 12, 8)
 """Behind the position of a cell: nothing; x, y and a token (M-RoPE, embeddings by layer); x and y."""
 
 
-class Tensor(NamedTuple):
+class CacheTensor(NamedTuple):
     """K or V of one layer as it lies in the file.
 
     Parameters
@@ -46,9 +46,9 @@ class Tensor(NamedTuple):
         Which; layers are counted within their cache.
     type
         Of its elements.
-    row
+    row_values
         Values of a cell: kv_heads x head_dim.
-    transposed
+    is_transposed
         Whether the values of one channel lie together, ``[channel, cell]``; else ``[cell, channel]``.
     offset, nbytes
         Where it lies in the file.
@@ -57,14 +57,14 @@ class Tensor(NamedTuple):
     part: Part
     layer: int
     type: GgmlType
-    row: int
-    transposed: bool
+    row_values: int
+    is_transposed: bool
     offset: int
     nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Stream:
+class CacheStream:
     """The used cells of one stream.
 
     Parameters
@@ -80,30 +80,33 @@ class Stream:
     positions: Positions
     seq_counts: Indices
     seq_ids: Indices
-    tensors: tuple[Tensor, ...] = ()
+    tensors: tuple[CacheTensor, ...] = ()
 
     @property
-    def cells(self) -> int:
+    def num_cells(self) -> int:
         """How many."""
         return int(self.positions.size)
 
     @property
-    def seqs(self) -> list[list[int]]:
+    def sequences_by_cell(self) -> list[list[int]]:
         """The sequences of each cell."""
         ends = np.cumsum(self.seq_counts)
         ids = self.seq_ids.tolist()
-        return [ids[end - n : end] for end, n in zip(ends.tolist(), self.seq_counts.tolist(), strict=True)]
+        return [
+            ids[end - num_sequences : end]
+            for end, num_sequences in zip(ends.tolist(), self.seq_counts.tolist(), strict=True)
+        ]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class State:
+class LlamaState:
     """A state file.
 
     Parameters
     ----------
     kind, version
         ``"session"`` or ``"sequence"``, and the number behind its magic.
-    tokens
+    token_ids
         int64: the ids that the caller of llama.cpp gave, from 0 to 2^32 - 2; `NO_TOKEN` for what has none.
     architecture
         Of the model; None in sequence files.
@@ -115,217 +118,244 @@ class State:
 
     kind: str
     version: int
-    tokens: Indices
+    token_ids: Indices
     architecture: str | None
-    caches: tuple[tuple[Stream, ...], ...]
+    caches: tuple[tuple[CacheStream, ...], ...]
     recurrent_bytes: int = 0
 
 
-class _LeftError(NotSoError):
+class _TrailingBytesError(ParseError):
     """It is, up to bytes behind all that was tried."""
 
 
-class _TypeError(NotSoError):
+class _UnsupportedTypeError(ParseError):
     """It is, up to an element type of ggml that is not read."""
 
 
-def parse(file: FileBytes, model: str | None = None) -> State:
+def parse_structure(file: FileBytes, model_architecture: str | None = None) -> LlamaState:
     """The structure of a state file.
 
     Parameters
     ----------
     file
         The whole file.
-    model
-        The architecture of the model, where it is known; sessions say it themselves. Only those in `MLA` store no V: of
-        any other such a file is cut behind K.
+    model_architecture
+        The architecture of the model, where it is known; sessions say it themselves. Only those in `MLA_ARCHITECTURES`
+        store no V: of any other such a file is cut behind K.
 
     Raises
     ------
     SourceError
         When no known structure ends with the file's last byte.
     """
-    cursor = Cursor(file)
+    reader = BinaryReader(file)
     try:
-        magic, version = cursor.u32("magic"), cursor.u32("version")
-        kind = KINDS[magic]
-        if version not in VERSIONS[magic]:
-            known = " and ".join(map(str, VERSIONS[magic]))
-            raise SourceError(f"{file.label}: a llama.cpp {kind} file of version {version}: read are {known}")
-        tokens = cursor.numbers(cursor.u32("number of tokens"), "tokens")
-        tokens = np.where(tokens < NO_TOKEN, tokens + (1 << 32), tokens)  # ids of 32 bits; llama.cpp's are signed
-        architecture = _architecture(cursor) if magic == SESSION else None
-    except NotSoError as error:
+        magic, version = reader.read_u32("magic"), reader.read_u32("version")
+        kind = KIND_BY_MAGIC[magic]
+        if version not in VERSIONS_BY_MAGIC[magic]:
+            versions_text = " and ".join(map(str, VERSIONS_BY_MAGIC[magic]))
+            raise SourceError(f"{file.label}: a llama.cpp {kind} file of version {version}: read are {versions_text}")
+        token_ids = reader.read_ints(reader.read_u32("number of tokens"), "tokens")
+        token_ids = np.where(
+            token_ids < NO_TOKEN, token_ids + (1 << 32), token_ids
+        )  # ids of 32 bits; llama.cpp's are signed
+        architecture = _read_architecture(reader) if magic == SESSION_MAGIC else None
+    except ParseError as error:
         raise SourceError(f"{file.label}: is truncated: {error}") from None
-    variants = _variants(
-        old=version < VERSIONS[magic][1], session=magic == SESSION, only_k=(architecture or model) in MLA
+    variants = _iter_variants(
+        is_old=version < VERSIONS_BY_MAGIC[magic][1],
+        is_session=magic == SESSION_MAGIC,
+        may_lack_v=(architecture or model_architecture) in MLA_ARCHITECTURES,
     )
-    caches, rest = _caches(file, cursor.position, variants)
-    return State(
-        kind=kind, version=version, tokens=tokens, architecture=architecture, caches=caches, recurrent_bytes=rest
+    caches, recurrent_bytes = _parse_caches(file, reader.position, variants)
+    return LlamaState(
+        kind=kind,
+        version=version,
+        token_ids=token_ids,
+        architecture=architecture,
+        caches=caches,
+        recurrent_bytes=recurrent_bytes,
     )
 
 
-def _architecture(cursor: Cursor) -> str:
-    length = cursor.u32("length of the architecture")
-    if length > _MOST_NAME:
-        raise NotSoError(f"the name of the architecture has {length:,} bytes")
-    return cursor.take(length, "architecture").tobytes().decode("utf-8", "replace")
+def _read_architecture(reader: BinaryReader) -> str:
+    num_bytes = reader.read_u32("length of the architecture")
+    if num_bytes > _MAX_ARCHITECTURE_BYTES:
+        raise ParseError(f"the name of the architecture has {num_bytes:,} bytes")
+    return reader.read(num_bytes, "architecture").tobytes().decode("utf-8", "replace")
 
 
-class _Variant(NamedTuple):
+class _LayoutVariant(NamedTuple):
     """What builds of llama.cpp differ in without saying so."""
 
-    extra: int
+    extra_bytes: int
     has_v: bool
-    two: bool
-    recurrent: bool
-    streams: bool
-    outputs: bool
+    has_two_caches: bool
+    has_recurrent_state: bool
+    has_stream_count: bool
+    has_outputs: bool
 
 
-def _variants(*, old: bool, session: bool, only_k: bool) -> Iterator[_Variant]:
-    """What may be in a file, the likely first; `old` files may have no number of streams, and an output block."""
-    streams = (True, False) if old else (True,)
-    before = (True, False) if old and session else (False,)
-    with_v = (True, False) if only_k else (True,)
-    several = (False, True)
-    for output, stream, recurrent, two, has_v, extra in product(
-        before, streams, several, several, with_v, _EXTRA_BYTES
+def _iter_variants(*, is_old: bool, is_session: bool, may_lack_v: bool) -> Iterator[_LayoutVariant]:
+    """What may be in a file, the likely first; `is_old` files may have no number of streams, and an output block."""
+    stream_count_options = (True, False) if is_old else (True,)
+    output_options = (True, False) if is_old and is_session else (False,)
+    v_options = (True, False) if may_lack_v else (True,)
+    cache_options = (False, True)
+    for has_outputs, has_stream_count, has_recurrent_state, has_two_caches, has_v, extra_bytes in product(
+        output_options, stream_count_options, cache_options, cache_options, v_options, _EXTRA_CELL_BYTES
     ):
-        yield _Variant(extra, has_v, two, recurrent, stream, output)
+        yield _LayoutVariant(extra_bytes, has_v, has_two_caches, has_recurrent_state, has_stream_count, has_outputs)
 
 
-def _caches(file: FileBytes, start: int, variants: Iterator[_Variant]) -> tuple[tuple[tuple[Stream, ...], ...], int]:
+def _parse_caches(
+    file: FileBytes, offset: int, variants: Iterator[_LayoutVariant]
+) -> tuple[tuple[tuple[CacheStream, ...], ...], int]:
     """The caches as the first of the variants has them that ends with the file, and the bytes of recurrent state.
 
     Else the error is what is wrong with the likeliest.
     """
-    found: NotSoError | None = None
-    read = _Caches()
+    best_error: ParseError | None = None
+    cache_parser = _CacheParser()
     for variant in variants:
-        cursor = Cursor(file, start)
+        reader = BinaryReader(file, offset)
         try:
-            if variant.outputs:
-                _skip_outputs(cursor)
-            caches = tuple(read.at(cursor, variant) for _ in range(1 + variant.two))
-            rest = cursor.left
-            if variant.recurrent:
-                _skip_recurrent(cursor)
-            if cursor.left:
-                raise _LeftError(
-                    f"{count(cursor.left, 'byte')} are left behind K and V at offset {cursor.position:,}: another kind "
+            if variant.has_outputs:
+                _skip_outputs(reader)
+            caches = tuple(cache_parser.parse_at(reader, variant) for _ in range(1 + variant.has_two_caches))
+            recurrent_bytes = reader.remaining_bytes
+            if variant.has_recurrent_state:
+                _skip_recurrent(reader)
+            if reader.remaining_bytes:
+                raise _TrailingBytesError(
+                    f"{pluralize(reader.remaining_bytes, 'byte')} are left behind K and V at offset "
+                    f"{reader.position:,}: another kind "
                     "of cache, or written by a build of llama.cpp that is not known"
                 )
-            return caches, rest
-        except NotSoError as error:
-            if found is None or (isinstance(error, _LeftError) and not isinstance(found, _LeftError)):
-                found = error
-    if isinstance(found, _TypeError):
-        raise SourceError(f"{file.label}: {found}")
-    raise SourceError(f"{file.label}: is truncated or no llama.cpp state file that is known: {found}")
+            return caches, recurrent_bytes
+        except ParseError as error:
+            if best_error is None or (
+                isinstance(error, _TrailingBytesError) and not isinstance(best_error, _TrailingBytesError)
+            ):
+                best_error = error
+    if isinstance(best_error, _UnsupportedTypeError):
+        raise SourceError(f"{file.label}: {best_error}")
+    raise SourceError(f"{file.label}: is truncated or no llama.cpp state file that is known: {best_error}")
 
 
-class _Caches:
+class _CacheParser:
     """Caches by where they begin and how they are read: variants that differ in what comes behind read each once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[object, ...], tuple[tuple[Stream, ...], int] | NotSoError] = {}
+        self._results: dict[tuple[object, ...], tuple[tuple[CacheStream, ...], int] | ParseError] = {}
 
-    def at(self, cursor: Cursor, variant: _Variant) -> tuple[Stream, ...]:
+    def parse_at(self, reader: BinaryReader, variant: _LayoutVariant) -> tuple[CacheStream, ...]:
         """The streams of the cache at the cursor."""
-        key = (cursor.position, variant.extra, variant.has_v, variant.streams)
-        if key not in self._known:
+        key = (reader.position, variant.extra_bytes, variant.has_v, variant.has_stream_count)
+        if key not in self._results:
             try:
-                streams = tuple(_streams(cursor, variant))
-                self._known[key] = streams, cursor.position
-            except NotSoError as error:
-                self._known[key] = error
-        known = self._known[key]
-        if isinstance(known, NotSoError):
-            raise known
-        streams, cursor.position = known
+                streams = tuple(_iter_streams(reader, variant))
+                self._results[key] = streams, reader.position
+            except ParseError as error:
+                self._results[key] = error
+        result = self._results[key]
+        if isinstance(result, ParseError):
+            raise result
+        streams, reader.position = result
         return streams
 
 
-def _skip_outputs(cursor: Cursor) -> None:
+def _skip_outputs(reader: BinaryReader) -> None:
     """The output block of older sessions: positions, logits and embeddings."""
-    cursor.skip(4 * cursor.u32("number of outputs"), "positions of outputs")
-    for what in ("logits", "embeddings"):
-        cursor.skip(4 * cursor.u64(f"number of {what}"), what)
+    reader.skip(4 * reader.read_u32("number of outputs"), "positions of outputs")
+    for field_name in ("logits", "embeddings"):
+        reader.skip(4 * reader.read_u64(f"number of {field_name}"), field_name)
 
 
-def _skip_recurrent(cursor: Cursor) -> None:
+def _skip_recurrent(reader: BinaryReader) -> None:
     """State of recurrent layers: cells, then for each layer rows of the one kind, and for each rows of the other."""
-    cells = cursor.u32("number of recurrent cells")
-    if not 1 <= cells <= MOST_CELLS:
-        raise NotSoError(f"{cells:,} recurrent cells at offset {cursor.position - 4:,}")
-    read_cells(cursor, cells, 0)
-    transposed, layers = cursor.u32("order of recurrent state"), cursor.u32("number of recurrent layers")
-    if transposed:
-        raise NotSoError(f"the order of recurrent state is {transposed} at offset {cursor.position - 8:,}")
-    rows: list[int] = []
-    while cursor.left and len(rows) < 2 * layers:
-        number = cursor.u32("type of recurrent state")
-        if number not in TYPES:
-            raise NotSoError(f"recurrent state of ggml type {number} at offset {cursor.position - 4:,}")
-        rows.append(cursor.u64("bytes of recurrent state"))
-        cursor.skip(cells * rows[-1], "recurrent state")
-    half = len(rows) // 2
-    kinds = set(rows[:half]), set(rows[half:])
-    if len(rows) % 2 or len(kinds[0]) != 1 or len(kinds[1]) != 1 or kinds[0] == kinds[1]:
-        raise NotSoError(f"recurrent state of {count(len(rows), 'tensor')}, which are not two kinds for each layer")
+    num_cells = reader.read_u32("number of recurrent cells")
+    if not 1 <= num_cells <= MAX_CELLS:
+        raise ParseError(f"{num_cells:,} recurrent cells at offset {reader.position - 4:,}")
+    read_cells(reader, num_cells, 0)
+    order, num_layers = reader.read_u32("order of recurrent state"), reader.read_u32("number of recurrent layers")
+    if order:
+        raise ParseError(f"the order of recurrent state is {order} at offset {reader.position - 8:,}")
+    row_sizes: list[int] = []
+    while reader.remaining_bytes and len(row_sizes) < 2 * num_layers:
+        type_number = reader.read_u32("type of recurrent state")
+        if type_number not in GGML_TYPES:
+            raise ParseError(f"recurrent state of ggml type {type_number} at offset {reader.position - 4:,}")
+        row_sizes.append(reader.read_u64("bytes of recurrent state"))
+        reader.skip(num_cells * row_sizes[-1], "recurrent state")
+    half = len(row_sizes) // 2
+    kinds = set(row_sizes[:half]), set(row_sizes[half:])
+    if len(row_sizes) % 2 or len(kinds[0]) != 1 or len(kinds[1]) != 1 or kinds[0] == kinds[1]:
+        raise ParseError(
+            f"recurrent state of {pluralize(len(row_sizes), 'tensor')}, which are not two kinds for each layer"
+        )
 
 
-def _streams(cursor: Cursor, variant: _Variant) -> Iterator[Stream]:
-    streams = cursor.u32("number of streams") if variant.streams else 1
-    if not 1 <= streams <= min(_MOST_STREAMS, cursor.left // 4):
-        raise NotSoError(f"{streams:,} streams at offset {cursor.position - 4:,}")
-    for _ in range(streams):
-        yield _stream(cursor, variant)
+def _iter_streams(reader: BinaryReader, variant: _LayoutVariant) -> Iterator[CacheStream]:
+    num_streams = reader.read_u32("number of streams") if variant.has_stream_count else 1
+    if not 1 <= num_streams <= min(_MAX_STREAMS, reader.remaining_bytes // 4):
+        raise ParseError(f"{num_streams:,} streams at offset {reader.position - 4:,}")
+    for _ in range(num_streams):
+        yield _parse_stream(reader, variant)
 
 
-def _stream(cursor: Cursor, variant: _Variant) -> Stream:
-    cells = cursor.u32("number of cells")
-    if cells > MOST_CELLS:
-        raise NotSoError(f"{cells:,} cells at offset {cursor.position - 4:,}, more than {MOST_CELLS:,}")
-    if not cells:
-        return Stream(positions=_NONE, seq_counts=_NONE, seq_ids=_NONE)
-    positions, counts, ids = read_cells(cursor, cells, variant.extra)
-    transposed, layers = cursor.u32("order of V"), cursor.u32("number of layers")
-    if transposed > 1:
-        raise NotSoError(f"the order of V is {transposed} at offset {cursor.position - 8:,}, expected 0 or 1")
-    if not 1 <= layers <= min(_MOST_LAYERS, cursor.left // 12):
-        raise NotSoError(f"{layers:,} layers at offset {cursor.position - 4:,}")
+def _parse_stream(reader: BinaryReader, variant: _LayoutVariant) -> CacheStream:
+    num_cells = reader.read_u32("number of cells")
+    if num_cells > MAX_CELLS:
+        raise ParseError(f"{num_cells:,} cells at offset {reader.position - 4:,}, more than {MAX_CELLS:,}")
+    if not num_cells:
+        return CacheStream(positions=_EMPTY, seq_counts=_EMPTY, seq_ids=_EMPTY)
+    positions, counts, sequence_ids = read_cells(reader, num_cells, variant.extra_bytes)
+    order, num_layers = reader.read_u32("order of V"), reader.read_u32("number of layers")
+    if order > 1:
+        raise ParseError(f"the order of V is {order} at offset {reader.position - 8:,}, expected 0 or 1")
+    if not 1 <= num_layers <= min(_MAX_LAYERS, reader.remaining_bytes // 12):
+        raise ParseError(f"{num_layers:,} layers at offset {reader.position - 4:,}")
     parts = PARTS if variant.has_v else PARTS[:1]
     tensors = [
-        _tensor(cursor, part, layer, cells, transposed=part == "value" and transposed == 1)
+        _parse_tensor(reader, part, layer, num_cells, is_transposed=part == "value" and order == 1)
         for part in parts
-        for layer in range(layers)
+        for layer in range(num_layers)
     ]
-    return Stream(positions=positions, seq_counts=counts, seq_ids=ids, tensors=tuple(tensors))
+    return CacheStream(positions=positions, seq_counts=counts, seq_ids=sequence_ids, tensors=tuple(tensors))
 
 
-_NONE = np.empty(0, np.int64)
+_EMPTY = np.empty(0, np.int64)
 
 
-def _tensor(cursor: Cursor, part: Part, layer: int, cells: int, *, transposed: bool) -> Tensor:
-    where = f"{part[0].upper()} of layer {layer}"
-    number = cursor.u32(f"type of {where}")
-    kind = TYPES.get(number)
-    if number in OTHERS:
-        known = ", ".join(each.name for each in TYPES.values())
-        raise _TypeError(f"{where} is of type {OTHERS[number]} (at offset {cursor.position - 4:,}): read are {known}")
-    if kind is None:
-        raise NotSoError(f"{where} at offset {cursor.position - 4:,}: ggml type {number} is none of a KV cache")
-    if transposed:
-        size, row = cursor.u32("element size"), cursor.u32("values of a cell")
-        if size != kind.nbytes or kind.is_block:
-            raise NotSoError(f"{where}: elements of {size} bytes are not {kind.name}")
-        nbytes = size * row
+def _parse_tensor(reader: BinaryReader, part: Part, layer: int, num_cells: int, *, is_transposed: bool) -> CacheTensor:
+    label = f"{part[0].upper()} of layer {layer}"
+    type_number = reader.read_u32(f"type of {label}")
+    ggml_type = GGML_TYPES.get(type_number)
+    if type_number in UNSUPPORTED_TYPES:
+        types_text = ", ".join(supported_type.name for supported_type in GGML_TYPES.values())
+        raise _UnsupportedTypeError(
+            f"{label} is of type {UNSUPPORTED_TYPES[type_number]} (at offset {reader.position - 4:,}): read are "
+            f"{types_text}"
+        )
+    if ggml_type is None:
+        raise ParseError(f"{label} at offset {reader.position - 4:,}: ggml type {type_number} is none of a KV cache")
+    if is_transposed:
+        element_bytes, row_values = reader.read_u32("element size"), reader.read_u32("values of a cell")
+        if element_bytes != ggml_type.nbytes or ggml_type.is_block:
+            raise ParseError(f"{label}: elements of {element_bytes} bytes are not {ggml_type.name}")
+        row_bytes = element_bytes * row_values
     else:
-        nbytes = cursor.u64("bytes of a row")
-        row = nbytes // kind.nbytes * kind.values
-    if not row or nbytes * kind.values != row * kind.nbytes:
-        raise NotSoError(f"{where} at offset {cursor.position:,}: rows of {nbytes:,} bytes are not {kind.name}")
-    return Tensor(part, layer, kind, row, transposed, cursor.skip(cells * nbytes, where), cells * nbytes)
+        row_bytes = reader.read_u64("bytes of a row")
+        row_values = row_bytes // ggml_type.nbytes * ggml_type.values_per_block
+    if not row_values or row_bytes * ggml_type.values_per_block != row_values * ggml_type.nbytes:
+        raise ParseError(f"{label} at offset {reader.position:,}: rows of {row_bytes:,} bytes are not {ggml_type.name}")
+    return CacheTensor(
+        part,
+        layer,
+        ggml_type,
+        row_values,
+        is_transposed,
+        reader.skip(num_cells * row_bytes, label),
+        num_cells * row_bytes,
+    )

@@ -1,6 +1,6 @@
 """Element types of ggml that a KV cache may have, and how blocks of them become numbers.
 
-A block holds `values` numbers in `nbytes` bytes: fields one after the other, the first of them fp16 scales.
+A block holds `values_per_block` numbers in `nbytes` bytes: fields one after the other, the first of them fp16 scales.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from ...dtypes import Bytes, Floats
 from . import _blocks
 
 BLOCK_VALUES = 32
-_KERNELS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl")
+_KERNEL_NAMES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl")
 """In the order of the compiled loops."""
 
 
@@ -25,16 +25,16 @@ class GgmlType:
         As ggml has them.
     dtype
         The dtype of the words; ``"fp32"``, that of the numbers, for blocks.
-    values, nbytes
+    values_per_block, nbytes
         Of a block; 1 and the size of a word for types without blocks.
     fields
-        Bytes of each field of a block, in order; none for types without blocks.
+        Bytes of block_type field of a block, in order; none for types without blocks.
     """
 
     number: int
     name: str
     dtype: str
-    values: int
+    values_per_block: int
     nbytes: int
     fields: tuple[tuple[str, int], ...] = ()
 
@@ -44,45 +44,45 @@ class GgmlType:
         return bool(self.fields)
 
 
-def numbers(kind: GgmlType, blocks: Bytes, out: Floats) -> None:
+def dequantize(ggml_type: GgmlType, blocks: Bytes, out: Floats) -> None:
     """The numbers that blocks stand for, as ggml computes them in float32.
 
     Parameters
     ----------
-    kind
+    ggml_type
         A type of blocks.
     blocks
         ``[row, block, byte]``; the bytes of a row lie together.
     out
         ``[row, value]``, contiguous.
     """
-    _blocks.numbers(_KERNELS.index(kind.name), blocks, out)
+    _blocks.numbers(_KERNEL_NAMES.index(ggml_type.name), blocks, out)
 
 
-def _of_blocks(number: int, name: str, *fields: tuple[str, int]) -> GgmlType:
+def _make_block_type(number: int, name: str, *fields: tuple[str, int]) -> GgmlType:
     return GgmlType(number, name, "fp32", BLOCK_VALUES, sum(size for _, size in fields), fields)
 
 
-_SCALES, _MINIMA = ("scales", 2), ("scales", 4)
-_NIBBLES, _FIFTHS = ("codes", 16), ("bits", 4)
+_SCALE_FIELD, _SCALE_AND_MIN_FIELD = ("scales", 2), ("scales", 4)
+_NIBBLES_FIELD, _FIFTH_BITS_FIELD = ("codes", 16), ("bits", 4)
 
-TYPES = {
-    each.number: each
-    for each in (
+GGML_TYPES = {
+    block_type.number: block_type
+    for block_type in (
         GgmlType(0, "f32", "fp32", 1, 4),
         GgmlType(1, "f16", "fp16", 1, 2),
         GgmlType(30, "bf16", "bf16", 1, 2),
-        _of_blocks(2, "q4_0", _SCALES, _NIBBLES),
-        _of_blocks(3, "q4_1", _MINIMA, _NIBBLES),
-        _of_blocks(6, "q5_0", _SCALES, _FIFTHS, _NIBBLES),
-        _of_blocks(7, "q5_1", _MINIMA, _FIFTHS, _NIBBLES),
-        _of_blocks(8, "q8_0", _SCALES, ("codes", 32)),
-        _of_blocks(20, "iq4_nl", _SCALES, _NIBBLES),
+        _make_block_type(2, "q4_0", _SCALE_FIELD, _NIBBLES_FIELD),
+        _make_block_type(3, "q4_1", _SCALE_AND_MIN_FIELD, _NIBBLES_FIELD),
+        _make_block_type(6, "q5_0", _SCALE_FIELD, _FIFTH_BITS_FIELD, _NIBBLES_FIELD),
+        _make_block_type(7, "q5_1", _SCALE_AND_MIN_FIELD, _FIFTH_BITS_FIELD, _NIBBLES_FIELD),
+        _make_block_type(8, "q8_0", _SCALE_FIELD, ("codes", 32)),
+        _make_block_type(20, "iq4_nl", _SCALE_FIELD, _NIBBLES_FIELD),
     )
 }
 """By ggml's number."""
 
-OTHERS = {
+UNSUPPORTED_TYPES = {
     9: "q8_1",
     10: "q2_K",
     11: "q3_K",

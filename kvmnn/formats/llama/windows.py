@@ -13,8 +13,8 @@ from typing import Any, Final
 
 from ...errors import SourceError
 
-PATTERN: Final = "attention.sliding_window_pattern"
-SIZE: Final = "attention.sliding_window"
+WINDOW_PATTERN_KEY: Final = "attention.sliding_window_pattern"
+WINDOW_SIZE_KEY: Final = "attention.sliding_window"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ class WindowRule:
     is_full_rotated: bool = True
 
 
-_OWN_BASE: Final = 10000.0
+_WINDOW_ROPE_THETA: Final = 10000.0
 
 WINDOW_RULES: Final[Mapping[str, WindowRule]] = {
     "afmoe": WindowRule(period=4, is_full_rotated=False),
@@ -58,43 +58,45 @@ WINDOW_RULES: Final[Mapping[str, WindowRule]] = {
     "exaone-moe": WindowRule(period=4, size=128, is_full_rotated=False),
     "exaone4": WindowRule(period=4, size=4096, layers=64, is_full_rotated=False),
     "gemma2": WindowRule(period=2, size=4096),
-    "gemma3": WindowRule(period=6, theta=_OWN_BASE, is_scaled=False),
-    "gemma3n": WindowRule(period=5, theta=_OWN_BASE, is_scaled=False),
-    "gemma4": WindowRule(period=None, theta=_OWN_BASE, is_scaled=False),
+    "gemma3": WindowRule(period=6, theta=_WINDOW_ROPE_THETA, is_scaled=False),
+    "gemma3n": WindowRule(period=5, theta=_WINDOW_ROPE_THETA, is_scaled=False),
+    "gemma4": WindowRule(period=None, theta=_WINDOW_ROPE_THETA, is_scaled=False),
     "gpt-oss": WindowRule(period=2),
     "granite_swa": WindowRule(period=None),
     "laguna": WindowRule(period=4, is_full_first=True, is_scaled=False),
     "llama4": WindowRule(period=4, size=8192, is_full_rotated=False),
     "maple": WindowRule(period=None),
     "mellum": WindowRule(period=4),
-    "mimo2": WindowRule(period=None, theta=_OWN_BASE, is_scaled=False),
+    "mimo2": WindowRule(period=None, theta=_WINDOW_ROPE_THETA, is_scaled=False),
     "muse-glimmer": WindowRule(period=4, is_full_rotated=False),
     "olmo2": WindowRule(period=4, is_scaled=False),
-    "plamo3": WindowRule(period=8, theta=_OWN_BASE, is_scaled=False),
+    "plamo3": WindowRule(period=8, theta=_WINDOW_ROPE_THETA, is_scaled=False),
     "smallthinker": WindowRule(period=4, is_full_first=True, size=4096, is_full_rotated=False),
     "spark2_5": WindowRule(period=None),
-    "step35": WindowRule(period=None, theta=_OWN_BASE, is_scaled=False),
+    "step35": WindowRule(period=None, theta=_WINDOW_ROPE_THETA, is_scaled=False),
 }
-_NEED_SIZE: Final = frozenset(("afmoe", "gemma3", "laguna", "mellum", "olmo2", "plamo3", "smallthinker"))
+_SIZE_REQUIRED_ARCHITECTURES: Final = frozenset(
+    ("afmoe", "gemma3", "laguna", "mellum", "olmo2", "plamo3", "smallthinker")
+)
 """Architectures without windows where the header has no size, though others of them have a default size."""
-_NO_WINDOWS: Final = frozenset(("phi3", "phimoe"))
+_WINDOWLESS_ARCHITECTURES: Final = frozenset(("phi3", "phimoe"))
 """Architectures whose window llama.cpp ignores."""
-_SHARED_FROM: Final = {"gemma3n": 20}
+_FIRST_SHARED_BY_ARCHITECTURE: Final = {"gemma3n": 20}
 """Layers from this one on use K and V of earlier ones, where the header does not have their number."""
 
 
 def find_windows(
-    architecture: str, layers: int, fields: Mapping[str, Any] | None, where: str = ""
+    architecture: str, num_layers: int, fields: Mapping[str, Any] | None, label: str = ""
 ) -> list[bool] | None:
     """Return whether each of the layers of a model has a window.
 
     Parameters
     ----------
-    layers
+    num_layers
         Number of layers.
     fields
         Of the header; None where no model is known, so that llama.cpp's defaults hold.
-    where
+    label
         The beginning of errors.
 
     Returns
@@ -108,39 +110,41 @@ def find_windows(
     """
     rule = WINDOW_RULES.get(architecture)
     if fields is None:
-        return None if rule is None or rule.period is None else _periodic(rule, rule.period, layers)
-    pattern, size = fields.get(f"{architecture}.{PATTERN}"), window_size(architecture, fields)
-    if architecture in _NO_WINDOWS or size == 0 or (size is None and pattern is None):
-        return [False] * layers
+        return None if rule is None or rule.period is None else _expand_period(rule, rule.period, num_layers)
+    pattern, size = fields.get(f"{architecture}.{WINDOW_PATTERN_KEY}"), read_window_size(architecture, fields)
+    if architecture in _WINDOWLESS_ARCHITECTURES or size == 0 or (size is None and pattern is None):
+        return [False] * num_layers
     if isinstance(pattern, list):
-        if len(pattern) < layers or not all(type(each) in (bool, int) for each in pattern):
-            raise SourceError(f"{where}: {architecture}.{PATTERN} has {len(pattern):,} values, expected {layers:,}")
-        return [bool(each) for each in pattern[:layers]]
-    if rule is not None and rule.layers not in (None, layers):
-        return [False] * layers
+        if len(pattern) < num_layers or not all(type(value) in (bool, int) for value in pattern):
+            raise SourceError(
+                f"{label}: {architecture}.{WINDOW_PATTERN_KEY} has {len(pattern):,} values, expected {num_layers:,}"
+            )
+        return [bool(value) for value in pattern[:num_layers]]
+    if rule is not None and rule.layers not in (None, num_layers):
+        return [False] * num_layers
     period = pattern if type(pattern) is int else rule.period if rule is not None else None
-    return None if period is None else _periodic(rule or WindowRule(period=period), period, layers)
+    return None if period is None else _expand_period(rule or WindowRule(period=period), period, num_layers)
 
 
-def window_size(architecture: str, fields: Mapping[str, Any]) -> int | None:
+def read_window_size(architecture: str, fields: Mapping[str, Any]) -> int | None:
     """Return how many tokens a window has by the header; 0 for no window, None where nothing tells."""
-    found = fields.get(f"{architecture}.{SIZE}")
-    if type(found) is int and found >= 0:
-        return found
+    size = fields.get(f"{architecture}.{WINDOW_SIZE_KEY}")
+    if type(size) is int and size >= 0:
+        return size
     rule = WINDOW_RULES.get(architecture)
-    return None if rule is None else 0 if architecture in _NEED_SIZE else rule.size
+    return None if rule is None else 0 if architecture in _SIZE_REQUIRED_ARCHITECTURES else rule.size
 
 
-def first_shared(architecture: str, layers: int, fields: Mapping[str, Any]) -> int:
-    """Return the first layer that uses K and V of earlier layers; `layers` where all have their own."""
-    shared = fields.get(f"{architecture}.attention.shared_kv_layers")
-    if type(shared) is int and 0 < shared < layers:
-        return layers - shared
-    return min(layers, _SHARED_FROM.get(architecture, layers))
+def find_first_shared_layer(architecture: str, num_layers: int, fields: Mapping[str, Any]) -> int:
+    """Return the first layer that uses K and V of earlier layers; `num_layers` where all have their own."""
+    num_shared = fields.get(f"{architecture}.attention.shared_kv_layers")
+    if type(num_shared) is int and 0 < num_shared < num_layers:
+        return num_layers - num_shared
+    return min(num_layers, _FIRST_SHARED_BY_ARCHITECTURE.get(architecture, num_layers))
 
 
-def _periodic(rule: WindowRule, period: int, layers: int) -> list[bool]:
+def _expand_period(rule: WindowRule, period: int, num_layers: int) -> list[bool]:
     if period < 1:  # llama.cpp: every layer has a window
-        return [True] * layers
-    full = 0 if rule.is_full_first else period - 1
-    return [layer % period != full for layer in range(layers)]
+        return [True] * num_layers
+    full_offset = 0 if rule.is_full_first else period - 1
+    return [layer % period != full_offset for layer in range(num_layers)]

@@ -1,7 +1,7 @@
 """Prompt caches of mlx-lm: ``.safetensors`` files with the states of its cache classes (docs/other-engines.md)."""
 
-from .keeping import NAME, keep
+from .keeping import FORMAT_NAME, capture
 from .reading import read
-from .states import holds_prompt_cache, is_prompt_cache
+from .states import is_prompt_cache_file, is_prompt_cache_stream
 
-__all__ = ["NAME", "holds_prompt_cache", "is_prompt_cache", "keep", "read"]
+__all__ = ["FORMAT_NAME", "capture", "is_prompt_cache_file", "is_prompt_cache_stream", "read"]

@@ -12,21 +12,21 @@ from typing import Final
 
 import numpy as np
 
-from ...arrays.completeness import Completeness, LayerState, StateKind
+from ...arrays.completeness import Completeness, LayerStateInfo, StateKind
 from ...dtypes import Positions
 from ...errors import SourceError
-from ...text import count
-from ..safetensors_header import Tensor
-from .groups import BITS
-from .states import WORD_TYPES, States
+from ...text import pluralize
+from ..safetensors_header import TensorEntry
+from .groups import SUPPORTED_BITS
+from .states import FLOAT_KINDS, PromptCacheStates
 
 _MAX_POSITION: Final = 1 << 31
 
-Spans = tuple[tuple[int, int], ...]
+RowSpans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Layer:
+class PromptCacheLayer:
     """The cache of one layer.
 
     Parameters
@@ -35,7 +35,7 @@ class Layer:
         From 0.
     keys, values
         The tensors of K and of V: one, or codes, scales and biases.
-    tokens
+    num_tokens
         Valid ones of each head.
     spans
         Where they lie among the rows of a head, ``(begin, end)`` in the order of the text.
@@ -45,31 +45,31 @@ class Layer:
         Of quantised groups; 0 without.
     window
         Tokens that the layer attends to; None for all.
-    lengths
+    text_lengths
         Tokens of each text of a batch, whose last ones are the last of the rows; empty where nothing tells them.
-    end_unknown
+    is_end_unknown
         Whether the file does not say how many of the rows hold tokens, and all are taken.
     """
 
     number: int
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    tokens: int
-    spans: Spans
+    keys: tuple[TensorEntry, ...]
+    values: tuple[TensorEntry, ...]
+    num_tokens: int
+    spans: RowSpans
     positions: Positions
     bits: int = 0
     group_size: int = 0
     window: int | None = None
-    lengths: tuple[int, ...] = ()
-    end_unknown: bool = False
+    text_lengths: tuple[int, ...] = ()
+    is_end_unknown: bool = False
 
     @property
-    def end(self) -> int:
+    def end_position(self) -> int:
         """The position after that of the last token."""
         return int(self.positions[-1]) + 1
 
 
-def read_layers(states: States) -> list[Layer]:
+def read_layers(states: PromptCacheStates) -> list[PromptCacheLayer]:
     """Return the layers that have K and V, checked.
 
     Raises
@@ -77,251 +77,308 @@ def read_layers(states: States) -> list[Layer]:
     SourceError
         For states that do not fit their class, and where no layer has K and V.
     """
-    where = states.file.label
-    if not states.classes:
-        raise SourceError(f"{where}: names no class of a cache")
-    layers = [_READERS[kind](states, number) for number, kind in enumerate(states.classes) if kind in _READERS]
+    label = states.file.label
+    if not states.class_names:
+        raise SourceError(f"{label}: names no class of a cache")
+    layers = [
+        _READER_BY_CLASS[class_name](states, layer_number)
+        for layer_number, class_name in enumerate(states.class_names)
+        if class_name in _READER_BY_CLASS
+    ]
     if not layers:
-        names = ", ".join(f"{name:.40}" for name in dict.fromkeys(states.classes[:8]))
+        names = ", ".join(f"{name:.40}" for name in dict.fromkeys(states.class_names[:8]))
         raise SourceError(
-            f"{where}: the cache of every layer is a {names}: K and V are read of {', '.join(_READERS)} (encode keeps "
+            f"{label}: the cache of every layer is a {names}: K and V are read of {', '.join(_READER_BY_CLASS)} "
+            f"(encode keeps "
             "any of them whole)"
         )
-    layers = _with_known_ends(layers)
-    ends = {layer.end for layer in layers}
-    if len(ends) > 1:
-        raise SourceError(f"{where}: its layers have seen {min(ends):,} to {count(max(ends), 'token')}")
-    if len({layer.lengths for layer in layers}) > 1:
-        raise SourceError(f"{where}: its layers have seen texts of different lengths")
+    layers = _truncate_at_known_end(layers)
+    end_positions = {layer.end_position for layer in layers}
+    if len(end_positions) > 1:
+        raise SourceError(
+            f"{label}: its layers have seen {min(end_positions):,} to {pluralize(max(end_positions), 'token')}"
+        )
+    if len({layer.text_lengths for layer in layers}) > 1:
+        raise SourceError(f"{label}: its layers have seen texts of different lengths")
     return layers
 
 
-def has_keys_and_values(states: States, number: int) -> bool:
+def has_keys_and_values(states: PromptCacheStates, layer_number: int) -> bool:
     """Return whether the states of a layer are K and V by its class."""
-    return number < len(states.classes) and states.classes[number] in _READERS
+    return layer_number < len(states.class_names) and states.class_names[layer_number] in _READER_BY_CLASS
 
 
-def describe_states(states: States, layers: Sequence[Layer]) -> Completeness:
+def describe_states(states: PromptCacheStates, layers: Sequence[PromptCacheLayer]) -> Completeness:
     """Return what the model keeps for each layer, and which of it `layers` have."""
-    found: dict[int, LayerState] = {
-        layer.number: LayerState(
+    state_by_layer: dict[int, LayerStateInfo] = {
+        layer.number: LayerStateInfo(
             layer=layer.number, kind="full" if layer.window is None else "window", window=layer.window
         )
         for layer in layers
     }
-    for number, name in enumerate(states.classes):
-        if number not in found:
-            found[number] = LayerState(
-                layer=number,
-                kind=_OTHER_KINDS.get(name, "unknown"),
+    for layer_number, class_name in enumerate(states.class_names):
+        if layer_number not in state_by_layer:
+            state_by_layer[layer_number] = LayerStateInfo(
+                layer=layer_number,
+                kind=_STATE_KIND_BY_CLASS.get(class_name, "unknown"),
                 included=False,
-                location=f"in the file as {name:.40}",
+                location=f"in the file as {class_name:.40}",
             )
-    return Completeness(layers=tuple(found[number] for number in sorted(found)))
+    return Completeness(layers=tuple(state_by_layer[layer_number] for layer_number in sorted(state_by_layer)))
 
 
-def _with_known_ends(layers: list[Layer]) -> list[Layer]:
+def _truncate_at_known_end(layers: list[PromptCacheLayer]) -> list[PromptCacheLayer]:
     """Leave out rows after the last token where only other layers tell how many tokens were seen."""
-    ends = {layer.end for layer in layers if not layer.end_unknown}
-    if len(ends) != 1:
+    end_positions = {layer.end_position for layer in layers if not layer.is_end_unknown}
+    if len(end_positions) != 1:
         return layers
-    end = ends.pop()
-    return [_cut(layer, end) if layer.end_unknown and layer.end > end else layer for layer in layers]
+    end_position = end_positions.pop()
+    return [
+        _truncate_layer(layer, end_position) if layer.is_end_unknown and layer.end_position > end_position else layer
+        for layer in layers
+    ]
 
 
-def _cut(layer: Layer, end: int) -> Layer:
-    """Return a layer of consecutive rows without those from position `end` on."""
-    tokens = end - int(layer.positions[0])
-    if tokens < 1:
+def _truncate_layer(layer: PromptCacheLayer, end_position: int) -> PromptCacheLayer:
+    """Return a layer of consecutive rows without those from position `end_position` on."""
+    num_tokens = end_position - int(layer.positions[0])
+    if num_tokens < 1:
         return layer
-    return replace(layer, tokens=tokens, spans=((0, tokens),), positions=layer.positions[:tokens])
+    return replace(layer, num_tokens=num_tokens, spans=((0, num_tokens),), positions=layer.positions[:num_tokens])
 
 
-def _read_plain(states: States, number: int) -> Layer:
-    keys, values = _read_pair(states, number)
-    rows = keys.shape[2]
-    tokens = states.read_scalar(f"{number}.2") if states.is_new else rows  # older files have no row without a token
-    _check_tokens(states, number, tokens, rows)
-    return _first_tokens(number, (keys,), (values,), tokens)
+def _read_plain(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+    keys, values = _find_kv_pair(states, layer_number)
+    num_rows = keys.shape[2]
+    num_tokens = (
+        states.read_scalar(f"{layer_number}.2") if states.is_new else num_rows
+    )  # older files have no row without a token
+    _check_token_count(states, layer_number, num_tokens, num_rows)
+    return _make_first_tokens_layer(layer_number, (keys,), (values,), num_tokens)
 
 
-def _read_concatenated(states: States, number: int) -> Layer:
-    keys, values = _read_pair(states, number)
-    return _first_tokens(number, (keys,), (values,), keys.shape[2])
+def _read_concatenated(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+    keys, values = _find_kv_pair(states, layer_number)
+    return _make_first_tokens_layer(layer_number, (keys,), (values,), keys.shape[2])
 
 
-def _read_quantised(states: States, number: int) -> Layer:
+def _read_quantised(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
     if states.is_new:
-        tokens, group, bits = (states.read_scalar(f"{number}.{state}") for state in (2, 3, 4))
+        num_tokens, group_size, bits = (states.read_scalar(f"{layer_number}.{state}") for state in (2, 3, 4))
     else:
-        tokens, group, bits = states.read_settings(number, (3, 4))[-3:]  # four: the rows that a buffer grows by first
-    if bits not in BITS or group < 1:
+        num_tokens, group_size, bits = states.read_int_settings(layer_number, (3, 4))[
+            -3:
+        ]  # four: the rows that a buffer grows by first
+    if bits not in SUPPORTED_BITS or group_size < 1:
         raise SourceError(
-            f"{states.file.label}: layer {number}: groups of {group:,} codes of {bits:,} bits: expected groups of at "
-            f"least 1 of {', '.join(map(str, BITS))} bits"
+            f"{states.file.label}: layer {layer_number}: groups of {group_size:,} codes of {bits:,} bits: expected "
+            f"groups of at "
+            f"least 1 of {', '.join(map(str, SUPPORTED_BITS))} bits"
         )
-    keys, values = (_read_groups(states, number, side, group, bits) for side in (0, 1))
+    keys, values = (_read_group_tensors(states, layer_number, part_index, group_size, bits) for part_index in (0, 1))
     if keys[0].shape[:3] != values[0].shape[:3]:
-        raise SourceError(f"{states.file.label}: layer {number}: K and V differ in shape")
-    _check_tokens(states, number, tokens, keys[0].shape[2])
-    return replace(_first_tokens(number, keys, values, tokens), bits=bits, group_size=group)
+        raise SourceError(f"{states.file.label}: layer {layer_number}: K and V differ in shape")
+    _check_token_count(states, layer_number, num_tokens, keys[0].shape[2])
+    return replace(_make_first_tokens_layer(layer_number, keys, values, num_tokens), bits=bits, group_size=group_size)
 
 
-def _read_groups(states: States, number: int, side: int, group: int, bits: int) -> tuple[Tensor, ...]:
+def _read_group_tensors(
+    states: PromptCacheStates, layer_number: int, part_index: int, group_size: int, bits: int
+) -> tuple[TensorEntry, ...]:
     """Return codes, scales and biases of K or V."""
-    codes, scales, biases = (states.find(f"{number}.{side}.{place}") for place in range(3))
-    states.check(codes, ("U32",), 4)
+    codes, scales, biases = (
+        states.find_tensor(f"{layer_number}.{part_index}.{field_index}") for field_index in range(3)
+    )
+    states.check_tensor(codes, ("U32",), 4)
     for tensor in (scales, biases):
-        states.check(tensor, WORD_TYPES, 4)
-    expected = (*codes.shape[:3], codes.shape[3] * 32 // bits // group)
-    fits = codes.shape[3] * 32 == expected[3] * group * bits
-    if (scales.shape, biases.shape) != (expected, expected) or not fits:
+        states.check_tensor(tensor, FLOAT_KINDS, 4)
+    expected_shape = (*codes.shape[:3], codes.shape[3] * 32 // bits // group_size)
+    is_divisible = codes.shape[3] * 32 == expected_shape[3] * group_size * bits
+    if (scales.shape, biases.shape) != (expected_shape, expected_shape) or not is_divisible:
         raise SourceError(
-            f"{states.file.label}: layer {number}: codes {list(codes.shape)} of {bits} bits in groups of {group:,} "
+            f"{states.file.label}: layer {layer_number}: codes {list(codes.shape)} of {bits} bits in groups of "
+            f"{group_size:,} "
             f"do not fit scales {list(scales.shape)}"
         )
     if scales.kind != biases.kind:
-        raise SourceError(f"{states.file.label}: layer {number}: scales are {scales.kind}, biases {biases.kind}")
+        raise SourceError(f"{states.file.label}: layer {layer_number}: scales are {scales.kind}, biases {biases.kind}")
     return codes, scales, biases
 
 
-def _read_rotating(states: States, number: int) -> Layer:
-    """The first `keep` tokens stay, the others are overwritten in turns: `index` is where the oldest is."""
-    keys, values = _read_pair(states, number)
-    rows = keys.shape[2]
+def _read_rotating(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+    """The first `num_sinks` tokens stay, the others are overwritten in turns: `next_row` is where the oldest is."""
+    keys, values = _find_kv_pair(states, layer_number)
+    num_rows = keys.shape[2]
     if states.is_new:
-        seen, keep, most, index = (states.read_scalar(f"{number}.{state}") for state in (2, 3, 4, 5))
-    else:
-        settings = states.read_settings(number, (4, 5))  # five: the rows that a buffer grows by are the third
-        (keep, most), (seen, index) = settings[:2], settings[-2:]
-    turned = index < min(rows, seen)
-    if not (0 <= keep <= most and 0 <= index <= rows and seen >= 1 and (not turned or keep <= rows)):
-        raise SourceError(
-            f"{states.file.label}: layer {number}: {seen:,} tokens, the first {keep:,} kept, in a window of {most:,}, "
-            f"the next at {index:,}: do not fit {rows:,} rows"
+        num_seen, num_sinks, window, next_row = (
+            states.read_scalar(f"{layer_number}.{state}") for state in (2, 3, 4, 5)
         )
-    if index == rows:
-        spans = [(0, rows)]
-    elif turned:
-        spans = [(0, keep), (max(index, keep), rows), (keep, index)]
     else:
-        spans = [(0, seen)]
+        settings = states.read_int_settings(layer_number, (4, 5))  # five: the rows that a buffer grows by are the third
+        (num_sinks, window), (num_seen, next_row) = settings[:2], settings[-2:]
+    is_wrapped = next_row < min(num_rows, num_seen)
+    if not (
+        0 <= num_sinks <= window
+        and 0 <= next_row <= num_rows
+        and num_seen >= 1
+        and (not is_wrapped or num_sinks <= num_rows)
+    ):
+        raise SourceError(
+            f"{states.file.label}: layer {layer_number}: {num_seen:,} tokens, the first {num_sinks:,} kept, in a "
+            f"window of {window:,}, "
+            f"the next at {next_row:,}: do not fit {num_rows:,} rows"
+        )
+    if next_row == num_rows:
+        spans = [(0, num_rows)]
+    elif is_wrapped:
+        spans = [(0, num_sinks), (max(next_row, num_sinks), num_rows), (num_sinks, next_row)]
+    else:
+        spans = [(0, num_seen)]
     spans = [(begin, end) for begin, end in spans if begin < end]
-    tokens = sum(end - begin for begin, end in spans)
-    if not 1 <= tokens <= seen:
-        raise SourceError(f"{states.file.label}: layer {number}: {tokens:,} rows hold tokens, and {seen:,} were seen")
-    kept = min(keep, tokens) if seen > tokens else 0
-    positions = np.concatenate([np.arange(kept), np.arange(seen - tokens + kept, seen)])
-    return Layer(number, (keys,), (values,), tokens, tuple(spans), positions, window=most)
-
-
-def _read_chunked(states: States, number: int) -> Layer:
-    """The tokens from `start` on; what is before them was left behind."""
-    keys, values = _read_pair(states, number)
-    rows = keys.shape[2]
-    if states.is_new:
-        end, chunk, start = (states.read_scalar(f"{number}.{state}") for state in (2, 3, 4))
-    else:
-        chunk, start = states.read_settings(number, (2,))
-        end = start + rows
-    if not 0 <= start < end < _MAX_POSITION or end - start > rows or chunk < 1:
+    num_tokens = sum(end - begin for begin, end in spans)
+    if not 1 <= num_tokens <= num_seen:
         raise SourceError(
-            f"{states.file.label}: layer {number}: tokens {start:,} to {end:,} in chunks of {chunk:,} do not fit "
-            f"{rows:,} rows"
+            f"{states.file.label}: layer {layer_number}: {num_tokens:,} rows hold tokens, and {num_seen:,} were seen"
         )
-    tokens = end - start
-    spans, positions = ((0, tokens),), np.arange(start, end)
-    end_unknown = not states.is_new and start > 0  # such files may have empty rows after the tokens
-    return Layer(number, (keys,), (values,), tokens, spans, positions, window=chunk, end_unknown=end_unknown)
+    num_sink_rows = min(num_sinks, num_tokens) if num_seen > num_tokens else 0
+    positions = np.concatenate([np.arange(num_sink_rows), np.arange(num_seen - num_tokens + num_sink_rows, num_seen)])
+    return PromptCacheLayer(layer_number, (keys,), (values,), num_tokens, tuple(spans), positions, window=window)
 
 
-def _read_batch(states: States, number: int) -> Layer:
-    keys, values = _read_pair(states, number)
-    rows = keys.shape[2]
-    held = states.read_scalar(f"{number}.4") if states.is_new else rows
-    _check_tokens(states, number, held, rows)
-    return _right_aligned(states, number, (keys, values), ((0, held),))
-
-
-def _read_rotating_batch(states: States, number: int) -> Layer:
-    """A window of a batch: once it has turned, the oldest token is at `index`."""
-    keys, values = _read_pair(states, number)
-    rows = keys.shape[2]
+def _read_chunked(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+    """The tokens from `start_position` on; what is before them was left behind."""
+    keys, values = _find_kv_pair(states, layer_number)
+    num_rows = keys.shape[2]
     if states.is_new:
-        most, index = (states.read_scalar(f"{number}.{state}") for state in (4, 6))
-        rotated = states.read_flag(f"{number}.7")
-    else:
-        texts = states.list_settings(number, (4,))
-        most, index = (states.read_whole(number, text) for text in (texts[0], texts[2]))
-        rotated = texts[3] == "True"
-    if not 1 <= index <= rows or most < 1:
-        raise SourceError(
-            f"{states.file.label}: layer {number}: the next token at {index:,} in a window of {most:,} does not fit "
-            f"{rows:,} rows"
+        end_position, chunk_tokens, start_position = (
+            states.read_scalar(f"{layer_number}.{state}") for state in (2, 3, 4)
         )
-    spans = ((index, rows), (0, index)) if rotated and index < rows else ((0, index),)
-    return replace(_right_aligned(states, number, (keys, values), spans), window=most)
+    else:
+        chunk_tokens, start_position = states.read_int_settings(layer_number, (2,))
+        end_position = start_position + num_rows
+    if (
+        not 0 <= start_position < end_position < _MAX_POSITION
+        or end_position - start_position > num_rows
+        or chunk_tokens < 1
+    ):
+        raise SourceError(
+            f"{states.file.label}: layer {layer_number}: tokens {start_position:,} to {end_position:,} in chunks of "
+            f"{chunk_tokens:,} do not fit "
+            f"{num_rows:,} rows"
+        )
+    num_tokens = end_position - start_position
+    spans, positions = ((0, num_tokens),), np.arange(start_position, end_position)
+    is_end_unknown = not states.is_new and start_position > 0  # such files may have empty rows after the tokens
+    return PromptCacheLayer(
+        layer_number,
+        (keys,),
+        (values,),
+        num_tokens,
+        spans,
+        positions,
+        window=chunk_tokens,
+        is_end_unknown=is_end_unknown,
+    )
 
 
-def _right_aligned(states: States, number: int, pair: tuple[Tensor, Tensor], spans: Spans) -> Layer:
+def _read_batch(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+    keys, values = _find_kv_pair(states, layer_number)
+    num_rows = keys.shape[2]
+    num_filled = states.read_scalar(f"{layer_number}.4") if states.is_new else num_rows
+    _check_token_count(states, layer_number, num_filled, num_rows)
+    return _make_right_aligned_layer(states, layer_number, (keys, values), ((0, num_filled),))
+
+
+def _read_rotating_batch(states: PromptCacheStates, layer_number: int) -> PromptCacheLayer:
+    """A window of a batch: once it has turned, the oldest token is at `next_row`."""
+    keys, values = _find_kv_pair(states, layer_number)
+    num_rows = keys.shape[2]
+    if states.is_new:
+        window, next_row = (states.read_scalar(f"{layer_number}.{state}") for state in (4, 6))
+        is_wrapped = states.read_flag(f"{layer_number}.7")
+    else:
+        setting_texts = states.list_settings(layer_number, (4,))
+        window, next_row = (
+            states.parse_int_setting(layer_number, text) for text in (setting_texts[0], setting_texts[2])
+        )
+        is_wrapped = setting_texts[3] == "True"
+    if not 1 <= next_row <= num_rows or window < 1:
+        raise SourceError(
+            f"{states.file.label}: layer {layer_number}: the next token at {next_row:,} in a window of {window:,} does "
+            f"not fit "
+            f"{num_rows:,} rows"
+        )
+    spans = ((next_row, num_rows), (0, next_row)) if is_wrapped and next_row < num_rows else ((0, next_row),)
+    return replace(_make_right_aligned_layer(states, layer_number, (keys, values), spans), window=window)
+
+
+def _make_right_aligned_layer(
+    states: PromptCacheStates, layer_number: int, tensor_pair: tuple[TensorEntry, TensorEntry], spans: RowSpans
+) -> PromptCacheLayer:
     """A batch of texts of different lengths that end together: padding is before them.
 
     Rows that are padding in every text are left out.
     """
-    lengths = states.read_numbers(f"{number}.2", pair[0].shape[0])
-    held = sum(end - begin for begin, end in spans)
-    longest = max(lengths)
-    if min(lengths) < 1:
+    text_lengths = states.read_int_list(f"{layer_number}.2", tensor_pair[0].shape[0])
+    num_filled = sum(end - begin for begin, end in spans)
+    max_text_length = max(text_lengths)
+    if min(text_lengths) < 1:
         raise SourceError(
-            f"{states.file.label}: layer {number}: texts of {min(lengths):,} to {count(longest, 'token')}: expected at "
+            f"{states.file.label}: layer {layer_number}: texts of {min(text_lengths):,} to "
+            f"{pluralize(max_text_length, 'token')}: expected at "
             "least 1 in each"
         )
-    tokens = min(held, longest)
-    return Layer(
-        number,
-        (pair[0],),
-        (pair[1],),
-        tokens,
-        _without_first(spans, held - tokens),
-        np.arange(longest - tokens, longest),
-        lengths=tuple(lengths) if len(lengths) > 1 else (),
+    num_tokens = min(num_filled, max_text_length)
+    return PromptCacheLayer(
+        layer_number,
+        (tensor_pair[0],),
+        (tensor_pair[1],),
+        num_tokens,
+        _drop_first_rows(spans, num_filled - num_tokens),
+        np.arange(max_text_length - num_tokens, max_text_length),
+        text_lengths=tuple(text_lengths) if len(text_lengths) > 1 else (),
     )
 
 
-def _without_first(spans: Spans, rows: int) -> Spans:
-    """Return spans without their first `rows` rows."""
-    kept: list[tuple[int, int]] = []
+def _drop_first_rows(spans: RowSpans, num_rows: int) -> RowSpans:
+    """Return spans without their first `num_rows` rows."""
+    remaining_spans: list[tuple[int, int]] = []
     for begin, end in spans:
-        skipped = min(rows, end - begin)
-        rows -= skipped
-        if begin + skipped < end:
-            kept.append((begin + skipped, end))
-    return tuple(kept)
+        num_skipped = min(num_rows, end - begin)
+        num_rows -= num_skipped
+        if begin + num_skipped < end:
+            remaining_spans.append((begin + num_skipped, end))
+    return tuple(remaining_spans)
 
 
-def _first_tokens(number: int, keys: tuple[Tensor, ...], values: tuple[Tensor, ...], tokens: int) -> Layer:
-    return Layer(number, keys, values, tokens, ((0, tokens),), np.arange(tokens))
+def _make_first_tokens_layer(
+    layer_number: int, keys: tuple[TensorEntry, ...], values: tuple[TensorEntry, ...], num_tokens: int
+) -> PromptCacheLayer:
+    return PromptCacheLayer(layer_number, keys, values, num_tokens, ((0, num_tokens),), np.arange(num_tokens))
 
 
-def _read_pair(states: States, number: int) -> tuple[Tensor, Tensor]:
+def _find_kv_pair(states: PromptCacheStates, layer_number: int) -> tuple[TensorEntry, TensorEntry]:
     """Return K and V of a layer without groups."""
-    keys, values = states.find(f"{number}.0"), states.find(f"{number}.1")
+    keys, values = states.find_tensor(f"{layer_number}.0"), states.find_tensor(f"{layer_number}.1")
     for tensor in (keys, values):
-        states.check(tensor, WORD_TYPES, 4)
+        states.check_tensor(tensor, FLOAT_KINDS, 4)
     if keys.shape[:3] != values.shape[:3] or keys.kind != values.kind:
-        raise SourceError(f"{states.file.label}: layer {number}: K is {list(keys.shape)}, V is {list(values.shape)}")
+        raise SourceError(
+            f"{states.file.label}: layer {layer_number}: K is {list(keys.shape)}, V is {list(values.shape)}"
+        )
     return keys, values
 
 
-def _check_tokens(states: States, number: int, tokens: int, capacity: int) -> None:
-    if not 1 <= tokens <= capacity:
+def _check_token_count(states: PromptCacheStates, layer_number: int, num_tokens: int, capacity: int) -> None:
+    if not 1 <= num_tokens <= capacity:
         raise SourceError(
-            f"{states.file.label}: layer {number}: {tokens:,} tokens: expected at least 1 and at most {capacity:,}, "
+            f"{states.file.label}: layer {layer_number}: {num_tokens:,} tokens: expected at least 1 and at most "
+            f"{capacity:,}, "
             "for which there is room"
         )
 
 
-_READERS: Final[dict[str, Callable[[States, int], Layer]]] = {
+_READER_BY_CLASS: Final[dict[str, Callable[[PromptCacheStates, int], PromptCacheLayer]]] = {
     "KVCache": _read_plain,
     "QuantizedKVCache": _read_quantised,
     "RotatingKVCache": _read_rotating,
@@ -330,4 +387,4 @@ _READERS: Final[dict[str, Callable[[States, int], Layer]]] = {
     "BatchKVCache": _read_batch,
     "BatchRotatingKVCache": _read_rotating_batch,
 }
-_OTHER_KINDS: Final[dict[str, StateKind]] = {"ArraysCache": "recurrent", "MambaCache": "recurrent"}
+_STATE_KIND_BY_CLASS: Final[dict[str, StateKind]] = {"ArraysCache": "recurrent", "MambaCache": "recurrent"}

@@ -9,23 +9,23 @@ from typing import Any
 import numpy as np
 
 from ... import dtypes
-from ...arrays.engine_cache import BatchText, EngineCache
-from ...arrays.layers import array_name
-from ...arrays.named_array import NamedArray, Piece, UnsupportedArrayError, rechunked
+from ...arrays.engine_cache import BatchText, EngineCacheInfo
+from ...arrays.layers import format_array_name
+from ...arrays.named_array import Chunk, LazyArray, UnsupportedArrayError, rechunk
 from ...arrays.source import Source
 from ...dtypes import PARTS, Part
-from ...text import count
+from ...text import pluralize
 from ..file_bytes import FileBytes
 from ..options import ReadOptions
-from ..reading import dequantised_note
-from ..safetensors_header import Tensor
-from .classes import Layer, describe_states, read_layers
-from .groups import numbers
-from .states import States, numpy_type
+from ..reading import format_dequantised_note
+from ..safetensors_header import TensorEntry
+from .classes import PromptCacheLayer, describe_states, read_layers
+from .groups import dequantize
+from .states import PromptCacheStates, get_numpy_type
 
 ENGINE = "MLX"
-_NAMES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
-_DTYPES = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
+_TYPE_NAME_BY_KIND = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+_DTYPE_BY_KIND = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
 
 
 def read(file: FileBytes, options: ReadOptions) -> Source:
@@ -38,186 +38,219 @@ def read(file: FileBytes, options: ReadOptions) -> Source:
     SourceError
         For a file that is damaged, or has K and V in no class of cache that is read.
     """
-    states = States(file)
+    states = PromptCacheStates(file)
     layers = read_layers(states)
-    arrays = [_array(states, layer, part, options) for layer in layers for part in PARTS]
-    described = _described(states, layers, options)
-    notes = [*_notes(layers, arrays, described), *_padding_notes(states, layers)]
-    return Source(arrays, notes=notes, engine_cache=described, completeness=describe_states(states, layers))
+    arrays = [_make_part_array(states, layer, part, options) for layer in layers for part in PARTS]
+    engine_cache = _describe_cache(states, layers, options)
+    notes = [*_list_dequantised_notes(layers, arrays, engine_cache), *_list_padding_notes(states, layers)]
+    return Source(arrays, notes=notes, engine_cache=engine_cache, completeness=describe_states(states, layers))
 
 
-def _padding_notes(states: States, layers: Sequence[Layer]) -> list[str]:
+def _list_padding_notes(states: PromptCacheStates, layers: Sequence[PromptCacheLayer]) -> list[str]:
     """Say which rows of a batch are padding in all of its texts, and left out."""
-    left_out = max(layer.spans[0][0] for layer in layers)
-    if not layers[0].lengths or not left_out:
+    num_padding_rows = max(layer.spans[0][0] for layer in layers)
+    if not layers[0].text_lengths or not num_padding_rows:
         return []
-    return [f"{count(left_out, 'row')} of padding left out, which all texts of the batch have (left_padding)"]
+    return [
+        f"{pluralize(num_padding_rows, 'row')} of padding left out, which all texts of the batch have (left_padding)"
+    ]
 
 
-def _notes(layers: Sequence[Layer], arrays: Sequence[NamedArray], described: EngineCache) -> list[str]:
+def _list_dequantised_notes(
+    layers: Sequence[PromptCacheLayer], arrays: Sequence[LazyArray], engine_cache: EngineCacheInfo
+) -> list[str]:
     """What numbers that stand for groups were made from."""
-    if not described.dequantised:
+    if not engine_cache.dequantised:
         return []
-    quantised = [layer for layer in layers if layer.bits]
-    names = {array_name(layer.number, part) for layer in quantised for part in PARTS}
-    made = [array for array in arrays if array.name in names]
-    blocks = sum(
-        (tensor.end - tensor.begin) // tensor.shape[2] * layer.tokens
-        for layer in quantised
+    quantised_layers = [layer for layer in layers if layer.bits]
+    quantised_names = {format_array_name(layer.number, part) for layer in quantised_layers for part in PARTS}
+    dequantised_arrays = [array for array in arrays if array.name in quantised_names]
+    block_bytes = sum(
+        (tensor.end - tensor.begin) // tensor.shape[2] * layer.num_tokens
+        for layer in quantised_layers
         for tensor in (*layer.keys, *layer.values)
     )
-    dtype = " and ".join(sorted({array.dtype for array in made}))
-    return [dequantised_note(described.dequantised, dtype, blocks, sum(array.nbytes for array in made))]
+    dtype = " and ".join(sorted({array.dtype for array in dequantised_arrays}))
+    return [
+        format_dequantised_note(
+            engine_cache.dequantised, dtype, block_bytes, sum(array.nbytes for array in dequantised_arrays)
+        )
+    ]
 
 
-def _tensors(layer: Layer, part: Part) -> tuple[Tensor, ...]:
+def _get_part_tensors(layer: PromptCacheLayer, part: Part) -> tuple[TensorEntry, ...]:
     return layer.keys if part == "key" else layer.values
 
 
-def _array(states: States, layer: Layer, part: Part, options: ReadOptions) -> NamedArray:
-    tensors, name = _tensors(layer, part), array_name(layer.number, part)
-    first = tensors[0]
-    batch, heads = first.shape[:2]
-    if layer.bits and options.engine.blocks:
-        return _code_array(states, layer, first, name)
-    words = tensors[1] if layer.bits else first
-    dims = first.shape[3] * 32 // layer.bits if layer.bits else first.shape[3]
-    dtype = _DTYPES[words.kind]
+def _make_part_array(states: PromptCacheStates, layer: PromptCacheLayer, part: Part, options: ReadOptions) -> LazyArray:
+    tensors, name = _get_part_tensors(layer, part), format_array_name(layer.number, part)
+    first_tensor = tensors[0]
+    batch, heads = first_tensor.shape[:2]
+    if layer.bits and options.engine.raw_blocks:
+        return _make_code_array(states, layer, first_tensor, name)
+    value_tensor = tensors[1] if layer.bits else first_tensor
+    head_dim = first_tensor.shape[3] * 32 // layer.bits if layer.bits else first_tensor.shape[3]
+    dtype = _DTYPE_BY_KIND[value_tensor.kind]
     if options.dtype not in (None, dtype):
         raise UnsupportedArrayError(f"{states.file.label}: {name} holds {dtype} words, not {options.dtype}")
-    runs = partial(_group_runs, states, layer, tensors) if layer.bits else partial(_valid_runs, states, layer, first)
-    shape = (heads, layer.tokens, dims)
-    return NamedArray(
+    reader = (
+        partial(_iter_dequantised_chunks, states, layer, tensors)
+        if layer.bits
+        else partial(_iter_valid_chunks, states, layer, first_tensor)
+    )
+    shape = (heads, layer.num_tokens, head_dim)
+    return LazyArray(
         name=name,
         dtype=dtype,
         shape=shape if batch == 1 else (batch, *shape),
-        array_dtype=dtypes.by_name(dtype).numpy.str,
-        reader=runs,
+        array_dtype=dtypes.parse_dtype(dtype).numpy_dtype.str,
+        reader=reader,
     )
 
 
-def _code_array(states: States, layer: Layer, codes: Tensor, name: str) -> NamedArray:
+def _make_code_array(states: PromptCacheStates, layer: PromptCacheLayer, codes: TensorEntry, name: str) -> LazyArray:
     """The packed codes as bytes, ``[kv_head, token, byte]``."""
-    batch, heads, _, words = codes.shape
-    shape = (heads, layer.tokens, 4 * words)
-    return NamedArray(
+    batch, heads, _, num_words = codes.shape
+    shape = (heads, layer.num_tokens, 4 * num_words)
+    return LazyArray(
         name=name,
         dtype="fp16",
         shape=shape if batch == 1 else (batch, *shape),
         array_dtype="|u1",
-        reader=partial(_valid_runs, states, layer, codes),
+        reader=partial(_iter_valid_chunks, states, layer, codes),
     )
 
 
-def _valid_runs(states: States, layer: Layer, tensor: Tensor, step: int) -> Iterator[Piece]:
+def _iter_valid_chunks(
+    states: PromptCacheStates, layer: PromptCacheLayer, tensor: TensorEntry, chunk_bytes: int
+) -> Iterator[Chunk]:
     """The words of the valid tokens, head after head."""
-    heads, capacity = tensor.shape[0] * tensor.shape[1], tensor.shape[2]
-    begin, size = states.header.start + tensor.begin, (tensor.end - tensor.begin) // heads
-    valid = size // capacity * layer.tokens
-    if layer.spans != ((0, layer.tokens),):
-        row = size // capacity
-        parts = (
-            states.file.view(begin + head * size + first * row, (last - first) * row)
-            for head in range(heads)
-            for first, last in layer.spans
+    num_heads, capacity = tensor.shape[0] * tensor.shape[1], tensor.shape[2]
+    begin, head_bytes = states.header.data_start + tensor.begin, (tensor.end - tensor.begin) // num_heads
+    valid_bytes = head_bytes // capacity * layer.num_tokens
+    if layer.spans != ((0, layer.num_tokens),):
+        row_bytes = head_bytes // capacity
+        span_views = (
+            states.file.view(begin + head * head_bytes + first_row * row_bytes, (end_row - first_row) * row_bytes)
+            for head in range(num_heads)
+            for first_row, end_row in layer.spans
         )
-        yield from rechunked(parts, step, heads * valid)
-        states.file.drop(begin, tensor.end - tensor.begin)
+        yield from rechunk(span_views, chunk_bytes, num_heads * valid_bytes)
+        states.file.release_pages(begin, tensor.end - tensor.begin)
         return
-    if valid == size:
-        yield from states.file.runs(begin, tensor.end - tensor.begin, step)
+    if valid_bytes == head_bytes:
+        yield from states.file.iter_chunks(begin, tensor.end - tensor.begin, chunk_bytes)
         return
-    for start in range(0, heads * valid, step):
-        head, place = divmod(start, valid)
-        if place + min(step, heads * valid - start) <= valid:
-            yield states.file.view(begin + head * size + place, min(step, heads * valid - start))
+    for start in range(0, num_heads * valid_bytes, chunk_bytes):
+        head, head_offset = divmod(start, valid_bytes)
+        if head_offset + min(chunk_bytes, num_heads * valid_bytes - start) <= valid_bytes:
+            yield states.file.view(
+                begin + head * head_bytes + head_offset, min(chunk_bytes, num_heads * valid_bytes - start)
+            )
             continue
-        run = np.empty(min(step, heads * valid - start), np.uint8)
-        done = 0
-        while done < run.size:
-            head, place = divmod(start + done, valid)
-            nbytes = min(valid - place, run.size - done)
-            run[done : done + nbytes] = states.file.view(begin + head * size + place, nbytes)
-            done += nbytes
-        yield run
-        del run
-    states.file.drop(begin, tensor.end - tensor.begin)
+        chunk = np.empty(min(chunk_bytes, num_heads * valid_bytes - start), np.uint8)
+        num_filled = 0
+        while num_filled < chunk.size:
+            head, head_offset = divmod(start + num_filled, valid_bytes)
+            nbytes = min(valid_bytes - head_offset, chunk.size - num_filled)
+            chunk[num_filled : num_filled + nbytes] = states.file.view(begin + head * head_bytes + head_offset, nbytes)
+            num_filled += nbytes
+        yield chunk
+        del chunk
+    states.file.release_pages(begin, tensor.end - tensor.begin)
 
 
-def _group_runs(states: States, layer: Layer, tensors: tuple[Tensor, ...], step: int) -> Iterator[Piece]:
+def _iter_dequantised_chunks(
+    states: PromptCacheStates, layer: PromptCacheLayer, tensors: tuple[TensorEntry, ...], chunk_bytes: int
+) -> Iterator[Chunk]:
     """The numbers of the valid tokens."""
     codes, scales, _ = tensors
-    dtype = np.dtype(numpy_type(scales))
-    sizes = 4 * codes.shape[3], scales.shape[3] * dtype.itemsize
-    row = codes.shape[3] * 32 // layer.bits * dtype.itemsize
-    if step % row:
-        rows = codes.shape[0] * codes.shape[1] * layer.tokens
-        yield from rechunked(_group_runs(states, layer, tensors, max(step // row, 1) * row), step, rows * row)
+    dtype = np.dtype(get_numpy_type(scales))
+    row_sizes = 4 * codes.shape[3], scales.shape[3] * dtype.itemsize
+    value_row_bytes = codes.shape[3] * 32 // layer.bits * dtype.itemsize
+    if chunk_bytes % value_row_bytes:
+        num_rows = codes.shape[0] * codes.shape[1] * layer.num_tokens
+        yield from rechunk(
+            _iter_dequantised_chunks(states, layer, tensors, max(chunk_bytes // value_row_bytes, 1) * value_row_bytes),
+            chunk_bytes,
+            num_rows * value_row_bytes,
+        )
         return
-    readers = [
-        _valid_runs(states, layer, tensor, step // row * size)
-        for tensor, size in zip(tensors, (sizes[0], sizes[1], sizes[1]), strict=True)
+    chunk_readers = [
+        _iter_valid_chunks(states, layer, tensor, chunk_bytes // value_row_bytes * row_size)
+        for tensor, row_size in zip(tensors, (row_sizes[0], row_sizes[1], row_sizes[1]), strict=True)
     ]
-    for packed, scale, bias in zip(*readers, strict=True):
-        groups = [words.view(dtype).reshape(-1, scales.shape[3]) for words in (scale, bias)]
-        made = numbers(packed.reshape(-1, sizes[0]), groups[0], groups[1], layer.bits)
-        yield made.reshape(-1).view(np.uint8)
-        del made  # or it would live on while the next run is made
+    for packed_codes, scale_bytes, bias_bytes in zip(*chunk_readers, strict=True):
+        scales_and_biases = [
+            field_bytes.view(dtype).reshape(-1, scales.shape[3]) for field_bytes in (scale_bytes, bias_bytes)
+        ]
+        values = dequantize(
+            packed_codes.reshape(-1, row_sizes[0]), scales_and_biases[0], scales_and_biases[1], layer.bits
+        )
+        yield values.reshape(-1).view(np.uint8)
+        del values  # or it would live on while the next run is made
 
 
-def _described(states: States, layers: list[Layer], options: ReadOptions) -> EngineCache:
-    same = all(np.array_equal(layer.positions, layers[0].positions) for layer in layers)
-    types = [_type(layer, part) for part in PARTS for layer in layers]
-    heads, dims = tuple(_shape(layer)[1] for layer in layers), {_shape(layer)[2] for layer in layers}
-    groups = sorted({_type(layer, part) for layer in layers if layer.bits for part in PARTS})
-    return EngineCache(
+def _describe_cache(states: PromptCacheStates, layers: list[PromptCacheLayer], options: ReadOptions) -> EngineCacheInfo:
+    has_equal_positions = all(np.array_equal(layer.positions, layers[0].positions) for layer in layers)
+    type_names = [_format_type(layer, part) for part in PARTS for layer in layers]
+    heads, head_dims = (
+        tuple(_get_key_shape(layer)[1] for layer in layers),
+        {_get_key_shape(layer)[2] for layer in layers},
+    )
+    group_types = sorted({_format_type(layer, part) for layer in layers if layer.bits for part in PARTS})
+    return EngineCacheInfo(
         engine=ENGINE,
         kind="prompt cache",
         layers=len(layers),
         kv_heads=heads[0] if len({*heads}) == 1 else None,
         layer_kv_heads=heads if len({*heads}) > 1 else (),
-        head_dim=dims.pop() if len(dims) == 1 else None,
-        tokens=max(layer.tokens for layer in layers),
-        types=tuple(types),
-        batch=_shape(layers[0])[0],
-        positions=layers[0].positions if same else None,
-        layer_positions=None if same else tuple(layer.positions for layer in layers),
-        texts=_texts(layers[0]),
-        dequantised=() if options.engine.blocks else tuple(groups),
-        room_bytes=_room_bytes(layers),
-        details=_details(states, layers),
+        head_dim=head_dims.pop() if len(head_dims) == 1 else None,
+        tokens=max(layer.num_tokens for layer in layers),
+        types=tuple(type_names),
+        batch=_get_key_shape(layers[0])[0],
+        positions=layers[0].positions if has_equal_positions else None,
+        layer_positions=None if has_equal_positions else tuple(layer.positions for layer in layers),
+        texts=_list_batch_texts(layers[0]),
+        dequantised=() if options.engine.raw_blocks else tuple(group_types),
+        unused_bytes=_sum_unused_bytes(layers),
+        details=_build_details(states, layers),
     )
 
 
-def _room_bytes(layers: Sequence[Layer]) -> int:
+def _sum_unused_bytes(layers: Sequence[PromptCacheLayer]) -> int:
     """Return the bytes of K and V in the file that are no valid tokens."""
     return sum(
-        (tensor.end - tensor.begin) // tensor.shape[2] * (tensor.shape[2] - layer.tokens)
+        (tensor.end - tensor.begin) // tensor.shape[2] * (tensor.shape[2] - layer.num_tokens)
         for layer in layers
         for tensor in (*layer.keys, *layer.values)
     )
 
 
-def _texts(layer: Layer) -> tuple[BatchText, ...]:
+def _list_batch_texts(layer: PromptCacheLayer) -> tuple[BatchText, ...]:
     """The texts of a batch that has padding before them."""
-    if not layer.lengths or set(layer.lengths) == {layer.end}:
+    if not layer.text_lengths or set(layer.text_lengths) == {layer.end_position}:
         return ()
-    return tuple(BatchText(np.arange(layer.end - length, layer.end)) for length in layer.lengths)
+    return tuple(BatchText(np.arange(layer.end_position - length, layer.end_position)) for length in layer.text_lengths)
 
 
-def _shape(layer: Layer) -> tuple[int, int, int]:
+def _get_key_shape(layer: PromptCacheLayer) -> tuple[int, int, int]:
     """Batch, kv heads and head_dim of K."""
-    batch, heads, _, last = layer.keys[0].shape
-    return batch, heads, last * 32 // layer.bits if layer.bits else last
+    batch, heads, _, last_axis = layer.keys[0].shape
+    return batch, heads, last_axis * 32 // layer.bits if layer.bits else last_axis
 
 
-def _type(layer: Layer, part: Part) -> str:
+def _format_type(layer: PromptCacheLayer, part: Part) -> str:
     if layer.bits:
         return f"{layer.bits} bits in groups of {layer.group_size}"
-    return _NAMES[_tensors(layer, part)[0].kind]
+    return _TYPE_NAME_BY_KIND[_get_part_tensors(layer, part)[0].kind]
 
 
-def _details(states: States, layers: list[Layer]) -> dict[str, Any]:
-    first = layers[0]
-    more = {"bits": first.bits, "group_size": first.group_size} if first.bits else {}
-    return {"classes": list(dict.fromkeys(states.classes)), "capacity": first.keys[0].shape[2], **more}
+def _build_details(states: PromptCacheStates, layers: list[PromptCacheLayer]) -> dict[str, Any]:
+    first_layer = layers[0]
+    quantisation_fields = {"bits": first_layer.bits, "group_size": first_layer.group_size} if first_layer.bits else {}
+    return {
+        "classes": list(dict.fromkeys(states.class_names)),
+        "capacity": first_layer.keys[0].shape[2],
+        **quantisation_fields,
+    }

@@ -10,42 +10,42 @@ import numpy.typing as npt
 
 from ...errors import SourceError
 from ...files.mapped import MappedFile
-from ...text import count
+from ...text import pluralize
 from ..file_bytes import FileBytes
-from ..safetensors_header import Header, Tensor, read_header
+from ..safetensors_header import SafetensorsHeader, TensorEntry, read_header
 
-_MOST_HEADER = 4 << 20
-_CLASS = re.compile(rb'"[12]\.0"\s*:\s*"\w*Cache"|"[12]\.0"\s*:\s*"CacheList"')
-_STATE = re.compile(rb'"0\.0(\.\d+)*"\s*:\s*\{')
-_WORDS = {"F16": "<f2", "BF16": "<u2", "F32": "<f4"}
-WORD_TYPES = tuple(_WORDS)
-_MOST_LAYERS = 1 << 16
-_WHOLE = re.compile(r"\d{1,9}", re.ASCII)
+_MAX_DETECT_HEADER_BYTES = 4 << 20
+_CACHE_CLASS_REGEX = re.compile(rb'"[12]\.0"\s*:\s*"\w*Cache"|"[12]\.0"\s*:\s*"CacheList"')
+_STATE_ENTRY_REGEX = re.compile(rb'"0\.0(\.\d+)*"\s*:\s*\{')
+_NUMPY_TYPE_BY_KIND = {"F16": "<f2", "BF16": "<u2", "F32": "<f4"}
+FLOAT_KINDS = tuple(_NUMPY_TYPE_BY_KIND)
+_MAX_LAYERS = 1 << 16
+_NATURAL_REGEX = re.compile(r"\d{1,9}", re.ASCII)
 
 
-def is_prompt_cache(path: str) -> bool:
+def is_prompt_cache_file(path: str) -> bool:
     """Whether a file is a ``.safetensors`` file whose metadata name the class of a cache."""
     if not path.lower().endswith(".safetensors"):
         return False
     try:
         with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            return length <= _MOST_HEADER and _names_cache(file.read(length))
+            header_bytes = int.from_bytes(file.read(8), "little")
+            return header_bytes <= _MAX_DETECT_HEADER_BYTES and _has_cache_entries(file.read(header_bytes))
     except OSError:
         return False
 
 
-def holds_prompt_cache(file: MappedFile) -> bool:
+def is_prompt_cache_stream(file: MappedFile) -> bool:
     """The same of what was read from a stream, which has no name."""
-    length = int.from_bytes(file.head(8), "little")
-    return length <= _MOST_HEADER and _names_cache(file.head(8 + length)[8:])
+    header_bytes = int.from_bytes(file.read_head(8), "little")
+    return header_bytes <= _MAX_DETECT_HEADER_BYTES and _has_cache_entries(file.read_head(8 + header_bytes)[8:])
 
 
-def _names_cache(header: bytes) -> bool:
-    return bool(_CLASS.search(header) and _STATE.search(header))
+def _has_cache_entries(header: bytes) -> bool:
+    return bool(_CACHE_CLASS_REGEX.search(header) and _STATE_ENTRY_REGEX.search(header))
 
 
-class States:
+class PromptCacheStates:
     """All that the header says.
 
     Parameters
@@ -61,23 +61,23 @@ class States:
 
     def __init__(self, file: FileBytes) -> None:
         self.file = file
-        self.header: Header = read_header(file)
+        self.header: SafetensorsHeader = read_header(file)
         metadata = self.header.metadata
         # Newer files have the user's metadata under 0 and classes under 1; older ones settings, metadata, classes.
         self.is_new = metadata.get("1.0", "").endswith(("Cache", "CacheList"))
         prefix = "1" if self.is_new else "2"
-        self.classes = tuple(_listed(metadata, prefix))
+        self.class_names = tuple(_iter_numbered_values(metadata, prefix))
 
-    def find(self, name: str) -> Tensor:
+    def find_tensor(self, name: str) -> TensorEntry:
         """Return a state by its name in the file; `SourceError` where there is none."""
-        number = self.header.tensors.find(name)
-        if number is None:
+        tensor_id = self.header.tensors.find_id(name)
+        if tensor_id is None:
             raise SourceError(f"{self.file.label}: has no state {name!r:.40}")
-        return self.header.tensors[number]
+        return self.header.tensors[tensor_id]
 
-    def check(self, tensor: Tensor, kinds: tuple[str, ...], axes: int) -> None:
+    def check_tensor(self, tensor: TensorEntry, kinds: tuple[str, ...], num_axes: int) -> None:
         """Raise `SourceError` unless a state has one of these types, as many axes, and elements."""
-        if tensor.kind not in kinds or len(tensor.shape) != axes or 0 in tensor.shape:
+        if tensor.kind not in kinds or len(tensor.shape) != num_axes or 0 in tensor.shape:
             raise SourceError(
                 f"{self.file.label}: the state {tensor.name!r:.40} is {tensor.kind} {list(tensor.shape)}: expected "
                 f"{' or '.join(kinds)} [batch, kv_head, token, dimension]"
@@ -85,39 +85,39 @@ class States:
 
     def read_scalar(self, name: str) -> int:
         """Return a whole number that is a state of its own."""
-        tensor = self.find(name)
+        tensor = self.find_tensor(name)
         if tensor.kind != "I32" or tensor.end - tensor.begin != 4:
             raise SourceError(f"{self.file.label}: the state {name!r:.40} is {tensor.kind}: expected one I32")
-        return int(self._integers(tensor)[0])
+        return int(self._read_int32_values(tensor)[0])
 
     def read_flag(self, name: str) -> bool:
         """Return a truth value that is a state of its own."""
-        tensor = self.find(name)
+        tensor = self.find_tensor(name)
         if tensor.kind != "BOOL" or tensor.end - tensor.begin != 1:
             raise SourceError(f"{self.file.label}: the state {name!r:.40} is {tensor.kind}: expected one BOOL")
-        return bool(self.file.view(self.header.start + tensor.begin, 1)[0])
+        return bool(self.file.view(self.header.data_start + tensor.begin, 1)[0])
 
-    def read_numbers(self, name: str, size: int) -> list[int]:
-        """Return the whole numbers of a state that has one for each of `size` texts."""
-        tensor = self.find(name)
-        if tensor.kind != "I32" or tensor.shape != (size,):
+    def read_int_list(self, name: str, num_texts: int) -> list[int]:
+        """Return the whole numbers of a state that has one for each of `num_texts` texts."""
+        tensor = self.find_tensor(name)
+        if tensor.kind != "I32" or tensor.shape != (num_texts,):
             raise SourceError(
                 f"{self.file.label}: the state {name!r:.40} is {tensor.kind} {list(tensor.shape)}: expected I32 "
-                f"[{size}]"
+                f"[{num_texts}]"
             )
-        return [int(number) for number in self._integers(tensor)]
+        return [int(value) for value in self._read_int32_values(tensor)]
 
-    def _integers(self, tensor: Tensor) -> npt.NDArray[np.int32]:
-        return np.frombuffer(self.file.view(self.header.start + tensor.begin, tensor.end - tensor.begin), "<i4")
+    def _read_int32_values(self, tensor: TensorEntry) -> npt.NDArray[np.int32]:
+        return np.frombuffer(self.file.view(self.header.data_start + tensor.begin, tensor.end - tensor.begin), "<i4")
 
-    def list_settings(self, number: int, sizes: tuple[int, ...]) -> list[str]:
+    def list_settings(self, layer_number: int, setting_counts: tuple[int, ...]) -> list[str]:
         """Return the settings of a layer's cache in the metadata of older files, as texts.
 
         Parameters
         ----------
-        number
+        layer_number
             Of the layer.
-        sizes
+        setting_counts
             How many settings the versions of its class have.
 
         Raises
@@ -125,37 +125,39 @@ class States:
         SourceError
             For another number of settings.
         """
-        found = list(_listed(self.header.metadata, f"0.{number}"))
-        if len(found) not in sizes:
+        settings = list(_iter_numbered_values(self.header.metadata, f"0.{layer_number}"))
+        if len(settings) not in setting_counts:
             raise SourceError(
-                f"{self.file.label}: layer {number}: its {self.classes[number]:.40} has {count(len(found), 'setting')}"
-                f": expected {' or '.join(map(str, sizes))}"
+                f"{self.file.label}: layer {layer_number}: its {self.class_names[layer_number]:.40} has "
+                f"{pluralize(len(settings), 'setting')}"
+                f": expected {' or '.join(map(str, setting_counts))}"
             )
-        return found
+        return settings
 
-    def read_settings(self, number: int, sizes: tuple[int, ...]) -> list[int]:
+    def read_int_settings(self, layer_number: int, setting_counts: tuple[int, ...]) -> list[int]:
         """Return the same as whole numbers; `SourceError` for what is none of up to nine digits."""
-        return [self.read_whole(number, text) for text in self.list_settings(number, sizes)]
+        return [self.parse_int_setting(layer_number, text) for text in self.list_settings(layer_number, setting_counts)]
 
-    def read_whole(self, number: int, text: str) -> int:
+    def parse_int_setting(self, layer_number: int, text: str) -> int:
         """Return a setting of a layer as a whole number."""
-        if not _WHOLE.fullmatch(text):
+        if not _NATURAL_REGEX.fullmatch(text):
             raise SourceError(
-                f"{self.file.label}: layer {number}: its {self.classes[number]:.40} has the setting {text!r:.40}: "
+                f"{self.file.label}: layer {layer_number}: its {self.class_names[layer_number]:.40} has the setting "
+                f"{text!r:.40}: "
                 "expected a whole number from 0 to 999,999,999"
             )
         return int(text)
 
 
-def numpy_type(tensor: Tensor) -> str:
+def get_numpy_type(tensor: TensorEntry) -> str:
     """The numpy type of the words of a tensor of numbers."""
-    return _WORDS[tensor.kind]
+    return _NUMPY_TYPE_BY_KIND[tensor.kind]
 
 
-def _listed(metadata: dict[str, str], prefix: str) -> Iterator[str]:
+def _iter_numbered_values(metadata: dict[str, str], prefix: str) -> Iterator[str]:
     """The texts under ``<prefix>.0``, ``<prefix>.1`` and so on."""
-    for number in range(_MOST_LAYERS):
-        text = metadata.get(f"{prefix}.{number}")
+    for index in range(_MAX_LAYERS):
+        text = metadata.get(f"{prefix}.{index}")
         if text is None:
             return
         yield text

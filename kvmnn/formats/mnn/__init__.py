@@ -1,44 +1,44 @@
 """Files of the MNN engine: dumps, prefix caches, live cache files, model directories."""
 
-from .compaction import Compacted, compact
-from .compaction_plans import CompactionPlan, read_plans
-from .describing import Described, describe_files
-from .dump_restoring import RestoredDump, restore_dump
-from .finding import describe_packed, find_packed
-from .inspection import PackedInspection, inspect_packed
-from .model import fingerprint
+from .compaction import CompactResult, compact
+from .compaction_plans import CompactionPlan, read_compaction_plans
+from .describing import PackedCacheReader, open_packed_files
+from .dump_restoring import RestoreDumpResult, restore_dump
+from .finding import find_packed, open_packed
+from .inspection import PackedInspectionReport, inspect_packed
+from .model import compute_fingerprint
 from .packed_dump import has_packed_dump
 from .packed_files import PackedFiles
 from .packing import pack, repack
-from .prefix_writing import Packed
-from .restoring import RestoredPrefix, is_prefix, origin_differences, restore_prefix
-from .token_ids import load_token_ids, read_token_ids
-from .unpacking import FORMS, Unpacked, unpack
+from .prefix_writing import PackResult
+from .restoring import RestorePrefixResult, can_restore_prefix, list_provenance_mismatches, restore_prefix
+from .token_ids import fingerprint_token_ids, load_token_ids
+from .unpacking import OUTPUT_FORMS, UnpackResult, unpack
 
 __all__ = [
-    "FORMS",
-    "Compacted",
+    "OUTPUT_FORMS",
+    "CompactResult",
     "CompactionPlan",
-    "Described",
-    "Packed",
+    "PackResult",
+    "PackedCacheReader",
     "PackedFiles",
-    "PackedInspection",
-    "RestoredDump",
-    "RestoredPrefix",
-    "Unpacked",
+    "PackedInspectionReport",
+    "RestoreDumpResult",
+    "RestorePrefixResult",
+    "UnpackResult",
+    "can_restore_prefix",
     "compact",
-    "describe_files",
-    "describe_packed",
+    "compute_fingerprint",
     "find_packed",
-    "fingerprint",
+    "fingerprint_token_ids",
     "has_packed_dump",
     "inspect_packed",
-    "is_prefix",
+    "list_provenance_mismatches",
     "load_token_ids",
-    "origin_differences",
+    "open_packed",
+    "open_packed_files",
     "pack",
-    "read_plans",
-    "read_token_ids",
+    "read_compaction_plans",
     "repack",
     "restore_dump",
     "restore_prefix",

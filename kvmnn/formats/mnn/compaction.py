@@ -14,30 +14,30 @@ from typing import Any
 import numpy as np
 
 from ...arrays.completeness import require_complete
-from ...arrays.layers import sort
-from ...checks import whole
-from ...dense import Rotary
+from ...arrays.layers import collect_layer_arrays
+from ...checks import validate_int
+from ...dense import RopeConfig
 from ...dtypes import Bytes
 from ...errors import KvmnnError
-from ...files.output import DirectoryOutput, StagedFile, failures
+from ...files.output import DirectoryOutput, StagedFile, wrap_os_errors
 from ...packed import cache_info
 from ...packed.cache import PackedCache
-from ...packed.cache_info import SIDE_SUFFIX, CacheInfo, LayerInfo, Ranges
-from ...packed.reserve import as_pairs, check_reserve
-from ...packed.summary import cache_document, cache_summary, live_share
+from ...packed.cache_info import CACHE_SIDECAR_SUFFIX, CacheInfo, LayerInfo, PositionRuns
+from ...packed.reserve import check_reserve, parse_pairs
+from ...packed.summary import build_cache_document, format_cache_summary, format_utilisation
 from ...text import LOSSY, UNCHANGED
 from ...threads.pipeline import Progress
-from ..row_rotation import Rerotated, rerotation_document
+from ..row_rotation import RerotationResult, build_rerotation_document
 from .compaction_plans import CompactionPlan
-from .describing import Described
-from .packing import prefix_name
-from .positions import holds_gaps, position_warnings, warning_lines, warning_sentences
-from .prefix import check_leftovers, check_name, file_names
-from .rerotation import Rerotation, plan_rerotation
+from .describing import PackedCacheReader
+from .packing import resolve_prefix_name
+from .positions import format_warning_lines, has_gaps, join_warnings, list_position_warnings
+from .prefix import check_leftover_layers, list_prefix_files, validate_prefix_name
+from .rerotation import RerotationPlan, plan_rerotation
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compacted:
+class CompactResult:
     """A prefix cache that was compacted into a directory.
 
     Parameters
@@ -60,12 +60,12 @@ class Compacted:
     after: CacheInfo
     seconds: float
     notes: tuple[str, ...] = ()
-    rerotated: Rerotated | None = None
+    rerotated: RerotationResult | None = None
 
     @property
     def warnings(self) -> list[str]:
         """Lines about what goes wrong when MNN loads the files; none where nothing does."""
-        return position_warnings(self.after)
+        return list_position_warnings(self.after)
 
     @property
     def tokens_before(self) -> int:
@@ -93,23 +93,23 @@ class Compacted:
             "tokens_after": self.tokens_after,
             "seconds": self.seconds,
             "notes": list(self.notes),
-            **rerotation_document(self.rerotated),
-            "warnings": warning_sentences(self.warnings),
-            "cache": cache_document(self.after),
+            **build_rerotation_document(self.rerotated),
+            "warnings": join_warnings(self.warnings),
+            "cache": build_cache_document(self.after),
         }
 
     def __str__(self) -> str:
         lines = [
-            f"{self.output}: prefix {self.after.name!r}, {cache_summary(self.after)}",
-            f"  {live_share(self.after)}",
+            f"{self.output}: prefix {self.after.name!r}, {format_cache_summary(self.after)}",
+            f"  {format_utilisation(self.after)}",
             f"  {self.label}: {self.tokens_after:,} of {self.tokens_before:,} tokens of all layers stay; the files "
             "keep their size (repack or pack --capacity makes them smaller)",
         ]
         lines += [f"  {self.rerotated}"] if self.rerotated else []
-        return "\n".join([*lines, *warning_lines(self.warnings)])
+        return "\n".join([*lines, *format_warning_lines(self.warnings)])
 
 
-def apply(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
+def apply_plan(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
     """What a layer holds after a plan.
 
     Raises
@@ -118,54 +118,56 @@ def apply(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
         For a plan that the engine would not apply in full, or that leaves nothing.
     """
     remove = layer.tokens if plan.remove is None else plan.remove
-    where = f"layer {layer.layer}"
+    label = f"layer {layer.layer}"
     try:
-        pairs = as_pairs(plan.reserve)
-        check_reserve(layer.tokens, whole(remove, "remove", 0), pairs, quantised=False)
+        pairs = parse_pairs(plan.reserve)
+        check_reserve(layer.tokens, validate_int(remove, "remove", 0), pairs, is_quantised=False)
     except KvmnnError as exc:
-        raise KvmnnError(f"{where}: {exc}") from None
+        raise KvmnnError(f"{label}: {exc}") from None
     start = layer.tokens - remove
-    kept = [(0, start), *((start + begin, size) for begin, size in pairs)]
+    kept_ranges = [(0, start), *((start + start_token, size) for start_token, size in pairs)]
     tokens = start + sum(size for _, size in pairs)
     if not tokens:
-        raise KvmnnError(f"{where}: nothing would stay of its {layer.tokens} tokens")
-    text_positions = None if layer.text_positions is None else _select(layer.text_positions, kept)
-    return replace(layer, tokens=tokens, positions=_select(layer.positions, kept), text_positions=text_positions)
+        raise KvmnnError(f"{label}: nothing would stay of its {layer.tokens} tokens")
+    text_positions = None if layer.text_positions is None else _select_runs(layer.text_positions, kept_ranges)
+    return replace(
+        layer, tokens=tokens, positions=_select_runs(layer.positions, kept_ranges), text_positions=text_positions
+    )
 
 
-def _select(positions: Ranges, kept: Sequence[tuple[int, int]]) -> Ranges:
-    return cache_info.joined(run for begin, size in kept for run in _slice(positions, begin, size))
+def _select_runs(positions: PositionRuns, kept_ranges: Sequence[tuple[int, int]]) -> PositionRuns:
+    return cache_info.merge_runs(run for begin, size in kept_ranges for run in _iter_run_slices(positions, begin, size))
 
 
-def _slice(positions: Ranges, begin: int, size: int) -> Iterator[tuple[int, int]]:
+def _iter_run_slices(positions: PositionRuns, begin: int, size: int) -> Iterator[tuple[int, int]]:
     """The runs of the tokens ``[begin, begin + size)``, counted in stored tokens."""
-    passed = 0
+    num_passed = 0
     for first, length in positions:
-        low, high = max(begin - passed, 0), min(begin + size - passed, length)
-        if low < high:
-            yield first + low, high - low
-        passed += length
+        slice_start, slice_end = max(begin - num_passed, 0), min(begin + size - num_passed, length)
+        if slice_start < slice_end:
+            yield first + slice_start, slice_end - slice_start
+        num_passed += length
 
 
 def compact(
-    described: Described,
+    reader: PackedCacheReader,
     plans: Sequence[CompactionPlan],
     output: str,
     *,
     name: str | None = None,
     dialect: str = "fork",
     rerotate: bool = False,
-    rope: Rotary | str | None = None,
+    rope: RopeConfig | str | None = None,
     model: str | None = None,
     force: bool = False,
     progress: Progress | None = None,
-) -> Compacted:
+) -> CompactResult:
     """Copy packed files into a directory and compact the copies, all or none.
 
     Parameters
     ----------
-    described
-        The files: `describe_packed`.
+    reader
+        The files: `open_packed`.
     plans
         One for each layer, or one for all.
     output
@@ -190,79 +192,81 @@ def compact(
     KvmnnError
         For plans that cannot be applied as they stand; nothing is written then.
     """
-    started = time.perf_counter()
-    info = described.info
-    name = prefix_name(name, info)
-    with DirectoryOutput(output, force=force, protect=described.files.opened, index=name + SIDE_SUFFIX) as directory:
-        each = _each_layer(described, plans, dialect)
-        layers = tuple(apply(layer, plan) for layer, plan in zip(info.layers, each, strict=True))
-        after = replace(info, kind="prefix", name=check_name(name), layers=layers, next_position=None)
-        if info.continues_at > after.continues_at and holds_gaps(after):
-            after = replace(after, next_position=info.continues_at)
-        rerotation = _plan_rerotation(described, after, rope, model) if rerotate else None
+    start_time = time.perf_counter()
+    info = reader.info
+    name = resolve_prefix_name(name, info)
+    with DirectoryOutput(
+        output, force=force, exclude=reader.files.opened_files, index=name + CACHE_SIDECAR_SUFFIX
+    ) as directory:
+        layer_plans = _expand_plans(reader, plans, dialect)
+        layers = tuple(apply_plan(layer, plan) for layer, plan in zip(info.layers, layer_plans, strict=True))
+        after = replace(info, kind="prefix", name=validate_prefix_name(name), layers=layers, next_position=None)
+        if info.next_token_position > after.next_token_position and has_gaps(after):
+            after = replace(after, next_position=info.next_token_position)
+        rerotation = _plan_reader_rerotation(reader, after, rope, model) if rerotate else None
         after = rerotation.info if rerotation else after
-        _write_files(described, each, after, directory, dialect, rerotation, progress)
+        _write_compacted_files(reader, layer_plans, after, directory, dialect, rerotation, progress)
         directory.commit()
-    return Compacted(
-        input=described.files.path,
+    return CompactResult(
+        input=reader.files.path,
         output=output,
         before=info,
         after=after,
-        seconds=time.perf_counter() - started,
-        notes=(*described.notes, *(rerotation.rope.notes if rerotation else ())),
+        seconds=time.perf_counter() - start_time,
+        notes=(*reader.notes, *(rerotation.rope.notes if rerotation else ())),
         rerotated=rerotation.result if rerotation else None,
     )
 
 
-def _plan_rerotation(
-    described: Described, after: CacheInfo, rope: Rotary | str | None, model: str | None
-) -> Rerotation:
-    keys = [entry for entry in sort(described.to_source().arrays) if entry.part == "key"]
-    return plan_rerotation(after, keys, rope, model, where=described.files.path, before=described.info)
+def _plan_reader_rerotation(
+    reader: PackedCacheReader, after: CacheInfo, rope: RopeConfig | str | None, model: str | None
+) -> RerotationPlan:
+    keys = [entry for entry in collect_layer_arrays(reader.to_source().arrays) if entry.part == "key"]
+    return plan_rerotation(after, keys, rope, model, label=reader.files.path, evidence_info=reader.info)
 
 
-def _each_layer(described: Described, plans: Sequence[CompactionPlan], dialect: str) -> list[CompactionPlan]:
+def _expand_plans(reader: PackedCacheReader, plans: Sequence[CompactionPlan], dialect: str) -> list[CompactionPlan]:
     """A plan for each layer, checked as far as it can be without applying it."""
-    info = described.info
-    require_complete(described.completeness, described.files.path, "a compacted cache")
-    if info.layout.quantised:
-        raise KvmnnError(f"{described.files.path}: an int8 cache: the engine keeps no part of a window of those")
+    info = reader.info
+    require_complete(reader.completeness, reader.files.path, "a compacted cache")
+    if info.layout.is_quantised:
+        raise KvmnnError(f"{reader.files.path}: an int8 cache: the engine keeps no part of a window of those")
     if len(plans) not in (1, len(info.layers)):
         raise KvmnnError(f"{len(plans)} plans for {len(info.layers)} layers: expected one, or one for each")
-    each = list(plans) if len(plans) == len(info.layers) else list(plans) * len(info.layers)
+    layer_plans = list(plans) if len(plans) == len(info.layers) else list(plans) * len(info.layers)
     if dialect == "upstream":
-        _check_upstream(info, each)
-    return each
+        _check_upstream(info, layer_plans)
+    return layer_plans
 
 
-def _write_files(
-    described: Described,
+def _write_compacted_files(
+    reader: PackedCacheReader,
     plans: Sequence[CompactionPlan],
     after: CacheInfo,
-    output: DirectoryOutput,
+    output_folder: DirectoryOutput,
     dialect: str,
-    rerotation: Rerotation | None,
+    rerotation: RerotationPlan | None,
     progress: Progress | None,
 ) -> None:
-    info = described.info
-    names = file_names(after)
-    output.check_names(names)
-    check_leftovers(output.target, after, names)
-    for files, before, layer, plan in zip(described.files.layers, info.layers, after.layers, plans, strict=True):
+    info = reader.info
+    names = list_prefix_files(after)
+    output_folder.check_names(names)
+    check_leftover_layers(output_folder.target, after, names)
+    for files, before, layer, plan in zip(reader.files.layers, info.layers, after.layers, plans, strict=True):
         key, value = (
-            _copied(path, output.file(target))
+            _copy_file(path, output_folder.open_file(target))
             for path, target in zip((files.key, files.value), names[2 * layer.layer :], strict=False)
         )
         _compact_layer(key, value, info, before, plan, layer.tokens, dialect)
         if rerotation:
-            with _mapped(key) as keys:
-                rerotation.rotate_file(layer.layer, keys, info.layout_of(layer), layer.capacity)
+            with _open_mapped(key) as keys:
+                rerotation.rotate_file(layer.layer, keys, info.get_layer_layout(layer), layer.capacity)
         if progress:
             progress(files.key_bytes + files.value_bytes)
     for file_name in names[2 * len(after.layers) :]:
-        file = output.file(file_name)
-        if file_name.endswith(SIDE_SUFFIX):
-            file.write((cache_info.to_json(after) + "\n").encode())
+        file = output_folder.open_file(file_name)
+        if file_name.endswith(CACHE_SIDECAR_SUFFIX):
+            file.write((cache_info.dump_cache_info(after) + "\n").encode())
 
 
 def _check_upstream(info: CacheInfo, plans: Sequence[CompactionPlan]) -> None:
@@ -274,8 +278,8 @@ def _check_upstream(info: CacheInfo, plans: Sequence[CompactionPlan]) -> None:
             )
 
 
-def _copied(path: str, file: StagedFile) -> StagedFile:
-    with failures(file.target):
+def _copy_file(path: str, file: StagedFile) -> StagedFile:
+    with wrap_os_errors(file.target):
         shutil.copyfile(path, file.path)
     return file
 
@@ -286,22 +290,28 @@ def _compact_layer(
     info: CacheInfo,
     layer: LayerInfo,
     plan: CompactionPlan,
-    tokens: int,
+    expected_tokens: int,
     dialect: str,
 ) -> None:
-    with _mapped(key) as keys, _mapped(value) as values:
+    with _open_mapped(key) as keys, _open_mapped(value) as values:
         cache = PackedCache.from_buffers(
-            info.layout_of(layer), keys, values, layer.tokens, capacity=layer.capacity, copy=False, dialect=dialect
+            info.get_layer_layout(layer),
+            keys,
+            values,
+            layer.tokens,
+            capacity=layer.capacity,
+            copy=False,
+            dialect=dialect,
         )
         cache.realloc(layer.tokens if plan.remove is None else plan.remove, plan.reserve)
-        if len(cache) != tokens:
-            raise KvmnnError(f"layer {layer.layer}: {len(cache)} tokens stayed, the plan keeps {tokens}")
+        if len(cache) != expected_tokens:
+            raise KvmnnError(f"layer {layer.layer}: {len(cache)} tokens stayed, the plan keeps {expected_tokens}")
         del cache
 
 
 @contextmanager
-def _mapped(file: StagedFile) -> Iterator[Bytes]:
-    with failures(file.target), open(file.path, "r+b") as handle:
+def _open_mapped(file: StagedFile) -> Iterator[Bytes]:
+    with wrap_os_errors(file.target), open(file.path, "r+b") as handle:
         mapping = mmap.mmap(handle.fileno(), 0)
     yield np.frombuffer(mapping, np.uint8)
     mapping.flush()

@@ -11,49 +11,49 @@ from typing import Final
 
 from ...arrays.source import DUMP_KEY
 from ...errors import ManifestError
-from ...files.json_document import Node, parse
+from ...files.json_document import JsonReader, parse_document
 
-SCHEMA: Final = "kvmnn-dump"
-SCHEMA_VERSION: Final = 1
-MAX_BYTES = 32 << 20
+DUMP_SCHEMA: Final = "kvmnn-dump"
+DUMP_SCHEMA_VERSION: Final = 1
+MAX_DUMP_METADATA_BYTES = 32 << 20
 """Of the text: the metadata of some 60,000 pairs of K and V."""
 
-_BYTES = "surrogateescape"
+_NON_UTF8_ERRORS = "surrogateescape"
 """Metadata need not be UTF-8; what is not comes back as it was."""
 
 
-def of(texts: Mapping[str, bytes], where: str) -> tuple[dict[str, str], list[str]]:
+def build_source_metadata(metadata_by_name: Mapping[str, bytes], label: str) -> tuple[dict[str, str], list[str]]:
     """`Source.metadata` and `Source.notes` for metadata files, whose bytes are given by their names in the dump."""
-    text = to_json(texts)
+    document_text = dump_metadata_files(metadata_by_name)
     try:
-        from_json(text, where)
+        load_metadata_files(document_text, label)
     except ManifestError as error:
         return {}, [f"a bundle of this dump cannot become it again (decode --as dump): {error}"]
-    return {DUMP_KEY: text}, []
+    return {DUMP_KEY: document_text}, []
 
 
-def to_json(texts: Mapping[str, bytes]) -> str:
+def dump_metadata_files(metadata_by_name: Mapping[str, bytes]) -> str:
     """Metadata files as a JSON document, in ASCII."""
-    found = {name: text.decode("utf-8", _BYTES) for name, text in texts.items()}
-    return json.dumps({"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "metadata_files": found})
+    decoded_by_name = {name: data.decode("utf-8", _NON_UTF8_ERRORS) for name, data in metadata_by_name.items()}
+    return json.dumps({"schema": DUMP_SCHEMA, "schema_version": DUMP_SCHEMA_VERSION, "metadata_files": decoded_by_name})
 
 
-def from_json(text: str, where: str) -> dict[str, bytes]:
+def load_metadata_files(text: str, label: str) -> dict[str, bytes]:
     """The bytes of metadata files by their names, which are relative and do not lead upwards.
 
     Raises
     ------
     ManifestError
-        When the document is malformed or larger than `MAX_BYTES`; `where` begins the message.
+        When the document is malformed or larger than `MAX_DUMP_METADATA_BYTES`; `label` begins the message.
     """
-    root = parse(text, where, MAX_BYTES)
-    root.check_schema(SCHEMA, SCHEMA_VERSION)
-    found: dict[str, bytes] = {}
-    files = root.at("metadata_files")
-    for name, content in files.text_map().items():
-        Node(name, where, files.path).file_name()
+    root = parse_document(text, label, MAX_DUMP_METADATA_BYTES)
+    root.check_schema(DUMP_SCHEMA, DUMP_SCHEMA_VERSION)
+    metadata_by_name: dict[str, bytes] = {}
+    files = root.get("metadata_files")
+    for name, content in files.read_str_map().items():
+        JsonReader(name, label, files.path).read_file_name()
         try:
-            found[name] = content.encode("utf-8", _BYTES)
+            metadata_by_name[name] = content.encode("utf-8", _NON_UTF8_ERRORS)
         except UnicodeEncodeError:
-            raise files.at(name).wrong("the text of a file") from None
-    return found
+            raise files.get(name).error("the text of a file") from None
+    return metadata_by_name

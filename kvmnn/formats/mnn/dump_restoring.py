@@ -14,20 +14,20 @@ from ...bundle.decoding import decode_frames
 from ...bundle.frame_set import DecodeOptions, FrameSet
 from ...bundle.manifest import ArrayEntry
 from ...errors import ManifestError, OutputError, SourceError
-from ...files.json_document import as_object, read_bounded
+from ...files.json_document import parse_object, read_bounded
 from ...files.output import DirectoryOutput, StagedFile
-from ...text import count
+from ...text import pluralize
 from ...threads.pipeline import Progress
-from ..beside import write_beside
-from ..rereading import Written, read_back
-from ..restoring import Restored
-from ..sinks import beginnings
+from ..beside import write_sidecars
+from ..rereading import WrittenFile, verify_written
+from ..restoring import RestoreResult
+from ..sinks import mark_first_chunks
 from . import dump_metadata
-from .dump import GLOB, MAX_META_BYTES, leaves, tensors
+from .dump import MAX_META_BYTES, META_GLOB, escapes_root, iter_meta_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestoredDump(Restored):
+class RestoreDumpResult(RestoreResult):
     """A KV dump that was written from frames.
 
     Parameters
@@ -43,15 +43,15 @@ class RestoredDump(Restored):
         return {**super().to_dict(), "metadata_files": list(self.metadata_files)}
 
     def __str__(self) -> str:
-        parts = count(len(self.arrays), "array"), count(len(self.metadata_files), "metadata file")
-        return self.said_of(f"a KV dump of {' and '.join(parts)}")
+        counts = pluralize(len(self.arrays), "array"), pluralize(len(self.metadata_files), "metadata file")
+        return self.format_summary(f"a KV dump of {' and '.join(counts)}")
 
 
-class _Plan(NamedTuple):
+class _DumpPlan(NamedTuple):
     """The files of a dump: one for each array, in their order, and the bytes of the metadata files, by name."""
 
     files: list[str]
-    texts: dict[str, bytes]
+    metadata_by_name: dict[str, bytes]
 
 
 def restore_dump(
@@ -61,7 +61,7 @@ def restore_dump(
     *,
     force: bool = False,
     progress: Progress | None = None,
-) -> RestoredDump:
+) -> RestoreDumpResult:
     """Decode frames into the files of the KV dump that they were made from, byte for byte; all are read back.
 
     Parameters
@@ -86,81 +86,88 @@ def restore_dump(
     KvmnnError
         As `kvmnn.formats.restore`. Nothing is left behind then.
     """
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     options = options or DecodeOptions()
     frames.check_size(options)
-    plan = _plan(frames, Path(output))
-    with DirectoryOutput(output, force=force, protect=frames.files) as directory:
-        directory.check_names([*plan.files, *plan.texts])
-        _write(frames, plan, directory, options, progress)
-        beside = write_beside(directory, frames.document.metadata if frames.document else None)
+    plan = _plan_dump(frames, Path(output))
+    with DirectoryOutput(output, force=force, exclude=frames.files) as directory:
+        directory.check_names([*plan.files, *plan.metadata_by_name])
+        _write_dump_files(frames, plan, directory, options, progress)
+        sidecar_names = write_sidecars(directory, frames.document.metadata if frames.document else None)
         directory.commit()
-    return RestoredDump(
+    return RestoreDumpResult(
         input=frames.path,
         output=output,
         arrays=frames.arrays,
-        verified=True,
-        reread=True,
+        is_verified=True,
+        is_read_back=True,
         files=tuple(plan.files),
-        metadata_files=(*plan.texts, *beside),
+        metadata_files=(*plan.metadata_by_name, *sidecar_names),
         stored_bytes=frames.stored_bytes,
-        seconds=time.perf_counter() - started,
+        seconds=time.perf_counter() - start_time,
     )
 
 
-def _plan(frames: FrameSet, root: Path) -> _Plan:
-    text = frames.document.metadata.get(DUMP_KEY) if frames.document else None
-    if text is None:
+def _plan_dump(frames: FrameSet, root: Path) -> _DumpPlan:
+    document_text = frames.document.metadata.get(DUMP_KEY) if frames.document else None
+    if document_text is None:
         raise SourceError(
             f"{frames.path}: was not made from a whole KV dump, or by a kvmnn that did not keep its metadata "
             "(kvmnn unpack --as dump makes a dump of any K and V)"
         )
-    where = f"{frames.path}: metadata {DUMP_KEY!r}"
-    texts = dump_metadata.from_json(text, where)
+    label = f"{frames.path}: metadata {DUMP_KEY!r}"
+    metadata_by_name = dump_metadata.load_metadata_files(document_text, label)
     arrays = {array.name: array for array in frames.arrays}
     files: dict[str, str] = {}
-    for name, content in texts.items():
-        if not fnmatchcase(PurePath(name).name, GLOB) or len(content) > MAX_META_BYTES or leaves(root, root / name):
-            raise ManifestError(f"{where}: {name!r:.200} is no metadata file of a dump")
+    for name, content in metadata_by_name.items():
+        if (
+            not fnmatchcase(PurePath(name).name, META_GLOB)
+            or len(content) > MAX_META_BYTES
+            or escapes_root(root, root / name)
+        ):
+            raise ManifestError(f"{label}: {name!r:.200} is no metadata file of a dump")
         try:
-            for tensor in tensors(root, root / name, as_object(content, f"{name!r:.200}")):
+            for tensor in iter_meta_tensors(root, root / name, parse_object(content, f"{name!r:.200}")):
                 if tensor.name in files:
                     raise SourceError(f"{name!r:.200}: {tensor.name!r} is of another metadata file, too")
-                _check_fits(where, tensor.name, arrays.get(tensor.name), tensor.shape, tensor.dtype.itemsize)
+                _check_tensor_matches(label, tensor.name, arrays.get(tensor.name), tensor.shape, tensor.dtype.itemsize)
                 files[tensor.name] = tensor.file.relative_to(root).as_posix()
         except SourceError as error:
-            raise ManifestError(f"{where}: {error}") from None
+            raise ManifestError(f"{label}: {error}") from None
     for array in arrays:
         if array not in files:
-            raise ManifestError(f"{where}: no metadata file says in which file the array {array!r} lay")
-    return _Plan([files[array.name] for array in frames.arrays], texts)
+            raise ManifestError(f"{label}: no metadata file says in which file the array {array!r} lay")
+    return _DumpPlan([files[array.name] for array in frames.arrays], metadata_by_name)
 
 
-def _check_fits(where: str, name: str, array: ArrayEntry | None, shape: Sequence[int], itemsize: int) -> None:
-    found = (array.shape, array.itemsize, array.order) if array else None
-    if found != (tuple(shape), itemsize, "C"):
-        held = f"has shape {list(array.shape)}, {array.itemsize} bytes each" if array else "is not there"
+def _check_tensor_matches(label: str, name: str, array: ArrayEntry | None, shape: Sequence[int], itemsize: int) -> None:
+    actual_form = (array.shape, array.itemsize, array.order) if array else None
+    if actual_form != (tuple(shape), itemsize, "C"):
+        actual_text = f"has shape {list(array.shape)}, {array.itemsize} bytes each" if array else "is not there"
         raise ManifestError(
-            f"{where}: does not fit the arrays: {name!r:.200} {held}, expected {list(shape)}, {itemsize} bytes each"
+            f"{label}: does not fit the arrays: {name!r:.200} {actual_text}, expected {list(shape)}, {itemsize} bytes "
+            f"each"
         )
 
 
-def _write(
-    frames: FrameSet, plan: _Plan, directory: DirectoryOutput, options: DecodeOptions, progress: Progress | None
+def _write_dump_files(
+    frames: FrameSet, plan: _DumpPlan, directory: DirectoryOutput, options: DecodeOptions, progress: Progress | None
 ) -> None:
     files: list[StagedFile] = []
-    for index, data, begins in beginnings(decode_frames(frames, options, progress=progress)):
-        if begins:
-            files.append(directory.file(plan.files[index]))
+    for index, data, is_first in mark_first_chunks(decode_frames(frames, options, progress=progress)):
+        if is_first:
+            files.append(directory.open_file(plan.files[index]))
         files[-1].write(data.data)
         del data
-    metadata = []
-    for name, text in plan.texts.items():
-        metadata.append(directory.file(name))
-        metadata[-1].write(text)
-        metadata[-1].close()
-    written = [Written(file.path, file.target, None, [array]) for file, array in zip(files, frames.arrays, strict=True)]
-    read_back(written, [array.sha256 or "" for array in frames.arrays], options.threads)
-    for file, text in zip(metadata, plan.texts.values(), strict=True):
-        if read_bounded(file.path, MAX_META_BYTES) != text:
+    metadata_files = []
+    for name, content in plan.metadata_by_name.items():
+        metadata_files.append(directory.open_file(name))
+        metadata_files[-1].write(content)
+        metadata_files[-1].close()
+    written_files = [
+        WrittenFile(file.path, file.target, None, [array]) for file, array in zip(files, frames.arrays, strict=True)
+    ]
+    verify_written(written_files, [array.sha256 or "" for array in frames.arrays], options.threads)
+    for file, content in zip(metadata_files, plan.metadata_by_name.values(), strict=True):
+        if read_bounded(file.path, MAX_META_BYTES) != content:
             raise OutputError(f"{file.target}: does not read back as it was written")

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from ...errors import OptionError
 from ..options import PackedOptions
 from . import live, prefix
-from .describing import Described, describe_files
+from .describing import PackedCacheReader, open_packed_files
 from .packed_files import PackedFiles
 
 
@@ -29,12 +29,12 @@ def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles 
         listing = {PurePath(path).name}
     else:
         return None
-    if live.is_live(listing):
-        return live.find(path, options.layer_order, options.pid)
-    return prefix.find(path, options.name) if prefix.names_in(listing) else None
+    if live.has_mmap_files(listing):
+        return live.find_mmap_files(path, options.layer_order, options.pid)
+    return prefix.find_prefix(path, options.prefix_name) if prefix.list_prefix_names(listing) else None
 
 
-def describe_packed(path: str, options: PackedOptions | None = None) -> Described:
+def open_packed(path: str, options: PackedOptions | None = None) -> PackedCacheReader:
     """The packed files at `path` and all that is known of them, for `compact`; `kvmnn.open` reads their arrays.
 
     Raises
@@ -42,10 +42,10 @@ def describe_packed(path: str, options: PackedOptions | None = None) -> Describe
     OptionError
         When there are no packed files.
     SourceError
-        As `find_packed` and `describe_files`.
+        As `find_packed` and `open_packed_files`.
     """
     options = options or PackedOptions()
     files = find_packed(path, options)
     if files is None:
         raise OptionError(f"{path}: holds no packed files (a prefix cache or live cache files)")
-    return describe_files(files, options)
+    return open_packed_files(files, options)

@@ -13,40 +13,40 @@ class NotFlatBufferError(Exception):
     """The bytes are not those of a FlatBuffer."""
 
 
-def follow(data: memoryview, place: int) -> int:
-    """Return what the offset at `place` leads to."""
-    return place + int(struct.unpack_from("<I", data, place)[0])
+def follow_offset(data: memoryview, offset_position: int) -> int:
+    """Return what the offset at `offset_position` leads to."""
+    return offset_position + int(struct.unpack_from("<I", data, offset_position)[0])
 
 
-def find_field(data: memoryview, table: int, number: int) -> int | None:
+def find_field(data: memoryview, table: int, field_index: int) -> int | None:
     """Return where a field of a table lies; None for one that is left out."""
-    slots = table - struct.unpack_from("<i", data, table)[0]
-    if slots < 0:
+    vtable = table - struct.unpack_from("<i", data, table)[0]
+    if vtable < 0:
         raise NotFlatBufferError("table of fields before the file")
-    if 4 + 2 * number >= struct.unpack_from("<H", data, slots)[0]:
+    if 4 + 2 * field_index >= struct.unpack_from("<H", data, vtable)[0]:
         return None
-    offset = struct.unpack_from("<H", data, slots + 4 + 2 * number)[0]
+    offset = struct.unpack_from("<H", data, vtable + 4 + 2 * field_index)[0]
     return table + offset if offset else None
 
 
-def find_vector(data: memoryview, table: int, number: int, max_entries: int) -> tuple[int, int]:
+def find_vector(data: memoryview, table: int, field_index: int, max_entries: int) -> tuple[int, int]:
     """Return where the entries of a vector begin, and their number; one of more than `max_entries` counts as empty."""
-    place = find_field(data, table, number)
-    if place is None:
+    field_position = find_field(data, table, field_index)
+    if field_position is None:
         return 0, 0
-    start = follow(data, place)
-    count = int(struct.unpack_from("<I", data, start)[0])
-    return start + 4, count if count <= max_entries else 0
+    vector_start = follow_offset(data, field_position)
+    num_entries = int(struct.unpack_from("<I", data, vector_start)[0])
+    return vector_start + 4, num_entries if num_entries <= max_entries else 0
 
 
-def read_ints(data: memoryview, table: int, number: int) -> tuple[int, ...]:
+def read_ints(data: memoryview, table: int, field_index: int) -> tuple[int, ...]:
     """Return a vector of 32-bit integers of at most `MAX_INTS` entries."""
-    start, count = find_vector(data, table, number, MAX_INTS)
-    return struct.unpack_from(f"<{count}i", data, start)
+    start, num_entries = find_vector(data, table, field_index, MAX_INTS)
+    return struct.unpack_from(f"<{num_entries}i", data, start)
 
 
-def iter_tables(data: memoryview, table: int, number: int) -> Iterator[int]:
+def iter_tables(data: memoryview, table: int, field_index: int) -> Iterator[int]:
     """Iterate over the tables of a vector of at most `MAX_TABLES` entries."""
-    start, count = find_vector(data, table, number, MAX_TABLES)
-    for index in range(count):
-        yield follow(data, start + 4 * index)
+    start, num_tables = find_vector(data, table, field_index, MAX_TABLES)
+    for index in range(num_tables):
+        yield follow_offset(data, start + 4 * index)

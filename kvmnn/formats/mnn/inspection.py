@@ -8,87 +8,95 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...arrays.completeness import completeness_document, report_missing
+from ...arrays.completeness import build_completeness_document, format_missing
 from ...errors import SourceError
 from ...packed.cache_info import CacheInfo
-from ...packed.fitting import Fit, describe, fits
-from ...packed.summary import cache_document, cache_summary, kept_tokens, live_share
-from ...text import count
+from ...packed.fitting import LayoutMatch, describe_layout, find_matches
+from ...packed.summary import build_cache_document, describe_evicted_layers, format_cache_summary, format_utilisation
+from ...text import pluralize
 from ..options import PackedOptions
 from . import prefix
-from .describing import Described, describe_files, model_geometry
+from .describing import PackedCacheReader, open_packed_files, resolve_geometry
 from .finding import find_packed
-from .layer_kinds import sort_layers
+from .layer_kinds import separate_state_layers
 from .packed_files import PackedFiles, PackedLayer
 
-_STATES = {"linear": "state of linear attention", "recurrent": "recurrent state", "unknown": "state of an unknown kind"}
-_KINDS = {"prefix": "MNN prefix cache", "live": "live files of an MNN cache"}
+_STATE_DESCRIPTIONS = {
+    "linear": "state of linear attention",
+    "recurrent": "recurrent state",
+    "unknown": "state of an unknown kind",
+}
+_KIND_DESCRIPTIONS = {"prefix": "MNN prefix cache", "live": "live files of an MNN cache"}
 """Runs of positions of a layer that are shown."""
 
 
 @dataclass(frozen=True)
-class DescribedCache:
+class ResolvedCacheInfo:
     """Packed files of which everything is known.
 
     Parameters
     ----------
-    described
+    reader
         The files, what they hold, and what of that was inferred.
     """
 
-    described: Described
+    reader: PackedCacheReader
 
     @property
     def files(self) -> PackedFiles:
         """What was found."""
-        return self.described.files
+        return self.reader.files
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
-        files, info = self.described.files, self.described.info
+        files, info = self.reader.files, self.reader.info
         layers = []
-        for found, layer in zip(files.layers, info.layers, strict=True):
-            live, total = sum(info.live_bytes_of(layer)), found.key_bytes + found.value_bytes
+        for file_pair, layer in zip(files.layers, info.layers, strict=True):
+            live_bytes, total_bytes = sum(info.count_live_bytes(layer)), file_pair.key_bytes + file_pair.value_bytes
             layers.append(
                 {
                     "layer": layer.layer,
-                    "key_file": found.key,
-                    "value_file": found.value,
-                    "key_bytes": found.key_bytes,
-                    "value_bytes": found.value_bytes,
-                    "live_bytes": live,
-                    "padded_bytes": total - live,
+                    "key_file": file_pair.key,
+                    "value_file": file_pair.value,
+                    "key_bytes": file_pair.key_bytes,
+                    "value_bytes": file_pair.value_bytes,
+                    "live_bytes": live_bytes,
+                    "padded_bytes": total_bytes - live_bytes,
                 }
             )
         return {
-            **_document(files),
-            "notes": list(self.described.notes),
-            "cache": cache_document(info),
+            **_build_document(files),
+            "notes": list(self.reader.notes),
+            "cache": build_cache_document(info),
             "padded_bytes": info.file_bytes - info.state_bytes - info.live_bytes,
-            **completeness_document(self.described.completeness),
+            **build_completeness_document(self.reader.completeness),
             "layers": layers,
             **({"states": [vars(state) for state in files.states]} if files.states else {}),
         }
 
     def __str__(self) -> str:
-        files, info = self.described.files, self.described.info
-        lines = [*_heading(files), f"  {cache_summary(info)}"]
-        lines += [f"  note: {note}" for note in (*self.described.notes, *info.layout.unrecoverable)]
-        lines.append(f"  {live_share(info)}")
-        lines += _origin(info)
-        for found, layer in zip(files.layers, info.layers, strict=True):
-            live = info.live_bytes_of(layer)
+        files, info = self.reader.files, self.reader.info
+        lines = [*_format_heading(files), f"  {format_cache_summary(info)}"]
+        lines += [f"  note: {note}" for note in (*self.reader.notes, *info.layout.unrecoverable_parts)]
+        lines.append(f"  {format_utilisation(info)}")
+        lines += _list_origin_lines(info)
+        for file_pair, layer in zip(files.layers, info.layers, strict=True):
+            live_bytes = info.count_live_bytes(layer)
             lines.append(
                 f"  layer {layer.layer}: {layer.tokens:,} of {layer.capacity:,} tokens, "
-                f"{_file(found.key, found.key_bytes, live[0])}, {_file(found.value, found.value_bytes, live[1])}"
+                f"{_format_file(file_pair.key, file_pair.key_bytes, live_bytes[0])}, "
+                f"{_format_file(file_pair.value, file_pair.value_bytes, live_bytes[1])}"
             )
-        lines += [f"  layer {state.layer}: {_STATES[state.kind]}, {_both(state)}" for state in files.states]
-        lines += [f"  {line}" for line in report_missing(self.described.completeness)]
+        lines += [
+            f"  layer {state.layer}: {_STATE_DESCRIPTIONS[state.kind]}, {_format_file_pair(state)}"
+            for state in files.states
+        ]
+        lines += [f"  {line}" for line in format_missing(self.reader.completeness)]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class UndescribedCache:
+class UnresolvedCacheInfo:
     """Packed files of which something is not known that they do not say themselves.
 
     Parameters
@@ -97,7 +105,7 @@ class UndescribedCache:
         What was found.
     reason
         What is not known.
-    possible
+    possible_matches
         The layouts that the sizes of the files leave, where the heads are known.
     choices
         Options that would say what is not known, the likeliest first.
@@ -105,40 +113,40 @@ class UndescribedCache:
 
     files: PackedFiles
     reason: str
-    possible: Sequence[Fit]
+    possible_matches: Sequence[LayoutMatch]
     choices: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
         return {
-            **_document(self.files),
+            **_build_document(self.files),
             "cache": None,
             "not_known": self.reason,
             "possible": [
                 {
-                    "backends": fit.backends.split("/"),
-                    "layout": describe(fit.layout),
-                    "capacities": list(fit.capacities),
+                    "backends": match.backends.split("/"),
+                    "layout": describe_layout(match.layout),
+                    "capacities": list(match.capacities),
                 }
-                for fit in self.possible
+                for match in self.possible_matches
             ],
             "choices": list(self.choices),
-            "layers": [vars(found) for found in self.files.layers],
+            "layers": [vars(file_pair) for file_pair in self.files.layers],
         }
 
     def __str__(self) -> str:
-        lines = [*_heading(self.files), f"  not known: {self.reason}"]
+        lines = [*_format_heading(self.files), f"  not known: {self.reason}"]
         lines += [
-            f"  may be: {fit.backends}: {describe(fit.layout)}, capacity {max(fit.capacities):,}"
-            for fit in self.possible
+            f"  may be: {match.backends}: {describe_layout(match.layout)}, capacity {max(match.capacities):,}"
+            for match in self.possible_matches
         ]
         lines += [f"  as likely as any: {choice}" for choice in self.choices]
-        lines += [f"  layer {found.layer}: {_both(found)}" for found in self.files.layers]
+        lines += [f"  layer {file_pair.layer}: {_format_file_pair(file_pair)}" for file_pair in self.files.layers]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class PackedInspection:
+class PackedInspectionReport:
     """What the packed files at a path are: one cache, or the prefix caches of a directory.
 
     Parameters
@@ -150,7 +158,7 @@ class PackedInspection:
     """
 
     path: str
-    caches: tuple[DescribedCache | UndescribedCache, ...]
+    caches: tuple[ResolvedCacheInfo | UnresolvedCacheInfo, ...]
 
     @property
     def is_loadable(self) -> bool:
@@ -161,13 +169,13 @@ class PackedInspection:
         """The result as JSON values: of the one cache, or of all prefixes."""
         if len(self.caches) == 1:
             return self.caches[0].to_dict()
-        return {"input": self.path, "kind": "prefix caches", "prefixes": [each.to_dict() for each in self.caches]}
+        return {"input": self.path, "kind": "prefix caches", "prefixes": [cache.to_dict() for cache in self.caches]}
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.caches))
 
 
-def inspect_packed(path: str, options: PackedOptions | None = None) -> PackedInspection | None:
+def inspect_packed(path: str, options: PackedOptions | None = None) -> PackedInspectionReport | None:
     """Account for the packed files at `path`, every prefix of them; None if there are none.
 
     Parameters
@@ -181,41 +189,44 @@ def inspect_packed(path: str, options: PackedOptions | None = None) -> PackedIns
         When files of a cache are missing.
     """
     options = options or PackedOptions()
-    names = prefix.names_in(os.listdir(path)) if os.path.isdir(path) and options.name is None else []
-    each = [replace(options, name=name) for name in names] if len(names) > 1 else [options]
-    caches = tuple(found for found in (_inspected(path, one) for one in each) if found)
-    return PackedInspection(path, caches) if caches else None
+    names = prefix.list_prefix_names(os.listdir(path)) if os.path.isdir(path) and options.prefix_name is None else []
+    options_by_prefix = [replace(options, prefix_name=name) for name in names] if len(names) > 1 else [options]
+    caches = tuple(
+        cache for cache in (_inspect_cache(path, prefix_options) for prefix_options in options_by_prefix) if cache
+    )
+    return PackedInspectionReport(path, caches) if caches else None
 
 
-def _inspected(path: str, options: PackedOptions) -> DescribedCache | UndescribedCache | None:
+def _inspect_cache(path: str, options: PackedOptions) -> ResolvedCacheInfo | UnresolvedCacheInfo | None:
     files = find_packed(path, options)
     if files is None:
         return None
     try:
-        return DescribedCache(describe_files(files, replace(options, ignore_markers=True)))
+        return ResolvedCacheInfo(open_packed_files(files, replace(options, ignore_markers=True)))
     except SourceError as exc:
         reason = str(exc).removeprefix(f"{files.path}: ")
         choices = getattr(exc, "choices", ())
     with suppress(SourceError):
-        files = sort_layers(files, options, None)
+        files = separate_state_layers(files, options, None)
     try:
-        possible = fits(model_geometry(options), files.sizes)
+        possible_matches = find_matches(resolve_geometry(options), files.sizes)
     except SourceError:
-        possible = []
-    return UndescribedCache(files, reason, possible, choices)
+        possible_matches = []
+    return UnresolvedCacheInfo(files, reason, possible_matches, choices)
 
 
-def _heading(files: PackedFiles) -> list[str]:
+def _format_heading(files: PackedFiles) -> list[str]:
     name = f" {files.name!r}" if files.name else ""
     heading = (
-        f"{files.path}: {_KINDS[files.kind]}{name}, {count(len(files.all_layers), 'layer')}, {files.nbytes:,} bytes"
+        f"{files.path}: {_KIND_DESCRIPTIONS[files.kind]}{name}, {pluralize(len(files.all_layers), 'layer')}, "
+        f"{files.nbytes:,} bytes"
     )
     if files.kind == "prefix" and not files.problems:
         heading += ", all markers there"
     return [heading, *(f"  would not load: {problem}" for problem in files.refusals)]
 
 
-def _document(files: PackedFiles) -> dict[str, Any]:
+def _build_document(files: PackedFiles) -> dict[str, Any]:
     return {
         "input": files.path,
         "kind": f"{files.kind} cache",
@@ -225,22 +236,22 @@ def _document(files: PackedFiles) -> dict[str, Any]:
     }
 
 
-def _both(layer: PackedLayer) -> str:
+def _format_file_pair(layer: PackedLayer) -> str:
     return (
         f"{os.path.basename(layer.key)} {layer.key_bytes:,} bytes, "
         f"{os.path.basename(layer.value)} {layer.value_bytes:,} bytes"
     )
 
 
-def _file(path: str, size: int, live: int) -> str:
-    return f"{os.path.basename(path)} {size:,} bytes ({live:,} live, {size - live:,} not)"
+def _format_file(path: str, size: int, live_bytes: int) -> str:
+    return f"{os.path.basename(path)} {size:,} bytes ({live_bytes:,} live, {size - live_bytes:,} not)"
 
 
-def _origin(info: CacheInfo) -> list[str]:
+def _list_origin_lines(info: CacheInfo) -> list[str]:
     """Where the tokens come from, as far as that was noted down."""
     lines = []
     if info.token_ids:
         lines.append(f"  made from {info.token_ids.count:,} token ids, sha256 {info.token_ids.sha256}")
     if info.model:
         lines.append(f"  computed by the model with the fingerprint {info.model}")
-    return lines + [f"  {line}" for line in kept_tokens(info)]
+    return lines + [f"  {line}" for line in describe_evicted_layers(info)]

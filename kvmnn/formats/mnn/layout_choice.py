@@ -12,33 +12,41 @@ from ...errors import MissingOptionError, SourceError
 from ...files.mapped import MappedFile
 from ...packed.evidence import (
     LayoutEvidence,
-    View,
+    ReadBytes,
+    choose_sampled_layers,
     find_last_row,
     is_consistent_layer,
     measure_layers,
-    sample_layers,
 )
-from ...packed.fitting import Fit, Geometry, describe, fits, inferred, of_layout, the_fit
+from ...packed.fitting import (
+    LayoutMatch,
+    PackedGeometry,
+    describe_inference,
+    describe_layout,
+    find_matches,
+    infer_layout,
+    make_geometry,
+)
 from ...packed.inference import (
     Clarity,
-    Reading,
-    compare_readings,
-    enumerate_fits,
-    first_clarity,
-    fresh_tokens,
-    has_same_places,
-    rank_readings,
-    recut_heads,
+    LayoutCandidate,
+    compare_candidates,
+    compute_clarity,
+    find_regrouped_matches,
+    has_same_placement,
+    infer_token_range,
+    iter_matches,
+    rank_candidates,
 )
 from ...packed.layout import PackLayout
-from ...text import count
+from ...text import pluralize
 from .packed_files import PackedFiles
-from .quantised_layouts import describe_int8, refuse_rotated_codes, try_int8
+from .quantised_layouts import describe_int8, find_int8_matches, refuse_rotated_codes
 
-MAX_CHOICES: Final = 8
+MAX_LISTED_CHOICES: Final = 8
 """Of layouts that an error lists."""
 
-_MAX_LISTED: Final = 4  # in the one line of the error itself
+_MAX_LAYOUTS_IN_MESSAGE: Final = 4  # in the one line of the error itself
 
 # Of backends with the same numbers the one that most files come from.
 _LIKELY_BACKENDS: Final = ("x86-avx2", "x86-avx512", "arm64-fp16", "arm64-fp32", "arm32-fp16")
@@ -66,38 +74,44 @@ class LayoutChoice:
 
     Parameters
     ----------
-    fit
+    match
         The layout, and for how many tokens each pair of files has room.
     notes
         What was inferred, and from what.
     conflict
         How the words contradict a layout that was specified; empty where they do not.
-    better
+    better_options
         The layout that they speak for then, as options.
     evidence
         What the words tell about the chosen layout; None where nobody looked.
-    heads
-        Kv heads and head_dim of each layer, where they differ from those of `fit`; None for those that do not.
+    layer_heads
+        Kv heads and head_dim of each layer, where they differ from those of `match`; None for those that do not.
     """
 
-    fit: Fit
+    match: LayoutMatch
     notes: tuple[str, ...] = ()
     conflict: str = ""
-    better: str = ""
+    better_options: str = ""
     evidence: LayoutEvidence | None = None
-    heads: tuple[tuple[int, int] | None, ...] = ()
+    layer_heads: tuple[tuple[int, int] | None, ...] = ()
 
     @property
     def layouts(self) -> tuple[PackLayout, ...]:
         """Layout of each layer."""
-        heads = self.heads or (None,) * len(self.fit.capacities)
+        layer_heads = self.layer_heads or (None,) * len(self.match.capacities)
         return tuple(
-            replace(self.fit.layout, kv_heads=each[0], head_dim=each[1]) if each else self.fit.layout for each in heads
+            replace(self.match.layout, kv_heads=heads_and_dim[0], head_dim=heads_and_dim[1])
+            if heads_and_dim
+            else self.match.layout
+            for heads_and_dim in layer_heads
         )
 
 
-def choose_layouts(
-    files: PackedFiles, geometry: Geometry, heads: Sequence[tuple[int | None, int | None]], tokens: int | None
+def choose_group_layouts(
+    files: PackedFiles,
+    geometry: PackedGeometry,
+    group_heads: Sequence[tuple[int | None, int | None]],
+    num_tokens: int | None,
 ) -> LayoutChoice:
     """Return the layouts of layers whose kv heads and head_dim differ, which agree in dtype and pack numbers.
 
@@ -107,9 +121,9 @@ def choose_layouts(
         With several `PackedFiles.groups`.
     geometry
         What the caller says of all layers.
-    heads
+    group_heads
         What is known of the kv heads and head_dim of each group.
-    tokens
+    num_tokens
         As for `choose_layout`.
 
     Raises
@@ -120,29 +134,35 @@ def choose_layouts(
         As `choose_layout`.
     """
     choices: list[LayoutChoice] = []
-    for group, (kv_heads, head_dim) in zip(files.groups, heads, strict=True):
-        asked = replace(geometry, kv_heads=kv_heads, head_dim=head_dim)
+    for group, (kv_heads, head_dim) in zip(files.groups, group_heads, strict=True):
+        group_geometry = replace(geometry, kv_heads=kv_heads, head_dim=head_dim)
         if choices:  # one engine on one processor wrote them all
-            first = of_layout(choices[0].fit.layout)
-            asked = replace(asked, backend=None, dtype=first.dtype, lP=first.lP, hP=first.hP)
-            asked = replace(asked, flash_block=first.flash_block)
-        choice = choose_layout(replace(files, layers=group), asked, tokens=tokens)
+            first_geometry = make_geometry(choices[0].match.layout)
+            group_geometry = replace(
+                group_geometry, backend=None, dtype=first_geometry.dtype, lP=first_geometry.lP, hP=first_geometry.hP
+            )
+            group_geometry = replace(group_geometry, flash_block=first_geometry.flash_block)
+        choice = choose_layout(replace(files, layers=group), group_geometry, num_tokens=num_tokens)
         if choice.conflict:
-            raise SourceError(f"{files.path}: {choice.conflict}; the words speak for {choice.better}")
+            raise SourceError(f"{files.path}: {choice.conflict}; the words speak for {choice.better_options}")
         choices.append(choice)
-    layout = choices[0].fit.layout
-    by_layer: dict[int, tuple[tuple[int, int] | None, int]] = {}
+    layout = choices[0].match.layout
+    heads_and_capacity_by_layer: dict[int, tuple[tuple[int, int] | None, int]] = {}
     for group, choice in zip(files.groups, choices, strict=True):
-        found = choice.fit.layout.kv_heads, choice.fit.layout.head_dim
-        own = None if found == (layout.kv_heads, layout.head_dim) else found
-        by_layer |= {layer.layer: (own, each) for layer, each in zip(group, choice.fit.capacities, strict=True)}
-    ordered = [by_layer[layer.layer] for layer in files.layers]
-    fit = replace(choices[0].fit, capacities=tuple(capacity for _, capacity in ordered))
+        heads_and_dim = choice.match.layout.kv_heads, choice.match.layout.head_dim
+        own_heads = None if heads_and_dim == (layout.kv_heads, layout.head_dim) else heads_and_dim
+        heads_and_capacity_by_layer |= {
+            layer.layer: (own_heads, capacity) for layer, capacity in zip(group, choice.match.capacities, strict=True)
+        }
+    ordered = [heads_and_capacity_by_layer[layer.layer] for layer in files.layers]
+    match = replace(choices[0].match, capacities=tuple(capacity for _, capacity in ordered))
     notes = tuple(dict.fromkeys(note for choice in choices for note in choice.notes))
-    return LayoutChoice(fit, notes, evidence=choices[0].evidence, heads=tuple(own for own, _ in ordered))
+    return LayoutChoice(
+        match, notes, evidence=choices[0].evidence, layer_heads=tuple(own_heads for own_heads, _ in ordered)
+    )
 
 
-def choose_layout(files: PackedFiles, geometry: Geometry, *, tokens: int | None = None) -> LayoutChoice:
+def choose_layout(files: PackedFiles, geometry: PackedGeometry, *, num_tokens: int | None = None) -> LayoutChoice:
     """Return the layout that agrees with what is known, with the sizes, and best with the words.
 
     Parameters
@@ -151,7 +171,7 @@ def choose_layout(files: PackedFiles, geometry: Geometry, *, tokens: int | None 
         All of full attention.
     geometry
         What the caller and the model say.
-    tokens
+    num_tokens
         Live tokens of every layer, where that is known.
 
     Raises
@@ -164,213 +184,277 @@ def choose_layout(files: PackedFiles, geometry: Geometry, *, tokens: int | None 
         When int8 files lack the numbers that nothing in them tells.
     """
     if geometry.int8:
-        fit = the_fit(files.path, geometry, files.sizes, _file_names(files))
-        return LayoutChoice(fit, tuple(inferred(geometry, fit, files.sizes)))
-    trial = _Trial(files)
-    if geometry.missing:
-        return _infer_all(files, geometry, trial, tokens)
-    asked = fits(geometry, files.sizes)
-    if not asked:
-        if (quantised := _infer_int8(files, geometry)) is not None:
-            return quantised
-        raise _describe_misfit(files, geometry, trial)
-    asked = [fit for fit in asked if tokens is None or tokens <= min(fit.capacities)] or asked
-    ranking = rank_readings(asked, trial.measure)
-    chosen = ranking[0]
-    better, clarity = _find_better(chosen, geometry, files, trial)
+        match = infer_layout(files.path, geometry, files.sizes, _list_file_names(files))
+        return LayoutChoice(match, tuple(describe_inference(geometry, match, files.sizes)))
+    measurer = _LayoutMeasurer(files)
+    if geometry.missing_text:
+        return _infer_with_heads(files, geometry, measurer, num_tokens)
+    matches = find_matches(geometry, files.sizes)
+    if not matches:
+        if (int8_choice := _infer_int8(files, geometry)) is not None:
+            return int8_choice
+        raise _make_mismatch_error(files, geometry, measurer)
+    matches = [match for match in matches if num_tokens is None or num_tokens <= min(match.capacities)] or matches
+    ranking = rank_candidates(matches, measurer.measure)
+    best_candidate = ranking[0]
+    better_candidate, clarity = _find_better_candidate(best_candidate, geometry, files, measurer)
     notes: list[str] = []
-    if better and clarity == "clear":
+    if better_candidate and clarity == "clear":
         return LayoutChoice(
-            chosen.fit, (), _describe_conflict(chosen, better), specify_layout(better.fit, Geometry()), chosen.evidence
+            best_candidate.match,
+            (),
+            _describe_conflict(best_candidate, better_candidate),
+            format_layout_options(better_candidate.match, PackedGeometry()),
+            best_candidate.evidence,
         )
-    usual = _usual_block(geometry, ranking)
-    if first_clarity(ranking) == "clear":
-        notes = _describe_choice(geometry, ranking, files.sizes)
-    elif usual is not None:
-        chosen, notes = usual, inferred(geometry, usual.fit, files.sizes)
+    default_candidate = _find_default_candidate(geometry, ranking)
+    if compute_clarity(ranking) == "clear":
+        notes = _list_choice_notes(geometry, ranking, files.sizes)
+    elif default_candidate is not None:
+        best_candidate, notes = default_candidate, describe_inference(geometry, default_candidate.match, files.sizes)
     else:
-        choices = [specify_layout(reading.fit, geometry) for reading in ranking[:MAX_CHOICES]]
+        choices = [format_layout_options(candidate.match, geometry) for candidate in ranking[:MAX_LISTED_CHOICES]]
         raise AmbiguousLayoutError(
             f"{files.path}: {len(ranking)} layouts fit the sizes of the files, say which (--backend, --dtype, "
-            f"--flash-block); the likeliest first: {_list(ranking)}",
+            f"--flash-block); the likeliest first: {_format_ranking(ranking)}",
             choices,
         )
-    if better and not has_same_places(better.fit, chosen.fit):
-        likelier = specify_layout(better.fit, Geometry())
-        notes.append(f"{_describe_conflict(chosen, better)}: {likelier} is likelier")
-    return LayoutChoice(chosen.fit, tuple(notes), evidence=chosen.evidence)
+    if better_candidate and not has_same_placement(better_candidate.match, best_candidate.match):
+        likelier_options = format_layout_options(better_candidate.match, PackedGeometry())
+        notes.append(f"{_describe_conflict(best_candidate, better_candidate)}: {likelier_options} is likelier")
+    return LayoutChoice(best_candidate.match, tuple(notes), evidence=best_candidate.evidence)
 
 
-def _infer_int8(files: PackedFiles, geometry: Geometry) -> LayoutChoice | None:
+def _infer_int8(files: PackedFiles, geometry: PackedGeometry) -> LayoutChoice | None:
     """The int8 layout of files that fit none of floats; `SourceError` for rows that kvmnn does not read."""
-    found = try_int8(files, geometry, _LIKELY_BACKENDS)
-    if not found:
+    matches = find_int8_matches(files, geometry, _LIKELY_BACKENDS)
+    if not matches:
         refuse_rotated_codes(files, geometry)
         return None
-    if len(found) == 1:
-        return LayoutChoice(found[0], (describe_int8(found[0]),))
+    if len(matches) == 1:
+        return LayoutChoice(matches[0], (describe_int8(matches[0]),))
     choices = [
-        f"{specify_layout(fit, geometry)} --int8 {'both' if fit.layout.int8_values else 'keys'}" for fit in found
+        f"{format_layout_options(match, geometry)} --int8 {'both' if match.layout.int8_values else 'keys'}"
+        for match in matches
     ]
     raise AmbiguousLayoutError(
-        f"{files.path}: no layout of floats fits the sizes of the files, {len(found)} of int8 do, say which "
+        f"{files.path}: no layout of floats fits the sizes of the files, {len(matches)} of int8 do, say which "
         "(--backend, --int8)",
-        choices[:MAX_CHOICES],
+        choices[:MAX_LISTED_CHOICES],
     )
 
 
-def _describe_misfit(files: PackedFiles, geometry: Geometry, trial: _Trial) -> SourceError:
+def _make_mismatch_error(files: PackedFiles, geometry: PackedGeometry, measurer: _LayoutMeasurer) -> SourceError:
     """Why no layout that was specified fits the sizes, and which does."""
     try:
-        the_fit(files.path, geometry, files.sizes, _file_names(files))
+        infer_layout(files.path, geometry, files.sizes, _list_file_names(files))
     except SourceError as error:
-        found = error
-    ranking = rank_readings(
-        fits(Geometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim), files.sizes), trial.measure
+        mismatch_error = error
+    ranking = rank_candidates(
+        find_matches(PackedGeometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim), files.sizes),
+        measurer.measure,
     )
-    if ranking and first_clarity(ranking) == "clear" and ranking[0].evidence.is_consistent:
-        return type(found)(f"{found}; sizes and words are those of {specify_layout(ranking[0].fit, Geometry())}")
-    return found
+    if ranking and compute_clarity(ranking) == "clear" and ranking[0].evidence.is_consistent:
+        return type(mismatch_error)(
+            f"{mismatch_error}; sizes and words are those of "
+            f"{format_layout_options(ranking[0].match, PackedGeometry())}"
+        )
+    return mismatch_error
 
 
-class _Trial:
+class _LayoutMeasurer:
     """Layouts tried on the words of some layers."""
 
     def __init__(self, files: PackedFiles) -> None:
-        self.numbers = sample_layers(len(files.layers))
-        self._views: list[dict[Part, View]] = [
-            {part: MappedFile(files.layers[number].path(part)).view for part in PARTS} for number in self.numbers
+        self.layer_indices = choose_sampled_layers(len(files.layers))
+        self._views: list[dict[Part, ReadBytes]] = [
+            {part: MappedFile(files.layers[layer_index].get_path(part)).view for part in PARTS}
+            for layer_index in self.layer_indices
         ]
-        self._measured: dict[object, LayoutEvidence] = {}
+        self._evidence_by_layout: dict[object, LayoutEvidence] = {}
 
-    def measure(self, fit: Fit) -> LayoutEvidence:
+    def measure(self, match: LayoutMatch) -> LayoutEvidence:
         """What the words tell about a layout."""
-        if fit.layout not in self._measured:
-            capacities = [fit.capacities[number] for number in self.numbers]
-            self._measured[fit.layout] = measure_layers(self._views, fit.layout, capacities)
-        return self._measured[fit.layout]
+        if match.layout not in self._evidence_by_layout:
+            capacities = [match.capacities[layer_index] for layer_index in self.layer_indices]
+            self._evidence_by_layout[match.layout] = measure_layers(self._views, match.layout, capacities)
+        return self._evidence_by_layout[match.layout]
 
-    def is_plausible(self, fit: Fit, tokens: int | None) -> bool:
-        """Whether the first layer's rows are those of a prefix of `tokens`, or of a fresh one."""
-        one = replace(fit.layout, kv_heads=1)
-        capacity = fit.capacities[self.numbers[0]]
-        rows = find_last_row(self._views[0]["key"], one, "key", capacity)  # of the first head, which is quick
-        first, last = fresh_tokens(fit) if tokens is None else (tokens, tokens)
-        return rows > 0 and first <= rows <= last and is_consistent_layer(self._views[0], fit.layout, capacity)
+    def is_plausible(self, match: LayoutMatch, num_tokens: int | None) -> bool:
+        """Whether the first layer's rows are those of a prefix of `num_tokens`, or of a fresh one."""
+        single_head_layout = replace(match.layout, kv_heads=1)
+        capacity = match.capacities[self.layer_indices[0]]
+        num_rows = find_last_row(
+            self._views[0]["key"], single_head_layout, "key", capacity
+        )  # of the first head, which is quick
+        min_tokens, max_tokens = infer_token_range(match) if num_tokens is None else (num_tokens, num_tokens)
+        return (
+            num_rows > 0
+            and min_tokens <= num_rows <= max_tokens
+            and is_consistent_layer(self._views[0], match.layout, capacity)
+        )
 
 
-def _usual_block(geometry: Geometry, ranking: Sequence[Reading]) -> Reading | None:
+def _find_default_candidate(geometry: PackedGeometry, ranking: Sequence[LayoutCandidate]) -> LayoutCandidate | None:
     """The only layout, or of pack numbers that are known the one with the usual flash block."""
     if len(ranking) == 1:
         return ranking[0]
-    usual = [reading for reading in ranking if reading.fit.layout.flash_block == 64] if geometry.names_packs else []
-    return usual[0] if len(usual) == 1 else None
+    default_candidates = (
+        [candidate for candidate in ranking if candidate.match.layout.flash_block == 64]
+        if geometry.specifies_packing
+        else []
+    )
+    return default_candidates[0] if len(default_candidates) == 1 else None
 
 
-def _describe_choice(geometry: Geometry, ranking: Sequence[Reading], sizes: Sequence[tuple[int, int]]) -> list[str]:
+def _list_choice_notes(
+    geometry: PackedGeometry, ranking: Sequence[LayoutCandidate], sizes: Sequence[tuple[int, int]]
+) -> list[str]:
     """What was inferred, and from what."""
-    first = ranking[0]
-    if len(ranking) == 1 or (geometry.names_packs and geometry.flash_block is not None):
-        return inferred(geometry, first.fit, sizes)
-    others = "the other" if len(ranking) == 2 else f"the {len(ranking) - 1} others"
+    best_candidate = ranking[0]
+    if len(ranking) == 1 or (geometry.specifies_packing and geometry.flash_block is not None):
+        return describe_inference(geometry, best_candidate.match, sizes)
+    others_text = "the other" if len(ranking) == 2 else f"the {len(ranking) - 1} others"
     return [
         f"layout inferred: of {len(ranking)} that fit the sizes of the files the words speak for that of "
-        f"{first.fit.backends} ({describe(first.fit.layout)}): read as {others}, {_weakness(ranking[1], first)}"
+        f"{best_candidate.match.backends} ({describe_layout(best_candidate.match.layout)}): read as {others_text}, "
+        f"{_describe_weakness(ranking[1], best_candidate)}"
     ]
 
 
-def _weakness(reading: Reading, best: Reading) -> str:
+def _describe_weakness(candidate: LayoutCandidate, best: LayoutCandidate) -> str:
     """What speaks against a reading beside a better one."""
-    evidence = reading.evidence
+    evidence = candidate.evidence
     if not evidence.is_consistent and best.evidence.is_consistent:
-        if evidence.misplaced_rows:
-            return f"{count(evidence.misplaced_rows, 'row')} before the last would be empty or partly so"
+        if evidence.num_misplaced_rows:
+            return f"{pluralize(evidence.num_misplaced_rows, 'row')} before the last would be empty or partly so"
         return "heads would end with different rows"
     ratio = best.evidence.contrast / evidence.contrast if evidence.contrast else float("inf")
     return f"dimensions would differ {ratio:.1f} times less in their means"
 
 
-def _find_better(
-    chosen: Reading, geometry: Geometry, files: PackedFiles, trial: _Trial
-) -> tuple[Reading | None, Clarity]:
+def _find_better_candidate(
+    chosen_candidate: LayoutCandidate, geometry: PackedGeometry, files: PackedFiles, measurer: _LayoutMeasurer
+) -> tuple[LayoutCandidate | None, Clarity]:
     """A layout that the words speak for more than for the chosen one, of those that were ruled out by the caller."""
-    open_fits = fits(Geometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim), files.sizes)
-    if not chosen.evidence.is_consistent:
-        open_fits += recut_heads(geometry, files.sizes)
-    others = [fit for fit in open_fits if not has_same_places(fit, chosen.fit)]
-    ranking = rank_readings(others, trial.measure)
+    unconstrained_matches = find_matches(
+        PackedGeometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim), files.sizes
+    )
+    if not chosen_candidate.evidence.is_consistent:
+        unconstrained_matches += find_regrouped_matches(geometry, files.sizes)
+    other_matches = [match for match in unconstrained_matches if not has_same_placement(match, chosen_candidate.match)]
+    ranking = rank_candidates(other_matches, measurer.measure)
     if not ranking:
         return None, "none"
-    clarity = compare_readings(ranking[0], chosen)
+    clarity = compare_candidates(ranking[0], chosen_candidate)
     return (None, "none") if clarity == "none" else (ranking[0], clarity)
 
 
-def _describe_conflict(chosen: Reading, better: Reading) -> str:
-    return f"read as {describe(chosen.fit.layout)}, {_weakness(chosen, better)}"
+def _describe_conflict(chosen_candidate: LayoutCandidate, better_candidate: LayoutCandidate) -> str:
+    return (
+        f"read as {describe_layout(chosen_candidate.match.layout)}, "
+        f"{_describe_weakness(chosen_candidate, better_candidate)}"
+    )
 
 
-def _infer_all(files: PackedFiles, geometry: Geometry, trial: _Trial, tokens: int | None) -> LayoutChoice:
+def _infer_with_heads(
+    files: PackedFiles, geometry: PackedGeometry, measurer: _LayoutMeasurer, num_tokens: int | None
+) -> LayoutChoice:
     """Kv heads and head_dim from the words as well."""
-    ranking = _rank_all(files, geometry, trial, tokens)
-    heads = Geometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
-    others = ranking if geometry == heads else _rank_all(files, heads, trial, tokens)
-    best = others[0] if others and first_clarity(others) == "clear" else None
-    better = specify_layout(best.fit, Geometry()) if best else ""
-    if not ranking and best:
-        raise SourceError(f"{files.path}: no layout that was asked for agrees with the words; they speak for {better}")
-    if ranking and best and compare_readings(best, ranking[0]) == "clear":
-        first = ranking[0]
-        return LayoutChoice(first.fit, (), _describe_conflict(first, best), better, first.evidence)
-    if ranking and first_clarity(ranking) == "clear":
-        layout, backends = ranking[0].fit.layout, ranking[0].fit.backends
-        why = f"{len(ranking) - 1} other layouts are less likely" if ranking[1:] else "no other layout agrees with it"
-        notes = (
-            f"layout inferred from the words: {describe(layout)} ({backends}); rows are full or empty in all heads "
-            f"alike, and {why}",
+    ranking = _rank_plausible_layouts(files, geometry, measurer, num_tokens)
+    heads_only_geometry = PackedGeometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
+    unconstrained_ranking = (
+        ranking
+        if geometry == heads_only_geometry
+        else _rank_plausible_layouts(files, heads_only_geometry, measurer, num_tokens)
+    )
+    clear_candidate = (
+        unconstrained_ranking[0]
+        if unconstrained_ranking and compute_clarity(unconstrained_ranking) == "clear"
+        else None
+    )
+    better_options = format_layout_options(clear_candidate.match, PackedGeometry()) if clear_candidate else ""
+    if not ranking and clear_candidate:
+        raise SourceError(
+            f"{files.path}: no layout that was asked for agrees with the words; they speak for {better_options}"
         )
-        return LayoutChoice(ranking[0].fit, notes, evidence=ranking[0].evidence)
-    choices = [specify_layout(reading.fit, geometry) for reading in ranking[:MAX_CHOICES]]
-    raise AmbiguousLayoutError(f"{files.path}: {missing_options(geometry)}", choices)
+    if ranking and clear_candidate and compare_candidates(clear_candidate, ranking[0]) == "clear":
+        best_candidate = ranking[0]
+        return LayoutChoice(
+            best_candidate.match,
+            (),
+            _describe_conflict(best_candidate, clear_candidate),
+            better_options,
+            best_candidate.evidence,
+        )
+    if ranking and compute_clarity(ranking) == "clear":
+        layout, backends = ranking[0].match.layout, ranking[0].match.backends
+        reason = (
+            f"{len(ranking) - 1} other layouts are less likely" if ranking[1:] else "no other layout agrees with it"
+        )
+        notes = (
+            f"layout inferred from the words: {describe_layout(layout)} ({backends}); rows are full or empty in all "
+            f"heads "
+            f"alike, and {reason}",
+        )
+        return LayoutChoice(ranking[0].match, notes, evidence=ranking[0].evidence)
+    choices = [format_layout_options(candidate.match, geometry) for candidate in ranking[:MAX_LISTED_CHOICES]]
+    raise AmbiguousLayoutError(f"{files.path}: {format_missing_options(geometry)}", choices)
 
 
-def _rank_all(files: PackedFiles, geometry: Geometry, trial: _Trial, tokens: int | None) -> list[Reading]:
+def _rank_plausible_layouts(
+    files: PackedFiles, geometry: PackedGeometry, measurer: _LayoutMeasurer, num_tokens: int | None
+) -> list[LayoutCandidate]:
     """Layouts with any kv heads and head_dim that agree with the words, the likeliest first."""
-    plausible = [fit for fit in enumerate_fits(geometry, files.sizes) if trial.is_plausible(fit, tokens)]
-    return [reading for reading in rank_readings(plausible, trial.measure) if reading.evidence.is_consistent]
+    plausible_matches = [
+        match for match in iter_matches(geometry, files.sizes) if measurer.is_plausible(match, num_tokens)
+    ]
+    return [
+        candidate
+        for candidate in rank_candidates(plausible_matches, measurer.measure)
+        if candidate.evidence.is_consistent
+    ]
 
 
-def missing_options(geometry: Geometry, *, tokens: bool = False) -> str:
+def format_missing_options(geometry: PackedGeometry, *, include_tokens: bool = False) -> str:
     """Which numbers nothing tells, and the options for them, in one sentence."""
-    known = [geometry.missing] if geometry.missing else []
-    said = f"the files do not say {known[0]}; --model DIR may" if known else ""
-    if tokens:
-        said += (
-            "; nor" if said else "the files do not say"
+    missing_texts = [geometry.missing_text] if geometry.missing_text else []
+    sentence = f"the files do not say {missing_texts[0]}; --model DIR may" if missing_texts else ""
+    if include_tokens:
+        sentence += (
+            "; nor" if sentence else "the files do not say"
         ) + " how many tokens are live (--tokens N or --token-ids FILE)"
-    return said
+    return sentence
 
 
-def specify_layout(fit: Fit, geometry: Geometry) -> str:
+def format_layout_options(match: LayoutMatch, geometry: PackedGeometry) -> str:
     """Return the options that say of a layout what `geometry` leaves open."""
-    layout, options = fit.layout, []
+    layout, options = match.layout, []
     if geometry.kv_heads is None:
         options.append(f"--kv-heads {layout.kv_heads}")
     if geometry.head_dim is None:
         options.append(f"--head-dim {layout.head_dim}")
-    if not geometry.names_packs:
-        names = fit.backends.split("/")
-        likely = [name for name in _LIKELY_BACKENDS if name in names] or names
-        options.append(f"--backend {likely[0]}")
+    if not geometry.specifies_packing:
+        names = match.backends.split("/")
+        likely_names = [name for name in _LIKELY_BACKENDS if name in names] or names
+        options.append(f"--backend {likely_names[0]}")
     if geometry.flash_block is None and layout.flash_block is None:
         options.append("--flash-block none")
     return " ".join(options)
 
 
-def _list(ranking: Sequence[Reading]) -> str:
+def _format_ranking(ranking: Sequence[LayoutCandidate]) -> str:
     """Layouts in words, to be put behind a message."""
-    shown = [f"{reading.fit.backends}: {describe(reading.fit.layout)}" for reading in ranking[:_MAX_LISTED]]
-    return "; ".join([*shown, f"{len(ranking) - len(shown)} more"] if ranking[_MAX_LISTED:] else shown)
+    layout_texts = [
+        f"{candidate.match.backends}: {describe_layout(candidate.match.layout)}"
+        for candidate in ranking[:_MAX_LAYOUTS_IN_MESSAGE]
+    ]
+    return "; ".join(
+        [*layout_texts, f"{len(ranking) - len(layout_texts)} more"]
+        if ranking[_MAX_LAYOUTS_IN_MESSAGE:]
+        else layout_texts
+    )
 
 
-def _file_names(files: PackedFiles) -> list[tuple[str, str]]:
+def _list_file_names(files: PackedFiles) -> list[tuple[str, str]]:
     return [(PurePath(layer.key).name, PurePath(layer.value).name) for layer in files.layers]

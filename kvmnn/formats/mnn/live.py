@@ -16,23 +16,23 @@ from typing import Any
 from ...errors import MissingOptionError, SourceError
 from ...files.birth_time import read_birth_time
 from ...files.output import DirectoryOutput
-from .packed_files import PackedFiles, PackedLayer, size_of
+from .packed_files import PackedFiles, PackedLayer, get_file_size
 
-_CLOCK_TICK_NS = 100 * 10**6  # times of files are as coarse as the system's clock ticks
-_DATA = re.compile(r"(?P<address>[0-9A-F]{16})\.(?P<part>[kv])")
+_MAX_CLOCK_TICK_NS = 100 * 10**6  # times of files are as coarse as the system's clock ticks
+_DATA_NAME_REGEX = re.compile(r"(?P<address>[0-9A-F]{16})\.(?P<part>[kv])")
 
 
-def is_live(listing: set[str]) -> bool:
+def has_mmap_files(listing: set[str]) -> bool:
     """Whether a directory listing has live files."""
-    return any(_DATA.fullmatch(name) for name in listing)
+    return any(_DATA_NAME_REGEX.fullmatch(name) for name in listing)
 
 
-def find(path: str, order: tuple[str, ...] = (), pid: int | None = None) -> PackedFiles:
+def find_mmap_files(path: str, layer_order: tuple[str, ...] = (), pid: int | None = None) -> PackedFiles:
     """The live files in a directory, layer by layer, or the pair that one file belongs to.
 
     Parameters
     ----------
-    order
+    layer_order
         The addresses in the order of the layers.
     pid
         The engine's process: the order of its open descriptors is taken (Linux).
@@ -46,48 +46,55 @@ def find(path: str, order: tuple[str, ...] = (), pid: int | None = None) -> Pack
     """
     notes: tuple[str, ...] = ()
     if os.path.isdir(path):
-        folder, wanted = Path(path), None
+        folder, wanted_address = Path(path), None
     else:
-        folder, wanted = Path(path).parent, _address(path)
+        folder, wanted_address = Path(path).parent, _parse_address(path)
     try:
-        found = sorted({m["address"] for m in map(_DATA.fullmatch, os.listdir(folder)) if m})
+        found_addresses = sorted(
+            {name_match["address"] for name_match in map(_DATA_NAME_REGEX.fullmatch, os.listdir(folder)) if name_match}
+        )
     except OSError as exc:
         raise SourceError(f"{folder}: cannot be read: {exc.strerror or exc}") from exc
-    if not found:
+    if not found_addresses:
         raise SourceError(f"{path}: has no live cache files, <16 hex digits>.k and .v")
-    if wanted is not None:
-        addresses = [wanted]
-    elif order:
-        addresses = _said(path, found, order)
+    if wanted_address is not None:
+        addresses = [wanted_address]
+    elif layer_order:
+        addresses = _parse_layer_order(path, found_addresses, layer_order)
     elif pid is not None:
-        addresses = open_order(folder, pid)
-        if sorted(addresses) != found:
+        addresses = list_open_addresses(folder, pid)
+        if sorted(addresses) != found_addresses:
             raise SourceError(
-                f"{path}: has {len(found)} pairs of files, but process {pid} has {len(addresses)} of them open"
+                f"{path}: has {len(found_addresses)} pairs of files, but process {pid} has {len(addresses)} of them "
+                f"open"
             )
-    elif len(found) == 1:
-        addresses = found
+    elif len(found_addresses) == 1:
+        addresses = found_addresses
     else:
-        addresses, reason = order_by_birth(folder, found)
+        addresses, reason = sort_by_creation(folder, found_addresses)
         if not addresses:
             raise MissingOptionError(
-                f"{path}: nothing in the {len(found)} pairs of files tells their layers, {reason}: say --pid PID of "
+                f"{path}: nothing in the {len(found_addresses)} pairs of files tells their layers, {reason}: say --pid "
+                f"PID of "
                 "the running engine, or --layer-order ADDRESS,ADDRESS,..."
             )
         notes = (
-            f"order of the {len(found)} layers inferred from when their files were made; --pid PID of the running "
+            f"order of the {len(found_addresses)} layers inferred from when their files were made; --pid PID of the "
+            f"running "
             f"engine knows it, --layer-order {','.join(addresses[:2])},... says it",
         )
     return PackedFiles(
         kind="live",
         name="",
         path=path,
-        layers=tuple(_layer(folder, number, address) for number, address in enumerate(addresses)),
+        layers=tuple(
+            _make_packed_layer(folder, layer_number, address) for layer_number, address in enumerate(addresses)
+        ),
         notes=notes,
     )
 
 
-def write(
+def write_mmap_files(
     path: str, layers: Sequence[tuple[Any, Any]], *, first_address: int = 0x1000, force: bool = False
 ) -> tuple[str, ...]:
     """Write packed buffers as the files of a session with ``kvcache_mmap``, all or none.
@@ -106,7 +113,8 @@ def write(
     Returns
     -------
     tuple of str
-        The addresses in the order of the layers. The files do not tell it: it is what `find` wants as `order`.
+        The addresses in the order of the layers. The files do not tell it: it is what `find_mmap_files` wants as
+        `layer_order`.
 
     Raises
     ------
@@ -117,20 +125,20 @@ def write(
     """
     if not layers:
         raise SourceError(f"{path}: there is no layer to write")
-    last = first_address + 4096 * (len(layers) - 1)
-    if first_address < 0 or last >= 1 << 64:
-        raise SourceError(f"{path}: addresses {first_address:#x} to {last:#x}: expected 64-bit numbers")
-    addresses = tuple(f"{first_address + 4096 * number:016X}" for number in range(len(layers)))
+    last_address = first_address + 4096 * (len(layers) - 1)
+    if first_address < 0 or last_address >= 1 << 64:
+        raise SourceError(f"{path}: addresses {first_address:#x} to {last_address:#x}: expected 64-bit numbers")
+    addresses = tuple(f"{first_address + 4096 * layer_number:016X}" for layer_number in range(len(layers)))
     with DirectoryOutput(path, force=force) as directory:
         directory.check_names([f"{address}.{part}" for address in addresses for part in "kv"])
         for address, buffers in zip(addresses, layers, strict=True):
             for part, buffer in zip("kv", buffers, strict=True):
-                directory.file(f"{address}.{part}").write(memoryview(buffer).cast("B"))
+                directory.open_file(f"{address}.{part}").write(memoryview(buffer).cast("B"))
         directory.commit()
     return addresses
 
 
-def open_order(folder: Path, pid: int) -> list[str]:
+def list_open_addresses(folder: Path, pid: int) -> list[str]:
     """Addresses of the files in `folder` that a process has open, in the order of its descriptors.
 
     Raises
@@ -138,25 +146,29 @@ def open_order(folder: Path, pid: int) -> list[str]:
     SourceError
         When the process cannot be looked into, or K and V files disagree about the order.
     """
-    descriptors = Path(f"/proc/{pid}/fd")
-    orders: dict[str, list[str]] = {"k": [], "v": []}
+    descriptor_folder = Path(f"/proc/{pid}/fd")
+    addresses_by_part: dict[str, list[str]] = {"k": [], "v": []}
     try:
-        for number in sorted(os.listdir(descriptors), key=int):
+        for descriptor in sorted(os.listdir(descriptor_folder), key=int):
             try:
-                target = Path(os.readlink(descriptors / number))
+                target = Path(os.readlink(descriptor_folder / descriptor))
             except FileNotFoundError:
                 continue  # closed meanwhile
-            found = _DATA.fullmatch(target.name)
-            if found and target.parent == folder.resolve() and found["address"] not in orders[found["part"]]:
-                orders[found["part"]].append(found["address"])
+            name_match = _DATA_NAME_REGEX.fullmatch(target.name)
+            if (
+                name_match
+                and target.parent == folder.resolve()
+                and name_match["address"] not in addresses_by_part[name_match["part"]]
+            ):
+                addresses_by_part[name_match["part"]].append(name_match["address"])
     except OSError as exc:
         raise SourceError(f"process {pid}: its open files cannot be listed: {exc.strerror or exc}") from exc
-    if orders["k"] != orders["v"]:
+    if addresses_by_part["k"] != addresses_by_part["v"]:
         raise SourceError(f"process {pid}: its K and V files are open in different orders")
-    return orders["k"]
+    return addresses_by_part["k"]
 
 
-def order_by_birth(folder: Path, addresses: Sequence[str]) -> tuple[list[str], str]:
+def sort_by_creation(folder: Path, addresses: Sequence[str]) -> tuple[list[str], str]:
     """Addresses in the order in which their files were made: by time, and by inode where times are equal.
 
     Returns
@@ -166,34 +178,38 @@ def order_by_birth(folder: Path, addresses: Sequence[str]) -> tuple[list[str], s
     """
     orders = []
     for part in "kv":
-        made: list[tuple[int, int, str]] = []
+        file_times: list[tuple[int, int, str]] = []
         for address in addresses:
             file = str(folder / f"{address}.{part}")
-            size_of(file)
-            born, status = read_birth_time(file), os.stat(file)
-            if born is None:
+            get_file_size(file)
+            birth_ns, status = read_birth_time(file), os.stat(file)
+            if birth_ns is None:
                 return [], "and this file system does not keep when files were made"
-            if status.st_mtime_ns < born - _CLOCK_TICK_NS:
+            if status.st_mtime_ns < birth_ns - _MAX_CLOCK_TICK_NS:
                 return [], "and they are copies, made in any order"
-            made.append((born, status.st_ino, address))
-        orders.append([address for _, _, address in sorted(made)])
+            file_times.append((birth_ns, status.st_ino, address))
+        orders.append([address for _, _, address in sorted(file_times)])
     return (orders[0], "") if orders[0] == orders[1] else ([], "and K and V were made in different orders")
 
 
-def _address(path: str) -> str:
-    found = _DATA.fullmatch(Path(path).name)
-    if not found:
+def _parse_address(path: str) -> str:
+    name_match = _DATA_NAME_REGEX.fullmatch(Path(path).name)
+    if not name_match:
         raise SourceError(f"{path}: is not named as live cache files are, <16 hex digits>.k or .v")
-    return found["address"]
+    return name_match["address"]
 
 
-def _said(path: str, found: list[str], order: tuple[str, ...]) -> list[str]:
-    said = [address.upper() for address in order]
-    if sorted(said) != found:
-        raise SourceError(f"{path}: has the files {', '.join(found)}, the order names {', '.join(said)}")
-    return said
+def _parse_layer_order(path: str, found_addresses: list[str], layer_order: tuple[str, ...]) -> list[str]:
+    ordered_addresses = [address.upper() for address in layer_order]
+    if sorted(ordered_addresses) != found_addresses:
+        raise SourceError(
+            f"{path}: has the files {', '.join(found_addresses)}, the order names {', '.join(ordered_addresses)}"
+        )
+    return ordered_addresses
 
 
-def _layer(folder: Path, layer: int, address: str) -> PackedLayer:
+def _make_packed_layer(folder: Path, layer_number: int, address: str) -> PackedLayer:
     key, value = str(folder / f"{address}.k"), str(folder / f"{address}.v")
-    return PackedLayer(layer=layer, key=key, value=value, key_bytes=size_of(key), value_bytes=size_of(value))
+    return PackedLayer(
+        layer=layer_number, key=key, value=value, key_bytes=get_file_size(key), value_bytes=get_file_size(value)
+    )

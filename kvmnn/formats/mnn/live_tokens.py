@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from ...dtypes import PARTS, Part
 from ...files.mapped import MappedFile
 from ...packed.evidence import find_last_row
-from ...packed.fitting import Fit
-from ...packed.inference import fresh_tokens
+from ...packed.fitting import LayoutMatch
+from ...packed.inference import infer_token_range
 from ...packed.layout import PackLayout
-from ...text import count
+from ...text import pluralize
 from .packed_files import PackedFiles
 
 
@@ -29,32 +29,32 @@ class RowCounts:
     values: tuple[int, ...]
 
     @property
-    def common(self) -> int | None:
+    def common_count(self) -> int | None:
         """The number of all layers, K and V; None where they differ or all rows are empty."""
-        numbers = {*self.keys, *self.values}
-        return numbers.pop() if len(numbers) == 1 and 0 not in numbers else None
+        counts = {*self.keys, *self.values}
+        return counts.pop() if len(counts) == 1 and 0 not in counts else None
 
 
-def count_rows(files: PackedFiles, fit: Fit, layouts: Sequence[PackLayout]) -> RowCounts:
+def count_nonempty_rows(files: PackedFiles, match: LayoutMatch, layouts: Sequence[PackLayout]) -> RowCounts:
     """Look for the last row of K and of V in every layer that is not empty."""
 
-    def of_part(part: Part) -> tuple[int, ...]:
+    def count_part_rows(part: Part) -> tuple[int, ...]:
         return tuple(
-            find_last_row(MappedFile(layer.path(part)).view, layout, part, capacity)
-            for layer, capacity, layout in zip(files.layers, fit.capacities, layouts, strict=True)
+            find_last_row(MappedFile(layer.get_path(part)).view, layout, part, capacity)
+            for layer, capacity, layout in zip(files.layers, match.capacities, layouts, strict=True)
         )
 
-    keys, values = (of_part(part) for part in PARTS)
+    keys, values = (count_part_rows(part) for part in PARTS)
     return RowCounts(keys, values)
 
 
 @dataclass(frozen=True)
-class TokenGuess:
+class TokenCountGuess:
     """Live tokens as the files tell.
 
     Parameters
     ----------
-    tokens
+    num_tokens
         The number that stands out; None where none does.
     choices
         Numbers that are possible, the likeliest first.
@@ -62,56 +62,84 @@ class TokenGuess:
         From what it was inferred, or why it was not.
     """
 
-    tokens: int | None
+    num_tokens: int | None
     choices: tuple[int, ...]
     reason: str
 
 
-def guess_tokens(files: PackedFiles, fit: Fit, rows: RowCounts) -> TokenGuess:
+def infer_token_count(files: PackedFiles, match: LayoutMatch, row_counts: RowCounts) -> TokenCountGuess:
     """Infer the number of live tokens from rows that are not empty and from the room of the files.
 
     The engine makes room for 64 tokens more than a prefix has. Rows beyond that are of a session that went on in the
     same files; in the files of a running engine any row may be left over from tokens that are gone.
     """
-    found = rows.common
-    if found is None:
-        return TokenGuess(None, (), "rows of K and V that are not empty differ in number")
-    first, last = fresh_tokens(fit)
+    common_count = row_counts.common_count
+    if common_count is None:
+        return TokenCountGuess(None, (), "rows of K and V that are not empty differ in number")
+    min_tokens, max_tokens = infer_token_range(match)
     if files.kind != "prefix":
-        return TokenGuess(None, (found,), f"{count(found, 'row')} are not empty, of which an engine may have left some")
-    if first <= found <= last or found < first or not last:
-        return TokenGuess(found, (found,), f"{count(found, 'row')} of K and V of all layers are not empty")
-    choices = (found, *range(last, max(first, 1) - 1, -1))
+        return TokenCountGuess(
+            None,
+            (common_count,),
+            f"{pluralize(common_count, 'row')} are not empty, of which an engine may have left some",
+        )
+    if min_tokens <= common_count <= max_tokens or common_count < min_tokens or not max_tokens:
+        return TokenCountGuess(
+            common_count, (common_count,), f"{pluralize(common_count, 'row')} of K and V of all layers are not empty"
+        )
+    choices = (common_count, *range(max_tokens, max(min_tokens, 1) - 1, -1))
     why = "a session went on, or the files were packed with less room"
-    return TokenGuess(
-        None, choices[:8], f"{found} rows are not empty, but the room is that of a prefix of {last}: {why}"
+    return TokenCountGuess(
+        None, choices[:8], f"{common_count} rows are not empty, but the room is that of a prefix of {max_tokens}: {why}"
     )
 
 
-def describe_rows_left(files: PackedFiles, fit: Fit, rows: RowCounts, tokens: Sequence[int]) -> str:
+def describe_omitted_rows(files: PackedFiles, match: LayoutMatch, row_counts: RowCounts, tokens: Sequence[int]) -> str:
     """Which rows of a fresh prefix, whose number the files tell, a specified number leaves out; empty for none."""
-    found, said = rows.common, set(tokens)
-    first, last = fresh_tokens(fit)
-    if files.kind != "prefix" or found is None or len(said) != 1 or max(said) >= found:
+    common_count, specified_counts = row_counts.common_count, set(tokens)
+    min_tokens, max_tokens = infer_token_range(match)
+    if (
+        files.kind != "prefix"
+        or common_count is None
+        or len(specified_counts) != 1
+        or max(specified_counts) >= common_count
+    ):
         return ""
-    if not first <= found <= last or first <= max(said) <= last:
+    if not min_tokens <= common_count <= max_tokens or min_tokens <= max(specified_counts) <= max_tokens:
         return ""
     return (
-        f"{count(found, 'row')} of K and V of all layers are not empty, and the room is that of a prefix of {found}: "
-        f"{max(said)} tokens leave {count(found - max(said), 'row')} out"
+        f"{pluralize(common_count, 'row')} of K and V of all layers are not empty, and the room is that of a prefix of "
+        f"{common_count}: "
+        f"{max(specified_counts)} tokens leave {pluralize(common_count - max(specified_counts), 'row')} out"
     )
 
 
-def doubt_tokens(rows: RowCounts, tokens: Sequence[int], option: str) -> tuple[list[str], list[str]]:
+def list_token_doubts(
+    row_counts: RowCounts, token_counts: Sequence[int], option_name: str
+) -> tuple[list[str], list[str]]:
     """Where rows speak for more tokens than specified, and where for fewer, as sentences: old rows may be left."""
-    more, fewer = [], []
-    for keys, values, number in zip(rows.keys, rows.values, tokens, strict=True):
-        used = max(keys, values)
-        if used > number:
-            more.append(f"rows behind the {number} tokens are not zero, up to row {used}")
-        elif used < number:
-            fewer.append(f"the last {number - used} of {number} tokens are all zero")
-    layers = count(len(tokens), "layer")
-    above = [f"in {len(more)} of {layers} {more[0]}: more tokens may be live than {option} says"] if more else []
-    below = [f"in {len(fewer)} of {layers} {fewer[0]}: fewer tokens may be live than {option} says"] if fewer else []
-    return above, below
+    more_sentences, fewer_sentences = [], []
+    for keys, values, num_tokens in zip(row_counts.keys, row_counts.values, token_counts, strict=True):
+        num_nonempty = max(keys, values)
+        if num_nonempty > num_tokens:
+            more_sentences.append(f"rows behind the {num_tokens} tokens are not zero, up to row {num_nonempty}")
+        elif num_nonempty < num_tokens:
+            fewer_sentences.append(f"the last {num_tokens - num_nonempty} of {num_tokens} tokens are all zero")
+    layers_text = pluralize(len(token_counts), "layer")
+    more_tokens_doubts = (
+        [
+            f"in {len(more_sentences)} of {layers_text} {more_sentences[0]}: more tokens may be live than "
+            f"{option_name} says"
+        ]
+        if more_sentences
+        else []
+    )
+    fewer_tokens_doubts = (
+        [
+            f"in {len(fewer_sentences)} of {layers_text} {fewer_sentences[0]}: fewer tokens may be live than "
+            f"{option_name} says"
+        ]
+        if fewer_sentences
+        else []
+    )
+    return more_tokens_doubts, fewer_tokens_doubts

@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, Final, Literal
 
-from ...arrays.completeness import LayerState, StateKind
+from ...arrays.completeness import LayerStateInfo, StateKind
 from ...errors import OptionError, SourceError
 from ...files.json_document import read_object
 from ...files.mapped import MappedFile
 from ...packed.addressing import FLASH_BLOCK
 from ..llama.gguf import is_gguf
-from ..llama.model_layers import read_layers
-from .graph import read_graph
+from ..llama.model_layers import read_model_layers
+from .graph import read_graph_geometry
 
-SETTINGS = ("llm_config.json", "config.json")
-_STEP = 16 << 20
+SETTINGS_FILES = ("llm_config.json", "config.json")
+_HASH_CHUNK_BYTES = 16 << 20
 _WEIGHT_SUFFIXES = (".mnn", ".mnn.weight", ".bin", ".safetensors")
-_FLASH_MODE = 8
+_ATTENTION_MODES_PER_KIND = 8
 _MAX_LAYERS: Final = 1 << 16
 
 
@@ -31,7 +31,7 @@ class ModelGeometry:
 
     Parameters
     ----------
-    layers, kv_heads, head_dim
+    num_layers, kv_heads, head_dim
         Of the language model.
     flash_block
         64 or ``"none"``, where ``config.json`` sets ``attention_mode``.
@@ -43,21 +43,21 @@ class ModelGeometry:
         Kv heads and head_dim of each layer, where they are known and differ; else empty.
     """
 
-    layers: int | None = None
+    num_layers: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
     flash_block: int | Literal["none"] | None = None
     attention_type: str | None = None
-    states: tuple[LayerState, ...] = ()
+    states: tuple[LayerStateInfo, ...] = ()
     layer_geometry: tuple[tuple[int | None, int | None], ...] = ()
 
     @property
-    def file_states(self) -> tuple[LayerState, ...]:
+    def file_states(self) -> tuple[LayerStateInfo, ...]:
         """States of the layers that have files: not of those that read K and V of another layer."""
         return tuple(state for state in self.states if state.kind != "shared")
 
 
-def read_geometry(path: str) -> ModelGeometry:
+def read_model_geometry(path: str) -> ModelGeometry:
     """Geometry from ``llm_config.json``, ``config.json`` and the graph of a model directory.
 
     An export of MNN holds ``layer_nums``, and older ones ``key_value_shape``, which ends in ``kv_heads, head_dim``;
@@ -71,79 +71,89 @@ def read_geometry(path: str) -> ModelGeometry:
         When none of the files is there or one cannot be read.
     """
     if is_gguf(path):
-        return _geometry_of_gguf(path)
+        return _read_gguf_model_geometry(path)
     fields: dict[str, Any] = {}
-    found = False
-    for name in SETTINGS:
+    has_settings = False
+    for name in SETTINGS_FILES:
         file = Path(path, name)
         if file.is_file():
-            found = True
-            fields = read_object(file, constants=True) | fields
-    graph = graph_of(path, fields)
-    if not found and graph is None:
+            has_settings = True
+            fields = read_object(file, allow_nan=True) | fields
+    graph = find_graph(path, fields)
+    if not has_settings and graph is None:
         raise SourceError(f"{path}: has neither llm_config.json nor config.json, so it is not an MNN model directory")
-    said = _said(fields)
-    if own := _layer_geometry(fields, said.states):
-        said = replace(said, layer_geometry=own, kv_heads=None, head_dim=None)
-    drawn = read_graph(graph) if graph is not None else None
-    if drawn is None:
-        return said
-    varies = len({each for each in drawn.layer_geometry if None not in each}) > 1
+    settings_geometry = _parse_settings_geometry(fields)
+    if layer_geometry := _parse_layer_geometry(fields, settings_geometry.states):
+        settings_geometry = replace(settings_geometry, layer_geometry=layer_geometry, kv_heads=None, head_dim=None)
+    graph_geometry = read_graph_geometry(graph) if graph is not None else None
+    if graph_geometry is None:
+        return settings_geometry
+    is_varying = (
+        len({heads_and_dim for heads_and_dim in graph_geometry.layer_geometry if None not in heads_and_dim}) > 1
+    )
     return replace(
-        said,
-        layers=said.layers or drawn.layers,
-        kv_heads=None if varies else said.kv_heads or drawn.kv_heads,
-        head_dim=None if varies else said.head_dim or drawn.head_dim,
-        states=drawn.states if said.layers in (None, drawn.layers) else said.states,
-        layer_geometry=drawn.layer_geometry if varies else said.layer_geometry,
+        settings_geometry,
+        num_layers=settings_geometry.num_layers or graph_geometry.num_layers,
+        kv_heads=None if is_varying else settings_geometry.kv_heads or graph_geometry.kv_heads,
+        head_dim=None if is_varying else settings_geometry.head_dim or graph_geometry.head_dim,
+        states=graph_geometry.states
+        if settings_geometry.num_layers in (None, graph_geometry.num_layers)
+        else settings_geometry.states,
+        layer_geometry=graph_geometry.layer_geometry if is_varying else settings_geometry.layer_geometry,
     )
 
 
-def _geometry_of_gguf(path: str) -> ModelGeometry:
-    layers = [layer for layer in read_layers(path) or () if layer.kv_heads and layer.state.kind != "shared"]
-    heads, dims = {layer.kv_heads for layer in layers}, {layer.head_dim for layer in layers}
+def _read_gguf_model_geometry(path: str) -> ModelGeometry:
+    layers = [layer for layer in read_model_layers(path) or () if layer.kv_heads and layer.state.kind != "shared"]
+    kv_heads, head_dims = {layer.kv_heads for layer in layers}, {layer.head_dim for layer in layers}
     return ModelGeometry(
-        layers=len(layers) or None,
-        kv_heads=heads.pop() if len(heads) == 1 else None,
-        head_dim=dims.pop() if len(dims) == 1 else None,
+        num_layers=len(layers) or None,
+        kv_heads=kv_heads.pop() if len(kv_heads) == 1 else None,
+        head_dim=head_dims.pop() if len(head_dims) == 1 else None,
     )
 
 
-def check_agrees(
-    path: str, model: ModelGeometry, kv_heads: int | None, head_dim: int | None, layers: int | None = None
+def check_model_agrees(
+    path: str, model: ModelGeometry, kv_heads: int | None, head_dim: int | None, num_layers: int | None = None
 ) -> None:
     """`OptionError` where the cache is said to have other kv heads, dimensions or layers than the model at `path`."""
-    heads = ("kv heads", kv_heads, model.kv_heads)
-    for what, said, found in (heads, ("head_dim", head_dim, model.head_dim), ("layers", layers, model.layers)):
-        if None not in (said, found) and said != found:
-            raise OptionError(f"{what}: {said} for the cache, but the model in {path} has {found}")
+    heads_check = ("kv heads", kv_heads, model.kv_heads)
+    for property_name, cache_value, model_value in (
+        heads_check,
+        ("head_dim", head_dim, model.head_dim),
+        ("layers", num_layers, model.num_layers),
+    ):
+        if None not in (cache_value, model_value) and cache_value != model_value:
+            raise OptionError(
+                f"{property_name}: {cache_value} for the cache, but the model in {path} has {model_value}"
+            )
 
 
-def graph_of(path: str, fields: dict[str, Any]) -> Path | None:
+def find_graph(path: str, fields: dict[str, Any]) -> Path | None:
     """The graph in a model directory whose settings are `fields`; None where there is none."""
     name = fields.get("llm_model")
-    plain = isinstance(name, str) and name == PurePath(name).name and "\0" not in name
-    graph = Path(path, str(name) if plain else "llm.mnn")
+    is_plain = isinstance(name, str) and name == PurePath(name).name and "\0" not in name
+    graph = Path(path, str(name) if is_plain else "llm.mnn")
     return graph if graph.is_file() else None
 
 
-def _said(fields: dict[str, Any]) -> ModelGeometry:
+def _parse_settings_geometry(fields: dict[str, Any]) -> ModelGeometry:
     """What the settings say."""
     shape = fields.get("key_value_shape")
-    heads = dims = None
+    kv_heads = head_dim = None
     if isinstance(shape, list) and len(shape) >= 2:
-        heads, dims = _natural(shape[-2]), _natural(shape[-1])
+        kv_heads, head_dim = _parse_natural(shape[-2]), _parse_natural(shape[-1])
     return ModelGeometry(
-        layers=_natural(fields.get("layer_nums")) or _natural(fields.get("num_hidden_layers")),
-        kv_heads=heads or _natural(fields.get("num_key_value_heads")),
-        head_dim=dims or _natural(fields.get("head_dim")),
-        flash_block=_flash(fields.get("attention_mode")),
-        attention_type=kind if isinstance(kind := fields.get("attention_type"), str) else None,
-        states=_states(fields),
+        num_layers=_parse_natural(fields.get("layer_nums")) or _parse_natural(fields.get("num_hidden_layers")),
+        kv_heads=kv_heads or _parse_natural(fields.get("num_key_value_heads")),
+        head_dim=head_dim or _parse_natural(fields.get("head_dim")),
+        flash_block=_parse_flash_block(fields.get("attention_mode")),
+        attention_type=attention_type if isinstance(attention_type := fields.get("attention_type"), str) else None,
+        states=_parse_layer_states(fields),
     )
 
 
-_STATE_OF: Final[dict[str, StateKind]] = {
+_STATE_KIND_BY_LAYER_TYPE: Final[dict[str, StateKind]] = {
     "full_attention": "full",
     "attention": "full",
     "sliding_attention": "full",  # MNN hides tokens from such a layer, and keeps the K and V of all
@@ -156,44 +166,60 @@ _STATE_OF: Final[dict[str, StateKind]] = {
 """What MNN keeps for the ``layer_types`` of Hugging Face."""
 
 
-def _layer_geometry(
-    fields: Mapping[str, Any], states: Sequence[LayerState]
+def _parse_layer_geometry(
+    fields: Mapping[str, Any], states: Sequence[LayerStateInfo]
 ) -> tuple[tuple[int | None, int | None], ...]:
     """Kv heads and head_dim of each layer as gemma4's configuration has them; empty where they do not differ."""
-    nested = fields.get("text_config")
-    fields = {**fields, **nested} if isinstance(nested, dict) else fields
-    window = _natural(fields.get("num_key_value_heads")), _natural(fields.get("head_dim"))
-    full = (
-        _natural(fields.get("num_global_key_value_heads")) or window[0],
-        _natural(fields.get("global_head_dim")) or window[1],
+    text_config = fields.get("text_config")
+    fields = {**fields, **text_config} if isinstance(text_config, dict) else fields
+    window_geometry = _parse_natural(fields.get("num_key_value_heads")), _parse_natural(fields.get("head_dim"))
+    full_geometry = (
+        _parse_natural(fields.get("num_global_key_value_heads")) or window_geometry[0],
+        _parse_natural(fields.get("global_head_dim")) or window_geometry[1],
     )
-    kinds = fields.get("layer_types")
-    if None in (*window, *full) or window == full or not isinstance(kinds, list) or len(kinds) != len(states):
+    layer_types = fields.get("layer_types")
+    if (
+        None in (*window_geometry, *full_geometry)
+        or window_geometry == full_geometry
+        or not isinstance(layer_types, list)
+        or len(layer_types) != len(states)
+    ):
         return ()
-    return tuple(full if kind == "full_attention" else window for kind in kinds)
+    return tuple(full_geometry if layer_type == "full_attention" else window_geometry for layer_type in layer_types)
 
 
-def _states(fields: Mapping[str, Any]) -> tuple[LayerState, ...]:
+def _parse_layer_states(fields: Mapping[str, Any]) -> tuple[LayerStateInfo, ...]:
     """What each layer keeps, as configurations of Hugging Face have it; MNN's own do not list layers."""
-    nested = fields.get("text_config")
-    fields = {**fields, **nested} if isinstance(nested, dict) else fields
-    kinds = fields.get("layer_types")
-    count = _natural(fields.get("layer_nums")) or _natural(fields.get("num_hidden_layers")) or 0
-    period = _natural(fields.get("full_attention_interval"))
-    if not isinstance(kinds, list) and period and count <= _MAX_LAYERS:
-        kinds = ["linear_attention" if (layer + 1) % period else "full_attention" for layer in range(count)]
-    if not isinstance(kinds, list) or not kinds or count not in (0, len(kinds)) or len(kinds) > _MAX_LAYERS:
+    text_config = fields.get("text_config")
+    fields = {**fields, **text_config} if isinstance(text_config, dict) else fields
+    layer_types = fields.get("layer_types")
+    num_layers = _parse_natural(fields.get("layer_nums")) or _parse_natural(fields.get("num_hidden_layers")) or 0
+    period = _parse_natural(fields.get("full_attention_interval"))
+    if not isinstance(layer_types, list) and period and num_layers <= _MAX_LAYERS:
+        layer_types = ["linear_attention" if (layer + 1) % period else "full_attention" for layer in range(num_layers)]
+    if (
+        not isinstance(layer_types, list)
+        or not layer_types
+        or num_layers not in (0, len(layer_types))
+        or len(layer_types) > _MAX_LAYERS
+    ):
         return ()
-    shared = _natural(fields.get("num_kv_shared_layers")) or 0
+    num_shared = _parse_natural(fields.get("num_kv_shared_layers")) or 0
     states = [
-        LayerState(layer=number, kind=_STATE_OF.get(kind, "unknown") if isinstance(kind, str) else "unknown")
-        for number, kind in enumerate(kinds)
+        LayerStateInfo(
+            layer=layer_number,
+            kind=_STATE_KIND_BY_LAYER_TYPE.get(layer_type, "unknown") if isinstance(layer_type, str) else "unknown",
+        )
+        for layer_number, layer_type in enumerate(layer_types)
     ]
-    first = len(states) - shared  # as in gemma: the last layers read K and V of one of their kind
-    return (*states[: max(first, 0)], *(replace(state, kind="shared") for state in states[max(first, 0) :]))
+    first_shared = len(states) - num_shared  # as in gemma: the last layers read K and V of one of their kind
+    return (
+        *states[: max(first_shared, 0)],
+        *(replace(state, kind="shared") for state in states[max(first_shared, 0) :]),
+    )
 
 
-def fingerprint(path: str, settings: Mapping[str, object] | None = None) -> str:
+def compute_fingerprint(path: str, settings: Mapping[str, object] | None = None) -> str:
     """SHA-256 over what a model's K and V are made of: graph, weights, embeddings and ``llm_config.json``.
 
     Settings of the engine (``config.json``) and the tokenizer do not count. Settings that change K and V, such as
@@ -207,41 +233,41 @@ def fingerprint(path: str, settings: Mapping[str, object] | None = None) -> str:
         When the directory holds no ``.mnn`` file.
     """
     if settings:
-        return " ".join([fingerprint(path), *(f"{name}={settings[name]}" for name in sorted(settings))])
+        return " ".join([compute_fingerprint(path), *(f"{name}={settings[name]}" for name in sorted(settings))])
     if is_gguf(path):
-        return _digest(MappedFile(path))
+        return _hash_file_contents(MappedFile(path))
     try:
         names = sorted(entry.name for entry in os.scandir(path) if entry.is_file())
     except OSError as exc:
         raise SourceError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
     if not any(name.endswith(".mnn") for name in names):
         raise SourceError(f"{path}: has no .mnn file, so it is not an MNN model directory")
-    total = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name in names:
         if name == "llm_config.json" or name.endswith(_WEIGHT_SUFFIXES):
             file = MappedFile(Path(path, name))
-            total.update(f"{name} {file.size} {_digest(file)}\n".encode())
-    return total.hexdigest()
+            hasher.update(f"{name} {file.size} {_hash_file_contents(file)}\n".encode())
+    return hasher.hexdigest()
 
 
 def has_weights(path: str) -> bool:
-    """Whether there is anything at `path` that `fingerprint` is taken of."""
+    """Whether there is anything at `path` that `compute_fingerprint` is taken of."""
     return is_gguf(path) or any(name.endswith(".mnn") for name in os.listdir(path))
 
 
-def _digest(file: MappedFile) -> str:
-    digest = hashlib.sha256()
-    for run in file.runs(0, file.size, _STEP):
-        digest.update(run.data)
-    return digest.hexdigest()
+def _hash_file_contents(file: MappedFile) -> str:
+    hasher = hashlib.sha256()
+    for chunk in file.iter_chunks(0, file.size, _HASH_CHUNK_BYTES):
+        hasher.update(chunk.data)
+    return hasher.hexdigest()
 
 
-def _natural(value: Any) -> int | None:
+def _parse_natural(value: Any) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _flash(mode: Any) -> int | Literal["none"] | None:
+def _parse_flash_block(mode: Any) -> int | Literal["none"] | None:
     """`attention_mode` is 8 times the kind of attention (1: flash) plus how K and V are quantised."""
     if type(mode) is not int or mode < 0:
         return None
-    return FLASH_BLOCK if mode // _FLASH_MODE == 1 else "none"
+    return FLASH_BLOCK if mode // _ATTENTION_MODES_PER_KIND == 1 else "none"

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ...arrays.completeness import LayerState, StateKind
+from ...arrays.completeness import LayerStateInfo, StateKind
 from ...dtypes import Part
 from ...errors import SourceError
 
-_STATES: Final[tuple[StateKind, ...]] = ("linear", "recurrent", "unknown")
+_STATE_KINDS: Final[tuple[StateKind, ...]] = ("linear", "recurrent", "unknown")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +28,11 @@ class PackedLayer:
     kind: StateKind = "full"
     group: int = 0  # of the layers that have the same kv heads and head_dim
 
-    def path(self, part: Part) -> str:
+    def get_path(self, part: Part) -> str:
         """The file of K or of V."""
         return self.key if part == "key" else self.value
 
-    def size(self, part: Part) -> int:
+    def get_size(self, part: Part) -> int:
         """Bytes of the file of K or of V; 0 for one that is missing."""
         return self.key_bytes if part == "key" else self.value_bytes
 
@@ -49,7 +49,7 @@ class PackedFiles:
         What the user named.
     layers
         In order, numbered from 0 unless the user named the files of one.
-    document
+    sidecar_document
         The contents of the JSON file that kvmnn left beside them, and its path.
     problems
         Which markers are missing, without which the engine takes a prefix for unfinished.
@@ -67,11 +67,11 @@ class PackedFiles:
     name: str
     path: str
     layers: tuple[PackedLayer, ...]
-    document: tuple[bytes, str] | None = None
+    sidecar_document: tuple[bytes, str] | None = None
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     states: tuple[PackedLayer, ...] = ()
-    model_states: tuple[LayerState, ...] = ()
+    model_states: tuple[LayerStateInfo, ...] = ()
     is_mixed: bool | None = None
 
     @property
@@ -80,7 +80,7 @@ class PackedFiles:
         return tuple(sorted((*self.layers, *self.states), key=lambda layer: layer.layer))
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole_prefix(self) -> bool:
         """Whether they are all layers of a prefix."""
         return self.kind == "prefix" and self.all_layers[0].layer == 0
 
@@ -95,52 +95,53 @@ class PackedFiles:
         return sum(layer.key_bytes + layer.value_bytes for layer in self.all_layers)
 
     @property
-    def gaps(self) -> list[str]:
+    def missing_files(self) -> list[str]:
         """Which files are missing or empty, as sentences."""
-        found = []
+        sentences = []
         for layer in self.all_layers:
             for path, size in ((layer.key, layer.key_bytes), (layer.value, layer.value_bytes)):
                 if not size:
-                    found.append(f"{os.path.basename(path)} is {'empty' if os.path.exists(path) else 'missing'}")
-        return found
+                    sentences.append(f"{os.path.basename(path)} is {'empty' if os.path.exists(path) else 'missing'}")
+        return sentences
 
     @property
-    def unlike_sizes(self) -> str:
+    def size_mismatch(self) -> str:
         """Which layer of full attention has files of another size than most, as a sentence; empty for none.
 
         The engine makes the files of a prefix all alike, so one of another size was cut.
         """
-        groups = [*self.groups, *([each for each in self.states if each.kind == kind] for kind in _STATES)]
-        return next(filter(None, (self._find_unlike(group) for group in groups)), "")
+        groups = [*self.groups, *([state for state in self.states if state.kind == kind] for kind in _STATE_KINDS)]
+        return next(filter(None, (self._find_size_mismatch(group) for group in groups)), "")
 
     @property
     def groups(self) -> list[tuple[PackedLayer, ...]]:
         """Layers with K and V, those of the same kv heads and head_dim together."""
-        numbers = dict.fromkeys(layer.group for layer in self.layers)
-        return [tuple(layer for layer in self.layers if layer.group == number) for number in numbers]
+        group_numbers = dict.fromkeys(layer.group for layer in self.layers)
+        return [tuple(layer for layer in self.layers if layer.group == group_number) for group_number in group_numbers]
 
-    def _find_unlike(self, group: Sequence[PackedLayer]) -> str:
+    def _find_size_mismatch(self, group: Sequence[PackedLayer]) -> str:
         layers = [layer for layer in group if layer.key_bytes * layer.value_bytes]
         sizes = Counter((layer.key_bytes, layer.value_bytes) for layer in layers)
         if self.kind != "prefix" or len(sizes) < 2:
             return ""
-        usual = max(sizes, key=lambda pair: (sizes[pair], pair))
-        other = next(layer for layer in layers if (layer.key_bytes, layer.value_bytes) != usual)
-        part: Part = "key" if other.key_bytes != usual[0] else "value"
+        usual_sizes = max(sizes, key=lambda size_pair: (sizes[size_pair], size_pair))
+        unusual_layer = next(layer for layer in layers if (layer.key_bytes, layer.value_bytes) != usual_sizes)
+        part: Part = "key" if unusual_layer.key_bytes != usual_sizes[0] else "value"
         return (
-            f"its layers differ in size: {os.path.basename(other.path(part))} has {other.size(part)} bytes, that of "
-            f"{'the other layer' if len(layers) == 2 else 'most layers'} {usual[part == 'value']}"
+            f"its layers differ in size: {os.path.basename(unusual_layer.get_path(part))} has "
+            f"{unusual_layer.get_size(part)} bytes, that of "
+            f"{'the other layer' if len(layers) == 2 else 'most layers'} {usual_sizes[part == 'value']}"
         )
 
     @property
     def refusals(self) -> list[str]:
         """Why the engine would not load them, as sentences; empty if it would."""
-        return [*self.gaps, *filter(None, [self.unlike_sizes or self._unmixed]), *self.problems]
+        return [*self.missing_files, *filter(None, [self.size_mismatch or self._mixed_layers_refusal]), *self.problems]
 
     @property
-    def _unmixed(self) -> str:
+    def _mixed_layers_refusal(self) -> str:
         """Why the engine would not load layers of different kinds, as a sentence; empty where it would."""
-        if self.is_mixed is not False or len({(each.key_bytes, each.value_bytes) for each in self.all_layers}) < 2:
+        if self.is_mixed is not False or len({(layer.key_bytes, layer.value_bytes) for layer in self.all_layers}) < 2:
             return ""
         return (
             "its layers differ in size, which MNN takes for damage unless the model's llm_config.json has "
@@ -153,12 +154,12 @@ class PackedFiles:
         return [path for layer in self.all_layers for path in (layer.key, layer.value)]
 
     @property
-    def opened(self) -> tuple[str, ...]:
+    def opened_files(self) -> tuple[str, ...]:
         """Every file that is read: data, and the document beside them."""
-        return (*self.paths, *([self.document[1]] if self.document else []))
+        return (*self.paths, *([self.sidecar_document[1]] if self.sidecar_document else []))
 
 
-def size_of(path: str) -> int:
+def get_file_size(path: str) -> int:
     """Bytes of a regular file; `SourceError` for anything else."""
     try:
         status = os.stat(path)

@@ -6,46 +6,52 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...arrays.named_array import Piece, rechunked
+from ...arrays.named_array import Chunk, rechunk
 from ...dtypes import Part
 from ...errors import SourceError
 from ...files.mapped import MappedFile
 from ...packed.cache_info import LayerInfo
 from ...packed.layout import PackLayout
-from ...packed.rows import HeadRows, head_bytes, row_bytes, tile_tokens
+from ...packed.rows import HeadRowAccessor, get_head_bytes, get_row_bytes, get_tile_tokens
 
-_BLOCK_BYTES = 1 << 20
-
-
-_DROP_BYTES = 16 << 20
+_READ_BLOCK_BYTES = 1 << 20
 
 
-def packed_runs(path: str, layout: PackLayout, part: Part, layer: LayerInfo, step: int) -> Iterator[Piece]:
-    """The live elements of a file in logical order, in runs of `step` bytes; mapped only while they are read."""
+_READ_RELEASE_BYTES = 16 << 20
+
+
+def iter_packed_chunks(
+    path: str, layout: PackLayout, part: Part, layer: LayerInfo, chunk_bytes: int
+) -> Iterator[Chunk]:
+    """The live elements of a file in logical order, in runs of `chunk_bytes` bytes; mapped only while they are read."""
     file = MappedFile(path)
-    size = head_bytes(layout, part, layer.capacity)
-    if file.size != size * layout.kv_heads:
-        raise SourceError(f"{path}: changed while it was read: has {file.size} bytes, had {size * layout.kv_heads}")
-    row = row_bytes(layout, part)
-    blocks = _row_blocks(file, layout, part, layer, max(_BLOCK_BYTES // row, 1))
-    yield from rechunked(blocks, step, row * layer.tokens * layout.kv_heads)
+    head_bytes = get_head_bytes(layout, part, layer.capacity)
+    if file.size != head_bytes * layout.kv_heads:
+        raise SourceError(
+            f"{path}: changed while it was read: has {file.size} bytes, had {head_bytes * layout.kv_heads}"
+        )
+    row_bytes = get_row_bytes(layout, part)
+    blocks = _iter_row_blocks(file, layout, part, layer, max(_READ_BLOCK_BYTES // row_bytes, 1))
+    yield from rechunk(blocks, chunk_bytes, row_bytes * layer.tokens * layout.kv_heads)
 
 
-def _row_blocks(file: MappedFile, layout: PackLayout, part: Part, layer: LayerInfo, rows: int) -> Iterator[Piece]:
-    row = row_bytes(layout, part)
-    size = head_bytes(layout, part, layer.capacity)
-    tile = tile_tokens(layout, part, layer.capacity)
-    tile_bytes = size // -(-layer.capacity // tile)
-    rows = rows // tile * tile or min(rows, tile)
-    access = HeadRows(layout, part, layer.capacity)
+def _iter_row_blocks(
+    file: MappedFile, layout: PackLayout, part: Part, layer: LayerInfo, rows_per_block: int
+) -> Iterator[Chunk]:
+    row_bytes = get_row_bytes(layout, part)
+    head_bytes = get_head_bytes(layout, part, layer.capacity)
+    tile_tokens = get_tile_tokens(layout, part, layer.capacity)
+    tile_bytes = head_bytes // -(-layer.capacity // tile_tokens)
+    rows_per_block = rows_per_block // tile_tokens * tile_tokens or min(rows_per_block, tile_tokens)
+    accessor = HeadRowAccessor(layout, part, layer.capacity)
     for head in range(layout.kv_heads):
-        buffer, dropped = file.view(head * size, size), 0
-        for start in range(0, layer.tokens, rows):
-            out = np.empty(min(rows, layer.tokens - start) * row, np.uint8)
-            access.read(buffer, start, out)
-            yield out
-            read = (start + rows) // tile * tile_bytes
-            if read - dropped >= _DROP_BYTES and read <= size:
-                file.drop(head * size + dropped, read - dropped)
-                dropped = read
-        file.drop(head * size + dropped, size - dropped)
+        buffer, num_released = file.view(head * head_bytes, head_bytes), 0
+        for start in range(0, layer.tokens, rows_per_block):
+            block = np.empty(min(rows_per_block, layer.tokens - start) * row_bytes, np.uint8)
+            accessor.read_rows(buffer, start, block)
+            yield block
+            num_read = (start + rows_per_block) // tile_tokens * tile_bytes
+            if num_read - num_released >= _READ_RELEASE_BYTES and num_read <= head_bytes:
+                file.release_pages(head * head_bytes + num_released, num_read - num_released)
+                num_released = num_read
+        file.release_pages(head * head_bytes + num_released, head_bytes - num_released)

@@ -10,24 +10,24 @@ from typing import Literal
 
 import numpy as np
 
-from ...arrays.named_array import Piece
+from ...arrays.named_array import Chunk
 from ...dtypes import Part
 from ...errors import KvmnnError
 from ...files.mapped import MappedFile
-from ...files.output import failures
+from ...files.output import wrap_os_errors
 from ...packed.layout import PackLayout
-from ...packed.rows import HeadRows, head_bytes
+from ...packed.rows import HeadRowAccessor, get_head_bytes
 
 RowOrder = Literal["head", "token"]
 """Which axis runs slowest: ``[kv_head, token, head_dim]`` or ``[token, kv_head, head_dim]``."""
 
-_DROP_BYTES = 16 << 20
-_READ_BYTES = 256 << 10
-_WRITE_AT_ONCE = 16 << 20
+_WRITE_RELEASE_BYTES = 16 << 20
+_READ_CHUNK_BYTES = 256 << 10
+_MAX_IN_MEMORY_BYTES = 16 << 20
 """Bytes of a file that is filled in memory and written in one go: its pages one by one cost the system far more."""
 
 
-class PackedPart:
+class PackedPartWriter:
     """One layer's K or V file being filled; padding is zero, as in the files that the engine makes.
 
     Parameters
@@ -38,7 +38,7 @@ class PackedPart:
         Where the bytes go; an existing empty file.
     layout, part, capacity
         What it holds, and for how many tokens it has room.
-    tokens
+    num_tokens
         How many come.
     order
         Of the axes of what comes.
@@ -57,122 +57,122 @@ class PackedPart:
         part: Part,
         *,
         capacity: int,
-        tokens: int,
+        num_tokens: int,
         order: RowOrder = "head",
     ) -> None:
-        self._heads, self._tokens, self._order = layout.kv_heads, tokens, order
-        self._access = HeadRows(layout, part, capacity)
-        self._row = layout.head_dim * layout.itemsize
-        head = head_bytes(layout, part, capacity)
-        self._rest: Piece = np.empty(0, np.uint8)
-        self._position = 0  # rows that have come
-        self._dirty = 0
-        self._filled = 0  # bytes besides rows that have come
+        self._num_heads, self._num_tokens, self._order = layout.kv_heads, num_tokens, order
+        self._accessor = HeadRowAccessor(layout, part, capacity)
+        self._row_bytes = layout.head_dim * layout.itemsize
+        head_bytes = get_head_bytes(layout, part, capacity)
+        self._partial_row: Chunk = np.empty(0, np.uint8)
+        self._num_rows = 0  # rows that have come
+        self._unreleased_bytes = 0
+        self._num_filled = 0  # bytes besides rows that have come
         self._target, self._path = target, path
-        self._map: mmap.mmap | None = None
-        if head * layout.kv_heads <= _WRITE_AT_ONCE:
-            self._buffer = np.zeros((layout.kv_heads, head), np.uint8)
+        self._mapping: mmap.mmap | None = None
+        if head_bytes * layout.kv_heads <= _MAX_IN_MEMORY_BYTES:
+            self._buffer = np.zeros((layout.kv_heads, head_bytes), np.uint8)
         else:
-            with failures(target), open(path, "r+b") as file:
-                make_room(file.fileno(), head * layout.kv_heads)
-                self._map = mmap.mmap(file.fileno(), 0)
-            self._buffer = np.frombuffer(self._map, np.uint8).reshape(layout.kv_heads, head)
+            with wrap_os_errors(target), open(path, "r+b") as file:
+                reserve_file_size(file.fileno(), head_bytes * layout.kv_heads)
+                self._mapping = mmap.mmap(file.fileno(), 0)
+            self._buffer = np.frombuffer(self._mapping, np.uint8).reshape(layout.kv_heads, head_bytes)
 
-    def fill(self, run: Piece) -> None:
+    def fill_unused(self, chunk: Chunk) -> None:
         """Take the next bytes of what the file holds besides rows, before any row comes."""
         buffer = self._buffer.reshape(-1)
-        if self._filled + run.size > buffer.size:
+        if self._num_filled + chunk.size > buffer.size:
             raise KvmnnError(f"{self._target}: more bytes came than the file has")
-        buffer[self._filled : self._filled + run.size] = run
-        self._filled += run.size
+        buffer[self._num_filled : self._num_filled + chunk.size] = chunk
+        self._num_filled += chunk.size
 
-    def write(self, run: Piece) -> None:
+    def write_rows(self, chunk: Chunk) -> None:
         """The next bytes of the array, little-endian words."""
-        for head, token, rows in self._places(run):
-            self._access.write(self._buffer[head], token, rows)
-        self._dirty += run.size
-        if self._dirty >= _DROP_BYTES:
-            self._drop()
-            self._dirty = 0
+        for head, token, rows in self._iter_placed_rows(chunk):
+            self._accessor.write_rows(self._buffer[head], token, rows)
+        self._unreleased_bytes += chunk.size
+        if self._unreleased_bytes >= _WRITE_RELEASE_BYTES:
+            self._release_pages()
+            self._unreleased_bytes = 0
 
     def rewind(self) -> None:
         """Check that every row has come, and go back to the first one; from now on the file is what is looked at."""
-        expected = self._tokens * self._heads
-        if self._position != expected or self._rest.size:
-            raise KvmnnError(f"{self._target}: {self._position} rows came, {expected} were announced")
-        self._position = 0
-        if self._buffer.flags.writeable and self._map is None:
-            self._write()
+        expected_rows = self._num_tokens * self._num_heads
+        if self._num_rows != expected_rows or self._partial_row.size:
+            raise KvmnnError(f"{self._target}: {self._num_rows} rows came, {expected_rows} were announced")
+        self._num_rows = 0
+        if self._buffer.flags.writeable and self._mapping is None:
+            self._write_buffer()
 
-    def _write(self) -> None:
+    def _write_buffer(self) -> None:
         """What was filled in memory into the file, which takes its place."""
-        with failures(self._target):
+        with wrap_os_errors(self._target):
             with open(self._path, "r+b", buffering=0) as file:
-                rest = self._buffer.reshape(-1).data
-                while rest:
-                    rest = rest[file.write(rest) :]
-            mapped = MappedFile(self._path)
-        self._buffer = mapped.view(0, mapped.size).reshape(self._buffer.shape)
+                remaining = self._buffer.reshape(-1).data
+                while remaining:
+                    remaining = remaining[file.write(remaining) :]
+            mapped_file = MappedFile(self._path)
+        self._buffer = mapped_file.view(0, mapped_file.size).reshape(self._buffer.shape)
 
-    def holds(self, run: Piece) -> bool:
+    def matches_next(self, chunk: Chunk) -> bool:
         """Whether the next bytes of the array are in the file."""
-        for head, token, rows in self._places(run):
-            found = np.empty_like(rows)
-            self._access.read(self._buffer[head], token, found)
-            if not np.array_equal(found, rows):
+        for head, token, rows in self._iter_placed_rows(chunk):
+            stored_rows = np.empty_like(rows)
+            self._accessor.read_rows(self._buffer[head], token, stored_rows)
+            if not np.array_equal(stored_rows, rows):
                 return False
         return True
 
-    def runs(self) -> Iterator[Piece]:
+    def iter_chunks(self) -> Iterator[Chunk]:
         """The rows in the file, head after head, behind `rewind`; each run is good until the next."""
-        held = np.empty(max(1, _READ_BYTES // self._row) * self._row, np.uint8)
-        for head in self._buffer:
-            for begin in range(0, self._tokens, held.size // self._row):
-                run = held[: (self._tokens - begin) * self._row]
-                self._access.read(head, begin, run)
-                yield run
-            self._drop()
+        buffer = np.empty(max(1, _READ_CHUNK_BYTES // self._row_bytes) * self._row_bytes, np.uint8)
+        for head_buffer in self._buffer:
+            for first_token in range(0, self._num_tokens, buffer.size // self._row_bytes):
+                chunk = buffer[: (self._num_tokens - first_token) * self._row_bytes]
+                self._accessor.read_rows(head_buffer, first_token, chunk)
+                yield chunk
+            self._release_pages()
 
     def close(self) -> None:
         """Let go of the file."""
         del self._buffer
-        if self._map:
-            self._map.close()
+        if self._mapping:
+            self._mapping.close()
 
-    def _drop(self) -> None:
-        if self._map and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)  # shared pages: what was written stays in the file
+    def _release_pages(self) -> None:
+        if self._mapping and hasattr(mmap, "MADV_DONTNEED"):
+            self._mapping.madvise(mmap.MADV_DONTNEED)  # shared pages: what was written stays in the file
 
-    def _places(self, run: Piece) -> Iterator[tuple[int, int, Piece]]:
+    def _iter_placed_rows(self, chunk: Chunk) -> Iterator[tuple[int, int, Chunk]]:
         """The complete rows that have come, as runs of one head: ``(head, first token, rows)``."""
-        if self._rest.size:
-            run = np.concatenate([self._rest, run])
-        count = run.size // self._row
-        self._rest = run[count * self._row :].copy()
-        if self._position + count > self._tokens * self._heads:
-            raise KvmnnError(f"{self._target}: more rows came than {self._tokens} tokens have")
-        table = run[: count * self._row].reshape(count, self._row)
-        yield from self._by_head(table) if self._order == "head" else self._by_token(table)
-        self._position += count
+        if self._partial_row.size:
+            chunk = np.concatenate([self._partial_row, chunk])
+        num_rows = chunk.size // self._row_bytes
+        self._partial_row = chunk[num_rows * self._row_bytes :].copy()
+        if self._num_rows + num_rows > self._num_tokens * self._num_heads:
+            raise KvmnnError(f"{self._target}: more rows came than {self._num_tokens} tokens have")
+        table = chunk[: num_rows * self._row_bytes].reshape(num_rows, self._row_bytes)
+        yield from self._iter_head_major(table) if self._order == "head" else self._iter_token_major(table)
+        self._num_rows += num_rows
 
-    def _by_head(self, table: Piece) -> Iterator[tuple[int, int, Piece]]:
-        done = 0
-        while done < len(table):
-            head, token = divmod(self._position + done, self._tokens)
-            count = min(self._tokens - token, len(table) - done)
-            yield head, token, table[done : done + count].reshape(-1)
-            done += count
+    def _iter_head_major(self, table: Chunk) -> Iterator[tuple[int, int, Chunk]]:
+        num_done = 0
+        while num_done < len(table):
+            head, token = divmod(self._num_rows + num_done, self._num_tokens)
+            num_rows = min(self._num_tokens - token, len(table) - num_done)
+            yield head, token, table[num_done : num_done + num_rows].reshape(-1)
+            num_done += num_rows
 
-    def _by_token(self, table: Piece) -> Iterator[tuple[int, int, Piece]]:
-        heads = self._heads
-        for head in range(heads):
-            first = (head - self._position) % heads
-            if first < len(table):
-                chosen = np.ascontiguousarray(table[first::heads])
-                yield head, (self._position + first) // heads, chosen.reshape(-1)
+    def _iter_token_major(self, table: Chunk) -> Iterator[tuple[int, int, Chunk]]:
+        num_heads = self._num_heads
+        for head in range(num_heads):
+            first_row = (head - self._num_rows) % num_heads
+            if first_row < len(table):
+                head_rows = np.ascontiguousarray(table[first_row::num_heads])
+                yield head, (self._num_rows + first_row) // num_heads, head_rows.reshape(-1)
 
 
-def make_room(handle: int, nbytes: int) -> None:
+def reserve_file_size(handle: int, nbytes: int) -> None:
     """Give the file its size; where the system can, reserve it too: a full disk under a mapping would kill us."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(handle, 0, nbytes)

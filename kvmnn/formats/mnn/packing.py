@@ -7,55 +7,55 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...arrays import own_order
-from ...arrays.casting import widened
+from ...arrays.casting import upcast
 from ...arrays.completeness import Completeness, IncompleteCacheError, require_complete
-from ...arrays.engine_cache import runs_of
-from ...arrays.layers import LayerArray, common_geometry, place_said, sorted_layers
+from ...arrays.engine_cache import positions_to_runs
+from ...arrays.layers import LayerArray, collect_layers, format_input_prefix, require_common_geometry
 from ...arrays.named_array import bytes_array
 from ...arrays.opaque_state import OpaqueState
 from ...arrays.source import Source
 from ...arrays.window_layers import describe_windows, find_window_layers
-from ...bundle.beside import POSITIONS
-from ...dense import Rotary
+from ...bundle.beside import POSITIONS_NAME
+from ...dense import RopeConfig
 from ...dtypes import Part, Positions
 from ...errors import OptionError
 from ...packed.addressing import FLASH_BLOCK
-from ...packed.cache_info import CacheInfo, TokenIds
-from ...packed.fitting import Geometry, of_layout
+from ...packed.cache_info import CacheInfo, TokenIdsFingerprint
+from ...packed.fitting import PackedGeometry, make_geometry
 from ...packed.layout import PackLayout
-from ...text import span
+from ...text import format_range
 from ...threads.pipeline import Progress
-from ..noted_positions import Noted, held_by, noted_positions
-from .layer_kinds import describe_state_files, sort_states
-from .model import check_agrees, fingerprint, read_geometry
-from .positions import holds_gaps
-from .prefix_writing import Making, Packed, prefix_info, write_prefix
-from .rerotation import Rerotation, plan_rerotation, widen_for
+from ..noted_positions import PositionsSidecar, read_positions_by_layer, read_positions_sidecar
+from .layer_kinds import build_state_file_layers, index_states
+from .model import check_model_agrees, compute_fingerprint, read_model_geometry
+from .positions import has_gaps
+from .prefix_writing import PackResult, PrefixWriteOptions, build_prefix_info, write_prefix
+from .rerotation import RerotationPlan, plan_rerotation, upcast_for_dtype
 
 
 def pack(
     source: Source,
     output: str,
-    geometry: Geometry | None = None,
+    geometry: PackedGeometry | None = None,
     *,
     name: str | None = None,
     capacity: int | None = None,
-    tokens: Sequence[int] = (),
-    token_ids: TokenIds | None = None,
+    expected_tokens: Sequence[int] = (),
+    token_ids: TokenIdsFingerprint | None = None,
     model: str | None = None,
     token_major: bool = False,
     cast: bool = False,
     positions: Sequence[Positions] | None = None,
     rerotate: bool = False,
-    rope: Rotary | str | None = None,
+    rope: RopeConfig | str | None = None,
     force: bool = False,
     progress: Progress | None = None,
-    making: Making | None = None,
-) -> Packed:
+    write_options: PrefixWriteOptions | None = None,
+) -> PackResult:
     """Pack K and V of every layer into the files of a prefix cache; each file is read back and compared.
 
     K of a llama.cpp cache that surely lies in another order than MNN's is brought into that, with a note, unless
-    `Source.undone` says otherwise.
+    `Source.inverted_transforms` says otherwise.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def pack(
         Of the prefix; by default the one that the cache had.
     capacity
         Tokens to leave room for; by default as before, else no more than there are.
-    tokens
+    expected_tokens
         How many tokens the layers are said to have, one number or one for each layer.
     token_ids, model
         The token ids of the text and the directory of the MNN model, to be noted down.
@@ -89,7 +89,7 @@ def pack(
         Replace files that exist; the inputs are never replaced.
     progress
         Called with bytes of arrays.
-    making
+    write_options
         As for `write_prefix`.
 
     Raises
@@ -102,179 +102,234 @@ def pack(
     KvmnnError
         When the arrays are not K and V of layers from 0 on, and as `write_prefix`.
     """
-    require_complete(_without_eviction(source), " ".join(source.inputs), "a prefix cache")
+    require_complete(_ignore_eviction(source), " ".join(source.inputs), "a prefix cache")
     _refuse_windows(source)
     if rerotate and source.lossy:
         raise OptionError(
-            f"{place_said(source)}int8 K cannot be rotated: it lacks the maximum of each channel, which MNN alone has"
+            f"{format_input_prefix(source)}int8 K cannot be rotated: it lacks the maximum of each channel, which MNN "
+            f"alone has"
         )
     notes = list(source.notes)
-    source, said_of_order = own_order.for_other_engines(source)
-    notes += said_of_order
-    arrays = _of_one_type(sorted_layers(source, token_major=token_major), cast)
-    known, dtype = source.cache, arrays[0].array.dtype
-    common_geometry(arrays, place_said(source))  # whose errors name the input
-    layout = chosen_layout(geometry or Geometry(), arrays, known.layout if known else None, dtype)
-    files = sort_states(source.states) if known is None else {}
-    states = describe_state_files(files)
+    source, order_notes = own_order.to_common_order(source)
+    notes += order_notes
+    arrays = _unify_dtypes(collect_layers(source, token_major=token_major), cast)
+    packed_info, dtype = source.cache, arrays[0].array.dtype
+    require_common_geometry(arrays, format_input_prefix(source))  # whose errors name the input
+    layout = choose_target_layout(
+        geometry or PackedGeometry(), arrays, packed_info.layout if packed_info else None, dtype
+    )
+    state_by_file = index_states(source.states) if packed_info is None else {}
+    states = build_state_file_layers(state_by_file)
     if model:
-        layers = len(arrays) // 2 + len(states)
-        check_agrees(model, read_geometry(model), layout.kv_heads, layout.head_dim, layers)
+        num_layers = len(arrays) // 2 + len(states)
+        check_model_agrees(model, read_model_geometry(model), layout.kv_heads, layout.head_dim, num_layers)
     if layout.dtype != dtype and not cast:
         raise OptionError(f"the arrays are {dtype}, the layout holds {layout.dtype}: --cast converts them")
-    info = prefix_info(arrays, layout, prefix_name(name, known), capacity=capacity, like=known, states=states)
-    found = {layer.tokens for layer in info.layers}
-    if tokens and found != set(tokens):
-        raise OptionError(f"the arrays have {max(found)} tokens, --tokens says {max(tokens)}")
-    if token_ids and known is None and found != {token_ids.count}:
-        raise OptionError(f"the arrays have {max(found)} tokens, {token_ids.where} has {token_ids.count} ids")
+    info = build_prefix_info(
+        arrays,
+        layout,
+        resolve_prefix_name(name, packed_info),
+        capacity=capacity,
+        reference_info=packed_info,
+        states=states,
+    )
+    token_counts = {layer.tokens for layer in info.layers}
+    if expected_tokens and token_counts != set(expected_tokens):
+        raise OptionError(f"the arrays have {max(token_counts)} tokens, --tokens says {max(expected_tokens)}")
+    if token_ids and packed_info is None and token_counts != {token_ids.count}:
+        raise OptionError(f"the arrays have {max(token_counts)} tokens, {token_ids.where} has {token_ids.count} ids")
     info = replace(
         info,
         token_ids=token_ids or info.token_ids,
-        model=fingerprint(model) if model else info.model,
+        model=compute_fingerprint(model) if model else info.model,
     )
     if positions is not None:
-        info = _with_noted(source, info, Noted(tuple(positions), None), notes, rerotate=rerotate)
-    elif known is None:
-        info = _with_positions(source, info, notes, rerotate=rerotate)
+        info = _add_sidecar_positions(source, info, PositionsSidecar(tuple(positions), None), notes, rerotate=rerotate)
+    elif packed_info is None:
+        info = _add_source_positions(source, info, notes, rerotate=rerotate)
     rerotation = None
     if rerotate:
-        is_reordered = "k-order" in (source.undone or ())
-        arrays, rerotation = _rerotated(source, arrays, info, rope, model, is_reordered=is_reordered)
+        is_reordered = "k-order" in (source.inverted_transforms or ())
+        arrays, rerotation = _rerotate_arrays(source, arrays, info, rope, model, is_reordered=is_reordered)
         info, notes = rerotation.info, [*notes, *rerotation.rope.notes]
-    if files:
-        making = _with_states(making or Making(), files)
-    packed = write_prefix(
-        arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress, making=making
+    if state_by_file:
+        write_options = _add_states(write_options or PrefixWriteOptions(), state_by_file)
+    pack_result = write_prefix(
+        arrays,
+        info,
+        output,
+        force=force,
+        exclude=source.files,
+        notes=notes,
+        progress=progress,
+        write_options=write_options,
     )
     dequantised = source.code_types
-    result = rerotation.result if rerotation else None
-    return replace(packed, dequantised=dequantised, undone=source.undone or (), rerotated=result)
+    rotation_result = rerotation.result if rerotation else None
+    return replace(
+        pack_result, dequantised=dequantised, undone=source.inverted_transforms or (), rerotated=rotation_result
+    )
 
 
-def _with_states(making: Making, files: Mapping[tuple[int, Part], OpaqueState]) -> Making:
+def _add_states(write_options: PrefixWriteOptions, files: Mapping[tuple[int, Part], OpaqueState]) -> PrefixWriteOptions:
     """The same with files of state, which are written as they are."""
-    rooms, hashes = dict(making.rooms), dict(making.file_hashes)
-    for place, state in files.items():
+    unused_arrays, file_hashes = dict(write_options.unused_arrays), dict(write_options.file_hashes)
+    for file_key, state in files.items():
         data = state.read()
-        rooms[place] = bytes_array(f"layer_{state.layer}.{state.name}", data)
-        hashes[place] = hashlib.sha256(data).hexdigest()
-    return replace(making, rooms=rooms, file_hashes=hashes)
+        unused_arrays[file_key] = bytes_array(f"layer_{state.layer}.{state.name}", data)
+        file_hashes[file_key] = hashlib.sha256(data).hexdigest()
+    return replace(write_options, unused_arrays=unused_arrays, file_hashes=file_hashes)
 
 
-def _rerotated(
+def _rerotate_arrays(
     source: Source,
     arrays: Sequence[LayerArray],
     info: CacheInfo,
-    rope: Rotary | str | None,
+    rope: RopeConfig | str | None,
     model: str | None,
     *,
     is_reordered: bool = False,
-) -> tuple[list[LayerArray], Rerotation]:
+) -> tuple[list[LayerArray], RerotationPlan]:
     """The arrays with K rotated to the first positions, and how."""
-    where = " ".join(source.inputs)
-    _check_rotatable(source, where)
-    arrays = widen_for(arrays, info.layout.dtype)
+    label = " ".join(source.inputs)
+    _check_rotatable(source, label)
+    arrays = upcast_for_dtype(arrays, info.layout.dtype)
     keys = [entry for entry in arrays if entry.part == "key"]
-    rerotation = plan_rerotation(info, keys, rope, model, where=where, is_reordered=is_reordered)
-    return rerotation.rotate(arrays), rerotation
+    rerotation = plan_rerotation(info, keys, rope, model, label=label, is_reordered=is_reordered)
+    return rerotation.rotate_arrays(arrays), rerotation
 
 
-def _check_rotatable(source: Source, where: str) -> None:
+def _check_rotatable(source: Source, label: str) -> None:
     """Raise where K is not what the model computed, or may not be."""
     cache = source.engine_cache
-    unclear = [name for name in cache.perhaps_altered if name.startswith("k-")] if cache else []
-    if unclear and cache is not None and source.undone is None:
+    unclear_transforms = [name for name in cache.perhaps_altered if name.startswith("k-")] if cache else []
+    if unclear_transforms and cache is not None and source.inverted_transforms is None:
         raise OptionError(
-            f"{where}: nothing tells whether {cache.engine} changed K before it stored it, and such K would be rotated "
-            f"wrongly: --undo {','.join(unclear)}, or --undo none"
+            f"{label}: nothing tells whether {cache.engine} changed K before it stored it, and such K would be rotated "
+            f"wrongly: --undo {','.join(unclear_transforms)}, or --undo none"
         )
 
 
-def _without_eviction(source: Source) -> Completeness | None:
+def _ignore_eviction(source: Source) -> Completeness | None:
     """What of the state is there, evicted tokens apart: with the positions of the others a prefix can be made."""
     return source.completeness and replace(source.completeness, evicted="")
 
 
-def _with_positions(source: Source, info: CacheInfo, notes: list[str], *, rerotate: bool) -> CacheInfo:
+def _add_source_positions(source: Source, info: CacheInfo, notes: list[str], *, rerotate: bool) -> CacheInfo:
     """What a prefix cache of arrays will be, with the positions that anything gives them."""
-    said = _of_engine(source, info)
-    if said is None:
-        tokens, numbers = zip(*((layer.tokens, layer.layer) for layer in info.layers), strict=True)
-        noted = noted_positions(source, tokens, numbers)
-        said = None if noted is None else _with_noted(source, info, noted, notes, rerotate=rerotate)
-    if said is not None:
-        whose = source.engine_cache.engine if source.engine_cache else f"{POSITIONS} beside the arrays"
-        notes.append(f"true positions are as {whose} has them")
-        return said
+    positioned_info = _add_engine_positions(source, info)
+    if positioned_info is None:
+        token_counts, layer_numbers = zip(*((layer.tokens, layer.layer) for layer in info.layers), strict=True)
+        sidecar = read_positions_sidecar(source, token_counts, layer_numbers)
+        positioned_info = (
+            None if sidecar is None else _add_sidecar_positions(source, info, sidecar, notes, rerotate=rerotate)
+        )
+    if positioned_info is not None:
+        origin_text = source.engine_cache.engine if source.engine_cache else f"{POSITIONS_NAME} beside the arrays"
+        notes.append(f"true positions are as {origin_text} has them")
+        return positioned_info
     require_complete(source.completeness, " ".join(source.inputs), "a prefix cache")  # nor does it give positions
     if rerotate:
         raise OptionError(
-            f"{place_said(source)}nothing gives the positions of the tokens in the text, from which K is to be rotated "
-            f"({POSITIONS} beside the arrays does)"
+            f"{format_input_prefix(source)}nothing gives the positions of the tokens in the text, from which K is to "
+            f"be rotated "
+            f"({POSITIONS_NAME} beside the arrays does)"
         )
-    tokens_text = span(sorted({layer.tokens for layer in info.layers}))
+    tokens_text = format_range(sorted({layer.tokens for layer in info.layers}))
     notes.append(f"nothing says which tokens of the text the arrays hold: noted as the first {tokens_text}")
     return info
 
 
 def _refuse_windows(source: Source) -> None:
     """Raise `IncompleteCacheError` for layers with a window that no longer contain the first tokens."""
-    windows = find_window_layers(source.completeness, held_by(source)) if source.completeness is not None else {}
-    if windows:
+    slid_windows = (
+        find_window_layers(source.completeness, read_positions_by_layer(source))
+        if source.completeness is not None
+        else {}
+    )
+    if slid_windows:
         raise IncompleteCacheError(
-            f"{place_said(source)}cannot make a prefix cache, in which MNN has every token of every layer: "
-            f"{describe_windows(source.completeness, windows)}"
+            f"{format_input_prefix(source)}cannot make a prefix cache, in which MNN has every token of every layer: "
+            f"{describe_windows(source.completeness, slid_windows)}"
         )
 
 
-def _of_one_type(arrays: Sequence[LayerArray], cast: bool) -> Sequence[LayerArray]:
+def _unify_dtypes(arrays: Sequence[LayerArray], cast: bool) -> Sequence[LayerArray]:
     """Arrays of several types (llama.cpp's K may be quantised, and V not) as fp32, which is cast then."""
-    types = sorted({entry.array.dtype for entry in arrays})
-    if len(types) == 1:
+    dtype_names = sorted({entry.array.dtype for entry in arrays})
+    if len(dtype_names) == 1:
         return arrays
     if not cast:
-        raise OptionError(f"the arrays are {' and '.join(types)}, a layout holds one type: --cast converts them")
-    return [replace(entry, array=widened(entry.array)) for entry in arrays]
+        raise OptionError(f"the arrays are {' and '.join(dtype_names)}, a layout holds one type: --cast converts them")
+    return [replace(entry, array=upcast(entry.array)) for entry in arrays]
 
 
-def _of_engine(source: Source, info: CacheInfo) -> CacheInfo | None:
+def _add_engine_positions(source: Source, info: CacheInfo) -> CacheInfo | None:
     """With the positions that the cache of another engine has; None where it has none."""
     cache = source.engine_cache
-    if cache is None or cache.layer_runs is None:
+    if cache is None or cache.layer_position_runs is None:
         return None
-    if not cache.ascends:
+    if not cache.is_ascending:
         raise OptionError(f"{' '.join(source.inputs)}: its tokens are not one text in order ({cache})")
-    each = (cache.layer_runs[0],) * len(info.layers) if cache.layer_positions is None else cache.layer_runs
-    if len(each) != len(info.layers):
+    layer_runs = (
+        (cache.layer_position_runs[0],) * len(info.layers)
+        if cache.layer_positions is None
+        else cache.layer_position_runs
+    )
+    if len(layer_runs) != len(info.layers):
         return None
     return replace(
-        info, layers=tuple(replace(layer, positions=runs) for layer, runs in zip(info.layers, each, strict=True))
+        info,
+        layers=tuple(
+            replace(layer, positions=position_runs)
+            for layer, position_runs in zip(info.layers, layer_runs, strict=True)
+        ),
     )
 
 
-def _with_noted(source: Source, info: CacheInfo, noted: Noted, notes: list[str], *, rerotate: bool) -> CacheInfo:
+def _add_sidecar_positions(
+    source: Source, info: CacheInfo, sidecar: PositionsSidecar, notes: list[str], *, rerotate: bool
+) -> CacheInfo:
     """With positions that are noted; where heads hold different tokens, those of one that lacks some."""
-    layers, unlike = [], []
-    for layer, places, in_text in zip(info.layers, noted.positions, noted.in_text, strict=True):
-        heads = places.reshape(-1, layer.tokens)
-        last = heads[heads[:, -1].argmax()]  # of heads that differ it is none of the first tokens alone
-        unlike += [layer.layer] if (heads != last).any() else []
-        runs = runs_of(last)
-        text_runs = runs if in_text is places else runs_of(in_text.reshape(-1, layer.tokens)[0])
-        layers.append(replace(layer, positions=runs, text_positions=None if text_runs == runs else text_runs))
-    if unlike:
-        more = f" and {len(unlike) - 1} more" if len(unlike) > 1 else ""
-        differ = f"heads of layer {unlike[0]}{more} hold different tokens of the text"
-        if rerotate:
-            raise OptionError(f"{place_said(source)}{differ}: K cannot be rotated to positions that suit all heads")
-        notes.append(
-            f"{differ}, and a prefix cache says those of a layer: noted are those of the head that goes furthest"
+    layers, differing_layers = [], []
+    for layer, positions, text_positions in zip(info.layers, sidecar.positions, sidecar.positions_in_text, strict=True):
+        head_positions = positions.reshape(-1, layer.tokens)
+        furthest_positions = head_positions[
+            head_positions[:, -1].argmax()
+        ]  # of heads that differ it is none of the first tokens alone
+        differing_layers += [layer.layer] if (head_positions != furthest_positions).any() else []
+        position_runs = positions_to_runs(furthest_positions)
+        text_position_runs = (
+            position_runs
+            if text_positions is positions
+            else positions_to_runs(text_positions.reshape(-1, layer.tokens)[0])
         )
-    found = replace(info, layers=tuple(layers))
-    seen = noted.tokens_seen or 0
-    is_later = seen > found.continues_at and holds_gaps(found) and not any(layer.text_positions for layer in layers)
-    return replace(found, next_position=seen) if is_later else found
+        layers.append(
+            replace(
+                layer,
+                positions=position_runs,
+                text_positions=None if text_position_runs == position_runs else text_position_runs,
+            )
+        )
+    if differing_layers:
+        more_text = f" and {len(differing_layers) - 1} more" if len(differing_layers) > 1 else ""
+        difference_text = f"heads of layer {differing_layers[0]}{more_text} hold different tokens of the text"
+        if rerotate:
+            raise OptionError(
+                f"{format_input_prefix(source)}{difference_text}: K cannot be rotated to positions that suit all heads"
+            )
+        notes.append(
+            f"{difference_text}, and a prefix cache says those of a layer: noted are those of the head that goes "
+            f"furthest"
+        )
+    positioned_info = replace(info, layers=tuple(layers))
+    tokens_seen = sidecar.tokens_seen or 0
+    continues_later = (
+        tokens_seen > positioned_info.next_token_position
+        and has_gaps(positioned_info)
+        and not any(layer.text_positions for layer in layers)
+    )
+    return replace(positioned_info, next_position=tokens_seen) if continues_later else positioned_info
 
 
 def repack(
@@ -286,10 +341,10 @@ def repack(
     capacity: int | None = None,
     model: str | None = None,
     rerotate: bool = False,
-    rope: Rotary | str | None = None,
+    rope: RopeConfig | str | None = None,
     force: bool = False,
     progress: Progress | None = None,
-) -> Packed:
+) -> PackResult:
     """Write a packed cache in the layout of another backend; the flash block stays.
 
     Parameters
@@ -312,37 +367,44 @@ def repack(
     """
     if source.cache is None:
         raise OptionError(f"{' '.join(source.inputs)}: is not a packed cache: use pack for plain arrays")
-    require_complete(_without_eviction(source), " ".join(source.inputs), "a prefix cache")
+    require_complete(_ignore_eviction(source), " ".join(source.inputs), "a prefix cache")
     if not source.cache.is_uniform:
         raise OptionError(
             f"{' '.join(source.inputs)}: heads differ by layer, which is not packed for another processor"
         )
-    arrays = sorted_layers(source)
-    before = of_layout(source.cache.layout)
-    target = Geometry(
-        kv_heads=before.kv_heads, head_dim=before.head_dim, backend=backend, flash_block=before.flash_block
+    arrays = collect_layers(source)
+    source_geometry = make_geometry(source.cache.layout)
+    target_geometry = PackedGeometry(
+        kv_heads=source_geometry.kv_heads,
+        head_dim=source_geometry.head_dim,
+        backend=backend,
+        flash_block=source_geometry.flash_block,
     )
-    ((_, layout),) = target.candidates()
-    info = prefix_info(arrays, layout, prefix_name(name, source.cache), capacity=capacity, like=source.cache)
-    notes, result = list(source.notes), None
+    ((_, layout),) = target_geometry.list_candidates()
+    info = build_prefix_info(
+        arrays, layout, resolve_prefix_name(name, source.cache), capacity=capacity, reference_info=source.cache
+    )
+    notes, rotation_result = list(source.notes), None
     if rerotate:
-        arrays, rerotation = _rerotated(source, arrays, info, rope, model)
-        info, result = rerotation.info, rerotation.result
+        arrays, rerotation = _rerotate_arrays(source, arrays, info, rope, model)
+        info, rotation_result = rerotation.info, rerotation.result
         notes += rerotation.rope.notes
-    packed = write_prefix(arrays, info, output, force=force, protect=source.files, notes=notes, progress=progress)
-    return replace(packed, rerotated=result)
+    pack_result = write_prefix(arrays, info, output, force=force, exclude=source.files, notes=notes, progress=progress)
+    return replace(pack_result, rerotated=rotation_result)
 
 
-def prefix_name(name: str | None, info: CacheInfo | None) -> str:
+def resolve_prefix_name(name: str | None, info: CacheInfo | None) -> str:
     """The name that was given, or the one that the cache had; `OptionError` where there is neither."""
-    found = name or (info.name if info else "")
-    if not found:
+    resolved_name = name or (info.name if info else "")
+    if not resolved_name:
         raise OptionError("the prefix needs a name: --name NAME")
-    return found
+    return resolved_name
 
 
-def chosen_layout(geometry: Geometry, arrays: Sequence[LayerArray], known: PackLayout | None, dtype: str) -> PackLayout:
-    """The only layout that `geometry` names, completed by the `known` one and by the arrays.
+def choose_target_layout(
+    geometry: PackedGeometry, arrays: Sequence[LayerArray], source_layout: PackLayout | None, dtype: str
+) -> PackLayout:
+    """The only layout that `geometry` names, completed by the `source_layout` one and by the arrays.
 
     Parameters
     ----------
@@ -354,18 +416,22 @@ def chosen_layout(geometry: Geometry, arrays: Sequence[LayerArray], known: PackL
     OptionError
         When it leaves several, or none.
     """
-    heads, dims, _ = common_geometry(arrays)
-    if known and geometry == Geometry():
-        return known
-    block = FLASH_BLOCK if known is None else of_layout(known).flash_block
-    full = geometry.or_else(Geometry(kv_heads=heads, head_dim=dims, flash_block=block))
-    if full.backend is None:
-        full = full.or_else(Geometry(dtype=dtype))
-    found = full.candidates()
-    if len(found) != 1:
-        names = "; ".join(f"{backends}: lP {layout.lP}, hP {layout.hP}, {layout.dtype}" for backends, layout in found)
+    kv_heads, head_dim, _ = require_common_geometry(arrays)
+    if source_layout and geometry == PackedGeometry():
+        return source_layout
+    flash_block = FLASH_BLOCK if source_layout is None else make_geometry(source_layout).flash_block
+    merged_geometry = geometry.merge_defaults(
+        PackedGeometry(kv_heads=kv_heads, head_dim=head_dim, flash_block=flash_block)
+    )
+    if merged_geometry.backend is None:
+        merged_geometry = merged_geometry.merge_defaults(PackedGeometry(dtype=dtype))
+    candidates = merged_geometry.list_candidates()
+    if len(candidates) != 1:
+        names = "; ".join(
+            f"{backends}: lP {layout.lP}, hP {layout.hP}, {layout.dtype}" for backends, layout in candidates
+        )
         raise OptionError(
-            f"{len(found)} layouts are known for what was said: name one (--backend NAME, or --lp N --hp N)"
+            f"{len(candidates)} layouts are known for what was said: name one (--backend NAME, or --lp N --hp N)"
             + (f": {names}" if names else "")
         )
-    return found[0][1]
+    return candidates[0][1]

@@ -11,35 +11,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...arrays.casting import Cast, sum_of
-from ...arrays.layers import LayerArray, common_geometry
-from ...arrays.named_array import NamedArray
-from ...arrays.undoing import Undo, rounded
+from ...arrays.casting import CastStats, merge_cast_stats
+from ...arrays.layers import LayerArray, require_common_geometry
+from ...arrays.named_array import LazyArray
+from ...arrays.undoing import Transform, has_lossy_inverse
 from ...dtypes import PART_LETTERS, PARTS, Part
 from ...errors import KvmnnError
 from ...files.mapped import MappedFile
-from ...files.names import with_contents
-from ...files.output import DirectoryOutput, StagedFile, failures
+from ...files.names import list_with_contents
+from ...files.output import DirectoryOutput, StagedFile, wrap_os_errors
 from ...packed import cache_info
-from ...packed.cache_info import SIDE_SUFFIX, CacheInfo, LayerInfo, StateLayer
+from ...packed.cache_info import CACHE_SIDECAR_SUFFIX, CacheInfo, LayerInfo, StateLayer
 from ...packed.layout import PackLayout
-from ...packed.summary import cache_document, cache_summary, live_share
-from ...text import LOSSLESS, LOSSY, at_rate, count
+from ...packed.summary import build_cache_document, format_cache_summary, format_utilisation
+from ...text import LOSSLESS, LOSSY, format_rate, pluralize
 from ...threads.pipeline import Progress
-from ...threads.pool import map_pulled, resolve_threads
+from ...threads.pool import parallel_map, resolve_threads
 from ..rereading import ReadBackError
-from ..row_rotation import Rerotated, rerotation_document
-from .packed_writing import PackedPart
-from .positions import position_warnings, warning_lines, warning_sentences
-from .prefix import check_leftovers, check_name, data_name, file_names
+from ..row_rotation import RerotationResult, build_rerotation_document
+from .packed_writing import PackedPartWriter
+from .positions import format_warning_lines, join_warnings, list_position_warnings
+from .prefix import check_leftover_layers, format_data_name, list_prefix_files, validate_prefix_name
 
-_STEP = 8 << 20
-_AGAIN = 1 << 20
+_READ_CHUNK_BYTES = 8 << 20
+_COMPARE_CHUNK_BYTES = 1 << 20
 """Bytes of what is in memory that are compared at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed:
+class PackResult:
     """A prefix cache that was written.
 
     Parameters
@@ -68,19 +68,19 @@ class Packed:
 
     output: str
     info: CacheInfo
-    cast: Cast
+    cast: CastStats
     seconds: float
     notes: tuple[str, ...] = ()
     dequantised: tuple[str, ...] = ()
-    undone: tuple[Undo, ...] = ()
-    rerotated: Rerotated | None = None
+    undone: tuple[Transform, ...] = ()
+    rerotated: RerotationResult | None = None
     proof: str = "every file read back and compared"
     left_out: str = ""
 
     @property
     def warnings(self) -> list[str]:
         """Lines about what goes wrong when MNN loads the files; none where nothing does."""
-        return position_warnings(self.info)
+        return list_position_warnings(self.info)
 
     @property
     def label(self) -> str | None:
@@ -88,8 +88,8 @@ class Packed:
 
         None where blocks were read as the numbers that they stand for, and nothing was rounded since.
         """
-        rerotated = self.rerotated is not None and self.rerotated.label == LOSSY
-        if rounded(self.undone) or self.left_out or rerotated:
+        is_rotation_lossy = self.rerotated is not None and self.rerotated.label == LOSSY
+        if has_lossy_inverse(self.undone) or self.left_out or is_rotation_lossy:
             return LOSSY
         return None if self.dequantised and self.cast.label == LOSSLESS else self.cast.label
 
@@ -103,37 +103,40 @@ class Packed:
             "cast": self.cast.to_dict(),
             "dequantised": list(self.dequantised),
             "undone": list(self.undone),
-            **rerotation_document(self.rerotated),
-            "warnings": warning_sentences(self.warnings),
+            **build_rerotation_document(self.rerotated),
+            "warnings": join_warnings(self.warnings),
             "proof": self.proof,
             "left_out": self.left_out,
-            "cache": cache_document(self.info),
+            "cache": build_cache_document(self.info),
         }
 
     def __str__(self) -> str:
-        same = self.cast.source == self.cast.target
-        proof = self.proof if same else str(self.cast)
-        proof = f"not all of the files that were encoded is kept: {self.left_out}" if self.left_out else proof
-        made = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else ""
-        turned = f"undone: {', '.join(self.undone)}" if self.undone else ""
-        rotated = "K rotated" if self.rerotated and self.rerotated.tokens else ""
-        proof = ", ".join(filter(None, [made, turned, rotated, proof]))
+        is_same_dtype = self.cast.source == self.cast.target
+        verification_text = self.proof if is_same_dtype else str(self.cast)
+        verification_text = (
+            f"not all of the files that were encoded is kept: {self.left_out}" if self.left_out else verification_text
+        )
+        dequantised_text = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else ""
+        inverted_text = f"undone: {', '.join(self.undone)}" if self.undone else ""
+        rotated_text = "K rotated" if self.rerotated and self.rerotated.tokens else ""
+        verification_text = ", ".join(filter(None, [dequantised_text, inverted_text, rotated_text, verification_text]))
         lines = [
-            f"{self.output}: prefix {self.info.name!r}, {cache_summary(self.info)}",
-            f"  {live_share(self.info)}",
-            f"  {f'{self.label} ({proof})' if self.label else proof}{at_rate(self.info.live_bytes, self.seconds)}",
+            f"{self.output}: prefix {self.info.name!r}, {format_cache_summary(self.info)}",
+            f"  {format_utilisation(self.info)}",
+            f"  {f'{self.label} ({verification_text})' if self.label else verification_text}"
+            f"{format_rate(self.info.live_bytes, self.seconds)}",
         ]
         lines += [f"  {self.rerotated}"] if self.rerotated else []
-        return "\n".join([*lines, *warning_lines(self.warnings)])
+        return "\n".join([*lines, *format_warning_lines(self.warnings)])
 
 
-def prefix_info(
+def build_prefix_info(
     arrays: Sequence[LayerArray],
     layout: PackLayout,
     name: str,
     *,
     capacity: int | None = None,
-    like: CacheInfo | None = None,
+    reference_info: CacheInfo | None = None,
     states: tuple[StateLayer, ...] = (),
 ) -> CacheInfo:
     """What a prefix cache of `arrays` in `layout` will be.
@@ -141,81 +144,88 @@ def prefix_info(
     Parameters
     ----------
     capacity
-        Tokens to leave room for; None for the capacity of `like`, or for the number of tokens.
-    like
+        Tokens to leave room for; None for the capacity of `reference_info`, or for the number of tokens.
+    reference_info
         Where positions, token ids and model come from, if it has the same layers and tokens.
     states
-        Layers without K and V, where `like` does not say them.
+        Layers without K and V, where `reference_info` does not say them.
 
     Raises
     ------
     KvmnnError
         When arrays and layout do not agree, layers are missing, the capacity is too small, or the name is none.
     """
-    heads, dims = (layout.kv_heads, layout.head_dim) if like and not like.is_uniform else common_geometry(arrays)[:2]
-    if (heads, dims) != (layout.kv_heads, layout.head_dim):
+    kv_heads, head_dim = (
+        (layout.kv_heads, layout.head_dim)
+        if reference_info and not reference_info.is_uniform
+        else require_common_geometry(arrays)[:2]
+    )
+    if (kv_heads, head_dim) != (layout.kv_heads, layout.head_dim):
         raise KvmnnError(
-            f"the arrays have {count(heads, 'kv head')} x {dims} dims, the layout {layout.kv_heads} x {layout.head_dim}"
+            f"the arrays have {pluralize(kv_heads, 'kv head')} x {head_dim} dims, the layout {layout.kv_heads} x "
+            f"{layout.head_dim}"
         )
-    keys = arrays[::2]
-    states = like.states if like else states
-    numbers = sorted([*(entry.layer for entry in keys), *(state.layer for state in states)])
-    if numbers != list(range(len(numbers))):
-        raise KvmnnError(f"a prefix cache has all layers from 0 on, these are {numbers[:20]}")
-    if like and [each.tokens for each in like.layers] != [entry.geometry[1] for entry in keys]:
+    key_arrays = arrays[::2]
+    states = reference_info.states if reference_info else states
+    layer_numbers = sorted([*(entry.layer for entry in key_arrays), *(state.layer for state in states)])
+    if layer_numbers != list(range(len(layer_numbers))):
+        raise KvmnnError(f"a prefix cache has all layers from 0 on, these are {layer_numbers[:20]}")
+    if reference_info and [layer.tokens for layer in reference_info.layers] != [
+        entry.geometry[1] for entry in key_arrays
+    ]:
         raise KvmnnError("the description of the cache names other layers or numbers of tokens than the arrays have")
     layers = []
-    for number, entry in enumerate(keys):
-        tokens = entry.geometry[1]
-        known = like.layers[number] if like else None
+    for index, entry in enumerate(key_arrays):
+        num_tokens = entry.geometry[1]
+        reference_layer = reference_info.layers[index] if reference_info else None
         layers.append(
             LayerInfo(
                 layer=entry.layer,
-                tokens=tokens,
-                capacity=capacity or (known.capacity if known else tokens),
-                positions=known.positions if known else ((0, tokens),),
-                text_positions=known.text_positions if known else None,
-                heads=known.heads if known else None,
+                tokens=num_tokens,
+                capacity=capacity or (reference_layer.capacity if reference_layer else num_tokens),
+                positions=reference_layer.positions if reference_layer else ((0, num_tokens),),
+                text_positions=reference_layer.text_positions if reference_layer else None,
+                heads=reference_layer.heads if reference_layer else None,
             )
         )
     for layer in layers:
         layout.check_capacity(layer.capacity)
     return CacheInfo(
         kind="prefix",
-        name=check_name(name),
+        name=validate_prefix_name(name),
         layout=layout,
         layers=tuple(layers),
-        token_ids=like.token_ids if like else None,
-        model=like.model if like else None,
-        next_position=like.next_position if like else None,
+        token_ids=reference_info.token_ids if reference_info else None,
+        model=reference_info.model if reference_info else None,
+        next_position=reference_info.next_position if reference_info else None,
         states=states,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Making:
+class PrefixWriteOptions:
     """How the files of a prefix cache are made, and what of them is proved with.
 
     Parameters
     ----------
-    durable
+    is_durable
         Bring the files to the disk before they get their names. What can be made again at any time needs it not.
-    again
+    compare_in_memory
         The arrays are in memory: what reads back is compared with their words, and nothing is hashed.
-    hashes
+    array_hashes
         SHA-256 of arrays by their names, of what has to read back; of arrays that are not named what goes in is hashed.
-    rooms
+    unused_arrays
         For K or V of a layer what its file holds besides rows of tokens; zero for those that are not named.
     file_hashes
         SHA-256 that the file of K or V of a layer must have as it reads back; then nothing else of it is compared.
     threads
-        Files that are worked on at once; None for as many as there are processors. Only without `durable`.
+        Files that are worked on at once; None for as many as there are processors. Only without `is_durable`.
     """
 
-    durable: bool = True
-    again: bool = False
-    hashes: Mapping[str, str] = field(default_factory=dict)
-    rooms: Mapping[tuple[int, Part], NamedArray] = field(default_factory=dict)
+    is_durable: bool = True
+    compare_in_memory: bool = False
+    array_hashes: Mapping[str, str] = field(default_factory=dict)
+    unused_arrays: Mapping[tuple[int, Part], LazyArray] = field(default_factory=dict)
     file_hashes: Mapping[tuple[int, Part], str] = field(default_factory=dict)
     threads: int | None = 1
 
@@ -226,11 +236,11 @@ def write_prefix(
     output: str,
     *,
     force: bool = False,
-    protect: Iterable[str] = (),
+    exclude: Iterable[str] = (),
     notes: Sequence[str] = (),
     progress: Progress | None = None,
-    making: Making | None = None,
-) -> Packed:
+    write_options: PrefixWriteOptions | None = None,
+) -> PackResult:
     """Write the files of a prefix cache into a directory, all or none, and read every file back.
 
     Parameters
@@ -238,16 +248,16 @@ def write_prefix(
     arrays
         K and V of every layer by turns, as `kvmnn.arrays.layers.sort` gives them.
     info
-        What the files will hold: `prefix_info`.
+        What the files will hold: `build_prefix_info`.
     force
         Replace files that exist.
-    protect
+    exclude
         Files and directories that are read: never replaced.
     notes
         For the result.
     progress
         Called with bytes of arrays.
-    making
+    write_options
         How; None for files on the disk, one after another, hashed before and behind.
 
     Raises
@@ -257,110 +267,134 @@ def write_prefix(
     OutputError
         When files exist, or files of more layers of the same name would stay beside the new ones.
     """
-    started = time.perf_counter()
-    making = making or Making()
+    start_time = time.perf_counter()
+    write_options = write_options or PrefixWriteOptions()
     directory = DirectoryOutput(
-        output, force=force, protect=with_contents(protect), index=info.name + SIDE_SUFFIX, durable=making.durable
+        output,
+        force=force,
+        exclude=list_with_contents(exclude),
+        index=info.name + CACHE_SIDECAR_SUFFIX,
+        durable=write_options.is_durable,
     )
     with directory:
-        cast = _write_files(arrays, info, directory, progress, making)
+        cast = _write_prefix_files(arrays, info, directory, progress, write_options)
         directory.commit()
-    seconds = time.perf_counter() - started
-    return Packed(output=output, info=info, cast=cast, seconds=seconds, notes=tuple(notes))
+    seconds = time.perf_counter() - start_time
+    return PackResult(output=output, info=info, cast=cast, seconds=seconds, notes=tuple(notes))
 
 
-def _write_files(
-    arrays: Sequence[LayerArray], info: CacheInfo, output: DirectoryOutput, progress: Progress | None, making: Making
-) -> Cast:
-    names = file_names(info)
+def _write_prefix_files(
+    arrays: Sequence[LayerArray],
+    info: CacheInfo,
+    output: DirectoryOutput,
+    progress: Progress | None,
+    write_options: PrefixWriteOptions,
+) -> CastStats:
+    names = list_prefix_files(info)
     output.check_names(names)
-    check_leftovers(output.target, info, names)
-    dtype = common_geometry(arrays)[2] if info.is_uniform else arrays[0].array.dtype
+    check_leftover_layers(output.target, info, names)
+    dtype = require_common_geometry(arrays)[2] if info.is_uniform else arrays[0].array.dtype
     lock = threading.Lock()
 
-    def one(job: tuple[int, LayerArray]) -> Cast:
-        number, entry = job
+    def write_array(job: tuple[int, LayerArray]) -> CastStats:
+        array_index, entry = job
         with lock:
-            file = output.file(data_name(info.name, entry.layer, PART_LETTERS[entry.part]))
-        cast = Cast(dtype, info.layout.dtype)
-        if not _write_part(entry, info, file, cast, making, partial(_tell, progress, lock)):
-            raise ReadBackError(f"{file.target}: does not give back what was packed into it", number)
-        return cast
+            file = output.open_file(format_data_name(info.name, entry.layer, PART_LETTERS[entry.part]))
+        cast_stats = CastStats(dtype, info.layout.dtype)
+        if not _write_part(entry, info, file, cast_stats, write_options, partial(_report_progress, progress, lock)):
+            raise ReadBackError(f"{file.target}: does not give back what was packed into it", array_index)
+        return cast_stats
 
-    cores = 1 if making.durable else resolve_threads(making.threads)
-    casts = map_pulled(one, enumerate(arrays), cores)
+    num_threads = 1 if write_options.is_durable else resolve_threads(write_options.threads)
+    cast_stats = parallel_map(write_array, enumerate(arrays), num_threads)
     for state in info.states:
         for part in PARTS:
-            file = output.file(data_name(info.name, state.layer, PART_LETTERS[part]))
-            _write_state(making.rooms[state.layer, part], file, making.file_hashes[state.layer, part])
+            file = output.open_file(format_data_name(info.name, state.layer, PART_LETTERS[part]))
+            _write_state_file(
+                write_options.unused_arrays[state.layer, part], file, write_options.file_hashes[state.layer, part]
+            )
     for name in names[len(arrays) + 2 * len(info.states) :]:
-        file = output.file(name)
-        if name.endswith(SIDE_SUFFIX):
-            file.write((cache_info.to_json(info) + "\n").encode())
-    return sum_of(casts)
+        file = output.open_file(name)
+        if name.endswith(CACHE_SIDECAR_SUFFIX):
+            file.write((cache_info.dump_cache_info(info) + "\n").encode())
+    return merge_cast_stats(cast_stats)
 
 
-def _tell(progress: Progress | None, lock: threading.Lock, nbytes: int) -> None:
+def _report_progress(progress: Progress | None, lock: threading.Lock, nbytes: int) -> None:
     if progress:
         with lock:
             progress(nbytes)
 
 
-def _write_state(array: NamedArray, file: StagedFile, expected: str) -> None:
+def _write_state_file(array: LazyArray, file: StagedFile, expected_hash: str) -> None:
     """Write a file of state as it was, and compare its hash."""
-    with failures(file.target), open(file.path, "r+b") as handle:
-        for run in array.pieces(_STEP):
-            handle.write(run.data)
-    if _hash_file(file.path) != expected:
+    with wrap_os_errors(file.target), open(file.path, "r+b") as handle:
+        for chunk in array.iter_chunks(_READ_CHUNK_BYTES):
+            handle.write(chunk.data)
+    if _hash_written_file(file.path) != expected_hash:
         raise ReadBackError(f"{file.target}: does not give back what was written to it", 0)
 
 
-def _hash_file(path: Path) -> str:
-    file, digest = MappedFile(path), hashlib.sha256()
-    for run in file.runs(0, file.size, _STEP):
-        digest.update(run.data)
-    return digest.hexdigest()
+def _hash_written_file(path: Path) -> str:
+    file, hasher = MappedFile(path), hashlib.sha256()
+    for chunk in file.iter_chunks(0, file.size, _READ_CHUNK_BYTES):
+        hasher.update(chunk.data)
+    return hasher.hexdigest()
 
 
 def _write_part(
-    entry: LayerArray, info: CacheInfo, file: StagedFile, cast: Cast, making: Making, progress: Progress
+    entry: LayerArray,
+    info: CacheInfo,
+    file: StagedFile,
+    cast_stats: CastStats,
+    write_options: PrefixWriteOptions,
+    progress: Progress,
 ) -> bool:
     """Whether the file gives back what was written to it."""
-    layer = next(each for each in info.layers if each.layer == entry.layer)
-    part = PackedPart(
+    layer = next(layer_info for layer_info in info.layers if layer_info.layer == entry.layer)
+    part_writer = PackedPartWriter(
         file.target,
         file.path,
-        info.layout_of(layer),
+        info.get_layer_layout(layer),
         entry.part,
         capacity=layer.capacity,
-        tokens=layer.tokens,
+        num_tokens=layer.tokens,
         order="token" if entry.token_major else "head",
     )
-    place = (entry.layer, entry.part)
-    whole = making.file_hashes.get(place)
-    again = making.again or entry.token_major
-    expected = None if cast.source != cast.target else making.hashes.get(entry.array.name)
-    went_in = None if again or expected or whole else hashlib.sha256()
-    for run in making.rooms[place].pieces(_STEP) if place in making.rooms else ():
-        part.fill(run)
-        del run
-    for run in entry.array.pieces(_STEP):
-        words = cast.run(run)
-        if went_in:
-            went_in.update(words.data)
-        part.write(words)
-        progress(run.size)
-        del run, words
-    part.rewind()
-    if whole:
-        proved = _hash_file(file.path) == whole
-    elif again:
-        once_more = Cast(cast.source, cast.target)
-        proved = all(part.holds(once_more.run(run)) for run in entry.array.pieces(_AGAIN))
+    file_key = (entry.layer, entry.part)
+    expected_file_hash = write_options.file_hashes.get(file_key)
+    is_compared = write_options.compare_in_memory or entry.token_major
+    expected_array_hash = (
+        None if cast_stats.source != cast_stats.target else write_options.array_hashes.get(entry.array.name)
+    )
+    input_hasher = None if is_compared or expected_array_hash or expected_file_hash else hashlib.sha256()
+    for chunk in (
+        write_options.unused_arrays[file_key].iter_chunks(_READ_CHUNK_BYTES)
+        if file_key in write_options.unused_arrays
+        else ()
+    ):
+        part_writer.fill_unused(chunk)
+        del chunk
+    for chunk in entry.array.iter_chunks(_READ_CHUNK_BYTES):
+        elements = cast_stats.cast(chunk)
+        if input_hasher:
+            input_hasher.update(elements.data)
+        part_writer.write_rows(elements)
+        progress(chunk.size)
+        del chunk, elements
+    part_writer.rewind()
+    if expected_file_hash:
+        is_verified = _hash_written_file(file.path) == expected_file_hash
+    elif is_compared:
+        comparison_cast = CastStats(cast_stats.source, cast_stats.target)
+        is_verified = all(
+            part_writer.matches_next(comparison_cast.cast(chunk))
+            for chunk in entry.array.iter_chunks(_COMPARE_CHUNK_BYTES)
+        )
     else:
-        came_out = hashlib.sha256()
-        for run in part.runs():
-            came_out.update(run.data)
-        proved = came_out.hexdigest() == (went_in.hexdigest() if went_in else expected)
-    part.close()
-    return proved
+        output_hasher = hashlib.sha256()
+        for chunk in part_writer.iter_chunks():
+            output_hasher.update(chunk.data)
+        is_verified = output_hasher.hexdigest() == (input_hasher.hexdigest() if input_hasher else expected_array_hash)
+    part_writer.close()
+    return is_verified

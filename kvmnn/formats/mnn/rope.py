@@ -13,22 +13,22 @@ import numpy as np
 
 from ... import dtypes
 from ...arrays.layers import LayerArray
-from ...dense import Rotary, find_rotary
+from ...dense import RopeConfig, search_rope
 from ...dense.frequencies import RopeFrequencies
-from ...dense.trial import is_clearly_better, rate_rotations, similar_rotaries
-from ...dtypes import Positions, Words
+from ...dense.trial import is_clearly_better, list_similar_ropes, rate_rotations
+from ...dtypes import Elements, Positions
 from ...errors import OptionError, SourceError
 from ...files.json_document import read_object
-from ...text import count
-from ..layer_rope import LayerRopes, read_config_rope
+from ...text import pluralize
+from ..layer_rope import LayerRopes, read_config_layer_ropes
 from ..llama.gguf import is_gguf
-from ..llama.gguf_rope import read_gguf_rope
+from ..llama.gguf_rope import read_gguf_layer_ropes
 from .graph_rope import read_graph_rope
-from .model import SETTINGS, graph_of
+from .model import SETTINGS_FILES, find_graph
 
-_CHECKED_LAYERS: Final = 4
+_MAX_CHECKED_LAYERS: Final = 4
 """Layers whose K is compared with what a model has: wrong parameters show in any."""
-_OWN_POSITIONS: Final = ("glm", "glm2")
+_OWN_POSITION_MASKS: Final = ("glm", "glm2")
 """Values of `attention_mask` for which MNN gives tokens other positions than their number in the text."""
 
 
@@ -56,14 +56,14 @@ class ModelRope:
         texts = Counter("no rotation" if rope is None else rope.label for rope in self.layers)
         if len(texts) == 1:
             return next(iter(texts))
-        return " and ".join(f"{text} in {count(number, 'layer')}" for text, number in texts.items())
+        return " and ".join(f"{text} in {pluralize(num_layers, 'layer')}" for text, num_layers in texts.items())
 
 
 def resolve_rope(
-    keys: Sequence[LayerArray],
+    key_arrays: Sequence[LayerArray],
     positions: Sequence[Positions],
-    length: int,
-    rope: Rotary | str | None = None,
+    num_tokens: int,
+    rope: RopeConfig | str | None = None,
     model: str | None = None,
     *,
     is_reordered: bool = False,
@@ -72,11 +72,11 @@ def resolve_rope(
 
     Parameters
     ----------
-    keys
+    key_arrays
         K of each layer.
     positions
         Those that K of each layer is rotated to, int64 ``[token]``.
-    length
+    num_tokens
         Tokens of the text.
     rope
         The rotation of all layers, or a model that has it: a folder, its config.json, or a ``.gguf`` file.
@@ -92,29 +92,31 @@ def resolve_rope(
     SourceError
         When nothing tells how K is rotated; when a model has it in a way that is not understood, or that K contradicts.
     """
-    if isinstance(rope, Rotary):
-        if rope.dims > keys[0].geometry[2]:
-            raise OptionError(f"rope has {rope.dims} dims, the cache has heads of {keys[0].geometry[2]}")
-        given = ModelRope((RopeFrequencies.from_rotary(rope),) * len(keys), "as given")
-        return replace(given, notes=tuple(_contradictions(given, keys, positions)))
+    if isinstance(rope, RopeConfig):
+        if rope.dims > key_arrays[0].geometry[2]:
+            raise OptionError(f"rope has {rope.dims} dims, the cache has heads of {key_arrays[0].geometry[2]}")
+        caller_rope = ModelRope((RopeFrequencies.from_config(rope),) * len(key_arrays), "as given")
+        return replace(caller_rope, notes=tuple(_list_contradictions(caller_rope, key_arrays, positions)))
     path = rope or model
     if path is not None:
-        found = read_model_rope(path, len(keys), keys[0].geometry[2], length, is_reordered=is_reordered)
-        if found is not None:
-            if doubts := _contradictions(found, keys, positions):
+        model_rope = read_model_rope(
+            path, len(key_arrays), key_arrays[0].geometry[2], num_tokens, is_reordered=is_reordered
+        )
+        if model_rope is not None:
+            if doubts := _list_contradictions(model_rope, key_arrays, positions):
                 raise SourceError(f"{path}: {doubts[0]}: if it is right after all, give the rotation itself")
-            return found
+            return model_rope
         if rope is not None:
             raise SourceError(f"{path}: does not contain how K is rotated")
-    return _find_by_trial(keys, positions)
+    return _search_layer_ropes(key_arrays, positions)
 
 
 def read_model_rope(
-    path: str, layers: int, head_dim: int, length: int, *, is_reordered: bool = False
+    path: str, num_layers: int, head_dim: int, num_tokens: int, *, is_reordered: bool = False
 ) -> ModelRope | None:
     """Read how a model rotates K; None where it does not contain that. Parameters and errors as `resolve_rope`."""
     if is_gguf(path):
-        ropes = read_gguf_rope(path, layers, head_dim, length)
+        ropes = read_gguf_layer_ropes(path, num_layers, head_dim, num_tokens)
         if ropes is not None and is_reordered:
             if any(rope is not None and rope.dims != head_dim for rope in ropes):
                 raise SourceError(f"{path}: rotates a part of each head, and K was brought into another order whole")
@@ -122,46 +124,48 @@ def read_model_rope(
         return None if ropes is None else ModelRope(ropes, f"as {path} has it")
     if os.path.isdir(path):
         fields: dict[str, object] = {}
-        for name in SETTINGS:
+        for name in SETTINGS_FILES:
             if Path(path, name).is_file():
-                fields = read_object(Path(path, name), constants=True) | fields
-        graph = graph_of(path, fields)
-        if graph is not None and fields.get("attention_mask") in _OWN_POSITIONS:
+                fields = read_object(Path(path, name), allow_nan=True) | fields
+        graph = find_graph(path, fields)
+        if graph is not None and fields.get("attention_mask") in _OWN_POSITION_MASKS:
             raise SourceError(f"{path}: MNN gives tokens of this kind of model positions of their own")
         ropes = None if graph is None else read_graph_rope(graph)
         if ropes is not None:
-            if len(ropes) != layers:
-                raise SourceError(f"{graph}: has {count(len(ropes), 'layer')}, the cache has {layers}")
+            if len(ropes) != num_layers:
+                raise SourceError(f"{graph}: has {pluralize(len(ropes), 'layer')}, the cache has {num_layers}")
             if any(rope is not None and rope.dims > head_dim for rope in ropes):
                 raise SourceError(f"{graph}: rotates more elements than heads of {head_dim} have")
             notes = [f"{path}: right for tokens of text only (mrope)"] if fields.get("is_mrope") is True else []
             return ModelRope(ropes, f"as {graph} has it", tuple(notes))
         if not fields:
             return None
-    ropes, doubts = read_config_rope(path, layers, head_dim, length)
+    ropes, doubts = read_config_layer_ropes(path, num_layers, head_dim, num_tokens)
     return None if ropes is None else ModelRope(ropes, f"as {path} has it", tuple(doubts))
 
 
-def _contradictions(found: ModelRope, keys: Sequence[LayerArray], positions: Sequence[Positions]) -> list[str]:
+def _list_contradictions(
+    model_rope: ModelRope, key_arrays: Sequence[LayerArray], positions: Sequence[Positions]
+) -> list[str]:
     """Sentences about layers whose K looks rotated in another way."""
-    step = max(1, len(keys) // _CHECKED_LAYERS)
+    layer_step = max(1, len(key_arrays) // _MAX_CHECKED_LAYERS)
     sentences = []
-    for key, places, rope in list(zip(keys, positions, found.layers, strict=True))[::step]:
-        words = _words(key)
-        others = _flipped(rope)
-        tried = find_rotary(words, places, dtype=key.array.dtype)
-        if tried is not None:
-            others.append(RopeFrequencies.from_rotary(tried))
-        ratings = rate_rotations(words, [rope, *others], places, dtype=key.array.dtype)
-        for other, rating in zip(others, ratings[1:], strict=False):
-            if is_clearly_better(rating, ratings[0]) and not (rope is not None and other.is_same(rope)):
-                said = "no rotation" if rope is None else rope.label
-                sentences.append(f"K of layer {key.layer} looks rotated by {other.label}, not by {said}")
+    for key, key_positions, rope in list(zip(key_arrays, positions, model_rope.layers, strict=True))[::layer_step]:
+        elements = _read_head_major_elements(key)
+        alternatives = _list_other_pairings(rope)
+        trial_rope = search_rope(elements, key_positions, dtype=key.array.dtype)
+        if trial_rope is not None:
+            alternatives.append(RopeFrequencies.from_config(trial_rope))
+        ratings = rate_rotations(elements, [rope, *alternatives], key_positions, dtype=key.array.dtype)
+        for alternative, rating in zip(alternatives, ratings[1:], strict=False):
+            if is_clearly_better(rating, ratings[0]) and not (rope is not None and alternative.is_equivalent(rope)):
+                rope_text = "no rotation" if rope is None else rope.label
+                sentences.append(f"K of layer {key.layer} looks rotated by {alternative.label}, not by {rope_text}")
                 break
     return sentences
 
 
-def _flipped(rope: RopeFrequencies | None) -> list[RopeFrequencies]:
+def _list_other_pairings(rope: RopeFrequencies | None) -> list[RopeFrequencies]:
     """The same frequencies with the other pairs."""
     if rope is None:
         return []
@@ -169,36 +173,42 @@ def _flipped(rope: RopeFrequencies | None) -> list[RopeFrequencies]:
     return [replace(rope, pairing=pairing, label=f"{rope.label} in {pairing} pairs")]
 
 
-def _find_by_trial(keys: Sequence[LayerArray], positions: Sequence[Positions]) -> ModelRope:
+def _search_layer_ropes(key_arrays: Sequence[LayerArray], positions: Sequence[Positions]) -> ModelRope:
     """Find the rotation of each layer; of layers that do not show it clearly that of others which fits them best."""
-    tried = [find_rotary(_words(key), at, dtype=key.array.dtype) for key, at in zip(keys, positions, strict=True)]
-    sure = {str(rotary): rotary for rotary in tried if rotary is not None}
-    chosen = []
-    for key, places, rotary in zip(keys, positions, tried, strict=True):
-        best = rotary or _best_fit(key, places, list(sure.values()))
+    found_ropes = [
+        search_rope(_read_head_major_elements(key), key_positions, dtype=key.array.dtype)
+        for key, key_positions in zip(key_arrays, positions, strict=True)
+    ]
+    clear_ropes = {str(rotary): rotary for rotary in found_ropes if rotary is not None}
+    layer_ropes = []
+    for key, key_positions, rotary in zip(key_arrays, positions, found_ropes, strict=True):
+        best = rotary or _select_best_rope(key, key_positions, list(clear_ropes.values()))
         if best is None:
             raise SourceError(
-                f"nothing tells how K is rotated, and K of layer {key.layer} ({count(key.geometry[1], 'token')}) does "
+                f"nothing tells how K is rotated, and K of layer {key.layer} ({pluralize(key.geometry[1], 'token')}) "
+                f"does "
                 "not show it: --rope theta=NUMBER,dims=NUMBER gives it, or --model MODEL has it"
             )
-        chosen.append(RopeFrequencies.from_rotary(best))
-    clear = sum(rotary is not None for rotary in tried)
-    return ModelRope(tuple(chosen), f"found by trial, clearly in {clear} of {count(len(keys), 'layer')}")
+        layer_ropes.append(RopeFrequencies.from_config(best))
+    num_clear = sum(rotary is not None for rotary in found_ropes)
+    return ModelRope(
+        tuple(layer_ropes), f"found by trial, clearly in {num_clear} of {pluralize(len(key_arrays), 'layer')}"
+    )
 
 
-def _best_fit(key: LayerArray, positions: Positions, sure: Sequence[Rotary]) -> Rotary | None:
-    """The one of `sure` that fits a layer best, unless another theta, or no rotation at all, fits it better."""
-    if not sure:
+def _select_best_rope(key: LayerArray, positions: Positions, clear_ropes: Sequence[RopeConfig]) -> RopeConfig | None:
+    """The one of `clear_ropes` that fits a layer best, unless another theta, or no rotation at all, fits it better."""
+    if not clear_ropes:
         return None
-    others = [each for rotary in sure for each in similar_rotaries(rotary)]
-    ropes = [*map(RopeFrequencies.from_rotary, [*sure, *others]), None]
-    ratings = rate_rotations(_words(key), ropes, positions, dtype=key.array.dtype)
+    similar_ropes = [similar_rope for rotary in clear_ropes for similar_rope in list_similar_ropes(rotary)]
+    ropes = [*map(RopeFrequencies.from_config, [*clear_ropes, *similar_ropes]), None]
+    ratings = rate_rotations(_read_head_major_elements(key), ropes, positions, dtype=key.array.dtype)
     if not ratings:
         return None
-    place = int(np.argmax(ratings))
-    return sure[place] if place < len(sure) else None
+    best_index = int(np.argmax(ratings))
+    return clear_ropes[best_index] if best_index < len(clear_ropes) else None
 
 
-def _words(key: LayerArray) -> Words:
-    words = key.array.to_numpy().view(dtypes.by_name(key.array.dtype).numpy)
-    return np.ascontiguousarray(words.transpose(1, 0, 2)) if key.token_major else words
+def _read_head_major_elements(key: LayerArray) -> Elements:
+    elements = key.array.to_numpy().view(dtypes.parse_dtype(key.array.dtype).numpy_dtype)
+    return np.ascontiguousarray(elements.transpose(1, 0, 2)) if key.token_major else elements

@@ -10,26 +10,26 @@ import numpy.typing as npt
 
 from ...dtypes import Indices
 from ...errors import KvmnnError, SourceError
-from ...files.json_document import loads
+from ...files.json_document import loads_strict
 from ...files.mapped import STDIN, MappedFile
-from ...packed.cache_info import MAX_TOKEN_ID, TokenIds, check_ids
+from ...packed.cache_info import MAX_TOKEN_ID, TokenIdsFingerprint, validate_token_ids
 from .. import npy
 
-MAX_BYTES = 1 << 30
+MAX_TOKEN_ID_FILE_BYTES = 1 << 30
 """Of a file of token ids."""
 
 
-def read_token_ids(path: str) -> TokenIds:
+def fingerprint_token_ids(path: str) -> TokenIdsFingerprint:
     """Count and hash of the ids in a file; errors as `load_token_ids`."""
-    return TokenIds.of(load_token_ids(path), where="standard input" if path == STDIN else path)
+    return TokenIdsFingerprint.from_ids(load_token_ids(path), where="standard input" if path == STDIN else path)
 
 
-def load_token_ids(path: str, most: int = MAX_TOKEN_ID) -> Indices:
+def load_token_ids(path: str, max_id: int = MAX_TOKEN_ID) -> Indices:
     """The ids in a file: a JSON list, numbers between spaces or commas, or a ``.npy`` array; ``"-"`` is standard input.
 
     Parameters
     ----------
-    most
+    max_id
         The highest that an id may be.
 
     Raises
@@ -38,38 +38,38 @@ def load_token_ids(path: str, most: int = MAX_TOKEN_ID) -> Indices:
         For a file that holds no list of ids.
     """
     file = MappedFile(path)
-    if file.size > MAX_BYTES:
+    if file.size > MAX_TOKEN_ID_FILE_BYTES:
         raise SourceError(f"{file.label}: {file.size} bytes are too many for a list of token ids")
-    return parsed_token_ids(file.head(file.size), file.label, most)
+    return parse_token_ids(file.read_head(file.size), file.label, max_id)
 
 
-def parsed_token_ids(data: bytes, where: str, most: int = MAX_TOKEN_ID) -> Indices:
-    """The ids in the bytes of such a file, and its errors; `where` begins their messages."""
+def parse_token_ids(data: bytes, label: str, max_id: int = MAX_TOKEN_ID) -> Indices:
+    """The ids in the bytes of such a file, and its errors; `label` begins their messages."""
     try:
-        return check_ids(_ids(data), most).astype(np.int64)
+        return validate_token_ids(_parse_ids(data), max_id).astype(np.int64)
     except KvmnnError as exc:
-        raise SourceError(f"{where}: {exc}") from None
+        raise SourceError(f"{label}: {exc}") from None
     except (ValueError, OverflowError, RecursionError):
-        raise SourceError(f"{where}: holds no list of token ids") from None
+        raise SourceError(f"{label}: holds no list of token ids") from None
 
 
-def _one_text(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
+def _flatten_single_text(ids: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Ids ``[token]``; ``[1, token]`` is a batch of one text."""
     if ids.ndim != 1 and ids.shape[:-1] != (1,):
         raise KvmnnError(f"token ids: expected those of one text, [token], found an array of shape {list(ids.shape)}")
     return ids.reshape(-1)
 
 
-def _ids(data: bytes) -> Any:
+def _parse_ids(data: bytes) -> Any:
     if data.startswith(npy.MAGIC):
-        header = npy.Header(data[: npy.MAX_HEADER], "token ids")
-        ids = np.frombuffer(data, header.dtype, offset=header.size)
-        return _one_text(ids.reshape(header.shape, order=header.order))
+        header = npy.NpyHeader(data[: npy.MAX_NPY_HEADER_BYTES], "token ids")
+        ids = np.frombuffer(data, header.dtype, offset=header.header_bytes)
+        return _flatten_single_text(ids.reshape(header.shape, order=header.order))
     text = data.decode("utf-8-sig")
     if text.lstrip().startswith("["):
-        found = loads(text)
-        for place, each in enumerate(found):
-            if isinstance(each, bool):  # numpy would take it for a number
-                raise KvmnnError(f"token ids: number {place + 1} is {str(each).lower()}: expected a whole number")
-        return found
+        values = loads_strict(text)
+        for index, value in enumerate(values):
+            if isinstance(value, bool):  # numpy would take it for a number
+                raise KvmnnError(f"token ids: number {index + 1} is {str(value).lower()}: expected a whole number")
+        return values
     return [int(word) for word in re.split(r"[\s,]+", text.strip())]

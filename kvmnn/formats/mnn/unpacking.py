@@ -8,35 +8,35 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Literal
 
-from ...arrays.completeness import Completeness, completeness_document, report_missing
-from ...arrays.engine_notes import note_completeness
-from ...arrays.layers import sorted_layers
-from ...arrays.named_array import ArrayInfo, Piece
-from ...arrays.own_order import order_notes
+from ...arrays.completeness import Completeness, build_completeness_document, format_missing
+from ...arrays.engine_notes import add_completeness_metadata
+from ...arrays.layers import collect_layers
+from ...arrays.named_array import ArrayInfo, Chunk
+from ...arrays.own_order import describe_order
 from ...arrays.source import Source
-from ...arrays.undoing import Undo, rounded
+from ...arrays.undoing import Transform, has_lossy_inverse
 from ...errors import OptionError
-from ...files.names import is_directory, with_contents
+from ...files.names import is_directory_output, list_with_contents
 from ...files.output import DirectoryOutput, is_device
 from ...packed.cache_info import CacheInfo
-from ...packed.summary import cache_document, describe_layouts, kept_tokens
-from ...text import LOSSLESS, LOSSY, UNCHANGED, at_rate, count, span
+from ...packed.summary import build_cache_document, describe_evicted_layers, describe_layouts
+from ...text import LOSSLESS, LOSSY, UNCHANGED, format_range, format_rate, pluralize
 from ...threads.pipeline import Progress
-from ..beside import write_beside
-from ..npz import comment_of
-from ..reading import positions_beside
-from ..writing import left_there, lost, metadata_for, write_arrays
+from ..beside import write_sidecars
+from ..npz import build_comment
+from ..reading import build_packed_positions_sidecar
+from ..writing import build_output_metadata, list_lost_information, list_stale_files, write_arrays
 from .dump_writing import write_dump
 
-Form = Literal["arrays", "dump", "packed-dump"]
-FORMS: tuple[Form, ...] = ("arrays", "dump", "packed-dump")
+OutputForm = Literal["arrays", "dump", "packed-dump"]
+OUTPUT_FORMS: tuple[OutputForm, ...] = ("arrays", "dump", "packed-dump")
 """What `unpack` writes: files of arrays, or a KV dump of the engine, plain or packed."""
 
-_STEP = 8 << 20
+_READ_CHUNK_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unpacked:
+class UnpackResult:
     """Plain arrays that were written.
 
     Parameters
@@ -45,7 +45,7 @@ class Unpacked:
         Paths.
     arrays
         What was written.
-    lossy
+    is_lossy
         Whether the words were made from int8 codes.
     seconds
         Time that it took.
@@ -57,7 +57,7 @@ class Unpacked:
         Types of another engine whose blocks the numbers were made from.
     undone
         What llama.cpp had done to K and V and was undone.
-    reread
+    is_read_back
         Whether what was written was read again and compared; dumps and devices are not.
     completeness
         The state of the model that the arrays contain, where that is known.
@@ -70,13 +70,13 @@ class Unpacked:
     input: str
     output: str
     arrays: tuple[ArrayInfo, ...]
-    lossy: bool
+    is_lossy: bool
     seconds: float
     notes: tuple[str, ...] = ()
     cache: CacheInfo | None = None
     dequantised: tuple[str, ...] = ()
-    undone: tuple[Undo, ...] = ()
-    reread: bool = False
+    undone: tuple[Transform, ...] = ()
+    is_read_back: bool = False
     completeness: Completeness | None = None
     doubt: str = ""
     has_padding: bool = False
@@ -93,13 +93,13 @@ class Unpacked:
         ``LOSSY`` for int8, for rotations undone, and where files were read against what they show; None where blocks
         were read as the numbers that they stand for, and nothing was rounded since.
         """
-        if rounded(self.undone) or self.doubt:
+        if has_lossy_inverse(self.undone) or self.doubt:
             return LOSSY
         if self.dequantised:
             return None
-        if self.lossy:
+        if self.is_lossy:
             return LOSSY
-        return LOSSLESS if self.reread else UNCHANGED
+        return LOSSLESS if self.is_read_back else UNCHANGED
 
     def to_dict(self) -> dict[str, Any]:
         """The result as JSON values."""
@@ -112,41 +112,43 @@ class Unpacked:
             "notes": list(self.notes),
             "dequantised": list(self.dequantised),
             "undone": list(self.undone),
-            "cache": cache_document(self.cache),
-            **completeness_document(self.completeness),
-            "arrays": [{"name": a.name, "dtype": a.dtype, "shape": list(a.shape)} for a in self.arrays],
+            "cache": build_cache_document(self.cache),
+            **build_completeness_document(self.completeness),
+            "arrays": [{"name": array.name, "dtype": array.dtype, "shape": list(array.shape)} for array in self.arrays],
         }
 
     def _describe_elements(self) -> str:
         """Which elements were compared: of packed files those of live tokens, where the layout has them."""
         if self.cache is None:
             return "all rows, padding included" if self.has_padding else "live elements"
-        tokens = span(sorted({layer.tokens for layer in self.cache.layers}))
-        return f"live elements: {tokens} tokens in {describe_layouts(self.cache)}"
+        tokens_text = format_range(sorted({layer.tokens for layer in self.cache.layers}))
+        return f"live elements: {tokens_text} tokens in {describe_layouts(self.cache)}"
 
     def __str__(self) -> str:
-        proof = self._describe_elements() + (", read back and compared" if self.reread else ", copied as they are")
-        how = "int8 times scale plus bias" if self.lossy else proof
-        how = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else how
-        how += f", undone: {', '.join(self.undone)}" if self.undone else ""
-        how = f"read as specified, although {self.doubt}" if self.doubt else how
-        said = f"{self.label} ({how})" if self.label else how
-        line = (
-            f"{self.output}: {count(len(self.arrays), 'array')}, {self.raw_bytes:,} bytes, {said}"
-            f"{at_rate(self.raw_bytes, self.seconds)}"
+        verification_text = self._describe_elements() + (
+            ", read back and compared" if self.is_read_back else ", copied as they are"
         )
-        return "\n".join([line, *(f"  {each}" for each in report_missing(self.completeness))])
+        details_text = "int8 times scale plus bias" if self.is_lossy else verification_text
+        details_text = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else details_text
+        details_text += f", undone: {', '.join(self.undone)}" if self.undone else ""
+        details_text = f"read as specified, although {self.doubt}" if self.doubt else details_text
+        label_text = f"{self.label} ({details_text})" if self.label else details_text
+        line = (
+            f"{self.output}: {pluralize(len(self.arrays), 'array')}, {self.raw_bytes:,} bytes, {label_text}"
+            f"{format_rate(self.raw_bytes, self.seconds)}"
+        )
+        return "\n".join([line, *(f"  {state_line}" for state_line in format_missing(self.completeness))])
 
 
 def unpack(
     source: Source,
     output: str,
     *,
-    form: Form = "arrays",
+    form: OutputForm = "arrays",
     run_id: str = "kvmnn",
     force: bool = False,
     progress: Progress | None = None,
-) -> Unpacked:
+) -> UnpackResult:
     """Write the arrays of a packed cache, or of any other source, as plain arrays or as a KV dump.
 
     Parameters
@@ -173,53 +175,58 @@ def unpack(
     KvmnnError
         When the output cannot hold the arrays, exists, or cannot be written.
     """
-    started = time.perf_counter()
-    left: list[str] = []
+    start_time = time.perf_counter()
+    stale_notes: list[str] = []
     if form == "arrays":
-        runs, metadata = _runs(source, progress), metadata_for(source, output)
-        if is_directory(output):  # where the description of packed files has no place
-            metadata |= positions_beside(source.cache)
-        files = write_arrays(output, source.arrays, runs, metadata, force=force, protect=source.files)
-        left += left_there(output, files, metadata)
+        chunks, metadata = _iter_array_chunks(source, progress), build_output_metadata(source, output)
+        if is_directory_output(output):  # where the description of packed files has no place
+            metadata |= build_packed_positions_sidecar(source.cache)
+        files = write_arrays(output, source.arrays, chunks, metadata, force=force, exclude=source.files)
+        stale_notes += list_stale_files(output, files, metadata)
     else:
-        _write_dump(source, output, form, run_id, force, progress)
-    return Unpacked(
+        _write_kv_dump(source, output, form, run_id, force, progress)
+    return UnpackResult(
         input=" ".join(source.inputs),
         output=output,
         arrays=tuple(source.arrays),
-        lossy=source.lossy,
-        seconds=time.perf_counter() - started,
-        notes=(*source.notes, *order_notes(source), *_lost(source, output, form), *left),
+        is_lossy=source.lossy,
+        seconds=time.perf_counter() - start_time,
+        notes=(*source.notes, *describe_order(source), *_iter_lost_information(source, output, form), *stale_notes),
         cache=source.cache,
         dequantised=source.code_types,
-        undone=source.undone or (),
-        reread=form == "arrays" and not is_device(output),
+        undone=source.inverted_transforms or (),
+        is_read_back=form == "arrays" and not is_device(output),
         completeness=source.completeness,
         doubt=source.doubt,
         has_padding=source.engine_cache is not None and source.engine_cache.has_padding,
     )
 
 
-def _suffix(output: str) -> str:
+def _get_suffix(output: str) -> str:
     return PurePath(output).suffix.lower()
 
 
-def _lost(source: Source, output: str, form: Form) -> Iterator[str]:
+def _iter_lost_information(source: Source, output: str, form: OutputForm) -> Iterator[str]:
     """What the output has no place for: of what engine, and which tokens of the text a cache that was cut holds."""
-    if form == "arrays" and _suffix(output) == ".safetensors":
+    if form == "arrays" and _get_suffix(output) == ".safetensors":
         return
     if form == "arrays" and any(array.dtype == "bf16" for array in source.arrays):
         yield f"{output} has bf16 words as uint16 where its format is numpy's, which has no bf16: .safetensors has"
-    yield from lost(source, output if form == "arrays" else f"{output}/")
-    is_npz = _suffix(output) == ".npz" and comment_of(metadata_for(source, output)) is not None
-    says = form == "arrays" and (is_npz or is_directory(output))
-    kept = kept_tokens(source.cache) if source.cache and not says else []
-    if kept:
-        more = f" and so on for {count(len(kept), 'layer')}" if len(kept) > 1 else ""
-        yield f"{output} does not say which tokens of the text it holds, .safetensors and .npz do: {kept[0]}{more}"
+    yield from list_lost_information(source, output if form == "arrays" else f"{output}/")
+    is_npz = _get_suffix(output) == ".npz" and build_comment(build_output_metadata(source, output)) is not None
+    is_complete = form == "arrays" and (is_npz or is_directory_output(output))
+    evicted_layers = describe_evicted_layers(source.cache) if source.cache and not is_complete else []
+    if evicted_layers:
+        more_text = f" and so on for {pluralize(len(evicted_layers), 'layer')}" if len(evicted_layers) > 1 else ""
+        yield (
+            f"{output} does not say which tokens of the text it holds, .safetensors and .npz do: "
+            f"{evicted_layers[0]}{more_text}"
+        )
 
 
-def _write_dump(source: Source, output: str, form: Form, run_id: str, force: bool, progress: Progress | None) -> None:
+def _write_kv_dump(
+    source: Source, output: str, form: OutputForm, run_id: str, force: bool, progress: Progress | None
+) -> None:
     layout = source.cache.layout if source.cache else None
     if form == "packed-dump" and layout is None:
         raise OptionError(
@@ -227,8 +234,8 @@ def _write_dump(source: Source, output: str, form: Form, run_id: str, force: boo
         )
     if form == "packed-dump" and source.cache is not None and not source.cache.is_uniform:
         raise OptionError(f"{' '.join(source.inputs)}: heads differ by layer: use --as dump")
-    arrays = sorted_layers(source)
-    with DirectoryOutput(output, force=force, protect=with_contents(source.files)) as directory:
+    arrays = collect_layers(source)
+    with DirectoryOutput(output, force=force, exclude=list_with_contents(source.files)) as directory:
         write_dump(
             arrays,
             directory,
@@ -237,14 +244,14 @@ def _write_dump(source: Source, output: str, form: Form, run_id: str, force: boo
             flash=layout is None or layout.flash_block is not None,
             progress=progress,
         )
-        write_beside(directory, note_completeness(source))
+        write_sidecars(directory, add_completeness_metadata(source))
         directory.commit()
 
 
-def _runs(source: Source, progress: Progress | None) -> Iterator[tuple[int, Piece]]:
+def _iter_array_chunks(source: Source, progress: Progress | None) -> Iterator[tuple[int, Chunk]]:
     for index, array in enumerate(source.arrays):
-        for piece in array.pieces(_STEP):
-            yield index, piece
+        for chunk in array.iter_chunks(_READ_CHUNK_BYTES):
+            yield index, chunk
             if progress:
-                progress(piece.size)
-            del piece
+                progress(chunk.size)
+            del chunk

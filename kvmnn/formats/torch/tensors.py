@@ -18,7 +18,7 @@ MAX_AXES = 64
 MAX_ELEMENTS = 100_000_000
 """Of a tensor that is read at once; the largest weight that a compressor's loaders take."""
 
-Array = npt.NDArray[Any]
+AnyArray = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class ElementType:
     ----------
     name
         As torch calls it, without ``torch.``.
-    code
+    numpy_code
         numpy type without byte order; ``u2`` for bfloat16, ``u1`` for float8, that of the real part for complex types.
         Empty where torch has no conversion to floats, so that nothing can be read.
     itemsize
         Bytes from one element to the next.
-    refusal
+    refusal_text
         What is said where nothing can be read, if there is more to say than the name.
     """
 
     name: str
-    code: str
+    numpy_code: str
     itemsize: int
-    refusal: str = ""
+    refusal_text: str = ""
 
     @property
     def is_bfloat16(self) -> bool:
@@ -53,9 +53,9 @@ class ElementType:
         """Whether there are imaginary parts, which no conversion keeps."""
         return self.name.startswith("complex")
 
-    def numpy(self, *, big_endian: bool) -> np.dtype[Any]:
+    def to_numpy_dtype(self, *, is_big_endian: bool) -> np.dtype[Any]:
         """The numpy type of the words in a file."""
-        return np.dtype((">" if big_endian else "<") + self.code)
+        return np.dtype((">" if is_big_endian else "<") + self.numpy_code)
 
 
 ELEMENT_TYPES = {
@@ -77,7 +77,7 @@ ELEMENT_TYPES = {
         ElementType("complex128", "f8", 16),
         ElementType("complex64", "f4", 8),
         ElementType("complex32", "f2", 4),
-        *(ElementType(name, "u1", 1) for name in float8.NAMES),
+        *(ElementType(name, "u1", 1) for name in float8.DECODABLE_NAMES),
         ElementType("float4_e2m1fn_x2", "", 1),
         *(
             ElementType(name, "", size, f"quantised elements ({name}) cannot be cast: save what dequantize() gives")
@@ -97,61 +97,61 @@ UNTYPED = ElementType("untyped", "", 1)
 
 
 @dataclass(eq=False, slots=True)
-class Storage:
+class TorchStorage:
     """A run of elements somewhere in a checkpoint.
 
     Parameters
     ----------
     key
         What the checkpoint calls it.
-    element
+    element_type
         Type of its elements.
     nbytes
         Its size.
     read
         Returns all its bytes; checked against the file's checksum where it has one.
-    big_endian
+    is_big_endian
         Byte order of the words.
-    root, begin
+    root, root_offset
         The storage of which this one is a part, if it is one, and where in it (bytes).
     """
 
     key: str
-    element: ElementType
+    element_type: ElementType
     nbytes: int
     read: Callable[[], Bytes]
-    big_endian: bool = False
-    root: Storage | None = None
-    begin: int = 0
+    is_big_endian: bool = False
+    root: TorchStorage | None = None
+    root_offset: int = 0
 
 
 @dataclass(eq=False, slots=True)
-class Tensor:
-    """A strided view of a storage. Use `tensor` to make one of numbers that are not trusted.
+class TorchTensor:
+    """A strided view of a storage. Use `make_tensor` to make one of numbers that are not trusted.
 
     Parameters
     ----------
     storage
         Where the elements lie.
-    element
+    element_type
         Their type; the storage's own unless that is untyped.
     offset, shape, strides
         In elements.
-    negated
+    is_negated
         Whether the tensor's values are the negatives of those in the storage (torch's negation bit).
     """
 
-    storage: Storage
-    element: ElementType
+    storage: TorchStorage
+    element_type: ElementType
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    negated: bool = False
+    is_negated: bool = False
 
     @property
     def type_name(self) -> str:
         """Of the elements, as torch calls it, and what else must be known to read them."""
-        return f"{self.element.name} (negated)" if self.negated else self.element.name
+        return f"{self.element_type.name} (negated)" if self.is_negated else self.element_type.name
 
     @property
     def numel(self) -> int:
@@ -161,14 +161,14 @@ class Tensor:
     @property
     def is_contiguous(self) -> bool:
         """Whether the elements follow each other in the storage, in order; as torch's ``is_contiguous``."""
-        step = 1
+        expected_stride = 1
         for length, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if length != 1 and stride != step:
+            if length != 1 and stride != expected_stride:
                 return self.numel == 0
-            step *= length
+            expected_stride *= length
         return True
 
-    def words(self) -> Array:
+    def read_elements(self) -> AnyArray:
         """The elements as stored, with the tensor's shape; a view of the storage, possibly unaligned.
 
         Of complex elements these are the real parts.
@@ -181,72 +181,79 @@ class Tensor:
             For a type without a conversion to floats, or a storage that is damaged.
         """
         if self.numel > MAX_ELEMENTS:
-            raise LimitError(f"a tensor of shape {_short(list(self.shape))} has more than {MAX_ELEMENTS} elements")
-        return self.view()
+            raise LimitError(
+                f"a tensor of shape {_shorten_text(list(self.shape))} has more than {MAX_ELEMENTS} elements"
+            )
+        return self.read_elements_unbounded()
 
-    def view(self) -> Array:
-        """As `words`, whatever the size: for what reads a view bit by bit."""
-        if not self.element.code:
-            unknown = f"elements of type {self.element.name} have no conversion to floats, in torch neither"
-            raise CheckpointError(self.element.refusal or unknown)
-        words = self.element.numpy(big_endian=self.storage.big_endian)
-        step = self.element.itemsize
+    def read_elements_unbounded(self) -> AnyArray:
+        """As `numpy_dtype`, whatever the size: for what reads a view bit by bit."""
+        if not self.element_type.numpy_code:
+            no_conversion_text = (
+                f"elements of type {self.element_type.name} have no conversion to floats, in torch neither"
+            )
+            raise CheckpointError(self.element_type.refusal_text or no_conversion_text)
+        numpy_dtype = self.element_type.to_numpy_dtype(is_big_endian=self.storage.is_big_endian)
+        itemsize = self.element_type.itemsize
         if self.numel == 0:
-            return np.empty(self.shape, words)
+            return np.empty(self.shape, numpy_dtype)
         data = self.storage.read()
-        begin = self.offset * step
-        if step == words.itemsize and self.strides == _contiguous(self.shape):
-            return data[begin : begin + self.numel * step].view(words).reshape(self.shape)
-        strides = tuple(stride * step for stride in self.strides)
-        return np.ndarray(self.shape, words, data.data, begin, strides)
+        begin = self.offset * itemsize
+        if itemsize == numpy_dtype.itemsize and self.strides == _compute_contiguous_strides(self.shape):
+            return data[begin : begin + self.numel * itemsize].view(numpy_dtype).reshape(self.shape)
+        strides = tuple(stride * itemsize for stride in self.strides)
+        return np.ndarray(self.shape, numpy_dtype, data.data, begin, strides)
 
-    def float32(self) -> Floats:
+    def to_float32(self) -> Floats:
         """The elements as float32: every type becomes that first; the real part of complex ones."""
-        words = self.words()
-        name = self.element.name
-        if name in float8.NAMES:
-            return float8.table(name)[words]
-        if self.element.is_bfloat16:
-            words = (words.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        elements = self.read_elements()
+        name = self.element_type.name
+        if name in float8.DECODABLE_NAMES:
+            return float8.build_value_table(name)[elements]
+        if self.element_type.is_bfloat16:
+            elements = (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
         elif name == "bool":
-            words = words != 0
-        if self.negated:
-            words = np.negative(words)
+            elements = elements != 0
+        if self.is_negated:
+            elements = np.negative(elements)
         with np.errstate(over="ignore", invalid="ignore"):
-            return np.asarray(words, np.float32)
+            return np.asarray(elements, np.float32)
 
 
-def tensor(storage: object, offset: object, shape: object, strides: object, element: ElementType | None) -> Tensor:
-    """A `Tensor` from numbers of unknown origin, none of which is used before all are checked.
+def make_tensor(
+    storage: object, offset: object, shape: object, strides: object, element_type: ElementType | None
+) -> TorchTensor:
+    """A `TorchTensor` from numbers of unknown origin, none of which is used before all are checked.
 
     Raises
     ------
     CheckpointError
         When the numbers are none, or reach outside the storage.
     """
-    if not isinstance(storage, Storage):
+    if not isinstance(storage, TorchStorage):
         raise CheckpointError(f"a tensor over {type(storage).__name__}: expected a storage")
     if not (
         isinstance(shape, tuple | list) and isinstance(strides, tuple | list) and len(shape) == len(strides) <= MAX_AXES
     ):
         raise CheckpointError(f"storage {storage.key[:80]!r}: a tensor whose shape and strides do not go together")
     shape, strides = tuple(shape), tuple(strides)
-    element = element or (ELEMENT_TYPES["uint8"] if storage.element is UNTYPED else storage.element)
-    numel, last = 1, _whole(storage, offset)
+    element_type = element_type or (ELEMENT_TYPES["uint8"] if storage.element_type is UNTYPED else storage.element_type)
+    numel, last_element = 1, _validate_natural(storage, offset)
     for length, stride in zip(shape, strides, strict=True):
-        numel *= _whole(storage, length)
-        last += (length - 1) * _whole(storage, stride)
+        numel *= _validate_natural(storage, length)
+        last_element += (length - 1) * _validate_natural(storage, stride)
     if not numel and math.prod(length or 1 for length in shape) >= 1 << 56:  # which no array has, not even an empty one
-        raise CheckpointError(f"storage {storage.key[:80]!r}: a tensor of the shape {_short(list(shape))}")
-    if numel and element.code and last >= (held := storage.nbytes // element.itemsize):
+        raise CheckpointError(f"storage {storage.key[:80]!r}: a tensor of the shape {_shorten_text(list(shape))}")
+    if numel and element_type.numpy_code and last_element >= (num_elements := storage.nbytes // element_type.itemsize):
         raise CheckpointError(
-            f"storage {storage.key[:80]!r}: a tensor of shape {_short(list(shape))} reaches element {_short(last)}: "
-            f"the storage holds {held}"
+            f"storage {storage.key[:80]!r}: a tensor of shape {_shorten_text(list(shape))} reaches element "
+            f"{_shorten_text(last_element)}: "
+            f"the storage holds {num_elements}"
         )
-    return Tensor(storage, element, _whole(storage, offset), shape, strides)
+    return TorchTensor(storage, element_type, _validate_natural(storage, offset), shape, strides)
 
 
-def without_values(kind: str, refusal: str, shape: object) -> Tensor:
+def make_valueless_tensor(kind: str, refusal_text: str, shape: object) -> TorchTensor:
     """What stands for a tensor whose values are not read: its shape is all that is known.
 
     Raises
@@ -254,21 +261,21 @@ def without_values(kind: str, refusal: str, shape: object) -> Tensor:
     CheckpointError
         For what is no shape.
     """
-    storage = Storage(kind, ElementType(kind, "", 1, refusal), 0, bytes_of_nothing)
-    return tensor(storage, 0, shape, (0,) * len(shape) if isinstance(shape, tuple) else None, None)
+    storage = TorchStorage(kind, ElementType(kind, "", 1, refusal_text), 0, read_empty_storage)
+    return make_tensor(storage, 0, shape, (0,) * len(shape) if isinstance(shape, tuple) else None, None)
 
 
-def bytes_of_nothing() -> Bytes:
+def read_empty_storage() -> Bytes:
     """For storages that have no bytes."""
     return np.empty(0, np.uint8)
 
 
-def _short(value: object) -> str:
+def _shorten_text(value: object) -> str:
     text = str(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
-def _whole(storage: Storage, value: object) -> int:
+def _validate_natural(storage: TorchStorage, value: object) -> int:
     if type(value) is not int or value < 0:
         raise CheckpointError(
             f"storage {storage.key[:80]!r}: a tensor's offset, shape and strides must be whole numbers from 0 on"
@@ -276,10 +283,10 @@ def _whole(storage: Storage, value: object) -> int:
     return value
 
 
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _compute_contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides: list[int] = []
-    step = 1
+    stride = 1
     for length in reversed(shape):
-        strides.append(step)
-        step *= length
+        strides.append(stride)
+        stride *= length
     return tuple(reversed(strides))

@@ -11,11 +11,20 @@ from typing import Any
 
 from ...errors import CheckpointError
 from ._pickles import Global, Unknown
-from .tensors import ELEMENT_TYPES, UNTYPED, ElementType, Storage, Tensor, bytes_of_nothing, tensor, without_values
+from .tensors import (
+    ELEMENT_TYPES,
+    UNTYPED,
+    ElementType,
+    TorchStorage,
+    TorchTensor,
+    make_tensor,
+    make_valueless_tensor,
+    read_empty_storage,
+)
 
-Arguments = tuple[Any, ...]
+PickleArguments = tuple[Any, ...]
 
-_STORAGES = {
+_TYPE_NAME_BY_STORAGE = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -35,23 +44,27 @@ _STORAGES = {
     "QUInt2x4Storage": "quint2x4",
 }
 
-STORAGE_TYPES: dict[str, ElementType] = {
-    **{f"torch.{name}": ELEMENT_TYPES[kind] for name, kind in _STORAGES.items()},
-    **{f"torch.cuda.{name}": ELEMENT_TYPES[kind] for name, kind in _STORAGES.items() if not name.startswith("Q")},
+ELEMENT_TYPE_BY_STORAGE: dict[str, ElementType] = {
+    **{f"torch.{name}": ELEMENT_TYPES[kind] for name, kind in _TYPE_NAME_BY_STORAGE.items()},
+    **{
+        f"torch.cuda.{name}": ELEMENT_TYPES[kind]
+        for name, kind in _TYPE_NAME_BY_STORAGE.items()
+        if not name.startswith("Q")
+    },
     "torch.storage.UntypedStorage": UNTYPED,
 }
 """Element types by the full name of their storage class."""
 
-_TENSORS = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
-_OLD_TENSORS = {
+_TENSOR_CLASS_NAMES = ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+_TYPE_NAME_BY_OLD_TENSOR = {
     "torch.Tensor": "float32",
-    **{f"torch.{name}Tensor": _STORAGES[f"{name}Storage"] for name in _TENSORS},
+    **{f"torch.{name}Tensor": _TYPE_NAME_BY_STORAGE[f"{name}Storage"] for name in _TENSOR_CLASS_NAMES},
 }
 """Element types by the name of a tensor class; torch before 0.1.12 made tensors by them and set their state then."""
 
-_DTYPES = {f"torch.{name}": kind for name, kind in ELEMENT_TYPES.items()}
+_ELEMENT_TYPE_BY_DTYPE = {f"torch.{name}": kind for name, kind in ELEMENT_TYPES.items()}
 
-_OPAQUE = (
+_OPAQUE_GLOBALS = (
     "_codecs.encode",
     "builtins.set",
     "builtins.bytearray",
@@ -66,16 +79,21 @@ _OPAQUE = (
     "torch._utils._rebuild_device_tensor_from_numpy",
     "torch._utils._rebuild_device_tensor_from_cpu_tensor",
 )
-_NAMES_ONLY = (
+_UNCALLABLE_GLOBALS = (
     "torch.storage.TypedStorage",
-    *(f"torch.{place}.{name}Tensor" for place in ("sparse", "cuda.sparse") for name in _TENSORS if name != "Bool"),
+    *(
+        f"torch.{place}.{name}Tensor"
+        for place in ("sparse", "cuda.sparse")
+        for name in _TENSOR_CLASS_NAMES
+        if name != "Bool"
+    ),
     *(f"torch.{scheme}" for scheme in ("per_tensor_affine", "per_channel_affine", "per_tensor_symmetric")),
     *(f"torch.{scheme}" for scheme in ("per_channel_symmetric", "per_channel_affine_float_qparams")),
 )
-_NUMPY = ("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
+_NUMPY_GLOBALS = ("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar")
 
 
-class Names:
+class AllowedGlobals:
     """Resolves the names of one checkpoint; `used_numpy` says afterwards whether it holds numpy scalars."""
 
     def __init__(self) -> None:
@@ -89,23 +107,24 @@ class Names:
         CheckpointError
             For every name that is not on the list.
         """
-        full = f"{module}.{name}"
+        full_name = f"{module}.{name}"
         try:
-            found = _ALLOWED[full]
+            allowed_global = _ALLOWED_GLOBALS[full_name]
         except KeyError:
             raise CheckpointError(
-                f"the pickle asks for {full[:200]!r}, which is not among the names that checkpoints of plain tensors "
+                f"the pickle asks for {full_name[:200]!r}, which is not among the names that checkpoints of plain "
+                f"tensors "
                 "need; nothing that a pickle names is ever run"
             ) from None
-        self.used_numpy |= full in _NUMPY
-        return found
+        self.used_numpy |= full_name in _NUMPY_GLOBALS
+        return allowed_global
 
     def set_state(self, value: object, state: object) -> bool:
         """Give a value that a pickle made what the pickle says it is; False if nothing known has a state like that."""
-        return set_state(value, state)
+        return set_tensor_state(value, state)
 
 
-def _ordered_dict(arguments: Arguments) -> dict[object, object]:
+def _build_ordered_dict(arguments: PickleArguments) -> dict[object, object]:
     if not arguments:
         return {}
     pairs = arguments[0]
@@ -119,127 +138,128 @@ def _ordered_dict(arguments: Arguments) -> dict[object, object]:
     return items
 
 
-def _counter(arguments: Arguments) -> object:
+def _build_counter(arguments: PickleArguments) -> object:
     return arguments[0] if arguments and isinstance(arguments[0], dict) else {}
 
 
-def _size(arguments: Arguments) -> tuple[object, ...]:
+def _build_size(arguments: PickleArguments) -> tuple[object, ...]:
     if len(arguments) == 1 and isinstance(arguments[0], list | tuple):
         return tuple(arguments[0])
     raise CheckpointError("a torch.Size made of something else than one sequence")
 
 
-def _tensor(arguments: Arguments) -> Tensor:
+def _build_tensor(arguments: PickleArguments) -> TorchTensor:
     """``_rebuild_tensor(storage, offset, size, stride)``."""
     if len(arguments) != 4:
         raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 4")
     storage, offset, shape, strides = arguments
-    return tensor(storage, offset, shape, strides, None)
+    return make_tensor(storage, offset, shape, strides, None)
 
 
-def _tensor_v2(arguments: Arguments) -> Tensor:
+def _build_tensor_v2(arguments: PickleArguments) -> TorchTensor:
     """``_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, flags])``."""
     if not 6 <= len(arguments) <= 7:
         raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 6 or 7")
-    return _flagged(_with_gradients(_tensor(arguments[:4]), arguments[4]), arguments[6:])
+    return _apply_flags(_check_gradient(_build_tensor(arguments[:4]), arguments[4]), arguments[6:])
 
 
-def _tensor_v3(arguments: Arguments) -> Tensor:
+def _build_tensor_v3(arguments: PickleArguments) -> TorchTensor:
     """``_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, flags])``."""
     if not 7 <= len(arguments) <= 8:
         raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 7 or 8")
     dtype = arguments[6]
-    element = _DTYPES.get(dtype.name) if isinstance(dtype, Global) else None
-    if element is None:
+    element_type = _ELEMENT_TYPE_BY_DTYPE.get(dtype.name) if isinstance(dtype, Global) else None
+    if element_type is None:
         raise CheckpointError("a tensor whose dtype is none of torch's")
     storage, offset, shape, strides = arguments[:4]
-    found = tensor(storage, offset, shape, strides, element)
-    return _flagged(_with_gradients(found, arguments[4]), arguments[7:])
+    tensor = make_tensor(storage, offset, shape, strides, element_type)
+    return _apply_flags(_check_gradient(tensor, arguments[4]), arguments[7:])
 
 
-_WITH_GRADIENTS = ("float", "bfloat", "complex", "sparse", "meta")
+_DIFFERENTIABLE_PREFIXES = ("float", "bfloat", "complex", "sparse", "meta")
 
 
-def _with_gradients(found: Tensor, wanted: object) -> Tensor:
-    if wanted is True and not found.element.name.startswith(_WITH_GRADIENTS):
-        raise CheckpointError(f"a tensor of type {found.element.name} with a gradient, which torch refuses")
-    return found
+def _check_gradient(tensor: TorchTensor, requires_grad: object) -> TorchTensor:
+    if requires_grad is True and not tensor.element_type.name.startswith(_DIFFERENTIABLE_PREFIXES):
+        raise CheckpointError(f"a tensor of type {tensor.element_type.name} with a gradient, which torch refuses")
+    return tensor
 
 
-_NOT_NEGATED = ("bool", "uint16", "uint32", "uint64")
+_UNNEGATABLE_TYPES = ("bool", "uint16", "uint32", "uint64")
 
 
-def _flagged(found: Tensor, flags: Arguments) -> Tensor:
+def _apply_flags(tensor: TorchTensor, flags: PickleArguments) -> TorchTensor:
     """A tensor with torch's conjugation or negation bit, which are set by the names in `flags` whatever their values.
 
     Conjugating leaves the real part as it is. What torch has no operation for is made a type without values.
     """
     if not (flags and flags[0]):
-        return found
-    names = flags[0]
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names):
+        return tensor
+    flag_names = flags[0]
+    if not isinstance(flag_names, dict) or not all(isinstance(name, str) for name in flag_names):
         raise CheckpointError("a tensor whose flags are no dict of names")
-    name, step = found.element.name, found.element.itemsize
-    if "conj" in names and not found.element.is_complex:
+    name, itemsize = tensor.element_type.name, tensor.element_type.itemsize
+    if "conj" in flag_names and not tensor.element_type.is_complex:
         raise CheckpointError(f"a tensor of type {name} with torch's conjugation bit, which only complex ones have")
-    found.negated = "neg" in names
-    both = "conj" in names and name == "complex32"
-    if found.negated and (both or name in _NOT_NEGATED or name.startswith("float8")):
-        refusal = (
-            f"torch cannot negate elements of type {name}{' that are conjugated' if both else ''}, as a bit demands"
+    tensor.is_negated = "neg" in flag_names
+    is_conjugated_complex32 = "conj" in flag_names and name == "complex32"
+    if tensor.is_negated and (is_conjugated_complex32 or name in _UNNEGATABLE_TYPES or name.startswith("float8")):
+        refusal_text = (
+            f"torch cannot negate elements of type {name}{' that are conjugated' if is_conjugated_complex32 else ''}, "
+            f"as a bit demands"
         )
-        found.element = ElementType(name, "", step, refusal)
-    return found
+        tensor.element_type = ElementType(name, "", itemsize, refusal_text)
+    return tensor
 
 
-def _quantised(arguments: Arguments) -> Tensor:
+def _build_quantised_tensor(arguments: PickleArguments) -> TorchTensor:
     """``_rebuild_qtensor(storage, offset, size, stride, quantizer, requires_grad, hooks)``."""
     if len(arguments) != 7:
         raise CheckpointError(f"a quantised tensor made of {len(arguments)} values: expected 7")
     storage, offset, shape, strides = arguments[:4]
-    found = tensor(storage, offset, shape, strides, None)
-    if found.element.code:
-        raise CheckpointError(f"a quantised tensor of type {found.element.name}")
-    return found
+    tensor = make_tensor(storage, offset, shape, strides, None)
+    if tensor.element_type.numpy_code:
+        raise CheckpointError(f"a quantised tensor of type {tensor.element_type.name}")
+    return tensor
 
 
-def _sparse(arguments: Arguments) -> Tensor:
+def _build_sparse_tensor(arguments: PickleArguments) -> TorchTensor:
     """``_rebuild_sparse_tensor(layout, data)``: the shape is the first tuple in `data`."""
     if len(arguments) != 2 or not isinstance(arguments[1], tuple):
         raise CheckpointError("a sparse tensor that is not put together as torch does")
-    shape = next((part for part in arguments[1] if isinstance(part, tuple)), None)
-    return without_values("sparse", "a sparse tensor: expected a dense one, which to_dense() gives", shape)
+    shape = next((argument for argument in arguments[1] if isinstance(argument, tuple)), None)
+    return make_valueless_tensor("sparse", "a sparse tensor: expected a dense one, which to_dense() gives", shape)
 
 
-def _meta(arguments: Arguments) -> Tensor:
+def _build_meta_tensor(arguments: PickleArguments) -> TorchTensor:
     """``_rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad)``."""
     if len(arguments) != 4:
         raise CheckpointError(f"a meta tensor made of {len(arguments)} values: expected 4")
-    return without_values("meta", "a tensor of the meta device, saved without its values", arguments[1])
+    return make_valueless_tensor("meta", "a tensor of the meta device, saved without its values", arguments[1])
 
 
-def _parameter(arguments: Arguments) -> object:
+def _unwrap_parameter(arguments: PickleArguments) -> object:
     if not arguments:
         raise CheckpointError("a parameter made of nothing")
-    if isinstance(arguments[0], Tensor):
-        _with_gradients(arguments[0], arguments[1] if len(arguments) > 1 else True)
+    if isinstance(arguments[0], TorchTensor):
+        _check_gradient(arguments[0], arguments[1] if len(arguments) > 1 else True)
     return arguments[0]
 
 
-def _old_tensor(element: ElementType) -> Callable[[Arguments], Tensor]:
-    def build(arguments: Arguments) -> Tensor:
+def _make_old_tensor_builder(element_type: ElementType) -> Callable[[PickleArguments], TorchTensor]:
+    def build(arguments: PickleArguments) -> TorchTensor:
         if arguments:
-            raise CheckpointError(f"a {element.name} tensor made of {len(arguments)} values: expected none")
-        return tensor(Storage("", element, 0, bytes_of_nothing), 0, (0,), (1,), None)
+            raise CheckpointError(f"a {element_type.name} tensor made of {len(arguments)} values: expected none")
+        return make_tensor(TorchStorage("", element_type, 0, read_empty_storage), 0, (0,), (1,), None)
 
     return build
 
 
-def _cuda_tensor(arguments: Arguments) -> Tensor:
+def _refuse_cuda_tensor(arguments: PickleArguments) -> TorchTensor:
     raise CheckpointError("a tensor made by a class of torch.cuda, which torch.load cannot place on the CPU")
 
 
-def set_state(value: object, state: object) -> bool:
+def set_tensor_state(value: object, state: object) -> bool:
     """Give a tensor what a pickle says it is; False if nothing known has a state like that.
 
     Old tensors are put together so, from four values; parameters are told of gradients in three, which say nothing.
@@ -249,18 +269,23 @@ def set_state(value: object, state: object) -> bool:
     CheckpointError
         For four values that make no tensor.
     """
-    if not isinstance(value, Tensor) or not isinstance(state, tuple):
+    if not isinstance(value, TorchTensor) or not isinstance(state, tuple):
         return False
     if len(state) != 4:
         return len(state) == 3 and isinstance(state[0], bool)
-    found = tensor(*state, None)
-    if found.element is not value.element:
-        raise CheckpointError(f"a {value.element.name} tensor over a storage of {found.element.name}")
-    value.storage, value.offset, value.shape, value.strides = found.storage, found.offset, found.shape, found.strides
+    tensor = make_tensor(*state, None)
+    if tensor.element_type is not value.element_type:
+        raise CheckpointError(f"a {value.element_type.name} tensor over a storage of {tensor.element_type.name}")
+    value.storage, value.offset, value.shape, value.strides = (
+        tensor.storage,
+        tensor.offset,
+        tensor.shape,
+        tensor.strides,
+    )
     return True
 
 
-def _from_type(arguments: Arguments) -> object:
+def _build_from_type(arguments: PickleArguments) -> object:
     """``_rebuild_from_type_v2(function, type, arguments, state)``: what the function makes, as it is."""
     if len(arguments) != 4 or not isinstance(arguments[0], Global) or not isinstance(arguments[2], tuple):
         raise CheckpointError("a tensor of a class of its own that is not put together as torch does")
@@ -270,29 +295,30 @@ def _from_type(arguments: Arguments) -> object:
     return function.build(arguments[2])
 
 
-def _opaque(arguments: Arguments) -> Unknown:
+def _make_opaque_value(arguments: PickleArguments) -> Unknown:
     return Unknown()
 
 
-_BUILDERS: dict[str, Callable[[Arguments], object]] = {
-    "collections.OrderedDict": _ordered_dict,
-    "collections.Counter": _counter,
-    "torch.Size": _size,
-    "torch._utils._rebuild_tensor": _tensor,
-    "torch._utils._rebuild_tensor_v2": _tensor_v2,
-    "torch._utils._rebuild_tensor_v3": _tensor_v3,
-    "torch._utils._rebuild_qtensor": _quantised,
-    "torch._utils._rebuild_sparse_tensor": _sparse,
-    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
-    **dict.fromkeys((f"torch.cuda.{name}Tensor" for name in _TENSORS), _cuda_tensor),
-    **{name: _old_tensor(ELEMENT_TYPES[kind]) for name, kind in _OLD_TENSORS.items()},
-    "torch.nn.parameter.Parameter": _parameter,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
-    "torch._tensor._rebuild_from_type_v2": _from_type,
-    **dict.fromkeys((*_OPAQUE, *_NUMPY), _opaque),
+_BUILDER_BY_GLOBAL: dict[str, Callable[[PickleArguments], object]] = {
+    "collections.OrderedDict": _build_ordered_dict,
+    "collections.Counter": _build_counter,
+    "torch.Size": _build_size,
+    "torch._utils._rebuild_tensor": _build_tensor,
+    "torch._utils._rebuild_tensor_v2": _build_tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _build_tensor_v3,
+    "torch._utils._rebuild_qtensor": _build_quantised_tensor,
+    "torch._utils._rebuild_sparse_tensor": _build_sparse_tensor,
+    "torch._utils._rebuild_meta_tensor_no_storage": _build_meta_tensor,
+    **dict.fromkeys((f"torch.cuda.{name}Tensor" for name in _TENSOR_CLASS_NAMES), _refuse_cuda_tensor),
+    **{name: _make_old_tensor_builder(ELEMENT_TYPES[kind]) for name, kind in _TYPE_NAME_BY_OLD_TENSOR.items()},
+    "torch.nn.parameter.Parameter": _unwrap_parameter,
+    "torch._utils._rebuild_parameter": _unwrap_parameter,
+    "torch._utils._rebuild_parameter_with_state": _unwrap_parameter,
+    "torch._tensor._rebuild_from_type_v2": _build_from_type,
+    **dict.fromkeys((*_OPAQUE_GLOBALS, *_NUMPY_GLOBALS), _make_opaque_value),
 }
 
-_ALLOWED: dict[str, Global] = {
-    name: Global(name, _BUILDERS.get(name)) for name in (*_BUILDERS, *STORAGE_TYPES, *_DTYPES, *_NAMES_ONLY)
+_ALLOWED_GLOBALS: dict[str, Global] = {
+    name: Global(name, _BUILDER_BY_GLOBAL.get(name))
+    for name in (*_BUILDER_BY_GLOBAL, *ELEMENT_TYPE_BY_STORAGE, *_ELEMENT_TYPE_BY_DTYPE, *_UNCALLABLE_GLOBALS)
 }

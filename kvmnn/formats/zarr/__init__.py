@@ -3,19 +3,19 @@
 Read and written without the package zarr; what is written, zarr, xarray and dask read by the codec in `kvmnn.codecs`.
 """
 
-from ...files.names import is_named_zarr
+from ...files.names import has_zarr_suffix
 from .inspecting import inspect_store
-from .lost_group import lost_group
-from .reading import is_store, read
+from .lost_group import find_orphaned_arrays
+from .reading import is_zarr_store, read
 from .restoring import restore_store, verify_store
 from .writing import encode_store
 
 __all__ = [
     "encode_store",
+    "find_orphaned_arrays",
+    "has_zarr_suffix",
     "inspect_store",
-    "is_named_zarr",
-    "is_store",
-    "lost_group",
+    "is_zarr_store",
     "read",
     "restore_store",
     "verify_store",

@@ -6,52 +6,57 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...arrays import engine_notes
-from ...arrays.engine_cache import of_part
+from ...arrays.engine_cache import select_engine_layers
 from ...arrays.named_array import ArrayInfo
-from ...arrays.names import conventional
-from ...arrays.source import DUMP_KEY, ENGINE_KEY, FILE_KEY, Source, described_by
-from ...files.json_document import Node
-from ..reading import said_of_part
-from .documents import KEY
+from ...arrays.names import parse_conventional_name
+from ...arrays.source import DUMP_KEY, ENGINE_KEY, FILE_KEY, Source, parse_cache_info
+from ...files.json_document import JsonReader
+from ..reading import build_subset_metadata
+from .documents import ATTRIBUTES_KEY
 
-VERSION = 1
-_NOT_OF_STORES = (DUMP_KEY, FILE_KEY, ENGINE_KEY)
-_AXES = {"2": "key_value", "l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "head_dim"}
+ATTRIBUTES_VERSION = 1
+_EXCLUDED_METADATA_KEYS = (DUMP_KEY, FILE_KEY, ENGINE_KEY)
+_DIMENSION_NAME_BY_AXIS = {"2": "key_value", "l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "head_dim"}
 
 
-def of_store(source: Source) -> dict[str, Any]:
+def build_group_attributes(source: Source) -> dict[str, Any]:
     """Attributes of the group."""
     cache = source.engine_cache
-    said: dict[str, Any] = {
-        "version": VERSION,
+    document: dict[str, Any] = {
+        "version": ATTRIBUTES_VERSION,
         "arrays": list(source),
         "axes": source.axes,
         "token_major": source.token_major,
         "lossy": source.lossy,
         "metadata": {
-            key: text for key, text in engine_notes.note_completeness(source).items() if key not in _NOT_OF_STORES
+            key: text
+            for key, text in engine_notes.add_completeness_metadata(source).items()
+            if key not in _EXCLUDED_METADATA_KEYS
         },
     }
     if cache is not None:
-        said["cache"] = engine_notes.document(cache)
-    return {KEY: said}
+        document["cache"] = engine_notes.build_engine_document(cache)
+    return {ATTRIBUTES_KEY: document}
 
 
-def of_array(array: ArrayInfo, sha256: str) -> dict[str, Any]:
+def build_array_attributes(array: ArrayInfo, sha256: str) -> dict[str, Any]:
     """Attributes of an array."""
-    said: dict[str, Any] = {"name": array.name, "dtype": array.dtype, "sha256": sha256}
-    place = conventional(array.name)
-    if place is not None:
-        said |= {"layer": place.layer, "part": place.part}
-    return {KEY: said}
+    document: dict[str, Any] = {"name": array.name, "dtype": array.dtype, "sha256": sha256}
+    parsed_name = parse_conventional_name(array.name)
+    if parsed_name is not None:
+        document |= {"layer": parsed_name.layer, "part": parsed_name.part}
+    return {ATTRIBUTES_KEY: document}
 
 
-def dimension_names(source: Source) -> list[list[str]]:
+def choose_dimension_names(source: Source) -> list[list[str]]:
     """Names for the axes of every array: those that differ in length from array to array end in it.
 
     xarray takes all arrays of a store as one data set, where a name has one length.
     """
-    names = [[_AXES.get(letter, letter) for letter in _letters(source, array)] for array in source.arrays]
+    names = [
+        [_DIMENSION_NAME_BY_AXIS.get(letter, letter) for letter in _list_axis_names(source, array)]
+        for array in source.arrays
+    ]
     lengths: dict[str, set[int]] = {}
     for array, axes in zip(source.arrays, names, strict=True):
         for name, length in zip(axes, array.shape, strict=True):
@@ -65,25 +70,25 @@ def dimension_names(source: Source) -> list[list[str]]:
     ]
 
 
-def _letters(source: Source, array: ArrayInfo) -> Sequence[str]:
+def _list_axis_names(source: Source, array: ArrayInfo) -> Sequence[str]:
     """A letter for each axis, or what stands for one where nothing says what the axes are."""
-    axes = len(array.shape)
-    if source.axes is not None and len(source.axes) == axes:
+    num_axes = len(array.shape)
+    if source.axes is not None and len(source.axes) == num_axes:
         return source.axes
-    place = conventional(array.name)
-    if place is not None and axes == 3:
-        return "thd" if source.token_major else place.order
-    if place is not None and axes == 4 and place.order == "htd":
+    parsed_name = parse_conventional_name(array.name)
+    if parsed_name is not None and num_axes == 3:
+        return "thd" if source.token_major else parsed_name.order
+    if parsed_name is not None and num_axes == 4 and parsed_name.order == "htd":
         return "bthd" if source.token_major else "bhtd"
-    return [f"axis_{index}" for index in range(axes)]
+    return [f"axis_{index}" for index in range(num_axes)]
 
 
-def apply(source: Source, attributes: Mapping[str, Any], where: str, *, part: bool = False) -> None:
-    """Give a source what `of_store` noted down of it; nothing where that is from somebody else.
+def restore_attributes(source: Source, attributes: Mapping[str, Any], label: str, *, is_subset: bool = False) -> None:
+    """Give a source what `build_group_attributes` noted down of it; nothing where that is from somebody else.
 
     Parameters
     ----------
-    part
+    is_subset
         Whether some arrays were chosen: of those it is said then.
 
     Raises
@@ -91,25 +96,25 @@ def apply(source: Source, attributes: Mapping[str, Any], where: str, *, part: bo
     ManifestError
         Where it is malformed.
     """
-    node = Node(attributes, where, "attributes")
-    if KEY not in attributes:
+    node = JsonReader(attributes, label, "attributes")
+    if ATTRIBUTES_KEY not in attributes:
         return
-    said = node.at(KEY)
-    said.at("version").check_version(VERSION)
-    metadata = said.at("metadata").text_map()
-    source.metadata = said_of_part(metadata, described_by(metadata, where)) if part else metadata
-    engine_notes.apply_completeness(source, where)
-    source.token_major = said.at("token_major").boolean()
-    source.lossy = said.at("lossy").boolean()
-    axes = said.at("axes")
-    source.axes = None if axes.value is None else axes.text()
-    if "cache" in said.value:
-        cache = engine_notes.engine_cache(said.at("cache"))
-        source.engine_cache = of_part(cache, names_in(attributes), source) if part else cache
+    own_node = node.get(ATTRIBUTES_KEY)
+    own_node.get("version").check_version(ATTRIBUTES_VERSION)
+    metadata = own_node.get("metadata").read_str_map()
+    source.metadata = build_subset_metadata(metadata, parse_cache_info(metadata, label)) if is_subset else metadata
+    engine_notes.restore_completeness(source, label)
+    source.token_major = own_node.get("token_major").read_bool()
+    source.lossy = own_node.get("lossy").read_bool()
+    axes = own_node.get("axes")
+    source.axes = None if axes.value is None else axes.read_str()
+    if "cache" in own_node.value:
+        cache = engine_notes.parse_engine_cache(own_node.get("cache"))
+        source.engine_cache = select_engine_layers(cache, list_array_names(attributes), source) if is_subset else cache
 
 
-def names_in(attributes: Mapping[str, Any]) -> list[str]:
+def list_array_names(attributes: Mapping[str, Any]) -> list[str]:
     """The names of the arrays in their order, as far as they are noted down."""
-    said = attributes.get(KEY)
-    names = said.get("arrays") if isinstance(said, dict) else None
+    document = attributes.get(ATTRIBUTES_KEY)
+    names = document.get("arrays") if isinstance(document, dict) else None
     return [name for name in names if isinstance(name, str)] if isinstance(names, list) else []

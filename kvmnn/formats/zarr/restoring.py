@@ -8,66 +8,66 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ...arrays.named_array import Piece
+from ...arrays.named_array import Chunk
 from ...arrays.source import Source
-from ...bundle.verifying import Verified
-from ...checks import shown
+from ...bundle.verifying import VerifyResult
+from ...checks import repr_short
 from ...errors import OptionError, SourceError
-from ...files.changes import Reading
-from ...files.output import Stream, is_device
+from ...files.changes import InputGuard
+from ...files.output import BinaryStream, is_device
 from ...threads.pipeline import Progress
-from ..beside import folder_files
+from ..beside import collect_folder_sidecars
 from ..options import ReadOptions
 from ..raw import write_raw
-from ..restoring import Restored
-from ..writing import left_there, lost, metadata_for, write_arrays
-from .places import DOCUMENT, Place, consolidated, place_at
-from .reading import StoredArray, read, stored
+from ..restoring import RestoreResult
+from ..writing import build_output_metadata, list_lost_information, list_stale_files, write_arrays
+from .places import DOCUMENT_NAME, ZarrStore, get_consolidated_metadata, open_zarr_store
+from .reading import ZarrArray, list_zarr_arrays, read
 
-_STEP = 8 << 20
+_READ_CHUNK_BYTES = 8 << 20
 
 
-class RestoredStore(Restored):
+class RestoreStoreResult(RestoreResult):
     """Arrays that were read from a store and written; proved where the store has a hash of each."""
 
     def __str__(self) -> str:
         return super().__str__().replace("sha256 of the manifest", "sha256 of the store")
 
 
-class VerifiedStore(Verified):
+class VerifyStoreResult(VerifyResult):
     """What decoding every chunk of a store has shown."""
 
     def __str__(self) -> str:
-        said = super().__str__().replace("sha256 of the manifest", "sha256 of the store")
-        return said.replace("no manifest and no --against", "an array has no sha256")
+        text = super().__str__().replace("sha256 of the manifest", "sha256 of the store")
+        return text.replace("no manifest and no --against", "an array has no sha256")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Account:
+class _StoreStats:
     """How much there is in a store."""
 
     hashes: list[str | None]
-    files: int
-    nbytes: int
+    num_files: int
+    stored_bytes: int
 
 
-def _account(path: str, source: Source) -> _Account:
+def _collect_store_stats(path: str, source: Source) -> _StoreStats:
     """Of the arrays of a source; sizes of files, none of which is read."""
     names = set(source)
-    arrays: list[StoredArray] = [make() for name, make in stored(path)[0] if name in names]
-    sizes = [size for array in arrays for size in array.sizes()]
-    by_name = {array.name: array.sha256 for array in arrays}
-    return _Account(hashes=[by_name[name] for name in source], files=len(sizes), nbytes=sum(sizes))
+    arrays: list[ZarrArray] = [make_array() for name, make_array in list_zarr_arrays(path)[0] if name in names]
+    sizes = [size for array in arrays for size in array.list_chunk_sizes()]
+    hash_by_name = {array.name: array.sha256 for array in arrays}
+    return _StoreStats(hashes=[hash_by_name[name] for name in source], num_files=len(sizes), stored_bytes=sum(sizes))
 
 
 def restore_store(
     path: str,
-    output: str | os.PathLike[str] | Stream,
+    output: str | os.PathLike[str] | BinaryStream,
     options: ReadOptions | None = None,
     *,
     force: bool = False,
     progress: Progress | None = None,
-) -> RestoredStore:
+) -> RestoreStoreResult:
     """Decode the arrays of a Zarr store and write them; the hashes that kvmnn noted down are compared.
 
     Parameters
@@ -88,57 +88,61 @@ def restore_store(
     KvmnnError
         As `kvmnn.formats.restore`. No file is left behind then.
     """
-    started = time.perf_counter()
-    source = read(path, options or ReadOptions(frames=False))
-    account = _account(path, source)
-    hashes = [sha256 for sha256 in account.hashes if sha256]
-    verified = len(hashes) == len(source)
+    start_time = time.perf_counter()
+    source = read(path, options or ReadOptions(decode_frames=False))
+    stats = _collect_store_stats(path, source)
+    hashes = [sha256 for sha256 in stats.hashes if sha256]
+    is_verified = len(hashes) == len(source)
     files: list[str] = []
-    name: str | None = None
+    output_path: str | None = None
     if isinstance(output, str | os.PathLike):
-        name = os.fspath(output)
+        output_path = os.fspath(output)
         files = write_arrays(
-            name,
+            output_path,
             source.arrays,
-            _runs(source, progress),
-            metadata_for(source, name),
-            hashes=hashes if verified and not is_device(name) else None,
+            _iter_source_chunks(source, progress),
+            build_output_metadata(source, output_path),
+            hashes=hashes if is_verified and not is_device(output_path) else None,
             force=force,
-            protect=source.inputs,
+            exclude=source.inputs,
             threads=options.threads if options else None,
         )
     else:
         if len(source) > 1:
             raise OptionError(f"a stream carries one array, not {len(source)}: use -o DIR/ or -o X.npz")
-        with Reading():
-            write_raw(output, source.arrays, _runs(source, progress), {})
+        with InputGuard():
+            write_raw(output, source.arrays, _iter_source_chunks(source, progress), {})
         output.flush()
-    return RestoredStore(
+    return RestoreStoreResult(
         input=source.inputs[0],
-        output=name,
+        output=output_path,
         arrays=tuple(source.arrays),
-        verified=verified,
-        reread=name is not None and not is_device(name),
+        is_verified=is_verified,
+        is_read_back=output_path is not None and not is_device(output_path),
         files=tuple(files),
-        stored_bytes=account.nbytes,
-        seconds=time.perf_counter() - started,
-        unknown="" if verified else "no sha256 in the store to check them against",
-        beside=tuple(folder_files(source.metadata, source.inputs[0])) if files else (),
-        notes=(*lost(source, name), *left_there(name, files, source.metadata)) if name is not None else (),
+        stored_bytes=stats.stored_bytes,
+        seconds=time.perf_counter() - start_time,
+        unknown_properties="" if is_verified else "no sha256 in the store to check them against",
+        beside=tuple(collect_folder_sidecars(source.metadata, source.inputs[0])) if files else (),
+        notes=(*list_lost_information(source, output_path), *list_stale_files(output_path, files, source.metadata))
+        if output_path is not None
+        else (),
         completeness=source.completeness,
     )
 
 
-def _runs(source: Source, progress: Progress | None) -> Iterator[tuple[int, Piece]]:
+def _iter_source_chunks(source: Source, progress: Progress | None) -> Iterator[tuple[int, Chunk]]:
     for index, array in enumerate(source.arrays):
-        for piece in array.pieces(_STEP):
-            yield index, piece
+        for chunk in array.iter_chunks(_READ_CHUNK_BYTES):
+            yield index, chunk
             if progress:
-                progress(piece.size)
-            del piece
+                progress(chunk.size)
+            del chunk
 
 
-def verify_store(path: str, options: ReadOptions | None = None, *, progress: Progress | None = None) -> VerifiedStore:
+def verify_store(
+    path: str, options: ReadOptions | None = None, *, progress: Progress | None = None
+) -> VerifyStoreResult:
     """Decode every chunk of a store again, and compare the hashes that kvmnn noted down.
 
     Raises
@@ -147,32 +151,37 @@ def verify_store(path: str, options: ReadOptions | None = None, *, progress: Pro
         When a chunk does not decode, or a hash differs, or the group says other things of an array than its own
         document: which of them is read is up to the reader.
     """
-    started = time.perf_counter()
-    source = read(path, options or ReadOptions(frames=False))
-    account = _account(path, source)
-    _check_consolidated(place_at(path))
-    with Reading():
-        deque((None for _ in _runs(source, progress)), maxlen=0)
-    return VerifiedStore(
+    start_time = time.perf_counter()
+    source = read(path, options or ReadOptions(decode_frames=False))
+    stats = _collect_store_stats(path, source)
+    _check_consolidated(open_zarr_store(path))
+    with InputGuard():
+        deque((None for _ in _iter_source_chunks(source, progress)), maxlen=0)
+    return VerifyStoreResult(
         input=source.inputs[0],
         against=(),
-        proof="sha256" if all(account.hashes) else None,
+        proof="sha256" if all(stats.hashes) else None,
         difference=None,
         raw_bytes=source.nbytes,
-        stored_bytes=account.nbytes,
+        stored_bytes=stats.stored_bytes,
         arrays=len(source),
-        frames=account.files,
-        seconds=time.perf_counter() - started,
+        frames=stats.num_files,
+        seconds=time.perf_counter() - start_time,
     )
 
 
-def _check_consolidated(place: Place) -> None:
+def _check_consolidated(store: ZarrStore) -> None:
     """`SourceError` where the group's document says other things of an array than its own."""
-    group = place.document(DOCUMENT)
-    for name, entry in (consolidated(group) or {}).items() if group else ():
-        own = place.own_document(f"{name}/{DOCUMENT}")
-        if isinstance(entry, dict) and entry.get("node_type") == "array" and (own is None or own.value != entry):
+    group = store.read_document(DOCUMENT_NAME)
+    for name, entry in (get_consolidated_metadata(group) or {}).items() if group else ():
+        own_document = store.read_own_document(f"{name}/{DOCUMENT_NAME}")
+        if (
+            isinstance(entry, dict)
+            and entry.get("node_type") == "array"
+            and (own_document is None or own_document.value != entry)
+        ):
             raise SourceError(
-                f"{place.of(DOCUMENT)}: its consolidated_metadata says other things of {shown(name)} than "
-                f"{shown(name)}/{DOCUMENT}: some readers take the one, others the other"
+                f"{store.get_path(DOCUMENT_NAME)}: its consolidated_metadata says other things of {repr_short(name)} "
+                f"than "
+                f"{repr_short(name)}/{DOCUMENT_NAME}: some readers take the one, others the other"
             )

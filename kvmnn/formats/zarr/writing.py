@@ -15,42 +15,46 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...arrays.named_array import NamedArray, Piece
+from ...arrays.named_array import Chunk, LazyArray
 from ...arrays.source import Source
 from ...bundle.encoding import EncodeOptions
 from ...bundle.manifest import ArrayEntry, FrameEntry, Manifest
-from ...bundle.writing import Encoded
-from ...codecs.chunks import MAX_CHUNK_BYTES, NAME
+from ...bundle.writing import EncodeResult
+from ...codecs.chunks import CODEC_NAME, MAX_CHUNK_BYTES
 from ...dtypes import Bytes
 from ...errors import KvmnnError, LimitError, OptionError, OutputError
-from ...files.names import file_names
+from ...files.names import make_file_names
 from ...files.output import DirectoryOutput
 from ...files.urls import is_url
 from ...frames import predictors, zstd
-from ...threads.digest import Digester
-from ...threads.pipeline import Progress, ordered
+from ...threads.digest import BackgroundHasher
+from ...threads.pipeline import Progress, ordered_map
 from ..options import ReadOptions
 from . import attributes
-from .grid import MAX_CHUNKS, Index, chunk_shape, counts, cut_axis
-from .places import DOCUMENT, MAX_DOCUMENT, Place
-from .reading import is_store, read
+from .grid import MAX_CHUNKS, ChunkIndex, choose_chunk_shape, count_chunks, find_split_axis
+from .places import DOCUMENT_NAME, MAX_DOCUMENT_BYTES, ZarrStore
+from .reading import is_zarr_store, read
 from .uploading import Upload
 
-CHUNK_BYTES = 4 << 20
+DEFAULT_CHUNK_BYTES = 4 << 20
 """Raw bytes of a chunk where nothing else is said."""
-_TYPES = {"fp16": "float16", "bf16": "uint16", "fp32": "float32"}
-_STEP = 8 << 20
-_LISTED = 4
+_DATA_TYPE_BY_DTYPE = {"fp16": "float16", "bf16": "uint16", "fp32": "float32"}
+_READ_CHUNK_BYTES = 8 << 20
+_MAX_LISTED_NAMES = 4
 
 
-class EncodedStore(Encoded):
-    """Arrays that were written as a store; `Encoded.manifest` lists their chunks."""
+class EncodeStoreResult(EncodeResult):
+    """Arrays that were written as a store; `EncodeResult.manifest` lists their chunks."""
 
-    def _renamed(self) -> str:
+    def _describe_renames(self) -> str:
         folders = ((array.name, array.frames[0].file.partition("/")[0]) for array in self.manifest.arrays)
-        changed = [f"{name!r} in {folder}" for name, folder in folders if name != folder]
-        more = f" and {len(changed) - _LISTED:,} more" if len(changed) > _LISTED else ""
-        return f"directories of other names than their arrays: {', '.join(changed[:_LISTED])}{more}" if changed else ""
+        renames = [f"{name!r} in {folder}" for name, folder in folders if name != folder]
+        more_text = f" and {len(renames) - _MAX_LISTED_NAMES:,} more" if len(renames) > _MAX_LISTED_NAMES else ""
+        return (
+            f"directories of other names than their arrays: {', '.join(renames[:_MAX_LISTED_NAMES])}{more_text}"
+            if renames
+            else ""
+        )
 
 
 def encode_store(
@@ -60,7 +64,7 @@ def encode_store(
     *,
     force: bool = False,
     progress: Progress | None = None,
-) -> EncodedStore:
+) -> EncodeStoreResult:
     """Encode all arrays of a source into a Zarr store (version 3) whose chunks are frames.
 
     Parameters
@@ -89,80 +93,84 @@ def encode_store(
     options = options or EncodeOptions()
     if options.block or options.allow_raw or options.dense:
         raise OptionError("--block, --allow-raw and --codec dense: every chunk of a Zarr store is a frame")
-    started, path = time.perf_counter(), os.fspath(output).rstrip("/" + os.sep)
+    start_time, path = time.perf_counter(), os.fspath(output).rstrip("/" + os.sep)
     if is_url(path):
-        with Upload(path, force=force, protect=source.files) as upload:
-            entries = _write(source, upload, options, progress)
+        with Upload(path, force=force, exclude=source.files) as upload:
+            entries = _write_store(source, upload, options, progress)
             if options.verify:
-                upload.flush()
-                _read_back(upload.target, upload.place, entries, options.threads)
+                upload.finish_files()
+                _verify_written(upload.target, upload.store, entries, options.threads)
             upload.commit()
-        return _encoded(source, upload.target, entries, options, started)
-    if os.path.isdir(path) and os.listdir(path) and not is_store(path):
+        return _make_result(source, upload.target, entries, options, start_time)
+    if os.path.isdir(path) and os.listdir(path) and not is_zarr_store(path):
         raise OutputError(f"{path}: is a directory, and no Zarr store that could be replaced")
-    with DirectoryOutput(path, force=force, protect=source.files, replaces=True) as directory:
-        entries = _write(source, directory, options, progress)
+    with DirectoryOutput(path, force=force, exclude=source.files, replace_existing=True) as directory:
+        entries = _write_store(source, directory, options, progress)
         if options.verify:
-            directory.flush()
-            _read_back(str(directory.target), Place(str(directory.staged)), entries, options.threads)
+            directory.finish_files()
+            _verify_written(str(directory.target), ZarrStore(str(directory.staging_folder)), entries, options.threads)
         directory.commit()
-    return _encoded(source, path, entries, options, started)
+    return _make_result(source, path, entries, options, start_time)
 
 
-def _encoded(
-    source: Source, path: str, entries: list[ArrayEntry], options: EncodeOptions, started: float
-) -> EncodedStore:
-    return EncodedStore(
+def _make_result(
+    source: Source, path: str, entries: list[ArrayEntry], options: EncodeOptions, start_time: float
+) -> EncodeStoreResult:
+    return EncodeStoreResult(
         output=path,
-        manifest=_manifest(entries, options, source),
-        verified=options.verify,
-        seconds=time.perf_counter() - started,
+        manifest=_build_manifest(entries, options, source),
+        is_verified=options.verify,
+        seconds=time.perf_counter() - start_time,
         cache=source.cache,
         completeness=source.completeness,
     )
 
 
-def _write(
+def _write_store(
     source: Source, directory: DirectoryOutput | Upload, options: EncodeOptions, progress: Progress | None
 ) -> list[ArrayEntry]:
-    folders = _folders([array.name for array in source.arrays])
-    dimensions = attributes.dimension_names(source)
+    folders = _choose_folder_names([array.name for array in source.arrays])
+    dimensions = attributes.choose_dimension_names(source)
     entries, documents = [], {}
-    for array, folder, names in zip(source.arrays, folders, dimensions, strict=True):
-        array = _words(array)
-        chunks = _chunks(array, CHUNK_BYTES if options.frame_bytes is None else options.frame_bytes)
-        entry = _write_array(array, folder, chunks, directory, options, progress)
-        documents[folder] = _array_document(array, chunks, names, options.effort, str(entry.sha256))
-        directory.file(f"{folder}/{DOCUMENT}").write(_json(documents[folder], directory, folder))
+    for array, folder, axis_names in zip(source.arrays, folders, dimensions, strict=True):
+        array = _to_element_array(array)
+        chunk_shape = _choose_array_chunk_shape(
+            array, DEFAULT_CHUNK_BYTES if options.frame_bytes is None else options.frame_bytes
+        )
+        entry = _write_array(array, folder, chunk_shape, directory, options, progress)
+        documents[folder] = _build_array_document(array, chunk_shape, axis_names, options.effort, str(entry.sha256))
+        directory.open_file(f"{folder}/{DOCUMENT_NAME}").write(_dump_json(documents[folder], directory, folder))
         entries.append(entry)
     group = {
         "zarr_format": 3,
         "node_type": "group",
-        "attributes": attributes.of_store(source),
+        "attributes": attributes.build_group_attributes(source),
         "consolidated_metadata": {"kind": "inline", "must_understand": False, "metadata": documents},
     }
-    directory.file(DOCUMENT).write(_json(group, directory, ""))
+    directory.open_file(DOCUMENT_NAME).write(_dump_json(group, directory, ""))
     return entries
 
 
-def _json(document: dict[str, Any], directory: DirectoryOutput | Upload, folder: str) -> bytes:
+def _dump_json(document: dict[str, Any], directory: DirectoryOutput | Upload, folder: str) -> bytes:
     try:
         text = json.dumps(document, indent=1, allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise OutputError(f"{directory.target}: {folder or 'the store'}: attributes are no JSON: {error}") from None
-    if len(text) > MAX_DOCUMENT:
+    if len(text) > MAX_DOCUMENT_BYTES:
         raise LimitError(f"{directory.target}: the attributes of {folder or 'the store'} have {len(text):,} bytes")
     return text
 
 
-def _folders(names: Sequence[str]) -> list[str]:
+def _choose_folder_names(names: Sequence[str]) -> list[str]:
     """Names of directories for arrays: such as Zarr takes for nodes."""
-    return file_names([f"array_{name}" if name.startswith("__") or name == DOCUMENT else name for name in names], "")
+    return make_file_names(
+        [f"array_{name}" if name.startswith("__") or name == DOCUMENT_NAME else name for name in names], ""
+    )
 
 
-def _words(array: NamedArray) -> NamedArray:
+def _to_element_array(array: LazyArray) -> LazyArray:
     """The array as words of its type: raw bytes, and integers that stand for them, are numbers in a store."""
-    if array.itemsize == array.word_bytes:
+    if array.itemsize == array.coded_itemsize:
         return array
     if array.element:
         raise OutputError(
@@ -171,79 +179,83 @@ def _words(array: NamedArray) -> NamedArray:
         )
     if len(array.shape) != 1:
         raise OutputError(f"array {array.name!r}: raw bytes in {len(array.shape)} axes have no place in a Zarr store")
-    return replace(array, shape=(array.nbytes // array.word_bytes,), array_dtype=f"<u{array.word_bytes}")
+    return replace(array, shape=(array.nbytes // array.coded_itemsize,), array_dtype=f"<u{array.coded_itemsize}")
 
 
-def _chunks(array: NamedArray, limit: int) -> Index:
+def _choose_array_chunk_shape(array: LazyArray, max_bytes: int) -> ChunkIndex:
     """Chunks in memory order."""
     shape = array.shape if array.order == "C" else array.shape[::-1]
-    found = chunk_shape(shape, array.itemsize, limit)
-    if (size := math.prod(found) * array.itemsize) > MAX_CHUNK_BYTES:
+    chunk_shape = choose_chunk_shape(shape, array.itemsize, max_bytes)
+    if (chunk_bytes := math.prod(chunk_shape) * array.itemsize) > MAX_CHUNK_BYTES:
         raise LimitError(
-            f"array {array.name!r}: a chunk would have {size:,} bytes, above the limit of {MAX_CHUNK_BYTES:,} "
+            f"array {array.name!r}: a chunk would have {chunk_bytes:,} bytes, above the limit of {MAX_CHUNK_BYTES:,} "
             "(--frame-bytes cuts smaller ones)"
         )
-    if (number := math.prod(counts(shape, found))) > MAX_CHUNKS:
-        raise LimitError(f"array {array.name!r}: would have {number:,} chunks, above the limit of {MAX_CHUNKS:,}")
-    return found
+    if (num_chunks := math.prod(count_chunks(shape, chunk_shape))) > MAX_CHUNKS:
+        raise LimitError(f"array {array.name!r}: would have {num_chunks:,} chunks, above the limit of {MAX_CHUNKS:,}")
+    return chunk_shape
 
 
-def _array_document(array: NamedArray, chunks: Index, names: list[str], effort: str, sha256: str) -> dict[str, Any]:
-    codecs: list[dict[str, Any]] = [{"name": NAME, "configuration": {"effort": effort}}]
+def _build_array_document(
+    array: LazyArray, chunk_shape: ChunkIndex, axis_names: list[str], effort: str, sha256: str
+) -> dict[str, Any]:
+    codecs: list[dict[str, Any]] = [{"name": CODEC_NAME, "configuration": {"effort": effort}}]
     if array.order == "F":
-        turned = list(range(len(array.shape)))[::-1]
-        codecs.insert(0, {"name": "transpose", "configuration": {"order": turned}})
+        reversed_axes = list(range(len(array.shape)))[::-1]
+        codecs.insert(0, {"name": "transpose", "configuration": {"order": reversed_axes}})
     return {
         "zarr_format": 3,
         "node_type": "array",
         "shape": list(array.shape),
-        "data_type": _TYPES[array.dtype],
+        "data_type": _DATA_TYPE_BY_DTYPE[array.dtype],
         "chunk_grid": {
             "name": "regular",
-            "configuration": {"chunk_shape": list(chunks if array.order == "C" else chunks[::-1])},
+            "configuration": {"chunk_shape": list(chunk_shape if array.order == "C" else chunk_shape[::-1])},
         },
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
         "fill_value": 0 if array.dtype == "bf16" else 0.0,
         "codecs": codecs,
-        "attributes": attributes.of_array(array, sha256),
-        "dimension_names": names,
+        "attributes": attributes.build_array_attributes(array, sha256),
+        "dimension_names": axis_names,
         "storage_transformers": [],
     }
 
 
-class _Job(NamedTuple):
-    chunk: Index
-    piece: Piece
+class _ChunkJob(NamedTuple):
+    chunk_index: ChunkIndex
+    data: Chunk
 
 
 def _write_array(
-    array: NamedArray,
+    array: LazyArray,
     folder: str,
-    chunks: Index,
+    chunk_shape: ChunkIndex,
     directory: DirectoryOutput | Upload,
     options: EncodeOptions,
     progress: Progress | None,
 ) -> ArrayEntry:
-    chosen = replace(options.for_array(array.name), verify=False)  # all is read back from the files
+    array_options = replace(options.resolve_for_array(array.name), verify=False)  # all is read back from the files
     digest, lock = hashlib.sha256(), threading.Lock()
     frames = []
 
-    def make(job: _Job, threads: int | None) -> bytes:
-        return chosen.encode(_padded(job.piece, nbytes), array.dtype, threads, step)
+    def encode_job(job: _ChunkJob, threads: int | None) -> bytes:
+        return array_options.encode_chunk(_pad_chunk(job.data, nbytes), array.dtype, threads, report_progress)
 
-    def step(done: int) -> None:
+    def report_progress(num_bytes: int) -> None:
         with lock:  # chunks are encoded side by side
             if progress:
-                progress(done)
+                progress(num_bytes)
 
-    nbytes = math.prod(chunks) * array.itemsize
-    for job, made in ordered(make, _jobs(array, chunks, digest), lambda _: nbytes, options.threads):
-        index = job.chunk if array.order == "C" else job.chunk[::-1]
+    nbytes = math.prod(chunk_shape) * array.itemsize
+    for job, frame in ordered_map(
+        encode_job, _iter_jobs(array, chunk_shape, digest), lambda _: nbytes, options.threads
+    ):
+        index = job.chunk_index if array.order == "C" else job.chunk_index[::-1]
         name = "/".join([folder, "c", *map(str, index)])
-        directory.file(name).write(made)
-        sha256 = hashlib.sha256(made).hexdigest()
-        frames.append(FrameEntry(file=name, offset=0, bytes=len(made), raw_bytes=job.piece.size, sha256=sha256))
-        del job, made
+        directory.open_file(name).write(frame)
+        sha256 = hashlib.sha256(frame).hexdigest()
+        frames.append(FrameEntry(file=name, offset=0, bytes=len(frame), raw_bytes=job.data.size, sha256=sha256))
+        del job, frame
     return ArrayEntry(
         name=array.name,
         dtype=array.dtype,
@@ -255,89 +267,95 @@ def _write_array(
     )
 
 
-def _jobs(array: NamedArray, chunks: Index, digest: hashlib._Hash) -> Iterator[_Job]:
+def _iter_jobs(array: LazyArray, chunk_shape: ChunkIndex, digest: hashlib._Hash) -> Iterator[_ChunkJob]:
     """The chunks in memory order, each with the bytes of the array in it, hashed while they are encoded."""
     shape = array.shape if array.order == "C" else array.shape[::-1]
-    cut = cut_axis(chunks)
-    row = array.itemsize * math.prod(shape[cut + 1 :])
-    words = _Stream(array)
-    with Digester() as digester:
-        for index in product(*map(range, counts(shape, chunks))):
-            rows = min(chunks[cut], shape[cut] - index[cut] * chunks[cut]) if shape else 1
-            piece = words.take(rows * row)
-            digester.update(digest, piece)
-            yield _Job(index, piece)
-            digester.wait()
-            del piece
-        words.finish()
+    split_axis = find_split_axis(chunk_shape)
+    row_bytes = array.itemsize * math.prod(shape[split_axis + 1 :])
+    stream = _ByteStream(array)
+    with BackgroundHasher() as hasher:
+        for index in product(*map(range, count_chunks(shape, chunk_shape))):
+            num_rows = (
+                min(chunk_shape[split_axis], shape[split_axis] - index[split_axis] * chunk_shape[split_axis])
+                if shape
+                else 1
+            )
+            chunk = stream.read(num_rows * row_bytes)
+            hasher.update(digest, chunk)
+            yield _ChunkJob(index, chunk)
+            hasher.wait()
+            del chunk
+        stream.finish()
 
 
-class _Stream:
+class _ByteStream:
     """The bytes of an array in memory order, taken in any portions."""
 
-    def __init__(self, array: NamedArray) -> None:
-        self._pieces = array.pieces(_STEP)
-        self._rest: Bytes = np.empty(0, np.uint8)
+    def __init__(self, array: LazyArray) -> None:
+        self._chunks = array.iter_chunks(_READ_CHUNK_BYTES)
+        self._remainder: Bytes = np.empty(0, np.uint8)
 
-    def take(self, nbytes: int) -> Bytes:
-        if not self._rest.size:
-            self._rest = next(self._pieces)
-        if self._rest.size >= nbytes:
-            found, self._rest = self._rest[:nbytes], self._rest[nbytes:]
-            return found
-        made, filled = np.empty(nbytes, np.uint8), 0
-        while filled < nbytes:
-            if not self._rest.size:
-                self._rest = next(self._pieces)
-            count = min(self._rest.size, nbytes - filled)
-            made[filled : filled + count] = self._rest[:count]
-            self._rest, filled = self._rest[count:], filled + count
-        return made
+    def read(self, nbytes: int) -> Bytes:
+        if not self._remainder.size:
+            self._remainder = next(self._chunks)
+        if self._remainder.size >= nbytes:
+            head, self._remainder = self._remainder[:nbytes], self._remainder[nbytes:]
+            return head
+        data, num_filled = np.empty(nbytes, np.uint8), 0
+        while num_filled < nbytes:
+            if not self._remainder.size:
+                self._remainder = next(self._chunks)
+            num_copied = min(self._remainder.size, nbytes - num_filled)
+            data[num_filled : num_filled + num_copied] = self._remainder[:num_copied]
+            self._remainder, num_filled = self._remainder[num_copied:], num_filled + num_copied
+        return data
 
     def finish(self) -> None:
         """`SourceError` where the array turns out to have other bytes than it said."""
-        for _ in self._pieces:
+        for _ in self._chunks:
             pass
 
 
-def _padded(piece: Piece, nbytes: int) -> Piece:
+def _pad_chunk(chunk: Chunk, nbytes: int) -> Chunk:
     """The bytes of a chunk at the edge of its array, zeros behind them: all chunks have one shape."""
-    if piece.size == nbytes:
-        return piece
-    made = np.zeros(nbytes, np.uint8)
-    made[: piece.size] = piece
-    return made
+    if chunk.size == nbytes:
+        return chunk
+    padded_chunk = np.zeros(nbytes, np.uint8)
+    padded_chunk[: chunk.size] = chunk
+    return padded_chunk
 
 
-def _read_back(target: str, place: Place, entries: Sequence[ArrayEntry], threads: int | None) -> None:
+def _verify_written(target: str, store: ZarrStore, entries: Sequence[ArrayEntry], threads: int | None) -> None:
     """Compare what the files hold with what was to be written: documents, and every word by its hash."""
     try:
-        found = read(place.label, ReadOptions(fallbacks=("fp16", "fp32"), threads=threads), place)
-        if [array.name for array in found.arrays] != [entry.name for entry in entries]:
+        source = read(store.label, ReadOptions(fallback_dtypes=("fp16", "fp32"), threads=threads), store)
+        if [array.name for array in source.arrays] != [entry.name for entry in entries]:
             raise OutputError("the arrays are not those that were written")
-        for array, entry in zip(found.arrays, entries, strict=True):
+        for array, entry in zip(source.arrays, entries, strict=True):
             order = entry.order if len(entry.shape) > 1 else "C"
             if (array.shape, array.order, array.dtype) != (entry.shape, order, entry.dtype):
                 raise OutputError(f"array {entry.name!r} is not what was written")
-            for piece in array.pieces(_STEP):
-                del piece
+            for chunk in array.iter_chunks(_READ_CHUNK_BYTES):
+                del chunk
     except KvmnnError as error:
-        said = str(error).replace(place.label, target)
-        raise OutputError(f"{target}: does not read back as written: {said}") from None
+        message = str(error).replace(store.label, target)
+        raise OutputError(f"{target}: does not read back as written: {message}") from None
 
 
-def _manifest(entries: Sequence[ArrayEntry], options: EncodeOptions, source: Source) -> Manifest:
+def _build_manifest(entries: Sequence[ArrayEntry], options: EncodeOptions, source: Source) -> Manifest:
     """What was written, for its account; no file of a store is a manifest."""
-    from ...version import version
+    from ...version import get_version
 
-    known = frozenset[str]().union(*(predictors.resolve(chosen) for chosen in options.used_predictors))
+    predictor_names = frozenset[str]().union(
+        *(predictors.resolve_predictors(predictor_set) for predictor_set in options.predictor_sets)
+    )
     return Manifest(
-        kvmnn_version=version(),
-        zstd_version=zstd.version(),
-        zstd_byte_exact=zstd.byte_exact(),
+        kvmnn_version=get_version(),
+        zstd_version=zstd.get_version(),
+        zstd_byte_exact=zstd.is_byte_exact(),
         effort=options.effort,
         codecs=options.codecs,
-        predictors=tuple(name for name in predictors.NAMES if name in known),
+        predictors=tuple(name for name in predictors.PREDICTORS if name in predictor_names),
         hi_predictors=None,
         arrays=tuple(entries),
         metadata={},

@@ -5,213 +5,245 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..logs.parsing import missing_columns
+from ..logs.parsing import find_missing_columns
 from . import gate_section as section
-from .conditions import Conditions, Decode
-from .limits import Limits
+from .conditions import CaseConditions, DecodeStats
+from .limits import GateLimits
 from .log_scan import LogScan
 from .metric_rows import MetricRows
 from .offline_ratio import OfflineRatio
-from .verdicts import Gate, apart, judged
+from .verdicts import GateResult, format_distinct, verdict_from
 
-_OLD = "[WARN] likely using an older llm_bench binary/log format; rebuild and use the expected v6 llm_bench."
-_UPPER = (
+_OLD_BENCH_WARNING = (
+    "[WARN] likely using an older llm_bench binary/log format; rebuild and use the expected v6 llm_bench."
+)
+_UPPER_BOUND_WARNING = (
     "[WARN] online-sim lossless JSON not provided or invalid; falling back to upper-bound. "
     "Gate result may be unreliable."
 )
-_RUN = "[WARN] no offline lossless JSON provided; falling back to runtime value. Gate result may be unreliable."
+_RUNTIME_VALUE_WARNING = (
+    "[WARN] no offline lossless JSON provided; falling back to runtime value. Gate result may be unreliable."
+)
 
-SELECTED_WARNINGS = frozenset({_UPPER, _RUN})
+SELECTED_RATIO_WARNINGS = frozenset({_UPPER_BOUND_WARNING, _RUNTIME_VALUE_WARNING})
 """What is said of where the lossless ratio was taken from."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Analysis:
+class CaseAnalysis:
     """One case as the fork's analyser judges it.
 
     Attributes
     ----------
     rows, limits
         What was judged, and by what.
-    selected, source
+    selected_ratio, ratio_source
         The lossless ratio that counts, and where it comes from: ``"offline_online_sim"``, ``"offline_upper_bound"``
         or ``"runtime"``.
     decode
         Speeds over the rows.
     gates
         The parts of the verdict, in the fork's order.
-    lines
+    section_lines
         Its section *Quality Gate*, name to text.
     warnings
         What it prints besides.
-    measured
+    is_own_run
         Whether rows and lines are those of runs on a model, not of logs.
     """
 
     rows: MetricRows
-    limits: Limits
-    online: OfflineRatio | None
-    upper: OfflineRatio | None
-    selected: float
-    source: str
-    decode: Decode
-    gates: tuple[Gate, ...]
-    lines: Mapping[str, str]
+    limits: GateLimits
+    online_ratio: OfflineRatio | None
+    upper_bound: OfflineRatio | None
+    selected_ratio: float
+    ratio_source: str
+    decode: DecodeStats
+    gates: tuple[GateResult, ...]
+    section_lines: Mapping[str, str]
     warnings: tuple[str, ...]
-    measured: bool = False
+    is_own_run: bool = False
 
     @property
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         """Whether all gates that are on passed."""
-        return self.lines["overall_pass"] == "true"
+        return self.section_lines["overall_pass"] == "true"
 
 
 def analyse(
     rows: MetricRows,
-    limits: Limits,
+    limits: GateLimits,
     *,
-    online: OfflineRatio | None = None,
-    upper: OfflineRatio | None = None,
+    online_ratio: OfflineRatio | None = None,
+    upper_bound: OfflineRatio | None = None,
     logs: LogScan | None = None,
-) -> Analysis:
+) -> CaseAnalysis:
     """Judge the rows of one case exactly as the fork's analyser does.
 
     Parameters
     ----------
     rows, limits
         What was measured, and what it must reach.
-    online, upper
+    online_ratio, upper_bound
         Offline evaluations; the former is preferred, and without either the mean of the rows counts.
     logs
         What the logs of the run say of damage.
     """
-    selected, source, warned = _selected(rows, online, upper)
-    decode = Decode.of(rows.rows, limits.decode_gate_aggregation)
-    found = Conditions(rows, limits, logs or LogScan(), decode, selected, online)
-    warnings = [*columns_warned(rows.columns), *warned, *found.headroom_warned()]
-    gates = _gates(found)
+    selected_ratio, ratio_source, ratio_warnings = _select_lossless_ratio(rows, online_ratio, upper_bound)
+    decode = DecodeStats.from_rows(rows.rows, limits.decode_gate_aggregation)
+    conditions = CaseConditions(rows, limits, logs or LogScan(), decode, selected_ratio, online_ratio)
+    warnings = [*warn_missing_columns(rows.columns), *ratio_warnings, *conditions.warn_low_headroom()]
+    gates = _build_gates(conditions)
     lines = {
-        **section.lossy_lines(found, source),
-        **section.runtime_lines(found),
-        **section.consistency_lines(found),
-        "overall_pass": section.flag(all(gate.verdict != "fail" for gate in gates)),
-        **section.decode_lines(found),
-        **section.offline_lines("upper", upper),
-        **section.offline_lines("online", online),
+        **section.build_ratio_lines(conditions, ratio_source),
+        **section.build_runtime_lines(conditions),
+        **section.build_consistency_lines(conditions),
+        "overall_pass": section.format_flag(all(gate.verdict != "fail" for gate in gates)),
+        **section.build_decode_lines(conditions),
+        **section.build_offline_lines("upper", upper_bound),
+        **section.build_offline_lines("online", online_ratio),
     }
     lines = {"quality_status": "PASS" if lines["overall_pass"] == "true" else "FAIL", **lines}
-    return Analysis(
+    return CaseAnalysis(
         rows=rows,
         limits=limits,
-        online=online,
-        upper=upper,
-        selected=selected,
-        source=source,
+        online_ratio=online_ratio,
+        upper_bound=upper_bound,
+        selected_ratio=selected_ratio,
+        ratio_source=ratio_source,
         decode=decode,
         gates=tuple(gates),
-        lines=lines,
+        section_lines=lines,
         warnings=tuple(warnings),
     )
 
 
-def _selected(
-    rows: MetricRows, online: OfflineRatio | None, upper: OfflineRatio | None
+def _select_lossless_ratio(
+    rows: MetricRows, online_ratio: OfflineRatio | None, upper_bound: OfflineRatio | None
 ) -> tuple[float, str, list[str]]:
     """The lossless ratio that counts, its source, and what is said of it."""
-    if online is not None:
-        return online.ratio, "offline_online_sim", []
-    if upper is not None:
-        return upper.ratio, "offline_upper_bound", [_UPPER]
-    return rows.mean("h2o_lossless"), "runtime", [_RUN]
+    if online_ratio is not None:
+        return online_ratio.ratio, "offline_online_sim", []
+    if upper_bound is not None:
+        return upper_bound.ratio, "offline_upper_bound", [_UPPER_BOUND_WARNING]
+    return rows.mean_value("h2o_lossless"), "runtime", [_RUNTIME_VALUE_WARNING]
 
 
-def columns_warned(columns: Sequence[str]) -> list[str]:
+def warn_missing_columns(columns: Sequence[str]) -> list[str]:
     """What is said of a table that lacks columns of the runtime."""
-    missing = missing_columns(columns)
-    return [f"[WARN] runtime metric columns missing in CSV: {', '.join(missing)}", _OLD] if missing else []
+    missing = find_missing_columns(columns)
+    return (
+        [f"[WARN] runtime metric columns missing in CSV: {', '.join(missing)}", _OLD_BENCH_WARNING] if missing else []
+    )
 
 
-def _gates(found: Conditions) -> list[Gate]:
+def _build_gates(conditions: CaseConditions) -> list[GateResult]:
     """The parts of the verdict."""
-    limits = found.limits
-    decomp_on = limits.require_runtime_decomp or limits.max_lossless_decomp_us >= 0.0
-    worked, most = apart(found.decomp, limits.max_lossless_decomp_us, 0)
-    bound = [f"<= {most} us"] if limits.max_lossless_decomp_us >= 0.0 else []
-    lost, least = apart(100 * found.drop, 100 * limits.decode_drop_target, 2)
-    drop = f"{'' if lost.startswith('-') else '+'}{lost}%" if found.decode_on else f"{found.decode.gate:.2f} tok/s"
+    limits = conditions.limits
+    is_decompress_gated = limits.require_runtime_decomp or limits.max_lossless_decomp_us >= 0.0
+    decompress_text, limit_text = format_distinct(conditions.decompress_us, limits.max_lossless_decomp_us, 0)
+    limit_texts = [f"<= {limit_text} us"] if limits.max_lossless_decomp_us >= 0.0 else []
+    drop_text, max_drop_text = format_distinct(100 * conditions.drop_ratio, 100 * limits.decode_drop_target, 2)
+    drop_value = (
+        f"{'' if drop_text.startswith('-') else '+'}{drop_text}%"
+        if conditions.is_decode_gated
+        else f"{conditions.decode.judged_speed:.2f} tok/s"
+    )
     return [
-        _at_least("lossy ratio", found.lossy, limits.lossy_target, found.lossy_pass, "largest of the rows"),
-        _at_least("lossless ratio", found.lossless, limits.lossless_target, found.lossless_pass, _of_what(found)),
-        Gate(
+        _build_min_gate(
+            "lossy ratio", conditions.lossy_ratio, limits.lossy_target, conditions.lossy_pass, "largest of the rows"
+        ),
+        _build_min_gate(
+            "lossless ratio",
+            conditions.lossless_ratio,
+            limits.lossless_target,
+            conditions.lossless_pass,
+            _describe_ratio_basis(conditions),
+        ),
+        GateResult(
             name="decode drop",
-            verdict=judged(found.decode_pass, on=found.decode_on),
-            value=drop,
-            limit=f"<= {least}%" if found.decode_on else "",
-            why=f"{found.decode.gate:.2f} of {limits.decode_baseline:.2f} tok/s" if found.decode_on else "",
+            verdict=verdict_from(conditions.decode_pass, is_active=conditions.is_decode_gated),
+            value=drop_value,
+            limit=f"<= {max_drop_text}%" if conditions.is_decode_gated else "",
+            why=f"{conditions.decode.judged_speed:.2f} of {limits.decode_baseline:.2f} tok/s"
+            if conditions.is_decode_gated
+            else "",
         ),
-        Gate(
+        GateResult(
             name="columns",
-            verdict=judged(found.columns_pass, on=limits.strict_runtime_metric_columns),
-            value=f"{len(found.missing)} missing",
+            verdict=verdict_from(conditions.columns_pass, is_active=limits.strict_runtime_metric_columns),
+            value=f"{len(conditions.missing_columns)} missing",
             limit="0 missing" if limits.strict_runtime_metric_columns else "",
-            why=", ".join(found.missing),
+            why=", ".join(conditions.missing_columns),
         ),
-        Gate(
+        GateResult(
             name="decompression",
-            verdict=judged(found.decomp_pass, on=decomp_on),
-            value=f"{worked} us",
-            limit=", ".join((["> 0"] if limits.require_runtime_decomp else []) + bound),
+            verdict=verdict_from(conditions.decomp_pass, is_active=is_decompress_gated),
+            value=f"{decompress_text} us",
+            limit=", ".join((["> 0"] if limits.require_runtime_decomp else []) + limit_texts),
         ),
-        _at_most("async wait", found.wait, limits.max_lossless_async_wait_us, found.wait_pass, " us"),
-        _some("async queue", found.async_queue, limits.require_async_queue_activity, found.async_queue_pass),
-        _some("cache hits", found.hit, limits.require_decode_cache_hit, found.hit_pass),
-        _some("cache lookups", found.activity, limits.require_decode_cache_activity, found.activity_pass),
-        _at_most("queue peak", found.queue, limits.max_lossless_queue_peak, found.queue_pass),
-        _at_most("fallbacks", found.fallback, limits.max_lossless_fallback, found.fallback_pass),
-        _at_most("skips", found.skip, limits.max_lossless_backpressure_skip, found.skip_pass),
-        Gate(
+        _build_max_gate(
+            "async wait", conditions.async_wait_us, limits.max_lossless_async_wait_us, conditions.wait_pass, " us"
+        ),
+        _build_activity_gate(
+            "async queue", conditions.async_queue_peak, limits.require_async_queue_activity, conditions.async_queue_pass
+        ),
+        _build_activity_gate("cache hits", conditions.cache_hits, limits.require_decode_cache_hit, conditions.hit_pass),
+        _build_activity_gate(
+            "cache lookups", conditions.cache_lookups, limits.require_decode_cache_activity, conditions.activity_pass
+        ),
+        _build_max_gate("queue peak", conditions.queue_peak, limits.max_lossless_queue_peak, conditions.queue_pass),
+        _build_max_gate("fallbacks", conditions.num_fallbacks, limits.max_lossless_fallback, conditions.fallback_pass),
+        _build_max_gate("skips", conditions.num_skips, limits.max_lossless_backpressure_skip, conditions.skip_pass),
+        GateResult(
             name="consistency",
-            verdict=judged(found.consistent, on=limits.require_kv_content_consistency),
-            why=_consistency_said(found) if limits.require_kv_content_consistency else "",
+            verdict=verdict_from(conditions.is_consistent, is_active=limits.require_kv_content_consistency),
+            why=_explain_consistency(conditions) if limits.require_kv_content_consistency else "",
         ),
     ]
 
 
-def _of_what(found: Conditions) -> str:
-    return "mean of the rows" if found.lossless == found.rows.mean("h2o_lossless") else "of an offline simulation"
+def _describe_ratio_basis(conditions: CaseConditions) -> str:
+    return (
+        "mean of the rows"
+        if conditions.lossless_ratio == conditions.rows.mean_value("h2o_lossless")
+        else "of an offline simulation"
+    )
 
 
-def _consistency_said(found: Conditions) -> str:
+def _explain_consistency(conditions: CaseConditions) -> str:
     """Which part failed; where none did, what was looked at, which is not K and V."""
     failed = [
-        said
-        for passed, said in (
-            (found.log_pass, f"{found.logs.invalid} lines of damage in the logs"),
-            (found.async_pass, "nothing was done by the threads"),
-            (found.restore_pass, "nothing was decompressed"),
-            (found.clean_pass, f"{found.fallback:g} fallbacks"),
+        explanation
+        for passed, explanation in (
+            (conditions.log_pass, f"{conditions.logs.num_invalid} lines of damage in the logs"),
+            (conditions.async_pass, "nothing was done by the threads"),
+            (conditions.restore_pass, "nothing was decompressed"),
+            (conditions.clean_pass, f"{conditions.num_fallbacks:g} fallbacks"),
         )
         if not passed
     ]
     return "; ".join(failed) or "activity and logs; no bytes are compared"
 
 
-def _at_least(name: str, value: float, limit: float, passed: bool, why: str) -> Gate:
-    shown, target = apart(value, limit, 3)
-    return Gate(name=name, verdict=judged(passed), value=shown, limit=f">= {target}", why=why)
+def _build_min_gate(name: str, value: float, limit: float, passed: bool, why: str) -> GateResult:
+    value_text, limit_text = format_distinct(value, limit, 3)
+    return GateResult(name=name, verdict=verdict_from(passed), value=value_text, limit=f">= {limit_text}", why=why)
 
 
-def _at_most(name: str, value: float, limit: float, passed: bool, unit: str = "") -> Gate:
-    shown, target = f"{value:,.0f}" if unit else f"{value:,.4g}", f"{limit:,.0f}"
-    if shown == target:
-        shown, target = apart(value, limit, 0)
-    return Gate(
+def _build_max_gate(name: str, value: float, limit: float, passed: bool, unit: str = "") -> GateResult:
+    value_text, limit_text = f"{value:,.0f}" if unit else f"{value:,.4g}", f"{limit:,.0f}"
+    if value_text == limit_text:
+        value_text, limit_text = format_distinct(value, limit, 0)
+    return GateResult(
         name=name,
-        verdict=judged(passed, on=limit >= 0.0),
-        value=f"{shown}{unit}",
-        limit=f"<= {target}{unit}" if limit >= 0.0 else "",
+        verdict=verdict_from(passed, is_active=limit >= 0.0),
+        value=f"{value_text}{unit}",
+        limit=f"<= {limit_text}{unit}" if limit >= 0.0 else "",
     )
 
 
-def _some(name: str, value: float, required: bool, passed: bool) -> Gate:
-    return Gate(name=name, verdict=judged(passed, on=required), value=f"{value:g}", limit="> 0" if required else "")
+def _build_activity_gate(name: str, value: float, required: bool, passed: bool) -> GateResult:
+    return GateResult(
+        name=name, verdict=verdict_from(passed, is_active=required), value=f"{value:g}", limit="> 0" if required else ""
+    )

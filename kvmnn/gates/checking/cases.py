@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from .limits import Limits
+from .limits import GateLimits
 
-_RUNTIME = Limits(
+_RUNTIME_LIMITS = GateLimits(
     async_threads=2,
     max_lossless_queue_peak=8.0,
     max_lossless_fallback=0.0,
@@ -12,8 +12,8 @@ _RUNTIME = Limits(
     hard_checks=True,
 )
 
-RUNTIME_CASES: dict[str, Limits] = {
-    "runtime_baseline": _RUNTIME.changed(
+RUNTIME_CASES: dict[str, GateLimits] = {
+    "runtime_baseline": _RUNTIME_LIMITS.with_values(
         {
             "runtime_mode": "full",
             "lossy_target": 1.0,
@@ -24,10 +24,10 @@ RUNTIME_CASES: dict[str, Limits] = {
         },
         "runtime_baseline",
     ),
-    "runtime_probe": _RUNTIME.changed(
+    "runtime_probe": _RUNTIME_LIMITS.with_values(
         {"runtime_mode": "probe", "max_lossless_async_wait_us": 20000.0}, "runtime_probe"
     ),
-    "runtime_full": _RUNTIME.changed(
+    "runtime_full": _RUNTIME_LIMITS.with_values(
         {
             "runtime_mode": "full",
             "require_runtime_decomp": True,
@@ -37,7 +37,7 @@ RUNTIME_CASES: dict[str, Limits] = {
         },
         "runtime_full",
     ),
-    "runtime_store": _RUNTIME.changed(
+    "runtime_store": _RUNTIME_LIMITS.with_values(
         {
             "runtime_mode": "store",
             "require_runtime_decomp": True,
@@ -53,5 +53,5 @@ RUNTIME_CASES: dict[str, Limits] = {
 DEMO_CASES = {"llm_demo_full": "full", "llm_demo_store": "store"}
 """Cases of ``llm_demo``, and the mode of the runtime in each."""
 
-FIXED_BASELINE = 6.60
+FIXED_BASELINE_TOKENS_PER_SECOND = 6.60
 """Tokens a second that the fork's script takes where no other baseline is to be had."""

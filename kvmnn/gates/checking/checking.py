@@ -9,28 +9,28 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import OptionError, SourceError
-from ...text import count
-from ...text.folding import folded_lines
-from ..logs.columns import LOG_FILE
-from .analysis import SELECTED_WARNINGS, Analysis, analyse
-from .diagnoses import diagnoses
-from .hard_checks import hard_checks
-from .limits import Limits
-from .log_scan import scan
-from .markdown import case_markdown
+from ...text import pluralize
+from ...text.folding import wrap_lines
+from ..logs.columns import LOG_FILE_COLUMN
+from .analysis import SELECTED_RATIO_WARNINGS, CaseAnalysis, analyse
+from .diagnoses import diagnose
+from .hard_checks import run_hard_checks
+from .limits import GateLimits
+from .log_scan import scan_logs
+from .markdown import format_case_markdown
 from .metric_rows import MetricRows
-from .offline_ratio import OfflineRatio, read_offline
-from .strict import strict_gates
-from .verdicts import Gate, Verdict, counted, gate_lines, together
+from .offline_ratio import OfflineRatio, read_offline_ratio
+from .strict import build_strict_gates
+from .verdicts import GateResult, Verdict, aggregate_verdict, format_gate_table, summarize_verdicts
 
-_STRICT = (
+_STRICT_BASIS = (
     "strict: ratios of every row, the lossless one from the run's own bytes, decode speed against that of the "
     "same work, by the interval of the drop; what is not measured, or unclear, is no pass."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class CaseResult:
     """One case and its verdict.
 
     Attributes
@@ -54,9 +54,9 @@ class Checked:
     """
 
     case: str
-    analysis: Analysis
-    gates: tuple[Gate, ...]
-    checks: tuple[Gate, ...] = ()
+    analysis: CaseAnalysis
+    gates: tuple[GateResult, ...]
+    checks: tuple[GateResult, ...] = ()
     strict: bool = False
     basis: str = ""
     diagnoses: tuple[str, ...] = ()
@@ -65,26 +65,28 @@ class Checked:
     @property
     def verdict(self) -> Verdict:
         """Of all gates and checks together."""
-        return together([*self.gates, *self.checks])
+        return aggregate_verdict([*self.gates, *self.checks])
 
     @property
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         """Whether none failed, and everything that was asked for was measured."""
         return self.verdict == "pass"
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """The fork's, but for what `strict` does otherwise: it takes the lossless ratio from the run itself."""
-        found = self.analysis.warnings
-        return tuple(line for line in found if line not in SELECTED_WARNINGS) if self.strict else found
+        all_warnings = self.analysis.warnings
+        return (
+            tuple(line for line in all_warnings if line not in SELECTED_RATIO_WARNINGS) if self.strict else all_warnings
+        )
 
     @property
-    def failure(self) -> str:
+    def failure_text(self) -> str:
         """What did not pass, in a line; empty where everything did."""
-        wrong = [
+        problems = [
             f"{gate.name} {gate.verdict}" for gate in (*self.checks, *self.gates) if gate.verdict not in ("pass", "off")
         ]
-        return ", ".join(wrong)
+        return ", ".join(problems)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it; ``gate`` is the fork's section, its values as text."""
@@ -92,13 +94,13 @@ class Checked:
         return {
             "case": self.case,
             "verdict": self.verdict,
-            "overall_pass": self.passed,
-            "failure": self.failure,
+            "overall_pass": self.has_passed,
+            "failure": self.failure_text,
             "strict": self.strict,
             "rows": len(analysis.rows.rows),
             "files": list(analysis.rows.files),
             "limits": analysis.limits.to_dict(),
-            "gate": dict(analysis.lines),
+            "gate": dict(analysis.section_lines),
             "gates": [gate.to_dict() for gate in self.gates],
             "hard_checks": [gate.to_dict() for gate in self.checks],
             "warnings": list(self.warnings),
@@ -108,41 +110,48 @@ class Checked:
         }
 
     def to_markdown(self) -> str:
-        """The report of the case, `case_markdown`."""
-        return case_markdown(self.analysis)
+        """The report of the case, `format_case_markdown`."""
+        return format_case_markdown(self.analysis)
 
     def __str__(self) -> str:
-        return "\n".join(self.lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
+        return "\n".join(self.format_lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
 
-    def lines(self, width: int) -> list[str]:
+    def format_lines(self, width: int) -> list[str]:
         """The verdict, the gates, and what is behind them, in `width` columns."""
         rows = self.analysis.rows
-        asked = [gate for gate in (*self.gates, *self.checks) if gate.verdict != "off"]
-        idle = [gate.name for gate in (*self.gates, *self.checks) if gate.verdict == "off"]
-        head = f"{self.verdict.upper()}: {self.case}, {counted(asked)}; {count(len(rows.rows), 'row')}"
-        head += f"; prompts: {self.prompts}" if self.prompts else ""
+        active_gates = [gate for gate in (*self.gates, *self.checks) if gate.verdict != "off"]
+        unused_names = [gate.name for gate in (*self.gates, *self.checks) if gate.verdict == "off"]
+        heading = (
+            f"{self.verdict.upper()}: {self.case}, {summarize_verdicts(active_gates)}; "
+            f"{pluralize(len(rows.rows), 'row')}"
+        )
+        heading += f"; prompts: {self.prompts}" if self.prompts else ""
         gates = [gate for gate in self.gates if gate.verdict != "off"]
-        lines = [*folded_lines([head], width), "", *gate_lines(gates, width)]
+        lines = [*wrap_lines([heading], width), "", *format_gate_table(gates, width)]
         checks = [gate for gate in self.checks if gate.verdict != "off"]
         if checks:
-            lines += ["", "before the gates:", *gate_lines(checks, width)]
-        said = [*self.warnings, *self.diagnoses]
-        for part in ([f"off: {', '.join(idle)}"] if idle else [], [self.basis] if self.basis else [], said):
-            lines += ["", *folded_lines(part, width)] if part else []
+            lines += ["", "before the gates:", *format_gate_table(checks, width)]
+        remarks = [*self.warnings, *self.diagnoses]
+        for paragraph in (
+            [f"off: {', '.join(unused_names)}"] if unused_names else [],
+            [self.basis] if self.basis else [],
+            remarks,
+        ):
+            lines += ["", *wrap_lines(paragraph, width)] if paragraph else []
         return lines
 
 
 def check(
     rows: MetricRows,
-    limits: Limits,
+    limits: GateLimits,
     *,
     case: str = "runtime",
-    online: str | os.PathLike[str] | None = None,
-    upper: str | os.PathLike[str] | None = None,
+    online_json: str | os.PathLike[str] | None = None,
+    upper_json: str | os.PathLike[str] | None = None,
     logs: Sequence[str | os.PathLike[str]] = (),
     baseline: MetricRows | None = None,
     strict: bool = False,
-) -> Checked:
+) -> CaseResult:
     """Judge the rows of a case.
 
     Parameters
@@ -151,14 +160,14 @@ def check(
         What was measured, and what it must reach.
     case
         Its name.
-    online, upper
+    online_json, upper_json
         Documents of offline evaluations; the fork takes its lossless ratio from them.
     logs
         Files and folders of logs of the same run, which are searched for damage and encodings.
     baseline
         Rows of the same work without compression; `strict` judges the decode speed by them.
     strict
-        Judge by `strict_gates`.
+        Judge by `build_strict_gates`.
 
     Raises
     ------
@@ -167,48 +176,49 @@ def check(
     OptionError
         With `strict` for a baseline that is the table itself: the same file, or the same rows.
     """
-    online_ratio, upper_ratio = _offline(online), _offline(upper)
-    found = scan(logs) if logs else None
-    analysis = analyse(rows, limits, online=online_ratio, upper=upper_ratio, logs=found)
+    online_ratio, upper_ratio = _read_optional_ratio(online_json), _read_optional_ratio(upper_json)
+    log_scan = scan_logs(logs) if logs else None
+    analysis = analyse(rows, limits, online_ratio=online_ratio, upper_bound=upper_ratio, logs=log_scan)
     if strict:
-        _refuse_headers(rows)
+        _check_no_headers(rows)
         if baseline is not None:
-            _refuse_itself(rows, baseline)
-    gates = strict_gates(analysis, baseline) if strict else analysis.gates
-    return Checked(
+            _check_distinct_baseline(rows, baseline)
+    gates = build_strict_gates(analysis, baseline) if strict else analysis.gates
+    return CaseResult(
         case=case,
         analysis=analysis,
         gates=gates,
-        checks=hard_checks(rows, limits, found, online_ratio) if limits.hard_checks else (),
+        checks=run_hard_checks(rows, limits, log_scan, online_ratio) if limits.hard_checks else (),
         strict=strict,
-        basis=_STRICT if strict else "",
-        diagnoses=diagnoses(replace(analysis, gates=gates), found),
+        basis=_STRICT_BASIS if strict else "",
+        diagnoses=diagnose(replace(analysis, gates=gates), log_scan),
     )
 
 
-def _offline(path: str | os.PathLike[str] | None) -> OfflineRatio | None:
-    return None if path is None else read_offline(path)
+def _read_optional_ratio(path: str | os.PathLike[str] | None) -> OfflineRatio | None:
+    return None if path is None else read_offline_ratio(path)
 
 
-def _refuse_itself(rows: MetricRows, baseline: MetricRows) -> None:
-    mine = {os.path.realpath(name): name for name in rows.files}
-    twice = next((name for name in baseline.files if os.path.realpath(name) in mine), None)
-    if twice is None and _cells(rows) == _cells(baseline):
-        twice = next(iter(baseline.files), "the baseline")
-    if twice is not None:
+def _check_distinct_baseline(rows: MetricRows, baseline: MetricRows) -> None:
+    judged_files = {os.path.realpath(name): name for name in rows.files}
+    shared_file = next((name for name in baseline.files if os.path.realpath(name) in judged_files), None)
+    if shared_file is None and _list_cells(rows) == _list_cells(baseline):
+        shared_file = next(iter(baseline.files), "the baseline")
+    if shared_file is not None:
         raise OptionError(
-            f"{twice}: holds the rows that are judged and is their baseline as well: expected rows of runs without "
+            f"{shared_file}: holds the rows that are judged and is their baseline as well: expected rows of runs "
+            f"without "
             "compression (--baseline)"
         )
 
 
-def _cells(rows: MetricRows) -> list[dict[str, str]]:
-    return [{name: cell for name, cell in row.cells.items() if name != LOG_FILE} for row in rows.rows]
+def _list_cells(rows: MetricRows) -> list[dict[str, str]]:
+    return [{name: cell for name, cell in row.cells.items() if name != LOG_FILE_COLUMN} for row in rows.rows]
 
 
-def _refuse_headers(rows: MetricRows) -> None:
-    for place, row in enumerate(rows.rows, start=1):
+def _check_no_headers(rows: MetricRows) -> None:
+    for row_number, row in enumerate(rows.rows, start=1):
         if row.is_header:
             raise SourceError(
-                f"{', '.join(rows.files)[:120]}: row {place} is the header of a second table, expected figures"
+                f"{', '.join(rows.files)[:120]}: row {row_number} is the header of a second table, expected figures"
             )

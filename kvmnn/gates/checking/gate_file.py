@@ -9,13 +9,13 @@ from typing import Any
 
 from ...errors import OptionError, SourceError
 from ...files.json_document import read_object
-from ...text import did_you_mean
-from .limits import Limits, checked
+from ...text import suggest
+from .limits import GateLimits, validate_limit
 
-_KNOBS = ("prompts", "gens", "repeat", "threads", "backend")
+_RUN_KEYS = ("prompts", "gens", "repeat", "threads", "backend")
 """Of the engine's runs; with its ``h2o_`` and ``kv_`` keys they say what ran, not what it must reach."""
 
-_TAKEN = {
+_LIMIT_BY_ENGINE_KEY = {
     "kv_lossless_runtime_mode": "runtime_mode",
     "kv_lossless_async_threads": "async_threads",
     "kv_lossless_block_tokens": "lossless_block_tokens",
@@ -23,11 +23,12 @@ _TAKEN = {
 }
 
 
-def read_gate_file(path: str | os.PathLike[str], case: str | None, base: Limits) -> tuple[Limits, list[str]]:
+def read_gate_file(path: str | os.PathLike[str], case: str | None, base: GateLimits) -> tuple[GateLimits, list[str]]:
     """The limits in a file, over those of `base`, and notes on what it says besides.
 
-    The file is an object with limits by their names (`Limits`), and under ``cases`` an object of such objects, by the
-    names of cases, each over what stands outside. The fork's own files (``target_core_gate_v6.json``) hold settings of
+    The file is an object with limits by their names (`GateLimits`), and under ``cases`` an object of such objects, by
+    the names of cases, each over what stands outside. The fork's own files (``target_core_gate_v6.json``) hold
+    settings of
     runs: mode, threads and block sizes are taken from them, the others limit nothing.
 
     Raises
@@ -48,19 +49,19 @@ def read_gate_file(path: str | os.PathLike[str], case: str | None, base: Limits)
     cases = document.pop("cases", {})
     if not isinstance(cases, dict) or not all(isinstance(entry, dict) for entry in cases.values()):
         raise OptionError(f"{where}: cases: expected an object of objects, by the names of cases")
-    found, knobs = _sorted_out(document, where)
+    limit_values, run_keys = _split_limits(document, where)
     for name, entry in cases.items():
-        more, _ = _sorted_out(entry, f"{where}: cases.{name[:60]}")
+        case_values, _ = _split_limits(entry, f"{where}: cases.{name[:60]}")
         if name == case:
-            found |= more
+            limit_values |= case_values
     if case is not None and cases and case not in cases:
-        raise OptionError(f"{where}: has no case {case}{did_you_mean(case, list(cases))}: {', '.join(cases)[:160]}")
-    notes = [f"{where}: {', '.join(knobs[:4])}{' ...' if len(knobs) > 4 else ''} say what ran, and limit nothing"]
-    limits = base.changed(found, where)
-    return limits, [*(notes if knobs else []), *_of_no_effect(limits, where)]
+        raise OptionError(f"{where}: has no case {case}{suggest(case, list(cases))}: {', '.join(cases)[:160]}")
+    notes = [f"{where}: {', '.join(run_keys[:4])}{' ...' if len(run_keys) > 4 else ''} say what ran, and limit nothing"]
+    limits = base.with_values(limit_values, where)
+    return limits, [*(notes if run_keys else []), *_warn_ineffective(limits, where)]
 
 
-def _of_no_effect(limits: Limits, where: str) -> Iterator[str]:
+def _warn_ineffective(limits: GateLimits, where: str) -> Iterator[str]:
     for name in ("lossy_target", "lossless_target"):
         if getattr(limits, name) <= 0:
             yield f"{where}: {name} {getattr(limits, name):g} limits nothing: ratios are above 0"
@@ -68,14 +69,14 @@ def _of_no_effect(limits: Limits, where: str) -> Iterator[str]:
         yield f"{where}: decode_drop_target {limits.decode_drop_target:g} limits nothing: no more than 1 can be lost"
 
 
-def _sorted_out(document: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+def _split_limits(document: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
     """Limits by name, checked, and the keys that only describe a run."""
-    found, knobs = {}, []
+    limit_values, run_keys = {}, []
     for key, value in document.items():
-        if key in _TAKEN:
-            found[_TAKEN[key]] = checked(_TAKEN[key], value, where)
-        elif key in _KNOBS or key.startswith(("h2o_", "kv_")):
-            knobs.append(key)
+        if key in _LIMIT_BY_ENGINE_KEY:
+            limit_values[_LIMIT_BY_ENGINE_KEY[key]] = validate_limit(_LIMIT_BY_ENGINE_KEY[key], value, where)
+        elif key in _RUN_KEYS or key.startswith(("h2o_", "kv_")):
+            run_keys.append(key)
         else:
-            found[key] = checked(key, value, where)
-    return found, knobs
+            limit_values[key] = validate_limit(key, value, where)
+    return limit_values, run_keys

@@ -8,17 +8,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
 from ...errors import OptionError
-from ...text import did_you_mean
+from ...text import suggest
 
 Aggregation = Literal["avg", "median", "p90", "best"]
-Mode = Literal["", "probe", "full", "store"]
+LimitsMode = Literal["", "probe", "full", "store"]
 
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
-MODES: tuple[Mode, ...] = get_args(Mode)
+LIMITS_MODES: tuple[LimitsMode, ...] = get_args(LimitsMode)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class GateLimits:
     """The gates of a case; a negative limit of a quantity of the runtime turns its gate off.
 
     Attributes
@@ -60,7 +60,7 @@ class Limits:
     decode_baseline_samples: int = 0
     decode_gate_aggregation: Aggregation = "avg"
     decode_drop_target: float = 0.05
-    runtime_mode: Mode = ""
+    runtime_mode: LimitsMode = ""
     async_threads: int = 0
     max_lossless_queue_peak: float = -1.0
     max_lossless_fallback: float = -1.0
@@ -85,7 +85,7 @@ class Limits:
             if isinstance(value, float) and not math.isfinite(value):
                 raise OptionError(f"{entry.name}: found {value}, expected a finite number")
 
-    def changed(self, values: Mapping[str, Any], where: str) -> Limits:
+    def with_values(self, values: Mapping[str, Any], where: str) -> GateLimits:
         """These limits with others in their place.
 
         Parameters
@@ -100,34 +100,34 @@ class Limits:
         OptionError
             For a name that no limit has, and a value of another type.
         """
-        return replace(self, **{name: checked(name, value, where) for name, value in values.items()})
+        return replace(self, **{name: validate_limit(name, value, where) for name, value in values.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """By name; what a gate file holds."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
 
-_KINDS = get_type_hints(Limits)
+_LIMIT_TYPES = get_type_hints(GateLimits)
 
 
-def checked(name: str, value: Any, where: str) -> Any:
+def validate_limit(name: str, value: Any, where: str) -> Any:
     """The value of a limit in its own type; `OptionError` where it has another, or no limit is called so."""
-    if name not in _KINDS:
-        raise OptionError(f"{where}: {name[:60]!r} is no limit{did_you_mean(name, list(_KINDS))}")
-    kind = _KINDS[name]
-    choices = get_args(kind)
+    if name not in _LIMIT_TYPES:
+        raise OptionError(f"{where}: {name[:60]!r} is no limit{suggest(name, list(_LIMIT_TYPES))}")
+    value_type = _LIMIT_TYPES[name]
+    choices = get_args(value_type)
     if choices:
         if not isinstance(value, str) or value not in choices:
-            raise OptionError(f"{where}: {name}: found {_shown(value)}, expected one of {', '.join(choices)}")
-    elif kind is float and type(value) in (int, float):
+            raise OptionError(f"{where}: {name}: found {_repr_short(value)}, expected one of {', '.join(choices)}")
+    elif value_type is float and type(value) in (int, float):
         if not abs(value) <= 1e15:
-            raise OptionError(f"{where}: {name}: found {_shown(value)}, expected a number below 1e15")
+            raise OptionError(f"{where}: {name}: found {_repr_short(value)}, expected a number below 1e15")
         return float(value)
-    elif type(value) is not kind or (kind is int and abs(value) > 10**15):
-        words = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
-        raise OptionError(f"{where}: {name}: found {_shown(value)}, expected {words[kind]}")
+    elif type(value) is not value_type or (value_type is int and abs(value) > 10**15):
+        type_names = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+        raise OptionError(f"{where}: {name}: found {_repr_short(value)}, expected {type_names[value_type]}")
     return value
 
 
-def _shown(value: object) -> str:
+def _repr_short(value: object) -> str:
     return repr(value)[:60]

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..logs.log_files import log_files, read_log
+from ..logs.log_files import find_log_files, read_log
 
-_DAMAGE = re.compile(
+_DAMAGE_REGEX = re.compile(
     "|".join(
         (
             "Invalid KV realloc",
@@ -26,8 +26,8 @@ _DAMAGE = re.compile(
     ),
     re.IGNORECASE,
 )
-_ENCODING = "[H2O-LOSSLESS]"
-_EXAMPLES, _EXAMPLE_LETTERS, _LINE_LETTERS = 5, 220, 400
+_ENCODING_MARK = "[H2O-LOSSLESS]"
+_MAX_EXAMPLES, _MAX_EXAMPLE_LETTERS, _MAX_LINE_LETTERS = 5, 220, 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,35 +36,37 @@ class LogScan:
 
     Attributes
     ----------
-    files
+    num_files
         How many were read.
-    invalid
+    num_invalid
         Lines of damage.
     examples
         The first of them, with their files.
-    encodings
+    encoding_lines
         Lines in which the engine tells of an encoding (``[H2O-LOSSLESS]``).
     """
 
-    files: int = 0
-    invalid: int = 0
+    num_files: int = 0
+    num_invalid: int = 0
     examples: tuple[str, ...] = ()
-    encodings: tuple[str, ...] = ()
+    encoding_lines: tuple[str, ...] = ()
 
 
-def scan(paths: Iterable[str | os.PathLike[str]]) -> LogScan:
+def scan_logs(paths: Iterable[str | os.PathLike[str]]) -> LogScan:
     """Read logs: files, and the ``*.log`` of folders; those that are not there are passed over, as the fork does."""
-    files = log_files(path for path in paths if Path(path).exists())
-    invalid = 0
+    files = find_log_files(path for path in paths if Path(path).exists())
+    num_invalid = 0
     examples: list[str] = []
-    encodings: list[str] = []
+    encoding_lines: list[str] = []
     for file in files:
         for line in io.StringIO(read_log(file), newline=None):
             text = line.strip()
-            if _ENCODING in text:
-                encodings.append(text[:_LINE_LETTERS])
-            if _DAMAGE.search(text):
-                invalid += 1
-                if len(examples) < _EXAMPLES:
-                    examples.append(f"{file}: {text[:_EXAMPLE_LETTERS]}")
-    return LogScan(files=len(files), invalid=invalid, examples=tuple(examples), encodings=tuple(encodings))
+            if _ENCODING_MARK in text:
+                encoding_lines.append(text[:_MAX_LINE_LETTERS])
+            if _DAMAGE_REGEX.search(text):
+                num_invalid += 1
+                if len(examples) < _MAX_EXAMPLES:
+                    examples.append(f"{file}: {text[:_MAX_EXAMPLE_LETTERS]}")
+    return LogScan(
+        num_files=len(files), num_invalid=num_invalid, examples=tuple(examples), encoding_lines=tuple(encoding_lines)
+    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ...text import escape_markdown
-from .analysis import Analysis
+from .analysis import CaseAnalysis
 from .metric_rows import MetricRow
 
 GATE_HEADING = "## Quality Gate"
 
-_AVERAGES = (
+_AVERAGE_COLUMNS = (
     ("Avg target keep effective", "h2o_target_keep_effective", 4),
     ("Avg floor keep (sink+recent)", "h2o_floor_keep", 4),
     ("Avg quantized keep", "h2o_quantized_keep", 4),
@@ -30,95 +30,97 @@ _AVERAGES = (
 )
 
 
-def case_markdown(analysis: Analysis) -> str:
+def format_case_markdown(analysis: CaseAnalysis) -> str:
     """The report; ends with a newline. A missing column is 0, as the fork has it; that of own runs is left out."""
     parts = [
         ["# H2O final Summary"],
-        _averages(analysis),
+        _build_average_lines(analysis),
         ["## Best Lossy Ratio"],
-        _best(analysis, lambda row: row.numbers["h2o_lossy"], "lossy ratio"),
+        _build_best_row_lines(analysis, lambda row: row.numbers["h2o_lossy"], "lossy ratio"),
         ["## Best Decode TPS"],
-        _best(analysis, lambda row: row.decode, "decode tps"),
+        _build_best_row_lines(analysis, lambda row: row.decode_speed, "decode tps"),
         ["## Best Total Ratio"],
-        _best(analysis, lambda row: row.numbers["h2o_lossy"] * analysis.selected, "total ratio"),
+        _build_best_row_lines(analysis, lambda row: row.numbers["h2o_lossy"] * analysis.selected_ratio, "total ratio"),
         ["## Pareto Top-5 (by selected total then decode)"],
-        _pareto(analysis),
+        _build_pareto_lines(analysis),
         [GATE_HEADING],
-        [escape_markdown(f"- {name}: {text}".replace("\n", " ")) for name, text in analysis.lines.items()],
+        [escape_markdown(f"- {name}: {text}".replace("\n", " ")) for name, text in analysis.section_lines.items()],
     ]
     return "\n\n".join("\n".join(lines) for lines in parts) + "\n"
 
 
-def _nothing_encoded(analysis: Analysis) -> bool:
+def _has_no_encoding(analysis: CaseAnalysis) -> bool:
     """Whether own runs encoded nothing: neither their ratio nor what the runtime did was measured then."""
-    return analysis.measured and "lossless_selected_value" not in analysis.lines
+    return analysis.is_own_run and "lossless_selected_value" not in analysis.section_lines
 
 
-def _of_lossless(analysis: Analysis, value: float) -> str:
+def _format_if_encoded(analysis: CaseAnalysis, value: float) -> str:
     """The selected ratio, or a multiple of it; a dash where it was not measured."""
-    return "-" if _nothing_encoded(analysis) else f"{value:.4f}"
+    return "-" if _has_no_encoding(analysis) else f"{value:.4f}"
 
 
-def _averages(analysis: Analysis) -> list[str]:
+def _build_average_lines(analysis: CaseAnalysis) -> list[str]:
     rows = analysis.rows
     lines = [
         f"- Rows: {len(rows.rows)}",
-        f"- Avg keep ratio: {rows.mean('h2o_keep'):.4f}",
-        f"- Avg lossy ratio: {rows.mean('h2o_lossy'):.4f}",
-        f"- Avg runtime lossless ratio: {rows.mean('h2o_lossless'):.4f}",
-        f"- Lossless selected source: {analysis.source}",
-        f"- Lossless selected value: {_of_lossless(analysis, analysis.selected)}",
+        f"- Avg keep ratio: {rows.mean_value('h2o_keep'):.4f}",
+        f"- Avg lossy ratio: {rows.mean_value('h2o_lossy'):.4f}",
+        f"- Avg runtime lossless ratio: {rows.mean_value('h2o_lossless'):.4f}",
+        f"- Lossless selected source: {analysis.ratio_source}",
+        f"- Lossless selected value: {_format_if_encoded(analysis, analysis.selected_ratio)}",
     ]
-    if analysis.upper is not None:
-        lines.append(f"- Offline upper-bound lossless: {analysis.upper.ratio:.4f}")
-    if analysis.online is not None:
-        lines.append(f"- Offline online-sim lossless: {analysis.online.ratio:.4f}")
-    total = sum(row.numbers["h2o_lossy"] * analysis.selected for row in rows.rows) / len(rows.rows)
-    lines.append(f"- Avg total ratio (selected): {_of_lossless(analysis, total)}")
-    there = [entry for entry in _AVERAGES if not analysis.measured or entry[1] in rows.columns]
-    if _nothing_encoded(analysis):
-        there = [entry for entry in there if not entry[1].startswith("h2o_lossless")]
-    return lines + [f"- {said}: {rows.mean(column):.{digits}f}" for said, column, digits in there]
+    if analysis.upper_bound is not None:
+        lines.append(f"- Offline upper-bound lossless: {analysis.upper_bound.ratio:.4f}")
+    if analysis.online_ratio is not None:
+        lines.append(f"- Offline online-sim lossless: {analysis.online_ratio.ratio:.4f}")
+    total = sum(row.numbers["h2o_lossy"] * analysis.selected_ratio for row in rows.rows) / len(rows.rows)
+    lines.append(f"- Avg total ratio (selected): {_format_if_encoded(analysis, total)}")
+    shown_columns = [entry for entry in _AVERAGE_COLUMNS if not analysis.is_own_run or entry[1] in rows.columns]
+    if _has_no_encoding(analysis):
+        shown_columns = [entry for entry in shown_columns if not entry[1].startswith("h2o_lossless")]
+    return lines + [f"- {heading}: {rows.mean_value(column):.{digits}f}" for heading, column, digits in shown_columns]
 
 
-def _best(analysis: Analysis, measure: Callable[[MetricRow], float], first: str) -> list[str]:
-    """The row in which `measure` is largest, the figure called `first` before the others."""
-    row = max(analysis.rows.rows, key=measure)
-    found = {
-        "decode tps": f"{row.decode:.2f}",
+def _build_best_row_lines(
+    analysis: CaseAnalysis, get_measure: Callable[[MetricRow], float], first_name: str
+) -> list[str]:
+    """The row in which `get_measure` is largest, the figure called `first_name` before the others."""
+    row = max(analysis.rows.rows, key=get_measure)
+    text_by_name = {
+        "decode tps": f"{row.decode_speed:.2f}",
         "lossy ratio": f"{row.numbers['h2o_lossy']:.4f}",
         "keep ratio": f"{row.numbers['h2o_keep']:.4f}",
-        f"lossless ratio ({analysis.source})": _of_lossless(analysis, analysis.selected),
+        f"lossless ratio ({analysis.ratio_source})": _format_if_encoded(analysis, analysis.selected_ratio),
         "runtime lossless ratio": f"{row.numbers['h2o_lossless']:.4f}",
-        "total ratio": _of_lossless(analysis, row.numbers["h2o_lossy"] * analysis.selected),
+        "total ratio": _format_if_encoded(analysis, row.numbers["h2o_lossy"] * analysis.selected_ratio),
         "log": f"`{escape_markdown(row.log_file)}`",
     }
-    return [f"- {name}: {found[name]}" for name in dict.fromkeys([first, *found])]
+    return [f"- {name}: {text_by_name[name]}" for name in dict.fromkeys([first_name, *text_by_name])]
 
 
-def _pareto(analysis: Analysis) -> list[str]:
-    def both(row: MetricRow) -> tuple[float, float]:
-        return row.numbers["h2o_lossy"] * analysis.selected, row.decode
+def _build_pareto_lines(analysis: CaseAnalysis) -> list[str]:
+    def get_ratio_and_speed(row: MetricRow) -> tuple[float, float]:
+        return row.numbers["h2o_lossy"] * analysis.selected_ratio, row.decode_speed
 
-    rows = sorted(analysis.rows.rows, key=both, reverse=True)[:5]
+    rows = sorted(analysis.rows.rows, key=get_ratio_and_speed, reverse=True)[:5]
     return [
-        f"{place}. total={_of_lossless(analysis, both(row)[0])}, decode={row.decode:.2f}, "
-        f"lossy={row.numbers['h2o_lossy']:.4f}, lossless={_of_lossless(analysis, analysis.selected)}, "
+        f"{rank}. total={_format_if_encoded(analysis, get_ratio_and_speed(row)[0])}, decode={row.decode_speed:.2f}, "
+        f"lossy={row.numbers['h2o_lossy']:.4f}, lossless={_format_if_encoded(analysis, analysis.selected_ratio)}, "
         f"log=`{escape_markdown(row.log_file)}`"
-        for place, row in enumerate(rows, start=1)
+        for rank, row in enumerate(rows, start=1)
     ]
 
 
 def read_gate_section(text: str) -> dict[str, str]:
     """The lines of the last section of a report; empty where there is none."""
-    found: dict[str, str] = {}
-    inside = False
+    section_lines: dict[str, str] = {}
+    is_in_section = False
     for line in map(str.strip, text.split("\n")):
         if line == GATE_HEADING:
-            inside = True
-        elif inside and line.startswith("## "):
+            is_in_section = True
+        elif is_in_section and line.startswith("## "):
             break
-        elif inside and line.startswith("- ") and ":" in line:
+        elif is_in_section and line.startswith("- ") and ":" in line:
             name, _, value = line[2:].partition(":")
-            found[name.strip()] = value.strip().strip("`")
-    return found
+            section_lines[name.strip()] = value.strip().strip("`")
+    return section_lines

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from ...errors import SourceError
 from ...text import unescape_csv
-from ..logs.columns import DECOMPRESSED, FIGURES, LOG_FILE, SPEED
-from ..logs.log_files import log_files, read_log
-from ..logs.numbers import decode_speed, deviation, number
-from ..logs.parsing import check_columns, parse
+from ..logs.columns import DECOMPRESSED_COLUMN, LOG_FILE_COLUMN, METRIC_COLUMNS, SPEED_COLUMN
+from ..logs.log_files import find_log_files, read_log
+from ..logs.numbers import parse_decode_speed, parse_deviation, parse_first_number
+from ..logs.parsing import check_bench_columns, parse_logs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,29 +23,29 @@ class MetricRow:
 
     cells: Mapping[str, str]
     numbers: Mapping[str, float]
-    decode: float
+    decode_speed: float
 
     @classmethod
-    def of(cls, cells: Mapping[str, str]) -> MetricRow:
+    def from_cells(cls, cells: Mapping[str, str]) -> MetricRow:
         """The numbers in the cells of a row."""
-        names = (*FIGURES, DECOMPRESSED)
-        numbers = {name: number(cells.get(name, "0")) for name in names}
-        return cls(cells=cells, numbers=numbers, decode=decode_speed(cells.get(SPEED)))
+        names = (*METRIC_COLUMNS, DECOMPRESSED_COLUMN)
+        numbers = {name: parse_first_number(cells.get(name, "0")) for name in names}
+        return cls(cells=cells, numbers=numbers, decode_speed=parse_decode_speed(cells.get(SPEED_COLUMN)))
 
     @property
     def decode_deviation(self) -> float | None:
         """Of the decode speed; None where the row has none."""
-        return deviation(self.cells.get(SPEED))
+        return parse_deviation(self.cells.get(SPEED_COLUMN))
 
     @property
     def log_file(self) -> str:
         """Where it comes from."""
-        return self.cells.get(LOG_FILE) or ""
+        return self.cells.get(LOG_FILE_COLUMN) or ""
 
     @property
     def is_header(self) -> bool:
         """Whether it is the header of a second table, which the fork's parser takes for a row."""
-        return all(name == cell for name, cell in self.cells.items() if name != LOG_FILE)
+        return all(name == cell for name, cell in self.cells.items() if name != LOG_FILE_COLUMN)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,21 +69,21 @@ class MetricRows:
     files: tuple[str, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
-    def largest(self, column: str) -> float:
+    def max_value(self, column: str) -> float:
         """Of a column, over the rows."""
         return max(row.numbers[column] for row in self.rows)
 
-    def mean(self, column: str) -> float:
+    def mean_value(self, column: str) -> float:
         """Of a column, over the rows."""
         return sum(row.numbers[column] for row in self.rows) / len(self.rows)
 
     @property
-    def missing(self) -> list[str]:
+    def missing_columns(self) -> list[str]:
         """Figures that the table has no column of."""
-        return [name for name in FIGURES if name not in self.columns]
+        return [name for name in METRIC_COLUMNS if name not in self.columns]
 
 
-def read_rows(paths: Sequence[str | os.PathLike[str]]) -> MetricRows:
+def read_metric_rows(paths: Sequence[str | os.PathLike[str]]) -> MetricRows:
     """Rows of CSV files (of `kvmnn gate parse` or the fork's parser), or of logs.
 
     Raises
@@ -91,28 +91,28 @@ def read_rows(paths: Sequence[str | os.PathLike[str]]) -> MetricRows:
     SourceError
         For files that cannot be read, hold no rows, or have nothing that ``llm_bench`` prints.
     """
-    tables = [str(path) for path in paths if str(path).lower().endswith(".csv")]
-    if tables and len(tables) < len(paths):
-        other = next(str(path) for path in paths if str(path) not in tables)
-        raise SourceError(f"{tables[0]} is a CSV, {other} is not: expected CSV files or logs")
-    if tables:
-        found = [read_csv(path) for path in log_files(paths)]
-        columns = dict.fromkeys(name for part in found for name in part.columns)
-        made = MetricRows(
+    csv_paths = [str(path) for path in paths if str(path).lower().endswith(".csv")]
+    if csv_paths and len(csv_paths) < len(paths):
+        other_path = next(str(path) for path in paths if str(path) not in csv_paths)
+        raise SourceError(f"{csv_paths[0]} is a CSV, {other_path} is not: expected CSV files or logs")
+    if csv_paths:
+        parts = [read_csv(path) for path in find_log_files(paths)]
+        columns = dict.fromkeys(name for part in parts for name in part.columns)
+        metric_rows = MetricRows(
             columns=tuple(columns),
-            rows=tuple(row for part in found for row in part.rows),
-            files=tuple(name for part in found for name in part.files),
+            rows=tuple(row for part in parts for row in part.rows),
+            files=tuple(name for part in parts for name in part.files),
         )
     else:
-        parsed = parse(paths)
+        parsed = parse_logs(paths)
         if parsed.kind == "llm_demo":
             raise SourceError(
                 f"{parsed.files[0]}: has records of llm_demo: expected tables (`kvmnn gate demo` judges those)"
             )
-        rows = tuple(MetricRow.of(cells) for cells in parsed.rows)
-        made = MetricRows(columns=parsed.columns, rows=rows, files=parsed.files, notes=parsed.notes)
-    check_columns(made.columns, made.files[0])
-    return made
+        rows = tuple(MetricRow.from_cells(cells) for cells in parsed.rows)
+        metric_rows = MetricRows(columns=parsed.columns, rows=rows, files=parsed.files, notes=parsed.notes)
+    check_bench_columns(metric_rows.columns, metric_rows.files[0])
+    return metric_rows
 
 
 def read_csv(path: str | os.PathLike[str]) -> MetricRows:
@@ -130,11 +130,11 @@ def read_csv(path: str | os.PathLike[str]) -> MetricRows:
     except csv.Error as error:
         raise SourceError(f"{path}: is no CSV: {error}") from None
     header = tuple(lines[0]) if lines else ()
-    rows = _rows(header, lines[1:])
+    rows = _build_rows(header, lines[1:])
     if not rows:
         raise SourceError(f"{path}: No rows found in CSV.")
     return MetricRows(columns=header, rows=rows, files=(str(path),))
 
 
-def _rows(header: tuple[str, ...], lines: Iterable[list[str]]) -> tuple[MetricRow, ...]:
-    return tuple(MetricRow.of(dict(zip(header, line, strict=False))) for line in lines)
+def _build_rows(header: tuple[str, ...], lines: Iterable[list[str]]) -> tuple[MetricRow, ...]:
+    return tuple(MetricRow.from_cells(dict(zip(header, line, strict=False))) for line in lines)

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import SourceError
 from ...files.json_document import read_object
-from ..logs.numbers import number
+from ..logs.numbers import parse_first_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,13 +19,13 @@ class OfflineRatio:
 
     path: str
     ratio: float
-    entries: int
+    num_entries: int
     layers: Any
     raw_bytes: float
     compressed_bytes: float
 
 
-def read_offline(path: str | os.PathLike[str]) -> OfflineRatio:
+def read_offline_ratio(path: str | os.PathLike[str]) -> OfflineRatio:
     """The ratio in a document: ``weighted_lossless_ratio``, or ``lossless_ratio`` where that is missing.
 
     Raises
@@ -38,17 +38,17 @@ def read_offline(path: str | os.PathLike[str]) -> OfflineRatio:
         document = read_object(Path(path))
     except (FileNotFoundError, NotADirectoryError):
         raise SourceError(f"offline lossless json not found: {where}") from None
-    ratio = number(document.get("weighted_lossless_ratio", document.get("lossless_ratio", 0.0)))
-    entries, raw, compressed = (
-        number(document.get(key, 0)) for key in ("selected_entries", "raw_bytes", "compressed_bytes")
+    ratio = parse_first_number(document.get("weighted_lossless_ratio", document.get("lossless_ratio", 0.0)))
+    num_entries, raw_bytes, compressed_bytes = (
+        parse_first_number(document.get(key, 0)) for key in ("selected_entries", "raw_bytes", "compressed_bytes")
     )
-    if not ratio > 0 or not all(map(math.isfinite, (ratio, entries, raw, compressed))):
+    if not ratio > 0 or not all(map(math.isfinite, (ratio, num_entries, raw_bytes, compressed_bytes))):
         raise SourceError(f"invalid lossless ratio in {where}: found {ratio}, expected a finite number above 0")
     return OfflineRatio(
         path=where,
         ratio=ratio,
-        entries=int(entries),
+        num_entries=int(num_entries),
         layers=document.get("selected_layers", []),
-        raw_bytes=raw,
-        compressed_bytes=compressed,
+        raw_bytes=raw_bytes,
+        compressed_bytes=compressed_bytes,
     )

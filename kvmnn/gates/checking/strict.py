@@ -7,19 +7,19 @@ from collections import defaultdict
 from collections.abc import Iterator
 from statistics import fmean
 
-from .analysis import Analysis
-from .drops import Drop, drop_gate
+from .analysis import CaseAnalysis
+from .drops import DecodeSlowdown, build_slowdown_gate
 from .metric_rows import MetricRow, MetricRows
-from .verdicts import FAIL, NOT_MEASURED, OFF, PASS, Gate, apart, judged
+from .verdicts import FAIL, NOT_MEASURED, OFF, PASS, GateResult, format_distinct, verdict_from
 
-_NOTHING = "nothing was encoded: raw_mb is 0 in every row"
+_NOTHING_ENCODED_TEXT = "nothing was encoded: raw_mb is 0 in every row"
 
-_PLAIN = re.compile(r"\s*[-+]?\d*\.?\d+\s*")
+_PLAIN_NUMBER_REGEX = re.compile(r"\s*[-+]?\d*\.?\d+\s*")
 """A mean that is read as it stands; of ``1e-05`` the fork reads 1, of ``nan ± 0.1`` the deviation."""
 
-_BYTES = ("h2o_lossless_raw_mb", "h2o_lossless_comp_mb")
-_DECODED = ("h2o_lossless_decomp_us",)
-_BY_COLUMN = {
+_BYTES_COLUMNS = ("h2o_lossless_raw_mb", "h2o_lossless_comp_mb")
+_DECOMPRESS_COLUMNS = ("h2o_lossless_decomp_us",)
+_COLUMN_BY_GATE = {
     "async wait": "h2o_lossless_async_wait_us",
     "queue peak": "h2o_lossless_queue_peak",
     "fallbacks": "h2o_lossless_fallback",
@@ -29,7 +29,7 @@ _BY_COLUMN = {
 """Gates of what the runtime does, and the column of each."""
 
 
-def strict_gates(analysis: Analysis, baseline: MetricRows | None) -> tuple[Gate, ...]:
+def build_strict_gates(analysis: CaseAnalysis, baseline: MetricRows | None) -> tuple[GateResult, ...]:
     """Judge the rows of a case soundly.
 
     Ratios of every row, not of the best; the lossless one from the bytes of the run, not from a simulation; decode
@@ -44,125 +44,146 @@ def strict_gates(analysis: Analysis, baseline: MetricRows | None) -> tuple[Gate,
         Rows of the same work without compression.
     """
     rows, limits = analysis.rows, analysis.limits
-    shown = {gate.name: gate for gate in analysis.gates}
-    found = [_lossy(rows, limits.lossy_target), _lossless(rows, limits.lossless_target)]
-    found.append(_decode(rows, baseline, limits.decode_drop_target))
-    hits = ("h2o_lossless_decode_cache_hit", "h2o_lossless_decode_cache_miss")
-    restored = _columns(shown["decompression"], rows, _DECODED)
-    found.append(_of_activity(restored, rows, 2.0 if limits.require_runtime_decomp else limits.lossless_target))
-    active = [_columns(shown[name], rows, (column,)) for name, column in _BY_COLUMN.items()]
-    active += [_columns(shown["cache hits"], rows, hits[:1]), _columns(shown["cache lookups"], rows, hits)]
-    found += [_of_activity(gate, rows, limits.lossless_target) for gate in active]
-    found.append(_consistency(shown["consistency"], analysis))
-    return tuple(found)
+    gate_by_name = {gate.name: gate for gate in analysis.gates}
+    gates = [_build_lossy_gate(rows, limits.lossy_target), _build_lossless_gate(rows, limits.lossless_target)]
+    gates.append(_build_decode_gate(rows, baseline, limits.decode_drop_target))
+    cache_columns = ("h2o_lossless_decode_cache_hit", "h2o_lossless_decode_cache_miss")
+    decompression_gate = _require_columns(gate_by_name["decompression"], rows, _DECOMPRESS_COLUMNS)
+    gates.append(
+        _require_activity(decompression_gate, rows, 2.0 if limits.require_runtime_decomp else limits.lossless_target)
+    )
+    activity_gates = [_require_columns(gate_by_name[name], rows, (column,)) for name, column in _COLUMN_BY_GATE.items()]
+    activity_gates += [
+        _require_columns(gate_by_name["cache hits"], rows, cache_columns[:1]),
+        _require_columns(gate_by_name["cache lookups"], rows, cache_columns),
+    ]
+    gates += [_require_activity(gate, rows, limits.lossless_target) for gate in activity_gates]
+    gates.append(_build_consistency_gate(gate_by_name["consistency"], analysis))
+    return tuple(gates)
 
 
-def _lossy(rows: MetricRows, target: float) -> Gate:
+def _build_lossy_gate(rows: MetricRows, target: float) -> GateResult:
     limit = f">= {target:.3f}"
-    missing = _missing(rows, ("h2o_lossy",))
-    if missing:
-        return Gate(name="lossy ratio", verdict=NOT_MEASURED, limit=limit, why=missing)
-    least = min(row.numbers["h2o_lossy"] for row in rows.rows)
-    value, limit = apart(least, target, 3)
-    return Gate(
+    missing_reason = _explain_missing(rows, ("h2o_lossy",))
+    if missing_reason:
+        return GateResult(name="lossy ratio", verdict=NOT_MEASURED, limit=limit, why=missing_reason)
+    min_ratio = min(row.numbers["h2o_lossy"] for row in rows.rows)
+    value, limit = format_distinct(min_ratio, target, 3)
+    return GateResult(
         name="lossy ratio",
-        verdict=judged(least >= target),
+        verdict=verdict_from(min_ratio >= target),
         value=value,
         limit=f">= {limit}",
         why="smallest of the rows: each is one plan of one layer (docs/gates.md)",
     )
 
 
-def _lossless(rows: MetricRows, target: float) -> Gate:
-    raw, compressed = (sum(row.numbers[name] for row in rows.rows) for name in _BYTES)
-    missing = _missing(rows, _BYTES)
-    if _idle(rows) and target <= 1.0:
-        return Gate(name="lossless ratio", verdict=PASS, value="1.000", limit=f">= {target:.3f}", why=_NOTHING)
-    if missing or not (raw > 0 and compressed > 0):
-        why = missing or "no row has raw and compressed bytes of the run"
-        return Gate(name="lossless ratio", verdict=NOT_MEASURED, limit=f">= {target:.3f}", why=why)
-    ratio = raw / compressed
-    value, limit = apart(ratio, target, 3)
-    return Gate(
+def _build_lossless_gate(rows: MetricRows, target: float) -> GateResult:
+    raw_mb, compressed_mb = (sum(row.numbers[name] for row in rows.rows) for name in _BYTES_COLUMNS)
+    missing_reason = _explain_missing(rows, _BYTES_COLUMNS)
+    if _has_no_encoding(rows) and target <= 1.0:
+        return GateResult(
+            name="lossless ratio", verdict=PASS, value="1.000", limit=f">= {target:.3f}", why=_NOTHING_ENCODED_TEXT
+        )
+    if missing_reason or not (raw_mb > 0 and compressed_mb > 0):
+        why = missing_reason or "no row has raw and compressed bytes of the run"
+        return GateResult(name="lossless ratio", verdict=NOT_MEASURED, limit=f">= {target:.3f}", why=why)
+    ratio = raw_mb / compressed_mb
+    value, limit = format_distinct(ratio, target, 3)
+    return GateResult(
         name="lossless ratio",
-        verdict=judged(ratio >= target),
+        verdict=verdict_from(ratio >= target),
         value=value,
         limit=f">= {limit}",
         why="raw over compressed bytes of the run, all rows",
     )
 
 
-def _decode(rows: MetricRows, baseline: MetricRows | None, target: float) -> Gate:
+def _build_decode_gate(rows: MetricRows, baseline: MetricRows | None, target: float) -> GateResult:
     if baseline is None:
-        missing = "a constant is no measurement: give rows of the same work without compression (--baseline)"
-        return drop_gate(None, target, "", missing)
-    missing = "no work (prompt, decode) has a speed in both tables"
-    return drop_gate(Drop.of(list(_pairs(rows, baseline))), target, "of rows of the same work", missing)
+        missing_reason = "a constant is no measurement: give rows of the same work without compression (--baseline)"
+        return build_slowdown_gate(None, target, "", missing_reason)
+    missing_reason = "no work (prompt, decode) has a speed in both tables"
+    return build_slowdown_gate(
+        DecodeSlowdown.from_pairs(list(_pair_speeds(rows, baseline))),
+        target,
+        "of rows of the same work",
+        missing_reason,
+    )
 
 
-def _pairs(rows: MetricRows, baseline: MetricRows) -> Iterator[tuple[float, float]]:
+def _pair_speeds(rows: MetricRows, baseline: MetricRows) -> Iterator[tuple[float, float]]:
     """Speeds of the same work, without and with compression: row by row, or where one table has more of them, means."""
-    before, after = _speeds(baseline.rows), _speeds(rows.rows)
-    for work, speeds in after.items():
-        others = before.get(work, [])
-        if len(others) == len(speeds):
-            yield from zip(others, speeds, strict=True)
-        elif others:
-            yield fmean(others), fmean(speeds)
+    baseline_speeds, candidate_speeds = _group_speeds(baseline.rows), _group_speeds(rows.rows)
+    for work, speeds in candidate_speeds.items():
+        work_baseline = baseline_speeds.get(work, [])
+        if len(work_baseline) == len(speeds):
+            yield from zip(work_baseline, speeds, strict=True)
+        elif work_baseline:
+            yield fmean(work_baseline), fmean(speeds)
 
 
-def _speeds(rows: tuple[MetricRow, ...]) -> dict[str, list[float]]:
+def _group_speeds(rows: tuple[MetricRow, ...]) -> dict[str, list[float]]:
     """Speeds above 0 by the work, which the column `llm_demo` says; tables without it have one work."""
-    found: dict[str, list[float]] = defaultdict(list)
+    speeds_by_work: dict[str, list[float]] = defaultdict(list)
     for row in rows:
-        if row.decode > 0:
-            found[row.cells.get("llm_demo", "")].append(row.decode)
-    return dict(found)
+        if row.decode_speed > 0:
+            speeds_by_work[row.cells.get("llm_demo", "")].append(row.decode_speed)
+    return dict(speeds_by_work)
 
 
-def _columns(gate: Gate, rows: MetricRows, names: tuple[str, ...]) -> Gate:
+def _require_columns(gate: GateResult, rows: MetricRows, names: tuple[str, ...]) -> GateResult:
     """A gate that is on needs its columns."""
-    missing = _missing(rows, names)
-    if gate.verdict == OFF or not missing:
+    missing_reason = _explain_missing(rows, names)
+    if gate.verdict == OFF or not missing_reason:
         return gate
-    return Gate(name=gate.name, verdict=NOT_MEASURED, limit=gate.limit, why=missing)
+    return GateResult(name=gate.name, verdict=NOT_MEASURED, limit=gate.limit, why=missing_reason)
 
 
-def _of_activity(gate: Gate, rows: MetricRows, lossless_target: float) -> Gate:
+def _require_activity(gate: GateResult, rows: MetricRows, lossless_target: float) -> GateResult:
     """Where nothing was encoded, a figure of 0 says nothing; where nothing need be, its gate is off."""
-    if gate.verdict not in (PASS, FAIL) or not _idle(rows) or (gate.verdict == FAIL and _first(gate.value) > 0):
+    if (
+        gate.verdict not in (PASS, FAIL)
+        or not _has_no_encoding(rows)
+        or (gate.verdict == FAIL and _parse_first_number(gate.value) > 0)
+    ):
         return gate
     verdict = OFF if lossless_target <= 1.0 else NOT_MEASURED
-    return Gate(name=gate.name, verdict=verdict, limit=gate.limit, why=_NOTHING)
+    return GateResult(name=gate.name, verdict=verdict, limit=gate.limit, why=_NOTHING_ENCODED_TEXT)
 
 
-def _idle(rows: MetricRows) -> bool:
+def _has_no_encoding(rows: MetricRows) -> bool:
     """Whether the table says that nothing was encoded."""
-    return not _missing(rows, _BYTES) and not any(row.numbers[_BYTES[0]] > 0 for row in rows.rows)
+    return not _explain_missing(rows, _BYTES_COLUMNS) and not any(
+        row.numbers[_BYTES_COLUMNS[0]] > 0 for row in rows.rows
+    )
 
 
-def _first(value: str) -> float:
+def _parse_first_number(value: str) -> float:
     """The figure that was judged, of a gate's text; those are 0 or above."""
     return float(value.split()[0].replace(",", ""))
 
 
-def _consistency(gate: Gate, analysis: Analysis) -> Gate:
+def _build_consistency_gate(gate: GateResult, analysis: CaseAnalysis) -> GateResult:
     """Fails by damage in the logs, by fallbacks, and where what was encoded was not restored."""
-    broken = "false" in (analysis.lines["kv_invalid_log_pass"], analysis.lines["kv_fallback_clean_pass"])
-    if gate.verdict == OFF or (gate.verdict == FAIL and (broken or not _idle(analysis.rows))):
+    has_damage = "false" in (
+        analysis.section_lines["kv_invalid_log_pass"],
+        analysis.section_lines["kv_fallback_clean_pass"],
+    )
+    if gate.verdict == OFF or (gate.verdict == FAIL and (has_damage or not _has_no_encoding(analysis.rows))):
         return gate
-    return Gate(name=gate.name, verdict=NOT_MEASURED, why="logs compare no bytes of K and V; kvmnn gate run does")
+    return GateResult(name=gate.name, verdict=NOT_MEASURED, why="logs compare no bytes of K and V; kvmnn gate run does")
 
 
-def _missing(rows: MetricRows, names: tuple[str, ...]) -> str:
+def _explain_missing(rows: MetricRows, names: tuple[str, ...]) -> str:
     """Why columns measure nothing; empty where they do."""
     for name in names:
         if name not in rows.columns:
             return f"no column {name}"
-        for place, row in enumerate(rows.rows, start=1):
+        for row_number, row in enumerate(rows.rows, start=1):
             cell = row.cells.get(name) or ""
-            if not _PLAIN.fullmatch(cell.partition("\N{PLUS-MINUS SIGN}")[0]):
-                return f"{name}: row {place} has no plain number"
+            if not _PLAIN_NUMBER_REGEX.fullmatch(cell.partition("\N{PLUS-MINUS SIGN}")[0]):
+                return f"{name}: row {row_number} has no plain number"
             if row.numbers[name] < 0:
-                return f"{name}: row {place} has {row.numbers[name]:g}, which nothing can be"
+                return f"{name}: row {row_number} has {row.numbers[name]:g}, which nothing can be"
     return ""

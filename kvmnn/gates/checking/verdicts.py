@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ...text.folding import folded
+from ...text.folding import wrap_text
 
 Verdict = Literal["pass", "fail", "off", "not measured", "unclear"]
 
@@ -18,7 +18,7 @@ UNCLEAR: Verdict = "unclear"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gate:
+class GateResult:
     """One gate.
 
     Attributes
@@ -51,50 +51,50 @@ class Gate:
         }
 
 
-def judged(passed: bool, *, on: bool = True) -> Verdict:
+def verdict_from(is_passed: bool, *, is_active: bool = True) -> Verdict:
     """The verdict of a condition."""
-    return (PASS if passed else FAIL) if on else OFF
+    return (PASS if is_passed else FAIL) if is_active else OFF
 
 
-def apart(value: float, limit: float, digits: int) -> tuple[str, str]:
+def format_distinct(value: float, limit: float, digits: int) -> tuple[str, str]:
     """Both as text, with as many more `digits` behind the point as it takes to see which is larger."""
-    texts = ("", "")
+    formatted = ("", "")
     for number in range(digits, 16):
-        texts = f"{value:,.{number}f}", f"{limit:,.{number}f}"
-        if texts[0] != texts[1] or value == limit:
+        formatted = f"{value:,.{number}f}", f"{limit:,.{number}f}"
+        if formatted[0] != formatted[1] or value == limit:
             break
-    return texts
+    return formatted
 
 
-def together(gates: Iterable[Gate]) -> Verdict:
+def aggregate_verdict(gates: Iterable[GateResult]) -> Verdict:
     """Of all gates: fail if one failed, else not measured if one was not, else unclear if one is, else pass."""
-    return worst(gate.verdict for gate in gates)
+    return find_worst(gate.verdict for gate in gates)
 
 
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
+def find_worst(verdicts: Iterable[Verdict]) -> Verdict:
     """The one that counts for all; pass where none is worse."""
-    found = set(verdicts)
-    return next((verdict for verdict in (FAIL, NOT_MEASURED, UNCLEAR) if verdict in found), PASS)
+    distinct_verdicts = set(verdicts)
+    return next((verdict for verdict in (FAIL, NOT_MEASURED, UNCLEAR) if verdict in distinct_verdicts), PASS)
 
 
-def counted(gates: Iterable[Gate]) -> str:
+def summarize_verdicts(gates: Iterable[GateResult]) -> str:
     """``10 pass, 1 fail, 2 off``."""
-    found = [gate.verdict for gate in gates]
-    counts = {verdict: found.count(verdict) for verdict in (PASS, FAIL, NOT_MEASURED, UNCLEAR, OFF)}
+    verdicts = [gate.verdict for gate in gates]
+    counts = {verdict: verdicts.count(verdict) for verdict in (PASS, FAIL, NOT_MEASURED, UNCLEAR, OFF)}
     return ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
 
 
-def gate_lines(gates: Iterable[Gate], width: int) -> list[str]:
+def format_gate_table(gates: Iterable[GateResult], width: int) -> list[str]:
     """A table of gates in `width` columns; what a gate means is folded behind it."""
     rows = [(gate.verdict.upper(), gate.name, gate.value, gate.limit, gate.why) for gate in gates]
-    sizes = [max([len(row[i]) for row in rows], default=0) for i in range(4)]
+    widths = [max([len(row[i]) for row in rows], default=0) for i in range(4)]
     lines = []
     for row in rows:
-        line = "  ".join(cell.ljust(size) for cell, size in zip(row, sizes, strict=False))
-        both = f"{line}  {row[4]}".rstrip()
-        if len(both) <= width:
-            lines.append(both)
+        line = "  ".join(cell.ljust(column_width) for cell, column_width in zip(row, widths, strict=False))
+        full_line = f"{line}  {row[4]}".rstrip()
+        if len(full_line) <= width:
+            lines.append(full_line)
         else:
             lines.append(line.rstrip())
-            lines += ["    " + part for part in folded(row[4], max(width - 4, 30)).split("\n")] if row[4] else []
+            lines += ["    " + part for part in wrap_text(row[4], max(width - 4, 30)).split("\n")] if row[4] else []
     return lines

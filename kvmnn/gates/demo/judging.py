@@ -7,25 +7,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...text import count, escape_markdown
-from ...text.folding import folded_lines
-from ..checking.drops import Drop, drop_gate
+from ...text import escape_markdown, pluralize
+from ...text.folding import wrap_lines
+from ..checking.drops import DecodeSlowdown, build_slowdown_gate
 from ..checking.verdicts import (
     FAIL,
     NOT_MEASURED,
     OFF,
     UNCLEAR,
-    Gate,
+    GateResult,
     Verdict,
-    apart,
-    counted,
-    gate_lines,
-    judged,
-    together,
-    worst,
+    aggregate_verdict,
+    find_worst,
+    format_distinct,
+    format_gate_table,
+    summarize_verdicts,
+    verdict_from,
 )
 from .runs import DemoRun
-from .sums import DemoBucket, DemoSums, buckets_of, pairs_by_prompt
+from .sums import DemoBucket, DemoStats, build_buckets, pair_by_prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class DemoLimits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoChecked:
+class DemoResult:
     """The verdict over prompts.
 
     Attributes
@@ -65,7 +65,7 @@ class DemoChecked:
         Of the round.
     baseline, candidate
         What both sides came to.
-    drop
+    drop_ratio
         Share of the speed that was lost; 1 where there is no baseline.
     buckets
         By length, those of the candidate that the baseline lacks included.
@@ -77,108 +77,113 @@ class DemoChecked:
         Runs that did not end well, with their reasons.
     run_order
         Which side ran first, where it is known.
-    unmeasured
+    unmeasured_keys
         Figures of the report that were not measured, by their names: null there.
     """
 
     case: str
     mode: str
     limits: DemoLimits
-    baseline: DemoSums
-    candidate: DemoSums
-    drop: float
-    decode_pass: bool
+    baseline: DemoStats
+    candidate: DemoStats
+    drop_ratio: float
+    is_decode_passed: bool
     buckets: tuple[DemoBucket, ...]
-    gates: tuple[Gate, ...]
+    gates: tuple[GateResult, ...]
     failures: tuple[str, ...] = ()
     run_order: str = ""
     strict: bool = False
-    unmeasured: frozenset[str] = frozenset()
+    unmeasured_keys: frozenset[str] = frozenset()
 
     @property
     def verdict(self) -> Verdict:
         """Of all gates together."""
-        return together(self.gates)
+        return aggregate_verdict(self.gates)
 
     @property
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         """Whether none failed, and everything that was asked for was measured."""
         return self.verdict == "pass"
 
     @property
-    def failure(self) -> str:
+    def failure_text(self) -> str:
         """What did not pass, in a line."""
         return ", ".join(f"{gate.name} {gate.verdict}" for gate in self.gates if gate.verdict not in ("pass", "off"))
 
     def to_dict(self) -> dict[str, Any]:
         """The fork's ``llm_demo_report.json`` with the verdict here, and the gates."""
-        limits, before, after = self.limits, self.baseline, self.candidate
-        failed = [bucket.name for bucket in self.buckets if not bucket.passed]
-        found = {
-            "overall_pass": self.passed,
+        limits, baseline, candidate = self.limits, self.baseline, self.candidate
+        failed_buckets = [bucket.name for bucket in self.buckets if not bucket.has_passed]
+        document = {
+            "overall_pass": self.has_passed,
             "verdict": self.verdict,
-            "failure": self.failure,
+            "failure": self.failure_text,
             "case": self.case,
             "mode": self.mode,
             "strict": self.strict,
             "run_order": self.run_order,
-            "baseline_decode_tps_avg": before.decode_speed,
-            "candidate_decode_tps_avg": after.decode_speed,
-            "decode_drop_ratio": self.drop,
+            "baseline_decode_tps_avg": baseline.decode_speed,
+            "candidate_decode_tps_avg": candidate.decode_speed,
+            "decode_drop_ratio": self.drop_ratio,
             "decode_drop_target": limits.decode_drop_target,
-            "decode_gate_enabled": before.decode_speed > 0,
-            "decode_pass": self.decode_pass,
-            **{f"baseline_{name}_avg": value for name, value in _ratios(before).items()},
-            **{f"candidate_{name}_avg": value for name, value in _ratios(after).items()},
+            "decode_gate_enabled": baseline.decode_speed > 0,
+            "decode_pass": self.is_decode_passed,
+            **{f"baseline_{name}_avg": value for name, value in _ratio_by_key(baseline).items()},
+            **{f"candidate_{name}_avg": value for name, value in _ratio_by_key(candidate).items()},
             "require_runtime_decomp": limits.require_runtime_decomp,
-            "runtime_decomp_best_us": after.decompress_us,
-            "runtime_decomp_pass": after.decompress_us > 0 or not limits.require_runtime_decomp,
+            "runtime_decomp_best_us": candidate.decompress_us,
+            "runtime_decomp_pass": candidate.decompress_us > 0 or not limits.require_runtime_decomp,
             "require_decode_cache_hit": limits.require_decode_cache_hit,
-            "decode_cache_hit_best": after.cache_hits,
-            "decode_cache_hit_pass": after.cache_hits > 0 or not limits.require_decode_cache_hit,
+            "decode_cache_hit_best": candidate.cache_hits,
+            "decode_cache_hit_pass": candidate.cache_hits > 0 or not limits.require_decode_cache_hit,
             "require_decode_baseline": limits.require_decode_baseline,
             "require_bucket_decode_pass": limits.require_bucket_decode_pass,
-            "bucket_decode_pass": not failed,
-            "bucket_decode_failures": failed,
-            "bucket_report": {bucket.name: _bucket_dict(bucket) for bucket in self.buckets},
-            "baseline_overall_pass": before.passed,
-            "candidate_overall_pass": after.passed,
+            "bucket_decode_pass": not failed_buckets,
+            "bucket_decode_failures": failed_buckets,
+            "bucket_report": {bucket.name: _bucket_to_dict(bucket) for bucket in self.buckets},
+            "baseline_overall_pass": baseline.has_passed,
+            "candidate_overall_pass": candidate.has_passed,
             "gates": [gate.to_dict() for gate in self.gates],
             "failures": list(self.failures),
         }
-        return {name: None if name in self.unmeasured else value for name, value in found.items()}
+        return {name: None if name in self.unmeasured_keys else value for name, value in document.items()}
 
     def to_markdown(self) -> str:
         """The report of the case; ends with a newline."""
         lines = ["# H2O final llm_demo Real Prompt Report", ""]
-        found = self.to_dict()
-        for name, value in found.items():
+        document = self.to_dict()
+        for name, value in document.items():
             if name not in ("bucket_report", "gates", "failures"):
-                lines.append(f"- {name}: {_text(value)}")
+                lines.append(f"- {name}: {_format_value(value)}")
         lines += ["", "## Bucket Stats", ""]
-        for name, bucket in found["bucket_report"].items():
-            lines += [f"### bucket_{name}", "", *(f"- {key}: {_text(value)}" for key, value in bucket.items()), ""]
+        for name, bucket in document["bucket_report"].items():
+            lines += [
+                f"### bucket_{name}",
+                "",
+                *(f"- {key}: {_format_value(value)}" for key, value in bucket.items()),
+                "",
+            ]
         return escape_markdown("\n".join(lines)).rstrip("\n") + "\n"
 
     def __str__(self) -> str:
-        return "\n".join(self.lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
+        return "\n".join(self.format_lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
 
-    def lines(self, width: int) -> list[str]:
+    def format_lines(self, width: int) -> list[str]:
         """The verdict, the gates and the buckets, in `width` columns."""
-        runs = f"{count(self.baseline.runs, 'run')} without, {self.candidate.runs:,} with compression"
-        asked = [gate for gate in self.gates if gate.verdict != "off"]
-        head = f"{self.verdict.upper()}: {self.case}, {counted(asked)}; {runs}"
-        lines = [*folded_lines([head], width), "", *gate_lines(asked, width), ""]
+        runs = f"{pluralize(self.baseline.num_runs, 'run')} without, {self.candidate.num_runs:,} with compression"
+        active_gates = [gate for gate in self.gates if gate.verdict != "off"]
+        heading = f"{self.verdict.upper()}: {self.case}, {summarize_verdicts(active_gates)}; {runs}"
+        lines = [*wrap_lines([heading], width), "", *format_gate_table(active_gates, width), ""]
         lines.append(f"{'bucket':<8}{'runs':>6}{'tok/s without':>15}{'with':>9}{'drop':>9}{'lossy':>8}{'lossless':>10}")
-        nothing = "candidate_lossless_ratio_avg" in self.unmeasured
+        is_ratio_unmeasured = "candidate_lossless_ratio_avg" in self.unmeasured_keys
         for bucket in self.buckets:
-            before, after = bucket.baseline, bucket.candidate
-            both = f"{before.runs}/{after.runs}"
+            baseline, candidate = bucket.baseline, bucket.candidate
+            runs_text = f"{baseline.num_runs}/{candidate.num_runs}"
             lines.append(
-                f"{bucket.name[:7]:<8}{both:>6}{before.decode_speed:>15.3f}{after.decode_speed:>9.3f}{bucket.drop:>+9.2%}"
-                f"{after.lossy:>8.3f}{'-' if nothing else f'{after.lossless:.3f}':>10}"
+                f"{bucket.name[:7]:<8}{runs_text:>6}{baseline.decode_speed:>15.3f}{candidate.decode_speed:>9.3f}{bucket.drop_ratio:>+9.2%}"
+                f"{candidate.lossy_ratio:>8.3f}{'-' if is_ratio_unmeasured else f'{candidate.lossless_ratio:.3f}':>10}"
             )
-        lines += ["", *folded_lines(self.failures, width)] if self.failures else []
+        lines += ["", *wrap_lines(self.failures, width)] if self.failures else []
         if self.limits.lossy_target is None and self.limits.lossless_target is None and not self.strict:
             lines += ["", "Ratios are not gated here, as in the fork: --strict asks for them."]
         return lines
@@ -194,11 +199,11 @@ def check_demo(
     run_order: str = "",
     bucket_order: Sequence[str] = (),
     strict: bool = False,
-) -> DemoChecked:
+) -> DemoResult:
     """Judge prompts as the fork does; ratios as well where `limits` ask for them.
 
     The drop is that of the mean speeds. The fork judges it as it is, `strict` by its interval over the prompts that
-    both sides have (`Drop`).
+    both sides have (`DecodeSlowdown`).
 
     Parameters
     ----------
@@ -209,129 +214,145 @@ def check_demo(
     strict
         Judge speeds by intervals; which ratios are asked for is in `limits`.
     """
-    before, after = DemoSums.of(baseline), DemoSums.of(candidate)
-    drop = (before.decode_speed - after.decode_speed) / before.decode_speed if before.decode_speed > 0 else 1.0
-    speed = _fork_gate(before, after, drop, limits)
-    if strict and (before.decode_speed > 0 or limits.require_decode_baseline):
-        paired = Drop.of(list(pairs_by_prompt(baseline, candidate)))
-        missing = "no prompt has a speed on both sides"
-        speed = drop_gate(paired, limits.decode_drop_target, "of runs of the same prompts", missing)
-        drop = drop if paired is None else paired.value
-    decode_pass = speed.verdict == "pass"
-    buckets = tuple(buckets_of(baseline, candidate, limits.decode_drop_target, bucket_order, strict))
-    failures = [
+    baseline_stats, candidate_stats = DemoStats.from_runs(baseline), DemoStats.from_runs(candidate)
+    drop_ratio = (
+        (baseline_stats.decode_speed - candidate_stats.decode_speed) / baseline_stats.decode_speed
+        if baseline_stats.decode_speed > 0
+        else 1.0
+    )
+    speed_gate = _build_fork_gate(baseline_stats, candidate_stats, drop_ratio, limits)
+    if strict and (baseline_stats.decode_speed > 0 or limits.require_decode_baseline):
+        slowdown = DecodeSlowdown.from_pairs(list(pair_by_prompt(baseline, candidate)))
+        missing_reason = "no prompt has a speed on both sides"
+        speed_gate = build_slowdown_gate(
+            slowdown, limits.decode_drop_target, "of runs of the same prompts", missing_reason
+        )
+        drop_ratio = drop_ratio if slowdown is None else slowdown.drop_ratio
+    decode_pass = speed_gate.verdict == "pass"
+    buckets = tuple(build_buckets(baseline, candidate, limits.decode_drop_target, bucket_order, strict))
+    failure_texts = [
         f"{side} {run.name}: {run.reason or 'failed'} ({run.return_code})"
         for side, runs in (("baseline", baseline), ("candidate", candidate))
         for run in runs
         if run.return_code
     ]
-    return DemoChecked(
+    return DemoResult(
         case=case,
         mode=mode,
         limits=limits,
-        baseline=before,
-        candidate=after,
-        drop=drop,
-        decode_pass=decode_pass,
+        baseline=baseline_stats,
+        candidate=candidate_stats,
+        drop_ratio=drop_ratio,
+        is_decode_passed=decode_pass,
         buckets=buckets,
-        gates=tuple(_gates(before, after, speed, buckets, limits)),
-        failures=tuple(failures),
+        gates=tuple(_iter_gates(baseline_stats, candidate_stats, speed_gate, buckets, limits)),
+        failures=tuple(failure_texts),
         run_order=run_order,
         strict=strict,
     )
 
 
-def _fork_gate(before: DemoSums, after: DemoSums, drop: float, limits: DemoLimits) -> Gate:
-    known = before.decode_speed > 0
-    return Gate(
+def _build_fork_gate(baseline: DemoStats, candidate: DemoStats, drop_ratio: float, limits: DemoLimits) -> GateResult:
+    has_baseline_speed = baseline.decode_speed > 0
+    return GateResult(
         name="decode drop",
-        verdict=judged(drop <= limits.decode_drop_target if known else not limits.require_decode_baseline),
-        value=f"{drop:+.2%}" if known else "no baseline",
+        verdict=verdict_from(
+            drop_ratio <= limits.decode_drop_target if has_baseline_speed else not limits.require_decode_baseline
+        ),
+        value=f"{drop_ratio:+.2%}" if has_baseline_speed else "no baseline",
         limit=f"<= {limits.decode_drop_target:.2%}",
-        why=f"{after.decode_speed:.3f} of {before.decode_speed:.3f} tok/s",
+        why=f"{candidate.decode_speed:.3f} of {baseline.decode_speed:.3f} tok/s",
     )
 
 
-def _gates(
-    before: DemoSums,
-    after: DemoSums,
-    speed: Gate,
+def _iter_gates(
+    baseline: DemoStats,
+    candidate: DemoStats,
+    speed_gate: GateResult,
     buckets: Sequence[DemoBucket],
     limits: DemoLimits,
-) -> Iterable[Gate]:
-    for name, sums in (("baseline runs", before), ("candidate runs", after)):
-        yield Gate(name=name, verdict=judged(sums.passed), value=f"{sums.passed_runs} of {sums.runs} well", limit="all")
-    yield speed
-    decomp, hits = limits.require_runtime_decomp, limits.require_decode_cache_hit
-    yield Gate(
+) -> Iterable[GateResult]:
+    for name, stats in (("baseline runs", baseline), ("candidate runs", candidate)):
+        yield GateResult(
+            name=name,
+            verdict=verdict_from(stats.has_passed),
+            value=f"{stats.num_passed} of {stats.num_runs} well",
+            limit="all",
+        )
+    yield speed_gate
+    requires_decompress, requires_hits = limits.require_runtime_decomp, limits.require_decode_cache_hit
+    yield GateResult(
         name="decompression",
-        verdict=judged(after.decompress_us > 0, on=decomp),
-        value=f"{after.decompress_us:,.0f} us",
+        verdict=verdict_from(candidate.decompress_us > 0, is_active=requires_decompress),
+        value=f"{candidate.decompress_us:,.0f} us",
         limit="> 0",
     )
-    yield Gate(
-        name="cache hits", verdict=judged(after.cache_hits > 0, on=hits), value=f"{after.cache_hits:g}", limit="> 0"
+    yield GateResult(
+        name="cache hits",
+        verdict=verdict_from(candidate.cache_hits > 0, is_active=requires_hits),
+        value=f"{candidate.cache_hits:g}",
+        limit="> 0",
     )
-    said = [
+    reasons = [
         f"{word}: {', '.join(names)[:80]}"
         for word, verdict in (("failed", FAIL), ("unclear", UNCLEAR))
         if (names := [bucket.name for bucket in buckets if bucket.verdict == verdict])
     ]
-    yield Gate(
+    yield GateResult(
         name="buckets",
-        verdict=worst(bucket.verdict for bucket in buckets) if limits.require_bucket_decode_pass else OFF,
-        value=f"{sum(bucket.passed for bucket in buckets)} of {len(buckets)}",
+        verdict=find_worst(bucket.verdict for bucket in buckets) if limits.require_bucket_decode_pass else OFF,
+        value=f"{sum(bucket.has_passed for bucket in buckets)} of {len(buckets)}",
         limit="all",
-        why="; ".join(said),
+        why="; ".join(reasons),
     )
-    yield from _ratio_gates(after, limits)
+    yield from _iter_ratio_gates(candidate, limits)
 
 
-def _ratio_gates(after: DemoSums, limits: DemoLimits) -> Iterable[Gate]:
+def _iter_ratio_gates(candidate: DemoStats, limits: DemoLimits) -> Iterable[GateResult]:
     for name, value, target in (
-        ("lossy ratio", after.lossy, limits.lossy_target),
-        ("lossless ratio", after.lossless, limits.lossless_target),
+        ("lossy ratio", candidate.lossy_ratio, limits.lossy_target),
+        ("lossless ratio", candidate.lossless_ratio, limits.lossless_target),
     ):
         if target is None:
             continue
-        verdict = judged(value >= target) if value > 0 else NOT_MEASURED
-        shown, least = apart(value, target, 3)
-        yield Gate(
+        verdict = verdict_from(value >= target) if value > 0 else NOT_MEASURED
+        value_text, limit_text = format_distinct(value, target, 3)
+        yield GateResult(
             name=name,
             verdict=verdict,
-            value=shown if value > 0 else "",
-            limit=f">= {least}",
+            value=value_text if value > 0 else "",
+            limit=f">= {limit_text}",
             why="mean over the prompts",
         )
 
 
-def _ratios(sums: DemoSums) -> dict[str, float]:
+def _ratio_by_key(stats: DemoStats) -> dict[str, float]:
     return {
-        "keep_ratio": sums.keep,
-        "lossy_ratio": sums.lossy,
-        "lossless_ratio": sums.lossless,
-        "runtime_total_ratio": sums.total,
+        "keep_ratio": stats.keep_ratio,
+        "lossy_ratio": stats.lossy_ratio,
+        "lossless_ratio": stats.lossless_ratio,
+        "runtime_total_ratio": stats.total_ratio,
     }
 
 
-def _bucket_dict(bucket: DemoBucket) -> dict[str, Any]:
-    before, after = bucket.baseline, bucket.candidate
+def _bucket_to_dict(bucket: DemoBucket) -> dict[str, Any]:
+    baseline, candidate = bucket.baseline, bucket.candidate
     return {
-        "baseline_runs": before.runs,
-        "candidate_runs": after.runs,
-        "baseline_decode_tps_avg": before.decode_speed,
-        "candidate_decode_tps_avg": after.decode_speed,
-        "decode_drop_ratio": bucket.drop,
-        "decode_gate_enabled": before.runs > 0 and after.runs > 0 and before.decode_speed > 0,
-        "decode_pass": bucket.passed,
-        "baseline_lossy_ratio_avg": before.lossy,
-        "candidate_lossy_ratio_avg": after.lossy,
-        "baseline_runtime_total_ratio_avg": before.total,
-        "candidate_runtime_total_ratio_avg": after.total,
+        "baseline_runs": baseline.num_runs,
+        "candidate_runs": candidate.num_runs,
+        "baseline_decode_tps_avg": baseline.decode_speed,
+        "candidate_decode_tps_avg": candidate.decode_speed,
+        "decode_drop_ratio": bucket.drop_ratio,
+        "decode_gate_enabled": baseline.num_runs > 0 and candidate.num_runs > 0 and baseline.decode_speed > 0,
+        "decode_pass": bucket.has_passed,
+        "baseline_lossy_ratio_avg": baseline.lossy_ratio,
+        "candidate_lossy_ratio_avg": candidate.lossy_ratio,
+        "baseline_runtime_total_ratio_avg": baseline.total_ratio,
+        "candidate_runtime_total_ratio_avg": candidate.total_ratio,
     }
 
 
-def _text(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):

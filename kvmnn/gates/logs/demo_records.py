@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import SourceError
-from ...files.json_document import loads
+from ...files.json_document import loads_strict
 
-_PRINTED = {
+_PRINTED_REGEXES = {
     "prompt_tokens": re.compile(r"prompt tokens num = (\d{1,18})"),
     "decode_tokens": re.compile(r"decode tokens num = (\d{1,18})"),
     "prefill_s": re.compile(r"prefill time = ([\d.]{1,40}) s"),
@@ -19,23 +19,23 @@ _PRINTED = {
 }
 
 
-def printed_sums(text: str) -> dict[str, float]:
+def parse_printed_values(text: str) -> dict[str, float]:
     """Tokens and seconds that ``llm_demo`` prints at its end, of those that are there."""
-    found = {}
-    for name, pattern in _PRINTED.items():
+    value_by_name = {}
+    for name, pattern in _PRINTED_REGEXES.items():
         match = pattern.search(text)
         if match and match[1].count(".") <= 1 and match[1] != ".":
-            found[name] = float(match[1])
-    return found
+            value_by_name[name] = float(match[1])
+    return value_by_name
 
 
-def is_records(name: str, text: str) -> bool:
+def has_records(name: str, text: str) -> bool:
     """Whether a log is lines of JSON objects: by its name, or because its first line is one."""
-    first = text.lstrip().partition("\n")[0].rstrip()
-    return name.endswith(".jsonl") or (first.startswith("{") and first.endswith("}"))
+    first_line = text.lstrip().partition("\n")[0].rstrip()
+    return name.endswith(".jsonl") or (first_line.startswith("{") and first_line.endswith("}"))
 
 
-def read_records(text: str, where: str) -> list[dict[str, Any]]:
+def read_json_records(text: str, where: str) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines; of those with one ``prompt_index`` the last.
 
     Raises
@@ -43,20 +43,20 @@ def read_records(text: str, where: str) -> list[dict[str, Any]]:
     SourceError
         For a line that is no JSON object, which is named, and for a number that is not finite.
     """
-    found: dict[object, dict[str, Any]] = {}
-    for place, line in enumerate(text.split("\n"), start=1):
+    record_by_index: dict[object, dict[str, Any]] = {}
+    for line_number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
-        record = json_line(line, f"{where}: line {place}")
+        record = parse_json_line(line, f"{where}: line {line_number}")
         index = record.get("prompt_index", 0)
-        found[index if isinstance(index, int | float | str) else str(index)] = record
-    return list(found.values())
+        record_by_index[index if isinstance(index, int | float | str) else str(index)] = record
+    return list(record_by_index.values())
 
 
-def json_line(line: str, where: str) -> dict[str, Any]:
+def parse_json_line(line: str, where: str) -> dict[str, Any]:
     """The object in a line; `SourceError`, which begins with `where`, where it is none."""
     try:
-        value = loads(line)
+        value = loads_strict(line)
     except json.JSONDecodeError as error:
         raise SourceError(f"{where}: is not JSON: {error.msg} (column {error.colno})") from None
     except (ValueError, RecursionError) as error:
@@ -69,10 +69,10 @@ def json_line(line: str, where: str) -> dict[str, Any]:
     return value
 
 
-def quantity(record: Mapping[str, Any], key: str) -> float:
+def get_number(record: Mapping[str, Any], key: str) -> float:
     """A number of a record; 0 where it is missing or is none."""
     try:
-        found = float(record.get(key, 0.0))
+        number = float(record.get(key, 0.0))
     except (TypeError, ValueError, OverflowError):
         return 0.0
-    return found if math.isfinite(found) else 0.0
+    return number if math.isfinite(number) else 0.0

@@ -9,11 +9,11 @@ from pathlib import Path
 from ...errors import SourceError
 from ...files.json_document import read_bounded
 
-MAX_BYTES = 64 << 20
+MAX_LOG_BYTES = 64 << 20
 """Of one log."""
 
 
-def log_files(paths: Iterable[str | os.PathLike[str]], suffixes: tuple[str, ...] = (".log",)) -> list[Path]:
+def find_log_files(paths: Iterable[str | os.PathLike[str]], suffixes: tuple[str, ...] = (".log",)) -> list[Path]:
     """Files, and the logs of folders in the order of their names; each once, whatever it is called.
 
     Raises
@@ -21,16 +21,16 @@ def log_files(paths: Iterable[str | os.PathLike[str]], suffixes: tuple[str, ...]
     SourceError
         For a path where nothing is.
     """
-    found: dict[Path, Path] = {}
+    path_by_real_path: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
             raise SourceError(f"{path}: does not exist")
-        for file in _logs_of(path, suffixes) if path.is_dir() else [path]:
-            found.setdefault(file.resolve(), file)
-    return list(found.values())
+        for file in _list_folder_logs(path, suffixes) if path.is_dir() else [path]:
+            path_by_real_path.setdefault(file.resolve(), file)
+    return list(path_by_real_path.values())
 
 
-def _logs_of(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+def _list_folder_logs(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
     try:
         yield from sorted(path for path in folder.iterdir() if path.suffix in suffixes and path.is_file())
     except OSError as error:
@@ -43,9 +43,9 @@ def read_log(path: Path) -> str:
     Raises
     ------
     SourceError
-        Where it is not there, cannot be read, or is larger than `MAX_BYTES`.
+        Where it is not there, cannot be read, or is larger than `MAX_LOG_BYTES`.
     """
     try:
-        return read_bounded(path, MAX_BYTES).decode("utf-8", "ignore")
+        return read_bounded(path, MAX_LOG_BYTES).decode("utf-8", "ignore")
     except (FileNotFoundError, NotADirectoryError):
         raise SourceError(f"{path}: does not exist") from None

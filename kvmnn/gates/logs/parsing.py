@@ -14,15 +14,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ...errors import SourceError
-from ...text import count, escape_csv
-from .columns import BENCH, DEMO, FIGURES, LOG_FILE, RUNTIME, SPEED, ordered
-from .demo_records import is_records, printed_sums, read_records
-from .log_files import log_files, read_log
-from .tables import Table, read_table
+from ...text import escape_csv, pluralize
+from .columns import (
+    BENCH_COLUMNS,
+    DEMO_COLUMNS,
+    LOG_FILE_COLUMN,
+    METRIC_COLUMNS,
+    RUNTIME_COLUMNS,
+    SPEED_COLUMN,
+    order_columns,
+)
+from .demo_records import has_records, parse_printed_values, read_json_records
+from .log_files import find_log_files, read_log
+from .tables import BenchTable, read_table
 
-_NO_FIGURE = re.compile(r"\s*(?:-\s*[\d.]|[-+]?(?:nan|inf))", re.IGNORECASE)
+_INVALID_METRIC_REGEX = re.compile(r"\s*(?:-\s*[\d.]|[-+]?(?:nan|inf))", re.IGNORECASE)
 
-Kind = Literal["llm_bench", "llm_demo"]
+LogKind = Literal["llm_bench", "llm_demo"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +51,7 @@ class ParsedLogs:
         What a reader must know: lines left out, header lines among the rows, versions that differ.
     """
 
-    kind: Kind
+    kind: LogKind
     files: tuple[str, ...]
     columns: tuple[str, ...]
     rows: tuple[dict[str, str], ...]
@@ -68,10 +76,10 @@ class ParsedLogs:
         }
 
     def __str__(self) -> str:
-        return f"{count(len(self.rows), 'row')} of {self.kind} from {count(len(self.files), 'log')}"
+        return f"{pluralize(len(self.rows), 'row')} of {self.kind} from {pluralize(len(self.files), 'log')}"
 
 
-def parse(paths: Iterable[str | os.PathLike[str]], *, strict: bool = False) -> ParsedLogs:
+def parse_logs(paths: Iterable[str | os.PathLike[str]], *, strict: bool = False) -> ParsedLogs:
     """The rows of logs: tables of ``llm_bench``, or JSON lines (and printed sums) of ``llm_demo``.
 
     Parameters
@@ -88,146 +96,171 @@ def parse(paths: Iterable[str | os.PathLike[str]], *, strict: bool = False) -> P
         For a file that cannot be read, no file, no rows, logs of both programs or of another one, and with `strict` as
         said.
     """
-    files = log_files(paths, (".log", ".jsonl"))
+    files = find_log_files(paths, (".log", ".jsonl"))
     if not files:
         raise SourceError("No log files found.")
     texts = {file: read_log(file) for file in files}
-    records = [file for file, text in texts.items() if is_records(file.name, text)]
+    records = [file for file, text in texts.items() if has_records(file.name, text)]
     if records and len(records) < len(files):
-        other = next(file for file in files if file not in records)
-        raise SourceError(f"{records[0]} has records of llm_demo, {other} has none: expected logs of one program")
-    made = _of_records(texts) if records else _of_tables(texts)
-    if strict and made.notes:
-        raise SourceError(made.notes[0])
-    return made
+        other_file = next(file for file in files if file not in records)
+        raise SourceError(f"{records[0]} has records of llm_demo, {other_file} has none: expected logs of one program")
+    parsed_logs = _parse_records(texts) if records else _parse_tables(texts)
+    if strict and parsed_logs.notes:
+        raise SourceError(parsed_logs.notes[0])
+    return parsed_logs
 
 
-def _of_records(texts: dict[Path, str]) -> ParsedLogs:
+def _parse_records(texts: dict[Path, str]) -> ParsedLogs:
     rows = [
-        {key: _cell(value) for key, value in record.items()} | {LOG_FILE: str(file)}
+        {key: _format_cell(value) for key, value in record.items()} | {LOG_FILE_COLUMN: str(file)}
         for file, text in texts.items()
-        for record in read_records(text, str(file))
+        for record in read_json_records(text, str(file))
     ]
     if not rows:
         raise SourceError(f"{next(iter(texts))}: holds no records of llm_demo")
-    keys = list(dict.fromkeys(key for row in rows for key in row if key != LOG_FILE))
-    if not set(DEMO).intersection(keys):
+    keys = list(dict.fromkeys(key for row in rows for key in row if key != LOG_FILE_COLUMN))
+    if not set(DEMO_COLUMNS).intersection(keys):
         raise SourceError(
             f"{next(iter(texts))}: has no key of llm_demo: found {', '.join(keys)[:120]}, expected prompt_tokens, "
             "prefill_us and others (another engine's records?)"
         )
-    columns = ordered(DEMO, rows)
-    by_file: dict[str, list[dict[str, str]]] = {}
+    columns = order_columns(DEMO_COLUMNS, rows)
+    rows_by_file: dict[str, list[dict[str, str]]] = {}
     for row in rows:
-        by_file.setdefault(row[LOG_FILE], []).append(row)
-    notes = [note for file, mine in by_file.items() for note in _impossible(file, mine, DEMO[:-1])]
+        rows_by_file.setdefault(row[LOG_FILE_COLUMN], []).append(row)
+    notes = [
+        note
+        for file, file_rows in rows_by_file.items()
+        for note in _find_impossible_values(file, file_rows, DEMO_COLUMNS[:-1])
+    ]
     return ParsedLogs(
-        kind="llm_demo", files=_names(texts), columns=tuple(columns), rows=tuple(rows), notes=tuple(notes)
+        kind="llm_demo", files=_list_names(texts), columns=tuple(columns), rows=tuple(rows), notes=tuple(notes)
     )
 
 
-def _of_tables(texts: dict[Path, str]) -> ParsedLogs:
+def _parse_tables(texts: dict[Path, str]) -> ParsedLogs:
     tables = {file: read_table(text) for file, text in texts.items()}
-    rows = [row | {LOG_FILE: str(file)} for file, table in tables.items() for row in table.rows]
+    rows = [row | {LOG_FILE_COLUMN: str(file)} for file, table in tables.items() for row in table.rows]
     if not rows:
-        sums = _of_sums(texts)
-        if sums is not None:
-            return sums
-        more = f" (and {count(len(texts) - 1, 'other log')})" if len(texts) > 1 else ""
-        raise SourceError(f"{next(iter(texts))}{more}: No markdown table rows found in logs.")
-    first = next(str(file) for file, table in tables.items() if table.rows)
-    check_columns((name for table in tables.values() for name in table.header), first)
+        printed_logs = _parse_printed_logs(texts)
+        if printed_logs is not None:
+            return printed_logs
+        more_text = f" (and {pluralize(len(texts) - 1, 'other log')})" if len(texts) > 1 else ""
+        raise SourceError(f"{next(iter(texts))}{more_text}: No markdown table rows found in logs.")
+    first_file = next(str(file) for file, table in tables.items() if table.rows)
+    check_bench_columns((name for table in tables.values() for name in table.header), first_file)
     return ParsedLogs(
         kind="llm_bench",
-        files=_names(texts),
-        columns=tuple(ordered(BENCH, rows)),
+        files=_list_names(texts),
+        columns=tuple(order_columns(BENCH_COLUMNS, rows)),
         rows=tuple(rows),
-        notes=tuple(_notes(tables)),
+        notes=tuple(_iter_notes(tables)),
     )
 
 
-def check_columns(names: Iterable[str], where: str) -> None:
+def check_bench_columns(names: Iterable[str], where: str) -> None:
     """`SourceError` for a table that has no column of ``llm_bench``; `where` begins its message."""
-    found = list(dict.fromkeys(names))
-    if not {SPEED, *FIGURES}.intersection(found):
+    distinct_names = list(dict.fromkeys(names))
+    if not {SPEED_COLUMN, *METRIC_COLUMNS}.intersection(distinct_names):
         raise SourceError(
-            f"{where}: has no column of llm_bench: found {', '.join(found)[:120]}, expected {SPEED} and h2o_ columns "
+            f"{where}: has no column of llm_bench: found {', '.join(distinct_names)[:120]}, expected {SPEED_COLUMN} "
+            f"and h2o_ columns "
             "(another engine's table?)"
         )
 
 
-def _of_sums(texts: dict[Path, str]) -> ParsedLogs | None:
+def _parse_printed_logs(texts: dict[Path, str]) -> ParsedLogs | None:
     """What ``llm_demo`` printed, of logs that hold no table: times in microseconds, as its records have them."""
     rows = []
     for file, text in texts.items():
-        sums = printed_sums(text)
-        if not sums:
+        printed_values = parse_printed_values(text)
+        if not printed_values:
             continue
-        row = {LOG_FILE: str(file)}
-        row |= {name: f"{sums[name]:.0f}" for name in ("prompt_tokens", "decode_tokens") if name in sums}
-        row |= {f"{part}_us": f"{1e6 * sums[f'{part}_s']:.0f}" for part in ("prefill", "decode") if f"{part}_s" in sums}
+        row = {LOG_FILE_COLUMN: str(file)}
+        row |= {
+            name: f"{printed_values[name]:.0f}" for name in ("prompt_tokens", "decode_tokens") if name in printed_values
+        }
+        row |= {
+            f"{part}_us": f"{1e6 * printed_values[f'{part}_s']:.0f}"
+            for part in ("prefill", "decode")
+            if f"{part}_s" in printed_values
+        }
         rows.append(row)
     if not rows:
         return None
     notes = [
-        f"{file}: holds neither a table nor sums of llm_demo" for file, text in texts.items() if not printed_sums(text)
+        f"{file}: holds neither a table nor sums of llm_demo"
+        for file, text in texts.items()
+        if not parse_printed_values(text)
     ]
-    columns = ordered(DEMO, rows)
+    columns = order_columns(DEMO_COLUMNS, rows)
     return ParsedLogs(
-        kind="llm_demo", files=_names(texts), columns=tuple(columns), rows=tuple(rows), notes=tuple(notes)
+        kind="llm_demo", files=_list_names(texts), columns=tuple(columns), rows=tuple(rows), notes=tuple(notes)
     )
 
 
-def _notes(tables: dict[Path, Table]) -> Iterator[str]:
+def _iter_notes(tables: dict[Path, BenchTable]) -> Iterator[str]:
     for file, table in tables.items():
         if not table.rows:
             yield f"{file}: holds no table rows"
-        if table.repeats:
+        if table.repeated_headers:
             yield (
-                f"{file}: its header comes again ({count(len(table.repeats), 'time')}): a row of names, which read as 0"
+                f"{file}: its header comes again ({pluralize(len(table.repeated_headers), 'time')}): a row of names, "
+                f"which read as 0"
             )
-        if table.dropped:
-            found = "lines have" if table.dropped > 1 else "line has"
-            yield f"{file}: {table.dropped:,} {found} another number of cells than the header's {len(table.header)}"
-        yield from _impossible(file, [dict(row) for row in table.rows], (SPEED, *FIGURES))
-    yield from _versions({file: table for file, table in tables.items() if table.rows})
+        if table.num_dropped:
+            lines_text = "lines have" if table.num_dropped > 1 else "line has"
+            yield (
+                f"{file}: {table.num_dropped:,} {lines_text} another number of cells than the header's "
+                f"{len(table.header)}"
+            )
+        yield from _find_impossible_values(file, [dict(row) for row in table.rows], (SPEED_COLUMN, *METRIC_COLUMNS))
+    yield from _find_version_differences({file: table for file, table in tables.items() if table.rows})
 
 
-def _impossible(file: str | Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[str]:
+def _find_impossible_values(file: str | Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[str]:
     """The first figure of a log that nothing can have: below 0, or no number at all."""
-    cells = [(place, name, str(row.get(name, ""))) for place, row in enumerate(rows, start=1) for name in names]
-    found = [cell for cell in cells if any(map(_NO_FIGURE.match, cell[2].split("<br>")))]
-    if found:
-        place, name, text = found[0]
-        more = f" (and {len(found) - 1:,} more)" if len(found) > 1 else ""
-        yield f"{file}: row {place}: {name}: found {text[:40]}, expected a number of at least 0{more}"
+    cells = [
+        (row_number, name, str(row.get(name, ""))) for row_number, row in enumerate(rows, start=1) for name in names
+    ]
+    impossible_cells = [cell for cell in cells if any(map(_INVALID_METRIC_REGEX.match, cell[2].split("<br>")))]
+    if impossible_cells:
+        row_number, name, text = impossible_cells[0]
+        more_text = f" (and {len(impossible_cells) - 1:,} more)" if len(impossible_cells) > 1 else ""
+        yield f"{file}: row {row_number}: {name}: found {text[:40]}, expected a number of at least 0{more_text}"
 
 
-def _versions(tables: dict[Path, Table]) -> Iterator[str]:
+def _find_version_differences(tables: dict[Path, BenchTable]) -> Iterator[str]:
     """Logs whose columns differ from those of most."""
     if len({table.header for table in tables.values()}) < 2:
         return
-    usual = set(Counter(table.header for table in tables.values()).most_common(1)[0][0])
+    usual_columns = set(Counter(table.header for table in tables.values()).most_common(1)[0][0])
     for file, table in tables.items():
-        lacking, more = sorted(usual - set(table.header)), sorted(set(table.header) - usual)
-        if lacking:
-            yield f"{file}: lacks {_few(lacking)} of the other logs: another version? Such cells read as 0"
-        elif more:
-            yield f"{file}: has {_few(more)} more than the other logs: another version? Their cells read as 0"
+        missing_columns, extra_columns = (
+            sorted(usual_columns - set(table.header)),
+            sorted(set(table.header) - usual_columns),
+        )
+        if missing_columns:
+            yield f"{file}: lacks {_join_few(missing_columns)} of the other logs: another version? Such cells read as 0"
+        elif extra_columns:
+            yield (
+                f"{file}: has {_join_few(extra_columns)} more than the other logs: another version? Their cells read "
+                f"as 0"
+            )
 
 
-def missing_columns(columns: Sequence[str]) -> list[str]:
+def find_missing_columns(columns: Sequence[str]) -> list[str]:
     """Runtime columns that a table lacks."""
-    return [name for name in RUNTIME if name not in columns]
+    return [name for name in RUNTIME_COLUMNS if name not in columns]
 
 
-def _few(names: list[str]) -> str:
+def _join_few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _names(texts: dict[Path, str]) -> tuple[str, ...]:
+def _list_names(texts: dict[Path, str]) -> tuple[str, ...]:
     return tuple(map(str, texts))
 
 
-def _cell(value: object) -> str:
+def _format_cell(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)

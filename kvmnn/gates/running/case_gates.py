@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...evaluation.statistics import FEWEST
-from ..checking.drops import drop_gate
-from ..checking.limits import Limits
-from ..checking.verdicts import NOT_MEASURED, OFF, Gate, apart, judged
-from .figures import Figures, Pair
-from .measuring import Comparison, RunRecord
-from .quality import Quality
+from ...evaluation.statistics import MIN_DOCUMENTS_FOR_INTERVAL
+from ..checking.drops import build_slowdown_gate
+from ..checking.limits import GateLimits
+from ..checking.verdicts import NOT_MEASURED, OFF, GateResult, format_distinct, verdict_from
+from .figures import CaseFigures, PairedRuns
+from .measuring import ContentComparison, RunRecord
+from .quality import PerplexityChange
 
-_IDLE = "nothing was encoded: longer prompts, or fewer hot tokens, are needed"
+_NOTHING_ENCODED_REASON = "nothing was encoded: longer prompts, or fewer hot tokens, are needed"
 
 
-def case_gates(
-    pairs: Sequence[Pair],
-    comparisons: Sequence[Comparison],
-    quality: Quality | None,
-    limits: Limits,
+def build_case_gates(
+    pairs: Sequence[PairedRuns],
+    comparisons: Sequence[ContentComparison],
+    quality: PerplexityChange | None,
+    limits: GateLimits,
     mode: str,
     perplexity_target: float,
     *,
     evicts: bool = True,
-) -> list[Gate]:
+) -> list[GateResult]:
     """The gates of a case, whatever its work is.
 
     Parameters
@@ -34,165 +34,191 @@ def case_gates(
     evicts
         Whether the planner is on; perplexity cannot change without it.
     """
-    found, records = Figures.of(pairs), [pair.candidate for pair in pairs]
+    figures, records = CaseFigures.from_pairs(pairs), [pair.candidate for pair in pairs]
     return [
-        lossy_gate(found, limits.lossy_target),
-        lossless_gate(found, limits.lossless_target, mode),
-        drop_gate(found.drop, limits.decode_drop_target, "side by side"),
-        *(runtime_gates(found, records, limits) if mode else ()),
-        *content_gates(comparisons, quality, mode, perplexity_target, evicts=evicts),
+        build_lossy_gate(figures, limits.lossy_target),
+        build_lossless_gate(figures, limits.lossless_target, mode),
+        build_slowdown_gate(figures.slowdown, limits.decode_drop_target, "side by side"),
+        *(build_runtime_gates(figures, records, limits) if mode else ()),
+        *build_content_gates(comparisons, quality, mode, perplexity_target, evicts=evicts),
     ]
 
 
-def lossy_gate(found: Figures, target: float) -> Gate:
+def build_lossy_gate(figures: CaseFigures, target: float) -> GateResult:
     """Of whole caches: the work for which least was let go."""
-    value, limit = apart(found.lossy, target, 3)
-    return Gate(
+    value, limit = format_distinct(figures.lossy_ratio, target, 3)
+    return GateResult(
         name="lossy ratio",
-        verdict=judged(found.lossy >= target),
+        verdict=verdict_from(figures.lossy_ratio >= target),
         value=value,
         limit=f">= {limit}",
         why="bytes of all tokens over those kept, all layers, at the end; least of the runs",
     )
 
 
-def lossless_gate(found: Figures, target: float, mode: str) -> Gate:
+def build_lossless_gate(figures: CaseFigures, target: float, mode: str) -> GateResult:
     """Raw over compressed bytes of what the runs encoded."""
     name, limit = "lossless ratio", f">= {target:.3f}"
     if not mode:
         why = "nothing is compressed"
-        return Gate(name=name, verdict=judged(target <= 1.0), value="1.000", limit=limit, why=why)
-    if found.encoded_ratio is None:
-        return Gate(name=name, verdict=NOT_MEASURED, limit=limit, why=_IDLE)
-    why = f"raw over compressed bytes of what was encoded; of the cache as it is held {found.held:.3f}"
-    if found.prompts == "synthetic":
+        return GateResult(name=name, verdict=verdict_from(target <= 1.0), value="1.000", limit=limit, why=why)
+    if figures.encoded_ratio is None:
+        return GateResult(name=name, verdict=NOT_MEASURED, limit=limit, why=_NOTHING_ENCODED_REASON)
+    why = f"raw over compressed bytes of what was encoded; of the cache as it is held {figures.resident_ratio:.3f}"
+    if figures.prompts_text == "synthetic":
         why += "; prompts are synthetic, K and V of texts compress less"
-    if found.idle_works:
-        why += f"; nothing was encoded in {found.idle_works} of {found.works} prompts"
-    verdict = judged(found.encoded_ratio >= target)
-    value, least = apart(found.encoded_ratio, target, 3)
-    return Gate(name=name, verdict=verdict, value=value, limit=f">= {least}", why=why)
+    if figures.num_idle_workloads:
+        why += f"; nothing was encoded in {figures.num_idle_workloads} of {figures.num_workloads} prompts"
+    verdict = verdict_from(figures.encoded_ratio >= target)
+    value, limit_text = format_distinct(figures.encoded_ratio, target, 3)
+    return GateResult(name=name, verdict=verdict, value=value, limit=f">= {limit_text}", why=why)
 
 
-def runtime_gates(found: Figures, records: Sequence[RunRecord], limits: Limits) -> list[Gate]:
+def build_runtime_gates(figures: CaseFigures, records: Sequence[RunRecord], limits: GateLimits) -> list[GateResult]:
     """What the runtime did: the largest of the runs. A limit that is kept because it did nothing says nothing."""
-    idle = found.encoded_ratio is None
+    is_idle = figures.encoded_ratio is None
 
-    def at_most(name: str, value: float, limit: float, unit: str = "") -> Gate:
-        shown = f"<= {limit:,.0f}{unit}" if limit >= 0 else ""
-        if idle and 0 <= value <= limit:
-            return Gate(name=name, verdict=NOT_MEASURED, limit=shown, why=_IDLE)
-        why = _percentiles(records, "wait") if unit else ""
-        verdict = judged(value <= limit, on=limit >= 0)
-        text, most = apart(value, limit, 0)
-        shown = f"<= {most}{unit}" if limit >= 0 else ""
-        return Gate(name=name, verdict=verdict, value=f"{text}{unit}", limit=shown, why=why)
+    def build_max_gate(name: str, value: float, limit: float, unit: str = "") -> GateResult:
+        limit_text = f"<= {limit:,.0f}{unit}" if limit >= 0 else ""
+        if is_idle and 0 <= value <= limit:
+            return GateResult(name=name, verdict=NOT_MEASURED, limit=limit_text, why=_NOTHING_ENCODED_REASON)
+        why = _format_percentiles(records, "wait") if unit else ""
+        verdict = verdict_from(value <= limit, is_active=limit >= 0)
+        value_text, max_text = format_distinct(value, limit, 0)
+        limit_text = f"<= {max_text}{unit}" if limit >= 0 else ""
+        return GateResult(name=name, verdict=verdict, value=f"{value_text}{unit}", limit=limit_text, why=why)
 
-    worked, decomp = found.decompress_us, limits.max_lossless_decomp_us
-    needed = ["> 0"] if limits.require_runtime_decomp else []
-    text, most = apart(worked, decomp, 0)
-    bound = [f"<= {most} us"] if decomp >= 0 else []
-    passed = (worked > 0 or not needed) and (worked <= decomp or not bound)
-    on, nothing = bool(needed or bound), idle and not worked
-    hits = found.hits or found.misses
+    decompress_us, max_decompress_us = figures.decompress_us, limits.max_lossless_decomp_us
+    required_texts = ["> 0"] if limits.require_runtime_decomp else []
+    value_text, limit_text = format_distinct(decompress_us, max_decompress_us, 0)
+    limit_texts = [f"<= {limit_text} us"] if max_decompress_us >= 0 else []
+    has_passed = (decompress_us > 0 or not required_texts) and (decompress_us <= max_decompress_us or not limit_texts)
+    is_active, is_unmeasured = bool(required_texts or limit_texts), is_idle and not decompress_us
+    num_lookups = figures.cache_hits or figures.cache_misses
     return [
-        Gate(
+        GateResult(
             name="decompression",
-            verdict=NOT_MEASURED if on and nothing else judged(passed, on=on),
-            value="" if nothing else f"{text} us",
-            limit=", ".join(needed + bound),
-            why=_IDLE if idle else _percentiles(records, "decompress" if found.restored else "verify"),
+            verdict=NOT_MEASURED if is_active and is_unmeasured else verdict_from(has_passed, is_active=is_active),
+            value="" if is_unmeasured else f"{value_text} us",
+            limit=", ".join(required_texts + limit_texts),
+            why=_NOTHING_ENCODED_REASON
+            if is_idle
+            else _format_percentiles(records, "decompress" if figures.has_restored else "verify"),
         ),
-        at_most("async wait", found.wait_us, limits.max_lossless_async_wait_us, " us"),
-        at_most("queue peak", found.queue, limits.max_lossless_queue_peak),
-        at_most("fallbacks", found.fallbacks, limits.max_lossless_fallback),
-        at_most("skips", found.skips, limits.max_lossless_backpressure_skip),
-        Gate(
+        build_max_gate("async wait", figures.async_wait_us, limits.max_lossless_async_wait_us, " us"),
+        build_max_gate("queue peak", figures.queue_peak, limits.max_lossless_queue_peak),
+        build_max_gate("fallbacks", figures.num_fallbacks, limits.max_lossless_fallback),
+        build_max_gate("skips", figures.num_skips, limits.max_lossless_backpressure_skip),
+        GateResult(
             name="cache hits",
             verdict=NOT_MEASURED
-            if idle and limits.require_decode_cache_hit and not hits
-            else judged(found.hits > 0, on=limits.require_decode_cache_hit),
-            value=f"{found.hits:,.0f} of {found.hits + found.misses:,.0f}",
+            if is_idle and limits.require_decode_cache_hit and not num_lookups
+            else verdict_from(figures.cache_hits > 0, is_active=limits.require_decode_cache_hit),
+            value=f"{figures.cache_hits:,.0f} of {figures.cache_hits + figures.cache_misses:,.0f}",
             limit="> 0" if limits.require_decode_cache_hit else "",
-            why=_IDLE if idle and not hits else "",
+            why=_NOTHING_ENCODED_REASON if is_idle and not num_lookups else "",
         ),
     ]
 
 
-def _percentiles(records: Sequence[RunRecord], key: str) -> str:
+def _format_percentiles(records: Sequence[RunRecord], key: str) -> str:
     """Of single operations, the slowest run."""
-    found = [record.latencies[key] for record in records if record.latencies.get(key, {}).get("count")]
-    if not found:
+    latencies = [record.latencies[key] for record in records if record.latencies.get(key, {}).get("count")]
+    if not latencies:
         return ""
-    slowest = max(found, key=lambda one: one["p99_us"])
+    slowest = max(latencies, key=lambda latency: latency["p99_us"])
     p50, p95, p99 = (f"{slowest[part]:,.0f}" for part in ("p50_us", "p95_us", "p99_us"))
-    what = "blocks decoded to compare them" if key == "verify" else "in a run"
-    return f"{what}; each p50 {p50}, p95 {p95}, p99 {p99} us"
+    basis_text = "blocks decoded to compare them" if key == "verify" else "in a run"
+    return f"{basis_text}; each p50 {p50}, p95 {p95}, p99 {p99} us"
 
 
-def content_gates(
-    comparisons: Sequence[Comparison], quality: Quality | None, mode: str, perplexity_target: float, *, evicts: bool
-) -> list[Gate]:
+def build_content_gates(
+    comparisons: Sequence[ContentComparison],
+    quality: PerplexityChange | None,
+    mode: str,
+    perplexity_target: float,
+    *,
+    evicts: bool,
+) -> list[GateResult]:
     """Bytes that attention reads, and what eviction costs."""
-    idle = Gate(name="perplexity", verdict=OFF, why="nothing is evicted")
+    perplexity_off = GateResult(name="perplexity", verdict=OFF, why="nothing is evicted")
     if not mode:
-        return [Gate(name="consistency", verdict=OFF), idle]
-    return [_consistency(comparisons), _perplexity(quality, perplexity_target) if evicts else idle]
+        return [GateResult(name="consistency", verdict=OFF), perplexity_off]
+    return [
+        _build_consistency_gate(comparisons),
+        _build_perplexity_gate(quality, perplexity_target) if evicts else perplexity_off,
+    ]
 
 
-def _consistency(comparisons: Sequence[Comparison]) -> Gate:
-    compared, unlike = (
-        sum(getattr(one, name) for one in comparisons) for name in ("compared_bytes", "different_bytes")
+def _build_consistency_gate(comparisons: Sequence[ContentComparison]) -> GateResult:
+    compared_bytes, different_bytes = (
+        sum(getattr(comparison, name) for comparison in comparisons) for name in ("compared_bytes", "different_bytes")
     )
-    steps, whole, wrong = (
-        sum(getattr(one, name) for one in comparisons) for name in ("steps", "compared_steps", "different_steps")
+    steps, compared_steps, different_steps = (
+        sum(getattr(comparison, name) for comparison in comparisons)
+        for name in ("steps", "compared_steps", "different_steps")
     )
-    if not compared:
-        return Gate(name="consistency", verdict=NOT_MEASURED, why="no bytes were compared")
-    idle = sum(not one.encoded_bytes for one in comparisons)
-    if idle == len(comparisons) and not unlike + wrong:
-        return Gate(name="consistency", verdict=NOT_MEASURED, why=_IDLE)
+    if not compared_bytes:
+        return GateResult(name="consistency", verdict=NOT_MEASURED, why="no bytes were compared")
+    num_idle = sum(not comparison.encoded_bytes for comparison in comparisons)
+    if num_idle == len(comparisons) and not different_bytes + different_steps:
+        return GateResult(name="consistency", verdict=NOT_MEASURED, why=_NOTHING_ENCODED_REASON)
     why = (
-        f"K and V at {whole:,} of {steps:,} steps ({compared / 2**20:,.0f} MiB), logits at all: {wrong:,} steps differ"
+        f"K and V at {compared_steps:,} of {steps:,} steps ({compared_bytes / 2**20:,.0f} MiB), logits at all: "
+        f"{different_steps:,} steps differ"
     )
-    if idle:
-        why += f"; nothing was encoded in {idle} of {len(comparisons)} prompts"
-    verdict = judged(not unlike + wrong)
-    return Gate(name="consistency", verdict=verdict, value=f"{unlike:,} bytes differ", limit="0", why=why)
+    if num_idle:
+        why += f"; nothing was encoded in {num_idle} of {len(comparisons)} prompts"
+    verdict = verdict_from(not different_bytes + different_steps)
+    return GateResult(
+        name="consistency", verdict=verdict, value=f"{different_bytes:,} bytes differ", limit="0", why=why
+    )
 
 
-def _perplexity(quality: Quality | None, target: float) -> Gate:
+def _build_perplexity_gate(quality: PerplexityChange | None, target: float) -> GateResult:
     limit = f"<= {target:+.2%}"
     if quality is None:
         why = "needs texts (--prompts)"
-        return Gate(name="perplexity", verdict=NOT_MEASURED, limit=limit, why=why)
+        return GateResult(name="perplexity", verdict=NOT_MEASURED, limit=limit, why=why)
     value = f"{quality.mean:+.2%}"
-    if quality.low is None or quality.high is None or quality.texts < FEWEST:
-        why = f"{quality.texts} texts are too few for an interval: {FEWEST} are needed (quality_texts, --prompts)"
-        return Gate(name="perplexity", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
+    if quality.low is None or quality.high is None or quality.texts < MIN_DOCUMENTS_FOR_INTERVAL:
+        why = (
+            f"{quality.texts} texts are too few for an interval: {MIN_DOCUMENTS_FOR_INTERVAL} are needed "
+            f"(quality_texts, --prompts)"
+        )
+        return GateResult(name="perplexity", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
     if quality.lossy_ratio <= 1:
         reason = quality.why_all_stay or "longer ones are needed (quality_tokens, quality_prompt)"
         why = f"nothing was evicted in the texts: {reason}"
-        return Gate(name="perplexity", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
+        return GateResult(name="perplexity", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
     interval = f"95 % {quality.low:+.2%} to {quality.high:+.2%} over {quality.texts} texts"
     why = f"against the full cache, lossy ratio {quality.lossy_ratio:.3f}, {interval}; its upper end counts"
-    return Gate(name="perplexity", verdict=judged(quality.high <= target), value=value, limit=limit, why=why)
+    return GateResult(
+        name="perplexity", verdict=verdict_from(quality.high <= target), value=value, limit=limit, why=why
+    )
 
 
-def answer_gate(pairs: Sequence[Pair]) -> Gate | None:
+def build_answer_gate(pairs: Sequence[PairedRuns]) -> GateResult | None:
     """Exact answers of both sides; None where nothing was asked."""
-    asked = [pair for pair in pairs if pair.work.answer]
-    if not asked:
+    pairs_with_answer = [pair for pair in pairs if pair.workload.answer]
+    if not pairs_with_answer:
         return None
 
-    def exact(side: str) -> int:
-        return sum(getattr(pair, side).new_ids[: len(pair.work.answer)] == pair.work.answer for pair in asked)
+    def count_exact(side: str) -> int:
+        return sum(
+            getattr(pair, side).new_ids[: len(pair.workload.answer)] == pair.workload.answer
+            for pair in pairs_with_answer
+        )
 
-    before, after = exact("without"), exact("candidate")
-    value, limit = f"{after} of {len(asked)}", f">= {before}"
-    if not before:
+    num_baseline, num_candidate = count_exact("without"), count_exact("candidate")
+    value, limit = f"{num_candidate} of {len(pairs_with_answer)}", f">= {num_baseline}"
+    if not num_baseline:
         why = "without compression the model answers none: it cannot do this at all"
-        return Gate(name="exact answers", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
-    return Gate(
-        name="exact answers", verdict=judged(after >= before), value=value, limit=limit, why="as many as without"
+        return GateResult(name="exact answers", verdict=NOT_MEASURED, value=value, limit=limit, why=why)
+    return GateResult(
+        name="exact answers",
+        verdict=verdict_from(num_candidate >= num_baseline),
+        value=value,
+        limit=limit,
+        why="as many as without",
     )

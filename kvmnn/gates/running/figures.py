@@ -6,94 +6,96 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ..checking.drops import Drop
+from ..checking.drops import DecodeSlowdown
 from .measuring import RunRecord
 from .work import Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
+class PairedRuns:
     """Runs of one piece of work beside each other: without and with compression."""
 
-    work: Workload
+    workload: Workload
     without: RunRecord
     candidate: RunRecord
 
 
-def drop_of(pairs: Sequence[Pair]) -> Drop | None:
+def compute_slowdown(pairs: Sequence[PairedRuns]) -> DecodeSlowdown | None:
     """Of the speeds of both sides."""
-    return Drop.of([(pair.without.decode_speed, pair.candidate.decode_speed) for pair in pairs])
+    return DecodeSlowdown.from_pairs([(pair.without.decode_speed, pair.candidate.decode_speed) for pair in pairs])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figures:
+class CaseFigures:
     """What the runs of a case came to.
 
     Attributes
     ----------
-    lossy
+    lossy_ratio
         Least of the runs: bytes of all tokens over those that are kept.
     encoded_ratio
         Raw over compressed bytes of all that was encoded; None where nothing was.
-    held
+    resident_ratio
         Mean of the bytes that are kept over those that hold them.
-    drop
+    slowdown
         Of the speed; None where no run has one.
     decompress_us
         The longest of the runs, in all: restoring, and in modes that restore nothing decoding what is compared.
-    restored
+    has_restored
         Whether it was restoring.
-    wait_us, async_queue, queue, fallbacks, skips, hits, misses
+    async_wait_us, async_queue_peak, queue_peak, num_fallbacks, num_skips, cache_hits, cache_misses
         The largest of the runs.
-    idle_works, works
+    num_idle_workloads, num_workloads
         Pieces of work of which nothing was encoded, and how many there are.
-    prompts
+    prompts_text
         Where the prompts come from, as `Workload.prompts` names it.
     """
 
-    lossy: float
+    lossy_ratio: float
     encoded_ratio: float | None
-    held: float
-    drop: Drop | None
+    resident_ratio: float
+    slowdown: DecodeSlowdown | None
     decompress_us: float
-    restored: bool
-    wait_us: float
-    async_queue: float
-    queue: float
-    fallbacks: float
-    skips: float
-    hits: float
-    misses: float
-    idle_works: int
-    works: int
-    prompts: str = "text"
+    has_restored: bool
+    async_wait_us: float
+    async_queue_peak: float
+    queue_peak: float
+    num_fallbacks: float
+    num_skips: float
+    cache_hits: float
+    cache_misses: float
+    num_idle_workloads: int
+    num_workloads: int
+    prompts_text: str = "text"
 
     @classmethod
-    def of(cls, pairs: Sequence[Pair]) -> Figures:
+    def from_pairs(cls, pairs: Sequence[PairedRuns]) -> CaseFigures:
         """Over the runs of all rounds."""
         records = [pair.candidate for pair in pairs]
 
-        def largest(name: str) -> float:
-            return max(record.counter(name) for record in records)
+        def max_counter(name: str) -> float:
+            return max(record.get_counter(name) for record in records)
 
-        raw, coded = (sum(record.counter(f"{part}_bytes") for record in records) for part in ("raw", "compressed"))
-        active = {pair.work.name for pair in pairs if pair.candidate.counter("raw_bytes") > 0}
-        works = {pair.work.name for pair in pairs}
+        raw_bytes, compressed_bytes = (
+            sum(record.get_counter(f"{kind}_bytes") for record in records) for kind in ("raw", "compressed")
+        )
+        active_names = {pair.workload.name for pair in pairs if pair.candidate.get_counter("raw_bytes") > 0}
+        workload_names = {pair.workload.name for pair in pairs}
         return cls(
-            lossy=min(record.lossy_ratio for record in records),
-            encoded_ratio=raw / coded if coded else None,
-            held=fmean(record.held_ratio for record in records),
-            drop=drop_of(pairs),
+            lossy_ratio=min(record.lossy_ratio for record in records),
+            encoded_ratio=raw_bytes / compressed_bytes if compressed_bytes else None,
+            resident_ratio=fmean(record.held_ratio for record in records),
+            slowdown=compute_slowdown(pairs),
             decompress_us=max(record.decompress_us for record in records),
-            restored=largest("decompress_us") > 0,
-            wait_us=largest("async_wait_us"),
-            async_queue=largest("async_queue_peak"),
-            queue=largest("queue_depth_peak"),
-            fallbacks=largest("fallback_count"),
-            skips=largest("backpressure_skip_count"),
-            hits=largest("decode_cache_hit"),
-            misses=largest("decode_cache_miss"),
-            idle_works=len(works - active),
-            works=len(works),
-            prompts=", ".join(dict.fromkeys(pair.work.prompts for pair in pairs)),
+            has_restored=max_counter("decompress_us") > 0,
+            async_wait_us=max_counter("async_wait_us"),
+            async_queue_peak=max_counter("async_queue_peak"),
+            queue_peak=max_counter("queue_depth_peak"),
+            num_fallbacks=max_counter("fallback_count"),
+            num_skips=max_counter("backpressure_skip_count"),
+            cache_hits=max_counter("decode_cache_hit"),
+            cache_misses=max_counter("decode_cache_miss"),
+            num_idle_workloads=len(workload_names - active_names),
+            num_workloads=len(workload_names),
+            prompts_text=", ".join(dict.fromkeys(pair.workload.prompts for pair in pairs)),
         )

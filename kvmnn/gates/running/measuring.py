@@ -12,14 +12,14 @@ import numpy as np
 from ...dtypes import Floats
 from ...files.records import Record
 from ...lm.generation import check_positions
-from ...lm.prompt_steps import read_prompt
+from ...lm.prompt_steps import feed_prompt_steps
 from ...lm.runner import Runner
 from ...lm.session import DecoderSession
 from ...policies.base import Policy
 from ...runtime import RuntimeConfig
 from .work import Workload
 
-_EVERY = 16
+_COMPARISON_INTERVAL_STEPS = 16
 """Decode steps between two comparisons of all of K and V; logits are compared at every step."""
 
 
@@ -71,18 +71,18 @@ class RunRecord(Record):
     @property
     def decompress_us(self) -> float:
         """Restoring; in modes that restore nothing, decoding what is compared with the rows before they go."""
-        return self.counter("decompress_us") or self.latencies.get("verify", {}).get("total_us", 0.0)
+        return self.get_counter("decompress_us") or self.latencies.get("verify", {}).get("total_us", 0.0)
 
-    def counter(self, name: str) -> float:
+    def get_counter(self, name: str) -> float:
         """Of the runtime; 0 where nothing was counted."""
         return self.counters.get(f"h2o_lossless_{name}", 0.0)
 
 
-def run_once(
+def measure_run(
     session: DecoderSession,
     policy: Policy,
     lossless: RuntimeConfig | None,
-    work: Workload,
+    workload: Workload,
     advance: Callable[[int], object] = lambda steps: None,
 ) -> RunRecord:
     """Let a model do a piece of work with its cache under a policy and in a runtime, greedily.
@@ -92,34 +92,39 @@ def run_once(
     runner = Runner(session, policy, lossless=lossless)
     interface = session.interface
     check_positions(
-        interface.label, interface.max_positions, sum(map(len, work.turns)), work.new_tokens * len(work.turns)
+        interface.label,
+        interface.max_positions,
+        sum(map(len, workload.turns)),
+        workload.new_tokens * len(workload.turns),
     )
-    prefill = decode = 0.0
-    new: list[int] = []
-    for turn in work.turns:
-        ids = [*new[-1:], *turn]  # the last token of an answer was given, not fed
-        begun = time.perf_counter()
-        for logits in read_prompt(runner, ids):
-            new = [int(logits[-1].argmax())]
+    prefill_seconds = decode_seconds = 0.0
+    new_ids: list[int] = []
+    for turn in workload.turns:
+        ids = [*new_ids[-1:], *turn]  # the last token of an answer was given, not fed
+        start_time = time.perf_counter()
+        for logits in feed_prompt_steps(runner, ids):
+            new_ids = [int(logits[-1].argmax())]
             advance(0)
-        told = time.perf_counter()
+        first_token_time = time.perf_counter()
         advance(1)
-        while len(new) < work.new_tokens:
-            new.append(int(runner.feed(new[-1:])[-1].argmax()))
+        while len(new_ids) < workload.new_tokens:
+            new_ids.append(int(runner.step(new_ids[-1:])[-1].argmax()))
             advance(1)
-        prefill += told - begun
-        decode += time.perf_counter() - told
-    return _recorded(runner, work, prefill, decode, new)
+        prefill_seconds += first_token_time - start_time
+        decode_seconds += time.perf_counter() - first_token_time
+    return _build_run_record(runner, workload, prefill_seconds, decode_seconds, new_ids)
 
 
-def _recorded(runner: Runner, work: Workload, prefill: float, decode: float, new: list[int]) -> RunRecord:
+def _build_run_record(
+    runner: Runner, workload: Workload, prefill_seconds: float, decode_seconds: float, new_ids: list[int]
+) -> RunRecord:
     cache, interface = runner.cache, runner.session.interface
-    figures, metrics = runner.runtime_figures(), runner.runtime_metrics()
+    runtime_stats, metrics = runner.collect_runtime_stats(), runner.collect_runtime_metrics()
     token_bytes = 2 * interface.kv_heads * interface.head_dim * np.dtype(interface.dtype).itemsize
-    appended = cache.seen * len(cache.tokens) * token_bytes
-    live = sum(cache.tokens) * token_bytes if figures is None else figures.live_bytes
-    held = live if figures is None else figures.held_bytes
-    planned = cache.h2o_figures()
+    appended_bytes = cache.num_seen * len(cache.tokens) * token_bytes
+    live_bytes = sum(cache.tokens) * token_bytes if runtime_stats is None else runtime_stats.live_bytes
+    resident_bytes = live_bytes if runtime_stats is None else runtime_stats.held_bytes
+    h2o_stats = cache.collect_h2o_stats()
     counters: dict[str, float] = {}
     latencies: dict[str, dict[str, float]] = {}
     if metrics is not None:
@@ -129,28 +134,28 @@ def _recorded(runner: Runner, work: Workload, prefill: float, decode: float, new
             for name in ("decompress", "wait", "verify")
         }
     return RunRecord(
-        prompt_tokens=sum(map(len, work.turns)),
-        decode_tokens=(work.new_tokens - 1) * len(work.turns),
-        prefill_seconds=prefill,
-        decode_seconds=decode,
-        lossy_ratio=appended / live if live else 1.0,
-        held_ratio=live / held if held else 1.0,
-        encoded_ratio=None if figures is None else figures.encoded_ratio,
-        total_ratio=appended / held if held else 1.0,
+        prompt_tokens=sum(map(len, workload.turns)),
+        decode_tokens=(workload.new_tokens - 1) * len(workload.turns),
+        prefill_seconds=prefill_seconds,
+        decode_seconds=decode_seconds,
+        lossy_ratio=appended_bytes / live_bytes if live_bytes else 1.0,
+        held_ratio=live_bytes / resident_bytes if resident_bytes else 1.0,
+        encoded_ratio=None if runtime_stats is None else runtime_stats.encoded_ratio,
+        total_ratio=appended_bytes / resident_bytes if resident_bytes else 1.0,
         latencies=latencies,
         counters=counters,
-        keep=_keep(planned.to_dict() if planned is not None else {}),
-        new_ids=tuple(new),
+        keep=_select_numbers(h2o_stats.to_dict() if h2o_stats is not None else {}),
+        new_ids=tuple(new_ids),
     )
 
 
-def _keep(planned: Mapping[str, Any]) -> dict[str, float]:
+def _select_numbers(plan_values: Mapping[str, Any]) -> dict[str, float]:
     """What the planner says of its last plan, numbers only."""
-    return {name: float(value) for name, value in planned.items() if type(value) in (int, float)}
+    return {name: float(value) for name, value in plan_values.items() if type(value) in (int, float)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Record):
+class ContentComparison(Record):
     """What attention reads out of the runtime beside a plain cache under the same policy, step by step.
 
     Attributes
@@ -175,7 +180,7 @@ class Comparison(Record):
     encoded_bytes: int
 
     @property
-    def equal(self) -> bool:
+    def is_equal(self) -> bool:
         """Whether nothing differs, and something that was encoded was compared."""
         return min(self.compared_bytes, self.encoded_bytes) > 0 and self.different_bytes == self.different_steps == 0
 
@@ -184,61 +189,63 @@ def compare_contents(
     session: DecoderSession,
     policy: Policy,
     lossless: RuntimeConfig,
-    work: Workload,
+    workload: Workload,
     advance: Callable[[int], object] = lambda steps: None,
-) -> Comparison:
+) -> ContentComparison:
     """Run a plain cache and one in the runtime on the same tokens, step by step, and compare their bytes.
 
-    `advance` is as for `run_once`; a token counts once for each of the two caches.
+    `advance` is as for `measure_run`; a token counts once for each of the two caches.
     """
-    plain, stored = Runner(session, policy), Runner(session, policy, lossless=lossless)
-    steps = compared = nbytes = different = wrong = 0
-    new: list[int] = []
-    for turn in work.turns:
-        ids, given = [*new[-1:], *turn], 0
-        while given < work.new_tokens:
-            unequal = False
-            for logits, others in _steps((plain, stored), ids, prompt=given == 0):
-                unequal |= logits.tobytes() != others.tobytes()
+    plain_runner, runtime_runner = Runner(session, policy), Runner(session, policy, lossless=lossless)
+    steps = num_compared = compared_bytes = different_bytes = different_steps = 0
+    new_ids: list[int] = []
+    for turn in workload.turns:
+        ids, num_given = [*new_ids[-1:], *turn], 0
+        while num_given < workload.new_tokens:
+            is_step_different = False
+            for logits, runtime_logits in _feed_both((plain_runner, runtime_runner), ids, prompt=num_given == 0):
+                is_step_different |= logits.tobytes() != runtime_logits.tobytes()
                 advance(0)
-            steps, given = steps + 1, given + 1
+            steps, num_given = steps + 1, num_given + 1
             advance(2)
-            if given <= 2 or given == work.new_tokens or given % _EVERY == 0:
-                compared += 1
-                size, unlike = _unlike(plain, stored)
-                nbytes, different = nbytes + size, different + unlike
-                unequal |= unlike > 0
-            wrong += unequal
-            new = [int(logits[-1].argmax())]
-            ids = new
-    metrics = stored.runtime_metrics()
-    return Comparison(
+            if num_given <= 2 or num_given == workload.new_tokens or num_given % _COMPARISON_INTERVAL_STEPS == 0:
+                num_compared += 1
+                step_bytes, step_different_bytes = _count_different_bytes(plain_runner, runtime_runner)
+                compared_bytes, different_bytes = compared_bytes + step_bytes, different_bytes + step_different_bytes
+                is_step_different |= step_different_bytes > 0
+            different_steps += is_step_different
+            new_ids = [int(logits[-1].argmax())]
+            ids = new_ids
+    metrics = runtime_runner.collect_runtime_metrics()
+    return ContentComparison(
         steps=steps,
-        compared_steps=compared,
-        compared_bytes=nbytes,
-        different_bytes=different,
-        different_steps=wrong,
+        compared_steps=num_compared,
+        compared_bytes=compared_bytes,
+        different_bytes=different_bytes,
+        different_steps=different_steps,
         encoded_bytes=0 if metrics is None else int(metrics.to_dict()["h2o_lossless_raw_bytes"]),
     )
 
 
-def _steps(runners: tuple[Runner, Runner], ids: list[int], *, prompt: bool) -> Iterator[tuple[Floats, Floats]]:
+def _feed_both(runners: tuple[Runner, Runner], ids: list[int], *, prompt: bool) -> Iterator[tuple[Floats, Floats]]:
     """Feed both runners the same tokens; yields the logits of both after each step."""
-    one, other = runners
+    plain_runner, runtime_runner = runners
     if prompt:
-        return zip(read_prompt(one, ids), read_prompt(other, ids), strict=True)
-    return iter([(one.feed(ids), other.feed(ids))])
+        return zip(feed_prompt_steps(plain_runner, ids), feed_prompt_steps(runtime_runner, ids), strict=True)
+    return iter([(plain_runner.step(ids), runtime_runner.step(ids))])
 
 
-def _unlike(plain: Runner, stored: Runner) -> tuple[int, int]:
+def _count_different_bytes(plain_runner: Runner, runtime_runner: Runner) -> tuple[int, int]:
     """Bytes of K and V that both hold, and how many of them differ; all, where they hold different tokens."""
-    size = different = 0
-    for one, other in zip(plain.cache.layers(), stored.cache.layers(), strict=True):
-        for left, right in ((one.keys, other.keys), (one.values, other.values)):
-            size += left.nbytes
-            if left.shape != right.shape or not np.array_equal(one.positions, other.positions):
-                different += left.nbytes
+    total_bytes = different_bytes = 0
+    for plain_layer, runtime_layer in zip(
+        plain_runner.cache.copy_layers(), runtime_runner.cache.copy_layers(), strict=True
+    ):
+        for left, right in ((plain_layer.keys, runtime_layer.keys), (plain_layer.values, runtime_layer.values)):
+            total_bytes += left.nbytes
+            if left.shape != right.shape or not np.array_equal(plain_layer.positions, runtime_layer.positions):
+                different_bytes += left.nbytes
             else:
-                words = np.ascontiguousarray(left).view(np.uint8), np.ascontiguousarray(right).view(np.uint8)
-                different += int(np.count_nonzero(words[0] != words[1]))
-    return size, different
+                byte_views = np.ascontiguousarray(left).view(np.uint8), np.ascontiguousarray(right).view(np.uint8)
+                different_bytes += int(np.count_nonzero(byte_views[0] != byte_views[1]))
+    return total_bytes, different_bytes

@@ -32,17 +32,23 @@ class ModelSessions:
 
     def __init__(self, model: str, threads: int) -> None:
         self._model, self._threads = model, threads
-        self._open: dict[bool, DecoderSession] = {}
+        self._open_sessions: dict[bool, DecoderSession] = {}
         self.interface: DecoderInterface = self.get(attentions=False).interface
 
     def get(self, *, attentions: bool) -> DecoderSession:
         """Return the session, opened if it is not."""
-        if attentions not in self._open:
-            self._open[attentions] = DecoderSession.open(self._model, attentions=attentions, threads=self._threads)
-        return self._open[attentions]
+        if attentions not in self._open_sessions:
+            self._open_sessions[attentions] = DecoderSession.open(
+                self._model, attentions=attentions, threads=self._threads
+            )
+        return self._open_sessions[attentions]
 
-    def release(self, *, keep: bool | None = None) -> None:
-        """Close the sessions, but the one whose `attentions` is `keep`: the next work does not need them."""
-        self._open = {kind: session for kind, session in self._open.items() if kind is keep}
+    def release(self, *, kept_kind: bool | None = None) -> None:
+        """Close the sessions, but the one whose `attentions` is `kept_kind`: the next work does not need them."""
+        self._open_sessions = {
+            has_attentions: session
+            for has_attentions, session in self._open_sessions.items()
+            if has_attentions is kept_kind
+        }
         gc.collect()
         trim_heap()

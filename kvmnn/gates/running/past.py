@@ -8,58 +8,63 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...files.json_document import loads, read_bounded
+from ...files.json_document import loads_strict, read_bounded
 from ...files.output import FileOutput
-from ..summary.writing import Round
+from ..summary.writing import RoundSummary
 
-HISTORY = "history.jsonl"
+HISTORY_FILE = "history.jsonl"
 
-MAX_BYTES = 64 << 20
-_MOST_CHANGES = 12
+MAX_HISTORY_FILE_BYTES = 64 << 20
+_MAX_CHANGES = 12
 
-Entry = dict[str, Any]
+HistoryEntry = dict[str, Any]
 
 
-def entry_of(made: Round, take: int, about: Mapping[str, Any], settings: Mapping[str, Mapping[str, Any]]) -> Entry:
+def build_history_entry(
+    round_summary: RoundSummary,
+    rerun_number: int,
+    about: Mapping[str, Any],
+    settings_by_case: Mapping[str, Mapping[str, Any]],
+) -> HistoryEntry:
     """The line of a round.
 
     Parameters
     ----------
-    take
+    rerun_number
         How often everything was measured anew (``--again``).
     about
         Version, model and machine.
-    settings
+    settings_by_case
         Of each case, those that are not the suite's; under ``""`` those of all cases.
     """
     return {
-        "generated_at": made.generated_at,
-        "overall_pass": made.passed,
-        "take": take,
+        "generated_at": round_summary.generated_at,
+        "overall_pass": round_summary.has_passed,
+        "take": rerun_number,
         "about": dict(about),
-        "settings": dict(settings.get("", {})),
+        "settings": dict(settings_by_case.get("", {})),
         "cases": [
             {
                 "case": row["case"],
                 "pass": row["overall_pass"],
                 "reason": row["failure_reason"],
-                "lossy": _first(row, "lossy_best", "candidate_lossy_ratio_avg"),
-                "lossless": _first(row, "lossless_selected_value", "candidate_lossless_ratio_avg"),
-                "decode_tps": _first(row, "decode_gate_tps", "candidate_decode_tps_avg"),
-                "drop": _first(row, "decode_drop_ratio"),
-                "settings": dict(settings.get(row["case"], {})),
+                "lossy": _get_first(row, "lossy_best", "candidate_lossy_ratio_avg"),
+                "lossless": _get_first(row, "lossless_selected_value", "candidate_lossless_ratio_avg"),
+                "decode_tps": _get_first(row, "decode_gate_tps", "candidate_decode_tps_avg"),
+                "drop": _get_first(row, "decode_drop_ratio"),
+                "settings": dict(settings_by_case.get(row["case"], {})),
             }
-            for row in made.rows
+            for row in round_summary.rows
         ],
     }
 
 
-def _first(row: Mapping[str, Any], *names: str) -> float | None:
+def _get_first(row: Mapping[str, Any], *names: str) -> float | None:
     """The first that is there; None where it was not measured."""
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
-def note_round(directory: str | os.PathLike[str], entry: Entry) -> None:
+def append_round(directory: str | os.PathLike[str], entry: HistoryEntry) -> None:
     """Add a line, in the place of an earlier one of the same round.
 
     It is the same round where model, version, machine, settings and the number of takes are the same: its runs were
@@ -71,101 +76,116 @@ def note_round(directory: str | os.PathLike[str], entry: Entry) -> None:
     OutputError
         Where the file cannot be written.
     """
-    path = Path(directory, HISTORY)
+    path = Path(directory, HISTORY_FILE)
     try:
-        lines = [line for line in read_bounded(path, MAX_BYTES).decode("utf-8", "replace").split("\n") if line.strip()]
+        lines = [
+            line
+            for line in read_bounded(path, MAX_HISTORY_FILE_BYTES).decode("utf-8", "replace").split("\n")
+            if line.strip()
+        ]
     except (FileNotFoundError, NotADirectoryError):
         lines = []
-    entries = [_entry(line) for line in lines]
-    for place in reversed(range(len(lines))):
-        if is_same(entries[place], entry):
-            there = {case["case"]: case for case in entries[place].get("cases", [])}
-            entry = {**entry, "cases": list({**there, **{case["case"]: case for case in entry["cases"]}}.values())}
+    entries = [_parse_entry(line) for line in lines]
+    for line_index in reversed(range(len(lines))):
+        if is_same_round(entries[line_index], entry):
+            case_by_name = {case["case"]: case for case in entries[line_index].get("cases", [])}
+            entry = {
+                **entry,
+                "cases": list({**case_by_name, **{case["case"]: case for case in entry["cases"]}}.values()),
+            }
             entry["overall_pass"] = all(case.get("pass") is True for case in entry["cases"])
-            del lines[place], entries[place]
+            del lines[line_index], entries[line_index]
             break
-    before = next((one for one in reversed(entries) if one), {})
-    entry["changed"] = changes(before, entry)
+    previous_entry = next((candidate for candidate in reversed(entries) if candidate), {})
+    entry["changed"] = describe_changes(previous_entry, entry)
     with FileOutput(path, force=True) as output:
         output.file.write(("\n".join([*lines, json.dumps(entry)]) + "\n").encode("utf-8", "replace"))
         output.commit()
 
 
-def has_take(directory: str | os.PathLike[str], take: int) -> bool:
+def has_finished_rerun(directory: str | os.PathLike[str], rerun_number: int) -> bool:
     """Whether a round of this take came to its end."""
     try:
-        text = read_bounded(Path(directory, HISTORY), MAX_BYTES).decode("utf-8", "replace")
+        text = read_bounded(Path(directory, HISTORY_FILE), MAX_HISTORY_FILE_BYTES).decode("utf-8", "replace")
     except (FileNotFoundError, NotADirectoryError):
         return False
-    return any(_entry(line).get("take") == take for line in text.split("\n"))
+    return any(_parse_entry(line).get("take") == rerun_number for line in text.split("\n"))
 
 
-def _entry(line: str) -> Entry:
+def _parse_entry(line: str) -> HistoryEntry:
     """The object in a line; an empty one where it is damaged."""
     try:
-        found = loads(line)
+        document = loads_strict(line)
     except (ValueError, RecursionError):
         return {}
-    cases = found.get("cases") if isinstance(found, dict) else None
+    cases = document.get("cases") if isinstance(document, dict) else None
     if not isinstance(cases, list) or not all(isinstance(case, dict) and "case" in case for case in cases):
         return {}
-    return dict(found)
+    return dict(document)
 
 
-def is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+def is_same_round(stored: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Whether two lines are of one round."""
-    if "settings" not in one or any(one.get(name) != other[name] for name in ("take", "about", "settings")):
+    if "settings" not in stored or any(stored.get(name) != new[name] for name in ("take", "about", "settings")):
         return False
-    mine, theirs = _by_case(one), _by_case(other)
-    return all(mine[case] == theirs[case] for case in mine.keys() & theirs.keys())
+    stored_settings, new_settings = _group_settings_by_case(stored), _group_settings_by_case(new)
+    return all(stored_settings[case] == new_settings[case] for case in stored_settings.keys() & new_settings.keys())
 
 
-def asked(entry: Mapping[str, Any], case: Mapping[str, Any]) -> object:
+def get_case_settings(entry: Mapping[str, Any], case: Mapping[str, Any]) -> object:
     """What a case ran under, to compare with other rounds; None where the line does not say."""
     return None if "settings" not in entry else [entry["settings"], case.get("settings")]
 
 
-def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def describe_changes(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """What a round has otherwise than the one before it, in words; nothing where that one does not say."""
-    if "settings" not in before:
+    if "settings" not in previous:
         return []
-    found = [
-        line for part in ("about", "settings") for line in _differences(_of(before, part), _of(after, part), _SHORT)
+    lines = [
+        line
+        for part in ("about", "settings")
+        for line in _describe_differences(_get_object(previous, part), _get_object(current, part), _MAX_HASH_LETTERS)
     ]
-    mine, theirs = _by_case(before), _by_case(after)
-    both = [case for case in theirs if case in mine]
-    of_cases: dict[str, list[str]] = {}
-    for case in both:
-        for line in _differences(mine[case], theirs[case], {}):
-            of_cases.setdefault(line, []).append(case)
-    found += [line if len(names) == len(both) else f"{line} ({', '.join(names)})" for line, names in of_cases.items()]
-    more = len(found) - _MOST_CHANGES
-    return found if more <= 0 else [*found[:_MOST_CHANGES], f"and {more} more"]
+    previous_settings, current_settings = _group_settings_by_case(previous), _group_settings_by_case(current)
+    common_cases = [case for case in current_settings if case in previous_settings]
+    cases_by_line: dict[str, list[str]] = {}
+    for case in common_cases:
+        for line in _describe_differences(previous_settings[case], current_settings[case], {}):
+            cases_by_line.setdefault(line, []).append(case)
+    lines += [
+        line if len(names) == len(common_cases) else f"{line} ({', '.join(names)})"
+        for line, names in cases_by_line.items()
+    ]
+    num_more = len(lines) - _MAX_CHANGES
+    return lines if num_more <= 0 else [*lines[:_MAX_CHANGES], f"and {num_more} more"]
 
 
-_SHORT = {"model_sha256": 12, "texts_sha256": 12}
+_MAX_HASH_LETTERS = {"model_sha256": 12, "texts_sha256": 12}
 """Letters of a hash that are enough to tell two apart."""
 
 
-def _differences(one: Mapping[str, Any], other: Mapping[str, Any], short: Mapping[str, int]) -> Sequence[str]:
-    names = dict.fromkeys([*one, *other])
+def _describe_differences(
+    previous: Mapping[str, Any], current: Mapping[str, Any], max_letters: Mapping[str, int]
+) -> Sequence[str]:
+    names = dict.fromkeys([*previous, *current])
     return [
-        f"{name} {_shown(one.get(name), short.get(name, 60))} -> {_shown(other.get(name), short.get(name, 60))}"
+        f"{name} {_format_setting(previous.get(name), max_letters.get(name, 60))} -> "
+        f"{_format_setting(current.get(name), max_letters.get(name, 60))}"
         for name in names
-        if one.get(name) != other.get(name)
+        if previous.get(name) != current.get(name)
     ]
 
 
-def _shown(value: object, letters: int) -> str:
+def _format_setting(value: object, letters: int) -> str:
     if value is None:
         return "default"
     return (value if isinstance(value, str) else json.dumps(value))[:letters]
 
 
-def _by_case(entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    return {str(case["case"]): _of(case, "settings") for case in entry.get("cases", [])}
+def _group_settings_by_case(entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    return {str(case["case"]): _get_object(case, "settings") for case in entry.get("cases", [])}
 
 
-def _of(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = entry.get(name)
-    return found if isinstance(found, dict) else {}
+def _get_object(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = entry.get(name)
+    return value if isinstance(value, dict) else {}

@@ -5,17 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...errors import KvmnnError
-from ...lm.documents import Document, document_of_text, read_documents
+from ...lm.documents import Document, build_document_from_text, read_documents
 from ...lm.generation import check_positions
 from ...lm.graph.interface import DecoderInterface
 from ...lm.tokenizer import Tokenizer
-from .manifests import prompt_files
+from .manifests import read_prompt_manifest
 from .run_cases import RunCase
 from .sample_text import SAMPLE_NAME, SAMPLE_TEXT
 from .settings import RunSettings
-from .work import Workload, needles, real_prompts, several_turns, synthetic, text_beginnings
+from .work import (
+    Workload,
+    build_multi_turn_workloads,
+    build_needle_workloads,
+    build_prefix_workloads,
+    build_prompt_workloads,
+    build_synthetic_workloads,
+)
 
-_SYNTHETIC = (
+_SYNTHETIC_NOTE = (
     "The prompts of the runtime cases are synthetic, one token repeated: their K and V compress better than those of "
     "texts."
 )
@@ -50,24 +57,26 @@ class PromptTexts:
         self, model: str, settings: RunSettings, texts: Sequence[str] = (), tokenizer: str | None = None
     ) -> None:
         self._model, self._settings = model, settings
-        self._longest = max(*settings.buckets, *settings.prompts, settings.quality_tokens, 4 * min(settings.buckets))
-        needed = bool(texts or tokenizer or settings.prompt_manifest)
-        self._tokenizer = Tokenizer.open(tokenizer or model) if needed or Tokenizer.find(model) else None
+        self._max_tokens = max(*settings.buckets, *settings.prompts, settings.quality_tokens, 4 * min(settings.buckets))
+        needs_tokenizer = bool(texts or tokenizer or settings.prompt_manifest)
+        self._tokenizer = (
+            Tokenizer.open_for_model(tokenizer or model) if needs_tokenizer or Tokenizer.find_file(model) else None
+        )
         self.documents = self._read(texts) if texts else []
-        listed = prompt_files(settings.prompt_manifest, texts) if settings.prompt_manifest else []
-        self._prompts = self._read(listed) if listed else self.documents
+        prompt_paths = read_prompt_manifest(settings.prompt_manifest, texts) if settings.prompt_manifest else []
+        self._prompt_documents = self._read(prompt_paths) if prompt_paths else self.documents
 
     def _read(self, paths: Sequence[str]) -> list[Document]:
         if self._tokenizer is None:
             return []
-        return read_documents(paths, self._tokenizer, self._longest, notes=[])
+        return read_documents(paths, self._tokenizer, self._max_tokens, notes=[])
 
     @property
     def sha256s(self) -> list[str]:
         """Of the texts, each once."""
-        return list(dict.fromkeys(document.sha256 for document in (*self.documents, *self._prompts)))
+        return list(dict.fromkeys(document.sha256 for document in (*self.documents, *self._prompt_documents)))
 
-    def work(self, case: RunCase, interface: DecoderInterface) -> tuple[list[Workload], list[str]]:
+    def build_workloads(self, case: RunCase, interface: DecoderInterface) -> tuple[list[Workload], list[str]]:
         """Return the work of a case, and what a reader must know of it.
 
         Raises
@@ -76,34 +85,36 @@ class PromptTexts:
             For texts that are missing or too short, and for work that needs more positions than the model has.
         """
         notes: list[str] = []
-        found = self._work(case, interface, notes)
-        for work in found:
-            prompt = sum(map(len, work.turns))
-            check_positions(interface.label, interface.max_positions, prompt, work.steps)
-        return found, notes
+        workloads = self._build_workloads(case, interface, notes)
+        for workload in workloads:
+            prompt_tokens = sum(map(len, workload.turns))
+            check_positions(interface.label, interface.max_positions, prompt_tokens, workload.num_steps)
+        return workloads, notes
 
-    def _work(self, case: RunCase, interface: DecoderInterface, notes: list[str]) -> list[Workload]:
+    def _build_workloads(self, case: RunCase, interface: DecoderInterface, notes: list[str]) -> list[Workload]:
         settings, limit = case.settings, interface.max_positions
         if case.kind == "runtime":
-            return self._runtime_work(case, interface, notes)
-        if not (self._prompts if case.kind == "llm_demo" else self.documents) or self._tokenizer is None:
+            return self._build_runtime_workloads(case, interface, notes)
+        if not (self._prompt_documents if case.kind == "llm_demo" else self.documents) or self._tokenizer is None:
             raise KvmnnError(f"{case.name} needs texts: expected --prompts DIR or FILE")
         if case.kind == "llm_demo":
-            return real_prompts(self._prompts, settings, limit, notes)
+            return build_prompt_workloads(self._prompt_documents, settings, limit, notes)
         if case.kind == "multi_turn":
-            return several_turns(self.documents, settings, limit)
-        return needles(self.documents, self._tokenizer, settings, limit)
+            return build_multi_turn_workloads(self.documents, settings, limit)
+        return build_needle_workloads(self.documents, self._tokenizer, settings, limit)
 
-    def _runtime_work(self, case: RunCase, interface: DecoderInterface, notes: list[str]) -> list[Workload]:
+    def _build_runtime_workloads(self, case: RunCase, interface: DecoderInterface, notes: list[str]) -> list[Workload]:
         settings, tokenizer = case.settings, self._tokenizer
         if settings.synthetic or tokenizer is None:
             if tokenizer is None and not settings.synthetic:
                 notes.append(f"{self._model} has no tokenizer.json (--tokenizer), so no text can be a prompt.")
-            notes += [_SYNTHETIC] if case.mode else []
-            return synthetic(settings, interface.vocab, None if tokenizer is None else tokenizer.bos)
+            notes += [_SYNTHETIC_NOTE] if case.mode else []
+            return build_synthetic_workloads(
+                settings, interface.vocab_size, None if tokenizer is None else tokenizer.bos
+            )
         if self.documents:
-            return text_beginnings(self.documents, settings)
-        longest = max(*settings.prompts, 2)
-        sample = document_of_text(SAMPLE_NAME, SAMPLE_TEXT, tokenizer, longest)
+            return build_prefix_workloads(self.documents, settings)
+        max_tokens = max(*settings.prompts, 2)
+        sample = build_document_from_text(SAMPLE_NAME, SAMPLE_TEXT, tokenizer, max_tokens)
         notes.append("The prompts of the runtime cases are beginnings of the built-in text (--prompts takes others).")
-        return text_beginnings([sample], settings, "built-in text")
+        return build_prefix_workloads([sample], settings, "built-in text")

@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import KvmnnError
-from ...evaluation import Settings, evaluate
-from ...evaluation.setup.configurations import named
+from ...evaluation import EvaluationSettings, evaluate
+from ...evaluation.setup.configurations import build_configuration
 from ...lm.documents import Document
 from ...policies.base import Policy
 from ...policies.h2o_engine import H2OEngine
-from ...text import count
+from ...text import pluralize
 from .run_cases import RunCase
 from .settings import RunSettings
 
-_FURTHER = 4096
+_MAX_FURTHER_TOKENS = 4096
 """Tokens beyond the texts up to which is looked for a length at which something would be evicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quality:
+class PerplexityChange:
     """The change of perplexity against the full cache, as shares; no interval over fewer than two texts.
 
     lossy_ratio: bytes of all tokens over those kept at the end of the texts, 1 where nothing was evicted; why_all_stay
@@ -39,7 +39,7 @@ class Quality:
     why_all_stay: str = ""
 
 
-class QualityProgress:
+class PerplexityProgress:
     """Progress of an evaluation in units of another work.
 
     Parameters
@@ -51,13 +51,13 @@ class QualityProgress:
 
     Attributes
     ----------
-    left
+    remaining_units
         Units that were not counted yet.
     """
 
     def __init__(self, units: int, advance: Callable[[int], object]) -> None:
-        self.left, self._units, self._advance = units, units, advance
-        self._tokens, self._done = 0, 0
+        self.remaining_units, self._units, self._advance = units, units, advance
+        self._tokens, self._done_tokens = 0, 0
 
     def start(self, tokens: int, cells: int, reused: int) -> None:
         """Begin: this many tokens."""
@@ -65,21 +65,21 @@ class QualityProgress:
 
     def advance(self, tokens: int, cells: int) -> None:
         """Count tokens."""
-        self._done += tokens
-        left = self._units - self._units * min(self._done, self._tokens) // max(self._tokens, 1)
-        self._advance(self.left - left)
-        self.left = left
+        self._done_tokens += tokens
+        remaining_units = self._units - self._units * min(self._done_tokens, self._tokens) // max(self._tokens, 1)
+        self._advance(self.remaining_units - remaining_units)
+        self.remaining_units = remaining_units
 
 
-def measure_quality(
+def measure_perplexity_change(
     model: str,
     documents: Sequence[Document],
     case: RunCase,
     *,
     jobs: int,
     store: Path,
-    progress: QualityProgress | None = None,
-) -> Quality:
+    progress: PerplexityProgress | None = None,
+) -> PerplexityChange:
     """Evaluate the planner of a case on the beginnings of texts.
 
     Parameters
@@ -99,9 +99,9 @@ def measure_quality(
     settings = case.settings
     result = evaluate(
         model,
-        [_cut(document, settings.quality_tokens) for document in documents[: settings.quality_texts]],
-        [named(H2OEngine.name, H2OEngine.options_from_engine(case.engine))],
-        settings=Settings(
+        [_truncate(document, settings.quality_tokens) for document in documents[: settings.quality_texts]],
+        [build_configuration(H2OEngine.name, H2OEngine.parse_engine_options(case.engine))],
+        settings=EvaluationSettings(
             tokens=settings.quality_tokens,
             prompt=settings.quality_prompt,
             threads=settings.threads,
@@ -116,33 +116,37 @@ def measure_quality(
         raise KvmnnError(f"{case.name}: {result.refused[0].reason}")
     row, texts = result.rows[-1], result.documents
     difference: Any = row.versus_full
-    lossy = row.lossy_ratio or 1.0
-    return Quality(
+    lossy_ratio = row.lossy_ratio or 1.0
+    return PerplexityChange(
         mean=expm1(difference.nll),
         low=None if difference.low is None else expm1(difference.low),
         high=None if difference.high is None else expm1(difference.high),
         texts=len(texts),
         tokens=sum(text.tokens for text in texts),
-        lossy_ratio=lossy,
-        why_all_stay="" if lossy > 1 else why_all_stay(case.policy, settings),
+        lossy_ratio=lossy_ratio,
+        why_all_stay="" if lossy_ratio > 1 else explain_no_eviction(case.policy, settings),
     )
 
 
-def why_all_stay(policy: Policy, settings: RunSettings) -> str:
+def explain_no_eviction(policy: Policy, settings: RunSettings) -> str:
     """Why nothing was evicted in the texts, and from how many tokens on it would be."""
-    prompt, tokens = settings.quality_prompt, settings.quality_tokens
-    why = policy.why_all_stay(prompt, max(1, tokens - 1))  # what the last step plans, no step carries out
-    if why is None:
-        decoded = count(tokens - prompt, "token")
-        return f"too few steps for a plan: {decoded} after the prompt (quality_tokens less quality_prompt)"
-    further = range(tokens, tokens + _FURTHER)
-    enough = next((length for length in further if policy.why_all_stay(prompt, length) is None), None)
-    return why if enough is None else f"{why}, or quality_tokens above {enough:,}"
+    prompt_tokens, tokens = settings.quality_prompt, settings.quality_tokens
+    reason = policy.explain_no_eviction(
+        prompt_tokens, max(1, tokens - 1)
+    )  # what the last step plans, no step carries out
+    if reason is None:
+        decoded_text = pluralize(tokens - prompt_tokens, "token")
+        return f"too few steps for a plan: {decoded_text} after the prompt (quality_tokens less quality_prompt)"
+    lengths = range(tokens, tokens + _MAX_FURTHER_TOKENS)
+    sufficient_length = next(
+        (length for length in lengths if policy.explain_no_eviction(prompt_tokens, length) is None), None
+    )
+    return reason if sufficient_length is None else f"{reason}, or quality_tokens above {sufficient_length:,}"
 
 
-def _cut(document: Document, tokens: int) -> Document:
+def _truncate(document: Document, tokens: int) -> Document:
     """The beginning of a text; bytes are then those of all of it, which perplexity does not use."""
-    if document.tokens <= tokens:
+    if document.num_scored <= tokens:
         return document
     return Document(
         name=document.name,
@@ -150,5 +154,5 @@ def _cut(document: Document, tokens: int) -> Document:
         nbytes=document.nbytes,
         sha256=document.sha256,
         begins_with_bos=document.begins_with_bos,
-        asked=tokens,
+        requested_tokens=tokens,
     )

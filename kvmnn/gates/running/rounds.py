@@ -9,27 +9,27 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
-from ...text.folding import folded_lines
-from ..checking.analysis import Analysis
-from ..checking.checking import Checked
-from ..checking.conditions import Decode
-from ..checking.limits import Limits
-from ..checking.verdicts import Gate, together, worst
-from ..demo.judging import DemoChecked, DemoLimits, check_demo
+from ...text.folding import wrap_lines
+from ..checking.analysis import CaseAnalysis
+from ..checking.checking import CaseResult
+from ..checking.conditions import DecodeStats
+from ..checking.limits import GateLimits
+from ..checking.verdicts import GateResult, aggregate_verdict, find_worst
+from ..demo.judging import DemoLimits, DemoResult, check_demo
 from ..logs.parsing import ParsedLogs
-from ..summary.saving import save_checked, save_demo, write_round
-from ..summary.writing import Round
-from .case_gates import answer_gate, case_gates
-from .figures import Figures, Pair, drop_of
+from ..summary.saving import save_case_result, save_demo_result, write_round_files
+from ..summary.writing import RoundSummary
+from .case_gates import build_answer_gate, build_case_gates
+from .figures import CaseFigures, PairedRuns, compute_slowdown
 from .measuring import RunRecord
-from .past import entry_of, note_round
-from .rows_of_runs import bench_rows, demo_runs
-from .section import gate_lines
-from .suite import Measured, Suite
+from .past import append_round, build_history_entry
+from .rows_of_runs import build_bench_rows, build_demo_runs
+from .section import build_gate_section
+from .suite import CaseMeasurement, Suite
 
-FIGURES = "runs.json"
+RUNS_FILE = "runs.json"
 
-_OF_ENCODING = frozenset(
+_ENCODING_KEYS = frozenset(
     {
         *("candidate_lossless_ratio_avg", "candidate_runtime_total_ratio_avg"),
         *("runtime_decomp_best_us", "runtime_decomp_pass", "decode_cache_hit_best", "decode_cache_hit_pass"),
@@ -37,7 +37,7 @@ _OF_ENCODING = frozenset(
 )
 """What a report of real prompts says of encoding: nothing, where nothing was encoded."""
 
-_BASIS = "every figure is of these runs; what is not measured, or unclear, is no pass"
+_SUITE_BASIS = "every figure is of these runs; what is not measured, or unclear, is no pass"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,57 +46,57 @@ class SuiteResult:
 
     Attributes
     ----------
-    round
+    round_summary
         Their rows, as the files have them.
     cases
         Their verdicts.
     notes
         What a reader must know, in sentences.
-    stamps
+    stamp_by_case
         Of each case that of its round, as in its files.
     """
 
-    round: Round
-    cases: tuple[Checked | DemoChecked, ...]
+    round_summary: RoundSummary
+    cases: tuple[CaseResult | DemoResult, ...]
     notes: tuple[str, ...] = ()
-    stamps: Mapping[str, str] = field(default_factory=dict)
+    stamp_by_case: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         """Whether all cases passed."""
-        return self.round.passed
+        return self.round_summary.has_passed
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON has it."""
-        found = self.round.to_dict()
-        cases = [{**case.to_dict(), "stamp": self.stamps.get(case.case, "")} for case in self.cases]
-        return {**found, "cases": cases, "notes": list(self.notes)}
+        document = self.round_summary.to_dict()
+        cases = [{**case.to_dict(), "stamp": self.stamp_by_case.get(case.case, "")} for case in self.cases]
+        return {**document, "cases": cases, "notes": list(self.notes)}
 
     def __str__(self) -> str:
         width = min(shutil.get_terminal_size((80, 24)).columns, 100)
-        lines = [line for case in self.cases for line in (*case.lines(width), "")]
-        notes = folded_lines(self.notes, width)
-        return "\n".join([*lines, *notes, *([""] if notes else []), str(self.round)])
+        lines = [line for case in self.cases for line in (*case.format_lines(width), "")]
+        notes = wrap_lines(self.notes, width)
+        return "\n".join([*lines, *notes, *([""] if notes else []), str(self.round_summary)])
 
 
-def judge(measured: Measured, model: str) -> Checked | DemoChecked:
+def judge_case(measured: CaseMeasurement, model: str) -> CaseResult | DemoResult:
     """The verdict over what a case measured."""
-    more = _stability(measured)
+    stability_gates = _build_stability_gate(measured)
     case = measured.case
     if case.kind == "runtime":
-        return _runtime(measured, model, more)
+        return _judge_runtime_case(measured, model, stability_gates)
     limits = DemoLimits(
         decode_drop_target=case.limits.decode_drop_target,
         require_runtime_decomp=case.limits.require_runtime_decomp,
         require_decode_cache_hit=case.limits.require_decode_cache_hit,
     )
     pairs = measured.pairs
-    answered = answer_gate(pairs)
-    gates = [gate for gate in _gates(measured, pairs, case.limits) if gate.name != "decode drop"]
-    gates += [answered] if answered is not None else []
-    checked = check_demo(
-        demo_runs(pairs, "without"),
-        demo_runs(pairs, "candidate"),
+    answers_gate = build_answer_gate(pairs)
+    gates = [gate for gate in _build_gates(measured, pairs, case.limits) if gate.name != "decode drop"]
+    gates += [answers_gate] if answers_gate is not None else []
+    demo_result = check_demo(
+        build_demo_runs(pairs, "without"),
+        build_demo_runs(pairs, "candidate"),
         limits,
         case=case.name,
         mode=case.mode,
@@ -104,16 +104,16 @@ def judge(measured: Measured, model: str) -> Checked | DemoChecked:
         bucket_order=[str(size) for size in case.settings.buckets],
         strict=True,
     )
-    mine = {gate.name for gate in gates}
-    nothing = Figures.of(pairs).encoded_ratio is None
+    own_names = {gate.name for gate in gates}
+    is_ratio_unmeasured = CaseFigures.from_pairs(pairs).encoded_ratio is None
     return replace(
-        checked,
-        unmeasured=_OF_ENCODING if nothing else frozenset(),
-        gates=(*(gate for gate in checked.gates if gate.name not in mine), *gates, *more),
+        demo_result,
+        unmeasured_keys=_ENCODING_KEYS if is_ratio_unmeasured else frozenset(),
+        gates=(*(gate for gate in demo_result.gates if gate.name not in own_names), *gates, *stability_gates),
     )
 
 
-def _runtime(measured: Measured, model: str, more: list[Gate]) -> Checked:
+def _judge_runtime_case(measured: CaseMeasurement, model: str, stability_gates: list[GateResult]) -> CaseResult:
     case, pairs = measured.case, measured.pairs
     limits = replace(
         case.limits,
@@ -122,31 +122,36 @@ def _runtime(measured: Measured, model: str, more: list[Gate]) -> Checked:
         decode_baseline_samples=len(pairs),
         hard_checks=False,
     )
-    gates = [*_gates(measured, pairs, limits), *more]
-    rows, found = bench_rows(case, pairs, model), Figures.of(pairs)
-    decode = Decode.of(rows.rows, "avg")
-    analysis = Analysis(
+    gates = [*_build_gates(measured, pairs, limits), *stability_gates]
+    rows, figures = build_bench_rows(case, pairs, model), CaseFigures.from_pairs(pairs)
+    decode = DecodeStats.from_rows(rows.rows, "avg")
+    analysis = CaseAnalysis(
         rows=rows,
         limits=limits,
-        online=None,
-        upper=None,
-        selected=found.encoded_ratio or 1.0,
-        source="runtime",
+        online_ratio=None,
+        upper_bound=None,
+        selected_ratio=figures.encoded_ratio or 1.0,
+        ratio_source="runtime",
         decode=decode,
         gates=tuple(gates),
-        lines=gate_lines(found, decode, gates, limits, case.mode),
+        section_lines=build_gate_section(figures, decode, gates, limits, case.mode),
         warnings=(),
-        measured=True,
+        is_own_run=True,
     )
-    return Checked(
-        case=case.name, analysis=analysis, gates=tuple(gates), strict=True, basis=_BASIS, prompts=found.prompts
+    return CaseResult(
+        case=case.name,
+        analysis=analysis,
+        gates=tuple(gates),
+        strict=True,
+        basis=_SUITE_BASIS,
+        prompts=figures.prompts_text,
     )
 
 
-def _gates(measured: Measured, pairs: Sequence[Pair], limits: Limits) -> list[Gate]:
+def _build_gates(measured: CaseMeasurement, pairs: Sequence[PairedRuns], limits: GateLimits) -> list[GateResult]:
     """Those of a case over some of its pairs."""
     case = measured.case
-    return case_gates(
+    return build_case_gates(
         pairs,
         measured.comparisons,
         measured.quality,
@@ -157,37 +162,37 @@ def _gates(measured: Measured, pairs: Sequence[Pair], limits: Limits) -> list[Ga
     )
 
 
-def _stability(measured: Measured) -> list[Gate]:
+def _build_stability_gate(measured: CaseMeasurement) -> list[GateResult]:
     """Whether every round passes by itself; none where there is one."""
     if len(measured.rounds) < 2:
         return []
-    verdicts = [together(_gates(measured, pairs, measured.case.limits)) for pairs in measured.rounds]
+    verdicts = [aggregate_verdict(_build_gates(measured, pairs, measured.case.limits)) for pairs in measured.rounds]
     speeds = [fmean(pair.candidate.decode_speed for pair in pairs) for pairs in measured.rounds]
     why = f"decode {min(speeds):.2f} to {max(speeds):.2f} tok/s"
-    if drops := [drop.value for pairs in measured.rounds if (drop := drop_of(pairs)) is not None]:
+    if drops := [drop.drop_ratio for pairs in measured.rounds if (drop := compute_slowdown(pairs)) is not None]:
         why += f", drop {min(drops):+.1%} to {max(drops):+.1%}"
     value = f"{verdicts.count('pass')} of {len(verdicts)} rounds"
-    return [Gate(name="stability", verdict=worst(verdicts), value=value, limit="all", why=why)]
+    return [GateResult(name="stability", verdict=find_worst(verdicts), value=value, limit="all", why=why)]
 
 
-def save(directory: str, measured: Measured, checked: Checked | DemoChecked) -> Round:
+def save_case(directory: str, measured: CaseMeasurement, case_result: CaseResult | DemoResult) -> RoundSummary:
     """Write the files of a case, with the rows of both sides as tables."""
-    more = {FIGURES: json.dumps(_figures(measured), indent=1)}
+    extra_files = {RUNS_FILE: json.dumps(_runs_to_dict(measured), indent=1)}
     for side in ("without", "candidate"):
-        rows = bench_rows(measured.case, measured.pairs, "", side)
+        rows = build_bench_rows(measured.case, measured.pairs, "", side)
         table = ParsedLogs(
             kind="llm_bench", files=rows.files, columns=rows.columns, rows=tuple(dict(row.cells) for row in rows.rows)
         )
-        more[f"{side}.csv"] = table.to_csv()
-    if isinstance(checked, DemoChecked):
-        return save_demo(directory, checked, force=True, more=more, stamp=measured.stamp)
-    return save_checked(directory, checked, force=True, more=more, stamp=measured.stamp)
+        extra_files[f"{side}.csv"] = table.to_csv()
+    if isinstance(case_result, DemoResult):
+        return save_demo_result(directory, case_result, force=True, extra_files=extra_files, stamp=measured.stamp)
+    return save_case_result(directory, case_result, force=True, extra_files=extra_files, stamp=measured.stamp)
 
 
-def _figures(measured: Measured) -> dict[str, Any]:
+def _runs_to_dict(measured: CaseMeasurement) -> dict[str, Any]:
     """What the verdict of a case was made of, run by run, for ``kvmnn report``."""
 
-    def side(record: RunRecord) -> dict[str, Any]:
+    def record_to_dict(record: RunRecord) -> dict[str, Any]:
         return {name: value for name, value in record.to_dict().items() if name != "new_ids"}
 
     return {
@@ -197,28 +202,36 @@ def _figures(measured: Measured) -> dict[str, Any]:
         "mode": measured.case.mode,
         "pairs": [
             {
-                "work": pair.work.name,
-                "bucket": pair.work.bucket,
-                "prompts": pair.work.prompts,
-                "round": place,
-                "without": side(pair.without),
-                "candidate": side(pair.candidate),
+                "work": pair.workload.name,
+                "bucket": pair.workload.bucket,
+                "prompts": pair.workload.prompts,
+                "round": round_number,
+                "without": record_to_dict(pair.without),
+                "candidate": record_to_dict(pair.candidate),
             }
-            for place, pairs in enumerate(measured.rounds, start=1)
+            for round_number, pairs in enumerate(measured.rounds, start=1)
             for pair in pairs
         ],
-        "comparisons": [one.to_dict() for one in measured.comparisons],
+        "comparisons": [comparison.to_dict() for comparison in measured.comparisons],
         "quality": None if measured.quality is None else asdict(measured.quality),
         "notes": list(measured.notes),
     }
 
 
-def finish(
-    directory: str, made: Round, cases: Sequence[Checked | DemoChecked], notes: Sequence[str], suite: Suite
+def finish_suite(
+    directory: str,
+    collected: RoundSummary,
+    cases: Sequence[CaseResult | DemoResult],
+    notes: Sequence[str],
+    suite: Suite,
 ) -> SuiteResult:
     """Write the round of these cases, and note it down in the history."""
-    rows = {row["case"]: row for row in made.rows}
-    found = Round.of(directory, [rows[case.case] for case in cases])
-    write_round(found)
-    note_round(directory, entry_of(found, suite.take, suite.about, suite.settings_of_cases))
-    return SuiteResult(round=found, cases=tuple(cases), notes=tuple(notes), stamps=suite.stamps)
+    rows = {row["case"]: row for row in collected.rows}
+    round_summary = RoundSummary.from_rows(directory, [rows[case.case] for case in cases])
+    write_round_files(round_summary)
+    append_round(
+        directory, build_history_entry(round_summary, suite.rerun_number, suite.run_info, suite.settings_by_case)
+    )
+    return SuiteResult(
+        round_summary=round_summary, cases=tuple(cases), notes=tuple(notes), stamp_by_case=suite.stamp_by_case
+    )

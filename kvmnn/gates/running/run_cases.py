@@ -11,21 +11,21 @@ from typing import Any, Literal
 from ...errors import KvmnnError, OptionError
 from ...h2o.config import H2OConfig
 from ...policies.base import Policy
-from ...policies.full import Full
+from ...policies.full import FullCache
 from ...policies.h2o_engine import H2OEngine
 from ...runtime import RuntimeConfig
 from ..checking.cases import DEMO_CASES, RUNTIME_CASES
-from ..checking.limits import Limits
-from .settings import ENGINE, STORE, RunConfig, RunSettings, Suite
+from ..checking.limits import GateLimits
+from .settings import DEFAULT_ENGINE_OPTIONS, STORE_ENGINE_OPTIONS, RunConfig, RunSettings, SuiteName
 
-Kind = Literal["runtime", "llm_demo", "multi_turn", "retrieval"]
+CaseKind = Literal["runtime", "llm_demo", "multi_turn", "retrieval"]
 
-FURTHER: tuple[Kind, ...] = ("multi_turn", "retrieval")
+EXTRA_CASES: tuple[CaseKind, ...] = ("multi_turn", "retrieval")
 """Cases beyond the six."""
 
-KNOWN = (*RUNTIME_CASES, *DEMO_CASES, *FURTHER)
+CASE_NAMES = (*RUNTIME_CASES, *DEMO_CASES, *EXTRA_CASES)
 
-SWEEPS = {
+KEY_BY_SWEEP = {
     "prompts": "prompts",
     "gens": "generate",
     "keep": "kv_h2o_target_keep_ratio",
@@ -39,7 +39,7 @@ SWEEPS = {
 }
 """What a sweep may name, in the order in which its product is taken."""
 
-_MOST = 1000
+_MAX_CASES = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +57,10 @@ class RunCase:
     """
 
     name: str
-    kind: Kind
+    kind: CaseKind
     mode: str
     engine: dict[str, Any]
-    limits: Limits
+    limits: GateLimits
     settings: RunSettings
 
     @property
@@ -71,7 +71,7 @@ class RunCase:
     @property
     def policy(self) -> Policy:
         """What evicts: the engine's planner, or nothing."""
-        return H2OEngine.from_engine(self.engine) if self.evicts else Full()
+        return H2OEngine.from_engine(self.engine) if self.evicts else FullCache()
 
     @property
     def lossless(self) -> RuntimeConfig | None:
@@ -79,12 +79,12 @@ class RunCase:
         return RuntimeConfig.from_engine(self.engine) if self.engine else None
 
     @property
-    def changed(self) -> dict[str, Any]:
+    def changed_settings(self) -> dict[str, Any]:
         """Keys of the engine and limits that are not the suite's own, by name."""
-        base = _case(self.name.split("+")[0], RunConfig())
-        engine = {key: value for key, value in self.engine.items() if base.engine.get(key) != value}
-        mine, theirs = self.limits.to_dict(), base.limits.to_dict()
-        return engine | {name: value for name, value in mine.items() if theirs[name] != value}
+        default_case = _build_case(self.name.split("+")[0], RunConfig())
+        engine = {key: value for key, value in self.engine.items() if default_case.engine.get(key) != value}
+        own_limits, default_limits = self.limits.to_dict(), default_case.limits.to_dict()
+        return engine | {name: value for name, value in own_limits.items() if default_limits[name] != value}
 
     @property
     def needs_texts(self) -> bool:
@@ -97,7 +97,9 @@ class RunCase:
         return {key: value for key, value in self.engine.items() if key.startswith("kv_h2o_")}
 
 
-def cases_of(suite: Suite, config: RunConfig, further: Sequence[str] = (), sweep: Sequence[str] = ()) -> list[RunCase]:
+def build_cases(
+    suite: SuiteName, config: RunConfig, extra_cases: Sequence[str] = (), sweep: Sequence[str] = ()
+) -> list[RunCase]:
     """The cases of a suite in their order, each with every point of a sweep.
 
     Raises
@@ -107,71 +109,85 @@ def cases_of(suite: Suite, config: RunConfig, further: Sequence[str] = (), sweep
     """
     names = [name for name in RUNTIME_CASES if suite in ("all", "runtime")]
     names += [name for name in DEMO_CASES if suite in ("all", "llm_demo")]
-    found = [_case(name, config) for name in (*names, *further)]
-    points = sweep_points(sweep)
-    if len(found) * len(points) > _MOST:
-        raise OptionError(f"--sweep: {len(found) * len(points):,} cases are too many: expected at most {_MOST:,}")
-    made = [_at(case, point) for point in points for case in found]
-    for case in made:
-        _check(case)
-    return list({case.name: case for case in made}.values())
+    base_cases = [_build_case(name, config) for name in (*names, *extra_cases)]
+    sweep_points = parse_sweep(sweep)
+    if len(base_cases) * len(sweep_points) > _MAX_CASES:
+        raise OptionError(
+            f"--sweep: {len(base_cases) * len(sweep_points):,} cases are too many: expected at most {_MAX_CASES:,}"
+        )
+    cases = [_apply_sweep_point(case, point) for point in sweep_points for case in base_cases]
+    for case in cases:
+        _check_case(case)
+    return list({case.name: case for case in cases}.values())
 
 
-def sweep_points(words: Sequence[str]) -> list[dict[str, float | int]]:
-    """The product of ``NAME=VALUE,VALUE`` words, in the order of `SWEEPS`; one empty point without any."""
-    given: dict[str, list[float | int]] = {}
+def parse_sweep(words: Sequence[str]) -> list[dict[str, float | int]]:
+    """The product of ``NAME=VALUE,VALUE`` words, in the order of `KEY_BY_SWEEP`; one empty point without any."""
+    values_by_name: dict[str, list[float | int]] = {}
     for word in words:
         name, sign, text = word.partition("=")
-        if name not in SWEEPS or not sign:
-            raise OptionError(f"--sweep {word[:60]}: expected NAME=VALUE,... with NAME one of {', '.join(SWEEPS)}")
+        if name not in KEY_BY_SWEEP or not sign:
+            raise OptionError(
+                f"--sweep {word[:60]}: expected NAME=VALUE,... with NAME one of {', '.join(KEY_BY_SWEEP)}"
+            )
         values = [part.strip() for part in text.split(",") if part.strip()]
         if not values:
             raise OptionError(f"--sweep {word[:60]}: Empty sweep dimension: expected at least one value")
-        if name in given:
+        if name in values_by_name:
             raise OptionError(f"--sweep {name}: is given twice")
-        given[name] = [_value(name, part) for part in values]
-    names = [name for name in SWEEPS if name in given]
-    return [dict(zip(names, point, strict=True)) for point in itertools.product(*(given[name] for name in names))]
+        values_by_name[name] = [_parse_sweep_value(name, part) for part in values]
+    names = [name for name in KEY_BY_SWEEP if name in values_by_name]
+    return [
+        dict(zip(names, point, strict=True)) for point in itertools.product(*(values_by_name[name] for name in names))
+    ]
 
 
-def _value(name: str, text: str) -> float | int:
+def _parse_sweep_value(name: str, text: str) -> float | int:
     try:
-        found = float(text) if name in ("keep", "alpha", "lossy") else int(text)
+        number = float(text) if name in ("keep", "alpha", "lossy") else int(text)
     except ValueError:
-        found = math.nan
-    if not abs(found) <= 1 << 31:
+        number = math.nan
+    if not abs(number) <= 1 << 31:
         raise OptionError(f"--sweep {name}: {text[:40]!r} is no number")
-    return found
+    return number
 
 
-def _case(name: str, config: RunConfig) -> RunCase:
+def _build_case(name: str, config: RunConfig) -> RunCase:
     settings = config.settings
     if name == "runtime_baseline":
-        limits = RUNTIME_CASES[name].changed(config.limits_of(name, shared=False), name)
+        limits = RUNTIME_CASES[name].with_values(config.select_limits(name, with_shared=False), name)
         return RunCase(name=name, kind="runtime", mode="", engine={}, limits=limits, settings=settings)
     mode = RUNTIME_CASES[name].runtime_mode if name in RUNTIME_CASES else DEMO_CASES.get(name, "store")
     base = RUNTIME_CASES.get(name)
-    limits = base.changed(config.limits_of(name), name) if base is not None else _demo_limits(name, mode, config)
+    limits = (
+        base.with_values(config.select_limits(name), name)
+        if base is not None
+        else _build_demo_limits(name, mode, config)
+    )
     engine = {
-        **ENGINE,
-        **_queue(name, limits),
-        **(STORE if mode == "store" else {}),
+        **DEFAULT_ENGINE_OPTIONS,
+        **_choose_max_queue(name, limits),
+        **(STORE_ENGINE_OPTIONS if mode == "store" else {}),
         "kv_lossless_runtime_mode": mode,
-        **config.engine_of(name),
+        **config.select_engine_options(name),
     }
-    if (other := engine["kv_lossless_runtime_mode"]) != mode:
-        raise OptionError(f"{name}: kv_lossless_runtime_mode: found {other!r:.60}, but the case measures {mode!r}")
-    kind: Kind = "llm_demo" if name in DEMO_CASES else "multi_turn" if name == "multi_turn" else "retrieval"
+    if (engine_mode := engine["kv_lossless_runtime_mode"]) != mode:
+        raise OptionError(
+            f"{name}: kv_lossless_runtime_mode: found {engine_mode!r:.60}, but the case measures {mode!r}"
+        )
+    kind: CaseKind = "llm_demo" if name in DEMO_CASES else "multi_turn" if name == "multi_turn" else "retrieval"
     kind = "runtime" if base is not None else kind
     return RunCase(name=name, kind=kind, mode=mode, engine=engine, limits=limits, settings=settings)
 
 
-def _demo_limits(name: str, mode: str, config: RunConfig) -> Limits:
-    drop = Limits(runtime_mode="store", decode_drop_target=0.08, require_runtime_decomp=True, max_lossless_fallback=0.0)
-    return drop.changed({"runtime_mode": mode, **config.limits_of(name)}, name)
+def _build_demo_limits(name: str, mode: str, config: RunConfig) -> GateLimits:
+    base_limits = GateLimits(
+        runtime_mode="store", decode_drop_target=0.08, require_runtime_decomp=True, max_lossless_fallback=0.0
+    )
+    return base_limits.with_values({"runtime_mode": mode, **config.select_limits(name)}, name)
 
 
-def _queue(name: str, limits: Limits) -> dict[str, int]:
+def _choose_max_queue(name: str, limits: GateLimits) -> dict[str, int]:
     """Encodings that may be open, unless the configuration says.
 
     In the runtime cases as many as their gate allows: the fork leaves the engine's 256, but the engine hands in one
@@ -179,34 +195,36 @@ def _queue(name: str, limits: Limits) -> dict[str, int]:
     """
     if name == "llm_demo_store":
         return {"kv_lossless_max_queue": 64}
-    queue = limits.max_lossless_queue_peak
-    return {"kv_lossless_max_queue": max(1, int(queue))} if queue >= 0 else {}
+    max_queue_peak = limits.max_lossless_queue_peak
+    return {"kv_lossless_max_queue": max(1, int(max_queue_peak))} if max_queue_peak >= 0 else {}
 
 
-def _at(case: RunCase, point: dict[str, float | int]) -> RunCase:
+def _apply_sweep_point(case: RunCase, point: dict[str, float | int]) -> RunCase:
     """A case at a point of a sweep; its name says where. What is not compressed differs by its work only."""
-    work = {name: value for name, value in point.items() if name in ("prompts", "gens")}
-    knobs = {name: value for name, value in point.items() if name not in work} if case.engine else {}
+    workload_values = {name: value for name, value in point.items() if name in ("prompts", "gens")}
+    engine_values = {name: value for name, value in point.items() if name not in workload_values} if case.engine else {}
     settings = case.settings
-    if "prompts" in work:
-        settings = replace(settings, prompts=(int(work["prompts"]),))
-    if "gens" in work:
-        settings = replace(settings, generate=int(work["gens"]), demo_generate=int(work["gens"]))
-    engine = dict(case.engine) | {SWEEPS[name]: value for name, value in knobs.items()}
-    if "keep" in knobs:
+    if "prompts" in workload_values:
+        settings = replace(settings, prompts=(int(workload_values["prompts"]),))
+    if "gens" in workload_values:
+        settings = replace(settings, generate=int(workload_values["gens"]), demo_generate=int(workload_values["gens"]))
+    engine = dict(case.engine) | {KEY_BY_SWEEP[name]: value for name, value in engine_values.items()}
+    if "keep" in engine_values:
         engine["kv_h2o_target_mode"] = "static"
-    name = "+".join([case.name, *(f"{name}={value}" for name, value in {**work, **knobs}.items())])
+    name = "+".join([case.name, *(f"{name}={value}" for name, value in {**workload_values, **engine_values}.items())])
     return replace(case, name=name, engine=engine, settings=settings)
 
 
-def _check(case: RunCase) -> None:
+def _check_case(case: RunCase) -> None:
     """Refuse what the engine would not use as it was said: it takes other values without a word."""
     try:
         _ = case.policy, case.lossless
     except KvmnnError as error:
         raise OptionError(f"{case.name}: {error}") from None
-    clamped = H2OConfig.from_engine(case.engine).clamped if case.evicts else {}
-    for word, key in SWEEPS.items():
-        given, used = clamped.get(key.removeprefix("kv_h2o_"), (0, 0))
-        if given != used:
-            raise OptionError(f"{case.name}: {key} ({word}): found {given:g}, for which the engine takes {used:g}")
+    clamped_values = H2OConfig.from_engine(case.engine).clamped_options if case.evicts else {}
+    for word, key in KEY_BY_SWEEP.items():
+        requested, effective = clamped_values.get(key.removeprefix("kv_h2o_"), (0, 0))
+        if requested != effective:
+            raise OptionError(
+                f"{case.name}: {key} ({word}): found {requested:g}, for which the engine takes {effective:g}"
+            )

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...errors import OutputError
-from ...files.appending import lock_for_one
-from ...files.json_document import loads, read_bounded
+from ...files.appending import lock_exclusive
+from ...files.json_document import loads_strict, read_bounded
 
-VERSION = 3
+RUN_STORE_VERSION = 3
 """Raised whenever a run measures anything differently, so that runs of before are not reused."""
 
-MAX_BYTES = 256 << 20
+MAX_RUN_STORE_BYTES = 256 << 20
 
 
 class RunStore:
@@ -35,37 +35,37 @@ class RunStore:
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._path = None if path is None else Path(path)
-        self._found: dict[str, Any] = {}
+        self._value_by_key: dict[str, Any] = {}
         self._file: IO[bytes] | None = None
-        self._torn = False
-        self.reused = 0
+        self._is_last_line_torn = False
+        self.num_reused = 0
         if self._path is not None:
             self._read(self._path)
 
     def __contains__(self, key: str) -> bool:
-        return key in self._found
+        return key in self._value_by_key
 
     def get(self, key: str) -> Any | None:
         """What is stored under a key; None where nothing is."""
-        found = self._found.get(key)
-        self.reused += found is not None
-        return found
+        value = self._value_by_key.get(key)
+        self.num_reused += value is not None
+        return value
 
     def put(self, key: str, value: Any) -> None:
         """Store a result, on the disk as well before this returns."""
-        self._found[key] = value
+        self._value_by_key[key] = value
         if self._path is None:
             return
-        line = json.dumps({"key": key, "sha256": _digest(key, value), "value": value})
+        line = json.dumps({"key": key, "sha256": _hash_entry(key, value), "value": value})
         try:
             if self._file is None:
-                self._file = _opened(self._path)
-            self._file.write(("\n" * self._torn + line + "\n").encode())
+                self._file = _open_locked(self._path)
+            self._file.write(("\n" * self._is_last_line_torn + line + "\n").encode())
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
             raise OutputError(f"{self._path}: cannot be written: {error.strerror or error}") from error
-        self._torn = False
+        self._is_last_line_torn = False
 
     def close(self) -> None:
         """Let go of the file, so that another may write it."""
@@ -75,36 +75,36 @@ class RunStore:
 
     def _read(self, path: Path) -> None:
         try:
-            text = read_bounded(path, MAX_BYTES).decode("utf-8", "ignore")
+            text = read_bounded(path, MAX_RUN_STORE_BYTES).decode("utf-8", "ignore")
         except (FileNotFoundError, NotADirectoryError):
             return
-        self._torn = not text.endswith("\n")
+        self._is_last_line_torn = not text.endswith("\n")
         for line in text.split("\n"):
             try:
-                entry = loads(line)
+                entry = loads_strict(line)
             except (ValueError, RecursionError):
                 continue
             if not isinstance(entry, dict) or not isinstance(entry.get("key"), str):
                 continue
-            if entry.get("sha256") == _digest(entry["key"], entry.get("value")):
-                self._found[entry["key"]] = entry["value"]
+            if entry.get("sha256") == _hash_entry(entry["key"], entry.get("value")):
+                self._value_by_key[entry["key"]] = entry["value"]
 
 
-def _opened(path: Path) -> IO[bytes]:
+def _open_locked(path: Path) -> IO[bytes]:
     """A file to append to, locked until it is closed."""
     file = open(path, "ab")  # noqa: SIM115 - the store closes it
     try:
-        lock_for_one(file, path, "gate run")
+        lock_exclusive(file, path, "gate run")
     except OutputError:
         file.close()
         raise
     return file
 
 
-def key_of(**about: Any) -> str:
+def compute_key(**about: Any) -> str:
     """The digest of what a run depends on."""
-    return hashlib.sha256(json.dumps({"version": VERSION, **about}, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps({"version": RUN_STORE_VERSION, **about}, sort_keys=True).encode()).hexdigest()
 
 
-def _digest(key: str, value: Any) -> str:
+def _hash_entry(key: str, value: Any) -> str:
     return hashlib.sha256(json.dumps([key, value], sort_keys=True).encode()).hexdigest()

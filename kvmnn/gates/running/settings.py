@@ -11,11 +11,11 @@ from typing import Any, Literal
 from ...errors import KvmnnError, OptionError, SourceError
 from ...files.json_document import read_object
 from ...files.records import Record
-from ...text import did_you_mean
+from ...text import suggest
 
-Suite = Literal["all", "runtime", "llm_demo"]
+SuiteName = Literal["all", "runtime", "llm_demo"]
 
-ENGINE: dict[str, Any] = {
+DEFAULT_ENGINE_OPTIONS: dict[str, Any] = {
     "kv_h2o_enable": True,
     "kv_h2o_layer_start": 2,
     "kv_h2o_layer_end": -1,
@@ -43,7 +43,7 @@ ENGINE: dict[str, Any] = {
 }
 """What the fork's six cases share."""
 
-STORE: dict[str, Any] = {
+STORE_ENGINE_OPTIONS: dict[str, Any] = {
     "kv_lossless_front_sample_token_interval": 2,
     "kv_lossless_store_disable_front": True,
     "kv_lossless_store_bootstrap_tokens": 16,
@@ -98,9 +98,9 @@ class RunSettings(Record):
 
     def __post_init__(self) -> None:
         for name in ("prompts", "buckets"):
-            sizes = getattr(self, name)
-            if not sizes or min(sizes) < 1 or max(sizes) > 1 << 20 or len(sizes) > 64:
-                raise OptionError(f"{name}: found {sizes!r:.60}, expected 1 to 64 numbers from 1 to {1 << 20:,}")
+            lengths = getattr(self, name)
+            if not lengths or min(lengths) < 1 or max(lengths) > 1 << 20 or len(lengths) > 64:
+                raise OptionError(f"{name}: found {lengths!r:.60}, expected 1 to 64 numbers from 1 to {1 << 20:,}")
         for name in (
             "generate",
             "demo_generate",
@@ -137,18 +137,18 @@ class RunConfig:
     limits: Mapping[str, Any] = field(default_factory=dict)
     cases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def engine_of(self, case: str) -> dict[str, Any]:
+    def select_engine_options(self, case: str) -> dict[str, Any]:
         """Keys of the engine for a case, over those that it has by itself."""
-        mine = {key: value for key, value in self.cases.get(case, {}).items() if key.startswith("kv_")}
-        return {**self.engine, **mine}
+        case_options = {key: value for key, value in self.cases.get(case, {}).items() if key.startswith("kv_")}
+        return {**self.engine, **case_options}
 
-    def limits_of(self, case: str, *, shared: bool = True) -> dict[str, Any]:
-        """Limits for a case; those that are not `shared` are its own only."""
-        mine = {key: value for key, value in self.cases.get(case, {}).items() if not key.startswith("kv_")}
-        return {**self.limits, **mine} if shared else mine
+    def select_limits(self, case: str, *, with_shared: bool = True) -> dict[str, Any]:
+        """Limits for a case; those that are not `with_shared` are its own only."""
+        case_limits = {key: value for key, value in self.cases.get(case, {}).items() if not key.startswith("kv_")}
+        return {**self.limits, **case_limits} if with_shared else case_limits
 
 
-def read_run_config(path: str | os.PathLike[str], known_cases: tuple[str, ...]) -> RunConfig:
+def read_run_config(path: str | os.PathLike[str], case_names: tuple[str, ...]) -> RunConfig:
     """A configuration file: an object with settings by their names (`RunSettings`), the engine's ``kv_`` keys,
     ``limits`` (an object), and ``cases`` (objects of ``kv_`` keys and limits, by the names of cases).
 
@@ -170,13 +170,13 @@ def read_run_config(path: str | os.PathLike[str], known_cases: tuple[str, ...]) 
     for name, entry in cases.items():
         if not isinstance(entry, dict):
             raise OptionError(f"{where}: cases.{name[:60]}: expected an object")
-        if name not in known_cases:
-            raise OptionError(f"{where}: cases: {name[:60]!r} is no case{did_you_mean(name, list(known_cases))}")
+        if name not in case_names:
+            raise OptionError(f"{where}: cases: {name[:60]!r} is no case{suggest(name, list(case_names))}")
     names = [entry.name for entry in fields(RunSettings)]
     engine = {key: document.pop(key) for key in list(document) if key.startswith("kv_")}
     for key in document:
         if key not in names:
-            raise OptionError(f"{where}: {key[:60]!r} is no setting{did_you_mean(key, names)}")
+            raise OptionError(f"{where}: {key[:60]!r} is no setting{suggest(key, names)}")
     try:
         settings = replace(
             RunSettings(), **{key: getattr(RunSettings.from_dict(document, where), key) for key in document}

@@ -13,33 +13,33 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from ...errors import KvmnnError, OutputError
-from ...evaluation.evaluating import model_sha256
+from ...evaluation.evaluating import hash_model
 from ...files.json_document import read_object
-from ...files.output import FileOutput, failures
+from ...files.output import FileOutput, wrap_os_errors
 from ...lm.runner import Runner
 from ...lm.session import DecoderSession
-from ...policies.full import Full
-from ...version import version
-from ..logs.demo_records import quantity
-from ..summary.collecting import ABOUT, collect, stamps_of
-from ..summary.saving import write_round
-from .figures import Pair
-from .measuring import Comparison, RunRecord, compare_contents, run_once
+from ...policies.full import FullCache
+from ...version import get_version
+from ..logs.demo_records import get_number
+from ..summary.collecting import RUN_INFO_FILE, collect_cases, match_stamps
+from ..summary.saving import write_round_files
+from .figures import PairedRuns
+from .measuring import ContentComparison, RunRecord, compare_contents, measure_run
 from .model_sessions import ModelSessions
-from .past import has_take
+from .past import has_finished_rerun
 from .prompt_texts import PromptTexts
-from .quality import Quality, QualityProgress, measure_quality
+from .quality import PerplexityChange, PerplexityProgress, measure_perplexity_change
 from .run_cases import RunCase
-from .run_store import RunStore, key_of
+from .run_store import RunStore, compute_key
 from .settings import RunSettings
 from .work import Workload
 
-RUNS, CELLS = "runs.jsonl", "cells.jsonl"
+RUNS_JOURNAL, CELLS_JOURNAL = "runs.jsonl", "cells.jsonl"
 """Files of a folder of runs: what is done, and the perplexity's."""
 
-_SIDES = ("without", "candidate")
+_SIDE_NAMES = ("without", "candidate")
 
-_WARM_UP = 4
+_WARM_UP_TOKENS = 4
 """Tokens that are generated before anything is timed."""
 
 
@@ -49,7 +49,7 @@ class SuiteProgress(Protocol):
     def start(self, runs: int, steps: int) -> None:
         """Begin: this many runs, and decode steps of those that are not there already."""
 
-    def begin_run(self, what: str) -> None:
+    def begin_run(self, run_text: str) -> None:
         """Name what runs now."""
 
     def advance(self, steps: int) -> None:
@@ -59,17 +59,17 @@ class SuiteProgress(Protocol):
         """Count a run."""
 
 
-class _Silent:
+class _SilentProgress:
     """Progress that nobody wants to see."""
 
     def start(self, runs: int, steps: int) -> None: ...
-    def begin_run(self, what: str) -> None: ...
+    def begin_run(self, run_text: str) -> None: ...
     def advance(self, steps: int) -> None: ...
     def end_run(self) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class CaseMeasurement:
     """What a case measured.
 
     Attributes
@@ -89,14 +89,14 @@ class Measured:
     """
 
     case: RunCase
-    rounds: tuple[tuple[Pair, ...], ...]
-    comparisons: tuple[Comparison, ...]
-    quality: Quality | None
+    rounds: tuple[tuple[PairedRuns, ...], ...]
+    comparisons: tuple[ContentComparison, ...]
+    quality: PerplexityChange | None
     notes: tuple[str, ...] = ()
     stamp: str = ""
 
     @property
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> list[PairedRuns]:
         """Those of all rounds."""
         return [pair for part in self.rounds for pair in part]
 
@@ -118,7 +118,7 @@ class Suite:
         Processes for the perplexity, which is not timed; 0: this one.
     force
         Take a folder that holds something else.
-    again
+    rerun
         Measure anew what is timed, where the runs that are there came to their end.
     command
         Noted down beside model, machine and settings; empty: not known.
@@ -141,7 +141,7 @@ class Suite:
         tokenizer: str | None = None,
         jobs: int,
         force: bool = False,
-        again: bool = False,
+        rerun: bool = False,
         command: str = "",
     ) -> None:
         self._command = command
@@ -149,12 +149,12 @@ class Suite:
         _check_directory(self._directory, force)
         self._texts = PromptTexts(model, settings, texts, tokenizer)
         self._sessions = ModelSessions(model, settings.threads)
-        self._sha256 = model_sha256(model)
-        self._qualities: dict[str, Quality] = {}
-        self.store = RunStore(self._directory / RUNS)
-        self.take = _take(self._directory, again)
-        self.settings_of_cases: dict[str, dict[str, Any]] = {}
-        self.stamps: dict[str, str] = {}
+        self._sha256 = hash_model(model)
+        self._qualities: dict[str, PerplexityChange] = {}
+        self.store = RunStore(self._directory / RUNS_JOURNAL)
+        self.rerun_number = _choose_rerun_number(self._directory, rerun)
+        self.settings_by_case: dict[str, dict[str, Any]] = {}
+        self.stamp_by_case: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -163,146 +163,158 @@ class Suite:
         self.store.close()
 
     @property
-    def about(self) -> dict[str, Any]:
+    def run_info(self) -> dict[str, Any]:
         """Of which version, model and machine runs are."""
         return {
-            "kvmnn": version(),
+            "kvmnn": get_version(),
             "model_sha256": self._sha256,
             "machine": platform.platform(),
             "processors": os.cpu_count(),
         }
 
-    def measure(
+    def measure_cases(
         self, cases: Sequence[RunCase], rounds: int, progress: SuiteProgress | None = None
-    ) -> Iterator[Measured]:
+    ) -> Iterator[CaseMeasurement]:
         """The cases one after another; what is there already is not run again.
 
         The folder is made when all cases are known to have work that the model can do.
         """
-        self._progress = progress or _Silent()
-        work = {case.name: self._texts.work(case, self._sessions.interface) for case in cases}
+        self._progress = progress or _SilentProgress()
+        workloads_and_notes = {case.name: self._texts.build_workloads(case, self._sessions.interface) for case in cases}
         for case in cases:
-            Runner(self._session(case), case.policy, lossless=case.lossless)  # refuses what the model cannot do
-        with failures(self._directory):
+            Runner(self._get_session(case), case.policy, lossless=case.lossless)  # refuses what the model cannot do
+        with wrap_os_errors(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
-        self._note_down(cases, rounds)
-        left = [steps for case in cases for steps in self._steps(case, work[case.name][0], rounds)]
-        self._progress.start(len(left), sum(left))
+        self._write_run_info(cases, rounds)
+        remaining_steps = [
+            steps for case in cases for steps in self._iter_steps(case, workloads_and_notes[case.name][0], rounds)
+        ]
+        self._progress.start(len(remaining_steps), sum(remaining_steps))
         for case in cases:
-            found, notes = work[case.name]
-            yield self._measured(case, found, notes, rounds)
+            workloads, notes = workloads_and_notes[case.name]
+            yield self._measure_case(case, workloads, notes, rounds)
 
-    def _steps(self, case: RunCase, works: list[Workload], rounds: int) -> Iterator[int]:
+    def _iter_steps(self, case: RunCase, workloads: list[Workload], rounds: int) -> Iterator[int]:
         """Of each run of a case the decode steps that it takes, which is most of the time; 0 where it is there."""
-        for work in works:
+        for work in workloads:
             if case.mode:
-                yield 0 if self._key(case, work, side="comparison") in self.store else 2 * work.steps
-            for place, repeat, side in product(range(rounds), range(case.settings.repeats), _SIDES):
-                yield 0 if self._run_key(case, work, side, repeat, place) in self.store else work.steps
+                yield 0 if self._compute_key(case, work, side="comparison") in self.store else 2 * work.num_steps
+            for round_index, repeat, side in product(range(rounds), range(case.settings.repeats), _SIDE_NAMES):
+                yield (
+                    0 if self._compute_run_key(case, work, side, repeat, round_index) in self.store else work.num_steps
+                )
         if case.evicts and self._texts.documents:
-            yield self._quality_steps(case)
+            yield self._count_quality_steps(case)
 
-    def _quality_steps(self, case: RunCase) -> int:
+    def _count_quality_steps(self, case: RunCase) -> int:
         """With and without eviction; what other cases evaluated already is not known beforehand."""
         settings = case.settings
         texts = min(settings.quality_texts, len(self._texts.documents))
         return 2 * texts * (settings.quality_tokens - settings.quality_prompt)
 
-    def _measured(self, case: RunCase, works: list[Workload], notes: list[str], rounds: int) -> Measured:
-        made = tuple(tuple(self._round(case, works, place)) for place in range(rounds))
+    def _measure_case(self, case: RunCase, workloads: list[Workload], notes: list[str], rounds: int) -> CaseMeasurement:
+        rounds_of_pairs = tuple(tuple(self._measure_round(case, workloads, place)) for place in range(rounds))
         if case.mode:
-            self._sessions.release(keep=case.policy.needs_attention)
-        comparisons = tuple(self._comparison(case, work) for work in (works if case.mode else ()))
+            self._sessions.release(kept_kind=case.policy.requires_attention)
+        comparisons = tuple(self._compare_contents(case, work) for work in (workloads if case.mode else ()))
         if case.mode:
             self._sessions.release()  # its memory grew with two caches, and the next case opens another beside it
-        return Measured(
+        return CaseMeasurement(
             case=case,
-            rounds=made,
+            rounds=rounds_of_pairs,
             comparisons=comparisons,
-            quality=self._quality(case) if case.evicts and self._texts.documents else None,
+            quality=self._measure_quality(case) if case.evicts and self._texts.documents else None,
             notes=tuple(notes),
-            stamp=self.stamps[case.name],
+            stamp=self.stamp_by_case[case.name],
         )
 
-    def _round(self, case: RunCase, works: list[Workload], place: int) -> Iterator[Pair]:
+    def _measure_round(self, case: RunCase, workloads: list[Workload], round_index: int) -> Iterator[PairedRuns]:
         """Both sides of each piece of work one after the other, the first of them in turns."""
-        warm = False
-        for work in works:
+        is_warm = False
+        for work in workloads:
             for repeat in range(case.settings.repeats):
-                sides: dict[str, RunRecord] = {}
-                for side in _SIDES if (repeat + place) % 2 == 0 else _SIDES[::-1]:
-                    key = self._run_key(case, work, side, repeat, place)
+                record_by_side: dict[str, RunRecord] = {}
+                for side in _SIDE_NAMES if (repeat + round_index) % 2 == 0 else _SIDE_NAMES[::-1]:
+                    key = self._compute_run_key(case, work, side, repeat, round_index)
                     stored = self.store.get(key)
-                    if stored is None and not warm:
+                    if stored is None and not is_warm:
                         self._warm_up(case, work)
-                        warm = True
-                    which = "with" if side == "candidate" else "without"
-                    self._progress.begin_run(f"{case.name}, {work.name}, {which} compression, run {repeat + 1}")
-                    sides[side] = self._side(case, work, side, key, stored)
+                        is_warm = True
+                    side_text = "with" if side == "candidate" else "without"
+                    self._progress.begin_run(f"{case.name}, {work.name}, {side_text} compression, run {repeat + 1}")
+                    record_by_side[side] = self._measure_side(case, work, side, key, stored)
                     self._progress.end_run()
-                yield Pair(work=work, without=sides["without"], candidate=sides["candidate"])
+                yield PairedRuns(
+                    workload=work, without=record_by_side["without"], candidate=record_by_side["candidate"]
+                )
 
-    def _side(self, case: RunCase, work: Workload, side: str, key: str, stored: Any) -> RunRecord:
+    def _measure_side(self, case: RunCase, work: Workload, side: str, key: str, stored: Any) -> RunRecord:
         if stored is not None:
-            return RunRecord.from_dict(stored, RUNS)
+            return RunRecord.from_dict(stored, RUNS_JOURNAL)
         if side == "without":
-            made = run_once(self._sessions.get(attentions=False), Full(), None, work, self._progress.advance)
+            record = measure_run(self._sessions.get(attentions=False), FullCache(), None, work, self._progress.advance)
         else:
-            made = run_once(self._session(case), case.policy, case.lossless, work, self._progress.advance)
-        self.store.put(key, made.to_dict())
-        return made
+            record = measure_run(self._get_session(case), case.policy, case.lossless, work, self._progress.advance)
+        self.store.put(key, record.to_dict())
+        return record
 
     def _warm_up(self, case: RunCase, work: Workload) -> None:
-        short = Workload(name="warm-up", bucket="", turns=(work.turns[0],), new_tokens=_WARM_UP)
+        warm_up_workload = Workload(name="warm-up", bucket="", turns=(work.turns[0],), new_tokens=_WARM_UP_TOKENS)
         self._progress.begin_run(f"{case.name}, {work.name}, not timed")
-        run_once(self._sessions.get(attentions=False), Full(), None, short, lambda steps: self._progress.advance(0))
+        measure_run(
+            self._sessions.get(attentions=False),
+            FullCache(),
+            None,
+            warm_up_workload,
+            lambda steps: self._progress.advance(0),
+        )
         if case.mode:
-            session = self._session(case)
-            run_once(session, case.policy, case.lossless, short, lambda steps: self._progress.advance(0))
+            session = self._get_session(case)
+            measure_run(session, case.policy, case.lossless, warm_up_workload, lambda steps: self._progress.advance(0))
 
-    def _comparison(self, case: RunCase, work: Workload) -> Comparison:
+    def _compare_contents(self, case: RunCase, work: Workload) -> ContentComparison:
         lossless = case.lossless
-        key = self._key(case, work, side="comparison")
+        key = self._compute_key(case, work, side="comparison")
         stored = self.store.get(key)
         self._progress.begin_run(f"{case.name}, {work.name}, K and V compared")
         if stored is not None:
-            found = Comparison.from_dict(stored, RUNS)
+            comparison = ContentComparison.from_dict(stored, RUNS_JOURNAL)
         elif lossless is None:
             raise KvmnnError(f"{case.name}: nothing is stored, so nothing can be compared")
         else:
-            found = compare_contents(self._session(case), case.policy, lossless, work, self._progress.advance)
-            self.store.put(key, found.to_dict())
+            comparison = compare_contents(self._get_session(case), case.policy, lossless, work, self._progress.advance)
+            self.store.put(key, comparison.to_dict())
         self._progress.end_run()
-        return found
+        return comparison
 
-    def _quality(self, case: RunCase) -> Quality:
+    def _measure_quality(self, case: RunCase) -> PerplexityChange:
         """The change of perplexity; cases that evict alike share it."""
-        about = json.dumps([case.policy_keys, case.settings.to_dict()], sort_keys=True)
-        steps = self._quality_steps(case)
+        settings_key = json.dumps([case.policy_keys, case.settings.to_dict()], sort_keys=True)
+        steps = self._count_quality_steps(case)
         self._progress.begin_run(f"{case.name}, perplexity")
-        if about not in self._qualities:
+        if settings_key not in self._qualities:
             self._sessions.release()  # the evaluation opens its own
-            told = QualityProgress(steps, self._progress.advance)
-            documents, store = self._texts.documents, self._directory / CELLS
-            self._qualities[about] = measure_quality(
-                self._model, documents, case, jobs=self._jobs, store=store, progress=told
+            quality_progress = PerplexityProgress(steps, self._progress.advance)
+            documents, store = self._texts.documents, self._directory / CELLS_JOURNAL
+            self._qualities[settings_key] = measure_perplexity_change(
+                self._model, documents, case, jobs=self._jobs, store=store, progress=quality_progress
             )
-            steps = told.left
+            steps = quality_progress.remaining_units
         self._progress.advance(steps)
         self._progress.end_run()
-        return self._qualities[about]
+        return self._qualities[settings_key]
 
-    def _session(self, case: RunCase) -> DecoderSession:
-        return self._sessions.get(attentions=case.policy.needs_attention)
+    def _get_session(self, case: RunCase) -> DecoderSession:
+        return self._sessions.get(attentions=case.policy.requires_attention)
 
-    def _run_key(self, case: RunCase, work: Workload, side: str, repeat: int, place: int) -> str:
-        return self._key(case, work, side=side, repeat=repeat, round=place, take=self.take)
+    def _compute_run_key(self, case: RunCase, work: Workload, side: str, repeat: int, round_index: int) -> str:
+        return self._compute_key(case, work, side=side, repeat=repeat, round=round_index, take=self.rerun_number)
 
-    def _key(self, case: RunCase, work: Workload, **more: Any) -> str:
+    def _compute_key(self, case: RunCase, work: Workload, **more: Any) -> str:
         engine = {} if more.get("side") == "without" else case.engine
-        return key_of(
+        return compute_key(
             model=self._sha256,
-            kvmnn=version(),
+            kvmnn=get_version(),
             case=case.name,
             engine=engine,
             work=work.digest,
@@ -310,63 +322,69 @@ class Suite:
             **more,
         )
 
-    def _note_down(self, cases: Sequence[RunCase], rounds: int) -> None:
-        self.settings_of_cases = {"": self._settings_of_all(rounds), **{case.name: case.changed for case in cases}}
+    def _write_run_info(self, cases: Sequence[RunCase], rounds: int) -> None:
+        self.settings_by_case = {
+            "": self._list_changed_settings(rounds),
+            **{case.name: case.changed_settings for case in cases},
+        }
         entries = {
             case.name: {"mode": case.mode, "engine": case.engine, "limits": case.limits.to_dict()} for case in cases
         }
-        common = [self.about, self.take, self.settings_of_cases[""], self._settings.to_dict()]
-        self.stamps = {
-            case.name: key_of(common=common, entry=entries[case.name], work=case.settings.to_dict()) for case in cases
+        common = [self.run_info, self.rerun_number, self.settings_by_case[""], self._settings.to_dict()]
+        self.stamp_by_case = {
+            case.name: compute_key(common=common, entry=entries[case.name], work=case.settings.to_dict())
+            for case in cases
         }
-        about = {
+        run_info = {
             "kvmnn_gate_run": 1,
             "command": self._command,
             "model": os.fspath(self._model),
             "python": platform.python_version(),
-            **self.about,
-            "take": self.take,
+            **self.run_info,
+            "take": self.rerun_number,
             "settings": self._settings.to_dict(),
-            "round": key_of(common=common),
+            "round": compute_key(common=common),
         }
-        entries = {name: {**entry, "stamp": self.stamps[name]} for name, entry in entries.items()}
-        about["cases"] = {**self._measured_before(str(about["round"]), entries), **entries}
-        self._round_begun(about)
+        entries = {name: {**entry, "stamp": self.stamp_by_case[name]} for name, entry in entries.items()}
+        run_info["cases"] = {**self._list_measured_cases(str(run_info["round"]), entries), **entries}
+        self._write_initial_round(run_info)
 
-    def _measured_before(self, mark: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+    def _list_measured_cases(self, round_digest: str, entries: Mapping[str, Any]) -> dict[str, Any]:
         """Cases that earlier commands of the same round have measured."""
-        before = _read_about(self._directory)
-        cases = before.get("cases")
-        if before.get("round") != mark or not isinstance(cases, dict):
+        previous_info = _read_run_info(self._directory)
+        cases = previous_info.get("cases")
+        if previous_info.get("round") != round_digest or not isinstance(cases, dict):
             return {}
-        there = stamps_of(self._directory, cases)
-        return {name: cases[name] for name, same in there.items() if same and name not in entries}
+        has_stamp_by_case = match_stamps(self._directory, cases)
+        return {name: cases[name] for name, has_stamp in has_stamp_by_case.items() if has_stamp and name not in entries}
 
-    def _round_begun(self, about: dict[str, Any]) -> None:
+    def _write_initial_round(self, run_info: dict[str, Any]) -> None:
         """Note it down; what of it is there first, so that no crash leaves the verdict of an earlier one."""
-        write_round(collect(self._directory, about))
-        with FileOutput(self._directory / ABOUT, force=True) as output:
-            output.file.write(json.dumps(about, indent=2).encode())
+        write_round_files(collect_cases(self._directory, run_info))
+        with FileOutput(self._directory / RUN_INFO_FILE, force=True) as output:
+            output.file.write(json.dumps(run_info, indent=2).encode())
             output.commit()
 
-    def _settings_of_all(self, rounds: int) -> dict[str, Any]:
+    def _list_changed_settings(self, rounds: int) -> dict[str, Any]:
         """Settings that are not the default, texts and tokenizer among them."""
-        usual = RunSettings().to_dict()
-        found = {name: value for name, value in self._settings.to_dict().items() if usual[name] != value}
+        default_settings = RunSettings().to_dict()
+        changed_settings = {
+            name: value for name, value in self._settings.to_dict().items() if default_settings[name] != value
+        }
         texts = self._texts.sha256s
-        found |= {"texts_sha256": hashlib.sha256(" ".join(texts).encode()).hexdigest()} if texts else {}
-        return found | ({"rounds": rounds} if rounds != 1 else {})
+        changed_settings |= {"texts_sha256": hashlib.sha256(" ".join(texts).encode()).hexdigest()} if texts else {}
+        return changed_settings | ({"rounds": rounds} if rounds != 1 else {})
 
 
-def _take(directory: Path, again: bool) -> int:
+def _choose_rerun_number(directory: Path, rerun: bool) -> int:
     """How often everything was measured anew: one more than noted down, if that came to its end."""
-    take = int(quantity(_read_about(directory), "take")) or 1
-    return take + 1 if again and has_take(directory, take) else take
+    rerun_number = int(get_number(_read_run_info(directory), "take")) or 1
+    return rerun_number + 1 if rerun and has_finished_rerun(directory, rerun_number) else rerun_number
 
 
-def _read_about(directory: Path) -> dict[str, Any]:
+def _read_run_info(directory: Path) -> dict[str, Any]:
     try:
-        return read_object(directory / ABOUT)
+        return read_object(directory / RUN_INFO_FILE)
     except (FileNotFoundError, NotADirectoryError):
         return {}
 
@@ -374,8 +392,8 @@ def _read_about(directory: Path) -> dict[str, Any]:
 def _check_directory(directory: Path, force: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise OutputError(f"{directory}: exists already and is not a directory")
-    there = directory.is_dir() and any(directory.iterdir())
-    if there and not (directory / ABOUT).is_file() and not force:
+    is_filled = directory.is_dir() and any(directory.iterdir())
+    if is_filled and not (directory / RUN_INFO_FILE).is_file() and not force:
         raise OutputError(
             f"{directory}: holds something else than runs of gate run (-f or --force takes it all the same)"
         )

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..logs.numbers import number
+from ..logs.numbers import parse_first_number
 
-MEASURED_BY = "measured_by"
+MEASURED_BY_KEY = "measured_by"
 """A line that only sections of runs on a model have: what they lack was not measured, in those of the fork it is 0."""
 
-PROMPTS = "prompts"
+PROMPTS_KEY = "prompts"
 """Likewise: where the prompts of a run on a model come from."""
 
-RUNTIME_FIGURES = (
+RUNTIME_ROW_KEYS = (
     "lossy_best",
     "lossless_selected_value",
     "decode_gate_tps",
@@ -32,7 +32,7 @@ RUNTIME_FIGURES = (
     "runtime_decode_cache_miss_best",
     "kv_invalid_log_count",
 )
-DEMO_FIGURES = (
+DEMO_ROW_KEYS = (
     "baseline_decode_tps_avg",
     "candidate_decode_tps_avg",
     "decode_drop_ratio",
@@ -45,7 +45,7 @@ DEMO_FIGURES = (
 )
 
 
-def runtime_row(
+def build_runtime_row(
     case: str,
     mode: str,
     gate: Mapping[str, str],
@@ -61,12 +61,15 @@ def runtime_row(
 
     What that of a run on a model leaves out is None.
     """
-    own = MEASURED_BY in gate
-    figures = {name: None if own and name not in gate else number(gate.get(name, 0.0)) for name in RUNTIME_FIGURES}
+    is_own_run = MEASURED_BY_KEY in gate
+    figures = {
+        name: None if is_own_run and name not in gate else parse_first_number(gate.get(name, 0.0))
+        for name in RUNTIME_ROW_KEYS
+    }
     if "decode_gate_tps" not in gate:
         figures["decode_gate_tps"] = figures["decode_best"]
     flags = {
-        name: None if own and name not in gate else gate.get(name, "").lower() == "true"
+        name: None if is_own_run and name not in gate else gate.get(name, "").lower() == "true"
         for name in ("runtime_async_wait_headroom_warn", "kv_content_consistency_pass")
     }
     return {
@@ -84,16 +87,16 @@ def runtime_row(
         "lossy_best": figures["lossy_best"],
         "lossless_selected_value": figures["lossless_selected_value"],
         "decode_aggregation": gate.get("decode_aggregation", "best"),
-        **{name: figures[name] for name in RUNTIME_FIGURES[2:11]},
+        **{name: figures[name] for name in RUNTIME_ROW_KEYS[2:11]},
         "runtime_async_wait_headroom_warn": flags["runtime_async_wait_headroom_warn"],
-        **{name: figures[name] for name in RUNTIME_FIGURES[11:16]},
+        **{name: figures[name] for name in RUNTIME_ROW_KEYS[11:16]},
         "kv_content_consistency_pass": flags["kv_content_consistency_pass"],
         "kv_invalid_log_count": figures["kv_invalid_log_count"],
-        **({PROMPTS: gate[PROMPTS]} if PROMPTS in gate else {}),
+        **({PROMPTS_KEY: gate[PROMPTS_KEY]} if PROMPTS_KEY in gate else {}),
     }
 
 
-def demo_row(
+def build_demo_row(
     case: str,
     mode: str,
     report: Mapping[str, Any],
@@ -106,8 +109,8 @@ def demo_row(
     console_log: str = "",
 ) -> dict[str, Any]:
     """A row of a case of ``llm_demo``, from its report. What that of a run on a model leaves out is None."""
-    own = MEASURED_BY in report
-    nothing = None if own else 0.0
+    is_own_run = MEASURED_BY_KEY in report
+    missing_value = None if is_own_run else 0.0
     return {
         "suite": "llm_demo",
         "case": case,
@@ -118,7 +121,10 @@ def demo_row(
         "summary": summary,
         "report_json": report_json,
         "console_log": console_log,
-        **{name: None if report.get(name, nothing) is None else number(report.get(name)) for name in DEMO_FIGURES},
-        "decode_pass": None if own and "decode_pass" not in report else bool(report.get("decode_pass", False)),
+        **{
+            name: None if report.get(name, missing_value) is None else parse_first_number(report.get(name))
+            for name in DEMO_ROW_KEYS
+        },
+        "decode_pass": None if is_own_run and "decode_pass" not in report else bool(report.get("decode_pass", False)),
         "run_order": str(report.get("run_order", ""))[:80],
     }

@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from ...text import count, escape_markdown
-from ...text.folding import folded_lines
+from ...text import escape_markdown, pluralize
+from ...text.folding import wrap_lines
 
-_NONE = "-"
+_NOT_MEASURED_TEXT = "-"
 """Of what a run on a model has not measured."""
 
-NOT_FINISHED = "not measured: the round was not finished"
+NOT_FINISHED_REASON = "not measured: the round was not finished"
 """Reason of a case of a round that was begun, whose files are still those of another round, or not there."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class RoundSummary:
     """Cases that were judged together.
 
     Attributes
@@ -28,7 +28,7 @@ class Round:
     directory
         Where its files lie.
     rows
-        `runtime_row` and `demo_row`, in order.
+        `build_runtime_row` and `build_demo_row`, in order.
     generated_at
         Local time, to the second.
     """
@@ -38,21 +38,21 @@ class Round:
     generated_at: str
 
     @classmethod
-    def of(cls, directory: str, rows: Sequence[Mapping[str, Any]]) -> Round:
+    def from_rows(cls, directory: str, rows: Sequence[Mapping[str, Any]]) -> RoundSummary:
         """Of now."""
         return cls(directory=directory, rows=tuple(rows), generated_at=datetime.now().isoformat(timespec="seconds"))
 
     @property
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         """Whether there are cases, and all passed."""
         return bool(self.rows) and all(row.get("overall_pass") is True for row in self.rows)
 
     @property
-    def unfinished(self) -> int:
+    def num_unfinished(self) -> int:
         """Cases that the round should have, and has not measured."""
-        return sum(row.get("failure_reason") == NOT_FINISHED for row in self.rows)
+        return sum(row.get("failure_reason") == NOT_FINISHED_REASON for row in self.rows)
 
-    def of_suite(self, suite: str) -> list[Mapping[str, Any]]:
+    def select_suite(self, suite: str) -> list[Mapping[str, Any]]:
         """Cases of ``"runtime"`` or ``"llm_demo"``."""
         return [row for row in self.rows if row.get("suite") == suite]
 
@@ -60,14 +60,14 @@ class Round:
         """What ``summary.json`` holds."""
         return {
             "generated_at": self.generated_at,
-            "overall_pass": self.passed,
+            "overall_pass": self.has_passed,
             "total_cases": len(self.rows),
-            "runtime_cases": len(self.of_suite("runtime")),
-            "llm_demo_cases": len(self.of_suite("llm_demo")),
+            "runtime_cases": len(self.select_suite("runtime")),
+            "llm_demo_cases": len(self.select_suite("llm_demo")),
             "rows": [dict(row) for row in self.rows],
         }
 
-    def files(self) -> dict[str, str]:
+    def render_files(self) -> dict[str, str]:
         """The texts of the three files by their names."""
         return {
             "summary.json": json.dumps(self.to_dict(), indent=2),
@@ -77,47 +77,53 @@ class Round:
 
     def to_markdown(self) -> str:
         """What ``summary.md`` holds."""
-        runtime, demo = self.of_suite("runtime"), self.of_suite("llm_demo")
+        runtime, demo = self.select_suite("runtime"), self.select_suite("llm_demo")
         lines = [
             "# H2O final Summary",
             "",
-            f"- overall_pass: {_flag(self.passed)}",
+            f"- overall_pass: {_format_flag(self.has_passed)}",
             f"- total_cases: {len(self.rows)}",
             f"- runtime_cases: {len(runtime)}",
             f"- llm_demo_cases: {len(demo)}",
             "",
         ]
-        for heading, rows, line in (("Runtime", runtime, _runtime_line), ("llm_demo", demo, _demo_line)):
+        for heading, rows, format_line in (
+            ("Runtime", runtime, _format_runtime_row),
+            ("llm_demo", demo, _format_demo_row),
+        ):
             if rows:
                 lines += [f"## {heading}", ""]
-                numbered = (f"{place}. {line(row)}" for place, row in enumerate(rows, start=1))
-                lines += [escape_markdown(text.replace("\n", " ")) for text in numbered]
+                numbered_lines = (f"{line_number}. {format_line(row)}" for line_number, row in enumerate(rows, start=1))
+                lines += [escape_markdown(text.replace("\n", " ")) for text in numbered_lines]
                 lines.append("")
         lines += [f"- {name.replace('.', '_')}: `{self.directory}/{name}`" for name in ("summary.json", "cases.jsonl")]
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:
-        return "\n".join(self.lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
+        return "\n".join(self.format_lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))
 
-    def lines(self, width: int) -> list[str]:
+    def format_lines(self, width: int) -> list[str]:
         """The cases and why they do not pass, in `width` columns."""
-        passed = sum(row.get("overall_pass") is True for row in self.rows)
-        lines = [f"{'PASS' if self.passed else 'FAIL'}: {passed} of {count(len(self.rows), 'case')} passed"]
-        if self.unfinished:
-            measured = len(self.rows) - self.unfinished
-            lines = [f"NOT FINISHED: {measured} of {count(len(self.rows), 'case')} measured, {passed} passed"]
-        size = max([len(str(row.get("case", ""))) for row in self.rows], default=0)
+        num_passed = sum(row.get("overall_pass") is True for row in self.rows)
+        lines = [f"{'PASS' if self.has_passed else 'FAIL'}: {num_passed} of {pluralize(len(self.rows), 'case')} passed"]
+        if self.num_unfinished:
+            num_measured = len(self.rows) - self.num_unfinished
+            lines = [
+                f"NOT FINISHED: {num_measured} of {pluralize(len(self.rows), 'case')} measured, {num_passed} passed"
+            ]
+        case_width = max([len(str(row.get("case", ""))) for row in self.rows], default=0)
         for row in self.rows:
             reason = str(row.get("failure_reason", ""))
-            said = "pass" if row.get("overall_pass") is True else "-" if reason == NOT_FINISHED else "fail"
-            lines.append(f"  {said:<4}  {row.get('case', '')!s:<{size}}  {reason}".rstrip())
-        return folded_lines(lines, width)
+            status = "pass" if row.get("overall_pass") is True else "-" if reason == NOT_FINISHED_REASON else "fail"
+            lines.append(f"  {status:<4}  {row.get('case', '')!s:<{case_width}}  {reason}".rstrip())
+        return wrap_lines(lines, width)
 
 
-def _runtime_line(row: Mapping[str, Any]) -> str:
-    speeds = f"{_number(row['decode_gate_tps'])}/{_number(row['decode_baseline'])}({row['decode_aggregation']})"
-    drop = f"{_number(row['decode_drop_ratio'], 6)}/{_number(row['decode_drop_target'], 6)}"
-    same = row["kv_content_consistency_pass"]
+def _format_runtime_row(row: Mapping[str, Any]) -> str:
+    gate_speed, baseline_speed = _format_number(row["decode_gate_tps"]), _format_number(row["decode_baseline"])
+    speeds_text = f"{gate_speed}/{baseline_speed}({row['decode_aggregation']})"
+    drop_text = f"{_format_number(row['decode_drop_ratio'], 6)}/{_format_number(row['decode_drop_target'], 6)}"
+    is_consistent = row["kv_content_consistency_pass"]
     figures = {
         "lossy": row["lossy_best"],
         "lossless": row["lossless_selected_value"],
@@ -130,33 +136,36 @@ def _runtime_line(row: Mapping[str, Any]) -> str:
         "cache_miss": row["runtime_decode_cache_miss_best"],
     }
     return (
-        f"case={row['case']}, mode={row['mode']}, pass={_flag(row['overall_pass'])}, rc={row['return_code']}, "
-        f"decode={speeds}, drop={drop}, {', '.join(f'{name}={_number(value)}' for name, value in figures.items())}, "
-        f"kv_consistency={_NONE if same is None else _flag(same)}, "
-        f"kv_invalid_logs={_number(row['kv_invalid_log_count'], 0)}, summary=`{row['summary']}`{_reason(row)}"
+        f"case={row['case']}, mode={row['mode']}, pass={_format_flag(row['overall_pass'])}, rc={row['return_code']}, "
+        f"decode={speeds_text}, drop={drop_text}, "
+        f"{', '.join(f'{name}={_format_number(value)}' for name, value in figures.items())}, "
+        f"kv_consistency={_NOT_MEASURED_TEXT if is_consistent is None else _format_flag(is_consistent)}, "
+        f"kv_invalid_logs={_format_number(row['kv_invalid_log_count'], 0)}, "
+        f"summary=`{row['summary']}`{_format_reason(row)}"
     )
 
 
-def _number(value: float | None, digits: int = 4) -> str:
-    return _NONE if value is None else f"{value:.{digits}f}"
+def _format_number(value: float | None, digits: int = 4) -> str:
+    return _NOT_MEASURED_TEXT if value is None else f"{value:.{digits}f}"
 
 
-def _demo_line(row: Mapping[str, Any]) -> str:
+def _format_demo_row(row: Mapping[str, Any]) -> str:
     return (
-        f"case={row['case']}, mode={row['mode']}, pass={_flag(row['overall_pass'])}, rc={row['return_code']}, "
-        f"decode={_number(row['baseline_decode_tps_avg'])}->{_number(row['candidate_decode_tps_avg'])}, "
-        f"drop={_number(row['decode_drop_ratio'], 6)}/{_number(row['decode_drop_target'], 6)}, "
-        f"lossy={_number(row['candidate_lossy_ratio_avg'])}, lossless={_number(row['candidate_lossless_ratio_avg'])}, "
-        f"total={_number(row['candidate_runtime_total_ratio_avg'])}, "
-        f"decomp_us={_number(row['runtime_decomp_best_us'])}, "
-        f"cache_hit={_number(row['decode_cache_hit_best'])}, run_order={row['run_order']}, "
-        f"summary=`{row['summary']}`{_reason(row)}"
+        f"case={row['case']}, mode={row['mode']}, pass={_format_flag(row['overall_pass'])}, rc={row['return_code']}, "
+        f"decode={_format_number(row['baseline_decode_tps_avg'])}->{_format_number(row['candidate_decode_tps_avg'])}, "
+        f"drop={_format_number(row['decode_drop_ratio'], 6)}/{_format_number(row['decode_drop_target'], 6)}, "
+        f"lossy={_format_number(row['candidate_lossy_ratio_avg'])}, "
+        f"lossless={_format_number(row['candidate_lossless_ratio_avg'])}, "
+        f"total={_format_number(row['candidate_runtime_total_ratio_avg'])}, "
+        f"decomp_us={_format_number(row['runtime_decomp_best_us'])}, "
+        f"cache_hit={_format_number(row['decode_cache_hit_best'])}, run_order={row['run_order']}, "
+        f"summary=`{row['summary']}`{_format_reason(row)}"
     )
 
 
-def _reason(row: Mapping[str, Any]) -> str:
+def _format_reason(row: Mapping[str, Any]) -> str:
     return f", reason={row['failure_reason']}" if row.get("failure_reason") else ""
 
 
-def _flag(value: object) -> str:
+def _format_flag(value: object) -> str:
     return "true" if value is True else "false"

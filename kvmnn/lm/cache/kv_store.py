@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from ...dtypes import Indices, KVPair, Words
+from ...dtypes import Elements, Indices, KVPair
 from . import _eviction
 
 
@@ -18,14 +18,16 @@ class KVStore(Protocol):
     def nbytes(self) -> int:
         """Bytes of the buffers held."""
 
-    def past(self) -> list[KVPair]:
+    def get_past(self) -> list[KVPair]:
         """K and V of every layer for the next step."""
 
-    def adopt(self, present: Sequence[KVPair], new: int, *, prompt: bool = False) -> None:
-        """Take over what the step returned: the past and `new` tokens after it, which are a `prompt` or part of one."""
+    def set_present(self, present: Sequence[KVPair], num_new: int, *, is_prompt: bool = False) -> None:
+        """Take over what the step returned: the past and `num_new` tokens after it, which are a `is_prompt` or part of
+        one.
+        """
 
-    def compact(self, layer: int, slots: Indices, live: int) -> None:
-        """Keep the first `live` slots that a row of `slots` names, ascending; one row, or one for each KV head."""
+    def compact(self, layer: int, slots: Indices, num_live: int) -> None:
+        """Keep the first `num_live` slots that a row of `slots` names, ascending; one row, or one for each KV head."""
 
 
 class PlainStore:
@@ -33,33 +35,35 @@ class PlainStore:
 
     Parameters
     ----------
-    empty
+    empty_pairs
         K and V of no tokens, for every layer.
     """
 
-    def __init__(self, empty: Sequence[KVPair]) -> None:
-        self._pairs = list(empty)
+    def __init__(self, empty_pairs: Sequence[KVPair]) -> None:
+        self._pairs = list(empty_pairs)
 
     @property
     def nbytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in self._pairs)
 
-    def past(self) -> list[KVPair]:
+    def get_past(self) -> list[KVPair]:
         return self._pairs
 
-    def adopt(self, present: Sequence[KVPair], new: int, *, prompt: bool = False) -> None:
+    def set_present(self, present: Sequence[KVPair], num_new: int, *, is_prompt: bool = False) -> None:
         self._pairs = list(present)
 
-    def compact(self, layer: int, slots: Indices, live: int) -> None:
+    def compact(self, layer: int, slots: Indices, num_live: int) -> None:
         keys, values = self._pairs[layer]
-        self._pairs[layer] = _compacted(keys, slots, live), _compacted(values, slots, live)
+        self._pairs[layer] = _compact_rows(keys, slots, num_live), _compact_rows(values, slots, num_live)
 
 
-def _compacted(words: Words, slots: Indices, live: int) -> Words:
+def _compact_rows(elements: Elements, slots: Indices, num_live: int) -> Elements:
     """The live tokens at the front of the same memory."""
-    if not words.flags.c_contiguous or not words.flags.writeable:
-        words = words.copy()
-    _, heads, slots_there, dims = words.shape
-    if words.size:
-        _eviction.gather(words.view(np.uint8).reshape(heads, slots_there, dims * words.itemsize), slots, live)
-    return words.reshape(-1)[: heads * live * dims].reshape(1, heads, live, dims)
+    if not elements.flags.c_contiguous or not elements.flags.writeable:
+        elements = elements.copy()
+    _, heads, num_slots, head_dim = elements.shape
+    if elements.size:
+        _eviction.gather(
+            elements.view(np.uint8).reshape(heads, num_slots, head_dim * elements.itemsize), slots, num_live
+        )
+    return elements.reshape(-1)[: heads * num_live * head_dim].reshape(1, heads, num_live, head_dim)

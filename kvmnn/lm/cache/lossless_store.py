@@ -12,15 +12,15 @@ import numpy as np
 from ... import dtypes
 from ...arrays import LayerCache
 from ...dtypes import Indices, KVPair
-from ...reports.runtime_figures import RuntimeFigures, RuntimeLayer
+from ...reports.runtime_figures import RuntimeLayerStats, RuntimeStats
 from ...runtime import LosslessRuntime, RuntimeConfig
-from ...runtime.config import check_layers
+from ...runtime.config import check_num_layers
 from ...runtime.metrics import RuntimeMetrics
-from ...runtime.schedule import Scope
-from ...text import count, span
+from ...runtime.schedule import CompressionScope
+from ...text import format_range, pluralize
 from ..graph.interface import DecoderInterface
 from .kv_store import PlainStore
-from .packed_store import runs_of
+from .packed_store import find_runs
 
 
 class LosslessStore:
@@ -36,7 +36,7 @@ class LosslessStore:
         The model's.
     config
         Options of the runtime; its scope, trigger and interval count, its eviction does not.
-    by_head
+    per_head
         Whether heads keep different tokens: each is then a layer of its own for the runtime.
 
     Raises
@@ -45,95 +45,99 @@ class LosslessStore:
         Where the configuration claims another number of layers than the model has.
     """
 
-    def __init__(self, interface: DecoderInterface, config: RuntimeConfig, *, by_head: bool) -> None:
-        self._layers = check_layers(config, interface.layers)
-        self._parts = interface.kv_heads if by_head else 1
-        self._heads = interface.kv_heads // self._parts
+    def __init__(self, interface: DecoderInterface, config: RuntimeConfig, *, per_head: bool) -> None:
+        self._layers = check_num_layers(config, interface.layers)
+        self._parts_per_layer = interface.kv_heads if per_head else 1
+        self._heads_per_part = interface.kv_heads // self._parts_per_layer
         self._mode = config.mode
-        self._seen = 0
-        self._token_bytes = 2 * self._heads * interface.head_dim * np.dtype(interface.dtype).itemsize
-        covered = _covered(config, self._layers)
-        self._places = {layer: place for place, layer in enumerate(covered)}
-        none = np.zeros((1, interface.kv_heads, 0, interface.head_dim), interface.dtype)
-        self._plain = PlainStore([(none, none) for _ in range(self._layers)])
+        self._num_seen = 0
+        self._token_bytes = 2 * self._heads_per_part * interface.head_dim * np.dtype(interface.dtype).itemsize
+        covered_layers = _list_covered_layers(config, self._layers)
+        self._runtime_index = {layer: index for index, layer in enumerate(covered_layers)}
+        empty_rows = np.zeros((1, interface.kv_heads, 0, interface.head_dim), interface.dtype)
+        self._raw_store = PlainStore([(empty_rows, empty_rows) for _ in range(self._layers)])
         self._runtime = LosslessRuntime(
-            _narrowed(config, self._layers, covered, self._parts),
-            layers=len(covered) * self._parts,
-            kv_heads=self._heads,
+            _restrict_config(config, self._layers, covered_layers, self._parts_per_layer),
+            layers=len(covered_layers) * self._parts_per_layer,
+            kv_heads=self._heads_per_part,
             head_dim=interface.head_dim,
-            dtype=dtypes.of_array(none).name,
+            dtype=dtypes.infer_dtype(empty_rows).name,
         )
-        self._none = none, none
+        self._empty_pair = empty_rows, empty_rows
 
     @property
     def nbytes(self) -> int:
         """Bytes held between the steps."""
-        return self._runtime.held_bytes + self._plain.nbytes
+        return self._runtime.resident_bytes + self._raw_store.nbytes
 
-    def past(self) -> list[KVPair]:
-        pairs = list(self._plain.past())
-        restored = iter(self._runtime.read_layers(range(len(self._places) * self._parts)))
-        for layer in self._places:
-            pairs[layer] = _joined([next(restored) for _ in range(self._parts)])
+    def get_past(self) -> list[KVPair]:
+        pairs = list(self._raw_store.get_past())
+        restored_caches = iter(self._runtime.read_layers(range(len(self._runtime_index) * self._parts_per_layer)))
+        for layer in self._runtime_index:
+            pairs[layer] = _join_heads([next(restored_caches) for _ in range(self._parts_per_layer)])
         return pairs
 
-    def adopt(self, present: Sequence[KVPair], new: int, *, prompt: bool = False) -> None:
-        if prompt and self._seen:
-            self._runtime.start_request(keep=True)  # as in the engine, no block is encoded at a prompt
-        for layer, place in self._places.items():
+    def set_present(self, present: Sequence[KVPair], num_new: int, *, is_prompt: bool = False) -> None:
+        if is_prompt and self._num_seen:
+            self._runtime.start_request(keep_cache=True)  # as in the engine, no block is encoded at a prompt
+        for layer, index in self._runtime_index.items():
             keys, values = present[layer]
-            for part in range(self._parts):
-                heads = slice(part * self._heads, (part + 1) * self._heads)
-                self._runtime.append(place * self._parts + part, keys[0, heads, -new:], values[0, heads, -new:])
-                self._runtime.end()
+            for part in range(self._parts_per_layer):
+                heads = slice(part * self._heads_per_part, (part + 1) * self._heads_per_part)
+                self._runtime.append_call(
+                    index * self._parts_per_layer + part, keys[0, heads, -num_new:], values[0, heads, -num_new:]
+                )
+                self._runtime.end_call()
         self._runtime.sync()
-        self._plain.adopt([self._none if layer in self._places else pair for layer, pair in enumerate(present)], new)
-        self._seen += new
+        self._raw_store.set_present(
+            [self._empty_pair if layer in self._runtime_index else pair for layer, pair in enumerate(present)], num_new
+        )
+        self._num_seen += num_new
 
-    def compact(self, layer: int, slots: Indices, live: int) -> None:
-        if layer not in self._places:
-            self._plain.compact(layer, slots, live)
+    def compact(self, layer: int, slots: Indices, num_live: int) -> None:
+        if layer not in self._runtime_index:
+            self._raw_store.compact(layer, slots, num_live)
             return
-        for part in range(self._parts):
-            row = slots[part if len(slots) > 1 else 0, :live]
-            self._runtime.evict(self._places[layer] * self._parts + part, runs_of(row))
+        for part in range(self._parts_per_layer):
+            row = slots[part if len(slots) > 1 else 0, :num_live]
+            self._runtime.evict(self._runtime_index[layer] * self._parts_per_layer + part, find_runs(row))
 
-    def figures(self) -> RuntimeFigures:
+    def to_stats(self) -> RuntimeStats:
         """What the runtime did, once the encodings that are open are done."""
         self._runtime.wait()
-        metrics = self._runtime.metrics()
+        metrics = self._runtime.collect_metrics()
         layers, tokens = [], 0
-        for layer, pair in enumerate(self._plain.past()):
-            if layer not in self._places:
-                held = sum(part.nbytes for part in pair)
-                layers.append(RuntimeLayer(layer=layer, tokens=pair[0].shape[2], held_bytes=held))
-                tokens += pair[0].shape[2] * self._parts
+        for layer, pair in enumerate(self._raw_store.get_past()):
+            if layer not in self._runtime_index:
+                resident_bytes = sum(part.nbytes for part in pair)
+                layers.append(RuntimeLayerStats(layer=layer, tokens=pair[0].shape[2], held_bytes=resident_bytes))
+                tokens += pair[0].shape[2] * self._parts_per_layer
                 continue
-            first = self._places[layer] * self._parts
-            parts = metrics.layers[first : first + self._parts]
-            names = [entry.name for entry in fields(RuntimeLayer) if entry.name not in ("layer", "tokens")]
+            first = self._runtime_index[layer] * self._parts_per_layer
+            parts = metrics.layers[first : first + self._parts_per_layer]
+            names = [entry.name for entry in fields(RuntimeLayerStats) if entry.name not in ("layer", "tokens")]
             sums = {name: sum(getattr(part, name) for part in parts) for name in names}
-            layers.append(RuntimeLayer(layer=layer, tokens=max(part.tokens for part in parts), **sums))
+            layers.append(RuntimeLayerStats(layer=layer, tokens=max(part.tokens for part in parts), **sums))
             tokens += sum(part.tokens for part in parts)
-        shared = {
-            entry.name: getattr(metrics, entry.name) for entry in fields(RuntimeFigures) if entry.name[:4] == "h2o_"
+        totals = {
+            entry.name: getattr(metrics, entry.name) for entry in fields(RuntimeStats) if entry.name[:4] == "h2o_"
         }
-        return RuntimeFigures(
+        return RuntimeStats(
             mode=self._mode,
-            appended_bytes=self._seen * self._layers * self._parts * self._token_bytes,
+            appended_bytes=self._num_seen * self._layers * self._parts_per_layer * self._token_bytes,
             live_bytes=tokens * self._token_bytes,
             held_bytes=self.nbytes,
-            **shared,
+            **totals,
             layers=tuple(layers),
         )
 
-    def metrics(self) -> RuntimeMetrics:
+    def collect_metrics(self) -> RuntimeMetrics:
         """The runtime's own, once the encodings that are open are done; its layers are those that it covers."""
         self._runtime.wait()
-        return self._runtime.metrics()
+        return self._runtime.collect_metrics()
 
 
-def _joined(caches: Sequence[LayerCache]) -> KVPair:
+def _join_heads(caches: Sequence[LayerCache]) -> KVPair:
     """K and V of a layer from caches of some of its heads each."""
     if len(caches) == 1:
         return caches[0].keys[None], caches[0].values[None]
@@ -141,80 +145,96 @@ def _joined(caches: Sequence[LayerCache]) -> KVPair:
     return np.concatenate(keys)[None], np.concatenate(values)[None]
 
 
-def _covered(config: RuntimeConfig, layers: int) -> list[int]:
+def _list_covered_layers(config: RuntimeConfig, num_layers: int) -> list[int]:
     """Layers that may be compressed; the first one where there is none, as a runtime has at least one."""
-    scope = Scope(config.for_layers(layers, 1))
-    return [layer for layer in range(layers) if scope.at_every_step(layer) is not False] or [0]
+    scope = CompressionScope(config.with_num_layers(num_layers, 1))
+    return [layer for layer in range(num_layers) if scope.is_always_compressed(layer) is not False] or [0]
 
 
-def _narrowed(config: RuntimeConfig, layers: int, covered: Sequence[int], parts: int) -> RuntimeConfig:
-    """The options for a runtime of these layers only, `parts` of its layers for each, and no eviction of its own."""
-    evicting = replace(config.h2o, layers=layers).layer_range
-    kept = [place for place, layer in enumerate(covered) if layer in evicting] or [0]
+def _restrict_config(
+    config: RuntimeConfig, num_layers: int, covered_layers: Sequence[int], parts_per_layer: int
+) -> RuntimeConfig:
+    """The options for a runtime of these layers only, `parts_per_layer` of its layers for each, and no eviction of its
+    own.
+    """
+    evicting_layers = replace(config.h2o, layers=num_layers).evicting_layers
+    evicting_indices = [index for index, layer in enumerate(covered_layers) if layer in evicting_layers] or [0]
     return replace(
         config,
-        front_n=sum(layer < config.front_n for layer in covered) * parts,
-        kept_sample_layers=config.kept_sample_layers * parts,
+        front_n=sum(layer < config.front_n for layer in covered_layers) * parts_per_layer,
+        kept_sample_layers=config.kept_sample_layers * parts_per_layer,
         layer_nums=None,
-        h2o=replace(config.h2o, enable=False, layer_start=kept[0] * parts, layer_end=(kept[-1] + 1) * parts - 1),
+        h2o=replace(
+            config.h2o,
+            enable=False,
+            layer_start=evicting_indices[0] * parts_per_layer,
+            layer_end=(evicting_indices[-1] + 1) * parts_per_layer - 1,
+        ),
     )
 
 
-def storing_notes(runs: Iterable[tuple[str, RuntimeFigures]], config: RuntimeConfig) -> list[str]:
+def describe_encoding(runs: Iterable[tuple[str, RuntimeStats]], config: RuntimeConfig) -> list[str]:
     """Sentences about runs and their labels: where nothing was encoded and why, and which layers stay raw.
 
     Runs of one label are its texts: each has its own cause.
     """
-    found = list(runs)
-    texts = Counter(label for label, _ in found)
-    without: dict[_Cause, list[tuple[str, RuntimeFigures]]] = {}
-    for label, one in found:
-        if not one.h2o_lossless_raw_bytes:
-            without.setdefault(_cause(one, config), []).append((label, one))
+    labelled_runs = list(runs)
+    run_counts = Counter(label for label, _ in labelled_runs)
+    idle_runs: dict[_IdleCause, list[tuple[str, RuntimeStats]]] = {}
+    for label, run in labelled_runs:
+        if not run.h2o_lossless_raw_bytes:
+            idle_runs.setdefault(_find_idle_cause(run, config), []).append((label, run))
     lines = []
-    for cause, same in without.items():
-        counts = Counter(label for label, _ in same)
+    for cause, cause_runs in idle_runs.items():
+        counts = Counter(label for label, _ in cause_runs)
         labels = [
-            label if number == texts[label] else f"{label} ({number:,} of {count(texts[label], 'text')})"
+            label if number == run_counts[label] else f"{label} ({number:,} of {pluralize(run_counts[label], 'text')})"
             for label, number in counts.items()
         ]
-        held = sorted({layer.tokens for _, one in same for layer in one.layers})
-        lines.append(f"{', '.join(labels)}: nothing was encoded: {_why_nothing(cause, held, config)}.")
-    encoded = sorted({layer.layer for _, one in found for layer in one.layers if layer.raw_bytes})
-    layers = max((len(one.layers) for _, one in found), default=0)
-    refused = {layer.layer for _, one in found for layer in one.layers if layer.skips} - set(encoded)
-    if encoded and refused:
-        which = "layer" if len(refused) == 1 else "layers"
+        token_counts = sorted({layer.tokens for _, run in cause_runs for layer in run.layers})
+        lines.append(f"{', '.join(labels)}: nothing was encoded: {_explain_idle(cause, token_counts, config)}.")
+    encoded_layers = sorted({layer.layer for _, run in labelled_runs for layer in run.layers if layer.raw_bytes})
+    layers = max((len(run.layers) for _, run in labelled_runs), default=0)
+    skipped_layers = {layer.layer for _, run in labelled_runs for layer in run.layers if layer.skips} - set(
+        encoded_layers
+    )
+    if encoded_layers and skipped_layers:
+        noun = "layer" if len(skipped_layers) == 1 else "layers"
         lines.append(
-            f"The queue was full (max_queue {config.max_queue:,}) before it came to {which} {span(sorted(refused))}, "
+            f"The queue was full (max_queue {config.max_queue:,}) before it came to {noun} "
+            f"{format_range(sorted(skipped_layers))}, "
             "still raw at the end; more steps encode them."
         )
-    if encoded and len(encoded) + len(refused) < layers:
+    if encoded_layers and len(encoded_layers) + len(skipped_layers) < layers:
         scope = f"scope {config.scope}, front_n {config.front_n}" + (", mode probe" if config.mode == "probe" else "")
-        which = "layer" if len(encoded) == 1 else "layers"
-        lines.append(f"Encoded: {which} {span(encoded)} of {layers} ({scope}); the others stay raw.")
+        noun = "layer" if len(encoded_layers) == 1 else "layers"
+        lines.append(f"Encoded: {noun} {format_range(encoded_layers)} of {layers} ({scope}); the others stay raw.")
     return lines
 
 
-_Cause = Literal["scope", "interval", "few tokens"]
+_IdleCause = Literal["scope", "interval", "few tokens"]
 
 
-def _cause(run: RuntimeFigures, config: RuntimeConfig) -> _Cause:
+def _find_idle_cause(run: RuntimeStats, config: RuntimeConfig) -> _IdleCause:
     if config.scope == "none" or (config.scope == "front_n" and not config.front_n):
         return "scope"
-    held = max((layer.tokens for layer in run.layers), default=0)
-    return "interval" if held >= config.first_block_tokens else "few tokens"
+    max_tokens = max((layer.tokens for layer in run.layers), default=0)
+    return "interval" if max_tokens >= config.min_first_block_tokens else "few tokens"
 
 
-def _why_nothing(cause: _Cause, held: Sequence[int], config: RuntimeConfig) -> str:
+def _explain_idle(cause: _IdleCause, token_counts: Sequence[int], config: RuntimeConfig) -> str:
     """Of layers that held these numbers of tokens at the end, ascending."""
     if cause == "scope":
         return f"scope {config.scope} with front_n {config.front_n} names no layer"
     if cause == "interval":
-        return f"no block came in the {count(config.h2o.interval, 'step')} between two tries (h2o_update_interval)"
+        return (
+            f"no block came in the {pluralize(config.h2o.effective_interval, 'step')} between two tries "
+            f"(h2o_update_interval)"
+        )
     return (
-        f"layers held {span(held)} tokens at the end, a first block needs {config.first_block_tokens:,}: the larger of "
-        f"h2o_trigger_min_tokens ({config.h2o.trigger_tokens:,}) and hot_sink_tokens + hot_recent_tokens + "
+        f"layers held {format_range(token_counts)} tokens at the end, a first block needs "
+        f"{config.min_first_block_tokens:,}: the larger of "
+        f"h2o_trigger_min_tokens ({config.h2o.effective_trigger_tokens:,}) and hot_sink_tokens + hot_recent_tokens + "
         f"block_tokens ({config.hot_sink_tokens:,} + {config.hot_recent_tokens:,} + {config.block_tokens:,}). "
         "Lower these, or read more tokens"
     )

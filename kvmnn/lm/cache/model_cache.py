@@ -8,30 +8,30 @@ from functools import partial
 import numpy as np
 
 from ...arrays.layer_cache import LayerCache
-from ...dtypes import Floats, Indices, KVPair, Positions, Words
+from ...dtypes import Elements, Floats, Indices, KVPair, Positions
 from ...errors import KvmnnError
-from ...h2o.figures import H2OFigures
+from ...h2o.figures import H2OStats
 from ...policies.base import Policy
 from ...policies.evicting_cache import take_rows
-from ...policies.ranking import key_norms
-from ...policies.scoring import Summed
-from ...policies.view import Moment, View
-from ..graph.decoder import Step
+from ...policies.ranking import compute_key_norms
+from ...policies.scoring import SumScores
+from ...policies.view import PolicyInput, Trigger
+from ..graph.decoder import StepResult
 from . import _eviction
 from .kv_store import KVStore
 from .planned_eviction import PlannedEviction
-from .token_rows import TokenRows
+from .token_rows import TokenGroup
 
-SHARE = 8
+LIVE_PER_MASKED_SLOT = 8
 """Live tokens for each dead one that may be beside them before K and V are moved: then it costs little at any size."""
 
 
 class ModelCache:
     """K, V, true positions, scores and key norms of all layers, cut together.
 
-    A step is `begin` (what the model is to attend to), the model, `end`. A token that a policy evicts is dead from then
-    on; where the model can be given a bias, its K and V stay where they lie, masked, until more than `slack` slots are
-    dead, so that a cache is not copied at every step.
+    A step is `begin_step` (what the model is to attend to), the model, `end_step`. A token that a policy evicts is dead
+    from then on; where the model can be given a bias, its K and V stay where they lie, masked, until more than
+    `max_masked` slots are dead, so that a cache is not copied at every step.
 
     Parameters
     ----------
@@ -39,20 +39,20 @@ class ModelCache:
         What holds K and V.
     kv_heads, query_heads
         Heads of each layer.
-    layers
+    copy_layers
         How many.
     policy
         Which tokens stay.
-    slack
+    max_masked
         Dead slots that may be in use, or None for an eighth of the live tokens. 0 for a model that takes no bias.
-    biased
+    takes_bias
         Whether the model takes a bias.
-    planned
+    planned_eviction
         What evicts instead of the policy's rule, where a planner does.
 
     Attributes
     ----------
-    seen : int
+    num_seen : int
         Tokens that the model has seen.
     peak_nbytes : int
         The most bytes of K and V held at once so far.
@@ -62,39 +62,41 @@ class ModelCache:
         self,
         store: KVStore,
         *,
-        layers: int,
+        num_layers: int,
         kv_heads: int,
         query_heads: int,
         policy: Policy,
-        slack: int | None,
-        biased: bool,
-        planned: PlannedEviction | None = None,
+        max_masked: int | None,
+        takes_bias: bool,
+        planned_eviction: PlannedEviction | None = None,
     ) -> None:
         self._store = store
         self._kv_heads = kv_heads
         self._query_heads = query_heads
         self._policy = policy
-        self._scoring = policy.scoring
-        self._slack = slack
-        self._biased = biased
+        self._score_accumulator = policy.score_accumulator
+        self._max_masked = max_masked
+        self._takes_bias = takes_bias
         self._zeros = np.zeros(0, np.float32)
-        self._new = 0
-        self._prompt = False
-        self.seen = 0
+        self._num_new = 0
+        self._is_prompt = False
+        self.num_seen = 0
         self.peak_nbytes = 0
-        skipped = policy.skipped(layers)
-        cut = [layer for layer in range(layers) if policy.evicts and layer not in skipped]
-        self._layers = layers
-        self._begun: list[Positions] = [np.empty(0, np.int64)] * layers
-        self._begun_seen = 0
-        self._planned = planned
-        self._groups: list[TokenRows] = []
-        if planned is not None:
-            self._groups = [TokenRows((layer,), 1) for layer in cut]
-        elif cut:
-            per_layer = kv_heads if policy.by_head else int(policy.needs_attention)
-            scored, normed = policy.needs_attention, policy.needs == "keys"
-            self._groups = [TokenRows(tuple(cut), per_layer, scored=scored, normed=normed)]
+        skipped_layers = policy.resolve_skip_layers(num_layers)
+        evicting_layers = [layer for layer in range(num_layers) if policy.can_evict and layer not in skipped_layers]
+        self._num_layers = num_layers
+        self._initial_positions: list[Positions] = [np.empty(0, np.int64)] * num_layers
+        self._initial_seen = 0
+        self._planned_eviction = planned_eviction
+        self._groups: list[TokenGroup] = []
+        if planned_eviction is not None:
+            self._groups = [TokenGroup((layer,), 1) for layer in evicting_layers]
+        elif evicting_layers:
+            rows_per_layer = kv_heads if policy.is_per_head else int(policy.requires_attention)
+            has_scores, has_norms = policy.requires_attention, policy.requires == "keys"
+            self._groups = [
+                TokenGroup(tuple(evicting_layers), rows_per_layer, has_scores=has_scores, has_norms=has_norms)
+            ]
 
     # -- what is held --------------------------------------------------------------------------------------------------
 
@@ -102,92 +104,111 @@ class ModelCache:
     def tokens(self) -> list[int]:
         """Live tokens of each layer."""
         return [
-            self.seen - self._begun_seen + places.shape[-1] if group is None else group.live
-            for group, places in zip(self._by_layer(), self._begun, strict=True)
+            self.num_seen - self._initial_seen + positions.shape[-1] if group is None else group.num_live
+            for group, positions in zip(self._list_groups_by_layer(), self._initial_positions, strict=True)
         ]
 
     @property
-    def is_cut(self) -> bool:
+    def has_evicted(self) -> bool:
         """Whether the policy has evicted any token of any layer."""
-        whole = self.seen - self._begun_seen
-        return any(group.live < whole + self._begun[group.layers[0]].shape[-1] for group in self._groups)
+        num_later = self.num_seen - self._initial_seen
+        return any(
+            group.num_live < num_later + self._initial_positions[group.layers[0]].shape[-1] for group in self._groups
+        )
 
     @property
     def nbytes(self) -> int:
         """Bytes of K and V held, those of masked tokens included."""
         return self._store.nbytes
 
-    def positions(self, layer: int) -> Positions:
+    def get_positions(self, layer: int) -> Positions:
         """True positions of a layer's live tokens, ascending: int64 ``[token]``, or ``[kv_head, token]``."""
-        group = self._by_layer()[layer]
+        group = self._list_groups_by_layer()[layer]
         if group is None:
-            begun, later = self._begun[layer], np.arange(self._begun_seen, self.seen, dtype=np.int64)
-            return np.concatenate([begun, np.broadcast_to(later, (*begun.shape[:-1], len(later)))], axis=-1)
-        rows = group.positions_of(layer)
+            initial_positions, later_positions = (
+                self._initial_positions[layer],
+                np.arange(self._initial_seen, self.num_seen, dtype=np.int64),
+            )
+            return np.concatenate(
+                [
+                    initial_positions,
+                    np.broadcast_to(later_positions, (*initial_positions.shape[:-1], len(later_positions))),
+                ],
+                axis=-1,
+            )
+        rows = group.get_layer_positions(layer)
         return rows[0] if len(rows) == 1 else rows
 
-    def layers(self) -> list[LayerCache]:
+    def copy_layers(self) -> list[LayerCache]:
         """The live tokens of every layer, copied."""
         caches = []
-        for layer, (group, (keys, values)) in enumerate(zip(self._by_layer(), self._store.past(), strict=True)):
-            kept = np.arange(keys.shape[2]) if group is None else group.slots[group.rows_of(layer), : group.live]
-            kept = kept[0] if kept.ndim == 2 and len(kept) == 1 else kept
+        for layer, (group, (keys, values)) in enumerate(
+            zip(self._list_groups_by_layer(), self._store.get_past(), strict=True)
+        ):
+            slots = (
+                np.arange(keys.shape[2])
+                if group is None
+                else group.slots[group.get_layer_rows(layer), : group.num_live]
+            )
+            slots = slots[0] if slots.ndim == 2 and len(slots) == 1 else slots
             caches.append(
                 LayerCache(
                     layer=layer,
-                    keys=take_rows(keys[0], kept),
-                    values=take_rows(values[0], kept),
-                    positions=self.positions(layer),
-                    tokens_seen=self.seen,
+                    keys=take_rows(keys[0], slots),
+                    values=take_rows(values[0], slots),
+                    positions=self.get_positions(layer),
+                    tokens_seen=self.num_seen,
                 )
             )
         return caches
 
-    def scores(self, layer: int) -> Floats | None:
+    def get_scores(self, layer: int) -> Floats | None:
         """Scores of a layer's live tokens, float32 ``[token]`` or ``[kv_head, token]``; None without scores."""
-        group = self._by_layer()[layer]
+        group = self._list_groups_by_layer()[layer]
         if group is None or group.scores is None:
             return None
-        rows = group.scores[group.rows_of(layer), : group.live].copy()
-        return rows[0] if group.per_layer == 1 else rows
+        rows = group.scores[group.get_layer_rows(layer), : group.num_live].copy()
+        return rows[0] if group.rows_per_layer == 1 else rows
 
-    def settle(self) -> None:
+    def compact_all(self) -> None:
         """Let go of the dead slots that are still held; what is attended does not change."""
         for group in self._groups:
-            self._compact(group, 0)
+            self._compact_group(group, 0)
 
-    def h2o_figures(self) -> H2OFigures | None:
+    def collect_h2o_stats(self) -> H2OStats | None:
         """What the engine's planner did, where it is what evicts."""
-        return None if self._planned is None else self._planned.figures(self.seen, self.tokens)
+        return None if self._planned_eviction is None else self._planned_eviction.to_stats(self.num_seen, self.tokens)
 
-    def start(self, layers: Sequence[LayerCache]) -> None:
+    def load_initial(self, layers: Sequence[LayerCache]) -> None:
         """Begin with K and V of every layer that were computed elsewhere, as if a prompt of them had been read; cut."""
         pairs = [(layer.keys[np.newaxis], layer.values[np.newaxis]) for layer in layers]
-        self._store.adopt(pairs, max(layer.tokens for layer in layers))
+        self._store.set_present(pairs, max(layer.tokens for layer in layers))
         self.peak_nbytes = self._store.nbytes
-        self._begun, self._begun_seen = [layer.positions for layer in layers], layers[0].tokens_seen
-        self._new = self.seen = self._begun_seen
-        self._groups = [part for group in self._groups for part in self._parted(group)]
+        self._initial_positions, self._initial_seen = [layer.positions for layer in layers], layers[0].tokens_seen
+        self._num_new = self.num_seen = self._initial_seen
+        self._groups = [split_group for group in self._groups for split_group in self._split_if_different(group)]
         for group in self._groups:
-            members = [self._begun[layer] for layer in group.layers]
-            rows = [np.broadcast_to(places, (max(1, group.per_layer), places.shape[-1])) for places in members]
-            group.begin(np.concatenate(rows) if group.per_layer else rows[0])
-            if group.norms is not None and self._policy.needs_norms:
-                self._add_norms(group, group.norms, pairs, group.live)
-        for moment in (Moment.ATTENDED, Moment.CHUNK_END):
-            self._apply(moment)
-        self.settle()
+            members = [self._initial_positions[layer] for layer in group.layers]
+            rows = [
+                np.broadcast_to(positions, (max(1, group.rows_per_layer), positions.shape[-1])) for positions in members
+            ]
+            group.set_initial(np.concatenate(rows) if group.rows_per_layer else rows[0])
+            if group.norms is not None and self._policy.requires_norms:
+                self._add_norms(group, group.norms, pairs, group.num_live)
+        for trigger in (Trigger.AFTER_ATTENTION, Trigger.CHUNK_END):
+            self._apply_policy(trigger)
+        self.compact_all()
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
-    def begin(self, new: int, *, prompt: bool = False) -> tuple[list[KVPair], list[Floats] | None]:
-        """`new` tokens are about to be attended: K and V of the past for every layer, and the bias if there is one.
+    def begin_step(self, num_new: int, *, is_prompt: bool = False) -> tuple[list[KVPair], list[Floats] | None]:
+        """`num_new` tokens are about to be attended: K and V of the past for every layer, and the bias if there is one.
 
         The bias is float32 ``[1, 1 or query_heads, 1, past + new]`` for each layer.
 
         Parameters
         ----------
-        prompt
+        is_prompt
             The tokens are a prompt or part of one: the engine's planner neither scores nor plans at these.
 
         Raises
@@ -195,192 +216,196 @@ class ModelCache:
         KvmnnError
             Where the policy evicts some of the new tokens before they are attended and the model takes no bias.
         """
-        if self._planned is not None:
-            self._carry_out(self._planned)
+        if self._planned_eviction is not None:
+            self._apply_plans(self._planned_eviction)
         for group in self._groups:
-            group.append(new, self.seen)
-        self._new, self._prompt = new, prompt
-        self.seen += new
-        if self._planned is None:
-            self._apply(Moment.APPENDED)
-        return self._store.past(), self._bias()
+            group.append(num_new, self.num_seen)
+        self._num_new, self._is_prompt = num_new, is_prompt
+        self.num_seen += num_new
+        if self._planned_eviction is None:
+            self._apply_policy(Trigger.AFTER_APPEND)
+        return self._store.get_past(), self._build_bias()
 
-    def end(self, step: Step) -> None:
+    def end_step(self, step: StepResult) -> None:
         """The new tokens have been attended: take over what the model returned, score it, cut."""
-        self._store.adopt(step.present, self._new, prompt=self._prompt)
+        self._store.set_present(step.present_pairs, self._num_new, is_prompt=self._is_prompt)
         self.peak_nbytes = max(self.peak_nbytes, self._store.nbytes)
-        if self._planned is not None:
-            decode = not self._prompt and self._new != self.seen
-            self._planned.end(self.tokens, self._new, decode=decode, rows=partial(self._rows, step))
+        if self._planned_eviction is not None:
+            decode = not self._is_prompt and self._num_new != self.num_seen
+            self._planned_eviction.end_step(
+                self.tokens, self._num_new, decode=decode, read_attention=partial(self._read_live_attention, step)
+            )
             return
-        if self._policy.prompt_only and self._new != self.seen:
+        if self._policy.prompt_only and self._num_new != self.num_seen:
             return
         for group in self._groups:
             if group.scores is not None:
-                self._score(group, group.scores, step)
-            if group.norms is not None and self._policy.needs_norms:
-                self._add_norms(group, group.norms, step.present, self._new)
-            if self._new != self.seen:
-                group.steps += 1
-        self._apply(Moment.ATTENDED)
+                self._update_scores(group, group.scores, step)
+            if group.norms is not None and self._policy.requires_norms:
+                self._add_norms(group, group.norms, step.present_pairs, self._num_new)
+            if self._num_new != self.num_seen:
+                group.num_steps += 1
+        self._apply_policy(Trigger.AFTER_ATTENTION)
         for group in self._groups:
             if self._is_full(group):
-                self._compact(group, 0)
+                self._compact_group(group, 0)
 
     def end_chunk(self) -> None:
         """A chunk of text has ended."""
-        self._apply(Moment.CHUNK_END)
+        self._apply_policy(Trigger.CHUNK_END)
         for group in self._groups:
             if self._is_full(group):
-                self._compact(group, 0)
+                self._compact_group(group, 0)
 
     # -- how -----------------------------------------------------------------------------------------------------------
 
-    def _by_layer(self) -> list[TokenRows | None]:
-        found: list[TokenRows | None] = [None] * self._layers
+    def _list_groups_by_layer(self) -> list[TokenGroup | None]:
+        groups: list[TokenGroup | None] = [None] * self._num_layers
         for group in self._groups:
             for layer in group.layers:
-                found[layer] = group
-        return found
+                groups[layer] = group
+        return groups
 
-    def _parted(self, group: TokenRows) -> list[TokenRows]:
+    def _split_if_different(self, group: TokenGroup) -> list[TokenGroup]:
         """The group, or where its layers begin with different tokens each of them by itself."""
-        first = self._begun[group.layers[0]]
-        alike = all(np.array_equal(self._begun[layer], first) for layer in group.layers)
-        return [group] if alike else group.split()
+        first_positions = self._initial_positions[group.layers[0]]
+        is_uniform = all(np.array_equal(self._initial_positions[layer], first_positions) for layer in group.layers)
+        return [group] if is_uniform else group.split_layers()
 
-    def _apply(self, moment: Moment) -> None:
-        if moment not in self._policy.moments:
+    def _apply_policy(self, trigger: Trigger) -> None:
+        if trigger not in self._policy.triggers:
             return
         groups = []
         for group in self._groups:
-            kept = self._policy.choose_stacked(self._view(group, moment))
-            if isinstance(kept, list):
-                alone = group.split()
-                for layer, rows in zip(alone, self._kept_by_layer(group, kept), strict=True):
-                    self._cut(layer, rows, moment)
-                groups += alone
+            selection = self._policy.select_stacked(self._build_policy_input(group, trigger))
+            if isinstance(selection, list):
+                split_groups = group.split_layers()
+                for layer_group, rows in zip(split_groups, self._split_selection(group, selection), strict=True):
+                    self._cut_group(layer_group, rows, trigger)
+                groups += split_groups
                 continue
-            if kept is not None:
-                self._cut(group, kept, moment)
+            if selection is not None:
+                self._cut_group(group, selection, trigger)
             groups.append(group)
         self._groups = groups
 
-    def _carry_out(self, planned: PlannedEviction) -> None:
+    def _apply_plans(self, planned_eviction: PlannedEviction) -> None:
         """Drop what the plans of the step before say, before new tokens come."""
-        kept = planned.begin(self.tokens)
+        kept_by_layer = planned_eviction.begin_step(self.tokens)
         for group in self._groups:
-            tokens = kept[group.layers[0]]
+            tokens = kept_by_layer[group.layers[0]]
             if tokens is not None:
-                group.cut(tokens)
+                group.keep(tokens)
                 if self._is_full(group):
-                    self._compact(group, 0)
+                    self._compact_group(group, 0)
 
-    def _rows(self, step: Step, layer: int) -> Floats:
+    def _read_live_attention(self, step: StepResult, layer: int) -> Floats:
         """The attention of a layer's live tokens."""
-        group, attentions = self._by_layer()[layer], step.attentions
+        group, attentions = self._list_groups_by_layer()[layer], step.attentions
         if attentions is None:
             raise KvmnnError("the policy needs attention probabilities, which the model was not asked for")
-        if group is None or not group.dead:
+        if group is None or not group.num_masked:
             return attentions[layer]
-        return _live_columns(attentions[layer], group.slots[:, : group.live])
+        return _select_live_columns(attentions[layer], group.slots[:, : group.num_live])
 
-    def _kept_by_layer(self, group: TokenRows, kept: list[Indices]) -> Iterator[Indices]:
+    def _split_selection(self, group: TokenGroup, selection: list[Indices]) -> Iterator[Indices]:
         """What each layer of a group keeps, where layers keep different numbers of tokens."""
         for layer in group.layers:
-            rows = kept[group.rows_of(layer)]
-            if len({len(row) for row in rows}) != 1 or len(kept) != len(group.slots):
+            rows = selection[group.get_layer_rows(layer)]
+            if len({len(row) for row in rows}) != 1 or len(selection) != len(group.slots):
                 raise KvmnnError(
                     f"layer {layer}: {self._policy.name} keeps {[len(row) for row in rows]} tokens: "
                     f"expected the same number in every head"
                 )
             yield np.stack(rows)
 
-    def _view(self, group: TokenRows, moment: Moment) -> View:
-        live = group.live
-        return View(
-            tokens=live,
+    def _build_policy_input(self, group: TokenGroup, trigger: Trigger) -> PolicyInput:
+        num_live = group.num_live
+        return PolicyInput(
+            tokens=num_live,
             layer=group.layers[0],
-            scores=None if group.scores is None else group.scores[:, :live],
-            norms=None if group.norms is None else group.norms[:, :live],
-            new=self._new,
-            seen=self.seen,
-            steps=group.steps,
-            moment=moment,
+            scores=None if group.scores is None else group.scores[:, :num_live],
+            norms=None if group.norms is None else group.norms[:, :num_live],
+            num_new=self._num_new,
+            num_seen=self.num_seen,
+            num_steps=group.num_steps,
+            trigger=trigger,
         )
 
-    def _cut(self, group: TokenRows, kept: Indices, moment: Moment) -> None:
-        if moment is not Moment.APPENDED:
-            group.cut(kept)
+    def _cut_group(self, group: TokenGroup, indices: Indices, trigger: Trigger) -> None:
+        if trigger is not Trigger.AFTER_APPEND:
+            group.keep(indices)
             return
-        past = group.width - self._new
-        group.cut(kept)
-        if group.live < self._new or (group.slots[:, group.live - self._new] != past).any():
-            if not self._biased:
+        num_past = group.num_slots - self._num_new
+        group.keep(indices)
+        if group.num_live < self._num_new or (group.slots[:, group.num_live - self._num_new] != num_past).any():
+            if not self._takes_bias:
                 raise KvmnnError(
-                    f"layer {group.layers[0]}: the policy evicts some of {self._new} new tokens before attention, "
+                    f"layer {group.layers[0]}: the policy evicts some of {self._num_new} new tokens before attention, "
                     f"but this graph takes no bias that could mask them: feed fewer tokens at once"
                 )
         elif self._is_full(group):
-            self._compact(group, self._new)
+            self._compact_group(group, self._num_new)
 
-    def _is_full(self, group: TokenRows) -> bool:
+    def _is_full(self, group: TokenGroup) -> bool:
         """Whether more dead slots are in use than may be."""
-        return group.dead > (group.live // SHARE if self._slack is None else self._slack)
+        return group.num_masked > (
+            group.num_live // LIVE_PER_MASKED_SLOT if self._max_masked is None else self._max_masked
+        )
 
-    def _compact(self, group: TokenRows, new: int) -> None:
-        """Let go of dead slots in K and V, which do not hold the last `new` tokens yet."""
-        if group.dead == 0:
+    def _compact_group(self, group: TokenGroup, num_new: int) -> None:
+        """Let go of dead slots in K and V, which do not hold the last `num_new` tokens yet."""
+        if group.num_masked == 0:
             return
         for layer in group.layers:
-            self._store.compact(layer, group.slots[group.rows_of(layer)], group.live - new)
-        group.compacted()
+            self._store.compact(layer, group.slots[group.get_layer_rows(layer)], group.num_live - num_new)
+        group.mark_compacted()
 
-    def _bias(self) -> list[Floats] | None:
-        if not any(group.dead for group in self._groups):
+    def _build_bias(self) -> list[Floats] | None:
+        if not any(group.num_masked for group in self._groups):
             return None
-        if self.seen > self._zeros.size:
-            self._zeros = np.zeros(2 * self.seen, np.float32)
+        if self.num_seen > self._zeros.size:
+            self._zeros = np.zeros(2 * self.num_seen, np.float32)
         biases = [self._zeros[:tokens].reshape(1, 1, 1, -1) for tokens in self.tokens]
         for group in self._groups:
-            rows = group.bias[:, : group.width]
-            if group.per_layer > 1 and self._query_heads > group.per_layer:
-                rows = np.repeat(rows, self._query_heads // group.per_layer, axis=0)
-            heads = self._query_heads if group.per_layer > 1 else 1
-            bias = np.ascontiguousarray(rows).reshape(-1, 1, heads, 1, group.width)
+            rows = group.bias[:, : group.num_slots]
+            if group.rows_per_layer > 1 and self._query_heads > group.rows_per_layer:
+                rows = np.repeat(rows, self._query_heads // group.rows_per_layer, axis=0)
+            heads = self._query_heads if group.rows_per_layer > 1 else 1
+            bias = np.ascontiguousarray(rows).reshape(-1, 1, heads, 1, group.num_slots)
             for number, layer in enumerate(group.layers):
                 biases[layer] = bias[number if len(bias) > 1 else 0]
         return biases
 
-    def _score(self, group: TokenRows, scores: Floats, step: Step) -> None:
-        attentions, scoring = step.attentions, self._scoring
+    def _update_scores(self, group: TokenGroup, scores: Floats, step: StepResult) -> None:
+        attentions, accumulator = step.attentions, self._score_accumulator
         if attentions is None:
             raise KvmnnError("the policy needs attention probabilities, which the model was not asked for")
-        if isinstance(scoring, Summed):
-            fade = scoring.fade(self._new)
+        if isinstance(accumulator, SumScores):
+            fade_factor = accumulator.fade_factor(self._num_new)
             for layer in group.layers:
-                rows = group.rows_of(layer)
-                _eviction.add_columns(attentions[layer], group.slots[rows], scores[rows], group.live, fade)
+                rows = group.get_layer_rows(layer)
+                _eviction.add_columns(attentions[layer], group.slots[rows], scores[rows], group.num_live, fade_factor)
             return
-        added = np.zeros((len(scores), group.live), np.float32)
+        step_scores = np.zeros((len(scores), group.num_live), np.float32)
         for layer in group.layers:
-            rows = group.rows_of(layer)
-            if scoring.by_query:
-                weights = _live_columns(attentions[layer], group.slots[rows, : group.live])
-                added[rows] = scoring.from_weights(weights, self._kv_heads, by_head=self._policy.by_head)
+            rows = group.get_layer_rows(layer)
+            if accumulator.requires_queries:
+                weights = _select_live_columns(attentions[layer], group.slots[rows, : group.num_live])
+                step_scores[rows] = accumulator.sum_weights(weights, self._kv_heads, per_head=self._policy.is_per_head)
             else:
-                _eviction.add_columns(attentions[layer], group.slots[rows], added[rows], group.live, 1.0)
-        if not scoring.by_query:
+                _eviction.add_columns(attentions[layer], group.slots[rows], step_scores[rows], group.num_live, 1.0)
+        if not accumulator.requires_queries:
             heads, queries = attentions[group.layers[0]].shape[:2]
-            added = scoring.from_sums(added, heads * queries)
-        scores[:, : group.live] = scoring.fold(scores[:, : group.live], added, self._new)
+            step_scores = accumulator.normalize_sums(step_scores, heads * queries)
+        scores[:, : group.num_live] = accumulator.fold(scores[:, : group.num_live], step_scores, self._num_new)
 
-    def _add_norms(self, group: TokenRows, norms: Floats, present: Sequence[KVPair], new: int) -> None:
-        keys: Words = np.concatenate([present[layer][0][0, :, -new:] for layer in group.layers])
-        norms[:, group.live - new : group.live] = key_norms(keys)
+    def _add_norms(self, group: TokenGroup, norms: Floats, present: Sequence[KVPair], num_new: int) -> None:
+        keys: Elements = np.concatenate([present[layer][0][0, :, -num_new:] for layer in group.layers])
+        norms[:, group.num_live - num_new : group.num_live] = compute_key_norms(keys)
 
 
-def _live_columns(weights: Floats, slots: Indices) -> Floats:
+def _select_live_columns(weights: Floats, slots: Indices) -> Floats:
     """Attention ``[query_head, query, slot]`` of the live slots only, ``[query_head, query, token]``."""
     if len(slots) == 1:
         return weights[:, :, slots[0]]

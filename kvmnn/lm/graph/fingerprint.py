@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 from ...files.mapped import MappedFile
-from .graph_file import home, locate_weights, read_graph
+from .graph_file import locate_weights, read_onnx_graph, resolve_dir
 from .model_files import find_model
 
-_STEP = 4 << 20
+_READ_BYTES = 4 << 20
 
 
-def fingerprint(model: str | os.PathLike[str]) -> str:
+def compute_fingerprint(model: str | os.PathLike[str]) -> str:
     """SHA-256 over a decoder's graph and its weights in other files.
 
     Neither the names of the files nor the tokenizer count: prefixes are found by token ids. The hash is taken over one
@@ -32,15 +32,15 @@ def fingerprint(model: str | os.PathLike[str]) -> str:
         As `kvmnn.lm.DecoderSession.open`.
     """
     graph = find_model(model).graph
-    weights = locate_weights(read_graph(graph), graph).values()
+    weights = locate_weights(read_onnx_graph(graph), graph).values()
     total = hashlib.sha256()
-    for path in [graph, *(home(graph) / name for name in sorted(weights))]:
-        total.update(f"{_file_digest(path)}\n".encode())
+    for path in [graph, *(resolve_dir(graph) / name for name in sorted(weights))]:
+        total.update(f"{_hash_file(path)}\n".encode())
     return total.hexdigest()
 
 
-def _file_digest(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     file, digest = MappedFile(path), hashlib.sha256()
-    for run in file.runs(0, file.size, _STEP):
+    for run in file.iter_chunks(0, file.size, _READ_BYTES):
         digest.update(run.data)
     return f"{file.size} {digest.hexdigest()}"

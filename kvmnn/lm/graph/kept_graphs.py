@@ -17,12 +17,12 @@ from typing import Any
 
 from ...errors import OutputError, SourceError
 from ...files.output import FileOutput
-from ...optional import package
-from .graph_file import home
-from .model_files import OPERATED
-from .surgery import VERSION, Operated
+from ...optional import import_optional
+from .graph_file import resolve_dir
+from .model_files import CACHED_GRAPH_MARK
+from .surgery import REWRITE_VERSION, RewrittenGraph
 
-_FACTS = "kvmnn"  # entry in the metadata of a kept graph
+_METADATA_KEY = "kvmnn"  # entry in the metadata of a kept graph
 
 
 class GraphCache:
@@ -32,48 +32,51 @@ class GraphCache:
     ----------
     graph
         The model's file.
-    wanted
+    variant
         What is to be added to it, e.g. ``"attentions+bias"``; part of the key.
     """
 
-    def __init__(self, graph: Path, wanted: str) -> None:
+    def __init__(self, graph: Path, variant: str) -> None:
         self._graph = graph
-        self._wanted = wanted
-        self._key = _digest(graph, wanted)
+        self._variant = variant
+        self._key = _compute_key(graph, variant)
 
-    def find(self) -> tuple[Path, Operated] | None:
+    def find(self) -> tuple[Path, RewrittenGraph] | None:
         """The kept graph and what was added to it, if it is there and undamaged."""
-        onnx = package("onnx")
-        for path in self._places():
+        onnx = import_optional("onnx")
+        for path in self._list_candidate_paths():
             if not path.is_file():
                 continue
             with suppress(Exception):  # whatever is wrong with it, it is made anew
                 model = onnx.load(str(path), load_external_data=False)
-                facts = next(json.loads(entry.value) for entry in model.metadata_props if entry.key == _FACTS)
-                if facts["key"] == self._key:
-                    return path, Operated(
-                        _names(facts["attentions"]), _names(facts["biases"]), facts["unmerged"], facts["query_heads"]
+                metadata = next(json.loads(entry.value) for entry in model.metadata_props if entry.key == _METADATA_KEY)
+                if metadata["key"] == self._key:
+                    return path, RewrittenGraph(
+                        _to_name_tuple(metadata["attentions"]),
+                        _to_name_tuple(metadata["biases"]),
+                        metadata["unmerged"],
+                        metadata["query_heads"],
                     )
         return None
 
     @contextmanager
-    def stage(self, graph: bytes, *, has_external: bool) -> Iterator[StagedGraph | None]:
+    def stage_graph(self, graph: bytes, *, has_external: bool) -> Iterator[StagedGraph | None]:
         """Write a graph where it will be kept, under a temporary name; None where no place is writable.
 
-        Unless `StagedGraph.keep` is called, nothing is left of it. Running the file needs less memory than its bytes.
+        Unless `StagedGraph.commit` is called, nothing is left of it. Running the file needs less memory than its bytes.
 
         Parameters
         ----------
         graph
             The bytes of a model.
         has_external
-            Its weights lie in other files, located as seen from `home`, so that it can be kept there only.
+            Its weights lie in other files, located as seen from `resolve_dir`, so that it can be kept there only.
         """
-        places = self._places()
-        for path in places[:1] if has_external else places:
+        paths = self._list_candidate_paths()
+        for path in paths[:1] if has_external else paths:
             with ExitStack() as stack:
                 try:
-                    if not _writable(path.parent):
+                    if not _is_writable(path.parent):
                         continue
                     output = stack.enter_context(FileOutput(path, force=True))
                     output.file.write(graph)
@@ -82,18 +85,20 @@ class GraphCache:
                     continue
                 del graph
                 # in the user's cache directory other models have the same name
-                yield StagedGraph(output, self._key, self._forget_others if path == places[0] else None)
+                yield StagedGraph(output, self._key, self._remove_stale if path == paths[0] else None)
                 return
         yield None
 
-    def _places(self) -> list[Path]:
-        name = f"{self._graph.stem}{OPERATED}{self._wanted}-{self._key[:16]}.onnx"
-        return [home(self._graph) / name, user_cache() / name]
+    def _list_candidate_paths(self) -> list[Path]:
+        name = f"{self._graph.stem}{CACHED_GRAPH_MARK}{self._variant}-{self._key[:16]}.onnx"
+        return [resolve_dir(self._graph) / name, get_user_cache() / name]
 
-    def _forget_others(self, kept: Path) -> None:
+    def _remove_stale(self, current_path: Path) -> None:
         """Remove what was kept of earlier contents of the same model file."""
-        for path in kept.parent.glob(f"{_literal(self._graph.stem)}{OPERATED}{self._wanted}-{'?' * 16}.onnx"):
-            if path != kept:
+        for path in current_path.parent.glob(
+            f"{_escape_glob(self._graph.stem)}{CACHED_GRAPH_MARK}{self._variant}-{'?' * 16}.onnx"
+        ):
+            if path != current_path:
                 with suppress(OSError):
                     path.unlink()
 
@@ -107,61 +112,65 @@ class StagedGraph:
         Its file.
     key
         Of the graph, as `GraphCache` finds it.
-    forget_others
+    remove_stale
         Called with the kept file's path, to remove graphs of earlier contents of the model file; None for not at all.
     """
 
-    def __init__(self, output: FileOutput, key: str, forget_others: Callable[[Path], None] | None) -> None:
-        self._output, self._key, self._forget_others = output, key, forget_others
+    def __init__(self, output: FileOutput, key: str, remove_stale: Callable[[Path], None] | None) -> None:
+        self._output, self._key, self._remove_stale = output, key, remove_stale
         self.path = output.file.path
 
-    def keep(self, operated: Operated) -> None:
+    def commit(self, rewritten: RewrittenGraph) -> None:
         """Give the file its name, with what was added to the graph in its metadata; not possible: it is not kept."""
-        onnx = package("onnx")
-        facts = onnx.StringStringEntryProto(key=_FACTS, value=json.dumps({"key": self._key, **vars(operated)}))
+        onnx = import_optional("onnx")
+        metadata = onnx.StringStringEntryProto(
+            key=_METADATA_KEY, value=json.dumps({"key": self._key, **vars(rewritten)})
+        )
         with suppress(OSError, OutputError):
             # fields appended to the bytes of a message are added to its lists
-            self._output.file.write(onnx.ModelProto(metadata_props=[facts]).SerializeToString())
+            self._output.file.write(onnx.ModelProto(metadata_props=[metadata]).SerializeToString())
             self._output.commit()
-            if self._forget_others is not None:
-                self._forget_others(self._output.target)
+            if self._remove_stale is not None:
+                self._remove_stale(self._output.target)
 
 
-def _names(names: list[str] | None) -> tuple[str, ...] | None:
+def _to_name_tuple(names: list[str] | None) -> tuple[str, ...] | None:
     return None if names is None else tuple(names)
 
 
-def forget_facts(model: Any) -> None:
+def strip_metadata(model: Any) -> None:
     """Remove from a graph what an earlier change noted in its metadata: it may be a kept one that was renamed."""
-    others = [entry for entry in model.metadata_props if entry.key != _FACTS]
+    other_entries = [entry for entry in model.metadata_props if entry.key != _METADATA_KEY]
     del model.metadata_props[:]
-    model.metadata_props.extend(others)
+    model.metadata_props.extend(other_entries)
 
 
-def user_cache() -> Path:
+def get_user_cache() -> Path:
     """The user's cache directory for graphs (``XDG_CACHE_HOME``, by default ``~/.cache``)."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "kvmnn" / "graphs"
 
 
-def _writable(folder: Path) -> bool:
+def _is_writable(folder: Path) -> bool:
     """Whether files may be made in a folder; a folder marked read-only is left alone also by root."""
-    if folder == user_cache():
+    if folder == get_user_cache():
         folder.mkdir(parents=True, exist_ok=True)
     return os.access(folder, os.W_OK) and bool(folder.stat().st_mode & 0o222)
 
 
-def _digest(graph: Path, wanted: str) -> str:
+def _compute_key(graph: Path, variant: str) -> str:
     try:
         with open(graph, "rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise SourceError(f"{graph}: cannot be read: {error.strerror or error}") from error
     # Which operators can be opened depends on onnxruntime.
-    made_by = f"{VERSION} {package('onnxruntime').__version__} {package('onnx').__version__}"
-    return hashlib.sha256(f"{content} {wanted} {made_by}".encode()).hexdigest()
+    tool_versions = (
+        f"{REWRITE_VERSION} {import_optional('onnxruntime').__version__} {import_optional('onnx').__version__}"
+    )
+    return hashlib.sha256(f"{content} {variant} {tool_versions}".encode()).hexdigest()
 
 
-def _literal(name: str) -> str:
+def _escape_glob(name: str) -> str:
     """A name in which a glob sees no pattern."""
     return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ModelError, SourceError
-from ...files.json_document import read_object_if_there
+from ...files.json_document import read_object_or_empty
 
-OPERATED = ".kvmnn-"  # part of the names of the graphs that kvmnn keeps beside a model
-_PREFERRED = ("model.onnx", "decoder_model_merged.onnx", "model_merged.onnx", "decoder_with_past_model.onnx")
-_NO_CACHE = "decoder_model.onnx"
+CACHED_GRAPH_MARK = ".kvmnn-"  # part of the names of the graphs that kvmnn keeps beside a model
+_PREFERRED_NAMES = ("model.onnx", "decoder_model_merged.onnx", "model_merged.onnx", "decoder_with_past_model.onnx")
+_NO_CACHE_NAME = "decoder_model.onnx"
 
 
 @dataclass(frozen=True)
@@ -54,43 +54,43 @@ def find_model(path: str | os.PathLike[str]) -> ModelFiles:
     ModelError
         When the folder holds an encoder-decoder, only a decoder without a cache, or several graphs to choose from.
     """
-    given = Path(path)
-    if not given.exists():
-        raise SourceError(f"{given}: does not exist")
-    if not given.is_dir():
-        return _with_settings(given)
-    genai = read_object_if_there(given / "genai_config.json")
+    model_path = Path(path)
+    if not model_path.exists():
+        raise SourceError(f"{model_path}: does not exist")
+    if not model_path.is_dir():
+        return _read_settings(model_path)
+    genai = read_object_or_empty(model_path / "genai_config.json")
     if genai:
-        return _with_settings(given / _genai_file(genai, given), genai)
-    for folder in (given, given / "onnx"):
-        graph = _choose(folder)
+        return _read_settings(model_path / _read_genai_filename(genai, model_path), genai)
+    for folder in (model_path, model_path / "onnx"):
+        graph = _select_graph(folder)
         if graph is not None:
-            return _with_settings(graph)
-    raise SourceError(f"{given}: no .onnx file in this folder or in its subfolder onnx/")
+            return _read_settings(graph)
+    raise SourceError(f"{model_path}: no .onnx file in this folder or in its subfolder onnx/")
 
 
-def _choose(folder: Path) -> Path | None:
-    graphs = sorted(file for file in folder.glob("*.onnx") if OPERATED not in file.name)
+def _select_graph(folder: Path) -> Path | None:
+    graphs = sorted(file for file in folder.glob("*.onnx") if CACHED_GRAPH_MARK not in file.name)
     names = [file.name for file in graphs]
     if any(name.startswith("encoder_model") for name in names):
         raise ModelError(f"{folder}: holds an encoder-decoder model (encoder_model.onnx); kvmnn runs decoders only")
-    for name in _PREFERRED:
+    for name in _PREFERRED_NAMES:
         if name in names:
             return folder / name
     if not graphs:
         return None
     if len(graphs) > 1:
         raise ModelError(f"{folder}: several graphs, name one of them: {', '.join(names[:12])}")
-    if names == [_NO_CACHE]:
+    if names == [_NO_CACHE_NAME]:
         raise ModelError(
-            f"{folder / _NO_CACHE}: a decoder without past inputs; export with a cache "
+            f"{folder / _NO_CACHE_NAME}: a decoder without past inputs; export with a cache "
             "(optimum-cli export onnx --task text-generation-with-past)"
         )
     return graphs[0]
 
 
-def _genai_file(genai: dict[str, Any], folder: Path) -> str:
-    decoder = section(genai, "model", "decoder")
+def _read_genai_filename(genai: dict[str, Any], folder: Path) -> str:
+    decoder = get_section(genai, "model", "decoder")
     name = decoder.get("filename", "model.onnx")
     if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
         raise ModelError(f"{folder / 'genai_config.json'}: model.decoder.filename is no file name: {name!r}")
@@ -101,20 +101,20 @@ def _genai_file(genai: dict[str, Any], folder: Path) -> str:
     return name
 
 
-def _with_settings(graph: Path, genai: dict[str, Any] | None = None) -> ModelFiles:
+def _read_settings(graph: Path, genai: dict[str, Any] | None = None) -> ModelFiles:
     folders = [graph.parent, graph.parent / "model", graph.absolute().parent.parent]
-    config = next((found for folder in folders if (found := read_object_if_there(folder / "config.json"))), {})
+    config = next((settings for folder in folders if (settings := read_object_or_empty(folder / "config.json"))), {})
     text = config.get("text_config")
     if genai is None:
-        genai = read_object_if_there(graph.parent / "genai_config.json")
+        genai = read_object_or_empty(graph.parent / "genai_config.json")
     return ModelFiles(graph, text if isinstance(text, dict) else config, genai)
 
 
-def section(settings: dict[str, Any], *names: str) -> dict[str, Any]:
+def get_section(settings: dict[str, Any], *names: str) -> dict[str, Any]:
     """A nested object of settings; empty where it is absent or something else."""
     for name in names:
-        inner = settings.get(name)
-        if not isinstance(inner, dict):
+        nested = settings.get(name)
+        if not isinstance(nested, dict):
             return {}
-        settings = inner
+        settings = nested
     return settings

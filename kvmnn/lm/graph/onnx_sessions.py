@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import KvmnnError, ModelError
-from ...optional import package
-from .graph_file import one_line
+from ...optional import import_optional
+from .graph_file import format_error
 
-CPU = ("CPUExecutionProvider",)
-OPTIMIZED, EVENTS = "optimized.onnx", "events"  # of a profiled session; the latter begins a name
-_SILENT = 4  # onnxruntime prints errors that it raises as well; ours name the model
-_WEIGHTS_FOLDER = "session.model_external_initializers_file_folder_path"
+CPU_PROVIDERS = ("CPUExecutionProvider",)
+OPTIMIZED_GRAPH_NAME, EVENTS_PREFIX = "optimized.onnx", "events"  # of a profiled session; the latter begins a name
+_SILENT_LOG_LEVEL = 4  # onnxruntime prints errors that it raises as well; ours name the model
+_WEIGHTS_FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
 
 
 @dataclass(frozen=True)
-class Settings:
+class SessionSettings:
     """How onnxruntime runs a graph.
 
     Attributes
@@ -37,7 +37,7 @@ class Settings:
     """
 
     threads: int = 1
-    providers: Sequence[str] = CPU
+    providers: Sequence[str] = CPU_PROVIDERS
     profile: Path | None = None
 
     def check(self) -> None:
@@ -50,7 +50,7 @@ class Settings:
         KvmnnError
             For a provider that it does not have, or a number of threads that is none.
         """
-        available = package("onnxruntime").get_available_providers()
+        available = import_optional("onnxruntime").get_available_providers()
         if isinstance(self.providers, str) or not self.providers:
             raise KvmnnError(f"providers: expected a list of names, found {self.providers!r}")
         for provider in self.providers:
@@ -60,7 +60,7 @@ class Settings:
             raise KvmnnError(f"threads: expected 0 (all) or more, found {self.threads}")
 
 
-def start(source: Path | bytes, folder: Path, settings: Settings, label: str) -> Any:
+def create_session(source: Path | bytes, folder: Path, settings: SessionSettings, label: str) -> Any:
     """An ``onnxruntime.InferenceSession``.
 
     Parameters
@@ -79,24 +79,24 @@ def start(source: Path | bytes, folder: Path, settings: Settings, label: str) ->
     ModelError
         When onnxruntime does not take the graph.
     """
-    runtime = package("onnxruntime")
+    runtime = import_optional("onnxruntime")
     options = runtime.SessionOptions()
-    options.log_severity_level = _SILENT
+    options.log_severity_level = _SILENT_LOG_LEVEL
     options.intra_op_num_threads = settings.threads
     options.inter_op_num_threads = 1
     options.use_deterministic_compute = True
     if settings.profile is not None:
-        own = Path(tempfile.mkdtemp(dir=settings.profile))
+        profile_folder = Path(tempfile.mkdtemp(dir=settings.profile))
         options.enable_profiling = True
-        options.profile_file_prefix = str(own / EVENTS)
-        options.optimized_model_filepath = str(own / OPTIMIZED)
+        options.profile_file_prefix = str(profile_folder / EVENTS_PREFIX)
+        options.optimized_model_filepath = str(profile_folder / OPTIMIZED_GRAPH_NAME)
     if isinstance(source, bytes):
-        options.add_session_config_entry(_WEIGHTS_FOLDER, str(folder.absolute()))
+        options.add_session_config_entry(_WEIGHTS_FOLDER_OPTION, str(folder.absolute()))
     model = source if isinstance(source, bytes) else str(source)
     try:
         return runtime.InferenceSession(model, options, providers=list(settings.providers))
     except Exception as error:  # onnxruntime's errors share no class
-        raise ModelError(_reason(error, label)) from error
+        raise ModelError(_explain_failure(error, label)) from error
     finally:
         trim_heap()
 
@@ -107,19 +107,20 @@ def trim_heap() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _reason(error: Exception, label: str) -> str:
+def _explain_failure(error: Exception, label: str) -> str:
     """Why a graph was not taken; a graph that is too new is said to be that."""
-    text = one_line(error, 2000)
+    text = format_error(error, 2000)
     opset = re.search(r"Opset (\d+) is under development.*till opset (\d+)", text)
     if opset:
         return (
             f"{label}: made with opset {opset[1]}; the installed onnxruntime takes up to {opset[2]}; "
             f"export with --opset {opset[2]} or upgrade onnxruntime"
         )
-    written = re.search(r"Unsupported model IR version: (\d+), max supported IR version: (\d+)", text)
-    if written:
+    ir_version = re.search(r"Unsupported model IR version: (\d+), max supported IR version: (\d+)", text)
+    if ir_version:
         return (
-            f"{label}: written in ONNX IR version {written[1]}; the installed onnxruntime takes up to {written[2]}; "
+            f"{label}: written in ONNX IR version {ir_version[1]}; the installed onnxruntime takes up to "
+            f"{ir_version[2]}; "
             "upgrade it, or export with an older onnx"
         )
-    return f"{label}: onnxruntime does not take this graph: {one_line(error, 300)}"
+    return f"{label}: onnxruntime does not take this graph: {format_error(error, 300)}"

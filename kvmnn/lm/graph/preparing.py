@@ -11,21 +11,34 @@ import numpy as np
 
 from ...errors import AttentionNotExposedError, ModelError
 from .attention import find_attention
-from .decoder import Decoder
-from .graph_file import external_tensors, home, opset, read_graph, relocate_weights, to_bytes
+from .decoder import OnnxDecoder
+from .graph_file import (
+    get_opset,
+    iter_external_tensors,
+    read_onnx_graph,
+    relocate_weights,
+    resolve_dir,
+    serialize_model,
+)
 from .interface import DecoderInterface
-from .kept_graphs import GraphCache, forget_facts
+from .kept_graphs import GraphCache, strip_metadata
 from .model_files import ModelFiles
-from .onnx_sessions import Settings, start
-from .proof import Expected, expect, fault
-from .surgery import Operated, add_biases, expose
+from .onnx_sessions import SessionSettings, create_session
+from .proof import ReferenceOutputs, check_equivalence, compute_reference
+from .surgery import RewrittenGraph, add_biases, expose_attention
 from .tensor_types import infer_types
-from .unmerging import unmerge
+from .unmerging import split_merged_decoder
 
 
-def start_decoder(
-    files: ModelFiles, interface: DecoderInterface, settings: Settings, *, attentions: bool, bias: bool, cache: bool
-) -> Decoder:
+def create_decoder(
+    files: ModelFiles,
+    interface: DecoderInterface,
+    settings: SessionSettings,
+    *,
+    attentions: bool,
+    bias: bool,
+    cache: bool,
+) -> OnnxDecoder:
     """A running decoder that gives attention probabilities and takes biases, as far as asked for and possible.
 
     Parameters
@@ -48,75 +61,79 @@ def start_decoder(
     ModelError
         When onnxruntime does not take the graph.
     """
-    own = Operated(attentions=interface.attentions if attentions else None)
-    expose_them = attentions and interface.attentions is None
+    plain_rewrite = RewrittenGraph(attentions=interface.attention_outputs if attentions else None)
+    exposes_attention = attentions and interface.attention_outputs is None
     bias = bias and interface.has_positions
-    if not (expose_them or bias):
-        return _plain(files, interface, settings, own)
-    wanted = "+".join(name for name, on in (("attentions", attentions), ("bias", bias)) if on)
-    kept = GraphCache(files.graph, wanted) if cache else None
-    found = kept.find() if kept else None
-    if found:
-        path, operated = found
+    if not (exposes_attention or bias):
+        return _create_plain_decoder(files, interface, settings, plain_rewrite)
+    variant = "+".join(name for name, is_enabled in (("attentions", attentions), ("bias", bias)) if is_enabled)
+    graph_cache = GraphCache(files.graph, variant) if cache else None
+    cached = graph_cache.find() if graph_cache else None
+    if cached:
+        path, rewritten = cached
         try:
-            return Decoder(start(path, path.parent, settings, files.label), interface, operated)
+            return OnnxDecoder(create_session(path, path.parent, settings, files.label), interface, rewritten)
         except ModelError:  # it was damaged, or onnxruntime was built otherwise; made anew
-            found = None
-    expected: Expected | None = None
+            cached = None
+    reference: ReferenceOutputs | None = None
     reason = ""
     for with_bias in [True, False] if bias else [False]:
-        if not (with_bias or expose_them):
+        if not (with_bias or exposes_attention):
             break
-        model = read_graph(files.graph)
+        model = read_onnx_graph(files.graph)
         relocate_weights(model, files.graph)
-        operated = _operate(model, interface, attentions=attentions, bias=with_bias)
-        if with_bias and operated.biases is None:
+        rewritten = _rewrite_graph(model, interface, attentions=attentions, bias=with_bias)
+        if with_bias and rewritten.biases is None:
             continue
-        forget_facts(model)
-        has_external = any(True for _ in external_tensors(model))
-        graph = to_bytes(model, files.label)
+        strip_metadata(model)
+        has_external = any(True for _ in iter_external_tensors(model))
+        graph = serialize_model(model, files.label)
         del model  # here and below: a large model is held once at a time
-        with kept.stage(graph, has_external=has_external) if kept else nullcontext() as staged:
+        with graph_cache.stage_graph(graph, has_external=has_external) if graph_cache else nullcontext() as staged:
             source: Path | bytes = staged.path if staged else graph
             del graph
-            if expected is None:
-                expected = expect(_plain(files, interface, settings, Operated()))
+            if reference is None:
+                reference = compute_reference(_create_plain_decoder(files, interface, settings, RewrittenGraph()))
             try:
-                runtime = start(source, home(files.graph), settings, files.label)
+                runtime = create_session(source, resolve_dir(files.graph), settings, files.label)
             except ModelError as error:
                 reason = str(error)
                 continue
-            decoder = Decoder(runtime, interface, operated)
-            reason = fault(expected, decoder) or ""
+            decoder = OnnxDecoder(runtime, interface, rewritten)
+            reason = check_equivalence(reference, decoder) or ""
             if reason:
                 continue
-            if operated.attentions:
-                probe = decoder.run(np.zeros(1, np.int64), np.zeros(1, np.int64), decoder.empty())
-                operated = replace(operated, query_heads=len(probe.attentions[0]) if probe.attentions else None)
+            if rewritten.attentions:
+                probe = decoder.run_step(np.zeros(1, np.int64), np.zeros(1, np.int64), decoder.create_empty_past())
+                rewritten = replace(rewritten, query_heads=len(probe.attentions[0]) if probe.attentions else None)
             if staged:
-                staged.keep(operated)
-            return Decoder(runtime, interface, operated)
-    if expose_them:
+                staged.commit(rewritten)
+            return OnnxDecoder(runtime, interface, rewritten)
+    if exposes_attention:
         raise AttentionNotExposedError(
             f"{files.label}: attention probabilities were found, but the graph that hands them out fails: {reason}; "
             'export with eager attention and without fusion (attn_implementation="eager")'
         )
-    return _plain(files, interface, settings, own)
+    return _create_plain_decoder(files, interface, settings, plain_rewrite)
 
 
-def _plain(files: ModelFiles, interface: DecoderInterface, settings: Settings, operated: Operated) -> Decoder:
-    return Decoder(start(files.graph, home(files.graph), settings, files.label), interface, operated)
+def _create_plain_decoder(
+    files: ModelFiles, interface: DecoderInterface, settings: SessionSettings, rewritten: RewrittenGraph
+) -> OnnxDecoder:
+    return OnnxDecoder(
+        create_session(files.graph, resolve_dir(files.graph), settings, files.label), interface, rewritten
+    )
 
 
-def _operate(model: Any, interface: DecoderInterface, *, attentions: bool, bias: bool) -> Operated:
+def _rewrite_graph(model: Any, interface: DecoderInterface, *, attentions: bool, bias: bool) -> RewrittenGraph:
     """Change `model` in place."""
-    unmerged = interface.branch is not None and unmerge(model, interface.branch)
-    names = interface.attentions if attentions else None
-    biases = None
-    found = find_attention(model, opset(model), [value for _, value in interface.past])
+    is_unmerged = interface.branch_input is not None and split_merged_decoder(model, interface.branch_input)
+    names = interface.attention_outputs if attentions else None
+    bias_inputs = None
+    attention_info = find_attention(model, get_opset(model), [value for _, value in interface.past_inputs])
     types = infer_types(model)
     if attentions and names is None:
-        names = expose(model, found, types, interface.label)
+        names = expose_attention(model, attention_info, types, interface.label)
     if bias:
-        biases = add_biases(model, found, types)
-    return Operated(names, biases, unmerged)
+        bias_inputs = add_biases(model, attention_info, types)
+    return RewrittenGraph(names, bias_inputs, is_unmerged)

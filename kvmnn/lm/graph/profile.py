@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ModelError
-from ...optional import package
-from .attention import attention_nodes
-from .graph_file import one_line
+from ...optional import import_optional
+from .attention import find_attention_nodes
+from .graph_file import format_error
 from .interface import DecoderInterface
-from .onnx_sessions import CPU, EVENTS, OPTIMIZED
-from .unmerging import unmerge
+from .onnx_sessions import CPU_PROVIDERS, EVENTS_PREFIX, OPTIMIZED_GRAPH_NAME
+from .unmerging import split_merged_decoder
 
-_MOST_BYTES = 256 << 20  # of a profile: some 500 bytes for each node of each step
-_SUFFIX = "_kernel_time"
+_MAX_PROFILE_BYTES = 256 << 20  # of a profile: some 500 bytes for each node of each step
+_KERNEL_TIME_SUFFIX = "_kernel_time"
 
 
 @dataclass(frozen=True)
-class AttentionTime:
+class AttentionTimeStats:
     """Means over steps, in seconds.
 
     Attributes
@@ -38,7 +38,7 @@ class AttentionTime:
     model_seconds: float
 
 
-class Profile:
+class SessionProfile:
     """A session's profile while it grows.
 
     Its files are open or read from now on, so their folder can be removed at once where the system allows that.
@@ -64,10 +64,10 @@ class Profile:
     def __init__(self, runtime: Any, interface: DecoderInterface) -> None:
         self._runtime, self._label = runtime, interface.label
         folder = Path(runtime.get_session_options().profile_file_prefix).parent
-        self.nodes = self._attention(folder / OPTIMIZED, interface)
-        files = list(folder.glob(f"{EVENTS}*"))
+        self.nodes = self._find_attention_nodes(folder / OPTIMIZED_GRAPH_NAME, interface)
+        files = list(folder.glob(f"{EVENTS_PREFIX}*"))
         if len(files) != 1:
-            raise self._unknown("onnxruntime writes no profile")
+            raise self._build_error("onnxruntime writes no profile")
         self._file = open(files[0], "rb")  # noqa: SIM115  # read when the steps are done
 
     def close(self) -> None:
@@ -76,8 +76,8 @@ class Profile:
             self._runtime.end_profiling()
         self._file.close()
 
-    def attention_time(self, steps: int) -> AttentionTime:
-        """The time of attention in the last `steps` runs; the profile ends.
+    def read_attention_time(self, num_steps: int) -> AttentionTimeStats:
+        """The time of attention in the last `num_steps` runs; the profile ends.
 
         Raises
         ------
@@ -85,45 +85,52 @@ class Profile:
             Where the profile does not show the attention of every one of them.
         """
         self._runtime.end_profiling()
-        data = self._file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise self._unknown(f"onnxruntime's profile is larger than {_MOST_BYTES >> 20} MiB")
+        data = self._file.read(_MAX_PROFILE_BYTES + 1)
+        if len(data) > _MAX_PROFILE_BYTES:
+            raise self._build_error(f"onnxruntime's profile is larger than {_MAX_PROFILE_BYTES >> 20} MiB")
         try:
-            return self._read(json.loads(data), steps)
+            return self._parse_events(json.loads(data), num_steps)
         except (KeyError, TypeError, ValueError) as error:
-            raise self._unknown(f"onnxruntime's profile cannot be read ({one_line(error)})") from error
+            raise self._build_error(f"onnxruntime's profile cannot be read ({format_error(error)})") from error
 
-    def _attention(self, path: Path, interface: DecoderInterface) -> frozenset[str]:
+    def _find_attention_nodes(self, path: Path, interface: DecoderInterface) -> frozenset[str]:
         try:
-            model = package("onnx").load(str(path), load_external_data=False)
+            model = import_optional("onnx").load(str(path), load_external_data=False)
         except Exception as error:  # protobuf's own class, by version
-            raise self._unknown(f"the graph that onnxruntime makes cannot be read ({one_line(error)})") from error
-        if interface.branch is not None:
-            unmerge(model, interface.branch)
-        layers = attention_nodes(model, [value for _, value in interface.past])
+            raise self._build_error(
+                f"the graph that onnxruntime makes cannot be read ({format_error(error)})"
+            ) from error
+        if interface.branch_input is not None:
+            split_merged_decoder(model, interface.branch_input)
+        layers = find_attention_nodes(model, [value for _, value in interface.past_inputs])
         if not layers:
-            raise self._unknown("it is not found in the graph that onnxruntime makes of this model")
+            raise self._build_error("it is not found in the graph that onnxruntime makes of this model")
         names = [node.name for nodes in layers for node in nodes]
         if not all(names) or len(set(names)) < len(names):
-            raise self._unknown("its operators have no names of their own")
+            raise self._build_error("its operators have no names of their own")
         return frozenset(names)
 
-    def _read(self, events: Any, steps: int) -> AttentionTime:
-        runs = [event for event in events if event["name"] == "model_run"][-steps:]
-        if len(runs) < steps:
-            raise self._unknown("onnxruntime's profile lacks some steps")
-        begun = runs[0]["ts"]
-        spent, seen = 0, Counter[str]()
+    def _parse_events(self, events: Any, num_steps: int) -> AttentionTimeStats:
+        runs = [event for event in events if event["name"] == "model_run"][-num_steps:]
+        if len(runs) < num_steps:
+            raise self._build_error("onnxruntime's profile lacks some steps")
+        start_timestamp = runs[0]["ts"]
+        total_us, event_counts = 0, Counter[str]()
         for event in events:
-            name = event["name"].removesuffix(_SUFFIX)
-            if event["cat"] == "Node" and event["name"] != name and event["ts"] >= begun and name in self.nodes:
-                if event["args"]["provider"] not in CPU:
-                    raise self._unknown(f"{event['args']['provider']} runs it beside the clock")
-                spent += event["dur"]
-                seen[name] += 1
-        if set(seen) != self.nodes or set(seen.values()) != {steps}:
-            raise self._unknown("onnxruntime's profile does not show all of it")
-        return AttentionTime(spent / steps / 1e6, sum(run["dur"] for run in runs) / steps / 1e6)
+            name = event["name"].removesuffix(_KERNEL_TIME_SUFFIX)
+            if (
+                event["cat"] == "Node"
+                and event["name"] != name
+                and event["ts"] >= start_timestamp
+                and name in self.nodes
+            ):
+                if event["args"]["provider"] not in CPU_PROVIDERS:
+                    raise self._build_error(f"{event['args']['provider']} runs it beside the clock")
+                total_us += event["dur"]
+                event_counts[name] += 1
+        if set(event_counts) != self.nodes or set(event_counts.values()) != {num_steps}:
+            raise self._build_error("onnxruntime's profile does not show all of it")
+        return AttentionTimeStats(total_us / num_steps / 1e6, sum(run["dur"] for run in runs) / num_steps / 1e6)
 
-    def _unknown(self, reason: str) -> ModelError:
+    def _build_error(self, reason: str) -> ModelError:
         return ModelError(f"{self._label}: the time of attention is not known: {reason}")

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ...optional import package
+from ...optional import import_optional
 
-_SMALL = 64  # values; constants up to this size may be shapes, which inference has to see
+_MAX_KEPT_ELEMENTS = 64  # values; constants up to this size may be shapes, which inference has to see
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def infer_types(model: Any) -> TensorTypes:
     The graph is copied with its large weights replaced by inputs of the same type, so that a model of some GB does not
     pass through protobuf again. Where inference fails, less is known; that is no error.
     """
-    onnx = package("onnx")
+    onnx = import_optional("onnx")
     skeleton = onnx.ModelProto(ir_version=model.ir_version)
     skeleton.opset_import.extend(model.opset_import)
     skeleton.functions.extend(model.functions)
@@ -41,23 +41,23 @@ def infer_types(model: Any) -> TensorTypes:
     skeleton.graph.node.extend(model.graph.node)
     skeleton.graph.input.extend(model.graph.input)
     skeleton.graph.value_info.extend(model.graph.value_info)
-    given = {value.name for value in model.graph.input}
+    input_names = {value.name for value in model.graph.input}
     for tensor in model.graph.initializer:
-        if math.prod(tensor.dims) <= _SMALL and tensor.data_location != onnx.TensorProto.EXTERNAL:
+        if math.prod(tensor.dims) <= _MAX_KEPT_ELEMENTS and tensor.data_location != onnx.TensorProto.EXTERNAL:
             skeleton.graph.initializer.append(tensor)
-        elif tensor.name not in given:
+        elif tensor.name not in input_names:
             skeleton.graph.input.append(
                 onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
             )
     try:
-        inferred = onnx.shape_inference.infer_shapes(skeleton, data_prop=True).graph
+        typed_graph = onnx.shape_inference.infer_shapes(skeleton, data_prop=True).graph
     except Exception:  # of many classes; types that stay unknown are dealt with by the caller
-        inferred = skeleton.graph
+        typed_graph = skeleton.graph
     elements, ranks = {}, {}
-    for value in [*inferred.input, *inferred.value_info, *inferred.output, *model.graph.output]:
-        kind = value.type.tensor_type
-        if kind.elem_type:
-            elements[value.name] = kind.elem_type
-        if kind.HasField("shape"):
-            ranks[value.name] = len(kind.shape.dim)
+    for value in [*typed_graph.input, *typed_graph.value_info, *typed_graph.output, *model.graph.output]:
+        tensor_type = value.type.tensor_type
+        if tensor_type.elem_type:
+            elements[value.name] = tensor_type.elem_type
+        if tensor_type.HasField("shape"):
+            ranks[value.name] = len(tensor_type.shape.dim)
     return TensorTypes(elements, ranks)

@@ -4,60 +4,64 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...optional import package
+from ...optional import import_optional
 
 
-def unmerge(model: Any, branch: str) -> bool:
+def split_merged_decoder(model: Any, branch_input: str) -> bool:
     """Replace the ``If`` that chooses a branch by the nodes of the branch with a past, in place.
 
     Parameters
     ----------
     model
         An ``onnx.ModelProto``.
-    branch
+    branch_input
         The input that chooses; it goes.
 
     Returns
     -------
     False, and nothing is changed, where the graph is not made of exactly one such ``If``.
     """
-    choices = [place for place, node in enumerate(model.graph.node) if branch in node.input]
-    if len(choices) != 1 or model.graph.node[choices[0]].op_type != "If":
+    candidates = [if_index for if_index, node in enumerate(model.graph.node) if branch_input in node.input]
+    if len(candidates) != 1 or model.graph.node[candidates[0]].op_type != "If":
         return False
-    place = choices[0]
-    choice = model.graph.node[place]
-    inner = next((attribute.g for attribute in choice.attribute if attribute.name == "then_branch"), None)
-    if inner is None or len(inner.output) != len(choice.output):
+    if_index = candidates[0]
+    if_node = model.graph.node[if_index]
+    branch_graph = next((attribute.g for attribute in if_node.attribute if attribute.name == "then_branch"), None)
+    if branch_graph is None or len(branch_graph.output) != len(if_node.output):
         return False
-    nodes = list(inner.node)
-    made = {name for node in nodes for name in node.output}
+    nodes = list(branch_graph.node)
+    produced_names = {name for node in nodes for name in node.output}
     names: dict[str, str] = {}
     copies = []
-    for value, outer in zip(inner.output, choice.output, strict=True):
-        if value.name in made and value.name not in names:
+    for value, outer in zip(branch_graph.output, if_node.output, strict=True):
+        if value.name in produced_names and value.name not in names:
             names[value.name] = outer
         else:  # handed through from outside, or given out twice
             source = names.get(value.name, value.name)
-            copies.append(package("onnx").helper.make_node("Identity", [source], [outer], name=f"{outer}/unmerged"))
+            copies.append(
+                import_optional("onnx").helper.make_node("Identity", [source], [outer], name=f"{outer}/unmerged")
+            )
     for node in nodes:
-        _rename(node, names)
-    stored = {tensor.name for tensor in model.graph.initializer}
-    model.graph.initializer.extend(tensor for tensor in inner.initializer if tensor.name not in stored)
-    model.graph.value_info.extend(value for value in inner.value_info if value.name not in names)
-    after = list(model.graph.node[place + 1 :])
-    before = list(model.graph.node[:place])
-    rebuilt = type(model.graph)()
-    rebuilt.node.extend([*before, *nodes, *copies, *after])
+        _rename_tensors(node, names)
+    initializer_names = {tensor.name for tensor in model.graph.initializer}
+    model.graph.initializer.extend(
+        tensor for tensor in branch_graph.initializer if tensor.name not in initializer_names
+    )
+    model.graph.value_info.extend(value for value in branch_graph.value_info if value.name not in names)
+    later_nodes = list(model.graph.node[if_index + 1 :])
+    earlier_nodes = list(model.graph.node[:if_index])
+    new_graph = type(model.graph)()
+    new_graph.node.extend([*earlier_nodes, *nodes, *copies, *later_nodes])
     model.graph.ClearField("node")
-    model.graph.node.extend(rebuilt.node)
+    model.graph.node.extend(new_graph.node)
     for position, value in enumerate(model.graph.input):
-        if value.name == branch:
+        if value.name == branch_input:
             del model.graph.input[position]
             break
     return True
 
 
-def _rename(node: Any, names: dict[str, str]) -> None:
+def _rename_tensors(node: Any, names: dict[str, str]) -> None:
     """Rename tensors of a node, also where its own subgraphs use them."""
     for operands in (node.input, node.output):
         for position, name in enumerate(operands):
@@ -66,6 +70,6 @@ def _rename(node: Any, names: dict[str, str]) -> None:
     for attribute in node.attribute:
         for graph in [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]:
             for inner in graph.node:
-                _rename(inner, names)
+                _rename_tensors(inner, names)
             for value in graph.output:
                 value.name = names.get(value.name, value.name)

@@ -18,23 +18,26 @@ class Cell:
     text: str
     number: float | None = None
     tone: Tone = ""
-    under: str = ""
+    subtext: str = ""
 
 
 @dataclass(frozen=True)
-class Table:
-    """A table. `left` says which columns are texts; with `cards`, a row becomes a card on a narrow screen."""
+class TableBlock:
+    """A table.
+
+    `left_columns` says which columns are texts; with `has_cards`, a row becomes a card on a narrow screen.
+    """
 
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[Cell]]
-    left: frozenset[int] = frozenset({0})
-    cards: bool = False
+    left_columns: frozenset[int] = frozenset({0})
+    has_cards: bool = False
     note: str = ""
 
 
 @dataclass(frozen=True)
-class Point:
+class ChartPoint:
     """A point of a plot, with the ends of its interval and what it is called; whether its marker is empty."""
 
     x: float
@@ -46,47 +49,47 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Series:
-    """Points of one name; `look` is the number of its colour and marker."""
+class ChartSeries:
+    """Points of one name; `style_number` is the number of its colour and marker."""
 
     name: str
-    points: Sequence[Point]
-    look: int
-    line: bool = True
-    dashed: bool = False
-    marker: bool = True
+    points: Sequence[ChartPoint]
+    style_number: int
+    has_line: bool = True
+    is_dashed: bool = False
+    has_markers: bool = True
 
 
 @dataclass(frozen=True)
-class Chart:
+class ChartBlock:
     """A plot.
 
     Attributes
     ----------
-    title, said
+    title, summary
         What it shows, and in a sentence what one sees (for those who do not).
-    across
+    row_names
         Names on the axis of y, from the top: points are dots on lines of their own. Empty: x and y are numbers.
     limits
-        Lines across the plot: value and name; vertical where `across`, else horizontal.
+        Lines across the plot: value and name; vertical where `row_names`, else horizontal.
     """
 
     title: str
-    said: str
+    summary: str
     x: str
     y: str
-    series: Sequence[Series]
-    across: Sequence[str] = ()
+    series: Sequence[ChartSeries]
+    row_names: Sequence[str] = ()
     limits: Sequence[tuple[float, str]] = ()
-    log_x: bool = False
-    log_y: bool = False
-    whole_x: bool = False
-    from_zero: bool = True
+    is_log_x: bool = False
+    is_log_y: bool = False
+    has_integer_x: bool = False
+    starts_at_zero: bool = True
     digits: int = 3
 
 
 @dataclass(frozen=True)
-class Text:
+class Paragraph:
     """A paragraph."""
 
     text: str
@@ -94,21 +97,21 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Items:
+class BulletList:
     """A list of sentences."""
 
     items: Sequence[str]
 
 
 @dataclass(frozen=True)
-class Facts:
+class FactList:
     """Names and values."""
 
     pairs: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Commands:
+class CommandList:
     """Command lines, each with the file that it made."""
 
     lines: Sequence[tuple[str, str]]
@@ -121,22 +124,22 @@ class CaseCard:
     name: str
     verdict: str
     tone: Tone
-    said: str
+    summary: str
     misses: Sequence[tuple[str, str]]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerdictBlock:
     """The head of a page: the verdict, the sentence below it, and the cases."""
 
     word: str
     tone: Tone
-    said: str
+    summary: str
     cases: Sequence[CaseCard] = ()
     notes: Sequence[str] = ()
 
 
-Block = Table | Chart | Text | Items | Facts | Commands | Verdict
+Block = TableBlock | ChartBlock | Paragraph | BulletList | FactList | CommandList | VerdictBlock
 
 
 @dataclass(frozen=True)
@@ -148,21 +151,21 @@ class Section:
     blocks: Sequence[Block]
 
 
-def missing(what: str) -> Text:
+def make_missing_note(text: str) -> Paragraph:
     """Said where a part is not there."""
-    return Text(what, "unknown")
+    return Paragraph(text, "unknown")
 
 
-def number(value: float | None, digits: int = 3, *, scale: float = 1.0, sign: bool = False) -> Cell:
+def make_number_cell(value: float | None, digits: int = 3, *, scale: float = 1.0, has_sign: bool = False) -> Cell:
     """A number in a table."""
     if value is None:
         return Cell("-", None, "muted")
-    return Cell(format(value * scale, f"{'+' if sign else ''},.{digits}f"), value)
+    return Cell(format(value * scale, f"{'+' if has_sign else ''},.{digits}f"), value)
 
 
-def thinned(found: Sequence[Point], most: int) -> list[Point]:
+def thin_points(points: Sequence[ChartPoint], max_points: int) -> list[ChartPoint]:
     """At most so many points, the first and the last among them."""
-    if len(found) <= most:
-        return list(found)
-    step = (len(found) - 1) / (most - 1)
-    return [found[round(place * step)] for place in range(most)]
+    if len(points) <= max_points:
+        return list(points)
+    step = (len(points) - 1) / (max_points - 1)
+    return [points[round(place * step)] for place in range(max_points)]

@@ -6,146 +6,173 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from ...text import count
-from .blocks import Block, Cell, Chart, Point, Section, Series, Table, Text, missing, number
-from .material import Material
-from .records import CaseRuns, PastRound, RoundRow
-from .reference import REFERENCE, WHERE
-from .verdict import TONES, case_verdicts, verdict_of
+from ...text import pluralize
+from .blocks import (
+    Block,
+    Cell,
+    ChartBlock,
+    ChartPoint,
+    ChartSeries,
+    Paragraph,
+    Section,
+    TableBlock,
+    make_missing_note,
+    make_number_cell,
+)
+from .material import ReportInputs
+from .records import CaseRuns, HistoryRound, RoundRow
+from .reference import REFERENCE_CASES, REFERENCE_SOURCE
+from .verdict import TONE_BY_VERDICT, get_verdict_text, list_case_verdicts
 
-SYNTHETIC = "synthetic"
+SYNTHETIC_PROMPTS = "synthetic"
 """What a round says of prompts that are one token repeated."""
 
-_MOST_ROWS = 200
-_COLUMNS = (
+_MAX_CASE_ROWS = 200
+_CASE_COLUMNS = (
     "case", "verdict", "lossy", "lossless", "product", "held in all", "decode tok/s", "without tok/s", "change",
     "bytes equal",
 )  # fmt: skip
 
 
-def cases_section(found: Material) -> Section:
+def build_cases_section(inputs: ReportInputs) -> Section:
     """The table of cases, as the fork's report has it, beside its figures."""
     title = "Cases beside the fork's report"
-    if found.round is None:
-        return Section("cases", title, [missing("Cases: not measured. No round of gates was given (kvmnn gate run).")])
-    verdicts = dict(case_verdicts(found))
+    if inputs.round is None:
+        return Section(
+            "cases", title, [make_missing_note("Cases: not measured. No round of gates was given (kvmnn gate run).")]
+        )
+    verdicts = dict(list_case_verdicts(inputs))
     rows = []
-    for row in found.round.rows[:_MOST_ROWS]:
-        runs = found.runs.get(row.case)
-        word = verdict_of(verdicts[row.case])
-        name = Cell(row.case, under=f"{row.prompts} prompts" if row.prompts == SYNTHETIC else "")
-        rows.append([name, Cell(word, None, TONES[word]), *_figures(row, runs, found)])
+    for row in inputs.round.rows[:_MAX_CASE_ROWS]:
+        runs = inputs.runs.get(row.case)
+        word = get_verdict_text(verdicts[row.case])
+        name = Cell(row.case, subtext=f"{row.prompts} prompts" if row.prompts == SYNTHETIC_PROMPTS else "")
+        rows.append([name, Cell(word, None, TONE_BY_VERDICT[word]), *_make_case_cells(row, runs, inputs)])
     note = (
-        f"doc.: {WHERE}. Lossy, lossless and decode are those of the rows of summary.json; product is lossy times "
+        f"doc.: {REFERENCE_SOURCE}. Lossy, lossless and decode are those of the rows of summary.json; product is lossy "
+        f"times "
         "lossless, as the document takes it, though the two do not hold for the same bytes. Held in all: bytes of all "
         "tokens over all that is held at the end, hot rows and room to grow included, the least of the runs. Change: "
         "of the mean speed against that without compression, a minus is slower; the gate takes its interval. "
         "Figures of llm_demo are means over its prompts; its gates take the "
         "least lossy ratio, and raw over compressed bytes of all prompts together."
     )
-    if any(row.prompts == SYNTHETIC for row in found.round.rows):
+    if any(row.prompts == SYNTHETIC_PROMPTS for row in inputs.round.rows):
         note += " Synthetic prompts are one token repeated, whose K and V compress better than those of texts."
-    if len(found.round.rows) > _MOST_ROWS:
-        note = f"{len(found.round.rows) - _MOST_ROWS:,} more cases are in summary.json. {note}"
-    table = Table("Cases of this round beside those of the document", _COLUMNS, rows, frozenset({0, 1}), True, note)
-    return Section("cases", title, [table, *_charts(found.round.rows)])
+    if len(inputs.round.rows) > _MAX_CASE_ROWS:
+        note = f"{len(inputs.round.rows) - _MAX_CASE_ROWS:,} more cases are in summary.json. {note}"
+    table = TableBlock(
+        "Cases of this round beside those of the document", _CASE_COLUMNS, rows, frozenset({0, 1}), True, note
+    )
+    return Section("cases", title, [table, *_build_case_charts(inputs.round.rows)])
 
 
-def _figures(row: RoundRow, runs: CaseRuns | None, found: Material) -> list[Cell]:
-    lossy, lossless, speed, before = figures_of(row)
+def _make_case_cells(row: RoundRow, runs: CaseRuns | None, inputs: ReportInputs) -> list[Cell]:
+    lossy, lossless, speed, baseline_speed = extract_figures(row)
     product = None if lossy is None or lossless is None else lossy * lossless
-    change = None if row.decode_drop_ratio is None or not before else -row.decode_drop_ratio
-    held = min((pair.candidate.total_ratio for pair in runs.pairs), default=None) if runs is not None else None
+    change = None if row.decode_drop_ratio is None or not baseline_speed else -row.decode_drop_ratio
+    min_total_ratio = (
+        min((pair.candidate.total_ratio for pair in runs.pairs), default=None) if runs is not None else None
+    )
     cells = [
-        number(lossy), number(lossless), number(product), number(held), number(speed, 2), number(before, 2),
-        _percent(change), _equal(row, found),
+        make_number_cell(lossy), make_number_cell(lossless), make_number_cell(product),
+        make_number_cell(min_total_ratio), make_number_cell(speed, 2), make_number_cell(baseline_speed, 2),
+        _make_percent_cell(change), _make_consistency_cell(row, inputs),
     ]  # fmt: skip
     return [
-        replace(cell, under=f"doc. {said}") if said else cell for cell, said in zip(cells, _document(row), strict=True)
+        replace(cell, subtext=f"doc. {reference_text}") if reference_text else cell
+        for cell, reference_text in zip(cells, _format_reference_cells(row), strict=True)
     ]
 
 
-def _equal(row: RoundRow, found: Material) -> Cell:
+def _make_consistency_cell(row: RoundRow, inputs: ReportInputs) -> Cell:
     """Whether bytes were compared and equal, as the gate has it; else what the row says."""
-    case = found.verdicts.get(row.case)
-    gate = next((one for one in case[1].gates if one.name == "consistency"), None) if case is not None else None
+    case = inputs.verdicts.get(row.case)
+    gate = (
+        next((candidate_gate for candidate_gate in case[1].gates if candidate_gate.name == "consistency"), None)
+        if case is not None
+        else None
+    )
     if gate is not None:
-        return Cell(gate.verdict, None, TONES[gate.verdict])
-    said = row.kv_content_consistency_pass
-    return Cell("-" if said is None else "pass" if said else "fail", None, "muted")
+        return Cell(gate.verdict, None, TONE_BY_VERDICT[gate.verdict])
+    is_consistent = row.kv_content_consistency_pass
+    return Cell("-" if is_consistent is None else "pass" if is_consistent else "fail", None, "muted")
 
 
-def _document(row: RoundRow) -> list[str]:
+def _format_reference_cells(row: RoundRow) -> list[str]:
     """The document's figures of a case, column by column; nothing where it has none."""
-    there = REFERENCE.get(row.case)
-    if there is None:
+    reference = REFERENCE_CASES.get(row.case)
+    if reference is None:
         return [""] * 8
-    total = "" if there.total is None else f"{there.total:.3f}"
-    same = "" if there.consistent is None else "pass" if there.consistent else "fail"
+    total_text = "" if reference.total is None else f"{reference.total:.3f}"
+    consistency_text = "" if reference.consistent is None else "pass" if reference.consistent else "fail"
     return [
-        f"{there.lossy:.3f}", f"{there.lossless:.3f}", total, "", f"{there.decode:.3f}", f"{there.baseline:.3f}",
-        f"{there.change:+.2%}", same,
+        f"{reference.lossy:.3f}", f"{reference.lossless:.3f}", total_text, "", f"{reference.decode:.3f}",
+        f"{reference.baseline:.3f}",
+        f"{reference.change:+.2%}", consistency_text,
     ]  # fmt: skip
 
 
-def figures_of(row: RoundRow) -> tuple[float | None, float | None, float | None, float | None]:
+def extract_figures(row: RoundRow) -> tuple[float | None, float | None, float | None, float | None]:
     """Lossy and lossless ratio, speed with and without compression, by the names of either suite."""
 
-    def first(*values: float | None) -> float | None:
+    def first_measured(*values: float | None) -> float | None:
         return next((value for value in values if value is not None), None)
 
     return (
-        first(row.lossy_best, row.candidate_lossy_ratio_avg),
-        first(row.lossless_selected_value, row.candidate_lossless_ratio_avg),
-        first(row.decode_gate_tps, row.candidate_decode_tps_avg),
-        first(row.decode_baseline, row.baseline_decode_tps_avg),
+        first_measured(row.lossy_best, row.candidate_lossy_ratio_avg),
+        first_measured(row.lossless_selected_value, row.candidate_lossless_ratio_avg),
+        first_measured(row.decode_gate_tps, row.candidate_decode_tps_avg),
+        first_measured(row.decode_baseline, row.baseline_decode_tps_avg),
     )
 
 
-def _percent(value: float | None) -> Cell:
+def _make_percent_cell(value: float | None) -> Cell:
     return Cell("-", None, "muted") if value is None else Cell(f"{value:+.2%}", value)
 
 
-def _charts(rows: Sequence[RoundRow]) -> list[Block]:
-    shown = rows[:12]
-    names = [row.case for row in shown]
+def _build_case_charts(rows: Sequence[RoundRow]) -> list[Block]:
+    shown_rows = rows[:12]
+    names = [row.case for row in shown_rows]
     charts: list[Block] = []
-    for place, (title, limit) in enumerate((("Lossy ratio", 3.0), ("Lossless ratio", 1.3))):
-        ours = [
-            Point(value, at, name=row.case)
-            for at, row in enumerate(shown)
-            if (value := figures_of(row)[place]) is not None
+    for figure_index, (title, limit) in enumerate((("Lossy ratio", 3.0), ("Lossless ratio", 1.3))):
+        round_points = [
+            ChartPoint(value, row_index, name=row.case)
+            for row_index, row in enumerate(shown_rows)
+            if (value := extract_figures(row)[figure_index]) is not None
         ]
-        theirs = [
-            Point((there.lossy, there.lossless)[place], at, name=row.case)
-            for at, row in enumerate(shown)
-            if (there := REFERENCE.get(row.case)) is not None
+        reference_points = [
+            ChartPoint((reference.lossy, reference.lossless)[figure_index], row_index, name=row.case)
+            for row_index, row in enumerate(shown_rows)
+            if (reference := REFERENCE_CASES.get(row.case)) is not None
         ]
-        if not ours:
+        if not round_points:
             continue
-        series = [Series("this round", ours, 0, line=False)]
-        if theirs:
-            series.append(Series("document", theirs, 1, line=False))
-        said = f"{title} of each case of this round, beside the document's, with the document's target {limit}."
+        series = [ChartSeries("this round", round_points, 0, has_line=False)]
+        if reference_points:
+            series.append(ChartSeries("document", reference_points, 1, has_line=False))
+        summary = f"{title} of each case of this round, beside the document's, with the document's target {limit}."
         charts.append(
-            Chart(f"{title} by case", said, "ratio", "case", series, names, [(limit, f"target {limit}")])
+            ChartBlock(f"{title} by case", summary, "ratio", "case", series, names, [(limit, f"target {limit}")])
         )  # fmt: skip
     return charts
 
 
-def speed_section(found: Material) -> Section:
+def build_speed_section(inputs: ReportInputs) -> Section:
     """Both sides of the runs of each case."""
     title = "Speed, side by side"
-    if not found.runs:
+    if not inputs.runs:
         text = "Runs in pairs: not measured. They are in CASE/runs.json of a folder of kvmnn gate run."
-        return Section("speed", title, [missing(text)])
-    rows, order = [], found.runs_in_order()
-    for runs in order:
+        return Section("speed", title, [make_missing_note(text)])
+    rows, ordered_runs = [], inputs.list_runs_in_order()
+    for runs in ordered_runs:
         for work in dict.fromkeys(pair.work for pair in runs.pairs):
             pairs = [pair for pair in runs.pairs if pair.work == work]
-            rows.append([Cell(runs.case), Cell(work), Cell(f"{len(pairs)}", len(pairs)), *_speeds(runs, work)])
-    more = len(rows) - _MOST_ROWS
-    rows = rows[:_MOST_ROWS]
+            rows.append(
+                [Cell(runs.case), Cell(work), Cell(f"{len(pairs)}", len(pairs)), *_make_speed_cells(runs, work)]
+            )
+    num_hidden = len(rows) - _MAX_CASE_ROWS
+    rows = rows[:_MAX_CASE_ROWS]
     columns = (
         "case",
         "work",
@@ -161,68 +188,82 @@ def speed_section(found: Material) -> Section:
     note = (
         "Means over pairs of runs side by side; least and most: of the side with compression. Encoded: raw over "
         "compressed bytes of what was encoded; held in all: as in the table of cases."
-    ) + (f" {more:,} more rows are in runs.json of the cases." if more > 0 else "")
-    table = Table("Runs of each case by work", columns, rows, frozenset({0, 1}), False, note)
+    ) + (f" {num_hidden:,} more rows are in runs.json of the cases." if num_hidden > 0 else "")
+    table = TableBlock("Runs of each case by work", columns, rows, frozenset({0, 1}), False, note)
     sides = (("without", "without compression"), ("candidate", "with compression"))
     series = []
     for look, (side, name) in enumerate(sides):
         points = [
-            Point(speed, at, name=f"{runs.case}, {pair.work}")
-            for at, runs in enumerate(order[:12])
+            ChartPoint(speed, row_index, name=f"{runs.case}, {pair.work}")
+            for row_index, runs in enumerate(ordered_runs[:12])
             for pair in runs.pairs
-            if (speed := getattr(pair, side).speed) is not None
+            if (speed := getattr(pair, side).tokens_per_second) is not None
         ]
-        series.append(Series(name, points, look, line=False))
-    chart = Chart(
+        series.append(ChartSeries(name, points, look, has_line=False))
+    chart = ChartBlock(
         "Decode speed of every run",
         "Each dot is a run: those without compression beside those with it, case by case.",
-        "tokens a second", "case", series, [runs.case for runs in order[:12]], digits=2,
+        "tokens a second", "case", series, [runs.case for runs in ordered_runs[:12]], digits=2,
     )  # fmt: skip
     return Section("speed", title, [chart, table])
 
 
-def _speeds(runs: CaseRuns, work: str) -> list[Cell]:
+def _make_speed_cells(runs: CaseRuns, work: str) -> list[Cell]:
     pairs = [pair for pair in runs.pairs if pair.work == work]
-    before = [pair.without.speed for pair in pairs if pair.without.speed is not None]
-    after = [pair.candidate.speed for pair in pairs if pair.candidate.speed is not None]
-    encoded = [pair.candidate.encoded_ratio for pair in pairs if pair.candidate.encoded_ratio is not None]
+    baseline_speeds = [pair.without.tokens_per_second for pair in pairs if pair.without.tokens_per_second is not None]
+    candidate_speeds = [
+        pair.candidate.tokens_per_second for pair in pairs if pair.candidate.tokens_per_second is not None
+    ]
+    encoded_ratios = [pair.candidate.encoded_ratio for pair in pairs if pair.candidate.encoded_ratio is not None]
     return [
-        number(fmean(before) if before else None, 2),
-        number(fmean(after) if after else None, 2),
-        number(min(after, default=None), 2),
-        number(max(after, default=None), 2),
-        number(fmean(pair.candidate.lossy_ratio for pair in pairs)),
-        number(fmean(encoded) if encoded else None),
-        number(min(pair.candidate.total_ratio for pair in pairs)),
+        make_number_cell(fmean(baseline_speeds) if baseline_speeds else None, 2),
+        make_number_cell(fmean(candidate_speeds) if candidate_speeds else None, 2),
+        make_number_cell(min(candidate_speeds, default=None), 2),
+        make_number_cell(max(candidate_speeds, default=None), 2),
+        make_number_cell(fmean(pair.candidate.lossy_ratio for pair in pairs)),
+        make_number_cell(fmean(encoded_ratios) if encoded_ratios else None),
+        make_number_cell(min(pair.candidate.total_ratio for pair in pairs)),
     ]
 
 
-def trend_section(found: Material) -> Section:
+def build_trend_section(inputs: ReportInputs) -> Section:
     """Rounds, one after another."""
     title = "Trend over rounds"
-    rounds = found.history[-200:]
+    rounds = inputs.history[-200:]
     if not rounds:
-        return Section("trend", title, [missing("Trend: not measured. There is no history.jsonl of kvmnn gate run.")])
+        return Section(
+            "trend", title, [make_missing_note("Trend: not measured. There is no history.jsonl of kvmnn gate run.")]
+        )
     rows = []
-    for place, entry in enumerate(rounds, start=len(found.history) - len(rounds) + 1):
-        passed = sum(case.passed for case in entry.cases)
+    for round_number, entry in enumerate(rounds, start=len(inputs.history) - len(rounds) + 1):
+        num_passed = sum(case.passed for case in entry.cases)
         reasons = "; ".join(
             f"{case.case}: {case.reason or 'no reason given'}" for case in entry.cases if not case.passed
         )
-        share = Cell(f"{passed} of {len(entry.cases)}", passed / max(len(entry.cases), 1))
-        changed = Cell("; ".join(entry.changed) or "-")
-        rows.append([Cell(f"{place}", place), Cell(entry.generated_at), share, Cell(reasons or "-"), changed])
+        passed_cell = Cell(f"{num_passed} of {len(entry.cases)}", num_passed / max(len(entry.cases), 1))
+        changed_cell = Cell("; ".join(entry.changed) or "-")
+        rows.append(
+            [
+                Cell(f"{round_number}", round_number),
+                Cell(entry.generated_at),
+                passed_cell,
+                Cell(reasons or "-"),
+                changed_cell,
+            ]
+        )
     blocks: list[Block] = []
     if len(rounds) < 2:
-        blocks.append(Text("One round so far: there is no trend yet.", "unknown"))
+        blocks.append(Paragraph("One round so far: there is no trend yet.", "unknown"))
     else:
-        blocks += _trends(rounds, len(found.history) - len(rounds) + 1)
+        blocks += _build_trend_charts(rounds, len(inputs.history) - len(rounds) + 1)
     columns = ("round", "when", "passed", "what did not pass", "changed since the round before")
-    blocks.append(Table(f"Rounds: {count(len(found.history), 'round')}", columns, rows, frozenset({1, 3, 4}), True))
+    blocks.append(
+        TableBlock(f"Rounds: {pluralize(len(inputs.history), 'round')}", columns, rows, frozenset({1, 3, 4}), True)
+    )
     return Section("trend", title, blocks)
 
 
-def _trends(rounds: Sequence[PastRound], first: int) -> list[Block]:
+def _build_trend_charts(rounds: Sequence[HistoryRound], first_number: int) -> list[Block]:
     names = list(dict.fromkeys(case.case for entry in rounds for case in entry.cases))[:8]
     charts: list[Block] = []
     for title, key, unit in (
@@ -233,12 +274,14 @@ def _trends(rounds: Sequence[PastRound], first: int) -> list[Block]:
         series = []
         for look, name in enumerate(names):
             points = [
-                Point(place, value, name=name)
-                for place, entry in enumerate(rounds, start=first)
+                ChartPoint(round_number, value, name=name)
+                for round_number, entry in enumerate(rounds, start=first_number)
                 for case in entry.cases
                 if case.case == name and (value := getattr(case, key))  # 0 in histories of before: not measured
             ]
-            series.append(Series(name, points, look))
-        if any(one.points for one in series):
-            charts.append(Chart(title, f"{title}, a line for each case.", "round", unit, series, whole_x=True))
+            series.append(ChartSeries(name, points, look))
+        if any(chart_series.points for chart_series in series):
+            charts.append(
+                ChartBlock(title, f"{title}, a line for each case.", "round", unit, series, has_integer_x=True)
+            )
     return charts

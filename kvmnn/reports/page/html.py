@@ -6,23 +6,36 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from ...text import visible
+from ...text import escape_control
 from . import charts
-from .blocks import Block, Cell, Chart, Commands, Facts, Items, Section, Series, Table, Text, Verdict, thinned
+from .blocks import (
+    Block,
+    BulletList,
+    Cell,
+    ChartBlock,
+    ChartSeries,
+    CommandList,
+    FactList,
+    Paragraph,
+    Section,
+    TableBlock,
+    VerdictBlock,
+    thin_points,
+)
 from .look import CSS, SCRIPT, SCRIPT_HASH
 
-_MARKS = {
+_MARKER_SHAPES = {
     "o": '<circle cx="14" cy="7" r="3.6"/>',
     "s": '<path d="M10.6 3.6h6.8v6.8h-6.8z"/>',
     "^": '<path d="M14 2.8 18 10.6H10z"/>',
     "D": '<path d="M14 2.4 18.4 7 14 11.6 9.6 7z"/>',
     "v": '<path d="M14 11.2 10 3.4H18z"/>',
 }
-_WIDE = 28
+_WIDE_CELL_CHARS = 28
 """Letters from which on a cell of text asks for room."""
 
 
-def page(title: str, verdict: Verdict, sections: Sequence[Section], *, points: int, rows: int) -> str:
+def render_html_page(title: str, verdict: VerdictBlock, sections: Sequence[Section], *, points: int, rows: int) -> str:
     """The whole page.
 
     Parameters
@@ -32,206 +45,227 @@ def page(title: str, verdict: Verdict, sections: Sequence[Section], *, points: i
     rows
         Of the table behind a plot.
     """
-    maker = _Maker(points, rows)
+    renderer = _SectionRenderer(points, rows)
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{SCRIPT_HASH}'; base-uri 'none'; "
         "form-action 'none'"
     )
-    body = "".join(maker.section(section) for section in sections)
-    links = "".join(f'<li><a href="#{one.key}">{plain(one.title)}</a></li>' for one in sections)
+    body = "".join(renderer.render_section(section) for section in sections)
+    links = "".join(
+        f'<li><a href="#{link_section.key}">{escape_html(link_section.title)}</a></li>' for link_section in sections
+    )
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta name="color-scheme" content="light dark">\n'
-        f"<title>{plain(verdict.word)}: {plain(title)} - kvmnn report</title>\n<style>{CSS}</style>\n</head>\n<body>\n"
+        f"<title>{escape_html(verdict.word)}: {escape_html(title)} - kvmnn "
+        f"report</title>\n<style>{CSS}</style>\n</head>\n<body>\n"
         f'<a class="skip" href="#content">To the figures</a>\n'
-        f"<header>\n<h1>kvmnn report: <b>{plain(title)}</b></h1>\n{_head(verdict)}</header>\n"
+        f"<header>\n<h1>kvmnn report: <b>{escape_html(title)}</b></h1>\n{_render_head(verdict)}</header>\n"
         f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n<main id="content">\n{body}</main>\n'
         f"<footer><p>Every figure is of the files under Sources. What nobody measured is said to be not measured."
         f"</p></footer>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
     )
 
 
-def plain(text: str) -> str:
+def escape_html(text: str) -> str:
     """A text that HTML shows as it is, in one line, with control and direction marks visible."""
-    return escape(visible(" ".join(text.split("\n")), lines=False))
+    return escape(escape_control(" ".join(text.split("\n")), keep_line_ends=False))
 
 
-def _head(verdict: Verdict) -> str:
+def _render_head(verdict: VerdictBlock) -> str:
     cases = "".join(
-        f'<li class="case {card.tone}"><div class="case-head"><h3>{plain(card.name)}</h3>'
-        f'<span class="chip {card.tone}">{plain(card.verdict)}</span></div>'
-        + (f'<p class="said">{plain(card.said)}</p>' if card.said else "")
-        + (f"<dl>{_pairs(card.misses)}</dl>" if card.misses else "")
+        f'<li class="case {card.tone}"><div class="case-head"><h3>{escape_html(card.name)}</h3>'
+        f'<span class="chip {card.tone}">{escape_html(card.verdict)}</span></div>'
+        + (f'<p class="said">{escape_html(card.summary)}</p>' if card.summary else "")
+        + (f"<dl>{_render_pairs(card.misses)}</dl>" if card.misses else "")
         + "</li>"
         for card in verdict.cases
     )
     grid = f'<ul class="cards-grid" aria-label="Cases">{cases}</ul>\n' if cases else ""
-    notes = "".join(f"<li>{plain(note)}</li>" for note in verdict.notes)
+    notes = "".join(f"<li>{escape_html(note)}</li>" for note in verdict.notes)
     return (
-        f'<p class="banner {verdict.tone}"><strong class="{verdict.tone}">{plain(verdict.word)}</strong>'
-        f"<span>{plain(verdict.said)}</span></p>\n{grid}"
+        f'<p class="banner {verdict.tone}"><strong class="{verdict.tone}">{escape_html(verdict.word)}</strong>'
+        f"<span>{escape_html(verdict.summary)}</span></p>\n{grid}"
         + (f'<ul class="notes">{notes}</ul>\n' if notes else "")
     )  # fmt: skip
 
 
-def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
-    return "".join(f"<dt>{plain(name)}</dt><dd>{plain(value)}</dd>" for name, value in pairs)
+def _render_pairs(pairs: Sequence[tuple[str, str]]) -> str:
+    return "".join(f"<dt>{escape_html(name)}</dt><dd>{escape_html(value)}</dd>" for name, value in pairs)
 
 
-class _Maker:
+class _SectionRenderer:
     """Writes sections; counts what needs names of its own."""
 
     def __init__(self, points: int, rows: int) -> None:
-        self._points, self._rows = points, rows
-        self._charts = 0
+        self._max_points, self._max_rows = points, rows
+        self._num_charts = 0
 
-    def section(self, section: Section) -> str:
+    def render_section(self, section: Section) -> str:
         """A section; plots that follow each other stand side by side."""
         parts, plots = list[str](), list[str]()
         for block in section.blocks:
-            if isinstance(block, Chart):
-                plots.append(self._chart(block))
+            if isinstance(block, ChartBlock):
+                plots.append(self._render_chart(block))
                 continue
-            if len(plots) == 1 and isinstance(block, Table) and _is_small(block):
-                parts.append(f'<div class="beside">{plots[0]}<div>{table_html(block)}</div></div>\n')
+            if len(plots) == 1 and isinstance(block, TableBlock) and _is_small_table(block):
+                parts.append(f'<div class="beside">{plots[0]}<div>{render_table(block)}</div></div>\n')
             else:
-                parts += [*self._side_by_side(plots), self._block(block)]
+                parts += [*self._iter_plot_rows(plots), self._render_block(block)]
             plots = []
-        parts += self._side_by_side(plots)
+        parts += self._iter_plot_rows(plots)
         return (
             f'<section id="{section.key}" aria-labelledby="{section.key}-title">'
-            f'<h2 id="{section.key}-title">{plain(section.title)}</h2>\n{"".join(parts)}</section>\n'
+            f'<h2 id="{section.key}-title">{escape_html(section.title)}</h2>\n{"".join(parts)}</section>\n'
         )
 
-    def _side_by_side(self, plots: list[str]) -> Iterator[str]:
+    def _iter_plot_rows(self, plots: list[str]) -> Iterator[str]:
         if plots:
             yield f'<div class="plots">{"".join(plots)}</div>\n'
 
-    def _block(self, block: Block) -> str:
-        if isinstance(block, Table):
-            return table_html(block)
-        if isinstance(block, Text):
-            return f'<p class="{"missing" if block.tone == "unknown" else block.tone}">{plain(block.text)}</p>\n'
-        if isinstance(block, Items):
-            return f'<ul class="notes">{"".join(f"<li>{plain(item)}</li>" for item in block.items)}</ul>\n'
-        if isinstance(block, Facts):
-            return f'<dl class="facts">{_pairs(block.pairs)}</dl>\n'
-        if isinstance(block, Commands):
-            return "".join(f"<p>{plain(name)}</p><pre><code>{plain(line)}</code></pre>\n" for name, line in block.lines)
+    def _render_block(self, block: Block) -> str:
+        if isinstance(block, TableBlock):
+            return render_table(block)
+        if isinstance(block, Paragraph):
+            return f'<p class="{"missing" if block.tone == "unknown" else block.tone}">{escape_html(block.text)}</p>\n'
+        if isinstance(block, BulletList):
+            return f'<ul class="notes">{"".join(f"<li>{escape_html(item)}</li>" for item in block.items)}</ul>\n'
+        if isinstance(block, FactList):
+            return f'<dl class="facts">{_render_pairs(block.pairs)}</dl>\n'
+        if isinstance(block, CommandList):
+            return "".join(
+                f"<p>{escape_html(name)}</p><pre><code>{escape_html(line)}</code></pre>\n" for name, line in block.lines
+            )
         raise TypeError(f"no HTML for {type(block).__name__}")
 
-    def _chart(self, chart: Chart) -> str:
-        self._charts += 1
-        name = f"plot{self._charts}"
-        drawn = charts.svg(chart, f"{name}-", self._points)
-        keys = "".join(f"<li>{_sample(one)}<span>{plain(one.name)}</span></li>" for one in chart.series)
-        keys += "".join(f"<li>{_RULER}<span>{plain(said)}</span></li>" for _, said in chart.limits)
+    def _render_chart(self, chart: ChartBlock) -> str:
+        self._num_charts += 1
+        name = f"plot{self._num_charts}"
+        svg_text = charts.render_svg(chart, f"{name}-", self._max_points)
+        keys = "".join(
+            f"<li>{_render_line_sample(chart_series)}<span>{escape_html(chart_series.name)}</span></li>"
+            for chart_series in chart.series
+        )
+        keys += "".join(
+            f"<li>{_LIMIT_SAMPLE}<span>{escape_html(limit_name)}</span></li>" for _, limit_name in chart.limits
+        )
         return (
-            f'<figure aria-labelledby="{name}-name"><figcaption id="{name}-name">{plain(chart.title)}</figcaption>'
-            f'<p>{plain(chart.said)}</p>{drawn}<ul class="key" aria-label="Key">{keys}</ul>'
-            f"<details><summary>Values of this plot</summary>{self._values(chart)}</details></figure>\n"
+            f'<figure aria-labelledby="{name}-name"><figcaption id="{name}-name">'
+            f"{escape_html(chart.title)}</figcaption>"
+            f'<p>{escape_html(chart.summary)}</p>{svg_text}<ul class="key" aria-label="Key">{keys}</ul>'
+            f"<details><summary>Values of this plot</summary>{self._render_values(chart)}</details></figure>\n"
         )
 
-    def _values(self, chart: Chart) -> str:
+    def _render_values(self, chart: ChartBlock) -> str:
         """The points of a plot as a table."""
-        rows, left = [], 0
-        bars = any(point.low is not None for one in chart.series for point in one.points)
-        for one in chart.series:
-            points = thinned(one.points, self._rows)
-            left += len(one.points) - len(points)
+        rows, num_hidden = [], 0
+        has_intervals = any(point.low is not None for chart_series in chart.series for point in chart_series.points)
+        for chart_series in chart.series:
+            points = thin_points(chart_series.points, self._max_rows)
+            num_hidden += len(chart_series.points) - len(points)
             for point in points:
                 x, y = (
-                    Cell(charts.shown(point.x, chart.digits), point.x),
-                    Cell(charts.shown(point.y, chart.digits), point.y),
+                    Cell(charts.format_value(point.x, chart.digits), point.x),
+                    Cell(charts.format_value(point.y, chart.digits), point.y),
                 )
-                name = point.name if point.name != one.name else ""
-                cells = [Cell(one.name), Cell(name or "-"), *((x,) if chart.across else (x, y))]
-                if bars:
+                name = point.name if point.name != chart_series.name else ""
+                cells = [Cell(chart_series.name), Cell(name or "-"), *((x,) if chart.row_names else (x, y))]
+                if has_intervals:
                     ends = (point.low, point.high)
-                    cells += [Cell("-") if end is None else Cell(charts.shown(end, chart.digits), end) for end in ends]
+                    cells += [
+                        Cell("-") if end is None else Cell(charts.format_value(end, chart.digits), end) for end in ends
+                    ]
                 rows.append(cells)
-        columns = ["line", "point", chart.x, *(() if chart.across else (chart.y,)), *(("low", "high") if bars else ())]
-        note = f"{left:,} points between these are drawn, and are in the files." if left else ""
-        return table_html(Table(f"{chart.title}: values", columns, rows, frozenset({0, 1}), False, note))
+        columns = [
+            "line",
+            "point",
+            chart.x,
+            *(() if chart.row_names else (chart.y,)),
+            *(("low", "high") if has_intervals else ()),
+        ]
+        note = f"{num_hidden:,} points between these are drawn, and are in the files." if num_hidden else ""
+        return render_table(TableBlock(f"{chart.title}: values", columns, rows, frozenset({0, 1}), False, note))
 
 
-def _is_small(table: Table) -> bool:
-    return len(table.columns) <= 7 and len(table.rows) <= 20 and not table.cards
+def _is_small_table(table: TableBlock) -> bool:
+    return len(table.columns) <= 7 and len(table.rows) <= 20 and not table.has_cards
 
 
-def table_html(table: Table) -> str:
+def render_table(table: TableBlock) -> str:
     """A table in a frame that scrolls by itself where it is too wide."""
-    roles = table.cards
-    role = _role(roles, "columnheader")
+    roles = table.has_cards
+    role = _format_role(roles, "columnheader")
     heads = "".join(
-        f'<th scope="col"{role}{" class=left" if place in table.left else ""}>{plain(name)}</th>'
+        f'<th scope="col"{role}{" class=left" if place in table.left_columns else ""}>{escape_html(name)}</th>'
         for place, name in enumerate(table.columns)
     )
-    rows = "".join(_row(table, row) for row in table.rows)
-    kind = " ".join(["sortable", *(["cards"] if table.cards else []), *(["many"] if len(table.columns) > 9 else [])])
+    rows = "".join(_render_html_row(table, row) for row in table.rows)
+    kind = " ".join(
+        ["sortable", *(["cards"] if table.has_cards else []), *(["many"] if len(table.columns) > 9 else [])]
+    )
     return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{plain(table.caption)}">'
-        f'<table class="{kind}"{_role(roles, "table")}><caption>{plain(table.caption)}</caption>'
-        f"<thead{_role(roles, 'rowgroup')}><tr{_role(roles, 'row')}>{heads}</tr></thead>"
-        f"<tbody{_role(roles, 'rowgroup')}>{rows}</tbody></table></div>\n"
-        + (f'<p class="foot">{plain(table.note)}</p>\n' if table.note else "")
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape_html(table.caption)}">'
+        f'<table class="{kind}"{_format_role(roles, "table")}><caption>{escape_html(table.caption)}</caption>'
+        f"<thead{_format_role(roles, 'rowgroup')}><tr{_format_role(roles, 'row')}>{heads}</tr></thead>"
+        f"<tbody{_format_role(roles, 'rowgroup')}>{rows}</tbody></table></div>\n"
+        + (f'<p class="foot">{escape_html(table.note)}</p>\n' if table.note else "")
     )  # fmt: skip
 
 
-def _role(there: bool, name: str) -> str:
+def _format_role(is_needed: bool, name: str) -> str:
     """Said where a narrow screen takes the table's form away, and its meaning with it."""
-    return f' role="{name}"' if there else ""
+    return f' role="{name}"' if is_needed else ""
 
 
-def _row(table: Table, row: Sequence[Cell]) -> str:
+def _render_html_row(table: TableBlock, row: Sequence[Cell]) -> str:
     cells = []
-    for place, cell in enumerate(row):
-        value = "" if cell.number is None or math.isnan(cell.number) else f' data-v="{_plain_number(cell.number)}"'
+    for column_index, cell in enumerate(row):
+        value = "" if cell.number is None or math.isnan(cell.number) else f' data-v="{_format_sort_value(cell.number)}"'
         style = " ".join(name for name in (
-            "left" if place in table.left else "",
-            "none" if table.cards and place and cell.text == "-" and not cell.under else "",
-            "wide" if place and place in table.left and len(cell.text) > _WIDE else "",
+            "left" if column_index in table.left_columns else "",
+            "none" if table.has_cards and column_index and cell.text == "-" and not cell.subtext else "",
+            "wide" if column_index and column_index in table.left_columns and len(cell.text) > _WIDE_CELL_CHARS else "",
         ) if name)  # fmt: skip
         classes = f' class="{style}"' if style else ""
-        text = plain(cell.text)
+        text = escape_html(cell.text)
         if cell.tone:
             text = f'<span class="{"chip " if cell.tone != "muted" else ""}{cell.tone}">{text}</span>'
-        if cell.under:
-            text += f'<span class="under">{plain(cell.under)}</span>'
-        if place == 0:
-            cells.append(f'<th scope="row"{_role(table.cards, "rowheader")}{classes}{value}>{text}</th>')
+        if cell.subtext:
+            text += f'<span class="under">{escape_html(cell.subtext)}</span>'
+        if column_index == 0:
+            cells.append(f'<th scope="row"{_format_role(table.has_cards, "rowheader")}{classes}{value}>{text}</th>')
         else:
-            label = f' data-label="{plain(table.columns[place])}"' if table.cards else ""
-            inner = f"<span>{text}</span>" if table.cards else text
-            cells.append(f"<td{_role(table.cards, 'cell')}{classes}{value}{label}>{inner}</td>")
-    return f"<tr{_role(table.cards, 'row')}>{''.join(cells)}</tr>"
+            label = f' data-label="{escape_html(table.columns[column_index])}"' if table.has_cards else ""
+            inner = f"<span>{text}</span>" if table.has_cards else text
+            cells.append(f"<td{_format_role(table.has_cards, 'cell')}{classes}{value}{label}>{inner}</td>")
+    return f"<tr{_format_role(table.has_cards, 'row')}>{''.join(cells)}</tr>"
 
 
-def _plain_number(value: float) -> str:
+def _format_sort_value(value: float) -> str:
     if math.isinf(value):
         return "1e999"
     return f"{value:.10g}"
 
 
-_RULER = (
+_LIMIT_SAMPLE = (
     '<svg viewBox="0 0 28 14" aria-hidden="true"><path d="M1 7H27" fill="none" stroke="var(--ink)" '
     'stroke-dasharray="5 2"/></svg>'
 )
 
 
-def _sample(series: Series) -> str:
+def _render_line_sample(series: ChartSeries) -> str:
     """A piece of the line, as it is drawn."""
-    drawn = charts.look(series)
-    colour = f"var(--s{series.look % charts.COLOURS})"
+    style = charts.make_series_style(series)
+    colour = f"var(--s{series.style_number % charts.NUM_COLOURS})"
     parts = ""
-    if series.line:
-        dashes = drawn["linestyle"]
+    if series.has_line:
+        dashes = style["linestyle"]
         dashing = (
             f' stroke-dasharray="{" ".join(f"{size:g}" for size in dashes[1])}"' if isinstance(dashes, tuple) else ""
         )
         parts += f'<path d="M1 7H27" fill="none" stroke="{colour}" stroke-width="1.8"{dashing}/>'
-    if drawn["marker"] is not None:
-        parts += _MARKS[drawn["marker"]]
+    if style["marker"] is not None:
+        parts += _MARKER_SHAPES[style["marker"]]
     return f'<svg viewBox="0 0 28 14" aria-hidden="true" fill="{colour}">{parts}</svg>'

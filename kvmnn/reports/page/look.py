@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 
-LIGHT = {
+LIGHT_COLOURS = {
     "paper": "#ffffff", "card": "#f6f7f9", "ink": "#1b1f24", "muted": "#545d68", "rule": "#d5dae0",
     "good": "#0f5d27", "good-paper": "#e3f4e7", "bad": "#9a0c22", "bad-paper": "#fdeaec",
     "unknown": "#6e4400", "unknown-paper": "#fff3d9", "link": "#0a56a8",
     "s0": "#0067b0", "s1": "#c14a00", "s2": "#00785a", "s3": "#a8427f", "s4": "#8a6a00", "s5": "#5b4bb5",
     "s6": "#7c1d45", "s7": "#4c6a1f",
 }  # fmt: skip
-DARK = {
+DARK_COLOURS = {
     "paper": "#14171b", "card": "#1d2228", "ink": "#e9ecef", "muted": "#a9b3bd", "rule": "#3a424b",
     "good": "#7fe0a2", "good-paper": "#12301d", "bad": "#ff9ca5", "bad-paper": "#3b161a",
     "unknown": "#f4c56c", "unknown-paper": "#33280f", "link": "#7cbcff",
@@ -20,7 +20,7 @@ DARK = {
     "s6": "#ff8fae", "s7": "#b3d67e",
 }  # fmt: skip
 
-TEXTS = (
+TEXT_ON_BACKGROUND = (
     ("ink", "paper"), ("ink", "card"), ("muted", "paper"), ("muted", "card"), ("good", "good-paper"),
     ("bad", "bad-paper"), ("unknown", "unknown-paper"), ("link", "paper"), ("link", "card"), ("good", "paper"),
     ("bad", "paper"), ("unknown", "paper"), ("good", "card"), ("bad", "card"), ("unknown", "card"),
@@ -29,15 +29,15 @@ TEXTS = (
 """What is written on what."""
 
 
-def _variables(colours: dict[str, str]) -> str:
+def _format_css_variables(colours: dict[str, str]) -> str:
     return "".join(f"--{name}:{value};" for name, value in colours.items())
 
 
 CSS = (
     f"""
-:root{{color-scheme:light dark;{_variables(LIGHT)}}}
-@media (prefers-color-scheme:dark){{:root{{{_variables(DARK)}}}}}
-@media print{{:root{{color-scheme:light;{_variables(LIGHT)}}}}}
+:root{{color-scheme:light dark;{_format_css_variables(LIGHT_COLOURS)}}}
+@media (prefers-color-scheme:dark){{:root{{{_format_css_variables(DARK_COLOURS)}}}}}
+@media print{{:root{{color-scheme:light;{_format_css_variables(LIGHT_COLOURS)}}}}}
 """
     + """
 *{box-sizing:border-box}

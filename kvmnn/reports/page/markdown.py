@@ -5,64 +5,77 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from ...text import escape_markdown, one_line
-from .blocks import Block, Cell, Chart, Commands, Facts, Items, Section, Table, Text, Verdict
+from ...text import escape_markdown, join_lines
+from .blocks import (
+    Block,
+    BulletList,
+    Cell,
+    ChartBlock,
+    CommandList,
+    FactList,
+    Paragraph,
+    Section,
+    TableBlock,
+    VerdictBlock,
+)
 
-_SPECIAL = re.compile(r"([\\`*_\[\]<>|~#])")
-_MOST_ROWS = 40
+_MARKDOWN_SPECIAL_REGEX = re.compile(r"([\\`*_\[\]<>|~#])")
+_MAX_MARKDOWN_ROWS = 40
 
 
-def page(title: str, verdict: Verdict, sections: Sequence[Section]) -> str:
+def render_markdown_page(title: str, verdict: VerdictBlock, sections: Sequence[Section]) -> str:
     """The whole report; ends with a newline."""
-    lines = [f"# kvmnn report: {plain(title)}", "", f"**{verdict.word}**: {plain(verdict.said)}", ""]
+    lines = [f"# kvmnn report: {escape_plain(title)}", "", f"**{verdict.word}**: {escape_plain(verdict.summary)}", ""]
     if verdict.cases:
         lines += ["| case | verdict | what it missed |", "| --- | --- | --- |"]
         for card in verdict.cases:
-            missed = "; ".join(f"{plain(name)}: {plain(said)}" for name, said in card.misses) or "-"
-            lines.append(f"| {plain(card.name)} | {plain(card.verdict)} | {missed} |")
+            misses_text = (
+                "; ".join(f"{escape_plain(name)}: {escape_plain(miss_text)}" for name, miss_text in card.misses) or "-"
+            )
+            lines.append(f"| {escape_plain(card.name)} | {escape_plain(card.verdict)} | {misses_text} |")
         lines.append("")
-    lines += [f"- {plain(note)}" for note in verdict.notes]
+    lines += [f"- {escape_plain(note)}" for note in verdict.notes]
     for section in sections:
-        found = [line for block in section.blocks for line in _block(block)]
-        lines += ["", f"## {plain(section.title)}", "", *found]
+        block_lines = [line for block in section.blocks for line in _iter_markdown_lines(block)]
+        lines += ["", f"## {escape_plain(section.title)}", "", *block_lines]
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n") + "\n"
 
 
-def plain(text: str) -> str:
+def escape_plain(text: str) -> str:
     """A text in one line that Markdown and HTML leave as it is."""
-    return escape_markdown(_SPECIAL.sub(r"\\\1", one_line(text)).replace("&", "&amp;"))
+    return escape_markdown(_MARKDOWN_SPECIAL_REGEX.sub(r"\\\1", join_lines(text)).replace("&", "&amp;"))
 
 
-def _block(block: Block) -> Iterator[str]:
-    if isinstance(block, Text):
-        yield from (plain(block.text), "")
-    elif isinstance(block, Items):
-        yield from (*(f"- {plain(item)}" for item in block.items), "")
-    elif isinstance(block, Facts):
-        yield from (*(f"- {plain(name)}: {plain(value)}" for name, value in block.pairs), "")
-    elif isinstance(block, Commands):
+def _iter_markdown_lines(block: Block) -> Iterator[str]:
+    if isinstance(block, Paragraph):
+        yield from (escape_plain(block.text), "")
+    elif isinstance(block, BulletList):
+        yield from (*(f"- {escape_plain(item)}" for item in block.items), "")
+    elif isinstance(block, FactList):
+        yield from (*(f"- {escape_plain(name)}: {escape_plain(value)}" for name, value in block.pairs), "")
+    elif isinstance(block, CommandList):
         for name, line in block.lines:
             fence = "`" * (max(map(len, re.findall("`+", line)), default=0) + 3)
-            yield from (f"{plain(name)}:", "", f"{fence}sh", one_line(line), fence, "")
-    elif isinstance(block, Table):
-        yield from _table(block)
-    elif isinstance(block, Chart):
-        yield from (f"*{plain(block.title)}*: {plain(block.said)} The page has the plot.", "")
+            yield from (f"{escape_plain(name)}:", "", f"{fence}sh", join_lines(line), fence, "")
+    elif isinstance(block, TableBlock):
+        yield from _iter_markdown_table(block)
+    elif isinstance(block, ChartBlock):
+        yield from (f"*{escape_plain(block.title)}*: {escape_plain(block.summary)} The page has the plot.", "")
 
 
-def _table(table: Table) -> Iterator[str]:
-    yield from (f"**{plain(table.caption)}**", "")
-    rules = ["---" if place in table.left else "---:" for place in range(len(table.columns))]
-    yield f"| {' | '.join(map(plain, table.columns))} |"
+def _iter_markdown_table(table: TableBlock) -> Iterator[str]:
+    yield from (f"**{escape_plain(table.caption)}**", "")
+    rules = ["---" if place in table.left_columns else "---:" for place in range(len(table.columns))]
+    yield f"| {' | '.join(map(escape_plain, table.columns))} |"
     yield f"| {' | '.join(rules)} |"
-    for row in table.rows[:_MOST_ROWS]:
-        yield f"| {' | '.join(map(_cell, row))} |"
+    for row in table.rows[:_MAX_MARKDOWN_ROWS]:
+        yield f"| {' | '.join(map(_format_markdown_cell, row))} |"
     yield ""
-    if len(table.rows) > _MOST_ROWS:
-        yield from (f"{len(table.rows) - _MOST_ROWS:,} more rows are on the page.", "")
+    if len(table.rows) > _MAX_MARKDOWN_ROWS:
+        yield from (f"{len(table.rows) - _MAX_MARKDOWN_ROWS:,} more rows are on the page.", "")
     if table.note:
-        yield from (plain(table.note), "")
+        yield from (escape_plain(table.note), "")
 
 
-def _cell(cell: Cell) -> str:
-    return plain(f"{cell.text} ({cell.under})" if cell.under else cell.text)
+def _format_markdown_cell(cell: Cell) -> str:
+    return escape_plain(f"{cell.text} ({cell.subtext})" if cell.subtext else cell.text)

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ...files.records import Record
-from ..results import Refusal, TextFacts, Trace
-from ..rows import Row
+from ..results import DocumentInfo, DocumentTrace, Refusal
+from ..rows import ResultRow
 
-Verdict = Literal["pass", "fail", "off", "not measured", "unclear"]
+GateVerdict = Literal["pass", "fail", "off", "not measured", "unclear"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateLine(Record):
+class GateResultLine(Record):
     """One gate: value and limit as text, with units."""
 
     name: str
-    verdict: Verdict
+    verdict: GateVerdict
     value: str = ""
     limit: str = ""
     why: str = ""
@@ -31,16 +31,16 @@ class CaseVerdict(Record):
     case: str = ""
     mode: str = ""
     overall_pass: bool
-    verdict: Verdict | None = None
+    verdict: GateVerdict | None = None
     failure: str = ""
     strict: bool = False
     stamp: str = field(default="", compare=False)
-    gates: tuple[GateLine, ...] = ()
-    hard_checks: tuple[GateLine, ...] = ()
+    gates: tuple[GateResultLine, ...] = ()
+    hard_checks: tuple[GateResultLine, ...] = ()
     diagnoses: tuple[str, ...] = ()
 
     @property
-    def lines(self) -> tuple[GateLine, ...]:
+    def all_checks(self) -> tuple[GateResultLine, ...]:
         """Gates and checks."""
         return (*self.gates, *self.hard_checks)
 
@@ -71,7 +71,7 @@ class RoundRow(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round(Record):
+class GateRound(Record):
     """``summary.json``; ``gate run --json`` has the command as well, which makes no other round of it."""
 
     generated_at: str = ""
@@ -82,7 +82,7 @@ class Round(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PastCase(Record):
+class HistoryCase(Record):
     """A case in a line of ``history.jsonl``."""
 
     case: str
@@ -95,17 +95,17 @@ class PastCase(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PastRound(Record):
+class HistoryRound(Record):
     """A line of ``history.jsonl``."""
 
     generated_at: str
     overall_pass: bool
-    cases: tuple[PastCase, ...]
+    cases: tuple[HistoryCase, ...]
     changed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class About(Record):
+class RunInfo(Record):
     """``run.json``: what a suite ran on, and how."""
 
     kvmnn_gate_run: int
@@ -121,7 +121,7 @@ class About(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Latency(Record):
+class LatencyStats(Record):
     """Durations of single operations, microseconds."""
 
     count: float
@@ -133,7 +133,7 @@ class Latency(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunFigures(Record):
+class RunStats(Record):
     """One run of one side of a case."""
 
     prompt_tokens: int
@@ -144,10 +144,10 @@ class RunFigures(Record):
     held_ratio: float
     encoded_ratio: float | None
     total_ratio: float
-    latencies: Mapping[str, Latency] = field(default_factory=dict)
+    latencies: Mapping[str, LatencyStats] = field(default_factory=dict)
 
     @property
-    def speed(self) -> float | None:
+    def tokens_per_second(self) -> float | None:
         """Tokens a second."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds > 0 else None
 
@@ -159,8 +159,8 @@ class RunPair(Record):
     work: str
     bucket: str
     round: int
-    without: RunFigures
-    candidate: RunFigures
+    without: RunStats
+    candidate: RunStats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ class CaseRuns(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluatedSettings(Record):
+class EvaluationSettingsRecord(Record):
     """Of an evaluation, as `kvmnn.reports.results.Settings` says."""
 
     chunk: int
@@ -202,7 +202,7 @@ class EvaluatedSettings(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluatedModel(Record):
+class EvaluationModelRecord(Record):
     """The model of an evaluation."""
 
     name: str
@@ -215,22 +215,22 @@ class EvaluatedModel(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation(Record):
+class EvaluationRecord(Record):
     """What ``kvmnn eval`` writes; `kvmnn.reports.results.Results`."""
 
     kvmnn: str
-    model: EvaluatedModel
-    settings: EvaluatedSettings
-    documents: tuple[TextFacts, ...]
-    rows: tuple[Row, ...]
-    traces: tuple[Trace, ...] = ()
+    model: EvaluationModelRecord
+    settings: EvaluationSettingsRecord
+    documents: tuple[DocumentInfo, ...]
+    rows: tuple[ResultRow, ...]
+    traces: tuple[DocumentTrace, ...] = ()
     notes: tuple[str, ...] = ()
     refused: tuple[Refusal, ...] = ()
     command: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartSizes(Record):
+class PartSizeStats(Record):
     """K or V of a layer, or all; frames are there with ``--real`` only, limits not with ``--no-limits``."""
 
     raw_bytes: int
@@ -242,26 +242,26 @@ class PartSizes(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSizes(PartSizes):
+class LayerSizeStats(PartSizeStats):
     """A layer."""
 
     tokens: int
-    k: PartSizes
-    v: PartSizes
+    k: PartSizeStats
+    v: PartSizeStats
 
 
 @dataclass(frozen=True, kw_only=True)
-class Breakdown(Record):
+class SizeReportRecord(Record):
     """The part of a measurement that knows layers."""
 
     found_layers: int
-    overall: PartSizes
-    layers: Mapping[str, LayerSizes]
+    overall: PartSizeStats
+    layers: Mapping[str, LayerSizeStats]
     meaning: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OfflineTotals(Record):
+class ReferenceDocument(Record):
     """The document of the reference's tool (``measure --out-json``)."""
 
     schema_version: int
@@ -275,17 +275,17 @@ class OfflineTotals(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured(Record):
+class MeasurementRecord(Record):
     """What ``kvmnn measure`` leaves; `breakdown` only with ``--json``."""
 
     label: str = ""
-    evaluation: OfflineTotals
-    breakdown: Breakdown | None = None
+    evaluation: ReferenceDocument
+    breakdown: SizeReportRecord | None = None
     command: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayedLayer(Record):
+class ReplayLayerStats(Record):
     """A layer of a replay."""
 
     layer: int
@@ -306,15 +306,15 @@ class ReplayMetrics(Record):
     lossless_ratio: float | None
     total_ratio: float | None
     held_bytes: int
-    compress: Latency
-    decompress: Latency
-    wait: Latency
-    verify: Latency
-    layers: tuple[ReplayedLayer, ...]
+    compress: LatencyStats
+    decompress: LatencyStats
+    wait: LatencyStats
+    verify: LatencyStats
+    layers: tuple[ReplayLayerStats, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayedStep(Record):
+class ReplayStep(Record):
     """A step of a replay."""
 
     step: int
@@ -327,7 +327,7 @@ class ReplayedStep(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replayed(Record):
+class ReplayRecord(Record):
     """What ``kvmnn replay --json`` prints."""
 
     behaviour: str
@@ -337,7 +337,7 @@ class Replayed(Record):
     compared_calls: int
     wrong_calls: int
     metrics: ReplayMetrics
-    points: tuple[ReplayedStep, ...]
+    points: tuple[ReplayStep, ...]
     command: str = ""
 
 
@@ -357,7 +357,7 @@ class CodecResult(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodecArray(Record):
+class CodecArrayResult(Record):
     """All codecs on an array."""
 
     name: str
@@ -371,7 +371,7 @@ class CodecArray(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine(Record):
+class CodecMachineInfo(Record):
     """Where codecs ran."""
 
     processor: str
@@ -380,10 +380,10 @@ class Machine(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Codecs(Record):
+class CodecsRecord(Record):
     """What ``kvmnn bench --json`` prints."""
 
-    machine: Machine
+    machine: CodecMachineInfo
     threads: int
-    arrays: tuple[CodecArray, ...]
+    arrays: tuple[CodecArrayResult, ...]
     command: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WHERE = (
+REFERENCE_SOURCE = (
     "the fork's report of its round 6 (exp/h2o_final/out_20260221_140027, 2026-02-21): llama2 on a CPU, 4 threads, "
     "6 of 6 passed. Its lossy ratio is the best row of one layer's plans, its lossless ratio an offline simulation, "
     "its total their product, and its change of speed compares the mean of the rows with the fastest row without "
@@ -26,7 +26,7 @@ class ReferenceCase:
     consistent: bool | None
 
 
-REFERENCE = {
+REFERENCE_CASES = {
     "runtime_baseline": ReferenceCase(
         lossy=1.0, lossless=1.0, total=None, decode=4.090, best=4.340, baseline=4.810, change=-0.1497, consistent=True
     ),

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import KvmnnError, SourceError
-from ...text import count
+from ...text import pluralize
 from . import cases, html, markdown, origin, quality, sizes, verdict
-from .blocks import Section, Verdict
-from .material import Material, read
+from .blocks import Section, VerdictBlock
+from .material import ReportInputs, read_inputs
 
-MOST_BYTES = 1_000_000
+MAX_PAGE_BYTES = 1_000_000
 """Of a page."""
 
-_DETAIL = ((100, 150), (40, 60), (20, 25), (8, 10), (2, 5))
+_DETAIL_LEVELS = ((100, 150), (40, 60), (20, 25), (8, 10), (2, 5))
 """Points of a series that can be pointed at, and rows of the table behind a plot: less, until the page is small."""
 
 
@@ -31,18 +31,18 @@ class Report:
         What it is about.
     verdict, sections
         Its content, as `kvmnn.reports.page.blocks` has it.
-    files, left_out
+    input_files, ignored_files
         What was read; what was there and was not taken, with the reasons.
     """
 
     title: str
-    verdict: Verdict
+    verdict: VerdictBlock
     sections: tuple[Section, ...]
-    files: tuple[str, ...]
-    left_out: tuple[tuple[str, str], ...]
+    input_files: tuple[str, ...]
+    ignored_files: tuple[tuple[str, str], ...]
 
     def to_html(self) -> str:
-        """One page that needs nothing else, at most `MOST_BYTES` of UTF-8.
+        """One page that needs nothing else, at most `MAX_PAGE_BYTES` of UTF-8.
 
         Raises
         ------
@@ -51,33 +51,33 @@ class Report:
         KvmnnError
             Where the results are too many for a page.
         """
-        for points, rows in _DETAIL:
-            made = html.page(self.title, self.verdict, self.sections, points=points, rows=rows)
-            if len(made.encode("utf-8", "replace")) <= MOST_BYTES:
-                return made
-        raise KvmnnError(f"the page would be larger than {MOST_BYTES:,} bytes: report fewer results at once")
+        for points, rows in _DETAIL_LEVELS:
+            page_text = html.render_html_page(self.title, self.verdict, self.sections, points=points, rows=rows)
+            if len(page_text.encode("utf-8", "replace")) <= MAX_PAGE_BYTES:
+                return page_text
+        raise KvmnnError(f"the page would be larger than {MAX_PAGE_BYTES:,} bytes: report fewer results at once")
 
     def to_markdown(self) -> str:
         """For a pull request: verdict, tables and notes; plots are tables."""
-        return markdown.page(self.title, self.verdict, self.sections)
+        return markdown.render_markdown_page(self.title, self.verdict, self.sections)
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
         return {
             "title": self.title,
             "verdict": self.verdict.word,
-            "said": self.verdict.said,
+            "said": self.verdict.summary,
             "cases": {
                 card.name: {"verdict": card.verdict, "misses": [": ".join(miss) for miss in card.misses]}
                 for card in self.verdict.cases
             },
             "notes": list(self.verdict.notes),
-            "files": list(self.files),
-            "left_out": [{"file": name, "why": why} for name, why in self.left_out],
+            "files": list(self.input_files),
+            "left_out": [{"file": name, "why": reason} for name, reason in self.ignored_files],
         }
 
     def __str__(self) -> str:
-        return f"{self.verdict.word}: {self.verdict.said} ({count(len(self.files), 'file')})"
+        return f"{self.verdict.word}: {self.verdict.summary} ({pluralize(len(self.input_files), 'file')})"
 
 
 def make_report(paths: Sequence[str | os.PathLike[str]]) -> Report:
@@ -93,31 +93,43 @@ def make_report(paths: Sequence[str | os.PathLike[str]]) -> Report:
     SourceError
         For what is not there, is damaged, is no result, or does not fit together.
     """
-    found = read(paths)
+    inputs = read_inputs(paths)
     try:
-        return _made(found, _title(paths))
+        return _build_report(inputs, _make_title(paths))
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # numbers that no verb gives
         raise SourceError(f"{os.fspath(paths[0])}: cannot be reported: {error}") from error
 
 
-def _made(found: Material, title: str) -> Report:
-    of_gates = (cases.cases_section(found), verdict.gates_section(found), cases.speed_section(found))
-    evaluated = (quality.quality_section(found),)
-    of_sizes = (quality.latency_section(found), sizes.layers_section(found), sizes.memory_section(found))
-    is_of_gates = bool(verdict.case_verdicts(found)) or not found.evaluations
-    sections = (
-        *((*of_gates, *of_sizes, *evaluated) if is_of_gates else (*evaluated, *of_gates, *of_sizes)),
-        sizes.codecs_section(found),
-        cases.trend_section(found),
-        origin.environment_section(found),
-        origin.commands_section(found),
-        origin.sources_section(found),
+def _build_report(inputs: ReportInputs, title: str) -> Report:
+    gate_sections = (
+        cases.build_cases_section(inputs),
+        verdict.build_gates_section(inputs),
+        cases.build_speed_section(inputs),
     )
-    files = tuple(source.name for source in found.sources)
-    return Report(title, verdict.verdict(found), sections, files, tuple(found.left_out))
+    evaluation_sections = (quality.build_quality_section(inputs),)
+    size_sections = (
+        quality.build_latency_section(inputs),
+        sizes.build_layers_section(inputs),
+        sizes.build_memory_section(inputs),
+    )
+    has_gates_first = bool(verdict.list_case_verdicts(inputs)) or not inputs.evaluations
+    sections = (
+        *(
+            (*gate_sections, *size_sections, *evaluation_sections)
+            if has_gates_first
+            else (*evaluation_sections, *gate_sections, *size_sections)
+        ),
+        sizes.build_codecs_section(inputs),
+        cases.build_trend_section(inputs),
+        origin.build_environment_section(inputs),
+        origin.build_commands_section(inputs),
+        origin.build_sources_section(inputs),
+    )
+    files = tuple(source.name for source in inputs.sources)
+    return Report(title, verdict.build_verdict_head(inputs), sections, files, tuple(inputs.ignored_files))
 
 
-def _title(paths: Sequence[str | os.PathLike[str]]) -> str:
+def _make_title(paths: Sequence[str | os.PathLike[str]]) -> str:
     """The name of the first input; an absolute path would differ from machine to machine."""
     path = Path(paths[0])
     return path.name or path.absolute().name or "results"

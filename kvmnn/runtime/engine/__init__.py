@@ -1,6 +1,6 @@
 """The engine's own behaviour, its defects included: what a run of it would report, event by event."""
 
 from .events import CallEvent
-from .runtime import EngineRuntime
+from .runtime import EmulatedRuntime
 
-__all__ = ["CallEvent", "EngineRuntime"]
+__all__ = ["CallEvent", "EmulatedRuntime"]

@@ -6,19 +6,19 @@ import time
 
 from ...frames import Block
 from ..config import RuntimeConfig
-from ..metrics import Timings
-from .decoding import Decoder
-from .events import AppliedEvent, CallEvent, DecodeEvent
-from .state import LayerState
+from ..metrics import OperationLatencies
+from .decoding import BlockDecoder
+from .events import BlockAppliedEvent, CallEvent, DecodeEvent
+from .state import EmulatedLayerState
 from .stored_block import StoredBlock
-from .tasks import Encoded
+from .tasks import RangeEncodeResult
 
-MICROSECOND = 1000
-_NOTHING = Block(None, 0, 0, 0, False, None, None, 0, 0)
+NS_PER_US = 1000
+_SKIPPED_BLOCK = Block(None, 0, 0, 0, False, None, None, 0, 0)
 """The block of a range that was skipped."""
 
 
-class Applier:
+class BlockApplier:
     """Appends blocks, clears rows, decodes for probe and full, and counts.
 
     Attributes
@@ -29,7 +29,7 @@ class Applier:
         How long the last encoding took.
     """
 
-    def __init__(self, config: RuntimeConfig, decoder: Decoder, timings: Timings) -> None:
+    def __init__(self, config: RuntimeConfig, decoder: BlockDecoder, timings: OperationLatencies) -> None:
         self._config = config
         self._decoder = decoder
         self._timings = timings
@@ -37,56 +37,70 @@ class Applier:
         self.last_compress_ns = 0
 
     @property
-    def _store(self) -> bool:
+    def _is_store_mode(self) -> bool:
         return self._config.mode == "store"
 
-    def apply(self, state: LayerState, result: Encoded, event: CallEvent, *, watermark: int | None, open: int) -> None:
+    def apply_result(
+        self,
+        state: EmulatedLayerState,
+        result: RangeEncodeResult,
+        event: CallEvent,
+        *,
+        watermark: int | None,
+        num_open: int,
+    ) -> None:
         """Take in one result.
 
         Parameters
         ----------
         watermark
             Where the schedule goes on, for results that move it; None for those of workers.
-        open
+        num_open
             Tasks not finished.
         """
-        due, block = result.due, result.block or _NOTHING
-        skipped = result.block is None
-        from_dropped = self._store and any(
-            old.dropped and old.start < due.end and due.start < old.end for old in state.blocks
+        block_range, block = result.block_range, result.block or _SKIPPED_BLOCK
+        is_skipped = result.block is None
+        from_dropped = self._is_store_mode and any(
+            old.is_dropped and old.start < block_range.end and block_range.start < old.end for old in state.blocks
         )
-        state.skips += skipped
+        state.skips += is_skipped
         state.fallbacks += block.fallback
         state.compress_ns += result.nanoseconds
-        if not skipped:
+        if not is_skipped:
             self.last_compress_ns = result.nanoseconds
             state.timings.compress.add(result.nanoseconds)
-        dropped = seeded = None
-        trimmed = 0
-        if block.stored:
-            if state.rows is None or due.end > state.rows.capacity:
+        is_dropped = is_seeded = None
+        num_trimmed = 0
+        if block.is_stored:
+            if state.rows is None or block_range.end > state.rows.capacity:
                 state.fallbacks += 1
                 return
-            stored = StoredBlock(due.start, due.count, block, decoded=self._store, from_dropped=from_dropped)
-            state.blocks.append(stored)
-            if self._store:
-                seeded, dropped = self._drop_rows(state, stored)
+            stored_block = StoredBlock(
+                block_range.start,
+                block_range.count,
+                block,
+                is_decoded=self._is_store_mode,
+                is_from_dropped=from_dropped,
+            )
+            state.blocks.append(stored_block)
+            if self._is_store_mode:
+                is_seeded, is_dropped = self._drop_rows(state, stored_block)
             else:
-                trimmed = self._trim(state)
-        if not self._store:
+                num_trimmed = self._trim_blocks(state)
+        if not self._is_store_mode:
             self._decode_next(state, event)
         if not from_dropped:
             state.raw_bytes += block.raw_bytes
             state.compressed_bytes += block.compressed_bytes
         if watermark is not None:
-            state.advance(watermark, event.token_step)
-        queue = len(state.blocks) + open
+            state.record_scheduled(watermark, event.token_step)
+        queue = len(state.blocks) + num_open
         self.queue_peak = max(self.queue_peak, queue)
-        event.applied.append(
-            AppliedEvent(
+        event.applied_blocks.append(
+            BlockAppliedEvent(
                 layer=result.index,
-                start=due.start,
-                count=due.count,
+                start=block_range.start,
+                count=block_range.count,
                 raw_bytes=block.raw_bytes,
                 compressed_bytes=block.compressed_bytes,
                 attempted_bytes=block.attempted_bytes,
@@ -94,55 +108,55 @@ class Applier:
                 value_bytes=len(block.value_frame or b""),
                 raw_hash=block.raw_hash,
                 blob_hash=block.blob_hash,
-                from_dropped=from_dropped,
-                counted=not from_dropped,
-                fallback=block.fallback,
-                skipped=skipped,
-                dropped=dropped,
-                seeded=seeded,
-                trimmed=trimmed,
-                scheduled=watermark is not None,
-                queue=queue,
+                is_from_dropped=from_dropped,
+                is_counted=not from_dropped,
+                is_fallback=block.fallback,
+                is_skipped=is_skipped,
+                is_dropped=is_dropped,
+                is_seeded=is_seeded,
+                num_trimmed=num_trimmed,
+                is_scheduled=watermark is not None,
+                queue_length=queue,
             )
         )
 
-    def _drop_rows(self, state: LayerState, stored: StoredBlock) -> tuple[bool | None, bool]:
+    def _drop_rows(self, state: EmulatedLayerState, stored_block: StoredBlock) -> tuple[bool | None, bool]:
         """Keep the raw rows in the layer's cache and clear them in the layer: whether either was done."""
         assert state.rows is not None
-        seeded = None
+        is_seeded = None
         if self._config.decode_cache_blocks:
-            pair = state.rows.gather(stored.start, stored.count)
-            seeded = pair is not None and pair[0].nbytes + pair[1].nbytes == stored.block.raw_bytes
-            if pair is not None and seeded:
-                self._decoder.seed(state, stored, pair)
-        stored.dropped = state.rows.zero(stored.start, stored.count)
-        state.fallbacks += not stored.dropped
-        return seeded, stored.dropped
+            pair = state.rows.gather(stored_block.start, stored_block.count)
+            is_seeded = pair is not None and pair[0].nbytes + pair[1].nbytes == stored_block.block.raw_bytes
+            if pair is not None and is_seeded:
+                self._decoder.seed(state, stored_block, pair)
+        stored_block.is_dropped = state.rows.zero(stored_block.start, stored_block.count)
+        state.fallbacks += not stored_block.is_dropped
+        return is_seeded, stored_block.is_dropped
 
-    def _trim(self, state: LayerState) -> int:
+    def _trim_blocks(self, state: EmulatedLayerState) -> int:
         """Forget the oldest blocks beyond the size of the cache: how many went."""
         capacity = self._config.decode_cache_blocks
         excess = max(0, len(state.blocks) - capacity) if capacity else 0
         del state.blocks[:excess]
         return excess
 
-    def _decode_next(self, state: LayerState, event: CallEvent) -> None:
-        stored = next((block for block in state.blocks if not block.decoded), None)
-        if stored is not None:
-            self.decode_once(state, stored, event)
+    def _decode_next(self, state: EmulatedLayerState, event: CallEvent) -> None:
+        stored_block = next((block for block in state.blocks if not block.is_decoded), None)
+        if stored_block is not None:
+            self.decode_once(state, stored_block, event)
 
-    def decode_once(self, state: LayerState, stored: StoredBlock, event: CallEvent) -> None:
+    def decode_once(self, state: EmulatedLayerState, stored_block: StoredBlock, event: CallEvent) -> None:
         """Decode a block of probe or full, to count it; nothing is written back."""
-        stored.decoded = True
-        began = time.perf_counter_ns()
-        how, pair = self._decoder.decode(state, stored)
-        if how == "miss":
-            elapsed = time.perf_counter_ns() - began
+        stored_block.is_decoded = True
+        start_ns = time.perf_counter_ns()
+        hit_kind, pair = self._decoder.decode(state, stored_block)
+        if hit_kind == "miss":
+            elapsed = time.perf_counter_ns() - start_ns
             state.decompress_ns += elapsed
             state.timings.decompress.add(elapsed)
             self._timings.decompress.add(elapsed)
-        raw_bytes = stored.block.raw_bytes
-        event.decodes.append(DecodeEvent(stored.start, stored.count, raw_bytes, how, pair is not None))
+        raw_bytes = stored_block.block.raw_bytes
+        event.decodes.append(DecodeEvent(stored_block.start, stored_block.count, raw_bytes, hit_kind, pair is not None))
         if pair is None:
             state.fallbacks += 1
         else:

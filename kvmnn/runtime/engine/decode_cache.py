@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from ...dtypes import Words
+from ...dtypes import Elements
 from ...frames import Block
 from .stored_block import StoredBlock
 
@@ -20,31 +20,31 @@ class DecodedBlock:
     blob_hash: int
     raw_bytes: int
     compressed_bytes: int
-    keys: Words
-    values: Words
+    keys: Elements
+    values: Elements
 
-    def has_sizes_of(self, block: Block) -> bool:
+    def matches_sizes(self, block: Block) -> bool:
         """Whether raw and compressed bytes agree."""
         return self.raw_bytes == block.raw_bytes and self.compressed_bytes == block.compressed_bytes
 
-    def has_content_of(self, block: Block) -> bool:
+    def matches_content(self, block: Block) -> bool:
         """Whether the sizes and one of the two hashes agree."""
-        if not self.has_sizes_of(block):
+        if not self.matches_sizes(block):
             return False
-        raw = block.raw_hash != 0 and block.raw_hash == self.raw_hash
-        return raw or (block.blob_hash != 0 and block.blob_hash == self.blob_hash)
+        matches_raw = block.raw_hash != 0 and block.raw_hash == self.raw_hash
+        return matches_raw or (block.blob_hash != 0 and block.blob_hash == self.blob_hash)
 
-    def is_at(self, stored: StoredBlock) -> bool:
+    def is_same_range(self, stored_block: StoredBlock) -> bool:
         """Whether it was decoded from the same place."""
-        return self.start == stored.start and self.count == stored.count
+        return self.start == stored_block.start and self.count == stored_block.count
 
 
-def decoded_block(stored: StoredBlock, keys: Words, values: Words) -> DecodedBlock:
+def build_decoded_block(stored_block: StoredBlock, keys: Elements, values: Elements) -> DecodedBlock:
     """The entry for a block and what it decodes to."""
-    block = stored.block
+    block = stored_block.block
     return DecodedBlock(
-        stored.start,
-        stored.count,
+        stored_block.start,
+        stored_block.count,
         block.raw_hash,
         block.blob_hash,
         block.raw_bytes,
@@ -55,7 +55,7 @@ def decoded_block(stored: StoredBlock, keys: Words, values: Words) -> DecodedBlo
 
 
 @dataclass(eq=False)
-class LocalCache:
+class LayerDecodeCache:
     """Entries of one layer, the oldest first."""
 
     entries: deque[DecodedBlock] = field(default_factory=deque)
@@ -63,32 +63,32 @@ class LocalCache:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def find(self, stored: StoredBlock) -> tuple[str, DecodedBlock] | None:
+    def find(self, stored_block: StoredBlock) -> tuple[str, DecodedBlock] | None:
         """How the block was found (``local_pos`` or ``local_hash``) and its entry, which is the newest then."""
-        matching = [entry for entry in self.entries if entry.has_content_of(stored.block)]
-        for how, found in (
-            ("local_pos", [entry for entry in matching if entry.is_at(stored)]),
-            ("local_hash", matching),
+        matches = [entry for entry in self.entries if entry.matches_content(stored_block.block)]
+        for hit_kind, candidates in (
+            ("local_pos", [entry for entry in matches if entry.is_same_range(stored_block)]),
+            ("local_hash", matches),
         ):
-            if found:
-                self.entries.remove(found[0])
-                self.entries.append(found[0])
-                return how, found[0]
+            if candidates:
+                self.entries.remove(candidates[0])
+                self.entries.append(candidates[0])
+                return hit_kind, candidates[0]
         return None
 
-    def insert(self, entry: DecodedBlock, stored: StoredBlock, capacity: int) -> None:
+    def insert(self, entry: DecodedBlock, stored_block: StoredBlock, capacity: int) -> None:
         """Put `entry` in as the newest; what stands for the same goes, and the oldest where there are too many."""
-        block = stored.block
-        kept = [
+        block = stored_block.block
+        remaining = [
             old
             for old in self.entries
-            if not (old.has_content_of(block) or (old.is_at(stored) and old.has_sizes_of(block)))
+            if not (old.matches_content(block) or (old.is_same_range(stored_block) and old.matches_sizes(block)))
         ]
-        self.entries = deque([*kept, entry], maxlen=capacity)
+        self.entries = deque([*remaining, entry], maxlen=capacity)
 
 
 @dataclass(eq=False)
-class GlobalCache:
+class SharedDecodeCache:
     """Entries of all layers, the oldest first. Lives on when a request begins."""
 
     entries: deque[DecodedBlock] = field(default_factory=deque)
@@ -96,16 +96,16 @@ class GlobalCache:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def find(self, stored: StoredBlock) -> DecodedBlock | None:
+    def find(self, stored_block: StoredBlock) -> DecodedBlock | None:
         """An entry of the same content, which is the newest then."""
         for entry in self.entries:
-            if entry.has_content_of(stored.block):
+            if entry.matches_content(stored_block.block):
                 self.entries.remove(entry)
                 self.entries.append(entry)
                 return entry
         return None
 
-    def insert(self, entry: DecodedBlock, stored: StoredBlock, capacity: int) -> None:
+    def insert(self, entry: DecodedBlock, stored_block: StoredBlock, capacity: int) -> None:
         """Put `entry` in as the newest; what has the same content goes, and the oldest where there are too many."""
-        kept = [old for old in self.entries if not old.has_content_of(stored.block)]
-        self.entries = deque([*kept, entry], maxlen=capacity)
+        remaining = [old for old in self.entries if not old.matches_content(stored_block.block)]
+        self.entries = deque([*remaining, entry], maxlen=capacity)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..schedule import Scope
-from .state import LayerState
+from ..schedule import CompressionScope
+from .state import EmulatedLayerState
 
-MICROSECOND = 1000
+NS_PER_US = 1000
 
 
 @dataclass
-class Reported:
+class EmulationReport:
     """The engine's shared figures; what a call does not refresh stays as it was."""
 
     raw_bytes: int = 0
@@ -31,24 +31,26 @@ class Reported:
     ratio: float = 1.0
     codec_us: int = 0
 
-    def refresh(self, states: Sequence[LayerState], scope: Scope) -> None:
+    def refresh(self, states: Sequence[EmulatedLayerState], scope: CompressionScope) -> None:
         """Add up the layers in scope that have been updated; all updated ones where there are none."""
-        updated = [index for index, state in enumerate(states) if state.updates > 0]
-        chosen = [states[index] for index in updated if scope.covers(index)] or [states[index] for index in updated]
-        raw = sum(state.raw_bytes for state in chosen)
-        compressed = sum(state.compressed_bytes for state in chosen)
-        self.skips = sum(state.skips for state in chosen)
-        if raw <= 0 or compressed <= 0:
+        updated_layers = [index for index, state in enumerate(states) if state.updates > 0]
+        reported_states = [states[index] for index in updated_layers if scope.covers(index)] or [
+            states[index] for index in updated_layers
+        ]
+        raw_bytes = sum(state.raw_bytes for state in reported_states)
+        compressed_bytes = sum(state.compressed_bytes for state in reported_states)
+        self.skips = sum(state.skips for state in reported_states)
+        if raw_bytes <= 0 or compressed_bytes <= 0:
             return
-        self.raw_bytes, self.compressed_bytes = raw, compressed
-        self.decompressed_bytes = sum(state.decompressed_bytes for state in chosen)
-        self.compress_us = sum(state.compress_ns for state in chosen) // MICROSECOND
-        self.decompress_us = sum(state.decompress_ns for state in chosen) // MICROSECOND
-        self.fallbacks = sum(state.fallbacks for state in chosen)
-        self.ratio = float(np.float32(raw / compressed))
+        self.raw_bytes, self.compressed_bytes = raw_bytes, compressed_bytes
+        self.decompressed_bytes = sum(state.decompressed_bytes for state in reported_states)
+        self.compress_us = sum(state.compress_ns for state in reported_states) // NS_PER_US
+        self.decompress_us = sum(state.decompress_ns for state in reported_states) // NS_PER_US
+        self.fallbacks = sum(state.fallbacks for state in reported_states)
+        self.ratio = float(np.float32(raw_bytes / compressed_bytes))
 
     @property
-    def traced(self) -> tuple[int, ...]:
+    def trace_values(self) -> tuple[int, ...]:
         """The figures of a trace, in its order."""
         return (
             self.raw_bytes,

@@ -7,72 +7,84 @@ import time
 import numpy as np
 
 from ...dtypes import KVPair
-from ..latencies import Latencies
-from .decoding import Decoder
+from ..latencies import LatencyHistogram
+from .decoding import BlockDecoder
 from .events import CallEvent, RestoreEvent, ScatterEvent
-from .rows import Rows
-from .state import LayerState
+from .rows import EngineRowBuffer
+from .state import EmulatedLayerState
 from .stored_block import StoredBlock
 
-MICROSECOND = 1000
+NS_PER_US = 1000
 
-Chunk = tuple[int, int, KVPair]
+DecodedRange = tuple[int, int, KVPair]
 """Start, count, and K and V, flat."""
 
 
-def restore(state: LayerState, rows: Rows, decoder: Decoder, event: CallEvent, times: Latencies) -> None:
+def restore_blocks(
+    state: EmulatedLayerState,
+    rows: EngineRowBuffer,
+    decoder: BlockDecoder,
+    event: CallEvent,
+    latencies: LatencyHistogram,
+) -> None:
     """Look up or decode every stored block of `state` and write it into `rows`; the list is empty afterwards.
 
     What cannot be decoded is counted as a fallback and stays zero. Neighbouring chunks are joined end to end, which
     mixes up heads where there are several (docs/runtime.md).
     """
-    decoder.clear_if_off(state)
-    chunks: list[Chunk] = []
-    for stored in state.blocks:
-        if not stored.dropped:
-            event.erased += 1
+    decoder.clear_if_disabled(state)
+    chunks: list[DecodedRange] = []
+    for stored_block in state.blocks:
+        if not stored_block.is_dropped:
+            event.num_erased += 1
             continue
-        chunk = _decoded(state, stored, decoder, event, times)
+        chunk = _decode_block(state, stored_block, decoder, event, latencies)
         if chunk is not None:
             chunks.append(chunk)
     state.blocks = []
-    for start, count, (keys, values) in _merged(chunks):
-        began = time.perf_counter_ns()
-        ok = rows.scatter(start, count, keys, values)
-        state.decompress_ns += max(MICROSECOND, time.perf_counter_ns() - began)
-        event.scatters.append(ScatterEvent(start, count, keys.nbytes + values.nbytes, ok))
-        if ok:
+    for start, count, (keys, values) in _merge_adjacent(chunks):
+        start_ns = time.perf_counter_ns()
+        is_written = rows.scatter(start, count, keys, values)
+        state.decompress_ns += max(NS_PER_US, time.perf_counter_ns() - start_ns)
+        event.scatters.append(ScatterEvent(start, count, keys.nbytes + values.nbytes, is_written))
+        if is_written:
             state.decompressed_bytes += keys.nbytes + values.nbytes
         else:
             state.fallbacks += 1
 
 
-def _decoded(
-    state: LayerState, stored: StoredBlock, decoder: Decoder, event: CallEvent, times: Latencies
-) -> Chunk | None:
-    began = time.perf_counter_ns()
-    how, pair = decoder.decode(state, stored)
-    block = stored.block
+def _decode_block(
+    state: EmulatedLayerState,
+    stored_block: StoredBlock,
+    decoder: BlockDecoder,
+    event: CallEvent,
+    latencies: LatencyHistogram,
+) -> DecodedRange | None:
+    start_ns = time.perf_counter_ns()
+    hit_kind, pair = decoder.decode(state, stored_block)
+    block = stored_block.block
     event.restores.append(
-        RestoreEvent(stored.start, stored.count, block.raw_bytes, block.compressed_bytes, how, pair is not None)
+        RestoreEvent(
+            stored_block.start, stored_block.count, block.raw_bytes, block.compressed_bytes, hit_kind, pair is not None
+        )
     )
     if pair is None:
         state.fallbacks += 1
         return None
-    elapsed = max(MICROSECOND, time.perf_counter_ns() - began)
+    elapsed = max(NS_PER_US, time.perf_counter_ns() - start_ns)
     state.decompress_ns += elapsed
     state.timings.decompress.add(elapsed)
-    times.add(elapsed)
-    return stored.start, stored.count, pair
+    latencies.add(elapsed)
+    return stored_block.start, stored_block.count, pair
 
 
-def _merged(chunks: list[Chunk]) -> list[Chunk]:
-    merged: list[Chunk] = []
+def _merge_adjacent(chunks: list[DecodedRange]) -> list[DecodedRange]:
+    ranges: list[DecodedRange] = []
     for start, count, pair in sorted(chunks, key=lambda chunk: chunk[0]):
-        if merged and merged[-1][0] + merged[-1][1] == start:
-            first, before, (keys, values) = merged.pop()
-            joined = np.concatenate([keys, pair[0]]), np.concatenate([values, pair[1]])
-            merged.append((first, before + count, joined))
+        if ranges and ranges[-1][0] + ranges[-1][1] == start:
+            first, previous_count, (keys, values) = ranges.pop()
+            joined_pair = np.concatenate([keys, pair[0]]), np.concatenate([values, pair[1]])
+            ranges.append((first, previous_count + count, joined_pair))
         else:
-            merged.append((start, count, pair))
-    return merged
+            ranges.append((start, count, pair))
+    return ranges

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..metrics import Timings
-from ..schedule import Progress
-from .decode_cache import LocalCache
-from .rows import Rows
+from ..metrics import OperationLatencies
+from ..schedule import LayerProgress
+from .decode_cache import LayerDecodeCache
+from .rows import EngineRowBuffer
 from .stored_block import StoredBlock
 
 
 @dataclass(eq=False)
-class LayerState:
+class EmulatedLayerState:
     """Schedule, figures, blocks and decoded blocks of one layer index.
 
     Attributes
@@ -32,20 +32,20 @@ class LayerState:
     fallbacks: int = 0
     skips: int = 0
     blocks: list[StoredBlock] = field(default_factory=list)
-    cache: LocalCache = field(default_factory=LocalCache)
-    rows: Rows | None = None
-    timings: Timings = field(default_factory=Timings)
+    cache: LayerDecodeCache = field(default_factory=LayerDecodeCache)
+    rows: EngineRowBuffer | None = None
+    timings: OperationLatencies = field(default_factory=OperationLatencies)
 
     @property
-    def progress(self) -> Progress:
+    def to_progress(self) -> LayerProgress:
         """What the schedule looks at."""
-        return Progress(self.updates, self.last_step, self.watermark)
+        return LayerProgress(self.updates, self.last_step, self.watermark)
 
-    def pending(self, store: bool) -> list[StoredBlock]:
+    def list_pending(self, is_store_mode: bool) -> list[StoredBlock]:
         """Blocks that still have to be restored, or decoded once."""
-        return [block for block in self.blocks if (block.dropped if store else not block.decoded)]
+        return [block for block in self.blocks if (block.is_dropped if is_store_mode else not block.is_decoded)]
 
-    def advance(self, watermark: int, token_step: int) -> None:
+    def record_scheduled(self, watermark: int, token_step: int) -> None:
         """Note a scheduled block."""
         self.updates += 1
         self.watermark = watermark

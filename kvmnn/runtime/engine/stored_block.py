@@ -17,20 +17,20 @@ class StoredBlock:
         The tokens.
     block
         Frames, sizes and hashes.
-    decoded
+    is_decoded
         Probe and full: whether the block was decoded once; store: always.
-    dropped
+    is_dropped
         Whether its rows were cleared.
-    from_dropped
+    is_from_dropped
         Whether it overlaps rows that had been cleared when it was made.
     """
 
     start: int
     count: int
     block: Block
-    decoded: bool
-    dropped: bool = False
-    from_dropped: bool = False
+    is_decoded: bool
+    is_dropped: bool = False
+    is_from_dropped: bool = False
 
     @property
     def end(self) -> int:

@@ -9,21 +9,21 @@ from typing import Literal
 from ...frames import Block
 from ..schedule import BlockRange
 
-Timing = Literal["eager", "lazy"]
-TIMINGS: tuple[Timing, ...] = ("eager", "lazy")
+WorkerTiming = Literal["eager", "lazy"]
+WORKER_TIMINGS: tuple[WorkerTiming, ...] = ("eager", "lazy")
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
+class RangeEncodeResult:
     """What came of a range: a block (None where it was skipped or not encoded) and how long that took."""
 
     index: int
-    due: BlockRange
+    block_range: BlockRange
     block: Block | None
     nanoseconds: int = 0
 
 
-class Tasks:
+class EmulatedTaskQueue:
     """Encodings between submission and application.
 
     Parameters
@@ -34,36 +34,36 @@ class Tasks:
 
     Attributes
     ----------
-    open
+    num_open
         Tasks submitted and not finished.
     """
 
-    def __init__(self, timing: Timing) -> None:
+    def __init__(self, timing: WorkerTiming) -> None:
         self._timing = timing
-        self._waiting: list[Callable[[], Encoded]] = []
-        self._finished: list[Encoded] = []
-        self.open = 0
+        self._queued: list[Callable[[], RangeEncodeResult]] = []
+        self._results: list[RangeEncodeResult] = []
+        self.num_open = 0
 
-    def submit(self, task: Callable[[], Encoded]) -> int:
+    def submit(self, task: Callable[[], RangeEncodeResult]) -> int:
         """Hand in a task; returns how many were open just then, this one included."""
-        self._waiting.append(task)
-        self.open += 1
-        submitted = self.open
+        self._queued.append(task)
+        self.num_open += 1
+        num_open = self.num_open
         if self._timing == "eager":
-            self.finish()
-        return submitted
+            self.run_all()
+        return num_open
 
-    def finish(self) -> None:
+    def run_all(self) -> None:
         """Wait for all tasks."""
-        waiting, self._waiting = self._waiting, []
-        self._finished += [task() for task in waiting]
-        self.open = 0
+        queued, self._queued = self._queued, []
+        self._results += [task() for task in queued]
+        self.num_open = 0
 
-    def drain(self) -> list[Encoded]:
+    def take_results(self) -> list[RangeEncodeResult]:
         """The finished results, in the order of their submission; they are given out once."""
-        finished, self._finished = self._finished, []
-        return finished
+        results, self._results = self._results, []
+        return results
 
     def clear(self) -> None:
         """Forget everything."""
-        self._waiting, self._finished, self.open = [], [], 0
+        self._queued, self._results, self.num_open = [], [], 0

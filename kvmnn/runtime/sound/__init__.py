@@ -1,6 +1,6 @@
 """The lossless runtime as it should be: every cold token is stored once, and nothing is ever lost."""
 
-from .report import SoundCall
-from .runtime import SoundRuntime
+from .report import StrictCallResult
+from .runtime import StrictRuntime
 
-__all__ = ["SoundCall", "SoundRuntime"]
+__all__ = ["StrictCallResult", "StrictRuntime"]

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...dtypes import DType, Words
+from ...dtypes import DType, Elements
 from ...errors import FrameError, KvmnnError
-from ...frames import Block, encode_block, fnv1a64, matches
-from ...frames.decoding import Decoder
-from ...frames.hashing import checksum
+from ...frames import Block, encode_block, fnv1a64, verify_roundtrip
+from ...frames.decoding import FrameDecoder
+from ...frames.hashing import integrity_checksum
 from ..config import RuntimeConfig
 
 
 @dataclass(frozen=True)
-class Frames:
+class KVFrames:
     """K and V of a piece as two frames.
 
     Attributes
@@ -26,15 +26,15 @@ class Frames:
         Hash of the rows; 0 where they were compared instead.
     """
 
-    key: bytes
-    value: bytes
+    key_frame: bytes
+    value_frame: bytes
     checksum: int
     raw_hash: int
 
     @property
     def nbytes(self) -> int:
         """Bytes of both frames."""
-        return len(self.key) + len(self.value)
+        return len(self.key_frame) + len(self.value_frame)
 
 
 class RowCodec:
@@ -44,9 +44,9 @@ class RowCodec:
         self._config = config
         self._dtype = dtype
         self._shape = (kv_heads, head_dim)
-        self._decoder = Decoder(dtype.name)
+        self._decoder = FrameDecoder(dtype.name)
 
-    def encode(self, rows: Words) -> Block:
+    def encode(self, rows: Elements) -> Block:
         """K and V under the engine's joint rule."""
         return encode_block(
             rows[0],
@@ -60,7 +60,7 @@ class RowCodec:
             threads=1,
         )
 
-    def verified(self, block: Block, rows: Words) -> Frames | None:
+    def to_verified_frames(self, block: Block, rows: Elements) -> KVFrames | None:
         """The frames of a block that gains; None for one that does not.
 
         Raises
@@ -72,12 +72,12 @@ class RowCodec:
         if key is None or value is None:
             return None
         if self._config.verify == "compare":
-            for frame, part in ((key, rows[0]), (value, rows[1])):
-                if not matches(frame, part, dtype=self._dtype.name, threads=1):
+            for frame, part_rows in ((key, rows[0]), (value, rows[1])):
+                if not verify_roundtrip(frame, part_rows, dtype=self._dtype.name, threads=1):
                     raise KvmnnError("the frame decodes to other bytes than it was made of")
-        return Frames(key, value, checksum_of(key, value), block.raw_hash)
+        return KVFrames(key, value, compute_checksum(key, value), block.raw_hash)
 
-    def decode(self, frames: Frames, out: Words) -> None:
+    def decode_into(self, frames: KVFrames, out: Elements) -> None:
         """Write the rows to `out`, ``[2, kv_head, token, head_dim]``, contiguous behind the first two axes.
 
         Raises
@@ -86,22 +86,22 @@ class RowCodec:
             For frames that were changed, or do not hold these rows.
         """
         try:
-            self._decoder.into((frames.key, frames.value), out, frames.checksum)
+            self._decoder.decode_into((frames.key_frame, frames.value_frame), out, frames.checksum)
         except FrameError:
-            if checksum_of(frames.key, frames.value) != frames.checksum:
+            if compute_checksum(frames.key_frame, frames.value_frame) != frames.checksum:
                 raise KvmnnError("its frames were changed in memory") from None
             raise
         if frames.raw_hash and fnv1a64(out[1], fnv1a64(out[0])) != frames.raw_hash:
             raise KvmnnError("its frames decode to other rows than they were made of")
 
-    def decoded(self, frames: Frames, count: int) -> Words:
-        """The rows of `count` tokens, in an array of their own; errors as `decode`."""
+    def decode(self, frames: KVFrames, count: int) -> Elements:
+        """The rows of `count` tokens, in an array of their own; errors as `decode_into`."""
         heads, head_dim = self._shape
-        rows = np.empty((2, heads, count, head_dim), self._dtype.numpy)
-        self.decode(frames, rows)
+        rows = np.empty((2, heads, count, head_dim), self._dtype.numpy_dtype)
+        self.decode_into(frames, rows)
         return rows
 
 
-def checksum_of(key: bytes, value: bytes) -> int:
+def compute_checksum(key: bytes, value: bytes) -> int:
     """The checksum over two frames."""
-    return checksum(value, checksum(key))
+    return integrity_checksum(value, integrity_checksum(key))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ...dtypes import Words
-from .piece import Piece
+from ...dtypes import Elements
+from .piece import TokenSegment
 
 
-class DecodedRows:
+class DecodedRowCache:
     """Rows of stored pieces that need not be decoded again.
 
     Every call of a layer reads all of its pieces in turn. A cache that drops the entry that was not used for longest
@@ -21,45 +21,45 @@ class DecodedRows:
     """
 
     def __init__(self, max_entries: int, max_bytes: int) -> None:
-        self._entries: dict[int, tuple[Piece, Words]] = {}
+        self._entries: dict[int, tuple[TokenSegment, Elements]] = {}
         self._max_entries, self._max_bytes = max_entries, max_bytes
         self.hits = self.misses = self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, piece: Piece) -> Words | None:
+    def find(self, segment: TokenSegment) -> Elements | None:
         """The rows of a piece, if they are there."""
-        found = self._entries.get(id(piece))
-        if found is None:
+        entry = self._entries.get(id(segment))
+        if entry is None:
             self.misses += 1
             return None
         self.hits += 1
-        return found[1]
+        return entry[1]
 
-    def has(self, piece: Piece) -> bool:
+    def contains(self, segment: TokenSegment) -> bool:
         """Whether the rows of a piece are there."""
-        return id(piece) in self._entries
+        return id(segment) in self._entries
 
-    def insert(self, piece: Piece, rows: Words) -> None:
+    def insert(self, segment: TokenSegment, rows: Elements) -> None:
         """Keep the rows of a piece if there is room, once those of dead pieces are gone."""
-        if id(piece) in self._entries or not self.has_room(rows.nbytes):
+        if id(segment) in self._entries or not self.has_capacity(rows.nbytes):
             return
-        self._entries[id(piece)] = piece, rows
+        self._entries[id(segment)] = segment, rows
         self.nbytes += rows.nbytes
 
-    def sweep(self) -> None:
+    def remove_dead(self) -> None:
         """Forget pieces that stand for no tokens any more."""
-        self._entries = {key: entry for key, entry in self._entries.items() if entry[0].alive}
+        self._entries = {key: entry for key, entry in self._entries.items() if entry[0].is_alive}
         self.nbytes = sum(rows.nbytes for _, rows in self._entries.values())
 
-    def has_room(self, nbytes: int) -> bool:
+    def has_capacity(self, nbytes: int) -> bool:
         """Whether rows of `nbytes` would be kept."""
         if nbytes > self._max_bytes or not self._max_entries:
             return False
-        if self._full(nbytes):
-            self.sweep()
-        return not self._full(nbytes)
+        if self._is_full(nbytes):
+            self.remove_dead()
+        return not self._is_full(nbytes)
 
-    def _full(self, nbytes: int) -> bool:
+    def _is_full(self, nbytes: int) -> bool:
         return len(self._entries) >= self._max_entries or self.nbytes + nbytes > self._max_bytes

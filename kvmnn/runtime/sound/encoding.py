@@ -9,37 +9,37 @@ from typing import cast
 
 import numpy as np
 
-from ...dtypes import Words
+from ...dtypes import Elements
 from ...errors import KvmnnError
 from ...frames import Block
-from .codec import Frames, RowCodec
-from .piece import Piece
+from .codec import KVFrames, RowCodec
+from .piece import TokenSegment
 
-MAX_ATTEMPTS = 3
+MAX_ENCODE_ATTEMPTS = 3
 """Failures after which a piece stays raw."""
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
+class EncodeJob:
     """One encoding.
 
     Attributes
     ----------
     layer
         Whose rows.
-    piece
+    segment
         What the frames will stand for. In modes that only measure, a piece that no layer holds.
     generation
         The request that it belongs to; results of earlier ones are not looked at.
     """
 
     layer: int
-    piece: Piece
+    segment: TokenSegment
     generation: int
 
 
 @dataclass(frozen=True, eq=False)
-class Encoded:
+class SegmentEncodeResult:
     """What came of it.
 
     Attributes
@@ -51,38 +51,38 @@ class Encoded:
     """
 
     block: Block
-    frames: Frames | None
+    frames: KVFrames | None
     compress_ns: int
     verify_ns: int
 
 
-def encode_and_verify(codec: RowCodec, rows: Words) -> Encoded:
+def encode_and_verify(codec: RowCodec, rows: Elements) -> SegmentEncodeResult:
     """Encode rows and check that the frames give them back; `KvmnnError` where they do not, or encoding fails."""
-    began = time.perf_counter_ns()
+    start_ns = time.perf_counter_ns()
     rows = np.ascontiguousarray(rows)  # once; every step below would do it again for itself
     block = codec.encode(rows)
     if block.fallback:
         raise KvmnnError("the rows cannot be encoded")
-    encoded = time.perf_counter_ns()
-    frames = codec.verified(block, rows)
-    return Encoded(block, frames, encoded - began, time.perf_counter_ns() - encoded)
+    encoded_ns = time.perf_counter_ns()
+    frames = codec.to_verified_frames(block, rows)
+    return SegmentEncodeResult(block, frames, encoded_ns - start_ns, time.perf_counter_ns() - encoded_ns)
 
 
-def result_of(future: Future[object]) -> Encoded | None:
+def get_result(future: Future[object]) -> SegmentEncodeResult | None:
     """What a job came to; None where it failed, was cancelled, or its worker ended."""
     if future.cancelled() or future.exception() is not None:
         return None
-    return cast(Encoded, future.result())
+    return cast(SegmentEncodeResult, future.result())
 
 
-def settle(piece: Piece, result: Encoded | None, *, keeps_rows: bool) -> None:
+def finalize_segment(segment: TokenSegment, result: SegmentEncodeResult | None, *, keep_rows: bool) -> None:
     """Replace the rows of a piece by its frames; leave them where that gains nothing, or failed."""
     if result is None:
-        piece.attempts += 1
-        piece.state = "due" if piece.attempts < MAX_ATTEMPTS else "settled"
-    elif result.frames is None or keeps_rows:
-        piece.state = "settled"
+        segment.attempts += 1
+        segment.state = "due" if segment.attempts < MAX_ENCODE_ATTEMPTS else "settled"
+    elif result.frames is None or keep_rows:
+        segment.state = "settled"
     else:
-        piece.frames, piece.rows, piece.state = result.frames, None, "stored"
-    if piece.state == "settled" and not keeps_rows:
-        piece.own_rows()
+        segment.frames, segment.rows, segment.state = result.frames, None, "stored"
+    if segment.state == "settled" and not keep_rows:
+        segment.own_rows()

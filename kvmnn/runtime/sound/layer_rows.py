@@ -8,45 +8,45 @@ from itertools import pairwise
 
 import numpy as np
 
-from ...dtypes import DType, Words
-from ...packed.reserve import Pair
+from ...dtypes import DType, Elements
+from ...packed.reserve import ReservePair
 from ..positions import PositionRuns
 from ..schedule import ColdRange
-from .memory import copied, empty
-from .piece import Piece
-from .tail import Tail
+from .memory import allocate, copy_rows
+from .piece import TokenSegment
+from .tail import HotBuffer
 
-RowsOf = Callable[[Piece], Words]
+ReadRows = Callable[[TokenSegment], Elements]
 """The rows of a piece, decoded where it has none."""
 
-WriteRows = Callable[[Piece, Words], None]
+WriteRows = Callable[[TokenSegment, Elements], None]
 """Writes the rows of a piece to an array of their shape."""
 
 
-class LayerRows:
+class LayerStorage:
     """The rows of one layer and what they stand for.
 
     Attributes
     ----------
-    pieces
+    segments
         The older tokens, in their order.
-    tail
+    hot_buffer
         The others.
     positions
         True positions of all of them.
     """
 
     def __init__(self, kv_heads: int, head_dim: int, dtype: DType) -> None:
-        self.pieces: list[Piece] = []
-        self.tail = Tail(np.empty((2, kv_heads, 0, head_dim), dtype.numpy))
+        self.segments: list[TokenSegment] = []
+        self.hot_buffer = HotBuffer(np.empty((2, kv_heads, 0, head_dim), dtype.numpy_dtype))
         self.positions = PositionRuns()
-        self._piece_tokens = 0
+        self._segment_tokens = 0
         self._token_bytes = 2 * kv_heads * head_dim * dtype.itemsize
 
     @property
     def tokens(self) -> int:
         """Tokens of the layer."""
-        return self._piece_tokens + self.tail.count
+        return self._segment_tokens + self.hot_buffer.count
 
     @property
     def raw_bytes(self) -> int:
@@ -54,191 +54,200 @@ class LayerRows:
         return self.tokens * self._token_bytes
 
     @property
-    def held_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes of the rows and frames that are there."""
-        return sum(piece.held_bytes for piece in self.pieces) + self.tail.held_bytes
+        return sum(segment.resident_bytes for segment in self.segments) + self.hot_buffer.resident_bytes
 
     @property
-    def all(self) -> list[Pair]:
+    def all_ranges(self) -> list[ReservePair]:
         """All tokens as pairs of index and count."""
         return [(0, self.tokens)] if self.tokens else []
 
-    def placed(self) -> Iterator[tuple[int, Piece]]:
+    def iter_segments(self) -> Iterator[tuple[int, TokenSegment]]:
         """Every piece with the index of its first token."""
         offset = 0
-        for piece in self.pieces:
-            yield offset, piece
-            offset += piece.count
+        for segment in self.segments:
+            yield offset, segment
+            offset += segment.count
 
-    def start_of(self, wanted: Piece) -> int:
+    def find_start(self, target: TokenSegment) -> int:
         """The index of the first token of a piece; 0 for one that is not there."""
-        return next((start for start, piece in self.placed() if piece is wanted), 0)
+        return next((start for start, segment in self.iter_segments() if segment is target), 0)
 
-    def append(self, keys: Words, values: Words, position: int) -> None:
+    def append(self, keys: Elements, values: Elements, position: int) -> None:
         """Put new tokens, of which the first stands at `position`, behind the others."""
-        self.tail.append(keys, values)
+        self.hot_buffer.append(keys, values)
         self.positions.append(position, keys.shape[1])
 
-    def copy_to(self, out: Words, write: WriteRows) -> None:
+    def copy_to(self, out: Elements, write_rows: WriteRows) -> None:
         """Write all rows into ``out[:, :, :tokens]``."""
         offset = 0
-        for piece in self.pieces:
-            write(piece, out[:, :, offset : offset + piece.count])
-            offset += piece.count
-        out[:, :, offset : offset + self.tail.count] = self.tail.rows
+        for segment in self.segments:
+            write_rows(segment, out[:, :, offset : offset + segment.count])
+            offset += segment.count
+        out[:, :, offset : offset + self.hot_buffer.count] = self.hot_buffer.rows
 
     # -- blocks --------------------------------------------------------------------------------------------------------
 
-    def carve(self, cold: ColdRange, block: int) -> list[Piece]:
-        """Cut the raw rows in `cold` into blocks, which are due now.
+    def split_cold(self, cold_tokens: ColdRange, block_tokens: int) -> list[TokenSegment]:
+        """Cut the raw rows in `cold_tokens` into blocks, which are due now.
 
-        Blocks have `block` tokens. A shorter run between two pieces can never grow and becomes a shorter block; what
-        is too short at the end of the cold range waits there.
+        Blocks have `block_tokens` tokens. A shorter run between two pieces can never grow and becomes a shorter block;
+        what is too short at the end of the cold range waits there.
         """
-        due: list[Piece] = []
-        pieces: list[Piece] = []
-        for offset, piece in self.placed():
-            pieces += self._carved(piece, ColdRange(cold.begin - offset, cold.end - offset), block, due)
-        offset = sum(piece.count for piece in pieces)
-        first = max(0, cold.begin - offset)
-        blocks = max(0, cold.end - offset - first) // block
+        due_segments: list[TokenSegment] = []
+        segments: list[TokenSegment] = []
+        for offset, segment in self.iter_segments():
+            segments += self._split_segment(
+                segment, ColdRange(cold_tokens.begin - offset, cold_tokens.end - offset), block_tokens, due_segments
+            )
+        offset = sum(segment.count for segment in segments)
+        first = max(0, cold_tokens.begin - offset)
+        blocks = max(0, cold_tokens.end - offset - first) // block_tokens
         if blocks:
-            rows = self.tail.rows
+            rows = self.hot_buffer.rows
             if first:
-                pieces.append(Piece(first, rows[:, :, :first].copy()))
-            end = first + blocks * block
-            new = [Piece(block, rows[:, :, at : at + block], "due") for at in range(first, end, block)]
-            due += new
-            pieces += new
-            self.tail = Tail(copied(rows[:, :, end:]))
-        self.pieces, self._piece_tokens = pieces, sum(piece.count for piece in pieces)
-        return due
+                segments.append(TokenSegment(first, rows[:, :, :first].copy()))
+            end = first + blocks * block_tokens
+            new_segments = [
+                TokenSegment(block_tokens, rows[:, :, start : start + block_tokens], "due")
+                for start in range(first, end, block_tokens)
+            ]
+            due_segments += new_segments
+            segments += new_segments
+            self.hot_buffer = HotBuffer(copy_rows(rows[:, :, end:]))
+        self.segments, self._segment_tokens = segments, sum(segment.count for segment in segments)
+        return due_segments
 
-    def due_from(self, begin: int, block: int) -> int:
-        """Where a cold range that begins at `begin` must end for `carve` to find a block."""
-        found = max(self._piece_tokens, begin) + block
-        for offset, piece in self.placed():
+    def find_next_due_end(self, begin: int, block_tokens: int) -> int:
+        """Where a cold range that begins at `begin` must end for `split_cold` to find a block."""
+        due_end = max(self._segment_tokens, begin) + block_tokens
+        for offset, segment in self.iter_segments():
             first = max(0, begin - offset)
-            if piece.state == "raw" and first < piece.count:
-                found = min(found, offset + min(piece.count, first + block))
-        return found
+            if segment.state == "raw" and first < segment.count:
+                due_end = min(due_end, offset + min(segment.count, first + block_tokens))
+        return due_end
 
-    def _carved(self, piece: Piece, cold: ColdRange, block: int, due: list[Piece]) -> list[Piece]:
-        """A piece between others, cut where it is raw and cold; `cold` counts from its first token."""
-        first, last = max(0, cold.begin), min(piece.count, cold.end)
-        if last < piece.count:
-            last = first + max(0, last - first) // block * block
-        if piece.state != "raw" or piece.rows is None or first >= last:
-            return [piece]
-        bounds = [0, *range(first, last, block), last, piece.count]
+    def _split_segment(
+        self, segment: TokenSegment, cold_tokens: ColdRange, block_tokens: int, due_segments: list[TokenSegment]
+    ) -> list[TokenSegment]:
+        """A piece between others, cut where it is raw and cold; `cold_tokens` counts from its first token."""
+        first, cold_end = max(0, cold_tokens.begin), min(segment.count, cold_tokens.end)
+        if cold_end < segment.count:
+            cold_end = first + max(0, cold_end - first) // block_tokens * block_tokens
+        if segment.state != "raw" or segment.rows is None or first >= cold_end:
+            return [segment]
+        bounds = [0, *range(first, cold_end, block_tokens), cold_end, segment.count]
         parts = []
         for begin, end in pairwise(bounds):
             if begin == end:
                 continue
-            cold_part = first <= begin < last
-            rows = piece.rows[:, :, begin:end].copy()
-            parts.append(Piece(end - begin, rows, "due" if cold_part else "raw"))
-            if cold_part:
-                due.append(parts[-1])
+            is_cold = first <= begin < cold_end
+            rows = segment.rows[:, :, begin:end].copy()
+            parts.append(TokenSegment(end - begin, rows, "due" if is_cold else "raw"))
+            if is_cold:
+                due_segments.append(parts[-1])
         return parts
 
     # -- evictions and erasures ----------------------------------------------------------------------------------------
 
-    def kept(self, pairs: list[Pair], rows_of: RowsOf, *, block: int, hot_sink: int) -> Contents:
-        """What the layer holds when only the tokens in `pairs` (index and count, ascending) stay.
+    def select(
+        self, ranges: list[ReservePair], read_rows: ReadRows, *, block_tokens: int, hot_sink: int
+    ) -> LayerContents:
+        """What the layer holds when only the tokens in `ranges` (index and count, ascending) stay.
 
         Pieces of which every token stays are left as they are. Those that are cut become raw, and so do neighbours that
-        fit into one block together. Nothing is changed before `swap`.
+        fit into one block together. Nothing is changed before `replace_contents`.
         """
-        groups: list[_Group] = []
+        groups: list[_SegmentGroup] = []
         start = 0
-        for piece in self._selected(pairs, rows_of):
-            if not groups or not groups[-1].takes(piece, block=block, hot_sink=hot_sink):
-                groups.append(_Group(start))
-            groups[-1].pieces.append(piece)
-            start += piece.count
-        last = groups.pop() if groups and groups[-1].raw else None
-        tail = Tail(last.rows(rows_of) if last else self.tail.rows[:, :, :0].copy())
-        return Contents([group.joined(rows_of) for group in groups], tail, self.positions.kept(pairs))
+        for segment in self._iter_selected(ranges, read_rows):
+            if not groups or not groups[-1].accepts(segment, block_tokens=block_tokens, hot_sink=hot_sink):
+                groups.append(_SegmentGroup(start))
+            groups[-1].segments.append(segment)
+            start += segment.count
+        raw_group = groups.pop() if groups and groups[-1].is_raw else None
+        hot_buffer = HotBuffer(raw_group.concat_rows(read_rows) if raw_group else self.hot_buffer.rows[:, :, :0].copy())
+        return LayerContents([group.merge(read_rows) for group in groups], hot_buffer, self.positions.select(ranges))
 
-    def swap(self, contents: Contents) -> None:
-        """Take over what `kept` found; pieces that are gone are no longer alive."""
-        staying = {id(piece) for piece in contents.pieces}
-        for piece in self.pieces:
-            piece.alive = id(piece) in staying
-        self.pieces, self.tail, self.positions = contents.pieces, contents.tail, contents.positions
-        self._piece_tokens = sum(piece.count for piece in self.pieces)
+    def replace_contents(self, contents: LayerContents) -> None:
+        """Take over what `select` found; pieces that are gone are no longer alive."""
+        remaining_ids = {id(segment) for segment in contents.segments}
+        for segment in self.segments:
+            segment.is_alive = id(segment) in remaining_ids
+        self.segments, self.hot_buffer, self.positions = contents.segments, contents.hot_buffer, contents.positions
+        self._segment_tokens = sum(segment.count for segment in self.segments)
 
     def clear(self) -> None:
         """Drop everything."""
-        self.swap(Contents([], Tail(self.tail.rows[:, :, :0].copy()), PositionRuns()))
+        self.replace_contents(LayerContents([], HotBuffer(self.hot_buffer.rows[:, :, :0].copy()), PositionRuns()))
 
-    def _selected(self, pairs: list[Pair], rows_of: RowsOf) -> Iterator[Piece]:
+    def _iter_selected(self, ranges: list[ReservePair], read_rows: ReadRows) -> Iterator[TokenSegment]:
         """The pieces that stay, and raw ones for the parts of others."""
-        ranges = iter(pairs)
-        begin, end = _bounds(next(ranges, None))
-        tail = Piece(self.tail.count, self.tail.rows)
+        range_iterator = iter(ranges)
+        begin, end = _get_bounds(next(range_iterator, None))
+        hot_segment = TokenSegment(self.hot_buffer.count, self.hot_buffer.rows)
         offset = 0
-        for piece in [*self.pieces, tail]:
-            stop = offset + piece.count
-            while begin < stop:
-                low, high = max(begin, offset), min(end, stop)
-                if low == offset and high == stop and piece is not tail:
-                    yield piece
+        for segment in [*self.segments, hot_segment]:
+            segment_end = offset + segment.count
+            while begin < segment_end:
+                low, high = max(begin, offset), min(end, segment_end)
+                if low == offset and high == segment_end and segment is not hot_segment:
+                    yield segment
                 elif low < high:
-                    yield Piece(high - low, rows_of(piece)[:, :, low - offset : high - offset])
-                if end > stop:
+                    yield TokenSegment(high - low, read_rows(segment)[:, :, low - offset : high - offset])
+                if end > segment_end:
                     break
-                begin, end = _bounds(next(ranges, None))
-            offset = stop
+                begin, end = _get_bounds(next(range_iterator, None))
+            offset = segment_end
 
 
 @dataclass(frozen=True, eq=False)
-class Contents:
+class LayerContents:
     """What a layer holds after tokens went."""
 
-    pieces: list[Piece]
-    tail: Tail
+    segments: list[TokenSegment]
+    hot_buffer: HotBuffer
     positions: PositionRuns
 
 
 @dataclass(eq=False)
-class _Group:
+class _SegmentGroup:
     """Neighbouring pieces that become one."""
 
     start: int
-    pieces: list[Piece] = field(default_factory=list)
+    segments: list[TokenSegment] = field(default_factory=list)
 
     @property
-    def raw(self) -> bool:
+    def is_raw(self) -> bool:
         """Whether the group has to be raw: it is, or it joins several pieces."""
-        return len(self.pieces) > 1 or self.pieces[0].state == "raw"
+        return len(self.segments) > 1 or self.segments[0].state == "raw"
 
-    def takes(self, piece: Piece, *, block: int, hot_sink: int) -> bool:
-        """Whether `piece` belongs to the group."""
-        if self.raw and piece.state == "raw":
+    def accepts(self, segment: TokenSegment, *, block_tokens: int, hot_sink: int) -> bool:
+        """Whether `segment` belongs to the group."""
+        if self.is_raw and segment.state == "raw":
             return True
-        if self.start < hot_sink or any(one.state == "queued" for one in (*self.pieces, piece)):
+        if self.start < hot_sink or any(member.state == "queued" for member in (*self.segments, segment)):
             return False
-        return sum(one.count for one in self.pieces) + piece.count <= block
+        return sum(member.count for member in self.segments) + segment.count <= block_tokens
 
-    def rows(self, rows_of: RowsOf) -> Words:
+    def concat_rows(self, read_rows: ReadRows) -> Elements:
         """The rows of all pieces, in an array of their own."""
-        parts = [rows_of(piece) for piece in self.pieces]
+        parts = [read_rows(segment) for segment in self.segments]
         heads, head_dim = parts[0].shape[1], parts[0].shape[3]
-        count = sum(piece.count for piece in self.pieces)
-        joined = empty((2, heads, count, head_dim), parts[0].dtype)
-        return np.concatenate(parts, axis=2, out=joined)
+        count = sum(segment.count for segment in self.segments)
+        out = allocate((2, heads, count, head_dim), parts[0].dtype)
+        return np.concatenate(parts, axis=2, out=out)
 
-    def joined(self, rows_of: RowsOf) -> Piece:
+    def merge(self, read_rows: ReadRows) -> TokenSegment:
         """The one piece."""
-        only = self.pieces[0]
-        if len(self.pieces) == 1 and (only.state != "raw" or only.owns_rows):
-            return only
-        rows = self.rows(rows_of)
-        return Piece(rows.shape[2], rows)
+        first_segment = self.segments[0]
+        if len(self.segments) == 1 and (first_segment.state != "raw" or first_segment.owns_rows):
+            return first_segment
+        rows = self.concat_rows(read_rows)
+        return TokenSegment(rows.shape[2], rows)
 
 
-def _bounds(pair: Pair | None) -> Pair:
+def _get_bounds(token_range: ReservePair | None) -> ReservePair:
     """Begin and end of a pair; beyond everything where there is none."""
-    return (pair[0], sum(pair)) if pair is not None else (1 << 62, 1 << 62)
+    return (token_range[0], sum(token_range)) if token_range is not None else (1 << 62, 1 << 62)

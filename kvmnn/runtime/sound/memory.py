@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ...dtypes import KVPair, Words
+from ...dtypes import Elements, KVPair
 
-LARGE_BYTES = 256 << 10
+MIN_MMAP_BYTES = 256 << 10
 """From here on an array gets pages of its own: what the C library's heap frees, a process may keep for good."""
 
 
-def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Words:
+def allocate(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Elements:
     """An array as `numpy.empty` makes it; a large one is zero, and unmapped with its last view."""
     kind = np.dtype(dtype)
     nbytes = math.prod(shape) * kind.itemsize
-    if nbytes < LARGE_BYTES:
+    if nbytes < MIN_MMAP_BYTES:
         return np.empty(shape, kind)
     if hasattr(mmap, "MAP_PRIVATE"):  # a forked child must not write into its parent's rows
         pages: Any = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -28,15 +28,15 @@ def empty(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Words:
     return np.frombuffer(pages, kind, math.prod(shape)).reshape(shape)
 
 
-def copied(rows: Words) -> Words:
+def copy_rows(rows: Elements) -> Elements:
     """A copy of `rows` in an array of its own."""
-    new = empty(rows.shape, rows.dtype)
-    new[...] = rows
-    return new
+    copy = allocate(rows.shape, rows.dtype)
+    copy[...] = rows
+    return copy
 
 
-def read_only(both: Words) -> KVPair:
+def to_read_only(rows: Elements) -> KVPair:
     """K and V of ``[2, ...]`` as views that cannot be written to."""
-    keys, values = both[0], both[1]
+    keys, values = rows[0], rows[1]
     keys.flags.writeable = values.flags.writeable = False
     return keys, values

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ...dtypes import Words
-from .codec import Frames
+from ...dtypes import Elements
+from .codec import KVFrames
 
-State = Literal["raw", "due", "queued", "stored", "settled"]
+SegmentState = Literal["raw", "due", "queued", "stored", "settled"]
 """Raw; cold and waiting for a place in the queue; in encoding; frames only; raw for good, as frames do not gain."""
 
 
 @dataclass(eq=False)
-class Piece:
+class TokenSegment:
     """Tokens that are kept, dropped, encoded and restored together.
 
     Attributes
@@ -24,19 +24,19 @@ class Piece:
         ``[2, kv_head, token, head_dim]``, never written to; None where only `frames` are there.
     attempts
         Encodings that failed.
-    alive
+    is_alive
         Whether the piece still stands for tokens of its layer.
     """
 
     count: int
-    rows: Words | None
-    state: State = "raw"
-    frames: Frames | None = None
+    rows: Elements | None
+    state: SegmentState = "raw"
+    frames: KVFrames | None = None
     attempts: int = 0
-    alive: bool = True
+    is_alive: bool = True
 
     @property
-    def held_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes of the rows or of the frames, whichever is there."""
         if self.rows is not None:
             return self.rows.nbytes

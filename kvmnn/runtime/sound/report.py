@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...text import count
+from ...text import pluralize
 
 
-class SoundCall(NamedTuple):
+class StrictCallResult(NamedTuple):
     """One call of one layer; a tuple, as a frozen dataclass takes longer to make than the call.
 
     Attributes
@@ -40,6 +40,6 @@ class SoundCall(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"layer {self.layer}: {count(self.tokens, 'token')}, {self.evicted:,} evicted, "
-            f"{count(self.submitted, 'block')} handed in, {self.waiting:,} waiting"
+            f"layer {self.layer}: {pluralize(self.tokens, 'token')}, {self.evicted:,} evicted, "
+            f"{pluralize(self.submitted, 'block')} handed in, {self.waiting:,} waiting"
         )

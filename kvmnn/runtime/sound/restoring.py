@@ -10,26 +10,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from ...dtypes import Words
+from ...dtypes import Elements
 from ...errors import KvmnnError
-from .codec import Frames, RowCodec
-from .decoded_rows import DecodedRows
-from .figures import LayerFigures
-from .piece import Piece
-from .workers import Workers
+from .codec import KVFrames, RowCodec
+from .decoded_rows import DecodedRowCache
+from .figures import RuntimeLayerCounters
+from .piece import TokenSegment
+from .workers import WorkerPool
 
-PIECES_TOGETHER = 8
+PREFETCH_BATCH_SEGMENTS = 8
 """Decoded ahead by one job: handing over a job costs as much as decoding a small piece."""
 
 
 @dataclass(frozen=True, eq=False)
-class Restore:
+class RestoreRequest:
     """The rows of a stored piece of a layer, wanted at a place."""
 
     layer: int
-    piece: Piece
-    out: Words
-    figures: LayerFigures
+    segment: TokenSegment
+    out: Elements
+    counters: RuntimeLayerCounters
 
 
 class Restorer:
@@ -37,136 +37,154 @@ class Restorer:
 
     Attributes
     ----------
-    ahead, late
+    prefetch_hits, prefetch_misses
         Restores that a thread had finished before they were needed, and those that had to be waited for.
     """
 
-    def __init__(self, codec: RowCodec, cache: DecodedRows, workers: Workers, max_bytes: int, token_bytes: int) -> None:
+    def __init__(
+        self, codec: RowCodec, cache: DecodedRowCache, workers: WorkerPool, max_bytes: int, token_bytes: int
+    ) -> None:
         self.codec = codec
         self.cache = cache
-        self.ahead = self.late = 0
+        self.prefetch_hits = self.prefetch_misses = 0
         self._workers = workers
         self._max_bytes, self._token_bytes = max_bytes, token_bytes
-        self._coming: dict[int, tuple[Piece, Future[dict[int, Words]]]] = {}
+        self._prefetches: dict[int, tuple[TokenSegment, Future[dict[int, Elements]]]] = {}
 
-    def rows(self, piece: Piece, figures: LayerFigures) -> Words:
+    def read_rows(self, segment: TokenSegment, counters: RuntimeLayerCounters) -> Elements:
         """The rows of a stored piece; whatever a decoder raises for frames that do not give them back."""
-        cached = self.cache.find(piece)
-        if cached is not None:
-            return cached
-        began = time.perf_counter_ns()
-        rows = self._prefetched(piece, figures)
+        cached_rows = self.cache.find(segment)
+        if cached_rows is not None:
+            return cached_rows
+        start_ns = time.perf_counter_ns()
+        rows = self._take_prefetched(segment, counters)
         if rows is None:
-            rows = self.codec.decoded(_frames(piece), piece.count)
-        self.cache.insert(piece, rows)
-        self._count(time.perf_counter_ns() - began, rows.nbytes, figures)
+            rows = self.codec.decode(_require_frames(segment), segment.count)
+        self.cache.insert(segment, rows)
+        self._count_decode(time.perf_counter_ns() - start_ns, rows.nbytes, counters)
         return rows
 
-    def write(self, piece: Piece, out: Words, figures: LayerFigures) -> None:
-        """Write the rows of a stored piece to `out`; errors as `rows`. Nothing is kept that would only be copied."""
-        if self.cache.has(piece) or id(piece) in self._coming or self.cache.has_room(out.nbytes):
-            out[...] = self.rows(piece, figures)
+    def write_rows(self, segment: TokenSegment, out: Elements, counters: RuntimeLayerCounters) -> None:
+        """Write the rows of a stored piece to `out`; errors as `read_rows`.
+
+        Nothing is kept that would only be copied.
+        """
+        if self.cache.contains(segment) or id(segment) in self._prefetches or self.cache.has_capacity(out.nbytes):
+            out[...] = self.read_rows(segment, counters)
             return
         self.cache.misses += 1
-        began = time.perf_counter_ns()
-        self.codec.decode(_frames(piece), out)
-        self._count(time.perf_counter_ns() - began, out.nbytes, figures)
+        start_ns = time.perf_counter_ns()
+        self.codec.decode_into(_require_frames(segment), out)
+        self._count_decode(time.perf_counter_ns() - start_ns, out.nbytes, counters)
 
-    def write_together(self, restores: Sequence[Restore]) -> list[Restore]:
-        """Write rows to their places, this call and the threads side by side; returns those left for `write`.
+    def write_parallel(self, requests: Sequence[RestoreRequest]) -> list[RestoreRequest]:
+        """Write rows to their places, this call and the threads side by side; returns those left for `write_rows`.
 
         These are pieces that are in the cache, or should be, or come already, and those that failed.
         """
-        left: list[Restore] = []
-        direct: deque[Restore] = deque()
-        for one in restores:
-            known = self.cache.has(one.piece) or id(one.piece) in self._coming or self.cache.has_room(one.out.nbytes)
-            (left if known or not self._workers.threads else direct).append(one)
-        taken = list(direct)
-        helpers = [self._workers.submit(partial(self._taken_from, direct)) for _ in range(self._workers.threads)]
-        done = self._taken_from(direct)
+        remaining: list[RestoreRequest] = []
+        direct: deque[RestoreRequest] = deque()
+        for request in requests:
+            is_available = (
+                self.cache.contains(request.segment)
+                or id(request.segment) in self._prefetches
+                or self.cache.has_capacity(request.out.nbytes)
+            )
+            (remaining if is_available or not self._workers.threads else direct).append(request)
+        direct_requests = list(direct)
+        helpers = [self._workers.submit(partial(self._write_queued, direct)) for _ in range(self._workers.threads)]
+        elapsed_by_id = self._write_queued(direct)
         for helper in helpers:
             if not helper.cancel() and helper.exception() is None:
-                done |= helper.result()
-        for one in taken:
-            if id(one) in done:
+                elapsed_by_id |= helper.result()
+        for request in direct_requests:
+            if id(request) in elapsed_by_id:
                 self.cache.misses += 1
-                self._count(done[id(one)], one.out.nbytes, one.figures)
+                self._count_decode(elapsed_by_id[id(request)], request.out.nbytes, request.counters)
             else:
-                left.append(one)
-        return left
+                remaining.append(request)
+        return remaining
 
-    def _taken_from(self, wanted: deque[Restore]) -> dict[int, int]:
+    def _write_queued(self, queue: deque[RestoreRequest]) -> dict[int, int]:
         """Nanoseconds of each that was written; one that fails is left out."""
-        done = {}
-        while wanted:
+        elapsed_by_id = {}
+        while queue:
             try:
-                one = wanted.popleft()
+                request = queue.popleft()
             except IndexError:  # another thread took the last one
                 break
-            began = time.perf_counter_ns()
+            start_ns = time.perf_counter_ns()
             with suppress(Exception):
-                self.codec.decode(_frames(one.piece), one.out)
-                done[id(one)] = time.perf_counter_ns() - began
-        return done
+                self.codec.decode_into(_require_frames(request.segment), request.out)
+                elapsed_by_id[id(request)] = time.perf_counter_ns() - start_ns
+        return elapsed_by_id
 
-    def prefetch(self, pieces: Iterable[Piece]) -> None:
+    def prefetch(self, segments: Iterable[TokenSegment]) -> None:
         """Let threads decode pieces that will be needed soon, as far as the bound on bytes goes."""
         if not self._workers.threads:
             return
-        self._coming = {key: entry for key, entry in self._coming.items() if entry[0].alive}
-        room = self._max_bytes - sum(piece.count for piece, _ in self._coming.values()) * self._token_bytes
-        wanted = []
-        for piece in pieces:
-            if piece.frames is None or piece.rows is not None or id(piece) in self._coming or self.cache.has(piece):
+        self._prefetches = {key: entry for key, entry in self._prefetches.items() if entry[0].is_alive}
+        remaining_bytes = (
+            self._max_bytes - sum(segment.count for segment, _ in self._prefetches.values()) * self._token_bytes
+        )
+        batch_segments = []
+        for segment in segments:
+            if (
+                segment.frames is None
+                or segment.rows is not None
+                or id(segment) in self._prefetches
+                or self.cache.contains(segment)
+            ):
                 continue
-            room -= piece.count * self._token_bytes
-            if room < 0:
+            remaining_bytes -= segment.count * self._token_bytes
+            if remaining_bytes < 0:
                 break
-            wanted.append(piece)
-        for begin in range(0, len(wanted), PIECES_TOGETHER):
-            together = wanted[begin : begin + PIECES_TOGETHER]
-            future = self._workers.submit(partial(self._decoded, [(piece, _frames(piece)) for piece in together]))
-            self._coming |= {id(piece): (piece, future) for piece in together}
+            batch_segments.append(segment)
+        for begin in range(0, len(batch_segments), PREFETCH_BATCH_SEGMENTS):
+            batch = batch_segments[begin : begin + PREFETCH_BATCH_SEGMENTS]
+            future = self._workers.submit(
+                partial(self._decode_segments, [(segment, _require_frames(segment)) for segment in batch])
+            )
+            self._prefetches |= {id(segment): (segment, future) for segment in batch}
 
     def reset(self) -> None:
         """Drop everything that was decoded, and all counts."""
-        self.ahead = self.late = self.cache.hits = self.cache.misses = 0
-        for _, future in self._coming.values():
+        self.prefetch_hits = self.prefetch_misses = self.cache.hits = self.cache.misses = 0
+        for _, future in self._prefetches.values():
             future.cancel()
-        self._coming.clear()
-        self.cache.sweep()
+        self._prefetches.clear()
+        self.cache.remove_dead()
 
-    def _decoded(self, pieces: Sequence[tuple[Piece, Frames]]) -> dict[int, Words]:
-        return {id(piece): self.codec.decoded(frames, piece.count) for piece, frames in pieces}
+    def _decode_segments(self, segment_frames: Sequence[tuple[TokenSegment, KVFrames]]) -> dict[int, Elements]:
+        return {id(segment): self.codec.decode(frames, segment.count) for segment, frames in segment_frames}
 
-    def _prefetched(self, piece: Piece, figures: LayerFigures) -> Words | None:
+    def _take_prefetched(self, segment: TokenSegment, counters: RuntimeLayerCounters) -> Elements | None:
         """What a thread decoded; None where it has not begun, or failed (it is then tried again here)."""
-        entry = self._coming.pop(id(piece), None)
+        entry = self._prefetches.pop(id(segment), None)
         if entry is None or entry[1].cancel():
             return None
         future = entry[1]
         if future.done():
-            self.ahead += 1
+            self.prefetch_hits += 1
         else:
-            self.late += 1
-            began = time.perf_counter_ns()
+            self.prefetch_misses += 1
+            start_ns = time.perf_counter_ns()
             future.exception()
-            figures.timings.wait.add(time.perf_counter_ns() - began)
-        return None if future.exception() is not None else future.result()[id(piece)]
+            counters.timings.wait.add(time.perf_counter_ns() - start_ns)
+        return None if future.exception() is not None else future.result()[id(segment)]
 
     @staticmethod
-    def _count(nanoseconds: int, nbytes: int, figures: LayerFigures) -> None:
-        figures.timings.decompress.add(nanoseconds)
-        figures.decompressed_bytes += nbytes
+    def _count_decode(nanoseconds: int, nbytes: int, counters: RuntimeLayerCounters) -> None:
+        counters.timings.decompress.add(nanoseconds)
+        counters.decompressed_bytes += nbytes
 
 
-def _frames(piece: Piece) -> Frames:
-    if piece.frames is None:
+def _require_frames(segment: TokenSegment) -> KVFrames:
+    if segment.frames is None:
         raise KvmnnError("it has neither rows nor frames")
-    return piece.frames
+    return segment.frames
 
 
-def reason_of(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """What went wrong, in a word for errors that have no message of kvmnn's."""
     return str(error) if isinstance(error, KvmnnError) else f"{type(error).__name__}: {error}"

@@ -9,30 +9,30 @@ from typing import Any
 import numpy as np
 
 from ...arrays import LayerCache
-from ...checks import whole
-from ...dtypes import KVPair, Positions, Words, by_name
+from ...checks import validate_int
+from ...dtypes import Elements, KVPair, Positions, parse_dtype
 from ...errors import KvmnnError
-from ...h2o import Planner
-from ...packed.reserve import INT32_MAX, Pair
-from ..config import RuntimeConfig, check_layers
-from ..metrics import RuntimeMetrics, Timings
-from ..ratios import float32_ratio
+from ...h2o import H2OPlanner
+from ...packed.reserve import INT32_MAX, ReservePair
+from ..config import RuntimeConfig, check_num_layers
+from ..metrics import OperationLatencies, RuntimeMetrics
+from ..ratios import compute_float32_ratio
 from .codec import RowCodec
-from .decoded_rows import DecodedRows
-from .figures import MICROSECOND, ratios
-from .forgetting import check_kept, forget_plan
-from .layer import Layer
-from .layer_rows import RowsOf, WriteRows
-from .memory import empty, read_only
-from .piece import Piece
-from .report import SoundCall
-from .restoring import Restore, Restorer
-from .steps import Steps
-from .storing import Storer
-from .workers import Workers
+from .decoded_rows import DecodedRowCache
+from .figures import NS_PER_US, compute_ratios
+from .forgetting import invalidate_plan, validate_ranges
+from .layer import StrictLayer
+from .layer_rows import ReadRows, WriteRows
+from .memory import allocate, to_read_only
+from .piece import TokenSegment
+from .report import StrictCallResult
+from .restoring import Restorer, RestoreRequest
+from .steps import StepGuard
+from .storing import AsyncEncoder
+from .workers import WorkerPool
 
 
-class SoundRuntime:
+class StrictRuntime:
     """All layers of one conversation; the public face is `LosslessRuntime`, where the arguments are described."""
 
     def __init__(
@@ -43,202 +43,229 @@ class SoundRuntime:
         kv_heads: int,
         head_dim: int,
         dtype: str,
-        planner: Planner | None = None,
+        planner: H2OPlanner | None = None,
     ) -> None:
-        check_layers(config, layers)
-        whole(kv_heads, "kv_heads", 1, INT32_MAX)
-        whole(head_dim, "head_dim", 1, INT32_MAX)
-        self._dtype = by_name(dtype)
+        check_num_layers(config, layers)
+        validate_int(kv_heads, "kv_heads", 1, INT32_MAX)
+        validate_int(head_dim, "head_dim", 1, INT32_MAX)
+        self._dtype = parse_dtype(dtype)
         token_bytes = 2 * kv_heads * head_dim * self._dtype.itemsize
-        self.config = config = config.for_layers(layers, token_bytes)
-        self.planner = planner or Planner(config.h2o, cadence="tokens")
+        self.config = config = config.with_num_layers(layers, token_bytes)
+        self.planner = planner or H2OPlanner(config.h2o, cadence="tokens")
         if self.planner.cadence != "tokens" or len(self.planner.layers) != layers:
             raise KvmnnError(f"planner: expected one with cadence 'tokens' and {layers} layers")
         self._shape = (kv_heads, head_dim)
-        self._timings = Timings()
-        self._workers = Workers(config.async_threads)
+        self._timings = OperationLatencies()
+        self._workers = WorkerPool(config.async_threads)
         self._codec = RowCodec(config, self._dtype, kv_heads, head_dim)
-        cache = DecodedRows(config.decode_cache_blocks, config.decode_cache_bytes)
+        cache = DecodedRowCache(config.decode_cache_blocks, config.decode_cache_bytes)
         self._restorer = Restorer(self._codec, cache, self._workers, config.max_bytes_in_flight, token_bytes)
-        evicting = range(layers) if planner is not None else config.h2o.layer_range if config.h2o.enable else ()
-        self._plans = len(evicting) > 0
+        evicting = range(layers) if planner is not None else config.h2o.evicting_layers if config.h2o.enable else ()
+        self._has_planned_layers = len(evicting) > 0
         self._layers = [
-            Layer(number, config, self._shape, self._dtype, plans=number in evicting, total=self._timings)
+            StrictLayer(
+                number, config, self._shape, self._dtype, is_planned=number in evicting, total_latencies=self._timings
+            )
             for number in range(layers)
         ]
-        self._storer = Storer(config, self._codec, self._workers, self._layers, self._timings.wait)
-        self._workspace: Words = np.empty((2, kv_heads, 0, head_dim), self._dtype.numpy)
-        self._steps = Steps(layers)
+        self._encoder = AsyncEncoder(config, self._codec, self._workers, self._layers, self._timings.wait)
+        self._workspace: Elements = np.empty((2, kv_heads, 0, head_dim), self._dtype.numpy_dtype)
+        self._step_guard = StepGuard(layers)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def start_request(self, *, keep: bool) -> None:
-        """The next step is a prefill; without `keep` the cache is dropped now."""
-        self._steps.check_between("start_request")
-        if keep:
-            self._steps.decode = False
+    def start_request(self, *, keep_cache: bool) -> None:
+        """The next step is a prefill; without `keep_cache` the cache is dropped now."""
+        self._step_guard.check_between_steps("start_request")
+        if keep_cache:
+            self._step_guard.is_decoding = False
         else:
             self.reset()
 
     def reset(self) -> None:
         """Drop every layer, every block and all figures, whatever state the runtime is in."""
-        self._storer.reset()
+        self._encoder.reset()
         for layer in self._layers:
             layer.clear()
         self._restorer.reset()
         self.planner.reset()
         self._workspace = self._workspace[:, :, :0].copy()
-        self._steps = Steps(len(self._layers))
-        self._timings.clear()
+        self._step_guard = StepGuard(len(self._layers))
+        self._timings.reset()
 
     def erase(self, begin: int, end: int = 0) -> None:
         """Drop the tokens that stand at positions ``[begin, end)`` of the text, in every layer, now."""
-        self._steps.check_between("erase")
-        self._storer.take_finished()
-        seen, stop = self._steps.position, end or self._steps.position
-        if not 0 <= begin < stop <= seen:
-            raise KvmnnError(f"cannot erase positions {begin} to {stop}: expected a range inside the {seen} seen")
-        found = []
+        self._step_guard.check_between_steps("erase")
+        self._encoder.collect_finished()
+        num_seen, erase_end = self._step_guard.position, end or self._step_guard.position
+        if not 0 <= begin < erase_end <= num_seen:
+            raise KvmnnError(
+                f"cannot erase positions {begin} to {erase_end}: expected a range inside the {num_seen} seen"
+            )
+        selections = []
         for number, layer in enumerate(self._layers):
-            pairs = layer.rows.positions.outside(begin, stop)
-            found.append((pairs, layer.kept(pairs, self._restored(number)) if pairs != layer.rows.all else None))
-        for number, (layer, (pairs, contents)) in enumerate(zip(self._layers, found, strict=True)):
+            ranges = layer.rows.positions.exclude_positions(begin, erase_end)
+            selections.append(
+                (
+                    ranges,
+                    layer.select(ranges, self._decode_all_rows(number)) if ranges != layer.rows.all_ranges else None,
+                )
+            )
+        for number, (layer, (ranges, contents)) in enumerate(zip(self._layers, selections, strict=True)):
             if contents is not None:
-                before = layer.rows.raw_bytes
-                layer.swap(contents, pairs)
-                layer.figures.appended_bytes -= before - layer.rows.raw_bytes
-                forget_plan(self.planner.layers[number], pairs, self.config.h2o.block)
-        self._restorer.cache.sweep()
-        if stop == seen:
-            self._steps.position = begin
+                bytes_before = layer.rows.raw_bytes
+                layer.replace_contents(contents, ranges)
+                layer.counters.appended_bytes -= bytes_before - layer.rows.raw_bytes
+                invalidate_plan(self.planner.layers[number], ranges, self.config.h2o.effective_block_tokens)
+        self._restorer.cache.remove_dead()
+        if erase_end == num_seen:
+            self._step_guard.position = begin
 
-    def evict(self, layer: int, kept: Sequence[Pair]) -> None:
-        """Keep only the tokens in `kept` of a layer, now."""
-        self._steps.check_between("evict")
-        self._storer.take_finished()
-        state = self._layers[whole(layer, "layer", 0, len(self._layers) - 1)]
-        pairs = check_kept(layer, kept, before := state.rows.tokens)
-        if pairs == state.rows.all:
+    def evict(self, layer: int, kept_ranges: Sequence[ReservePair]) -> None:
+        """Keep only the tokens in `kept_ranges` of a layer, now."""
+        self._step_guard.check_between_steps("evict")
+        self._encoder.collect_finished()
+        state = self._layers[validate_int(layer, "layer", 0, len(self._layers) - 1)]
+        ranges = validate_ranges(layer, kept_ranges, tokens_before := state.rows.tokens)
+        if ranges == state.rows.all_ranges:
             return
-        state.swap(state.kept(pairs, self._restored(layer)), pairs)
-        self._restorer.cache.sweep()
-        forget_plan(self.planner.layers[layer], pairs, self.config.h2o.block)
-        state.figures.evicted_tokens += before - state.rows.tokens
+        state.replace_contents(state.select(ranges, self._decode_all_rows(layer)), ranges)
+        self._restorer.cache.remove_dead()
+        invalidate_plan(self.planner.layers[layer], ranges, self.config.h2o.effective_block_tokens)
+        state.counters.evicted_tokens += tokens_before - state.rows.tokens
 
     # -- one call of one layer -----------------------------------------------------------------------------------------
 
-    def begin(self, layer: int, keys: Words, values: Words, *, read: bool = True) -> KVPair | None:
-        """Evict, append, and give out what attention reads; None without `read`."""
-        steps, add = self._steps, keys.shape[1]
-        steps.check_begin(layer, add)
-        if self._storer.jobs.open:
-            self._storer.take_finished()
+    def begin_call(self, layer: int, keys: Elements, values: Elements, *, return_rows: bool = True) -> KVPair | None:
+        """Evict, append, and give out what attention reads; None without `return_rows`."""
+        guard, num_new = self._step_guard, keys.shape[1]
+        guard.check_begin(layer, num_new)
+        if self._encoder.jobs.jobs:
+            self._encoder.collect_finished()
         state = self._layers[layer]
-        rows, before = state.rows, state.rows.tokens
-        pending = state.plans and self.planner.layers[layer].pending is not None
-        rows_of = self._restored(layer) if pending else None
-        assembled = None
-        if read and rows.pieces and not pending:
-            assembled = self._space(before + add)
-            rows.copy_to(assembled, self._write(layer))
-        rows.tail.reserve(add)
-        found = self.planner.begin(before, add, decode=steps.decode, layer=layer) if state.plans else None
-        evicted = found.kv_before - found.kv_after if found is not None else 0
+        rows, tokens_before = state.rows, state.rows.tokens
+        has_pending_plan = state.is_planned and self.planner.layers[layer].pending_plan is not None
+        read_rows = self._decode_all_rows(layer) if has_pending_plan else None
+        workspace = None
+        if return_rows and rows.segments and not has_pending_plan:
+            workspace = self._get_workspace(tokens_before + num_new)
+            rows.copy_to(workspace, self._create_row_writer(layer))
+        rows.hot_buffer.reserve(num_new)
+        edit = (
+            self.planner.begin_call(tokens_before, num_new, decode=guard.is_decoding, layer=layer)
+            if state.is_planned
+            else None
+        )
+        num_evicted = edit.kv_before - edit.kv_after if edit is not None else 0
         try:
-            steps.begun(layer, add, evicted)
-            if found is not None and found.remove:
-                start = before - found.remove
-                pairs = [(0, start)] * (start > 0) + [(start + first, size) for first, size in found.reserve]
-                state.swap(state.kept(pairs, rows_of or self._rows_of(layer)), pairs)
-                self._restorer.cache.sweep()
-                state.figures.evicted_tokens += evicted
-            rows.append(keys, values, steps.position)
-            state.figures.appended_bytes += keys.nbytes + values.nbytes
-            if not read:
+            guard.record_begin(layer, num_new, num_evicted)
+            if edit is not None and edit.remove:
+                start = tokens_before - edit.remove
+                ranges = [(0, start)] * (start > 0) + [(start + first, size) for first, size in edit.reserve]
+                state.replace_contents(state.select(ranges, read_rows or self._create_row_reader(layer)), ranges)
+                self._restorer.cache.remove_dead()
+                state.counters.evicted_tokens += num_evicted
+            rows.append(keys, values, guard.position)
+            state.counters.appended_bytes += keys.nbytes + values.nbytes
+            if not return_rows:
                 return None
-            if assembled is not None:
-                assembled[0, :, before : before + add] = keys
-                assembled[1, :, before : before + add] = values
-            elif rows.pieces:
-                assembled = self._space(rows.tokens)
-                rows.copy_to(assembled, _copying(rows_of or self._rows_of(layer)))
+            if workspace is not None:
+                workspace[0, :, tokens_before : tokens_before + num_new] = keys
+                workspace[1, :, tokens_before : tokens_before + num_new] = values
+            elif rows.segments:
+                workspace = self._get_workspace(rows.tokens)
+                rows.copy_to(workspace, _create_copying_writer(read_rows or self._create_row_reader(layer)))
         except BaseException as error:  # what fails there leaves the layer half done
-            steps.broken(error)
+            guard.poison(error)
             raise
         if self._workers.threads:
-            self._prefetch(layer)
-        return rows.tail.read() if assembled is None else read_only(assembled[:, :, : rows.tokens])
+            self._prefetch_next_layers(layer)
+        return rows.hot_buffer.to_read_only() if workspace is None else to_read_only(workspace[:, :, : rows.tokens])
 
-    def end(self, *, sums: Any = None, rows: Any = None) -> SoundCall:
+    def end_call(self, *, sums: Any = None, rows: Any = None) -> StrictCallResult:
         """Plan, and hand in the blocks that have become cold."""
-        steps, storer = self._steps, self._storer
-        number, evicted = steps.check_end()
+        guard, encoder = self._step_guard, self._encoder
+        number, num_evicted = guard.check_end()
         layer = self._layers[number]
-        planned, pending = 0, False
-        if layer.plans:
-            made = self.planner.end(sums, rows=rows).plan
-            planned = made.evicted if made is not None else 0
-            pending = self.planner.layers[number].pending is not None
-        steps.ended()
-        before = storer.taken
-        if storer.jobs.open:
-            storer.take_finished()
-        submitted = storer.schedule(number, steps.token_step, planned=pending) if steps.decode else 0
-        finished = storer.taken - before
-        return SoundCall(number, layer.rows.tokens, evicted, planned, submitted, finished, len(layer.waiting))
+        num_planned, has_pending_plan = 0, False
+        if layer.is_planned:
+            layer_plan = self.planner.end_call(sums, rows=rows).plan
+            num_planned = layer_plan.num_evicted if layer_plan is not None else 0
+            has_pending_plan = self.planner.layers[number].pending_plan is not None
+        guard.record_end()
+        num_before = encoder.num_finished
+        if encoder.jobs.jobs:
+            encoder.collect_finished()
+        num_submitted = (
+            encoder.schedule(number, guard.token_step, has_pending_plan=has_pending_plan) if guard.is_decoding else 0
+        )
+        num_finished = encoder.num_finished - num_before
+        return StrictCallResult(
+            number,
+            layer.rows.tokens,
+            num_evicted,
+            num_planned,
+            num_submitted,
+            num_finished,
+            len(layer.waiting_segments),
+        )
 
     def sync(self) -> None:
         """End a step of all layers."""
-        self._steps.sync()
-        if self._plans:
+        self._step_guard.sync()
+        if self._has_planned_layers:
             self.planner.sync()
 
     # -- what there is -------------------------------------------------------------------------------------------------
 
-    def live(self, layer: int) -> KVPair:
+    def get_live_rows(self, layer: int) -> KVPair:
         """Copies of K and V of a layer."""
-        (cache,) = self.read([layer])
+        (cache,) = self.read_layers([layer])
         return cache.keys, cache.values
 
-    def read(self, layers: Sequence[int]) -> list[LayerCache]:
+    def read_layers(self, layers: Sequence[int]) -> list[LayerCache]:
         """Copies of K and V of layers and where their tokens stand; this call and the threads decode side by side."""
         for layer in layers:
-            whole(layer, "layer", 0, len(self._layers) - 1)
-        self._steps.check_sound()
-        copies, restores = [], list[Restore]()
+            validate_int(layer, "layer", 0, len(self._layers) - 1)
+        self._step_guard.check_healthy()
+        copies, requests = [], list[RestoreRequest]()
         for layer in layers:
             rows = self._layers[layer].rows
-            out = np.empty((2, self._shape[0], rows.tokens, self._shape[1]), self._dtype.numpy)
-            rows.copy_to(out, partial(self._copy_or_note, layer, restores))
+            out = np.empty((2, self._shape[0], rows.tokens, self._shape[1]), self._dtype.numpy_dtype)
+            rows.copy_to(out, partial(self._copy_or_request, layer, requests))
             copies.append(out)
-        for left in self._restorer.write_together(restores):
-            self._write(left.layer)(left.piece, left.out)
-        return [self._cache_of(layer, out) for layer, out in zip(layers, copies, strict=True)]
+        for request in self._restorer.write_parallel(requests):
+            self._create_row_writer(request.layer)(request.segment, request.out)
+        return [self._build_layer_cache(layer, out) for layer, out in zip(layers, copies, strict=True)]
 
-    def _copy_or_note(self, layer: int, restores: list[Restore], piece: Piece, out: Words) -> None:
-        if piece.rows is not None:
-            out[...] = piece.rows
+    def _copy_or_request(
+        self, layer: int, requests: list[RestoreRequest], segment: TokenSegment, out: Elements
+    ) -> None:
+        if segment.rows is not None:
+            out[...] = segment.rows
         else:
-            restores.append(Restore(layer, piece, out, self._layers[layer].figures))
+            requests.append(RestoreRequest(layer, segment, out, self._layers[layer].counters))
 
-    def _cache_of(self, layer: int, rows: Words) -> LayerCache:
+    def _build_layer_cache(self, layer: int, rows: Elements) -> LayerCache:
         positions = self._layers[layer].rows.positions
-        seen = max(self._steps.position, positions.end)
-        return LayerCache(layer=layer, keys=rows[0], values=rows[1], positions=positions.array(), tokens_seen=seen)
+        num_seen = max(self._step_guard.position, positions.end)
+        return LayerCache(
+            layer=layer, keys=rows[0], values=rows[1], positions=positions.to_array(), tokens_seen=num_seen
+        )
 
-    def positions(self, layer: int) -> Positions:
+    def get_positions(self, layer: int) -> Positions:
         """Where the tokens of a layer stand in the text."""
-        whole(layer, "layer", 0, len(self._layers) - 1)
-        return self._layers[layer].rows.positions.array()
+        validate_int(layer, "layer", 0, len(self._layers) - 1)
+        return self._layers[layer].rows.positions.to_array()
 
     def flush(self) -> None:
         """Encode everything that is cold in the layers of the scope, and wait for it."""
-        self._steps.check_between("flush")
-        self._storer.flush()
+        self._step_guard.check_between_steps("flush")
+        self._encoder.flush()
 
     def wait(self) -> None:
         """Wait for the encodings that are open, and take them in."""
-        self._storer.take_finished(wait=True)
+        self._encoder.collect_finished(wait=True)
 
     def close(self) -> None:
         """End the threads. The cache stays readable."""
@@ -246,96 +273,103 @@ class SoundRuntime:
         self._workers.close()
 
     @property
-    def held_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Of all rows, frames and decoded copies that are there now."""
-        return sum(layer.rows.held_bytes for layer in self._layers) + self._restorer.cache.nbytes
+        return sum(layer.rows.resident_bytes for layer in self._layers) + self._restorer.cache.nbytes
 
-    def metrics(self) -> RuntimeMetrics:
+    def collect_metrics(self) -> RuntimeMetrics:
         """Figures of the request so far."""
-        layers = tuple(layer.figures.metrics(number, layer.rows) for number, layer in enumerate(self._layers))
-        raw, compressed = sum(one.raw_bytes for one in layers), sum(one.compressed_bytes for one in layers)
-        cache, planned = self._restorer.cache, self.planner.metrics
-        found = ratios([one.rows for one in self._layers], [one.figures for one in self._layers], cache.nbytes)
+        layers = tuple(layer.counters.to_metrics(number, layer.rows) for number, layer in enumerate(self._layers))
+        raw_bytes, compressed_bytes = (
+            sum(layer_metrics.raw_bytes for layer_metrics in layers),
+            sum(layer_metrics.compressed_bytes for layer_metrics in layers),
+        )
+        cache, planner_metrics = self._restorer.cache, self.planner.metrics
+        compression_ratios = compute_ratios(
+            [layer_metrics.rows for layer_metrics in self._layers],
+            [layer_metrics.counters for layer_metrics in self._layers],
+            cache.nbytes,
+        )
         return RuntimeMetrics(
-            h2o_lossless_raw_bytes=raw,
-            h2o_lossless_compressed_bytes=compressed,
-            h2o_lossless_decompressed_bytes=sum(one.decompressed_bytes for one in layers),
-            h2o_lossless_compress_us=sum(one.compress_us for one in layers),
-            h2o_lossless_decompress_us=sum(one.decompress_us for one in layers),
-            h2o_lossless_ratio=float32_ratio(raw, compressed),
-            h2o_lossless_fallback_count=sum(one.fallbacks for one in layers),
-            h2o_lossless_backpressure_skip_count=sum(one.skips for one in layers),
-            h2o_lossless_queue_depth_peak=self._storer.jobs.peak,
-            h2o_lossless_async_queue_peak=self._storer.jobs.async_peak,
-            h2o_lossless_async_wait_us=self._timings.wait.total_ns // MICROSECOND,
+            h2o_lossless_raw_bytes=raw_bytes,
+            h2o_lossless_compressed_bytes=compressed_bytes,
+            h2o_lossless_decompressed_bytes=sum(layer_metrics.decompressed_bytes for layer_metrics in layers),
+            h2o_lossless_compress_us=sum(layer_metrics.compress_us for layer_metrics in layers),
+            h2o_lossless_decompress_us=sum(layer_metrics.decompress_us for layer_metrics in layers),
+            h2o_lossless_ratio=compute_float32_ratio(raw_bytes, compressed_bytes),
+            h2o_lossless_fallback_count=sum(layer_metrics.fallbacks for layer_metrics in layers),
+            h2o_lossless_backpressure_skip_count=sum(layer_metrics.skips for layer_metrics in layers),
+            h2o_lossless_queue_depth_peak=self._encoder.jobs.peak_jobs,
+            h2o_lossless_async_queue_peak=self._encoder.jobs.peak_async_jobs,
+            h2o_lossless_async_wait_us=self._timings.wait.total_ns // NS_PER_US,
             h2o_lossless_decode_cache_hit=cache.hits,
             h2o_lossless_decode_cache_miss=cache.misses,
-            h2o_codec_us=self._storer.last_compress_ns // MICROSECOND,
-            h2o_keep_ratio=planned.h2o_keep_ratio,
-            h2o_lossy_ratio=planned.h2o_lossy_ratio,
-            h2o_total_evict_tokens=sum(one.figures.evicted_tokens for one in self._layers),
-            lossy_ratio=found.lossy,
-            lossless_ratio=found.lossless,
-            total_ratio=found.total,
+            h2o_codec_us=self._encoder.last_compress_ns // NS_PER_US,
+            h2o_keep_ratio=planner_metrics.h2o_keep_ratio,
+            h2o_lossy_ratio=planner_metrics.h2o_lossy_ratio,
+            h2o_total_evict_tokens=sum(layer_metrics.counters.evicted_tokens for layer_metrics in self._layers),
+            lossy_ratio=compression_ratios.lossy_ratio,
+            lossless_ratio=compression_ratios.lossless_ratio,
+            total_ratio=compression_ratios.total_ratio,
             mode=self.config.mode,
-            held_bytes=found.held_bytes,
-            **self._timings.summaries(),
-            restores_ahead=self._restorer.ahead,
-            restores_late=self._restorer.late,
-            waiting_blocks_peak=self._storer.waiting_peak,
+            held_bytes=compression_ratios.resident_bytes,
+            **self._timings.summarize(),
+            restores_ahead=self._restorer.prefetch_hits,
+            restores_late=self._restorer.prefetch_misses,
+            waiting_blocks_peak=self._encoder.peak_waiting,
             layers=layers,
         )
 
     # -- restoring -----------------------------------------------------------------------------------------------------
 
-    def _rows_of(self, number: int) -> RowsOf:
+    def _create_row_reader(self, number: int) -> ReadRows:
         """Rows of the pieces of a layer, decoded when they are asked for."""
         layer = self._layers[number]
 
-        def rows_of(piece: Piece) -> Words:
-            if piece.rows is not None:
-                return piece.rows
+        def read_rows(segment: TokenSegment) -> Elements:
+            if segment.rows is not None:
+                return segment.rows
             try:
-                return self._restorer.rows(piece, layer.figures)
+                return self._restorer.read_rows(segment, layer.counters)
             except Exception as error:
-                raise layer.restore_error(number, piece, error) from error
+                raise layer.build_restore_error(number, segment, error) from error
 
-        return rows_of
+        return read_rows
 
-    def _write(self, number: int) -> WriteRows:
-        """As `_rows_of`, into an array."""
+    def _create_row_writer(self, number: int) -> WriteRows:
+        """As `_create_row_reader`, into an array."""
         layer = self._layers[number]
 
-        def write(piece: Piece, out: Words) -> None:
-            if piece.rows is not None:
-                out[...] = piece.rows
+        def write_rows(segment: TokenSegment, out: Elements) -> None:
+            if segment.rows is not None:
+                out[...] = segment.rows
                 return
             try:
-                self._restorer.write(piece, out, layer.figures)
+                self._restorer.write_rows(segment, out, layer.counters)
             except Exception as error:
-                raise layer.restore_error(number, piece, error) from error
+                raise layer.build_restore_error(number, segment, error) from error
 
-        return write
+        return write_rows
 
-    def _restored(self, number: int) -> RowsOf:
-        """As `_rows_of`, with everything decoded now, so that nothing can fail later."""
-        rows_of = self._rows_of(number)
-        rows = {id(piece): rows_of(piece) for piece in self._layers[number].rows.pieces}
-        return lambda piece: piece.rows if piece.rows is not None else rows[id(piece)]
+    def _decode_all_rows(self, number: int) -> ReadRows:
+        """As `_create_row_reader`, with everything decoded now, so that nothing can fail later."""
+        read_rows = self._create_row_reader(number)
+        rows = {id(segment): read_rows(segment) for segment in self._layers[number].rows.segments}
+        return lambda segment: segment.rows if segment.rows is not None else rows[id(segment)]
 
-    def _prefetch(self, number: int) -> None:
+    def _prefetch_next_layers(self, number: int) -> None:
         count = len(self._layers)
         for step in range(1, min(self.config.prefetch_layers, count - 1) + 1):
-            self._restorer.prefetch(self._layers[(number + step) % count].rows.pieces)
+            self._restorer.prefetch(self._layers[(number + step) % count].rows.segments)
 
-    def _space(self, tokens: int) -> Words:
+    def _get_workspace(self, tokens: int) -> Elements:
         """The array that rows are assembled in: one for all layers."""
         if self._workspace.shape[2] < tokens:
             heads, head_dim = self._shape
-            self._workspace = empty((2, heads, tokens + tokens // 8 + 64, head_dim), self._dtype.numpy)
+            self._workspace = allocate((2, heads, tokens + tokens // 8 + 64, head_dim), self._dtype.numpy_dtype)
         return self._workspace
 
 
-def _copying(rows_of: RowsOf) -> WriteRows:
+def _create_copying_writer(read_rows: ReadRows) -> WriteRows:
     """Copies the rows of pieces to an array."""
-    return lambda piece, out: np.copyto(out, rows_of(piece))
+    return lambda piece, out: np.copyto(out, read_rows(piece))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ...checks import whole
+from ...checks import validate_int
 from ...errors import KvmnnError
 
 
-class Steps:
+class StepGuard:
     """Where the caller stands.
 
     Attributes
     ----------
-    decode
+    is_decoding
         False while a prompt is processed.
     position
         True position of the next token.
@@ -20,76 +20,76 @@ class Steps:
     """
 
     def __init__(self, layers: int) -> None:
-        self.decode = False
+        self.is_decoding = False
         self.position = 0
         self.token_step = 0
         self._layers = layers
-        self._called: set[int] = set()
-        self._add: int
-        self._open: tuple[int, int] | None = None
+        self._called_layers: set[int] = set()
+        self._num_new: int
+        self._open_call: tuple[int, int] | None = None
         self._failure: str | None = None
 
-    def check_sound(self) -> None:
+    def check_healthy(self) -> None:
         """Refuse to go on after a call that failed half-way."""
         if self._failure is not None:
             raise KvmnnError(f"a call failed half-way ({self._failure}): expected reset()")
 
-    def check_between(self, what: str) -> None:
-        """Refuse `what` inside a step."""
-        self.check_sound()
-        if self._open is not None or self._called:
-            raise KvmnnError(f"{what}: expected between two steps, after sync()")
+    def check_between_steps(self, operation: str) -> None:
+        """Refuse `operation` inside a step."""
+        self.check_healthy()
+        if self._open_call is not None or self._called_layers:
+            raise KvmnnError(f"{operation}: expected between two steps, after sync()")
 
-    def check_begin(self, layer: int, add: int) -> None:
+    def check_begin(self, layer: int, num_new: int) -> None:
         """Refuse a call out of order."""
-        if self._failure is not None or self._open is not None or not 0 <= layer < self._layers:
-            self._refuse(layer, add)
-        if self._called and (add != self._add or layer in self._called):
-            self._refuse(layer, add)
+        if self._failure is not None or self._open_call is not None or not 0 <= layer < self._layers:
+            self._raise_begin_error(layer, num_new)
+        if self._called_layers and (num_new != self._num_new or layer in self._called_layers):
+            self._raise_begin_error(layer, num_new)
 
-    def _refuse(self, layer: int, add: int) -> None:
-        self.check_sound()
-        whole(layer, "layer", 0, self._layers - 1)
-        if self._open is not None:
-            raise KvmnnError(f"begin: the call of layer {self._open[0]} was not ended")
-        if layer in self._called:
+    def _raise_begin_error(self, layer: int, num_new: int) -> None:
+        self.check_healthy()
+        validate_int(layer, "layer", 0, self._layers - 1)
+        if self._open_call is not None:
+            raise KvmnnError(f"begin: the call of layer {self._open_call[0]} was not ended")
+        if layer in self._called_layers:
             raise KvmnnError(f"layer {layer} was called twice in a step: expected sync() between")
-        raise KvmnnError(f"layer {layer} gets {add} tokens, the layers before it {self._add}")
+        raise KvmnnError(f"layer {layer} gets {num_new} tokens, the layers before it {self._num_new}")
 
-    def begun(self, layer: int, add: int, evicted: int) -> None:
+    def record_begin(self, layer: int, num_new: int, num_evicted: int) -> None:
         """Note a call."""
-        if not self._called and self.decode:
+        if not self._called_layers and self.is_decoding:
             self.token_step += 1
-        self._called.add(layer)
-        self._add = add
-        self._open = layer, evicted
+        self._called_layers.add(layer)
+        self._num_new = num_new
+        self._open_call = layer, num_evicted
 
     def check_end(self) -> tuple[int, int]:
         """The layer whose call is open, and the tokens that it lost."""
-        if self._failure is not None or self._open is None:
-            self.check_sound()
+        if self._failure is not None or self._open_call is None:
+            self.check_healthy()
             raise KvmnnError("end: no call was begun")
-        return self._open
+        return self._open_call
 
-    def ended(self) -> None:
+    def record_end(self) -> None:
         """Note the end of a call."""
-        self._open = None
+        self._open_call = None
 
     def sync(self) -> None:
         """End the step."""
-        if self._failure is not None or self._open is not None or len(self._called) < self._layers:
-            self._refuse_sync()
-        self._called.clear()
-        self.position += self._add
-        self.decode = True
+        if self._failure is not None or self._open_call is not None or len(self._called_layers) < self._layers:
+            self._raise_sync_error()
+        self._called_layers.clear()
+        self.position += self._num_new
+        self.is_decoding = True
 
-    def _refuse_sync(self) -> None:
-        self.check_sound()
-        if self._open is not None:
-            raise KvmnnError(f"sync: the call of layer {self._open[0]} was not ended")
-        missing = sorted(set(range(self._layers)) - self._called)
-        raise KvmnnError(f"sync: layers {', '.join(map(str, missing))} were not called in this step")
+    def _raise_sync_error(self) -> None:
+        self.check_healthy()
+        if self._open_call is not None:
+            raise KvmnnError(f"sync: the call of layer {self._open_call[0]} was not ended")
+        missing_layers = sorted(set(range(self._layers)) - self._called_layers)
+        raise KvmnnError(f"sync: layers {', '.join(map(str, missing_layers))} were not called in this step")
 
-    def broken(self, error: BaseException) -> None:
+    def poison(self, error: BaseException) -> None:
         """Note what left a layer half done: only a reset helps then."""
         self._failure = f"{type(error).__name__}: {error}"

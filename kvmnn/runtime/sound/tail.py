@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from ...dtypes import KVPair, Words
-from .memory import empty, read_only
+from ...dtypes import Elements, KVPair
+from .memory import allocate, to_read_only
 
-ROOM_TOKENS = 64
+MIN_GROWTH_TOKENS = 64
 """Least room beyond the need when the array grows; an eighth of the need where that is more."""
 
 
-class Tail:
+class HotBuffer:
     """Rows ``[2, kv_head, token, head_dim]`` that are appended to and never changed.
 
     Attributes
@@ -18,43 +18,45 @@ class Tail:
         Tokens.
     """
 
-    def __init__(self, rows: Words) -> None:
+    def __init__(self, rows: Elements) -> None:
         self.count = int(rows.shape[2])
-        self._take(rows)
+        self._set_buffer(rows)
 
-    def _take(self, rows: Words) -> None:
-        self._rows, self._room = rows, int(rows.shape[2])
+    def _set_buffer(self, rows: Elements) -> None:
+        self._rows, self._capacity = rows, int(rows.shape[2])
         self._keys, self._values = rows[0], rows[1]
-        self._read_only = read_only(rows)
+        self._read_only = to_read_only(rows)
 
     @property
-    def rows(self) -> Words:
+    def rows(self) -> Elements:
         """A view of all rows."""
         return self._rows[:, :, : self.count]
 
-    def read(self) -> KVPair:
+    def to_read_only(self) -> KVPair:
         """K and V, not to be written to."""
         keys, values = self._read_only
         return keys[:, : self.count], values[:, : self.count]
 
     @property
-    def held_bytes(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes of the array, its room included."""
         return int(self._rows.nbytes)
 
-    def reserve(self, add: int) -> None:
-        """Make room for `add` more tokens."""
-        need = self.count + add
-        if need > self._room:
+    def reserve(self, num_new: int) -> None:
+        """Make room for `num_new` more tokens."""
+        required_tokens = self.count + num_new
+        if required_tokens > self._capacity:
             heads, head_dim = self._rows.shape[1], self._rows.shape[3]
-            wide = empty((2, heads, need + max(ROOM_TOKENS, need // 8), head_dim), self._rows.dtype)
-            wide[:, :, : self.count] = self.rows
-            self._take(wide)
+            grown_buffer = allocate(
+                (2, heads, required_tokens + max(MIN_GROWTH_TOKENS, required_tokens // 8), head_dim), self._rows.dtype
+            )
+            grown_buffer[:, :, : self.count] = self.rows
+            self._set_buffer(grown_buffer)
 
-    def append(self, keys: Words, values: Words) -> None:
+    def append(self, keys: Elements, values: Elements) -> None:
         """Put tokens behind the others."""
         begin, end = self.count, self.count + keys.shape[1]
-        if end > self._room:
+        if end > self._capacity:
             self.reserve(end - begin)
         self._keys[:, begin:end] = keys
         self._values[:, begin:end] = values

@@ -6,26 +6,26 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-R = TypeVar("R")
+ResultT = TypeVar("ResultT")
 
 
-class Workers:
+class WorkerPool:
     """Threads, made when they are first needed; none where `threads` is 0."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
         self._executor: ThreadPoolExecutor | None = None
 
-    def submit(self, function: Callable[[], R]) -> Future[R]:
-        """Run `function` on a thread; in the call itself where there is none, or none takes it."""
+    def submit(self, task: Callable[[], ResultT]) -> Future[ResultT]:
+        """Run `task` on a thread; in the call itself where there is none, or none takes it."""
         if self.threads:
             try:
                 if self._executor is None:
                     self._executor = ThreadPoolExecutor(self.threads, thread_name_prefix="kvmnn-runtime")
-                return self._executor.submit(function)
+                return self._executor.submit(task)
             except RuntimeError:  # no new thread to be had, or the pool was shut down from elsewhere
                 self._executor = None
-        return run_now(function)
+        return run_inline(task)
 
     def close(self) -> None:
         """Wait for the threads and end them."""
@@ -34,64 +34,64 @@ class Workers:
             self._executor = None
 
 
-def run_now(function: Callable[[], R]) -> Future[R]:
-    """A future that is done: of `function` run in this call."""
-    future: Future[R] = Future()
+def run_inline(task: Callable[[], ResultT]) -> Future[ResultT]:
+    """A future that is done: of `task` run in this call."""
+    future: Future[ResultT] = Future()
     try:
-        future.set_result(function())
+        future.set_result(task())
     except Exception as error:
         future.set_exception(error)
     return future
 
 
-class OpenJobs(Generic[R]):
+class PendingJobs(Generic[ResultT]):
     """Jobs that were handed in, in their order, with the raw bytes that they hold.
 
     Attributes
     ----------
-    open
+    jobs
         What was handed in with each, its bytes, and its result to come.
-    nbytes, peak
+    nbytes, peak_jobs
         Bytes of those that are open, and most that were open at one time.
-    async_peak
+    peak_async_jobs
         Likewise on threads: without any, a job is open in its own call only.
     """
 
-    def __init__(self, workers: Workers, max_open: int, max_bytes: int) -> None:
+    def __init__(self, workers: WorkerPool, max_jobs: int, max_bytes: int) -> None:
         self._workers = workers
-        self._max_open, self._max_bytes = max_open, max_bytes
-        self.open: list[tuple[R, int, Future[object]]] = []
-        self.nbytes = self.peak = self.async_peak = 0
+        self._max_open, self._max_bytes = max_jobs, max_bytes
+        self.jobs: list[tuple[ResultT, int, Future[object]]] = []
+        self.nbytes = self.peak_jobs = self.peak_async_jobs = 0
 
-    def has_room(self, nbytes: int) -> bool:
+    def has_capacity(self, nbytes: int) -> bool:
         """Whether one more job of `nbytes` may be handed in; the only one always may."""
-        return not self.open or (len(self.open) < self._max_open and self.nbytes + nbytes <= self._max_bytes)
+        return not self.jobs or (len(self.jobs) < self._max_open and self.nbytes + nbytes <= self._max_bytes)
 
-    def submit(self, what: R, nbytes: int, function: Callable[[], object]) -> None:
-        """Hand in a job; `what` comes back with its result."""
-        self.open.append((what, nbytes, self._workers.submit(function)))
+    def submit(self, job: ResultT, nbytes: int, task: Callable[[], object]) -> None:
+        """Hand in a job; `job` comes back with its result."""
+        self.jobs.append((job, nbytes, self._workers.submit(task)))
         self.nbytes += nbytes
-        self.peak = max(self.peak, len(self.open))
+        self.peak_jobs = max(self.peak_jobs, len(self.jobs))
         if self._workers.threads:
-            self.async_peak = self.peak
+            self.peak_async_jobs = self.peak_jobs
 
-    def finished(self, *, wait: bool = False) -> list[tuple[R, Future[object]]]:
+    def take_finished(self, *, wait: bool = False) -> list[tuple[ResultT, Future[object]]]:
         """What is done, each once; with `wait`, everything."""
-        done = []
-        still_open = []
-        for what, nbytes, future in self.open:
+        finished_jobs = []
+        open_jobs = []
+        for job, nbytes, future in self.jobs:
             if wait:
                 future.exception() if not future.cancelled() else None
             if future.done():
-                done.append((what, future))
+                finished_jobs.append((job, future))
                 self.nbytes -= nbytes
             else:
-                still_open.append((what, nbytes, future))
-        self.open = still_open
-        return done
+                open_jobs.append((job, nbytes, future))
+        self.jobs = open_jobs
+        return finished_jobs
 
-    def forget(self) -> None:
+    def cancel_all(self) -> None:
         """Cancel what has not started and take no results of the rest."""
-        for _, _, future in self.open:
+        for _, _, future in self.jobs:
             future.cancel()
-        self.open, self.nbytes = [], 0
+        self.jobs, self.nbytes = [], 0

@@ -13,17 +13,17 @@ from contextlib import contextmanager, suppress
 from datetime import UTC
 from typing import Any, TypeVar
 
-from ...optional import package
+from ...optional import import_optional
 
 T = TypeVar("T")
 
-_LOCAL = {"file", "local"}
-_STAGED = re.compile(r"\.[0-9a-f]{8}\.tmp$")
+_LOCAL_PROTOCOLS = {"file", "local"}
+_STAGED_REGEX = re.compile(r"\.[0-9a-f]{8}\.tmp$")
 _SETTLED_SECONDS = 3600
 """After so long the process that has stored a value is taken to have ended, or to have stored what refers to it."""
 
 
-class ObjectValues:
+class ObjectStoreValues:
     """Values below a folder or bucket.
 
     Parameters
@@ -34,94 +34,96 @@ class ObjectValues:
         Seconds that one call may take.
     """
 
-    counts_uses = False
+    has_cheap_use_counts = False
     refusals: tuple[type[Exception], ...] = ()
 
     def __init__(self, url: str, timeout: float) -> None:
-        fsspec = package("fsspec")
+        fsspec = import_optional("fsspec")
         self._fs: Any
         self._fs, root = fsspec.core.url_to_fs(url)
         self._root = str(root).rstrip("/")
         protocols = self._fs.protocol
-        self._is_local = bool(_LOCAL & {protocols, *(protocols if isinstance(protocols, tuple) else ())})
+        self._is_local = bool(_LOCAL_PROTOCOLS & {protocols, *(protocols if isinstance(protocols, tuple) else ())})
         self._timeout = timeout
         self._pool: tuple[int, ThreadPoolExecutor] = 0, ThreadPoolExecutor()
         """The process that made the threads, and these: a child of it has none of them."""
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
-        """As `Values`."""
+        """As `KeyValueStore`."""
         paths = [self._path(name) for name in names]
         if len(paths) == 1:
-            return [self._timed(lambda: self._one(paths[0]))]
-        found = self._timed(lambda: self._fs.cat(paths, on_error="return"))
-        return [_value(found.get(path)) for path in paths]
+            return [self._call_with_timeout(lambda: self._read_one(paths[0]))]
+        value_by_path = self._call_with_timeout(lambda: self._fs.cat(paths, on_error="return"))
+        return [_check_value(value_by_path.get(path)) for path in paths]
 
     def put_many(self, items: Mapping[str, bytes]) -> None:
-        """As `Values`."""
+        """As `KeyValueStore`."""
         values = {self._path(name): value for name, value in items.items()}
-        self._timed(lambda: self._put_local(values) if self._is_local else self._fs.pipe(values))
+        self._call_with_timeout(lambda: self._put_local(values) if self._is_local else self._fs.pipe(values))
 
-    def there(self, names: Sequence[str]) -> list[bool]:
-        """As `Values`: to ask would be as many round trips, and these engines keep what they have."""
+    def contains_many(self, names: Sequence[str]) -> list[bool]:
+        """As `KeyValueStore`: to ask would be as many round trips, and these engines keep what they have."""
         return [True] * len(names)
 
-    def put_new(self, first: Mapping[str, bytes], then: Mapping[str, bytes]) -> set[str]:
-        """As `Values`, where the file system can create without replacing; else who stores last is found."""
-        if first:
-            self.put_many(first)
-        return self._timed(lambda: {name for name, value in then.items() if not self._create(self._path(name), value)})
+    def put_if_absent(self, dependencies: Mapping[str, bytes], new_items: Mapping[str, bytes]) -> set[str]:
+        """As `KeyValueStore`, where the file system can create without replacing; else who stores last is found."""
+        if dependencies:
+            self.put_many(dependencies)
+        return self._call_with_timeout(
+            lambda: {name for name, value in new_items.items() if not self._create(self._path(name), value)}
+        )
 
     def delete(self, names: Sequence[str]) -> None:
-        """As `Values`."""
-        self._timed(lambda: self._remove([self._path(name) for name in names]))
+        """As `KeyValueStore`."""
+        self._call_with_timeout(lambda: self._delete_paths([self._path(name) for name in names]))
 
-    def delete_if(self, names: Sequence[str], folder: str, known: Collection[str]) -> bool:
-        """As `Values`, but that a name may come between the look and the removal."""
-        if set(self.names_in(folder)) != set(known):
+    def delete_if_unchanged(self, names: Sequence[str], folder: str, expected_names: Collection[str]) -> bool:
+        """As `KeyValueStore`, but that a name may come between the look and the removal."""
+        if set(self.list_names(folder)) != set(expected_names):
             return False
         self.delete(names)
         return True
 
-    def names_in(self, folder: str) -> list[str]:
-        """As `Values`."""
-        return self._timed(lambda: self._names(f"{self._root}/{folder}"))
+    def list_names(self, folder: str) -> list[str]:
+        """As `KeyValueStore`."""
+        return self._call_with_timeout(lambda: self._list_folder(f"{self._root}/{folder}"))
 
-    def near(self, folder: str, name: str, most: int) -> list[str]:
-        """As `Values`; all names of the folder are listed for it."""
-        names = sorted(self.names_in(folder))
-        at = bisect_left(names, name)
-        return names[max(0, at - most) : at + most]
+    def list_neighbours(self, folder: str, name: str, max_per_side: int) -> list[str]:
+        """As `KeyValueStore`; all names of the folder are listed for it."""
+        names = sorted(self.list_names(folder))
+        position = bisect_left(names, name)
+        return names[max(0, position - max_per_side) : position + max_per_side]
 
-    def tree(self, begin: str) -> list[str]:
-        """As `Values`."""
-        return self._timed(lambda: self._below(begin))
+    def list_tree(self, prefix: str) -> list[str]:
+        """As `KeyValueStore`."""
+        return self._call_with_timeout(lambda: self._list_below(prefix))
 
-    def settled(self, names: Sequence[str]) -> list[str]:
-        """As `Values`: what was stored an hour ago, as the file system says; all, where it does not say."""
-        return self._timed(lambda: [name for name in names if self._is_settled(self._path(name))])
+    def select_settled(self, names: Sequence[str]) -> list[str]:
+        """As `KeyValueStore`: what was stored an hour ago, as the file system says; all, where it does not say."""
+        return self._call_with_timeout(lambda: [name for name in names if self._is_settled(self._path(name))])
 
-    def sweep(self) -> int:
-        """As `Values`: only local file systems have them."""
-        return self._timed(self._sweep) if self._is_local else 0
+    def remove_stale(self) -> int:
+        """As `KeyValueStore`: only local file systems have them."""
+        return self._call_with_timeout(self._remove_stale_files) if self._is_local else 0
 
-    def foreign(self) -> list[str]:
-        """As `Values`: a file may hold anything."""
+    def list_foreign(self) -> list[str]:
+        """As `KeyValueStore`: a file may hold anything."""
         return []
 
     def close(self) -> None:
-        """As `Values`."""
+        """As `KeyValueStore`."""
         self._pool[1].shutdown(wait=False, cancel_futures=True)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _timed(self, call: Callable[[], T]) -> T:
+    def _call_with_timeout(self, call: Callable[[], T]) -> T:
         """File systems have no common time-out: one that takes too long is left to itself."""
         if self._pool[0] != os.getpid():
             self._pool = os.getpid(), ThreadPoolExecutor(4, "kvmnn-object")
         return self._pool[1].submit(call).result(self._timeout)
 
-    def _one(self, path: str) -> bytes | None:
+    def _read_one(self, path: str) -> bytes | None:
         try:
             return bytes(self._fs.cat_file(path))
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -130,27 +132,27 @@ class ObjectValues:
     def _put_local(self, values: Mapping[str, bytes]) -> None:
         """A file gets its name when it is complete; in object stores all do."""
         for path, value in values.items():
-            with self._staged(path, value) as staged:
-                os.replace(staged, path)
+            with self._stage_file(path, value) as staged_path:
+                os.replace(staged_path, path)
 
     @contextmanager
-    def _staged(self, path: str, value: bytes) -> Iterator[str]:
+    def _stage_file(self, path: str, value: bytes) -> Iterator[str]:
         """A value in a local file with a name of its own, which is gone afterwards."""
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-        staged = f"{path}.{secrets.token_hex(4)}.tmp"
+        staged_path = f"{path}.{secrets.token_hex(4)}.tmp"
         try:
-            self._fs.pipe_file(staged, value)
-            yield staged
+            self._fs.pipe_file(staged_path, value)
+            yield staged_path
         finally:
             with suppress(FileNotFoundError):
-                os.unlink(staged)
+                os.unlink(staged_path)
 
     def _create(self, path: str, value: bytes) -> bool:
         """Store a value that is not there; whether it was not."""
         if self._is_local:
-            with self._staged(path, value) as staged:
+            with self._stage_file(path, value) as staged_path:
                 try:
-                    os.link(staged, path)
+                    os.link(staged_path, path)
                 except FileExistsError:
                     return False
             return True
@@ -159,41 +161,41 @@ class ObjectValues:
         except FileExistsError:
             return False
         except (TypeError, NotImplementedError):  # a file system that only replaces
-            if self._one(path) is not None:
+            if self._read_one(path) is not None:
                 return False
             self._fs.pipe_file(path, value)
         return True
 
-    def _sweep(self) -> int:
-        left = [str(path) for path in self._fs.find(self._root) if _STAGED.search(str(path))]
-        old = [path for path in left if self._is_settled(path)]
-        self._remove(old)
-        return len(old)
+    def _remove_stale_files(self) -> int:
+        staged_paths = [str(path) for path in self._fs.find(self._root) if _STAGED_REGEX.search(str(path))]
+        stale_paths = [path for path in staged_paths if self._is_settled(path)]
+        self._delete_paths(stale_paths)
+        return len(stale_paths)
 
     def _is_settled(self, path: str) -> bool:
         try:
-            stored = self._fs.modified(path)
+            modified_time = self._fs.modified(path)
         except (FileNotFoundError, NotImplementedError):
             return True
-        if stored.tzinfo is None:
-            stored = stored.replace(tzinfo=UTC)
-        return bool(time.time() - stored.timestamp() >= _SETTLED_SECONDS)
+        if modified_time.tzinfo is None:
+            modified_time = modified_time.replace(tzinfo=UTC)
+        return bool(time.time() - modified_time.timestamp() >= _SETTLED_SECONDS)
 
-    def _below(self, begin: str) -> list[str]:
+    def _list_below(self, prefix: str) -> list[str]:
         self._fs.invalidate_cache(self._root)
         try:
             paths = [str(path) for path in self._fs.find(self._root)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         names = ["/".join(path.rstrip("/").rsplit("/", 2)[1:]) for path in paths if not path.endswith(".tmp")]
-        return [name for name in names if name.startswith(begin)]
+        return [name for name in names if name.startswith(prefix)]
 
-    def _remove(self, paths: Sequence[str]) -> None:
+    def _delete_paths(self, paths: Sequence[str]) -> None:
         for path in paths:
             with suppress(FileNotFoundError):
                 self._fs.rm_file(path)
 
-    def _names(self, path: str) -> list[str]:
+    def _list_folder(self, path: str) -> list[str]:
         self._fs.invalidate_cache(path)
         try:
             entries = self._fs.ls(path, detail=False)
@@ -203,10 +205,10 @@ class ObjectValues:
         return [name for name in names if name and not name.endswith(".tmp")]
 
 
-def _value(found: object) -> bytes | None:
+def _check_value(result: object) -> bytes | None:
     """A value of a call for many; what failed otherwise than by not being there is raised."""
-    if found is None or isinstance(found, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+    if result is None or isinstance(result, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return None
-    if isinstance(found, BaseException):
-        raise found
-    return bytes(found)  # type: ignore[call-overload,no-any-return]
+    if isinstance(result, BaseException):
+        raise result
+    return bytes(result)  # type: ignore[call-overload,no-any-return]

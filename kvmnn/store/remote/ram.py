@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 
 
-class Ram:
+class MemoryCache:
     """Bytes of units.
 
     Parameters
@@ -31,18 +31,18 @@ class Ram:
     def put(self, unit: int, data: bytes) -> None:
         """Keep a unit; others go for it, and one that is larger than all is not kept."""
         with self._lock:
-            self._drop(unit)
+            self._evict(unit)
             if len(data) > self._max_bytes:
                 return
             while self.nbytes + len(data) > self._max_bytes:
-                self._drop(next(iter(self._units)))
+                self._evict(next(iter(self._units)))
             self._units[unit] = data
             self.nbytes += len(data)
 
-    def drop(self, unit: int) -> None:
+    def evict(self, unit: int) -> None:
         """Keep a unit no longer."""
         with self._lock:
-            self._drop(unit)
+            self._evict(unit)
 
-    def _drop(self, unit: int) -> None:
+    def _evict(self, unit: int) -> None:
         self.nbytes -= len(self._units.pop(unit, b""))

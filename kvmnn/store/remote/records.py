@@ -8,31 +8,31 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...frames.hashing import checksum
+from ...frames.hashing import integrity_checksum
 from ..beside import MAX_BLOCK_TOKENS
-from ..prefix_state import state_key
+from ..prefix_state import compute_state_key
 from ..space import KEY_BYTES
-from ..token_ids import MAX_TOKENS, Ids, as_text, block_keys, ids_in_text
+from ..token_ids import MAX_TOKENS, Ids, compute_block_keys, count_ids_in_sort_key, to_sort_key
 
-MAGIC = b"KVMNNPB1"
-STATE_MAGIC = b"KVMNNPB2"
-AFTER = "after-"
-STATES = "states-"
+RECORD_MAGIC = b"KVMNNPB1"
+STATE_RECORD_MAGIC = b"KVMNNPB2"
+RECORDS_FOLDER_PREFIX = "after-"
+STATES_FOLDER_PREFIX = "states-"
 """Begin of the folders of records of windows and state, one for each space."""
-NAMED_IDS = 32
+MAX_IDS_IN_NAME = 32
 """Ids that the name of a record has: file systems allow for no more."""
-_FIELDS = struct.Struct(f"<8s{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}sQII")
-_CHECKSUM = struct.Struct("<Q")
-_USE = struct.Struct("<Q")
+_RECORD_STRUCT = struct.Struct(f"<8s{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}sQII")
+_CHECKSUM_STRUCT = struct.Struct("<Q")
+_USE_STRUCT = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, eq=False)
-class Record:
+class UnitRecord:
     """A unit that follows a block.
 
     Parameters
     ----------
-    space, parent
+    namespace_key, parent
         Keys of the space and of the block before; that of the space at the beginning of a text.
     unit
         The unit's number.
@@ -44,31 +44,33 @@ class Record:
         Of its tokens.
     """
 
-    space: bytes
+    namespace_key: bytes
     parent: bytes
     unit: int
     nbytes: int
     start: int
     ids: Ids
 
-    def name(self, block_tokens: int) -> str:
+    def make_name(self, block_tokens: int) -> str:
         """Where the record lies."""
-        return record_name(self.parent, self.ids[:block_tokens])
+        return make_record_name(self.parent, self.ids[:block_tokens])
 
-    def keys(self, block_tokens: int) -> list[bytes]:
+    def compute_block_keys(self, block_tokens: int) -> list[bytes]:
         """The keys of the unit's whole blocks."""
-        return block_keys(self.parent, self.ids, block_tokens)
+        return compute_block_keys(self.parent, self.ids, block_tokens)
 
     def to_bytes(self) -> bytes:
         """The record's bytes."""
         unit = self.unit.to_bytes(KEY_BYTES, "big")
-        fields = _FIELDS.pack(MAGIC, self.space, self.parent, unit, self.nbytes, self.start, self.ids.size)
+        fields = _RECORD_STRUCT.pack(
+            RECORD_MAGIC, self.namespace_key, self.parent, unit, self.nbytes, self.start, self.ids.size
+        )
         data = fields + self.ids.astype("<u4").tobytes()
-        return data + _CHECKSUM.pack(checksum(data))
+        return data + _CHECKSUM_STRUCT.pack(integrity_checksum(data))
 
 
 @dataclass(frozen=True, eq=False)
-class StateRecord(Record):
+class StateRecord(UnitRecord):
     """Windows and state of a prefix: `ids` are the last of its ids, at most a block, behind the block `parent`.
 
     Parameters
@@ -87,38 +89,40 @@ class StateRecord(Record):
     @property
     def key(self) -> bytes:
         """The key of the state."""
-        return state_key(self.parent, self.ids)
+        return compute_state_key(self.parent, self.ids)
 
-    def name(self, block_tokens: int) -> str:
+    def make_name(self, block_tokens: int) -> str:
         """Where the record lies; names sort by the tokens of their prefixes."""
-        return f"{STATES}{self.space.hex()}/{self.tokens:08x}-{self.key.hex()}"
+        return f"{STATES_FOLDER_PREFIX}{self.namespace_key.hex()}/{self.tokens:08x}-{self.key.hex()}"
 
-    def keys(self, block_tokens: int) -> list[bytes]:
+    def compute_block_keys(self, block_tokens: int) -> list[bytes]:
         """Nothing goes on from state."""
         return []
 
     def to_bytes(self) -> bytes:
         """The record's bytes."""
         unit = self.unit.to_bytes(KEY_BYTES, "big")
-        fields = _FIELDS.pack(STATE_MAGIC, self.space, self.parent, unit, self.nbytes, self.start, self.ids.size)
-        data = fields + self.ids.astype("<u4").tobytes() + _CHECKSUM.pack(self.raw_bytes)
-        return data + _CHECKSUM.pack(checksum(data))
+        fields = _RECORD_STRUCT.pack(
+            STATE_RECORD_MAGIC, self.namespace_key, self.parent, unit, self.nbytes, self.start, self.ids.size
+        )
+        data = fields + self.ids.astype("<u4").tobytes() + _CHECKSUM_STRUCT.pack(self.raw_bytes)
+        return data + _CHECKSUM_STRUCT.pack(integrity_checksum(data))
 
-    def ends_in(self, record: Record, block_tokens: int) -> bool:
+    def is_end_in(self, record: UnitRecord, block_tokens: int) -> bool:
         """Whether a unit has the end of the prefix."""
-        keys = [record.parent, *record.keys(block_tokens)]
-        if record.space != self.space or self.parent not in keys:
+        keys = [record.parent, *record.compute_block_keys(block_tokens)]
+        if record.namespace_key != self.namespace_key or self.parent not in keys:
             return False
-        begin = keys.index(self.parent) * block_tokens
-        return np.array_equal(record.ids[begin : begin + self.ids.size], self.ids)
+        begin_token = keys.index(self.parent) * block_tokens
+        return np.array_equal(record.ids[begin_token : begin_token + self.ids.size], self.ids)
 
 
-def state_number(key: bytes) -> int:
+def compute_state_number(key: bytes) -> int:
     """The number of the unit of a state with this key."""
     return int.from_bytes(key, "big")
 
 
-def named_state(name: str) -> tuple[int, str] | None:
+def parse_state_name(name: str) -> tuple[int, str] | None:
     """Tokens of a prefix, and the key of its state in hexadecimal, by the name of its record; None for another name."""
     tokens, _, key = name.partition("-")
     try:
@@ -127,94 +131,98 @@ def named_state(name: str) -> tuple[int, str] | None:
         return None
 
 
-def from_bytes(data: bytes | None) -> Record | None:
+def parse_record(data: bytes | None) -> UnitRecord | None:
     """A record; None for what is none, or is damaged."""
-    if data is None or len(data) < _FIELDS.size + _CHECKSUM.size:
+    if data is None or len(data) < _RECORD_STRUCT.size + _CHECKSUM_STRUCT.size:
         return None
-    magic, space, parent, unit, nbytes, start, tokens = _FIELDS.unpack_from(data)
-    ids_end = _FIELDS.size + 4 * tokens
-    end = ids_end + (_CHECKSUM.size if magic == STATE_MAGIC else 0)
+    magic, namespace, parent, unit, nbytes, start, tokens = _RECORD_STRUCT.unpack_from(data)
+    ids_end = _RECORD_STRUCT.size + 4 * tokens
+    checksum_begin = ids_end + (_CHECKSUM_STRUCT.size if magic == STATE_RECORD_MAGIC else 0)
     if (
-        magic not in (MAGIC, STATE_MAGIC)
+        magic not in (RECORD_MAGIC, STATE_RECORD_MAGIC)
         or not 1 <= tokens <= MAX_TOKENS
         or start > MAX_TOKENS
-        or len(data) != end + _CHECKSUM.size
+        or len(data) != checksum_begin + _CHECKSUM_STRUCT.size
     ):
         return None
-    if checksum(data[:end]) != _CHECKSUM.unpack_from(data, end)[0]:
+    if integrity_checksum(data[:checksum_begin]) != _CHECKSUM_STRUCT.unpack_from(data, checksum_begin)[0]:
         return None
-    ids = np.frombuffer(data, "<u4", tokens, _FIELDS.size)
-    number = int.from_bytes(unit, "big")
-    if magic == STATE_MAGIC:
-        return StateRecord(space, parent, number, nbytes, start, ids, _CHECKSUM.unpack_from(data, ids_end)[0])
-    return Record(space, parent, number, nbytes, start, ids)
+    ids = np.frombuffer(data, "<u4", tokens, _RECORD_STRUCT.size)
+    unit_number = int.from_bytes(unit, "big")
+    if magic == STATE_RECORD_MAGIC:
+        return StateRecord(
+            namespace, parent, unit_number, nbytes, start, ids, _CHECKSUM_STRUCT.unpack_from(data, ids_end)[0]
+        )
+    return UnitRecord(namespace, parent, unit_number, nbytes, start, ids)
 
 
-def placed(data: bytes | None, name: str, block_tokens: int) -> Record | None:
-    """As `from_bytes` of what lies under a name; None for a record that belongs under another."""
-    record = from_bytes(data)
-    return record if record is not None and record.name(block_tokens) == name else None
+def parse_record_at(data: bytes | None, name: str, block_tokens: int) -> UnitRecord | None:
+    """As `parse_record` of what lies under a name; None for a record that belongs under another."""
+    record = parse_record(data)
+    return record if record is not None and record.make_name(block_tokens) == name else None
 
 
-def record_name(parent: bytes, first: Ids) -> str:
+def make_record_name(parent: bytes, first_ids: Ids) -> str:
     """Where the record of a unit lies that follows `parent` and begins with the ids of one block, or a tail.
 
-    Names sort as the first ids do, of which `named_count` are in them.
+    Names sort as the first ids do, of which `count_ids_in_name` are in them.
     """
-    key = hashlib.blake2b(parent + first.tobytes(), digest_size=KEY_BYTES).hexdigest()
-    return f"{folder_after(parent)}/{name_begin(first)}-{key}"
+    key = hashlib.blake2b(parent + first_ids.tobytes(), digest_size=KEY_BYTES).hexdigest()
+    return f"{make_records_folder(parent)}/{make_name_prefix(first_ids)}-{key}"
 
 
-def name_begin(first: Ids) -> str:
+def make_name_prefix(first_ids: Ids) -> str:
     """With what the name of a record begins, in its folder."""
-    return as_text(first[: named_count(first)]).hex()
+    return to_sort_key(first_ids[: count_ids_in_name(first_ids)]).hex()
 
 
-def named_count(first: Ids) -> int:
-    """How many ids of a unit are in the name of its record: `NAMED_IDS`, fewer of ids that take more bytes."""
-    named = first[:NAMED_IDS]
-    return ids_in_text(as_text(named)[: 3 * NAMED_IDS])
+def count_ids_in_name(first_ids: Ids) -> int:
+    """How many ids of a unit are in the name of its record: `MAX_IDS_IN_NAME`, fewer of ids that take more bytes."""
+    leading_ids = first_ids[:MAX_IDS_IN_NAME]
+    return count_ids_in_sort_key(to_sort_key(leading_ids)[: 3 * MAX_IDS_IN_NAME])
 
 
-def named_ids(name: str) -> bytes:
-    """The ids in the name of a record, in its folder, as `as_text` has them; empty for another name."""
+def ids_from_name(name: str) -> bytes:
+    """The ids in the name of a record, in its folder, as `to_sort_key` has them; empty for another name."""
     try:
         return bytes.fromhex(name.partition("-")[0])
     except ValueError:
         return b""
 
 
-def folder_after(parent: bytes) -> str:
+def make_records_folder(parent: bytes) -> str:
     """The folder of all records that follow a block."""
-    return AFTER + parent.hex()
+    return RECORDS_FOLDER_PREFIX + parent.hex()
 
 
-def told_block_tokens(name: str, record: Record) -> int | None:
+def infer_block_tokens(name: str, record: UnitRecord) -> int | None:
     """Of how many tokens the blocks of a store are, by the name of a record; None where the unit has one alone."""
-    sizes = range(1, min(record.ids.size, MAX_BLOCK_TOKENS + 1))
-    return next((size for size in sizes if record.name(size) == name), None)
+    candidates = range(1, min(record.ids.size, MAX_BLOCK_TOKENS + 1))
+    return next((candidate for candidate in candidates if record.make_name(candidate) == name), None)
 
 
-def unit_number(space: bytes, parent: bytes, ids: Ids) -> int:
+def compute_unit_number(namespace_key: bytes, parent: bytes, ids: Ids) -> int:
     """The number of a unit with these tokens: the same whoever puts it."""
-    return int.from_bytes(hashlib.blake2b(space + parent + ids.tobytes(), digest_size=KEY_BYTES).digest(), "big")
+    return int.from_bytes(
+        hashlib.blake2b(namespace_key + parent + ids.tobytes(), digest_size=KEY_BYTES).digest(), "big"
+    )
 
 
-def unit_name(unit: int) -> str:
+def make_unit_name(unit: int) -> str:
     """Where the bytes of a unit lie."""
     return f"units/{unit:032x}"
 
 
-def use_name(unit: int) -> str:
+def make_use_name(unit: int) -> str:
     """Where it stands when a unit was last used."""
     return f"uses/{unit:032x}"
 
 
-def use_bytes(tick: int) -> bytes:
+def encode_tick(tick: int) -> bytes:
     """A tick as it is stored."""
-    return _USE.pack(tick)
+    return _USE_STRUCT.pack(tick)
 
 
-def tick_of(data: bytes | None) -> int:
+def decode_tick(data: bytes | None) -> int:
     """A tick that was stored; 0 for what is none."""
-    return int(_USE.unpack(data)[0]) if data is not None and len(data) == _USE.size else 0
+    return int(_USE_STRUCT.unpack(data)[0]) if data is not None and len(data) == _USE_STRUCT.size else 0

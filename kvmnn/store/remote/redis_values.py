@@ -7,18 +7,18 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from ...optional import package
-from .records import AFTER
+from ...optional import import_optional
+from .records import RECORDS_FOLDER_PREFIX
 
-PREFIX = "kvmnn:"
-ORDER = "order:"
+REDIS_PREFIX = "kvmnn:"
+ORDER_PREFIX = "order:"
 """Of the sorted set that has the names in a folder of records."""
-UNITS = "units"
-_AT_ONCE = 256
+UNITS_FOLDER = "units"
+_KEYS_PER_REQUEST = 256
 
 
-class RedisValues:
-    """Values of a server; those with `PREFIX` are the store's.
+class RedisStoreValues:
+    """Values of a server; those with `REDIS_PREFIX` are the store's.
 
     Parameters
     ----------
@@ -28,10 +28,10 @@ class RedisValues:
         Seconds that connecting, or one answer, may take.
     """
 
-    counts_uses = True
+    has_cheap_use_counts = True
 
     def __init__(self, url: str, timeout: float) -> None:
-        redis = package("redis")
+        redis = import_optional("redis")
         if url.startswith("valkey"):
             url = "redis" + url[len("valkey") :]
         _check_database(url)
@@ -41,63 +41,63 @@ class RedisValues:
         _check_options(self._client.connection_pool)
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
-        """As `Values`."""
+        """As `KeyValueStore`."""
         pipe = self._client.pipeline(transaction=False)
         for name in names:
-            folder, field = _parts(name)
-            if folder == UNITS:
-                pipe.get(PREFIX + name)
+            folder, field = _split_name(name)
+            if folder == UNITS_FOLDER:
+                pipe.get(REDIS_PREFIX + name)
             else:
-                pipe.hget(PREFIX + folder, field)
-        return self._read(pipe)
+                pipe.hget(REDIS_PREFIX + folder, field)
+        return self._execute(pipe)
 
-    def there(self, names: Sequence[str]) -> list[bool]:
-        """As `Values`."""
+    def contains_many(self, names: Sequence[str]) -> list[bool]:
+        """As `KeyValueStore`."""
         pipe = self._client.pipeline(transaction=False)
         for name in names:
-            folder, field = _parts(name)
-            if folder == UNITS:
-                pipe.exists(PREFIX + name)
+            folder, field = _split_name(name)
+            if folder == UNITS_FOLDER:
+                pipe.exists(REDIS_PREFIX + name)
             else:
-                pipe.hexists(PREFIX + folder, field)
-        return [bool(found) for found in self._read(pipe)]
+                pipe.hexists(REDIS_PREFIX + folder, field)
+        return [bool(answer) for answer in self._execute(pipe)]
 
     def put_many(self, items: Mapping[str, bytes]) -> None:
-        """As `Values`."""
+        """As `KeyValueStore`."""
         pipe = self._client.pipeline(transaction=False)
         for name, value in items.items():
-            _put(pipe, name, value)
+            _queue_put(pipe, name, value)
         pipe.execute()
 
-    def put_new(self, first: Mapping[str, bytes], then: Mapping[str, bytes]) -> set[str]:
-        """As `Values`, all in one transaction."""
+    def put_if_absent(self, dependencies: Mapping[str, bytes], new_items: Mapping[str, bytes]) -> set[str]:
+        """As `KeyValueStore`, all in one transaction."""
         pipe = self._client.pipeline(transaction=True)
-        for name, value in then.items():
-            folder, field = _parts(name)
-            pipe.hsetnx(PREFIX + folder, field, value)
-        for name, value in first.items():
-            _put(pipe, name, value)
-        for name in then:
-            _put_in_order(pipe, name)
-        stored = pipe.execute()[: len(then)]
-        return {name for name, is_new in zip(then, stored, strict=True) if not is_new}
+        for name, value in new_items.items():
+            folder, field = _split_name(name)
+            pipe.hsetnx(REDIS_PREFIX + folder, field, value)
+        for name, value in dependencies.items():
+            _queue_put(pipe, name, value)
+        for name in new_items:
+            _queue_order(pipe, name)
+        answers = pipe.execute()[: len(new_items)]
+        return {name for name, is_new in zip(new_items, answers, strict=True) if not is_new}
 
     def delete(self, names: Sequence[str]) -> None:
-        """As `Values`."""
+        """As `KeyValueStore`."""
         pipe = self._client.pipeline(transaction=False)
-        _delete(pipe, names)
-        self._read(pipe)
+        _queue_delete(pipe, names)
+        self._execute(pipe)
 
-    def delete_if(self, names: Sequence[str], folder: str, known: Collection[str]) -> bool:
-        """As `Values`; nothing can come between the look and the removal, but on a server that is full."""
+    def delete_if_unchanged(self, names: Sequence[str], folder: str, expected_names: Collection[str]) -> bool:
+        """As `KeyValueStore`; nothing can come between the look and the removal, but on a server that is full."""
         with self._client.pipeline() as pipe:
             try:
-                pipe.watch(PREFIX + folder)
-                if set(self.names_in(folder)) != set(known):
+                pipe.watch(REDIS_PREFIX + folder)
+                if set(self.list_names(folder)) != set(expected_names):
                     return False
                 pipe.multi()
-                _delete(pipe, names)
-                self._read(pipe)
+                _queue_delete(pipe, names)
+                self._execute(pipe)
             except self._watch_error:
                 return False
             except self.refusals as error:
@@ -106,79 +106,88 @@ class RedisValues:
                 self.delete(names)  # it refuses whatever is in a transaction
         return True
 
-    def names_in(self, folder: str) -> list[str]:
-        """As `Values`."""
-        if folder == UNITS:
-            begin = f"{PREFIX}{UNITS}/"
-            return [_text(key)[len(begin) :] for key in self._client.scan_iter(match=begin + "*", count=1000)]
-        return [_text(name) for name in self._fields([folder])[0]]
+    def list_names(self, folder: str) -> list[str]:
+        """As `KeyValueStore`."""
+        if folder == UNITS_FOLDER:
+            key_prefix = f"{REDIS_PREFIX}{UNITS_FOLDER}/"
+            return [
+                _decode_key(key)[len(key_prefix) :]
+                for key in self._client.scan_iter(match=key_prefix + "*", count=1000)
+            ]
+        return [_decode_key(name) for name in self._list_fields([folder])[0]]
 
-    def near(self, folder: str, name: str, most: int) -> list[str]:
-        """As `Values`; an order that the server has evicted is made anew."""
-        key = PREFIX + ORDER + folder
+    def list_neighbours(self, folder: str, name: str, max_per_side: int) -> list[str]:
+        """As `KeyValueStore`; an order that the server has evicted is made anew."""
+        key = REDIS_PREFIX + ORDER_PREFIX + folder
         while True:
             pipe = self._client.pipeline(transaction=False)
-            pipe.zrevrangebylex(key, f"({name}", "-", 0, most)
-            pipe.zrangebylex(key, f"[{name}", "+", 0, most)
+            pipe.zrevrangebylex(key, f"({name}", "-", 0, max_per_side)
+            pipe.zrangebylex(key, f"[{name}", "+", 0, max_per_side)
             pipe.zcard(key)
-            pipe.hlen(PREFIX + folder)
-            before, behind, ordered, there = self._read(pipe)
-            if (ordered or 0) >= (there or 0):
-                return [_text(found) for found in (*(before or ())[::-1], *(behind or ()))]
-            if ordered is None:
+            pipe.hlen(REDIS_PREFIX + folder)
+            lower_names, upper_names, num_ordered, num_stored = self._execute(pipe)
+            if (num_ordered or 0) >= (num_stored or 0):
+                return [_decode_key(name_bytes) for name_bytes in (*(lower_names or ())[::-1], *(upper_names or ()))]
+            if num_ordered is None:
                 self._client.delete(key)  # is no order: only names of records are in it, and these follow
-            names = self._fields([folder])[0]
+            names = self._list_fields([folder])[0]
             if not names:
                 return []
             self._client.zadd(key, dict.fromkeys(names, 0))
 
-    def tree(self, begin: str) -> list[str]:
-        """As `Values`: one round trip for some hundred folders."""
-        match = PREFIX + begin + "*"
-        folders = [_text(key)[len(PREFIX) :] for key in self._client.scan_iter(match=match, count=1000)]
+    def list_tree(self, prefix: str) -> list[str]:
+        """As `KeyValueStore`: one round trip for some hundred folders."""
+        match = REDIS_PREFIX + prefix + "*"
+        folders = [_decode_key(key)[len(REDIS_PREFIX) :] for key in self._client.scan_iter(match=match, count=1000)]
         names = []
-        for at in range(0, len(folders), _AT_ONCE):
-            some = folders[at : at + _AT_ONCE]
-            for folder, fields in zip(some, self._fields(some), strict=True):
-                names += [f"{folder}/{_text(name)}" for name in fields]
+        for begin_index in range(0, len(folders), _KEYS_PER_REQUEST):
+            batch = folders[begin_index : begin_index + _KEYS_PER_REQUEST]
+            for folder, fields in zip(batch, self._list_fields(batch), strict=True):
+                names += [f"{folder}/{_decode_key(name)}" for name in fields]
         return names
 
-    def foreign(self) -> list[str]:
-        """As `Values`: keys below `PREFIX` of other types than a store writes."""
+    def list_foreign(self) -> list[str]:
+        """As `KeyValueStore`: keys below `REDIS_PREFIX` of other types than a store writes."""
         names = []
-        keys = [_text(key) for key in self._client.scan_iter(match=PREFIX + "*", count=1000)]
-        for at in range(0, len(keys), _AT_ONCE):
-            some = keys[at : at + _AT_ONCE]
+        keys = [_decode_key(key) for key in self._client.scan_iter(match=REDIS_PREFIX + "*", count=1000)]
+        for begin_index in range(0, len(keys), _KEYS_PER_REQUEST):
+            batch = keys[begin_index : begin_index + _KEYS_PER_REQUEST]
             pipe = self._client.pipeline(transaction=False)
-            for key in some:
+            for key in batch:
                 pipe.type(key)
-            for key, kind in zip(some, self._read(pipe), strict=True):
-                name = key[len(PREFIX) :]
-                wanted = "string" if name.startswith(f"{UNITS}/") else "zset" if name.startswith(ORDER) else "hash"
-                if _text(kind) not in (wanted, "none"):
+            for key, value_type in zip(batch, self._execute(pipe), strict=True):
+                name = key[len(REDIS_PREFIX) :]
+                expected_type = (
+                    "string"
+                    if name.startswith(f"{UNITS_FOLDER}/")
+                    else "zset"
+                    if name.startswith(ORDER_PREFIX)
+                    else "hash"
+                )
+                if _decode_key(value_type) not in (expected_type, "none"):
                     names.append(name)
         return names
 
-    def settled(self, names: Sequence[str]) -> list[str]:
-        """As `Values`: all of them, as a put is one transaction."""
+    def select_settled(self, names: Sequence[str]) -> list[str]:
+        """As `KeyValueStore`: all of them, as a put is one transaction."""
         return list(names)
 
-    def sweep(self) -> int:
-        """As `Values`: there are none."""
+    def remove_stale(self) -> int:
+        """As `KeyValueStore`: there are none."""
         return 0
 
     def close(self) -> None:
-        """As `Values`."""
+        """As `KeyValueStore`."""
         self._client.close()
 
-    def _fields(self, folders: Sequence[str]) -> list[list[bytes]]:
+    def _list_fields(self, folders: Sequence[str]) -> list[list[bytes]]:
         """The names in folders; none in a key of another type."""
         pipe = self._client.pipeline(transaction=False)
         for folder in folders:
-            pipe.hkeys(PREFIX + folder)
-        return [fields or [] for fields in self._read(pipe)]
+            pipe.hkeys(REDIS_PREFIX + folder)
+        return [fields or [] for fields in self._execute(pipe)]
 
-    def _read(self, pipe: Any) -> list[Any]:
+    def _execute(self, pipe: Any) -> list[Any]:
         """Return the answers to the commands of a pipeline, None for one about a key of another type.
 
         Another program's key, or a damaged one, is a value that is not there: it must not stop what concerns others.
@@ -204,40 +213,40 @@ def _check_options(pool: Any) -> None:
     try:
         pool.connection_class(**pool.connection_kwargs)
     except TypeError as error:
-        named = re.search(r"keyword argument '([^']*)'", str(error))
-        raise ValueError(f"its option {named[1]!r} is unknown" if named else str(error)) from error
+        option_match = re.search(r"keyword argument '([^']*)'", str(error))
+        raise ValueError(f"its option {option_match[1]!r} is unknown" if option_match else str(error)) from error
 
 
-def _parts(name: str) -> tuple[str, str]:
+def _split_name(name: str) -> tuple[str, str]:
     folder, _, field = name.partition("/")
     return folder, field
 
 
-def _put(pipe: Any, name: str, value: bytes) -> None:
-    folder, field = _parts(name)
-    if folder == UNITS:
-        pipe.set(PREFIX + name, value)
+def _queue_put(pipe: Any, name: str, value: bytes) -> None:
+    folder, field = _split_name(name)
+    if folder == UNITS_FOLDER:
+        pipe.set(REDIS_PREFIX + name, value)
     else:
-        pipe.hset(PREFIX + folder, field, value)
-        _put_in_order(pipe, name)
+        pipe.hset(REDIS_PREFIX + folder, field, value)
+        _queue_order(pipe, name)
 
 
-def _put_in_order(pipe: Any, name: str) -> None:
-    folder, field = _parts(name)
-    if folder.startswith(AFTER):
-        pipe.zadd(PREFIX + ORDER + folder, {field: 0})
+def _queue_order(pipe: Any, name: str) -> None:
+    folder, field = _split_name(name)
+    if folder.startswith(RECORDS_FOLDER_PREFIX):
+        pipe.zadd(REDIS_PREFIX + ORDER_PREFIX + folder, {field: 0})
 
 
-def _delete(pipe: Any, names: Sequence[str]) -> None:
+def _queue_delete(pipe: Any, names: Sequence[str]) -> None:
     for name in names:
-        folder, field = _parts(name)
-        if folder == UNITS:
-            pipe.delete(PREFIX + name)
+        folder, field = _split_name(name)
+        if folder == UNITS_FOLDER:
+            pipe.delete(REDIS_PREFIX + name)
             continue
-        pipe.hdel(PREFIX + folder, field)
-        if folder.startswith(AFTER):
-            pipe.zrem(PREFIX + ORDER + folder, field)
+        pipe.hdel(REDIS_PREFIX + folder, field)
+        if folder.startswith(RECORDS_FOLDER_PREFIX):
+            pipe.zrem(REDIS_PREFIX + ORDER_PREFIX + folder, field)
 
 
-def _text(key: bytes | str) -> str:
+def _decode_key(key: bytes | str) -> str:
     return key if isinstance(key, str) else key.decode("utf-8", "replace")

@@ -2,63 +2,63 @@
 
 from __future__ import annotations
 
-from ..lookup import Text
-from ..results import Cleaned, Listing, Stats, Verified
-from ..space import Space
+from ..lookup import TokenSequence
+from ..results import CleanupResult, StoreListing, StoreStats, StoreVerifyResult
+from ..space import Namespace
 from ..token_ids import Ids
 from . import bounding, sessions, upkeep
-from .shelf import Shelf
+from .shelf import RemoteBackendBase
 
 
-class RemoteUnits(Shelf):
-    """As `Units`; parameters and errors as `Shelf`."""
+class RemoteBackend(RemoteBackendBase):
+    """As `StoreBackend`; parameters and errors as `RemoteBackendBase`."""
 
-    def delete(self, text: Text) -> Cleaned:
+    def delete(self, sequence: TokenSequence) -> CleanupResult:
         """As `upkeep.delete`."""
         self.check_writable()
-        return upkeep.delete(self, text)
+        return upkeep.delete_sequence(self, sequence)
 
-    def clean(self, max_bytes: int | None) -> Cleaned:
+    def collect_garbage(self, max_bytes: int | None) -> CleanupResult:
         """As `upkeep.clean`."""
         self.check_writable()
-        return upkeep.clean(self, max_bytes)
+        return upkeep.collect_garbage(self, max_bytes)
 
-    def verify(self, threads: int | None) -> Verified:
+    def verify(self, threads: int | None) -> StoreVerifyResult:
         """As `upkeep.verify`."""
-        return upkeep.verify(self, threads)
+        return upkeep.verify_units(self, threads)
 
-    def stats(self, asked: int, found: int) -> Stats:
+    def collect_stats(self, requested_tokens: int, hit_tokens: int) -> StoreStats:
         """As `upkeep.stats`."""
-        return upkeep.stats(self, asked, found)
+        return upkeep.collect_stats(self, requested_tokens, hit_tokens)
 
-    def entries(self) -> Listing:
+    def list_entries(self) -> StoreListing:
         """As `upkeep.entries`."""
-        return upkeep.entries(self)
+        return upkeep.list_entries(self)
 
-    def pin(self, space: Space, ids: Ids) -> bool:
+    def pin(self, namespace: Namespace, ids: Ids) -> bool:
         """As `bounding.pin`."""
         self.check_writable()
-        return bounding.pin(self, space, ids)
+        return bounding.pin(self, namespace, ids)
 
-    def unpin(self, space: Space, ids: Ids) -> bool:
+    def unpin(self, namespace: Namespace, ids: Ids) -> bool:
         """As `bounding.unpin`."""
         self.check_writable()
-        return bounding.unpin(self, space, ids)
+        return bounding.unpin(self, namespace, ids)
 
-    def note_session(self, name: str, space: Space, ids: Ids) -> None:
+    def save_session(self, name: str, namespace: Namespace, ids: Ids) -> None:
         """Keep the text of a session under its name."""
         self.check_writable()
-        sessions.note(self.values, name, space, ids)
+        sessions.save_session(self.key_values, name, namespace, ids)
 
-    def session(self, name: str) -> tuple[Space, Ids]:
+    def get_session(self, name: str) -> tuple[Namespace, Ids]:
         """Space and text of a session."""
-        return sessions.found(self.values, name)
+        return sessions.read_session(self.key_values, name)
 
-    def sessions(self) -> list[str]:
+    def list_sessions(self) -> list[str]:
         """All names."""
-        return sessions.names(self.values)
+        return sessions.list_session_names(self.key_values)
 
-    def forget_session(self, name: str) -> None:
+    def delete_session(self, name: str) -> None:
         """Forget a session."""
         self.check_writable()
-        sessions.forget(self.values, name)
+        sessions.delete_session(self.key_values, name)

@@ -5,80 +5,87 @@ from __future__ import annotations
 import hashlib
 import json
 
-from ...checks import shown
+from ...checks import repr_short
 from ...errors import KvmnnError, ManifestError, SourceError
-from ...files.json_document import parse
-from ..catalog import check_name
-from ..space import Space, from_json
-from ..token_ids import Ids, as_ids
-from .values import OutageError, Patient
+from ...files.json_document import parse_document
+from ..catalog import validate_session_name
+from ..space import Namespace, parse_namespace
+from ..token_ids import Ids, to_token_ids
+from .values import BackendUnavailableError, CircuitBreaker
 
-_FOLDER = "sessions"
-_MAX_BYTES = 256 << 20
+_SESSIONS_FOLDER = "sessions"
+_MAX_SESSION_BYTES = 256 << 20
 
 
-def note(values: Patient, name: str, space: Space, ids: Ids) -> None:
+def save_session(key_values: CircuitBreaker, name: str, namespace: Namespace, ids: Ids) -> None:
     """Keep the text of a session under its name."""
-    document = {"space": space.to_json(), "ids": ids.tolist(), "checksum": _sum(name, space, ids)}
-    values.put_many({_key(name): json.dumps(document).encode()})
+    document = {
+        "space": namespace.to_json(),
+        "ids": ids.tolist(),
+        "checksum": _compute_session_checksum(name, namespace, ids),
+    }
+    key_values.put_many({_make_session_key(name): json.dumps(document).encode()})
 
 
-def found(values: Patient, name: str) -> tuple[Space, Ids]:
+def read_session(key_values: CircuitBreaker, name: str) -> tuple[Namespace, Ids]:
     """Space and text of a session; `KvmnnError` where there is none of this name."""
-    where = f"{values.label}: session {shown(name)}"
-    root = parse(_data(values, name), where, _MAX_BYTES)
+    label = f"{key_values.label}: session {repr_short(name)}"
+    root = parse_document(_read_session_bytes(key_values, name), label, _MAX_SESSION_BYTES)
     try:
-        space = from_json(root.at("space").text(), where)
-        ids = as_ids([node.integer(0) for node in root.at("ids").items(least=1)])
-        if root.value.get("checksum", "") not in ("", _sum(name, space, ids)):  # earlier ones have none
+        namespace = parse_namespace(root.get("space").read_str(), label)
+        ids = to_token_ids([node.read_int(0) for node in root.get("ids").read_list(min_len=1)])
+        if root.value.get("checksum", "") not in (
+            "",
+            _compute_session_checksum(name, namespace, ids),
+        ):  # earlier ones have none
             raise SourceError("it does not match its checksum")
     except KvmnnError as error:
-        raise SourceError(f"{where} is damaged: {error}") from None
-    return space, ids
+        raise SourceError(f"{label} is damaged: {error}") from None
+    return namespace, ids
 
 
-def _data(values: Patient, name: str) -> bytes:
-    (data,) = values.get_many([_key(name)])
+def _read_session_bytes(key_values: CircuitBreaker, name: str) -> bytes:
+    (data,) = key_values.get_many([_make_session_key(name)])
     if data is None:
-        raise KvmnnError(f"{values.label}: there is no session {shown(name)}")
+        raise KvmnnError(f"{key_values.label}: there is no session {repr_short(name)}")
     return data
 
 
-def damaged(values: Patient) -> list[str]:
+def list_damaged_sessions(key_values: CircuitBreaker) -> list[str]:
     """What is wrong with sessions."""
-    wrong = []
-    for name in names(values):
+    problems = []
+    for name in list_session_names(key_values):
         try:
-            found(values, name)
-        except OutageError:
+            read_session(key_values, name)
+        except BackendUnavailableError:
             raise
         except (SourceError, ManifestError) as error:
-            wrong.append(str(error))
-    return wrong
+            problems.append(str(error))
+    return problems
 
 
-def names(values: Patient) -> list[str]:
+def list_session_names(key_values: CircuitBreaker) -> list[str]:
     """All names."""
-    found_names = []
-    for key in values.names_in(_FOLDER):
+    session_names = []
+    for key in key_values.list_names(_SESSIONS_FOLDER):
         try:
-            found_names.append(bytes.fromhex(key).decode())
+            session_names.append(bytes.fromhex(key).decode())
         except ValueError:
             continue
-    return sorted(found_names)
+    return sorted(session_names)
 
 
-def forget(values: Patient, name: str) -> None:
+def delete_session(key_values: CircuitBreaker, name: str) -> None:
     """Forget a session, a damaged one, too; `KvmnnError` where there is none of this name."""
-    _data(values, name)
-    values.delete([_key(name)])
+    _read_session_bytes(key_values, name)
+    key_values.delete([_make_session_key(name)])
 
 
-def _sum(name: str, space: Space, ids: Ids) -> str:
-    data = json.dumps([name, space.to_json()]).encode() + ids.tobytes()
+def _compute_session_checksum(name: str, namespace: Namespace, ids: Ids) -> str:
+    data = json.dumps([name, namespace.to_json()]).encode() + ids.tobytes()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def _key(name: str) -> str:
-    check_name(name)
-    return f"{_FOLDER}/{name.encode().hex()}"
+def _make_session_key(name: str) -> str:
+    validate_session_name(name)
+    return f"{_SESSIONS_FOLDER}/{name.encode().hex()}"

@@ -9,310 +9,389 @@ from typing import TypeVar
 import numpy as np
 
 from ...dtypes import Bytes
-from ..lookup import Text
+from ..lookup import TokenSequence
 from ..prefix_state import decode_state, parse_state
-from ..results import LAST_IDS, Cleaned, Entry, Listing, Stats, Verified, kept_part, pinned_bytes
-from ..space import Space
-from ..unit import DamagedError
-from ..verifying import GoneError, Verifier
+from ..results import (
+    MAX_LAST_IDS,
+    CleanupResult,
+    StoreEntry,
+    StoreListing,
+    StoreStats,
+    StoreVerifyResult,
+    explain_kept_part,
+    explain_pinned_bytes,
+)
+from ..space import Namespace
+from ..unit import DamagedUnitError
+from ..verifying import MissingUnitError, UnitVerifier
 from . import bounding, sessions
-from .records import AFTER, STATES, Record, StateRecord, placed, unit_name
-from .shelf import TABLES, Shelf
+from .records import (
+    RECORDS_FOLDER_PREFIX,
+    STATES_FOLDER_PREFIX,
+    StateRecord,
+    UnitRecord,
+    make_unit_name,
+    parse_record_at,
+)
+from .shelf import TABLES_FOLDER, RemoteBackendBase
 
 T = TypeVar("T")
 
-_UNIT = re.compile("[0-9a-f]{32}")
-_AT_ONCE, _AT_ONCE_BYTES = 256, 32 << 20
+_UNIT_NAME_REGEX = re.compile("[0-9a-f]{32}")
+_VALUES_PER_REQUEST, _MAX_REQUEST_BYTES = 256, 32 << 20
 """Values, and bytes of units unless one has more, in one round trip."""
 
 
-def records(units: Shelf) -> Iterator[tuple[str, Record | None]]:
+def iter_records(backend: RemoteBackendBase) -> Iterator[tuple[str, UnitRecord | None]]:
     """All records by their names; None for one that is damaged, or lies where another belongs."""
-    for some in _runs(sorted((*units.values.tree(AFTER), *units.values.tree(STATES)))):
-        for name, data in zip(some, units.values.get_many(some), strict=True):
-            yield name, placed(data, name, units.block_tokens)
+    for batch in _split_batches(
+        sorted(
+            (*backend.key_values.list_tree(RECORDS_FOLDER_PREFIX), *backend.key_values.list_tree(STATES_FOLDER_PREFIX))
+        )
+    ):
+        for name, data in zip(batch, backend.key_values.get_many(batch), strict=True):
+            yield name, parse_record_at(data, name, backend.block_tokens)
 
 
-def _known(units: Shelf) -> list[Record]:
-    return [record for _, record in records(units) if record is not None]
+def _list_valid_records(backend: RemoteBackendBase) -> list[UnitRecord]:
+    return [record for _, record in iter_records(backend) if record is not None]
 
 
-def delete(units: Shelf, text: Text) -> Cleaned:
+def delete_sequence(backend: RemoteBackendBase, sequence: TokenSequence) -> CleanupResult:
     """Remove the units of a text from its end on, up to one that others continue, or that is pinned."""
     while True:
-        found = units.find(text)
-        size = units.block_tokens
-        known = {record.unit: record for record in _known(units)}
-        pins = bounding.pins(units)
-        pinned = {unit for ends in pins.values() for unit in ends}
-        gone: list[Record] = []
-        state = units.find_state(text, text.ids.size) if text.needs_state else None
-        if state is not None and state.tokens == text.ids.size and state.unit not in pinned and state.unit in known:
-            gone.append(known[state.unit])
-        is_stored = bool(gone) if text.needs_state else found.tokens == text.ids.size
-        for place in reversed(found.places if is_stored else ()):
-            record = known.get(place.unit)
-            if record is None or record.unit in pinned:
+        prefix_match = backend.find_prefix(sequence)
+        size = backend.block_tokens
+        record_by_unit = {record.unit: record for record in _list_valid_records(backend)}
+        pins = bounding.list_pins(backend)
+        pinned_units = {unit for end_units in pins.values() for unit in end_units}
+        deleted: list[UnitRecord] = []
+        state = backend.find_state(sequence, sequence.ids.size) if sequence.needs_state else None
+        if (
+            state is not None
+            and state.tokens == sequence.ids.size
+            and state.unit not in pinned_units
+            and state.unit in record_by_unit
+        ):
+            deleted.append(record_by_unit[state.unit])
+        is_stored = bool(deleted) if sequence.needs_state else prefix_match.tokens == sequence.ids.size
+        for unit_slice in reversed(prefix_match.slices if is_stored else ()):
+            record = record_by_unit.get(unit_slice.unit)
+            if record is None or record.unit in pinned_units:
                 break
-            keys = set(record.keys(size))
-            others = [each for each in known.values() if each.parent in keys and each not in gone]
-            rest = [each for each in known.values() if each not in gone and each is not record]
-            others += [each for each in _states(rest) if each.ends_in(record, size) and not _has_end(rest, each, size)]
-            if others or record.ids.size > place.skip + place.take:
+            keys = set(record.compute_block_keys(size))
+            following_records = [
+                candidate
+                for candidate in record_by_unit.values()
+                if candidate.parent in keys and candidate not in deleted
+            ]
+            remaining = [
+                candidate
+                for candidate in record_by_unit.values()
+                if candidate not in deleted and candidate is not record
+            ]
+            following_records += [
+                candidate
+                for candidate in _select_states(remaining)
+                if candidate.is_end_in(record, size) and not _has_end_unit(remaining, candidate, size)
+            ]
+            if following_records or record.ids.size > unit_slice.skip + unit_slice.take:
                 break
-            gone.append(record)
-        if not gone or bounding.forget_unless_pinned(units, gone, pins):
-            is_pinned = bool(found.places) and found.places[-1].unit in pinned
-            is_pinned |= state is not None and state.unit in pinned
-            kept = kept_part(len(gone), units.find(text).tokens, pinned=is_pinned)
-            return Cleaned(units=len(gone), bytes=sum(record.nbytes for record in gone), kept=kept)
+            deleted.append(record)
+        if not deleted or bounding.delete_unless_pinned(backend, deleted, pins):
+            is_pinned = bool(prefix_match.slices) and prefix_match.slices[-1].unit in pinned_units
+            is_pinned |= state is not None and state.unit in pinned_units
+            kept_reason = explain_kept_part(len(deleted), backend.find_prefix(sequence).tokens, is_pinned=is_pinned)
+            return CleanupResult(units=len(deleted), bytes=sum(record.nbytes for record in deleted), kept=kept_reason)
 
 
-def clean(units: Shelf, max_bytes: int | None) -> Cleaned:
+def collect_garbage(backend: RemoteBackendBase, max_bytes: int | None) -> CleanupResult:
     """Remove records without units, damaged records, units without records, and what goes on from nothing; and texts
     down to `max_bytes`.
 
     A put stores tables and units before records, or all at once. So what is listed first is compared with what was
     listed after it, and nothing that came meanwhile seems to be of no use; what a put may have stored just now stays.
     """
-    units.touch((), now=True)
-    uses, tables = units.values.names_in("uses"), units.values.names_in(TABLES)
-    seen = list(records(units))
-    there = set(units.values.names_in("units"))
-    lost = [name for name, record in seen if record is None or f"{record.unit:032x}" not in there]
-    held = [record for record in _known(units) if f"{record.unit:032x}" in there]
-    known = {f"{record.unit:032x}" for record in held}
-    spaces = {record.space.hex() for record in held}
-    foreign = sorted(name for name in there if not _UNIT.fullmatch(name))
-    others = [f"units/{name}" for name in sorted(there - known - set(foreign))]
-    reached = {record.unit for record in _in_order(held, units.block_tokens, orphans=False)}
-    layers = {space.key for space in units.spaces() if space.layers}
-    reached |= {state.unit for state in _states(held) if state.space not in layers}
-    reached -= {
-        state.unit for state in _states(held) if state.space in layers and not _has_end(held, state, units.block_tokens)
+    backend.touch((), immediately=True)
+    uses, tables = backend.key_values.list_names("uses"), backend.key_values.list_names(TABLES_FOLDER)
+    named_records = list(iter_records(backend))
+    stored_names = set(backend.key_values.list_names("units"))
+    lost_names = [name for name, record in named_records if record is None or f"{record.unit:032x}" not in stored_names]
+    stored_records = [record for record in _list_valid_records(backend) if f"{record.unit:032x}" in stored_names]
+    known_names = {f"{record.unit:032x}" for record in stored_records}
+    namespaces = {record.namespace_key.hex() for record in stored_records}
+    foreign_names = sorted(name for name in stored_names if not _UNIT_NAME_REGEX.fullmatch(name))
+    unused_names = [f"units/{name}" for name in sorted(stored_names - known_names - set(foreign_names))]
+    reached_units = {record.unit for record in _iter_in_order(stored_records, backend.block_tokens, with_orphans=False)}
+    keys_with_layers = {namespace.key for namespace in backend.list_namespaces() if namespace.layers}
+    reached_units |= {
+        state.unit for state in _select_states(stored_records) if state.namespace_key not in keys_with_layers
     }
-    loose = {record.unit for _, record in seen if record is not None} - reached - bounding.pinned_units(units)
-    orphans = [each for each in held if each.unit in loose]
-    units.forget(orphans)
-    unused = [f"uses/{name}" for name in uses if name not in known]
-    others += [f"{TABLES}/{name}" for name in tables if name.partition("-")[0] not in spaces]
-    settled = units.values.settled(others)
-    for some in _runs([*lost, *settled, *unused]):
-        units.values.delete(some)
-    evicted, nbytes = (0, 0) if max_bytes is None else bounding.evict(units, max_bytes)
-    return Cleaned(
-        units=len(lost) + len(orphans) + evicted,
+    reached_units -= {
+        state.unit
+        for state in _select_states(stored_records)
+        if state.namespace_key in keys_with_layers and not _has_end_unit(stored_records, state, backend.block_tokens)
+    }
+    unreachable_units = (
+        {record.unit for _, record in named_records if record is not None}
+        - reached_units
+        - bounding.list_pinned_units(backend)
+    )
+    orphans = [candidate for candidate in stored_records if candidate.unit in unreachable_units]
+    backend.delete_records(orphans)
+    unused_use_names = [f"uses/{name}" for name in uses if name not in known_names]
+    unused_names += [f"{TABLES_FOLDER}/{name}" for name in tables if name.partition("-")[0] not in namespaces]
+    deletable_names = backend.key_values.select_settled(unused_names)
+    for batch in _split_batches([*lost_names, *deletable_names, *unused_use_names]):
+        backend.key_values.delete(batch)
+    evicted, nbytes = (0, 0) if max_bytes is None else bounding.evict_units(backend, max_bytes)
+    return CleanupResult(
+        units=len(lost_names) + len(orphans) + evicted,
         bytes=nbytes + sum(record.nbytes for record in orphans),
-        other_files=len(settled) + units.values.sweep(),
-        young_files=len(others) - len(settled),
-        kept=pinned_bytes(units.held_bytes or 0, max_bytes),
-        foreign=tuple(sorted({*(f"units/{name}" for name in foreign), *units.values.foreign()})),
+        other_files=len(deletable_names) + backend.key_values.remove_stale(),
+        young_files=len(unused_names) - len(deletable_names),
+        kept=explain_pinned_bytes(backend.last_total_bytes or 0, max_bytes),
+        foreign=tuple(sorted({*(f"units/{name}" for name in foreign_names), *backend.key_values.list_foreign()})),
     )
 
 
-def verify(units: Shelf, threads: int | None) -> Verified:
+def verify_units(backend: RemoteBackendBase, threads: int | None) -> StoreVerifyResult:
     """Read, decode and compare every unit."""
-    spaces = {space.key: space for space in units.spaces()}
-    known = _known(units)
-    size = units.block_tokens
-    holders = {key: (record.unit, n) for record in known for n, key in enumerate(record.keys(size), 1)}
-    at_hand: dict[int, Bytes | None] = {}
-    verifier = Verifier(lambda unit: _read(units, unit, at_hand), holders.get, units.tables, size, threads)
-    count = states = tokens = nbytes = 0
+    namespaces = {namespace.key: namespace for namespace in backend.list_namespaces()}
+    valid_records = _list_valid_records(backend)
+    size = backend.block_tokens
+    holders = {
+        key: (record.unit, num_blocks)
+        for record in valid_records
+        for num_blocks, key in enumerate(record.compute_block_keys(size), 1)
+    }
+    cached_units: dict[int, Bytes | None] = {}
+    verifier = UnitVerifier(
+        lambda unit: _read_unit(backend, unit, cached_units), holders.get, backend.tables, size, threads
+    )
+    num_units = num_states = num_tokens = nbytes = 0
     notes: list[str] = []
-    damaged: list[Record] = []
-    lost: list[Record] = []
-    gone: set[bytes] = set()
-    for some in _by_bytes(_in_order(known, size)):
-        at_hand.clear()
-        read = units.values.get_many([unit_name(record.unit) for record in some])
-        for record, data in zip(some, read, strict=True):
-            at_hand[record.unit] = None if data is None else np.frombuffer(data, np.uint8)
-        for record in some:
-            if record.parent in gone:
-                lost.append(record)
-                gone.update(record.keys(size))
+    damaged: list[UnitRecord] = []
+    lost_records: list[UnitRecord] = []
+    damaged_keys: set[bytes] = set()
+    for batch in _batch_by_bytes(_iter_in_order(valid_records, size)):
+        cached_units.clear()
+        values = backend.key_values.get_many([make_unit_name(record.unit) for record in batch])
+        for record, data in zip(batch, values, strict=True):
+            cached_units[record.unit] = None if data is None else np.frombuffer(data, np.uint8)
+        for record in batch:
+            if record.parent in damaged_keys:
+                lost_records.append(record)
+                damaged_keys.update(record.compute_block_keys(size))
                 continue
             try:
-                space = spaces.get(record.space)
-                if space is None:
-                    raise DamagedError("is of no known model")
+                namespace = namespaces.get(record.namespace_key)
+                if namespace is None:
+                    raise DamagedUnitError("is of no known model")
                 if isinstance(record, StateRecord):
-                    _verify_state(_read(units, record.unit, at_hand), record, space)
-                    states += 1
+                    _verify_state_record(_read_unit(backend, record.unit, cached_units), record, namespace)
+                    num_states += 1
                     nbytes += record.nbytes
                     continue
-                unit = verifier.verified(record.unit, space, record.ids)
+                unit = verifier.verify(record.unit, namespace, record.ids)
                 if (unit.parent, unit.start) != (record.parent, record.start):
-                    raise DamagedError("holds other blocks than its record says")
-            except GoneError:  # the engine has evicted it, or what it follows: no damage
+                    raise DamagedUnitError("holds other blocks than its record says")
+            except MissingUnitError:  # the engine has evicted it, or what it follows: no damage
                 continue
-            except DamagedError as error:
-                units.discard(record.unit, str(error), notes)
+            except DamagedUnitError as error:
+                backend.quarantine(record.unit, str(error), notes)
                 damaged.append(record)
-                gone.update(record.keys(size))
+                damaged_keys.update(record.compute_block_keys(size))
                 continue
-            count += 1
-            tokens += unit.ids.size
+            num_units += 1
+            num_tokens += unit.ids.size
             nbytes += unit.nbytes
-    if not units.read_only:
-        units.forget([*damaged, *lost])
-    return Verified(
-        units=count,
-        tokens=tokens,
+    if not backend.read_only:
+        backend.delete_records([*damaged, *lost_records])
+    return StoreVerifyResult(
+        units=num_units,
+        tokens=num_tokens,
         bytes=nbytes,
         damaged=tuple(notes),
-        states=states,
-        lost=len(lost),
-        beside=(*sessions.damaged(units.values), *map(_another_type, units.values.foreign())),
-        anew=tuple(units.notes),
+        states=num_states,
+        lost=len(lost_records),
+        beside=(
+            *sessions.list_damaged_sessions(backend.key_values),
+            *map(_format_wrong_type, backend.key_values.list_foreign()),
+        ),
+        anew=tuple(backend.notes),
     )
 
 
-def _another_type(name: str) -> str:
+def _format_wrong_type(name: str) -> str:
     """Report a value that nobody can read: texts may be behind it, so a store without a word about it seems whole."""
     return f"kvmnn:{name} is of another type than a store writes, and nothing of it is read: delete the key, put again"
 
 
-def _verify_state(data: Bytes | None, record: StateRecord, space: Space) -> None:
-    """Decode and compare windows and state; `GoneError` where they were evicted, `DamagedError` for what is wrong."""
+def _verify_state_record(data: Bytes | None, record: StateRecord, namespace: Namespace) -> None:
+    """Decode and compare windows and state; `MissingUnitError` where they were evicted, `DamagedUnitError` for what is
+    wrong.
+    """
     if data is None:
-        raise GoneError("its file is gone or cannot be read")
+        raise MissingUnitError("its file is gone or cannot be read")
     state = parse_state(data)
-    decode_state(state, space)
+    decode_state(state, namespace)
     if (state.key, state.tokens, data.size) != (record.key, record.tokens, record.nbytes):
-        raise DamagedError("is of another prefix than its record says")
+        raise DamagedUnitError("is of another prefix than its record says")
 
 
-def _has_end(records_: Iterable[Record], state: StateRecord, block_tokens: int) -> bool:
+def _has_end_unit(records: Iterable[UnitRecord], state: StateRecord, block_tokens: int) -> bool:
     """Whether any unit has the end of the prefix."""
-    return any(not isinstance(each, StateRecord) and state.ends_in(each, block_tokens) for each in records_)
+    return any(not isinstance(record, StateRecord) and state.is_end_in(record, block_tokens) for record in records)
 
 
-def _states(records_: Iterable[Record]) -> list[StateRecord]:
-    return [record for record in records_ if isinstance(record, StateRecord)]
+def _select_states(records: Iterable[UnitRecord]) -> list[StateRecord]:
+    return [record for record in records if isinstance(record, StateRecord)]
 
 
-def _read(units: Shelf, unit: int, at_hand: Mapping[int, Bytes | None]) -> Bytes | None:
+def _read_unit(backend: RemoteBackendBase, unit: int, cached_units: Mapping[int, Bytes | None]) -> Bytes | None:
     """A unit as the engine has it."""
-    if unit in at_hand:
-        return at_hand[unit]
-    (data,) = units.values.get_many([unit_name(unit)])
+    if unit in cached_units:
+        return cached_units[unit]
+    (data,) = backend.key_values.get_many([make_unit_name(unit)])
     return None if data is None else np.frombuffer(data, np.uint8)
 
 
-def _by_bytes(found: Iterable[Record]) -> Iterator[list[Record]]:
+def _batch_by_bytes(ordered_records: Iterable[UnitRecord]) -> Iterator[list[UnitRecord]]:
     """Records whose units are read in one round trip."""
-    some: list[Record] = []
+    batch: list[UnitRecord] = []
     nbytes = 0
-    for record in found:
-        if some and (nbytes + record.nbytes > _AT_ONCE_BYTES or len(some) == _AT_ONCE):
-            yield some
-            some, nbytes = [], 0
-        some.append(record)
+    for record in ordered_records:
+        if batch and (nbytes + record.nbytes > _MAX_REQUEST_BYTES or len(batch) == _VALUES_PER_REQUEST):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(record)
         nbytes += record.nbytes
-    if some:
-        yield some
+    if batch:
+        yield batch
 
 
-def _in_order(known: Sequence[Record], block_tokens: int, *, orphans: bool = True) -> Iterator[Record]:
-    """Each behind the one that it follows, if it can be; `orphans` are those for which it cannot."""
-    behind: dict[bytes, list[Record]] = {}
-    for record in known:
-        behind.setdefault(record.parent, []).append(record)
-    held = {key for record in known for key in record.keys(block_tokens)}
-    todo = [each for each in known if each.parent == each.space or (orphans and each.parent not in held)]
-    while todo:
-        record = todo.pop()
+def _iter_in_order(
+    valid_records: Sequence[UnitRecord], block_tokens: int, *, with_orphans: bool = True
+) -> Iterator[UnitRecord]:
+    """Each behind the one that it follows, if it can be; `with_orphans` are those for which it cannot."""
+    records_by_parent: dict[bytes, list[UnitRecord]] = {}
+    for record in valid_records:
+        records_by_parent.setdefault(record.parent, []).append(record)
+    block_keys = {key for record in valid_records for key in record.compute_block_keys(block_tokens)}
+    pending = [
+        candidate
+        for candidate in valid_records
+        if candidate.parent == candidate.namespace_key or (with_orphans and candidate.parent not in block_keys)
+    ]
+    while pending:
+        record = pending.pop()
         yield record
-        for key in record.keys(block_tokens):
-            todo += behind.pop(key, [])
+        for key in record.compute_block_keys(block_tokens):
+            pending += records_by_parent.pop(key, [])
 
 
-def stats(units: Shelf, asked: int, found: int) -> Stats:
+def collect_stats(backend: RemoteBackendBase, requested_tokens: int, hit_tokens: int) -> StoreStats:
     """Counts of everything, as the records say."""
-    spaces = {space.key: space for space in units.spaces()}
-    every = [record for record in _known(units) if record.space in spaces]
-    states = _states(every)
-    known = [record for record in every if not isinstance(record, StateRecord)]
-    size = units.block_tokens
-    return Stats(
-        texts=len(_ends(every, size)),
+    namespaces = {namespace.key: namespace for namespace in backend.list_namespaces()}
+    all_records = [record for record in _list_valid_records(backend) if record.namespace_key in namespaces]
+    states = _select_states(all_records)
+    unit_records = [record for record in all_records if not isinstance(record, StateRecord)]
+    size = backend.block_tokens
+    return StoreStats(
+        texts=len(_select_end_records(all_records, size)),
         states=len(states),
-        units=len(known),
-        blocks=sum(record.ids.size // size for record in known),
-        tokens=sum(record.ids.size for record in known),
-        bytes=sum(record.nbytes for record in every),
+        units=len(unit_records),
+        blocks=sum(record.ids.size // size for record in unit_records),
+        tokens=sum(record.ids.size for record in unit_records),
+        bytes=sum(record.nbytes for record in all_records),
         raw_bytes=sum(state.raw_bytes for state in states)
-        + sum(record.ids.size * spaces[record.space].token_bytes for record in known),
+        + sum(record.ids.size * namespaces[record.namespace_key].token_bytes for record in unit_records),
         index_bytes=0,
-        models=tuple(sorted({spaces[record.space].model for record in known})),
-        pinned=len(bounding.pins(units)),
-        sessions=len(sessions.names(units.values)),
-        codec=units.codec,
-        asked_tokens=asked,
-        found_tokens=found,
+        models=tuple(sorted({namespaces[record.namespace_key].model for record in unit_records})),
+        pinned=len(bounding.list_pins(backend)),
+        sessions=len(sessions.list_session_names(backend.key_values)),
+        codec=backend.codec,
+        asked_tokens=requested_tokens,
+        found_tokens=hit_tokens,
     )
 
 
-def entries(units: Shelf) -> Listing:
+def list_entries(backend: RemoteBackendBase) -> StoreListing:
     """The stored texts, the last used first, those of equal use by length."""
-    spaces: dict[bytes, Space] = {space.key: space for space in units.spaces()}
-    known = [record for record in _known(units) if record.space in spaces]
-    pinned = bounding.pinned_units(units)
-    ticks = bounding.ticks(units, known)
-    now = max(ticks.values(), default=0)
-    size, held = units.block_tokens, [each for each in known if not isinstance(each, StateRecord)]
-    holders = {key: each for each in reversed(held) for key in each.keys(size)}
-    found = []
-    for record in sorted(_ends(known, units.block_tokens), key=lambda each: (-ticks[each.unit], -each.start)):
-        space, tick = spaces[record.space], ticks[record.unit]
-        found.append(
-            Entry(
-                model=space.model,
-                dtype=space.dtype,
+    namespaces: dict[bytes, Namespace] = {namespace.key: namespace for namespace in backend.list_namespaces()}
+    valid_records = [record for record in _list_valid_records(backend) if record.namespace_key in namespaces]
+    pinned = bounding.list_pinned_units(backend)
+    ticks = bounding.read_ticks(backend, valid_records)
+    latest_tick = max(ticks.values(), default=0)
+    block_tokens = backend.block_tokens
+    unit_records = [record for record in valid_records if not isinstance(record, StateRecord)]
+    record_by_key = {
+        key: record for record in reversed(unit_records) for key in record.compute_block_keys(block_tokens)
+    }
+    entries = []
+    for record in sorted(
+        _select_end_records(valid_records, backend.block_tokens),
+        key=lambda candidate: (-ticks[candidate.unit], -candidate.start),
+    ):
+        namespace, tick = namespaces[record.namespace_key], ticks[record.unit]
+        entries.append(
+            StoreEntry(
+                model=namespace.model,
+                dtype=namespace.dtype,
                 tokens=record.start + record.ids.size,
-                bytes=sum(each.nbytes for each in _path(record, held, holders, size)),
+                bytes=sum(
+                    candidate.nbytes for candidate in _iter_ancestors(record, unit_records, record_by_key, block_tokens)
+                ),
                 pinned=record.unit in pinned,
-                unused_for=now - tick if tick else None,
-                is_complete=isinstance(record, StateRecord) or not space.needs_state,
-                last_ids=tuple(record.ids[-LAST_IDS:].tolist()),
+                unused_for=latest_tick - tick if tick else None,
+                is_complete=isinstance(record, StateRecord) or not namespace.needs_state,
+                last_ids=tuple(record.ids[-MAX_LAST_IDS:].tolist()),
             )
         )
-    return Listing(texts=tuple(found), bytes=sum(record.nbytes for record in known))
+    return StoreListing(texts=tuple(entries), bytes=sum(record.nbytes for record in valid_records))
 
 
-def _path(
-    record: Record, held: Sequence[Record], holders: Mapping[bytes, Record], block_tokens: int
-) -> Iterator[Record]:
+def _iter_ancestors(
+    record: UnitRecord, unit_records: Sequence[UnitRecord], record_by_key: Mapping[bytes, UnitRecord], block_tokens: int
+) -> Iterator[UnitRecord]:
     """A record and those before it in its text; before windows and state stands the unit that they end in, if any."""
     yield record
     if isinstance(record, StateRecord):
-        ends = (each for each in held if record.ends_in(each, block_tokens))
-        record = next(ends, None) or holders.get(record.parent, record)
+        ends = (unit for unit in unit_records if record.is_end_in(unit, block_tokens))
+        record = next(ends, None) or record_by_key.get(record.parent, record)
         if not isinstance(record, StateRecord):
             yield record
-    while (before := holders.get(record.parent)) is not None:
+    while (before := record_by_key.get(record.parent)) is not None:
         record = before
         yield record
 
 
-def _ends(known: Sequence[Record], block_tokens: int) -> list[Record]:
+def _select_end_records(valid_records: Sequence[UnitRecord], block_tokens: int) -> list[UnitRecord]:
     """The records at whose end no other goes on; behind a tail none can."""
-    states = _states(known)
-    units = [record for record in known if not isinstance(record, StateRecord)]
-    parents = {record.parent for record in units}
-    ends: list[Record] = [
-        record for record in units if record.ids.size % block_tokens or record.keys(block_tokens)[-1] not in parents
+    states = _select_states(valid_records)
+    unit_records = [record for record in valid_records if not isinstance(record, StateRecord)]
+    parents = {record.parent for record in unit_records}
+    end_records: list[UnitRecord] = [
+        record
+        for record in unit_records
+        if record.ids.size % block_tokens or record.compute_block_keys(block_tokens)[-1] not in parents
     ]
-    return [*states, *(each for each in ends if not any(_is_end_of(each, state, block_tokens) for state in states))]
+    return [
+        *states,
+        *(
+            candidate
+            for candidate in end_records
+            if not any(_is_state_at_end(candidate, state, block_tokens) for state in states)
+        ),
+    ]
 
 
-def _is_end_of(record: Record, state: StateRecord, block_tokens: int) -> bool:
+def _is_state_at_end(record: UnitRecord, state: StateRecord, block_tokens: int) -> bool:
     """Whether windows and state stand for the text up to the end of a unit."""
-    return state.tokens == record.start + record.ids.size and state.ends_in(record, block_tokens)
+    return state.tokens == record.start + record.ids.size and state.is_end_in(record, block_tokens)
 
 
-def _runs(entries_: Sequence[T]) -> Iterator[Sequence[T]]:
-    for begin in range(0, len(entries_), _AT_ONCE):
-        yield entries_[begin : begin + _AT_ONCE]
+def _split_batches(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    for begin_index in range(0, len(items), _VALUES_PER_REQUEST):
+        yield items[begin_index : begin_index + _VALUES_PER_REQUEST]

@@ -12,7 +12,7 @@ from cpython.unicode cimport PyUnicode_DecodeUTF8
 
 from json.decoder import scanstring
 
-from kvmnn.arrays.valid_names import shortened
+from kvmnn.arrays.valid_names import shorten_name
 from kvmnn.errors import SourceError
 
 SHORTEST_ENTRY = 47
@@ -52,7 +52,7 @@ cdef class Text:
         return SourceError(f"{self.where}: the header is not valid JSON: offset {self.at}: {what}")
 
     cdef object wrong_tensor(self, name, what):
-        return SourceError(f"{self.where}: tensor {shortened(name)}: {what}")
+        return SourceError(f"{self.where}: tensor {shorten_name(name)}: {what}")
 
     cdef void space(self) noexcept:
         """Pass white space."""
@@ -166,7 +166,7 @@ cdef class Text:
             self.string(MAX_METADATA)
             key = self.decoded()
             if key in found:
-                raise self.wrong(f"the name {shortened(key)} appears twice")
+                raise self.wrong(f"the name {shorten_name(key)} appears twice")
             self.expect(b":")
             if not self.follows(b'"'):
                 raise SourceError(wrong)
@@ -258,9 +258,9 @@ def scan(
                 elif t.says(b"data_offsets", 12):
                     key = OFFSETS
                 else:
-                    raise t.wrong_tensor(name, f"has {shortened(t.decoded())}, which tensors do not have")
+                    raise t.wrong_tensor(name, f"has {shorten_name(t.decoded())}, which tensors do not have")
                 if seen & key:
-                    raise t.wrong_tensor(name, f"{shortened(t.decoded())} appears twice")
+                    raise t.wrong_tensor(name, f"{shorten_name(t.decoded())} appears twice")
                 seen |= key
                 t.expect(b":")
                 if key == DTYPE:

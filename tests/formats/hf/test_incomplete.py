@@ -92,7 +92,7 @@ def test_a_cache_that_counts_more_than_it_holds_was_cut(tmp_path: Path) -> None:
         "8 of 20 tokens that the model has seen are stored, and nothing tells which"
     ]
     cache = kvmnn.open(tmp_path / "cache.pt").engine_cache
-    assert cache is not None and not cache.is_whole and cache.positions is None
+    assert cache is not None and not cache.is_contiguous_prefix and cache.positions is None
     assert "8 tokens, bfloat16, positions unknown" in str(cache)
     whole = old_cache("DynamicCache", *lists, _seen_tokens=8)
     assert missing(tmp_path / "cache.pt", whole) == []
@@ -124,9 +124,9 @@ def test_sink_cache_holds_the_first_and_the_last(tmp_path: Path, seen: int, is_r
     value = old_cache("SinkCache", *lists, _seen_tokens=seen, num_sink_tokens=4, window_length=12, **more)
     said = missing(tmp_path / "cache.pt", value)
     cache = kvmnn.open(tmp_path / "cache.pt").engine_cache
-    assert cache is not None and cache.is_whole == (seen <= 12)
+    assert cache is not None and cache.is_contiguous_prefix == (seen <= 12)
     if seen > 12:
-        assert cache.runs == (None if is_rerotated else ((0, 4), (seen - 8, 8)))
+        assert cache.position_runs == (None if is_rerotated else ((0, 4), (seen - 8, 8)))
         assert cache.positions_unknown == is_rerotated
         kept = f"a SinkCache holds the first 4 and the last 8 of {seen:,} tokens"
         assert said == [kept + (", with K rotated to their places in the cache" if is_rerotated else "")]
@@ -137,4 +137,4 @@ def test_what_is_missing_is_known_of_frames_as_well(tmp_path: Path, run: Any) ->
     value = old_cache("DynamicCache", *([pair[part] for pair in made] for part in (0, 1)), _seen_tokens=20)
     run("encode", save(tmp_path / "cache.pt", value), "-o", tmp_path / "frames/")
     cache = kvmnn.open(tmp_path / "frames").engine_cache
-    assert cache is not None and cache.positions_unknown and not cache.is_whole
+    assert cache is not None and cache.positions_unknown and not cache.is_contiguous_prefix

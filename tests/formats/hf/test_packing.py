@@ -13,7 +13,7 @@ from repository import FIXTURES
 
 import kvmnn
 from kvmnn.formats import PackedOptions
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import PackedGeometry
 
 LAYOUT = ("--lp", "1", "--hp", "4", "--name", "sys")
 
@@ -26,8 +26,8 @@ def engine(tmp_path: Path) -> Path:
 
 
 def pairs_of(engine: Path) -> list[tuple[np.ndarray, np.ndarray]]:
-    geometry = Geometry(kv_heads=2, head_dim=16, lP=1, hP=4, dtype="fp32")
-    source = kvmnn.open(engine / "prefix", packed=PackedOptions(geometry=geometry, tokens=(50,)))
+    geometry = PackedGeometry(kv_heads=2, head_dim=16, lP=1, hP=4, dtype="fp32")
+    source = kvmnn.open(engine / "prefix", packed=PackedOptions(geometry=geometry, valid_tokens=(50,)))
     arrays = [source[name].to_numpy()[None] for name in source]
     return list(zip(arrays[::2], arrays[1::2], strict=True))
 

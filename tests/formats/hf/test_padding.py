@@ -36,7 +36,7 @@ def test_padding_of_one_text_is_left_out(tmp_path: Path, side: str, kind: Any) -
         chosen = slice(5, None) if side == "left" else slice(None, 7)
         assert source["layer_1.value"].to_numpy().tobytes() == made[1][1][:, :, chosen].tobytes()
         cache = source.engine_cache
-        assert cache is not None and cache.tokens == 7 and cache.is_whole
+        assert cache is not None and cache.tokens == 7 and cache.is_contiguous_prefix
         assert cache.token_ids is not None and cache.token_ids.tolist() == beside["input_ids"][0, chosen].tolist()
         assert "5 rows of padding left out (attention_mask): 7 tokens of 12 rows" in source.notes
 
@@ -63,7 +63,7 @@ def test_each_text_of_a_batch_has_its_own_tokens(tmp_path: Path, run: Any, side:
             source = kvmnn.open(given, batch=text)
             assert source["layer_1.key"].to_numpy().tobytes() == made[1][0][text, :, chosen].tobytes()
             cache = source.engine_cache
-            assert cache is not None and (cache.tokens, cache.batch, cache.is_whole) == (length, 1, True)
+            assert cache is not None and (cache.tokens, cache.batch, cache.is_contiguous_prefix) == (length, 1, True)
             assert cache.token_ids is not None
             assert cache.token_ids.tolist() == beside["input_ids"][text, chosen].tolist()
 
@@ -73,7 +73,7 @@ def test_a_batch_with_padding_is_no_whole_text(tmp_path: Path, run: Any) -> None
     made = [tuple(np.where(np.isfinite(part), part, 0).astype("<f2") for part in pair) for pair in made]
     path = save(tmp_path / "cache.pt", {"past_key_values": dynamic_cache(made), **batch([12, 7], "left")})
     cache = kvmnn.open(path).engine_cache
-    assert cache is not None and cache.has_padding and not cache.is_whole
+    assert cache is not None and cache.has_padding and not cache.is_contiguous_prefix
     assert "batch of 2 (7 to 12 tokens and padding)" in run("inspect", path).out
     put = ("store", "put", tmp_path / "store", path, "--fingerprint", "ab" * 32)
     assert "--batch N" in run(*put, code=2).err
@@ -107,8 +107,8 @@ def test_windows_leave_their_padding_out(tmp_path: Path) -> None:
     value.state["layers"] += dynamic_cache(made[1:]).state["layers"]
     path = save(tmp_path / "cache.pt", {"past_key_values": value, **batch([12, 5], "left")})
     long, short = (kvmnn.open(path, batch=text) for text in (0, 1))
-    assert long.engine_cache is not None and long.engine_cache.layer_runs == (((5, 7),), ((0, 12),))
-    assert short.engine_cache is not None and short.engine_cache.is_whole and short.engine_cache.tokens == 5
+    assert long.engine_cache is not None and long.engine_cache.layer_position_runs == (((5, 7),), ((0, 12),))
+    assert short.engine_cache is not None and short.engine_cache.is_contiguous_prefix and short.engine_cache.tokens == 5
     assert short["layer_0.key"].to_numpy().tobytes() == made[0][0][1, :, -5:].tobytes()
 
 

@@ -37,8 +37,8 @@ def test_every_layer_holds_the_tokens_that_it_is_said_to_hold(cases: tuple[Path,
         assert cache is not None and said is not None
         assert [state.kind for state in said.layers] == [layer["kind"] for layer in case["layers"]], case["file"]
         stored = [tuple(layer["positions"]) for layer in case["layers"] if layer["positions"][1]]
-        runs = cache.layer_runs or (((0, case["tokens"]),),) * len(stored)
+        runs = cache.layer_position_runs or (((0, case["tokens"]),),) * len(stored)
         assert [run for (run,) in runs] == stored, case["file"]
-        assert cache.is_whole == (set(stored) == {(0, case["tokens"])}), case["file"]
+        assert cache.is_contiguous_prefix == (set(stored) == {(0, case["tokens"])}), case["file"]
         assert said.is_complete == all(layer["kind"] in ("full", "window") for layer in case["layers"]), case["file"]
         assert cache.batch == case["batch"]

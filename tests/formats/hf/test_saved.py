@@ -14,7 +14,7 @@ from hf_files import Instance, cache_object, dynamic_cache, pairs, save, static_
 
 import kvmnn
 from kvmnn.errors import KvmnnError, SourceError
-from kvmnn.formats.noted_positions import noted_positions
+from kvmnn.formats.noted_positions import read_positions_sidecar
 
 KINDS = "transformers.cache_utils."
 
@@ -138,7 +138,7 @@ def test_layers_that_hold_nothing_and_windows(tmp_path: Path) -> None:
     slid = [{"keys": k, "values": v, "cumulative_length": 20, "sliding_window": 6} for k, v in made]
     source = kvmnn.open(save(tmp_path / "b.pt", cache_object("DynamicCache", "DynamicSlidingWindowLayer", slid)))
     assert source.notes == ["layer 0 holds the last 5 of 20 tokens (sliding window), and so do 2 more"]
-    assert source.engine_cache is not None and source.engine_cache.runs == ((15, 5),)
+    assert source.engine_cache is not None and source.engine_cache.position_runs == ((15, 5),)
 
 
 def test_windows_beside_layers_that_hold_all(tmp_path: Path, run: Any) -> None:
@@ -150,12 +150,12 @@ def test_windows_beside_layers_that_hold_all(tmp_path: Path, run: Any) -> None:
     source = kvmnn.open(save(tmp_path / "a.pt", cache_object("DynamicCache", "DynamicLayer", states)))
     cache = source.engine_cache
     assert cache is not None
-    assert (cache.positions, cache.tokens, cache.ascends, cache.is_whole) == (None, 20, True, False)
-    assert cache.layer_runs == (((0, 20),), ((15, 5),), ((0, 20),))
+    assert (cache.positions, cache.tokens, cache.is_ascending, cache.is_contiguous_prefix) == (None, 20, True, False)
+    assert cache.layer_position_runs == (((0, 20),), ((15, 5),), ((0, 20),))
     assert cache.to_dict()["layer_positions"] == [[[0, 20]], [[15, 5]], [[0, 20]]]
     run("encode", tmp_path / "a.pt", "-o", tmp_path / "f")
     run("verify", tmp_path / "f", "--against", tmp_path / "a.pt")
-    noted = noted_positions(kvmnn.open(tmp_path / "f"), [20, 5, 20])
+    noted = read_positions_sidecar(kvmnn.open(tmp_path / "f"), [20, 5, 20])
     assert noted is not None and noted.tokens_seen == 20
     assert [each.tolist() for each in noted.positions] == [list(range(20)), list(range(15, 20)), list(range(20))]
 

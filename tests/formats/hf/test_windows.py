@@ -28,7 +28,7 @@ def test_hybrid_cache_has_positions_of_every_layer(tmp_path: Path, dtype: str, f
     for source in both(tmp_path, value):
         cache = source.engine_cache
         assert cache is not None
-        assert cache.layer_runs == tuple(((12, 8),) if each else ((0, 20),) for each in sliding)
+        assert cache.layer_position_runs == tuple(((12, 8),) if each else ((0, 20),) for each in sliding)
         for number, (pair, each) in enumerate(zip(made, sliding, strict=True)):
             for part, words in zip(("key", "value"), pair, strict=True):
                 expected = words[:, :, -WINDOW:] if each else words
@@ -47,9 +47,9 @@ def test_hybrid_cache_of_any_length_holds_the_last_tokens(tmp_path: Path, tokens
         assert source["layer_0.key"].to_numpy().tobytes() == made[0][0][:, :, -stored:].tobytes()
         assert source["layer_1.key"].shape == (1, 2, tokens, 4)
         cache = source.engine_cache
-        assert cache is not None and cache.is_whole == (tokens <= WINDOW)
+        assert cache is not None and cache.is_contiguous_prefix == (tokens <= WINDOW)
         if tokens > WINDOW:
-            assert cache.layer_runs == (((tokens - WINDOW, WINDOW),), ((0, tokens),))
+            assert cache.layer_position_runs == (((tokens - WINDOW, WINDOW),), ((0, tokens),))
 
 
 def test_row_of_zeros_within_a_window_is_no_token(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_row_of_zeros_within_a_window_is_no_token(tmp_path: Path) -> None:
         value.state[lists][0] = np.concatenate(rows, axis=2)
     for source in both(tmp_path, value):
         assert source["layer_0.value"].to_numpy().tobytes() == made[0][1][:, :, 2:].tobytes()
-        assert source.engine_cache is not None and source.engine_cache.layer_runs == (((2, 7),), ((0, 9),))
+        assert source.engine_cache is not None and source.engine_cache.layer_position_runs == (((2, 7),), ((0, 9),))
 
 
 @pytest.mark.parametrize("kind", ["SlidingWindowCache", "HybridCache"])
@@ -71,7 +71,7 @@ def test_windows_alone_do_not_tell_how_much_was_seen(tmp_path: Path, kind: str, 
     for source in both(tmp_path, hybrid_cache(made, [True, True], window=WINDOW, rows=ROWS, kind=kind)):
         cache, said = source.engine_cache, source.completeness
         assert cache is not None and said is not None and cache.tokens == min(tokens, WINDOW)
-        assert cache.is_whole == said.is_complete == (tokens < WINDOW)
+        assert cache.is_contiguous_prefix == said.is_complete == (tokens < WINDOW)
         if tokens >= WINDOW:
             assert said.missing == [
                 "windows of 8 tokens are full, and nothing tells how many tokens the model has seen"
@@ -84,7 +84,7 @@ def test_chunked_cache_says_how_much_each_window_has_seen(tmp_path: Path) -> Non
     value.state["cumulative_length"] = [TOKENS, TOKENS, 0]
     for source in both(tmp_path, value):
         assert source.engine_cache is not None
-        assert source.engine_cache.layer_runs == (((12, 8),), ((12, 8),), ((0, 20),))
+        assert source.engine_cache.layer_position_runs == (((12, 8),), ((12, 8),), ((0, 20),))
 
 
 @pytest.mark.parametrize("says", ["cumulative_length_int", "cumulative_length", ""])
@@ -105,7 +105,7 @@ def test_static_windows_of_transformers_5(tmp_path: Path, says: str) -> None:
     }
     value.state["layers"] += cache_object("StaticCache", "StaticLayer", [rest]).state["layers"]
     source = kvmnn.open(save(tmp_path / "cache.pt", value))
-    assert source.engine_cache is not None and source.engine_cache.layer_runs == (((12, 8),), ((0, 20),))
+    assert source.engine_cache is not None and source.engine_cache.layer_position_runs == (((12, 8),), ((0, 20),))
     assert source["layer_0.key"].to_numpy().tobytes() == window["keys"].tobytes()
 
 
@@ -116,7 +116,7 @@ def test_pairs_with_a_window_between_layers_that_hold_all(tmp_path: Path) -> Non
     value = [(*(part[:, :, -7:].copy() for part in made[0]), window), (*made[1], None)]
     for given in (value, tuple(value)):
         source = kvmnn.open(save(tmp_path / "cache.pt", given))
-        assert source.engine_cache is not None and source.engine_cache.layer_runs == (((13, 7),), ((0, 20),))
+        assert source.engine_cache is not None and source.engine_cache.layer_position_runs == (((13, 7),), ((0, 20),))
     alone = kvmnn.open(save(tmp_path / "cache.pt", value[:1]))
     assert alone.engine_cache is not None and alone.engine_cache.positions_unknown
 

@@ -14,10 +14,10 @@ import kvmnn
 from kvmnn import _simd
 from kvmnn.formats import PackedOptions, ReadOptions
 from kvmnn.formats.llama import _blocks
-from kvmnn.formats.llama.types import TYPES, numbers
-from kvmnn.packed.fitting import Geometry
+from kvmnn.formats.llama.types import GGML_TYPES, dequantize
+from kvmnn.packed.fitting import PackedGeometry
 
-KINDS = {kind.name: kind for kind in TYPES.values() if kind.is_block}
+KINDS = {kind.name: kind for kind in GGML_TYPES.values() if kind.is_block}
 
 
 def bits(values: np.ndarray) -> np.ndarray:
@@ -32,7 +32,7 @@ def test_numbers_are_ggmls(level: str, name: str) -> None:
     made = [[llama_files.block(rng, name) for _ in range(7)] for _ in range(5)]
     blocks = np.frombuffer(b"".join(data for row in made for data, _ in row), np.uint8).reshape(5, 7, -1)
     found = np.empty((5, 7 * 32), np.float32)
-    numbers(KINDS[name], blocks, found)
+    dequantize(KINDS[name], blocks, found)
     assert np.array_equal(bits(found), bits(np.array([[v for _, each in row for v in each] for row in made])))
 
 
@@ -42,7 +42,7 @@ def test_every_scale(level: str) -> None:
     blocks[:, 0, :2] = np.arange(1 << 16, dtype="<u2").view(np.uint8).reshape(-1, 2)
     blocks[:, 0, 2:] = np.random.default_rng(1).integers(0, 256, (1 << 16, 32), np.uint8)
     found = np.empty((1 << 16, 32), np.float32)
-    numbers(KINDS["q8_0"], blocks, found)
+    dequantize(KINDS["q8_0"], blocks, found)
     with np.errstate(invalid="ignore"):
         scales = np.arange(1 << 16, dtype="<u2").view("<f2").astype(np.float32)
         expected = blocks[:, 0, 2:].view(np.int8).astype(np.float32) * scales[:, None]
@@ -52,15 +52,15 @@ def test_every_scale(level: str) -> None:
 @pytest.mark.parametrize(("heads", "dims"), [(2, 16), (4, 8), (2, 48), (4, 24), (8, 4), (2, 80)])
 @pytest.mark.parametrize("name", ["q4_0", "q8_0"])
 def test_heads_lie_across_blocks(tmp_path: Path, heads: int, dims: int, name: str, monkeypatch) -> None:
-    monkeypatch.setattr("kvmnn.formats.llama.rows._VALUES", 200)
+    monkeypatch.setattr("kvmnn.formats.llama.rows._VALUES_PER_BATCH", 200)
     shape = Shape(layers=1, heads=heads, dims=dims, value_dims=dims, k_type=name, v_type=name)
     data, ((made,),) = llama_files.state(Random(dims), shape, [13])
     (tmp_path / "x.session").write_bytes(data)
-    options = ReadOptions(packed=PackedOptions(geometry=Geometry(kv_heads=heads)))
+    options = ReadOptions(packed=PackedOptions(geometry=PackedGeometry(kv_heads=heads)))
     source = kvmnn.open(tmp_path / "x.session", options)
     for part, expected in (("key", made.keys[0]), ("value", made.values[0])):
         for limit in (0, 4 * dims, 4 * dims * 5, 4 * dims * 20):
-            words = np.concatenate(list(source[f"layer_0.{part}"].pieces(limit))).view("<f4")
+            words = np.concatenate(list(source[f"layer_0.{part}"].iter_chunks(limit))).view("<f4")
             assert np.array_equal(words.reshape(expected.shape), expected)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvmnn.formats.llama.gguf import read_geometry
+from kvmnn.formats.llama.gguf import read_gguf_geometry
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Types of values in GGUF, and struct's letters for them."""
@@ -32,7 +32,7 @@ def test_what_follows_a_value_of_any_type(tmp_path: Path, kind: int, count: int 
     for name, number in fields.items():
         data += text(name) + struct.pack("<II", 4, number)
     (tmp_path / "m.gguf").write_bytes(data)
-    assert read_geometry(str(tmp_path / "m.gguf"), 3) == ("llama", (2, 2, 2), 32)
+    assert read_gguf_geometry(str(tmp_path / "m.gguf"), 3) == ("llama", (2, 2, 2), 32)
 
 
 def test_lists_of_texts_and_of_heads_for_each_layer(tmp_path: Path) -> None:
@@ -43,4 +43,4 @@ def test_lists_of_texts_and_of_heads_for_each_layer(tmp_path: Path) -> None:
     data += text("llama.attention.head_count_kv") + struct.pack("<IIQ3I", 9, 4, 3, 2, 1, 4)
     data += text("llama.attention.key_length") + struct.pack("<II", 4, 64)
     (tmp_path / "m.gguf").write_bytes(data)
-    assert read_geometry(str(tmp_path / "m.gguf"), 3) == ("llama", (2, 1, 4), 64)
+    assert read_gguf_geometry(str(tmp_path / "m.gguf"), 3) == ("llama", (2, 1, 4), 64)

@@ -10,7 +10,7 @@ import pytest
 from rope_model import plain_frequencies
 
 from kvmnn.errors import SourceError
-from kvmnn.formats.llama.gguf_rope import read_gguf_rope
+from kvmnn.formats.llama.gguf_rope import read_gguf_layer_ropes
 from kvmnn.formats.mnn.rope import read_model_rope
 
 Value = int | float | str
@@ -42,7 +42,7 @@ def write(path: Path, architecture: str, tensors: dict[str, np.ndarray] | None =
 
 
 def radians(path: str, layers: int = 1, length: int = 1000) -> list[np.ndarray]:
-    ropes = read_gguf_rope(path, layers, 64, length)
+    ropes = read_gguf_layer_ropes(path, layers, 64, length)
     assert ropes is not None
     return [rope.turns * (2 * np.pi / 2.0**64) for rope in ropes if rope is not None]
 
@@ -54,17 +54,17 @@ def path(tmp_path: Path) -> Path:
 
 def test_theta_dims_and_pairing(path: Path) -> None:
     model = write(path, "llama", rope__freq_base=500000.0, rope__dimension_count=64)
-    (rope,) = read_gguf_rope(model, 1, 64, 10) or [None]
+    (rope,) = read_gguf_layer_ropes(model, 1, 64, 10) or [None]
     assert rope is not None and rope.label == "theta=500000,dims=64,pairing=interleaved"
     found = read_model_rope(model, 1, 64, 10, is_reordered=True)
     assert found is not None and found.layers[0] is not None and found.layers[0].pairing == "half"
     model = write(path, "qwen2", rope__freq_base=1e6, rope__dimension_count=32)
-    (rope,) = read_gguf_rope(model, 1, 64, 10) or [None]
+    (rope,) = read_gguf_layer_ropes(model, 1, 64, 10) or [None]
     assert rope is not None and (rope.dims, rope.pairing) == (32, "half")
     write(path, "llama", rope__dimension_count=32)
     with pytest.raises(SourceError, match="rotates a part of each head"):
         read_model_rope(model, 1, 64, 10, is_reordered=True)
-    assert read_gguf_rope(write(path, "gpt2", block_count=2), 1, 64, 10) is None
+    assert read_gguf_layer_ropes(write(path, "gpt2", block_count=2), 1, 64, 10) is None
 
 
 def test_factors_of_a_tensor_divide_frequencies(path: Path) -> None:
@@ -115,14 +115,14 @@ def test_linear_and_yarn_scaling(path: Path) -> None:
 def test_what_is_not_known_is_refused(path: Path, architecture, fields, message) -> None:
     model = write(path, architecture, **{"rope__freq_base": 10000.0, "rope__dimension_count": 64} | fields)
     with pytest.raises(SourceError, match=message):
-        read_gguf_rope(model, 1, 64, 10)
+        read_gguf_layer_ropes(model, 1, 64, 10)
 
 
 @pytest.mark.parametrize("factors", [np.ones(31), np.zeros(32), np.full(32, np.nan)])
 def test_odd_factors_are_refused(path: Path, factors: np.ndarray) -> None:
     model = write(path, "llama", {"rope_freqs.weight": factors}, rope__freq_base=10000.0, rope__dimension_count=64)
     with pytest.raises(SourceError, match=r"rope_freqs\.weight: expected"):
-        read_gguf_rope(model, 1, 64, 10)
+        read_gguf_layer_ropes(model, 1, 64, 10)
 
 
 def test_damaged_models_are_refused(path: Path) -> None:
@@ -131,10 +131,10 @@ def test_damaged_models_are_refused(path: Path) -> None:
     for length in range(0, len(data), 7):
         path.write_bytes(data[:length])
         with pytest.raises(SourceError):
-            read_gguf_rope(model, 1, 64, 10)
+            read_gguf_layer_ropes(model, 1, 64, 10)
     for place in range(4, len(data) - 160):
         path.write_bytes(data[:place] + b"\xff" + data[place + 1 :])
         try:
-            read_gguf_rope(model, 1, 64, 10)
+            read_gguf_layer_ropes(model, 1, 64, 10)
         except SourceError as error:
             assert len(str(error)) < 400

@@ -17,9 +17,9 @@ from llama_files import BLOCKS, NUMBERS, PLAIN, SEQUENCE, SESSION, Shape
 
 import kvmnn
 from kvmnn.formats import PackedOptions, ReadOptions
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import PackedGeometry
 
-HEADS = ReadOptions(packed=PackedOptions(geometry=Geometry(kv_heads=2)))
+HEADS = ReadOptions(packed=PackedOptions(geometry=PackedGeometry(kv_heads=2)))
 
 
 @pytest.mark.parametrize("seed", range(16))

@@ -15,11 +15,11 @@ from kvmnn.errors import KvmnnError, OptionError, SourceError
 from kvmnn.files.mapped import MappedFile
 from kvmnn.formats import EngineOptions, PackedOptions, ReadOptions
 from kvmnn.formats.llama import state as llama_state
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import PackedGeometry
 
 
 def heads(count: int, **more: object) -> ReadOptions:
-    return ReadOptions(packed=PackedOptions(geometry=Geometry(kv_heads=count)), engine=EngineOptions(**more))
+    return ReadOptions(packed=PackedOptions(geometry=PackedGeometry(kv_heads=count)), engine=EngineOptions(**more))
 
 
 def check(source: kvmnn.arrays.Source, cells: Cells) -> None:
@@ -62,8 +62,8 @@ def test_any_file_reads_as_it_was_written(tmp_path: Path, seed: int) -> None:
         if cells.positions:
             source = kvmnn.open(path, heads(shape.heads, stream=number))
             check(source, cells)
-            found = llama_state.parse(MappedFile(path)).caches[0][number]
-            assert found.seqs == cells.seqs
+            found = llama_state.parse_structure(MappedFile(path)).caches[0][number]
+            assert found.sequences_by_cell == cells.seqs
 
 
 @pytest.mark.parametrize("kind", sorted(NUMBERS))
@@ -81,7 +81,7 @@ def test_pieces_of_any_size_are_the_same_bytes(tmp_path: Path, limit: int, trans
     data, ((cells,),) = llama_files.state(Random(1), Shape(transposed=transposed), [11])
     source = kvmnn.open(put(tmp_path / "x", data), heads(2))
     for name, expected in (("layer_1.key", cells.keys[1]), ("layer_1.value", cells.values[1])):
-        pieces = list(source[name].pieces(limit))
+        pieces = list(source[name].iter_chunks(limit))
         assert b"".join(piece.tobytes() for piece in pieces) == np.ascontiguousarray(expected).tobytes()
         assert max(piece.size for piece in pieces) <= limit
 
@@ -108,7 +108,7 @@ def test_a_second_cache_of_a_sliding_window(tmp_path: Path) -> None:
     check(source, base)
     missing = "2 of 4 layers have a window and are in the second cache of the session (--model FILE.gguf tells which"
     assert source.completeness is not None and source.completeness.missing[0].startswith(missing)
-    check(kvmnn.open(path, heads(2, window=True)), window)
+    check(kvmnn.open(path, heads(2, window_cache=True)), window)
 
 
 @pytest.mark.parametrize("second", [None, [4]])
@@ -160,7 +160,7 @@ def test_a_sequence_file_without_v_needs_its_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_on_request(tmp_path: Path, kind: str) -> None:
     data, _ = llama_files.state(Random(5), Shape(k_type=kind, v_type="f16"), [6])
-    source = kvmnn.open(put(tmp_path / "x", data), heads(2, blocks=True))
+    source = kvmnn.open(put(tmp_path / "x", data), heads(2, raw_blocks=True))
     blocks = source["layer_0.key"]
     assert (blocks.shape, blocks.array_dtype) == ((6, 2, llama_files.BLOCK_BYTES[kind]), "|u1")
     assert blocks.to_numpy().tobytes() in data
@@ -171,7 +171,7 @@ def test_blocks_on_request(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(("v_type", "needed"), [("f16", True), ("q4_0", False)])
 def test_rows_of_blocks_are_not_taken_as_heads(tmp_path: Path, v_type: str, needed: bool) -> None:
     data, _ = llama_files.state(Random(5), Shape(k_type="q4_0", v_type=v_type), [6])
-    options = ReadOptions(engine=EngineOptions(blocks=True, any_heads=True))
+    options = ReadOptions(engine=EngineOptions(raw_blocks=True, allow_unknown_heads=True))
     said = " ".join(kvmnn.open(put(tmp_path / "x", data), options).notes)
     assert ("each row is taken as one head" in said) is needed
 
@@ -193,7 +193,7 @@ def test_what_may_be_rotated_is_said(tmp_path: Path, k_type: str, v_type: str, d
     said = [note for note in kvmnn.open(path, heads(2)).notes if "Hadamard" in note]
     assert len(said) == (parts is not None)
     assert not said or f"store quantised {parts} rotated by a Hadamard matrix" in said[0]
-    assert not any("Hadamard" in note for note in kvmnn.open(path, heads(2, blocks=True)).notes)
+    assert not any("Hadamard" in note for note in kvmnn.open(path, heads(2, raw_blocks=True)).notes)
 
 
 def test_what_the_file_says(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_heads_are_asked_for(tmp_path: Path) -> None:
     path = put(tmp_path / "x", llama_files.state(Random(7), Shape(), [6])[0])
     with pytest.raises(OptionError, match=r"a row of K has 64 values.*--kv-heads N, or --model FILE\.gguf"):
         kvmnn.open(path)
-    source = kvmnn.open(path, ReadOptions(engine=EngineOptions(any_heads=True)))
+    source = kvmnn.open(path, ReadOptions(engine=EngineOptions(allow_unknown_heads=True)))
     assert source["layer_0.key"].shape == (1, 6, 64)
     with pytest.raises(OptionError, match="which are not 3 kv heads"):
         kvmnn.open(path, heads(3))
@@ -276,7 +276,7 @@ def test_streams_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="stream 1 holds no cells"):
         kvmnn.open(path, heads(2, stream=1))
     with pytest.raises(OptionError, match="--window is about files with a second one"):
-        kvmnn.open(path, heads(2, window=True))
+        kvmnn.open(path, heads(2, window_cache=True))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -332,7 +332,7 @@ def test_runs_of_any_length_end_with_the_array(tmp_path: Path, rows: int) -> Non
     source = kvmnn.open(put(tmp_path / "x.state", data), heads(2))
     for array in source.arrays:
         row = array.nbytes // 14
-        pieces = list(array.pieces(rows * row))
+        pieces = list(array.iter_chunks(rows * row))
         assert [piece.size for piece in pieces[:-1]] == [rows * row] * (len(pieces) - 1)
         assert b"".join(piece.tobytes() for piece in pieces) == array.to_numpy().tobytes()
     check(source, made[0])
@@ -360,11 +360,11 @@ def test_one_sequence_of_several(tmp_path: Path, run, kind: str, transposed: boo
         assert source.engine_cache is not None
         assert (source.engine_cache.tokens, source.engine_cache.details["sequence"]) == (len(mine), sequence)
         for array in source.arrays:
-            whole = b"".join(map(bytes, array.pieces()))
-            assert all(b"".join(map(bytes, array.pieces(n))) == whole for n in (64, 512, 1000))
+            whole = b"".join(map(bytes, array.iter_chunks()))
+            assert all(b"".join(map(bytes, array.iter_chunks(n))) == whole for n in (64, 512, 1000))
         if kind == "q4_0":
-            blocks = kvmnn.open(path, heads(2, sequence=sequence, blocks=True))["layer_1.key"]
-            every = kvmnn.open(path, heads(2, blocks=True))["layer_1.key"]
+            blocks = kvmnn.open(path, heads(2, sequence=sequence, raw_blocks=True))["layer_1.key"]
+            every = kvmnn.open(path, heads(2, raw_blocks=True))["layer_1.key"]
             assert np.array_equal(blocks.to_numpy(), every.to_numpy()[mine])
     with pytest.raises(OptionError, match=r"no cell is of sequence 3; --sequence may be 0, 1, 2"):
         kvmnn.open(path, heads(2, sequence=3))

@@ -11,7 +11,7 @@ from repository import FIXTURES
 
 import kvmnn
 from kvmnn.arrays.source import Source
-from kvmnn.store import layers_of
+from kvmnn.store import read_layer_caches
 
 LAYERS = 6
 FULL = 5
@@ -35,11 +35,11 @@ def test_open_reads_positions_of_every_layer(files: Path, name: str, first: int)
     """llama.cpp keeps 256 cells of a window and uses them again; a sequence file has the window's 16 tokens alone."""
     source = read(files, name)
     tokens = 12 if name.startswith("short") else 300
-    assert source.engine_cache is not None and source.engine_cache.layer_runs is not None
-    assert source.engine_cache.layer_runs == (((first, tokens - first),),) * FULL + (((0, tokens),),)
+    assert source.engine_cache is not None and source.engine_cache.layer_position_runs is not None
+    assert source.engine_cache.layer_position_runs == (((first, tokens - first),),) * FULL + (((0, tokens),),)
     assert source.completeness is not None and source.completeness.is_complete
     assert [state.window for state in source.completeness.layers] == [16] * FULL + [None]
-    caches = layers_of(source, with_windows=True)
+    caches = read_layer_caches(source, with_windows=True)
     assert [(cache.tokens, cache.tokens_seen) for cache in caches] == [(tokens - first, tokens)] * FULL + [
         (tokens,) * 2
     ]

@@ -19,8 +19,8 @@ from kvmnn.arrays.source import Source
 from kvmnn.bundle import DenseOptions
 from kvmnn.bundle.dense_pieces import plan_arrays
 from kvmnn.errors import OptionError, SourceError
-from kvmnn.formats.llama.model_layers import read_layers, read_rotations
-from kvmnn.store import layers_of
+from kvmnn.formats.llama.model_layers import read_model_layers, read_rotations
+from kvmnn.store import read_layer_caches
 
 Run = Callable[..., Any]
 FULL, WINDOW = Shape(layers=2, heads=4, dims=64, value_dims=64), Shape(layers=10, heads=16, dims=32, value_dims=32)
@@ -109,8 +109,8 @@ def test_open_of_reused_cells_orders_them_by_position() -> None:
     full, window = write_session(tokens=300, cells=cells)
     source = kvmnn.open("x.session", model=write_model())
     check(source, full, window, (FULL_LAYERS, WINDOW_LAYERS))
-    assert source.engine_cache is not None and source.engine_cache.layer_runs is not None
-    assert source.engine_cache.layer_runs[0] == ((100, 200),)
+    assert source.engine_cache is not None and source.engine_cache.layer_position_runs is not None
+    assert source.engine_cache.layer_position_runs[0] == ((100, 200),)
 
 
 def test_open_of_quantised_windows_as_blocks_and_numbers() -> None:
@@ -119,10 +119,15 @@ def test_open_of_quantised_windows_as_blocks_and_numbers() -> None:
     source = kvmnn.open("x.session", kv_heads=2)
     assert np.array_equal(source["layer_0.key"].to_numpy(), window.keys[0][:, [2, 3, 0, 1]])
     assert np.array_equal(source["layer_1.key"].to_numpy(), full.keys[0])
-    assert source.dequantised == ("q4_0", "q8_0")
-    options = kvmnn.formats.ReadOptions(engine=kvmnn.formats.EngineOptions(blocks=True))
+    assert source.dequantised_types == ("q4_0", "q8_0")
+    options = kvmnn.formats.ReadOptions(engine=kvmnn.formats.EngineOptions(raw_blocks=True))
     blocks = kvmnn.open("x.session", options, kv_heads=2)["layer_0.key"].to_numpy().view("u1").reshape(4, -1)
-    one = kvmnn.open("x.session", options, window=True, kv_heads=2)["layer_0.key"].to_numpy().view("u1").reshape(4, -1)
+    one = (
+        kvmnn.open("x.session", options, window_cache=True, kv_heads=2)["layer_0.key"]
+        .to_numpy()
+        .view("u1")
+        .reshape(4, -1)
+    )
     assert np.array_equal(blocks, one) and len({row.tobytes() for row in blocks}) == 4
 
 
@@ -150,7 +155,7 @@ def test_open_without_model_of_heads_that_differ_asks_for_it() -> None:
 
 def test_open_of_window_reads_the_second_cache_alone() -> None:
     _, window = write_session()
-    source = kvmnn.open("x.session", model=write_model(), window=True)
+    source = kvmnn.open("x.session", model=write_model(), window_cache=True)
     assert len(source) == 20
     assert np.array_equal(source["layer_6.key"].to_numpy().view("u2"), window.keys[5])
     assert source.completeness is not None
@@ -197,8 +202,8 @@ def test_layers_that_share_k_and_v_are_no_missing_state() -> None:
 def test_short_text_within_the_window_is_a_whole_prefix() -> None:
     write_session(tokens=12, cells=list(range(12)))
     source = kvmnn.open("x.session", model=write_model())
-    assert source.engine_cache is not None and source.engine_cache.is_whole
-    assert [cache.tokens for cache in layers_of(source)] == [12] * 12
+    assert source.engine_cache is not None and source.engine_cache.is_contiguous_prefix
+    assert [cache.tokens for cache in read_layer_caches(source)] == [12] * 12
 
 
 def test_layers_of_hands_over_windows_with_their_positions() -> None:
@@ -207,8 +212,8 @@ def test_layers_of_hands_over_windows_with_their_positions() -> None:
     with pytest.raises(
         IncompleteCacheError, match="10 of 12 layers have a window of 16 tokens and contain the last 16"
     ):
-        layers_of(source)
-    layers = layers_of(source, with_windows=True)
+        read_layer_caches(source)
+    layers = read_layer_caches(source, with_windows=True)
     assert [(cache.layer, cache.tokens, cache.tokens_seen) for cache in layers] == [
         (layer, 16 if each else 40, 40) for layer, each in enumerate(PATTERN)
     ]
@@ -227,7 +232,7 @@ def test_layers_of_a_window_that_was_cut_is_refused(cells: list[int]) -> None:
     write_session(cells=cells)
     source = kvmnn.open("x.session", model=write_model())
     with pytest.raises(SourceError, match="holds no beginning of a text, whole and in order"):
-        layers_of(source, with_windows=True)
+        read_layer_caches(source, with_windows=True)
 
 
 def test_verbs_that_hand_on_name_the_windows_or_keep_them(run: Run) -> None:
@@ -321,7 +326,7 @@ def test_recurrent_state_makes_a_session_incomplete(run: Run) -> None:
 def test_read_layers_follows_llama_cpp(architecture: str, fields: dict[str, Any], full: list[int]) -> None:
     usual = {"embedding_length": 64, "attention__head_count": 2, "attention__head_count_kv": 1}
     Path("m.gguf").write_bytes(llama_files.gguf(architecture, **(usual | fields)))
-    layers = read_layers("m.gguf")
+    layers = read_model_layers("m.gguf")
     assert layers is not None
     assert [layer.state.layer for layer in layers if layer.state.kind == "full"] == full
     assert {(layer.kv_heads, layer.head_dim) for layer in layers} == {(1, 32)}
@@ -330,7 +335,7 @@ def test_read_layers_follows_llama_cpp(architecture: str, fields: dict[str, Any]
 def test_read_layers_of_unknown_pattern_is_none() -> None:
     fields = {"block_count": 4, "embedding_length": 64, "attention__head_count": 2, "attention__sliding_window": 8}
     Path("m.gguf").write_bytes(llama_files.gguf("new", **fields))
-    assert read_layers("m.gguf") is None
+    assert read_model_layers("m.gguf") is None
 
 
 def test_read_rotations_of_layers_without_rotation() -> None:

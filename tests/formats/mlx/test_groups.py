@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvmnn.formats.mlx import _groups
-from kvmnn.formats.mlx.groups import BITS, numbers
+from kvmnn.formats.mlx.groups import SUPPORTED_BITS, dequantize
 
 TYPES = ("float16", "uint16", "float32")
 
@@ -47,7 +47,7 @@ def same(found: np.ndarray, other: np.ndarray) -> bool:
     return bool(((found.view(size) == other.view(size)) | no_numbers).all())
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", SUPPORTED_BITS)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("groups", "size"), [(1, 32), (4, 64), (3, 128), (96, 1), (8, 12), (2, 320)])
 def test_numbers_are_mlxs(level: str, dtype: str, bits: int, groups: int, size: int) -> None:
@@ -56,7 +56,7 @@ def test_numbers_are_mlxs(level: str, dtype: str, bits: int, groups: int, size: 
     codes = draws.integers(0, 1 << bits, (5, groups * size), np.uint8)
     words = [draws.normal(0, 0.5, (5, groups)).astype(np.float32) for _ in range(2)]
     scales, biases = (rounded(each, dtype) for each in words)
-    found = numbers(packed(codes, bits), scales, biases, bits)
+    found = dequantize(packed(codes, bits), scales, biases, bits)
     assert found.dtype == dtype
     assert np.array_equal(found, expected(codes, scales, biases))
 
@@ -68,7 +68,7 @@ def test_every_scale(level: str, dtype: str) -> None:
     draws = np.random.default_rng(1)
     codes = draws.integers(0, 256, (1 << 16, 16), np.uint8)
     for biases in (draws.permutation(scales), np.zeros_like(scales)):
-        assert same(numbers(codes, scales, biases, 8), expected(codes, scales, biases))
+        assert same(dequantize(codes, scales, biases, 8), expected(codes, scales, biases))
 
 
 def test_what_does_not_go_together_is_refused() -> None:

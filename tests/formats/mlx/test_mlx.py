@@ -111,7 +111,7 @@ def test_measure_of_quantised_cache_with_room_leaves_it_out_of_the_input(tmp_pat
 
 def test_codes_on_request(tmp_path: Path) -> None:
     data, _ = mlx_files.cache(Random(1), Shape(bits=8, layers=1))
-    source = kvmnn.open(put(tmp_path / "x.safetensors", data), ReadOptions(engine=EngineOptions(blocks=True)))
+    source = kvmnn.open(put(tmp_path / "x.safetensors", data), ReadOptions(engine=EngineOptions(raw_blocks=True)))
     codes = source["layer_0.key"]
     assert (codes.shape, codes.array_dtype) == ((2, 5, 64), "|u1")
     assert codes.to_numpy()[0].tobytes() in data
@@ -175,5 +175,5 @@ def test_pieces_of_any_size_are_the_same_bytes(tmp_path: Path) -> None:
         data, expected = mlx_files.cache(Random(3), Shape(bits=bits, dtype="fp32"))
         array = kvmnn.open(put(tmp_path / "x.safetensors", data))["layer_1.value"]
         for limit in (4, 12, 100, 256, 1000, 5000):
-            pieces = [piece.tobytes() for piece in array.pieces(limit)]
+            pieces = [piece.tobytes() for piece in array.iter_chunks(limit)]
             assert b"".join(pieces) == np.ascontiguousarray(expected["layer_1.value"]).tobytes()

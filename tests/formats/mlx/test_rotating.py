@@ -94,7 +94,7 @@ def check(path: Path, windows: list[Window | None], tokens: int) -> kvmnn.arrays
     source = kvmnn.open(path)
     cache = source.engine_cache
     assert cache is not None
-    assert cache.ascends
+    assert cache.is_ascending
     for layer, window in enumerate(windows):
         held = list(range(tokens)) if window is None else window.ordered()
         said = cache.positions if cache.layer_positions is None else cache.layer_positions[layer]
@@ -104,7 +104,7 @@ def check(path: Path, windows: list[Window | None], tokens: int) -> kvmnn.arrays
             expected = np.stack([words(layer, part, token) for token in held], axis=1)
             assert np.array_equal(array.to_numpy(), expected)
             for limit in (2 * DIMS, 2 * DIMS * 3, 2 * DIMS * 50):
-                assert b"".join(map(bytes, array.pieces(limit))) == expected.tobytes()
+                assert b"".join(map(bytes, array.iter_chunks(limit))) == expected.tobytes()
     return source
 
 
@@ -144,7 +144,7 @@ def test_layers_with_a_window_and_without(tmp_path: Path, run) -> None:
     source = check(path, [None, window, None], 13)
     cache = source.engine_cache
     assert cache is not None
-    assert not cache.is_whole
+    assert not cache.is_contiguous_prefix
     assert cache.to_dict()["layer_positions"] == [[[0, 13]], [[0, 2], [7, 6]], [[0, 13]]]
     assert "13 tokens, float16, of which layers hold 8 to 13" in run("inspect", path).out
     run("encode", path, "-o", tmp_path / "x.zarr")
@@ -152,9 +152,9 @@ def test_layers_with_a_window_and_without(tmp_path: Path, run) -> None:
     assert again is not None
     assert again.to_dict() == cache.to_dict()
     with pytest.raises(SourceError, match="no beginning of a text"):
-        from kvmnn.store.sources import layers_of
+        from kvmnn.store.sources import read_layer_caches
 
-        layers_of(source)
+        read_layer_caches(source)
 
 
 @pytest.mark.parametrize("wrong", [{"keep": 9}, {"keep": -1}, {"index": 9}, {"index": -1}, {"seen": 0}, {"most": -1}])

@@ -10,7 +10,7 @@ import numpy as np
 import packed_samples
 import pytest
 
-from kvmnn.formats.mnn import describe_packed
+from kvmnn.formats.mnn import open_packed
 
 TOKENS = 30
 KEPT = ([0, 1, 2, 9, 10, 11, 28, 29], [4, 5, 6, 7, 20, 27, 28, 29])
@@ -42,7 +42,7 @@ def trace(label: str, kept: Any = KEPT) -> dict[str, Any]:
 
 
 def positions(path: str) -> list[list[int]]:
-    layers = describe_packed(path).info.layers
+    layers = open_packed(path).info.layers
     return [[at for begin, size in layer.positions for at in range(begin, begin + size)] for layer in layers]
 
 

@@ -11,9 +11,9 @@ import pytest
 from engine_client import unpack_fixture
 
 from kvmnn.formats import find_packed
-from kvmnn.formats.mnn import describe_files
+from kvmnn.formats.mnn import open_packed_files
 from kvmnn.formats.options import PackedOptions
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import PackedGeometry
 
 GEOMETRY = ("--kv-heads", 2, "--head-dim", 16, "--backend", "x86-avx2")
 DAMAGE = {
@@ -92,10 +92,10 @@ def test_unlike_sizes_layers_with_other_state_may_have_any(tmp_path):
     packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(4, 2, 50, 16), capacity=114)
     os.truncate(tmp_path / "p" / "sys_2.k", 4096)
     files = find_packed(str(tmp_path / "p"))
-    assert files is not None and files.unlike_sizes and files.refusals
+    assert files is not None and files.size_mismatch and files.refusals
     layers = tuple(layer for layer in files.layers if layer.layer != 2)
     exempt = replace(files, layers=layers, states=(replace(files.layers[2], kind="linear"),))
-    assert not exempt.unlike_sizes and not exempt.refusals
+    assert not exempt.size_mismatch and not exempt.refusals
 
 
 def test_describe_files_documented_layers_may_differ_in_size(tmp_path):
@@ -109,10 +109,10 @@ def test_describe_files_documented_layers_may_differ_in_size(tmp_path):
         (tmp_path / "p" / f"sys_1_sync.{part}").touch()
     files = find_packed(str(tmp_path / "p"))
     assert files is not None
-    geometry = Geometry(kv_heads=2, head_dim=16, backend="x86-avx2")
-    options = PackedOptions(geometry=geometry, tokens=(50,), trust=True)
-    info = describe_files(files, options).info
-    (tmp_path / "p" / "sys.kvmnn.json").write_text(cache_info.to_json(info))
+    geometry = PackedGeometry(kv_heads=2, head_dim=16, backend="x86-avx2")
+    options = PackedOptions(geometry=geometry, valid_tokens=(50,), trust_options=True)
+    info = open_packed_files(files, options).info
+    (tmp_path / "p" / "sys.kvmnn.json").write_text(cache_info.dump_cache_info(info))
     documented = find_packed(str(tmp_path / "p"))
     assert documented is not None
-    assert describe_files(documented, PackedOptions()).info == info
+    assert open_packed_files(documented, PackedOptions()).info == info

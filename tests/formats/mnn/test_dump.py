@@ -7,9 +7,9 @@ from plain_dumps import dump
 from sources import content
 
 from kvmnn import formats
-from kvmnn.arrays import compare
-from kvmnn.arrays.layers import sort
-from kvmnn.bundle import encode
+from kvmnn.arrays import compare_bitwise
+from kvmnn.arrays.layers import collect_layer_arrays
+from kvmnn.bundle import encode_source
 from kvmnn.errors import SourceError
 
 
@@ -32,12 +32,12 @@ def test_a_dump_stays_one_in_a_bundle(tmp_path):
     for start in (0, 3):
         dump(tmp_path / "dump" / "run" / "layer_0", start=start)
     source = formats.open(tmp_path / "dump")
-    encode(source, tmp_path / "bundle")
-    found = compare(source, formats.open(tmp_path / "bundle"))
+    encode_source(source, tmp_path / "bundle")
+    found = compare_bitwise(source, formats.open(tmp_path / "bundle"))
     assert (found.equal, found.words) == (True, 2 * 6 * 8)
-    (keys, _) = sort(formats.open(tmp_path / "bundle").arrays)
+    (keys, _) = collect_layer_arrays(formats.open(tmp_path / "bundle").arrays)
     assert (keys.array.name, keys.geometry) == ("run/layer_0/k_t0_6", (2, 6, 4))
-    assert b"".join(run.tobytes() for run in keys.array.pieces(16)) == b"".join(map(content, source.arrays[::2]))
+    assert b"".join(run.tobytes() for run in keys.array.iter_chunks(16)) == b"".join(map(content, source.arrays[::2]))
 
 
 @pytest.mark.parametrize(

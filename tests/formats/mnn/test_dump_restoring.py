@@ -12,8 +12,8 @@ import pytest
 from plain_dumps import contents, dump
 
 from kvmnn import formats
-from kvmnn.arrays.source import DUMP_KEY, joined
-from kvmnn.bundle import DecodeOptions, EncodeOptions, encode, open_frames
+from kvmnn.arrays.source import DUMP_KEY, merge_sources
+from kvmnn.bundle import DecodeOptions, EncodeOptions, encode_source, open_frames
 from kvmnn.errors import KvmnnError, LimitError, ManifestError, OutputError, SourceError
 from kvmnn.formats.mnn import dump_metadata, restore_dump
 
@@ -37,7 +37,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def bundled(source: Path, **options: Any) -> Path:
-    encode(formats.open(source), source.with_name("bundle"), EncodeOptions(**options))
+    encode_source(formats.open(source), source.with_name("bundle"), EncodeOptions(**options))
     return source.with_name("bundle")
 
 
@@ -46,7 +46,7 @@ def test_a_bundle_becomes_the_dump_it_was_made_from(source: Path, tmp_path: Path
     bundle = bundled(source, **options)
     made = restore_dump(open_frames(str(bundle)), str(tmp_path / "back"))
     assert contents(tmp_path / "back") == contents(source)
-    assert (made.label, made.reread, len(made.files), len(made.metadata_files)) == ("LOSSLESS", True, 8, 4)
+    assert (made.label, made.is_read_back, len(made.files), len(made.metadata_files)) == ("LOSSLESS", True, 8, 4)
     assert made.to_dict()["metadata_files"][-1] == "run_2/meta_t0_3.json"
     assert made.to_dict()["arrays"][-2]["file"] == "run_2/deep/k.bf16"
     assert "a KV dump of 8 arrays and 4 metadata files" in str(made)
@@ -55,7 +55,7 @@ def test_a_bundle_becomes_the_dump_it_was_made_from(source: Path, tmp_path: Path
 def test_words_taken_as_another_type_are_the_same_bytes(source: Path, tmp_path: Path) -> None:
     for file in source.rglob("layer_1/*"):
         file.unlink()
-    encode(formats.open(source, dtype="bf16"), tmp_path / "bundle")
+    encode_source(formats.open(source, dtype="bf16"), tmp_path / "bundle")
     restore_dump(open_frames(str(tmp_path / "bundle")), str(tmp_path / "back"))
     assert contents(tmp_path / "back") == contents(source)
 
@@ -77,11 +77,11 @@ def test_into_a_folder_that_has_files_already(source: Path, tmp_path: Path) -> N
 def test_only_a_whole_dump_comes_back(source: Path, tmp_path: Path) -> None:
     one = formats.open(source, tensors=("run_2/deep/k", "run_2/v.a.b"))
     kept = formats.open(bundled(source), tensors=("run_2/deep/k",))
-    two = joined([formats.open(source), formats.open(source)])
+    two = merge_sources([formats.open(source), formats.open(source)])
     assert [DUMP_KEY in found.metadata for found in (one, kept, two)] == [False, False, False]
     np.savez(tmp_path / "no.npz", k=np.ones(4, "f2"), v=np.ones(4, "f2"))
     for number, other in enumerate((one, formats.open(tmp_path / "no.npz"))):
-        encode(other, tmp_path / f"other_{number}")
+        encode_source(other, tmp_path / f"other_{number}")
         with pytest.raises(SourceError, match="was not made from a whole KV dump"):
             restore_dump(open_frames(str(tmp_path / f"other_{number}")), str(tmp_path / "back"))
     frames = open_frames(str(next((tmp_path / "bundle").glob("*.frame"))))
@@ -91,7 +91,7 @@ def test_only_a_whole_dump_comes_back(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_dump_that_is_noted_down_too_large(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dump_metadata, "MAX_BYTES", 600)
+    monkeypatch.setattr(dump_metadata, "MAX_DUMP_METADATA_BYTES", 600)
     found = formats.open(source)
     assert DUMP_KEY not in found.metadata
     assert "cannot become it again" in found.notes[0]
@@ -176,7 +176,7 @@ def test_a_bundle_whose_text_is_none(source: Path, tmp_path: Path, monkeypatch: 
     index = bundled(source) / "manifest.json"
     manifest = json.loads(index.read_text())
     good = manifest["metadata"][DUMP_KEY]
-    for text in ("", "{", "null", "[" * 99999, good + " " * dump_metadata.MAX_BYTES):
+    for text in ("", "{", "null", "[" * 99999, good + " " * dump_metadata.MAX_DUMP_METADATA_BYTES):
         manifest["metadata"][DUMP_KEY] = text
         index.write_text(json.dumps(manifest))
         with pytest.raises(ManifestError, match=r"metadata 'kvmnn\.dump'"):

@@ -24,7 +24,7 @@ from kvmnn.cli.command import main
 from kvmnn.formats import open as open_any
 from kvmnn.formats.mnn import live as mnn_live
 from kvmnn.formats.options import PackedOptions, ReadOptions
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import PackedGeometry
 
 pytestmark = needs_engine
 
@@ -96,9 +96,9 @@ def test_open_prefix_that_the_engine_wrote_needs_no_options(model, tmp_path):
     cache = open_any(str(tmp_path / "written")).cache
     assert cache is not None
     assert (cache.layout.kv_heads, cache.layout.head_dim, cache.layout.hP, cache.layers[0].tokens) == (2, 16, 4, 49)
-    other = Geometry(kv_heads=2, head_dim=16, lP=1, hP=8, dtype="fp32")
+    other = PackedGeometry(kv_heads=2, head_dim=16, lP=1, hP=8, dtype="fp32")
     with pytest.raises(SourceError, match="x86-avx2"):
-        open_any(str(tmp_path / "written"), ReadOptions(packed=PackedOptions(geometry=other, tokens=(49,))))
+        open_any(str(tmp_path / "written"), ReadOptions(packed=PackedOptions(geometry=other, valid_tokens=(49,))))
 
 
 def test_encode_prefix_whose_session_went_on_restores_it(model, tmp_path):
@@ -125,8 +125,8 @@ def test_order_by_birth_is_that_of_open_descriptors(model, tmp_path):
     with Engine(model, tmp_path) as engine:
         engine.call("forward", PREFIX_IDS)
         addresses = sorted({path.stem for path in tmp_path.iterdir()})
-        order, reason = mnn_live.order_by_birth(tmp_path, addresses)
-        assert order == mnn_live.open_order(tmp_path, engine.pid) or "does not keep" in reason
+        order, reason = mnn_live.sort_by_creation(tmp_path, addresses)
+        assert order == mnn_live.list_open_addresses(tmp_path, engine.pid) or "does not keep" in reason
 
 
 @pytest.mark.parametrize(("begin", "end"), [(10, 35), (25, 50)])
@@ -151,11 +151,12 @@ def test_the_engine_goes_on_from_a_compacted_prefix_as_from_its_own(model, prefi
 
 def live(scratch: Path, pid: int, tokens: int, int8: str | None = None) -> dict[str, np.ndarray]:
     """The engine's caches as they lie in its files now."""
-    geometry = Geometry(kv_heads=2, head_dim=16, backend="x86-avx2", int8=int8)
-    options = ReadOptions(packed=PackedOptions(geometry=geometry, tokens=(tokens,), pid=pid))
+    geometry = PackedGeometry(kv_heads=2, head_dim=16, backend="x86-avx2", int8=int8)
+    options = ReadOptions(packed=PackedOptions(geometry=geometry, valid_tokens=(tokens,), pid=pid))
     source = open_any(str(scratch), options)
     return {
-        array.name: np.concatenate(list(array.pieces())).view("<f4").reshape(array.shape) for array in source.arrays
+        array.name: np.concatenate(list(array.iter_chunks())).view("<f4").reshape(array.shape)
+        for array in source.arrays
     }
 
 
@@ -174,7 +175,7 @@ class Replay:
 
     def check(self, found: dict[str, np.ndarray], scratch: Path, pid: int) -> None:
         """The same arrays; and the same files to the last stale row."""
-        files = mnn_live.find(str(scratch), pid=pid)
+        files = mnn_live.find_mmap_files(str(scratch), pid=pid)
         for layer, cache in enumerate(self.caches):
             keys, values = cache.to_arrays()
             np.testing.assert_array_equal(keys, found[f"layer_{layer}.key"])
@@ -190,7 +191,7 @@ def test_live_files_follow_a_replay(model, tmp_path):
 
         def forward(tokens: list[int]) -> dict[str, np.ndarray]:
             history = engine.call("forward", tokens)
-            expected = replay.meta.previous - replay.meta.remove + replay.meta.reserve_size() + len(tokens)
+            expected = replay.meta.previous - replay.meta.remove + replay.meta.compute_reserve_size() + len(tokens)
             assert history == expected
             found = live(tmp_path, engine.pid, history)
             replay.forward(found, len(tokens))

@@ -18,7 +18,7 @@ from rope_model import plain_frequencies, rotate
 from kvmnn.cli.command import main
 from kvmnn.formats import open as open_any
 from kvmnn.formats.options import PackedOptions, ReadOptions
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import PackedGeometry
 
 pytestmark = needs_engine
 
@@ -58,8 +58,8 @@ def kvmnn(*argv: object) -> None:
 
 
 def _options(tokens: int = 50) -> ReadOptions:
-    geometry = Geometry(kv_heads=2, head_dim=16, backend="x86-avx2")
-    return ReadOptions(packed=PackedOptions(geometry=geometry, tokens=(tokens,)))
+    geometry = PackedGeometry(kv_heads=2, head_dim=16, backend="x86-avx2")
+    return ReadOptions(packed=PackedOptions(geometry=geometry, valid_tokens=(tokens,)))
 
 
 def compact(prefix: Path, which: str, output: Path, *options: object) -> int:

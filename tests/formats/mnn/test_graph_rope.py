@@ -12,7 +12,7 @@ from mnn_graphs import Graph
 from repository import FIXTURES
 from rope_model import plain_frequencies
 
-from kvmnn.dense import Rotary
+from kvmnn.dense import RopeConfig
 from kvmnn.dense.frequencies import RopeFrequencies
 from kvmnn.errors import SourceError
 from kvmnn.formats.mnn.graph_rope import read_graph_rope
@@ -100,7 +100,7 @@ def test_part_of_a_head_is_rotated(tmp_path) -> None:
     graph = Graph()
     graph.layer(graph.angles(plain_frequencies(1e4, 8)))
     (rope,) = read(tmp_path, graph) or [None]
-    assert rope is not None and rope.is_same(RopeFrequencies.from_rotary(Rotary(theta=1e4, dims=8)))
+    assert rope is not None and rope.is_equivalent(RopeFrequencies.from_config(RopeConfig(theta=1e4, dims=8)))
 
 
 def test_what_is_unclear_is_not_guessed(tmp_path) -> None:

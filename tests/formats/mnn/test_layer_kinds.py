@@ -12,9 +12,9 @@ import pytest
 from hybrid_prefix import read_files
 
 from kvmnn.formats import find_packed
-from kvmnn.formats.mnn import describe_files
-from kvmnn.formats.mnn.graph import read_graph
-from kvmnn.formats.mnn.model import read_geometry
+from kvmnn.formats.mnn import open_packed_files
+from kvmnn.formats.mnn.graph import read_graph_geometry
+from kvmnn.formats.mnn.model import read_model_geometry
 from kvmnn.formats.options import PackedOptions
 
 QWEN = "LLLFLLLF"
@@ -167,13 +167,13 @@ def test_decode_record_that_lies_about_state_is_refused(run):
 def test_read_graph_tells_kinds_and_geometry_of_layers(tmp_path):
     layers = [("L", 0, 0), ("F", 2, 16), ("F", 1, 32), ("1", 2, 16), ("2", 1, 32)]
     (tmp_path / "llm.mnn").write_bytes(hybrid_prefix.build_graph(layers))
-    found = read_graph(tmp_path / "llm.mnn")
+    found = read_graph_geometry(tmp_path / "llm.mnn")
     assert found is not None
     assert [state.kind for state in found.states] == ["linear", "full", "full", "shared", "shared"]
     assert [state.shared_with for state in found.states] == [None, None, None, 1, 2]
     assert found.layer_geometry[1:3] == ((2, 16), (1, 32)) and found.kv_heads is None
     (tmp_path / "llm.mnn").write_bytes(hybrid_prefix.build_graph(layers, linear_kind="short_conv"))
-    assert read_geometry(str(tmp_path)).states[0].kind == "recurrent"
+    assert read_model_geometry(str(tmp_path)).states[0].kind == "recurrent"
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_read_graph_tells_kinds_and_geometry_of_layers(tmp_path):
 )
 def test_read_geometry_tells_kinds_of_layers(tmp_path, settings, expected):
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert " ".join(state.kind for state in read_geometry(str(tmp_path)).states) == expected
+    assert " ".join(state.kind for state in read_model_geometry(str(tmp_path)).states) == expected
 
 
 def test_inspect_layers_that_share_k_and_v_are_named(run):
@@ -220,4 +220,4 @@ def test_source_states_are_the_bytes_of_the_files():
 def _describe(options: PackedOptions | None = None):
     files = find_packed("p")
     assert files is not None
-    return describe_files(files, options or PackedOptions())
+    return open_packed_files(files, options or PackedOptions())

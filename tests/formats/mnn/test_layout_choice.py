@@ -16,15 +16,15 @@ from kvmnn import PackLayout, SourceError
 from kvmnn.formats.mnn.layout_choice import AmbiguousLayoutError
 from kvmnn.formats.options import PackedOptions, ReadOptions
 from kvmnn.packed.backends import BACKENDS
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import PackedGeometry
 
-HEADS = Geometry(kv_heads=llm_kv.KV_HEADS, head_dim=llm_kv.HEAD_DIM)
+HEADS = PackedGeometry(kv_heads=llm_kv.KV_HEADS, head_dim=llm_kv.HEAD_DIM)
 LAYOUTS = ("x86-avx2", "x86-avx512", "arm64-sme2-fp32", "arm64-bf16-v86", "arm32-fp16", "arm64-fp16", "arm64-sme2-fp16")
 """One backend of each layout."""
 
 
 def read(path, geometry=HEADS, tokens=(), **options):
-    return kvmnn.open(str(path), ReadOptions(packed=PackedOptions(geometry=geometry, tokens=tokens, **options)))
+    return kvmnn.open(str(path), ReadOptions(packed=PackedOptions(geometry=geometry, valid_tokens=tokens, **options)))
 
 
 def check(source, layers):
@@ -37,7 +37,7 @@ def check(source, layers):
 @pytest.mark.parametrize("backend", LAYOUTS)
 def test_choose_layout_real_model_finds_all_numbers(tmp_path, backend, tokens):
     layers = llm_kv.write_prefix(tmp_path / "p", backend, tokens)
-    for geometry in (HEADS, Geometry(head_dim=llm_kv.HEAD_DIM), Geometry()):
+    for geometry in (HEADS, PackedGeometry(head_dim=llm_kv.HEAD_DIM), PackedGeometry()):
         source = read(tmp_path / "p", geometry)
         check(source, layers)
         assert any("inferred" in note for note in source.notes)
@@ -48,7 +48,7 @@ def test_choose_layout_real_model_finds_all_numbers(tmp_path, backend, tokens):
 def test_choose_layout_other_tokens_than_rows_still_finds_it(tmp_path, backend, number):
     """A number that leaves rows out, or has empty ones, contradicts no layout: a note names it."""
     layers = llm_kv.write_prefix(tmp_path / "p", backend, 50)
-    source = read(tmp_path / "p", Geometry(), (number,))
+    source = read(tmp_path / "p", PackedGeometry(), (number,))
     layout = source.cache.layout
     assert (layout.kv_heads, layout.head_dim) == (llm_kv.KV_HEADS, llm_kv.HEAD_DIM)
     rows = min(number, 50)
@@ -68,7 +68,7 @@ def test_choose_layout_full_files_uses_means_of_dimensions(tmp_path, backend):
 def test_choose_layout_wrong_backend_is_refused(tmp_path, said, real):
     """Whatever fits the sizes: 64 tokens of 128 put only full tiles and blocks into the files."""
     llm_kv.write_prefix(tmp_path / "p", real, 64)
-    geometry = Geometry(kv_heads=llm_kv.KV_HEADS, head_dim=llm_kv.HEAD_DIM, backend=said)
+    geometry = PackedGeometry(kv_heads=llm_kv.KV_HEADS, head_dim=llm_kv.HEAD_DIM, backend=said)
     tokens = 64 * BACKENDS[real].hP // BACKENDS[real].hP
     with pytest.raises(SourceError) as error:
         read(tmp_path / "p", geometry, (tokens,))
@@ -85,16 +85,16 @@ def _alike(one, other):
 def test_choose_layout_after_eviction_still_finds_it(tmp_path, stale):
     """Rows of tokens that are gone stay in the files of a running engine, and nothing is empty that was not."""
     layers = llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 96)
-    layout = PackLayout.for_backend("x86-avx2", kv_heads=llm_kv.KV_HEADS, head_dim=llm_kv.HEAD_DIM)
+    layout = PackLayout.from_backend("x86-avx2", kv_heads=llm_kv.KV_HEADS, head_dim=llm_kv.HEAD_DIM)
     kept = list(range(8)) + list(range(60, 96))
     for layer in range(2):
         paths = [tmp_path / "p" / f"sys_{layer}.{part}" for part in "kv"]
         buffers = [np.frombuffer(path.read_bytes(), np.uint8).copy() for path in paths]
         pair = [array[:, kept] for array in layers[2 * layer :][:2]]
-        layout.scatter(*pair, *buffers, 0, past=96, capacity=160)
+        layout.scatter(*pair, *buffers, 0, past_length=96, capacity=160)
         for path, buffer in zip(paths, buffers, strict=True):
             path.write_bytes(buffer.tobytes())
-    geometry = HEADS if stale else HEADS.or_else(Geometry(dtype="fp32"))
+    geometry = HEADS if stale else HEADS.merge_defaults(PackedGeometry(dtype="fp32"))
     source = read(tmp_path / "p", geometry, (len(kept),))
     check(source, [array[:, kept] for array in layers])
     assert source.cache.layout.hP == 4
@@ -103,10 +103,10 @@ def test_choose_layout_after_eviction_still_finds_it(tmp_path, stale):
 @pytest.mark.parametrize("heads", [1, 6, 12])
 def test_choose_layout_wrong_heads_are_refused(tmp_path, heads):
     llm_kv.write_prefix(tmp_path / "p", "x86-avx2", 50)
-    geometry = Geometry(kv_heads=heads, head_dim=192 // heads, backend="x86-avx2")
+    geometry = PackedGeometry(kv_heads=heads, head_dim=192 // heads, backend="x86-avx2")
     with pytest.raises(SourceError, match="the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2"):
         read(tmp_path / "p", geometry, (50,))
-    forced = read(tmp_path / "p", geometry, (50,), trust=True)
+    forced = read(tmp_path / "p", geometry, (50,), trust_options=True)
     assert "the words contradict what was specified" in " ".join(forced.notes)
 
 
@@ -114,17 +114,17 @@ def test_choose_layout_noise_of_equal_likelihood_lists_choices(tmp_path):
     """K and V of noise in full files: nothing tells, and each choice reads the files."""
     packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 64, 8), capacity=64)
     with pytest.raises(AmbiguousLayoutError, match="4 layouts fit") as error:
-        read(tmp_path / "p", Geometry(kv_heads=2, head_dim=8), (64,))
+        read(tmp_path / "p", PackedGeometry(kv_heads=2, head_dim=8), (64,))
     assert len(error.value.choices) == 4
     assert "--backend x86-avx2" in error.value.choices
     with pytest.raises(AmbiguousLayoutError, match=r"kv_heads .--kv-heads. and head_dim .--head-dim.*--tokens"):
-        read(tmp_path / "p", Geometry())
+        read(tmp_path / "p", PackedGeometry())
 
 
 def test_choose_layout_noise_with_room_is_told_by_empty_rows(tmp_path):
     layers = packed_samples.arrays(2, 2, 50, 8)
     packed_samples.write_prefix(tmp_path / "p", layers, lP=1, hP=8, capacity=114, padding=b"\0")
-    for geometry in (Geometry(kv_heads=2, head_dim=8), Geometry(head_dim=8), Geometry()):
+    for geometry in (PackedGeometry(kv_heads=2, head_dim=8), PackedGeometry(head_dim=8), PackedGeometry()):
         check(read(tmp_path / "p", geometry), layers)
 
 
@@ -134,7 +134,7 @@ def test_choose_layout_smooth_arrays_are_never_refused(tmp_path):
     for name, backend in (("a", "x86-avx2"), ("b", "x86-avx512")):
         numbers = BACKENDS[backend]
         packed_samples.write_prefix(tmp_path / name, list(ramp), lP=1, hP=numbers.hP, capacity=64)
-        geometry = Geometry(kv_heads=2, head_dim=16, backend=backend)
+        geometry = PackedGeometry(kv_heads=2, head_dim=16, backend=backend)
         check(read(tmp_path / name, geometry, (64,)), list(ramp))
 
 

@@ -14,18 +14,18 @@ from kvmnn.files.birth_time import read_birth_time
 from kvmnn.formats import open as open_any
 from kvmnn.formats.mnn import live as mnn_live
 from kvmnn.formats.options import PackedOptions, ReadOptions
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import PackedGeometry
 
-AVX2 = Geometry(kv_heads=2, head_dim=6, backend="x86-avx2")
+AVX2 = PackedGeometry(kv_heads=2, head_dim=6, backend="x86-avx2")
 HAS_BIRTH_TIME = read_birth_time(__file__) is not None
 
 
 def read(path, tokens=(), geometry=AVX2, **options):
-    return open_any(str(path), ReadOptions(packed=PackedOptions(geometry=geometry, tokens=tokens, **options)))
+    return open_any(str(path), ReadOptions(packed=PackedOptions(geometry=geometry, valid_tokens=tokens, **options)))
 
 
 def words(array):
-    return np.concatenate(list(array.pieces())).view(array.array_dtype).reshape(array.shape)
+    return np.concatenate(list(array.iter_chunks())).view(array.array_dtype).reshape(array.shape)
 
 
 @pytest.fixture
@@ -90,4 +90,4 @@ def test_open_descriptors_tell_the_order(live):
         for handle in handles:
             os.close(handle)
     with pytest.raises(SourceError, match="open files cannot be listed"):
-        mnn_live.open_order(path, 2**22 + 1)
+        mnn_live.list_open_addresses(path, 2**22 + 1)

@@ -10,8 +10,15 @@ from conformance import unpack
 from repository import FIXTURES
 
 from kvmnn.errors import SourceError
-from kvmnn.formats.mnn.graph import _CONST, _RESHAPE, GraphGeometry, _Op, _reshaped, read_graph
-from kvmnn.formats.mnn.model import read_geometry
+from kvmnn.formats.mnn.graph import (
+    _OP_TYPE_CONST,
+    _OP_TYPE_RESHAPE,
+    GraphGeometry,
+    _find_reshape_axes,
+    _GraphOp,
+    read_graph_geometry,
+)
+from kvmnn.formats.mnn.model import read_model_geometry
 
 
 @pytest.fixture(scope="module")
@@ -25,25 +32,25 @@ def exported(tmp_path_factory):
 def test_the_graph_says_what_the_settings_do_not(exported):
     settings = json.loads((exported / "llm_config.json").read_text())
     assert "key_value_shape" not in settings and "head_dim" not in settings
-    found = read_geometry(str(exported))
-    assert (found.layers, found.kv_heads, found.head_dim) == (2, 2, 16)
+    found = read_model_geometry(str(exported))
+    assert (found.num_layers, found.kv_heads, found.head_dim) == (2, 2, 16)
 
 
 def test_settings_come_before_the_graph_and_name_it(exported, tmp_path):
     (tmp_path / "other.mnn").write_bytes((exported / "llm.mnn").read_bytes())
     (tmp_path / "config.json").write_text(json.dumps({"llm_model": "other.mnn", "head_dim": 8}))
-    found = read_geometry(str(tmp_path))
-    assert (found.layers, found.kv_heads, found.head_dim) == (2, 2, 8)
+    found = read_model_geometry(str(tmp_path))
+    assert (found.num_layers, found.kv_heads, found.head_dim) == (2, 2, 8)
     (tmp_path / "config.json").write_text(json.dumps({"llm_model": "../other.mnn"}))
-    assert read_geometry(str(tmp_path)).kv_heads is None
+    assert read_model_geometry(str(tmp_path)).kv_heads is None
 
 
 def test_a_graph_alone_will_do(exported, tmp_path):
     (tmp_path / "llm.mnn").write_bytes((exported / "llm.mnn").read_bytes())
-    assert read_geometry(str(tmp_path)).head_dim == 16
+    assert read_model_geometry(str(tmp_path)).head_dim == 16
     (tmp_path / "llm.mnn").unlink()
     with pytest.raises(SourceError, match=r"has neither llm_config\.json nor config\.json"):
-        read_geometry(str(tmp_path))
+        read_model_geometry(str(tmp_path))
 
 
 def test_a_model_says_all_that_a_prefix_does_not(exported, tmp_path, run):
@@ -94,26 +101,26 @@ def test_damaged_graphs_say_nothing_or_the_same(exported, tmp_path):
     file = tmp_path / "llm.mnn"
     for length in (0, 1, 4, 60, *range(1000, len(graph), 1999)):
         file.write_bytes(graph[:length])
-        assert read_graph(file) in (None, whole)
+        assert read_graph_geometry(file) in (None, whole)
     for place in range(0, len(graph) - 4, 997):
         file.write_bytes(graph[:place] + b"\xff\xff\xff\xff" + graph[place + 4 :])
-        found = read_graph(file)
-        assert found is None or found.layers <= 2
+        found = read_graph_geometry(file)
+        assert found is None or found.num_layers <= 2
     file.write_bytes(b"\x04\0\0\0" * 5000)
-    assert read_graph(file) is None
+    assert read_graph_geometry(file) is None
 
 
 def test_a_model_may_have_one_of_each(tmp_path):
     for value, expected in ((1, 1), (0, None), (-1, None), (True, None)):
         settings = {"layer_nums": value, "num_key_value_heads": value, "head_dim": value}
         (tmp_path / "llm_config.json").write_text(json.dumps(settings))
-        found = read_geometry(str(tmp_path))
-        assert (found.layers, found.kv_heads, found.head_dim) == (expected,) * 3
+        found = read_model_geometry(str(tmp_path))
+        assert (found.num_layers, found.kv_heads, found.head_dim) == (expected,) * 3
 
 
 @pytest.mark.parametrize(
     ("shape", "expected"), [((-1, 4, 8), (4, 8)), ((4, 8), (None, None)), ((2, 0, 8), (None, None))]
 )
 def test_heads_and_dims_are_the_last_two_of_three_axes_or_more(shape, expected):
-    makers = {5: _Op(_RESHAPE, (1, 2), (5,), ()), 2: _Op(_CONST, (), (2,), shape)}
-    assert _reshaped(5, makers) == expected
+    makers = {5: _GraphOp(_OP_TYPE_RESHAPE, (1, 2), (5,), ()), 2: _GraphOp(_OP_TYPE_CONST, (), (2,), shape)}
+    assert _find_reshape_axes(5, makers) == expected

@@ -12,8 +12,8 @@ import pytest
 import kvmnn
 from kvmnn import KvmnnError
 from kvmnn.formats.mnn import pack
-from kvmnn.packed.fitting import Geometry
-from kvmnn.store import layers_of
+from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.store import read_layer_caches
 
 TOKENS = 6
 
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 def packed(folder: Path, said: Any) -> Any:
     (folder / "positions.json").write_text(json.dumps(said))
-    return pack(kvmnn.open(str(folder)), str(folder.parent / "p"), Geometry(backend="x86-avx2"), name="p")
+    return pack(kvmnn.open(str(folder)), str(folder.parent / "p"), PackedGeometry(backend="x86-avx2"), name="p")
 
 
 def layers(*positions: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def test_heads_with_different_tokens_are_noted_as_cut(folder: Path) -> None:
     )
     assert found.notes[:2] == (differ, "true positions are as positions.json beside the arrays has them")
     with pytest.raises(KvmnnError, match="layer 0 was cut"):
-        layers_of(kvmnn.open(str(folder.parent / "p")))
+        read_layer_caches(kvmnn.open(str(folder.parent / "p")))
 
 
 @pytest.mark.parametrize(

@@ -19,21 +19,21 @@ from kvmnn.formats import open as open_any
 from kvmnn.formats.mnn import live as mnn_live
 from kvmnn.formats.mnn import packed_writing
 from kvmnn.formats.mnn import prefix as mnn_prefix
-from kvmnn.formats.mnn.model import fingerprint, read_geometry
-from kvmnn.formats.mnn.packed_writing import PackedPart
+from kvmnn.formats.mnn.model import compute_fingerprint, read_model_geometry
+from kvmnn.formats.mnn.packed_writing import PackedPartWriter
 from kvmnn.formats.options import PackedOptions, ReadOptions
 from kvmnn.packed import cache_info
-from kvmnn.packed.fitting import Geometry, capacity_of, fits, the_fit
+from kvmnn.packed.fitting import PackedGeometry, find_matches, infer_layout, try_infer_capacity
 
-AVX2 = Geometry(kv_heads=2, head_dim=6, backend="x86-avx2")
+AVX2 = PackedGeometry(kv_heads=2, head_dim=6, backend="x86-avx2")
 
 
 def read(path, tokens=(), geometry=AVX2, **options):
-    return open_any(str(path), ReadOptions(packed=PackedOptions(geometry=geometry, tokens=tokens, **options)))
+    return open_any(str(path), ReadOptions(packed=PackedOptions(geometry=geometry, valid_tokens=tokens, **options)))
 
 
 def words(array):
-    return np.concatenate(list(array.pieces())).view(array.array_dtype).reshape(array.shape)
+    return np.concatenate(list(array.iter_chunks())).view(array.array_dtype).reshape(array.shape)
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_files_of_any_geometry_are_read_back(tmp_path_factory, data):
         block=block,
         capacity=capacity,
     )
-    geometry = Geometry(kv_heads=heads, head_dim=dims, dtype=dtype, lP=lP, hP=hP, flash_block=block or "none")
+    geometry = PackedGeometry(kv_heads=heads, head_dim=dims, dtype=dtype, lP=lP, hP=hP, flash_block=block or "none")
     source = read(sample.path, (tokens,), geometry)
     for array, expected in zip(source.arrays, sample.arrays, strict=True):
         np.testing.assert_array_equal(words(array), expected)
@@ -96,14 +96,18 @@ def test_layers_may_hold_different_numbers_of_tokens(prefix):
         ((117,), AVX2, r"layer 0: 117 tokens: expected at least 1 and at most 116"),
         ((0,), AVX2, r"0 tokens"),
         ((1, 2, 3), AVX2, r"3 numbers of tokens for 2 layers"),
-        ((70,), Geometry(kv_heads=5, head_dim=6), r"fit none of the \d+ layouts known for 5 kv heads x 6 dims"),
-        ((70,), Geometry(kv_heads=2, head_dim=6, backend="x86-avx512"), r"K file of 5568 bytes is not a whole number"),
+        ((70,), PackedGeometry(kv_heads=5, head_dim=6), r"fit none of the \d+ layouts known for 5 kv heads x 6 dims"),
         (
             (70,),
-            Geometry(kv_heads=2, head_dim=6, backend="x86-avx2", flash_block="none"),
+            PackedGeometry(kv_heads=2, head_dim=6, backend="x86-avx512"),
+            r"K file of 5568 bytes is not a whole number",
+        ),
+        (
+            (70,),
+            PackedGeometry(kv_heads=2, head_dim=6, backend="x86-avx2", flash_block="none"),
             r"do not belong together: 5568 bytes give K room for 116 tokens, 8192 bytes give V room for 128",
         ),
-        ((70,), Geometry(kv_heads=2, head_dim=6, lP=7, hP=9), r"no layout is known"),
+        ((70,), PackedGeometry(kv_heads=2, head_dim=6, lP=7, hP=9), r"no layout is known"),
     ],
 )
 def test_what_cannot_be_known_is_asked_for(prefix, tokens, geometry, message):
@@ -112,10 +116,10 @@ def test_what_cannot_be_known_is_asked_for(prefix, tokens, geometry, message):
 
 
 def test_pack_numbers_are_inferred_only_where_one_layout_is_left(prefix):
-    source = read(prefix.path, (70,), Geometry(kv_heads=2, head_dim=6, dtype="fp32"))
+    source = read(prefix.path, (70,), PackedGeometry(kv_heads=2, head_dim=6, dtype="fp32"))
     assert "of those known only that of generic/x86-sse/x86-avx2" in source.notes[0]
     assert source.notes[1:] == ["flash block 64 inferred from the sizes of the files"]
-    source = read(prefix.path, (70,), Geometry(kv_heads=2, head_dim=6))
+    source = read(prefix.path, (70,), PackedGeometry(kv_heads=2, head_dim=6))
     assert (
         "of 2 that fit the sizes of the files the words speak for that of generic/x86-sse/x86-avx2" in source.notes[0]
     )
@@ -124,9 +128,9 @@ def test_pack_numbers_are_inferred_only_where_one_layout_is_left(prefix):
 @pytest.mark.parametrize(
     ("geometry", "message"),
     [
-        (Geometry(head_dim=8), r"do not say kv_heads \(--kv-heads\)"),
-        (Geometry(kv_heads=2), r"do not say head_dim \(--head-dim\)"),
-        (Geometry(kv_heads=2, head_dim=8), r"4 layouts fit the sizes .* hP 8, .* hP 4"),
+        (PackedGeometry(head_dim=8), r"do not say kv_heads \(--kv-heads\)"),
+        (PackedGeometry(kv_heads=2), r"do not say head_dim \(--head-dim\)"),
+        (PackedGeometry(kv_heads=2, head_dim=8), r"4 layouts fit the sizes .* hP 8, .* hP 4"),
     ],
 )
 def test_noise_without_room_tells_no_layout(tmp_path, geometry, message):
@@ -137,14 +141,14 @@ def test_noise_without_room_tells_no_layout(tmp_path, geometry, message):
 
 def test_a_flash_block_that_sizes_do_not_decide(tmp_path):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(1, 2, 64, 8), capacity=64)
-    named = Geometry(kv_heads=2, head_dim=8, backend="x86-avx2")
+    named = PackedGeometry(kv_heads=2, head_dim=8, backend="x86-avx2")
     source = read(sample.path, (64,), named)
     assert source.notes == [
         "flash block 64 taken, the engine's default; the sizes would fit --flash-block none as well"
     ]
     with pytest.raises(SourceError, match="layouts fit"):
-        read(sample.path, (64,), Geometry(kv_heads=2, head_dim=8, dtype="fp32"))
-    assert read(sample.path, (64,), named.or_else(Geometry(flash_block="none"))).notes == []
+        read(sample.path, (64,), PackedGeometry(kv_heads=2, head_dim=8, dtype="fp32"))
+    assert read(sample.path, (64,), named.merge_defaults(PackedGeometry(flash_block="none"))).notes == []
 
 
 @settings(max_examples=200)
@@ -158,22 +162,22 @@ def test_a_flash_block_that_sizes_do_not_decide(tmp_path):
 def test_capacity_is_the_highest_that_gives_the_same_files(heads, dims, packs, block, capacity):
     layout = PackLayout(heads, dims, "fp32", *packs, block)
     sizes = layout.key_bytes(capacity), layout.value_bytes(capacity)
-    found = capacity_of(layout, *sizes)
+    found = try_infer_capacity(layout, *sizes)
     assert found is not None
     assert found >= capacity
     assert (layout.key_bytes(found), layout.value_bytes(found)) == sizes
     assert (layout.key_bytes(found + 1), layout.value_bytes(found + 1)) != sizes
-    assert capacity_of(layout, sizes[0] + 1, sizes[1]) is None
-    assert capacity_of(layout, 0, sizes[1]) is None
+    assert try_infer_capacity(layout, sizes[0] + 1, sizes[1]) is None
+    assert try_infer_capacity(layout, 0, sizes[1]) is None
 
 
 def test_the_real_layout_is_always_among_those_that_fit():
     for name in ("x86-avx2", "x86-avx512", "arm64-fp16", "arm64-sme2-fp16", "arm64-bf16-v86"):
-        layout = PackLayout.for_backend(name, kv_heads=3, head_dim=20)
+        layout = PackLayout.from_backend(name, kv_heads=3, head_dim=20)
         sizes = [(layout.key_bytes(177), layout.value_bytes(177))]
-        found = fits(Geometry(kv_heads=3, head_dim=20), sizes)
+        found = find_matches(PackedGeometry(kv_heads=3, head_dim=20), sizes)
         assert any(name in fit.backends.split("/") for fit in found), name
-        assert the_fit("x", Geometry(kv_heads=3, head_dim=20, backend=name), sizes).layout.hP == layout.hP
+        assert infer_layout("x", PackedGeometry(kv_heads=3, head_dim=20, backend=name), sizes).layout.hP == layout.hP
 
 
 @pytest.mark.parametrize(
@@ -238,7 +242,7 @@ def test_rows_that_speak_for_another_number_of_tokens_are_noted(tmp_path, tokens
 
 def test_a_document_beside_the_files_is_compared_in_numbers(prefix):
     source = read(prefix.path, (70,))
-    (prefix.path / "sys.kvmnn.json").write_text(cache_info.to_json(source.cache))
+    (prefix.path / "sys.kvmnn.json").write_text(cache_info.dump_cache_info(source.cache))
     assert read(prefix.path).notes == []
     with pytest.raises(SourceError, match="says another number of tokens than was given: 70, not 69"):
         read(prefix.path, (69,))
@@ -258,19 +262,19 @@ def test_layers_that_are_missing_are_told_by_their_markers(prefix):
 
 def test_names_with_underscores_and_digits(tmp_path):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 1, 3, 4), name="a_1_0", capacity=8)
-    files = mnn_prefix.find(str(sample.path))
+    files = mnn_prefix.find_prefix(str(sample.path))
     assert (files.name, len(files.layers)) == ("a_1_0", 2)
     with pytest.raises(SourceError, match="has no prefix 'b'; it has 'a_1_0'"):
-        mnn_prefix.find(str(sample.path), "b")
+        mnn_prefix.find_prefix(str(sample.path), "b")
     with pytest.raises(SourceError, match="is not named as prefix-cache files are"):
-        mnn_prefix.find(str(sample.path / "x.k"))
+        mnn_prefix.find_prefix(str(sample.path / "x.k"))
 
 
 @pytest.mark.parametrize("bad", [0, -3])
 def test_geometry_refuses_numbers_below_one(bad):
     for name in ("kv_heads", "head_dim", "lP", "hP", "flash_block"):
         with pytest.raises(KvmnnError, match=f"{name} is {bad}"):
-            Geometry(**{name: bad})
+            PackedGeometry(**{name: bad})
 
 
 # -- packed dumps -----------------------------------------------------------------------------------------------------
@@ -326,15 +330,15 @@ def test_packed_dumps_that_lie(tmp_path, changes, message):
 def test_geometry_of_a_model_directory(tmp_path):
     (tmp_path / "llm_config.json").write_text('{"layer_nums": 2, "key_value_shape": [2, 1, 0, 8, 256]}')
     (tmp_path / "config.json").write_text('{"attention_mode": 0, "layer_nums": 9}')
-    found = read_geometry(str(tmp_path))
-    assert (found.layers, found.kv_heads, found.head_dim, found.flash_block) == (2, 8, 256, "none")
+    found = read_model_geometry(str(tmp_path))
+    assert (found.num_layers, found.kv_heads, found.head_dim, found.flash_block) == (2, 8, 256, "none")
     (tmp_path / "llm_config.json").write_text('{"num_key_value_heads": 3, "head_dim": -1, "num_hidden_layers": 4}')
     (tmp_path / "config.json").write_text('{"attention_mode": 8}')
-    found = read_geometry(str(tmp_path))
-    assert (found.layers, found.kv_heads, found.head_dim, found.flash_block) == (4, 3, None, 64)
+    found = read_model_geometry(str(tmp_path))
+    assert (found.num_layers, found.kv_heads, found.head_dim, found.flash_block) == (4, 3, None, 64)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(SourceError, match="not a JSON object"):
-        read_geometry(str(tmp_path))
+        read_model_geometry(str(tmp_path))
 
 
 def test_a_model_of_another_number_of_layers(prefix, tmp_path):
@@ -343,25 +347,28 @@ def test_a_model_of_another_number_of_layers(prefix, tmp_path):
     (model / "llm.mnn").write_bytes(b"graph")
     (model / "llm_config.json").write_text('{"layer_nums": 3, "key_value_shape": [2, 1, 0, 2, 6]}')
     with pytest.raises(SourceError, match=r"has files of 2 layers, but the model in .* has 3"):
-        read(prefix.path, (70,), Geometry(backend="x86-avx2"), model=str(model))
+        read(prefix.path, (70,), PackedGeometry(backend="x86-avx2"), model=str(model))
     (model / "llm_config.json").write_text('{"layer_nums": 2, "key_value_shape": [2, 1, 0, 2, 6]}')
-    source = read(prefix.path, (70,), Geometry(backend="x86-avx2"), model=str(model))
-    assert source.cache.model == fingerprint(str(model))
+    source = read(prefix.path, (70,), PackedGeometry(backend="x86-avx2"), model=str(model))
+    assert source.cache.model == compute_fingerprint(str(model))
 
 
 def test_a_fingerprint_is_of_what_decides_k_and_v(tmp_path):
     (tmp_path / "llm.mnn").write_bytes(b"graph")
     (tmp_path / "llm.mnn.weight").write_bytes(b"weights")
     (tmp_path / "config.json").write_text("{}")
-    first = fingerprint(str(tmp_path))
+    first = compute_fingerprint(str(tmp_path))
     (tmp_path / "config.json").write_text('{"thread_num": 4}')
     (tmp_path / "tokenizer.txt").touch()
-    assert fingerprint(str(tmp_path)) == fingerprint(str(tmp_path), {}) == first
-    assert fingerprint(str(tmp_path), {"precision": "low", "memory": "high"}) == f"{first} memory=high precision=low"
+    assert compute_fingerprint(str(tmp_path)) == compute_fingerprint(str(tmp_path), {}) == first
+    assert (
+        compute_fingerprint(str(tmp_path), {"precision": "low", "memory": "high"})
+        == f"{first} memory=high precision=low"
+    )
     (tmp_path / "llm.mnn.weight").write_bytes(b"weightz")
-    assert fingerprint(str(tmp_path)) != first
+    assert compute_fingerprint(str(tmp_path)) != first
     with pytest.raises(SourceError, match=r"has no \.mnn file"):
-        fingerprint(str(tmp_path.parent))
+        compute_fingerprint(str(tmp_path.parent))
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -370,7 +377,7 @@ def test_a_fingerprint_is_of_what_decides_k_and_v(tmp_path):
 @pytest.fixture(params=[0, 1 << 30], ids=["mapped", "at once"])
 def at_once(request, monkeypatch):
     """Files are mapped and filled page by page, or written from memory."""
-    monkeypatch.setattr(packed_writing, "_WRITE_AT_ONCE", request.param)
+    monkeypatch.setattr(packed_writing, "_MAX_IN_MEMORY_BYTES", request.param)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -388,18 +395,18 @@ def test_rows_find_their_place_in_runs_of_any_size(at_once, tmp_path_factory, da
     for part, array, buffer in zip(PARTS, layers, expected, strict=True):
         path = folder / part
         path.touch()
-        file = PackedPart(path, path, layout, part, capacity=capacity, tokens=tokens, order=order)
+        file = PackedPartWriter(path, path, layout, part, capacity=capacity, num_tokens=tokens, order=order)
         plain = array if order == "head" else array.swapaxes(0, 1)
         data_bytes = np.frombuffer(plain.tobytes(), np.uint8)
         step = data.draw(st.integers(1, 500))
         runs = [data_bytes[start : start + step] for start in range(0, data_bytes.size, step)]
         for run in runs:
-            file.write(run)
+            file.write_rows(run)
         file.rewind()
-        assert b"".join(run.tobytes() for run in file.runs()) == array.tobytes()
-        assert all(file.holds(run) for run in runs)
+        assert b"".join(run.tobytes() for run in file.iter_chunks()) == array.tobytes()
+        assert all(file.matches_next(run) for run in runs)
         file.rewind()
-        assert not all(file.holds(run ^ np.uint8(1)) for run in runs)
+        assert not all(file.matches_next(run ^ np.uint8(1)) for run in runs)
         file.close()
         assert path.read_bytes() == buffer.tobytes()
 
@@ -407,12 +414,12 @@ def test_rows_find_their_place_in_runs_of_any_size(at_once, tmp_path_factory, da
 def test_rows_must_be_as_many_as_announced(tmp_path):
     (tmp_path / "x").touch()
     layout = PackLayout(1, 4, "fp32", 1, 4)
-    file = PackedPart(tmp_path / "x", tmp_path / "x", layout, "key", capacity=8, tokens=2)
-    file.write(np.zeros(16, np.uint8))
+    file = PackedPartWriter(tmp_path / "x", tmp_path / "x", layout, "key", capacity=8, num_tokens=2)
+    file.write_rows(np.zeros(16, np.uint8))
     with pytest.raises(KvmnnError, match="1 rows came, 2 were announced"):
         file.rewind()
     with pytest.raises(KvmnnError, match="more rows came than 2 tokens have"):
-        file.write(np.zeros(32, np.uint8))
+        file.write_rows(np.zeros(32, np.uint8))
     file.close()
 
 
@@ -426,18 +433,20 @@ def test_live_files_are_written_and_found_again(tmp_path):
     layout = PackLayout(kv_heads=2, head_dim=6, dtype="fp32", lP=1, hP=4)
     plain = [rng.standard_normal((2, 2, 9, 6)).astype(np.float32) for _ in range(3)]
     buffers = [layout.pack(k, v, capacity=40) for k, v in plain]
-    order = mnn_live.write(str(tmp_path / "live"), buffers, first_address=0x7F00_0000_1000)
+    order = mnn_live.write_mmap_files(str(tmp_path / "live"), buffers, first_address=0x7F00_0000_1000)
     assert order[0] == "00007F0000001000" and len(set(order)) == 3
-    found = mnn_live.find(str(tmp_path / "live"), order=order)
+    found = mnn_live.find_mmap_files(str(tmp_path / "live"), layer_order=order)
     for layer, (k, v) in zip(found.layers, plain, strict=True):
         back = layout.unpack(Path(layer.key).read_bytes(), Path(layer.value).read_bytes(), 9)
         assert np.array_equal(back[0], k) and np.array_equal(back[1], v)
     with pytest.raises(OutputError):
-        mnn_live.write(str(tmp_path / "live"), buffers, first_address=0x7F00_0000_1000)
-    assert mnn_live.write(str(tmp_path / "live"), buffers, first_address=0x7F00_0000_1000, force=True) == order
+        mnn_live.write_mmap_files(str(tmp_path / "live"), buffers, first_address=0x7F00_0000_1000)
+    assert (
+        mnn_live.write_mmap_files(str(tmp_path / "live"), buffers, first_address=0x7F00_0000_1000, force=True) == order
+    )
     for layers, address in (([], 0), (buffers, -1), (buffers, 2**64 - 9)):
         with pytest.raises(SourceError):
-            mnn_live.write(str(tmp_path / "other"), layers, first_address=address)
+            mnn_live.write_mmap_files(str(tmp_path / "other"), layers, first_address=address)
     assert not (tmp_path / "other").exists()
-    lowest = mnn_live.write(str(tmp_path / "lowest"), buffers[:2], first_address=0)
+    lowest = mnn_live.write_mmap_files(str(tmp_path / "lowest"), buffers[:2], first_address=0)
     assert lowest == ("0000000000000000", "0000000000001000")

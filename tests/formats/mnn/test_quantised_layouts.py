@@ -10,7 +10,7 @@ import pytest
 from engine_client import unpack_fixture
 
 from kvmnn import PackedCache
-from kvmnn.packed.fitting import Geometry
+from kvmnn.packed.fitting import PackedGeometry
 
 HEADS = ("--kv-heads", 3, "--head-dim", 64)
 ADDRESSES = ("00005500AAAA0000", "00005500AAAA1000")
@@ -19,8 +19,8 @@ ADDRESSES = ("00005500AAAA0000", "00005500AAAA1000")
 def write_live(folder: Path, backend: str, int8: str, tokens: int) -> None:
     """Files of a session with int8 K, or K and V."""
     folder.mkdir()
-    geometry = Geometry(kv_heads=3, head_dim=64, backend=backend, flash_block=64, int8=int8)
-    ((_, layout),) = geometry.candidates()
+    geometry = PackedGeometry(kv_heads=3, head_dim=64, backend=backend, flash_block=64, int8=int8)
+    ((_, layout),) = geometry.list_candidates()
     arrays = llm_kv.read_layers(tokens)
     for layer, address in enumerate(ADDRESSES):
         cache = PackedCache(layout)

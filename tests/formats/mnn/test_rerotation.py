@@ -13,7 +13,7 @@ from repository import FIXTURES
 from rope_model import plain_frequencies, rotate
 
 from kvmnn import open as open_any
-from kvmnn.formats.mnn import describe_packed
+from kvmnn.formats.mnn import open_packed
 
 LAYERS, HEADS, TOKENS, DIMS = 3, 2, 40, 16
 KEPT = [*range(4), *range(12, 18), *range(30, 40)]
@@ -64,7 +64,7 @@ def check(path: str, cache: Cache, tolerance: float = 2e-6) -> None:
     """K is that of the kept tokens at the first positions, V as it was, and the document has both positions."""
     for found, expected in zip(keys_of(path), cache.at(range(len(KEPT)), KEPT), strict=True):
         np.testing.assert_allclose(found, expected, atol=tolerance)
-    for layer in describe_packed(path).info.layers:
+    for layer in open_packed(path).info.layers:
         assert layer.positions == ((0, len(KEPT)),)
         assert layer.text_positions == ((0, 4), (12, 6), (30, 10))
 
@@ -94,10 +94,10 @@ def test_compact_without_rerotate_warns_with_the_line_of_code(cache: Cache, run)
 def test_compact_of_the_tail_notes_where_the_text_continues(cache: Cache, run) -> None:
     """The last tokens were evicted: the next one stands behind them all the same, also after `repack`."""
     assert "all_seq_len = 40;" in run("compact", *cache.arguments, "--reserve", "0:4,12:6", "-o", "c").out
-    assert describe_packed("c").info.next_position == 40
+    assert open_packed("c").info.next_position == 40
     assert "all_seq_len = 40;" in run("repack", "c", "--to", "x86-avx512", "-o", "r").out
     assert "warning" not in run("compact", *cache.arguments, "--reserve", "0:30", "-o", "head").out
-    assert describe_packed("head").info.next_position is None
+    assert open_packed("head").info.next_position is None
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_cache_compacted_twice_is_rotated_from_where_its_k_is(cache: Cache, ru
     left = [*range(4), *range(30, 40)]
     for found, expected in zip(keys_of("e"), cache.at(range(14), left), strict=True):
         np.testing.assert_allclose(found, expected, atol=4e-6)
-    assert describe_packed("e").info.layers[0].text_positions == ((0, 4), (30, 10))
+    assert open_packed("e").info.layers[0].text_positions == ((0, 4), (30, 10))
 
 
 def test_a_rerotated_cache_is_no_prefix_of_its_text(cache: Cache, run) -> None:
@@ -178,7 +178,7 @@ def test_a_whole_prefix_stays_as_it_is(cache: Cache, run) -> None:
     assert "K was not rotated" in said and "LOSSY: 90 of 120" in said
     assert "UNCHANGED" in run("compact", *cache.arguments, "--remove", 0, "-o", "d", "--rerotate").out
     for path in ("c", "d"):
-        assert all(layer.text_positions is None for layer in describe_packed(path).info.layers)
+        assert all(layer.text_positions is None for layer in open_packed(path).info.layers)
 
 
 def test_store_get_has_the_first_positions_already(cache: Cache, run) -> None:
@@ -293,13 +293,13 @@ def test_a_model_that_k_contradicts_is_refused(trained, run) -> None:
 def test_eval_does_not_continue_from_rotated_k(cache: Cache, run) -> None:
     """At the positions of the text."""
     from kvmnn.errors import SourceError
-    from kvmnn.lm.start_positions import held_positions
+    from kvmnn.lm.start_positions import read_stored_tokens
 
     run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
     run("unpack", "c", "-o", "arrays/")
     for path in ("c", "arrays"):
         with pytest.raises(SourceError, match="its K was rotated to the first positions"):
-            held_positions(open_any(path), [20] * LAYERS)
+            read_stored_tokens(open_any(path), [20] * LAYERS)
 
 
 def test_decode_of_an_evicted_prefix_warns(cache: Cache, run) -> None:

@@ -15,31 +15,31 @@ import pytest
 
 import kvmnn
 from kvmnn import LayerCache
-from kvmnn.arrays import Place, compare
+from kvmnn.arrays import Mismatch, compare_bitwise
 from kvmnn.bundle import open_frames
 from kvmnn.errors import OptionError
 from kvmnn.formats import PackedOptions
 from kvmnn.formats.mnn import (
     CompactionPlan,
+    can_restore_prefix,
     compact,
-    describe_packed,
+    fingerprint_token_ids,
     inspect_packed,
-    is_prefix,
+    open_packed,
     pack,
-    read_plans,
-    read_token_ids,
+    read_compaction_plans,
     repack,
     restore_prefix,
     unpack,
 )
-from kvmnn.packed.cache_info import CacheInfo, LayerInfo, TokenIds
-from kvmnn.packed.fitting import Geometry
-from kvmnn.packed.rows import HeadRows
+from kvmnn.packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
+from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.rows import HeadRowAccessor
 from kvmnn.store import write_prefix
-from kvmnn.store.results import Prefix
+from kvmnn.store.results import StoredPrefix
 
 TOKENS = 20
-OPTIONS = PackedOptions(geometry=Geometry(kv_heads=2, head_dim=6, backend="x86-avx2"), tokens=(TOKENS,))
+OPTIONS = PackedOptions(geometry=PackedGeometry(kv_heads=2, head_dim=6, backend="x86-avx2"), valid_tokens=(TOKENS,))
 ARGUMENTS = ["--kv-heads", 2, "--head-dim", 6, "--backend", "x86-avx2", "--tokens", TOKENS]
 
 
@@ -83,7 +83,7 @@ def test_pack_and_unpack(arrays: list[np.ndarray], run: Callable[..., SimpleName
     assert (packed.label, packed.info.name, packed.cast.words) == ("LOSSLESS", "other", 4 * arrays[0].size)
     removed("q")
     same_as_command(packed, run, "pack", "a.safetensors", "--name", "other", "-o", "q")
-    assert compare(kvmnn.open("q"), kvmnn.open("p", packed=OPTIONS)).equal
+    assert compare_bitwise(kvmnn.open("q"), kvmnn.open("p", packed=OPTIONS)).equal
 
 
 def test_the_inputs_are_protected(arrays: list[np.ndarray]) -> None:
@@ -105,14 +105,14 @@ def test_repack_casts(arrays: list[np.ndarray], run: Callable[..., SimpleNamespa
 def test_restore(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
     run("encode", "p", *ARGUMENTS, "-o", "b/")
     frames = open_frames("b")
-    assert is_prefix(frames, "q") and not is_prefix(frames, "q.npz")
+    assert can_restore_prefix(frames, "q") and not can_restore_prefix(frames, "q.npz")
     restored = restore_prefix(frames, "q")
-    assert (restored.packed.label, restored.raw_bytes, restored.warnings) == ("LOSSLESS", 4 * arrays[0].nbytes, ())
+    assert (restored.pack_result.label, restored.raw_bytes, restored.warnings) == ("LOSSLESS", 4 * arrays[0].nbytes, ())
     removed("q")
     same_as_command(restored, run, "decode", "b", "-o", "q")
     with pytest.raises(kvmnn.SourceError, match=r"b: the manifest does not say which token ids .*\(--force"):
-        restore_prefix(frames, "r", token_ids=TokenIds.of(range(TOKENS)))
-    forced = restore_prefix(frames, "r", token_ids=TokenIds.of(range(TOKENS)), force=True)
+        restore_prefix(frames, "r", token_ids=TokenIdsFingerprint.from_ids(range(TOKENS)))
+    forced = restore_prefix(frames, "r", token_ids=TokenIdsFingerprint.from_ids(range(TOKENS)), force=True)
     assert len(forced.warnings) == 1
 
 
@@ -122,8 +122,8 @@ def made_again(arrays: list[np.ndarray], how: str) -> None:
         restore_prefix(open_frames("b"), "q", force=True)
     else:
         layers = [LayerCache(layer=n, keys=arrays[2 * n], values=arrays[2 * n + 1]) for n in range(2)]
-        prefix = Prefix(tokens=TOKENS, asked=TOKENS, layers=layers)
-        geometry = Geometry(backend="x86-avx2")
+        prefix = StoredPrefix(tokens=TOKENS, requested_tokens=TOKENS, layers=layers)
+        geometry = PackedGeometry(backend="x86-avx2")
         write_prefix(prefix, range(TOKENS), "q", where="s", geometry=geometry, name="sys", force=True)
 
 
@@ -139,7 +139,7 @@ def test_what_can_be_made_again_is_not_forced_to_the_disk(
     found = kvmnn.open("q")
     for one, array in zip(found.arrays, arrays, strict=True):
         np.testing.assert_array_equal(one.to_numpy(), array)
-    pack(kvmnn.open("b"), "packed", Geometry(backend="x86-avx2"))
+    pack(kvmnn.open("b"), "packed", PackedGeometry(backend="x86-avx2"))
     assert len(synced) > 4
 
 
@@ -148,12 +148,12 @@ def test_files_that_do_not_give_back_what_went_in(
     arrays: list[np.ndarray], run: Callable[..., SimpleNamespace], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     run("encode", "p", *ARGUMENTS, "-o", "b/")
-    write = HeadRows.write
+    write = HeadRowAccessor.write_rows
 
-    def wrong(access: HeadRows, head: np.ndarray, start: int, rows: np.ndarray) -> None:
+    def wrong(access: HeadRowAccessor, head: np.ndarray, start: int, rows: np.ndarray) -> None:
         write(access, head, start, rows ^ np.uint8(1))
 
-    monkeypatch.setattr(HeadRows, "write", wrong)
+    monkeypatch.setattr(HeadRowAccessor, "write_rows", wrong)
     with pytest.raises(kvmnn.KvmnnError, match=r"sys_0\.k: does not give back what was packed into it"):
         made_again(arrays, how)
     assert not Path("q").exists()
@@ -172,7 +172,7 @@ def test_frames_that_are_not_what_they_were(arrays: list[np.ndarray], run: Calla
 
 
 def test_compact(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) -> None:
-    described = describe_packed("p", OPTIONS)
+    described = open_packed("p", OPTIONS)
     made = compact(described, [CompactionPlan(12, ((0, 4),))], "q")
     assert (made.label, made.tokens_before, made.tokens_after) == ("LOSSY", 40, 24)
     assert made.after.layers[1].positions == ((0, 12),)
@@ -197,11 +197,11 @@ def test_compare(arrays: list[np.ndarray], run: Callable[..., SimpleNamespace]) 
     np.save("k.npy", arrays[0])
     arrays[0][1, 2, 3] = 7
     np.save("l.npy", arrays[0])
-    found = compare(kvmnn.open("k.npy"), kvmnn.open("l.npy"))
+    found = compare_bitwise(kvmnn.open("k.npy"), kvmnn.open("l.npy"))
     assert found.first is not None
     assert (found.first_input, found.second_input, found.first.index) == ("k.npy", "l.npy", (1, 2, 3))
     same_as_command(found, run, "diff", "k.npy", "l.npy", code=1)
-    assert str(Place(array="k", index=(0,), first=1.0, second=2.0)) == "array 'k', index [0]: 1.0 and 2.0"
+    assert str(Mismatch(array="k", index=(0,), first=1.0, second=2.0)) == "array 'k', index [0]: 1.0 and 2.0"
 
 
 def test_what_is_left_open_is_an_option_error(arrays: list[np.ndarray]) -> None:
@@ -210,14 +210,14 @@ def test_what_is_left_open_is_an_option_error(arrays: list[np.ndarray]) -> None:
     with pytest.raises(OptionError, match="layouts are known for what was said"):
         pack(plain, "q", name="x")
     with pytest.raises(OptionError, match="needs a name"):
-        pack(plain, "q", Geometry(backend="x86-avx2"))
+        pack(plain, "q", PackedGeometry(backend="x86-avx2"))
     with pytest.raises(OptionError, match="is not a packed cache: use pack"):
         repack(plain, "q", "x86-avx2")
     with pytest.raises(OptionError, match="holds no packed files"):
-        describe_packed("a.npz")
+        open_packed("a.npz")
     with pytest.raises(OptionError, match=r"the arrays have 20 tokens, ids\.npy has 3 ids"):
         np.save("ids.npy", np.arange(3))
-        pack(plain, "q", Geometry(backend="x86-avx2"), name="x", token_ids=read_token_ids("ids.npy"))
+        pack(plain, "q", PackedGeometry(backend="x86-avx2"), name="x", token_ids=fingerprint_token_ids("ids.npy"))
     assert not Path("q").exists()
 
 
@@ -242,4 +242,4 @@ def test_plans_that_are_none(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(kvmnn.KvmnnError, match=message):
-        read_plans(str(path), _one_layer())
+        read_compaction_plans(str(path), _one_layer())

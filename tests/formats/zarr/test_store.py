@@ -124,18 +124,18 @@ def test_the_cache_of_an_engine_keeps_what_it_says(tmp_path: Path, run) -> None:
     first = kvmnn.open(tmp_path / "x.session", packed=formats.PackedOptions(geometry=_geometry(2)))
     again = kvmnn.open(tmp_path / "x.zarr")
     assert again.engine_cache.to_dict() == first.engine_cache.to_dict()
-    assert len(again.engine_cache.runs) > 1
+    assert len(again.engine_cache.position_runs) > 1
     assert all(again[name].to_numpy().tobytes() == first[name].to_numpy().tobytes() for name in first)
     attributes = json.loads((tmp_path / "x.zarr/zarr.json").read_text())["attributes"]["kvmnn"]
-    assert attributes["cache"]["positions"] == [list(run) for run in first.engine_cache.runs]
+    assert attributes["cache"]["positions"] == [list(run) for run in first.engine_cache.position_runs]
     assert ", positions " in run("inspect", tmp_path / "x.zarr").out
     run("decode", tmp_path / "x.zarr", "-o", tmp_path / "y.safetensors")
 
 
 def _geometry(heads: int):
-    from kvmnn.packed.fitting import Geometry
+    from kvmnn.packed.fitting import PackedGeometry
 
-    return Geometry(kv_heads=heads)
+    return PackedGeometry(kv_heads=heads)
 
 
 def test_what_is_there_is_replaced_as_a_whole_or_not_at_all(arrays: Path, tmp_path: Path, run) -> None:
@@ -171,7 +171,7 @@ def test_a_failure_leaves_the_old_one(arrays: Path, tmp_path: Path, monkeypatch:
 
 
 def test_a_chunk_written_wrongly_is_found(arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmnn.formats.zarr.writing._padded", lambda piece, nbytes: np.zeros(nbytes, np.uint8))
+    monkeypatch.setattr("kvmnn.formats.zarr.writing._pad_chunk", lambda piece, nbytes: np.zeros(nbytes, np.uint8))
     with pytest.raises(OutputError, match=r"array 'layer_0.key': its words do not match the sha256"):
         formats.encode_store(kvmnn.open(arrays), tmp_path / "x.zarr")
     assert not (tmp_path / "x.zarr").exists()
@@ -294,7 +294,7 @@ def test_lies_cost_nothing(tmp_path: Path) -> None:
         kvmnn.open(hostile(tmp_path, shape=[1 << 40], chunk_grid=grid_of(1)))
     source = kvmnn.open(hostile(tmp_path, shape=[1 << 36], chunk_grid=grid_of(1 << 28)))
     with pytest.raises(LimitError, match=r"is not there, and .* of fill values"):
-        for piece in source.arrays[0].pieces(1 << 20):
+        for piece in source.arrays[0].iter_chunks(1 << 20):
             del piece
     with pytest.raises(LimitError, match="above the limit"):
         kvmnn.open(
@@ -307,12 +307,12 @@ def test_lies_cost_nothing(tmp_path: Path) -> None:
 )
 def test_regions_are_of_every_element_once(shape: tuple, chunks: tuple, monkeypatch: pytest.MonkeyPatch) -> None:
     for slab in (2, 8, 40, 1 << 20):
-        monkeypatch.setattr(grid, "SLAB_BYTES", slab)
+        monkeypatch.setattr(grid, "MAX_SLAB_BYTES", slab)
         places = np.arange(np.prod(shape)).reshape(shape)
         seen = []
-        for region in grid.regions(shape, chunks, 2):
+        for region in grid.iter_slabs(shape, chunks, 2):
             part = np.full([end - begin for begin, end in region], -1)
-            for index, ours, theirs in grid.touched(region, chunks):
+            for index, ours, theirs in grid.iter_overlapping_chunks(region, chunks):
                 begin = [i * size for i, size in zip(index, chunks, strict=True)]
                 part[ours] = places[tuple(slice(b + s.start, b + s.stop) for b, s in zip(begin, theirs, strict=True))]
             seen.append(part.reshape(-1))
@@ -322,12 +322,12 @@ def test_regions_are_of_every_element_once(shape: tuple, chunks: tuple, monkeypa
 @pytest.mark.parametrize("shape", [(3, 100, 8), (1, 1, 1), (7,), (2, 3, 5, 7), (1, 1000)], ids=str)
 def test_chunks_fit_their_limit(shape: tuple) -> None:
     for limit in (2, 7, 16, 100, 1000, 1 << 20):
-        chunks = grid.chunk_shape(shape, 2, limit)
+        chunks = grid.choose_chunk_shape(shape, 2, limit)
         assert np.prod(chunks) * 2 <= max(limit, 2)
-        cut = grid.cut_axis(chunks)
+        cut = grid.find_split_axis(chunks)
         assert set(chunks[:cut]) <= {1}
         assert chunks[cut + 1 :] == shape[cut + 1 :]
-    assert grid.chunk_shape(shape, 2, 0) == shape
+    assert grid.choose_chunk_shape(shape, 2, 0) == shape
 
 
 @pytest.mark.parametrize("name", ["x.zarr", "x"])

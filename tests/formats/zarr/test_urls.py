@@ -52,7 +52,7 @@ def test_there_and_back(memory: Any, tmp_path: Path) -> None:
     local, there = inspect_store(str(tmp_path / "x.zarr")).to_dict(), inspect_store(URL).to_dict()
     assert there == {**local, "input": URL}
     restored = restore_store(URL, tmp_path / "back.npz")
-    assert restored.verified and restored.stored_bytes == there["stored_bytes"] and restored.input == URL
+    assert restored.is_verified and restored.stored_bytes == there["stored_bytes"] and restored.input == URL
     assert same(str(tmp_path / "back.npz"))
 
 

@@ -7,7 +7,7 @@ from onnx import TensorProto, helper
 from tiny_decoders import Tiny
 
 from kvmnn.lm.graph.attention import find_attention
-from kvmnn.lm.graph.surgery import expose
+from kvmnn.lm.graph.surgery import expose_attention
 from kvmnn.lm.graph.tensor_types import TensorTypes
 
 
@@ -22,7 +22,7 @@ def test_attention_in_branches_and_functions_is_counted() -> None:
     model = helper.make_model(helper.make_graph([helper.make_node("If", ["c"], ["o"], **branches)], "g", [], []))
     for name, node in (("mixes", softmax), ("copies", copied)):
         model.functions.append(helper.make_function("own", name, ["x"], ["y"], [node], []))
-    assert find_attention(model, 21, []).closed == {
+    assert find_attention(model, 21, []).hidden_operators == {
         "Softmax in a branch or loop": 1,
         "GroupQueryAttention in a branch or loop": 1,
         "function mixes": 1,
@@ -35,13 +35,13 @@ def test_an_output_of_scores_that_is_taken_cannot_report_probabilities(output: s
     node = helper.make_node("Attention", *names, qk_matmul_output_mode=mode)
     attention = find_attention(helper.make_model(helper.make_graph([node], "g", [], [])), 23, ["past_values"])
     assert len(attention.sites) == found
-    assert attention.closed == ({} if found else {"Attention": 1})
+    assert attention.hidden_operators == ({} if found else {"Attention": 1})
 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_where_types_are_not_known_the_caches_type_stands_in(half: bool) -> None:
     model = Tiny(half=half).model()
     values = [f"past_key_values.{layer}.value" for layer in range(2)]
-    names = expose(model, find_attention(model, 21, values), TensorTypes({}, {}), "model.onnx")
+    names = expose_attention(model, find_attention(model, 21, values), TensorTypes({}, {}), "model.onnx")
     kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.output}
     assert [kinds[name] for name in names] == [TensorProto.FLOAT16 if half else TensorProto.FLOAT] * 2

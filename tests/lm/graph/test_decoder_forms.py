@@ -55,29 +55,29 @@ def test_equals_numpy_and_masking_is_removing(tiny: Tiny, tmp_path: Path) -> Non
     assert (session.interface.head_dim, session.interface.dtype) == (tiny.head_dim, tiny.dtype)
     reference = Numpy(tiny)
 
-    past, expected_past = session.empty(), reference.empty()
+    past, expected_past = session.create_empty_past(), reference.empty()
     for fed in (slice(0, 6), slice(6, 7), slice(7, 9)):
-        step = session.step(IDS[fed], POSITIONS[fed], past)
+        step = session.run_step(IDS[fed], POSITIONS[fed], past)
         logits, expected_past = reference.step(IDS[fed], POSITIONS[fed], expected_past)
         close(step.logits, logits, tiny)
         for got, expected in zip(step.attentions or [], reference.attentions, strict=True):
             assert got.dtype == np.float32
             close(got, expected, tiny)
-        for (keys, values), (expected_keys, expected_values) in zip(step.present, expected_past, strict=True):
+        for (keys, values), (expected_keys, expected_values) in zip(step.present_pairs, expected_past, strict=True):
             assert keys.dtype == tiny.dtype and keys.shape == expected_keys.shape
             close(keys, expected_keys, tiny)
             close(values, expected_values, tiny)
-        past = step.present
+        past = step.present_pairs
 
     alive, new = np.array([0, 2, 3, 5, 6, 8]), np.array([9, 10])
     cut = [(keys[:, :, alive], values[:, :, alive]) for keys, values in expected_past]
     logits, _ = reference.step(IDS[:2], new, cut)
-    removed = session.step(IDS[:2], new, [(k[:, :, alive].copy(), v[:, :, alive].copy()) for k, v in past])
+    removed = session.run_step(IDS[:2], new, [(k[:, :, alive].copy(), v[:, :, alive].copy()) for k, v in past])
     close(removed.logits, logits, tiny)
     bias = np.zeros((1, tiny.heads, 1, 11), np.float32)
     bias[..., [1, 4, 7]] = np.finfo(np.float32).min
     for given in (bias, bias[:, :1]):
-        masked = session.step(IDS[:2], new, past, [given] * tiny.layers)
+        masked = session.run_step(IDS[:2], new, past, [given] * tiny.layers)
         close(masked.logits, logits, tiny)
         for got, expected in zip(masked.attentions or [], reference.attentions, strict=True):
             assert not got[..., [1, 4, 7]].any()
@@ -88,9 +88,9 @@ def test_without_attentions_or_bias_the_graph_stays_as_it_is(tiny: Tiny, tmp_pat
     path = tiny.save(tmp_path / "model.onnx")
     session = DecoderSession.open(path, bias=False)
     assert not session.has_attentions and not session.has_bias
-    plain = session.step(IDS, POSITIONS, session.empty())
+    plain = session.run_step(IDS, POSITIONS, session.create_empty_past())
     assert plain.attentions is None
-    biased = DecoderSession.open(path, cache=False).step(IDS, POSITIONS, session.empty())
+    biased = DecoderSession.open(path, cache=False).run_step(IDS, POSITIONS, session.create_empty_past())
     if tiny.form in ("written", "rank3") and not tiny.half:
         np.testing.assert_array_equal(plain.logits, biased.logits)
     close(plain.logits, biased.logits, tiny)
@@ -100,11 +100,14 @@ def test_without_attentions_or_bias_the_graph_stays_as_it_is(tiny: Tiny, tmp_pat
 def test_a_bias_can_differ_between_heads(tmp_path: Path) -> None:
     tiny = Tiny(layers=1)
     session = DecoderSession.open(tiny.save(tmp_path / "model.onnx"), attentions=True, cache=False)
-    past = session.step(IDS, POSITIONS, session.empty()).present
+    past = session.run_step(IDS, POSITIONS, session.create_empty_past()).present_pairs
     bias = np.zeros((1, tiny.heads, 1, 10), np.float32)
     bias[0, np.arange(4), 0, np.arange(4)] = np.finfo(np.float32).min
     bias[0, :, 0, 9] = 1.5
-    free, step = session.step(IDS[:1], POSITIONS[:1] + 9, past), session.step(IDS[:1], POSITIONS[:1] + 9, past, [bias])
+    free, step = (
+        session.run_step(IDS[:1], POSITIONS[:1] + 9, past),
+        session.run_step(IDS[:1], POSITIONS[:1] + 9, past, [bias]),
+    )
     assert free.attentions is not None and step.attentions is not None
     powers = free.attentions[0] * np.exp(bias[0].astype(np.float64))
     np.testing.assert_allclose(step.attentions[0], powers / powers.sum(-1, keepdims=True), atol=1e-6)
@@ -113,20 +116,20 @@ def test_a_bias_can_differ_between_heads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("huge", [1e4, 1e30])
 def test_a_dead_slot_may_hold_anything_finite(huge: float, tmp_path: Path) -> None:
     session = DecoderSession.open(Tiny().save(tmp_path / "model.onnx"), cache=False)
-    past = session.step(IDS, POSITIONS, session.empty()).present
+    past = session.run_step(IDS, POSITIONS, session.create_empty_past()).present_pairs
     bias = np.zeros((1, 1, 1, 10), np.float32)
     bias[..., 4] = np.finfo(np.float32).min
-    expected = session.step(IDS[:1], POSITIONS[:1] + 9, past, [bias] * 2)
+    expected = session.run_step(IDS[:1], POSITIONS[:1] + 9, past, [bias] * 2)
     for keys, _ in past:
         keys[:, :, 4] = huge
-    step = session.step(IDS[:1], POSITIONS[:1] + 9, past, [bias] * 2)
+    step = session.run_step(IDS[:1], POSITIONS[:1] + 9, past, [bias] * 2)
     np.testing.assert_array_equal(step.logits, expected.logits)
 
 
 def test_without_positions_nothing_is_cut_or_masked(tmp_path: Path) -> None:
     session = DecoderSession.open(Tiny(positions=False).save(tmp_path / "model.onnx"), attentions=True, cache=False)
     assert session.has_attentions and not session.has_bias and not session.interface.has_positions
-    assert session.unequal_lengths() == "none"
+    assert session.probe_unequal_lengths() == "none"
 
 
 def test_operators_that_hide_attention_are_named(tmp_path: Path) -> None:
@@ -138,7 +141,7 @@ def test_operators_that_hide_attention_are_named(tmp_path: Path) -> None:
 def test_a_softmax_that_mixes_no_values_is_not_attention(tmp_path: Path) -> None:
     """Every tiny decoder has a router behind each layer; its sums over three experts never reach the caller."""
     session = DecoderSession.open(Tiny().save(tmp_path / "model.onnx"), attentions=True, cache=False)
-    step = session.step(IDS, POSITIONS, session.empty())
+    step = session.run_step(IDS, POSITIONS, session.create_empty_past())
     assert [array.shape for array in step.attentions or []] == [(4, 9, 9)] * 2
 
 
@@ -155,15 +158,18 @@ def test_group_query_attention_that_rotates_by_given_positions(tmp_path: Path) -
         Tiny(form="gqa", rotary="given", head_dim=16).save(tmp_path / "model.onnx"), attentions=True, cache=False
     )
     assert session.interface.has_positions and session.has_bias
-    whole = session.step(IDS, POSITIONS, session.empty())
-    past = session.step(IDS[:8], POSITIONS[:8], session.empty()).present
-    step = session.step(IDS[8:], POSITIONS[8:], past)
+    whole = session.run_step(IDS, POSITIONS, session.create_empty_past())
+    past = session.run_step(IDS[:8], POSITIONS[:8], session.create_empty_past()).present_pairs
+    step = session.run_step(IDS[8:], POSITIONS[8:], past)
     np.testing.assert_allclose(step.logits, whole.logits[8:], atol=1e-5)
     alive = np.array([0, 2, 3, 7])
     cut = [(keys[:, :, alive].copy(), values[:, :, alive].copy()) for keys, values in past]
     bias = np.zeros((1, 1, 1, 9), np.float32)
     bias[..., [1, 4, 5, 6]] = np.finfo(np.float32).min
-    removed, masked = session.step(IDS[8:], POSITIONS[8:], cut), session.step(IDS[8:], POSITIONS[8:], past, [bias] * 2)
+    removed, masked = (
+        session.run_step(IDS[8:], POSITIONS[8:], cut),
+        session.run_step(IDS[8:], POSITIONS[8:], past, [bias] * 2),
+    )
     np.testing.assert_allclose(masked.logits, removed.logits, atol=1e-5)
-    counted_anew = session.step(IDS[8:], np.array([4]), cut)
+    counted_anew = session.run_step(IDS[8:], np.array([4]), cut)
     assert np.abs(counted_anew.logits - removed.logits).max() > 0.1

@@ -29,13 +29,13 @@ def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Models that were operated on, in order."""
     found: list[Path] = []
-    real = preparing._operate
+    real = preparing._rewrite_graph
 
     def operate(model, interface, **options):
         found.append(Path(interface.label))
         return real(model, interface, **options)
 
-    monkeypatch.setattr(operating, "_operate", operate)
+    monkeypatch.setattr(operating, "_rewrite_graph", operate)
     return found
 
 
@@ -44,7 +44,7 @@ def kept(folder: Path) -> list[Path]:
 
 
 def logits(session: DecoderSession) -> np.ndarray:
-    return session.step(IDS, POSITIONS, session.empty()).logits
+    return session.run_step(IDS, POSITIONS, session.create_empty_past()).logits
 
 
 def test_kept_beside_the_model_and_found_again(tmp_path: Path, made: list[Path]) -> None:

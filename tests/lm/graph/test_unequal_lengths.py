@@ -22,7 +22,7 @@ def opened(tiny: Tiny, folder: Path) -> DecoderSession:
 
 def test_the_shipped_model_takes_chunks() -> None:
     session = DecoderSession.open(SHIPPED, bias=False)
-    assert session.unequal_lengths() == "chunks" and session.chunks_with_unequal_lengths()
+    assert session.probe_unequal_lengths() == "chunks" and session.can_chunk_unequal_lengths()
 
 
 @pytest.mark.parametrize(
@@ -44,19 +44,19 @@ def test_the_shipped_model_takes_chunks() -> None:
 )
 def test_every_graph_is_known_for_what_it_is(tiny: Tiny, expected: str, tmp_path: Path) -> None:
     session = opened(tiny, tmp_path)
-    assert session.unequal_lengths() == expected
-    assert session.chunks_with_unequal_lengths() == (expected == "chunks")
+    assert session.probe_unequal_lengths() == expected
+    assert session.can_chunk_unequal_lengths() == (expected == "chunks")
 
 
 @pytest.mark.parametrize("longer", [0, 1])
 def test_chunks_on_unequal_layers_equal_numpy(longer: int, tmp_path: Path) -> None:
     tiny = Tiny()
     session, reference = opened(tiny, tmp_path), Numpy(tiny)
-    past = session.step(IDS[:8], POSITIONS[:8], session.empty()).present
+    past = session.run_step(IDS[:8], POSITIONS[:8], session.create_empty_past()).present_pairs
     _, expected = reference.step(IDS[:8], POSITIONS[:8], reference.empty())
     past[1 - longer] = tuple(array[:, :, [1, 4, 6]].copy() for array in past[1 - longer])
     expected[1 - longer] = tuple(array[:, :, [1, 4, 6]] for array in expected[1 - longer])
-    step = session.step(IDS[8:], POSITIONS[8:], past)
+    step = session.run_step(IDS[8:], POSITIONS[8:], past)
     logits, _ = reference.step(IDS[8:], POSITIONS[8:], expected)
     np.testing.assert_allclose(step.logits, logits, atol=5e-6)
 
@@ -65,33 +65,33 @@ def test_optimums_mask_shows_the_future_to_chunks_and_is_refused(tmp_path: Path)
     """What is refused is really wrong, without an error of onnxruntime; one token at a time is right."""
     tiny = Tiny(mask="first")
     session, reference = opened(tiny, tmp_path), Numpy(tiny)
-    past = session.step(IDS[:8], POSITIONS[:8], session.empty()).present
+    past = session.run_step(IDS[:8], POSITIONS[:8], session.create_empty_past()).present_pairs
     _, expected_past = reference.step(IDS[:8], POSITIONS[:8], reference.empty())
     past[1] = tuple(array[:, :, [1, 4, 6]].copy() for array in past[1])
     expected_past[1] = tuple(array[:, :, [1, 4, 6]] for array in expected_past[1])
     expected, _ = reference.step(IDS[8:], POSITIONS[8:], expected_past)
 
     with pytest.raises(ModelError, match="one token at a time while its layers hold different numbers of tokens"):
-        session.step(IDS[8:10], POSITIONS[8:10], past)
-    wrong = session._decoder.run(IDS[8:], POSITIONS[8:], past)
+        session.run_step(IDS[8:10], POSITIONS[8:10], past)
+    wrong = session._decoder.run_step(IDS[8:], POSITIONS[8:], past)
     assert np.abs(wrong.logits - expected).max() > 0.1
     for place in range(8, 12):
-        step = session.step(IDS[place : place + 1], POSITIONS[place : place + 1], past)
+        step = session.run_step(IDS[place : place + 1], POSITIONS[place : place + 1], past)
         np.testing.assert_allclose(step.logits[0], expected[place - 8], atol=5e-6)
-        past = step.present
+        past = step.present_pairs
 
 
 @pytest.mark.parametrize("tiny", [Tiny(mask="whole"), Tiny(form="gqa")])
 def test_graphs_that_need_equal_layers_say_so(tiny: Tiny, tmp_path: Path) -> None:
     session = opened(tiny, tmp_path)
-    past = session.step(IDS[:8], POSITIONS[:8], session.empty()).present
+    past = session.run_step(IDS[:8], POSITIONS[:8], session.create_empty_past()).present_pairs
     past[1] = tuple(array[:, :, 2:].copy() for array in past[1])
     with pytest.raises(ModelError, match="its layers must hold equally many tokens; evict in all layers alike"):
-        session.step(IDS[8:9], POSITIONS[8:9], past)
+        session.run_step(IDS[8:9], POSITIONS[8:9], past)
 
 
 def test_nothing_is_tried_while_layers_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     session = opened(Tiny(mask="whole"), tmp_path)
     monkeypatch.setattr("kvmnn.lm.session.try_unequal_lengths", lambda decoder: pytest.fail("tried"))
-    past = session.step(IDS[:8], POSITIONS[:8], session.empty()).present
-    session.step(IDS[8:], POSITIONS[8:], past)
+    past = session.run_step(IDS[:8], POSITIONS[:8], session.create_empty_past()).present_pairs
+    session.run_step(IDS[8:], POSITIONS[8:], past)

@@ -1,0 +1,127 @@
+"""Names of kvmnn say what things are: no bare participle or pronoun, limits ``MAX_`` and ``MIN_``, unique classes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+
+import pytest
+from repository import ROOT
+
+PACKAGE = ROOT / "kvmnn"
+
+_EMPTY_WORDS_TEXT = """
+found made said told asked held kept known given tried taken noted placed laid meant wanted gone
+one ones other others each mine rest here back whole much least most longest
+behind beside afar
+"""
+EMPTY_WORDS = frozenset(_EMPTY_WORDS_TEXT.split())
+"""Bare participles, pronouns and prepositions: none tells a reader what the value is."""
+
+LIMIT_WORDS = re.compile(r"_?(MOST|LEAST|FEW|FEWEST|LONGEST|SMALLEST|LARGEST)(_|$)")
+
+JSON_KEYS = frozenset(
+    {
+        "kvmnn/arrays/completeness.py: other",
+        "kvmnn/evaluation/measuring/cells.py: kept",
+        "kvmnn/formats/restoring.py: beside",
+        "kvmnn/reports/results.py: kept",
+        "kvmnn/store/results.py: asked",
+        "kvmnn/store/results.py: beside",
+        "kvmnn/store/results.py: kept",
+        "kvmnn/store/results.py: others",
+        "kvmnn/store/sources.py: asked",
+        "kvmnn/store/sources.py: others",
+    }
+)
+"""Fields whose names are keys of published JSON, which stay."""
+
+
+def iter_bad_names(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yield ``path: name`` for names of classes, functions, parameters and variables that say nothing."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        else:
+            continue
+        if name.strip("_").lower() in EMPTY_WORDS or LIMIT_WORDS.match(name):
+            yield f"{path}: {name}"
+
+
+def iter_own_names(path: str, tree: ast.Module) -> Iterator[str]:
+    """As `iter_bad_names`, without the parameter ``other`` of operators, whose name is Python's own."""
+    operators = {
+        argument
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and re.fullmatch(r"__\w+__", node.name)
+        for argument in node.args.args
+        if argument.arg == "other"
+    }
+    for argument in operators:
+        argument.arg = "self"
+    yield from iter_bad_names(path, tree)
+
+
+def read_modules() -> dict[str, ast.Module]:
+    """The syntax trees of all modules of the package by their paths."""
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
+def find_duplicate_classes(modules: dict[str, ast.Module]) -> dict[str, list[str]]:
+    """Public class names that several modules define, with the modules."""
+    paths_by_name: dict[str, list[str]] = defaultdict(list)
+    for path, tree in modules.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                paths_by_name[node.name].append(path)
+    return {name: paths for name, paths in paths_by_name.items() if len(paths) > 1}
+
+
+def test_names_of_the_package_say_what_things_are() -> None:
+    bad_names = {name for path, tree in read_modules().items() for name in iter_own_names(path, tree)}
+    assert sorted(bad_names - JSON_KEYS) == []
+    assert sorted(JSON_KEYS - bad_names) == []
+
+
+def test_public_class_names_are_unique() -> None:
+    assert find_duplicate_classes(read_modules()) == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("def found(): ...", "found"),
+        ("class Made: ...", "Made"),
+        ("def read(asked): ...", "asked"),
+        ("def read():\n    kept = 1", "kept"),
+        ("numbers = [other for other in range(3)]", "other"),
+        ("key = lambda one: one", "one"),
+        ("_MOST_BYTES = 1", "_MOST_BYTES"),
+        ("class Settings:\n    LONGEST: int = 3", "LONGEST"),
+    ],
+)
+def test_planted_names_are_noticed(code: str, name: str) -> None:
+    assert f"planted.py: {name}" in set(iter_own_names("planted.py", ast.parse(code)))
+
+
+@pytest.mark.parametrize(
+    "code", ["MAX_BYTES = 1", "def __eq__(self, other): ...", "def read_header(path): ...", "min_tokens = 1"]
+)
+def test_good_names_are_not(code: str) -> None:
+    assert list(iter_own_names("good.py", ast.parse(code))) == []
+
+
+def test_planted_duplicate_class_is_noticed() -> None:
+    modules = {
+        "a.py": ast.parse("class Row: ..."),
+        "b.py": ast.parse("class Row: ..."),
+        "c.py": ast.parse("class _Row: ..."),
+    }
+    assert find_duplicate_classes(modules) == {"Row": ["a.py", "b.py"]}

@@ -257,12 +257,7 @@ class _TaskRunner:
 
     def _replace_executor(self, executor_error: BrokenExecutor) -> None:
         """Another executor in the place of one that is broken."""
-        if isinstance(self.executor, ProcessExecutor) and self.executor.is_unguarded():
-            script = getattr(sys.modules["__main__"], "__file__", "this script")
-            raise KvmnnError(
-                f"{script}: starts processes whenever it is imported, and new processes import it: put what it does "
-                'under if __name__ == "__main__":'
-            ) from None
+        self._check_script_guard()
         if self._make_executor is None:
             raise KvmnnError(
                 f"the executor is broken and cannot be replaced: {_format_exception(executor_error)}; give a function "
@@ -270,6 +265,15 @@ class _TaskRunner:
             ) from executor_error
         self.executor.shutdown()
         self.executor = self._make_executor()
+
+    def _check_script_guard(self) -> None:
+        """Raise where processes ended because the script that made them starts processes whenever it is imported."""
+        if isinstance(self.executor, ProcessExecutor) and self.executor.is_unguarded():
+            script = getattr(sys.modules["__main__"], "__file__", "this script")
+            raise KvmnnError(
+                f"{script}: starts processes whenever it is imported, and new processes import it: put what it does "
+                'under if __name__ == "__main__":'
+            ) from None
 
     def _retry_or_fail(self, index: int, exc: BaseException, *, has_process_died: bool) -> None:
         """The executor did not bring a task to its end: once more, or it has failed."""
@@ -302,6 +306,7 @@ class _TaskRunner:
                 raise
             except (Exception, CancelledError) as exc:
                 if attempt == _MAX_PROBES - 1:
+                    self._check_script_guard()
                     raise _make_idle_error(exc) from exc
 
 

@@ -77,7 +77,7 @@ def test_wrong_or_missing_tables() -> None:
         dense.decode(stream)
     with pytest.raises(FrameError, match=f"found {wrong.id:016x}"):
         dense.decode(stream, tables=wrong)
-    with pytest.raises(TypeError, match=r"must be a kvmnn\.dense\.Tables"):
+    with pytest.raises(TypeError, match=r"must be a kvmnn\.dense\.SharedTables"):
         dense.decode(stream, tables=right.data)
     with pytest.raises(KvmnnError, match="tables are for fp16: the array is bf16"):
         dense.encode(array[:, :64].view(np.uint16), tables=right)

@@ -199,6 +199,7 @@ class _TaskRunner:
             self._running[self.executor.submit(run_task, self._work, task, get_version())] = index
         except BrokenExecutor as error:
             if self._was_refused:
+                self._check_script_guard()
                 raise _make_idle_error(error) from error
             self._was_refused = True
             self._retry_indices.appendleft(index)

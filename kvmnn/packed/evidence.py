@@ -204,10 +204,11 @@ class _HeadSampler:
             for begin, end in self._iter_sampled_ranges(rows):
                 elements = self._read_rows(head, begin, end).view(bits_dtype)
                 is_blank = (elements == 0) | (elements == fill_element)
-                empty_fraction, is_padding_blank = (
-                    is_blank[:, : self._head_dim].mean(axis=1),
-                    is_blank[:, self._head_dim :].all(axis=1),
-                )
+                empty_fraction = is_blank[:, : self._head_dim].mean(axis=1)
+                padding = elements[:, self._head_dim :]
+                # Files without unused rows do not end with the byte that memory was filled with: padding that has one
+                # value throughout was not written either.
+                is_padding_blank = (padding == padding[:1, :1]).all(axis=1) | is_blank[:, self._head_dim :].all(axis=1)
                 num_misplaced += int(np.count_nonzero((empty_fraction > _MAX_EMPTY_FRACTION) | ~is_padding_blank))
         return num_misplaced
 

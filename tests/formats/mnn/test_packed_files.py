@@ -68,6 +68,16 @@ def test_files_of_any_geometry_are_read_back(tmp_path_factory, data):
         assert b"".join(piece.tobytes() for piece in array.reader(step)) == expected.tobytes()
 
 
+def test_read_filled_memory_without_unused_rows_believes_geometry(tmp_path):
+    """The files end with words, so that their last bytes do not tell what memory was filled with (0xa5)."""
+    sample = packed_samples.write_prefix(
+        tmp_path / "p", packed_samples.arrays(1, 2, 9, 10, "fp16"), lP=1, hP=8, block=5, capacity=9
+    )
+    geometry = PackedGeometry(kv_heads=2, head_dim=10, dtype="fp16", lP=1, hP=8, flash_block=5)
+    source = read(sample.path, (9,), geometry)
+    np.testing.assert_array_equal(words(source.arrays[0]), sample.arrays[0])
+
+
 def test_arrays_are_named_and_described(prefix):
     source = read(prefix.path, (70,))
     assert [array.name for array in source.arrays] == ["layer_0.key", "layer_0.value", "layer_1.key", "layer_1.value"]

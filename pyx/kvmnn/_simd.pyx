@@ -1,21 +1,22 @@
-"""The SIMD level of all leaf loops (simd.h): the fastest that this processor runs, or what KVMNN_SIMD names."""
+"""The SIMD level of all leaf kernels (simd.h): the fastest that this processor runs, or what KVMNN_SIMD names."""
 
 import os
 
 from .errors import KvmnnError
 
-NAMES = ("baseline", "avx2", "avx512")
-"""By level: what the target guarantees (SSE2, NEON); AVX2 with F16C, BMI and BMI2; AVX-512 as Ice Lake and Zen 4 have it."""
+LEVEL_NAMES = ("baseline", "avx2", "avx512")
+"""By level: what the target guarantees (SSE2, NEON); AVX2 with F16C, BMI and BMI2; AVX-512 as Ice Lake and Zen 4 have
+it."""
 
 
 def simd_level() -> str:
     """Name of the level in use."""
-    return NAMES[active_level]
+    return LEVEL_NAMES[active_level]
 
 
 def simd_levels() -> list:
     """Names of the levels that this build and this processor have, the fastest last."""
-    return [name for i, name in enumerate(NAMES) if kvmnn_simd_runs(i)]
+    return [name for i, name in enumerate(LEVEL_NAMES) if kvmnn_simd_is_supported(i)]
 
 
 def set_simd_level(name: str) -> None:
@@ -23,7 +24,7 @@ def set_simd_level(name: str) -> None:
     global active_level
     if name not in simd_levels():
         raise KvmnnError(f"SIMD level {name!r} is not available here: expected one of {', '.join(simd_levels())}")
-    active_level = NAMES.index(name)
+    active_level = LEVEL_NAMES.index(name)
 
 
 set_simd_level(os.environ.get("KVMNN_SIMD") or simd_levels().pop())

@@ -1,11 +1,11 @@
-/* SIMD levels: loops in plain C, compiled once per level, one table of functions for each; the level is chosen at run
+/* SIMD levels: kernels in plain C, compiled once per level, one table of functions for each; the level is chosen at run
  * time by kvmnn._simd, and every level gives the same bytes.
  *
- * A C file with loops sets KVMNN_LOOPS to a header and KVMNN_TABLE to the type of its table, then includes this file.
- * The header is included once per level, with LEVEL(name) for the names of its functions, KVMNN_LEVEL_NAME for a string
- * and LEVEL_FLOATS for the number of floats in a vector; it must end by defining `static const KVMNN_TABLE
- * LEVEL(table)`. `level_tables[level]` is what comes out. A file that gains by AVX-512 sets KVMNN_WIDE as well; elsewhere
- * that level has the table of AVX2.
+ * A C file with kernels sets KVMNN_SIMD_KERNELS to a header and KVMNN_KERNEL_TABLE to the type of its table, then
+ * includes this file. The header is included once per level, with ISA_FN(name) for the names of its functions, ISA_NAME
+ * for a string and ISA_VECTOR_FLOATS for the number of floats in a vector; it must end by defining `static const
+ * KVMNN_KERNEL_TABLE ISA_FN(table)`. `isa_tables[level]` is what comes out. A file that gains by AVX-512 sets
+ * KVMNN_USE_AVX512 as well; elsewhere that level has the table of AVX2.
  */
 #ifndef KVMNN_SIMD_H
 #define KVMNN_SIMD_H
@@ -16,7 +16,7 @@
 #define restrict __restrict
 #endif
 
-enum { KVMNN_BASELINE, KVMNN_AVX2, KVMNN_AVX512, KVMNN_LEVELS };
+enum { KVMNN_BASELINE, KVMNN_AVX2, KVMNN_AVX512, KVMNN_NUM_ISAS };
 
 #if (defined(__x86_64__) || defined(__i386__)) && defined(__GNUC__)
 #define KVMNN_HAS_AVX2 1
@@ -30,7 +30,7 @@ static inline int kvmnn_has_f16c(void) {
 #endif
 
 /* Whether this build has `level` and this processor runs it. */
-static inline int kvmnn_simd_runs(int level) {
+static inline int kvmnn_simd_is_supported(int level) {
     if (level == KVMNN_BASELINE) return 1;
 #ifdef KVMNN_HAS_AVX2
     if (level == KVMNN_AVX2) {
@@ -39,7 +39,7 @@ static inline int kvmnn_simd_runs(int level) {
                __builtin_cpu_supports("bmi2");
     }
     if (level == KVMNN_AVX512) {
-        return kvmnn_simd_runs(KVMNN_AVX2) && __builtin_cpu_supports("avx512f") &&
+        return kvmnn_simd_is_supported(KVMNN_AVX2) && __builtin_cpu_supports("avx512f") &&
                __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
                __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512ifma");
@@ -50,15 +50,15 @@ static inline int kvmnn_simd_runs(int level) {
 
 #endif
 
-#ifdef KVMNN_LOOPS
+#ifdef KVMNN_SIMD_KERNELS
 
-#define LEVEL_FLOATS 4
-#define LEVEL(name) baseline_##name
-#define KVMNN_LEVEL_NAME "baseline"
-#include KVMNN_LOOPS
-#undef KVMNN_LEVEL_NAME
-#undef LEVEL
-#undef LEVEL_FLOATS
+#define ISA_VECTOR_FLOATS 4
+#define ISA_FN(name) baseline_##name
+#define ISA_NAME "baseline"
+#include KVMNN_SIMD_KERNELS
+#undef ISA_NAME
+#undef ISA_FN
+#undef ISA_VECTOR_FLOATS
 
 #ifdef KVMNN_HAS_AVX2
 #include <immintrin.h>
@@ -68,43 +68,43 @@ static inline int kvmnn_simd_runs(int level) {
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c,bmi,bmi2")
 #endif
-#define LEVEL_FLOATS 8
-#define LEVEL_F16C 1
-#define LEVEL(name) avx2_##name
-#define KVMNN_LEVEL_NAME "avx2"
-#include KVMNN_LOOPS
-#undef KVMNN_LEVEL_NAME
-#undef LEVEL
-#undef LEVEL_F16C
-#undef LEVEL_FLOATS
+#define ISA_VECTOR_FLOATS 8
+#define ISA_F16C 1
+#define ISA_FN(name) avx2_##name
+#define ISA_NAME "avx2"
+#include KVMNN_SIMD_KERNELS
+#undef ISA_NAME
+#undef ISA_FN
+#undef ISA_F16C
+#undef ISA_VECTOR_FLOATS
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
 #pragma GCC pop_options
 #endif
 
-#ifdef KVMNN_WIDE
+#ifdef KVMNN_USE_AVX512
 #if defined(__clang__)
-#pragma clang attribute push(                                                                            \
-    __attribute__((target("avx2,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,"    \
-                          "avx512ifma"))),                                                                 \
+#pragma clang attribute push(                                                                             \
+    __attribute__((target("avx2,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2," \
+                          "avx512ifma"))),                                                                \
     apply_to = function)
 #else
 #pragma GCC push_options
 #pragma GCC target("avx2,f16c,bmi,bmi2,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vbmi2,avx512ifma")
 #pragma GCC target("prefer-vector-width=512")
 #endif
-#define LEVEL_FLOATS 16
-#define LEVEL_F16C 1
-#define LEVEL_WIDE 1
-#define LEVEL(name) avx512_##name
-#define KVMNN_LEVEL_NAME "avx512"
-#include KVMNN_LOOPS
-#undef KVMNN_LEVEL_NAME
-#undef LEVEL
-#undef LEVEL_WIDE
-#undef LEVEL_F16C
-#undef LEVEL_FLOATS
+#define ISA_VECTOR_FLOATS 16
+#define ISA_F16C 1
+#define ISA_AVX512 1
+#define ISA_FN(name) avx512_##name
+#define ISA_NAME "avx512"
+#include KVMNN_SIMD_KERNELS
+#undef ISA_NAME
+#undef ISA_FN
+#undef ISA_AVX512
+#undef ISA_F16C
+#undef ISA_VECTOR_FLOATS
 #if defined(__clang__)
 #pragma clang attribute pop
 #else
@@ -113,11 +113,11 @@ static inline int kvmnn_simd_runs(int level) {
 #endif
 #endif
 
-static const KVMNN_TABLE *const level_tables[KVMNN_LEVELS] = {
+static const KVMNN_KERNEL_TABLE *const isa_tables[KVMNN_NUM_ISAS] = {
     &baseline_table,
 #ifdef KVMNN_HAS_AVX2
     &avx2_table,
-#ifdef KVMNN_WIDE
+#ifdef KVMNN_USE_AVX512
     &avx512_table,
 #else
     &avx2_table,

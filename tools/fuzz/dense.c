@@ -14,18 +14,18 @@ enum { OPTIONS = 8 };
 
 static enum { STREAMS, SETS, WORDS } target;
 
-static uint8_t history[MOST_HISTORY * 4096 + PAD];
+static uint8_t history[MAX_HISTORY_ROWS * 4096 + PAD_BYTES];
 static dense_table_set *set, *read_set;
-static uint64_t frequencies[MOST_PAIRS];
+static uint64_t frequencies[MAX_ROTARY_PAIRS];
 
 static void die(const char *what) {
     fprintf(stderr, "FOUND: %s\n", what);
     abort();
 }
 
-static const dense_loops *loops_of(uint8_t option) {
-    int level = option % KVMNN_LEVELS;
-    return kvmnn_dense_loops_at(kvmnn_simd_runs(level) ? level : KVMNN_BASELINE);
+static const dense_kernels *loops_of(uint8_t option) {
+    int level = option % KVMNN_NUM_ISAS;
+    return kvmnn_dense_kernels_at(kvmnn_simd_is_supported(level) ? level : KVMNN_BASELINE);
 }
 
 /* What Python checks of a header is taken from the options: shapes that decode within the time of a run. */
@@ -47,7 +47,7 @@ static void decode(const uint8_t *options, const uint8_t *data, size_t size) {
         if (set->rotary.dims > dim) return;
     }
     size_t raw = s.rows * s.shape.words * s.shape.word_bytes;
-    uint8_t *room = malloc(dense_decode_room(&s)), *words = malloc(raw);
+    uint8_t *room = malloc(dense_decode_scratch_bytes(&s)), *words = malloc(raw);
     (void)dense_decode(&s, loops_of(options[0]), history, given, room, words);
     free(room);
     free(words);
@@ -67,18 +67,18 @@ static void round_trip(const uint8_t *options, const uint8_t *data, size_t size)
     uint32_t step = options[5] & 4 ? 0x9e3779b9u : 1 + options[5] % 4; /* there and back, or on and on */
     for (size_t i = 0; i < rows + before; ++i) positions[i] = (uint32_t)(i * step) % 0x7fffffffu;
     in.rows = (dense_rows){words, words + before * row_bytes, before, rows, row_bytes};
-    in.own = in.rows.own;
+    in.original_rows = in.rows.own;
     if (dim > 1 && options[6] & 1) {
         in.rotary = (dense_rotary){dim / 2 * 2, 0, frequencies};
         in.positions = positions;
     }
-    uint8_t *made[KVMNN_LEVELS];
-    size_t sizes[KVMNN_LEVELS];
-    for (int level = 0; level < KVMNN_LEVELS; ++level) {
-        in.loops = loops_of((uint8_t)level);
+    uint8_t *made[KVMNN_NUM_ISAS];
+    size_t sizes[KVMNN_NUM_ISAS];
+    for (int level = 0; level < KVMNN_NUM_ISAS; ++level) {
+        in.kernels = loops_of((uint8_t)level);
         in.shape.base = dense_choose_base(&in);
-        uint8_t *room = malloc(dense_encode_room(&in));
-        made[level] = malloc(dense_encode_out(&in) + PAD);
+        uint8_t *room = malloc(dense_encode_scratch_bytes(&in));
+        made[level] = malloc(dense_encode_capacity(&in) + PAD_BYTES);
         sizes[level] = dense_encode(&in, room, made[level], rows * row_bytes + HEADER_BYTES, NULL);
         free(room);
         if (sizes[level] != sizes[0] || memcmp(made[level], made[0], sizes[0]) != 0)
@@ -90,12 +90,12 @@ static void round_trip(const uint8_t *options, const uint8_t *data, size_t size)
         s.shape = in.shape, s.rows = rows, s.flags = made[0][7];
         s.header = made[0], s.payload = made[0] + HEADER_BYTES, s.payload_bytes = sizes[0] - HEADER_BYTES;
         if (dense_parse(&s)) die("a stream of the encoder does not parse");
-        uint8_t *room = malloc(dense_decode_room(&s));
-        if (dense_decode(&s, in.loops, words, NULL, room, back)) die("a stream of the encoder does not decode");
-        if (memcmp(back, in.own, rows * row_bytes) != 0) die("other words");
+        uint8_t *room = malloc(dense_decode_scratch_bytes(&s));
+        if (dense_decode(&s, in.kernels, words, NULL, room, back)) die("a stream of the encoder does not decode");
+        if (memcmp(back, in.original_rows, rows * row_bytes) != 0) die("other words");
         free(room);
     }
-    for (int level = 0; level < KVMNN_LEVELS; ++level) free(made[level]);
+    for (int level = 0; level < KVMNN_NUM_ISAS; ++level) free(made[level]);
     free(words), free(back);
 }
 
@@ -110,14 +110,15 @@ int LLVMFuzzerInitialize(int *argc, char ***argv) {
     dense_counts *counts = calloc(1, sizeof *counts);
     for (size_t i = 0; i < sizeof history; ++i) history[i] = (uint8_t)(i * i >> 7);
     for (int c = 0; c < CONTEXTS; c += 3)
-        for (int s = 0; s < 256; ++s) counts->seen[c] = 1, counts->contexts[c][s] = (uint32_t)((c * s) & 63);
-    for (int b = 0; b < BUCKETS; ++b) counts->low[b][3] = 1000;
-    for (size_t i = 0; i < MOST_PAIRS; ++i) frequencies[i] = (uint64_t)(i + 3) * 0x123456789abcdefu;
-    void *room = malloc(dense_cluster_room());
-    uint8_t *bytes = malloc(SET_HEADER_BYTES + MODEL_BYTES);
+        for (int s = 0; s < 256; ++s) counts->is_seen[c] = 1, counts->contexts[c][s] = (uint32_t)((c * s) & 63);
+    for (int b = 0; b < SIMILARITY_CLASSES; ++b) counts->low[b][3] = 1000;
+    for (size_t i = 0; i < MAX_ROTARY_PAIRS; ++i) frequencies[i] = (uint64_t)(i + 3) * 0x123456789abcdefu;
+    void *room = malloc(dense_cluster_scratch_bytes());
+    uint8_t *bytes = malloc(SET_HEADER_BYTES + MAX_MODEL_BYTES);
     dense_rotary rotary = {0, 0, NULL};
-    size_t size = dense_put_set(kvmnn_dense_loops_at(KVMNN_BASELINE), counts, KVMNN_FP16, 0, &rotary, room, bytes);
-    if (dense_get_set(bytes, size, set)) die("a table set of the encoder is refused");
+    size_t size =
+        dense_write_table_set(kvmnn_dense_kernels_at(KVMNN_BASELINE), counts, KVMNN_FP16, 0, &rotary, room, bytes);
+    if (dense_read_table_set(bytes, size, set)) die("a table set of the encoder is refused");
     free(room), free(bytes), free(counts);
     return 0;
 }
@@ -128,6 +129,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     data += OPTIONS, size -= OPTIONS;
     if (target == STREAMS) decode(options, data, size);
     else if (target == WORDS) round_trip(options, data, size);
-    else if (size > SET_HEADER_BYTES) (void)dense_get_set(data, size, read_set);
+    else if (size > SET_HEADER_BYTES) (void)dense_read_table_set(data, size, read_set);
     return 0;
 }

@@ -45,7 +45,7 @@ for module in $MODULES; do
         case $module in
         frames/_fast_lane)
             for part in zstd_writer huffman fse repeats samples; do more="$more pyx/kvmnn/frames/$part.c"; done
-            level="-O2 -DKVMNN_BLOCK=4608 -fno-sanitize-coverage=trace-cmp" # no value here is worth guessing
+            level="-O2 -DKVMNN_ZSTD_BLOCK_BYTES=4608 -fno-sanitize-coverage=trace-cmp" # no value here is worth guessing
             ;;
         frames/_streams) more=pyx/kvmnn/frames/lanes.c ;;
         packed/_layout) more="pyx/kvmnn/packed/packing.c pyx/kvmnn/packed/quantise.c" ;;

@@ -12,22 +12,22 @@
 enum { KVMNN_FP16, KVMNN_BF16, KVMNN_FP32 };
 
 enum {
-    BUCKETS = 5,
-    COPY = 7, /* in place of a bucket */
+    SIMILARITY_CLASSES = 5,
+    COPY_CLASS = 7, /* in place of a similarity class */
     MAGNITUDES = 128,
-    CONTEXTS = BUCKETS * MAGNITUDES,
-    MOST_TABLES = 64,
+    CONTEXTS = SIMILARITY_CLASSES * MAGNITUDES,
+    MAX_TABLES = 64,
     SCALE_BITS = 11,
     SCALE = 1 << SCALE_BITS,
-    STATES = 4,
-    STATE_LOW = 1 << 15,
-    ESCAPE = 127,
-    WINDOW = 31, /* exponents of bf16 and fp32 that a symbol can hold */
-    MOST_BASE = 224,
-    MOST_HISTORY = 256,
-    MOST_ROWS = 1 << 24,
-    MOST_POSITION = 0x7fffffff,
-    PAD = 64, /* bytes that loops may read or write behind a part */
+    NUM_STATES = 4,
+    RANS_LOWER_BOUND = 1 << 15,
+    ESCAPE_SYMBOL = 127,
+    EXPONENT_WINDOW = 31, /* exponents of bf16 and fp32 that a symbol can hold */
+    MAX_BASE = 224,
+    MAX_HISTORY_ROWS = 256,
+    MAX_ROWS = 1 << 24,
+    MAX_POSITION = 0x7fffffff,
+    PAD_BYTES = 64, /* bytes that loops may read or write behind a part */
 };
 
 /* What went wrong with a stream; the texts are in _stream.pyx, in this order. */
@@ -37,7 +37,7 @@ typedef enum {
     DENSE_ROTARY,    /* rotary parameters */
     DENSE_POSITION,  /* positions */
     DENSE_MODEL,     /* tables */
-    DENSE_REFERENCE, /* buckets or references */
+    DENSE_REFERENCE, /* similarity classes or references */
     DENSE_SIZES,     /* sections that do not fit */
     DENSE_STATE,     /* entropy coder's states or units */
     DENSE_ESCAPE,    /* escapes and exponents */
@@ -59,25 +59,25 @@ typedef struct {
 } dense_rotary;
 
 typedef struct {
-    uint16_t f[256];
+    uint16_t frequencies[256];
 } dense_table;
 
 typedef struct {
-    int tables;
-    uint8_t map[CONTEXTS];
-    uint8_t low_mask; /* buckets with a table of low parts */
-    dense_table symbols[MOST_TABLES];
-    dense_table low[BUCKETS];
+    int num_tables;
+    uint8_t context_tables[CONTEXTS];
+    uint8_t low_mask; /* similarity classes with a table of low parts */
+    dense_table symbol_tables[MAX_TABLES];
+    dense_table low_tables[SIMILARITY_CLASSES];
 } dense_model;
 
 typedef struct {
-    uint64_t wide; /* reciprocal times 2^52 */
+    uint64_t reciprocal_52; /* reciprocal times 2^52 */
     uint32_t reciprocal;
     uint16_t start;   /* with ESCAPE_MARK in codes of escapes, which are those of symbols without a frequency */
     uint16_t f_shift; /* frequency << 4 | shift of the reciprocal; 0: the symbol cannot be coded */
 } dense_code;
 
-enum { CODE_BYTES = sizeof(dense_code), STARTS = 2 * SCALE - 1, ESCAPE_MARK = 1 << 15 };
+enum { CODE_BYTES = sizeof(dense_code), START_MASK = 2 * SCALE - 1, ESCAPE_MARK = 1 << 15 };
 
 /* History rows and own rows as one sequence. */
 typedef struct {
@@ -92,91 +92,92 @@ static inline const uint8_t *dense_row(const dense_rows *r, size_t i) {
 /* -- memory -------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    uint8_t *at, *end; /* NULL: only counts */
-    size_t used;
+    uint8_t *cursor, *end; /* NULL: only counts */
+    size_t used_bytes;
 } dense_arena;
 
-static inline size_t dense_aligned(size_t n) { return (n + PAD + 63) & ~(size_t)63; }
+static inline size_t arena_align(size_t n) { return (n + PAD_BYTES + 63) & ~(size_t)63; }
 
 /* `n` bytes and PAD more. The caller has asked for as much as is taken: there is no failure. */
-static inline void *dense_take(dense_arena *a, size_t n) {
-    uint8_t *p = a->at;
-    a->used += dense_aligned(n);
-    if (a->at) a->at += dense_aligned(n);
+static inline void *arena_alloc(dense_arena *a, size_t n) {
+    uint8_t *p = a->cursor;
+    a->used_bytes += arena_align(n);
+    if (a->cursor) a->cursor += arena_align(n);
     return p;
 }
 
 /* -- bits, lowest first -------------------------------------------------------------------------------------------- */
 
 typedef struct {
-    uint8_t *at;
-    uint64_t held;
-    unsigned count;
-} dense_writer;
+    uint8_t *cursor;
+    uint64_t pending;
+    unsigned num_pending;
+} bitwriter;
 
 /* At most 32; 8 bytes behind are touched. */
-static inline void dense_put(dense_writer *w, uint32_t value, unsigned bits) {
-    w->held |= (uint64_t)value << w->count;
-    w->count += bits;
-    memcpy(w->at, &w->held, 8);
-    w->at += w->count >> 3;
-    w->held >>= w->count & ~7u;
-    w->count &= 7;
+static inline void bitwriter_put(bitwriter *w, uint32_t value, unsigned bits) {
+    w->pending |= (uint64_t)value << w->num_pending;
+    w->num_pending += bits;
+    memcpy(w->cursor, &w->pending, 8);
+    w->cursor += w->num_pending >> 3;
+    w->pending >>= w->num_pending & ~7u;
+    w->num_pending &= 7;
 }
 
-static inline uint8_t *dense_put_end(dense_writer *w) {
-    if (w->count) *w->at++ = (uint8_t)w->held;
-    return w->at;
+static inline uint8_t *bitwriter_finish(bitwriter *w) {
+    if (w->num_pending) *w->cursor++ = (uint8_t)w->pending;
+    return w->cursor;
 }
 
 typedef struct {
-    const uint8_t *at, *end;
-    uint64_t held;
-    unsigned count;
-    int over; /* more was read than there is: all reads give 0 from then on */
-} dense_reader;
+    const uint8_t *cursor, *end;
+    uint64_t pending;
+    unsigned num_pending;
+    int overrun; /* more was read than there is: all reads give 0 from then on */
+} bitreader;
 
-/* Has at least `bits` in `held`, as far as there are any. */
-static inline void dense_fill(dense_reader *r, unsigned bits) { /* at most 32 */
-    if (r->count >= bits) return;
-    if (r->end - r->at >= 8) {
+/* Has at least `bits` in `pending`, as far as there are any. */
+static inline void bitreader_fill(bitreader *r, unsigned bits) { /* at most 32 */
+    if (r->num_pending >= bits) return;
+    if (r->end - r->cursor >= 8) {
         uint64_t next;
-        unsigned bytes = (63 - r->count) >> 3; /* at most 7 */
-        memcpy(&next, r->at, 8);
-        r->held |= (next & (((uint64_t)1 << 8 * bytes) - 1)) << r->count;
-        r->at += bytes;
-        r->count += 8 * bytes;
+        unsigned bytes = (63 - r->num_pending) >> 3; /* at most 7 */
+        memcpy(&next, r->cursor, 8);
+        r->pending |= (next & (((uint64_t)1 << 8 * bytes) - 1)) << r->num_pending;
+        r->cursor += bytes;
+        r->num_pending += 8 * bytes;
         return;
     }
-    for (; r->count < bits && r->at != r->end; r->count += 8) r->held |= (uint64_t)*r->at++ << r->count;
+    for (; r->num_pending < bits && r->cursor != r->end; r->num_pending += 8)
+        r->pending |= (uint64_t)*r->cursor++ << r->num_pending;
 }
 
 /* The next bits, which stay; behind the end there are zeros. */
-static inline uint32_t dense_peek(dense_reader *r, unsigned bits) {
-    dense_fill(r, bits);
-    return (uint32_t)(r->held & (((uint64_t)1 << bits) - 1));
+static inline uint32_t bitreader_peek(bitreader *r, unsigned bits) {
+    bitreader_fill(r, bits);
+    return (uint32_t)(r->pending & (((uint64_t)1 << bits) - 1));
 }
 
 /* Of bits that were peeked. */
-static inline void dense_skip(dense_reader *r, unsigned bits) {
-    if (r->count < bits) {
-        r->over = 1;
-        r->held = 0, r->count = 0;
+static inline void bitreader_skip(bitreader *r, unsigned bits) {
+    if (r->num_pending < bits) {
+        r->overrun = 1;
+        r->pending = 0, r->num_pending = 0;
         return;
     }
-    r->held >>= bits;
-    r->count -= bits;
+    r->pending >>= bits;
+    r->num_pending -= bits;
 }
 
-static inline uint32_t dense_get(dense_reader *r, unsigned bits) { /* at most 32 */
-    uint32_t value = dense_peek(r, bits);
-    dense_skip(r, bits);
-    return r->over ? 0 : value;
+static inline uint32_t bitreader_get(bitreader *r, unsigned bits) { /* at most 32 */
+    uint32_t value = bitreader_peek(r, bits);
+    bitreader_skip(r, bits);
+    return r->overrun ? 0 : value;
 }
 
 /* Whether all bytes were needed, and what is left of the last one is 0. */
-static inline int dense_got_all(const dense_reader *r) {
-    return !r->over && r->at == r->end && r->count < 8 && r->held == 0;
+static inline int bitreader_is_exhausted(const bitreader *r) {
+    return !r->overrun && r->cursor == r->end && r->num_pending < 8 && r->pending == 0;
 }
 
 static inline unsigned dense_high_bit(uint32_t x) { /* x is not 0 */
@@ -190,18 +191,18 @@ static inline unsigned dense_high_bit(uint32_t x) { /* x is not 0 */
 }
 
 /* Bits that a number takes: 0 for 0. */
-static inline unsigned dense_width(uint32_t x) { return x ? dense_high_bit(x) + 1 : 0; }
+static inline unsigned dense_bit_width(uint32_t x) { return x ? dense_high_bit(x) + 1 : 0; }
 
 /* A `number` of the format; below 2^32 - 1. */
-static inline void dense_put_number(dense_writer *w, uint32_t value) {
+static inline void bitwriter_put_number(bitwriter *w, uint32_t value) {
     unsigned k = dense_high_bit(value + 1);
-    dense_put(w, k, 5);
-    dense_put(w, value + 1 - ((uint32_t)1 << k), k);
+    bitwriter_put(w, k, 5);
+    bitwriter_put(w, value + 1 - ((uint32_t)1 << k), k);
 }
 
-static inline uint32_t dense_get_number(dense_reader *r) {
-    unsigned k = dense_get(r, 5);
-    return ((uint32_t)1 << k) - 1 + dense_get(r, k);
+static inline uint32_t bitreader_get_number(bitreader *r) {
+    unsigned k = bitreader_get(r, 5);
+    return ((uint32_t)1 << k) - 1 + bitreader_get(r, k);
 }
 
 static inline uint16_t dense_load16(const uint8_t *p) {
@@ -221,29 +222,31 @@ static inline uint32_t dense_load32(const uint8_t *p) {
 uint64_t kvmnn_xxh64(const uint8_t *p, size_t n, uint64_t seed);
 
 /* head.c: what the head's bit string holds beside the model. */
-void dense_put_rotary(dense_writer *w, const dense_rotary *rotary);
-dense_error dense_get_rotary(dense_reader *r, uint32_t dim, uint64_t *frequencies, dense_rotary *rotary);
-void dense_put_positions(dense_writer *w, const uint32_t *positions, size_t n);
-dense_error dense_get_positions(dense_reader *r, uint32_t *positions, size_t n);
-void dense_put_rows(dense_writer *w, size_t history, size_t rows, const uint8_t *buckets, const uint32_t *references);
-dense_error dense_get_rows(dense_reader *r, size_t history, size_t rows, uint8_t *buckets, uint32_t *references);
+void dense_write_rotary(bitwriter *w, const dense_rotary *rotary);
+dense_error dense_read_rotary(bitreader *r, uint32_t dim, uint64_t *frequencies, dense_rotary *rotary);
+void dense_write_positions(bitwriter *w, const uint32_t *positions, size_t n);
+dense_error dense_read_positions(bitreader *r, uint32_t *positions, size_t n);
+void dense_write_row_references(bitwriter *w, size_t history, size_t rows, const uint8_t *similarity_classes,
+                                const uint32_t *references);
+dense_error dense_read_row_references(bitreader *r, size_t history, size_t rows, uint8_t *similarity_classes,
+                                      uint32_t *references);
 
 /* tables.c */
-void dense_quantise(const uint32_t counts[256], dense_table *t); /* to numbers that can be written ... */
-void dense_put_model(dense_writer *w, const dense_model *m);
-int dense_settle(dense_table *t); /* ... and to those of sum SCALE; 0 if there are none */
-void dense_settle_model(dense_model *m);
-dense_error dense_get_model(dense_reader *r, dense_model *m); /* settled */
+void dense_quantize_frequencies(const uint32_t counts[256], dense_table *t); /* to numbers that can be written ... */
+void dense_write_model(bitwriter *w, const dense_model *m);
+int dense_normalize(dense_table *t); /* ... and to those of sum SCALE; 0 if there are none */
+void dense_normalize_model(dense_model *m);
+dense_error dense_read_model(bitreader *r, dense_model *m); /* normalized */
 
 /* rans.c */
 /* Codes of frequencies, each at a place of its first three bits: divisions that need not be done again. */
 typedef struct {
-    uint16_t f[4 * SCALE_BITS];
+    uint16_t frequencies[4 * SCALE_BITS];
     dense_code codes[4 * SCALE_BITS];
-} dense_known_codes;
+} dense_code_cache;
 
-void dense_encoder_table(const dense_table *t, dense_known_codes *known, dense_code codes[256]);
+void dense_build_encoder_table(const dense_table *t, dense_code_cache *cache, dense_code codes[256]);
 void dense_mark_escapes(dense_code codes[256]);
-void dense_decoder_table(const dense_table *t, uint32_t entries[SCALE]);
+void dense_build_decoder_table(const dense_table *t, uint32_t entries[SCALE]);
 
 #endif

@@ -1,7 +1,7 @@
 /* The outside of a dense stream: header, checksum, sections; and the order of words in a row. */
 #include "coding.h"
 
-void dense_put_header(uint8_t *header, const dense_shape *shape, int method, int flags, size_t rows, size_t payload) {
+void dense_write_header(uint8_t *header, const dense_shape *shape, int method, int flags, size_t rows, size_t payload) {
     uint16_t heads = (uint16_t)shape->heads, dim = (uint16_t)shape->dim;
     uint32_t tokens = (uint32_t)rows, bytes = (uint32_t)payload;
     memcpy(header, "KVMD", 4);
@@ -15,21 +15,22 @@ void dense_put_header(uint8_t *header, const dense_shape *shape, int method, int
     memcpy(header + 16, &bytes, 4);
 }
 
-uint64_t dense_seed(const uint8_t *header, size_t control) {
-    return kvmnn_xxh64(header + HEADER_BYTES, control, kvmnn_xxh64(header, CHECKSUM_AT, 0));
+uint64_t dense_checksum_seed(const uint8_t *header, size_t control) {
+    return kvmnn_xxh64(header + HEADER_BYTES, control, kvmnn_xxh64(header, CHECKSUM_OFFSET, 0));
 }
 
 uint64_t dense_checksum(const uint8_t *header, size_t control, const uint8_t *words, size_t n) {
-    return kvmnn_xxh64(words, n, dense_seed(header, control));
+    return kvmnn_xxh64(words, n, dense_checksum_seed(header, control));
 }
 
-void dense_part_pairs(uint8_t *words, size_t rows, const dense_shape *shape, size_t dims, int apart, uint8_t *row) {
+void dense_reorder_pairs(uint8_t *words, size_t rows, const dense_shape *shape, size_t dims, int to_halves,
+                         uint8_t *row) {
     size_t bytes = shape->word_bytes, half = dims / 2;
     for (size_t i = 0; i < rows * shape->heads; ++i, words += shape->dim * bytes) {
         memcpy(row, words, dims * bytes);
         for (size_t k = 0; k < half; ++k) {
-            size_t first = apart ? 2 * k : k, second = apart ? 2 * k + 1 : half + k;
-            size_t to_first = apart ? k : 2 * k, to_second = apart ? half + k : 2 * k + 1;
+            size_t first = to_halves ? 2 * k : k, second = to_halves ? 2 * k + 1 : half + k;
+            size_t to_first = to_halves ? k : 2 * k, to_second = to_halves ? half + k : 2 * k + 1;
             memcpy(words + to_first * bytes, row + first * bytes, bytes);
             memcpy(words + to_second * bytes, row + second * bytes, bytes);
         }
@@ -37,86 +38,87 @@ void dense_part_pairs(uint8_t *words, size_t rows, const dense_shape *shape, siz
 }
 
 void dense_prepare_codes(const dense_model *m, dense_code codes[][256], dense_code low_codes[][256]) {
-    dense_known_codes known = {{0}, {{0}}};
-    for (int i = 0; i < m->tables; ++i) {
-        dense_encoder_table(&m->symbols[i], &known, codes[i]);
+    dense_code_cache cache = {{0}, {{0}}};
+    for (int i = 0; i < m->num_tables; ++i) {
+        dense_build_encoder_table(&m->symbol_tables[i], &cache, codes[i]);
         dense_mark_escapes(codes[i]);
     }
-    for (int b = 0; b < BUCKETS; ++b)
-        if (m->low_mask >> b & 1) dense_encoder_table(&m->low[b], &known, low_codes[b]);
+    for (int b = 0; b < SIMILARITY_CLASSES; ++b)
+        if (m->low_mask >> b & 1) dense_build_encoder_table(&m->low_tables[b], &cache, low_codes[b]);
 }
 
 void dense_prepare_entries(const dense_model *m, uint32_t entries[][SCALE], uint32_t low_entries[][SCALE]) {
-    for (int i = 0; i < m->tables; ++i) dense_decoder_table(&m->symbols[i], entries[i]);
-    for (int b = 0; b < BUCKETS; ++b)
-        if (m->low_mask >> b & 1) dense_decoder_table(&m->low[b], low_entries[b]);
+    for (int i = 0; i < m->num_tables; ++i) dense_build_decoder_table(&m->symbol_tables[i], entries[i]);
+    for (int b = 0; b < SIMILARITY_CLASSES; ++b)
+        if (m->low_mask >> b & 1) dense_build_decoder_table(&m->low_tables[b], low_entries[b]);
 }
 
 /* -- sections ------------------------------------------------------------------------------------------------------ */
 
 typedef struct {
-    const uint8_t *at, *end;
-    int bad;
-} cursor;
+    const uint8_t *pos, *end;
+    int is_bad;
+} section_reader;
 
-static size_t varint(cursor *c) {
+static size_t read_varint(section_reader *c) {
     uint64_t value = 0;
     for (int shift = 0; shift < 35; shift += 7) {
-        if (c->at == c->end) break;
-        uint8_t byte = *c->at++;
+        if (c->pos == c->end) break;
+        uint8_t byte = *c->pos++;
         value |= (uint64_t)(byte & 127) << shift;
         if (byte < 128) {
-            c->bad |= value >> 32 != 0;
+            c->is_bad |= value >> 32 != 0;
             return (size_t)value;
         }
     }
-    c->bad = 1;
+    c->is_bad = 1;
     return 0;
 }
 
-static const uint8_t *section(cursor *c, size_t bytes) {
-    const uint8_t *begin = c->at;
-    if (c->bad || bytes > (size_t)(c->end - c->at)) {
-        c->bad = 1;
-        return begin;
+static const uint8_t *take_section(section_reader *c, size_t bytes) {
+    const uint8_t *start = c->pos;
+    if (c->is_bad || bytes > (size_t)(c->end - c->pos)) {
+        c->is_bad = 1;
+        return start;
     }
-    c->at += bytes;
-    return begin;
+    c->pos += bytes;
+    return start;
 }
 
 dense_error dense_parse(dense_stream *s) {
-    cursor c = {s->payload, s->payload + s->payload_bytes, 0};
-    const uint8_t *fixed = section(&c, s->flags & 2 ? 10 : 2);
-    if (c.bad) return DENSE_SIZES;
-    s->shape.base = fixed[0];
-    s->low_mask = fixed[1];
-    if (s->flags & 2) memcpy(&s->set_id, fixed + 2, 8);
-    if (s->shape.base > (s->shape.dtype == KVMNN_FP16 ? 0 : MOST_BASE) || s->low_mask >> BUCKETS) return DENSE_SIZES;
-    s->history = varint(&c);
-    s->head_bytes = varint(&c);
-    s->exponent_count = varint(&c);
-    s->escape_count = varint(&c);
-    s->units = varint(&c);
-    for (int b = 0; b < BUCKETS; ++b) {
+    section_reader sections = {s->payload, s->payload + s->payload_bytes, 0};
+    const uint8_t *prefix = take_section(&sections, s->flags & 2 ? 10 : 2);
+    if (sections.is_bad) return DENSE_SIZES;
+    s->shape.base = prefix[0];
+    s->low_mask = prefix[1];
+    if (s->flags & 2) memcpy(&s->set_id, prefix + 2, 8);
+    if (s->shape.base > (s->shape.dtype == KVMNN_FP16 ? 0 : MAX_BASE) || s->low_mask >> SIMILARITY_CLASSES)
+        return DENSE_SIZES;
+    s->history = read_varint(&sections);
+    s->head_bytes = read_varint(&sections);
+    s->exponent_count = read_varint(&sections);
+    s->escape_count = read_varint(&sections);
+    s->num_units = read_varint(&sections);
+    for (int b = 0; b < SIMILARITY_CLASSES; ++b) {
         if (!(s->low_mask >> b & 1)) continue;
-        s->low_count[b] = varint(&c);
-        s->low_units[b] = varint(&c);
+        s->low_count[b] = read_varint(&sections);
+        s->num_low_units[b] = read_varint(&sections);
     }
-    s->head = section(&c, s->head_bytes);
-    s->exponents = section(&c, s->exponent_count);
-    s->escapes = section(&c, s->escape_count);
-    s->symbols = section(&c, 4 * STATES + 2 * s->units);
-    size_t words = s->rows * s->shape.words, coded = 0;
-    for (int b = 0; b < BUCKETS; ++b) {
+    s->head = take_section(&sections, s->head_bytes);
+    s->exponents = take_section(&sections, s->exponent_count);
+    s->escapes = take_section(&sections, s->escape_count);
+    s->symbols = take_section(&sections, 4 * NUM_STATES + 2 * s->num_units);
+    size_t words = s->rows * s->shape.words, num_coded = 0;
+    for (int b = 0; b < SIMILARITY_CLASSES; ++b) {
         if (!(s->low_mask >> b & 1)) continue;
-        s->low[b] = section(&c, 4 * STATES + 2 * s->low_units[b]);
-        coded += s->low_count[b];
+        s->low[b] = take_section(&sections, 4 * NUM_STATES + 2 * s->num_low_units[b]);
+        num_coded += s->low_count[b];
         if (s->low_count[b] > words) return DENSE_SIZES;
     }
-    s->rest = c.at;
-    s->rest_bytes = (size_t)(c.end - c.at);
-    if (c.bad || s->history > MOST_HISTORY || s->rows > MOST_ROWS - s->history || s->rows > 2 * s->head_bytes + 1 ||
-        coded > words || s->exponent_count > words || s->escape_count > words)
+    s->uncoded_low = sections.pos;
+    s->uncoded_low_bytes = (size_t)(sections.end - sections.pos);
+    if (sections.is_bad || s->history > MAX_HISTORY_ROWS || s->rows > MAX_ROWS - s->history ||
+        s->rows > 2 * s->head_bytes + 1 || num_coded > words || s->exponent_count > words || s->escape_count > words)
         return DENSE_SIZES;
     return DENSE_OK;
 }

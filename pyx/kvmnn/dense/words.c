@@ -24,11 +24,11 @@ static inline uint32_t dense_bits(float x) {
     return bits;
 }
 
-#define KVMNN_LOOPS "dense/words_impl.h"
-#define KVMNN_TABLE dense_loops
+#define KVMNN_SIMD_KERNELS "dense/words_impl.h"
+#define KVMNN_KERNEL_TABLE dense_kernels
 #if defined(__x86_64__)
-#define KVMNN_WIDE
+#define KVMNN_USE_AVX512
 #endif
 #include "../simd.h"
 
-const dense_loops *kvmnn_dense_loops_at(int level) { return level_tables[level]; }
+const dense_kernels *kvmnn_dense_kernels_at(int level) { return isa_tables[level]; }

@@ -12,15 +12,15 @@
 
 enum { STRIPE = 32 };
 
-/* Whole stripes up to `at` are hashed. */
+/* Whole stripes up to `cursor` are hashed. */
 typedef struct {
     uint64_t lanes[4], seed;
-    const uint8_t *begin, *at;
+    const uint8_t *begin, *cursor;
 } dense_hash;
 
 void dense_hash_begin(dense_hash *h, const uint8_t *p, uint64_t seed);
 /* Of all n bytes from `begin` on. */
-uint64_t dense_hash_end(dense_hash *h, size_t n);
+uint64_t dense_hash_end(dense_hash *state, size_t n);
 
 static inline uint64_t dense_load64(const uint8_t *p) {
     uint64_t x;
@@ -34,15 +34,15 @@ static inline uint64_t dense_hash_round(uint64_t lane, uint64_t x) {
 }
 
 static inline void dense_hash_stripe(dense_hash *h) {
-    for (int i = 0; i < 4; ++i) h->lanes[i] = dense_hash_round(h->lanes[i], dense_load64(h->at + 8 * i));
-    h->at += STRIPE;
+    for (int i = 0; i < 4; ++i) h->lanes[i] = dense_hash_round(h->lanes[i], dense_load64(h->cursor + 8 * i));
+    h->cursor += STRIPE;
 }
 
 /* Whole stripes up to `end`. */
 static inline void dense_hash_to(dense_hash *h, const uint8_t *end) {
-    dense_hash held = *h;
-    while (end - held.at >= STRIPE) dense_hash_stripe(&held);
-    *h = held;
+    dense_hash local_state = *h;
+    while (end - local_state.cursor >= STRIPE) dense_hash_stripe(&local_state);
+    *h = local_state;
 }
 
 #endif

@@ -14,7 +14,7 @@ cdef extern from "guard.h" nogil:
     int kv_dup(int fd)
     void kv_close(int fd)
     void *kv_map(int fd, size_t nbytes)
-    void kv_drop(void *address, size_t nbytes)
+    void kv_release_pages(void *address, size_t nbytes)
     void kv_unmap(void *address, size_t nbytes)
 
 
@@ -80,4 +80,4 @@ cdef class Mapping:
 
     def drop(self, Py_ssize_t offset, Py_ssize_t nbytes) -> None:
         """Let go of pages: `offset` is a multiple of the page's size, and the range lies within the mapping."""
-        kv_drop(<char *> self._address + offset, nbytes)
+        kv_release_pages(<char *> self._address + offset, nbytes)

@@ -11,89 +11,94 @@ from ..errors import KvmnnError
 cdef extern from *:
     """
     #if defined(__GNUC__)
-    #define KVMNN_COMING(p) __builtin_prefetch(p)
+    #define KVMNN_PREFETCH(p) __builtin_prefetch(p)
     #else
-    #define KVMNN_COMING(p) ((void)(p))
+    #define KVMNN_PREFETCH(p) ((void)(p))
     #endif
     """
-    void coming "KVMNN_COMING"(const void *p) nogil
+    void prefetch "KVMNN_PREFETCH"(const void *p) nogil
 
 
 cdef enum:
-    AHEAD = 24   # windows: memory is asked for so many before it is read
-    LENGTH = 8   # words that are compared: those of a cache that was quantised coarsely are alike by chance where they are
-                 # fewer
-    BITS = 3     # of a number, which are 0 if it is chosen: one in 8 is
-    PROBES = 64  # slots of a table that are looked at, far more than numbers need that nobody has chosen
+    PREFETCH_WINDOWS = 24  # windows: memory is asked for so many before it is read
+    HASHED_ELEMENTS = 8    # words that are compared: those of a cache that was quantised coarsely are alike by chance
+                           # where they are fewer
+    SELECTION_BITS = 3     # of a number, which are 0 if it is chosen: one in 8 is
+    MAX_PROBES = 64        # slots of a table that are looked at, far more than numbers need that nobody has chosen
 
-cdef uint64_t SPREAD = <uint64_t>0x9E3779B97F4A7C15
+cdef uint64_t HASH_MULTIPLIER = <uint64_t>0x9E3779B97F4A7C15
 
 
 def anchors(
     const uint8_t[::1] data not None, int stride, const int64_t[::1] begins not None, size_t window,
     uint64_t[::1] numbers not None, int64_t[::1] places not None
 ) -> int:
-    """Write a number for each of the chosen places, the same for the same 8 words, and the place; how many they are. None
-    that begins with eight bytes of zeros is chosen.
+    """Write a number for each of the chosen places, the same for the same 8 words, and the place; how many they are.
+    None that begins with eight bytes of zeros is chosen.
 
     `begins`: of windows of `window` words. No more are chosen than both outputs have room for.
     """
-    cdef size_t found = 0, end, at, words = data.shape[0] // stride, parts = stride, part
-    cdef size_t most = min(numbers.shape[0], places.shape[0])
+    cdef size_t count = 0, end, pos, num_elements = data.shape[0] // stride, num_chunks = stride, chunk
+    cdef size_t capacity = min(numbers.shape[0], places.shape[0])
     cdef Py_ssize_t i, n = begins.shape[0]
     cdef const uint8_t *p
-    cdef uint64_t number, more
-    if stride != 2 and stride != 4 or window < LENGTH:
-        raise KvmnnError(f"windows of {window} words of {stride} bytes: expected {LENGTH} words of 2 or 4 at least")
+    cdef uint64_t hash_value, next_bits
+    if stride != 2 and stride != 4 or window < HASHED_ELEMENTS:
+        raise KvmnnError(
+            f"windows of {window} words of {stride} bytes: expected {HASHED_ELEMENTS} words of 2 or 4 at least")
     for i in range(n):
-        if not 0 <= begins[i] <= <int64_t>words - <int64_t>window:
-            raise KvmnnError(f"a window at {begins[i]} of {words} words: not there")
+        if not 0 <= begins[i] <= <int64_t>num_elements - <int64_t>window:
+            raise KvmnnError(f"a window at {begins[i]} of {num_elements} words: not there")
     with nogil:
         for i in range(n):
-            if i + AHEAD < n:
-                p = &data[0] + begins[i + AHEAD] * stride
-                coming(p)
-                coming(p + (window - 1) * stride)
-            at, end = begins[i], begins[i] + window - LENGTH + 1
-            while at < end:
-                p = &data[0] + at * stride
-                memcpy(&number, p, sizeof(number))
-                number *= SPREAD
-                if number and number >> (64 - BITS) == 0 and found < most:  # zeros would take all the room
-                    for part in range(1, parts):
-                        memcpy(&more, p + part * sizeof(more), sizeof(more))
-                        number = (number ^ more) * SPREAD
-                    numbers[found] = number
-                    places[found] = at
-                    found += 1
-                at += 1
-    return found
+            if i + PREFETCH_WINDOWS < n:
+                p = &data[0] + begins[i + PREFETCH_WINDOWS] * stride
+                prefetch(p)
+                prefetch(p + (window - 1) * stride)
+            pos, end = begins[i], begins[i] + window - HASHED_ELEMENTS + 1
+            while pos < end:
+                p = &data[0] + pos * stride
+                memcpy(&hash_value, p, sizeof(hash_value))
+                hash_value *= HASH_MULTIPLIER
+                if hash_value and hash_value >> (64 - SELECTION_BITS) == 0 and count < capacity:  # zeros would take all
+                                                                                                  # the room
+                    for chunk in range(1, num_chunks):
+                        memcpy(&next_bits, p + chunk * sizeof(next_bits), sizeof(next_bits))
+                        hash_value = (hash_value ^ next_bits) * HASH_MULTIPLIER
+                    numbers[count] = hash_value
+                    places[count] = pos
+                    count += 1
+                pos += 1
+    return count
 
 
 def again(const uint64_t[::1] numbers not None) -> int:
     """How many numbers are there before as well, or more than that where very many fall together in a table."""
-    cdef size_t n = numbers.shape[0], slots = 2, i, slot, last, found = 0
+    cdef size_t n = numbers.shape[0], num_slots = 2, i, slot, last_slot, num_duplicates = 0
     cdef int bits = 1
-    cdef uint64_t number
+    cdef uint64_t hash_value
     cdef uint64_t *table
-    while slots < 2 * n:
-        slots, bits = 2 * slots, bits + 1
+    while num_slots < 2 * n:
+        num_slots, bits = 2 * num_slots, bits + 1
     cdef Workspace ws = acquire(False, False)
     try:
-        table = <uint64_t *>ws.buffer(0, slots * sizeof(uint64_t))
+        table = <uint64_t *>ws.get_buffer(0, num_slots * sizeof(uint64_t))
         if table == NULL:
             raise MemoryError("no memory to compare words of an array")
         with nogil:
-            memset(table, 0, slots * sizeof(uint64_t))  # a 0 is an empty slot; the number 0 is counted as 1
+            memset(table, 0, num_slots * sizeof(uint64_t))  # a 0 is an empty slot; the number 0 is counted as 1
             for i in range(n):
-                number = max(numbers[i], <uint64_t>1)
-                slot = (number ^ number >> 29) * SPREAD >> (64 - bits)
-                last = slot + PROBES
-                while slot < last and table[slot & (slots - 1)] != 0 and table[slot & (slots - 1)] != number:
+                hash_value = max(numbers[i], <uint64_t>1)
+                slot = (hash_value ^ hash_value >> 29) * HASH_MULTIPLIER >> (64 - bits)
+                last_slot = slot + MAX_PROBES
+                while (
+                    slot < last_slot and table[slot & (num_slots - 1)] != 0
+                    and table[slot & (num_slots - 1)] != hash_value
+                ):
                     slot += 1
-                slot &= slots - 1
-                found += table[slot] != 0
-                table[slot] = number
+                slot &= num_slots - 1
+                num_duplicates += table[slot] != 0
+                table[slot] = hash_value
     finally:
         release(ws)
-    return found
+    return num_duplicates

@@ -9,87 +9,94 @@ from libc.string cimport memset
 from cpython.buffer cimport PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 
-from kvmnn.frames._hashing cimport Sums, add_rest, add_to_sums, checksum_of, checksum_of_sums
-from kvmnn.frames._lane_readers cimport Reader, count_next, is_raw, join_next, next_equals
-from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, load_le32
-from kvmnn.frames._streams cimport KVMNN_MODE_RAW, entropy, lanes, rle_decode
+from kvmnn.frames._hashing cimport ChecksumSums, add_tail, add_to_sums, compute_checksum, finish_checksum
+from kvmnn.frames._lane_readers cimport LaneReader, compare_next, count_next, is_raw_payload, join_next
+from kvmnn.frames._stream_header cimport (
+    ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, NUM_MODES, STREAM_HEADER_BYTES, load_le32,
+)
+from kvmnn.frames._streams cimport KVMNN_MODE_RAW, compute_entropy, lane_kernels, rle_decode
 from kvmnn.frames._workspace cimport Workspace, acquire, release
-from kvmnn.frames._zstdlib cimport most_output, zstd
+from kvmnn.frames._zstdlib cimport max_output_size, zstd
 
 from ..errors import FrameError, KvmnnError
 
 
 cdef enum:
-    JOIN_TILE = 4096  # words that are joined and added up before the next: a multiple of what a checksum adds at once
+    JOIN_TILE_ELEMENTS = 4096  # words that are joined and added up before the next: a multiple of what a checksum adds
+                               # at once
 
 
-cdef struct Stream:
+cdef struct StreamHeader:
     int mode
     int codec
     size_t raw_len
     size_t payload_len
-    size_t offset           # of the payload
-    bint in_place           # nothing to decode: raw blocks of zstd, without a predictor
+    size_t offset        # of the payload
+    bint is_raw_payload  # nothing to decode: raw blocks of zstd, without a predictor
 
 
-cdef Stream parse_stream(const uint8_t *frame, size_t n, size_t at, int allow, str where) except *:
-    """The stream header at `at`, under every check that needs no decoding."""
-    cdef Stream s
-    if n - at < HEADER:
-        raise FrameError(f"{where} at offset {at}: truncated header: {HEADER} bytes expected, {n - at} found")
-    s.mode = frame[at]
-    s.codec = frame[at + 1]
-    s.raw_len = load_le32(frame + at + 2)
-    s.payload_len = load_le32(frame + at + 6)
-    s.offset = at + HEADER
-    s.in_place = False
-    if s.payload_len > n - s.offset:
+cdef StreamHeader parse_stream(const uint8_t *frame, size_t n, size_t pos, int allowed_codecs, str label) except *:
+    """The stream header at `pos`, under every check that needs no decoding."""
+    cdef StreamHeader header
+    if n - pos < STREAM_HEADER_BYTES:
         raise FrameError(
-            f"{where} at offset {at}: payload_len {s.payload_len} but only {n - s.offset} bytes follow the header"
+            f"{label} at offset {pos}: truncated header: {STREAM_HEADER_BYTES} bytes expected, {n - pos} found")
+    header.mode = frame[pos]
+    header.codec = frame[pos + 1]
+    header.raw_len = load_le32(frame + pos + 2)
+    header.payload_len = load_le32(frame + pos + 6)
+    header.offset = pos + STREAM_HEADER_BYTES
+    header.is_raw_payload = False
+    if header.payload_len > n - header.offset:
+        raise FrameError(
+            f"{label} at offset {pos}: payload_len {header.payload_len} but only {n - header.offset} bytes "
+            "follow the header"
         )
-    if s.raw_len == 0:
-        if s.payload_len != 0:
-            raise FrameError(f"{where} at offset {at}: raw_len 0 with a payload of {s.payload_len} bytes")
-        return s
-    if s.codec != CODEC_RLE and s.codec != CODEC_ZSTD:
-        raise FrameError(f"{where} at offset {at}: codec {s.codec}: expected 0 (RLE) or 1 (ZSTD)")
-    if s.mode >= MODES:
-        raise FrameError(f"{where} at offset {at}: mode {s.mode}: expected 0 (raw), 1 (delta_seq) or 2 (xor_seq)")
-    if not allow & (ALLOW_RLE if s.codec == CODEC_RLE else ALLOW_ZSTD):
-        raise FrameError(f"{where} at offset {at}: codec {'RLE' if s.codec == CODEC_RLE else 'ZSTD'} is not available")
+    if header.raw_len == 0:
+        if header.payload_len != 0:
+            raise FrameError(f"{label} at offset {pos}: raw_len 0 with a payload of {header.payload_len} bytes")
+        return header
+    if header.codec != CODEC_RLE and header.codec != CODEC_ZSTD:
+        raise FrameError(f"{label} at offset {pos}: codec {header.codec}: expected 0 (RLE) or 1 (ZSTD)")
+    if header.mode >= NUM_MODES:
+        raise FrameError(f"{label} at offset {pos}: mode {header.mode}: expected 0 (raw), 1 (delta_seq) or 2 (xor_seq)")
+    if not allowed_codecs & (ALLOW_RLE if header.codec == CODEC_RLE else ALLOW_ZSTD):
+        raise FrameError(
+            f"{label} at offset {pos}: codec {'RLE' if header.codec == CODEC_RLE else 'ZSTD'} is not available")
     # Decoders allocate raw_len bytes: refuse claims that no payload like this can fill (format.md, "Bounds").
     if (
-        2 * s.raw_len > 131 * s.payload_len
-        if s.codec == CODEC_RLE
-        else s.raw_len > most_output(frame + s.offset, s.payload_len)
+        2 * header.raw_len > 131 * header.payload_len
+        if header.codec == CODEC_RLE
+        else header.raw_len > max_output_size(frame + header.offset, header.payload_len)
     ):
         raise FrameError(
-            f"{where} at offset {at}: raw_len {s.raw_len} cannot come from this payload of {s.payload_len} bytes"
+            f"{label} at offset {pos}: raw_len {header.raw_len} cannot come from this payload of "
+            f"{header.payload_len} bytes"
         )
-    if s.mode == KVMNN_MODE_RAW and s.codec == CODEC_ZSTD:
-        s.in_place = is_raw(frame + s.offset, s.payload_len, s.raw_len)
-    return s
+    if header.mode == KVMNN_MODE_RAW and header.codec == CODEC_ZSTD:
+        header.is_raw_payload = is_raw_payload(frame + header.offset, header.payload_len, header.raw_len)
+    return header
 
 
-cdef bint decode_payload(Workspace ws, const uint8_t *frame, Stream s, uint8_t *dst) noexcept nogil:
-    cdef size_t got
-    if s.codec == CODEC_RLE:
-        if not rle_decode(frame + s.offset, s.payload_len, dst, s.raw_len):
+cdef bint decode_payload(Workspace ws, const uint8_t *frame, StreamHeader header, uint8_t *dst) noexcept nogil:
+    cdef size_t size
+    if header.codec == CODEC_RLE:
+        if not rle_decode(frame + header.offset, header.payload_len, dst, header.raw_len):
             return False
     else:
-        if s.payload_len == 0:
+        if header.payload_len == 0:
             return False
-        got = zstd.decompress(ws.dctx, dst, s.raw_len, frame + s.offset, s.payload_len)
-        if zstd.is_error(got) or got != s.raw_len:
+        size = zstd.decompress(ws.dctx, dst, header.raw_len, frame + header.offset, header.payload_len)
+        if zstd.is_error(size) or size != header.raw_len:
             return False
-    lanes().unpredict(dst, s.raw_len, s.mode)
+    lane_kernels().unpredict(dst, header.raw_len, header.mode)
     return True
 
 
-cdef object bad_payload(Stream s, str where):
+cdef object make_payload_error(StreamHeader header, str label):
     return FrameError(
-        f"{where}: the {'RLE' if s.codec == CODEC_RLE else 'ZSTD'} payload of {s.payload_len} bytes at offset "
-        f"{s.offset} does not decode to exactly {s.raw_len} bytes"
+        f"{label}: the {'RLE' if header.codec == CODEC_RLE else 'ZSTD'} payload of {header.payload_len} bytes "
+        f"at offset {header.offset} does not decode to exactly {header.raw_len} bytes"
     )
 
 
@@ -105,41 +112,42 @@ cdef class Frame:
     cdef const uint8_t[::1] data
     cdef readonly int stride
     cdef readonly size_t words
-    cdef Stream streams[4]
-    cdef int allow
+    cdef StreamHeader streams[4]
+    cdef int allowed_codecs
     cdef Workspace ws
     cdef uint8_t *scratch
 
     def __init__(self, const uint8_t[::1] data not None, int stride, int allow):
-        cdef size_t n = data.shape[0], at = 4
-        cdef int lane, last = 4 if stride == 0 else stride
+        cdef size_t n = data.shape[0], pos = 4
+        cdef int lane, max_lanes = 4 if stride == 0 else stride
         self.data = data
-        self.allow = allow
+        self.allowed_codecs = allow
         if n < 4:
             raise FrameError(f"frame: {n} bytes: expected at least 4 (the word count)")
         self.words = load_le32(&data[0])
         if self.words == 0:
             raise FrameError("frame at offset 0: word count 0: expected at least 1")
         lane = 0
-        while lane < last and not (stride == 0 and lane == 2 and at == n):
-            where = f"stream {lane}"
+        while lane < max_lanes and not (stride == 0 and lane == 2 and pos == n):
+            label = f"stream {lane}"
             try:
-                self.streams[lane] = parse_stream(&data[0], n, at, allow, where)
+                self.streams[lane] = parse_stream(&data[0], n, pos, allow, label)
             except FrameError as error:
                 if stride or lane < 2:
                     raise
                 raise FrameError(
-                    f"frame: after the two streams of an FP16 frame, at offset {at}, there are {n - at} more bytes, "
+                    f"frame: after the two streams of an FP16 frame, at offset {pos}, there are {n - pos} more bytes, "
                     f"but not the two more streams of an FP32 frame ({error})"
                 ) from None
             if self.streams[lane].raw_len != self.words:
                 raise FrameError(
-                    f"{where} at offset {at}: raw_len {self.streams[lane].raw_len}: expected the word count {self.words}"
+                    f"{label} at offset {pos}: raw_len {self.streams[lane].raw_len}: "
+                    f"expected the word count {self.words}"
                 )
-            at = self.streams[lane].offset + self.streams[lane].payload_len
+            pos = self.streams[lane].offset + self.streams[lane].payload_len
             lane += 1
-        if at != n:
-            raise FrameError(f"frame: {n - at} bytes after its last stream, which ends at offset {at}")
+        if pos != n:
+            raise FrameError(f"frame: {n - pos} bytes after its last stream, which ends at offset {pos}")
         self.stride = lane
 
     def __dealloc__(self):
@@ -154,106 +162,109 @@ cdef class Frame:
 
     def decode(self) -> None:
         """Decode every lane on this thread; `FrameError` at the first bad one."""
-        cdef int lane, bad = -1
+        cdef int lane, bad_lane = -1
         self.reserve()
         with nogil:
             for lane in range(self.stride):
-                if not self.streams[lane].in_place and not decode_payload(
+                if not self.streams[lane].is_raw_payload and not decode_payload(
                     self.ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.words
                 ):
-                    bad = lane
+                    bad_lane = lane
                     break
-        if bad >= 0:
-            raise bad_payload(self.streams[bad], lane_name(self.stride, bad))
+        if bad_lane >= 0:
+            raise make_payload_error(self.streams[bad_lane], lane_name(self.stride, bad_lane))
 
     def reserve(self) -> None:
         """Take the memory of the lanes, so that `decode_lane` may run on several threads."""
         if self.ws is None:
             self.ws = acquire(False, True)
-            self.scratch = self.ws.buffer(0, self.words * <size_t>self.stride)
+            self.scratch = self.ws.get_buffer(0, self.words * <size_t>self.stride)
             if self.scratch == NULL:
                 raise MemoryError(f"no memory to decode {self.words * <size_t>self.stride} bytes")
 
     def decode_lane(self, int lane) -> None:
         """Decode one lane after `reserve`."""
-        cdef bint ok
+        cdef bint is_ok
         if self.ws is None or not 0 <= lane < self.stride:
             raise KvmnnError(f"lane {lane}: reserve() first, expected 0 to {self.stride - 1}")
-        if self.streams[lane].in_place:
+        if self.streams[lane].is_raw_payload:
             return
         cdef Workspace ws = acquire(False, True)
         with nogil:
-            ok = decode_payload(ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.words)
+            is_ok = decode_payload(ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.words)
         release(ws)
-        if not ok:
-            raise bad_payload(self.streams[lane], lane_name(self.stride, lane))
+        if not is_ok:
+            raise make_payload_error(self.streams[lane], lane_name(self.stride, lane))
 
     def join(self, uint8_t[:, :] out not None) -> None:
         """Write the decoded words to the rows of `out`, each contiguous, which together have exactly their bytes."""
-        cdef Reader readers[4]
+        cdef LaneReader readers[4]
         cdef Py_ssize_t row
-        cdef size_t words = out.shape[1] // self.stride
+        cdef size_t num_elements = out.shape[1] // self.stride
         if out.shape[1] > 1 and out.strides[1] != 1:
             raise KvmnnError(f"rows with a stride of {out.strides[1]}: expected contiguous ones")
-        if words * <size_t>self.stride != <size_t>out.shape[1]:
+        if num_elements * <size_t>self.stride != <size_t>out.shape[1]:
             raise KvmnnError(f"rows of {out.shape[1]} bytes: expected words of {self.stride}")
-        self.start(out.shape[0] * out.shape[1], readers)
-        if self.is_among(&out[0, 0], &out[out.shape[0] - 1, 0], out.shape[1]):
-            self.settle()
-            self.start(out.shape[0] * out.shape[1], readers)
+        self.start_readers(out.shape[0] * out.shape[1], readers)
+        if self.overlaps(&out[0, 0], &out[out.shape[0] - 1, 0], out.shape[1]):
+            self.copy_raw_lanes()
+            self.start_readers(out.shape[0] * out.shape[1], readers)
         with nogil:
             for row in range(out.shape[0]):
-                join_next(readers, words, self.stride, &out[row, 0])
+                join_next(readers, num_elements, self.stride, &out[row, 0])
 
     def join_whole(self, out not None) -> bool:
-        """`join` to an array whose bytes lie together; False, and nothing done, where they do not, are not to be written to,
-        are another number, or the frame lies among them. A view of rows would take as long as a short frame."""
+        """`join` to an array whose bytes lie together; False, and nothing done, where they do not, are not to be
+        written to, are another number, or the frame lies among them. A view of rows would take as long as a short
+        frame."""
         cdef Py_buffer view
-        cdef Reader readers[4]
-        cdef uint8_t *to
-        cdef bint fits
+        cdef LaneReader readers[4]
+        cdef uint8_t *target
+        cdef bint is_fitting
         try:
             PyObject_GetBuffer(out, &view, PyBUF_WRITABLE)
         except (BufferError, TypeError, ValueError):
             return False
         try:
-            to = <uint8_t *>view.buf
-            fits = <size_t>view.len == self.words * <size_t>self.stride and not self.is_among(to, to, view.len)
-            if fits:
-                self.start(view.len, readers)
+            target = <uint8_t *>view.buf
+            is_fitting = (
+                <size_t>view.len == self.words * <size_t>self.stride and not self.overlaps(target, target, view.len)
+            )
+            if is_fitting:
+                self.start_readers(view.len, readers)
                 with nogil:
-                    join_next(readers, self.words, self.stride, to)
-            return fits
+                    join_next(readers, self.words, self.stride, target)
+            return is_fitting
         finally:
             PyBuffer_Release(&view)
 
     def equals(self, const uint8_t[::1] raw not None) -> bool:
         """Whether the decoded words are exactly the bytes of `raw`."""
-        cdef Reader readers[4]
-        cdef bint same
+        cdef LaneReader readers[4]
+        cdef bint is_equal
         if <size_t>raw.shape[0] != self.words * <size_t>self.stride:
             return False
-        self.start(raw.shape[0], readers)
+        self.start_readers(raw.shape[0], readers)
         with nogil:
-            same = next_equals(readers, self.words, self.stride, &raw[0])
-        return same
+            is_equal = compare_next(readers, self.words, self.stride, &raw[0])
+        return is_equal
 
-    cdef bint is_among(self, const uint8_t *first, const uint8_t *last, size_t row_bytes) noexcept:
+    cdef bint overlaps(self, const uint8_t *first, const uint8_t *last, size_t row_bytes) noexcept:
         """Whether the frame lies between the first and the last of some rows, whichever comes first in memory."""
         cdef const uint8_t *frame = &self.data[0]
         if last < first:
             first, last = last, first
         return first < frame + self.data.shape[0] and frame < last + row_bytes
 
-    cdef void settle(self) noexcept:
+    cdef void copy_raw_lanes(self) noexcept:
         """Bring all lanes into memory of our own."""
         cdef int lane
         for lane in range(self.stride):
-            if self.streams[lane].in_place:
+            if self.streams[lane].is_raw_payload:
                 decode_payload(self.ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.words)
-                self.streams[lane].in_place = False
+                self.streams[lane].is_raw_payload = False
 
-    cdef int start(self, size_t n, Reader *readers) except -1:
+    cdef int start_readers(self, size_t n, LaneReader *readers) except -1:
         """Readers at the beginning of the lanes, which together have `n` bytes."""
         cdef int lane
         if self.ws is None:
@@ -261,30 +272,30 @@ cdef class Frame:
         if n != self.words * <size_t>self.stride:
             raise KvmnnError(f"a buffer of {n} bytes: expected {self.words * <size_t>self.stride}")
         for lane in range(self.stride):
-            readers[lane].spare = self.scratch + <size_t>lane * self.words
-            readers[lane].words = self.words
-            readers[lane].at = readers[lane].spare
-            readers[lane].left = 0 if self.streams[lane].in_place else self.words
+            readers[lane].zero_buffer = self.scratch + <size_t>lane * self.words
+            readers[lane].num_elements = self.words
+            readers[lane].cursor = readers[lane].zero_buffer
+            readers[lane].remaining = 0 if self.streams[lane].is_raw_payload else self.words
             readers[lane].payload = &self.data[self.streams[lane].offset]
             readers[lane].size = self.streams[lane].payload_len
-            readers[lane].next = 0
-            readers[lane].last = True
+            readers[lane].next_offset = 0
+            readers[lane].is_last_block = True
         return 0
 
     def stream(self, int lane) -> tuple:
         """`(mode, codec, raw_len, payload_len, payload offset)` of one lane."""
-        cdef Stream s = self.streams[lane]
-        return s.mode, s.codec, s.raw_len, s.payload_len, s.offset
+        cdef StreamHeader header = self.streams[lane]
+        return header.mode, header.codec, header.raw_len, header.payload_len, header.offset
 
     def lane_entropy(self, int lane) -> float:
         """Order-0 entropy of a decoded lane in bits per byte."""
         cdef uint64_t counts[256]
-        cdef Reader readers[4]
-        self.start(self.words * <size_t>self.stride, readers)
+        cdef LaneReader readers[4]
+        self.start_readers(self.words * <size_t>self.stride, readers)
         memset(counts, 0, sizeof(counts))
         with nogil:
             count_next(&readers[lane], self.words, counts)
-        return entropy(counts)
+        return compute_entropy(counts)
 
 
 def decode_into(tuple frames, int stride, int allow, frames_sum, uint8_t[:, :, :, :] out not None) -> None:
@@ -293,12 +304,12 @@ def decode_into(tuple frames, int stride, int allow, frames_sum, uint8_t[:, :, :
     Nothing is written unless all frames decode, to exactly their part of `out`. `frames_sum`, where it is not None, is
     compared with their checksum, which goes on from frame to frame, when all is written: they are in the cache then.
     """
-    cdef Reader readers[4]
-    cdef Py_ssize_t part, row, row_bytes = out.shape[2] * out.shape[3]
-    cdef size_t words = row_bytes // stride, size = <size_t>out.shape[1] * row_bytes
-    cdef uint64_t found = 0
+    cdef LaneReader readers[4]
+    cdef Py_ssize_t index, row, row_bytes = out.shape[2] * out.shape[3]
+    cdef size_t num_elements = row_bytes // stride, size = <size_t>out.shape[1] * row_bytes
+    cdef uint64_t checksum = 0
     cdef Frame frame
-    cdef list parsed = []
+    cdef list parsed_frames = []
     if len(frames) != out.shape[0]:
         raise KvmnnError(f"{len(frames)} frames: expected {out.shape[0]}")
     if (out.shape[3] > 1 and out.strides[3] != 1) or (out.shape[2] > 1 and out.strides[2] != out.shape[3]):
@@ -310,49 +321,50 @@ def decode_into(tuple frames, int stride, int allow, frames_sum, uint8_t[:, :, :
         if frame.words * <size_t>stride != size:
             raise KvmnnError(f"out has {size} bytes: the frame holds {frame.words * stride}")
         frame.decode()
-        parsed.append(frame)
-    for part in range(out.shape[0]):
-        frame = parsed[part]
-        frame.start(size, readers)
+        parsed_frames.append(frame)
+    for index in range(out.shape[0]):
+        frame = parsed_frames[index]
+        frame.start_readers(size, readers)
         with nogil:
             for row in range(out.shape[1]):
-                join_next(readers, words, stride, &out[part, row, 0, 0])
+                join_next(readers, num_elements, stride, &out[index, row, 0, 0])
         frame.close()
         if frames_sum is not None:
-            found = sum_after(frames[part], found)
-    if frames_sum is not None and found != <uint64_t>frames_sum:
+            checksum = continue_checksum(frames[index], checksum)
+    if frames_sum is not None and checksum != <uint64_t>frames_sum:
         raise FrameError("the frames do not match their checksum")
 
 
-cdef uint64_t join_summed(
-    Reader *readers, size_t words, int stride, uint8_t *out, uint64_t seed
+cdef uint64_t join_with_checksum(
+    LaneReader *readers, size_t num_elements, int itemsize, uint8_t *out, uint64_t seed
 ) noexcept nogil:
-    """Join the next `words` words of the lanes at `out`; their checksum. Tile by tile, while they are in the cache."""
-    cdef Sums sums
-    cdef size_t left = words, tile, size = 0, done = 0
+    """Join the next `num_elements` words of the lanes at `out`; their checksum. Tile by tile, while they are in the
+    cache."""
+    cdef ChecksumSums sums
+    cdef size_t remaining = num_elements, tile, size = 0, num_bytes = 0
     cdef int lane
     memset(&sums, 0, sizeof(sums))
-    while left:
-        tile = min(left, <size_t>JOIN_TILE)
-        join_next(readers, tile, stride, out)
-        size = tile * <size_t>stride
-        done = add_to_sums(&sums, out, size)
+    while remaining:
+        tile = min(remaining, <size_t>JOIN_TILE_ELEMENTS)
+        join_next(readers, tile, itemsize, out)
+        size = tile * <size_t>itemsize
+        num_bytes = add_to_sums(&sums, out, size)
         out += size
-        left -= tile
-    add_rest(&sums, out - (size - done), size - done)
-    return checksum_of_sums(&sums, words * <size_t>stride, seed)
+        remaining -= tile
+    add_tail(&sums, out - (size - num_bytes), size - num_bytes)
+    return finish_checksum(&sums, num_elements * <size_t>itemsize, seed)
 
 
-cdef uint64_t sum_after(const uint8_t[::1] data, uint64_t seed) noexcept:
+cdef uint64_t continue_checksum(const uint8_t[::1] data, uint64_t seed) noexcept:
     """The checksum of `data`, continued from `seed`."""
     with nogil:
         if data.shape[0]:
-            seed = checksum_of(&data[0], data.shape[0], seed)
+            seed = compute_checksum(&data[0], data.shape[0], seed)
     return seed
 
 
-cdef int compare_sum(const uint8_t[::1] data, uint64_t expected) except -1:
-    if sum_after(data, 0) != expected:
+cdef int check_checksum(const uint8_t[::1] data, uint64_t expected) except -1:
+    if continue_checksum(data, 0) != expected:
         raise FrameError("the frame does not match its checksum")
     return 0
 
@@ -366,49 +378,49 @@ def decode_checked(
     `frame_sum` is over the frame, `raw_sum` goes on from row to row. `out` is written only where `frame_sum` is right,
     which is found after decoding: the frame is in the cache then.
     """
-    cdef Reader readers[4]
+    cdef LaneReader readers[4]
     cdef Frame frame
     cdef Py_ssize_t row
-    cdef size_t words = out.shape[1] // stride
-    cdef uint64_t found
+    cdef size_t num_elements = out.shape[1] // stride
+    cdef uint64_t checksum
     if out.shape[1] > 1 and out.strides[1] != 1:
         raise KvmnnError(f"rows with a stride of {out.strides[1]}: expected contiguous ones")
     try:
         frame = Frame(data, stride, allow)
-        if words * stride != <size_t>out.shape[1] or frame.words != words * <size_t>out.shape[0]:
+        if num_elements * stride != <size_t>out.shape[1] or frame.words != num_elements * <size_t>out.shape[0]:
             raise FrameError(f"the frame holds {frame.words * stride} bytes: expected {out.shape[0] * out.shape[1]}")
         frame.decode()
     except FrameError:
-        compare_sum(data, frame_sum)
+        check_checksum(data, frame_sum)
         raise
-    compare_sum(data, frame_sum)
-    frame.start(out.shape[0] * out.shape[1], readers)
-    found = 0
+    check_checksum(data, frame_sum)
+    frame.start_readers(out.shape[0] * out.shape[1], readers)
+    checksum = 0
     with nogil:
         for row in range(out.shape[0]):
-            found = join_summed(readers, words, stride, &out[row, 0], found)
+            checksum = join_with_checksum(readers, num_elements, stride, &out[row, 0], checksum)
     frame.close()
-    if found != raw_sum:
+    if checksum != raw_sum:
         raise FrameError("the frame decodes to other words than went into it")
 
 
 def decode_stream(const uint8_t[::1] data not None, int allow) -> tuple:
     """The first stream of `data` and how many bytes it took; what follows it is not looked at."""
     cdef size_t n = data.shape[0]
-    cdef Stream s
-    cdef bint ok
+    cdef StreamHeader header
+    cdef bint is_ok
     cdef bytes out
-    cdef uint8_t *to
-    if n < HEADER:
-        raise FrameError(f"stream: truncated header: {HEADER} bytes expected, {n} found")
-    s = parse_stream(&data[0], n, 0, allow, "stream")
-    out = PyBytes_FromStringAndSize(NULL, s.raw_len)
-    if s.raw_len:
-        to = <uint8_t *>PyBytes_AsString(out)
+    cdef uint8_t *target
+    if n < STREAM_HEADER_BYTES:
+        raise FrameError(f"stream: truncated header: {STREAM_HEADER_BYTES} bytes expected, {n} found")
+    header = parse_stream(&data[0], n, 0, allow, "stream")
+    out = PyBytes_FromStringAndSize(NULL, header.raw_len)
+    if header.raw_len:
+        target = <uint8_t *>PyBytes_AsString(out)
         ws = acquire(False, True)
         with nogil:
-            ok = decode_payload(ws, &data[0], s, to)
+            is_ok = decode_payload(ws, &data[0], header, target)
         release(ws)
-        if not ok:
-            raise bad_payload(s, "stream")
-    return out, s.offset + s.payload_len
+        if not is_ok:
+            raise make_payload_error(header, "stream")
+    return out, header.offset + header.payload_len

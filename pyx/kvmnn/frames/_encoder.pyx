@@ -1,6 +1,6 @@
 """Frames of MNN's lossless codec, made: candidates for every lane, and the smallest of them chosen.
 
-Word sizes are called `stride`: 2 for the FP16 container (lanes lo, hi), 4 for the FP32 container (lanes 0 to 3).
+Word sizes are called `itemsize`: 2 for the FP16 container (lanes lo, hi), 4 for the FP32 container (lanes 0 to 3).
 """
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -10,33 +10,38 @@ from cpython.bytes cimport PyBytes_AsString
 from cpython.object cimport PyObject
 from cpython.ref cimport Py_XDECREF
 
-from kvmnn.frames._fast_lane cimport raw_frame, raw_size
-from kvmnn.frames._lane_streams cimport make_bounded, make_stream, make_streams, spacing
+from kvmnn.frames._fast_lane cimport raw_frame_size, write_raw_frame
+from kvmnn.frames._lane_streams cimport make_all_streams, make_stream, make_stream_with_rle_bound, stream_spacing
 from kvmnn.frames._room cimport Track
-from kvmnn.frames._stream_header cimport ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, HEADER, MODES, store_le32
-from kvmnn.frames._streams cimport KVMNN_MODE_DELTA, KVMNN_MODE_RAW, entropy, lanes, rle_bound, rle_encode, rle_least, rle_size
-from kvmnn.frames._workspace cimport Workspace, acquire, release, shortened, unfinished_bytes
-from kvmnn.frames._zstdlib cimport is_no_room, zstd
+from kvmnn.frames._stream_header cimport (
+    ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, NUM_MODES, STREAM_HEADER_BYTES, store_le32,
+)
+from kvmnn.frames._streams cimport (
+    KVMNN_MODE_DELTA, KVMNN_MODE_RAW, compute_entropy, lane_kernels, rle_bound, rle_encode, rle_min_size, rle_size,
+)
+from kvmnn.frames._workspace cimport Workspace, acquire, allocate_bytes, release, shrink_bytes
+from kvmnn.frames._zstdlib cimport is_dst_too_small, zstd
 
 from ..errors import KvmnnError, LimitError
 
 
 cdef enum:
     ALL_MODES = 7
-    FUSE_UP_TO = 256 << 10  # bytes of a lane whose three streams are made in one pass, ...
-    SPLIT_UP_TO = 48 << 20  # ... and of all lanes and a stream, which are parted in one pass; each stream is then made
-                            # where it is compressed, while the cache has it
-    SLACK = 1 << 10         # bytes that a payload may be too long before libzstd stops: it gives up a few bytes before the
-                            # end, and what it tries first (tables, literals) may be longer than what it then writes
-    SAMPLE_TILE = 1024      # effort "balanced": bytes of one look at a stream ...
-    SAMPLE_TILES = 16       # ... and how many looks it takes
+    MAX_FUSED_LANE_BYTES = 256 << 10  # bytes of a lane whose three streams are made in one pass, ...
+    MAX_SPLIT_BYTES = 48 << 20        # ... and of all lanes and a stream, which are parted in one pass; each stream is
+                                      # then made where it is compressed, while the cache has it
+    STOP_SLACK_BYTES = 1 << 10        # bytes that a payload may be too long before libzstd stops: it gives up a few
+                                      # bytes before the end, and what it tries first (tables, literals) may be longer
+                                      # than what it then writes
+    SAMPLE_TILE_BYTES = 1024          # effort "balanced": bytes of one sample of a stream ...
+    NUM_SAMPLE_TILES = 16             # ... and how many samples it takes
 
-cdef double LESS = 0.996   # effort "balanced": samples of noise differ by less
+cdef double MAX_ENTROPY_RATIO = 0.996  # effort "balanced": samples of noise differ by less
 
 cdef size_t NOT_SMALLER = 0
 cdef size_t NO_MEMORY = <size_t>-1
 cdef size_t U32_MAX = <size_t>0xffffffffULL
-cdef size_t TOO_LONG = <size_t>-2
+cdef size_t PAYLOAD_TOO_LONG = <size_t>-2
 
 
 cdef struct Candidate:
@@ -45,11 +50,11 @@ cdef struct Candidate:
     size_t size
 
 
-cdef inline void store_header(uint8_t *p, Candidate chosen, size_t raw_len) noexcept nogil:
-    p[0] = chosen.mode
-    p[1] = chosen.codec
+cdef inline void store_header(uint8_t *p, Candidate best_candidate, size_t raw_len) noexcept nogil:
+    p[0] = best_candidate.mode
+    p[1] = best_candidate.codec
     store_le32(p + 2, <uint32_t>raw_len)
-    store_le32(p + 6, <uint32_t>chosen.size)
+    store_le32(p + 6, <uint32_t>best_candidate.size)
 
 
 # -- encoding one stream --------------------------------------------------------------------------------------------
@@ -59,163 +64,168 @@ cdef size_t payload_bound(size_t n) noexcept nogil:
     return a if a > b else b
 
 
-cdef size_t make_candidate(
-    Workspace ws, const uint8_t *stream, size_t words, int mode, int allow, int level, bint sized, size_t limit,
-    size_t rle_least_size, uint8_t *dst, Candidate *result
+cdef size_t encode_payload(
+    Workspace ws, const uint8_t *stream, size_t num_elements, int mode, int allowed_codecs, int level,
+    bint has_content_size, size_t limit, size_t min_rle_size, uint8_t *dst, Candidate *result
 ) noexcept nogil:
-    """Payload of one stream: the smaller of RLE (known to take at least `rle_least_size`) and zstd, RLE at equality.
+    """Payload of one stream: the smaller of RLE (known to take at least `min_rle_size`) and zstd, RLE at equality.
 
-    Returns its size with the payload in dst (payload_bound(words) bytes), NOT_SMALLER when it does not come below
+    Returns its size with the payload in dst (payload_bound(num_elements) bytes), NOT_SMALLER when it does not come below
     `limit`, or NO_MEMORY.
     """
-    cdef size_t size, best = limit, room = payload_bound(words)
-    cdef bint found = False
-    if allow & ALLOW_ZSTD:
-        if zstd.stops and limit < room - min(room, <size_t>SLACK):
-            room = limit + SLACK
-        if sized:
-            size = zstd.compress(ws.cctx, dst, room, stream, words, level)
+    cdef size_t size, best = limit, capacity = payload_bound(num_elements)
+    cdef bint is_found = False
+    if allowed_codecs & ALLOW_ZSTD:
+        if zstd.stops_at_capacity and limit < capacity - min(capacity, <size_t>STOP_SLACK_BYTES):
+            capacity = limit + STOP_SLACK_BYTES
+        if has_content_size:
+            size = zstd.compress(ws.cctx, dst, capacity, stream, num_elements, level)
         else:
-            size = zstd.compress_unsized(ws.cctx, dst, room, stream, words, level)
-        if is_no_room(size) and room < payload_bound(words):
+            size = zstd.compress_without_size(ws.cctx, dst, capacity, stream, num_elements, level)
+        if is_dst_too_small(size) and capacity < payload_bound(num_elements):
             size = 0
         elif zstd.is_error(size):
             return NO_MEMORY  # the one failure left to a one-shot call with a full-sized destination
         if 0 < size < best:
             result.mode, result.codec, result.size = mode, CODEC_ZSTD, size
             best = size
-            found = True
-    if allow & ALLOW_RLE and rle_least_size <= best:
+            is_found = True
+    if allowed_codecs & ALLOW_RLE and min_rle_size <= best:
         # At equal size RLE wins over the zstd payload just made, but not over an earlier candidate.
-        size = rle_size(stream, words, best)
-        if size < best or (found and size == best):
-            rle_encode(stream, words, dst)
+        size = rle_size(stream, num_elements, best)
+        if size < best or (is_found and size == best):
+            rle_encode(stream, num_elements, dst)
             result.mode, result.codec, result.size = mode, CODEC_RLE, size
-            found = True
-    return result.size if found else NOT_SMALLER
+            is_found = True
+    return result.size if is_found else NOT_SMALLER
 
 
-cdef int likely_mode(const uint8_t *src, size_t words, int stride, int lane, int modes) noexcept nogil:
-    """The allowed predictor whose sampled stream has the lowest order-0 entropy; one that is no less by chance is not."""
+cdef int select_mode(const uint8_t *src, size_t num_elements, int itemsize, int lane, int modes) noexcept nogil:
+    """The allowed predictor whose sampled stream has the lowest order-0 entropy; one that is no less by chance is
+    not."""
     cdef uint64_t counts[256]
-    cdef uint8_t tile[SAMPLE_TILE]
+    cdef uint8_t tile[SAMPLE_TILE_BYTES]
     cdef size_t start, step, n
     cdef int mode, best_mode = KVMNN_MODE_RAW
     cdef double bits, best = 9.0
-    step = words // SAMPLE_TILES
-    if step < SAMPLE_TILE:
-        step = SAMPLE_TILE
-    for mode in range(MODES):
+    step = num_elements // NUM_SAMPLE_TILES
+    if step < SAMPLE_TILE_BYTES:
+        step = SAMPLE_TILE_BYTES
+    for mode in range(NUM_MODES):
         if not modes >> mode & 1:
             continue
         if modes == 1 << mode:
             return mode
         memset(counts, 0, sizeof(counts))
         start = 0
-        while start < words:
-            n = words - start if words - start < SAMPLE_TILE else SAMPLE_TILE
-            lanes().predict_lane(src + start * <size_t>stride, n, stride, lane, mode, tile)
-            lanes().histogram(tile + 1, n - 1, counts)  # the first byte lacks its true neighbour
+        while start < num_elements:
+            n = num_elements - start if num_elements - start < SAMPLE_TILE_BYTES else SAMPLE_TILE_BYTES
+            lane_kernels().predict_lane(src + start * <size_t>itemsize, n, itemsize, lane, mode, tile)
+            lane_kernels().histogram(tile + 1, n - 1, counts)  # the first byte lacks its true neighbour
             start += step
-        bits = entropy(counts)
-        if bits < best * LESS:
+        bits = compute_entropy(counts)
+        if bits < best * MAX_ENTROPY_RATIO:
             best = bits
             best_mode = mode
     return best_mode
 
 
-cdef size_t one_lane(const uint8_t *src, size_t words, int stride, int lane, uint8_t *to) noexcept nogil:
-    """A lower bound of the RLE length of a lane as it is, which is `to` afterwards where words have several."""
-    cdef uint8_t *parts[4]
+cdef size_t extract_lane(const uint8_t *src, size_t num_elements, int itemsize, int lane, uint8_t *dst) noexcept nogil:
+    """A lower bound of the RLE length of a lane as it is, which is `dst` afterwards where words have several."""
+    cdef uint8_t *lane_ptrs[4]
     cdef size_t[4] repeats
-    if stride == 1:
-        return rle_least(words, lanes().repeats(src, words))
-    memset(parts, 0, sizeof(parts))
-    parts[lane] = to
-    lanes().split(src, words, stride, parts, repeats)
-    return rle_least(words, repeats[lane])
+    if itemsize == 1:
+        return rle_min_size(num_elements, lane_kernels().repeats(src, num_elements))
+    memset(lane_ptrs, 0, sizeof(lane_ptrs))
+    lane_ptrs[lane] = dst
+    lane_kernels().split(src, num_elements, itemsize, lane_ptrs, repeats)
+    return rle_min_size(num_elements, repeats[lane])
 
 
-cdef void all_lanes(
-    const uint8_t *src, size_t words, int stride, uint8_t *to, size_t *rle_least_sizes
+cdef void extract_all_lanes(
+    const uint8_t *src, size_t num_elements, int itemsize, uint8_t *dst, size_t *min_rle_sizes
 ) noexcept nogil:
-    """Lanes as they are, `spacing` apart, and a lower bound of the RLE length of each."""
-    cdef uint8_t *parts[4]
+    """Lanes as they are, `stream_spacing` apart, and a lower bound of the RLE length of each."""
+    cdef uint8_t *lane_ptrs[4]
     cdef size_t[4] repeats
     cdef int lane
-    for lane in range(stride):
-        parts[lane] = to + <size_t>lane * spacing(words)
-    lanes().split(src, words, stride, parts, repeats)
-    for lane in range(stride):
-        rle_least_sizes[lane] = rle_least(words, repeats[lane])
+    for lane in range(itemsize):
+        lane_ptrs[lane] = dst + <size_t>lane * stream_spacing(num_elements)
+    lane_kernels().split(src, num_elements, itemsize, lane_ptrs, repeats)
+    for lane in range(itemsize):
+        min_rle_sizes[lane] = rle_min_size(num_elements, repeats[lane])
 
 
 cdef size_t encode_lane(
-    Workspace ws, const uint8_t *src, size_t words, int stride, int lane, int modes, int allow, int level,
-    const uint8_t *streams, const size_t *rle_least_sizes, const uint8_t *raw, uint8_t *room, uint8_t *dst,
-    uint8_t *slot, Candidate *chosen
+    Workspace ws, const uint8_t *src, size_t num_elements, int itemsize, int lane, int modes, int allowed_codecs,
+    int level, const uint8_t *streams, const size_t *min_rle_sizes, const uint8_t *raw, uint8_t *scratch, uint8_t *dst,
+    uint8_t *slot, Candidate *best_candidate
 ) noexcept nogil:
-    """The smallest payload of one lane in dst; its size, or NO_MEMORY, or TOO_LONG.
+    """The smallest payload of one lane in dst; its size, or NO_MEMORY, or PAYLOAD_TOO_LONG.
 
-    `streams`: of all predictors, and the bounds of their RLE lengths, from `make_streams`; NULL to make them here, one
-    after the other, in `room`, from the lane as it is in `raw`, whose bound is known, or where these are NULL from `src`.
-    dst and the slot have payload_bound(words) bytes each. The first candidate is made where it stays if no other is
-    smaller, as mostly none is.
+    `streams`: of all predictors, and the bounds of their RLE lengths, from `make_all_streams`; NULL to make them here,
+    one after the other, in `scratch`, from the lane as it is in `raw`, whose bound is known, or where these are NULL
+    from `src`. dst and the slot have payload_bound(num_elements) bytes each. The first candidate is made where it stays if no
+    other is smaller, as mostly none is.
     """
     cdef const uint8_t *stream
-    cdef size_t got, rle = 0, rle_raw, limit = <size_t>-3
+    cdef size_t size, min_rle = 0, min_raw_rle, limit = <size_t>-3
     cdef int mode
-    cdef bint several = modes & (modes - 1) != 0, first = True
-    if streams == NULL and several and raw == NULL:
-        room = ws.buffer(0, 2 * spacing(words))
-        if room == NULL:
+    cdef bint has_several = modes & (modes - 1) != 0, is_first = True
+    if streams == NULL and has_several and raw == NULL:
+        scratch = ws.get_buffer(0, 2 * stream_spacing(num_elements))
+        if scratch == NULL:
             return NO_MEMORY
-        raw = src if stride == 1 else room + spacing(words)
-        rle_raw = one_lane(src, words, stride, lane, room + spacing(words))
-        rle_least_sizes = &rle_raw
-    for mode in range(MODES):
+        raw = src if itemsize == 1 else scratch + stream_spacing(num_elements)
+        min_raw_rle = extract_lane(src, num_elements, itemsize, lane, scratch + stream_spacing(num_elements))
+        min_rle_sizes = &min_raw_rle
+    for mode in range(NUM_MODES):
         if not modes >> mode & 1:
             continue
         if streams != NULL:
-            stream, rle = streams + <size_t>mode * spacing(words), rle_least_sizes[mode]
+            stream, min_rle = streams + <size_t>mode * stream_spacing(num_elements), min_rle_sizes[mode]
         elif raw == NULL:
-            stream = make_stream(ws, src, words, stride, lane, mode)
+            stream = make_stream(ws, src, num_elements, itemsize, lane, mode)
             if stream == NULL:
                 return NO_MEMORY
         elif mode == KVMNN_MODE_RAW:
-            stream, rle = raw, rle_least_sizes[mode]
+            stream, min_rle = raw, min_rle_sizes[mode]
         else:
-            stream, rle = room, rle_least(words, lanes().predict_counted(raw, words, mode, room))
-        got = make_candidate(
-            ws, stream, words, mode, allow, level, True, limit, rle, dst if first else slot, chosen
+            stream = scratch
+            min_rle = rle_min_size(
+                num_elements, lane_kernels().predict_counting_repeats(raw, num_elements, mode, scratch))
+        size = encode_payload(
+            ws, stream, num_elements, mode, allowed_codecs, level, True, limit, min_rle, dst if is_first else slot,
+            best_candidate
         )
-        if got == NO_MEMORY:
+        if size == NO_MEMORY:
             return NO_MEMORY
-        if got != NOT_SMALLER:
-            if not first:
-                memcpy(dst, slot, got)
-            limit = got
-        first = False
-    return chosen.size if chosen.size <= U32_MAX else TOO_LONG
+        if size != NOT_SMALLER:
+            if not is_first:
+                memcpy(dst, slot, size)
+            limit = size
+        is_first = False
+    return best_candidate.size if best_candidate.size <= U32_MAX else PAYLOAD_TOO_LONG
 
 
-cdef bint are_made_at_once(size_t words, int stride, int *modes) noexcept nogil:
+cdef bint can_fuse_streams(size_t num_elements, int itemsize, int *modes) noexcept nogil:
     """Whether a lane's streams are all made in one pass."""
     cdef int lane
-    if stride == 1 or words > FUSE_UP_TO:
+    if itemsize == 1 or num_elements > MAX_FUSED_LANE_BYTES:
         return False
-    for lane in range(stride):
+    for lane in range(itemsize):
         if modes[lane] != ALL_MODES:
             return False
     return True
 
 
-cdef bint are_split(size_t words, int stride, int *modes) noexcept nogil:
-    """Whether all lanes are parted in one pass, so that words are read once: not for lanes that have one stream each."""
+cdef bint should_split_lanes(size_t num_elements, int itemsize, int *modes) noexcept nogil:
+    """Whether all lanes are parted in one pass, so that words are read once: not for lanes that have one stream
+    each."""
     cdef int lane
-    if stride == 1 or <size_t>(stride + 1) * spacing(words) > SPLIT_UP_TO:
+    if itemsize == 1 or <size_t>(itemsize + 1) * stream_spacing(num_elements) > MAX_SPLIT_BYTES:
         return False
-    for lane in range(stride):
+    for lane in range(itemsize):
         if modes[lane] & (modes[lane] - 1):
             return True
     return False
@@ -224,64 +234,64 @@ cdef bint are_split(size_t words, int stride, int *modes) noexcept nogil:
 # -- encoding for Python ----------------------------------------------------------------------------------------------
 
 cdef bytes encode_lanes(
-    const uint8_t *src, size_t words, int stride, int *modes, int allow, int level, size_t begin
+    const uint8_t *src, size_t num_elements, int itemsize, int *modes, int allowed_codecs, int level, size_t begin
 ):
     """`begin` bytes for the caller to fill, and behind them header and smallest payload of every lane.
 
     Payloads are made where they stay, in bytes that are shortened when it is known how long all are.
     """
-    cdef size_t room = payload_bound(words), got = NO_MEMORY, at = begin
-    cdef Candidate chosen
+    cdef size_t max_payload = payload_bound(num_elements), size = NO_MEMORY, pos = begin
+    cdef Candidate best_candidate
     cdef uint8_t *out
     cdef uint8_t *slot
     cdef uint8_t *streams = NULL
-    cdef uint8_t *raws = NULL
+    cdef uint8_t *raw_lanes = NULL
     cdef uint8_t *raw = NULL
-    cdef uint8_t *spare = NULL
-    cdef size_t[MODES] rle
-    cdef size_t[4] rle_raws
+    cdef uint8_t *stream_scratch = NULL
+    cdef size_t[NUM_MODES] min_rle
+    cdef size_t[4] min_raw_rles
     cdef int lane
-    cdef bint at_once = are_made_at_once(words, stride, modes)
-    cdef bint at_first = not at_once and are_split(words, stride, modes)
+    cdef bint is_fused = can_fuse_streams(num_elements, itemsize, modes)
+    cdef bint is_split = not is_fused and should_split_lanes(num_elements, itemsize, modes)
     cdef PyObject *frame = NULL
-    cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
+    cdef Workspace ws = acquire(allowed_codecs & ALLOW_ZSTD != 0, False)
     try:
-        frame = unfinished_bytes(begin + <size_t>stride * (HEADER + room))
+        frame = allocate_bytes(begin + <size_t>itemsize * (STREAM_HEADER_BYTES + max_payload))
         out = <uint8_t *>PyBytes_AsString(<object>frame)
         with nogil:
-            slot = ws.buffer(1, room)
-            if at_once:
-                streams = ws.buffer(0, MODES * spacing(words))
-            elif at_first:
-                raws = ws.buffer(0, <size_t>(stride + 1) * spacing(words))
-                if raws != NULL:
-                    spare = raws + <size_t>stride * spacing(words)
-                    all_lanes(src, words, stride, raws, rle_raws)
-            if slot != NULL and (streams != NULL or not at_once) and (raws != NULL or not at_first):
-                for lane in range(stride):
-                    if at_once:
-                        make_streams(src, words, stride, lane, streams, rle)
-                    if at_first:
-                        raw = raws + <size_t>lane * spacing(words)
-                        rle[KVMNN_MODE_RAW] = rle_raws[lane]
-                    chosen = Candidate(0, 0, 0)
-                    got = encode_lane(
-                        ws, src, words, stride, lane, modes[lane], allow, level, streams, rle, raw, spare,
-                        out + at + HEADER, slot, &chosen,
+            slot = ws.get_buffer(1, max_payload)
+            if is_fused:
+                streams = ws.get_buffer(0, NUM_MODES * stream_spacing(num_elements))
+            elif is_split:
+                raw_lanes = ws.get_buffer(0, <size_t>(itemsize + 1) * stream_spacing(num_elements))
+                if raw_lanes != NULL:
+                    stream_scratch = raw_lanes + <size_t>itemsize * stream_spacing(num_elements)
+                    extract_all_lanes(src, num_elements, itemsize, raw_lanes, min_raw_rles)
+            if slot != NULL and (streams != NULL or not is_fused) and (raw_lanes != NULL or not is_split):
+                for lane in range(itemsize):
+                    if is_fused:
+                        make_all_streams(src, num_elements, itemsize, lane, streams, min_rle)
+                    if is_split:
+                        raw = raw_lanes + <size_t>lane * stream_spacing(num_elements)
+                        min_rle[KVMNN_MODE_RAW] = min_raw_rles[lane]
+                    best_candidate = Candidate(0, 0, 0)
+                    size = encode_lane(
+                        ws, src, num_elements, itemsize, lane, modes[lane], allowed_codecs, level, streams, min_rle,
+                        raw, stream_scratch, out + pos + STREAM_HEADER_BYTES, slot, &best_candidate,
                     )
-                    if got >= TOO_LONG:
+                    if size >= PAYLOAD_TOO_LONG:
                         break
-                    store_header(out + at, chosen, words)
-                    at += HEADER + got
-        if got >= TOO_LONG:
-            raise no_frame(got)
-        return shortened(&frame, at)
+                    store_header(out + pos, best_candidate, num_elements)
+                    pos += STREAM_HEADER_BYTES + size
+        if size >= PAYLOAD_TOO_LONG:
+            raise make_encode_error(size)
+        return shrink_bytes(&frame, pos)
     finally:
         Py_XDECREF(frame)
         release(ws)
 
 
-cdef object no_frame(size_t code):
+cdef object make_encode_error(size_t code):
     if code == NO_MEMORY:
         return MemoryError("no memory for the streams of a frame")
     return LimitError("a payload above 2^32 - 1 bytes, which is what a stream header can say: encode pieces")
@@ -292,20 +302,20 @@ def encode(const uint8_t[::1] data not None, int stride, modes, int allow, int l
 
     `modes`: for each lane a bit set of predictors (1 raw, 2 delta_seq, 4 xor_seq). `allow`: 1 RLE, 2 zstd, 3 both.
     """
-    cdef size_t words = check_words(data.shape[0], stride)
+    cdef size_t num_elements = check_element_count(data.shape[0], stride)
     cdef int lane
     cdef int[4] lane_modes
     for lane in range(stride):
         lane_modes[lane] = modes[lane]
-    cdef bytes frame = encode_lanes(&data[0], words, stride, lane_modes, allow, level, 4)
-    store_le32(<uint8_t *>PyBytes_AsString(frame), <uint32_t>words)
+    cdef bytes frame = encode_lanes(&data[0], num_elements, stride, lane_modes, allow, level, 4)
+    store_le32(<uint8_t *>PyBytes_AsString(frame), <uint32_t>num_elements)
     return frame
 
 
 def encode_stream(const uint8_t[::1] data not None, int modes, int allow, int level=3) -> bytes:
     """One stream with its header, from bytes that are no lanes of anything; an empty one is ten zero bytes."""
     if data.shape[0] == 0:
-        return bytes(HEADER)
+        return bytes(STREAM_HEADER_BYTES)
     return encode_lanes(&data[0], data.shape[0], 1, &modes, allow, level, 0)
 
 
@@ -313,30 +323,35 @@ def candidate(
     const uint8_t[::1] data not None, int stride, int lane, int mode, int allow, int level, bint sized, size_t limit
 ):
     """One lane under one predictor: `(payload size, mode, codec, header + payload)`, or None if not below `limit`."""
-    cdef size_t words = check_words(data.shape[0], stride), got = NO_MEMORY, rle = 0
-    cdef Candidate chosen = Candidate(0, 0, 0)
+    cdef size_t num_elements = check_element_count(data.shape[0], stride), size = NO_MEMORY, min_rle = 0
+    cdef Candidate best_candidate = Candidate(0, 0, 0)
     cdef const uint8_t *stream
     cdef uint8_t *out
-    cdef PyObject *made = NULL
+    cdef PyObject *buffer = NULL
     cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
     try:
-        made = unfinished_bytes(HEADER + payload_bound(words))
-        out = <uint8_t *>PyBytes_AsString(<object>made)
+        buffer = allocate_bytes(STREAM_HEADER_BYTES + payload_bound(num_elements))
+        out = <uint8_t *>PyBytes_AsString(<object>buffer)
         with nogil:
-            stream = make_bounded(ws, &data[0], words, stride, lane, mode, &rle)
+            stream = make_stream_with_rle_bound(ws, &data[0], num_elements, stride, lane, mode, &min_rle)
             if stream != NULL:
-                got = make_candidate(ws, stream, words, mode, allow, level, sized, limit, rle, out + HEADER, &chosen)
-            if got != NO_MEMORY and chosen.size > U32_MAX:
-                got = TOO_LONG
-            if got < TOO_LONG:
-                store_header(out, chosen, words)
-        if got >= TOO_LONG:
-            raise no_frame(got)
-        if got == NOT_SMALLER:
+                size = encode_payload(
+                    ws, stream, num_elements, mode, allow, level, sized, limit, min_rle, out + STREAM_HEADER_BYTES,
+                    &best_candidate)
+            if size != NO_MEMORY and best_candidate.size > U32_MAX:
+                size = PAYLOAD_TOO_LONG
+            if size < PAYLOAD_TOO_LONG:
+                store_header(out, best_candidate, num_elements)
+        if size >= PAYLOAD_TOO_LONG:
+            raise make_encode_error(size)
+        if size == NOT_SMALLER:
             return None
-        return chosen.size, chosen.mode, chosen.codec, shortened(&made, HEADER + chosen.size)
+        return (
+            best_candidate.size, best_candidate.mode, best_candidate.codec,
+            shrink_bytes(&buffer, STREAM_HEADER_BYTES + best_candidate.size),
+        )
     finally:
-        Py_XDECREF(made)
+        Py_XDECREF(buffer)
         release(ws)
 
 
@@ -349,58 +364,59 @@ def write_payload(
     Track track not None, Py_ssize_t piece, size_t most, const uint8_t[::1] data not None, int stride, size_t begin,
     size_t end, int lane, int mode, int level
 ) -> int:
-    """The zstd frame of the words from `begin` to `end` of one lane, under one predictor over the whole lane, as a piece of
-    the track that has room for `most` bytes; how long it is. Without a predictor raw blocks, where libzstd needs more.
+    """The zstd frame of the words from `begin` to `end` of one lane, under one predictor over the whole lane, as
+    a segment of the writer that has room for `most` bytes; how long it is. Without a predictor raw blocks, where libzstd
+    needs more.
     """
-    cdef size_t words = check_words(data.shape[0], stride), size = NO_MEMORY
+    cdef size_t num_elements = check_element_count(data.shape[0], stride), size = NO_MEMORY
     cdef uint8_t *stream
     cdef uint8_t *out
-    cdef uint8_t before
-    if not begin < end <= words or not 0 <= lane < stride or not 0 <= mode < MODES:
-        raise KvmnnError(f"words {begin} to {end} of {words}, lane {lane} of {stride}, mode {mode}: not there")
-    if most < (raw_size(end - begin) if mode == KVMNN_MODE_RAW else zstd.bound(end - begin)):
+    cdef uint8_t previous_byte
+    if not begin < end <= num_elements or not 0 <= lane < stride or not 0 <= mode < NUM_MODES:
+        raise KvmnnError(f"words {begin} to {end} of {num_elements}, lane {lane} of {stride}, mode {mode}: not there")
+    if most < (raw_frame_size(end - begin) if mode == KVMNN_MODE_RAW else zstd.bound(end - begin)):
         raise KvmnnError(f"{most} bytes for a payload of {end - begin} words: too few")
-    out = track.room.at(track.place(piece), most)
+    out = track.room.pointer_at(track.acquire_offset(piece), most)
     cdef Workspace ws = acquire(True, False)
     try:
         with nogil:
             stream = <uint8_t *>make_stream(ws, &data[begin * stride], end - begin, stride, lane, mode)
             if stream != NULL:
                 if begin and mode != KVMNN_MODE_RAW:
-                    before = data[(begin - 1) * stride + lane]
-                    stream[0] = stream[0] - before if mode == KVMNN_MODE_DELTA else stream[0] ^ before
+                    previous_byte = data[(begin - 1) * stride + lane]
+                    stream[0] = stream[0] - previous_byte if mode == KVMNN_MODE_DELTA else stream[0] ^ previous_byte
                 size = zstd.compress(ws.cctx, out, most, stream, end - begin, level)
-                if is_no_room(size) and mode == KVMNN_MODE_RAW:
-                    raw_frame(stream, end - begin, 1, 0, False, out)
-                    size = raw_size(end - begin)
+                if is_dst_too_small(size) and mode == KVMNN_MODE_RAW:
+                    write_raw_frame(stream, end - begin, 1, 0, False, out)
+                    size = raw_frame_size(end - begin)
     finally:
         release(ws)
     if zstd.is_error(size):
-        raise no_frame(NO_MEMORY)
-    track.done(piece, size)
+        raise make_encode_error(NO_MEMORY)
+    track.commit(piece, size)
     return size
 
 
 def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> list:
     """For each lane a bit set with the one predictor that effort "balanced" takes."""
-    cdef size_t words = check_words(data.shape[0], stride)
+    cdef size_t num_elements = check_element_count(data.shape[0], stride)
     cdef int lane, mode, lane_modes
-    cdef list out = []
+    cdef list selected = []
     for lane in range(stride):
         lane_modes = modes[lane]
         with nogil:
-            mode = likely_mode(&data[0], words, stride, lane, lane_modes)
-        out.append(1 << mode)
-    return out
+            mode = select_mode(&data[0], num_elements, stride, lane, lane_modes)
+        selected.append(1 << mode)
+    return selected
 
 
-cdef size_t check_words(size_t n, int stride) except? 0:
-    if stride != 2 and stride != 4:
-        raise KvmnnError(f"word size {stride}: expected 2 or 4")
+cdef size_t check_element_count(size_t n, int itemsize) except? 0:
+    if itemsize != 2 and itemsize != 4:
+        raise KvmnnError(f"word size {itemsize}: expected 2 or 4")
     if n == 0:
-        raise KvmnnError(f"nothing to encode: expected at least one {stride}-byte word, found 0 bytes")
-    if n % <size_t>stride:
-        raise KvmnnError(f"{n} bytes are not a whole number of {stride}-byte words")
-    if n // <size_t>stride > U32_MAX:
-        raise LimitError(f"{n // <size_t>stride} words: a frame counts words in 32 bits; encode pieces")
-    return n // <size_t>stride
+        raise KvmnnError(f"nothing to encode: expected at least one {itemsize}-byte word, found 0 bytes")
+    if n % <size_t>itemsize:
+        raise KvmnnError(f"{n} bytes are not a whole number of {itemsize}-byte words")
+    if n // <size_t>itemsize > U32_MAX:
+        raise LimitError(f"{n // <size_t>itemsize} words: a frame counts words in 32 bits; encode pieces")
+    return n // <size_t>itemsize

@@ -13,243 +13,259 @@ from cpython.object cimport PyObject
 from cpython.ref cimport Py_XDECREF
 
 from kvmnn.frames._fast_lane cimport (
-    TRIAL_MOST, UNKNOWN, Form, Lane, Look, Piece, Scratch, best_form, gather, lane_room, look_at, make_lane, make_room,
-    raw_frame, raw_size, smaller
+    MAX_TRIAL_BYTES, TRY_UNDECIDED, LaneEncoding, LaneResult, LaneStats, Scratch, SegmentInput, allocate_scratch,
+    encode_lane, gather_lanes, max_payload_size, raw_frame_size, sample_lanes, select_encoding, try_alternatives,
+    write_raw_frame,
 )
 from kvmnn.frames._room cimport Track
-from kvmnn.frames._stream_header cimport CODEC_ZSTD, HEADER, MODES, store_le32
-from kvmnn.frames._streams cimport KVMNN_MODE_RAW, PAST_FROM, lanes
-from kvmnn.frames._workspace cimport Workspace, acquire, release, shortened, unfinished_bytes
+from kvmnn.frames._stream_header cimport CODEC_ZSTD, NUM_MODES, STREAM_HEADER_BYTES, store_le32
+from kvmnn.frames._streams cimport KVMNN_MODE_RAW, MIN_BYPASS_BYTES, lane_kernels
+from kvmnn.frames._workspace cimport Workspace, acquire, allocate_bytes, release, shrink_bytes
 
 from ..errors import KvmnnError
 
 cdef enum:
-    LITTLE = 32              # so small a share of all lanes need not become smaller
-    IN_PLACE_LEAST = 1 << 20 # bytes of an array whose payloads are made where they stay: room costs less than to copy them
+    NEGLIGIBLE_LANE_DIVISOR = 32  # so small a share of all lanes need not become smaller
+    MIN_IN_PLACE_BYTES = 1 << 20  # bytes of an array whose payloads are made where they stay: room costs less than to
+                                  # copy them
 
 
-cdef size_t stream_room(size_t words) noexcept nogil:
-    return HEADER + lane_room(words)
+cdef size_t stream_capacity(size_t num_elements) noexcept nogil:
+    return STREAM_HEADER_BYTES + max_payload_size(num_elements)
 
 
-cdef Form plain_form(Look look) noexcept nogil:
-    """Without a predictor; libzstd has next to nothing to do where all bytes are alike, as low ones of converted words."""
-    return Form(KVMNN_MODE_RAW, look.constant, 0, 1, 0)
+cdef LaneEncoding make_plain_encoding(LaneStats stats) noexcept nogil:
+    """Without a predictor; libzstd has next to nothing to do where all bytes are alike, as low ones of converted
+    words."""
+    return LaneEncoding(KVMNN_MODE_RAW, stats.is_constant, 0, 1, 0)
 
 
-cdef bint make_in_place(
-    Workspace ws, Piece *piece, const Look *looks, Scratch scratch, uint8_t *spare, uint8_t *streams, Lane *found
+cdef bint encode_in_place(
+    Workspace ws, SegmentInput *segment, const LaneStats *lane_stats, Scratch scratch, uint8_t *spare_slot,
+    uint8_t *streams, LaneResult *lane_results
 ) noexcept nogil:
-    """The lanes of a piece that needs no predictors, their payloads where they are to stay. False: no memory."""
+    """The lanes of a segment that needs no predictors, their payloads where they are to stay. False: no memory."""
     cdef uint8_t *slots[2]
-    cdef Form form
+    cdef LaneEncoding encoding
     cdef int lane
-    for lane in range(piece.stride):
-        form = plain_form(looks[lane])
-        slots[0], slots[1] = streams + HEADER, spare
-        if not make_lane(ws, piece, lane, &form, looks[lane].bits, scratch, slots, &found[lane]):
+    for lane in range(segment.itemsize):
+        encoding = make_plain_encoding(lane_stats[lane])
+        slots[0], slots[1] = streams + STREAM_HEADER_BYTES, spare_slot
+        if not encode_lane(
+                ws, segment, lane, &encoding, lane_stats[lane].entropy_bits, scratch, slots, &lane_results[lane]):
             return False
-        if found[lane].made == spare:
-            memcpy(streams + HEADER, spare, found[lane].size)
-            found[lane].made = streams + HEADER
-        streams += HEADER + found[lane].size
+        if lane_results[lane].payload == spare_slot:
+            memcpy(streams + STREAM_HEADER_BYTES, spare_slot, lane_results[lane].payload_size)
+            lane_results[lane].payload = streams + STREAM_HEADER_BYTES
+        streams += STREAM_HEADER_BYTES + lane_results[lane].payload_size
     return True
 
 
-cdef bint make_lanes(
-    Workspace ws, const uint8_t *src, size_t words, int stride, bint continued, const int *modes, uint8_t *streams,
-    Lane *found
+cdef bint encode_lanes(
+    Workspace ws, const uint8_t *src, size_t num_elements, int itemsize, bint has_previous, const int *modes,
+    uint8_t *streams, LaneResult *lane_results
 ) noexcept nogil:
-    """The lanes of a piece, each by a predictor of its bit set in `modes`; of none, nothing. False: no memory.
+    """The lanes of a segment, each by a predictor of its bit set in `modes`; of none, nothing. False: no memory.
 
-    `continued`: the word before is there as well, and predictors go on from it. `streams`: where they are to stay, one
-    behind the other, with stream_room(words) bytes each, or NULL; what has raw blocks, or predictors, is not brought there.
+    `has_previous`: the word before is there as well, and predictors go on from it. `streams`: where they are to stay,
+    one behind the other, with stream_capacity(num_elements) bytes each, or NULL; what has raw blocks, or predictors, is not
+    brought there.
     """
-    cdef size_t room = lane_room(words), total = 0
+    cdef size_t capacity = max_payload_size(num_elements), total = 0
     cdef uint8_t *out
     cdef uint8_t *slots[5]
     cdef Scratch scratch
-    cdef Look[4] looks
-    cdef Form[4] forms
-    cdef Piece piece = Piece(src, words, stride, continued, look_at(src, words, stride, looks), False, UNKNOWN)
+    cdef LaneStats[4] lane_stats
+    cdef LaneEncoding[4] encodings
+    cdef SegmentInput segment = SegmentInput(
+        src, num_elements, itemsize, has_previous, sample_lanes(src, num_elements, itemsize, lane_stats), False,
+        TRY_UNDECIDED)
     cdef int lane
-    cdef bint plain = not piece.follows
-    for lane in range(stride):
-        plain = plain and modes[lane] & 1 << KVMNN_MODE_RAW
-    piece.gathered = plain
-    if not plain:
+    cdef bint is_plain = not segment.is_predictable
+    for lane in range(itemsize):
+        is_plain = is_plain and modes[lane] & 1 << KVMNN_MODE_RAW
+    segment.is_gathered = is_plain
+    if not is_plain:
         streams = NULL
-    out = ws.buffer(1, <size_t>(stride + 1 if streams == NULL else 1) * room)
-    if out == NULL or not make_room(ws, words, stride if piece.gathered else 1, &scratch):
+    out = ws.get_buffer(1, <size_t>(itemsize + 1 if streams == NULL else 1) * capacity)
+    if out == NULL or not allocate_scratch(ws, num_elements, itemsize if segment.is_gathered else 1, &scratch):
         return False
-    if piece.gathered:
-        gather(&piece, scratch.lane)
+    if segment.is_gathered:
+        gather_lanes(&segment, scratch.lane)
     if streams != NULL:
-        return make_in_place(ws, &piece, looks, scratch, out, streams, found)
-    for lane in range(stride + 1):
-        slots[lane] = out + <size_t>lane * room
-    for lane in range(stride):
-        forms[lane] = plain_form(looks[lane])
+        return encode_in_place(ws, &segment, lane_stats, scratch, out, streams, lane_results)
+    for lane in range(itemsize + 1):
+        slots[lane] = out + <size_t>lane * capacity
+    for lane in range(itemsize):
+        encodings[lane] = make_plain_encoding(lane_stats[lane])
         if not modes[lane]:
-            found[lane] = Lane(KVMNN_MODE_RAW, slots[lane], 0, NULL)
+            lane_results[lane] = LaneResult(KVMNN_MODE_RAW, slots[lane], 0, NULL)
             continue
-        if piece.follows or not modes[lane] & 1 << KVMNN_MODE_RAW:
-            forms[lane] = best_form(ws, &piece, lane, modes[lane], looks[lane], scratch, slots + lane)
-            if forms[lane].mode < 0:
+        if segment.is_predictable or not modes[lane] & 1 << KVMNN_MODE_RAW:
+            encodings[lane] = select_encoding(ws, &segment, lane, modes[lane], lane_stats[lane], scratch, slots + lane)
+            if encodings[lane].mode < 0:
                 return False
-        if not make_lane(ws, &piece, lane, &forms[lane], looks[lane].bits, scratch, slots + lane, &found[lane]):
+        if not encode_lane(
+                ws, &segment, lane, &encodings[lane], lane_stats[lane].entropy_bits, scratch, slots + lane,
+                &lane_results[lane]):
             return False
-        total += found[lane].size
-    if piece.follows:
-        for lane in range(stride):
-            if forms[lane].libzstd and found[lane].size * LITTLE > total:
-                smaller(ws, &piece, lane, modes[lane], &forms[lane], scratch, &found[lane], slots + stride)
+        total += lane_results[lane].payload_size
+    if segment.is_predictable:
+        for lane in range(itemsize):
+            if encodings[lane].use_libzstd and lane_results[lane].payload_size * NEGLIGIBLE_LANE_DIVISOR > total:
+                try_alternatives(
+                    ws, &segment, lane, modes[lane], &encodings[lane], scratch, &lane_results[lane], slots + itemsize)
     return True
 
 
-cdef size_t frame_bytes(Workspace ws, const uint8_t *src, size_t words, int stride) noexcept nogil:
-    """Of the frame of one piece under any predictors, but for runs that RLE makes smaller; 0: no memory."""
-    cdef Lane[4] found
+cdef size_t measure_frame(Workspace ws, const uint8_t *src, size_t num_elements, int itemsize) noexcept nogil:
+    """Of the frame of one segment under any predictors, but for runs that RLE makes smaller; 0: no memory."""
+    cdef LaneResult[4] lane_results
     cdef int[4] modes
     cdef size_t size = 4
     cdef int lane
-    for lane in range(stride):
-        modes[lane] = (1 << MODES) - 1
-    if not make_lanes(ws, src, words, stride, False, modes, NULL, found):
+    for lane in range(itemsize):
+        modes[lane] = (1 << NUM_MODES) - 1
+    if not encode_lanes(ws, src, num_elements, itemsize, False, modes, NULL, lane_results):
         return 0
-    for lane in range(stride):
-        size += HEADER + found[lane].size
+    for lane in range(itemsize):
+        size += STREAM_HEADER_BYTES + lane_results[lane].payload_size
     return size
 
 
-cdef Workspace lanes_made(
-    const uint8_t *src, size_t words, int stride, bint continued, modes, uint8_t *streams, Lane *found
+cdef Workspace encode_lanes_in_workspace(
+    const uint8_t *src, size_t num_elements, int itemsize, bint has_previous, modes, uint8_t *streams,
+    LaneResult *lane_results
 ):
-    """`make_lanes` in a workspace that the caller releases, once it has copied them."""
+    """`encode_lanes` in a workspace that the caller releases, once it has copied them."""
     cdef Workspace ws = acquire(True, False)
-    cdef int[4] sets
-    cdef bint ok
-    for lane in range(stride):
-        sets[lane] = modes[lane]
+    cdef int[4] mode_sets
+    cdef bint is_ok
+    for lane in range(itemsize):
+        mode_sets[lane] = modes[lane]
     with nogil:
-        ok = make_lanes(ws, src, words, stride, continued, sets, streams, found)
-    if not ok:
+        is_ok = encode_lanes(ws, src, num_elements, itemsize, has_previous, mode_sets, streams, lane_results)
+    if not is_ok:
         release(ws)
         raise MemoryError("no memory for the streams of a frame")
     return ws
 
 
-cdef void put_lane(
-    const Lane *found, const uint8_t *src, size_t words, int stride, int lane, bint past, uint8_t *at
+cdef void write_lane(
+    const LaneResult *lane_result, const uint8_t *src, size_t num_elements, int itemsize, int lane, bint bypass_cache,
+    uint8_t *dst
 ) noexcept nogil:
     """A payload that was made elsewhere, or is to be raw blocks; past the caches where that is for many bytes."""
-    if found.made == NULL and found.bytes != NULL:
-        raw_frame(found.bytes, words, 1, 0, past, at)
-    elif found.made == NULL:
-        raw_frame(src, words, stride, lane, past, at)
-    elif past:
-        lanes().copy_past(at, found.made, found.size)
+    if lane_result.payload == NULL and lane_result.raw_lane != NULL:
+        write_raw_frame(lane_result.raw_lane, num_elements, 1, 0, bypass_cache, dst)
+    elif lane_result.payload == NULL:
+        write_raw_frame(src, num_elements, itemsize, lane, bypass_cache, dst)
+    elif bypass_cache:
+        lane_kernels().copy_nontemporal(dst, lane_result.payload, lane_result.payload_size)
     else:
-        memcpy(at, found.made, found.size)
+        memcpy(dst, lane_result.payload, lane_result.payload_size)
 
 
-cdef void put_frame(const Lane *found, const uint8_t *src, size_t words, int stride, uint8_t *at) noexcept nogil:
+cdef void write_frame(
+    const LaneResult *lane_results, const uint8_t *src, size_t num_elements, int itemsize, uint8_t *dst
+) noexcept nogil:
     """Headers, and payloads that are not in their places yet."""
     cdef int lane
-    store_le32(at, <uint32_t>words)
-    at += 4
-    for lane in range(stride):
-        at[0], at[1] = found[lane].mode, CODEC_ZSTD
-        store_le32(at + 2, <uint32_t>words)
-        store_le32(at + 6, <uint32_t>found[lane].size)
-        at += HEADER
-        if found[lane].made != at:
-            put_lane(&found[lane], src, words, stride, lane, False, at)
-        at += found[lane].size
+    store_le32(dst, <uint32_t>num_elements)
+    dst += 4
+    for lane in range(itemsize):
+        dst[0], dst[1] = lane_results[lane].mode, CODEC_ZSTD
+        store_le32(dst + 2, <uint32_t>num_elements)
+        store_le32(dst + 6, <uint32_t>lane_results[lane].payload_size)
+        dst += STREAM_HEADER_BYTES
+        if lane_results[lane].payload != dst:
+            write_lane(&lane_results[lane], src, num_elements, itemsize, lane, False, dst)
+        dst += lane_results[lane].payload_size
 
 
 # -- for Python -------------------------------------------------------------------------------------------------------
 
 def encode(const uint8_t[::1] data not None, int stride, modes) -> bytes:
-    """The frame of one piece of whole words, at least one of them.
+    """The frame of one segment of whole words, at least one of them.
 
     `modes`: for each lane a bit set of predictors (1 raw, 2 delta_seq, 4 xor_seq), which has raw.
     """
-    cdef size_t words = data.shape[0] // stride, size = 4, most = 4 + <size_t>stride * stream_room(words)
-    cdef Lane[4] found
+    cdef size_t num_elements = data.shape[0] // stride, frame_size = 4
+    cdef size_t capacity = 4 + <size_t>stride * stream_capacity(num_elements)
+    cdef LaneResult[4] lane_results
     cdef uint8_t *streams = NULL
-    cdef uint8_t *at
+    cdef uint8_t *out
     cdef int lane
     cdef PyObject *frame = NULL
     cdef Workspace ws
-    if words * <size_t>stride >= IN_PLACE_LEAST:
-        frame = unfinished_bytes(most)
+    if num_elements * <size_t>stride >= MIN_IN_PLACE_BYTES:
+        frame = allocate_bytes(capacity)
         streams = <uint8_t *>PyBytes_AsString(<object>frame) + 4
     try:
-        ws = lanes_made(&data[0], words, stride, False, modes, streams, found)
+        ws = encode_lanes_in_workspace(&data[0], num_elements, stride, False, modes, streams, lane_results)
         try:
             for lane in range(stride):
-                size += HEADER + found[lane].size
+                frame_size += STREAM_HEADER_BYTES + lane_results[lane].payload_size
             if frame == NULL:
-                frame = unfinished_bytes(size)
-            at = <uint8_t *>PyBytes_AsString(<object>frame)
+                frame = allocate_bytes(frame_size)
+            out = <uint8_t *>PyBytes_AsString(<object>frame)
             with nogil:  # new pages cost as much as the copy
-                put_frame(found, &data[0], words, stride, at)
+                write_frame(lane_results, &data[0], num_elements, stride, out)
         finally:
             release(ws)
-        return shortened(&frame, size)
+        return shrink_bytes(&frame, frame_size)
     finally:
         Py_XDECREF(frame)
 
 
 def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> tuple:
-    """For each lane of whole words a bit set with the one predictor of all its pieces, and one with others that may turn
-    out to be better; `modes` as for `encode`."""
-    cdef size_t words = data.shape[0] // stride, most = min(words, <size_t>TRIAL_MOST)
-    cdef Look[4] looks
-    cdef Piece piece = Piece(&data[0], words, stride, False, True, False, UNKNOWN)
+    """For each lane of whole words a bit set with the one predictor of all its segments, and one with others that may
+    turn out to be better; `modes` as for `encode`."""
+    cdef size_t num_elements = data.shape[0] // stride, max_elements = min(num_elements, <size_t>MAX_TRIAL_BYTES)
+    cdef LaneStats[4] lane_stats
+    cdef SegmentInput segment = SegmentInput(&data[0], num_elements, stride, False, True, False, TRY_UNDECIDED)
     cdef int lane, lane_modes
-    cdef Form form
+    cdef LaneEncoding encoding
     cdef Scratch scratch
     cdef uint8_t *slots[2]
-    cdef list found = [], rivals = []
+    cdef list selected_modes = [], alternatives = []
     cdef Workspace ws = acquire(True, False)
     try:
-        if not look_at(&data[0], words, stride, looks):
+        if not sample_lanes(&data[0], num_elements, stride, lane_stats):
             return [1 << KVMNN_MODE_RAW] * stride, [0] * stride
-        slots[0] = ws.buffer(1, 2 * lane_room(most))
-        if slots[0] == NULL or not make_room(ws, most, 1, &scratch):
+        slots[0] = ws.get_buffer(1, 2 * max_payload_size(max_elements))
+        if slots[0] == NULL or not allocate_scratch(ws, max_elements, 1, &scratch):
             raise MemoryError("no memory to try predictors")
-        slots[1] = slots[0] + lane_room(most)
+        slots[1] = slots[0] + max_payload_size(max_elements)
         for lane in range(stride):
             lane_modes = modes[lane]
             with nogil:
-                form = best_form(ws, &piece, lane, lane_modes, looks[lane], scratch, slots)
-            if form.mode < 0:
+                encoding = select_encoding(ws, &segment, lane, lane_modes, lane_stats[lane], scratch, slots)
+            if encoding.mode < 0:
                 raise MemoryError("no memory to try predictors")
-            found.append(1 << form.mode)
-            rivals.append(form.rivals)
-        return found, rivals
+            selected_modes.append(1 << encoding.mode)
+            alternatives.append(encoding.alternatives)
+        return selected_modes, alternatives
     finally:
         release(ws)
 
 
 def write_payloads(
-    list tracks not None, Py_ssize_t piece, tuple most not None, const uint8_t[::1] data not None, int stride, size_t begin,
-    size_t end, modes
+    list tracks not None, Py_ssize_t piece, tuple most not None, const uint8_t[::1] data not None, int stride,
+    size_t begin, size_t end, modes
 ) -> None:
-    """A zstd payload for each lane of the words from `begin` to `end`, under the one predictor of its bit set, as a piece
-    of its track that has room for as many bytes as `most` says: `raw_payload` without a predictor, `most_payload` under
-    one. For an empty set, nothing.
+    """A zstd payload for each lane of the words from `begin` to `end`, under the one predictor of its bit set, as
+    a segment of its writer that has room for as many bytes as `most` says: `raw_payload` without a predictor,
+    `most_payload` under one. For an empty set, nothing.
     """
-    cdef Lane[4] found
-    cdef uint8_t *to
-    cdef size_t room_for[4]
-    cdef size_t words = end - begin
+    cdef LaneResult[4] lane_results
+    cdef uint8_t *dst
+    cdef size_t lane_capacity[4]
+    cdef size_t num_elements = end - begin
     cdef int lane
-    cdef bint past = data.shape[0] >= PAST_FROM
+    cdef bint bypass_cache = data.shape[0] >= MIN_BYPASS_BYTES
     cdef const uint8_t *src
-    cdef Track track
+    cdef Track writer
     cdef Workspace ws
     if not begin < end <= <size_t>data.shape[0] // stride or len(tracks) != stride or len(most) != stride:
         raise KvmnnError(
@@ -257,29 +273,31 @@ def write_payloads(
         )
     src = &data[begin * stride]
     for lane in range(stride):
-        room_for[lane] = most[lane]
-        if modes[lane] and room_for[lane] < (raw_size(words) if modes[lane] == 1 << KVMNN_MODE_RAW else lane_room(words)):
-            raise KvmnnError(f"{room_for[lane]} bytes for a payload of {words} words: too few")
-    ws = lanes_made(src, words, stride, begin > 0, modes, NULL, found)
+        lane_capacity[lane] = most[lane]
+        if modes[lane] and lane_capacity[lane] < (
+            raw_frame_size(num_elements) if modes[lane] == 1 << KVMNN_MODE_RAW else max_payload_size(num_elements)
+        ):
+            raise KvmnnError(f"{lane_capacity[lane]} bytes for a payload of {num_elements} words: too few")
+    ws = encode_lanes_in_workspace(src, num_elements, stride, begin > 0, modes, NULL, lane_results)
     try:
         for lane in range(stride):
-            track = tracks[lane]
-            to = track.room.at(track.place(piece), room_for[lane])
+            writer = tracks[lane]
+            dst = writer.room.pointer_at(writer.acquire_offset(piece), lane_capacity[lane])
             with nogil:
-                if found[lane].size > room_for[lane]:
-                    found[lane].size, found[lane].made = raw_size(words), NULL
-                if found[lane].size:
-                    put_lane(&found[lane], src, words, stride, lane, past, to)
-            track.done(piece, found[lane].size)
+                if lane_results[lane].payload_size > lane_capacity[lane]:
+                    lane_results[lane].payload_size, lane_results[lane].payload = raw_frame_size(num_elements), NULL
+                if lane_results[lane].payload_size:
+                    write_lane(&lane_results[lane], src, num_elements, stride, lane, bypass_cache, dst)
+            writer.commit(piece, lane_results[lane].payload_size)
     finally:
         release(ws)
 
 
 def most_payload(size_t words) -> int:
     """Bytes that no payload of a lane passes."""
-    return lane_room(words)
+    return max_payload_size(words)
 
 
 def raw_payload(size_t words) -> int:
     """Bytes of a payload of raw blocks, which none passes that has no predictor."""
-    return raw_size(words)
+    return raw_frame_size(words)

@@ -28,71 +28,71 @@ def checksum(const uint8_t[::1] data not None, uint64_t seed) -> int:
     cdef uint64_t h
     cdef const uint8_t *p = &data[0] if data.shape[0] else NULL
     with nogil:
-        h = checksum_of(p, data.shape[0], seed)
+        h = compute_checksum(p, data.shape[0], seed)
     return h
 
 
-cdef struct Running:
-    Sums sums
-    uint8_t words[CHECKSUM_STEP]  # of a step that is not full yet ...
-    size_t held                   # ... and how many
+cdef struct RunningSums:
+    ChecksumSums sums
+    uint8_t pending[CHECKSUM_STEP_BYTES]  # of a step that is not full yet ...
+    size_t num_pending                    # ... and how many
 
 
-cdef inline void add_run(Running *to, const uint8_t *p, size_t n) noexcept nogil:
-    cdef size_t done = 0
-    if to.held:
-        done = min(n, CHECKSUM_STEP - to.held)
-        memcpy(to.words + to.held, p, done)
-        to.held += done
-        if to.held < CHECKSUM_STEP:
+cdef inline void add_bytes(RunningSums *sums_state, const uint8_t *p, size_t n) noexcept nogil:
+    cdef size_t num_bytes = 0
+    if sums_state.num_pending:
+        num_bytes = min(n, CHECKSUM_STEP_BYTES - sums_state.num_pending)
+        memcpy(sums_state.pending + sums_state.num_pending, p, num_bytes)
+        sums_state.num_pending += num_bytes
+        if sums_state.num_pending < CHECKSUM_STEP_BYTES:
             return
-        add_to_sums(&to.sums, to.words, CHECKSUM_STEP)
-        to.held = 0
-    done += add_to_sums(&to.sums, p + done, n - done)
-    if done < n:
-        memcpy(to.words, p + done, n - done)
-        to.held = n - done
+        add_to_sums(&sums_state.sums, sums_state.pending, CHECKSUM_STEP_BYTES)
+        sums_state.num_pending = 0
+    num_bytes += add_to_sums(&sums_state.sums, p + num_bytes, n - num_bytes)
+    if num_bytes < n:
+        memcpy(sums_state.pending, p + num_bytes, n - num_bytes)
+        sums_state.num_pending = n - num_bytes
 
 
 cdef uint64_t sum_rows(
     const uint8_t *p, Py_ssize_t row_step, Py_ssize_t token_step, size_t rows, size_t tokens, size_t size,
-    uint8_t *copy, Running *running
+    uint8_t *copy, RunningSums *running
 ) noexcept nogil:
     """The checksum of each row's tokens of `size` bytes, continued from that of the row before; `copy`, if not NULL,
     gets the rows one behind the other. In the order in which tokens lie in memory, with a sum for each row.
     """
     cdef uint64_t h = 0
     cdef size_t row, token
-    cdef const uint8_t *at
+    cdef const uint8_t *source
     if token_step == <Py_ssize_t>size or tokens == 1:
         for row in range(rows):
-            at = p + <Py_ssize_t>row * row_step
+            source = p + <Py_ssize_t>row * row_step
             if copy != NULL:
-                memcpy(copy, at, tokens * size)
+                memcpy(copy, source, tokens * size)
                 copy += tokens * size
-            h = checksum_of(at, tokens * size, h)
+            h = compute_checksum(source, tokens * size, h)
         return h
-    memset(running, 0, rows * sizeof(Running))
+    memset(running, 0, rows * sizeof(RunningSums))
     for token in range(tokens):
         for row in range(rows):
-            at = p + <Py_ssize_t>row * row_step + <Py_ssize_t>token * token_step
+            source = p + <Py_ssize_t>row * row_step + <Py_ssize_t>token * token_step
             if copy != NULL:
-                memcpy(copy + (row * tokens + token) * size, at, size)
-            add_run(&running[row], at, size)
+                memcpy(copy + (row * tokens + token) * size, source, size)
+            add_bytes(&running[row], source, size)
     for row in range(rows):
-        add_rest(&running[row].sums, running[row].words, running[row].held)
-        h = checksum_of_sums(&running[row].sums, tokens * size, h)
+        add_tail(&running[row].sums, running[row].pending, running[row].num_pending)
+        h = finish_checksum(&running[row].sums, tokens * size, h)
     return h
 
 
-cdef Running *room_for(const uint8_t[:, :, :] rows) except? NULL:
-    cdef Running *room = <Running *>malloc((rows.shape[0] + 1) * sizeof(Running))
+cdef RunningSums *allocate_sums(const uint8_t[:, :, :] rows) except? NULL:
+    cdef RunningSums *sums = <RunningSums *>malloc((rows.shape[0] + 1) * sizeof(RunningSums))
     if rows.shape[2] > 1 and rows.strides[2] != 1:
-        free(room)
+        free(sums)
         raise KvmnnError(f"rows with a stride of {rows.strides[2]}: expected contiguous ones")
-    if room == NULL:
+    if sums == NULL:
         raise MemoryError("no memory for the sums of rows")
-    return room
+    return sums
 
 
 def checksum_blocks(const uint8_t[:, :, :] rows not None, Py_ssize_t block) -> list:
@@ -101,25 +101,25 @@ def checksum_blocks(const uint8_t[:, :, :] rows not None, Py_ssize_t block) -> l
     """
     cdef uint64_t h
     cdef Py_ssize_t begin, tokens = rows.shape[1], size = rows.shape[2]
-    cdef Running *room = room_for(rows)
+    cdef RunningSums *sums = allocate_sums(rows)
     try:
-        found = []
+        checksums = []
         for begin in range(0, tokens if size and rows.shape[0] else 0, block):
             with nogil:
                 h = sum_rows(
                     &rows[0, begin, 0], rows.strides[0], rows.strides[1], rows.shape[0], min(block, tokens - begin),
-                    size, NULL, room)
-            found.append(h)
-        return found
+                    size, NULL, sums)
+            checksums.append(h)
+        return checksums
     finally:
-        free(room)
+        free(sums)
 
 
 def copy_rows(const uint8_t[:, :, :] rows not None, uint8_t[:, ::1] out not None) -> int:
     """Bring rows, ``[row, token, byte]``, together in ``out``, ``[row, byte]``; their checksum as one block."""
     cdef uint64_t h = 0
     cdef Py_ssize_t size = rows.shape[1] * rows.shape[2]
-    cdef Running *room = room_for(rows)
+    cdef RunningSums *sums = allocate_sums(rows)
     try:
         if out.shape[0] != rows.shape[0] or out.shape[1] != size:
             raise KvmnnError(
@@ -128,7 +128,7 @@ def copy_rows(const uint8_t[:, :, :] rows not None, uint8_t[:, ::1] out not None
             with nogil:
                 h = sum_rows(
                     &rows[0, 0, 0], rows.strides[0], rows.strides[1], rows.shape[0], rows.shape[1], rows.shape[2],
-                    &out[0, 0], room)
+                    &out[0, 0], sums)
         return h
     finally:
-        free(room)
+        free(sums)

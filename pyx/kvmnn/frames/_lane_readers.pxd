@@ -6,154 +6,163 @@ Lanes of noise are such payloads: their bytes go from the frame to the words wit
 from libc.stdint cimport uint8_t, uint64_t
 from libc.string cimport memset
 
-from kvmnn.frames._streams cimport PAST_FROM, lanes
+from kvmnn.frames._streams cimport MIN_BYPASS_BYTES, lane_kernels
 
 cdef enum:
-    LEAST_FRAME = 9      # bytes of a frame with a block: magic number, descriptor, size, header of the block
-    MOST_BLOCK = 128 << 10
-    ONE_SEGMENT = 0x20   # of a descriptor: no window follows it ...
-    SIZE_BITS = 0xC0     # ... and these say how wide the size is; others, of checksum and dictionary, are not set
-    LEAST_WINDOW = 7     # of a window: 2^(10 + that), the largest block, ...
-    MOST_WINDOW = 17     # ... and what every release takes
+    MIN_FRAME_BYTES = 9  # bytes of a frame with a block: magic number, descriptor, size, header of the block
+    MAX_BLOCK_BYTES = 128 << 10
+    SINGLE_SEGMENT_FLAG = 0x20     # of a descriptor: no window follows it ...
+    CONTENT_SIZE_FLAG_MASK = 0xC0  # ... and these say how wide the size is; others, of checksum and dictionary, are not
+                                   # set
+    MIN_WINDOW_EXPONENT = 7        # of a window: 2^(10 + that), the largest block, ...
+    MAX_WINDOW_EXPONENT = 17       # ... and what every release takes
 
 
-cdef struct Reader:
-    const uint8_t *at    # the next byte ...
-    size_t left          # ... and how many lie there
+cdef struct LaneReader:
+    const uint8_t *cursor  # the next byte ...
+    size_t remaining       # ... and how many lie there
     const uint8_t *payload
     size_t size
-    size_t next          # offset of what follows in the payload ...
-    bint last            # ... which is a frame, not a block
-    uint8_t *spare       # memory for what is missing, `words` bytes
-    size_t words
+    size_t next_offset    # offset of what follows in the payload ...
+    bint is_last_block    # ... which is a frame, not a block
+    uint8_t *zero_buffer  # memory for what is missing, `num_elements` bytes
+    size_t num_elements
 
 
-cdef inline size_t load_size(const uint8_t *p, size_t bytes) noexcept nogil:
+cdef inline size_t load_le(const uint8_t *p, size_t bytes) noexcept nogil:
     cdef size_t value = 0, i
     for i in range(bytes):
         value |= <size_t>p[i] << 8 * i
     return value
 
 
-cdef inline size_t content_at(const uint8_t *p, size_t n, size_t *at) noexcept nogil:
-    """What the frame at `at` says it holds, or 0 where it does not, or has anything but blocks; `at` moves to the first."""
-    cdef size_t width, value, sized
+cdef inline size_t read_content_size(const uint8_t *p, size_t n, size_t *pos) noexcept nogil:
+    """What the frame at `pos` says it holds, or 0 where it does not, or has anything but blocks; `pos` moves to the
+    first."""
+    cdef size_t width, value, size_pos
     cdef int descriptor, window
-    if at[0] > n or n - at[0] < LEAST_FRAME or load_size(p + at[0], 4) != <size_t>0xFD2FB528:
+    if pos[0] > n or n - pos[0] < MIN_FRAME_BYTES or load_le(p + pos[0], 4) != <size_t>0xFD2FB528:
         return 0
-    descriptor, window = p[at[0] + 4], p[at[0] + 5] >> 3
-    if descriptor & ~(SIZE_BITS | ONE_SEGMENT):
+    descriptor, window = p[pos[0] + 4], p[pos[0] + 5] >> 3
+    if descriptor & ~(CONTENT_SIZE_FLAG_MASK | SINGLE_SEGMENT_FLAG):
         return 0
-    sized = at[0] + 5
-    if not descriptor & ONE_SEGMENT:
-        if not descriptor & SIZE_BITS or not LEAST_WINDOW <= window <= MOST_WINDOW:
+    size_pos = pos[0] + 5
+    if not descriptor & SINGLE_SEGMENT_FLAG:
+        if not descriptor & CONTENT_SIZE_FLAG_MASK or not MIN_WINDOW_EXPONENT <= window <= MAX_WINDOW_EXPONENT:
             return 0
-        sized += 1
+        size_pos += 1
     width = <size_t>1 << (descriptor >> 6)
-    if n - sized < width:
+    if n - size_pos < width:
         return 0
-    value = load_size(p + sized, width)
-    at[0] = sized + width
+    value = load_le(p + size_pos, width)
+    pos[0] = size_pos + width
     return value + 256 if width == 2 else value
 
 
-cdef inline size_t block_at(const uint8_t *p, size_t n, size_t *at, bint *last) noexcept nogil:
-    """Bytes of the raw block at `at`, which moves to them, or 0 where there is none."""
+cdef inline size_t read_raw_block(const uint8_t *p, size_t n, size_t *pos, bint *is_last) noexcept nogil:
+    """Bytes of the raw block at `pos`, which moves to them, or 0 where there is none."""
     cdef size_t header, size
-    if n - at[0] < 3:
+    if n - pos[0] < 3:
         return 0
-    header = load_size(p + at[0], 3)
+    header = load_le(p + pos[0], 3)
     size = header >> 3
-    if header & 6 or size > MOST_BLOCK or size > n - at[0] - 3:
+    if header & 6 or size > MAX_BLOCK_BYTES or size > n - pos[0] - 3:
         return 0
-    at[0] += 3
-    last[0] = header & 1
+    pos[0] += 3
+    is_last[0] = header & 1
     return size
 
 
-cdef inline bint is_raw(const uint8_t *p, size_t n, size_t expected) noexcept nogil:
+cdef inline bint is_raw_payload(const uint8_t *p, size_t n, size_t expected) noexcept nogil:
     """Whether a payload is `expected` bytes in raw blocks: frames that ZSTD_decompress accepts in every release."""
-    cdef size_t at = 0, total = 0, content, size
-    cdef bint last = False
-    while at < n:
-        content = content_at(p, n, &at)
+    cdef size_t pos = 0, total = 0, content, size
+    cdef bint is_last = False
+    while pos < n:
+        content = read_content_size(p, n, &pos)
         if content == 0:
             return False
         total += content
         if total > expected:
             return False
-        last = False
-        while not last:
-            size = block_at(p, n, &at, &last)
+        is_last = False
+        while not is_last:
+            size = read_raw_block(p, n, &pos, &is_last)
             if size == 0 or size > content:
                 return False
-            at += size
+            pos += size
             content -= size
         if content:
             return False
     return total == expected
 
 
-cdef inline void refill(Reader *r) noexcept nogil:
+cdef inline void refill(LaneReader *reader) noexcept nogil:
     """Go on to the next block. What is no block any more (someone else writes to the frame) is read as zeros."""
-    if r.last:
-        content_at(r.payload, r.size, &r.next)
-    r.left = block_at(r.payload, r.size, &r.next, &r.last) if r.next <= r.size else 0
-    r.at = r.payload + r.next
-    r.next += r.left
-    if r.left == 0:
-        memset(r.spare, 0, r.words)
-        r.at, r.left = r.spare, r.words
+    if reader.is_last_block:
+        read_content_size(reader.payload, reader.size, &reader.next_offset)
+    reader.remaining = (
+        read_raw_block(reader.payload, reader.size, &reader.next_offset, &reader.is_last_block)
+        if reader.next_offset <= reader.size else 0
+    )
+    reader.cursor = reader.payload + reader.next_offset
+    reader.next_offset += reader.remaining
+    if reader.remaining == 0:
+        memset(reader.zero_buffer, 0, reader.num_elements)
+        reader.cursor, reader.remaining = reader.zero_buffer, reader.num_elements
 
 
-cdef inline size_t together(Reader *readers, int stride, size_t words, const uint8_t **parts) noexcept nogil:
-    """How many of the next `words` words lie in one part of every lane, and where; they are passed over."""
+cdef inline size_t take_contiguous(
+    LaneReader *readers, int itemsize, size_t num_elements, const uint8_t **fragments
+) noexcept nogil:
+    """How many of the next `num_elements` words lie in one part of every lane, and where; they are passed over."""
     cdef int lane
-    for lane in range(stride):
-        if readers[lane].left == 0:
+    for lane in range(itemsize):
+        if readers[lane].remaining == 0:
             refill(&readers[lane])
-        if readers[lane].left < words:
-            words = readers[lane].left
-    for lane in range(stride):
-        parts[lane] = readers[lane].at
-        readers[lane].at += words
-        readers[lane].left -= words
-    return words
+        if readers[lane].remaining < num_elements:
+            num_elements = readers[lane].remaining
+    for lane in range(itemsize):
+        fragments[lane] = readers[lane].cursor
+        readers[lane].cursor += num_elements
+        readers[lane].remaining -= num_elements
+    return num_elements
 
 
-cdef inline void join_next(Reader *readers, size_t words, int stride, uint8_t *out) noexcept nogil:
+cdef inline void join_next(LaneReader *readers, size_t num_elements, int itemsize, uint8_t *out) noexcept nogil:
     """Write the next words of the lanes to `out`."""
-    cdef const uint8_t *parts[4]
+    cdef const uint8_t *fragments[4]
     cdef size_t n
-    cdef bint past = words >= PAST_FROM // <size_t>stride
-    while words:
-        n = together(readers, stride, words, parts)
-        if past:
-            lanes().join_past(parts, n, stride, out)
+    cdef bint bypass_cache = num_elements >= MIN_BYPASS_BYTES // <size_t>itemsize
+    while num_elements:
+        n = take_contiguous(readers, itemsize, num_elements, fragments)
+        if bypass_cache:
+            lane_kernels().join_nontemporal(fragments, n, itemsize, out)
         else:
-            lanes().join(parts, n, stride, out)
-        out += n * <size_t>stride
-        words -= n
+            lane_kernels().join(fragments, n, itemsize, out)
+        out += n * <size_t>itemsize
+        num_elements -= n
 
 
-cdef inline bint next_equals(Reader *readers, size_t words, int stride, const uint8_t *expected) noexcept nogil:
+cdef inline bint compare_next(
+    LaneReader *readers, size_t num_elements, int itemsize, const uint8_t *expected
+) noexcept nogil:
     """Whether the next words of the lanes are those at `expected`."""
-    cdef const uint8_t *parts[4]
+    cdef const uint8_t *fragments[4]
     cdef size_t n
-    while words:
-        n = together(readers, stride, words, parts)
-        if not lanes().join_equals(parts, n, stride, expected):
+    while num_elements:
+        n = take_contiguous(readers, itemsize, num_elements, fragments)
+        if not lane_kernels().join_equals(fragments, n, itemsize, expected):
             return False
-        expected += n * <size_t>stride
-        words -= n
+        expected += n * <size_t>itemsize
+        num_elements -= n
     return True
 
 
-cdef inline void count_next(Reader *reader, size_t n, uint64_t *counts) noexcept nogil:
+cdef inline void count_next(LaneReader *reader, size_t n, uint64_t *counts) noexcept nogil:
     """Add the next bytes of one lane to a histogram."""
-    cdef const uint8_t *part
-    cdef size_t some
+    cdef const uint8_t *fragment
+    cdef size_t num_bytes
     while n:
-        some = together(reader, 1, n, &part)
-        lanes().histogram(part, some, counts)
-        n -= some
+        num_bytes = take_contiguous(reader, 1, n, &fragment)
+        lane_kernels().histogram(fragment, num_bytes, counts)
+        n -= num_bytes

@@ -4,19 +4,19 @@ from cpython.object cimport PyObject
 
 
 cdef class Room:
-    cdef PyObject *made
+    cdef PyObject *bytes_object
     cdef size_t size
 
-    cdef uint8_t *at(self, size_t begin, size_t n) except NULL
+    cdef uint8_t *pointer_at(self, size_t begin, size_t n) except NULL
 
 
 cdef class Track:
     cdef readonly Room room
-    cdef list begins, sizes
-    cdef size_t end            # of the pieces that lie where they stay
-    cdef Py_ssize_t behind     # the first piece that does not
-    cdef Py_ssize_t turn       # the piece that is written to where it stays
-    cdef bint busy             # a thread writes or moves pieces to where they stay
+    cdef list staging_offsets, sizes
+    cdef size_t final_end         # of the segments that lie where they stay
+    cdef Py_ssize_t next_segment  # the first segment that does not
+    cdef Py_ssize_t owner         # the segment that is written to where it stays
+    cdef bint is_busy             # a thread writes or moves segments to where they stay
 
-    cdef size_t place(self, Py_ssize_t piece) except? 0
-    cdef int done(self, Py_ssize_t piece, size_t size) except -1
+    cdef size_t acquire_offset(self, Py_ssize_t segment) except? 0
+    cdef int commit(self, Py_ssize_t segment, size_t size) except -1

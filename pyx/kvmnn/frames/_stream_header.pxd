@@ -4,12 +4,12 @@ from libc.stdint cimport uint8_t, uint32_t
 
 
 cdef enum:
-    HEADER = 10  # mode, codec, raw length, payload length
+    STREAM_HEADER_BYTES = 10  # mode, codec, raw length, payload length
     CODEC_RLE = 0
     CODEC_ZSTD = 1
     ALLOW_RLE = 1
     ALLOW_ZSTD = 2
-    MODES = 3
+    NUM_MODES = 3
 
 
 cdef inline uint32_t load_le32(const uint8_t *p) noexcept nogil:

@@ -1,4 +1,4 @@
-"""Byte streams: predictors and RLE (format.md, "Streams"), over the leaf loops of lanes.h."""
+"""Byte streams: predictors and RLE (format.md, "Streams"), over the leaf kernels of lanes.h."""
 
 from libc.math cimport log2
 from libc.stdint cimport uint8_t, uint64_t
@@ -11,51 +11,51 @@ from kvmnn._simd cimport active_level
 from ..errors import KvmnnError
 
 cdef extern from "kvmnn/frames/lanes.h" nogil:
-    const kvmnn_lanes *kvmnn_lanes_at(int level)
+    const kvmnn_lane_kernels *kvmnn_lane_kernels_at(int level)
 
 
 cdef enum:
-    RUN_MIN = 4        # shorter runs are literals
-    RUN_MAX = 131      # (control & 127) + 4
-    LITERAL_MAX = 128  # control + 1
+    MIN_RUN = 4         # shorter runs are literals
+    MAX_RUN = 131       # (control & 127) + 4
+    MAX_LITERALS = 128  # control + 1
 
 
-cdef const kvmnn_lanes *lanes() noexcept nogil:
-    """The loops of the SIMD level in use."""
-    return kvmnn_lanes_at(active_level)
+cdef const kvmnn_lane_kernels *lane_kernels() noexcept nogil:
+    """The kernels of the SIMD level in use."""
+    return kvmnn_lane_kernels_at(active_level)
 
 
 # -- RLE ----------------------------------------------------------------------------------------------------------
 
 cdef size_t rle_bound(size_t n) noexcept nogil:
     """Largest possible payload for n bytes."""
-    return n + (n + LITERAL_MAX - 1) // LITERAL_MAX
+    return n + (n + MAX_LITERALS - 1) // MAX_LITERALS
 
 
-cdef size_t rle_least(size_t n, size_t repeats) noexcept nogil:
+cdef size_t rle_min_size(size_t n, size_t repeats) noexcept nogil:
     """A length that no payload comes below for n bytes of which `repeats` equal the byte before them.
 
     A run token of length l takes l - 1 >= 3/4 l repeats, so tokens stand for at most 4/3 repeats; all other bytes are
     literals.
     """
-    cdef size_t covered = repeats + (repeats + 2) // 3
-    return rle_bound(n - covered) if covered < n else 0
+    cdef size_t max_covered = repeats + (repeats + 2) // 3
+    return rle_bound(n - max_covered) if max_covered < n else 0
 
 
 cdef size_t rle_size(const uint8_t *s, size_t n, size_t limit) noexcept nogil:
     """Length of the canonical payload of n bytes, or some number above `limit` if it is longer than that."""
-    cdef const kvmnn_lanes *loops = lanes()
+    cdef const kvmnn_lane_kernels *kernels = lane_kernels()
     cdef size_t i = 0, size = 0, start, length
     while i < n and size <= limit:
         start = i
-        i = loops.find_run4(s, i, n)
+        i = kernels.find_run4(s, i, n)
         size += rle_bound(i - start)
         if i < n:
-            length = loops.run_length(s, i, n)
+            length = kernels.run_length(s, i, n)
             i += length
-            size += 2 * (length // RUN_MAX)
-            length %= RUN_MAX
-            if length >= RUN_MIN:
+            size += 2 * (length // MAX_RUN)
+            length %= MAX_RUN
+            if length >= MIN_RUN:
                 size += 2
             else:
                 i -= length
@@ -64,23 +64,23 @@ cdef size_t rle_size(const uint8_t *s, size_t n, size_t limit) noexcept nogil:
 
 cdef size_t rle_encode(const uint8_t *s, size_t n, uint8_t *dst) noexcept nogil:
     """Write the canonical payload to dst (rle_bound(n) bytes) and return its length."""
-    cdef const kvmnn_lanes *loops = lanes()
+    cdef const kvmnn_lane_kernels *kernels = lane_kernels()
     cdef size_t i = 0, start, length
     cdef uint8_t *out = dst
     while i < n:
         start = i
-        i = loops.find_run4(s, i, n)
+        i = kernels.find_run4(s, i, n)
         while start < i:
-            length = min(i - start, <size_t>LITERAL_MAX)
+            length = min(i - start, <size_t>MAX_LITERALS)
             out[0] = <uint8_t>(length - 1)
             memcpy(out + 1, s + start, length)
             out += 1 + length
             start += length
         if i < n:
-            length = loops.run_length(s, i, n)
-            while length >= RUN_MIN:
-                start = min(length, <size_t>RUN_MAX)
-                out[0] = <uint8_t>(0x80 | (start - RUN_MIN))
+            length = kernels.run_length(s, i, n)
+            while length >= MIN_RUN:
+                start = min(length, <size_t>MAX_RUN)
+                out[0] = <uint8_t>(0x80 | (start - MIN_RUN))
                 out[1] = s[i]
                 out += 2
                 i += start
@@ -88,32 +88,32 @@ cdef size_t rle_encode(const uint8_t *s, size_t n, uint8_t *dst) noexcept nogil:
     return out - dst
 
 
-cdef bint rle_decode(const uint8_t *payload, size_t n, uint8_t *dst, size_t expected) noexcept nogil:
-    """Decode exactly n payload bytes to exactly `expected` bytes; False where the reference decoder rejects."""
-    cdef size_t i = 0, filled = 0, length
+cdef bint rle_decode(const uint8_t *payload, size_t n, uint8_t *dst, size_t expected_bytes) noexcept nogil:
+    """Decode exactly n payload bytes to exactly `expected_bytes` bytes; False where the reference decoder rejects."""
+    cdef size_t i = 0, num_written = 0, length
     cdef uint8_t control
-    if n == 0 or expected == 0:
+    if n == 0 or expected_bytes == 0:
         return False
     while i < n:
         control = payload[i]
         i += 1
         if control < 0x80:
             length = <size_t>control + 1
-            if length > n - i or length > expected - filled:
+            if length > n - i or length > expected_bytes - num_written:
                 return False
-            memcpy(dst + filled, payload + i, length)
+            memcpy(dst + num_written, payload + i, length)
             i += length
         else:
-            length = <size_t>(control & 0x7f) + RUN_MIN
-            if i >= n or length > expected - filled:
+            length = <size_t>(control & 0x7f) + MIN_RUN
+            if i >= n or length > expected_bytes - num_written:
                 return False
-            memset(dst + filled, payload[i], length)
+            memset(dst + num_written, payload[i], length)
             i += 1
-        filled += length
-    return filled == expected
+        num_written += length
+    return num_written == expected_bytes
 
 
-cdef double entropy(const uint64_t *counts) noexcept nogil:
+cdef double compute_entropy(const uint64_t *counts) noexcept nogil:
     """Order-0 entropy of a histogram in bits per byte; 0 for an empty one."""
     cdef double total = 0, bits = 0
     cdef int b
@@ -136,23 +136,23 @@ def encode_rle(const uint8_t[::1] data not None) -> bytes:
     with nogil:
         size = rle_size(&data[0], n, <size_t>-1)
     out = PyBytes_FromStringAndSize(NULL, size)
-    cdef uint8_t *to = <uint8_t *>PyBytes_AsString(out)
+    cdef uint8_t *target = <uint8_t *>PyBytes_AsString(out)
     with nogil:
-        rle_encode(&data[0], n, to)
+        rle_encode(&data[0], n, target)
     return out
 
 
 def decode_rle(const uint8_t[::1] payload not None, size_t expected) -> bytes:
     """The `expected` bytes that an RLE payload stands for; `KvmnnError` where the reference decoder rejects."""
     cdef size_t n = payload.shape[0]
-    cdef bint ok = False
-    if n == 0 or expected == 0 or expected > RUN_MAX * n // 2:
+    cdef bint is_ok = False
+    if n == 0 or expected == 0 or expected > MAX_RUN * n // 2:
         raise KvmnnError(f"RLE: a payload of {n} bytes cannot stand for {expected} bytes")
     cdef bytes out = PyBytes_FromStringAndSize(NULL, expected)
-    cdef uint8_t *to = <uint8_t *>PyBytes_AsString(out)
+    cdef uint8_t *target = <uint8_t *>PyBytes_AsString(out)
     with nogil:
-        ok = rle_decode(&payload[0], n, to, expected)
-    if not ok:
+        is_ok = rle_decode(&payload[0], n, target, expected)
+    if not is_ok:
         raise KvmnnError(f"RLE: the payload of {n} bytes does not decode to exactly {expected} bytes")
     return out
 
@@ -164,7 +164,7 @@ def predict(const uint8_t[::1] data not None, int mode) -> bytes:
         raise KvmnnError(f"predictor mode {mode}: expected 0, 1 or 2")
     cdef bytes out = PyBytes_FromStringAndSize(NULL, n)
     if n:
-        lanes().predict(&data[0], n, mode, <uint8_t *>PyBytes_AsString(out))
+        lane_kernels().predict(&data[0], n, mode, <uint8_t *>PyBytes_AsString(out))
     return out
 
 
@@ -175,24 +175,25 @@ def unpredict(const uint8_t[::1] data not None, int mode) -> bytes:
         raise KvmnnError(f"predictor mode {mode}: expected 0, 1 or 2")
     cdef bytes out = PyBytes_FromStringAndSize(<const char *>&data[0] if n else NULL, n)
     if n:
-        lanes().unpredict(<uint8_t *>PyBytes_AsString(out), n, mode)
+        lane_kernels().unpredict(<uint8_t *>PyBytes_AsString(out), n, mode)
     return out
 
 
 def split(const uint8_t[::1] data not None, int stride) -> list:
     """The `stride` (2 or 4) byte lanes of an array of words, as bytes."""
-    cdef size_t words
+    cdef size_t num_elements
     if stride != 2 and stride != 4:
         raise KvmnnError(f"word size {stride}: expected 2 or 4")
     if data.shape[0] % stride:
         raise KvmnnError(f"{data.shape[0]} bytes are not a whole number of {stride}-byte words")
-    words = data.shape[0] // stride
+    num_elements = data.shape[0] // stride
     cdef list out = []
     cdef bytes lane
-    for j in range(stride):
-        lane = PyBytes_FromStringAndSize(NULL, words)
-        if words:
-            lanes().predict_lane(&data[0], words, stride, j, KVMNN_MODE_RAW, <uint8_t *>PyBytes_AsString(lane))
+    for lane_index in range(stride):
+        lane = PyBytes_FromStringAndSize(NULL, num_elements)
+        if num_elements:
+            lane_kernels().predict_lane(
+                &data[0], num_elements, stride, lane_index, KVMNN_MODE_RAW, <uint8_t *>PyBytes_AsString(lane))
         out.append(lane)
     return out
 
@@ -203,5 +204,5 @@ def order0_entropy(const uint8_t[::1] data not None) -> float:
     memset(counts, 0, sizeof(counts))
     if data.shape[0]:
         with nogil:
-            lanes().histogram(&data[0], data.shape[0], counts)
-    return entropy(counts)
+            lane_kernels().histogram(&data[0], data.shape[0], counts)
+    return compute_entropy(counts)

@@ -23,31 +23,34 @@ cdef extern from *:
        malloc's, because a large block that is freed teaches glibc to keep all later ones up to its size in its heaps,
        those of arrays included. */
     #if defined(__linux__) && defined(MADV_HUGEPAGE)
-    #define KVMNN_HUGE ((size_t)1 << 21)
-    #define KVMNN_OWN_PAGES(size) ((size) >= 2 * KVMNN_HUGE && (size) < SIZE_MAX - 2 * KVMNN_HUGE)
-    #define KVMNN_PAGES(size) (((size) + KVMNN_HUGE - 1) / KVMNN_HUGE * KVMNN_HUGE)
+    #define KVMNN_HUGE_PAGE_BYTES ((size_t)1 << 21)
+    #define KVMNN_USES_OWN_PAGES(size) \\
+        ((size) >= 2 * KVMNN_HUGE_PAGE_BYTES && (size) < SIZE_MAX - 2 * KVMNN_HUGE_PAGE_BYTES)
+    #define KVMNN_ROUND_TO_HUGE_PAGES(size) \\
+        (((size) + KVMNN_HUGE_PAGE_BYTES - 1) / KVMNN_HUGE_PAGE_BYTES * KVMNN_HUGE_PAGE_BYTES)
     #endif
 
     static void *kvmnn_alloc(size_t size) {
-    #ifdef KVMNN_HUGE
-        if (KVMNN_OWN_PAGES(size)) {
-            size_t room = KVMNN_PAGES(size), before;
-            char *p = mmap(NULL, room + KVMNN_HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    #ifdef KVMNN_HUGE_PAGE_BYTES
+        if (KVMNN_USES_OWN_PAGES(size)) {
+            size_t size_in_pages = KVMNN_ROUND_TO_HUGE_PAGES(size), lead;
+            char *p = mmap(
+                NULL, size_in_pages + KVMNN_HUGE_PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
             if (p == MAP_FAILED) return NULL;
-            before = (KVMNN_HUGE - (uintptr_t)p % KVMNN_HUGE) % KVMNN_HUGE;
-            if (before) munmap(p, before);
-            munmap(p + before + room, KVMNN_HUGE - before);
-            madvise(p + before, room, MADV_HUGEPAGE);
-            return p + before;
+            lead = (KVMNN_HUGE_PAGE_BYTES - (uintptr_t)p % KVMNN_HUGE_PAGE_BYTES) % KVMNN_HUGE_PAGE_BYTES;
+            if (lead) munmap(p, lead);
+            munmap(p + lead + size_in_pages, KVMNN_HUGE_PAGE_BYTES - lead);
+            madvise(p + lead, size_in_pages, MADV_HUGEPAGE);
+            return p + lead;
         }
     #endif
         return malloc(size);
     }
 
     static void kvmnn_free(void *p, size_t size) {
-    #ifdef KVMNN_HUGE
-        if (p != NULL && KVMNN_OWN_PAGES(size)) {
-            munmap(p, KVMNN_PAGES(size));
+    #ifdef KVMNN_HUGE_PAGE_BYTES
+        if (p != NULL && KVMNN_USES_OWN_PAGES(size)) {
+            munmap(p, KVMNN_ROUND_TO_HUGE_PAGES(size));
             return;
         }
     #endif
@@ -58,10 +61,10 @@ cdef extern from *:
     /* Huge pages for a large object of Python's that is about to be written: small ones would cost more in faults than
        what is written costs. numpy does the same for its arrays. */
     static void kvmnn_use_huge_pages(void *p, size_t size) {
-    #ifdef KVMNN_HUGE
-        uintptr_t begin = ((uintptr_t)p + KVMNN_HUGE - 1) / KVMNN_HUGE * KVMNN_HUGE;
-        uintptr_t end = ((uintptr_t)p + size) / KVMNN_HUGE * KVMNN_HUGE;
-        if (size >= 2 * KVMNN_HUGE && begin < end) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
+    #ifdef KVMNN_HUGE_PAGE_BYTES
+        uintptr_t begin = ((uintptr_t)p + KVMNN_HUGE_PAGE_BYTES - 1) / KVMNN_HUGE_PAGE_BYTES * KVMNN_HUGE_PAGE_BYTES;
+        uintptr_t end = ((uintptr_t)p + size) / KVMNN_HUGE_PAGE_BYTES * KVMNN_HUGE_PAGE_BYTES;
+        if (size >= 2 * KVMNN_HUGE_PAGE_BYTES && begin < end) madvise((void *)begin, end - begin, MADV_HUGEPAGE);
     #else
         (void)p;
         (void)size;
@@ -75,7 +78,7 @@ cdef extern from *:
 
 cdef extern from "Python.h":
     PyObject *new_bytes "PyBytes_FromStringAndSize"(const char *content, Py_ssize_t size) except NULL
-    void Py_DECREF(PyObject *one)
+    void Py_DECREF(PyObject *object)
     unsigned long this_thread "PyThread_get_thread_ident"() noexcept
 
 
@@ -85,7 +88,8 @@ cdef resize_fn _resize = NULL
 
 
 def use_resize(address) -> None:
-    """Shorten bytes by `_PyBytes_Resize`, which is no part of the stable ABI, at this address; by a copy where it is 0."""
+    """Shorten bytes by `_PyBytes_Resize`, which is no part of the stable ABI, at this address; by a copy where it is
+    0."""
     global _resize
     _resize = <resize_fn><uintptr_t>int(address)
 
@@ -94,8 +98,8 @@ use_resize(ctypes.cast(getattr(ctypes.pythonapi, "_PyBytes_Resize", 0), ctypes.c
 
 
 cdef enum:
-    KEEP_BYTES = 80 << 20   # kept between calls by all workspaces together
-    FREED_UP_TO = 32 << 20  # DEFAULT_MMAP_THRESHOLD_MAX of glibc: larger blocks always get new pages
+    MAX_IDLE_BYTES = 80 << 20   # kept between calls by all workspaces together
+    MAX_FREED_BYTES = 32 << 20  # DEFAULT_MMAP_THRESHOLD_MAX of glibc: larger blocks always get new pages
 
 
 cdef class Workspace:
@@ -106,33 +110,33 @@ cdef class Workspace:
             zstd.free_cctx(self.cctx)
         if self.dctx != NULL:
             zstd.free_dctx(self.dctx)
-        for i in range(BUFFERS):
+        for i in range(NUM_BUFFERS):
             kvmnn_free(self.buffers[i], self.sizes[i])
 
-    cdef uint8_t *buffer(self, int which, size_t size) noexcept nogil:
+    cdef uint8_t *get_buffer(self, int index, size_t size) noexcept nogil:
         """At least `size` bytes whose content is undefined, or NULL."""
-        self.needed[which] = max(self.needed[which], size)
-        if size > self.sizes[which]:
-            kvmnn_free(self.buffers[which], self.sizes[which])
-            self.buffers[which] = <uint8_t *>kvmnn_alloc(size)
-            self.sizes[which] = size if self.buffers[which] != NULL else 0
-        return self.buffers[which]
+        self.needed_bytes[index] = max(self.needed_bytes[index], size)
+        if size > self.sizes[index]:
+            kvmnn_free(self.buffers[index], self.sizes[index])
+            self.buffers[index] = <uint8_t *>kvmnn_alloc(size)
+            self.sizes[index] = size if self.buffers[index] != NULL else 0
+        return self.buffers[index]
 
-    cdef size_t size(self) noexcept:
-        cdef size_t all_of_them = 0
-        for i in range(BUFFERS):
-            all_of_them += self.sizes[i]
-        return all_of_them
+    cdef size_t total_size(self) noexcept:
+        cdef size_t total = 0
+        for i in range(NUM_BUFFERS):
+            total += self.sizes[i]
+        return total
 
-    cdef bint is_far_too_large(self) noexcept:
+    cdef bint is_oversized(self) noexcept:
         """For what it was needed for."""
-        cdef size_t needed = 0
-        for i in range(BUFFERS):
-            needed += self.needed[i]
-        return self.size() > 2 * needed
+        cdef size_t needed_total = 0
+        for i in range(NUM_BUFFERS):
+            needed_total += self.needed_bytes[i]
+        return self.total_size() > 2 * needed_total
 
-    cdef void empty(self) noexcept:
-        for i in range(BUFFERS):
+    cdef void free_buffers(self) noexcept:
+        for i in range(NUM_BUFFERS):
             kvmnn_free(self.buffers[i], self.sizes[i])
             self.buffers[i] = NULL
             self.sizes[i] = 0
@@ -141,8 +145,9 @@ cdef class Workspace:
 cdef list _idle = []
 
 
-cdef Workspace idle():
-    """The one that this thread has used last, whose memory is in the caches of its processor, or another, or a new one."""
+cdef Workspace take_idle():
+    """The one that this thread has used last, whose memory is in the caches of its processor, or another, or a new
+    one."""
     cdef unsigned long thread = this_thread()
     cdef Py_ssize_t i = len(_idle)
     cdef Workspace ws
@@ -162,9 +167,9 @@ cdef Workspace idle():
 
 
 cdef Workspace acquire(bint compress, bint decompress):
-    cdef Workspace ws = idle()
-    for i in range(BUFFERS):
-        ws.needed[i] = 0
+    cdef Workspace ws = take_idle()
+    for i in range(NUM_BUFFERS):
+        ws.needed_bytes[i] = 0
     if compress and ws.cctx == NULL:
         ws.cctx = zstd.new_cctx()
         if ws.cctx == NULL:
@@ -177,56 +182,56 @@ cdef Workspace acquire(bint compress, bint decompress):
 
 
 cdef void release(Workspace ws) noexcept:
-    """Keep `ws` for the next call. What does not fit into KEEP_BYTES is taken from `ws` if it has far more than this call
-    has needed, then from those that wait the longest: they may be of threads that are gone, and the caller's next call is
-    likely to need what it has just used."""
-    cdef size_t kept = ws.size()
-    cdef Workspace other
-    for other in _idle:
-        kept += other.size()
-    if kept > KEEP_BYTES and ws.is_far_too_large():
-        kept -= ws.size()
-        ws.empty()
-    for other in (*_idle, ws):
-        if kept <= KEEP_BYTES:
+    """Keep `ws` for the next call. What does not fit into MAX_IDLE_BYTES is taken from `ws` if it has far more than
+    this call has needed, then from those that wait the longest: they may be of threads that are gone, and the caller's
+    next call is likely to need what it has just used."""
+    cdef size_t idle_bytes = ws.total_size()
+    cdef Workspace workspace
+    for workspace in _idle:
+        idle_bytes += workspace.total_size()
+    if idle_bytes > MAX_IDLE_BYTES and ws.is_oversized():
+        idle_bytes -= ws.total_size()
+        ws.free_buffers()
+    for workspace in (*_idle, ws):
+        if idle_bytes <= MAX_IDLE_BYTES:
             break
-        kept -= other.size()
-        other.empty()
+        idle_bytes -= workspace.total_size()
+        workspace.free_buffers()
     if len(_idle) < 64:
         _idle.append(ws)
 
 
-cdef size_t _freed_most = 0
+cdef size_t _max_freed_bytes = 0
 
 
-cdef PyObject *unfinished_bytes(size_t most) except NULL:
-    """Bytes that the caller writes, all that stay, before anyone else sees them; it is not known yet how many they become.
-    A reference of the caller's, for `shortened`.
+cdef PyObject *allocate_bytes(size_t capacity) except NULL:
+    """Bytes that the caller writes, all that stay, before anyone else sees them; it is not known yet how many they
+    become. A reference of the caller's, for `shrink_bytes`.
 
     glibc gives blocks up to the largest one that was freed, within limits, memory that has been used before; larger
     ones get new pages every time, each to be cleared. What is shortened never is the largest, so such a one is freed.
     """
-    global _freed_most
-    cdef PyObject *made
-    if _freed_most < most <= FREED_UP_TO:
-        Py_DECREF(new_bytes(NULL, most))
-        _freed_most = most
-    made = new_bytes(NULL, most)
-    kvmnn_use_huge_pages(<void *>PyBytes_AsString(<object>made), most)
-    return made
+    global _max_freed_bytes
+    cdef PyObject *bytes_object
+    if _max_freed_bytes < capacity <= MAX_FREED_BYTES:
+        Py_DECREF(new_bytes(NULL, capacity))
+        _max_freed_bytes = capacity
+    bytes_object = new_bytes(NULL, capacity)
+    kvmnn_use_huge_pages(<void *>PyBytes_AsString(<object>bytes_object), capacity)
+    return bytes_object
 
 
-cdef bytes shortened(PyObject **unfinished, size_t size):
-    """The first `size` of `unfinished_bytes`, which nobody else knows; the caller has no reference any more."""
-    cdef bytes made
+cdef bytes shrink_bytes(PyObject **bytes_object, size_t size):
+    """The first `size` of `allocate_bytes`, which nobody else knows; the caller has no reference any more."""
+    cdef bytes result
     if _resize != NULL:
-        _resize(unfinished, size)
-        made = <bytes>unfinished[0]
+        _resize(bytes_object, size)
+        result = <bytes>bytes_object[0]
     else:
-        made = PyBytes_FromStringAndSize(PyBytes_AsString(<object>unfinished[0]), size)
-    Py_DECREF(unfinished[0])
-    unfinished[0] = NULL
-    return made
+        result = PyBytes_FromStringAndSize(PyBytes_AsString(<object>bytes_object[0]), size)
+    Py_DECREF(bytes_object[0])
+    bytes_object[0] = NULL
+    return result
 
 
 def forget_workspaces() -> None:

@@ -28,7 +28,7 @@ cdef compress2_fn _compress2
 cdef reset_fn _reset
 
 
-cdef size_t _library_compress_unsized(
+cdef size_t _library_compress_without_size(
     void *cctx, void *dst, size_t capacity, const void *src, size_t n, int level
 ) noexcept nogil:
     # ZSTD_compressCCtx ignores these parameters and leaves them as they are, so they need no reset. A session does: one
@@ -54,22 +54,22 @@ NAMES = (
 def use_library(addresses) -> None:
     """Call the functions at `addresses`, one for each of `NAMES`; the library must stay loaded."""
     global _set_parameter, _compress2, _reset
-    cdef list a = [int(address) for address in addresses]
-    if len(a) != len(NAMES) or 0 in a:
+    cdef list address_list = [int(address) for address in addresses]
+    if len(address_list) != len(NAMES) or 0 in address_list:
         raise ValueError(f"expected {len(NAMES)} non-zero addresses")
-    zstd.new_cctx = <void *(*)() noexcept nogil><uintptr_t>a[0]
-    zstd.free_cctx = <size_t (*)(void *) noexcept nogil><uintptr_t>a[1]
-    zstd.new_dctx = <void *(*)() noexcept nogil><uintptr_t>a[2]
-    zstd.free_dctx = <size_t (*)(void *) noexcept nogil><uintptr_t>a[3]
-    zstd.compress = <compress_fn><uintptr_t>a[4]
-    zstd.compress_unsized = _library_compress_unsized
-    zstd.decompress = <decompress_fn><uintptr_t>a[5]
-    zstd.is_error = <unsigned (*)(size_t) noexcept nogil><uintptr_t>a[6]
-    zstd.bound = <size_t (*)(size_t) noexcept nogil><uintptr_t>a[7]
-    zstd.stops = True
-    _set_parameter = <set_parameter_fn><uintptr_t>a[8]
-    _compress2 = <compress2_fn><uintptr_t>a[9]
-    _reset = <reset_fn><uintptr_t>a[10]
+    zstd.new_cctx = <void *(*)() noexcept nogil><uintptr_t>address_list[0]
+    zstd.free_cctx = <size_t (*)(void *) noexcept nogil><uintptr_t>address_list[1]
+    zstd.new_dctx = <void *(*)() noexcept nogil><uintptr_t>address_list[2]
+    zstd.free_dctx = <size_t (*)(void *) noexcept nogil><uintptr_t>address_list[3]
+    zstd.compress = <compress_fn><uintptr_t>address_list[4]
+    zstd.compress_without_size = _library_compress_without_size
+    zstd.decompress = <decompress_fn><uintptr_t>address_list[5]
+    zstd.is_error = <unsigned (*)(size_t) noexcept nogil><uintptr_t>address_list[6]
+    zstd.bound = <size_t (*)(size_t) noexcept nogil><uintptr_t>address_list[7]
+    zstd.stops_at_capacity = True
+    _set_parameter = <set_parameter_fn><uintptr_t>address_list[8]
+    _compress2 = <compress2_fn><uintptr_t>address_list[9]
+    _reset = <reset_fn><uintptr_t>address_list[10]
 
 
 # -- filling 2: Python callables --------------------------------------------------------------------------------------
@@ -78,19 +78,19 @@ cdef object _py_compress = None
 cdef object _py_decompress = None
 
 cdef enum:
-    FAILED = -1
+    PYTHON_CALL_FAILED = -1
 
 
-cdef void *_python_new() noexcept nogil:
+cdef void *_python_new_context() noexcept nogil:
     return <void *>&zstd  # no context to keep: any address that is not NULL
 
 
-cdef size_t _python_free(void *context) noexcept nogil:
+cdef size_t _python_free_context(void *context) noexcept nogil:
     return 0
 
 
 cdef unsigned _python_is_error(size_t code) noexcept nogil:
-    return code == <size_t>FAILED or is_no_room(code)
+    return code == <size_t>PYTHON_CALL_FAILED or is_dst_too_small(code)
 
 
 cdef size_t _python_bound(size_t n) noexcept nogil:
@@ -98,17 +98,17 @@ cdef size_t _python_bound(size_t n) noexcept nogil:
     return n + (n >> 8) + ((((<size_t>128 << 10) - n) >> 11) if n < (<size_t>128 << 10) else 0)
 
 
-cdef size_t _put(object data, void *dst, size_t capacity) except? 0:
-    cdef bytes b = data
-    cdef size_t n = PyBytes_Size(b)
+cdef size_t _copy_out(object data, void *dst, size_t capacity) except? 0:
+    cdef bytes content = data
+    cdef size_t n = PyBytes_Size(content)
     if n > capacity:
         return <size_t>-ZSTD_error_dstSize_tooSmall
     if n:
-        memcpy(dst, PyBytes_AsString(b), n)  # dst may be NULL where nothing is expected
+        memcpy(dst, PyBytes_AsString(content), n)  # dst may be NULL where nothing is expected
     return n
 
 
-cdef object _view(const void *src, size_t n):
+cdef object _make_view(const void *src, size_t n):
     return PyMemoryView_FromMemory(<char *>src, n, PyBUF_READ)
 
 
@@ -117,27 +117,27 @@ cdef size_t _python_compress(
 ) noexcept nogil:
     with gil:
         try:
-            return _put(_py_compress(level, True, _view(src, n)), dst, capacity)
+            return _copy_out(_py_compress(level, True, _make_view(src, n)), dst, capacity)
         except Exception:
-            return <size_t>FAILED
+            return <size_t>PYTHON_CALL_FAILED
 
 
-cdef size_t _python_compress_unsized(
+cdef size_t _python_compress_without_size(
     void *cctx, void *dst, size_t capacity, const void *src, size_t n, int level
 ) noexcept nogil:
     with gil:
         try:
-            return _put(_py_compress(level, False, _view(src, n)), dst, capacity)
+            return _copy_out(_py_compress(level, False, _make_view(src, n)), dst, capacity)
         except Exception:
-            return <size_t>FAILED
+            return <size_t>PYTHON_CALL_FAILED
 
 
 cdef size_t _python_decompress(void *dctx, void *dst, size_t capacity, const void *src, size_t n) noexcept nogil:
     with gil:
         try:
-            return _put(_py_decompress(_view(src, n), capacity), dst, capacity)
+            return _copy_out(_py_decompress(_make_view(src, n), capacity), dst, capacity)
         except Exception:
-            return <size_t>FAILED
+            return <size_t>PYTHON_CALL_FAILED
 
 
 def use_callables(compress, decompress) -> None:
@@ -145,24 +145,25 @@ def use_callables(compress, decompress) -> None:
     global _py_compress, _py_decompress
     _py_compress = compress
     _py_decompress = decompress
-    zstd.new_cctx = zstd.new_dctx = _python_new
-    zstd.free_cctx = zstd.free_dctx = _python_free
+    zstd.new_cctx = zstd.new_dctx = _python_new_context
+    zstd.free_cctx = zstd.free_dctx = _python_free_context
     zstd.compress = _python_compress
-    zstd.compress_unsized = _python_compress_unsized
+    zstd.compress_without_size = _python_compress_without_size
     zstd.decompress = _python_decompress
     zstd.is_error = _python_is_error
     zstd.bound = _python_bound
-    zstd.stops = False
+    zstd.stops_at_capacity = False
 
 
-# -- the structure of a payload, from its headers alone (RFC 8878, section 3.1) ------------------------------------------
+# -- the structure of a payload, from its headers alone (RFC 8878, section 3.1)
+# ------------------------------------------
 
 cdef enum:
     SKIPPABLE_MAGIC = 0x184D2A50       # and the 15 numbers after it
     COMPRESSED_BASE = 4 << 20          # what a compressed block can decode to at most: this and ...
     COMPRESSED_FACTOR = 64 << 10       # ... so much for each of its bytes
 
-cdef size_t MALFORMED = 0
+cdef size_t MALFORMED_FRAME = 0
 
 
 cdef inline size_t load_le(const unsigned char *p, int n) noexcept nogil:
@@ -173,73 +174,74 @@ cdef inline size_t load_le(const unsigned char *p, int n) noexcept nogil:
     return x
 
 
-cdef size_t frame_end(const unsigned char *p, size_t n, size_t at, size_t *most) noexcept nogil:
-    """Offset behind the zstd or skippable frame at `at`, or MALFORMED where ZSTD_decompress would fail too.
+cdef size_t find_frame_end(const unsigned char *p, size_t n, size_t pos, size_t *max_output) noexcept nogil:
+    """Offset behind the zstd or skippable frame at `pos`, or MALFORMED_FRAME where ZSTD_decompress would fail too.
 
-    `most` grows by the most bytes that the frame can decode to. libzstd holds no block to 128 KiB here. Raw and RLE
-    blocks have the size they claim. A compressed block has at most 128 KiB of literals and 98047 sequences, each of
+    `max_output` grows by the most bytes that the frame can decode to. libzstd holds no block to 128 KiB here. Raw and
+    RLE blocks have the size they claim. A compressed block has at most 128 KiB of literals and 98047 sequences, each of
     which copies at most 34 bytes and 8190 more for each bit of its own.
     """
-    cdef size_t magic, size, header, kind
+    cdef size_t magic, size, header, field_code
     cdef int descriptor
-    if n - at < 8:
-        return MALFORMED
-    magic = load_le(p + at, 4)
+    if n - pos < 8:
+        return MALFORMED_FRAME
+    magic = load_le(p + pos, 4)
     if magic & ~<size_t>15 == SKIPPABLE_MAGIC:
-        size = load_le(p + at + 4, 4)
-        return at + 8 + size if size <= n - at - 8 else MALFORMED
+        size = load_le(p + pos + 4, 4)
+        return pos + 8 + size if size <= n - pos - 8 else MALFORMED_FRAME
     if magic != <size_t>0xFD2FB528:
-        return MALFORMED
-    descriptor = p[at + 4]
-    at += 5
+        return MALFORMED_FRAME
+    descriptor = p[pos + 4]
+    pos += 5
     if not descriptor & 32:
-        at += 1                              # window descriptor
-    kind = descriptor & 3
-    at += 4 if kind == 3 else kind           # dictionary id
-    kind = descriptor >> 6
-    at += <size_t>1 << kind if kind else descriptor >> 5 & 1  # content size
+        pos += 1  # window descriptor
+    field_code = descriptor & 3
+    pos += 4 if field_code == 3 else field_code  # dictionary id
+    field_code = descriptor >> 6
+    pos += <size_t>1 << field_code if field_code else descriptor >> 5 & 1  # content size
     while True:
-        if at > n or n - at < 3:
-            return MALFORMED
-        header = load_le(p + at, 3)
-        kind, size = header >> 1 & 3, header >> 3
-        if kind == 3:
-            return MALFORMED
-        most[0] += COMPRESSED_BASE + COMPRESSED_FACTOR * size if kind == 2 else size
-        if kind == 1:
+        if pos > n or n - pos < 3:
+            return MALFORMED_FRAME
+        header = load_le(p + pos, 3)
+        field_code, size = header >> 1 & 3, header >> 3
+        if field_code == 3:
+            return MALFORMED_FRAME
+        max_output[0] += COMPRESSED_BASE + COMPRESSED_FACTOR * size if field_code == 2 else size
+        if field_code == 1:
             size = 1
-        at += 3
-        if size > n - at:
-            return MALFORMED
-        at += size
+        pos += 3
+        if size > n - pos:
+            return MALFORMED_FRAME
+        pos += size
         if header & 1:
             break
     if descriptor & 4:
-        at += 4                              # checksum
-    return at if at <= n else MALFORMED
+        pos += 4  # checksum
+    return pos if pos <= n else MALFORMED_FRAME
 
 
-cdef size_t most_output(const unsigned char *p, size_t n) noexcept nogil:
+cdef size_t max_output_size(const unsigned char *p, size_t n) noexcept nogil:
     """The most bytes that a payload can decode to; 0 where its structure is broken."""
-    cdef size_t at = 0, most = 0
-    while at < n:
-        at = frame_end(p, n, at, &most)
-        if at == MALFORMED:
+    cdef size_t pos = 0, max_output = 0
+    while pos < n:
+        pos = find_frame_end(p, n, pos, &max_output)
+        if pos == MALFORMED_FRAME:
             return 0
-    return most
+    return max_output
 
 
 def extent(const unsigned char[::1] payload not None, size_t at) -> int:
     """Offset behind the zstd or skippable frame at `at`; `ValueError` where there is none."""
-    cdef size_t most = 0, end = MALFORMED
+    cdef size_t max_output = 0, end = MALFORMED_FRAME
     if at < <size_t>payload.shape[0]:
-        end = frame_end(&payload[0], payload.shape[0], at, &most)
-    if end == MALFORMED:
+        end = find_frame_end(&payload[0], payload.shape[0], at, &max_output)
+    if end == MALFORMED_FRAME:
         raise ValueError(f"no complete zstd frame at offset {at} of {payload.shape[0]}")
     return end
 
 
-# -- both: for Python ------------------------------------------------------------------------------------------------------
+# -- both: for Python
+# ------------------------------------------------------------------------------------------------------
 
 cdef class Context:
     """Compression and decompression contexts that are reused from call to call; for one thread at a time."""
@@ -258,7 +260,9 @@ cdef class Context:
         if self.dctx != NULL:
             zstd.free_dctx(self.dctx)
 
-    def compress_into(self, unsigned char[::1] out not None, const unsigned char[::1] data not None, int level=3) -> int:
+    def compress_into(
+        self, unsigned char[::1] out not None, const unsigned char[::1] data not None, int level=3
+    ) -> int:
         """Write one zstd frame, as ZSTD_compress makes it, and return its length; `ValueError` if `out` is short."""
         cdef size_t size
         with nogil:

@@ -5,30 +5,30 @@
 #include "little_endian.h"
 
 typedef struct {
-    uint64_t held;
-    unsigned count; /* bits in `held`, below 8 after a flush */
-    uint8_t *at;
-} kvmnn_bits;
+    uint64_t pending;
+    unsigned num_pending; /* bits in `pending`, below 8 after a flush */
+    uint8_t *cursor;
+} kvmnn_bitwriter;
 
-static inline void kvmnn_bits_add(kvmnn_bits *b, uint64_t value, unsigned count) {
-    b->held |= value << b->count;
-    b->count += count;
+static inline void kvmnn_bitwriter_put(kvmnn_bitwriter *writer, uint64_t value, unsigned count) {
+    writer->pending |= value << writer->num_pending;
+    writer->num_pending += count;
 }
 
 /* Writes eight bytes of which only the full ones count; there must be room for them. */
-static inline void kvmnn_bits_flush(kvmnn_bits *b) {
-    kvmnn_store_le64(b->at, b->held);
-    b->at += b->count >> 3;
-    b->held >>= b->count & ~7u;
-    b->count &= 7;
+static inline void kvmnn_bitwriter_flush(kvmnn_bitwriter *writer) {
+    kvmnn_store_le64(writer->cursor, writer->pending);
+    writer->cursor += writer->num_pending >> 3;
+    writer->pending >>= writer->num_pending & ~7u;
+    writer->num_pending &= 7;
 }
 
 /* The end mark; what is behind the last byte. */
-static inline uint8_t *kvmnn_bits_end(kvmnn_bits *b) {
-    kvmnn_bits_add(b, 1, 1);
-    kvmnn_bits_flush(b);
-    if (b->count) *b->at++ = (uint8_t)b->held;
-    return b->at;
+static inline uint8_t *kvmnn_bitwriter_finish(kvmnn_bitwriter *writer) {
+    kvmnn_bitwriter_put(writer, 1, 1);
+    kvmnn_bitwriter_flush(writer);
+    if (writer->num_pending) *writer->cursor++ = (uint8_t)writer->pending;
+    return writer->cursor;
 }
 
 static inline int kvmnn_high_bit(uint32_t x) { /* x is not 0 */

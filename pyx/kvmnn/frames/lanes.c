@@ -8,7 +8,7 @@
 
 /* Copies n bytes, a multiple of 16 as the place of dst is, past the caches: to write to a line there, it would be read
  * from memory first. */
-static void kvmnn_copy_past(uint8_t *dst, const uint8_t *src, size_t n) {
+static void kvmnn_nt_copy_aligned(uint8_t *dst, const uint8_t *src, size_t n) {
 #if defined(__SSE2__)
     for (size_t i = 0; i < n; i += 16)
         _mm_stream_si128((__m128i *)(void *)(dst + i), _mm_loadu_si128((const __m128i *)(const void *)(src + i)));
@@ -18,32 +18,32 @@ static void kvmnn_copy_past(uint8_t *dst, const uint8_t *src, size_t n) {
 }
 
 /* What was copied so is there for other threads. */
-static void kvmnn_end_copies_past(void) {
+static void kvmnn_nt_fence(void) {
 #if defined(__SSE2__)
     _mm_sfence();
 #endif
 }
 
 /* memcpy past the caches, line by line. */
-static void kvmnn_past(uint8_t *dst, const uint8_t *src, size_t n) {
+static void kvmnn_nt_copy(uint8_t *dst, const uint8_t *src, size_t n) {
     size_t head = (size_t)(-(uintptr_t)dst & 63), body;
     if (head > n) head = n;
     body = (n - head) & ~(size_t)63;
     memcpy(dst, src, head);
-    kvmnn_copy_past(dst + head, src + head, body);
+    kvmnn_nt_copy_aligned(dst + head, src + head, body);
     memcpy(dst + head + body, src + head + body, n - head - body);
-    kvmnn_end_copies_past();
+    kvmnn_nt_fence();
 }
 
 /* Asks memory for the line at p. A macro: GCC takes calls of a function that does nothing else away. */
 #if defined(__GNUC__)
-#define KVMNN_FETCH(p) __builtin_prefetch(p)
+#define KVMNN_PREFETCH(p) __builtin_prefetch(p)
 #else
-#define KVMNN_FETCH(p) ((void)(p))
+#define KVMNN_PREFETCH(p) ((void)(p))
 #endif
 
-#define KVMNN_LOOPS "frames/lanes_impl.h"
-#define KVMNN_TABLE kvmnn_lanes
+#define KVMNN_SIMD_KERNELS "frames/lanes_impl.h"
+#define KVMNN_KERNEL_TABLE kvmnn_lane_kernels
 #include "../simd.h"
 
-const kvmnn_lanes *kvmnn_lanes_at(int level) { return level_tables[level]; }
+const kvmnn_lane_kernels *kvmnn_lane_kernels_at(int level) { return isa_tables[level]; }

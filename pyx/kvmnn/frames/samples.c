@@ -3,34 +3,36 @@
 #include <math.h>
 #include <string.h>
 
-static const double PREDICTED = 0.93; /* of a byte's bits: predicted bytes that take less are worth a trial */
-static const double DISTINCT = 4.0;   /* bits of a byte, from which short repeats do not come by chance */
-static const double REPEATED = 0.3;   /* of bytes: so many in short repeats are worth a trial */
+static const double MAX_PREDICTED_ENTROPY_RATIO =
+    0.93;                                   /* of a byte's bits: predicted bytes that take less are worth a trial */
+static const double MIN_ENTROPY_BITS = 4.0; /* bits of a byte, from which short repeats do not come by chance */
+static const double MIN_REPEAT_FRACTION = 0.3;          /* of bytes: so many in short repeats are worth a trial */
 
-static uint32_t costs[KVMNN_SAMPLE + 1]; /* n * log2(n), in 65536ths: whole numbers have no order of summing up */
+static uint32_t
+    entropy_terms[KVMNN_MAX_SAMPLE_BYTES + 1]; /* n * log2(n), in 65536ths: whole numbers have no order of summing up */
 
 void kvmnn_samples_init(void) {
-    for (int n = 1; n <= KVMNN_SAMPLE; ++n) costs[n] = (uint32_t)(n * log2(n) * 65536 + 0.5);
+    for (int n = 1; n <= KVMNN_MAX_SAMPLE_BYTES; ++n) entropy_terms[n] = (uint32_t)(n * log2(n) * 65536 + 0.5);
 }
 
-static int is_zero(const uint8_t *look, size_t n) {
-    uint8_t any = 0;
-    for (size_t i = 0; i < n; ++i) any |= look[i];
-    return any == 0;
+static int is_zero(const uint8_t *window, size_t n) {
+    uint8_t bits = 0;
+    for (size_t i = 0; i < n; ++i) bits |= window[i];
+    return bits == 0;
 }
 
-size_t kvmnn_sample_used(uint8_t *sample, size_t n) {
-    size_t used = 0;
-    for (size_t begin = 0; begin < n; begin += KVMNN_LOOK) {
-        size_t size = n - begin < KVMNN_LOOK ? n - begin : KVMNN_LOOK;
+size_t kvmnn_sample_drop_zeros(uint8_t *sample, size_t n) {
+    size_t num_bytes = 0;
+    for (size_t begin = 0; begin < n; begin += KVMNN_SAMPLE_WINDOW_BYTES) {
+        size_t size = n - begin < KVMNN_SAMPLE_WINDOW_BYTES ? n - begin : KVMNN_SAMPLE_WINDOW_BYTES;
         if (sample[begin] == 0 && is_zero(sample + begin, size)) continue;
-        if (used < begin) memmove(sample + used, sample + begin, size);
-        used += size;
+        if (num_bytes < begin) memmove(sample + num_bytes, sample + begin, size);
+        num_bytes += size;
     }
-    return used ? used : n < KVMNN_LOOK ? n : KVMNN_LOOK;
+    return num_bytes ? num_bytes : n < KVMNN_SAMPLE_WINDOW_BYTES ? n : KVMNN_SAMPLE_WINDOW_BYTES;
 }
 
-static void count(const uint8_t *sample, size_t n, uint16_t counts[256]) {
+static void count_bytes(const uint8_t *sample, size_t n, uint16_t counts[256]) {
     uint16_t parts[3][256];
     size_t i = 0;
     memset(counts, 0, 256 * sizeof *counts);
@@ -43,61 +45,64 @@ static void count(const uint8_t *sample, size_t n, uint16_t counts[256]) {
     for (int b = 0; b < 256; ++b) counts[b] = (uint16_t)(counts[b] + parts[0][b] + parts[1][b] + parts[2][b]);
 }
 
-double kvmnn_sample_bits(const uint8_t *sample, size_t n) {
+double kvmnn_sample_entropy(const uint8_t *sample, size_t n) {
     uint16_t counts[256];
-    uint64_t saved = 0;
-    count(sample, n, counts);
-    for (int b = 0; b < 256; ++b) saved += costs[counts[b]];
-    return (double)(costs[n] - saved) / (65536.0 * (double)n);
+    uint64_t symbol_terms = 0;
+    count_bytes(sample, n, counts);
+    for (int b = 0; b < 256; ++b) symbol_terms += entropy_terms[counts[b]];
+    return (double)(entropy_terms[n] - symbol_terms) / (65536.0 * (double)n);
 }
 
-size_t kvmnn_sample_most(const uint8_t *sample, size_t n) {
-    uint16_t counts[256], most = 0;
-    count(sample, n, counts);
-    for (int b = 0; b < 256; ++b) most = counts[b] > most ? counts[b] : most;
-    return most;
+size_t kvmnn_sample_max_count(const uint8_t *sample, size_t n) {
+    uint16_t counts[256], max_count = 0;
+    count_bytes(sample, n, counts);
+    for (int b = 0; b < 256; ++b) max_count = counts[b] > max_count ? counts[b] : max_count;
+    return max_count;
 }
 
-/* Bytes of a look that are in repeats of four bytes or more; `longer` becomes more by those in stretches of eight. */
-static size_t in_repeats(const uint8_t *look, size_t n, size_t *longer) {
-    enum { LENGTH = 4, LONGER = 8, BITS = 10 };
-    uint8_t last[1 << BITS]; /* a place that has these bytes, if any has: a look is not longer than it can say */
-    size_t found = 0, begin = 0, end = 0;
-    memset(last, 0, sizeof last);
-    for (size_t i = 0; i + LENGTH <= n; ++i) {
-        const uint8_t *b = look + i;
+/* Bytes of a window that are in repeats of four bytes or more; `long_bytes` becomes more by those in stretches of eight.
+ */
+static size_t count_repeated_bytes(const uint8_t *window, size_t n, size_t *long_bytes) {
+    enum { HASHED_BYTES = 4, LONG_BYTES = 8, BITS = 10 };
+    uint8_t
+        last_positions[1 << BITS]; /* a place that has these bytes, if any has: a window is not longer than it can say */
+    size_t num_bytes = 0, begin = 0, end = 0;
+    memset(last_positions, 0, sizeof last_positions);
+    for (size_t i = 0; i + HASHED_BYTES <= n; ++i) {
+        const uint8_t *b = window + i;
         uint32_t bytes = (uint32_t)b[0] | (uint32_t)b[1] << 8 | (uint32_t)b[2] << 16 | (uint32_t)b[3] << 24;
-        uint8_t *place = last + (bytes * 0x9E3779B1u >> (32 - BITS));
-        if (*place < i && memcmp(look + *place, b, LENGTH) == 0) {
+        uint8_t *slot = last_positions + (bytes * 0x9E3779B1u >> (32 - BITS));
+        if (*slot < i && memcmp(window + *slot, b, HASHED_BYTES) == 0) {
             if (i > end) {
-                found += end - begin;
-                if (end - begin >= LONGER) *longer += end - begin;
+                num_bytes += end - begin;
+                if (end - begin >= LONG_BYTES) *long_bytes += end - begin;
                 begin = i;
             }
-            end = i + LENGTH;
+            end = i + HASHED_BYTES;
         }
-        *place = (uint8_t)i;
+        *slot = (uint8_t)i;
     }
-    if (end - begin >= LONGER) *longer += end - begin;
-    return found + (end - begin);
+    if (end - begin >= LONG_BYTES) *long_bytes += end - begin;
+    return num_bytes + (end - begin);
 }
 
-int kvmnn_sample_follows(const uint8_t *sample, size_t n, size_t every, double bits) {
-    uint8_t steps[KVMNN_SAMPLE], flips[KVMNN_SAMPLE];
-    size_t count = 0, seen = 0, repeated = 0, longer = 0;
-    for (size_t begin = 0; begin < n; begin += every * KVMNN_LOOK) {
-        const uint8_t *look = sample + begin;
-        size_t size = n - begin < KVMNN_LOOK ? n - begin : KVMNN_LOOK;
+int kvmnn_sample_predictability(const uint8_t *sample, size_t n, size_t step, double bits) {
+    uint8_t deltas[KVMNN_MAX_SAMPLE_BYTES], xors[KVMNN_MAX_SAMPLE_BYTES];
+    size_t count = 0, num_bytes = 0, repeated_bytes = 0, long_bytes = 0;
+    for (size_t begin = 0; begin < n; begin += step * KVMNN_SAMPLE_WINDOW_BYTES) {
+        const uint8_t *window = sample + begin;
+        size_t size = n - begin < KVMNN_SAMPLE_WINDOW_BYTES ? n - begin : KVMNN_SAMPLE_WINDOW_BYTES;
         for (size_t i = 1; i < size; ++i) {
-            steps[count + i - 1] = (uint8_t)(look[i] - look[i - 1]);
-            flips[count + i - 1] = (uint8_t)(look[i] ^ look[i - 1]);
+            deltas[count + i - 1] = (uint8_t)(window[i] - window[i - 1]);
+            xors[count + i - 1] = (uint8_t)(window[i] ^ window[i - 1]);
         }
         count += size - 1;
-        seen += size;
-        if (bits > DISTINCT) repeated += in_repeats(look, size, &longer);
+        num_bytes += size;
+        if (bits > MIN_ENTROPY_BITS) repeated_bytes += count_repeated_bytes(window, size, &long_bytes);
     }
-    if ((double)repeated > REPEATED * (double)seen)
-        return 2 * longer < repeated ? KVMNN_FOLLOWS | KVMNN_SHORT : KVMNN_FOLLOWS;
+    if ((double)repeated_bytes > MIN_REPEAT_FRACTION * (double)num_bytes)
+        return 2 * long_bytes < repeated_bytes ? KVMNN_PREDICTABLE | KVMNN_SHORT_REPEATS : KVMNN_PREDICTABLE;
     if (count == 0) return 0;
-    return kvmnn_sample_bits(steps, count) < PREDICTED * bits || kvmnn_sample_bits(flips, count) < PREDICTED * bits;
+    return kvmnn_sample_entropy(deltas, count) < MAX_PREDICTED_ENTROPY_RATIO * bits ||
+           kvmnn_sample_entropy(xors, count) < MAX_PREDICTED_ENTROPY_RATIO * bits;
 }

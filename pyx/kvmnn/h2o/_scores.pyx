@@ -11,15 +11,15 @@ from ..errors import KvmnnError
 
 
 cdef extern from "kvmnn/h2o/scores.h":
-    ctypedef struct kvmnn_rows:
+    ctypedef struct kvmnn_attention_rows:
         size_t heads
         size_t queries
         size_t keys
         ptrdiff_t head_stride
         ptrdiff_t query_stride
-        size_t block
-        size_t tile
-    void kvmnn_block_sums(const kvmnn_rows *r, const float *rows, float *sums) noexcept nogil
+        size_t block_keys
+        size_t tile_keys
+    void kvmnn_block_sums(const kvmnn_attention_rows *r, const float *rows, float *sums) noexcept nogil
 
 
 def block_sums(const float[:, :, :] rows not None, size_t block, size_t tile, size_t threads, float[::1] sums not None):
@@ -27,9 +27,9 @@ def block_sums(const float[:, :, :] rows not None, size_t block, size_t tile, si
 
     `sums` has a float for each block and is replaced.
     """
-    cdef size_t heads = rows.shape[0], blocks = sums.shape[0], first = 0, share, b
-    cdef float *part
-    cdef kvmnn_rows r
+    cdef size_t heads = rows.shape[0], blocks = sums.shape[0], first = 0, heads_per_thread, index
+    cdef float *partial_sums
+    cdef kvmnn_attention_rows r
     if block == 0 or tile == 0 or threads == 0:
         raise KvmnnError("block, tile and threads must be at least 1")
     if rows.shape[2] == 0 or blocks != (<size_t>rows.shape[2] - 1) // block + 1:
@@ -40,38 +40,38 @@ def block_sums(const float[:, :, :] rows not None, size_t block, size_t tile, si
     r.keys = rows.shape[2]
     r.head_stride = rows.strides[0] // <Py_ssize_t>sizeof(float)
     r.query_stride = rows.strides[1] // <Py_ssize_t>sizeof(float)
-    r.block = block
-    r.tile = tile
+    r.block_keys = block
+    r.tile_keys = tile
     memset(&sums[0], 0, blocks * sizeof(float))
     if heads == 0 or r.queries == 0:
         return
-    share = (heads - 1) // threads + 1
-    part = <float *>calloc(blocks, sizeof(float))
-    if part == NULL:
+    heads_per_thread = (heads - 1) // threads + 1
+    partial_sums = <float *>calloc(blocks, sizeof(float))
+    if partial_sums == NULL:
         raise MemoryError
     with nogil:
         while first < heads:
-            r.heads = min(share, heads - first)
-            kvmnn_block_sums(&r, &rows[0, 0, 0] + <ptrdiff_t>first * r.head_stride, part)
-            for b in range(blocks):
-                sums[b] = sums[b] + part[b]
-            memset(part, 0, blocks * sizeof(float))
-            first += share
-        free(part)
+            r.heads = min(heads_per_thread, heads - first)
+            kvmnn_block_sums(&r, &rows[0, 0, 0] + <ptrdiff_t>first * r.head_stride, partial_sums)
+            for index in range(blocks):
+                sums[index] = sums[index] + partial_sums[index]
+            memset(partial_sums, 0, blocks * sizeof(float))
+            first += heads_per_thread
+        free(partial_sums)
 
 
 def running_mean(float[::1] scores not None, const float[::1] sums not None, float norm, float alpha):
     """``score = alpha * score + (1 - alpha) * (sum / norm)`` in place, each operation rounded to float32."""
     cdef Py_ssize_t i
-    cdef float rest = <float>1.0 - alpha, current, old, new
+    cdef float complement = <float>1.0 - alpha, current, previous_part, current_part
     if scores.shape[0] != sums.shape[0]:
         raise KvmnnError(f"{sums.shape[0]} sums for {scores.shape[0]} scores")
     with nogil:
         for i in range(scores.shape[0]):
             current = sums[i] / norm
-            old = alpha * scores[i]
-            new = rest * current
-            scores[i] = old + new
+            previous_part = alpha * scores[i]
+            current_part = complement * current
+            scores[i] = previous_part + current_part
 
 
 def order_keys(const float[::1] scores not None, int32_t[::1] keys not None):

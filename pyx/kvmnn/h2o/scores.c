@@ -4,12 +4,12 @@
 #define restrict __restrict
 #endif
 
-enum { SIDE_BY_SIDE = 8 };
+enum { PARALLEL_BLOCKS = 8 };
 
-static size_t least(size_t a, size_t b) { return a < b ? a : b; }
+static size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
 /* Keys [begin, begin + count) of each of eight neighbouring blocks; one chain of additions for each. */
-static void eight_blocks(const float *restrict p, size_t count, size_t block, float *restrict a) {
+static void sum_eight_blocks(const float *restrict p, size_t count, size_t block, float *restrict a) {
     float a0 = a[0], a1 = a[1], a2 = a[2], a3 = a[3], a4 = a[4], a5 = a[5], a6 = a[6], a7 = a[7];
     for (size_t k = 0; k < count; ++k) {
         a0 += p[k];
@@ -24,49 +24,50 @@ static void eight_blocks(const float *restrict p, size_t count, size_t block, fl
     a[0] = a0, a[1] = a1, a[2] = a2, a[3] = a3, a[4] = a4, a[5] = a5, a[6] = a6, a[7] = a7;
 }
 
-static float one_block(const float *p, size_t count, float sum) {
+static float sum_block(const float *p, size_t count, float sum) {
     for (size_t k = 0; k < count; ++k) sum += p[k];
     return sum;
 }
 
 /* One head whose tiles and blocks end together: every block is cut into the same segments. */
-static void regular(const kvmnn_rows *r, const float *head, size_t segment, float *sums) {
-    size_t full = r->keys / r->block, b = 0;
-    for (; b + SIDE_BY_SIDE <= full; b += SIDE_BY_SIDE)
-        for (size_t s = 0; s < r->block; s += segment)
+static void sum_regular_head(const kvmnn_attention_rows *r, const float *head, size_t segment, float *sums) {
+    size_t full = r->keys / r->block_keys, b = 0;
+    for (; b + PARALLEL_BLOCKS <= full; b += PARALLEL_BLOCKS)
+        for (size_t s = 0; s < r->block_keys; s += segment)
             for (size_t q = 0; q < r->queries; ++q)
-                eight_blocks(head + (ptrdiff_t)q * r->query_stride + b * r->block + s, segment, r->block, sums + b);
-    for (; b * r->block < r->keys; ++b) {
-        size_t size = least(r->block, r->keys - b * r->block);
+                sum_eight_blocks(head + (ptrdiff_t)q * r->query_stride + b * r->block_keys + s, segment, r->block_keys,
+                                 sums + b);
+    for (; b * r->block_keys < r->keys; ++b) {
+        size_t size = min_size(r->block_keys, r->keys - b * r->block_keys);
         for (size_t s = 0; s < size; s += segment)
             for (size_t q = 0; q < r->queries; ++q)
-                sums[b] = one_block(head + (ptrdiff_t)q * r->query_stride + b * r->block + s, least(segment, size - s),
-                                    sums[b]);
+                sums[b] = sum_block(head + (ptrdiff_t)q * r->query_stride + b * r->block_keys + s,
+                                    min_size(segment, size - s), sums[b]);
     }
 }
 
-static void irregular(const kvmnn_rows *r, const float *head, float *sums) {
-    for (size_t start = 0; start < r->keys; start += r->tile) {
-        size_t end = start + least(r->tile, r->keys - start);
+static void sum_irregular_head(const kvmnn_attention_rows *r, const float *head, float *sums) {
+    for (size_t start = 0; start < r->keys; start += r->tile_keys) {
+        size_t end = start + min_size(r->tile_keys, r->keys - start);
         for (size_t q = 0; q < r->queries; ++q) {
             const float *row = head + (ptrdiff_t)q * r->query_stride;
             for (size_t k = start; k < end;) {
-                size_t b = k / r->block;
-                size_t stop = b * r->block + least(r->block, end - b * r->block);
-                sums[b] = one_block(row + k, stop - k, sums[b]);
+                size_t b = k / r->block_keys;
+                size_t stop = b * r->block_keys + min_size(r->block_keys, end - b * r->block_keys);
+                sums[b] = sum_block(row + k, stop - k, sums[b]);
                 k = stop;
             }
         }
     }
 }
 
-void kvmnn_block_sums(const kvmnn_rows *r, const float *rows, float *sums) {
+void kvmnn_block_sums(const kvmnn_attention_rows *r, const float *rows, float *sums) {
     /* Tiles change the order only among several queries, and only where they cut a block. */
-    int whole = r->queries == 1 || r->tile >= r->keys || r->tile % r->block == 0;
+    int is_regular = r->queries == 1 || r->tile_keys >= r->keys || r->tile_keys % r->block_keys == 0;
     for (size_t h = 0; h < r->heads; ++h) {
         const float *head = rows + (ptrdiff_t)h * r->head_stride;
-        if (whole) regular(r, head, r->block, sums);
-        else if (r->block % r->tile == 0) regular(r, head, r->tile, sums);
-        else irregular(r, head, sums);
+        if (is_regular) sum_regular_head(r, head, r->block_keys, sums);
+        else if (r->block_keys % r->tile_keys == 0) sum_regular_head(r, head, r->tile_keys, sums);
+        else sum_irregular_head(r, head, sums);
     }
 }

@@ -7,12 +7,12 @@ from libc.string cimport memcpy, memset
 from cpython.bytes cimport PyBytes_AsString, PyBytes_FromStringAndSize
 
 from kvmnn._simd cimport active_level
-from kvmnn.frames._streams cimport KVMNN_MODE_RAW, entropy, lanes
+from kvmnn.frames._streams cimport KVMNN_MODE_RAW, compute_entropy, lane_kernels
 from kvmnn.frames._zstdlib cimport zstd
 
 
 cdef extern from "kvmnn/offline/tokens.h" nogil:
-    ctypedef struct kvmnn_tokens:
+    ctypedef struct kvmnn_token_kernels:
         void (*delta)(const uint8_t *src, size_t n, size_t row, uint8_t *dst) noexcept nogil
         void (*delta_in_place)(uint8_t *data, size_t n, size_t row) noexcept nogil
         void (*exclusive_or)(const uint8_t *src, size_t n, size_t row, uint8_t *dst) noexcept nogil
@@ -22,7 +22,7 @@ cdef extern from "kvmnn/offline/tokens.h" nogil:
         void (*undo_pair)(uint8_t *data, size_t n, size_t dims) noexcept nogil
         void (*bitshuffle)(const uint8_t *src, size_t n, uint8_t *dst) noexcept nogil
 
-    const kvmnn_tokens *kvmnn_tokens_at(int level)
+    const kvmnn_token_kernels *kvmnn_token_kernels_at(int level)
 
 
 cdef enum:
@@ -31,31 +31,32 @@ cdef enum:
     XOR_SEQ = 2
     PAIR_DELTA = 3
     PAIR_DELTA_DELTA_SEQ = 4
-    PREDICTORS = 5
+    NUM_PREDICTORS = 5
 
-    WORDS = 32768         # split and counted before the next are touched
+    TILE_ELEMENTS = 32768  # split and counted before the next are touched
 
 NAMES = ("raw", "delta_seq", "xor_seq", "pair_delta", "pair_delta_delta_seq")
 """The predictors by number."""
 
 
 cdef void predict_into(
-    const kvmnn_tokens *loops, const uint8_t *src, size_t n, size_t row, size_t dims, int predictor, uint8_t *dst
+    const kvmnn_token_kernels *kernels, const uint8_t *src, size_t n, size_t row, size_t dims, int predictor,
+    uint8_t *dst
 ) noexcept nogil:
     if predictor == DELTA_SEQ:
-        loops.delta(src, n, row, dst)
+        kernels.delta(src, n, row, dst)
     elif predictor == XOR_SEQ:
-        loops.exclusive_or(src, n, row, dst)
+        kernels.exclusive_or(src, n, row, dst)
     elif predictor == PAIR_DELTA:
-        loops.pair(src, n, dims, dst)
+        kernels.pair(src, n, dims, dst)
     elif predictor == PAIR_DELTA_DELTA_SEQ:
-        loops.pair(src, n, dims, dst)
-        loops.delta_in_place(dst, n, row)
+        kernels.pair(src, n, dims, dst)
+        kernels.delta_in_place(dst, n, row)
     else:
         memcpy(dst, src, n)
 
 
-cdef int same_as(int predictor, size_t tokens, size_t dims) noexcept nogil:
+cdef int canonical_predictor(int predictor, size_t tokens, size_t dims) noexcept nogil:
     """The lowest predictor that gives the same bytes on a block of this shape."""
     if tokens <= 1:
         if predictor == DELTA_SEQ or predictor == XOR_SEQ:
@@ -70,42 +71,43 @@ cdef int same_as(int predictor, size_t tokens, size_t dims) noexcept nogil:
     return predictor
 
 
-# -- for Python: one array at a time ------------------------------------------------------------------------------------
+# -- for Python: one array at a time
+# ------------------------------------------------------------------------------------
 
-cdef size_t checked_row(size_t n, size_t heads, size_t dims, int predictor) except 0:
+cdef size_t check_row(size_t n, size_t heads, size_t dims, int predictor) except 0:
     if heads == 0 or dims == 0 or n % (heads * dims):
         raise ValueError(f"{n} bytes are no whole tokens of {heads} heads x {dims} dims")
-    if not 0 <= predictor < PREDICTORS:
+    if not 0 <= predictor < NUM_PREDICTORS:
         raise ValueError(f"no predictor has the number {predictor}")
     return heads * dims
 
 
 def predict(const uint8_t[::1] data not None, size_t heads, size_t dims, int predictor) -> bytes:
     """The stream of `predictor` (an index of `NAMES`) over bytes ``[token, head, dim]``."""
-    cdef size_t n = data.shape[0], row = checked_row(n, heads, dims, predictor)
+    cdef size_t n = data.shape[0], row = check_row(n, heads, dims, predictor)
     cdef bytes out = PyBytes_FromStringAndSize(NULL, n)
     cdef uint8_t *dst = <uint8_t *>PyBytes_AsString(out)
     if n:
         with nogil:
-            predict_into(kvmnn_tokens_at(active_level), &data[0], n, row, dims, predictor, dst)
+            predict_into(kvmnn_token_kernels_at(active_level), &data[0], n, row, dims, predictor, dst)
     return out
 
 
 def unpredict(const uint8_t[::1] data not None, size_t heads, size_t dims, int predictor) -> bytes:
     """The inverse of `predict`."""
-    cdef size_t n = data.shape[0], row = checked_row(n, heads, dims, predictor)
+    cdef size_t n = data.shape[0], row = check_row(n, heads, dims, predictor)
     cdef bytes out = PyBytes_FromStringAndSize(NULL, n)
     cdef uint8_t *dst = <uint8_t *>PyBytes_AsString(out)
-    cdef const kvmnn_tokens *loops = kvmnn_tokens_at(active_level)
+    cdef const kvmnn_token_kernels *kernels = kvmnn_token_kernels_at(active_level)
     if n:
         with nogil:
             memcpy(dst, &data[0], n)
             if predictor == DELTA_SEQ or predictor == PAIR_DELTA_DELTA_SEQ:
-                loops.undo_delta(dst, n, row)
+                kernels.undo_delta(dst, n, row)
             elif predictor == XOR_SEQ:
-                loops.undo_exclusive_or(dst, n, row)
+                kernels.undo_exclusive_or(dst, n, row)
             if predictor == PAIR_DELTA or predictor == PAIR_DELTA_DELTA_SEQ:
-                loops.undo_pair(dst, n, dims)
+                kernels.undo_pair(dst, n, dims)
     return out
 
 
@@ -114,19 +116,20 @@ def bitshuffle(const uint8_t[::1] data not None) -> bytes:
     cdef size_t n = data.shape[0]
     cdef bytes out = PyBytes_FromStringAndSize(NULL, n)
     if n:
-        kvmnn_tokens_at(active_level).bitshuffle(&data[0], n, <uint8_t *>PyBytes_AsString(out))
+        kvmnn_token_kernels_at(active_level).bitshuffle(&data[0], n, <uint8_t *>PyBytes_AsString(out))
     return out
 
 
 # -- sizes of streams -------------------------------------------------------------------------------------------------
 
 cdef enum:
-    CHOSEN = 0     # the payloads of all blocks, for the joint frame, and behind them the lane of the block being filled
-    WORK = 1       # a predicted stream before bitshuffle
-    FIRST = 2      # payloads: the best so far, and the one being tried
-    SECOND = 3
-    FRAME = 4      # what zstd writes
-    BUFFERS = 5
+    CHOSEN_BUFFER = 0  # the payloads of all blocks, for the joint frame, and behind them the lane of the block being
+                       # filled
+    WORK_BUFFER = 1    # a predicted stream before bitshuffle
+    FIRST_BUFFER = 2   # payloads: the best so far, and the one being tried
+    SECOND_BUFFER = 3
+    FRAME_BUFFER = 4  # what zstd writes
+    NUM_BUFFERS = 5
 
 
 cdef class StreamMeter:
@@ -136,18 +139,18 @@ cdef class StreamMeter:
     buffers are kept from piece to piece.
     """
     cdef void *cctx
-    cdef uint8_t *buffers[BUFFERS]
-    cdef size_t sizes[BUFFERS]
-    cdef int predictors[PREDICTORS]
+    cdef uint8_t *buffers[NUM_BUFFERS]
+    cdef size_t sizes[NUM_BUFFERS]
+    cdef int predictors[NUM_PREDICTORS]
     cdef int n_predictors
     cdef int lane, level
-    cdef bint shuffled, counted
+    cdef bint use_bitshuffle, count_bytes
     cdef size_t row, dims, block_tokens
-    cdef size_t tokens, tokens_in_block, tokens_seen
-    cdef size_t chosen, size, blocks
-    cdef uint64_t won[PREDICTORS]
+    cdef size_t tokens, tokens_in_block, num_tokens_fed
+    cdef size_t chosen_bytes, size, blocks
+    cdef uint64_t num_wins[NUM_PREDICTORS]
     cdef uint64_t counts[256]
-    cdef bint begun
+    cdef bint is_open
 
     def __cinit__(self):
         self.cctx = zstd.new_cctx()
@@ -162,7 +165,7 @@ cdef class StreamMeter:
     def forget(self) -> None:
         """Free the buffers."""
         cdef int i
-        for i in range(BUFFERS):
+        for i in range(NUM_BUFFERS):
             free(self.buffers[i])
             self.buffers[i] = NULL
             self.sizes[i] = 0
@@ -171,67 +174,68 @@ cdef class StreamMeter:
         """Bytes of the buffers."""
         cdef size_t total = 0
         cdef int i
-        for i in range(BUFFERS):
+        for i in range(NUM_BUFFERS):
             total += self.sizes[i]
         return total
 
-    cdef uint8_t *buffer(self, int which, size_t size) noexcept nogil:
-        if size > self.sizes[which]:
-            free(self.buffers[which])
-            self.buffers[which] = <uint8_t *>malloc(size)
-            self.sizes[which] = size if self.buffers[which] != NULL else 0
-        return self.buffers[which]
+    cdef uint8_t *get_buffer(self, int index, size_t size) noexcept nogil:
+        if size > self.sizes[index]:
+            free(self.buffers[index])
+            self.buffers[index] = <uint8_t *>malloc(size)
+            self.sizes[index] = size if self.buffers[index] != NULL else 0
+        return self.buffers[index]
 
     def setup(
-        self, int lane, size_t heads, size_t dims, size_t block_tokens, predictors, int level, bint shuffled, bint counted
+        self, int lane, size_t heads, size_t dims, size_t block_tokens, predictors, int level, bint shuffled,
+        bint counted
     ) -> None:
         """What the next pieces are: lane 0 (low bytes) or 1, geometry, tokens of a block, predictors by number, and
         whether bytes are counted for the entropy limit."""
         cdef tuple numbers = tuple(predictors)
         if lane not in (0, 1) or heads == 0 or dims == 0 or block_tokens == 0:
             raise ValueError("expected lane 0 or 1, and heads, dims and block_tokens above zero")
-        if not 0 < len(numbers) <= PREDICTORS or not all(0 <= p < PREDICTORS for p in numbers):
-            raise ValueError(f"expected 1 to {PREDICTORS} predictors by number, not {numbers!r}")
+        if not 0 < len(numbers) <= NUM_PREDICTORS or not all(0 <= p < NUM_PREDICTORS for p in numbers):
+            raise ValueError(f"expected 1 to {NUM_PREDICTORS} predictors by number, not {numbers!r}")
         self.lane, self.dims, self.row = lane, dims, heads * dims
-        self.block_tokens, self.level, self.shuffled, self.counted = block_tokens, level, shuffled, counted
+        self.block_tokens, self.level, self.use_bitshuffle, self.count_bytes = block_tokens, level, shuffled, counted
         self.n_predictors = len(numbers)
         for i, number in enumerate(numbers):
             self.predictors[i] = number
-        self.begun = False
+        self.is_open = False
 
     def begin(self, size_t tokens) -> None:
         """Start a piece of `tokens` tokens; its blocks begin at its first token."""
         cdef size_t block = min(self.block_tokens, tokens) * self.row
-        cdef bint single = tokens <= self.block_tokens
+        cdef bint is_single_block = tokens <= self.block_tokens
         if self.row == 0 or tokens == 0:
             raise ValueError("setup() first, and expect tokens")
-        self.begun = False
+        self.is_open = False
         if (
-            self.buffer(CHOSEN, tokens * self.row) == NULL
-            or (self.shuffled and self.buffer(WORK, block) == NULL)
-            or self.buffer(FIRST, block) == NULL
-            or (not single and self.buffer(SECOND, block) == NULL)
-            or self.buffer(FRAME, zstd.bound(tokens * self.row)) == NULL
+            self.get_buffer(CHOSEN_BUFFER, tokens * self.row) == NULL
+            or (self.use_bitshuffle and self.get_buffer(WORK_BUFFER, block) == NULL)
+            or self.get_buffer(FIRST_BUFFER, block) == NULL
+            or (not is_single_block and self.get_buffer(SECOND_BUFFER, block) == NULL)
+            or self.get_buffer(FRAME_BUFFER, zstd.bound(tokens * self.row)) == NULL
         ):
             raise MemoryError(f"no memory for a stream of {tokens * self.row} bytes")
         self.tokens = tokens
-        self.tokens_in_block = self.tokens_seen = self.chosen = self.size = self.blocks = 0
-        memset(self.won, 0, sizeof(self.won))
+        self.tokens_in_block = self.num_tokens_fed = self.chosen_bytes = self.size = self.blocks = 0
+        memset(self.num_wins, 0, sizeof(self.num_wins))
         memset(self.counts, 0, sizeof(self.counts))
-        self.begun = True
+        self.is_open = True
 
     def feed(self, const uint8_t[::1] words not None) -> None:
         """The next tokens, as the little-endian 16-bit words that both lanes are made of."""
         cdef size_t row_bytes = 2 * self.row, n = words.shape[0]
-        cdef bint fine
-        if not self.begun or n % row_bytes or n // row_bytes > self.tokens - self.tokens_seen:
+        cdef bint is_ok
+        if not self.is_open or n % row_bytes or n // row_bytes > self.tokens - self.num_tokens_fed:
             raise ValueError(f"{n} bytes are no whole tokens, or more than the piece has")
         if n == 0:
             return
         with nogil:
-            fine = self.take(&words[0], n // row_bytes)
-        if not fine:
-            self.begun = False
+            is_ok = self.split_tokens(&words[0], n // row_bytes)
+        if not is_ok:
+            self.is_open = False
             raise MemoryError("zstd could not compress a block")
 
     def finish(self) -> tuple:
@@ -239,91 +243,96 @@ cdef class StreamMeter:
 
         Returns
         -------
-        (size, blocks, won, limit): bytes of the joint frame of all blocks, their number, how often each predictor was
+        (size, blocks, wins, limit): bytes of the joint frame of all blocks, their number, how often each predictor was
         chosen, in the order of `setup`, and the bytes that the order-0 entropy of the lane amounts to, if counted.
         """
         cdef size_t size = self.size
-        if not self.begun or self.tokens_seen != self.tokens:
-            raise ValueError(f"{self.tokens_seen} of {self.tokens} tokens have come")
-        self.begun = False
+        if not self.is_open or self.num_tokens_fed != self.tokens:
+            raise ValueError(f"{self.num_tokens_fed} of {self.tokens} tokens have come")
+        self.is_open = False
         if self.blocks > 1:
             with nogil:
                 size = zstd.compress(
-                    self.cctx, self.buffers[FRAME], self.sizes[FRAME], self.buffers[CHOSEN], self.chosen, self.level
+                    self.cctx, self.buffers[FRAME_BUFFER], self.sizes[FRAME_BUFFER], self.buffers[CHOSEN_BUFFER],
+                    self.chosen_bytes, self.level
                 )
             if zstd.is_error(size):
-                raise MemoryError(f"zstd could not compress a stream of {self.chosen} bytes")
-        won = tuple(self.won[i] for i in range(self.n_predictors))
-        limit = entropy(self.counts) * self.tokens * self.row / 8.0 if self.counted else 0.0
-        return size, self.blocks, won, limit
+                raise MemoryError(f"zstd could not compress a stream of {self.chosen_bytes} bytes")
+        wins = tuple(self.num_wins[i] for i in range(self.n_predictors))
+        limit = compute_entropy(self.counts) * self.tokens * self.row / 8.0 if self.count_bytes else 0.0
+        return size, self.blocks, wins, limit
 
-    cdef bint take(self, const uint8_t *words, size_t tokens) noexcept nogil:
-        cdef size_t now, n, start, part
+    cdef bint split_tokens(self, const uint8_t *words, size_t tokens) noexcept nogil:
+        cdef size_t num_tokens, n, start, num_elements
         cdef uint8_t *dst
         while tokens:
-            now = min(tokens, self.block_tokens - self.tokens_in_block)
-            n = now * self.row
-            dst = self.buffers[CHOSEN] + self.chosen + self.tokens_in_block * self.row
+            num_tokens = min(tokens, self.block_tokens - self.tokens_in_block)
+            n = num_tokens * self.row
+            dst = self.buffers[CHOSEN_BUFFER] + self.chosen_bytes + self.tokens_in_block * self.row
             start = 0
             while start < n:
-                part = min(<size_t>WORDS, n - start)
-                lanes().predict_lane(words + 2 * start, part, 2, self.lane, KVMNN_MODE_RAW, dst + start)
-                if self.counted:
-                    lanes().histogram(dst + start, part, self.counts)
-                start += part
+                num_elements = min(<size_t>TILE_ELEMENTS, n - start)
+                lane_kernels().predict_lane(words + 2 * start, num_elements, 2, self.lane, KVMNN_MODE_RAW, dst + start)
+                if self.count_bytes:
+                    lane_kernels().histogram(dst + start, num_elements, self.counts)
+                start += num_elements
             words += 2 * n
-            tokens -= now
-            self.tokens_seen += now
-            self.tokens_in_block += now
-            if self.tokens_in_block == self.block_tokens or self.tokens_seen == self.tokens:
+            tokens -= num_tokens
+            self.num_tokens_fed += num_tokens
+            self.tokens_in_block += num_tokens
+            if self.tokens_in_block == self.block_tokens or self.num_tokens_fed == self.tokens:
                 if not self.close_block():
                     return False
         return True
 
     cdef bint close_block(self) noexcept nogil:
-        """Compress the block under every predictor and keep the payload whose frame is smallest, the first of equals."""
-        cdef const kvmnn_tokens *loops = kvmnn_tokens_at(active_level)
+        """Compress the block under every predictor and keep the payload whose frame is smallest, the first of
+        equals."""
+        cdef const kvmnn_token_kernels *kernels = kvmnn_token_kernels_at(active_level)
         cdef size_t n = self.tokens_in_block * self.row, size, best_size = 0
         cdef const uint8_t *payload
         cdef const uint8_t *best = NULL
         cdef uint8_t *slot
         cdef int i, winner = 0
-        cdef bint several = self.tokens > self.block_tokens
+        cdef bint has_many_blocks = self.tokens > self.block_tokens
         for i in range(self.n_predictors):
-            if self.is_repeated(i):
+            if self.is_duplicate(i):
                 continue  # the same bytes as an earlier one, which wins at equality
-            slot = self.buffers[SECOND if several and best == self.buffers[FIRST] else FIRST]
-            payload = self.make_payload(loops, self.predictors[i], n, slot)
-            size = zstd.compress(self.cctx, self.buffers[FRAME], self.sizes[FRAME], payload, n, self.level)
+            slot = self.buffers[
+                SECOND_BUFFER if has_many_blocks and best == self.buffers[FIRST_BUFFER] else FIRST_BUFFER
+            ]
+            payload = self.make_payload(kernels, self.predictors[i], n, slot)
+            size = zstd.compress(
+                self.cctx, self.buffers[FRAME_BUFFER], self.sizes[FRAME_BUFFER], payload, n, self.level)
             if zstd.is_error(size):
                 return False
             if best == NULL or size < best_size:
                 best, best_size, winner = payload, size, i
-        if several and best != self.buffers[CHOSEN] + self.chosen:
-            memcpy(self.buffers[CHOSEN] + self.chosen, best, n)
-        self.chosen += n
+        if has_many_blocks and best != self.buffers[CHOSEN_BUFFER] + self.chosen_bytes:
+            memcpy(self.buffers[CHOSEN_BUFFER] + self.chosen_bytes, best, n)
+        self.chosen_bytes += n
         self.size = best_size
-        self.won[winner] += 1
+        self.num_wins[winner] += 1
         self.blocks += 1
         self.tokens_in_block = 0
         return True
 
-    cdef bint is_repeated(self, int index) noexcept nogil:
-        cdef int i, mine = same_as(self.predictors[index], self.tokens_in_block, self.dims)
+    cdef bint is_duplicate(self, int index) noexcept nogil:
+        cdef int i, canonical = canonical_predictor(self.predictors[index], self.tokens_in_block, self.dims)
         for i in range(index):
-            if same_as(self.predictors[i], self.tokens_in_block, self.dims) == mine:
+            if canonical_predictor(self.predictors[i], self.tokens_in_block, self.dims) == canonical:
                 return True
         return False
 
     cdef const uint8_t *make_payload(
-        self, const kvmnn_tokens *loops, int predictor, size_t n, uint8_t *slot
+        self, const kvmnn_token_kernels *kernels, int predictor, size_t n, uint8_t *slot
     ) noexcept nogil:
-        cdef const uint8_t *stream = self.buffers[CHOSEN] + self.chosen
-        cdef uint8_t *dst = self.buffers[WORK] if self.shuffled else slot
+        cdef const uint8_t *stream = self.buffers[CHOSEN_BUFFER] + self.chosen_bytes
+        cdef uint8_t *dst = self.buffers[WORK_BUFFER] if self.use_bitshuffle else slot
         if predictor != RAW:
-            predict_into(loops, stream, n, self.row, self.dims, predictor, dst)
+            predict_into(kernels, stream, n, self.row, self.dims, predictor, dst)
             stream = dst
-        if self.shuffled:
-            loops.bitshuffle(stream, n, slot)
+        if self.use_bitshuffle:
+            kernels.bitshuffle(stream, n, slot)
             stream = slot
         return stream

@@ -2,8 +2,8 @@
 
 #include <string.h>
 
-#define KVMNN_LOOPS "offline/tokens_impl.h"
-#define KVMNN_TABLE kvmnn_tokens
+#define KVMNN_SIMD_KERNELS "offline/tokens_impl.h"
+#define KVMNN_KERNEL_TABLE kvmnn_token_kernels
 #include "../simd.h"
 
-const kvmnn_tokens *kvmnn_tokens_at(int level) { return level_tables[level]; }
+const kvmnn_token_kernels *kvmnn_token_kernels_at(int level) { return isa_tables[level]; }

@@ -1,4 +1,4 @@
-/* Predictors along the token axis, and bitshuffle: leaf loops over one block of one byte lane, [token][head][dim].
+/* Predictors along the token axis, and bitshuffle: leaf kernels over one block of one byte lane, [token][head][dim].
  *
  * Source and destination never overlap. There is one table per level of simd.h.
  */
@@ -30,9 +30,9 @@ typedef struct {
 
     /* All bits 0 of the n bytes, then all bits 1 ..., packed from the lowest bit of each byte up into n bytes. */
     void (*bitshuffle)(const uint8_t *src, size_t n, uint8_t *dst);
-} kvmnn_tokens;
+} kvmnn_token_kernels;
 
 /* The table of a level of simd.h that this processor runs. */
-const kvmnn_tokens *kvmnn_tokens_at(int level);
+const kvmnn_token_kernels *kvmnn_token_kernels_at(int level);
 
 #endif

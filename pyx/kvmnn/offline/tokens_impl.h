@@ -1,19 +1,19 @@
-/* The loops of tokens.h, included once per SIMD level with LEVEL(name) giving each function its own name. */
+/* The kernels of tokens.h, included once per SIMD level with ISA_FN(name) giving each function its own name. */
 
-static void LEVEL(delta)(const uint8_t *restrict src, size_t n, size_t row, uint8_t *restrict dst) {
+static void ISA_FN(delta)(const uint8_t *restrict src, size_t n, size_t row, uint8_t *restrict dst) {
     if (row > n) row = n;
     memcpy(dst, src, row);
     for (size_t i = row; i < n; ++i) dst[i] = (uint8_t)(src[i] - src[i - row]);
 }
 
-static void LEVEL(exclusive_or)(const uint8_t *restrict src, size_t n, size_t row, uint8_t *restrict dst) {
+static void ISA_FN(exclusive_or)(const uint8_t *restrict src, size_t n, size_t row, uint8_t *restrict dst) {
     if (row > n) row = n;
     memcpy(dst, src, row);
     for (size_t i = row; i < n; ++i) dst[i] = (uint8_t)(src[i] ^ src[i - row]);
 }
 
 /* The mask instead of a branch is what compilers make vectors of. */
-static void LEVEL(pair_run)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
+static void ISA_FN(pair_run)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
     static const uint8_t mask[32] = {255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0,
                                      255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0, 255, 0};
     if (n == 0) return;
@@ -24,43 +24,43 @@ static void LEVEL(pair_run)(const uint8_t *restrict src, size_t n, uint8_t *rest
     for (; i < n; ++i) dst[i] = (uint8_t)(i & 1 ? src[i] - src[i - 1] : src[i]);
 }
 
-static void LEVEL(pair)(const uint8_t *src, size_t n, size_t dims, uint8_t *dst) {
+static void ISA_FN(pair)(const uint8_t *src, size_t n, size_t dims, uint8_t *dst) {
     size_t step = dims % 2 == 0 ? n : dims; /* whole pairs follow each other without a seam */
     for (size_t start = 0; start < n; start += step)
-        LEVEL(pair_run)(src + start, n - start < step ? n - start : step, dst + start);
+        ISA_FN(pair_run)(src + start, n - start < step ? n - start : step, dst + start);
 }
 
 /* From the last token to the first, so that each still finds its neighbour as it was. */
-static void LEVEL(delta_in_place)(uint8_t *data, size_t n, size_t row) {
+static void ISA_FN(delta_in_place)(uint8_t *data, size_t n, size_t row) {
     size_t end = n;
     while (end > row) {
         size_t start = (end - 1) / row * row;
-        uint8_t *restrict now = data + start;
-        const uint8_t *restrict before = data + start - row;
-        for (size_t i = 0; i < end - start; ++i) now[i] = (uint8_t)(now[i] - before[i]);
+        uint8_t *restrict current = data + start;
+        const uint8_t *restrict previous = data + start - row;
+        for (size_t i = 0; i < end - start; ++i) current[i] = (uint8_t)(current[i] - previous[i]);
         end = start;
     }
 }
 
-static void LEVEL(undo_delta)(uint8_t *data, size_t n, size_t row) {
+static void ISA_FN(undo_delta)(uint8_t *data, size_t n, size_t row) {
     for (size_t start = row; start < n; start += row) {
         size_t length = n - start < row ? n - start : row;
-        uint8_t *restrict now = data + start;
-        const uint8_t *restrict before = data + start - row;
-        for (size_t i = 0; i < length; ++i) now[i] = (uint8_t)(now[i] + before[i]);
+        uint8_t *restrict current = data + start;
+        const uint8_t *restrict previous = data + start - row;
+        for (size_t i = 0; i < length; ++i) current[i] = (uint8_t)(current[i] + previous[i]);
     }
 }
 
-static void LEVEL(undo_exclusive_or)(uint8_t *data, size_t n, size_t row) {
+static void ISA_FN(undo_exclusive_or)(uint8_t *data, size_t n, size_t row) {
     for (size_t start = row; start < n; start += row) {
         size_t length = n - start < row ? n - start : row;
-        uint8_t *restrict now = data + start;
-        const uint8_t *restrict before = data + start - row;
-        for (size_t i = 0; i < length; ++i) now[i] ^= before[i];
+        uint8_t *restrict current = data + start;
+        const uint8_t *restrict previous = data + start - row;
+        for (size_t i = 0; i < length; ++i) current[i] ^= previous[i];
     }
 }
 
-static void LEVEL(undo_pair)(uint8_t *data, size_t n, size_t dims) {
+static void ISA_FN(undo_pair)(uint8_t *data, size_t n, size_t dims) {
     size_t step = dims % 2 == 0 ? n : dims;
     for (size_t start = 0; start < n; start += step) {
         size_t end = n - start < step ? n : start + step;
@@ -69,7 +69,7 @@ static void LEVEL(undo_pair)(uint8_t *data, size_t n, size_t dims) {
 }
 
 /* Eight bytes as a matrix of bits, transposed: bit b of byte i becomes bit i of byte b. */
-static uint64_t LEVEL(transpose8)(uint64_t x) {
+static uint64_t ISA_FN(transpose8)(uint64_t x) {
     uint64_t t = (x ^ (x >> 7)) & 0x00AA00AA00AA00AAULL;
     x ^= t ^ (t << 7);
     t = (x ^ (x >> 14)) & 0x0000CCCC0000CCCCULL;
@@ -79,32 +79,32 @@ static uint64_t LEVEL(transpose8)(uint64_t x) {
 }
 
 /* Plane b begins at bit b * n, which is no byte border unless n is a multiple of 8. */
-static void LEVEL(bitshuffle)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
-    size_t whole = n / 8, shift = n % 8;
+static void ISA_FN(bitshuffle)(const uint8_t *restrict src, size_t n, uint8_t *restrict dst) {
+    size_t num_groups = n / 8, shift = n % 8;
     memset(dst, 0, n);
-    for (size_t i = 0; i < whole; ++i) {
+    for (size_t i = 0; i < num_groups; ++i) {
         uint64_t x = 0;
         for (int j = 0; j < 8; ++j) x |= (uint64_t)src[8 * i + j] << 8 * j;
-        x = LEVEL(transpose8)(x);
+        x = ISA_FN(transpose8)(x);
         if (shift == 0) {
-            for (size_t b = 0; b < 8; ++b) dst[b * whole + i] = (uint8_t)(x >> 8 * b);
+            for (size_t b = 0; b < 8; ++b) dst[b * num_groups + i] = (uint8_t)(x >> 8 * b);
             continue;
         }
         for (size_t b = 0; b < 8; ++b) {
-            size_t at = b * n + 8 * i, low = at % 8;
+            size_t bit_position = b * n + 8 * i, low = bit_position % 8;
             unsigned bits = (unsigned)(x >> 8 * b & 255) << low;
-            dst[at / 8] |= (uint8_t)bits;
-            if (low) dst[at / 8 + 1] |= (uint8_t)(bits >> 8);
+            dst[bit_position / 8] |= (uint8_t)bits;
+            if (low) dst[bit_position / 8 + 1] |= (uint8_t)(bits >> 8);
         }
     }
-    for (size_t i = 8 * whole; i < n; ++i)
+    for (size_t i = 8 * num_groups; i < n; ++i)
         for (size_t b = 0; b < 8; ++b) {
-            size_t at = b * n + i;
-            dst[at / 8] |= (uint8_t)((src[i] >> b & 1) << at % 8);
+            size_t bit_position = b * n + i;
+            dst[bit_position / 8] |= (uint8_t)((src[i] >> b & 1) << bit_position % 8);
         }
 }
 
-static const kvmnn_tokens LEVEL(table) = {
-    KVMNN_LEVEL_NAME, LEVEL(delta),      LEVEL(delta_in_place),    LEVEL(exclusive_or), LEVEL(pair),
-    LEVEL(undo_delta),        LEVEL(undo_exclusive_or), LEVEL(undo_pair), LEVEL(bitshuffle),
+static const kvmnn_token_kernels ISA_FN(table) = {
+    ISA_NAME, ISA_FN(delta),      ISA_FN(delta_in_place),    ISA_FN(exclusive_or), ISA_FN(pair),
+    ISA_FN(undo_delta),        ISA_FN(undo_exclusive_or), ISA_FN(undo_pair), ISA_FN(bitshuffle),
 };

@@ -1,106 +1,109 @@
 """Packed K/V buffers: tokens moved by packing.c and quantise.c (docs/layout.md).
 
-Every function works on the heads [first, last) of one buffer, K or V, without the GIL. kvmnn.packed.layout has checked every
-size, that what is written to may be written, and that the last axis of `rows` is contiguous; nothing is checked again
-here.
+Every function works on the heads [first, last) of one buffer, K or V, without the GIL. kvmnn.packed.layout has checked
+every size, that what is written to may be written, and that the last axis of `rows` is contiguous; nothing is checked
+again here.
 """
 
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free, malloc
 
 cdef extern from "kvmnn/packed/packing.h" nogil:
-    ctypedef struct kvmnn_pack:
-        size_t word, dims, lP, hP, block
+    ctypedef struct kvmnn_layout:
+        size_t word_bytes, dims, lP, hP, block_tokens
 
-    ctypedef struct kvmnn_packing:
-        void (*gather)(const kvmnn_pack *, const uint8_t *, size_t, size_t, uint8_t *, size_t) noexcept nogil
-        void (*gather_far)(
-            const kvmnn_pack *, const uint8_t *, size_t, size_t, uint8_t *, size_t, uint8_t *, size_t) noexcept nogil
-        void (*scatter)(const kvmnn_pack *, uint8_t *, size_t, size_t, const uint8_t *, size_t) noexcept nogil
-        void (*scatter_far)(
-            const kvmnn_pack *, uint8_t *, size_t, size_t, const uint8_t *, size_t, uint8_t *, size_t) noexcept nogil
-        void (*zero)(const kvmnn_pack *, uint8_t *, size_t, size_t) noexcept nogil
-        void (*pad)(const kvmnn_pack *, uint8_t *, size_t, size_t) noexcept nogil
-        void (*shift)(const kvmnn_pack *, uint8_t *, size_t, size_t, size_t, uint8_t *, size_t) noexcept nogil
+    ctypedef struct kvmnn_layout_kernels:
+        void (*gather)(const kvmnn_layout *, const uint8_t *, size_t, size_t, uint8_t *, size_t) noexcept nogil
+        void (*gather_nontemporal)(
+            const kvmnn_layout *, const uint8_t *, size_t, size_t, uint8_t *, size_t, uint8_t *, size_t) noexcept nogil
+        void (*scatter)(const kvmnn_layout *, uint8_t *, size_t, size_t, const uint8_t *, size_t) noexcept nogil
+        void (*scatter_nontemporal)(
+            const kvmnn_layout *, uint8_t *, size_t, size_t, const uint8_t *, size_t, uint8_t *, size_t) noexcept nogil
+        void (*zero)(const kvmnn_layout *, uint8_t *, size_t, size_t) noexcept nogil
+        void (*pad)(const kvmnn_layout *, uint8_t *, size_t, size_t) noexcept nogil
+        void (*shift)(const kvmnn_layout *, uint8_t *, size_t, size_t, size_t, uint8_t *, size_t) noexcept nogil
 
-    const kvmnn_packing kvmnn_keys
-    const kvmnn_packing kvmnn_values
+    const kvmnn_layout_kernels kvmnn_key_kernels
+    const kvmnn_layout_kernels kvmnn_value_kernels
 
-    const char *kvmnn_packing_level()
+    const char *kvmnn_layout_isa_name()
 
 cdef extern from "kvmnn/packed/quantise.h" nogil:
-    ctypedef struct kvmnn_pack8:
-        size_t dims, lP, hP, block
+    ctypedef struct kvmnn_int8_layout:
+        size_t dims, lP, hP, block_tokens
 
-    void kvmnn_quantise_keys(
-        const kvmnn_pack8 *, uint8_t *, float *, float *, size_t, size_t, const uint8_t *, size_t)
-    void kvmnn_quantise_values(
-        const kvmnn_pack8 *, uint8_t *, float *, size_t, size_t, size_t, const uint8_t *, size_t)
-    void kvmnn_dequantise_keys(const kvmnn_pack8 *, const uint8_t *, size_t, size_t, uint8_t *, size_t)
-    void kvmnn_dequantise_values(const kvmnn_pack8 *, const uint8_t *, size_t, size_t, uint8_t *, size_t)
+    void kvmnn_quantize_keys(
+        const kvmnn_int8_layout *, uint8_t *, float *, float *, size_t, size_t, const uint8_t *, size_t)
+    void kvmnn_quantize_values(
+        const kvmnn_int8_layout *, uint8_t *, float *, size_t, size_t, size_t, const uint8_t *, size_t)
+    void kvmnn_dequantize_keys(const kvmnn_int8_layout *, const uint8_t *, size_t, size_t, uint8_t *, size_t)
+    void kvmnn_dequantize_values(const kvmnn_int8_layout *, const uint8_t *, size_t, size_t, uint8_t *, size_t)
 
 cdef enum:
-    FAR = 8 << 20             # plain bytes from which on what is written will not stay in the caches
+    MIN_NONTEMPORAL_BYTES = 8 << 20  # plain bytes from which on what is written will not stay in the caches
     MIN_SCRATCH = 16 << 10  # half of a first-level cache
     MAX_SCRATCH = 256 << 10  # a fraction of a second-level cache
 
 
 cdef class Numbers:
-    """The numbers of a float layout (`word` 2 or 4) or of an int8 one (`word` 1, with lP8 and hP8)."""
+    """The numbers of a float layout (`word_bytes` 2 or 4) or of an int8 one (`word_bytes` 1, with lP8 and hP8)."""
 
-    cdef kvmnn_pack floats
-    cdef kvmnn_pack8 codes
+    cdef kvmnn_layout floats
+    cdef kvmnn_int8_layout codes
     cdef size_t head_bytes, tile_bytes
     cdef bint is_keys
-    cdef const kvmnn_packing *packing
+    cdef const kvmnn_layout_kernels *packing
 
     def __init__(
         self, bint is_keys, size_t word, size_t dims, size_t lP, size_t hP, size_t block, size_t head_bytes,
         size_t tile_bytes
     ) -> None:
         self.is_keys = is_keys
-        self.packing = &kvmnn_keys if is_keys else &kvmnn_values
+        self.packing = &kvmnn_key_kernels if is_keys else &kvmnn_value_kernels
         self.head_bytes = head_bytes
-        self.floats.word, self.floats.dims, self.floats.lP, self.floats.hP = word, dims, lP, hP
+        self.floats.word_bytes, self.floats.dims, self.floats.lP, self.floats.hP = word, dims, lP, hP
         self.codes.dims, self.codes.lP, self.codes.hP = dims, lP, hP
-        self.floats.block = self.codes.block = block
+        self.floats.block_tokens = self.codes.block_tokens = block
         self.tile_bytes = tile_bytes
 
     cdef size_t scratch_bytes(self) noexcept nogil:
         """Enough for a row, and for a tile of K or a block of V where these are not out of all proportion."""
-        cdef size_t row = self.floats.dims * self.floats.word
-        cdef size_t piece = self.tile_bytes if self.tile_bytes <= MAX_SCRATCH else 0
-        return max(row, piece, <size_t>MIN_SCRATCH)
+        cdef size_t row = self.floats.dims * self.floats.word_bytes
+        cdef size_t tile_bytes_that_fit = self.tile_bytes if self.tile_bytes <= MAX_SCRATCH else 0
+        return max(row, tile_bytes_that_fit, <size_t>MIN_SCRATCH)
 
 
-cdef uint8_t *new_scratch(Numbers n) except NULL:
-    cdef uint8_t *scratch = <uint8_t *>malloc(n.scratch_bytes())
+cdef uint8_t *allocate_scratch(Numbers layout) except NULL:
+    cdef uint8_t *scratch = <uint8_t *>malloc(layout.scratch_bytes())
     if scratch == NULL:
         raise MemoryError("no memory for scratch")
     return scratch
 
 
-cdef int move(
-    Numbers n, bint out, uint8_t *packed, uint8_t *rows, size_t head_stride, size_t row_stride, size_t first,
+cdef int move_tokens(
+    Numbers layout, bint to_rows, uint8_t *packed, uint8_t *rows, size_t head_stride, size_t row_stride, size_t first,
     size_t last, size_t start, size_t count, size_t all_bytes
 ) except -1:
-    """Packed tokens to plain rows, or with `out` False the other way; pieces past the caches where there is much."""
-    cdef bint far = all_bytes >= FAR
-    cdef uint8_t *scratch = new_scratch(n) if far else NULL
-    cdef size_t h, room = n.scratch_bytes()
+    """Packed tokens to plain rows, or with `to_rows` False the other way; pieces past the caches where there is
+    much."""
+    cdef bint is_nontemporal = all_bytes >= MIN_NONTEMPORAL_BYTES
+    cdef uint8_t *scratch = allocate_scratch(layout) if is_nontemporal else NULL
+    cdef size_t h, scratch_bytes = layout.scratch_bytes()
     cdef uint8_t *head
-    cdef uint8_t *plain
+    cdef uint8_t *row_start
     with nogil:
         for h in range(first, last):
-            head, plain = packed + h * n.head_bytes, rows + h * head_stride
-            if far and out:
-                n.packing.gather_far(&n.floats, head, start, count, plain, row_stride, scratch, room)
-            elif far:
-                n.packing.scatter_far(&n.floats, head, start, count, plain, row_stride, scratch, room)
-            elif out:
-                n.packing.gather(&n.floats, head, start, count, plain, row_stride)
+            head, row_start = packed + h * layout.head_bytes, rows + h * head_stride
+            if is_nontemporal and to_rows:
+                layout.packing.gather_nontemporal(
+                    &layout.floats, head, start, count, row_start, row_stride, scratch, scratch_bytes)
+            elif is_nontemporal:
+                layout.packing.scatter_nontemporal(
+                    &layout.floats, head, start, count, row_start, row_stride, scratch, scratch_bytes)
+            elif to_rows:
+                layout.packing.gather(&layout.floats, head, start, count, row_start, row_stride)
             else:
-                n.packing.scatter(&n.floats, head, start, count, plain, row_stride)
+                layout.packing.scatter(&layout.floats, head, start, count, row_start, row_stride)
         free(scratch)
     return 0
 
@@ -110,8 +113,8 @@ def gather(
     size_t last, size_t start
 ) -> None:
     """Tokens from `start` on to `rows`, shaped [heads, tokens, bytes of a row]."""
-    move(n, True, <uint8_t *>&packed[0], &rows[0, 0, 0], rows.strides[0], rows.strides[1], first, last, start,
-         rows.shape[1], rows.shape[0] * rows.shape[1] * rows.shape[2])
+    move_tokens(n, True, <uint8_t *>&packed[0], &rows[0, 0, 0], rows.strides[0], rows.strides[1], first, last, start,
+                rows.shape[1], rows.shape[0] * rows.shape[1] * rows.shape[2])
 
 
 def scatter(
@@ -119,8 +122,8 @@ def scatter(
     size_t last, size_t start
 ) -> None:
     """`rows`, shaped [heads, tokens, bytes of a row], over the tokens from `start` on."""
-    move(n, False, &packed[0], <uint8_t *>&rows[0, 0, 0], rows.strides[0], rows.strides[1], first, last, start,
-         rows.shape[1], rows.shape[0] * rows.shape[1] * rows.shape[2])
+    move_tokens(n, False, &packed[0], <uint8_t *>&rows[0, 0, 0], rows.strides[0], rows.strides[1], first, last, start,
+                rows.shape[1], rows.shape[0] * rows.shape[1] * rows.shape[2])
 
 
 def zero(
@@ -149,13 +152,13 @@ def shift(
 ) -> None:
     """Copy tokens inside each head: rows (source, destination, count) of `moves` one after the other."""
     cdef uint8_t *head = &packed[0]
-    cdef size_t h, m, room = n.scratch_bytes()
-    cdef uint8_t *scratch = new_scratch(n)
+    cdef size_t h, m, scratch_bytes = n.scratch_bytes()
+    cdef uint8_t *scratch = allocate_scratch(n)
     with nogil:
         for h in range(first, last):
             for m in range(<size_t>moves.shape[0]):
                 n.packing.shift(
-                    &n.floats, head + h * n.head_bytes, moves[m, 0], moves[m, 1], moves[m, 2], scratch, room)
+                    &n.floats, head + h * n.head_bytes, moves[m, 0], moves[m, 1], moves[m, 2], scratch, scratch_bytes)
         free(scratch)
 
 
@@ -168,7 +171,7 @@ def quantise_keys(
     cdef size_t h
     with nogil:
         for h in range(first, last):
-            kvmnn_quantise_keys(
+            kvmnn_quantize_keys(
                 &n.codes, head + h * n.head_bytes, &sums[h, 0], &most[h, 0], past, <size_t>rows.shape[1],
                 &rows[h, 0, 0], <size_t>rows.strides[1])
 
@@ -182,7 +185,7 @@ def quantise_values(
     cdef size_t h
     with nogil:
         for h in range(first, last):
-            kvmnn_quantise_values(
+            kvmnn_quantize_values(
                 &n.codes, head + h * n.head_bytes, &sums[h, 0, 0], <size_t>sums.shape[1], past, <size_t>rows.shape[1],
                 &rows[h, 0, 0], <size_t>rows.strides[1])
 
@@ -197,13 +200,13 @@ def dequantise(
     with nogil:
         for h in range(first, last):
             if n.is_keys:
-                kvmnn_dequantise_keys(
+                kvmnn_dequantize_keys(
                     &n.codes, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
             else:
-                kvmnn_dequantise_values(
+                kvmnn_dequantize_values(
                     &n.codes, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
 
 
 def simd_level() -> str:
-    """What the packing loops were compiled for: every processor of the architecture runs it."""
-    return (<bytes>kvmnn_packing_level()).decode()
+    """What the layout kernels were compiled for: every processor of the architecture runs it."""
+    return (<bytes>kvmnn_layout_isa_name()).decode()

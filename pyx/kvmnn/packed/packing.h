@@ -11,44 +11,44 @@
 #include <stdint.h>
 
 typedef struct {
-    size_t word;  /* bytes of an element: 2 or 4 */
-    size_t dims;  /* head_dim */
-    size_t lP;    /* packing of the axis that the engine's matrix product sums over */
-    size_t hP;    /* packing of the other axis */
-    size_t block; /* tokens in a block of V */
-} kvmnn_pack;
+    size_t word_bytes;   /* bytes of an element: 2 or 4 */
+    size_t dims;         /* head_dim */
+    size_t lP;           /* packing of the axis that the engine's matrix product sums over */
+    size_t hP;           /* packing of the other axis */
+    size_t block_tokens; /* tokens in a block of V */
+} kvmnn_layout;
 
 typedef struct {
     /* Packed tokens [start, start + count) to plain rows. */
-    void (*gather)(const kvmnn_pack *p, const uint8_t *head, size_t start, size_t count, uint8_t *rows,
+    void (*gather)(const kvmnn_layout *p, const uint8_t *head, size_t start, size_t count, uint8_t *rows,
                    size_t row_stride);
 
     /* The same for more than the caches hold: pieces are made in `scratch` (at least dims * word bytes; large enough
      * for a tile of K and a block of V it pays) and written past the caches. */
-    void (*gather_far)(const kvmnn_pack *p, const uint8_t *head, size_t start, size_t count, uint8_t *rows,
-                       size_t row_stride, uint8_t *scratch, size_t scratch_bytes);
+    void (*gather_nontemporal)(const kvmnn_layout *p, const uint8_t *head, size_t start, size_t count, uint8_t *rows,
+                               size_t row_stride, uint8_t *scratch, size_t scratch_bytes);
 
     /* Plain rows over packed tokens; padding stays as it is. */
-    void (*scatter)(const kvmnn_pack *p, uint8_t *head, size_t start, size_t count, const uint8_t *rows,
+    void (*scatter)(const kvmnn_layout *p, uint8_t *head, size_t start, size_t count, const uint8_t *rows,
                     size_t row_stride);
-    void (*scatter_far)(const kvmnn_pack *p, uint8_t *head, size_t start, size_t count, const uint8_t *rows,
-                        size_t row_stride, uint8_t *scratch, size_t scratch_bytes);
+    void (*scatter_nontemporal)(const kvmnn_layout *p, uint8_t *head, size_t start, size_t count, const uint8_t *rows,
+                                size_t row_stride, uint8_t *scratch, size_t scratch_bytes);
 
     /* Zero the words of tokens [start, start + count); padding stays as it is. */
-    void (*zero)(const kvmnn_pack *p, uint8_t *head, size_t start, size_t count);
+    void (*zero)(const kvmnn_layout *p, uint8_t *head, size_t start, size_t count);
 
-    /* Zero everything in the head's `bytes` that is no word of the tokens [0, live). */
-    void (*pad)(const kvmnn_pack *p, uint8_t *head, size_t live, size_t bytes);
+    /* Zero everything in the head's `bytes` that is no word of the tokens [0, num_valid). */
+    void (*pad)(const kvmnn_layout *p, uint8_t *head, size_t live, size_t bytes);
 
     /* Copy `count` tokens from src to dst in ascending order, as a loop over single tokens would; the ranges may
      * overlap. `scratch` has `scratch_bytes`, at least dims * word. */
-    void (*shift)(const kvmnn_pack *p, uint8_t *head, size_t src, size_t dst, size_t count, uint8_t *scratch,
+    void (*shift)(const kvmnn_layout *p, uint8_t *head, size_t src, size_t dst, size_t count, uint8_t *scratch,
                   size_t scratch_bytes);
-} kvmnn_packing;
+} kvmnn_layout_kernels;
 
-extern const kvmnn_packing kvmnn_keys, kvmnn_values;
+extern const kvmnn_layout_kernels kvmnn_key_kernels, kvmnn_value_kernels;
 
-/* What the loops were compiled for. */
-const char *kvmnn_packing_level(void);
+/* What the kernels were compiled for. */
+const char *kvmnn_layout_isa_name(void);
 
 #endif

@@ -11,7 +11,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { KVMNN_LINE = 64 }; /* bytes of a cache line; a guess costs speed, not correctness */
+enum { KVMNN_CACHE_LINE_BYTES = 64 }; /* bytes of a cache line; a guess costs speed, not correctness */
 
 #if defined(__GNUC__) && (defined(__clang__) || __GNUC__ >= 12)
 #define KVMNN_VECTORS 1
@@ -60,40 +60,40 @@ static inline kvmnn_vector kvmnn_odd(kvmnn_vector a, kvmnn_vector b, size_t unit
 }
 #endif
 
-static inline void kvmnn_transpose_plain(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride,
+static inline void kvmnn_transpose_plain(uint8_t *dst, size_t dst_stride, const uint8_t *src, size_t src_stride,
                                          size_t rows, size_t cols, size_t unit) {
     for (size_t r = 0; r < rows; ++r)
         for (size_t c = 0; c < cols; ++c)
-            memcpy(to + c * to_stride + r * unit, from + r * from_stride + c * unit, unit);
+            memcpy(dst + c * dst_stride + r * unit, src + r * src_stride + c * unit, unit);
 }
 
 /* What the vectors left: the last columns of all rows, and the last rows of the other columns. */
-static inline void kvmnn_transpose_rest(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride,
-                                        size_t rows, size_t cols, size_t unit, size_t rows_done, size_t cols_done) {
-    kvmnn_transpose_plain(to + rows_done * unit, to_stride, from + rows_done * from_stride, from_stride,
+static inline void kvmnn_transpose_edges(uint8_t *dst, size_t dst_stride, const uint8_t *src, size_t src_stride,
+                                         size_t rows, size_t cols, size_t unit, size_t rows_done, size_t cols_done) {
+    kvmnn_transpose_plain(dst + rows_done * unit, dst_stride, src + rows_done * src_stride, src_stride,
                           rows - rows_done, cols_done, unit);
-    kvmnn_transpose_plain(to + cols_done * to_stride, to_stride, from + cols_done * unit, from_stride, rows,
+    kvmnn_transpose_plain(dst + cols_done * dst_stride, dst_stride, src + cols_done * unit, src_stride, rows,
                           cols - cols_done, unit);
 }
 
 #ifdef KVMNN_VECTORS
 /* Four rows of four 32-bit units. */
-static inline void kvmnn_4x4x32(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
-    kvmnn_vector a = kvmnn_load(from), b = kvmnn_load(from + from_stride);
-    kvmnn_vector c = kvmnn_load(from + 2 * from_stride), d = kvmnn_load(from + 3 * from_stride);
+static inline void kvmnn_4x4x32(uint8_t *dst, size_t dst_stride, const uint8_t *src, size_t src_stride) {
+    kvmnn_vector a = kvmnn_load(src), b = kvmnn_load(src + src_stride);
+    kvmnn_vector c = kvmnn_load(src + 2 * src_stride), d = kvmnn_load(src + 3 * src_stride);
     kvmnn_vector ab0 = kvmnn_low32(a, b), ab1 = kvmnn_high32(a, b);
     kvmnn_vector cd0 = kvmnn_low32(c, d), cd1 = kvmnn_high32(c, d);
-    kvmnn_store(to, kvmnn_low64(ab0, cd0));
-    kvmnn_store(to + to_stride, kvmnn_high64(ab0, cd0));
-    kvmnn_store(to + 2 * to_stride, kvmnn_low64(ab1, cd1));
-    kvmnn_store(to + 3 * to_stride, kvmnn_high64(ab1, cd1));
+    kvmnn_store(dst, kvmnn_low64(ab0, cd0));
+    kvmnn_store(dst + dst_stride, kvmnn_high64(ab0, cd0));
+    kvmnn_store(dst + 2 * dst_stride, kvmnn_low64(ab1, cd1));
+    kvmnn_store(dst + 3 * dst_stride, kvmnn_high64(ab1, cd1));
 }
 
 /* Eight rows of eight 16-bit units. */
-static inline void kvmnn_8x8x16(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
+static inline void kvmnn_8x8x16(uint8_t *dst, size_t dst_stride, const uint8_t *src, size_t src_stride) {
     kvmnn_vector pairs[8], fours[8];
     for (size_t i = 0; i < 4; ++i) {
-        kvmnn_vector a = kvmnn_load(from + 2 * i * from_stride), b = kvmnn_load(from + (2 * i + 1) * from_stride);
+        kvmnn_vector a = kvmnn_load(src + 2 * i * src_stride), b = kvmnn_load(src + (2 * i + 1) * src_stride);
         pairs[2 * i] = kvmnn_low16(a, b);
         pairs[2 * i + 1] = kvmnn_high16(a, b);
     }
@@ -103,164 +103,169 @@ static inline void kvmnn_8x8x16(uint8_t *to, size_t to_stride, const uint8_t *fr
             fours[i + 2 * half + 1] = kvmnn_high32(pairs[i + half], pairs[i + 2 + half]);
         }
     for (size_t i = 0; i < 4; ++i) {
-        kvmnn_store(to + 2 * i * to_stride, kvmnn_low64(fours[i], fours[4 + i]));
-        kvmnn_store(to + (2 * i + 1) * to_stride, kvmnn_high64(fours[i], fours[4 + i]));
+        kvmnn_store(dst + 2 * i * dst_stride, kvmnn_low64(fours[i], fours[4 + i]));
+        kvmnn_store(dst + (2 * i + 1) * dst_stride, kvmnn_high64(fours[i], fours[4 + i]));
     }
 }
 
 /* Two rows of eight bytes each: side by side, or where they belong. */
-static inline void kvmnn_store_halves(uint8_t *to, size_t to_stride, kvmnn_vector v) {
-    if (to_stride == 8) {
-        kvmnn_store(to, v);
+static inline void kvmnn_store_halves(uint8_t *dst, size_t dst_stride, kvmnn_vector v) {
+    if (dst_stride == 8) {
+        kvmnn_store(dst, v);
         return;
     }
-    memcpy(to, &v, 8);
-    memcpy(to + to_stride, (const uint8_t *)&v + 8, 8);
+    memcpy(dst, &v, 8);
+    memcpy(dst + dst_stride, (const uint8_t *)&v + 8, 8);
 }
 
-static inline kvmnn_vector kvmnn_load_halves(const uint8_t *from, size_t from_stride) {
+static inline kvmnn_vector kvmnn_load_halves(const uint8_t *src, size_t src_stride) {
     kvmnn_vector v;
-    memcpy(&v, from, 8);
-    memcpy((uint8_t *)&v + 8, from + from_stride, 8);
+    memcpy(&v, src, 8);
+    memcpy((uint8_t *)&v + 8, src + src_stride, 8);
     return v;
 }
 
 /* Four rows of eight 16-bit units: eight rows of eight bytes. */
-static inline void kvmnn_4x8x16(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
-    kvmnn_vector a = kvmnn_load(from), b = kvmnn_load(from + from_stride);
-    kvmnn_vector c = kvmnn_load(from + 2 * from_stride), d = kvmnn_load(from + 3 * from_stride);
+static inline void kvmnn_4x8x16(uint8_t *dst, size_t dst_stride, const uint8_t *src, size_t src_stride) {
+    kvmnn_vector a = kvmnn_load(src), b = kvmnn_load(src + src_stride);
+    kvmnn_vector c = kvmnn_load(src + 2 * src_stride), d = kvmnn_load(src + 3 * src_stride);
     kvmnn_vector ab0 = kvmnn_low16(a, b), ab1 = kvmnn_high16(a, b);
     kvmnn_vector cd0 = kvmnn_low16(c, d), cd1 = kvmnn_high16(c, d);
-    kvmnn_store_halves(to, to_stride, kvmnn_low32(ab0, cd0));
-    kvmnn_store_halves(to + 2 * to_stride, to_stride, kvmnn_high32(ab0, cd0));
-    kvmnn_store_halves(to + 4 * to_stride, to_stride, kvmnn_low32(ab1, cd1));
-    kvmnn_store_halves(to + 6 * to_stride, to_stride, kvmnn_high32(ab1, cd1));
+    kvmnn_store_halves(dst, dst_stride, kvmnn_low32(ab0, cd0));
+    kvmnn_store_halves(dst + 2 * dst_stride, dst_stride, kvmnn_high32(ab0, cd0));
+    kvmnn_store_halves(dst + 4 * dst_stride, dst_stride, kvmnn_low32(ab1, cd1));
+    kvmnn_store_halves(dst + 6 * dst_stride, dst_stride, kvmnn_high32(ab1, cd1));
 }
 
 /* Eight rows of four 16-bit units: four rows of sixteen bytes. */
-static inline void kvmnn_8x4x16(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
+static inline void kvmnn_8x4x16(uint8_t *dst, size_t dst_stride, const uint8_t *src, size_t src_stride) {
     kvmnn_vector fours[4];
-    for (size_t i = 0; i < 2; ++i, from += 4 * from_stride) {
-        kvmnn_vector a = kvmnn_load_halves(from, from_stride), b = kvmnn_load_halves(from + 2 * from_stride, from_stride);
+    for (size_t i = 0; i < 2; ++i, src += 4 * src_stride) {
+        kvmnn_vector a = kvmnn_load_halves(src, src_stride), b = kvmnn_load_halves(src + 2 * src_stride, src_stride);
         kvmnn_vector even = kvmnn_low16(a, b), odd = kvmnn_high16(a, b);
         fours[2 * i] = kvmnn_low16(even, odd);
         fours[2 * i + 1] = kvmnn_high16(even, odd);
     }
-    kvmnn_store(to, kvmnn_low64(fours[0], fours[2]));
-    kvmnn_store(to + to_stride, kvmnn_high64(fours[0], fours[2]));
-    kvmnn_store(to + 2 * to_stride, kvmnn_low64(fours[1], fours[3]));
-    kvmnn_store(to + 3 * to_stride, kvmnn_high64(fours[1], fours[3]));
+    kvmnn_store(dst, kvmnn_low64(fours[0], fours[2]));
+    kvmnn_store(dst + dst_stride, kvmnn_high64(fours[0], fours[2]));
+    kvmnn_store(dst + 2 * dst_stride, kvmnn_low64(fours[1], fours[3]));
+    kvmnn_store(dst + 3 * dst_stride, kvmnn_high64(fours[1], fours[3]));
 }
 
 /* Two rows of two 64-bit units. */
-static inline void kvmnn_2x2x64(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride) {
-    kvmnn_vector a = kvmnn_load(from), b = kvmnn_load(from + from_stride);
-    kvmnn_store(to, kvmnn_low64(a, b));
-    kvmnn_store(to + to_stride, kvmnn_high64(a, b));
+static inline void kvmnn_2x2x64(uint8_t *dst, size_t dst_stride, const uint8_t *src, size_t src_stride) {
+    kvmnn_vector a = kvmnn_load(src), b = kvmnn_load(src + src_stride);
+    kvmnn_store(dst, kvmnn_low64(a, b));
+    kvmnn_store(dst + dst_stride, kvmnn_high64(a, b));
 }
 
 /* Two rows woven into one: what lP = 2 makes of V. */
-static inline void kvmnn_weave(uint8_t *to, const uint8_t *from, size_t from_stride, size_t cols, size_t unit) {
+static inline void kvmnn_interleave_rows(uint8_t *dst, const uint8_t *src, size_t src_stride, size_t cols,
+                                         size_t unit) {
     const size_t step = 16 / unit;
     size_t c = 0;
-    for (; c + step <= cols; c += step, to += 32) {
-        kvmnn_vector a = kvmnn_load(from + c * unit), b = kvmnn_load(from + from_stride + c * unit);
-        kvmnn_store(to, unit == 2 ? kvmnn_low16(a, b) : kvmnn_low32(a, b));
-        kvmnn_store(to + 16, unit == 2 ? kvmnn_high16(a, b) : kvmnn_high32(a, b));
+    for (; c + step <= cols; c += step, dst += 32) {
+        kvmnn_vector a = kvmnn_load(src + c * unit), b = kvmnn_load(src + src_stride + c * unit);
+        kvmnn_store(dst, unit == 2 ? kvmnn_low16(a, b) : kvmnn_low32(a, b));
+        kvmnn_store(dst + 16, unit == 2 ? kvmnn_high16(a, b) : kvmnn_high32(a, b));
     }
-    kvmnn_transpose_plain(to, 2 * unit, from + c * unit, from_stride, 2, cols - c, unit);
+    kvmnn_transpose_plain(dst, 2 * unit, src + c * unit, src_stride, 2, cols - c, unit);
 }
 
 /* One row unwoven into two. */
-static inline void kvmnn_unweave(uint8_t *to, size_t to_stride, const uint8_t *from, size_t rows, size_t unit) {
+static inline void kvmnn_deinterleave_rows(uint8_t *dst, size_t dst_stride, const uint8_t *src, size_t rows,
+                                           size_t unit) {
     const size_t step = 16 / unit;
     size_t r = 0;
-    for (; r + step <= rows; r += step, from += 32) {
-        kvmnn_vector a = kvmnn_load(from), b = kvmnn_load(from + 16);
-        kvmnn_store(to + r * unit, kvmnn_even(a, b, unit));
-        kvmnn_store(to + to_stride + r * unit, kvmnn_odd(a, b, unit));
+    for (; r + step <= rows; r += step, src += 32) {
+        kvmnn_vector a = kvmnn_load(src), b = kvmnn_load(src + 16);
+        kvmnn_store(dst + r * unit, kvmnn_even(a, b, unit));
+        kvmnn_store(dst + dst_stride + r * unit, kvmnn_odd(a, b, unit));
     }
-    kvmnn_transpose_plain(to + r * unit, to_stride, from, 2 * unit, rows - r, 2, unit);
+    kvmnn_transpose_plain(dst + r * unit, dst_stride, src, 2 * unit, rows - r, 2, unit);
 }
 
 /* As many units each way as sixteen bytes hold, one of larger ones. */
-static inline void kvmnn_block(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t unit) {
-    if (unit == 2) kvmnn_8x8x16(to, to_stride, from, from_stride);
-    else if (unit == 4) kvmnn_4x4x32(to, to_stride, from, from_stride);
-    else if (unit == 8) kvmnn_2x2x64(to, to_stride, from, from_stride);
+static inline void kvmnn_block(uint8_t *dst, size_t dst_stride, const uint8_t *src, size_t src_stride, size_t unit) {
+    if (unit == 2) kvmnn_8x8x16(dst, dst_stride, src, src_stride);
+    else if (unit == 4) kvmnn_4x4x32(dst, dst_stride, src, src_stride);
+    else if (unit == 8) kvmnn_2x2x64(dst, dst_stride, src, src_stride);
     else
-        for (size_t i = 0; i < unit; i += 16) kvmnn_store(to + i, kvmnn_load(from + i));
+        for (size_t i = 0; i < unit; i += 16) kvmnn_store(dst + i, kvmnn_load(src + i));
 }
 
-/* Rows go by in blocks that fill a line of `to`; inside a block, columns in stripes that use up a line of every row. */
-static inline void kvmnn_blocks(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t rows,
+/* Rows go by in blocks that fill a line of `dst`; inside a block, columns in stripes that use up a line of every row.
+ */
+static inline void kvmnn_blocks(uint8_t *dst, size_t dst_stride, const uint8_t *src, size_t src_stride, size_t rows,
                                 size_t cols, size_t unit) {
-    const size_t step = unit < 16 ? 16 / unit : 1, line = unit < KVMNN_LINE ? KVMNN_LINE / unit : 1;
+    const size_t step = unit < 16 ? 16 / unit : 1,
+                 line = unit < KVMNN_CACHE_LINE_BYTES ? KVMNN_CACHE_LINE_BYTES / unit : 1;
     const size_t whole_rows = rows - rows % step, whole_cols = cols - cols % step;
-    for (size_t block = 0, last; block < whole_rows; block = last) {
-        last = whole_rows - block < line ? whole_rows : block + line;
-        for (size_t stripe = 0, end; stripe < whole_cols; stripe = end) {
-            end = whole_cols - stripe < line ? whole_cols : stripe + line;
+    for (size_t block = 0, block_end; block < whole_rows; block = block_end) {
+        block_end = whole_rows - block < line ? whole_rows : block + line;
+        for (size_t stripe = 0, stripe_end; stripe < whole_cols; stripe = stripe_end) {
+            stripe_end = whole_cols - stripe < line ? whole_cols : stripe + line;
             /* The side whose lines lie further apart, and so fall into fewer sets of a cache, has fewer of them at hand. */
-            if (unit < 16 && from_stride > to_stride)
-                for (size_t r = block; r < last; r += step) {
-                    for (size_t k = 0; end + line < cols && k < step; ++k) /* too many streams for the cache's own */
-                        __builtin_prefetch(from + (r + k) * from_stride + (end + line) * unit);
-                    for (size_t c = stripe; c < end; c += step)
-                        kvmnn_block(to + c * to_stride + r * unit, to_stride, from + r * from_stride + c * unit,
-                                    from_stride, unit);
+            if (unit < 16 && src_stride > dst_stride)
+                for (size_t r = block; r < block_end; r += step) {
+                    for (size_t k = 0; stripe_end + line < cols && k < step;
+                         ++k) /* too many streams for the cache's own */
+                        __builtin_prefetch(src + (r + k) * src_stride + (stripe_end + line) * unit);
+                    for (size_t c = stripe; c < stripe_end; c += step)
+                        kvmnn_block(dst + c * dst_stride + r * unit, dst_stride, src + r * src_stride + c * unit,
+                                    src_stride, unit);
                 }
             else
-                for (size_t c = stripe; c < end; c += step)
-                    for (size_t r = block; r < last; r += step)
-                        kvmnn_block(to + c * to_stride + r * unit, to_stride, from + r * from_stride + c * unit,
-                                    from_stride, unit);
+                for (size_t c = stripe; c < stripe_end; c += step)
+                    for (size_t r = block; r < block_end; r += step)
+                        kvmnn_block(dst + c * dst_stride + r * unit, dst_stride, src + r * src_stride + c * unit,
+                                    src_stride, unit);
         }
     }
     if (unit == 2 && rows - whole_rows >= 4) {
         for (size_t c = 0; c < whole_cols; c += 8)
-            kvmnn_4x8x16(to + c * to_stride + whole_rows * 2, to_stride, from + whole_rows * from_stride + c * 2,
-                         from_stride);
-        kvmnn_transpose_rest(to, to_stride, from, from_stride, rows, cols, 2, whole_rows + 4, whole_cols);
+            kvmnn_4x8x16(dst + c * dst_stride + whole_rows * 2, dst_stride, src + whole_rows * src_stride + c * 2,
+                         src_stride);
+        kvmnn_transpose_edges(dst, dst_stride, src, src_stride, rows, cols, 2, whole_rows + 4, whole_cols);
     } else if (unit == 2 && cols - whole_cols >= 4) {
         for (size_t r = 0; r < whole_rows; r += 8)
-            kvmnn_8x4x16(to + whole_cols * to_stride + r * 2, to_stride, from + r * from_stride + whole_cols * 2,
-                         from_stride);
-        kvmnn_transpose_rest(to, to_stride, from, from_stride, rows, cols, 2, whole_rows, whole_cols + 4);
+            kvmnn_8x4x16(dst + whole_cols * dst_stride + r * 2, dst_stride, src + r * src_stride + whole_cols * 2,
+                         src_stride);
+        kvmnn_transpose_edges(dst, dst_stride, src, src_stride, rows, cols, 2, whole_rows, whole_cols + 4);
     } else {
-        kvmnn_transpose_rest(to, to_stride, from, from_stride, rows, cols, unit, whole_rows, whole_cols);
+        kvmnn_transpose_edges(dst, dst_stride, src, src_stride, rows, cols, unit, whole_rows, whole_cols);
     }
 }
 
-static inline void kvmnn_transpose(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t rows,
+static inline void kvmnn_transpose(uint8_t *dst, size_t dst_stride, const uint8_t *src, size_t src_stride, size_t rows,
                                    size_t cols, size_t unit) {
     /* The small ones first, which come in great numbers. */
     if (unit == 4 && rows == 4 && cols % 4 == 0)
-        for (size_t c = 0; c < cols; c += 4) kvmnn_4x4x32(to + c * to_stride, to_stride, from + c * 4, from_stride);
+        for (size_t c = 0; c < cols; c += 4) kvmnn_4x4x32(dst + c * dst_stride, dst_stride, src + c * 4, src_stride);
     else if (unit == 4 && cols == 4 && rows % 4 == 0)
-        for (size_t r = 0; r < rows; r += 4) kvmnn_4x4x32(to + r * 4, to_stride, from + r * from_stride, from_stride);
+        for (size_t r = 0; r < rows; r += 4) kvmnn_4x4x32(dst + r * 4, dst_stride, src + r * src_stride, src_stride);
     else if (unit == 2 && rows == 4 && cols % 8 == 0)
-        for (size_t c = 0; c < cols; c += 8) kvmnn_4x8x16(to + c * to_stride, to_stride, from + c * 2, from_stride);
+        for (size_t c = 0; c < cols; c += 8) kvmnn_4x8x16(dst + c * dst_stride, dst_stride, src + c * 2, src_stride);
     else if (unit == 2 && cols == 4 && rows % 8 == 0)
-        for (size_t r = 0; r < rows; r += 8) kvmnn_8x4x16(to + r * 2, to_stride, from + r * from_stride, from_stride);
-    else if (rows == 2 && to_stride == 2 * unit && unit == 2) kvmnn_weave(to, from, from_stride, cols, 2);
-    else if (rows == 2 && to_stride == 2 * unit && unit == 4) kvmnn_weave(to, from, from_stride, cols, 4);
-    else if (cols == 2 && from_stride == 2 * unit && unit == 2) kvmnn_unweave(to, to_stride, from, rows, 2);
-    else if (cols == 2 && from_stride == 2 * unit && unit == 4) kvmnn_unweave(to, to_stride, from, rows, 4);
-    else if (unit == 2) kvmnn_blocks(to, to_stride, from, from_stride, rows, cols, 2);
-    else if (unit == 4) kvmnn_blocks(to, to_stride, from, from_stride, rows, cols, 4);
-    else if (unit == 8) kvmnn_blocks(to, to_stride, from, from_stride, rows, cols, 8);
-    else if (unit == 16) kvmnn_blocks(to, to_stride, from, from_stride, rows, cols, 16);
-    else if (unit == 32) kvmnn_blocks(to, to_stride, from, from_stride, rows, cols, 32);
-    else if (unit % 16 == 0) kvmnn_blocks(to, to_stride, from, from_stride, rows, cols, unit);
-    else kvmnn_transpose_plain(to, to_stride, from, from_stride, rows, cols, unit);
+        for (size_t r = 0; r < rows; r += 8) kvmnn_8x4x16(dst + r * 2, dst_stride, src + r * src_stride, src_stride);
+    else if (rows == 2 && dst_stride == 2 * unit && unit == 2) kvmnn_interleave_rows(dst, src, src_stride, cols, 2);
+    else if (rows == 2 && dst_stride == 2 * unit && unit == 4) kvmnn_interleave_rows(dst, src, src_stride, cols, 4);
+    else if (cols == 2 && src_stride == 2 * unit && unit == 2) kvmnn_deinterleave_rows(dst, dst_stride, src, rows, 2);
+    else if (cols == 2 && src_stride == 2 * unit && unit == 4) kvmnn_deinterleave_rows(dst, dst_stride, src, rows, 4);
+    else if (unit == 2) kvmnn_blocks(dst, dst_stride, src, src_stride, rows, cols, 2);
+    else if (unit == 4) kvmnn_blocks(dst, dst_stride, src, src_stride, rows, cols, 4);
+    else if (unit == 8) kvmnn_blocks(dst, dst_stride, src, src_stride, rows, cols, 8);
+    else if (unit == 16) kvmnn_blocks(dst, dst_stride, src, src_stride, rows, cols, 16);
+    else if (unit == 32) kvmnn_blocks(dst, dst_stride, src, src_stride, rows, cols, 32);
+    else if (unit % 16 == 0) kvmnn_blocks(dst, dst_stride, src, src_stride, rows, cols, unit);
+    else kvmnn_transpose_plain(dst, dst_stride, src, src_stride, rows, cols, unit);
 }
 #else
-static inline void kvmnn_transpose(uint8_t *to, size_t to_stride, const uint8_t *from, size_t from_stride, size_t rows,
+static inline void kvmnn_transpose(uint8_t *dst, size_t dst_stride, const uint8_t *src, size_t src_stride, size_t rows,
                                    size_t cols, size_t unit) {
-    if (unit == 2) kvmnn_transpose_plain(to, to_stride, from, from_stride, rows, cols, 2);
-    else if (unit == 4) kvmnn_transpose_plain(to, to_stride, from, from_stride, rows, cols, 4);
-    else kvmnn_transpose_plain(to, to_stride, from, from_stride, rows, cols, unit);
+    if (unit == 2) kvmnn_transpose_plain(dst, dst_stride, src, src_stride, rows, cols, 2);
+    else if (unit == 4) kvmnn_transpose_plain(dst, dst_stride, src, src_stride, rows, cols, 4);
+    else kvmnn_transpose_plain(dst, dst_stride, src, src_stride, rows, cols, unit);
 }
 #endif
 

@@ -1,6 +1,6 @@
 """L2 norms of keys, and the lowest or highest values of rows: calls of norms.c (docs/policies.md).
 
-The loops are those of the SIMD level that `kvmnn._simd` has chosen. kvmnn.policies.ranking has checked shapes,
+The kernels are those of the SIMD level that `kvmnn._simd` has chosen. kvmnn.policies.ranking has checked shapes,
 types and counts; nothing is checked again here.
 """
 
@@ -10,25 +10,25 @@ from libc.stdlib cimport free, malloc
 from kvmnn._simd cimport active_level
 
 cdef extern from "kvmnn/policies/norms.h" nogil:
-    ctypedef struct kvmnn_norms:
+    ctypedef struct kvmnn_norm_kernels:
         const char *name
         void (*fp16)(const uint8_t *rows, ptrdiff_t stride, size_t count, size_t dims, float *out) noexcept nogil
         void (*bf16)(const uint8_t *rows, ptrdiff_t stride, size_t count, size_t dims, float *out) noexcept nogil
         void (*fp32)(const uint8_t *rows, ptrdiff_t stride, size_t count, size_t dims, float *out) noexcept nogil
         void (*rank)(const float *values, size_t n, int highest, uint32_t *ranks) noexcept nogil
 
-    const kvmnn_norms *kvmnn_norms_at(int level)
-    void kvmnn_lowest(const uint32_t *ranks, size_t n, size_t m, int64_t *out)
+    const kvmnn_norm_kernels *kvmnn_norm_kernels_at(int level)
+    void kvmnn_select_lowest(const uint32_t *ranks, size_t n, size_t m, int64_t *out)
 
 
 def level() -> str:
-    """Name of the loops in use."""
-    return kvmnn_norms_at(active_level).name.decode()
+    """Name of the kernels in use."""
+    return kvmnn_norm_kernels_at(active_level).name.decode()
 
 
 def norms16(const uint16_t[:, :, :] rows not None, bint bf16, float[:, ::1] out not None) -> None:
     """out[h, t] = norm of rows[h, t, :], words of fp16 or bf16 whose last axis is contiguous."""
-    cdef const kvmnn_norms *table = kvmnn_norms_at(active_level)
+    cdef const kvmnn_norm_kernels *table = kvmnn_norm_kernels_at(active_level)
     cdef Py_ssize_t head
     if out.shape[0] == 0 or out.shape[1] == 0 or rows.shape[2] == 0:
         out[:, :] = 0
@@ -41,7 +41,7 @@ def norms16(const uint16_t[:, :, :] rows not None, bint bf16, float[:, ::1] out 
 
 def norms32(const float[:, :, :] rows not None, float[:, ::1] out not None) -> None:
     """out[h, t] = norm of rows[h, t, :], whose last axis is contiguous."""
-    cdef const kvmnn_norms *table = kvmnn_norms_at(active_level)
+    cdef const kvmnn_norm_kernels *table = kvmnn_norm_kernels_at(active_level)
     cdef Py_ssize_t head
     if out.shape[0] == 0 or out.shape[1] == 0 or rows.shape[2] == 0:
         out[:, :] = 0
@@ -57,11 +57,11 @@ def choose(const float[:, :] values not None, bint highest, int64_t[:, :] out no
 
     The last axes are contiguous, and that of `values` is at least as long as that of `out`.
     """
-    cdef const kvmnn_norms *table = kvmnn_norms_at(active_level)
-    cdef Py_ssize_t row, i, n = values.shape[1], m = out.shape[1]
-    cdef int64_t *chosen
+    cdef const kvmnn_norm_kernels *table = kvmnn_norm_kernels_at(active_level)
+    cdef Py_ssize_t row, i, n = values.shape[1], num_selected = out.shape[1]
+    cdef int64_t *row_indices
     cdef uint32_t *ranks
-    if out.shape[0] == 0 or m == 0:
+    if out.shape[0] == 0 or num_selected == 0:
         return
     ranks = <uint32_t *>malloc(n * sizeof(uint32_t))
     if ranks == NULL:
@@ -69,9 +69,9 @@ def choose(const float[:, :] values not None, bint highest, int64_t[:, :] out no
     with nogil:
         for row in range(values.shape[0]):
             table.rank(&values[row, 0], n, highest, ranks)
-            chosen = &out[row, 0]
-            kvmnn_lowest(ranks, n, m, chosen)
+            row_indices = &out[row, 0]
+            kvmnn_select_lowest(ranks, n, num_selected, row_indices)
             if first:
-                for i in range(m):
-                    chosen[i] += first
+                for i in range(num_selected):
+                    row_indices[i] += first
     free(ranks)

@@ -18,7 +18,7 @@ typedef uint32_t kvmnn_bits4 __attribute__((vector_size(16)));
 typedef uint16_t kvmnn_words4 __attribute__((vector_size(8)));
 typedef uint16_t kvmnn_words8 __attribute__((vector_size(16)));
 typedef int16_t kvmnn_shorts8 __attribute__((vector_size(16)));
-typedef uint64_t kvmnn_twice64 __attribute__((vector_size(16)));
+typedef uint64_t kvmnn_u64x2 __attribute__((vector_size(16)));
 #if defined(__x86_64__) || defined(__i386__)
 typedef float kvmnn_floats8 __attribute__((vector_size(32)));
 typedef int32_t kvmnn_ints8 __attribute__((vector_size(32)));
@@ -32,17 +32,17 @@ typedef uint32_t kvmnn_bits8 __attribute__((vector_size(32)));
 #define KVMNN_WIDEN(i) i, i + 8, i + 1, i + 9, i + 2, i + 10, i + 3, i + 11
 #endif
 
-#define KVMNN_LOOPS "policies/norms_impl.h"
-#define KVMNN_TABLE kvmnn_norms
+#define KVMNN_SIMD_KERNELS "policies/norms_impl.h"
+#define KVMNN_KERNEL_TABLE kvmnn_norm_kernels
 #include "../simd.h"
 
-const kvmnn_norms *kvmnn_norms_at(int level) { return level_tables[level]; }
+const kvmnn_norm_kernels *kvmnn_norm_kernels_at(int level) { return isa_tables[level]; }
 #else
 /* Compilers without vector types. */
-#define KVMNN_LEVEL_NAME "baseline"
+#define ISA_NAME "baseline"
 #include "norms_plain.h"
 
-const kvmnn_norms *kvmnn_norms_at(int level) {
+const kvmnn_norm_kernels *kvmnn_norm_kernels_at(int level) {
     (void)level;
     return &baseline_table;
 }
@@ -69,8 +69,8 @@ static void count_digits(const uint32_t *ranks, size_t n, uint32_t prefix, int s
         if (ranks[i] >> (shift + bits) == prefix) counts[i & 3][ranks[i] >> shift & mask]++;
 }
 
-/* The m-th lowest rank, found digit by digit from the top; *equal = how many of that rank belong to the m lowest. */
-static uint32_t threshold(const uint32_t *ranks, size_t n, size_t m, size_t *equal) {
+/* The m-th lowest rank, found digit by digit from the top; *num_equal = how many of that rank belong to the m lowest. */
+static uint32_t find_threshold(const uint32_t *ranks, size_t n, size_t m, size_t *num_equal) {
     static const int sizes[] = {DIGIT_BITS, DIGIT_BITS, 32 - 2 * DIGIT_BITS};
     uint32_t counts[4][DIGITS], prefix = 0;
     int shift = 32;
@@ -78,31 +78,33 @@ static uint32_t threshold(const uint32_t *ranks, size_t n, size_t m, size_t *equ
         shift -= sizes[pass];
         count_digits(ranks, n, prefix, shift, sizes[pass], counts);
         for (uint32_t digit = 0;; ++digit) {
-            size_t here = (size_t)counts[0][digit] + counts[1][digit] + counts[2][digit] + counts[3][digit];
-            if (m <= here) {
+            size_t num_in_digit = (size_t)counts[0][digit] + counts[1][digit] + counts[2][digit] + counts[3][digit];
+            if (m <= num_in_digit) {
                 prefix = prefix << sizes[pass] | digit;
                 break;
             }
-            m -= here;
+            m -= num_in_digit;
         }
     }
-    *equal = m;
+    *num_equal = m;
     return prefix;
 }
 
-enum { FEW = 8 };
+enum { MAX_EXCLUDED = 8 };
 
-/* The case of a full cache that takes a few tokens: all but the `out_of` worst; of equal ranks the last are the worst. */
-static void all_but_few(const uint32_t *ranks, size_t n, size_t out_of, int64_t *out) {
-    size_t worst[FEW], count = 0, i = n, next = 0;
-    while (out_of > 0 && i-- > 0) { /* from the end, so that an equal rank never displaces one that is there; best of the worst last */
-        size_t place;
-        if (count == out_of && ranks[i] <= ranks[worst[count - 1]]) continue;
-        place = count < out_of ? count++ : count - 1;
-        for (; place > 0 && ranks[worst[place - 1]] < ranks[i]; --place) worst[place] = worst[place - 1];
-        worst[place] = i;
+/* The case of a full cache that takes a few tokens: all but the `num_excluded` worst; of equal ranks the last are the
+ * worst. */
+static void select_all_but(const uint32_t *ranks, size_t n, size_t num_excluded, int64_t *out) {
+    size_t worst[MAX_EXCLUDED], count = 0, i = n, next = 0;
+    /* from the end, so that an equal rank never displaces one that is there; best of the worst last */
+    while (num_excluded > 0 && i-- > 0) {
+        size_t slot;
+        if (count == num_excluded && ranks[i] <= ranks[worst[count - 1]]) continue;
+        slot = count < num_excluded ? count++ : count - 1;
+        for (; slot > 0 && ranks[worst[slot - 1]] < ranks[i]; --slot) worst[slot] = worst[slot - 1];
+        worst[slot] = i;
     }
-    for (size_t done = 0; done <= out_of; ++done) { /* the indices between one that goes and the next */
+    for (size_t gap = 0; gap <= num_excluded; ++gap) { /* the indices between one that goes and the next */
         size_t end = n;
         for (i = 0; i < count; ++i)
             if (worst[i] >= next && worst[i] < end) end = worst[i];
@@ -111,19 +113,19 @@ static void all_but_few(const uint32_t *ranks, size_t n, size_t out_of, int64_t 
     }
 }
 
-void kvmnn_lowest(const uint32_t *ranks, size_t n, size_t m, int64_t *out) {
-    size_t equal, found = 0, i = 0;
+void kvmnn_select_lowest(const uint32_t *ranks, size_t n, size_t m, int64_t *out) {
+    size_t equal, count = 0, i = 0;
     uint32_t limit;
-    if (n - m <= FEW) {
-        all_but_few(ranks, n, n - m, out);
+    if (n - m <= MAX_EXCLUDED) {
+        select_all_but(ranks, n, n - m, out);
         return;
     }
-    limit = threshold(ranks, n, m, &equal);
-    for (; found < m && i + 1 < n; ++i) {
-        int same = ranks[i] == limit && equal > 0;
-        out[found] = (int64_t)i;
-        found += (size_t)(ranks[i] < limit) + (size_t)same;
-        equal -= (size_t)same;
+    limit = find_threshold(ranks, n, m, &equal);
+    for (; count < m && i + 1 < n; ++i) {
+        int is_equal = ranks[i] == limit && equal > 0;
+        out[count] = (int64_t)i;
+        count += (size_t)(ranks[i] < limit) + (size_t)is_equal;
+        equal -= (size_t)is_equal;
     }
-    if (found < m) out[found] = (int64_t)i;
+    if (count < m) out[count] = (int64_t)i;
 }

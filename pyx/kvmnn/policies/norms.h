@@ -22,12 +22,12 @@ typedef struct {
 
     /* ranks[i] compares as values[i] should be preferred: a lower rank first. NaN is last, -0 equals 0. */
     void (*rank)(const float *values, size_t n, int highest, uint32_t *ranks);
-} kvmnn_norms;
+} kvmnn_norm_kernels;
 
 /* The table of a level of simd.h that this processor runs; the baseline where the compiler has no vector types. */
-const kvmnn_norms *kvmnn_norms_at(int level);
+const kvmnn_norm_kernels *kvmnn_norm_kernels_at(int level);
 
 /* out = the indices of the m lowest of n ranks in ascending order of index; of equal ranks the first ones. 0 < m <= n. */
-void kvmnn_lowest(const uint32_t *ranks, size_t n, size_t m, int64_t *out);
+void kvmnn_select_lowest(const uint32_t *ranks, size_t n, size_t m, int64_t *out);
 
 #endif

@@ -1,6 +1,6 @@
-/* The loops of norms.h without vector types, for compilers that have none; the same operations in the same order. */
+/* The kernels of norms.h without vector types, for compilers that have none; the same operations in the same order. */
 
-static float plain_bits(uint32_t bits) {
+static float plain_float_from_bits(uint32_t bits) {
     float x;
     memcpy(&x, &bits, 4);
     return x;
@@ -15,36 +15,36 @@ static float plain_load_fp32(const uint8_t *p) {
 static float plain_load_bf16(const uint8_t *p) {
     uint16_t word;
     memcpy(&word, p, 2);
-    return plain_bits((uint32_t)word << 16);
+    return plain_float_from_bits((uint32_t)word << 16);
 }
 
 static float plain_load_fp16(const uint8_t *p) {
     uint16_t word;
     memcpy(&word, p, 2);
     uint32_t bits = (uint32_t)(word & 0x7fff) << 13;
-    if (bits >= 31u << 23) return plain_bits(bits + (224u << 23));
-    if (bits < 1u << 23) return plain_bits(bits + (113u << 23)) - plain_bits(113u << 23);
-    return plain_bits(bits + (112u << 23));
+    if (bits >= 31u << 23) return plain_float_from_bits(bits + (224u << 23));
+    if (bits < 1u << 23) return plain_float_from_bits(bits + (113u << 23)) - plain_float_from_bits(113u << 23);
+    return plain_float_from_bits(bits + (112u << 23));
 }
 
-#define KVMNN_NORMS(type, bytes)                                                                                      \
-    static void baseline_##type(const uint8_t *rows, ptrdiff_t stride, size_t count, size_t dims, float *out) {       \
-        for (size_t i = 0; i < count; ++i, rows += stride) {                                                          \
-            float sums[16] = {0};                                                                                     \
-            for (size_t j = 0; j < dims; ++j) {                                                                       \
-                float x = plain_load_##type(rows + j * (bytes)), square = x * x;                                      \
-                sums[j % 16] += square;                                                                               \
-            }                                                                                                         \
-            for (int width = 8; width > 0; width /= 2)                                                                \
-                for (int k = 0; k < width; ++k) sums[k] += sums[k + width];                                           \
-            out[i] = sqrtf(sums[0]);                                                                                  \
-        }                                                                                                             \
+#define KVMNN_DEFINE_NORMS(type, bytes)                                                                         \
+    static void baseline_##type(const uint8_t *rows, ptrdiff_t stride, size_t count, size_t dims, float *out) { \
+        for (size_t i = 0; i < count; ++i, rows += stride) {                                                    \
+            float sums[16] = {0};                                                                               \
+            for (size_t j = 0; j < dims; ++j) {                                                                 \
+                float x = plain_load_##type(rows + j * (bytes)), square = x * x;                                \
+                sums[j % 16] += square;                                                                         \
+            }                                                                                                   \
+            for (int width = 8; width > 0; width /= 2)                                                          \
+                for (int k = 0; k < width; ++k) sums[k] += sums[k + width];                                     \
+            out[i] = sqrtf(sums[0]);                                                                            \
+        }                                                                                                       \
     }
 
-KVMNN_NORMS(fp16, 2)
-KVMNN_NORMS(bf16, 2)
-KVMNN_NORMS(fp32, 4)
-#undef KVMNN_NORMS
+KVMNN_DEFINE_NORMS(fp16, 2)
+KVMNN_DEFINE_NORMS(bf16, 2)
+KVMNN_DEFINE_NORMS(fp32, 4)
+#undef KVMNN_DEFINE_NORMS
 
 static void baseline_rank(const float *values, size_t n, int highest, uint32_t *ranks) {
     for (size_t i = 0; i < n; ++i) {
@@ -56,4 +56,5 @@ static void baseline_rank(const float *values, size_t n, int highest, uint32_t *
     }
 }
 
-static const kvmnn_norms baseline_table = {"baseline", baseline_fp16, baseline_bf16, baseline_fp32, baseline_rank};
+static const kvmnn_norm_kernels baseline_table = {"baseline", baseline_fp16, baseline_bf16, baseline_fp32,
+                                                  baseline_rank};

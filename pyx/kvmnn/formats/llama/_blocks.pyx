@@ -1,6 +1,6 @@
 """Numbers out of blocks of ggml's types.
 
-The loops are those of the SIMD level that `kvmnn._simd` has chosen. Shapes are checked; nothing else needs to be.
+The kernels are those of the SIMD level that `kvmnn._simd` has chosen. Shapes are checked; nothing else needs to be.
 """
 
 from libc.stdint cimport uint8_t
@@ -11,18 +11,18 @@ cdef extern from "kvmnn/formats/llama/blocks.h" nogil:
     enum: KVMNN_BLOCK_VALUES
     enum: KVMNN_BLOCK_KINDS
     ctypedef struct kvmnn_block_rows:
-        const uint8_t *start "from"
+        const uint8_t *source
         size_t rows, count, stride
-    ctypedef struct kvmnn_blocks_table:
+    ctypedef struct kvmnn_block_kernels:
         const char *name
-        void (*numbers[6])(const kvmnn_block_rows *blocks, float *to) noexcept nogil
+        void (*dequantize[6])(const kvmnn_block_rows *blocks, float *to) noexcept nogil
 
-    const kvmnn_blocks_table *kvmnn_blocks_at(int level)
+    const kvmnn_block_kernels *kvmnn_block_kernels_at(int level)
     size_t kvmnn_block_bytes(int kind)
 
 def level() -> str:
-    """Name of the loops in use."""
-    return kvmnn_blocks_at(active_level).name.decode()
+    """Name of the kernels in use."""
+    return kvmnn_block_kernels_at(active_level).name.decode()
 
 
 def numbers(int kind, const uint8_t[:, :, :] blocks not None, float[:, ::1] out not None) -> None:
@@ -30,7 +30,7 @@ def numbers(int kind, const uint8_t[:, :, :] blocks not None, float[:, ::1] out 
 
     kind: the place of the type among q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl.
     """
-    cdef const kvmnn_blocks_table *table = kvmnn_blocks_at(active_level)
+    cdef const kvmnn_block_kernels *table = kvmnn_block_kernels_at(active_level)
     cdef Py_ssize_t count = blocks.shape[1], size = blocks.shape[2]
     cdef kvmnn_block_rows rows
     if not 0 <= kind < KVMNN_BLOCK_KINDS or <size_t>size != kvmnn_block_bytes(kind):
@@ -41,6 +41,6 @@ def numbers(int kind, const uint8_t[:, :, :] blocks not None, float[:, ::1] out 
         raise ValueError("the blocks of a row do not lie together")
     if count == 0 or blocks.shape[0] == 0:
         return
-    rows.start, rows.rows, rows.count, rows.stride = &blocks[0, 0, 0], blocks.shape[0], count, blocks.strides[0]
+    rows.source, rows.rows, rows.count, rows.stride = &blocks[0, 0, 0], blocks.shape[0], count, blocks.strides[0]
     with nogil:
-        table.numbers[kind](&rows, &out[0, 0])
+        table.dequantize[kind](&rows, &out[0, 0])

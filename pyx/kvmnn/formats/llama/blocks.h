@@ -14,7 +14,7 @@ enum { KVMNN_Q4_0, KVMNN_Q4_1, KVMNN_Q5_0, KVMNN_Q5_1, KVMNN_Q8_0, KVMNN_IQ4_NL,
 
 /* Rows of blocks that lie one behind the other: block b of row r is at from + r * stride + b * its size. */
 typedef struct {
-    const uint8_t *from;
+    const uint8_t *source;
     size_t rows, count, stride;
 } kvmnn_block_rows;
 
@@ -22,11 +22,11 @@ typedef struct {
     const char *name;
 
     /* to[0 .. 32 * rows * count) = the numbers of all blocks, row by row. */
-    void (*numbers[KVMNN_BLOCK_KINDS])(const kvmnn_block_rows *blocks, float *to);
-} kvmnn_blocks_table;
+    void (*dequantize[KVMNN_BLOCK_KINDS])(const kvmnn_block_rows *blocks, float *to);
+} kvmnn_block_kernels;
 
 /* The table of a level of simd.h that this processor runs. */
-const kvmnn_blocks_table *kvmnn_blocks_at(int level);
+const kvmnn_block_kernels *kvmnn_block_kernels_at(int level);
 
 /* Bytes of a block of a kind. */
 size_t kvmnn_block_bytes(int kind);

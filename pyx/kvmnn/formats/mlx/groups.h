@@ -15,17 +15,17 @@ enum { KVMNN_GROUPS_F16, KVMNN_GROUPS_BF16, KVMNN_GROUPS_F32, KVMNN_GROUPS_TYPES
  * and biases: a word for each group of a row; to: a word for each code. All rows lie one behind the other. */
 typedef struct {
     const uint8_t *codes, *scales, *biases;
-    uint8_t *to;
+    uint8_t *out;
     size_t rows, values, groups;
     int bits;
-} kvmnn_groups;
+} kvmnn_group_rows;
 
 typedef struct {
     const char *name;
-    void (*numbers[KVMNN_GROUPS_TYPES])(const kvmnn_groups *groups);
-} kvmnn_groups_table;
+    void (*dequantize[KVMNN_GROUPS_TYPES])(const kvmnn_group_rows *groups);
+} kvmnn_group_kernels;
 
 /* The table of a level of simd.h that this processor runs. */
-const kvmnn_groups_table *kvmnn_groups_at(int level);
+const kvmnn_group_kernels *kvmnn_group_kernels_at(int level);
 
 #endif

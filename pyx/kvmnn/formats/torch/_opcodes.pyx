@@ -9,11 +9,11 @@ MAX_INT = 255
 """Bytes of the longest integer."""
 MAX_PROTOCOL = 5
 
-kinds[:] = [REFUSED] * 256
+kinds[:] = [KIND_REFUSED] * 256
 widths[:] = [0] * 256
 
 
-def _declare():
+def _fill_tables():
     for width, codes in (
         (0, b"(.012NQRabdeltsu})]\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94"),
         (1, b"Khq\x80"),
@@ -22,19 +22,19 @@ def _declare():
         (8, b"G\x95"),
     ):
         for code in codes:
-            kinds[code] = FIXED
+            kinds[code] = KIND_FIXED
             widths[code] = width
     for width, codes in ((1, b"UC\x8a\x8c"), (4, b"XTB\x8b"), (8, b"\x8d\x8e\x96")):
         for code in codes:
-            kinds[code] = COUNTED
+            kinds[code] = KIND_LENGTH_PREFIXED
             widths[code] = width
-    kinds[<uint8_t>b"c"] = LINES
+    kinds[<uint8_t>b"c"] = KIND_TWO_LINES
 
 
-_declare()
+_fill_tables()
 
 
-cdef uint64_t number(const uint8_t *p, Py_ssize_t width) noexcept nogil:
+cdef uint64_t read_number(const uint8_t *p, Py_ssize_t width) noexcept nogil:
     """The little-endian number of `width` bytes at `p`."""
     cdef uint64_t value = 0
     cdef Py_ssize_t i
@@ -76,29 +76,29 @@ def scan(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t opcodes_
         count += 1
         if count > opcodes_most:
             raise CheckpointError(f"offset {start}: the pickle has more than {opcodes_most} opcodes")
-        if kind == REFUSED:
+        if kind == KIND_REFUSED:
             raise CheckpointError(f"offset {start}: opcode {opcode_name(code)} is not one that checkpoints need")
-        if kind == LINES:
+        if kind == KIND_TWO_LINES:
             for _ in range(2):
                 end = <const uint8_t *>memchr(&data[position], b"\n", size - position) if position < size else NULL
                 if end == NULL:
-                    raise _cut(start)
+                    raise _make_truncated_error(start)
                 position = end - &data[0] + 1
             continue
         if size - position < width:
-            raise _cut(start)
-        if kind == COUNTED:
-            length = number(&data[position], width)
+            raise _make_truncated_error(start)
+        if kind == KIND_LENGTH_PREFIXED:
+            length = read_number(&data[position], width)
             position += width
             if length > <uint64_t>(size - position):
-                raise _cut(start)
+                raise _make_truncated_error(start)
             if length > MAX_INT and code == 0x8B:
                 raise CheckpointError(f"offset {start}: an integer of {length} bytes: at most {MAX_INT} are taken")
             position += <Py_ssize_t>length
             continue
-        if (code == b"r" or code == b"j") and <Py_ssize_t>number(&data[position], 4) > opcodes_most:
+        if (code == b"r" or code == b"j") and <Py_ssize_t>read_number(&data[position], 4) > opcodes_most:
             raise CheckpointError(
-                f"offset {start}: memo place {number(&data[position], 4)} is above the limit of {opcodes_most}"
+                f"offset {start}: memo place {read_number(&data[position], 4)} is above the limit of {opcodes_most}"
             )
         if code == 0x80:
             protocol = max(protocol, data[position])
@@ -112,7 +112,7 @@ def scan(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t opcodes_
     raise CheckpointError(f"offset {size}: the pickle ends without its STOP")
 
 
-def _cut(start):
+def _make_truncated_error(start):
     return CheckpointError(f"offset {start}: the pickle ends within an opcode's argument")
 
 
@@ -120,5 +120,5 @@ def opcode_name(code):
     """``0x28 (MARK)``: an opcode for an error message."""
     import pickletools
 
-    known = pickletools.code2op.get(chr(code))
-    return f"{code:#04x}" + (f" ({known.name})" if known else "")
+    opcode_info = pickletools.code2op.get(chr(code))
+    return f"{code:#04x}" + (f" ({opcode_info.name})" if opcode_info else "")

@@ -1,16 +1,16 @@
 """Pickles read as data: nothing that a pickle names is ever imported, called or given attributes.
 
-`scan` (_opcodes.pyx) checks the opcodes of one pickle before anything is made of it. `load` then runs a stack machine whose values
-are None, bool, int, float, str, tuples, lists, dicts, and what the caller's own constructors return. Values that no
-checkpoint is read for (bytes, sets, keys other than strings and small numbers) become `Unknown`, which costs nothing and never compares
-equal to anything, so that neither hashing nor comparing can be made expensive.
+`scan` (_opcodes.pyx) checks the opcodes of one pickle before anything is made of it. `load` then runs a stack machine
+whose values are None, bool, int, float, str, tuples, lists, dicts, and what the caller's own constructors return.
+Values that no checkpoint is read for (bytes, sets, keys other than strings and small numbers) become `Unknown`, which
+costs nothing and never compares equal to anything, so that neither hashing nor comparing can be made expensive.
 """
 
 from cpython.unicode cimport PyUnicode_DecodeUTF8
 from libc.stdint cimport int32_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcpy
 
-from kvmnn.formats.torch._opcodes cimport COUNTED, LINES, kinds, number, widths
+from kvmnn.formats.torch._opcodes cimport KIND_LENGTH_PREFIXED, KIND_TWO_LINES, kinds, read_number, widths
 
 from kvmnn.errors import CheckpointError
 
@@ -56,7 +56,7 @@ def load(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t end, res
     resolve
         ``resolve(module, name)`` returns the `Global` for a name, or raises.
     persistent
-        ``persistent(id)`` returns the value for a persistent id, or raises.
+        ``resolve_persistent(id)`` returns the value for a persistent id, or raises.
     set_state
         ``set_state(value, state)`` says whether a value made by a constructor takes this state, and gives it.
 
@@ -65,23 +65,23 @@ def load(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t end, res
     CheckpointError
         For a pickle that is damaged or does what a checkpoint does not.
     """
-    return _Machine(resolve, persistent, set_state).run(data, begin, end)
+    return _PickleMachine(resolve, persistent, set_state).run(data, begin, end)
 
 
-cdef class _Machine:
+cdef class _PickleMachine:
     cdef list stack, marks
     cdef dict memo
-    cdef Py_ssize_t floor  # values below belong to an outer mark
-    cdef object resolve, persistent, set_state
+    cdef Py_ssize_t stack_floor  # values below belong to an outer mark
+    cdef object resolve, resolve_persistent, set_state
     cdef Py_ssize_t start
 
-    def __init__(self, resolve, persistent, set_state):
+    def __init__(self, resolve, resolve_persistent, set_state):
         self.stack = []
         self.marks = []
         self.memo = {}
-        self.floor = 0
+        self.stack_floor = 0
         self.resolve = resolve
-        self.persistent = persistent
+        self.resolve_persistent = resolve_persistent
         self.set_state = set_state
         self.start = 0
 
@@ -95,56 +95,57 @@ cdef class _Machine:
             code = base[position]
             position += 1
             argument = base + position
-            if kinds[code] == LINES:
+            if kinds[code] == KIND_TWO_LINES:
                 middle = <const uint8_t *>memchr(argument, b"\n", end - position) - base
                 length = <const uint8_t *>memchr(base + middle + 1, b"\n", end - middle - 1) - base
                 self.stack.append(
-                    self.resolve(self.text(argument, middle - position), self.text(base + middle + 1, length - middle - 1))
+                    self.resolve(self.decode_text(argument, middle - position),
+                    self.decode_text(base + middle + 1, length - middle - 1))
                 )
                 position = length + 1
                 continue
-            if kinds[code] == COUNTED:
-                length = <Py_ssize_t>number(argument, widths[code])
-                self.counted(code, argument + widths[code], length)
+            if kinds[code] == KIND_LENGTH_PREFIXED:
+                length = <Py_ssize_t>read_number(argument, widths[code])
+                self.push_length_prefixed(code, argument + widths[code], length)
                 position += widths[code] + length
                 continue
             position += widths[code]
             if code == b".":
                 return self.pop()
-            self.step(code, argument)
-        raise self.error("the pickle ends without its STOP")
+            self.run_opcode(code, argument)
+        raise self.make_error("the pickle ends without its STOP")
 
-    cdef int counted(self, uint8_t code, const uint8_t *argument, Py_ssize_t length) except -1:
+    cdef int push_length_prefixed(self, uint8_t code, const uint8_t *argument, Py_ssize_t length) except -1:
         """Strings, bytes and long integers."""
         if code == 0x8A or code == 0x8B:
             self.stack.append(int.from_bytes((<const char *>argument)[:length], "little", signed=True))
         elif code == b"X" or code == 0x8C or code == 0x8D or code == b"U" or code == b"T":
-            self.stack.append(self.text(argument, length) if length <= MAX_TEXT else Unknown())
+            self.stack.append(self.decode_text(argument, length) if length <= MAX_TEXT else Unknown())
         else:
             self.stack.append(Unknown())
         return 0
 
-    cdef int step(self, uint8_t code, const uint8_t *argument) except -1:
+    cdef int run_opcode(self, uint8_t code, const uint8_t *argument) except -1:
         """Every other opcode, the commonest first."""
         cdef double real
         cdef uint64_t bits
         if code == b"q":
             self.memo[argument[0]] = self.top()
         elif code == b"h":
-            self.get(argument[0])
+            self.push_memo(argument[0])
         elif code == b"r":
-            self.memo[<uint32_t>number(argument, 4)] = self.top()
+            self.memo[<uint32_t>read_number(argument, 4)] = self.top()
         elif code == b"j":
-            self.get(<uint32_t>number(argument, 4))
+            self.push_memo(<uint32_t>read_number(argument, 4))
         elif code == b"K":
             self.stack.append(argument[0])
         elif code == b"M":
-            self.stack.append(<uint16_t>number(argument, 2))
+            self.stack.append(<uint16_t>read_number(argument, 2))
         elif code == b"J":
-            self.stack.append(<int32_t><uint32_t>number(argument, 4))
+            self.stack.append(<int32_t><uint32_t>read_number(argument, 4))
         elif code == b"(":
-            self.marks.append(self.floor)
-            self.floor = len(self.stack)
+            self.marks.append(self.stack_floor)
+            self.stack_floor = len(self.stack)
         elif code == b"t":
             self.stack.append(tuple(self.pop_mark()))
         elif code == 0x85:
@@ -167,7 +168,7 @@ cdef class _Machine:
         elif code == b"R" or code == 0x81:
             self.call(self.pop())
         elif code == b"Q":
-            self.stack.append(self.persistent(self.pop()))
+            self.stack.append(self.resolve_persistent(self.pop()))
         elif code == b"}":
             self.stack.append({})
         elif code == b"]":
@@ -192,7 +193,7 @@ cdef class _Machine:
             if isinstance(self.top(), (dict, Unknown)):
                 return 0
             if self.set_state is None or not self.set_state(self.top(), state):
-                raise self.error(f"sets the state of {_kind(self.top())}, which no checkpoint does")
+                raise self.make_error(f"sets the state of {_describe_type(self.top())}, which no checkpoint does")
         elif code == b"G":
             bits = 0
             for i in range(8):
@@ -205,7 +206,7 @@ cdef class _Machine:
             name = self.pop()
             module = self.pop()
             if not (isinstance(name, str) and isinstance(module, str)):
-                raise self.error("a global whose name is not a string")
+                raise self.make_error("a global whose name is not a string")
             self.stack.append(self.resolve(module, name))
         elif code == 0x92:
             self.pop()
@@ -215,12 +216,12 @@ cdef class _Machine:
         elif code == 0x90:
             self.pop_mark()
             if not isinstance(self.top(), Unknown):
-                raise self.error(f"adds items to {_kind(self.top())}, expected a set")
+                raise self.make_error(f"adds items to {_describe_type(self.top())}, expected a set")
         elif code == 0x91:
             self.pop_mark()
             self.stack.append(Unknown())
         elif code == b"0":
-            if len(self.stack) == self.floor and self.marks:
+            if len(self.stack) == self.stack_floor and self.marks:
                 self.pop_mark()
             else:
                 self.pop()
@@ -229,15 +230,15 @@ cdef class _Machine:
         elif code == b"2":
             self.stack.append(self.top())
         elif code != 0x80 and code != 0x95:
-            raise self.error(f"opcode {opcode_name(code)} is not implemented")
+            raise self.make_error(f"opcode {opcode_name(code)} is not implemented")
         return 0
 
     cdef int call(self, object arguments) except -1:
         function = self.pop()
         if not isinstance(function, Global):
-            raise self.error(f"calls {_kind(function)}, which no checkpoint does")
+            raise self.make_error(f"calls {_describe_type(function)}, which no checkpoint does")
         if function.build is None or not isinstance(arguments, tuple):
-            raise self.error(f"calls {function.name}, which no checkpoint does")
+            raise self.make_error(f"calls {function.name}, which no checkpoint does")
         self.stack.append(function.build(arguments))
         return 0
 
@@ -247,9 +248,9 @@ cdef class _Machine:
         if isinstance(target, Unknown):
             return 0
         if not isinstance(target, dict):
-            raise self.error(f"sets items of {_kind(target)}, expected a dict")
+            raise self.make_error(f"sets items of {_describe_type(target)}, expected a dict")
         if len(items) % 2:
-            raise self.error("a dict key without a value")
+            raise self.make_error("a dict key without a value")
         for i in range(0, len(items), 2):
             key = items[i]
             if not isinstance(key, str) and not (type(key) is int and 0 <= key < MAX_KEY):
@@ -262,43 +263,43 @@ cdef class _Machine:
         if isinstance(target, list):
             (<list>target).extend(items)
         elif not isinstance(target, Unknown):
-            raise self.error(f"appends to {_kind(target)}, expected a list")
+            raise self.make_error(f"appends to {_describe_type(target)}, expected a list")
         return 0
 
-    cdef int get(self, object place) except -1:
+    cdef int push_memo(self, object index) except -1:
         try:
-            self.stack.append(self.memo[place])
+            self.stack.append(self.memo[index])
         except KeyError:
-            raise self.error(f"memo place {place} is empty") from None
+            raise self.make_error(f"memo place {index} is empty") from None
         return 0
 
     cdef object top(self):
-        if len(self.stack) <= self.floor:
-            raise self.error("the stack is empty")
+        if len(self.stack) <= self.stack_floor:
+            raise self.make_error("the stack is empty")
         return self.stack[len(self.stack) - 1]
 
     cdef object pop(self):
-        if len(self.stack) <= self.floor:
-            raise self.error("the stack is empty")
+        if len(self.stack) <= self.stack_floor:
+            raise self.make_error("the stack is empty")
         return self.stack.pop()
 
     cdef list pop_mark(self):
         if not self.marks:
-            raise self.error("there is no mark on the stack")
-        cdef list items = self.stack[self.floor :]
-        del self.stack[self.floor :]
-        self.floor = self.marks.pop()
+            raise self.make_error("there is no mark on the stack")
+        cdef list items = self.stack[self.stack_floor :]
+        del self.stack[self.stack_floor :]
+        self.stack_floor = self.marks.pop()
         return items
 
-    cdef object text(self, const uint8_t *p, Py_ssize_t length):
+    cdef object decode_text(self, const uint8_t *p, Py_ssize_t length):
         try:
             return PyUnicode_DecodeUTF8(<const char *>p, length, "surrogatepass")
         except UnicodeDecodeError:
-            raise self.error("a string that is not UTF-8") from None
+            raise self.make_error("a string that is not UTF-8") from None
 
-    cdef object error(self, str text):
+    cdef object make_error(self, str text):
         return CheckpointError(f"offset {self.start}: the pickle is damaged or no checkpoint: {text}")
 
 
-def _kind(value):
+def _describe_type(value):
     return value.name if isinstance(value, Global) else type(value).__name__

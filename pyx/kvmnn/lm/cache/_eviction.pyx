@@ -1,7 +1,7 @@
 """A model's cache cut token by token: rows of what is known of live tokens, masks of dead ones, K and V moved together.
 
-kvmnn.lm.cache has checked shapes and counts; nothing is checked again here. A row is one set of live tokens: of a layer,
-of one of its heads, or of all layers. `slots` says where each live token lies in the layer's K and V, ascending.
+kvmnn.lm.cache has checked shapes and counts; nothing is checked again here. A row is one set of live tokens: of a
+layer, of one of its heads, or of all layers. `slots` says where each live token lies in the layer's K and V, ascending.
 """
 
 from libc.stdint cimport int64_t
@@ -9,7 +9,7 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memmove
 
 
-cdef struct Run:
+cdef struct TokenRun:
     Py_ssize_t begin
     Py_ssize_t size
 
@@ -26,69 +26,72 @@ def cut(
 
     One row of `kept` serves all rows. `slots` is what each entry's slot is; it may be among the tables, which are
     C-contiguous arrays of int64 or float32 with as many rows. False, and nothing done, where a row of `kept` does not
-    hold ascending numbers in [0, live).
+    hold ascending numbers in [0, num_live).
     """
-    cdef Py_ssize_t rows = kept.shape[0], count = kept.shape[1], row, runs = 0
+    cdef Py_ssize_t rows = kept.shape[0], count = kept.shape[1], row, num_runs = 0
     cdef unsigned char[:, ::1] table
-    cdef Run *found
+    cdef TokenRun *token_runs
     cdef Py_ssize_t *ends
     if count > live:
         return False
     if count == 0:
-        bury(slots, bias, dead, NULL, NULL, 0, live)
+        mask_evicted(slots, bias, dead, NULL, NULL, 0, live)
         return True
-    found = <Run *>malloc(rows * min(count, live - count + 1) * sizeof(Run))  # a run ends where something is left out
+    token_runs = <TokenRun *>malloc(rows * min(count, live - count + 1) * sizeof(TokenRun))  # a run ends where
+                                                                                             # something is left out
     ends = <Py_ssize_t *>malloc(rows * sizeof(Py_ssize_t))
     try:
-        if found == NULL or ends == NULL:
+        if token_runs == NULL or ends == NULL:
             raise MemoryError()
         for row in range(rows):
             if not is_ascending(&kept[row, 0], count, live):
                 return False
-            runs = runs_of(&kept[row, 0], count, found, runs)
-            ends[row] = runs
-        bury(slots, bias, dead, found, ends, rows, live)
+            num_runs = append_runs(&kept[row, 0], count, token_runs, num_runs)
+            ends[row] = num_runs
+        mask_evicted(slots, bias, dead, token_runs, ends, rows, live)
         for array in tables:
             table = array.view("u1")
-            move(table, found, ends, rows, array.itemsize)
+            move_rows(table, token_runs, ends, rows, array.itemsize)
         return True
     finally:
-        free(found)
+        free(token_runs)
         free(ends)
 
 
-cdef bint is_ascending(const int64_t *kept, Py_ssize_t count, int64_t live) noexcept nogil:
-    """Whether the numbers ascend and lie in [0, live)."""
+cdef bint is_ascending(const int64_t *kept_indices, Py_ssize_t count, int64_t num_live) noexcept nogil:
+    """Whether the numbers ascend and lie in [0, num_live)."""
     cdef Py_ssize_t i
-    cdef bint good = kept[0] >= 0 and kept[count - 1] < live
+    cdef bint is_valid = kept_indices[0] >= 0 and kept_indices[count - 1] < num_live
     for i in range(1, count):
-        good &= kept[i] > kept[i - 1]
-    return good
+        is_valid &= kept_indices[i] > kept_indices[i - 1]
+    return is_valid
 
 
-cdef Py_ssize_t runs_of(const int64_t *kept, Py_ssize_t count, Run *found, Py_ssize_t runs) noexcept nogil:
-    """Append the runs of neighbours among ascending numbers to `found`; how many there are then."""
+cdef Py_ssize_t append_runs(
+    const int64_t *kept_indices, Py_ssize_t count, TokenRun *token_runs, Py_ssize_t num_runs
+) noexcept nogil:
+    """Append the runs of neighbours among ascending numbers to `token_runs`; how many there are then."""
     cdef Py_ssize_t i, begin = 0
     for i in range(1, count + 1):
-        if i < count and kept[i] == kept[i - 1] + 1:
+        if i < count and kept_indices[i] == kept_indices[i - 1] + 1:
             continue
-        found[runs].begin = kept[begin]
-        found[runs].size = i - begin
-        runs += 1
+        token_runs[num_runs].begin = kept_indices[begin]
+        token_runs[num_runs].size = i - begin
+        num_runs += 1
         begin = i
-    return runs
+    return num_runs
 
 
-cdef void bury(
+cdef void mask_evicted(
     const int64_t[:, ::1] slots,
     float[:, ::1] bias,
-    float dead,
-    const Run *found,
+    float masked_bias,
+    const TokenRun *token_runs,
     const Py_ssize_t *ends,
     Py_ssize_t rows,
-    int64_t live,
+    int64_t num_live,
 ) noexcept nogil:
-    """bias[row, slot] = dead for the entries that are in no run."""
+    """bias[row, slot] = masked_bias for the entries that are in no run."""
     cdef Py_ssize_t row, run, first = 0, last = 0, i, end
     for row in range(slots.shape[0]):
         if rows > 0:
@@ -97,16 +100,17 @@ cdef void bury(
             first = ends[row - 1] if row else 0
         i = 0
         for run in range(first, last + 1):
-            end = found[run].begin if run < last else live
+            end = token_runs[run].begin if run < last else num_live
             while i < end:
-                bias[row, slots[row, i]] = dead
+                bias[row, slots[row, i]] = masked_bias
                 i += 1
             if run < last:
-                i = found[run].begin + found[run].size
+                i = token_runs[run].begin + token_runs[run].size
 
 
-cdef void move(
-    unsigned char[:, ::1] table, const Run *found, const Py_ssize_t *ends, Py_ssize_t rows, Py_ssize_t itemsize
+cdef void move_rows(
+    unsigned char[:, ::1] table, const TokenRun *token_runs, const Py_ssize_t *ends, Py_ssize_t rows,
+    Py_ssize_t itemsize
 ) noexcept nogil:
     cdef Py_ssize_t row, run, first = 0
     cdef unsigned char *out
@@ -115,9 +119,9 @@ cdef void move(
         if rows > 1:
             first = ends[row - 1] if row else 0
         for run in range(first, ends[row if rows > 1 else 0]):
-            if out != &table[row, found[run].begin * itemsize]:
-                memmove(out, &table[row, found[run].begin * itemsize], found[run].size * itemsize)
-            out += found[run].size * itemsize
+            if out != &table[row, token_runs[run].begin * itemsize]:
+                memmove(out, &table[row, token_runs[run].begin * itemsize], token_runs[run].size * itemsize)
+            out += token_runs[run].size * itemsize
 
 
 def add_columns(
@@ -129,12 +133,12 @@ def add_columns(
 ) -> None:
     """scores[row, i] = fade * scores[row, i] + attention ``[query_head, query, slot]`` of slot slots[row, i], summed.
 
-    Queries are added first, then the row's heads, in float32 and in order. One row: all heads; else heads in a row share
-    one.
+    Queries are added first, then the row's heads, in float32 and in order. One row: all heads; else heads in a row
+    share one.
     """
     cdef Py_ssize_t heads = attention.shape[0], queries = attention.shape[1], width = attention.shape[2]
     cdef Py_ssize_t rows = scores.shape[0], group = heads // rows, row, head, query, i
-    cdef const int64_t *where
+    cdef const int64_t *row_slots
     cdef const float *given
     cdef float *columns
     cdef float *sums
@@ -152,10 +156,10 @@ def add_columns(
                 if head > row * group:
                     for i in range(width):
                         sums[i] += columns[i]
-            where = &slots[row, 0]
+            row_slots = &slots[row, 0]
             out = &scores[row, 0]
             for i in range(live):
-                out[i] = out[i] * fade + sums[where[i]]
+                out[i] = out[i] * fade + sums[row_slots[i]]
     free(columns)
 
 
@@ -170,21 +174,22 @@ cdef void add_queries(const float *rows, Py_ssize_t queries, Py_ssize_t width, f
 
 
 def gather(unsigned char[:, :, ::1] rows not None, const int64_t[:, ::1] slots not None, Py_ssize_t live) -> None:
-    """Move the live rows of ``[kv_head, slot, byte]`` to the front of the buffer: ``[kv_head, live, byte]`` from there on."""
+    """Move the live rows of ``[kv_head, slot, byte]`` to the front of the buffer: ``[kv_head, live, byte]`` from there
+    on."""
     cdef Py_ssize_t head, begin, end, size = rows.shape[2]
-    cdef const int64_t *where
+    cdef const int64_t *head_slots
     cdef unsigned char *out
     if live == 0 or size == 0 or rows.shape[0] == 0:
         return
     out = &rows[0, 0, 0]
     with nogil:
         for head in range(rows.shape[0]):
-            where = &slots[head if slots.shape[0] > 1 else 0, 0]
+            head_slots = &slots[head if slots.shape[0] > 1 else 0, 0]
             begin = 0
             while begin < live:
                 end = begin + 1
-                while end < live and where[end] == where[end - 1] + 1:
+                while end < live and head_slots[end] == head_slots[end - 1] + 1:
                     end += 1
-                memmove(out, &rows[head, where[begin], 0], (end - begin) * size)
+                memmove(out, &rows[head, head_slots[begin], 0], (end - begin) * size)
                 out += (end - begin) * size
                 begin = end

@@ -1,18 +1,18 @@
 import numpy as np
 import numpy.typing as npt
 
-SHORTEST_ENTRY: int
-MAX_METADATA: int
+MIN_ENTRY_BYTES: int
+MAX_METADATA_BYTES: int
 MAX_METADATA_ENTRIES: int
-MAX_NAME: int
+MAX_NAME_BYTES: int
 
 def scan(
     header: bytes,
-    where: str,
+    label: str,
     sizes: dict[str, int],
-    places: npt.NDArray[np.uint32],
-    kinds: npt.NDArray[np.uint8],
-    numbers: npt.NDArray[np.int64],
+    positions: npt.NDArray[np.uint32],
+    dtype_codes: npt.NDArray[np.uint8],
+    offsets_and_hashes: npt.NDArray[np.int64],
 ) -> tuple[int, list[str], dict[str, str]]: ...
-def shape_at(header: bytes, begin: int) -> tuple[int, ...]: ...
-def strings_at(header: bytes, begins: npt.NDArray[np.uint32], lengths: npt.NDArray[np.uint32]) -> list[str]: ...
+def read_shape_at(header: bytes, begin: int) -> tuple[int, ...]: ...
+def read_strings_at(header: bytes, begins: npt.NDArray[np.uint32], lengths: npt.NDArray[np.uint32]) -> list[str]: ...

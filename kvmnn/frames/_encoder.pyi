@@ -4,26 +4,33 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ._room import Track
+from ._room import OrderedWriter
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
-def encode(data: Buffer, stride: int, modes: Sequence[int], allow: int, level: int) -> bytes: ...
-def encode_stream(data: Buffer, modes: int, allow: int, level: int = 3) -> bytes: ...
-def candidate(
-    data: Buffer, stride: int, lane: int, mode: int, allow: int, level: int, sized: bool, limit: int
-) -> tuple[int, int, int, bytes] | None: ...
-def bound(n: int) -> int: ...
-def write_payload(
-    track: Track,
-    piece: int,
-    most: int,
+def encode(data: Buffer, itemsize: int, modes: Sequence[int], allowed_codecs: int, level: int) -> bytes: ...
+def encode_stream(data: Buffer, modes: int, allowed_codecs: int, level: int = 3) -> bytes: ...
+def encode_candidate(
     data: Buffer,
-    stride: int,
+    itemsize: int,
+    lane: int,
+    mode: int,
+    allowed_codecs: int,
+    level: int,
+    has_content_size: bool,
+    limit: int,
+) -> tuple[int, int, int, bytes] | None: ...
+def max_zstd_bytes(n: int) -> int: ...
+def write_payload(
+    writer: OrderedWriter,
+    segment: int,
+    capacity: int,
+    data: Buffer,
+    itemsize: int,
     begin: int,
     end: int,
     lane: int,
     mode: int,
     level: int,
 ) -> int: ...
-def likely_modes(data: Buffer, stride: int, modes: Sequence[int]) -> list[int]: ...
+def select_modes(data: Buffer, itemsize: int, modes: Sequence[int]) -> list[int]: ...

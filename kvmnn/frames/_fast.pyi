@@ -4,21 +4,21 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ._room import Track
+from ._room import OrderedWriter
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
-def encode(data: Buffer, stride: int, modes: Sequence[int]) -> bytes: ...
-def likely_modes(data: Buffer, stride: int, modes: Sequence[int]) -> tuple[list[int], list[int]]: ...
-def most_payload(words: int) -> int: ...
+def encode(data: Buffer, itemsize: int, modes: Sequence[int]) -> bytes: ...
+def select_modes(data: Buffer, itemsize: int, modes: Sequence[int]) -> tuple[list[int], list[int]]: ...
+def max_payload_bytes(num_elements: int) -> int: ...
 def write_payloads(
-    tracks: list[Track],
-    piece: int,
-    most: tuple[int, ...],
+    writers: list[OrderedWriter],
+    segment: int,
+    capacities: tuple[int, ...],
     data: Buffer,
-    stride: int,
+    itemsize: int,
     begin: int,
     end: int,
     modes: Sequence[int],
 ) -> None: ...
-def raw_payload(words: int) -> int: ...
+def raw_payload_bytes(num_elements: int) -> int: ...

@@ -1,8 +1,8 @@
 import numpy as np
 import numpy.typing as npt
 
-def level() -> str: ...
-def numbers(
+def get_level() -> str: ...
+def dequantize(
     kind: int,
     bits: int,
     codes: npt.NDArray[np.uint8],

@@ -8,21 +8,21 @@ from ._opcodes import scan as scan
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 
-MAX_KEY: int
-MAX_TEXT: int
+MAX_INT_KEY: int
+MAX_STRING_BYTES: int
 
-class Unknown: ...
+class OpaqueValue: ...
 
-class Global:
+class AllowedGlobal:
     name: str
-    build: Callable[[tuple[Any, ...]], object] | None
-    def __init__(self, name: str, build: Callable[[tuple[Any, ...]], object] | None = None) -> None: ...
+    constructor: Callable[[tuple[Any, ...]], object] | None
+    def __init__(self, name: str, constructor: Callable[[tuple[Any, ...]], object] | None = None) -> None: ...
 
 def load(
     data: Buffer,
     begin: int,
     end: int,
-    resolve: Callable[[str, str], Global],
-    persistent: Callable[[object], object],
+    resolve: Callable[[str, str], AllowedGlobal],
+    resolve_persistent: Callable[[object], object],
     set_state: Callable[[object, object], bool] | None = None,
 ) -> object: ...

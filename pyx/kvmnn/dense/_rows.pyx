@@ -23,7 +23,7 @@ cdef enum:
 cdef size_t MAX_RAW_BYTES = 0xFFFFFFFF
 
 
-cdef class Rows:
+cdef class RowsPayload:
     """A parsed stream of method 2; the header has been checked by the caller."""
 
     cdef dense_stream parsed_stream
@@ -120,11 +120,11 @@ cdef bint decode_parsed(
     return decode_rows(parsed_struct, native_tables, history, words) == DENSE_OK
 
 
-def decode_alone(stream, TableSet tables, size_t most, empty, tuple types):
+def decode_short_block(stream, TableSet tables, size_t max_bytes, allocate, tuple numpy_types):
     """The words of a stream of method 2 that refers to no rows before it, `[token, kv_head, head_dim]`: an array that
-    `empty` makes of the shape and the entry of `types` for its dtype.
+    `allocate` makes of the shape and the entry of `numpy_types` for its dtype.
 
-    None for anything else, for more than `most` bytes, and for what does not decode: to say why takes longer.
+    None for anything else, for more than `max_bytes` bytes, and for what does not decode: to say why takes longer.
     """
     cdef Py_buffer view, words
     cdef dense_stream parsed_struct
@@ -145,9 +145,9 @@ def decode_alone(stream, TableSet tables, size_t most, empty, tuple types):
             return None
         if not parse_expected(header_bytes, view.len, &shape, rows, &parsed_struct):
             return None
-        if parsed_struct.history or rows * shape.words * shape.word_bytes > most:
+        if parsed_struct.history or rows * shape.words * shape.word_bytes > max_bytes:
             return None
-        array = empty((rows, heads, dim), types[shape.dtype])
+        array = allocate((rows, heads, dim), numpy_types[shape.dtype])
         PyObject_GetBuffer(array, &words, PyBUF_WRITABLE)
         try:
             return array if decode_parsed(&parsed_struct, tables, NULL, <uint8_t *>words.buf) else None
@@ -157,7 +157,7 @@ def decode_alone(stream, TableSet tables, size_t most, empty, tuple types):
         PyBuffer_Release(&view)
 
 
-cdef class Place:
+cdef class RowDestination:
     """Rows of words, token by token in memory, to which streams of method 2 are decoded one behind the other."""
 
     cdef dense_shape shape

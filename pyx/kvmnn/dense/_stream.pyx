@@ -72,7 +72,7 @@ def xxh64(const uint8_t[::1] data not None, uint64_t seed=0) -> int:
     return kvmnn_xxh64(&data[0] if data.shape[0] else &placeholder, data.shape[0], seed)
 
 
-def whole_stream(
+def build_verbatim_stream(
     int method, int dtype, uint32_t heads, uint32_t dim, const uint8_t[::1] words not None,
     const uint8_t[::1] payload not None
 ) -> bytes:
@@ -90,7 +90,7 @@ def whole_stream(
     return bytes(buffer)
 
 
-def whole_checksum(const uint8_t[::1] stream not None, const uint8_t[::1] words not None) -> int:
+def compute_verbatim_checksum(const uint8_t[::1] stream not None, const uint8_t[::1] words not None) -> int:
     """What the checksum of a stream of method 0 or 1 must be if it holds `words`."""
     cdef uint64_t checksum
     with nogil:
@@ -104,11 +104,11 @@ cdef uint8_t *align_to_line(uint8_t *p) noexcept nogil:
     return p + (CACHE_LINE_BYTES - <size_t>p % CACHE_LINE_BYTES) % CACHE_LINE_BYTES if p != NULL else NULL
 
 
-cdef class Input:
+cdef class EncoderRows:
     """Rows on their way into a stream; all sizes are checked by the caller.
 
-    own, history: rows of words, aligned; rotary: dims, whether pairs are interleaved, frequencies; known: for each own
-    row a row to try, or -1.
+    own_rows, history: rows of words, aligned; rotary: dims, whether pairs are interleaved, frequencies;
+    reference_hints: for each own row a row to try, or -1.
     """
 
     cdef dense_input input
@@ -120,18 +120,19 @@ cdef class Input:
     cdef const int32_t[::1] reference_hints
 
     def __init__(
-        self, int dtype, uint32_t heads, uint32_t dim, const uint8_t[::1] own not None, const uint8_t[::1] history,
-        rotary, const uint32_t[::1] positions, const int32_t[::1] known
+        self, int dtype, uint32_t heads, uint32_t dim, const uint8_t[::1] own_rows not None, const uint8_t[::1] history,
+        rotary, const uint32_t[::1] positions, const int32_t[::1] reference_hints
     ):
         cdef dense_input *input_struct = &self.input
         memset(input_struct, 0, sizeof(dense_input))
-        self.own_rows, self.history, self.positions, self.reference_hints = own, history, positions, known
-        self.own_bytes, self.history_bytes = own.shape[0], 0
+        self.own_rows, self.history = own_rows, history
+        self.positions, self.reference_hints = positions, reference_hints
+        self.own_bytes, self.history_bytes = own_rows.shape[0], 0
         input_struct.kernels = kvmnn_dense_kernels_at(active_level)
         input_struct.shape = make_shape(dtype, heads, dim)
         input_struct.rows.row_bytes = input_struct.shape.words * input_struct.shape.word_bytes
         input_struct.rows.rows = self.own_bytes // input_struct.rows.row_bytes
-        input_struct.rows.own = input_struct.original_rows = &own[0]
+        input_struct.rows.own = input_struct.original_rows = &own_rows[0]
         if history is not None and history.shape[0]:
             self.history_bytes = history.shape[0]
             input_struct.rows.history = &history[0]
@@ -141,15 +142,15 @@ cdef class Input:
             input_struct.rotary.dims, input_struct.rotary.interleaved = dims, interleaved
             input_struct.rotary.frequencies = &self.frequencies[0]
             input_struct.positions = &positions[0]
-        if known is not None:
-            input_struct.reference_hints = &known[0]
+        if reference_hints is not None:
+            input_struct.reference_hints = &reference_hints[0]
 
     @property
     def base(self) -> int:
         """The exponent window that suits the words."""
         return dense_choose_base(&self.input)
 
-    def alike(self, rotary) -> int:
+    def count_predicted(self, rotary) -> int:
         """How many words have the symbol that is predicted for them, if K is rotated so; None: not at all."""
         cdef dense_input input_copy = self.input
         cdef const uint64_t[::1] frequencies
@@ -184,14 +185,14 @@ cdef class Input:
         return scratch
 
     def encode(
-        self, TableSet tables, int32_t[::1] references=None, double frames_above=0, bint repeats=False
+        self, TableSet tables, int32_t[::1] references=None, double frame_trial_min_bytes=0, bint repeats=False
     ) -> tuple:
         """The stream of method 2, or None where it would not be shorter than its words and a header; and whether a
         frame of the words may be shorter, as one of a sample is, or there is no sample.
 
-        references: where to note down the row that each own row refers to; frames_above: no frame is shorter than a
-        stream of no more bytes; repeats: a frame may also be shorter where rows far apart have much in common, which no
-        sample shows. All in one go: threads on short arrays wait for the GIL each time that they need it.
+        references: where to note down the row that each own row refers to; frame_trial_min_bytes: no frame is shorter
+        than a stream of no more bytes; repeats: a frame may also be shorter where rows far apart have much in common,
+        which no sample shows. All in one go: threads on short arrays wait for the GIL each time that they need it.
         """
         cdef dense_input input_copy = self.input
         cdef uint32_t *references_out = NULL
@@ -212,7 +213,7 @@ cdef class Input:
                 if scratch != NULL:
                     size = dense_encode(&input_copy, scratch, out, limit, references_out)
                     limit = size if size else limit
-                    if limit > frames_above:
+                    if limit > frame_trial_min_bytes:
                         frame_trial = try_frame(ws, &self.input, self.own_bytes, limit - HEADER_BYTES, repeats)
             if scratch == NULL or frame_trial < 0:
                 raise MemoryError("no memory to encode rows")
@@ -347,7 +348,7 @@ cdef class TableSet:
         return self.native.rotary.dims, self.native.rotary.interleaved, frequencies
 
 
-cdef class Counts:
+cdef class SymbolCounts:
     """What is counted of arrays on the way to a table set."""
 
     cdef dense_counts *native
@@ -360,7 +361,7 @@ cdef class Counts:
     def __dealloc__(self):
         free(self.native)
 
-    def add(self, Input rows not None, int base) -> None:
+    def add(self, EncoderRows rows not None, int base) -> None:
         """Count the own rows of an input."""
         cdef dense_input input_copy = rows.input
         cdef uint8_t *scratch
@@ -376,20 +377,20 @@ cdef class Counts:
         if scratch == NULL:
             raise MemoryError("no memory to count symbols")
 
-    def table_set(self, Input like not None, int base) -> bytes:
-        """The bytes of a set with the dtype and rotary parameters of `like`; what was counted is used up."""
+    def table_set(self, EncoderRows template not None, int base) -> bytes:
+        """The bytes of a set with the dtype and rotary parameters of `template`; what was counted is used up."""
         cdef size_t size, cluster_bytes = dense_cluster_scratch_bytes()
         cdef uint8_t *memory
         cdef Workspace ws = acquire(False, False)
         try:
             with nogil:
                 memory = ws.get_buffer(
-                    0, cluster_bytes + SET_HEADER_BYTES + MAX_MODEL_BYTES + 4 * <size_t>like.input.rotary.dims
+                    0, cluster_bytes + SET_HEADER_BYTES + MAX_MODEL_BYTES + 4 * <size_t>template.input.rotary.dims
                     + PAD_BYTES)
                 if memory != NULL:
                     size = dense_write_table_set(
-                        like.input.kernels, self.native, like.input.shape.dtype, base, &like.input.rotary, memory,
-                        memory + cluster_bytes)
+                        template.input.kernels, self.native, template.input.shape.dtype, base, &template.input.rotary,
+                        memory, memory + cluster_bytes)
             if memory == NULL:
                 raise MemoryError("no memory for a table set")
             return PyBytes_FromStringAndSize(<char *>memory + cluster_bytes, size)

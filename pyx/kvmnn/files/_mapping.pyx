@@ -18,13 +18,13 @@ cdef extern from "guard.h" nogil:
     void kv_unmap(void *address, size_t nbytes)
 
 
-cdef class Watch:
+cdef class DamageMonitor:
     """Whether a mapping was damaged; remembers it when the mapping is gone."""
 
     cdef kv_region *_region
 
     @property
-    def damaged(self) -> bool:
+    def is_damaged(self) -> bool:
         """Whether a page could not be read: zeros stand in its place and in that of all behind it."""
         return self._region != NULL and kv_is_damaged(self._region)
 
@@ -33,7 +33,7 @@ cdef class Watch:
             kv_release(self._region)
 
 
-cdef class Mapping:
+cdef class FileMapping:
     """The first `nbytes` bytes (at least 1) of an open file as a read-only buffer; `fileno` is a descriptor of its own.
 
     Raises
@@ -42,7 +42,7 @@ cdef class Mapping:
         When the file cannot be mapped.
     """
 
-    cdef readonly Watch watch
+    cdef readonly DamageMonitor monitor
     cdef readonly Py_ssize_t nbytes
     cdef object __weakref__
     cdef void *_address
@@ -58,14 +58,14 @@ cdef class Mapping:
         if self._address == NULL:
             PyErr_SetFromErrno(OSError)
         self.nbytes = nbytes
-        self.watch = Watch.__new__(Watch)
-        self.watch._region = kv_watch(self._address, nbytes)
-        if self.watch._region == NULL:
+        self.monitor = DamageMonitor.__new__(DamageMonitor)
+        self.monitor._region = kv_watch(self._address, nbytes)
+        if self.monitor._region == NULL:
             raise MemoryError
 
     def __dealloc__(self):
-        if self.watch is not None and self.watch._region != NULL:
-            kv_unwatch(self.watch._region)
+        if self.monitor is not None and self.monitor._region != NULL:
+            kv_unwatch(self.monitor._region)
         if self._address != NULL:
             kv_unmap(self._address, self.nbytes)
         if self._is_open:
@@ -78,6 +78,6 @@ cdef class Mapping:
         """The descriptor of the file, open as long as the mapping."""
         return self._fd
 
-    def drop(self, Py_ssize_t offset, Py_ssize_t nbytes) -> None:
+    def release_pages(self, Py_ssize_t offset, Py_ssize_t nbytes) -> None:
         """Let go of pages: `offset` is a multiple of the page's size, and the range lies within the mapping."""
         kv_release_pages(<char *> self._address + offset, nbytes)

@@ -15,12 +15,12 @@ from json.decoder import scanstring
 from kvmnn.arrays.valid_names import shorten_name
 from kvmnn.errors import SourceError
 
-SHORTEST_ENTRY = 47
+MIN_ENTRY_BYTES = 47
 """Bytes of ``"":{"dtype":"","shape":[],"data_offsets":[0,0]}``: no header has more tensors than its bytes by this."""
-MAX_METADATA = 16 << 20
+MAX_METADATA_BYTES = 16 << 20
 """Bytes of all of ``__metadata__``."""
 MAX_METADATA_ENTRIES = 1 << 16
-MAX_NAME = 1 << 20
+MAX_NAME_BYTES = 1 << 20
 """Bytes of a name as it is written; far fewer are an array's, which others check."""
 
 cdef enum:
@@ -164,7 +164,7 @@ cdef class HeaderScanner:
         if self.accept(b"}"):
             return entries
         while True:
-            self.skip_string(MAX_METADATA)
+            self.skip_string(MAX_METADATA_BYTES)
             key = self.decode_string()
             if key in entries:
                 raise self.make_error(f"the name {shorten_name(key)} appears twice")
@@ -172,11 +172,11 @@ cdef class HeaderScanner:
             if not self.accept(b'"'):
                 raise SourceError(message)
             self.pos -= 1
-            self.skip_string(MAX_METADATA)
+            self.skip_string(MAX_METADATA_BYTES)
             entries[key] = self.decode_string()
-            if self.pos - start > MAX_METADATA or len(entries) > MAX_METADATA_ENTRIES:
+            if self.pos - start > MAX_METADATA_BYTES or len(entries) > MAX_METADATA_ENTRIES:
                 raise SourceError(
-                    f"{self.label}: __metadata__ is above the limit of {MAX_METADATA} bytes "
+                    f"{self.label}: __metadata__ is above the limit of {MAX_METADATA_BYTES} bytes "
                     f"and {MAX_METADATA_ENTRIES} entries"
                 )
             if self.accept(b"}"):
@@ -186,11 +186,11 @@ cdef class HeaderScanner:
 
 def scan(
     bytes header not None,
-    str where not None,
+    str label not None,
     dict sizes not None,
-    uint32_t[:, ::1] places not None,
-    uint8_t[::1] kinds not None,
-    int64_t[:, ::1] numbers not None,
+    uint32_t[:, ::1] positions not None,
+    uint8_t[::1] dtype_codes not None,
+    int64_t[:, ::1] offsets_and_hashes not None,
 ):
     """Read a whole header, and write what its tensors are, in its order, into the columns of arrays.
 
@@ -198,16 +198,16 @@ def scan(
     ----------
     header
         Its bytes, below 4 GiB.
-    where
+    label
         Begins the messages.
     sizes
         Bytes of an element of each dtype that is known (str to int).
-    places
-        ``[3, capacity]``: where the name begins and its bytes as written (for `strings_at`), where the shape begins
-        (for `shape_position`).
-    kinds
+    positions
+        ``[3, capacity]``: where the name begins and its bytes as written (for `read_strings_at`), where the shape
+        begins (for `read_shape_at`).
+    dtype_codes
         ``[capacity]``: the dtype, by its place in the list that is returned.
-    numbers
+    offsets_and_hashes
         ``[3, capacity]``: both data_offsets, and the hash of the name.
 
     Returns
@@ -220,8 +220,8 @@ def scan(
         For what is no such header, and for a shape whose bytes are not those between the offsets. Names that appear
         twice are not looked for.
     """
-    cdef HeaderScanner scanner = HeaderScanner(header, where)
-    cdef Py_ssize_t count = 0, capacity = min(kinds.shape[0], places.shape[1], numbers.shape[1])
+    cdef HeaderScanner scanner = HeaderScanner(header, label)
+    cdef Py_ssize_t count = 0, capacity = min(dtype_codes.shape[0], positions.shape[1], offsets_and_hashes.shape[1])
     cdef Py_ssize_t rank = 0, i, dtype_begin = 0, dtype_length = -1, name_begin, name_length
     cdef int keys_seen, key, dtype_code = 0
     cdef bint is_empty, is_too_large
@@ -233,11 +233,11 @@ def scan(
     metadata = None
     if not scanner.accept(b"{"):
         raise scanner.make_error("expected '{'") if scanner.pos == scanner.size else SourceError(
-            f"{where}: the header is not a JSON object")
+            f"{label}: the header is not a JSON object")
     if scanner.accept(b"}"):
         return _finish_scan(scanner, 0, [], {})
     while True:
-        scanner.skip_string(MAX_NAME)
+        scanner.skip_string(MAX_NAME_BYTES)
         if scanner.string_equals(b"__metadata__", 12):
             if metadata is not None:
                 raise scanner.make_error("the name '__metadata__' appears twice")
@@ -253,7 +253,7 @@ def scan(
                     name, f"is not an object of dtype, shape and data_offsets (offset {scanner.pos})")
             keys_seen = 0
             while True:
-                scanner.skip_string(MAX_NAME)
+                scanner.skip_string(MAX_NAME_BYTES)
                 if scanner.string_equals(b"dtype", 5):
                     key = DTYPE
                 elif scanner.string_equals(b"shape", 5):
@@ -314,13 +314,13 @@ def scan(
                                                                                   offsets[1] - offsets[0]))
             if count == capacity:
                 raise scanner.make_error(f"more than {capacity} tensors")
-            places[0, count] = <uint32_t>name_begin
-            places[1, count] = <uint32_t>name_length
-            places[2, count] = shape_position
-            kinds[count] = <uint8_t>dtype_code
-            numbers[0, count] = offsets[0]
-            numbers[1, count] = offsets[1]
-            numbers[2, count] = hash(name)
+            positions[0, count] = <uint32_t>name_begin
+            positions[1, count] = <uint32_t>name_length
+            positions[2, count] = shape_position
+            dtype_codes[count] = <uint8_t>dtype_code
+            offsets_and_hashes[0, count] = offsets[0]
+            offsets_and_hashes[1, count] = offsets[1]
+            offsets_and_hashes[2, count] = hash(name)
             count += 1
         if scanner.accept(b"}"):
             return _finish_scan(scanner, count, list(codes), metadata or {})
@@ -349,12 +349,12 @@ cdef tuple _read_shape(HeaderScanner scanner, Py_ssize_t begin):
     return tuple([shape[i] for i in range(rank)])
 
 
-def shape_at(bytes header not None, Py_ssize_t begin):
+def read_shape_at(bytes header not None, Py_ssize_t begin):
     """The shape that `scan` found at a place of the same header."""
     return _read_shape(HeaderScanner(header, ""), begin)
 
 
-def strings_at(bytes header not None, const uint32_t[:] begins not None, const uint32_t[:] lengths not None):
+def read_strings_at(bytes header not None, const uint32_t[:] begins not None, const uint32_t[:] lengths not None):
     """The strings that `scan` found at places of the same header, as a list."""
     cdef HeaderScanner scanner = HeaderScanner(header, "")
     cdef Py_ssize_t i

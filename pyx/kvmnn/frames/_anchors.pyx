@@ -29,35 +29,36 @@ cdef enum:
 cdef uint64_t HASH_MULTIPLIER = <uint64_t>0x9E3779B97F4A7C15
 
 
-def anchors(
-    const uint8_t[::1] data not None, int stride, const int64_t[::1] begins not None, size_t window,
-    uint64_t[::1] numbers not None, int64_t[::1] places not None
+def sample_hashes(
+    const uint8_t[::1] data not None, int itemsize, const int64_t[::1] window_starts not None, size_t window_elements,
+    uint64_t[::1] hashes not None, int64_t[::1] positions not None
 ) -> int:
     """Write a number for each of the chosen places, the same for the same 8 words, and the place; how many they are.
     None that begins with eight bytes of zeros is chosen.
 
-    `begins`: of windows of `window` words. No more are chosen than both outputs have room for.
+    `window_starts`: of windows of `window_elements` words. No more are chosen than both outputs have room for.
     """
-    cdef size_t count = 0, end, pos, num_elements = data.shape[0] // stride, num_chunks = stride, chunk
-    cdef size_t capacity = min(numbers.shape[0], places.shape[0])
-    cdef Py_ssize_t i, n = begins.shape[0]
+    cdef size_t count = 0, end, pos, num_elements = data.shape[0] // itemsize, num_chunks = itemsize, chunk
+    cdef size_t capacity = min(hashes.shape[0], positions.shape[0])
+    cdef Py_ssize_t i, n = window_starts.shape[0]
     cdef const uint8_t *p
     cdef uint64_t hash_value, next_bits
-    if stride != 2 and stride != 4 or window < HASHED_ELEMENTS:
+    if itemsize != 2 and itemsize != 4 or window_elements < HASHED_ELEMENTS:
         raise KvmnnError(
-            f"windows of {window} words of {stride} bytes: expected {HASHED_ELEMENTS} words of 2 or 4 at least")
+            f"windows of {window_elements} words of {itemsize} bytes: expected {HASHED_ELEMENTS} words of 2 or 4 "
+            "at least")
     for i in range(n):
-        if not 0 <= begins[i] <= <int64_t>num_elements - <int64_t>window:
-            raise KvmnnError(f"a window at {begins[i]} of {num_elements} words: not there")
+        if not 0 <= window_starts[i] <= <int64_t>num_elements - <int64_t>window_elements:
+            raise KvmnnError(f"a window at {window_starts[i]} of {num_elements} words: not there")
     with nogil:
         for i in range(n):
             if i + PREFETCH_WINDOWS < n:
-                p = &data[0] + begins[i + PREFETCH_WINDOWS] * stride
+                p = &data[0] + window_starts[i + PREFETCH_WINDOWS] * itemsize
                 prefetch(p)
-                prefetch(p + (window - 1) * stride)
-            pos, end = begins[i], begins[i] + window - HASHED_ELEMENTS + 1
+                prefetch(p + (window_elements - 1) * itemsize)
+            pos, end = window_starts[i], window_starts[i] + window_elements - HASHED_ELEMENTS + 1
             while pos < end:
-                p = &data[0] + pos * stride
+                p = &data[0] + pos * itemsize
                 memcpy(&hash_value, p, sizeof(hash_value))
                 hash_value *= HASH_MULTIPLIER
                 if hash_value and hash_value >> (64 - SELECTION_BITS) == 0 and count < capacity:  # zeros would take all
@@ -65,16 +66,16 @@ def anchors(
                     for chunk in range(1, num_chunks):
                         memcpy(&next_bits, p + chunk * sizeof(next_bits), sizeof(next_bits))
                         hash_value = (hash_value ^ next_bits) * HASH_MULTIPLIER
-                    numbers[count] = hash_value
-                    places[count] = pos
+                    hashes[count] = hash_value
+                    positions[count] = pos
                     count += 1
                 pos += 1
     return count
 
 
-def again(const uint64_t[::1] numbers not None) -> int:
+def count_duplicates(const uint64_t[::1] hashes not None) -> int:
     """How many numbers are there before as well, or more than that where very many fall together in a table."""
-    cdef size_t n = numbers.shape[0], num_slots = 2, i, slot, last_slot, num_duplicates = 0
+    cdef size_t n = hashes.shape[0], num_slots = 2, i, slot, last_slot, num_duplicates = 0
     cdef int bits = 1
     cdef uint64_t hash_value
     cdef uint64_t *table
@@ -88,7 +89,7 @@ def again(const uint64_t[::1] numbers not None) -> int:
         with nogil:
             memset(table, 0, num_slots * sizeof(uint64_t))  # a 0 is an empty slot; the number 0 is counted as 1
             for i in range(n):
-                hash_value = max(numbers[i], <uint64_t>1)
+                hash_value = max(hashes[i], <uint64_t>1)
                 slot = (hash_value ^ hash_value >> 29) * HASH_MULTIPLIER >> (64 - bits)
                 last_slot = slot + MAX_PROBES
                 while (

@@ -1,6 +1,6 @@
 """Frames of MNN's lossless codec, taken apart under the verdicts of MNN's own decoder.
 
-Word sizes are called `stride`: 2 for the FP16 container (lanes lo, hi), 4 for the FP32 container (lanes 0 to 3).
+Word sizes are called `itemsize`: 2 for the FP16 container (lanes lo, hi), 4 for the FP32 container (lanes 0 to 3).
 """
 
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
@@ -100,55 +100,55 @@ cdef object make_payload_error(StreamHeader header, str label):
     )
 
 
-def lane_name(int stride, int lane) -> str:
-    return ("lo", "hi")[lane] if stride == 2 else f"lane{lane}"
+def get_lane_name(int itemsize, int lane) -> str:
+    return ("lo", "hi")[lane] if itemsize == 2 else f"lane{lane}"
 
 
-cdef class Frame:
+cdef class ParsedFrame:
     """A frame whose headers have been checked, and its lanes once they are decoded.
 
-    `stride` 0 finds the container: the number of streams that fill the bytes exactly and agree with the word count.
+    `itemsize` 0 finds the container: the number of streams that fill the bytes exactly and agree with the word count.
     """
     cdef const uint8_t[::1] data
-    cdef readonly int stride
-    cdef readonly size_t words
+    cdef readonly int itemsize
+    cdef readonly size_t num_elements
     cdef StreamHeader streams[4]
     cdef int allowed_codecs
     cdef Workspace ws
     cdef uint8_t *scratch
 
-    def __init__(self, const uint8_t[::1] data not None, int stride, int allow):
+    def __init__(self, const uint8_t[::1] data not None, int itemsize, int allowed_codecs):
         cdef size_t n = data.shape[0], pos = 4
-        cdef int lane, max_lanes = 4 if stride == 0 else stride
+        cdef int lane, max_lanes = 4 if itemsize == 0 else itemsize
         self.data = data
-        self.allowed_codecs = allow
+        self.allowed_codecs = allowed_codecs
         if n < 4:
             raise FrameError(f"frame: {n} bytes: expected at least 4 (the word count)")
-        self.words = load_le32(&data[0])
-        if self.words == 0:
+        self.num_elements = load_le32(&data[0])
+        if self.num_elements == 0:
             raise FrameError("frame at offset 0: word count 0: expected at least 1")
         lane = 0
-        while lane < max_lanes and not (stride == 0 and lane == 2 and pos == n):
+        while lane < max_lanes and not (itemsize == 0 and lane == 2 and pos == n):
             label = f"stream {lane}"
             try:
-                self.streams[lane] = parse_stream(&data[0], n, pos, allow, label)
+                self.streams[lane] = parse_stream(&data[0], n, pos, allowed_codecs, label)
             except FrameError as error:
-                if stride or lane < 2:
+                if itemsize or lane < 2:
                     raise
                 raise FrameError(
                     f"frame: after the two streams of an FP16 frame, at offset {pos}, there are {n - pos} more bytes, "
                     f"but not the two more streams of an FP32 frame ({error})"
                 ) from None
-            if self.streams[lane].raw_len != self.words:
+            if self.streams[lane].raw_len != self.num_elements:
                 raise FrameError(
                     f"{label} at offset {pos}: raw_len {self.streams[lane].raw_len}: "
-                    f"expected the word count {self.words}"
+                    f"expected the word count {self.num_elements}"
                 )
             pos = self.streams[lane].offset + self.streams[lane].payload_len
             lane += 1
         if pos != n:
             raise FrameError(f"frame: {n - pos} bytes after its last stream, which ends at offset {pos}")
-        self.stride = lane
+        self.itemsize = lane
 
     def __dealloc__(self):
         self.close()
@@ -165,55 +165,56 @@ cdef class Frame:
         cdef int lane, bad_lane = -1
         self.reserve()
         with nogil:
-            for lane in range(self.stride):
+            for lane in range(self.itemsize):
                 if not self.streams[lane].is_raw_payload and not decode_payload(
-                    self.ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.words
+                    self.ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.num_elements
                 ):
                     bad_lane = lane
                     break
         if bad_lane >= 0:
-            raise make_payload_error(self.streams[bad_lane], lane_name(self.stride, bad_lane))
+            raise make_payload_error(self.streams[bad_lane], get_lane_name(self.itemsize, bad_lane))
 
     def reserve(self) -> None:
         """Take the memory of the lanes, so that `decode_lane` may run on several threads."""
         if self.ws is None:
             self.ws = acquire(False, True)
-            self.scratch = self.ws.get_buffer(0, self.words * <size_t>self.stride)
+            self.scratch = self.ws.get_buffer(0, self.num_elements * <size_t>self.itemsize)
             if self.scratch == NULL:
-                raise MemoryError(f"no memory to decode {self.words * <size_t>self.stride} bytes")
+                raise MemoryError(f"no memory to decode {self.num_elements * <size_t>self.itemsize} bytes")
 
     def decode_lane(self, int lane) -> None:
         """Decode one lane after `reserve`."""
         cdef bint is_ok
-        if self.ws is None or not 0 <= lane < self.stride:
-            raise KvmnnError(f"lane {lane}: reserve() first, expected 0 to {self.stride - 1}")
+        if self.ws is None or not 0 <= lane < self.itemsize:
+            raise KvmnnError(f"lane {lane}: reserve() first, expected 0 to {self.itemsize - 1}")
         if self.streams[lane].is_raw_payload:
             return
         cdef Workspace ws = acquire(False, True)
         with nogil:
-            is_ok = decode_payload(ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.words)
+            is_ok = decode_payload(
+                ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.num_elements)
         release(ws)
         if not is_ok:
-            raise make_payload_error(self.streams[lane], lane_name(self.stride, lane))
+            raise make_payload_error(self.streams[lane], get_lane_name(self.itemsize, lane))
 
     def join(self, uint8_t[:, :] out not None) -> None:
         """Write the decoded words to the rows of `out`, each contiguous, which together have exactly their bytes."""
         cdef LaneReader readers[4]
         cdef Py_ssize_t row
-        cdef size_t num_elements = out.shape[1] // self.stride
+        cdef size_t num_elements = out.shape[1] // self.itemsize
         if out.shape[1] > 1 and out.strides[1] != 1:
             raise KvmnnError(f"rows with a stride of {out.strides[1]}: expected contiguous ones")
-        if num_elements * <size_t>self.stride != <size_t>out.shape[1]:
-            raise KvmnnError(f"rows of {out.shape[1]} bytes: expected words of {self.stride}")
+        if num_elements * <size_t>self.itemsize != <size_t>out.shape[1]:
+            raise KvmnnError(f"rows of {out.shape[1]} bytes: expected words of {self.itemsize}")
         self.start_readers(out.shape[0] * out.shape[1], readers)
         if self.overlaps(&out[0, 0], &out[out.shape[0] - 1, 0], out.shape[1]):
             self.copy_raw_lanes()
             self.start_readers(out.shape[0] * out.shape[1], readers)
         with nogil:
             for row in range(out.shape[0]):
-                join_next(readers, num_elements, self.stride, &out[row, 0])
+                join_next(readers, num_elements, self.itemsize, &out[row, 0])
 
-    def join_whole(self, out not None) -> bool:
+    def join_contiguous(self, out not None) -> bool:
         """`join` to an array whose bytes lie together; False, and nothing done, where they do not, are not to be
         written to, are another number, or the frame lies among them. A view of rows would take as long as a short
         frame."""
@@ -228,12 +229,13 @@ cdef class Frame:
         try:
             target = <uint8_t *>view.buf
             is_fitting = (
-                <size_t>view.len == self.words * <size_t>self.stride and not self.overlaps(target, target, view.len)
+                <size_t>view.len == self.num_elements * <size_t>self.itemsize
+                and not self.overlaps(target, target, view.len)
             )
             if is_fitting:
                 self.start_readers(view.len, readers)
                 with nogil:
-                    join_next(readers, self.words, self.stride, target)
+                    join_next(readers, self.num_elements, self.itemsize, target)
             return is_fitting
         finally:
             PyBuffer_Release(&view)
@@ -242,11 +244,11 @@ cdef class Frame:
         """Whether the decoded words are exactly the bytes of `raw`."""
         cdef LaneReader readers[4]
         cdef bint is_equal
-        if <size_t>raw.shape[0] != self.words * <size_t>self.stride:
+        if <size_t>raw.shape[0] != self.num_elements * <size_t>self.itemsize:
             return False
         self.start_readers(raw.shape[0], readers)
         with nogil:
-            is_equal = compare_next(readers, self.words, self.stride, &raw[0])
+            is_equal = compare_next(readers, self.num_elements, self.itemsize, &raw[0])
         return is_equal
 
     cdef bint overlaps(self, const uint8_t *first, const uint8_t *last, size_t row_bytes) noexcept:
@@ -259,9 +261,10 @@ cdef class Frame:
     cdef void copy_raw_lanes(self) noexcept:
         """Bring all lanes into memory of our own."""
         cdef int lane
-        for lane in range(self.stride):
+        for lane in range(self.itemsize):
             if self.streams[lane].is_raw_payload:
-                decode_payload(self.ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.words)
+                decode_payload(
+                    self.ws, &self.data[0], self.streams[lane], self.scratch + <size_t>lane * self.num_elements)
                 self.streams[lane].is_raw_payload = False
 
     cdef int start_readers(self, size_t n, LaneReader *readers) except -1:
@@ -269,57 +272,60 @@ cdef class Frame:
         cdef int lane
         if self.ws is None:
             raise KvmnnError("the frame is not decoded")
-        if n != self.words * <size_t>self.stride:
-            raise KvmnnError(f"a buffer of {n} bytes: expected {self.words * <size_t>self.stride}")
-        for lane in range(self.stride):
-            readers[lane].zero_buffer = self.scratch + <size_t>lane * self.words
-            readers[lane].num_elements = self.words
+        if n != self.num_elements * <size_t>self.itemsize:
+            raise KvmnnError(f"a buffer of {n} bytes: expected {self.num_elements * <size_t>self.itemsize}")
+        for lane in range(self.itemsize):
+            readers[lane].zero_buffer = self.scratch + <size_t>lane * self.num_elements
+            readers[lane].num_elements = self.num_elements
             readers[lane].cursor = readers[lane].zero_buffer
-            readers[lane].remaining = 0 if self.streams[lane].is_raw_payload else self.words
+            readers[lane].remaining = 0 if self.streams[lane].is_raw_payload else self.num_elements
             readers[lane].payload = &self.data[self.streams[lane].offset]
             readers[lane].size = self.streams[lane].payload_len
             readers[lane].next_offset = 0
             readers[lane].is_last_block = True
         return 0
 
-    def stream(self, int lane) -> tuple:
+    def get_stream(self, int lane) -> tuple:
         """`(mode, codec, raw_len, payload_len, payload offset)` of one lane."""
         cdef StreamHeader header = self.streams[lane]
         return header.mode, header.codec, header.raw_len, header.payload_len, header.offset
 
-    def lane_entropy(self, int lane) -> float:
+    def compute_lane_entropy(self, int lane) -> float:
         """Order-0 entropy of a decoded lane in bits per byte."""
         cdef uint64_t counts[256]
         cdef LaneReader readers[4]
-        self.start_readers(self.words * <size_t>self.stride, readers)
+        self.start_readers(self.num_elements * <size_t>self.itemsize, readers)
         memset(counts, 0, sizeof(counts))
         with nogil:
-            count_next(&readers[lane], self.words, counts)
+            count_next(&readers[lane], self.num_elements, counts)
         return compute_entropy(counts)
 
 
-def decode_into(tuple frames, int stride, int allow, frames_sum, uint8_t[:, :, :, :] out not None) -> None:
+def decode_into(
+    tuple frames, int itemsize, int allowed_codecs, frames_checksum, uint8_t[:, :, :, :] out not None
+) -> None:
     """Decode frame i into ``out[i]``, ``[row, token, byte]``, whose last two axes are contiguous.
 
-    Nothing is written unless all frames decode, to exactly their part of `out`. `frames_sum`, where it is not None, is
-    compared with their checksum, which goes on from frame to frame, when all is written: they are in the cache then.
+    Nothing is written unless all frames decode, to exactly their part of `out`. `frames_checksum`, where it is not
+    None, is compared with their checksum, which goes on from frame to frame, when all is written: they are in the cache
+    then.
     """
     cdef LaneReader readers[4]
     cdef Py_ssize_t index, row, row_bytes = out.shape[2] * out.shape[3]
-    cdef size_t num_elements = row_bytes // stride, size = <size_t>out.shape[1] * row_bytes
+    cdef size_t num_elements = row_bytes // itemsize, size = <size_t>out.shape[1] * row_bytes
     cdef uint64_t checksum = 0
-    cdef Frame frame
+    cdef ParsedFrame frame
     cdef list parsed_frames = []
     if len(frames) != out.shape[0]:
         raise KvmnnError(f"{len(frames)} frames: expected {out.shape[0]}")
     if (out.shape[3] > 1 and out.strides[3] != 1) or (out.shape[2] > 1 and out.strides[2] != out.shape[3]):
         raise KvmnnError(f"out has strides {out.strides[2]}, {out.strides[3]}: expected contiguous tokens")
-    if row_bytes % stride:
-        raise KvmnnError(f"rows of {row_bytes} bytes: expected words of {stride}")
+    if row_bytes % itemsize:
+        raise KvmnnError(f"rows of {row_bytes} bytes: expected words of {itemsize}")
     for data in frames:
-        frame = Frame(data, stride, allow)
-        if frame.words * <size_t>stride != size:
-            raise KvmnnError(f"out has {size} bytes: the frame holds {frame.words * stride}")
+        frame = ParsedFrame(data, itemsize, allowed_codecs)
+        if frame.num_elements * <size_t>itemsize != size:
+            raise KvmnnError(f"out has {size} bytes: the frame holds {frame.num_elements * itemsize}")
         frame.decode()
         parsed_frames.append(frame)
     for index in range(out.shape[0]):
@@ -327,11 +333,11 @@ def decode_into(tuple frames, int stride, int allow, frames_sum, uint8_t[:, :, :
         frame.start_readers(size, readers)
         with nogil:
             for row in range(out.shape[1]):
-                join_next(readers, num_elements, stride, &out[index, row, 0, 0])
+                join_next(readers, num_elements, itemsize, &out[index, row, 0, 0])
         frame.close()
-        if frames_sum is not None:
+        if frames_checksum is not None:
             checksum = continue_checksum(frames[index], checksum)
-    if frames_sum is not None and checksum != <uint64_t>frames_sum:
+    if frames_checksum is not None and checksum != <uint64_t>frames_checksum:
         raise FrameError("the frames do not match their checksum")
 
 
@@ -369,42 +375,43 @@ cdef int check_checksum(const uint8_t[::1] data, uint64_t expected) except -1:
     return 0
 
 
-def decode_checked(
-    const uint8_t[::1] data not None, int stride, int allow, uint64_t frame_sum, uint64_t raw_sum,
+def decode_verified(
+    const uint8_t[::1] data not None, int itemsize, int allowed_codecs, uint64_t frame_checksum, uint64_t rows_checksum,
     uint8_t[:, :] out not None
 ) -> None:
     """Decode a frame to the rows of `out`, each contiguous, and compare both checksums while the bytes are at hand.
 
-    `frame_sum` is over the frame, `raw_sum` goes on from row to row. `out` is written only where `frame_sum` is right,
-    which is found after decoding: the frame is in the cache then.
+    `frame_checksum` is over the frame, `rows_checksum` goes on from row to row. `out` is written only where
+    `frame_checksum` is right, which is found after decoding: the frame is in the cache then.
     """
     cdef LaneReader readers[4]
-    cdef Frame frame
+    cdef ParsedFrame frame
     cdef Py_ssize_t row
-    cdef size_t num_elements = out.shape[1] // stride
+    cdef size_t num_elements = out.shape[1] // itemsize
     cdef uint64_t checksum
     if out.shape[1] > 1 and out.strides[1] != 1:
         raise KvmnnError(f"rows with a stride of {out.strides[1]}: expected contiguous ones")
     try:
-        frame = Frame(data, stride, allow)
-        if num_elements * stride != <size_t>out.shape[1] or frame.words != num_elements * <size_t>out.shape[0]:
-            raise FrameError(f"the frame holds {frame.words * stride} bytes: expected {out.shape[0] * out.shape[1]}")
+        frame = ParsedFrame(data, itemsize, allowed_codecs)
+        if num_elements * itemsize != <size_t>out.shape[1] or frame.num_elements != num_elements * <size_t>out.shape[0]:
+            raise FrameError(
+                f"the frame holds {frame.num_elements * itemsize} bytes: expected {out.shape[0] * out.shape[1]}")
         frame.decode()
     except FrameError:
-        check_checksum(data, frame_sum)
+        check_checksum(data, frame_checksum)
         raise
-    check_checksum(data, frame_sum)
+    check_checksum(data, frame_checksum)
     frame.start_readers(out.shape[0] * out.shape[1], readers)
     checksum = 0
     with nogil:
         for row in range(out.shape[0]):
-            checksum = join_with_checksum(readers, num_elements, stride, &out[row, 0], checksum)
+            checksum = join_with_checksum(readers, num_elements, itemsize, &out[row, 0], checksum)
     frame.close()
-    if checksum != raw_sum:
+    if checksum != rows_checksum:
         raise FrameError("the frame decodes to other words than went into it")
 
 
-def decode_stream(const uint8_t[::1] data not None, int allow) -> tuple:
+def decode_stream(const uint8_t[::1] data not None, int allowed_codecs) -> tuple:
     """The first stream of `data` and how many bytes it took; what follows it is not looked at."""
     cdef size_t n = data.shape[0]
     cdef StreamHeader header
@@ -413,7 +420,7 @@ def decode_stream(const uint8_t[::1] data not None, int allow) -> tuple:
     cdef uint8_t *target
     if n < STREAM_HEADER_BYTES:
         raise FrameError(f"stream: truncated header: {STREAM_HEADER_BYTES} bytes expected, {n} found")
-    header = parse_stream(&data[0], n, 0, allow, "stream")
+    header = parse_stream(&data[0], n, 0, allowed_codecs, "stream")
     out = PyBytes_FromStringAndSize(NULL, header.raw_len)
     if header.raw_len:
         target = <uint8_t *>PyBytes_AsString(out)

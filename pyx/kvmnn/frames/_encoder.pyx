@@ -12,7 +12,7 @@ from cpython.ref cimport Py_XDECREF
 
 from kvmnn.frames._fast_lane cimport raw_frame_size, write_raw_frame
 from kvmnn.frames._lane_streams cimport make_all_streams, make_stream, make_stream_with_rle_bound, stream_spacing
-from kvmnn.frames._room cimport Track
+from kvmnn.frames._room cimport OrderedWriter
 from kvmnn.frames._stream_header cimport (
     ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, NUM_MODES, STREAM_HEADER_BYTES, store_le32,
 )
@@ -70,8 +70,8 @@ cdef size_t encode_payload(
 ) noexcept nogil:
     """Payload of one stream: the smaller of RLE (known to take at least `min_rle_size`) and zstd, RLE at equality.
 
-    Returns its size with the payload in dst (payload_bound(num_elements) bytes), NOT_SMALLER when it does not come below
-    `limit`, or NO_MEMORY.
+    Returns its size with the payload in dst (payload_bound(num_elements) bytes), NOT_SMALLER when it does not come
+    below `limit`, or NO_MEMORY.
     """
     cdef size_t size, best = limit, capacity = payload_bound(num_elements)
     cdef bint is_found = False
@@ -165,8 +165,8 @@ cdef size_t encode_lane(
 
     `streams`: of all predictors, and the bounds of their RLE lengths, from `make_all_streams`; NULL to make them here,
     one after the other, in `scratch`, from the lane as it is in `raw`, whose bound is known, or where these are NULL
-    from `src`. dst and the slot have payload_bound(num_elements) bytes each. The first candidate is made where it stays if no
-    other is smaller, as mostly none is.
+    from `src`. dst and the slot have payload_bound(num_elements) bytes each. The first candidate is made where it stays
+    if no other is smaller, as mostly none is.
     """
     cdef const uint8_t *stream
     cdef size_t size, min_rle = 0, min_raw_rle, limit = <size_t>-3
@@ -297,47 +297,49 @@ cdef object make_encode_error(size_t code):
     return LimitError("a payload above 2^32 - 1 bytes, which is what a stream header can say: encode pieces")
 
 
-def encode(const uint8_t[::1] data not None, int stride, modes, int allow, int level) -> bytes:
+def encode(const uint8_t[::1] data not None, int itemsize, modes, int allowed_codecs, int level) -> bytes:
     """The frame of `data` on the calling thread.
 
-    `modes`: for each lane a bit set of predictors (1 raw, 2 delta_seq, 4 xor_seq). `allow`: 1 RLE, 2 zstd, 3 both.
+    `modes`: for each lane a bit set of predictors (1 raw, 2 delta_seq, 4 xor_seq). `allowed_codecs`: 1 RLE, 2 zstd, 3
+    both.
     """
-    cdef size_t num_elements = check_element_count(data.shape[0], stride)
+    cdef size_t num_elements = check_element_count(data.shape[0], itemsize)
     cdef int lane
     cdef int[4] lane_modes
-    for lane in range(stride):
+    for lane in range(itemsize):
         lane_modes[lane] = modes[lane]
-    cdef bytes frame = encode_lanes(&data[0], num_elements, stride, lane_modes, allow, level, 4)
+    cdef bytes frame = encode_lanes(&data[0], num_elements, itemsize, lane_modes, allowed_codecs, level, 4)
     store_le32(<uint8_t *>PyBytes_AsString(frame), <uint32_t>num_elements)
     return frame
 
 
-def encode_stream(const uint8_t[::1] data not None, int modes, int allow, int level=3) -> bytes:
+def encode_stream(const uint8_t[::1] data not None, int modes, int allowed_codecs, int level=3) -> bytes:
     """One stream with its header, from bytes that are no lanes of anything; an empty one is ten zero bytes."""
     if data.shape[0] == 0:
         return bytes(STREAM_HEADER_BYTES)
-    return encode_lanes(&data[0], data.shape[0], 1, &modes, allow, level, 0)
+    return encode_lanes(&data[0], data.shape[0], 1, &modes, allowed_codecs, level, 0)
 
 
-def candidate(
-    const uint8_t[::1] data not None, int stride, int lane, int mode, int allow, int level, bint sized, size_t limit
+def encode_candidate(
+    const uint8_t[::1] data not None, int itemsize, int lane, int mode, int allowed_codecs, int level,
+    bint has_content_size, size_t limit
 ):
     """One lane under one predictor: `(payload size, mode, codec, header + payload)`, or None if not below `limit`."""
-    cdef size_t num_elements = check_element_count(data.shape[0], stride), size = NO_MEMORY, min_rle = 0
+    cdef size_t num_elements = check_element_count(data.shape[0], itemsize), size = NO_MEMORY, min_rle = 0
     cdef Candidate best_candidate = Candidate(0, 0, 0)
     cdef const uint8_t *stream
     cdef uint8_t *out
     cdef PyObject *buffer = NULL
-    cdef Workspace ws = acquire(allow & ALLOW_ZSTD != 0, False)
+    cdef Workspace ws = acquire(allowed_codecs & ALLOW_ZSTD != 0, False)
     try:
         buffer = allocate_bytes(STREAM_HEADER_BYTES + payload_bound(num_elements))
         out = <uint8_t *>PyBytes_AsString(<object>buffer)
         with nogil:
-            stream = make_stream_with_rle_bound(ws, &data[0], num_elements, stride, lane, mode, &min_rle)
+            stream = make_stream_with_rle_bound(ws, &data[0], num_elements, itemsize, lane, mode, &min_rle)
             if stream != NULL:
                 size = encode_payload(
-                    ws, stream, num_elements, mode, allow, level, sized, limit, min_rle, out + STREAM_HEADER_BYTES,
-                    &best_candidate)
+                    ws, stream, num_elements, mode, allowed_codecs, level, has_content_size, limit, min_rle, out
+                    + STREAM_HEADER_BYTES, &best_candidate)
             if size != NO_MEMORY and best_candidate.size > U32_MAX:
                 size = PAYLOAD_TOO_LONG
             if size < PAYLOAD_TOO_LONG:
@@ -355,37 +357,37 @@ def candidate(
         release(ws)
 
 
-def bound(size_t n) -> int:
+def max_zstd_bytes(size_t n) -> int:
     """Bytes that no zstd frame of n bytes passes."""
     return zstd.bound(n)
 
 
 def write_payload(
-    Track track not None, Py_ssize_t piece, size_t most, const uint8_t[::1] data not None, int stride, size_t begin,
-    size_t end, int lane, int mode, int level
+    OrderedWriter writer not None, Py_ssize_t segment, size_t capacity, const uint8_t[::1] data not None, int itemsize,
+    size_t begin, size_t end, int lane, int mode, int level
 ) -> int:
     """The zstd frame of the words from `begin` to `end` of one lane, under one predictor over the whole lane, as
-    a segment of the writer that has room for `most` bytes; how long it is. Without a predictor raw blocks, where libzstd
-    needs more.
+    a segment of the writer that has room for `capacity` bytes; how long it is. Without a predictor raw blocks, where
+    libzstd needs more.
     """
-    cdef size_t num_elements = check_element_count(data.shape[0], stride), size = NO_MEMORY
+    cdef size_t num_elements = check_element_count(data.shape[0], itemsize), size = NO_MEMORY
     cdef uint8_t *stream
     cdef uint8_t *out
     cdef uint8_t previous_byte
-    if not begin < end <= num_elements or not 0 <= lane < stride or not 0 <= mode < NUM_MODES:
-        raise KvmnnError(f"words {begin} to {end} of {num_elements}, lane {lane} of {stride}, mode {mode}: not there")
-    if most < (raw_frame_size(end - begin) if mode == KVMNN_MODE_RAW else zstd.bound(end - begin)):
-        raise KvmnnError(f"{most} bytes for a payload of {end - begin} words: too few")
-    out = track.room.pointer_at(track.acquire_offset(piece), most)
+    if not begin < end <= num_elements or not 0 <= lane < itemsize or not 0 <= mode < NUM_MODES:
+        raise KvmnnError(f"words {begin} to {end} of {num_elements}, lane {lane} of {itemsize}, mode {mode}: not there")
+    if capacity < (raw_frame_size(end - begin) if mode == KVMNN_MODE_RAW else zstd.bound(end - begin)):
+        raise KvmnnError(f"{capacity} bytes for a payload of {end - begin} words: too few")
+    out = writer.buffer.pointer_at(writer.acquire_offset(segment), capacity)
     cdef Workspace ws = acquire(True, False)
     try:
         with nogil:
-            stream = <uint8_t *>make_stream(ws, &data[begin * stride], end - begin, stride, lane, mode)
+            stream = <uint8_t *>make_stream(ws, &data[begin * itemsize], end - begin, itemsize, lane, mode)
             if stream != NULL:
                 if begin and mode != KVMNN_MODE_RAW:
-                    previous_byte = data[(begin - 1) * stride + lane]
+                    previous_byte = data[(begin - 1) * itemsize + lane]
                     stream[0] = stream[0] - previous_byte if mode == KVMNN_MODE_DELTA else stream[0] ^ previous_byte
-                size = zstd.compress(ws.cctx, out, most, stream, end - begin, level)
+                size = zstd.compress(ws.cctx, out, capacity, stream, end - begin, level)
                 if is_dst_too_small(size) and mode == KVMNN_MODE_RAW:
                     write_raw_frame(stream, end - begin, 1, 0, False, out)
                     size = raw_frame_size(end - begin)
@@ -393,19 +395,19 @@ def write_payload(
         release(ws)
     if zstd.is_error(size):
         raise make_encode_error(NO_MEMORY)
-    track.commit(piece, size)
+    writer.commit(segment, size)
     return size
 
 
-def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> list:
+def select_modes(const uint8_t[::1] data not None, int itemsize, modes) -> list:
     """For each lane a bit set with the one predictor that effort "balanced" takes."""
-    cdef size_t num_elements = check_element_count(data.shape[0], stride)
+    cdef size_t num_elements = check_element_count(data.shape[0], itemsize)
     cdef int lane, mode, lane_modes
     cdef list selected = []
-    for lane in range(stride):
+    for lane in range(itemsize):
         lane_modes = modes[lane]
         with nogil:
-            mode = select_mode(&data[0], num_elements, stride, lane, lane_modes)
+            mode = select_mode(&data[0], num_elements, itemsize, lane, lane_modes)
         selected.append(1 << mode)
     return selected
 

@@ -17,7 +17,7 @@ from kvmnn.frames._fast_lane cimport (
     encode_lane, gather_lanes, max_payload_size, raw_frame_size, sample_lanes, select_encoding, try_alternatives,
     write_raw_frame,
 )
-from kvmnn.frames._room cimport Track
+from kvmnn.frames._room cimport OrderedWriter
 from kvmnn.frames._stream_header cimport CODEC_ZSTD, NUM_MODES, STREAM_HEADER_BYTES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_RAW, MIN_BYPASS_BYTES, lane_kernels
 from kvmnn.frames._workspace cimport Workspace, acquire, allocate_bytes, release, shrink_bytes
@@ -68,8 +68,8 @@ cdef bint encode_lanes(
     """The lanes of a segment, each by a predictor of its bit set in `modes`; of none, nothing. False: no memory.
 
     `has_previous`: the word before is there as well, and predictors go on from it. `streams`: where they are to stay,
-    one behind the other, with stream_capacity(num_elements) bytes each, or NULL; what has raw blocks, or predictors, is not
-    brought there.
+    one behind the other, with stream_capacity(num_elements) bytes each, or NULL; what has raw blocks, or predictors, is
+    not brought there.
     """
     cdef size_t capacity = max_payload_size(num_elements), total = 0
     cdef uint8_t *out
@@ -185,32 +185,32 @@ cdef void write_frame(
 
 # -- for Python -------------------------------------------------------------------------------------------------------
 
-def encode(const uint8_t[::1] data not None, int stride, modes) -> bytes:
+def encode(const uint8_t[::1] data not None, int itemsize, modes) -> bytes:
     """The frame of one segment of whole words, at least one of them.
 
     `modes`: for each lane a bit set of predictors (1 raw, 2 delta_seq, 4 xor_seq), which has raw.
     """
-    cdef size_t num_elements = data.shape[0] // stride, frame_size = 4
-    cdef size_t capacity = 4 + <size_t>stride * stream_capacity(num_elements)
+    cdef size_t num_elements = data.shape[0] // itemsize, frame_size = 4
+    cdef size_t capacity = 4 + <size_t>itemsize * stream_capacity(num_elements)
     cdef LaneResult[4] lane_results
     cdef uint8_t *streams = NULL
     cdef uint8_t *out
     cdef int lane
     cdef PyObject *frame = NULL
     cdef Workspace ws
-    if num_elements * <size_t>stride >= MIN_IN_PLACE_BYTES:
+    if num_elements * <size_t>itemsize >= MIN_IN_PLACE_BYTES:
         frame = allocate_bytes(capacity)
         streams = <uint8_t *>PyBytes_AsString(<object>frame) + 4
     try:
-        ws = encode_lanes_in_workspace(&data[0], num_elements, stride, False, modes, streams, lane_results)
+        ws = encode_lanes_in_workspace(&data[0], num_elements, itemsize, False, modes, streams, lane_results)
         try:
-            for lane in range(stride):
+            for lane in range(itemsize):
                 frame_size += STREAM_HEADER_BYTES + lane_results[lane].payload_size
             if frame == NULL:
                 frame = allocate_bytes(frame_size)
             out = <uint8_t *>PyBytes_AsString(<object>frame)
             with nogil:  # new pages cost as much as the copy
-                write_frame(lane_results, &data[0], num_elements, stride, out)
+                write_frame(lane_results, &data[0], num_elements, itemsize, out)
         finally:
             release(ws)
         return shrink_bytes(&frame, frame_size)
@@ -218,12 +218,12 @@ def encode(const uint8_t[::1] data not None, int stride, modes) -> bytes:
         Py_XDECREF(frame)
 
 
-def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> tuple:
+def select_modes(const uint8_t[::1] data not None, int itemsize, modes) -> tuple:
     """For each lane of whole words a bit set with the one predictor of all its segments, and one with others that may
     turn out to be better; `modes` as for `encode`."""
-    cdef size_t num_elements = data.shape[0] // stride, max_elements = min(num_elements, <size_t>MAX_TRIAL_BYTES)
+    cdef size_t num_elements = data.shape[0] // itemsize, max_elements = min(num_elements, <size_t>MAX_TRIAL_BYTES)
     cdef LaneStats[4] lane_stats
-    cdef SegmentInput segment = SegmentInput(&data[0], num_elements, stride, False, True, False, TRY_UNDECIDED)
+    cdef SegmentInput segment = SegmentInput(&data[0], num_elements, itemsize, False, True, False, TRY_UNDECIDED)
     cdef int lane, lane_modes
     cdef LaneEncoding encoding
     cdef Scratch scratch
@@ -231,13 +231,13 @@ def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> tuple:
     cdef list selected_modes = [], alternatives = []
     cdef Workspace ws = acquire(True, False)
     try:
-        if not sample_lanes(&data[0], num_elements, stride, lane_stats):
-            return [1 << KVMNN_MODE_RAW] * stride, [0] * stride
+        if not sample_lanes(&data[0], num_elements, itemsize, lane_stats):
+            return [1 << KVMNN_MODE_RAW] * itemsize, [0] * itemsize
         slots[0] = ws.get_buffer(1, 2 * max_payload_size(max_elements))
         if slots[0] == NULL or not allocate_scratch(ws, max_elements, 1, &scratch):
             raise MemoryError("no memory to try predictors")
         slots[1] = slots[0] + max_payload_size(max_elements)
-        for lane in range(stride):
+        for lane in range(itemsize):
             lane_modes = modes[lane]
             with nogil:
                 encoding = select_encoding(ws, &segment, lane, lane_modes, lane_stats[lane], scratch, slots)
@@ -251,12 +251,12 @@ def likely_modes(const uint8_t[::1] data not None, int stride, modes) -> tuple:
 
 
 def write_payloads(
-    list tracks not None, Py_ssize_t piece, tuple most not None, const uint8_t[::1] data not None, int stride,
-    size_t begin, size_t end, modes
+    list writers not None, Py_ssize_t segment, tuple capacities not None, const uint8_t[::1] data not None,
+    int itemsize, size_t begin, size_t end, modes
 ) -> None:
     """A zstd payload for each lane of the words from `begin` to `end`, under the one predictor of its bit set, as
-    a segment of its writer that has room for as many bytes as `most` says: `raw_payload` without a predictor,
-    `most_payload` under one. For an empty set, nothing.
+    a segment of its writer that has room for as many bytes as `capacities` says: `raw_payload_bytes` without a
+    predictor, `max_payload_bytes` under one. For an empty set, nothing.
     """
     cdef LaneResult[4] lane_results
     cdef uint8_t *dst
@@ -265,39 +265,39 @@ def write_payloads(
     cdef int lane
     cdef bint bypass_cache = data.shape[0] >= MIN_BYPASS_BYTES
     cdef const uint8_t *src
-    cdef Track writer
+    cdef OrderedWriter writer
     cdef Workspace ws
-    if not begin < end <= <size_t>data.shape[0] // stride or len(tracks) != stride or len(most) != stride:
+    if not begin < end <= <size_t>data.shape[0] // itemsize or len(writers) != itemsize or len(capacities) != itemsize:
         raise KvmnnError(
-            f"words {begin} to {end} of {data.shape[0] // stride} on {len(tracks)} of {stride} tracks: not there"
+            f"words {begin} to {end} of {data.shape[0] // itemsize} on {len(writers)} of {itemsize} tracks: not there"
         )
-    src = &data[begin * stride]
-    for lane in range(stride):
-        lane_capacity[lane] = most[lane]
+    src = &data[begin * itemsize]
+    for lane in range(itemsize):
+        lane_capacity[lane] = capacities[lane]
         if modes[lane] and lane_capacity[lane] < (
             raw_frame_size(num_elements) if modes[lane] == 1 << KVMNN_MODE_RAW else max_payload_size(num_elements)
         ):
             raise KvmnnError(f"{lane_capacity[lane]} bytes for a payload of {num_elements} words: too few")
-    ws = encode_lanes_in_workspace(src, num_elements, stride, begin > 0, modes, NULL, lane_results)
+    ws = encode_lanes_in_workspace(src, num_elements, itemsize, begin > 0, modes, NULL, lane_results)
     try:
-        for lane in range(stride):
-            writer = tracks[lane]
-            dst = writer.room.pointer_at(writer.acquire_offset(piece), lane_capacity[lane])
+        for lane in range(itemsize):
+            writer = writers[lane]
+            dst = writer.buffer.pointer_at(writer.acquire_offset(segment), lane_capacity[lane])
             with nogil:
                 if lane_results[lane].payload_size > lane_capacity[lane]:
                     lane_results[lane].payload_size, lane_results[lane].payload = raw_frame_size(num_elements), NULL
                 if lane_results[lane].payload_size:
-                    write_lane(&lane_results[lane], src, num_elements, stride, lane, bypass_cache, dst)
-            writer.commit(piece, lane_results[lane].payload_size)
+                    write_lane(&lane_results[lane], src, num_elements, itemsize, lane, bypass_cache, dst)
+            writer.commit(segment, lane_results[lane].payload_size)
     finally:
         release(ws)
 
 
-def most_payload(size_t words) -> int:
+def max_payload_bytes(size_t num_elements) -> int:
     """Bytes that no payload of a lane passes."""
-    return max_payload_size(words)
+    return max_payload_size(num_elements)
 
 
-def raw_payload(size_t words) -> int:
+def raw_payload_bytes(size_t num_elements) -> int:
     """Bytes of a payload of raw blocks, which none passes that has no predictor."""
-    return raw_frame_size(words)
+    return raw_frame_size(num_elements)

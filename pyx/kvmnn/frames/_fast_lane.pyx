@@ -86,8 +86,8 @@ cdef double NOISE_MIN_BITS = 7.0                  # what stands between repeats 
 cdef double LIBZSTD_MIN_GAIN = 1.02               # of its bytes, libzstd has to save more
 cdef double TRIAL_MISS_RATIO = 1.05               # of the bytes that a trial has promised, what is more has a better
                                                   # predictor
-cdef double RAW_ALTERNATIVE_MAX_RATIO = 1.4       # of its bytes, raw's alternative may need more in a trial and fewer in the
-                                                  # end, ...
+cdef double RAW_ALTERNATIVE_MAX_RATIO = 1.4       # of its bytes, raw's alternative may need more in a trial and fewer in
+                                                  # the end, ...
 cdef double RAW_ALTERNATIVE_MAX_RATIO_HIGH = 2.5  # ... or so many, where they are few, ...
 cdef double ALTERNATIVE_MAX_RATIO = 1.05          # ... and those of another predictor so many
 cdef double MAX_MISSED_FRACTION = 0.015  # of places that were there before, the search has missed so many: libzstd is
@@ -349,10 +349,11 @@ cdef void try_alternatives(
     Workspace ws, const SegmentInput *segment, int lane, int modes, const LaneEncoding *encoding, Scratch scratch,
     LaneResult *lane_result, uint8_t **spare_slots
 ) noexcept nogil:
-    """Make a lane by a better predictor than the encoding's, if there is one; `spare_slots` has room as `lane_result` has.
+    """Make a lane by a better predictor than the encoding's, if there is one; `spare_slots` has as much room as
+    `lane_result`.
 
-    libzstd takes many short repeats for repeats from afar, or does not, which no sample shows. So alternatives are tried,
-    and what else there is where the trial had promised less.
+    libzstd takes many short repeats for repeats from afar, or does not, which no sample shows. So alternatives are
+    tried, and what else there is where the trial had promised less.
     """
     cdef size_t size
     cdef int mode
@@ -395,8 +396,8 @@ cdef bint encode_lane(
     Workspace ws, SegmentInput *segment, int lane, LaneEncoding *encoding, double bits, Scratch scratch,
     uint8_t **slots, LaneResult *lane_result
 ) noexcept nogil:
-    """Encode a lane with the encoder that pays best; `encoding.use_libzstd` then says whether libzstd wrote it because of
-    the encoding. False: no memory.
+    """Encode a lane with the encoder that pays best; `encoding.use_libzstd` then says whether libzstd wrote it because
+    of the encoding. False: no memory.
 
     The two slots have max_payload_size(num_elements) bytes each and may change places; the payload is in the first.
     """

@@ -23,7 +23,7 @@ def fnv1a64(const uint8_t[::1] data not None, uint64_t seed) -> int:
     return h
 
 
-def checksum(const uint8_t[::1] data not None, uint64_t seed) -> int:
+def integrity_checksum(const uint8_t[::1] data not None, uint64_t seed) -> int:
     """64 bits over `data` and its length, continued from `seed`; the words are the machine's."""
     cdef uint64_t h
     cdef const uint8_t *p = &data[0] if data.shape[0] else NULL
@@ -95,7 +95,7 @@ cdef RunningSums *allocate_sums(const uint8_t[:, :, :] rows) except? NULL:
     return sums
 
 
-def checksum_blocks(const uint8_t[:, :, :] rows not None, Py_ssize_t block) -> list:
+def checksum_blocks(const uint8_t[:, :, :] rows not None, Py_ssize_t block_tokens) -> list:
     """For each block of so many tokens of all rows, ``[row, token, byte]``: the checksum of each row's bytes in it,
     continued from that of the row before; the last block may be shorter, and rows of no bytes have none.
     """
@@ -104,11 +104,11 @@ def checksum_blocks(const uint8_t[:, :, :] rows not None, Py_ssize_t block) -> l
     cdef RunningSums *sums = allocate_sums(rows)
     try:
         checksums = []
-        for begin in range(0, tokens if size and rows.shape[0] else 0, block):
+        for begin in range(0, tokens if size and rows.shape[0] else 0, block_tokens):
             with nogil:
                 h = sum_rows(
-                    &rows[0, begin, 0], rows.strides[0], rows.strides[1], rows.shape[0], min(block, tokens - begin),
-                    size, NULL, sums)
+                    &rows[0, begin, 0], rows.strides[0], rows.strides[1], rows.shape[0],
+                    min(block_tokens, tokens - begin), size, NULL, sums)
             checksums.append(h)
         return checksums
     finally:

@@ -3,15 +3,15 @@ from libc.stdint cimport uint8_t
 from cpython.object cimport PyObject
 
 
-cdef class Room:
+cdef class OutputBuffer:
     cdef PyObject *bytes_object
     cdef size_t size
 
     cdef uint8_t *pointer_at(self, size_t begin, size_t n) except NULL
 
 
-cdef class Track:
-    cdef readonly Room room
+cdef class OrderedWriter:
+    cdef readonly OutputBuffer buffer
     cdef list staging_offsets, sizes
     cdef size_t final_end         # of the segments that lie where they stay
     cdef Py_ssize_t next_segment  # the first segment that does not

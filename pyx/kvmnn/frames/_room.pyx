@@ -17,12 +17,12 @@ cdef enum:
     NO_OWNER = -1
 
 
-cdef class Room:
-    """Room for `most` bytes, none of them written; what is not written takes no memory where it is much."""
+cdef class OutputBuffer:
+    """Room for `capacity` bytes, none of them written; what is not written takes no memory where it is much."""
 
-    def __init__(self, size_t most):
-        self.bytes_object = allocate_bytes(most)
-        self.size = most
+    def __init__(self, size_t capacity):
+        self.bytes_object = allocate_bytes(capacity)
+        self.size = capacity
 
     def __dealloc__(self):
         Py_XDECREF(self.bytes_object)
@@ -33,18 +33,18 @@ cdef class Room:
             raise KvmnnError(f"{n} bytes at {begin} of {self.size if self.bytes_object != NULL else 0}: not there")
         return <uint8_t *>PyBytes_AsString(<object>self.bytes_object) + begin
 
-    def write(self, size_t begin, const uint8_t[::1] part not None) -> None:
-        """Copy `part` to its place."""
-        cdef size_t n = part.shape[0]
+    def write(self, size_t begin, const uint8_t[::1] fragment not None) -> None:
+        """Copy `fragment` to its place."""
+        cdef size_t n = fragment.shape[0]
         cdef uint8_t *target = self.pointer_at(begin, n)
         if n:
             with nogil:
-                memcpy(target, &part[0], n)
+                memcpy(target, &fragment[0], n)
 
-    def move(self, size_t to, size_t begin, size_t n) -> None:
+    def move(self, size_t target, size_t begin, size_t n) -> None:
         """Move n bytes from `begin` on, which were written, to where they stay."""
         cdef uint8_t *source = self.pointer_at(begin, n)
-        cdef uint8_t *destination = self.pointer_at(to, n)
+        cdef uint8_t *destination = self.pointer_at(target, n)
         if source != destination:
             with nogil:
                 memmove(destination, source, n)
@@ -59,16 +59,16 @@ cdef class Room:
         return shrink_bytes(&self.bytes_object, size)
 
 
-cdef class Track:
-    """The pieces of one lane in a room, which come to lie one behind the other while several threads make them.
+cdef class OrderedWriter:
+    """The segments of one lane in a buffer, which come to lie one after the other while several threads write them.
 
-    `staging_offsets`: where each piece may lie until then, none of them before where it stays. A piece that is ready
+    `staging_offsets`: where each segment may lie until then, none of them before where it stays. A segment that is ready
     before those in front of it is written there, and moved by the thread that makes the last of these.
     """
 
-    def __init__(self, Room room not None, begins not None):
-        self.room = room
-        self.staging_offsets = list(begins)
+    def __init__(self, OutputBuffer buffer not None, staging_offsets not None):
+        self.buffer = buffer
+        self.staging_offsets = list(staging_offsets)
         self.sizes = [None] * len(self.staging_offsets)
         self.final_end = self.staging_offsets[0]
         self.owner = NO_OWNER
@@ -96,13 +96,13 @@ cdef class Track:
             self.next_segment += 1
         while self.next_segment < len(self.sizes) and self.sizes[self.next_segment] is not None:
             size = self.sizes[self.next_segment]
-            self.room.move(self.final_end, self.staging_offsets[self.next_segment], size)
+            self.buffer.move(self.final_end, self.staging_offsets[self.next_segment], size)
             self.final_end += size
             self.next_segment += 1
         self.is_busy = False
         return 0
 
-    def parts(self) -> list:
+    def list_fragments(self) -> list:
         """(bytes, offset) of every segment, when all are committed."""
         cdef list fragments = []
         cdef size_t offset = self.staging_offsets[0]

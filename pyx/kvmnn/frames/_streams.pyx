@@ -142,18 +142,18 @@ def encode_rle(const uint8_t[::1] data not None) -> bytes:
     return out
 
 
-def decode_rle(const uint8_t[::1] payload not None, size_t expected) -> bytes:
-    """The `expected` bytes that an RLE payload stands for; `KvmnnError` where the reference decoder rejects."""
+def decode_rle(const uint8_t[::1] payload not None, size_t expected_bytes) -> bytes:
+    """The `expected_bytes` bytes that an RLE payload stands for; `KvmnnError` where the reference decoder rejects."""
     cdef size_t n = payload.shape[0]
     cdef bint is_ok = False
-    if n == 0 or expected == 0 or expected > MAX_RUN * n // 2:
-        raise KvmnnError(f"RLE: a payload of {n} bytes cannot stand for {expected} bytes")
-    cdef bytes out = PyBytes_FromStringAndSize(NULL, expected)
+    if n == 0 or expected_bytes == 0 or expected_bytes > MAX_RUN * n // 2:
+        raise KvmnnError(f"RLE: a payload of {n} bytes cannot stand for {expected_bytes} bytes")
+    cdef bytes out = PyBytes_FromStringAndSize(NULL, expected_bytes)
     cdef uint8_t *target = <uint8_t *>PyBytes_AsString(out)
     with nogil:
-        is_ok = rle_decode(&payload[0], n, target, expected)
+        is_ok = rle_decode(&payload[0], n, target, expected_bytes)
     if not is_ok:
-        raise KvmnnError(f"RLE: the payload of {n} bytes does not decode to exactly {expected} bytes")
+        raise KvmnnError(f"RLE: the payload of {n} bytes does not decode to exactly {expected_bytes} bytes")
     return out
 
 
@@ -179,26 +179,26 @@ def unpredict(const uint8_t[::1] data not None, int mode) -> bytes:
     return out
 
 
-def split(const uint8_t[::1] data not None, int stride) -> list:
-    """The `stride` (2 or 4) byte lanes of an array of words, as bytes."""
+def split_lanes(const uint8_t[::1] data not None, int itemsize) -> list:
+    """The `itemsize` (2 or 4) byte lanes of an array of words, as bytes."""
     cdef size_t num_elements
-    if stride != 2 and stride != 4:
-        raise KvmnnError(f"word size {stride}: expected 2 or 4")
-    if data.shape[0] % stride:
-        raise KvmnnError(f"{data.shape[0]} bytes are not a whole number of {stride}-byte words")
-    num_elements = data.shape[0] // stride
+    if itemsize != 2 and itemsize != 4:
+        raise KvmnnError(f"word size {itemsize}: expected 2 or 4")
+    if data.shape[0] % itemsize:
+        raise KvmnnError(f"{data.shape[0]} bytes are not a whole number of {itemsize}-byte words")
+    num_elements = data.shape[0] // itemsize
     cdef list out = []
     cdef bytes lane
-    for lane_index in range(stride):
+    for lane_index in range(itemsize):
         lane = PyBytes_FromStringAndSize(NULL, num_elements)
         if num_elements:
             lane_kernels().predict_lane(
-                &data[0], num_elements, stride, lane_index, KVMNN_MODE_RAW, <uint8_t *>PyBytes_AsString(lane))
+                &data[0], num_elements, itemsize, lane_index, KVMNN_MODE_RAW, <uint8_t *>PyBytes_AsString(lane))
         out.append(lane)
     return out
 
 
-def order0_entropy(const uint8_t[::1] data not None) -> float:
+def compute_order0_entropy(const uint8_t[::1] data not None) -> float:
     """Order-0 entropy of the bytes, in bits per byte."""
     cdef uint64_t counts[256]
     memset(counts, 0, sizeof(counts))

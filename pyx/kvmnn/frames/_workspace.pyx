@@ -35,7 +35,8 @@ cdef extern from *:
         if (KVMNN_USES_OWN_PAGES(size)) {
             size_t size_in_pages = KVMNN_ROUND_TO_HUGE_PAGES(size), lead;
             char *p = mmap(
-                NULL, size_in_pages + KVMNN_HUGE_PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+                NULL, size_in_pages + KVMNN_HUGE_PAGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1,
+                0);
             if (p == MAP_FAILED) return NULL;
             lead = (KVMNN_HUGE_PAGE_BYTES - (uintptr_t)p % KVMNN_HUGE_PAGE_BYTES) % KVMNN_HUGE_PAGE_BYTES;
             if (lead) munmap(p, lead);
@@ -87,14 +88,14 @@ ctypedef int (*resize_fn)(PyObject **made, Py_ssize_t size) except -1
 cdef resize_fn _resize = NULL
 
 
-def use_resize(address) -> None:
+def set_resize_function(address) -> None:
     """Shorten bytes by `_PyBytes_Resize`, which is no part of the stable ABI, at this address; by a copy where it is
     0."""
     global _resize
     _resize = <resize_fn><uintptr_t>int(address)
 
 
-use_resize(ctypes.cast(getattr(ctypes.pythonapi, "_PyBytes_Resize", 0), ctypes.c_void_p).value or 0)
+set_resize_function(ctypes.cast(getattr(ctypes.pythonapi, "_PyBytes_Resize", 0), ctypes.c_void_p).value or 0)
 
 
 cdef enum:
@@ -234,6 +235,6 @@ cdef bytes shrink_bytes(PyObject **bytes_object, size_t size):
     return result
 
 
-def forget_workspaces() -> None:
+def clear_workspaces() -> None:
     """Free the memory kept between calls; also what a change of the libzstd in use needs."""
     _idle.clear()

@@ -43,7 +43,7 @@ cdef size_t _library_compress_without_size(
     return _compress2(cctx, dst, capacity, src, n)
 
 
-NAMES = (
+FUNCTION_NAMES = (
     "ZSTD_createCCtx", "ZSTD_freeCCtx", "ZSTD_createDCtx", "ZSTD_freeDCtx", "ZSTD_compressCCtx",
     "ZSTD_decompressDCtx", "ZSTD_isError", "ZSTD_compressBound", "ZSTD_CCtx_setParameter", "ZSTD_compress2",
     "ZSTD_CCtx_reset",
@@ -52,11 +52,11 @@ NAMES = (
 
 
 def use_library(addresses) -> None:
-    """Call the functions at `addresses`, one for each of `NAMES`; the library must stay loaded."""
+    """Call the functions at `addresses`, one for each of `FUNCTION_NAMES`; the library must stay loaded."""
     global _set_parameter, _compress2, _reset
     cdef list address_list = [int(address) for address in addresses]
-    if len(address_list) != len(NAMES) or 0 in address_list:
-        raise ValueError(f"expected {len(NAMES)} non-zero addresses")
+    if len(address_list) != len(FUNCTION_NAMES) or 0 in address_list:
+        raise ValueError(f"expected {len(FUNCTION_NAMES)} non-zero addresses")
     zstd.new_cctx = <void *(*)() noexcept nogil><uintptr_t>address_list[0]
     zstd.free_cctx = <size_t (*)(void *) noexcept nogil><uintptr_t>address_list[1]
     zstd.new_dctx = <void *(*)() noexcept nogil><uintptr_t>address_list[2]
@@ -230,20 +230,20 @@ cdef size_t max_output_size(const unsigned char *p, size_t n) noexcept nogil:
     return max_output
 
 
-def extent(const unsigned char[::1] payload not None, size_t at) -> int:
-    """Offset behind the zstd or skippable frame at `at`; `ValueError` where there is none."""
+def find_frame_extent(const unsigned char[::1] payload not None, size_t offset) -> int:
+    """Offset behind the zstd or skippable frame at `offset`; `ValueError` where there is none."""
     cdef size_t max_output = 0, end = MALFORMED_FRAME
-    if at < <size_t>payload.shape[0]:
-        end = find_frame_end(&payload[0], payload.shape[0], at, &max_output)
+    if offset < <size_t>payload.shape[0]:
+        end = find_frame_end(&payload[0], payload.shape[0], offset, &max_output)
     if end == MALFORMED_FRAME:
-        raise ValueError(f"no complete zstd frame at offset {at} of {payload.shape[0]}")
+        raise ValueError(f"no complete zstd frame at offset {offset} of {payload.shape[0]}")
     return end
 
 
 # -- both: for Python
 # ------------------------------------------------------------------------------------------------------
 
-cdef class Context:
+cdef class ZstdContext:
     """Compression and decompression contexts that are reused from call to call; for one thread at a time."""
     cdef void *cctx
     cdef void *dctx
@@ -287,7 +287,7 @@ cdef class Context:
         return size
 
 
-def bound(size_t n) -> int:
+def max_compressed_size(size_t n) -> int:
     """Bytes that a zstd frame of n bytes can take at most."""
     return zstd.bound(n)
 
@@ -295,13 +295,13 @@ def bound(size_t n) -> int:
 def compress(const unsigned char[::1] data not None, int level=3) -> bytes:
     """One zstd frame, as ZSTD_compress makes it."""
     out = bytearray(zstd.bound(data.shape[0]))
-    return bytes(memoryview(out)[:Context().compress_into(out, data, level)])
+    return bytes(memoryview(out)[:ZstdContext().compress_into(out, data, level)])
 
 
-def decompress(const unsigned char[::1] payload not None, size_t expected) -> bytes:
-    """Exactly `expected` bytes, under the verdict of ZSTD_decompress; `ValueError` otherwise."""
-    out = bytearray(expected)
-    size = Context().decompress_into(out, payload)
-    if size != expected:
-        raise ValueError(f"zstd: the payload of {payload.shape[0]} bytes decodes to {size} bytes, not {expected}")
+def decompress(const unsigned char[::1] payload not None, size_t expected_bytes) -> bytes:
+    """Exactly `expected_bytes` bytes, under the verdict of ZSTD_decompress; `ValueError` otherwise."""
+    out = bytearray(expected_bytes)
+    size = ZstdContext().decompress_into(out, payload)
+    if size != expected_bytes:
+        raise ValueError(f"zstd: the payload of {payload.shape[0]} bytes decodes to {size} bytes, not {expected_bytes}")
     return bytes(out)

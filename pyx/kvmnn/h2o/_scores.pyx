@@ -22,7 +22,9 @@ cdef extern from "kvmnn/h2o/scores.h":
     void kvmnn_block_sums(const kvmnn_attention_rows *r, const float *rows, float *sums) noexcept nogil
 
 
-def block_sums(const float[:, :, :] rows not None, size_t block, size_t tile, size_t threads, float[::1] sums not None):
+def sum_blocks(
+    const float[:, :, :] rows not None, size_t block_keys, size_t tile_keys, size_t threads, float[::1] sums not None
+):
     """Sums of rows ``[head, query, key]`` over blocks of keys, as `threads` threads of the engine make them.
 
     `sums` has a float for each block and is replaced.
@@ -30,18 +32,18 @@ def block_sums(const float[:, :, :] rows not None, size_t block, size_t tile, si
     cdef size_t heads = rows.shape[0], blocks = sums.shape[0], first = 0, heads_per_thread, index
     cdef float *partial_sums
     cdef kvmnn_attention_rows r
-    if block == 0 or tile == 0 or threads == 0:
+    if block_keys == 0 or tile_keys == 0 or threads == 0:
         raise KvmnnError("block, tile and threads must be at least 1")
-    if rows.shape[2] == 0 or blocks != (<size_t>rows.shape[2] - 1) // block + 1:
-        raise KvmnnError(f"{blocks} sums for {rows.shape[2]} keys in blocks of {block}")
+    if rows.shape[2] == 0 or blocks != (<size_t>rows.shape[2] - 1) // block_keys + 1:
+        raise KvmnnError(f"{blocks} sums for {rows.shape[2]} keys in blocks of {block_keys}")
     if rows.strides[2] != sizeof(float) or rows.strides[0] % sizeof(float) or rows.strides[1] % sizeof(float):
         raise KvmnnError("rows must be contiguous along the keys")
     r.queries = rows.shape[1]
     r.keys = rows.shape[2]
     r.head_stride = rows.strides[0] // <Py_ssize_t>sizeof(float)
     r.query_stride = rows.strides[1] // <Py_ssize_t>sizeof(float)
-    r.block_keys = block
-    r.tile_keys = tile
+    r.block_keys = block_keys
+    r.tile_keys = tile_keys
     memset(&sums[0], 0, blocks * sizeof(float))
     if heads == 0 or r.queries == 0:
         return
@@ -60,7 +62,7 @@ def block_sums(const float[:, :, :] rows not None, size_t block, size_t tile, si
         free(partial_sums)
 
 
-def running_mean(float[::1] scores not None, const float[::1] sums not None, float norm, float alpha):
+def update_running_mean(float[::1] scores not None, const float[::1] sums not None, float norm, float alpha):
     """``score = alpha * score + (1 - alpha) * (sum / norm)`` in place, each operation rounded to float32."""
     cdef Py_ssize_t i
     cdef float complement = <float>1.0 - alpha, current, previous_part, current_part
@@ -74,7 +76,7 @@ def running_mean(float[::1] scores not None, const float[::1] sums not None, flo
             scores[i] = previous_part + current_part
 
 
-def order_keys(const float[::1] scores not None, int32_t[::1] keys not None):
+def compute_order_keys(const float[::1] scores not None, int32_t[::1] keys not None):
     """Integers in the order of the scores: both zeros alike, every NaN below minus infinity."""
     cdef Py_ssize_t i
     cdef float score

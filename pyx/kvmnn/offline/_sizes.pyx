@@ -35,7 +35,7 @@ cdef enum:
 
     TILE_ELEMENTS = 32768  # split and counted before the next are touched
 
-NAMES = ("raw", "delta_seq", "xor_seq", "pair_delta", "pair_delta_delta_seq")
+PREDICTOR_NAMES = ("raw", "delta_seq", "xor_seq", "pair_delta", "pair_delta_delta_seq")
 """The predictors by number."""
 
 
@@ -83,7 +83,7 @@ cdef size_t check_row(size_t n, size_t heads, size_t dims, int predictor) except
 
 
 def predict(const uint8_t[::1] data not None, size_t heads, size_t dims, int predictor) -> bytes:
-    """The stream of `predictor` (an index of `NAMES`) over bytes ``[token, head, dim]``."""
+    """The stream of `predictor` (an index of `PREDICTOR_NAMES`) over bytes ``[token, head, dim]``."""
     cdef size_t n = data.shape[0], row = check_row(n, heads, dims, predictor)
     cdef bytes out = PyBytes_FromStringAndSize(NULL, n)
     cdef uint8_t *dst = <uint8_t *>PyBytes_AsString(out)
@@ -135,8 +135,8 @@ cdef enum:
 cdef class StreamMeter:
     """The compressed size of one byte lane of tokens of 16-bit words, block by block; for one thread at a time.
 
-    `setup` says what is measured; then for every piece `begin`, `feed` as often as needed, `finish`. Contexts and
-    buffers are kept from piece to piece.
+    `configure` says what is measured; then for every stream `start`, `feed` as often as needed, `finish`. Contexts and
+    buffers are kept from stream to stream.
     """
     cdef void *cctx
     cdef uint8_t *buffers[NUM_BUFFERS]
@@ -160,9 +160,9 @@ cdef class StreamMeter:
     def __dealloc__(self):
         if self.cctx != NULL:
             zstd.free_cctx(self.cctx)
-        self.forget()
+        self.free_buffers()
 
-    def forget(self) -> None:
+    def free_buffers(self) -> None:
         """Free the buffers."""
         cdef int i
         for i in range(NUM_BUFFERS):
@@ -170,7 +170,7 @@ cdef class StreamMeter:
             self.buffers[i] = NULL
             self.sizes[i] = 0
 
-    def held(self) -> int:
+    def count_buffer_bytes(self) -> int:
         """Bytes of the buffers."""
         cdef size_t total = 0
         cdef int i
@@ -185,11 +185,11 @@ cdef class StreamMeter:
             self.sizes[index] = size if self.buffers[index] != NULL else 0
         return self.buffers[index]
 
-    def setup(
-        self, int lane, size_t heads, size_t dims, size_t block_tokens, predictors, int level, bint shuffled,
-        bint counted
+    def configure(
+        self, int lane, size_t heads, size_t dims, size_t block_tokens, predictors, int level, bint use_bitshuffle,
+        bint count_bytes
     ) -> None:
-        """What the next pieces are: lane 0 (low bytes) or 1, geometry, tokens of a block, predictors by number, and
+        """What the next streams are: lane 0 (low bytes) or 1, geometry, tokens of a block, predictors by number, and
         whether bytes are counted for the entropy limit."""
         cdef tuple numbers = tuple(predictors)
         if lane not in (0, 1) or heads == 0 or dims == 0 or block_tokens == 0:
@@ -197,14 +197,15 @@ cdef class StreamMeter:
         if not 0 < len(numbers) <= NUM_PREDICTORS or not all(0 <= p < NUM_PREDICTORS for p in numbers):
             raise ValueError(f"expected 1 to {NUM_PREDICTORS} predictors by number, not {numbers!r}")
         self.lane, self.dims, self.row = lane, dims, heads * dims
-        self.block_tokens, self.level, self.use_bitshuffle, self.count_bytes = block_tokens, level, shuffled, counted
+        self.block_tokens, self.level = block_tokens, level
+        self.use_bitshuffle, self.count_bytes = use_bitshuffle, count_bytes
         self.n_predictors = len(numbers)
         for i, number in enumerate(numbers):
             self.predictors[i] = number
         self.is_open = False
 
-    def begin(self, size_t tokens) -> None:
-        """Start a piece of `tokens` tokens; its blocks begin at its first token."""
+    def start(self, size_t tokens) -> None:
+        """Start a stream of `tokens` tokens; its blocks begin at its first token."""
         cdef size_t block = min(self.block_tokens, tokens) * self.row
         cdef bint is_single_block = tokens <= self.block_tokens
         if self.row == 0 or tokens == 0:
@@ -239,12 +240,12 @@ cdef class StreamMeter:
             raise MemoryError("zstd could not compress a block")
 
     def finish(self) -> tuple:
-        """End the piece.
+        """End the stream.
 
         Returns
         -------
         (size, blocks, wins, limit): bytes of the joint frame of all blocks, their number, how often each predictor was
-        chosen, in the order of `setup`, and the bytes that the order-0 entropy of the lane amounts to, if counted.
+        chosen, in the order of `configure`, and the bytes that the order-0 entropy of the lane amounts to, if counted.
         """
         cdef size_t size = self.size
         if not self.is_open or self.num_tokens_fed != self.tokens:

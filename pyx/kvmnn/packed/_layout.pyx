@@ -45,7 +45,7 @@ cdef enum:
     MAX_SCRATCH = 256 << 10  # a fraction of a second-level cache
 
 
-cdef class Numbers:
+cdef class NativeLayout:
     """The numbers of a float layout (`word_bytes` 2 or 4) or of an int8 one (`word_bytes` 1, with lP8 and hP8)."""
 
     cdef kvmnn_layout floats
@@ -55,15 +55,15 @@ cdef class Numbers:
     cdef const kvmnn_layout_kernels *packing
 
     def __init__(
-        self, bint is_keys, size_t word, size_t dims, size_t lP, size_t hP, size_t block, size_t head_bytes,
-        size_t tile_bytes
+        self, bint is_keys, size_t word_bytes, size_t dims, size_t lP, size_t hP, size_t block_tokens,
+        size_t head_bytes, size_t tile_bytes
     ) -> None:
         self.is_keys = is_keys
         self.packing = &kvmnn_key_kernels if is_keys else &kvmnn_value_kernels
         self.head_bytes = head_bytes
-        self.floats.word_bytes, self.floats.dims, self.floats.lP, self.floats.hP = word, dims, lP, hP
+        self.floats.word_bytes, self.floats.dims, self.floats.lP, self.floats.hP = word_bytes, dims, lP, hP
         self.codes.dims, self.codes.lP, self.codes.hP = dims, lP, hP
-        self.floats.block_tokens = self.codes.block_tokens = block
+        self.floats.block_tokens = self.codes.block_tokens = block_tokens
         self.tile_bytes = tile_bytes
 
     cdef size_t scratch_bytes(self) noexcept nogil:
@@ -73,7 +73,7 @@ cdef class Numbers:
         return max(row, tile_bytes_that_fit, <size_t>MIN_SCRATCH)
 
 
-cdef uint8_t *allocate_scratch(Numbers layout) except NULL:
+cdef uint8_t *allocate_scratch(NativeLayout layout) except NULL:
     cdef uint8_t *scratch = <uint8_t *>malloc(layout.scratch_bytes())
     if scratch == NULL:
         raise MemoryError("no memory for scratch")
@@ -81,8 +81,8 @@ cdef uint8_t *allocate_scratch(Numbers layout) except NULL:
 
 
 cdef int move_tokens(
-    Numbers layout, bint to_rows, uint8_t *packed, uint8_t *rows, size_t head_stride, size_t row_stride, size_t first,
-    size_t last, size_t start, size_t count, size_t all_bytes
+    NativeLayout layout, bint to_rows, uint8_t *packed, uint8_t *rows, size_t head_stride, size_t row_stride,
+    size_t first, size_t last, size_t start, size_t count, size_t all_bytes
 ) except -1:
     """Packed tokens to plain rows, or with `to_rows` False the other way; pieces past the caches where there is
     much."""
@@ -109,89 +109,94 @@ cdef int move_tokens(
 
 
 def gather(
-    Numbers n not None, const uint8_t[::1] packed not None, uint8_t[:, :, :] rows not None, size_t first,
+    NativeLayout layout not None, const uint8_t[::1] packed not None, uint8_t[:, :, :] rows not None, size_t first,
     size_t last, size_t start
 ) -> None:
     """Tokens from `start` on to `rows`, shaped [heads, tokens, bytes of a row]."""
-    move_tokens(n, True, <uint8_t *>&packed[0], &rows[0, 0, 0], rows.strides[0], rows.strides[1], first, last, start,
+    move_tokens(
+        layout, True, <uint8_t *>&packed[0], &rows[0, 0, 0], rows.strides[0], rows.strides[1], first, last, start,
                 rows.shape[1], rows.shape[0] * rows.shape[1] * rows.shape[2])
 
 
 def scatter(
-    Numbers n not None, uint8_t[::1] packed not None, const uint8_t[:, :, :] rows not None, size_t first,
+    NativeLayout layout not None, uint8_t[::1] packed not None, const uint8_t[:, :, :] rows not None, size_t first,
     size_t last, size_t start
 ) -> None:
     """`rows`, shaped [heads, tokens, bytes of a row], over the tokens from `start` on."""
-    move_tokens(n, False, &packed[0], <uint8_t *>&rows[0, 0, 0], rows.strides[0], rows.strides[1], first, last, start,
+    move_tokens(
+        layout, False, &packed[0], <uint8_t *>&rows[0, 0, 0], rows.strides[0], rows.strides[1], first, last, start,
                 rows.shape[1], rows.shape[0] * rows.shape[1] * rows.shape[2])
 
 
 def zero(
-    Numbers n not None, uint8_t[::1] packed not None, size_t first, size_t last, size_t start, size_t count
+    NativeLayout layout not None, uint8_t[::1] packed not None, size_t first, size_t last, size_t start, size_t count
 ) -> None:
     """Zero the words of `count` tokens from `start` on."""
     cdef uint8_t *head = &packed[0]
     cdef size_t h
     with nogil:
         for h in range(first, last):
-            n.packing.zero(&n.floats, head + h * n.head_bytes, start, count)
+            layout.packing.zero(&layout.floats, head + h * layout.head_bytes, start, count)
 
 
-def pad(Numbers n not None, uint8_t[::1] packed not None, size_t first, size_t last, size_t live) -> None:
-    """Zero every byte that is no word of the first `live` tokens."""
+def pad(
+    NativeLayout layout not None, uint8_t[::1] packed not None, size_t first, size_t last, size_t num_valid
+) -> None:
+    """Zero every byte that is no word of the first `num_valid` tokens."""
     cdef uint8_t *head = &packed[0]
     cdef size_t h
     with nogil:
         for h in range(first, last):
-            n.packing.pad(&n.floats, head + h * n.head_bytes, live, n.head_bytes)
+            layout.packing.pad(&layout.floats, head + h * layout.head_bytes, num_valid, layout.head_bytes)
 
 
 def shift(
-    Numbers n not None, uint8_t[::1] packed not None, size_t first, size_t last,
+    NativeLayout layout not None, uint8_t[::1] packed not None, size_t first, size_t last,
     const size_t[:, ::1] moves not None
 ) -> None:
     """Copy tokens inside each head: rows (source, destination, count) of `moves` one after the other."""
     cdef uint8_t *head = &packed[0]
-    cdef size_t h, m, scratch_bytes = n.scratch_bytes()
-    cdef uint8_t *scratch = allocate_scratch(n)
+    cdef size_t h, m, scratch_bytes = layout.scratch_bytes()
+    cdef uint8_t *scratch = allocate_scratch(layout)
     with nogil:
         for h in range(first, last):
             for m in range(<size_t>moves.shape[0]):
-                n.packing.shift(
-                    &n.floats, head + h * n.head_bytes, moves[m, 0], moves[m, 1], moves[m, 2], scratch, scratch_bytes)
+                layout.packing.shift(
+                    &layout.floats, head + h * layout.head_bytes, moves[m, 0], moves[m, 1], moves[m, 2], scratch,
+                    scratch_bytes)
         free(scratch)
 
 
-def quantise_keys(
-    Numbers n not None, uint8_t[::1] packed not None, float[:, ::1] sums not None, float[:, ::1] most not None,
-    const uint8_t[:, :, :] rows not None, size_t first, size_t last, size_t past
+def quantize_keys(
+    NativeLayout layout not None, uint8_t[::1] packed not None, float[:, ::1] sums not None,
+    float[:, ::1] running_max not None, const uint8_t[:, :, :] rows not None, size_t first, size_t last, size_t num_past
 ) -> None:
-    """Append `rows` of floats at `past` as int8; `sums` is [heads, token slots], `most` [heads, dims]."""
+    """Append `rows` of floats at `num_past` as int8; `sums` is [heads, token slots], `running_max` [heads, dims]."""
     cdef uint8_t *head = &packed[0]
     cdef size_t h
     with nogil:
         for h in range(first, last):
             kvmnn_quantize_keys(
-                &n.codes, head + h * n.head_bytes, &sums[h, 0], &most[h, 0], past, <size_t>rows.shape[1],
-                &rows[h, 0, 0], <size_t>rows.strides[1])
+                &layout.codes, head + h * layout.head_bytes, &sums[h, 0], &running_max[h, 0], num_past,
+                <size_t>rows.shape[1], &rows[h, 0, 0], <size_t>rows.strides[1])
 
 
-def quantise_values(
-    Numbers n not None, uint8_t[::1] packed not None, float[:, :, ::1] sums not None,
-    const uint8_t[:, :, :] rows not None, size_t first, size_t last, size_t past
+def quantize_values(
+    NativeLayout layout not None, uint8_t[::1] packed not None, float[:, :, ::1] sums not None,
+    const uint8_t[:, :, :] rows not None, size_t first, size_t last, size_t num_past
 ) -> None:
-    """Append `rows` of floats at `past` as int8; `sums` is [heads, blocks, dims rounded up to hP8]."""
+    """Append `rows` of floats at `num_past` as int8; `sums` is [heads, blocks, dims rounded up to hP8]."""
     cdef uint8_t *head = &packed[0]
     cdef size_t h
     with nogil:
         for h in range(first, last):
             kvmnn_quantize_values(
-                &n.codes, head + h * n.head_bytes, &sums[h, 0, 0], <size_t>sums.shape[1], past, <size_t>rows.shape[1],
-                &rows[h, 0, 0], <size_t>rows.strides[1])
+                &layout.codes, head + h * layout.head_bytes, &sums[h, 0, 0], <size_t>sums.shape[1], num_past,
+                <size_t>rows.shape[1], &rows[h, 0, 0], <size_t>rows.strides[1])
 
 
-def dequantise(
-    Numbers n not None, const uint8_t[::1] packed not None, uint8_t[:, :, :] rows not None, size_t first,
+def dequantize(
+    NativeLayout layout not None, const uint8_t[::1] packed not None, uint8_t[:, :, :] rows not None, size_t first,
     size_t last, size_t start
 ) -> None:
     """code * scale + bias of the tokens from `start` on to `rows` of floats."""
@@ -199,12 +204,12 @@ def dequantise(
     cdef size_t h, count = rows.shape[1]
     with nogil:
         for h in range(first, last):
-            if n.is_keys:
+            if layout.is_keys:
                 kvmnn_dequantize_keys(
-                    &n.codes, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+                    &layout.codes, head + h * layout.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
             else:
                 kvmnn_dequantize_values(
-                    &n.codes, head + h * n.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
+                    &layout.codes, head + h * layout.head_bytes, start, count, &rows[h, 0, 0], <size_t>rows.strides[1])
 
 
 def simd_level() -> str:

@@ -21,12 +21,12 @@ cdef extern from "kvmnn/policies/norms.h" nogil:
     void kvmnn_select_lowest(const uint32_t *ranks, size_t n, size_t m, int64_t *out)
 
 
-def level() -> str:
+def get_level() -> str:
     """Name of the kernels in use."""
     return kvmnn_norm_kernels_at(active_level).name.decode()
 
 
-def norms16(const uint16_t[:, :, :] rows not None, bint bf16, float[:, ::1] out not None) -> None:
+def compute_norms16(const uint16_t[:, :, :] rows not None, bint bf16, float[:, ::1] out not None) -> None:
     """out[h, t] = norm of rows[h, t, :], words of fp16 or bf16 whose last axis is contiguous."""
     cdef const kvmnn_norm_kernels *table = kvmnn_norm_kernels_at(active_level)
     cdef Py_ssize_t head
@@ -39,7 +39,7 @@ def norms16(const uint16_t[:, :, :] rows not None, bint bf16, float[:, ::1] out 
                 <const uint8_t *>&rows[head, 0, 0], rows.strides[1], rows.shape[1], rows.shape[2], &out[head, 0])
 
 
-def norms32(const float[:, :, :] rows not None, float[:, ::1] out not None) -> None:
+def compute_norms32(const float[:, :, :] rows not None, float[:, ::1] out not None) -> None:
     """out[h, t] = norm of rows[h, t, :], whose last axis is contiguous."""
     cdef const kvmnn_norm_kernels *table = kvmnn_norm_kernels_at(active_level)
     cdef Py_ssize_t head
@@ -52,8 +52,10 @@ def norms32(const float[:, :, :] rows not None, float[:, ::1] out not None) -> N
                 <const uint8_t *>&rows[head, 0, 0], rows.strides[1], rows.shape[1], rows.shape[2], &out[head, 0])
 
 
-def choose(const float[:, :] values not None, bint highest, int64_t[:, :] out not None, int64_t first) -> None:
-    """out[r] = first + indices of the out.shape[1] lowest or highest of values[r, :], ascending; equal ones: the first.
+def select_extreme(
+    const float[:, :] values not None, bint highest, int64_t[:, :] out not None, int64_t first_index
+) -> None:
+    """out[r] = first_index + indices of the out.shape[1] lowest or highest of values[r, :], ascending; equal ones: the first.
 
     The last axes are contiguous, and that of `values` is at least as long as that of `out`.
     """
@@ -71,7 +73,7 @@ def choose(const float[:, :] values not None, bint highest, int64_t[:, :] out no
             table.rank(&values[row, 0], n, highest, ranks)
             row_indices = &out[row, 0]
             kvmnn_select_lowest(ranks, n, num_selected, row_indices)
-            if first:
+            if first_index:
                 for i in range(num_selected):
-                    row_indices[i] += first
+                    row_indices[i] += first_index
     free(ranks)

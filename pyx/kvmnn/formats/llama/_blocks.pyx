@@ -20,12 +20,12 @@ cdef extern from "kvmnn/formats/llama/blocks.h" nogil:
     const kvmnn_block_kernels *kvmnn_block_kernels_at(int level)
     size_t kvmnn_block_bytes(int kind)
 
-def level() -> str:
+def get_level() -> str:
     """Name of the kernels in use."""
     return kvmnn_block_kernels_at(active_level).name.decode()
 
 
-def numbers(int kind, const uint8_t[:, :, :] blocks not None, float[:, ::1] out not None) -> None:
+def dequantize(int kind, const uint8_t[:, :, :] blocks not None, float[:, ::1] out not None) -> None:
     """out[r, 32 * b + i] = number i of the block blocks[r, b, :]; the bytes of a row's blocks lie together.
 
     kind: the place of the type among q4_0, q4_1, q5_0, q5_1, q8_0, iq4_nl.

@@ -22,13 +22,13 @@ cdef extern from "kvmnn/formats/mlx/groups.h" nogil:
 
     const kvmnn_group_kernels *kvmnn_group_kernels_at(int level)
 
-def level() -> str:
+def get_level() -> str:
     """Name of the kernels in use."""
     return kvmnn_group_kernels_at(active_level).name.decode()
 
 
-def numbers(int kind, int bits, const uint8_t[:, ::1] codes not None, const uint8_t[:, ::1] scales not None,
-            const uint8_t[:, ::1] biases not None, uint8_t[:, ::1] out not None) -> None:
+def dequantize(int kind, int bits, const uint8_t[:, ::1] codes not None, const uint8_t[:, ::1] scales not None,
+               const uint8_t[:, ::1] biases not None, uint8_t[:, ::1] out not None) -> None:
     """out[r] = code times scale plus bias, of row r; all in bytes, words in the order of this machine.
 
     kind: the place of the words' type among f16, bf16, f32. bits: of a code; 2, 3, 4, 5, 6 or 8.

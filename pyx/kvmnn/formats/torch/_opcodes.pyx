@@ -5,7 +5,7 @@ from libc.string cimport memchr
 
 from kvmnn.errors import CheckpointError
 
-MAX_INT = 255
+MAX_INT_BYTES = 255
 """Bytes of the longest integer."""
 MAX_PROTOCOL = 5
 
@@ -43,14 +43,14 @@ cdef uint64_t read_number(const uint8_t *p, Py_ssize_t width) noexcept nogil:
     return value
 
 
-def scan(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t opcodes_most):
+def scan(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t max_opcodes):
     """Walk over one pickle without making anything of it.
 
     Parameters
     ----------
     data, begin
         Where the pickle lies; more may follow it.
-    opcodes_most
+    max_opcodes
         Most opcodes, and highest place in the memo.
 
     Returns
@@ -74,10 +74,10 @@ def scan(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t opcodes_
         width = widths[code]
         position += 1
         count += 1
-        if count > opcodes_most:
-            raise CheckpointError(f"offset {start}: the pickle has more than {opcodes_most} opcodes")
+        if count > max_opcodes:
+            raise CheckpointError(f"offset {start}: the pickle has more than {max_opcodes} opcodes")
         if kind == KIND_REFUSED:
-            raise CheckpointError(f"offset {start}: opcode {opcode_name(code)} is not one that checkpoints need")
+            raise CheckpointError(f"offset {start}: opcode {format_opcode(code)} is not one that checkpoints need")
         if kind == KIND_TWO_LINES:
             for _ in range(2):
                 end = <const uint8_t *>memchr(&data[position], b"\n", size - position) if position < size else NULL
@@ -92,13 +92,14 @@ def scan(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t opcodes_
             position += width
             if length > <uint64_t>(size - position):
                 raise _make_truncated_error(start)
-            if length > MAX_INT and code == 0x8B:
-                raise CheckpointError(f"offset {start}: an integer of {length} bytes: at most {MAX_INT} are taken")
+            if length > MAX_INT_BYTES and code == 0x8B:
+                raise CheckpointError(
+                    f"offset {start}: an integer of {length} bytes: at most {MAX_INT_BYTES} are taken")
             position += <Py_ssize_t>length
             continue
-        if (code == b"r" or code == b"j") and <Py_ssize_t>read_number(&data[position], 4) > opcodes_most:
+        if (code == b"r" or code == b"j") and <Py_ssize_t>read_number(&data[position], 4) > max_opcodes:
             raise CheckpointError(
-                f"offset {start}: memo place {read_number(&data[position], 4)} is above the limit of {opcodes_most}"
+                f"offset {start}: memo place {read_number(&data[position], 4)} is above the limit of {max_opcodes}"
             )
         if code == 0x80:
             protocol = max(protocol, data[position])
@@ -116,7 +117,7 @@ def _make_truncated_error(start):
     return CheckpointError(f"offset {start}: the pickle ends within an opcode's argument")
 
 
-def opcode_name(code):
+def format_opcode(code):
     """``0x28 (MARK)``: an opcode for an error message."""
     import pickletools
 

@@ -2,8 +2,8 @@
 
 `scan` (_opcodes.pyx) checks the opcodes of one pickle before anything is made of it. `load` then runs a stack machine
 whose values are None, bool, int, float, str, tuples, lists, dicts, and what the caller's own constructors return.
-Values that no checkpoint is read for (bytes, sets, keys other than strings and small numbers) become `Unknown`, which
-costs nothing and never compares equal to anything, so that neither hashing nor comparing can be made expensive.
+Values that no checkpoint is read for (bytes, sets, keys other than strings and small numbers) become `OpaqueValue`,
+which costs nothing and never compares equal to anything, so that neither hashing nor comparing can be made expensive.
 """
 
 from cpython.unicode cimport PyUnicode_DecodeUTF8
@@ -14,39 +14,41 @@ from kvmnn.formats.torch._opcodes cimport KIND_LENGTH_PREFIXED, KIND_TWO_LINES, 
 
 from kvmnn.errors import CheckpointError
 
-from ._opcodes import opcode_name, scan
+from ._opcodes import format_opcode, scan
 
-MAX_TEXT = 1 << 16
+MAX_STRING_BYTES = 1 << 16
 """Bytes of the longest string that is kept."""
-MAX_KEY = 1 << 16
+MAX_INT_KEY = 1 << 16
 """Above the largest number that is kept as a key of a dict: layers are numbered so, and few numbers hash alike."""
 
 
-class Unknown:
+class OpaqueValue:
     """A value that is there but not looked at."""
 
     __slots__ = ()
 
 
-class Global:
+class AllowedGlobal:
     """A name in a pickle, and the inert function that stands for it.
 
     Parameters
     ----------
     name
         ``module.name``.
-    build
+    constructor
         Called with the arguments where the pickle calls the name; None where it must not.
     """
 
-    __slots__ = ("build", "name")
+    __slots__ = ("constructor", "name")
 
-    def __init__(self, name, build=None):
+    def __init__(self, name, constructor=None):
         self.name = name
-        self.build = build
+        self.constructor = constructor
 
 
-def load(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t end, resolve, persistent, set_state=None):
+def load(
+    const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t end, resolve, resolve_persistent, set_state=None
+):
     """Run one pickle that `scan` has passed.
 
     Parameters
@@ -54,8 +56,8 @@ def load(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t end, res
     data, begin, end
         Where it lies, as `scan` found it.
     resolve
-        ``resolve(module, name)`` returns the `Global` for a name, or raises.
-    persistent
+        ``resolve(module, name)`` returns the `AllowedGlobal` for a name, or raises.
+    resolve_persistent
         ``resolve_persistent(id)`` returns the value for a persistent id, or raises.
     set_state
         ``set_state(value, state)`` says whether a value made by a constructor takes this state, and gives it.
@@ -65,7 +67,7 @@ def load(const uint8_t[::1] data not None, Py_ssize_t begin, Py_ssize_t end, res
     CheckpointError
         For a pickle that is damaged or does what a checkpoint does not.
     """
-    return _PickleMachine(resolve, persistent, set_state).run(data, begin, end)
+    return _PickleMachine(resolve, resolve_persistent, set_state).run(data, begin, end)
 
 
 cdef class _PickleMachine:
@@ -120,9 +122,9 @@ cdef class _PickleMachine:
         if code == 0x8A or code == 0x8B:
             self.stack.append(int.from_bytes((<const char *>argument)[:length], "little", signed=True))
         elif code == b"X" or code == 0x8C or code == 0x8D or code == b"U" or code == b"T":
-            self.stack.append(self.decode_text(argument, length) if length <= MAX_TEXT else Unknown())
+            self.stack.append(self.decode_text(argument, length) if length <= MAX_STRING_BYTES else OpaqueValue())
         else:
-            self.stack.append(Unknown())
+            self.stack.append(OpaqueValue())
         return 0
 
     cdef int run_opcode(self, uint8_t code, const uint8_t *argument) except -1:
@@ -190,7 +192,7 @@ cdef class _PickleMachine:
             self.stack.append(self.pop_mark())
         elif code == b"b":
             state = self.pop()
-            if isinstance(self.top(), (dict, Unknown)):
+            if isinstance(self.top(), (dict, OpaqueValue)):
                 return 0
             if self.set_state is None or not self.set_state(self.top(), state):
                 raise self.make_error(f"sets the state of {_describe_type(self.top())}, which no checkpoint does")
@@ -212,14 +214,14 @@ cdef class _PickleMachine:
             self.pop()
             self.call(self.pop())
         elif code == 0x8F:
-            self.stack.append(Unknown())
+            self.stack.append(OpaqueValue())
         elif code == 0x90:
             self.pop_mark()
-            if not isinstance(self.top(), Unknown):
+            if not isinstance(self.top(), OpaqueValue):
                 raise self.make_error(f"adds items to {_describe_type(self.top())}, expected a set")
         elif code == 0x91:
             self.pop_mark()
-            self.stack.append(Unknown())
+            self.stack.append(OpaqueValue())
         elif code == b"0":
             if len(self.stack) == self.stack_floor and self.marks:
                 self.pop_mark()
@@ -230,22 +232,22 @@ cdef class _PickleMachine:
         elif code == b"2":
             self.stack.append(self.top())
         elif code != 0x80 and code != 0x95:
-            raise self.make_error(f"opcode {opcode_name(code)} is not implemented")
+            raise self.make_error(f"opcode {format_opcode(code)} is not implemented")
         return 0
 
     cdef int call(self, object arguments) except -1:
         function = self.pop()
-        if not isinstance(function, Global):
+        if not isinstance(function, AllowedGlobal):
             raise self.make_error(f"calls {_describe_type(function)}, which no checkpoint does")
-        if function.build is None or not isinstance(arguments, tuple):
+        if function.constructor is None or not isinstance(arguments, tuple):
             raise self.make_error(f"calls {function.name}, which no checkpoint does")
-        self.stack.append(function.build(arguments))
+        self.stack.append(function.constructor(arguments))
         return 0
 
     cdef int set_items(self, list items) except -1:
         cdef Py_ssize_t i
         target = self.top()
-        if isinstance(target, Unknown):
+        if isinstance(target, OpaqueValue):
             return 0
         if not isinstance(target, dict):
             raise self.make_error(f"sets items of {_describe_type(target)}, expected a dict")
@@ -253,8 +255,8 @@ cdef class _PickleMachine:
             raise self.make_error("a dict key without a value")
         for i in range(0, len(items), 2):
             key = items[i]
-            if not isinstance(key, str) and not (type(key) is int and 0 <= key < MAX_KEY):
-                key = Unknown()
+            if not isinstance(key, str) and not (type(key) is int and 0 <= key < MAX_INT_KEY):
+                key = OpaqueValue()
             (<dict>target)[key] = items[i + 1]
         return 0
 
@@ -262,7 +264,7 @@ cdef class _PickleMachine:
         target = self.top()
         if isinstance(target, list):
             (<list>target).extend(items)
-        elif not isinstance(target, Unknown):
+        elif not isinstance(target, OpaqueValue):
             raise self.make_error(f"appends to {_describe_type(target)}, expected a list")
         return 0
 
@@ -302,4 +304,4 @@ cdef class _PickleMachine:
 
 
 def _describe_type(value):
-    return value.name if isinstance(value, Global) else type(value).__name__
+    return value.name if isinstance(value, AllowedGlobal) else type(value).__name__

@@ -14,41 +14,42 @@ cdef struct TokenRun:
     Py_ssize_t size
 
 
-def cut(
-    const int64_t[:, ::1] kept not None,
-    int64_t live,
+def compact_tables(
+    const int64_t[:, ::1] kept_indices not None,
+    int64_t num_live,
     const int64_t[:, ::1] slots not None,
     float[:, ::1] bias not None,
-    float dead,
+    float masked_bias,
     tables,
 ) -> bool:
-    """Keep of each row of every table the entries `kept` at its front, and set bias[row, slot] of the others to `dead`.
+    """Keep of each row of every table the entries `kept_indices` at its front, and set bias[row, slot] of the others to
+    `masked_bias`.
 
-    One row of `kept` serves all rows. `slots` is what each entry's slot is; it may be among the tables, which are
-    C-contiguous arrays of int64 or float32 with as many rows. False, and nothing done, where a row of `kept` does not
-    hold ascending numbers in [0, num_live).
+    One row of `kept_indices` serves all rows. `slots` is what each entry's slot is; it may be among the tables, which
+    are C-contiguous arrays of int64 or float32 with as many rows. False, and nothing done, where a row of
+    `kept_indices` does not hold ascending numbers in [0, num_live).
     """
-    cdef Py_ssize_t rows = kept.shape[0], count = kept.shape[1], row, num_runs = 0
+    cdef Py_ssize_t rows = kept_indices.shape[0], count = kept_indices.shape[1], row, num_runs = 0
     cdef unsigned char[:, ::1] table
     cdef TokenRun *token_runs
     cdef Py_ssize_t *ends
-    if count > live:
+    if count > num_live:
         return False
     if count == 0:
-        mask_evicted(slots, bias, dead, NULL, NULL, 0, live)
+        mask_evicted(slots, bias, masked_bias, NULL, NULL, 0, num_live)
         return True
-    token_runs = <TokenRun *>malloc(rows * min(count, live - count + 1) * sizeof(TokenRun))  # a run ends where
-                                                                                             # something is left out
+    # a run ends where something is left out
+    token_runs = <TokenRun *>malloc(rows * min(count, num_live - count + 1) * sizeof(TokenRun))
     ends = <Py_ssize_t *>malloc(rows * sizeof(Py_ssize_t))
     try:
         if token_runs == NULL or ends == NULL:
             raise MemoryError()
         for row in range(rows):
-            if not is_ascending(&kept[row, 0], count, live):
+            if not is_ascending(&kept_indices[row, 0], count, num_live):
                 return False
-            num_runs = append_runs(&kept[row, 0], count, token_runs, num_runs)
+            num_runs = append_runs(&kept_indices[row, 0], count, token_runs, num_runs)
             ends[row] = num_runs
-        mask_evicted(slots, bias, dead, token_runs, ends, rows, live)
+        mask_evicted(slots, bias, masked_bias, token_runs, ends, rows, num_live)
         for array in tables:
             table = array.view("u1")
             move_rows(table, token_runs, ends, rows, array.itemsize)
@@ -128,10 +129,10 @@ def add_columns(
     const float[:, :, ::1] attention not None,
     const int64_t[:, ::1] slots not None,
     float[:, ::1] scores not None,
-    Py_ssize_t live,
-    float fade,
+    Py_ssize_t num_live,
+    float decay,
 ) -> None:
-    """scores[row, i] = fade * scores[row, i] + attention ``[query_head, query, slot]`` of slot slots[row, i], summed.
+    """scores[row, i] = decay * scores[row, i] + attention ``[query_head, query, slot]`` of slot slots[row, i], summed.
 
     Queries are added first, then the row's heads, in float32 and in order. One row: all heads; else heads in a row
     share one.
@@ -143,7 +144,7 @@ def add_columns(
     cdef float *columns
     cdef float *sums
     cdef float *out
-    if live == 0:
+    if num_live == 0:
         return
     columns = <float *>malloc(2 * width * sizeof(float))
     if columns == NULL:
@@ -158,8 +159,8 @@ def add_columns(
                         sums[i] += columns[i]
             row_slots = &slots[row, 0]
             out = &scores[row, 0]
-            for i in range(live):
-                out[i] = out[i] * fade + sums[row_slots[i]]
+            for i in range(num_live):
+                out[i] = out[i] * decay + sums[row_slots[i]]
     free(columns)
 
 
@@ -173,22 +174,22 @@ cdef void add_queries(const float *rows, Py_ssize_t queries, Py_ssize_t width, f
             out[i] += rows[i]
 
 
-def gather(unsigned char[:, :, ::1] rows not None, const int64_t[:, ::1] slots not None, Py_ssize_t live) -> None:
-    """Move the live rows of ``[kv_head, slot, byte]`` to the front of the buffer: ``[kv_head, live, byte]`` from there
-    on."""
+def gather(unsigned char[:, :, ::1] rows not None, const int64_t[:, ::1] slots not None, Py_ssize_t num_live) -> None:
+    """Move the live rows of ``[kv_head, slot, byte]`` to the front of the buffer: ``[kv_head, num_live, byte]`` from
+    there on."""
     cdef Py_ssize_t head, begin, end, size = rows.shape[2]
     cdef const int64_t *head_slots
     cdef unsigned char *out
-    if live == 0 or size == 0 or rows.shape[0] == 0:
+    if num_live == 0 or size == 0 or rows.shape[0] == 0:
         return
     out = &rows[0, 0, 0]
     with nogil:
         for head in range(rows.shape[0]):
             head_slots = &slots[head if slots.shape[0] > 1 else 0, 0]
             begin = 0
-            while begin < live:
+            while begin < num_live:
                 end = begin + 1
-                while end < live and head_slots[end] == head_slots[end - 1] + 1:
+                while end < num_live and head_slots[end] == head_slots[end - 1] + 1:
                     end += 1
                 memmove(out, &rows[head, head_slots[begin], 0], (end - begin) * size)
                 out += (end - begin) * size

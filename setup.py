@@ -47,16 +47,16 @@ CORES = os.cpu_count() or 1
 ROOT = Path("pyx")
 NATIVE = {
     "kvmnn.dense._stream": [
-        *("cluster.c", "decode.c", "encode.c", "head.c", "rans.c"),
-        *("rows.c", "search.c", "sets.c", "stream.c", "tables.c", "words.c", "xxh64.c"),
+        *("context_clusters.c", "decoder.c", "encoder.c", "frequency_tables.c", "header_fields.c", "rans.c"),
+        *("reference_search.c", "residuals.c", "row_match.c", "shared_tables.c", "stream.c", "xxh64.c"),
     ],
     "kvmnn.formats.llama._blocks": ["blocks.c"],
     "kvmnn.formats.mlx._groups": ["groups.c"],
-    "kvmnn.frames._fast_lane": ["zstd_writer.c", "huffman.c", "fse.c", "repeats.c", "samples.c"],
+    "kvmnn.frames._fast_lane": ["zstd_writer.c", "huffman.c", "fse.c", "match_finder.c", "sample_stats.c"],
     "kvmnn.frames._streams": ["lanes.c"],
     "kvmnn.h2o._scores": ["scores.c"],
-    "kvmnn.offline._sizes": ["tokens.c"],
-    "kvmnn.packed._layout": ["packing.c", "quantise.c"],
+    "kvmnn.offline._stream_meter": ["token_predictors.c"],
+    "kvmnn.packed._layout": ["layout_kernels.c", "quantize.c"],
     "kvmnn.policies._norms": ["norms.c"],
 }
 """C files of a module, in the folder of its .pyx."""

@@ -28,7 +28,7 @@ fi
 
 mkdir -p "$WORK"
 echo "sanitize: native self-tests"
-for room in frames/lanes packed/packing; do
+for room in frames/lanes packed/layout_kernels; do
     name=${room#*/}
     $CC -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -std=c11 -Wall -Wextra -Werror \
         -I pyx pyx/kvmnn/$room.c pyx/selftest/$name.c -o "$WORK/selftest_$name"

@@ -50,7 +50,7 @@ mkdir -p "$WORK"
 
 # -- 1. the native loops --------------------------------------------------------------------------------------------
 
-for room in frames/lanes packed/packing; do
+for room in frames/lanes packed/layout_kernels; do
     name=${room#*/}
     $CC -O3 -std=c11 -Wall -Wextra -Werror -I pyx pyx/kvmnn/$room.c pyx/selftest/$name.c -o "$WORK/selftest_$name"
     qemu-aarch64 -L /usr/aarch64-linux-gnu "$WORK/selftest_$name"

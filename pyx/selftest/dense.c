@@ -1,7 +1,7 @@
 /* Self-test of the dense stream's C files without Python: words of many kinds there and back at every SIMD level, the same
  * bytes at each, and damaged streams, which must be refused or give the words. Prints one line with a hash of all
  * streams, which is the same on every machine; exits 1 at a mismatch. */
-#include "kvmnn/dense/coding.h"
+#include "kvmnn/dense/codec.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -3,7 +3,7 @@
  * KVMNN_FUZZ says what inputs are; their first bytes are options. "streams": decoded, whatever they are, with history and
  * a table set or without. "sets": read as table sets. "words", with all that goes with them: encoded and decoded, which
  * must give the words, at both SIMD levels the same bytes. */
-#include "kvmnn/dense/coding.h"
+#include "kvmnn/dense/codec.h"
 
 #include <stdio.h>
 #include <stdlib.h>

@@ -13,7 +13,7 @@ TARGETS=${2:-frames streams writer pickles headers}
 PYTHON=${PYTHON:-python3}
 CLANG=${CLANG:-$(command -v clang-19 || command -v clang || echo none)}
 WORK=$PWD/build/guided
-MODULES="_simd files/_mapping frames/_anchors frames/_decoder frames/_encoder frames/_fast frames/_fast_lane frames/_hashing frames/_room frames/_streams frames/_workspace frames/_zstdlib
+MODULES="_simd files/_file_mapping frames/_content_hashes frames/_decoder frames/_encoder frames/_fast_encoder frames/_fast_lane frames/_hashing frames/_output_buffer frames/_streams frames/_workspace frames/_zstdlib
     formats/_safetensors_header formats/torch/_opcodes formats/torch/_pickles packed/_layout"
 
 config() { "$PYTHON" -c "import sysconfig; print(sysconfig.get_config_var('$1'))"; }
@@ -41,14 +41,14 @@ for module in $MODULES; do
             -X cdivision=True --module-name "kvmnn.$(echo "$module" | tr / .)" "pyx/kvmnn/$module.pyx" -o "$name.c"
         more= level=-O1
         checks="-fsanitize=address,undefined -fno-sanitize-recover=undefined -fsanitize-coverage=$counters"
-        case $module in _simd | files/_mapping | frames/_encoder | frames/_hashing | packed/_layout) checks= ;; esac
+        case $module in _simd | files/_file_mapping | frames/_encoder | frames/_hashing | packed/_layout) checks= ;; esac
         case $module in
         frames/_fast_lane)
-            for part in zstd_writer huffman fse repeats samples; do more="$more pyx/kvmnn/frames/$part.c"; done
+            for part in zstd_writer huffman fse match_finder sample_stats; do more="$more pyx/kvmnn/frames/$part.c"; done
             level="-O2 -DKVMNN_ZSTD_BLOCK_BYTES=4608 -fno-sanitize-coverage=trace-cmp" # no value here is worth guessing
             ;;
         frames/_streams) more=pyx/kvmnn/frames/lanes.c ;;
-        packed/_layout) more="pyx/kvmnn/packed/packing.c pyx/kvmnn/packed/quantise.c" ;;
+        packed/_layout) more="pyx/kvmnn/packed/layout_kernels.c pyx/kvmnn/packed/quantize.c" ;;
         esac
         "$CLANG" $level -gline-tables-only -ffp-contract=off $checks -Wno-everything -fPIC -shared -I "$include" -I pyx -I "pyx/kvmnn/$(dirname "$module")" \
             "$name.c" $more -o "$name.so"

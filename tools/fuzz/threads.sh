@@ -22,8 +22,8 @@ installed=$(cd / && "$PYTHON" -c "import os, kvmnn; print(os.path.dirname(kvmnn.
 rm -rf "$WORK"
 mkdir -p "$WORK/src"
 cp -r "$installed" "$WORK/src/kvmnn"
-for name in _simd frames._anchors frames._decoder frames._encoder frames._fast frames._fast_lane frames._hashing \
-    frames._room frames._streams frames._workspace frames._zstdlib; do
+for name in _simd frames._content_hashes frames._decoder frames._encoder frames._fast_encoder frames._fast_lane frames._hashing \
+    frames._output_buffer frames._streams frames._workspace frames._zstdlib; do
     module=$(echo "$name" | tr . /)
     echo "threads: building kvmnn/$module"
     rm -f "$WORK/src/kvmnn/$module".*.so
@@ -32,7 +32,7 @@ for name in _simd frames._anchors frames._decoder frames._encoder frames._fast f
     more=
     case $name in
     frames._streams) more=pyx/kvmnn/frames/lanes.c ;;
-    frames._fast_lane) for part in zstd_writer huffman fse repeats samples; do more="$more pyx/kvmnn/frames/$part.c"; done ;;
+    frames._fast_lane) for part in zstd_writer huffman fse match_finder sample_stats; do more="$more pyx/kvmnn/frames/$part.c"; done ;;
     esac
     $CC -O1 -g1 -fsanitize=thread -ffp-contract=off -w -fPIC -shared -I "$include" -I pyx "$WORK/$name.c" $more \
         -o "$WORK/src/kvmnn/$module$suffix"

@@ -6,7 +6,7 @@ from libc.string cimport memcmp, memcpy, memset
 from cpython.buffer cimport PyBUF_SIMPLE, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 
 from kvmnn.dense._stream cimport TableSet, decode_rows, error_text, make_shape, parse_sections, write_header
-from kvmnn.dense.coding cimport (
+from kvmnn.dense.codec cimport (
     CHECKSUM_OFFSET, DENSE_OK, HEADER_BYTES, SIMILARITY_CLASSES, dense_error, dense_shape, dense_stream,
     dense_table_set,
 )

@@ -1,6 +1,6 @@
 from libc.stdint cimport uint8_t, uint32_t
 
-from kvmnn.dense.coding cimport dense_error, dense_shape, dense_stream, dense_table_set
+from kvmnn.dense.codec cimport dense_error, dense_shape, dense_stream, dense_table_set
 
 
 cdef class TableSet:

@@ -7,7 +7,7 @@ from libc.string cimport memcpy, memset
 from cpython.bytes cimport PyBytes_FromStringAndSize
 
 from kvmnn._simd cimport active_level
-from kvmnn.dense.coding cimport (
+from kvmnn.dense.codec cimport (
     CHECKSUM_OFFSET, DENSE_HEAD, DENSE_OK, HEADER_BYTES, MAX_BASE, MAX_MODEL_BYTES, PAD_BYTES, SET_HEADER_BYTES,
     dense_checksum, dense_choose_base, dense_cluster_scratch_bytes, dense_count_predicted, dense_count_symbols,
     dense_counts, dense_decode, dense_decode_scratch_bytes, dense_encode, dense_encode_capacity,
@@ -15,7 +15,7 @@ from kvmnn.dense.coding cimport (
     dense_rotary, dense_shape, dense_stream, dense_table_set, dense_write_header, dense_write_table_set,
     kvmnn_dense_kernels_at, kvmnn_xxh64,
 )
-from kvmnn.frames._fast cimport measure_frame
+from kvmnn.frames._fast_encoder cimport measure_frame
 from kvmnn.frames._workspace cimport Workspace, acquire, release
 
 from ..errors import FrameError, KvmnnError

@@ -98,7 +98,7 @@ typedef struct {
 
 static inline size_t arena_align(size_t n) { return (n + PAD_BYTES + 63) & ~(size_t)63; }
 
-/* `n` bytes and PAD more. The caller has asked for as much as is taken: there is no failure. */
+/* `n` bytes and PAD_BYTES more. The caller has asked for as much as is taken: there is no failure. */
 static inline void *arena_alloc(dense_arena *a, size_t n) {
     uint8_t *p = a->cursor;
     a->used_bytes += arena_align(n);
@@ -221,7 +221,7 @@ static inline uint32_t dense_load32(const uint8_t *p) {
 
 uint64_t kvmnn_xxh64(const uint8_t *p, size_t n, uint64_t seed);
 
-/* head.c: what the head's bit string holds beside the model. */
+/* header_fields.c: what the head's bit string holds beside the model. */
 void dense_write_rotary(bitwriter *w, const dense_rotary *rotary);
 dense_error dense_read_rotary(bitreader *r, uint32_t dim, uint64_t *frequencies, dense_rotary *rotary);
 void dense_write_positions(bitwriter *w, const uint32_t *positions, size_t n);
@@ -231,7 +231,7 @@ void dense_write_row_references(bitwriter *w, size_t history, size_t rows, const
 dense_error dense_read_row_references(bitreader *r, size_t history, size_t rows, uint8_t *similarity_classes,
                                       uint32_t *references);
 
-/* tables.c */
+/* frequency_tables.c */
 void dense_quantize_frequencies(const uint32_t counts[256], dense_table *t); /* to numbers that can be written ... */
 void dense_write_model(bitwriter *w, const dense_model *m);
 int dense_normalize(dense_table *t); /* ... and to those of sum SCALE; 0 if there are none */

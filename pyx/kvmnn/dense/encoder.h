@@ -2,7 +2,7 @@
 #ifndef KVMNN_DENSE_ENCODER_H
 #define KVMNN_DENSE_ENCODER_H
 
-#include "coding.h"
+#include "codec.h"
 
 /* From this similarity class on low parts may be coded: below, low parts of equal symbols do not repeat. */
 enum { FIRST_LOW_CLASS = 3 };

@@ -1,5 +1,5 @@
 /* The outside of a dense stream: header, checksum, sections; and the order of words in a row. */
-#include "coding.h"
+#include "codec.h"
 
 void dense_write_header(uint8_t *header, const dense_shape *shape, int method, int flags, size_t rows, size_t payload) {
     uint16_t heads = (uint16_t)shape->heads, dim = (uint16_t)shape->dim;

@@ -12,7 +12,7 @@ from cpython.ref cimport Py_XDECREF
 
 from kvmnn.frames._fast_lane cimport raw_frame_size, write_raw_frame
 from kvmnn.frames._lane_streams cimport make_all_streams, make_stream, make_stream_with_rle_bound, stream_spacing
-from kvmnn.frames._room cimport OrderedWriter
+from kvmnn.frames._output_buffer cimport OrderedWriter
 from kvmnn.frames._stream_header cimport (
     ALLOW_RLE, ALLOW_ZSTD, CODEC_RLE, CODEC_ZSTD, NUM_MODES, STREAM_HEADER_BYTES, store_le32,
 )

@@ -3,7 +3,7 @@ from libc.stdint cimport uint8_t, uint32_t
 from kvmnn.frames._workspace cimport Workspace
 
 
-cdef extern from "kvmnn/frames/repeats.h" nogil:
+cdef extern from "kvmnn/frames/match_finder.h" nogil:
     ctypedef struct kvmnn_repeat:
         uint32_t start
         uint32_t length

@@ -14,7 +14,7 @@ from kvmnn.frames._workspace cimport Workspace
 from kvmnn.frames._zstdlib cimport zstd
 
 
-cdef extern from "kvmnn/frames/repeats.h" nogil:
+cdef extern from "kvmnn/frames/match_finder.h" nogil:
     size_t kvmnn_repeats_bound(size_t n)
     size_t kvmnn_repeats_table_size(size_t n)
     size_t kvmnn_repeats_find(
@@ -36,7 +36,7 @@ cdef extern from "kvmnn/frames/zstd_writer.h" nogil:
         int level, const kvmnn_sequence_tables *tables, const uint8_t *src, size_t n, const kvmnn_repeat *repeats,
         size_t count, int literals_raw, uint8_t *scratch, uint8_t *dst)
 
-cdef extern from "kvmnn/frames/samples.h" nogil:
+cdef extern from "kvmnn/frames/sample_stats.h" nogil:
     enum:
         KVMNN_SAMPLE_WINDOW_BYTES
         KVMNN_NUM_SAMPLE_WINDOWS

@@ -2,7 +2,7 @@
 #ifndef KVMNN_FSE_H
 #define KVMNN_FSE_H
 
-#include "bits.h"
+#include "bitwriter.h"
 
 enum { KVMNN_MAX_FSE_SYMBOLS = 53, KVMNN_MAX_FSE_STATES = 64 };
 

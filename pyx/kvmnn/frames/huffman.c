@@ -1,6 +1,6 @@
 #include "huffman.h"
 
-#include "bits.h"
+#include "bitwriter.h"
 #include "fse.h"
 
 enum { NUM_SYMBOLS = 256, NUM_NODES = 2 * NUM_SYMBOLS };

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #include "fse.h"
-#include "repeats.h"
+#include "match_finder.h"
 
 enum { KVMNN_MAX_RAW_BLOCK_BYTES = 128 << 10 }; /* bytes of one, at most */
 

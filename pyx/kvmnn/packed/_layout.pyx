@@ -1,4 +1,4 @@
-"""Packed K/V buffers: tokens moved by packing.c and quantise.c (docs/layout.md).
+"""Packed K/V buffers: tokens moved by layout_kernels.c and quantize.c (docs/layout.md).
 
 Every function works on the heads [first, last) of one buffer, K or V, without the GIL. kvmnn.packed.layout has checked
 every size, that what is written to may be written, and that the last axis of `rows` is contiguous; nothing is checked
@@ -8,7 +8,7 @@ again here.
 from libc.stdint cimport uint8_t
 from libc.stdlib cimport free, malloc
 
-cdef extern from "kvmnn/packed/packing.h" nogil:
+cdef extern from "kvmnn/packed/layout_kernels.h" nogil:
     ctypedef struct kvmnn_layout:
         size_t word_bytes, dims, lP, hP, block_tokens
 
@@ -28,7 +28,7 @@ cdef extern from "kvmnn/packed/packing.h" nogil:
 
     const char *kvmnn_layout_isa_name()
 
-cdef extern from "kvmnn/packed/quantise.h" nogil:
+cdef extern from "kvmnn/packed/quantize.h" nogil:
     ctypedef struct kvmnn_int8_layout:
         size_t dims, lP, hP, block_tokens
 

@@ -1,6 +1,6 @@
 /* Leaf kernels of the dense stream, one table per SIMD level; every level gives the same bytes. */
-#ifndef KVMNN_DENSE_WORDS_H
-#define KVMNN_DENSE_WORDS_H
+#ifndef KVMNN_DENSE_RESIDUALS_H
+#define KVMNN_DENSE_RESIDUALS_H
 
 #include "dense.h"
 #include "xxh64.h"
@@ -81,11 +81,11 @@ typedef struct {
      * rows has a vote. */
     uint64_t (*select_top)(const dense_votes *votes, size_t blocks, uint64_t *candidates, uint64_t *top);
 
-    /* src[i] for each i where (a[i] == b[i]) == `equal`; how many. Up to PAD bytes behind them are
+    /* src[i] for each i where (a[i] == b[i]) == `equal`; how many. Up to PAD_BYTES behind them are
      * touched. */
     size_t (*select_equal)(const uint8_t *src, const uint8_t *a, const uint8_t *b, size_t n, int equal, uint8_t *out);
 
-    /* The other way: the next of `equal` where a[i] == b[i], else the next of `unequal`. PAD bytes behind the last
+    /* The other way: the next of `equal` where a[i] == b[i], else the next of `unequal`. PAD_BYTES behind the last
      * one of either are read. */
     void (*merge)(const uint8_t *equal, const uint8_t *unequal, const uint8_t *a, const uint8_t *b, size_t n,
                   uint8_t *out);
@@ -114,14 +114,14 @@ typedef struct {
     /* The next n low parts, a multiple of 4, or as many as there are units for in any case. */
     void (*decode_low)(dense_low_decoder *f, size_t n);
 
-    /* n low parts of 5 bits to ceil(5n / 8) bytes, and back; PAD bytes behind both are touched. */
+    /* n low parts of 5 bits to ceil(5n / 8) bytes, and back; PAD_BYTES behind both are touched. */
     void (*pack5)(const uint8_t *low, size_t n, uint8_t *packed);
     void (*unpack5)(const uint8_t *packed, size_t n, uint8_t *low);
 } dense_kernels;
 
 const dense_kernels *kvmnn_dense_kernels_at(int level);
 
-/* cluster.c: contexts to tables. `counts` is [CONTEXTS][256], of which rows with is_seen[] are defined; nothing is left of
+/* context_clusters.c: contexts to tables. `counts` is [CONTEXTS][256], of which rows with is_seen[] are defined; nothing is left of
  * them. Of a set that others share, tables cost nothing, and each has the escape. */
 size_t dense_cluster_scratch_bytes(void);
 void dense_cluster_contexts(const dense_kernels *kernels, uint32_t (*counts)[256], const uint8_t *is_seen,

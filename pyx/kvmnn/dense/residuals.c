@@ -1,4 +1,4 @@
-#include "words.h"
+#include "residuals.h"
 
 #include "rans.h"
 
@@ -24,7 +24,7 @@ static inline uint32_t dense_bits(float x) {
     return bits;
 }
 
-#define KVMNN_SIMD_KERNELS "dense/words_impl.h"
+#define KVMNN_SIMD_KERNELS "dense/residuals_impl.h"
 #define KVMNN_KERNEL_TABLE dense_kernels
 #if defined(__x86_64__)
 #define KVMNN_USE_AVX512

@@ -1,6 +1,6 @@
 /* Bits written from the lowest one up, as zstd reads them from the end back. */
-#ifndef KVMNN_BITS_H
-#define KVMNN_BITS_H
+#ifndef KVMNN_BITWRITER_H
+#define KVMNN_BITWRITER_H
 
 #include "little_endian.h"
 

@@ -2,8 +2,8 @@
  *
  * kvmnn_nt_fence() ends a series of copies; only after it may another thread look at what they wrote.
  */
-#ifndef KVMNN_FAR_H
-#define KVMNN_FAR_H
+#ifndef KVMNN_NONTEMPORAL_H
+#define KVMNN_NONTEMPORAL_H
 
 #include <stddef.h>
 #include <stdint.h>

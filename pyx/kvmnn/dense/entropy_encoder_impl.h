@@ -1,4 +1,4 @@
-/* More of the kernels of words.h: the entropy coder's, and those that part rows by whether words are equal. Four words at
+/* More of the kernels of residuals.h: the entropy coder's, and those that part rows by whether words are equal. Four words at
  * a time where there is AVX2; the baseline's kernels say what they do. */
 
 #ifdef ISA_F16C

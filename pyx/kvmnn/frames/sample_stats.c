@@ -1,4 +1,4 @@
-#include "samples.h"
+#include "sample_stats.h"
 
 #include <math.h>
 #include <string.h>

@@ -2,7 +2,7 @@
  *
  * Each column that is looked at has a bitmap of rows for each kind of symbol, so that votes are counted for hundreds of
  * rows at once, bit by bit. Bitmaps are rings of blocks of rows. */
-#include "coding.h"
+#include "codec.h"
 
 enum {
     NUM_COLUMNS_WITH_HINTS = NUM_COLUMNS / 2, /* do where good rows are known already */

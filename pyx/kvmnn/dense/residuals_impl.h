@@ -1,4 +1,4 @@
-/* The kernels of words.h, compiled once per SIMD level (../simd.h). */
+/* The kernels of residuals.h, compiled once per SIMD level (../simd.h). */
 
 /* -- symbols and low parts ----------------------------------------------------------------------------------------- */
 
@@ -371,8 +371,8 @@ static void ISA_FN(unpack5)(const uint8_t *packed, size_t n, uint8_t *low) {
     }
 }
 
-#include "coder_impl.h"
-#include "decoder_impl.h"
+#include "entropy_encoder_impl.h"
+#include "entropy_decoder_impl.h"
 
 static const dense_kernels ISA_FN(table) = {
     ISA_NAME,

@@ -4,7 +4,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ._room import OrderedWriter
+from ._output_buffer import OrderedWriter
 
 Buffer: TypeAlias = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
 

@@ -3,8 +3,8 @@
  * One head at a time; plain rows are `dims` floats, `row_stride` bytes apart. docs/layout.md has the layouts. Built
  * without contraction of a * b + c, every result is the same on every machine.
  */
-#ifndef KVMNN_QUANTISE_H
-#define KVMNN_QUANTISE_H
+#ifndef KVMNN_QUANTIZE_H
+#define KVMNN_QUANTIZE_H
 
 #include <stddef.h>
 #include <stdint.h>

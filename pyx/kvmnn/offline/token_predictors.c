@@ -1,8 +1,8 @@
-#include "tokens.h"
+#include "token_predictors.h"
 
 #include <string.h>
 
-#define KVMNN_SIMD_KERNELS "offline/tokens_impl.h"
+#define KVMNN_SIMD_KERNELS "offline/token_predictors_impl.h"
 #define KVMNN_KERNEL_TABLE kvmnn_token_kernels
 #include "../simd.h"
 

@@ -2,8 +2,8 @@
  *
  * A sample is windows of KVMNN_SAMPLE_WINDOW_BYTES bytes, one after the other; the last may be shorter.
  */
-#ifndef KVMNN_SAMPLES_H
-#define KVMNN_SAMPLES_H
+#ifndef KVMNN_SAMPLE_STATS_H
+#define KVMNN_SAMPLE_STATS_H
 
 #include <stddef.h>
 #include <stdint.h>

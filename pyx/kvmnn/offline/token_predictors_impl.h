@@ -1,4 +1,4 @@
-/* The kernels of tokens.h, included once per SIMD level with ISA_FN(name) giving each function its own name. */
+/* The kernels of token_predictors.h, included once per SIMD level with ISA_FN(name) giving each function its own name. */
 
 static void ISA_FN(delta)(const uint8_t *restrict src, size_t n, size_t row, uint8_t *restrict dst) {
     if (row > n) row = n;
@@ -105,6 +105,6 @@ static void ISA_FN(bitshuffle)(const uint8_t *restrict src, size_t n, uint8_t *r
 }
 
 static const kvmnn_token_kernels ISA_FN(table) = {
-    ISA_NAME, ISA_FN(delta),      ISA_FN(delta_in_place),    ISA_FN(exclusive_or), ISA_FN(pair),
-    ISA_FN(undo_delta),        ISA_FN(undo_exclusive_or), ISA_FN(undo_pair), ISA_FN(bitshuffle),
+    ISA_NAME,           ISA_FN(delta),             ISA_FN(delta_in_place), ISA_FN(exclusive_or), ISA_FN(pair),
+    ISA_FN(undo_delta), ISA_FN(undo_exclusive_or), ISA_FN(undo_pair),      ISA_FN(bitshuffle),
 };

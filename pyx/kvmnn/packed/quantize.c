@@ -1,4 +1,4 @@
-#include "quantise.h"
+#include "quantize.h"
 
 #include <math.h>
 #include <string.h>

@@ -4,8 +4,8 @@
    zero pages from the faulting page to the end of the mapping, remembers that the mapping is damaged, and lets the read
    go on; whoever reads asks afterwards. All other faults go where they went before. */
 
-#ifndef KVMNN_GUARD_H
-#define KVMNN_GUARD_H
+#ifndef KVMNN_FAULT_GUARD_H
+#define KVMNN_FAULT_GUARD_H
 
 #include <stddef.h>
 

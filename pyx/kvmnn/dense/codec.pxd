@@ -1,8 +1,8 @@
-"""What the kernels of dense streams offer (coding.h)."""
+"""What the kernels of dense streams offer (codec.h)."""
 
 from libc.stdint cimport int32_t, uint8_t, uint32_t, uint64_t
 
-cdef extern from "kvmnn/dense/coding.h" nogil:
+cdef extern from "kvmnn/dense/codec.h" nogil:
     enum:
         HEADER_BYTES
         CHECKSUM_OFFSET

@@ -1,6 +1,6 @@
 /* Bytes of a lane that occurred before: of rows that are alike, what is equal. */
-#ifndef KVMNN_REPEATS_H
-#define KVMNN_REPEATS_H
+#ifndef KVMNN_MATCH_FINDER_H
+#define KVMNN_MATCH_FINDER_H
 
 #include <stddef.h>
 #include <stdint.h>

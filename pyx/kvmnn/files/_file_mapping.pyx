@@ -1,10 +1,10 @@
-"""Files mapped for reading, which stay readable when the file is cut: see guard.h."""
+"""Files mapped for reading, which stay readable when the file is cut: see fault_guard.h."""
 
 from cpython.buffer cimport PyBuffer_FillInfo
 from cpython.exc cimport PyErr_SetFromErrno
 
 
-cdef extern from "guard.h" nogil:
+cdef extern from "fault_guard.h" nogil:
     ctypedef struct kv_region:
         pass
     kv_region *kv_watch(void *address, size_t nbytes)

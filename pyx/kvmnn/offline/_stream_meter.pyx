@@ -11,7 +11,7 @@ from kvmnn.frames._streams cimport KVMNN_MODE_RAW, compute_entropy, lane_kernels
 from kvmnn.frames._zstdlib cimport zstd
 
 
-cdef extern from "kvmnn/offline/tokens.h" nogil:
+cdef extern from "kvmnn/offline/token_predictors.h" nogil:
     ctypedef struct kvmnn_token_kernels:
         void (*delta)(const uint8_t *src, size_t n, size_t row, uint8_t *dst) noexcept nogil
         void (*delta_in_place)(uint8_t *data, size_t n, size_t row) noexcept nogil

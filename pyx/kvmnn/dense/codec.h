@@ -1,9 +1,9 @@
 /* What the dense encoder and decoder take and give (docs/format-v2.md). */
-#ifndef KVMNN_DENSE_CODING_H
-#define KVMNN_DENSE_CODING_H
+#ifndef KVMNN_DENSE_CODEC_H
+#define KVMNN_DENSE_CODEC_H
 
 #include "rans.h"
-#include "words.h"
+#include "residuals.h"
 
 enum {
     SET_HEADER_BYTES = 8,
@@ -32,7 +32,7 @@ typedef struct {
 void dense_prepare_codes(const dense_model *m, dense_code codes[][256], dense_code low_codes[][256]);
 void dense_prepare_entries(const dense_model *m, uint32_t entries[][SCALE], uint32_t low_entries[][SCALE]);
 
-/* -- search.c ------------------------------------------------------------------------------------------------------ */
+/* -- reference_search.c -------------------------------------------------------------------------------------------- */
 
 size_t dense_search_scratch_bytes(size_t rows);
 /* For each own row the most similar row before it. symbols: [history + rows][words]; reference_hints: rows to try, or
@@ -40,7 +40,7 @@ size_t dense_search_scratch_bytes(size_t rows);
 void dense_search_references(const dense_kernels *kernels, const uint8_t *symbols, size_t words, size_t history,
                              size_t rows, const int32_t *reference_hints, uint8_t *scratch, uint32_t *references);
 
-/* -- encode.c ------------------------------------------------------------------------------------------------------ */
+/* -- encoder.c ----------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     const dense_kernels *kernels;
@@ -57,12 +57,12 @@ size_t dense_encode_scratch_bytes(const dense_input *input);
 int dense_choose_base(const dense_input *input);
 /* How many words of the own rows have the symbol that is predicted for them: the more, the better the rotation. */
 size_t dense_count_predicted(const dense_input *input, uint8_t *scratch);
-/* Bytes at `out`, PAD not counted: what is coded lies behind what is still to be coded there. */
+/* Bytes at `out`, PAD_BYTES not counted: what is coded lies behind what is still to be coded there. */
 size_t dense_encode_capacity(const dense_input *input);
 /* The stream at `out`; its size, or 0 where that would not be below `limit`, or below the raw bytes + HEADER_BYTES. */
 size_t dense_encode(const dense_input *input, uint8_t *scratch, uint8_t *out, size_t limit, uint32_t *references);
 
-/* -- sets.c ------------------------------------------------------------------------------------------------------- */
+/* -- shared_tables.c ----------------------------------------------------------------------------------------------- */
 
 /* What is counted for a table set; all zeros before the first array. */
 typedef struct {
@@ -89,7 +89,7 @@ uint64_t dense_checksum(const uint8_t *header, size_t control, const uint8_t *wo
 /* Words of pairs side by side to halves (`to_halves`), or back; `row` has room for `dims` words. */
 void dense_reorder_pairs(uint8_t *words, size_t rows, const dense_shape *shape, size_t dims, int to_halves,
                          uint8_t *row);
-/* -- decode.c ------------------------------------------------------------------------------------------------------ */
+/* -- decoder.c ----------------------------------------------------------------------------------------------------- */
 
 typedef struct {
     dense_shape shape;

@@ -65,8 +65,8 @@ static void rotate_row(dense_encoder *e, size_t row, uint64_t distance, size_t h
     const dense_input *in = e->in;
     size_t pairs = in->rotary.dims / 2;
     in->kernels->angles(in->rotary.frequencies, pairs, distance, e->angles, e->cosines, e->sines);
-    dense_rotation_job job = {dense_row(&in->rows, row), e->row, e->cosines, e->sines,      in->shape.dtype,
-                              heads,                     0,      in->shape.dim, pairs};
+    dense_rotation_job job = {dense_row(&in->rows, row), e->row, e->cosines, e->sines, in->shape.dtype, heads, 0,
+                              in->shape.dim, pairs};
     in->kernels->rotate(&job, SIZE_MAX);
     in->kernels->split(e->row, heads * in->shape.dim, in->shape.dtype, in->shape.base, symbols, low);
 }

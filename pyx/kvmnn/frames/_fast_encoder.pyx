@@ -17,7 +17,7 @@ from kvmnn.frames._fast_lane cimport (
     encode_lane, gather_lanes, max_payload_size, raw_frame_size, sample_lanes, select_encoding, try_alternatives,
     write_raw_frame,
 )
-from kvmnn.frames._room cimport OrderedWriter
+from kvmnn.frames._output_buffer cimport OrderedWriter
 from kvmnn.frames._stream_header cimport CODEC_ZSTD, NUM_MODES, STREAM_HEADER_BYTES, store_le32
 from kvmnn.frames._streams cimport KVMNN_MODE_RAW, MIN_BYPASS_BYTES, lane_kernels
 from kvmnn.frames._workspace cimport Workspace, acquire, allocate_bytes, release, shrink_bytes

@@ -4,8 +4,8 @@
  * bytes of `second`. Rows follow each other without gaps. `dst` may be `first` or lie before it. Up to width bytes
  * behind the rows of `first` and before those of `second` may be read.
  */
-#ifndef KVMNN_SPLICE_H
-#define KVMNN_SPLICE_H
+#ifndef KVMNN_ROW_MERGE_H
+#define KVMNN_ROW_MERGE_H
 
 #include "transpose.h"
 

@@ -1,4 +1,4 @@
-/* More of the kernels of words.h: the decoder's. Each state waits for what it has read, so that most of a processor is
+/* More of the kernels of residuals.h: the decoder's. Each state waits for what it has read, so that most of a processor is
  * idle: other work is done meanwhile, a little after every few symbols. */
 
 /* The offset of a table's entry, in one instruction where there is one. */

@@ -4,8 +4,8 @@
  * `dims` words of one token, rows lie `row_stride` bytes apart. Buffers may start at any address. docs/layout.md has
  * the layouts; callers have checked every number, so that each token named lies inside the head.
  */
-#ifndef KVMNN_PACKING_H
-#define KVMNN_PACKING_H
+#ifndef KVMNN_LAYOUT_KERNELS_H
+#define KVMNN_LAYOUT_KERNELS_H
 
 #include <stddef.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-#include "repeats.h"
+#include "match_finder.h"
 
 #include "little_endian.h"
 
@@ -41,8 +41,8 @@ typedef struct {
     size_t min_match;     /* ... and how many then, for a repeat ... */
     size_t min_rep_match; /* ... and for another one in the same row, which is said in few bits */
     int min_row_equal;    /* of 64 bytes: a row that has less in common with the other is left */
-    unsigned skip_log,
-        max_skip_log; /* so many failed probes, as a power of two, make the steps twice as long, so often */
+    /* so many failed probes, as a power of two, make the steps twice as long, so often */
+    unsigned skip_log, max_skip_log;
 } match_params;
 
 static const match_params MATCH_THOROUGH = {6, 6, 4, 16, 5, 3}, MATCH_FAST = {8, 11, 5, 32, 5, 3};
@@ -108,7 +108,7 @@ typedef struct {
                               uint32_t *table);
 } repeats_kernels;
 
-#define KVMNN_SIMD_KERNELS "frames/repeats_impl.h"
+#define KVMNN_SIMD_KERNELS "frames/match_finder_impl.h"
 #define KVMNN_KERNEL_TABLE repeats_kernels
 #include "../simd.h"
 

@@ -1,5 +1,5 @@
 /* Contexts to tables: neighbours are merged while their own tables would cost more than they save. */
-#include "words.h"
+#include "residuals.h"
 
 enum { MIN_CONTEXT_COUNT = 256 }; /* contexts that were seen less often are merged with a neighbour at once */
 #define ENTRY_BITS 3.5f           /* of an entry that is not 0; one that is 0 takes a bit */

@@ -1,7 +1,7 @@
-/* Self-test of packing.c without Python: every function against loops over single words that compute each place from
+/* Self-test of layout_kernels.c without Python: every function against loops over single words that compute each place from
  * the layout's formulas, over random geometries, ranges and alignments, with guard bytes around what is written.
  * Prints one line; exits 1 at a mismatch. */
-#include "kvmnn/packed/packing.h"
+#include "kvmnn/packed/layout_kernels.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -60,7 +60,7 @@ static void require(const test_case *x, const char *what, size_t a, size_t b, si
     if (memcmp(x->head - GUARD, x->expected - GUARD, x->head_bytes + 2 * GUARD) == 0 &&
         memcmp(x->rows - GUARD, x->expected_rows - GUARD, rows_bytes + 2 * GUARD) == 0)
         return;
-    printf("selftest_packing: %s of %s fails: word %zu dims %zu lP %zu hP %zu block %zu, %zu %zu %zu\n", what,
+    printf("selftest_layout_kernels: %s of %s fails: word %zu dims %zu lP %zu hP %zu block %zu, %zu %zu %zu\n", what,
            x->is_values ? "values" : "keys", x->p.word_bytes, x->p.dims, x->p.lP, x->p.hP, x->p.block_tokens, a, b, c);
     exit(1);
 }
@@ -156,6 +156,6 @@ static void check_geometry(size_t number) {
 
 int main(void) {
     for (size_t i = 0; i < ROUNDS; ++i) check_geometry(i);
-    printf("selftest_packing: ok, %lu checks\n", num_checks);
+    printf("selftest_layout_kernels: ok, %lu checks\n", num_checks);
     return 0;
 }

@@ -1,5 +1,5 @@
 /* From a dense stream to rows of words (docs/format-v2.md). Nothing of the stream is believed. */
-#include "coding.h"
+#include "codec.h"
 
 typedef struct {
     const dense_stream *in;
@@ -156,15 +156,8 @@ static void start_rotation(decoder *d, size_t i, size_t n) {
     size_t pairs = d->rotary.dims / 2;
     d->kernels->angles(d->rotary.frequencies, pairs, (uint64_t)d->positions[i] - d->positions[n], d->angles, d->cosines,
                        d->sines);
-    d->interleaved.rotation = (dense_rotation_job){dense_row(&d->rows, n),
-                                                   d->rotated_bytes,
-                                                   d->cosines,
-                                                   d->sines,
-                                                   shape->dtype,
-                                                   shape->heads,
-                                                   0,
-                                                   shape->dim,
-                                                   pairs};
+    d->interleaved.rotation = (dense_rotation_job){dense_row(&d->rows, n), d->rotated_bytes, d->cosines, d->sines,
+                                                   shape->dtype, shape->heads, 0, shape->dim, pairs};
 }
 
 static void predict_row(decoder *d, size_t i) {

@@ -1,9 +1,9 @@
-#include "packing.h"
+#include "layout_kernels.h"
 
 #include <string.h>
 
-#include "far.h"
-#include "splice.h"
+#include "nontemporal.h"
+#include "row_merge.h"
 #include "transpose.h"
 
 #define MIN(a, b) ((a) < (b) ? (a) : (b))

@@ -2,8 +2,8 @@
  *
  * Source and destination never overlap. There is one table per level of simd.h.
  */
-#ifndef KVMNN_TOKENS_H
-#define KVMNN_TOKENS_H
+#ifndef KVMNN_TOKEN_PREDICTORS_H
+#define KVMNN_TOKEN_PREDICTORS_H
 
 #include <stddef.h>
 #include <stdint.h>

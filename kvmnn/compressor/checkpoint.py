@@ -60,7 +60,7 @@ class Checkpoint:
     kind
         ``"torch zip"``, ``"torch legacy"`` or ``"safetensors"``.
     root
-        The saved object: dicts, lists, `TorchTensor`s and plain values; what is not looked at is `Unknown`.
+        The saved object: dicts, lists, `TorchTensor`s and plain values; what is not looked at is `OpaqueValue`.
     size
         Bytes of the file.
     pickle_bytes

@@ -103,7 +103,7 @@ class RowDecoder:
         rows = elements.transpose(1, 0, 2)
         if not rows.flags.c_contiguous:
             raise KvmnnError("rows that do not lie token by token")
-        self._destination = _rows.Place(DTYPES.index(parse_dtype(dtype)), heads, dim, rows.reshape(-1).view(np.uint8))
+        self._destination = _rows.RowDestination(DTYPES.index(parse_dtype(dtype)), heads, dim, rows.reshape(-1).view(np.uint8))
 
     def decode(
         self, stream: Bytes | bytes, checksum: int, begin: int, tokens: int, *, history: int = 0, tables: Any = None
@@ -122,13 +122,13 @@ def _decode_short_block(stream: bytes, tables: Any, max_bytes: int | None) -> El
     """Most short blocks, in half a microsecond of Python; None for what `decode` has to look at, or to refuse."""
     check_byte_order()
     max_raw_bytes = MAX_RAW_BYTES if max_bytes is None else min(max(max_bytes, 0), MAX_RAW_BYTES)
-    array = _rows.decode_alone(stream, to_table_set(tables), max_raw_bytes, np.empty, _NUMPY_TYPES)
+    array = _rows.decode_short_block(stream, to_table_set(tables), max_raw_bytes, np.empty, _NUMPY_TYPES)
     return None if array is None else array.transpose(1, 0, 2)
 
 
-def open_rows(header: DenseHeader) -> _rows.Rows:
+def open_rows(header: DenseHeader) -> _rows.RowsPayload:
     """The payload of method 2, its sections found."""
-    return _rows.Rows(header.stream, header.dtype_code, header.heads, header.dim, header.tokens, header.flags)
+    return _rows.RowsPayload(header.stream, header.dtype_code, header.heads, header.dim, header.tokens, header.flags)
 
 
 def _decode_rows(header: DenseHeader, history: Elements | None, tables: Any, out_bytes: Bytes | None = None) -> Bytes:
@@ -178,7 +178,7 @@ def _decode_verbatim(header: DenseHeader) -> Bytes:
             raise FrameError(f"dense stream has a frame of more words than its {header.raw_bytes} bytes") from None
     if elements.size != header.raw_bytes:
         raise FrameError(f"dense stream holds {elements.size} bytes of words: expected {header.raw_bytes}")
-    if _stream.whole_checksum(header.stream, elements) != header.checksum:
+    if _stream.compute_verbatim_checksum(header.stream, elements) != header.checksum:
         raise FrameError("dense stream has other words than its checksum says")
     return elements if header.method == METHOD_FRAME else elements.copy()
 

@@ -250,7 +250,7 @@ def _encode_smallest(
     references: ReferenceHints | None = None,
     *,
     frame_trial_min_bytes: float = 0,
-    compiled_input: _stream.Input | None = None,
+    compiled_input: _stream.EncoderRows | None = None,
     repeats: bool = False,
 ) -> bytes:
     """The stream by the method that needs fewest bytes; `compiled_input` in place of those of `encoder_input`."""
@@ -261,7 +261,7 @@ def _encode_smallest(
     if try_frame:
         frame = encode_elements(encoder_input.row_bytes, _FRAME_OPTIONS[encoder_input.dtype], 1)
         if HEADER_BYTES + len(frame) < max_bytes:
-            return _stream.whole_stream(
+            return _stream.build_verbatim_stream(
                 METHOD_FRAME,
                 encoder_input.dtype_code,
                 encoder_input.heads,
@@ -270,7 +270,7 @@ def _encode_smallest(
                 frame,
             )
     if stream is None:
-        return _stream.whole_stream(
+        return _stream.build_verbatim_stream(
             METHOD_WORDS,
             encoder_input.dtype_code,
             encoder_input.heads,

@@ -85,7 +85,7 @@ class SharedTables:
         if len({encoder_input.dtype for encoder_input in inputs}) > 1:
             raise KvmnnError("arrays of several dtypes: a table set is for one")
         table_base = max(encoder_input.compiled_input.base for encoder_input in inputs)
-        counts = _stream.Counts()
+        counts = _stream.SymbolCounts()
         for encoder_input in inputs:
             counts.add(encoder_input.compiled_input, table_base)
         return cls(counts.table_set(inputs[0].compiled_input, table_base))

@@ -45,14 +45,14 @@ class EncoderInput:
         hints = reference_hints if token_ids is None else _find_earlier_rows(token_ids, self.tokens, num_history_rows)
         if hints is not None and len(hints) != self.tokens:
             raise KvmnnError(f"an array has {self.tokens} tokens: the one before it has {len(hints)}")
-        self.compiled_input = _stream.Input(
+        self.compiled_input = _stream.EncoderRows(
             self.dtype_code, self.heads, self.dim, self.row_bytes, history_rows, rotation, row_positions, hints
         )
         self._history_rows, self._reference_hints = history_rows, hints
 
-    def build_unrotated_rows(self) -> _stream.Input:
+    def build_unrotated_rows(self) -> _stream.EncoderRows:
         """Return the same rows as those of an array that no model has rotated."""
-        return _stream.Input(
+        return _stream.EncoderRows(
             self.dtype_code, self.heads, self.dim, self.row_bytes, self._history_rows, None, None, self._reference_hints
         )
 
@@ -77,7 +77,7 @@ class EncoderInput:
         row_positions = None if rotation is None else np.arange(tokens, dtype=np.uint32)
         _check_rotation(rotation, instance.dim)
         history = all_row_bytes[:begin] if begin else None
-        instance.compiled_input = _stream.Input(
+        instance.compiled_input = _stream.EncoderRows(
             instance.dtype_code,
             instance.heads,
             instance.dim,

@@ -70,7 +70,7 @@ class _RowSample:
         heads = max(1, min(array.shape[0], _SAMPLE_ELEMENTS // array.shape[2]))
         row_bytes = to_row_bytes(array[:heads][:, rows], element_type)
         placeholder_rotation = 2, 0, np.zeros(1, np.uint64)
-        self._input = _stream.Input(
+        self._input = _stream.EncoderRows(
             DTYPES.index(element_type),
             heads,
             array.shape[2],
@@ -82,7 +82,7 @@ class _RowSample:
         )
 
     def count_predicted(self, candidate: _RopeCandidate | RopeConfig | RopeFrequencies | None) -> int:
-        return self._input.alike(None if candidate is None else candidate.rotation)
+        return self._input.count_predicted(None if candidate is None else candidate.rotation)
 
 
 def search_rope(array: Elements, positions: Any = None, *, dtype: str | None = None) -> RopeConfig | None:

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from types import TracebackType
 
 from ..errors import KvmnnError, SourceError
-from ._mapping import Mapping, Watch
+from ._file_mapping import FileMapping, DamageMonitor
 
 
 class FileState:
@@ -28,8 +28,8 @@ class FileState:
         self.label = label
         self.path = path
         self._initial_stat = initial_stat
-        self._mapping: weakref.ref[Mapping] | None = None
-        self._watch: Watch | None = None
+        self._mapping: weakref.ref[FileMapping] | None = None
+        self._watch: DamageMonitor | None = None
         self._is_replaced = False
 
     @classmethod
@@ -42,7 +42,7 @@ class FileState:
         """Bytes."""
         return self._initial_stat.st_size
 
-    def track_mapping(self, mapping: Mapping) -> None:
+    def track_mapping(self, mapping: FileMapping) -> None:
         """From now on this mapping, as long as it lives, is asked what the file is."""
         self._mapping = weakref.ref(mapping)
         self._watch = mapping.watch

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..dtypes import Bytes
 from ..errors import LimitError, SourceError
-from ._mapping import Mapping
+from ._file_mapping import FileMapping
 from .changes import FileState, record_input
 
 STDIN = "-"
@@ -75,7 +75,7 @@ class MappedFile:
             raise SourceError(f"{self.label}: cannot be read: {exc.strerror or exc}") from exc
         self.size = 0 if self._mapping is None else self._mapping.nbytes
 
-    def _open(self, expected_state: FileState | None, max_bytes: int | None) -> Mapping | None:
+    def _open(self, expected_state: FileState | None, max_bytes: int | None) -> FileMapping | None:
         if self.path == STDIN:
             if sys.stdin is None:
                 raise OSError(errno.EBADF, "it is closed")
@@ -133,12 +133,12 @@ class MappedFile:
                 raise self._state.build_error()
 
 
-def _map_file(file: BinaryIO) -> Mapping | None:
+def _map_file(file: BinaryIO) -> FileMapping | None:
     nbytes = os.fstat(file.fileno()).st_size
-    return Mapping(file.fileno(), nbytes) if nbytes else None
+    return FileMapping(file.fileno(), nbytes) if nbytes else None
 
 
-def _spool(stream: BinaryIO, label: str, max_bytes: int | None) -> Mapping | None:
+def _spool(stream: BinaryIO, label: str, max_bytes: int | None) -> FileMapping | None:
     """A pipe is read once, to an unnamed file that ends with its mapping."""
     with tempfile.TemporaryFile() as spool:
         while chunk := stream.read(_SPOOL_CHUNK_BYTES):

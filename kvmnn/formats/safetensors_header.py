@@ -65,7 +65,7 @@ class TensorIndex(Sequence[TensorEntry]):
     """
 
     def __init__(self, header_text: bytes, label: str) -> None:
-        capacity = len(header_text) // _safetensors_header.SHORTEST_ENTRY + 1
+        capacity = len(header_text) // _safetensors_header.MIN_ENTRY_BYTES + 1
         text_positions = np.empty((3, capacity), np.uint32)
         kind_codes = np.empty(capacity, np.uint8)
         offsets_and_hashes = np.empty((3, capacity), np.int64)
@@ -100,7 +100,7 @@ class TensorIndex(Sequence[TensorEntry]):
 
     def get_names(self, tensor_ids: npt.NDArray[np.int64]) -> list[str]:
         """The names of some tensors."""
-        return _safetensors_header.strings_at(
+        return _safetensors_header.read_strings_at(
             self._header_text, self._text_positions[0, tensor_ids], self._text_positions[1, tensor_ids]
         )
 
@@ -108,7 +108,7 @@ class TensorIndex(Sequence[TensorEntry]):
         """The name of one."""
         tensor_id %= len(self)
         text_position = self._text_positions[:2, tensor_id : tensor_id + 1]
-        return _safetensors_header.strings_at(self._header_text, text_position[0], text_position[1])[0]
+        return _safetensors_header.read_strings_at(self._header_text, text_position[0], text_position[1])[0]
 
     def find_id(self, name: str) -> int | None:
         """The number of the tensor of this name; None if there is none."""
@@ -131,7 +131,7 @@ class TensorIndex(Sequence[TensorEntry]):
     def __getitem__(self, index: int | slice) -> TensorEntry | list[TensorEntry]:
         if isinstance(index, slice):
             return [self[tensor_id] for tensor_id in range(*index.indices(len(self)))]
-        shape = _safetensors_header.shape_at(self._header_text, self._text_positions[2, index])
+        shape = _safetensors_header.read_shape_at(self._header_text, self._text_positions[2, index])
         kind = self.kinds[self.kind_codes[index]]
         return TensorEntry(self.get_name(index), kind, shape, int(self.begins[index]), int(self.ends[index]))
 

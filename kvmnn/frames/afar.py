@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..dtypes import Bytes
-from ._anchors import again, anchors
+from ._content_hashes import count_duplicates, sample_hashes
 
 SAMPLE_WINDOW_ELEMENTS = 32
 """Words that are looked at in one place."""
 SAMPLE_ELEMENTS_PER_SQRT = 40
-"""Times the square root of the number of words, those that are looked at, of which one in 8 is compared (`_anchors`).
+"""Times the square root of the number of words, those that are looked at, of which one in 8 is compared (`_content_hashes`).
 If all words are there twice, then 70 pairs of them are expected, ..."""
 MIN_DUPLICATE_HASHES = 8
 """... and so many are enough: 6 % of the words that are copies of others, which cost as much where they are missed."""
@@ -54,9 +54,9 @@ def detect_long_range_repeats(data: Bytes, itemsize: int, segment_bytes: int) ->
     window_starts = _draw_window_starts(num_elements)
     max_hashes = window_starts.size * SAMPLE_WINDOW_ELEMENTS // 7
     hashes, positions = np.empty(max_hashes, np.uint64), np.empty(max_hashes, np.int64)
-    num_hashes = anchors(data, itemsize, window_starts, SAMPLE_WINDOW_ELEMENTS, hashes, positions)
+    num_hashes = sample_hashes(data, itemsize, window_starts, SAMPLE_WINDOW_ELEMENTS, hashes, positions)
     hashes, positions = hashes[:num_hashes], positions[:num_hashes]
-    if again(hashes) < MIN_TRIAL_DUPLICATE_HASHES:
+    if count_duplicates(hashes) < MIN_TRIAL_DUPLICATE_HASHES:
         return NO_REPEATS
     order = np.lexsort((positions, hashes))
     hashes, positions = hashes[order], positions[order]

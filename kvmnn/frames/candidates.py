@@ -73,7 +73,7 @@ def search_all_levels(options: LaneOptions, data: Bytes, threads: int, progress:
         lane, mode = task
         best.try_candidate(lane, mode, zstd.DEFAULT_LEVEL, True)
         for level in (1, zstd.DEFAULT_LEVEL):
-            candidate = _encoder.candidate(
+            candidate = _encoder.encode_candidate(
                 data, options.itemsize, lane, mode, options.allowed_codecs, level, False, _UNLIMITED_BYTES
             )
             assert candidate is not None
@@ -154,7 +154,7 @@ class _BestCandidates:
                 best.mode, best.has_content_size, best.level
             )
             limit = best.size + 1 if wins_ties else best.size
-        result = _encoder.candidate(
+        result = _encoder.encode_candidate(
             self.data, self.options.itemsize, lane, mode, self.options.allowed_codecs, level, has_content_size, limit
         )
         if result is not None:

@@ -72,7 +72,7 @@ def decode(
         raise LimitError(f"frame holds {raw_bytes} bytes: max_bytes is {max_bytes}")
     _decode_lanes(parsed_frame, threads)
     target = np.empty(parsed_frame.words, element_type.numpy_dtype) if out is None else out
-    if isinstance(target, np.ndarray) and not target.dtype.hasobject and parsed_frame.join_whole(target):
+    if isinstance(target, np.ndarray) and not target.dtype.hasobject and parsed_frame.join_contiguous(target):
         parsed_frame.close()
         return target
     rows = as_writable_rows(target, raw_bytes)
@@ -128,7 +128,7 @@ class FrameDecoder:
         if not out[0].flags.c_contiguous:  # `reshape` would copy, and nothing came to `out`
             raise KvmnnError("out: expected rows that are each contiguous")
         rows = out.reshape(len(out), -1).view(np.uint8)
-        _decoder.decode_checked(frame, self._itemsize, self._allowed_codecs, frame_checksum, rows_checksum, rows)
+        _decoder.decode_verified(frame, self._itemsize, self._allowed_codecs, frame_checksum, rows_checksum, rows)
 
 
 def verify_roundtrip(
@@ -159,22 +159,22 @@ def _explain_multiple_frames(frame: Any, dtype: str | None, codecs: Iterable[str
     return error
 
 
-def _decode_lanes(parsed_frame: _decoder.Frame, threads: int | None) -> None:
-    is_small = parsed_frame.words * parsed_frame.stride < MIN_PARALLEL_BYTES
+def _decode_lanes(parsed_frame: _decoder.ParsedFrame, threads: int | None) -> None:
+    is_small = parsed_frame.words * parsed_frame.itemsize < MIN_PARALLEL_BYTES
     is_single = is_small if threads is None else type(threads) is int and threads == 1
     num_threads = 1 if is_single else resolve_threads(threads)
     if is_small or num_threads == 1:
         parsed_frame.decode()
     else:
         parsed_frame.reserve()
-        parallel_map(parsed_frame.decode_lane, reversed(range(parsed_frame.stride)), num_threads)
+        parallel_map(parsed_frame.decode_lane, reversed(range(parsed_frame.itemsize)), num_threads)
 
 
 _DENSE_MAGIC = b"KVMD"
 """What dense streams begin with; a frame may, of 1,145,919,051 words."""
 
 
-def open_frame(frame: Any, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, _decoder.Frame]:
+def open_frame(frame: Any, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, _decoder.ParsedFrame]:
     """The dtype of a frame and the frame itself, its headers checked and nothing decoded; errors as `decode`."""
     data = frame if isinstance(frame, bytes) else as_raw_bytes(frame, "frame")
     if dtype is None and isinstance(frame, BF16Frame):
@@ -187,16 +187,16 @@ def open_frame(frame: Any, dtype: str | None, codecs: Iterable[str]) -> tuple[DT
         raise
 
 
-def _parse_frame(data: Bytes | bytes, dtype: str | None, allowed_codecs: int) -> tuple[DType, _decoder.Frame]:
+def _parse_frame(data: Bytes | bytes, dtype: str | None, allowed_codecs: int) -> tuple[DType, _decoder.ParsedFrame]:
     if dtype is None:
-        parsed_frame = _decoder.Frame(data, 0, allowed_codecs)
-        return (FP16 if parsed_frame.stride == 2 else FP32), parsed_frame
+        parsed_frame = _decoder.ParsedFrame(data, 0, allowed_codecs)
+        return (FP16 if parsed_frame.itemsize == 2 else FP32), parsed_frame
     element_type = parse_dtype(dtype)
     try:
-        return element_type, _decoder.Frame(data, element_type.itemsize, allowed_codecs)
+        return element_type, _decoder.ParsedFrame(data, element_type.itemsize, allowed_codecs)
     except FrameError:
         try:
-            itemsize = _decoder.Frame(data, 0, allowed_codecs).stride
+            itemsize = _decoder.ParsedFrame(data, 0, allowed_codecs).itemsize
         except FrameError:
             itemsize = element_type.itemsize
         if itemsize == element_type.itemsize:

@@ -6,7 +6,7 @@ from functools import partial
 
 from ..dtypes import Bytes
 from ..threads.pool import Job, parallel_run
-from . import _fast
+from . import _fast_encoder
 from .afar import RepeatInfo, UnalignedRepeats, detect_long_range_repeats
 from .options import ZSTD_BIT, LaneOptions
 from .pieces import (
@@ -51,7 +51,7 @@ def encode_fast(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     if data.size > FAST_SEGMENT_BYTES:
         lanes = _encode_fast_lanes(data, options, threads)
         return build_frame(num_elements, try_rle(lanes, data, options), threads)
-    frame = _fast.encode(data, options.itemsize, options.modes)
+    frame = _fast_encoder.encode(data, options.itemsize, options.modes)
     if len(frame) * RLE_TRIAL_MIN_RATIO > data.size:
         return frame
     return build_frame(num_elements, try_rle(parse_lanes(frame, options.itemsize), data, options), threads)
@@ -64,7 +64,7 @@ def encode_fast_payloads(data: Bytes, options: LaneOptions, threads: int) -> lis
 
 
 def _encode_fast_lanes(data: Bytes, options: LaneOptions, threads: int, allow_unaligned: bool = False) -> list[Lane]:
-    modes, alternatives = _fast.likely_modes(data, options.itemsize, options.modes)
+    modes, alternatives = _fast_encoder.select_modes(data, options.itemsize, options.modes)
 
     def detect_repeats() -> RepeatInfo:
         repeats = detect_long_range_repeats(data, options.itemsize, FAST_SEGMENT_BYTES)
@@ -132,13 +132,13 @@ def _encode_fast_segments(
     data: Bytes, segment_bytes: int, itemsize: int, modes: list[int], threads: int, *first_jobs: Job
 ) -> list[Lane]:
     spans = _split_for_threads(data.size // itemsize, segment_bytes // itemsize)
-    bound_functions = [_fast.raw_payload if bits == _RAW_MODE_BIT else _fast.most_payload for bits in modes]
+    bound_functions = [_fast_encoder.raw_payload_bytes if bits == _RAW_MODE_BIT else _fast_encoder.max_payload_bytes for bits in modes]
     max_bytes = [[bound(end - begin) for begin, end in spans] for bound in bound_functions]
     writers = make_writers(max_bytes)
 
     def encode_segment(segment: int) -> None:
         capacities = tuple(lane[segment] for lane in max_bytes)
-        _fast.write_payloads(writers, segment, capacities, data, itemsize, *spans[segment], modes)
+        _fast_encoder.write_payloads(writers, segment, capacities, data, itemsize, *spans[segment], modes)
 
     parallel_run([*first_jobs, *(partial(encode_segment, piece) for piece in range(len(spans)))], threads)
     return [make_lane(writer, bits.bit_length() - 1) for writer, bits in zip(writers, modes, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..dtypes import Bytes
-from . import _encoder, _fast, zstd
+from . import _encoder, _fast_encoder, zstd
 from .fast import supports_fast_path
 from .options import LaneOptions
 
@@ -23,10 +23,10 @@ def select_predictors(data: Bytes, options: LaneOptions) -> tuple[int, ...]:
     Samples tell by their entropy, which says nothing of repeats: runs and phrases are smaller without the predictor
     that makes most bytes of them zero. So where samples speak for a predictor a trial decides.
     """
-    modes = _encoder.likely_modes(data, options.itemsize, options.modes)
+    modes = _encoder.select_modes(data, options.itemsize, options.modes)
     if all(bits == _RAW_MODE_BIT for bits in modes) or not supports_fast_path(options, data.size):
         return tuple(modes)
-    fast_modes, alternatives = _fast.likely_modes(data, options.itemsize, options.modes)
+    fast_modes, alternatives = _fast_encoder.select_modes(data, options.itemsize, options.modes)
     trial_bytes = TRIAL_ELEMENTS * options.itemsize
     begin = max(0, data.size - trial_bytes) // 2 // options.itemsize * options.itemsize
     sample = data[begin : begin + trial_bytes]
@@ -44,7 +44,7 @@ def _select_smallest(sample: Bytes, options: LaneOptions, lane: int, bits: int) 
     best, min_bytes = bits, (1 << 62) - 1
     for mode in range(bits.bit_length()):
         if bits >> mode & 1:
-            candidate = _encoder.candidate(
+            candidate = _encoder.encode_candidate(
                 sample, options.itemsize, lane, mode, options.allowed_codecs, zstd.DEFAULT_LEVEL, True, min_bytes
             )
             if candidate is not None:

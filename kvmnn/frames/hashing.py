@@ -27,7 +27,7 @@ def integrity_checksum(data: Any, seed: int = 0) -> int:
     A change within one aligned 64-bit word always shows, any other all but always. It does not hold against intent. The
     units of the prefix store hold it, so its values stay what they are; a big-endian machine has others.
     """
-    return _hashing.checksum(data if isinstance(data, bytes) else as_raw_bytes(data, "data"), seed)
+    return _hashing.integrity_checksum(data if isinstance(data, bytes) else as_raw_bytes(data, "data"), seed)
 
 
 def checksum_rows(rows: Bytes) -> int:

@@ -131,26 +131,26 @@ def inspect(frame: Any, *, dtype: str | None = None, codecs: Iterable[str] = COD
     if entropy:
         parsed_frame.decode()
     streams = []
-    for lane in range(parsed_frame.stride):
+    for lane in range(parsed_frame.itemsize):
         mode, codec, raw_len, payload_len, offset = parsed_frame.stream(lane)
         streams.append(
             StreamInfo(
-                name=_decoder.lane_name(parsed_frame.stride, lane),
+                name=_decoder.get_lane_name(parsed_frame.itemsize, lane),
                 offset=offset - StreamInfo.HEADER_BYTES,
                 payload_offset=offset,
                 predictor=PREDICTORS[mode],
                 codec=CODECS[codec],
                 raw_bytes=raw_len,
                 payload_bytes=payload_len,
-                entropy=parsed_frame.lane_entropy(lane) if entropy else None,
+                entropy=parsed_frame.compute_lane_entropy(lane) if entropy else None,
             )
         )
     parsed_frame.close()
-    container = "fp16" if parsed_frame.stride == 2 else "fp32"
+    container = "fp16" if parsed_frame.itemsize == 2 else "fp32"
     return FrameInfo(container=container, dtype=element_type.name, words=parsed_frame.words, streams=tuple(streams))
 
 
 def compute_entropies(elements: Bytes, dtype: str) -> tuple[float, ...]:
     """Order-0 entropy in bits per byte of each stream that a frame of `elements` (little-endian) would have."""
     itemsize = parse_dtype(dtype).itemsize
-    return tuple(_streams.order0_entropy(np.ascontiguousarray(elements[lane::itemsize])) for lane in range(itemsize))
+    return tuple(_streams.compute_order0_entropy(np.ascontiguousarray(elements[lane::itemsize])) for lane in range(itemsize))

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 from ..dtypes import Bytes
 from ..errors import LimitError
 from ..threads.pool import Job, parallel_map, parallel_run
-from . import _encoder, _fast, zstd
-from ._room import Room, Track
+from . import _encoder, _fast_encoder, zstd
+from ._output_buffer import OutputBuffer, OrderedWriter
 from .afar import NO_REPEATS, RepeatInfo, detect_long_range_repeats
 from .options import CODECS, MIN_PARALLEL_BYTES, RLE_BIT, ZSTD_BIT, LaneOptions
 from .predictors import PREDICTORS as PREDICTORS
@@ -170,10 +170,10 @@ def _encode_smallest_lanes(
 def _compute_max_payload_bytes(nbytes: int, mode: int) -> int:
     """Room for a zstd frame; without a predictor just as much as noise needs, which lies where it stays then."""
     if mode != _RAW_MODE:
-        return _encoder.bound(nbytes)
+        return _encoder.max_zstd_bytes(nbytes)
     return max(
         nbytes + _ZSTD_BLOCK_HEADER_BYTES * -(-nbytes // _ZSTD_BLOCK_BYTES) + _ZSTD_FRAME_HEADER_BYTES,
-        _fast.raw_payload(nbytes),
+        _fast_encoder.raw_payload_bytes(nbytes),
     )
 
 
@@ -181,7 +181,7 @@ class BufferSlice(NamedTuple):
     """Bytes that lie in a room."""
 
     nbytes: int
-    buffer: Room
+    buffer: OutputBuffer
     offset: int
 
 
@@ -201,7 +201,7 @@ class Lane(NamedTuple):
         return sum(map(count_fragment_bytes, self.fragments))
 
 
-def make_lane(writer: Track, mode: int) -> Lane:
+def make_lane(writer: OrderedWriter, mode: int) -> Lane:
     """The lane of zstd frames that are all on a track."""
     return Lane(mode, _ZSTD_CODEC, tuple(BufferSlice(nbytes, writer.room, offset) for nbytes, offset in writer.parts()))
 
@@ -234,29 +234,29 @@ def _try_rle_lane(lane: Lane, lane_index: int, data: Bytes, options: LaneOptions
     nbytes = lane.nbytes
     if not options.allowed_codecs & RLE_BIT or nbytes * RLE_TRIAL_MIN_RATIO > data.size // options.itemsize:
         return lane
-    candidate = _encoder.candidate(
+    candidate = _encoder.encode_candidate(
         data, options.itemsize, lane_index, _RAW_MODE, RLE_BIT, zstd.DEFAULT_LEVEL, True, nbytes
     )
     return lane if candidate is None else Lane(_RAW_MODE, _RLE_CODEC, (candidate[3][_STREAM_HEADER.size :],))
 
 
-def make_writers(max_bytes: Sequence[Sequence[int]]) -> list[Track]:
+def make_writers(max_bytes: Sequence[Sequence[int]]) -> list[OrderedWriter]:
     """Tracks for the parts of lanes, of so many bytes at most, all in one room; none lies before where it stays."""
     starts, offset = [], 4
     for lane_max_bytes in max_bytes:
         *offsets, offset = accumulate(lane_max_bytes, initial=offset + _STREAM_HEADER.size)
         starts.append(offsets)
-    buffer = Room(offset)
-    return [Track(buffer, offsets) for offsets in starts]
+    buffer = OutputBuffer(offset)
+    return [OrderedWriter(buffer, offsets) for offsets in starts]
 
 
-def concat(fragments: Sequence[Fragment], threads: int = 1, owner: Room | None = None) -> bytes:
+def concat(fragments: Sequence[Fragment], threads: int = 1, owner: OutputBuffer | None = None) -> bytes:
     """The parts, one behind the other, without the GIL.
 
     `owner`: a room in which no part lies before where it stays; parts that lie there are moved, and it is gone.
     """
     *offsets, total_bytes = accumulate(map(count_fragment_bytes, fragments), initial=0)
-    buffer = Room(total_bytes) if owner is None else owner
+    buffer = OutputBuffer(total_bytes) if owner is None else owner
     copies = []
     for offset, fragment in zip(offsets, fragments, strict=True):
         if isinstance(fragment, BufferSlice) and fragment.buffer is buffer:
@@ -275,7 +275,7 @@ def concat(fragments: Sequence[Fragment], threads: int = 1, owner: Room | None =
     return buffer.finish(total_bytes)
 
 
-def _find_owner(fragments: Sequence[Fragment]) -> Room | None:
+def _find_owner(fragments: Sequence[Fragment]) -> OutputBuffer | None:
     """The room of the first part that lies in one, if none in it lies before where it stays."""
     owner = next((fragment.buffer for fragment in fragments if isinstance(fragment, BufferSlice)), None)
     offsets = accumulate(map(count_fragment_bytes, fragments), initial=0)

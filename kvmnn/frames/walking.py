@@ -26,7 +26,7 @@ def iter_frames(data: Bytes, element_type: DType, allowed_codecs: int) -> Iterat
     offset = 0
     while offset < data.size or offset == 0:
         end, num_elements = _find_frame_end(data.data, offset, element_type.itemsize)
-        _decoder.Frame(data[offset:end], element_type.itemsize, allowed_codecs)
+        _decoder.ParsedFrame(data[offset:end], element_type.itemsize, allowed_codecs)
         yield FrameSpan(offset, end - offset, num_elements)
         offset = end
 

@@ -79,7 +79,7 @@ def _bind(forced_binding: str | None = None) -> None:
     candidates.sort(key=lambda entry: not _is_byte_exact_version(entry[2]))
     if candidates:
         _binding, _library, _version = candidates[0]
-        _zstdlib.use_library([_get_address(_library, name) for name in _zstdlib.NAMES])
+        _zstdlib.use_library([_get_address(_library, name) for name in _zstdlib.FUNCTION_NAMES])
         return
     if forced_binding in openers:
         raise KvmnnError(f"KVMNN_ZSTD={forced_binding}: no such libzstd found")
@@ -111,7 +111,7 @@ def _load(path: str) -> tuple[ctypes.CDLL, Version] | None:
     try:
         library = ctypes.CDLL(path)
         version_number = library.ZSTD_versionNumber()
-        for name in _zstdlib.NAMES:
+        for name in _zstdlib.FUNCTION_NAMES:
             _get_address(library, name)
     except (OSError, AttributeError):
         return None
@@ -148,7 +148,7 @@ def _python_decompress(payload: memoryview, capacity: int) -> bytes:
     frames = []
     offset = 0
     while offset < len(payload):
-        end = _zstdlib.extent(payload, offset)
+        end = _zstdlib.find_frame_extent(payload, offset)
         if int.from_bytes(payload[offset : offset + 4], "little") == _MAGIC:
             frames.append(bytes(payload[offset:end]))
         offset = end

@@ -275,7 +275,7 @@ def _select_highest(scores: npt.NDArray[np.float32], count: int) -> npt.NDArray[
     if count == 0 or count >= scores.size:
         return np.full(scores.size, count > 0)
     keys = np.empty(scores.size, np.int32)
-    _scores.order_keys(scores, keys)
+    _scores.compute_order_keys(scores, keys)
     threshold = np.partition(keys, scores.size - count)[scores.size - count]
     is_selected: npt.NDArray[np.bool_] = keys > threshold
     ties = np.flatnonzero(keys == threshold)

@@ -60,7 +60,7 @@ def sum_by_block(
         out = np.empty(blocks, np.float32)
     elif out.dtype != np.float32 or out.shape != (blocks,) or not out.flags.c_contiguous or not out.flags.writeable:
         raise KvmnnError(f"out: expected a writable contiguous float32 array of {blocks}")
-    _scores.block_sums(array, min(block, keys), tile_keys, validate_int(threads, "threads", 1, INT32_MAX), out)
+    _scores.sum_blocks(array, min(block, keys), tile_keys, validate_int(threads, "threads", 1, INT32_MAX), out)
     return out
 
 
@@ -87,7 +87,7 @@ def update_ema_scores(scores: Any, sums: Any, *, count: int, alpha: float) -> Fl
     new_scores = np.zeros(step_sums.size, np.float32)
     new_scores[: min(previous.size, step_sums.size)] = previous[: step_sums.size]
     weight = float(np.float32(min(1.0, max(0.0, alpha))))
-    _scores.running_mean(new_scores, step_sums, float(np.float32(max(1, count))), weight)
+    _scores.update_running_mean(new_scores, step_sums, float(np.float32(max(1, count))), weight)
     return new_scores
 
 

@@ -197,16 +197,16 @@ class _ZstdFrameSizer:
     """Sizes of zstd frames."""
 
     def __init__(self, level: int) -> None:
-        self._context = _zstdlib.Context()
+        self._context = _zstdlib.ZstdContext()
         self._level = level
 
     def __call__(self, elements: Elements) -> int:
         data = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
-        return self._context.compress_into(np.empty(_zstdlib.bound(data.size), np.uint8), data, self._level)
+        return self._context.compress_into(np.empty(_zstdlib.max_compressed_size(data.size), np.uint8), data, self._level)
 
 
 def _compute_entropy(elements: Elements) -> float:
-    return _streams.order0_entropy(np.ascontiguousarray(elements).reshape(-1).view(np.uint8))
+    return _streams.compute_order0_entropy(np.ascontiguousarray(elements).reshape(-1).view(np.uint8))
 
 
 def _compute_ratio(raw_bytes: int, compressed_bytes: int) -> float:

@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from ..dtypes import Bytes
 from ..errors import KvmnnError
-from . import _sizes
+from . import _stream_meter
 
-PREDICTOR_NAMES: tuple[str, ...] = _sizes.NAMES
+PREDICTOR_NAMES: tuple[str, ...] = _stream_meter.PREDICTOR_NAMES
 """``raw``; ``delta_seq``, ``xor_seq``: each token minus, or exclusive-or, the one before; ``pair_delta``: odd columns
 of a head minus their left neighbours; ``pair_delta_delta_seq``: the two in that order."""
 
@@ -57,7 +57,7 @@ def apply_predictor(lane: npt.NDArray[Any], name: str) -> Bytes:
     tokens, heads, dims, predictor_id = _check_lane(lane, name)
     if lane.size == 0:
         return lane.copy()
-    stream = _sizes.predict(np.ascontiguousarray(lane).reshape(-1), heads, dims, predictor_id)
+    stream = _stream_meter.predict(np.ascontiguousarray(lane).reshape(-1), heads, dims, predictor_id)
     return np.frombuffer(stream, np.uint8).reshape(tokens, heads, dims)
 
 
@@ -66,13 +66,13 @@ def invert_predictor(stream: npt.NDArray[Any], name: str) -> Bytes:
     tokens, heads, dims, predictor_id = _check_lane(stream, name)
     if stream.size == 0:
         return stream.copy()
-    lane = _sizes.unpredict(np.ascontiguousarray(stream).reshape(-1), heads, dims, predictor_id)
+    lane = _stream_meter.unpredict(np.ascontiguousarray(stream).reshape(-1), heads, dims, predictor_id)
     return np.frombuffer(lane, np.uint8).reshape(tokens, heads, dims)
 
 
 def bitshuffle(data: bytes | bytearray | memoryview | Bytes) -> bytes:
     """The bits of `data` (n bytes) by plane: all lowest bits first, ``n * 8`` bits packed from the lowest bit up."""
-    return _sizes.bitshuffle(data)
+    return _stream_meter.bitshuffle(data)
 
 
 def _check_lane(lane: npt.NDArray[Any], name: str) -> tuple[int, int, int, int]:

@@ -10,7 +10,7 @@ import numpy as np
 from ..arrays.named_array import Chunk
 from ..dtypes import Part
 from ..threads.pipeline import Progress
-from . import _sizes
+from . import _stream_meter
 from .options import LANE_HALVES, LaneHalf, MeasureOptions, format_lane
 from .predictors import PREDICTOR_NAMES
 from .token_runs import TokenReader
@@ -57,16 +57,16 @@ class CompressorPool:
 
     def __init__(self, max_idle_bytes: int) -> None:
         self._max_idle_bytes = max_idle_bytes
-        self._idle: list[_sizes.StreamMeter] = []
+        self._idle: list[_stream_meter.StreamMeter] = []
 
-    def acquire(self) -> _sizes.StreamMeter:
+    def acquire(self) -> _stream_meter.StreamMeter:
         """One for the calling thread."""
         try:
             return self._idle.pop()
         except IndexError:
-            return _sizes.StreamMeter()
+            return _stream_meter.StreamMeter()
 
-    def release(self, meter: _sizes.StreamMeter) -> None:
+    def release(self, meter: _stream_meter.StreamMeter) -> None:
         """Keep one for the next stream, unless its buffers are large."""
         if meter.held() > self._max_idle_bytes:
             meter.forget()

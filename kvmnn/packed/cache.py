@@ -420,11 +420,11 @@ class PackedCache:
             if not self._layout.is_int8(part) or sums is None:
                 _layout.scatter(params, buffer, new_rows, first, last, self._past_length)
             elif part == "key":
-                _layout.quantise_keys(
+                _layout.quantize_keys(
                     params, buffer, sums.key_sum, sums.key_max, new_rows, first, last, self._past_length
                 )
             elif sums.value_sum is not None:
-                _layout.quantise_values(params, buffer, sums.value_sum, new_rows, first, last, self._past_length)
+                _layout.quantize_values(params, buffer, sums.value_sum, new_rows, first, last, self._past_length)
 
         run_over_heads(push_heads, self._layout.kv_heads, self._threads)
         self._past_length += count

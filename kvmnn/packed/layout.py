@@ -179,7 +179,7 @@ class PackLayout(LayoutParams):
         rows = split_kv((to_writable_rows(plain_pair[0], "out[0]"), to_writable_rows(plain_pair[1], "out[1]")))
 
         def gather_heads(part: Part, first: int, last: int) -> None:
-            read_rows = _layout.dequantise if self.is_int8(part) else _layout.gather
+            read_rows = _layout.dequantize if self.is_int8(part) else _layout.gather
             read_rows(make_native_params(self, part, capacity), tokens.buffers[part], rows[part], first, last, start)
 
         run_over_heads(gather_heads, self.kv_heads, threads)

@@ -14,7 +14,7 @@ HeadRangeWork = Callable[[Part, int, int], None]
 """Called as ``work(part, first head, last head)``, the last one excluded."""
 
 
-def make_native_params(layout: LayoutParams, part: Part, capacity: int) -> _layout.Numbers:
+def make_native_params(layout: LayoutParams, part: Part, capacity: int) -> _layout.NativeLayout:
     """What the compiled code needs to know of a K or V buffer with room for `capacity` tokens."""
     int8 = layout.is_int8(part)
     lP, hP = layout.pack_numbers(part)
@@ -22,7 +22,7 @@ def make_native_params(layout: LayoutParams, part: Part, capacity: int) -> _layo
         size, tile = layout.key_head_bytes(capacity), layout.key_strides()[0]
     else:
         size, tile = layout.value_head_bytes(capacity), layout.value_strides(capacity)[0]
-    return _layout.Numbers(
+    return _layout.NativeLayout(
         part == "key",
         layout.itemsize,
         layout.head_dim,

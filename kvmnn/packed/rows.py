@@ -51,7 +51,7 @@ class HeadRowAccessor:
 
     def read_rows(self, head: Bytes, start: int, out: Bytes) -> None:
         """Copy the rows from token `start` on into `out`, the bytes of a number of rows."""
-        gather = _layout.dequantise if self._is_int8 else _layout.gather
+        gather = _layout.dequantize if self._is_int8 else _layout.gather
         gather(self._params, head, self._check_rows(head, start, out), 0, 1, start)
 
     def write_rows(self, head: Bytes, start: int, rows: Bytes) -> None:

@@ -51,9 +51,9 @@ def compute_key_norms(keys: npt.NDArray[Any]) -> Floats:
         elements = np.ascontiguousarray(elements) if elements.flags.aligned else elements.copy()
     norms = np.empty(keys.shape[:2], np.float32)
     if dtype is dtypes.FP32:
-        _norms.norms32(elements.view(np.float32), norms)
+        _norms.compute_norms32(elements.view(np.float32), norms)
     else:
-        _norms.norms16(elements.view(np.uint16), dtype is dtypes.BF16, norms)
+        _norms.compute_norms16(elements.view(np.uint16), dtype is dtypes.BF16, norms)
     return norms
 
 
@@ -73,7 +73,7 @@ def _argtopk(values: Floats, count: int, *, highest: bool) -> Indices:
     if values.shape[1] > 1 and values.strides[1] != values.itemsize:
         values = np.ascontiguousarray(values)
     indices = np.empty((values.shape[0], count), np.int64)
-    _norms.choose(values, highest, indices, 0)
+    _norms.select_extreme(values, highest, indices, 0)
     return indices
 
 
@@ -96,7 +96,7 @@ def select_middle_topk(values: Floats, tokens: int, *, sink: int, count: int, re
     zone = values[:, sink : tokens - recent]
     if zone.shape[1] > 1 and zone.strides[1] != zone.itemsize:
         zone = np.ascontiguousarray(zone)
-    _norms.choose(zone, highest, indices[:, sink : sink + count], sink)
+    _norms.select_extreme(zone, highest, indices[:, sink : sink + count], sink)
     return indices
 
 

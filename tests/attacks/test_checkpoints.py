@@ -228,7 +228,7 @@ def test_the_scan_stops_what_is_out_of_bounds(data: bytes, match: str) -> None:
 def test_the_machine_refuses_what_makes_no_sense(data: bytes, match: str) -> None:
     end, _ = _pickles.scan(data, 0, 1000)
     with pytest.raises(CheckpointError, match=match):
-        _pickles.load(data, 0, end, lambda *_: _pickles.Global("x"), lambda _: None)
+        _pickles.load(data, 0, end, lambda *_: _pickles.AllowedGlobal("x"), lambda _: None)
 
 
 # -- memory and time --------------------------------------------------------------------------------------------------

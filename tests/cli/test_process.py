@@ -104,7 +104,7 @@ import importlib.machinery, os, sys
 loader = importlib.machinery.ExtensionFileLoader
 working = loader.exec_module
 def exec_module(self, module):
-    if module.__name__ == "kvmnn.files._mapping":
+    if module.__name__ == "kvmnn.files._file_mapping":
         os.kill(os.getpid(), {number})
         for _ in range(10**6):  # an exception would be raised here, in the midst of it
             pass

@@ -17,7 +17,7 @@ from fixtures.compressor_checkpoint import training_state, write_checkpoint
 
 from kvmnn.compressor.checkpoint import Checkpoint, open_checkpoint
 from kvmnn.errors import CheckpointError, LimitError, SourceError
-from kvmnn.formats.torch._pickles import Unknown
+from kvmnn.formats.torch._pickles import OpaqueValue
 from kvmnn.formats.torch.tensors import TorchTensor
 
 # -- pickles by hand --------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ def test_every_binary_protocol(tmp_path: Path, protocol: int) -> None:
     assert [found[key] for key in ("epoch", "lr", "none", "flags")] == [3, 0.5, None, (True, False)]
     assert found["words"][0] == "a"
     assert found["words"][3] == 2**70
-    assert all(isinstance(word, Unknown) for word in found["words"][1:3])
+    assert all(isinstance(word, OpaqueValue) for word in found["words"][1:3])
     notices = opened(tmp_path, pickle.dumps({}, protocol)).notices
     assert [f"protocol {protocol}" in notice for notice in notices] == [True] * (protocol > 2)
 
@@ -199,7 +199,7 @@ def test_every_binary_protocol(tmp_path: Path, protocol: int) -> None:
 def test_numpy_scalars_are_passed_over_with_a_notice(tmp_path: Path) -> None:
     found = opened(tmp_path, pickle.dumps({"loss": np.float64(0.5), "a": 1}, 2))
     assert isinstance(found.root, dict)
-    assert isinstance(found.root["loss"], Unknown)
+    assert isinstance(found.root["loss"], OpaqueValue)
     assert found.root["a"] == 1
     assert "numpy scalars" in found.notices[0]
 

@@ -40,15 +40,15 @@ def test_all_methods_are_among_them() -> None:
 def test_bytes_are_decoded_in_the_quick_way_as_others_in_the_long_one(number: int) -> None:
     stream, array, given = STREAMS[number]
     info, tables = dense.inspect(stream), given.get("tables")
-    quick = _rows.decode_alone(stream, tables and tables.table_set, array.nbytes, np.empty, _NUMPY_TYPES)
+    quick = _rows.decode_short_block(stream, tables and tables.table_set, array.nbytes, np.empty, _NUMPY_TYPES)
     assert (quick is not None) == (info.method == "rows" and not info.history)
     if quick is not None:
         assert (
             quick.transpose(1, 0, 2).tobytes() == array.tobytes() == dense.decode(bytearray(stream), **given).tobytes()
         )
-        assert _rows.decode_alone(stream, tables and tables.table_set, array.nbytes - 1, np.empty, _NUMPY_TYPES) is None
+        assert _rows.decode_short_block(stream, tables and tables.table_set, array.nbytes - 1, np.empty, _NUMPY_TYPES) is None
         if tables:
-            assert _rows.decode_alone(stream, None, array.nbytes, np.empty, _NUMPY_TYPES) is None
+            assert _rows.decode_short_block(stream, None, array.nbytes, np.empty, _NUMPY_TYPES) is None
 
 
 @pytest.mark.parametrize("number", range(len(STREAMS)))

@@ -132,7 +132,7 @@ ENTRY = b'{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
         (b'{"a\n":', "offset 3: a control character"),
         (b'{"\xff":%b}' % ENTRY, "offset 2: a string that is none"),
         (
-            b'{"%b":%b}' % (b"n" * (scanner.MAX_NAME + 1), ENTRY),
+            b'{"%b":%b}' % (b"n" * (scanner.MAX_NAME_BYTES + 1), ENTRY),
             "offset 2: a string of 1048577 bytes is above the limit",
         ),
         (b'{"a":%b}' % ENTRY.replace(b"U8", b"U" * 65), "a string of 65 bytes is above the limit of 64"),

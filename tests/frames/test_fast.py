@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvmnn
-from kvmnn.frames import _fast, fast
+from kvmnn.frames import _fast_encoder, fast
 from kvmnn.frames.encoding import EXACT_RETRY_MIN_RATIO, SMALL_INPUT_BYTES
 from kvmnn.frames.pieces import RLE_TRIAL_MIN_RATIO
 from kvmnn.frames.predictors import PREDICTORS as PREDICTORS
@@ -191,7 +191,7 @@ def test_a_cache_that_is_partly_empty_is_written_as_a_full_one(dtype: str, used:
     heads[:, round(2_048 * used) :] = 0
     frame = check(heads.reshape(-1), dtype)
     lanes = heads.itemsize
-    tried = _fast.likely_modes(heads.reshape(-1).view(np.uint8), lanes, [7] * lanes)
+    tried = _fast_encoder.select_modes(heads.reshape(-1).view(np.uint8), lanes, [7] * lanes)
     assert tried == ([1] * lanes, [0] * lanes)
     assert len(frame) < 1.02 * len(kvmnn.encode(heads, dtype=dtype))
 

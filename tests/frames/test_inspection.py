@@ -119,8 +119,8 @@ def test_refuses_what_decode_refuses() -> None:
 def test_entropy_helper() -> None:
     from kvmnn.frames import _streams
 
-    assert _streams.order0_entropy(b"") == 0
-    assert _streams.order0_entropy(bytes(1000)) == 0
-    assert _streams.order0_entropy(bytes(range(256)) * 3) == pytest.approx(8)
+    assert _streams.compute_order0_entropy(b"") == 0
+    assert _streams.compute_order0_entropy(bytes(1000)) == 0
+    assert _streams.compute_order0_entropy(bytes(range(256)) * 3) == pytest.approx(8)
     data = np.random.default_rng(1).integers(0, 7, 10_001, np.uint8).tobytes()
-    assert _streams.order0_entropy(data) == pytest.approx(order0(data))
+    assert _streams.compute_order0_entropy(data) == pytest.approx(order0(data))

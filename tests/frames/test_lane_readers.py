@@ -166,7 +166,7 @@ def test_a_frame_that_someone_writes_to_meanwhile() -> None:
     for place in range(14, 40):
         for value in (0, 1, 7, 0xFF):
             changing = frame.copy()
-            opened = _decoder.Frame(changing, 2, 3)
+            opened = _decoder.ParsedFrame(changing, 2, 3)
             opened.decode()
             changing[place] = value
             opened.join(out)

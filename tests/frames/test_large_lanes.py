@@ -31,7 +31,7 @@ def test_every_way_of_making_streams_gives_the_smallest(words: int, stride: int)
     values += np.repeat(rng.standard_normal(words // 64 + 1, dtype=np.float32) * 20, 64)[:words]
     raw = values.astype({2: np.float16, 4: np.float32}[stride]).view(np.uint8)
     frame = kvmnn.encode(raw, dtype={2: "fp16", 4: "fp32"}[stride], threads=1)
-    lanes = _streams.split(raw, stride)
+    lanes = _streams.split_lanes(raw, stride)
     for one, lane in zip(kvmnn.inspect(frame).streams, lanes, strict=True):
         _, payload = smallest(lane, (0, 1, 2))
         assert frame[one.payload_offset : one.payload_offset + one.payload_bytes] == payload
@@ -43,7 +43,7 @@ def test_some_predictors(modes: tuple[str, ...]) -> None:
     raw = np.random.default_rng(1).normal(0, 3, words).cumsum().astype(np.float16).view(np.uint8)
     frame = kvmnn.encode(raw, dtype="fp16", predictors=modes, hi_predictors=("xor_seq", "delta_seq"), threads=1)
     wanted = [tuple(("raw", "delta_seq", "xor_seq").index(name) for name in sorted(modes)), (1, 2)]
-    for one, lane, allowed in zip(kvmnn.inspect(frame).streams, _streams.split(raw, 2), wanted, strict=True):
+    for one, lane, allowed in zip(kvmnn.inspect(frame).streams, _streams.split_lanes(raw, 2), wanted, strict=True):
         _, payload = smallest(lane, tuple(sorted(allowed)))
         assert frame[one.payload_offset : one.payload_offset + one.payload_bytes] == payload
     assert kvmnn.decode(frame).tobytes() == raw.tobytes()
@@ -61,7 +61,7 @@ def test_what_is_given_up_would_not_have_been_smaller(share: float, steps_last: 
     lane[100_000:230_000] = 5
     raw = np.stack([rng.integers(0, 256, words, np.uint8), lane], 1).reshape(-1)
     frame = kvmnn.encode(raw, dtype="bf16", threads=1)
-    for one, part in zip(kvmnn.inspect(frame).streams, _streams.split(raw, 2), strict=True):
+    for one, part in zip(kvmnn.inspect(frame).streams, _streams.split_lanes(raw, 2), strict=True):
         mode, payload = smallest(part, (0, 1, 2))
         assert one.predictor == ("raw", "delta_seq", "xor_seq")[mode]
         assert frame[one.payload_offset : one.payload_offset + one.payload_bytes] == payload
@@ -72,7 +72,7 @@ def test_what_is_given_up_would_not_have_been_smaller(share: float, steps_last: 
 def test_libzstd_needs_little_more_room_than_it_fills(level: int) -> None:
     """A stream is given up where it has passed the best so far by a KiB; what is shorter must be as with all room."""
     rng = np.random.default_rng(level)
-    context = _zstdlib.Context()
+    context = _zstdlib.ZstdContext()
     for stream in mixed(rng, 5 if level > 9 else 40):
         whole = _zstdlib.compress(stream, level)
         out = np.empty(len(whole) + 1024, np.uint8)
@@ -98,7 +98,7 @@ def test_a_stream_that_was_given_up_does_not_spoil_the_next() -> None:
     """As effort "max" tries them: without the content size, and no longer than the best so far."""
     data = np.random.default_rng(1).integers(0, 256, 1_200_000, np.uint8)
     for level in (1, 3, 9):
-        assert _encoder.candidate(data, 2, 0, 0, 2, level, False, 1_000) is None
-        size, *_, stream = _encoder.candidate(data, 2, 0, 0, 2, level, False, 1 << 60)
+        assert _encoder.encode_candidate(data, 2, 0, 0, 2, level, False, 1_000) is None
+        size, *_, stream = _encoder.encode_candidate(data, 2, 0, 0, 2, level, False, 1 << 60)
         assert zstandard.ZstdDecompressor().decompress(stream[10:], max_output_size=600_000) == data[::2].tobytes()
         assert size == len(stream) - 10

@@ -13,9 +13,9 @@ import zstandard
 from codec_samples import kv_like
 
 import kvmnn
-from kvmnn.frames import _encoder, _fast, fast, pieces
-from kvmnn.frames._anchors import again, anchors
-from kvmnn.frames._room import Room, Track
+from kvmnn.frames import _encoder, _fast_encoder, fast, pieces
+from kvmnn.frames._content_hashes import count_duplicates, sample_hashes
+from kvmnn.frames._output_buffer import OutputBuffer, OrderedWriter
 from kvmnn.frames.afar import RepeatInfo, detect_long_range_repeats
 
 LANE = 5_000
@@ -83,32 +83,32 @@ def test_exact_and_rle_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_words_and_places_that_are_not_there() -> None:
-    data, most, short = words_of("fp16", 100), _fast.most_payload(100), _fast.raw_payload(100) - 1
+    data, most, short = words_of("fp16", 100), _fast_encoder.max_payload_bytes(100), _fast_encoder.raw_payload_bytes(100) - 1
     for begin, end, lane, mode in ((0, 101, 0, 0), (5, 5, 0, 0), (0, 9, 2, 0), (0, 9, -1, 0), (0, 9, 0, 3)):
         with pytest.raises(kvmnn.KvmnnError, match="not there"):
-            _encoder.write_payload(Track(Room(10_000), [0]), 0, 500, data, 2, begin, end, lane, mode, 3)
+            _encoder.write_payload(OrderedWriter(OutputBuffer(10_000), [0]), 0, 500, data, 2, begin, end, lane, mode, 3)
     for begins, piece in (([9990], 0), ([0], 1), ([0], -1)):
         with pytest.raises(kvmnn.KvmnnError, match="not there"):
-            _encoder.write_payload(Track(Room(10_000), begins), piece, most, data, 2, 0, 100, 0, 0, 3)
-    for mode, room in ((0, short), (1, _encoder.bound(100) - 1)):
+            _encoder.write_payload(OrderedWriter(OutputBuffer(10_000), begins), piece, most, data, 2, 0, 100, 0, 0, 3)
+    for mode, room in ((0, short), (1, _encoder.max_zstd_bytes(100) - 1)):
         with pytest.raises(kvmnn.KvmnnError, match="too few"):
-            _encoder.write_payload(Track(Room(10_000), [0]), 0, room, data, 2, 0, 100, 0, mode, 3)
+            _encoder.write_payload(OrderedWriter(OutputBuffer(10_000), [0]), 0, room, data, 2, 0, 100, 0, mode, 3)
     for begins, piece, end in (([0, 9990], 0, 100), ([0, 500], 0, 101), ([0, 500], 1, 100), ([0], 0, 100)):
-        room = Room(10_000)
+        room = OutputBuffer(10_000)
         with pytest.raises(kvmnn.KvmnnError, match="not there"):
-            tracks = [Track(room, [begin]) for begin in begins]
-            _fast.write_payloads(tracks, piece, (most, most), data, 2, 0, end, [1, 1])
-    for least, modes in ((short, [1, 1]), (1, [1, 1]), (_fast.raw_payload(100), [1, 2])):
-        tracks = [Track(Room(500), [0]), Track(Room(500), [0])]
+            tracks = [OrderedWriter(room, [begin]) for begin in begins]
+            _fast_encoder.write_payloads(tracks, piece, (most, most), data, 2, 0, end, [1, 1])
+    for least, modes in ((short, [1, 1]), (1, [1, 1]), (_fast_encoder.raw_payload_bytes(100), [1, 2])):
+        tracks = [OrderedWriter(OutputBuffer(500), [0]), OrderedWriter(OutputBuffer(500), [0])]
         with pytest.raises(kvmnn.KvmnnError, match="too few"):
-            _fast.write_payloads(tracks, 0, (200, least), data, 2, 0, 100, modes)
+            _fast_encoder.write_payloads(tracks, 0, (200, least), data, 2, 0, 100, modes)
 
 
 def test_noise_that_does_not_fit_as_libzstd_writes_it_becomes_raw_blocks() -> None:
     """As with a release that cuts it into more blocks, or that asks for more room than it needs."""
     noise = np.random.default_rng(1).integers(0, 256, 600_000, np.uint8)
-    least = _fast.raw_payload(300_000)
-    track = Track(Room(least), [0])
+    least = _fast_encoder.raw_payload_bytes(300_000)
+    track = OrderedWriter(OutputBuffer(least), [0])
     assert _encoder.write_payload(track, 0, least, noise, 2, 0, 300_000, 1, 0, 3) == least
     assert track.parts() == [(least, 0)]
     assert zstandard.ZstdDecompressor().decompress(track.room.view(0, least)) == noise[1::2].tobytes()
@@ -117,8 +117,8 @@ def test_noise_that_does_not_fit_as_libzstd_writes_it_becomes_raw_blocks() -> No
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2), (2, 0, 3, 1)])
 def test_pieces_of_a_track_lie_one_behind_the_other_in_whatever_order_they_are_made(order: tuple[int, ...]) -> None:
     data = words_of("bf16", 4_000)
-    most = _encoder.bound(1_000)
-    track = Track(Room(4 * most + 7), [7 + piece * most for piece in range(4)])
+    most = _encoder.max_zstd_bytes(1_000)
+    track = OrderedWriter(OutputBuffer(4 * most + 7), [7 + piece * most for piece in range(4)])
     for piece in order:
         with pytest.raises(kvmnn.KvmnnError, match="missing"):
             track.parts()
@@ -225,7 +225,7 @@ def test_what_repeats_itself_where_the_search_of_fast_does_not_look(monkeypatch:
 
 
 def test_a_room_has_what_was_written_and_is_gone_when_it_is_finished() -> None:
-    room = Room(10)
+    room = OutputBuffer(10)
     for at, part in ((11, b""), (10, b"x"), (8, b"abc")):
         with pytest.raises(kvmnn.KvmnnError, match="not there"):
             room.write(at, part)
@@ -246,7 +246,7 @@ def test_a_room_has_what_was_written_and_is_gone_when_it_is_finished() -> None:
 @pytest.mark.parametrize("first, second, in_place", [(20, 30, True), (4, 12, True), (5, 13, True), (3, 30, False)])
 def test_parts_of_several_rooms_are_put_together(first: int, second: int, in_place: bool) -> None:
     """In the room of the first one, but where one of its parts lies before where it stays."""
-    room, other = Room(40), Room(8)
+    room, other = OutputBuffer(40), OutputBuffer(8)
     room.write(first, b"first")
     room.write(second, b"second")
     other.write(0, b"01234567")
@@ -265,8 +265,8 @@ def test_numbers_that_are_there_again() -> None:
     rng = np.random.default_rng(1)
     for n, most in ((0, 9), (1, 9), (2, 2), (3, 9), (1_000, 300), (9_000, 1 << 63)):
         numbers = rng.integers(1, most, n, np.uint64)
-        assert again(numbers) == n - np.unique(numbers).size
-    assert again(np.zeros(5, np.uint64)) == 4
+        assert count_duplicates(numbers) == n - np.unique(numbers).size
+    assert count_duplicates(np.zeros(5, np.uint64)) == 4
 
 
 def test_numbers_that_somebody_has_chosen() -> None:
@@ -275,7 +275,7 @@ def test_numbers_that_somebody_has_chosen() -> None:
     mixed = [pow(spread, -1, 1 << 64) * slot & whole for slot in range(1, 30_001)]
     numbers = np.array([x ^ x >> 29 ^ x >> 58 for x in mixed], np.uint64)
     assert (((numbers ^ numbers >> np.uint64(29)) * np.uint64(spread)) >> np.uint64(40) == 0).all()
-    assert again(numbers) > 20_000
+    assert count_duplicates(numbers) > 20_000
 
 
 def test_anchors() -> None:
@@ -284,13 +284,13 @@ def test_anchors() -> None:
     for stride in (2, 4):
         numbers, places = np.empty(500, np.uint64), np.empty(500, np.int64)
         half = 2_000 // stride
-        found = anchors(data, stride, np.array([0, half]), half // 2, numbers, places)
+        found = sample_hashes(data, stride, np.array([0, half]), half // 2, numbers, places)
         assert 0 < found < 500 and found % 2 == 0
         assert (numbers[: found // 2] == numbers[found // 2 : found]).all()
         assert (places[: found // 2] + half == places[found // 2 : found]).all()
-        assert anchors(data, stride, np.array([0, half]), half // 2, numbers[:3], places) == 3
+        assert sample_hashes(data, stride, np.array([0, half]), half // 2, numbers[:3], places) == 3
         for begin, window in ((half * 2 - 31, 32), (-1, 32), (0, 7)):
             with pytest.raises(kvmnn.KvmnnError):
-                anchors(data, stride, np.array([begin]), window, numbers, places)
+                sample_hashes(data, stride, np.array([begin]), window, numbers, places)
     with pytest.raises(kvmnn.KvmnnError, match="of 3 bytes"):
-        anchors(data, 3, np.array([0]), 32, numbers, places)
+        sample_hashes(data, 3, np.array([0]), 32, numbers, places)

@@ -116,10 +116,10 @@ def test_other_modes_are_refused(mode: int) -> None:
 def test_split(stride: int) -> None:
     for words in (0, 1, 2, 15, 16, 17, 1000):
         data = bytes(i * 37 & 255 for i in range(words * stride))
-        assert _streams.split(data, stride) == codec_model.split(data, stride)
+        assert _streams.split_lanes(data, stride) == codec_model.split(data, stride)
 
 
 @pytest.mark.parametrize(("size", "stride", "message"), [(6, 3, "word size 3"), (3, 2, "whole"), (6, 4, "whole")])
 def test_split_refuses(size: int, stride: int, message: str) -> None:
     with pytest.raises(KvmnnError, match=message):
-        _streams.split(bytes(size), stride)
+        _streams.split_lanes(bytes(size), stride)

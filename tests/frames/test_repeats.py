@@ -30,16 +30,16 @@ def builds(tmp_path_factory: pytest.TempPathFactory) -> list[ctypes.CDLL]:
     found = []
     for name, flags in (("native", []), ("plain", ["-U__SSE2__"])):
         library = tmp_path_factory.mktemp("repeats") / f"{name}.so"
-        source = NATIVE / "frames" / "repeats.c"
+        source = NATIVE / "frames" / "match_finder.c"
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", *flags, str(source), "-o", str(library)], check=True)
         found.append(ctypes.CDLL(str(library)))
-        found[-1].kvmnn_repeats_find.restype = found[-1].kvmnn_repeats_table.restype = ctypes.c_size_t
+        found[-1].kvmnn_repeats_find.restype = found[-1].kvmnn_repeats_table_size.restype = ctypes.c_size_t
     return found
 
 
 def repeats(library: ctypes.CDLL, level: int, lane: Bytes, dear: bool) -> list[tuple[int, int, int]]:
     n = ctypes.c_size_t(lane.size)
-    table = (ctypes.c_uint32 * library.kvmnn_repeats_table(n))()
+    table = (ctypes.c_uint32 * library.kvmnn_repeats_table_size(n))()
     out = (Repeat * (lane.size // 4 + 1))()
     count = library.kvmnn_repeats_find(level, lane.ctypes.data_as(ctypes.c_void_p), n, int(dear), table, out)
     assert count <= len(out)

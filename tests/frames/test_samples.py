@@ -20,24 +20,24 @@ LOOK = 256
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     library = tmp_path_factory.mktemp("samples") / "samples.so"
-    source = str(NATIVE / "frames" / "samples.c")
+    source = str(NATIVE / "frames" / "sample_stats.c")
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", source, "-lm", "-o", str(library)], check=True)
     found = ctypes.CDLL(str(library))
-    found.kvmnn_sample_bits.restype = ctypes.c_double
-    found.kvmnn_sample_most.restype = ctypes.c_size_t
-    found.kvmnn_sample_used.restype = ctypes.c_size_t
+    found.kvmnn_sample_entropy.restype = ctypes.c_double
+    found.kvmnn_sample_max_count.restype = ctypes.c_size_t
+    found.kvmnn_sample_drop_zeros.restype = ctypes.c_size_t
     found.kvmnn_samples_init()
     return found
 
 
 def bits(samples: ctypes.CDLL, sample: npt.NDArray[np.uint8]) -> float:
-    return float(samples.kvmnn_sample_bits(sample.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(sample.size)))
+    return float(samples.kvmnn_sample_entropy(sample.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(sample.size)))
 
 
 def follows(samples: ctypes.CDLL, values: npt.NDArray[np.integer], every: int = 1) -> int:
     sample = values.astype(np.uint8)
     arguments = ctypes.c_size_t(sample.size), ctypes.c_size_t(every), ctypes.c_double(bits(samples, sample))
-    return int(samples.kvmnn_sample_follows(sample.ctypes.data_as(ctypes.c_void_p), *arguments))
+    return int(samples.kvmnn_sample_predictability(sample.ctypes.data_as(ctypes.c_void_p), *arguments))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 255, 256, 4096, 4352])
@@ -47,7 +47,7 @@ def test_bits_are_the_entropy(samples: ctypes.CDLL, n: int) -> None:
         counts = np.bincount(sample)
         shares = counts[counts > 0] / n
         assert bits(samples, sample) == pytest.approx(-(shares * np.log2(shares)).sum(), abs=1e-3)
-        most = samples.kvmnn_sample_most(sample.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(n))
+        most = samples.kvmnn_sample_max_count(sample.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(n))
         assert most == counts.max()
 
 
@@ -79,5 +79,5 @@ def test_looks_of_zeros_are_left_out(samples: ctypes.CDLL, used: tuple[int, ...]
     sample = looks.reshape(-1)[:size].copy()
     left = [sample[i : i + LOOK] for i in range(0, size, LOOK) if sample[i : i + LOOK].any()]
     expected = np.concatenate(left) if left else sample[:LOOK].copy()
-    n = samples.kvmnn_sample_used(sample.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(size))
+    n = samples.kvmnn_sample_drop_zeros(sample.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(size))
     assert sample[:n].tobytes() == expected.tobytes()

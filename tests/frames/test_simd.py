@@ -78,7 +78,7 @@ def test_lanes_of_every_size(level: str, stride: int) -> None:
     for words in [*range(1, 140), 1023, 1024, 1025, 2047, 2049]:
         for offset in (0, 1, 3):
             raw = data[offset : offset + words * stride]
-            assert _streams.split(raw, stride) == codec_model.split(bytes(raw), stride), (words, offset)
+            assert _streams.split_lanes(raw, stride) == codec_model.split(bytes(raw), stride), (words, offset)
 
 
 @pytest.mark.parametrize("stride", [2, 4])
@@ -108,13 +108,13 @@ def fast_sources() -> list[tuple[str, bytes]]:
 
 def test_fast_and_entropy_do_not_depend_on_the_level(level: str) -> None:
     assert [kvmnn.fnv1a64(kvmnn.encode(raw, dtype=dtype, effort="fast")) for dtype, raw in SOURCES] == HASHES
-    assert [_streams.order0_entropy(RAW[:n]) for n in range(1, 300)] == ENTROPIES
+    assert [_streams.compute_order0_entropy(RAW[:n]) for n in range(1, 300)] == ENTROPIES
 
 
 RAW = kv_like(50_001)
 SOURCES = fast_sources()
 HASHES = [kvmnn.fnv1a64(kvmnn.encode(raw, dtype=dtype, effort="fast")) for dtype, raw in SOURCES]
-ENTROPIES = [_streams.order0_entropy(RAW[:n]) for n in range(1, 300)]
+ENTROPIES = [_streams.compute_order0_entropy(RAW[:n]) for n in range(1, 300)]
 
 
 def test_the_environment_chooses_a_level() -> None:

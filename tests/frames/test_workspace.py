@@ -9,7 +9,7 @@ import pytest
 
 import kvmnn
 from kvmnn.frames import _decoder
-from kvmnn.frames._workspace import forget_workspaces, use_resize
+from kvmnn.frames._workspace import clear_workspaces, set_resize_function
 from kvmnn.frames.options import RLE_BIT, ZSTD_BIT
 
 counts_faults = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts page faults as Linux does")
@@ -27,43 +27,43 @@ def faults(job: Callable[[], None]) -> int:
 def test_the_memory_used_last_is_kept() -> None:
     raw = np.zeros(24 << 20, np.uint8)
     frame = kvmnn.encode(raw, dtype="fp16", threads=1)
-    forget_workspaces()
+    clear_workspaces()
 
-    opened = [_decoder.Frame(frame, 2, RLE_BIT | ZSTD_BIT) for _ in range(4)]
+    opened = [_decoder.ParsedFrame(frame, 2, RLE_BIT | ZSTD_BIT) for _ in range(4)]
     new = [faults(one.decode) for one in opened]  # 96 MiB: more than is kept
     for one in opened:
         one.close()
-    again = _decoder.Frame(frame, 2, RLE_BIT | ZSTD_BIT)
+    again = _decoder.ParsedFrame(frame, 2, RLE_BIT | ZSTD_BIT)
     assert faults(again.decode) < min(new) / 2
     assert again.equals(raw)
-    forget_workspaces()
+    clear_workspaces()
 
 
 @counts_faults
 def test_what_one_large_call_left_does_not_drive_out_what_small_ones_use() -> None:
     raw = np.zeros(12 << 20, np.uint8)
     frame = kvmnn.encode(raw, dtype="fp16", threads=1)
-    forget_workspaces()
+    clear_workspaces()
     kvmnn.encode(np.zeros(48 << 20, np.uint8), dtype="fp16", threads=1)  # 72 MiB and more, of 80 that are kept
     found = []
     for _ in range(3):
-        opened = [_decoder.Frame(frame, 2, RLE_BIT | ZSTD_BIT) for _ in range(2)]
+        opened = [_decoder.ParsedFrame(frame, 2, RLE_BIT | ZSTD_BIT) for _ in range(2)]
         found.append([faults(one.decode) for one in opened])
         assert opened[1].equals(raw)
         for one in reversed(opened):
             one.close()
     assert max(found[2]) < max(found[0]) / 2
-    forget_workspaces()
+    clear_workspaces()
 
 
 def test_bytes_are_shortened_by_a_copy_where_python_does_not_do_it() -> None:
     raw = np.arange(1 << 16, dtype=np.uint16)
     frame = kvmnn.encode(raw, dtype="bf16")
     address = ctypes.cast(ctypes.pythonapi._PyBytes_Resize, ctypes.c_void_p).value or 0
-    use_resize(0)
+    set_resize_function(0)
     try:
         assert kvmnn.encode(raw, dtype="bf16") == frame
         assert kvmnn.encode(np.zeros(1 << 20, np.uint8), dtype="bf16", threads=2)[:4] == (1 << 19).to_bytes(4, "little")
     finally:
-        use_resize(address)
+        set_resize_function(address)
     assert kvmnn.encode(raw, dtype="bf16") == frame

@@ -147,7 +147,7 @@ def test_library_tables_are_checked() -> None:
     with pytest.raises(ValueError, match="non-zero addresses"):
         _zstdlib.use_library([1, 2, 3])
     with pytest.raises(ValueError, match="non-zero addresses"):
-        _zstdlib.use_library([0] * len(_zstdlib.NAMES))
+        _zstdlib.use_library([0] * len(_zstdlib.FUNCTION_NAMES))
 
 
 def test_what_is_in_use() -> None:

@@ -28,7 +28,7 @@ def writer(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     sources = [str(NATIVE / "frames" / f"{name}.c") for name in ("zstd_writer", "huffman", "fse")]
     subprocess.run(["cc", "-O2", "-shared", "-fPIC", *sources, "-o", str(library)], check=True)
     found = ctypes.CDLL(str(library))
-    for name in ("kvmnn_zstd_bound", "kvmnn_zstd_scratch", "kvmnn_zstd_write"):
+    for name in ("kvmnn_zstd_bound", "kvmnn_zstd_scratch_bytes", "kvmnn_zstd_write_frame"):
         getattr(found, name).restype = ctypes.c_size_t
     return found
 
@@ -38,9 +38,9 @@ def written(writer: ctypes.CDLL, level: int, lane: bytes, repeats: list[tuple[in
     writer.kvmnn_sequence_tables_init(tables)
     n = ctypes.c_size_t(len(lane))
     out = ctypes.create_string_buffer(writer.kvmnn_zstd_bound(n))
-    scratch = ctypes.create_string_buffer(writer.kvmnn_zstd_scratch())
+    scratch = ctypes.create_string_buffer(writer.kvmnn_zstd_scratch_bytes())
     given = (Repeat * max(1, len(repeats)))(*repeats)
-    size = writer.kvmnn_zstd_write(level, tables, lane, n, given, ctypes.c_size_t(len(repeats)), flat, scratch, out)
+    size = writer.kvmnn_zstd_write_frame(level, tables, lane, n, given, ctypes.c_size_t(len(repeats)), flat, scratch, out)
     return out.raw[:size]
 
 

@@ -22,7 +22,7 @@ from kvmnn.offline import (
     MeasureResult,
     OptionError,
     Scope,
-    _sizes,
+    _stream_meter,
     add_source,
     build_reference_document,
     count_work_bytes,
@@ -76,7 +76,7 @@ def test_predictors_refuse_what_is_no_lane():
         (b"ab", 1, 1, -1),
     ):
         with pytest.raises(ValueError, match=r"no whole tokens|no predictor"):
-            _sizes.predict(*arguments)
+            _stream_meter.predict(*arguments)
 
 
 @given(
@@ -92,7 +92,7 @@ def test_predictors_refuse_what_is_no_lane():
 @settings(max_examples=200, deadline=None)
 def test_a_meter_gives_the_size_of_plain_python(shape, seed, spread, names, block, level, shuffled, step):
     tokens, heads, dims = shape
-    meter = _sizes.StreamMeter()
+    meter = _stream_meter.StreamMeter()
     for lane in (0, 1):  # the second time with what the first left behind
         data = lane_of((*shape, 2), seed + lane, spread)
         meter.setup(
@@ -112,7 +112,7 @@ def test_a_meter_gives_the_size_of_plain_python(shape, seed, spread, names, bloc
 
 
 def test_a_meter_that_grows_and_shrinks_stays_right():
-    meter = _sizes.StreamMeter()
+    meter = _stream_meter.StreamMeter()
     names = list(predictors.PREDICTOR_NAMES)
     for tokens, block in ((9, 2), (300, 400), (40, 3), (500, 499), (1, 1)):
         data = words(tokens, tokens)
@@ -129,7 +129,7 @@ def test_a_meter_that_grows_and_shrinks_stays_right():
 
 
 def test_a_meter_refuses_what_does_not_fit():
-    meter = _sizes.StreamMeter()
+    meter = _stream_meter.StreamMeter()
     with pytest.raises(ValueError, match=r"setup\(\) first"):
         meter.begin(1)
     for bad in (

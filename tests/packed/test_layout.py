@@ -388,7 +388,7 @@ def test_outputs_that_do_not_fit(packed: Any) -> None:
 @pytest.mark.skipif(not (shutil.which("cc") and SELFTEST.exists()), reason="no C compiler or no sources")
 def test_native_selftest(tmp_path: Path) -> None:
     program = tmp_path / "selftest"
-    sources = ["-I", str(ROOT / "pyx"), str(NATIVE / "packed" / "packing.c"), str(SELFTEST / "packing.c")]
+    sources = ["-I", str(ROOT / "pyx"), str(NATIVE / "packed" / "layout_kernels.c"), str(SELFTEST / "layout_kernels.c")]
     subprocess.run(["cc", "-O3", "-std=c11", "-Wall", "-Wextra", "-Werror", *sources, "-o", str(program)], check=True)
     done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

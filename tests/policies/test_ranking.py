@@ -75,7 +75,7 @@ def test_every_16_bit_word(level: str, kind: type, dims: int) -> None:
 def test_norms_are_the_norms() -> None:
     keys = np.random.default_rng(3).standard_normal((4, 500, 128)).astype(np.float16)
     np.testing.assert_allclose(compute_key_norms(keys), np.linalg.norm(keys.astype(np.float64), axis=-1), rtol=3e-7)
-    assert _norms.level() in _simd.simd_levels()
+    assert _norms.get_level() in _simd.simd_levels()
 
 
 def test_norms_of_odd_arrays() -> None:
@@ -167,7 +167,7 @@ def test_native_selftest_of_norms(tmp_path: Path, plain: list[str]) -> None:
     library = tmp_path / "norms.so"
     flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", "-shared", "-fPIC", *plain]
     subprocess.run(["cc", *flags, str(NATIVE / "policies" / "norms.c"), "-o", str(library), "-lm"], check=True)
-    find = ctypes.CDLL(str(library)).kvmnn_norms_at
+    find = ctypes.CDLL(str(library)).kvmnn_norm_kernels_at
     find.argtypes, find.restype = [ctypes.c_int], ctypes.POINTER(Table)
     table = find(0).contents
     assert table.name == b"baseline"

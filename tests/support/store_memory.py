@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from kvmnn import LayerCache
-from kvmnn.frames._workspace import forget_workspaces
+from kvmnn.frames._workspace import clear_workspaces
 from kvmnn.store import PrefixStore
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, TEXTS = 4, 8, 128, 2048, 4
@@ -78,7 +78,7 @@ def main(url: str, ram_bytes: int | None) -> dict[str, int]:
             puts.append(peak.nbytes)
             del layers
         working = anonymous()
-        forget_workspaces()
+        clear_workspaces()
         working -= anonymous()
         held = anonymous() - begun
         for number in range(TEXTS):
@@ -87,7 +87,7 @@ def main(url: str, ram_bytes: int | None) -> dict[str, int]:
             assert found.tokens == TOKENS
             gets.append(peak.nbytes)
             del found
-        forget_workspaces()
+        clear_workspaces()
         left = anonymous() - begun
     peaks = {"put": max(puts), "get": max(gets)}
     return {"raw": RAW, "stored": stored, "working": working, "held": held, "left": left, **peaks}

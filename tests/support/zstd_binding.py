@@ -45,7 +45,7 @@ def report() -> dict:
     if kvmnn.decode(frame, threads=3).tobytes() != large:
         wrong.append("round trip on threads")
     noise = np.random.default_rng(5).integers(0, 9, 5000, np.uint8).tobytes()
-    unsized = _encoder.candidate(noise, 2, 0, 0, 2, 3, False, 1 << 40)[3][10:]
+    unsized = _encoder.encode_candidate(noise, 2, 0, 0, 2, 3, False, 1 << 40)[3][10:]
     if zstandard.get_frame_parameters(unsized).content_size != zstandard.CONTENTSIZE_UNKNOWN:
         wrong.append("content size written")
     wrong += [

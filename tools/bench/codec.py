@@ -138,13 +138,13 @@ def awake() -> None:
 
 
 def predicted_streams(raw: Bytes, word: int) -> list[Bytes]:
-    lanes = _streams.split(raw, word)
+    lanes = _streams.split_lanes(raw, word)
     return [np.frombuffer(_streams.predict(lane, mode), np.uint8) for lane in lanes for mode in range(len(PREDICTORS))]
 
 
 def zstd_encode_calls(raw: Bytes, word: int) -> Callable[[], None]:
     streams = predicted_streams(raw, word)
-    context, out = _zstdlib.Context(), np.empty(_zstdlib.bound(raw.size // word), np.uint8)
+    context, out = _zstdlib.ZstdContext(), np.empty(_zstdlib.max_compressed_size(raw.size // word), np.uint8)
 
     def run() -> None:
         for stream in streams:
@@ -160,7 +160,7 @@ def zstd_decode_calls(frame: bytes, raw: Bytes) -> Callable[[], None]:
         for stream in info.streams
         if stream.codec == "zstd"
     ]
-    context, out, copy = _zstdlib.Context(), np.empty(info.words, np.uint8), np.empty_like(raw)
+    context, out, copy = _zstdlib.ZstdContext(), np.empty(info.words, np.uint8), np.empty_like(raw)
 
     def run() -> None:
         for payload in payloads:

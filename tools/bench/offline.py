@@ -26,7 +26,7 @@ import numpy.typing as npt
 from common import synthetic, table, write_results
 
 from kvmnn.frames import _zstdlib
-from kvmnn.offline import MeasureOptions, Scope, _sizes, measure_dumps, select_dumps
+from kvmnn.offline import MeasureOptions, Scope, _stream_meter, measure_dumps, select_dumps
 from kvmnn.offline.predictors import PREDICTOR_NAMES
 from kvmnn.threads.pool import parallel_map
 
@@ -95,11 +95,11 @@ def payloads_of(root: Path, layer: int, part: str, lane: int) -> list[Bytes]:
     words = np.fromfile(next((root / "run" / f"layer_{layer}").glob(f"{part}_*.bin")), np.uint8)
     rows = np.ascontiguousarray(words[lane::2]).reshape(-1, HEADS * DIMS)
     names = PREDICTOR_NAMES if part == "k" else PREDICTOR_NAMES[:3]
-    context, out = _zstdlib.Context(), np.empty(_zstdlib.bound(rows.size), np.uint8)
+    context, out = _zstdlib.ZstdContext(), np.empty(_zstdlib.max_compressed_size(rows.size), np.uint8)
     found, chosen = [], []
     for start in range(0, len(rows), BLOCK):
         block = rows[start : start + BLOCK].reshape(-1)
-        made = [np.frombuffer(_sizes.predict(block, HEADS, DIMS, number), np.uint8) for number in range(len(names))]
+        made = [np.frombuffer(_stream_meter.predict(block, HEADS, DIMS, number), np.uint8) for number in range(len(names))]
         sizes = [context.compress_into(out, payload, 3) for payload in made]
         chosen.append(made[sizes.index(min(sizes))])
         found += made
@@ -110,7 +110,7 @@ LANES = [(part, lane) for part in ("k", "v") for lane in (1, 0)]
 
 
 def zstd_calls(payloads: list[Bytes]) -> Callable[[], int]:
-    context, out = _zstdlib.Context(), np.empty(_zstdlib.bound(max(p.size for p in payloads)), np.uint8)
+    context, out = _zstdlib.ZstdContext(), np.empty(_zstdlib.max_compressed_size(max(p.size for p in payloads)), np.uint8)
     out.fill(0)
 
     def run() -> int:

@@ -36,14 +36,14 @@ def zstd_decompress() -> int:
 def frames(data: memoryview) -> bytearray | None:
     """The words of a frame; None where it is refused."""
     try:
-        frame = _decoder.Frame(data, 0, RLE_AND_ZSTD)
+        frame = _decoder.ParsedFrame(data, 0, RLE_AND_ZSTD)
         if frame.words > MOST_WORDS:
             return None
         frame.decode()
     except FrameError:
         return None
-    out = bytearray(frame.words * frame.stride)
-    frame.join(memoryview(out).cast("B", (frame.words, frame.stride)))
+    out = bytearray(frame.words * frame.itemsize)
+    frame.join(memoryview(out).cast("B", (frame.words, frame.itemsize)))
     assert frame.equals(out)
     frame.close()
     return out
@@ -64,7 +64,7 @@ def writer(data: memoryview) -> tuple[bytes, bytes] | None:
         frame = encode_elements(words, CodecOptions(effort=effort).to_lane_options(kind), 1)
     finally:
         fast.FAST_SEGMENT_BYTES, pieces.SEGMENT_LANE_BYTES = PIECE_BYTES, LANE_BYTES
-    found = _decoder.Frame(frame, kind.itemsize, RLE_AND_ZSTD)
+    found = _decoder.ParsedFrame(frame, kind.itemsize, RLE_AND_ZSTD)
     found.decode()
     assert found.equals(words), "decoded to other words"
     found.close()
@@ -142,9 +142,9 @@ def _scanned(text: bytes) -> safetensors_model.Found | None:
     places, kinds, numbers = COLUMNS if len(text) < MOST_HEADER else _columns(len(text))
     count, names, metadata = _safetensors_header.scan(text, "x", safetensors_model.SIZES, places, kinds, numbers)
     tensors = [
-        (name, names[kind], _safetensors_header.shape_at(text, place), begin, end)
+        (name, names[kind], _safetensors_header.read_shape_at(text, place), begin, end)
         for name, kind, place, begin, end in zip(
-            _safetensors_header.strings_at(text, places[0, :count], places[1, :count]),
+            _safetensors_header.read_strings_at(text, places[0, :count], places[1, :count]),
             kinds[:count].tolist(),
             places[2, :count].tolist(),
             numbers[0, :count].tolist(),
@@ -159,7 +159,7 @@ def _scanned(text: bytes) -> safetensors_model.Found | None:
 
 def _columns(length: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
     """Room for the tensors of a header of so many bytes."""
-    most = length // _safetensors_header.SHORTEST_ENTRY + 1
+    most = length // _safetensors_header.MIN_ENTRY_BYTES + 1
     return np.empty((3, most), np.uint32), np.empty(most, np.uint8), np.empty((3, most), np.int64)
 
 

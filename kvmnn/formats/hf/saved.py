@@ -14,7 +14,7 @@ from ...files.mapped import MappedFile, read_head
 from ...files.zip_archive import read_first_member_name
 from ..options import ReadOptions
 from ..reading import select_tensors
-from ..torch._pickles import MAX_KEY, Global
+from ..torch._pickles import MAX_INT_KEY, AllowedGlobal
 from ..torch.opening import detect_torch_kind, read_torch
 from ..torch.tensors import TorchTensor
 from ..torch.torch_names import AllowedGlobals, PickleArguments
@@ -30,15 +30,15 @@ _IGNORED_GLOBALS = ("functools.partial",)
 class AllowedCacheGlobals(AllowedGlobals):
     """The names that a saved cache may use: those of tensors, and classes of transformers that are never made."""
 
-    def resolve(self, module: str, name: str) -> Global:
+    def resolve(self, module: str, name: str) -> AllowedGlobal:
         """As `AllowedGlobals.resolve`; caches, their layers and outputs of models become `StubObject`."""
         full_name = f"{module}.{name}"
         if module.partition(".")[0] == "transformers" and name.endswith(_STUBBED_CLASS_SUFFIXES):
-            return Global(full_name, partial(_build_stub, full_name))
+            return AllowedGlobal(full_name, partial(_build_stub, full_name))
         if full_name.startswith(_OUTPUT_CLASS_PREFIXES):
-            return Global(full_name, _build_output_dict)
+            return AllowedGlobal(full_name, _build_output_dict)
         if full_name in _IGNORED_GLOBALS:
-            return Global(full_name, partial(_build_stub, full_name))
+            return AllowedGlobal(full_name, partial(_build_stub, full_name))
         return super().resolve(module, name)
 
     def set_state(self, value: object, state: object) -> bool:
@@ -57,7 +57,7 @@ def _build_stub(full_name: str, _: PickleArguments) -> StubObject:
 
 def _build_output_dict(arguments: PickleArguments) -> dict[object, object]:
     """An output of a model: a dict whose values are the arguments of its class as well."""
-    return {index: value for index, value in enumerate(arguments) if index < MAX_KEY}
+    return {index: value for index, value in enumerate(arguments) if index < MAX_INT_KEY}
 
 
 DETECT_HEAD_BYTES = 4096

@@ -56,7 +56,7 @@ def dequantize(ggml_type: GgmlType, blocks: Bytes, out: Floats) -> None:
     out
         ``[row, value]``, contiguous.
     """
-    _blocks.numbers(_KERNEL_NAMES.index(ggml_type.name), blocks, out)
+    _blocks.dequantize(_KERNEL_NAMES.index(ggml_type.name), blocks, out)
 
 
 def _make_block_type(number: int, name: str, *fields: tuple[str, int]) -> GgmlType:

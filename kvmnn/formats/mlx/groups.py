@@ -28,7 +28,7 @@ def dequantize(packed_codes: Bytes, scales: Elements, biases: Elements, bits: in
     code_bytes, scale_bytes, bias_bytes = (
         np.ascontiguousarray(array).view(np.uint8) for array in (packed_codes, scales, biases)
     )
-    _groups.numbers(
+    _groups.dequantize(
         _KERNEL_DTYPE_NAMES.index(scales.dtype.name), bits, code_bytes, scale_bytes, bias_bytes, values.view(np.uint8)
     )
     return values

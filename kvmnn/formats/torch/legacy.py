@@ -11,7 +11,7 @@ from ...dtypes import Bytes
 from ...errors import CheckpointError
 from ...files.mapped import MappedFile
 from . import _pickles
-from ._pickles import Global
+from ._pickles import AllowedGlobal
 from .tensors import UNTYPED, ElementType, TorchStorage
 from .torch_names import ELEMENT_TYPE_BY_STORAGE, AllowedGlobals
 
@@ -65,7 +65,7 @@ class LegacyReader:
 
     def _resolve_persistent(self, persistent_id: object) -> TorchStorage:
         match persistent_id:
-            case ("storage", Global(name=kind), str(key), str(), int(count), part) if kind in ELEMENT_TYPE_BY_STORAGE:
+            case ("storage", AllowedGlobal(name=kind), str(key), str(), int(count), part) if kind in ELEMENT_TYPE_BY_STORAGE:
                 element_type = ELEMENT_TYPE_BY_STORAGE[kind]
                 if element_type is UNTYPED:
                     raise CheckpointError(

@@ -13,7 +13,7 @@ from typing import Literal
 from ...errors import CheckpointError, LimitError
 from ...files.mapped import MappedFile, read_head
 from . import _pickles
-from ._pickles import Global
+from ._pickles import AllowedGlobal
 from .archive import TorchArchive
 from .legacy import LEGACY_MAGIC_PICKLE, LegacyReader
 from .tensors import ELEMENT_TYPES, UNTYPED, ElementType, TorchStorage
@@ -35,7 +35,7 @@ class TorchFile:
     kind
         How it is stored.
     root
-        The saved object: dicts, lists, `TorchTensor`s and plain values; what is not looked at is `Unknown`.
+        The saved object: dicts, lists, `TorchTensor`s and plain values; what is not looked at is `OpaqueValue`.
     pickle_bytes
         Bytes of its pickles.
     storages
@@ -102,7 +102,7 @@ def _read_zip(file: MappedFile, allowed_globals: AllowedGlobals) -> TorchFile:
     def resolve_persistent(persistent_id: object) -> TorchStorage:
         if isinstance(persistent_id, tuple) and len(persistent_id) == 5:
             id_type, kind, key, location, count = persistent_id
-            element_type = ELEMENT_TYPE_BY_STORAGE.get(kind.name) if isinstance(kind, Global) else None
+            element_type = ELEMENT_TYPE_BY_STORAGE.get(kind.name) if isinstance(kind, AllowedGlobal) else None
             if element_type and id_type == "storage" and isinstance(key, str) and isinstance(location, str):
                 return _get_zip_storage(archive, storages, key, element_type, count, is_big_endian)
         raise CheckpointError("a persistent id that does not name a storage")

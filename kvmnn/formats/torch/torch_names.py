@@ -1,7 +1,7 @@
 """The names that a checkpoint's pickle may use, and the inert function that stands for each.
 
 The list is what ``torch.load(weights_only=True)`` of torch 2.13 allows, plus numpy scalars, which training scripts like
-to save beside the weights. torch itself is never imported. What is listed as opaque may be called and gives `Unknown`.
+to save beside the weights. torch itself is never imported. What is listed as opaque may be called and gives `OpaqueValue`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import CheckpointError
-from ._pickles import Global, Unknown
+from ._pickles import AllowedGlobal, OpaqueValue
 from .tensors import (
     ELEMENT_TYPES,
     UNTYPED,
@@ -99,8 +99,8 @@ class AllowedGlobals:
     def __init__(self) -> None:
         self.used_numpy = False
 
-    def resolve(self, module: str, name: str) -> Global:
-        """The `Global` for a name.
+    def resolve(self, module: str, name: str) -> AllowedGlobal:
+        """The `AllowedGlobal` for a name.
 
         Raises
         ------
@@ -134,7 +134,7 @@ def _build_ordered_dict(arguments: PickleArguments) -> dict[object, object]:
     for pair in pairs:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise CheckpointError("an OrderedDict made of something else than a list of pairs")
-        items[pair[0] if isinstance(pair[0], str) else Unknown()] = pair[1]
+        items[pair[0] if isinstance(pair[0], str) else OpaqueValue()] = pair[1]
     return items
 
 
@@ -168,7 +168,7 @@ def _build_tensor_v3(arguments: PickleArguments) -> TorchTensor:
     if not 7 <= len(arguments) <= 8:
         raise CheckpointError(f"a tensor made of {len(arguments)} values: expected 7 or 8")
     dtype = arguments[6]
-    element_type = _ELEMENT_TYPE_BY_DTYPE.get(dtype.name) if isinstance(dtype, Global) else None
+    element_type = _ELEMENT_TYPE_BY_DTYPE.get(dtype.name) if isinstance(dtype, AllowedGlobal) else None
     if element_type is None:
         raise CheckpointError("a tensor whose dtype is none of torch's")
     storage, offset, shape, strides = arguments[:4]
@@ -287,7 +287,7 @@ def set_tensor_state(value: object, state: object) -> bool:
 
 def _build_from_type(arguments: PickleArguments) -> object:
     """``_rebuild_from_type_v2(function, type, arguments, state)``: what the function makes, as it is."""
-    if len(arguments) != 4 or not isinstance(arguments[0], Global) or not isinstance(arguments[2], tuple):
+    if len(arguments) != 4 or not isinstance(arguments[0], AllowedGlobal) or not isinstance(arguments[2], tuple):
         raise CheckpointError("a tensor of a class of its own that is not put together as torch does")
     function = arguments[0]
     if function.build is None or not function.name.startswith("torch._utils._rebuild_"):
@@ -295,8 +295,8 @@ def _build_from_type(arguments: PickleArguments) -> object:
     return function.build(arguments[2])
 
 
-def _make_opaque_value(arguments: PickleArguments) -> Unknown:
-    return Unknown()
+def _make_opaque_value(arguments: PickleArguments) -> OpaqueValue:
+    return OpaqueValue()
 
 
 _BUILDER_BY_GLOBAL: dict[str, Callable[[PickleArguments], object]] = {
@@ -318,7 +318,7 @@ _BUILDER_BY_GLOBAL: dict[str, Callable[[PickleArguments], object]] = {
     **dict.fromkeys((*_OPAQUE_GLOBALS, *_NUMPY_GLOBALS), _make_opaque_value),
 }
 
-_ALLOWED_GLOBALS: dict[str, Global] = {
-    name: Global(name, _BUILDER_BY_GLOBAL.get(name))
+_ALLOWED_GLOBALS: dict[str, AllowedGlobal] = {
+    name: AllowedGlobal(name, _BUILDER_BY_GLOBAL.get(name))
     for name in (*_BUILDER_BY_GLOBAL, *ELEMENT_TYPE_BY_STORAGE, *_ELEMENT_TYPE_BY_DTYPE, *_UNCALLABLE_GLOBALS)
 }

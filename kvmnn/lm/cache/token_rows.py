@@ -148,7 +148,7 @@ class TokenGroup:
 
     def _try_keep(self, indices: Indices) -> bool:
         tables = [table for table in (self.slots, self.scores, self.norms) if table is not None]
-        return _eviction.cut(indices, self.num_live, self.slots, self.bias, MASKED_BIAS, tables)
+        return _eviction.compact_tables(indices, self.num_live, self.slots, self.bias, MASKED_BIAS, tables)
 
     def _grow_slots(self, required_slots: int) -> None:
         capacity = max(required_slots, 2 * self.slots.shape[1])

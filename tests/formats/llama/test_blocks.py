@@ -27,7 +27,7 @@ def bits(values: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_numbers_are_ggmls(level: str, name: str) -> None:
-    assert _blocks.level() == min(level, "avx2", key=_simd.NAMES.index)  # the most it has loops of
+    assert _blocks.get_level() == min(level, "avx2", key=_simd.LEVEL_NAMES.index)  # the most it has loops of
     rng = Random(name)
     made = [[llama_files.block(rng, name) for _ in range(7)] for _ in range(5)]
     blocks = np.frombuffer(b"".join(data for row in made for data, _ in row), np.uint8).reshape(5, 7, -1)
@@ -68,8 +68,8 @@ def test_what_does_not_fit_is_refused() -> None:
     out = np.empty((2, 64), np.float32)
     for kind, shape in ((0, (2, 2, 20)), (6, (2, 2, 18)), (-1, (2, 2, 18)), (0, (3, 2, 18)), (0, (2, 3, 18))):
         with pytest.raises(ValueError, match=r"are not of type|other numbers"):
-            _blocks.numbers(kind, np.zeros(shape, np.uint8), out)
+            _blocks.dequantize(kind, np.zeros(shape, np.uint8), out)
     with pytest.raises(ValueError, match="do not lie together"):
-        _blocks.numbers(0, np.zeros((2, 4, 18), np.uint8)[:, ::2], out)
+        _blocks.dequantize(0, np.zeros((2, 4, 18), np.uint8)[:, ::2], out)
     assert {name: KINDS[name].nbytes for name in BLOCKS} == BLOCK_BYTES
-    _blocks.numbers(0, np.zeros((2, 0, 18), np.uint8), np.empty((2, 0), np.float32))
+    _blocks.dequantize(0, np.zeros((2, 0, 18), np.uint8), np.empty((2, 0), np.float32))

@@ -51,7 +51,7 @@ def same(found: np.ndarray, other: np.ndarray) -> bool:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("groups", "size"), [(1, 32), (4, 64), (3, 128), (96, 1), (8, 12), (2, 320)])
 def test_numbers_are_mlxs(level: str, dtype: str, bits: int, groups: int, size: int) -> None:
-    assert _groups.level() == level
+    assert _groups.get_level() == level
     draws = np.random.default_rng(groups * size + bits)
     codes = draws.integers(0, 1 << bits, (5, groups * size), np.uint8)
     words = [draws.normal(0, 0.5, (5, groups)).astype(np.float32) for _ in range(2)]
@@ -86,5 +86,5 @@ def test_what_does_not_go_together_is_refused() -> None:
         (0, 8, ((1, 8), (1, 0), (1, 0), (1, 16))),
     ):
         with pytest.raises(ValueError):
-            _groups.numbers(kind, bits, *(made(*shape) for shape in shapes))
-    _groups.numbers(0, 8, made(0, 8), made(0, 2), made(0, 2), made(0, 16))
+            _groups.dequantize(kind, bits, *(made(*shape) for shape in shapes))
+    _groups.dequantize(0, 8, made(0, 8), made(0, 2), made(0, 2), made(0, 16))

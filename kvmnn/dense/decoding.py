@@ -103,7 +103,9 @@ class RowDecoder:
         rows = elements.transpose(1, 0, 2)
         if not rows.flags.c_contiguous:
             raise KvmnnError("rows that do not lie token by token")
-        self._destination = _rows.RowDestination(DTYPES.index(parse_dtype(dtype)), heads, dim, rows.reshape(-1).view(np.uint8))
+        self._destination = _rows.RowDestination(
+            DTYPES.index(parse_dtype(dtype)), heads, dim, rows.reshape(-1).view(np.uint8)
+        )
 
     def decode(
         self, stream: Bytes | bytes, checksum: int, begin: int, tokens: int, *, history: int = 0, tables: Any = None

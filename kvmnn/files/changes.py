@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from types import TracebackType
 
 from ..errors import KvmnnError, SourceError
-from ._file_mapping import FileMapping, DamageMonitor
+from ._file_mapping import DamageMonitor, FileMapping
 
 
 class FileState:
@@ -45,7 +45,7 @@ class FileState:
     def track_mapping(self, mapping: FileMapping) -> None:
         """From now on this mapping, as long as it lives, is asked what the file is."""
         self._mapping = weakref.ref(mapping)
-        self._watch = mapping.watch
+        self._watch = mapping.monitor
 
     def verify_opened(self, current_stat: os.stat_result) -> None:
         """Raise `SourceError` unless a file that is opened `current_stat` is this one, as it was."""
@@ -59,7 +59,7 @@ class FileState:
 
         One that was removed, or replaced by another, is what it was as long as it is read.
         """
-        if self._is_replaced or (self._watch is not None and self._watch.damaged):
+        if self._is_replaced or (self._watch is not None and self._watch.is_damaged):
             return True
         mapping = self._mapping() if self._mapping else None
         try:

@@ -124,12 +124,12 @@ class MappedFile:
         """Let go of the pages behind a large range; they come back from the page cache if touched again."""
         if nbytes >= _MIN_DROP_BYTES and self._mapping is not None:
             first = offset // _PAGE_BYTES * _PAGE_BYTES
-            self._mapping.drop(first, offset + nbytes - first)
+            self._mapping.release_pages(first, offset + nbytes - first)
 
     def _record_access(self) -> None:
         if self._state is not None:
             record_input(self._state)
-            if self._mapping is not None and self._mapping.watch.damaged:
+            if self._mapping is not None and self._mapping.monitor.is_damaged:
                 raise self._state.build_error()
 
 

@@ -15,7 +15,7 @@ from ._content_hashes import count_duplicates, sample_hashes
 SAMPLE_WINDOW_ELEMENTS = 32
 """Words that are looked at in one place."""
 SAMPLE_ELEMENTS_PER_SQRT = 40
-"""Times the square root of the number of words, those that are looked at, of which one in 8 is compared (`_content_hashes`).
+"""Times the square root of the number of words, those looked at, of which one in 8 is compared (`_content_hashes`).
 If all words are there twice, then 70 pairs of them are expected, ..."""
 MIN_DUPLICATE_HASHES = 8
 """... and so many are enough: 6 % of the words that are copies of others, which cost as much where they are missed."""

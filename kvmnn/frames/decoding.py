@@ -67,11 +67,11 @@ def decode(
         element_type, parsed_frame = open_frame(frame, dtype, codecs)
     except FrameError as error:
         raise _explain_multiple_frames(frame, dtype, codecs, error) from None
-    raw_bytes = parsed_frame.words * element_type.itemsize
+    raw_bytes = parsed_frame.num_elements * element_type.itemsize
     if max_bytes is not None and raw_bytes > max_bytes:
         raise LimitError(f"frame holds {raw_bytes} bytes: max_bytes is {max_bytes}")
     _decode_lanes(parsed_frame, threads)
-    target = np.empty(parsed_frame.words, element_type.numpy_dtype) if out is None else out
+    target = np.empty(parsed_frame.num_elements, element_type.numpy_dtype) if out is None else out
     if isinstance(target, np.ndarray) and not target.dtype.hasobject and parsed_frame.join_contiguous(target):
         parsed_frame.close()
         return target
@@ -140,7 +140,7 @@ def verify_roundtrip(
     """
     element_type, data = as_elements(values, dtype)
     _, parsed_frame = open_frame(frame, element_type.name, codecs)
-    if parsed_frame.words * element_type.itemsize != data.size:
+    if parsed_frame.num_elements * element_type.itemsize != data.size:
         return False
     _decode_lanes(parsed_frame, threads)
     is_equal = parsed_frame.equals(data)
@@ -160,7 +160,7 @@ def _explain_multiple_frames(frame: Any, dtype: str | None, codecs: Iterable[str
 
 
 def _decode_lanes(parsed_frame: _decoder.ParsedFrame, threads: int | None) -> None:
-    is_small = parsed_frame.words * parsed_frame.itemsize < MIN_PARALLEL_BYTES
+    is_small = parsed_frame.num_elements * parsed_frame.itemsize < MIN_PARALLEL_BYTES
     is_single = is_small if threads is None else type(threads) is int and threads == 1
     num_threads = 1 if is_single else resolve_threads(threads)
     if is_small or num_threads == 1:

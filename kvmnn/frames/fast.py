@@ -132,7 +132,9 @@ def _encode_fast_segments(
     data: Bytes, segment_bytes: int, itemsize: int, modes: list[int], threads: int, *first_jobs: Job
 ) -> list[Lane]:
     spans = _split_for_threads(data.size // itemsize, segment_bytes // itemsize)
-    bound_functions = [_fast_encoder.raw_payload_bytes if bits == _RAW_MODE_BIT else _fast_encoder.max_payload_bytes for bits in modes]
+    bound_functions = [
+        _fast_encoder.raw_payload_bytes if bits == _RAW_MODE_BIT else _fast_encoder.max_payload_bytes for bits in modes
+    ]
     max_bytes = [[bound(end - begin) for begin, end in spans] for bound in bound_functions]
     writers = make_writers(max_bytes)
 

@@ -132,7 +132,7 @@ def inspect(frame: Any, *, dtype: str | None = None, codecs: Iterable[str] = COD
         parsed_frame.decode()
     streams = []
     for lane in range(parsed_frame.itemsize):
-        mode, codec, raw_len, payload_len, offset = parsed_frame.stream(lane)
+        mode, codec, raw_len, payload_len, offset = parsed_frame.get_stream(lane)
         streams.append(
             StreamInfo(
                 name=_decoder.get_lane_name(parsed_frame.itemsize, lane),
@@ -147,10 +147,14 @@ def inspect(frame: Any, *, dtype: str | None = None, codecs: Iterable[str] = COD
         )
     parsed_frame.close()
     container = "fp16" if parsed_frame.itemsize == 2 else "fp32"
-    return FrameInfo(container=container, dtype=element_type.name, words=parsed_frame.words, streams=tuple(streams))
+    return FrameInfo(
+        container=container, dtype=element_type.name, words=parsed_frame.num_elements, streams=tuple(streams)
+    )
 
 
 def compute_entropies(elements: Bytes, dtype: str) -> tuple[float, ...]:
     """Order-0 entropy in bits per byte of each stream that a frame of `elements` (little-endian) would have."""
     itemsize = parse_dtype(dtype).itemsize
-    return tuple(_streams.compute_order0_entropy(np.ascontiguousarray(elements[lane::itemsize])) for lane in range(itemsize))
+    return tuple(
+        _streams.compute_order0_entropy(np.ascontiguousarray(elements[lane::itemsize])) for lane in range(itemsize)
+    )

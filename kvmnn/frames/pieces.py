@@ -17,7 +17,7 @@ from ..dtypes import Bytes
 from ..errors import LimitError
 from ..threads.pool import Job, parallel_map, parallel_run
 from . import _encoder, _fast_encoder, zstd
-from ._output_buffer import OutputBuffer, OrderedWriter
+from ._output_buffer import OrderedWriter, OutputBuffer
 from .afar import NO_REPEATS, RepeatInfo, detect_long_range_repeats
 from .options import CODECS, MIN_PARALLEL_BYTES, RLE_BIT, ZSTD_BIT, LaneOptions
 from .predictors import PREDICTORS as PREDICTORS
@@ -203,7 +203,11 @@ class Lane(NamedTuple):
 
 def make_lane(writer: OrderedWriter, mode: int) -> Lane:
     """The lane of zstd frames that are all on a track."""
-    return Lane(mode, _ZSTD_CODEC, tuple(BufferSlice(nbytes, writer.room, offset) for nbytes, offset in writer.parts()))
+    return Lane(
+        mode,
+        _ZSTD_CODEC,
+        tuple(BufferSlice(nbytes, writer.buffer, offset) for nbytes, offset in writer.list_fragments()),
+    )
 
 
 def build_frame(num_elements: int, lanes: Sequence[Lane], threads: int) -> bytes:

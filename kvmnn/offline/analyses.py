@@ -202,7 +202,9 @@ class _ZstdFrameSizer:
 
     def __call__(self, elements: Elements) -> int:
         data = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
-        return self._context.compress_into(np.empty(_zstdlib.max_compressed_size(data.size), np.uint8), data, self._level)
+        return self._context.compress_into(
+            np.empty(_zstdlib.max_compressed_size(data.size), np.uint8), data, self._level
+        )
 
 
 def _compute_entropy(elements: Elements) -> float:

@@ -68,8 +68,8 @@ class CompressorPool:
 
     def release(self, meter: _stream_meter.StreamMeter) -> None:
         """Keep one for the next stream, unless its buffers are large."""
-        if meter.held() > self._max_idle_bytes:
-            meter.forget()
+        if meter.count_buffer_bytes() > self._max_idle_bytes:
+            meter.free_buffers()
         self._idle.append(meter)
 
 
@@ -146,7 +146,7 @@ def _estimate_size(
     )
     block_tokens = min(options.adaptive_block_seq, unit.chunk_tokens) if is_adaptive else unit.chunk_tokens
     meter = compressor_pool.acquire()
-    meter.setup(
+    meter.configure(
         HIGH_HALF if half == "hi" else LOW_HALF,
         heads,
         dims,
@@ -158,7 +158,7 @@ def _estimate_size(
     )
     total_bytes, limit_bytes, modes = 0, 0.0, dict.fromkeys(names, 0)
     for tokens in unit.iter_chunk_tokens():
-        meter.begin(tokens)
+        meter.start(tokens)
         for chunk in read_tokens(tokens):
             meter.feed(chunk)
             if progress:

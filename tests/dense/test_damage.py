@@ -46,7 +46,10 @@ def test_bytes_are_decoded_in_the_quick_way_as_others_in_the_long_one(number: in
         assert (
             quick.transpose(1, 0, 2).tobytes() == array.tobytes() == dense.decode(bytearray(stream), **given).tobytes()
         )
-        assert _rows.decode_short_block(stream, tables and tables.table_set, array.nbytes - 1, np.empty, _NUMPY_TYPES) is None
+        assert (
+            _rows.decode_short_block(stream, tables and tables.table_set, array.nbytes - 1, np.empty, _NUMPY_TYPES)
+            is None
+        )
         if tables:
             assert _rows.decode_short_block(stream, None, array.nbytes, np.empty, _NUMPY_TYPES) is None
 

@@ -17,7 +17,7 @@ def test_only_large_ranges_are_given_back_from_the_page_they_begin_in(
     file, dropped = MappedFile(tmp_path / "x"), []
 
     class Drops:
-        def drop(self, offset: int, nbytes: int) -> None:
+        def release_pages(self, offset: int, nbytes: int) -> None:
             dropped.append((offset, nbytes))
 
     monkeypatch.setattr(file, "_mapping", Drops())

@@ -15,7 +15,7 @@ from codec_samples import kv_like
 import kvmnn
 from kvmnn.frames import _encoder, _fast_encoder, fast, pieces
 from kvmnn.frames._content_hashes import count_duplicates, sample_hashes
-from kvmnn.frames._output_buffer import OutputBuffer, OrderedWriter
+from kvmnn.frames._output_buffer import OrderedWriter, OutputBuffer
 from kvmnn.frames.afar import RepeatInfo, detect_long_range_repeats
 
 LANE = 5_000
@@ -83,7 +83,11 @@ def test_exact_and_rle_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_words_and_places_that_are_not_there() -> None:
-    data, most, short = words_of("fp16", 100), _fast_encoder.max_payload_bytes(100), _fast_encoder.raw_payload_bytes(100) - 1
+    data, most, short = (
+        words_of("fp16", 100),
+        _fast_encoder.max_payload_bytes(100),
+        _fast_encoder.raw_payload_bytes(100) - 1,
+    )
     for begin, end, lane, mode in ((0, 101, 0, 0), (5, 5, 0, 0), (0, 9, 2, 0), (0, 9, -1, 0), (0, 9, 0, 3)):
         with pytest.raises(kvmnn.KvmnnError, match="not there"):
             _encoder.write_payload(OrderedWriter(OutputBuffer(10_000), [0]), 0, 500, data, 2, begin, end, lane, mode, 3)
@@ -110,8 +114,8 @@ def test_noise_that_does_not_fit_as_libzstd_writes_it_becomes_raw_blocks() -> No
     least = _fast_encoder.raw_payload_bytes(300_000)
     track = OrderedWriter(OutputBuffer(least), [0])
     assert _encoder.write_payload(track, 0, least, noise, 2, 0, 300_000, 1, 0, 3) == least
-    assert track.parts() == [(least, 0)]
-    assert zstandard.ZstdDecompressor().decompress(track.room.view(0, least)) == noise[1::2].tobytes()
+    assert track.list_fragments() == [(least, 0)]
+    assert zstandard.ZstdDecompressor().decompress(track.buffer.view(0, least)) == noise[1::2].tobytes()
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2), (2, 0, 3, 1)])
@@ -121,13 +125,13 @@ def test_pieces_of_a_track_lie_one_behind_the_other_in_whatever_order_they_are_m
     track = OrderedWriter(OutputBuffer(4 * most + 7), [7 + piece * most for piece in range(4)])
     for piece in order:
         with pytest.raises(kvmnn.KvmnnError, match="missing"):
-            track.parts()
+            track.list_fragments()
         _encoder.write_payload(track, piece, most, data, 2, 1_000 * piece, 1_000 * (piece + 1), 1, 1, 3)
-    (nbytes, places) = zip(*track.parts(), strict=True)
+    (nbytes, places) = zip(*track.list_fragments(), strict=True)
     assert places == tuple(accumulate(nbytes[:-1], initial=7)) and max(nbytes) < 1_000
     made = b"".join(
-        zstandard.ZstdDecompressor().decompress(track.room.view(at, n), max_output_size=1_000)
-        for n, at in track.parts()
+        zstandard.ZstdDecompressor().decompress(track.buffer.view(at, n), max_output_size=1_000)
+        for n, at in track.list_fragments()
     )
     assert (np.cumsum(np.frombuffer(made, np.uint8), dtype=np.uint8) == data[1::2]).all()
 

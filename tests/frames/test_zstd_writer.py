@@ -40,7 +40,9 @@ def written(writer: ctypes.CDLL, level: int, lane: bytes, repeats: list[tuple[in
     out = ctypes.create_string_buffer(writer.kvmnn_zstd_bound(n))
     scratch = ctypes.create_string_buffer(writer.kvmnn_zstd_scratch_bytes())
     given = (Repeat * max(1, len(repeats)))(*repeats)
-    size = writer.kvmnn_zstd_write_frame(level, tables, lane, n, given, ctypes.c_size_t(len(repeats)), flat, scratch, out)
+    size = writer.kvmnn_zstd_write_frame(
+        level, tables, lane, n, given, ctypes.c_size_t(len(repeats)), flat, scratch, out
+    )
     return out.raw[:size]
 
 

@@ -99,7 +99,9 @@ def payloads_of(root: Path, layer: int, part: str, lane: int) -> list[Bytes]:
     found, chosen = [], []
     for start in range(0, len(rows), BLOCK):
         block = rows[start : start + BLOCK].reshape(-1)
-        made = [np.frombuffer(_stream_meter.predict(block, HEADS, DIMS, number), np.uint8) for number in range(len(names))]
+        made = [
+            np.frombuffer(_stream_meter.predict(block, HEADS, DIMS, number), np.uint8) for number in range(len(names))
+        ]
         sizes = [context.compress_into(out, payload, 3) for payload in made]
         chosen.append(made[sizes.index(min(sizes))])
         found += made
@@ -110,7 +112,10 @@ LANES = [(part, lane) for part in ("k", "v") for lane in (1, 0)]
 
 
 def zstd_calls(payloads: list[Bytes]) -> Callable[[], int]:
-    context, out = _zstdlib.ZstdContext(), np.empty(_zstdlib.max_compressed_size(max(p.size for p in payloads)), np.uint8)
+    context, out = (
+        _zstdlib.ZstdContext(),
+        np.empty(_zstdlib.max_compressed_size(max(p.size for p in payloads)), np.uint8),
+    )
     out.fill(0)
 
     def run() -> int:

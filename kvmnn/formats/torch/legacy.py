@@ -65,7 +65,9 @@ class LegacyReader:
 
     def _resolve_persistent(self, persistent_id: object) -> TorchStorage:
         match persistent_id:
-            case ("storage", AllowedGlobal(name=kind), str(key), str(), int(count), part) if kind in ELEMENT_TYPE_BY_STORAGE:
+            case ("storage", AllowedGlobal(name=kind), str(key), str(), int(count), part) if (
+                kind in ELEMENT_TYPE_BY_STORAGE
+            ):
                 element_type = ELEMENT_TYPE_BY_STORAGE[kind]
                 if element_type is UNTYPED:
                     raise CheckpointError(

@@ -1,7 +1,8 @@
 """The names that a checkpoint's pickle may use, and the inert function that stands for each.
 
 The list is what ``torch.load(weights_only=True)`` of torch 2.13 allows, plus numpy scalars, which training scripts like
-to save beside the weights. torch itself is never imported. What is listed as opaque may be called and gives `OpaqueValue`.
+to save beside the weights. torch itself is never imported. What is listed as opaque may be called and
+gives `OpaqueValue`.
 """
 
 from __future__ import annotations
@@ -290,9 +291,9 @@ def _build_from_type(arguments: PickleArguments) -> object:
     if len(arguments) != 4 or not isinstance(arguments[0], AllowedGlobal) or not isinstance(arguments[2], tuple):
         raise CheckpointError("a tensor of a class of its own that is not put together as torch does")
     function = arguments[0]
-    if function.build is None or not function.name.startswith("torch._utils._rebuild_"):
+    if function.constructor is None or not function.name.startswith("torch._utils._rebuild_"):
         raise CheckpointError(f"a tensor of a class of its own, made by {function.name}")
-    return function.build(arguments[2])
+    return function.constructor(arguments[2])
 
 
 def _make_opaque_value(arguments: PickleArguments) -> OpaqueValue:

@@ -95,10 +95,10 @@ def test_a_meter_gives_the_size_of_plain_python(shape, seed, spread, names, bloc
     meter = _stream_meter.StreamMeter()
     for lane in (0, 1):  # the second time with what the first left behind
         data = lane_of((*shape, 2), seed + lane, spread)
-        meter.setup(
+        meter.configure(
             lane, heads, dims, block, [predictors.PREDICTOR_NAMES.index(n) for n in names], level, shuffled, True
         )
-        meter.begin(tokens)
+        meter.start(tokens)
         for start in range(0, tokens, step):
             meter.feed(data[start : start + step].reshape(-1))
         size, blocks, won, limit = meter.finish()
@@ -116,22 +116,22 @@ def test_a_meter_that_grows_and_shrinks_stays_right():
     names = list(predictors.PREDICTOR_NAMES)
     for tokens, block in ((9, 2), (300, 400), (40, 3), (500, 499), (1, 1)):
         data = words(tokens, tokens)
-        meter.setup(1, 2, 8, block, range(len(names)), 3, True, False)
-        meter.begin(tokens)
+        meter.configure(1, 2, 8, block, range(len(names)), 3, True, False)
+        meter.start(tokens)
         meter.feed(data.reshape(-1).view(np.uint8))
         size, blocks, _, limit = meter.finish()
         lane = np.ascontiguousarray(data.view(np.uint8).reshape(tokens, 2, 8, 2)[..., 1])
         assert size + blocks + 8 == offline_model.stream_size(lane, names, block, 3, True)[0]
         assert limit == 0
-    assert meter.held() > 0
-    meter.forget()
-    assert meter.held() == 0
+    assert meter.count_buffer_bytes() > 0
+    meter.free_buffers()
+    assert meter.count_buffer_bytes() == 0
 
 
 def test_a_meter_refuses_what_does_not_fit():
     meter = _stream_meter.StreamMeter()
     with pytest.raises(ValueError, match=r"setup\(\) first"):
-        meter.begin(1)
+        meter.start(1)
     for bad in (
         (2, 1, 1, 1, [0]),
         (0, 0, 1, 1, [0]),
@@ -141,11 +141,11 @@ def test_a_meter_refuses_what_does_not_fit():
         (0, 1, 1, 1, [len(predictors.PREDICTOR_NAMES)]),
     ):
         with pytest.raises(ValueError, match="expected"):
-            meter.setup(*bad, 3, False, True)
-    meter.setup(0, 2, 2, 4, [0], 3, False, True)
+            meter.configure(*bad, 3, False, True)
+    meter.configure(0, 2, 2, 4, [0], 3, False, True)
     with pytest.raises(ValueError, match="no whole tokens, or more"):
         meter.feed(bytes(8))
-    meter.begin(2)
+    meter.start(2)
     for size in (7, 24):
         with pytest.raises(ValueError, match="no whole tokens, or more"):
             meter.feed(bytes(size))

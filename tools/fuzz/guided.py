@@ -37,13 +37,13 @@ def frames(data: memoryview) -> bytearray | None:
     """The words of a frame; None where it is refused."""
     try:
         frame = _decoder.ParsedFrame(data, 0, RLE_AND_ZSTD)
-        if frame.words > MOST_WORDS:
+        if frame.num_elements > MOST_WORDS:
             return None
         frame.decode()
     except FrameError:
         return None
-    out = bytearray(frame.words * frame.itemsize)
-    frame.join(memoryview(out).cast("B", (frame.words, frame.itemsize)))
+    out = bytearray(frame.num_elements * frame.itemsize)
+    frame.join(memoryview(out).cast("B", (frame.num_elements, frame.itemsize)))
     assert frame.equals(out)
     frame.close()
     return out

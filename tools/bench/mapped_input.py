@@ -1,8 +1,8 @@
 """What reading inputs safely costs: `python tools/bench/mapped_input.py [--quick]` writes benchmarks/mapped_input.*
 
 256 MiB of fp16 as a `.npy` file and as an MNN dump of 16 layers are encoded, decoded and verified in three ways that
-take turns: mapped with the guard that kvmnn has (pyx/kvmnn/files/fault_guard.h), mapped bare, and read with `pread`. CPU
-time of one thread.
+take turns: mapped with the guard that kvmnn has (pyx/kvmnn/files/fault_guard.h), mapped bare, and read with
+`pread`. CPU time of one thread.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
+    from . import batch as batch
     from . import compressor as compressor
     from . import dense as dense
     from . import lm as lm
-    from . import many as many
     from . import policies as policies
     from . import runtime as runtime
     from . import store as store
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
         fnv1a64,
         inspect,
     )
-    from .h2o import BlockPlan, H2OConfig, H2OPlanner, plan_blocks, sum_by_block
     from .packed import KVMeta, PackedCache, PackLayout
+    from .policies.h2o import BlockPlan, H2OConfig, H2OPlanner, plan_blocks, sum_by_block
 
     __version__: str
 else:
@@ -59,10 +59,9 @@ else:
         "evaluation",
         "formats",
         "frames",
-        "h2o",
+        "analysis",
+        "batch",
         "lm",
-        "many",
-        "offline",
     )
     _FOLDERS += ("packed", "policies", "reports", "runtime", "store")
     _CODEC_NAMES = ("Block", "FrameInfo", "StreamInfo", "decode", "decode_all", "decode_many", "encode")
@@ -73,11 +72,15 @@ else:
         "open": "formats",
         "to_cache": "formats",
         **dict.fromkeys(_CODEC_NAMES, "frames"),
-        **dict.fromkeys(("BlockPlan", "H2OConfig", "H2OPlanner", "plan_blocks", "sum_by_block"), "h2o"),
+        **dict.fromkeys(("BlockPlan", "H2OConfig", "H2OPlanner", "plan_blocks", "sum_by_block"), "policies.h2o"),
         **dict.fromkeys(("KVMeta", "PackLayout", "PackedCache"), "packed"),
     }
 
     _RENAMED = {
+        "h2o": "policies.h2o",
+        "many": "batch",
+        "offline": "analysis",
+        "codecs": "integrations",
         "Plan": "BlockPlan",
         "Planner": "H2OPlanner",
         "Rotary": "RopeConfig",
@@ -90,7 +93,7 @@ else:
         from importlib import import_module
 
         if name == "__version__":
-            return import_module(".version", __name__).get_version()
+            return import_module("._util.packages", __name__).get_version()
         if name in _FOLDERS:
             return import_module(f".{name}", __name__)
         if name in _FOLDER_BY_NAME:

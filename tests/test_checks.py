@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvmnn.checks import repr_short, validate_count, validate_fraction, validate_int
+from kvmnn._util.validation import repr_short, validate_count, validate_fraction, validate_int
 from kvmnn.errors import KvmnnError
 
 

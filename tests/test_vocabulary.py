@@ -25,15 +25,15 @@ LIMIT_WORDS = re.compile(r"_?(MOST|LEAST|FEW|FEWEST|LONGEST|SMALLEST|LARGEST)(_|
 JSON_KEYS = frozenset(
     {
         "kvmnn/arrays/completeness.py: other",
-        "kvmnn/evaluation/measuring/cells.py: kept",
-        "kvmnn/formats/restoring.py: beside",
-        "kvmnn/reports/results.py: kept",
+        "kvmnn/evaluation/records.py: kept",
+        "kvmnn/formats/restorer.py: beside",
+        "kvmnn/reports/records.py: kept",
         "kvmnn/store/results.py: asked",
         "kvmnn/store/results.py: beside",
         "kvmnn/store/results.py: kept",
         "kvmnn/store/results.py: others",
-        "kvmnn/store/sources.py: asked",
-        "kvmnn/store/sources.py: others",
+        "kvmnn/store/adapters.py: asked",
+        "kvmnn/store/adapters.py: others",
     }
 )
 """Fields whose names are keys of published JSON, which stay."""

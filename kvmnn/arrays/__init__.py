@@ -1,12 +1,11 @@
 """What flows between files and codecs: named arrays, sources of them, and caches of K and V by layer."""
 
+from .array import ArrayInfo, LazyArray, UnsupportedArrayError
 from .axes import AxisSpec
-from .closeness import ErrorStats, ToleranceReport, compare_allclose
-from .differences import DiffReport, Mismatch, compare_bitwise
+from .compare import DiffReport, ErrorStats, Mismatch, ToleranceReport, compare_allclose, compare_bitwise
 from .engine_cache import EngineCacheInfo
+from .engine_transforms import invert_source_transforms
 from .layer_cache import LayerCache
-from .named_array import ArrayInfo, LazyArray, UnsupportedArrayError
-from .own_order import invert_source_transforms
 from .source import Source
 
 __all__ = [

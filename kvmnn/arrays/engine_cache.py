@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from .._util.text import format_range, pluralize
 from ..dtypes import Indices, Positions
 from ..packed.cache_info import PositionRuns
 from ..packed.cache_info import merge_runs as joined_runs
-from ..text import format_range, pluralize
-from .names import parse_conventional_name
-from .undoing import Transform
+from .llama_transforms import Transform
+from .naming import parse_conventional_name
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..dtypes import FLOAT8_NAMES, Floats
 from ..errors import SourceError
-from .named_array import Chunk, LazyArray, rechunk
+from .array import Chunk, LazyArray, rechunk
 from .source import Source
 
 

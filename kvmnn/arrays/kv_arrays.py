@@ -15,9 +15,9 @@ import numpy as np
 from .. import dtypes
 from ..dtypes import PARTS, Elements, KVPair, Part
 from ..errors import MissingOptionError, OptionError, SourceError
+from .array import ArrayInfo, LazyArray
 from .layers import MAX_KV_HEADS, AmbiguousAxesError, locate_array, merge_dump_segments
-from .named_array import ArrayInfo, LazyArray
-from .names import is_indexed_name, parse_conventional_name, parse_layer, parse_part
+from .naming import is_indexed_name, parse_conventional_name, parse_layer, parse_part
 
 _REQUIRED_AXES, _ALLOWED_AXES = set("htd"), set("lbhtd")
 _FULL_AXES, _LAYER_AXES_BY_RANK = "lbhtd", {4: "bhtd", 3: "htd"}

@@ -9,14 +9,12 @@ from typing import Final
 
 from ..packed import cache_info
 from ..packed.cache_info import CacheInfo
-from .completeness import Completeness
-from .completeness_notes import load_completeness_json, merge_completeness
+from .array import LazyArray, LazyArrayList
+from .completeness import Completeness, load_completeness_json, merge_completeness
 from .engine_cache import EngineCacheInfo
-from .lazy_arrays import LazyArrayList
-from .named_array import LazyArray
+from .llama_transforms import Transform
+from .naming import check_name
 from .opaque_state import OpaqueState
-from .undoing import Transform
-from .valid_names import check_name
 
 DUMP_KEY: Final = "kvmnn.dump"
 """Key of `Source.metadata` for the metadata files of a KV dump: they stay in bundles, which become the dump again."""
@@ -27,7 +25,7 @@ SIDECAR_KEY: Final = "kvmnn.beside"
 ENGINE_KEY: Final = "kvmnn.engine_cache"
 """The same for what another engine's cache said of itself, where its K and V are plain arrays."""
 COMPLETENESS_KEY: Final = "kvmnn.completeness"
-"""Metadata key for the state that the arrays contain, and what they lack (`kvmnn.arrays.completeness_notes`)."""
+"""Metadata key for the state that the arrays contain, and what they lack (`kvmnn.arrays.completeness`)."""
 PACKED_FILES_KEY: Final = "kvmnn.packed_files"
 """The same for what packed files hold besides the rows of live tokens."""
 WHOLE_FILE_KEYS: Final = (DUMP_KEY, FILE_KEY, PACKED_FILES_KEY)

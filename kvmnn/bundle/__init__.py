@@ -1,16 +1,21 @@
 """Frame files and their manifest: written, read, decoded, compared."""
 
-from .accounts import DenseChunkInfo, RawChunkInfo, StreamStats
-from .comparing import BundleDifference, compare_frame_set
-from .decoding import DecodedChunk, decode_frames
-from .dense_pieces import DenseOptions
-from .encoding import EncodeOptions
+from .decoder import DecodedChunk, decode_frames
+from .dense import DenseOptions, search_layer_rope, search_rope
+from .encoder import EncodeOptions, EncodeResult, check_encode_output, encode_source
 from .frame_set import DecodeOptions, FrameSet, open_frames
-from .inspecting import ArrayFramesInfo, BareFrameInfo, BareSequenceInfo, BundleInfo, inspect_frame_set
+from .inspection import (
+    ArrayFramesInfo,
+    BareFrameInfo,
+    BareSequenceInfo,
+    BundleInfo,
+    DenseChunkInfo,
+    RawChunkInfo,
+    StreamStats,
+    inspect_frame_set,
+)
 from .manifest import ArrayEntry, FrameEntry, Manifest
-from .rotation_trial import search_layer_rope, search_rope
-from .verifying import VerifyResult, verify_frame_set
-from .writing import EncodeResult, check_encode_output, encode_source
+from .verification import BundleDifference, VerifyResult, compare_frame_set, verify_frame_set
 
 __all__ = [
     "ArrayEntry",

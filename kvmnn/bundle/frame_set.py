@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .. import dtypes
-from ..arrays.named_array import Chunk
+from .._util.text import pluralize
+from ..arrays.array import Chunk
+from ..arrays.naming import array_name_from_path
 from ..arrays.source import PACKED_FILES_KEY, parse_cache_info
-from ..arrays.valid_names import array_name_from_path
 from ..dense import inspect
 from ..errors import FrameError, LimitError, ManifestError, OptionError
-from ..files.identity import file_id
-from ..files.mapped import STDIN, MappedFile
+from ..files.file_info import file_id
+from ..files.mapped_file import STDIN, MappedFile
 from ..frames import CODECS
-from ..frames.sequence import split_frames
+from ..frames.api import split_frames
 from ..packed.cache_info import CacheInfo
-from ..text import pluralize
-from . import manifest, manifest_reading
-from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest
-from .packed_record import PackedRecord, parse_packed_record
+from . import manifest
+from .manifest import FRAME_SUFFIX, ArrayEntry, FrameEntry, Manifest, PackedRecord, parse_packed_record
 
 _DENSE_MAGIC = b"KVMD"
 """How every dense stream begins; no frame does, as its second stream header would not agree with its words."""
@@ -261,7 +260,7 @@ def open_frames(path: str | MappedFile, *, use_manifest: bool = True, options: D
     file = MappedFile(path)
     manifest_path_of_file = Path(path + manifest.SIDECAR_SUFFIX)
     if use_manifest and manifest_path_of_file.exists():
-        document = manifest_reading.load_manifest(manifest_path_of_file)
+        document = manifest.load_manifest(manifest_path_of_file)
         names = {entry.file for array in document.arrays for entry in array.frames}
         # A frame and its manifest may have been renamed together: the pair is what belongs together, not the name.
         if len(names) == 1:
@@ -274,7 +273,7 @@ def open_frames(path: str | MappedFile, *, use_manifest: bool = True, options: D
 
 def _open_manifest(path: str, manifest_path: Path) -> FrameSet:
     """The frames that a manifest lists, each in a file of its own right."""
-    document = manifest_reading.load_manifest(manifest_path)
+    document = manifest.load_manifest(manifest_path)
     name_by_id: dict[tuple[int, int], str] = {}
     for name in sorted({entry.file for array in document.arrays for entry in array.frames}):
         name_id = file_id(manifest_path.parent / name)

@@ -1,22 +1,191 @@
-"""The manifest: what a set of frames holds, so that the same arrays can be restored and proved.
+"""What a manifest notes down of packed files: their hashes, and which arrays hold their bytes besides live rows.
+
+It is the text under the key ``kvmnn.packed_files`` of the manifest's metadata (docs/prefix-cache.md).
+
+The manifest: what a set of frames holds, so that the same arrays can be restored and proved.
 
 Version 1; version 2 where arrays are stored raw, version 3 where some are dense streams: an older reader would take
 those for frames. Readers refuse other versions and ignore keys they do not know, so that later releases may add keys
 within a version but never change the meaning of one.
+
+A manifest read: believed only where everything in it agrees.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
-from ..arrays.named_array import ArrayInfo
-from ..files.names import FRAME_SUFFIX as FRAME_SUFFIX
-from ..files.names import SIDECAR_SUFFIX as SIDECAR_SUFFIX
-from ..text import compute_ratio, pluralize
-from .packed_record import PackedRecord, describe_states, describe_unused_regions, parse_packed_record
+from .. import dtypes
+from .._util.text import compute_ratio, pluralize
+from ..arrays.array import ArrayInfo
+from ..arrays.naming import find_name_error, shorten_name
+from ..arrays.source import PACKED_FILES_KEY
+from ..dtypes import PARTS, Part
+from ..errors import KvmnnError, ManifestError, SourceError
+from ..files.file_names import FRAME_SUFFIX as FRAME_SUFFIX
+from ..files.file_names import SIDECAR_SUFFIX as SIDECAR_SUFFIX
+from ..files.schema import JsonReader, parse_document, read_bounded
+
+PACKED_FILES_SCHEMA: Final = "kvmnn-packed-files"
+PACKED_FILES_SCHEMA_VERSION: Final = 1
+MAX_PACKED_FILES_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedFileEntry:
+    """A packed file.
+
+    Parameters
+    ----------
+    layer, part
+        What it is K or V of.
+    nbytes, sha256
+        Of the file.
+    room
+        Name of the array that has all bytes of the file, those of live rows zero; None where they are all zero.
+    is_state
+        Whether the file holds no K or V, but state of another kind, all of it in `room`.
+    """
+
+    layer: int
+    part: Part
+    nbytes: int
+    sha256: str
+    room: str | None
+    is_state: bool = False
+
+
+@dataclass(frozen=True)
+class PackedRecord:
+    """The packed files that frames were made from.
+
+    Parameters
+    ----------
+    files
+        K and V of each layer by turns.
+    left_out
+        What of the files is not in the frames, as a sentence; empty where they are all there.
+    """
+
+    files: tuple[PackedFileEntry, ...]
+    left_out: str = ""
+
+    @property
+    def unused_names(self) -> frozenset[str]:
+        """Names of the arrays that hold no tokens."""
+        return frozenset(entry.room for entry in self.files if entry.room is not None)
+
+    @property
+    def states(self) -> frozenset[str]:
+        """Names of the arrays with files that hold state of another kind than K and V."""
+        return frozenset(entry.room for entry in self.files if entry.is_state and entry.room is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.nbytes for entry in self.files)
+
+    def find_difference(self, other_record: PackedRecord) -> str | None:
+        """Where other files differ from these, in words; None where they do not."""
+        for entry, other_entry in zip(self.files, other_record.files, strict=False):
+            if (entry.layer, entry.part, entry.nbytes, entry.sha256) != (
+                other_entry.layer,
+                other_entry.part,
+                other_entry.nbytes,
+                other_entry.sha256,
+            ):
+                return f"the file of layer {entry.layer}'s {entry.part}s is not the one that was encoded"
+        return None if len(self.files) == len(other_record.files) else f"there are {len(other_record.files)} files"
+
+
+def describe_unused_regions(unused_bytes: int, stored_bytes: int, num_files: int) -> str:
+    """How much is kept of packed files besides tokens, as a sentence."""
+    return (
+        f"{pluralize(num_files, 'packed file')} with rows or padding that belong to no live token: {unused_bytes:,} "
+        f"bytes are "
+        f"kept apart in {stored_bytes:,}, so that decode writes the same files"
+    )
+
+
+def describe_states(state_bytes: int, stored_bytes: int, files: int) -> str:
+    """How much is kept of the files of layers without K and V, as a sentence."""
+    return (
+        f"{pluralize(files, 'file')} of layers without K and V: {state_bytes:,} bytes of state are kept apart in "
+        f"{stored_bytes:,}, so that decode writes the same files"
+    )
+
+
+def name_state(layer: int, part: Part) -> str:
+    """Name of the array with the state that a file holds in the place of K or V; no name of K or V."""
+    return f"layer_{layer}.{part}state"
+
+
+def format_unused_name(layer: int, part: Part) -> str:
+    """Name of the array with what a packed file holds besides live rows; no name of K or V."""
+    return f"layer_{layer}.{part}room"
+
+
+def dump_packed_record(record: PackedRecord) -> str:
+    """The record as JSON text."""
+    files = [{**vars(entry), "bytes": entry.nbytes} for entry in record.files]
+    for entry in files:
+        del entry["nbytes"]
+        if not entry["is_state"]:  # as before there were any
+            del entry["is_state"]
+    document = {
+        "schema": PACKED_FILES_SCHEMA,
+        "schema_version": PACKED_FILES_SCHEMA_VERSION,
+        "files": files,
+        "left_out": record.left_out,
+    }
+    return json.dumps(document)
+
+
+def parse_packed_record(metadata: dict[str, str], where: str) -> PackedRecord | None:
+    """The record in metadata; None where there is none.
+
+    Raises
+    ------
+    ManifestError
+        When it is malformed; `where` begins the message.
+    """
+    text = metadata.get(PACKED_FILES_KEY)
+    if text is None:
+        return None
+    root = parse_document(text, f"{where}: metadata {PACKED_FILES_KEY!r}", MAX_PACKED_FILES_BYTES)
+    root.check_schema(PACKED_FILES_SCHEMA, PACKED_FILES_SCHEMA_VERSION)
+    files = tuple(_parse_file_entry(node) for node in root.get("files").read_list(min_len=1))
+    if any(entry.is_state and entry.room is None for entry in files):
+        raise ManifestError(f"{where}: metadata {PACKED_FILES_KEY!r}: a file of state has no array")
+    unused_names = [entry.room for entry in files if entry.room is not None]
+    if len(unused_names) != len(set(unused_names)):
+        raise ManifestError(f"{where}: metadata {PACKED_FILES_KEY!r}: two files have the same room")
+    return PackedRecord(files, root.get("left_out").read_str())
+
+
+def _parse_file_entry(node: JsonReader) -> PackedFileEntry:
+    part: Literal["key", "value"] | None = next(
+        (candidate for candidate in PARTS if candidate == node.get("part").read_str()), None
+    )
+    if part is None:
+        raise node.get("part").error(f"one of {', '.join(PARTS)}")
+    room_node = node.get("room")
+    return PackedFileEntry(
+        layer=node.get("layer").read_int(0),
+        part=part,
+        nbytes=node.get("bytes").read_int(1),
+        sha256=node.get("sha256").read_sha256(),
+        room=None if room_node.value is None else room_node.read_str(),
+        is_state=node.get("is_state").read_bool() if "is_state" in node.value else False,
+    )
+
 
 SCHEMA: Final = "kvmnn-manifest"
 SCHEMA_VERSION: Final = 1
@@ -301,3 +470,181 @@ def describe_storage(arrays: Sequence[ArrayEntry]) -> str:
         pluralize(number, noun) for number, noun in ((num_dense, "dense stream"), (num_frames, "frame")) if number
     ]
     return ", ".join([*count_texts, f"{pluralize(num_raw, 'piece')} stored: raw"] if num_raw else count_texts)
+
+
+MAX_MANIFEST_BYTES = 256 << 20
+_MIN_FRAME_BYTES = 14
+_AXIS_ORDERS: Final[tuple[Axes, ...]] = ("htd", "thd")
+_ARRAY_DTYPE_REGEX = re.compile(r"[<>|][fiuV][124]")
+
+
+def load_manifest(path: Path) -> Manifest:
+    """Read and check a manifest file.
+
+    Raises
+    ------
+    ManifestError
+        Naming the file and the JSON path of what is wrong.
+    """
+    if path.exists() and not path.is_file():  # a FIFO would be waited for
+        raise ManifestError(f"{path}: is not a regular file, so it is no manifest")
+    try:
+        text = read_bounded(path, MAX_MANIFEST_BYTES)
+    except OSError as exc:
+        raise ManifestError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    except SourceError as exc:
+        raise ManifestError(str(exc)) from exc
+    return parse_manifest(text, str(path))
+
+
+def parse_manifest(text: bytes, where: str = "manifest") -> Manifest:
+    """The manifest in a JSON document; `where` begins the messages of errors, which are those of `load_manifest`."""
+    root = parse_document(text, where, MAX_MANIFEST_BYTES)
+    if isinstance(root.value, dict) and "schema" not in root.value:
+        raise ManifestError(f'{where}: schema: is missing: a manifest of kvmnn says "schema": "{SCHEMA}"')
+    if root.get("schema").read_str() != SCHEMA:
+        raise root.get("schema").error(f"{SCHEMA!r}")
+    version = root.get("schema_version")
+    if version.read_int(1) not in SCHEMA_VERSION_BY_KIND.values():
+        raise version.error(f"{SCHEMA_VERSION} to {DENSE_SCHEMA_VERSION}, the versions this kvmnn reads")
+    arrays = tuple(_parse_array(node, version.value) for node in root.get("arrays").read_list(min_len=1))
+    _check_unique_names(root, arrays)
+    _check_disjoint_ranges(root, arrays)
+    manifest = Manifest(
+        kvmnn_version=root.get("kvmnn_version").read_str(),
+        zstd_version=root.get("zstd").get("version").read_str(),
+        zstd_byte_exact=root.get("zstd").get("byte_exact").read_bool(),
+        effort=None if root.get("effort").value is None else root.get("effort").read_str(),
+        codecs=root.get("codecs").read_str_list(),
+        predictors=root.get("predictors").read_str_list(),
+        hi_predictors=None if root.get("hi_predictors").value is None else root.get("hi_predictors").read_str_list(),
+        arrays=arrays,
+        metadata=root.get("metadata").read_str_map(),
+    )
+    if manifest.effort is None and any(not frame.is_dense for array in arrays for frame in array.frames):
+        raise root.get("effort").error("a string, as there are frames")
+    _check_sum(root, "raw_bytes", manifest.raw_bytes)
+    _check_sum(root, "stored_bytes", manifest.stored_bytes)
+    return manifest
+
+
+def _check_unique_names(root: JsonReader, arrays: Sequence[ArrayEntry]) -> None:
+    used_names: set[str] = set()
+    for index, array in enumerate(arrays):
+        if array.name in used_names:
+            raise ManifestError(f"{root.label}: arrays[{index}].name: {array.name!r} is already taken")
+        used_names.add(array.name)
+
+
+def _check_disjoint_ranges(root: JsonReader, arrays: Sequence[ArrayEntry]) -> None:
+    """No byte of a file belongs to two frames, lest a small file stand for many arrays, but frames that are shared."""
+    ranges = sorted(
+        (frame.file, frame.offset, frame.offset + frame.bytes, index, array.shared)
+        for index, array in enumerate(arrays)
+        for frame in array.frames
+    )
+    for (file, *byte_range, first_index, is_shared), (next_file, *next_range, next_index, is_next_shared) in pairwise(
+        ranges
+    ):
+        is_declared = is_shared and is_next_shared and first_index != next_index and byte_range == next_range
+        if file == next_file and next_range[0] < byte_range[1] and not is_declared:
+            raise ManifestError(
+                f"{root.label}: arrays[{next_index}]: bytes {next_range[0]} to {next_range[1]} of {file!r} belong to "
+                f"arrays[{first_index}] as well, and are not declared as shared"
+            )
+
+
+def _check_sum(node: JsonReader, key: str, expected_sum: int) -> None:
+    if node.get(key).read_int(0) != expected_sum:
+        raise node.get(key).error(f"{expected_sum}, the sum of its parts")
+
+
+def _element(node: JsonReader, dtype: str, array_dtype: str) -> str:
+    """The type of codes, where an array holds some."""
+    if "element" not in node.value:
+        return ""
+    element = node.get("element").read_str()
+    if element not in dtypes.FLOAT8_NAMES or (dtype, array_dtype) != (dtypes.FP16.name, "|u1"):
+        raise node.get("element").error(f"one of {', '.join(dtypes.FLOAT8_NAMES)}, of an array of fp16 and '|u1'")
+    return element
+
+
+def _parse_array(node: JsonReader, version: int) -> ArrayEntry:
+    dtype = node.get("dtype").read_str()
+    try:
+        element_bytes = dtypes.parse_dtype(dtype).itemsize
+    except KvmnnError:
+        raise node.get("dtype").error(f"one of {', '.join(dtypes.DTYPES)}") from None
+    array_dtype = node.get("array_dtype").read_str()
+    if not _ARRAY_DTYPE_REGEX.fullmatch(array_dtype) or array_dtype in ("|f2", "|f4", "<f1", ">f1", "|f1"):
+        raise node.get("array_dtype").error("a numpy type of kind f, i, u or V")
+    if int(array_dtype[2]) != element_bytes and array_dtype != "|u1":
+        raise node.get("array_dtype").error(f"a type of {element_bytes} bytes, as {dtype} has, or '|u1'")
+    order = node.get("order").read_str()
+    if order not in ("C", "F"):
+        raise node.get("order").error("'C' or 'F'")
+    shape = tuple(axis.read_int(1) for axis in node.get("shape").read_list(max_len=64))
+    array = ArrayEntry(
+        name=_parse_name(node.get("name")),
+        dtype=dtype,
+        shape=shape,
+        array_dtype=array_dtype,
+        order="F" if order == "F" else "C",
+        sha256=node.get("sha256").read_sha256(),
+        frames=tuple(_parse_frame(frame, element_bytes, version) for frame in node.get("frames").read_list(min_len=1)),
+        element=_element(node, dtype, array_dtype),
+        shared="shared" in node.value and node.get("shared").read_bool(),
+    )
+    raw_bytes = math.prod(shape) * array.itemsize
+    _check_sum(node, "stored_bytes", array.stored_bytes)
+    _check_sum(node, "raw_bytes", sum(frame.raw_bytes for frame in array.frames))
+    if node.get("raw_bytes").value != raw_bytes:
+        raise node.get("raw_bytes").error(f"{raw_bytes}, as its shape and array_dtype say")
+    return array
+
+
+def _parse_name(node: JsonReader) -> str:
+    name = node.read_str()
+    if name_error := find_name_error(name):
+        raise ManifestError(f"{node.label}: {node.path}: {shorten_name(name)} {name_error}")
+    return name
+
+
+def _parse_frame(node: JsonReader, element_bytes: int, version: int) -> FrameEntry:
+    raw_bytes = node.get("raw_bytes").read_int(element_bytes)
+    if raw_bytes % element_bytes:
+        raise node.get("raw_bytes").error(f"a multiple of {element_bytes}")
+    kind = _parse_storage_kind(node, version)
+    num_bytes = node.get("bytes").read_int(0 if kind == "raw" else _MIN_FRAME_BYTES)
+    if kind == "raw" and num_bytes != raw_bytes:
+        raise node.get("bytes").error(f"{raw_bytes}, its raw_bytes, as the words are stored raw")
+    return FrameEntry(
+        file=node.get("file").read_file_name(),
+        offset=node.get("offset").read_int(0),
+        bytes=num_bytes,
+        raw_bytes=raw_bytes,
+        sha256=node.get("sha256").read_sha256(),
+        stored=kind,
+        axes=_parse_axes(node.get("axes")) if kind == "dense" else None,
+        rope=node.get("rope").read_str() if kind == "dense" and "rope" in node.value else None,
+    )
+
+
+def _parse_axes(node: JsonReader) -> Axes:
+    for axes in _AXIS_ORDERS:
+        if node.value == axes:
+            return axes
+    raise node.error(" or ".join(map(repr, _AXIS_ORDERS)))
+
+
+def _parse_storage_kind(node: JsonReader, version: int) -> StorageKind:
+    """What a range holds; refused where readers of an older version would take it for a frame."""
+    if "stored" not in node.value:
+        return "frame"
+    kind_node = node.get("stored")
+    for kind, first_version in SCHEMA_VERSION_BY_KIND.items():
+        if kind_node.value == kind:
+            if version < first_version:
+                raise kind_node.error(f"'frame': only version {first_version} of the schema has {kind!r}")
+            return kind
+    raise kind_node.error(" or ".join(map(repr, SCHEMA_VERSION_BY_KIND)))

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from argparse import ArgumentParser
     from collections.abc import Sequence
 
-    from .many_work import CommandWork
+    from .batch_work import CommandWork
 
 __all__ = ["CommandWork", "build_parser", "main"]
 
@@ -18,11 +18,11 @@ def main(argv: "Sequence[str] | None" = None) -> int:
     is_early = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_early:
         signal.signal(signal.SIGINT, _exit_interrupted)
-    from . import command
+    from . import entry_point
 
     if is_early:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    return command.main(argv)
+    return entry_point.main(argv)
 
 
 def _exit_interrupted(signal_number: int, frame: object) -> None:
@@ -36,7 +36,7 @@ def _exit_interrupted(signal_number: int, frame: object) -> None:
 def __getattr__(name: str) -> Any:
     """`CommandWork` when it is asked for, so that the command starts at once."""
     if name == "CommandWork":
-        from .many_work import CommandWork
+        from .batch_work import CommandWork
 
         return CommandWork
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -44,6 +44,6 @@ def __getattr__(name: str) -> Any:
 
 def build_parser() -> "ArgumentParser":
     """The command's parser with all verbs, for completions, manuals, and programs that put their own around it."""
-    from .parser import build_parser
+    from .command_parser import build_parser
 
     return build_parser()

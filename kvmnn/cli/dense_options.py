@@ -1,4 +1,7 @@
-"""Options about dense streams: which codec, and what K and V were computed with."""
+"""Options about dense streams: which codec, and what K and V were computed with.
+
+``--rerotate`` and how K is rotated, for verbs that write prefix caches.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import argparse
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from . import engine_options, idle_options, packed_options, printing
+from . import console, packed_options, shared_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,9 +59,9 @@ def add_source_text(parser: Any) -> None:
 def check_codec_options(arguments: argparse.Namespace) -> None:
     """`UsageError` for options that do not go together."""
     if arguments.codec != "dense":
-        idle_options.refuse_given(arguments, ["rope"], "needs --codec dense")
+        shared_options.refuse_given(arguments, ["rope"], "needs --codec dense")
     elif arguments.no_zstd:
-        raise printing.UsageError("--no-zstd is about engines, and none reads dense streams: leave it out")
+        raise console.UsageError("--no-zstd is about engines, and none reads dense streams: leave it out")
 
 
 _FRAME_OPTIONS = (
@@ -72,11 +75,11 @@ def note_idle_frame_options(arguments: argparse.Namespace, result: EncodeResult)
     if any(not frame.is_dense for array in result.manifest.arrays for frame in array.frames):
         return
     if given_options := [
-        idle_options.get_option_name(arguments, name)
+        shared_options.get_option_name(arguments, name)
         for name in _FRAME_OPTIONS
-        if idle_options.was_given(arguments, name)
+        if shared_options.was_given(arguments, name)
     ]:
-        printing.print_note(
+        console.print_note(
             arguments, f"all arrays became dense streams: {' and '.join(given_options)} changed none of them"
         )
 
@@ -84,7 +87,7 @@ def note_idle_frame_options(arguments: argparse.Namespace, result: EncodeResult)
 def build_dense_options(arguments: argparse.Namespace, source: Source, *, with_search: bool = True) -> DenseOptions:
     """What the arguments say, or a trial finds; notes for what a configuration or the trial says."""
     from ..bundle import DenseOptions, search_layer_rope, search_rope
-    from ..bundle.dense_pieces import plan_arrays
+    from ..bundle.dense import plan_arrays
 
     ids = packed_options.load_ids(arguments) if arguments.token_ids is not None else None
     rope_by_layer = _read_layer_ropes(arguments, source)
@@ -96,13 +99,13 @@ def build_dense_options(arguments: argparse.Namespace, source: Source, *, with_s
     if not any(plan.part == "key" for plan in plan_arrays(source, dense_options).values()):
         return dense_options
     if rope_by_layer := search_layer_rope(source, dense_options):
-        printing.print_note(
+        console.print_note(
             arguments, f"rotation of K, found by trial: {_format_layer_ropes(rope_by_layer)} (--model says it)"
         )
         return replace(dense_options, layer_rotary=rope_by_layer)
     rope = search_rope(source, dense_options)
     rope_text = "none found by trial, K is encoded as V is" if rope is None else f"{rope}, found by trial"
-    printing.print_note(arguments, f"rotation of K: {rope_text} (--rope or --model says it)")
+    console.print_note(arguments, f"rotation of K: {rope_text} (--rope or --model says it)")
     return replace(dense_options, rotary=rope)
 
 
@@ -110,7 +113,7 @@ def _read_layer_ropes(arguments: argparse.Namespace, source: Source) -> dict[int
     """Return how K of each layer is rotated, where the header of ``--model FILE.gguf`` has several ways."""
     from ..formats.llama import read_rotations
 
-    if arguments.rope is not None or not engine_options.is_gguf(arguments.model):
+    if arguments.rope is not None or not packed_options.is_gguf(arguments.model):
         return {}
     rope_by_layer, notes = read_rotations(arguments.model)
     if not rope_by_layer:
@@ -120,13 +123,13 @@ def _read_layer_ropes(arguments: argparse.Namespace, source: Source) -> dict[int
     present_layers = set(source.completeness.included_layers if source.completeness is not None else rope_by_layer)
     rope_by_layer = {layer: rope for layer, rope in rope_by_layer.items() if layer in present_layers}
     for line in [*notes, f"rotation of K: {_format_layer_ropes(rope_by_layer)}, as {arguments.model} says"]:
-        printing.print_note(arguments, line)
+        console.print_note(arguments, line)
     return rope_by_layer
 
 
 def _format_layer_ropes(rope_by_layer: Mapping[int, RopeConfig | None]) -> str:
     """Return each rotation and its layers."""
-    from ..arrays.layer_states import format_layers
+    from ..arrays.positions import format_layers
 
     groups: dict[str, list[int]] = {}
     for layer, rope in rope_by_layer.items():
@@ -143,7 +146,7 @@ def read_rope(arguments: argparse.Namespace, source: Source) -> RopeConfig | Non
     if model_rope is not None:
         notes.append(f"rotation of K: {model_rope}, as {arguments.model} says")
     for line in notes:
-        printing.print_note(arguments, line)
+        console.print_note(arguments, line)
     return model_rope
 
 
@@ -152,7 +155,7 @@ def read_model_rope(model: str, source: Source) -> tuple[RopeConfig | None, list
     from ..formats import read_config_rotary
     from ..formats.llama import read_gguf_rotary
 
-    if engine_options.is_gguf(model):
+    if packed_options.is_gguf(model):
         rope, notes = read_gguf_rotary(model)
         if rope is not None and "k-order" in (source.inverted_transforms or ()):
             rope = replace(rope, pairing="half")
@@ -187,3 +190,29 @@ def parse_rope(text: str) -> RopeConfig:
         return RopeConfig(theta=theta, dims=dims, pairing=value_by_name.get("pairing", "half"))
     except KvmnnError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+
+def add_rerotate_options(parser: Any) -> None:
+    """``--rerotate`` and ``--rope``."""
+    parser.add_argument(
+        "--rerotate",
+        action="store_true",
+        help="rotate K of an evicted cache to the positions 0, 1, 2 ..., where MNN continues after loading (LOSSY)",
+    )
+    parser.add_argument(
+        "--rope",
+        type=_parse_rope_or_model,
+        metavar="theta=10000,dims=64[,pairing=interleaved]|MODEL",
+        help="with --rerotate: how K is rotated, or a model that has it (a folder, config.json, FILE.gguf); without it "
+        "--model has it, or it is found by trial",
+    )
+
+
+def check_rerotate_options(arguments: argparse.Namespace) -> None:
+    """`UsageError` for ``--rope`` without ``--rerotate``."""
+    if not arguments.rerotate:
+        shared_options.refuse_given(arguments, ["rope"], "needs --rerotate")
+
+
+def _parse_rope_or_model(text: str) -> RopeConfig | str:
+    return parse_rope(text) if text.startswith(("theta=", "dims=", "pairing=")) else text

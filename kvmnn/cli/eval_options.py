@@ -1,16 +1,39 @@
-"""The command line of ``kvmnn eval``: what is compared, and how it is measured."""
+"""How plots are written, for the verbs that draw evaluations.
+
+The command line of ``kvmnn eval``: what is compared, and how it is measured.
+
+Options of ``kvmnn eval --from``: which cache texts begin with, and what it does not say itself.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from . import engine_config, shared_options
-from .printing import UsageError
+from . import command_parser, input_sources, model_options, packed_options, shared_options
+from .console import UsageError
 
 if TYPE_CHECKING:
     from ..evaluation import Configuration, EvaluationSettings, TextOptions
-    from ..policies.budget import Budget
+    from ..lm.warm_start import InitialCache
+    from ..policies.policy import Budget
+    from ..reports.plots import PlotOptions
+
+
+def add_plot_options(parser: Any) -> None:
+    """``--plot-format`` and ``--no-titles``."""
+    parser.add_argument("--plot-format", metavar="KIND,...", help="of png, svg and pdf (default: png,svg)")
+    parser.add_argument("--no-titles", action="store_true", help="plots without titles, for papers that have captions")
+
+
+def build_plot_options(arguments: argparse.Namespace) -> PlotOptions:
+    """The options; `OptionError` for kinds that there are not."""
+    from ..reports.plots import PlotOptions
+
+    formats = PlotOptions.kinds if arguments.plot_format is None else tuple(arguments.plot_format.split(","))
+    return PlotOptions(kinds=formats, titles=not arguments.no_titles)
 
 
 def add_compared_options(parser: Any) -> None:
@@ -38,7 +61,7 @@ def add_compared_options(parser: Any) -> None:
         metavar="N",
         help="tokens kept in each layer, or a share of --tokens such as 25%%",
     )
-    engine_config.add_config_options(parser)
+    model_options.add_config_options(parser)
     parser.add_argument(
         "--preset", action="append", default=[], metavar="SPEC", help="NAME[:OPTION=VALUE,...] (repeatable)"
     )
@@ -106,11 +129,11 @@ def add_setting_options(parser: Any) -> None:
 def build_configurations(arguments: argparse.Namespace) -> list[Configuration]:
     """Every policy with every budget, and those of presets; `UsageError` for what cannot be."""
     from ..errors import KvmnnError
-    from ..evaluation.setup.configurations import expand_configurations
-    from ..evaluation.setup.presets import expand_preset
+    from ..evaluation.presets import expand_preset
+    from ..evaluation.settings import expand_configurations
     from ..policies.specs import parse_ints
 
-    defaults = engine_config.read_policy_defaults(arguments, arguments.policy)
+    defaults = model_options.read_policy_defaults(arguments, arguments.policy)
     try:
         skip_layers = None if arguments.skip_layers is None else parse_ints(arguments.skip_layers)
         budgets = [budget.resolve(arguments.tokens) for budget in arguments.budget]
@@ -125,7 +148,7 @@ def build_configurations(arguments: argparse.Namespace) -> list[Configuration]:
 
 
 def _has_skip_layers(arguments: argparse.Namespace) -> bool:
-    from ..evaluation.setup.presets import PRESETS
+    from ..evaluation.presets import PRESETS
     from ..policies.specs import accepts_option
 
     presets = (spec.partition(":")[0] for spec in arguments.preset)
@@ -147,8 +170,8 @@ def build_text_options(arguments: argparse.Namespace) -> TextOptions:
 
 def build_settings(arguments: argparse.Namespace) -> EvaluationSettings:
     """How it is measured."""
+    from .._util.parallel import cpu_count
     from ..evaluation import EvaluationSettings
-    from ..threads.pool import cpu_count
 
     return EvaluationSettings(
         tokens=arguments.tokens,
@@ -165,7 +188,7 @@ def build_settings(arguments: argparse.Namespace) -> EvaluationSettings:
         project_definitions=not arguments.no_project_definitions,
         timing=not arguments.no_timing,
         traces=arguments.plot is not None,
-        lossless=engine_config.build_lossless_document(arguments),
+        lossless=model_options.build_lossless_document(arguments),
         prefix_store=arguments.store,
     )
 
@@ -173,7 +196,7 @@ def build_settings(arguments: argparse.Namespace) -> EvaluationSettings:
 def _parse_budget(text: str) -> Budget:
     """Tokens, or a share of them below all."""
     from ..errors import KvmnnError
-    from ..policies.budget import Budget
+    from ..policies.policy import Budget
 
     try:
         budget = Budget.parse(text)
@@ -182,3 +205,81 @@ def _parse_budget(text: str) -> Budget:
     if budget.share is not None and budget.share >= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of tokens or a share below 100%")
     return budget
+
+
+_PACKED_NAMES = ("backend", "lp", "hp", "flash_block", "int8", "name", "layer_order", "pid", "ignore_markers")
+_CACHE_OPTIONS = ("token_ids", "undo", "dtype", "tensor", "skip_unsupported", "token_major")
+_EXCLUDED_OPTIONS = (
+    ("repeats", "nothing is timed"),
+    ("store", "a prefix store says what texts begin with, too"),
+    ("preset", "a preset measures texts from their beginning"),
+)
+
+
+def add_start_options(parser: Any) -> None:
+    """``--from`` and what goes with it."""
+    group = parser.add_argument_group("going on from a cache that some engine saved")
+    group.add_argument(
+        "--from",
+        dest="start",
+        nargs="+",
+        action="extend",
+        metavar="CACHE",
+        help="K and V of the beginning of the texts, of the same model: anything kvmnn reads; what follows is scored",
+    )
+    group.add_argument(
+        "--token-ids",
+        metavar="IDS",
+        help="ids of its text, where it has none: 5,7,9 or a file: a JSON list, numbers, .npy",
+    )
+    group.add_argument(
+        "--undo",
+        type=lambda text: tuple(text.split(",")),
+        metavar="WHAT[,WHAT]",
+        help="what llama.cpp did to K and V: k-rotation, v-rotation (of what it quantised), k-order (Llama models); "
+        "auto tries all, and takes what is nearest to the model's own K and V; none takes them as they lie",
+    )
+    shared_options.add_dtype(group, "what its raw words are")
+    group.add_argument("--tensor", action="append", default=[], metavar="NAME", help="take this array (repeatable)")
+    group.add_argument("--skip-unsupported", action="store_true", help="leave out its arrays that are no K and V")
+    group.add_argument("--token-major", action="store_true", help="its arrays are [token, kv_head, head_dim]")
+    shared_options.add_axes(parser)
+    packed_group = parser.add_argument_group(
+        "packed files", "What MNN's prefix caches and live files do not say themselves."
+    )
+    packed_options.add_layout_options(packed_group, "--backend")
+    packed_options.add_discovery_options(packed_group)
+    command_parser.fold_group(parser, packed_group, "--help-packed")
+    packed_options.add_engine_options(parser, "What llama.cpp's files hold several of.", with_blocks=False)
+
+
+@contextmanager
+def open_initial_cache(arguments: argparse.Namespace) -> Iterator[InitialCache | None]:
+    """The cache of ``--from``, ready to go on from; None without one. `UsageError` for options that do nothing."""
+    if arguments.start is None:
+        names = (*_CACHE_OPTIONS, *shared_options.AXES_OPTION_NAMES, *_PACKED_NAMES, *packed_options.SELECTION_OPTIONS)
+        shared_options.refuse_given(arguments, names, "is about the cache of --from, which is missing")
+        yield None
+        return
+    for name, reason in _EXCLUDED_OPTIONS:
+        shared_options.refuse_given(arguments, [name], f"has no effect with --from: {reason}")
+    from ..lm.warm_start import read_initial_cache, read_model_interface
+
+    model = read_model_interface(arguments.model)
+    fixed_values = {
+        "tokens": (),
+        "model": None,
+        "packed": False,
+        "kv_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+    }
+    cache_arguments = argparse.Namespace(**vars(arguments) | fixed_values | {"undo": None})
+    source = input_sources.load(
+        arguments.start, cache_arguments, with_frames=True, used_options=("token_ids", *fixed_values)
+    )
+    input_sources.report_notes(source.skipped_arrays, arguments, "skipped")
+    ids = None if arguments.token_ids is None else packed_options.load_ids(arguments)
+    with read_initial_cache(
+        source, model, ids, inverted_transforms=arguments.undo or (), token_major=arguments.token_major
+    ) as initial_cache:
+        yield initial_cache

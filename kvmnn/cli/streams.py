@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from ..text.visible import escape_control, join_lines
+from .._util.text import escape_control, join_lines
 
 _MAX_LINE_LETTERS = 1000  # letters of an error or note: what foreign files put into it must not fill the terminal
 _SHORTENED_BEGIN_LETTERS, _SHORTENED_END_LETTERS = 700, 200
@@ -223,7 +223,7 @@ def _make_printable(text: str, stream: TextIO, with_fold: bool) -> str:
     if with_fold and stream.isatty():
         import shutil  # which imports compression libraries: a start that is interrupted should not wait for them
 
-        from ..text.folding import wrap_text
+        from .._util.text import wrap_text
 
         text = wrap_text(text, shutil.get_terminal_size().columns)
     encoding = stream.encoding or "utf-8"  # that of an io.StringIO is None

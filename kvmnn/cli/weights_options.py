@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import printing
+from . import console
 
 if TYPE_CHECKING:
     from ..compressor import ConvertOptions
@@ -129,7 +129,7 @@ def list_given_options(arguments: argparse.Namespace) -> list[str]:
 def _parse_metadata(arguments: argparse.Namespace) -> dict[str, str] | None:
     entries = dict(arguments.metadata or ())
     if len(entries) < len(arguments.metadata or ()):
-        raise printing.UsageError("--metadata has a key twice")
+        raise console.UsageError("--metadata has a key twice")
     return entries or None
 
 
@@ -137,10 +137,10 @@ def check_is_weight_file(path: str) -> None:
     """`SourceError` for a file that is no weight file and does not pretend to be one."""
     from ..compressor import is_weight_file
     from ..errors import SourceError
-    from ..files.mapped import read_head
-    from ..formats.unknown import HEAD_BYTES, explain_unknown_file
+    from ..files.mapped_file import read_head
+    from ..formats.detection_errors import HEAD_BYTES, explain_unknown_file
 
-    if path == printing.STDIO or not os.path.isfile(path) or is_weight_file(path):
+    if path == console.STDIO or not os.path.isfile(path) or is_weight_file(path):
         return
     content_text = explain_unknown_file(path, read_head(path, HEAD_BYTES)).partition(": ")[2]
     raise SourceError(
@@ -153,4 +153,4 @@ def report_notices(arguments: argparse.Namespace, warnings: Sequence[str], notic
     """One line on standard error for each."""
     for kind, lines in (("note", notices), ("warning", warnings)):
         for line in lines:
-            printing.print_note(arguments, line, kind)
+            console.print_note(arguments, line, kind)

@@ -7,56 +7,54 @@ Linear layers.
 
 from typing import TYPE_CHECKING
 
-from ..lazy import make_lazy_getattr
+from .._util.packages import make_lazy_getattr
 
 if TYPE_CHECKING:
     from . import kvcm
     from .checkpoint import is_checkpoint, open_checkpoint
-    from .conversion.as_source import describe_header_differences, to_source
-    from .conversion.convert import ConvertResult, convert_checkpoint, prepare_conversion
-    from .conversion.export import WeightsExportResult, export_weights
-    from .conversion.inspect import CheckpointInfo, WeightFileInfo, inspect_weights
-    from .conversion.selection import ConvertOptions
-    from .conversion.verify import RejectionReport, WeightsVerifyResult, verify_weights
+    from .convert import ConvertResult, convert_checkpoint, prepare_conversion
+    from .export import WeightsExportResult, describe_header_differences, export_weights, to_source
     from .forward.cache_file import CompressFileResult, check_output_path, compress_file, compress_source
-    from .forward.compressing import CompressResult, compress_cache, compress_layers
-    from .forward.compression_plan import CompressionPlan
+    from .forward.compress import CompressResult, compress_cache, compress_layers
     from .forward.onnx_graph import export_onnx
-    from .forward.options import ForwardOptions
+    from .forward.plan import CompressionPlan, ForwardOptions
+    from .inspect import CheckpointInfo, WeightFileInfo, inspect_weights
     from .kvcm import WeightFile, has_weight_file_magic, is_weight_file, read_weight_file
+    from .select import ConvertOptions
+    from .verify import RejectionReport, WeightsVerifyResult, verify_weights
 
 _MODULE_BY_NAME = {
-    "CheckpointInfo": "conversion.inspect",
+    "CheckpointInfo": "inspect",
     "CompressFileResult": "forward.cache_file",
-    "CompressResult": "forward.compressing",
-    "CompressionPlan": "forward.compression_plan",
-    "ConvertResult": "conversion.convert",
-    "ConvertOptions": "conversion.selection",
-    "WeightsExportResult": "conversion.export",
-    "ForwardOptions": "forward.options",
-    "RejectionReport": "conversion.verify",
-    "WeightsVerifyResult": "conversion.verify",
+    "CompressResult": "forward.compress",
+    "CompressionPlan": "forward.plan",
+    "ConvertResult": "convert",
+    "ConvertOptions": "select",
+    "WeightsExportResult": "export",
+    "ForwardOptions": "forward.plan",
+    "RejectionReport": "verify",
+    "WeightsVerifyResult": "verify",
     "WeightFile": "kvcm",
-    "WeightFileInfo": "conversion.inspect",
-    "to_source": "conversion.as_source",
+    "WeightFileInfo": "inspect",
+    "to_source": "export",
     "check_output_path": "forward.cache_file",
-    "compress_cache": "forward.compressing",
+    "compress_cache": "forward.compress",
     "compress_file": "forward.cache_file",
-    "compress_layers": "forward.compressing",
+    "compress_layers": "forward.compress",
     "compress_source": "forward.cache_file",
-    "convert_checkpoint": "conversion.convert",
-    "export_weights": "conversion.export",
+    "convert_checkpoint": "convert",
+    "export_weights": "export",
     "export_onnx": "forward.onnx_graph",
-    "describe_header_differences": "conversion.as_source",
-    "inspect_weights": "conversion.inspect",
+    "describe_header_differences": "export",
+    "inspect_weights": "inspect",
     "is_checkpoint": "checkpoint",
     "is_weight_file": "kvcm",
     "has_weight_file_magic": "kvcm",
     "kvcm": "kvcm",
     "open_checkpoint": "checkpoint",
-    "prepare_conversion": "conversion.convert",
+    "prepare_conversion": "convert",
     "read_weight_file": "kvcm",
-    "verify_weights": "conversion.verify",
+    "verify_weights": "verify",
 }
 """Where each name is; its module is imported when the name is asked for (PEP 562)."""
 

@@ -2,6 +2,8 @@
 
 Only the directory and the pickle are read here; the bytes of a storage are touched when a tensor that lies in it is
 asked for. A training checkpoint is mostly optimizer state, and none of that is ever read.
+
+Elements of any type as fp16, bf16 or fp32, bit for bit as torch makes them.
 """
 
 from __future__ import annotations
@@ -12,16 +14,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
+from ..dtypes import BF16, FP16, FP32, DType, Elements
 from ..errors import CheckpointError, LimitError
-from ..files.mapped import STDIN, MappedFile, read_head
+from ..files.mapped_file import STDIN, MappedFile, read_head
 from ..formats.hf.saved import contains_cache
-from ..formats.raw_pages import parse_page_name
-from ..formats.safetensors_header import read_header
-from ..formats.torch.opening import TorchFile, TorchFileKind, has_npy_first_member, is_torch_zip, read_torch
-from ..formats.torch.opening import detect_torch_kind as torch_kind_of
+from ..formats.lmcache import parse_page_name
+from ..formats.safetensors import read_header
+from ..formats.torch.allowed_globals import AllowedGlobals
 from ..formats.torch.tensors import ELEMENT_TYPES, ElementType, TorchStorage, TorchTensor
-from ..formats.torch.torch_names import AllowedGlobals
-from .kvcm.header import MAGIC_BYTES
+from ..formats.torch.torch_file import TorchFile, TorchFileKind, has_npy_first_member, is_torch_zip, read_torch
+from ..formats.torch.torch_file import detect_torch_kind as torch_kind_of
+from .kvcm import MAGIC_BYTES, round_float32
 
 MAX_SAFETENSORS_HEADER_BYTES = 16 << 20
 """Bytes: every tensor becomes an object here, and a compressor has hundreds."""
@@ -232,3 +237,59 @@ def _describe_unknown(head: bytes) -> str:
 
 
 _TEXT_BYTES = frozenset(range(0x20, 0x7F)) | {0x09, 0x0A, 0x0D}
+
+
+_DTYPE_BY_ELEMENT = {"float16": FP16, "bfloat16": BF16, "float32": FP32}
+
+
+def convert_elements(tensor: TorchTensor, dtype: DType) -> Elements:
+    """The elements of `tensor` as words of `dtype`, with its shape.
+
+    Elements of the same type keep their bits. All others become float32 first and are rounded from there to the
+    nearest, ties to even, beyond the range to infinity; float64 is therefore rounded twice, as torch does it.
+
+    Raises
+    ------
+    CheckpointError
+        For a tensor that has no such words; see `check_convertible`.
+    """
+    if not _has_dtype(tensor, dtype):
+        return round_float32(tensor.to_float32(), dtype)
+    check_convertible(tensor, dtype)
+    elements = tensor.read_elements().astype(dtype.numpy_dtype, copy=False)
+    if tensor.is_negated:
+        bits = np.dtype(f"u{dtype.itemsize}")
+        elements = (elements.view(bits) ^ bits.type(1 << 8 * dtype.itemsize - 1)).view(dtype.numpy_dtype)
+    return elements
+
+
+def check_convertible(tensor: TorchTensor, dtype: DType) -> None:
+    """Refuse what the published converter cannot write, although the elements can be read.
+
+    torch hands a tensor with the negation bit to numpy only after it had a reason to copy it: another type, or strides.
+
+    Raises
+    ------
+    CheckpointError
+        For a contiguous tensor of the type `dtype` with the negation bit.
+    """
+    if tensor.is_negated and tensor.is_contiguous and _has_dtype(tensor, dtype):
+        raise CheckpointError(
+            f"a {tensor.element_type.name} tensor with torch's negation bit, which the published converter cannot "
+            f"write as "
+            f"{dtype.name}: save what resolve_neg() gives, or choose another dtype"
+        )
+
+
+def _has_dtype(tensor: TorchTensor, dtype: DType) -> bool:
+    return _DTYPE_BY_ELEMENT.get(tensor.element_type.name) == dtype
+
+
+_EXPONENT_MASKS = {FP16: 0x7C00, BF16: 0x7F80, FP32: 0x7F80_0000}
+
+
+def count_non_finite(elements: Elements, dtype: DType) -> int:
+    """How many of the words are infinite or no number."""
+    exponent = np.array(_EXPONENT_MASKS[dtype], f"u{dtype.itemsize}")
+    bits = elements.view(exponent.dtype)
+    return int(np.count_nonzero((bits & exponent) == exponent))

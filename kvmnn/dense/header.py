@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ..dtypes import BF16, FP16, FP32, Bytes, DType
 from ..errors import FrameError, KvmnnError, LimitError
-from ..frames.words import as_raw_bytes
+from ..frames.buffers import as_raw_bytes
 
 MAGIC = b"KVMD"
 VERSION = 1

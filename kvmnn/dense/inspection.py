@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import Bytes
-from .decoding import open_rows
+from .decoder import open_rows
 from .header import FLAG_ROTARY, FLAG_TABLES, HEADER_BYTES, METHOD_NAMES, METHOD_ROWS, read_header
-from .rotary import PAIRINGS, describe_frequencies
+from .rope import PAIRINGS, describe_frequencies
 
 
 @dataclass(frozen=True)

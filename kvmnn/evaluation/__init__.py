@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from ..lm.documents import Document, TextOptions, read_documents
-from .evaluating import EvaluationProgress, evaluate
-from .result import EvaluationResult
-from .saved import PlotResult, plot_results, read_results
-from .setup.configurations import Configuration, expand_configurations
-from .setup.presets import expand_preset
-from .setup.settings import EvaluationSettings
+from .presets import expand_preset
+from .result import EvaluationResult, PlotResult, plot_results, read_results
+from .runner import EvaluationProgress, evaluate
+from .settings import Configuration, EvaluationSettings, expand_configurations
 
 __all__ = [
     "Configuration",

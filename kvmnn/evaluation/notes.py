@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from ..lm.cache.lossless_store import describe_encoding
+from .._util.text import LOSSLESS, LOSSY, pluralize
 from ..lm.documents import Document
+from ..lm.kv_store import describe_encoding
 from ..policies.registry import get_policy_class
 from ..policies.specs import build_policy
-from ..reports.columns import NO_EVICTION_MARK
-from ..reports.rows import ResultRow
-from ..text import LOSSLESS, LOSSY, pluralize
-from .setup.configurations import FULL_POLICY
-from .setup.settings import EvaluationSettings
-from .statistics import MIN_DOCUMENTS_FOR_INTERVAL
+from ..reports.records import ResultRow
+from ..reports.tables import NO_EVICTION_MARK
+from .bootstrap import MIN_DOCUMENTS_FOR_INTERVAL
+from .settings import FULL_POLICY, EvaluationSettings
 
 
 def build_notes(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from .._util.packages import import_optional
 from ..errors import MissingDependencyError, OptionError
-from ..optional import import_optional
 
 URL_SCHEME_PATTERN = re.compile(r"([a-z][a-z0-9+.-]*)://")
 NOT_FOUND_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError)

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..dtypes import Bytes
 from ..errors import LimitError, SourceError
-from .mapped import MappedFile
+from .mapped_file import MappedFile
 
 METHOD_STORED, METHOD_DEFLATED = 0, 8
 MAX_DEFLATE_RATIO = 1_032

@@ -1,29 +1,28 @@
 """The formats people have their caches in, one file each, read and written; ``mnn/`` has the engine's own files."""
 
 from .array_formats import ARRAY_FORMATS, ArrayFormat, find_array_format
-from .engine_files import detect_engine_name
+from .frames import TranscodeResult, transcode
 from .hf.saved import describe_damage
 from .hf.to_cache import to_cache
-from .kept_restoring import RestoreFileResult, can_restore_file, restore_file, verify_file
-from .listing import ArraysInfo, inspect
-from .mnn.describing import PackedCacheReader, open_packed_files
-from .mnn.finding import find_packed
+from .inspection import ArraysInfo, inspect
 from .mnn.packed_files import PackedFiles
-from .opening import (
+from .mnn.packed_reader import PackedCacheReader, find_packed, open_packed_files
+from .options import EngineOptions, PackedOptions, ReadOptions
+from .passthrough import RestoreFileResult, can_restore_file, restore_file, verify_file
+from .registry import (
     classify_folder,
     classify_path,
+    detect_engine_name,
     explain_not_frames,
     find_readable_entry,
     is_array_stream,
     is_frames,
     open,
 )
-from .options import EngineOptions, PackedOptions, ReadOptions
-from .reading import select_from_source
-from .restoring import RestoreResult, restore
-from .rotary_config import read_config_rotary
-from .transcoding import TranscodeResult, transcode
-from .writing import write_arrays
+from .restorer import RestoreResult, restore
+from .rope_config import read_config_rotary
+from .tensor_selection import select_from_source
+from .writer import write_arrays
 from .zarr import encode_store, has_zarr_suffix, inspect_store, is_zarr_store, restore_store, verify_store
 
 __all__ = [

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ..arrays.source import Source
 from . import npy, npz, safetensors
+from .base import ArrayWriter
 from .options import ReadOptions
-from .sinks import ArrayWriter
 
 
 class ArrayFormat(NamedTuple):

@@ -1,15 +1,26 @@
-"""Frames as a source of arrays, decoded as their pieces are asked for."""
+"""Frames as a source of arrays, decoded as their pieces are asked for.
+
+Frames made from frames: MNN's from dense streams and back, the arrays and what the manifest says of them kept.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
-from ..arrays.named_array import Chunk, LazyArray, rechunk
-from ..arrays.source import Source
-from ..bundle.decoding import decode_frames
-from ..bundle.frame_set import DecodeOptions, FrameSet
-from ..bundle.manifest import ArrayEntry
+from .._util.parallel import Progress
+from ..arrays.array import Chunk, LazyArray, byteswap, rechunk
+from ..arrays.engine_metadata import restore_completeness
+from ..arrays.source import Source, parse_cache_info
+from ..bundle import DecodeOptions, EncodeOptions, EncodeResult, FrameSet, encode_source
+from ..bundle.decoder import decode_frames
+from ..bundle.manifest import ArrayEntry, Manifest
+from ..errors import KvmnnError, ManifestError
+from ..files.atomic import BinaryStream
+from ..files.mapped_file import STDIN
 
 
 def make_frame_source(frames: FrameSet, options: DecodeOptions, *, check: bool = True) -> Source:
@@ -45,3 +56,127 @@ def _iter_decoded_chunks(frames: FrameSet, options: DecodeOptions, check: bool, 
         yield from chunks  # as it is: the hash of the array is compared when the next run is asked for
         return
     yield from rechunk(chunks, chunk_bytes, frames.raw_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TranscodeResult:
+    """Frames that were made from others.
+
+    Parameters
+    ----------
+    input
+        The others.
+    input_bytes
+        Bytes of all of them.
+    encode_result
+        What was written.
+    """
+
+    input: str
+    input_bytes: int
+    encode_result: EncodeResult
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {"input": self.input, "input_stored_bytes": self.input_bytes, **self.encode_result.to_dict()}
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """What was written, and what it was made from; with `verbose` also a line for each array."""
+        name = "standard input" if self.input == STDIN else self.input
+        return (
+            f"{self.encode_result.text(verbose=verbose)}\n  {name} has {self.input_bytes:,} bytes for the same arrays"
+        )
+
+
+def transcode(
+    frames: FrameSet,
+    output: str | os.PathLike[str] | BinaryStream,
+    options: EncodeOptions | None = None,
+    *,
+    decode_options: DecodeOptions | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> TranscodeResult:
+    """Encode the arrays of frames again: as dense streams with `options.dense`, as MNN's frames without.
+
+    Arrays keep name, shape, type and order, and the manifest its metadata, so that what was made of them is made of the
+    result as well. Effort `exact` and cuts where they were before give the very frames that there were before.
+
+    Parameters
+    ----------
+    frames
+        `kvmnn.bundle.open_frames`.
+    output
+        As for `kvmnn.bundle.encode`.
+    options
+        As for `kvmnn.bundle.encode`; None takes effort, predictors and codecs from the manifest
+        (`read_encode_options`).
+    decode_options
+        Limits and threads.
+    force
+        Replace files that exist; the frames are never replaced.
+    progress
+        Called with raw bytes.
+
+    Raises
+    ------
+    KvmnnError
+        When a frame does not decode, a hash differs from the manifest's, and as `kvmnn.bundle.encode`. Nothing is left
+        behind then.
+    """
+    decode_options = decode_options or DecodeOptions()
+    frames.check_size(decode_options)
+    source = make_original_source(frames, decode_options)
+    encode_result = encode_source(
+        source, output, options or read_encode_options(frames), force=force, progress=progress
+    )
+    return TranscodeResult(input=frames.path, input_bytes=frames.stored_bytes, encode_result=encode_result)
+
+
+def read_encode_options(frames: FrameSet) -> EncodeOptions:
+    """What the manifest says that frames were encoded with; the defaults where there is none.
+
+    Predictors of their own for K and V are not in a manifest: both have all of them then.
+
+    Raises
+    ------
+    ManifestError
+        For an effort, a codec or a predictor that there is not.
+    """
+    document: Manifest | None = frames.document  # of dense streams alone it says no effort
+    if document is None or document.effort is None:
+        return EncodeOptions()
+    try:
+        return EncodeOptions(
+            effort=document.effort,
+            predictors=document.predictors or None,
+            hi_predictors=document.hi_predictors,
+            codecs=document.codecs,
+        )
+    except KvmnnError as error:
+        raise ManifestError(f"{frames.path}: the manifest's options: {error}") from None
+
+
+def make_original_source(frames: FrameSet, options: DecodeOptions | None = None) -> Source:
+    """The arrays of frames as they were before they were encoded: those of big-endian words are such again."""
+    source = make_frame_source(frames, options or DecodeOptions())
+    source.arrays = [
+        _restore_byte_order(array, entry.array_dtype) for array, entry in zip(source.arrays, frames.arrays, strict=True)
+    ]
+    source.cache = parse_cache_info(source.metadata, frames.path)
+    restore_completeness(source, frames.path)
+    return source
+
+
+def _restore_byte_order(array: LazyArray, array_dtype: str) -> LazyArray:
+    if array.array_dtype == array_dtype:
+        return array
+    return replace(array, array_dtype=array_dtype, reader=partial(_iter_swapped_chunks, array))
+
+
+def _iter_swapped_chunks(array: LazyArray, chunk_bytes: int) -> Iterator[Chunk]:
+    for chunk in array.reader(chunk_bytes):
+        yield byteswap(chunk, array.itemsize)

@@ -18,12 +18,12 @@ from functools import partial
 
 import numpy as np
 
-from ..arrays.named_array import ArrayInfo, Chunk, LazyArray
+from ..arrays.array import ArrayInfo, Chunk, LazyArray
 from ..arrays.source import COMPLETENESS_KEY, ENGINE_KEY, SIDECAR_KEY, Source
 from ..errors import LimitError, SourceError
-from ..files.json_document import parse_document
-from ..files.mapped import MappedFile
-from ..files.names import make_member_names
+from ..files.file_names import make_member_names
+from ..files.mapped_file import MappedFile
+from ..files.schema import parse_document
 from ..files.zip_archive import (
     MAX_COMMENT_BYTES,
     METHOD_STORED,
@@ -35,11 +35,11 @@ from ..files.zip_archive import (
 )
 from ..packed.cache_info import METADATA_KEY
 from . import npy
+from .base import ArrayChunks, SeekableSink, mark_first_chunks
 from .npy import MAX_NPY_HEADER_BYTES, NpyHeader
 from .options import ReadOptions
 from .raw import convert_to_declared_byte_order
-from .reading import add_byte_fallback, resolve_dtype_name, select_tensors, validate_array
-from .sinks import ArrayChunks, SeekableSink, mark_first_chunks
+from .tensor_selection import add_byte_fallback, resolve_dtype_name, select_tensors, validate_array
 
 
 def read(path: str, options: ReadOptions) -> Source:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ..arrays.axes import AxisSpec
 from ..arrays.completeness import Completeness
 from ..packed.cache_info import StateLayer, TokenIdsFingerprint
-from ..packed.fitting import PackedGeometry
+from ..packed.inference import PackedGeometry
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from functools import partial
 
 from .. import dtypes
-from ..arrays.named_array import ArrayInfo, Chunk, LazyArray, byteswap
+from ..arrays.array import ArrayInfo, Chunk, LazyArray, byteswap
+from ..arrays.naming import array_name_from_path
 from ..arrays.source import Source
-from ..arrays.valid_names import array_name_from_path
 from ..dtypes import FLOAT8_NAMES
 from ..errors import MissingOptionError, SourceError
-from ..files.mapped import STDIN, MappedFile
+from ..files.mapped_file import STDIN, MappedFile
+from .base import ArrayChunks, Sink
+from .detection_errors import HEAD_BYTES, explain_unknown_file, is_recognized
+from .lmcache import PageInfo, parse_page_name
 from .options import ReadOptions
-from .raw_pages import PageInfo, parse_page_name
-from .reading import FLOAT8_FRAME_DTYPE, check_declared_dtype, validate_array
-from .sinks import ArrayChunks, Sink
-from .unknown import HEAD_BYTES, explain_unknown_file, is_recognized
+from .tensor_selection import FLOAT8_FRAME_DTYPE, check_declared_dtype, validate_array
 
 
 def read(path: str, options: ReadOptions) -> Source:

@@ -12,13 +12,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import PurePath
 
-from ..arrays.named_array import LazyArray
+from ..arrays.array import LazyArray
+from ..arrays.naming import array_name_from_path
 from ..arrays.source import Source
-from ..arrays.valid_names import array_name_from_path
 from ..errors import KvmnnError, SourceError
 from . import safetensors
 from .options import ReadOptions
-from .reading import select_tensors
+from .tensor_selection import select_tensors
 
 TENSOR_NAME = "kv_cache"
 _FILE_SUFFIX = ".safetensors"

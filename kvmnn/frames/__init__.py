@@ -1,15 +1,13 @@
 """The lossless frame codec: arrays of words to the bytes that MNN would store, and back."""
 
 from . import zstd
+from .api import decode_all, decode_many, encode_many
 from .block import Block, encode_block
-from .decoding import decode, verify_roundtrip
-from .encoding import encode
-from .hashing import fnv1a64
+from .buffers import BF16Frame, fnv1a64
+from .decoder import decode, verify_roundtrip
+from .encoder import encode
 from .inspection import FrameInfo, StreamInfo, inspect
-from .many import decode_many, encode_many
 from .options import CODECS, EFFORTS, CodecOptions
-from .sequence import decode_all
-from .words import BF16Frame
 
 __all__ = [
     "CODECS",

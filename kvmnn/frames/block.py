@@ -11,11 +11,10 @@ import numpy.typing as npt
 
 from ..dtypes import parse_dtype
 from ..errors import KvmnnError
-from .decoding import decode
-from .encoding import encode
-from .hashing import fnv1a64
+from .buffers import as_elements, as_raw_bytes, fnv1a64
+from .decoder import decode
+from .encoder import encode
 from .options import CODECS
-from .words import as_elements, as_raw_bytes
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..dtypes import Bytes, parse_dtype
 from . import _decoder, _streams
-from .decoding import open_frame
+from .decoder import open_frame
 from .options import CODECS
 from .predictors import PREDICTORS as PREDICTORS
 

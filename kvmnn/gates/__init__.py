@@ -1,17 +1,13 @@
 """Quality gates: of the engine's own logs, as the MNN fork judges them or soundly (docs/gates.md)."""
 
-from .checking.baselines import DecodeBaseline
-from .checking.cases import RUNTIME_CASES
-from .checking.checking import CaseResult, check
-from .checking.gate_file import read_gate_file
-from .checking.limits import GateLimits
-from .checking.metric_rows import MetricRows, read_metric_rows
-from .checking.verdicts import GateResult
-from .demo.judging import DemoLimits, DemoResult, check_demo
-from .demo.runs import DemoRun, read_demo_runs
-from .logs.parsing import ParsedLogs, parse_logs
-from .summary.collecting import collect_cases
-from .summary.writing import RoundSummary
+from .case_inputs import MetricRows, read_metric_rows
+from .checker import CaseResult, check
+from .demo import DemoLimits, DemoResult, DemoRun, check_demo, read_demo_runs
+from .limits import RUNTIME_CASES, GateLimits, read_gate_file
+from .logs import ParsedLogs, parse_logs
+from .slowdown import DecodeBaseline
+from .summary import RoundSummary, collect_cases
+from .verdict import GateResult
 
 __all__ = [
     "RUNTIME_CASES",

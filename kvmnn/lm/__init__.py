@@ -2,27 +2,25 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .cache.model_cache import ModelCache
-from .comparison import GenerateResult, generate
-from .graph.decoder import StepResult
-from .graph.fingerprint import compute_fingerprint
+from .cache import ModelCache
+from .generation import GenerateResult, SamplingOptions, generate
 from .kv_dump import KVDumpResult, dump_kv
-from .run_options import RunOptions
-from .runner import Runner
-from .sampling import SamplingOptions
+from .onnx.decoder import StepResult
+from .onnx.model_files import compute_fingerprint
+from .runner import Runner, RunOptions
 from .session import DecoderSession
-from .start import InitialCache, read_initial_cache
 from .stored_prefixes import StoredPrefixes, StoreUseStats
 from .tokenizer import Tokenizer
+from .warm_start import InitialCache, read_initial_cache
 
 if TYPE_CHECKING:
-    from ..evaluation.evaluating import evaluate
+    from ..evaluation.runner import evaluate
 else:
 
     def __getattr__(name: str) -> Any:
         """`evaluate`, which stands on this folder, when it is asked for (PEP 562)."""
         if name == "evaluate":
-            from ..evaluation.evaluating import evaluate
+            from ..evaluation.runner import evaluate
 
             return evaluate
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

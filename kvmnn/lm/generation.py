@@ -1,22 +1,88 @@
-"""New tokens from a model whose cache is under a policy."""
+"""How the next token is chosen.
+
+New tokens from a model whose cache is under a policy.
+
+Text from a model under a policy beside the text of its full cache, and where the two part.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
+
+from .._util.parallel import Progress
+from .._util.text import LOSSLESS, LOSSY, break_lines, format_range, side_by_side_diff
 from ..dtypes import Floats
 from ..errors import KvmnnError
-from ..h2o.figures import H2OStats
-from ..reports.runtime_figures import RuntimeStats
-from ..threads.pipeline import Progress
-from .graph.model_files import ModelFiles, get_section
-from .runner import Runner
-from .sampling import SamplingOptions
+from ..policies.h2o.planner import H2OStats
+from ..policies.policy import FullCache, Policy
+from ..policies.registry import LabelledPolicy
+from ..reports.records import RuntimeStats
+from ..reports.tables import format_h2o_text, format_runtime_text
+from ..reports.tables import wrap_sentences as as_lines
+from ..store import PrefixStore, PutResult
+from .kv_store import describe_encoding
+from .onnx.model_files import ModelFiles, compute_fingerprint, find_model, get_section
+from .runner import Runner, RunOptions
 from .session import DecoderSession
 from .stored_prefixes import StoredPrefixes, StoreUseStats
+from .tokenizer import Tokenizer, encode_prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How the next token is chosen.
+
+    Parameters
+    ----------
+    temperature
+        Logits are divided by it; 0 takes the most probable token (the first of equal ones).
+    top_k
+        Only this many of the most probable tokens are drawn from; None for all.
+    seed
+        Of the draws. Each token takes one number from it, so that runs with equal logits draw equal tokens.
+
+    Raises
+    ------
+    KvmnnError
+        For a temperature below 0 or that is no number, and a `top_k` or `seed` out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise KvmnnError(f"temperature is {self.temperature}: expected a finite number, at least 0")
+        if self.top_k is not None and self.top_k < 1:
+            raise KvmnnError(f"top_k is {self.top_k}: expected at least 1")
+        if self.seed < 0:
+            raise KvmnnError(f"seed is {self.seed}: expected at least 0")
+
+    def create_selector(self) -> Callable[[Floats], int]:
+        """A function from logits ``[vocabulary]`` to a token; it remembers what it has drawn."""
+        generator = np.random.default_rng(self.seed)
+
+        def select_token(logits: Floats) -> int:
+            if not np.isfinite(logits.max()):  # NaN is the largest
+                raise KvmnnError("the model's logits are no numbers (NaN or infinite)")
+            if self.temperature == 0:
+                return int(logits.argmax())
+            order = np.argsort(-logits, kind="stable")[: self.top_k]
+            top_logits = logits[order].astype(np.float64)
+            with np.errstate(over="ignore"):  # a tiny temperature gives -inf, whose weight is 0
+                weights = np.exp((top_logits - top_logits[0]) / self.temperature)
+            sums = np.cumsum(weights)
+            return int(order[min(np.searchsorted(sums, generator.random() * sums[-1], side="right"), len(order) - 1)])
+
+        return select_token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,3 +287,315 @@ def find_end_tokens(files: ModelFiles) -> frozenset[int]:
     setting = files.config.get("eos_token_id", get_section(files.genai, "model").get("eos_token_id"))
     values = setting if isinstance(setting, list) else [setting]
     return frozenset(value for value in values if isinstance(value, int) and not isinstance(value, bool))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """What one cache made of a prompt.
+
+    Attributes
+    ----------
+    generation
+        Tokens, sizes and times.
+    text
+        The new tokens as text.
+    """
+
+    generation: GenerationStats
+    text: str
+
+    @property
+    def label(self) -> str:
+        """Whether the cache lost anything."""
+        return LOSSY if min(self.generation.tokens_kept) < self.generation.tokens_seen else LOSSLESS
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**self.generation.to_dict(), "text": self.text}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateResult:
+    """A prompt continued with the full cache, and under a policy.
+
+    Attributes
+    ----------
+    model
+        Its path, as it was given.
+    prompt, prompt_tokens
+        The text, and its tokens with the one that begins every text.
+    policy
+        The policy that was asked for.
+    sampling
+        How tokens were chosen, by both.
+    full
+        With the full cache.
+    cut
+        Under the policy; None where it is the full cache.
+    notes
+        What a reader must know, in sentences.
+    """
+
+    model: str
+    prompt: str
+    prompt_tokens: int
+    policy: LabelledPolicy
+    sampling: SamplingOptions
+    full: Continuation
+    cut: Continuation | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """Whether the cache that was asked for lost anything."""
+        return (self.cut or self.full).label
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first new token at which the texts part, counted from 0; None where they are equal."""
+        return None if self.cut is None else find_first_difference(self.full.generation.ids, self.cut.generation.ids)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        sampling = self.sampling
+        return {
+            "model": self.model,
+            "label": self.label,
+            "policy": self.policy.to_dict(),
+            "prompt": self.prompt,
+            "prompt_tokens": self.prompt_tokens,
+            "first_difference": self.first_difference,
+            "equal": self.first_difference is None,
+            "sampling": {"temperature": sampling.temperature, "top_k": sampling.top_k, "seed": sampling.seed},
+            "full": self.full.to_dict(),
+            "cut": None if self.cut is None else self.cut.to_dict(),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self.format_lines(shutil.get_terminal_size((100, 24)).columns))
+
+    def format_lines(self, width: int) -> list[str]:
+        """Both texts beside each other in `width` columns, where they part, and what each run took."""
+        if self.cut is None:
+            single_lines = [
+                *break_lines(self.full.text, width),
+                "",
+                *_format_stats({self.policy.label: self.full.generation}),
+            ]
+            return [
+                *single_lines,
+                *_format_runtime({self.policy.label: self.full.generation}, width),
+                *self._format_notes(width),
+            ]
+        full, policy_run = self.full.generation, self.cut.generation
+        comparison = side_by_side_diff(
+            ("full cache", self.full.text), (f"{self.cut.label}: {self.policy.label}", self.cut.text), width
+        )
+        difference = self.first_difference
+        if difference is None:
+            equal = f"equal: all {len(full.ids):,} new tokens"
+        else:
+            equal = f"equal up to new token {difference:,}, different from {difference + 1:,} of {len(full.ids):,} on"
+        lines = [comparison, "", equal, *_format_stats({FullCache.name: full, self.policy.label: policy_run})]
+        lines += _format_runtime({FullCache.name: full, self.policy.label: policy_run}, width)
+        if policy_run.h2o is not None:
+            lines += ["", format_h2o_text(policy_run.h2o, width)]
+        return [*lines, *self._format_notes(width)]
+
+    def _format_notes(self, width: int) -> list[str]:
+        return ["", as_lines(self.notes, width)] if self.notes else []
+
+
+def generate(
+    model: str | os.PathLike[str],
+    prompt: str,
+    policy: Policy | LabelledPolicy | None = None,
+    *,
+    max_tokens: int = 64,
+    sampling: SamplingOptions | None = None,
+    options: RunOptions | None = None,
+    store: PrefixStore | None = None,
+    progress: Progress | None = None,
+) -> GenerateResult:
+    """Continue a prompt with a model's full cache and with its cache under a policy.
+
+    Parameters
+    ----------
+    model
+        An ONNX decoder: file or folder, its ``tokenizer.json`` beside it.
+    prompt
+        At least one token, the one that begins every text included.
+    policy
+        Which tokens stay; without one only the full cache runs.
+    max_tokens
+        New tokens, at least one.
+    sampling
+        How they are chosen, by the same draws for both; greedily by default, so that every difference is the policy's.
+    options
+        How the model runs.
+    store
+        Prefixes that were computed before: the full cache begins with the longest one, and what it computed is put.
+        K and V are found under the model's fingerprint (`compute_fingerprint`), which is taken over the whole model
+        first.
+    progress
+        Told 1 for each new token of either.
+
+    Raises
+    ------
+    MissingDependencyError
+        Where onnxruntime, onnx or tokenizers is not installed.
+    SourceError, ModelError
+        For a model or tokenizer that cannot be opened.
+    KvmnnError
+        For a policy that the model cannot run, or more positions than it was made for.
+    """
+    labelled_policy = (
+        policy if isinstance(policy, LabelledPolicy) else LabelledPolicy.from_policy(policy or FullCache())
+    )
+    sampling, options = sampling or SamplingOptions(), options or RunOptions()
+    session, tokenizer = options.open_model(model, labelled_policy.policy)
+    ids = encode_prompt(tokenizer, prompt)
+    end_tokens = find_end_tokens(find_model(model))
+    prefixes = None if store is None else StoredPrefixes(store, compute_fingerprint(model))
+    warm_up(session, ids[0])
+
+    def run_policy(policy: Policy) -> Continuation:
+        generation = generate_tokens(
+            options.create_runner(session, policy),
+            ids,
+            max_tokens,
+            sampling=sampling,
+            end_tokens=end_tokens,
+            chunk=options.chunk,
+            prefixes=None if policy.can_evict else prefixes,
+            progress=progress,
+        )
+        return Continuation(generation=generation, text=decode_continuation(tokenizer, ids, generation.ids))
+
+    full, policy_run = (
+        run_policy(FullCache()),
+        run_policy(labelled_policy.policy) if labelled_policy.policy.can_evict else None,
+    )
+    return GenerateResult(
+        model=os.fspath(model),
+        prompt=prompt,
+        prompt_tokens=len(ids),
+        policy=labelled_policy,
+        sampling=sampling,
+        full=full,
+        cut=policy_run,
+        notes=(
+            *_describe_bos(tokenizer, prompt),
+            *_describe_evictions(full, policy_run, labelled_policy, options, len(ids)),
+        ),
+    )
+
+
+def _describe_bos(tokenizer: Tokenizer, prompt: str) -> Iterator[str]:
+    """What was put before the prompt."""
+    has_own_bos = tokenizer.bos is not None and tokenizer.encode(prompt)[:1].tolist() == [tokenizer.bos]
+    note = tokenizer.bos_info.format_note(1, int(has_own_bos), noun="prompt")
+    if note is not None:
+        yield note
+
+
+def _describe_evictions(
+    full: Continuation,
+    policy_run: Continuation | None,
+    labelled_policy: LabelledPolicy,
+    options: RunOptions,
+    prompt_tokens: int,
+) -> Iterator[str]:
+    """Why nothing went, and why nothing was stored."""
+    generations = [
+        (FullCache.name, full.generation),
+        *([] if policy_run is None else [(labelled_policy.label, policy_run.generation)]),
+    ]
+    if full.generation.store is not None:
+        yield from full.generation.store.notes
+        if policy_run is not None:
+            yield f"{labelled_policy.label}: computed from the beginning, as a policy must see every token come."
+    if policy_run is not None and policy_run.label == LOSSLESS:
+        first_step_tokens = min(options.chunk or prompt_tokens, prompt_tokens)
+        reason = labelled_policy.policy.explain_no_eviction(first_step_tokens, policy_run.generation.tokens_seen)
+        yield f"{labelled_policy.label}: nothing was evicted: {reason or 'no step gave it reason to'}."
+    if options.lossless is not None:
+        runs = [(label, generation.runtime) for label, generation in generations if generation.runtime is not None]
+        yield from describe_encoding(runs, options.lossless)
+
+
+class TokenDecoder(Protocol):
+    """What is needed of `kvmnn.lm.tokenizer.Tokenizer` to give tokens back as text."""
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def find_first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Where two texts part, counted from 0; None where they are equal."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def decode_continuation(tokenizer: TokenDecoder, prompt: Sequence[int], new_ids: Sequence[int]) -> str:
+    """The text of the new tokens behind that of the prompt; alone some tokens would read differently."""
+    prompt_text, text = tokenizer.decode(list(prompt)), tokenizer.decode([*prompt, *new_ids])
+    return text[len(prompt_text) :] if text.startswith(prompt_text) else tokenizer.decode(list(new_ids))
+
+
+def _format_stats(generations: dict[str, GenerationStats]) -> list[str]:
+    """Aligned lines of what each run took."""
+    rows: list[tuple[str, Callable[[str, GenerationStats], str]]] = [
+        ("", lambda label, generation: label),
+        ("new tokens", lambda label, generation: f"{len(generation.ids):,} ({generation.stopped})"),
+        (
+            "tokens kept of seen",
+            lambda label, generation: f"{_format_range(generation.tokens_kept)} of {generation.tokens_seen:,}",
+        ),
+        ("K and V held", lambda label, generation: f"{generation.cache_bytes / (1 << 20):.2f} MiB"),
+        (
+            "prompt from the store",
+            lambda label, generation: f"{generation.store.tokens:,} tokens" if generation.store else "-",
+        ),
+        ("first token after", lambda label, generation: f"{1e3 * generation.prompt_seconds:.1f} ms"),
+        ("time per token", lambda label, generation: _format_milliseconds(generation.token_seconds)),
+        ("  in the model", lambda label, generation: _format_milliseconds(generation.model_seconds)),
+        ("  in the policy", lambda label, generation: _format_milliseconds(generation.policy_seconds)),
+    ]
+    if not any(generation.store for generation in generations.values()):
+        rows = [row for row in rows if row[0] != "prompt from the store"]
+    cells = [
+        [heading, *(format_cell(label, generation) for label, generation in generations.items())]
+        for heading, format_cell in rows
+    ]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    table = [
+        "  ".join(format_cell.ljust(size) for format_cell, size in zip(line, widths, strict=True)).rstrip()
+        for line in cells
+    ]
+    stores = [generation.store for generation in generations.values() if generation.store is not None]
+    puts = [store.put for store in stores if store.put is not None and not _is_noted(store.put, store.notes)]
+    return [*table, *(f"put into the store: {put}" for put in puts)]
+
+
+def _is_noted(put: PutResult, notes: Sequence[str]) -> bool:
+    """Whether the notes say already why nothing was put."""
+    return bool(put.notes) and set(put.notes) <= set(notes)
+
+
+def _format_runtime(generations: dict[str, GenerationStats], width: int) -> list[str]:
+    """A table of what the lossless runtime did, where there was one."""
+    figures = [
+        (label, generation.runtime) for label, generation in generations.items() if generation.runtime is not None
+    ]
+    return ["", format_runtime_text(figures, width)] if figures else []
+
+
+def _format_range(numbers: Sequence[int]) -> str:
+    return format_range(sorted(set(numbers)))
+
+
+def _format_milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.3f} ms"

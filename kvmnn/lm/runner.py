@@ -1,8 +1,14 @@
-"""A model that reads one text after another with its cache under a policy."""
+"""A model that reads one text after another with its cache under a policy.
+
+How a model is opened and run on one text.
+
+A prompt read in steps, so that a long one takes little memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
@@ -13,20 +19,17 @@ import numpy.typing as npt
 from ..arrays.layer_cache import LayerCache
 from ..dtypes import Floats, KVPair
 from ..errors import KvmnnError
-from ..policies.base import Policy
-from ..policies.full import FullCache
-from ..policies.h2o_engine import H2OEngine
-from ..policies.view import Trigger
-from ..reports.runtime_figures import RuntimeStats
+from ..policies.h2o_blocks import H2OEngine
+from ..policies.policy import FullCache, Policy, Trigger
+from ..reports.records import RuntimeStats
 from ..runtime import RuntimeConfig
 from ..runtime.metrics import RuntimeMetrics
-from .cache.kv_store import KVStore, PlainStore
-from .cache.lossless_store import LosslessStore
-from .cache.model_cache import ModelCache
-from .cache.packed_store import PackedStore
-from .cache.planned_eviction import PlannedEviction
-from .graph.decoder import StepResult
+from .cache import ModelCache, PlannedEviction
+from .kv_store import KVStore, LosslessStore, PackedStore, PlainStore
+from .onnx.decoder import StepResult
+from .onnx.onnx_session import CPU_PROVIDERS
 from .session import DecoderSession
+from .tokenizer import Tokenizer
 
 TokenArray = npt.NDArray[np.int64]
 
@@ -67,7 +70,7 @@ class Runner:
         Hold K and V in the packed layout of this backend, such as ``"x86-avx2"``: packed, reallocated and unpacked at
         every step, with the same results.
     lossless
-        Hold K and V in a lossless runtime of these options (`kvmnn.lm.cache.lossless_store`), with the same results.
+        Hold K and V in a lossless runtime of these options (`kvmnn.lm.kv_store`), with the same results.
     positions
         ``"true"``: every token is given its place in the text. ``"stored"`` gives the place in the cut cache of layer 0
         instead, a mistake that is easily made; it is here so that its price can be seen.
@@ -242,7 +245,7 @@ class Runner:
         end_chunk
             Whether a chunk of the text ends with them, for the policies that cut then.
         is_prompt
-            The tokens are a prompt or part of one, as `kvmnn.lm.prompt_steps` feeds it: the engine's planner does not
+            The tokens are a prompt or part of one, as `kvmnn.lm.runner` feeds it: the engine's planner does not
             score or plan, and the lossless runtime encodes nothing. The first step of a text always is one.
 
         Returns
@@ -379,3 +382,118 @@ def _stack_attention(rows: Sequence[Floats]) -> Floats:
     for i, row in enumerate(rows):
         attention[:, i, : row.shape[2]] = row[:, 0]
     return attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a model runs, whatever it reads and whichever policy cuts its cache.
+
+    Parameters
+    ----------
+    tokenizer
+        Its ``tokenizer.json``; by default the one beside the model.
+    chunk
+        Tokens of the prompt that are fed at once; None feeds all in one step, which is what policies that act once on
+        a prompt expect.
+    packed
+        Hold the cache in the packed layout of this backend (`Runner`).
+    lossless
+        Hold the cache in a lossless runtime of these options.
+    threads
+        Of onnxruntime; 0 leaves the number to it.
+    providers
+        Execution providers of onnxruntime, the preferred one first.
+    """
+
+    tokenizer: str | os.PathLike[str] | None = None
+    chunk: int | None = None
+    packed: str | None = None
+    lossless: RuntimeConfig | None = None
+    threads: int = 1
+    providers: Sequence[str] = CPU_PROVIDERS
+
+    def open_model(self, model: str | os.PathLike[str], policy: Policy) -> tuple[DecoderSession, Tokenizer]:
+        """The model, with attention probabilities where the policy needs them, and its tokenizer.
+
+        Raises
+        ------
+        MissingDependencyError
+            Where onnxruntime, onnx or tokenizers is not installed.
+        SourceError, ModelError
+            As `DecoderSession.open` and `Tokenizer.open_for_model`.
+        """
+        tokenizer = Tokenizer.open_for_model(self.tokenizer or model)
+        session = DecoderSession.open(
+            model, attentions=policy.requires_attention, threads=self.threads, providers=self.providers
+        )
+        return session, tokenizer
+
+    def create_runner(self, session: DecoderSession, policy: Policy) -> Runner:
+        """The model with its cache under a policy."""
+        return Runner(session, policy, packed=self.packed, lossless=self.lossless)
+
+
+MAX_STEP_BYTES = 64 << 20
+"""The logits and attention scores of one step take about this many bytes at most."""
+
+MIN_STEP_TOKENS = 16
+"""A step reads at least this many tokens: fewer leave the matrix products of a layer too small to be fast."""
+
+_NUM_SCORE_COPIES = 3  # scores, masked scores and probabilities, of the layer that runs
+_FLOAT32_BYTES = 4
+_DEFAULT_QUERY_HEADS_PER_KV_HEAD = (
+    8  # query heads of a KV head, where neither settings nor graph tell: most models have fewer
+)
+
+
+def feed_prompt_steps(runner: Runner, ids: Sequence[int]) -> Iterator[Floats]:
+    """Feed a prompt in steps of bounded size.
+
+    Attention of a prompt of n tokens takes n x n scores for each head and, where the session reports probabilities, for
+    each layer. The engine's planner does nothing at a prompt and the lossless runtime encodes nothing, so both allow
+    several steps. Another policy that evicts gets its prompt in one step, as from `Runner.step`; so does every policy
+    that evicts where tokens follow an answer.
+
+    Parameters
+    ----------
+    runner
+        The model, its text begun or not.
+    ids
+        At least one.
+
+    Yields
+    ------
+    ndarray
+        Logits of each step, float32 ``[token, vocabulary]``. Exhaust the iterator: the steps run as it is read.
+
+    Raises
+    ------
+    KvmnnError
+        As for `Runner.step`.
+    """
+    is_first_step = not runner.cache.num_seen
+    if runner.policy.can_evict and not (is_first_step and isinstance(runner.policy, H2OEngine)):
+        yield runner.step(ids, end_chunk=True)
+        return
+    tokens = np.asarray(ids)
+    size = compute_step_tokens(runner.session, runner.cache.num_seen + len(tokens))
+    for begin in range(0, len(tokens), size):
+        end = begin + size
+        yield runner.step(tokens[begin:end], end_chunk=end >= len(tokens), is_prompt=is_first_step)
+
+
+def compute_step_tokens(session: DecoderSession, tokens: int) -> int:
+    """Return how many tokens one step of a prompt reads.
+
+    Parameters
+    ----------
+    session
+        The model. One that reports attention probabilities keeps those of all layers until its step ends.
+    tokens
+        Tokens that the cache holds after the prompt.
+    """
+    interface = session.interface
+    heads = session.query_heads or _DEFAULT_QUERY_HEADS_PER_KV_HEAD * interface.kv_heads
+    copies = interface.layers if session.has_attentions else _NUM_SCORE_COPIES
+    token_bytes = _FLOAT32_BYTES * (interface.vocab_size + copies * heads * tokens)
+    return max(MIN_STEP_TOKENS, MAX_STEP_BYTES // token_bytes)

@@ -11,14 +11,13 @@ from numpy.typing import NDArray
 
 from ..dtypes import KVPair
 from ..errors import KvmnnError
-from .graph.decoder import OnnxDecoder, StepResult
-from .graph.graph_file import read_onnx_graph
-from .graph.interface import read_interface
-from .graph.model_files import find_model
-from .graph.onnx_sessions import CPU_PROVIDERS, SessionSettings
-from .graph.preparing import create_decoder
-from .graph.profile import SessionProfile
-from .graph.unequal_lengths import UnequalLengthSupport, try_unequal_lengths
+from .onnx.decoder import OnnxDecoder, StepResult
+from .onnx.decoder_checks import UnequalLengthSupport, try_unequal_lengths
+from .onnx.decoder_loader import create_decoder
+from .onnx.interface import read_interface
+from .onnx.model_files import find_model, read_onnx_graph
+from .onnx.onnx_session import CPU_PROVIDERS, SessionSettings
+from .onnx.profile import SessionProfile
 
 __all__ = ["DecoderSession", "StepResult"]
 

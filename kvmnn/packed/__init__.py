@@ -2,16 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from ..lazy import make_lazy_getattr
+from .._util.packages import make_lazy_getattr
 from .backends import BACKENDS
 
 if TYPE_CHECKING:
     from .cache import PackedCache
-    from .kv_meta import KVMeta
+    from .compaction import KVMeta
     from .layout import PackLayout
 else:
     # the command line needs `BACKENDS`, and no numpy
-    __getattr__ = make_lazy_getattr(__name__, {"KVMeta": "kv_meta", "PackLayout": "layout", "PackedCache": "cache"})
+    __getattr__ = make_lazy_getattr(__name__, {"KVMeta": "compaction", "PackLayout": "layout", "PackedCache": "cache"})
 
 
 __all__ = ["BACKENDS", "KVMeta", "PackLayout", "PackedCache"]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .._util.text import suggest
 from ..errors import KvmnnError
-from ..text import suggest
 
 _SOURCE_RUNNING = "the bytes of a running engine were decoded with them"
 _SOURCE_COMPILED = "the fork's own C++, compiled with them, wrote the test vectors"

@@ -1,35 +1,139 @@
-"""A K and a V buffer that grow, shrink and compact as a layer of a running engine does."""
+"""Packed buffers as the engine allocates them and as they look after they grew.
+
+What the engine keeps in memory beside an int8 cache: sums for its integer matrix products, and channel maxima.
+
+A K and a V buffer that grow, shrink and compact as a layer of a running engine does.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..checks import validate_int
-from ..dtypes import Bytes, KVPair, Part
+from .._util.parallel import resolve_threads
+from .._util.validation import validate_int
+from ..dtypes import Bytes, Floats, KVPair, Part
 from ..errors import CacheDroppedWarning, KvmnnError, LimitError
-from ..threads.pool import resolve_threads
 from . import _layout
-from .addressing import EXPAND_CHUNK
-from .allocation import allocate_buffers, resize_buffers
-from .buffers import BufferPair, get_nbytes, make_plain_arrays, split_kv, to_byte_buffers, to_row_pair
-from .int8_sums import Int8Sums
-from .kv_meta import KVMeta, plan_erase
-from .layout import PackLayout
-from .native import make_native_params, run_over_heads
-from .reserve import (
+from .compaction import (
     INT32_MAX,
     CompactionOutcome,
+    KVMeta,
     ReservePair,
     check_reserve,
     parse_pairs,
+    plan_erase,
     simulate_fork,
     simulate_upstream,
     validate_dialect,
 )
+from .layout import (
+    BufferPair,
+    PackLayout,
+    get_nbytes,
+    make_filled_bytes,
+    make_native_params,
+    make_plain_arrays,
+    run_over_heads,
+    split_kv,
+    to_byte_buffers,
+    to_row_pair,
+)
+from .params import EXPAND_CHUNK
+
+
+def allocate_buffers(layout: PackLayout, capacity: int, fill_byte: int) -> BufferPair:
+    """K and V as the engine allocates them: cleared only where its kernels read padding.
+
+    Parameters
+    ----------
+    fill_byte
+        What memory holds that nobody cleared.
+    """
+    clear_keys = layout.int8_keys or layout.head_dim % layout.lP != 0
+    clear_values = layout.int8_values or layout.lP > 1
+    return (
+        make_filled_bytes(layout.key_bytes(capacity), 0 if clear_keys else fill_byte),
+        make_filled_bytes(layout.value_bytes(capacity), 0 if clear_values else fill_byte),
+    )
+
+
+def resize_buffers(
+    layout: PackLayout, buffers: BufferPair, capacity: int, new_capacity: int, fill_byte: int
+) -> BufferPair:
+    """Buffers for `new_capacity` tokens with every row of `buffers`, live or not, where it belongs.
+
+    K keeps its places, and so does V in blocks: the new part of each head is clear. Without a flash block V has as many
+    columns as before, each of them longer; what is new in them is clear only where lP is above 1.
+    """
+    heads = layout.kv_heads
+    keys = np.zeros((heads, layout.key_head_bytes(new_capacity)), np.uint8)
+    values = np.zeros((heads, layout.value_head_bytes(new_capacity)), np.uint8)
+    if capacity == 0:
+        return keys.reshape(-1), values.reshape(-1)
+    old_keys, old_values = (buffer.reshape(heads, -1) for buffer in buffers)
+    keys[:, : old_keys.shape[1]] = old_keys
+    if layout.flash_block is not None:
+        values[:, : old_values.shape[1]] = old_values
+    else:
+        if layout.lP == 1:
+            values.fill(fill_byte)
+        columns = layout.value_shape(new_capacity)[1]
+        new_columns, old_columns = (part.reshape(heads, columns, -1) for part in (values, old_values))
+        new_columns[:, :, : old_columns.shape[2]] = old_columns
+    return keys.reshape(-1), values.reshape(-1)
+
+
+@dataclass
+class Int8Sums:
+    """Side arrays of an int8 cache.
+
+    Attributes
+    ----------
+    key_sum
+        Sum over the dims of each dequantised key, ``[kv_heads, token slots]``, slots in groups of hP8.
+    key_max
+        Running maximum of each channel, ``[kv_heads, head_dim]``; what keys are quantised against.
+    value_sum
+        Sum over the tokens of each block of each dequantised value, ``[kv_heads, blocks, dims]``, dims in groups of
+        hP8; None where values are not int8.
+    """
+
+    key_sum: Floats
+    key_max: Floats
+    value_sum: Floats | None
+
+    @classmethod
+    def allocate(cls, layout: PackLayout, capacity: int, fill_byte: int = 0) -> Int8Sums:
+        """As after an allocation: nothing in them but what the engine's memory happened to hold, `fill_byte`."""
+        key_max = np.full((layout.kv_heads, layout.head_dim), np.finfo(np.float32).min, np.float32)
+        value_sum = np.zeros(_get_value_sum_shape(layout, capacity), np.float32) if layout.int8_values else None
+        return cls(_allocate_key_sum(layout, capacity, fill_byte), key_max, value_sum)
+
+    def resize(self, layout: PackLayout, capacity: int, fill_byte: int = 0) -> Int8Sums:
+        """The same for more room."""
+        key_sum = _allocate_key_sum(layout, capacity, fill_byte)
+        key_sum[:, : self.key_sum.shape[1]] = self.key_sum
+        value_sum = self.value_sum
+        if value_sum is not None:
+            resized = np.zeros(_get_value_sum_shape(layout, capacity), np.float32)
+            resized[:, : value_sum.shape[1]] = value_sum
+            value_sum = resized
+        return Int8Sums(key_sum, self.key_max, value_sum)
+
+
+def _allocate_key_sum(layout: PackLayout, capacity: int, fill_byte: int) -> Floats:
+    tiles, _, slots, _ = layout.key_shape(capacity)
+    return np.full((layout.kv_heads, tiles * slots * 4), fill_byte, np.uint8).view(np.float32)
+
+
+def _get_value_sum_shape(layout: PackLayout, capacity: int) -> tuple[int, int, int]:
+    blocks, columns, _, width, _ = layout.value_shape(capacity)
+    return layout.kv_heads, blocks, columns * width
 
 
 class PackedCache:

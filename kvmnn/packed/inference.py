@@ -1,16 +1,553 @@
-"""Which of several layouts the words of packed files speak for: trial by all, ranked, and how clear the answer is."""
+"""Which layout a packed file has: what the caller says, checked against the sizes, and inferred only where they leave
+one possibility.
+
+No file of MNN holds its geometry, its pack numbers or its number of tokens.
+
+What the words of packed files tell about their layout, whatever model computed them.
+
+Two things differ between the right layout and a wrong one. The engine writes rows of tokens into files of zeros, so in
+the right layout each row is either full or empty, and the empty ones come last, in K and V of every head alike; a wrong
+layout mixes both. And dimensions of K and V have means of their own: the variance between the means of the dimensions,
+over the variance of all words, is highest where a dimension is taken for one (`LayoutEvidence.contrast`).
+
+Which of several layouts the words of packed files speak for: trial by all, ranked, and how clear the answer is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Final, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from .addressing import EXPAND_CHUNK, FLASH_BLOCK
-from .evidence import LayoutEvidence
-from .fitting import LayoutMatch, PackedGeometry, find_matches, try_infer_capacity
+from .. import dtypes
+from .._util.text import pluralize
+from .._util.validation import validate_int
+from ..dtypes import PARTS, Bytes, Part, parse_dtype
+from ..errors import KvmnnError, MissingOptionError, SourceError
+from .backends import BACKENDS
+from .layout import HeadRowAccessor, PackLayout, get_head_bytes, get_row_bytes
+from .params import EXPAND_CHUNK, FLASH_BLOCK
+
+FlashBlock = int | Literal["none"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedGeometry:
+    """What is known of packed files; None for what is not.
+
+    Parameters
+    ----------
+    kv_heads, head_dim
+        Of every layer.
+    dtype
+        ``fp16``, ``bf16`` or ``fp32``.
+    backend
+        A name that `PackLayout.from_backend` knows; stands for dtype, lP and hP.
+    lP, hP
+        Pack numbers, where no backend is named.
+    flash_block
+        Tokens in a block of V, or ``"none"`` without flash attention.
+    int8
+        ``"keys"`` or ``"both"`` where the engine quantises its cache (``attention_mode`` 9 or 10); the backend has to
+        be named then.
+    """
+
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    dtype: str | None = None
+    backend: str | None = None
+    lP: int | None = None
+    hP: int | None = None
+    flash_block: FlashBlock | None = None
+    int8: Literal["keys", "both"] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_heads", "head_dim", "lP", "hP", "flash_block"):
+            value = getattr(self, name)
+            if value is not None and value != "none":
+                validate_int(value, name, 1)
+        if self.dtype is not None:
+            dtypes.parse_dtype(self.dtype)
+        if self.backend is not None:
+            PackLayout.from_backend(self.backend, kv_heads=1, head_dim=1)
+
+    def merge_defaults(self, defaults: PackedGeometry) -> PackedGeometry:
+        """This one, with what it does not say taken from `defaults`.
+
+        A backend says dtype and pack numbers; if one of the two names it, the other's are not mixed in.
+        """
+        skip = {"backend", "lP", "hP", "dtype"} if self.backend else {"backend"} if self.lP or self.hP else set()
+        default_fields = {
+            field.name: getattr(defaults, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) is None and field.name not in skip
+        }
+        return replace(self, **default_fields)
+
+    @property
+    def missing_text(self) -> str:
+        """Which of kv_heads and head_dim is not known, and the options that say it; empty for neither."""
+        options = {"kv_heads": "--kv-heads", "head_dim": "--head-dim"}
+        return " and ".join(f"{name} ({option})" for name, option in options.items() if getattr(self, name) is None)
+
+    def list_candidates(self) -> list[tuple[str, PackLayout]]:
+        """Every layout that agrees with what is known, named by the backends that have it.
+
+        Raises
+        ------
+        MissingOptionError
+            When kv_heads or head_dim is not known, or the backend of an int8 cache.
+        """
+        if self.missing_text:
+            raise MissingOptionError(f"the files do not say {self.missing_text}; --model DIR may")
+        if self.int8 and self.backend is None:
+            raise MissingOptionError("int8 caches need the backend named (--backend)")
+        names_by_layout: dict[PackLayout, list[str]] = {}
+        for name, layout in self._list_pack_layouts():
+            for block in self._list_flash_blocks():
+                placed_layout = _strip_to_placement(layout, None if block == "none" else block, self.int8)
+                if self.dtype in (None, placed_layout.dtype):
+                    names_by_layout.setdefault(placed_layout, []).append(name)
+        return [("/".join(names), layout) for layout, names in names_by_layout.items()]
+
+    def _list_pack_layouts(self) -> list[tuple[str, PackLayout]]:
+        assert self.kv_heads is not None and self.head_dim is not None
+        if self.backend is not None:
+            layout = PackLayout.from_backend(self.backend, kv_heads=self.kv_heads, head_dim=self.head_dim)
+            return [(self.backend, layout)]
+        backend_layouts = [
+            (name, PackLayout.from_backend(name, kv_heads=self.kv_heads, head_dim=self.head_dim)) for name in BACKENDS
+        ]
+        if self.dtype and self.lP and self.hP:
+            matching_names = [
+                name
+                for name, layout in backend_layouts
+                if (layout.dtype, layout.lP, layout.hP) == self._make_packing_key()
+            ]
+            layout = PackLayout(self.kv_heads, self.head_dim, self.dtype, self.lP, self.hP)
+            return [("/".join(matching_names) or "given numbers", layout)]
+        return [
+            (name, layout)
+            for name, layout in backend_layouts
+            if self.lP in (None, layout.lP) and self.hP in (None, layout.hP)
+        ]
+
+    @property
+    def specifies_packing(self) -> bool:
+        """Whether dtype and pack numbers are known."""
+        return self.backend is not None or None not in self._make_packing_key()
+
+    def _make_packing_key(self) -> tuple[str | None, int | None, int | None]:
+        return self.dtype, self.lP, self.hP
+
+    def _list_flash_blocks(self) -> list[FlashBlock]:
+        if self.int8 == "both":  # the engine quantises values with flash attention only
+            return [self.flash_block or FLASH_BLOCK]
+        return [FLASH_BLOCK, "none"] if self.flash_block is None else [self.flash_block]
+
+
+def _strip_to_placement(layout: PackLayout, flash_block: int | None, int8: str | None) -> PackLayout:
+    """Only what decides where elements lie, so that backends that agree in that are one."""
+    plain = PackLayout(layout.kv_heads, layout.head_dim, layout.dtype, layout.lP, layout.hP, flash_block)
+    if int8 is None:
+        return plain
+    return replace(plain, lP8=layout.lP8, hP8=layout.hP8, int8_keys=True, int8_values=int8 == "both")
+
+
+@dataclass(frozen=True)
+class LayoutMatch:
+    """A layout that the sizes of all files agree with.
+
+    Parameters
+    ----------
+    layout, backends
+        The layout, and the names of the backends that have it.
+    capacities
+        Tokens that each pair of files has room for.
+    """
+
+    layout: PackLayout
+    backends: str
+    capacities: tuple[int, ...]
+
+
+def find_matches(geometry: PackedGeometry, sizes: Sequence[tuple[int, int]]) -> list[LayoutMatch]:
+    """All layouts that agree with `geometry` and with the sizes of the K and V files (bytes) of every layer."""
+    matches = []
+    for backends, layout in geometry.list_candidates():
+        capacities = [try_infer_capacity(layout, *pair) for pair in sizes]
+        if all(capacities):
+            matches.append(LayoutMatch(layout, backends, tuple(capacity or 0 for capacity in capacities)))
+    return matches
+
+
+def infer_layout(
+    where: str, geometry: PackedGeometry, sizes: Sequence[tuple[int, int]], files: Sequence[tuple[str, str]] = ()
+) -> LayoutMatch:
+    """The only layout that fits; where the pack numbers are known, the usual flash block before none at all.
+
+    `files` are the names of the K and V file of every layer, for messages.
+
+    Raises
+    ------
+    SourceError
+        When none fits, with the reason if only one was asked for.
+    MissingOptionError
+        When several do, naming them, and when `geometry` says too little.
+    """
+    try:
+        matches = find_matches(geometry, sizes)
+    except SourceError as exc:
+        raise type(exc)(f"{where}: {exc}") from None
+    if len(matches) == 1:
+        return matches[0]
+    if geometry.specifies_packing:
+        default_matches = [match for match in matches if match.layout.flash_block == FLASH_BLOCK]
+        matches = default_matches or matches
+        if len(matches) == 1:
+            return matches[0]
+    if matches:
+        raise MissingOptionError(
+            f"{where}: {len(matches)} layouts fit the sizes of the files, say which (--backend, --dtype, --flash-block)"
+            f"{format_candidates(matches)}"
+        )
+    candidates = geometry.list_candidates()
+    heads, dims = geometry.kv_heads, geometry.head_dim
+    if not candidates:
+        raise SourceError(f"{where}: no layout is known with that dtype and those pack numbers")
+    layer_index = _find_first_mismatch([layout for _, layout in candidates], sizes)
+    sizes_of_layer, file_names = sizes[layer_index], files[layer_index] if files else None
+    if len(candidates) > 2:
+        file_text = f" ({' and '.join(file_names)})" if file_names else ""
+        raise SourceError(
+            f"{where}: K and V files of {sizes_of_layer[0]} and {sizes_of_layer[1]} bytes{file_text} fit none of the "
+            f"{len(candidates)} layouts known "
+            f"for {heads} kv heads x {dims} dims"
+        )
+    raise SourceError(f"{where}: {explain_mismatch(candidates[0][1], *sizes_of_layer, file_names)}")
+
+
+def format_candidates(matches: Sequence[LayoutMatch]) -> str:
+    """Layouts, to be put behind a message."""
+    return ": " + "; ".join(f"{match.backends}: {describe_layout(match.layout)}" for match in matches)
+
+
+def _find_first_mismatch(layouts: Sequence[PackLayout], sizes: Sequence[tuple[int, int]]) -> int:
+    """The first layer whose files fit none of the layouts; else the first that does not fit the first of them."""
+    for candidate_layouts in (layouts, layouts[:1]):
+        for layer_index, pair in enumerate(sizes):
+            if not any(try_infer_capacity(layout, *pair) for layout in candidate_layouts):
+                return layer_index
+    return 0
+
+
+def describe_inference(geometry: PackedGeometry, match: LayoutMatch, sizes: Sequence[tuple[int, int]]) -> list[str]:
+    """What `infer_layout` found that `geometry` does not say, in words."""
+    notes = []
+    if not geometry.specifies_packing:
+        notes.append(f"layout inferred: of those known only that of {match.backends} fits the sizes of the files")
+    if geometry.flash_block is None:
+        is_default_block = match.layout.flash_block == FLASH_BLOCK
+        block_text = f"flash block {match.layout.flash_block}" if match.layout.flash_block else "no flash attention"
+        if len(find_matches(geometry, sizes)) > 1:
+            notes.append(f"{block_text} taken, the engine's default; the sizes would fit --flash-block none as well")
+        elif not (is_default_block and geometry.specifies_packing):
+            notes.append(f"{block_text} inferred from the sizes of the files")
+    return notes
+
+
+def try_infer_capacity(layout: PackLayout, key_bytes: int, value_bytes: int) -> int | None:
+    """`PackLayout.capacity_of`, or None where these sizes do not fit."""
+    try:
+        return layout.infer_capacity(key_bytes, value_bytes)
+    except KvmnnError:
+        return None
+
+
+def explain_mismatch(layout: PackLayout, key_bytes: int, value_bytes: int, names: tuple[str, str] | None = None) -> str:
+    """Why files of these sizes, with these `names`, do not have this layout."""
+    tile = layout.flash_block or layout.lP
+    blocked_layout = replace(layout, flash_block=tile)
+    for part, file_bytes, unit_bytes, unit_tokens in (
+        ("K", key_bytes, blocked_layout.key_bytes(1), layout.hP),
+        ("V", value_bytes, blocked_layout.value_bytes(1), tile),
+    ):
+        if file_bytes < 1 or file_bytes % unit_bytes:
+            file = f"{names['KV'.index(part)]}: " if names else ""
+            return (
+                f"{file}a {part} file of {file_bytes} bytes is not a whole number of the {unit_bytes} bytes that "
+                f"{unit_tokens} tokens "
+                f"take in {describe_layout(layout)}"
+            )
+    key_capacity, value_capacity = (
+        key_bytes // blocked_layout.key_bytes(1) * layout.hP,
+        value_bytes // blocked_layout.value_bytes(1) * tile,
+    )
+    file_text = f"{' and '.join(names)}: " if names else ""
+    return (
+        f"{file_text}K file and V file do not belong together: {key_bytes} bytes give K room for {key_capacity} "
+        f"tokens, "
+        f"{value_bytes} bytes give V room for {value_capacity}, in {describe_layout(layout)}"
+    )
+
+
+def make_geometry(layout: PackLayout) -> PackedGeometry:
+    """What a layout says, as something known."""
+    return PackedGeometry(
+        kv_heads=layout.kv_heads,
+        head_dim=layout.head_dim,
+        dtype=layout.dtype,
+        lP=layout.lP,
+        hP=layout.hP,
+        flash_block="none" if layout.flash_block is None else layout.flash_block,
+    )
+
+
+def describe_layout(layout: PackLayout) -> str:
+    """A layout in words."""
+    packs = f"lP {layout.lP}, hP {layout.hP}"
+    if layout.is_quantised:
+        packs += f", int8 {'K and V' if layout.int8_values else 'K'} (lP8 {layout.lP8}, hP8 {layout.hP8})"
+    block = f"flash block {layout.flash_block}" if layout.flash_block else "no flash attention"
+    return f"{pluralize(layout.kv_heads, 'kv head')} x {layout.head_dim} dims, {layout.dtype}, {packs}, {block}"
+
+
+ReadBytes = Callable[[int, int], Bytes]
+"""Gives bytes of a packed file: ``view(offset, nbytes)``."""
+
+MAX_SAMPLED_HEADS = 8
+MAX_SAMPLED_LAYERS = 4
+_MAX_FIRST_ROWS = 512
+_MAX_LAST_ROWS = 192  # three blocks of V: where a wrong layout leaves holes
+_PROBE_STEP_ROWS = 32  # the engine leaves room for 64 tokens
+_MAX_PROBES = 256
+_SCAN_BYTES = 1 << 20
+_FILL_SAMPLE_BYTES = 64
+
+# A word that is zero by itself is rare in K and V; a row of which more than this share is empty was not written as one.
+_MAX_EMPTY_FRACTION = 0.2
+
+
+@dataclass(frozen=True)
+class LayerEvidence:
+    """What one layer tells about a layout.
+
+    Parameters
+    ----------
+    num_rows
+        Rows up to the last one that is not empty, of any head, in K or V.
+    has_equal_ends
+        Whether that row is the same in all heads, of K and of V.
+    num_misplaced_rows
+        Rows before it that are empty, or partly so, or that have words where padding is.
+    key_contrast, value_contrast
+        Variance between the means of the dimensions over the variance of all words; 0 where words are no numbers.
+    """
+
+    num_rows: int
+    has_equal_ends: bool
+    num_misplaced_rows: int
+    key_contrast: float
+    value_contrast: float
+
+    @property
+    def contrast(self) -> float:
+        """Geometric mean of both."""
+        return float(np.sqrt(self.key_contrast * self.value_contrast))
+
+
+@dataclass(frozen=True)
+class LayoutEvidence:
+    """What some layers tell about a layout."""
+
+    layers: tuple[LayerEvidence, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows up to the last one that is not empty, in any layer."""
+        return max(layer.num_rows for layer in self.layers)
+
+    @property
+    def num_misplaced_rows(self) -> int:
+        """Rows that are empty, or partly so, before one that is not."""
+        return sum(layer.num_misplaced_rows for layer in self.layers)
+
+    @property
+    def has_equal_ends(self) -> bool:
+        """Whether K and V of all heads of a layer end with the same row."""
+        return all(layer.has_equal_ends for layer in self.layers)
+
+    @property
+    def is_consistent(self) -> bool:
+        """Whether rows are full or empty, and the empty ones last, in all heads alike."""
+        return self.has_equal_ends and not self.num_misplaced_rows
+
+    @property
+    def contrast(self) -> float:
+        """Geometric mean over the layers."""
+        values = [layer.contrast for layer in self.layers]
+        return float(np.exp(np.mean(np.log(values)))) if min(values) > 0 else 0.0
+
+
+def choose_sampled_layers(count: int) -> list[int]:
+    """Indices of the layers that are looked at, of so many."""
+    return sorted({int(index) for index in np.linspace(0, count - 1, min(count, MAX_SAMPLED_LAYERS))})
+
+
+def measure_layer(views: dict[Part, ReadBytes], layout: PackLayout, capacity: int) -> LayerEvidence:
+    """Measure what K and V of a layer tell about a float layout.
+
+    Parameters
+    ----------
+    views
+        Access to the two files.
+    layout, capacity
+        What the files are taken for, and for how many tokens they have room.
+    """
+    ends: set[int] = set()
+    num_misplaced = 0
+    contrasts: dict[Part, float] = {}
+    for part in PARTS:
+        sampler = _HeadSampler(views[part], layout, part, capacity)
+        last_rows = sampler.find_last_rows()
+        ends.update(last_rows)
+        num_misplaced += sampler.count_misplaced_rows(max(last_rows))
+        contrasts[part] = sampler.measure_contrast(max(last_rows))
+    return LayerEvidence(max(ends), len(ends) == 1, num_misplaced, contrasts["key"], contrasts["value"])
+
+
+def is_consistent_layer(views: dict[Part, ReadBytes], layout: PackLayout, capacity: int) -> bool:
+    """Whether rows are full or empty, and the empty ones last, in all heads alike: `measure_layer` without means."""
+    samplers = [_HeadSampler(views[part], layout, part, capacity) for part in PARTS]
+    ends = {row for sampler in samplers for row in sampler.find_last_rows()}
+    return len(ends) == 1 and not any(sampler.count_misplaced_rows(max(ends)) for sampler in samplers)
+
+
+def find_last_row(view: ReadBytes, layout: PackLayout, part: Part, capacity: int) -> int:
+    """Return the number of rows up to the last one that is not empty, in any head; 0 where all are.
+
+    Empty rows have one byte over and over: zero, or what memory was filled with.
+    """
+    return max(_HeadSampler(view, layout, part, capacity, sample=False).find_last_rows())
+
+
+class _HeadSampler:
+    """The rows of some heads of a file."""
+
+    def __init__(self, view: ReadBytes, layout: PackLayout, part: Part, capacity: int, *, sample: bool = True) -> None:
+        self._view = view
+        self._capacity = capacity
+        self._head_dim = layout.head_dim
+        padded_layout = replace(layout, head_dim=_round_up(layout.head_dim, layout.pack_numbers(part)[part == "value"]))
+        self._accessor = HeadRowAccessor(padded_layout, part, capacity)  # rows with the padding behind their dimensions
+        self._row_bytes, self._head_bytes = (
+            get_row_bytes(padded_layout, part),
+            get_head_bytes(padded_layout, part, capacity),
+        )
+        self._dtype = layout.dtype
+        num_heads = min(layout.kv_heads, MAX_SAMPLED_HEADS) if sample else layout.kv_heads
+        self._head_indices = sorted({int(head) for head in np.linspace(0, layout.kv_heads - 1, num_heads)})
+        self._fill_byte = _read_fill_byte(view, self._head_bytes * layout.kv_heads)
+
+    def _read_rows(self, head: int, begin: int, end: int) -> Bytes:
+        """Rows of a head, ``[row, byte]``."""
+        rows = np.empty((end - begin, self._row_bytes), np.uint8)
+        self._accessor.read_rows(self._view(head * self._head_bytes, self._head_bytes), begin, rows.reshape(-1))
+        return rows
+
+    def find_last_rows(self) -> list[int]:
+        """For each head the number of rows up to the last one that is not empty."""
+        return [self._find_last_row(head) for head in self._head_indices]
+
+    def _find_last_row(self, head: int) -> int:
+        step = 2 * _MAX_LAST_ROWS  # most files end soon behind their last token
+        end = self._capacity
+        while end:
+            begin = max(0, end - step)
+            rows = self._read_rows(head, begin, end)
+            elements = rows[:, : self._unpadded_row_bytes]
+            used_rows = np.flatnonzero((elements != elements[:, :1]).any(axis=1))
+            if used_rows.size:
+                return begin + int(used_rows[-1]) + 1
+            end, step = begin, max(step, _SCAN_BYTES // self._row_bytes)
+        return 0
+
+    @property
+    def _unpadded_row_bytes(self) -> int:
+        """Bytes of a row without padding."""
+        return self._head_dim * parse_dtype(self._dtype).itemsize
+
+    def _iter_sampled_ranges(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Runs of the first `rows` rows that are looked at."""
+        first_end = min(rows, _MAX_FIRST_ROWS)
+        if first_end:
+            yield 0, first_end
+        last_begin = max(first_end, rows - _MAX_LAST_ROWS)
+        if first_end < last_begin:  # heads taken for one have the room of the first in the middle
+            step = max(_PROBE_STEP_ROWS, (last_begin - first_end) // _MAX_PROBES)
+            yield from ((row, row + 1) for row in range(first_end, last_begin, step))
+        if last_begin < rows:
+            yield last_begin, rows
+
+    def count_misplaced_rows(self, rows: int) -> int:
+        """Count the rows before `rows` that are empty, or partly so, or have words where padding is."""
+        num_misplaced, bits_dtype = 0, np.dtype(f"<u{parse_dtype(self._dtype).itemsize}")
+        fill_element = np.frombuffer(bytes([self._fill_byte]) * bits_dtype.itemsize, bits_dtype)[0]
+        for head in self._head_indices:
+            for begin, end in self._iter_sampled_ranges(rows):
+                elements = self._read_rows(head, begin, end).view(bits_dtype)
+                is_blank = (elements == 0) | (elements == fill_element)
+                empty_fraction = is_blank[:, : self._head_dim].mean(axis=1)
+                padding = elements[:, self._head_dim :]
+                # Files without unused rows do not end with the byte that memory was filled with: padding that has one
+                # value throughout was not written either.
+                is_padding_blank = (padding == padding[:1, :1]).all(axis=1) | is_blank[:, self._head_dim :].all(axis=1)
+                num_misplaced += int(np.count_nonzero((empty_fraction > _MAX_EMPTY_FRACTION) | ~is_padding_blank))
+        return num_misplaced
+
+    def measure_contrast(self, rows: int) -> float:
+        """Return the variance between the means of dimensions over the variance of all words, in the first rows."""
+        end = min(rows, _MAX_FIRST_ROWS)
+        if end < 2:
+            return 0.0
+        heads = [self._read_rows(head, 0, end)[:, : self._unpadded_row_bytes] for head in self._head_indices]
+        elements = _to_float64(heads, self._dtype)
+        with np.errstate(all="ignore"):
+            total_variance = float(elements.var())
+            variance_of_means = float(elements.mean(axis=1).var())
+            contrast = variance_of_means / total_variance if total_variance > 0 else 0.0
+        return contrast if np.isfinite(contrast) else 0.0
+
+
+def _to_float64(heads: Iterable[Bytes], dtype: str) -> npt.NDArray[np.float64]:
+    """Rows of heads as numbers, ``[head, row, dim]``."""
+    rows: npt.NDArray[Any] = np.ascontiguousarray(np.stack(list(heads))).view(parse_dtype(dtype).numpy_dtype)
+    if dtype == "bf16":
+        rows = (rows.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    with np.errstate(all="ignore"):
+        return rows.astype(np.float64)
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _read_fill_byte(view: ReadBytes, size: int) -> int:
+    """What never-written bytes of a file are: the byte that it ends with over and over, else zero."""
+    tail = view(size - min(size, _FILL_SAMPLE_BYTES), min(size, _FILL_SAMPLE_BYTES))
+    return int(tail[-1]) if (tail == tail[-1]).all() else 0
+
+
+def measure_layers(
+    views: Sequence[dict[Part, ReadBytes]], layout: PackLayout, capacities: Sequence[int]
+) -> LayoutEvidence:
+    """Measure what layers tell about a layout; `measure_layer` of each."""
+    pairs = zip(views, capacities, strict=True)
+    return LayoutEvidence(tuple(measure_layer(layer_views, layout, capacity) for layer_views, capacity in pairs))
+
 
 Clarity = Literal["clear", "weak", "none"]
 """How far one layout stands out before another."""

@@ -1,30 +1,230 @@
-"""MNN's packed K and V buffers: tokens copied into them and out of them (docs/layout.md).
+"""What callers hand to the packed layouts, checked and turned into arrays of bytes for the compiled code.
+
+The compiled copying code: the numbers it works with, and its work shared among threads.
+
+A range of live tokens in the two packed buffers of a layer.
+
+MNN's packed K and V buffers: tokens copied into them and out of them (docs/layout.md).
 
 One K and one V buffer belong to each layer; inside a buffer the heads follow each other. The engine splits a buffer
 into tiles after the pack numbers lP and hP of its matrix kernels; V moreover into blocks of tokens (the flash block).
+
+Rows of tokens out of one head of a packed buffer and into it, K and V apart.
+
+A row is the `head_dim` words of one token; a head's buffer is the part of the K or V buffer that belongs to it. Sizes
+are the caller's to check; a wrong one raises `KvmnnError` before anything is touched.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeVar
 
-from ..checks import validate_int
-from ..dtypes import KVPair, Part
+import numpy as np
+import numpy.typing as npt
+
+from .._util.parallel import parallel_map, resolve_threads
+from .._util.validation import to_int, validate_int
+from ..dtypes import PARTS, Bytes, KVPair, Part, parse_dtype
 from ..errors import KvmnnError
 from . import _layout
-from .addressing import EXPAND_CHUNK, FLASH_BLOCK, LayoutParams
-from .buffers import (
-    BufferPair,
-    get_nbytes,
-    make_filled_bytes,
-    make_plain_arrays,
-    split_kv,
-    to_byte_buffers,
-    to_row_pair,
-    to_writable_rows,
-)
-from .native import make_native_params, run_over_heads
-from .token_range import TokenRange
+from .params import EXPAND_CHUNK, FLASH_BLOCK, LayoutParams
+
+BufferPair = tuple[Bytes, Bytes]
+"""The packed K and V of a layer."""
+
+T = TypeVar("T")
+
+
+def split_kv(pair: tuple[T, T]) -> dict[Part, T]:
+    """What belongs to K and what belongs to V."""
+    return dict(zip(PARTS, pair, strict=True))
+
+
+def to_byte_buffers(
+    layout: LayoutParams, key_buffer: Any, value_buffer: Any, capacity: int, writable: bool = False
+) -> BufferPair:
+    """Two packed buffers as bytes over the same memory; `KvmnnError` unless they have the sizes for `capacity`."""
+    return (
+        to_byte_buffer(key_buffer, "key_buffer", layout.key_bytes(capacity), capacity, writable),
+        to_byte_buffer(value_buffer, "value_buffer", layout.value_bytes(capacity), capacity, writable),
+    )
+
+
+def to_byte_buffer(buffer: Any, name: str, size: int, capacity: int, writable: bool) -> Bytes:
+    """A packed buffer as bytes over the same memory."""
+    if isinstance(buffer, np.ndarray) and not buffer.flags.c_contiguous:
+        raise KvmnnError(f"{name}: expected a C-contiguous array")
+    data = _to_flat_bytes(buffer, name)
+    if data.size != size:
+        raise KvmnnError(f"{name} has {data.size} bytes: expected {size} for a capacity of {capacity} tokens")
+    if writable and not data.flags.writeable:
+        raise KvmnnError(f"{name}: expected a writable buffer")
+    return data
+
+
+def to_byte_rows(part: Any, name: str, layout: LayoutParams) -> Bytes:
+    """Plain rows to read, as bytes ``[kv_heads, tokens, head_dim * itemsize]``; copied only where strides demand it."""
+    heads, dims, size = layout.kv_heads, layout.head_dim, layout.itemsize
+    if isinstance(part, np.ndarray) and part.dtype.itemsize != 1:
+        if part.dtype.kind not in "fiuV" or part.dtype.itemsize != size:
+            raise KvmnnError(f"{name} are {part.dtype}: expected {size}-byte words")
+        if part.ndim != 3 or part.shape[0] != heads or part.shape[2] != dims:
+            raise KvmnnError(f"{name} have the shape {part.shape}: expected ({heads}, tokens, {dims})")
+        if part.strides[2] != size or min(part.strides) < 0:
+            part = np.ascontiguousarray(part)
+        rows: Bytes = part.view(np.uint8)
+        return rows
+    data = _to_flat_bytes(np.ascontiguousarray(part) if isinstance(part, np.ndarray) else part, name)
+    if data.size % (heads * dims * size):
+        raise KvmnnError(
+            f"{name} have {data.size} bytes: expected a whole number of tokens of {heads * dims * size} bytes"
+        )
+    return data.reshape(heads, -1, dims * size)
+
+
+def to_row_pair(keys: Any, values: Any, layout: LayoutParams) -> BufferPair:
+    """`to_byte_rows` of K and of V, which must have the same number of tokens."""
+    rows = to_byte_rows(keys, "keys", layout), to_byte_rows(values, "values", layout)
+    if rows[0].shape != rows[1].shape:
+        raise KvmnnError(f"keys of {rows[0].shape[1]} tokens and values of {rows[1].shape[1]}: expected as many")
+    return rows
+
+
+def make_plain_arrays(layout: LayoutParams, count: int, out: KVPair | None = None) -> KVPair:
+    """Two arrays ``[kv_heads, count, head_dim]`` for plain tokens: new ones, or `out`, checked.
+
+    What is int8 is read as float32.
+    """
+    shape = (layout.kv_heads, count, layout.head_dim)
+    elements = parse_dtype(layout.dtype).numpy_dtype
+    types = tuple(np.dtype("<f4") if layout.is_int8(part) else elements for part in PARTS)
+    if out is None:
+        return np.empty(shape, types[0]), np.empty(shape, types[1])
+    for number, array in enumerate(out):
+        if not isinstance(array, np.ndarray):
+            raise TypeError(f"out[{number}] must be a numpy array, not {type(array).__name__}")
+        size = types[number].itemsize
+        if array.shape != shape or array.itemsize != size:
+            raise KvmnnError(f"out[{number}] is {array.dtype} {array.shape}: expected {size}-byte words {shape}")
+    return out
+
+
+def to_writable_rows(array: npt.NDArray[Any], name: str) -> Bytes:
+    """Plain rows to write, as bytes over the same memory."""
+    if array.size and (array.strides[2] != array.itemsize or min(array.strides) < 0):
+        raise KvmnnError(f"{name}: expected a contiguous last axis and no negative strides")
+    if not array.flags.writeable:
+        raise KvmnnError(f"{name}: expected a writable array")
+    return array.view(np.uint8)
+
+
+def make_filled_bytes(size: int, fill: int | None) -> Bytes:
+    """New bytes, each `fill`; anything for None."""
+    if fill is None:
+        return np.empty(size, np.uint8)
+    return np.full(size, fill, np.uint8) if fill else np.zeros(size, np.uint8)
+
+
+def get_nbytes(buffer: Any) -> int:
+    """Bytes of an array or a bytes-like object."""
+    return int(buffer.nbytes) if isinstance(buffer, np.ndarray) else memoryview(buffer).nbytes
+
+
+def _to_flat_bytes(data: Any, name: str) -> Bytes:
+    if isinstance(data, np.ndarray):
+        return data.reshape(-1).view(np.uint8)
+    try:
+        return np.frombuffer(memoryview(data), np.uint8)
+    except TypeError:
+        raise TypeError(f"{name}: expected an array or a bytes-like object, not {type(data).__name__}") from None
+
+
+HeadRangeWork = Callable[[Part, int, int], None]
+"""Called as ``work(part, first head, last head)``, the last one excluded."""
+
+
+def make_native_params(layout: LayoutParams, part: Part, capacity: int) -> _layout.NativeLayout:
+    """What the compiled code needs to know of a K or V buffer with room for `capacity` tokens."""
+    int8 = layout.is_int8(part)
+    lP, hP = layout.pack_numbers(part)
+    if part == "key":
+        size, tile = layout.key_head_bytes(capacity), layout.key_strides()[0]
+    else:
+        size, tile = layout.value_head_bytes(capacity), layout.value_strides(capacity)[0]
+    return _layout.NativeLayout(
+        part == "key",
+        layout.itemsize,
+        layout.head_dim,
+        lP,
+        hP,
+        layout.value_block(capacity),
+        size,
+        tile * (1 if int8 else layout.itemsize),
+    )
+
+
+def run_over_heads(work: HeadRangeWork, kv_heads: int, threads: int | None) -> None:
+    """Call `work` for all heads of K and of V, on `threads` threads; None for one per processor."""
+    num_shares = min(resolve_threads(threads), kv_heads)
+    boundaries = [kv_heads * i // num_shares for i in range(num_shares + 1)]
+    shares = [(part, first, last) for part in PARTS for first, last in pairwise(boundaries)]
+    parallel_map(lambda share: work(*share), shares, num_shares)
+
+
+@dataclass(frozen=True)
+class TokenRange:
+    """The tokens ``[start, start + count)``, checked once against buffers, live tokens and capacity.
+
+    Attributes
+    ----------
+    start, count
+        Tokens.
+    capacity
+        Tokens that the buffers have room for.
+    buffers
+        The packed K and V as bytes over the caller's memory.
+    """
+
+    start: int
+    count: int
+    capacity: int
+    buffers: dict[Part, Bytes]
+
+    @classmethod
+    def from_buffers(
+        cls,
+        layout: LayoutParams,
+        key_buffer: Any,
+        value_buffer: Any,
+        start: int,
+        count: int,
+        *,
+        past_length: int,
+        capacity: int,
+        writable: bool = False,
+    ) -> TokenRange:
+        """The range, if it lies inside the `past_length` live tokens and the buffers have the sizes of `capacity`.
+
+        Raises
+        ------
+        KvmnnError
+            For a range outside the live tokens and for buffers of another size.
+        """
+        layout.check_capacity(capacity)
+        if to_int(count, "count") < 1 or to_int(start, "start") < 0:
+            raise KvmnnError(f"range of {count} tokens from {start}: expected at least 1 token from 0 on")
+        if start + count > capacity or start + count > past_length:
+            raise KvmnnError(
+                f"range of {count} tokens from {start} ends at {start + count}: expected at most the {past_length} "
+                f"live "
+                f"tokens and the capacity {capacity}"
+            )
+        buffers = to_byte_buffers(layout, key_buffer, value_buffer, capacity, writable)
+        return cls(start, count, capacity, split_kv(buffers))
+
 
 __all__ = ["EXPAND_CHUNK", "FLASH_BLOCK", "PackLayout"]
 
@@ -231,3 +431,68 @@ class PackLayout(LayoutParams):
             raise KvmnnError(
                 f"{operation}: int8 rows are made by appending to a kvmnn.PackedCache, in the engine's order"
             )
+
+
+def get_head_bytes(layout: LayoutParams, part: Part, capacity: int) -> int:
+    """Bytes of one head's buffer with room for `capacity` tokens."""
+    return layout.key_head_bytes(capacity) if part == "key" else layout.value_head_bytes(capacity)
+
+
+def get_tile_tokens(layout: LayoutParams, part: Part, capacity: int) -> int:
+    """Tokens of a tile: the tokens whose bytes lie together in a head's buffer."""
+    return layout.key_shape(capacity)[2] if part == "key" else layout.value_block(capacity)
+
+
+def get_row_dtype(layout: LayoutParams, part: Part) -> str:
+    """Name of the dtype that rows are read as: the layout's, or fp32 for what is int8."""
+    return "fp32" if layout.is_int8(part) else layout.dtype
+
+
+def get_row_bytes(layout: LayoutParams, part: Part) -> int:
+    """Bytes of a row as it is read."""
+    return layout.head_dim * parse_dtype(get_row_dtype(layout, part)).itemsize
+
+
+class HeadRowAccessor:
+    """Access to the rows of one head after the other.
+
+    Parameters
+    ----------
+    layout, part, capacity
+        What the buffers are. What is int8 is read as fp32, code times scale plus bias, and cannot be written.
+    """
+
+    def __init__(self, layout: LayoutParams, part: Part, capacity: int) -> None:
+        self._params = make_native_params(layout, part, capacity)
+        self._is_int8 = layout.is_int8(part)
+        self._row_bytes = get_row_bytes(layout, part)
+        self._head_bytes = get_head_bytes(layout, part, capacity)
+        self._capacity = capacity
+
+    def read_rows(self, head: Bytes, start: int, out: Bytes) -> None:
+        """Copy the rows from token `start` on into `out`, the bytes of a number of rows."""
+        gather = _layout.dequantize if self._is_int8 else _layout.gather
+        gather(self._params, head, self._check_rows(head, start, out), 0, 1, start)
+
+    def write_rows(self, head: Bytes, start: int, rows: Bytes) -> None:
+        """Write `rows`, as bytes, over the rows from token `start` on."""
+        if self._is_int8:
+            raise KvmnnError("int8 rows depend on what the engine saw before: they can be read, not written")
+        _layout.scatter(self._params, head, self._check_rows(head, start, rows), 0, 1, start)
+
+    def clear_rows(self, head: Bytes, start: int, count: int) -> None:
+        """Set the words of so many rows from token `start` on to zero; padding stays as it is."""
+        if self._is_int8:
+            raise KvmnnError("int8 rows depend on what the engine saw before: they can be read, not cleared")
+        if head.size != self._head_bytes or count < 1 or start < 0 or start + count > self._capacity:
+            raise KvmnnError(f"{count} rows from token {start}: expected rows inside {self._capacity} tokens")
+        _layout.zero(self._params, head, 0, 1, start, count)
+
+    def _check_rows(self, head: Bytes, start: int, rows: Bytes) -> Bytes:
+        count, remainder = divmod(rows.size, self._row_bytes)
+        if head.size != self._head_bytes or remainder or not count or start < 0 or start + count > self._capacity:
+            raise KvmnnError(
+                f"rows of {rows.size} bytes at token {start} of a head of {head.size} bytes: expected whole rows of "
+                f"{self._row_bytes} bytes inside {self._capacity} tokens and {self._head_bytes} bytes"
+            )
+        return rows.reshape(1, count, self._row_bytes)

@@ -7,27 +7,15 @@
 
 from __future__ import annotations
 
-from .base import BudgetedPolicy, Policy
-from .evicting_cache import EvictingCache
-from .full import FullCache
-from .h2o_blocks import H2OBlocks
-from .h2o_decayed import H2ODecayed, H2ODecayedHeads
-from .h2o_engine import H2OEngine
-from .h2o_heads import H2OHeads
-from .h2o_tokens import H2OTokens
-from .knorm import KNorm
-from .l2_fixed import L2Fixed
-from .l2_ratio import L2Ratio
-from .labels import LabelledPolicy
-from .observed_attention import ObservedAttention
-from .past_key_values import fix_size_l2_compress, l2_compress
-from .ranking import compute_key_norms
-from .recent_only import RecentOnly
-from .registry import POLICIES, create_policy
-from .scoring import EmaScores, MeanScores, ScoreAccumulator, SumScores
-from .state import CacheState
-from .streaming import Streaming, StreamingPress
-from .view import LayerState, PolicyInput, Trigger
+from .cache import CacheState, EvictingCache
+from .h2o_blocks import H2OBlocks, H2OEngine
+from .heavy_hitter import H2ODecayed, H2ODecayedHeads, H2OHeads, H2OTokens, ObservedAttention
+from .key_norm import KNorm, L2Fixed, L2Ratio, fix_size_l2_compress, l2_compress
+from .policy import BudgetedPolicy, FullCache, LayerState, Policy, PolicyInput, Trigger
+from .registry import POLICIES, LabelledPolicy, create_policy
+from .scores import EmaScores, MeanScores, ScoreAccumulator, SumScores
+from .streaming import RecentOnly, Streaming, StreamingPress
+from .topk import compute_key_norms
 
 __all__ = [
     "POLICIES",

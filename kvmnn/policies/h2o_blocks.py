@@ -1,29 +1,32 @@
-"""Keep blocks of tokens by the attention they drew: the H2O planner of the MNN fork as a policy."""
+"""Keep blocks of tokens by the attention they drew: the H2O planner of the MNN fork as a policy.
+
+The H2O planner of the MNN fork, bit for bit, as a policy of a whole model.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from ..checks import validate_count, validate_fraction
+from .._util.validation import validate_count, validate_fraction
 from ..dtypes import Indices
 from ..errors import KvmnnError
-from ..h2o import plan_blocks
-from ..h2o.config import STATIC, H2OConfig
-from ..h2o.plan import explain_no_eviction
-from ..h2o.scores import sum_by_block
-from .base import BudgetedPolicy
-from .scoring import EmaScores
-from .view import PolicyInput
+from .h2o import CADENCES, H2OPlanner, plan_blocks
+from .h2o.config import QUANTISED_MODES, STATIC, H2OConfig
+from .h2o.plan import explain_no_eviction
+from .h2o.scores import sum_by_block
+from .policy import BudgetedPolicy, Policy, PolicyInput, Selection, Trigger
+from .scores import EmaScores
 
 
 @dataclass(frozen=True, kw_only=True)
 class H2OBlocks(BudgetedPolicy):
     """Keep blocks of tokens: those of sinks and recent tokens, and those that drew the most attention until the target.
 
-    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O. The choice is `kvmnn.h2o.plan`;
+    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O. The choice is `kvmnn.policies.h2o.plan`;
     docs/h2o.md.
 
     Parameters
@@ -34,7 +37,7 @@ class H2OBlocks(BudgetedPolicy):
     budget
         Or the target in tokens.
     block_tokens, sink, recent, ema_alpha, update_interval, trigger_min_tokens
-        As in `kvmnn.h2o.H2OConfig`.
+        As in `kvmnn.policies.h2o.H2OConfig`.
     skip_layers
         0 and 1 by default, the engine's layer_start of 2.
 
@@ -43,7 +46,7 @@ class H2OBlocks(BudgetedPolicy):
     Where it differs from the engine, and why:
 
     * Scores belong to tokens here, as those of the other policies, and are added up to blocks when a plan is made; the
-      engine averages block sums. The two agree but for rounding. `kvmnn.h2o.Planner` is the engine bit for bit.
+      engine averages block sums. The two agree but for rounding. `kvmnn.policies.h2o.Planner` is the engine bit for bit.
     * `update_interval` counts decode steps of the layer since its last plan, as the fork's settings are described;
       the engine counts calls of all layers together.
     * What a plan drops goes right after the step that made it, not at the start of the next: nothing attends between.
@@ -70,8 +73,8 @@ class H2OBlocks(BudgetedPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("block_tokens", "sink", "recent", "update_interval", "trigger_min_tokens"):
-            validate_count(f"{self.name}: {field}", getattr(self, field))
+        for name in ("block_tokens", "sink", "recent", "update_interval", "trigger_min_tokens"):
+            validate_count(f"{self.name}: {name}", getattr(self, name))
         validate_fraction(f"{self.name}: ema_alpha", self.ema_alpha)
 
     @property
@@ -114,4 +117,139 @@ class H2OBlocks(BudgetedPolicy):
             recent_tokens=self.recent,
             target_mode=STATIC,
             target_keep_ratio=ratio,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class H2OEngine(Policy):
+    """Keep the blocks that the engine's planner keeps: sinks, recent tokens, and those that drew the most attention.
+
+    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O, `kvmnn.policies.h2o.H2OPlanner` bit for bit;
+    docs/h2o.md. A plan is made in one decode step of a layer and carried out at the beginning of the next (its double
+    buffer), layers are planned at different steps and hold different numbers of tokens, and the first step of a text
+    is the prompt, which plans nothing.
+
+    It decides for all layers of a model together, so it runs in `kvmnn.lm` (`Runner`, `generate`, `evaluate`) only;
+    `H2OBlocks` is the same idea for one layer.
+
+    Parameters
+    ----------
+    block_tokens, sink_tokens, recent_tokens, target_mode, target_lossy_ratio, target_keep_ratio, ema_alpha
+        As in `kvmnn.policies.h2o.H2OConfig`, with the engine's defaults.
+    update_interval, trigger_min_tokens, layer_start, layer_end
+        Likewise.
+    cadence
+        What `update_interval` counts: ``"layer-calls"`` of all layers together, as the engine does, or ``"tokens"`` of
+        the same layer, as its documents say.
+    layer_nums
+        Layers that the model's configuration claims; None where it says nothing. Another number than the model has is
+        refused when the model is run.
+    """
+
+    name: ClassVar[str] = "h2o_engine"
+    requires = "scores"
+    triggers = frozenset({Trigger.AFTER_APPEND})
+    has_independent_layers = True
+    budget_help = "it has none: `target_lossy_ratio`, or `target_keep_ratio` with `target_mode=static`, is the target"
+
+    skip_layers: tuple[int, ...] = field(default=(), init=False, repr=False)
+    block_tokens: int = H2OConfig.block_tokens
+    sink_tokens: int = H2OConfig.sink_tokens
+    recent_tokens: int = H2OConfig.recent_tokens
+    target_mode: Literal["adaptive", "static"] = "adaptive"
+    target_lossy_ratio: float = H2OConfig.target_lossy_ratio
+    target_keep_ratio: float = H2OConfig.target_keep_ratio
+    ema_alpha: float = H2OConfig.ema_alpha
+    update_interval: int = H2OConfig.update_interval
+    trigger_min_tokens: int = H2OConfig.trigger_min_tokens
+    layer_start: int = H2OConfig.layer_start
+    layer_end: int = H2OConfig.layer_end
+    cadence: Literal["layer-calls", "tokens"] = "layer-calls"
+    layer_nums: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.cadence not in CADENCES:
+            raise KvmnnError(f"{self.name}: cadence is {self.cadence!r}: expected one of {', '.join(CADENCES)}")
+        if self.layer_nums is not None:
+            validate_count(f"{self.name}: layer_nums", self.layer_nums)
+        self._build_config()
+
+    @classmethod
+    def from_engine(cls, document: Mapping[str, Any], **extra_options: Any) -> H2OEngine:
+        """The policy that the object in an engine's ``config.json`` asks for; `extra_options` are options that it does
+        not say.
+
+        Raises
+        ------
+        KvmnnError
+            As `parse_engine_options`.
+        """
+        return cls(**{**cls.parse_engine_options(document), **extra_options})
+
+    @classmethod
+    def parse_engine_options(cls, document: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that the ``kv_h2o_`` keys of an engine's ``config.json`` set to something else than the default.
+
+        Raises
+        ------
+        KvmnnError
+            For keys that do not exist, values that they cannot have, and a configuration with which the engine evicts
+            nothing at all: ``kv_h2o_enable`` false, or an ``attention_mode`` that quantises K or V.
+        """
+        if document.get("kv_h2o_enable", True) is not True:
+            raise KvmnnError("kv_h2o_enable is not true: the engine evicts nothing then; expected true")
+        if document.get("attention_mode") in QUANTISED_MODES:
+            raise KvmnnError(
+                f"attention_mode {document['attention_mode']} quantises K or V: the engine evicts nothing then; "
+                "expected 0 or 8"
+            )
+        config = H2OConfig.from_engine(document)
+        names = [entry.name for entry in fields(cls) if entry.init and hasattr(config, entry.name)]
+        values = {name: getattr(config, name) for name in names}
+        changed_options = {name: value for name, value in values.items() if value != getattr(cls, name)}
+        return changed_options | ({"layer_nums": config.layers} if "layer_nums" in document else {})
+
+    def create_planner(self, num_layers: int, bytes_per_token: int) -> H2OPlanner:
+        """The planner of a model whose layers have `bytes_per_token` bytes of K and V a token.
+
+        Raises
+        ------
+        KvmnnError
+            Where `layer_nums` is another number than `num_layers`: the engine would take one layer for another.
+        """
+        if self.layer_nums not in (None, num_layers):
+            raise KvmnnError(
+                f"{self.name}: layer_nums is {self.layer_nums}, the model has {num_layers} layers: the engine would "
+                f"take "
+                f"one layer for another; expected {num_layers}"
+            )
+        return H2OPlanner(self._build_config(layers=num_layers, bytes_per_token=bytes_per_token), cadence=self.cadence)
+
+    def resolve_skip_layers(self, num_layers: int) -> frozenset[int]:
+        return frozenset(range(num_layers)) - frozenset(self._build_config(layers=num_layers).evicting_layers)
+
+    def explain_no_eviction(self, prompt_tokens: int, tokens: int) -> str | None:
+        return explain_no_eviction(self._build_config(), tokens)
+
+    def select_tokens(self, state: PolicyInput) -> Selection:
+        raise KvmnnError(
+            f"{self.name} decides for all layers of a model together: use kvmnn.lm.Runner, or kvmnn.policies.h2o.H2OPlanner "
+            "call by call; h2o_blocks is its rule for one layer"
+        )
+
+    def _build_config(self, **extra_options: Any) -> H2OConfig:
+        return H2OConfig(
+            block_tokens=self.block_tokens,
+            sink_tokens=self.sink_tokens,
+            recent_tokens=self.recent_tokens,
+            target_mode=self.target_mode,
+            target_lossy_ratio=self.target_lossy_ratio,
+            target_keep_ratio=self.target_keep_ratio,
+            ema_alpha=self.ema_alpha,
+            update_interval=self.update_interval,
+            trigger_min_tokens=self.trigger_min_tokens,
+            layer_start=self.layer_start,
+            layer_end=self.layer_end,
+            **extra_options,
         )

@@ -9,10 +9,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
+from .._util.text import suggest
 from ..errors import KvmnnError
-from ..text import suggest
-from .base import Policy
-from .budget import Budget
+from .policy import Budget, Policy
 from .registry import create_policy, get_policy_class
 
 

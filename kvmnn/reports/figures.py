@@ -1,26 +1,28 @@
-"""The plots of an evaluation. Each takes results and gives a figure, or says why there is nothing to show."""
+"""What figures share: why one is not drawn, what its bars mean, and axes with plain numbers.
+
+The plots of an evaluation. Each takes results and gives a figure, or says why there is nothing to show.
+
+What each policy costs against the full cache, side by side.
+
+What each improvement of l2_compress / KnormPress over the paper's code does by itself.
+
+Plots of one document's course: bytes held, and which tokens live.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from ..policies.policy import FullCache
 from . import plot_style
-from .figure_parts import (
-    Measure,
-    NothingToShowError,
-    compute_dodge,
-    format_interval_note,
-    format_no_eviction_note,
-    join_sentences,
-    scale_axis,
-    thin_ticks,
-)
-from .plot_style import FULL_CACHE_STYLE, INK_COLOUR, LineEnd
-from .point_labels import PointLabel, label_points
-from .results import EvaluationResultsProtocol
-from .rows import ResultRow, find_full_row
+from .plot_style import FULL_CACHE_STYLE, INK_COLOUR, MUTED_COLOUR, LineEnd, PointLabel, label_points
+from .records import DocumentRow, DocumentTrace, EvaluationResultsProtocol, KeepMap, ResultRow, find_full_row
 from .series import (
     LineStyles,
     MeasuredPoint,
@@ -32,10 +34,88 @@ from .series import (
     select_policy_rows,
     to_float_or_nan,
 )
+from .tables import NO_EVICTION_MARK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+Measure = Callable[[ResultRow, float], MeasuredPoint]
+
+
+def format_interval_note(rows: Sequence[ResultRow], mark: str = "Bars") -> str:
+    """What `mark` in a figure of these rows is: intervals, and over how many documents; empty where there are none."""
+    num_documents = [
+        row.versus_full.documents for row in rows if row.versus_full is not None and row.versus_full.low is not None
+    ]
+    if not num_documents:
+        return ""
+    return f"{mark}: 95 % interval of the difference to the full cache, paired over {num_documents[0]:,} documents."
+
+
+def format_no_eviction_note(rows: Sequence[ResultRow], mark: str = "Hollow") -> str:
+    """Return what `mark` in a figure of these rows is; empty where every policy evicted something."""
+    return f"{mark}: evicted nothing in these texts." if any(row.has_no_eviction for row in rows) else ""
+
+
+def join_sentences(*texts: str) -> str:
+    """Return those that say something as one line."""
+    return " ".join(text for text in texts if text)
+
+
+_MIN_TICKS, _MAX_TICKS = 5, 12
+_TICK_STEPS = (
+    (1.0, 2.0, 5.0),
+    (1.0, 1.5, 2.0, 3.0, 5.0, 7.0),
+    (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0),
+)
+"""What ticks of a logarithmic axis are powers of ten times."""
+
+
+class NothingToShowError(Exception):
+    """The results hold nothing for a plot; the text is the reason."""
+
+
+def scale_axis(axes: Axes, name: str, values: Sequence[float]) -> None:
+    """An axis (``"x"`` or ``"y"``) of plain numbers, logarithmic where the values are far apart."""
+    if max(values) <= 3 * min(values):
+        return
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter
+
+    (axes.set_xscale if name == "x" else axes.set_yscale)("log")
+    axis = axes.xaxis if name == "x" else axes.yaxis
+    low, high = min(values), max(values)
+    margin_factor = (high / low) ** 0.1
+    axis.set_major_locator(FixedLocator(compute_log_ticks(low / margin_factor, high * margin_factor)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def compute_log_ticks(low: float, high: float) -> list[float]:
+    """Round numbers from `low` to `high`, at least five where there are as many."""
+    ticks: list[float] = []
+    for steps in _TICK_STEPS:
+        powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+        ticks = [step * 10.0**power for power in powers for step in steps if low <= step * 10.0**power <= high]
+        if len(ticks) >= _MIN_TICKS:
+            break
+    return ticks[:: max(1, -(-len(ticks) // _MAX_TICKS))]
+
+
+def thin_ticks(ticks: Sequence[int], factor: float) -> list[int]:
+    """Ascending ticks without those that would touch the one before."""
+    kept_ticks: list[int] = []
+    for tick in ticks:
+        if not kept_ticks or tick > factor * kept_ticks[-1]:
+            kept_ticks.append(tick)
+    return kept_ticks
+
+
+def compute_dodge(index: int, count: int) -> float:
+    """How far (in octaves) to the side a line is drawn, so that error bars do not cover each other."""
+    step = min(0.045, 0.3 / count)
+    return step * (index - (count - 1) / 2)
+
 
 _PERPLEXITY_LABEL, _ACCURACY_LABEL = "perplexity (lower is better)", "next-token accuracy (%, higher is better)"
 
@@ -313,3 +393,434 @@ def _format_size(row: ResultRow) -> str:
 def _get_share(row: ResultRow, option: str) -> float | None:
     share = row.keep_ratio if option == "keep_ratio" else row.options.get(option)
     return float(share) if is_number(share) else None
+
+
+BudgetGroup = tuple[int, ...]
+
+_MAX_PANELS = 4
+_BAR_LABEL_SIZE = 7.5
+"""Points of the letters at the ends of bars."""
+_BAR_LABEL_GAP_INCHES = 8 / 72
+"""Inches between a bar and the edge of its panel that are left beside the letters."""
+_MAX_LAYOUT_ROUNDS = 30
+_LINEAR_PERCENT = 10
+"""Per cent of change up to which an axis is linear where it is not linear as a whole."""
+_LOGARITHMIC_NOTE = f"\nlogarithmic beyond {_LINEAR_PERCENT} %"
+
+
+def strategy_comparison(results: EvaluationResultsProtocol) -> Figure:
+    """What each policy costs against the full cache, side by side for every budget."""
+    full = find_full_row(results.rows)
+    if full is None or not is_number(full.perplexity):
+        raise NothingToShowError("the full cache was not measured")
+    rows = [row for row in select_policy_rows(results.rows) if row.budget is not None]
+    if not rows:
+        raise NothingToShowError("no policy with a budget was measured")
+    all_series = group_into_series(rows)
+    counts = {panel: sum(row.budget in panel for row in rows) for panel in _group_similar_budgets(all_series)}
+    panels = sorted(sorted(counts, key=lambda panel: (-counts[panel], -panel[0]))[:_MAX_PANELS])
+    series = [entry for entry in all_series if any(row.budget in panel for row in entry.rows for panel in panels)]
+    quantities = [("relative perplexity change (%)", perplexity, full.perplexity)]
+    if is_number(full.accuracy) and all(is_number(row.accuracy) for row in rows):
+        quantities.append(("relative accuracy change (%)", accuracy, 100 * full.accuracy))
+    return _draw_comparison(series, panels, quantities, LineStyles(results.rows))
+
+
+def _draw_comparison(
+    series: Sequence[RowSeries],
+    panels: Sequence[BudgetGroup],
+    quantities: Sequence[tuple[str, Measure, float]],
+    looks: LineStyles,
+) -> Figure:
+    from matplotlib.figure import Figure
+
+    order = series[::-1]  # the first at the top, as in the tables
+    left_margin = 0.3 + max(plot_style.measure_text_inches(entry.name, 9) for entry in order)
+    panel, gap, tall = 2.1, 0.25, max(0.26 * len(order) + 0.2, 0.8)
+    figure = Figure(figsize=(left_margin + len(panels) * (panel + gap) + 0.5, len(quantities) * (tall + 0.95) + 0.35))
+    width, height = figure.get_size_inches()
+    for number, (label, measure, reference) in enumerate(quantities):
+        is_logarithmic = _has_outlier([measure(row, 0).y / reference - 1 for entry in series for row in entry.rows])
+        bottom = 0.75 + (len(quantities) - 1 - number) * (tall + 0.95)
+        first_axes: Axes | None = None
+        labels: list[_BarLabel] = []
+        for column, budgets in enumerate(panels):
+            box = ((left_margin + column * (panel + gap)) / width, bottom / height, panel / width, tall / height)
+            axes = figure.add_axes(box, sharex=first_axes)
+            first_axes = first_axes or axes
+            for row_index, entry in enumerate(order):
+                labels += [
+                    _draw_change_bar(axes, row_index, looks.get_style(row.label)["color"], measure(row, 0), reference)
+                    for row in entry.rows
+                    if row.budget in budgets
+                ]
+            axes.set_yticks(range(len(order)), [entry.name for entry in order] if column == 0 else [""] * len(order))
+            axes.tick_params(axis="y", length=0, labelcolor=INK_COLOUR)
+            axes.set_ylim(-0.6, len(order) - 0.4)
+            axes.grid(axis="y", visible=False)
+            axes.axvline(0, color=INK_COLOUR, linewidth=1.0)
+            axes.set_xlabel(f"{label}{_LOGARITHMIC_NOTE}" if is_logarithmic else label)
+            if number == 0:
+                axes.set_title(
+                    "budget " + " to ".join(f"{b:,}" for b in dict.fromkeys((budgets[0], budgets[-1]))) + " tokens"
+                )
+        if first_axes is not None:
+            if is_logarithmic:
+                first_axes.set_xscale("symlog", linthresh=_LINEAR_PERCENT)
+            _fit_labels(first_axes, labels, panel)
+            if is_logarithmic:
+                _set_logarithmic_ticks(first_axes)
+    rows = [row for entry in series for row in entry.rows]
+    note_text = join_sentences(
+        format_interval_note(rows, "Thin lines"), format_no_eviction_note(rows, NO_EVICTION_MARK)
+    )
+    plot_style.add_caption(figure, join_sentences("Against the full cache (line at 0).", note_text))
+    return figure
+
+
+def _has_outlier(changes: Sequence[float]) -> bool:
+    """Whether one change is so large that the others could not be seen beside it."""
+    sizes = sorted(100 * abs(change) for change in changes)
+    return sizes[-1] > max(8 * sizes[len(sizes) // 2], 30)
+
+
+def _fit_labels(axes: Axes, labels: Sequence[_BarLabel], width: float) -> None:
+    """Set the limits so that every label lies inside its panel of `width` inches: the next one would hide the rest."""
+    transform = axes.xaxis.get_transform()
+    ends = [
+        0.0,
+        *(float(transform.transform(end)) for label in labels for end in (label.bar_end, *label.interval_ends)),
+    ]
+    low_end, high_end = min(ends), max(ends)
+    low_end, high_end = (low_end, high_end) if high_end > low_end else (low_end - 0.5, high_end + 0.5)
+    for _ in range(_MAX_LAYOUT_ROUNDS):  # each widens the axis, and so shortens the room that was made before
+        inch = (high_end - low_end) / width
+        for label in labels:
+            end = float(transform.transform(label.bar_end))
+            end += (
+                label.side
+                * inch
+                * (_BAR_LABEL_GAP_INCHES + plot_style.measure_text_inches(label.text, _BAR_LABEL_SIZE))
+            )
+            low_end, high_end = min(low_end, end), max(high_end, end)
+    inverse = transform.inverted()
+    axes.set_xlim(float(inverse.transform(low_end)), float(inverse.transform(high_end)))
+
+
+def _set_logarithmic_ticks(axes: Axes) -> None:
+    """Ticks of an axis that is logarithmic beyond `_LINEAR_PERCENT` per cent."""
+    ends = axes.get_xlim()
+    ticks = [tick for tick in (-100, -10, 0, 10, 100, 1000, 10000) if ends[0] <= tick <= ends[1]]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+
+
+def _group_similar_budgets(series: Sequence[RowSeries]) -> list[BudgetGroup]:
+    """Budgets in ascending groups: those that hardly differ (256, and 8 + 256) are compared with each other."""
+    groups: list[BudgetGroup] = []
+    for budget in sorted({row.budget or 0 for entry in series for row in entry.rows}):
+        is_in_both = any(
+            budget in sizes and sizes & set(groups[-1] if groups else ())
+            for sizes in ({row.budget or 0 for row in entry.rows} for entry in series)
+        )
+        if groups and budget <= 1.06 * groups[-1][0] and not is_in_both:
+            groups[-1] = (*groups[-1], budget)
+        else:
+            groups.append((budget,))
+    return groups
+
+
+class _BarLabel(NamedTuple):
+    """The text at the end of a bar: what it says, where the bar ends, on which side it lies, and where the bar's
+    interval ends."""
+
+    text: str
+    bar_end: float
+    side: int
+    interval_ends: Sequence[float]
+
+
+def _draw_change_bar(axes: Axes, row_index: int, colour: str, point: MeasuredPoint, reference: float) -> _BarLabel:
+    change = 100 * (point.y / reference - 1)
+    axes.barh([row_index], [change], height=0.62, color=colour, alpha=0.8)
+    bar_end, ends = change, [change]
+    if point.low is not None and point.high is not None:
+        low, high = ends = [100 * (end / reference - 1) for end in (point.low, point.high)]
+        axes.plot([low, high], [row_index, row_index], color=INK_COLOUR, linewidth=1.0)
+        bar_end = max(high, change) if change >= 0 else min(low, change)
+    side = 1 if change >= 0 else -1
+    label = _BarLabel(f"{change:+.1f}{NO_EVICTION_MARK if point.has_no_eviction else ''}", bar_end, side, ends)
+    axes.annotate(
+        label.text,
+        (bar_end, row_index),
+        (4 * side, 0),
+        textcoords="offset points",
+        va="center",
+        ha="left" if side > 0 else "right",
+        fontsize=_BAR_LABEL_SIZE,
+        color=MUTED_COLOUR,
+    )
+    return label
+
+
+class ImprovementStep(NamedTuple):
+    """Two rows that differ in one thing."""
+
+    name: str
+    baseline: ResultRow
+    variant: ResultRow
+
+
+def improvement_summary(results: EvaluationResultsProtocol) -> Figure:
+    """The threshold, the order and the hybrid, each against the row that lacks nothing else."""
+    from matplotlib.figure import Figure
+
+    steps = find_improvements(results.rows)
+    if not steps:
+        raise NothingToShowError("no two rows differ in an improvement of l2_compress only (--preset knorm-ablation)")
+    styles = LineStyles(results.rows)
+    quantities: list[tuple[str, Callable[[ResultRow | DocumentRow], float | None]]] = [
+        ("relative perplexity change (%)", lambda row: row.perplexity),
+        ("relative accuracy change (%)", lambda row: row.accuracy),
+    ]
+    left_margin = 0.3 + max(plot_style.measure_text_inches(line, 9) for step in steps for line in step.name.split("\n"))
+    tall, wide = 0.55 * len(steps) + 0.3, 3.0
+    figure = Figure(figsize=(left_margin + len(quantities) * (wide + 0.5) + 0.2, tall + 1.35))
+    width, height = figure.get_size_inches()
+    for number, (label, get_value) in enumerate(quantities):
+        box = ((left_margin + number * (wide + 0.5)) / width, 0.85 / height, wide / width, tall / height)
+        axes = figure.add_axes(box)
+        if number == 0:
+            plot_style.set_title(axes, "What each improvement does by itself")
+        for row_index, step in enumerate(reversed(steps)):
+            _draw_improvement_bar(axes, row_index, step, get_value, styles.get_style(step.variant.label)["color"])
+        names = [step.name for step in reversed(steps)] if number == 0 else [""] * len(steps)
+        axes.set_yticks(range(len(steps)), names)
+        axes.tick_params(axis="y", length=0, labelcolor=INK_COLOUR)
+        axes.set_ylim(-0.6, len(steps) - 0.4)
+        axes.grid(axis="y", visible=False)
+        axes.axvline(0, color=INK_COLOUR, linewidth=1.0)
+        axes.use_sticky_edges = False  # room on both sides of 0
+        axes.margins(x=0.3)
+        axes.set_xlabel(label)
+    step_rows = [row for step in steps for row in (step.baseline, step.variant)]
+    note_text = "Against the row that differs in this one thing. Points: documents."
+    plot_style.add_caption(figure, join_sentences(note_text, format_no_eviction_note(step_rows, NO_EVICTION_MARK)))
+    return figure
+
+
+def find_improvements(rows: Sequence[ResultRow]) -> list[ImprovementStep]:
+    """All pairs of rows that differ in one improvement.
+
+    The paper's code that cuts from ``n + 1`` tokens on has the project's threshold of ``n``: beside the project's row
+    it shows the order alone, and beside the paper's from ``n`` on the threshold alone.
+    """
+    policy_rows = select_policy_rows(rows)
+    steps = []
+    for row in policy_rows:
+        for variant in policy_rows:
+            step = (
+                _describe_threshold_step(row, variant)
+                or _describe_order_step(row, variant)
+                or _describe_hybrid_step(row, variant)
+            )
+            if step is not None:
+                steps.append(ImprovementStep(step, row, variant))
+    return steps
+
+
+def _describe_threshold_step(row: ResultRow, variant: ResultRow) -> str | None:
+    threshold, other_threshold = row.options.get("prune_after"), variant.options.get("prune_after")
+    row_forms = (row.options.get("form"), variant.options.get("form"))
+    if row_forms != ("original", "original") or not (is_number(threshold) and other_threshold == threshold + 1):
+        return None
+    return (
+        f"threshold\nfrom {threshold:,} -> above {threshold:,}"
+        if _differ_only_in(row, variant, "prune_after")
+        else None
+    )
+
+
+def _describe_order_step(row: ResultRow, variant: ResultRow) -> str | None:
+    threshold, other_threshold = row.options.get("prune_after"), variant.options.get("prune_after")
+    row_forms = (row.options.get("form"), variant.options.get("form"))
+    if row_forms != ("original", "seed") or not (is_number(other_threshold) and threshold == other_threshold + 1):
+        return None
+    return "order\nby norm -> in time" if _differ_only_in(row, variant, "prune_after", "form") else None
+
+
+def _describe_hybrid_step(row: ResultRow, variant: ResultRow) -> str | None:
+    share = variant.options.get("recent_ratio")
+    if row.options.get("recent_ratio") != 0 or row.options.get("strategy") != "keep_low":
+        return None
+    if not is_number(share) or share <= 0 or not _differ_only_in(row, variant, "recent_ratio"):
+        return None
+    return f"hybrid, {row.budget:,} tokens\nrecent 0 -> {share:g}" if row.budget else f"hybrid\nrecent 0 -> {share:g}"
+
+
+def _differ_only_in(row: ResultRow, variant: ResultRow, *option_names: str) -> bool:
+    """Whether rows are of one policy and agree in all other options."""
+    if (row.policy, row.positions) != (variant.policy, variant.positions):
+        return False
+    names = {*row.options, *variant.options} - {*option_names}
+    return all(row.options.get(name) == variant.options.get(name) for name in names)
+
+
+def _draw_improvement_bar(
+    axes: Axes,
+    row_index: int,
+    step: ImprovementStep,
+    get_value: Callable[[ResultRow | DocumentRow], float | None],
+    colour: str,
+) -> None:
+    change = _compute_percent_change(get_value(step.baseline), get_value(step.variant))
+    if change is None:
+        return
+    axes.barh([row_index], [change], height=0.5, color=colour, alpha=0.8)
+    pairs = zip(step.baseline.documents, step.variant.documents, strict=False)
+    points = [
+        document_change
+        for baseline_document, variant_document in pairs
+        if (document_change := _compute_percent_change(get_value(baseline_document), get_value(variant_document)))
+        is not None
+    ]
+    axes.plot(
+        points, [row_index] * len(points), linestyle="none", marker="o", markersize=3, color=INK_COLOUR, alpha=0.6
+    )
+    bar_end = max([change, *points]) if change >= 0 else min([change, *points])
+    axes.annotate(
+        f"{change:+.2f}{NO_EVICTION_MARK if step.baseline.has_no_eviction or step.variant.has_no_eviction else ''}",
+        (bar_end, row_index),
+        (6 if change >= 0 else -6, 0),
+        textcoords="offset points",
+        va="center",
+        ha="left" if change >= 0 else "right",
+        fontsize=7.5,
+        color=MUTED_COLOUR,
+    )
+
+
+def _compute_percent_change(baseline: float | None, variant: float | None) -> float | None:
+    """In per cent."""
+    if not is_number(baseline) or not is_number(variant) or baseline == 0:
+        return None
+    return 100 * (variant / baseline - 1)
+
+
+MAX_KEEP_MAPS = 9
+_MAX_MAP_CELLS = 400
+_MIB = float(1 << 20)
+_EVICTED_COLOUR = "#e3e3e3"
+_LIVE, _EVICTED, _NOT_SEEN = 0, 1, 2
+
+
+def memory_over_time(results: EvaluationResultsProtocol) -> Figure:
+    """Bytes that the cache holds over the tokens seen."""
+    traces = _select_first_document([trace for trace in results.traces if trace.cache_bytes])
+    if not traces:
+        raise NothingToShowError("no run recorded the bytes of its cache")
+    figure, axes = plot_style.make_figure(5.6, 4.0, [trace.label for trace in traces])
+    styles = _make_line_styles(results)
+    curves = [(*trace.step_tokens, *trace.cache_bytes) for trace in traces]
+    ends, has_shared_line = [], False
+    for number, (trace, curve) in enumerate(zip(traces, curves, strict=True)):
+        steps, sizes = trace.step_tokens, [size / _MIB for size in trace.cache_bytes]
+        style, dash_style = styles[trace.label], {}
+        num_equal, num_earlier = curves.count(curve), curves[:number].count(curve)
+        if num_equal > 1 and style["color"] != FULL_CACHE_STYLE["color"]:
+            dash_style = {"linestyle": (4 * num_earlier, (4, 4 * (num_equal - 1)))}
+            has_shared_line = True
+        axes.plot(steps, sizes, **style | dash_style)
+        ends.append(LineEnd(trace.label, steps[-1], sizes[-1], style))
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.01)
+    plot_style.set_title(axes, "Memory over time")
+    axes.set(xlabel="tokens seen", ylabel="K and V held, all layers (MiB)")
+    plot_style.add_line_labels(axes, ends)
+    shared_text = (
+        " One line in several colours: these policies hold the same, their colours take turns."
+        if has_shared_line
+        else ""
+    )
+    plot_style.add_caption(figure, f"Document: {traces[0].document}.{shared_text}")
+    return figure
+
+
+def keep_map(results: EvaluationResultsProtocol) -> Figure:
+    """Which tokens of one document live, over the tokens seen: a panel for each policy."""
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+
+    maps = [(trace, trace.keep_map) for trace in results.traces if trace.keep_map is not None and trace.keep_map.steps]
+    # The full cache keeps everything: its panel would be a triangle.
+    full = {row.label for row in results.rows if row.is_full} | {FullCache.name}
+    all_maps = [
+        (trace, recorded_map)
+        for trace, recorded_map in maps
+        if trace.label not in full and trace.document == maps[0][0].document
+    ]
+    shown_maps = all_maps[:MAX_KEEP_MAPS]
+    if not shown_maps:
+        raise NothingToShowError("no run that cuts the cache recorded which tokens live")
+    columns = min(len(shown_maps), 3)
+    lines = -(-len(shown_maps) // columns)
+    cell, left_margin, bottom_margin, row_gap = 2.9, 0.7, 0.85, 0.5
+    figure = Figure(figsize=(left_margin + columns * (cell + 0.25) + 0.1, bottom_margin + lines * (cell + row_gap)))
+    width, height = figure.get_size_inches()
+    styles = LineStyles(results.rows)
+    for number, (trace, recorded_map) in enumerate(shown_maps):
+        line, column = divmod(number, columns)
+        box = (left_margin + column * (cell + 0.25), bottom_margin + (lines - 1 - line) * (cell + row_gap), cell, cell)
+        axes = figure.add_axes((box[0] / width, box[1] / height, cell / width, cell / height))
+        image, tokens = _make_keep_image(recorded_map)
+        colours = ListedColormap([styles.get_style(trace.label)["color"], _EVICTED_COLOUR, "white"])
+        axes.imshow(
+            image, cmap=colours, vmin=0, vmax=2, origin="lower", extent=(0, tokens, 0, tokens), interpolation="nearest"
+        )
+        axes.grid(False)
+        axes.set_title("\n".join(textwrap.wrap(trace.label, 36)[:2]), fontsize=9)
+        map_text = f"layer {recorded_map.layer}, KV head {recorded_map.kv_head}"
+        axes.text(0.03, 0.97, map_text, transform=axes.transAxes, va="top", fontsize=7.5, color=MUTED_COLOUR)
+        if column == 0:
+            axes.set_ylabel("position in the text (token)")
+        else:
+            axes.tick_params(labelleft=False)
+        if number + columns >= len(shown_maps):
+            axes.set_xlabel("tokens seen")
+        else:
+            axes.tick_params(labelbottom=False)
+    more_text = f" {len(all_maps) - len(shown_maps)} more not shown." if len(all_maps) > len(shown_maps) else ""
+    plot_style.add_caption(figure, f"Coloured: live. Grey: evicted. Document: {shown_maps[0][0].document}.{more_text}")
+    return figure
+
+
+def _make_line_styles(results: EvaluationResultsProtocol) -> dict[str, dict[str, Any]]:
+    """How each row's course is drawn: in its policy's colour; sizes are told apart by how high they lie."""
+    styles, style_by_label = LineStyles(results.rows), {FullCache.name: FULL_CACHE_STYLE}
+    for trace in results.traces:
+        row = next((row for row in results.rows if row.label == trace.label), None)
+        full = row is not None and row.is_full
+        style_by_label.setdefault(
+            trace.label,
+            FULL_CACHE_STYLE if full else styles.get_style(trace.label) | {"marker": None, "linestyle": "-"},
+        )
+    return style_by_label
+
+
+def _make_keep_image(recorded_map: KeepMap) -> tuple[npt.NDArray[np.uint8], int]:
+    """``[position, step]`` of `_LIVE`, `_EVICTED` and `_NOT_SEEN`, both axes linear in tokens; and how many tokens."""
+    steps = np.asarray(recorded_map.steps, np.int64)
+    tokens = int(steps[-1])
+    cells = min(tokens, _MAX_MAP_CELLS)
+    positions = (np.arange(cells) + 0.5) * tokens / cells
+    image = np.full((cells, cells), _NOT_SEEN, np.uint8)
+    for column, sample_index in enumerate(np.minimum(np.searchsorted(steps, positions), len(steps) - 1)):
+        image[positions < steps[sample_index], column] = _EVICTED
+        live_positions = np.asarray(recorded_map.kept[sample_index], np.int64)
+        # A cell stands for several tokens: it lives if the nearest one does, so that shares look right.
+        image[np.isin(positions.astype(np.int64), live_positions), column] = _LIVE
+    return image, tokens
+
+
+def _select_first_document(traces: Sequence[DocumentTrace]) -> list[DocumentTrace]:
+    return [trace for trace in traces if trace.document == traces[0].document]

@@ -1,20 +1,105 @@
-"""All plots of an evaluation, as files. Needs matplotlib (extra ``plot``)."""
+"""Plots as files, each kind of them, complete or absent.
+
+All plots of an evaluation, as files. Needs matplotlib (extra ``plot``).
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import KvmnnError
-from . import comparison_figure, figures, improvement_figure, plot_files, plot_style, trace_figures
-from .figure_parts import NothingToShowError
-from .plot_files import DEFAULT_PLOT_OPTIONS, PlotOptions
-from .results import EvaluationResultsProtocol
+from .._util.packages import import_optional
+from ..errors import KvmnnError, OptionError
+from ..files.atomic import DirectoryOutput
+from . import figures, plot_style
+from .figures import NothingToShowError
+from .records import EvaluationResultsProtocol
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+PLOT_FORMATS = ("png", "svg", "pdf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotOptions:
+    """How plots are written.
+
+    Parameters
+    ----------
+    kinds
+        Of files, some of `PLOT_FORMATS`, each once.
+    titles
+        Whether figures have titles; without, for a text that says them itself.
+
+    Raises
+    ------
+    OptionError
+        For other kinds, and for none.
+    """
+
+    kinds: tuple[str, ...] = ("png", "svg")
+    titles: bool = True
+
+    def __post_init__(self) -> None:
+        for kind in self.kinds:
+            if kind not in PLOT_FORMATS:
+                raise OptionError(f"{kind!r} is no kind of plot: expected some of {', '.join(PLOT_FORMATS)}")
+        if not self.kinds or len(set(self.kinds)) != len(self.kinds):
+            raise OptionError(
+                f"plots as {','.join(self.kinds)!r}: expected some of {', '.join(PLOT_FORMATS)}, each once"
+            )
+
+
+DEFAULT_PLOT_OPTIONS = PlotOptions()
+
+
+def check_can_write(
+    names: Iterable[str],
+    directory: str | os.PathLike[str],
+    force: bool = False,
+    options: PlotOptions = DEFAULT_PLOT_OPTIONS,
+) -> None:
+    """Refuse to begin what could not end in plots of these names.
+
+    Raises
+    ------
+    MissingDependencyError
+        Without matplotlib.
+    OutputError
+        Where files of plots exist in `directory` and are not to be replaced.
+    """
+    import_optional("matplotlib.figure")
+    with DirectoryOutput(directory, force=force) as probe:
+        probe.check_names(f"{name}.{kind}" for name in names for kind in options.kinds)
+
+
+def write_figures(
+    plots: Iterable[tuple[str, Figure]],
+    directory: str | os.PathLike[str],
+    force: bool = False,
+    options: PlotOptions = DEFAULT_PLOT_OPTIONS,
+) -> list[Path]:
+    """Write named figures; returns the files, and makes no directory where there is no figure.
+
+    Errors as `check_can_write`.
+    """
+    import_optional("matplotlib.figure")
+    written_paths: list[Path] = []
+    with DirectoryOutput(directory, force=force) as output:
+        for name, figure in plots:
+            if not options.titles:
+                plot_style.remove_titles(figure)
+            for kind in options.kinds:
+                output.open_file(f"{name}.{kind}").write(plot_style.render_figure(figure, kind))
+                written_paths.append(Path(directory) / f"{name}.{kind}")
+        if written_paths:
+            output.commit()
+    return written_paths
+
 
 DRAW_FUNCTIONS: dict[str, Callable[[EvaluationResultsProtocol], Figure]] = {
     draw.__name__: draw
@@ -23,10 +108,10 @@ DRAW_FUNCTIONS: dict[str, Callable[[EvaluationResultsProtocol], Figure]] = {
         figures.accuracy_over_budget,
         figures.perplexity_accuracy_tradeoff,
         figures.keep_ratio_analysis,
-        comparison_figure.strategy_comparison,
-        improvement_figure.improvement_summary,
-        trace_figures.memory_over_time,
-        trace_figures.keep_map,
+        figures.strategy_comparison,
+        figures.improvement_summary,
+        figures.memory_over_time,
+        figures.keep_map,
     )
 }
 """Every plot by its name, which is its file's name."""
@@ -44,7 +129,7 @@ def check_can_plot(
     OutputError
         Where files of plots exist in `directory` and are not to be replaced.
     """
-    plot_files.check_can_write(DRAW_FUNCTIONS, directory, force, options)
+    check_can_write(DRAW_FUNCTIONS, directory, force, options)
 
 
 def write_plots(
@@ -85,7 +170,7 @@ def write_plots(
         For files that exist and are not to be replaced, and for what cannot be written.
     """
     reasons: dict[str, str] = {} if skip_reasons is None else skip_reasons
-    written_paths = plot_files.write_figures(_iter_figures(results, reasons), directory, force, options)
+    written_paths = write_figures(_iter_figures(results, reasons), directory, force, options)
     if not written_paths:
         raise KvmnnError("there is nothing to plot: " + "; ".join(f"{n}: {reason}" for n, reason in reasons.items()))
     return written_paths

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, TypeGuard
 
-from ..policies.full import FullCache
+from ..policies.policy import FullCache
 from ..policies.registry import MODEL_POLICIES, POLICIES
 from .plot_style import make_line_style
-from .rows import ResultRow
+from .records import ResultRow
 
 _SIZE_OPTIONS = ("budget", "keep_ratio")
 

@@ -1,4 +1,7 @@
-"""The options of the lossless runtime, under the engine's names and with its defaults."""
+"""The two behaviours of a runtime.
+
+The options of the lossless runtime, under the engine's names and with its defaults.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ..checks import repr_short, validate_int
+from .._util.text import suggest
+from .._util.validation import repr_short, validate_int
 from ..errors import KvmnnError
 from ..frames.options import CODECS, EFFORTS
 from ..frames.predictors import ACCEPTED_PREDICTORS
-from ..h2o import H2OConfig
-from ..h2o.config import QUANTISED_MODES, check_choice
-from ..packed.reserve import INT32_MAX
-from ..text import suggest
+from ..packed.compaction import INT32_MAX
+from ..policies.h2o import H2OConfig
+from ..policies.h2o.config import QUANTISED_MODES, check_choice
+
+Behaviour = Literal["sound", "engine"]
+
 
 Mode = Literal["probe", "full", "store"]
 LayerScope = Literal["none", "front_n", "h2o_kept", "front_n_and_h2o_kept"]

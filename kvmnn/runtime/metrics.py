@@ -1,12 +1,158 @@
-"""Figures of a run, under the engine's names."""
+"""What a run saved: lossy, lossless and in total.
+
+How long operations took: sums and percentiles over all of them, in bounded memory.
+
+Figures of a run, under the engine's names.
+
+One step of a replay.
+"""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..text import compute_ratio, pluralize
-from .latencies import LatencyHistogram, LatencySummary
+import numpy as np
+
+from .._util.text import compute_ratio, pluralize
+
+
+@dataclass(frozen=True)
+class CompressionRatios:
+    """Lossy, lossless and total ratio of one run: bytes of all rows over those that stay, and over those held."""
+
+    appended_bytes: int
+    live_bytes: int
+    resident_bytes: int
+
+    @property
+    def lossy_ratio(self) -> float:
+        """All rows ever appended over those that were not evicted."""
+        return _compute_byte_ratio(self.appended_bytes, self.live_bytes)
+
+    @property
+    def lossless_ratio(self) -> float:
+        """Those rows over what holds them now, hot rows and room included."""
+        return _compute_byte_ratio(self.live_bytes, self.resident_bytes)
+
+    @property
+    def total_ratio(self) -> float:
+        """The product: all rows over what is held."""
+        return _compute_byte_ratio(self.appended_bytes, self.resident_bytes)
+
+
+def compute_float32_ratio(raw_bytes: int, compressed_bytes: int) -> float:
+    """As the engine keeps a ratio; 1 where nothing was encoded."""
+    return float(np.float32(raw_bytes / compressed_bytes)) if compressed_bytes else 1.0
+
+
+def _compute_byte_ratio(bytes_before: int, bytes_after: int) -> float:
+    return bytes_before / bytes_after if bytes_after else 1.0
+
+
+_BUCKETS_PER_OCTAVE = 8
+_NUM_BUCKETS = 64 * _BUCKETS_PER_OCTAVE
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencySummary:
+    """Durations in microseconds; percentiles are exact to 1/8 of an octave (9 %), and never below the true ones."""
+
+    count: int
+    total_us: float
+    p50_us: float
+    p95_us: float
+    p99_us: float
+    max_us: float
+
+    def to_dict(self) -> dict[str, float | int]:
+        """Name to figure."""
+        return {
+            "count": self.count,
+            "total_us": self.total_us,
+            "p50_us": self.p50_us,
+            "p95_us": self.p95_us,
+            "p99_us": self.p99_us,
+            "max_us": self.max_us,
+        }
+
+
+class LatencyHistogram:
+    """A histogram of durations with buckets that grow by an eighth of an octave.
+
+    Parameters
+    ----------
+    total
+        Where every duration is counted as well.
+    """
+
+    def __init__(self, total: LatencyHistogram | None = None) -> None:
+        self._total = total
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self._buckets: dict[int, int] = {}
+        self.count = self.total_ns = self.max_ns = 0
+
+    def add(self, nanoseconds: int) -> None:
+        """Count one duration."""
+        self.count += 1
+        self.total_ns += nanoseconds
+        self.max_ns = max(self.max_ns, nanoseconds)
+        bucket = _find_bucket(nanoseconds)
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
+        if self._total is not None:
+            self._total.add(nanoseconds)
+
+    @contextmanager
+    def measure(self) -> Iterator[None]:
+        """Count how long the block takes."""
+        start_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.add(time.perf_counter_ns() - start_ns)
+
+    def compute_percentile_us(self, fraction: float) -> float:
+        """The duration that `fraction` of all do not exceed, in microseconds; 0 where there is none."""
+        target_count, cumulative_count = fraction * self.count, 0
+        for bucket in sorted(self._buckets):
+            cumulative_count += self._buckets[bucket]
+            if cumulative_count >= target_count:
+                return min(_get_bucket_max_ns(bucket), self.max_ns) / 1e3
+        return 0.0
+
+    def summarize(self) -> LatencySummary:
+        """The figures so far."""
+        return LatencySummary(
+            count=self.count,
+            total_us=self.total_ns / 1e3,
+            p50_us=self.compute_percentile_us(0.50),
+            p95_us=self.compute_percentile_us(0.95),
+            p99_us=self.compute_percentile_us(0.99),
+            max_us=self.max_ns / 1e3,
+        )
+
+
+def _find_bucket(nanoseconds: int) -> int:
+    """The number of the bucket that a duration falls into: its leading bits."""
+    if nanoseconds < _BUCKETS_PER_OCTAVE:
+        return max(0, nanoseconds)
+    shift = nanoseconds.bit_length() - _BUCKETS_PER_OCTAVE.bit_length()
+    return min(_NUM_BUCKETS, (shift + 1) * _BUCKETS_PER_OCTAVE + (nanoseconds >> shift) - _BUCKETS_PER_OCTAVE)
+
+
+def _get_bucket_max_ns(bucket: int) -> int:
+    """The longest duration of a bucket."""
+    if bucket < _BUCKETS_PER_OCTAVE:
+        return bucket
+    shift, mantissa = divmod(bucket, _BUCKETS_PER_OCTAVE)
+    return ((mantissa + _BUCKETS_PER_OCTAVE + 1) << (shift - 1)) - 1
+
 
 MEBIBYTE = 1 << 20
 _NO_VALUE = "-"
@@ -271,3 +417,32 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, LatencySummary):
         return value.to_dict()
     return [layer.to_dict() for layer in value] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayPoint:
+    """Figures after a step, sums over the layers.
+
+    Attributes
+    ----------
+    appended_bytes, live_bytes, held_bytes
+        Of all rows so far; of those that are left; of the rows, frames and decoded copies that hold them.
+    ratio
+        Raw over compressed bytes of everything encoded so far; None before the first block.
+    step_us
+        How long the step took, attention and model left out.
+    """
+
+    step: int
+    tokens: int
+    appended_bytes: int
+    live_bytes: int
+    held_bytes: int
+    ratio: float | None
+    queue_depth_peak: int
+    step_us: float
+
+    def __str__(self) -> str:
+        share = "-" if self.ratio is None else f"{self.ratio:.3f}"
+        sizes = f"{self.live_bytes:>13,} {self.held_bytes:>13,} {share:>7}"
+        return f"{self.step:>6,} {self.tokens:>8,} {sizes} {self.queue_depth_peak:>6,} {self.step_us:>9,.0f}"

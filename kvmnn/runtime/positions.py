@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..dtypes import Positions
-from ..packed.reserve import ReservePair
+from ..packed.compaction import ReservePair
 
 
 class PositionRuns:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..reports import plot_files, plot_style
+from ..reports import plot_style, plots
 from ..reports.plot_style import LineEnd
-from .replay_point import ReplayPoint
+from .metrics import ReplayPoint
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,12 +62,12 @@ PLOTS: dict[str, Callable[[Points], Figure]] = {
 
 def check_can_write(directory: str | os.PathLike[str], overwrite: bool = False) -> None:
     """Refuse to begin what could not end in plots; errors as `plot_files.require`."""
-    plot_files.check_can_write(PLOTS, directory, overwrite)
+    plots.check_can_write(PLOTS, directory, overwrite)
 
 
 def write_plots(points: Points, directory: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
     """Draw all plots; returns the files. Errors as for `check_can_write`."""
-    return plot_files.write_figures(_draw_plots(points), directory, overwrite)
+    return plots.write_figures(_draw_plots(points), directory, overwrite)
 
 
 def _draw_plots(points: Points) -> Iterator[tuple[str, Figure]]:

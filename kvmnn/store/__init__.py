@@ -1,7 +1,7 @@
 """The prefix store: K and V of any text, found again by the longest beginning that was ever put."""
 
-from .portable import read_exported
-from .prefix_store import PrefixStore
+from .adapters import GetResult, read_layer_caches, resolve_token_ids, write_prefix
+from .export import read_exported
 from .remote import BackendUnavailableError
 from .results import (
     CleanupResult,
@@ -16,7 +16,7 @@ from .results import (
     StoreStats,
     StoreVerifyResult,
 )
-from .sources import GetResult, read_layer_caches, resolve_token_ids, write_prefix
+from .store import PrefixStore
 
 __all__ = [
     "BackendUnavailableError",

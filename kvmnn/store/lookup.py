@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from .prefix_state import compute_state_key
-from .rows import BlockRow, BranchParentRow, BranchUnitRow, Key, NumberRow, ValidatingCursor
-from .token_ids import Ids, compute_block_keys, count_common_entries, count_common_ids, to_sort_key
+from .directory.index import BlockRow, BranchParentRow, BranchUnitRow, Key, NumberRow, ValidatingCursor
+from .namespace import Ids, compute_block_keys, count_common_entries, count_common_ids, to_sort_key
+from .unit_codec import compute_state_key
 
 _KEYS_PER_QUERY = 256
 """Keys in one question."""

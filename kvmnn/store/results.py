@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .._util.text import compute_ratio, escape_control, format_rate, pluralize, shorten_names
 from ..arrays.completeness import Completeness
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
-from ..text import compute_ratio, escape_control, format_rate, pluralize, shorten_names
-from .token_ids import Ids
+from .namespace import Ids
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

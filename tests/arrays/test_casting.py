@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmnn.arrays.casting import CastStats, merge_cast_stats
+from kvmnn.arrays.cast import CastStats, merge_cast_stats
 
 EVERY_WORD = np.arange(1 << 16, dtype="<u2").view(np.uint8)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvmnn.arrays import EngineCacheInfo, Source, compare_allclose, compare_bitwise
-from kvmnn.arrays.named_array import from_numpy
+from kvmnn.arrays.array import from_numpy
 from kvmnn.errors import SourceError
 
 

@@ -10,7 +10,7 @@ from kvmnn.arrays.completeness import (
     require_complete,
 )
 from kvmnn.errors import ManifestError
-from kvmnn.files.json_document import parse_document
+from kvmnn.files.schema import parse_document
 
 
 def windowed(included: bool) -> Completeness:

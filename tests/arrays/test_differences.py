@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvmnn.arrays.differences import compare_bitwise
-from kvmnn.arrays.named_array import LazyArray, from_numpy
+from kvmnn.arrays.array import LazyArray, from_numpy
+from kvmnn.arrays.compare import compare_bitwise
 from kvmnn.arrays.source import Source
 
 WORDS = np.arange(2 * 5 * 4, dtype=np.float32).reshape(2, 5, 4)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvmnn
+from kvmnn.arrays.array import LazyArray
 from kvmnn.arrays.float8 import build_exact_table, decode_array
-from kvmnn.arrays.named_array import LazyArray
 from kvmnn.dtypes import FLOAT8_NAMES
 
 # Exponent bits, fraction bits, bias: of OCP's OFP8 (e4m3fn and e5m2), and of "8-bit Numerical Formats for Deep Neural

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sources import WORDS, only
 
-from kvmnn.arrays.named_array import ArrayInfo, LazyArray, rechunk
+from kvmnn.arrays.array import ArrayInfo, LazyArray, rechunk
 from kvmnn.errors import SourceError
 
 

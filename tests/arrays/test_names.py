@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmnn import SourceError
-from kvmnn.arrays.names import parse_conventional_name, parse_layer, parse_part
+from kvmnn.arrays.naming import parse_conventional_name, parse_layer, parse_part
 
 
 @pytest.mark.parametrize(

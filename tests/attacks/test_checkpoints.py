@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvmnn import KvmnnError
-from kvmnn.compressor.conversion.convert import convert_checkpoint, prepare_conversion
-from kvmnn.compressor.conversion.selection import ConvertOptions
+from kvmnn.compressor.convert import convert_checkpoint, prepare_conversion
+from kvmnn.compressor.select import ConvertOptions
 from kvmnn.errors import CheckpointError
 from kvmnn.formats.torch import _pickles
 
@@ -236,8 +236,8 @@ def test_the_machine_refuses_what_makes_no_sense(data: bytes, match: str) -> Non
 _LIMITED = """
 import resource, sys, time
 from kvmnn import KvmnnError
-from kvmnn.compressor.conversion.convert import prepare_conversion
-from kvmnn.compressor.conversion.selection import ConvertOptions
+from kvmnn.compressor.convert import prepare_conversion
+from kvmnn.compressor.select import ConvertOptions
 start = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (start + int(sys.argv[2]) * 2**20,) * 2)
 begin = time.process_time()

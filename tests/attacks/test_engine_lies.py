@@ -18,10 +18,10 @@ import pytest
 from fixtures.compressor_checkpoint import ORDERED_DICT, REBUILD, STORAGES, write_checkpoint
 
 import kvmnn
-from kvmnn.files.mapped import MappedFile
+from kvmnn.files.mapped_file import MappedFile
 from kvmnn.formats import ReadOptions
 from kvmnn.formats.llama import state as llama_state
-from kvmnn.formats.zarr import reading as zarr_reading
+from kvmnn.formats.zarr import reader as zarr_reading
 
 HEAD = b"nsgg" + struct.pack("<II", 10, 0) + struct.pack("<I", 5) + b"llama"
 OLD = b"nsgg" + struct.pack("<II", 9, 0) + struct.pack("<I", 5) + b"llama"

@@ -16,7 +16,7 @@ from hostile_files import quietly, samples
 from json_cases import places
 
 from kvmnn.errors import KvmnnError
-from kvmnn.files.json_document import parse_document, read_object
+from kvmnn.files.schema import parse_document, read_object
 
 NOT_JSON = {b"[]", b"{}", b"[,]", b"1,000", b"1 2", b"[] []", b"{} {}", b"true false"}
 """No documents, or other ones, but not wrong inside of brackets."""

@@ -14,7 +14,7 @@ from bundles import edit
 from hostile_files import write_dump
 
 import kvmnn
-from kvmnn.bundle import manifest, manifest_reading
+from kvmnn.bundle import manifest
 
 KEYS = np.random.default_rng(4).standard_normal((4, 30, 32)).astype(np.float16)
 
@@ -100,9 +100,7 @@ def test_frames_that_are_declared_as_shared(here, run):
     run("decode", "k.frame", "-o", "x/")
     assert {np.load(path).tobytes() for path in Path("x").iterdir()} == {KEYS.tobytes()}
     assert (
-        manifest_reading.parse_manifest(manifest.dump_manifest(manifest_reading.load_manifest(Path("k.frame.json"))))
-        .arrays[2]
-        .shared
+        manifest.parse_manifest(manifest.dump_manifest(manifest.load_manifest(Path("k.frame.json")))).arrays[2].shared
     )
 
 

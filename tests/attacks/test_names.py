@@ -12,7 +12,7 @@ import pytest
 import kvmnn
 from kvmnn.arrays.source import merge_sources
 from kvmnn.errors import SourceError
-from kvmnn.files.names import make_file_names
+from kvmnn.files.file_names import make_file_names
 
 BAD = {
     "x\0one": r"has the control character '\x00' in it",

@@ -154,7 +154,7 @@ def test_headers_are_read_as_numpy_reads_them(tmp_path: Path) -> None:
 
 def test_no_other_module_hands_headers_to_numpy() -> None:
     """``np.load`` and numpy's readers of headers parse the text of types themselves."""
-    own_files = {"kvmnn/lm/start_files.py"}  # maps the temporary files that this run has written
+    own_files = {"kvmnn/lm/warm_start.py"}  # maps the temporary files that this run has written
     for path in (ROOT / "kvmnn").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         is_own = path.relative_to(ROOT).as_posix() in own_files

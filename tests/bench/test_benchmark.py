@@ -10,9 +10,9 @@ import pytest
 
 import kvmnn
 from kvmnn import bench
-from kvmnn.bench import ArrayBenchReport, CodecBenchResult, Timing, benchmark, rivals
-from kvmnn.bench.rivals import BenchCodec
-from kvmnn.cli.command import main
+from kvmnn.bench import ArrayBenchReport, CodecBenchResult, Timing, benchmark, codecs
+from kvmnn.bench.codecs import BenchCodec
+from kvmnn.cli.entry_point import main
 
 KEYS = np.random.default_rng(4).standard_normal((64, 64)).astype(np.float16)
 
@@ -20,8 +20,8 @@ KEYS = np.random.default_rng(4).standard_normal((64, 64)).astype(np.float16)
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_every_rival_that_is_installed_gives_the_data_back(dtype):
     data = KEYS.view(np.uint8).ravel()
-    found, missing = rivals.find_installed_codecs(dtype, 1)
-    for codec in found + rivals.make_kvmnn_codecs(dtype, 1, with_max=True):
+    found, missing = codecs.find_installed_codecs(dtype, 1)
+    for codec in found + codecs.make_kvmnn_codecs(dtype, 1, with_max=True):
         back = codec.decode(codec.encode(data))
         assert benchmark._is_same(back, data), codec.name
         assert codec.version
@@ -44,7 +44,7 @@ def test_a_codec_that_fails_or_lies_is_a_line_of_the_table(tmp_path, capsys, mon
         raise RuntimeError("no luck")
 
     liars = [BenchCodec("liar", "1", bytes, lambda made: made[::-1]), BenchCodec("broken", "1", broken, bytes)]
-    monkeypatch.setattr(rivals, "find_installed_codecs", lambda dtype, threads: (liars, ["absent"]))
+    monkeypatch.setattr(codecs, "find_installed_codecs", lambda dtype, threads: (liars, ["absent"]))
     np.save(tmp_path / "k.npy", KEYS)
     assert main(["bench", str(tmp_path / "k.npy"), "--rounds", "1"]) == 0
     lines = {line.split("  ")[0]: line for line in capsys.readouterr().out.splitlines()}
@@ -132,7 +132,7 @@ def test_a_damaged_array_is_refused(tmp_path, capsys):
 def test_max_on_a_part_has_exact_on_the_same_part_beside_it(tmp_path, capsys, monkeypatch):
     """So that no ratio stands beside one of other bytes."""
     monkeypatch.setattr(benchmark, "MAX_EFFORT_SAMPLE_BYTES", 1024)
-    monkeypatch.setattr(rivals, "find_installed_codecs", lambda dtype, threads: ([], []))
+    monkeypatch.setattr(codecs, "find_installed_codecs", lambda dtype, threads: ([], []))
     np.save(tmp_path / "k.npy", KEYS)
     source = kvmnn.open(tmp_path / "k.npy")
     turns: list[int] = []

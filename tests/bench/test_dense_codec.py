@@ -13,8 +13,8 @@ import pytest
 import kvmnn
 from kvmnn import bench
 from kvmnn.bench import benchmark
-from kvmnn.bench.dense_codec import DENSE_CODEC_NAME, count_dense_bytes, make_dense_codec, make_dense_plans, make_plan
-from kvmnn.cli.command import main
+from kvmnn.bench.codecs import DENSE_CODEC_NAME, count_dense_bytes, make_dense_codec, make_dense_plans, make_plan
+from kvmnn.cli.entry_point import main
 
 TOKENS, HEADS, DIM, LAYERS = 48, 2, 16, 3
 WORDS = np.random.default_rng(5).standard_normal((LAYERS, TOKENS, HEADS, DIM)).astype(np.float16)

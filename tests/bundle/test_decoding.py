@@ -12,7 +12,7 @@ from bundles import KEYS, bundle, edit, joined, named
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvmnn.arrays.named_array import LazyArray
+from kvmnn.arrays.array import LazyArray
 from kvmnn.bundle import EncodeOptions, FrameSet, compare_frame_set, decode_frames, open_frames
 from kvmnn.errors import FrameError, KvmnnError, LimitError, ManifestError
 

@@ -12,10 +12,10 @@ from dense_samples import rotated, to_dtype
 
 import kvmnn
 from kvmnn import RopeConfig, bundle, dense
-from kvmnn.arrays.named_array import LazyArray, from_numpy
-from kvmnn.bundle import DenseOptions, EncodeOptions, dense_groups
-from kvmnn.bundle.dense_groups import compute_num_workers, map_in_order, plan_groups
-from kvmnn.bundle.dense_pieces import DensePlan
+from kvmnn.arrays.array import LazyArray, from_numpy
+from kvmnn.bundle import DenseOptions, EncodeOptions
+from kvmnn.bundle import dense as bundle_dense
+from kvmnn.bundle.dense import DensePlan, compute_num_workers, map_in_order, plan_groups
 
 LAYERS, TOKENS, DIM = 6, 300, 32
 ROTARY = RopeConfig(dims=DIM)
@@ -101,7 +101,7 @@ def test_token_ids_are_looked_at_once_a_group(cache, monkeypatch):
         given.append((len(arrays), options["token_ids"].tolist()))
         return real(arrays, **options)
 
-    monkeypatch.setattr(dense_groups.dense, "encode_many", encode_many)
+    monkeypatch.setattr(bundle_dense.dense, "encode_many", encode_many)
     ids = np.arange(TOKENS + 5)
     bundle.encode_source(kvmnn.open("kv.npz"), "d/", EncodeOptions(dense=DenseOptions(token_ids=ids), threads=1))
     assert given == [(3, list(range(TOKENS)))] * 4
@@ -121,7 +121,7 @@ def test_few_are_alone_and_many_are_shared_out():
 def test_large_ones_are_together_up_to_a_bound():
     tokens = (8 << 20) // 32
     found = plan_groups(arrays_of(both(range(8), tokens=tokens)))
-    assert (list(found.sizes), found.max_group_bytes) == ([4] * 4, dense_groups.GROUP_BYTES)
+    assert (list(found.sizes), found.max_group_bytes) == ([4] * 4, bundle_dense.GROUP_BYTES)
     assert sizes(both(range(8), tokens=5 * tokens)) == [1] * 16
 
 
@@ -143,7 +143,7 @@ def test_texts_by_turns_are_alone_and_layers_of_an_array_are_not():
     assert sizes([plan(0, is_batch=True)], layers=8) == [1] * 8
     keys = np.random.default_rng(1).standard_normal((4, 2, 50, 8)).astype(np.float16)
     for name, is_batch in (("layer_0.key", True), ("k", False)):
-        source = kvmnn.formats.opening.Source([from_numpy(name, keys)])
+        source = kvmnn.formats.registry.Source([from_numpy(name, keys)])
         assert [each.is_batch for each in bundle.dense_pieces.plan_arrays(source, DenseOptions()).values()] == [
             is_batch
         ]

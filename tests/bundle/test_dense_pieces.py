@@ -207,11 +207,11 @@ def test_what_does_not_shrink_may_stay_raw():
 
 def test_what_the_bundle_does_not_say_is_a_defect_of_nobody(monkeypatch):
     """A stream that decoded to something else would be found before it is kept."""
-    from kvmnn.bundle import dense_pieces
+    from kvmnn.bundle import dense
 
     np.savez("kv.npz", **cache())
-    real = dense_pieces.dense.decode
-    monkeypatch.setattr(dense_pieces.dense, "decode", lambda stream: real(stream)[:, ::-1])
+    real = dense.dense.decode
+    monkeypatch.setattr(dense.dense, "decode", lambda stream: real(stream)[:, ::-1])
     with pytest.raises(KvmnnError, match="a dense stream did not decode to its own input; nothing was written"):
         bundle.encode_source(kvmnn.open("kv.npz"), "d/", DENSE)
     assert not Path("d").exists()

@@ -10,13 +10,13 @@ from bundles import CUT, KEYS, frame_file, named
 
 import kvmnn
 from kvmnn import bundle
-from kvmnn.bundle import EncodeOptions, manifest_reading
+from kvmnn.bundle import EncodeOptions, manifest
 from kvmnn.errors import KvmnnError
 
 
 def test_frames_are_cut_along_the_leading_axes_and_listed_in_order(tmp_path):
     path = frame_file(tmp_path / "k.frame", named(KEYS))
-    document = manifest_reading.load_manifest(tmp_path / "k.frame.json")
+    document = manifest.load_manifest(tmp_path / "k.frame.json")
     (array,) = document.arrays
     stored = path.read_bytes()
     rows = 4096 // 128
@@ -40,7 +40,7 @@ def test_options_reach_the_encoder(tmp_path):
     expected = kvmnn.encode(KEYS, predictors="raw", hi_predictors="xor_seq", codecs=("rle",), effort="fast")
     path = frame_file(tmp_path / "k.frame", named(KEYS), options)
     assert path.read_bytes() == expected
-    document = manifest_reading.load_manifest(tmp_path / "k.frame.json")
+    document = manifest.load_manifest(tmp_path / "k.frame.json")
     assert (document.predictors, document.hi_predictors, document.codecs, document.effort) == (
         ("raw",), ("xor_seq",), ("rle",), "fast",
     )  # fmt: skip
@@ -52,7 +52,7 @@ def test_options_reach_the_encoder(tmp_path):
 
 def test_stream_headers_are_counted_over_all_frames(tmp_path):
     path = frame_file(tmp_path / "k.frame", named(KEYS))
-    count = len(manifest_reading.load_manifest(tmp_path / "k.frame.json").arrays[0].frames)
+    count = len(manifest.load_manifest(tmp_path / "k.frame.json").arrays[0].frames)
     streams = bundle.inspect_frame_set(bundle.open_frames(str(path))).streams
     assert count > 1
     assert [total.header_bytes for total in streams.values()] == [10 * count, 10 * count]
@@ -68,7 +68,7 @@ def test_bad_options_are_refused_at_once(options):
 
 
 def test_a_frame_that_does_not_decode_to_its_input_is_never_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvmnn.bundle.encoding.verify_roundtrip", lambda *_, **__: False)
+    monkeypatch.setattr("kvmnn.bundle.encoder.verify_roundtrip", lambda *_, **__: False)
     with pytest.raises(KvmnnError, match="did not decode to its own input"):
         frame_file(tmp_path / "k.frame", named(KEYS))
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvmnn.bundle import manifest, manifest_reading
+from kvmnn.bundle import manifest
 from kvmnn.errors import ManifestError
 
 HASH = "0" * 64
@@ -46,7 +46,7 @@ def document() -> dict[str, Any]:
 
 
 def read(value: Any) -> manifest.Manifest:
-    return manifest_reading.parse_manifest(value if isinstance(value, bytes) else json.dumps(value).encode())
+    return manifest.parse_manifest(value if isinstance(value, bytes) else json.dumps(value).encode())
 
 
 def test_round_trip():
@@ -146,10 +146,10 @@ def test_two_arrays_of_one_name():
 
 def test_load_names_the_file(tmp_path):
     with pytest.raises(ManifestError, match=r"m.json: cannot be read"):
-        manifest_reading.load_manifest(tmp_path / "m.json")
+        manifest.load_manifest(tmp_path / "m.json")
     (tmp_path / "m.json").write_bytes(b"{}")
     with pytest.raises(ManifestError, match=r'm.json: schema: is missing: a manifest of kvmnn says "schema": "kvmnn-m'):
-        manifest_reading.load_manifest(tmp_path / "m.json")
+        manifest.load_manifest(tmp_path / "m.json")
 
 
 def test_dense_streams_say_their_rotation_and_nothing_of_frames():

@@ -75,7 +75,7 @@ def test_arrays_are_cut_above_16_mib_and_streams_carry_one_frame_of_64(here, run
     stream = io.BytesIO()
     bundle.encode_source(kvmnn.open("large.npy"), stream, EncodeOptions(effort="fast"))
     assert stream.getvalue() == kvmnn.encode(np.zeros(17 << 19, np.float16), effort="fast")
-    monkeypatch.setattr("kvmnn.bundle.encoding.DEFAULT_STREAM_FRAME_BYTES", (17 << 20) - 1)
+    monkeypatch.setattr("kvmnn.bundle.encoder.DEFAULT_STREAM_FRAME_BYTES", (17 << 20) - 1)
     with pytest.raises(OptionError, match="are above --frame-bytes: use --frame-bytes 0 or -o FILE"):
         bundle.encode_source(kvmnn.open("large.npy"), stream)
 

@@ -160,7 +160,7 @@ def test_npz_is_as_numpy_writes_it(here, run):
 
 
 def test_metadata_of_safetensors_survives(here, run):
-    from kvmnn.arrays.named_array import ArrayInfo
+    from kvmnn.arrays.array import ArrayInfo
     from kvmnn.formats.safetensors import build_header
 
     head, _ = build_header([ArrayInfo(name="k", dtype="fp16", shape=KEYS.shape, array_dtype="<f2")], {"model": "tiny"})

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvmnn.cli import build_parser
-from kvmnn.cli.completions import describe_commands, format_bash
-from kvmnn.cli.parser import COMMANDS
+from kvmnn.cli.command_parser import COMMANDS
+from kvmnn.cli.completion_scripts import describe_commands, format_bash
 
 BASH = shutil.which("bash")
 

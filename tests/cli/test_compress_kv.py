@@ -15,10 +15,10 @@ from compressor_model import to_words, weight_file
 from packed_samples import arrays, write_prefix
 from repository import FIXTURES
 
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 from kvmnn.compressor import kvcm
-from kvmnn.compressor.forward.compressing import compress_cache
-from kvmnn.compressor.forward.options import ForwardOptions
+from kvmnn.compressor.forward.compress import compress_cache
+from kvmnn.compressor.forward.plan import ForwardOptions
 from kvmnn.formats import open as open_source
 
 SHAPE = (2, 1, 3, 21, 4)

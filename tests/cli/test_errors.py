@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvmnn
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 
 KEYS = np.random.default_rng(3).standard_normal((4, 30, 32)).astype(np.float16)
 
@@ -179,8 +179,8 @@ def test_whatever_happens_while_working(here, capsys, monkeypatch, error):
     def fail(*_: object, **__: object) -> bytes:
         raise error
 
-    monkeypatch.setattr("kvmnn.bundle.encoding.encode_for_file", fail)
-    monkeypatch.setattr("kvmnn.bundle.encoding.EncodeOptions.__post_init__", lambda self: None)
+    monkeypatch.setattr("kvmnn.bundle.encoder.encode_for_file", fail)
+    monkeypatch.setattr("kvmnn.bundle.encoder.EncodeOptions.__post_init__", lambda self: None)
     before = tree(here)
     assert main(["encode", "ok.npy", "-o", "x.frame"]) == (130 if error is KeyboardInterrupt else 1)
     assert capsys.readouterr().err.count("\n") == 1

@@ -19,7 +19,7 @@ import time
 import pytest
 from repository import FIXTURES
 
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 
 FIXTURE = FIXTURES / "lm"
 TEXTS = [str(FIXTURE / "texts" / name) for name in ("calendar.py.txt", "asyncio__tasks.py.txt")]

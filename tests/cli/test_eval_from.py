@@ -14,7 +14,7 @@ import pytest
 import saved_starts
 from repository import FIXTURES
 
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 
 MODEL = FIXTURES / "lm"
 TEXT = MODEL / "texts" / "trace.py.txt"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from repository import FIXTURES
 
-from kvmnn.h2o import plan_blocks, sum_by_block
+from kvmnn.policies.h2o import plan_blocks, sum_by_block
 
 FIXTURE = FIXTURES / "lm"
 TEXT = FIXTURE / "texts" / "calendar.py.txt"

@@ -8,9 +8,8 @@ import re
 import pytest
 
 from kvmnn.cli import build_parser
-from kvmnn.cli.help import collect_help
-from kvmnn.cli.parser import COMMANDS, COMMANDS_BY_GROUP
-from kvmnn.cli.verbs import store
+from kvmnn.cli.command_parser import COMMANDS, COMMANDS_BY_GROUP, collect_help
+from kvmnn.cli.commands import store
 from kvmnn.errors import KvmnnError
 from kvmnn.packed.backends import get_backend
 

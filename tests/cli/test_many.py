@@ -18,13 +18,13 @@ import numpy as np
 import pytest
 from hf_files import pairs, save
 
+from kvmnn._util.packages import get_version
+from kvmnn.batch import Task
+from kvmnn.batch.tasks import run_task
 from kvmnn.cli import main
-from kvmnn.cli.many_lines import format_task_line
-from kvmnn.cli.many_work import BATCH_COMMANDS, CommandWork
+from kvmnn.cli.batch import format_task_line
+from kvmnn.cli.batch_work import BATCH_COMMANDS, CommandWork
 from kvmnn.errors import OptionError
-from kvmnn.many import Task
-from kvmnn.many.tasks import run_task
-from kvmnn.version import get_version
 
 HALF = np.random.default_rng(5).normal(size=(2, 9, 4)).astype(np.float16)
 KV = {"layer_0.key": HALF, "layer_0.value": HALF * 2}
@@ -412,7 +412,7 @@ def test_a_verb_as_work(here):
         (("decode",), "'decode' is not done for many files"),
         (("encode", "--nonsense"), "unrecognized arguments: --nonsense"),
         (("encode", "--effort", "wrong"), "invalid choice: 'wrong'"),
-        (("encode", "--jobs", "2"), "--jobs is about a run of many files: kvmnn.many.run_tasks is told"),
+        (("encode", "--jobs", "2"), "--jobs is about a run of many files: kvmnn.batch.run_tasks is told"),
         (("measure", "--threads", "2"), "--threads is about a run"),
     ],
 )

@@ -53,7 +53,7 @@ def test_many_files_in_a_terminal_end_without_a_warning(verb: str) -> None:
 
 UNGUARDED = """
 from os.path import getsize
-from kvmnn.many import run_tasks
+from kvmnn.batch import run_tasks
 
 def size(task):
     return {"bytes": getsize(task.path)}

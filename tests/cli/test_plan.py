@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvmnn import PackedCache
-from kvmnn.cli.command import main
-from kvmnn.h2o import plan_blocks, sum_by_block
+from kvmnn.cli.entry_point import main
+from kvmnn.policies.h2o import plan_blocks, sum_by_block
 
 RNG = np.random.default_rng(4)
 ATTENTION = RNG.random((2, 4, 1, 500), dtype=np.float32)

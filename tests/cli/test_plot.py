@@ -9,7 +9,7 @@ import pytest
 from lm_results import document
 from repository import FIXTURES
 
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 from kvmnn.evaluation import read_results
 from kvmnn.reports import plots
 

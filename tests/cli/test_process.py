@@ -91,7 +91,7 @@ sys.argv = ["kvmnn", "encode", "keys.npy", "-o", "k.frame"]
 
 @pytest.mark.parametrize("start", sorted(STARTS))
 @pytest.mark.parametrize(
-    "module", ["kvmnn.cli.streams", "kvmnn.cli.signals", "numpy", "kvmnn.cli.verbs.encode", "kvmnn.frames._encoder"]
+    "module", ["kvmnn.cli.streams", "kvmnn.cli.signals", "numpy", "kvmnn.cli.commands.encode", "kvmnn.frames._encoder"]
 )
 def test_an_interrupt_during_imports(here, start, module):
     code = SIGNALLED.format(module=module, number=int(signal.SIGINT)) + STARTS[start]
@@ -133,9 +133,9 @@ def test_an_interrupt_in_a_callback_of_imports_waits():
 def test_an_interrupt_in_an_exec_of_text_is_exit_code_130():
     """As when dataclasses are made: CPython remembers such a one and would end by the signal."""
     program = (
-        "import sys\nfrom kvmnn.cli import command, parser\n"
+        "import sys\nfrom kvmnn.cli import command_parser, entry_point\n"
         "def parse_command_line(words): exec('raise KeyboardInterrupt')\n"
-        "parser.parse_command_line = parse_command_line\nsys.exit(command.main())"
+        "command_parser.parse_command_line = parse_command_line\nsys.exit(entry_point.main())"
     )
     done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"kvmnn: error: interrupted\n")

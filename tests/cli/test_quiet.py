@@ -16,8 +16,8 @@ from hostile_files import samples
 from mlx_files import Shape
 
 from kvmnn.cli import build_parser, main
-from kvmnn.cli.parser import COMMANDS as VERB_COMMANDS
-from kvmnn.cli.parser import get_subparsers
+from kvmnn.cli.command_parser import COMMANDS as VERB_COMMANDS
+from kvmnn.cli.command_parser import get_subparsers
 
 COMMANDS = [(name, command) for name, sample in samples().items() for command in sample.commands]
 SEEN = {command.split()[0] for _, command in COMMANDS}

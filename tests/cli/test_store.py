@@ -225,7 +225,7 @@ def test_the_rest(here: Path, run) -> None:
 
 def test_a_store_that_cannot_be_written_to_is_verified(here: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
     run("store", "put", "S", "long.npz", "--token-ids", "long.json", "--fingerprint", "m")
-    monkeypatch.setattr("kvmnn.cli.verbs.store.os.access", lambda *_: False)
+    monkeypatch.setattr("kvmnn.cli.commands.store.os.access", lambda *_: False)
     assert "1 unit, 50 tokens" in run("store", "verify", "S").out
     (file,) = Path("S/units").glob("*/*.unit")
     file.write_bytes(file.read_bytes()[:-1])

@@ -15,8 +15,8 @@ from hostile_files import samples
 from repository import ROOT
 
 import kvmnn
+from kvmnn._util.packages import import_optional
 from kvmnn.cli import main
-from kvmnn.optional import import_optional
 
 NAME = "x\nINJECTED\x1b[31m\r\x9b2J\u202e\x7f\u2028"
 """A line of its own, colours, a return to the line's start, C1, the direction of writing, DEL, a separator."""

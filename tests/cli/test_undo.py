@@ -22,7 +22,7 @@ import kvmnn
 from kvmnn.arrays import invert_source_transforms
 from kvmnn.errors import MissingOptionError, OptionError
 from kvmnn.formats.mnn import pack
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 
 HEADS, TOKENS, DIMS, LAYERS = 2, 12, 64, 2
 PACK = ("--backend", "arm64-fp16", "--name", "sys")

@@ -13,7 +13,7 @@ import pytest
 from repository import FIXTURES
 
 import kvmnn
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 
 SHAPES = ((2, 32), (4, 32), (1, 64), (3, 16))
 TOKENS = 150

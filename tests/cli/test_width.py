@@ -11,7 +11,7 @@ import compressor_files
 import numpy as np
 import pytest
 
-from kvmnn.text.folding import wrap_text
+from kvmnn._util.text import wrap_text
 
 WORDS = np.random.default_rng(4).standard_normal((2, 320, 64)).astype(np.float32)
 VERBS = """

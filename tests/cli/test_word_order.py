@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from kvmnn.cli import build_parser
-from kvmnn.cli.parser import COMMANDS, get_subparsers, parse_command_line
-from kvmnn.cli.word_order import sort_words
+from kvmnn.cli.command_parser import COMMANDS, get_subparsers, parse_command_line, sort_words
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,9 @@ import pytest
 from numcodecs.abc import Codec
 
 import kvmnn
-from kvmnn.codecs.chunks import CODEC_NAME
-from kvmnn.codecs.numcodecs_codec import FrameCompressor
 from kvmnn.errors import FrameError, KvmnnError, LimitError
+from kvmnn.integrations.chunk_codec import CODEC_NAME
+from kvmnn.integrations.numcodecs import FrameCompressor
 
 numcodecs.register_codec(FrameCompressor)
 RNG = np.random.default_rng(5)
@@ -111,7 +111,7 @@ def test_what_is_no_frame() -> None:
 
 def test_chunks_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = FrameCompressor().encode(np.zeros(64, np.float16))
-    monkeypatch.setattr("kvmnn.codecs.chunks.MAX_CHUNK_BYTES", 100)
+    monkeypatch.setattr("kvmnn.integrations.chunk_codec.MAX_CHUNK_BYTES", 100)
     with pytest.raises(LimitError, match="max_bytes is 100"):
         FrameCompressor().decode(frame)
     with pytest.raises(LimitError, match="expected at most 100"):

@@ -12,11 +12,11 @@ import zarr.registry
 from codec_entry_points import declared, run_elsewhere
 
 import kvmnn
-import kvmnn.codecs.bfloat16
-from kvmnn.codecs.chunks import CODEC_NAME
-from kvmnn.codecs.numcodecs_codec import FrameCompressor
-from kvmnn.codecs.zarr_codec import ZarrFrameCodec
+import kvmnn.integrations.bfloat16
 from kvmnn.errors import FrameError, KvmnnError
+from kvmnn.integrations.chunk_codec import CODEC_NAME
+from kvmnn.integrations.numcodecs import FrameCompressor
+from kvmnn.integrations.zarr import ZarrFrameCodec
 
 RNG = np.random.default_rng(6)
 SHAPE, CHUNKS = (3, 50, 8), (2, 16, 8)
@@ -137,7 +137,7 @@ def test_bfloat16_is_a_data_type(tmp_path: Path) -> None:
     assert (zarr.open_array(tmp_path / "b", mode="r")[:].astype(np.float32) == -2).all()
     with pytest.raises(ValueError, match="2"):
         zarr.create_array(tmp_path / "c", shape=SHAPE, dtype=ml_dtypes.bfloat16, zarr_format=2)
-    kind = kvmnn.codecs.bfloat16.BFloat16()
+    kind = kvmnn.integrations.bfloat16.BFloat16()
     for said, bits in (("NaN", 0x7FC0), ("-Infinity", 0xFF80), ("0x7fc1", 0x7FC1), (1.0, 0x3F80), (0, 0)):
         assert np.array(kind.from_json_scalar(said, zarr_format=3)).view(np.uint16) == bits
     for wrong in ("one", None, [1], "0x123456"):

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from kvcm_loaders import csrc_accepts, src_accepts
 
 from kvmnn import KvmnnError
-from kvmnn.cli import command
+from kvmnn.cli import entry_point
+from kvmnn.compressor import convert as conversion
 from kvmnn.compressor import kvcm
-from kvmnn.compressor.conversion import convert as conversion
-from kvmnn.compressor.conversion.convert import ConvertResult, convert_checkpoint
-from kvmnn.compressor.conversion.rounding import convert_elements, count_non_finite
-from kvmnn.compressor.conversion.selection import ConvertOptions, TensorSelection, select_tensors
-from kvmnn.compressor.conversion.verify import verify_weights
-from kvmnn.compressor.kvcm.words import round_float32
+from kvmnn.compressor.checkpoint import convert_elements, count_non_finite
+from kvmnn.compressor.convert import ConvertResult, convert_checkpoint
+from kvmnn.compressor.kvcm import round_float32
+from kvmnn.compressor.select import ConvertOptions, TensorSelection, select_tensors
+from kvmnn.compressor.verify import verify_weights
 from kvmnn.dtypes import BF16, FP16, FP32
 from kvmnn.errors import CheckpointError, OutputError
 from kvmnn.formats.torch.tensors import ELEMENT_TYPES, TorchStorage, TorchTensor
@@ -429,19 +429,19 @@ def test_progress_counts_every_byte_but_the_header(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = checkpoint(tmp_path / "c.pth", {**STATE, "x": 1}), tmp_path / "new" / "folder" / "w.bin"
     options = ["--dtype", "bf16", "--prefix-order", " compress_tk,, compress_tv", "--slot-order", "0, 3 ,6,"]
-    assert command.main(["convert", "--input", str(source), "--output", str(target), *options]) == 0
+    assert entry_point.main(["convert", "--input", str(source), "--output", str(target), *options]) == 0
     shown = capsys.readouterr()
     first, second = shown.out.splitlines()
     assert first == f"Wrote {target} (layers=2, weights/layer=6, dtype=bf16, factor=3, hidden_size=12, head_dim=4)"
     assert second.startswith("sha256 ")
     assert second.endswith("bytes, LOSSY (float32 rounded to bf16)")
     assert shown.err.startswith("kvmnn: warning: not used: 25 keys ('compress_ik.0.0.weight'")
-    assert command.main(["convert", str(source), str(target), "--json", "-f", "--dtype", "fp32"]) == 0
+    assert entry_point.main(["convert", str(source), str(target), "--json", "-f", "--dtype", "fp32"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["label"] == "LOSSLESS"
     assert document["unused"] == ["x"]
     assert document["bytes"] == target.stat().st_size
-    assert command.main(["convert", str(source), str(target)]) == 1
+    assert entry_point.main(["convert", str(source), str(target)]) == 1
     assert "exists already" in capsys.readouterr().err
 
 
@@ -459,7 +459,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["convert", *arguments]) == 2
+    assert entry_point.main(["convert", *arguments]) == 2
     assert capsys.readouterr().err.startswith("kvmnn: error: ")
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from kvmnn import KvmnnError
 from kvmnn.arrays.layer_cache import LayerCache
-from kvmnn.compressor.forward.compressed_file import PositionSpans
-from kvmnn.compressor.forward.compressing import compress_cache, compress_layers
-from kvmnn.compressor.forward.options import ForwardOptions
+from kvmnn.compressor.forward.cache_file import PositionSpans
+from kvmnn.compressor.forward.compress import compress_cache, compress_layers
+from kvmnn.compressor.forward.plan import ForwardOptions
 
 ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime"))
 ENGINES = ["numpy", *(["onnx"] if ONNX else [])]
@@ -186,7 +186,7 @@ def test_a_long_cache_goes_in_chunks(monkeypatch):
     keys, values = cache(random, 1, 2, 5, 61, 4)
     expected = compress_cache(weights, keys, values, ForwardOptions(image_len=31))
     for rows in (1, 3, 7, 20, 45):
-        monkeypatch.setattr("kvmnn.compressor.forward.grouping._MAX_CHUNK_BYTES", rows * 4 * 12)
+        monkeypatch.setattr("kvmnn.compressor.forward.compress._MAX_CHUNK_BYTES", rows * 4 * 12)
         made = compress_cache(weights, keys, values, ForwardOptions(image_len=31))
         np.testing.assert_allclose(made.keys, expected.keys, rtol=0, atol=1e-6)
         np.testing.assert_allclose(made.values, expected.values, rtol=0, atol=1e-6)

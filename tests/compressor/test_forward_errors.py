@@ -11,8 +11,8 @@ from compressor_model import to_words, weight_file
 
 from kvmnn import KvmnnError, MissingDependencyError
 from kvmnn.arrays.layer_cache import LayerCache
-from kvmnn.compressor.forward.compressing import compress_cache
-from kvmnn.compressor.forward.options import ForwardOptions
+from kvmnn.compressor.forward.compress import compress_cache
+from kvmnn.compressor.forward.plan import ForwardOptions
 
 ENGINES = ["numpy", *(["onnx"] if all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))) else [])]
 
@@ -103,9 +103,7 @@ def test_outputs_must_be_head_dim():
 
 
 def test_the_onnx_engine_is_given_nothing_when_shapes_are_wrong(weights, monkeypatch):
-    monkeypatch.setattr(
-        "kvmnn.compressor.forward.compressing.open_engine", lambda *_: pytest.fail("an engine was opened")
-    )
+    monkeypatch.setattr("kvmnn.compressor.forward.compress.open_engine", lambda *_: pytest.fail("an engine was opened"))
     refused("expected at least 3", weights, *arrays(3, 1, 2, 12, 4))
 
 

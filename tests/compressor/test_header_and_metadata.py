@@ -10,10 +10,9 @@ import pytest
 from compressor_files import checkpoint, weight_file, weights
 
 from kvmnn import KvmnnError
-from kvmnn.cli import command
+from kvmnn.cli import entry_point
 from kvmnn.compressor import ConvertOptions, convert_checkpoint, export_weights, inspect_weights, kvcm, verify_weights
-from kvmnn.compressor.kvcm.header import FIELD_OFFSETS
-from kvmnn.compressor.kvcm.metadata import pack_metadata, unpack_metadata
+from kvmnn.compressor.kvcm import FIELD_OFFSETS, pack_metadata, unpack_metadata
 
 STATE = weights()
 ENTRIES = {"source": "run 7, epoch 3", "licence": "Apache-2.0", "na\u00efve": "a=b"}
@@ -29,7 +28,7 @@ def source(tmp_path: Path) -> Path:
 def shell(capsys: pytest.CaptureFixture[str]) -> Any:
     def call(*argv: object) -> tuple[int, str, str]:
         capsys.readouterr()
-        code = command.main([str(argument) for argument in argv])
+        code = entry_point.main([str(argument) for argument in argv])
         return code, *capsys.readouterr()
 
     return call

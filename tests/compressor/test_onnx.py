@@ -10,9 +10,9 @@ import pytest
 from compressor_model import to_floats, weight_file
 
 from kvmnn import KvmnnError, OutputError
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 from kvmnn.compressor import kvcm
-from kvmnn.compressor.forward.numpy_engine import NumpyEngine
+from kvmnn.compressor.forward.engines import NumpyEngine
 from kvmnn.compressor.forward.onnx_graph import build_graph, export_onnx, list_compressor_kinds
 
 onnx = pytest.importorskip("onnx", reason="extra lm")

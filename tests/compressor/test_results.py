@@ -14,7 +14,7 @@ from compressor_files import checkpoint, weights
 from compressor_model import weight_file
 
 import kvmnn
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 from kvmnn.compressor import (
     ForwardOptions,
     compress_cache,

@@ -18,18 +18,17 @@ from hypothesis import strategies as st
 
 from kvmnn import KvmnnError
 from kvmnn.arrays import float8
-from kvmnn.cli import command
-from kvmnn.compressor.checkpoint import open_checkpoint
-from kvmnn.compressor.conversion.convert import convert_checkpoint, prepare_conversion
-from kvmnn.compressor.conversion.inspect import inspect_checkpoint
-from kvmnn.compressor.conversion.rounding import convert_elements
-from kvmnn.compressor.conversion.selection import _EXACT_TYPES, ConvertOptions
-from kvmnn.compressor.conversion.verify import verify_weights
-from kvmnn.compressor.kvcm.words import round_float32
+from kvmnn.cli import entry_point
+from kvmnn.compressor.checkpoint import convert_elements, open_checkpoint
+from kvmnn.compressor.convert import convert_checkpoint, prepare_conversion
+from kvmnn.compressor.inspect import inspect_checkpoint
+from kvmnn.compressor.kvcm import round_float32
+from kvmnn.compressor.select import _EXACT_TYPES, ConvertOptions
+from kvmnn.compressor.verify import verify_weights
 from kvmnn.dtypes import BF16, FP16, FP32, parse_dtype
 from kvmnn.errors import CheckpointError
+from kvmnn.formats.torch.allowed_globals import set_tensor_state
 from kvmnn.formats.torch.tensors import ELEMENT_TYPES, TorchStorage, TorchTensor
-from kvmnn.formats.torch.torch_names import set_tensor_state
 
 ONE = ConvertOptions(prefixes=("compress_tk",))
 
@@ -266,7 +265,7 @@ def test_what_was_converted_is_verified_and_its_label_is_true(recorded: Path, tm
 def test_inspect_accounts_for_parts_of_storages(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("old_views.pth", "old_views_beside_their_root.pth", "float8_e4m3fn.pth", "complex32.pth"):
         path = recorded / name
-        assert command.main(["inspect", str(path), "--json", "--prefix-order", "compress_tk"]) == 0
+        assert entry_point.main(["inspect", str(path), "--json", "--prefix-order", "compress_tk"]) == 0
         (document,) = json.loads(capsys.readouterr().out)["inputs"]
         parts = document["parts"]
         assert sum(parts.values()) == path.stat().st_size
@@ -282,13 +281,13 @@ def test_a_safetensors_file_is_its_header_and_its_tensors(recorded: Path) -> Non
 def test_inspect_names_what_it_cannot_read(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, part in (("sparse.pth", "weight"), ("quantised_channel_bias.pth", "bias")):
         path = recorded / name
-        assert command.main(["inspect", str(path), "--prefix-order", "compress_tk"]) == 1
+        assert entry_point.main(["inspect", str(path), "--prefix-order", "compress_tk"]) == 1
         assert capsys.readouterr().err.startswith(f"kvmnn: error: {path}: 'compress_tk.0.0.{part}': ")
 
 
 def test_complex_weights_are_told_of(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = str(recorded / "complex32.pth"), str(tmp_path / "w.bin")
-    assert command.main(["convert", source, target, "--prefix-order", "compress_tk", "--as-reference"]) == 0
+    assert entry_point.main(["convert", source, target, "--prefix-order", "compress_tk", "--as-reference"]) == 0
     shown = capsys.readouterr()
     assert shown.out.endswith("LOSSY (the real part of complex32, float32 rounded to fp16)\n")
     assert "left out the imaginary parts of 2 complex tensors ('compress_tk.0.0.weight', " in shown.err

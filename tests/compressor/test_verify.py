@@ -20,15 +20,15 @@ from fixtures.compressor_checkpoint import training_state
 
 import kvmnn
 from kvmnn import KvmnnError
-from kvmnn.cli import command
+from kvmnn.cli import entry_point
 from kvmnn.compressor import kvcm
 from kvmnn.compressor.checkpoint import open_checkpoint
-from kvmnn.compressor.conversion.convert import convert_checkpoint
-from kvmnn.compressor.conversion.export import export_weights
-from kvmnn.compressor.conversion.inspect import inspect_checkpoint, inspect_weight_file
-from kvmnn.compressor.conversion.selection import ConvertOptions
-from kvmnn.compressor.conversion.semantics import check_weight_file
-from kvmnn.compressor.conversion.verify import verify_weights
+from kvmnn.compressor.convert import convert_checkpoint
+from kvmnn.compressor.export import export_weights
+from kvmnn.compressor.inspect import inspect_checkpoint, inspect_weight_file
+from kvmnn.compressor.lint import check_weight_file
+from kvmnn.compressor.select import ConvertOptions
+from kvmnn.compressor.verify import verify_weights
 
 STATE = weights()
 
@@ -227,7 +227,7 @@ def test_text_only_and_other_orders(tmp_path: Path) -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
-    code = command.main([str(argument) for argument in arguments])
+    code = entry_point.main([str(argument) for argument in arguments])
     shown = capsys.readouterr()
     return code, shown.out, shown.err
 
@@ -449,8 +449,8 @@ def test_a_frame_may_be_called_bin(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_checkpoint_on_standard_input(pair: tuple[Path, Path], tmp_path: Path) -> None:
     file, source = pair
-    command = [sys.executable, "-m", "kvmnn", "convert", "-", "-"]
+    entry_point = [sys.executable, "-m", "kvmnn", "convert", "-", "-"]
     with source.open("rb") as stdin:
-        done = subprocess.run(command, stdin=stdin, capture_output=True, check=True)
+        done = subprocess.run(entry_point, stdin=stdin, capture_output=True, check=True)
     assert done.stdout == file.read_bytes()
     assert done.stderr.decode().startswith("Wrote - (layers=2")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvmnn import dense
 from kvmnn.dense import _rows, _stream
-from kvmnn.dense.decoding import _NUMPY_TYPES
+from kvmnn.dense.decoder import _NUMPY_TYPES
 from kvmnn.errors import FrameError, KvmnnError, LimitError
 
 Words = np.ndarray[Any, Any]

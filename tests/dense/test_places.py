@@ -10,7 +10,7 @@ import pytest
 from dense_samples import DTYPES, sample, streams
 
 from kvmnn import dense
-from kvmnn.dense.decoding import RowDecoder
+from kvmnn.dense.decoder import RowDecoder
 from kvmnn.errors import KvmnnError
 
 Words = np.ndarray[Any, Any]

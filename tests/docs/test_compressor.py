@@ -11,13 +11,12 @@ import pytest
 from compressor_files import weight_file
 from repository import DOCS
 
-from kvmnn.compressor import kvcm
-from kvmnn.compressor.conversion import selection
-from kvmnn.compressor.conversion.inspect import inspect_weight_file
-from kvmnn.compressor.conversion.semantics import check_weight_file
+from kvmnn.compressor import kvcm, select
+from kvmnn.compressor.inspect import inspect_weight_file
+from kvmnn.compressor.lint import check_weight_file
 from kvmnn.errors import WeightsError
-from kvmnn.formats.torch import opening, tensors, torch_names
-from kvmnn.formats.torch.archive import MAX_INFLATED_BYTES
+from kvmnn.formats.torch import allowed_globals, tensors, torch_file
+from kvmnn.formats.torch.torch_file import MAX_INFLATED_BYTES
 
 TEXT = (DOCS / "compressor-weights.md").read_text(encoding="utf-8")
 
@@ -158,12 +157,11 @@ def test_a_code_of_the_verifier(code: str) -> None:
 
 def test_limits_are_those_of_the_code() -> None:
     said = section("From a checkpoint").replace("\n", " ")
-    assert f"{opening.MAX_PICKLE_BYTES >> 20} MiB of pickle, {opening.MAX_OPCODES:,} opcodes" in said
+    assert f"{torch_file.MAX_PICKLE_BYTES >> 20} MiB of pickle, {torch_file.MAX_OPCODES:,} opcodes" in said
     assert (
-        f"limit of {MAX_INFLATED_BYTES >> 20} MiB, the weight file of {selection.MAX_WEIGHT_FILE_BYTES >> 30} GiB"
-        in said
+        f"limit of {MAX_INFLATED_BYTES >> 20} MiB, the weight file of {select.MAX_WEIGHT_FILE_BYTES >> 30} GiB" in said
     )
-    assert f"a list of {len(torch_names._ALLOWED_GLOBALS)} (what" in said
+    assert f"a list of {len(allowed_globals._ALLOWED_GLOBALS)} (what" in said
     assert {kind.name for kind in tensors.ELEMENT_TYPES.values() if not kind.numpy_code} == {
         *("qint8", "quint8", "qint32", "quint4x2", "quint2x4"),
         *("float4_e2m1fn_x2", "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),

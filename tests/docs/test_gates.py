@@ -12,8 +12,8 @@ import pytest
 from repository import DOCS, ROOT
 
 from kvmnn.gates import RUNTIME_CASES, GateLimits, read_gate_file
-from kvmnn.gates.running.run_cases import CASE_NAMES, build_cases
-from kvmnn.gates.running.settings import RunSettings, read_run_config
+from kvmnn.gates.suite.cases import CASE_NAMES, build_cases
+from kvmnn.gates.suite.settings import RunSettings, read_run_config
 
 PAGE = (DOCS / "gates.md").read_text()
 

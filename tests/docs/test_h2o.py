@@ -8,8 +8,8 @@ from pathlib import Path
 
 from repository import DOCS
 
-from kvmnn.cli.command import main
-from kvmnn.h2o import H2OConfig, plan_blocks
+from kvmnn.cli.entry_point import main
+from kvmnn.policies.h2o import H2OConfig, plan_blocks
 
 PAGE = DOCS / "h2o.md"
 SCORES = [9, 1, 2, 8, 1, 0, 3, 7, 1, 2, 2, 5, 5]

@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 from repository import ROOT
 
-from kvmnn.cli.parser import parse_command_line
+from kvmnn.cli.command_parser import parse_command_line
 from kvmnn.errors import KvmnnError
-from kvmnn.evaluation import EvaluationSettings, evaluate
-from kvmnn.evaluation.setup import presets
+from kvmnn.evaluation import EvaluationSettings, evaluate, presets
 from kvmnn.lm import dump_kv
 from kvmnn.policies import create_policy
 from kvmnn.policies.registry import POLICIES

@@ -17,7 +17,7 @@ from engine_client import needs_engine, unpack_fixture
 from repository import DOCS, ROOT
 
 from kvmnn.frames import zstd
-from kvmnn.store import PrefixStore, dense_encoding, encoding, putting, table_sets, unit
+from kvmnn.store import PrefixStore, unit, unit_codec, write_path
 
 PAGE = DOCS / "prefix-store.md"
 
@@ -40,17 +40,17 @@ def test_every_call_is_in_the_table() -> None:
 def test_the_sizes_of_a_unit() -> None:
     text = PAGE.read_text()
     assert f"`{unit.FRAME_MAGIC.decode()}`" in text
-    assert f"({encoding.MAX_UNIT_TOKENS} tokens, {encoding.MAX_UNIT_RAW_BYTES >> 20} MiB of raw bytes)" in text
+    assert f"({unit_codec.MAX_UNIT_TOKENS} tokens, {unit_codec.MAX_UNIT_RAW_BYTES >> 20} MiB of raw bytes)" in text
     assert unit.count_header_bytes(10, 4) == 8 + 12 + 32 + 4 * 10 + 24 * 4 + 8
     assert f"`{unit.DENSE_MAGIC.decode()}`" in text
     assert f"at most {unit.MAX_HISTORY_ROWS}; units that these need, at most {unit.MAX_CHAIN_UNITS}" in text
     assert unit.count_header_bytes(10, 4, 2) == 8 + 12 + 32 + 12 + 16 + 4 * 10 + 8 * 2 + 16 * 4 + 8
-    assert f"at least {100 - 100 * dense_encoding.DENSE_MAX_SIZE_RATIO:.0f} % smaller" in text
+    assert f"at least {100 - 100 * write_path.DENSE_MAX_SIZE_RATIO:.0f} % smaller" in text
     words = " ".join(text.split())
-    assert f"more than {100 * dense_encoding.SHARED_TABLES_MAX_OVERHEAD - 100:.0f} % larger with these" in words
-    assert f"units of {table_sets.MIN_TABLE_TOKENS} tokens or more" in words
-    assert f"units of fewer than {putting.MIN_OWN_TABLE_TOKENS} tokens always share" in words
-    assert f"on one unit in {putting.RETRY_INTERVAL_UNITS} from there" in words
+    assert f"more than {100 * write_path.SHARED_TABLES_MAX_OVERHEAD - 100:.0f} % larger with these" in words
+    assert f"units of {unit.MIN_TABLE_TOKENS} tokens or more" in words
+    assert f"units of fewer than {write_path.MIN_OWN_TABLE_TOKENS} tokens always share" in words
+    assert f"on one unit in {write_path.RETRY_INTERVAL_UNITS} from there" in words
 
 
 SHARES = ("put_share", "get_share")

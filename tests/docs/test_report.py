@@ -9,7 +9,7 @@ import pytest
 import report_files as files
 from repository import DOCS
 
-from kvmnn.cli.parser import COMMANDS
+from kvmnn.cli.command_parser import COMMANDS
 
 PAGE = (DOCS / "report.md").read_text()
 

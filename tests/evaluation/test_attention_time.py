@@ -17,13 +17,13 @@ from tiny_decoders import Tiny
 
 from kvmnn.errors import ModelError
 from kvmnn.evaluation import EvaluationSettings, evaluate
-from kvmnn.evaluation.measuring.attention_time import measure_attention_time
+from kvmnn.evaluation.timing import measure_attention_time
 from kvmnn.lm.documents import Document
-from kvmnn.lm.graph.profile import AttentionTimeStats
+from kvmnn.lm.onnx.profile import AttentionTimeStats
 from kvmnn.lm.runner import Runner
 from kvmnn.lm.session import DecoderSession
 from kvmnn.policies import create_policy
-from kvmnn.policies.base import Policy
+from kvmnn.policies.policy import Policy
 
 IDS = np.arange(60) % 48
 FORMS = {
@@ -134,13 +134,13 @@ def test_a_worker_that_is_ended_unwinds() -> None:
     """So that the folder of a profile goes, whatever the worker was doing."""
     code = (
         "import sys, json, tempfile\n"
-        "from kvmnn.evaluation.running import worker\n"
+        "from kvmnn.evaluation import worker_main\n"
         "def serve(order, lines):\n"
         "    with tempfile.TemporaryDirectory() as folder:\n"
         "        print(folder, file=lines, flush=True)\n"
         "        sys.stdin.read(); __import__('time').sleep(60)\n"
-        "worker._run_order = serve\n"
-        "sys.exit(worker.main())\n"
+        "worker_main._run_order = serve\n"
+        "sys.exit(worker_main.main())\n"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin and process.stdout

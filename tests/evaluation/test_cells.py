@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import OutputError, SourceError
-from kvmnn.evaluation.running.cell_store import CellStore, compute_cell_key
-from kvmnn.evaluation.setup.configurations import Configuration
-from kvmnn.evaluation.setup.settings import EvaluationSettings
+from kvmnn.evaluation.cell_store import CellStore, compute_cell_key
+from kvmnn.evaluation.settings import Configuration, EvaluationSettings
 from kvmnn.lm.documents import Document
 
 DOCUMENT = Document("a.txt", np.arange(5), 9, "ab" * 32)

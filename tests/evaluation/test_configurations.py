@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import KvmnnError, OptionError
-from kvmnn.evaluation.setup.configurations import (
+from kvmnn.evaluation.settings import (
     Configuration,
     ProjectDefinition,
     expand_configurations,

@@ -11,13 +11,11 @@ import pytest
 from repository import FIXTURES
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, OptionError, SourceError
-from kvmnn.evaluation import EvaluationResult, evaluate
-from kvmnn.evaluation.evaluating import hash_model
-from kvmnn.evaluation.running import processes
-from kvmnn.evaluation.running.cell_store import CellStore
-from kvmnn.evaluation.setup.configurations import Configuration, expand_configurations
-from kvmnn.evaluation.setup.presets import expand_preset
-from kvmnn.evaluation.setup.settings import EvaluationSettings
+from kvmnn.evaluation import EvaluationResult, evaluate, workers
+from kvmnn.evaluation.cell_store import CellStore
+from kvmnn.evaluation.presets import expand_preset
+from kvmnn.evaluation.runner import hash_model
+from kvmnn.evaluation.settings import Configuration, EvaluationSettings, expand_configurations
 from kvmnn.lm.documents import read_documents
 from kvmnn.lm.tokenizer import Tokenizer
 from kvmnn.policies import POLICIES
@@ -382,14 +380,14 @@ def test_what_a_process_raises_arrives_here(documents, tmp_path):
     with pytest.raises(KvmnnError) as caught:
         evaluate(bad, documents(30, 1), [], settings=EvaluationSettings(tokens=30, **QUICK), jobs=1)
     assert str(bad) in str(caught.value)
-    assert type(processes._create_error("MissingDependencyError", "x")) is MissingDependencyError
-    assert type(processes._create_error("WeightsError", "x")) is KvmnnError
-    assert type(processes._create_error("TypeError", "x")) is TypeError
-    assert type(processes._create_error("MemoryError", "x")) is MemoryError
+    assert type(workers._create_error("MissingDependencyError", "x")) is MissingDependencyError
+    assert type(workers._create_error("WeightsError", "x")) is KvmnnError
+    assert type(workers._create_error("TypeError", "x")) is TypeError
+    assert type(workers._create_error("MemoryError", "x")) is MemoryError
 
 
 def test_a_process_that_dies_is_noticed(documents, monkeypatch):
-    monkeypatch.setattr(processes.sys, "executable", "/bin/false")
+    monkeypatch.setattr(workers.sys, "executable", "/bin/false")
     with pytest.raises(KvmnnError, match="full: the process that measured it ended with code 1"):
         run(documents(30, 1), [], jobs=1, tokens=30, **QUICK)
 

@@ -8,9 +8,9 @@ import pytest
 import kvmnn
 from kvmnn.arrays.layer_cache import LayerCache
 from kvmnn.errors import FrameError
-from kvmnn.evaluation.measuring.lossless import measure_frame_sizes
-from kvmnn.frames import encoding
-from kvmnn.frames import encoding as frame
+from kvmnn.evaluation.measure import measure_frame_sizes
+from kvmnn.frames import encoder
+from kvmnn.frames import encoder as frame
 
 
 def layers(dtype=np.float32, kept=(20, 30), seen=50):
@@ -73,7 +73,7 @@ def test_nothing_kept():
 
 
 def test_a_frame_that_does_not_decode_to_its_words_is_noticed(monkeypatch):
-    good = encoding.encode
+    good = encoder.encode
     monkeypatch.setattr(frame, "encode", lambda words, **rest: good(np.zeros_like(words), **rest))
     with pytest.raises(FrameError, match="layer 0: the frame of its keys does not decode to them"):
         measure_frame_sizes(layers())

@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 from lm_results import document, row
 
-from kvmnn.evaluation.evaluating import _drop_duplicates
 from kvmnn.evaluation.notes import build_notes
-from kvmnn.evaluation.setup.presets import expand_preset
-from kvmnn.evaluation.setup.settings import EvaluationSettings
-from kvmnn.lm.cache.lossless_store import describe_encoding
+from kvmnn.evaluation.presets import expand_preset
+from kvmnn.evaluation.runner import _drop_duplicates
+from kvmnn.evaluation.settings import EvaluationSettings
 from kvmnn.lm.documents import Document
+from kvmnn.lm.kv_store import describe_encoding
 from kvmnn.policies.specs import build_policy, expand_spec
-from kvmnn.reports.rows import FullCacheDifference, ResultRow
-from kvmnn.reports.runtime_figures import RuntimeLayerStats, RuntimeStats, merge_runtime_stats
+from kvmnn.reports.records import FullCacheDifference, ResultRow, RuntimeLayerStats, RuntimeStats, merge_runtime_stats
 from kvmnn.runtime import RuntimeConfig
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import KvmnnError
-from kvmnn.evaluation.setup.presets import PRESETS, expand_preset
+from kvmnn.evaluation.presets import PRESETS, expand_preset
 from kvmnn.policies import LayerState, Streaming
 
 

@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvmnn.evaluation.measuring.cells import ProjectCell
-from kvmnn.evaluation.measuring.project_definitions import measure_by_definition
-from kvmnn.evaluation.measuring.scoring import compute_nll
-from kvmnn.evaluation.rows import _build_project_numbers
-from kvmnn.evaluation.setup.configurations import ProjectDefinition
+from kvmnn.evaluation.records import ProjectCell
+from kvmnn.evaluation.row_builder import _build_project_numbers
+from kvmnn.evaluation.scoring import compute_nll, measure_by_definition
+from kvmnn.evaluation.settings import ProjectDefinition
 
 VOCAB = 6
 RANDOM = np.random.default_rng(11)

@@ -12,7 +12,7 @@ from repository import FIXTURES
 import kvmnn.lm
 from kvmnn.errors import KvmnnError, OptionError
 from kvmnn.evaluation import EvaluationResult, EvaluationSettings, evaluate, expand_preset
-from kvmnn.evaluation.setup.configurations import resolve_configurations
+from kvmnn.evaluation.settings import resolve_configurations
 from kvmnn.policies import create_policy
 
 MODEL = FIXTURES / "lm"

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmnn.errors import KvmnnError
-from kvmnn.evaluation.measuring import scoring
-from kvmnn.evaluation.measuring.cells import LossSums
-from kvmnn.evaluation.measuring.scoring import compute_nll, score_document, summarize
+from kvmnn.evaluation import scoring
+from kvmnn.evaluation.records import LossSums
+from kvmnn.evaluation.scoring import compute_nll, score_document, summarize
 
 
 class Table:

@@ -11,12 +11,11 @@ import pytest
 import saved_starts
 from repository import FIXTURES
 
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 from kvmnn.errors import KvmnnError, OptionError, SourceError
 from kvmnn.evaluation import EvaluationResult, EvaluationSettings, evaluate
 from kvmnn.lm import RunOptions, dump_kv, read_initial_cache
-from kvmnn.lm.start import read_model_interface
-from kvmnn.lm.start_files import REVERSED_K_ORDER, invert_named_transforms
+from kvmnn.lm.warm_start import REVERSED_K_ORDER, invert_named_transforms, read_model_interface
 from kvmnn.policies import create_policy
 
 MODEL = FIXTURES / "lm"

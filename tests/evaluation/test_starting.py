@@ -11,17 +11,17 @@ import saved_starts
 from repository import FIXTURES
 
 import kvmnn.bundle
-from kvmnn.arrays.undoing import TRANSFORMS, invert_transforms, validate_transforms
+from kvmnn.arrays.llama_transforms import TRANSFORMS, invert_transforms, validate_transforms
 from kvmnn.errors import KvmnnError, OptionError, SourceError
 from kvmnn.evaluation import EvaluationResult, EvaluationSettings, evaluate, expand_preset, read_results
-from kvmnn.evaluation.measuring.scoring import compute_nll, feed_unscored, list_steps
+from kvmnn.evaluation.scoring import compute_nll, feed_unscored, list_steps
 from kvmnn.formats import encode_store
 from kvmnn.formats.mnn import pack
 from kvmnn.lm import DecoderSession, Runner, RunOptions, Tokenizer, dump_kv, read_initial_cache
 from kvmnn.lm.documents import read_document
-from kvmnn.lm.start import read_model_interface
+from kvmnn.lm.warm_start import read_model_interface
 from kvmnn.packed.cache_info import TokenIdsFingerprint
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 from kvmnn.policies import create_policy
 
 MODEL = FIXTURES / "lm"

@@ -10,9 +10,8 @@ import pytest
 from tiny_decoders import Tiny
 
 from kvmnn import KvmnnError
-from kvmnn.evaluation import evaluate
-from kvmnn.evaluation.measuring import stored_scores
-from kvmnn.evaluation.setup.settings import EvaluationSettings
+from kvmnn.evaluation import evaluate, scoring
+from kvmnn.evaluation.settings import EvaluationSettings
 from kvmnn.lm.documents import Document
 from kvmnn.lm.runner import Runner
 from kvmnn.lm.session import DecoderSession
@@ -146,8 +145,8 @@ def test_logits_of_another_text_are_not_taken(tmp_path: Path, monkeypatch: pytes
     with PrefixStore(tmp_path / "s", block_tokens=4):
         pass
     other = document("other", 9, shared=0)
-    digest = stored_scores._digest_ids
-    monkeypatch.setattr(stored_scores, "_digest_ids", lambda ids: np.append(digest(SHARED)[:8], digest(ids)[8:]))
+    digest = scoring._digest_ids
+    monkeypatch.setattr(scoring, "_digest_ids", lambda ids: np.append(digest(SHARED)[:8], digest(ids)[8:]))
     options = {"prompt": 40, "policies": POLICIES[:1]}
     wanted = numbers(measured(tmp_path, None, texts=[other], **options))
     measured(tmp_path, tmp_path / "s", texts=TEXTS[:1], **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmnn.evaluation.measuring.timing import measure_generation_times, measure_project_times
+from kvmnn.evaluation.timing import measure_generation_times, measure_project_times
 
 
 class Recorder:

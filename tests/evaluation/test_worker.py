@@ -5,10 +5,10 @@ import sys
 
 END = """
 import atexit, os, signal, sys
-from kvmnn.evaluation.running import worker
+from kvmnn.evaluation import worker_main
 
 atexit.register(lambda: os.kill(os.getpid(), signal.SIGTERM))
-sys.exit(worker.main())
+sys.exit(worker_main.main())
 """
 
 

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import SourceError
-from kvmnn.files.changes import InputGuard
-from kvmnn.files.mapped import MappedFile
+from kvmnn.files.change_detection import InputGuard
+from kvmnn.files.mapped_file import MappedFile
 
 VERBS = {"encoded": "in.npy", "encoded_dump": "in/k_t0_2048.bin", "measured": "in/v_t0_2048.bin"}
 VERBS |= {"decoded": "in.frame", "verified": "in.frame", "compared": "words.npy"}
@@ -79,7 +79,7 @@ def test_other_faults_go_where_they_went() -> None:
     """A SIGBUS that is none of ours still ends the process; one that the process handles still gets there."""
     script = """
 import os, signal, sys, tempfile
-from kvmnn.files.mapped import MappedFile
+from kvmnn.files.mapped_file import MappedFile
 if len(sys.argv) > 1:
     signal.signal(signal.SIGBUS, lambda *_: (print("handled", flush=True), os._exit(0)))
 MappedFile(sys.executable).read_head(1)

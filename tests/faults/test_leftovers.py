@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from kvmnn.files.output import DirectoryOutput, FileOutput
+from kvmnn.files.atomic import DirectoryOutput, FileOutput
 
 WRITER = """
 import sys, time
-from kvmnn.files.output import DirectoryOutput, FileOutput
+from kvmnn.files.atomic import DirectoryOutput, FileOutput
 with FileOutput(sys.argv[1]) as file, DirectoryOutput(sys.argv[2]) as folder:
     file.file.write(b"half")
     file.file.flush()

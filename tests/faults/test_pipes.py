@@ -25,7 +25,7 @@ from hostile_files import write_dump
 import kvmnn
 from kvmnn.cli import main
 from kvmnn.errors import LimitError, SourceError
-from kvmnn.files.mapped import MappedFile
+from kvmnn.files.mapped_file import MappedFile
 from kvmnn.formats.mnn import unpack
 
 Run = Callable[..., SimpleNamespace]

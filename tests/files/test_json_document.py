@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvmnn.errors import ManifestError, SourceError
-from kvmnn.files import json_document
-from kvmnn.files.json_document import loads_strict, parse_document, parse_object, read_object, read_object_or_empty
+from kvmnn.files import schema
+from kvmnn.files.schema import loads_strict, parse_document, parse_object, read_object, read_object_or_empty
 
 
 def test_an_object_and_none(tmp_path):
@@ -32,7 +32,7 @@ def test_what_is_none(tmp_path, text, message):
 
 
 def test_size_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_document, "MAX_DOCUMENT_BYTES", 20)
+    monkeypatch.setattr(schema, "MAX_DOCUMENT_BYTES", 20)
     path = tmp_path / "config.json"
     path.write_text('{"a": 1}' + " " * 12)
     assert read_object(path) == {"a": 1}

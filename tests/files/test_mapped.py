@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvmnn.errors import SourceError
-from kvmnn.files.mapped import MappedFile
+from kvmnn.files.mapped_file import MappedFile
 
 
 def test_only_large_ranges_are_given_back_from_the_page_they_begin_in(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmnn.files.names import make_file_names
+from kvmnn.files.file_names import make_file_names
 
 
 @given(st.lists(st.text(max_size=200), max_size=6))

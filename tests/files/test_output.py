@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvmnn.errors import OutputError
-from kvmnn.files.output import DirectoryOutput, FileOutput
+from kvmnn.files.atomic import DirectoryOutput, FileOutput
 
 
 def names(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import pytest
 
 from kvmnn.errors import SourceError
-from kvmnn.files.records import Record
+from kvmnn.files.schema import Record
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ import pytest
 from plain_dumps import contents, dump
 
 import kvmnn
-from kvmnn.bundle import beside
+from kvmnn.bundle import passthrough
 from kvmnn.errors import ManifestError
 from kvmnn.formats import encode_store, restore, restore_store
 from kvmnn.formats.mnn import pack, restore_dump
-from kvmnn.lm.start_positions import read_stored_tokens
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.lm.warm_start import read_stored_tokens
+from kvmnn.packed.inference import PackedGeometry
 
 TEXTS = {
     "positions.json": b'{"tokens_seen": 9,\r\n "layers": [{"positions": [0, 4, 8]}]}',  # bytes, not what they say
@@ -91,7 +91,7 @@ def test_what_has_no_place_for_it_is_noted(tmp_path: Path, run: Any) -> None:
     ids = np.random.default_rng(3).integers(0, 50000, 40000)
     (original / "token_ids.json").write_text(json.dumps(ids.tolist()))
     assert ".npz does not say the token ids" in run("unpack", original, "-o", tmp_path / "k.npz").err
-    files = beside.parse_sidecars(kvmnn.open(tmp_path / "k.npz").metadata, "k.npz")
+    files = passthrough.parse_sidecars(kvmnn.open(tmp_path / "k.npz").metadata, "k.npz")
     assert files == {"positions.json": TEXTS["positions.json"]}
     one = tmp_path / "one"
     one.mkdir()
@@ -131,7 +131,7 @@ def test_verify_against_compares_them(tmp_path: Path, run: Any, name: str) -> No
 
 def test_what_is_no_such_file_is_left_out(tmp_path: Path) -> None:
     original = folder(tmp_path / "kv")
-    (original / "positions.json").write_bytes(bytes(beside.MAX_SIDECAR_BYTES + 1))
+    (original / "positions.json").write_bytes(bytes(passthrough.MAX_SIDECAR_BYTES + 1))
     (original / "token_ids.json").unlink()
     (original / "token_ids.json").mkdir()
     source = kvmnn.open(original)

@@ -15,7 +15,7 @@ import kvmnn
 from kvmnn import dtypes
 from kvmnn.arrays import Source
 from kvmnn.errors import KvmnnError, MissingOptionError, OptionError, SourceError
-from kvmnn.formats.cache_plans import plan_cache
+from kvmnn.formats.plan_files import plan_cache
 from kvmnn.policies import create_policy
 
 
@@ -51,7 +51,7 @@ def source_of(*shapes: tuple[int, ...], **more: object) -> Source:
     rng = np.random.default_rng(3)
     names = [f"layer_{n // 2}.{('key', 'value')[n % 2]}" for n in range(len(shapes))]
     found = [rng.standard_normal(shape).astype(np.float16) for shape in shapes]
-    return Source([kvmnn.arrays.named_array.from_numpy(name, each) for name, each in zip(names, found, strict=True)])
+    return Source([kvmnn.arrays.array.from_numpy(name, each) for name, each in zip(names, found, strict=True)])
 
 
 def unreadable(source: Source) -> Source:
@@ -82,7 +82,7 @@ def test_tokens_may_come_first() -> None:
     source = source_of((2, 20, 4), (2, 20, 4))
     turned = [np.ascontiguousarray(array.to_numpy().transpose(1, 0, 2)) for array in source.arrays]
     other = Source(
-        [kvmnn.arrays.named_array.from_numpy(a.name, t) for a, t in zip(source.arrays, turned, strict=True)],
+        [kvmnn.arrays.array.from_numpy(a.name, t) for a, t in zip(source.arrays, turned, strict=True)],
         token_major=True,
     )
     policy = create_policy("knorm", budget=5)

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 
 import kvmnn
+from kvmnn.arrays.array import from_numpy
 from kvmnn.arrays.completeness import Completeness, IncompleteCacheError, LayerStateInfo
-from kvmnn.arrays.named_array import from_numpy
 from kvmnn.arrays.source import COMPLETENESS_KEY, Source, merge_sources
 from kvmnn.bundle import open_frames
 from kvmnn.errors import ManifestError
 from kvmnn.formats import encode_store, restore
+from kvmnn.formats.frames import transcode
 from kvmnn.formats.mnn import pack, unpack
-from kvmnn.formats.transcoding import transcode
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 from kvmnn.store import read_layer_caches
 
 Run = Callable[..., Any]

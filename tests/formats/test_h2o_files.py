@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from packed_samples import arrays, write_prefix
 
-from kvmnn.cli.command import main
-from kvmnn.formats.h2o_files import plan_from_file, read_scores
-from kvmnn.h2o import H2OConfig, LayerScores, plan_layers
+from kvmnn.cli.entry_point import main
+from kvmnn.formats.plan_files import plan_from_file, read_scores
+from kvmnn.policies.h2o import H2OConfig, LayerScores, plan_layers
 
 
 @pytest.fixture

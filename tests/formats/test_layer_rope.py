@@ -11,9 +11,9 @@ import pytest
 from rope_model import plain_frequencies
 
 from kvmnn.dense import RopeConfig
-from kvmnn.dense.frequencies import RopeFrequencies
+from kvmnn.dense.rope import RopeFrequencies
 from kvmnn.errors import SourceError
-from kvmnn.formats.layer_rope import LayerRopes, read_config_layer_ropes
+from kvmnn.formats.rope_config import LayerRopes, read_config_layer_ropes
 
 PLAIN = RopeConfig(theta=1e6, dims=64)
 LOCAL = RopeConfig(theta=1e4, dims=64)

@@ -13,7 +13,7 @@ from odd_caches import ENGINES, Odd
 
 import kvmnn
 from kvmnn.arrays import Source
-from kvmnn.arrays.engine_notes import build_engine_document
+from kvmnn.arrays.engine_metadata import build_engine_document
 from kvmnn.bundle import EncodeOptions, encode_source, open_frames
 from kvmnn.formats import restore, restore_file
 from kvmnn.formats.zarr import encode_store, restore_store

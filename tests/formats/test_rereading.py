@@ -12,7 +12,7 @@ import pytest
 
 import kvmnn
 from kvmnn.bundle import manifest
-from kvmnn.files.output import StagedFile
+from kvmnn.files.atomic import StagedFile
 
 KEYS = np.random.default_rng(3).standard_normal((4, 30, 32)).astype(np.float16)
 OUTPUTS = ["out.npy", "out.npz", "out.safetensors", "out.bin", "out/"]

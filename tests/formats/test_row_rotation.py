@@ -7,11 +7,11 @@ import pytest
 from rope_model import plain_frequencies, rotate
 
 from kvmnn import KvmnnError
-from kvmnn.arrays.casting import CastStats, to_float32
-from kvmnn.arrays.named_array import from_numpy
+from kvmnn.arrays.array import from_numpy
+from kvmnn.arrays.cast import CastStats, to_float32
 from kvmnn.dense import RopeConfig
-from kvmnn.dense.frequencies import RopeFrequencies
-from kvmnn.formats.row_rotation import RotationErrorStats, expand_position_runs, rotate_array, rotate_rows
+from kvmnn.dense.rope import RopeFrequencies
+from kvmnn.formats.key_rotation import RotationErrorStats, expand_position_runs, rotate_array, rotate_rows
 
 STEPS = {"fp32": 2.0**-23, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Of a number between 1 and 2, at most half of which rounding changes."""

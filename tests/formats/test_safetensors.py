@@ -11,13 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvmnn.arrays.named_array import ArrayInfo
+from kvmnn.arrays.array import ArrayInfo
 from kvmnn.errors import OutputError, SourceError
-from kvmnn.files.mapped import MappedFile
+from kvmnn.files.mapped_file import MappedFile
 from kvmnn.formats import open as open_source
 from kvmnn.formats.options import ReadOptions
-from kvmnn.formats.safetensors import build_header
-from kvmnn.formats.safetensors_header import read_header
+from kvmnn.formats.safetensors import build_header, read_header
 
 
 def pack(path: Path, header: object, data: bytes = b"", *, length: int | None = None) -> str:

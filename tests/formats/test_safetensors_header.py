@@ -17,8 +17,8 @@ from safetensors_model import Found
 
 from kvmnn.errors import SourceError
 from kvmnn.formats import _safetensors_header as scanner
-from kvmnn.formats import safetensors_header
-from kvmnn.formats.safetensors_header import TensorIndex
+from kvmnn.formats import safetensors
+from kvmnn.formats.safetensors import TensorIndex
 
 
 def scanned(text: bytes) -> Found | None:
@@ -167,7 +167,7 @@ class SameHashes(TensorIndex):
 
 def test_names_of_one_hash_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [b'"%c":%b' % (name, ENTRY) for name in b"abcda"]
-    monkeypatch.setattr(safetensors_header, "hash", lambda name: 0, raising=False)
+    monkeypatch.setattr(safetensors, "hash", lambda name: 0, raising=False)
     tensors = SameHashes(b"{%b}" % b",".join(entries[:4]), "x")
     assert [tensors.find_id(name) for name in "abcde"] == [0, 1, 2, 3, None]
     with pytest.raises(SourceError, match="'a' appears twice"):

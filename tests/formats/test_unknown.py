@@ -10,7 +10,7 @@ import pytest
 
 import kvmnn
 from kvmnn.errors import SourceError
-from kvmnn.formats import unknown
+from kvmnn.formats import detection_errors
 
 
 def npy() -> bytes:
@@ -79,7 +79,7 @@ def test_folders(tmp_path, run, names, what):
         assert f"{tmp_path}: not a file kvmnn knows: {what}" in run(verb, tmp_path, code=1).err
 
 
-@pytest.mark.parametrize("length", [unknown.HEAD_BYTES - 1, unknown.HEAD_BYTES])
+@pytest.mark.parametrize("length", [detection_errors.HEAD_BYTES - 1, detection_errors.HEAD_BYTES])
 def test_text_that_is_cut_inside_a_character(length):
-    head = ("ü " * unknown.HEAD_BYTES).encode()[: length - 1] + "é".encode()[:1]
-    assert ("text" in unknown.explain_unknown_file("x", head)) is (length == unknown.HEAD_BYTES)
+    head = ("ü " * detection_errors.HEAD_BYTES).encode()[: length - 1] + "é".encode()[:1]
+    assert ("text" in detection_errors.explain_unknown_file("x", head)) is (length == detection_errors.HEAD_BYTES)

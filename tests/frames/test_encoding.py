@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from repository import FIXTURES
 
 import kvmnn
-from kvmnn.frames import decoding, options, predictors
+from kvmnn.frames import decoder, options, predictors
 
 SIZES = [1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 127, 128, 129, 132, 255, 262, 265, 1000, 4096, 4097, 4111]
 REAL = sorted((FIXTURES / "kv_real").glob("*.npy"))
@@ -141,25 +141,25 @@ def test_matches() -> None:
     data = kv_like(3000)
     frame = kvmnn.encode(data, dtype="fp16")
     array = np.frombuffer(data, NUMPY["fp16"])
-    assert decoding.verify_roundtrip(frame, array)
-    assert decoding.verify_roundtrip(frame, array.view("<u2"))
-    assert decoding.verify_roundtrip(frame, data, dtype="bf16")
-    assert not decoding.verify_roundtrip(frame, array[:-1])
+    assert decoder.verify_roundtrip(frame, array)
+    assert decoder.verify_roundtrip(frame, array.view("<u2"))
+    assert decoder.verify_roundtrip(frame, data, dtype="bf16")
+    assert not decoder.verify_roundtrip(frame, array[:-1])
     for at in (0, 1, 2047, 2048, 4095, 4096, 5999):
         other = bytearray(data)
         other[at] ^= 1
-        assert not decoding.verify_roundtrip(frame, other, dtype="fp16"), at
+        assert not decoder.verify_roundtrip(frame, other, dtype="fp16"), at
     with pytest.raises(kvmnn.FrameError):
-        decoding.verify_roundtrip(frame[:-1], array)
+        decoder.verify_roundtrip(frame[:-1], array)
     with pytest.raises(kvmnn.FrameError, match="2 streams"):
-        decoding.verify_roundtrip(frame, np.zeros(3000, np.float32))
+        decoder.verify_roundtrip(frame, np.zeros(3000, np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_matches_in_larger_pieces(dtype: str) -> None:
     data = kv_like(600_000, dtype)
     frame = kvmnn.encode(data, dtype=dtype)
-    assert decoding.verify_roundtrip(frame, data, dtype=dtype)
+    assert decoder.verify_roundtrip(frame, data, dtype=dtype)
     other = bytearray(data)
     other[-1] ^= 128
-    assert not decoding.verify_roundtrip(frame, other, dtype=dtype)
+    assert not decoder.verify_roundtrip(frame, other, dtype=dtype)

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvmnn
-from kvmnn.frames import _fast_encoder, fast
-from kvmnn.frames.encoding import EXACT_RETRY_MIN_RATIO, SMALL_INPUT_BYTES
-from kvmnn.frames.pieces import RLE_TRIAL_MIN_RATIO
+from kvmnn.frames import _fast_encoder, segments
+from kvmnn.frames.encoder import EXACT_RETRY_MIN_RATIO, SMALL_INPUT_BYTES
 from kvmnn.frames.predictors import PREDICTORS as PREDICTORS
+from kvmnn.frames.segments import RLE_TRIAL_MIN_RATIO
 
 DIM = 64
 
@@ -167,7 +167,7 @@ def test_what_lies_behind_the_words_is_not_looked_at(words: int) -> None:
 def test_a_predictor_goes_on_from_piece_to_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     words = as_words(np.repeat(np.random.default_rng(0).standard_normal(50_000), 2), "fp16")
     whole = check(words)
-    monkeypatch.setattr(fast, "FAST_SEGMENT_BYTES", 1 << 15)
+    monkeypatch.setattr(segments, "FAST_SEGMENT_BYTES", 1 << 15)
     cut = check(words)
     assert {stream.predictor for stream in kvmnn.inspect(cut).streams} <= {"delta_seq", "xor_seq"}
     assert len(cut) < 1.05 * len(whole)
@@ -383,7 +383,7 @@ def test_few_values_to_many() -> None:
 def test_pieces(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = cache(np.random.default_rng(3), 3000, dtype, 0.05)
     whole = check(words, dtype)
-    monkeypatch.setattr(fast, "FAST_SEGMENT_BYTES", 100_000)
+    monkeypatch.setattr(segments, "FAST_SEGMENT_BYTES", 100_000)
     cut = check(words, dtype)
     assert len(whole) < len(cut)  # repeats do not reach from piece to piece
     assert all(payload.count(b"\x28\xb5\x2f\xfd") >= words.nbytes // 100_000 for payload in streams_of(cut))
@@ -395,7 +395,7 @@ def test_pieces(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("left_out", [0, 1, 500, 999])
 def test_pieces_are_shorter_at_the_end(count: int, left_out: int) -> None:
     words = 1000 * count - left_out
-    spans = fast._split_for_threads(words, 1000)
+    spans = segments._split_for_threads(words, 1000)
     assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
     assert spans[-1][1] == words
     sizes = [end - begin for begin, end in spans]
@@ -410,7 +410,7 @@ def test_an_array_of_repeats_has_longer_pieces(kinds: int, pieces: int, monkeypa
     """8 or 64 times as long, as each begins with what the others have as well; or where it repeats itself from afar."""
     rng = np.random.default_rng(5)
     words = rng.standard_normal((kinds, 64)).astype("<f4")[rng.integers(0, kinds, 6000)]
-    monkeypatch.setattr(fast, "FAST_SEGMENT_BYTES", 1 << 16)
+    monkeypatch.setattr(segments, "FAST_SEGMENT_BYTES", 1 << 16)
     made = check(words, "fp32")
     frames = [payload.count(b"\x28\xb5\x2f\xfd") for payload in streams_of(made)]
     assert frames == [pieces] * 4

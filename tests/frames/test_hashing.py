@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import kvmnn
 from kvmnn import KvmnnError, fnv1a64
 from kvmnn.errors import FrameError
-from kvmnn.frames.decoding import FrameDecoder
-from kvmnn.frames.hashing import checksum_blocks, checksum_rows, copy_with_checksum, integrity_checksum
+from kvmnn.frames.buffers import checksum_blocks, checksum_rows, copy_with_checksum, integrity_checksum
+from kvmnn.frames.decoder import FrameDecoder
 
 RNG = np.random.default_rng(11)
 

@@ -6,7 +6,7 @@ from codec_samples import kv_like
 
 import kvmnn
 from kvmnn import FrameError, LimitError
-from kvmnn.frames import sequence
+from kvmnn.frames import api
 
 HALVES = [np.frombuffer(kv_like(words, seed=words), np.float16) for words in (1, 300, 65536, 7, 131072)]
 SINGLES = [np.frombuffer(kv_like(2 * words, seed=words), np.float32) for words in (5, 1, 4000)]
@@ -55,7 +55,7 @@ def test_what_is_wrong_is_said_with_its_place():
 
 
 def test_a_bound_on_their_number(monkeypatch):
-    monkeypatch.setattr(sequence, "MAX_FRAMES", 3)
+    monkeypatch.setattr(api, "MAX_FRAMES", 3)
     frames = kvmnn.encode_many(HALVES)
     assert len(kvmnn.decode_all(b"".join(frames[:3]))) == 3
     with pytest.raises(LimitError, match="more than 3 frames"):

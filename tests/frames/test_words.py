@@ -11,8 +11,8 @@ from codec_samples import NUMPY, kv_like
 
 import kvmnn
 from kvmnn import FrameError, KvmnnError, LimitError
-from kvmnn.frames.decoding import FrameDecoder
-from kvmnn.frames.hashing import integrity_checksum
+from kvmnn.frames.buffers import integrity_checksum
+from kvmnn.frames.decoder import FrameDecoder
 
 RNG = np.random.default_rng(3)
 FP16 = RNG.normal(size=(2, 6, 8)).astype(np.float16)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvmnn.frames.zeros import estimate_zero_fraction
+from kvmnn.frames.sampling import estimate_zero_fraction
 
 
 @pytest.mark.parametrize("stride", [2, 4])

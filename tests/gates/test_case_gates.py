@@ -8,20 +8,23 @@ from typing import Any
 
 import pytest
 
-from kvmnn.gates.checking.cases import RUNTIME_CASES
-from kvmnn.gates.checking.conditions import DecodeStats
-from kvmnn.gates.running.case_gates import build_answer_gate, build_case_gates, build_lossless_gate
-from kvmnn.gates.running.figures import CaseFigures, PairedRuns
-from kvmnn.gates.running.measuring import ContentComparison, RunRecord
-from kvmnn.gates.running.past import build_history_entry
-from kvmnn.gates.running.quality import PerplexityChange, explain_no_eviction
-from kvmnn.gates.running.rows_of_runs import build_bench_rows
-from kvmnn.gates.running.section import build_gate_section
-from kvmnn.gates.running.settings import DEFAULT_ENGINE_OPTIONS, RunSettings
-from kvmnn.gates.running.work import Workload
-from kvmnn.gates.summary.rows import build_runtime_row
-from kvmnn.gates.summary.writing import RoundSummary
-from kvmnn.policies.h2o_engine import H2OEngine
+from kvmnn.gates.analysis import DecodeStats
+from kvmnn.gates.limits import RUNTIME_CASES
+from kvmnn.gates.suite.history import build_history_entry
+from kvmnn.gates.suite.measurement import ContentComparison, PerplexityChange, RunRecord, explain_no_eviction
+from kvmnn.gates.suite.settings import DEFAULT_ENGINE_OPTIONS, RunSettings
+from kvmnn.gates.suite.verdict import (
+    CaseFigures,
+    PairedRuns,
+    build_answer_gate,
+    build_bench_rows,
+    build_case_gates,
+    build_gate_section,
+    build_lossless_gate,
+)
+from kvmnn.gates.suite.workloads import Workload
+from kvmnn.gates.summary import RoundSummary, build_runtime_row
+from kvmnn.policies.h2o_blocks import H2OEngine
 
 COUNTERS = {
     "h2o_lossless_raw_bytes": 4000.0,

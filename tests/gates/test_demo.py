@@ -11,11 +11,9 @@ import pytest
 
 from kvmnn.errors import KvmnnError, SourceError
 from kvmnn.gates import DemoLimits, DemoResult, check, check_demo, collect_cases, read_demo_runs, read_metric_rows
-from kvmnn.gates.checking.cases import RUNTIME_CASES
-from kvmnn.gates.demo.runs import parse_bucket
-from kvmnn.gates.demo.sums import order_buckets
-from kvmnn.gates.summary.collecting import find_failure_reason
-from kvmnn.gates.summary.saving import save_case_result, save_demo_result
+from kvmnn.gates.demo import order_buckets, parse_bucket
+from kvmnn.gates.limits import RUNTIME_CASES
+from kvmnn.gates.summary import find_failure_reason, save_case_result, save_demo_result
 
 PRINTED = "prompt tokens num = 128\ndecode tokens num = 512\nprefill time = 2.00 s\ndecode time = 100.00 s\n"
 STRICT = DemoLimits(lossy_target=3.0, lossless_target=1.3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvmnn.gates.checking.drops import DecodeSlowdown, build_slowdown_gate
+from kvmnn.gates.slowdown import DecodeSlowdown, build_slowdown_gate
 
 
 def test_it_is_the_ratio_of_the_means_shown() -> None:

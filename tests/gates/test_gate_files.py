@@ -10,8 +10,7 @@ import gate_logs
 import pytest
 
 from kvmnn.errors import KvmnnError, OptionError, OutputError, SourceError
-from kvmnn.gates import RUNTIME_CASES, GateLimits, read_gate_file, read_metric_rows
-from kvmnn.gates.checking import baselines
+from kvmnn.gates import RUNTIME_CASES, GateLimits, read_gate_file, read_metric_rows, slowdown
 
 
 def written(folder: Path, document: Any) -> Path:
@@ -87,20 +86,20 @@ def test_damaged_files(tmp_path: Path, document: Any, said: str) -> None:
 def history(folder: Path, speeds: list[float], key: str = "k") -> Path:
     path = folder / "history.jsonl"
     for speed in speeds:
-        baselines.append_to_history(path, key, speed, has_passed=speed > 5, summary="s.md")
+        slowdown.append_to_history(path, key, speed, has_passed=speed > 5, summary="s.md")
     return path
 
 
 def test_rolling_is_the_median_of_the_newest(tmp_path: Path) -> None:
     path = history(tmp_path, [100, 100, *range(1, 9)])
-    found = baselines.compute_rolling_baseline(path, "k", 6.6)
+    found = slowdown.compute_rolling_baseline(path, "k", 6.6)
     assert (found.speed, found.source, found.num_samples) == (4.5, "rolling_median", 8)
-    assert baselines.compute_rolling_baseline(path, "other", 6.6) == baselines.DecodeBaseline(
+    assert slowdown.compute_rolling_baseline(path, "other", 6.6) == slowdown.DecodeBaseline(
         speed=6.6, source="fixed_fallback", num_samples=0
     )
-    assert baselines.compute_rolling_baseline(path, "k", 6.6, window=2).source == "fixed_fallback"
-    assert baselines.compute_rolling_baseline(path, "k", 6.6, window=2, min_samples=2).speed == 7.5
-    assert baselines.compute_rolling_baseline(tmp_path / "none", "k", 6.6).num_samples == 0
+    assert slowdown.compute_rolling_baseline(path, "k", 6.6, window=2).source == "fixed_fallback"
+    assert slowdown.compute_rolling_baseline(path, "k", 6.6, window=2, min_samples=2).speed == 7.5
+    assert slowdown.compute_rolling_baseline(tmp_path / "none", "k", 6.6).num_samples == 0
 
 
 def test_failed_runs_count_and_runs_without_a_speed_do_not(tmp_path: Path) -> None:
@@ -113,25 +112,25 @@ def test_failed_runs_count_and_runs_without_a_speed_do_not(tmp_path: Path) -> No
 def test_a_damaged_history_is_passed_over_and_counted(tmp_path: Path) -> None:
     path = history(tmp_path, [1, 2, 3])
     path.write_text('[1]\n{"key": "k"\n\n' + path.read_text() + '{"key": "k", "decode_best": "x"}\n')
-    found = baselines.compute_rolling_baseline(path, "k", 6.6)
+    found = slowdown.compute_rolling_baseline(path, "k", 6.6)
     assert (found.speed, found.num_samples) == (2, 3)
     assert found.warnings == (f"{path}: 2 lines are no JSON objects",)
     with pytest.raises(OutputError, match="cannot be written"):
-        baselines.append_to_history(tmp_path, "k", 1.0, has_passed=True, summary="")
+        slowdown.append_to_history(tmp_path, "k", 1.0, has_passed=True, summary="")
 
 
 def test_the_same_batch_gives_its_fastest_row(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path, gate_logs.row(4.34), gate_logs.row(4.81, prompt=1024))
-    assert baselines.find_same_batch_baseline(read_metric_rows([log]), 6.6).speed == 4.81
+    assert slowdown.find_same_batch_baseline(read_metric_rows([log]), 6.6).speed == 4.81
     log = gate_logs.write_logs(tmp_path, gate_logs.row() | {"speed(tok/s)": "80.1"})
-    found = baselines.find_same_batch_baseline(read_metric_rows([log]), 6.6)
+    found = slowdown.find_same_batch_baseline(read_metric_rows([log]), 6.6)
     assert (found.speed, found.source, found.num_samples) == (6.6, "same_batch_fallback_fixed", 0)
     assert "fallback to fixed 6.6" in found.warnings[0]
 
 
 def test_keys(tmp_path: Path) -> None:
     log = gate_logs.write_logs(tmp_path, gate_logs.row(), gate_logs.row(prompt=1024))
-    assert baselines.build_baseline_key(read_metric_rows([log]), 2).endswith("_CPU_t4_p512,1024_g128_rep2")
+    assert slowdown.build_baseline_key(read_metric_rows([log]), 2).endswith("_CPU_t4_p512,1024_g128_rep2")
     log = gate_logs.write_logs(tmp_path, {key: text for key, text in gate_logs.row().items() if key != "llm_demo"})
     with pytest.raises(SourceError, match="expected --baseline-key"):
-        baselines.build_baseline_key(read_metric_rows([log]), 2)
+        slowdown.build_baseline_key(read_metric_rows([log]), 2)

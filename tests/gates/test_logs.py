@@ -10,9 +10,8 @@ import pytest
 
 from kvmnn.errors import SourceError
 from kvmnn.gates import parse_logs
-from kvmnn.gates.checking.metric_rows import read_csv
-from kvmnn.gates.logs.columns import BENCH_COLUMNS
-from kvmnn.gates.logs.numbers import parse_decode_speed, parse_deviation, parse_first_number
+from kvmnn.gates.case_inputs import read_csv
+from kvmnn.gates.logs import BENCH_COLUMNS, parse_decode_speed, parse_deviation, parse_first_number
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tiny_decoders import Tiny
 _CODE = """
 import sys
 import numpy as np
-from kvmnn.gates.running.model_sessions import ModelSessions
+from kvmnn.gates.suite.measurement import ModelSessions
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from repository import FIXTURES
 
-from kvmnn.gates.running.settings import RunSettings
-from kvmnn.gates.running.work import build_needle_workloads
+from kvmnn.gates.suite.settings import RunSettings
+from kvmnn.gates.suite.workloads import build_needle_workloads
 from kvmnn.lm.documents import Document
 from kvmnn.lm.tokenizer import Tokenizer
 

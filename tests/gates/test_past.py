@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from kvmnn.errors import OutputError
-from kvmnn.gates.running.history import read_history
-from kvmnn.gates.running.past import HISTORY_FILE, append_round, describe_changes, has_finished_rerun
-from kvmnn.gates.running.run_store import RunStore
+from kvmnn.gates.suite.history import HISTORY_FILE, append_round, describe_changes, has_finished_rerun, read_history
+from kvmnn.gates.suite.run_store import RunStore
 
 
 def entry(*cases: str, take: int = 1, model: str = "a", **settings: Any) -> dict[str, Any]:

@@ -21,13 +21,13 @@ pytest.importorskip("tokenizers")
 import gate_models
 from tiny_decoders import Tiny
 
-from kvmnn.cli import gate_run
+from kvmnn.cli.commands import gate as gate_run
 from kvmnn.errors import KvmnnError
-from kvmnn.gates.running.run_cases import CASE_NAMES, build_cases
-from kvmnn.gates.running.sample_text import SAMPLE_TEXT
-from kvmnn.gates.running.settings import RunConfig, RunSettings, read_run_config
-from kvmnn.gates.running.suite import Suite
-from kvmnn.gates.running.work import build_prefix_workloads
+from kvmnn.gates.suite.cases import CASE_NAMES, build_cases
+from kvmnn.gates.suite.sample_text import SAMPLE_TEXT
+from kvmnn.gates.suite.settings import RunConfig, RunSettings, read_run_config
+from kvmnn.gates.suite.suite import Suite
+from kvmnn.gates.suite.workloads import build_prefix_workloads
 from kvmnn.lm import DecoderSession, tokenizer
 from kvmnn.lm.documents import Document
 

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from kvmnn.errors import KvmnnError, OptionError, SourceError
-from kvmnn.gates.running.manifests import PROMPT_FILE_KEYS, read_prompt_manifest
-from kvmnn.gates.running.settings import RunSettings
-from kvmnn.gates.running.work import build_prompt_workloads
+from kvmnn.gates.suite.settings import RunSettings
+from kvmnn.gates.suite.workloads import PROMPT_FILE_KEYS, build_prompt_workloads, read_prompt_manifest
 from kvmnn.lm.documents import Document
 
 

@@ -16,13 +16,13 @@ pytest.importorskip("tokenizers")
 import gate_models
 
 from kvmnn.cli import main
-from kvmnn.gates.running.measuring import compare_contents, measure_run
-from kvmnn.gates.running.run_cases import build_cases
-from kvmnn.gates.running.settings import RunConfig, read_run_config
-from kvmnn.gates.running.suite import Suite
-from kvmnn.gates.running.work import build_synthetic_workloads
+from kvmnn.gates.suite.cases import build_cases
+from kvmnn.gates.suite.measurement import compare_contents, measure_run
+from kvmnn.gates.suite.settings import RunConfig, read_run_config
+from kvmnn.gates.suite.suite import Suite
+from kvmnn.gates.suite.workloads import build_synthetic_workloads
 from kvmnn.lm import DecoderSession, Runner
-from kvmnn.lm.cache.lossless_store import LosslessStore
+from kvmnn.lm.kv_store import LosslessStore
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +161,7 @@ def test_progress_counts_the_steps_that_are_left(made: SimpleNamespace, tmp_path
 
 
 def test_a_damaged_line_of_runs_is_run_again(made: SimpleNamespace, tmp_path: Path) -> None:
-    from kvmnn.gates.running.run_store import RunStore
+    from kvmnn.gates.suite.run_store import RunStore
 
     lines = (made.out / "runs.jsonl").read_text().splitlines()
     (tmp_path / "runs.jsonl").write_text("\n".join([lines[0][:-9], lines[1].replace("0", "1", 1), "[]", *lines[2:]]))

@@ -12,8 +12,8 @@ pytest.importorskip("onnxruntime")
 pytest.importorskip("tokenizers")
 import gate_models
 
-from kvmnn.gates.running import suite
-from kvmnn.gates.summary.collecting import collect_cases
+from kvmnn.gates.suite import suite
+from kvmnn.gates.summary import collect_cases
 
 PASSING = {"lossy_target": 0.0, "lossless_target": 0.0, "decode_drop_target": 1.0, "max_lossless_queue_peak": -1,
            "require_runtime_decomp": False, "max_lossless_decomp_us": -1, "max_lossless_async_wait_us": -1}  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from kvmnn.h2o.figures import PlannerStats
+from kvmnn.policies.h2o.planner import PlannerStats
 
 
 def test_before_any_plan_everything_is_kept() -> None:

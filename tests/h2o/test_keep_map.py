@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmnn.h2o import plan_blocks
-from kvmnn.h2o.keep_map import render_block_map
+from kvmnn.policies.h2o import plan_blocks
+from kvmnn.policies.h2o.plan import render_block_map
 
 RNG = np.random.default_rng(4)
 

@@ -7,8 +7,8 @@ import random
 import numpy as np
 import pytest
 
-from kvmnn.h2o import H2OConfig
-from kvmnn.h2o.plan import explain_no_eviction, plan_blocks
+from kvmnn.policies.h2o import H2OConfig
+from kvmnn.policies.h2o.plan import explain_no_eviction, plan_blocks
 
 
 @pytest.mark.parametrize("seed", range(12))

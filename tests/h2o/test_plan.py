@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vector_formats.std_sort import sorted_as_libstdcxx
 
 from kvmnn import KvmnnError, PackedCache, PackLayout
-from kvmnn.h2o import H2OConfig, plan_blocks
+from kvmnn.policies.h2o import H2OConfig, plan_blocks
 
 SCORES = st.sampled_from([0.0, -0.0, 1.0, 0.5, -1.0, math.inf, -math.inf, math.nan]) | st.floats(width=32)
 CONFIGS = st.builds(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmnn import KvmnnError
-from kvmnn.h2o import H2OConfig, H2OPlanner, PendingPlan, plan_blocks, sum_by_block
+from kvmnn.policies.h2o import H2OConfig, H2OPlanner, PendingPlan, plan_blocks, sum_by_block
 
 CONFIGS = st.builds(
     H2OConfig,

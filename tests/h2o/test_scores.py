@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from kvmnn import KvmnnError
-from kvmnn.h2o import sum_by_block, update_ema_scores
+from kvmnn.policies.h2o import sum_by_block, update_ema_scores
 
 NUMBERS = st.floats(width=32)
 

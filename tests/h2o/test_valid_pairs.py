@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmnn.h2o.layer_state import PendingPlan, are_valid_pairs
+from kvmnn.policies.h2o.planner import PendingPlan, are_valid_pairs
 
 INT32_MAX = 2**31 - 1
 

@@ -12,11 +12,17 @@ import pytest
 from repository import FIXTURES
 
 from kvmnn.errors import KvmnnError
-from kvmnn.lm.comparison import decode_continuation, find_first_difference
-from kvmnn.lm.generation import check_positions, find_end_tokens, generate_tokens, prefill
-from kvmnn.lm.graph.model_files import ModelFiles
+from kvmnn.lm.generation import (
+    SamplingOptions,
+    check_positions,
+    decode_continuation,
+    find_end_tokens,
+    find_first_difference,
+    generate_tokens,
+    prefill,
+)
+from kvmnn.lm.onnx.model_files import ModelFiles
 from kvmnn.lm.runner import Runner
-from kvmnn.lm.sampling import SamplingOptions
 from kvmnn.lm.session import DecoderSession
 from kvmnn.lm.tokenizer import Tokenizer
 from kvmnn.policies import create_policy

@@ -11,10 +11,10 @@ import pytest
 from tiny_decoders import Numpy, Tiny
 
 from kvmnn.errors import KvmnnError, ModelError
-from kvmnn.h2o import CacheEdit, H2OPlanner
-from kvmnn.h2o.figures import H2OStats, merge_stats
 from kvmnn.lm import DecoderSession, Runner
 from kvmnn.policies import EvictingCache, H2OEngine
+from kvmnn.policies.h2o import CacheEdit, H2OPlanner
+from kvmnn.policies.h2o.planner import H2OStats, merge_stats
 
 FORM = Tiny(layers=5, kv_heads=2, groups=2)
 STEPS = [30, *[1] * 40, 3, 1, 1, 5, *[1] * 30]

@@ -7,7 +7,7 @@ import pytest
 
 from kvmnn.arrays.layer_cache import LayerCache
 from kvmnn.errors import KvmnnError
-from kvmnn.lm.kv_files import build_layer_arrays
+from kvmnn.lm.kv_dump import build_layer_arrays
 
 
 def test_what_fp16_cannot_hold_is_refused() -> None:

@@ -10,11 +10,11 @@ from tiny_decoders import Tiny
 
 from kvmnn.errors import KvmnnError
 from kvmnn.lm import DecoderSession, Runner
-from kvmnn.lm.cache.lossless_store import LosslessStore
-from kvmnn.lm.graph.interface import DecoderInterface
+from kvmnn.lm.kv_store import LosslessStore
+from kvmnn.lm.onnx.interface import DecoderInterface
 from kvmnn.policies import POLICIES, FullCache, Policy, create_policy
 from kvmnn.policies.registry import MODEL_POLICIES
-from kvmnn.reports.runtime_figures import RuntimeStats, merge_runtime_stats
+from kvmnn.reports.records import RuntimeStats, merge_runtime_stats
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 FORMS = {"half": Tiny(layers=3, half=True, head_dim=32), "float": Tiny(layers=3, groups=1, head_dim=32)}

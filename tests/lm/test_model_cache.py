@@ -11,11 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmnn.errors import KvmnnError
-from kvmnn.lm.cache.kv_store import PlainStore
-from kvmnn.lm.cache.model_cache import ModelCache
-from kvmnn.lm.cache.packed_store import PackedStore
-from kvmnn.lm.cache.token_rows import TokenGroup
-from kvmnn.lm.graph.interface import DecoderInterface
+from kvmnn.lm.cache import ModelCache, TokenGroup
+from kvmnn.lm.kv_store import PackedStore, PlainStore
+from kvmnn.lm.onnx.interface import DecoderInterface
 from kvmnn.policies import EvictingCache, Policy, PolicyInput, create_policy
 
 LAYERS, DIMS = 3, 8

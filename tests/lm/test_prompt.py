@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from kvmnn.errors import SourceError
-from kvmnn.lm import prompt
-from kvmnn.lm.prompt import read_prompt_file
+from kvmnn.lm import tokenizer
+from kvmnn.lm.tokenizer import read_prompt_file
 
 
 def test_the_limit_is_the_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prompt, "MAX_PROMPT_BYTES", 6)
+    monkeypatch.setattr(tokenizer, "MAX_PROMPT_BYTES", 6)
     path = tmp_path / "prompt.txt"
     path.write_text("äöü")
     assert read_prompt_file(str(path)) == "äöü"

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from tiny_decoders import Tiny
 
-from kvmnn.lm import DecoderSession, Runner, prompt_steps
-from kvmnn.lm.prompt_steps import compute_step_tokens, feed_prompt_steps
+from kvmnn.lm import DecoderSession, Runner
+from kvmnn.lm import runner as prompt_steps
+from kvmnn.lm.runner import compute_step_tokens, feed_prompt_steps
 from kvmnn.policies import H2OEngine, create_policy
 from kvmnn.runtime import RuntimeConfig
 

@@ -18,7 +18,7 @@ from kvmnn.lm.session import DecoderSession
 from kvmnn.policies import create_policy
 from kvmnn.runtime import RuntimeConfig
 from kvmnn.store import BackendUnavailableError, PrefixStore
-from kvmnn.store.remote.values import CircuitBreaker
+from kvmnn.store.remote.key_values import CircuitBreaker
 
 SHIPPED = FIXTURES / "lm"
 IDS = np.random.default_rng(3).integers(0, 40, 90).tolist()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from repository import FIXTURES
 
-from kvmnn.optional import import_optional
+from kvmnn._util.packages import import_optional
 
 VARIABLE = "ORT_DISABLE_TELEMETRY"
 COMMAND = [sys.executable, "-m", "kvmnn", "generate", str(FIXTURES / "lm"), "--prompt", "def f", "--max-tokens", "2"]

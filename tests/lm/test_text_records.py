@@ -15,8 +15,7 @@ from repository import FIXTURES
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, SourceError
 from kvmnn.lm import documents
-from kvmnn.lm.documents import TextOptions, read_document, read_documents
-from kvmnn.lm.text_records import iter_records
+from kvmnn.lm.documents import TextOptions, iter_records, read_document, read_documents
 
 
 class Letters:
@@ -82,7 +81,7 @@ def test_records_without_text_are_left_out_and_said(tmp_path: Path) -> None:
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if "more than" in message:
-        monkeypatch.setattr("kvmnn.lm.text_records.MAX_RECORD_BYTES", 64)
+        monkeypatch.setattr("kvmnn.lm.documents.MAX_RECORD_BYTES", 64)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "good"}\n' + line + b'\n{"text": "good"}\n')
     for options in (TextOptions(), TextOptions(samples=1)):

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from repository import FIXTURES
 
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 from kvmnn.evaluation import EvaluationSettings, evaluate
 from kvmnn.lm import RunOptions, Tokenizer, dump_kv, generate
 from kvmnn.lm.documents import read_document, read_documents
-from kvmnn.lm.prompt import encode_prompt
+from kvmnn.lm.tokenizer import encode_prompt
 
 LM = FIXTURES / "lm"
 BOS, TEXT = "<|endoftext|>", "import os"

@@ -1,4 +1,4 @@
-"""`kvmnn.many` on a Dask cluster of this machine: workers killed, memory that runs out, a scheduler that goes."""
+"""`kvmnn.batch` on a Dask cluster of this machine: workers killed, memory that runs out, a scheduler that goes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import many_works
 import numpy as np
 import pytest
 
-from kvmnn import many
+from kvmnn import batch
 from kvmnn.cli import main
 from kvmnn.errors import KvmnnError
 
@@ -73,9 +73,9 @@ def calls(log: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(log.iterdir())}
 
 
-def done(address: str, names: list[str], work: Any, **options: Any) -> list[many.TaskResult]:
-    with many.connect_dask(address) as (executor, ahead):
-        return list(many.run_tasks(names, work, executor, **{"max_running": ahead, **options}))
+def done(address: str, names: list[str], work: Any, **options: Any) -> list[batch.TaskResult]:
+    with batch.connect_dask(address) as (executor, ahead):
+        return list(batch.run_tasks(names, work, executor, **{"max_running": ahead, **options}))
 
 
 def test_results_in_order_each_once(address: str, log: Path) -> None:
@@ -96,8 +96,8 @@ def test_names_that_are_not_utf_8(address: str, tmp_path: Path) -> None:
 def test_results_are_released_as_they_come(address: str, log: Path) -> None:
     """The cluster holds no result that was taken."""
     most = 0
-    with many.connect_dask(address) as (executor, _), distributed.Client(address, set_as_default=False) as client:
-        results = many.run_tasks([str(n) for n in range(80)], many_works.Behaving(str(log)), executor, max_running=4)
+    with batch.connect_dask(address) as (executor, _), distributed.Client(address, set_as_default=False) as client:
+        results = batch.run_tasks([str(n) for n in range(80)], many_works.Behaving(str(log)), executor, max_running=4)
         for number, _ in enumerate(results):
             if number % 10 == 9:
                 held = client.run_on_scheduler(lambda dask_scheduler: len(dask_scheduler.tasks))
@@ -112,11 +112,11 @@ def test_results_are_released_as_they_come(address: str, log: Path) -> None:
 def test_workers_that_are_killed_in_mid_run(harmed: Any, log: Path, tmp_path: Path) -> None:
     """Both, one after the other: every file is a result once, and every output is there and whole."""
     names = [f"{number:02}" for number in range(40)]
-    tasks = [many.Task(name, str(tmp_path / name), (".out",)) for name in names]
+    tasks = [batch.Task(name, str(tmp_path / name), (".out",)) for name in names]
     found = harmed()
-    with many.connect_dask(found.scheduler_address) as (executor, ahead):
+    with batch.connect_dask(found.scheduler_address) as (executor, ahead):
         pids = [worker.pid for worker in found.workers.values()]
-        results = many.run_tasks(tasks, many_works.SlowWriting(str(log), 0.05), executor, max_running=ahead)
+        results = batch.run_tasks(tasks, many_works.SlowWriting(str(log), 0.05), executor, max_running=ahead)
         lines = []
         for number, each in enumerate(results):
             lines.append(each)
@@ -132,7 +132,7 @@ def test_a_memory_limit_that_is_hit(harmed: Any, log: Path, monkeypatch: pytest.
     names = [f"{number:02}" for number in range(10)] + ["big"] + [f"{number:02}" for number in range(10, 20)]
     found = harmed()
     monkeypatch.setattr(found.scheduler, "allowed_failures", 0)
-    lines: list[many.TaskResult] = []
+    lines: list[batch.TaskResult] = []
     work = threading.Thread(
         target=lambda: lines.extend(done(found.scheduler_address, names, many_works.Behaving(str(log)))), daemon=True
     )
@@ -147,10 +147,10 @@ def test_a_memory_limit_that_is_hit(harmed: Any, log: Path, monkeypatch: pytest.
 
 
 def test_a_scheduler_that_goes_away(harmed: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmnn.many.cluster.CONNECT_TIMEOUT_SECONDS", 2)
+    monkeypatch.setattr("kvmnn.batch.executors.CONNECT_TIMEOUT_SECONDS", 2)
     found = harmed()
-    with many.connect_dask(found.scheduler_address) as (executor, ahead):
-        results = many.run_tasks(
+    with batch.connect_dask(found.scheduler_address) as (executor, ahead):
+        results = batch.run_tasks(
             [str(n) for n in range(400)], many_works.Behaving(str(log), 0.1), executor, max_running=ahead
         )
         next(results)
@@ -188,7 +188,7 @@ def timeless(line: str) -> Any:
 
 
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
-    monkeypatch.setattr("kvmnn.many.cluster.CONNECT_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr("kvmnn.batch.executors.CONNECT_TIMEOUT_SECONDS", 0.5)
     left: list[str] = []
     monkeypatch.setattr(distributed.Client, "close", lambda client: left.append(client.status))
     monkeypatch.chdir(tmp_path)

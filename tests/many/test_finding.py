@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from hf_files import pairs, save
 
+from kvmnn.batch import InputKinds, find_inputs
 from kvmnn.cli import main
-from kvmnn.compressor.kvcm.header import MAGIC_BYTES
+from kvmnn.compressor.kvcm import MAGIC_BYTES
 from kvmnn.errors import OptionError, SourceError
-from kvmnn.many import InputKinds, find_inputs
 
 ALL = InputKinds(arrays=True, frames=True, weights=True)
 ARRAYS = InputKinds(arrays=True)

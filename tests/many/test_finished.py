@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from many_works import size
 
+from kvmnn._util.packages import get_version
+from kvmnn.batch import Task, TaskJournal, TaskOutcome, run_tasks
+from kvmnn.batch.tasks import run_task
 from kvmnn.errors import KvmnnError, OptionError, OutputError, SourceError
-from kvmnn.many import Task, TaskJournal, TaskOutcome, run_tasks
-from kvmnn.many.tasks import run_task
-from kvmnn.version import get_version
 
 WORK = {"kvmnn": "0", "verb": "measure", "options": {"real": True}}
 

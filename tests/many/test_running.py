@@ -1,4 +1,4 @@
-"""`kvmnn.many.run_tasks`: every task once, in order, whatever becomes of the processes."""
+"""`kvmnn.batch.run_tasks`: every task once, in order, whatever becomes of the processes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from many_works import Behaving, Writing, size
 
+from kvmnn.batch import ProcessExecutor, Task, TaskJournal, TaskOutcome, run_tasks, runner
+from kvmnn.batch.executors import DaskExecutor
 from kvmnn.errors import KvmnnError, OptionError
-from kvmnn.many import ProcessExecutor, Task, TaskJournal, TaskOutcome, run_tasks, running
-from kvmnn.many.cluster import DaskExecutor
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_what_waits_for_its_turn_is_bounded(monkeypatch: pytest.MonkeyPatch) -> 
         return last
 
     for name, value, most in (("MAX_PENDING_TASKS", 10, 10), ("MAX_PENDING_LINE_BYTES", 20_000, 30)):
-        monkeypatch.setattr(running, name, value)
+        monkeypatch.setattr(runner, name, value)
         begun.clear()
         gate.clear()
         with ThreadPoolExecutor(2) as executor:
@@ -206,7 +206,7 @@ def test_a_process_that_is_killed(names: list[str], failing: list[str], log: Pat
 
 
 def test_a_process_that_is_killed_in_the_middle_of_its_result(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "STALL_CHECK_SECONDS", 0.3)
+    monkeypatch.setattr(runner, "STALL_CHECK_SECONDS", 0.3)
     names = ["a", "half", "c", "d", "e", "f"]
     assert [(done.path, done.ok) for done in run_tasks(names, Behaving(str(log)), two)] == [
         (name, True) for name in names
@@ -291,7 +291,7 @@ def test_a_cluster_that_goes_away_with_all_that_it_was_given(monkeypatch: pytest
             return Future()
 
     client = Client()
-    monkeypatch.setattr(running, "STALL_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "STALL_CHECK_SECONDS", 0.05)
     with pytest.raises(KvmnnError, match=r"^the Dask scheduler is gone \(closed\)"):
         list(run_tasks(["a"], size, Gone(client)))
 
@@ -311,7 +311,7 @@ def test_a_cluster_that_goes_away_while_it_is_asked_whether_it_does_anything(mon
             return Future()
 
     client = Client()
-    monkeypatch.setattr(running, "STALL_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(runner, "STALL_CHECK_SECONDS", 0.05)
     with pytest.raises(KvmnnError, match=r"^the Dask scheduler is gone \(closed\)"):
         list(run_tasks(["a", "x", "c"], size, Going(client)))
 
@@ -322,7 +322,7 @@ def test_leaving_early_ends_the_processes(log: Path) -> None:
     started = time.monotonic()
     results.close()
     assert active_children() == []
-    assert time.monotonic() - started < running.STALL_CHECK_SECONDS
+    assert time.monotonic() - started < runner.STALL_CHECK_SECONDS
 
 
 # -- outputs -----------------------------------------------------------------------------------------------------------
@@ -417,7 +417,7 @@ def test_what_was_begun_by_a_run_that_was_killed_is_replaced(tmp_path: Path, log
 
 def test_a_process_loads_what_its_work_needs() -> None:
     """So that many start quickly: neither numpy nor any format for a work that needs none."""
-    probe = "import sys, kvmnn.many; print(sorted({'numpy', 'kvmnn.formats', 'kvmnn.bundle'} & sys.modules.keys()))"
+    probe = "import sys, kvmnn.batch; print(sorted({'numpy', 'kvmnn.formats', 'kvmnn.bundle'} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 

@@ -16,10 +16,19 @@ import zstandard
 from offline_model import words, write_dump
 
 from kvmnn import OutputError, SourceError
-from kvmnn.offline import select_dumps
-from kvmnn.offline.analyses import ALL_LAYERS_SCOPE, EntropyMetrics, MetricsRow, analyze_entropy, compute_averages
-from kvmnn.offline.analysis_report import format_csv, format_grouped_summary, format_summary, read_run_log
-from kvmnn.offline.fp16_dumps import convert_to_fp16
+from kvmnn.analysis import select_dumps
+from kvmnn.analysis.entropy import (
+    ALL_LAYERS_SCOPE,
+    EntropyMetrics,
+    MetricsRow,
+    analyze_entropy,
+    compute_averages,
+    format_csv,
+    format_grouped_summary,
+    format_summary,
+    read_run_log,
+)
+from kvmnn.analysis.fp16_conversion import convert_to_fp16
 
 K, V = words(1, 30), words(2, 30)
 WIDE = words(3, 30, dtype="<f4")
@@ -189,7 +198,7 @@ def test_a_full_disk_ends_the_conversion(dumps, tmp_path, monkeypatch):
     def full(self: object, *_: object) -> None:
         raise OutputError("x: cannot be written: No space left on device") from OSError(errno.ENOSPC, "No space left")
 
-    monkeypatch.setattr("kvmnn.files.output.StagedFile.write", full)
+    monkeypatch.setattr("kvmnn.files.atomic.StagedFile.write", full)
     found = convert_to_fp16(dumps, tmp_path / "half")
     assert (found.disk_full, found.exit_code, len(found.errors)) == (True, 3, 1)
     assert [path for path in (tmp_path / "half").rglob("*") if path.is_file()] == []

@@ -1,4 +1,4 @@
-"""What a notebook gets from `kvmnn.offline` is what the shell prints."""
+"""What a notebook gets from `kvmnn.analysis` is what the shell prints."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from offline_model import words, write_dump
 
-from kvmnn.errors import OptionError, OutputError, SourceError
-from kvmnn.offline import (
+from kvmnn.analysis import (
     ALL_LAYERS_SCOPE,
     MeasureOptions,
     Scope,
@@ -21,6 +20,7 @@ from kvmnn.offline import (
     select_dumps,
     write_entropy_report,
 )
+from kvmnn.errors import OptionError, OutputError, SourceError
 
 K, V = words(1, 40), words(2, 40)
 

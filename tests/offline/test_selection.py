@@ -11,8 +11,7 @@ import pytest
 from offline_model import words, write_dump
 
 from kvmnn import SourceError
-from kvmnn.formats import open as open_source
-from kvmnn.offline import (
+from kvmnn.analysis import (
     DumpSelection,
     MeasureOptions,
     NothingSelectedError,
@@ -22,7 +21,8 @@ from kvmnn.offline import (
     measure_dumps,
     select_dumps,
 )
-from kvmnn.offline.selection import is_dump_folder
+from kvmnn.analysis.selection import is_dump_folder
+from kvmnn.formats import open as open_source
 
 K, V = words(1, 4), words(2, 4)
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from offline_model import words, write_dump
 
 from kvmnn import KvmnnError, _simd
-from kvmnn.formats import open as open_source
-from kvmnn.offline import (
+from kvmnn.analysis import (
     DumpSelection,
     LanePredictors,
     MeasureOptions,
@@ -30,7 +29,8 @@ from kvmnn.offline import (
     predictors,
     select_dumps,
 )
-from kvmnn.offline.memory_budget import MemoryBudget
+from kvmnn.analysis.measurement import MemoryBudget
+from kvmnn.formats import open as open_source
 
 SHAPES = st.tuples(st.integers(1, 9), st.integers(1, 5), st.integers(1, 70))
 
@@ -236,8 +236,8 @@ def piece_size(piece: np.ndarray, part: str, options: MeasureOptions) -> int:
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_threads_and_memory_do_not_change_anything(dumps, threads, monkeypatch):
     options = MeasureOptions(entry_mode="chunked_grouped", online_chunk_seq=5)
-    monkeypatch.setattr("kvmnn.offline.measuring.MAX_MEMORY_BYTES", 1)
-    monkeypatch.setattr("kvmnn.offline.token_runs.CHUNK_BYTES", 40)
+    monkeypatch.setattr("kvmnn.analysis.measurement.MAX_MEMORY_BYTES", 1)
+    monkeypatch.setattr("kvmnn.analysis.tensor_reader.CHUNK_BYTES", 40)
     seen: list[int] = []
     measured = measure_dumps(
         ["x"], select_dumps([dumps], options.scope), options, real=True, threads=threads, progress=seen.append
@@ -276,7 +276,7 @@ def test_frames_that_exist_are_counted(dumps):
 
 
 def test_a_frame_that_does_not_decode_is_never_counted(dumps, monkeypatch):
-    monkeypatch.setattr("kvmnn.offline.stored_sizes.verify_roundtrip", lambda *_, **__: False)
+    monkeypatch.setattr("kvmnn.analysis.stream_sizes.verify_roundtrip", lambda *_, **__: False)
     options = MeasureOptions()
     with pytest.raises(KvmnnError, match="did not decode to its own input"):
         measure_dumps(["x"], select_dumps([dumps], options.scope), options, real=True)
@@ -447,7 +447,7 @@ def test_frames_are_cut_at_their_size(dumps, monkeypatch):
     """At so many words of two bytes as fit: of 2 heads of their dims, three tokens."""
     mine = [k for layer, _, k, _, _, _ in DUMPS if layer == 0]
     heads, dims = mine[0].shape[1:]
-    monkeypatch.setattr("kvmnn.offline.stored_sizes.MAX_FRAME_BYTES", 3 * 2 * heads * dims + 1)
+    monkeypatch.setattr("kvmnn.analysis.stream_sizes.MAX_FRAME_BYTES", 3 * 2 * heads * dims + 1)
     options = MeasureOptions(scope=Scope(front_n=1))
     found = measure_dumps(["x"], select_dumps([dumps], options.scope), options, real=True)
     assert found.totals.stored_sizes["key"].frames == sum(-(-len(array) // 3) for array in mine)

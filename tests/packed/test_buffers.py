@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvmnn import KvmnnError
-from kvmnn.packed.buffers import to_byte_rows
+from kvmnn.packed.layout import to_byte_rows
 
 LAYOUT: Any = SimpleNamespace(kv_heads=2, head_dim=4, itemsize=2)
 

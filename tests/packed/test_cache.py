@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layout_model import Cache, Numbers
 
 from kvmnn import CacheDroppedWarning, KVMeta, KvmnnError, LimitError, PackedCache, PackLayout
-from kvmnn.packed.reserve import check_reserve
+from kvmnn.packed.compaction import check_reserve
 
 WORDS = {"fp16": "<f2", "bf16": "<u2", "fp32": "<f4"}
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvmnn.errors import SourceError
 from kvmnn.packed.backends import BACKENDS
-from kvmnn.packed.fitting import PackedGeometry, _find_first_mismatch, infer_layout
+from kvmnn.packed.inference import PackedGeometry, _find_first_mismatch, infer_layout
 from kvmnn.packed.layout import PackLayout
 
 

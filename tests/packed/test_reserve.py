@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvmnn import KvmnnError
-from kvmnn.packed.reserve import CompactionOutcome, simulate_upstream
+from kvmnn.packed.compaction import CompactionOutcome, simulate_upstream
 
 
 def outcome(pairs: tuple[tuple[int, int], ...], past: int = 10, remove: int = 4) -> CompactionOutcome:

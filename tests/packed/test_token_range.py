@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvmnn import KvmnnError, PackLayout
-from kvmnn.packed.token_range import TokenRange
+from kvmnn.packed.layout import TokenRange
 
 LAYOUT = PackLayout.from_backend("x86-avx2", kv_heads=1, head_dim=8)
 CAPACITY = 16

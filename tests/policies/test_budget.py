@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvmnn.errors import KvmnnError
-from kvmnn.policies.budget import Budget
+from kvmnn.policies.policy import Budget
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from kvmnn.errors import OptionError
 from kvmnn.policies import POLICIES, LayerState, create_policy
-from kvmnn.policies.cache_plan import CachePlan, PolicyLayerPlan, check_plannable, plan_layer
+from kvmnn.policies.plan import CachePlan, PolicyLayerPlan, check_plannable, plan_layer
 
 RNG = np.random.default_rng(7)
 NORMS = RNG.random((2, 12)).astype(np.float32)

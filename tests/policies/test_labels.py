@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvmnn.policies import FullCache, H2OBlocks, H2OEngine, L2Fixed, L2Ratio, RecentOnly, Streaming
-from kvmnn.policies.labels import LabelledPolicy, format_label
+from kvmnn.policies.registry import LabelledPolicy, format_label
 
 
 def test_labels_say_what_is_not_the_default() -> None:

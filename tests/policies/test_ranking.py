@@ -17,7 +17,7 @@ from repository import NATIVE, SELFTEST
 
 from kvmnn import KvmnnError, _simd
 from kvmnn.policies import _norms, compute_key_norms
-from kvmnn.policies.ranking import argtopk_highest, argtopk_lowest, sort_by_value
+from kvmnn.policies.topk import argtopk_highest, argtopk_lowest, sort_by_value
 
 
 @pytest.fixture(params=_simd.simd_levels())

@@ -11,7 +11,7 @@ import pytest
 from policy_models import BUDGETS, DIMS, HEADS, OPTIONS, acting, fit, make, view
 
 from kvmnn import KvmnnError, policies
-from kvmnn.policies import POLICIES, EvictingCache, LayerState, Trigger, create_policy, ranking
+from kvmnn.policies import POLICIES, EvictingCache, LayerState, Trigger, create_policy, topk
 
 CASES = [(name, {**more, **budget}) for name, several in OPTIONS.items() for more in several for budget in BUDGETS]
 matrix = pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value).replace(" ", ""))
@@ -282,7 +282,7 @@ def test_stacked_layers_are_as_each_alone(name: str, options: dict[str, Any]) ->
     stack = LayerState(
         tokens=60,
         scores=axis([fields["scores"] for fields in layers]),
-        norms=np.concatenate([ranking.compute_key_norms(fields["keys"]) for fields in layers]),
+        norms=np.concatenate([topk.compute_key_norms(fields["keys"]) for fields in layers]),
     )
     together = policy.select_stacked(stack, acting(policy))
     assert together is not None

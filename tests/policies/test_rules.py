@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvmnn.errors import KvmnnError, OptionError
-from kvmnn.h2o import H2OConfig, plan_blocks
 from kvmnn.policies import (
     H2OBlocks,
     H2OHeads,
@@ -28,7 +27,8 @@ from kvmnn.policies import (
     Trigger,
     create_policy,
 )
-from kvmnn.policies.base import BudgetedPolicy
+from kvmnn.policies.h2o import H2OConfig, plan_blocks
+from kvmnn.policies.policy import BudgetedPolicy
 from kvmnn.policies.registry import POLICIES
 
 RATIOS = st.sampled_from([0.0, 0.1, 0.29, 0.5, 0.7, 0.98, 1.0, 1.5]) | st.floats(0, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmnn.reports.page.quality import _OPERATION_NAMES, _find_slowest
+from kvmnn.reports.page.page_sections import _OPERATION_NAMES, _find_slowest
 from kvmnn.reports.page.records import LatencyStats
 
 

@@ -9,11 +9,10 @@ import lm_results
 import pytest
 from lm_results import results, row
 
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 from kvmnn.errors import OptionError
 from kvmnn.evaluation.result import infer_format
-from kvmnn.reports.columns import COLUMNS, build_table
-from kvmnn.reports.latex import escape_latex
+from kvmnn.reports.tables import COLUMNS, build_table, escape_latex
 
 SAMPLE = lm_results.document()
 KNOWN = {"begin", "end", "hline", "par", "char"}

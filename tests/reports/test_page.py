@@ -15,11 +15,10 @@ import report_files as files
 from kvmnn.errors import SourceError
 from kvmnn.reports.page import Report, make_report
 from kvmnn.reports.page.blocks import ChartBlock
-from kvmnn.reports.page.cases import build_trend_section
-from kvmnn.reports.page.look import DARK_COLOURS, LIGHT_COLOURS, SCRIPT, SCRIPT_HASH, TEXT_ON_BACKGROUND
-from kvmnn.reports.page.material import read_inputs
-from kvmnn.reports.page.records import GateResultLine
-from kvmnn.reports.page.reference import REFERENCE_CASES
+from kvmnn.reports.page.inputs import read_inputs
+from kvmnn.reports.page.page_sections import build_trend_section
+from kvmnn.reports.page.records import REFERENCE_CASES, GateResultLine
+from kvmnn.reports.page.renderers import DARK_COLOURS, LIGHT_COLOURS, SCRIPT, SCRIPT_HASH, TEXT_ON_BACKGROUND
 from kvmnn.reports.page.verdict import describe_miss
 
 pytest.importorskip("matplotlib")

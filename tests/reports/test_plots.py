@@ -19,20 +19,10 @@ from lm_results import BUDGETS, document, results, row
 from repository import SUPPORT
 
 from kvmnn.errors import KvmnnError, MissingDependencyError, OutputError
-from kvmnn.evaluation.setup.presets import expand_preset
-from kvmnn.reports import (
-    comparison_figure,
-    figure_parts,
-    figures,
-    improvement_figure,
-    plot_style,
-    plots,
-    series,
-    trace_figures,
-)
-from kvmnn.reports.point_labels import PointLabel, label_points
-from kvmnn.reports.results import KeepMap
-from kvmnn.reports.rows import FullCacheDifference
+from kvmnn.evaluation.presets import expand_preset
+from kvmnn.reports import figures, plot_style, plots, series
+from kvmnn.reports.plot_style import PointLabel, label_points
+from kvmnn.reports.records import FullCacheDifference, KeepMap
 
 
 @pytest.fixture(scope="module")
@@ -204,16 +194,16 @@ def test_sinks_are_a_number_and_no_share() -> None:
         "h2o_tokens sink=8": ["h2o_8_32_256", "h2o_8_64_512"],
     }
     # 264 and 520 tokens of streaming are compared with 256 and 512 of H2O
-    assert comparison_figure._group_similar_budgets(series.group_into_series(rows)) == [(256, 264), (512, 520)]
+    assert figures._group_similar_budgets(series.group_into_series(rows)) == [(256, 264), (512, 520)]
 
 
 def test_budgets_of_one_series_are_never_one_panel() -> None:
     rows = [row(str(b), "streaming", budget=b) for b in (0, 100, 103, 200)]
-    assert comparison_figure._group_similar_budgets(series.group_into_series(rows)) == [(0,), (100,), (103,), (200,)]
+    assert figures._group_similar_budgets(series.group_into_series(rows)) == [(0,), (100,), (103,), (200,)]
 
 
 def test_ticks_do_not_touch() -> None:
-    assert figure_parts.thin_ticks([128, 256, 264, 512, 520], 1.2) == [128, 256, 512]
+    assert figures.thin_ticks([128, 256, 264, 512, 520], 1.2) == [128, 256, 512]
 
 
 # -- parts ------------------------------------------------------------------------------------------------------------
@@ -247,7 +237,7 @@ def test_labels_that_have_room_stay_where_they_are() -> None:
 
 def test_the_keep_map_shows_each_cell_as_it_was() -> None:
     recorded = KeepMap(layer=0, kv_head=0, steps=(1, 2, 3, 4), kept=((0,), (0, 1), (0, 2), (0, 3)))
-    image, tokens = trace_figures._make_keep_image(recorded)
+    image, tokens = figures._make_keep_image(recorded)
     live, gone, unseen = 0, 1, 2
     assert tokens == 4
     assert image.T.tolist() == [
@@ -261,7 +251,7 @@ def test_the_keep_map_shows_each_cell_as_it_was() -> None:
 def test_a_long_document_is_drawn_in_bounded_size() -> None:
     steps = tuple(range(1000, 100_001, 1000))
     kept = tuple(tuple(range(seen - 500, seen)) for seen in steps)
-    image, tokens = trace_figures._make_keep_image(KeepMap(layer=0, kv_head=0, steps=steps, kept=kept))
+    image, tokens = figures._make_keep_image(KeepMap(layer=0, kv_head=0, steps=steps, kept=kept))
     assert tokens == 100_000 and image.shape == (400, 400)
     assert set(image[:, -1].tolist()) == {0, 1}
 
@@ -303,11 +293,11 @@ def test_a_policy_has_one_colour_in_every_figure_of_a_run() -> None:
                     assert colour == wanted, (draw.__name__, text)
                     seen[name] += 1
     assert seen["streaming"] == 4 and seen["keep_low"] > 10, seen
-    bars = comparison_figure.strategy_comparison(sample)
+    bars = figures.strategy_comparison(sample)
     assert {tuple(bar.get_facecolor()[:3]) for axes in bars.axes for bar in axes.patches} == {
         plot_style_rgb(colour) for colour in expected.values()
     }
-    maps = trace_figures.keep_map(sample)
+    maps = figures.keep_map(sample)
     shown = [axes.images[0].cmap(0)[:3] for axes in maps.axes]
     assert shown == [plot_style_rgb(expected["streaming"]), plot_style_rgb(expected["h2o_decayed_heads"])]
 
@@ -340,7 +330,7 @@ def test_variants_of_one_colour_are_told_apart() -> None:
 
 @given(st.floats(0.5, 1e5), st.floats(3, 1e4))
 def test_a_logarithmic_axis_has_enough_ticks_and_not_too_many(low: float, factor: float) -> None:
-    ticks = figure_parts.compute_log_ticks(low, low * factor)
+    ticks = figures.compute_log_ticks(low, low * factor)
     assert 4 <= len(ticks) <= 12
     assert all(low <= tick <= low * factor for tick in ticks)
 
@@ -358,11 +348,11 @@ def test_strategies_keep_their_order_and_a_logarithmic_axis_says_so() -> None:
     rows = [row("full", "full", perplexity=9.0)]
     costs = {"streaming": 9.3, "recent_only": 60.0, "knorm": 9.1, "h2o_decayed": 9.2}
     rows += [row(f"{name} 64", name, budget=64, perplexity=cost) for name, cost in costs.items()]
-    (axes,) = comparison_figure.strategy_comparison(results(rows)).axes
+    (axes,) = figures.strategy_comparison(results(rows)).axes
     assert [text.get_text() for text in axes.get_yticklabels()] == [*costs][::-1]  # the first on top
     assert axes.get_xlabel() == "relative perplexity change (%)\nlogarithmic beyond 10 %"
     rows[2] = replace(rows[2], perplexity=9.4)
-    (axes,) = comparison_figure.strategy_comparison(results(rows)).axes
+    (axes,) = figures.strategy_comparison(results(rows)).axes
     assert axes.get_xlabel() == "relative perplexity change (%)"
 
 
@@ -392,7 +382,7 @@ def test_captions_stay_inside_their_figures_and_off_the_axes(rows: str) -> None:
     for draw in plots.DRAW_FUNCTIONS.values():
         try:
             made = laid_out(draw(sample))
-        except figure_parts.NothingToShowError:
+        except figures.NothingToShowError:
             continue
         for text in made.texts:
             box = text.get_window_extent()
@@ -401,9 +391,7 @@ def test_captions_stay_inside_their_figures_and_off_the_axes(rows: str) -> None:
                 assert not label.get_text() or label.get_window_extent().y0 > box.y1, draw.__name__
 
 
-@pytest.mark.parametrize(
-    "draw", [comparison_figure.strategy_comparison, figures.keep_ratio_analysis, trace_figures.keep_map]
-)
+@pytest.mark.parametrize("draw", [figures.strategy_comparison, figures.keep_ratio_analysis, figures.keep_map])
 def test_panels_lie_inside_their_figure_and_apart(draw: Any) -> None:
     boxes = [axes.get_position() for axes in draw(document()).axes]
     assert len(boxes) > 1
@@ -456,13 +444,13 @@ def test_points_that_crowd_beside_a_far_one_have_a_panel_of_their_own() -> None:
 def test_policies_that_hold_the_same_share_a_line_which_the_caption_explains() -> None:
     sample = document()
     traces = (sample.traces[0], sample.traces[1], replace(sample.traces[1], label="h2o_decayed_heads 256"))
-    made = trace_figures.memory_over_time(replace(sample, traces=traces))
+    made = figures.memory_over_time(replace(sample, traces=traces))
     samples = [
         line for line in made.axes[0].lines if not line.get_clip_on() and line.get_color() != plot_style.INK_COLOUR
     ]
     assert samples and {line.get_linestyle() for line in samples} == {"-"}
     assert "these policies hold the same, their colours take turns" in made.texts[0].get_text()
-    alone = trace_figures.memory_over_time(replace(sample, traces=traces[:2]))
+    alone = figures.memory_over_time(replace(sample, traces=traces[:2]))
     assert "take turns" not in alone.texts[0].get_text()
 
 
@@ -472,13 +460,13 @@ def test_each_improvement_is_measured_by_itself() -> None:
             keep_ratio=entry.options.get("keep_ratio"), perplexity=ppl, accuracy=ppl / 100)
         for entry, ppl in zip(expand_preset("knorm-ablation"), (9.0, 10.0, 10.1, 10.1, 11.0, 9.9), strict=True)
     ]  # fmt: skip
-    steps = improvement_figure.find_improvements(found)
+    steps = figures.find_improvements(found)
     assert [(step.name.split("\n")[0], step.baseline, step.variant) for step in steps] == [
         ("threshold", found[1], found[2]),
         ("order", found[2], found[3]),
         ("hybrid, 512 tokens", found[4], found[5]),
     ]
-    made = improvement_figure.improvement_summary(results(found))
+    made = figures.improvement_summary(results(found))
     widths = [bar.get_width() for bar in made.axes[0].patches]
     assert widths == pytest.approx([100 * (9.9 / 11 - 1), 0.0, 1.0])  # the first on top
     assert [text.get_text() for text in made.axes[0].get_yticklabels()][2] == "threshold\nfrom 512 -> above 512"
@@ -497,7 +485,7 @@ def test_kinds_of_files_and_no_titles(tmp_path: Path) -> None:
     assert made.axes[0].get_title(loc="left") == "Perplexity over budget" or made.axes[0].get_title()
     plot_style.remove_titles(made)
     assert made.axes[0].get_title(loc="left") == made.axes[0].get_title() == ""
-    panels = comparison_figure.strategy_comparison(document())
+    panels = figures.strategy_comparison(document())
     plot_style.remove_titles(panels)
     assert "budget 128 tokens" in (panels.axes[0].get_title(loc="left") + panels.axes[0].get_title())
     for wrong in ((), ("gif",), ("png", "png")):

@@ -10,15 +10,10 @@ from dataclasses import replace
 import pytest
 from lm_results import BUDGETS, document, results, row
 
-from kvmnn.h2o.figures import H2OStats, PlannerLayerStats
+from kvmnn.policies.h2o.planner import H2OStats, PlannerLayerStats
 from kvmnn.reports import tables
-from kvmnn.reports.columns import build_project_table
-from kvmnn.reports.h2o_table import build_h2o_table
-from kvmnn.reports.pivot import build_pivot_table
-from kvmnn.reports.results import Refusal
-from kvmnn.reports.rows import ProjectStats
-from kvmnn.reports.runtime_figures import RuntimeStats
-from kvmnn.reports.runtime_table import build_runtime_table
+from kvmnn.reports.records import ProjectStats, Refusal, RuntimeStats
+from kvmnn.reports.tables import build_h2o_table, build_pivot_table, build_project_table, build_runtime_table
 
 
 def cells(table: str) -> list[dict[str, str]]:

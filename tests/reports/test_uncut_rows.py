@@ -14,12 +14,15 @@ from lm_results import results, row
 
 from kvmnn.evaluation import EvaluationResult, read_results
 from kvmnn.reports import plot_style, tables
-from kvmnn.reports.comparison_figure import strategy_comparison
-from kvmnn.reports.figures import accuracy_over_budget, perplexity_accuracy_tradeoff, perplexity_over_budget
+from kvmnn.reports.figures import (
+    accuracy_over_budget,
+    perplexity_accuracy_tradeoff,
+    perplexity_over_budget,
+    strategy_comparison,
+)
 from kvmnn.reports.page import make_report
-from kvmnn.reports.pivot import build_pivot_table
-from kvmnn.reports.results import Refusal
-from kvmnn.reports.rows import FullCacheDifference, ResultRow
+from kvmnn.reports.records import FullCacheDifference, Refusal, ResultRow
+from kvmnn.reports.tables import build_pivot_table
 
 FULL = {"kind": "LOSSLESS", "evicted": False}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvmnn.runtime.sound.decoded_rows import DecodedRowCache
-from kvmnn.runtime.sound.piece import TokenSegment
+from kvmnn.runtime.strict.layer_storage import TokenSegment
+from kvmnn.runtime.strict.restorer import DecodedRowCache
 
 
 def test_rows_of_dead_pieces_make_room() -> None:

@@ -13,7 +13,7 @@ from store_options import store_options
 import kvmnn
 from kvmnn import KvmnnError
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
-from kvmnn.runtime.sound import StrictCallResult
+from kvmnn.runtime.strict import StrictCallResult
 
 LAYERS, HEADS, HEAD_DIM = 3, 2, 8
 STORE = store_options(front_n=LAYERS, store_bootstrap_tokens=16, decode_cache_blocks=64)

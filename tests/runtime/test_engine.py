@@ -8,13 +8,10 @@ from store_options import store_options
 from kvmnn.dtypes import FP16
 from kvmnn.frames import encode_block
 from kvmnn.runtime import LosslessRuntime
-from kvmnn.runtime.engine.decoding import BlockDecoder
-from kvmnn.runtime.engine.events import CallEvent, ScatterEvent
-from kvmnn.runtime.engine.restoring import restore_blocks
-from kvmnn.runtime.engine.rows import EngineRowBuffer
-from kvmnn.runtime.engine.state import EmulatedLayerState
-from kvmnn.runtime.engine.stored_block import StoredBlock
-from kvmnn.runtime.latencies import LatencyHistogram
+from kvmnn.runtime.emulation.decoder import BlockDecoder, restore_blocks
+from kvmnn.runtime.emulation.events import CallEvent, ScatterEvent
+from kvmnn.runtime.emulation.layer_state import EmulatedLayerState, EngineRowBuffer, StoredBlock
+from kvmnn.runtime.metrics import LatencyHistogram
 
 
 def test_blocks_are_restored_in_their_order_and_neighbours_at_once() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from engine_store_model import StoreModel
 
-from kvmnn.h2o import BlockPlan, H2OPlanner
+from kvmnn.policies.h2o import BlockPlan, H2OPlanner
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 _SWITCHED_ON = {"kv_lossless_enable": True, "kv_lossless_runtime_enable": True, "kv_lossless_codec": "gear_delta"}

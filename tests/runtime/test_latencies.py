@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmnn.runtime.latencies import LatencyHistogram
+from kvmnn.runtime.metrics import LatencyHistogram
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from kvmnn.dtypes import FP16
 from kvmnn.runtime.positions import PositionRuns
 from kvmnn.runtime.schedule import ColdRange
-from kvmnn.runtime.sound.layer_rows import LayerStorage
-from kvmnn.runtime.sound.piece import TokenSegment
+from kvmnn.runtime.strict.layer_storage import LayerStorage, TokenSegment
 
 BLOCK, SINK, RECENT = 8, 4, 6
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from plain_cache import new_rows
 from store_options import store_options
 
-from kvmnn.h2o import H2OConfig
+from kvmnn.policies.h2o import H2OConfig
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
-from kvmnn.runtime.latencies import LatencyHistogram
+from kvmnn.runtime.metrics import LatencyHistogram
 
 CONFIG = store_options(
     scope="front_n_and_h2o_kept",

@@ -14,9 +14,9 @@ from repository import FIXTURES
 
 from kvmnn import KvmnnError
 from kvmnn import open as open_source
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 from kvmnn.runtime import KVTrace, RuntimeConfig, read_trace, replay_trace
-from kvmnn.runtime.sound.codec import RowCodec
+from kvmnn.runtime.strict.codec import RowCodec
 
 KEYS: dict[str, Any] = {
     "kv_lossless_enable": True,

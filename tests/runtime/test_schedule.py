@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from store_options import store_options
 
-from kvmnn.h2o import H2OConfig
+from kvmnn.policies.h2o import H2OConfig
 from kvmnn.runtime.schedule import CompressionScope, get_bootstrap_tokens
 
 KEPT: dict[str, Any] = {

@@ -225,7 +225,7 @@ def test_no_memory_for_new_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch)
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvmnn.runtime.sound.tail.allocate", none_left)
+        patch.setattr("kvmnn.runtime.strict.layer_storage.allocate", none_left)
         with pytest.raises(MemoryError):
             run.call(0, 5000)
     run.step()
@@ -241,7 +241,7 @@ def test_no_memory_for_cutting_or_handing_in_blocks_is_tried_again(monkeypatch: 
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"kvmnn.runtime.sound.{place}", none_left)
+        patch.setattr(f"kvmnn.runtime.strict.{place}", none_left)
         for layer in range(2):
             with pytest.raises(MemoryError):
                 run.call(layer)
@@ -264,7 +264,7 @@ def test_no_memory_for_what_is_left_changes_nothing(monkeypatch: pytest.MonkeyPa
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvmnn.runtime.sound.layer_rows.allocate", none_left)
+        patch.setattr("kvmnn.runtime.strict.layer_storage.allocate", none_left)
         with pytest.raises(MemoryError):
             calls[drop]()
     run.step()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from plain_cache import PlainLayer, new_rows
 from store_options import store_options
 
-from kvmnn.h2o import H2OConfig, H2OPlanner
-from kvmnn.h2o.layer_state import PendingPlan
+from kvmnn.policies.h2o import H2OConfig, H2OPlanner
+from kvmnn.policies.h2o.planner import PendingPlan
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 DTYPES = {"fp16": "<f2", "fp32": "<f4", "bf16": "<u2"}

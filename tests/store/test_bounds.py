@@ -13,17 +13,19 @@ from prefixes import MODEL, layers_of, same
 from kvmnn import LayerCache
 from kvmnn.errors import KvmnnError, SourceError
 from kvmnn.store import PrefixStore
-from kvmnn.store.remote.records import UnitRecord, parse_record
-from kvmnn.store.space import MAX_LAYERS, build_namespace, parse_namespace
-from kvmnn.store.token_ids import (
+from kvmnn.store.namespace import (
     MAX_ID,
+    MAX_LAYERS,
     MAX_TOKENS,
+    build_namespace,
     count_common_entries,
     count_common_ids,
     count_ids_in_sort_key,
+    parse_namespace,
     to_sort_key,
     to_token_ids,
 )
+from kvmnn.store.remote.records import UnitRecord, parse_record
 from kvmnn.store.unit import DamagedUnitError, count_header_bytes, parse_header
 
 

@@ -14,10 +14,9 @@ from prefixes import MODEL, layers_of, same
 from kvmnn import KvmnnError, LayerCache
 from kvmnn.errors import OptionError, OutputError, SourceError
 from kvmnn.store import PrefixStore
-from kvmnn.store.decoding import LoadedSlice, check_unit_matches, decode_slices
-from kvmnn.store.space import build_namespace
-from kvmnn.store.token_ids import to_token_ids
+from kvmnn.store.namespace import build_namespace, to_token_ids
 from kvmnn.store.unit import DamagedUnitError, parse_unit
+from kvmnn.store.unit_codec import LoadedSlice, check_unit_matches, decode_slices
 
 
 def made(folder: Path, *texts, codec: str = "dense") -> list[Path]:
@@ -329,7 +328,7 @@ def test_a_full_disk_leaves_the_store_as_it_was(tmp_path: Path, monkeypatch: pyt
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("kvmnn.store.unit_files.os.replace", full)
+            patch.setattr("kvmnn.store.directory.files.os.replace", full)
             with pytest.raises(OutputError, match="No space left on device"):
                 store.put(ids, layers_of(ids), model=MODEL)
         assert store.match(ids, model=MODEL) == 8
@@ -363,7 +362,7 @@ def test_where_uses_cannot_be_noted_down_texts_are_found(tmp_path: Path, monkeyp
         refused.append(1)
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr("kvmnn.store.updates.touch", full)
+    monkeypatch.setattr("kvmnn.store.directory.index_updates.touch", full)
     with PrefixStore(tmp_path / "s") as store:
         assert store.get(range(8), model=MODEL).tokens == 8
     assert refused

@@ -20,12 +20,11 @@ from prefixes import MODEL, checksum_model
 from kvmnn import KvmnnError, LayerCache, dense
 from kvmnn.dense.header import METHOD_FRAME, read_method
 from kvmnn.errors import OptionError, SourceError
-from kvmnn.store import PrefixStore, dense_encoding, read_exported
-from kvmnn.store.decoding import LoadedSlice, decode_slices
-from kvmnn.store.dense_encoding import DenseStreamEncoder
-from kvmnn.store.space import build_namespace
-from kvmnn.store.table_sets import MIN_TABLE_TOKENS
-from kvmnn.store.unit import MAX_CHAIN_UNITS, DamagedUnitError, parse_unit
+from kvmnn.store import PrefixStore, read_exported, write_path
+from kvmnn.store.namespace import build_namespace
+from kvmnn.store.unit import MAX_CHAIN_UNITS, MIN_TABLE_TOKENS, DamagedUnitError, parse_unit
+from kvmnn.store.unit_codec import LoadedSlice, decode_slices
+from kvmnn.store.write_path import DenseStreamEncoder
 
 
 @pytest.mark.parametrize("dtype", ["<f2", "<f4"])
@@ -329,14 +328,14 @@ def test_rows_that_lie_otherwise(tmp_path: Path, how: str) -> None:
 def test_frames_that_were_larger_are_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the next trial, but for streams that are larger themselves."""
     tried: list[int] = []
-    encode_next = dense_encoding.encode_next
+    encode_next = write_path.encode_next
 
     def noted(rows, before, reference_hints, *, frame_trial_min_bytes, **more):
         data, found = encode_next(rows, before, reference_hints, frame_trial_min_bytes=frame_trial_min_bytes, **more)
         tried[-1] += len(data) > frame_trial_min_bytes or read_method(data) == METHOD_FRAME
         return data, found
 
-    monkeypatch.setattr(dense_encoding, "encode_next", noted)
+    monkeypatch.setattr(write_path, "encode_next", noted)
     noise = np.random.default_rng(3).standard_normal((2, 512, 16)).astype(np.float16)
     with PrefixStore(tmp_path / "s", block_tokens=16, codec="dense") as store:
         for number in range(5):

@@ -11,10 +11,10 @@ import pytest
 from engine_client import GEOMETRY, PREFIX_IDS, QUERY_IDS, Engine, needs_engine, unpack_fixture
 
 import kvmnn
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 from kvmnn.formats.mnn import compute_fingerprint
 from kvmnn.formats.options import PackedOptions
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 from kvmnn.store import PrefixStore, read_layer_caches, write_prefix
 
 pytestmark = needs_engine

@@ -10,7 +10,7 @@ from prefixes import MODEL
 
 from kvmnn import LayerCache
 from kvmnn.errors import OptionError
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 from kvmnn.store import PrefixStore, write_prefix
 
 RNG = np.random.default_rng(8)

@@ -12,7 +12,7 @@ from prefixes import MODEL, layers_of, same
 
 from kvmnn import KvmnnError, LayerCache
 from kvmnn.errors import OutputError, SourceError
-from kvmnn.frames.hashing import integrity_checksum
+from kvmnn.frames.buffers import integrity_checksum
 from kvmnn.store import PrefixStore, read_exported
 
 BEGIN, IDS = list(range(10)), [*range(8), 50, 51, 52, 53, 54, 55, 56, 57, 58]

@@ -14,7 +14,7 @@ from window_texts import MODEL, STATE_LAYERS, WINDOW, assert_whole, layers_of, p
 
 from kvmnn import LayerCache
 from kvmnn.errors import KvmnnError
-from kvmnn.frames.hashing import integrity_checksum
+from kvmnn.frames.buffers import integrity_checksum
 from kvmnn.store import PrefixStore
 
 ENGINES = ("directory", "redis", "file", "memory")

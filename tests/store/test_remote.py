@@ -16,7 +16,7 @@ from redis_server import Server
 from kvmnn import KvmnnError
 from kvmnn.errors import ManifestError, OptionError, OutputError, SourceError
 from kvmnn.store import BackendUnavailableError, PrefixStore
-from kvmnn.store.remote.ram import MemoryCache
+from kvmnn.store.remote.backend import MemoryCache
 from kvmnn.store.remote.records import UnitRecord, parse_record
 
 pytest.importorskip("fsspec")
@@ -185,7 +185,7 @@ def test_a_text_that_grows_leaves_no_tails(url: str) -> None:
 
 def test_the_longest_of_very_many_branches(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks longer than what names of records say of them, and more of them than are looked at."""
-    monkeypatch.setattr("kvmnn.store.remote.shelf._MAX_NEIGHBOURS", 3)
+    monkeypatch.setattr("kvmnn.store.remote.backend._MAX_NEIGHBOURS", 3)
     begin = list(range(40))
     with PrefixStore(url, block_tokens=40) as store:
         put(store, begin)
@@ -364,9 +364,9 @@ class Slow:
 
 
 def test_a_failure_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvmnn.store.remote.values import BackendUnavailableError, CircuitBreaker
+    from kvmnn.store.remote.key_values import BackendUnavailableError, CircuitBreaker
 
-    monkeypatch.setattr("kvmnn.store.remote.values.RETRY_PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr("kvmnn.store.remote.key_values.RETRY_PAUSES_SECONDS", (0.0, 0.0))
     slow = Slow(failures=2)
     assert CircuitBreaker(slow, "slow").get_many(["a/b"]) == [None]
     assert slow.calls == 3
@@ -380,10 +380,10 @@ def test_a_failure_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_after_time_outs_an_engine_is_left_alone_for_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """None is waited for twice; an answer ends it."""
-    from kvmnn.store.remote.values import CircuitBreaker
+    from kvmnn.store.remote.key_values import CircuitBreaker
 
     now = 100.0
-    monkeypatch.setattr("kvmnn.store.remote.values.time.monotonic", lambda: now)
+    monkeypatch.setattr("kvmnn.store.remote.key_values.time.monotonic", lambda: now)
     slow = Slow(failures=9, error=type("ReadTimeoutError", (Exception,), {}))
     patient = CircuitBreaker(slow, "slow")
     for rest in (1, 2, 4, 8, 16, 32, 60, 60):
@@ -405,7 +405,7 @@ def test_after_time_outs_an_engine_is_left_alone_for_longer_and_longer(monkeypat
 
 @pytest.mark.parametrize("codec", ["dense", "frames"])
 def test_damaged_settings_are_told_by_units(url: str, codec: str) -> None:
-    from kvmnn.store.remote.shelf import SETTINGS_NAME
+    from kvmnn.store.remote.backend import SETTINGS_NAME
 
     ids = list(range(30))
     with PrefixStore(url, block_tokens=7, codec=codec) as store:
@@ -428,9 +428,9 @@ def test_damaged_settings_are_told_by_units(url: str, codec: str) -> None:
 
 @pytest.mark.parametrize("error", [PermissionError("Access Denied"), FileNotFoundError("there is no such bucket")])
 def test_an_engine_that_refuses_has_answered(monkeypatch: pytest.MonkeyPatch, error: OSError) -> None:
-    from kvmnn.store.remote.values import CircuitBreaker
+    from kvmnn.store.remote.key_values import CircuitBreaker
 
-    monkeypatch.setattr("kvmnn.store.remote.values.RETRY_PAUSES_SECONDS", ())
+    monkeypatch.setattr("kvmnn.store.remote.key_values.RETRY_PAUSES_SECONDS", ())
     slow = Slow(failures=0)
     monkeypatch.setattr(slow, "_call", lambda: (_ for _ in ()).throw(error))
     with pytest.raises(BackendUnavailableError, match=f"s3: refuses: {error}"):

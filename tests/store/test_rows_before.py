@@ -11,8 +11,8 @@ from dense_texts import ROTARY, layers_of, same, text, units
 from prefixes import MODEL
 
 from kvmnn.store import PrefixStore
-from kvmnn.store.behind import HistoryRef, HistorySource, plan_history
 from kvmnn.store.unit import MAX_CHAIN_UNITS, MAX_HISTORY_ROWS, parse_unit
+from kvmnn.store.write_path import HistoryRef, HistorySource, plan_history
 
 BLOCK = 16
 

@@ -10,7 +10,7 @@ import pytest
 from prefixes import MODEL, checksum_model, layers_of
 
 import kvmnn
-from kvmnn.frames.hashing import integrity_checksum
+from kvmnn.frames.buffers import integrity_checksum
 from kvmnn.store import PrefixStore
 
 

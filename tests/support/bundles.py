@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvmnn.arrays.named_array import LazyArray
+from kvmnn.arrays.array import LazyArray
 from kvmnn.bundle import DecodeOptions, EncodeOptions, FrameSet, decode_frames
-from kvmnn.bundle.encoding import encode_to_directory, encode_to_file
-from kvmnn.files.output import DirectoryOutput, FileOutput
+from kvmnn.bundle.encoder import encode_to_directory, encode_to_file
+from kvmnn.files.atomic import DirectoryOutput, FileOutput
 
 KEYS = np.random.default_rng(1).standard_normal((8, 50, 64)).astype(np.float16)
 CUT = EncodeOptions(frame_bytes=4096)

@@ -17,17 +17,16 @@ from pathlib import Path
 import numpy as np
 
 import kvmnn
+from kvmnn.analysis import measure_dumps
 from kvmnn.bundle import DecodeOptions, EncodeOptions, encode_source, open_frames, verify_frame_set
-from kvmnn.compressor import compress_source
+from kvmnn.compressor import compress_source, kvcm
 from kvmnn.compressor.checkpoint import open_checkpoint
-from kvmnn.compressor.kvcm import weight_file
 from kvmnn.errors import KvmnnError
-from kvmnn.files.changes import InputGuard
-from kvmnn.files.mapped import MappedFile
+from kvmnn.files.change_detection import InputGuard
+from kvmnn.files.mapped_file import MappedFile
 from kvmnn.formats import ReadOptions, restore
 from kvmnn.formats.mnn import pack, unpack
-from kvmnn.offline import measure_dumps
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 from kvmnn.runtime import read_trace
 from kvmnn.store import PrefixStore, read_exported, read_layer_caches
 
@@ -183,7 +182,7 @@ def weights(folder: Path) -> Iterator[object]:
 
     path = folder / "w.bin"
     path.write_bytes(weight_bytes(count=6, head_dim=64, factor=5))
-    opened = weight_file.read_weight_file(path)
+    opened = kvcm.read_weight_file(path)
     yield path
     yield from (float(block.weight.sum()) for block in opened.iter_blocks())
 

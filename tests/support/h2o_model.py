@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from kvmnn.h2o import H2OConfig
+from kvmnn.policies.h2o import H2OConfig
 
 
 def f32(x: float) -> float:

@@ -8,8 +8,17 @@ from typing import Any
 
 from kvmnn.evaluation import EvaluationResult
 from kvmnn.evaluation.result import BootstrapInfo, EvaluatedModelInfo, EvaluationSettingsInfo
-from kvmnn.reports.results import DocumentInfo, DocumentTrace, KeepMap
-from kvmnn.reports.rows import DocumentRow, FrameSizeStats, FullCacheDifference, ProjectStats, QualityStats, ResultRow
+from kvmnn.reports.records import (
+    DocumentInfo,
+    DocumentRow,
+    DocumentTrace,
+    FrameSizeStats,
+    FullCacheDifference,
+    KeepMap,
+    ProjectStats,
+    QualityStats,
+    ResultRow,
+)
 
 BUDGETS = (128, 256, 512)
 _FULL_NLL, _FULL_ACCURACY = 2.311, 0.5148

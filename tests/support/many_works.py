@@ -1,4 +1,4 @@
-"""Work for `kvmnn.many`, in a module, so that new processes and workers of a cluster find it."""
+"""Work for `kvmnn.batch`, in a module, so that new processes and workers of a cluster find it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvmnn.batch import Task, TaskOutcome
 from kvmnn.errors import SourceError
-from kvmnn.many import Task, TaskOutcome
 
 
 def size(task: Task) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from llama_files import NUMBERS, PLAIN, SEQUENCE, SESSION
 
 from kvmnn.formats import EngineOptions, PackedOptions, ReadOptions
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 
 
 @dataclass(frozen=True)

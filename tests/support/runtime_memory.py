@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvmnn.h2o import H2OConfig
+from kvmnn.policies.h2o import H2OConfig
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 LAYERS, HEADS, HEAD_DIM, TOKENS, STEPS = 8, 4, 64, 8192, 40

@@ -17,7 +17,7 @@ import numpy as np
 from plain_cache import PlainLayer
 from store_options import store_options
 
-from kvmnn.h2o import H2OConfig
+from kvmnn.policies.h2o import H2OConfig
 from kvmnn.runtime import LosslessRuntime
 
 LAYERS, HEADS, HEAD_DIM = 8, 2, 16

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from kvmnn import formats
-from kvmnn.arrays.named_array import LazyArray
+from kvmnn.arrays.array import LazyArray
 from kvmnn.formats import ReadOptions
 
 WORDS = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)

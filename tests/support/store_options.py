@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvmnn.h2o import H2OConfig
+from kvmnn.policies.h2o import H2OConfig
 from kvmnn.runtime import RuntimeConfig
 
 

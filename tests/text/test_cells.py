@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvmnn.text import escape_csv, escape_markdown, escape_markdown_cell, unescape_csv
+from kvmnn._util.text import escape_csv, escape_markdown, escape_markdown_cell, unescape_csv
 
 
 @pytest.mark.parametrize(

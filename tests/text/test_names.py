@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmnn.text import shorten_names
+from kvmnn._util.text import shorten_names
 
 
 def test_names_are_told_apart() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvmnn.text import format_rate, pluralize
+from kvmnn._util.text import format_rate, pluralize
 
 
 @pytest.mark.parametrize(

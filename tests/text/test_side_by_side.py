@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvmnn.text.side_by_side import break_lines, count_columns, side_by_side_diff
+from kvmnn._util.text import break_lines, count_columns, side_by_side_diff
 
 
 def test_lines_are_cut_where_the_column_ends() -> None:

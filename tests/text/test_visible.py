@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from kvmnn.text import escape_control, join_lines, suggest
+from kvmnn._util.text import escape_control, join_lines, suggest
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvmnn._util import parallel
 from kvmnn.errors import KvmnnError
-from kvmnn.threads import helpers, pipeline, pool
 
 
 @given(sizes=st.lists(st.integers(0, 40), max_size=30), threads=st.integers(1, 4))
 @settings(deadline=None)
 def test_order_and_bound(sizes, threads):
-    scale = pipeline.MAX_IN_FLIGHT_BYTES // 20
+    scale = parallel.MAX_IN_FLIGHT_BYTES // 20
     running, peak, lock = 0, 0, threading.Lock()
 
     def work(item: tuple[int, int], allowed: int | None) -> int:
@@ -31,16 +31,16 @@ def test_order_and_bound(sizes, threads):
         return item[0]
 
     items = list(enumerate(sizes))
-    done = list(pipeline.ordered_map(work, items, lambda item: item[1] * scale, threads))
+    done = list(parallel.ordered_map(work, items, lambda item: item[1] * scale, threads))
     assert done == [(item, item[0]) for item in items]
-    assert peak <= max([pipeline.MAX_IN_FLIGHT_BYTES, *(size * scale for size in sizes)])
+    assert peak <= max([parallel.MAX_IN_FLIGHT_BYTES, *(size * scale for size in sizes)])
 
 
 @pytest.mark.parametrize("share", [0.3, 0.4, 0.5])
 def test_ordered_counts_the_next_item_against_the_bound(share):
     """Items are submitted only while they fit with those that are running or wait for their turn."""
-    nbytes = int(share * pipeline.MAX_IN_FLIGHT_BYTES)
-    most = pipeline.MAX_IN_FLIGHT_BYTES // nbytes
+    nbytes = int(share * parallel.MAX_IN_FLIGHT_BYTES)
+    most = parallel.MAX_IN_FLIGHT_BYTES // nbytes
     begun, lock, wait = [], threading.Lock(), threading.Event()
 
     def work(item: int, allowed: int | None) -> int:
@@ -49,7 +49,7 @@ def test_ordered_counts_the_next_item_against_the_bound(share):
         wait.wait(0.2)
         return item
 
-    results = pipeline.ordered_map(work, range(9), lambda _: nbytes, 9)
+    results = parallel.ordered_map(work, range(9), lambda _: nbytes, 9)
     for number, (item, result) in enumerate(results):
         assert item == result == number
         wait.set()
@@ -62,7 +62,7 @@ def test_ordered_counts_the_next_item_against_the_bound(share):
 @pytest.mark.parametrize("threads", [2, 40])
 def test_tiny_items_are_bounded_by_their_number(nbytes, threads):
     """Where the reader of results is slow, or the first item is, no more than so many are pulled and done."""
-    most = pipeline.compute_max_in_flight_jobs(threads)
+    most = parallel.compute_max_in_flight_jobs(threads)
     pulled, held, turns = 0, 0, 3 * most
 
     def items():
@@ -71,7 +71,7 @@ def test_tiny_items_are_bounded_by_their_number(nbytes, threads):
             pulled += 1
             yield number
 
-    for number, (item, result) in enumerate(pipeline.ordered_map(lambda n, _: n, items(), lambda _: nbytes, threads)):
+    for number, (item, result) in enumerate(parallel.ordered_map(lambda n, _: n, items(), lambda _: nbytes, threads)):
         assert item == result == number
         held = max(held, pulled - number)
     assert pulled == turns and most <= held <= most + 2  # the next item, and the look at whether it is the last
@@ -85,29 +85,29 @@ def test_the_first_failure_comes_through():
 
     seen = []
     with pytest.raises(KvmnnError, match="item 5"):
-        seen.extend(item for item, _ in pipeline.ordered_map(work, range(10), lambda _: 1, 2) if item < 100)
+        seen.extend(item for item, _ in parallel.ordered_map(work, range(10), lambda _: 1, 2) if item < 100)
     assert threading.active_count() < 40
 
 
 def test_items_share_the_threads():
     """As many threads for each as leave none idle while `MAX_IN_FLIGHT_BYTES` is full."""
     for size, threads, shares in (
-        (pipeline.MAX_IN_FLIGHT_BYTES // 2, 2, 1),
-        (pipeline.MAX_IN_FLIGHT_BYTES // 2, 7, 3),
-        (pipeline.MAX_IN_FLIGHT_BYTES // 2 + 1, 7, 7),
-        (pipeline.MAX_IN_FLIGHT_BYTES // 8, 16, 2),
+        (parallel.MAX_IN_FLIGHT_BYTES // 2, 2, 1),
+        (parallel.MAX_IN_FLIGHT_BYTES // 2, 7, 3),
+        (parallel.MAX_IN_FLIGHT_BYTES // 2 + 1, 7, 7),
+        (parallel.MAX_IN_FLIGHT_BYTES // 8, 16, 2),
         (1, 16, 1),
     ):
-        made = pipeline.ordered_map(lambda _, allowed: allowed, [1, 2, 3], lambda _, n=size: n, threads)
+        made = parallel.ordered_map(lambda _, allowed: allowed, [1, 2, 3], lambda _, n=size: n, threads)
         assert [allowed for _, allowed in made] == [shares] * 3
 
 
 def test_a_lone_item_has_all_threads():
-    assert [r for _, r in pipeline.ordered_map(lambda _, threads: threads, [1], lambda _: 1, 3)] == [3]
-    assert [r for _, r in pipeline.ordered_map(lambda _, threads: threads, [1, 2], lambda _: 1, 3)] == [1, 1]
+    assert [r for _, r in parallel.ordered_map(lambda _, threads: threads, [1], lambda _: 1, 3)] == [3]
+    assert [r for _, r in parallel.ordered_map(lambda _, threads: threads, [1, 2], lambda _: 1, 3)] == [1, 1]
     assert [
         r
-        for _, r in pipeline.ordered_map(lambda _, threads: threads, [1, 2], lambda _: pipeline.MAX_IN_FLIGHT_BYTES, 3)
+        for _, r in parallel.ordered_map(lambda _, threads: threads, [1, 2], lambda _: parallel.MAX_IN_FLIGHT_BYTES, 3)
     ] == [
         3,
         3,
@@ -118,18 +118,18 @@ def test_a_lone_item_has_all_threads():
 @pytest.mark.parametrize("count", [1, 5])
 def test_nobody_waits_for_work_that_was_left_by_an_interrupt(threads, count):
     """The caller's thread is free while items are worked on; what has begun hears of it, the rest does not begin."""
-    begun, go_on, heard, before = threading.Event(), threading.Event(), threading.Event(), helpers.any_alive()
+    begun, go_on, heard, before = threading.Event(), threading.Event(), threading.Event(), parallel.any_alive()
     seen: list[int] = []
 
     def look(number: int) -> None:
         seen.append(number)
         begun.set()
         go_on.wait(30)
-        if helpers.is_cancelled():
+        if parallel.is_cancelled():
             heard.set()
 
     def work(item: int, allowed: int | None) -> None:
-        pool.parallel_map(look, [item, item], 1)
+        parallel.parallel_map(look, [item, item], 1)
 
     def interrupt() -> None:
         begun.wait(30)
@@ -137,14 +137,14 @@ def test_nobody_waits_for_work_that_was_left_by_an_interrupt(threads, count):
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
-        list(pipeline.ordered_map(work, range(count), lambda _: pipeline.MAX_IN_FLIGHT_BYTES // 2, threads))
-    assert not before and helpers.any_alive()
+        list(parallel.ordered_map(work, range(count), lambda _: parallel.MAX_IN_FLIGHT_BYTES // 2, threads))
+    assert not before and parallel.any_alive()
     go_on.set()
     assert heard.wait(30)
     deadline = time.monotonic() + 30
-    while helpers.any_alive() and time.monotonic() < deadline:
+    while parallel.any_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not helpers.any_alive()
+    assert not parallel.any_alive()
     assert len(seen) == len(set(seen)) <= threads  # neither the second half of an item nor another one
 
 
@@ -158,6 +158,6 @@ def test_a_wait_looks_up(monkeypatch):
         if len(looks) == 3:
             future.set_result(7)
 
-    monkeypatch.setattr(helpers, "wait", wait)
-    assert helpers.wait_for_result(future) == 7
+    monkeypatch.setattr(parallel, "wait", wait)
+    assert parallel.wait_for_result(future) == 7
     assert len(looks) == 3 and max(looks) < 0.5

@@ -13,7 +13,7 @@ from codec_samples import STRIDE, kv_like
 
 import kvmnn
 from kvmnn import FrameError, KvmnnError
-from kvmnn.threads import pool
+from kvmnn._util import parallel
 
 LARGE = {dtype: kv_like((3 << 20) // STRIDE[dtype] + 5, dtype) for dtype in ("fp16", "fp32")}
 
@@ -36,7 +36,7 @@ def test_processors_where_the_system_does_not_say_which(
 ) -> None:
     monkeypatch.delattr("os.sched_getaffinity")
     monkeypatch.setattr("os.cpu_count", lambda: processors)
-    assert pool.cpu_count() == pool.resolve_threads(None) == threads
+    assert parallel.cpu_count() == parallel.resolve_threads(None) == threads
 
 
 def test_fewer_candidates_than_threads() -> None:
@@ -93,7 +93,7 @@ def test_many_calls_inside_each_other() -> None:
     def nested(_: int) -> list[bytes]:
         return kvmnn.encode_many(arrays[:2], predictors="raw", effort="fast", threads=4)
 
-    results = pool.parallel_map(nested, range(6), 6)
+    results = parallel.parallel_map(nested, range(6), 6)
     assert len({frame for frames in results for frame in frames}) == 1
 
 
@@ -136,8 +136,8 @@ def test_results_keep_their_order(threads: int) -> None:
         time.sleep(0.002 * (item % 3))
         return item * item
 
-    assert pool.parallel_map(slow, range(20), threads) == [i * i for i in range(20)]
-    assert pool.parallel_map(slow, [], threads) == []
+    assert parallel.parallel_map(slow, range(20), threads) == [i * i for i in range(20)]
+    assert parallel.parallel_map(slow, [], threads) == []
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])
@@ -151,14 +151,14 @@ def test_the_first_failure_is_raised_and_the_rest_left_alone(threads: int) -> No
         done.append(item)
 
     with pytest.raises(KvmnnError, match="item 3"):
-        pool.parallel_map(work, range(1000), threads)
+        parallel.parallel_map(work, range(1000), threads)
     assert len(done) < 100
-    assert pool.parallel_map(str, range(3), threads) == ["0", "1", "2"]
+    assert parallel.parallel_map(str, range(3), threads) == ["0", "1", "2"]
 
 
 def test_thread_counts() -> None:
-    assert pool.resolve_threads(None) == pool.cpu_count() >= 1
-    assert pool.resolve_threads(5) == 5
+    assert parallel.resolve_threads(None) == parallel.cpu_count() >= 1
+    assert parallel.resolve_threads(5) == 5
 
 
 # -- fork -------------------------------------------------------------------------------------------------------------

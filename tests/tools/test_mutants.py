@@ -70,11 +70,11 @@ def test_equal_places_have_keys_of_their_own(tmp_path: Path) -> None:
 
 
 def test_tests_of_a_module_begin_with_its_own() -> None:
-    tests = rooms.tests_of(ROOT, "kvmnn/compressor/conversion/verify.py", Counter())
+    tests = rooms.tests_of(ROOT, "kvmnn/compressor/verify.py", Counter())
     assert tests[0] == "tests/compressor/test_verify.py" and len(tests) > 5
     assert rooms.tests_of(ROOT, "pyx/kvmnn/h2o/_scores.pyx", Counter())[0] == "tests/h2o/test_scores.py"
     killer = "tests/compressor/test_types.py"
-    assert rooms.tests_of(ROOT, "kvmnn/compressor/conversion/verify.py", Counter([killer]))[0] == killer
+    assert rooms.tests_of(ROOT, "kvmnn/compressor/verify.py", Counter([killer]))[0] == killer
 
 
 def test_every_module_with_changes_has_tests_and_explanations_are_of_the_code_as_it_is() -> None:
@@ -97,9 +97,13 @@ def test_all_code_is_drawn_from() -> None:
     found = {path for pattern in rooms.SOURCES for path in ROOT.glob(pattern)}
     code = {path for top in ("kvmnn", "pyx/kvmnn") for path in (ROOT / top).rglob("*.*")}
     assert found == {path for path in code if path.suffix in (".py", ".pyx", ".pxd", ".c", ".h")}
-    for file in ("kvmnn/store/index.py", "pyx/kvmnn/frames/_stream_header.pxd", "pyx/kvmnn/packed/transpose.h"):
+    for file in (
+        "kvmnn/store/directory/index.py",
+        "pyx/kvmnn/frames/_stream_header.pxd",
+        "pyx/kvmnn/packed/transpose.h",
+    ):
         assert ROOT / file in found
-    assert "tests/cli/test_store.py" in rooms.tests_of(ROOT, "kvmnn/store/index.py", Counter())
+    assert "tests/cli/test_store.py" in rooms.tests_of(ROOT, "kvmnn/store/directory/index.py", Counter())
 
 
 NESTED = """

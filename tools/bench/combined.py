@@ -14,8 +14,7 @@ from common import ROOT, table, write_results
 
 from kvmnn.evaluation import EvaluationResult, EvaluationSettings, evaluate, expand_configurations
 from kvmnn.policies import H2OEngine
-from kvmnn.reports.rows import ResultRow
-from kvmnn.reports.runtime_figures import RuntimeLayerStats
+from kvmnn.reports.records import ResultRow, RuntimeLayerStats
 
 MODEL = ROOT / "fixtures" / "lm"
 FRONT = 2

@@ -29,8 +29,8 @@ MEMORY_LIMIT_MB = 100
 
 _KVMNN = """
 import json, sys, time
-from kvmnn.compressor.conversion.convert import convert_checkpoint
-from kvmnn.compressor.conversion.verify import verify_weights
+from kvmnn.compressor.convert import convert_checkpoint
+from kvmnn.compressor.verify import verify_weights
 source, target, repeat = sys.argv[1], sys.argv[2], int(sys.argv[3])
 def anonymous():
     with open("/proc/self/status") as status:

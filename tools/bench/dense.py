@@ -27,9 +27,9 @@ import numpy as np
 from common import ROOT, interleaved, ratio, table, write_results
 
 from kvmnn import dense
+from kvmnn._util.parallel import parallel_map
 from kvmnn.frames import decode as decode_frame
 from kvmnn.frames import encode as encode_frame
-from kvmnn.threads.pool import parallel_map
 
 try:
     import blosc2

@@ -27,7 +27,7 @@ from kvmnn.arrays.source import FILE_KEY
 from kvmnn.bundle import EncodeOptions, encode_source, inspect_frame_set, manifest, open_frames
 from kvmnn.formats import EngineOptions, PackedOptions, ReadOptions
 from kvmnn.lm import dump_kv
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 
 sys.path.append(str(ROOT / "tools"))
 from conformance import unpack

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from common import interleaved, repeats, table, time_once, write_results
 
-from kvmnn.h2o import H2OConfig, H2OPlanner, plan_blocks, sum_by_block
+from kvmnn.policies.h2o import H2OConfig, H2OPlanner, plan_blocks, sum_by_block
 
 HEADS, KEYS, BLOCK = 32, 32768, 64
 TOKENS = 1 << 20

@@ -25,8 +25,7 @@ from kvmnn import PackedCache, PackLayout
 from kvmnn.dtypes import parse_dtype
 from kvmnn.packed import _layout
 from kvmnn.packed.backends import BACKENDS
-from kvmnn.packed.buffers import split_kv
-from kvmnn.packed.native import make_native_params
+from kvmnn.packed.layout import make_native_params, split_kv
 
 HEADS, TOKENS, DIMS, BLOCK = 32, 4096, 128, 64
 ALIGNED = [(block * BLOCK, BLOCK) for block in range(0, TOKENS // BLOCK, 3)]

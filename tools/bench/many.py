@@ -32,7 +32,7 @@ where the machine does not give as much."""
 ALONE = """
 import sys
 from kvmnn.cli import CommandWork
-from kvmnn.many import InputKinds, Task, find_inputs
+from kvmnn.batch import InputKinds, Task, find_inputs
 verb, root, out, part, parts = sys.argv[1:]
 work = CommandWork.from_words(verb)
 taken = find_inputs([root], InputKinds(arrays=verb != "verify", frames=verb == "verify")).inputs

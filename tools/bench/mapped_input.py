@@ -25,7 +25,7 @@ from common import interleaved, ratio, synthetic, table, write_results
 import kvmnn
 from kvmnn.bundle import EncodeOptions, decode_frames, encode_source, open_frames, verify_frame_set
 from kvmnn.dtypes import Bytes
-from kvmnn.files.mapped import MappedFile
+from kvmnn.files.mapped_file import MappedFile
 
 LIMIT = 1.03
 ONE = EncodeOptions(threads=1)

@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 from common import synthetic, table, write_results
 
+from kvmnn._util.parallel import parallel_map
+from kvmnn.analysis import MeasureOptions, Scope, _stream_meter, measure_dumps, select_dumps
+from kvmnn.analysis.predictors import PREDICTOR_NAMES
 from kvmnn.frames import _zstdlib
-from kvmnn.offline import MeasureOptions, Scope, _stream_meter, measure_dumps, select_dumps
-from kvmnn.offline.predictors import PREDICTOR_NAMES
-from kvmnn.threads.pool import parallel_map
 
 HEADS, DIMS, TOKENS, BLOCK = 8, 128, 8192, 64
 FEW_TOKENS = 2048  # where two at a time are compared: short turns, so that what else the machine does hits all alike

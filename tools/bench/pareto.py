@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 from common import BENCHMARKS, ROOT, table, write_results
 
-from kvmnn.arrays.named_array import from_numpy
+from kvmnn.arrays.array import from_numpy
 from kvmnn.bench import ArrayBenchReport, measure
-from kvmnn.bench.dense_codec import make_plan
+from kvmnn.bench.codecs import make_plan
 from kvmnn.dtypes import Part
 
 SIZES = (64 << 10, 256 << 10, 1 << 20)

@@ -30,11 +30,11 @@ import runtime_decoder
 from common import ROOT, interleaved, ratio, table, write_results
 
 import kvmnn
-from kvmnn.frames.decoding import FrameDecoder
+from kvmnn.frames.decoder import FrameDecoder
 from kvmnn.lm import dump_kv
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
-from kvmnn.runtime.history import KVTrace, read_trace
-from kvmnn.runtime.sound import codec
+from kvmnn.runtime.strict import codec
+from kvmnn.runtime.trace import KVTrace, read_trace
 
 TOKENS, STEPS, PLAIN_STEPS, PLAIN_BLOCK = 2048, 32, 500, 700
 CODEC_LIMIT, CALL_LIMIT_US, RATIO_LIMIT = 1.15, 20.0, 1.3

@@ -25,19 +25,18 @@ from typing import Any
 
 import numpy as np
 from common import ROOT, interleaved, ratio, table, write_results
+from kvmnn.store.directory.backend.index_updates import NewUnit
 from store_first_tokens import computed, first_sections, with_mnn, with_onnxruntime
 
 import kvmnn
 from kvmnn import LayerCache, dense
+from kvmnn._util.parallel import parallel_map
 from kvmnn.lm import DecoderSession, Tokenizer
-from kvmnn.store import PrefixStore, updates
+from kvmnn.store import PrefixStore
+from kvmnn.store.directory.backend import index_updates
 from kvmnn.store.lookup import TokenSequence
-from kvmnn.store.space import LayerShape, Namespace
-from kvmnn.store.table_sets import MAX_TABLE_TOKENS
-from kvmnn.store.token_ids import compute_block_keys, to_token_ids
-from kvmnn.store.unit import MAX_HISTORY_ROWS
-from kvmnn.store.updates import NewUnit
-from kvmnn.threads.pool import parallel_map
+from kvmnn.store.namespace import LayerShape, Namespace, compute_block_keys, to_token_ids
+from kvmnn.store.unit import MAX_HISTORY_ROWS, MAX_TABLE_TOKENS
 
 MODEL = ROOT / "fixtures" / "lm"
 SHARED, OWN, LONG = 512, 512, 2048
@@ -226,12 +225,12 @@ def index_row(folder: Path, blocks: int) -> dict[str, Any]:
             texts.append(ids)
             text = TokenSequence(space.key, ids, compute_block_keys(space.key, ids, BLOCK), BLOCK)
             with units.index.begin_writing() as cursor:
-                number = updates.ensure_namespace_id(cursor, space)
-                updates.advance_clock(cursor)
+                number = index_updates.ensure_namespace_id(cursor, space)
+                index_updates.advance_clock(cursor)
                 for at in range(0 if count == 0 else SHARED, LONG, 512):
                     keys = text.keys[at // BLOCK : (at + 512) // BLOCK]
                     new = NewUnit(text.get_parent_key(at // BLOCK), at, ids[at : at + 512], keys, 1000, Path("none"))
-                    updates.insert_unit(cursor, number, new, text, lambda: False)
+                    index_updates.insert_unit(cursor, number, new, text, lambda: False)
                     count += len(keys)
         units.index.vacuum()
         index_bytes = units.index.nbytes

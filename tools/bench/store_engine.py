@@ -23,7 +23,7 @@ from typing import Any
 import kvmnn
 from kvmnn import LayerCache
 from kvmnn.formats.options import PackedOptions
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 from kvmnn.store import PrefixStore, read_layer_caches, write_prefix
 
 SETTINGS = {"kvcache_mmap": True, "use_mmap": False, "reuse_kv": True, "attention_mode": 8, "use_template": False}

@@ -21,8 +21,8 @@ import zarr.registry
 from common import ROOT, interleaved, synthetic, table, write_results
 
 import kvmnn
-from kvmnn.codecs.chunks import CODEC_NAME
-from kvmnn.codecs.zarr_codec import ZarrFrameCodec
+from kvmnn.integrations.chunk_codec import CODEC_NAME
+from kvmnn.integrations.zarr import ZarrFrameCodec
 
 TOKENS = (16, 64, 256, 512)
 CODECS: dict[str, dict[str, Any]] = {

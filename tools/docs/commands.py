@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvmnn.cli.command import main as kvmnn
+from kvmnn.cli.entry_point import main as kvmnn
 
 sys.path.append(str(Path(__file__).parents[1]))
 from conformance import unpack

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "support"
 from dense_samples import DTYPES, sample
 
 from kvmnn import dense
-from kvmnn.dense.taking import EncoderInput
+from kvmnn.dense.inputs import EncoderInput
 
 
 def main() -> None:

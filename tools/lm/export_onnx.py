@@ -18,7 +18,7 @@ from gpt_neox import NeoxConfig, build
 from weights import read_weights
 
 from kvmnn.errors import KvmnnError, SourceError
-from kvmnn.files.output import FileOutput
+from kvmnn.files.atomic import FileOutput
 
 
 def main(arguments: list[str] | None = None) -> int:

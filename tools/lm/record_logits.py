@@ -24,7 +24,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from kvmnn.errors import KvmnnError
-from kvmnn.files.output import FileOutput
+from kvmnn.files.atomic import FileOutput
 
 FIXTURE = Path(__file__).resolve().parent.parent.parent / "fixtures" / "lm"
 TEXT = "traceback.py.txt"

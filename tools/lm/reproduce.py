@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from kvmnn.evaluation import Configuration, EvaluationResult, EvaluationSettings, evaluate
-from kvmnn.evaluation.setup.configurations import FULL_POLICY
+from kvmnn.evaluation.settings import FULL_POLICY
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "lm"
 TOLERANCE = 1e-3

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmnn.arrays.named_array import ArrayInfo
+from kvmnn.arrays.array import ArrayInfo
 from kvmnn.errors import SourceError
-from kvmnn.files.mapped import MappedFile
-from kvmnn.files.output import FileOutput
-from kvmnn.formats.safetensors import build_header
-from kvmnn.formats.safetensors_header import read_header
+from kvmnn.files.atomic import FileOutput
+from kvmnn.files.mapped_file import MappedFile
+from kvmnn.formats.safetensors import build_header, read_header
 
 Weights = dict[str, npt.NDArray[Any]]
 

@@ -23,8 +23,7 @@ ALSO = {
     "kvmnn/files": ["tests/faults", "tests/bundle", "tests/formats", "tests/cli/test_errors.py"],
     "kvmnn/formats": ["tests/bundle", "tests/cli/test_errors.py", "tests/cli/test_command.py"],
     "kvmnn/formats/mnn": ["tests/packed", "tests/cli/test_packed.py", "tests/conformance/test_layout.py"],
-    "kvmnn/formats/cache_plans.py": ["tests/cli/test_plan_cache.py"],
-    "kvmnn/formats/h2o_files.py": ["tests/cli/test_plan.py", "tests/h2o"],
+    "kvmnn/formats/plan_files.py": ["tests/cli/test_plan_cache.py", "tests/cli/test_plan.py", "tests/h2o"],
     "kvmnn/frames": [
         "tests/conformance/test_frames.py",
         "tests/attacks/test_frame_bombs.py",

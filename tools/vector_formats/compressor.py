@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvmnn.cli.command import EXIT_USAGE, main
-from kvmnn.compressor.kvcm import to_float32, weight_file
+from kvmnn.cli.entry_point import EXIT_USAGE, main
+from kvmnn.compressor import kvcm
+from kvmnn.compressor.kvcm import to_float32
 
 from .common import CaseResult, Checker, run_list, sha256, unknown_lists
 
@@ -107,7 +108,7 @@ def _output(folder: Path, expect: dict[str, Any], target: Path, check: Checker, 
 
 def _without_nan(data: bytes) -> tuple[Any, ...]:
     """A file's header and blocks, with one NaN for all."""
-    file = weight_file.parse_weight_file(data)
+    file = kvcm.parse_weight_file(data)
     blocks = []
     for block in file.iter_blocks():
         for words in (block.weight, block.bias):
@@ -137,8 +138,8 @@ def _corrupt_case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     if accepted:
         for loader in ("ref_csrc_loader", "ref_src_loader"):
             check.equal(f"verdict of {loader} on what kvmnn takes", "accept", case[loader]["verdict"])
-        file, again = weight_file.read_weight_file(path), io.BytesIO()
-        weight_file.write_weight_file(
+        file, again = kvcm.read_weight_file(path), io.BytesIO()
+        kvcm.write_weight_file(
             again, file.header, ((b.weight, b.bias) for b in file.iter_blocks()), metadata=file.metadata
         )
         check.equal("written again", again.getvalue() == data, True)

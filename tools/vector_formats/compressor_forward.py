@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from kvmnn import KvmnnError
 from kvmnn.arrays.layer_cache import LayerCache
-from kvmnn.compressor.forward.compressing import CompressResult, compress_cache, compress_layers
-from kvmnn.compressor.forward.options import ENGINES, EngineName, ForwardOptions, Precision
-from kvmnn.compressor.kvcm import header, weight_file
+from kvmnn.compressor import kvcm
+from kvmnn.compressor.forward.compress import CompressResult, compress_cache, compress_layers
+from kvmnn.compressor.forward.plan import ENGINES, EngineName, ForwardOptions, Precision
 
 from .common import CaseResult, Checker, run_list, unknown_lists
 
@@ -51,8 +51,8 @@ def engines() -> list[EngineName]:
 def _case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     check.known_fields(_FIELDS)
     check.equal("unknown settings", sorted(set(case["config"]) - _CONFIG), [])
-    weights = weight_file.read_weight_file(folder / case["bin"])
-    check.field("prefixes", weights.header.weight_count_per_layer // header.SLOTS_PER_PREFIX)
+    weights = kvcm.read_weight_file(folder / case["bin"])
+    check.field("prefixes", weights.header.weight_count_per_layer // kvcm.SLOTS_PER_PREFIX)
     check.field("bin_dtype", weights.header.dtype_code)
     with np.load(folder / case["npz"]) as file:
         arrays = {name: file[name] for name in file.files}
@@ -67,7 +67,7 @@ def _case(folder: Path, case: dict[str, Any], check: Checker) -> None:
 
 
 def _run(
-    weights: weight_file.WeightFile,
+    weights: kvcm.WeightFile,
     case: dict[str, Any],
     arrays: dict[str, Floats],
     check: Checker,
@@ -146,7 +146,7 @@ def _positions(made: CompressResult) -> list[int]:
 
 
 def _compare_layers(
-    weights: weight_file.WeightFile,
+    weights: kvcm.WeightFile,
     case: dict[str, Any],
     arrays: dict[str, Floats],
     made: CompressResult,

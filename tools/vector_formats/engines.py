@@ -15,10 +15,10 @@ import numpy as np
 
 import kvmnn
 from kvmnn.bundle import encode_source, open_frames
-from kvmnn.files.mapped import MappedFile
+from kvmnn.files.mapped_file import MappedFile
 from kvmnn.formats import EngineOptions, PackedOptions, ReadOptions, restore_file
 from kvmnn.formats.llama.state import LlamaState, parse_structure
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 
 from .common import CaseResult, Checker, run_list, unknown_lists
 

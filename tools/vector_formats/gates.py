@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from kvmnn import KvmnnError
-from kvmnn.cli import gate_options
+from kvmnn.cli.commands import gate as gate_options
 from kvmnn.gates import GateLimits, parse_logs
-from kvmnn.gates.checking.analysis import warn_missing_columns
-from kvmnn.gates.checking.checking import CaseResult as GateCaseResult
-from kvmnn.gates.checking.checking import check
-from kvmnn.gates.checking.markdown import format_case_markdown, read_gate_section
-from kvmnn.gates.checking.metric_rows import read_csv
+from kvmnn.gates.analysis import format_case_markdown, read_gate_section, warn_missing_columns
+from kvmnn.gates.case_inputs import read_csv
+from kvmnn.gates.checker import CaseResult as GateCaseResult
+from kvmnn.gates.checker import check
 
 from .common import CaseResult, Checker, run_list, unknown_lists
 

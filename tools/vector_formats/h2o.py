@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmnn.h2o import (
+from kvmnn.policies.h2o import (
     BlockPlan,
     CacheEdit,
     H2OConfig,

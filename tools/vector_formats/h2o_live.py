@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvmnn.h2o import H2OConfig, H2OPlanner, plan_blocks
+from kvmnn.policies.h2o import H2OConfig, H2OPlanner, plan_blocks
 
 from .common import Checker
 

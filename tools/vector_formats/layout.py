@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvmnn import PackedCache, PackLayout
-from kvmnn.packed.kv_meta import KVMeta
+from kvmnn.packed.compaction import KVMeta
 
 from .common import CaseResult, Checker, run_list, sha256, unknown_lists
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvmnn import KvmnnError
-from kvmnn.cli.measure_options import parse_measure_options
-from kvmnn.offline import (
+from kvmnn.analysis import (
     MeasureResult,
     build_reference_document,
     format_reference_json,
@@ -17,7 +16,8 @@ from kvmnn.offline import (
     measure_dumps,
     select_dumps,
 )
-from kvmnn.offline.options import ArgumentsError
+from kvmnn.analysis.options import ArgumentsError
+from kvmnn.cli.commands.measure import parse_measure_options
 
 from .common import CaseResult, Checker, run_list, unknown_lists
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvmnn import fnv1a64
-from kvmnn.h2o import BlockPlan, H2OConfig, H2OPlanner, plan_blocks
+from kvmnn.policies.h2o import BlockPlan, H2OConfig, H2OPlanner, plan_blocks
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 from .common import CaseResult, Checker, run_list

@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from ..._util.packages import import_optional
+from ..._util.text import LOSSY, UNCHANGED
 from ...dtypes import Elements
 from ...errors import KvmnnError
-from ...files.output import DirectoryOutput
-from ...optional import import_optional
-from ...text import LOSSY, UNCHANGED
-from ..kvcm.header import DEFAULT_PREFIXES, SLOTS_PER_PREFIX
-from ..kvcm.weight_file import WeightFile, read_weight_file
-from .options import Precision
+from ...files.atomic import DirectoryOutput
+from ..kvcm import DEFAULT_PREFIXES, SLOTS_PER_PREFIX, WeightFile, read_weight_file
+from .plan import Precision
 
 OPSET = 17
 _IR_VERSION = 8
@@ -254,7 +253,7 @@ def export_onnx(
     precision
         ``"fp16"`` adds the roundings of an fp16 runtime to the graphs.
     overwrite, protect
-        As for `kvmnn.files.output.DirectoryOutput`.
+        As for `kvmnn.files.atomic.DirectoryOutput`.
 
     Raises
     ------

@@ -12,24 +12,28 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..._util.text import pluralize
+from ...arrays.array import ArrayInfo, LazyArray, UnsupportedArrayError, UntypedArrayError, from_strided_view
+from ...arrays.axes import select_token_rows
 from ...arrays.engine_cache import EngineCacheInfo, select_engine_layers
 from ...arrays.layers import format_array_name
-from ...arrays.named_array import ArrayInfo, LazyArray, UnsupportedArrayError, UntypedArrayError
 from ...arrays.opaque_state import OpaqueState
-from ...arrays.padding import select_token_rows
 from ...arrays.source import SIDECAR_KEY, Source
-from ...arrays.strided import from_strided_view
-from ...bundle.beside import POSITIONS_NAME, dump_sidecars
+from ...bundle.passthrough import POSITIONS_NAME, dump_sidecars
 from ...dtypes import FLOAT8_NAMES, PARTS, Indices, Part, Positions
 from ...errors import KvmnnError, SourceError
-from ...text import pluralize
 from ..options import ReadOptions
-from ..reading import FLOAT8_FRAME_DTYPE, check_declared_dtype, resolve_dtype_name, select_tensors, validate_array
+from ..tensor_selection import (
+    FLOAT8_FRAME_DTYPE,
+    check_declared_dtype,
+    resolve_dtype_name,
+    select_tensors,
+    validate_array,
+)
 from ..torch.tensors import ELEMENT_TYPES
 from .batch_texts import BatchTexts, find_batch_texts
-from .cache_states import describe_states
 from .objects import AnyTensor, KVLayer, TransformersCache
-from .token_rows import CacheRows, TokenRows, find_token_rows, mark_evicted
+from .token_rows import CacheRows, TokenRows, describe_states, find_token_rows, mark_evicted
 
 CACHE_AXES = "bhtd"
 """Of K and V in every cache of transformers: batch, kv_head, token, head_dim."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ..._util.text import pluralize
 from ...arrays.engine_cache import BatchText
 from ...errors import SourceError
-from ...text import pluralize
 from .objects import AnyTensor, TransformersCache
 
 _MASK_NAMES = ("attention_mask", "decoder_attention_mask")

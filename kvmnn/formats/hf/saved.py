@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from ...arrays.names import parse_conventional_name, parse_part
+from ...arrays.naming import parse_conventional_name, parse_part
 from ...arrays.source import Source
 from ...dtypes import PARTS
 from ...errors import CheckpointError, KvmnnError, LimitError, SourceError
-from ...files.mapped import MappedFile, read_head
+from ...files.mapped_file import MappedFile, read_head
 from ...files.zip_archive import read_first_member_name
 from ..options import ReadOptions
-from ..reading import select_tensors
+from ..tensor_selection import select_tensors
 from ..torch._pickles import MAX_INT_KEY, AllowedGlobal
-from ..torch.opening import detect_torch_kind, read_torch
+from ..torch.allowed_globals import AllowedGlobals, PickleArguments
 from ..torch.tensors import TorchTensor
-from ..torch.torch_names import AllowedGlobals, PickleArguments
+from ..torch.torch_file import detect_torch_kind, read_torch
 from .arrays import make_cache_source, make_tensor_array
-from .layers import find_cache
+from .cache_finder import find_cache
 from .objects import StubObject
 
 _OUTPUT_CLASS_PREFIXES = ("transformers.modeling_outputs.", "transformers.generation.utils.Generate")

@@ -13,19 +13,17 @@ import numpy as np
 
 from ...arrays.completeness import LayerStateInfo, require_complete
 from ...arrays.engine_cache import positions_to_runs
-from ...arrays.halves import MODEL_HALVES, has_halves, select_half
-from ...arrays.held_tokens import describe_gaps, read_token_positions
+from ...arrays.engine_transforms import to_common_order
 from ...arrays.kv_arrays import AxisHints, infer_conventional_axes, read_kv
-from ...arrays.layers import suggest_token_major
-from ...arrays.own_order import to_common_order
+from ...arrays.layers import MODEL_HALVES, has_halves, select_half, suggest_token_major
+from ...arrays.positions import describe_gaps, find_window_layers, read_token_positions
 from ...arrays.source import Source
-from ...arrays.window_layers import find_window_layers
 from ...dtypes import Elements
 from ...errors import MissingDependencyError, OptionError, SourceError
 from ...packed.cache_info import PositionRuns
-from .. import opening
-from ..noted_positions import read_positions_sidecar
+from .. import registry
 from ..options import ReadOptions
+from ..sidecars import read_positions_sidecar
 
 
 def to_cache(
@@ -83,7 +81,7 @@ def to_cache(
     if torch is None:
         raise MissingDependencyError("to_cache makes tensors of torch, which is not loaded: import torch first")
     if not isinstance(source, Source):
-        source = opening.open(source, ReadOptions(skip_unsupported=True), **read_options)
+        source = registry.open(source, ReadOptions(skip_unsupported=True), **read_options)
     elif read_options:
         raise OptionError(f"{' '.join(source.inputs)}: is open: {', '.join(read_options)} say how to read what is not")
     transformers = None if return_pairs else _get_loaded_module("transformers")

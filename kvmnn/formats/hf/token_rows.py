@@ -2,16 +2,20 @@
 
 Buffers of static caches have rows for tokens that may still come; a window holds the last tokens; a cache that counts
 more tokens than it holds was cut, and nothing tells which of them are left.
+
+What state a model keeps for each layer of a cache of transformers, and what of it the arrays contain.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..._util.text import pluralize
+from ...arrays.completeness import Completeness, LayerStateInfo
 from ...dtypes import Indices, Positions
-from ...text import pluralize
 from .objects import AnyTensor, KVLayer, TransformersCache
 
 _SCAN_ROWS = 256  # rows that are looked at together: of a buffer that is nearly full only the end is read
@@ -212,3 +216,55 @@ def mark_evicted(rows: CacheRows, eviction_text: str) -> CacheRows:
     """Return the rows where something next to the cache tells that tokens are missing, and not which."""
     layers = tuple(TokenRows(token_rows.row_indices, None) for token_rows in rows.layer_rows)
     return replace(rows, layer_rows=layers, eviction_text=eviction_text)
+
+
+_MAX_NAMED_STATES = 4
+
+
+def describe_states(cache: TransformersCache, rows: CacheRows) -> Completeness:
+    """Describe the state of every layer of a cache.
+
+    Parameters
+    ----------
+    cache
+        As it was found.
+    rows
+        Which tokens its layers hold.
+    """
+    states: dict[int, LayerStateInfo] = {}
+    for layer in cache.layers:
+        states[layer.number] = LayerStateInfo(
+            layer=layer.number,
+            kind="window" if layer.is_window else "full",
+            window=layer.window if layer.is_window else None,
+        )
+    for other_layer in cache.other_layers:
+        location = f"kept in {_join_names(other_layer.state_names)}, not as K and V" if other_layer.state_names else ""
+        states[other_layer.number] = LayerStateInfo(
+            layer=other_layer.number, kind=other_layer.kind, included=False, location=location
+        )
+    return Completeness(
+        layers=tuple(states[layer_number] for layer_number in sorted(states)),
+        evicted=rows.eviction_text,
+        other=tuple(_list_further_states(cache, len(states))),
+    )
+
+
+def _list_further_states(cache: TransformersCache, num_layers: int) -> list[str]:
+    """A sentence for each kind of state that layers with K and V have besides."""
+    layer_count_by_names: dict[tuple[str, ...], int] = {}
+    for layer in cache.layers:
+        if layer.state_names:
+            layer_count_by_names[layer.state_names] = layer_count_by_names.get(layer.state_names, 0) + 1
+    return [
+        f"{num_group_layers:,} of {pluralize(num_layers, 'layer')} {'has' if num_group_layers == 1 else 'have'} "
+        f"{_join_names(names)} "
+        "in addition to K and V, not included"
+        for names, num_group_layers in layer_count_by_names.items()
+    ]
+
+
+def _join_names(names: Sequence[str]) -> str:
+    if len(names) > _MAX_NAMED_STATES:
+        return f"{', '.join(names[:_MAX_NAMED_STATES])} and {len(names) - _MAX_NAMED_STATES} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -1,11 +1,9 @@
 """State files of llama.cpp: sessions and sequences (docs/other-engines.md)."""
 
 from .description import ENGINE
-from .gguf import is_gguf
+from .gguf import is_gguf, read_rotations
 from .gguf import read_gguf_rotary as read_gguf_rotary
-from .keeping import FORMAT_NAME, capture
-from .model_layers import read_rotations
-from .reading import is_state_file, is_state_stream, read
+from .reader import FORMAT_NAME, capture, is_state_file, is_state_stream, read
 from .state import NO_TOKEN
 
 __all__ = [

@@ -1,16 +1,167 @@
-"""The geometry and the rotary parameters that the header of a ``.gguf`` model says; its tensors are not read."""
+"""Which layers of a model of llama.cpp have a sliding window, by its header and by what llama.cpp assumes without one.
+
+llama.cpp keeps K and V of layers with a window in a cache of their own. Headers give the layers as
+``attention.sliding_window_pattern``: a truth value for each layer, or a period; without it `load_arch_hparams` of each
+architecture has a default. (Read from llama.cpp as of llama-cpp-python 0.3.36.)
+
+The geometry and the rotary parameters that the header of a ``.gguf`` model says; its tensors are not read.
+
+The layers of a model of llama.cpp, by its header: heads, sizes of a head, window, rotation.
+
+How llama.cpp rotates K of each layer of a ``.gguf`` model, strictly; `gguf.read_rotary` serves compression.
+"""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
 
+from ..._util.text import pluralize
+from ...arrays.completeness import LayerStateInfo
 from ...dense import RopeConfig
+from ...dense.rope import RopeFrequencies
 from ...errors import KvmnnError, SourceError
-from ...files.mapped import MappedFile, read_head
-from ...text import pluralize
-from .windows import WINDOW_RULES, WINDOW_SIZE_KEY
+from ...files.mapped_file import MappedFile, read_head
+from ..rope_config import LayerRopes
+
+WINDOW_PATTERN_KEY: Final = "attention.sliding_window_pattern"
+WINDOW_SIZE_KEY: Final = "attention.sliding_window"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowRule:
+    """What llama.cpp assumes of an architecture.
+
+    Parameters
+    ----------
+    period
+        One of so many layers has full attention; None where the header must have the pattern.
+    is_full_first
+        Whether that is the first of them; else the last.
+    size
+        Tokens of the window where the header does not have it; None where there is no window then.
+    layers
+        Number of layers of the only variant that has windows; None for all.
+    theta
+        Base of the rotation in layers with a window where the header does not have it; None for that of the others.
+    is_scaled
+        Whether layers with a window scale their rotation as the others do.
+    is_full_rotated
+        Whether K of layers with full attention is rotated.
+    """
+
+    period: int | None
+    is_full_first: bool = False
+    size: int | None = None
+    layers: int | None = None
+    theta: float | None = None
+    is_scaled: bool = True
+    is_full_rotated: bool = True
+
+
+_WINDOW_ROPE_THETA: Final = 10000.0
+
+WINDOW_RULES: Final[Mapping[str, WindowRule]] = {
+    "afmoe": WindowRule(period=4, is_full_rotated=False),
+    "cohere2": WindowRule(period=4, is_full_rotated=False),
+    "cohere2moe": WindowRule(period=4, is_full_first=True, is_full_rotated=False),
+    "dots3note": WindowRule(period=None, is_scaled=False),
+    "exaone-moe": WindowRule(period=4, size=128, is_full_rotated=False),
+    "exaone4": WindowRule(period=4, size=4096, layers=64, is_full_rotated=False),
+    "gemma2": WindowRule(period=2, size=4096),
+    "gemma3": WindowRule(period=6, theta=_WINDOW_ROPE_THETA, is_scaled=False),
+    "gemma3n": WindowRule(period=5, theta=_WINDOW_ROPE_THETA, is_scaled=False),
+    "gemma4": WindowRule(period=None, theta=_WINDOW_ROPE_THETA, is_scaled=False),
+    "gpt-oss": WindowRule(period=2),
+    "granite_swa": WindowRule(period=None),
+    "laguna": WindowRule(period=4, is_full_first=True, is_scaled=False),
+    "llama4": WindowRule(period=4, size=8192, is_full_rotated=False),
+    "maple": WindowRule(period=None),
+    "mellum": WindowRule(period=4),
+    "mimo2": WindowRule(period=None, theta=_WINDOW_ROPE_THETA, is_scaled=False),
+    "muse-glimmer": WindowRule(period=4, is_full_rotated=False),
+    "olmo2": WindowRule(period=4, is_scaled=False),
+    "plamo3": WindowRule(period=8, theta=_WINDOW_ROPE_THETA, is_scaled=False),
+    "smallthinker": WindowRule(period=4, is_full_first=True, size=4096, is_full_rotated=False),
+    "spark2_5": WindowRule(period=None),
+    "step35": WindowRule(period=None, theta=_WINDOW_ROPE_THETA, is_scaled=False),
+}
+_SIZE_REQUIRED_ARCHITECTURES: Final = frozenset(
+    ("afmoe", "gemma3", "laguna", "mellum", "olmo2", "plamo3", "smallthinker")
+)
+"""Architectures without windows where the header has no size, though others of them have a default size."""
+_WINDOWLESS_ARCHITECTURES: Final = frozenset(("phi3", "phimoe"))
+"""Architectures whose window llama.cpp ignores."""
+_FIRST_SHARED_BY_ARCHITECTURE: Final = {"gemma3n": 20}
+"""Layers from this one on use K and V of earlier ones, where the header does not have their number."""
+
+
+def find_windows(
+    architecture: str, num_layers: int, fields: Mapping[str, Any] | None, label: str = ""
+) -> list[bool] | None:
+    """Return whether each of the layers of a model has a window.
+
+    Parameters
+    ----------
+    num_layers
+        Number of layers.
+    fields
+        Of the header; None where no model is known, so that llama.cpp's defaults hold.
+    label
+        The beginning of errors.
+
+    Returns
+    -------
+    None where nothing tells.
+
+    Raises
+    ------
+    SourceError
+        For a pattern of fewer layers.
+    """
+    rule = WINDOW_RULES.get(architecture)
+    if fields is None:
+        return None if rule is None or rule.period is None else _expand_period(rule, rule.period, num_layers)
+    pattern, size = fields.get(f"{architecture}.{WINDOW_PATTERN_KEY}"), read_window_size(architecture, fields)
+    if architecture in _WINDOWLESS_ARCHITECTURES or size == 0 or (size is None and pattern is None):
+        return [False] * num_layers
+    if isinstance(pattern, list):
+        if len(pattern) < num_layers or not all(type(value) in (bool, int) for value in pattern):
+            raise SourceError(
+                f"{label}: {architecture}.{WINDOW_PATTERN_KEY} has {len(pattern):,} values, expected {num_layers:,}"
+            )
+        return [bool(value) for value in pattern[:num_layers]]
+    if rule is not None and rule.layers not in (None, num_layers):
+        return [False] * num_layers
+    period = pattern if type(pattern) is int else rule.period if rule is not None else None
+    return None if period is None else _expand_period(rule or WindowRule(period=period), period, num_layers)
+
+
+def read_window_size(architecture: str, fields: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a window has by the header; 0 for no window, None where nothing tells."""
+    size = fields.get(f"{architecture}.{WINDOW_SIZE_KEY}")
+    if type(size) is int and size >= 0:
+        return size
+    rule = WINDOW_RULES.get(architecture)
+    return None if rule is None else 0 if architecture in _SIZE_REQUIRED_ARCHITECTURES else rule.size
+
+
+def find_first_shared_layer(architecture: str, num_layers: int, fields: Mapping[str, Any]) -> int:
+    """Return the first layer that uses K and V of earlier layers; `num_layers` where all have their own."""
+    num_shared = fields.get(f"{architecture}.attention.shared_kv_layers")
+    if type(num_shared) is int and 0 < num_shared < num_layers:
+        return num_layers - num_shared
+    return min(num_layers, _FIRST_SHARED_BY_ARCHITECTURE.get(architecture, num_layers))
+
+
+def _expand_period(rule: WindowRule, period: int, num_layers: int) -> list[bool]:
+    if period < 1:  # llama.cpp: every layer has a window
+        return [True] * num_layers
+    full_offset = 0 if rule.is_full_first else period - 1
+    return [layer % period != full_offset for layer in range(num_layers)]
+
 
 GGUF_MAGIC = b"GGUF"
 _SUPPORTED_VERSIONS = (2, 3)
@@ -312,3 +463,250 @@ class GgufHeader:
         data = self._file.view(self._position, nbytes)
         self._position += nbytes
         return data
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelLayer:
+    """A layer of a model.
+
+    Parameters
+    ----------
+    state
+        What the model keeps for it.
+    kv_heads
+        Heads of K and V; 0 for layers without attention.
+    head_dim, value_dim
+        Values of a head of K and of V.
+    """
+
+    state: LayerStateInfo
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
+def read_model_layers(path: str) -> tuple[ModelLayer, ...] | None:
+    """Return the layers of a model; None where its header does not tell which have a window, heads or sizes.
+
+    Layers that only predict further tokens are left out.
+
+    Raises
+    ------
+    SourceError
+        When the file is no GGUF file, or is damaged.
+    """
+    name, fields = read_gguf_fields(path)
+    num_blocks = parse_positive_int(fields.get(f"{name}.block_count"))
+    if num_blocks is None or num_blocks > MAX_LAYERS:
+        return None
+    num_layers = num_blocks - (parse_positive_int(fields.get(f"{name}.nextn_predict_layers")) or 0)
+    windows = find_windows(name, num_layers, fields, path)
+    heads = fields.get(f"{name}.attention.head_count")
+    kv_heads = fields.get(f"{name}.attention.head_count_kv", heads)
+    heads_by_layer = kv_heads[:num_layers] if isinstance(kv_heads, list) else [kv_heads] * num_layers
+    if (
+        windows is None
+        or num_layers < 1
+        or len(heads_by_layer) != num_layers
+        or not all(type(value) is int for value in heads_by_layer)
+    ):
+        return None
+    head_sizes = [_read_head_sizes(name, fields, is_window) for is_window in (False, True)]
+    if not all(map(all, head_sizes)):
+        return None
+    first_shared = find_first_shared_layer(name, num_layers, fields)
+    return tuple(
+        ModelLayer(
+            state=_make_layer_state(layer, is_window, first_shared, read_window_size(name, fields)),
+            kv_heads=num_kv_heads,
+            head_dim=head_sizes[is_window][0],
+            value_dim=head_sizes[is_window][1],
+        )
+        for layer, (is_window, num_kv_heads) in enumerate(zip(windows, heads_by_layer, strict=True))
+    )
+
+
+def read_rotations(path: str) -> tuple[dict[int, RopeConfig | None], list[str]]:
+    """Return how K of each layer is rotated, None for not at all; and one line for each thing that is left out.
+
+    Empty where all layers are rotated as `gguf.read_rotary` says, or nothing tells.
+
+    Raises
+    ------
+    SourceError
+        As `gguf.read_rotary`.
+    """
+    name, fields = read_gguf_fields(path)
+    model_layers, (rotary, notes) = read_model_layers(path), read_gguf_rotary(path)
+    if model_layers is None or rotary is None or not any(layer.state.window for layer in model_layers):
+        return {}, notes
+    rule = WINDOW_RULES.get(name)
+    theta = fields.get(f"{name}.rope.freq_base_swa", (rule.theta if rule is not None else None) or rotary.theta)
+    dims = parse_positive_int(fields.get(f"{name}.rope.dimension_count_swa"))
+    window_rotary = build_rotary(
+        path,
+        theta=theta,
+        dims=dims
+        or min(rotary.dims, next(model_layer.head_dim for model_layer in model_layers if model_layer.state.window)),
+        pairing=rotary.pairing,
+        scaling=rotary.scaling if rule is None or rule.is_scaled else None,
+    )
+    full_rotary = rotary if rule is None or rule.is_full_rotated else None
+    return {
+        model_layer.state.layer: window_rotary if model_layer.state.window else full_rotary
+        for model_layer in model_layers
+    }, notes
+
+
+def _read_head_sizes(name: str, fields: Mapping[str, Any], is_window: bool) -> tuple[int, int]:
+    """Return the values of a head of K and of V; 0 where nothing tells."""
+    embedding_length = parse_positive_int(fields.get(f"{name}.embedding_length"))
+    heads = fields.get(f"{name}.attention.head_count")
+    num_heads = parse_positive_int(
+        heads[0] if isinstance(heads, list) and heads else heads
+    )  # as llama.cpp: the first layer's
+    default_size = embedding_length // num_heads if embedding_length and num_heads else 0
+    sizes = [
+        parse_positive_int(fields.get(f"{name}.attention.{part}_length")) or default_size for part in ("key", "value")
+    ]
+    if is_window:
+        window_sizes = [
+            parse_positive_int(fields.get(f"{name}.attention.{part}_length_swa")) for part in ("key", "value")
+        ]
+        sizes = [own_size or full_size for own_size, full_size in zip(window_sizes, sizes, strict=True)]
+    key, value = sizes
+    return key, value or key
+
+
+def _make_layer_state(layer: int, is_window: bool, first_shared: int, window: int | None) -> LayerStateInfo:
+    state = LayerStateInfo(layer=layer, kind="window", window=window) if is_window else LayerStateInfo(layer=layer)
+    if layer < first_shared:
+        return state
+    # llama.cpp: the last layer of the same kind that has its own, of which the last one has full attention
+    return replace(state, kind="shared", shared_with=max(0, first_shared - (2 if is_window else 1)), included=False)
+
+
+def list_unshared_layers(layers: tuple[ModelLayer, ...], *, is_window: bool) -> list[ModelLayer]:
+    """Return the layers that have K and V of their own, with or without a window."""
+    kind = "window" if is_window else "full"
+    return [layer for layer in layers if layer.state.kind == kind and layer.kv_heads]
+
+
+def require_model_layers(path: str, layers: tuple[ModelLayer, ...] | None) -> tuple[ModelLayer, ...]:
+    """Return the layers; `SourceError` where the header does not tell them."""
+    if layers is None:
+        raise SourceError(f"{path}: does not say which layers have a sliding window")
+    return layers
+
+
+_FACTOR_TENSORS: Final = ("rope_freqs.weight", "blk.0.rope_freqs.weight")
+_SHORT_TEXT_FACTOR_TENSORS: Final = ("rope_factors_short.weight", "blk.0.rope_factors_short.weight")
+_GGML_FLOAT32: Final = 0
+_DEFAULT_ALIGNMENT: Final = 32
+_MAX_ALIGNMENT: Final = 1 << 20
+
+_UNIFORM_ROPE_WINDOW_ARCHITECTURES: Final = ("llama", "phi3", "phimoe", "mistral3", "qwen2", "qwen3", "starcoder2")
+"""Architectures whose header may have the size of a window, and whose layers are all rotated alike."""
+_MIXED_ROPE_ARCHITECTURES: Final = (
+    "smollm3",
+    "deepseek2",
+    "deepseek2-ocr",
+    "deepseek32",
+    "deepseek4",
+    "glm-dsa",
+    "modern-bert",
+)
+"""Architectures with layers that are not rotated, with a part of K that is, or with windows of another theta."""
+
+
+def read_gguf_layer_ropes(path: str, num_layers: int, head_dim: int, num_tokens: int) -> LayerRopes | None:
+    """Read how K of each layer is rotated, in the order of elements that llama.cpp stores.
+
+    Parameters
+    ----------
+    path
+        A ``.gguf`` model.
+    num_layers, head_dim
+        Of the cache.
+    num_tokens
+        Tokens of the text: some scalings depend on it.
+
+    Returns
+    -------
+    None where the header has no rotary parameters.
+
+    Raises
+    ------
+    SourceError
+        When the file is no GGUF file or damaged, and for a rotation that kvmnn cannot compute.
+    """
+    header = GgufHeader(path)
+    fields = header.read_fields(include_all=True)
+    name = fields.get("general.architecture")
+    for key in ("dimension_count", "dimension_count_swa"):  # before frequencies are computed of very many
+        dims = parse_positive_int(fields.get(f"{name}.rope.{key}"))
+        if dims is not None and dims > head_dim:
+            raise SourceError(f"{path}: {dims} elements of a head are rotated, the cache has heads of {head_dim}")
+    rotary, doubts = read_gguf_rotary(path)
+    if rotary is None:
+        return None
+    if name in _MIXED_ROPE_ARCHITECTURES or (
+        fields.get(f"{name}.{WINDOW_SIZE_KEY}") and name not in (*_UNIFORM_ROPE_WINDOW_ARCHITECTURES, *WINDOW_RULES)
+    ):
+        raise SourceError(
+            f"{path}: layers of the architecture {name!r:.40} are rotated in different ways, which its header does not "
+            "describe: --rope FOLDER names a model's config.json"
+        )
+    rotations = read_rotations(path)[0]
+    rotary_by_layer = [rotations.get(layer) for layer in range(num_layers)] if rotations else [rotary] * num_layers
+    distinct_rotaries = [
+        layer_rotary
+        for index, layer_rotary in enumerate(rotary_by_layer)
+        if layer_rotary not in rotary_by_layer[:index]
+    ]
+    ropes = [
+        None if layer_rotary is None else RopeFrequencies.from_config(layer_rotary)
+        for layer_rotary in distinct_rotaries
+    ]
+    for rope in ropes:
+        if rope is not None and rope.dims > head_dim:
+            raise SourceError(f"{path}: {rope.dims} elements of a head are rotated, the cache has heads of {head_dim}")
+    divided_ropes = _divide_by_factors(header, fields, ropes, num_tokens)
+    if doubts and not divided_ropes:
+        raise SourceError(f"{path}: its scaling of the rotation is unknown ({doubts[0].removeprefix(f'{path}: ')})")
+    return (
+        divided_ropes * num_layers
+        if divided_ropes
+        else tuple(ropes[distinct_rotaries.index(layer_rotary)] for layer_rotary in rotary_by_layer)
+    )
+
+
+def _divide_by_factors(
+    header: GgufHeader, fields: dict[str, Any], ropes: list[RopeFrequencies | None], num_tokens: int
+) -> tuple[RopeFrequencies, ...]:
+    """Divide by factors that are a tensor of the model (Llama 3; Phi 3 has a set for short texts); empty without."""
+    alignment = fields.get("general.alignment", _DEFAULT_ALIGNMENT)
+    if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
+        raise SourceError(f"{header.label}: general.alignment is {alignment!r:.40}")
+    tensor = header.find_tensor((*_FACTOR_TENSORS, *_SHORT_TEXT_FACTOR_TENSORS), alignment)
+    if tensor is None:
+        return ()
+    name, shape, type_number, read_data = tensor
+    rope = ropes[0]
+    if len(ropes) > 1 or rope is None:
+        raise SourceError(f"{header.label}: {name}: nothing tells which layers it is for")
+    if name in _SHORT_TEXT_FACTOR_TENSORS:
+        max_tokens = fields.get(f"{fields['general.architecture']}.rope.scaling.original_context_length")
+        if type(max_tokens) is not int or num_tokens > max_tokens:
+            raise SourceError(
+                f"{header.label}: K of texts above {max_tokens} tokens is rotated by their length at that time, which "
+                f"no "
+                f"cache records, and this text has {num_tokens:,} tokens"
+            )
+    num_pairs = rope.dims // 2
+    if type_number != _GGML_FLOAT32 or shape != (num_pairs,):
+        raise SourceError(f"{header.label}: {name}: expected {num_pairs} factors of float32")
+    factors = struct.unpack(f"<{num_pairs}f", read_data(4 * num_pairs))
+    if not all(0 < factor < float("inf") for factor in factors):
+        raise SourceError(f"{header.label}: {name}: expected numbers above 0")
+    return (rope.divide_by(factors),)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from ..._util.text import pluralize
 from ...errors import SourceError
-from ...files.mapped import MappedFile
-from ...text import pluralize
-from ..file_bytes import FileBytes
-from ..safetensors_header import SafetensorsHeader, TensorEntry, read_header
+from ...files.mapped_file import MappedFile
+from ..base import FileBytes
+from ..safetensors import SafetensorsHeader, TensorEntry, read_header
 
 _MAX_DETECT_HEADER_BYTES = 4 << 20
 _CACHE_CLASS_REGEX = re.compile(rb'"[12]\.0"\s*:\s*"\w*Cache"|"[12]\.0"\s*:\s*"CacheList"')

@@ -1,19 +1,17 @@
 """Files of the MNN engine: dumps, prefix caches, live cache files, model directories."""
 
-from .compaction import CompactResult, compact
-from .compaction_plans import CompactionPlan, read_compaction_plans
-from .describing import PackedCacheReader, open_packed_files
-from .dump_restoring import RestoreDumpResult, restore_dump
-from .finding import find_packed, open_packed
+from .compaction import CompactionPlan, CompactResult, compact, read_compaction_plans
+from .dump import has_packed_dump
+from .dump_writer import RestoreDumpResult, restore_dump
 from .inspection import PackedInspectionReport, inspect_packed
 from .model import compute_fingerprint
-from .packed_dump import has_packed_dump
 from .packed_files import PackedFiles
-from .packing import pack, repack
-from .prefix_writing import PackResult
-from .restoring import RestorePrefixResult, can_restore_prefix, list_provenance_mismatches, restore_prefix
+from .packed_reader import PackedCacheReader, find_packed, open_packed, open_packed_files
+from .packer import pack, repack
+from .prefix_restorer import RestorePrefixResult, can_restore_prefix, list_provenance_mismatches, restore_prefix
+from .prefix_writer import PackResult
 from .token_ids import fingerprint_token_ids, load_token_ids
-from .unpacking import OUTPUT_FORMS, UnpackResult, unpack
+from .unpacker import OUTPUT_FORMS, UnpackResult, unpack
 
 __all__ = [
     "OUTPUT_FORMS",

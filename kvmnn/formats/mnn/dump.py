@@ -1,25 +1,86 @@
-"""MNN KV dumps: a directory of ``meta_*.json`` files, each naming the binary files of its K and V.
+"""The metadata files of a KV dump as one text, which travels with the arrays so that they can become the dump again.
+
+It is a JSON object under `DUMP_KEY` in `Source.metadata` and so in the manifest of a bundle (docs/manifest.md).
+
+MNN KV dumps: a directory of ``meta_*.json`` files, each naming the binary files of its K and V.
 
 A binary file holds the words of one tensor, ``[token, kv_head, head_dim]`` in C order, and nothing else.
+
+The packed variant of MNN KV dumps: ``packed_meta_*.json``, each naming the used part of a layer's packed buffers.
+
+Head after head, a binary file holds the tiles of the tokens in use; the metadata tells the pack numbers, which no other
+file of MNN does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ... import dtypes
-from ...arrays.named_array import Chunk, LazyArray, UnsupportedArrayError
-from ...arrays.source import Source
-from ...errors import SourceError
-from ...files.changes import FileState
-from ...files.json_document import parse_object, read_bounded
-from ...files.mapped import MappedFile
+from ...arrays.array import Chunk, LazyArray, UnsupportedArrayError
+from ...arrays.source import DUMP_KEY, Source
+from ...dtypes import PARTS, Part
+from ...errors import ManifestError, SourceError
+from ...files.change_detection import FileState
+from ...files.mapped_file import MappedFile
+from ...files.schema import JsonReader, parse_document, parse_object, read_bounded
+from ...packed.cache_info import LayerInfo
+from ...packed.layout import PackLayout, get_head_bytes
 from ..options import ReadOptions
-from ..reading import make_reinterpretation_error, select_tensors, validate_array
-from . import dump_metadata
+from ..tensor_selection import make_reinterpretation_error, select_tensors, validate_array
+from .packed_files import get_file_size
+from .packed_io import iter_packed_chunks
+
+DUMP_SCHEMA: Final = "kvmnn-dump"
+DUMP_SCHEMA_VERSION: Final = 1
+MAX_DUMP_METADATA_BYTES = 32 << 20
+"""Of the text: the metadata of some 60,000 pairs of K and V."""
+
+_NON_UTF8_ERRORS = "surrogateescape"
+"""Metadata need not be UTF-8; what is not comes back as it was."""
+
+
+def build_source_metadata(metadata_by_name: Mapping[str, bytes], label: str) -> tuple[dict[str, str], list[str]]:
+    """`Source.metadata` and `Source.notes` for metadata files, whose bytes are given by their names in the dump."""
+    document_text = dump_metadata_files(metadata_by_name)
+    try:
+        load_metadata_files(document_text, label)
+    except ManifestError as error:
+        return {}, [f"a bundle of this dump cannot become it again (decode --as dump): {error}"]
+    return {DUMP_KEY: document_text}, []
+
+
+def dump_metadata_files(metadata_by_name: Mapping[str, bytes]) -> str:
+    """Metadata files as a JSON document, in ASCII."""
+    decoded_by_name = {name: data.decode("utf-8", _NON_UTF8_ERRORS) for name, data in metadata_by_name.items()}
+    return json.dumps({"schema": DUMP_SCHEMA, "schema_version": DUMP_SCHEMA_VERSION, "metadata_files": decoded_by_name})
+
+
+def load_metadata_files(text: str, label: str) -> dict[str, bytes]:
+    """The bytes of metadata files by their names, which are relative and do not lead upwards.
+
+    Raises
+    ------
+    ManifestError
+        When the document is malformed or larger than `MAX_DUMP_METADATA_BYTES`; `label` begins the message.
+    """
+    root = parse_document(text, label, MAX_DUMP_METADATA_BYTES)
+    root.check_schema(DUMP_SCHEMA, DUMP_SCHEMA_VERSION)
+    metadata_by_name: dict[str, bytes] = {}
+    files = root.get("metadata_files")
+    for name, content in files.read_str_map().items():
+        JsonReader(name, label, files.path).read_file_name()
+        try:
+            metadata_by_name[name] = content.encode("utf-8", _NON_UTF8_ERRORS)
+        except UnicodeEncodeError:
+            raise files.get(name).error("the text of a file") from None
+    return metadata_by_name
+
 
 _DTYPE_BY_ITEMSIZE = {2: dtypes.FP16, 4: dtypes.FP32}
 META_GLOB = "meta_*.json"
@@ -57,7 +118,7 @@ def read(path: str, options: ReadOptions) -> Source:
     arrays, skipped = select_tensors(path, entries, options)
     source = Source(arrays, skipped_arrays=skipped, token_major=True, opened_files=tuple(opened))
     if len(arrays) == len(entries):
-        source.metadata, source.notes = dump_metadata.build_source_metadata(metadata_by_name, path)
+        source.metadata, source.notes = build_source_metadata(metadata_by_name, path)
     return source
 
 
@@ -158,3 +219,97 @@ def escapes_root(root: Path, file: Path) -> bool:
         return not file.resolve().is_relative_to(root.resolve())
     except (ValueError, OSError, RuntimeError):  # a lone surrogate, links that lead in circles
         return True
+
+
+PACKED_META_GLOB = "packed_meta_*.json"
+
+
+def has_packed_dump(path: str) -> bool:
+    """Whether a packed dump lies below a directory."""
+    return os.path.isdir(path) and next(Path(path).rglob(PACKED_META_GLOB), None) is not None
+
+
+def read_packed_dump(path: str, options: ReadOptions) -> Source:
+    """K and V of every packed dump below the directory, each ``[kv_head, token, head_dim]``, by metadata path."""
+    root = Path(path)
+    entries: list[tuple[str, Callable[[], LazyArray]]] = []
+    opened: list[str] = []
+    for meta in sorted(root.rglob(PACKED_META_GLOB)):
+        opened.append(str(meta))
+        for name, file, make_array in _iter_packed_tensors(root, meta, options):
+            opened.append(str(file))
+            entries.append((name, make_array))
+    if not entries:
+        raise SourceError(f"{path}: has no {PACKED_META_GLOB} file below it, so it is not a packed MNN KV dump")
+    arrays, skipped = select_tensors(path, entries, options)
+    return Source(arrays, skipped_arrays=skipped, opened_files=tuple(opened))
+
+
+def _iter_packed_tensors(
+    root: Path, meta: Path, options: ReadOptions
+) -> Iterator[tuple[str, Path, Callable[[], LazyArray]]]:
+    fields = read_meta(meta)
+    if fields.get("layout") != "packed":
+        raise SourceError(f"{meta}: layout is {fields.get('layout')!r:.80}, expected 'packed'")
+    layout = PackLayout(
+        parse_positive_int(meta, fields, "kv_heads"),
+        parse_positive_int(meta, fields, "head_dim"),
+        parse_element_type(meta, fields).name,
+        parse_positive_int(meta, fields, "pack_l"),
+        parse_positive_int(meta, fields, "pack_h"),
+        parse_positive_int(meta, fields, "flash_upper_kv"),
+    )
+    for part in PARTS:
+        file = resolve_inside(root, meta, f"{part[0]}_file", fields.get(f"{part[0]}_file"))
+        name = PurePath(file.relative_to(root)).with_suffix("").as_posix()
+        yield name, file, partial(_make_packed_array, file, name, meta, fields, layout, part, options)
+
+
+def _make_packed_array(
+    file: Path, name: str, meta: Path, fields: dict[str, Any], layout: PackLayout, part: Part, options: ReadOptions
+) -> LazyArray:
+    if options.dtype not in (None, layout.dtype):
+        raise UnsupportedArrayError(f"{file}: holds {layout.dtype} words, not {options.dtype}")
+    num_tokens = parse_positive_int(meta, fields, "used_seq_len")
+    layer = LayerInfo(
+        layer=0,
+        tokens=num_tokens,
+        capacity=_resolve_capacity(file, meta, fields, layout, part),
+        positions=((0, num_tokens),),
+    )
+    return LazyArray(
+        name=name,
+        dtype=layout.dtype,
+        shape=(layout.kv_heads, num_tokens, layout.head_dim),
+        array_dtype=dtypes.parse_dtype(layout.dtype).numpy_dtype.str,
+        reader=partial(iter_packed_chunks, str(file), layout, part, layer),
+    )
+
+
+def _resolve_capacity(file: Path, meta: Path, fields: dict[str, Any], layout: PackLayout, part: Part) -> int:
+    """Tokens that the file has room for: the tiles in use, or all of the buffer."""
+    used_tokens, max_tokens = (
+        parse_positive_int(meta, fields, "used_seq_len"),
+        parse_positive_int(meta, fields, "max_seq_len"),
+    )
+    if used_tokens > max_tokens:
+        raise SourceError(f"{meta}: used_seq_len is {used_tokens}, above max_seq_len, {max_tokens}")
+    used_bytes, stride_bytes = (
+        parse_positive_int(meta, fields, f"{part}_used_bytes"),
+        parse_positive_int(meta, fields, f"{part}_stride_bytes"),
+    )
+    if stride_bytes != get_head_bytes(layout, part, max_tokens):
+        raise SourceError(
+            f"{meta}: {part}_stride_bytes is {stride_bytes}, expected {get_head_bytes(layout, part, max_tokens)} for "
+            f"{max_tokens} tokens"
+        )
+    for capacity in (used_tokens, max_tokens):
+        if used_bytes == get_head_bytes(layout, part, capacity):
+            file_bytes, expected_bytes = get_file_size(str(file)), used_bytes * layout.kv_heads
+            if file_bytes != expected_bytes:
+                raise SourceError(f"{file}: has {file_bytes} bytes, its metadata says {expected_bytes}")
+            return capacity
+    raise SourceError(
+        f"{meta}: {part}_used_bytes is {used_bytes}, expected {get_head_bytes(layout, part, used_tokens)} for "
+        f"{used_tokens} tokens"
+    )

@@ -8,18 +8,22 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..._util.text import pluralize
 from ...arrays.completeness import build_completeness_document, format_missing
 from ...errors import SourceError
-from ...packed.cache_info import CacheInfo
-from ...packed.fitting import LayoutMatch, describe_layout, find_matches
-from ...packed.summary import build_cache_document, describe_evicted_layers, format_cache_summary, format_utilisation
-from ...text import pluralize
+from ...packed.cache_info import (
+    CacheInfo,
+    build_cache_document,
+    describe_evicted_layers,
+    format_cache_summary,
+    format_utilisation,
+)
+from ...packed.inference import LayoutMatch, describe_layout, find_matches
 from ..options import PackedOptions
 from . import prefix
-from .describing import PackedCacheReader, open_packed_files, resolve_geometry
-from .finding import find_packed
 from .layer_kinds import separate_state_layers
 from .packed_files import PackedFiles, PackedLayer
+from .packed_reader import PackedCacheReader, find_packed, open_packed_files, resolve_geometry
 
 _STATE_DESCRIPTIONS = {
     "linear": "state of linear attention",

@@ -17,14 +17,14 @@ from typing import Final
 
 import numpy as np
 
+from ..._util.text import pluralize
 from ...arrays.completeness import Completeness, LayerStateInfo, StateKind
-from ...arrays.layer_states import format_layers
 from ...arrays.opaque_state import OpaqueState
+from ...arrays.positions import format_layers
 from ...dtypes import Part
 from ...errors import OptionError, SourceError
-from ...files.mapped import MappedFile
+from ...files.mapped_file import MappedFile
 from ...packed.cache_info import STATE_KINDS, CacheInfo, StateLayer
-from ...text import pluralize
 from ..options import PackedOptions
 from .model import ModelGeometry, read_model_geometry
 from .packed_files import PackedFiles, PackedLayer

@@ -11,11 +11,10 @@ from typing import Any, Final, Literal
 
 from ...arrays.completeness import LayerStateInfo, StateKind
 from ...errors import OptionError, SourceError
-from ...files.json_document import read_object
-from ...files.mapped import MappedFile
-from ...packed.addressing import FLASH_BLOCK
-from ..llama.gguf import is_gguf
-from ..llama.model_layers import read_model_layers
+from ...files.mapped_file import MappedFile
+from ...files.schema import read_object
+from ...packed.params import FLASH_BLOCK
+from ..llama.gguf import is_gguf, read_model_layers
 from .graph import read_graph_geometry
 
 SETTINGS_FILES = ("llm_config.json", "config.json")

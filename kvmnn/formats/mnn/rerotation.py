@@ -7,17 +7,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...arrays.casting import upcast
+from ..._util.text import format_range
+from ...arrays.cast import upcast
 from ...arrays.layers import LayerArray
 from ...dense import RopeConfig
-from ...dense.frequencies import RopeFrequencies
+from ...dense.rope import RopeFrequencies
 from ...dtypes import Bytes, Positions
 from ...errors import KvmnnError, SourceError
 from ...packed.cache_info import CacheInfo, LayerInfo
-from ...packed.layout import PackLayout
-from ...packed.rows import HeadRowAccessor, get_head_bytes, get_row_bytes
-from ...text import format_range
-from ..row_rotation import RerotationResult, RotationErrorStats, expand_position_runs, rotate_array, rotate_rows
+from ...packed.layout import HeadRowAccessor, PackLayout, get_head_bytes, get_row_bytes
+from ..key_rotation import RerotationResult, RotationErrorStats, expand_position_runs, rotate_array, rotate_rows
 from .rope import ModelRope, resolve_rope
 
 _ROTATE_CHUNK_BYTES = 1 << 20

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from ...dtypes import Indices
 from ...errors import KvmnnError, SourceError
-from ...files.json_document import loads_strict
-from ...files.mapped import STDIN, MappedFile
+from ...files.mapped_file import STDIN, MappedFile
+from ...files.schema import loads_strict
 from ...packed.cache_info import MAX_TOKEN_ID, TokenIdsFingerprint, validate_token_ids
 from .. import npy
 

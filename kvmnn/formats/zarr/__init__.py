@@ -1,14 +1,13 @@
 """Zarr stores on disk: a directory with a document for each array and a file for each chunk (docs/zarr.md).
 
-Read and written without the package zarr; what is written, zarr, xarray and dask read by the codec in `kvmnn.codecs`.
+Read and written without the package zarr; what is written, zarr, xarray and dask read by the codec in `kvmnn.integrations`.
 """
 
-from ...files.names import has_zarr_suffix
-from .inspecting import inspect_store
-from .lost_group import find_orphaned_arrays
-from .reading import is_zarr_store, read
-from .restoring import restore_store, verify_store
-from .writing import encode_store
+from ...files.file_names import has_zarr_suffix
+from .inspection import inspect_store
+from .reader import find_orphaned_arrays, is_zarr_store, read
+from .restorer import restore_store, verify_store
+from .writer import encode_store
 
 __all__ = [
     "encode_store",

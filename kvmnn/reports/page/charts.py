@@ -10,10 +10,10 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 from xml.etree import ElementTree
 
-from ...optional import import_optional
-from ...text import escape_control
+from ..._util.packages import import_optional
+from ..._util.text import escape_control
 from .. import plot_style
-from ..figure_parts import compute_log_ticks
+from ..figures import compute_log_ticks
 from .blocks import ChartBlock, ChartPoint, ChartSeries, thin_points
 
 if TYPE_CHECKING:

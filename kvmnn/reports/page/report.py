@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..._util.text import pluralize
 from ...errors import KvmnnError, SourceError
-from ...text import pluralize
-from . import cases, html, markdown, origin, quality, sizes, verdict
+from . import page_sections, renderers, verdict
 from .blocks import Section, VerdictBlock
-from .material import ReportInputs, read_inputs
+from .inputs import ReportInputs, read_inputs
 
 MAX_PAGE_BYTES = 1_000_000
 """Of a page."""
@@ -52,14 +52,14 @@ class Report:
             Where the results are too many for a page.
         """
         for points, rows in _DETAIL_LEVELS:
-            page_text = html.render_html_page(self.title, self.verdict, self.sections, points=points, rows=rows)
+            page_text = renderers.render_html_page(self.title, self.verdict, self.sections, points=points, rows=rows)
             if len(page_text.encode("utf-8", "replace")) <= MAX_PAGE_BYTES:
                 return page_text
         raise KvmnnError(f"the page would be larger than {MAX_PAGE_BYTES:,} bytes: report fewer results at once")
 
     def to_markdown(self) -> str:
         """For a pull request: verdict, tables and notes; plots are tables."""
-        return markdown.render_markdown_page(self.title, self.verdict, self.sections)
+        return renderers.render_markdown_page(self.title, self.verdict, self.sections)
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -102,15 +102,15 @@ def make_report(paths: Sequence[str | os.PathLike[str]]) -> Report:
 
 def _build_report(inputs: ReportInputs, title: str) -> Report:
     gate_sections = (
-        cases.build_cases_section(inputs),
+        page_sections.build_cases_section(inputs),
         verdict.build_gates_section(inputs),
-        cases.build_speed_section(inputs),
+        page_sections.build_speed_section(inputs),
     )
-    evaluation_sections = (quality.build_quality_section(inputs),)
+    evaluation_sections = (page_sections.build_quality_section(inputs),)
     size_sections = (
-        quality.build_latency_section(inputs),
-        sizes.build_layers_section(inputs),
-        sizes.build_memory_section(inputs),
+        page_sections.build_latency_section(inputs),
+        page_sections.build_layers_section(inputs),
+        page_sections.build_memory_section(inputs),
     )
     has_gates_first = bool(verdict.list_case_verdicts(inputs)) or not inputs.evaluations
     sections = (
@@ -119,11 +119,11 @@ def _build_report(inputs: ReportInputs, title: str) -> Report:
             if has_gates_first
             else (*evaluation_sections, *gate_sections, *size_sections)
         ),
-        sizes.build_codecs_section(inputs),
-        cases.build_trend_section(inputs),
-        origin.build_environment_section(inputs),
-        origin.build_commands_section(inputs),
-        origin.build_sources_section(inputs),
+        page_sections.build_codecs_section(inputs),
+        page_sections.build_trend_section(inputs),
+        page_sections.build_environment_section(inputs),
+        page_sections.build_commands_section(inputs),
+        page_sections.build_sources_section(inputs),
     )
     files = tuple(source.name for source in inputs.sources)
     return Report(title, verdict.build_verdict_head(inputs), sections, files, tuple(inputs.ignored_files))

@@ -1,6 +1,6 @@
 """A store past one machine: the same units in Redis, Valkey, or any object store that fsspec opens."""
 
-from .remote_units import RemoteBackend
-from .values import BackendUnavailableError
+from .key_values import BackendUnavailableError
+from .maintenance import RemoteBackend
 
 __all__ = ["BackendUnavailableError", "RemoteBackend"]

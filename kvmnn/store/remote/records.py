@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...frames.hashing import integrity_checksum
-from ..beside import MAX_BLOCK_TOKENS
-from ..prefix_state import compute_state_key
-from ..space import KEY_BYTES
-from ..token_ids import MAX_TOKENS, Ids, compute_block_keys, count_ids_in_sort_key, to_sort_key
+from ...frames.buffers import integrity_checksum
+from ..directory.files import MAX_BLOCK_TOKENS
+from ..namespace import KEY_BYTES, MAX_TOKENS, Ids, compute_block_keys, count_ids_in_sort_key, to_sort_key
+from ..unit_codec import compute_state_key
 
 RECORD_MAGIC = b"KVMNNPB1"
 STATE_RECORD_MAGIC = b"KVMNNPB2"

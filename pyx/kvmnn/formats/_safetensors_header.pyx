@@ -12,7 +12,7 @@ from cpython.unicode cimport PyUnicode_DecodeUTF8
 
 from json.decoder import scanstring
 
-from kvmnn.arrays.valid_names import shorten_name
+from kvmnn.arrays.naming import shorten_name
 from kvmnn.errors import SourceError
 
 MIN_ENTRY_BYTES = 47

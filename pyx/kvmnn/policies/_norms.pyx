@@ -1,6 +1,6 @@
 """L2 norms of keys, and the lowest or highest values of rows: calls of norms.c (docs/policies.md).
 
-The kernels are those of the SIMD level that `kvmnn._simd` has chosen. kvmnn.policies.ranking has checked shapes,
+The kernels are those of the SIMD level that `kvmnn._simd` has chosen. kvmnn.policies.topk has checked shapes,
 types and counts; nothing is checked again here.
 """
 

@@ -13,7 +13,7 @@ from repository import FIXTURES
 
 import kvmnn
 from kvmnn.formats import PackedOptions
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 
 LAYOUT = ("--lp", "1", "--hp", "4", "--name", "sys")
 

@@ -14,7 +14,7 @@ from hf_files import Instance, cache_object, dynamic_cache, pairs, save, static_
 
 import kvmnn
 from kvmnn.errors import KvmnnError, SourceError
-from kvmnn.formats.noted_positions import read_positions_sidecar
+from kvmnn.formats.sidecars import read_positions_sidecar
 
 KINDS = "transformers.cache_utils."
 

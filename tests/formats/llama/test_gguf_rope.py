@@ -10,7 +10,7 @@ import pytest
 from rope_model import plain_frequencies
 
 from kvmnn.errors import SourceError
-from kvmnn.formats.llama.gguf_rope import read_gguf_layer_ropes
+from kvmnn.formats.llama.gguf import read_gguf_layer_ropes
 from kvmnn.formats.mnn.rope import read_model_rope
 
 Value = int | float | str

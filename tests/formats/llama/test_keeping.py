@@ -17,7 +17,7 @@ from llama_files import BLOCKS, NUMBERS, PLAIN, SEQUENCE, SESSION, Shape
 
 import kvmnn
 from kvmnn.formats import PackedOptions, ReadOptions
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 
 HEADS = ReadOptions(packed=PackedOptions(geometry=PackedGeometry(kv_heads=2)))
 

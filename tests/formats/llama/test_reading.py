@@ -12,10 +12,10 @@ from llama_files import BLOCKS, NUMBERS, PLAIN, SEQUENCE, SESSION, Cells, Shape
 
 import kvmnn
 from kvmnn.errors import KvmnnError, OptionError, SourceError
-from kvmnn.files.mapped import MappedFile
+from kvmnn.files.mapped_file import MappedFile
 from kvmnn.formats import EngineOptions, PackedOptions, ReadOptions
 from kvmnn.formats.llama import state as llama_state
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 
 
 def heads(count: int, **more: object) -> ReadOptions:

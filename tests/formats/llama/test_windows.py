@@ -17,9 +17,9 @@ import kvmnn
 from kvmnn.arrays.completeness import IncompleteCacheError
 from kvmnn.arrays.source import Source
 from kvmnn.bundle import DenseOptions
-from kvmnn.bundle.dense_pieces import plan_arrays
+from kvmnn.bundle.dense import plan_arrays
 from kvmnn.errors import OptionError, SourceError
-from kvmnn.formats.llama.model_layers import read_model_layers, read_rotations
+from kvmnn.formats.llama.gguf import read_model_layers, read_rotations
 from kvmnn.store import read_layer_caches
 
 Run = Callable[..., Any]

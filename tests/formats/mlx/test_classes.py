@@ -163,7 +163,7 @@ def test_frames_of_a_whole_file_lack_nothing_and_name_states(tmp_path: Path, run
     assert "state_0.0" in said
     assert "layer_0" not in said
     with pytest.raises(IncompleteCacheError, match="3 of 4 layers"):
-        from kvmnn.store.sources import read_layer_caches
+        from kvmnn.store.adapters import read_layer_caches
 
         read_layer_caches(kvmnn.open(tmp_path / "f"))
 

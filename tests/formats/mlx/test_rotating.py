@@ -152,7 +152,7 @@ def test_layers_with_a_window_and_without(tmp_path: Path, run) -> None:
     assert again is not None
     assert again.to_dict() == cache.to_dict()
     with pytest.raises(SourceError, match="no beginning of a text"):
-        from kvmnn.store.sources import read_layer_caches
+        from kvmnn.store.adapters import read_layer_caches
 
         read_layer_caches(source)
 

@@ -13,7 +13,7 @@ from engine_client import unpack_fixture
 from kvmnn.formats import find_packed
 from kvmnn.formats.mnn import open_packed_files
 from kvmnn.formats.options import PackedOptions
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 
 GEOMETRY = ("--kv-heads", 2, "--head-dim", 16, "--backend", "x86-avx2")
 DAMAGE = {

@@ -15,7 +15,8 @@ from kvmnn import formats
 from kvmnn.arrays.source import DUMP_KEY, merge_sources
 from kvmnn.bundle import DecodeOptions, EncodeOptions, encode_source, open_frames
 from kvmnn.errors import KvmnnError, LimitError, ManifestError, OutputError, SourceError
-from kvmnn.formats.mnn import dump_metadata, restore_dump
+from kvmnn.formats.mnn import dump as mnn_dump
+from kvmnn.formats.mnn import restore_dump
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_only_a_whole_dump_comes_back(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_dump_that_is_noted_down_too_large(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dump_metadata, "MAX_DUMP_METADATA_BYTES", 600)
+    monkeypatch.setattr(mnn_dump, "MAX_DUMP_METADATA_BYTES", 600)
     found = formats.open(source)
     assert DUMP_KEY not in found.metadata
     assert "cannot become it again" in found.notes[0]
@@ -176,7 +177,7 @@ def test_a_bundle_whose_text_is_none(source: Path, tmp_path: Path, monkeypatch: 
     index = bundled(source) / "manifest.json"
     manifest = json.loads(index.read_text())
     good = manifest["metadata"][DUMP_KEY]
-    for text in ("", "{", "null", "[" * 99999, good + " " * dump_metadata.MAX_DUMP_METADATA_BYTES):
+    for text in ("", "{", "null", "[" * 99999, good + " " * dump.MAX_DUMP_METADATA_BYTES):
         manifest["metadata"][DUMP_KEY] = text
         index.write_text(json.dumps(manifest))
         with pytest.raises(ManifestError, match=r"metadata 'kvmnn\.dump'"):

@@ -20,11 +20,11 @@ from engine_client import (
 )
 
 from kvmnn import KVMeta, PackedCache, PackLayout, SourceError
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 from kvmnn.formats import open as open_any
-from kvmnn.formats.mnn import live as mnn_live
+from kvmnn.formats.mnn import mmap_cache as mnn_live
 from kvmnn.formats.options import PackedOptions, ReadOptions
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 
 pytestmark = needs_engine
 

@@ -17,7 +17,7 @@ from engine_client import CONTINUATION, GEOMETRY, NAME, PREFIX_IDS, continuation
 from rope_model import plain_frequencies, rotate
 
 from kvmnn import open as kvmnn_open
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 
 pytestmark = needs_engine
 

@@ -15,10 +15,10 @@ import pytest
 from engine_client import GEOMETRY, NAME, PREFIX_IDS, QUERY_IDS, Engine, needs_engine, unpack_fixture
 from rope_model import plain_frequencies, rotate
 
-from kvmnn.cli.command import main
+from kvmnn.cli.entry_point import main
 from kvmnn.formats import open as open_any
 from kvmnn.formats.options import PackedOptions, ReadOptions
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 
 pytestmark = needs_engine
 

@@ -13,10 +13,9 @@ from repository import FIXTURES
 from rope_model import plain_frequencies
 
 from kvmnn.dense import RopeConfig
-from kvmnn.dense.frequencies import RopeFrequencies
+from kvmnn.dense.rope import RopeFrequencies
 from kvmnn.errors import SourceError
-from kvmnn.formats.mnn.graph_rope import read_graph_rope
-from kvmnn.formats.mnn.rope import read_model_rope
+from kvmnn.formats.mnn.rope import read_graph_rope, read_model_rope
 
 PLAIN, WINDOW = plain_frequencies(1e6, 16), plain_frequencies(1e4, 16)
 LLAMA3 = PLAIN / np.linspace(1, 8, 8)

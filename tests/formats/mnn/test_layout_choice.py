@@ -13,10 +13,10 @@ import pytest
 
 import kvmnn
 from kvmnn import PackLayout, SourceError
-from kvmnn.formats.mnn.layout_choice import AmbiguousLayoutError
+from kvmnn.formats.mnn.layout_inference import AmbiguousLayoutError
 from kvmnn.formats.options import PackedOptions, ReadOptions
 from kvmnn.packed.backends import BACKENDS
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 
 HEADS = PackedGeometry(kv_heads=llm_kv.KV_HEADS, head_dim=llm_kv.HEAD_DIM)
 LAYOUTS = ("x86-avx2", "x86-avx512", "arm64-sme2-fp32", "arm64-bf16-v86", "arm32-fp16", "arm64-fp16", "arm64-sme2-fp16")

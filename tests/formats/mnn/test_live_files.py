@@ -10,11 +10,11 @@ import packed_samples
 import pytest
 
 from kvmnn import SourceError
-from kvmnn.files.birth_time import read_birth_time
+from kvmnn.files.file_info import read_birth_time
 from kvmnn.formats import open as open_any
-from kvmnn.formats.mnn import live as mnn_live
+from kvmnn.formats.mnn import mmap_cache as mnn_live
 from kvmnn.formats.options import PackedOptions, ReadOptions
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 
 AVX2 = PackedGeometry(kv_heads=2, head_dim=6, backend="x86-avx2")
 HAS_BIRTH_TIME = read_birth_time(__file__) is not None

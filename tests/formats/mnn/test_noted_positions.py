@@ -12,7 +12,7 @@ import pytest
 import kvmnn
 from kvmnn import KvmnnError
 from kvmnn.formats.mnn import pack
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 from kvmnn.store import read_layer_caches
 
 TOKENS = 6

@@ -16,14 +16,14 @@ from kvmnn import KvmnnError, OutputError, PackLayout, SourceError
 from kvmnn.dtypes import PARTS
 from kvmnn.formats import find_packed
 from kvmnn.formats import open as open_any
-from kvmnn.formats.mnn import live as mnn_live
-from kvmnn.formats.mnn import packed_writing
+from kvmnn.formats.mnn import mmap_cache as mnn_live
+from kvmnn.formats.mnn import packed_io
 from kvmnn.formats.mnn import prefix as mnn_prefix
 from kvmnn.formats.mnn.model import compute_fingerprint, read_model_geometry
-from kvmnn.formats.mnn.packed_writing import PackedPartWriter
+from kvmnn.formats.mnn.packed_io import PackedPartWriter
 from kvmnn.formats.options import PackedOptions, ReadOptions
 from kvmnn.packed import cache_info
-from kvmnn.packed.fitting import PackedGeometry, find_matches, infer_layout, try_infer_capacity
+from kvmnn.packed.inference import PackedGeometry, find_matches, infer_layout, try_infer_capacity
 
 AVX2 = PackedGeometry(kv_heads=2, head_dim=6, backend="x86-avx2")
 
@@ -387,7 +387,7 @@ def test_a_fingerprint_is_of_what_decides_k_and_v(tmp_path):
 @pytest.fixture(params=[0, 1 << 30], ids=["mapped", "at once"])
 def at_once(request, monkeypatch):
     """Files are mapped and filled page by page, or written from memory."""
-    monkeypatch.setattr(packed_writing, "_MAX_IN_MEMORY_BYTES", request.param)
+    monkeypatch.setattr(packed_io, "_MAX_IN_MEMORY_BYTES", request.param)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -10,7 +10,7 @@ import pytest
 from engine_client import unpack_fixture
 
 from kvmnn import PackedCache
-from kvmnn.packed.fitting import PackedGeometry
+from kvmnn.packed.inference import PackedGeometry
 
 HEADS = ("--kv-heads", 3, "--head-dim", 64)
 ADDRESSES = ("00005500AAAA0000", "00005500AAAA1000")

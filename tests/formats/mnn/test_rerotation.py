@@ -293,7 +293,7 @@ def test_a_model_that_k_contradicts_is_refused(trained, run) -> None:
 def test_eval_does_not_continue_from_rotated_k(cache: Cache, run) -> None:
     """At the positions of the text."""
     from kvmnn.errors import SourceError
-    from kvmnn.lm.start_positions import read_stored_tokens
+    from kvmnn.lm.warm_start import read_stored_tokens
 
     run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
     run("unpack", "c", "-o", "arrays/")

@@ -33,8 +33,8 @@ from kvmnn.formats.mnn import (
     unpack,
 )
 from kvmnn.packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
-from kvmnn.packed.fitting import PackedGeometry
-from kvmnn.packed.rows import HeadRowAccessor
+from kvmnn.packed.inference import PackedGeometry
+from kvmnn.packed.layout import HeadRowAccessor
 from kvmnn.store import write_prefix
 from kvmnn.store.results import StoredPrefix
 
@@ -133,7 +133,7 @@ def test_what_can_be_made_again_is_not_forced_to_the_disk(
 ) -> None:
     run("encode", "p", *ARGUMENTS, "-o", "b/")
     synced: list[int] = []
-    monkeypatch.setattr("kvmnn.files.output.os.fsync", synced.append)
+    monkeypatch.setattr("kvmnn.files.atomic.os.fsync", synced.append)
     made_again(arrays, how)
     assert synced == []
     found = kvmnn.open("q")

@@ -15,7 +15,7 @@ from engine_client import unpack_fixture
 
 from kvmnn import PackLayout
 from kvmnn.cli import main
-from kvmnn.packed.places import locate_element
+from kvmnn.packed.params import locate_element
 
 GEOMETRY = ("--kv-heads", 2, "--head-dim", 16)
 FRESH = (*GEOMETRY, "--backend", "x86-avx2", "--tokens", 50)

@@ -86,7 +86,7 @@ def test_others_read_it(arrays: Path, tmp_path: Path, run) -> None:
 
 
 MADE = """
-import sys, numpy as np, zarr, ml_dtypes, kvmnn.codecs.bfloat16
+import sys, numpy as np, zarr, ml_dtypes, kvmnn.integrations.bfloat16
 group = zarr.open_group(sys.argv[1], mode="w")
 words = np.arange(6 * 50 * 4).reshape(6, 50, 4) % 1000
 for number, options in enumerate([
@@ -133,7 +133,7 @@ def test_the_cache_of_an_engine_keeps_what_it_says(tmp_path: Path, run) -> None:
 
 
 def _geometry(heads: int):
-    from kvmnn.packed.fitting import PackedGeometry
+    from kvmnn.packed.inference import PackedGeometry
 
     return PackedGeometry(kv_heads=heads)
 
@@ -163,7 +163,7 @@ def test_a_failure_leaves_the_old_one(arrays: Path, tmp_path: Path, monkeypatch:
     def broken(*_: object, **__: object) -> object:
         raise SourceError("it is broken")
 
-    monkeypatch.setattr("kvmnn.formats.zarr.writing.read", broken)
+    monkeypatch.setattr("kvmnn.formats.zarr.writer.read", broken)
     with pytest.raises(OutputError, match=r"x.zarr: does not read back as written: it is broken"):
         formats.encode_store(kvmnn.open(arrays), store, force=True)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["kv.npz", "x.zarr"]
@@ -171,7 +171,7 @@ def test_a_failure_leaves_the_old_one(arrays: Path, tmp_path: Path, monkeypatch:
 
 
 def test_a_chunk_written_wrongly_is_found(arrays: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvmnn.formats.zarr.writing._pad_chunk", lambda piece, nbytes: np.zeros(nbytes, np.uint8))
+    monkeypatch.setattr("kvmnn.formats.zarr.writer._pad_chunk", lambda piece, nbytes: np.zeros(nbytes, np.uint8))
     with pytest.raises(OutputError, match=r"array 'layer_0.key': its words do not match the sha256"):
         formats.encode_store(kvmnn.open(arrays), tmp_path / "x.zarr")
     assert not (tmp_path / "x.zarr").exists()

@@ -6,9 +6,8 @@ import pytest
 from onnx import TensorProto, helper
 from tiny_decoders import Tiny
 
-from kvmnn.lm.graph.attention import find_attention
-from kvmnn.lm.graph.surgery import expose_attention
-from kvmnn.lm.graph.tensor_types import TensorTypes
+from kvmnn.lm.onnx.attention import find_attention
+from kvmnn.lm.onnx.graph_rewrite import TensorTypes, expose_attention
 
 
 def test_attention_in_branches_and_functions_is_counted() -> None:

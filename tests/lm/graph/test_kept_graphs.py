@@ -13,8 +13,8 @@ import pytest
 from onnx import TensorProto, helper
 from tiny_decoders import Numpy, Tiny
 
-from kvmnn.lm.graph import preparing
-from kvmnn.lm.graph import preparing as operating
+from kvmnn.lm.onnx import decoder_loader
+from kvmnn.lm.onnx import decoder_loader as operating
 from kvmnn.lm.session import DecoderSession
 
 IDS, POSITIONS = np.arange(3, 48, 5), np.arange(9)
@@ -29,7 +29,7 @@ def _home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Models that were operated on, in order."""
     found: list[Path] = []
-    real = preparing._rewrite_graph
+    real = decoder_loader._rewrite_graph
 
     def operate(model, interface, **options):
         found.append(Path(interface.label))

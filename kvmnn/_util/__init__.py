@@ -1,0 +1,1 @@
+"""Helpers that every layer uses: text, numbers, validation, optional packages, threads."""

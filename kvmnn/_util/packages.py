@@ -1,0 +1,81 @@
+"""Names of a folder that are imported when they are asked for (PEP 562), so that commands start at once.
+
+Optional packages, imported when they are first needed.
+
+The version of the installed package.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from ..errors import MissingDependencyError
+
+
+def make_lazy_getattr(package: str, module_by_name: Mapping[str, str]) -> Callable[[str], Any]:
+    """A ``__getattr__`` for a package: `module_by_name` has the module of each name; a module that is its own is
+    itself.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in module_by_name:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        module = import_module(f".{module_by_name[name]}", package)
+        return module if module_by_name[name] == name else getattr(module, name)
+
+    return __getattr__
+
+
+_LM_PACKAGES = "onnxruntime onnx tokenizers"
+_PACKAGES_BY_NEED = dict.fromkeys(_LM_PACKAGES.split(), _LM_PACKAGES)
+"""What is needed where one of them is, so that nobody installs one after the other."""
+
+_FATAL_SEVERITY = 4
+"""Of onnxruntime's lines on standard error. Those below carry names out of the model as they are, and what is wrong is
+raised as well."""
+
+_TELEMETRY_VARIABLE = "ORT_DISABLE_TELEMETRY"
+"""Read by onnxruntime 1.32 as it is imported. Without it onnxruntime writes a device id and a database to the user's
+cache directory, opens ``$TMPDIR/.ses`` through symbolic links, and asks DNS for a server of Microsoft."""
+
+
+def import_optional(name: str) -> Any:
+    """The module `name`.
+
+    onnxruntime is imported with its telemetry off, unless the environment has ``ORT_DISABLE_TELEMETRY`` already.
+
+    Parameters
+    ----------
+    name
+        What is imported, e.g. ``"onnx"`` or ``"matplotlib.figure"``.
+
+    Raises
+    ------
+    MissingDependencyError
+        Where it is not installed; the message says how to install it and what is needed with it.
+    """
+    if name.partition(".")[0] == "onnxruntime":
+        os.environ.setdefault(_TELEMETRY_VARIABLE, "1")
+    try:
+        module = importlib.import_module(name)
+    except ImportError as error:
+        package_name = name.partition(".")[0]
+        raise MissingDependencyError(
+            f"this needs the package {package_name}: pip install {_PACKAGES_BY_NEED.get(package_name, package_name)}"
+        ) from error
+    if name == "onnxruntime":
+        module.set_default_logger_severity(_FATAL_SEVERITY)
+    return module
+
+
+@cache
+def get_version() -> str:
+    """As in pyproject.toml; looked up when asked for, because importlib.metadata is a fifth of the import's time."""
+    from importlib import metadata
+
+    return metadata.version("kvmnn")

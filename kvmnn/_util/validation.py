@@ -1,0 +1,57 @@
+"""Checks of numbers that callers give."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from typing import Any
+
+from ..errors import KvmnnError
+
+
+def validate_int(value: Any, name: str, min_value: int, max_value: int | None = None) -> int:
+    """`value` as an int between `min_value` and `max_value`.
+
+    Raises
+    ------
+    TypeError
+        For what is no integer, booleans included.
+    KvmnnError
+        For one outside.
+    """
+    number = to_int(value, name)
+    if number < min_value:
+        raise KvmnnError(f"{name} is {repr_short(number)}: expected at least {min_value}")
+    if max_value is not None and number > max_value:
+        raise KvmnnError(f"{name} is {repr_short(number)}: expected at most {max_value}")
+    return number
+
+
+def repr_short(value: object) -> str:
+    """A value as messages show it: cut where it is long, and no thousands of digits, which Python refuses to write."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length():,} bits"
+    text = str(value) if type(value).__module__ == "numpy" else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def to_int(value: Any, name: str) -> int:
+    """`value` as an int; `TypeError` for what is no integer, booleans included."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, not {type(value).__name__}")
+    return int(value)
+
+
+def validate_count(name: str, number: object) -> None:
+    """Refuse what is not an integer of at least 0."""
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        raise TypeError(f"{name} must be an integer, not {type(number).__name__}")
+    if number < 0:
+        raise KvmnnError(f"{name} is {repr_short(number)}: expected at least 0")
+
+
+def validate_fraction(name: str, number: Any) -> None:
+    """Refuse what is not a finite number of at least 0 that can be multiplied with a number of tokens."""
+    if isinstance(number, bool) or not isinstance(number, Real):
+        raise TypeError(f"{name} must be a number, not {type(number).__name__}")
+    if number < 0 or not number <= 1e9:
+        raise KvmnnError(f"{name} is {repr_short(number)}: expected a share from 0 on")

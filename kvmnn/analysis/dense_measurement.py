@@ -1,0 +1,276 @@
+"""What dense streams take of a cache, layer by layer, beside MNN's frames: all made, decoded and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from .._util.parallel import Progress, resolve_threads
+from .._util.text import LOSSLESS, compute_ratio, format_range, pluralize
+from ..arrays.array import Chunk, to_c_contiguous
+from ..arrays.completeness import Completeness, build_completeness_document, format_missing
+from ..arrays.source import Source
+from ..bundle import DenseOptions
+from ..bundle.dense import DensePlan, compute_num_workers, encode_group, map_in_order, plan_arrays, plan_groups
+from ..dense.header import is_rotated
+from ..dtypes import PART_LETTERS, PARTS, Part
+from ..errors import KvmnnError
+from ..files.change_detection import InputGuard
+from ..frames import encode, verify_roundtrip
+from .selection import CodedInputInfo
+from .stream_sizes import MAX_FRAME_BYTES
+
+DENSE_SIZES_MEANING = (
+    "exact: frames as MNN makes them, of arrays as they lie; dense: streams for kvmnn alone (docs/dense.md); all made, "
+    f"decoded and compared: {LOSSLESS}"
+)
+
+
+@dataclass
+class DenseSizeStats:
+    """Bytes of K, of V or of both: their words, their frames of effort exact, their dense streams."""
+
+    raw_bytes: int = 0
+    exact_bytes: int = 0
+    dense_bytes: int = 0
+
+    def __iadd__(self, other: DenseSizeStats) -> DenseSizeStats:
+        self.raw_bytes += other.raw_bytes
+        self.exact_bytes += other.exact_bytes
+        self.dense_bytes += other.dense_bytes
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON, with ratios."""
+        return {
+            "raw_bytes": self.raw_bytes,
+            "exact_bytes": self.exact_bytes,
+            "exact_ratio": compute_ratio(self.raw_bytes, self.exact_bytes),
+            "dense_bytes": self.dense_bytes,
+            "dense_ratio": compute_ratio(self.raw_bytes, self.dense_bytes),
+        }
+
+    def format_line(self, label: str) -> str:
+        """A line of the table."""
+        size_texts = (
+            f"{num_bytes:>13,} {compute_ratio(self.raw_bytes, num_bytes):>7.4f}"
+            for num_bytes in (self.exact_bytes, self.dense_bytes)
+        )
+        return f"{label:<9} {self.raw_bytes:>13,} {' '.join(size_texts)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseMeasureResult:
+    """What `measure_dense` gives.
+
+    Parameters
+    ----------
+    inputs
+        What was measured.
+    dtypes, tokens
+        Of the layers; the words are measured as they are.
+    sizes_by_layer
+        By number and part.
+    rope
+        How K was taken as rotated, as `--rope` takes it; None where it was not. Where layers differ, each way once.
+    rotated_streams, key_streams
+        Streams of K that turn their rows so, as the others are smaller without that; and all streams of K.
+    left_out
+        Names of arrays that are no K or V of layers.
+    coded_input
+        The inputs, where the words were made of codes.
+    completeness
+        The state of the model that the arrays contain, where that is known.
+    """
+
+    inputs: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    tokens: tuple[int, ...]
+    sizes_by_layer: dict[int, dict[Part, DenseSizeStats]] = field(default_factory=dict)
+    rope: str | None = None
+    rotated_streams: int = 0
+    key_streams: int = 0
+    left_out: tuple[str, ...] = ()
+    coded_input: CodedInputInfo = field(default_factory=CodedInputInfo)
+    completeness: Completeness | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What changes the meaning of the sizes, in lines."""
+        sizes = self.sum_layers(list(self.sizes_by_layer))
+        return self.coded_input.describe(sizes.raw_bytes, sizes.dense_bytes, "dense")
+
+    def sum_layers(self, layers: Sequence[int], parts: Sequence[Part] = PARTS) -> DenseSizeStats:
+        """Sizes of several layers together."""
+        total = DenseSizeStats()
+        for layer in layers:
+            for part in parts:
+                total += self.sizes_by_layer[layer].get(part, DenseSizeStats())
+        return total
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+
+        def build_document(layers: Sequence[int]) -> dict[str, Any]:
+            parts = {PART_LETTERS[part]: self.sum_layers(layers, [part]).to_dict() for part in self._list_parts(layers)}
+            return {**self.sum_layers(layers).to_dict(), **parts}
+
+        return {
+            "label": LOSSLESS,
+            "notes": self.notes,
+            "inputs": list(self.inputs),
+            "meaning": DENSE_SIZES_MEANING,
+            "dtypes": list(self.dtypes),
+            "rotary": self.rope is not None,
+            "rope": self.rope,
+            "rotated_streams": self.rotated_streams,
+            "key_streams": self.key_streams,
+            "left_out": list(self.left_out),
+            **self.coded_input.to_dict(),
+            **build_completeness_document(self.completeness),
+            "overall": {"layers": len(self.sizes_by_layer), **build_document(list(self.sizes_by_layer))},
+            "layers": {str(layer): build_document([layer]) for layer in self.sizes_by_layer},
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{'':<9} {'raw bytes':>13} {'exact':>13} {'ratio':>7} {'dense':>13} {'ratio':>7}"]
+        for label, layers in [
+            *((f"layer {n}", [n]) for n in self.sizes_by_layer),
+            ("total", list(self.sizes_by_layer)),
+        ]:
+            lines.append(self.sum_layers(layers).format_line(label))
+            lines += [
+                self.sum_layers(layers, [part]).format_line(f"  {PART_LETTERS[part].upper()}")
+                for part in self._list_parts(layers)
+            ]
+        scope_text = (
+            f"{pluralize(len(self.sizes_by_layer), 'layer')} of {' and '.join(self.dtypes)}, "
+            f"{format_range(self.tokens)} tokens"
+        )
+        rotation_text = "without rotation (--rope or --model says how it was rotated)"
+        if self.rope is not None:
+            rotation_text = f"as rotated (RoPE) by {self.rope}"
+            if self.rotated_streams < self.key_streams:
+                rotation_text += (
+                    f" in {self.rotated_streams:,} of {pluralize(self.key_streams, 'stream')}: others are smaller "
+                    f"without"
+                )
+        has_keys = "key" in self._list_parts(list(self.sizes_by_layer))
+        lines += [
+            "",
+            f"total: {scope_text}" + (f"; K taken {rotation_text}" if has_keys else ""),
+            DENSE_SIZES_MEANING,
+            *self.notes,
+        ]
+        lines += format_missing(self.completeness)
+        if self.left_out:
+            lines.append(f"left out, no K or V of layers: {', '.join(self.left_out)}")
+        return "\n".join(lines)
+
+    def _list_parts(self, layers: Sequence[int]) -> list[Part]:
+        return [part for part in PARTS if any(part in self.sizes_by_layer[layer] for layer in layers)]
+
+
+class _DenseJob(NamedTuple):
+    plan: DensePlan
+    layer: int
+    chunk: Chunk
+
+
+def measure_dense(
+    source: Source,
+    options: DenseOptions | None = None,
+    *,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> DenseMeasureResult:
+    """Make dense streams and exact frames of K and V of every layer, decode and compare them, and count their bytes.
+
+    Parameters
+    ----------
+    source
+        K and V of layers (`kvmnn.open`); other arrays are left out. Words are taken as they are, nothing is rounded.
+    options
+        How K was rotated, and the token ids, where they are known.
+    threads
+        None for all processors.
+    progress
+        Called with raw bytes.
+
+    Raises
+    ------
+    OptionError
+        When there is no K or V among the arrays, or `options` are not for them.
+    KvmnnError
+        When an input is damaged; if a stream or a frame does not decode to its input, which would be a defect of kvmnn
+        or of the machine.
+    """
+
+    def encode_and_measure(group: list[_DenseJob]) -> list[tuple[DenseSizeStats, bool]]:
+        streams = encode_group([(job.plan, job.chunk) for job in group], verify=True)
+        return [
+            (
+                DenseSizeStats(job.chunk.size, _count_exact_bytes(job, threads_per_worker), len(stream)),
+                is_rotated(stream),
+            )
+            for job, stream in zip(group, streams, strict=True)
+        ]
+
+    source = replace(
+        source, arrays=[to_c_contiguous(array) if array.order == "F" else array for array in source.arrays]
+    )
+    plans = plan_arrays(source, options or DenseOptions())
+    layers: dict[int, dict[Part, DenseSizeStats]] = {}
+    rotation_counts = [0, 0]
+    groups = plan_groups((source[name], plan) for name, plan in plans.items())
+    workers = compute_num_workers(groups.max_group_bytes, threads)
+    threads_per_worker = max(1, resolve_threads(threads) // workers)
+    with InputGuard():
+        for group, sizes_and_rotations in map_in_order(
+            encode_and_measure, groups.collect(_iter_dense_jobs(source, plans), lambda _: True), workers
+        ):
+            for job, (sizes, is_stream_rotated) in zip(group, sizes_and_rotations, strict=True):
+                rotation_counts = [
+                    rotation_counts[0] + is_stream_rotated,
+                    rotation_counts[1] + (job.plan.part == "key"),
+                ]
+                parts = layers.setdefault(job.layer, {})
+                parts[job.plan.part] = parts.get(job.plan.part, DenseSizeStats())
+                parts[job.plan.part] += sizes
+                if progress:
+                    progress(job.chunk.size)
+            del group, job
+    coded_input = CodedInputInfo()
+    coded_input.add_source(source)
+    return DenseMeasureResult(
+        inputs=source.inputs,
+        dtypes=tuple(sorted({plan.dtype for plan in plans.values()})),
+        tokens=tuple(sorted({plan.tokens for plan in plans.values()})),
+        sizes_by_layer=dict(sorted(layers.items())),
+        rope="; ".join(dict.fromkeys(str(plan.rotary) for plan in plans.values() if plan.rotary)) or None,
+        rotated_streams=rotation_counts[0],
+        key_streams=rotation_counts[1],
+        left_out=tuple(name for name in source if name not in plans),
+        coded_input=coded_input,
+        completeness=source.completeness,
+    )
+
+
+def _iter_dense_jobs(source: Source, plans: dict[str, DensePlan]) -> Iterator[_DenseJob]:
+    for name, plan in plans.items():
+        for number, chunk in enumerate(source[name].iter_chunks(plan.nbytes)):
+            yield _DenseJob(plan, number if plan.layer is None else plan.layer, chunk)
+            del chunk
+
+
+def _count_exact_bytes(job: _DenseJob, threads: int) -> int:
+    """Bytes of the frames of a piece, proved."""
+    exact_bytes = 0
+    for start in range(0, job.chunk.size, MAX_FRAME_BYTES):
+        block = job.chunk[start : start + MAX_FRAME_BYTES]
+        frame = encode(block, dtype=job.plan.dtype, threads=threads)
+        if not verify_roundtrip(frame, block, dtype=job.plan.dtype, threads=threads):
+            raise KvmnnError("a frame did not decode to its own input (please report this)")
+        exact_bytes += len(frame)
+    return exact_bytes

@@ -1,0 +1,253 @@
+"""The options of the offline evaluation, with the names and refusals of the reference's tool.
+
+The reference is the offline evaluation in the H2O work on MNN (docs/offline.md). The defaults are its own too, but for
+the scope: it takes two layers unless told otherwise, kvmnn all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ..dtypes import PART_LETTERS, PARTS, Part
+from ..errors import KvmnnError, OptionError
+from .predictors import parse_predictor_list
+
+STAGES = ("prefill", "decode", "both")
+SCOPES = ("all", "front_n", "layer_range", "layer_ids")
+_SCOPE_OF_OPTION = {
+    "front_n": "front_n",
+    "layer_start": "layer_range",
+    "layer_end": "layer_range",
+    "layer_ids": "layer_ids",
+}
+ENTRY_MODES = ("per_meta", "aggregate", "chunked", "chunked_grouped")
+CODEC_MODES = ("legacy", "adaptive_v22")
+MAX_ZSTD_LEVEL = 22
+"""The highest compression level of libzstd."""
+
+LaneHalf = Literal["hi", "lo"]
+"""The high or the low bytes of 16-bit words."""
+LANE_HALVES: tuple[LaneHalf, LaneHalf] = ("hi", "lo")
+
+
+LANES = ("k_hi", "k_lo", "v_hi", "v_lo")
+"""The byte lanes, as options and documents call them."""
+
+FP32_LANES = (0, 1, 2, 3)
+"""The byte lanes of 32-bit words, the lowest byte first."""
+
+DEFAULT_K_PREDICTORS = ("raw", "delta_seq", "xor_seq", "pair_delta", "pair_delta_delta_seq")
+DEFAULT_V_PREDICTORS = ("raw", "delta_seq", "xor_seq")
+"""What the evaluation tries unless told otherwise; predictors that it does not know are asked for by name."""
+
+
+class ArgumentsError(OptionError):
+    """Arguments that are no options, or whose values are of no kind that the option takes."""
+
+
+class NothingSelectedError(KvmnnError):
+    """No dump is left to measure."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """Which dumps take part.
+
+    Parameters
+    ----------
+    stage
+        ``"prefill"``, ``"decode"``, or ``"both"``, which keeps any.
+    scope
+        ``"all"`` layers; ``"front_n"``: the first `front_n` (2); ``"layer_range"``: from `layer_start` (2) to
+        `layer_end`, both included, or to the last where that is below 0 (-1); ``"layer_ids"``: those in `layer_ids`.
+        Without it, whichever of these options is given says it; without any of them, all layers.
+    min_seq_len, max_seq_len
+        Tokens that a dump must and may have; 0 for any.
+    strict_fp16
+        Leave fp32 out.
+    to_fp16
+        Round fp32 to fp16 before anything is measured, as the evaluation does; without it fp32 is measured as fp32.
+    """
+
+    stage: str = "both"
+    scope: str = None  # type: ignore[assignment]  # filled in below, as are the next three
+    front_n: int = None  # type: ignore[assignment]
+    layer_start: int = None  # type: ignore[assignment]
+    layer_end: int = None  # type: ignore[assignment]
+    layer_ids: tuple[int, ...] = ()
+    min_seq_len: int = 0
+    max_seq_len: int = 0
+    strict_fp16: bool = False
+    to_fp16: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("--stage", self.stage, STAGES)
+        explicit_scope: str | None = self.scope
+        defaults = {"scope": explicit_scope or self._infer_scope(), "front_n": 2, "layer_start": 2, "layer_end": -1}
+        for name, default in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        _check_choice("--scope", self.scope, SCOPES)
+        object.__setattr__(self, "layer_ids", tuple(sorted(set(self.layer_ids))))
+        if self.scope == "front_n" and self.front_n <= 0:
+            raise OptionError("--front-n must be > 0 when scope=front_n.")
+
+    def _infer_scope(self) -> str:
+        """The scope that the options given belong to."""
+        scopes = {scope for name, scope in _SCOPE_OF_OPTION.items() if getattr(self, name) not in (None, ())}
+        if len(scopes) > 1:
+            raise OptionError(f"options of {' and '.join(sorted(scopes))}: say which with --scope")
+        return scopes.pop() if scopes else "all"
+
+    def check_layer_ids(self) -> None:
+        """Refuse the scope ``layer_ids`` without any."""
+        if self.scope == "layer_ids" and not self.layer_ids:
+            raise OptionError("--layer-ids must be non-empty when scope=layer_ids.")
+
+    def includes_layer(self, layer: int) -> bool:
+        """Whether a layer is in the scope."""
+        if self.scope == "all":
+            return True
+        if self.scope == "front_n":
+            return 0 <= layer < self.front_n
+        if self.scope == "layer_range":
+            return layer >= self.layer_start and (self.layer_end < 0 or layer <= self.layer_end)
+        return layer in self.layer_ids
+
+    def includes_length(self, tokens: int) -> bool:
+        """Whether a dump of `tokens` tokens is neither too short nor too long."""
+        if self.min_seq_len > 0 and tokens < self.min_seq_len:
+            return False
+        return not (self.max_seq_len > 0 and tokens > self.max_seq_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanePredictors:
+    """What is tried on each byte lane of K and V, by name (`kvmnn.analysis.predictors.NAMES`), in order."""
+
+    k_hi: tuple[str, ...] = DEFAULT_K_PREDICTORS
+    k_lo: tuple[str, ...] = DEFAULT_K_PREDICTORS
+    v_hi: tuple[str, ...] = DEFAULT_V_PREDICTORS
+    v_lo: tuple[str, ...] = DEFAULT_V_PREDICTORS
+
+    def get_lane(self, lane: str) -> tuple[str, ...]:
+        """The list of a lane, one of `LANES`."""
+        names: tuple[str, ...] = getattr(self, lane)
+        return names
+
+    def normalize(self) -> LanePredictors:
+        """The same without repetitions; `OptionError` for unknown names and empty lists."""
+        return LanePredictors(
+            **{lane: _parse_predictors(f"--{lane.replace('_', '-')}-predictors", self.get_lane(lane)) for lane in LANES}
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions:
+    """Everything that decides which sizes come out.
+
+    Parameters
+    ----------
+    scope
+        Which dumps take part.
+    entry_mode
+        ``"per_meta"``: each dump alone; ``"aggregate"``: the dumps of a run and layer as one; ``"chunked"``: each dump
+        in pieces; ``"chunked_grouped"``: the dumps of a run and layer as one, in pieces.
+    online_chunk_seq
+        Tokens of a piece; 0 for one piece.
+    online_framing_bytes
+        Added for each piece of K and of V.
+    aggregate_by_stage
+        Keep prefill and decode apart when dumps are put together.
+    codec_mode
+        ``"adaptive_v22"``, or ``"legacy"``: delta_seq for the high bytes, raw for the low ones.
+    adaptive_block_seq
+        Tokens for which one predictor is chosen.
+    bitshuffle
+        Sort the bits of each payload by plane before it is compressed.
+    zstd_level
+        At most `MAX_ZSTD_LEVEL`; below 1 as libzstd understands it.
+    predictors
+        What adaptive_v22 tries.
+    limits
+        Count bytes for their order-0 entropy.
+    fp32
+        With `Scope.to_fp16`: also simulate the fp32 words as they are, in four byte lanes. Without it that is what
+        is measured, and this changes nothing.
+
+    Raises
+    ------
+    OptionError
+        With the message of the reference's tool, for the first option that it would refuse.
+    """
+
+    scope: Scope = field(default_factory=Scope)
+    entry_mode: str = "per_meta"
+    online_chunk_seq: int = 0
+    online_framing_bytes: int = 16
+    aggregate_by_stage: bool = False
+    codec_mode: str = "adaptive_v22"
+    adaptive_block_seq: int = 64
+    bitshuffle: bool = False
+    zstd_level: int = 3
+    predictors: LanePredictors = field(default_factory=LanePredictors)
+    limits: bool = True
+    fp32: bool = False
+
+    def __post_init__(self) -> None:
+        _check_choice("--entry-mode", self.entry_mode, ENTRY_MODES)
+        _check_choice("--codec-mode", self.codec_mode, CODEC_MODES)
+        if self.adaptive_block_seq <= 0:
+            raise OptionError("--adaptive-block-seq must be > 0.")
+        if self.online_chunk_seq < 0:
+            raise OptionError("--online-chunk-seq must be >= 0.")
+        if self.online_framing_bytes < 0:
+            raise OptionError("--online-framing-bytes must be >= 0.")
+        if self.zstd_level > MAX_ZSTD_LEVEL:
+            raise OptionError(f"--zstd-level must be <= {MAX_ZSTD_LEVEL}.")
+        object.__setattr__(self, "predictors", self.predictors.normalize())
+        self.scope.check_layer_ids()
+        if self.fp32 and self.scope.strict_fp16:
+            raise OptionError("--fp32 and --strict-fp16 exclude each other.")
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether dumps are put together."""
+        return self.entry_mode in ("aggregate", "chunked_grouped")
+
+    @property
+    def is_chunked(self) -> bool:
+        """Whether dumps are cut into pieces."""
+        return self.entry_mode in ("chunked", "chunked_grouped")
+
+
+def format_lane(part: Part, half: LaneHalf) -> str:
+    """The name of a byte lane, one of `LANES`."""
+    return f"{PART_LETTERS[part]}_{half}"
+
+
+def parse_lane(lane: str) -> tuple[Part, LaneHalf]:
+    """The part and the half of a byte lane, one of `LANES`."""
+    return next((part, half) for part in PARTS for half in LANE_HALVES if format_lane(part, half) == lane)
+
+
+def _parse_predictors(flag: str, names: Sequence[str]) -> tuple[str, ...]:
+    try:
+        return parse_predictor_list(flag, ",".join(names))
+    except KvmnnError as exc:
+        raise OptionError(str(exc)) from None
+
+
+def parse_layer_ids(text: str) -> tuple[int, ...]:
+    """The numbers in a list such as ``"0, 2"``."""
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise OptionError(f"--layer-ids: {text!r:.80} is not a list of whole numbers") from None
+
+
+def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise OptionError(f"{flag} is {value!r}: expected one of {', '.join(choices)}")

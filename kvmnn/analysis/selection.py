@@ -1,0 +1,508 @@
+"""What quantised inputs take as they are, beside the words that are made of their codes.
+
+Which dumps are measured: a walk over ``meta_*.json`` files, with the reference's filters and reasons to skip.
+
+What is compressed as one: single dumps, or all of a run and layer together, in one piece or several.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..arrays import layers
+from ..arrays.completeness import Completeness
+from ..arrays.source import Source
+from ..dtypes import PARTS, Part
+from ..errors import LimitError, OptionError, SourceError
+from ..files.change_detection import FileState
+from ..files.schema import read_bounded
+from ..formats import classify_folder, find_readable_entry, is_frames
+from .options import MeasureOptions, NothingSelectedError, Scope
+from .tensor_reader import ArrayTensor, DumpTensor, EmptyTensor, FileTensor
+
+
+@dataclass
+class CodedInputInfo:
+    """Inputs that hold codes, of which words were made before anything was measured.
+
+    Attributes
+    ----------
+    types
+        Names of the types of the codes; empty where all words are the inputs' own.
+    nbytes
+        Bytes of the files that hold codes; None where an input is no file (standard input, a URL).
+    room_bytes
+        Bytes of these that are room behind the valid tokens.
+    """
+
+    types: tuple[str, ...] = ()
+    nbytes: int | None = 0
+    room_bytes: int = 0
+
+    def add_source(self, source: Source) -> None:
+        """Count a source in, if its words are made of codes."""
+        if source.dequantised_types:
+            self.types = tuple(dict.fromkeys((*self.types, *source.dequantised_types)))
+            nbytes = count_input_bytes(source)
+            self.nbytes = None if nbytes is None or self.nbytes is None else self.nbytes + nbytes
+            self.room_bytes += source.engine_cache.unused_bytes if source.engine_cache is not None else 0
+
+    def describe(self, element_bytes: int, coded_bytes: int, label: str) -> list[str]:
+        """Say of what the words were made, and how the `coded_bytes` of `label` compare with the input; or nothing."""
+        if not self.types:
+            return []
+        line = f"words dequantised from {', '.join(self.types)}"
+        if self.nbytes:
+            room = min(self.room_bytes, self.nbytes - 1)
+            input_text = "the input without room" if room else "the input"
+            line += f": the input has {self.nbytes:,} bytes" + (f", {room:,} of them room" if room else "")
+            line += (
+                f", its words {element_bytes:,}; {label} is {coded_bytes / (self.nbytes - room):.2f} times {input_text}"
+            )
+        return [line]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``: nothing where all words are the inputs' own."""
+        if not self.types:
+            return {}
+        room = {"room_bytes": self.room_bytes} if self.room_bytes else {}
+        return {"dequantised": {"types": list(self.types), "input_bytes": self.nbytes, **room}}
+
+
+def count_input_bytes(source: Source) -> int | None:
+    """Return the bytes of the files that a source was read from; None where one of its inputs is no file."""
+    if not source.inputs or not all(map(os.path.exists, source.inputs)):
+        return None
+    files = {os.path.realpath(path) for path in source.files if os.path.isfile(path)}
+    return sum(map(os.path.getsize, files)) or None
+
+
+_MAX_META_BYTES = 64 << 20
+_SUPPORTED_ITEMSIZES = (2, 4)
+
+
+@dataclass(frozen=True)
+class DumpEntry:
+    """One dump: K and V of some tokens of a layer.
+
+    Parameters
+    ----------
+    layer, seq_start, tokens, kv_heads, head_dim, stage
+        As its metadata says; head_dim is that of K, where V has another.
+    run_id
+        Empty where there is none.
+    keys, values
+        Its tensors.
+    """
+
+    layer: int
+    seq_start: int
+    tokens: int
+    kv_heads: int
+    head_dim: int
+    stage: str
+    run_id: str
+    keys: DumpTensor
+    values: DumpTensor
+
+    def get_tensor(self, part: Part) -> DumpTensor:
+        """K or V."""
+        return self.keys if part == "key" else self.values
+
+    def is_complete(self) -> bool:
+        """Whether both tensors have the bytes that the metadata says."""
+        return self.keys.is_complete() and self.values.is_complete()
+
+    @property
+    def location(self) -> str:
+        """Its file, that of a tensor without the bytes that the metadata says where there is one; or its layer."""
+        tensors = sorted((self.keys, self.values), key=lambda tensor: tensor.is_complete())
+        files = [str(tensor.path) for tensor in tensors if isinstance(tensor, FileTensor)]
+        return files[0] if files else f"{self.run_id}: layer {self.layer}"
+
+
+@dataclass
+class DumpSelection:
+    """What a walk found.
+
+    Parameters
+    ----------
+    entries
+        In the order of the walk.
+    dumps
+        What tells one dump from another: run ids, or directories.
+    layers
+        Numbers of the layers that were found, whether or not the scope takes them.
+    num_scanned
+        Metadata files (or pairs of arrays) that were looked at.
+    num_rounded
+        Entries of fp32 words that are rounded to fp16, which `Scope.to_fp16` asks for.
+    num_fp32
+        Entries of fp32 words that are measured as they are.
+    skip_counts
+        Why others were left out, in the order in which the reasons came up.
+    skip_examples
+        The first file (or layer) for each of these reasons.
+    coded_input
+        Inputs whose words were made of codes before anything was measured.
+    completeness
+        The state of the model that the arrays contain, where that is known.
+    filter_counts
+        How many were left out silently, by the options that asked for it.
+    """
+
+    entries: list[DumpEntry] = field(default_factory=list)
+    dumps: set[str] = field(default_factory=set)
+    layers: set[int] = field(default_factory=set)
+    num_scanned: int = 0
+    num_rounded: int = 0
+    num_fp32: int = 0
+    skip_counts: Counter[str] = field(default_factory=Counter)
+    skip_examples: dict[str, str] = field(default_factory=dict)
+    coded_input: CodedInputInfo = field(default_factory=CodedInputInfo)
+    completeness: Completeness | None = None
+    filter_counts: Counter[str] = field(default_factory=Counter)
+
+    def require_entries(self) -> None:
+        """Raise `NothingSelectedError` if there are none."""
+        if not self.entries:
+            raise NothingSelectedError("No entries selected after filtering. Check --dump-dir/--stage/--scope options.")
+
+    def describe_exclusions(self) -> str:
+        """Say which options and which faults left entries out, the most frequent first."""
+        counts = self.filter_counts + Counter(
+            {_SKIP_REASON_TEXTS.get(name, name): n for name, n in self.skip_counts.items()}
+        )
+        return ", ".join(f"{number:,} of {self.num_scanned:,} by {name}" for name, number in counts.most_common())
+
+    def check_size(self, max_bytes: int | None) -> None:
+        """Raise `LimitError` if the entries have more bytes than `max_bytes`."""
+        nbytes = sum(entry.tokens * (entry.keys.token_bytes + entry.values.token_bytes) for entry in self.entries)
+        if max_bytes is not None and nbytes > max_bytes:
+            raise LimitError(f"the entries hold {nbytes} raw bytes, above the limit of {max_bytes}")
+
+    def list_files(self) -> list[str]:
+        """The binary files of all entries that are dumps."""
+        tensors = (tensor for entry in self.entries for tensor in (entry.keys, entry.values))
+        return [str(tensor.path) for tensor in tensors if isinstance(tensor, FileTensor)]
+
+    def check_distinct_files(self) -> None:
+        """Raise `OptionError` if inputs overlap, so that a file would be counted twice."""
+        real_paths: set[str] = set()
+        for path in self.list_files():
+            real_path = os.path.realpath(path)
+            if real_path in real_paths:
+                raise OptionError(f"{path}: is taken twice: the inputs overlap")
+            real_paths.add(real_path)
+
+    def count_skip(self, reason: str, example: str) -> None:
+        """Leave one out."""
+        self.skip_counts[reason] += 1
+        self.skip_examples.setdefault(reason, example)
+
+    def add_entry(self, entry: DumpEntry, dump: str) -> None:
+        """Take one more."""
+        self.entries.append(entry)
+        self.dumps.add(dump)
+        tensors = entry.keys, entry.values
+        self.num_rounded += any(tensor.stored_itemsize > tensor.measured_itemsize for tensor in tensors)
+        self.num_fp32 += any(tensor.measured_itemsize == 4 for tensor in tensors)
+
+
+_STAGE_OPTION, _LAYER_OPTIONS, _LENGTH_OPTIONS = "--stage", "--scope or its layers", "--min-seq-len or --max-seq-len"
+_SKIP_REASON_TEXTS = {"skip_fp32_strict": "--strict-fp16 (they are fp32)"}
+
+
+class _SkipError(Exception):
+    """A dump is left out for the reason in the message."""
+
+
+def select_dumps(roots: Iterable[str | os.PathLike[str]], scope: Scope) -> DumpSelection:
+    """Walk the directories of MNN KV dumps.
+
+    Raises
+    ------
+    NothingSelectedError
+        When a directory has no metadata file.
+    SourceError
+        When there is no such directory, or a metadata file holds JSON that is no object.
+    """
+    selection = DumpSelection()
+    for root in roots:
+        add_dumps(selection, Path(os.path.abspath(root)), scope)
+    return selection
+
+
+def is_dump_folder(path: str) -> bool:
+    """Whether a path is to be walked: a directory that no other source or bundle of frames makes anything of."""
+    return os.path.isdir(path) and not is_frames(path) and classify_folder(path) in ("dump", None)
+
+
+def add_dumps(selection: DumpSelection, root: Path, scope: Scope) -> None:
+    """Add the dumps below one directory to `selection`; errors as for `select_dumps`."""
+    if not root.is_dir():
+        raise SourceError(f"{root}: is not a directory")
+    meta_paths = sorted(root.rglob("meta_*.json"))
+    if not meta_paths:
+        raise NothingSelectedError(
+            f"{root}: has no meta_*.json file below it, so it is not an MNN KV dump{_suggest_readable(str(root))}"
+        )
+    for meta_path in meta_paths:
+        selection.num_scanned += 1
+        try:
+            _add_dump(selection, meta_path, scope)
+        except _SkipError as reason:
+            selection.count_skip(str(reason), str(meta_path))
+
+
+def _suggest_readable(root: str) -> str:
+    """What to do with a folder that is no dump, if that is known."""
+    readable_name = find_readable_entry(root)
+    return (
+        ""
+        if readable_name is None
+        else f"; {readable_name!r} in it is what kvmnn reads: name that, or --jobs N takes each file"
+    )
+
+
+def add_source(selection: DumpSelection, source: Source, scope: Scope, label: str) -> None:
+    """Add K and V of every layer of any source to `selection`, or K alone of an engine without V; stage ``"unknown"``.
+
+    Raises
+    ------
+    SourceError
+        When arrays have no place in a cache.
+    """
+    arrays = layers.collect_layers_or_latents(source)
+    values = {entry.layer: entry for entry in arrays if entry.part == "value"}
+    selection.coded_input.add_source(source)
+    selection.completeness = source.completeness
+    for key in (entry for entry in arrays if entry.part == "key"):
+        selection.num_scanned += 1
+        value = values.get(key.layer)
+        heads, tokens, dims = key.geometry
+        if value is not None and value.geometry[:2] != (heads, tokens):
+            raise SourceError(
+                f"{label}: layer {key.layer}: keys are {list(key.array.shape)} and values "
+                f"{list(value.array.shape)}: expected as many heads and tokens"
+            )
+        is_fp32 = any(entry is not None and entry.array.dtype == "fp32" for entry in (key, value))
+        if scope.stage not in ("both", "unknown"):
+            selection.filter_counts[_STAGE_OPTION] += 1
+            continue
+        selection.layers.add(key.layer)
+        if not scope.includes_layer(key.layer):
+            selection.filter_counts[_LAYER_OPTIONS] += 1
+            continue
+        if not scope.includes_length(tokens):
+            selection.filter_counts[_LENGTH_OPTIONS] += 1
+            continue
+        if is_fp32 and scope.strict_fp16:
+            selection.count_skip("skip_fp32_strict", f"{label}: layer {key.layer}")
+            continue
+        k = ArrayTensor(key, to_fp16=scope.to_fp16)
+        v = EmptyTensor(k) if value is None else ArrayTensor(value, to_fp16=scope.to_fp16)
+        selection.add_entry(DumpEntry(key.layer, 0, tokens, heads, dims, "unknown", label, k, v), label)
+
+
+def _add_dump(selection: DumpSelection, meta_path: Path, scope: Scope) -> None:
+    """One metadata file, checked in the reference's order; filters are silent, `_SkipError` carries reasons."""
+    fields = _load_meta(meta_path)
+    stage = str(fields.get("stage", "unknown"))
+    if scope.stage not in ("both", stage):
+        selection.filter_counts[_STAGE_OPTION] += 1
+        return
+    layer, seq_start, tokens, heads, dims, itemsize = _parse_int_fields(fields)
+    selection.layers.add(layer)
+    if not scope.includes_layer(layer):
+        selection.filter_counts[_LAYER_OPTIONS] += 1
+        return
+    if min(tokens, heads, dims) <= 0:
+        raise _SkipError("invalid_shape")
+    if not scope.includes_length(tokens):
+        selection.filter_counts[_LENGTH_OPTIONS] += 1
+        return
+    files = _find_binaries(meta_path, fields)
+    if itemsize not in _SUPPORTED_ITEMSIZES:
+        raise _SkipError(f"unsupported_bytes_per_elem_{itemsize}")
+    if itemsize == 4 and scope.strict_fp16:
+        raise _SkipError("skip_fp32_strict")
+    keys, values = (FileTensor(file, (tokens, heads, dims), itemsize, to_fp16=scope.to_fp16) for file in files)
+    run_id = fields.get("run_id")
+    run_id = run_id if isinstance(run_id, str) else ""
+    entry = DumpEntry(layer, seq_start, tokens, heads, dims, stage, run_id, keys, values)
+    selection.add_entry(entry, run_id or str(meta_path.parent))
+
+
+def _load_meta(meta_path: Path) -> dict[str, Any]:
+    try:
+        if not stat.S_ISREG(meta_path.stat().st_mode):
+            raise _SkipError("meta_parse_error")
+        fields = json.loads(read_bounded(meta_path, _MAX_META_BYTES).decode())
+    except (OSError, SourceError, ValueError, RecursionError):
+        raise _SkipError("meta_parse_error") from None
+    if not isinstance(fields, dict):
+        raise SourceError(f"{meta_path}: holds JSON that is not an object")
+    return fields
+
+
+def _parse_int_fields(fields: dict[str, Any]) -> tuple[int, int, int, int, int, int]:
+    """layer_id, seq_start, seq_len, kv_heads, head_dim, bytes_per_elem: whatever `int` takes, as in the reference."""
+    try:
+        return (
+            int(fields.get("layer_id", -1)),
+            int(fields.get("seq_start", 0)),
+            int(fields.get("seq_len", 0)),
+            int(fields.get("kv_heads", 0)),
+            int(fields.get("head_dim", 0)),
+            int(fields.get("bytes_per_elem", 0)),
+        )
+    except (TypeError, ValueError, OverflowError):
+        raise _SkipError("meta_invalid_numeric_fields") from None
+
+
+def _find_binaries(meta_path: Path, fields: dict[str, Any]) -> list[FileState]:
+    """The two binary files."""
+    names = [fields.get("k_file"), fields.get("v_file")]
+    if not all(isinstance(name, str) and name for name in names):
+        raise _SkipError("missing_k_or_v_file")
+    paths = [meta_path.parent / str(name) for name in names]
+    if not all(_path_exists(path) for path in paths):
+        raise _SkipError("missing_k_or_v_binary")
+    return [_check_regular_file(path) for path in paths]
+
+
+def _path_exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _check_regular_file(path: Path) -> FileState:
+    """A regular file that can be opened; devices and pipes, which may never end, cannot."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise _SkipError("binary_read_error")
+        with path.open("rb"):
+            return FileState.from_path(path)
+    except OSError:
+        raise _SkipError("binary_read_error") from None
+
+
+_NO_RUN_ID = "__no_run_id__"
+
+
+@dataclass(frozen=True)
+class CompressionUnit:
+    """Dumps that follow each other along the tokens.
+
+    Parameters
+    ----------
+    entries
+        In order of their first token.
+    chunk_tokens
+        Tokens of a piece, the last one shorter.
+    extra_bytes
+        Bytes of the format itself for K, and as many for V: framing of pieces, or a table of the dumps.
+    """
+
+    entries: tuple[DumpEntry, ...]
+    chunk_tokens: int
+    extra_bytes: int
+
+    @property
+    def layer(self) -> int:
+        """The layer of all its dumps."""
+        return self.entries[0].layer
+
+    def get_geometry(self, part: Part) -> tuple[int, int]:
+        """``(kv_heads, head_dim)`` of K or V; latent attention has another head_dim for V."""
+        _, heads, dims = self.entries[0].get_tensor(part).shape
+        return heads, dims
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all its dumps."""
+        return sum(entry.tokens for entry in self.entries)
+
+    @property
+    def parts(self) -> list[Part]:
+        """K and V; K alone where nothing is stored as V."""
+        return [part for part in PARTS if self.count_raw_bytes(part)]
+
+    def get_itemsize(self, part: Part) -> int:
+        """Bytes of a word of K or V as it is measured: 2 or 4."""
+        return self.entries[0].get_tensor(part).measured_itemsize
+
+    def count_elements(self, part: Part) -> int:
+        """Words of K or V, which are the bytes of each byte lane."""
+        heads, dims = self.get_geometry(part)
+        return self.tokens * heads * dims
+
+    def count_raw_bytes(self, part: Part) -> int:
+        """Bytes of K or V as they are measured."""
+        return self.tokens * self.entries[0].get_tensor(part).token_bytes
+
+    def count_chunk_bytes(self, part: Part) -> int:
+        """Bytes of the largest piece of K or V as they are measured."""
+        return min(self.chunk_tokens, self.tokens) * self.entries[0].get_tensor(part).token_bytes
+
+    def iter_chunk_tokens(self) -> Iterator[int]:
+        """Tokens of each piece."""
+        tokens = self.tokens
+        for start in range(0, tokens, self.chunk_tokens):
+            yield min(self.chunk_tokens, tokens - start)
+
+    def count_chunks(self) -> int:
+        """How many pieces there are of K; V has as many."""
+        return -(-self.tokens // self.chunk_tokens)
+
+    def list_tensors(self, part: Part) -> list[DumpTensor]:
+        """K or V of its dumps."""
+        return [entry.get_tensor(part) for entry in self.entries]
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether all its words are stored in 32 bits and measured in 16."""
+        tensors = [tensor for entry in self.entries for tensor in (entry.keys, entry.values)]
+        return all(tensor.stored_itemsize == 4 and tensor.measured_itemsize == 2 for tensor in tensors)
+
+    def is_complete(self) -> bool:
+        """Whether every binary file has the bytes that its metadata says."""
+        return all(entry.is_complete() for entry in self.entries)
+
+
+def build_units(selection: DumpSelection, options: MeasureOptions) -> list[CompressionUnit]:
+    """The selected dumps as the entry mode puts them together, in order of first appearance."""
+    if options.is_grouped:
+        groups = _group_entries(selection.entries, options.aggregate_by_stage)
+    else:
+        groups = [(entry,) for entry in selection.entries]
+    return [_build_unit(entries, options) for entries in groups]
+
+
+def _group_entries(entries: list[DumpEntry], by_stage: bool) -> list[tuple[DumpEntry, ...]]:
+    entries_by_key: dict[tuple[object, ...], list[DumpEntry]] = {}
+    for entry in entries:
+        shapes = entry.keys.shape[1:], entry.values.shape[1:]
+        itemsizes = entry.keys.measured_itemsize, entry.values.measured_itemsize
+        key = (entry.run_id or _NO_RUN_ID, entry.layer, *shapes, *itemsizes, entry.stage if by_stage else None)
+        entries_by_key.setdefault(key, []).append(entry)
+    return [tuple(sorted(group, key=lambda entry: entry.seq_start)) for group in entries_by_key.values()]
+
+
+def _build_unit(entries: tuple[DumpEntry, ...], options: MeasureOptions) -> CompressionUnit:
+    tokens = sum(entry.tokens for entry in entries)
+    if not options.is_chunked:
+        extra_bytes = 4 + 4 * len(entries) if options.entry_mode == "aggregate" else 0
+        return CompressionUnit(entries, tokens, extra_bytes)
+    chunk_tokens = options.online_chunk_seq if 0 < options.online_chunk_seq < tokens else tokens
+    return CompressionUnit(entries, chunk_tokens, -(-tokens // chunk_tokens) * options.online_framing_bytes)

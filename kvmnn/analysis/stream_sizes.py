@@ -1,0 +1,354 @@
+"""Simulated sizes of byte lanes: zstd frames are made and measured, and thrown away.
+
+Sizes of frames that exist: what is measured is encoded as MNN would store it, decoded and compared.
+
+Sums of sizes: over the streams of a byte lane, over the lanes of a layer, over layers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .._util.parallel import Progress
+from ..arrays.array import Chunk
+from ..dtypes import PARTS, Part
+from ..errors import KvmnnError
+from ..frames import encode, verify_roundtrip
+from . import _stream_meter
+from .options import FP32_LANES, LANE_HALVES, LANES, LaneHalf, MeasureOptions, format_lane
+from .predictors import PREDICTOR_NAMES
+from .selection import CompressionUnit
+from .tensor_reader import TokenReader
+
+ADAPTIVE_HEADER_BYTES = 8
+"""What adaptive_v22 adds to a stream, besides one byte for each block."""
+
+HIGH_HALF, LOW_HALF = 1, 0
+_MIN_ZSTD_LEVEL = -(1 << 17)
+_LEGACY_PREDICTORS: dict[LaneHalf, tuple[str, ...]] = {"hi": ("delta_seq",), "lo": ("raw",)}
+
+
+@dataclass(frozen=True)
+class StreamSizeEstimate:
+    """One byte lane of K or V.
+
+    Parameters
+    ----------
+    raw_bytes
+        Bytes of the lane.
+    bytes
+        Simulated: the zstd frames of its pieces, mode bytes and headers.
+    modes
+        How many blocks took which predictor.
+    limit_bytes
+        What the order-0 entropy of the lane as it is amounts to, each piece with statistics of its own.
+    """
+
+    raw_bytes: int
+    bytes: int
+    modes: dict[str, int]
+    limit_bytes: float
+
+
+class CompressorPool:
+    """Meters that wait for their next stream, with their zstd contexts and buffers; safe for any number of threads.
+
+    Parameters
+    ----------
+    max_idle_bytes
+        Of one meter's buffers, between streams.
+    """
+
+    def __init__(self, max_idle_bytes: int) -> None:
+        self._max_idle_bytes = max_idle_bytes
+        self._idle: list[_stream_meter.StreamMeter] = []
+
+    def acquire(self) -> _stream_meter.StreamMeter:
+        """One for the calling thread."""
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return _stream_meter.StreamMeter()
+
+    def release(self, meter: _stream_meter.StreamMeter) -> None:
+        """Keep one for the next stream, unless its buffers are large."""
+        if meter.count_buffer_bytes() > self._max_idle_bytes:
+            meter.free_buffers()
+        self._idle.append(meter)
+
+
+def estimate_stream_size(
+    unit: CompressionUnit,
+    part: Part,
+    half: LaneHalf,
+    options: MeasureOptions,
+    compressor_pool: CompressorPool,
+    progress: Progress | None = None,
+) -> StreamSizeEstimate:
+    """The simulated size of one byte lane of 16-bit words of K or V.
+
+    Raises
+    ------
+    SourceError
+        When a file cannot be read.
+    """
+    return _estimate_size(
+        unit, part, half, half, TokenReader(unit.list_tensors(part)).iter_tokens, options, compressor_pool, progress
+    )
+
+
+def estimate_fp32_stream_size(
+    unit: CompressionUnit,
+    part: Part,
+    lane: int,
+    options: MeasureOptions,
+    compressor_pool: CompressorPool,
+    progress: Progress | None = None,
+) -> StreamSizeEstimate:
+    """The simulated size of one of the four byte lanes of fp32 words, the lowest byte first.
+
+    The upper two lanes are tried under the predictors of the high bytes, the lower two under those of the low ones.
+    Errors as for `estimate_stream_size`.
+    """
+    reader = TokenReader(unit.list_tensors(part), as_stored=True)
+
+    def read_half_elements(tokens: int) -> Iterator[Chunk]:
+        for chunk in reader.iter_tokens(tokens):
+            yield np.ascontiguousarray(chunk.view("<u2")[lane // 2 :: 2]).view(np.uint8)
+
+    return _estimate_size(
+        unit,
+        part,
+        LANE_HALVES[1 - lane % 2],
+        LANE_HALVES[lane < 2],
+        read_half_elements,
+        options,
+        compressor_pool,
+        progress,
+    )
+
+
+def _estimate_size(
+    unit: CompressionUnit,
+    part: Part,
+    half: LaneHalf,
+    predictor_half: LaneHalf,
+    read_tokens: Callable[[int], Iterator[Chunk]],
+    options: MeasureOptions,
+    compressor_pool: CompressorPool,
+    progress: Progress | None,
+) -> StreamSizeEstimate:
+    """The size of the `half` of 16-bit words that `read_tokens` gives for a number of tokens, by the predictors of
+    `predictor_half`.
+    """
+    heads, dims = unit.get_geometry(part)
+    is_adaptive = options.codec_mode == "adaptive_v22"
+    names = (
+        options.predictors.get_lane(format_lane(part, predictor_half))
+        if is_adaptive
+        else _LEGACY_PREDICTORS[predictor_half]
+    )
+    block_tokens = min(options.adaptive_block_seq, unit.chunk_tokens) if is_adaptive else unit.chunk_tokens
+    meter = compressor_pool.acquire()
+    meter.configure(
+        HIGH_HALF if half == "hi" else LOW_HALF,
+        heads,
+        dims,
+        block_tokens,
+        [PREDICTOR_NAMES.index(name) for name in names],
+        max(options.zstd_level, _MIN_ZSTD_LEVEL),
+        options.bitshuffle,
+        options.limits,
+    )
+    total_bytes, limit_bytes, modes = 0, 0.0, dict.fromkeys(names, 0)
+    for tokens in unit.iter_chunk_tokens():
+        meter.start(tokens)
+        for chunk in read_tokens(tokens):
+            meter.feed(chunk)
+            if progress:
+                progress(chunk.size // 2)
+        size, blocks, mode_counts, entropy_bytes = meter.finish()
+        total_bytes += size + (blocks + ADAPTIVE_HEADER_BYTES if is_adaptive else 0)
+        limit_bytes += entropy_bytes
+        for name, count in zip(names, mode_counts, strict=True):
+            modes[name] += count
+    compressor_pool.release(meter)
+    return StreamSizeEstimate(unit.count_elements(part), total_bytes, modes, limit_bytes)
+
+
+def estimate_memory_bytes(unit: CompressionUnit, part: Part, options: MeasureOptions) -> int:
+    """Bytes of anonymous memory that a stream of `unit` may take (zstd's output counts as long as its input)."""
+    chunk_elements = unit.count_chunk_bytes(part) // unit.get_itemsize(part)
+    block_elements = chunk_elements
+    if options.codec_mode == "adaptive_v22":
+        heads, dims = unit.get_geometry(part)
+        block_elements = min(chunk_elements, options.adaptive_block_seq * heads * dims)
+    num_buffers = (1 if block_elements == chunk_elements else 2) + options.bitshuffle
+    return 2 * chunk_elements + num_buffers * block_elements
+
+
+MAX_FRAME_BYTES = 64 << 20
+"""Raw bytes of a frame, at most; longer pieces take several."""
+
+
+@dataclass(frozen=True)
+class StoredSize:
+    """Frames of K or V.
+
+    Parameters
+    ----------
+    bytes, frames
+        Their total length, and how many there are.
+    """
+
+    bytes: int
+    frames: int
+
+    def __add__(self, other: StoredSize) -> StoredSize:
+        return StoredSize(self.bytes + other.bytes, self.frames + other.frames)
+
+
+def measure_stored_size(unit: CompressionUnit, part: Part, progress: Progress | None = None) -> StoredSize:
+    """Encode every piece of K or V of `unit`, decode it again and count its bytes.
+
+    Raises
+    ------
+    KvmnnError
+        If a frame does not decode to its input, which would be a defect of kvmnn or of the machine.
+    SourceError
+        When a file cannot be read.
+    """
+    heads, dims = unit.get_geometry(part)
+    itemsize = unit.get_itemsize(part)
+    dtype = "fp32" if itemsize == 4 else "fp16"  # a frame of bf16 words has the same bytes as one of fp16 words
+    tokens_per_frame = max(1, MAX_FRAME_BYTES // (itemsize * heads * dims))
+    reader = TokenReader(unit.list_tensors(part))
+    total = StoredSize(0, 0)
+    for num_tokens in unit.iter_chunk_tokens():
+        for start in range(0, num_tokens, tokens_per_frame):
+            elements = reader.read_tokens(min(tokens_per_frame, num_tokens - start))
+            frame = encode(elements, dtype=dtype, threads=1)
+            if not verify_roundtrip(frame, elements, dtype=dtype, threads=1):
+                raise KvmnnError("a frame did not decode to its own input (please report this)")
+            total += StoredSize(len(frame), 1)
+            if progress:
+                progress(elements.size)
+    return total
+
+
+@dataclass
+class LaneSizeStats:
+    """One byte lane of a layer, or of all layers: sums over its streams."""
+
+    raw_bytes: int = 0
+    simulated_bytes: int = 0
+    limit_bytes: float = 0.0
+    modes: Counter[str] = field(default_factory=Counter)
+
+    def add_stream(self, size: StreamSizeEstimate) -> None:
+        """Count one stream in."""
+        self.raw_bytes += size.raw_bytes
+        self.simulated_bytes += size.bytes
+        self.limit_bytes += size.limit_bytes
+        for name, count in size.modes.items():
+            self.modes[name] += count
+
+
+@dataclass
+class Fp32SizeStats:
+    """fp32 words of a layer, or of all of them, in four byte lanes.
+
+    Parameters
+    ----------
+    lanes
+        By part and number, the lowest byte first.
+    extra_bytes
+        By part: framing and tables.
+    """
+
+    lanes: dict[tuple[Part, int], LaneSizeStats] = field(
+        default_factory=lambda: {(part, lane): LaneSizeStats() for part in PARTS for lane in FP32_LANES}
+    )
+    extra_bytes: Counter[Part] = field(default_factory=Counter)
+
+    def sum_lanes(self, parts: Sequence[Part] = PARTS) -> LaneSizeStats:
+        """The lanes of `parts` together, framing and tables included."""
+        lanes = [lane for (part, _), lane in self.lanes.items() if part in parts]
+        return LaneSizeStats(
+            raw_bytes=sum(lane.raw_bytes for lane in lanes),
+            simulated_bytes=sum(lane.simulated_bytes for lane in lanes) + sum(self.extra_bytes[part] for part in parts),
+            limit_bytes=sum(lane.limit_bytes for lane in lanes),
+        )
+
+
+@dataclass
+class AggregateSizeStats:
+    """A layer, or all of them.
+
+    Parameters
+    ----------
+    tokens
+        Of all that was measured of the layer; of all layers, their sum.
+    lanes
+        Of 16-bit words, by name: ``"k_hi"``, ``"k_lo"``, ``"v_hi"``, ``"v_lo"``.
+    extra_bytes
+        By part: framing and tables, which belong to the simulated size.
+    stored_sizes
+        By part: frames that were made and decoded, where that was asked for.
+    fp32
+        fp32 words in four byte lanes; None for no such words.
+    is_fp32_counted
+        Whether these belong to the sums. They do not where fp32 was rounded and the 16-bit words are measured.
+    """
+
+    tokens: int = 0
+    lanes: dict[str, LaneSizeStats] = field(default_factory=lambda: {lane: LaneSizeStats() for lane in LANES})
+    extra_bytes: Counter[Part] = field(default_factory=Counter)
+    stored_sizes: dict[Part, StoredSize] = field(default_factory=dict)
+    fp32: Fp32SizeStats | None = None
+    is_fp32_counted: bool = False
+
+    def raw_bytes(self, parts: Sequence[Part] = PARTS) -> int:
+        """Bytes of what could be compressed, as it was measured."""
+        return sum(lane.raw_bytes for lane in self.list_counted_lanes(parts))
+
+    def simulated_bytes(self, parts: Sequence[Part] = PARTS) -> int:
+        """Bytes that the simulated format would take."""
+        return sum(lane.simulated_bytes for lane in self.list_counted_lanes(parts)) + sum(
+            self.extra_bytes[part] for part in parts
+        )
+
+    def limit_bytes(self, parts: Sequence[Part] = PARTS) -> float:
+        """What the order-0 entropy of the byte lanes amounts to."""
+        return sum(lane.limit_bytes for lane in self.list_counted_lanes(parts))
+
+    def stored_bytes(self, parts: Sequence[Part] = PARTS) -> int:
+        """Bytes of frames that were made and decoded."""
+        return sum(self.stored_sizes[part].bytes for part in parts if part in self.stored_sizes)
+
+    def stored_frames(self, parts: Sequence[Part] = PARTS) -> int:
+        """How many these frames are."""
+        return sum(self.stored_sizes[part].frames for part in parts if part in self.stored_sizes)
+
+    def list_counted_lanes(self, parts: Sequence[Part]) -> list[LaneSizeStats]:
+        """The lanes of `parts` that belong to the sums."""
+        lanes = [self.lanes[format_lane(part, half)] for part in parts for half in LANE_HALVES]
+        return lanes + [self.fp32_lanes[part, lane] for part in parts for lane in FP32_LANES if self.fp32_lanes]
+
+    @property
+    def fp32_lanes(self) -> dict[tuple[Part, int], LaneSizeStats]:
+        """The lanes of fp32 words that belong to the sums, by part and number; none where there are no such words."""
+        return self.fp32.lanes if self.fp32 is not None and self.is_fp32_counted else {}
+
+    def count_modes(self, part: Part, half: LaneHalf) -> dict[str, int]:
+        """How many blocks of the upper or lower bytes took which predictor; of fp32 the two upper or lower lanes."""
+        mode_counts = Counter(self.lanes[format_lane(part, half)].modes)
+        for lane in FP32_LANES[2:] if half == "hi" else FP32_LANES[:2]:
+            if self.fp32_lanes:
+                for name, number in self.fp32_lanes[part, lane].modes.items():
+                    mode_counts[name] += number
+        return dict(mode_counts)

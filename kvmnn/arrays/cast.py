@@ -1,0 +1,131 @@
+"""Words of one dtype as words of another, and an honest count of what that changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import dtypes
+from .._util.text import LOSSLESS, LOSSY
+from .array import Chunk, LazyArray
+
+
+class CastStats:
+    """Casts runs of words; rounds to nearest, ties to even, and counts what does not come back.
+
+    Parameters
+    ----------
+    source, target
+        Names of dtypes.
+
+    Attributes
+    ----------
+    words
+        Words cast so far.
+    changed
+        How many of them do not give the same bits when cast back.
+    overflowed
+        How many of those were finite and are infinite, as they are beyond the target's range.
+    largest_error
+        The largest absolute difference among the finite ones that changed: infinite where some overflowed.
+    """
+
+    def __init__(self, source: str, target: str) -> None:
+        self.source, self.target = source, target
+        self.words = self.changed = self.overflowed = 0
+        self.largest_error = 0.0
+
+    @property
+    def label(self) -> str:
+        """``LOSSLESS`` where every word, cast back, was what it had been, as it was compared; else ``LOSSY``."""
+        return LOSSY if self.changed else LOSSLESS
+
+    def to_dict(self) -> dict[str, Any]:
+        """The counts, for JSON, which has no infinity: there is no ``largest_error`` where words overflowed."""
+        return {
+            "from": self.source,
+            "to": self.target,
+            "words": self.words,
+            "changed": self.changed,
+            "overflowed": self.overflowed,
+            "largest_error": None if self.overflowed else self.largest_error,
+        }
+
+    def __str__(self) -> str:
+        if not self.changed:
+            return f"{self.source} -> {self.target}: none of {self.words:,} words changed"
+        error_text = f"{self.largest_error:.3g}"
+        if self.overflowed:
+            error_text = f"infinite: {self.overflowed:,} overflowed, beyond what {self.target} can say"
+        change_text = f"{self.changed:,} of {self.words:,} words changed"
+        return f"{self.source} -> {self.target}: {change_text}, largest error {error_text}"
+
+    def cast(self, elements: Chunk) -> Chunk:
+        """A run of words as bytes, cast; no word may be cut."""
+        if self.source == self.target:
+            self.words += elements.size // dtypes.parse_dtype(self.source).itemsize
+            return elements
+        values = to_float32(elements, self.source)
+        cast_elements = round_to_dtype(values, self.target)
+        restored = to_float32(round_to_dtype(to_float32(cast_elements, self.target), self.source), self.source)
+        differs = values.view(np.uint32) != restored.view(np.uint32)
+        self.words += values.size
+        self.changed += int(np.count_nonzero(differs))
+        values, cast_values = values[differs], to_float32(cast_elements, self.target)[differs]
+        finite = np.isfinite(values)
+        self.overflowed += int(np.count_nonzero(finite & ~np.isfinite(cast_values)))
+        errors = np.abs(values[finite].astype(np.float64) - cast_values[finite])
+        self.largest_error = max(self.largest_error, float(errors.max(initial=0.0)))
+        return cast_elements
+
+
+def merge_cast_stats(casts: Sequence[CastStats]) -> CastStats:
+    """What one cast of all runs of several, at least one and all of the same dtypes, would have counted."""
+    total = CastStats(casts[0].source, casts[0].target)
+    total.words = sum(cast.words for cast in casts)
+    total.changed = sum(cast.changed for cast in casts)
+    total.overflowed = sum(cast.overflowed for cast in casts)
+    total.largest_error = max(cast.largest_error for cast in casts)
+    return total
+
+
+def upcast(array: LazyArray) -> LazyArray:
+    """The array as fp32, which holds every value of every dtype; its words become so as they are read."""
+    if array.dtype == "fp32":
+        return array
+
+    def iter_chunks(chunk_bytes: int) -> Iterator[Chunk]:
+        stats = CastStats(array.dtype, "fp32")
+        return (stats.cast(chunk) for chunk in array.iter_chunks(max(4, chunk_bytes // 2)))
+
+    return replace(array, dtype="fp32", array_dtype="<f4", reader=iter_chunks)
+
+
+def to_float32(elements: Chunk, dtype: str) -> npt.NDArray[np.float32]:
+    """As float32, which holds every value of every dtype."""
+    if dtype == "fp32":
+        return elements.view("<f4")
+    if dtype == "bf16":
+        return (elements.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
+    with np.errstate(invalid="ignore"):
+        return elements.view("<f2").astype("<f4")
+
+
+def round_to_dtype(values: npt.NDArray[np.float32], dtype: str) -> Chunk:
+    """Return float32 values as words of a dtype, rounded to nearest, ties to even."""
+    if dtype == "fp32":
+        return values.view(np.uint8)
+    if dtype == "fp16":
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return values.astype("<f2").view(np.uint8)
+    bits = values.view("<u4")
+    rounded_bits = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    truncated_bits = bits >> np.uint32(16)
+    nan_bits = np.where(
+        truncated_bits & np.uint32(0x7F), truncated_bits, truncated_bits | np.uint32(0x40)
+    )  # never an infinity
+    return np.where(np.isnan(values), nan_bits, rounded_bits).astype("<u2").view(np.uint8)

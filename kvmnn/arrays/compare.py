@@ -1,0 +1,615 @@
+"""Where two caches differ: the first place, and how many in all. Words are compared bit by bit.
+
+How far two caches are apart, layer by layer, in numbers: what different engines compute from one text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import dtypes
+from .._util.text import pluralize
+from ..dtypes import Floats, Part
+from ..errors import SourceError
+from .array import Chunk, LazyArray
+from .cast import to_float32
+from .completeness import Completeness, build_pair_document, format_missing_of_pair
+from .engine_cache import parse_layers
+from .layers import AmbiguousAxesError, LayerArray, collect_layers
+from .positions import PositionMap, describe_conflicts, find_position_conflicts, read_token_positions
+from .source import Source
+
+_COMPARE_CHUNK_BYTES = 4 << 20
+_LayerIndex = dict[tuple[int, Part], LayerArray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """The first word that differs.
+
+    Parameters
+    ----------
+    layer, part, head, token, dim
+        Where it is; None for arrays that are not known to be K or V of a layer.
+    array
+        What the array is called in the first input.
+    index
+        Its index in that array.
+    first, second
+        Its values.
+    """
+
+    array: str
+    index: tuple[int, ...]
+    first: float
+    second: float
+    layer: int | None = None
+    part: Part | None = None
+    head: int | None = None
+    token: int | None = None
+    dim: int | None = None
+
+    def __str__(self) -> str:
+        if self.part is None:
+            location = f"array {self.array!r}, index {list(self.index)}"
+        else:
+            letter = self.part[0].upper()
+            location = f"layer {self.layer}, {letter}, head {self.head}, token {self.token}, dim {self.dim}"
+        return f"{location}: {self.first!r} and {self.second!r}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiffReport:
+    """The result of a comparison.
+
+    Parameters
+    ----------
+    words
+        Words compared.
+    differing
+        How many of them differ.
+    first
+        The first that does.
+    unlike
+        Why arrays could not be compared: missing ones, other shapes or types.
+    hints
+        What would have to be said of the axes of an input, where arrays were compared by their names for want of it.
+    first_input, second_input
+        What was compared.
+    completeness
+        The state of the model that the arrays of each input contain, where that is known.
+    """
+
+    words: int = 0
+    differing: int = 0
+    first: Mismatch | None = None
+    unlike: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
+    first_input: str = ""
+    second_input: str = ""
+    completeness: tuple[Completeness | None, Completeness | None] = (None, None)
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return not self.differing and not self.unlike
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "first_input": self.first_input,
+            "second_input": self.second_input,
+            "equal": self.equal,
+            "words": self.words,
+            "differing": self.differing,
+            "first": None if self.first is None else asdict(self.first),
+            "unlike": list(self.unlike),
+            "hints": list(self.hints),
+            **build_pair_document(self.completeness),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{line} (first input, second input)" for line in self.unlike]
+        if self.first is not None:
+            lines.append(f"first difference: {self.first}")
+            lines.append(f"{self.differing:,} of {self.words:,} words differ")
+        elif self.words and lines:
+            lines.append(f"equal otherwise: {pluralize(self.words, 'word')}, bit by bit")
+        lines += self.hints
+        lines = lines or [f"equal: {pluralize(self.words, 'word')}, bit by bit"]
+        return "\n".join([*lines, *format_missing_of_pair(self.completeness)])
+
+
+def compare_bitwise(
+    first: Source, second: Source, positions: tuple[PositionMap, PositionMap] | None = None
+) -> DiffReport:
+    """Compare layer by layer where both inputs are K and V of layers, else array by array of the same name.
+
+    The order of axes does not matter where it is known: a dump's ``[token, kv_head, head_dim]`` is compared with the
+    ``[kv_head, token, head_dim]`` of everything else. Layers of which both say that they hold other tokens of the text
+    are unlike, whatever their words are. `positions` says which each holds; by default it is what
+    `read_token_positions` says.
+    """
+    first_layers, second_layers = index_layers(first), index_layers(second)
+    if first_layers is not None and second_layers is not None:
+        report = _compare_layers(first_layers, second_layers)
+    else:
+        report = _compare_arrays(first.arrays, second.arrays)
+        report = replace(report, hints=tuple(_iter_axis_hints(first, second)) if report.unlike else ())
+    conflicts = find_position_conflicts(*(positions or (read_token_positions(first), read_token_positions(second))))
+    return replace(
+        report,
+        unlike=(*describe_conflicts(conflicts, parse_layers([*first, *second])), *report.unlike),
+        first_input=" ".join(first.inputs),
+        second_input=" ".join(second.inputs),
+        completeness=(first.completeness, second.completeness),
+    )
+
+
+def index_layers(source: Source) -> _LayerIndex | None:
+    """K and V of every layer of a source; None where its arrays are no such."""
+    try:
+        return {(entry.layer, entry.part): entry for entry in collect_layers(source, allow_keys_only=True)}
+    except SourceError:
+        return None
+
+
+def _iter_axis_hints(first: Source, second: Source) -> Iterator[str]:
+    """What would have to be said of the axes, so that layers are compared rather than names."""
+    for source in (first, second):
+        try:
+            collect_layers(source, allow_keys_only=True)
+        except AmbiguousAxesError as error:
+            yield str(error)
+        except SourceError:
+            pass
+
+
+def _compare_layers(first: _LayerIndex, second: _LayerIndex) -> DiffReport:
+    report = DiffReport()
+    incompatible: list[str] = []
+    for layer, part in sorted(first.keys() | second.keys()):  # "key" comes before "value"
+        name = f"layer {layer}, {part[0].upper()}"
+        first_entry, second_entry = first.get((layer, part)), second.get((layer, part))
+        if first_entry is None or second_entry is None:
+            incompatible.append(f"{name}: only in the {'second' if first_entry is None else 'first'}")
+        elif first_entry.array.dtype != second_entry.array.dtype:
+            incompatible.append(f"{name}: {first_entry.array.dtype} and {second_entry.array.dtype}")
+        elif first_entry.geometry[::2] == second_entry.geometry[::2] and first_entry.geometry != second_entry.geometry:
+            tokens = min(first_entry.geometry[1], second_entry.geometry[1])
+            incompatible.append(
+                f"{name}: {first_entry.geometry[1]} and {second_entry.geometry[1]} tokens; the first {tokens} are "
+                f"compared"
+            )
+            first_entry, second_entry = take_first_tokens(first_entry, tokens), take_first_tokens(second_entry, tokens)
+            report = _accumulate(
+                report,
+                _compare_elements(
+                    read_ordered_elements(first_entry, False), read_ordered_elements(second_entry, False)
+                ),
+                first_entry,
+                False,
+            )
+        elif first_entry.geometry != second_entry.geometry:
+            incompatible.append(
+                f"{name}: [kv_head, token, head_dim] is {list(first_entry.geometry)} and {list(second_entry.geometry)}"
+            )
+        else:
+            token_major = first_entry.token_major and second_entry.token_major
+            diff_count = _compare_elements(
+                read_ordered_elements(first_entry, token_major), read_ordered_elements(second_entry, token_major)
+            )
+            report = _accumulate(report, diff_count, first_entry, token_major)
+    return DiffReport(words=report.words, differing=report.differing, first=report.first, unlike=tuple(incompatible))
+
+
+def take_first_tokens(entry: LayerArray, tokens: int) -> LayerArray:
+    """The first tokens of an array."""
+    elements = entry.array.to_numpy()
+    elements = np.ascontiguousarray(elements[:tokens] if entry.token_major else elements[:, :tokens])
+    array = replace(
+        entry.array,
+        shape=elements.shape,
+        array_dtype=elements.dtype.str,
+        reader=lambda _: iter([elements.reshape(-1).view(np.uint8)]),
+    )
+    return replace(entry, array=array)
+
+
+def _accumulate(report: DiffReport, diff_count: _DiffCount, entry: LayerArray, token_major: bool) -> DiffReport:
+    mismatch = report.first
+    if diff_count.num_differing and mismatch is None:
+        heads, tokens, dims = entry.geometry
+        shape = (tokens, heads, dims) if token_major else (heads, tokens, dims)
+        index = tuple(int(i) for i in np.unravel_index(diff_count.position, shape))
+        token, head = index[:2] if token_major else index[1::-1]
+        mismatch = Mismatch(
+            array=entry.array.name,
+            index=(token, head, index[2]) if entry.token_major else (head, token, index[2]),
+            first=diff_count.first,
+            second=diff_count.second,
+            layer=entry.layer,
+            part=entry.part,
+            head=head,
+            token=token,
+            dim=index[2],
+        )
+    return DiffReport(
+        words=report.words + diff_count.num_elements,
+        differing=report.differing + diff_count.num_differing,
+        first=mismatch,
+    )
+
+
+def _compare_arrays(first: Sequence[LazyArray], second: Sequence[LazyArray]) -> DiffReport:
+    num_elements = num_differing = 0
+    mismatch: Mismatch | None = None
+    incompatible: list[str] = []
+    for name, first_array, second_array in _pair_by_name(first, second):
+        if first_array is None or second_array is None:
+            incompatible.append(f"array {name!r}: only in the {'second' if first_array is None else 'first'}")
+        elif first_array.dtype != second_array.dtype:
+            incompatible.append(f"array {name!r}: {first_array.dtype} and {second_array.dtype}")
+        elif (first_array.shape, first_array.order) != (second_array.shape, second_array.order) and 1 not in (
+            len(first_array.shape),
+            len(second_array.shape),
+        ):
+            incompatible.append(
+                f"array {name!r}: {list(first_array.shape)} {first_array.order} and {list(second_array.shape)} "
+                f"{second_array.order}"
+            )
+        elif first_array.nbytes != second_array.nbytes:
+            incompatible.append(f"array {name!r}: {first_array.nbytes} and {second_array.nbytes} bytes")
+        else:
+            diff_count = _compare_elements(
+                (first_array.dtype, first_array.iter_chunks(_COMPARE_CHUNK_BYTES)),
+                (second_array.dtype, second_array.iter_chunks(_COMPARE_CHUNK_BYTES)),
+            )
+            num_elements, num_differing = (
+                num_elements + diff_count.num_elements,
+                num_differing + diff_count.num_differing,
+            )
+            if diff_count.num_differing and mismatch is None:
+                index = first_array.index_at_offset(diff_count.position * first_array.coded_itemsize)
+                mismatch = Mismatch(array=name, index=index, first=diff_count.first, second=diff_count.second)
+    return DiffReport(words=num_elements, differing=num_differing, first=mismatch, unlike=tuple(incompatible))
+
+
+def _pair_by_name(
+    first: Sequence[LazyArray], second: Sequence[LazyArray]
+) -> Iterator[tuple[str, LazyArray | None, LazyArray | None]]:
+    """Arrays of the same name; one array is compared with one array whatever they are called."""
+    if len(first) == len(second) == 1:
+        yield first[0].name, first[0], second[0]
+        return
+    second_by_name = {array.name: array for array in second}
+    for array in first:
+        yield array.name, array, second_by_name.pop(array.name, None)
+    for name, array in second_by_name.items():
+        yield name, None, array
+
+
+_ElementStream = tuple[str, Iterator[Chunk]]
+
+
+@dataclass
+class _DiffCount:
+    num_elements: int = 0
+    num_differing: int = 0
+    position: int = 0
+    first: float = 0.0
+    second: float = 0.0
+
+
+def read_ordered_elements(entry: LayerArray, token_major: bool) -> _ElementStream:
+    """The array's words, with the head running slowest unless `token_major`."""
+    chunks = entry.array.iter_chunks(_COMPARE_CHUNK_BYTES)
+    if entry.token_major == token_major:
+        return entry.array.dtype, chunks
+    heads, tokens, dims = entry.geometry
+    elements = np.concatenate(list(chunks)).view(f"<u{entry.array.coded_itemsize}").reshape(tokens, heads, dims)
+    return entry.array.dtype, (
+        np.ascontiguousarray(elements[:, head]).reshape(-1).view(np.uint8) for head in range(heads)
+    )
+
+
+def _compare_elements(first: _ElementStream, second: _ElementStream) -> _DiffCount:
+    dtype = dtypes.parse_dtype(first[0])
+    diff_count = _DiffCount()
+    remainders: list[Chunk] = [np.empty(0, np.uint8), np.empty(0, np.uint8)]
+    while True:
+        remainders = [
+            remainder if remainder.size else next(stream[1], remainder)
+            for remainder, stream in zip(remainders, (first, second), strict=True)
+        ]
+        nbytes = min(remainders[0].size, remainders[1].size) // dtype.itemsize * dtype.itemsize
+        if not nbytes:
+            return diff_count
+        element_pair = [remainder[:nbytes].view(f"<u{dtype.itemsize}") for remainder in remainders]
+        differs = np.flatnonzero(element_pair[0] != element_pair[1])
+        if differs.size and not diff_count.num_differing:
+            index = int(differs[0])
+            diff_count.position = diff_count.num_elements + index
+            diff_count.first, diff_count.second = (
+                _element_to_float(stream[index:], dtype.name) for stream in element_pair
+            )
+        diff_count.num_elements += nbytes // dtype.itemsize
+        diff_count.num_differing += differs.size
+        remainders = [remainder[nbytes:] for remainder in remainders]
+
+
+def _element_to_float(element: npt.NDArray[Any], dtype: str) -> float:
+    if dtype == "bf16":
+        return float((element.astype("<u4") << np.uint32(16)).view("<f4")[0])
+    return float(element.view(dtypes.parse_dtype(dtype).numpy_dtype)[0])
+
+
+MIN_NON_ROUNDING_ERROR = 0.5
+"""Four bits leave a relative error below 0.15, and numbers that have nothing to do with each other one of 1.4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorStats:
+    """How far K or V of a layer are apart.
+
+    Parameters
+    ----------
+    layer, part
+        Which.
+    words
+        Numbers compared.
+    above
+        How many of them are further apart than the tolerance; numbers beside what is no number always are.
+    largest
+        The largest absolute difference: infinite beside an infinity that the other has not; NaN where one of two is
+        NaN, which comes before all else.
+    not_finite
+        How many differences are infinite or NaN.
+    head, token, dim
+        Where the first of the largest is.
+    relative
+        The root mean square of the differences over that of the numbers of both inputs: what rounding leaves is 0.0002
+        of fp16 and 0.002 of bf16, what another order leaves is about 1.4. Of finite numbers; None where there are none,
+        or all are zero and differ from nothing.
+    """
+
+    layer: int
+    part: Part
+    words: int
+    above: int
+    largest: float
+    not_finite: int
+    head: int
+    token: int
+    dim: int
+    relative: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON, which has no infinity and no NaN: `largest` is null there."""
+        return asdict(self) | {"largest": None if self.not_finite else self.largest}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToleranceReport:
+    """The result of a comparison with a tolerance.
+
+    Parameters
+    ----------
+    atol
+        The absolute tolerance.
+    errors
+        By layer, K before V.
+    unlike
+        Why layers could not be compared, or not all of them: missing ones, other shapes.
+    first_input, second_input
+        What was compared.
+    completeness
+        The state of the model that the arrays of each input contain, where that is known.
+    """
+
+    atol: float
+    errors: tuple[ErrorStats, ...]
+    unlike: tuple[str, ...] = ()
+    first_input: str = ""
+    second_input: str = ""
+    completeness: tuple[Completeness | None, Completeness | None] = (None, None)
+
+    @property
+    def words(self) -> int:
+        """Numbers compared."""
+        return sum(entry.words for entry in self.errors)
+
+    @property
+    def above(self) -> int:
+        """How many are further apart than the tolerance."""
+        return sum(entry.above for entry in self.errors)
+
+    @property
+    def relative(self) -> float | None:
+        """The largest relative error of a layer's K or V; None where none is known."""
+        return max((entry.relative for entry in self.errors if entry.relative is not None), default=None)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all is there and within the tolerance."""
+        return not self.above and not self.unlike and bool(self.errors)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "first_input": self.first_input,
+            "second_input": self.second_input,
+            "atol": self.atol,
+            "equal": self.equal,
+            "words": self.words,
+            "above": self.above,
+            "relative": self.relative,
+            "layers": [entry.to_dict() for entry in self.errors],
+            "unlike": list(self.unlike),
+            **build_pair_document(self.completeness),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{line} (first input, second input)" for line in self.unlike]
+        if self.errors:
+            lines.append("layer  part       numbers  relative  above atol     largest  at head, token, dim")
+        lines += [
+            f"{entry.layer:5}  {entry.part:5}  {entry.words:11,}  {_format_relative_error(entry.relative):>8}  "
+            f"{entry.above:10,}  "
+            f"{entry.largest:10.4g}  {entry.head}, {entry.token}, {entry.dim}"
+            for entry in self.errors
+        ]
+        count_text = (
+            f"{self.above:,} of {pluralize(self.words, 'number')}" if self.above else pluralize(self.words, "number")
+        )
+        verdict = f"{count_text} {'are further apart than' if self.above else 'within'} {self.atol:g}"
+        if not self.errors:
+            verdict = "no numbers were compared: nothing has its like in the other input"
+        return "\n".join([*lines, verdict, *self._explain_relative(), *format_missing_of_pair(self.completeness)])
+
+    def _explain_relative(self) -> list[str]:
+        if not self.relative:
+            return []
+        line = f"relative error (rms of differences over rms of numbers): at most {self.relative:.2g} of a layer"
+        if self.relative >= MIN_NON_ROUNDING_ERROR:
+            line += ", which is no rounding: another order of axes, heads or pairs, other positions, or other tokens"
+        return [line]
+
+
+def compare_allclose(
+    first: Source, second: Source, atol: float, positions: tuple[PositionMap, PositionMap] | None = None
+) -> ToleranceReport:
+    """Compare K and V of every layer in numbers, whatever types they are stored in.
+
+    Layers of which both say that they hold other tokens of the text are not compared.
+
+    Parameters
+    ----------
+    first, second
+        Arrays whose names say which layer's K or V they are.
+    atol
+        The largest absolute difference that is none.
+    positions
+        Which tokens of the text each holds; by default what `read_token_positions` says.
+
+    Raises
+    ------
+    SourceError
+        When one of the sources is no K and V of layers.
+    """
+    first_layers, second_layers = (_require_layers(source) for source in (first, second))
+    conflicts = find_position_conflicts(*(positions or (read_token_positions(first), read_token_positions(second))))
+    incompatible = describe_conflicts(
+        conflicts, {layer for layer, _ in first_layers.keys() | second_layers.keys()}, ": not compared"
+    )
+    errors: list[ErrorStats] = []
+    for layer, part in sorted(first_layers.keys() | second_layers.keys()):
+        if layer in conflicts:
+            continue
+        pair = first_layers.get((layer, part)), second_layers.get((layer, part))
+        name = f"layer {layer}, {part[0].upper()}"
+        if pair[0] is None or pair[1] is None:
+            incompatible.append(f"{name}: only in the {'second' if pair[0] is None else 'first'}")
+            continue
+        shapes = [entry.geometry for entry in pair if entry]
+        if shapes[0][::2] != shapes[1][::2]:
+            incompatible.append(f"{name}: [kv_head, token, head_dim] is {list(shapes[0])} and {list(shapes[1])}")
+            continue
+        tokens = min(shapes[0][1], shapes[1][1])
+        if shapes[0] != shapes[1]:
+            incompatible.append(f"{name}: {shapes[0][1]} and {shapes[1][1]} tokens; the first {tokens} are compared")
+        errors.append(_measure_error(layer, part, pair[0], pair[1], tokens, atol))
+    return ToleranceReport(
+        atol=atol,
+        errors=tuple(errors),
+        unlike=tuple(incompatible),
+        first_input=" ".join(first.inputs),
+        second_input=" ".join(second.inputs),
+        completeness=(first.completeness, second.completeness),
+    )
+
+
+def _format_relative_error(relative: float | None) -> str:
+    return "-" if relative is None else f"{relative:.2g}"
+
+
+def _require_layers(source: Source) -> dict[tuple[int, Part], LayerArray]:
+    try:
+        entries = collect_layers(source, allow_keys_only=True)
+    except SourceError as error:
+        raise type(error)(f"{error}; a tolerance is about K and V of layers") from None
+    return {(entry.layer, entry.part): entry for entry in entries}
+
+
+class _ValuePair(NamedTuple):
+    """Numbers of two arrays from one place on."""
+
+    start: int
+    first: Floats
+    second: Floats
+
+
+def _measure_error(
+    layer: int, part: Part, first: LayerArray, second: LayerArray, tokens: int, atol: float
+) -> ErrorStats:
+    heads, _, dims = first.geometry
+    entries = [entry if entry.geometry[1] == tokens else take_first_tokens(entry, tokens) for entry in (first, second)]
+    num_elements = num_above = num_not_finite = largest_position = 0
+    largest_error = sum_squared_errors = sum_squared_values = 0.0
+    for pair in _iter_value_pairs(*entries):
+        with np.errstate(invalid="ignore", over="ignore"):
+            errors = np.abs(pair.first.astype(np.float64) - pair.second)
+        is_equal = (pair.first == pair.second) | (np.isnan(pair.first) & np.isnan(pair.second))
+        errors[is_equal] = 0.0
+        index = int(errors.argmax())  # the first NaN, where there is one
+        if errors[index] > largest_error or (np.isnan(errors[index]) and not np.isnan(largest_error)):
+            largest_error, largest_position = float(errors[index]), pair.start + index
+        num_not_finite += int(np.count_nonzero(~np.isfinite(errors)))
+        num_above += int(np.count_nonzero(~(errors <= atol)))
+        num_elements += errors.size
+        is_finite = np.isfinite(pair.first) & np.isfinite(pair.second)
+        sum_squared_errors += float(np.square(errors[is_finite]).sum())
+        squared_sums = (np.square(values[is_finite].astype(np.float64)).sum() for values in (pair.first, pair.second))
+        sum_squared_values += float(sum(squared_sums)) / 2
+    head, token, dim = (int(i) for i in np.unravel_index(largest_position, (heads, tokens, dims)))
+    return ErrorStats(
+        layer=layer,
+        part=part,
+        words=num_elements,
+        above=num_above,
+        largest=largest_error,
+        not_finite=num_not_finite,
+        head=head,
+        token=token,
+        dim=dim,
+        relative=math.sqrt(sum_squared_errors / sum_squared_values) if sum_squared_values else None,
+    )
+
+
+def _iter_value_pairs(first: LayerArray, second: LayerArray) -> Iterator[_ValuePair]:
+    """Both arrays in one order, ``[kv_head, token, head_dim]``, in runs."""
+    streams = [_iter_floats(first), _iter_floats(second)]
+    remainders: list[Floats] = [np.empty(0, np.float32), np.empty(0, np.float32)]
+    start = 0
+    while True:
+        remainders = [
+            remainder if remainder.size else next(stream, remainder)
+            for remainder, stream in zip(remainders, streams, strict=True)
+        ]
+        size = min(remainder.size for remainder in remainders)
+        if not size:
+            return
+        yield _ValuePair(start, remainders[0][:size], remainders[1][:size])
+        remainders, start = [remainder[size:] for remainder in remainders], start + size
+
+
+def _iter_floats(entry: LayerArray) -> Iterator[Floats]:
+    dtype, chunks = read_ordered_elements(entry, False)
+    for chunk in chunks:
+        yield to_float32(chunk, dtype)

@@ -1,0 +1,174 @@
+"""K and V of a source as a model of another engine computes them: what llama.cpp did to the words, undone or named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from ..dtypes import PART_LETTERS, Part, parse_dtype
+from ..errors import OptionError
+from .array import Chunk, LazyArray, rechunk
+from .cast import CastStats
+from .llama_transforms import TRANSFORMS, Transform, has_lossy_inverse, invert_transforms, validate_transforms
+from .naming import parse_part
+from .source import Source
+
+_READ_CHUNK_BYTES = 1 << 20
+
+
+def invert_source_transforms(source: Source, names: Sequence[str]) -> Source:
+    """The source with K and V as they were before; read, and turned, when they are asked for.
+
+    Parameters
+    ----------
+    source
+        Arrays ``[..., head_dim]`` whose names say K or V: fp16, bf16 or fp32 words in C order.
+    names
+        Of `TRANSFORMS`: ``"k-order"`` is exact; a rotation is undone in float32 and rounded once. ``"none"`` alone says
+        that nothing is to be undone.
+
+    Returns
+    -------
+    Source
+        Its `Source.inverted_transforms` has the names, in the order in which they were undone.
+
+    Raises
+    ------
+    OptionError
+        For other names, for what no head of that size had done to it, for what the engine does not do to such a cache,
+        and for arrays of bytes.
+    """
+    if list(names) == ["none"]:
+        return replace(source, inverted_transforms=())
+    where, cache = " ".join(source.inputs), source.engine_cache
+    if "k-order" in (source.inverted_transforms or ()):
+        raise OptionError(f"{where}: what is undone before k-order has to be said together with it")
+    arrays = []
+    transforms: tuple[Transform, ...] = ()
+    for array in source.arrays:
+        transforms = validate_transforms(names, array.shape[-1] if array.shape else 0)
+        if array.order != "C" or array.itemsize != array.coded_itemsize or len(array.shape) < 2:
+            raise OptionError(f"{where}: array {array.name!r} is none of K and V in heads, which --undo is about")
+        arrays.append(_invert_array(array, parse_part(where, array.name)[0], transforms))
+    if cache is not None:
+        applicable = _list_applied_transforms(source)
+        for name in transforms:
+            if name not in applicable:
+                expectation = f"expected {' or '.join(applicable)}" if applicable else "leave --undo out"
+                raise OptionError(
+                    f"{where}: undo {name}: {cache.engine} does no such thing to this cache: {expectation}"
+                )
+        remaining_altered, remaining_perhaps = (
+            tuple(name for name in group if name not in transforms) for group in (cache.altered, cache.perhaps_altered)
+        )
+        cache = replace(cache, altered=remaining_altered, perhaps_altered=remaining_perhaps)
+    return replace(source, arrays=arrays, inverted_transforms=transforms, engine_cache=cache)
+
+
+def invert_applied_transforms(sources: Sequence[Source], names: Sequence[str]) -> list[Source]:
+    """The sources, each without what its engine did to it, or may have done, of what is to be undone.
+
+    Raises
+    ------
+    OptionError
+        As `invert_source_transforms`, and for what was done to none of them.
+    """
+    if list(names) == ["none"]:
+        return [invert_source_transforms(source, names) for source in sources]
+    applicable = [_list_applied_transforms(source) for source in sources]
+    for name in names:
+        if name not in TRANSFORMS:
+            validate_transforms([name], 0)
+        if not any(name in transforms for transforms in applicable):
+            choices = [name for name in TRANSFORMS if any(name in transforms for transforms in applicable)]
+            expectation = f"expected {' or '.join(choices)}" if choices else "leave --undo out"
+            raise OptionError(
+                f"undo {name}: was done to neither of {' and '.join(_list_input_names(sources))}: {expectation}"
+            )
+    names_by_source = [[name for name in names if name in transforms] for transforms in applicable]
+    return [
+        invert_source_transforms(source, source_names) if source_names else source
+        for source, source_names in zip(sources, names_by_source, strict=True)
+    ]
+
+
+def _list_applied_transforms(source: Source) -> tuple[Transform, ...]:
+    """What the engine did to a source, and what it may have done."""
+    return source.engine_cache.altered + source.engine_cache.perhaps_altered if source.engine_cache else ()
+
+
+def _list_input_names(sources: Sequence[Source]) -> list[str]:
+    return [" ".join(source.inputs) for source in sources]
+
+
+def _invert_array(array: LazyArray, part: Part, names: tuple[Transform, ...]) -> LazyArray:
+    if not any(name.startswith(PART_LETTERS[part]) for name in names):
+        return array
+    reader = partial(_iter_inverted_chunks, array, part, names)
+    return replace(array, array_dtype=array.array_dtype.replace(">", "<"), reader=reader)
+
+
+def _iter_inverted_chunks(
+    array: LazyArray, part: Part, names: tuple[Transform, ...], chunk_bytes: int
+) -> Iterator[Chunk]:
+    yield from rechunk(_iter_inverted_rows(array, part, names), chunk_bytes, array.nbytes)
+
+
+def _iter_inverted_rows(array: LazyArray, part: Part, names: tuple[Transform, ...]) -> Iterator[Chunk]:
+    head_dim, is_lossy = array.shape[-1], has_lossy_inverse(names)
+    element_type = parse_dtype(array.dtype).numpy_dtype
+    for chunk in array.iter_chunks(max(_READ_CHUNK_BYTES, head_dim * array.itemsize)):
+        elements = (
+            CastStats(array.dtype, "fp32").cast(chunk).view("<f4") if is_lossy else chunk.view(element_type)
+        ).reshape(-1, head_dim)
+        inverted_rows = invert_transforms(elements, part, names).reshape(-1).view("u1")
+        yield CastStats("fp32", array.dtype).cast(inverted_rows) if is_lossy else inverted_rows
+
+
+def to_common_order(source: Source) -> tuple[Source, list[str]]:
+    """The source as other engines take it, as far as that is known for certain; and what to say of it.
+
+    What an engine surely did to the words (`EngineCacheInfo.altered`) is undone, unless the caller said what is to be.
+    """
+    cache = source.engine_cache
+    certain_transforms = cache.altered if cache is not None and source.inverted_transforms is None else ()
+    if not certain_transforms:
+        return source, describe_order(source)
+    inverted_source = invert_source_transforms(source, certain_transforms)
+    return inverted_source, [
+        f"{_describe_pairing(source)}: brought into the order of other engines (--undo none keeps it)"
+    ]
+
+
+def describe_order(source: Source) -> list[str]:
+    """What is known, or not known, of the order of K; nothing where the caller said what is to be undone of it."""
+    cache = source.engine_cache
+    if cache is None or source.inverted_transforms == ():
+        return []
+    if "k-order" in cache.altered:
+        return [
+            f"{_describe_pairing(source)}, in other engines i and i + half a head: --undo k-order brings it into their "
+            f"order"
+        ]
+    if "k-order" in cache.perhaps_altered:
+        return [
+            f"nothing says in which order {cache.engine} has K: of Llama models and the like neighbours are turned "
+            "together by RoPE, in other engines dimensions half a head apart (--undo k-order, or --undo none)"
+        ]
+    return []
+
+
+def describe_order_conflicts(first: Source, second: Source) -> list[str]:
+    """What to say where two caches are compared of which one may hold K in another order than the other."""
+    caches = [source.engine_cache for source in (first, second)]
+    is_reordered = ["k-order" in (source.inverted_transforms or ()) for source in (first, second)]
+    if caches[0] and caches[1] and caches[0].engine == caches[1].engine and is_reordered[0] == is_reordered[1]:
+        return []
+    return [*describe_order(first), *describe_order(second)]
+
+
+def _describe_pairing(source: Source) -> str:
+    cache = source.engine_cache
+    model = cache.details.get("architecture") if cache else None
+    return f"K of architecture {model!r}: RoPE turns dimensions 2i and 2i + 1 together"

@@ -1,0 +1,185 @@
+"""Which layer an array is of, and whether it holds K or V, by its name: the one table of names.
+
+A name is looked up in `NAME_TEMPLATES`; then in `INDEXED_NAME_TEMPLATE`; then by its words, so that
+``model.layers.3.self_attn.k`` and ``k_3`` are K of layer 3: the last word for K or V, and the first number that stands
+alone or behind a word for layer,
+K or V. Names of `NAME_TEMPLATES`, and those of words, have heads before tokens where nobody says otherwise;
+`INDEXED_NAME_TEMPLATE` ones come from engines of either order, and are asked about.
+
+Which names arrays may have: checked where they enter, so that no writer has to.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import PurePath
+from typing import Literal, NamedTuple
+
+from ..dtypes import PARTS, Part
+from ..errors import SourceError
+
+AxisOrder = Literal["htd", "thd"]
+"""Heads before tokens (``[kv_head, token, head_dim]``), or tokens before heads."""
+
+NAME_TEMPLATES: tuple[tuple[str, AxisOrder], ...] = (
+    ("layer_{layer}.{part}", "htd"),  # kvmnn itself
+    ("past_key_values.{layer}.{part}", "htd"),  # inputs of decoders in ONNX, with a batch in front
+    ("present.{layer}.{part}", "htd"),  # their outputs
+    ("{folder}layer_{layer}/{letter}_t{start}_{end}", "thd"),  # MNN's KV dumps
+    ("{folder}layer_{layer}/packed_{letter}_packed_t{start}_{end}", "htd"),  # their packed variant
+)
+"""Names that say part and layer, and the usual order of axes. A slash may be an underscore, as in names of files."""
+
+INDEXED_NAME_TEMPLATE = "{cache}{layer}.{part}"
+"""A layer and 0 for K, 1 for V, as in ``3.0``, ``past_key_values.3.1`` or ``layers_3_0``: pairs in lists, flattened."""
+
+_PLACEHOLDERS = {
+    "{folder}": r"(?P<folder>(?:.*/)?)",
+    "{layer}": r"(?P<layer>\d{1,9})",
+    "{part}": "(?P<part>key|value)",
+    "{letter}": "(?P<letter>[kv])",
+    "{start}": r"(?P<start>\d{1,18})",
+    "{end}": r"(?P<end>\d{1,18})",
+}
+
+
+def _compile_template(template: str) -> re.Pattern[str]:
+    text = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
+    for placeholder, pattern in _PLACEHOLDERS.items():
+        text = text.replace(placeholder, pattern)
+    return re.compile(text.replace("/", "[/_]"), re.DOTALL | re.ASCII)
+
+
+_INDEXED_NAME_REGEX = re.compile(
+    r"(?P<rest>(?:(?:past_key_values?|past|present|key_values|kv_cache|cache|layers?)[._/])?"
+    r"(?P<layer>[0-9]{1,9})[._/])(?P<part>[01])",
+    re.DOTALL,
+)
+_NAME_REGEXES = tuple((_compile_template(template), order) for template, order in NAME_TEMPLATES)
+_PART_WORDS: dict[str, Part] = {
+    **dict.fromkeys(("k", "key", "keys"), "key"),
+    **dict.fromkeys(("v", "value", "values"), "value"),
+}
+_WORD_REGEX = re.compile(r"[A-Za-z]+\d*|\d+")
+_LAYER_WORD_REGEX = re.compile(r"(?:layers?|l|keys?|values?|k|v)?(\d+)", re.IGNORECASE)
+
+
+class ConventionalName(NamedTuple):
+    """What a name in `NAME_TEMPLATES` says.
+
+    Parameters
+    ----------
+    part, layer
+        K or V of which layer.
+    order
+        Of the axes.
+    start
+        The first token; 0 where the name does not say.
+    end
+        Behind the last token; None where the name does not say: all but those of KV dumps, where an array may be a run
+        of tokens of several.
+    """
+
+    part: Part
+    layer: int
+    order: AxisOrder
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def is_dump(self) -> bool:
+        """Whether the name is one of a KV dump."""
+        return self.end is not None
+
+
+def parse_conventional_name(name: str) -> ConventionalName | None:
+    """What a name says that is in `NAME_TEMPLATES`; None for all others."""
+    for pattern, order in _NAME_REGEXES:
+        match = pattern.fullmatch(name)
+        if match:
+            groups = match.groupdict()
+            letter = groups.get("letter") or groups["part"][0]
+            tokens = [int(groups[key]) for key in ("start", "end") if key in groups]
+            return ConventionalName(PARTS[letter == "v"], int(groups["layer"]), order, *tokens)
+    return None
+
+
+def is_indexed_name(name: str) -> bool:
+    """Whether a name is one of `INDEXED_NAME_TEMPLATE`."""
+    return _INDEXED_NAME_REGEX.fullmatch(name) is not None
+
+
+def parse_part(where: str, name: str) -> tuple[Part, str]:
+    """K or V by the last word that says so; and the name with that word replaced by ``*``.
+
+    Raises
+    ------
+    SourceError
+        For a name without such a word.
+    """
+    if match := _INDEXED_NAME_REGEX.fullmatch(name):
+        return PARTS[int(match["part"])], f"{match['rest']}*"
+    for word in reversed(list(_WORD_REGEX.finditer(name))):
+        letters = word[0].rstrip("0123456789")
+        part = _PART_WORDS.get(letters.lower())
+        if part:
+            return part, f"{name[: word.start()]}*{name[word.start() + len(letters) :]}"
+    raise SourceError(
+        f"{where}: array {name!r} is neither K nor V by its name: expected a word k, key or keys, v, value or values "
+        "in it (--tensor chooses arrays)"
+    )
+
+
+def parse_layer(name: str) -> int | None:
+    """The first number that stands alone or behind a word for layer, K or V."""
+    for word in re.findall(r"[A-Za-z0-9]+", name):
+        match = _LAYER_WORD_REGEX.fullmatch(word)
+        if match and len(match[1]) < 10:
+            return int(match[1])
+    return None
+
+
+MAX_NAME_BYTES = 255
+"""Of a name in UTF-8: what file systems take for a file's."""
+
+_CONTROL_REGEX = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_SURROGATE_REGEX = re.compile(r"[\ud800-\udfff]")
+
+
+def find_name_error(name: str) -> str | None:
+    """Why an array may not have this name, wherever it comes from; None if it may.
+
+    Such names are cut or altered by some formats (a zip archive ends names at a NUL) and by terminals.
+    """
+    if name.isascii() and name.isprintable() and len(name) <= MAX_NAME_BYTES:
+        return None  # nearly all are, and there may be a million
+    if match := _CONTROL_REGEX.search(name):
+        return f"has the control character {match[0]!r} in it"
+    if match := _SURROGATE_REGEX.search(name):
+        return f"is not Unicode: it has the lone surrogate {match[0]!r} in it"
+    nbytes = len(name.encode())
+    return f"has {nbytes:,} bytes, above the limit of {MAX_NAME_BYTES}" if nbytes > MAX_NAME_BYTES else None
+
+
+def check_name(name: str, where: str) -> None:
+    """`SourceError` for a name that an array may not have; `where` begins the message."""
+    if name_error := find_name_error(name):
+        raise SourceError(f"{where}: the array name {shorten_name(name)} {name_error}")
+
+
+def shorten_name(name: str, max_chars: int = 60) -> str:
+    """A name for a message: quoted, what does not print escaped, the middle of a long one left out."""
+    short_name = name if len(name) <= max_chars else f"{name[: max_chars // 2]}...{name[-max_chars // 2 :]}"
+    return ascii(short_name) if find_name_error(short_name) else repr(short_name)
+
+
+def array_name_from_path(path: str) -> str:
+    """The name of the one array in a file: the file's without its suffix, what no array's may have in it escaped."""
+    return sanitize_name(PurePath(path).stem)
+
+
+def sanitize_name(name: str) -> str:
+    """A file's name as a manifest has it: control characters and bytes that are not UTF-8 escaped."""
+    text = os.fsencode(name).decode("utf-8", "backslashreplace")
+    return _CONTROL_REGEX.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

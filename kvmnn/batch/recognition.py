@@ -1,0 +1,94 @@
+"""Of which kind files and folders are: arrays and caches of all formats, frames, weights."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from pathlib import PurePath
+
+from ..bundle import manifest
+from ..compressor import has_weight_file_magic
+from ..errors import KvmnnError
+from ..formats import ARRAY_FORMATS
+from ..formats.hf import saved
+from ..formats.lmcache import parse_page_name
+from ..formats.mnn import dump, mmap_cache, prefix
+from ..formats.registry import find_engine_format
+from ..formats.vllm import is_vllm_folder as is_vllm
+from ..formats.zarr import find_orphaned_arrays
+from ..formats.zarr import is_zarr_store as is_zarr
+
+_ARRAY_SUFFIXES = (*ARRAY_FORMATS, ".session")
+"""Suffixes of arrays: these count whatever they hold, so that a damaged file is told of."""
+
+_TORCH_SUFFIX = ".pt"
+
+_LAYER_FOLDER_REGEX = re.compile(r"layer_[0-9]+")
+
+
+def accepts_file(path: str, *, arrays: bool, frames: bool, weights: bool) -> bool:
+    """Whether a file counts, for a work that takes these kinds (`InputKinds`)."""
+    suffix = PurePath(path).suffix.lower()
+    if suffix == manifest.FRAME_SUFFIX or (
+        suffix not in _ARRAY_SUFFIXES and os.path.exists(path + manifest.SIDECAR_SUFFIX)
+    ):
+        return frames
+    try:
+        return (arrays and (suffix in _ARRAY_SUFFIXES or _is_cache_file(path, suffix))) or (
+            weights and has_weight_file_magic(path)
+        )
+    except (KvmnnError, OSError):
+        return arrays
+
+
+def accepts_folder(path: str, names: set[str], *, arrays: bool, frames: bool) -> bool | None:
+    """Whether a folder with these names in it counts as one; None where what is in it does, each by itself."""
+    if manifest.MANIFEST_NAME in names or _is_bundle_without_manifest(path, names):
+        return frames
+    if is_zarr(path) or find_orphaned_arrays(path):  # the latter so that what it lacks is told of
+        return arrays or frames
+    if _is_cache_folder(path, names):
+        return arrays
+    return None
+
+
+def _is_cache_file(path: str, suffix: str) -> bool:
+    """Whether a file is a cache by what it holds, or might be one: torch's that cannot be read, and what only has the
+    name of such a file; not what torch wrote of something else.
+    """
+    if find_engine_format(path) is not None or parse_page_name(path) is not None:
+        return True
+    return saved.describe_damage(path) is not None or (suffix == _TORCH_SUFFIX and not saved.is_torch_file(path))
+
+
+def _is_bundle_without_manifest(path: str, names: set[str]) -> bool:
+    """Whether a folder was a bundle by its name: it counts as one, so that what it lacks is told of."""
+    frames = [name for name in names if name.endswith(manifest.FRAME_SUFFIX)]
+    return path.rstrip("/" + os.sep).endswith(".frames") and any(
+        name + manifest.SIDECAR_SUFFIX not in names for name in frames
+    )
+
+
+def _is_cache_folder(path: str, names: set[str]) -> bool:
+    if _has_dump_metadata(names) or mmap_cache.has_mmap_files(names) or prefix.list_prefix_names(names):
+        return True
+    if any(name.endswith(".safetensors") for name in names) and is_vllm(path):
+        return True
+    return any(
+        _has_dump_metadata(_list_names(os.path.join(path, name)))
+        for name in names
+        if _LAYER_FOLDER_REGEX.fullmatch(name)
+    )
+
+
+def _has_dump_metadata(names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, glob) for name in names for glob in (dump.META_GLOB, dump.PACKED_META_GLOB))
+
+
+def _list_names(path: str) -> list[str]:
+    try:
+        return os.listdir(path)
+    except OSError:
+        return []

@@ -1,0 +1,265 @@
+"""The compressors that are measured beside kvmnn, each behind the same two functions.
+
+Dense streams beside the other codecs: one for each layer of an array whose axes are known.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .. import dense, dtypes
+from .._util.packages import get_version
+from .._util.parallel import parallel_map, resolve_threads
+from ..arrays.array import Chunk
+from ..arrays.source import Source
+from ..bundle.dense import DenseOptions, DensePlan, plan_arrays, search_rope, split_into_groups
+from ..dtypes import Elements
+from ..errors import OptionError
+from ..frames import decoder, encoder
+
+
+@dataclass(frozen=True)
+class BenchCodec:
+    """Something that makes raw bytes smaller and brings them back.
+
+    Parameters
+    ----------
+    name
+        What the table calls it.
+    version
+        Of the package that does the work.
+    encode
+        uint8 array to bytes.
+    decode
+        Those bytes to a buffer equal to the input.
+    count_bytes
+        How many bytes `encode` made.
+    """
+
+    name: str
+    version: str
+    encode: Callable[[Chunk], Any]
+    decode: Callable[[Any], Any]
+    count_bytes: Callable[[Any], int] = len
+
+
+def make_kvmnn_codecs(dtype: str, threads: int | None, *, with_max: bool = False) -> list[BenchCodec]:
+    """kvmnn's own efforts for words of `dtype`."""
+    from .._util.packages import get_version
+
+    def make_codec(effort: str) -> BenchCodec:
+        return BenchCodec(
+            f"kvmnn {effort}",
+            get_version(),
+            lambda data: encoder.encode(data, dtype=dtype, effort=effort, threads=threads),
+            lambda payload: decoder.decode(payload, dtype=dtype, threads=threads),
+        )
+
+    return [make_codec(effort) for effort in ("exact", "balanced", "fast", *(["max"] if with_max else []))]
+
+
+def find_installed_codecs(dtype: str, threads: int | None) -> tuple[list[BenchCodec], list[str]]:
+    """The rivals that can be measured on words of `dtype`, and the names of packages that are not installed."""
+    codecs: list[BenchCodec] = []
+    not_installed: list[str] = []
+    for package, factory in _CODEC_FACTORIES.items():
+        try:
+            module = importlib.import_module(package)
+        except ImportError:
+            not_installed.append(package.partition(".")[0])
+            continue
+        codecs.extend(factory(module, dtype, threads))
+    return codecs, not_installed
+
+
+def _get_version(module: Any) -> str:
+    return str(getattr(module, "__version__", "unknown"))
+
+
+def _make_zstandard_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
+    def make_codec(level: int) -> BenchCodec:
+        return BenchCodec(
+            f"zstd -{level}",
+            _get_version(module),
+            module.ZstdCompressor(level=level).compress,
+            module.ZstdDecompressor().decompress,
+        )
+
+    return [make_codec(1), make_codec(3)]
+
+
+def _make_lz4_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
+    import lz4
+
+    return [BenchCodec("lz4", str(lz4.__version__), lambda data: module.compress(data.data), module.decompress)]
+
+
+_BLOSC2_LEVEL = 1
+"""For zstd this is its own level 1."""
+
+
+def _make_blosc2_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
+    from .._util.parallel import resolve_threads
+
+    module.set_nthreads(resolve_threads(threads))
+    itemsize = dtypes.parse_dtype(dtype).itemsize
+
+    def make_codec(name: str, mode: Any, coder: Any) -> BenchCodec:
+        def encode(data: Chunk) -> Any:
+            options = {"codec": coder, "clevel": _BLOSC2_LEVEL, "filters": [mode], "filters_meta": [0]}
+            return module.compress2(data, typesize=itemsize, **options)
+
+        return BenchCodec(f"{name} (clevel {_BLOSC2_LEVEL})", _get_version(module), encode, module.decompress2)
+
+    return [
+        make_codec("blosc2 shuffle+zstd", module.Filter.SHUFFLE, module.Codec.ZSTD),
+        make_codec("blosc2 bitshuffle+zstd", module.Filter.BITSHUFFLE, module.Codec.ZSTD),
+        make_codec("blosc2 shuffle+lz4", module.Filter.SHUFFLE, module.Codec.LZ4),
+        make_codec("blosc2 bitshuffle+lz4", module.Filter.BITSHUFFLE, module.Codec.LZ4),
+    ]
+
+
+def _make_bitshuffle_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
+    import ctypes
+
+    from .._util.parallel import resolve_threads
+
+    with suppress(OSError, AttributeError):  # one that was built without OpenMP has one thread
+        ctypes.CDLL(module.ext.__file__).omp_set_num_threads(resolve_threads(threads))
+    word_type = np.dtype(f"u{dtypes.parse_dtype(dtype).itemsize}")
+
+    def make_codec(coder: str, *level: int) -> BenchCodec:
+        compress, decompress = getattr(module, f"compress_{coder}"), getattr(module, f"decompress_{coder}")
+        return BenchCodec(
+            " ".join([f"bitshuffle+{coder}", *(f"-{number}" for number in level)]),
+            _get_version(module),
+            lambda data: (data.size // word_type.itemsize, compress(data.view(word_type), 0, *level)),
+            lambda payload: decompress(payload[1], (payload[0],), word_type, 0).view(np.uint8),
+            count_bytes=lambda payload: int(payload[1].size),
+        )
+
+    return [make_codec("zstd", 1), make_codec("lz4")]
+
+
+def _make_pcodec_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
+    from importlib.metadata import version
+
+    from pcodec import ChunkConfig, standalone
+
+    numpy_type = {"fp16": np.float16, "bf16": np.uint16, "fp32": np.float32}[dtype]
+
+    def encode(data: Chunk) -> Any:
+        return standalone.simple_compress(data.view(numpy_type), ChunkConfig())
+
+    return [BenchCodec("pcodec", version("pcodec"), encode, standalone.simple_decompress)]
+
+
+def _make_zipnn_codecs(module: Any, dtype: str, threads: int | None) -> list[BenchCodec]:
+    from importlib.metadata import version
+
+    from .._util.parallel import resolve_threads
+
+    names = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+    compressor = module.ZipNN(input_format="byte", bytearray_dtype=names[dtype], threads=resolve_threads(threads))
+    return [
+        BenchCodec("zipnn", version("zipnn"), lambda data: compressor.compress(data.tobytes()), compressor.decompress)
+    ]
+
+
+_CODEC_FACTORIES: dict[str, Callable[[Any, str, int | None], list[BenchCodec]]] = {
+    "zstandard": _make_zstandard_codecs,
+    "lz4.frame": _make_lz4_codecs,
+    "blosc2": _make_blosc2_codecs,
+    "bitshuffle": _make_bitshuffle_codecs,
+    "pcodec": _make_pcodec_codecs,
+    "zipnn": _make_zipnn_codecs,
+}
+
+
+DENSE_CODEC_NAME = "kvmnn dense"
+
+
+def make_dense_plans(source: Source, *, with_rope_search: bool = True) -> dict[str, DensePlan]:
+    """How the arrays of a source become dense streams, by name; K is rotated as a `with_rope_search` finds.
+
+    Empty if none can.
+    """
+    try:
+        return plan_arrays(source, DenseOptions(rotary=search_rope(source) if with_rope_search else None))
+    except OptionError:
+        return {}
+
+
+def explain_no_dense(plan: DensePlan | None, sample_bytes: int) -> str:
+    """What to say where no dense streams are measured; empty where they are."""
+    if plan is None:
+        return f"{DENSE_CODEC_NAME}: not measured, these are not K or V of layers, or nobody says how they lie (--axes)"
+    if not count_dense_bytes(plan, sample_bytes):
+        return f"{DENSE_CODEC_NAME}: not measured, a layer takes {plan.nbytes:,} bytes (--max-bytes)"
+    return ""
+
+
+def count_dense_bytes(plan: DensePlan | None, sample_bytes: int) -> int:
+    """How much of a sample dense streams are measured on: whole layers, or whole tokens of the first. 0: nothing."""
+    if plan is None:
+        return 0
+    if sample_bytes >= plan.nbytes or plan.axes == "htd":
+        return sample_bytes // plan.nbytes * plan.nbytes
+    token_bytes = plan.nbytes // plan.tokens
+    return sample_bytes // token_bytes * token_bytes
+
+
+def make_dense_codec(plan: DensePlan, threads: int | None) -> BenchCodec:
+    """Dense streams of the first `count_dense_bytes` of an array; groups of layers share the threads."""
+    num_threads = resolve_threads(threads)
+
+    def encode(data: Chunk) -> list[bytes]:
+        layers = _split_layers(plan, data)
+        remaining_layers = iter(layers)
+        groups = [
+            [next(remaining_layers) for _ in group] for group in split_into_groups([layer.nbytes for layer in layers])
+        ]
+        return [
+            stream for streams in parallel_map(partial(_encode_layers, plan), groups, num_threads) for stream in streams
+        ]
+
+    def decode(streams: Sequence[bytes]) -> Any:
+        layers = parallel_map(dense.decode, streams, num_threads)
+        return np.concatenate([layer if plan.axes == "htd" else layer.transpose(1, 0, 2) for layer in layers])
+
+    return BenchCodec(
+        DENSE_CODEC_NAME, get_version(), encode, decode, count_bytes=lambda streams: sum(map(len, streams))
+    )
+
+
+def make_plan(keys: Elements, *, dtype: str, part: dtypes.Part) -> DensePlan:
+    """Of an array ``[layer, token, kv_head, head_dim]`` in memory, `part` of a model: K is rotated as a trial finds."""
+    rotary = dense.search_rope(keys[0].transpose(1, 0, 2), dtype=dtype) if part == "key" else None
+    shape = keys.shape[1:]
+    return DensePlan(axes="thd", shape=shape, dtype=dtype, part=part, layer=None, rotary=rotary)
+
+
+def _split_layers(plan: DensePlan, data: Chunk) -> list[Elements]:
+    elements = data.view(dtypes.parse_dtype(plan.dtype).numpy_dtype)
+    if data.size < plan.nbytes:
+        return [elements.reshape(-1, *plan.shape[1:]).transpose(1, 0, 2)]
+    layers = elements.reshape(-1, *plan.shape)
+    return [layer if plan.axes == "htd" else layer.transpose(1, 0, 2) for layer in layers]
+
+
+def _encode_layers(plan: DensePlan, layers: Sequence[Elements]) -> list[bytes]:
+    tokens = layers[0].shape[1]
+    return dense.encode_many(
+        layers,
+        dtype=plan.dtype,
+        rotary=plan.rotary,
+        positions=None if plan.positions is None else plan.positions[:tokens],
+        token_ids=None if plan.token_ids is None else plan.token_ids[:tokens],
+    )

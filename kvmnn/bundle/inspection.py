@@ -1,0 +1,509 @@
+"""What is told of the pieces of a bundle that are no frames, and streams added up.
+
+Inspect: every byte of frames accounted for, by frame, by array and by stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import dense
+from .._util.text import compute_ratio, pluralize
+from ..arrays.array import Chunk
+from ..arrays.completeness import Completeness, build_completeness_document
+from ..arrays.positions import describe_layer_states
+from ..arrays.source import parse_completeness
+from ..dense import DenseInfo
+from ..errors import FrameError, ManifestError
+from ..frames import FrameInfo, StreamInfo
+from ..frames import inspect as inspect_frame
+from ..frames.inspection import compute_entropies
+from ..packed.cache_info import CacheInfo, build_cache_document, describe_evicted_layers, format_cache_summary
+from .dense import decode_stream, inspect_stream
+from .frame_set import DecodeOptions, FrameSet
+from .manifest import (
+    ArrayEntry,
+    Manifest,
+    SizeStats,
+    array_to_dict,
+    describe_storage,
+    describe_unused_arrays,
+    format_ratio,
+)
+from .passthrough import count_valid_bytes, count_valid_bytes_by_array, describe_passthrough
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawChunkInfo:
+    """Words that are stored as they are, because no frame of them was smaller.
+
+    Parameters
+    ----------
+    dtype
+        Of the words.
+    raw_bytes
+        Their size.
+    entropy
+        Mean order-0 entropy of their streams in bits for each byte: what a frame could have reached.
+    """
+
+    dtype: str
+    raw_bytes: int
+    entropy: float
+
+    def __str__(self) -> str:
+        return f"{self.dtype} words, stored: raw, {self.raw_bytes:,} bytes (entropy {self.entropy:.3f} bits/byte)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseChunkInfo:
+    """A dense stream of a bundle.
+
+    Parameters
+    ----------
+    info
+        What it says of itself.
+    entropy
+        Mean order-0 entropy of the byte lanes of its words in bits for each byte.
+    """
+
+    info: dense.DenseInfo
+    entropy: float
+
+    def __str__(self) -> str:
+        return f"{self.info}\n(entropy {self.entropy:.3f} bits/byte)"
+
+
+ChunkInfo = FrameInfo | RawChunkInfo | DenseChunkInfo
+
+
+@dataclass(kw_only=True)
+class StreamStats:
+    """The streams of one name, of all frames, added up; sizes in bytes."""
+
+    raw_bytes: int = 0
+    payload_bytes: int = 0
+    header_bytes: int = 0
+    entropy_bits: float = 0.0
+    chosen: dict[str, int] = field(default_factory=dict)
+    """How often each predictor and codec were chosen, e.g. ``"delta_seq+zstd"``; ``"stored raw"``: no frame at all;
+    ``"dense rows"``, ``"dense frame"`` and ``"dense words"``: methods of dense streams."""
+
+    def add_frame_stream(self, stream: StreamInfo) -> None:
+        """Count a stream in."""
+        self.raw_bytes += stream.raw_bytes
+        self.payload_bytes += stream.payload_bytes
+        self.header_bytes += stream.HEADER_BYTES
+        self.entropy_bits += (stream.entropy or 0.0) * stream.raw_bytes
+        self._count(f"{stream.predictor}+{stream.codec}")
+
+    def add_raw(self, raw_info: RawChunkInfo) -> None:
+        """Count words in that are stored raw."""
+        self.raw_bytes += raw_info.raw_bytes
+        self.payload_bytes += raw_info.raw_bytes
+        self.entropy_bits += raw_info.entropy * raw_info.raw_bytes
+        self._count("stored raw")
+
+    def add_dense(self, dense_info: DenseChunkInfo) -> None:
+        """Count a dense stream in."""
+        header = dense_info.info.sections["header"]
+        self.raw_bytes += dense_info.info.raw_bytes
+        self.payload_bytes += dense_info.info.stream_bytes - header
+        self.header_bytes += header
+        self.entropy_bits += dense_info.entropy * dense_info.info.raw_bytes
+        self._count(f"dense {dense_info.info.method}")
+
+    def _count(self, choice: str) -> None:
+        self.chosen[choice] = self.chosen.get(choice, 0) + 1
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Payload bits for each raw byte."""
+        return 8 * self.payload_bytes / self.raw_bytes
+
+    @property
+    def entropy(self) -> float:
+        """Mean order-0 entropy in bits for each raw byte."""
+        return self.entropy_bits / self.raw_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "raw_bytes": self.raw_bytes,
+            "payload_bytes": self.payload_bytes,
+            "header_bytes": self.header_bytes,
+            "bits_per_byte": self.bits_per_byte,
+            "entropy": self.entropy,
+            "chosen": self.chosen,
+        }
+
+    def __str__(self) -> str:
+        choices = ", ".join(f"{choice} x{times}" for choice, times in sorted(self.chosen.items()))
+        sizes = f"{self.raw_bytes:>13,} {self.payload_bytes:>13,}"
+        return f"{sizes} {self.bits_per_byte:>9.3f} {self.entropy:>8.3f}  {choices}"
+
+
+def sum_streams(infos: Iterable[ChunkInfo]) -> dict[str, StreamStats]:
+    """Streams added up, by container and name."""
+    stats: dict[str, StreamStats] = {}
+    for info in infos:
+        if isinstance(info, RawChunkInfo):
+            stats.setdefault(f"{info.dtype} raw", StreamStats()).add_raw(info)
+            continue
+        if isinstance(info, DenseChunkInfo):
+            stats.setdefault(f"{info.info.dtype} dense", StreamStats()).add_dense(info)
+            continue
+        for stream in info.streams:
+            stats.setdefault(f"{info.container} {stream.name}", StreamStats()).add_frame_stream(stream)
+    return stats
+
+
+def format_stream_table(streams: dict[str, StreamStats]) -> list[str]:
+    """The table of totals."""
+    heading = f"    {'bytes of':<11} {'raw':>13} {'stored':>13} {'bits/byte':>9} {'entropy':>8}  chosen"
+    return [heading, *(f"    {name:<11} {total}" for name, total in streams.items())]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BareFrameInfo:
+    """A frame, or a dense stream, without a manifest."""
+
+    path: str
+    info: FrameInfo | DenseInfo
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        kind = "frame" if isinstance(self.info, FrameInfo) else "dense"
+        return {"input": self.path, "kind": kind, **self.info.to_dict()}
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """The table of its streams."""
+        return f"{self.path}: {self.info}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BareSequenceInfo:
+    """Frames one after another, without a manifest.
+
+    Parameters
+    ----------
+    path
+        The file.
+    entry
+        The array of all their words: its name is the file's, its shape unknown.
+    frames
+        Their accounts, in order.
+    unknown_properties
+        What nothing says, for people.
+    """
+
+    path: str
+    entry: ArrayEntry
+    frames: tuple[FrameInfo, ...]
+    unknown_properties: str
+
+    @property
+    def ratio(self) -> float:
+        """Raw over stored bytes."""
+        return compute_ratio(self.entry.nbytes, self.entry.stored_bytes)
+
+    @property
+    def streams(self) -> dict[str, StreamStats]:
+        """Totals by container and stream, e.g. ``"fp16 hi"``."""
+        return sum_streams(self.frames)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "input": self.path,
+            "kind": "frames",
+            "dtype": self.entry.dtype,
+            "raw_bytes": self.entry.nbytes,
+            "stored_bytes": self.entry.stored_bytes,
+            "ratio": self.ratio,
+            "streams": {name: total.to_dict() for name, total in self.streams.items()},
+            "frames": [
+                {"offset": entry.offset, **info.to_dict()}
+                for entry, info in zip(self.entry.frames, self.frames, strict=True)
+            ],
+        }
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """The totals and each stream's share; with `verbose` the table of every frame."""
+        array = self.entry
+        lines = [
+            f"{self.path}: {self.unknown_properties}",
+            f"  {array.dtype}, {array.shape[0]:,} words, {array.nbytes:,} -> {array.stored_bytes:,} bytes, "
+            f"ratio {self.ratio:.4f}",
+        ]
+        for entry, info in zip(array.frames, self.frames, strict=True) if verbose else ():
+            lines.append(f"  at {entry.offset}: {info}".replace("\n", "\n    "))
+        return "\n".join(lines + format_stream_table(self.streams))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArrayFramesInfo:
+    """An array of a bundle, and the accounts of its frames, dense streams or words stored raw, in order."""
+
+    entry: ArrayEntry
+    frames: tuple[ChunkInfo, ...]
+    valid_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """Valid over stored bytes."""
+        return compute_ratio(self.valid_bytes, self.entry.stored_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the manifest, with the streams of each frame, and what each dense stream says of itself."""
+        document = array_to_dict(self.entry)
+        frames = [
+            {**frame, **_chunk_document(info)} for frame, info in zip(document["frames"], self.frames, strict=True)
+        ]
+        return {**document, "frames": frames, "ratio": self.ratio}
+
+    def format_line(self, width: int) -> str:
+        """Name, shape and sizes."""
+        array = self.entry
+        return (
+            f"{array.name:<{width}}  {array.type_name} {list(array.shape)} {array.order}  {array.nbytes:,} -> "
+            f"{array.stored_bytes:,}  {format_ratio(array.nbytes, self.valid_bytes, array.stored_bytes)}  "
+            f"{describe_storage([array])}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BundleInfo(SizeStats):
+    """Frames with a manifest: arrays, and streams added up.
+
+    Parameters
+    ----------
+    path
+        What was opened.
+    manifest
+        Its manifest.
+    arrays
+        In order.
+    streams
+        Totals by container and stream, e.g. ``"fp16 hi"``; ``"fp16 raw"`` for words stored raw, ``"fp16 dense"`` for
+        dense streams.
+    cache
+        The packed cache that the arrays were read from, if the manifest says so.
+    """
+
+    path: str
+    manifest: Manifest
+    arrays: tuple[ArrayFramesInfo, ...]
+    streams: dict[str, StreamStats]
+    cache: CacheInfo | None = None
+
+    @property
+    def valid_bytes(self) -> int:
+        """Bytes of all arrays without room behind the valid tokens."""
+        return count_valid_bytes(self.manifest)
+
+    @property
+    def _encoder_text(self) -> str:
+        """What frames were compressed with; nothing was where there are none."""
+        if all(frame.is_dense for array in self.manifest.arrays for frame in array.frames):
+            return "dense streams alone"
+        return f"zstd {self.manifest.zstd_version}, effort {self.manifest.effort}"
+
+    @property
+    def entropy_ratio(self) -> float | None:
+        """The ratio at the order-0 entropy of all streams; None for data without entropy."""
+        bits = sum(total.entropy_bits for total in self.streams.values())
+        return 8 * sum(total.raw_bytes for total in self.streams.values()) / bits if bits else None
+
+    @property
+    def notes(self) -> list[str]:
+        """What changes the meaning of the ratio, in lines."""
+        return describe_passthrough(self.manifest, self.path) + describe_unused_arrays(self.manifest)
+
+    @property
+    def completeness(self) -> Completeness | None:
+        """The state of the model that the arrays contain, where the manifest records it."""
+        return parse_completeness(self.manifest.metadata, [array.entry.name for array in self.arrays], self.path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "input": self.path,
+            "kind": "bundle",
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+            "valid_bytes": self.valid_bytes,
+            "ratio": self.ratio,
+            "entropy_ratio": self.entropy_ratio,
+            "notes": self.notes,
+            "kvmnn_version": self.manifest.kvmnn_version,
+            "zstd_version": self.manifest.zstd_version,
+            "effort": self.manifest.effort,
+            "rope": self.manifest.rope,
+            "cache": build_cache_document(self.cache),
+            **build_completeness_document(self.completeness),
+            "streams": {name: total.to_dict() for name, total in self.streams.items()},
+            "arrays": [array.to_dict() for array in self.arrays],
+        }
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """A line for each array, the totals, and each stream's share; with `verbose` the table of every frame."""
+        bundle_manifest = self.manifest
+        lines = [
+            f"{self.path}: {pluralize(len(self.arrays), 'array')}, made by kvmnn {bundle_manifest.kvmnn_version}, "
+            f"{self._encoder_text}"
+        ]
+        if self.cache:
+            name = f" {self.cache.name!r}" if self.cache.name else ""
+            cache_text = format_cache_summary(self.cache)
+            lines.append(
+                f"  {self.cache.kind} cache{name}: {cache_text}, {self.cache.file_bytes:,} bytes as packed files"
+            )
+            lines += [f"  {line}" for line in describe_evicted_layers(self.cache)]
+        lines += [f"  {line}" for line in describe_layer_states(self.completeness)]
+        has_tables = verbose or sum(len(array.frames) for array in self.arrays) == 1
+        width = max(len(array.entry.name) for array in self.arrays)
+        for array in self.arrays:
+            lines.append(f"  {array.format_line(width)}")
+            for entry, info in zip(array.entry.frames, array.frames, strict=True) if has_tables else ():
+                lines.append(f"  {entry.file} at {entry.offset}: {info}".replace("\n", "\n    "))
+        has_room = self.valid_bytes != self.raw_bytes  # then the entropy is that of zeros, mostly
+        has_limit = self.entropy_ratio is not None and not has_room
+        limit_text = f" (order-0 byte entropy: {self.entropy_ratio:.4f})" if has_limit else ""
+        lines.append(f"  total: {self.raw_bytes:,} -> {self.stored_bytes:,} bytes, {self.ratio_text}{limit_text}")
+        lines += [f"  {line}" for line in self.notes]
+        return "\n".join(lines + format_stream_table(self.streams))
+
+
+def inspect_frame_set(
+    frames: FrameSet, options: DecodeOptions | None = None
+) -> BundleInfo | BareFrameInfo | BareSequenceInfo:
+    """Account for every byte of frames; they are decoded for it.
+
+    Parameters
+    ----------
+    frames
+        `open_frames`.
+    options
+        Limits and codecs.
+
+    Raises
+    ------
+    FrameError
+        When a frame does not decode; the message names its array and number.
+    ManifestError
+        When a frame or a dense stream is not what the manifest says: its bytes, its words, its predictors and codecs.
+    LimitError
+        When there are more raw bytes than `options.max_bytes`.
+    """
+    options = options or DecodeOptions()
+    frames.check_size(options)
+    if frames.document is None:
+        entry = frames.arrays[0]
+        if entry.frames[0].is_dense:
+            return BareFrameInfo(path=frames.path, info=_inspect_dense_stream(frames, entry, 0).info)
+        bare_frames = tuple(_inspect_frame(frames, entry, number, options) for number in range(len(entry.frames)))
+        if len(bare_frames) == 1:
+            return BareFrameInfo(path=frames.path, info=bare_frames[0])
+        return BareSequenceInfo(
+            path=frames.path, entry=entry, frames=bare_frames, unknown_properties=frames.unknown_properties
+        )
+    valid_bytes_by_name = count_valid_bytes_by_array(frames.document)
+    arrays = tuple(
+        ArrayFramesInfo(
+            valid_bytes=valid_bytes_by_name[entry.name],
+            entry=entry,
+            frames=tuple(_inspect_chunk(frames, entry, number, options) for number in range(len(entry.frames))),
+        )
+        for entry in frames.arrays
+    )
+    unused_names = {entry.name for entry in frames.document.unused_arrays}
+    streams = sum_streams(info for array in arrays for info in array.frames if array.entry.name not in unused_names)
+    return BundleInfo(path=frames.path, manifest=frames.document, arrays=arrays, streams=streams, cache=frames.cache)
+
+
+def _chunk_document(info: ChunkInfo) -> dict[str, Any]:
+    """What the JSON of a piece has besides what is in the manifest."""
+    if isinstance(info, FrameInfo):
+        return {"streams": info.to_dict()["streams"]}
+    return {"streams": []} | ({"dense": info.info.to_dict()} if isinstance(info, DenseChunkInfo) else {})
+
+
+def _inspect_chunk(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOptions) -> ChunkInfo:
+    frame_entry = array.frames[number]
+    if frame_entry.is_raw:
+        return _inspect_raw_chunk(frames, array, number)
+    return (
+        _inspect_dense_stream(frames, array, number)
+        if frame_entry.is_dense
+        else _inspect_frame(frames, array, number, options)
+    )
+
+
+def _inspect_dense_stream(frames: FrameSet, array: ArrayEntry, number: int) -> DenseChunkInfo:
+    data, where = _read_verified(frames, array, number)
+    entry = array.frames[number]
+    try:
+        info = inspect_stream(data, array, entry)
+        streams = compute_entropies(decode_stream(data, array, entry), array.dtype)
+    except FrameError as exc:
+        raise FrameError(f"{where} {exc}") from None
+    return DenseChunkInfo(info=info, entropy=sum(streams) / len(streams))
+
+
+def _inspect_raw_chunk(frames: FrameSet, array: ArrayEntry, number: int) -> RawChunkInfo:
+    data, _ = _read_verified(frames, array, number)
+    streams = compute_entropies(data, array.dtype)
+    return RawChunkInfo(dtype=array.dtype, raw_bytes=data.size, entropy=sum(streams) / len(streams))
+
+
+def _read_verified(frames: FrameSet, array: ArrayEntry, number: int) -> tuple[Chunk, str]:
+    """What a file holds of a piece, as the manifest has it, and the beginning of messages about it."""
+    entry = array.frames[number]
+    data = frames.read_frame(entry)
+    where = f"{frames.path}: array {array.name!r}: frame {number}:"
+    if entry.sha256 not in (None, hashlib.sha256(data.data).hexdigest()):
+        raise ManifestError(f"{where} does not match the manifest's sha256")
+    return data, where
+
+
+def _inspect_frame(frames: FrameSet, array: ArrayEntry, number: int, options: DecodeOptions) -> FrameInfo:
+    entry = array.frames[number]
+    data, where = _read_verified(frames, array, number)
+    try:
+        info = inspect_frame(data, dtype=array.dtype, codecs=options.codecs)
+    except FrameError as exc:
+        raise FrameError(f"{where} {exc}") from None
+    if info.raw_bytes != entry.raw_bytes:
+        raise ManifestError(f"{where} holds {info.raw_bytes} bytes, the manifest says {entry.raw_bytes}")
+    if frames.document is not None:
+        _check_streams(frames.document, info, where)
+    return info
+
+
+def _check_streams(document: Manifest, info: FrameInfo, where: str) -> None:
+    """`ManifestError` for a stream that was not made with what the manifest says the encoder might use."""
+    for stream in info.streams:
+        is_hi_lane = stream.name == "hi" and document.hi_predictors is not None
+        predictors = (document.hi_predictors if is_hi_lane else document.predictors) or ("raw",)
+        for property_name, used_value, allowed in (
+            ("predictor", stream.predictor, predictors),
+            ("codec", stream.codec, document.codecs),
+        ):
+            if used_value not in allowed:
+                raise ManifestError(
+                    f"{where} stream {stream.name} has {property_name} {used_value}, the manifest says "
+                    f"{', '.join(allowed)}"
+                )

@@ -1,0 +1,371 @@
+"""What a manifest notes down of a file that is kept whole: how it is put together again from arrays and other bytes.
+
+It is the text under the key ``kvmnn.file`` of the manifest's metadata (docs/other-engines.md).
+
+What is noted down of files that lie beside the arrays of a folder and say what these do not.
+
+It is a JSON document under `SIDECAR_KEY` of the metadata of manifests and files of arrays (docs/manifest.md).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import zlib
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
+from typing import Any, Final
+
+from ..arrays.source import FILE_KEY, SIDECAR_KEY
+from ..errors import ManifestError
+from ..files import file_names
+from ..files.schema import JsonReader, parse_document
+from . import manifest
+from .manifest import Manifest
+
+PASSTHROUGH_SCHEMA: Final = "kvmnn-file"
+PASSTHROUGH_SCHEMA_VERSION: Final = 1
+MAX_PASSTHROUGH_BYTES = 256 << 20
+"""Of the document, and of all literal bytes."""
+_MAX_BEST_COMPRESSION_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A run of bytes of the file.
+
+    Parameters
+    ----------
+    nbytes
+        How many.
+    raw
+        The bytes, where they are no array's.
+    arrays
+        Names of arrays and how many bytes each gives by turns; one array gives all its bytes.
+    """
+
+    nbytes: int
+    raw: bytes = b""
+    arrays: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def num_rows(self) -> int:
+        """How often each array has its turn."""
+        return self.nbytes // sum(nbytes for _, nbytes in self.arrays)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassthroughFile:
+    """A file that is kept whole.
+
+    Parameters
+    ----------
+    format
+        What knows how to read it.
+    name
+        That it had, without folders.
+    nbytes, sha256
+        Of the file.
+    parts
+        All of it, in order.
+    kv_heads
+        Of each layer, where the file does not say them and somebody did.
+    room_bytes
+        Bytes of its arrays that are room behind the valid tokens, which frames hardly count.
+    array_room
+        The same of each array that has room, by its name; files of before the first release do not state it.
+    layer_numbers
+        The layer of the model that each of its layers is, where the file does not say it and somebody did.
+    """
+
+    format: str
+    name: str
+    nbytes: int
+    sha256: str
+    parts: tuple[FilePart, ...]
+    kv_heads: tuple[int, ...] | None = None
+    room_bytes: int = 0
+    layer_numbers: tuple[int, ...] | None = None
+    array_room: Mapping[str, int] = field(default_factory=dict)
+    _part_ends: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_part_ends", tuple(accumulate(part.nbytes for part in self.parts)))
+
+    def find_part(self, offset: int) -> tuple[FilePart, int]:
+        """The part that the byte at `offset` belongs to, and where that part begins."""
+        index = bisect_right(self._part_ends, offset)
+        return self.parts[index], self._part_ends[index] - self.parts[index].nbytes
+
+    def find_difference(self, other_file: PassthroughFile) -> str | None:
+        """Where another file of the same arrays differs from this one, in words; None where it does not."""
+        for part, other_part, end in zip(self.parts, other_file.parts, self._part_ends, strict=False):
+            if part != other_part:
+                equal_bytes = takewhile(lambda pair: pair[0] == pair[1], zip(part.raw, other_part.raw, strict=False))
+                return (
+                    f"the file differs from byte {end - part.nbytes + sum(1 for _ in equal_bytes):,} on, outside of "
+                    f"its arrays"
+                )
+        if self.nbytes != other_file.nbytes:
+            return f"the file has {other_file.nbytes:,} bytes, not {self.nbytes:,}"
+        return (
+            None
+            if self.sha256 == other_file.sha256
+            else f"the file has the sha256 {other_file.sha256}, not {self.sha256}"
+        )
+
+
+def describe_passthrough(bundle_manifest: Manifest, where: str) -> list[str]:
+    """What changes the meaning of the ratio of a bundle, in lines: nothing where no file is kept whole.
+
+    Raises
+    ------
+    ManifestError
+        As `parse_passthrough`.
+    """
+    passthrough = parse_passthrough(bundle_manifest.metadata, where)
+    if passthrough is None:
+        return []
+    bundle_bytes = count_bundle_bytes(bundle_manifest)
+    size_text = f"frames and manifest have {bundle_bytes:,} bytes, the file has {passthrough.nbytes:,}, which is less"
+    return describe_unused_bytes(passthrough, bundle_manifest) + (
+        [size_text] if bundle_bytes > passthrough.nbytes else []
+    )
+
+
+def describe_unused_bytes(passthrough: PassthroughFile, bundle_manifest: Manifest) -> list[str]:
+    """How much of the arrays is room, where any is."""
+    sentence = f"{passthrough.room_bytes:,} of the {bundle_manifest.raw_bytes:,} bytes are room behind the valid tokens"
+    return [sentence] if passthrough.room_bytes else []
+
+
+def count_valid_bytes(bundle_manifest: Manifest) -> int:
+    """Return the raw bytes of all arrays without room behind the valid tokens."""
+    passthrough = parse_passthrough(bundle_manifest.metadata, "frames")
+    num_token_bytes = sum(array.nbytes for array in bundle_manifest.token_arrays)
+    return max(num_token_bytes - (passthrough.room_bytes if passthrough else 0), 0)
+
+
+def count_valid_bytes_by_array(bundle_manifest: Manifest) -> dict[str, int]:
+    """Return the raw bytes of each array without room behind the valid tokens."""
+    passthrough = parse_passthrough(bundle_manifest.metadata, "frames")
+    unused_bytes_by_array = passthrough.array_room if passthrough else {}
+    unused_fraction = (
+        0.0
+        if unused_bytes_by_array or passthrough is None or not bundle_manifest.raw_bytes
+        else min(passthrough.room_bytes / bundle_manifest.raw_bytes, 1)
+    )
+    return {
+        array.name: max(
+            array.nbytes
+            - (
+                unused_bytes_by_array.get(array.name, 0)
+                if unused_bytes_by_array
+                else int(unused_fraction * array.nbytes)
+            ),
+            0,
+        )
+        for array in bundle_manifest.arrays
+    }
+
+
+def count_bundle_bytes(bundle_manifest: Manifest) -> int:
+    """Bytes of the frames and the manifest of a bundle together."""
+    return bundle_manifest.stored_bytes + len(manifest.dump_manifest(bundle_manifest))
+
+
+def dump_passthrough(passthrough: PassthroughFile) -> str:
+    """The document on one line."""
+    document: dict[str, Any] = {
+        "schema": PASSTHROUGH_SCHEMA,
+        "schema_version": PASSTHROUGH_SCHEMA_VERSION,
+        "format": passthrough.format,
+        "name": passthrough.name,
+        "bytes": passthrough.nbytes,
+        "sha256": passthrough.sha256,
+        "kv_heads": None if passthrough.kv_heads is None else list(passthrough.kv_heads),
+        **({"room_bytes": passthrough.room_bytes} if passthrough.room_bytes else {}),
+        **({"array_room": dict(passthrough.array_room)} if passthrough.array_room else {}),
+        **({"layer_numbers": list(passthrough.layer_numbers)} if passthrough.layer_numbers is not None else {}),
+        "parts": [_part_document(part) for part in passthrough.parts],
+    }
+    return json.dumps(document, separators=(",", ":"))
+
+
+def _part_document(part: FilePart) -> dict[str, Any]:
+    if part.arrays:
+        return {"bytes": part.nbytes, "arrays": [list(array_entry) for array_entry in part.arrays]}
+    return build_raw_document(part.raw)
+
+
+def build_raw_document(data: bytes) -> dict[str, Any]:
+    """Bytes in a JSON document; `parse_raw_bytes` reads them."""
+    compressed = zlib.compress(data, 9 if len(data) <= _MAX_BEST_COMPRESSION_BYTES else 6)
+    if len(compressed) < len(data):
+        return {"bytes": len(data), "zlib": base64.b64encode(compressed).decode()}
+    return {"bytes": len(data), "base64": base64.b64encode(data).decode()}
+
+
+def parse_passthrough(metadata: dict[str, str], where: str) -> PassthroughFile | None:
+    """The file that a manifest's metadata describes; None where it describes none.
+
+    Raises
+    ------
+    ManifestError
+        When the description is malformed; `where` begins the message.
+    """
+    text = metadata.get(FILE_KEY)
+    return None if text is None else _parse_passthrough_json(text, f"{where}: metadata {FILE_KEY!r}")
+
+
+def _parse_passthrough_json(text: str, where: str) -> PassthroughFile:
+    root = parse_document(text, where, MAX_PASSTHROUGH_BYTES)
+    root.check_schema(PASSTHROUGH_SCHEMA, PASSTHROUGH_SCHEMA_VERSION)
+    nodes = root.get("parts").read_list(min_len=1)
+    if sum(node.get("bytes").read_int(1) for node in nodes if "arrays" not in node.value) > MAX_PASSTHROUGH_BYTES:
+        raise root.get("parts").error(f"at most {MAX_PASSTHROUGH_BYTES} bytes that are no array's")
+    heads = root.get("kv_heads")
+    passthrough = PassthroughFile(
+        format=root.get("format").read_str(),
+        name=root.get("name").read_str(),
+        nbytes=root.get("bytes").read_int(1),
+        sha256=root.get("sha256").read_sha256(),
+        parts=tuple(_parse_part(node) for node in nodes),
+        kv_heads=None if heads.value is None else tuple(item.read_int(1) for item in heads.read_list()),
+        room_bytes=root.get("room_bytes").read_int(0) if "room_bytes" in root.value else 0,
+        layer_numbers=_parse_layer_numbers(root),
+        array_room=_parse_array_room(root),
+    )
+    if sum(part.nbytes for part in passthrough.parts) != passthrough.nbytes:
+        raise root.get("bytes").error("the sum of the parts")
+    return passthrough
+
+
+def _parse_array_room(root: JsonReader) -> dict[str, int]:
+    if "array_room" not in root.value:
+        return {}
+    node = root.get("array_room")
+    if not isinstance(node.value, dict):
+        raise node.error("bytes by the names of arrays")
+    return {name: node.get(name).read_int(0) for name in node.value}
+
+
+def _parse_layer_numbers(root: JsonReader) -> tuple[int, ...] | None:
+    if "layer_numbers" not in root.value:
+        return None
+    node = root.get("layer_numbers")
+    numbers = tuple(item.read_int(0) for item in node.read_list())
+    if len(set(numbers)) < len(numbers):
+        raise node.error("numbers of layers, each once")
+    return numbers
+
+
+def _parse_part(node: JsonReader) -> FilePart:
+    nbytes = node.get("bytes").read_int(1)
+    if "arrays" in node.value:
+        arrays = tuple(_parse_interleaved_array(item) for item in node.get("arrays").read_list(min_len=1, max_len=8))
+        if nbytes % sum(num_array_bytes for _, num_array_bytes in arrays):
+            raise node.get("bytes").error("a multiple of what the arrays give by turns")
+        return FilePart(nbytes, arrays=arrays)
+    return FilePart(nbytes, parse_raw_bytes(node, MAX_PASSTHROUGH_BYTES))
+
+
+def parse_raw_bytes(node: JsonReader, max_bytes: int) -> bytes:
+    """Bytes that `build_raw_document` put into a JSON document; `ManifestError` for others, and for more."""
+    nbytes = node.get("bytes").read_int(0)
+    if nbytes > max_bytes:
+        raise node.get("bytes").error(f"at most {max_bytes}")
+    data = _decompress_zlib(node.get("zlib"), nbytes) if "zlib" in node.value else _decode_base64(node.get("base64"))
+    if len(data) != nbytes:
+        raise node.get("bytes").error(f"{len(data)}, as its bytes are")
+    return data
+
+
+def _parse_interleaved_array(node: JsonReader) -> tuple[str, int]:
+    name, nbytes = node.read_list(min_len=2, max_len=2)
+    return name.read_str(), nbytes.read_int(1)
+
+
+def _decode_base64(node: JsonReader) -> bytes:
+    try:
+        return base64.b64decode(node.read_str(), validate=True)
+    except (binascii.Error, ValueError):
+        raise node.error("base64") from None
+
+
+def _decompress_zlib(node: JsonReader, nbytes: int) -> bytes:
+    try:
+        return zlib.decompressobj().decompress(_decode_base64(node), nbytes + 1)
+    except zlib.error:
+        raise node.error("bytes that zlib made") from None
+
+
+def check_covers_arrays(passthrough: PassthroughFile, arrays: dict[str, int], where: str) -> None:
+    """`ManifestError` unless the parts take every array once, with the bytes that it has."""
+    remaining = dict(arrays)
+    for part in passthrough.parts:
+        for name, row_bytes in part.arrays:
+            if remaining.pop(name, None) != row_bytes * part.num_rows:
+                raise ManifestError(f"{where}: metadata {FILE_KEY!r}: does not fit the array {name!r:.200}")
+    if remaining:
+        raise ManifestError(f"{where}: metadata {FILE_KEY!r}: has no place for the array {min(remaining)!r:.200}")
+
+
+SIDECAR_SCHEMA: Final = "kvmnn-beside"
+SIDECAR_SCHEMA_VERSION: Final = 1
+SIDECAR_NAMES: Final = file_names.SIDECAR_FILES
+POSITIONS_NAME, TOKEN_IDS_NAME = SIDECAR_NAMES
+"""No other file is taken along, and none is written."""
+MAX_SIDECAR_BYTES = 16 << 20
+"""Of a file: as much as is read of one."""
+
+
+def dump_sidecars(files: Mapping[str, bytes]) -> str:
+    """The document on one line; `files` by their names."""
+    document = {name: build_raw_document(data) for name, data in files.items()}
+    return json.dumps(
+        {"schema": SIDECAR_SCHEMA, "schema_version": SIDECAR_SCHEMA_VERSION, "files": document}, separators=(",", ":")
+    )
+
+
+def parse_sidecars(metadata: Mapping[str, str], where: str) -> dict[str, bytes]:
+    """Names of files and their bytes; none where the metadata says none.
+
+    Raises
+    ------
+    ManifestError
+        When the document is malformed, holds more than `MAX_SIDECAR_BYTES` of one, or names others; `where` begins the
+        message.
+    """
+    text = metadata.get(SIDECAR_KEY)
+    if text is None:
+        return {}
+    root = parse_document(text, f"{where}: metadata {SIDECAR_KEY!r}", 2 * len(SIDECAR_NAMES) * MAX_SIDECAR_BYTES)
+    root.check_schema(SIDECAR_SCHEMA, SIDECAR_SCHEMA_VERSION)
+    files = root.get("files")
+    if not isinstance(files.value, dict) or not files.value.keys() <= set(SIDECAR_NAMES):
+        raise files.error(f"files called {' or '.join(SIDECAR_NAMES)}")
+    return {name: parse_raw_bytes(files.get(name), MAX_SIDECAR_BYTES) for name in SIDECAR_NAMES if name in files.value}
+
+
+def remove_sidecar(metadata: Mapping[str, str], name: str) -> dict[str, str]:
+    """The metadata without one of these files."""
+    files = parse_sidecars(metadata, "metadata")
+    files.pop(name, None)
+    remaining_metadata = {key: text for key, text in metadata.items() if key != SIDECAR_KEY}
+    return {**remaining_metadata, SIDECAR_KEY: dump_sidecars(files)} if files else remaining_metadata
+
+
+def find_sidecar_difference(
+    metadata: Mapping[str, str], where: str, other_metadata: Mapping[str, str], other_where: str
+) -> str | None:
+    """Where the files beside some arrays differ from those beside others, in words; None where they do not."""
+    own_files, other_files = parse_sidecars(metadata, where), parse_sidecars(other_metadata, other_where)
+    name = next((name for name in SIDECAR_NAMES if own_files.get(name) != other_files.get(name)), None)
+    if name is None:
+        return None
+    lacking = [location for location, files in ((where, own_files), (other_where, other_files)) if name not in files]
+    return f"{name} is missing in {lacking[0]}" if lacking else f"{name} differs"

@@ -1,0 +1,355 @@
+"""Frames compared with the arrays they should hold: the first difference.
+
+Verify: frames decoded again, and what comes out proved.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from .._util.parallel import Progress
+from .._util.text import LOSSLESS, LOSSY, compute_ratio, format_rate, pluralize
+from ..arrays.array import Chunk, LazyArray
+from ..arrays.source import FILE_KEY, SIDECAR_KEY, Source
+from ..errors import SourceError
+from ..files.change_detection import InputGuard
+from .decoder import decode_frames
+from .frame_set import DecodeOptions, FrameSet
+from .manifest import count_chunks, describe_unused_arrays, format_ratio, parse_packed_record
+from .passthrough import count_valid_bytes, describe_passthrough, find_sidecar_difference, parse_passthrough
+
+_COMPARE_CHUNK_BYTES = 1 << 20
+
+
+class BundleDifference(NamedTuple):
+    """Where an array is not what it was compared with; `array` is None for what lies around those of a whole file."""
+
+    array: str | None
+    what: str
+
+    def __str__(self) -> str:
+        return self.what if self.array is None else f"array {self.array!r} {self.what}"
+
+
+def compare_frame_set(
+    frames: FrameSet,
+    originals: Sequence[LazyArray],
+    options: DecodeOptions | None = None,
+    *,
+    progress: Progress | None = None,
+) -> BundleDifference | None:
+    """Decode and compare with arrays, byte for byte; returns the first difference.
+
+    One array is compared with one array whatever their names; several are matched by name.
+
+    Raises
+    ------
+    KvmnnError
+        As `decode_frames`; when the frames themselves are damaged; and when what the others were read from is, by a
+        checksum that lies behind their last byte as well.
+    """
+    pairs = _match_originals(frames, originals)
+    if isinstance(pairs, BundleDifference):
+        return pairs
+    document = frames.document
+    has_shapes = document is not None and FILE_KEY not in document.metadata  # of a file kept whole only bytes count
+    for entry, original in zip(frames.arrays, pairs, strict=True):
+        if has_shapes and entry.shape != original.shape and not _is_flat(original):
+            return BundleDifference(entry.name, f"shape {list(original.shape)} became {list(entry.shape)}")
+        if entry.nbytes != original.nbytes:
+            return BundleDifference(entry.name, f"has {entry.nbytes} bytes, {original.name!r} has {original.nbytes}")
+        if entry.order != original.order and not _is_flat(original):
+            return BundleDifference(entry.name, f"order {original.order} became {entry.order}")
+    current_index, reader = 0, _ComparingReader(pairs[0])
+    for index, data in decode_frames(frames, options, progress=progress):
+        if index != current_index:
+            reader.read_to_end()
+            current_index, reader = index, _ComparingReader(pairs[index])
+        offset = reader.find_first_difference(data)
+        if offset is not None:
+            entry = frames.arrays[index]
+            return BundleDifference(
+                entry.name, f"first differs at element {list(entry.index_at_offset(offset))} (byte {offset})"
+            )
+        del data  # or it would live on while the next frame is decoded
+    reader.read_to_end()
+    return None
+
+
+class _ComparingReader:
+    """An array that is read along with bytes to compare it with."""
+
+    def __init__(self, array: LazyArray) -> None:
+        self._chunks = array.iter_chunks(_COMPARE_CHUNK_BYTES)
+        self._remainder: Chunk = np.empty(0, np.uint8)
+        self._position = 0
+
+    def find_first_difference(self, data: Chunk) -> int | None:
+        """Compare the array's next bytes with `data`; the offset in the array of the first byte that differs."""
+        for start in range(0, data.size, _COMPARE_CHUNK_BYTES):
+            block = data[start : start + _COMPARE_CHUNK_BYTES]
+            differs = np.flatnonzero(block != self._read(block.size))
+            if differs.size:
+                return self._position + int(differs[0])
+            self._position += block.size
+        return None
+
+    def read_to_end(self) -> None:
+        """Ask for what comes behind the last byte: only then do readers compare checksums, and count."""
+        for _ in self._chunks:
+            pass
+
+    def _read(self, nbytes: int) -> Chunk:
+        while self._remainder.size < nbytes:
+            chunk = next(self._chunks, None)
+            if chunk is None:
+                raise SourceError("the file to compare with ends early")
+            self._remainder = np.concatenate([self._remainder, chunk]) if self._remainder.size else chunk
+        block, self._remainder = self._remainder[:nbytes], self._remainder[nbytes:]
+        return block
+
+
+def _is_flat(array: LazyArray) -> bool:
+    """Whether an array has one axis: raw words say nothing of a shape, so only their bytes count."""
+    return len(array.shape) == 1
+
+
+def _match_originals(frames: FrameSet, originals: Sequence[LazyArray]) -> list[LazyArray] | BundleDifference:
+    if len(frames.arrays) == len(originals) == 1:
+        return list(originals)
+    by_name = {original.name: original for original in originals}
+    for entry in frames.arrays:
+        if entry.name not in by_name:
+            has_no_match = not any(array_entry.name in by_name for array_entry in frames.arrays)
+            hint = (
+                ", as are all: were arrays parted into layers, as by --axes, then part these, too"
+                if has_no_match
+                else ""
+            )
+            return BundleDifference(entry.name, f"is in the frames only{hint}")
+    unmatched = sorted(set(by_name) - {entry.name for entry in frames.arrays})
+    if unmatched:
+        return BundleDifference(unmatched[0], "is not in the frames")
+    return [by_name[entry.name] for entry in frames.arrays]
+
+
+DECODES = "DECODES"
+DIFFERS = "DIFFERS"
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyResult:
+    """What decoding frames again has shown.
+
+    Parameters
+    ----------
+    input
+        The frames.
+    against
+        The original they were compared with; empty if none was given.
+    proof
+        ``"bytes"``: all bytes were compared; ``"sha256"``: the hashes of the manifest; None: nothing to compare with.
+    difference
+        The first one, if there is one.
+    raw_bytes, stored_bytes
+        Of all arrays and of all frames.
+    room_bytes
+        Of all arrays, behind the valid tokens.
+    arrays, frames, dense_streams, raw_pieces
+        How many; raw pieces are words that are stored as they are.
+    seconds
+        Time that it took.
+    unknown_properties
+        What nothing says of several frames without a manifest, for people; else empty.
+    restored_file_name
+        The name of the file that the frames were made from, where it was put together again and its hash compared.
+    notes
+        What changes the meaning of the ratio, in lines.
+    compared
+        What was compared with the original, for people.
+    left_out
+        What of packed files the frames do not keep, as a sentence; empty for nothing.
+    """
+
+    input: str
+    against: tuple[str, ...]
+    proof: Literal["bytes", "sha256"] | None
+    difference: BundleDifference | None
+    raw_bytes: int
+    stored_bytes: int
+    arrays: int
+    frames: int
+    dense_streams: int = 0
+    raw_pieces: int = 0
+    seconds: float
+    unknown_properties: str = ""
+    restored_file_name: str = ""
+    notes: tuple[str, ...] = ()
+    compared: str = "every byte"
+    left_out: str = ""
+    room_bytes: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """Valid over stored bytes."""
+        return compute_ratio(max(self.raw_bytes - self.room_bytes, 0), self.stored_bytes)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return self.difference is None
+
+    @property
+    def label(self) -> str:
+        """What was shown.
+
+        ``LOSSLESS`` if that was proved, ``LOSSY`` where packed files are not kept whole, ``DIFFERS``, or ``DECODES``
+        where there is nothing to compare with.
+        """
+        if self.difference is not None:
+            return DIFFERS
+        if self.left_out:
+            return LOSSY
+        return LOSSLESS if self.proof else DECODES
+
+    @property
+    def _unproved_reason(self) -> str:
+        checksum_text = "the checksum of each stream held; " if self.dense_streams and not self.frames else ""
+        return f"{checksum_text}no manifest and no --against: nothing to compare with"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "input": self.input,
+            "against": list(self.against),
+            "label": self.label,
+            "proof": self.proof,
+            "difference": None if self.difference is None else self.difference._asdict(),
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+            "valid_bytes": max(self.raw_bytes - self.room_bytes, 0),
+            "ratio": self.ratio,
+            "notes": list(self.notes),
+            "compared": self.compared if self.proof == "bytes" else None,
+            "arrays": self.arrays,
+            "frames": self.frames,
+            "dense_streams": self.dense_streams,
+            "raw_pieces": self.raw_pieces,
+            "seconds": self.seconds,
+        }
+
+    def __str__(self) -> str:
+        original = ", ".join(self.against)
+        if self.difference is not None:
+            return f"{self.input}: {DIFFERS} from {original}: {self.difference}"
+        evidence = {
+            "bytes": f"{self.compared} compared with {original}",
+            "sha256": (
+                f"decoded, sha256 of "
+                f"{f'all of {self.restored_file_name}' if self.restored_file_name else 'the manifest'}"
+            ),
+            None: self._unproved_reason,
+        }[self.proof]
+        if self.unknown_properties:
+            evidence = f"{evidence}; {self.unknown_properties}"
+        return (
+            f"{self.input}: {self.label} ({evidence}), {pluralize(self.arrays, 'array')}, "
+            f"{self.stored_bytes:,} -> {self.raw_bytes:,} bytes, "
+            f"{format_ratio(self.raw_bytes, self.raw_bytes - self.room_bytes, self.stored_bytes)}"
+            f"{format_rate(self.raw_bytes, self.seconds)}" + "".join(f"\n  {line}" for line in self.notes)
+        )
+
+
+def verify_frame_set(
+    frames: FrameSet,
+    against: Source | None = None,
+    options: DecodeOptions | None = None,
+    *,
+    progress: Progress | None = None,
+) -> VerifyResult:
+    """Decode frames again, and compare what comes out with the original or with the manifest.
+
+    Parameters
+    ----------
+    frames
+        `open_frames`.
+    against
+        The original (`kvmnn.open`), whose bytes are then compared; without it the hashes of the manifest are. A frame
+        without a manifest can only be shown to decode.
+    options
+        Limits, codecs, threads.
+    progress
+        Called with raw bytes.
+
+    Returns
+    -------
+    Verified
+        With `ok` False for arrays that differ from `against`.
+
+    Raises
+    ------
+    KvmnnError
+        When a frame does not decode, or a hash differs from the manifest's.
+    """
+    start_time = time.perf_counter()
+    difference: BundleDifference | None = None
+    with InputGuard():
+        if against is not None:
+            difference = compare_frame_set(
+                frames, against.arrays, options, progress=progress
+            ) or _find_metadata_difference(frames, against)
+        else:
+            deque(decode_frames(frames, options, progress=progress), maxlen=0)
+    contents, record = frames.without_unused_arrays(), frames.packed_record
+    compared_text = "every byte" if frames.cache is None or (record and not record.left_out) else "every live element"
+    return VerifyResult(
+        input=frames.path,
+        compared=compared_text,
+        against=() if against is None else against.inputs,
+        proof="bytes" if against is not None else "sha256" if frames.document else None,
+        difference=difference,
+        raw_bytes=contents.raw_bytes,
+        stored_bytes=contents.stored_bytes,
+        arrays=len(contents.arrays),
+        **count_chunks(frames.arrays)._asdict(),
+        seconds=time.perf_counter() - start_time,
+        unknown_properties=frames.unknown_properties,
+        notes=tuple(
+            describe_passthrough(frames.document, frames.path) + describe_unused_arrays(frames.document)
+            if frames.document
+            else ()
+        ),
+        left_out=record.left_out if record else "",
+        room_bytes=contents.raw_bytes - count_valid_bytes(frames.document) if frames.document else 0,
+    )
+
+
+def _find_metadata_difference(frames: FrameSet, against: Source) -> BundleDifference | None:
+    """Where what the manifest has besides arrays is not what the original has: in a file kept whole, or beside them."""
+    if frames.document is None:
+        return None
+    metadata, original_name = frames.document.metadata, " ".join(against.inputs)
+    passthrough, other_passthrough = (
+        parse_passthrough(metadata, frames.path),
+        parse_passthrough(against.metadata, original_name),
+    )
+    difference_text = passthrough.find_difference(other_passthrough) if passthrough and other_passthrough else None
+    record, other_record = (
+        parse_packed_record(metadata, frames.path),
+        parse_packed_record(against.metadata, original_name),
+    )
+    difference_text = difference_text or (record.find_difference(other_record) if record and other_record else None)
+    if record and record.left_out:
+        difference_text = f"not all of the packed files is kept: {record.left_out}"
+    is_single_file = len(frames.arrays) == 1 and SIDECAR_KEY not in against.metadata  # one file, which may lie anywhere
+    if SIDECAR_KEY in metadata and not is_single_file:  # frames of earlier versions have none
+        difference_text = difference_text or find_sidecar_difference(
+            metadata, frames.path, against.metadata, original_name
+        )
+    return BundleDifference(None, difference_text) if difference_text else None

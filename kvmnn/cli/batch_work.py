@@ -1,0 +1,139 @@
+"""A verb as work on one of many files (`kvmnn.batch`), wherever that is done."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from ..batch import Task, TaskOutcome
+from ..errors import OptionError
+from ..files.change_detection import InputGuard
+from . import command_parser, entry_point, shared_options, streams
+
+BATCH_COMMANDS = ("encode", "inspect", "measure", "verify")
+
+
+@dataclass(frozen=True)
+class CommandWork:
+    """What ``kvmnn VERB --json`` does with one input, on one thread; the document is the one that it prints.
+
+    Parameters
+    ----------
+    command_name
+        One of `BATCH_COMMANDS`.
+    options
+        Values of the verb's options, as its parser has them.
+    """
+
+    command_name: str
+    options: Mapping[str, Any]
+
+    @classmethod
+    def from_words(cls, command_name: str, *words: str) -> CommandWork:
+        """The work that options as on the command line ask for, e.g. ``VerbWork.of("encode", "--effort", "fast")``.
+
+        Raises
+        ------
+        OptionError
+            For another verb, for words that are none of its options, and for those that say how a run of many goes
+            (``--jobs``, ``--threads`` ...): `kvmnn.batch.run` is told that.
+        """
+        if command_name not in BATCH_COMMANDS:
+            raise OptionError(
+                f"{command_name!r} is not done for many files: expected one of {', '.join(BATCH_COMMANDS)}"
+            )
+        with streams.capture_output() as captured:
+            try:
+                arguments = command_parser.parse_command_line([command_name, *words, "--", "-"])
+            except SystemExit:
+                raise OptionError("; ".join(captured.errors) or "asks for help") from None
+        for name in _BATCH_ONLY_OPTIONS:
+            if shared_options.was_given(arguments, name):
+                option = shared_options.get_option_name(arguments, name)
+                raise OptionError(f"{option} is about a run of many files: kvmnn.batch.run_tasks is told how it goes")
+        return cls.from_arguments(command_name, arguments)
+
+    @classmethod
+    def from_arguments(cls, command_name: str, arguments: argparse.Namespace) -> CommandWork:
+        """The work that a namespace asks for, but for what it says of many."""
+        return cls(
+            command_name, {name: value for name, value in vars(arguments).items() if name not in _EXCLUDED_ARGUMENTS}
+        )
+
+    def compute_identity(self) -> dict[str, Any]:
+        """What the results depend on, as JSON has it."""
+        from .._util.packages import get_version
+
+        # What was typed is for documents only; what may be replaced changes no result.
+        options = {name: value for name, value in self.options.items() if name not in ("typed", "force")}
+        changed_options = {
+            name: value for name, value in options.items() if value != _get_default(self.command_name, name)
+        }
+        return {
+            "kvmnn": get_version(),
+            "verb": self.command_name,
+            "options": json.loads(json.dumps(changed_options, default=str)),
+        }
+
+    def __call__(self, task: Task) -> TaskOutcome:
+        arguments = argparse.Namespace(**{**_get_defaults(self.command_name), **self.options})
+        arguments.json, arguments.quiet = True, False
+        arguments.inputs = [task.path]
+        if hasattr(arguments, "threads"):
+            arguments.threads = 1
+        if task.output is not None:
+            arguments.output, arguments.named = None, task.output
+            arguments.force |= task.replace
+            os.makedirs(os.path.dirname(os.path.abspath(task.output)), exist_ok=True)
+        with streams.capture_output() as captured:
+            try:
+                with InputGuard():
+                    arguments.run(arguments)
+            except Exception as exc:
+                streams.write_error_line("error", entry_point.describe_error(exc, arguments)[0])
+            except SystemExit:
+                pass  # and why was said
+        error = "; ".join(captured.errors) or None
+        return TaskOutcome(captured.document, error, tuple(captured.notes))
+
+
+def import_command(command_name: str) -> None:
+    """Import what a verb needs."""
+    _get_defaults(command_name)
+    for name in ("bundle", "formats", *(["analysis.measurement"] if command_name == "measure" else [])):
+        import_module(f"..{name}", __package__)
+
+
+_BATCH_ONLY_OPTIONS = ("jobs", "dask", "resume", "match", "threads")
+_EXCLUDED_ARGUMENTS = {*("run", "parser", "inputs", "dump_dir", "json", "quiet"), *_BATCH_ONLY_OPTIONS}
+
+
+@cache
+def _make_parser(command_name: str) -> argparse.ArgumentParser:
+    subparser: argparse.ArgumentParser = command_parser.get_subparsers(
+        command_parser.build_parser((command_name,))
+    ).choices[command_name]
+    return subparser
+
+
+@cache
+def _get_defaults(command_name: str) -> Mapping[str, Any]:
+    """All that a namespace of the verb has, with nothing given."""
+    subparser = _make_parser(command_name)
+    return {
+        **{action.dest: action.default for action in subparser._actions if action.default is not argparse.SUPPRESS},
+        **{name: subparser.get_default(name) for name in ("run", "parser")},
+    }
+
+
+def _get_default(command_name: str, name: str) -> Any:
+    with suppress(KeyError):
+        return _get_defaults(command_name)[name]
+    return None

@@ -1,0 +1,446 @@
+"""Help that fits the terminal: paragraphs are filled, lists stay lists, options of a few are folded away.
+
+Words of a command line in the order that argparse wants: positional arguments first, then options.
+
+argparse fills positional arguments from one run of words, so that of ``encode a.npy -o x/ b.npy`` the last is left
+over; its own remedy, ``parse_intermixed_args``, does not support parsers of verbs.
+
+The command's parser: every verb with its options, help that fits the terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+from .._util.text import suggest
+from . import streams
+
+_MAX_HELP_COLUMNS = 100
+_MIN_HELP_COLUMNS = 40
+_HELP_START_COLUMN = 26
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """Breaks lines between words only; lines that begin with blanks are lists or examples, and stay as they are."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        columns = max(_MIN_HELP_COLUMNS, min(_MAX_HELP_COLUMNS, shutil.get_terminal_size().columns))
+        super().__init__(prog, **options | {"max_help_position": _HELP_START_COLUMN, "width": columns - 1})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = _fill_paragraphs(text, width - len(indent))
+        return "\n".join(indent + line if line else "" for line in lines).rstrip("\n")
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return _wrap_words(" ".join(text.split()), width)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings or action.nargs == 0:
+            return super()._format_action_invocation(action)
+        values = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return f"{', '.join(action.option_strings)} {values}"
+
+
+def format_usage(parser: argparse.ArgumentParser) -> str:
+    """One line of what must be given; the options stand below anyhow."""
+    formatter = HelpFormatter(parser.prog)
+
+    def format_action(action: argparse.Action) -> str:
+        if action.option_strings:
+            values = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
+            return f"{action.option_strings[-1]} {values}"
+        return formatter._format_args(action, formatter._get_default_metavar_for_positional(action))
+
+    words = [parser.prog, "[options]"]
+    words += [
+        f"({' | '.join(map(format_action, group._group_actions))})"
+        for group in parser._mutually_exclusive_groups
+        if group.required
+    ]
+    words += [format_action(action) for action in parser._actions if action.option_strings and action.required]
+    words += [format_action(action) for action in parser._actions if not action.option_strings]
+    return " ".join(words).replace("%", "%%")
+
+
+def fold_group(parser: argparse.ArgumentParser, group: Any, option: str) -> None:
+    """Show the options of a group only where `option` asks for them."""
+    texts = {action: action.help for action in group._group_actions}
+    for action in texts:
+        action.help = argparse.SUPPRESS
+    group.add_argument(
+        option, action=_UnfoldAction, nargs=0, group=group, texts=texts, help="show these options and exit"
+    )
+
+
+def narrow_help(
+    parser: argparse.ArgumentParser,
+    dest: str,
+    options: Mapping[str, Collection[str]],
+    describe_choice: Callable[[str], str],
+) -> None:
+    """Let the help behind one of the words that `dest` may be show what concerns it only.
+
+    Parameters
+    ----------
+    options
+        Of each word, which options it has; those that no word names are of all.
+    describe_choice
+        What the help says of a word.
+    """
+    help_action = next(action for action in parser._actions if isinstance(action, argparse._HelpAction))
+    narrowing_action = _NarrowHelpAction(help_action, dest, options, describe_choice)
+    for actions in (parser._actions, *(group._group_actions for group in parser._action_groups)):
+        actions[:] = [narrowing_action if action is help_action else action for action in actions]
+    for name in help_action.option_strings:
+        parser._option_string_actions[name] = narrowing_action
+
+
+def collect_help(parser: argparse.ArgumentParser) -> dict[argparse.Action, str]:
+    """All options with their help, those that are folded away included, and none that are hidden."""
+    texts = {action: action.help or "" for action in parser._actions}
+    for action in parser._actions:
+        if isinstance(action, _UnfoldAction):
+            texts |= action.texts
+    return {action: text.replace("%%", "%") for action, text in texts.items() if text != argparse.SUPPRESS}
+
+
+class _UnfoldAction(argparse.Action):
+    def __init__(self, *, group: Any, texts: dict[argparse.Action, str], **options: Any) -> None:
+        super().__init__(default=argparse.SUPPRESS, **options)
+        self._group, self.texts = group, texts
+
+    def covers_only(self, names: Collection[str]) -> bool:
+        """Whether these are all its options."""
+        return all(action.dest in names for action in self.texts)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        for action, text in self.texts.items():
+            action.help = text
+        formatter = parser._get_formatter()
+        formatter.start_section(self._group.title)
+        formatter.add_text(self._group.description)
+        formatter.add_arguments(list(self.texts))
+        formatter.end_section()
+        parser._print_message(formatter.format_help())
+        parser.exit()
+
+
+class _NarrowHelpAction(argparse._HelpAction):
+    def __init__(
+        self,
+        help_action: argparse.Action,
+        dest: str,
+        options: Mapping[str, Collection[str]],
+        describe_choice: Callable[[str], str],
+    ) -> None:
+        super().__init__(help_action.option_strings, dest=help_action.dest, help=help_action.help)
+        self._dest, self._options, self._describe_choice = dest, options, describe_choice
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: Any = None
+    ) -> None:
+        word = str(getattr(namespace, self._dest, None))
+        if word in self._options:
+            self._narrow_to(parser, word)
+        parser.print_help()
+        parser.exit()
+
+    def _narrow_to(self, parser: argparse.ArgumentParser, word: str) -> None:
+        parser.description = self._describe_choice(word)
+        hidden_names = {name for names in self._options.values() for name in names} - set(self._options[word])
+        for action in list(parser._actions):
+            if action.dest == self._dest:
+                action.metavar, action.help = word, argparse.SUPPRESS
+            elif action.dest in hidden_names and not action.option_strings:
+                action.help = argparse.SUPPRESS
+                parser._actions.remove(action)
+            elif action.dest in hidden_names or (
+                isinstance(action, _UnfoldAction) and action.covers_only(hidden_names)
+            ):
+                action.help = argparse.SUPPRESS
+        for group in parser._action_groups:
+            if all(action.help == argparse.SUPPRESS for action in group._group_actions):
+                group.description = None
+
+
+def _fill_paragraphs(text: str, width: int) -> Iterator[str]:
+    """The lines of a text of paragraphs and indented lines."""
+    paragraph: list[str] = []
+    for line in [*text.strip("\n").split("\n"), ""]:
+        if line.strip() and not line.startswith(" "):
+            paragraph.append(line.strip())
+            continue
+        if paragraph:
+            yield from _wrap_words(" ".join(paragraph), width)
+            paragraph.clear()
+        yield line
+
+
+def _wrap_words(text: str, width: int) -> list[str]:
+    return textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+
+
+class SortedWords:  # no dataclass, which takes longer to make than a line takes to sort
+    """The words behind a verb, sorted."""
+
+    def __init__(self) -> None:
+        self.positional: list[str] = []
+        """In the order in which they were given, as all."""
+        self.options: list[str] = []
+        """With their values."""
+        self.unknown: list[str] = []
+        """What looks like an option and is none of the verb's."""
+        self.has_end_marker = False
+        """Whether ``--`` ends the options."""
+
+    def to_words(self) -> list[str]:
+        """Return all words, such that each positional argument stands next to the others."""
+        if self.has_end_marker:
+            return [*self.options, "--", *self.positional]
+        # before the options, as the help of `store put` depends on the action
+        return [*self.positional, *self.options]
+
+
+def sort_words(parser: argparse.ArgumentParser, words: Sequence[str]) -> SortedWords:
+    """Sort the words behind a verb by what its parser makes of each; values stay behind their options."""
+    sorted_words = SortedWords()
+    next_index = 0
+    while next_index < len(words):
+        word = words[next_index]
+        next_index += 1
+        if word == "--":
+            sorted_words.has_end_marker = True
+            sorted_words.positional += words[next_index:]
+            break
+        if not is_option_word(parser, word):
+            sorted_words.positional.append(word)
+            continue
+        action, has_value = find_option_action(parser, word)
+        sorted_words.options.append(word)
+        if action is None:
+            sorted_words.unknown.append(word)
+        elif not has_value:
+            count = count_values(parser, action, words, next_index)
+            sorted_words.options += words[next_index : next_index + count]
+            next_index += count
+    return sorted_words
+
+
+def is_option_word(parser: argparse.ArgumentParser, word: str) -> bool:
+    """Whether argparse takes a word for an option: no number, no text with blanks, no single dash."""
+    is_number = parser._negative_number_matcher.match(word) is not None
+    return len(word) > 1 and word[0] == "-" and not is_number and " " not in word.partition("=")[0]
+
+
+def find_option_action(parser: argparse.ArgumentParser, word: str) -> tuple[argparse.Action | None, bool]:
+    """The action of a word, and whether the word itself has its value: ``--out=x``, ``-ox``."""
+    action_by_option = parser._option_string_actions
+    name, sign, _ = word.partition("=")
+    if word in action_by_option or name in action_by_option:
+        return (action_by_option[word], False) if word in action_by_option else (action_by_option[name], bool(sign))
+    if word.startswith("--"):  # an abbreviation; argparse itself refuses one of several
+        matches = [action for option, action in action_by_option.items() if option.startswith(name)]
+        return (matches[0], bool(sign)) if matches else (None, False)
+    for letter_end, letter in enumerate(word[1:], 2):  # several letters in one word, the last of which may take a value
+        action = action_by_option.get(f"-{letter}")
+        if action is None:
+            return None, False
+        if action.nargs != 0:
+            return action, letter_end < len(word)
+    return action_by_option[f"-{word[-1]}"], False
+
+
+def count_values(
+    parser: argparse.ArgumentParser, action: argparse.Action, words: Sequence[str], begin_index: int
+) -> int:
+    """How many of the words from `begin_index` on are values of an option."""
+    max_count = 1
+    if isinstance(action.nargs, int):
+        max_count = action.nargs
+    elif action.nargs in ("+", "*"):
+        max_count = len(words)
+    for count, word in enumerate(words[begin_index : begin_index + max_count]):
+        if word == "--" or is_option_word(parser, word):
+            return count
+    return min(max_count, len(words) - begin_index)
+
+
+COMMANDS_BY_GROUP = {
+    "frames": ("encode", "decode", "inspect", "verify", "diff", "transcode", "bench"),
+    "KV caches of MNN": ("unpack", "pack", "repack", "compact", "store", "plan", "replay", "measure"),
+    "language models": ("eval", "plot", "generate", "dump-kv", "gate", "report"),
+    "compressor weights": ("convert", "export", "compress-kv"),
+    "the command itself": ("completion",),
+}
+"""Verbs as the help has them. Each is a module in commands/, with _ for -, that is imported when it is needed."""
+
+_VERSION_OPTIONS = ("-V", "--version")
+COMMANDS = tuple(verb for group in COMMANDS_BY_GROUP.values() for verb in group)
+
+_TOP_DESCRIPTION = """The KV cache of LLMs on MNN, outside the engine: lossless frames, packed layouts, eviction.
+
+The verbs, in groups; kvmnn VERB --help says more of each."""
+
+_TOP_EPILOG = """\
+exit codes: 0 ok, 1 bad data or a failed check, 2 usage, 3 an optional package is missing, 70 a defect of
+kvmnn; 129, 130, 141, 143 ended by a signal
+
+  kvmnn encode keys.npy -o keys.frame     writes keys.frame and keys.frame.json
+  kvmnn inspect keys.frame
+  kvmnn verify keys.frame --against keys.npy
+  kvmnn decode keys.frame -o back.npy"""
+
+
+def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The parser of the command with `commands`: all of them, for completions and manuals."""
+    parser = _TopParser(
+        prog="kvmnn",
+        description=_TOP_DESCRIPTION,
+        epilog=_TOP_EPILOG,
+    )
+    parser.add_argument(*_VERSION_OPTIONS, action=_VersionAction, nargs=0, help="print versions and exit")
+    subparsers = parser.add_subparsers(title="verbs", metavar="VERB", parser_class=CommandParser)
+    for command_name in commands:
+        import_module(".commands." + command_name.replace("-", "_"), __package__).add_parser(subparsers)
+    return parser
+
+
+def parse_command_line(words: list[str]) -> argparse.Namespace:
+    """The arguments in `words`; only the verb that is named is imported."""
+    first_word = words[0] if words else ""
+    command_name = first_word if first_word in COMMANDS else None
+    parser = build_parser(
+        [command_name]
+        if command_name
+        else COMMANDS
+        if first_word.startswith("-") and first_word not in _VERSION_OPTIONS
+        else []
+    )
+    if command_name is None:
+        if not words:
+            parser = build_parser()
+        elif not first_word.startswith("-"):
+            parser.error(f"there is no verb {first_word!r}{suggest(first_word, COMMANDS)}")
+        _check_options_before_command(parser, words)
+        arguments = parser.parse_args(words)
+    else:
+        subparser = get_subparsers(parser).choices[command_name]
+        order = sort_words(subparser, words[1:])
+        if order.unknown and not {"-h", "--help"} & {*order.options}:
+            _refuse_words(subparser, order.unknown)
+        arguments, extra_words = parser.parse_known_args([command_name, *order.to_words()])
+        if extra_words:
+            _refuse_words(subparser, extra_words)
+    if not hasattr(arguments, "run"):
+        parser.print_help()
+        raise SystemExit(0)
+    arguments.typed = {"words": words}
+    return arguments
+
+
+_NEGATIVE_NUMBER_REGEX = re.compile(r"-[0-9.][0-9.,:eE+-]*")  # lists as well, such as --shape -1,8,128: no option is so
+
+
+def _refuse_words(parser: argparse.ArgumentParser, words: list[str]) -> NoReturn:
+    """Refuse words that a verb does not take."""
+    option_names = [option for action in parser._actions for option in action.option_strings]
+    parser.error(f"unrecognized arguments: {' '.join(words)}{suggest(words[0].partition('=')[0], option_names)}")
+
+
+def _check_options_before_command(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """Refuse options of verbs that stand before the verb, and others that the command itself does not have."""
+    unknown_words = sort_words(parser, words).unknown
+    if unknown_words and not {"-h", "--help", *_VERSION_OPTIONS} & {*words}:
+        command_name = next((word for word in words if word in COMMANDS), None)
+        if command_name is not None:
+            parser.error(f"options follow the verb: kvmnn {command_name} {unknown_words[0]} ...")
+        _refuse_words(parser, unknown_words)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Says what it has to say as the whole command does."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": HelpFormatter} | options)
+        self._negative_number_matcher = _NEGATIVE_NUMBER_REGEX
+        self.color = False  # Python 3.14 would have it
+
+    def format_usage(self) -> str:
+        self.usage = format_usage(self)
+        return super().format_usage()
+
+    def format_help(self) -> str:
+        self.usage = format_usage(self)
+        return super().format_help()
+
+    def error(self, message: str) -> NoReturn:
+        streams.write_error_line("error", f"{message} (see {self.prog} --help)")
+        raise SystemExit(2)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        streams.flush_out()
+        super().exit(status, message)
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        streams.write_out(message, end="")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choice_texts = [str(choice) for choice in action.choices]
+            hint = suggest(str(value), choice_texts) or f" (choose from {', '.join(choice_texts)})"
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}{hint}")
+
+
+class _TopParser(CommandParser):
+    def format_help(self) -> str:
+        """As argparse has it, with the verbs in their groups."""
+        action_by_command = {action.dest: action for action in get_subparsers(self)._get_subactions()}
+        formatter = self._get_formatter()
+        formatter.add_usage(format_usage(self), [], [])
+        formatter.add_text(self.description)
+        for title, names in COMMANDS_BY_GROUP.items():
+            formatter.start_section(title)
+            formatter.add_arguments([action_by_command[name] for name in names if name in action_by_command])
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments([action for action in self._actions if action.option_strings])
+        formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+
+def get_subparsers(parser: argparse.ArgumentParser) -> argparse._SubParsersAction[Any]:
+    """The verbs that a parser has."""
+    return next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+
+
+class _VersionAction(argparse.Action):
+    def __call__(self, *_: Any) -> NoReturn:
+        streams.write_out(format_version())
+        streams.flush_out()
+        raise SystemExit(0)
+
+
+def format_version() -> str:
+    """What ``kvmnn --version`` prints."""
+    import platform
+
+    import numpy as np
+
+    from .. import _simd
+    from .._util.packages import get_version
+    from ..frames import zstd
+
+    byte_exact_text = "yes" if zstd.is_byte_exact() else "no"
+    return (
+        f"kvmnn {get_version()}\n"
+        f"Python {platform.python_version()}, numpy {np.__version__}\n"
+        f"zstd {zstd.get_version()} ({zstd.get_binding()}), byte-exact with MNN: {byte_exact_text}\n"
+        f"SIMD level: {_simd.simd_level()}"
+    )

@@ -1,0 +1,64 @@
+"""``kvmnn bench``: speed and ratio of kvmnn and of the rivals that are installed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .. import console, input_sources, shared_options
+
+_DESCRIPTION = """\
+Measure encode and decode speed and ratio on real data: kvmnn's efforts, its dense streams of K and V where
+their axes are known, and whatever rivals are installed (zstandard, lz4, blosc2, bitshuffle, pcodec, zipnn; "pip install
+bitshuffle blosc2 lz4 pcodec zipnn").
+
+All codecs take turns in one process; figures are medians over --rounds. Each round trip is checked. Break-even is the
+link speed below which compress + send + decompress (on the clock, one after the other) beats sending raw bytes.
+A codec is dominated where another one is nowhere worse in ratio and in CPU time of both ways."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_command(subparsers, "bench", run, "speed and ratio beside the rivals", _DESCRIPTION)
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="IN",
+        help="arrays, a dump, a prefix cache, frames; other engines' caches after kvmnn unpack",
+    )
+    shared_options.add_source(parser, "what the words are (default: the array's own type; raw words need it)")
+    parser.add_argument(
+        "--rounds", type=shared_options.parse_positive, default=5, metavar="N", help="turns a codec (default: 5)"
+    )
+    parser.add_argument(
+        "--max-bytes",
+        dest="bench_bytes",
+        type=shared_options.parse_byte_count,
+        default=64 << 20,
+        metavar="SIZE",
+        help="measure the beginning of larger arrays (default: 64M; 0: all)",
+    )
+    parser.add_argument("--max", action="store_true", help="measure effort max on all the data, not on its first MiB")
+    parser.add_argument(
+        "--threads", type=shared_options.parse_positive, default=1, metavar="N", help="threads to use (default: 1)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    from ...bench import compare, count_runs
+
+    source = input_sources.load(arguments.inputs, arguments)
+    input_sources.report_skipped(source, arguments)
+    total = count_runs(source, arguments.rounds, arguments.threads, arguments.bench_bytes, with_max=arguments.max)
+    with console.progress_bar(arguments, total, "bench", unit="turn") as step:
+        report = compare(
+            source,
+            max_bytes=arguments.bench_bytes,
+            repeats=arguments.rounds,
+            threads=arguments.threads,
+            with_max=arguments.max,
+            progress=step,
+        )
+    console.show_result(arguments, "bench", report)
+    return 0

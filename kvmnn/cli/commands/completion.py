@@ -1,0 +1,44 @@
+"""``kvmnn completion``: what shells complete, and the manual page."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from .. import streams
+
+_DESCRIPTION = """\
+Print what a shell needs to complete verbs, options, their values and files, or the manual page; all of it is
+made from the options of the kvmnn that prints it.
+
+  kvmnn completion bash >~/.local/share/bash-completion/completions/kvmnn
+  kvmnn completion zsh >~/.zfunc/_kvmnn       (with ~/.zfunc in $fpath)
+  kvmnn completion fish >~/.config/fish/completions/kvmnn.fish
+  kvmnn completion man >~/.local/share/man/man1/kvmnn.1"""
+
+COMPLETION_FORMS = ("bash", "zsh", "fish", "man")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the verb, which prints a text and nothing else: no --json, nothing to be quiet about."""
+    parser = subparsers.add_parser(
+        "completion", help="completions for shells, the manual page", description=_DESCRIPTION
+    )
+    parser.add_argument(
+        "form", choices=COMPLETION_FORMS, metavar="SHELL", help="bash, zsh or fish; man: the manual page"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    from .. import build_parser, completion_scripts
+
+    parser = build_parser()
+    if arguments.form == "man":
+        streams.write_out(completion_scripts.format_manual(parser), end="")
+    else:
+        streams.write_out(
+            completion_scripts.FORMATTER_BY_SHELL[arguments.form](completion_scripts.describe_commands(parser)), end=""
+        )
+    return 0

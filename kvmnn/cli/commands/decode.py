@@ -1,0 +1,185 @@
+"""``kvmnn decode``: frames to arrays."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from .. import console, input_sources, packed_options, shared_options
+from ..console import STDIO, UsageError
+
+if TYPE_CHECKING:
+    from ..._util.parallel import Progress
+    from ...bundle import DecodeOptions, FrameSet
+
+_DESCRIPTION = """Decode frames into the arrays they were made from.
+
+IN is a frame, a frame with its manifest (IN.json) beside it, a manifest, a directory with a manifest.json, or "-" for
+standard input. With a manifest the same arrays come back and their hashes are checked; a frame alone, or several one
+after another, become a 1-D array of their words: only a manifest knows shape and names.
+
+  -o X.npy                     one array
+  -o X.npz, X.safetensors      any number of arrays
+  -o DIR/                      one .npy file for each array
+  -o X, -o X.bin, -o -         the raw words of one array; for a name with
+                               another suffix with --raw
+  --as dump -o DIR/            the KV dump that was encoded
+
+Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .npy files instead), byte for byte.
+--model, --token-ids and --backend are compared with what the manifest says, and what differs is
+refused; --force restores anyway.
+
+Frames of a whole file of llama.cpp or MLX become that file again, byte for byte, with -o FILE or on standard output
+(--arrays: its arrays as they lie there; kvmnn unpack gives K and V by heads).
+
+A Zarr store (X.zarr, s3://bucket/X.zarr) gives its arrays; the hashes that kvmnn noted down in it are checked.
+
+Without -o, X.npy.frame and X.frame become X.npy, and X.frames/ of a whole file X;
+only what comes from standard input goes to standard output, as raw words (if that
+is a file or a pipe)."""
+
+
+_EXPECTED_OPTIONS = ("name", "backend", "lp", "hp", "flash_block", "model", "token_ids")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_command(subparsers, "decode", run, "frames to arrays", _DESCRIPTION)
+    parser.add_argument("input", metavar="IN", help="a frame, a manifest, a bundle; - for standard input")
+    shared_options.add_output(parser, "file, directory, or - (standard output)")
+    shared_options.add_raw(parser)
+    shared_options.add_dtype(parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)")
+    parser.add_argument(
+        "--max-bytes",
+        type=shared_options.parse_byte_count,
+        metavar="SIZE",
+        help="refuse to decode more raw bytes than this",
+    )
+    parser.add_argument(
+        "--as",
+        dest="form",
+        choices=("dump",),
+        help="give back the KV dump that was encoded: its files of K and V, and its metadata files",
+    )
+    parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
+    shared_options.add_threads(parser)
+    group = parser.add_argument_group("prefix caches", "what is expected of the files that are restored")
+    group.add_argument("--arrays", action="store_true", help="write plain arrays, not the files they came from")
+    group.add_argument("--name", metavar="NAME", help="what the engine calls the prefix (default: as before)")
+    packed_options.add_layout_options(group, "--backend")
+    packed_options.add_origin_options(group)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    from ...bundle import DecodeOptions
+    from ...formats import is_zarr_store
+
+    if is_zarr_store(arguments.input):
+        return _decode_zarr(arguments)
+    options = DecodeOptions(
+        dtype=arguments.dtype,
+        codecs=shared_options.select_codecs(arguments),
+        max_bytes=arguments.max_bytes,
+        threads=arguments.threads,
+    )
+    frames = input_sources.open_frame_set(arguments.input, arguments, options)
+    input_sources.check_dtype_matches(frames, arguments)
+    is_on_stdout = console.is_data_to_stdout(arguments, arguments.input)
+    if arguments.form and (is_on_stdout or arguments.arrays):
+        raise UsageError("--as dump writes a directory of files: use -o DIR/, and no --arrays")
+    output = console.open_data_stdout(arguments, "data") if is_on_stdout else _choose_output(arguments, frames)
+    with console.progress_bar(arguments, frames.raw_bytes, "decode") as step:
+        restore_result = _restore_output(frames, output, options, arguments, step)
+    console.show_result(arguments, "decode", restore_result, data_on_stdout=is_on_stdout)
+    return 0
+
+
+def _decode_zarr(arguments: argparse.Namespace) -> int:
+    """The arrays of a Zarr store."""
+    from ...formats import ReadOptions, restore_store
+
+    shared_options.refuse_given(
+        arguments, ("form", "no_manifest", "no_zstd", *_EXPECTED_OPTIONS), "is about frames, and a store is read"
+    )
+    is_on_stdout = console.is_data_to_stdout(arguments, arguments.input)
+    if not is_on_stdout and arguments.output is None:
+        raise UsageError("no output given: use -o X.npz, -o X.safetensors, -o DIR/ or -o -")
+    options = ReadOptions(
+        dtype=arguments.dtype, decode_frames=False, threads=arguments.threads, max_bytes=arguments.max_bytes
+    )
+    output = console.open_data_stdout(arguments, "data") if is_on_stdout else arguments.output
+    if isinstance(output, str):
+        console.check_output_suffix(arguments, output)
+    with console.progress_bar(arguments, 0, "decode") as step:
+        restore_result = restore_store(arguments.input, output, options, force=arguments.force, progress=step)
+    input_sources.report_notes(restore_result.notes, arguments)
+    console.show_result(arguments, "decode", restore_result, data_on_stdout=is_on_stdout)
+    return 0
+
+
+def _restore_output(
+    frames: FrameSet,
+    output: str | console.Stdout,
+    options: DecodeOptions,
+    arguments: argparse.Namespace,
+    progress: Progress | None,
+) -> console.CommandResult:
+    """A KV dump if asked for, the files of a prefix cache, where the frames were made from one, or plain arrays."""
+    from ...formats import can_restore_file, restore, restore_file
+    from ...formats.mnn import can_restore_prefix, restore_dump, restore_prefix
+
+    if arguments.form and isinstance(output, str):
+        shared_options.refuse_given(
+            arguments, _EXPECTED_OPTIONS, "is about the files of a prefix cache, and a dump is written"
+        )
+        shared_options.refuse_given(arguments, ["raw"], "is about one array, and a dump is written")
+        return restore_dump(frames, output, options, force=arguments.force, progress=progress)
+    if not arguments.arrays and can_restore_file(frames, output if isinstance(output, str) else None):
+        shared_options.refuse_given(
+            arguments, _EXPECTED_OPTIONS, "is about the files of a prefix cache, and another file is written"
+        )
+        shared_options.refuse_given(arguments, ["raw"], "is about one array, and a whole file is written")
+        return restore_file(frames, output, options, force=arguments.force, progress=progress)
+    if arguments.arrays or not isinstance(output, str) or not can_restore_prefix(frames, output):
+        shared_options.refuse_given(
+            arguments, _EXPECTED_OPTIONS, "is about the files of a prefix cache, and plain arrays are written"
+        )
+        if isinstance(output, str):
+            console.check_output_suffix(arguments, output, frames.arrays)
+        arrays = restore(frames, output, options, force=arguments.force, progress=progress)
+        input_sources.report_notes(arrays.notes, arguments)
+        return arrays
+    shared_options.refuse_given(arguments, ["raw"], "is about one array, and a prefix cache is written")
+    restore_result = restore_prefix(
+        frames,
+        output,
+        packed_options.build_geometry(arguments),
+        name=arguments.name,
+        model=arguments.model,
+        token_ids=packed_options.hash_token_ids(arguments),
+        options=options,
+        force=arguments.force,
+        progress=progress,
+    )
+    input_sources.report_notes(restore_result.warnings, arguments, "warning")
+    return restore_result
+
+
+def _choose_output(arguments: argparse.Namespace, frames: FrameSet) -> str:
+    """The output's name: as given, or the input's without what encode appended."""
+    from ...formats import can_restore_file
+
+    path = PurePath(arguments.input)
+    if arguments.output is not None:
+        output: str = arguments.output
+        return output
+    if path.suffix in (".frames", ".frame") and not arguments.arrays and can_restore_file(frames):
+        return str(path.with_suffix(""))
+    if arguments.input == STDIO or path.suffix != ".frame" or len(frames.arrays) > 1:
+        raise UsageError("no output given: use -o X.npy, -o X.npz, -o DIR/ or -o -")
+    stem = path.with_suffix("")
+    return (
+        str(stem) if stem.suffix == ".npy" else f"{stem}.npy"
+    )  # K and V of a layer differ in what looks like a suffix

@@ -1,0 +1,239 @@
+"""``kvmnn encode``: arrays to frames."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from .. import batch, console, dense_options, input_sources, packed_options, shared_options
+from ..console import STDIO, UsageError
+
+if TYPE_CHECKING:
+    from ...arrays.source import Source
+    from ...batch import InputPath, Task
+    from ...bundle import EncodeResult
+
+_DESCRIPTION = """Encode arrays into the frames that MNN would store.
+
+IN is a .npy, .npz or .safetensors file, a directory of .npy files or of an MNN KV dump, any other file of raw words
+(--dtype says of which kind), or "-" for standard input (any such file). Several inputs make one bundle. The
+directory of a prefix cache gives the live K and V of every layer, and decode makes its files again. A session or
+sequence file of llama.cpp and a prompt cache of mlx-lm are kept whole: decode writes the same file, byte for byte
+(docs/other-engines.md). What torch.save stored of a cache of transformers is read as K and V of every layer. Of float8
+arrays frames keep the codes.
+
+  -o FILE    one array: its frame, and FILE.json beside it, from which decode
+             restores the same array
+  -o DIR/    any number of arrays: one frame file each and DIR/manifest.json
+  -o X.zarr  a Zarr store, each chunk a frame: zarr, xarray and dask read it;
+             also at a URL, such as s3://bucket/X.zarr (docs/zarr.md)
+  -o -       one frame and nothing else on standard output
+  --jobs N   each file below IN by itself; -o DIR/ gets the same folders
+             (--help-many)
+
+Without -o, X.npy becomes X.npy.frame and X.npz becomes X.npz.frames/; only what comes from standard input goes to
+standard output (if that is a file or a pipe).
+An array above --frame-bytes is cut along its leading axes into several frames,
+which all processors share; to standard output goes one frame, of up to 64 MiB.
+--codec dense makes dense streams of K and V instead, smaller and for kvmnn alone
+(docs/dense.md).
+A frame of words without redundancy is larger than they are; --block and
+--allow-raw store such arrays as they are, and the manifest says "stored": "raw".
+Every frame is decoded and compared with its input before LOSSLESS is printed."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_command(subparsers, "encode", run, "arrays to frames", _DESCRIPTION)
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="arrays, a dump, a prefix cache; - for standard input")
+    shared_options.add_output(parser, "file, directory, or - (standard output)")
+    shared_options.add_source(parser, "what the words are (default: the array's own type; raw words need it)")
+    parser.add_argument(
+        "--predictors",
+        type=_check_predictors,
+        metavar="SPEC",
+        help="e.g. raw,delta_seq (default: raw,delta_seq,xor_seq)",
+    )
+    parser.add_argument(
+        "--predictors-k", type=_check_predictors, metavar="SPEC", help="predictors for arrays that are K by their names"
+    )
+    parser.add_argument(
+        "--predictors-v", type=_check_predictors, metavar="SPEC", help="predictors for arrays that are V by their names"
+    )
+    parser.add_argument(
+        "--hi-predictors",
+        type=_check_predictors,
+        metavar="SPEC",
+        help="other predictors for the high bytes of 16-bit words",
+    )
+    parser.add_argument(
+        "--effort",
+        choices=shared_options.EFFORT_CHOICES,
+        default="exact",
+        help="exact: MNN's own bytes; balanced: one guess a stream, K and V two to three times as fast; fast: the "
+        "least work, five to ten times as fast; max: the smallest frame MNN decodes (slow)",
+    )
+    parser.add_argument(
+        "--frame-bytes",
+        type=parse_frame_bytes,
+        metavar="SIZE",
+        help="cut arrays above this many raw bytes (default: 16M, 64M to a stream; 0: never)",
+    )
+    dense_options.add_codec(parser)
+    raw = parser.add_mutually_exclusive_group()
+    raw.add_argument(
+        "--block",
+        action="store_true",
+        help="MNN's rule: K and V of a layer stay raw where their frames together do not shrink",
+    )
+    raw.add_argument("--allow-raw", action="store_true", help="any array stays raw where its frames do not shrink")
+    parser.add_argument("--no-verify", action="store_true", help="do not decode and compare each frame")
+    shared_options.add_max_bytes(parser)
+    shared_options.add_threads(parser)
+    batch.add_batch_options(parser)
+    packed_options.add_packed_options(parser)
+
+
+def _check_predictors(spec: str) -> str:
+    """A specification as the engine reads it, but for names that it would pass over without a word."""
+    from ...errors import KvmnnError
+    from ...frames.predictors import resolve_predictors
+
+    try:
+        resolve_predictors([name.strip(" \t") for name in spec.split(",")])
+    except KvmnnError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return spec
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    if batch.is_batch(arguments):
+        return batch.run_batch(
+            arguments, "encode", arguments.inputs, accepted_kinds=["arrays"], output=_make_task_factory
+        )
+    from ...bundle import EncodeOptions, check_encode_output, encode_source
+    from ...formats import encode_store, has_zarr_suffix
+
+    is_dense = arguments.codec == "dense"
+    dense_options.check_codec_options(arguments)
+    options = EncodeOptions(
+        predictors=arguments.predictors,
+        hi_predictors=arguments.hi_predictors,
+        predictors_k=arguments.predictors_k,
+        predictors_v=arguments.predictors_v,
+        codecs=shared_options.select_codecs(arguments),
+        effort=arguments.effort,
+        frame_bytes=arguments.frame_bytes,
+        threads=arguments.threads,
+        verify=not arguments.no_verify,
+        block=arguments.block,
+        allow_raw=arguments.allow_raw,
+    )
+    is_to_zarr = has_zarr_suffix(arguments.output)
+    _refuse_url(arguments.output, is_to_zarr)
+    is_whole_file = packed_options.keeps_whole_file(arguments, arguments.inputs) and not is_to_zarr
+    used_options = dense_options.SOURCE_TEXT_OPTIONS if is_dense else ()
+    source = input_sources.load(
+        arguments.inputs,
+        arguments,
+        used_options=used_options,
+        is_whole_file=is_whole_file,
+        as_layers=is_dense,
+        codes=True,
+    )
+    input_sources.report_skipped(source, arguments)
+    if not is_to_zarr:
+        packed_options.note_arrays_only(arguments, arguments.inputs)
+    is_on_stdout = console.is_data_to_stdout(arguments, arguments.inputs[0])
+    path = None if is_on_stdout or is_to_zarr else _choose_output(arguments, source)
+    if is_dense:
+        if path is not None:  # before the rotation is looked for
+            check_encode_output(source, path, force=arguments.force)
+        options = replace(
+            options, dense=dense_options.build_dense_options(arguments, source, with_search=not is_to_zarr)
+        )
+    with console.progress_bar(arguments, source.nbytes, "encode") as step:
+        if is_to_zarr:
+            encode_result: EncodeResult = encode_store(
+                source, arguments.output, options, force=arguments.force, progress=step
+            )
+        else:
+            output = console.open_data_stdout(arguments, "frame") if path is None else path
+            encode_result = encode_source(source, output, options, force=arguments.force, progress=step)
+    if is_dense:
+        dense_options.note_idle_frame_options(arguments, encode_result)
+    text = encode_result.text(verbose=arguments.verbose)
+    console.show_result(arguments, "encode", encode_result, text=text, data_on_stdout=is_on_stdout)
+    return 0
+
+
+def _refuse_url(output: str | None, is_store: bool) -> None:
+    """`UsageError` for a URL that is not one of a Zarr store: it would be a folder here."""
+    from ...files.urls import is_url, redact_url
+
+    if output is not None and not is_store and is_url(output):
+        raise UsageError(f"-o {redact_url(output)}: a URL is written to as a Zarr store: -o {_ZARR_URL_EXAMPLE}")
+
+
+_ZARR_URL_EXAMPLE = "s3://bucket/X.zarr"
+_FRAMES_FOLDER_SUFFIX = ".frames/"
+
+
+def _make_task_factory(arguments: argparse.Namespace) -> Callable[[InputPath], Task]:
+    """The task of each of many files: its output lies beside it, or below -o as the file does below what was named."""
+    from ...batch import Task
+    from ...files.file_names import FRAME_SUFFIX, SIDECAR_SUFFIX, has_zarr_suffix
+
+    folder: str | None = arguments.output
+    if folder is not None and (
+        folder == STDIO or has_zarr_suffix(folder) or (os.path.exists(folder) and not os.path.isdir(folder))
+    ):
+        raise UsageError(f"-o {folder}: of many files the output is a folder: use -o DIR/")
+    _refuse_url(folder, False)
+    endings = (FRAME_SUFFIX, FRAME_SUFFIX + SIDECAR_SUFFIX, _FRAMES_FOLDER_SUFFIX.rstrip("/"))
+
+    def make_task(named_input: InputPath) -> Task:
+        base = named_input.path.rstrip("/" + os.sep) if folder is None else os.path.join(folder, named_input.name)
+        return Task(named_input.path, base, endings)
+
+    return make_task
+
+
+def _choose_output(arguments: argparse.Namespace, source: Source) -> str:
+    """The output's name: as given, or as gzip and zstd do it, the input's with something appended."""
+    from ...bundle.manifest import FRAME_SUFFIX
+    from ...files.urls import is_url
+    from ...formats import find_array_format
+
+    output: str | None = arguments.output
+    if batch_output := getattr(arguments, "named", None):  # one of many
+        return str(batch_output) + (FRAME_SUFFIX if len(source) == 1 else _FRAMES_FOLDER_SUFFIX)
+    if output is None:
+        if len(arguments.inputs) > 1 or arguments.inputs[0] == STDIO or is_url(arguments.inputs[0]):
+            raise UsageError("no output given: use -o FILE, -o DIR/ or -o -")
+        base_name: str = arguments.inputs[0].rstrip("/" + os.sep)
+        if not PurePath(base_name).name.strip("."):
+            raise UsageError(f"no output given and {arguments.inputs[0]!r} gives it no name: use -o DIR/")
+        return base_name + (FRAME_SUFFIX if len(source) == 1 else _FRAMES_FOLDER_SUFFIX)
+    is_file_name = (
+        os.path.exists(output) or PurePath(output).suffix.lower() == FRAME_SUFFIX or find_array_format(output)
+    )
+    if len(source) > 1 and is_file_name and not console.is_directory_output(output):
+        raise UsageError(f"{output}: {len(source)} arrays need a directory: use -o DIR/")
+    console.note_output_folder(arguments, output, len(source))
+    return output
+
+
+def parse_frame_bytes(text: str) -> int:
+    """The value of ``--frame-bytes``."""
+    from ...bundle.encoder import MIN_FRAME_BYTES
+
+    size = shared_options.parse_byte_count(text)
+    if 0 < size < MIN_FRAME_BYTES:
+        raise argparse.ArgumentTypeError(f"{text}: expected 0 (never cut) or at least {MIN_FRAME_BYTES}")
+    return size

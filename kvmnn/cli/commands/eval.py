@@ -1,0 +1,229 @@
+"""``kvmnn eval``: what eviction costs a language model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..._util.text import pluralize
+from .. import console, eval_options, shared_options, streams
+from ..console import UsageError
+
+if TYPE_CHECKING:
+    from ...evaluation import EvaluationResult
+
+_DESCRIPTION = """\
+Run a language model over texts with its KV cache cut by every policy and budget, and compare with the full
+cache: perplexity, next-token accuracy, bits per byte, time, memory, and what lossless frames of the cache that is left
+take. Every configuration scores the same tokens of the same texts in the same chunks.
+
+  kvmnn eval model/ --text texts/ --policy streaming --policy h2o_decayed \\
+      --budget 256 512 --jobs 2
+  kvmnn eval model/ --text a.txt b.txt --budget 512 --json \\
+      --policy l2_fixed:recent_ratio=0.5,strategy=keep_high
+  kvmnn eval model/ --text a.txt --preset streaming-h2o --plot plots/ \\
+      --resume cells.jsonl
+  kvmnn eval model/ --text chat.txt --from chat.session
+
+MODEL is an ONNX decoder with past_key_values inputs, or its folder, with tokenizer.json beside it. Options of a policy
+are the fields of its class (docs/policies.md); tuples are joined by + (skip_layers=0+1, skip_layers=none), and 50% of a
+whole number is that share of the budget (recent=50%). keep_ratio is a share of what is stored at each cut, so policies
+that cut at every step keep little of it: a share of the text is --budget 25%. What evicts is LOSSY; frames are LOSSLESS
+for what they are given.
+
+Presets are tables of two projects, measured by their own definitions and as it should be. Of l2_compress / KnormPress:
+
+  knorm-fixed[:fix_kv_sizes=256+512,strategies=keep_low+random,
+               keep_ratios=0.2+0.5,skip_layers=0+1,no_recent_only]
+  knorm-ratio[:keep_ratios=0.8+0.5,prune_after=1000,skip_layers=0+1]
+  knorm-ablation[:keep_ratio=0.8,prune_after=512,fix_kv_size=512,
+                  recent=0.5,skip_layers=0+1]
+
+Of StreamingLLM + H2O: streaming-h2o[:sink=8,recent=32,capacity=256] (or heavy_hitter=216 instead of capacity). All take
+no_baseline. knorm-ablation takes the project's improvements apart: the threshold, the order, the hybrid. Without a
+policy or preset it is the baseline, the full cache alone. A budget holds in every layer unless skip_layers is said;
+presets skip the layers that their projects skip, and say so in their labels.
+
+With --from every row but the first goes on from a cache that some engine saved, as if its tokens had been read; all
+rows score what follows them. Policies that rank tokens by attention cannot: nobody saw what those drew."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_command(subparsers, "eval", run, "what eviction costs a language model", _DESCRIPTION)
+    eval_options.add_compared_options(parser)
+    eval_options.add_setting_options(parser)
+    eval_options.add_start_options(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument("--csv", action="store_true", help="print CSV: a line for each row and document")
+    group.add_argument("--plot", metavar="DIR", help="draw plots into DIR (needs matplotlib)")
+    eval_options.add_plot_options(group)
+    group.add_argument("--resume", metavar="FILE", help="keep finished cells in FILE and go on from those that it has")
+    shared_options.add_output(group, "also write the results to OUT: .json, .csv, .md, .tex")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out; 1 where the model refused a configuration, so that scripts notice the missing row."""
+    _check_options(arguments)
+    configurations, settings = eval_options.build_configurations(arguments), eval_options.build_settings(arguments)
+    texts = eval_options.build_text_options(arguments)
+    from ...evaluation import evaluate
+
+    with ExitStack() as stack:
+        write = _prepare_outputs(arguments, stack)
+        start = stack.enter_context(eval_options.open_initial_cache(arguments))
+        with EvaluationProgressDisplay(arguments) as progress:
+            result = evaluate(
+                arguments.model,
+                arguments.text,
+                configurations,
+                settings=settings,
+                tokenizer=arguments.tokenizer,
+                text_options=texts,
+                jobs=arguments.jobs,
+                store=arguments.resume,
+                progress=progress,
+                initial_source=start,
+            )
+        _print_notes(arguments, result)
+        write(result)
+    _print_result(arguments, result)
+    return 1 if result.refused else 0
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    if arguments.json and arguments.csv:
+        raise UsageError("--json and --csv both want standard output")
+    if arguments.output == console.STDIO:
+        raise UsageError("-o -: results are printed on standard output anyhow")
+    if arguments.budget and not arguments.policy:
+        raise UsageError("--budget needs a --policy")
+    eval_options.build_plot_options(arguments)
+    if arguments.deep is not None and arguments.deep < arguments.prompt:
+        console.print_note(
+            arguments, f"deep begins behind the prompt, at {arguments.prompt:,}, and not at {arguments.deep:,}"
+        )
+    ineffective_options = [
+        ("--plot-format", arguments.plot_format is not None and arguments.plot is None, "expected --plot DIR with it"),
+        ("--no-titles", arguments.no_titles and arguments.plot is None, "expected --plot DIR with it"),
+        ("--repeats", arguments.repeats is not None and arguments.no_timing, "--no-timing measures no time"),
+        (
+            "--no-project-definitions",
+            arguments.no_project_definitions and not arguments.preset,
+            "only the rows of a --preset have any",
+        ),
+    ]
+    for option, is_idle, reason in ineffective_options:
+        if is_idle:
+            raise UsageError(f"{option} has no effect here: {reason}")
+
+
+def _prepare_outputs(arguments: argparse.Namespace, stack: ExitStack) -> Callable[[EvaluationResult], None]:
+    """Refuse now what could not be written later; returns what writes the result."""
+    from ...evaluation.result import infer_format
+    from ...files.atomic import FileOutput
+
+    inputs = [
+        *arguments.text,
+        arguments.model,
+        *(arguments.start or ()),
+        *([arguments.resume] if arguments.resume else []),
+    ]
+    output = None
+    if arguments.output is not None:
+        if console.is_directory_output(arguments.output):
+            raise UsageError(f"{arguments.output}: is a directory, expected a file")
+        output = stack.enter_context(FileOutput(arguments.output, force=arguments.force, exclude=inputs))
+        infer_format(arguments.output)
+    if arguments.plot is not None:
+        from ...reports import plots
+
+        plots.check_can_plot(arguments.plot, arguments.force, eval_options.build_plot_options(arguments))
+
+    def write_outputs(result: EvaluationResult) -> None:
+        if arguments.plot is not None:
+            _write_plots(arguments, result)
+        if output is not None:
+            output_format = infer_format(arguments.output)
+            text = result.to_text(output_format)
+            if output_format == "json":
+                text = json.dumps({**result.to_dict(), "command": console.format_command_line(arguments)}) + "\n"
+            output.file.write(text.encode())
+            output.commit()
+
+    return write_outputs
+
+
+def _write_plots(arguments: argparse.Namespace, result: EvaluationResult) -> None:
+    skip_reasons: dict[str, str] = {}
+    options = eval_options.build_plot_options(arguments)
+    written_paths = result.plot(arguments.plot, overwrite=arguments.force, options=options, left_out=skip_reasons)
+    for name, reason in skip_reasons.items():
+        console.print_note(arguments, f"no {name}: {reason}")
+    console.print_note(arguments, f"{pluralize(len(written_paths), 'plot file')} in {arguments.plot}", "written")
+
+
+def _print_notes(arguments: argparse.Namespace, result: EvaluationResult) -> None:
+    """What a reader must know where no table says it, and what the model refused, on standard error."""
+    from ...reports.tables import describe_refusals
+
+    if arguments.json or arguments.csv:
+        for note in result.notes:
+            console.print_note(arguments, note)
+    for refusal_text in describe_refusals(result.refused):
+        streams.write_error_line("refused", refusal_text)
+
+
+def _print_result(arguments: argparse.Namespace, result: EvaluationResult) -> None:
+    if arguments.csv:
+        console.write_text(result.to_text("csv"))
+    elif arguments.json or (streams.is_terminal() and not arguments.verbose):  # -v: all columns, however wide
+        console.show_result(arguments, "eval", result)
+    else:
+        console.write_text(result.to_text("markdown"))
+
+
+class EvaluationProgressDisplay:
+    """Tokens and cells done, in the progress bar of all verbs; how much there is to do is known once it is planned."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._stack = ExitStack()
+        self._advance: console.AdvanceProgress | None = None
+        self._num_done = self._num_cells = self._num_other_cells = 0
+
+    def start(self, tokens: int, cells: int, reused: int) -> None:
+        store = self._arguments.resume
+        if store is not None and reused:
+            console.print_note(self._arguments, f"{pluralize(reused, 'cell')} reused from {store}")
+        bar = console.progress_bar(self._arguments, tokens, "evaluating", unit="tok", delay=0)
+        self._advance, self._num_cells = self._stack.enter_context(bar), cells + reused
+        self._num_other_cells = self._count_stored_cells() - reused
+        self.advance(0, reused)
+
+    def advance(self, tokens: int, cells: int) -> None:
+        self._num_done += cells
+        if self._advance is not None:
+            self._advance(tokens, f"{self._num_done}/{self._num_cells} cells")
+
+    def __enter__(self) -> EvaluationProgressDisplay:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        self._stack.close()
+        is_interrupted = error_type is not None and not issubclass(error_type, Exception)
+        if is_interrupted and self._num_cells and self._arguments.resume is not None:
+            kept_text = (
+                f"{self._count_stored_cells() - self._num_other_cells} of {pluralize(self._num_cells, 'cell')} kept in "
+                f"{self._arguments.resume}"
+            )
+            console.print_note(self._arguments, f"{kept_text}: the same command goes on from there")
+
+    def _count_stored_cells(self) -> int:
+        """Cells in the file, those of other runs too; the last may have come when nobody could count it any more."""
+        path = self._arguments.resume
+        return Path(path).read_bytes().count(b"\n") if path is not None and Path(path).is_file() else 0

@@ -1,0 +1,189 @@
+"""``kvmnn inspect``: what a frame, a bundle, or a file of arrays holds."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from .. import batch, console, input_sources, packed_options, shared_options, weights_options
+
+if TYPE_CHECKING:
+    from ...files.mapped_file import MappedFile
+    from ...formats import ArraysInfo
+
+_DESCRIPTION = """Account for every byte of a frame, or list what a bundle or a file of arrays holds.
+
+A frame gives its table of streams. A manifest, a bundle directory or a frame with its manifest gives a line for each
+array, totals, and each stream's share (-v: the table of every frame too). A .npy, .npz or .safetensors file, an MNN
+dump or a directory of .npy files gives the arrays that encode would take from it (of more than 1,000 the first 1,000;
+-v: all).
+
+The directory of a prefix cache or of live cache files, or one of their .k and .v files, gives what it is, geometry,
+live and padded bytes, and where something cannot be known from the files, what it may be.
+
+A Zarr store gives its arrays, chunks and sizes.
+
+The weight file of a KV compressor (.bin), or a checkpoint of one (.pth, .pt), gives its header and a table of its
+weights: shape, bias, least and greatest value, mean, standard deviation, elements that are no number.
+
+--jobs N inspects each file below folders by itself (--help-many)."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_command(subparsers, "inspect", run, "what a frame, bundle or file holds", _DESCRIPTION)
+    parser.add_argument(
+        "inputs", nargs="+", metavar="IN", help="a frame, a bundle, any file or folder that kvmnn reads"
+    )
+    shared_options.add_dtype(
+        parser, "what a frame without a manifest holds (default: fp16 or fp32, by its streams)", with_float8=True
+    )
+    parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
+    shared_options.add_max_bytes(parser)
+    weights_options.add_weights_group(parser)
+    parser.add_argument("--no-zstd", action="store_true", help="judge as an engine without libzstd")
+    shared_options.add_axes(parser)
+    batch.add_batch_options(parser)
+    packed_options.add_packed_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    if batch.is_batch(arguments):
+        return batch.run_batch(arguments, "inspect", arguments.inputs, accepted_kinds=["arrays", "frames", "weights"])
+    _refuse_idle(arguments)
+    documents, code = [], 0
+    for input_index, path in enumerate(arguments.inputs):
+        info, text = _inspect_input(path, arguments)
+        document = info.to_dict()
+        documents.append(document)
+        console.expect_names(document)
+        console.print_line(arguments, ("\n" if input_index else "") + text)
+        code = max(code, 0 if getattr(info, "is_loadable", True) else 1)
+    if arguments.json:
+        console.print_json({"verb": "inspect", "inputs": documents})
+    return code
+
+
+def _refuse_idle(arguments: argparse.Namespace) -> None:
+    """Exit code 2 for an option that is about none of the inputs."""
+    used_names = {name for path in arguments.inputs for name in _list_used_options(path, arguments)}
+    idle_names = [
+        name
+        for name in (*_FRAME_OPTION_NAMES, *weights_options.CONVERSION_OPTION_NAMES, *_CACHE_OPTIONS)
+        if name not in used_names
+    ]
+    inputs = " ".join(arguments.inputs)
+    shared_options.refuse_given(arguments, idle_names, f"changes nothing of what is said about {inputs}: leave it out")
+
+
+_CACHE_OPTIONS = (
+    *packed_options.PACKED_OPTION_NAMES,
+    *packed_options.SELECTION_OPTIONS,
+    *shared_options.AXES_OPTION_NAMES,
+)
+_FRAME_OPTION_NAMES = ("dtype", "no_manifest", "max_bytes", "no_zstd")
+
+
+def _list_used_options(path: str, arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The options that count for an input, by what it is."""
+    from ... import compressor
+
+    may_be_weights = not arguments.no_manifest and not _has_axes_options(arguments)
+    if may_be_weights and compressor.is_weight_file(path):
+        return ()
+    if may_be_weights and compressor.is_checkpoint(path):
+        return ("dtype", *weights_options.CONVERSION_OPTION_NAMES)
+    if _is_stream(path):
+        return (
+            *_FRAME_OPTION_NAMES,
+            "kv_batch",
+            *packed_options.HEAD_OPTIONS,
+            *packed_options.SELECTION_OPTIONS,
+            *shared_options.AXES_OPTION_NAMES,
+        )
+    if not _lists_arrays(path, arguments):
+        return _FRAME_OPTION_NAMES
+    if packed_options.is_engine_file(path):
+        return ("dtype", "max_bytes", "kv_batch", "kv_half", *packed_options.list_used_options(path))
+    return (
+        "dtype",
+        "max_bytes",
+        *shared_options.AXES_OPTION_NAMES,
+        *(packed_options.PACKED_OPTION_NAMES if packed_options.may_be_packed(path) else ()),
+    )
+
+
+def _lists_arrays(path: str, arguments: argparse.Namespace) -> bool:
+    """Whether arrays are listed: those of a file that says so, or raw words whose shape or axes are said."""
+    from ...formats import classify_path
+
+    return classify_path(path) == "arrays" or (_has_axes_options(arguments) and classify_path(path) is None)
+
+
+def _is_stream(path: str) -> bool:
+    """Whether only what is read once can say what it is."""
+    from ...files.mapped_file import is_stream
+    from ...formats import classify_path
+
+    return is_stream(path) and classify_path(path) is None
+
+
+def _has_axes_options(arguments: argparse.Namespace) -> bool:
+    return any(getattr(arguments, name) is not None for name in shared_options.AXES_OPTION_NAMES)
+
+
+def _inspect_input(path: str, arguments: argparse.Namespace) -> tuple[console.CommandResult, str]:
+    """What an input holds, and the same as text."""
+    from ... import compressor, formats
+    from ...bundle import DecodeOptions, inspect_frame_set
+    from ...errors import CheckpointError
+    from ...files.mapped_file import MappedFile
+    from ...formats.mnn import inspect_packed
+
+    may_be_weights = not arguments.no_manifest and not _has_axes_options(arguments)
+    if may_be_weights and (compressor.is_weight_file(path) or compressor.is_checkpoint(path)):
+        try:
+            weights_info = compressor.inspect_weights(path, weights_options.build_convert_options(arguments))
+        except CheckpointError as error:
+            if reason := formats.describe_damage(path):  # nobody can know what it was
+                raise CheckpointError(f"{path}: {reason}") from error
+            raise
+        return weights_info, str(weights_info)
+    if formats.is_zarr_store(path) and not _has_axes_options(arguments):
+        limits = formats.ReadOptions(dtype=arguments.dtype, skip_unsupported=True, max_bytes=arguments.max_bytes)
+        store = formats.inspect_store(path, limits)
+        return store, str(store if arguments.verbose else store.truncate())
+    opened_input = MappedFile(path, max_bytes=arguments.max_bytes) if _is_stream(path) else path
+    if _lists_arrays(path, arguments) or (
+        isinstance(opened_input, MappedFile) and formats.is_array_stream(opened_input)
+    ):
+        if packed := inspect_packed(path, packed_options.build_packed_options(arguments)):
+            return packed, str(packed)
+        arrays = _inspect_arrays(opened_input, arguments)
+        shown_info = arrays if arguments.verbose else arrays.truncate()
+        return shown_info, str(shown_info)
+    options = DecodeOptions(
+        dtype=arguments.dtype, codecs=shared_options.select_codecs(arguments), max_bytes=arguments.max_bytes
+    )
+    frame_set = input_sources.open_frame_set(opened_input, arguments, options)
+    input_sources.check_dtype_matches(frame_set, arguments)
+    frames = inspect_frame_set(frame_set, options)
+    return frames, frames.text(verbose=arguments.verbose)
+
+
+def _inspect_arrays(path: str | MappedFile, arguments: argparse.Namespace) -> ArraysInfo:
+    from ... import formats
+
+    packed = packed_options.build_packed_options(arguments)
+    limits = formats.ReadOptions(
+        axis_spec=shared_options.build_axis_spec(arguments),
+        max_bytes=arguments.max_bytes,
+        codes=True,
+        engine=packed_options.build_engine_options(arguments, any_heads=True, any_stream=True),
+    )
+    source = formats.open(
+        path, limits, dtype=arguments.dtype, skip_unsupported=True, packed=packed, decode_frames=False, codes=True
+    )
+    packed_options.refuse_blocks_without_quantized(arguments, source)
+    return formats.inspect(source)

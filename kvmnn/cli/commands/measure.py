@@ -1,0 +1,425 @@
+"""The options of `kvmnn measure`: those of the reference's tool under their names, and what kvmnn adds.
+
+``kvmnn measure``: what lossless compression of KV dumps would give, simulated, and what it gives for real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ...analysis.options import (
+    CODEC_MODES,
+    DEFAULT_K_PREDICTORS,
+    DEFAULT_V_PREDICTORS,
+    ENTRY_MODES,
+    LANES,
+    SCOPES,
+    STAGES,
+    ArgumentsError,
+    LanePredictors,
+    MeasureOptions,
+    Scope,
+    parse_layer_ids,
+)
+from .. import batch, console, dense_options, input_sources, packed_options, shared_options
+from ..console import UsageError
+
+if TYPE_CHECKING:
+    from ...analysis import DumpSelection, MeasureOptions
+
+
+def add_measure_options(parser: argparse.ArgumentParser) -> None:
+    """Declare everything that decides which sizes come out."""
+    group = parser.add_argument_group("which dumps")
+    group.add_argument("--stage", choices=STAGES, default="both", help="(default: both: any)")
+    group.add_argument(
+        "--scope", choices=SCOPES, help="how layers are chosen (default: all; the evaluation's: front_n)"
+    )
+    group.add_argument("--front-n", type=int, metavar="N", help="the first N layers (default: 2)")
+    group.add_argument("--layer-start", type=int, metavar="N", help="first of layer_range (default: 2)")
+    group.add_argument("--layer-end", type=int, metavar="N", help="last of layer_range (default: -1: any)")
+    group.add_argument("--layer-ids", default="", metavar="N[,N...]", help="the layers of layer_ids")
+    group.add_argument(
+        "--min-seq-len", type=int, default=0, metavar="N", help="tokens of a dump at least (default: 0, any)"
+    )
+    group.add_argument(
+        "--max-seq-len", type=int, default=0, metavar="N", help="tokens of a dump at most (default: 0, any)"
+    )
+    group.add_argument("--strict-fp16", action="store_true", help="leave fp32 out")
+    group = parser.add_argument_group("how they are put together and cut up")
+    group.add_argument("--entry-mode", choices=ENTRY_MODES, default="per_meta", help="(default: per_meta: not at all)")
+    group.add_argument(
+        "--online-chunk-seq", type=int, default=0, metavar="N", help="tokens of a piece (default: 0, one piece)"
+    )
+    group.add_argument(
+        "--online-framing-bytes", type=int, default=16, metavar="N", help="added for each piece (default: 16)"
+    )
+    group.add_argument("--aggregate-by-stage", action="store_true", help="keep prefill and decode apart")
+    group = parser.add_argument_group("how sizes are simulated")
+    group.add_argument("--codec-mode", choices=CODEC_MODES, default="adaptive_v22", help="(default: adaptive_v22)")
+    group.add_argument(
+        "--adaptive-block-seq", type=int, default=64, metavar="N", help="tokens of a block (default: 64)"
+    )
+    group.add_argument("--bitshuffle", action="store_true", help="sort bits by plane before compressing")
+    group.add_argument("--zstd-level", type=int, default=3, metavar="N", help="(default: 3)")
+    for lane in LANES:
+        names = DEFAULT_K_PREDICTORS if lane.startswith("k") else DEFAULT_V_PREDICTORS
+        group.add_argument(
+            f"--{lane.replace('_', '-')}-predictors",
+            default=",".join(names),
+            metavar="NAMES",
+            help=f"what adaptive_v22 tries on the {lane[2:]} bytes of {lane[0].upper()} (default: {','.join(names)})",
+        )
+
+
+def add_input_output_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what is read and written, and how fast."""
+    parser.add_argument("inputs", nargs="*", metavar="INPUT", help="a dump, or K and V of layers")
+    parser.add_argument("--dump-dir", action="append", default=[], metavar="DIR", help="an input")
+    parser.add_argument("--out-json", default="", metavar="FILE", help="write the evaluation's JSON document")
+    parser.add_argument("--out-md", default="", metavar="FILE", help="write the evaluation's Markdown summary")
+    shared_options.add_force(parser)
+    parser.add_argument("--overwrite", dest="force", action="store_true", help=argparse.SUPPRESS)  # the evaluation's
+    parser.add_argument("--real", action="store_true", help="also encode frames, decode them and compare")
+    parser.add_argument(
+        "--fp32", action="store_true", help="with --to-fp16: also simulate the fp32 words, in four byte lanes"
+    )
+    parser.add_argument("--no-limits", action="store_true", help="do not compute the entropy of bytes (faster)")
+    parser.add_argument(
+        "--threads", type=shared_options.parse_positive, metavar="N", help="threads to use (default: all processors)"
+    )
+    parser.add_argument(
+        "--token-major", action="store_true", help="arrays of other inputs are [token, kv_head, head_dim]"
+    )
+
+
+def add_alternative_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what can be done with dumps instead of measuring them."""
+    group = parser.add_argument_group("instead of measuring")
+    group.add_argument("--analysis", metavar="DIR", help="entropies and split ratios of every dump and head")
+    group.add_argument("--dense", action="store_true", help="bytes of dense streams beside those of MNN's frames")
+    dense_options.add_rope(group)
+    group.add_argument("--skip-head-metrics", action="store_true", help="with --analysis: no head_metrics.csv")
+    group.add_argument("--run-log", metavar="FILE", help="with --analysis: prompt tokens of each run")
+    group.add_argument(
+        "--to-fp16",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="with DIR: convert a tree of fp32 dumps to fp16 (LOSSY); without: measure, fp32 rounded to fp16 (LOSSY)",
+    )
+    group.add_argument("--allow-fp16", action="store_true", help="with --to-fp16 DIR: take fp16 dumps over too")
+
+
+def build_measure_options(arguments: argparse.Namespace) -> MeasureOptions:
+    """What the arguments ask for.
+
+    Raises
+    ------
+    OptionError
+        With the message of the reference's tool.
+    """
+    return MeasureOptions(
+        scope=Scope(
+            stage=arguments.stage,
+            scope=arguments.scope,
+            front_n=arguments.front_n,
+            layer_start=arguments.layer_start,
+            layer_end=arguments.layer_end,
+            layer_ids=parse_layer_ids(arguments.layer_ids),
+            min_seq_len=arguments.min_seq_len,
+            max_seq_len=arguments.max_seq_len,
+            strict_fp16=arguments.strict_fp16,
+            to_fp16=getattr(arguments, "to_fp16", None) is not None,
+        ),
+        entry_mode=arguments.entry_mode,
+        online_chunk_seq=arguments.online_chunk_seq,
+        online_framing_bytes=arguments.online_framing_bytes,
+        aggregate_by_stage=arguments.aggregate_by_stage,
+        codec_mode=arguments.codec_mode,
+        adaptive_block_seq=arguments.adaptive_block_seq,
+        bitshuffle=arguments.bitshuffle,
+        zstd_level=arguments.zstd_level,
+        limits=not getattr(arguments, "no_limits", False),
+        fp32=getattr(arguments, "fp32", False),
+        predictors=LanePredictors(**{lane: split_list(getattr(arguments, f"{lane}_predictors")) for lane in LANES}),
+    )
+
+
+_PREDICTOR_OPTIONS = tuple(f"{lane}_predictors" for lane in LANES)
+_CHUNK_OPTIONS = ("online_chunk_seq", "online_framing_bytes")
+_SIMULATION_OPTIONS = (
+    *(
+        "entry_mode",
+        *_CHUNK_OPTIONS,
+        "aggregate_by_stage",
+        "codec_mode",
+        "adaptive_block_seq",
+        "bitshuffle",
+        *_PREDICTOR_OPTIONS,
+    ),
+    *("out_json", "out_md", "real", "fp32", "no_limits", "threads", "token_major"),
+)
+_SOURCE_OPTIONS = ("dtype", "tensor", "skip_unsupported", "token_major", *shared_options.AXES_OPTION_NAMES)
+_SCOPE_OPTIONS = ("scope", "front_n", "layer_start", "layer_end", "layer_ids", "strict_fp16")
+_ROUNDING_OPTIONS = ("strict_fp16", "to_fp16")
+_FILTER_OPTIONS = ("stage", "min_seq_len", "max_seq_len")
+_OPTIONS_BY_SCOPE = {"front_n": ("front_n",), "layer_range": ("layer_start", "layer_end"), "layer_ids": ("layer_ids",)}
+
+
+def refuse_idle_measure_options(arguments: argparse.Namespace, options: MeasureOptions, *, are_all_dumps: bool) -> None:
+    """`UsageError` for options that would change nothing; `are_all_dumps`: every input is a directory of dumps."""
+
+    def refuse_names(names: Sequence[str], reason: str) -> None:
+        shared_options.refuse_given(arguments, names, reason)
+
+    if not arguments.analysis:
+        refuse_names(["skip_head_metrics", "run_log"], "needs --analysis")
+    if not arguments.to_fp16:
+        refuse_names(["allow_fp16"], "needs --to-fp16 DIR")
+    if not arguments.dense:
+        refuse_names(["rope"], "needs --dense")
+    if arguments.dense:
+        reason = "is not for --dense, which takes all layers as they are"
+        refuse_names(
+            [
+                name
+                for name in (*_SIMULATION_OPTIONS, *_SCOPE_OPTIONS, *_FILTER_OPTIONS)
+                if name not in ("threads", "token_major")
+            ],
+            reason,
+        )
+        refuse_names(["zstd_level", "bitshuffle"], reason)
+    elif arguments.to_fp16:
+        refuse_names(
+            [*_SIMULATION_OPTIONS, *_SOURCE_OPTIONS, *_SCOPE_OPTIONS, *_FILTER_OPTIONS, "zstd_level", "max_bytes"],
+            "is not for --to-fp16",
+        )
+    elif arguments.analysis:
+        refuse_names(
+            [*_SIMULATION_OPTIONS, *_SOURCE_OPTIONS, *_SCOPE_OPTIONS],
+            "is not for --analysis, which takes all layers of dumps",
+        )
+    for scope, names in _OPTIONS_BY_SCOPE.items():
+        if options.scope.scope != scope:
+            refuse_names(names, f"needs --scope {scope}")
+    if not options.is_chunked:
+        refuse_names(
+            _CHUNK_OPTIONS, "needs --entry-mode chunked or chunked_grouped: nothing is cut into pieces otherwise"
+        )
+    if not options.is_grouped:
+        refuse_names(["aggregate_by_stage"], "needs --entry-mode aggregate or chunked_grouped")
+    if options.codec_mode != "adaptive_v22":
+        refuse_names(["adaptive_block_seq", *_PREDICTOR_OPTIONS], "needs --codec-mode adaptive_v22")
+    if are_all_dumps and not arguments.dense:
+        refuse_names(_SOURCE_OPTIONS, "is for other inputs than KV dumps, which say it themselves")
+
+
+def parse_measure_options(argv: Sequence[str]) -> MeasureOptions:
+    """The options in a list of arguments as the reference's tool takes them, without inputs and outputs.
+
+    Its default scope is ``front_n``, and it rounds fp32 to fp16.
+
+    Raises
+    ------
+    OptionError
+        For a value that is refused, and for unknown arguments.
+    """
+    parser = _MeasureParser(prog="measure", add_help=False)
+    add_measure_options(parser)
+    parser.set_defaults(scope="front_n", to_fp16="")
+    return build_measure_options(parser.parse_args(list(argv)))
+
+
+def split_list(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+class _MeasureParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentsError(message)
+
+
+_DESCRIPTION = """\
+Measure how well KV dumps can be compressed without loss: the offline evaluation of the H2O work on MNN,
+number for number. Sizes are simulated: zstd frames of byte lanes under predictors along the tokens, added up. --real
+also makes frames as MNN does, decodes and compares them, and says what they take.
+
+INPUT is the directory of an MNN KV dump, or anything else that kvmnn reads as K and V of layers; --dump-dir is the
+same. --out-json and --out-md write the evaluation's own two documents. --json prints them and the breakdown by layer,
+part and byte lane with the order-0 entropy of its bytes. --jobs N measures each file below folders by itself
+(--help-many).
+
+fp32 is measured as fp32. --to-fp16 rounds it to fp16 first (LOSSY), as the evaluation does.
+
+--analysis DIR writes entropies and split ratios of every dump and head instead (layer_metrics.csv, head_metrics.csv,
+summary.md; grouped_summary.md with --run-log, a CSV file or JSON lines with run_id and prompt_tokens). --to-fp16 DIR
+converts a tree of fp32 dumps (LOSSY) and measures nothing. --dense says, layer by layer, what dense streams take beside
+the frames of MNN: all are made, decoded and compared (docs/dense.md)."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_command(
+        subparsers, "measure", run, "what lossless compression of KV dumps would give", _DESCRIPTION
+    )
+    add_input_output_options(parser)
+    add_measure_options(parser)
+    add_alternative_options(parser)
+    shared_options.add_max_bytes(parser)
+    shared_options.add_source(parser, "what the words are, where the input does not say")
+    batch.add_batch_options(parser)
+    packed_options.add_packed_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    arguments.inputs = [*arguments.inputs, *arguments.dump_dir]
+    if not arguments.inputs and arguments.to_fp16:
+        # The one name on the command line is what is to be measured, although argparse takes it for --to-fp16's DIR.
+        arguments.inputs, arguments.to_fp16 = [arguments.to_fp16], ""
+    if not arguments.inputs:
+        raise UsageError("expected an INPUT, or --dump-dir DIR")
+    if batch.is_batch(arguments):
+        takes = ["arrays", "frames"]
+        refused_reasons = {
+            name: why for name, why in _REASONS_AGAINST_BATCH.items() if name != "to_fp16" or arguments.to_fp16
+        }
+        return batch.run_batch(
+            arguments, "measure", arguments.inputs, accepted_kinds=takes, not_for_many=refused_reasons
+        )
+    if arguments.to_fp16 == "" and arguments.strict_fp16:
+        raise UsageError("--to-fp16 and --strict-fp16 exclude each other: fp32 is rounded, or left out")
+    if arguments.to_fp16 == "" and (arguments.analysis or arguments.dense):
+        raise UsageError("--to-fp16 without DIR is for measuring: --analysis and --dense take words as they are")
+    if sum(map(bool, (arguments.analysis, arguments.to_fp16, arguments.dense))) > 1:
+        raise UsageError("--analysis, --to-fp16 and --dense exclude each other")
+    if arguments.to_fp16 and len(arguments.inputs) != 1:
+        raise UsageError("--to-fp16 takes one INPUT")
+    if console.STDIO in (arguments.out_json, arguments.out_md):
+        raise UsageError("--out-json and --out-md write files; --json prints the documents on standard output")
+    seen_paths: set[str] = set()
+    for path in arguments.inputs:
+        if (real_path := os.path.realpath(path)) in seen_paths:
+            raise UsageError(f"{path}: is given twice, and would count twice")
+        seen_paths.add(real_path)
+    options = build_measure_options(arguments)
+    dumps = _list_dumps(arguments)
+    refuse_idle_measure_options(arguments, options, are_all_dumps=len(dumps) == len(arguments.inputs))
+    packed_options.refuse_idle_packed_options(
+        arguments, arguments.inputs, dense_options.SOURCE_TEXT_OPTIONS if arguments.dense else ()
+    )
+    if arguments.dense:
+        _run_measure_dense(arguments)
+    elif arguments.to_fp16:
+        _run_conversion(arguments)
+    elif arguments.analysis:
+        _run_analysis(arguments, options)
+    else:
+        _run_measure(arguments, options, dumps)
+    return 0
+
+
+_ONE_OUTPUT_REASON = "it names one output, and each file has its own results, in its line"
+_REASONS_AGAINST_BATCH = {
+    "out_json": _ONE_OUTPUT_REASON,
+    "out_md": _ONE_OUTPUT_REASON,
+    "analysis": "it goes through whole trees of dumps by itself",
+    "to_fp16": "it goes through whole trees of dumps by itself",
+}
+
+
+def _list_dumps(arguments: argparse.Namespace) -> list[str]:
+    """The inputs that are read by the evaluation's own walk."""
+    from ...analysis import is_dump_folder
+
+    return [path for path in arguments.inputs if is_dump_folder(path) and not arguments.packed]
+
+
+def _run_measure(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[str]) -> None:
+    from ...analysis import NothingSelectedError, count_work_bytes, measure_dumps
+
+    selection = _select_entries(arguments, options, dumps)
+    if not selection.entries:
+        raise NothingSelectedError(f"No entries selected after filtering. Left out: {selection.describe_exclusions()}")
+    with console.progress_bar(arguments, count_work_bytes(selection, options, arguments.real), "measuring") as progress:
+        measure_result = measure_dumps(
+            [os.path.abspath(path) for path in arguments.inputs],
+            selection,
+            options,
+            real=arguments.real,
+            threads=arguments.threads,
+            out_json=arguments.out_json,
+            out_md=arguments.out_md,
+            force=arguments.force,
+            progress=progress,
+        )
+    console.show_result(arguments, "measure", measure_result)
+    for path in filter(None, (arguments.out_json, arguments.out_md)):
+        console.print_line(arguments, f"Wrote {path}")
+
+
+def _select_entries(arguments: argparse.Namespace, options: MeasureOptions, dumps: list[str]) -> DumpSelection:
+    """KV dumps by the evaluation's own walk, everything else as a source."""
+    from ...analysis import add_source, select_dumps
+    from ...arrays.float8 import pair_codes
+
+    other_inputs = [path for path in arguments.inputs if path not in dumps]
+    selection = select_dumps(dumps, options.scope)
+    if other_inputs:
+        codes = arguments.to_fp16 is None  # else their numbers are rounded
+        source = pair_codes(input_sources.load(other_inputs, arguments, with_frames=True, any_heads=True, codes=codes))
+        source.token_major |= arguments.token_major
+        input_sources.report_skipped(source, arguments)
+        add_source(selection, source, options.scope, other_inputs[0])
+    selection.check_distinct_files()
+    selection.check_size(arguments.max_bytes)
+    return selection
+
+
+def _run_measure_dense(arguments: argparse.Namespace) -> None:
+    from ...analysis import measure_dense
+
+    source = input_sources.load(
+        arguments.inputs, arguments, with_frames=True, used_options=dense_options.SOURCE_TEXT_OPTIONS
+    )
+    source.token_major |= arguments.token_major
+    input_sources.report_skipped(source, arguments)
+    options = dense_options.build_dense_options(arguments, source)
+    with console.progress_bar(arguments, source.nbytes, "measuring") as progress:
+        dense_result = measure_dense(source, options, threads=arguments.threads, progress=progress)
+    console.show_result(arguments, "measure", dense_result)
+
+
+def _run_analysis(arguments: argparse.Namespace, options: MeasureOptions) -> None:
+    from ...analysis import select_dumps, with_all_layers, write_entropy_report
+
+    selection = select_dumps(arguments.inputs, with_all_layers(options.scope))
+    selection.check_distinct_files()
+    selection.check_size(arguments.max_bytes)
+    total = sum(map(os.path.getsize, selection.list_files()))
+    with console.progress_bar(arguments, total, "analysing") as progress:
+        report = write_entropy_report(
+            selection,
+            arguments.analysis,
+            level=options.zstd_level,
+            with_heads=not arguments.skip_head_metrics,
+            run_log=arguments.run_log,
+            force=arguments.force,
+            progress=progress,
+        )
+    console.show_result(arguments, "measure", report)
+
+
+def _run_conversion(arguments: argparse.Namespace) -> None:
+    from ...analysis import convert_to_fp16
+
+    convert_result = convert_to_fp16(
+        arguments.inputs[0], arguments.to_fp16, allow_fp16=arguments.allow_fp16, overwrite=arguments.force
+    )
+    convert_result.require_dumps()
+    console.show_result(arguments, "measure", convert_result)
+    convert_result.require_no_errors()

@@ -1,0 +1,98 @@
+"""``kvmnn report``: one page about what was measured."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+from .. import console, shared_options, streams
+from ..console import UsageError
+
+if TYPE_CHECKING:
+    from ...reports.page import Report
+
+_DESCRIPTION = """\
+Make one page of results: the verdict of gates first, the cases beside the figures of the MNN fork's report,
+ratios over layers with the entropy of their bytes, memory over time, perplexity over budget, latencies, codecs, the
+trend over rounds, machine and settings, and the exact commands. The page is one HTML file that loads nothing and needs
+no script.
+
+  kvmnn gate run model/ --prompts texts/ -o round/
+  kvmnn eval model/ --text texts/ --policy streaming --budget 256 \\
+      --plot plots/ -o round/eval.json
+  kvmnn measure dump/ --real --json >round/measure.json
+  kvmnn report round/ -o report.html
+  kvmnn report round/ --markdown
+
+IN is a folder, of which all results are taken (what gate run, eval, measure, replay and bench leave; other JSON is left
+out, with a note), or a JSON file, which must be one. A part that was not measured is said to be so. Equal inputs make
+equal pages. The exit code does not depend on the verdict."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_command(
+        subparsers, "report", run, "one page of gates, evaluations and measurements", _DESCRIPTION
+    )
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="a folder of results, or a JSON file")
+    shared_options.add_output(parser, "the page: .html, or .md for Markdown; - is standard output")
+    parser.add_argument(
+        "--markdown", action="store_true", help="Markdown, for pull requests (default: to the terminal)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out."""
+    from ...files.atomic import FileOutput
+    from ...reports.page import make_report
+    from ...reports.tables import choose_format
+
+    target = arguments.output
+    as_markdown = arguments.markdown or _FORMAT_BY_SUFFIX.get(PurePath(target or "").suffix.lower()) == "markdown"
+    _check_options(arguments, target, as_markdown)
+    if target in (None, console.STDIO):
+        report = _make_report(arguments, make_report)
+        if arguments.json:
+            console.show_result(arguments, "report", report)
+        else:
+            text = report.to_markdown() if as_markdown else report.to_html()
+            console.Stdout().write(text.encode("utf-8", "backslashreplace"))
+        return 0
+    with FileOutput(target, force=arguments.force, exclude=arguments.inputs) as output:
+        choose_format(
+            target, _FORMAT_BY_SUFFIX if not arguments.markdown else {".txt": "", ".markdown": "", ".md": ""}, ""
+        )
+        report = _make_report(arguments, make_report)
+        text = report.to_markdown() if as_markdown else report.to_html()
+        output.file.write(text.encode("utf-8", "backslashreplace"))
+        output.commit()
+    console.show_result(arguments, "report", report, text=f"{target}: {report}")
+    return 0
+
+
+_FORMAT_BY_SUFFIX = {".html": "html", ".htm": "html", ".markdown": "markdown", ".md": "markdown"}
+
+
+def _check_options(arguments: argparse.Namespace, target: str | None, as_markdown: bool) -> None:
+    if target is None and not as_markdown and not arguments.json:
+        raise UsageError("no output given: use -o report.html, or --markdown")
+    if target == console.STDIO and arguments.json:
+        raise UsageError("--json and the page both want standard output: write the page to a file (-o FILE)")
+    if target is None and as_markdown and arguments.json:
+        raise UsageError("--json and --markdown both want standard output: write the page to a file (-o FILE)")
+    if target not in (None, console.STDIO) and console.is_directory_output(str(target)):
+        raise UsageError(f"{target}: is a directory, expected a file such as report.html")
+    if target == console.STDIO and not as_markdown and streams.is_terminal():
+        raise UsageError("-o -: a terminal shows no HTML: use -o report.html, or --markdown")
+    if arguments.markdown and (target or "").lower().endswith((".html", ".htm")):
+        raise UsageError(f"{target}: --markdown writes no HTML: expected a name that ends in .md")
+
+
+def _make_report(arguments: argparse.Namespace, build_report: Any) -> Report:
+    report: Report = build_report(arguments.inputs)
+    for name, reason in report.ignored_files[:5]:
+        console.print_note(arguments, f"{name}: left out: {reason}")
+    if len(report.ignored_files) > 5:
+        console.print_note(arguments, f"{len(report.ignored_files) - 5:,} more files are left out")
+    return report

@@ -1,0 +1,581 @@
+"""What each action of ``kvmnn store`` does.
+
+``kvmnn store``: K and V of texts, kept and found again by the longest beginning that was put.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ..._util.text import shorten_names
+from .. import command_parser, console, dense_options, input_sources, packed_options, shared_options
+from ..console import CommandResult, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ...arrays.layer_cache import LayerCache
+    from ...arrays.source import Source
+    from ...dense import RopeConfig
+    from ...store import MatchResult, PrefixStore, PutResult, StoredPrefix, StoreExportResult
+
+_MAX_MODELS_SHOWN = 3
+
+
+def read_layers(source: Source, arguments: argparse.Namespace) -> list[LayerCache]:
+    """K and V of what is put, of each of its tokens."""
+    from ...errors import KvmnnError
+    from ...store import read_layer_caches
+    from ...store.namespace import split_windows, validate_layers
+
+    layers = read_layer_caches(source, token_major=arguments.token_major, with_windows=True, with_states=True)
+    full_layers, window_layers = split_windows(layers, list_window_layers(layers))
+    try:
+        return [*validate_layers(full_layers, len(resolve_ids(source, arguments)), window_layers), *window_layers]
+    except KvmnnError as error:
+        raise KvmnnError(f"{' '.join(arguments.inputs)}: {error}") from None
+
+
+def list_window_layers(layers: Sequence[LayerCache]) -> list[int]:
+    """The layers that contain the last tokens of their text alone."""
+    return [cache.layer for cache in layers if cache.tokens < cache.tokens_seen]
+
+
+def _run_put(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    source, layers, model = arguments.read, arguments.layers, arguments.made_by
+    other_models = [other_model for other_model in store.models if other_model != model]
+    if other_models and model not in store.models and not arguments.force:
+        raise UsageError(
+            f"{arguments.store}: {_describe_models(other_models, model)}, these are of "
+            f"{shorten_names([*other_models, model])[model]} "
+            "(--force puts them as well)"
+        )
+    types = sorted({array.dtype for array in source.arrays})
+    if len(types) > 1:
+        note_text = f"the arrays are {' and '.join(types)}: put as {layers[0].dtype}, which has every number of them"
+        input_sources.report_notes([note_text], arguments)
+    dequantised = source.code_types
+    if dequantised:
+        note_text = (
+            f"K and V were dequantised from {', '.join(dequantised)}: the store takes them for this model's own, and "
+            "what it has of a text first stays (--fingerprint puts them apart)"
+        )
+        input_sources.report_notes([note_text], arguments)
+    windows = list_window_layers(layers)
+    put_result = store.put(resolve_ids(source, arguments), layers, model=model, windows=windows, states=source.states)
+    _raise_if_unavailable(put_result)
+    return put_result, 0
+
+
+def _raise_if_unavailable(result: MatchResult | StoredPrefix | PutResult) -> None:
+    from ...store import BackendUnavailableError
+
+    if result.outage:
+        raise BackendUnavailableError("; ".join(result.notes))
+
+
+def resolve_ids(source: Source, arguments: argparse.Namespace) -> Any:
+    """The token ids of what is put: as said, which must not contradict the file's own; else the file's."""
+    from ...formats.llama import NO_TOKEN
+    from ...store.adapters import read_saved_ids, resolve_token_ids
+
+    if arguments.token_ids is None:
+        return resolve_token_ids(source)
+    cache_ids = read_saved_ids(source)
+    specified_ids = _load_ids(arguments)
+    for token_index, (specified_id, cache_id) in enumerate(
+        zip(specified_ids.tolist(), cache_ids if cache_ids is not None else [], strict=False)
+    ):
+        if specified_id != cache_id and cache_id != NO_TOKEN and not arguments.force:
+            raise UsageError(
+                f"{' '.join(arguments.inputs)}: its token {token_index} is {cache_id}, --token-ids says {specified_id} "
+                "(leave --token-ids out, or --force)"
+            )
+    return (
+        specified_ids
+        if cache_ids is None or len(cache_ids) != len(specified_ids)
+        else resolve_token_ids(source, specified_ids)
+    )
+
+
+def _run_match(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    ids, model = _load_ids(arguments), _choose_model(store, arguments)
+    match_result = store.find(ids, model=model, dtype=arguments.dtype)
+    _raise_if_unavailable(match_result)
+    _report_other_precisions(match_result, arguments)
+    _report_missed_precision(store, match_result, ids, model, arguments)
+    return match_result, 0 if match_result.tokens else 1
+
+
+def _report_other_precisions(
+    result: MatchResult | StoredPrefix | StoreExportResult, arguments: argparse.Namespace
+) -> None:
+    """Which precision was taken, of several that have some of the text."""
+    if result.others:
+        other_precisions = " and ".join(f"{tokens:,} in {dtype}" for dtype, tokens in result.others.items())
+        text = (
+            f"taken in {result.dtype}, which has {result.tokens:,} tokens; stored as well: {other_precisions} (--dtype)"
+        )
+        input_sources.report_notes([text], arguments)
+
+
+def _report_missed_precision(
+    store: PrefixStore, result: MatchResult | StoredPrefix, ids: Any, model: str, arguments: Any
+) -> None:
+    """Where nothing is stored in the precision that was said, the one in which something is."""
+    other_match = store.find(ids, model=model) if arguments.dtype is not None and not result.tokens else None
+    if other_match is not None and other_match.tokens:
+        text = (
+            f"nothing is stored in {arguments.dtype}; {other_match.tokens:,} tokens are in {other_match.dtype} "
+            f"(--dtype)"
+        )
+        input_sources.report_notes([text], arguments)
+    partial_match = store.find(ids, model=model, dtype=arguments.dtype, partial=True) if not result.tokens else None
+    if partial_match is not None and partial_match.tokens:
+        text = (
+            f"{partial_match.tokens:,} tokens of it are stored without windows and state, which are at other lengths "
+            f"alone: a "
+            "model continues only from there (get --partial takes the layers with full attention)"
+        )
+        input_sources.report_notes([text], arguments)
+
+
+def _run_get(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    from ...packed.backends import BACKENDS
+    from ...packed.inference import PackedGeometry
+    from ...store import write_prefix
+
+    ids, model = _load_ids(arguments), _choose_model(store, arguments)
+    geometry, dtype = packed_options.build_geometry(arguments), arguments.dtype
+    if arguments.rerotate and arguments.name is None and arguments.capacity is None and geometry == PackedGeometry():
+        raise UsageError("--rerotate is about the prefix cache of an engine: name its layout (--backend) and --name")
+    if arguments.cast and arguments.name is None and arguments.capacity is None and geometry == PackedGeometry():
+        raise UsageError("--cast is about the prefix cache of an engine: name its layout (--backend) and --name")
+    if geometry.backend is not None and dtype is None:
+        match_result, backend_dtype = store.find(ids, model=model), BACKENDS[geometry.backend].dtype
+        if backend_dtype in match_result.others:  # and no engine takes the other
+            dtype = backend_dtype
+            text = (
+                f"taken in {backend_dtype}, which {geometry.backend} holds; {match_result.tokens:,} tokens are in "
+                f"{match_result.dtype}"
+            )
+            input_sources.report_notes([text], arguments)
+    prefix = store.get(ids, model=model, dtype=dtype, partial=arguments.partial)
+    _raise_if_unavailable(prefix)
+    input_sources.report_notes(prefix.notes, arguments, "warning")
+    _report_other_precisions(prefix, arguments)
+    _report_missed_precision(store, prefix, ids, model, arguments)
+    arguments.found = {"tokens": prefix.tokens, "asked": prefix.requested_tokens, "notes": list(prefix.notes)}
+    result = write_prefix(
+        prefix,
+        ids,
+        arguments.output,
+        where=arguments.store,
+        geometry=geometry,
+        name=arguments.name,
+        capacity=arguments.capacity,
+        cast=arguments.cast,
+        rerotate=arguments.rerotate,
+        model=arguments.model,
+        force=arguments.force,
+        threads=arguments.threads,
+    )
+    return result, 0
+
+
+def _run_verify(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    verify_result = store.verify()
+    return verify_result, 1 if verify_result.damaged or verify_result.beside or verify_result.anew else 0
+
+
+def _load_ids(arguments: argparse.Namespace) -> Any:
+    from ...errors import KvmnnError
+    from ...store.namespace import to_token_ids
+
+    ids = packed_options.load_ids(arguments)
+    try:
+        return to_token_ids(ids)
+    except KvmnnError as error:
+        raise type(error)(
+            f"{packed_options.get_ids_label(arguments)}: {str(error).removeprefix('token ids: ')}"
+        ) from None
+
+
+def build_fingerprint(arguments: argparse.Namespace) -> str | None:
+    """The model that the options name."""
+    from pathlib import Path
+
+    from ...errors import SourceError
+    from ...formats.mnn import compute_fingerprint
+
+    specified: str | None = arguments.fingerprint
+    if arguments.model is None:
+        return specified
+    try:
+        model_fingerprint = compute_fingerprint(arguments.model)
+    except SourceError as error:
+        folder = Path(arguments.model)
+        if specified is not None and folder.is_dir() and not any(folder.glob("*.mnn")):
+            return specified  # a folder of settings alone: the text names the model
+        raise SourceError(f"{error}; --fingerprint TEXT names a model that is neither MNN's nor a .gguf") from None
+    return model_fingerprint if specified is None else f"{model_fingerprint} {specified}"
+
+
+def _describe_models(models: Sequence[str], extra_model: str) -> str:
+    """Which models a store has prefixes of."""
+    names = shorten_names([*models, extra_model])
+    shown_names = ", ".join(names[model] for model in models[:_MAX_MODELS_SHOWN]) + (
+        " ..." if len(models) > _MAX_MODELS_SHOWN else ""
+    )
+    return (
+        f"holds prefixes of the model {shown_names}"
+        if len(models) == 1
+        else f"holds prefixes of {len(models)} models ({shown_names})"
+    )
+
+
+def _choose_model(store: PrefixStore, arguments: argparse.Namespace) -> str:
+    """The model that is meant: as the options say, or the only one that the store has."""
+    specified, stored_models = build_fingerprint(arguments), store.models
+    if specified is not None and (specified in stored_models or not stored_models):
+        return specified
+    if specified is not None:
+        from ...errors import KvmnnError
+
+        raise KvmnnError(
+            f"{arguments.store}: {_describe_models(stored_models, specified)}, not of "
+            f"{shorten_names([*stored_models, specified])[specified]}"
+        )
+    if len(stored_models) > 1:
+        raise UsageError(
+            f"{arguments.store}: holds prefixes of {len(stored_models)} models: --model or --fingerprint says which"
+        )
+    return stored_models[0] if stored_models else "none"
+
+
+def _make_sequence_action(name: str) -> Any:
+    """An action that is a call of the store with a text."""
+
+    def run_action(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+        call = getattr(store, name)
+        return call(_load_ids(arguments), model=_choose_model(store, arguments), dtype=arguments.dtype), 0
+
+    return run_action
+
+
+def _run_export(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    model, force = _choose_model(store, arguments), arguments.force
+    export_result = store.export(
+        _load_ids(arguments), arguments.output, model=model, dtype=arguments.dtype, force=force
+    )
+    _report_other_precisions(export_result, arguments)
+    return export_result, 0
+
+
+def _run_import(store: PrefixStore, arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    model, ids, layers = arguments.read
+    put_result = store.put(ids, layers, model=model)
+    _raise_if_unavailable(put_result)
+    return put_result, 0
+
+
+STORE_ACTIONS: dict[str, Any] = {
+    "put": _run_put,
+    "match": _run_match,
+    "get": _run_get,
+    "ls": lambda store, arguments: (store.ls(), 0),
+    "stat": lambda store, arguments: (store.stats(), 0),
+    "verify": _run_verify,
+    "gc": lambda store, arguments: (store.gc(arguments.store_bytes), 0),
+    "rm": _make_sequence_action("delete"),
+    "pin": _make_sequence_action("pin"),
+    "unpin": _make_sequence_action("unpin"),
+    "export": _run_export,
+    "import": _run_import,
+}
+"""By its name: a function of the store and the arguments that gives the result and the exit code."""
+
+
+_DESCRIPTION = """\
+Keep K and V of texts in a directory and find them again by their token ids: any text is answered with the
+longest beginning that was ever put, to the token. Equal beginnings are stored once, losslessly (docs/prefix-store.md).
+Sliding windows and the state of linear attention are stored with a text, at its exact length: such a text is resumed
+only from lengths that were put.
+
+  put STORE CACHE...  store K and V of a text
+  match STORE         how many tokens of a text are stored; exit 1 if none
+  get STORE -o OUT    write the longest stored beginning: arrays as unpack
+                      writes them, or with --backend and --name the prefix
+                      cache that an engine loads (--cast: in its dtype);
+                      --partial: full attention alone, without windows
+                      and state, which no model continues from
+  ls, stat STORE      the stored texts; counts and sizes
+  verify STORE        decode and compare everything; what is damaged goes
+  gc STORE            remove what nothing refers to; --max-bytes SIZE: and
+                      texts that were not used for longest, down to SIZE
+  rm STORE            remove what no other text continues
+  pin, unpin STORE    keep a text whatever the bound, or no longer
+  export STORE -o F   write a text to one file, for another machine
+  import STORE F      take in such a file
+
+A text is said by --token-ids: numbers (5,7,9), or a file: a JSON list, numbers or .npy; - is standard input; put
+needs none for a cache that has its ids, as llama.cpp's sessions do. CACHE is anything kvmnn reads: an engine's prefix
+cache, live files of a running engine, a dump, frames, arrays called layer_<n>.key and layer_<n>.value. Which model
+computed it is said by --model, whose fingerprint is taken (the folder of an MNN model, with its .mnn file, or a
+llama.cpp FILE.gguf), or for any other model, such as a folder of transformers, by --fingerprint TEXT; both together
+name a model and the settings that it ran with, where they change K and V ("memory=low precision=low"); put
+needs neither for a cache that knows its model, all else where the store has one model. A store takes a second model
+only with --force."""
+
+
+class _ActionSpec(NamedTuple):
+    options: tuple[str, ...] = ()
+    inputs: str = ""
+    """What follows the store; empty for nothing."""
+
+
+_MODEL_OPTIONS = ("token_ids", "model", "fingerprint", "dtype")
+_LAYOUT_OPTIONS = ("backend", "lp", "hp", "flash_block", "name", "capacity")
+_INPUT_OPTIONS = (
+    *("tensor", "skip_unsupported", "token_major", "undo"),
+    *(*shared_options.AXES_OPTION_NAMES, *packed_options.PACKED_OPTION_NAMES, *packed_options.SELECTION_OPTIONS),
+)
+_CREATION_OPTIONS = ("store_bytes", "block_tokens", "codec", "effort", "threads")
+_SPEC_BY_ACTION = {
+    "put": _ActionSpec((*_MODEL_OPTIONS, *_INPUT_OPTIONS, *_CREATION_OPTIONS, "rope", "force"), "CACHE"),
+    "match": _ActionSpec(_MODEL_OPTIONS),
+    "get": _ActionSpec(
+        (*_MODEL_OPTIONS, *_LAYOUT_OPTIONS, "output", "force", "threads", "cast", "rerotate", "partial")
+    ),
+    "ls": _ActionSpec(),
+    "stat": _ActionSpec(),
+    "verify": _ActionSpec(("threads",)),
+    "gc": _ActionSpec(("store_bytes",)),
+    "rm": _ActionSpec(_MODEL_OPTIONS),
+    "pin": _ActionSpec(_MODEL_OPTIONS),
+    "unpin": _ActionSpec(_MODEL_OPTIONS),
+    "export": _ActionSpec((*_MODEL_OPTIONS, "output", "force")),
+    "import": _ActionSpec((*_CREATION_OPTIONS, "rope"), "FILE"),
+}
+_ALL_OPTIONS = tuple(dict.fromkeys(name for action in _SPEC_BY_ACTION.values() for name in action.options))
+_CREATING_ACTIONS = ("put", "import")
+_READ_ONLY_ACTIONS = ("match", "ls", "stat", "export")
+_READ_IF_POSSIBLE_ACTIONS = ("get", "verify")
+"""What writes to a store only if that can be written to: uses are noted down, and what is damaged is removed."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_command(
+        subparsers, "store", run, "prefixes kept, and found again by their tokens", _DESCRIPTION
+    )
+    parser.add_argument("action", choices=tuple(_SPEC_BY_ACTION), metavar="ACTION", help=", ".join(_SPEC_BY_ACTION))
+    parser.add_argument("store", metavar="STORE", help="a directory, redis:// or s3:// ...; put and import make it")
+    parser.add_argument(
+        "inputs", nargs="*", default=[], metavar="IN", help="put: caches of the text; import: a file of export"
+    )
+    packed_options.add_origin_options(parser, "its fingerprint says which model computed it")
+    parser.add_argument(
+        "--fingerprint",
+        metavar="TEXT",
+        help="which model computed it, where no --model tells; beside --model the engine's settings",
+    )
+    parser.add_argument(
+        "--max-bytes",
+        dest="store_bytes",  # of inputs other verbs have a bound
+        type=shared_options.parse_byte_count,
+        metavar="SIZE",
+        help="put, import, gc: most bytes of all units (default: no bound)",
+    )
+    parser.add_argument(
+        "--block-tokens", type=shared_options.parse_positive, metavar="N", help="of a store that is made (default: 64)"
+    )
+    parser.add_argument(
+        "--codec",
+        choices=("dense", "frames"),
+        help="of a store that is made: dense streams where they are smaller (default), or frames",
+    )
+    dense_options.add_rope(parser)
+    parser.add_argument(
+        "--effort",
+        choices=shared_options.EFFORT_CHOICES,
+        default="fast",
+        help="of frames: how hard to compress (default: fast, within 1%% of exact)",
+    )
+    parser.add_argument(
+        "--threads", type=shared_options.parse_positive, metavar="N", help="threads (default: all processors)"
+    )
+    shared_options.add_output(parser, "get: file or directory; export: a file")
+    parser.add_argument(
+        "--capacity",
+        type=shared_options.parse_positive,
+        metavar="N",
+        help="get: tokens that a prefix cache has room for",
+    )
+    parser.add_argument(
+        "--cast", action="store_true", help="get: convert to the backend's dtype; LOSSY if it is narrower"
+    )
+    parser.add_argument(
+        "--rerotate",
+        action="store_true",
+        help="get: K at the positions 0, 1, 2 ..., as pack --rerotate; a stored prefix has these already",
+    )
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="get: layers with full attention alone, where windows or state are not stored at this length",
+    )
+    shared_options.add_source(parser, "put: what raw words are; else which precision is meant")
+    parser.add_argument("--token-major", action="store_true", help="put: arrays are [token, kv_head, head_dim]")
+    packed_options.add_packed_options(parser, with_text=False, with_undo=True)
+    options = {
+        name: (*action.options, *(["inputs"] if action.inputs else [])) for name, action in _SPEC_BY_ACTION.items()
+    }
+    command_parser.narrow_help(parser, "action", options, _describe_action)
+
+
+def _describe_action(action: str) -> str:
+    """What the help of all says of one action."""
+    title, _, body = _DESCRIPTION.partition("\n\n")
+    lines = re.findall(rf"^  (?:\w+, )?{action}\b.*(?:\n {{10,}}.*)*", body, re.MULTILINE)
+    about_texts = ["", body.rpartition("\n\n")[2]] if "token_ids" in _SPEC_BY_ACTION[action].options else []
+    return "\n".join([title, "", *lines, *about_texts])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out; with ``--json`` a failure has its document, too."""
+    from ...errors import KvmnnError
+
+    arguments.noted = []
+    try:
+        result, code = _run_action(arguments)
+    except KvmnnError as error:
+        if arguments.json:
+            partial_document = _add_notes(getattr(arguments, "found", {}), arguments.noted)
+            message = packed_options.adapt_message(arguments, str(error))
+            console.print_json({"verb": f"store {arguments.action}", **partial_document, "error": message})
+        raise
+    console.show_result(arguments, f"store {arguments.action}", _ResultWithNotes(result, arguments.noted))
+    return code
+
+
+class _ResultWithNotes(NamedTuple):
+    """A result whose document has the notes that went to standard error, too."""
+
+    result: CommandResult
+    notes: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return _add_notes(self.result.to_dict(), self.notes)
+
+    def __str__(self) -> str:
+        return str(self.result)
+
+
+def _add_notes(document: dict[str, Any], new_notes: list[str]) -> dict[str, Any]:
+    notes = list(dict.fromkeys([*document.get("notes", []), *new_notes]))
+    return document | {"notes": notes} if notes else document
+
+
+def _run_action(arguments: argparse.Namespace) -> tuple[CommandResult, int]:
+    from ...files.urls import redact_url
+    from ...store import PrefixStore, read_exported
+
+    action = _SPEC_BY_ACTION[arguments.action]
+    idle_names = [name for name in _ALL_OPTIONS if name not in action.options]
+    shared_options.refuse_given(arguments, idle_names, f"says nothing to store {arguments.action}")
+    if bool(arguments.inputs) != bool(action.inputs):
+        expectation = f"needs {action.inputs}" if action.inputs else "takes nothing but the store"
+        raise UsageError(f"store {arguments.action} {expectation}")
+    if arguments.action == "import" and len(arguments.inputs) > 1:
+        raise UsageError("store import takes one file")
+    if "token_ids" in action.options and arguments.token_ids is None and arguments.action != "put":
+        raise UsageError(f"store {arguments.action} needs --token-ids IDS")
+    if "output" in action.options and arguments.output in (None, console.STDIO):
+        output_text = "FILE, a file of its own" if arguments.action == "export" else "OUT, a file or directory"
+        raise UsageError(f"store {arguments.action} needs -o {output_text}")
+    if arguments.store.startswith("memory://"):
+        raise UsageError(f"{arguments.store}: is gone when this command ends: expected a place that stays")
+    if arguments.codec == "frames":
+        shared_options.refuse_given(arguments, ["rope"], "needs --codec dense")
+    is_creating = arguments.action in _CREATING_ACTIONS
+    if is_creating and arguments.store_bytes == 0:
+        raise UsageError(f"store {arguments.action} --max-bytes 0: expected at least 1, or no bound")
+    if is_creating:  # of an input that cannot be read no store is made
+        if arguments.action == "import":
+            arguments.read = read_exported(arguments.inputs[0])
+        else:
+            arguments.read = _load_source(arguments)
+            arguments.made_by = _choose_put_model(arguments)
+            arguments.layers = read_layers(arguments.read, arguments)
+    store = PrefixStore(
+        arguments.store,
+        arguments.store_bytes if is_creating else None,
+        block_tokens=arguments.block_tokens,
+        codec=arguments.codec,
+        rotary=_read_rope(arguments) if is_creating else None,
+        effort=arguments.effort,
+        threads=arguments.threads,
+        create=is_creating,
+        read_only=arguments.action in _READ_ONLY_ACTIONS
+        or (arguments.action in _READ_IF_POSSIBLE_ACTIONS and _is_unwritable(arguments.store)),
+    )
+    arguments.store = redact_url(arguments.store)  # messages name it
+    with store:
+        try:
+            result_and_code: tuple[CommandResult, int] = STORE_ACTIONS[arguments.action](store, arguments)
+        finally:
+            input_sources.report_notes(store.notes, arguments, "warning")
+    return result_and_code
+
+
+def _is_unwritable(store: str) -> bool:
+    """Whether a store is a directory that cannot be written to."""
+    return os.path.isdir(store) and not os.access(store, os.W_OK)
+
+
+def _load_source(arguments: argparse.Namespace) -> Source:
+    from ...arrays.engine_transforms import to_common_order
+    from ...store.adapters import extract_states
+
+    source = extract_states(
+        input_sources.load(arguments.inputs, arguments, with_frames=True, used_options=("model", "token_ids"))
+    )
+    input_sources.report_skipped(source, arguments)
+    if resolve_ids(source, arguments) is None:
+        where = " ".join(arguments.inputs)
+        if (cache := source.engine_cache) is not None and cache.texts:
+            raise UsageError(f"{where}: is a batch of {cache.batch}: --batch N takes one text of it, from 0")
+        raise UsageError(f"{where}: does not say its token ids: store put needs --token-ids IDS")
+    source, notes = to_common_order(source)
+    input_sources.report_notes(notes, arguments)
+    return source
+
+
+def _read_rope(arguments: argparse.Namespace) -> RopeConfig | Literal["none"] | None:
+    """How K was rotated, as far as ``--rope`` or ``--model`` says it."""
+    from ...errors import KvmnnError
+
+    if arguments.rope is not None or arguments.model is None:
+        specified: RopeConfig | Literal["none"] | None = arguments.rope
+        return specified
+    try:
+        return dense_options.read_model_rope(arguments.model, arguments.read)[0]
+    except KvmnnError:  # it says nothing: the store looks for it
+        return None
+
+
+def _choose_put_model(arguments: argparse.Namespace) -> str:
+    """The model of what is put: as the options say, else as the cache itself does."""
+    source = arguments.read
+    model = build_fingerprint(arguments)
+    if model is None and source.cache:
+        model = source.cache.model
+    if model is None:
+        raise UsageError(
+            f"{' '.join(arguments.inputs)}: does not say which model computed it: --model or --fingerprint says it"
+        )
+    return model

@@ -1,0 +1,206 @@
+"""``kvmnn verify`` of a compressor's weight file.
+
+``kvmnn verify``: prove that frames decode to what they were made from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+from ..._util.text import format_range, pluralize
+from .. import batch, console, input_sources, packed_options, shared_options, weights_options
+
+if TYPE_CHECKING:
+    from ...arrays.source import Source
+    from ...bundle import FrameSet
+    from ...packed.cache_info import CacheInfo
+
+
+def verify_weight_file(arguments: argparse.Namespace) -> int:
+    """Check the file, and compare it with its checkpoint if there is one; 1 for any difference."""
+    from ...compressor import RejectionReport, has_weight_file_magic, verify_weights
+    from ...errors import WeightsError
+
+    if len(arguments.against) > 1:
+        raise console.UsageError("a weight file is verified against one checkpoint")
+    packed_names = [name for name in packed_options.PACKED_OPTION_NAMES if name != "head_dim"]
+    given_names = [*packed_names, "tensor", "skip_unsupported", "no_zstd", "max_bytes", "threads"]
+    shared_options.refuse_given(arguments, given_names, f"is not about weight files, and {arguments.input} is one")
+    if not arguments.against:
+        conversion_options = ["dtype", *weights_options.CONVERSION_OPTION_NAMES, "as_reference"]
+        shared_options.refuse_given(arguments, conversion_options, "needs --against: it tells of the conversion")
+    against = arguments.against[0] if arguments.against else None
+    if against is not None and has_weight_file_magic(against):
+        raise console.UsageError(
+            f"--against {against}: is a weight file too: expected the checkpoint; kvmnn diff compares weight files"
+        )
+    size = os.path.getsize(arguments.input) if os.path.isfile(arguments.input) else 0
+    try:
+        with console.progress_bar(arguments, size, "verify") as step:
+            result = verify_weights(
+                arguments.input,
+                against=against,
+                options=weights_options.build_convert_options(arguments, as_reference=arguments.as_reference),
+                specified_options=weights_options.list_given_options(arguments),
+                allow_trailing=arguments.allow_trailing,
+                progress=step,
+            )
+    except WeightsError as exc:
+        if arguments.json:
+            console.show_result(arguments, "verify", RejectionReport(path=arguments.input, against=against, error=exc))
+        raise
+    weights_options.report_notices(arguments, result.warnings, result.notices)
+    if result.is_ok or arguments.json:
+        console.show_result(arguments, "verify", result)
+    for line in result.format_complaints():
+        console.print_finding(line)
+    return 0 if result.is_ok else 1
+
+
+_DESCRIPTION = """Decode frames again and prove what comes out.
+
+With a manifest the hash of every frame and of every array is checked; with --against the bytes themselves are compared
+with the original file (several --against make one set, as several inputs of encode do). Either prints LOSSLESS.
+Frames without a manifest can only be shown to decode, and then the word is DECODES. Any mismatch ends with exit code 1.
+
+Of a Zarr store (X.zarr) the hashes that kvmnn noted down in it are checked.
+
+The weight file of a KV compressor (.bin) is checked in structure and sense; with --against its checkpoint, every
+weight, every bias, every header field and the metadata are compared with what kvmnn convert would write: tell the
+options that it was told.
+
+--jobs N verifies each frame, bundle and weight file below folders (--help-many)."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Declare the verb."""
+    parser = shared_options.add_command(
+        subparsers, "verify", run, "prove that frames decode to their arrays", _DESCRIPTION
+    )
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="a frame, a manifest, a bundle; a weight file")
+    parser.add_argument("--against", action="append", default=[], metavar="FILE", help="the original (repeatable)")
+    shared_options.add_source(parser, "what a frame without a manifest, or a file of raw words, holds")
+    parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
+    shared_options.add_max_bytes(parser)
+    shared_options.add_threads(parser)
+    batch.add_batch_options(parser)
+    packed_options.add_packed_options(parser)
+    weights_options.add_weights_group(parser, with_trailing=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Carry the verb out; 1 for any difference."""
+    if batch.is_batch(arguments):
+        takes = ["frames", "weights"]
+        refused_reasons = {"against": "it is the original of one input; the hashes of each file are checked"}
+        return batch.run_batch(
+            arguments, "verify", arguments.inputs, accepted_kinds=takes, not_for_many=refused_reasons
+        )
+    if len(arguments.inputs) > 1:
+        raise console.UsageError(f"{len(arguments.inputs)} inputs: --jobs N verifies each of many, without it give one")
+    arguments.input = arguments.inputs[0]
+    from ...bundle import DecodeOptions, verify_frame_set
+    from ...compressor import is_weight_file
+    from ...formats import can_restore_file, is_zarr_store, verify_file
+
+    if is_zarr_store(arguments.input):
+        return _verify_zarr(arguments)
+    if not arguments.no_manifest and is_weight_file(arguments.input):
+        return verify_weight_file(arguments)
+    weight_options = [name for name in weights_options.CONVERSION_OPTION_NAMES if name != "head_dim"]
+    weight_options += ["allow_trailing", "as_reference"]
+    shared_options.refuse_given(arguments, weight_options, f"is about weight files, and {arguments.input} is none")
+    options = DecodeOptions(
+        dtype=arguments.dtype,
+        codecs=shared_options.select_codecs(arguments),
+        max_bytes=arguments.max_bytes,
+        threads=arguments.threads,
+    )
+    if not arguments.against:
+        reason = "needs --against: it says how the packed files of an original lie"
+        shared_options.refuse_given(arguments, packed_options.PACKED_OPTION_NAMES, reason)
+        original_options = ["tensor", "skip_unsupported", *shared_options.AXES_OPTION_NAMES]
+        shared_options.refuse_given(arguments, original_options, "needs --against: it is about the original")
+    frames = input_sources.open_frame_set(arguments.input, arguments, options)
+    if not arguments.against:
+        input_sources.check_dtype_matches(frames, arguments)
+    against = _load_original(frames, arguments) if arguments.against else None
+    with console.progress_bar(arguments, frames.raw_bytes, "verify") as step:
+        if against is None and can_restore_file(frames):
+            verify_result = verify_file(frames, options, progress=step)
+        else:
+            verify_result = verify_frame_set(frames, against, options, progress=step)
+    if not verify_result.ok:
+        return console.show_failed_result(arguments, "verify", verify_result)
+    console.show_result(arguments, "verify", verify_result)
+    return 0
+
+
+def _verify_zarr(arguments: argparse.Namespace) -> int:
+    """The hashes that kvmnn noted down in a Zarr store."""
+    from ...formats import ReadOptions, verify_store
+
+    other_names = (
+        "against",
+        "no_manifest",
+        "no_zstd",
+        *weights_options.CONVERSION_OPTION_NAMES,
+        "allow_trailing",
+        "as_reference",
+    )
+    idle_names = (
+        *other_names,
+        *shared_options.AXES_OPTION_NAMES,
+        *packed_options.PACKED_OPTION_NAMES,
+        *packed_options.SELECTION_OPTIONS,
+    )
+    shared_options.refuse_given(
+        arguments, idle_names, f"says nothing about {arguments.input}, a Zarr store (kvmnn diff compares two)"
+    )
+    options = ReadOptions(
+        dtype=arguments.dtype,
+        tensors=tuple(arguments.tensor),
+        skip_unsupported=arguments.skip_unsupported,
+        decode_frames=False,
+        threads=arguments.threads,
+        max_bytes=arguments.max_bytes,
+    )
+    with console.progress_bar(arguments, 0, "verify") as step:
+        verify_result = verify_store(arguments.input, options, progress=step)
+    console.show_result(arguments, "verify", verify_result)
+    return 0
+
+
+def _load_original(frames: FrameSet, arguments: argparse.Namespace) -> Source:
+    """What the frames were made from; what it does not say of itself is as the frames have it."""
+    from ...compressor import has_weight_file_magic
+    from ...formats import can_restore_file
+
+    packed_options.check_provenance(arguments, frames.cache, frames.path)
+    for path in filter(has_weight_file_magic, arguments.against):
+        raise console.UsageError(f"--against {path}: is a compressor's weight file, which no frames are made of")
+    dtypes = [array.dtype for array in frames.arrays]
+    source = input_sources.load(
+        arguments.against,
+        arguments,
+        dtypes,
+        cache_info=frames.cache,
+        is_whole_file=can_restore_file(frames) or frames.packed_record is not None,
+        as_layers=False,
+        original_of=frames,
+        codes=True,
+    )
+    input_sources.report_skipped(source, arguments)
+    if frames.cache is not None and source.cache is not None:
+        console.print_note(arguments, f"the original is read as the frames say: {_format_geometry(frames.cache)}")
+    return source
+
+
+def _format_geometry(cache: CacheInfo) -> str:
+    """What a description says that packed files do not."""
+    tokens = format_range(sorted({layer.tokens for layer in cache.layers}))
+    layouts = dict.fromkeys(map(cache.get_layer_layout, cache.layers))
+    heads = " or ".join(f"{pluralize(layout.kv_heads, 'kv head')} of {layout.head_dim}" for layout in layouts)
+    return f"{tokens} tokens in {pluralize(len(cache.layers), 'layer')}, {heads}"

@@ -1,0 +1,238 @@
+"""Completions for shells and a manual page, made from the command's parser.
+
+Built here instead of with shtab, which has no fish and would be one more package to install.
+
+The manual page, made from the command's parser.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from .._util.packages import get_version
+from . import command_parser
+from .command_parser import COMMANDS_BY_GROUP, HelpFormatter, collect_help, format_usage, get_subparsers
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionSpec:
+    """An option of a verb: its names, the choices of its value (none: any), its help; `value` is what it is called."""
+
+    names: tuple[str, ...]
+    value: str
+    choices: tuple[str, ...]
+    help_text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandSpec:
+    """A verb with its options and the choices of its arguments (none: files)."""
+
+    name: str
+    summary: str
+    options: tuple[OptionSpec, ...]
+    choices: tuple[str, ...]
+
+
+def describe_commands(parser: argparse.ArgumentParser) -> list[CommandSpec]:
+    """What completions need to know of every verb."""
+    subparsers = get_subparsers(parser)
+    summaries = {action.dest: action.help or "" for action in subparsers._get_subactions()}
+    return [
+        CommandSpec(
+            name=name,
+            summary=summaries[name],
+            options=tuple(_iter_option_specs(subparser)),
+            choices=tuple(
+                str(choice)
+                for argument in subparser._actions
+                if not argument.option_strings and argument.choices
+                for choice in argument.choices
+            ),
+        )
+        for name, subparser in subparsers.choices.items()
+    ]
+
+
+def _iter_option_specs(subparser: argparse.ArgumentParser) -> Iterator[OptionSpec]:
+    for action, text in command_parser.collect_help(subparser).items():
+        if action.option_strings:
+            yield OptionSpec(
+                names=tuple(action.option_strings),
+                value="" if action.nargs == 0 else str(action.metavar or action.dest.upper()),
+                choices=tuple(map(str, action.choices or _list_value_prefixes(action.dest))),
+                help_text=text,
+            )
+
+
+def _list_value_prefixes(value: str) -> Iterable[str]:
+    """What a value that goes on (``NAME:option=value``) can begin with."""
+    if value == "policy":
+        from ..policies import POLICIES
+
+        return POLICIES
+    if value == "preset":
+        from ..evaluation.presets import PRESETS
+
+        return PRESETS
+    return ()
+
+
+def format_bash(commands: list[CommandSpec]) -> str:
+    """For ``~/.local/share/bash-completion/completions/kvmnn``."""
+    lines = [
+        "# bash completion of kvmnn",
+        "_kvmnn() {",
+        "    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words=",
+        "    COMPREPLY=()",
+        "    if ((COMP_CWORD == 1)); then",
+        f"        words='{' '.join(command.name for command in commands)} --help --version'",
+        "    else",
+        "        case ${COMP_WORDS[1]}:$before in",
+    ]
+    for command in commands:
+        for option in command.options:
+            if option.value:
+                patterns = "|".join(f"{command.name}:{name}" for name in option.names)
+                lines.append(f"            {patterns}) words='{' '.join(option.choices)}'; [[ $words ]] || return ;;")
+    lines += [
+        "        esac",
+        "        [[ $words ]] || case ${COMP_WORDS[1]} in",
+    ]
+    for command in commands:
+        names = " ".join(name for option in command.options for name in option.names if name.startswith("--"))
+        arguments = f" || words='{' '.join(command.choices)}'" if command.choices else ""
+        lines.append(f"            {command.name}) [[ $word == -* ]] && words='{names}'{arguments} ;;")
+    return "\n".join(
+        [
+            *lines,
+            "        esac",
+            "    fi",
+            '    [[ $words ]] && mapfile -t COMPREPLY < <(compgen -W "$words" -- "$word")',
+            "}",
+            "complete -o bashdefault -o default -F _kvmnn kvmnn",
+            "",
+        ]
+    )
+
+
+def format_zsh(commands: list[CommandSpec]) -> str:
+    """For a file ``_kvmnn`` in a folder of ``$fpath``."""
+
+    def quote(text: str) -> str:
+        return "'" + text.replace("'", "'\\''") + "'"
+
+    def escape(text: str) -> str:
+        return "".join(f"\\{letter}" if letter in "[]:\\" else letter for letter in text)
+
+    lines = ["#compdef kvmnn", "_kvmnn() {", "    local -a verbs=("]
+    lines += [f"        {quote(f'{command.name}:{escape(command.summary)}')}" for command in commands]
+    lines += [
+        "    )",
+        "    if (( CURRENT == 2 )); then",
+        "        _describe verb verbs",
+        "        return",
+        "    fi",
+        "    shift words",
+        "    (( CURRENT-- ))",
+        "    case $words[1] in",
+    ]
+    for command in commands:
+        lines.append(f"        {command.name})")
+        lines.append("            _arguments \\")
+        for option in command.options:
+            values = f"({' '.join(option.choices)})" if option.choices else "_files"
+            value = f":{escape(option.value)}:{values}" if option.value else ""
+            lines += [
+                f"                {quote(f'*{name}[{escape(option.help_text)}]{value}')} \\" for name in option.names
+            ]
+        arguments = f"({' '.join(command.choices)})" if command.choices else "_files"
+        lines += [f"                {quote(f'*:file:{arguments}')}", "            ;;"]
+    return "\n".join([*lines, "    esac", "}", '_kvmnn "$@"', ""])
+
+
+def format_fish(commands: list[CommandSpec]) -> str:
+    """For ``~/.config/fish/completions/kvmnn.fish``."""
+
+    def quote(text: str) -> str:
+        return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+    lines = ["# fish completion of kvmnn"]
+    top_prefix = "complete -c kvmnn -n __fish_use_subcommand -f"
+    lines += [f"{top_prefix} -a {quote(command.name)} -d {quote(command.summary)}" for command in commands]
+    for command in commands:
+        command_prefix = f"complete -c kvmnn -n {quote(f'__fish_seen_subcommand_from {command.name}')}"
+        if command.choices:
+            lines.append(f"{command_prefix} -f -a {quote(' '.join(command.choices))}")
+        for option in command.options:
+            names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in option.names)
+            value = " -r" if option.value else ""
+            if option.choices:
+                value = f" -x -a {quote(' '.join(option.choices))}"
+            lines.append(f"{command_prefix} {names}{value} -d {quote(option.help_text)}")
+    return "\n".join([*lines, ""])
+
+
+FORMATTER_BY_SHELL: dict[str, Callable[[list[CommandSpec]], str]] = {
+    "bash": format_bash,
+    "zsh": format_zsh,
+    "fish": format_fish,
+}
+
+
+_VERBATIM_BEGIN, _VERBATIM_END = (".RS -6n", ".nf"), (".fi", ".RE")
+"""Around lines that are written for 80 columns: nearly without the margin of manual pages."""
+
+
+def format_manual(parser: argparse.ArgumentParser) -> str:
+    """The page ``kvmnn.1`` in the man macros of roff."""
+    subparsers = get_subparsers(parser)
+    summaries = {action.dest: action.help or "" for action in subparsers._get_subactions()}
+    summary = (parser.description or "").partition("\n")[0]
+    lines = [f'.TH KVMNN 1 "" "kvmnn {get_version()}"', ".SH NAME", f"kvmnn \\- {_escape_roff(summary)}"]
+    lines += [".SH SYNOPSIS", ".B kvmnn", ".I VERB", "[options] ..."]
+    lines += [".SH VERBS"]
+    for title, names in COMMANDS_BY_GROUP.items():
+        lines += [f".SS {_escape_roff(title)}"]
+        for name in names:
+            lines += [".TP", f".B {_escape_roff(name)}", _escape_roff(summaries[name])]
+    for name, subparser in subparsers.choices.items():
+        lines += [
+            f".SH {_escape_roff('kvmnn ' + name)}",
+            ".nf",
+            _escape_roff(format_usage(subparser).replace("%%", "%")),
+            ".fi",
+            ".PP",
+        ]
+        lines += _iter_paragraph_lines(subparser.description or "")
+        lines += _iter_option_lines(subparser)
+    return "\n".join([*lines, ".SH NOTES", *_iter_paragraph_lines(parser.epilog or ""), ""])
+
+
+def _iter_option_lines(subparser: argparse.ArgumentParser) -> Iterator[str]:
+    formatter = HelpFormatter(subparser.prog)
+    for action, text in collect_help(subparser).items():
+        yield from (".TP", f".B {_escape_roff(formatter._format_action_invocation(action))}", _escape_roff(text))
+
+
+def _iter_paragraph_lines(text: str) -> Iterator[str]:
+    """Filled paragraphs; indented lines as they are."""
+    is_verbatim = False
+    for line in text.split("\n"):
+        if not line:
+            yield ".PP" if not is_verbatim else ""
+            continue
+        if is_verbatim != line.startswith(" "):
+            is_verbatim = not is_verbatim
+            yield from _VERBATIM_BEGIN if is_verbatim else _VERBATIM_END
+        yield _escape_roff(line)
+    if is_verbatim:
+        yield from _VERBATIM_END
+
+
+def _escape_roff(text: str) -> str:
+    """A text without anything that roff would act on."""
+    escaped = text.replace("\\", "\\e").replace("-", "\\-")
+    return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped

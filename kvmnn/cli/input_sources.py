@@ -1,0 +1,125 @@
+"""Inputs named on the command line, opened."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from . import console, packed_options, shared_options
+from .console import STDIO, UsageError
+
+if TYPE_CHECKING:
+    from ..arrays.source import Source
+    from ..bundle import DecodeOptions, FrameSet
+    from ..files.mapped_file import MappedFile
+    from ..packed.cache_info import CacheInfo
+
+
+def load(
+    paths: Sequence[str],
+    arguments: argparse.Namespace,
+    fallbacks: Sequence[str] = (),
+    *,
+    with_frames: bool = False,
+    as_numbers: bool = False,
+    used_options: Sequence[str] = (),
+    cache_info: CacheInfo | None = None,
+    any_heads: bool = False,
+    is_whole_file: bool = False,
+    is_one_of_several: bool = False,
+    as_layers: bool = True,
+    original_of: FrameSet | None = None,
+    codes: bool = False,
+) -> Source:
+    """All arrays of all inputs as one source.
+
+    With `with_frames`, frames are inputs too; `as_numbers` and `codes` as in `ReadOptions`, `any_heads` and
+    `is_whole_file` as in `EngineOptions`. Options about packed files are refused where no input is any, but for those
+    that are `used_options`
+    otherwise. What neither packed files nor the arguments say is taken from `cache_info`. With `is_one_of_several` what
+    is said of axes may be about another input. An original is read as it was for the frames `original_of`. With
+    `as_layers`,
+    and with ``--axes``, a note says where heads and tokens look as if they were swapped.
+    """
+    from ..arrays.axes import AxisSpec, apply_axis_spec
+    from ..arrays.engine_transforms import invert_source_transforms
+    from ..arrays.layers import suggest_token_major
+    from ..arrays.source import merge_sources
+    from ..formats import registry
+    from ..formats.options import ReadOptions
+
+    if list(paths).count(STDIO) > 1:
+        raise UsageError("standard input can be read only once")
+    packed_options.refuse_idle_packed_options(arguments, paths, used_options)
+    axis_spec = shared_options.build_axis_spec(arguments, is_one_of_several=is_one_of_several)
+    engine_read_options = packed_options.build_engine_options(
+        arguments, any_heads=any_heads, is_whole_file=is_whole_file
+    )
+    options = ReadOptions(
+        dtype=arguments.dtype,
+        forbid_reinterpretation=as_numbers,
+        fallback_dtypes=tuple(fallbacks),
+        tensors=tuple(arguments.tensor),
+        skip_unsupported=arguments.skip_unsupported,
+        packed=packed_options.build_packed_options(arguments, cache_info),
+        decode_frames=with_frames,
+        engine=engine_read_options if len(paths) == 1 else replace(engine_read_options, invert=None),
+        axis_spec=axis_spec if len(paths) == 1 else AxisSpec(),
+        codes=codes,
+        max_bytes=getattr(arguments, "max_bytes", None),
+    )
+    if original_of is not None:
+        options = registry.recover_original_options(original_of, options)
+    source = merge_sources([registry.open(path, options) for path in paths])
+    if not is_one_of_several:
+        packed_options.refuse_blocks_without_quantized(arguments, source)
+    if len(paths) > 1:
+        source = apply_axis_spec(source, axis_spec, " ".join(paths))
+        source = (
+            source
+            if engine_read_options.invert is None
+            else invert_source_transforms(source, engine_read_options.invert)
+        )
+    is_token_major = getattr(arguments, "token_major", False)
+    if (as_layers or axis_spec.axes) and not is_token_major and (hint := suggest_token_major(source, axis_spec.axes)):
+        source.notes.append(hint)
+    return source
+
+
+def open_frame_set(path: str | MappedFile, arguments: argparse.Namespace, options: DecodeOptions) -> FrameSet:
+    """The frames at a path; what is none is told of by what it looks like."""
+    from ..bundle import open_frames
+    from ..errors import KvmnnError
+    from ..formats import explain_not_frames
+
+    try:
+        return open_frames(path, use_manifest=not arguments.no_manifest, options=options)
+    except KvmnnError as error:
+        raise explain_not_frames(path if isinstance(path, str) else path.path, error) from None
+
+
+def check_dtype_matches(frames: FrameSet, arguments: argparse.Namespace) -> None:
+    """`UsageError` where ``--dtype`` says otherwise than the manifest of frames: it would do nothing."""
+    if frames.document is None or arguments.dtype is None:
+        return
+    mismatch = next((array for array in frames.arrays if (array.element or array.dtype) != arguments.dtype), None)
+    if mismatch is not None:
+        where = f" of {mismatch.name!r}" if len(frames.arrays) > 1 else ""
+        raise UsageError(
+            f"the manifest says {mismatch.element or mismatch.dtype}{where}, not {arguments.dtype} (--no-manifest "
+            f"ignores it)"
+        )
+
+
+def report_skipped(source: Source, arguments: argparse.Namespace) -> None:
+    """One line on standard error for each array that was left out, and for each thing that was inferred."""
+    report_notes(source.notes, arguments)
+    report_notes(source.skipped_arrays, arguments, "skipped")
+
+
+def report_notes(notes: Sequence[str], arguments: argparse.Namespace, kind: str = "note") -> None:
+    """One line on standard error for each thing that was inferred, or worth a warning."""
+    for line in notes:
+        console.print_note(arguments, line, kind)

@@ -1,0 +1,360 @@
+"""The engine's ``config.json`` on the command line: which options of it a verb takes.
+
+What the verbs that run one model on one text share: their arguments.
+
+Options of ``kvmnn plan`` about H2O: what scores and attention are planned with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from . import console, shared_options
+from .console import UsageError
+
+if TYPE_CHECKING:
+    from ..errors import KvmnnError
+    from ..lm.runner import RunOptions
+    from ..policies.h2o import H2OConfig
+    from ..policies.registry import LabelledPolicy
+    from ..runtime import RuntimeConfig
+
+
+def add_config_options(parser: Any) -> None:
+    """``--config FILE`` and ``--lossless MODE``."""
+    parser.add_argument(
+        "--config", metavar="FILE", help="the engine's JSON file, for --policy h2o_engine and --lossless"
+    )
+    parser.add_argument(
+        "--lossless",
+        metavar="MODE[:KEY=VALUE,...]",
+        help="put the cache into the lossless runtime: probe, full or store, with keys such as front_n=6",
+    )
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """The object in an engine's configuration file.
+
+    Raises
+    ------
+    SourceError
+        For a file that is not there, cannot be read, or holds no JSON object.
+    """
+    from ..errors import SourceError
+    from ..files.schema import read_object
+
+    try:
+        return read_object(Path(path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise SourceError(f"{path}: does not exist") from None
+
+
+def read_policy_defaults(arguments: argparse.Namespace, specs: list[str]) -> dict[str, dict[str, Any]]:
+    """Options that the file of ``--config`` gives to policies that do not say them, by the policy's name.
+
+    Raises
+    ------
+    UsageError
+        Where no policy takes any, so that the file would be passed over in silence, and for a file that asks for what
+        cannot be.
+    SourceError
+        As `read_config`.
+    """
+    from ..errors import KvmnnError
+    from ..policies.h2o_blocks import H2OEngine
+
+    if arguments.config is None:
+        return {}
+    document = read_config(arguments.config)
+    if not any(spec.partition(":")[0] == H2OEngine.name for spec in specs):
+        if arguments.lossless is not None:
+            return {}
+        raise UsageError(
+            f"--config {arguments.config}: nothing takes options from it; expected --policy h2o_engine or --lossless"
+        )
+    try:
+        return {H2OEngine.name: H2OEngine.parse_engine_options(document)}
+    except KvmnnError as exc:
+        raise UsageError(f"{arguments.config}: {exc}") from None
+
+
+def build_lossless_document(arguments: argparse.Namespace) -> dict[str, Any] | None:
+    """What ``--lossless`` and ``--config`` ask of the runtime around the cache, as the engine's JSON; None for none.
+
+    Raises
+    ------
+    UsageError
+        For modes, keys and values that do not exist.
+    SourceError
+        As `read_config`.
+    """
+    from ..errors import KvmnnError
+    from ..policies.specs import split_spec
+    from ..runtime import RuntimeConfig
+    from ..runtime.config import ENGINE_CODEC, MODES
+
+    if arguments.lossless is None:
+        return None
+    if arguments.packed is not None:
+        raise UsageError("--packed and --lossless: a cache is held in one of them")
+    document = {} if arguments.config is None else read_config(arguments.config)
+    document = {key: value for key, value in document.items() if key.startswith("kv_") or key in _MODEL_KEYS}
+    if arguments.config is not None:
+        _parse_runtime_config(arguments.config, document, UsageError)
+    try:
+        mode, options = split_spec(arguments.lossless)
+        if mode not in MODES:
+            raise UsageError(f"--lossless {mode}: expected one of {', '.join(MODES)}")
+        switches = {"enable": True, "runtime_enable": True, "codec": ENGINE_CODEC, "runtime_mode": mode}
+        for key, text in options.items():
+            if key in switches:
+                raise UsageError(f"--lossless {arguments.lossless}: {key} is what the mode says; expected no such key")
+            name = f"kv_{key}" if key.startswith("h2o_") else f"kv_lossless_{key}"
+            document[name] = _parse_value(text)
+        document |= {f"kv_lossless_{key}": value for key, value in switches.items()}
+        RuntimeConfig.from_engine(document)
+    except UsageError:
+        raise
+    except KvmnnError as exc:
+        raise UsageError(f"--lossless {arguments.lossless}: {exc}") from None
+    return document
+
+
+def read_runtime_config(path: str) -> RuntimeConfig:
+    """The runtime's options in an engine's configuration file.
+
+    Raises
+    ------
+    SourceError
+        As `read_config`, and for keys and values that do not exist.
+    """
+    from ..errors import SourceError
+
+    return _parse_runtime_config(path, read_config(path), SourceError)
+
+
+def _parse_runtime_config(path: str, document: dict[str, Any], error_type: type[KvmnnError]) -> RuntimeConfig:
+    """The options in what was read from a file, whose name errors begin with."""
+    from ..errors import KvmnnError
+    from ..runtime import RuntimeConfig
+
+    try:
+        return RuntimeConfig.from_engine(document)
+    except KvmnnError as exc:
+        raise error_type(f"{path}: {exc}") from None
+
+
+_MODEL_KEYS = ("layer_nums", "attention_mode")
+
+
+def _parse_value(text: str) -> object:
+    """A value of the engine's JSON as a spec writes it; lists are joined by ``+``."""
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if re.fullmatch(r"-?\d{1,12}", text) else text.replace("+", ",")
+
+
+POLICY_EPILOG = """A policy is NAME or NAME:option=value,...: 'streaming', 'h2o_decayed_heads:recent=50%',
+'l2_fixed:strategy=random,recent_ratio=0.5' (docs/policies.md has them all); 'full' is the full cache. Tokens always
+keep their true positions."""
+
+
+def add_model_options(parser: Any) -> None:
+    """MODEL and how it runs."""
+    parser.add_argument("model", metavar="MODEL", help="an ONNX decoder with its KV cache outside: file or folder")
+    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json (default: the one beside the model)")
+    parser.add_argument("--policy", metavar="SPEC", default="full", help="which tokens stay (default: full)")
+    parser.add_argument(
+        "--budget", type=shared_options.parse_whole, metavar="N", help="tokens that the policy keeps in each layer"
+    )
+    parser.add_argument(
+        "--skip-layers", metavar="L+L", help="layers that are never cut, or none (default: the policy's)"
+    )
+    add_config_options(parser)
+    parser.add_argument("--packed", metavar="BACKEND", help="hold the cache in the packed layout of this MNN backend")
+    parser.add_argument(
+        "--chunk",
+        type=shared_options.parse_positive,
+        metavar="N",
+        help="read the text N tokens at a time (default: at once)",
+    )
+    parser.add_argument(
+        "--seed", type=shared_options.parse_whole, default=0, metavar="N", help="of all that is drawn (default: 0)"
+    )
+    parser.add_argument(
+        "--threads",
+        type=shared_options.parse_positive,
+        default=1,
+        metavar="N",
+        help="threads of onnxruntime (default: 1)",
+    )
+    shared_options.add_provider(parser)
+
+
+def build_run_options(arguments: argparse.Namespace) -> RunOptions:
+    """How the model runs, as the arguments of `add_model_options` say."""
+    from ..lm.onnx.onnx_session import CPU_PROVIDERS
+    from ..lm.runner import RunOptions
+
+    return RunOptions(
+        tokenizer=arguments.tokenizer,
+        chunk=arguments.chunk,
+        packed=arguments.packed,
+        lossless=_build_runtime_config(arguments),
+        threads=arguments.threads,
+        providers=tuple(arguments.provider) or CPU_PROVIDERS,
+    )
+
+
+def _build_runtime_config(arguments: argparse.Namespace) -> RuntimeConfig | None:
+    document = build_lossless_document(arguments)
+    if document is None:
+        return None
+    from ..runtime import RuntimeConfig
+
+    return RuntimeConfig.from_engine(document)
+
+
+def build_policy(arguments: argparse.Namespace) -> LabelledPolicy:
+    """The one policy that was asked for; `UsageError` where it makes no sense."""
+    from ..errors import KvmnnError
+    from ..policies.registry import LabelledPolicy, format_label
+    from ..policies.specs import accepts_option, build_policy, expand_spec, parse_ints
+
+    defaults = read_policy_defaults(arguments, [arguments.policy])
+    budgets = [] if arguments.budget is None else [arguments.budget]
+    try:
+        skip_layers = None if arguments.skip_layers is None else parse_ints(arguments.skip_layers)
+        ((name, options),) = expand_spec(arguments.policy, budgets, skip_layers, defaults)
+        policy = build_policy(name, options, (arguments.seed,))
+    except KvmnnError as exc:
+        raise UsageError(str(exc)) from None
+    if not policy.can_evict and (budgets or skip_layers):
+        raise UsageError("--budget and --skip-layers need a --policy")
+    if skip_layers is not None and policy.can_evict and not accepts_option(arguments.policy, "skip_layers"):
+        raise UsageError(f"--skip-layers has no effect here: {name} has no skip_layers")
+    if budgets and options.get("budget") != arguments.budget:
+        reason = (
+            "the policy says its size itself"
+            if accepts_option(arguments.policy, "budget")
+            else f"{name}: {policy.budget_help}"
+        )
+        raise UsageError(f"--policy {arguments.policy} and --budget {arguments.budget}: {reason}".replace("`", ""))
+    return LabelledPolicy(policy=policy, label=format_label(type(policy), options), options=options)
+
+
+H2O_OPTION_NAMES = (
+    *("kind", "config", "block", "sink", "recent", "target_ratio", "keep_ratio", "alpha", "engine_threads", "tile"),
+    "bytes_per_token",
+)
+"""The options, as the namespace calls them."""
+
+
+def add_h2o_options(parser: Any) -> None:
+    """All of them."""
+    group = parser.add_argument_group("H2O", "How scores or attention are planned, without --policy.")
+    group.add_argument("--kind", choices=("scores", "attention"), help="what IN holds, where its axes do not say")
+    group.add_argument(
+        "--config", metavar="FILE", help="the engine's JSON file, whose kv_h2o_ keys say what no option says"
+    )
+    group.add_argument(
+        "--block", type=shared_options.parse_positive, metavar="N", help="tokens in a block (default: 64)"
+    )
+    group.add_argument(
+        "--sink", type=shared_options.parse_whole, metavar="N", help="tokens kept at the start (default: 32)"
+    )
+    group.add_argument(
+        "--recent", type=shared_options.parse_whole, metavar="N", help="tokens kept at the end (default: 256)"
+    )
+    group.add_argument(
+        "--target-ratio",
+        type=_parse_number,
+        metavar="X",
+        help="tokens before over tokens after (default: 3, the engine's)",
+    )
+    group.add_argument("--keep-ratio", type=_parse_number, metavar="X", help="share of tokens to keep, instead")
+    group.add_argument("--alpha", type=_parse_number, metavar="X", help="weight of older scores (default: 0.9)")
+    group.add_argument(
+        "--engine-threads",
+        type=shared_options.parse_positive,
+        default=1,
+        metavar="N",
+        help="order of additions (default: 1)",
+    )
+    group.add_argument(
+        "--tile", type=shared_options.parse_positive, metavar="N", help="keys in a tile of the attention (default: all)"
+    )
+    group.add_argument(
+        "--bytes-per-token",
+        type=shared_options.parse_positive,
+        metavar="N",
+        help="K and V bytes of a token, for the ratio of bytes",
+    )
+
+
+def build_h2o_config(arguments: argparse.Namespace) -> H2OConfig:
+    """The engine's defaults, what ``--config`` says, and what the other options say."""
+    if arguments.target_ratio is not None and arguments.keep_ratio is not None:
+        raise UsageError("--target-ratio and --keep-ratio: say one or the other")
+    if arguments.target_ratio is not None and arguments.target_ratio < 1:
+        raise UsageError(f"--target-ratio is {arguments.target_ratio:g}: expected at least 1")
+    if arguments.keep_ratio is not None and not 0 <= arguments.keep_ratio <= 1:
+        raise UsageError(f"--keep-ratio is {arguments.keep_ratio:g}: expected 0 to 1")
+    if arguments.alpha is not None and not 0 <= arguments.alpha <= 1:
+        raise UsageError(f"--alpha is {arguments.alpha:g}: expected 0 to 1")
+    option_values = {
+        "block_tokens": arguments.block,
+        "sink_tokens": arguments.sink,
+        "recent_tokens": arguments.recent,
+        "target_lossy_ratio": arguments.target_ratio,
+        "target_keep_ratio": arguments.keep_ratio,
+        "ema_alpha": arguments.alpha,
+        "bytes_per_token": arguments.bytes_per_token,
+    }
+    if arguments.target_ratio is not None or arguments.keep_ratio is not None:
+        option_values["target_mode"] = "adaptive" if arguments.keep_ratio is None else "static"
+    return replace(
+        _read_engine_config(arguments), **{name: value for name, value in option_values.items() if value is not None}
+    )
+
+
+def _read_engine_config(arguments: argparse.Namespace) -> H2OConfig:
+    """What ``--config`` says, or the engine's defaults."""
+    from ..errors import KvmnnError
+    from ..policies.h2o import H2OConfig
+
+    if arguments.config is None:
+        return H2OConfig()
+    document = read_config(arguments.config)
+    try:
+        config = H2OConfig.from_engine(document)
+    except KvmnnError as exc:
+        raise UsageError(f"{arguments.config}: {exc}") from None
+    for line in _iter_config_notes(config, document):
+        console.print_note(arguments, f"{arguments.config}: {line}")
+    return config
+
+
+def _iter_config_notes(config: H2OConfig, document: dict[str, Any]) -> Iterator[str]:
+    """What the engine would make of its file that a plan does not show."""
+    from ..policies.h2o.config import ENGINE_KEY_BY_FIELD, QUANTISED_MODES
+
+    reason = "" if config.enable else "kv_h2o_enable is not true"
+    if document.get("attention_mode") in QUANTISED_MODES:
+        reason = f"attention_mode {document['attention_mode']} holds K or V in int8"
+    if reason:
+        yield f"{reason}, so the engine evicts nothing; the plan is what it would evict otherwise"
+    for name, (requested, effective) in config.clamped_options.items():
+        if ENGINE_KEY_BY_FIELD[name] in document:
+            yield f"{ENGINE_KEY_BY_FIELD[name]} {requested} counts as {effective}"
+
+
+def _parse_number(text: str) -> float:
+    if not re.fullmatch(r"-?\d{1,12}(\.\d{0,12})?|-?\.\d{1,12}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return float(text)

@@ -1,1 +1,0 @@
-"""Checkpoints to KVCM files: selection, rounding, conversion, verification, inspection, export."""

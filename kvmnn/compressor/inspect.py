@@ -1,0 +1,371 @@
+"""What a weight file or a checkpoint holds: shapes and values of every Linear layer, and where every byte goes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import Floats
+from .checkpoint import Checkpoint, open_checkpoint, prefix_errors
+from .kvcm import (
+    BLOCK_HEADER_BYTES,
+    DEFAULT_SLOTS,
+    DTYPES,
+    HEADER_BYTES,
+    SLOTS_PER_PREFIX,
+    WeightFile,
+    WeightFileHeader,
+    format_metadata,
+    is_weight_file,
+    read_weight_file,
+    to_float32,
+    unpack_metadata,
+)
+from .select import ConvertOptions, TensorSelection, select_tensors
+from .verify import infer_prefixes
+
+_NUM_HEAD_BYTES = 64
+"""Bytes of metadata that is no list of entries, in the JSON."""
+
+
+@dataclass(frozen=True)
+class WeightInfo:
+    """One weight with its bias.
+
+    Attributes
+    ----------
+    layer, name
+        Which: the name is what a checkpoint calls it, in the runtime's order of prefixes and slots.
+    shape
+        ``(rows, cols)``.
+    bias
+        Whether it has one.
+    dtype
+        Type of the elements.
+    minimum, maximum, mean, std
+        Of the finite elements, bias included; None where there are none.
+    non_finite
+        Elements that are infinite or no number.
+    """
+
+    layer: int
+    name: str
+    shape: tuple[int, int]
+    bias: bool
+    dtype: str
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    std: float | None
+    non_finite: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {**self.__dict__, "shape": list(self.shape)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ContentsInfo:
+    """What both kinds of account have.
+
+    Attributes
+    ----------
+    path
+        The file.
+    header, metadata
+        As they are, or as `convert` would write them.
+    rows
+        The weights.
+    parts
+        Bytes by what they are for; they add up to `size`.
+    size
+        Bytes of the file.
+    """
+
+    path: str
+    header: WeightFileHeader
+    metadata: bytes
+    rows: list[WeightInfo]
+    parts: dict[str, int]
+    size: int
+
+    def _build_contents(self) -> dict[str, Any]:
+        return {
+            "header": self.header.to_dict(),
+            "metadata": self._build_metadata_document(),
+            "bytes": self.size,
+            "parts": self.parts,
+            "weights": [row.to_dict() for row in self.rows],
+        }
+
+    def _build_metadata_document(self) -> dict[str, Any]:
+        """How many bytes; the entries, or else the first bytes as hexadecimal digits."""
+        entries = unpack_metadata(self.metadata)
+        content = {"head": self.metadata[:_NUM_HEAD_BYTES].hex()} if entries is None else {"entries": entries}
+        return {"bytes": len(self.metadata), **(content if self.metadata else {})}
+
+    def _format_metadata(self) -> list[str]:
+        if not self.metadata:
+            return []
+        entries = unpack_metadata(self.metadata)
+        if entries is None:
+            return [f"  metadata, {format_metadata(self.metadata)}"]
+        width = max([23, *(len(_escape_text(key)) for key in entries)])
+        return ["  metadata"] + [
+            f"    {_escape_text(key):<{width}} {_escape_text(text)}" for key, text in entries.items()
+        ]
+
+    def _format_table(self, title: str) -> list[str]:
+        lines = [f"  {title}"]
+        lines += [f"    {name:<23} {_format_field(name, value)}" for name, value in self.header.to_dict().items()]
+        lines += self._format_metadata()
+        lines += _format_rows(self.rows)
+        lines.append("  bytes")
+        lines += [f"    {name:<28} {nbytes:>15,}" for name, nbytes in self.parts.items()]
+        lines.append(f"    {'file':<28} {self.size:>15,}")
+        return lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFileInfo(_ContentsInfo):
+    """What a weight file holds.
+
+    Attributes
+    ----------
+    path, header, metadata, rows, parts, size
+        The file, its header and metadata, its weights, and its bytes by what they are for.
+    warnings
+        What loaders take but no converter writes.
+    """
+
+    warnings: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "input": self.path,
+            "kind": "weights",
+            "dtype": self.header.dtype.name,
+            "warnings": self.warnings,
+            **self._build_contents(),
+        }
+
+    def __str__(self) -> str:
+        head = [f"{self.path}: compressor weights, {self.header.dtype.name}, {self.size:,} bytes"]
+        head += [f"  warning: {text}" for text in self.warnings]
+        return "\n".join(head + self._format_table("header"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo(_ContentsInfo):
+    """What a checkpoint holds, and what a conversion would take of it.
+
+    Attributes
+    ----------
+    path, header, metadata, rows, parts, size
+        The file, the header and metadata that `convert` would write, the weights, and bytes by what they are for.
+    container
+        ``"torch zip"``, ``"torch legacy"`` or ``"safetensors"``.
+    selection
+        What a conversion would take.
+    notices
+        What was unusual about reading it.
+    """
+
+    container: str
+    selection: TensorSelection
+    notices: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "input": self.path,
+            "kind": "checkpoint",
+            "container": self.container,
+            "warnings": self.selection.warnings,
+            "notices": self.notices,
+            "unused": self.selection.unused_keys,
+            **self._build_contents(),
+        }
+
+    def __str__(self) -> str:
+        head = [f"{self.path}: checkpoint ({self.container}) with compressor weights, {self.size:,} bytes"]
+        head += [f"  note: {text}" for text in self.notices]
+        head += [f"  warning: {text}" for text in self.selection.warnings]
+        return "\n".join(head + self._format_table("header as kvmnn convert would write it"))
+
+
+def inspect_weights(
+    path: str | os.PathLike[str], options: ConvertOptions | None = None
+) -> WeightFileInfo | CheckpointInfo:
+    """Account for a weight file or a checkpoint.
+
+    Parameters
+    ----------
+    path
+        Either.
+    options
+        What a conversion of the checkpoint would be told.
+
+    Raises
+    ------
+    WeightsError, CheckpointError
+        For a file that is damaged, and for a checkpoint without a compressor.
+    SourceError
+        When it cannot be read.
+    """
+    path = os.fspath(path)
+    if is_weight_file(path):
+        return inspect_weight_file(read_weight_file(path, allow_trailing=True))
+    return inspect_checkpoint(open_checkpoint(path), options or ConvertOptions())
+
+
+def inspect_weight_file(file: WeightFile) -> WeightFileInfo:
+    """Account for a weight file."""
+    itemsize = file.header.dtype.itemsize
+    weights = biases = 0
+    for placement in file.iter_placements():
+        weights += placement.rows * placement.cols * itemsize
+        biases += placement.rows * itemsize * placement.has_bias
+    parts = {
+        "header": HEADER_BYTES,
+        "metadata": file.header.metadata_size_bytes,
+        "block heads": BLOCK_HEADER_BYTES * len(file),
+        "weights": weights,
+        "biases": biases,
+        "trailing": file.trailing_bytes,
+    }
+    warnings = [text for _, text in file.warnings]
+    if file.trailing_bytes:
+        warnings.append(f"{file.trailing_bytes} bytes follow the last block: kvmnn verify refuses the file")
+    return WeightFileInfo(
+        path=file.label,
+        header=file.header,
+        metadata=file.metadata,
+        rows=list(_iter_file_rows(file)),
+        parts=parts,
+        size=file.size,
+        warnings=warnings,
+    )
+
+
+def _iter_file_rows(file: WeightFile) -> Iterator[WeightInfo]:
+    prefixes = infer_prefixes(file)
+    for block in file.iter_blocks():
+        prefix = prefixes[block.prefix] if block.prefix < len(prefixes) else f"prefix{block.prefix}"
+        name = f"{prefix}.{block.layer}.{DEFAULT_SLOTS[block.index % SLOTS_PER_PREFIX]}"
+        values = [block.convert_weight_to_float32()] + ([] if block.bias is None else [to_float32(block.bias)])
+        shape, has_bias = (block.rows, block.cols), block.bias is not None
+        yield _build_row(block.layer, name, shape, has_bias, file.header.dtype.name, values)
+
+
+def inspect_checkpoint(checkpoint: Checkpoint, options: ConvertOptions) -> CheckpointInfo:
+    """Account for a checkpoint.
+
+    Raises
+    ------
+    CheckpointError
+        When it holds no compressor.
+    """
+    with prefix_errors(checkpoint.label):
+        selection = select_tensors(checkpoint.root, options)
+        rows = list(_iter_checkpoint_rows(checkpoint.label, selection))
+    return CheckpointInfo(
+        path=checkpoint.path,
+        header=selection.header,
+        metadata=selection.metadata,
+        rows=rows,
+        parts=_measure_checkpoint_parts(checkpoint, selection),
+        size=checkpoint.size,
+        container=checkpoint.kind,
+        selection=selection,
+        notices=checkpoint.notices + selection.notices,
+    )
+
+
+def _measure_checkpoint_parts(checkpoint: Checkpoint, selection: TensorSelection) -> dict[str, int]:
+    tensors = [part for linear in selection.linears for part in (linear.weight, linear.bias) if part is not None]
+    roots = [tensor.storage.root or tensor.storage for tensor in tensors]
+    used_storages = {storage.key: storage.nbytes for storage in roots}
+    storage_bytes = sum(storage.nbytes for storage in checkpoint.storages.values())
+    other_bytes = checkpoint.size - checkpoint.pickle_bytes - storage_bytes
+    return {
+        "pickle" if checkpoint.kind != "safetensors" else "header": checkpoint.pickle_bytes,
+        "storages of the compressor": sum(used_storages.values()),
+        "other storages": storage_bytes - sum(used_storages.values()),
+        "directory, names, padding" if other_bytes >= 0 else "saved by deflating": other_bytes,
+    }
+
+
+def _iter_checkpoint_rows(label: str, selection: TensorSelection) -> Iterator[WeightInfo]:
+    weights_per_layer = selection.header.weight_count_per_layer
+    for number, linear in enumerate(selection.linears):
+        rows, cols = linear.weight.shape
+        with prefix_errors(label, repr(f"{linear.name}.weight")):
+            values = [linear.weight.to_float32()]
+        if linear.bias is not None:
+            with prefix_errors(label, repr(f"{linear.name}.bias")):
+                values.append(linear.bias.to_float32())
+        element = linear.weight.element_type.name
+        yield _build_row(
+            number // weights_per_layer, linear.name, (rows, cols), linear.bias is not None, element, values
+        )
+
+
+def _build_row(
+    layer: int, name: str, shape: tuple[int, int], bias: bool, dtype: str, values: list[Floats]
+) -> WeightInfo:
+    flat = np.concatenate([array.reshape(-1) for array in values]).astype(np.float64)
+    finite = flat[np.isfinite(flat)]
+    if not finite.size:
+        return WeightInfo(layer, name, shape, bias, dtype, None, None, None, None, flat.size)
+    return WeightInfo(
+        layer=layer,
+        name=name,
+        shape=shape,
+        bias=bias,
+        dtype=dtype,
+        minimum=float(finite.min()),
+        maximum=float(finite.max()),
+        mean=float(finite.mean()),
+        std=float(finite.std()),
+        non_finite=int(flat.size - finite.size),
+    )
+
+
+def _format_rows(rows: list[WeightInfo]) -> list[str]:
+    width = max(len(row.name) for row in rows)
+    type_width = max(4, *(len(row.dtype) for row in rows))
+    lines = [
+        f"  {'weight':<{width}} {'shape':>10} bias {'type':<{type_width}} {'min':>8} {'max':>8} {'mean':>9} {'std':>8}"
+        + ("  non-finite" if any(row.non_finite for row in rows) else "")
+    ]
+    for row in rows:
+        numbers = (row.minimum, row.maximum, row.mean, row.std)
+        lines.append(
+            f"  {row.name:<{width}} {f'{row.shape[0]}x{row.shape[1]}':>10} {'yes' if row.bias else 'no':<4} "
+            f"{row.dtype:<{type_width}} {' '.join(map(_format_number, numbers, (8, 8, 9, 8)))}  "
+            f"{row.non_finite or ''}".rstrip()
+        )
+    return lines
+
+
+def _format_number(value: float | None, width: int) -> str:
+    return f"{'-':>{width}}" if value is None else f"{value:>{width}.3g}"
+
+
+def _escape_text(text: str) -> str:
+    """A text of the file without control characters."""
+    return text if text.isprintable() else ascii(text)
+
+
+def _format_field(name: str, value: int) -> str:
+    if name == "magic":
+        return f"{value:#010x}"
+    if name == "dtype_code":
+        return f"{value} ({DTYPES[value].name})"
+    return str(value) + (" (not given)" if value == 0 and name in ("num_heads", "head_dim", "hidden_size") else "")

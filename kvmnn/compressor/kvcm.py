@@ -1,0 +1,596 @@
+"""Words of fp16, bf16 and fp32 as float32, and float32 as such words.
+
+What a KVCM weight file is made of: its constants, its header, its blocks.
+
+The metadata of a weight file: bytes between header and blocks, which loaders skip and the format says nothing about.
+
+kvmnn writes a JSON object of texts there, and takes whatever others wrote.
+
+KVCM weight files (``.bin``): header, metadata, then weight blocks layer by layer. docs/compressor-weights.md.
+
+Reading maps the file and takes views of it: nothing is copied, and nothing is allocated for a number that the file
+merely claims. A file has no names; a block is known by its place: layer, prefix, slot.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..dtypes import BF16, FP16, FP32, DType, Elements, Floats
+from ..errors import KvmnnError, ManifestError, WeightsError
+from ..files.mapped_file import MappedFile, read_head
+from ..files.schema import parse_document
+from ..formats import detect_engine_name
+
+if TYPE_CHECKING:
+    from ..formats.base import Sink
+
+
+def to_float32(elements: Elements) -> Floats:
+    """float16, float32 or bf16 (uint16) words as float32: exact, and a view where they are float32 already."""
+    if elements.dtype.kind == "u":
+        return (elements.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return elements.astype(np.float32, copy=False)
+
+
+def round_float32(floats: Floats, dtype: DType) -> Elements:
+    """float32 to words of `dtype`; NaN stays NaN, with a payload that nothing promises."""
+    if dtype == FP32:
+        return floats.astype(dtype.numpy_dtype, copy=False)
+    if dtype == FP16:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            return floats.astype(dtype.numpy_dtype)
+    bits = np.ascontiguousarray(floats).view(np.uint32)
+    halves = bits >> np.uint32(16)
+    halves &= np.uint32(1)
+    halves += bits
+    halves += np.uint32(0x7FFF)
+    halves >>= np.uint32(16)
+    elements = halves.astype(dtype.numpy_dtype)
+    elements[np.isnan(floats)] = 0x7FC0
+    return elements
+
+
+MAGIC = 0x4B56434D
+MAGIC_BYTES = MAGIC.to_bytes(4, "little")
+VERSION = 1
+DTYPES: tuple[DType, ...] = (FP16, BF16, FP32)
+"""Element types by their code in the header."""
+
+MAX_LAYERS = 10_000
+MAX_WEIGHTS_PER_LAYER = 4_096
+MAX_WEIGHT_ELEMENTS = 100_000_000
+"""What the runtime's loader allows: layers, weights in a layer, elements in a weight."""
+
+DEFAULT_PREFIXES = ("compress_tk", "compress_tv", "compress_ik", "compress_iv")
+"""Order in which the runtime takes the blocks of a layer: text K, text V, image K, image V."""
+TEXT_PREFIXES = DEFAULT_PREFIXES[:2]
+DEFAULT_SLOTS = (0, 3, 6)
+"""Positions of the three Linear layers among the modules of one compressor."""
+SLOTS_PER_PREFIX = 3
+
+HEADER_STRUCT = struct.Struct("<IIHHIIIIIIII")
+BLOCK_HEADER_STRUCT = struct.Struct("<III")
+HEADER_BYTES = HEADER_STRUCT.size
+BLOCK_HEADER_BYTES = BLOCK_HEADER_STRUCT.size
+MAX_U32 = 0xFFFF_FFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFileHeader:
+    """The 44 bytes at the start; fields are named as in the format's own document.
+
+    Parameters
+    ----------
+    dtype_code
+        0 fp16, 1 bf16, 2 fp32: the type of all weights and biases.
+    num_layers, weight_count_per_layer
+        How many blocks follow; biases are not counted.
+    num_heads, head_dim, hidden_size
+        For information; 0 means that the file does not say. `hidden_size` is the width of the first Linear layer,
+        head_dim x compression_factor, and not the hidden size of the model.
+    compression_factor, min_seq_len
+        Tokens that become one, and the least number of such groups that is compressed at all.
+    metadata_size_bytes
+        Bytes between the header and the first block.
+    """
+
+    magic: int = MAGIC
+    version: int = VERSION
+    dtype_code: int
+    reserved: int = 0
+    num_layers: int
+    num_heads: int = 0
+    head_dim: int = 0
+    hidden_size: int = 0
+    compression_factor: int
+    min_seq_len: int = 2
+    weight_count_per_layer: int
+    metadata_size_bytes: int = 0
+
+    @property
+    def dtype(self) -> DType:
+        """The element type that `dtype_code` stands for."""
+        return DTYPES[self.dtype_code]
+
+    def pack(self) -> bytes:
+        """The 44 bytes.
+
+        Raises
+        ------
+        KvmnnError
+            For a number that its field cannot hold.
+        """
+        for name, value in self.to_dict().items():
+            limit = 0xFFFF if name in ("dtype_code", "reserved") else MAX_U32
+            if not 0 <= value <= limit:
+                value_text = value if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
+                raise KvmnnError(f"header field {name} is {value_text}: expected 0 to {limit}")
+        return HEADER_STRUCT.pack(*self.to_dict().values())
+
+    def to_dict(self) -> dict[str, int]:
+        """Field names and values in file order."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+FIELD_OFFSETS = dict(
+    zip((f.name for f in fields(WeightFileHeader)), (0, 4, 8, 10, 12, 16, 20, 24, 28, 32, 36, 40), strict=True)
+)
+"""Where each header field lies (bytes)."""
+
+
+@dataclass(frozen=True, eq=False)
+class WeightBlock:
+    """One Linear layer: ``y = x @ weight.T + bias``.
+
+    Parameters
+    ----------
+    layer, index
+        Which block: `index` counts within the layer, prefix by prefix and slot by slot.
+    offset
+        Where the block begins in the file (bytes).
+    weight
+        ``[rows, cols]`` (out, in) words as stored: float16, float32, or uint16 for bf16; a view, possibly unaligned.
+    bias
+        ``[rows]`` words, or None.
+    """
+
+    layer: int
+    index: int
+    offset: int
+    weight: Elements
+    bias: Elements | None
+
+    @property
+    def rows(self) -> int:
+        """Outputs of the layer."""
+        return int(self.weight.shape[0])
+
+    @property
+    def cols(self) -> int:
+        """Inputs of the layer."""
+        return int(self.weight.shape[1])
+
+    @property
+    def prefix(self) -> int:
+        """Position of the compressor within the layer: 0 text K, 1 text V, 2 image K, 3 image V."""
+        return self.index // SLOTS_PER_PREFIX
+
+    @property
+    def slot(self) -> int:
+        """Position within the compressor: 0, 1, 2."""
+        return self.index % SLOTS_PER_PREFIX
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block in the file, its own 12 byte head included."""
+        return BLOCK_HEADER_BYTES + self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def convert_weight_to_float32(self) -> Floats:
+        """The weight as float32 ``[rows, cols]``; a view where the file holds fp32."""
+        return to_float32(self.weight)
+
+    def convert_bias_to_float32(self) -> Floats | None:
+        """The bias as float32 ``[rows]``, or None."""
+        return None if self.bias is None else to_float32(self.bias)
+
+
+class BlockPlacement(NamedTuple):
+    """Where a block lies and what its head says."""
+
+    offset: int
+    rows: int
+    cols: int
+    has_bias: bool
+
+
+_ALIGNMENT_BYTES = 4
+"""Blanks fill the JSON up to a multiple of this, so that the words of fp32 weights lie where they would without it."""
+
+_MAX_JSON_BYTES = 1 << 20
+"""Bytes of the largest metadata that is looked at as JSON."""
+
+
+def pack_metadata(entries: Mapping[str, str] | bytes) -> bytes:
+    """The bytes that hold `entries`, in their order; none for none. Bytes stay what they are.
+
+    Raises
+    ------
+    KvmnnError
+        For what is no text, or text that UTF-8 cannot hold.
+    """
+    if isinstance(entries, bytes):
+        return entries
+    if not entries:
+        return b""
+    for value in (*entries, *entries.values()):
+        if not isinstance(value, str):
+            raise KvmnnError(f"metadata {value!a} is no text")
+    try:
+        text = json.dumps(dict(entries), ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise KvmnnError(f"metadata {error.object!a:.80} is no UTF-8 text") from error
+    return text + b" " * (-len(text) % _ALIGNMENT_BYTES)
+
+
+def unpack_metadata(metadata: bytes) -> dict[str, str] | None:
+    """The entries, where the bytes are a JSON object of texts; None where they are anything else."""
+    if not metadata.startswith(b"{"):
+        return None
+    try:
+        return parse_document(metadata, "metadata", _MAX_JSON_BYTES).read_str_map()
+    except (ManifestError, RecursionError):
+        return None
+
+
+def describe_metadata_differences(actual: bytes, expected: bytes) -> list[str]:
+    """How metadata differs from what it should be: by key where both are JSON objects; none if it does not.
+
+    The order of the keys is no difference.
+    """
+    if actual == expected:
+        return []
+    actual_entries, expected_entries = unpack_metadata(actual or b"{}"), unpack_metadata(expected or b"{}")
+    if actual_entries is None or expected_entries is None:
+        return [f"metadata is {format_metadata(actual)}: expected {format_metadata(expected)}"]
+    if actual_entries == expected_entries and pack_metadata(actual_entries) == actual:
+        return []  # the order in which entries were said is no difference
+    keys = [
+        key
+        for key in {**expected_entries, **actual_entries}
+        if key not in actual_entries or key not in expected_entries or actual_entries[key] != expected_entries[key]
+    ]
+    return [
+        f"metadata {key!a} is {_format_entry(actual_entries, key)}: expected {_format_entry(expected_entries, key)}"
+        for key in keys
+    ] or ["metadata holds the same entries in other bytes: expected those of kvmnn convert"]
+
+
+def format_metadata(metadata: bytes) -> str:
+    """The bytes for people: how many, and the first of them."""
+    if not metadata:
+        return "not there"
+    return f"{len(metadata)} bytes, {metadata[:32]!r}{'...' if len(metadata) > 32 else ''}"
+
+
+def _format_entry(entries: dict[str, str], key: str) -> str:
+    return ascii(entries[key]) if key in entries else "not there"
+
+
+class WeightFile:
+    """A weight file that has been checked; blocks are views made when asked for.
+
+    Attributes
+    ----------
+    label
+        What messages call the file.
+    header
+        The `WeightFileHeader`.
+    trailing_bytes
+        Bytes behind the last block; 0 unless they were tolerated.
+    size
+        Bytes of the file.
+    warnings
+        ``(reason, text)`` of what a loader takes but a writer should not write.
+    """
+
+    def __init__(self, label: str, data: npt.NDArray[np.uint8], *, allow_trailing: bool) -> None:
+        self.label = label
+        self._data = data
+        self.size = data.size
+        self.warnings: list[tuple[str, str]] = []
+        self.header = self._read_header()
+        self._offsets, self._rows, self._cols = array("Q"), array("I"), array("I")
+        self._has_bias = bytearray()
+        end = self._scan_blocks()
+        self.trailing_bytes = self.size - end
+        if self.trailing_bytes and not allow_trailing:
+            raise self._build_error(
+                "trailing_bytes",
+                end,
+                f"the last block ends here, but {self.trailing_bytes} more bytes follow: expected the end of the file",
+            )
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @property
+    def metadata(self) -> bytes:
+        """A copy of the bytes between header and blocks."""
+        return self._data[HEADER_BYTES : HEADER_BYTES + self.header.metadata_size_bytes].tobytes()
+
+    @property
+    def sha256(self) -> str:
+        """Of the whole file, as it was read."""
+        return hashlib.sha256(self._data.data).hexdigest()
+
+    def get_placement(self, layer: int, index: int) -> BlockPlacement:
+        """Offset and shape of block `index` of `layer`, without touching its data."""
+        header = self.header
+        if not (0 <= layer < header.num_layers and 0 <= index < header.weight_count_per_layer):
+            raise KvmnnError(
+                f"{self.label}: has no block {index} in layer {layer}: it has {header.num_layers} layers "
+                f"of {header.weight_count_per_layer} blocks"
+            )
+        position = layer * header.weight_count_per_layer + index
+        return BlockPlacement(
+            self._offsets[position], self._rows[position], self._cols[position], bool(self._has_bias[position])
+        )
+
+    def iter_placements(self) -> Iterator[BlockPlacement]:
+        """All places in file order."""
+        for position, offset in enumerate(self._offsets):
+            yield BlockPlacement(offset, self._rows[position], self._cols[position], bool(self._has_bias[position]))
+
+    def get_block(self, layer: int, index: int) -> WeightBlock:
+        """Block `index` (prefix x 3 + slot) of `layer`."""
+        placement = self.get_placement(layer, index)
+        element_type = self.header.dtype.numpy_dtype
+        begin = placement.offset + BLOCK_HEADER_BYTES
+        weight_end = begin + placement.rows * placement.cols * element_type.itemsize
+        end = weight_end + placement.rows * element_type.itemsize * placement.has_bias
+        weight = self._data[begin:weight_end].view(element_type).reshape(placement.rows, placement.cols)
+        bias = self._data[weight_end:end].view(element_type) if placement.has_bias else None
+        return WeightBlock(layer, index, placement.offset, weight, bias)
+
+    def iter_blocks(self) -> Iterator[WeightBlock]:
+        """All blocks in file order."""
+        for layer in range(self.header.num_layers):
+            for index in range(self.header.weight_count_per_layer):
+                yield self.get_block(layer, index)
+
+    def _read_header(self) -> WeightFileHeader:
+        if self.size < HEADER_BYTES:
+            raise self._build_error(
+                "truncated_header", 0, f"the file has {self.size} bytes, the header alone needs {HEADER_BYTES}"
+            )
+        names = (field.name for field in fields(WeightFileHeader))
+        header = WeightFileHeader(**dict(zip(names, HEADER_STRUCT.unpack_from(self._data.data), strict=True)))
+        self._check_field(header, "magic", "bad_magic", header.magic == MAGIC, f"{MAGIC:#010x}{self._describe_magic()}")
+        self._check_field(header, "version", "bad_version", header.version == VERSION, f"{VERSION}")
+        self._check_field(
+            header,
+            "dtype_code",
+            "bad_dtype",
+            header.dtype_code < len(DTYPES),
+            ", ".join(f"{code} ({dtype.name})" for code, dtype in enumerate(DTYPES)),
+        )
+        self._check_field(
+            header, "num_layers", "bad_num_layers", 0 < header.num_layers <= MAX_LAYERS, f"1 to {MAX_LAYERS}"
+        )
+        self._check_field(
+            header,
+            "weight_count_per_layer",
+            "bad_weight_count",
+            0 < header.weight_count_per_layer <= MAX_WEIGHTS_PER_LAYER,
+            f"1 to {MAX_WEIGHTS_PER_LAYER}",
+        )
+        self._check_field(
+            header,
+            "metadata_size_bytes",
+            "bad_metadata_size",
+            header.metadata_size_bytes <= self.size - HEADER_BYTES,
+            f"at most {self.size - HEADER_BYTES}, the bytes after the header",
+        )
+        if header.reserved:
+            self.warnings.append(
+                (
+                    "reserved_nonzero",
+                    f"offset {FIELD_OFFSETS['reserved']}: field reserved is {header.reserved}: writers put 0",
+                )
+            )
+        return header
+
+    def _scan_blocks(self) -> int:
+        """Check every block's head and end; returns where the last one ends."""
+        buffer = self._data.data
+        itemsize = self.header.dtype.itemsize
+        position = HEADER_BYTES + self.header.metadata_size_bytes
+        for layer in range(self.header.num_layers):
+            for index in range(self.header.weight_count_per_layer):
+                if self.size - position < BLOCK_HEADER_BYTES:
+                    raise self._build_truncation_error(layer, index, position, "head", BLOCK_HEADER_BYTES)
+                rows, cols, has_bias = BLOCK_HEADER_STRUCT.unpack_from(buffer, position)
+                if not 0 < rows * cols <= MAX_WEIGHT_ELEMENTS:
+                    raise self._build_error(
+                        "bad_shape",
+                        position,
+                        f"{_describe_block(layer, index)}: rows x cols is {rows} x {cols}: expected 1 to "
+                        f"{MAX_WEIGHT_ELEMENTS} elements",
+                    )
+                if has_bias > 1:
+                    raise self._build_error(
+                        "bad_has_bias",
+                        position + 8,
+                        f"{_describe_block(layer, index)}: field has_bias is {has_bias}: expected 0 or 1",
+                    )
+                begin = position + BLOCK_HEADER_BYTES
+                weight_end = begin + rows * cols * itemsize
+                end = weight_end + rows * itemsize * has_bias
+                if weight_end > self.size:
+                    raise self._build_truncation_error(
+                        layer, index, begin, f"{rows} x {cols} weight", weight_end - begin
+                    )
+                if end > self.size:
+                    raise self._build_truncation_error(layer, index, weight_end, f"bias of {rows}", end - weight_end)
+                self._offsets.append(position)
+                self._rows.append(rows)
+                self._cols.append(cols)
+                self._has_bias.append(has_bias)
+                position = end
+        return position
+
+    def _check_field(self, header: WeightFileHeader, name: str, reason: str, is_valid: bool, expected: str) -> None:
+        if not is_valid:
+            value = getattr(header, name)
+            value_text = f"{value:#010x}" if name == "magic" else str(value)
+            raise self._build_error(reason, FIELD_OFFSETS[name], f"field {name} is {value_text}: expected {expected}")
+
+    def _build_truncation_error(
+        self, layer: int, index: int, position: int, part_name: str, num_bytes: int
+    ) -> WeightsError:
+        return self._build_error(
+            "truncated_block",
+            position,
+            f"{_describe_block(layer, index)}: the {part_name} needs {num_bytes} bytes, the file has "
+            f"{self.size - position} left",
+        )
+
+    def _build_error(self, reason: str, offset: int, text: str) -> WeightsError:
+        return WeightsError(f"{self.label}: offset {offset}: {text} ({reason})", reason=reason, offset=offset)
+
+    def _describe_magic(self) -> str:
+        """What a file with the wrong magic number may be."""
+        head = self._data[:64].tobytes()
+        if head.startswith(b"PK\3\4"):
+            return "; this is a zip, perhaps a .pth checkpoint: kvmnn convert makes a weight file of one"
+        if head.startswith(b"version https://git-lfs"):
+            return "; this is a Git LFS pointer, not the file itself: git lfs pull fetches it"
+        if head.startswith(MAGIC_BYTES[::-1]):
+            return "; this file is big-endian, the format is little-endian"
+        return ""
+
+
+def _describe_block(layer: int, index: int) -> str:
+    return f"layer {layer}, block {index}"
+
+
+def read_weight_file(path: str | os.PathLike[str], *, allow_trailing: bool = False) -> WeightFile:
+    """Map a weight file and check its structure.
+
+    Parameters
+    ----------
+    path
+        A file; ``"-"`` for standard input.
+    allow_trailing
+        Take bytes behind the last block, as the runtime does.
+
+    Raises
+    ------
+    WeightsError
+        When the file breaks the format; carries a reason code and the offset.
+    SourceError
+        When it cannot be opened.
+    """
+    file = MappedFile(path)
+    return WeightFile(file.label, file.view(0, file.size) if file.size else _EMPTY_BYTES, allow_trailing=allow_trailing)
+
+
+def has_weight_file_magic(path: str) -> bool:
+    """Whether a file says by its magic number that it is a weight file."""
+    return read_head(path).startswith(MAGIC_BYTES)
+
+
+def is_weight_file(path: str) -> bool:
+    """Whether a file is a weight file: by its magic number, or by ``.bin`` where it is no frame."""
+    if has_weight_file_magic(path):
+        return True
+    if detect_engine_name(path) is not None:
+        return False
+    head = read_head(path)
+    looks_like_frame = len(head) >= 10 and head[4] < 3 and head[5] < 2 and head[:4] == head[6:10] != bytes(4)
+    return path.lower().endswith(".bin") and not (
+        looks_like_frame or os.path.isdir(path) or os.path.exists(path + ".json")
+    )
+
+
+def parse_weight_file(data: bytes | memoryview, *, label: str = "weights", allow_trailing: bool = False) -> WeightFile:
+    """The same for bytes in memory, of which the result holds views."""
+    bytes_array = np.frombuffer(data, np.uint8) if len(data) else _EMPTY_BYTES
+    return WeightFile(label, bytes_array, allow_trailing=allow_trailing)
+
+
+_EMPTY_BYTES: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+
+
+def write_weight_file(
+    sink: Sink,
+    header: WeightFileHeader,
+    blocks: Iterable[tuple[Elements, Elements | None]],
+    *,
+    metadata: bytes = b"",
+    allow_empty: bool = False,
+) -> int:
+    """Write a weight file; `blocks` may be made one by one while they are written.
+
+    Parameters
+    ----------
+    header
+        Its `metadata_size_bytes` must be the length of `metadata`.
+    blocks
+        ``(weight [rows, cols], bias [rows] or None)`` in file order, words of ``header.dtype``.
+    allow_empty
+        Write weights without elements too, which no loader takes.
+
+    Returns
+    -------
+    Bytes written.
+
+    Raises
+    ------
+    KvmnnError
+        For blocks that do not fit the header or that no loader would take.
+    """
+    if header.metadata_size_bytes != len(metadata):
+        raise KvmnnError(f"metadata has {len(metadata)} bytes, the header says {header.metadata_size_bytes}")
+    expected = header.num_layers * header.weight_count_per_layer
+    sink.write(header.pack() + metadata)
+    total = HEADER_BYTES + len(metadata)
+    num_blocks = 0
+    for weight, bias in blocks:
+        location = _describe_block(*divmod(num_blocks, header.weight_count_per_layer))
+        _check_block(location, header, weight, bias, allow_empty)
+        rows, cols = weight.shape
+        sink.write(BLOCK_HEADER_STRUCT.pack(rows, cols, bias is not None))
+        total += BLOCK_HEADER_BYTES
+        for elements in (weight,) if bias is None else (weight, bias):
+            sink.write(np.ascontiguousarray(elements).reshape(-1).view(np.uint8).data)
+            total += elements.nbytes
+        num_blocks += 1
+    if num_blocks != expected:
+        raise KvmnnError(f"{num_blocks} blocks were given, the header says {expected}")
+    return total
+
+
+def _check_block(
+    location: str, header: WeightFileHeader, weight: Elements, bias: Elements | None, allow_empty: bool
+) -> None:
+    element_type = header.dtype.numpy_dtype
+    if weight.ndim != 2:
+        raise KvmnnError(f"{location}: the weight has shape {list(weight.shape)}: expected two axes")
+    if weight.dtype != element_type or (bias is not None and bias.dtype != element_type):
+        raise KvmnnError(f"{location}: holds words of type {weight.dtype}: expected {element_type}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise KvmnnError(f"{location}: the bias has shape {list(bias.shape)}: expected [{weight.shape[0]}]")
+    if weight.size > MAX_WEIGHT_ELEMENTS or (weight.size == 0 and not allow_empty):
+        raise KvmnnError(f"{location}: the weight has {weight.size} elements: loaders take 1 to {MAX_WEIGHT_ELEMENTS}")

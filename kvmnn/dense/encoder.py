@@ -1,0 +1,281 @@
+"""Dense streams from K or V of one layer (docs/format-v2.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from ..dtypes import Elements, parse_dtype
+from ..errors import KvmnnError
+from ..frames import CodecOptions
+from ..frames.encoder import encode_elements
+from . import _stream
+from .header import DTYPES, HEADER_BYTES, METHOD_FRAME, METHOD_WORDS
+from .inputs import EncoderInput
+from .rope import RopeConfig
+from .rope_search import AutoRope, RopeSearch, is_rotation_clearly_smaller
+from .shared_tables import get_rotation, to_table_set
+
+ReferenceHints: TypeAlias = npt.NDArray[np.int32]
+"""For each row the row that it refers to, or -1."""
+
+_ROPE_TRIAL_MAX_BYTES = 128 << 10
+"""Rows of fewer bytes are encoded with and without the rotation: its parameters are up to 3 % of such a stream."""
+
+_FRAME_OPTIONS = {dtype: CodecOptions(effort="fast").to_lane_options(dtype) for dtype in DTYPES}
+"""Of the frames: short arrays would take longer to ask for them each time."""
+
+
+def encode(
+    array: Elements,
+    *,
+    dtype: str | None = None,
+    rotary: RopeConfig | AutoRope | None = None,
+    positions: Any = None,
+    token_ids: Any = None,
+    history: Elements | None = None,
+    tables: Any = None,
+) -> bytes:
+    """K or V of one layer as a dense stream, losslessly.
+
+    Parameters
+    ----------
+    array
+        ``[kv_head, token, head_dim]`` of float16, float32 or uint16 (bf16), with any strides; rows that already lie
+        together (``[token, kv_head, head_dim]``, transposed) are not copied. Never changed.
+    dtype
+        ``"fp16"``, ``"bf16"`` or ``"fp32"`` where the type of the array does not say it.
+    rotary
+        How K was rotated, `dims` at most head_dim; None for V; ``"auto"`` for what `search_rope` finds, if it does.
+    positions
+        With `rotary`: the position of each token, from 0 to 2^31 - 1, gaps allowed. Default: 0, 1, 2 ... (behind
+        `history`). Those of history are taken to come right before, unless `positions` has them too, first.
+    token_ids
+        The token of each row, where it is known: earlier places with the same tokens are tried as references.
+    history
+        Rows that come before, in the same form; the last 256 of them are used. `decode` needs them as well.
+    tables
+        A `SharedTables` that was made of such arrays; `decode` needs it as well.
+
+    Returns
+    -------
+    bytes
+        At most the raw bytes and 28 more. Wrong `rotary`, `positions` or `token_ids` cost bytes, nothing else.
+
+    Raises
+    ------
+    TypeError
+        For arrays that hold no such words.
+    KvmnnError
+        For wrong shapes and values; `LimitError` above 65,536 words a token or 2^32 - 1 bytes.
+    """
+    encoder_input, table_set, _ = _prepare_input(
+        array, dtype, RopeSearch(), rotary, positions, token_ids, history, tables
+    )
+    return _encode_smallest(encoder_input, table_set)
+
+
+def encode_many(
+    arrays: Sequence[Elements],
+    *,
+    dtype: str | None = None,
+    rotary: RopeConfig | AutoRope | Sequence[RopeConfig | AutoRope | None] | None = None,
+    positions: Any = None,
+    token_ids: Any = None,
+    history: Sequence[Elements] | None = None,
+    tables: Sequence[Any] | None = None,
+    choose_rotation: bool = False,
+) -> list[bytes]:
+    """Several arrays of the same tokens, each as `encode` makes it: layers, K and V, in any order.
+
+    What one array found to be alike is tried first in the next: smaller streams in less time than one by one.
+
+    Parameters
+    ----------
+    arrays
+        As for `encode`, of equally many tokens.
+    rotary
+        One for all, or one for each array: None for V. Of several ``"auto"`` the first that is found is tried on the
+        others; where the first two show none, no further ones are searched.
+    history, tables
+        One for each array.
+    dtype, positions, token_ids
+        As for `encode`, for all arrays.
+    choose_rotation
+        Leave the rotation out of each array whose stream is smaller without it, and look for repeats that a frame
+        takes less for. Arrays of up to 128 KiB, and those whose rows hardly become more alike, take twice as long.
+
+    Raises
+    ------
+    KvmnnError, TypeError
+        As `encode`, and for sequences of other lengths.
+    """
+    count = len(arrays)
+    is_sequence = isinstance(rotary, Sequence) and not isinstance(rotary, str)
+    rotaries = _broadcast(cast("Sequence[Any]", rotary), count, "rotary") if is_sequence else [rotary] * count
+    histories, table_choices = _broadcast(history, count, "history"), _broadcast(tables, count, "tables")
+    streams: list[bytes] = []
+    reference_hints: npt.NDArray[np.int32] | None = None
+    rope_search = RopeSearch()
+    for array, array_rotary, array_history, array_tables in zip(
+        arrays, rotaries, histories, table_choices, strict=True
+    ):
+        ids = None if streams else token_ids
+        encoder_input, table_set, used_rotary = _prepare_input(
+            array, dtype, rope_search, array_rotary, positions, ids, array_history, array_tables, reference_hints
+        )
+        reference_hints = np.empty(encoder_input.tokens, np.int32)
+        if (
+            choose_rotation
+            and used_rotary is not None
+            and _may_be_smaller_unrotated(used_rotary, encoder_input, array, positions, dtype)
+        ):
+            streams.append(_encode_with_and_without_rope(encoder_input, reference_hints))
+        else:
+            streams.append(_encode_smallest(encoder_input, table_set, reference_hints, repeats=choose_rotation))
+    return streams
+
+
+def encode_next(
+    rows: Elements,
+    num_history_rows: int,
+    reference_hints: ReferenceHints | None = None,
+    *,
+    dtype: str,
+    rotary: RopeConfig | None = None,
+    tables: Any = None,
+    frame_trial_min_bytes: float = 0,
+) -> tuple[bytes, ReferenceHints]:
+    """One array of those that `encode_many` takes, and what it found to be alike, for the next one of the same tokens.
+
+    Parameters
+    ----------
+    rows
+        ``[token, kv_head, head_dim]``, together in memory, native and aligned, within the limits of `encode`; the first
+        `num_history_rows` are history, at most 256.
+    reference_hints
+        What the array before it found.
+    rotary
+        Without tables: these know it themselves.
+    frame_trial_min_bytes
+        A stream of more bytes is compared with a frame, and the smaller one taken.
+    """
+    table_set = to_table_set(tables)
+    rotation = rotary.rotation if rotary is not None else None
+    if table_set is not None:
+        rotation = get_rotation(table_set)
+    encoder_input = EncoderInput.from_rows(rows, num_history_rows, parse_dtype(dtype), rotation, reference_hints)
+    _check_tables(tables, encoder_input)
+    references = np.empty(encoder_input.tokens, np.int32)
+    return _encode_smallest(
+        encoder_input, table_set, references, frame_trial_min_bytes=frame_trial_min_bytes
+    ), references
+
+
+def _broadcast(values: Sequence[Any] | None, count: int, name: str) -> Sequence[Any]:
+    if values is None:
+        return [None] * count
+    if len(values) != count:
+        raise KvmnnError(f"{name} for {len(values)} arrays: expected {count}")
+    return values
+
+
+def _prepare_input(
+    array: Elements,
+    dtype: str | None,
+    rope_search: RopeSearch,
+    rotary: RopeConfig | AutoRope | None,
+    positions: Any,
+    token_ids: Any,
+    history: Any,
+    tables: Any,
+    reference_hints: npt.NDArray[np.int32] | None = None,
+) -> tuple[EncoderInput, _stream.TableSet | None, RopeConfig | None]:
+    """Return the arguments, the tables, and the rotation where no tables state it for all their streams."""
+    table_set = to_table_set(tables)
+    if table_set is not None and rotary == "auto":
+        rotary = None
+    used_rotary = rope_search.resolve(rotary, array, positions, dtype)
+    rotation: RopeConfig | _stream.Rotation | None = used_rotary
+    if table_set is not None:
+        rotation = get_rotation(table_set)
+        if used_rotary is not None and not _is_same_rotation(used_rotary, rotation):
+            raise KvmnnError("rotary differs from that of the tables: leave it out, or make other tables")
+    encoder_input = EncoderInput(array, dtype, rotation, positions, token_ids, history, reference_hints)
+    _check_tables(tables, encoder_input)
+    return encoder_input, table_set, used_rotary if table_set is None else None
+
+
+def _may_be_smaller_unrotated(
+    rotary: RopeConfig, encoder_input: EncoderInput, array: Elements, positions: Any, dtype: str | None
+) -> bool:
+    """Return whether the stream may be smaller without this rotation."""
+    return encoder_input.row_bytes.size <= _ROPE_TRIAL_MAX_BYTES or not is_rotation_clearly_smaller(
+        rotary, array, positions, dtype
+    )
+
+
+def _check_tables(tables: Any, encoder_input: EncoderInput) -> None:
+    if tables is not None and tables.table_set.dtype != encoder_input.dtype_code:
+        raise KvmnnError(f"tables are for {tables.dtype}: the array is {encoder_input.dtype.name}")
+
+
+def _is_same_rotation(rotary: RopeConfig, rotation: _stream.Rotation | None) -> bool:
+    if rotation is None:
+        return False
+    dims, interleaved, frequencies = rotation
+    is_equal = np.array_equal(frequencies, rotary.frequencies)
+    return is_equal and (dims, bool(interleaved)) == (rotary.dims, rotary.pairing == "interleaved")
+
+
+def _encode_with_and_without_rope(encoder_input: EncoderInput, references: ReferenceHints) -> bytes:
+    """The smaller of the streams with the rotation and without it."""
+    rotated_stream = _encode_smallest(encoder_input, None, references, repeats=True)
+    unrotated_references = np.empty_like(references)
+    unrotated_stream = _encode_smallest(
+        encoder_input, None, unrotated_references, compiled_input=encoder_input.build_unrotated_rows(), repeats=True
+    )
+    if len(unrotated_stream) >= len(rotated_stream):
+        return rotated_stream
+    references[:] = unrotated_references
+    return unrotated_stream
+
+
+def _encode_smallest(
+    encoder_input: EncoderInput,
+    tables: _stream.TableSet | None,
+    references: ReferenceHints | None = None,
+    *,
+    frame_trial_min_bytes: float = 0,
+    compiled_input: _stream.EncoderRows | None = None,
+    repeats: bool = False,
+) -> bytes:
+    """The stream by the method that needs fewest bytes; `compiled_input` in place of those of `encoder_input`."""
+    stream, try_frame = (encoder_input.compiled_input if compiled_input is None else compiled_input).encode(
+        tables, references, frame_trial_min_bytes, repeats
+    )
+    max_bytes = encoder_input.row_bytes.size + HEADER_BYTES if stream is None else len(stream)
+    if try_frame:
+        frame = encode_elements(encoder_input.row_bytes, _FRAME_OPTIONS[encoder_input.dtype], 1)
+        if HEADER_BYTES + len(frame) < max_bytes:
+            return _stream.build_verbatim_stream(
+                METHOD_FRAME,
+                encoder_input.dtype_code,
+                encoder_input.heads,
+                encoder_input.dim,
+                encoder_input.row_bytes,
+                frame,
+            )
+    if stream is None:
+        return _stream.build_verbatim_stream(
+            METHOD_WORDS,
+            encoder_input.dtype_code,
+            encoder_input.heads,
+            encoder_input.dim,
+            encoder_input.row_bytes,
+            encoder_input.row_bytes,
+        )
+    return stream

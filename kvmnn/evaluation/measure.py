@@ -1,0 +1,549 @@
+"""How much memory this process takes.
+
+What the frames of a cache that a policy left take: LOSSLESS after LOSSY, on the same bytes.
+
+Memory and live tokens of one document over its course, for the plots.
+
+How far K and V from elsewhere are from those that the model computes of the same tokens.
+
+One cell of an evaluation: a model, a configuration, a document.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from .._util.packages import import_optional
+from ..arrays.layer_cache import LayerCache
+from ..arrays.llama_transforms import iter_transform_combinations
+from ..dtypes import PARTS, Elements, Part
+from ..errors import FrameError, KvmnnError, MissingDependencyError
+from ..frames import decoder, encoder
+from ..lm.documents import Document
+from ..lm.onnx.model_files import compute_fingerprint
+from ..lm.runner import Runner, RunTimings
+from ..lm.session import DecoderSession
+from ..lm.warm_start import invert_named_transforms, load_layers
+from ..policies.policy import Policy
+from ..reports.records import MIN_NON_ROUNDING_DISTANCE, FrameSizeStats, KeepMap, KeptPositions, LayerDistanceStats
+from ..store import PrefixStore
+from .records import ModelInfo, ProjectCell, ScoreCell, TimeSeries, TimingCell
+from .scoring import StoredScores, can_use_store, feed_unscored, measure_by_definition, score_with_store
+from .settings import Configuration, EvaluationSettings
+from .timing import measure_attention_time, measure_generation_times, measure_project_times
+
+PEAK_DESCRIPTION = (
+    "highest resident memory, in a process of its own, while the first document was scored: interpreter, onnxruntime, "
+    "model, cache and logits, but not what opening the model took for a moment (Linux; elsewhere it is included)"
+)
+"""What `process_peak_bytes` of a row means."""
+
+_STATUS_PATH = Path("/proc/self/status")
+_RESET_PATH = Path("/proc/self/clear_refs")
+
+
+@dataclass(frozen=True)
+class MemoryBaseline:
+    """Where a measurement of memory begins.
+
+    Attributes
+    ----------
+    resident_bytes : int or None
+        Bytes resident then; None where the system does not say.
+    """
+
+    resident_bytes: int | None
+
+    def read_peak(self) -> int | None:
+        """Highest resident memory since then, in bytes; since the process began where the system cannot forget."""
+        return _read_status("VmHWM") or _read_rusage_peak()
+
+
+def start_measurement() -> MemoryBaseline:
+    """Give back what is free already, and let the system forget the peak so far."""
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)  # glibc
+    with suppress(OSError):
+        _RESET_PATH.write_text("5")
+    return MemoryBaseline(_read_status("VmRSS"))
+
+
+def _read_status(name: str) -> int | None:
+    """A size that Linux tells; VmHWM belongs to the program that runs, which getrusage's peak does not."""
+    try:
+        text = _STATUS_PATH.read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _read_rusage_peak() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+FrameType = Literal["fp16", "fp32"]
+
+
+def measure_frame_sizes(layers: Iterable[LayerCache], dtype: FrameType = "fp16", threads: int = 1) -> FrameSizeStats:
+    """Encode K and V of every layer, decode the frames, compare, and count.
+
+    Parameters
+    ----------
+    layers
+        The live tokens of a cache.
+    dtype
+        ``"fp16"``: as an engine holds it, words of an fp32 cache rounded to nearest (beyond 65,504 to infinity).
+        ``"fp32"``: the words of an fp32 cache as they are; an fp16 cache stays fp16.
+
+    Raises
+    ------
+    FrameError
+        If a frame does not decode to the words it was made of.
+    """
+    full_bytes = kept_bytes = frame_bytes = 0
+    is_rounded = False
+    name = dtype
+    for layer in layers:
+        for part, values in (("keys", layer.keys), ("values", layer.values)):
+            elements, is_layer_rounded = _to_elements(values, dtype)
+            is_rounded |= is_layer_rounded
+            name = "fp16" if elements.dtype == np.float16 else "fp32"
+            full_bytes += layer.tokens_seen * layer.kv_heads * layer.head_dim * elements.itemsize
+            if not elements.size:  # nothing was kept of this layer
+                continue
+            frame = encoder.encode(elements, threads=threads)
+            if not decoder.verify_roundtrip(frame, elements, threads=threads):
+                raise FrameError(f"layer {layer.layer}: the frame of its {part} does not decode to them")
+            kept_bytes += elements.nbytes
+            frame_bytes += len(frame)
+    return FrameSizeStats(
+        dtype=name, rounded=is_rounded, full_bytes=full_bytes, kept_bytes=kept_bytes, frame_bytes=frame_bytes
+    )
+
+
+def _to_elements(values: npt.NDArray[Any], dtype: FrameType) -> tuple[npt.NDArray[Any], bool]:
+    if dtype == "fp16" and values.dtype == np.float32:
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16), True
+    return values, False
+
+
+MAX_SAMPLES = 128
+
+
+class TimeSeriesRecorder:
+    """Takes samples of a run, at most `MAX_SAMPLES`.
+
+    Parameters
+    ----------
+    runner
+        Whose cache is looked at.
+    tokens
+        That will be fed.
+    skipped_layers
+        Layers that are never cut: live tokens are those of KV head 0 of the first other layer.
+    """
+
+    def __init__(self, runner: Runner, tokens: int, skipped_layers: tuple[int, ...]) -> None:
+        layers = runner.session.interface.layers
+        self._runner = runner
+        self._layer = next((layer for layer in range(layers) if layer not in skipped_layers), 0)
+        self._tokens_per_sample = max(1, -(-tokens // MAX_SAMPLES))
+        self._tokens = tokens
+        self._next_sample = 1
+        self._step_tokens: list[int] = []
+        self._cache_bytes: list[int] = []
+        self._kept_positions: list[list[int]] = []
+
+    def record(self, num_seen: int) -> None:
+        """A chunk has been fed; `num_seen` tokens of the text so far."""
+        if num_seen < self._next_sample and num_seen < self._tokens:
+            return
+        self._next_sample = (num_seen // self._tokens_per_sample + 1) * self._tokens_per_sample
+        cache = self._runner.cache
+        positions = cache.get_positions(self._layer)
+        self._step_tokens.append(num_seen)
+        self._cache_bytes.append(cache.nbytes)
+        self._kept_positions.append((positions if positions.ndim == 1 else positions[0]).tolist())
+
+    def to_time_series(self) -> TimeSeries:
+        """The samples so far."""
+        step_tokens = tuple(self._step_tokens)
+        keep_map = KeepMap(
+            layer=self._layer, kv_head=0, steps=step_tokens, kept=tuple(map(tuple, self._kept_positions))
+        )
+        return TimeSeries(
+            step_tokens=step_tokens,
+            cache_bytes=tuple(self._cache_bytes),
+            keep_map=keep_map,
+            kept=self._list_final_positions(),
+        )
+
+    def _list_final_positions(self) -> tuple[KeptPositions, ...]:
+        """What every layer holds now."""
+        cache, layers = self._runner.cache, self._runner.session.interface.layers
+        rows = (np.atleast_2d(cache.get_positions(layer)).tolist() for layer in range(layers))
+        return tuple(KeptPositions(layer=layer, positions=tuple(map(tuple, heads))) for layer, heads in enumerate(rows))
+
+
+_BLOCK_ELEMENTS = 1 << 20
+"""Numbers that are compared at once in float64."""
+
+
+def measure_distances(
+    start: Sequence[LayerCache], computed_layers: Sequence[LayerCache]
+) -> Iterator[LayerDistanceStats]:
+    """Of every layer K, then V, at the positions that the start holds.
+
+    Parameters
+    ----------
+    start
+        K and V from elsewhere, in the model's dtype.
+    computed_layers
+        All tokens of the same text.
+    """
+    for start_layer, computed in zip(start, computed_layers, strict=True):
+        for part in PARTS:
+            distance = measure_distance(start_layer, computed, part, ())
+            if distance.relative_distance > MIN_NON_ROUNDING_DISTANCE:
+                transformed = (
+                    measure_distance(start_layer, computed, part, transforms)
+                    for transforms in iter_transform_combinations(part, start_layer.head_dim)
+                )
+                close_distance = next(
+                    (
+                        candidate
+                        for candidate in transformed
+                        if candidate.relative_distance <= MIN_NON_ROUNDING_DISTANCE
+                    ),
+                    None,
+                )
+                distance = replace(distance, undo=None if close_distance is None else close_distance.undo)
+            yield distance
+
+
+def measure_distance(
+    start_layer: LayerCache, computed: LayerCache, part: Part, transforms: tuple[str, ...]
+) -> LayerDistanceStats:
+    """Return how far K or V of a layer is from the model's own, once `transforms` was undone
+    (`invert_named_transforms`).
+    """
+    start_rows, model_rows = (getattr(cache, f"{part}s") for cache in (start_layer, computed))
+    positions = np.broadcast_to(start_layer.positions, (start_layer.kv_heads, start_layer.tokens))
+    heads = [
+        _sum_squares(invert_named_transforms(start_rows[head], part, transforms), model_rows[head], positions[head])
+        for head in range(start_layer.kv_heads)
+    ]
+    num_elements, num_equal, squares, own_squares = (sum(head_sums) for head_sums in zip(*heads, strict=True))
+    return LayerDistanceStats(
+        layer=start_layer.layer,
+        part=part,
+        words=int(num_elements),
+        equal=int(num_equal),
+        squares=float(squares),
+        own_squares=float(own_squares),
+        undo=transforms or None,
+    )
+
+
+def _sum_squares(start_rows: Elements, model_rows: Elements, positions: np.ndarray) -> tuple[float, ...]:
+    """Of one head: words, equal ones, squared differences, squares of the model's own."""
+    num_elements = num_equal = 0
+    squares = own_squares = 0.0
+    step = max(1, _BLOCK_ELEMENTS // start_rows.shape[1])
+    for begin in range(0, len(positions), step):
+        start_block = np.ascontiguousarray(start_rows[begin : begin + step])
+        model_block = np.ascontiguousarray(model_rows[positions[begin : begin + step]])
+        bits = np.dtype(f"u{start_block.itemsize}")
+        num_elements, num_equal = (
+            num_elements + start_block.size,
+            num_equal + int(np.count_nonzero(start_block.view(bits) == model_block.view(bits))),
+        )
+        model_float64 = model_block.astype(np.float64)
+        squares += float(np.square(start_block - model_float64).sum())
+        own_squares += float(np.square(model_float64).sum())
+    return num_elements, num_equal, squares, own_squares
+
+
+SCORES_VERSION = 1
+"""Raised whenever rows or scores of a step are computed differently, so that those of before are not taken up."""
+
+AdvanceCallback = Callable[[int], object]
+"""Takes a number of further tokens fed."""
+
+
+class UnsupportedConfigurationError(KvmnnError):
+    """A configuration that the model cannot run, or not by its project's definition; others can go on."""
+
+
+@dataclass
+class CellMeasurer:
+    """Cells of one model, one after the other.
+
+    Parameters
+    ----------
+    model
+        Path of the model.
+    settings
+        How.
+    start
+        Directory of K and V that texts begin with (`kvmnn.lm.warm_start`), where they do.
+    is_fresh_process
+        Whether this process does nothing else, so that its peak memory means something.
+    """
+
+    model: str
+    settings: EvaluationSettings
+    start: str | None = None
+    is_fresh_process: bool = False
+    _sessions: dict[tuple[bool, bool], DecoderSession] = field(default_factory=dict)
+    _prefixes: tuple[PrefixStore, str, dict[str, object]] | None = None
+
+    def create_runner(self, configuration: Configuration, document: Document) -> Runner:
+        """A model ready for a document, its policy drawing from a generator of the document's own.
+
+        Raises
+        ------
+        RefusedError
+            Where the model cannot run the configuration.
+        """
+        generator_seed = (self.settings.seed, int(document.sha256[:12], 16))
+        policy = configuration.create_policy(generator_seed)
+        try:
+            return Runner(
+                self._get_session(*self._get_session_key(policy)),
+                policy,
+                max_masked=self.settings.slack,
+                packed=self.settings.packed,
+                lossless=self.settings.runtime_config,
+                positions=configuration.positions,
+            )
+        except MissingDependencyError:
+            raise
+        except KvmnnError as exc:
+            if not policy.can_evict:
+                raise
+            raise UnsupportedConfigurationError(f"{configuration.policy}: {exc}") from exc
+
+    def measure_score(
+        self,
+        configuration: Configuration,
+        document: Document,
+        advance: AdvanceCallback | None = None,
+        *,
+        record_trace: bool = False,
+        measure_memory: bool = False,
+    ) -> ScoreCell:
+        """Quality, time and bytes of one document; with `measure_memory`, the peak memory of this process as well."""
+        settings = self.settings
+        runner = self.create_runner(configuration, document)
+        memory_baseline = start_measurement() if measure_memory and self.is_fresh_process else None
+        byte_sampler = _ByteSampler(runner, document.scored_from)
+        recorder = TimeSeriesRecorder(runner, document.num_fed, _list_skipped_layers(runner)) if record_trace else None
+
+        def record_step(num_seen: int) -> None:
+            num_new = num_seen - byte_sampler.num_seen
+            byte_sampler.record(num_seen)
+            if recorder is not None:
+                recorder.record(num_seen)
+            if advance is not None:
+                advance(num_new)
+
+        stored_scores = self._open_stored_scores(runner)
+        try:
+            distances = self._begin_document(runner, configuration, document, advance)
+            score_result, num_from_store = score_with_store(
+                stored_scores,
+                runner,
+                document.ids,
+                chunk=settings.chunk,
+                prompt=settings.prompt,
+                tail_start=settings.deep_from,
+                on_step=record_step,
+                num_initial=document.scored_from,
+            )
+        except KvmnnError as exc:
+            if not runner.policy.can_evict:
+                raise KvmnnError(f"{document.name}: {exc}") from exc
+            raise UnsupportedConfigurationError(f"{configuration.policy}, {document.name}: {exc}") from exc
+        peak = None if memory_baseline is None else memory_baseline.read_peak()
+        cache = runner.cache
+        return ScoreCell(
+            model=_build_model_info(runner.session),
+            every=score_result.every,
+            deep=score_result.deep,
+            seconds=score_result.seconds,
+            model_seconds=runner.timings.model_seconds,
+            policy_seconds=runner.timings.policy_seconds,
+            cache_bytes_mean=byte_sampler.mean,
+            cache_bytes_peak=cache.peak_nbytes,
+            tokens_kept=tuple(cache.tokens),
+            tokens_seen=cache.num_seen,
+            process_peak_bytes=peak,
+            process_opened_bytes=None if memory_baseline is None else memory_baseline.resident_bytes,
+            frames=measure_frame_sizes(cache.copy_layers(), settings.frame_dtype, settings.threads),
+            h2o=cache.collect_h2o_stats(),
+            runtime=runner.collect_runtime_stats(),
+            trace=None if recorder is None else recorder.to_time_series(),
+            stored_tokens=num_from_store,
+            stored_notes=tuple(stored_scores.notes) if stored_scores is not None and stored_scores.notes else None,
+            distances=distances,
+            cut_tokens=runner.num_tokens_after_cut,
+        )
+
+    def _begin_document(
+        self, runner: Runner, configuration: Configuration, document: Document, advance: AdvanceCallback | None
+    ) -> tuple[LayerDistanceStats, ...] | None:
+        """The tokens of the start: its own K and V, or computed here; how far the two are apart in the latter case."""
+        if self.start is None:
+            return None
+        layers = load_layers(Path(self.start))
+        if configuration.begun:
+            runner.load_initial(layers)
+            return None
+        feed_unscored(runner, document.ids, document.scored_from, self.settings.chunk, self.settings.prompt, advance)
+        runner.timings = RunTimings()
+        runner.cache.peak_nbytes = runner.cache.nbytes
+        return tuple(measure_distances(layers, runner.cache.copy_layers()))
+
+    def measure_by_definition(
+        self, configuration: Configuration, document: Document, advance: AdvanceCallback | None = None
+    ) -> ProjectCell:
+        """The document by the definition of the configuration's project."""
+        if configuration.definition is None:
+            raise KvmnnError(f"{configuration.label}: belongs to no preset's project")
+        runner = self.create_runner(configuration, document)
+        ids = document.own_ids[: document.num_scored]
+        try:
+            cell = measure_by_definition(runner, ids, configuration.definition, _list_skipped_layers(runner))
+        except KvmnnError as exc:
+            raise UnsupportedConfigurationError(f"{configuration.label} by its project's definition: {exc}") from exc
+        if advance is not None:
+            advance(len(ids))
+        return cell
+
+    def measure_timing(self, configuration: Configuration, document: Document) -> TimingCell:
+        """TTFT, TPOT and attention time, and what the configuration's project times by its own definition."""
+        runner = self.create_runner(configuration, document)
+        definition = configuration.definition
+        try:
+            cell = measure_generation_times(runner, document.ids, self.settings.repeats)
+            if definition is not None and definition.speed and self.settings.project_definitions:
+                cell = replace(cell, project=measure_project_times(runner, document.own_ids, self.settings.repeats))
+            return self._add_attention_time(cell, runner, document)
+        except KvmnnError as exc:
+            raise UnsupportedConfigurationError(f"{configuration.label}, timed: {exc}") from exc
+
+    def _open_stored_scores(self, runner: Runner) -> StoredScores | None:
+        """The beginnings of texts in the prefix store, where there is one and the policy can begin with them."""
+        if self.settings.prefix_store is None or not can_use_store(runner):
+            return None
+        if self._prefixes is None:
+            settings = self.settings
+            run_settings: dict[str, object] = {
+                "chunk": settings.chunk,
+                "prompt": settings.prompt,
+                "threads": settings.threads,
+            }
+            run_settings |= {
+                "providers": settings.providers,
+                "onnxruntime": import_optional("onnxruntime").__version__,
+                "numbers": SCORES_VERSION,
+            }
+            self._prefixes = PrefixStore(self.settings.prefix_store), compute_fingerprint(self.model), run_settings
+        store, model, session_settings = self._prefixes
+        attentions, bias = self._get_session_key(runner.policy)
+        return StoredScores(store, model, {**session_settings, "attentions": attentions, "bias": bias})
+
+    def close(self) -> None:
+        """Let go of the prefix store."""
+        if self._prefixes is not None:
+            self._prefixes[0].close()
+            self._prefixes = None
+
+    def _add_attention_time(self, cell: TimingCell, runner: Runner, document: Document) -> TimingCell:
+        session_key = self._get_session_key(runner.policy)
+
+        def open_profiled(folder: Path) -> DecoderSession:
+            self._sessions.pop(session_key, None)  # a large model is held once
+            return self._open_session(*session_key, folder)
+
+        try:
+            attention_stats = measure_attention_time(runner, document.ids, open_profiled)
+        except KvmnnError as exc:
+            return replace(cell, no_attention=str(exc))
+        return cell if attention_stats is None else replace(cell, attention_seconds=attention_stats.seconds)
+
+    def _get_session_key(self, policy: Policy) -> tuple[bool, bool]:
+        """Whether the policy's sessions give attention probabilities, and take biases."""
+        return policy.requires_attention, self.settings.slack != 0 and policy.can_evict
+
+    def _get_session(self, attentions: bool, bias: bool) -> DecoderSession:
+        key = (attentions, bias)
+        if key not in self._sessions:
+            self._sessions[key] = self._open_session(attentions, bias)
+        return self._sessions[key]
+
+    def _open_session(self, attentions: bool, bias: bool, profile: Path | None = None) -> DecoderSession:
+        return DecoderSession.open(
+            self.model,
+            attentions=attentions,
+            bias=bias,
+            threads=self.settings.threads,
+            providers=self.settings.providers,
+            profile=profile,
+        )
+
+
+class _ByteSampler:
+    """Mean of the bytes held, over the tokens fed from one on."""
+
+    def __init__(self, runner: Runner, begin: int = 0) -> None:
+        self._runner = runner
+        self._sum = 0
+        self._begin = self.num_seen = begin
+
+    def record(self, num_seen: int) -> None:
+        self._sum += self._runner.cache.nbytes * (num_seen - self.num_seen)
+        self.num_seen = num_seen
+
+    @property
+    def mean(self) -> float:
+        return self._sum / max(self.num_seen - self._begin, 1)
+
+
+def _list_skipped_layers(runner: Runner) -> tuple[int, ...]:
+    """Layers that the policy never cuts."""
+    return tuple(sorted(runner.policy.resolve_skip_layers(runner.session.interface.layers)))
+
+
+def _build_model_info(session: DecoderSession) -> ModelInfo:
+    interface = session.interface
+    return ModelInfo(
+        layers=interface.layers,
+        kv_heads=interface.kv_heads,
+        query_heads=session.query_heads,
+        head_dim=interface.head_dim,
+        cache_dtype=np.dtype(interface.dtype).name,
+        vocab=interface.vocab_size,
+        max_positions=interface.max_positions,
+    )

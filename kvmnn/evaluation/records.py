@@ -1,0 +1,183 @@
+"""What is measured of one configuration on one document: the cells that a run stores and rows are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, overload
+
+from ..files.schema import Record
+from ..policies.h2o.planner import H2OStats
+from ..reports.records import FrameSizeStats, KeepMap, KeptPositions, LayerDistanceStats, RuntimeStats
+
+CellKind = Literal["score", "seed", "timing"]
+"""Of a cell, as files of cells have it; "seed": by the definition of a preset's project."""
+
+
+@dataclass
+class LossSums(Record):
+    """What scored tokens add up to.
+
+    Attributes
+    ----------
+    tokens, hits : int
+        Scored tokens, and those that were the most probable one.
+    nll : float
+        Negative log-probabilities in nats, float64.
+    """
+
+    tokens: int = 0
+    nll: float = 0.0
+    hits: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelInfo(Record):
+    """What results say of a model."""
+
+    layers: int
+    kv_heads: int
+    query_heads: int | None
+    head_dim: int
+    cache_dtype: str
+    vocab: int
+    max_positions: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeSeries(Record):
+    """A cache over a text: at each step tokens seen, bytes held, which tokens live (at the end: of all layers)."""
+
+    step_tokens: tuple[int, ...]
+    cache_bytes: tuple[int, ...]
+    keep_map: KeepMap
+    kept: tuple[KeptPositions, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreCell(Record):
+    """Quality, time and bytes of one document; `ResultRow` says what the quantities are."""
+
+    model: ModelInfo
+    every: LossSums
+    deep: LossSums
+    seconds: float
+    model_seconds: float
+    policy_seconds: float
+    cache_bytes_mean: float
+    cache_bytes_peak: int
+    tokens_kept: tuple[int, ...]
+    tokens_seen: int
+    process_peak_bytes: int | None
+    process_opened_bytes: int | None
+    frames: FrameSizeStats
+    h2o: H2OStats | None = field(default=None, metadata={"omit": True})
+    runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
+    trace: TimeSeries | None = field(default=None, metadata={"omit": True})
+    stored_tokens: int | None = field(default=None, metadata={"omit": True})
+    stored_notes: tuple[str, ...] | None = field(default=None, metadata={"omit": True})
+    distances: tuple[LayerDistanceStats, ...] | None = field(default=None, metadata={"omit": True})
+    cut_tokens: int | None = field(default=None, metadata={"omit": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectCell(Record):
+    """One document by the definition of a preset's project.
+
+    Attributes
+    ----------
+    weight, weighted_nll
+        Their quotient is the loss in nats.
+    hits, scored_tokens, text_tokens
+        Tokens.
+    chunks_left_out : int or None
+        In chunks only.
+    seconds, ttft_seconds, tpot_seconds
+        The last two token by token only.
+    final_cache_tokens : int
+        Of one layer.
+    """
+
+    weight: int
+    weighted_nll: float
+    hits: int
+    scored_tokens: int
+    text_tokens: int
+    chunks_left_out: int | None = field(default=None, metadata={"omit": True})
+    seconds: float
+    ttft_seconds: float | None = field(default=None, metadata={"omit": True})
+    tpot_seconds: float | None = field(default=None, metadata={"omit": True})
+    final_cache_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectTimes(Record):
+    """Generation as StreamingLLM + H2O time it (E3 of `kvmnn.evaluation.presets`)."""
+
+    ttft_seconds: float
+    tpot_seconds: float
+    tokens_per_second: float
+    prompt_tokens: int
+    new_tokens: int
+    repeats: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimingCell(Record):
+    """How fast the model answers.
+
+    Attributes
+    ----------
+    ttft_seconds : float
+        From the first piece of the prompt to the logits of its last token.
+    tpot_seconds : float or None
+        Mean of the steps after it, each of one token of the text and so the same for every policy.
+    attention_seconds : float or None
+        Of each of those steps, the attention of all layers (`kvmnn.lm.onnx.profile.AttentionTime`).
+    no_attention : str or None
+        Why it is not known, where there were such steps.
+    project : ProjectTimes or None
+        By the definition of a preset's project (JSON: ``as_seed``).
+    """
+
+    ttft_seconds: float
+    tpot_seconds: float | None
+    prompt_tokens: int
+    decoded_tokens: int
+    repeats: int
+    attention_seconds: float | None = field(default=None, metadata={"omit": True})
+    no_attention: str | None = field(default=None, metadata={"omit": True})
+    project: ProjectTimes | None = field(default=None, metadata={"key": "as_seed", "omit": True})
+
+
+@dataclass(frozen=True)
+class RefusedCell(Record):
+    """Why the model cannot do what a cell of the kinds "seed" and "timing" takes."""
+
+    refused: str
+
+
+Cell = ScoreCell | ProjectCell | TimingCell | RefusedCell
+
+
+@overload
+def read_cell(kind: Literal["score"], document: object, where: str) -> ScoreCell: ...
+@overload
+def read_cell(kind: Literal["seed"], document: object, where: str) -> ProjectCell | RefusedCell: ...
+@overload
+def read_cell(kind: Literal["timing"], document: object, where: str) -> TimingCell | RefusedCell: ...
+@overload
+def read_cell(kind: CellKind, document: object, where: str) -> Cell: ...
+def read_cell(kind: CellKind, document: object, where: str) -> Cell:
+    """A cell from its `to_dict`.
+
+    Raises
+    ------
+    SourceError
+        For what is no cell of this kind.
+    """
+    if kind == "score":
+        return ScoreCell.from_dict(document, where)
+    if isinstance(document, Mapping) and "refused" in document:
+        return RefusedCell.from_dict(document, where)
+    return ProjectCell.from_dict(document, where) if kind == "seed" else TimingCell.from_dict(document, where)

@@ -1,0 +1,525 @@
+"""Teacher-forced scoring: how probable the model found each next token, one chunk of logits at a time.
+
+One document by the definition of a preset's project (`kvmnn.evaluation.presets` says what E1 and E2 are).
+
+Beginnings of texts that were scored before: K and V, and how probable each token was, from a prefix store.
+
+Only what another run of the same steps would give bit for bit is taken: rows are stored under the model and all that
+decides how they were computed, and a text is taken up at the end of one of its steps, never inside one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import dtypes
+from ..arrays.layer_cache import LayerCache
+from ..dtypes import Floats
+from ..errors import KvmnnError
+from ..frames.buffers import integrity_checksum
+from ..lm.documents import Ids
+from ..lm.onnx.decoder import StepResult
+from ..lm.runner import Runner
+from ..policies.policy import Trigger
+from ..reports.records import QualityStats
+from ..store import PrefixStore
+from .records import LossSums, ProjectCell
+from .settings import ProjectDefinition
+
+_BLOCK_ELEMENTS = 1 << 19
+"""Logits that are taken to float64 at once: 4 MiB."""
+
+
+class StepRunner(Protocol):
+    """What is needed of `kvmnn.lm.runner.Runner`."""
+
+    def step(self, ids: Ids, *, end_chunk: bool = False) -> npt.NDArray[Any]:
+        """Feed tokens, cut the cache, return logits ``[token, vocab]``."""
+
+    def replay_step(self, layers: Sequence[LayerCache], num_new: int, *, end_chunk: bool = False) -> None:
+        """The same with K and V of these tokens that are known already."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CachedScores:
+    """The beginning of a text that need not be computed.
+
+    Parameters
+    ----------
+    tokens
+        Fed, of whole steps.
+    layers
+        K and V of them.
+    nll, hits
+        ``[token]``: what `compute_nll` gives for the token behind each.
+    """
+
+    tokens: int
+    layers: Sequence[LayerCache]
+    nll: npt.NDArray[np.float64]
+    hits: npt.NDArray[np.bool_]
+
+
+@dataclass
+class ScoreResult:
+    """One document under one configuration.
+
+    Attributes
+    ----------
+    every, deep : Sums
+        All tokens, and those fed at `tail_start` or later.
+    seconds : float
+        Wall time of feeding: the model and the policy, not the scoring.
+    """
+
+    every: LossSums
+    deep: LossSums
+    seconds: float = 0.0
+
+
+def compute_nll(logits: npt.NDArray[Any], targets: Ids) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Of each target its negative log-probability in nats, and whether it is the most probable token.
+
+    Parameters
+    ----------
+    logits
+        ``[token, vocab]``; taken to float64 block by block.
+    targets
+        int64 ``[token]``.
+
+    Notes
+    -----
+    Of equal logits the lower id is the most probable one, as in numpy's and torch's argmax.
+    """
+    nll = np.empty(len(targets), np.float64)
+    hits = np.empty(len(targets), np.bool_)
+    rows = max(1, _BLOCK_ELEMENTS // max(1, logits.shape[1]))
+    for begin in range(0, len(targets), rows):
+        row_range = slice(begin, begin + rows)
+        block = logits[row_range].astype(np.float64)
+        best = block.argmax(axis=1)
+        block_targets = targets[row_range]
+        target_logits = block[np.arange(len(block)), block_targets]
+        max_logits = block[np.arange(len(block)), best]
+        with np.errstate(invalid="ignore", over="ignore"):
+            block -= max_logits[:, None]
+            np.exp(block, out=block)
+            nll[row_range] = np.log(block.sum(axis=1)) + (max_logits - target_logits)
+        hits[row_range] = best == block_targets
+    return nll, hits
+
+
+def list_steps(tokens: int, chunk: int, prompt: int = 0, num_initial: int = 0) -> list[tuple[int, int]]:
+    """How tokens are fed, but for the first `num_initial`: first token of each step, and the token behind its last."""
+    ends = [num_initial or min(prompt or chunk, tokens)]
+    while ends[-1] < tokens:
+        ends.append(min(ends[-1] + chunk, tokens))
+    steps = list(zip([0, *ends[:-1]], ends, strict=True)) if tokens else []
+    return steps[1:] if num_initial else steps
+
+
+def feed_unscored(
+    runner: StepRunner,
+    ids: Ids,
+    tokens: int,
+    chunk: int,
+    prompt: int = 0,
+    advance: Callable[[int], object] | None = None,
+) -> None:
+    """Feed the first `tokens` of `ids` in the steps of `score_document`, without their scores; `advance` hears of
+    each.
+    """
+    for begin, end in list_steps(tokens, chunk, prompt):
+        runner.step(ids[begin:end], end_chunk=max(chunk, end - begin) > 1)
+        if advance is not None:
+            advance(end - begin)
+
+
+def score_document(
+    runner: StepRunner,
+    ids: Ids,
+    *,
+    chunk: int,
+    tail_start: int,
+    prompt: int = 0,
+    on_step: Callable[[int], object] | None = None,
+    num_initial: int = 0,
+    cached_scores: CachedScores | None = None,
+    on_scores: Callable[[npt.NDArray[Any], npt.NDArray[np.float64], npt.NDArray[np.bool_]], object] | None = None,
+) -> ScoreResult:
+    """Feed all ids but the last in chunks and score each against the one behind it.
+
+    Parameters
+    ----------
+    runner
+        Freshly reset, or with the first `num_initial` tokens.
+    ids
+        int64 ``[1 + tokens]``.
+    chunk
+        Tokens that are fed at once. The lazy policies are told of a chunk's end where it has more than one token, as
+        StreamingLLM + H2O do; token by token they keep their surplus.
+    prompt
+        Tokens of the first step; 0 for `chunk`.
+    tail_start
+        Tokens fed at this position or later are also added up apart.
+    on_step
+        Called after every chunk with the tokens seen so far.
+    num_initial
+        Tokens that the runner holds already; the steps behind them are of `chunk`.
+    cached_scores
+        The steps with which the text begins, where they were computed before.
+    on_scores
+        Called with the logits of each other step, and what `compute_nll` gave for them.
+
+    Raises
+    ------
+    KvmnnError
+        Where a log-probability is not finite, naming the position.
+    """
+    result = ScoreResult(LossSums(), LossSums())
+    for begin, end in list_steps(len(ids) - 1, chunk, prompt, num_initial):
+        end_chunk = max(chunk, end - begin) > 1
+        start_time = time.perf_counter()
+        if cached_scores is not None and end <= cached_scores.tokens:
+            runner.replay_step(cached_scores.layers, end - begin, end_chunk=end_chunk)
+            nll, hits = cached_scores.nll[begin:end], cached_scores.hits[begin:end]
+            result.seconds += time.perf_counter() - start_time
+        else:
+            logits = runner.step(ids[begin:end], end_chunk=end_chunk)
+            result.seconds += time.perf_counter() - start_time
+            nll, hits = compute_nll(logits, ids[begin + 1 : end + 1])
+            if on_scores is not None:
+                on_scores(logits, nll, hits)
+        if not np.isfinite(nll).all():
+            bad_position = begin + int(np.flatnonzero(~np.isfinite(nll))[0])
+            raise KvmnnError(f"the model's logits at position {bad_position} give no finite log-probability")
+        _add_scores(result.every, nll, hits)
+        if end > tail_start:
+            first = max(tail_start - begin, 0)
+            _add_scores(result.deep, nll[first:], hits[first:])
+        if on_step is not None:
+            on_step(end)
+    return result
+
+
+def _add_scores(sums: LossSums, nll: npt.NDArray[np.float64], hits: npt.NDArray[np.bool_]) -> None:
+    sums.tokens += len(nll)
+    sums.nll += float(nll.sum())
+    sums.hits += int(np.count_nonzero(hits))
+
+
+def summarize(sums: LossSums, begin: int | None = None) -> QualityStats:
+    """Means of sums; None of each where there are no tokens. `begin` is the position of the first token, if told."""
+    if sums.tokens == 0:
+        return QualityStats(begin=begin, tokens=0, nll=None, perplexity=None, accuracy=None)
+    nll = sums.nll / sums.tokens
+    return QualityStats(
+        begin=begin, tokens=sums.tokens, nll=nll, perplexity=compute_perplexity(nll), accuracy=sums.hits / sums.tokens
+    )
+
+
+def compute_perplexity(nll: float) -> float | None:
+    """``exp(nll)``; None beyond float64."""
+    return math.exp(nll) if nll < 709 else None
+
+
+def measure_by_definition(
+    runner: Runner, ids: Ids, definition: ProjectDefinition, skipped_layers: tuple[int, ...]
+) -> ProjectCell:
+    """Sums and times of one document.
+
+    Parameters
+    ----------
+    runner
+        Freshly reset.
+    ids
+        int64 ``[token]``, without bos.
+    skipped_layers
+        Layers that the policy never cuts; the final cache size is that of the first other layer.
+    """
+    if definition.evaluation == "E1":
+        return _measure_by_token(runner, ids, skipped_layers)
+    return _measure_by_chunk(runner, ids, definition.chunk)
+
+
+def _measure_by_token(runner: Runner, ids: Ids, skipped_layers: tuple[int, ...]) -> ProjectCell:
+    nll, hits, seconds = 0.0, 0, []
+    for index in range(len(ids) - 1):
+        start_time = time.perf_counter()
+        logits = runner.step(ids[index : index + 1])
+        seconds.append(time.perf_counter() - start_time)
+        token_nll, hit = compute_nll(logits, ids[index + 1 : index + 2])
+        nll += float(token_nll[0])
+        hits += int(hit[0])
+    sizes = runner.cache.tokens
+    layer = next((layer for layer in range(len(sizes)) if layer not in skipped_layers), 0)
+    later_seconds = seconds[1:]
+    return ProjectCell(
+        weight=len(seconds),
+        weighted_nll=nll,
+        hits=hits,
+        scored_tokens=len(seconds),
+        text_tokens=len(ids),
+        seconds=sum(seconds),
+        ttft_seconds=seconds[0] if seconds else None,
+        tpot_seconds=sum(later_seconds) / len(later_seconds) if later_seconds else None,
+        final_cache_tokens=sizes[layer],
+    )
+
+
+def _measure_by_chunk(runner: Runner, ids: Ids, chunk: int) -> ProjectCell:
+    weighted_nll, weight, num_scored, hits, chunks_left_out = 0.0, 0, 0, 0, 0
+    start_time = time.perf_counter()
+    for begin in range(0, len(ids), chunk):
+        chunk_ids = ids[begin : begin + chunk]
+        logits = runner.step(chunk_ids, end_chunk=True)
+        nll, hit = compute_nll(logits[:-1], chunk_ids[1:])
+        loss = float(nll.mean()) if len(nll) else math.nan
+        if not math.isfinite(loss):
+            chunks_left_out += 1
+            continue
+        weighted_nll += loss * len(chunk_ids)
+        weight += len(chunk_ids)
+        num_scored += len(nll)
+        hits += int(hit.sum())
+    return ProjectCell(
+        weight=weight,
+        weighted_nll=weighted_nll,
+        hits=hits,
+        scored_tokens=num_scored,
+        text_tokens=len(ids),
+        chunks_left_out=chunks_left_out,
+        seconds=time.perf_counter() - start_time,
+        final_cache_tokens=max(runner.cache.tokens),
+    )
+
+
+_NUM_DIGEST_IDS = 12
+"""Token ids of 24 bits that stand for a text whose last logits are kept."""
+
+
+def can_use_store(runner: Runner) -> bool:
+    """Whether a text under a runner's policy may begin with rows from elsewhere: with the full cache anywhere, with one
+    that is cut after its first step, of which a policy that ranks by attention would need that of every token."""
+    policy = runner.policy
+    return not policy.can_evict or not (policy.requires_attention or Trigger.AFTER_APPEND in policy.triggers)
+
+
+@dataclass(frozen=True)
+class StoredScores:
+    """What a store has of texts that were scored.
+
+    Parameters
+    ----------
+    store
+        Where it is.
+    model
+        The model's fingerprint.
+    run_settings
+        All else that decides the bits of K, V and logits.
+    notes
+        What was wrong in the store.
+    """
+
+    store: PrefixStore
+    model: str
+    run_settings: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    def find_cached(self, runner: Runner, ids: Ids, steps: Sequence[tuple[int, int]]) -> CachedScores | None:
+        """What is known of a text that will be fed in `steps`: all of them up to one's end; None where nothing is.
+
+        Parameters
+        ----------
+        runner
+            Freshly reset, one that `can_use_store`.
+        ids
+            int64 ``[1 + tokens]``.
+        steps
+            First token of each, and the token behind its last.
+        """
+        first_step_tokens = steps[0][1]
+        if runner.policy.can_evict and first_step_tokens == 1:
+            return None
+        requested_ids = ids[: first_step_tokens if runner.policy.can_evict else len(ids) - 1]
+        dtype = dtypes.infer_dtype(np.empty(0, runner.session.interface.dtype)).name
+        prefix = self.store.get(requested_ids, model=self._build_model_name("rows"), dtype=dtype)
+        self.notes.extend(prefix.notes)
+        ends = [end for _, end in steps if end <= prefix.tokens]
+        if not ends:
+            return None
+        nll, hits = _unpack_scores(prefix.layers[-1])  # of token i + 1, as far as that one is stored
+        if prefix.tokens > ends[-1]:
+            tokens = ends[-1]
+        elif len(ends) > 1:  # the last logits of the last step are not there: it is computed again
+            tokens = ends[-2]
+        else:
+            logits = self._find_logits(ids[:first_step_tokens])
+            if logits is None:
+                return None
+            tokens = first_step_tokens
+            last_nll, last_hit = compute_nll(logits[np.newaxis], ids[first_step_tokens : first_step_tokens + 1])
+            nll, hits = (
+                np.append(nll[: first_step_tokens - 1], last_nll),
+                np.append(hits[: first_step_tokens - 1], last_hit),
+            )
+        rows = [
+            LayerCache(
+                layer=cache.layer, keys=_take_tokens(cache.keys, tokens), values=_take_tokens(cache.values, tokens)
+            )
+            for cache in prefix.layers[:-1]
+        ]
+        return CachedScores(tokens=tokens, layers=rows, nll=nll[:tokens], hits=hits[:tokens])
+
+    def put_scores(
+        self,
+        ids: Ids,
+        layers: Sequence[LayerCache],
+        nll: npt.NDArray[np.float64],
+        hits: npt.NDArray[np.bool_],
+        *,
+        first_step_tokens: int,
+        logits: Floats | None,
+    ) -> None:
+        """Store whole steps of a text, whose first had `first_step_tokens` tokens and ended with `logits`.
+
+        A store that cannot be written costs what it would have kept, not the scores: `notes` says why.
+        """
+        tokens = layers[0].tokens
+        rows = [LayerCache(layer=layer.layer, keys=layer.keys, values=layer.values) for layer in layers]
+        self._put_layers(ids[:tokens], [*rows, _score_layer(rows[-1], nll, hits)], "rows")
+        if first_step_tokens > 1 and logits is not None:
+            elements = np.append(logits, np.zeros(-len(logits) % (2 * _NUM_DIGEST_IDS), np.float32))
+            keys, values = np.append(elements, _build_checksum_mark(elements)).reshape(2, 1, _NUM_DIGEST_IDS, -1)
+            cache = LayerCache(layer=0, keys=keys, values=values)
+            self._put_layers(_digest_ids(ids[:first_step_tokens]), [cache], f"logits {len(logits)}")
+
+    def _put_layers(self, ids: Ids, layers: Sequence[LayerCache], kind: str) -> None:
+        try:
+            self.notes.extend(self.store.put(ids, layers, model=self._build_model_name(kind)).notes)
+        except KvmnnError as error:
+            self.notes.append(f"nothing was stored: {error}")
+
+    def _find_logits(self, ids: Ids) -> Floats | None:
+        """The last logits of a text that is a first step; None where they are not there."""
+        name_prefix = self._build_model_name("logits ")
+        for model in self.store.models:
+            if model.startswith(name_prefix) and (count := model[len(name_prefix) :]).isdecimal():
+                prefix = self.store.get(_digest_ids(ids), model=model, dtype="fp32")
+                if prefix.tokens == _NUM_DIGEST_IDS:
+                    elements = np.concatenate([prefix.layers[0].keys, prefix.layers[0].values]).reshape(-1)
+                    size = 2 * _NUM_DIGEST_IDS
+                    if elements[-size:].tobytes() == _build_checksum_mark(elements[:-size]).tobytes():
+                        return elements[: int(count)]
+        return None
+
+    def _build_model_name(self, kind: str) -> str:
+        description = json.dumps([self.model, self.run_settings], sort_keys=True).encode()
+        return f"{self.model[:16]} eval {hashlib.blake2b(description, digest_size=16).hexdigest()} {kind}"
+
+
+def score_with_store(
+    stored_scores: StoredScores | None, runner: Runner, ids: Ids, *, chunk: int, prompt: int, **options: Any
+) -> tuple[ScoreResult, int | None]:
+    """As `score_document`, with what is stored of the text's beginning; also how many tokens that was, None without a
+    store.
+
+    What is computed is put: of the full cache all whole steps, else the first one.
+    """
+    if stored_scores is None:
+        return score_document(runner, ids, chunk=chunk, prompt=prompt, **options), None
+    steps = list_steps(len(ids) - 1, chunk, prompt)
+    first_step_tokens = prompt or chunk
+    whole_steps = (
+        steps if steps[-1][1] - steps[-1][0] == (chunk if len(steps) > 1 else first_step_tokens) else steps[:-1]
+    )
+    cached_scores = stored_scores.find_cached(runner, ids, whole_steps) if whole_steps else None
+    recorder = _ScoreRecorder(cached_scores)
+    runner.on_step = recorder.record_first_step if runner.policy.can_evict else None
+    try:
+        result = score_document(
+            runner,
+            ids,
+            chunk=chunk,
+            prompt=prompt,
+            cached_scores=cached_scores,
+            on_scores=recorder.record_scores,
+            **options,
+        )
+    finally:
+        runner.on_step = None
+    tokens = 0 if cached_scores is None else cached_scores.tokens
+    end = whole_steps[-1][1] if whole_steps and not runner.policy.can_evict else first_step_tokens if whole_steps else 0
+    if tokens < end and (not runner.policy.can_evict or first_step_tokens > 1):
+        layers = recorder.layers if runner.policy.can_evict else runner.cache.copy_layers()
+        nll, hits = np.concatenate(recorder.nll), np.concatenate(recorder.hits)
+        rows = [LayerCache(layer=e.layer, keys=e.keys[:, :end], values=e.values[:, :end]) for e in layers]
+        stored_scores.put_scores(ids, rows, nll, hits, first_step_tokens=first_step_tokens, logits=recorder.logits)
+    return result, tokens
+
+
+class _ScoreRecorder:
+    """What a run leaves that may be put: K and V of its first step and the last logits of it, and all scores."""
+
+    def __init__(self, cached_scores: CachedScores | None) -> None:
+        self.is_new = cached_scores is None
+        self.layers: list[LayerCache] = []
+        self.logits: Floats | None = None
+        self.nll = [] if cached_scores is None else [cached_scores.nll]
+        self.hits = [] if cached_scores is None else [cached_scores.hits]
+
+    def record_first_step(self, step: StepResult) -> None:
+        if self.is_new and not self.layers:
+            pairs = [(keys[0], values[0]) for keys, values in step.present_pairs]
+            self.layers = [
+                LayerCache(layer=number, keys=keys.copy(), values=values.copy())
+                for number, (keys, values) in enumerate(pairs)
+            ]
+
+    def record_scores(
+        self, logits: npt.NDArray[Any], nll: npt.NDArray[np.float64], hits: npt.NDArray[np.bool_]
+    ) -> None:
+        if self.is_new and self.logits is None:
+            self.logits = logits[-1].copy()
+        self.nll.append(nll)
+        self.hits.append(hits)
+
+
+def _take_tokens(elements: npt.NDArray[Any], tokens: int) -> npt.NDArray[Any]:
+    return np.ascontiguousarray(elements[:, :tokens])
+
+
+def _score_layer(last_layer: LayerCache, nll: npt.NDArray[np.float64], hits: npt.NDArray[np.bool_]) -> LayerCache:
+    """One layer more: of each token its negative log-probability after those before it, as the bits of a float64, and
+    whether it was the most probable one. Of the first token nothing is known."""
+    tokens = last_layer.tokens
+    score_rows = np.zeros((2, tokens), np.float64)
+    score_rows[0, 1:], score_rows[1, 1:] = nll[: tokens - 1], hits[: tokens - 1]
+    elements = score_rows.view(last_layer.keys.dtype).reshape(2, 1, tokens, -1)
+    return LayerCache(layer=last_layer.layer + 1, keys=elements[0], values=elements[1])
+
+
+def _unpack_scores(layer: LayerCache) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    nll, hits = (np.ascontiguousarray(words).view(np.float64).reshape(-1) for words in (layer.keys, layer.values))
+    return nll[1:].copy(), hits[1:] != 0
+
+
+def _digest_ids(ids: Ids) -> npt.NDArray[Any]:
+    data = hashlib.blake2b(ids.astype("<u4").tobytes(), digest_size=3 * _NUM_DIGEST_IDS).digest()
+    triples = np.frombuffer(data, np.uint8).reshape(-1, 3).astype(np.uint32)
+    return triples[:, 0] | triples[:, 1] << 8 | triples[:, 2] << 16
+
+
+def _build_checksum_mark(elements: Floats) -> Floats:
+    """What tells that all of them are there, and of one text."""
+    value = np.array([integrity_checksum(np.ascontiguousarray(elements).view(np.uint8))], "<u8").view(np.uint16)
+    return np.resize(value.astype(np.float32), 2 * _NUM_DIGEST_IDS)

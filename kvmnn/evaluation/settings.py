@@ -1,0 +1,290 @@
+"""What is compared: policies with their options and budgets, and what they are called in tables.
+
+How an evaluation runs: everything its numbers depend on beside model, policies and texts.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Self
+
+from ..errors import KvmnnError, OptionError
+from ..files.schema import Record
+from ..policies.policy import Budget, FullCache, Policy
+from ..policies.registry import LabelledPolicy, convert_options_to_json, format_label, get_policy_class
+from ..policies.specs import accepts_option, build_policy, expand_spec, split_spec
+from ..runtime import RuntimeConfig
+from .records import CellKind
+
+FULL_POLICY = FullCache.name
+"""The policy that evicts nothing."""
+
+
+@dataclass(frozen=True)
+class ProjectDefinition(Record):
+    """How the project that a preset is from measured a configuration (`presets` says what that means).
+
+    Parameters
+    ----------
+    evaluation
+        ``"E1"``: token by token; ``"E2"``: in chunks.
+    label
+        The project's name for the configuration.
+    chunk
+        Tokens fed at once.
+    speed
+        Whether the project also timed generation (E3).
+    """
+
+    evaluation: Literal["E1", "E2"]
+    label: str
+    chunk: int = 1
+    speed: bool = False
+
+
+@dataclass(frozen=True)
+class Configuration(Record):
+    """One line of the table.
+
+    Parameters
+    ----------
+    label
+        Its name there.
+    policy
+        ``"full"`` or a name in `kvmnn.policies.POLICIES`.
+    options
+        Arguments of the policy, all that differ from its defaults. A random generator is none of them: each document
+        gets one of its own from the settings' seed.
+    preset
+        The preset it belongs to.
+    definition
+        How that preset's project measured it.
+    positions
+        ``"stored"`` is the classic mistake, for contrast: positions from the stored length.
+    begun
+        Whether it goes on from the start of the evaluation, K and V that were computed elsewhere.
+    """
+
+    label: str
+    policy: str = FULL_POLICY
+    options: Mapping[str, Any] = field(default_factory=dict)
+    preset: str | None = None
+    definition: ProjectDefinition | None = field(default=None, metadata={"key": "seed_method"})
+    positions: Literal["true", "stored"] = "true"
+    begun: bool = False
+
+    def create_policy(self, seed: Sequence[int] = (0,)) -> Policy:
+        """The policy, with a generator of this seed where it draws."""
+        return build_policy(self.policy, self.options, seed)
+
+    def list_options(self) -> dict[str, Any]:
+        """All options of the policy as JSON has them, defaults included."""
+        return convert_options_to_json(self.create_policy().to_options())
+
+    @property
+    def to_identity(self) -> dict[str, Any]:
+        """What its numbers depend on, as JSON has it: all options, defaults included, and no label."""
+        identity = {"policy": self.policy, "options": self.list_options(), "positions": self.positions}
+        return identity | ({"begun": True} if self.begun else {})
+
+    @classmethod
+    def from_dict(cls, document: object, where: str = "configuration") -> Self:
+        """A configuration from `to_dict`."""
+        configuration = super().from_dict(document, where)
+        options = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in configuration.options.items()
+        }
+        return replace(configuration, options=options)
+
+
+PolicyLike = str | Policy | Configuration
+"""A policy by its spec or itself, or a configuration."""
+
+
+# -- from the command line --------------------------------------------------------------------------------------------
+
+
+def expand_configurations(
+    specs: Iterable[str],
+    budgets: Sequence[int],
+    skip_layers: tuple[int, ...] | None = None,
+    defaults: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Configuration]:
+    """Every policy with every budget.
+
+    A budget that a policy of the run does not take is passed over for that policy; the notes of the results say which.
+
+    Parameters
+    ----------
+    specs
+        ``NAME`` or ``NAME:option=value,...``, read by `kvmnn.policies.specs`.
+    budgets
+        Tokens. A spec that says its own budget or keep_ratio is taken once, and one without any budget to take uses
+        its policy's default.
+    skip_layers
+        Layers never cut, for specs that do not say.
+    defaults
+        Options that specs of a policy do not say, by its name.
+
+    Raises
+    ------
+    OptionError
+        For budgets that none of the policies takes.
+    KvmnnError
+        For policies and options that do not exist and values that the policy refuses.
+    """
+    specs = list(specs)
+    expanded = [
+        build_configuration(*options) for spec in specs for options in expand_spec(spec, budgets, skip_layers, defaults)
+    ]
+    check_budgets(specs, budgets)
+    return expanded
+
+
+def check_budgets(specs: Sequence[str], budgets: Sequence[int]) -> None:
+    """Refuse, with `OptionError`, budgets that change nothing because no policy takes one."""
+    if not budgets or not specs or any(accepts_option(spec, "budget") for spec in specs):
+        return
+    budget_texts = [f"{spec}: {get_policy_class(split_spec(spec)[0]).budget_help}" for spec in specs]
+    sizes_text = " and ".join(f"{budget:,}" for budget in budgets)
+    raise OptionError(f"a budget of {sizes_text} tokens has no effect here; {'; '.join(budget_texts)}".replace("`", ""))
+
+
+def resolve_configurations(
+    policies: PolicyLike | Sequence[PolicyLike], budgets: int | str | Sequence[int | str], tokens: int
+) -> list[Configuration]:
+    """What `kvmnn.evaluation.evaluate` was asked to compare; shares of budgets are of `tokens`."""
+    entries = [policies] if isinstance(policies, PolicyLike) else policies
+    sizes = [budgets] if isinstance(budgets, int | str) else budgets
+    budget_tokens = [Budget.parse(str(size)).resolve(tokens) for size in sizes]
+    if budget_tokens and not any(isinstance(entry, str) for entry in entries):
+        raise OptionError("budgets are for policies that are named: expected a name such as 'streaming' among them")
+    check_budgets([entry for entry in entries if isinstance(entry, str)], budget_tokens)
+    resolved: list[Configuration] = []
+    for entry in entries:
+        if isinstance(entry, str):
+            resolved += [build_configuration(*options) for options in expand_spec(entry, budget_tokens)]
+        elif isinstance(entry, Policy):
+            labelled_policy = LabelledPolicy.from_policy(entry)
+            resolved.append(Configuration(labelled_policy.label, entry.name, dict(labelled_policy.options)))
+        else:
+            resolved.append(entry)
+    return resolved
+
+
+def build_configuration(policy: str, options: Mapping[str, Any], **fields_by_name: Any) -> Configuration:
+    """A configuration with the label that its options give, checked."""
+    configuration = Configuration(
+        format_label(get_policy_class(policy), options), policy, dict(options), **fields_by_name
+    )
+    configuration.create_policy()
+    return configuration
+
+
+def parse_ratios(text: str) -> tuple[float, ...]:
+    """``0.2+0.5`` as numbers."""
+    try:
+        ratios = tuple(float(part) for part in re.split(r"[+,]", text))
+    except ValueError:
+        raise KvmnnError(f"{text!r}: expected numbers such as 0.2+0.5") from None
+    if not all(math.isfinite(ratio) for ratio in ratios):
+        raise KvmnnError(f"{text!r}: expected finite numbers")
+    return ratios
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings(Record):
+    """Settings of an evaluation.
+
+    Parameters
+    ----------
+    tokens
+        Tokens scored of each document.
+    chunk
+        Tokens fed at once.
+    prompt
+        Tokens of the first step, read at once as a prompt; 0 for `chunk` of them. Policies that act on a prompt only
+        need one.
+    deep_from
+        Tokens fed at this position or later are also reported apart; half of `tokens` by default. The tokens of
+        `prompt` are never among them: nothing has been cut yet when they are scored.
+    seed
+        Of the bootstrap and of policies that draw.
+    threads
+        Of onnxruntime, in each process.
+    providers
+        Of onnxruntime.
+    slack
+        Evicted tokens that may stay masked in the buffers before they are cut out, or None (`kvmnn.lm.runner`).
+    packed
+        Backend of the `PackedCache` that holds the cache, or None.
+    frame_dtype
+        Words of the frames of the kept cache: ``"fp16"``, rounded as an engine holds them, or ``"fp32"``, as they are.
+    repeats
+        Of the timed generation; medians are reported.
+    project_definitions
+        Whether configurations of presets are also measured by their projects' definitions (JSON: ``as_seed``).
+    timing
+        Whether TTFT, TPOT and the time of attention are measured.
+    traces
+        Whether memory and live tokens of the first document are recorded over its course.
+    lossless
+        Options of a lossless runtime around the cache, as the engine's JSON has them (`RuntimeConfig.from_engine`), or
+        None for none.
+    prefix_store
+        Prefix store of which beginnings of texts are taken that were scored before, and in which they are put
+        (`kvmnn.evaluation.scoring`); or None. It changes no number but times and the process's peak.
+    """
+
+    tokens: int = 2048
+    chunk: int = 1
+    prompt: int = 0
+    deep_from: int = -1
+    seed: int = 0
+    threads: int = 1
+    providers: tuple[str, ...] = ("CPUExecutionProvider",)
+    slack: int | None = None
+    packed: str | None = None
+    frame_dtype: Literal["fp16", "fp32"] = "fp16"
+    repeats: int = 3
+    project_definitions: bool = field(default=True, metadata={"key": "as_seed"})
+    timing: bool = True
+    traces: bool = False
+    lossless: Mapping[str, object] | None = field(default=None, metadata={"omit": True})
+    prefix_store: str | None = field(default=None, metadata={"omit": True})
+
+    def __post_init__(self) -> None:
+        for name in ("tokens", "chunk", "threads", "repeats"):
+            if getattr(self, name) < 1:
+                raise KvmnnError(f"{name} is {getattr(self, name)}: expected at least 1")
+        if min(self.seed, self.slack or 0, self.prompt) < 0:
+            raise KvmnnError("seed, slack and prompt: expected at least 0")
+        if self.frame_dtype not in ("fp16", "fp32"):
+            raise KvmnnError(f"frame_dtype is {self.frame_dtype!r}: expected 'fp16' or 'fp32'")
+        if self.deep_from < 0:
+            object.__setattr__(self, "deep_from", self.tokens // 2)
+        object.__setattr__(self, "deep_from", max(self.deep_from, self.prompt))
+        if self.packed is not None and self.runtime_config is not None:
+            raise KvmnnError("packed and lossless: a cache is held packed or in the lossless runtime")
+        object.__setattr__(self, "providers", tuple(self.providers))
+
+    @property
+    def runtime_config(self) -> RuntimeConfig | None:
+        """The options of the lossless runtime around the cache."""
+        return None if self.lossless is None else RuntimeConfig.from_engine(self.lossless)
+
+    def select_relevant(self, kind: CellKind) -> dict[str, Any]:
+        """The settings that a cell of this kind depends on (`kvmnn.evaluation.cell_store`)."""
+        relevant = EvaluationSettings.from_dict(self.to_dict()).to_dict()  # without what a subclass adds
+        for name in ("as_seed", "timing", "traces", "prefix_store"):
+            relevant.pop(name, None)
+        if kind != "timing":
+            del relevant["repeats"]
+        if kind != "score":
+            del relevant["deep_from"], relevant["frame_dtype"], relevant["prompt"]
+        if kind == "seed":
+            del relevant["chunk"]
+        return relevant

@@ -1,1 +1,0 @@
-"""What is compared, on what: configurations, presets, documents, settings."""

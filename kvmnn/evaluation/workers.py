@@ -1,0 +1,315 @@
+"""What a process that measures says: JSON lines on its standard output.
+
+Work of an evaluation for one process: a configuration, some documents, and which cells of them are missing.
+
+Tasks of an evaluation carried out: here, or by processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .. import errors
+from ..errors import KvmnnError
+from ..files.schema import Record
+from ..lm.documents import Document
+from .measure import AdvanceCallback, CellMeasurer, UnsupportedConfigurationError
+from .records import Cell, CellKind, RefusedCell, read_cell
+from .settings import Configuration, EvaluationSettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerMessage(Record):
+    """A line of a worker.
+
+    Attributes
+    ----------
+    tokens : int or None
+        Fed since the last line.
+    key, cell : str, mapping
+        A cell that is finished.
+    refused : str or None
+        Why the model cannot run the configuration; the last line.
+    error, message : str
+        Class and text of what was raised; the last line.
+    """
+
+    tokens: int | None = field(default=None, metadata={"omit": True})
+    key: str | None = field(default=None, metadata={"omit": True})
+    cell: Mapping[str, object] | None = field(default=None, metadata={"omit": True})
+    refused: str | None = field(default=None, metadata={"omit": True})
+    error: str | None = field(default=None, metadata={"omit": True})
+    message: str = field(default="", metadata={"omit": True})
+
+
+@dataclass(frozen=True)
+class MissingCell(Record):
+    """A cell to measure.
+
+    Parameters
+    ----------
+    kind
+        Of the cell.
+    key
+        Where it goes (`kvmnn.evaluation.cell_store`).
+    document
+        Which of the task's documents, by index.
+    trace
+        Whether its course is recorded.
+    """
+
+    kind: CellKind
+    key: str
+    document: int
+    trace: bool = False
+
+
+@dataclass(frozen=True)
+class EvaluationTask:
+    """Cells of one configuration, measured one after the other by one process."""
+
+    configuration: Configuration
+    documents: tuple[Document, ...]
+    cells: tuple[MissingCell, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the cells that are counted for progress."""
+        documents = [self.documents[cell.document] for cell in self.cells if cell.kind != "timing"]
+        return sum(document.num_scored if self.configuration.begun else document.num_fed for document in documents)
+
+    def get_kind(self, key: str) -> CellKind:
+        """The kind of one of its cells."""
+        return next(cell.kind for cell in self.cells if cell.key == key)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it is handed to a process; `from_dict` is the way back."""
+        return {
+            "configuration": self.configuration.to_dict(),
+            "documents": [
+                {
+                    "name": document.name,
+                    "ids": document.ids.tolist(),
+                    "nbytes": document.nbytes,
+                    "sha256": document.sha256,
+                    "begins_with_bos": document.begins_with_bos,
+                    "requested_tokens": document.requested_tokens,
+                    "scored_from": document.scored_from,
+                }
+                for document in self.documents
+            ],
+            "cells": [cell.to_dict() for cell in self.cells],
+        }
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> EvaluationTask:
+        """A task from `to_dict`."""
+        return cls(
+            Configuration.from_dict(document["configuration"]),
+            tuple(Document(**{**entry, "ids": np.array(entry["ids"], np.int64)}) for entry in document["documents"]),
+            tuple(MissingCell.from_dict(entry) for entry in document["cells"]),
+        )
+
+
+def run_task(task: EvaluationTask, measurer: CellMeasurer, advance: AdvanceCallback) -> Iterator[tuple[str, Cell]]:
+    """The task's cells with their keys, each as soon as it is finished.
+
+    What the model cannot do by the definition of a project is a cell too, a `RefusedCell`.
+
+    Raises
+    ------
+    RefusedError
+        Where the model cannot run the configuration at all.
+    """
+    is_first = True
+    for cell in task.cells:
+        document = task.documents[cell.document]
+        if cell.kind == "score":
+            yield (
+                cell.key,
+                measurer.measure_score(
+                    task.configuration, document, advance, record_trace=cell.trace, measure_memory=is_first
+                ),
+            )
+            is_first = False
+            continue
+        result: Cell
+        try:
+            if cell.kind == "seed":
+                result = measurer.measure_by_definition(task.configuration, document, advance)
+            else:
+                result = measurer.measure_timing(task.configuration, document)
+        except UnsupportedConfigurationError as exc:
+            result = RefusedCell(str(exc))
+        yield cell.key, result
+
+
+@dataclass(frozen=True)
+class WorkerEvent:
+    """What happened in a task: tokens fed, a cell finished (with its key), a refusal, or its end."""
+
+    task: EvaluationTask
+    tokens: int = 0
+    key: str | None = None
+    cell: Cell | None = None
+    refusal_reason: str | None = None
+
+
+def run_tasks(
+    tasks: Sequence[EvaluationTask], model: str, settings: EvaluationSettings, jobs: int, start: str | None = None
+) -> Iterator[WorkerEvent]:
+    """Carry tasks out and say what happens.
+
+    Parameters
+    ----------
+    tasks
+        Each with cells to measure.
+    model
+        Path.
+    settings
+        How.
+    jobs
+        Processes at a time, one for each task; 0: in this process, where no peak memory can be measured.
+    start
+        Directory of K and V that texts begin with (`kvmnn.lm.warm_start`), where they do.
+
+    Raises
+    ------
+    KvmnnError
+        What a task raised; the processes of the others are ended.
+    """
+    return (
+        _run_in_process(tasks, model, settings, start)
+        if jobs == 0
+        else _run_in_workers(tasks, model, settings, jobs, start)
+    )
+
+
+def _run_in_process(
+    tasks: Sequence[EvaluationTask], model: str, settings: EvaluationSettings, start: str | None
+) -> Iterator[WorkerEvent]:
+    with closing(CellMeasurer(model, settings, start)) as measurer:
+        for task in tasks:
+            fed_tokens: list[int] = []
+            try:
+                for key, cell in run_task(task, measurer, fed_tokens.append):
+                    yield WorkerEvent(task, tokens=sum(fed_tokens), key=key, cell=cell)
+                    fed_tokens.clear()
+            except UnsupportedConfigurationError as exc:
+                yield WorkerEvent(task, refusal_reason=str(exc))
+
+
+def _run_in_workers(
+    tasks: Sequence[EvaluationTask], model: str, settings: EvaluationSettings, jobs: int, start: str | None
+) -> Iterator[WorkerEvent]:
+    pending = deque(tasks)
+    workers: dict[int, _WorkerProcess] = {}
+    messages: queue.SimpleQueue[tuple[int, WorkerMessage | None]] = queue.SimpleQueue()
+    number = 0
+    try:
+        while pending or workers:
+            while pending and len(workers) < jobs:
+                task = pending.popleft()
+                order = {"model": model, "settings": settings.to_dict(), "task": task.to_dict(), "start": start}
+                workers[number] = _WorkerProcess(number, task, json.dumps(order), messages)
+                number += 1
+            worker_number, message = messages.get()
+            process = workers[worker_number]
+            if message is None:
+                process.wait_for_end()
+                del workers[worker_number]
+                continue
+            if message.error is not None:
+                raise _create_error(message.error, message.message)
+            yield _to_event(process.task, message)
+    finally:
+        for process in workers.values():
+            process.terminate()
+
+
+class _WorkerProcess:
+    """A worker and the thread that listens to it."""
+
+    def __init__(
+        self,
+        number: int,
+        task: EvaluationTask,
+        order: str,
+        messages: queue.SimpleQueue[tuple[int, WorkerMessage | None]],
+    ) -> None:
+        self.task = task
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvmnn.evaluation.worker_main"],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+        )
+        self._thread = threading.Thread(target=self._read_messages, args=(number, order, messages), daemon=True)
+        self._thread.start()
+
+    def wait_for_end(self) -> None:
+        """It has said all: wait for it."""
+        code = self._process.wait()
+        self._thread.join()
+        if code:
+            raise KvmnnError(f"{self.task.configuration.label}: the process that measured it ended with code {code}")
+
+    def terminate(self) -> None:
+        """End it where it is."""
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._thread.join()
+
+    def _read_messages(
+        self, number: int, order: str, messages: queue.SimpleQueue[tuple[int, WorkerMessage | None]]
+    ) -> None:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise RuntimeError("the worker has no pipes")
+        try:
+            with stdin:
+                stdin.write(order)
+        except OSError:  # it died; its end says so
+            pass
+        with stdout:
+            for line in stdout:
+                if line.endswith("\n"):
+                    messages.put((number, WorkerMessage.from_dict(json.loads(line))))
+        messages.put((number, None))
+
+
+def _to_event(task: EvaluationTask, message: WorkerMessage) -> WorkerEvent:
+    key = message.key
+    if key is None:
+        return WorkerEvent(task, tokens=message.tokens or 0, refusal_reason=message.refused)
+    return WorkerEvent(task, key=key, cell=read_cell(task.get_kind(key), message.cell, task.configuration.label))
+
+
+def _create_error(name: str, message: str) -> Exception:
+    """What a worker raised, as the same class."""
+    if name in ("MemoryError", "TypeError"):
+        return MemoryError(message) if name == "MemoryError" else TypeError(message)
+    error_class = getattr(errors, name, KvmnnError)
+    try:
+        error = error_class(message)
+    except TypeError:  # a class that wants more than a message
+        error = KvmnnError(message)
+    return error if isinstance(error, Exception) else KvmnnError(message)

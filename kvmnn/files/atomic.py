@@ -1,0 +1,374 @@
+"""Output that is complete or not there at all.
+
+Everything is written under a temporary name beside its target, synced (unless it can be made again; all files at once,
+as a disk writes those that wait in one go) and then renamed.
+Whatever goes wrong before that, an interrupt included, leaves nothing behind; and nothing that exists is replaced
+unless the caller forces it.
+What a process leaves that is killed outright, the next one that writes to the same folder removes.
+Devices and pipes (``/dev/null``, a FIFO) cannot be renamed onto and are written directly.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from .._util.parallel import parallel_map
+from ..errors import OutputError
+from . import change_detection
+from .file_info import file_id
+from .temporary import TemporaryPath
+
+_LINK_UNSUPPORTED_ERRNOS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES}
+
+_SYNC_OPEN_FLAGS = os.O_RDWR if os.name == "nt" else os.O_RDONLY
+_MAX_PARALLEL_SYNCS = 8
+"""Files and folders that are brought to the disk at a time."""
+
+
+class BinaryStream(Protocol):
+    """A buffered binary stream, such as ``sys.stdout.buffer``."""
+
+    def write(self, data: bytes | memoryview, /) -> int: ...
+    def flush(self) -> None: ...
+
+
+class StagedFile:
+    """A file being written; every failure is an `OutputError` that names the file the caller asked for.
+
+    Parameters
+    ----------
+    target
+        The name that the caller knows the file by.
+    path
+        Where the bytes go meanwhile; equal to `target` for a device.
+    is_new
+        Whether nothing may be there yet.
+    """
+
+    def __init__(self, target: Path, path: Path, *, is_new: bool = False) -> None:
+        self.target = target
+        self.path = path
+        with self._wrap_errors():
+            self._file: io.BufferedWriter = open(path, "xb" if is_new else "wb")  # noqa: SIM115
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        """Write all of `data`."""
+        with self._wrap_errors():
+            return self._file.write(data)
+
+    def seek(self, position: int, whence: int = os.SEEK_SET, /) -> int:
+        """Move to `position` (bytes)."""
+        with self._wrap_errors():
+            return self._file.seek(position, whence)
+
+    def tell(self) -> int:
+        """The current position (bytes)."""
+        with self._wrap_errors():
+            return self._file.tell()
+
+    def rewrite(self) -> None:
+        """Begin anew, empty, even where the file was closed."""
+        with self._wrap_errors():
+            self._file.close()
+            self._file = open(self.path, "wb")  # noqa: SIM115
+
+    def flush(self) -> None:
+        """Hand buffered bytes to the system."""
+        with self._wrap_errors():
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._wrap_errors():
+            self._file.close()
+
+    def discard(self) -> None:
+        """Close the file whatever state it is in."""
+        with suppress(OSError):
+            self._file.close()
+
+    @contextmanager
+    def _wrap_errors(self) -> Iterator[None]:
+        with wrap_os_errors(self.target):
+            yield
+
+
+@contextmanager
+def wrap_os_errors(target: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn operating system errors into an `OutputError` about `target`."""
+    try:
+        yield
+    except OSError as exc:
+        raise OutputError(f"{os.fspath(target)}: cannot be written: {exc.strerror or exc}") from exc
+
+
+class _StagedOutput:
+    """What the two kinds of output share: discarded on leaving the ``with`` block unless committed."""
+
+    def __init__(self, target: str | os.PathLike[str], *, force: bool, exclude: Iterable[str]) -> None:
+        self.target = Path(target)
+        self.force = force
+        self._excluded_ids = {input_id for path in exclude if (input_id := file_id(path))}
+        self._files: list[StagedFile] = []
+        self._input_guard = change_detection.InputGuard()
+        self._temporaries: list[TemporaryPath] = []
+        self._durable = True
+
+    def commit(self) -> None:
+        """Put everything written in its place; `SourceError` where an input changed while it was read."""
+        raise NotImplementedError
+
+    def _discard(self) -> None:
+        raise NotImplementedError
+
+    def _close_all(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _make_temporary(self, target: Path, *, parent: Path | None = None, is_folder: bool = False) -> TemporaryPath:
+        with wrap_os_errors(target):
+            self._temporaries.append(TemporaryPath(target, parent=parent, is_folder=is_folder))
+        return self._temporaries[-1]
+
+    def _close_and_sync(self, folders: Iterable[Path] = ()) -> None:
+        """Close all files and bring them to the disk, and new folders with them."""
+        change_detection.verify_inputs()
+        self._close_all()
+        if self._durable:
+            targets = {file.path: file.target for file in self._files if file.path != file.target}
+            parallel_map(lambda path: _sync(path, targets.get(path)), [*targets, *folders], _MAX_PARALLEL_SYNCS)
+
+    def _check_available(self, target: Path) -> None:
+        """Refuse a target that is an input, or that exists and is not to be replaced."""
+        if not os.path.lexists(target):
+            return
+        if file_id(target) in self._excluded_ids:
+            raise OutputError(f"{target}: is the input itself; choose another output")
+        if target.is_dir():
+            raise OutputError(f"{target}: is a directory")
+        if not self.force:
+            raise OutputError(f"{target}: exists already (-f or --force replaces it)")
+
+    def _move_into_place(self, staged_path: Path, target: Path) -> None:
+        """Rename, and never onto something that came into being meanwhile unless forced."""
+        with wrap_os_errors(target):
+            if not self.force:
+                try:
+                    os.link(staged_path, target)
+                except FileExistsError:
+                    raise OutputError(f"{target}: exists already (-f or --force replaces it)") from None
+                except OSError as exc:
+                    if exc.errno not in _LINK_UNSUPPORTED_ERRNOS:
+                        raise
+                else:
+                    os.unlink(staged_path)
+                    return
+            os.replace(staged_path, target)
+
+    def __enter__(self) -> Self:
+        self._input_guard.begin()
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for file in self._files:
+            file.discard()
+        self._discard()
+        for temporary in self._temporaries:
+            temporary.release()
+        self._input_guard.end(error)
+
+
+class FileOutput(_StagedOutput):
+    """A file, and files beside it, that appear together.
+
+    Use as a context manager: write to `file` (and to `open_sidecar`), then `commit`.
+
+    Parameters
+    ----------
+    target
+        The file to make. A symbolic link is followed: the file it leads to is replaced, the link stays.
+    force
+        Replace what exists.
+    exclude
+        Inputs, which are never replaced, even with `force`.
+
+    Raises
+    ------
+    OutputError
+        From the constructor when the target exists or its directory cannot be written to; from any write.
+    """
+
+    def __init__(self, target: str | os.PathLike[str], *, force: bool = False, exclude: Iterable[str] = ()) -> None:
+        super().__init__(os.path.realpath(target), force=force, exclude=exclude)
+        self.is_device = is_device(self.target)
+        self.file = self._stage_file(self.target)
+
+    def open_sidecar(self, suffix: str) -> StagedFile:
+        """Another file, named as the first with `suffix` appended."""
+        return self._stage_file(self.target.with_name(self.target.name + suffix))
+
+    def check_sidecar(self, suffix: str) -> None:
+        """Fail now rather than later if the file with `suffix` appended could not be made."""
+        self._check_available(self.target.with_name(self.target.name + suffix))
+
+    def commit(self) -> None:
+        self._close_and_sync()
+        for file in self._files:
+            if file.path != file.target:
+                self._move_into_place(file.path, file.target)
+        _sync(self.target.parent, None)
+
+    def _stage_file(self, target: Path) -> StagedFile:
+        if self.is_device:
+            file = StagedFile(target, target)
+        else:
+            self._check_available(target)
+            file = StagedFile(target, self._make_temporary(target).path)
+        self._files.append(file)
+        return file
+
+    def _discard(self) -> None:
+        for file in self._files:
+            if file.path != file.target:
+                with suppress(OSError):
+                    file.path.unlink()
+
+
+class DirectoryOutput(_StagedOutput):
+    """A directory of files, written elsewhere first.
+
+    A directory that does not exist yet appears with all its files, by one rename. Into one that exists the files are
+    moved one by one in the order in which they were begun; other files in it stay as they are.
+
+    Parameters
+    ----------
+    target, force, exclude
+        As for `FileOutput`.
+    index
+        Name of the file that describes the others, if there is one: an old one is removed before the first file is
+        moved and the new one is moved last, so that no index ever describes files that are not there.
+    durable
+        Bring the files to the disk before they get their names; False for what can be made again at any time: after a
+        power cut files may lack what was written to them.
+    replace_existing
+        A directory that exists is not added to: with `force` it is replaced as a whole, without it is an error unless
+        it is empty. The caller sees to it that it is one of the same kind.
+    """
+
+    def __init__(
+        self,
+        target: str | os.PathLike[str],
+        *,
+        force: bool = False,
+        exclude: Iterable[str] = (),
+        index: str | None = None,
+        durable: bool = True,
+        replace_existing: bool = False,
+    ) -> None:
+        exclude = list(exclude)
+        super().__init__(os.path.realpath(target), force=force, exclude=exclude)
+        self._index = index
+        self._durable = durable
+        self._is_merging = self.target.is_dir() and not replace_existing
+        self._is_replacing = replace_existing and self.target.is_dir() and any(self.target.iterdir())
+        if self._is_replacing:
+            self._check_replaceable(exclude)
+        if not self.target.is_dir() and os.path.lexists(self.target):
+            raise OutputError(f"{self.target}: exists already and is not a directory")
+        parent = self.target if self._is_merging else self.target.parent
+        self._staging_folder = self._make_temporary(self.target, parent=parent, is_folder=True).path
+
+    @property
+    def staging_folder(self) -> Path:
+        """Where the files lie until they get their names."""
+        return self._staging_folder
+
+    def finish_files(self) -> None:
+        """Close what was begun, so that it can be read in `staging_folder`."""
+        self._close_all()
+
+    def _check_replaceable(self, exclude: Iterable[str]) -> None:
+        if any(Path(os.path.realpath(path)).is_relative_to(self.target) for path in exclude):
+            raise OutputError(f"{self.target}: is the input itself, or holds it; choose another output")
+        if not self.force:
+            raise OutputError(f"{self.target}: exists already (-f or --force replaces it)")
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Fail now rather than later if a file called one of `names` could not be made."""
+        if self._is_merging:
+            for name in names:
+                self._check_available(self.target / name)
+
+    def open_file(self, name: str) -> StagedFile:
+        """Begin the file called `name`, which may lie in a folder of its own; the one begun before is closed."""
+        self.check_names([name])
+        for previous_file in self._files[-1:]:
+            previous_file.close()
+        target, staged_path = self.target / name, self._staging_folder / name
+        if staged_path.parent != self._staging_folder:
+            with wrap_os_errors(target):
+                staged_path.parent.mkdir(parents=True, exist_ok=True)
+        file = StagedFile(target, staged_path, is_new=True)
+        self._files.append(file)
+        return file
+
+    def commit(self) -> None:
+        if not self._is_merging:
+            self._close_and_sync({self._staging_folder, *(file.path.parent for file in self._files)})
+            with wrap_os_errors(self.target):
+                self._move_folder()
+            if self._durable:
+                _sync(self.target.parent, None)
+            return
+        self._close_and_sync()
+        if self._index and self.force:
+            with wrap_os_errors(self.target / self._index):
+                (self.target / self._index).unlink(missing_ok=True)
+        for file in sorted(self._files, key=lambda f: f.target.name == self._index):
+            with wrap_os_errors(file.target):
+                file.target.parent.mkdir(parents=True, exist_ok=True)
+            self._move_into_place(file.path, file.target)
+        if self._durable:
+            _sync(self.target, None)
+
+    def _move_folder(self) -> None:
+        if not self._is_replacing:
+            os.rename(self._staging_folder, self.target)
+            return
+        # The old one keeps a name of its own until the new one has its: no sweep removes it if we are killed meanwhile.
+        replaced_folder = self.target.with_name(f".{self.target.name}.kvmnn-replaced-{os.getpid()}")
+        os.rename(self.target, replaced_folder)
+        try:
+            os.rename(self._staging_folder, self.target)
+        except OSError:
+            os.rename(replaced_folder, self.target)
+            raise
+        shutil.rmtree(replaced_folder, ignore_errors=True)
+
+    def _discard(self) -> None:
+        shutil.rmtree(self._staging_folder, ignore_errors=True)
+
+
+def is_device(target: str | os.PathLike[str]) -> bool:
+    """Whether there is something that is neither a file nor a directory: what is written to it cannot be read again."""
+    return os.path.exists(target) and not os.path.isfile(target) and not os.path.isdir(target)
+
+
+def _sync(path: Path, target: Path | None) -> None:
+    """Bring a file to the disk, which is known as `target`; or a folder (None), where the system can."""
+    with wrap_os_errors(target) if target is not None else suppress(OSError):
+        handle = os.open(path, _SYNC_OPEN_FLAGS)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,66 @@
+"""Which file a path leads to.
+
+When files were made: what Linux knows and Python's `os.stat` does not return there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from functools import cache
+from typing import Any, Final
+
+
+def file_id(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """Device and inode, the same for all names that a file has; None where there is none."""
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_dev, status.st_ino
+
+
+_AT_FDCWD: Final = -100
+_STATX_BTIME: Final = 0x800
+_STATX_BYTES: Final = 256
+_MASK_OFFSET: Final = 0
+_BTIME_OFFSET: Final = 80
+
+
+def read_birth_time(path: str) -> int | None:
+    """Return when a file was made (nanoseconds since 1970); None where the system does not tell.
+
+    Raises
+    ------
+    OSError
+        When there is no such file.
+    """
+    status = os.stat(path)
+    birth_time = getattr(status, "st_birthtime_ns", None) or getattr(status, "st_birthtime", None)
+    if birth_time is not None:
+        return int(birth_time) if isinstance(birth_time, int) else int(birth_time * 1e9)
+    statx = _find_statx()
+    if statx is None:
+        return None
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    if statx(_AT_FDCWD, os.fsencode(path), 0, _STATX_BTIME, buffer) != 0:
+        return None
+    if not ctypes.c_uint32.from_buffer(buffer, _MASK_OFFSET).value & _STATX_BTIME:
+        return None  # of a file system that keeps none
+    seconds = ctypes.c_int64.from_buffer(buffer, _BTIME_OFFSET).value
+    return seconds * 10**9 + ctypes.c_uint32.from_buffer(buffer, _BTIME_OFFSET + 8).value
+
+
+@cache
+def _find_statx() -> Any:
+    """The C library's `statx`; None where it has none."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        statx = ctypes.CDLL(None, use_errno=True).statx
+    except (OSError, AttributeError):
+        return None
+    statx.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
+    statx.restype = ctypes.c_int
+    return statx

@@ -1,0 +1,149 @@
+"""Files as read-only memory: mapped where they lie, or spooled to an unnamed temporary file when they are pipes."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import BinaryIO
+
+import numpy as np
+
+from ..dtypes import Bytes
+from ..errors import LimitError, SourceError
+from ._file_mapping import FileMapping
+from .change_detection import FileState, record_input
+
+STDIN = "-"
+_PAGE_BYTES = mmap.PAGESIZE
+_MIN_DROP_BYTES = 1 << 20
+_SPOOL_CHUNK_BYTES = 1 << 20
+
+
+def is_stream(path: str) -> bool:
+    """Whether what is at a path can be read only once: standard input, or a pipe."""
+    return path == STDIN or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
+
+
+def read_head(path: str, nbytes: int = 64) -> bytes:
+    """The first bytes of a file; none of a directory, of standard input, or of what cannot be read."""
+    if path == STDIN or not os.path.isfile(path):
+        return b""
+    try:
+        with open(path, "rb") as file:
+            return file.read(nbytes)
+    except OSError:
+        return b""
+
+
+class MappedFile:
+    """The bytes of a file, mapped. Pipes and standard input (``"-"``) are copied to a temporary file first.
+
+    A file that is cut, or that the disk does not give, reads as zeros from there on, and is an error afterwards:
+    `changes.Reading` finds whatever changed while it was read.
+
+    Parameters
+    ----------
+    path
+        File to open; ``"-"`` for standard input.
+    expected_state
+        What the file was when it was first looked at.
+    max_bytes
+        Most bytes of a pipe or of standard input; None for as many as the disk holds.
+
+    Raises
+    ------
+    SourceError
+        When the file cannot be opened, is a device, or is not what it was.
+    LimitError
+        When a pipe holds more than `max_bytes`.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, expected_state: FileState | None = None, max_bytes: int | None = None
+    ) -> None:
+        self.path = os.fspath(path)
+        self.label = "standard input" if self.path == STDIN else self.path
+        self._state: FileState | None = None
+        try:
+            self._mapping = self._open(expected_state, max_bytes)
+        except OSError as exc:
+            raise SourceError(f"{self.label}: cannot be read: {exc.strerror or exc}") from exc
+        self.size = 0 if self._mapping is None else self._mapping.nbytes
+
+    def _open(self, expected_state: FileState | None, max_bytes: int | None) -> FileMapping | None:
+        if self.path == STDIN:
+            if sys.stdin is None:
+                raise OSError(errno.EBADF, "it is closed")
+            return _spool(sys.stdin.buffer, self.label, max_bytes)
+        with open(self.path, "rb") as file:
+            file_stat = os.fstat(file.fileno())
+            if stat.S_ISBLK(file_stat.st_mode) or (stat.S_ISCHR(file_stat.st_mode) and not file.isatty()):
+                raise SourceError(f"{self.label}: is a device: expected a file or a pipe")
+            if not stat.S_ISREG(file_stat.st_mode):
+                return _spool(file, self.label, max_bytes)
+            self._state = expected_state or FileState(self.label, self.path, file_stat)
+            record_input(self._state)
+            self._state.verify_opened(file_stat)
+            mapping = _map_file(file)
+            if mapping is not None:
+                self._state.track_mapping(mapping)
+            return mapping
+
+    def view(self, offset: int, nbytes: int) -> Bytes:
+        """A read-only view of `nbytes` bytes from `offset`; the range must lie within the file."""
+        self._record_access()
+        if self._mapping is None:
+            raise SourceError(f"{self.label}: is empty")
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise SourceError(
+                f"{self.label}: needs {nbytes} bytes at offset {offset}, but the file has {self.size} bytes"
+            )
+        return np.frombuffer(memoryview(self._mapping), np.uint8, nbytes, offset)
+
+    def read_head(self, nbytes: int) -> bytes:
+        """The first `nbytes` bytes, or all if there are fewer."""
+        return b"" if self._mapping is None else self.view(0, min(nbytes, self.size)).tobytes()
+
+    def iter_chunks(self, offset: int, nbytes: int, chunk_bytes: int) -> Iterator[Bytes]:
+        """Views of `chunk_bytes` bytes each; pages of a large view are given back once the caller comes for the
+        next.
+        """
+        for start in range(offset, offset + nbytes, chunk_bytes):
+            length = min(chunk_bytes, offset + nbytes - start)
+            yield self.view(start, length)
+            self.release_pages(start, length)
+        if self._state is not None:
+            self._state.verify()
+
+    def release_pages(self, offset: int, nbytes: int) -> None:
+        """Let go of the pages behind a large range; they come back from the page cache if touched again."""
+        if nbytes >= _MIN_DROP_BYTES and self._mapping is not None:
+            first = offset // _PAGE_BYTES * _PAGE_BYTES
+            self._mapping.release_pages(first, offset + nbytes - first)
+
+    def _record_access(self) -> None:
+        if self._state is not None:
+            record_input(self._state)
+            if self._mapping is not None and self._mapping.monitor.is_damaged:
+                raise self._state.build_error()
+
+
+def _map_file(file: BinaryIO) -> FileMapping | None:
+    nbytes = os.fstat(file.fileno()).st_size
+    return FileMapping(file.fileno(), nbytes) if nbytes else None
+
+
+def _spool(stream: BinaryIO, label: str, max_bytes: int | None) -> FileMapping | None:
+    """A pipe is read once, to an unnamed file that ends with its mapping."""
+    with tempfile.TemporaryFile() as spool:
+        while chunk := stream.read(_SPOOL_CHUNK_BYTES):
+            spool.write(chunk)
+            if max_bytes is not None and spool.tell() > max_bytes:
+                raise LimitError(f"{label}: holds more than the limit of {max_bytes} bytes")
+        spool.flush()
+        return _map_file(spool)

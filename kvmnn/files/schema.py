@@ -1,0 +1,353 @@
+"""Dataclasses that are written as JSON objects and read back, checked field by field.
+
+JSON documents, read with a bound on their size; values that know their path, so that errors can name it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import NoneType
+from typing import Any, Literal, NamedTuple, Self, cast, get_args, get_origin, get_type_hints
+
+from ..errors import ManifestError, SourceError
+
+_TYPE_DESCRIPTIONS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+
+
+class Record:
+    """Base of dataclasses that have a form in JSON: an object with a key for each field, in their order.
+
+    A field's metadata may have ``key``, where its key is not its name, and ``omit``, where None leaves the key out.
+    Types that fields may have: bool, int, float, str, Literal, records, tuples and string mappings of these, object
+    (any JSON value), and each of them or None. A tuple is a list in JSON.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it; `from_dict` is the way back."""
+        document, record_type = {}, cast("Any", type(self))
+        for field_info in _get_fields(record_type):
+            value = getattr(self, field_info.name)
+            if not (field_info.omit_none and value is None):
+                document[field_info.key] = _to_json_value(value)
+        return document
+
+    @classmethod
+    def from_dict(cls, document: object, label: str = "document") -> Self:
+        """A record from `to_dict`. Keys that it does not know are ignored.
+
+        Parameters
+        ----------
+        label
+            What messages call the object.
+
+        Raises
+        ------
+        SourceError
+            For a key that is missing and has no default, and for a value of another type.
+        """
+        if not isinstance(document, Mapping):
+            raise _make_error(label, document, "an object")
+        values, record_type = {}, cast("Any", cls)
+        for field_info in _get_fields(record_type):
+            if field_info.key in document:
+                values[field_info.name] = _parse_value(
+                    field_info.annotation, document[field_info.key], f"{label}.{field_info.key}"
+                )
+            elif field_info.is_required:
+                raise SourceError(f"{label}.{field_info.key}: is missing")
+        constructor: Callable[..., Self] = cls
+        return constructor(**values)
+
+
+class _FieldInfo(NamedTuple):
+    name: str
+    key: str
+    annotation: Any
+    omit_none: bool
+    is_required: bool
+
+
+@cache
+def _get_fields(record_type: Any) -> tuple[_FieldInfo, ...]:
+    hints = get_type_hints(record_type)
+    return tuple(
+        _FieldInfo(
+            field.name,
+            field.metadata.get("key", field.name),
+            hints[field.name],
+            field.metadata.get("omit", False),
+            field.default is MISSING and field.default_factory is MISSING,
+        )
+        for field in fields(record_type)
+    )
+
+
+def _to_json_value(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_dict()
+    if isinstance(value, tuple | list):
+        return [_to_json_value(entry) for entry in value]
+    if isinstance(value, Mapping):
+        return {key: _to_json_value(entry) for key, entry in value.items()}
+    return value
+
+
+def _parse_value(annotation: Any, value: Any, label: str) -> Any:
+    arguments, origin = get_args(annotation), get_origin(annotation)
+    if NoneType in arguments:
+        return None if value is None else _parse_value(next(a for a in arguments if a is not NoneType), value, label)
+    if annotation is object or annotation is Any:
+        return value
+    if origin is Literal:
+        if value not in arguments:
+            raise _make_error(label, value, " or ".join(map(repr, arguments)))
+        return value
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise _make_error(label, value, "a list")
+        if arguments[0] is int and all(type(entry) is int for entry in value):  # long ones are
+            return tuple(value)
+        return tuple([_parse_value(arguments[0], entry, f"{label}[{index}]") for index, entry in enumerate(value)])
+    if origin is not None:
+        if not isinstance(value, Mapping):
+            raise _make_error(label, value, "an object")
+        return {str(key): _parse_value(arguments[1], entry, f"{label}.{key}") for key, entry in value.items()}
+    if issubclass(annotation, Record):
+        return annotation.from_dict(value, label)
+    if type(value) is not annotation and not (annotation is float and type(value) is int):
+        raise _make_error(label, value, _TYPE_DESCRIPTIONS[annotation])
+    return value
+
+
+def _make_error(label: str, value: object, expectation: str) -> SourceError:
+    value_text = repr(value)
+    return SourceError(
+        f"{label}: found {value_text if len(value_text) <= 80 else value_text[:77] + '...'}, expected {expectation}"
+    )
+
+
+MAX_DOCUMENT_BYTES = 16 << 20
+"""Of a document, unless its reader says otherwise."""
+
+_MAX_INTEGER = 2**63 - 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def loads_strict(text: str | bytes, object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """`json.loads` without Python's NaN, Infinity and -Infinity, which RFC 8259 forbids: `ValueError`."""
+    return json.loads(text, object_pairs_hook=object_pairs_hook, parse_constant=_reject_constant)
+
+
+def _reject_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `loads_strict`: an object, refused if it has a key twice."""
+    document = dict(pairs)
+    if len(document) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return document
+
+
+class JsonReader:
+    """A value and where it is: `label` names the document, `path` the place in it.
+
+    Every method raises `ManifestError` for a value that is not what the method says.
+    """
+
+    def __init__(self, value: Any, label: str, path: str) -> None:
+        self.value = value
+        self.label = label
+        self.path = path
+
+    def error(self, expectation: str) -> ManifestError:
+        """The error that says what was found here and what was expected."""
+        value_text = json.dumps(self.value)
+        value_text = value_text if len(value_text) <= 80 else value_text[:77] + "..."
+        return ManifestError(f"{self.label}: {self.path or 'document'}: found {value_text}, expected {expectation}")
+
+    def get(self, key: str) -> JsonReader:
+        """The value under `key` of an object."""
+        if not isinstance(self.value, dict):
+            raise self.error("an object")
+        path = f"{self.path}.{key}" if self.path else key
+        if key not in self.value:
+            raise ManifestError(f"{self.label}: {path}: is missing")
+        return JsonReader(self.value[key], self.label, path)
+
+    def read_list(self, min_len: int = 0, max_len: int | None = None) -> list[JsonReader]:
+        """The entries of a list of at least `min_len` and at most `max_len`."""
+        if not isinstance(self.value, list):
+            raise self.error("a list")
+        if len(self.value) < min_len or (max_len is not None and len(self.value) > max_len):
+            raise ManifestError(f"{self.label}: {self.path}: has {len(self.value)} entries")
+        return [JsonReader(value, self.label, f"{self.path}[{i}]") for i, value in enumerate(self.value)]
+
+    def read_int(self, min_value: int) -> int:
+        """An integer of at least `min_value` that fits 64 bits."""
+        if type(self.value) is not int or not min_value <= self.value <= _MAX_INTEGER:
+            raise self.error(f"an integer of at least {min_value}")
+        return self.value
+
+    def check_version(self, latest: int) -> None:
+        """Check that it is a version that this kvmnn knows: from 1 to `latest`."""
+        if self.read_int(1) > latest:
+            raise self.error(f"at most {latest}: a later kvmnn wrote this")
+
+    def check_schema(self, schema: str, version: int) -> None:
+        """Check that an object says of itself that it is `schema` in `version`."""
+        if self.get("schema").read_str() != schema:
+            raise self.get("schema").error(repr(schema))
+        if self.get("schema_version").read_int(1) != version:
+            raise self.get("schema_version").error(f"{version}, the version this kvmnn reads")
+
+    def read_any_int(self) -> int:
+        """Any integer."""
+        if type(self.value) is not int:
+            raise self.error("an integer")
+        return self.value
+
+    def read_bool(self) -> bool:
+        """True or false."""
+        if not isinstance(self.value, bool):
+            raise self.error("true or false")
+        return self.value
+
+    def read_str(self) -> str:
+        """A string."""
+        if not isinstance(self.value, str):
+            raise self.error("a string")
+        return self.value
+
+    def read_str_list(self) -> tuple[str, ...]:
+        """A list of strings."""
+        return tuple(item.read_str() for item in self.read_list())
+
+    def read_str_map(self) -> dict[str, str]:
+        """An object whose values are strings."""
+        if not isinstance(self.value, dict):
+            raise self.error("an object of strings")
+        return {key: self.get(key).read_str() for key in self.value}
+
+    def read_sha256(self) -> str:
+        """A SHA-256 in lower-case hexadecimal digits."""
+        if not isinstance(self.value, str) or not _SHA256.fullmatch(self.value):
+            raise self.error("64 hexadecimal digits")
+        return self.value
+
+    def read_file_name(self) -> str:
+        """A plain relative name that cannot lead out of the manifest's directory by itself, in its one spelling."""
+        name = self.read_str()
+        windows = PureWindowsPath(name)
+        path = PurePosixPath(name)
+        if not path.parts or windows.anchor or path.parts[0] == "/" or ".." in windows.parts or "\0" in name:
+            raise self.error("a relative file name without '..'")
+        if path.as_posix() != name:
+            raise self.error(f"the name of a file, {path.as_posix()!r}")
+        return name
+
+
+def parse_document(text: str | bytes, label: str, max_bytes: int | None = None) -> JsonReader:
+    """The document in `text`, in which no object has a key twice; `label` begins the messages of errors.
+
+    Raises
+    ------
+    ManifestError
+        When it is larger than `max_bytes` (default `MAX_DOCUMENT_BYTES`) or is not valid JSON.
+    """
+    limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
+    if len(text) > limit:
+        raise ManifestError(f"{label}: is larger than {limit} bytes")
+    try:
+        return JsonReader(loads_strict(text, object_pairs_hook=reject_duplicate_keys), label, "")
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(f"{label}: is not valid JSON: {str(error)[:200]}") from None
+
+
+def read_bounded(path: Path, max_bytes: int | None = None) -> bytes:
+    """The bytes of a file.
+
+    Raises
+    ------
+    FileNotFoundError, NotADirectoryError
+        Where there is no such file.
+    SourceError
+        Where it cannot be read or holds more than `max_bytes` (default `MAX_DOCUMENT_BYTES`).
+    """
+    limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
+    try:
+        with open(path, "rb", opener=_open_nonblocking) as stream:
+            data = stream.read(limit + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise
+    except OSError as error:
+        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(data) > limit:
+        raise SourceError(f"{path}: holds more than {limit:,} bytes")
+    return data
+
+
+def _open_nonblocking(path: str, flags: int) -> int:
+    """A named pipe that nobody writes to is empty; opened as usual it would be waited for without end."""
+    handle = os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+    if hasattr(os, "set_blocking"):
+        os.set_blocking(handle, True)
+    return handle
+
+
+def read_object(path: Path, max_bytes: int | None = None, *, allow_nan: bool = False) -> dict[str, Any]:
+    """The JSON object in a file of at most `max_bytes` (default `MAX_DOCUMENT_BYTES`); `allow_nan` as in
+    `parse_object`.
+
+    Raises
+    ------
+    FileNotFoundError, NotADirectoryError
+        Where there is no such file.
+    SourceError
+        Where it cannot be read, is larger, or is no JSON object.
+    """
+    return parse_object(read_bounded(path, max_bytes), str(path), allow_nan=allow_nan)
+
+
+def parse_object(text: bytes, label: str, *, allow_nan: bool = False) -> dict[str, Any]:
+    """The JSON object that `text` is; `SourceError`, which begins with `label`, if it is none.
+
+    With `allow_nan` it may hold NaN and Infinity: Python libraries write them into settings of models.
+    """
+    try:
+        value = json.loads(text) if allow_nan else loads_strict(text)
+    except UnicodeDecodeError:
+        raise SourceError(f"{label}: is not JSON: it is not even text") from None
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{label}: is not JSON: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(value, dict):
+        raise SourceError(f"{label}: holds no JSON object: a {type(value).__name__} is not a JSON object")
+    return value
+
+
+def read_object_or_empty(path: Path) -> dict[str, Any]:
+    """`read_object` of settings of a model or tokenizer, `allow_nan` allowed; empty where there is no such file."""
+    try:
+        return read_object(path, allow_nan=True)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def iter_values(document: object) -> Iterator[object]:
+    """Every key, text, number and constant in a document, however deep."""
+    stack = [document]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, dict):
+            stack += [*value.keys(), *value.values()]
+        elif isinstance(value, list):
+            stack += value
+        else:
+            yield value

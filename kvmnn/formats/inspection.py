@@ -1,0 +1,129 @@
+"""Inspect what is not frames: the arrays that a file or directory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from .._util.text import pluralize
+from ..arrays.array import ArrayInfo
+from ..arrays.completeness import Completeness, build_completeness_document
+from ..arrays.engine_cache import EngineCacheInfo
+from ..arrays.positions import describe_layer_states, position_runs_by_layer
+from ..arrays.source import Source
+from ..errors import KvmnnError
+from ..packed.cache_info import PositionRuns
+from .sidecars import read_positions_by_layer
+
+MAX_LISTED_ARRAYS = 1000
+"""Arrays, and lines about others, that the command shows unless it is told to show all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArraysInfo:
+    """The arrays of an input.
+
+    Parameters
+    ----------
+    path
+        What was opened.
+    arrays
+        Those that frames can hold.
+    skipped
+        One line for each other one.
+    arrays_left_out, skipped_left_out
+        How many more there are of each (`truncate`).
+    engine_cache
+        What the cache of another engine says of itself, where it is one.
+    notes
+        One line for each thing that was inferred.
+    completeness
+        The state of the model that the arrays contain, where that is known.
+    positions
+        Runs of the positions that each layer has, ``(begin, size)``, where they are known.
+    """
+
+    path: str
+    arrays: Sequence[ArrayInfo]
+    skipped: Sequence[str] = ()
+    arrays_left_out: int = 0
+    skipped_left_out: int = 0
+    engine_cache: EngineCacheInfo | None = None
+    notes: Sequence[str] = ()
+    completeness: Completeness | None = None
+    positions: Mapping[int, PositionRuns] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        arrays = [
+            {
+                "name": array.name,
+                "dtype": array.dtype,
+                "shape": list(array.shape),
+                "array_dtype": array.array_dtype,
+                "order": array.order,
+                "raw_bytes": array.nbytes,
+            }
+            for array in self.arrays
+        ]
+        return {
+            "input": self.path,
+            "kind": "arrays",
+            "arrays": arrays,
+            "arrays_left_out": self.arrays_left_out,
+            "skipped": list(self.skipped),
+            "skipped_left_out": self.skipped_left_out,
+            **({"engine_cache": self.engine_cache.to_dict()} if self.engine_cache else {}),
+            **build_completeness_document(self.completeness),
+            "notes": list(self.notes),
+        }
+
+    def truncate(self, max_listed: int = MAX_LISTED_ARRAYS) -> ArraysInfo:
+        """The first arrays and the first others: a file may have a million."""
+        return replace(
+            self,
+            arrays=self.arrays[:max_listed],
+            skipped=self.skipped[:max_listed],
+            arrays_left_out=self.arrays_left_out + max(0, len(self.arrays) - max_listed),
+            skipped_left_out=self.skipped_left_out + max(0, len(self.skipped) - max_listed),
+        )
+
+    def __str__(self) -> str:
+        lines = [f"{self.path}: {pluralize(len(self.arrays) + self.arrays_left_out, 'array')} to encode"]
+        lines += [f"  {self.engine_cache}"] if self.engine_cache else []
+        lines += [f"  {line}" for line in describe_layer_states(self.completeness, self.positions)]
+        lines += [
+            f"  {array.name}: {array.type_name} {list(array.shape)} {array.order}, {array.nbytes:,} bytes"
+            for array in self.arrays
+        ]
+        lines += _format_omitted(self.arrays_left_out)
+        lines += [f"  not: {line}" for line in self.skipped]
+        lines += _format_omitted(self.skipped_left_out)
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def _format_omitted(num_omitted: int) -> list[str]:
+    return [f"  and {num_omitted:,} more: -v lists all"] if num_omitted else []
+
+
+def inspect(source: Source) -> ArraysInfo:
+    """List the arrays of a source; none is read."""
+    return ArraysInfo(
+        path=" ".join(source.inputs),
+        arrays=source.arrays,
+        skipped=source.skipped_arrays,
+        engine_cache=source.engine_cache,
+        notes=tuple(source.notes),
+        completeness=source.completeness,
+        positions=_find_position_runs(source),
+    )
+
+
+def _find_position_runs(source: Source) -> dict[int, PositionRuns]:
+    """Return the positions of each layer that are known; a damaged document of them is another verb's error."""
+    try:
+        return position_runs_by_layer(read_positions_by_layer(source))
+    except KvmnnError:
+        return {}

@@ -1,0 +1,234 @@
+"""K turned from the positions of its tokens in the text to others (RoPE): what an evicted cache needs in an engine that
+counts positions from 0.
+
+RoPE rotates each pair of elements by position times frequency. A rotation by the distance between two positions leads
+from one to the other, whatever scaled the frequencies or K, and the distances between the tokens are then those of the
+new positions. Products are of float32, as where dense streams rotate rows; the angles come from integers of 64 bits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .._util.text import LOSSLESS, LOSSY, pluralize
+from ..arrays.array import Chunk, LazyArray, rechunk
+from ..arrays.cast import round_to_dtype, to_float32
+from ..dense.rope import RopeFrequencies
+from ..dtypes import Bytes, Floats, Positions
+from ..errors import KvmnnError
+from ..packed.cache_info import PositionRuns
+
+_READ_CHUNK_BYTES = 1 << 20
+_RADIANS_PER_PHASE_UNIT = 2 * np.pi / 2.0**64
+
+
+@dataclass
+class RotationErrorStats:
+    """How far the written K is from the exact rotation of the K that was read.
+
+    Attributes
+    ----------
+    max_abs_error
+        The largest absolute difference of an element.
+    max_relative_error
+        The largest difference over the length of its pair, which a rotation does not change.
+    """
+
+    max_abs_error: float = 0.0
+    max_relative_error: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def include(self, max_abs_error: float, max_relative_error: float) -> None:
+        """Take in the errors of further rows; rows that are read again change nothing."""
+        with self._lock:
+            self.max_abs_error, self.max_relative_error = (
+                max(self.max_abs_error, max_abs_error),
+                max(self.max_relative_error, max_relative_error),
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RerotationResult:
+    """What rotating K to other positions did.
+
+    Parameters
+    ----------
+    rotation
+        How K is rotated, for people: one text for each different kind of layer.
+    origin
+        Where that comes from, as the end of a sentence: ``"as model/llm.mnn has it"``, ``"found by trial"``.
+    tokens
+        Tokens whose K was rotated, of all layers.
+    layers
+        Layers that have such tokens.
+    dtype
+        Of the words that were rounded.
+    error_stats
+        How far the words are from the exact rotation; complete when all were written.
+    """
+
+    rotation: str
+    origin: str
+    tokens: int
+    layers: int
+    dtype: str
+    error_stats: RotationErrorStats
+
+    @property
+    def label(self) -> str:
+        """``LOSSY`` where any K was rotated, as its elements are rounded; ``LOSSLESS`` where all stayed as it was."""
+        return LOSSY if self.tokens else LOSSLESS
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        return {
+            "label": self.label,
+            "rotation": self.rotation,
+            "origin": self.origin,
+            "tokens": self.tokens,
+            "layers": self.layers,
+            "dtype": self.dtype,
+            "largest_error": self.error_stats.max_abs_error,
+            "largest_relative_error": self.error_stats.max_relative_error,
+        }
+
+    def __str__(self) -> str:
+        if not self.tokens:
+            return "K was not rotated: the tokens are at the first positions already"
+        return (
+            f"K of {pluralize(self.tokens, 'token')} in {pluralize(self.layers, 'layer')} rotated to the first "
+            f"positions, "
+            f"rounded to {self.dtype}:\n    largest error {self.error_stats.max_abs_error:.3g}, "
+            f"{self.error_stats.max_relative_error:.2g} of the "
+            f"length of its pair\n    {self.rotation}, {self.origin}"
+        )
+
+
+def build_rerotation_document(result: RerotationResult | None) -> dict[str, Any]:
+    """Return the entry ``result`` of a JSON document; empty where nothing was to be rotated."""
+    return {} if result is None else {"rerotated": result.to_dict()}
+
+
+def expand_position_runs(runs: PositionRuns) -> Positions:
+    """Return ``(begin, size)`` runs as int64 positions."""
+    return np.concatenate([np.arange(begin, begin + size, dtype=np.int64) for begin, size in runs])
+
+
+def rotate_rows(
+    elements: Bytes, dtype: str, distances: Positions, rope: RopeFrequencies, error_stats: RotationErrorStats
+) -> Bytes:
+    """Rotate rows of K by distances in positions.
+
+    Parameters
+    ----------
+    elements
+        Bytes of whole rows ``[row, head_dim]``.
+    dtype
+        Of the words: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
+    distances
+        int64 ``[row]``: new position less old one. Rows with distance 0 keep every bit.
+    rope
+        How K is rotated.
+    error_stats
+        Takes in how far the result is from the exact rotation.
+
+    Returns
+    -------
+    Bytes of the same shape: computed in float32 and rounded once, to nearest even.
+
+    Raises
+    ------
+    KvmnnError
+        Where a finite element becomes infinite.
+    """
+    is_moved = distances != 0
+    if not is_moved.any():
+        return elements
+    rows = to_float32(elements, dtype).reshape(len(distances), -1)
+    half = rope.dims // 2
+    first_slice, second_slice = (
+        (slice(0, half), slice(half, rope.dims))
+        if rope.pairing == "half"
+        else (slice(0, rope.dims, 2), slice(1, rope.dims, 2))
+    )
+    x, y = np.ascontiguousarray(rows[:, first_slice]), np.ascontiguousarray(rows[:, second_slice])
+    # Evicted tokens leave runs at the same distance: their angles are computed once.
+    unique_distances, inverse = np.unique(distances, return_inverse=True)
+    angles = (unique_distances.astype(np.uint64)[:, None] * rope.turns).view(np.int64) * _RADIANS_PER_PHASE_UNIT
+    cosines, sines = np.cos(angles), np.sin(angles)
+    result = rows.copy()
+    with np.errstate(all="ignore"):
+        row_cosines, row_sines = (table.astype(np.float32)[inverse] for table in (cosines, sines))
+        rotated_x, rotated_y = x * row_cosines - y * row_sines, y * row_cosines + x * row_sines
+        result[:, first_slice], result[:, second_slice] = rotated_x, rotated_y
+        rounded_bytes: Bytes = round_to_dtype(result.reshape(-1), dtype)
+        row_bytes = elements.size // len(distances)
+        rounded_bytes.reshape(-1, row_bytes)[~is_moved] = elements.reshape(-1, row_bytes)[
+            ~is_moved
+        ]  # not even a NaN changes
+        stored_values = to_float32(rounded_bytes, dtype).reshape(rows.shape)
+        new_x, new_y = stored_values[is_moved, first_slice], stored_values[is_moved, second_slice]
+        x, y = x[is_moved], y[is_moved]
+        _check_finite(x, y, new_x, new_y)
+        errors: npt.NDArray[Any]
+        if dtype == "fp32":
+            exact_cosines, exact_sines = cosines[inverse[is_moved]], sines[inverse[is_moved]]
+            errors = np.maximum(
+                np.abs(x * exact_cosines - y * exact_sines - new_x), np.abs(y * exact_cosines + x * exact_sines - new_y)
+            )
+        else:  # what float32 rounds is nothing to what these do
+            errors = np.maximum(np.abs(rotated_x[is_moved] - new_x), np.abs(rotated_y[is_moved] - new_y))
+        error_stats.include(_max_finite(errors), _max_finite(errors / np.sqrt(x * x + y * y)))
+    return rounded_bytes
+
+
+def _check_finite(x: Floats, y: Floats, new_x: Floats, new_y: Floats) -> None:
+    """Raise `KvmnnError` where finite elements became infinite."""
+    if not (np.isfinite(new_x).all() and np.isfinite(new_y).all()):
+        is_finite = np.isfinite(x) & np.isfinite(y)
+        if not (np.isfinite(new_x[is_finite]).all() and np.isfinite(new_y[is_finite]).all()):
+            raise KvmnnError("elements of K become infinite by the rotation: pack them as fp32 (--cast)")
+
+
+def _max_finite(values: npt.NDArray[Any]) -> float:
+    max_value = float(values.max(initial=0.0))
+    return max_value if np.isfinite(max_value) else float(values[np.isfinite(values)].max(initial=0.0))
+
+
+def rotate_array(
+    array: LazyArray,
+    token_major: bool,
+    distances: Positions,
+    rope: RopeFrequencies,
+    error_stats: RotationErrorStats,
+) -> LazyArray:
+    """Return K ``[kv_head, token, head_dim]``, or token-major, rotated as it is read; parameters as `rotate_rows`."""
+    if not distances.any():
+        return array
+    num_heads = array.shape[1] if token_major else array.shape[0]
+    row_distances = np.repeat(distances, num_heads) if token_major else np.tile(distances, num_heads)
+    reader = partial(_iter_rotated_chunks, array, row_distances, rope, error_stats)
+    return replace(array, array_dtype=array.array_dtype.replace(">", "<"), reader=reader)
+
+
+def _iter_rotated_chunks(
+    array: LazyArray, distances: Positions, rope: RopeFrequencies, error_stats: RotationErrorStats, chunk_bytes: int
+) -> Iterator[Chunk]:
+    yield from rechunk(_iter_rotated_rows(array, distances, rope, error_stats), chunk_bytes, array.nbytes)
+
+
+def _iter_rotated_rows(
+    array: LazyArray, distances: Positions, rope: RopeFrequencies, error_stats: RotationErrorStats
+) -> Iterator[Chunk]:
+    row_bytes, row = array.shape[-1] * array.itemsize, 0
+    for chunk in array.iter_chunks(max(_READ_CHUNK_BYTES, row_bytes)):
+        num_rows = chunk.size // row_bytes
+        yield rotate_rows(chunk, array.dtype, distances[row : row + num_rows], rope, error_stats)
+        row += num_rows

@@ -1,0 +1,423 @@
+"""How many kv heads the rows of each layer of a state file are of.
+
+Which layer of the model each layer of a state file is, and what the model keeps for the others.
+
+A file counts layers within each of its caches. Models with sliding windows have two: K and V of layers with full
+attention, then those of layers with a window.
+
+Which streams and cells of a state file are read, in which order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..._util.text import pluralize
+from ...arrays.completeness import Completeness, LayerStateInfo
+from ...dtypes import Positions
+from ...errors import MissingOptionError, OptionError, SourceError
+from ..options import EngineOptions, ReadOptions
+from . import gguf
+from .gguf import WINDOW_RULES, ModelLayer, find_windows, list_unshared_layers, read_model_layers
+from .row_reader import CellSelection
+from .state import CacheStream, CacheTensor, LlamaState
+
+
+@dataclass(frozen=True)
+class LayerHeads:
+    """Kv heads of each layer, and whether anything says so; one each where nothing does and nobody needs them."""
+
+    by_layer: tuple[int, ...]
+    is_known: bool = True
+
+
+def find_heads(
+    label: str,
+    stream: CacheStream,
+    options: ReadOptions,
+    *,
+    is_required: bool,
+    model_layers: Sequence[ModelLayer] | None = None,
+    recorded_heads: Sequence[int] | None = None,
+) -> LayerHeads:
+    """Return how many kv heads the rows of each layer are of.
+
+    Parameters
+    ----------
+    is_required
+        Whether somebody looks at heads.
+    model_layers
+        Of each layer of the stream, that of the model which the options name; None where its number is not known.
+    recorded_heads
+        Kv heads of each layer as they were noted down, where nothing else says them.
+
+    Raises
+    ------
+    MissingOptionError
+        Where nothing says them, and they are `is_required`.
+    OptionError
+        Where the rows, the options and the model contradict each other.
+    SourceError
+        For a model that cannot be read.
+    """
+    key_tensors = [tensor for tensor in stream.tensors if tensor.part == "key"]
+    geometry = options.packed.geometry if options.packed else None
+    model = options.packed.model if options.packed else None
+    kv_heads: tuple[int, ...] | None = None
+    if geometry and geometry.kv_heads:
+        kv_heads = (geometry.kv_heads,) * len(key_tensors)
+    elif geometry and geometry.head_dim:
+        kv_heads = tuple(tensor.row_values // geometry.head_dim for tensor in key_tensors)
+    if model is not None:
+        model_heads, head_dims = _read_model_heads(model, len(key_tensors), model_layers)
+        if kv_heads is not None and kv_heads != model_heads:
+            raise OptionError(f"kv heads: {kv_heads[0]} for the cache, but the model in {model} has {model_heads[0]}")
+        kv_heads = model_heads
+        _check_model_rows(label, model, key_tensors, model_heads, head_dims)
+    if kv_heads is None and len(recorded_heads or ()) == len(key_tensors):
+        kv_heads = tuple(recorded_heads or ())
+    if kv_heads is None:
+        if not is_required:
+            return LayerHeads((1,) * len(key_tensors), is_known=False)
+        raise MissingOptionError(
+            f"{label}: a row of K has {key_tensors[0].row_values:,} values, and nothing in the file says of how many "
+            f"kv heads: say "
+            "--kv-heads N, or --model FILE.gguf (in Python kv_heads=N, or model=)"
+        )
+    for tensor in stream.tensors:
+        num_heads = kv_heads[tensor.layer]
+        has_wrong_dims = (
+            geometry
+            and geometry.head_dim
+            and tensor.part == "key"
+            and tensor.row_values != num_heads * geometry.head_dim
+        )
+        if not num_heads or tensor.row_values % num_heads or has_wrong_dims:
+            dims_text = f" of {geometry.head_dim}" if geometry and geometry.head_dim else ""
+            raise OptionError(
+                f"{label}: {tensor.part[0].upper()} of layer {tensor.layer} has {tensor.row_values:,} values a cell, "
+                f"which "
+                f"are not {pluralize(num_heads, 'kv head')}{dims_text}"
+            )
+    return LayerHeads(kv_heads)
+
+
+def _read_model_heads(
+    model: str, num_layers: int, model_layers: Sequence[ModelLayer] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return kv heads and head_dim of each layer."""
+    if model_layers is not None:
+        return tuple(layer.kv_heads for layer in model_layers), tuple(layer.head_dim for layer in model_layers)
+    geometry = gguf.read_gguf_geometry(model, num_layers)
+    return geometry.kv_heads, (geometry.head_dim,) * num_layers
+
+
+def _check_model_rows(
+    label: str, model: str, key_tensors: Sequence[CacheTensor], heads: Sequence[int], head_dims: Sequence[int]
+) -> None:
+    for tensor in key_tensors:
+        expected_values = heads[tensor.layer] * head_dims[tensor.layer]
+        if tensor.row_values != expected_values:
+            raise OptionError(
+                f"{label}: K of layer {tensor.layer} has {tensor.row_values:,} values a cell, in {model} it has "
+                f"{expected_values:,}: it is of another model"
+            )
+
+
+CACHE_NAMES = ("first", "second")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNumbers:
+    """The layers of a file.
+
+    Parameters
+    ----------
+    by_cache
+        For each cache the layer of the model that each of its layers is.
+    states
+        What the model keeps for each of its layers.
+    model
+        The layers of the model that the options name; None without one.
+    rule
+        Why layers are numbered so, where only the name of the architecture tells; else empty.
+    """
+
+    by_cache: tuple[tuple[int, ...], ...]
+    states: tuple[LayerStateInfo, ...]
+    model: tuple[ModelLayer, ...] | None = None
+    rule: str = ""
+
+
+def count_layers(state: LlamaState) -> tuple[int, ...]:
+    """Return how many layers each cache has; 0 for a cache without cells."""
+    return tuple(
+        max((sum(tensor.part == "key" for tensor in stream.tensors) for stream in streams), default=0)
+        for streams in state.caches
+    )
+
+
+def number_layers(label: str, state: LlamaState, options: ReadOptions) -> LayerNumbers | None:
+    """Return the numbers of the layers of a file with two caches, or whose model is known; None where nothing tells.
+
+    Raises
+    ------
+    OptionError
+        Where the model has other layers than the file.
+    SourceError
+        For a model that cannot be read.
+    """
+    counts, model_path = count_layers(state), options.packed.model if options.packed else None
+    recorded_layers, completeness = options.engine.recorded_layers, options.engine.recorded_completeness
+    if model_path is not None:
+        return _number_by_model(label, counts, model_path)
+    if recorded_layers is not None and completeness is not None and len(recorded_layers) == sum(counts):
+        ends = [sum(counts[: number + 1]) for number in range(len(counts))]
+        by_cache = tuple(tuple(recorded_layers[end - size : end]) for end, size in zip(ends, counts, strict=True))
+        if all(number < len(completeness.layers) for number in recorded_layers):
+            return LayerNumbers(by_cache=by_cache, states=completeness.layers)
+    if len(counts) == 1 or state.architecture is None:
+        return None
+    return _number_by_architecture(state.architecture, counts)
+
+
+def _number_by_model(label: str, counts: Sequence[int], model_path: str) -> LayerNumbers | None:
+    layers = read_model_layers(model_path)
+    if layers is None:
+        return None
+    states = tuple(layer.state for layer in layers)
+    if len(counts) == 1:
+        layer_numbers = [layer.state.layer for layer in layers if layer.state.kind != "shared"]
+        return (
+            LayerNumbers(by_cache=(tuple(layer_numbers),), states=states, model=layers)
+            if len(layer_numbers) == counts[0]
+            else None
+        )
+    numbers = [
+        [model_layer.state.layer for model_layer in list_unshared_layers(layers, is_window=is_window)]
+        for is_window in (False, True)
+    ]
+    for name, expected_layers, num_found in zip(CACHE_NAMES, numbers, counts, strict=True):
+        if num_found not in (0, len(expected_layers)):
+            raise OptionError(
+                f"{label}: the {name} cache has {pluralize(num_found, 'layer')}; the model in {model_path} has "
+                f"{len(numbers[0])} "
+                f"with full attention and {len(numbers[1])} with a window: it is another model"
+            )
+    return LayerNumbers(by_cache=tuple(map(tuple, numbers)), states=states, model=layers)
+
+
+def _number_by_architecture(architecture: str, counts: Sequence[int]) -> LayerNumbers | None:
+    """Number as llama.cpp does for a model whose header has no pattern; None where counts do not fit that."""
+    windows = find_windows(architecture, sum(counts), None)
+    if windows is None or [windows.count(False), windows.count(True)] != list(counts):
+        return None
+    numbers = [
+        tuple(layer for layer, has_window in enumerate(windows) if has_window is is_window)
+        for is_window in (False, True)
+    ]
+    states = tuple(
+        LayerStateInfo(layer=layer, kind="window" if has_window else "full") for layer, has_window in enumerate(windows)
+    )
+    period = WINDOW_RULES[architecture].period
+    rule = f"layers are numbered as in {architecture} models: one of {period} has full attention, the others a window"
+    return LayerNumbers(by_cache=tuple(numbers), states=states, rule=rule)
+
+
+def find_completeness(state: LlamaState, layer_numbers: LayerNumbers | None, caches: Sequence[int]) -> Completeness:
+    """Return which state of the model the arrays of some of the caches contain.
+
+    Parameters
+    ----------
+    caches
+        Which of the file's caches are read.
+    """
+    counts = count_layers(state)
+    other_state: tuple[str, ...] = ()
+    if state.recurrent_bytes:
+        size_text = pluralize(state.recurrent_bytes, "byte")
+        other_state = (f"recurrent state of {size_text} is in the {state.kind} after K and V",)
+    if layer_numbers is not None:
+        included_layers = {
+            layer_number for cache in caches if counts[cache] for layer_number in layer_numbers.by_cache[cache]
+        }
+        states = tuple(
+            layer_state if layer_state.kind == "shared" else _mark_included(state, layer_state, counts, included_layers)
+            for layer_state in layer_numbers.states
+        )
+        return Completeness(layers=states, other=other_state)
+    order = [*caches, *(cache for cache in range(len(counts)) if cache not in caches)]
+    cache_layers = [(cache, index) for cache in order for index in range(counts[cache])]
+    layer_states = []
+    for layer_number, (cache, _) in enumerate(cache_layers):
+        layer_state = LayerStateInfo(layer=layer_number, kind="window" if cache else "full")
+        layer_states.append(
+            layer_state if cache in caches else _mark_left_out(state, layer_state, counts, is_numbered=False)
+        )
+    return Completeness(layers=tuple(layer_states), other=other_state)
+
+
+def _mark_included(
+    state: LlamaState, layer: LayerStateInfo, counts: Sequence[int], included_layers: set[int]
+) -> LayerStateInfo:
+    if layer.layer in included_layers:
+        return replace(layer, included=True, location="")
+    return _mark_left_out(state, layer, counts)
+
+
+def _mark_left_out(
+    state: LlamaState, layer: LayerStateInfo, counts: Sequence[int], *, is_numbered: bool = True
+) -> LayerStateInfo:
+    cache = int(layer.kind == "window" and len(counts) > 1)
+    location = f"in the {CACHE_NAMES[cache]} cache of the {state.kind}"
+    if not counts[cache]:
+        location += ", which has no cells"
+    elif not is_numbered:
+        location += " (--model FILE.gguf tells which layers these are)"
+    return replace(layer, included=False, location=location)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CachePart:
+    """What is read of one cache of a file.
+
+    Parameters
+    ----------
+    cache
+        Which cache of the file: 1 for that of layers with a sliding window.
+    stream
+        The stream of it.
+    cells
+        Its cells that are read.
+    layer_numbers
+        Of each of its layers, the layer of the model; or its place where nothing tells.
+    heads
+        Kv heads of each of its layers.
+    """
+
+    cache: int
+    stream: CacheStream
+    cells: CellSelection
+    layer_numbers: tuple[int, ...]
+    heads: LayerHeads
+
+    @property
+    def positions(self) -> Positions:
+        """Positions of the cells, in the order in which they are read."""
+        return np.concatenate([self.stream.positions[begin:end] for begin, end in self.cells.spans])
+
+    @property
+    def keys(self) -> list[CacheTensor]:
+        """K of each layer."""
+        return [tensor for tensor in self.stream.tensors if tensor.part == "key"]
+
+
+def choose_caches(
+    state: LlamaState, layer_numbers: LayerNumbers | None, options: EngineOptions, label: str
+) -> tuple[int, ...]:
+    """Return which caches of a file are read: all whose layers can be numbered, or the one that the options name.
+
+    Raises
+    ------
+    OptionError
+        For ``--window`` where there is one cache.
+    """
+    if options.window_cache:
+        if len(state.caches) == 1:
+            raise OptionError(
+                f"{label}: holds one cache: --window is about files with a second one, of a sliding window"
+            )
+        return (1,)
+    return (0,) if len(state.caches) == 1 or layer_numbers is None else (0, 1)
+
+
+def choose_stream(label: str, state: LlamaState, caches: Sequence[int], options: EngineOptions) -> int:
+    """Return the number of the stream that is meant.
+
+    Raises
+    ------
+    SourceError
+        Where no stream has cells.
+    MissingOptionError
+        Where several have.
+    OptionError
+        Where the one that the options name has none.
+    """
+    nonempty_streams = list_nonempty_streams(state, caches[0])
+    if not nonempty_streams:
+        raise SourceError(f"{label}: no cell is used, there is nothing to read")
+    if options.stream is None:
+        if len(nonempty_streams) > 1 and not options.default_to_first_stream:
+            raise MissingOptionError(
+                f"{label}: {len(nonempty_streams)} streams hold cells: --stream says which "
+                f"({format_numbers(nonempty_streams)}), in Python "
+                "stream="
+            )
+        return nonempty_streams[0]
+    if options.stream not in nonempty_streams:
+        raise OptionError(
+            f"{label}: stream {options.stream} holds no cells; --stream may be {format_numbers(nonempty_streams)}"
+        )
+    return options.stream
+
+
+def list_nonempty_streams(state: LlamaState, cache: int) -> list[int]:
+    """Return the streams of a cache that have cells."""
+    return [stream_index for stream_index, stream in enumerate(state.caches[cache]) if stream.num_cells]
+
+
+def choose_cells(label: str, stream: CacheStream, sequence: int | None, *, is_window: bool) -> CellSelection:
+    """Return the cells of a sequence, or all; those of a window by their positions.
+
+    llama.cpp uses the cells of layers with a window again and again, so that their order says nothing.
+
+    Raises
+    ------
+    OptionError
+        Where no cell is of the sequence.
+    """
+    cells = np.arange(stream.num_cells)
+    if sequence is not None:
+        owner_cells = np.repeat(cells, stream.seq_counts)[stream.seq_ids == sequence]
+        if not owner_cells.size:
+            sequences_text = format_numbers(sorted(set(stream.seq_ids.tolist())))
+            raise OptionError(f"{label}: no cell is of sequence {sequence}; --sequence may be {sequences_text}")
+        cells = np.unique(owner_cells)
+    positions = stream.positions[cells]
+    if is_window and np.unique(positions).size == positions.size:
+        cells = cells[np.argsort(positions)]
+    edges = np.flatnonzero(np.diff(cells) != 1) + 1
+    begins, ends = [0, *edges.tolist()], [*edges.tolist(), cells.size]
+    return CellSelection(
+        stream.num_cells, [(int(cells[b]), int(cells[e - 1]) + 1) for b, e in zip(begins, ends, strict=True)]
+    )
+
+
+def has_single_text(state: LlamaState, part: CachePart) -> bool:
+    """Return whether the file has one text, so that its only list of token ids is of that."""
+    return len(list_nonempty_streams(state, part.cache)) == 1 and len(set(part.stream.seq_ids.tolist())) <= 1
+
+
+def format_numbers(numbers: Sequence[int]) -> str:
+    """Return the first numbers of a list for a message."""
+    numbers_text = ", ".join(map(str, numbers[:8]))
+    return numbers_text if len(numbers) <= 8 else f"{numbers_text} ... {numbers[-1]}"
+
+
+def check_row_widths(label: str, row_widths: Sequence[int], options: ReadOptions) -> None:
+    """Raise `OptionError` where one number of kv heads is given for caches whose rows of K differ in width."""
+    packed_options = options.packed
+    if (
+        packed_options is not None
+        and packed_options.model is None
+        and packed_options.geometry.kv_heads
+        and len(set(row_widths)) > 1
+    ):
+        raise OptionError(
+            f"{label}: a row of K has {row_widths[0]:,} values in the first cache and {row_widths[1]:,} in the second: "
+            f"--kv-heads "
+            "is one number for both, --model FILE.gguf has the kv heads of each layer"
+        )

@@ -1,0 +1,347 @@
+"""K and V out of a prompt cache: the valid tokens of every layer, quantised groups as numbers.
+
+A prompt cache for frames: its tensors of words as they lie there, padding included.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ... import dtypes
+from ..._util.text import pluralize
+from ...arrays.array import Chunk, LazyArray, UnsupportedArrayError, rechunk
+from ...arrays.completeness import Completeness
+from ...arrays.engine_cache import BatchText, EngineCacheInfo
+from ...arrays.layers import format_array_name
+from ...arrays.source import Source
+from ...dtypes import PARTS, Part
+from ...errors import SourceError
+from ...files.mapped_file import MappedFile
+from .. import passthrough
+from ..base import FileBytes
+from ..options import ReadOptions
+from ..passthrough import Region
+from ..safetensors import TensorEntry
+from ..tensor_selection import check_declared_dtype, format_dequantised_note
+from .cache_classes import PromptCacheLayer, dequantize, describe_states, has_keys_and_values, read_layers
+from .states import PromptCacheStates, get_numpy_type
+
+ENGINE = "MLX"
+_TYPE_NAME_BY_KIND = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+_DTYPE_BY_KIND = {"F16": "fp16", "BF16": "bf16", "F32": "fp32"}
+
+
+def read(file: FileBytes, options: ReadOptions) -> Source:
+    """``layer_<n>.key`` and ``.value``, ``[kv_head, token, head_dim]``, with a batch of several texts in front of it.
+
+    The padding behind the valid tokens is left out.
+
+    Raises
+    ------
+    SourceError
+        For a file that is damaged, or has K and V in no class of cache that is read.
+    """
+    states = PromptCacheStates(file)
+    layers = read_layers(states)
+    arrays = [_make_part_array(states, layer, part, options) for layer in layers for part in PARTS]
+    engine_cache = _describe_cache(states, layers, options)
+    notes = [*_list_dequantised_notes(layers, arrays, engine_cache), *_list_padding_notes(states, layers)]
+    return Source(arrays, notes=notes, engine_cache=engine_cache, completeness=describe_states(states, layers))
+
+
+def _list_padding_notes(states: PromptCacheStates, layers: Sequence[PromptCacheLayer]) -> list[str]:
+    """Say which rows of a batch are padding in all of its texts, and left out."""
+    num_padding_rows = max(layer.spans[0][0] for layer in layers)
+    if not layers[0].text_lengths or not num_padding_rows:
+        return []
+    return [
+        f"{pluralize(num_padding_rows, 'row')} of padding left out, which all texts of the batch have (left_padding)"
+    ]
+
+
+def _list_dequantised_notes(
+    layers: Sequence[PromptCacheLayer], arrays: Sequence[LazyArray], engine_cache: EngineCacheInfo
+) -> list[str]:
+    """What numbers that stand for groups were made from."""
+    if not engine_cache.dequantised:
+        return []
+    quantised_layers = [layer for layer in layers if layer.bits]
+    quantised_names = {format_array_name(layer.number, part) for layer in quantised_layers for part in PARTS}
+    dequantised_arrays = [array for array in arrays if array.name in quantised_names]
+    block_bytes = sum(
+        (tensor.end - tensor.begin) // tensor.shape[2] * layer.num_tokens
+        for layer in quantised_layers
+        for tensor in (*layer.keys, *layer.values)
+    )
+    dtype = " and ".join(sorted({array.dtype for array in dequantised_arrays}))
+    return [
+        format_dequantised_note(
+            engine_cache.dequantised, dtype, block_bytes, sum(array.nbytes for array in dequantised_arrays)
+        )
+    ]
+
+
+def _get_part_tensors(layer: PromptCacheLayer, part: Part) -> tuple[TensorEntry, ...]:
+    return layer.keys if part == "key" else layer.values
+
+
+def _make_part_array(states: PromptCacheStates, layer: PromptCacheLayer, part: Part, options: ReadOptions) -> LazyArray:
+    tensors, name = _get_part_tensors(layer, part), format_array_name(layer.number, part)
+    first_tensor = tensors[0]
+    batch, heads = first_tensor.shape[:2]
+    if layer.bits and options.engine.raw_blocks:
+        return _make_code_array(states, layer, first_tensor, name)
+    value_tensor = tensors[1] if layer.bits else first_tensor
+    head_dim = first_tensor.shape[3] * 32 // layer.bits if layer.bits else first_tensor.shape[3]
+    dtype = _DTYPE_BY_KIND[value_tensor.kind]
+    if options.dtype not in (None, dtype):
+        raise UnsupportedArrayError(f"{states.file.label}: {name} holds {dtype} words, not {options.dtype}")
+    reader = (
+        partial(_iter_dequantised_chunks, states, layer, tensors)
+        if layer.bits
+        else partial(_iter_valid_chunks, states, layer, first_tensor)
+    )
+    shape = (heads, layer.num_tokens, head_dim)
+    return LazyArray(
+        name=name,
+        dtype=dtype,
+        shape=shape if batch == 1 else (batch, *shape),
+        array_dtype=dtypes.parse_dtype(dtype).numpy_dtype.str,
+        reader=reader,
+    )
+
+
+def _make_code_array(states: PromptCacheStates, layer: PromptCacheLayer, codes: TensorEntry, name: str) -> LazyArray:
+    """The packed codes as bytes, ``[kv_head, token, byte]``."""
+    batch, heads, _, num_words = codes.shape
+    shape = (heads, layer.num_tokens, 4 * num_words)
+    return LazyArray(
+        name=name,
+        dtype="fp16",
+        shape=shape if batch == 1 else (batch, *shape),
+        array_dtype="|u1",
+        reader=partial(_iter_valid_chunks, states, layer, codes),
+    )
+
+
+def _iter_valid_chunks(
+    states: PromptCacheStates, layer: PromptCacheLayer, tensor: TensorEntry, chunk_bytes: int
+) -> Iterator[Chunk]:
+    """The words of the valid tokens, head after head."""
+    num_heads, capacity = tensor.shape[0] * tensor.shape[1], tensor.shape[2]
+    begin, head_bytes = states.header.data_start + tensor.begin, (tensor.end - tensor.begin) // num_heads
+    valid_bytes = head_bytes // capacity * layer.num_tokens
+    if layer.spans != ((0, layer.num_tokens),):
+        row_bytes = head_bytes // capacity
+        span_views = (
+            states.file.view(begin + head * head_bytes + first_row * row_bytes, (end_row - first_row) * row_bytes)
+            for head in range(num_heads)
+            for first_row, end_row in layer.spans
+        )
+        yield from rechunk(span_views, chunk_bytes, num_heads * valid_bytes)
+        states.file.release_pages(begin, tensor.end - tensor.begin)
+        return
+    if valid_bytes == head_bytes:
+        yield from states.file.iter_chunks(begin, tensor.end - tensor.begin, chunk_bytes)
+        return
+    for start in range(0, num_heads * valid_bytes, chunk_bytes):
+        head, head_offset = divmod(start, valid_bytes)
+        if head_offset + min(chunk_bytes, num_heads * valid_bytes - start) <= valid_bytes:
+            yield states.file.view(
+                begin + head * head_bytes + head_offset, min(chunk_bytes, num_heads * valid_bytes - start)
+            )
+            continue
+        chunk = np.empty(min(chunk_bytes, num_heads * valid_bytes - start), np.uint8)
+        num_filled = 0
+        while num_filled < chunk.size:
+            head, head_offset = divmod(start + num_filled, valid_bytes)
+            nbytes = min(valid_bytes - head_offset, chunk.size - num_filled)
+            chunk[num_filled : num_filled + nbytes] = states.file.view(begin + head * head_bytes + head_offset, nbytes)
+            num_filled += nbytes
+        yield chunk
+        del chunk
+    states.file.release_pages(begin, tensor.end - tensor.begin)
+
+
+def _iter_dequantised_chunks(
+    states: PromptCacheStates, layer: PromptCacheLayer, tensors: tuple[TensorEntry, ...], chunk_bytes: int
+) -> Iterator[Chunk]:
+    """The numbers of the valid tokens."""
+    codes, scales, _ = tensors
+    dtype = np.dtype(get_numpy_type(scales))
+    row_sizes = 4 * codes.shape[3], scales.shape[3] * dtype.itemsize
+    value_row_bytes = codes.shape[3] * 32 // layer.bits * dtype.itemsize
+    if chunk_bytes % value_row_bytes:
+        num_rows = codes.shape[0] * codes.shape[1] * layer.num_tokens
+        yield from rechunk(
+            _iter_dequantised_chunks(states, layer, tensors, max(chunk_bytes // value_row_bytes, 1) * value_row_bytes),
+            chunk_bytes,
+            num_rows * value_row_bytes,
+        )
+        return
+    chunk_readers = [
+        _iter_valid_chunks(states, layer, tensor, chunk_bytes // value_row_bytes * row_size)
+        for tensor, row_size in zip(tensors, (row_sizes[0], row_sizes[1], row_sizes[1]), strict=True)
+    ]
+    for packed_codes, scale_bytes, bias_bytes in zip(*chunk_readers, strict=True):
+        scales_and_biases = [
+            field_bytes.view(dtype).reshape(-1, scales.shape[3]) for field_bytes in (scale_bytes, bias_bytes)
+        ]
+        values = dequantize(
+            packed_codes.reshape(-1, row_sizes[0]), scales_and_biases[0], scales_and_biases[1], layer.bits
+        )
+        yield values.reshape(-1).view(np.uint8)
+        del values  # or it would live on while the next run is made
+
+
+def _describe_cache(states: PromptCacheStates, layers: list[PromptCacheLayer], options: ReadOptions) -> EngineCacheInfo:
+    has_equal_positions = all(np.array_equal(layer.positions, layers[0].positions) for layer in layers)
+    type_names = [_format_type(layer, part) for part in PARTS for layer in layers]
+    heads, head_dims = (
+        tuple(_get_key_shape(layer)[1] for layer in layers),
+        {_get_key_shape(layer)[2] for layer in layers},
+    )
+    group_types = sorted({_format_type(layer, part) for layer in layers if layer.bits for part in PARTS})
+    return EngineCacheInfo(
+        engine=ENGINE,
+        kind="prompt cache",
+        layers=len(layers),
+        kv_heads=heads[0] if len({*heads}) == 1 else None,
+        layer_kv_heads=heads if len({*heads}) > 1 else (),
+        head_dim=head_dims.pop() if len(head_dims) == 1 else None,
+        tokens=max(layer.num_tokens for layer in layers),
+        types=tuple(type_names),
+        batch=_get_key_shape(layers[0])[0],
+        positions=layers[0].positions if has_equal_positions else None,
+        layer_positions=None if has_equal_positions else tuple(layer.positions for layer in layers),
+        texts=_list_batch_texts(layers[0]),
+        dequantised=() if options.engine.raw_blocks else tuple(group_types),
+        unused_bytes=_sum_unused_bytes(layers),
+        details=_build_details(states, layers),
+    )
+
+
+def _sum_unused_bytes(layers: Sequence[PromptCacheLayer]) -> int:
+    """Return the bytes of K and V in the file that are no valid tokens."""
+    return sum(
+        (tensor.end - tensor.begin) // tensor.shape[2] * (tensor.shape[2] - layer.num_tokens)
+        for layer in layers
+        for tensor in (*layer.keys, *layer.values)
+    )
+
+
+def _list_batch_texts(layer: PromptCacheLayer) -> tuple[BatchText, ...]:
+    """The texts of a batch that has padding before them."""
+    if not layer.text_lengths or set(layer.text_lengths) == {layer.end_position}:
+        return ()
+    return tuple(BatchText(np.arange(layer.end_position - length, layer.end_position)) for length in layer.text_lengths)
+
+
+def _get_key_shape(layer: PromptCacheLayer) -> tuple[int, int, int]:
+    """Batch, kv heads and head_dim of K."""
+    batch, heads, _, last_axis = layer.keys[0].shape
+    return batch, heads, last_axis * 32 // layer.bits if layer.bits else last_axis
+
+
+def _format_type(layer: PromptCacheLayer, part: Part) -> str:
+    if layer.bits:
+        return f"{layer.bits} bits in groups of {layer.group_size}"
+    return _TYPE_NAME_BY_KIND[_get_part_tensors(layer, part)[0].kind]
+
+
+def _build_details(states: PromptCacheStates, layers: list[PromptCacheLayer]) -> dict[str, Any]:
+    first_layer = layers[0]
+    quantisation_fields = {"bits": first_layer.bits, "group_size": first_layer.group_size} if first_layer.bits else {}
+    return {
+        "classes": list(dict.fromkeys(states.class_names)),
+        "capacity": first_layer.keys[0].shape[2],
+        **quantisation_fields,
+    }
+
+
+FORMAT_NAME = "mlx-prompt-cache"
+
+_MIN_ARRAY_AXES = 2
+"""Of a tensor that becomes an array; states with fewer are a few numbers."""
+_ELEMENT_TYPES_BY_KIND = {
+    "F16": ("fp16", "<f2"),
+    "BF16": ("bf16", "<u2"),
+    "F32": ("fp32", "<f4"),
+    "U32": ("fp32", "<u4"),
+}
+_STATE_NAME_REGEX = re.compile(r"(\d{1,5})\.([01])(?:\.([012]))?")
+_FIELD_NAMES = ("codes", "scales", "biases")
+
+
+def capture(file: MappedFile, options: ReadOptions) -> Source:
+    """All tensors of fp16, bf16, fp32 and packed codes, of any class of cache.
+
+    Names are ``layer_<n>.key`` and ``.value``, of quantised groups with ``.codes``, ``.scales`` and ``.biases``; what
+    is neither K nor V is called ``state_`` and its own name.
+
+    Raises
+    ------
+    SourceError
+        For a header that is damaged, and a file without such tensors.
+    """
+    states = PromptCacheStates(file)
+    regions = []
+    for tensor in states.header.tensors:
+        if tensor.kind in _ELEMENT_TYPES_BY_KIND and len(tensor.shape) >= _MIN_ARRAY_AXES and 0 not in tensor.shape:
+            declared_dtype = (
+                None if tensor.kind == "U32" else _ELEMENT_TYPES_BY_KIND[tensor.kind][0]
+            )  # codes are words of any type
+            check_declared_dtype(declared_dtype, options, f"{file.label}: {tensor.name}")
+            regions.append(_make_region(file, states, tensor))
+    if not regions:
+        raise SourceError(f"{file.label}: holds no K and no V, there is nothing to encode")
+    try:
+        layers = read_layers(states)
+    except SourceError:
+        layers = []
+    source = passthrough.capture(
+        file, FORMAT_NAME, regions, None, unused_bytes_by_array=_count_unused_bytes(states, layers)
+    )
+    completeness = describe_states(states, layers)
+    source.completeness = Completeness(layers=tuple(replace(state, included=True) for state in completeness.layers))
+    return source
+
+
+def _count_unused_bytes(states: PromptCacheStates, layers: Sequence[PromptCacheLayer]) -> dict[str, int]:
+    """Bytes of K and V behind the valid tokens, by array; none where nothing says how many tokens are valid."""
+    unused_bytes_by_array = {
+        _make_array_name(states, tensor.name): (tensor.end - tensor.begin)
+        // tensor.shape[2]
+        * (tensor.shape[2] - layer.num_tokens)
+        for layer in layers
+        for tensor in (*layer.keys, *layer.values)
+    }
+    return {name: nbytes for name, nbytes in unused_bytes_by_array.items() if nbytes}
+
+
+def _make_region(file: MappedFile, states: PromptCacheStates, tensor: TensorEntry) -> Region:
+    start = states.header.data_start
+    dtype, code_dtype = _ELEMENT_TYPES_BY_KIND[tensor.kind]
+    nbytes = tensor.end - tensor.begin
+    array = LazyArray(
+        name=_make_array_name(states, tensor.name),
+        dtype=dtype,
+        shape=tensor.shape,
+        array_dtype=code_dtype if tensor.kind == "U32" else dtypes.parse_dtype(dtype).numpy_dtype.str,
+        reader=partial(file.iter_chunks, start + tensor.begin, nbytes),
+    )
+    return Region(start + tensor.begin, nbytes, ((array, nbytes),))
+
+
+def _make_array_name(states: PromptCacheStates, name: str) -> str:
+    name_match = _STATE_NAME_REGEX.fullmatch(name)
+    if name_match is None or not has_keys_and_values(states, int(name_match[1])):
+        return f"state_{name}"
+    field_suffix = f".{_FIELD_NAMES[int(name_match[3])]}" if name_match[3] else ""
+    return format_array_name(int(name_match[1]), PARTS[int(name_match[2])]) + field_suffix

@@ -1,0 +1,758 @@
+"""Packed files that fit no layout of floats: int8 layouts tried by their scales, and TQ3 and TQ4 rows named.
+
+``attention_mode`` 9 and 10 keep K, or K and V, in int8; 11 to 14 keep 3 or 4 bits for a number and a scale for 32 of
+them, so that a row of 64 dimensions has 28 or 36 bytes.
+
+Which layout packed files have: what was specified, checked against sizes and words, and inferred where they tell.
+
+How many tokens of packed files are live: as specified, or as the rows and the room of the files tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePath
+from typing import Any, Final, Literal
+
+import numpy as np
+
+from ..._util.text import pluralize
+from ...dtypes import PARTS, Bytes, Part
+from ...errors import MissingOptionError, SourceError
+from ...files.mapped_file import MappedFile
+from ...packed.backends import BACKENDS
+from ...packed.inference import (
+    CLEAR_CONTRAST_RATIO,
+    Clarity,
+    LayoutCandidate,
+    LayoutEvidence,
+    LayoutMatch,
+    PackedGeometry,
+    ReadBytes,
+    choose_sampled_layers,
+    compare_candidates,
+    compute_clarity,
+    describe_inference,
+    describe_layout,
+    find_last_row,
+    find_matches,
+    find_regrouped_matches,
+    has_same_placement,
+    infer_layout,
+    infer_token_range,
+    is_consistent_layer,
+    iter_matches,
+    make_geometry,
+    measure_layers,
+    rank_candidates,
+)
+from ...packed.layout import PackLayout
+from ...packed.params import EXPAND_CHUNK, FLASH_BLOCK
+from .packed_files import PackedFiles
+
+_INT8_KINDS: Final[tuple[Literal["keys", "both"], ...]] = ("keys", "both")
+_ATTENTION_MODE_BY_INT8_KIND: Final = {"keys": 9, "both": 10}
+_MAX_MEASURED_ROWS: Final = 512
+_MAX_KEY_SCALE: Final = 1e4  # of int8 K: its range over 255
+_TQ_BLOCK_DIMS: Final = 32
+_TQ_BLOCK_BYTES: Final = {"TQ3": 14, "TQ4": 18}
+_ATTENTION_MODE_BY_TQ_KIND: Final = {("TQ3", False): 11, ("TQ3", True): 12, ("TQ4", False): 13, ("TQ4", True): 14}
+
+
+def find_int8_matches(
+    files: PackedFiles, geometry: PackedGeometry, likely_backends: Sequence[str]
+) -> list[LayoutMatch]:
+    """Return the int8 layouts that sizes and scales agree with, the likeliest first; one alone where it stands out.
+
+    Parameters
+    ----------
+    files, geometry
+        Of known kv heads and head_dim, which fit no layout of floats.
+    likely_backends
+        Backends, of several with the same layout the first of which is taken.
+    """
+    names = (
+        [geometry.backend]
+        if geometry.backend
+        else [*likely_backends, *(name for name in BACKENDS if name not in likely_backends)]
+    )
+    match_by_placement: dict[tuple[object, ...], LayoutMatch] = {}
+    for name in filter(None, names):
+        if BACKENDS[name].hP8 is None:
+            continue
+        for int8_kind in _INT8_KINDS[
+            : 1 if geometry.flash_block == "none" else 2
+        ]:  # V is int8 with flash attention alone
+            trial_geometry = PackedGeometry(
+                kv_heads=geometry.kv_heads,
+                head_dim=geometry.head_dim,
+                backend=name,
+                flash_block=geometry.flash_block or FLASH_BLOCK,
+                int8=int8_kind,
+            )
+            for match in find_matches(trial_geometry, files.sizes):
+                layout = match.layout
+                placement_key = (
+                    layout.lP8,
+                    layout.hP8,
+                    int8_kind,
+                    *((layout.hP, layout.dtype) if int8_kind == "keys" else ()),
+                )
+                if placement_key not in match_by_placement and _count_scaled_rows(files, match):
+                    match_by_placement[placement_key] = match
+    ranking = sorted(match_by_placement.values(), key=lambda match: -_measure_match(files, match))
+    if len(ranking) > 1 and _measure_match(files, ranking[0]) >= CLEAR_CONTRAST_RATIO * _measure_match(
+        files, ranking[1]
+    ):
+        return ranking[:1]
+    return ranking
+
+
+def describe_int8(match: LayoutMatch) -> str:
+    """Return what was inferred, as a note."""
+    int8_kind = "both" if match.layout.int8_values else "keys"
+    parts_text = "K and V" if int8_kind == "both" else "K"
+    return (
+        f"int8 {parts_text} inferred (--int8 {int8_kind}, attention_mode {_ATTENTION_MODE_BY_INT8_KIND[int8_kind]}): "
+        f"no layout of floats fits the sizes, "
+        f"and scales are where those of {describe_layout(match.layout)} are"
+    )
+
+
+def _measure_match(files: PackedFiles, match: LayoutMatch) -> float:
+    """How far the first rows of some layers speak for a layout, by the means of dimensions of K, and of V of floats.
+
+    V of int8 has a scale and a bias for each dimension, and so means of its own in any layout.
+    """
+    num_rows = min(_count_scaled_rows(files, match), _MAX_MEASURED_ROWS)
+    contrasts = []
+    for layer_index in choose_sampled_layers(len(files.layers)):
+        buffers = [MappedFile(path) for path in (files.layers[layer_index].key, files.layers[layer_index].value)]
+        keys, values = (buffer.view(0, buffer.size) for buffer in buffers)
+        row_pair = match.layout.gather(
+            keys, values, 0, num_rows, past_length=num_rows, capacity=match.capacities[layer_index]
+        )
+        with np.errstate(all="ignore"):
+            measured_parts = row_pair[:1] if match.layout.int8_values else row_pair
+            contrasts.append(float(np.prod([_measure_contrast(part) for part in measured_parts])))
+    min_contrast = min(contrasts)
+    return float(np.exp(np.mean(np.log(contrasts)))) if min_contrast > 0 and np.isfinite(contrasts).all() else 0.0
+
+
+def _measure_contrast(rows: np.ndarray[Any, np.dtype[Any]]) -> float:
+    values = rows.astype(np.float64)
+    total_variance = float(values.var())
+    return float(values.mean(axis=1).var()) / total_variance if total_variance > 0 else 0.0
+
+
+def _count_scaled_rows(files: PackedFiles, match: LayoutMatch) -> int:
+    """Rows of the first head of K up to the last that has a scale; 0 where some scale is no positive number."""
+    keys = MappedFile(files.layers[0].key)
+    head_bytes = match.layout.key_head_bytes(match.capacities[0])
+    row_counts = {
+        _count_scales(_read_scales(keys.view(head * head_bytes, head_bytes), match.layout))
+        for head in range(match.layout.kv_heads)
+    }
+    return min(*row_counts, match.capacities[0])
+
+
+def _read_scales(head_data: Bytes, layout: PackLayout) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    assert layout.lP8 is not None and layout.hP8 is not None
+    code_bytes = -(-layout.head_dim // layout.lP8) * layout.lP8 * layout.hP8
+    groups = head_data.reshape(-1, code_bytes + 8 * layout.hP8)
+    return np.ascontiguousarray(groups[:, code_bytes : code_bytes + 4 * layout.hP8]).view("<f4").reshape(-1)
+
+
+def _count_scales(scales: np.ndarray[tuple[int], np.dtype[np.float32]]) -> int:
+    nonzero_indices = np.flatnonzero(scales)
+    used_scales = scales[: int(nonzero_indices[-1]) + 1] if nonzero_indices.size else scales[:0]
+    return (
+        used_scales.size
+        if bool(np.isfinite(used_scales).all() and (used_scales > 0).all() and (used_scales < _MAX_KEY_SCALE).all())
+        else 0
+    )
+
+
+def refuse_rotated_codes(files: PackedFiles, geometry: PackedGeometry) -> None:
+    """Raise `SourceError` where sizes are those of TQ3 or TQ4 rows, which kvmnn does not read."""
+    assert geometry.kv_heads is not None and geometry.head_dim is not None
+    num_blocks, num_heads = geometry.head_dim // _TQ_BLOCK_DIMS, geometry.kv_heads
+    float_geometry = replace(geometry, int8=None, flash_block=geometry.flash_block or FLASH_BLOCK)
+    for name, block_bytes in _TQ_BLOCK_BYTES.items():
+        row_bytes = num_blocks * block_bytes
+        capacities = [_divide_exactly(key_bytes, num_heads * row_bytes) for key_bytes, _ in files.sizes]
+        if not row_bytes or None in capacities or any(capacity <= EXPAND_CHUNK for capacity in capacities if capacity):
+            continue
+        for is_both in (True, False):
+            if all(
+                _matches_value_sizes(float_geometry, capacity or 0, key_bytes, value_bytes, is_both=is_both)
+                for capacity, (key_bytes, value_bytes) in zip(capacities, files.sizes, strict=True)
+            ):
+                parts_text = "K and V are" if is_both else "K is"
+                raise SourceError(
+                    f"{files.path}: {parts_text} of {name} rows ({row_bytes} bytes for {geometry.head_dim} dims, "
+                    f"attention_mode "
+                    f"{_ATTENTION_MODE_BY_TQ_KIND[name, is_both]}), which kvmnn does not read: run the engine with "
+                    f"attention_mode 8, or 9 "
+                    "or 10 for int8"
+                )
+
+
+def _divide_exactly(number: int, divisor: int) -> int | None:
+    return number // divisor if divisor and number % divisor == 0 else None
+
+
+def _matches_value_sizes(
+    geometry: PackedGeometry, capacity: int, key_bytes: int, value_bytes: int, *, is_both: bool
+) -> bool:
+    if is_both:
+        return value_bytes == key_bytes
+    return any(layout.value_bytes(capacity) == value_bytes for _, layout in geometry.list_candidates())
+
+
+MAX_LISTED_CHOICES: Final = 8
+"""Of layouts that an error lists."""
+
+_MAX_LAYOUTS_IN_MESSAGE: Final = 4  # in the one line of the error itself
+
+# Of backends with the same numbers the one that most files come from.
+_LIKELY_BACKENDS: Final = ("x86-avx2", "x86-avx512", "arm64-fp16", "arm64-fp32", "arm32-fp16")
+
+
+class AmbiguousLayoutError(MissingOptionError):
+    """Several layouts are as likely, or some option is missing that nothing tells.
+
+    Parameters
+    ----------
+    message
+        What is not known.
+    choices
+        Options that would say it, the likeliest first.
+    """
+
+    def __init__(self, message: str, choices: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.choices = tuple(choices)
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """A layout of packed files, and how it was found.
+
+    Parameters
+    ----------
+    match
+        The layout, and for how many tokens each pair of files has room.
+    notes
+        What was inferred, and from what.
+    conflict
+        How the words contradict a layout that was specified; empty where they do not.
+    better_options
+        The layout that they speak for then, as options.
+    evidence
+        What the words tell about the chosen layout; None where nobody looked.
+    layer_heads
+        Kv heads and head_dim of each layer, where they differ from those of `match`; None for those that do not.
+    """
+
+    match: LayoutMatch
+    notes: tuple[str, ...] = ()
+    conflict: str = ""
+    better_options: str = ""
+    evidence: LayoutEvidence | None = None
+    layer_heads: tuple[tuple[int, int] | None, ...] = ()
+
+    @property
+    def layouts(self) -> tuple[PackLayout, ...]:
+        """Layout of each layer."""
+        layer_heads = self.layer_heads or (None,) * len(self.match.capacities)
+        return tuple(
+            replace(self.match.layout, kv_heads=heads_and_dim[0], head_dim=heads_and_dim[1])
+            if heads_and_dim
+            else self.match.layout
+            for heads_and_dim in layer_heads
+        )
+
+
+def choose_group_layouts(
+    files: PackedFiles,
+    geometry: PackedGeometry,
+    group_heads: Sequence[tuple[int | None, int | None]],
+    num_tokens: int | None,
+) -> LayoutChoice:
+    """Return the layouts of layers whose kv heads and head_dim differ, which agree in dtype and pack numbers.
+
+    Parameters
+    ----------
+    files
+        With several `PackedFiles.groups`.
+    geometry
+        What the caller says of all layers.
+    group_heads
+        What is known of the kv heads and head_dim of each group.
+    num_tokens
+        As for `choose_layout`.
+
+    Raises
+    ------
+    SourceError
+        When the words of a group contradict the others, or what was specified.
+    AmbiguousLayoutError
+        As `choose_layout`.
+    """
+    choices: list[LayoutChoice] = []
+    for group, (kv_heads, head_dim) in zip(files.groups, group_heads, strict=True):
+        group_geometry = replace(geometry, kv_heads=kv_heads, head_dim=head_dim)
+        if choices:  # one engine on one processor wrote them all
+            first_geometry = make_geometry(choices[0].match.layout)
+            group_geometry = replace(
+                group_geometry, backend=None, dtype=first_geometry.dtype, lP=first_geometry.lP, hP=first_geometry.hP
+            )
+            group_geometry = replace(group_geometry, flash_block=first_geometry.flash_block)
+        choice = choose_layout(replace(files, layers=group), group_geometry, num_tokens=num_tokens)
+        if choice.conflict:
+            raise SourceError(f"{files.path}: {choice.conflict}; the words speak for {choice.better_options}")
+        choices.append(choice)
+    layout = choices[0].match.layout
+    heads_and_capacity_by_layer: dict[int, tuple[tuple[int, int] | None, int]] = {}
+    for group, choice in zip(files.groups, choices, strict=True):
+        heads_and_dim = choice.match.layout.kv_heads, choice.match.layout.head_dim
+        own_heads = None if heads_and_dim == (layout.kv_heads, layout.head_dim) else heads_and_dim
+        heads_and_capacity_by_layer |= {
+            layer.layer: (own_heads, capacity) for layer, capacity in zip(group, choice.match.capacities, strict=True)
+        }
+    ordered = [heads_and_capacity_by_layer[layer.layer] for layer in files.layers]
+    match = replace(choices[0].match, capacities=tuple(capacity for _, capacity in ordered))
+    notes = tuple(dict.fromkeys(note for choice in choices for note in choice.notes))
+    return LayoutChoice(
+        match, notes, evidence=choices[0].evidence, layer_heads=tuple(own_heads for own_heads, _ in ordered)
+    )
+
+
+def choose_layout(files: PackedFiles, geometry: PackedGeometry, *, num_tokens: int | None = None) -> LayoutChoice:
+    """Return the layout that agrees with what is known, with the sizes, and best with the words.
+
+    Parameters
+    ----------
+    files
+        All of full attention.
+    geometry
+        What the caller and the model say.
+    num_tokens
+        Live tokens of every layer, where that is known.
+
+    Raises
+    ------
+    SourceError
+        When no layout fits the sizes.
+    AmbiguousLayoutError
+        When several are as likely; its choices are the options of each.
+    MissingOptionError
+        When int8 files lack the numbers that nothing in them tells.
+    """
+    if geometry.int8:
+        match = infer_layout(files.path, geometry, files.sizes, _list_file_names(files))
+        return LayoutChoice(match, tuple(describe_inference(geometry, match, files.sizes)))
+    measurer = _LayoutMeasurer(files)
+    if geometry.missing_text:
+        return _infer_with_heads(files, geometry, measurer, num_tokens)
+    matches = find_matches(geometry, files.sizes)
+    if not matches:
+        if (int8_choice := _infer_int8(files, geometry)) is not None:
+            return int8_choice
+        raise _make_mismatch_error(files, geometry, measurer)
+    matches = [match for match in matches if num_tokens is None or num_tokens <= min(match.capacities)] or matches
+    ranking = rank_candidates(matches, measurer.measure)
+    best_candidate = ranking[0]
+    better_candidate, clarity = _find_better_candidate(best_candidate, geometry, files, measurer)
+    notes: list[str] = []
+    if better_candidate and clarity == "clear":
+        return LayoutChoice(
+            best_candidate.match,
+            (),
+            _describe_conflict(best_candidate, better_candidate),
+            format_layout_options(better_candidate.match, PackedGeometry()),
+            best_candidate.evidence,
+        )
+    default_candidate = _find_default_candidate(geometry, ranking)
+    if compute_clarity(ranking) == "clear":
+        notes = _list_choice_notes(geometry, ranking, files.sizes)
+    elif default_candidate is not None:
+        best_candidate, notes = default_candidate, describe_inference(geometry, default_candidate.match, files.sizes)
+    else:
+        choices = [format_layout_options(candidate.match, geometry) for candidate in ranking[:MAX_LISTED_CHOICES]]
+        raise AmbiguousLayoutError(
+            f"{files.path}: {len(ranking)} layouts fit the sizes of the files, say which (--backend, --dtype, "
+            f"--flash-block); the likeliest first: {_format_ranking(ranking)}",
+            choices,
+        )
+    if better_candidate and not has_same_placement(better_candidate.match, best_candidate.match):
+        likelier_options = format_layout_options(better_candidate.match, PackedGeometry())
+        notes.append(f"{_describe_conflict(best_candidate, better_candidate)}: {likelier_options} is likelier")
+    return LayoutChoice(best_candidate.match, tuple(notes), evidence=best_candidate.evidence)
+
+
+def _infer_int8(files: PackedFiles, geometry: PackedGeometry) -> LayoutChoice | None:
+    """The int8 layout of files that fit none of floats; `SourceError` for rows that kvmnn does not read."""
+    matches = find_int8_matches(files, geometry, _LIKELY_BACKENDS)
+    if not matches:
+        refuse_rotated_codes(files, geometry)
+        return None
+    if len(matches) == 1:
+        return LayoutChoice(matches[0], (describe_int8(matches[0]),))
+    choices = [
+        f"{format_layout_options(match, geometry)} --int8 {'both' if match.layout.int8_values else 'keys'}"
+        for match in matches
+    ]
+    raise AmbiguousLayoutError(
+        f"{files.path}: no layout of floats fits the sizes of the files, {len(matches)} of int8 do, say which "
+        "(--backend, --int8)",
+        choices[:MAX_LISTED_CHOICES],
+    )
+
+
+def _make_mismatch_error(files: PackedFiles, geometry: PackedGeometry, measurer: _LayoutMeasurer) -> SourceError:
+    """Why no layout that was specified fits the sizes, and which does."""
+    try:
+        infer_layout(files.path, geometry, files.sizes, _list_file_names(files))
+    except SourceError as error:
+        mismatch_error = error
+    ranking = rank_candidates(
+        find_matches(PackedGeometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim), files.sizes),
+        measurer.measure,
+    )
+    if ranking and compute_clarity(ranking) == "clear" and ranking[0].evidence.is_consistent:
+        return type(mismatch_error)(
+            f"{mismatch_error}; sizes and words are those of "
+            f"{format_layout_options(ranking[0].match, PackedGeometry())}"
+        )
+    return mismatch_error
+
+
+class _LayoutMeasurer:
+    """Layouts tried on the words of some layers."""
+
+    def __init__(self, files: PackedFiles) -> None:
+        self.layer_indices = choose_sampled_layers(len(files.layers))
+        self._views: list[dict[Part, ReadBytes]] = [
+            {part: MappedFile(files.layers[layer_index].get_path(part)).view for part in PARTS}
+            for layer_index in self.layer_indices
+        ]
+        self._evidence_by_layout: dict[object, LayoutEvidence] = {}
+
+    def measure(self, match: LayoutMatch) -> LayoutEvidence:
+        """What the words tell about a layout."""
+        if match.layout not in self._evidence_by_layout:
+            capacities = [match.capacities[layer_index] for layer_index in self.layer_indices]
+            self._evidence_by_layout[match.layout] = measure_layers(self._views, match.layout, capacities)
+        return self._evidence_by_layout[match.layout]
+
+    def is_plausible(self, match: LayoutMatch, num_tokens: int | None) -> bool:
+        """Whether the first layer's rows are those of a prefix of `num_tokens`, or of a fresh one."""
+        single_head_layout = replace(match.layout, kv_heads=1)
+        capacity = match.capacities[self.layer_indices[0]]
+        num_rows = find_last_row(
+            self._views[0]["key"], single_head_layout, "key", capacity
+        )  # of the first head, which is quick
+        min_tokens, max_tokens = infer_token_range(match) if num_tokens is None else (num_tokens, num_tokens)
+        return (
+            num_rows > 0
+            and min_tokens <= num_rows <= max_tokens
+            and is_consistent_layer(self._views[0], match.layout, capacity)
+        )
+
+
+def _find_default_candidate(geometry: PackedGeometry, ranking: Sequence[LayoutCandidate]) -> LayoutCandidate | None:
+    """The only layout, or of pack numbers that are known the one with the usual flash block."""
+    if len(ranking) == 1:
+        return ranking[0]
+    default_candidates = (
+        [candidate for candidate in ranking if candidate.match.layout.flash_block == 64]
+        if geometry.specifies_packing
+        else []
+    )
+    return default_candidates[0] if len(default_candidates) == 1 else None
+
+
+def _list_choice_notes(
+    geometry: PackedGeometry, ranking: Sequence[LayoutCandidate], sizes: Sequence[tuple[int, int]]
+) -> list[str]:
+    """What was inferred, and from what."""
+    best_candidate = ranking[0]
+    if len(ranking) == 1 or (geometry.specifies_packing and geometry.flash_block is not None):
+        return describe_inference(geometry, best_candidate.match, sizes)
+    others_text = "the other" if len(ranking) == 2 else f"the {len(ranking) - 1} others"
+    return [
+        f"layout inferred: of {len(ranking)} that fit the sizes of the files the words speak for that of "
+        f"{best_candidate.match.backends} ({describe_layout(best_candidate.match.layout)}): read as {others_text}, "
+        f"{_describe_weakness(ranking[1], best_candidate)}"
+    ]
+
+
+def _describe_weakness(candidate: LayoutCandidate, best: LayoutCandidate) -> str:
+    """What speaks against a reading beside a better one."""
+    evidence = candidate.evidence
+    if not evidence.is_consistent and best.evidence.is_consistent:
+        if evidence.num_misplaced_rows:
+            return f"{pluralize(evidence.num_misplaced_rows, 'row')} before the last would be empty or partly so"
+        return "heads would end with different rows"
+    ratio = best.evidence.contrast / evidence.contrast if evidence.contrast else float("inf")
+    return f"dimensions would differ {ratio:.1f} times less in their means"
+
+
+def _find_better_candidate(
+    chosen_candidate: LayoutCandidate, geometry: PackedGeometry, files: PackedFiles, measurer: _LayoutMeasurer
+) -> tuple[LayoutCandidate | None, Clarity]:
+    """A layout that the words speak for more than for the chosen one, of those that were ruled out by the caller."""
+    unconstrained_matches = find_matches(
+        PackedGeometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim), files.sizes
+    )
+    if not chosen_candidate.evidence.is_consistent:
+        unconstrained_matches += find_regrouped_matches(geometry, files.sizes)
+    other_matches = [match for match in unconstrained_matches if not has_same_placement(match, chosen_candidate.match)]
+    ranking = rank_candidates(other_matches, measurer.measure)
+    if not ranking:
+        return None, "none"
+    clarity = compare_candidates(ranking[0], chosen_candidate)
+    return (None, "none") if clarity == "none" else (ranking[0], clarity)
+
+
+def _describe_conflict(chosen_candidate: LayoutCandidate, better_candidate: LayoutCandidate) -> str:
+    return (
+        f"read as {describe_layout(chosen_candidate.match.layout)}, "
+        f"{_describe_weakness(chosen_candidate, better_candidate)}"
+    )
+
+
+def _infer_with_heads(
+    files: PackedFiles, geometry: PackedGeometry, measurer: _LayoutMeasurer, num_tokens: int | None
+) -> LayoutChoice:
+    """Kv heads and head_dim from the words as well."""
+    ranking = _rank_plausible_layouts(files, geometry, measurer, num_tokens)
+    heads_only_geometry = PackedGeometry(kv_heads=geometry.kv_heads, head_dim=geometry.head_dim)
+    unconstrained_ranking = (
+        ranking
+        if geometry == heads_only_geometry
+        else _rank_plausible_layouts(files, heads_only_geometry, measurer, num_tokens)
+    )
+    clear_candidate = (
+        unconstrained_ranking[0]
+        if unconstrained_ranking and compute_clarity(unconstrained_ranking) == "clear"
+        else None
+    )
+    better_options = format_layout_options(clear_candidate.match, PackedGeometry()) if clear_candidate else ""
+    if not ranking and clear_candidate:
+        raise SourceError(
+            f"{files.path}: no layout that was asked for agrees with the words; they speak for {better_options}"
+        )
+    if ranking and clear_candidate and compare_candidates(clear_candidate, ranking[0]) == "clear":
+        best_candidate = ranking[0]
+        return LayoutChoice(
+            best_candidate.match,
+            (),
+            _describe_conflict(best_candidate, clear_candidate),
+            better_options,
+            best_candidate.evidence,
+        )
+    if ranking and compute_clarity(ranking) == "clear":
+        layout, backends = ranking[0].match.layout, ranking[0].match.backends
+        reason = (
+            f"{len(ranking) - 1} other layouts are less likely" if ranking[1:] else "no other layout agrees with it"
+        )
+        notes = (
+            f"layout inferred from the words: {describe_layout(layout)} ({backends}); rows are full or empty in all "
+            f"heads "
+            f"alike, and {reason}",
+        )
+        return LayoutChoice(ranking[0].match, notes, evidence=ranking[0].evidence)
+    choices = [format_layout_options(candidate.match, geometry) for candidate in ranking[:MAX_LISTED_CHOICES]]
+    raise AmbiguousLayoutError(f"{files.path}: {format_missing_options(geometry)}", choices)
+
+
+def _rank_plausible_layouts(
+    files: PackedFiles, geometry: PackedGeometry, measurer: _LayoutMeasurer, num_tokens: int | None
+) -> list[LayoutCandidate]:
+    """Layouts with any kv heads and head_dim that agree with the words, the likeliest first."""
+    plausible_matches = [
+        match for match in iter_matches(geometry, files.sizes) if measurer.is_plausible(match, num_tokens)
+    ]
+    return [
+        candidate
+        for candidate in rank_candidates(plausible_matches, measurer.measure)
+        if candidate.evidence.is_consistent
+    ]
+
+
+def format_missing_options(geometry: PackedGeometry, *, include_tokens: bool = False) -> str:
+    """Which numbers nothing tells, and the options for them, in one sentence."""
+    missing_texts = [geometry.missing_text] if geometry.missing_text else []
+    sentence = f"the files do not say {missing_texts[0]}; --model DIR may" if missing_texts else ""
+    if include_tokens:
+        sentence += (
+            "; nor" if sentence else "the files do not say"
+        ) + " how many tokens are live (--tokens N or --token-ids FILE)"
+    return sentence
+
+
+def format_layout_options(match: LayoutMatch, geometry: PackedGeometry) -> str:
+    """Return the options that say of a layout what `geometry` leaves open."""
+    layout, options = match.layout, []
+    if geometry.kv_heads is None:
+        options.append(f"--kv-heads {layout.kv_heads}")
+    if geometry.head_dim is None:
+        options.append(f"--head-dim {layout.head_dim}")
+    if not geometry.specifies_packing:
+        names = match.backends.split("/")
+        likely_names = [name for name in _LIKELY_BACKENDS if name in names] or names
+        options.append(f"--backend {likely_names[0]}")
+    if geometry.flash_block is None and layout.flash_block is None:
+        options.append("--flash-block none")
+    return " ".join(options)
+
+
+def _format_ranking(ranking: Sequence[LayoutCandidate]) -> str:
+    """Layouts in words, to be put behind a message."""
+    layout_texts = [
+        f"{candidate.match.backends}: {describe_layout(candidate.match.layout)}"
+        for candidate in ranking[:_MAX_LAYOUTS_IN_MESSAGE]
+    ]
+    return "; ".join(
+        [*layout_texts, f"{len(ranking) - len(layout_texts)} more"]
+        if ranking[_MAX_LAYOUTS_IN_MESSAGE:]
+        else layout_texts
+    )
+
+
+def _list_file_names(files: PackedFiles) -> list[tuple[str, str]]:
+    return [(PurePath(layer.key).name, PurePath(layer.value).name) for layer in files.layers]
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Rows of each layer up to the last one that is not empty.
+
+    Parameters
+    ----------
+    keys, values
+        Of K and of V, in any head.
+    """
+
+    keys: tuple[int, ...]
+    values: tuple[int, ...]
+
+    @property
+    def common_count(self) -> int | None:
+        """The number of all layers, K and V; None where they differ or all rows are empty."""
+        counts = {*self.keys, *self.values}
+        return counts.pop() if len(counts) == 1 and 0 not in counts else None
+
+
+def count_nonempty_rows(files: PackedFiles, match: LayoutMatch, layouts: Sequence[PackLayout]) -> RowCounts:
+    """Look for the last row of K and of V in every layer that is not empty."""
+
+    def count_part_rows(part: Part) -> tuple[int, ...]:
+        return tuple(
+            find_last_row(MappedFile(layer.get_path(part)).view, layout, part, capacity)
+            for layer, capacity, layout in zip(files.layers, match.capacities, layouts, strict=True)
+        )
+
+    keys, values = (count_part_rows(part) for part in PARTS)
+    return RowCounts(keys, values)
+
+
+@dataclass(frozen=True)
+class TokenCountGuess:
+    """Live tokens as the files tell.
+
+    Parameters
+    ----------
+    num_tokens
+        The number that stands out; None where none does.
+    choices
+        Numbers that are possible, the likeliest first.
+    reason
+        From what it was inferred, or why it was not.
+    """
+
+    num_tokens: int | None
+    choices: tuple[int, ...]
+    reason: str
+
+
+def infer_token_count(files: PackedFiles, match: LayoutMatch, row_counts: RowCounts) -> TokenCountGuess:
+    """Infer the number of live tokens from rows that are not empty and from the room of the files.
+
+    The engine makes room for 64 tokens more than a prefix has. Rows beyond that are of a session that went on in the
+    same files; in the files of a running engine any row may be left over from tokens that are gone.
+    """
+    common_count = row_counts.common_count
+    if common_count is None:
+        return TokenCountGuess(None, (), "rows of K and V that are not empty differ in number")
+    min_tokens, max_tokens = infer_token_range(match)
+    if files.kind != "prefix":
+        return TokenCountGuess(
+            None,
+            (common_count,),
+            f"{pluralize(common_count, 'row')} are not empty, of which an engine may have left some",
+        )
+    if min_tokens <= common_count <= max_tokens or common_count < min_tokens or not max_tokens:
+        return TokenCountGuess(
+            common_count, (common_count,), f"{pluralize(common_count, 'row')} of K and V of all layers are not empty"
+        )
+    choices = (common_count, *range(max_tokens, max(min_tokens, 1) - 1, -1))
+    why = "a session went on, or the files were packed with less room"
+    return TokenCountGuess(
+        None, choices[:8], f"{common_count} rows are not empty, but the room is that of a prefix of {max_tokens}: {why}"
+    )
+
+
+def describe_omitted_rows(files: PackedFiles, match: LayoutMatch, row_counts: RowCounts, tokens: Sequence[int]) -> str:
+    """Which rows of a fresh prefix, whose number the files tell, a specified number leaves out; empty for none."""
+    common_count, specified_counts = row_counts.common_count, set(tokens)
+    min_tokens, max_tokens = infer_token_range(match)
+    if (
+        files.kind != "prefix"
+        or common_count is None
+        or len(specified_counts) != 1
+        or max(specified_counts) >= common_count
+    ):
+        return ""
+    if not min_tokens <= common_count <= max_tokens or min_tokens <= max(specified_counts) <= max_tokens:
+        return ""
+    return (
+        f"{pluralize(common_count, 'row')} of K and V of all layers are not empty, and the room is that of a prefix of "
+        f"{common_count}: "
+        f"{max(specified_counts)} tokens leave {pluralize(common_count - max(specified_counts), 'row')} out"
+    )
+
+
+def list_token_doubts(
+    row_counts: RowCounts, token_counts: Sequence[int], option_name: str
+) -> tuple[list[str], list[str]]:
+    """Where rows speak for more tokens than specified, and where for fewer, as sentences: old rows may be left."""
+    more_sentences, fewer_sentences = [], []
+    for keys, values, num_tokens in zip(row_counts.keys, row_counts.values, token_counts, strict=True):
+        num_nonempty = max(keys, values)
+        if num_nonempty > num_tokens:
+            more_sentences.append(f"rows behind the {num_tokens} tokens are not zero, up to row {num_nonempty}")
+        elif num_nonempty < num_tokens:
+            fewer_sentences.append(f"the last {num_tokens - num_nonempty} of {num_tokens} tokens are all zero")
+    layers_text = pluralize(len(token_counts), "layer")
+    more_tokens_doubts = (
+        [
+            f"in {len(more_sentences)} of {layers_text} {more_sentences[0]}: more tokens may be live than "
+            f"{option_name} says"
+        ]
+        if more_sentences
+        else []
+    )
+    fewer_tokens_doubts = (
+        [
+            f"in {len(fewer_sentences)} of {layers_text} {fewer_sentences[0]}: fewer tokens may be live than "
+            f"{option_name} says"
+        ]
+        if fewer_sentences
+        else []
+    )
+    return more_tokens_doubts, fewer_tokens_doubts

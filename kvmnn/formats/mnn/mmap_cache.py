@@ -1,0 +1,215 @@
+"""The files behind a running engine's caches (``kvcache_mmap``): pairs ``<16 hex digits>.k`` and ``.v``.
+
+The name is an address and does not tell which layer a pair belongs to. The order in which the engine opened the files
+does, and that can be asked of the system while the engine runs; without it the order in which they were made is taken,
+which the engine's first step goes by, and which is said to be inferred.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import MissingOptionError, SourceError
+from ...files.atomic import DirectoryOutput
+from ...files.file_info import read_birth_time
+from .packed_files import PackedFiles, PackedLayer, get_file_size
+
+_MAX_CLOCK_TICK_NS = 100 * 10**6  # times of files are as coarse as the system's clock ticks
+_DATA_NAME_REGEX = re.compile(r"(?P<address>[0-9A-F]{16})\.(?P<part>[kv])")
+
+
+def has_mmap_files(listing: set[str]) -> bool:
+    """Whether a directory listing has live files."""
+    return any(_DATA_NAME_REGEX.fullmatch(name) for name in listing)
+
+
+def find_mmap_files(path: str, layer_order: tuple[str, ...] = (), pid: int | None = None) -> PackedFiles:
+    """The live files in a directory, layer by layer, or the pair that one file belongs to.
+
+    Parameters
+    ----------
+    layer_order
+        The addresses in the order of the layers.
+    pid
+        The engine's process: the order of its open descriptors is taken (Linux).
+
+    Raises
+    ------
+    SourceError
+        When there are none, or a file of a pair is missing.
+    MissingOptionError
+        When several pairs are there and nothing tells their order.
+    """
+    notes: tuple[str, ...] = ()
+    if os.path.isdir(path):
+        folder, wanted_address = Path(path), None
+    else:
+        folder, wanted_address = Path(path).parent, _parse_address(path)
+    try:
+        found_addresses = sorted(
+            {name_match["address"] for name_match in map(_DATA_NAME_REGEX.fullmatch, os.listdir(folder)) if name_match}
+        )
+    except OSError as exc:
+        raise SourceError(f"{folder}: cannot be read: {exc.strerror or exc}") from exc
+    if not found_addresses:
+        raise SourceError(f"{path}: has no live cache files, <16 hex digits>.k and .v")
+    if wanted_address is not None:
+        addresses = [wanted_address]
+    elif layer_order:
+        addresses = _parse_layer_order(path, found_addresses, layer_order)
+    elif pid is not None:
+        addresses = list_open_addresses(folder, pid)
+        if sorted(addresses) != found_addresses:
+            raise SourceError(
+                f"{path}: has {len(found_addresses)} pairs of files, but process {pid} has {len(addresses)} of them "
+                f"open"
+            )
+    elif len(found_addresses) == 1:
+        addresses = found_addresses
+    else:
+        addresses, reason = sort_by_creation(folder, found_addresses)
+        if not addresses:
+            raise MissingOptionError(
+                f"{path}: nothing in the {len(found_addresses)} pairs of files tells their layers, {reason}: say --pid "
+                f"PID of "
+                "the running engine, or --layer-order ADDRESS,ADDRESS,..."
+            )
+        notes = (
+            f"order of the {len(found_addresses)} layers inferred from when their files were made; --pid PID of the "
+            f"running "
+            f"engine knows it, --layer-order {','.join(addresses[:2])},... says it",
+        )
+    return PackedFiles(
+        kind="live",
+        name="",
+        path=path,
+        layers=tuple(
+            _make_packed_layer(folder, layer_number, address) for layer_number, address in enumerate(addresses)
+        ),
+        notes=notes,
+    )
+
+
+def write_mmap_files(
+    path: str, layers: Sequence[tuple[Any, Any]], *, first_address: int = 0x1000, force: bool = False
+) -> tuple[str, ...]:
+    """Write packed buffers as the files of a session with ``kvcache_mmap``, all or none.
+
+    Parameters
+    ----------
+    path
+        The directory.
+    layers
+        The packed K and V buffer of each layer, as bytes or contiguous arrays (`PackedCache.buffers`).
+    first_address
+        Stands for the address of the first layer's manager; each further layer is named 4096 bytes later.
+    force
+        Replace files that exist.
+
+    Returns
+    -------
+    tuple of str
+        The addresses in the order of the layers. The files do not tell it: it is what `find_mmap_files` wants as
+        `layer_order`.
+
+    Raises
+    ------
+    OutputError
+        When a file exists or cannot be written.
+    SourceError
+        When there is no layer, or an address does not fit 64 bits.
+    """
+    if not layers:
+        raise SourceError(f"{path}: there is no layer to write")
+    last_address = first_address + 4096 * (len(layers) - 1)
+    if first_address < 0 or last_address >= 1 << 64:
+        raise SourceError(f"{path}: addresses {first_address:#x} to {last_address:#x}: expected 64-bit numbers")
+    addresses = tuple(f"{first_address + 4096 * layer_number:016X}" for layer_number in range(len(layers)))
+    with DirectoryOutput(path, force=force) as directory:
+        directory.check_names([f"{address}.{part}" for address in addresses for part in "kv"])
+        for address, buffers in zip(addresses, layers, strict=True):
+            for part, buffer in zip("kv", buffers, strict=True):
+                directory.open_file(f"{address}.{part}").write(memoryview(buffer).cast("B"))
+        directory.commit()
+    return addresses
+
+
+def list_open_addresses(folder: Path, pid: int) -> list[str]:
+    """Addresses of the files in `folder` that a process has open, in the order of its descriptors.
+
+    Raises
+    ------
+    SourceError
+        When the process cannot be looked into, or K and V files disagree about the order.
+    """
+    descriptor_folder = Path(f"/proc/{pid}/fd")
+    addresses_by_part: dict[str, list[str]] = {"k": [], "v": []}
+    try:
+        for descriptor in sorted(os.listdir(descriptor_folder), key=int):
+            try:
+                target = Path(os.readlink(descriptor_folder / descriptor))
+            except FileNotFoundError:
+                continue  # closed meanwhile
+            name_match = _DATA_NAME_REGEX.fullmatch(target.name)
+            if (
+                name_match
+                and target.parent == folder.resolve()
+                and name_match["address"] not in addresses_by_part[name_match["part"]]
+            ):
+                addresses_by_part[name_match["part"]].append(name_match["address"])
+    except OSError as exc:
+        raise SourceError(f"process {pid}: its open files cannot be listed: {exc.strerror or exc}") from exc
+    if addresses_by_part["k"] != addresses_by_part["v"]:
+        raise SourceError(f"process {pid}: its K and V files are open in different orders")
+    return addresses_by_part["k"]
+
+
+def sort_by_creation(folder: Path, addresses: Sequence[str]) -> tuple[list[str], str]:
+    """Addresses in the order in which their files were made: by time, and by inode where times are equal.
+
+    Returns
+    -------
+    tuple
+        The addresses, none where times tell no order; and why they do not.
+    """
+    orders = []
+    for part in "kv":
+        file_times: list[tuple[int, int, str]] = []
+        for address in addresses:
+            file = str(folder / f"{address}.{part}")
+            get_file_size(file)
+            birth_ns, status = read_birth_time(file), os.stat(file)
+            if birth_ns is None:
+                return [], "and this file system does not keep when files were made"
+            if status.st_mtime_ns < birth_ns - _MAX_CLOCK_TICK_NS:
+                return [], "and they are copies, made in any order"
+            file_times.append((birth_ns, status.st_ino, address))
+        orders.append([address for _, _, address in sorted(file_times)])
+    return (orders[0], "") if orders[0] == orders[1] else ([], "and K and V were made in different orders")
+
+
+def _parse_address(path: str) -> str:
+    name_match = _DATA_NAME_REGEX.fullmatch(Path(path).name)
+    if not name_match:
+        raise SourceError(f"{path}: is not named as live cache files are, <16 hex digits>.k or .v")
+    return name_match["address"]
+
+
+def _parse_layer_order(path: str, found_addresses: list[str], layer_order: tuple[str, ...]) -> list[str]:
+    ordered_addresses = [address.upper() for address in layer_order]
+    if sorted(ordered_addresses) != found_addresses:
+        raise SourceError(
+            f"{path}: has the files {', '.join(found_addresses)}, the order names {', '.join(ordered_addresses)}"
+        )
+    return ordered_addresses
+
+
+def _make_packed_layer(folder: Path, layer_number: int, address: str) -> PackedLayer:
+    key, value = str(folder / f"{address}.k"), str(folder / f"{address}.v")
+    return PackedLayer(
+        layer=layer_number, key=key, value=value, key_bytes=get_file_size(key), value_bytes=get_file_size(value)
+    )

@@ -1,0 +1,521 @@
+"""Packed files of K and V, whoever wrote them: layers found, described, and read as plain arrays.
+
+Finding names the files of every layer. Describing adds what files cannot tell: geometry, pack numbers and tokens, from
+the caller, a model directory, or the document that kvmnn leaves beside the files it writes. Reading touches live
+elements only.
+
+Which packed files a path stands for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import PurePath
+
+from ... import dtypes
+from ..._util.text import pluralize as count_of
+from ...arrays.array import LazyArray, UnsupportedArrayError
+from ...arrays.completeness import Completeness
+from ...arrays.layers import format_array_name
+from ...arrays.source import PACKED_FILES_KEY, Source
+from ...bundle.manifest import dump_packed_record
+from ...dtypes import PARTS
+from ...errors import OptionError, SourceError
+from ...packed import cache_info
+from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
+from ...packed.inference import LayoutMatch, PackedGeometry, describe_layout, make_geometry
+from ...packed.layout import PackLayout, get_row_dtype
+from ..options import PackedOptions
+from . import mmap_cache, prefix
+from .layer_kinds import (
+    build_completeness,
+    build_state_layers,
+    check_layer_count,
+    list_opaque_states,
+    separate_state_layers,
+)
+from .layout_inference import (
+    AmbiguousLayoutError,
+    LayoutChoice,
+    RowCounts,
+    choose_group_layouts,
+    choose_layout,
+    count_nonempty_rows,
+    describe_omitted_rows,
+    format_missing_options,
+    infer_token_count,
+    list_token_doubts,
+)
+from .model import check_model_agrees, compute_fingerprint, has_weights, read_model_geometry
+from .packed_files import PackedFiles
+from .packed_io import iter_packed_chunks
+from .unused_bytes import account_for_files, find_difference, make_unused_arrays
+
+
+@dataclass(frozen=True)
+class PackedCacheReader:
+    """Packed files and all there is to know about them.
+
+    Parameters
+    ----------
+    files
+        What was found.
+    info
+        What they hold.
+    notes
+        What was inferred, and from what, in words.
+    ignored_conflict
+        What the words, or the sizes of the files, speak against, where the caller insisted on it; else empty.
+    omitted_rows_text
+        Which rows the specified tokens leave out of a fresh prefix, as a sentence; empty for none.
+    is_trusted
+        Whether the caller insists on what was specified.
+    """
+
+    files: PackedFiles
+    info: CacheInfo
+    notes: tuple[str, ...] = field(default=())
+    ignored_conflict: str = ""
+    omitted_rows_text: str = ""
+    is_trusted: bool = False
+
+    @property
+    def completeness(self) -> Completeness | None:
+        """The state of every layer, where some have no K and V of their own."""
+        return build_completeness(self.info, self.files.model_states)
+
+    def to_source(self, dtype: str | None = None, *, include_unused: bool = False) -> Source:
+        """Return ``layer_<n>.key`` and ``layer_<n>.value``, each ``[kv_head, token, head_dim]``, of every layer.
+
+        With `include_unused`, of a prefix whose files can be written again, arrays with the other bytes of its files as
+        well, and in the metadata the hashes of the files, for frames.
+        """
+        layout = self.info.layout
+        completeness = self.completeness
+        if dtype not in (None, layout.dtype):
+            raise UnsupportedArrayError(f"{self.files.path}: holds {layout.dtype} words, not {dtype}")
+        arrays = [
+            LazyArray(
+                name=format_array_name(layer.layer, part),
+                dtype=get_row_dtype(layout, part),
+                shape=(
+                    self.info.get_layer_layout(layer).kv_heads,
+                    layer.tokens,
+                    self.info.get_layer_layout(layer).head_dim,
+                ),
+                array_dtype=dtypes.parse_dtype(get_row_dtype(layout, part)).numpy_dtype.str,
+                reader=partial(
+                    iter_packed_chunks, files.get_path(part), self.info.get_layer_layout(layer), part, layer
+                ),
+            )
+            for files, layer in zip(self.files.layers, self.info.layers, strict=True)
+            for part in PARTS
+        ]
+        opened_files = self.files.opened_files
+        if layout.is_quantised:  # no way back to these files: what was lost is said, and nothing is noted down
+            notes = [*self.notes, *layout.unrecoverable_parts]
+            return Source(
+                arrays,
+                notes=notes,
+                lossy=True,
+                opened_files=opened_files,
+                completeness=completeness,
+                doubt=self.ignored_conflict,
+            )
+        metadata = {cache_info.METADATA_KEY: cache_info.dump_cache_info(self.info)}
+        if include_unused and self.files.is_whole_prefix:
+            if self.omitted_rows_text and not self.is_trusted:
+                raise _make_conflict_error(self.files, self.info, self.omitted_rows_text)
+            record = account_for_files(self.files, self.info, left_out=self.ignored_conflict or self.omitted_rows_text)
+            metadata[PACKED_FILES_KEY] = dump_packed_record(record)
+            arrays += make_unused_arrays(self.files, self.info, record)
+        notes = list(self.notes)
+        return Source(
+            arrays,
+            metadata,
+            notes=notes,
+            cache=self.info,
+            opened_files=opened_files,
+            completeness=completeness,
+            states=list_opaque_states(self.files),
+            doubt=self.ignored_conflict,
+        )
+
+
+def open_packed_files(files: PackedFiles, options: PackedOptions) -> PackedCacheReader:
+    """Put together what the caller, the model directory and the document beside the files say, and what words tell.
+
+    Raises
+    ------
+    SourceError
+        When what is said differs in different places, or does not fit the sizes or the words; when the engine would
+        not load the files, unless `options` say to read them anyway.
+    MissingOptionError
+        When neither files nor options say something that is needed; `AmbiguousLayoutError` lists what it may be.
+    OptionError
+        When `options` say another geometry than their model has.
+    """
+    files, sidecar_info = _check_and_sort_files(files, options)
+    notes = [
+        *files.notes,
+        *([f"read although {files.size_mismatch}"] if files.size_mismatch and not sidecar_info else []),
+    ]
+    choice = _resolve_layout(files, options, sidecar_info)
+    match = choice.match
+    notes += choice.notes
+    if (
+        choice.conflict and not options.trust_options and not (options.valid_tokens or options.token_ids)
+    ):  # which count would be odd
+        raise SourceError(
+            f"{files.path}: {choice.conflict}; the words speak for {choice.better_options}; --force reads them as "
+            f"specified"
+        )
+    row_counts = (
+        None if sidecar_info or match.layout.is_quantised else count_nonempty_rows(files, match, choice.layouts)
+    )
+    tokens, token_notes = _resolve_tokens(files, options, sidecar_info, match, row_counts)
+    notes += token_notes
+    layers = tuple(
+        LayerInfo(
+            layer=layer.layer,
+            tokens=num_tokens,
+            capacity=capacity,
+            positions=position_runs,
+            text_positions=text_position_runs,
+            heads=heads,
+        )
+        for layer, num_tokens, capacity, (position_runs, text_position_runs), heads in zip(
+            files.layers,
+            tokens,
+            match.capacities,
+            _list_positions(tokens, sidecar_info),
+            choice.layer_heads or (None,) * len(tokens),
+            strict=True,
+        )
+    )
+    info = CacheInfo(
+        kind=files.kind,
+        name=files.name,
+        layout=match.layout,
+        layers=layers,
+        token_ids=options.token_ids or (sidecar_info.token_ids if sidecar_info else None),
+        model=_compute_fingerprint(options.model, notes) or (sidecar_info.model if sidecar_info else None),
+        next_position=sidecar_info.next_position if sidecar_info else None,
+        states=build_state_layers(files),
+    )
+    if sidecar_info:
+        _check_same_as_sidecar(files, sidecar_info, info)
+    elif options.token_ids and {options.token_ids.count} != set(tokens):
+        raise SourceError(f"{files.path}: {options.token_ids.count} token ids for {max(tokens)} tokens")
+    cut = f"{files.size_mismatch}: files were cut" if files.size_mismatch and not sidecar_info else ""
+    if row_counts is None:
+        return PackedCacheReader(files, info, tuple(notes), cut, "", options.trust_options)
+    contradicted = _check_contents(files, options, info, choice, row_counts, notes)
+    omitted_rows_text = describe_omitted_rows(files, match, row_counts, tokens)
+    ignored_conflict = "; ".join(filter(None, (cut, contradicted)))
+    return PackedCacheReader(files, info, tuple(notes), ignored_conflict, omitted_rows_text, options.trust_options)
+
+
+def _compute_fingerprint(model_path: str | None, notes: list[str]) -> str | None:
+    """That of the model, where its directory has more than settings."""
+    if model_path is None:
+        return None
+    if not has_weights(model_path):
+        notes.append(
+            f"{model_path} has no .mnn file: its settings are taken, and no fingerprint of the model is noted down"
+        )
+        return None
+    return compute_fingerprint(model_path)
+
+
+def _check_and_sort_files(files: PackedFiles, options: PackedOptions) -> tuple[PackedFiles, CacheInfo | None]:
+    """The files by kinds of layers, and what the document beside them says.
+
+    `SourceError` for files that are damaged or that it does not fit.
+    """
+    if files.missing_files:
+        raise SourceError(
+            f"{files.path}: {files.missing_files[0]}, so no engine would load it: compute the prefix again"
+        )
+    if files.problems and not options.ignore_markers:
+        raise SourceError(f"{files.path}: {files.problems[0]} (--ignore-markers reads the files anyway)")
+    sidecar_info = read_sidecar_info(files)
+    files = separate_state_layers(files, options, sidecar_info)
+    if sidecar_info and (
+        files.sizes
+        != [_compute_file_sizes(sidecar_info.get_layer_layout(layer), layer) for layer in sidecar_info.layers]
+        or build_state_layers(files) != sidecar_info.states
+    ):
+        raise SourceError(
+            f"{files.sidecar_document[1] if files.sidecar_document else files.path}: does not describe the files "
+            f"beside it any more: "
+            f"{_describe_drift(files, sidecar_info)}; move it away and say what they hold"
+        )
+    if files.size_mismatch and not sidecar_info and not options.trust_options:
+        raise SourceError(
+            f"{files.path}: {files.size_mismatch}: files were cut, and MNN would delete this prefix instead of loading "
+            "it: compute it again (--force reads what is left)"
+        )
+    return files, sidecar_info
+
+
+def _check_contents(
+    files: PackedFiles,
+    options: PackedOptions,
+    info: CacheInfo,
+    choice: LayoutChoice,
+    row_counts: RowCounts,
+    notes: list[str],
+) -> str:
+    """Refuse what the words contradict, or say it where the caller is to be believed; returns what was believed."""
+    tokens = _list_token_counts(info)
+    conflict = f"{choice.conflict}; the words speak for {choice.better_options}" if choice.conflict else ""
+    if conflict and not options.trust_options:
+        raise _make_conflict_error(files, info, conflict)
+    option_name = "--tokens" if options.valid_tokens else "--token-ids"
+    more_tokens_doubts, fewer_tokens_doubts = list_token_doubts(row_counts, tokens, option_name)
+    if more_tokens_doubts and options.token_ids and not options.valid_tokens:
+        ids_text = count_of(tokens[0], "token id")
+        raise SourceError(
+            f"{files.path}: {ids_text}, but {more_tokens_doubts[0].partition(':')[0]}: say --tokens {tokens[0]} as "
+            f"well if only these "
+            "tokens are meant"
+        )
+    if conflict:
+        notes.append(f"the words contradict what was specified: {conflict}")
+    elif options.valid_tokens or options.token_ids:
+        notes += [*more_tokens_doubts, *fewer_tokens_doubts]
+    return conflict
+
+
+def _make_conflict_error(files: PackedFiles, info: CacheInfo, conflict: str) -> SourceError:
+    """What the words contradict, and the first of them."""
+    difference_text = find_difference(files, info)
+    detail_text = f" (the first word in the way: {difference_text})" if difference_text else ""
+    return SourceError(f"{files.path}: {conflict}{detail_text}; --force reads the files as specified")
+
+
+def read_sidecar_info(files: PackedFiles) -> CacheInfo | None:
+    """What kvmnn left beside the files, for just the layers that were found."""
+    if files.sidecar_document is None:
+        return None
+    text, label = files.sidecar_document
+    sidecar_info = cache_info.load_cache_info(text, label)
+    found_layers = {layer.layer for layer in files.layers}
+    selected_layers = tuple(layer for layer in sidecar_info.layers if layer.layer in found_layers)
+    states = tuple(state for state in sidecar_info.states if state.layer in found_layers)
+    is_folder = os.path.isdir(files.path)
+    if len(selected_layers) + len(states) != len(found_layers) or (
+        is_folder and len(found_layers) != len(sidecar_info.numbers)
+    ):
+        raise SourceError(
+            f"{label}: describes {len(sidecar_info.numbers)} layers, but there are files of {len(found_layers)}"
+        )
+    return replace(sidecar_info, layers=selected_layers, states=states)
+
+
+def resolve_geometry(options: PackedOptions, files: PackedFiles | None = None) -> PackedGeometry:
+    """The caller's geometry, completed from the model directory, whose layers are those of `files`.
+
+    Raises
+    ------
+    SourceError
+        When the model has another number of layers than there are files.
+    OptionError
+        When the caller says other kv heads or another head_dim than the model has.
+    """
+    if options.model is None:
+        return options.geometry
+    model = read_model_geometry(options.model)
+    if files is not None:
+        check_layer_count(files, model, options.model)
+    check_model_agrees(options.model, model, options.geometry.kv_heads, options.geometry.head_dim)
+    return options.geometry.merge_defaults(
+        PackedGeometry(kv_heads=model.kv_heads, head_dim=model.head_dim, flash_block=model.flash_block)
+    )
+
+
+def _compute_file_sizes(layout: PackLayout, layer: LayerInfo) -> tuple[int, int]:
+    return layout.key_bytes(layer.capacity), layout.value_bytes(layer.capacity)
+
+
+def _describe_drift(files: PackedFiles, sidecar_info: CacheInfo) -> str:
+    pairs = [
+        (layer.layer, *_compute_file_sizes(sidecar_info.get_layer_layout(layer), layer))
+        for layer in sidecar_info.layers
+    ]
+    pairs += [(state.layer, state.key_bytes, state.value_bytes) for state in sidecar_info.states]
+    for file_pair, (layer_number, *sizes) in zip((*files.layers, *files.states), pairs, strict=True):
+        expected_sizes = sizes[0], sizes[1]
+        if (file_pair.key_bytes, file_pair.value_bytes) != expected_sizes:
+            return (
+                f"layer {layer_number} has files of {file_pair.key_bytes} and {file_pair.value_bytes} bytes, it says "
+                f"{expected_sizes[0]} and {expected_sizes[1]}"
+            )
+    return "they differ in number"
+
+
+def _resolve_layout(files: PackedFiles, options: PackedOptions, sidecar_info: CacheInfo | None) -> LayoutChoice:
+    geometry = resolve_geometry(options, files)
+    if sidecar_info is not None:
+        if not any(
+            layout == sidecar_info.layout
+            for _, layout in geometry.merge_defaults(make_geometry(sidecar_info.layout)).list_candidates()
+        ):
+            raise SourceError(
+                f"{files.path}: its document says {describe_layout(sidecar_info.layout)}, which is not what was asked "
+                f"for"
+            )
+        match = LayoutMatch(sidecar_info.layout, "", tuple(layer.capacity for layer in sidecar_info.layers))
+        return LayoutChoice(match, layer_heads=tuple(layer.heads for layer in sidecar_info.layers))
+    tokens = options.valid_tokens or ((options.token_ids.count,) if options.token_ids else ())
+    num_tokens = tokens[0] if len(set(tokens)) == 1 else None
+
+    def choose(num_tokens: int | None) -> LayoutChoice:
+        if len(files.groups) > 1:
+            return choose_group_layouts(files, geometry, _resolve_group_heads(files, options), num_tokens)
+        return choose_layout(files, geometry, num_tokens=num_tokens)
+
+    try:
+        return choose(num_tokens)
+    except AmbiguousLayoutError as error:
+        if num_tokens is not None and not error.choices:
+            with contextlib.suppress(AmbiguousLayoutError):  # the rows may show a layout, with another number of tokens
+                return choose(None)
+        if not geometry.missing_text:
+            raise
+        unresolved_text = f"neither its files nor those of the model in {options.model} say {geometry.missing_text}"
+        missing_text = format_missing_options(geometry, include_tokens=not tokens)
+        message = f"{files.path}: {unresolved_text}" if options.model else f"{files.path}: {missing_text}"
+        choices = [choice if tokens else f"{choice} --tokens N" for choice in error.choices]
+        raise AmbiguousLayoutError(message, choices) from None
+
+
+def _resolve_group_heads(files: PackedFiles, options: PackedOptions) -> list[tuple[int | None, int | None]]:
+    """What is known of the kv heads and head_dim of each group of layers."""
+    layer_heads: tuple[tuple[int | None, int | None], ...] = options.heads
+    if not layer_heads and options.model:
+        model = read_model_geometry(options.model)
+        states = zip(model.layer_geometry, model.states, strict=True) if model.layer_geometry else ()
+        layer_heads = tuple(heads for heads, state in states if state.kind == "full")
+    if len(layer_heads) != len(files.layers):
+        if options.geometry.kv_heads or options.geometry.head_dim:
+            raise SourceError(
+                f"{files.path}: its layers differ in size, so --kv-heads and --head-dim are not those of all: leave "
+                "them out, or say --model DIR"
+            )
+        return [(None, None)] * len(files.groups)
+    by_layer = dict(zip((layer.layer for layer in files.layers), layer_heads, strict=True))
+    return [by_layer[group[0].layer] for group in files.groups]
+
+
+def _resolve_tokens(
+    files: PackedFiles,
+    options: PackedOptions,
+    sidecar_info: CacheInfo | None,
+    match: LayoutMatch,
+    row_counts: RowCounts | None,
+) -> tuple[tuple[int, ...], list[str]]:
+    """Live tokens of each layer, and how they were inferred."""
+    num_layers, notes = len(files.layers), []
+    if options.valid_tokens:
+        if len(options.valid_tokens) not in (1, num_layers):
+            raise SourceError(f"{files.path}: {len(options.valid_tokens)} numbers of tokens for {num_layers} layers")
+        tokens = options.valid_tokens if len(options.valid_tokens) == num_layers else options.valid_tokens * num_layers
+    elif sidecar_info:
+        tokens = tuple(layer.tokens for layer in sidecar_info.layers)
+    elif options.token_ids:
+        tokens = (options.token_ids.count,) * num_layers
+    else:
+        guess = infer_token_count(files, match, row_counts) if row_counts else None
+        if guess is None or guess.num_tokens is None:
+            raise AmbiguousLayoutError(
+                f"{files.path}: the files do not say how many tokens are live: say --tokens N (at most "
+                f"{min(match.capacities)}) or --token-ids FILE" + (f"; {guess.reason}" if guess else ""),
+                [f"--tokens {num_tokens}" for num_tokens in guess.choices] if guess else [],
+            )
+        tokens = (guess.num_tokens,) * num_layers
+        notes = [f"{guess.num_tokens} tokens inferred: {guess.reason}"]
+    for layer, num_tokens, capacity in zip(files.layers, tokens, match.capacities, strict=True):
+        if not 1 <= num_tokens <= capacity:
+            raise SourceError(
+                f"{files.path}: layer {layer.layer}: {num_tokens} tokens: expected at least 1 and at most {capacity}, "
+                "which the files have room for"
+            )
+    return tokens, notes
+
+
+def _list_positions(
+    tokens: tuple[int, ...], sidecar_info: CacheInfo | None
+) -> list[tuple[cache_info.PositionRuns, cache_info.PositionRuns | None]]:
+    """The positions in the document if it has the same number of tokens, else 0, 1, 2 and so on."""
+    if sidecar_info and tuple(layer.tokens for layer in sidecar_info.layers) == tokens:
+        return [(layer.positions, layer.text_positions) for layer in sidecar_info.layers]
+    return [(((0, num_tokens),), None) for num_tokens in tokens]
+
+
+def _check_same_as_sidecar(files: PackedFiles, sidecar_info: CacheInfo, info: CacheInfo) -> None:
+    for property_name, stored_value, actual_value in (
+        ("number of tokens", _list_token_counts(sidecar_info), _list_token_counts(info)),
+        ("token ids", sidecar_info.token_ids or info.token_ids, info.token_ids),
+        ("model", sidecar_info.model or info.model, info.model),
+    ):
+        if stored_value != actual_value:
+            raise SourceError(
+                f"{files.path}: its document says another {property_name} than was given: "
+                f"{_format_value(stored_value)}, not {_format_value(actual_value)}"
+            )
+
+
+def _list_token_counts(info: CacheInfo) -> tuple[int, ...]:
+    return tuple(layer.tokens for layer in info.layers)
+
+
+def _format_value(value: tuple[int, ...] | TokenIdsFingerprint | str | None) -> str:
+    if isinstance(value, TokenIdsFingerprint):
+        return f"{value.count} ids with the SHA-256 {value.sha256[:12]}..."
+    if isinstance(value, tuple):
+        return ",".join(map(str, value if len(set(value)) > 1 else value[:1]))
+    return f"{str(value)[:12]}..."
+
+
+def find_packed(path: str, options: PackedOptions | None = None) -> PackedFiles | None:
+    """The packed files that a directory, or one of its ``.k`` and ``.v`` files, belongs to; None if there are none.
+
+    Raises
+    ------
+    SourceError
+        When files of a cache are missing.
+    MissingOptionError
+        When there are several caches to choose from.
+    """
+    options = options or PackedOptions()
+    if os.path.isdir(path):
+        listing = set(os.listdir(path))
+    elif PurePath(path).suffix in (".k", ".v"):
+        listing = {PurePath(path).name}
+    else:
+        return None
+    if mmap_cache.has_mmap_files(listing):
+        return mmap_cache.find_mmap_files(path, options.layer_order, options.pid)
+    return prefix.find_prefix(path, options.prefix_name) if prefix.list_prefix_names(listing) else None
+
+
+def open_packed(path: str, options: PackedOptions | None = None) -> PackedCacheReader:
+    """The packed files at `path` and all that is known of them, for `compact`; `kvmnn.open` reads their arrays.
+
+    Raises
+    ------
+    OptionError
+        When there are no packed files.
+    SourceError
+        As `find_packed` and `open_packed_files`.
+    """
+    options = options or PackedOptions()
+    files = find_packed(path, options)
+    if files is None:
+        raise OptionError(f"{path}: holds no packed files (a prefix cache or live cache files)")
+    return open_packed_files(files, options)

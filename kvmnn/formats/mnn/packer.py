@@ -1,0 +1,437 @@
+"""Plain arrays, or a packed cache of another backend, into a prefix cache that the engine loads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from ..._util.parallel import Progress
+from ..._util.text import format_range
+from ...arrays import engine_transforms
+from ...arrays.array import bytes_array
+from ...arrays.cast import upcast
+from ...arrays.completeness import Completeness, IncompleteCacheError, require_complete
+from ...arrays.engine_cache import positions_to_runs
+from ...arrays.layers import LayerArray, collect_layers, format_input_prefix, require_common_geometry
+from ...arrays.opaque_state import OpaqueState
+from ...arrays.positions import describe_windows, find_window_layers
+from ...arrays.source import Source
+from ...bundle.passthrough import POSITIONS_NAME
+from ...dense import RopeConfig
+from ...dtypes import Part, Positions
+from ...errors import OptionError
+from ...packed.cache_info import CacheInfo, TokenIdsFingerprint
+from ...packed.inference import PackedGeometry, make_geometry
+from ...packed.layout import PackLayout
+from ...packed.params import FLASH_BLOCK
+from ..sidecars import PositionsSidecar, read_positions_by_layer, read_positions_sidecar
+from .layer_kinds import build_state_file_layers, index_states
+from .model import check_model_agrees, compute_fingerprint, read_model_geometry
+from .prefix import has_gaps
+from .prefix_writer import PackResult, PrefixWriteOptions, build_prefix_info, write_prefix
+from .rerotation import RerotationPlan, plan_rerotation, upcast_for_dtype
+
+
+def pack(
+    source: Source,
+    output: str,
+    geometry: PackedGeometry | None = None,
+    *,
+    name: str | None = None,
+    capacity: int | None = None,
+    expected_tokens: Sequence[int] = (),
+    token_ids: TokenIdsFingerprint | None = None,
+    model: str | None = None,
+    token_major: bool = False,
+    cast: bool = False,
+    positions: Sequence[Positions] | None = None,
+    rerotate: bool = False,
+    rope: RopeConfig | str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    write_options: PrefixWriteOptions | None = None,
+) -> PackResult:
+    """Pack K and V of every layer into the files of a prefix cache; each file is read back and compared.
+
+    K of a llama.cpp cache that surely lies in another order than MNN's is brought into that, with a note, unless
+    `Source.inverted_transforms` says otherwise.
+
+    Parameters
+    ----------
+    source
+        Arrays ``[kv_head, token, head_dim]`` whose names say which layer's K or V they are (`kvmnn.open`).
+    output
+        The directory; it is made if it is not there.
+    geometry
+        The layout: a backend, or pack numbers. What it leaves open is taken from what `source` says of a packed cache,
+        and from the shapes of the arrays.
+    name
+        Of the prefix; by default the one that the cache had.
+    capacity
+        Tokens to leave room for; by default as before, else no more than there are.
+    expected_tokens
+        How many tokens the layers are said to have, one number or one for each layer.
+    token_ids, model
+        The token ids of the text and the directory of the MNN model, to be noted down.
+    token_major
+        Whether the arrays are ``[token, kv_head, head_dim]``.
+    cast
+        Convert words to the dtype of the layout, to nearest even.
+    positions
+        True positions in the text of each layer's tokens, int64 ``[token]``; None for what `source` has.
+    rerotate
+        Rotate K to the positions 0, 1, 2 ..., from which MNN counts on after loading.
+    rope
+        How K is rotated: `kvmnn.Rotary`, or a model that has it. Where it is None `model` has it, or it is found by
+        trial.
+    force
+        Replace files that exist; the inputs are never replaced.
+    progress
+        Called with bytes of arrays.
+    write_options
+        As for `write_prefix`.
+
+    Raises
+    ------
+    OptionError
+        When the options name no layout or several, no name, another dtype than the arrays have, other tokens, or a
+        model of another geometry.
+    IncompleteCacheError
+        When the source contains a part of the model's state.
+    KvmnnError
+        When the arrays are not K and V of layers from 0 on, and as `write_prefix`.
+    """
+    require_complete(_ignore_eviction(source), " ".join(source.inputs), "a prefix cache")
+    _refuse_windows(source)
+    if rerotate and source.lossy:
+        raise OptionError(
+            f"{format_input_prefix(source)}int8 K cannot be rotated: it lacks the maximum of each channel, which MNN "
+            f"alone has"
+        )
+    notes = list(source.notes)
+    source, order_notes = engine_transforms.to_common_order(source)
+    notes += order_notes
+    arrays = _unify_dtypes(collect_layers(source, token_major=token_major), cast)
+    packed_info, dtype = source.cache, arrays[0].array.dtype
+    require_common_geometry(arrays, format_input_prefix(source))  # whose errors name the input
+    layout = choose_target_layout(
+        geometry or PackedGeometry(), arrays, packed_info.layout if packed_info else None, dtype
+    )
+    state_by_file = index_states(source.states) if packed_info is None else {}
+    states = build_state_file_layers(state_by_file)
+    if model:
+        num_layers = len(arrays) // 2 + len(states)
+        check_model_agrees(model, read_model_geometry(model), layout.kv_heads, layout.head_dim, num_layers)
+    if layout.dtype != dtype and not cast:
+        raise OptionError(f"the arrays are {dtype}, the layout holds {layout.dtype}: --cast converts them")
+    info = build_prefix_info(
+        arrays,
+        layout,
+        resolve_prefix_name(name, packed_info),
+        capacity=capacity,
+        reference_info=packed_info,
+        states=states,
+    )
+    token_counts = {layer.tokens for layer in info.layers}
+    if expected_tokens and token_counts != set(expected_tokens):
+        raise OptionError(f"the arrays have {max(token_counts)} tokens, --tokens says {max(expected_tokens)}")
+    if token_ids and packed_info is None and token_counts != {token_ids.count}:
+        raise OptionError(f"the arrays have {max(token_counts)} tokens, {token_ids.where} has {token_ids.count} ids")
+    info = replace(
+        info,
+        token_ids=token_ids or info.token_ids,
+        model=compute_fingerprint(model) if model else info.model,
+    )
+    if positions is not None:
+        info = _add_sidecar_positions(source, info, PositionsSidecar(tuple(positions), None), notes, rerotate=rerotate)
+    elif packed_info is None:
+        info = _add_source_positions(source, info, notes, rerotate=rerotate)
+    rerotation = None
+    if rerotate:
+        is_reordered = "k-order" in (source.inverted_transforms or ())
+        arrays, rerotation = _rerotate_arrays(source, arrays, info, rope, model, is_reordered=is_reordered)
+        info, notes = rerotation.info, [*notes, *rerotation.rope.notes]
+    if state_by_file:
+        write_options = _add_states(write_options or PrefixWriteOptions(), state_by_file)
+    pack_result = write_prefix(
+        arrays,
+        info,
+        output,
+        force=force,
+        exclude=source.files,
+        notes=notes,
+        progress=progress,
+        write_options=write_options,
+    )
+    dequantised = source.code_types
+    rotation_result = rerotation.result if rerotation else None
+    return replace(
+        pack_result, dequantised=dequantised, undone=source.inverted_transforms or (), rerotated=rotation_result
+    )
+
+
+def _add_states(write_options: PrefixWriteOptions, files: Mapping[tuple[int, Part], OpaqueState]) -> PrefixWriteOptions:
+    """The same with files of state, which are written as they are."""
+    unused_arrays, file_hashes = dict(write_options.unused_arrays), dict(write_options.file_hashes)
+    for file_key, state in files.items():
+        data = state.read()
+        unused_arrays[file_key] = bytes_array(f"layer_{state.layer}.{state.name}", data)
+        file_hashes[file_key] = hashlib.sha256(data).hexdigest()
+    return replace(write_options, unused_arrays=unused_arrays, file_hashes=file_hashes)
+
+
+def _rerotate_arrays(
+    source: Source,
+    arrays: Sequence[LayerArray],
+    info: CacheInfo,
+    rope: RopeConfig | str | None,
+    model: str | None,
+    *,
+    is_reordered: bool = False,
+) -> tuple[list[LayerArray], RerotationPlan]:
+    """The arrays with K rotated to the first positions, and how."""
+    label = " ".join(source.inputs)
+    _check_rotatable(source, label)
+    arrays = upcast_for_dtype(arrays, info.layout.dtype)
+    keys = [entry for entry in arrays if entry.part == "key"]
+    rerotation = plan_rerotation(info, keys, rope, model, label=label, is_reordered=is_reordered)
+    return rerotation.rotate_arrays(arrays), rerotation
+
+
+def _check_rotatable(source: Source, label: str) -> None:
+    """Raise where K is not what the model computed, or may not be."""
+    cache = source.engine_cache
+    unclear_transforms = [name for name in cache.perhaps_altered if name.startswith("k-")] if cache else []
+    if unclear_transforms and cache is not None and source.inverted_transforms is None:
+        raise OptionError(
+            f"{label}: nothing tells whether {cache.engine} changed K before it stored it, and such K would be rotated "
+            f"wrongly: --undo {','.join(unclear_transforms)}, or --undo none"
+        )
+
+
+def _ignore_eviction(source: Source) -> Completeness | None:
+    """What of the state is there, evicted tokens apart: with the positions of the others a prefix can be made."""
+    return source.completeness and replace(source.completeness, evicted="")
+
+
+def _add_source_positions(source: Source, info: CacheInfo, notes: list[str], *, rerotate: bool) -> CacheInfo:
+    """What a prefix cache of arrays will be, with the positions that anything gives them."""
+    positioned_info = _add_engine_positions(source, info)
+    if positioned_info is None:
+        token_counts, layer_numbers = zip(*((layer.tokens, layer.layer) for layer in info.layers), strict=True)
+        sidecar = read_positions_sidecar(source, token_counts, layer_numbers)
+        positioned_info = (
+            None if sidecar is None else _add_sidecar_positions(source, info, sidecar, notes, rerotate=rerotate)
+        )
+    if positioned_info is not None:
+        origin_text = source.engine_cache.engine if source.engine_cache else f"{POSITIONS_NAME} beside the arrays"
+        notes.append(f"true positions are as {origin_text} has them")
+        return positioned_info
+    require_complete(source.completeness, " ".join(source.inputs), "a prefix cache")  # nor does it give positions
+    if rerotate:
+        raise OptionError(
+            f"{format_input_prefix(source)}nothing gives the positions of the tokens in the text, from which K is to "
+            f"be rotated "
+            f"({POSITIONS_NAME} beside the arrays does)"
+        )
+    tokens_text = format_range(sorted({layer.tokens for layer in info.layers}))
+    notes.append(f"nothing says which tokens of the text the arrays hold: noted as the first {tokens_text}")
+    return info
+
+
+def _refuse_windows(source: Source) -> None:
+    """Raise `IncompleteCacheError` for layers with a window that no longer contain the first tokens."""
+    slid_windows = (
+        find_window_layers(source.completeness, read_positions_by_layer(source))
+        if source.completeness is not None
+        else {}
+    )
+    if slid_windows:
+        raise IncompleteCacheError(
+            f"{format_input_prefix(source)}cannot make a prefix cache, in which MNN has every token of every layer: "
+            f"{describe_windows(source.completeness, slid_windows)}"
+        )
+
+
+def _unify_dtypes(arrays: Sequence[LayerArray], cast: bool) -> Sequence[LayerArray]:
+    """Arrays of several types (llama.cpp's K may be quantised, and V not) as fp32, which is cast then."""
+    dtype_names = sorted({entry.array.dtype for entry in arrays})
+    if len(dtype_names) == 1:
+        return arrays
+    if not cast:
+        raise OptionError(f"the arrays are {' and '.join(dtype_names)}, a layout holds one type: --cast converts them")
+    return [replace(entry, array=upcast(entry.array)) for entry in arrays]
+
+
+def _add_engine_positions(source: Source, info: CacheInfo) -> CacheInfo | None:
+    """With the positions that the cache of another engine has; None where it has none."""
+    cache = source.engine_cache
+    if cache is None or cache.layer_position_runs is None:
+        return None
+    if not cache.is_ascending:
+        raise OptionError(f"{' '.join(source.inputs)}: its tokens are not one text in order ({cache})")
+    layer_runs = (
+        (cache.layer_position_runs[0],) * len(info.layers)
+        if cache.layer_positions is None
+        else cache.layer_position_runs
+    )
+    if len(layer_runs) != len(info.layers):
+        return None
+    return replace(
+        info,
+        layers=tuple(
+            replace(layer, positions=position_runs)
+            for layer, position_runs in zip(info.layers, layer_runs, strict=True)
+        ),
+    )
+
+
+def _add_sidecar_positions(
+    source: Source, info: CacheInfo, sidecar: PositionsSidecar, notes: list[str], *, rerotate: bool
+) -> CacheInfo:
+    """With positions that are noted; where heads hold different tokens, those of one that lacks some."""
+    layers, differing_layers = [], []
+    for layer, positions, text_positions in zip(info.layers, sidecar.positions, sidecar.positions_in_text, strict=True):
+        head_positions = positions.reshape(-1, layer.tokens)
+        furthest_positions = head_positions[
+            head_positions[:, -1].argmax()
+        ]  # of heads that differ it is none of the first tokens alone
+        differing_layers += [layer.layer] if (head_positions != furthest_positions).any() else []
+        position_runs = positions_to_runs(furthest_positions)
+        text_position_runs = (
+            position_runs
+            if text_positions is positions
+            else positions_to_runs(text_positions.reshape(-1, layer.tokens)[0])
+        )
+        layers.append(
+            replace(
+                layer,
+                positions=position_runs,
+                text_positions=None if text_position_runs == position_runs else text_position_runs,
+            )
+        )
+    if differing_layers:
+        more_text = f" and {len(differing_layers) - 1} more" if len(differing_layers) > 1 else ""
+        difference_text = f"heads of layer {differing_layers[0]}{more_text} hold different tokens of the text"
+        if rerotate:
+            raise OptionError(
+                f"{format_input_prefix(source)}{difference_text}: K cannot be rotated to positions that suit all heads"
+            )
+        notes.append(
+            f"{difference_text}, and a prefix cache says those of a layer: noted are those of the head that goes "
+            f"furthest"
+        )
+    positioned_info = replace(info, layers=tuple(layers))
+    tokens_seen = sidecar.tokens_seen or 0
+    continues_later = (
+        tokens_seen > positioned_info.next_token_position
+        and has_gaps(positioned_info)
+        and not any(layer.text_positions for layer in layers)
+    )
+    return replace(positioned_info, next_position=tokens_seen) if continues_later else positioned_info
+
+
+def repack(
+    source: Source,
+    output: str,
+    backend: str,
+    *,
+    name: str | None = None,
+    capacity: int | None = None,
+    model: str | None = None,
+    rerotate: bool = False,
+    rope: RopeConfig | str | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> PackResult:
+    """Write a packed cache in the layout of another backend; the flash block stays.
+
+    Parameters
+    ----------
+    source
+        A packed cache, or what was made from one and still describes it (`Source.cache`).
+    backend
+        A name of `kvmnn.backends.BACKENDS`. Where its dtype differs, words are converted to nearest even.
+    output, name, capacity, rerotate, rope, force, progress
+        As for `pack`.
+    model
+        For `rerotate`: a model that may have how K is rotated.
+
+    Raises
+    ------
+    OptionError
+        When `source` is not a packed cache.
+    KvmnnError
+        As `pack`.
+    """
+    if source.cache is None:
+        raise OptionError(f"{' '.join(source.inputs)}: is not a packed cache: use pack for plain arrays")
+    require_complete(_ignore_eviction(source), " ".join(source.inputs), "a prefix cache")
+    if not source.cache.is_uniform:
+        raise OptionError(
+            f"{' '.join(source.inputs)}: heads differ by layer, which is not packed for another processor"
+        )
+    arrays = collect_layers(source)
+    source_geometry = make_geometry(source.cache.layout)
+    target_geometry = PackedGeometry(
+        kv_heads=source_geometry.kv_heads,
+        head_dim=source_geometry.head_dim,
+        backend=backend,
+        flash_block=source_geometry.flash_block,
+    )
+    ((_, layout),) = target_geometry.list_candidates()
+    info = build_prefix_info(
+        arrays, layout, resolve_prefix_name(name, source.cache), capacity=capacity, reference_info=source.cache
+    )
+    notes, rotation_result = list(source.notes), None
+    if rerotate:
+        arrays, rerotation = _rerotate_arrays(source, arrays, info, rope, model)
+        info, rotation_result = rerotation.info, rerotation.result
+        notes += rerotation.rope.notes
+    pack_result = write_prefix(arrays, info, output, force=force, exclude=source.files, notes=notes, progress=progress)
+    return replace(pack_result, rerotated=rotation_result)
+
+
+def resolve_prefix_name(name: str | None, info: CacheInfo | None) -> str:
+    """The name that was given, or the one that the cache had; `OptionError` where there is neither."""
+    resolved_name = name or (info.name if info else "")
+    if not resolved_name:
+        raise OptionError("the prefix needs a name: --name NAME")
+    return resolved_name
+
+
+def choose_target_layout(
+    geometry: PackedGeometry, arrays: Sequence[LayerArray], source_layout: PackLayout | None, dtype: str
+) -> PackLayout:
+    """The only layout that `geometry` names, completed by the `source_layout` one and by the arrays.
+
+    Parameters
+    ----------
+    dtype
+        Of the words, where `geometry` names no backend.
+
+    Raises
+    ------
+    OptionError
+        When it leaves several, or none.
+    """
+    kv_heads, head_dim, _ = require_common_geometry(arrays)
+    if source_layout and geometry == PackedGeometry():
+        return source_layout
+    flash_block = FLASH_BLOCK if source_layout is None else make_geometry(source_layout).flash_block
+    merged_geometry = geometry.merge_defaults(
+        PackedGeometry(kv_heads=kv_heads, head_dim=head_dim, flash_block=flash_block)
+    )
+    if merged_geometry.backend is None:
+        merged_geometry = merged_geometry.merge_defaults(PackedGeometry(dtype=dtype))
+    candidates = merged_geometry.list_candidates()
+    if len(candidates) != 1:
+        names = "; ".join(
+            f"{backends}: lP {layout.lP}, hP {layout.hP}, {layout.dtype}" for backends, layout in candidates
+        )
+        raise OptionError(
+            f"{len(candidates)} layouts are known for what was said: name one (--backend NAME, or --lp N --hp N)"
+            + (f": {names}" if names else "")
+        )
+    return candidates[0][1]

@@ -1,0 +1,285 @@
+"""Frames back into the files of the prefix cache that they were made from."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..._util.parallel import MAX_IN_FLIGHT_BYTES, Progress, resolve_threads
+from ...arrays.array import ArrayInfo, LazyArray
+from ...arrays.layers import LayerArray, collect_layer_arrays
+from ...arrays.source import PACKED_FILES_KEY
+from ...bundle.decoder import decode_frames
+from ...bundle.frame_set import DecodeOptions, FrameSet
+from ...bundle.manifest import PackedFileEntry, PackedRecord
+from ...dtypes import PARTS, Part
+from ...errors import FrameError, LimitError, ManifestError, OptionError, SourceError
+from ...files.file_names import is_directory_output
+from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
+from ...packed.inference import PackedGeometry, describe_layout
+from ...packed.layout import PackLayout
+from ..array_formats import find_array_format
+from ..frames import make_frame_source
+from ..readback import ReadBackError
+from ..restorer import build_array_document
+from .model import compute_fingerprint
+from .packer import choose_target_layout, resolve_prefix_name
+from .prefix_writer import PackResult, PrefixWriteOptions, build_prefix_info, write_prefix
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestorePrefixResult:
+    """A prefix cache that was written from frames.
+
+    Parameters
+    ----------
+    input
+        The frames.
+    pack_result
+        What was written.
+    arrays
+        What the frames hold.
+    stored_bytes
+        Of all frames.
+    warnings
+        How what was asked for differs from what the manifest says; empty unless that was forced.
+    """
+
+    input: str
+    pack_result: PackResult
+    arrays: tuple[ArrayInfo, ...]
+    stored_bytes: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            **self.pack_result.to_dict(),
+            "input": self.input,
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+            "arrays": [build_array_document(array) for array in self.arrays],
+        }
+
+    def __str__(self) -> str:
+        return str(self.pack_result)
+
+
+def can_restore_prefix(frames: FrameSet, output: str) -> bool:
+    """Whether frames are of a prefix cache, and `output` is a place for its files: no file of arrays."""
+    if frames.cache is None or frames.cache.kind != "prefix":
+        return False
+    return find_array_format(output) is None or is_directory_output(output)
+
+
+def restore_prefix(
+    frames: FrameSet,
+    output: str,
+    geometry: PackedGeometry | None = None,
+    *,
+    name: str | None = None,
+    model: str | None = None,
+    token_ids: TokenIdsFingerprint | None = None,
+    options: DecodeOptions | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> RestorePrefixResult:
+    """Decode frames into the files of the prefix cache that they were made from, byte for byte in live elements.
+
+    Parameters
+    ----------
+    frames
+        `kvmnn.bundle.open_frames`, of a prefix cache.
+    output
+        The directory.
+    geometry, model, token_ids
+        The layout, the directory of the model and the ids of the text that are expected, where they are.
+    name
+        Of the prefix; by default as before.
+    options
+        Limits, codecs, threads.
+    force
+        Replace files that exist, and write the files although something expected differs.
+    progress
+        Called with raw bytes.
+
+    Raises
+    ------
+    OptionError
+        When the frames are not of a packed cache.
+    SourceError
+        When the manifest says another layout, model or text than is expected.
+    LimitError
+        When the files would be larger than the options allow.
+    KvmnnError
+        As `restore` and `write_prefix`.
+    """
+    info, options = frames.cache, options or DecodeOptions()
+    if info is None:
+        raise OptionError(f"{frames.path}: does not describe a packed cache")
+    record = frames.packed_record
+    if record is not None:
+        _check_packed_record(frames, record, info)
+    elif info.states:
+        raise ManifestError(f"{frames.path}: has no state of layer {info.states[0].layer}, which has no K and V")
+    array_frames = frames.without_unused_arrays()
+    arrays = collect_layer_arrays(make_frame_source(array_frames, options).arrays)
+    if not info.is_uniform:
+        if geometry not in (None, PackedGeometry()):
+            raise OptionError(f"{frames.path}: heads differ by layer: its files are restored as they were alone")
+        layout = info.layout
+        geometry_by_layer = {entry.layer: (entry.geometry[0], entry.geometry[2]) for entry in arrays}
+        for layer in info.layers:
+            layer_layout = info.get_layer_layout(layer)
+            if geometry_by_layer.get(layer.layer) != (layer_layout.kv_heads, layer_layout.head_dim):
+                raise ManifestError(
+                    f"{frames.path}: layer {layer.layer}: expected {layer_layout.kv_heads} kv heads x "
+                    f"{layer_layout.head_dim} dims, "
+                    f"found {geometry_by_layer.get(layer.layer)}"
+                )
+    else:
+        layout = choose_target_layout(geometry or PackedGeometry(), arrays, info.layout, info.layout.dtype)
+    provenance_warnings = _list_mismatches(info, layout, model, token_ids)
+    if provenance_warnings and not force:
+        raise SourceError(f"{frames.path}: {provenance_warnings[0]} (--force restores it anyway)")
+    target_info = build_prefix_info(arrays, layout, resolve_prefix_name(name, info), reference_info=info)
+    if options.max_bytes is not None and target_info.file_bytes > options.max_bytes:
+        raise LimitError(
+            f"{frames.path}: its files have {target_info.file_bytes} bytes, above the limit of {options.max_bytes}"
+        )
+    hashes = _collect_array_hashes(array_frames, arrays, layout)
+    is_parallel = _can_write_in_parallel(arrays, options)
+    if hashes:
+        single_thread_options = replace(options, threads=1) if is_parallel else options
+        arrays = collect_layer_arrays(make_frame_source(array_frames, single_thread_options, check=False).arrays)
+    matching_record = record if record and not record.left_out and layout == info.layout else None
+    recorded_files = (
+        matching_record.files
+        if matching_record
+        else [entry for entry in record.files if entry.is_state]
+        if record
+        else []
+    )
+    write_options = PrefixWriteOptions(
+        is_durable=False,
+        array_hashes=hashes,
+        unused_arrays=_read_unused_arrays(frames, recorded_files, options),
+        file_hashes={(entry.layer, entry.part): entry.sha256 for entry in recorded_files},
+        threads=options.threads if is_parallel else 1,
+    )
+    try:
+        pack_result = write_prefix(
+            arrays,
+            target_info,
+            output,
+            force=force,
+            exclude=frames.files,
+            progress=progress,
+            write_options=write_options,
+        )
+    except (FrameError, ReadBackError):
+        deque(decode_frames(frames, options), maxlen=0)  # where frames are not what they were, this says it
+        raise
+    verification_text = _FILE_HASH_VERIFICATION if matching_record else _VALID_ELEMENT_VERIFICATION
+    return RestorePrefixResult(
+        input=frames.path,
+        pack_result=replace(pack_result, proof=verification_text, left_out=record.left_out if record else ""),
+        arrays=array_frames.arrays,
+        stored_bytes=array_frames.stored_bytes,
+        warnings=tuple(provenance_warnings),
+    )
+
+
+_FILE_HASH_VERIFICATION = "every file read back, sha256 of the files that were encoded"
+_VALID_ELEMENT_VERIFICATION = "live elements of every file read back and compared"
+
+
+def _read_unused_arrays(
+    frames: FrameSet, recorded_files: Sequence[PackedFileEntry], options: DecodeOptions
+) -> dict[tuple[int, Part], LazyArray]:
+    """What files hold besides rows of tokens."""
+    file_key_by_name = {entry.room: (entry.layer, entry.part) for entry in recorded_files if entry.room is not None}
+    if not file_key_by_name:
+        return {}
+    all_arrays = make_frame_source(frames, replace(options, threads=1)).arrays
+    return {file_key_by_name[array.name]: array for array in all_arrays if array.name in file_key_by_name}
+
+
+def _check_packed_record(frames: FrameSet, record: PackedRecord, info: CacheInfo) -> None:
+    """`ManifestError` where the record is not of the files that the manifest describes."""
+    label = f"{frames.path}: metadata {PACKED_FILES_KEY!r}"
+    expected_sizes = {
+        (layer.layer, part): _compute_file_size(info, layer, part) for layer in info.layers for part in PARTS
+    }
+    state_sizes = {state.layer: (state.key_bytes, state.value_bytes) for state in info.states}
+    expected_sizes |= {(layer, part): sizes[part == "value"] for layer, sizes in state_sizes.items() for part in PARTS}
+    listed_files = [(entry.layer, entry.part) for entry in record.files]
+    mismatched_entries = [entry for entry in record.files if entry.is_state != (entry.layer in state_sizes)]
+    if mismatched_entries or listed_files != [(layer_number, part) for layer_number in info.numbers for part in PARTS]:
+        raise ManifestError(f"{label}: expected K and V of each layer by turns")
+    sizes = {array.name: array.nbytes for array in frames.arrays}
+    for entry in record.files:
+        expected_size = expected_sizes[entry.layer, entry.part]
+        unused_size = entry.nbytes if entry.room is None else sizes[entry.room]
+        if entry.nbytes != expected_size or unused_size != expected_size:
+            actual_size = entry.nbytes if entry.nbytes != expected_size else unused_size
+            raise ManifestError(
+                f"{label}: layer {entry.layer}: expected {expected_size} bytes of its {entry.part}s, found "
+                f"{actual_size}"
+            )
+
+
+def _compute_file_size(info: CacheInfo, layer: LayerInfo, part: Part) -> int:
+    layout = info.get_layer_layout(layer)
+    return layout.key_bytes(layer.capacity) if part == "key" else layout.value_bytes(layer.capacity)
+
+
+def _collect_array_hashes(frames: FrameSet, arrays: Sequence[LayerArray], layout: PackLayout) -> dict[str, str]:
+    """The hashes of the manifest, where what reads back of the files has to have them; else none.
+
+    Then they are all that is compared: they prove the files, the frames and everything between them.
+    """
+    entry_by_name = {array.name: array for array in frames.arrays}
+    hash_by_name = {}
+    for entry in arrays:
+        array = entry_by_name.get(entry.array.name)
+        shape_and_order = (entry.array.shape, entry.array.order)
+        if array and array.sha256 and (array.shape, array.order) == shape_and_order and not entry.token_major:
+            hash_by_name[array.name] = array.sha256
+    return hash_by_name if len(hash_by_name) == len(arrays) and layout.dtype == arrays[0].array.dtype else {}
+
+
+def _can_write_in_parallel(arrays: Sequence[LayerArray], options: DecodeOptions) -> bool:
+    """Whether arrays are small enough to be worked on at once, as many as there are threads."""
+    return max(entry.array.nbytes for entry in arrays) * resolve_threads(options.threads) <= MAX_IN_FLIGHT_BYTES
+
+
+def _list_mismatches(
+    info: CacheInfo, layout: PackLayout, model: str | None, token_ids: TokenIdsFingerprint | None
+) -> list[str]:
+    """How the layout, model or text that is expected differs from what the cache was made with."""
+    mismatches = []
+    if layout != info.layout:
+        mismatches.append(f"the cache has {describe_layout(info.layout)}; asked for was {describe_layout(layout)}")
+    return mismatches + list_provenance_mismatches(info, model, token_ids)
+
+
+def list_provenance_mismatches(info: CacheInfo, model: str | None, token_ids: TokenIdsFingerprint | None) -> list[str]:
+    """How the model (its directory) or the text that is expected differs from what a cache was made with, in words."""
+    mismatches = []
+    if model and info.model is None:
+        mismatches.append("the manifest does not say which model the cache is of")
+    elif model and compute_fingerprint(model) != info.model:
+        mismatches.append(f"the cache is of another model than the one in {model}")
+    if token_ids and info.token_ids is None:
+        mismatches.append("the manifest does not say which token ids the cache was made from")
+    elif token_ids and token_ids != info.token_ids:
+        mismatches.append(f"the cache was made from other token ids than those in {token_ids.where}")
+    return mismatches

@@ -1,0 +1,413 @@
+"""Arrays into prefix-cache files that the engine loads: data, markers, and the document kvmnn leaves beside them."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..._util.parallel import Progress, parallel_map, resolve_threads
+from ..._util.text import LOSSLESS, LOSSY, format_rate, pluralize
+from ...arrays.array import LazyArray
+from ...arrays.cast import CastStats, merge_cast_stats
+from ...arrays.layers import LayerArray, require_common_geometry
+from ...arrays.llama_transforms import Transform, has_lossy_inverse
+from ...dtypes import PART_LETTERS, PARTS, Part
+from ...errors import KvmnnError
+from ...files.atomic import DirectoryOutput, StagedFile, wrap_os_errors
+from ...files.file_names import list_with_contents
+from ...files.mapped_file import MappedFile
+from ...packed import cache_info
+from ...packed.cache_info import (
+    CACHE_SIDECAR_SUFFIX,
+    CacheInfo,
+    LayerInfo,
+    StateLayer,
+    build_cache_document,
+    format_cache_summary,
+    format_utilisation,
+)
+from ...packed.layout import PackLayout
+from ..key_rotation import RerotationResult, build_rerotation_document
+from ..readback import ReadBackError
+from .packed_io import PackedPartWriter
+from .prefix import (
+    check_leftover_layers,
+    format_data_name,
+    format_warning_lines,
+    join_warnings,
+    list_position_warnings,
+    list_prefix_files,
+    validate_prefix_name,
+)
+
+_READ_CHUNK_BYTES = 8 << 20
+_COMPARE_CHUNK_BYTES = 1 << 20
+"""Bytes of what is in memory that are compared at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackResult:
+    """A prefix cache that was written.
+
+    Parameters
+    ----------
+    output
+        The directory.
+    info
+        What its files hold.
+    cast
+        What converting the words changed; nothing where they kept their dtype.
+    seconds
+        Time that writing and reading back took.
+    notes
+        One line for each thing about the input that was inferred.
+    dequantised
+        Types of another engine whose blocks the words were made from.
+    undone
+        What llama.cpp had done to K and V and was undone first.
+    rerotated
+        How K was rotated to the first positions; None where that was not asked for.
+    proof
+        What was compared, for people.
+    left_out
+        What of the files that are restored was not kept, as a sentence; empty where nothing is known to lack.
+    """
+
+    output: str
+    info: CacheInfo
+    cast: CastStats
+    seconds: float
+    notes: tuple[str, ...] = ()
+    dequantised: tuple[str, ...] = ()
+    undone: tuple[Transform, ...] = ()
+    rerotated: RerotationResult | None = None
+    proof: str = "every file read back and compared"
+    left_out: str = ""
+
+    @property
+    def warnings(self) -> list[str]:
+        """Lines about what goes wrong when MNN loads the files; none where nothing does."""
+        return list_position_warnings(self.info)
+
+    @property
+    def label(self) -> str | None:
+        """``LOSSLESS`` if every number came back from the files as it went in; ``LOSSY`` if some were rounded before.
+
+        None where blocks were read as the numbers that they stand for, and nothing was rounded since.
+        """
+        is_rotation_lossy = self.rerotated is not None and self.rerotated.label == LOSSY
+        if has_lossy_inverse(self.undone) or self.left_out or is_rotation_lossy:
+            return LOSSY
+        return None if self.dequantised and self.cast.label == LOSSLESS else self.cast.label
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "output": self.output,
+            "label": self.label,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+            "cast": self.cast.to_dict(),
+            "dequantised": list(self.dequantised),
+            "undone": list(self.undone),
+            **build_rerotation_document(self.rerotated),
+            "warnings": join_warnings(self.warnings),
+            "proof": self.proof,
+            "left_out": self.left_out,
+            "cache": build_cache_document(self.info),
+        }
+
+    def __str__(self) -> str:
+        is_same_dtype = self.cast.source == self.cast.target
+        verification_text = self.proof if is_same_dtype else str(self.cast)
+        verification_text = (
+            f"not all of the files that were encoded is kept: {self.left_out}" if self.left_out else verification_text
+        )
+        dequantised_text = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else ""
+        inverted_text = f"undone: {', '.join(self.undone)}" if self.undone else ""
+        rotated_text = "K rotated" if self.rerotated and self.rerotated.tokens else ""
+        verification_text = ", ".join(filter(None, [dequantised_text, inverted_text, rotated_text, verification_text]))
+        lines = [
+            f"{self.output}: prefix {self.info.name!r}, {format_cache_summary(self.info)}",
+            f"  {format_utilisation(self.info)}",
+            f"  {f'{self.label} ({verification_text})' if self.label else verification_text}"
+            f"{format_rate(self.info.live_bytes, self.seconds)}",
+        ]
+        lines += [f"  {self.rerotated}"] if self.rerotated else []
+        return "\n".join([*lines, *format_warning_lines(self.warnings)])
+
+
+def build_prefix_info(
+    arrays: Sequence[LayerArray],
+    layout: PackLayout,
+    name: str,
+    *,
+    capacity: int | None = None,
+    reference_info: CacheInfo | None = None,
+    states: tuple[StateLayer, ...] = (),
+) -> CacheInfo:
+    """What a prefix cache of `arrays` in `layout` will be.
+
+    Parameters
+    ----------
+    capacity
+        Tokens to leave room for; None for the capacity of `reference_info`, or for the number of tokens.
+    reference_info
+        Where positions, token ids and model come from, if it has the same layers and tokens.
+    states
+        Layers without K and V, where `reference_info` does not say them.
+
+    Raises
+    ------
+    KvmnnError
+        When arrays and layout do not agree, layers are missing, the capacity is too small, or the name is none.
+    """
+    kv_heads, head_dim = (
+        (layout.kv_heads, layout.head_dim)
+        if reference_info and not reference_info.is_uniform
+        else require_common_geometry(arrays)[:2]
+    )
+    if (kv_heads, head_dim) != (layout.kv_heads, layout.head_dim):
+        raise KvmnnError(
+            f"the arrays have {pluralize(kv_heads, 'kv head')} x {head_dim} dims, the layout {layout.kv_heads} x "
+            f"{layout.head_dim}"
+        )
+    key_arrays = arrays[::2]
+    states = reference_info.states if reference_info else states
+    layer_numbers = sorted([*(entry.layer for entry in key_arrays), *(state.layer for state in states)])
+    if layer_numbers != list(range(len(layer_numbers))):
+        raise KvmnnError(f"a prefix cache has all layers from 0 on, these are {layer_numbers[:20]}")
+    if reference_info and [layer.tokens for layer in reference_info.layers] != [
+        entry.geometry[1] for entry in key_arrays
+    ]:
+        raise KvmnnError("the description of the cache names other layers or numbers of tokens than the arrays have")
+    layers = []
+    for index, entry in enumerate(key_arrays):
+        num_tokens = entry.geometry[1]
+        reference_layer = reference_info.layers[index] if reference_info else None
+        layers.append(
+            LayerInfo(
+                layer=entry.layer,
+                tokens=num_tokens,
+                capacity=capacity or (reference_layer.capacity if reference_layer else num_tokens),
+                positions=reference_layer.positions if reference_layer else ((0, num_tokens),),
+                text_positions=reference_layer.text_positions if reference_layer else None,
+                heads=reference_layer.heads if reference_layer else None,
+            )
+        )
+    for layer in layers:
+        layout.check_capacity(layer.capacity)
+    return CacheInfo(
+        kind="prefix",
+        name=validate_prefix_name(name),
+        layout=layout,
+        layers=tuple(layers),
+        token_ids=reference_info.token_ids if reference_info else None,
+        model=reference_info.model if reference_info else None,
+        next_position=reference_info.next_position if reference_info else None,
+        states=states,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixWriteOptions:
+    """How the files of a prefix cache are made, and what of them is proved with.
+
+    Parameters
+    ----------
+    is_durable
+        Bring the files to the disk before they get their names. What can be made again at any time needs it not.
+    compare_in_memory
+        The arrays are in memory: what reads back is compared with their words, and nothing is hashed.
+    array_hashes
+        SHA-256 of arrays by their names, of what has to read back; of arrays that are not named what goes in is hashed.
+    unused_arrays
+        For K or V of a layer what its file holds besides rows of tokens; zero for those that are not named.
+    file_hashes
+        SHA-256 that the file of K or V of a layer must have as it reads back; then nothing else of it is compared.
+    threads
+        Files that are worked on at once; None for as many as there are processors. Only without `is_durable`.
+    """
+
+    is_durable: bool = True
+    compare_in_memory: bool = False
+    array_hashes: Mapping[str, str] = field(default_factory=dict)
+    unused_arrays: Mapping[tuple[int, Part], LazyArray] = field(default_factory=dict)
+    file_hashes: Mapping[tuple[int, Part], str] = field(default_factory=dict)
+    threads: int | None = 1
+
+
+def write_prefix(
+    arrays: Sequence[LayerArray],
+    info: CacheInfo,
+    output: str,
+    *,
+    force: bool = False,
+    exclude: Iterable[str] = (),
+    notes: Sequence[str] = (),
+    progress: Progress | None = None,
+    write_options: PrefixWriteOptions | None = None,
+) -> PackResult:
+    """Write the files of a prefix cache into a directory, all or none, and read every file back.
+
+    Parameters
+    ----------
+    arrays
+        K and V of every layer by turns, as `kvmnn.arrays.layers.sort` gives them.
+    info
+        What the files will hold: `build_prefix_info`.
+    force
+        Replace files that exist.
+    exclude
+        Files and directories that are read: never replaced.
+    notes
+        For the result.
+    progress
+        Called with bytes of arrays.
+    write_options
+        How; None for files on the disk, one after another, hashed before and behind.
+
+    Raises
+    ------
+    ReadBackError
+        When a file does not give back what was put into it.
+    OutputError
+        When files exist, or files of more layers of the same name would stay beside the new ones.
+    """
+    start_time = time.perf_counter()
+    write_options = write_options or PrefixWriteOptions()
+    directory = DirectoryOutput(
+        output,
+        force=force,
+        exclude=list_with_contents(exclude),
+        index=info.name + CACHE_SIDECAR_SUFFIX,
+        durable=write_options.is_durable,
+    )
+    with directory:
+        cast = _write_prefix_files(arrays, info, directory, progress, write_options)
+        directory.commit()
+    seconds = time.perf_counter() - start_time
+    return PackResult(output=output, info=info, cast=cast, seconds=seconds, notes=tuple(notes))
+
+
+def _write_prefix_files(
+    arrays: Sequence[LayerArray],
+    info: CacheInfo,
+    output: DirectoryOutput,
+    progress: Progress | None,
+    write_options: PrefixWriteOptions,
+) -> CastStats:
+    names = list_prefix_files(info)
+    output.check_names(names)
+    check_leftover_layers(output.target, info, names)
+    dtype = require_common_geometry(arrays)[2] if info.is_uniform else arrays[0].array.dtype
+    lock = threading.Lock()
+
+    def write_array(job: tuple[int, LayerArray]) -> CastStats:
+        array_index, entry = job
+        with lock:
+            file = output.open_file(format_data_name(info.name, entry.layer, PART_LETTERS[entry.part]))
+        cast_stats = CastStats(dtype, info.layout.dtype)
+        if not _write_part(entry, info, file, cast_stats, write_options, partial(_report_progress, progress, lock)):
+            raise ReadBackError(f"{file.target}: does not give back what was packed into it", array_index)
+        return cast_stats
+
+    num_threads = 1 if write_options.is_durable else resolve_threads(write_options.threads)
+    cast_stats = parallel_map(write_array, enumerate(arrays), num_threads)
+    for state in info.states:
+        for part in PARTS:
+            file = output.open_file(format_data_name(info.name, state.layer, PART_LETTERS[part]))
+            _write_state_file(
+                write_options.unused_arrays[state.layer, part], file, write_options.file_hashes[state.layer, part]
+            )
+    for name in names[len(arrays) + 2 * len(info.states) :]:
+        file = output.open_file(name)
+        if name.endswith(CACHE_SIDECAR_SUFFIX):
+            file.write((cache_info.dump_cache_info(info) + "\n").encode())
+    return merge_cast_stats(cast_stats)
+
+
+def _report_progress(progress: Progress | None, lock: threading.Lock, nbytes: int) -> None:
+    if progress:
+        with lock:
+            progress(nbytes)
+
+
+def _write_state_file(array: LazyArray, file: StagedFile, expected_hash: str) -> None:
+    """Write a file of state as it was, and compare its hash."""
+    with wrap_os_errors(file.target), open(file.path, "r+b") as handle:
+        for chunk in array.iter_chunks(_READ_CHUNK_BYTES):
+            handle.write(chunk.data)
+    if _hash_written_file(file.path) != expected_hash:
+        raise ReadBackError(f"{file.target}: does not give back what was written to it", 0)
+
+
+def _hash_written_file(path: Path) -> str:
+    file, hasher = MappedFile(path), hashlib.sha256()
+    for chunk in file.iter_chunks(0, file.size, _READ_CHUNK_BYTES):
+        hasher.update(chunk.data)
+    return hasher.hexdigest()
+
+
+def _write_part(
+    entry: LayerArray,
+    info: CacheInfo,
+    file: StagedFile,
+    cast_stats: CastStats,
+    write_options: PrefixWriteOptions,
+    progress: Progress,
+) -> bool:
+    """Whether the file gives back what was written to it."""
+    layer = next(layer_info for layer_info in info.layers if layer_info.layer == entry.layer)
+    part_writer = PackedPartWriter(
+        file.target,
+        file.path,
+        info.get_layer_layout(layer),
+        entry.part,
+        capacity=layer.capacity,
+        num_tokens=layer.tokens,
+        order="token" if entry.token_major else "head",
+    )
+    file_key = (entry.layer, entry.part)
+    expected_file_hash = write_options.file_hashes.get(file_key)
+    is_compared = write_options.compare_in_memory or entry.token_major
+    expected_array_hash = (
+        None if cast_stats.source != cast_stats.target else write_options.array_hashes.get(entry.array.name)
+    )
+    input_hasher = None if is_compared or expected_array_hash or expected_file_hash else hashlib.sha256()
+    for chunk in (
+        write_options.unused_arrays[file_key].iter_chunks(_READ_CHUNK_BYTES)
+        if file_key in write_options.unused_arrays
+        else ()
+    ):
+        part_writer.fill_unused(chunk)
+        del chunk
+    for chunk in entry.array.iter_chunks(_READ_CHUNK_BYTES):
+        elements = cast_stats.cast(chunk)
+        if input_hasher:
+            input_hasher.update(elements.data)
+        part_writer.write_rows(elements)
+        progress(chunk.size)
+        del chunk, elements
+    part_writer.rewind()
+    if expected_file_hash:
+        is_verified = _hash_written_file(file.path) == expected_file_hash
+    elif is_compared:
+        comparison_cast = CastStats(cast_stats.source, cast_stats.target)
+        is_verified = all(
+            part_writer.matches_next(comparison_cast.cast(chunk))
+            for chunk in entry.array.iter_chunks(_COMPARE_CHUNK_BYTES)
+        )
+    else:
+        output_hasher = hashlib.sha256()
+        for chunk in part_writer.iter_chunks():
+            output_hasher.update(chunk.data)
+        is_verified = output_hasher.hexdigest() == (input_hasher.hexdigest() if input_hasher else expected_array_hash)
+    part_writer.close()
+    return is_verified

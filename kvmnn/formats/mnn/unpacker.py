@@ -1,0 +1,256 @@
+"""Packed files, or anything else that kvmnn reads, into files of plain arrays or a KV dump."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, Literal
+
+from ..._util.parallel import Progress
+from ..._util.text import LOSSLESS, LOSSY, UNCHANGED, format_range, format_rate, pluralize
+from ...arrays.array import ArrayInfo, Chunk
+from ...arrays.completeness import Completeness, build_completeness_document, format_missing
+from ...arrays.engine_metadata import add_completeness_metadata
+from ...arrays.engine_transforms import describe_order
+from ...arrays.layers import collect_layers
+from ...arrays.llama_transforms import Transform, has_lossy_inverse
+from ...arrays.source import Source
+from ...errors import OptionError
+from ...files.atomic import DirectoryOutput, is_device
+from ...files.file_names import is_directory_output, list_with_contents
+from ...packed.cache_info import CacheInfo, build_cache_document, describe_evicted_layers, describe_layouts
+from ..npz import build_comment
+from ..sidecars import write_sidecars
+from ..tensor_selection import build_packed_positions_sidecar
+from ..writer import build_output_metadata, list_lost_information, list_stale_files, write_arrays
+from .dump_writer import write_dump
+
+OutputForm = Literal["arrays", "dump", "packed-dump"]
+OUTPUT_FORMS: tuple[OutputForm, ...] = ("arrays", "dump", "packed-dump")
+"""What `unpack` writes: files of arrays, or a KV dump of the engine, plain or packed."""
+
+_READ_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpackResult:
+    """Plain arrays that were written.
+
+    Parameters
+    ----------
+    input, output
+        Paths.
+    arrays
+        What was written.
+    is_lossy
+        Whether the words were made from int8 codes.
+    seconds
+        Time that it took.
+    notes
+        One line for each thing about the input that was inferred, then for what the output has no place for.
+    cache
+        The packed cache that the arrays come from, where that is known.
+    dequantised
+        Types of another engine whose blocks the numbers were made from.
+    undone
+        What llama.cpp had done to K and V and was undone.
+    is_read_back
+        Whether what was written was read again and compared; dumps and devices are not.
+    completeness
+        The state of the model that the arrays contain, where that is known.
+    doubt
+        Why the arrays may not be what the engine stored; empty unless the caller insisted on reading them.
+    has_padding
+        Whether texts of a batch have rows that are no tokens.
+    """
+
+    input: str
+    output: str
+    arrays: tuple[ArrayInfo, ...]
+    is_lossy: bool
+    seconds: float
+    notes: tuple[str, ...] = ()
+    cache: CacheInfo | None = None
+    dequantised: tuple[str, ...] = ()
+    undone: tuple[Transform, ...] = ()
+    is_read_back: bool = False
+    completeness: Completeness | None = None
+    doubt: str = ""
+    has_padding: bool = False
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def label(self) -> str | None:
+        """``LOSSLESS`` where what was written was read back and compared, else ``UNCHANGED``: words as they were.
+
+        ``LOSSY`` for int8, for rotations undone, and where files were read against what they show; None where blocks
+        were read as the numbers that they stand for, and nothing was rounded since.
+        """
+        if has_lossy_inverse(self.undone) or self.doubt:
+            return LOSSY
+        if self.dequantised:
+            return None
+        if self.is_lossy:
+            return LOSSY
+        return LOSSLESS if self.is_read_back else UNCHANGED
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result as JSON values."""
+        return {
+            "input": self.input,
+            "output": self.output,
+            "label": self.label,
+            "raw_bytes": self.raw_bytes,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+            "dequantised": list(self.dequantised),
+            "undone": list(self.undone),
+            "cache": build_cache_document(self.cache),
+            **build_completeness_document(self.completeness),
+            "arrays": [{"name": array.name, "dtype": array.dtype, "shape": list(array.shape)} for array in self.arrays],
+        }
+
+    def _describe_elements(self) -> str:
+        """Which elements were compared: of packed files those of live tokens, where the layout has them."""
+        if self.cache is None:
+            return "all rows, padding included" if self.has_padding else "live elements"
+        tokens_text = format_range(sorted({layer.tokens for layer in self.cache.layers}))
+        return f"live elements: {tokens_text} tokens in {describe_layouts(self.cache)}"
+
+    def __str__(self) -> str:
+        verification_text = self._describe_elements() + (
+            ", read back and compared" if self.is_read_back else ", copied as they are"
+        )
+        details_text = "int8 times scale plus bias" if self.is_lossy else verification_text
+        details_text = f"dequantised from {', '.join(self.dequantised)}" if self.dequantised else details_text
+        details_text += f", undone: {', '.join(self.undone)}" if self.undone else ""
+        details_text = f"read as specified, although {self.doubt}" if self.doubt else details_text
+        label_text = f"{self.label} ({details_text})" if self.label else details_text
+        line = (
+            f"{self.output}: {pluralize(len(self.arrays), 'array')}, {self.raw_bytes:,} bytes, {label_text}"
+            f"{format_rate(self.raw_bytes, self.seconds)}"
+        )
+        return "\n".join([line, *(f"  {state_line}" for state_line in format_missing(self.completeness))])
+
+
+def unpack(
+    source: Source,
+    output: str,
+    *,
+    form: OutputForm = "arrays",
+    run_id: str = "kvmnn",
+    force: bool = False,
+    progress: Progress | None = None,
+) -> UnpackResult:
+    """Write the arrays of a packed cache, or of any other source, as plain arrays or as a KV dump.
+
+    Parameters
+    ----------
+    source
+        What `kvmnn.open` gives.
+    output
+        A ``.npz`` or ``.safetensors`` file, a directory (ends in a slash, or is one) for a ``.npy`` file of each array
+        or for a dump, or any other file for one array.
+    form
+        ``"arrays"``, ``[kv_head, token, head_dim]``; ``"dump"``, ``[token, kv_head, head_dim]`` as the engine dumps
+        them; ``"packed-dump"``, its packed variant.
+    run_id
+        Of a dump.
+    force
+        Replace files that exist; the inputs are never replaced.
+    progress
+        Called with bytes of arrays.
+
+    Raises
+    ------
+    OptionError
+        For a packed dump of what is not a packed cache.
+    KvmnnError
+        When the output cannot hold the arrays, exists, or cannot be written.
+    """
+    start_time = time.perf_counter()
+    stale_notes: list[str] = []
+    if form == "arrays":
+        chunks, metadata = _iter_array_chunks(source, progress), build_output_metadata(source, output)
+        if is_directory_output(output):  # where the description of packed files has no place
+            metadata |= build_packed_positions_sidecar(source.cache)
+        files = write_arrays(output, source.arrays, chunks, metadata, force=force, exclude=source.files)
+        stale_notes += list_stale_files(output, files, metadata)
+    else:
+        _write_kv_dump(source, output, form, run_id, force, progress)
+    return UnpackResult(
+        input=" ".join(source.inputs),
+        output=output,
+        arrays=tuple(source.arrays),
+        is_lossy=source.lossy,
+        seconds=time.perf_counter() - start_time,
+        notes=(*source.notes, *describe_order(source), *_iter_lost_information(source, output, form), *stale_notes),
+        cache=source.cache,
+        dequantised=source.code_types,
+        undone=source.inverted_transforms or (),
+        is_read_back=form == "arrays" and not is_device(output),
+        completeness=source.completeness,
+        doubt=source.doubt,
+        has_padding=source.engine_cache is not None and source.engine_cache.has_padding,
+    )
+
+
+def _get_suffix(output: str) -> str:
+    return PurePath(output).suffix.lower()
+
+
+def _iter_lost_information(source: Source, output: str, form: OutputForm) -> Iterator[str]:
+    """What the output has no place for: of what engine, and which tokens of the text a cache that was cut holds."""
+    if form == "arrays" and _get_suffix(output) == ".safetensors":
+        return
+    if form == "arrays" and any(array.dtype == "bf16" for array in source.arrays):
+        yield f"{output} has bf16 words as uint16 where its format is numpy's, which has no bf16: .safetensors has"
+    yield from list_lost_information(source, output if form == "arrays" else f"{output}/")
+    is_npz = _get_suffix(output) == ".npz" and build_comment(build_output_metadata(source, output)) is not None
+    is_complete = form == "arrays" and (is_npz or is_directory_output(output))
+    evicted_layers = describe_evicted_layers(source.cache) if source.cache and not is_complete else []
+    if evicted_layers:
+        more_text = f" and so on for {pluralize(len(evicted_layers), 'layer')}" if len(evicted_layers) > 1 else ""
+        yield (
+            f"{output} does not say which tokens of the text it holds, .safetensors and .npz do: "
+            f"{evicted_layers[0]}{more_text}"
+        )
+
+
+def _write_kv_dump(
+    source: Source, output: str, form: OutputForm, run_id: str, force: bool, progress: Progress | None
+) -> None:
+    layout = source.cache.layout if source.cache else None
+    if form == "packed-dump" and layout is None:
+        raise OptionError(
+            f"{' '.join(source.inputs)}: is not a packed cache, so nothing says how to pack it: use --as dump"
+        )
+    if form == "packed-dump" and source.cache is not None and not source.cache.is_uniform:
+        raise OptionError(f"{' '.join(source.inputs)}: heads differ by layer: use --as dump")
+    arrays = collect_layers(source)
+    with DirectoryOutput(output, force=force, exclude=list_with_contents(source.files)) as directory:
+        write_dump(
+            arrays,
+            directory,
+            run_id,
+            packed_as=layout if form == "packed-dump" else None,
+            flash=layout is None or layout.flash_block is not None,
+            progress=progress,
+        )
+        write_sidecars(directory, add_completeness_metadata(source))
+        directory.commit()
+
+
+def _iter_array_chunks(source: Source, progress: Progress | None) -> Iterator[tuple[int, Chunk]]:
+    for index, array in enumerate(source.arrays):
+        for chunk in array.iter_chunks(_READ_CHUNK_BYTES):
+            yield index, chunk
+            if progress:
+                progress(chunk.size)
+            del chunk

@@ -1,0 +1,499 @@
+"""Files of other engines kept whole: cut into arrays for frames and the bytes around them, and put together again.
+
+Frames back into the file of another engine that they were made from, byte for byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._util.parallel import Progress
+from .._util.text import pluralize
+from ..arrays.array import Chunk, LazyArray
+from ..arrays.completeness import Completeness
+from ..arrays.naming import sanitize_name
+from ..arrays.source import FILE_KEY, Source
+from ..bundle.frame_set import DecodeOptions, FrameSet
+from ..bundle.manifest import count_chunks
+from ..bundle.passthrough import (
+    MAX_PASSTHROUGH_BYTES,
+    FilePart,
+    PassthroughFile,
+    check_covers_arrays,
+    count_bundle_bytes,
+    describe_passthrough,
+    dump_passthrough,
+    parse_passthrough,
+)
+from ..bundle.verification import VerifyResult
+from ..dtypes import Bytes
+from ..errors import LimitError, OptionError, OutputError, SourceError
+from ..files.atomic import BinaryStream, FileOutput, is_device
+from ..files.change_detection import InputGuard
+from ..files.file_names import is_directory_output
+from ..files.mapped_file import STDIN, MappedFile
+from ..frames import encode
+from .array_formats import find_array_format
+from .base import Sink
+from .frames import make_frame_source
+from .options import ReadOptions
+from .restorer import RestoreResult
+
+_READ_CHUNK_BYTES = 8 << 20
+_MAX_RAW_RUN_BYTES = 1 << 20
+"""Bytes in a row that are kept as such; longer runs become an array of their own."""
+_SAMPLE_BYTES = 128 << 10
+
+
+class Region(NamedTuple):
+    """Bytes of a file that become arrays.
+
+    Parameters
+    ----------
+    offset, nbytes
+        Where they lie.
+    arrays
+        The arrays, and how many bytes each gives by turns.
+    """
+
+    offset: int
+    nbytes: int
+    arrays: tuple[tuple[LazyArray, int], ...]
+
+
+def capture(
+    file: MappedFile,
+    format_name: str,
+    regions: Sequence[Region],
+    kv_heads: tuple[int, ...] | None,
+    *,
+    unused_bytes_by_array: Mapping[str, int] | None = None,
+    layer_numbers: tuple[int, ...] | None = None,
+) -> Source:
+    """A source with the arrays of all regions, whose metadata has all else that the file holds.
+
+    Parameters
+    ----------
+    file
+        The whole file.
+    format_name
+        The name of its format in `ENGINE_FORMATS`.
+    regions
+        Without overlaps.
+    kv_heads
+        Of each layer, where they were said.
+    unused_bytes_by_array
+        Bytes of arrays that are room behind the valid tokens, by the names of those that have any.
+    layer_numbers
+        The layer of the model that each layer of the file is, where the file does not say it.
+    """
+    parts: list[FilePart] = []
+    notes: list[str] = []
+    arrays: list[LazyArray] = []
+    position = 0
+    for region in sorted(regions):
+        _append_gap(file, position, region.offset, parts, arrays)
+        parts.append(
+            FilePart(region.nbytes, arrays=tuple((array.name, turn_bytes) for array, turn_bytes in region.arrays))
+        )
+        arrays += [array for array, _ in region.arrays]
+        position = region.offset + region.nbytes
+    _append_gap(file, position, file.size, parts, arrays)
+    if sum(len(part.raw) for part in parts) > MAX_PASSTHROUGH_BYTES:
+        raise SourceError(f"{file.label}: has more than {MAX_PASSTHROUGH_BYTES} bytes between its arrays")
+    file_name = PurePath(file.path).name
+    name = "stdin" if file.path == STDIN else sanitize_name(file_name)
+    if file.path != STDIN and name != file_name:
+        notes.append(f"the manifest calls the file {name}: no name in a manifest has all that the file's has")
+    passthrough = PassthroughFile(
+        format=format_name,
+        name=name,
+        nbytes=file.size,
+        sha256=_hash_file(file),
+        parts=tuple(parts),
+        kv_heads=kv_heads,
+        room_bytes=sum((unused_bytes_by_array or {}).values()),
+        array_room=unused_bytes_by_array or {},
+        layer_numbers=layer_numbers,
+    )
+    return Source(arrays, {FILE_KEY: dump_passthrough(passthrough)}, notes=notes)
+
+
+def _append_gap(file: MappedFile, begin: int, end: int, parts: list[FilePart], arrays: list[LazyArray]) -> None:
+    """The bytes between two regions: literal, or an array of words and what is left of them."""
+    length = (end - begin) // 4 * 4 if end - begin > _MAX_RAW_RUN_BYTES else 0
+    if length:
+        array = make_byte_array(file, f"around_{begin}", (length,), begin, length, dtype="fp32")
+        parts.append(FilePart(length, arrays=((array.name, length),)))
+        arrays.append(array)
+    if begin + length < end:
+        parts.append(FilePart(end - begin - length, file.view(begin + length, end - begin - length).tobytes()))
+
+
+def make_byte_array(
+    file: MappedFile, name: str, shape: tuple[int, ...], offset: int, nbytes: int, *, dtype: str = "fp16"
+) -> LazyArray:
+    """Bytes of a file as they are."""
+    reader = partial(file.iter_chunks, offset, nbytes)
+    return LazyArray(name=name, dtype=dtype, shape=shape, array_dtype="|u1", reader=reader)
+
+
+def make_field_array(
+    file: MappedFile,
+    name: str,
+    shape: tuple[int, ...],
+    block_range: tuple[int, int],
+    field_range: tuple[int, int, int],
+    array_dtype: str = "|u1",
+) -> LazyArray:
+    """A field of every block: `block_range` has offset and bytes of the blocks, `field_range` its place, its size and
+    a block's.
+    """
+    return LazyArray(
+        name=name,
+        dtype="fp16",
+        shape=shape,
+        array_dtype=array_dtype,
+        reader=partial(_iter_field_chunks, file, block_range, field_range),
+    )
+
+
+def _iter_field_chunks(
+    file: MappedFile, block_range: tuple[int, int], field_range: tuple[int, int, int], chunk_bytes: int
+) -> Iterator[Chunk]:
+    (offset, nbytes), (begin, field_bytes_per_block, block_bytes) = block_range, field_range
+    total_blocks = nbytes // block_bytes
+    if chunk_bytes % field_bytes_per_block:  # the last of all, or a limit that cuts blocks
+        field_bytes = np.concatenate(
+            list(_iter_field_chunks(file, block_range, field_range, total_blocks * field_bytes_per_block))
+        )
+        yield from (field_bytes[start : start + chunk_bytes] for start in range(0, field_bytes.size, chunk_bytes))
+        return
+    for start in range(0, total_blocks, chunk_bytes // field_bytes_per_block):
+        num_blocks = min(chunk_bytes // field_bytes_per_block, total_blocks - start)
+        blocks = file.view(offset + start * block_bytes, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
+        yield np.ascontiguousarray(blocks[:, begin : begin + field_bytes_per_block]).reshape(-1)
+        file.release_pages(offset + start * block_bytes, num_blocks * block_bytes)
+
+
+def is_smaller_by_fields(blocks: Bytes, field_sizes: Sequence[int]) -> bool:
+    """Whether frames of the fields of blocks, each by itself, are smaller than a frame of the blocks; by a sample.
+
+    Parameters
+    ----------
+    blocks
+        Bytes of whole blocks.
+    field_sizes
+        Bytes of each field of a block, in order.
+    """
+    block_bytes = sum(field_sizes)
+    sample = blocks[: max(1, _SAMPLE_BYTES // block_bytes) * block_bytes].reshape(-1, block_bytes)
+    begins = np.cumsum([0, *field_sizes[:-1]])
+    field_buffers = [
+        np.ascontiguousarray(sample[:, b : b + n]).reshape(-1) for b, n in zip(begins, field_sizes, strict=True)
+    ]
+    separate_bytes, joint_bytes = (
+        sum(len(encode(data, dtype="fp16", effort="fast")) for data in buffers)
+        for buffers in (field_buffers, [np.ascontiguousarray(sample).reshape(-1)])
+    )
+    return separate_bytes < joint_bytes
+
+
+def _hash_file(file: MappedFile) -> str:
+    digest = hashlib.sha256()
+    for chunk in file.iter_chunks(0, file.size, _READ_CHUNK_BYTES):
+        digest.update(chunk.data)
+    return digest.hexdigest()
+
+
+@dataclass
+class PassthroughBytes:
+    """The bytes of a kept file, put together from arrays as they are asked for.
+
+    Parameters
+    ----------
+    source
+        The arrays, as frames decode to them.
+    passthrough
+        How they make up the file.
+    label
+        What messages call it.
+    """
+
+    source: Source
+    passthrough: PassthroughFile
+    label: str
+
+    def __post_init__(self) -> None:
+        sizes = {array.name: array.nbytes for array in self.source.arrays}
+        check_covers_arrays(self.passthrough, sizes, self.label)
+        self._decoded_part: tuple[int, Bytes] | None = None
+
+    @property
+    def path(self) -> str:
+        """The name that the file had."""
+        return self.passthrough.name
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return self.passthrough.nbytes
+
+    def read_head(self, nbytes: int) -> bytes:
+        """The first `nbytes` bytes, or all if there are fewer."""
+        return self.view(0, min(nbytes, self.size)).tobytes()
+
+    def view(self, offset: int, nbytes: int, /) -> Bytes:
+        """`nbytes` bytes from `offset`; an array is decoded whole, and kept until another is asked for."""
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise SourceError(f"{self.label}: needs {nbytes} bytes at offset {offset}, but the file has {self.size}")
+        chunks: list[Bytes] = []
+        while nbytes:
+            part, begin = self.passthrough.find_part(offset)
+            chunk = self._get_part_bytes(part, begin)[offset - begin : offset - begin + nbytes]
+            chunks.append(chunk)
+            offset, nbytes = offset + chunk.size, nbytes - chunk.size
+        return chunks[0] if len(chunks) == 1 else np.concatenate([np.empty(0, np.uint8), *chunks])
+
+    def release_pages(self, offset: int, nbytes: int, /) -> None:
+        """Let go of what was decoded."""
+        self._decoded_part = None
+
+    def iter_chunks(self, offset: int, nbytes: int, chunk_bytes: int) -> Iterator[Bytes]:
+        """Views of `chunk_bytes` bytes each."""
+        for start in range(offset, offset + nbytes, chunk_bytes):
+            yield self.view(start, min(chunk_bytes, offset + nbytes - start))
+        self.release_pages(offset, nbytes)
+
+    def _get_part_bytes(self, part: FilePart, begin: int) -> Bytes:
+        if not part.arrays:
+            return np.frombuffer(part.raw, np.uint8)
+        if self._decoded_part is None or self._decoded_part[0] != begin:
+            self._decoded_part = None
+            part_bytes, num_filled = np.empty(part.nbytes, np.uint8), 0
+            for chunk in iter_part_chunks(self.source, part):
+                part_bytes[num_filled : num_filled + chunk.size] = chunk
+                num_filled += chunk.size
+            self._decoded_part = begin, part_bytes
+        return self._decoded_part[1]
+
+
+def iter_part_chunks(source: Source, part: FilePart) -> Iterator[Chunk]:
+    """The bytes of a part, in order."""
+    if not part.arrays:
+        yield np.frombuffer(part.raw, np.uint8)
+    elif len(part.arrays) == 1:
+        yield from source[part.arrays[0][0]].iter_chunks(_READ_CHUNK_BYTES)
+    else:
+        yield from _iter_interleaved_chunks(source, part)
+
+
+def _iter_interleaved_chunks(source: Source, part: FilePart) -> Iterator[Chunk]:
+    turn_sizes = [turn_size for _, turn_size in part.arrays]
+    num_rows = max(1, _READ_CHUNK_BYTES // sum(turn_sizes))
+    readers = [source[name].reader(num_rows * turn_size) for name, turn_size in part.arrays]
+    for chunks in zip(*readers, strict=True):
+        yield np.concatenate(
+            [chunk.reshape(-1, turn_size) for chunk, turn_size in zip(chunks, turn_sizes, strict=True)], axis=1
+        ).reshape(-1)
+
+
+def reopen_original(source: Source, label: str) -> PassthroughBytes | None:
+    """The file that frames were made from, where it was kept whole: `source` is what they decode to."""
+    passthrough = parse_passthrough(source.metadata, label)
+    return None if passthrough is None else PassthroughBytes(source, passthrough, label)
+
+
+def apply_recorded_options(
+    options: ReadOptions, passthrough: PassthroughFile, completeness: Completeness | None = None
+) -> ReadOptions:
+    """The options, with the kv heads and the layers that were noted down where they say none."""
+    engine = replace(
+        options.engine,
+        recorded_kv_heads=passthrough.kv_heads,
+        recorded_layers=passthrough.layer_numbers,
+        recorded_completeness=completeness,
+    )
+    return replace(options, engine=engine)
+
+
+_HASH_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreFileResult(RestoreResult):
+    """A file that was written from frames.
+
+    Parameters
+    ----------
+    passthrough
+        What it is.
+    bundle_bytes
+        Of frames and manifest, which it is made of.
+    """
+
+    passthrough: PassthroughFile
+    bundle_bytes: int
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of the file."""
+        return self.passthrough.nbytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {**super().to_dict(), "format": self.passthrough.format, "sha256": self.passthrough.sha256}
+
+    def __str__(self) -> str:
+        contents_text = f"the file {self.passthrough.name} of {pluralize(len(self.arrays), 'array')}"
+        line = self.format_summary(contents_text, f"frames and manifest of {self.bundle_bytes:,} bytes")
+        return line.replace("sha256 of the manifest", "sha256 of the file")
+
+
+def can_restore_file(frames: FrameSet, output: str | None = None) -> bool:
+    """Whether frames are of a file that was kept whole, and `output` is a place for it: no other file of arrays."""
+    if frames.document is None:
+        return False
+    passthrough = parse_passthrough(frames.document.metadata, frames.path)
+    if passthrough is None or output is None:
+        return passthrough is not None
+    is_array_output = (
+        find_array_format(output) is not None
+        and PurePath(output).suffix.lower() != PurePath(passthrough.name).suffix.lower()
+    )
+    return not is_array_output and not is_directory_output(output)
+
+
+def restore_file(
+    frames: FrameSet,
+    output: str | os.PathLike[str] | BinaryStream,
+    options: DecodeOptions | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> RestoreFileResult:
+    """Decode frames and write the file that they were made from; what was written is read back and its hash compared.
+
+    Parameters
+    ----------
+    frames
+        `kvmnn.bundle.open_frames`, of a file that was kept whole.
+    output
+        The file, or a binary stream.
+    options
+        Limits, codecs, threads.
+    force
+        Replace a file that exists; the frames are never replaced.
+    progress
+        Called with raw bytes.
+
+    Raises
+    ------
+    OptionError
+        When the frames are not of such a file.
+    ManifestError
+        When the manifest's account of it does not fit the arrays.
+    KvmnnError
+        As `kvmnn.formats.restore`. Nothing is left behind then.
+    """
+    start_time = time.perf_counter()
+    options = options or DecodeOptions()
+    passthrough = parse_passthrough(frames.document.metadata, frames.path) if frames.document else None
+    if passthrough is None or frames.document is None:
+        raise OptionError(f"{frames.path}: was not made from a file that is kept whole")
+    frames.check_size(options)
+    if options.max_bytes is not None and passthrough.nbytes > options.max_bytes:
+        raise LimitError(
+            f"{frames.path}: its file has {passthrough.nbytes} bytes, above the limit of {options.max_bytes}"
+        )
+    file = PassthroughBytes(make_frame_source(frames, options), passthrough, frames.path)
+    if isinstance(output, str | os.PathLike):
+        path, is_read_back = os.fspath(output), not is_device(output)
+        with FileOutput(path, force=force, exclude=frames.files) as output_file:
+            _write_parts(file, output_file.file, progress)
+            output_file.file.close()
+            if is_read_back:
+                _verify_written_file(output_file, passthrough)
+            output_file.commit()
+    else:
+        path, is_read_back = None, False
+        with InputGuard():
+            _write_parts(file, output, progress)
+        output.flush()
+    return RestoreFileResult(
+        input=frames.path,
+        output=path,
+        arrays=frames.arrays,
+        is_verified=True,
+        is_read_back=is_read_back,
+        files=(),
+        stored_bytes=frames.stored_bytes,
+        seconds=time.perf_counter() - start_time,
+        passthrough=passthrough,
+        bundle_bytes=count_bundle_bytes(frames.document),
+    )
+
+
+def verify_file(
+    frames: FrameSet, options: DecodeOptions | None = None, *, progress: Progress | None = None
+) -> VerifyResult:
+    """Put the file together that frames were made from, without writing it, and compare its hash.
+
+    Parameters and errors are those of `restore_file`: a difference is one.
+    """
+    restore_result = restore_file(frames, _NullStream(), options, progress=progress)
+    return VerifyResult(
+        input=frames.path,
+        against=(),
+        proof="sha256",
+        difference=None,
+        raw_bytes=frames.raw_bytes,
+        stored_bytes=frames.stored_bytes,
+        arrays=len(frames.arrays),
+        **count_chunks(frames.arrays)._asdict(),
+        seconds=restore_result.seconds,
+        restored_file_name=restore_result.passthrough.name,
+        notes=tuple(describe_passthrough(frames.document, frames.path)) if frames.document else (),
+        room_bytes=restore_result.passthrough.room_bytes,
+    )
+
+
+class _NullStream:
+    """A stream that keeps nothing."""
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+def _write_parts(file: PassthroughBytes, sink: Sink, progress: Progress | None) -> None:
+    """All parts in order; `OutputError` where they are not the file, whose hash is noted down."""
+    digest = hashlib.sha256()
+    for part in file.passthrough.parts:
+        for chunk in iter_part_chunks(file.source, part):
+            digest.update(chunk.data)
+            sink.write(chunk.data)
+            if progress and part.arrays:
+                progress(chunk.size)
+            del chunk
+    if digest.hexdigest() != file.passthrough.sha256:
+        raise OutputError(f"{file.label}: what its parts make up does not match the sha256 of the file")
+
+
+def _verify_written_file(output_file: FileOutput, passthrough: PassthroughFile) -> None:
+    digest, written_file = hashlib.sha256(), MappedFile(output_file.file.path)
+    for chunk in written_file.iter_chunks(0, written_file.size, _HASH_CHUNK_BYTES):
+        digest.update(chunk.data)
+    if digest.hexdigest() != passthrough.sha256:
+        raise OutputError(f"{output_file.target}: does not read back as it was written")

@@ -1,0 +1,249 @@
+"""Restore: frames into the arrays they were made from, as files of any format or as raw words on a stream."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+from .._util.parallel import Progress
+from .._util.text import LOSSLESS, format_rate, pluralize
+from ..arrays import engine_metadata
+from ..arrays.array import ArrayInfo
+from ..arrays.completeness import Completeness, build_completeness_document, format_missing
+from ..arrays.source import ENGINE_KEY, Source, parse_completeness
+from ..bundle.decoder import decode_frames
+from ..bundle.frame_set import DecodeOptions, FrameSet
+from ..errors import OptionError
+from ..files.atomic import BinaryStream, is_device
+from ..files.change_detection import InputGuard
+from ..files.file_names import describe_renamed_files
+from .frames import make_frame_source
+from .raw import write_raw
+from .readback import ReadBackError
+from .sidecars import collect_folder_sidecars
+from .writer import build_output_metadata, list_lost_information, list_stale_files, write_arrays
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreResult:
+    """Arrays that were decoded and written.
+
+    Parameters
+    ----------
+    input
+        The frames.
+    output
+        File or directory; None for a stream.
+    arrays
+        What was written.
+    is_verified
+        Whether there was a manifest, whose hashes were compared.
+    is_read_back
+        Whether that was done with what the output reads back as; else with what went to a stream or device.
+    files
+        Names of the files in a directory, one for each array; else none.
+    stored_bytes
+        Of all frames.
+    seconds
+        Time that it took.
+    unknown_properties
+        What nothing says of several frames without a manifest, for people; else empty.
+    beside
+        Names of further files in a directory, which lay beside the arrays.
+    notes
+        One line for each thing about another engine's cache that the output has no place for.
+    completeness
+        The state of the model that the arrays contain, where that is known.
+    """
+
+    input: str
+    output: str | None
+    arrays: tuple[ArrayInfo, ...]
+    is_verified: bool
+    is_read_back: bool
+    files: tuple[str, ...]
+    stored_bytes: int
+    seconds: float
+    unknown_properties: str = ""
+    beside: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    completeness: Completeness | None = None
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    @property
+    def label(self) -> str | None:
+        """``LOSSLESS`` if the manifest proved it, else None."""
+        return LOSSLESS if self.is_verified else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        return {
+            "input": self.input,
+            "output": self.output,
+            "label": self.label,
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+            "seconds": self.seconds,
+            **({"beside": list(self.beside)} if self.beside else {}),
+            "notes": list(self.notes),
+            **build_completeness_document(self.completeness),
+            "arrays": [
+                {**build_array_document(array), "file": file} for array, file in zip_longest(self.arrays, self.files)
+            ],
+        }
+
+    def __str__(self) -> str:
+        contents = [pluralize(len(self.arrays), "array"), *self.beside]
+        line = self.format_summary(" and ".join([", ".join(contents[:-1]), contents[-1]] if contents[1:] else contents))
+        renames_text = describe_renamed_files(zip((array.name for array in self.arrays), self.files, strict=False))
+        lines = [*format_missing(self.completeness), *([renames_text] if renames_text else [])]
+        return "\n  ".join([line, *lines])
+
+    def format_summary(self, contents_text: str, decoded_text: str = "") -> str:
+        """One line: where `contents_text` was written, the sizes (`decoded_text`: of what was decoded), and what is
+        proved.
+        """
+        check_text = "read back, sha256 of the manifest" if self.is_read_back else "sha256 of the manifest"
+        missing_text = (
+            f"no manifest to check it against{'; ' if self.unknown_properties else ''}{self.unknown_properties}"
+        )
+        verification_text = f"{LOSSLESS} ({check_text})" if self.is_verified else missing_text
+        return (
+            f"{self.output or 'standard output'}: {contents_text}, {decoded_text or f'{self.stored_bytes:,}'} -> "
+            f"{self.raw_bytes:,} bytes, {verification_text}{format_rate(self.raw_bytes, self.seconds)}"
+        )
+
+
+def restore(
+    frames: FrameSet,
+    output: str | os.PathLike[str] | BinaryStream,
+    options: DecodeOptions | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> RestoreResult:
+    """Decode frames and write the arrays they were made from; the hashes of the manifest are compared.
+
+    Parameters
+    ----------
+    frames
+        `kvmnn.bundle.open_frames`.
+    output
+        A ``.npz`` or ``.safetensors`` file; a directory (ends in a slash, or is one) for a ``.npy`` file of each array;
+        for one array also a ``.npy`` file, any other file for its raw words, or a binary stream for those.
+    options
+        Limits, codecs, threads.
+    force
+        Replace files that exist; the frames are never replaced.
+    progress
+        Called with raw bytes.
+
+    Raises
+    ------
+    OptionError
+        When a stream would have to carry more than one array.
+    KvmnnError
+        When a frame does not decode, a hash differs, or the output cannot hold the arrays, exists or cannot be written.
+        No file is left behind then.
+    """
+    start_time = time.perf_counter()
+    frames = frames.without_unused_arrays()
+    source = _read_description(frames)
+    sidecar_names = tuple(collect_folder_sidecars(frames.document.metadata, frames.path)) if frames.document else ()
+    if isinstance(output, str | os.PathLike):
+        path, is_read_back = os.fspath(output), not is_device(output)
+        metadata = build_output_metadata(source, path) if frames.document else None
+        files = _write_to_path(frames, path, metadata, options or DecodeOptions(), force, progress)
+    else:
+        path, is_read_back, files = None, False, []
+        if len(frames.arrays) > 1:
+            raise OptionError(f"a stream carries one array, not {len(frames.arrays)}: use -o DIR/ or -o X.npz")
+        with InputGuard():
+            write_raw(output, frames.arrays, decode_frames(frames, options, progress=progress), {})
+        output.flush()
+    return RestoreResult(
+        input=frames.path,
+        output=path,
+        arrays=frames.arrays,
+        is_verified=frames.document is not None,
+        is_read_back=is_read_back,
+        files=tuple(files),
+        stored_bytes=frames.stored_bytes,
+        seconds=time.perf_counter() - start_time,
+        unknown_properties=frames.unknown_properties,
+        beside=sidecar_names if files else (),
+        notes=(
+            *list_lost_information(source, path),
+            *_list_lost_types(frames, path),
+            *list_stale_files(path, files, metadata),
+        )
+        if path
+        else (),
+        completeness=parse_completeness(source.metadata, [array.name for array in frames.arrays], frames.path),
+    )
+
+
+def _list_lost_types(frames: FrameSet, path: str) -> list[str]:
+    """Say where codes become bytes without a type: only one of the formats has types of one byte."""
+    element_types = dict.fromkeys(array.element for array in frames.arrays if array.element)
+    if not element_types or path.lower().endswith(".safetensors"):
+        return []
+    return [
+        f"{path} has codes of {' and '.join(element_types)} as bytes: --dtype reads them, and .safetensors has the type"
+    ]
+
+
+def _read_description(frames: FrameSet) -> Source:
+    """What is known of frames beyond their arrays, there only where an engine's cache is described."""
+    metadata = dict(frames.document.metadata) if frames.document else {}
+    if ENGINE_KEY not in metadata:
+        return Source([], metadata)
+    source = make_frame_source(frames, DecodeOptions())
+    engine_metadata.restore_metadata(source, frames.path)
+    return source
+
+
+def _write_to_path(
+    frames: FrameSet,
+    path: str,
+    metadata: dict[str, str] | None,
+    options: DecodeOptions,
+    force: bool,
+    progress: Progress | None,
+) -> list[str]:
+    """Files of the arrays; what reads back is compared with the hashes of the manifest. Names of files in a folder."""
+    hashes = [array.sha256 for array in frames.arrays if array.sha256]
+    has_hashes = bool(hashes) and not is_device(path)
+    try:
+        return write_arrays(
+            path,
+            frames.arrays,
+            decode_frames(frames, options, check_arrays=not has_hashes, progress=progress),
+            metadata,
+            hashes=hashes if has_hashes else None,
+            force=force,
+            exclude=frames.files,
+            threads=options.threads,
+        )
+    except ReadBackError as error:
+        # Either the frames do not hold what the manifest says, which is an error of its own, or the file does not.
+        deque(decode_frames(frames.select_array(frames.arrays[error.index]), options), maxlen=0)
+        raise
+
+
+def build_array_document(array: ArrayInfo) -> dict[str, Any]:
+    """What an array is, for JSON."""
+    return {
+        "name": array.name,
+        "dtype": array.dtype,
+        "shape": list(array.shape),
+        "array_dtype": array.array_dtype,
+    }

@@ -1,0 +1,242 @@
+"""Files that lie beside the arrays of a folder: they travel with the arrays, and are written with them again.
+
+True positions that lie beside a directory of plain arrays, or in frames of one: ``positions.json`` of `dump-kv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from ..arrays.completeness import MAX_COMPLETENESS_BYTES as MAX_COMPLETENESS_BYTES
+from ..arrays.layers import collect_layers
+from ..arrays.positions import PositionMap, read_token_positions
+from ..arrays.source import COMPLETENESS_KEY, SIDECAR_KEY, Source
+from ..bundle.passthrough import MAX_SIDECAR_BYTES, POSITIONS_NAME, SIDECAR_NAMES, dump_sidecars, parse_sidecars
+from ..dtypes import Positions
+from ..errors import OutputError, SourceError
+from ..files.atomic import DirectoryOutput
+from ..files.file_names import COMPLETENESS_FILE
+from ..files.schema import JsonReader, parse_document, read_bounded
+
+
+def add_sidecars(source: Source, folder: str) -> None:
+    """Add what lies beside its arrays to the metadata of a source of arrays of `folder`.
+
+    What cannot be read, or is larger than `MAX_SIDECAR_BYTES`, is left out with a note; but not the completeness of the
+    arrays.
+
+    Raises
+    ------
+    SourceError
+        Where the completeness cannot be read.
+    """
+    _add_completeness(source, folder)
+    sidecars = {}
+    for name in SIDECAR_NAMES:
+        path = Path(folder, name)
+        if path.is_file():
+            try:
+                sidecars[name] = read_bounded(path, MAX_SIDECAR_BYTES)
+            except (SourceError, FileNotFoundError) as error:
+                source.notes.append(f"frames of these arrays will be without {name}: {error}")
+    if sidecars:
+        source.metadata[SIDECAR_KEY] = _dump_sidecars_cached(tuple(sidecars.items()))
+        source.opened_files += tuple(str(Path(folder, name)) for name in sidecars)
+
+
+def _add_completeness(source: Source, folder: str) -> None:
+    """Add the text of ``completeness.json`` to the metadata, where the folder has one."""
+    path = Path(folder, COMPLETENESS_FILE)
+    if not path.is_file():
+        return
+    try:
+        data = read_bounded(path, MAX_COMPLETENESS_BYTES)
+    except FileNotFoundError:
+        return
+    source.metadata[COMPLETENESS_KEY] = data.decode("utf-8", "replace")
+    source.opened_files += (str(path),)
+
+
+@lru_cache(maxsize=1)
+def _dump_sidecars_cached(files: tuple[tuple[str, bytes], ...]) -> str:
+    """Compressed once for all arrays of a folder."""
+    return dump_sidecars(dict(files))
+
+
+def read_sidecar(source: Source, name: str) -> tuple[bytes, str] | None:
+    """The bytes of such a file, and what messages call it, where an input has it or was made of what had it.
+
+    Raises
+    ------
+    ManifestError, SourceError
+        Where it cannot be read.
+    """
+    if not source.inputs:
+        return None
+    path = source.inputs[0]
+    embedded_data = parse_sidecars(source.metadata, path).get(name)
+    if embedded_data is None and len(source.inputs) > 1:
+        return None
+    file_path = Path(path, name)
+    if embedded_data is not None:
+        return embedded_data, str(file_path) if file_path.is_file() else f"{path}: its {name}"
+    try:
+        return read_bounded(file_path, MAX_SIDECAR_BYTES), str(file_path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def collect_folder_sidecars(metadata: Mapping[str, str], label: str) -> dict[str, bytes]:
+    """Return the files that a folder of arrays gets for this metadata, by name; errors as for `parse_sidecars`."""
+    completeness_text = metadata.get(COMPLETENESS_KEY)
+    return parse_sidecars(metadata, label) | (
+        {} if completeness_text is None else {COMPLETENESS_FILE: completeness_text.encode()}
+    )
+
+
+def write_sidecars(directory: DirectoryOutput, metadata: Mapping[str, str] | None) -> list[str]:
+    """Write such files into a directory of arrays, and read them back; their names. The caller commits."""
+    files = collect_folder_sidecars(metadata or {}, str(directory.target))
+    for name, data in files.items():
+        file = directory.open_file(name)
+        file.write(data)
+        file.close()
+        if read_bounded(file.path, max(MAX_SIDECAR_BYTES, len(data))) != data:
+            raise OutputError(f"{file.target}: does not read back as it was written")
+    return list(files)
+
+
+_MAX_TOKENS = 2**31 - 1
+
+
+@dataclass(frozen=True, eq=False)
+class PositionsSidecar:
+    """What the document says.
+
+    Attributes
+    ----------
+    positions
+        Of each layer, ascending: int64 ``[token]``, or ``[kv_head, token]`` where heads hold different tokens.
+    tokens_seen
+        Tokens of the text; None where it does not say them.
+    text_positions
+        Of each layer whose K was rotated to `positions` since: true positions of its tokens in the text, of the same
+        shape; None where they are `positions`.
+    """
+
+    positions: tuple[Positions, ...]
+    tokens_seen: int | None
+    text_positions: tuple[Positions | None, ...] = ()
+
+    @property
+    def is_rerotated(self) -> bool:
+        """Whether K of any layer was rotated to other positions than those in the text."""
+        return any(positions is not None for positions in self.text_positions)
+
+    @property
+    def positions_in_text(self) -> tuple[Positions, ...]:
+        """True positions in the text of every layer's tokens."""
+        text_positions = self.text_positions or (None,) * len(self.positions)
+        return tuple(
+            layer_positions if text_layer_positions is None else text_layer_positions
+            for layer_positions, text_layer_positions in zip(self.positions, text_positions, strict=True)
+        )
+
+
+def read_positions_sidecar(
+    source: Source, tokens: Sequence[int], layer_numbers: Sequence[int] | None = None
+) -> PositionsSidecar | None:
+    """The true positions of every layer's tokens, where the input is a directory that says them or was made of one.
+
+    Parameters
+    ----------
+    tokens
+        Of each layer.
+    layer_numbers
+        Of the layers, where they may be some of more; None for all that there are.
+
+    Returns
+    -------
+    None where nothing is said.
+
+    Raises
+    ------
+    ManifestError, SourceError
+        For a document that is none, or is not of these layers.
+    """
+    sidecar = read_sidecar(source, POSITIONS_NAME)
+    if sidecar is None:
+        return None
+    text, path = sidecar
+    document = parse_document(text, path)
+    layers = document.get("layers").read_list()
+    if layer_numbers is not None and len(layers) > len(tokens):
+        entry_by_layer = {_parse_layer_number(entry, index): entry for index, entry in enumerate(layers)}
+        layers = [entry_by_layer[layer_number] for layer_number in layer_numbers if layer_number in entry_by_layer]
+    if len(layers) != len(tokens):
+        raise SourceError(f"{path}: has positions of {len(layers)} layers: the arrays are of {len(tokens)}")
+    positions = tuple(
+        _parse_positions(layer.get("positions"), count) for layer, count in zip(layers, tokens, strict=True)
+    )
+    tokens_seen = document.get("tokens_seen").read_int(1) if "tokens_seen" in document.value else None
+    text_positions = tuple(
+        _parse_positions(layer.get("text_positions"), count) if "text_positions" in layer.value else None
+        for layer, count in zip(layers, tokens, strict=True)
+    )
+    return PositionsSidecar(positions, tokens_seen, text_positions)
+
+
+def is_dump_kv_folder(source: Source) -> bool:
+    """Return whether the arrays are those of a folder of ``.npy`` files that `dump-kv` wrote: [kv_head, token, dim].
+
+    Raises
+    ------
+    ManifestError
+        For a document that is none.
+    """
+    sidecar = read_sidecar(source, POSITIONS_NAME)
+    if sidecar is None or any(len(array.shape) != 3 for array in source.arrays):
+        return False
+    document = parse_document(*sidecar)
+    layers = (
+        document.get("layers").read_list() if isinstance(document.value, dict) and "kvmnn" in document.value else []
+    )
+    if not layers or document.value.get("format") != "npy":
+        return False
+    tokens = {layer.value.get("tokens") for layer in layers if isinstance(layer.value, dict)}
+    return {array.shape[1] for array in source.arrays} <= tokens
+
+
+def read_positions_by_layer(source: Source) -> PositionMap:
+    """Which tokens of the text each layer holds, wherever the source says it; raises as `read_positions_sidecar`."""
+    try:
+        key_arrays = {entry.layer: entry for entry in collect_layers(source, allow_keys_only=True)}
+    except SourceError:
+        return read_token_positions(source)
+    sidecar = read_positions_sidecar(source, [entry.geometry[1] for entry in key_arrays.values()], list(key_arrays))
+    return (
+        read_token_positions(source)
+        if sidecar is None
+        else dict(zip(key_arrays, sidecar.positions_in_text, strict=True))
+    )
+
+
+def _parse_layer_number(layer: JsonReader, index: int) -> int:
+    """Which layer it is of: its place among them, where it does not say."""
+    return layer.get("layer").read_int(0) if isinstance(layer.value, dict) and "layer" in layer.value else index
+
+
+def _parse_positions(node: JsonReader, tokens: int) -> Positions:
+    values = node.value
+    is_per_head = isinstance(values, list) and values and all(isinstance(value, list) for value in values)
+    for row in values if is_per_head else [values]:
+        if not isinstance(row, list) or not all(type(value) is int and 0 <= value <= _MAX_TOKENS for value in row):
+            raise node.error("a list of positions")
+        if len(row) != tokens or (np.diff(row) <= 0).any():
+            raise node.error(f"{tokens} ascending positions, one for each token of the arrays")
+    return np.array(values, np.int64)

@@ -1,0 +1,279 @@
+"""What the readers of all formats share: which arrays are taken, and as which dtype."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from .. import dtypes
+from ..arrays.array import LazyArray, UnsupportedArrayError, UntypedArrayError
+from ..arrays.completeness import select_completeness
+from ..arrays.engine_cache import select_engine_layers
+from ..arrays.float8 import decode_array
+from ..arrays.layers import format_array_name
+from ..arrays.positions import read_token_positions
+from ..arrays.source import ENGINE_KEY, SIDECAR_KEY, Source, parse_cache_info, select_subset_metadata
+from ..bundle.passthrough import POSITIONS_NAME, dump_sidecars
+from ..dtypes import FLOAT8_NAMES, PARTS
+from ..errors import KvmnnError, SourceError
+from ..packed.cache_info import CacheInfo, PositionRuns
+from .options import ReadOptions
+
+
+def format_dequantised_note(types: Iterable[str], dtype: str, block_bytes: int, value_bytes: int) -> str:
+    """What is said of numbers that were made of quantised blocks: of which types, and the bytes of both."""
+    return (
+        f"dequantised from {', '.join(types)} to {dtype}: {block_bytes:,} bytes in the file became {value_bytes:,}, "
+        f"and sizes "
+        "and ratios are of these"
+    )
+
+
+def select_tensors(
+    label: str, entries: Sequence[tuple[str, Callable[[], LazyArray]]], options: ReadOptions
+) -> tuple[list[LazyArray], list[str]]:
+    """Take the arrays that `options` ask for out of a file's `entries` (name, maker).
+
+    Returns
+    -------
+    The arrays in file order, and one line per array that was left out.
+
+    Raises
+    ------
+    SourceError
+        For a name the file does not have, an array no frame holds, or a file with nothing to take.
+    """
+    name_counts = Counter(name for name, _ in entries)
+    for name, count in name_counts.items():
+        if count > 1:
+            raise SourceError(f"{label}: has {count} arrays named {name!r}")
+    for name in options.tensors:
+        if name not in name_counts:
+            raise SourceError(f"{label}: no array named {name!r}; it has {format_names(name_counts)}")
+    arrays: list[LazyArray] = []
+    skipped: list[str] = []
+    for name, make_array in entries:
+        if options.tensors and name not in options.tensors:
+            continue
+        try:
+            arrays.append(make_array())
+        except UnsupportedArrayError as exc:
+            if options.tensors or not options.skip_unsupported:
+                raise
+            skipped.append(str(exc))
+    if not arrays:
+        raise make_no_tensor_error(label, skipped)
+    return arrays, skipped
+
+
+def make_no_tensor_error(label: str, skipped: Sequence[str]) -> SourceError:
+    """The error for an input without arrays that can be taken; `skipped` says why, of each."""
+    reason = f": {skipped[0].removeprefix(f'{label}: ')}" if skipped else ""
+    return SourceError(f"{label}: holds no array that can be encoded{reason}")
+
+
+def format_names(names: Iterable[str], max_listed: int = 8) -> str:
+    """The first of an input's names for a message, and how many more there are."""
+    names = list(names)
+    names_text = ", ".join(repr(name) for name in names[:max_listed])
+    return (names_text or "none") + (f" and {len(names) - max_listed} more" if len(names) > max_listed else "")
+
+
+def resolve_dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, label: str) -> str:
+    """The dtype name under which an array of numpy type `array_dtype` is encoded.
+
+    Raises
+    ------
+    UnsupportedArrayError
+        For object and structured types, and word sizes other than 2 and 4; `UntypedArrayError` for types that need a
+        dtype and have none.
+    """
+    if array_dtype.hasobject:
+        raise UnsupportedArrayError(f"{label}: holds Python objects (pickles), which are never loaded")
+    if array_dtype.fields is not None or array_dtype.subdtype is not None:
+        raise UnsupportedArrayError(f"{label}: structured type {array_dtype} is not supported")
+    try:
+        if options.dtype is not None:
+            return _validate_reinterpretation(options.dtype, array_dtype, options.forbid_reinterpretation)
+        return dtypes.infer_dtype(np.empty(0, array_dtype)).name
+    except (TypeError, KvmnnError) as exc:
+        for fallback in options.fallback_dtypes if options.dtype is None else ():
+            with suppress(TypeError):
+                return _validate_reinterpretation(fallback, array_dtype)
+        if options.dtype is not None:
+            raise UnsupportedArrayError(f"{label}: {exc}") from None
+        raise _make_missing_dtype_error(array_dtype, label) from None
+
+
+def _make_missing_dtype_error(array_dtype: np.dtype[np.generic], label: str) -> UnsupportedArrayError:
+    """Why a numpy type says no dtype, and what to do."""
+    names = [dtype.name for dtype in dtypes.DTYPES.values() if dtype.itemsize == array_dtype.itemsize]
+    if array_dtype == np.uint8:
+        return UntypedArrayError(
+            f"{label}: raw bytes need a dtype (--dtype {', '.join(dtypes.DTYPES)}); codes of one byte have "
+            f"{', '.join(FLOAT8_NAMES)}"
+        )
+    type_text = f"{label}: numpy type {array_dtype}"
+    if names and array_dtype.kind in "iuV":
+        return UntypedArrayError(
+            f"{type_text} does not say what its words are: --dtype {' or '.join(names)} takes them as they are"
+        )
+    return UnsupportedArrayError(
+        f"{type_text} is none that frames hold: expected float16, float32 or uint16 (bf16); convert it first"
+    )
+
+
+def _validate_reinterpretation(
+    name: str, array_dtype: np.dtype[np.generic], forbid_reinterpretation: bool = False
+) -> str:
+    if name in FLOAT8_NAMES:
+        if array_dtype != np.uint8:
+            raise KvmnnError(f"numpy type {array_dtype} holds no codes of {name}: expected uint8")
+        return FLOAT8_FRAME_DTYPE
+    dtype = dtypes.parse_dtype(name)
+    if array_dtype != np.uint8:
+        dtypes.check_array_dtype(np.empty(0, array_dtype), dtype)
+    if forbid_reinterpretation and array_dtype.kind == "f" and dtype.numpy_dtype.kind != "f":
+        raise make_reinterpretation_error(dtypes.infer_dtype(np.empty(0, array_dtype)).name, name)
+    return name
+
+
+def check_declared_dtype(declared_dtype: str | None, options: ReadOptions, label: str) -> None:
+    """`UnsupportedArrayError` for another dtype than the one that a format with names for all dtypes says."""
+    if declared_dtype is not None and options.dtype not in (None, declared_dtype):
+        raise UnsupportedArrayError(f"{label}: {make_reinterpretation_error(declared_dtype, options.dtype)}")
+
+
+def make_reinterpretation_error(declared_dtype: str, requested_dtype: str | None) -> KvmnnError:
+    """The error for numbers of the type `declared_dtype` that are said to be of another type."""
+    return KvmnnError(
+        f"holds {declared_dtype} numbers, and {requested_dtype} (--dtype) would make others of them: leave --dtype out"
+    )
+
+
+def add_byte_fallback(options: ReadOptions, metadata: Mapping[str, str]) -> ReadOptions:
+    """The options for bytes in a file: of an engine's cache these are blocks that stayed blocks (``--blocks``)."""
+    if options.dtype is None and ENGINE_KEY in metadata:
+        return replace(options, fallback_dtypes=(*options.fallback_dtypes, "fp16"))
+    return options
+
+
+FLOAT8_FRAME_DTYPE: Final = "fp16"
+"""The dtype under which frames hold float8 codes: two of them are a word."""
+
+
+def validate_array(array: LazyArray, label: str, options: ReadOptions) -> LazyArray:
+    """`array` as it is wanted, unless it is one that no frame holds: empty, or no multiple of the word size.
+
+    Bytes are codes where the options say a float8 type; codes become numbers unless they are wanted themselves.
+    """
+    if options.dtype in FLOAT8_NAMES and array.array_dtype == "|u1":
+        array = replace(array, element=options.dtype)
+    if array.element and not options.codes:
+        array = decode_array(array)
+    if array.nbytes == 0:
+        raise UnsupportedArrayError(f"{label}: is empty (shape {list(array.shape)}), there is nothing to encode")
+    if array.nbytes % array.coded_itemsize:
+        raise UnsupportedArrayError(
+            f"{label}: {array.nbytes} bytes are not a whole number of {array.coded_itemsize}-byte {array.dtype} words"
+        )
+    return array
+
+
+def select_from_source(source: Source, path: str, options: ReadOptions) -> Source:
+    """The source with just the arrays that `options` name, and what is said of these.
+
+    Raises
+    ------
+    SourceError
+        For a name that it does not have.
+    """
+    if not options.tensors:
+        return source
+    check_tensor_names(path, source, options)
+    arrays = [array for array in source.arrays if array.name in options.tensors]
+    if len(arrays) == len(source.arrays):
+        return source
+    names = [array.name for array in arrays]
+    cache = source.engine_cache and select_engine_layers(source.engine_cache, source, names)
+    completeness = source.completeness and select_completeness(source.completeness, source, names)
+    metadata = build_subset_metadata(source.metadata, source.cache or parse_cache_info(source.metadata, path))
+    return replace(source, arrays=arrays, metadata=metadata, cache=None, engine_cache=cache, completeness=completeness)
+
+
+def drop_whole_file_metadata(source: Source, path: str) -> None:
+    """Keep of what is said of a packed cache what holds of its arrays, where not all of them were chosen."""
+    cache = parse_cache_info(source.metadata, path)
+    if cache is not None and any(
+        format_array_name(layer.layer, part) not in source for layer in cache.layers for part in PARTS
+    ):
+        source.metadata = build_subset_metadata(source.metadata, cache)
+
+
+def build_subset_metadata(metadata: dict[str, str], cache: CacheInfo | None) -> dict[str, str]:
+    """The metadata of some arrays of an input; of packed files that were cut with the positions of their tokens."""
+    return select_subset_metadata(metadata) | build_packed_positions_sidecar(cache)
+
+
+def build_packed_positions_sidecar(cache: CacheInfo | None) -> dict[str, str]:
+    """Return the positions of a packed cache that was cut, as files beside its arrays have them; else nothing."""
+    if cache is None or all(layer.text_position_runs == ((0, layer.tokens),) for layer in cache.layers):
+        return {}
+    layers = [
+        {
+            "layer": layer.layer,
+            "positions": _expand_runs(layer.positions),
+            **({} if layer.text_positions is None else {"text_positions": _expand_runs(layer.text_positions)}),
+        }
+        for layer in cache.layers
+    ]
+    is_rotated = any(layer.text_positions is not None for layer in cache.layers)  # then it is no length of the text
+    tokens_seen_entry = {} if cache.next_position is None or is_rotated else {"tokens_seen": cache.next_position}
+    return {SIDECAR_KEY: dump_sidecars({POSITIONS_NAME: json.dumps({**tokens_seen_entry, "layers": layers}).encode()})}
+
+
+_MAX_SIDECAR_POSITIONS = 1 << 20  # of a folder: the document must stay below what is read of one
+
+
+def build_engine_positions_sidecar(source: Source) -> dict[str, str]:
+    """Return the positions of another engine's cache that lacks tokens, as files beside its arrays have them.
+
+    Empty where nothing is missing, where tokens are not in the order of their text, and above 2^20 positions.
+    """
+    cache = source.engine_cache
+    if (
+        cache is None
+        or SIDECAR_KEY in source.metadata
+        or cache.is_contiguous_prefix
+        or cache.has_padding
+        or not cache.is_ascending
+    ):
+        return {}
+    position_map = read_token_positions(source)
+    if not position_map or sum(positions.size for positions in position_map.values()) > _MAX_SIDECAR_POSITIONS:
+        return {}
+    layers = [{"layer": layer, "positions": positions.tolist()} for layer, positions in position_map.items()]
+    tokens_seen = 1 + max(int(positions.max(initial=-1)) for positions in position_map.values())
+    return {
+        SIDECAR_KEY: dump_sidecars(
+            {POSITIONS_NAME: json.dumps({"tokens_seen": tokens_seen, "layers": layers}).encode()}
+        )
+    }
+
+
+def _expand_runs(runs: PositionRuns) -> list[int]:
+    return [position for begin, size in runs for position in range(begin, begin + size)]
+
+
+def check_tensor_names(path: str, source: Source, options: ReadOptions) -> None:
+    """`SourceError` for a name in `options.tensors` that the source does not have."""
+    missing_names = set(options.tensors) - {array.name for array in source.arrays}
+    if missing_names:
+        names_text = ", ".join(repr(array.name) for array in source.arrays[:8])
+        raise SourceError(f"{path}: no array named {min(missing_names)!r}; it has {names_text}")

@@ -1,0 +1,226 @@
+"""Arrays into files of the format that their names say, streamed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import PurePath
+
+from ..arrays.array import ArrayInfo
+from ..arrays.completeness import dump_completeness_json
+from ..arrays.engine_cache import EngineCacheInfo
+from ..arrays.engine_metadata import dump_metadata
+from ..arrays.source import COMPLETENESS_KEY, SIDECAR_KEY, WHOLE_FILE_KEYS, Source
+from ..bundle.passthrough import SIDECAR_NAMES, TOKEN_IDS_NAME, remove_sidecar
+from ..errors import OutputError
+from ..files.atomic import DirectoryOutput, FileOutput, StagedFile
+from ..files.file_names import COMPLETENESS_FILE, is_directory_output, make_file_names
+from . import npy
+from .array_formats import find_array_format
+from .base import ArrayChunks, ArrayWriter, mark_first_chunks
+from .npy import NPY_SUFFIX
+from .npz import build_comment
+from .raw import convert_to_declared_byte_order, write_raw
+from .readback import HashingIterator, WrittenFile, verify_written
+from .sidecars import collect_folder_sidecars, write_sidecars
+from .tensor_selection import build_engine_positions_sidecar
+
+
+def build_output_metadata(source: Source, output: str) -> dict[str, str]:
+    """What a file of this name can say of a source: all, or without token ids, or its completeness alone."""
+    return _fit_output_metadata(source, output)[0]
+
+
+def _fit_output_metadata(source: Source, output: str) -> tuple[dict[str, str], bool]:
+    """Return the metadata, and whether more than the completeness fits."""
+    full_metadata = dump_metadata(source)
+    if _is_folder_output(source, output):
+        return full_metadata | build_engine_positions_sidecar(source), True
+    if PurePath(output).suffix.lower() != ".npz" or build_comment(full_metadata) is not None:
+        return full_metadata, True
+    cache = source.engine_cache and replace(source.engine_cache, token_ids=None)
+    reduced_metadata = dump_metadata(
+        replace(source, engine_cache=cache, metadata=remove_sidecar(source.metadata, TOKEN_IDS_NAME))
+    )
+    if build_comment(reduced_metadata) is not None:
+        return reduced_metadata, True
+    if COMPLETENESS_KEY not in full_metadata:
+        return reduced_metadata, False
+    texts = [
+        full_metadata[COMPLETENESS_KEY],
+        *([dump_completeness_json(source.completeness, [])] if source.completeness else []),
+    ]
+    short_metadata = [{COMPLETENESS_KEY: text} for text in texts]
+    return next(
+        (candidate for candidate in short_metadata if build_comment(candidate) is not None), reduced_metadata
+    ), False
+
+
+def list_lost_information(source: Source, output: str) -> Iterator[str]:
+    """What a file or folder of this name has no place for of what is known of a cache: its engine, tokens, ids."""
+    cache, suffix = source.engine_cache, PurePath(output).suffix.lower()
+    is_folder = is_directory_output(output) or not suffix
+    if suffix == ".safetensors" and not is_folder:
+        return
+    stored_metadata, fits = _fit_output_metadata(source, output)
+    is_npz = suffix == ".npz" and not is_folder
+    is_complete = is_npz and fits
+    if is_complete and stored_metadata != dump_metadata(source):
+        yield f"{output} does not say the token ids, .safetensors does"
+    elif not is_complete and cache is not None and _has_engine_details(cache):
+        tokens_text = "" if is_folder and SIDECAR_KEY in stored_metadata else ", nor which tokens it holds"
+        yield f"{output} does not say of what engine it is{tokens_text}: .safetensors and .npz do"
+    elif not is_complete and not is_folder and SIDECAR_KEY in stored_metadata:
+        yield f"{output} does not say which tokens of which text it holds: .safetensors and folders of arrays do"
+    if COMPLETENESS_KEY in dump_metadata(source) and not is_folder and not (is_npz and build_comment(stored_metadata)):
+        yield f"{output} does not record which state of the model it lacks: .safetensors, .npz and folders do"
+
+
+def _is_folder_output(source: Source, output: str) -> bool:
+    """Return whether the arrays are written to a folder, as `write_arrays` does."""
+    return is_directory_output(output) or (len(source) != 1 and not PurePath(output).suffix)
+
+
+def list_stale_files(folder: str, files: Sequence[str], metadata: Mapping[str, str] | None) -> Iterator[str]:
+    """A line where a folder had other arrays, or said which tokens they are: all is read with the `files` written."""
+    written_names = {*files, *collect_folder_sidecars(metadata or {}, folder)}
+    sidecar_names = (*SIDECAR_NAMES, COMPLETENESS_FILE)
+    existing_names = (
+        [name for name in sorted(os.listdir(folder)) if name.endswith(NPY_SUFFIX) or name in sidecar_names]
+        if files
+        else []
+    )
+    stale_names = [name for name in existing_names if name not in written_names]
+    if stale_names:
+        more_text = f" and {len(stale_names) - 1} more" if len(stale_names) > 1 else ""
+        yield (
+            f"{folder}: {stale_names[0]}{more_text} lay there before, and what reads the folder takes them for a part "
+            f"of it"
+        )
+
+
+def _has_engine_details(cache: EngineCacheInfo) -> bool:
+    """Whether there is something to know of a cache that arrays do not say."""
+    return bool(cache.altered or cache.perhaps_altered or cache.token_ids is not None or not cache.is_contiguous_prefix)
+
+
+def write_arrays(
+    output: str,
+    arrays: Sequence[ArrayInfo],
+    chunks: ArrayChunks,
+    metadata: dict[str, str] | None = None,
+    *,
+    hashes: Sequence[str] | None = None,
+    force: bool = False,
+    exclude: Iterable[str] = (),
+    threads: int | None = None,
+) -> list[str]:
+    """Write arrays into one file, or into a directory as one ``.npy`` file each; complete or not at all.
+
+    What was written is read again and compared before it gets its name; a device (``/dev/null``) cannot be.
+
+    Parameters
+    ----------
+    output
+        A directory (ends in a slash, or is one, or has no suffix where there are several arrays), or a file in the
+        format that its suffix says: ``.npy``, ``.npz``, ``.safetensors``, else the raw words of one array.
+    arrays
+        What they are.
+    chunks
+        Their bytes, array after array: ``(array index, little-endian bytes in memory order)``.
+    metadata
+        For the formats that have a place for it; what lies beside arrays (`beside`) for a directory.
+    hashes
+        The SHA-256 that the bytes of each array must have; None for whatever `chunks` gives.
+    force
+        Replace files that exist.
+    exclude
+        Inputs, which are never replaced.
+    threads
+        For reading again; None for all processors.
+
+    Returns
+    -------
+    The names of the files in a directory, one for each array; none for a file.
+
+    Raises
+    ------
+    OutputError
+        When the format cannot hold the arrays, a file exists, it cannot be written, or does not read back
+        (`ReadBackError`).
+    """
+    if is_directory_output(output) or (len(arrays) != 1 and not PurePath(output).suffix):
+        hashing_chunks = HashingIterator(chunks, len(arrays))
+        with DirectoryOutput(output, force=force, exclude=exclude) as directory:
+            files = write_npy_folder(directory, arrays, hashing_chunks if hashes is None else chunks)
+            format_ = find_array_format(files[0].target.name)
+            file_arrays = zip(files, arrays, strict=True)
+            written_files = [WrittenFile(file.path, file.target, format_, [array]) for file, array in file_arrays]
+            verify_written(written_files, hashes or hashing_chunks.hashes, threads)
+            write_sidecars(directory, metadata)
+            directory.commit()
+        return [file.target.name for file in files]
+    select_writer(output, arrays)  # or it cannot hold them
+    with FileOutput(output, force=force, exclude=exclude) as output_file:
+        text = {key: text for key, text in (metadata or {}).items() if key not in WHOLE_FILE_KEYS}
+        write_file(output_file, output, arrays, chunks, text, hashes=hashes, threads=threads)
+        output_file.commit()
+    return []
+
+
+def write_file(
+    output_file: FileOutput,
+    name: str,
+    arrays: Sequence[ArrayInfo],
+    chunks: ArrayChunks,
+    metadata: dict[str, str],
+    *,
+    hashes: Sequence[str] | None = None,
+    threads: int | None = None,
+) -> None:
+    """Write arrays into `output_file.file`, in the format that `name` says, and read them back; not from a device.
+
+    The file is closed then; the caller commits `output_file`. Parameters and errors as for `write_arrays`.
+    """
+    hashing_chunks = HashingIterator(chunks, len(arrays))
+    select_writer(name, arrays)(output_file.file, arrays, hashing_chunks if hashes is None else chunks, metadata)
+    output_file.file.close()
+    if not output_file.is_device:
+        verify_written(
+            [WrittenFile(output_file.file.path, output_file.target, find_array_format(name), arrays)],
+            hashes or hashing_chunks.hashes,
+            threads,
+        )
+
+
+def select_writer(name: str, arrays: Sequence[ArrayInfo]) -> ArrayWriter:
+    """The writer for a file called `name`: by its suffix, raw words for all that are not known.
+
+    Raises
+    ------
+    OutputError
+        When there are several arrays and the format holds one.
+    """
+    array_format = find_array_format(name)
+    if len(arrays) != 1 and not (array_format and array_format.is_multi_array):
+        raise OutputError(
+            f"{name}: cannot hold {len(arrays)} arrays: use a .npz or .safetensors file or a directory (-o DIR/)"
+        )
+    return array_format.write if array_format else write_raw
+
+
+def write_npy_folder(directory: DirectoryOutput, arrays: Sequence[ArrayInfo], chunks: ArrayChunks) -> list[StagedFile]:
+    """Write one ``.npy`` file for each array; the files, all closed. The caller commits `directory`."""
+    names = make_file_names([array.name for array in arrays], ".npy")
+    directory.check_names(names)
+    files: list[StagedFile] = []
+    for index, data, is_first in mark_first_chunks(chunks):
+        if is_first:
+            files.append(directory.open_file(names[index]))
+            npy.write_header(files[-1], arrays[index])
+        files[-1].write(convert_to_declared_byte_order(arrays[index], data).data)
+        del data
+    for file in files[-1:]:
+        file.close()
+    return files

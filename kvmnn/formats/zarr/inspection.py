@@ -1,0 +1,199 @@
+"""What a Zarr store holds, in arrays, chunks and bytes; nothing is decoded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ..._util.text import compute_ratio, pluralize
+from ...arrays.completeness import Completeness, build_completeness_document
+from ...arrays.engine_cache import EngineCacheInfo
+from ...arrays.positions import describe_layer_states, position_runs_by_layer, read_token_positions
+from ...packed.cache_info import PositionRuns
+from ..inspection import MAX_LISTED_ARRAYS
+from ..options import ReadOptions
+from .grid import ChunkIndex, count_chunks
+from .reader import list_zarr_arrays, read
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZarrArrayInfo:
+    """An array of a store.
+
+    Parameters
+    ----------
+    name, dtype, shape
+        As for `ArrayInfo`.
+    chunk_shape
+        Of every chunk.
+    chunks, missing
+        How many there are, and how many are not there: they read as the fill value.
+    codec
+        ``"kvmnn.frame"``, ``"bytes"``, ``"bytes, zstd"`` ...
+    raw_bytes, stored_bytes
+        Of the array, and of its files.
+    sha256
+        Of its words, as noted down.
+    """
+
+    name: str
+    dtype: str
+    shape: ChunkIndex
+    chunk_shape: ChunkIndex
+    chunks: int
+    missing: int
+    codec: str
+    raw_bytes: int
+    stored_bytes: int
+    sha256: str | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Raw over stored bytes; None where chunks are not there."""
+        return None if self.missing else compute_ratio(self.raw_bytes, self.stored_bytes)
+
+    def __str__(self) -> str:
+        missing_text = f" ({self.missing:,} not there)" if self.missing else ""
+        return (
+            f"  {self.name}: {self.dtype} {list(self.shape)}, {pluralize(self.chunks, 'chunk')}{missing_text} of "
+            f"{list(self.chunk_shape)} ({self.codec}), "
+            f"{_format_sizes(self.raw_bytes, self.stored_bytes, self.ratio)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZarrStoreInfo:
+    """A store.
+
+    Parameters
+    ----------
+    path
+        The directory, or the URL.
+    arrays
+        Those that frames can hold.
+    skipped
+        One line for each other one.
+    engine_cache
+        What the cache that it was made from said of itself.
+    chunks, missing
+        Of all arrays, and those of them that are not there.
+    arrays_left_out
+        How many more arrays there are (`truncate`).
+    completeness
+        The state of the model that the arrays contain, where that is known.
+    positions
+        Runs of the positions that each layer has, ``(begin, size)``, where they are known.
+    """
+
+    path: str
+    arrays: Sequence[ZarrArrayInfo]
+    skipped: Sequence[str]
+    engine_cache: EngineCacheInfo | None
+    raw_bytes: int
+    stored_bytes: int
+    chunks: int
+    missing: int
+    arrays_left_out: int = 0
+    completeness: Completeness | None = None
+    positions: Mapping[int, PositionRuns] = field(default_factory=dict)
+
+    def truncate(self, max_listed: int = MAX_LISTED_ARRAYS) -> ZarrStoreInfo:
+        """The first arrays: a store may have thousands."""
+        return replace(
+            self,
+            arrays=self.arrays[:max_listed],
+            arrays_left_out=self.arrays_left_out + max(0, len(self.arrays) - max_listed),
+        )
+
+    @property
+    def ratio(self) -> float | None:
+        """Raw over stored bytes; None where chunks are not there, as nothing is stored of them."""
+        return None if self.missing else compute_ratio(self.raw_bytes, self.stored_bytes)
+
+    @property
+    def notes(self) -> list[str]:
+        """What changes the meaning of the sizes, in lines."""
+        if not self.missing:
+            return []
+        return [f"{self.missing:,} of {pluralize(self.chunks, 'chunk')} are not there, and read as the fill value"]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same for JSON."""
+        arrays = [
+            {**vars(array), "shape": list(array.shape), "chunk_shape": list(array.chunk_shape)} for array in self.arrays
+        ]
+        return {
+            "input": self.path,
+            "kind": "zarr",
+            "arrays": arrays,
+            "arrays_left_out": self.arrays_left_out,
+            "skipped": list(self.skipped),
+            "raw_bytes": self.raw_bytes,
+            "stored_bytes": self.stored_bytes,
+            "ratio": self.ratio,
+            "notes": self.notes,
+            **({"engine_cache": self.engine_cache.to_dict()} if self.engine_cache else {}),
+            **build_completeness_document(self.completeness),
+        }
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.path}: Zarr store of {pluralize(len(self.arrays) + self.arrays_left_out, 'array')}, "
+            f"{_format_sizes(self.raw_bytes, self.stored_bytes, self.ratio)}"
+        ]
+        lines += [f"  {line}" for line in self.notes]
+        lines += [f"  {self.engine_cache}"] if self.engine_cache else []
+        lines += [f"  {line}" for line in describe_layer_states(self.completeness, self.positions)]
+        lines += [str(array) for array in self.arrays]
+        lines += [f"  and {self.arrays_left_out:,} more: -v lists all"] if self.arrays_left_out else []
+        lines += [f"  not: {line}" for line in self.skipped]
+        return "\n".join(lines)
+
+
+def inspect_store(path: str, options: ReadOptions | None = None) -> ZarrStoreInfo:
+    """List the arrays of a store, with the sizes of their files.
+
+    Raises
+    ------
+    KvmnnError
+        As `kvmnn.open`.
+    """
+    source = read(path, options or ReadOptions(decode_frames=False, skip_unsupported=True))
+    maker_by_name = dict(list_zarr_arrays(path)[0])
+    arrays = []
+    for array in source.arrays:
+        zarr_array = maker_by_name[array.name]()
+        metadata, chunk_sizes = zarr_array.metadata, zarr_array.list_chunk_sizes()
+        num_chunks = math.prod(count_chunks(metadata.shape, metadata.chunk_shape))
+        arrays.append(
+            ZarrArrayInfo(
+                name=array.name,
+                dtype=array.dtype,
+                shape=array.shape,
+                chunk_shape=metadata.chunk_shape,
+                chunks=num_chunks,
+                missing=num_chunks - len(chunk_sizes),
+                codec=metadata.codec_name,
+                raw_bytes=array.nbytes,
+                stored_bytes=sum(chunk_sizes),
+                sha256=zarr_array.sha256,
+            )
+        )
+    return ZarrStoreInfo(
+        path=source.inputs[0],
+        arrays=arrays,
+        skipped=tuple(source.skipped_arrays),
+        engine_cache=source.engine_cache,
+        raw_bytes=source.nbytes,
+        stored_bytes=sum(array.stored_bytes for array in arrays),
+        chunks=sum(array.chunks for array in arrays),
+        missing=sum(array.missing for array in arrays),
+        completeness=source.completeness,
+        positions=position_runs_by_layer(read_token_positions(source)),
+    )
+
+
+def _format_sizes(raw_bytes: int, stored_bytes: int, size_ratio: float | None) -> str:
+    return f"{raw_bytes:,} -> {stored_bytes:,} bytes" + ("" if size_ratio is None else f", ratio {size_ratio:.4f}")

@@ -1,0 +1,187 @@
+"""Arrays out of a Zarr store, and the proof that they are what was written."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..._util.parallel import Progress
+from ..._util.validation import repr_short
+from ...arrays.array import Chunk
+from ...arrays.source import Source
+from ...bundle.verification import VerifyResult
+from ...errors import OptionError, SourceError
+from ...files.atomic import BinaryStream, is_device
+from ...files.change_detection import InputGuard
+from ..options import ReadOptions
+from ..raw import write_raw
+from ..restorer import RestoreResult
+from ..sidecars import collect_folder_sidecars
+from ..writer import build_output_metadata, list_lost_information, list_stale_files, write_arrays
+from .reader import ZarrArray, list_zarr_arrays, read
+from .stores import DOCUMENT_NAME, ZarrStore, get_consolidated_metadata, open_zarr_store
+
+_READ_CHUNK_BYTES = 8 << 20
+
+
+class RestoreStoreResult(RestoreResult):
+    """Arrays that were read from a store and written; proved where the store has a hash of each."""
+
+    def __str__(self) -> str:
+        return super().__str__().replace("sha256 of the manifest", "sha256 of the store")
+
+
+class VerifyStoreResult(VerifyResult):
+    """What decoding every chunk of a store has shown."""
+
+    def __str__(self) -> str:
+        text = super().__str__().replace("sha256 of the manifest", "sha256 of the store")
+        return text.replace("no manifest and no --against", "an array has no sha256")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StoreStats:
+    """How much there is in a store."""
+
+    hashes: list[str | None]
+    num_files: int
+    stored_bytes: int
+
+
+def _collect_store_stats(path: str, source: Source) -> _StoreStats:
+    """Of the arrays of a source; sizes of files, none of which is read."""
+    names = set(source)
+    arrays: list[ZarrArray] = [make_array() for name, make_array in list_zarr_arrays(path)[0] if name in names]
+    sizes = [size for array in arrays for size in array.list_chunk_sizes()]
+    hash_by_name = {array.name: array.sha256 for array in arrays}
+    return _StoreStats(hashes=[hash_by_name[name] for name in source], num_files=len(sizes), stored_bytes=sum(sizes))
+
+
+def restore_store(
+    path: str,
+    output: str | os.PathLike[str] | BinaryStream,
+    options: ReadOptions | None = None,
+    *,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> RestoreStoreResult:
+    """Decode the arrays of a Zarr store and write them; the hashes that kvmnn noted down are compared.
+
+    Parameters
+    ----------
+    path
+        The directory, or a URL that fsspec opens.
+    output
+        As for `kvmnn.formats.restore`.
+    options
+        Which arrays, threads.
+    force
+        Replace files that exist.
+    progress
+        Called with raw bytes.
+
+    Raises
+    ------
+    KvmnnError
+        As `kvmnn.formats.restore`. No file is left behind then.
+    """
+    start_time = time.perf_counter()
+    source = read(path, options or ReadOptions(decode_frames=False))
+    stats = _collect_store_stats(path, source)
+    hashes = [sha256 for sha256 in stats.hashes if sha256]
+    is_verified = len(hashes) == len(source)
+    files: list[str] = []
+    output_path: str | None = None
+    if isinstance(output, str | os.PathLike):
+        output_path = os.fspath(output)
+        files = write_arrays(
+            output_path,
+            source.arrays,
+            _iter_source_chunks(source, progress),
+            build_output_metadata(source, output_path),
+            hashes=hashes if is_verified and not is_device(output_path) else None,
+            force=force,
+            exclude=source.inputs,
+            threads=options.threads if options else None,
+        )
+    else:
+        if len(source) > 1:
+            raise OptionError(f"a stream carries one array, not {len(source)}: use -o DIR/ or -o X.npz")
+        with InputGuard():
+            write_raw(output, source.arrays, _iter_source_chunks(source, progress), {})
+        output.flush()
+    return RestoreStoreResult(
+        input=source.inputs[0],
+        output=output_path,
+        arrays=tuple(source.arrays),
+        is_verified=is_verified,
+        is_read_back=output_path is not None and not is_device(output_path),
+        files=tuple(files),
+        stored_bytes=stats.stored_bytes,
+        seconds=time.perf_counter() - start_time,
+        unknown_properties="" if is_verified else "no sha256 in the store to check them against",
+        beside=tuple(collect_folder_sidecars(source.metadata, source.inputs[0])) if files else (),
+        notes=(*list_lost_information(source, output_path), *list_stale_files(output_path, files, source.metadata))
+        if output_path is not None
+        else (),
+        completeness=source.completeness,
+    )
+
+
+def _iter_source_chunks(source: Source, progress: Progress | None) -> Iterator[tuple[int, Chunk]]:
+    for index, array in enumerate(source.arrays):
+        for chunk in array.iter_chunks(_READ_CHUNK_BYTES):
+            yield index, chunk
+            if progress:
+                progress(chunk.size)
+            del chunk
+
+
+def verify_store(
+    path: str, options: ReadOptions | None = None, *, progress: Progress | None = None
+) -> VerifyStoreResult:
+    """Decode every chunk of a store again, and compare the hashes that kvmnn noted down.
+
+    Raises
+    ------
+    KvmnnError
+        When a chunk does not decode, or a hash differs, or the group says other things of an array than its own
+        document: which of them is read is up to the reader.
+    """
+    start_time = time.perf_counter()
+    source = read(path, options or ReadOptions(decode_frames=False))
+    stats = _collect_store_stats(path, source)
+    _check_consolidated(open_zarr_store(path))
+    with InputGuard():
+        deque((None for _ in _iter_source_chunks(source, progress)), maxlen=0)
+    return VerifyStoreResult(
+        input=source.inputs[0],
+        against=(),
+        proof="sha256" if all(stats.hashes) else None,
+        difference=None,
+        raw_bytes=source.nbytes,
+        stored_bytes=stats.stored_bytes,
+        arrays=len(source),
+        frames=stats.num_files,
+        seconds=time.perf_counter() - start_time,
+    )
+
+
+def _check_consolidated(store: ZarrStore) -> None:
+    """`SourceError` where the group's document says other things of an array than its own."""
+    group = store.read_document(DOCUMENT_NAME)
+    for name, entry in (get_consolidated_metadata(group) or {}).items() if group else ():
+        own_document = store.read_own_document(f"{name}/{DOCUMENT_NAME}")
+        if (
+            isinstance(entry, dict)
+            and entry.get("node_type") == "array"
+            and (own_document is None or own_document.value != entry)
+        ):
+            raise SourceError(
+                f"{store.get_path(DOCUMENT_NAME)}: its consolidated_metadata says other things of {repr_short(name)} "
+                f"than "
+                f"{repr_short(name)}/{DOCUMENT_NAME}: some readers take the one, others the other"
+            )

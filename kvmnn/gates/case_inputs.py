@@ -1,0 +1,260 @@
+"""The rows of a table of ``llm_bench`` with their numbers.
+
+Ratios of offline evaluations (`kvmnn measure`), which the fork's gate takes for the lossless ratio of a run.
+
+Lines of logs in which the engine says that K and V went wrong.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .._util.text import unescape_csv
+from ..errors import SourceError
+from ..files.schema import read_object
+from .logs import (
+    DECOMPRESSED_COLUMN,
+    LOG_FILE_COLUMN,
+    METRIC_COLUMNS,
+    SPEED_COLUMN,
+    check_bench_columns,
+    find_log_files,
+    parse_decode_speed,
+    parse_deviation,
+    parse_first_number,
+    parse_logs,
+    read_log,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRow:
+    """One row: its cells, their first numbers by column (0 for a cell that is missing), tokens a second of decoding."""
+
+    cells: Mapping[str, str]
+    numbers: Mapping[str, float]
+    decode_speed: float
+
+    @classmethod
+    def from_cells(cls, cells: Mapping[str, str]) -> MetricRow:
+        """The numbers in the cells of a row."""
+        names = (*METRIC_COLUMNS, DECOMPRESSED_COLUMN)
+        numbers = {name: parse_first_number(cells.get(name, "0")) for name in names}
+        return cls(cells=cells, numbers=numbers, decode_speed=parse_decode_speed(cells.get(SPEED_COLUMN)))
+
+    @property
+    def decode_deviation(self) -> float | None:
+        """Of the decode speed; None where the row has none."""
+        return parse_deviation(self.cells.get(SPEED_COLUMN))
+
+    @property
+    def log_file(self) -> str:
+        """Where it comes from."""
+        return self.cells.get(LOG_FILE_COLUMN) or ""
+
+    @property
+    def is_header(self) -> bool:
+        """Whether it is the header of a second table, which the fork's parser takes for a row."""
+        return all(name == cell for name, cell in self.cells.items() if name != LOG_FILE_COLUMN)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricRows:
+    """The rows of one case.
+
+    Attributes
+    ----------
+    columns
+        Names of the columns.
+    rows
+        At least one.
+    files
+        Where they were read.
+    notes
+        What reading found.
+    """
+
+    columns: tuple[str, ...]
+    rows: tuple[MetricRow, ...]
+    files: tuple[str, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def max_value(self, column: str) -> float:
+        """Of a column, over the rows."""
+        return max(row.numbers[column] for row in self.rows)
+
+    def mean_value(self, column: str) -> float:
+        """Of a column, over the rows."""
+        return sum(row.numbers[column] for row in self.rows) / len(self.rows)
+
+    @property
+    def missing_columns(self) -> list[str]:
+        """Figures that the table has no column of."""
+        return [name for name in METRIC_COLUMNS if name not in self.columns]
+
+
+def read_metric_rows(paths: Sequence[str | os.PathLike[str]]) -> MetricRows:
+    """Rows of CSV files (of `kvmnn gate parse` or the fork's parser), or of logs.
+
+    Raises
+    ------
+    SourceError
+        For files that cannot be read, hold no rows, or have nothing that ``llm_bench`` prints.
+    """
+    csv_paths = [str(path) for path in paths if str(path).lower().endswith(".csv")]
+    if csv_paths and len(csv_paths) < len(paths):
+        other_path = next(str(path) for path in paths if str(path) not in csv_paths)
+        raise SourceError(f"{csv_paths[0]} is a CSV, {other_path} is not: expected CSV files or logs")
+    if csv_paths:
+        parts = [read_csv(path) for path in find_log_files(paths)]
+        columns = dict.fromkeys(name for part in parts for name in part.columns)
+        metric_rows = MetricRows(
+            columns=tuple(columns),
+            rows=tuple(row for part in parts for row in part.rows),
+            files=tuple(name for part in parts for name in part.files),
+        )
+    else:
+        parsed = parse_logs(paths)
+        if parsed.kind == "llm_demo":
+            raise SourceError(
+                f"{parsed.files[0]}: has records of llm_demo: expected tables (`kvmnn gate demo` judges those)"
+            )
+        rows = tuple(MetricRow.from_cells(cells) for cells in parsed.rows)
+        metric_rows = MetricRows(columns=parsed.columns, rows=rows, files=parsed.files, notes=parsed.notes)
+    check_bench_columns(metric_rows.columns, metric_rows.files[0])
+    return metric_rows
+
+
+def read_csv(path: str | os.PathLike[str]) -> MetricRows:
+    """The rows of one CSV file.
+
+    Raises
+    ------
+    SourceError
+        For a file that cannot be read, is no CSV, or has no rows.
+    """
+    text = read_log(Path(path)).removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")
+    try:
+        reader = csv.reader(io.StringIO(text, newline=None))
+        lines = [[unescape_csv(cell) for cell in line] for line in reader if line]
+    except csv.Error as error:
+        raise SourceError(f"{path}: is no CSV: {error}") from None
+    header = tuple(lines[0]) if lines else ()
+    rows = _build_rows(header, lines[1:])
+    if not rows:
+        raise SourceError(f"{path}: No rows found in CSV.")
+    return MetricRows(columns=header, rows=rows, files=(str(path),))
+
+
+def _build_rows(header: tuple[str, ...], lines: Iterable[list[str]]) -> tuple[MetricRow, ...]:
+    return tuple(MetricRow.from_cells(dict(zip(header, line, strict=False))) for line in lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfflineRatio:
+    """The document of an offline evaluation: the path as it was given, its ratio, and what lines of a report repeat."""
+
+    path: str
+    ratio: float
+    num_entries: int
+    layers: Any
+    raw_bytes: float
+    compressed_bytes: float
+
+
+def read_offline_ratio(path: str | os.PathLike[str]) -> OfflineRatio:
+    """The ratio in a document: ``weighted_lossless_ratio``, or ``lossless_ratio`` where that is missing.
+
+    Raises
+    ------
+    SourceError
+        For a file that is not there, is no JSON object, or has no ratio above 0.
+    """
+    where = os.fspath(path)
+    try:
+        document = read_object(Path(path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise SourceError(f"offline lossless json not found: {where}") from None
+    ratio = parse_first_number(document.get("weighted_lossless_ratio", document.get("lossless_ratio", 0.0)))
+    num_entries, raw_bytes, compressed_bytes = (
+        parse_first_number(document.get(key, 0)) for key in ("selected_entries", "raw_bytes", "compressed_bytes")
+    )
+    if not ratio > 0 or not all(map(math.isfinite, (ratio, num_entries, raw_bytes, compressed_bytes))):
+        raise SourceError(f"invalid lossless ratio in {where}: found {ratio}, expected a finite number above 0")
+    return OfflineRatio(
+        path=where,
+        ratio=ratio,
+        num_entries=int(num_entries),
+        layers=document.get("selected_layers", []),
+        raw_bytes=raw_bytes,
+        compressed_bytes=compressed_bytes,
+    )
+
+
+_DAMAGE_REGEX = re.compile(
+    "|".join(
+        (
+            "Invalid KV realloc",
+            "Invalid KV reserve range",
+            "KV length/meta previous mismatch",
+            "Drop stale per-layer pending plan",
+            "corrupted size",
+            "double free",
+            "Segmentation fault",
+            "munmap_chunk",
+        )
+    ),
+    re.IGNORECASE,
+)
+_ENCODING_MARK = "[H2O-LOSSLESS]"
+_MAX_EXAMPLES, _MAX_EXAMPLE_LETTERS, _MAX_LINE_LETTERS = 5, 220, 400
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogScan:
+    """What the lines of logs say.
+
+    Attributes
+    ----------
+    num_files
+        How many were read.
+    num_invalid
+        Lines of damage.
+    examples
+        The first of them, with their files.
+    encoding_lines
+        Lines in which the engine tells of an encoding (``[H2O-LOSSLESS]``).
+    """
+
+    num_files: int = 0
+    num_invalid: int = 0
+    examples: tuple[str, ...] = ()
+    encoding_lines: tuple[str, ...] = ()
+
+
+def scan_logs(paths: Iterable[str | os.PathLike[str]]) -> LogScan:
+    """Read logs: files, and the ``*.log`` of folders; those that are not there are passed over, as the fork does."""
+    files = find_log_files(path for path in paths if Path(path).exists())
+    num_invalid = 0
+    examples: list[str] = []
+    encoding_lines: list[str] = []
+    for file in files:
+        for line in io.StringIO(read_log(file), newline=None):
+            text = line.strip()
+            if _ENCODING_MARK in text:
+                encoding_lines.append(text[:_MAX_LINE_LETTERS])
+            if _DAMAGE_REGEX.search(text):
+                num_invalid += 1
+                if len(examples) < _MAX_EXAMPLES:
+                    examples.append(f"{file}: {text[:_MAX_EXAMPLE_LETTERS]}")
+    return LogScan(
+        num_files=len(files), num_invalid=num_invalid, examples=tuple(examples), encoding_lines=tuple(encoding_lines)
+    )

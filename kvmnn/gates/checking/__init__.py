@@ -1,1 +1,0 @@
-"""Gates over the rows of one case: limits, figures, verdicts, and what they do not show."""

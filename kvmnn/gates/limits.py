@@ -1,0 +1,264 @@
+"""What a case must reach, under the names of the fork's analyser.
+
+The limits of the six cases, as the fork's suite sets them.
+
+Limits frozen in a JSON file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+from .._util.text import suggest
+from ..errors import OptionError, SourceError
+from ..files.schema import read_object
+
+Aggregation = Literal["avg", "median", "p90", "best"]
+LimitsMode = Literal["", "probe", "full", "store"]
+
+AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
+LIMITS_MODES: tuple[LimitsMode, ...] = get_args(LimitsMode)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateLimits:
+    """The gates of a case; a negative limit of a quantity of the runtime turns its gate off.
+
+    Attributes
+    ----------
+    lossy_target, lossless_target
+        Least ratios.
+    decode_baseline
+        Tokens a second without compression; 0: no gate.
+    decode_baseline_source, decode_baseline_samples
+        Where it comes from, and of how many values; repeated in the report.
+    decode_gate_aggregation
+        Which decode speed of the rows is judged.
+    decode_drop_target
+        Largest share of the baseline that may be lost.
+    runtime_mode, async_threads
+        How the runtime was set: what must have been active follows from it.
+    max_lossless_queue_peak, max_lossless_fallback, max_lossless_backpressure_skip
+        Largest values of any row.
+    max_lossless_decomp_us, max_lossless_async_wait_us
+        Likewise, microseconds.
+    async_wait_headroom_warn_ratio
+        Warn where less than this share of the waiting allowed is left; negative: never.
+    require_runtime_decomp, require_decode_cache_hit, require_async_queue_activity, require_decode_cache_activity
+        Some row must show it.
+    require_kv_content_consistency, max_kv_invalid_log_lines
+        The gate that the fork calls consistency (docs/gates.md says what it compares), and lines of damage allowed.
+    strict_runtime_metric_columns
+        Fail where a column of the runtime is missing.
+    hard_checks
+        Also what the fork's script demands before its analyser runs.
+    lossless_block_tokens, store_grouped_step_tokens
+        What log lines of encodings must show: of the modes probe and full, of store.
+    """
+
+    lossy_target: float = 3.0
+    lossless_target: float = 1.3
+    decode_baseline: float = 0.0
+    decode_baseline_source: str = ""
+    decode_baseline_samples: int = 0
+    decode_gate_aggregation: Aggregation = "avg"
+    decode_drop_target: float = 0.05
+    runtime_mode: LimitsMode = ""
+    async_threads: int = 0
+    max_lossless_queue_peak: float = -1.0
+    max_lossless_fallback: float = -1.0
+    max_lossless_backpressure_skip: float = -1.0
+    max_lossless_decomp_us: float = -1.0
+    max_lossless_async_wait_us: float = -1.0
+    async_wait_headroom_warn_ratio: float = 0.15
+    require_runtime_decomp: bool = False
+    require_decode_cache_hit: bool = False
+    require_async_queue_activity: bool = False
+    require_decode_cache_activity: bool = False
+    require_kv_content_consistency: bool = False
+    max_kv_invalid_log_lines: int = 0
+    strict_runtime_metric_columns: bool = False
+    hard_checks: bool = False
+    lossless_block_tokens: int = 128
+    store_grouped_step_tokens: int = 384
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if isinstance(value, float) and not math.isfinite(value):
+                raise OptionError(f"{entry.name}: found {value}, expected a finite number")
+
+    def with_values(self, values: Mapping[str, Any], where: str) -> GateLimits:
+        """These limits with others in their place.
+
+        Parameters
+        ----------
+        values
+            By their names; of the types that the fields have.
+        where
+            Begins the messages of errors.
+
+        Raises
+        ------
+        OptionError
+            For a name that no limit has, and a value of another type.
+        """
+        return replace(self, **{name: validate_limit(name, value, where) for name, value in values.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """By name; what a gate file holds."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+
+_LIMIT_TYPES = get_type_hints(GateLimits)
+
+
+def validate_limit(name: str, value: Any, where: str) -> Any:
+    """The value of a limit in its own type; `OptionError` where it has another, or no limit is called so."""
+    if name not in _LIMIT_TYPES:
+        raise OptionError(f"{where}: {name[:60]!r} is no limit{suggest(name, list(_LIMIT_TYPES))}")
+    value_type = _LIMIT_TYPES[name]
+    choices = get_args(value_type)
+    if choices:
+        if not isinstance(value, str) or value not in choices:
+            raise OptionError(f"{where}: {name}: found {_repr_short(value)}, expected one of {', '.join(choices)}")
+    elif value_type is float and type(value) in (int, float):
+        if not abs(value) <= 1e15:
+            raise OptionError(f"{where}: {name}: found {_repr_short(value)}, expected a number below 1e15")
+        return float(value)
+    elif type(value) is not value_type or (value_type is int and abs(value) > 10**15):
+        type_names = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+        raise OptionError(f"{where}: {name}: found {_repr_short(value)}, expected {type_names[value_type]}")
+    return value
+
+
+def _repr_short(value: object) -> str:
+    return repr(value)[:60]
+
+
+_RUNTIME_LIMITS = GateLimits(
+    async_threads=2,
+    max_lossless_queue_peak=8.0,
+    max_lossless_fallback=0.0,
+    strict_runtime_metric_columns=True,
+    hard_checks=True,
+)
+
+RUNTIME_CASES: dict[str, GateLimits] = {
+    "runtime_baseline": _RUNTIME_LIMITS.with_values(
+        {
+            "runtime_mode": "full",
+            "lossy_target": 1.0,
+            "lossless_target": 1.0,
+            "decode_drop_target": 1.0,
+            "strict_runtime_metric_columns": False,
+            "hard_checks": False,
+        },
+        "runtime_baseline",
+    ),
+    "runtime_probe": _RUNTIME_LIMITS.with_values(
+        {"runtime_mode": "probe", "max_lossless_async_wait_us": 20000.0}, "runtime_probe"
+    ),
+    "runtime_full": _RUNTIME_LIMITS.with_values(
+        {
+            "runtime_mode": "full",
+            "require_runtime_decomp": True,
+            "require_kv_content_consistency": True,
+            "max_lossless_decomp_us": 30000.0,
+            "max_lossless_async_wait_us": 20000.0,
+        },
+        "runtime_full",
+    ),
+    "runtime_store": _RUNTIME_LIMITS.with_values(
+        {
+            "runtime_mode": "store",
+            "require_runtime_decomp": True,
+            "require_kv_content_consistency": True,
+            "max_lossless_decomp_us": 70000.0,
+            "max_lossless_async_wait_us": 40000.0,
+        },
+        "runtime_store",
+    ),
+}
+"""Cases of ``llm_bench`` by their names."""
+
+DEMO_CASES = {"llm_demo_full": "full", "llm_demo_store": "store"}
+"""Cases of ``llm_demo``, and the mode of the runtime in each."""
+
+FIXED_BASELINE_TOKENS_PER_SECOND = 6.60
+"""Tokens a second that the fork's script takes where no other baseline is to be had."""
+
+
+_RUN_KEYS = ("prompts", "gens", "repeat", "threads", "backend")
+"""Of the engine's runs; with its ``h2o_`` and ``kv_`` keys they say what ran, not what it must reach."""
+
+_LIMIT_BY_ENGINE_KEY = {
+    "kv_lossless_runtime_mode": "runtime_mode",
+    "kv_lossless_async_threads": "async_threads",
+    "kv_lossless_block_tokens": "lossless_block_tokens",
+    "kv_lossless_store_grouped_step_tokens": "store_grouped_step_tokens",
+}
+
+
+def read_gate_file(path: str | os.PathLike[str], case: str | None, base: GateLimits) -> tuple[GateLimits, list[str]]:
+    """The limits in a file, over those of `base`, and notes on what it says besides.
+
+    The file is an object with limits by their names (`GateLimits`), and under ``cases`` an object of such objects, by
+    the names of cases, each over what stands outside. The fork's own files (``target_core_gate_v6.json``) hold
+    settings of
+    runs: mode, threads and block sizes are taken from them, the others limit nothing.
+
+    Raises
+    ------
+    SourceError
+        For a file that is not there.
+    OptionError
+        For a file that holds no JSON object, a key that nothing knows, a value of another type, and a case that the
+        file does not have.
+    """
+    where = os.fspath(path)
+    try:
+        document = read_object(Path(path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise SourceError(f"{where}: does not exist") from None
+    except SourceError as error:
+        raise OptionError(str(error)) from None
+    cases = document.pop("cases", {})
+    if not isinstance(cases, dict) or not all(isinstance(entry, dict) for entry in cases.values()):
+        raise OptionError(f"{where}: cases: expected an object of objects, by the names of cases")
+    limit_values, run_keys = _split_limits(document, where)
+    for name, entry in cases.items():
+        case_values, _ = _split_limits(entry, f"{where}: cases.{name[:60]}")
+        if name == case:
+            limit_values |= case_values
+    if case is not None and cases and case not in cases:
+        raise OptionError(f"{where}: has no case {case}{suggest(case, list(cases))}: {', '.join(cases)[:160]}")
+    notes = [f"{where}: {', '.join(run_keys[:4])}{' ...' if len(run_keys) > 4 else ''} say what ran, and limit nothing"]
+    limits = base.with_values(limit_values, where)
+    return limits, [*(notes if run_keys else []), *_warn_ineffective(limits, where)]
+
+
+def _warn_ineffective(limits: GateLimits, where: str) -> Iterator[str]:
+    for name in ("lossy_target", "lossless_target"):
+        if getattr(limits, name) <= 0:
+            yield f"{where}: {name} {getattr(limits, name):g} limits nothing: ratios are above 0"
+    if limits.decode_drop_target > 1:
+        yield f"{where}: decode_drop_target {limits.decode_drop_target:g} limits nothing: no more than 1 can be lost"
+
+
+def _split_limits(document: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """Limits by name, checked, and the keys that only describe a run."""
+    limit_values, run_keys = {}, []
+    for key, value in document.items():
+        if key in _LIMIT_BY_ENGINE_KEY:
+            limit_values[_LIMIT_BY_ENGINE_KEY[key]] = validate_limit(_LIMIT_BY_ENGINE_KEY[key], value, where)
+        elif key in _RUN_KEYS or key.startswith(("h2o_", "kv_")):
+            run_keys.append(key)
+        else:
+            limit_values[key] = validate_limit(key, value, where)
+    return limit_values, run_keys

@@ -1,0 +1,515 @@
+"""Names of columns, in the order in which a table has them.
+
+Numbers out of cells, as the fork's analyser reads them.
+
+The tables of ``llm_bench``: Markdown between other lines.
+
+Which log files are meant, and their text.
+
+What ``llm_demo`` leaves: a JSON line for each prompt, and four sums among the lines that it prints.
+
+Logs of the engine to one table, with the columns that the fork's parser gives.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from .._util.text import escape_csv, pluralize
+from ..errors import SourceError
+from ..files.schema import loads_strict, read_bounded
+
+SPEED_COLUMN = "speed(tok/s)"
+LOG_FILE_COLUMN = "log_file"
+
+RUNTIME_COLUMNS = (
+    "h2o_lossless_decomp_us",
+    "h2o_lossless_queue_peak",
+    "h2o_lossless_fallback",
+    "h2o_lossless_backpressure_skip",
+    "h2o_lossless_async_queue_peak",
+    "h2o_lossless_async_wait_us",
+    "h2o_lossless_decode_cache_hit",
+    "h2o_lossless_decode_cache_miss",
+)
+"""Those that a strict check of columns demands; an ``llm_bench`` from before the fork's v6 prints fewer."""
+
+METRIC_COLUMNS = (
+    *("h2o_keep", "h2o_lossy", "h2o_lossless"),
+    *("h2o_target_keep_effective", "h2o_floor_keep", "h2o_quantized_keep"),
+    *("h2o_evict_us", "h2o_codec_us"),
+    *("h2o_lossless_raw_mb", "h2o_lossless_comp_mb", "h2o_lossless_comp_us"),
+    *RUNTIME_COLUMNS,
+)
+"""Columns of ``llm_bench`` that hold a mean and a deviation."""
+
+BENCH_COLUMNS = ("model", "modelSize", "backend", "threads", "llm_demo", SPEED_COLUMN, *METRIC_COLUMNS, LOG_FILE_COLUMN)
+"""Of ``llm_bench``; other columns follow, sorted."""
+
+DECOMPRESSED_COLUMN = "h2o_lossless_decompressed_bytes"
+"""Counted where a table has it; ``llm_bench`` prints no such column."""
+
+DEMO_COLUMNS = (
+    *("prompt_index", "prompt_tokens", "decode_tokens", "prefill_us", "decode_us", "sample_us"),
+    *("h2o_keep_ratio", "h2o_lossy_ratio", "h2o_lossless_ratio"),
+    *("h2o_lossless_raw_bytes", "h2o_lossless_compressed_bytes", "h2o_lossless_decompressed_bytes"),
+    *("h2o_lossless_compress_us", "h2o_lossless_decompress_us"),
+    *("h2o_lossless_queue_depth_peak", "h2o_lossless_fallback_count", "h2o_lossless_backpressure_skip"),
+    *("h2o_lossless_async_queue_peak", "h2o_lossless_async_wait_us"),
+    *("h2o_lossless_decode_cache_hit", "h2o_lossless_decode_cache_miss"),
+    *("h2o_last_evict_tokens", "h2o_total_evict_tokens", LOG_FILE_COLUMN),
+)
+"""Of a record of ``llm_demo``; other keys follow, sorted."""
+
+
+def order_columns(preferred_order: tuple[str, ...], rows: list[dict[str, str]]) -> list[str]:
+    """The columns that any row has: known ones in their order, then the others sorted."""
+    present_columns = {name for row in rows for name in row}
+    return [name for name in preferred_order if name in present_columns] + sorted(
+        present_columns - set(preferred_order)
+    )
+
+
+_NUMBER_REGEX = re.compile(r"[-+]?[0-9]*\.?[0-9]+")
+_DECODE_REGEX = re.compile(r"<br>\s*([0-9]+(?:\.[0-9]+)?)")
+
+
+def parse_first_number(cell: object) -> float:
+    """The first number in a cell such as ``3.114 ± 0.009``; 0 where there is none.
+
+    An exponent is not read: ``1e-05`` is 1. A cell that is ``nan`` or ``inf`` and nothing else is that.
+    """
+    if isinstance(cell, bool | int | float):
+        return _to_float(cell)
+    if not isinstance(cell, str):
+        return 0.0
+    match = _NUMBER_REGEX.search(cell)
+    return _to_float(match[0] if match else cell)
+
+
+def parse_decode_speed(cell: str | None) -> float:
+    """Tokens a second of decoding: what stands behind ``<br>``; 0 where nothing does."""
+    match = _DECODE_REGEX.search(cell or "")
+    return float(match[1]) if match else 0.0
+
+
+def parse_deviation(cell: str | None) -> float | None:
+    """What stands behind ``±`` of the last part of a cell; None where nothing does."""
+    _, sign, text = (cell or "").rpartition("\N{PLUS-MINUS SIGN}")
+    match = _NUMBER_REGEX.search(text) if sign else None
+    return _to_float(match[0]) if match else None
+
+
+def _to_float(value: str | float) -> float:
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+_RULE_REGEX = re.compile(r"[-:]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchTable:
+    """What the lines of one log that begin with a bar hold.
+
+    Attributes
+    ----------
+    header
+        Names of the columns; empty where there is no table.
+    rows
+        Cells by column, in order; a header line that comes again is one of them, as the fork's parser has it.
+    repeated_headers
+        Places among `rows` of such header lines.
+    num_dropped
+        Lines with another number of cells than the header.
+    """
+
+    header: tuple[str, ...] = ()
+    rows: list[dict[str, str]] = field(default_factory=list)
+    repeated_headers: list[int] = field(default_factory=list)
+    num_dropped: int = 0
+
+
+def read_table(text: str) -> BenchTable:
+    """The table in a log: the first line with a bar is its header, the second is left out whatever it says."""
+    lines = [line.strip() for line in text.splitlines()]
+    lines = [line for line in lines if line.startswith("|")]
+    if len(lines) < 3:
+        return BenchTable(header=tuple(_split_cells(lines[0])) if lines else ())
+    header = _split_cells(lines[0])
+    table = BenchTable(header=tuple(header))
+    num_dropped = 0
+    for line in lines[2:]:
+        cells = _split_cells(line)
+        if len(cells) != len(header):
+            num_dropped += 1
+        elif not all(_RULE_REGEX.fullmatch(cell) for cell in cells):
+            if cells == header:
+                table.repeated_headers.append(len(table.rows))
+            table.rows.append(dict(zip(header, cells, strict=True)))
+    return BenchTable(
+        header=table.header, rows=table.rows, repeated_headers=table.repeated_headers, num_dropped=num_dropped
+    )
+
+
+def _split_cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+MAX_LOG_BYTES = 64 << 20
+"""Of one log."""
+
+
+def find_log_files(paths: Iterable[str | os.PathLike[str]], suffixes: tuple[str, ...] = (".log",)) -> list[Path]:
+    """Files, and the logs of folders in the order of their names; each once, whatever it is called.
+
+    Raises
+    ------
+    SourceError
+        For a path where nothing is.
+    """
+    path_by_real_path: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        if not path.exists():
+            raise SourceError(f"{path}: does not exist")
+        for file in _list_folder_logs(path, suffixes) if path.is_dir() else [path]:
+            path_by_real_path.setdefault(file.resolve(), file)
+    return list(path_by_real_path.values())
+
+
+def _list_folder_logs(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
+    try:
+        yield from sorted(path for path in folder.iterdir() if path.suffix in suffixes and path.is_file())
+    except OSError as error:
+        raise SourceError(f"{folder}: cannot be read: {error.strerror or error}") from error
+
+
+def read_log(path: Path) -> str:
+    """The text of a log; bytes that are not UTF-8 are left out, as logs hold what a model says.
+
+    Raises
+    ------
+    SourceError
+        Where it is not there, cannot be read, or is larger than `MAX_LOG_BYTES`.
+    """
+    try:
+        return read_bounded(path, MAX_LOG_BYTES).decode("utf-8", "ignore")
+    except (FileNotFoundError, NotADirectoryError):
+        raise SourceError(f"{path}: does not exist") from None
+
+
+_PRINTED_REGEXES = {
+    "prompt_tokens": re.compile(r"prompt tokens num = (\d{1,18})"),
+    "decode_tokens": re.compile(r"decode tokens num = (\d{1,18})"),
+    "prefill_s": re.compile(r"prefill time = ([\d.]{1,40}) s"),
+    "decode_s": re.compile(r"decode time = ([\d.]{1,40}) s"),
+}
+
+
+def parse_printed_values(text: str) -> dict[str, float]:
+    """Tokens and seconds that ``llm_demo`` prints at its end, of those that are there."""
+    value_by_name = {}
+    for name, pattern in _PRINTED_REGEXES.items():
+        match = pattern.search(text)
+        if match and match[1].count(".") <= 1 and match[1] != ".":
+            value_by_name[name] = float(match[1])
+    return value_by_name
+
+
+def has_records(name: str, text: str) -> bool:
+    """Whether a log is lines of JSON objects: by its name, or because its first line is one."""
+    first_line = text.lstrip().partition("\n")[0].rstrip()
+    return name.endswith(".jsonl") or (first_line.startswith("{") and first_line.endswith("}"))
+
+
+def read_json_records(text: str, where: str) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; of those with one ``prompt_index`` the last.
+
+    Raises
+    ------
+    SourceError
+        For a line that is no JSON object, which is named, and for a number that is not finite.
+    """
+    record_by_index: dict[object, dict[str, Any]] = {}
+    for line_number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        record = parse_json_line(line, f"{where}: line {line_number}")
+        index = record.get("prompt_index", 0)
+        record_by_index[index if isinstance(index, int | float | str) else str(index)] = record
+    return list(record_by_index.values())
+
+
+def parse_json_line(line: str, where: str) -> dict[str, Any]:
+    """The object in a line; `SourceError`, which begins with `where`, where it is none."""
+    try:
+        value = loads_strict(line)
+    except json.JSONDecodeError as error:
+        raise SourceError(f"{where}: is not JSON: {error.msg} (column {error.colno})") from None
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{where}: is not JSON: {' '.join(str(error).split())[:160]}") from None
+    if not isinstance(value, dict):
+        raise SourceError(f"{where}: found a {type(value).__name__}, expected a JSON object")
+    for key, entry in value.items():
+        if isinstance(entry, float) and not math.isfinite(entry):
+            raise SourceError(f"{where}: {key[:60]}: found {entry}, expected a finite number")
+    return value
+
+
+def get_number(record: Mapping[str, Any], key: str) -> float:
+    """A number of a record; 0 where it is missing or is none."""
+    try:
+        number = float(record.get(key, 0.0))
+    except (TypeError, ValueError, OverflowError):
+        return 0.0
+    return number if math.isfinite(number) else 0.0
+
+
+_INVALID_METRIC_REGEX = re.compile(r"\s*(?:-\s*[\d.]|[-+]?(?:nan|inf))", re.IGNORECASE)
+
+LogKind = Literal["llm_bench", "llm_demo"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedLogs:
+    """Rows of logs.
+
+    Attributes
+    ----------
+    kind
+        Which program wrote them.
+    files
+        Those that were read, each once.
+    columns
+        Known ones in their order, then the others sorted.
+    rows
+        Cells by column, as text.
+    notes
+        What a reader must know: lines left out, header lines among the rows, versions that differ.
+    """
+
+    kind: LogKind
+    files: tuple[str, ...]
+    columns: tuple[str, ...]
+    rows: tuple[dict[str, str], ...]
+    notes: tuple[str, ...] = ()
+
+    def to_csv(self) -> str:
+        """A header line and a line for each row, which end in CR and LF."""
+        sink = io.StringIO()
+        writer = csv.writer(sink, lineterminator="\r\n")
+        writer.writerow(map(escape_csv, self.columns))
+        writer.writerows([escape_csv(row.get(name, "")) for name in self.columns] for row in self.rows)
+        return sink.getvalue()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it: cells are text, as in the CSV."""
+        return {
+            "kind": self.kind,
+            "files": list(self.files),
+            "columns": list(self.columns),
+            "rows": [{name: row.get(name, "") for name in self.columns} for row in self.rows],
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return f"{pluralize(len(self.rows), 'row')} of {self.kind} from {pluralize(len(self.files), 'log')}"
+
+
+def parse_logs(paths: Iterable[str | os.PathLike[str]], *, strict: bool = False) -> ParsedLogs:
+    """The rows of logs: tables of ``llm_bench``, or JSON lines (and printed sums) of ``llm_demo``.
+
+    Parameters
+    ----------
+    paths
+        Files, and folders whose ``*.log`` and ``*.jsonl`` are meant. A file that is named twice counts once.
+    strict
+        Refuse what the fork's parser passes over: header lines that come again, lines of another width, logs of
+        different versions, logs without rows, figures below 0 or that are no numbers.
+
+    Raises
+    ------
+    SourceError
+        For a file that cannot be read, no file, no rows, logs of both programs or of another one, and with `strict` as
+        said.
+    """
+    files = find_log_files(paths, (".log", ".jsonl"))
+    if not files:
+        raise SourceError("No log files found.")
+    texts = {file: read_log(file) for file in files}
+    records = [file for file, text in texts.items() if has_records(file.name, text)]
+    if records and len(records) < len(files):
+        other_file = next(file for file in files if file not in records)
+        raise SourceError(f"{records[0]} has records of llm_demo, {other_file} has none: expected logs of one program")
+    parsed_logs = _parse_records(texts) if records else _parse_tables(texts)
+    if strict and parsed_logs.notes:
+        raise SourceError(parsed_logs.notes[0])
+    return parsed_logs
+
+
+def _parse_records(texts: dict[Path, str]) -> ParsedLogs:
+    rows = [
+        {key: _format_cell(value) for key, value in record.items()} | {LOG_FILE_COLUMN: str(file)}
+        for file, text in texts.items()
+        for record in read_json_records(text, str(file))
+    ]
+    if not rows:
+        raise SourceError(f"{next(iter(texts))}: holds no records of llm_demo")
+    keys = list(dict.fromkeys(key for row in rows for key in row if key != LOG_FILE_COLUMN))
+    if not set(DEMO_COLUMNS).intersection(keys):
+        raise SourceError(
+            f"{next(iter(texts))}: has no key of llm_demo: found {', '.join(keys)[:120]}, expected prompt_tokens, "
+            "prefill_us and others (another engine's records?)"
+        )
+    columns = order_columns(DEMO_COLUMNS, rows)
+    rows_by_file: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        rows_by_file.setdefault(row[LOG_FILE_COLUMN], []).append(row)
+    notes = [
+        note
+        for file, file_rows in rows_by_file.items()
+        for note in _find_impossible_values(file, file_rows, DEMO_COLUMNS[:-1])
+    ]
+    return ParsedLogs(
+        kind="llm_demo", files=_list_names(texts), columns=tuple(columns), rows=tuple(rows), notes=tuple(notes)
+    )
+
+
+def _parse_tables(texts: dict[Path, str]) -> ParsedLogs:
+    tables = {file: read_table(text) for file, text in texts.items()}
+    rows = [row | {LOG_FILE_COLUMN: str(file)} for file, table in tables.items() for row in table.rows]
+    if not rows:
+        printed_logs = _parse_printed_logs(texts)
+        if printed_logs is not None:
+            return printed_logs
+        more_text = f" (and {pluralize(len(texts) - 1, 'other log')})" if len(texts) > 1 else ""
+        raise SourceError(f"{next(iter(texts))}{more_text}: No markdown table rows found in logs.")
+    first_file = next(str(file) for file, table in tables.items() if table.rows)
+    check_bench_columns((name for table in tables.values() for name in table.header), first_file)
+    return ParsedLogs(
+        kind="llm_bench",
+        files=_list_names(texts),
+        columns=tuple(order_columns(BENCH_COLUMNS, rows)),
+        rows=tuple(rows),
+        notes=tuple(_iter_notes(tables)),
+    )
+
+
+def check_bench_columns(names: Iterable[str], where: str) -> None:
+    """`SourceError` for a table that has no column of ``llm_bench``; `where` begins its message."""
+    distinct_names = list(dict.fromkeys(names))
+    if not {SPEED_COLUMN, *METRIC_COLUMNS}.intersection(distinct_names):
+        raise SourceError(
+            f"{where}: has no column of llm_bench: found {', '.join(distinct_names)[:120]}, expected {SPEED_COLUMN} "
+            f"and h2o_ columns "
+            "(another engine's table?)"
+        )
+
+
+def _parse_printed_logs(texts: dict[Path, str]) -> ParsedLogs | None:
+    """What ``llm_demo`` printed, of logs that hold no table: times in microseconds, as its records have them."""
+    rows = []
+    for file, text in texts.items():
+        printed_values = parse_printed_values(text)
+        if not printed_values:
+            continue
+        row = {LOG_FILE_COLUMN: str(file)}
+        row |= {
+            name: f"{printed_values[name]:.0f}" for name in ("prompt_tokens", "decode_tokens") if name in printed_values
+        }
+        row |= {
+            f"{part}_us": f"{1e6 * printed_values[f'{part}_s']:.0f}"
+            for part in ("prefill", "decode")
+            if f"{part}_s" in printed_values
+        }
+        rows.append(row)
+    if not rows:
+        return None
+    notes = [
+        f"{file}: holds neither a table nor sums of llm_demo"
+        for file, text in texts.items()
+        if not parse_printed_values(text)
+    ]
+    columns = order_columns(DEMO_COLUMNS, rows)
+    return ParsedLogs(
+        kind="llm_demo", files=_list_names(texts), columns=tuple(columns), rows=tuple(rows), notes=tuple(notes)
+    )
+
+
+def _iter_notes(tables: dict[Path, BenchTable]) -> Iterator[str]:
+    for file, table in tables.items():
+        if not table.rows:
+            yield f"{file}: holds no table rows"
+        if table.repeated_headers:
+            yield (
+                f"{file}: its header comes again ({pluralize(len(table.repeated_headers), 'time')}): a row of names, "
+                f"which read as 0"
+            )
+        if table.num_dropped:
+            lines_text = "lines have" if table.num_dropped > 1 else "line has"
+            yield (
+                f"{file}: {table.num_dropped:,} {lines_text} another number of cells than the header's "
+                f"{len(table.header)}"
+            )
+        yield from _find_impossible_values(file, [dict(row) for row in table.rows], (SPEED_COLUMN, *METRIC_COLUMNS))
+    yield from _find_version_differences({file: table for file, table in tables.items() if table.rows})
+
+
+def _find_impossible_values(file: str | Path, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[str]:
+    """The first figure of a log that nothing can have: below 0, or no number at all."""
+    cells = [
+        (row_number, name, str(row.get(name, ""))) for row_number, row in enumerate(rows, start=1) for name in names
+    ]
+    impossible_cells = [cell for cell in cells if any(map(_INVALID_METRIC_REGEX.match, cell[2].split("<br>")))]
+    if impossible_cells:
+        row_number, name, text = impossible_cells[0]
+        more_text = f" (and {len(impossible_cells) - 1:,} more)" if len(impossible_cells) > 1 else ""
+        yield f"{file}: row {row_number}: {name}: found {text[:40]}, expected a number of at least 0{more_text}"
+
+
+def _find_version_differences(tables: dict[Path, BenchTable]) -> Iterator[str]:
+    """Logs whose columns differ from those of most."""
+    if len({table.header for table in tables.values()}) < 2:
+        return
+    usual_columns = set(Counter(table.header for table in tables.values()).most_common(1)[0][0])
+    for file, table in tables.items():
+        missing_columns, extra_columns = (
+            sorted(usual_columns - set(table.header)),
+            sorted(set(table.header) - usual_columns),
+        )
+        if missing_columns:
+            yield f"{file}: lacks {_join_few(missing_columns)} of the other logs: another version? Such cells read as 0"
+        elif extra_columns:
+            yield (
+                f"{file}: has {_join_few(extra_columns)} more than the other logs: another version? Their cells read "
+                f"as 0"
+            )
+
+
+def find_missing_columns(columns: Sequence[str]) -> list[str]:
+    """Runtime columns that a table lacks."""
+    return [name for name in RUNTIME_COLUMNS if name not in columns]
+
+
+def _join_few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _list_names(texts: dict[Path, str]) -> tuple[str, ...]:
+    return tuple(map(str, texts))
+
+
+def _format_cell(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

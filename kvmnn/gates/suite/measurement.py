@@ -1,0 +1,454 @@
+"""The sessions of a suite's model: each holds all weights, so they are open only as long as they are needed.
+
+One run of one side of a case, and the comparison of what attention reads with a plain cache.
+
+The change of perplexity by what is evicted; what is stored changes no bit, which the comparison shows.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import expm1
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..._util.text import pluralize
+from ...dtypes import Floats
+from ...errors import KvmnnError
+from ...evaluation import EvaluationSettings, evaluate
+from ...evaluation.settings import build_configuration
+from ...files.schema import Record
+from ...lm.documents import Document
+from ...lm.generation import check_positions
+from ...lm.onnx.interface import DecoderInterface
+from ...lm.onnx.onnx_session import trim_heap
+from ...lm.runner import Runner, feed_prompt_steps
+from ...lm.session import DecoderSession
+from ...policies.h2o_blocks import H2OEngine
+from ...policies.policy import Policy
+from ...runtime import RuntimeConfig
+from .cases import RunCase
+from .settings import RunSettings
+from .workloads import Workload
+
+
+class ModelSessions:
+    """Sessions with and without attention probabilities, whose price is part of a candidate's speed.
+
+    Parameters
+    ----------
+    model
+        An ONNX decoder: file or folder.
+    threads
+        Of onnxruntime.
+
+    Attributes
+    ----------
+    interface
+        Sizes and names of the model.
+
+    Raises
+    ------
+    SourceError, ModelError
+        For a model that cannot be used.
+    """
+
+    def __init__(self, model: str, threads: int) -> None:
+        self._model, self._threads = model, threads
+        self._open_sessions: dict[bool, DecoderSession] = {}
+        self.interface: DecoderInterface = self.get(attentions=False).interface
+
+    def get(self, *, attentions: bool) -> DecoderSession:
+        """Return the session, opened if it is not."""
+        if attentions not in self._open_sessions:
+            self._open_sessions[attentions] = DecoderSession.open(
+                self._model, attentions=attentions, threads=self._threads
+            )
+        return self._open_sessions[attentions]
+
+    def release(self, *, kept_kind: bool | None = None) -> None:
+        """Close the sessions, but the one whose `attentions` is `kept_kind`: the next work does not need them."""
+        self._open_sessions = {
+            has_attentions: session
+            for has_attentions, session in self._open_sessions.items()
+            if has_attentions is kept_kind
+        }
+        gc.collect()
+        trim_heap()
+
+
+_COMPARISON_INTERVAL_STEPS = 16
+"""Decode steps between two comparisons of all of K and V; logits are compared at every step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord(Record):
+    """One run.
+
+    Attributes
+    ----------
+    prompt_tokens, decode_tokens
+        Fed at once at the beginning of turns, and one by one.
+    prefill_seconds, decode_seconds
+        What these took.
+    lossy_ratio
+        Bytes of all tokens over bytes of those that the policy left at the end.
+    held_ratio
+        Bytes of those that were left over the bytes that hold them between two steps.
+    encoded_ratio
+        Raw over compressed bytes of all that was encoded; None where nothing was.
+    total_ratio
+        Bytes of all tokens over the bytes that are held.
+    latencies
+        ``decompress``, ``wait`` and ``verify`` (the decoding that proves a block before its rows go): count, sum and
+        percentiles, microseconds.
+    counters
+        Of the runtime, under the engine's names.
+    new_ids
+        Generated after the last turn.
+    """
+
+    prompt_tokens: int
+    decode_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    lossy_ratio: float
+    held_ratio: float
+    encoded_ratio: float | None
+    total_ratio: float
+    latencies: dict[str, dict[str, float]] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+    keep: dict[str, float] = field(default_factory=dict)
+    new_ids: tuple[int, ...] = ()
+
+    @property
+    def decode_speed(self) -> float:
+        """Tokens a second."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def decompress_us(self) -> float:
+        """Restoring; in modes that restore nothing, decoding what is compared with the rows before they go."""
+        return self.get_counter("decompress_us") or self.latencies.get("verify", {}).get("total_us", 0.0)
+
+    def get_counter(self, name: str) -> float:
+        """Of the runtime; 0 where nothing was counted."""
+        return self.counters.get(f"h2o_lossless_{name}", 0.0)
+
+
+def measure_run(
+    session: DecoderSession,
+    policy: Policy,
+    lossless: RuntimeConfig | None,
+    workload: Workload,
+    advance: Callable[[int], object] = lambda steps: None,
+) -> RunRecord:
+    """Let a model do a piece of work with its cache under a policy and in a runtime, greedily.
+
+    `advance` is called with the number of tokens generated since its last call, and with 0 after each step of a prompt.
+    """
+    runner = Runner(session, policy, lossless=lossless)
+    interface = session.interface
+    check_positions(
+        interface.label,
+        interface.max_positions,
+        sum(map(len, workload.turns)),
+        workload.new_tokens * len(workload.turns),
+    )
+    prefill_seconds = decode_seconds = 0.0
+    new_ids: list[int] = []
+    for turn in workload.turns:
+        ids = [*new_ids[-1:], *turn]  # the last token of an answer was given, not fed
+        start_time = time.perf_counter()
+        for logits in feed_prompt_steps(runner, ids):
+            new_ids = [int(logits[-1].argmax())]
+            advance(0)
+        first_token_time = time.perf_counter()
+        advance(1)
+        while len(new_ids) < workload.new_tokens:
+            new_ids.append(int(runner.step(new_ids[-1:])[-1].argmax()))
+            advance(1)
+        prefill_seconds += first_token_time - start_time
+        decode_seconds += time.perf_counter() - first_token_time
+    return _build_run_record(runner, workload, prefill_seconds, decode_seconds, new_ids)
+
+
+def _build_run_record(
+    runner: Runner, workload: Workload, prefill_seconds: float, decode_seconds: float, new_ids: list[int]
+) -> RunRecord:
+    cache, interface = runner.cache, runner.session.interface
+    runtime_stats, metrics = runner.collect_runtime_stats(), runner.collect_runtime_metrics()
+    token_bytes = 2 * interface.kv_heads * interface.head_dim * np.dtype(interface.dtype).itemsize
+    appended_bytes = cache.num_seen * len(cache.tokens) * token_bytes
+    live_bytes = sum(cache.tokens) * token_bytes if runtime_stats is None else runtime_stats.live_bytes
+    resident_bytes = live_bytes if runtime_stats is None else runtime_stats.held_bytes
+    h2o_stats = cache.collect_h2o_stats()
+    counters: dict[str, float] = {}
+    latencies: dict[str, dict[str, float]] = {}
+    if metrics is not None:
+        counters = {name: float(value) for name, value in metrics.to_dict().items() if name.startswith("h2o_lossless_")}
+        latencies = {
+            name: {key: float(value) for key, value in getattr(metrics, name).to_dict().items()}
+            for name in ("decompress", "wait", "verify")
+        }
+    return RunRecord(
+        prompt_tokens=sum(map(len, workload.turns)),
+        decode_tokens=(workload.new_tokens - 1) * len(workload.turns),
+        prefill_seconds=prefill_seconds,
+        decode_seconds=decode_seconds,
+        lossy_ratio=appended_bytes / live_bytes if live_bytes else 1.0,
+        held_ratio=live_bytes / resident_bytes if resident_bytes else 1.0,
+        encoded_ratio=None if runtime_stats is None else runtime_stats.encoded_ratio,
+        total_ratio=appended_bytes / resident_bytes if resident_bytes else 1.0,
+        latencies=latencies,
+        counters=counters,
+        keep=_select_numbers(h2o_stats.to_dict() if h2o_stats is not None else {}),
+        new_ids=tuple(new_ids),
+    )
+
+
+def _select_numbers(plan_values: Mapping[str, Any]) -> dict[str, float]:
+    """What the planner says of its last plan, numbers only."""
+    return {name: float(value) for name, value in plan_values.items() if type(value) in (int, float)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContentComparison(Record):
+    """What attention reads out of the runtime beside a plain cache under the same policy, step by step.
+
+    Attributes
+    ----------
+    steps, compared_steps
+        Steps in all, and those after which all of K and V were compared; logits were at every step.
+    compared_bytes
+        Bytes of K and V that were compared.
+    different_bytes
+        Bytes that differ.
+    different_steps
+        Steps at which bytes, positions or logits differ.
+    encoded_bytes
+        Raw bytes that the runtime encoded meanwhile; 0: both caches held plain rows, so nothing was shown.
+    """
+
+    steps: int
+    compared_steps: int
+    compared_bytes: int
+    different_bytes: int
+    different_steps: int
+    encoded_bytes: int
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether nothing differs, and something that was encoded was compared."""
+        return min(self.compared_bytes, self.encoded_bytes) > 0 and self.different_bytes == self.different_steps == 0
+
+
+def compare_contents(
+    session: DecoderSession,
+    policy: Policy,
+    lossless: RuntimeConfig,
+    workload: Workload,
+    advance: Callable[[int], object] = lambda steps: None,
+) -> ContentComparison:
+    """Run a plain cache and one in the runtime on the same tokens, step by step, and compare their bytes.
+
+    `advance` is as for `measure_run`; a token counts once for each of the two caches.
+    """
+    plain_runner, runtime_runner = Runner(session, policy), Runner(session, policy, lossless=lossless)
+    steps = num_compared = compared_bytes = different_bytes = different_steps = 0
+    new_ids: list[int] = []
+    for turn in workload.turns:
+        ids, num_given = [*new_ids[-1:], *turn], 0
+        while num_given < workload.new_tokens:
+            is_step_different = False
+            for logits, runtime_logits in _feed_both((plain_runner, runtime_runner), ids, prompt=num_given == 0):
+                is_step_different |= logits.tobytes() != runtime_logits.tobytes()
+                advance(0)
+            steps, num_given = steps + 1, num_given + 1
+            advance(2)
+            if num_given <= 2 or num_given == workload.new_tokens or num_given % _COMPARISON_INTERVAL_STEPS == 0:
+                num_compared += 1
+                step_bytes, step_different_bytes = _count_different_bytes(plain_runner, runtime_runner)
+                compared_bytes, different_bytes = compared_bytes + step_bytes, different_bytes + step_different_bytes
+                is_step_different |= step_different_bytes > 0
+            different_steps += is_step_different
+            new_ids = [int(logits[-1].argmax())]
+            ids = new_ids
+    metrics = runtime_runner.collect_runtime_metrics()
+    return ContentComparison(
+        steps=steps,
+        compared_steps=num_compared,
+        compared_bytes=compared_bytes,
+        different_bytes=different_bytes,
+        different_steps=different_steps,
+        encoded_bytes=0 if metrics is None else int(metrics.to_dict()["h2o_lossless_raw_bytes"]),
+    )
+
+
+def _feed_both(runners: tuple[Runner, Runner], ids: list[int], *, prompt: bool) -> Iterator[tuple[Floats, Floats]]:
+    """Feed both runners the same tokens; yields the logits of both after each step."""
+    plain_runner, runtime_runner = runners
+    if prompt:
+        return zip(feed_prompt_steps(plain_runner, ids), feed_prompt_steps(runtime_runner, ids), strict=True)
+    return iter([(plain_runner.step(ids), runtime_runner.step(ids))])
+
+
+def _count_different_bytes(plain_runner: Runner, runtime_runner: Runner) -> tuple[int, int]:
+    """Bytes of K and V that both hold, and how many of them differ; all, where they hold different tokens."""
+    total_bytes = different_bytes = 0
+    for plain_layer, runtime_layer in zip(
+        plain_runner.cache.copy_layers(), runtime_runner.cache.copy_layers(), strict=True
+    ):
+        for left, right in ((plain_layer.keys, runtime_layer.keys), (plain_layer.values, runtime_layer.values)):
+            total_bytes += left.nbytes
+            if left.shape != right.shape or not np.array_equal(plain_layer.positions, runtime_layer.positions):
+                different_bytes += left.nbytes
+            else:
+                byte_views = np.ascontiguousarray(left).view(np.uint8), np.ascontiguousarray(right).view(np.uint8)
+                different_bytes += int(np.count_nonzero(byte_views[0] != byte_views[1]))
+    return total_bytes, different_bytes
+
+
+_MAX_FURTHER_TOKENS = 4096
+"""Tokens beyond the texts up to which is looked for a length at which something would be evicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityChange:
+    """The change of perplexity against the full cache, as shares; no interval over fewer than two texts.
+
+    lossy_ratio: bytes of all tokens over those kept at the end of the texts, 1 where nothing was evicted; why_all_stay
+    is then the planner's reason, where it has one.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    texts: int
+    tokens: int
+    lossy_ratio: float
+    why_all_stay: str = ""
+
+
+class PerplexityProgress:
+    """Progress of an evaluation in units of another work.
+
+    Parameters
+    ----------
+    units
+        That all of it is.
+    advance
+        Called with the units done since its last call.
+
+    Attributes
+    ----------
+    remaining_units
+        Units that were not counted yet.
+    """
+
+    def __init__(self, units: int, advance: Callable[[int], object]) -> None:
+        self.remaining_units, self._units, self._advance = units, units, advance
+        self._tokens, self._done_tokens = 0, 0
+
+    def start(self, tokens: int, cells: int, reused: int) -> None:
+        """Begin: this many tokens."""
+        self._tokens = tokens
+
+    def advance(self, tokens: int, cells: int) -> None:
+        """Count tokens."""
+        self._done_tokens += tokens
+        remaining_units = self._units - self._units * min(self._done_tokens, self._tokens) // max(self._tokens, 1)
+        self._advance(self.remaining_units - remaining_units)
+        self.remaining_units = remaining_units
+
+
+def measure_perplexity_change(
+    model: str,
+    documents: Sequence[Document],
+    case: RunCase,
+    *,
+    jobs: int,
+    store: Path,
+    progress: PerplexityProgress | None = None,
+) -> PerplexityChange:
+    """Evaluate the planner of a case on the beginnings of texts.
+
+    Parameters
+    ----------
+    jobs
+        Processes; 0: this one.
+    store
+        File of what was evaluated before.
+    progress
+        Told of tokens.
+
+    Raises
+    ------
+    KvmnnError
+        Where the model cannot run the planner.
+    """
+    settings = case.settings
+    result = evaluate(
+        model,
+        [_truncate(document, settings.quality_tokens) for document in documents[: settings.quality_texts]],
+        [build_configuration(H2OEngine.name, H2OEngine.parse_engine_options(case.engine))],
+        settings=EvaluationSettings(
+            tokens=settings.quality_tokens,
+            prompt=settings.quality_prompt,
+            threads=settings.threads,
+            seed=settings.seed,
+            timing=False,
+        ),
+        jobs=jobs,
+        store=store,
+        progress=progress,
+    )
+    if result.refused:
+        raise KvmnnError(f"{case.name}: {result.refused[0].reason}")
+    row, texts = result.rows[-1], result.documents
+    difference: Any = row.versus_full
+    lossy_ratio = row.lossy_ratio or 1.0
+    return PerplexityChange(
+        mean=expm1(difference.nll),
+        low=None if difference.low is None else expm1(difference.low),
+        high=None if difference.high is None else expm1(difference.high),
+        texts=len(texts),
+        tokens=sum(text.tokens for text in texts),
+        lossy_ratio=lossy_ratio,
+        why_all_stay="" if lossy_ratio > 1 else explain_no_eviction(case.policy, settings),
+    )
+
+
+def explain_no_eviction(policy: Policy, settings: RunSettings) -> str:
+    """Why nothing was evicted in the texts, and from how many tokens on it would be."""
+    prompt_tokens, tokens = settings.quality_prompt, settings.quality_tokens
+    reason = policy.explain_no_eviction(
+        prompt_tokens, max(1, tokens - 1)
+    )  # what the last step plans, no step carries out
+    if reason is None:
+        decoded_text = pluralize(tokens - prompt_tokens, "token")
+        return f"too few steps for a plan: {decoded_text} after the prompt (quality_tokens less quality_prompt)"
+    lengths = range(tokens, tokens + _MAX_FURTHER_TOKENS)
+    sufficient_length = next(
+        (length for length in lengths if policy.explain_no_eviction(prompt_tokens, length) is None), None
+    )
+    return reason if sufficient_length is None else f"{reason}, or quality_tokens above {sufficient_length:,}"
+
+
+def _truncate(document: Document, tokens: int) -> Document:
+    """The beginning of a text; bytes are then those of all of it, which perplexity does not use."""
+    if document.num_scored <= tokens:
+        return document
+    return Document(
+        name=document.name,
+        ids=document.ids[: tokens + 1],
+        nbytes=document.nbytes,
+        sha256=document.sha256,
+        begins_with_bos=document.begins_with_bos,
+        requested_tokens=tokens,
+    )

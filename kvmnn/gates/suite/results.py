@@ -1,0 +1,241 @@
+"""What a suite measured as a round: verdicts, files, and a line of history."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
+from typing import Any
+
+from ..._util.text import wrap_lines
+from ..analysis import CaseAnalysis, DecodeStats
+from ..checker import CaseResult
+from ..demo import DemoLimits, DemoResult, check_demo
+from ..limits import GateLimits
+from ..logs import ParsedLogs
+from ..summary import RoundSummary, save_case_result, save_demo_result, write_round_files
+from ..verdict import GateResult, aggregate_verdict, find_worst
+from .history import append_round, build_history_entry
+from .measurement import RunRecord
+from .suite import CaseMeasurement, Suite
+from .verdict import (
+    CaseFigures,
+    PairedRuns,
+    build_answer_gate,
+    build_bench_rows,
+    build_case_gates,
+    build_demo_runs,
+    build_gate_section,
+    compute_slowdown,
+)
+
+RUNS_FILE = "runs.json"
+
+_ENCODING_KEYS = frozenset(
+    {
+        *("candidate_lossless_ratio_avg", "candidate_runtime_total_ratio_avg"),
+        *("runtime_decomp_best_us", "runtime_decomp_pass", "decode_cache_hit_best", "decode_cache_hit_pass"),
+    }
+)
+"""What a report of real prompts says of encoding: nothing, where nothing was encoded."""
+
+_SUITE_BASIS = "every figure is of these runs; what is not measured, or unclear, is no pass"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteResult:
+    """All cases of a run.
+
+    Attributes
+    ----------
+    round_summary
+        Their rows, as the files have them.
+    cases
+        Their verdicts.
+    notes
+        What a reader must know, in sentences.
+    stamp_by_case
+        Of each case that of its round, as in its files.
+    """
+
+    round_summary: RoundSummary
+    cases: tuple[CaseResult | DemoResult, ...]
+    notes: tuple[str, ...] = ()
+    stamp_by_case: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether all cases passed."""
+        return self.round_summary.has_passed
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        document = self.round_summary.to_dict()
+        cases = [{**case.to_dict(), "stamp": self.stamp_by_case.get(case.case, "")} for case in self.cases]
+        return {**document, "cases": cases, "notes": list(self.notes)}
+
+    def __str__(self) -> str:
+        width = min(shutil.get_terminal_size((80, 24)).columns, 100)
+        lines = [line for case in self.cases for line in (*case.format_lines(width), "")]
+        notes = wrap_lines(self.notes, width)
+        return "\n".join([*lines, *notes, *([""] if notes else []), str(self.round_summary)])
+
+
+def judge_case(measured: CaseMeasurement, model: str) -> CaseResult | DemoResult:
+    """The verdict over what a case measured."""
+    stability_gates = _build_stability_gate(measured)
+    case = measured.case
+    if case.kind == "runtime":
+        return _judge_runtime_case(measured, model, stability_gates)
+    limits = DemoLimits(
+        decode_drop_target=case.limits.decode_drop_target,
+        require_runtime_decomp=case.limits.require_runtime_decomp,
+        require_decode_cache_hit=case.limits.require_decode_cache_hit,
+    )
+    pairs = measured.pairs
+    answers_gate = build_answer_gate(pairs)
+    gates = [gate for gate in _build_gates(measured, pairs, case.limits) if gate.name != "decode drop"]
+    gates += [answers_gate] if answers_gate is not None else []
+    demo_result = check_demo(
+        build_demo_runs(pairs, "without"),
+        build_demo_runs(pairs, "candidate"),
+        limits,
+        case=case.name,
+        mode=case.mode,
+        run_order="in turns",
+        bucket_order=[str(size) for size in case.settings.buckets],
+        strict=True,
+    )
+    own_names = {gate.name for gate in gates}
+    is_ratio_unmeasured = CaseFigures.from_pairs(pairs).encoded_ratio is None
+    return replace(
+        demo_result,
+        unmeasured_keys=_ENCODING_KEYS if is_ratio_unmeasured else frozenset(),
+        gates=(*(gate for gate in demo_result.gates if gate.name not in own_names), *gates, *stability_gates),
+    )
+
+
+def _judge_runtime_case(measured: CaseMeasurement, model: str, stability_gates: list[GateResult]) -> CaseResult:
+    case, pairs = measured.case, measured.pairs
+    limits = replace(
+        case.limits,
+        decode_baseline=fmean(pair.without.decode_speed for pair in pairs),
+        decode_baseline_source="same_batch_mean",
+        decode_baseline_samples=len(pairs),
+        hard_checks=False,
+    )
+    gates = [*_build_gates(measured, pairs, limits), *stability_gates]
+    rows, figures = build_bench_rows(case, pairs, model), CaseFigures.from_pairs(pairs)
+    decode = DecodeStats.from_rows(rows.rows, "avg")
+    analysis = CaseAnalysis(
+        rows=rows,
+        limits=limits,
+        online_ratio=None,
+        upper_bound=None,
+        selected_ratio=figures.encoded_ratio or 1.0,
+        ratio_source="runtime",
+        decode=decode,
+        gates=tuple(gates),
+        section_lines=build_gate_section(figures, decode, gates, limits, case.mode),
+        warnings=(),
+        is_own_run=True,
+    )
+    return CaseResult(
+        case=case.name,
+        analysis=analysis,
+        gates=tuple(gates),
+        strict=True,
+        basis=_SUITE_BASIS,
+        prompts=figures.prompts_text,
+    )
+
+
+def _build_gates(measured: CaseMeasurement, pairs: Sequence[PairedRuns], limits: GateLimits) -> list[GateResult]:
+    """Those of a case over some of its pairs."""
+    case = measured.case
+    return build_case_gates(
+        pairs,
+        measured.comparisons,
+        measured.quality,
+        limits,
+        case.mode,
+        case.settings.perplexity_target,
+        evicts=case.evicts,
+    )
+
+
+def _build_stability_gate(measured: CaseMeasurement) -> list[GateResult]:
+    """Whether every round passes by itself; none where there is one."""
+    if len(measured.rounds) < 2:
+        return []
+    verdicts = [aggregate_verdict(_build_gates(measured, pairs, measured.case.limits)) for pairs in measured.rounds]
+    speeds = [fmean(pair.candidate.decode_speed for pair in pairs) for pairs in measured.rounds]
+    why = f"decode {min(speeds):.2f} to {max(speeds):.2f} tok/s"
+    if drops := [drop.drop_ratio for pairs in measured.rounds if (drop := compute_slowdown(pairs)) is not None]:
+        why += f", drop {min(drops):+.1%} to {max(drops):+.1%}"
+    value = f"{verdicts.count('pass')} of {len(verdicts)} rounds"
+    return [GateResult(name="stability", verdict=find_worst(verdicts), value=value, limit="all", why=why)]
+
+
+def save_case(directory: str, measured: CaseMeasurement, case_result: CaseResult | DemoResult) -> RoundSummary:
+    """Write the files of a case, with the rows of both sides as tables."""
+    extra_files = {RUNS_FILE: json.dumps(_runs_to_dict(measured), indent=1)}
+    for side in ("without", "candidate"):
+        rows = build_bench_rows(measured.case, measured.pairs, "", side)
+        table = ParsedLogs(
+            kind="llm_bench", files=rows.files, columns=rows.columns, rows=tuple(dict(row.cells) for row in rows.rows)
+        )
+        extra_files[f"{side}.csv"] = table.to_csv()
+    if isinstance(case_result, DemoResult):
+        return save_demo_result(directory, case_result, force=True, extra_files=extra_files, stamp=measured.stamp)
+    return save_case_result(directory, case_result, force=True, extra_files=extra_files, stamp=measured.stamp)
+
+
+def _runs_to_dict(measured: CaseMeasurement) -> dict[str, Any]:
+    """What the verdict of a case was made of, run by run, for ``kvmnn report``."""
+
+    def record_to_dict(record: RunRecord) -> dict[str, Any]:
+        return {name: value for name, value in record.to_dict().items() if name != "new_ids"}
+
+    return {
+        "kvmnn_gate_runs": 1,
+        "stamp": measured.stamp,
+        "case": measured.case.name,
+        "mode": measured.case.mode,
+        "pairs": [
+            {
+                "work": pair.workload.name,
+                "bucket": pair.workload.bucket,
+                "prompts": pair.workload.prompts,
+                "round": round_number,
+                "without": record_to_dict(pair.without),
+                "candidate": record_to_dict(pair.candidate),
+            }
+            for round_number, pairs in enumerate(measured.rounds, start=1)
+            for pair in pairs
+        ],
+        "comparisons": [comparison.to_dict() for comparison in measured.comparisons],
+        "quality": None if measured.quality is None else asdict(measured.quality),
+        "notes": list(measured.notes),
+    }
+
+
+def finish_suite(
+    directory: str,
+    collected: RoundSummary,
+    cases: Sequence[CaseResult | DemoResult],
+    notes: Sequence[str],
+    suite: Suite,
+) -> SuiteResult:
+    """Write the round of these cases, and note it down in the history."""
+    rows = {row["case"]: row for row in collected.rows}
+    round_summary = RoundSummary.from_rows(directory, [rows[case.case] for case in cases])
+    write_round_files(round_summary)
+    append_round(
+        directory, build_history_entry(round_summary, suite.rerun_number, suite.run_info, suite.settings_by_case)
+    )
+    return SuiteResult(
+        round_summary=round_summary, cases=tuple(cases), notes=tuple(notes), stamp_by_case=suite.stamp_by_case
+    )

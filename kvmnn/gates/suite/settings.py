@@ -1,0 +1,185 @@
+"""How a suite runs: work, repeats, and the options of the engine in each case."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ..._util.text import suggest
+from ...errors import KvmnnError, OptionError, SourceError
+from ...files.schema import Record, read_object
+
+SuiteName = Literal["all", "runtime", "llm_demo"]
+
+DEFAULT_ENGINE_OPTIONS: dict[str, Any] = {
+    "kv_h2o_enable": True,
+    "kv_h2o_layer_start": 2,
+    "kv_h2o_layer_end": -1,
+    "kv_h2o_block_tokens": 32,
+    "kv_h2o_sink_tokens": 16,
+    "kv_h2o_recent_tokens": 96,
+    "kv_h2o_target_mode": "adaptive",
+    "kv_h2o_target_lossy_ratio": 3.5,
+    "kv_h2o_ema_alpha": 0.9,
+    "kv_h2o_update_interval": 16,
+    "kv_h2o_trigger_min_tokens": 384,
+    "kv_lossless_enable": True,
+    "kv_lossless_runtime_enable": True,
+    "kv_lossless_codec": "gear_delta",
+    "kv_lossless_scope": "front_n_and_h2o_kept",
+    "kv_lossless_front_n": 2,
+    "kv_lossless_block_tokens": 128,
+    "kv_lossless_hot_recent_tokens": 256,
+    "kv_lossless_hot_sink_tokens": 16,
+    "kv_lossless_kept_sample_layers": 1,
+    "kv_lossless_kept_sample_token_interval": 2,
+    "kv_lossless_async_threads": 2,
+    "kv_lossless_decode_cache_blocks": 64,
+    "kv_lossless_strict_roundtrip_check": True,
+}
+"""What the fork's six cases share."""
+
+STORE_ENGINE_OPTIONS: dict[str, Any] = {
+    "kv_lossless_front_sample_token_interval": 2,
+    "kv_lossless_store_disable_front": True,
+    "kv_lossless_store_bootstrap_tokens": 16,
+    "kv_lossless_store_grouped_step_tokens": 384,
+}
+"""What mode store has besides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Record):
+    """How a suite runs.
+
+    Attributes
+    ----------
+    prompts, generate
+        Of the runtime cases: tokens of the prompts, and tokens that are generated.
+    synthetic, token
+        Their prompts are synthetic: this one token repeated, as in the fork's bench. K and V of these compress far
+        better than those of texts. False: beginnings of texts, or of the built-in text where none are given.
+    buckets, prompts_per_bucket, demo_generate
+        Of the cases with real prompts: their lengths, how many of each, and tokens that are generated.
+    prompt_manifest, prompt_order, max_prompts
+        Of these cases as well: a file that lists the texts to take (`kvmnn.gates.suite.workloads`), empty for all;
+        whether prompts are taken round robin over the buckets, or as texts follow each other; how many, 0 for all.
+    repeats
+        Runs of each side that are timed, after one that is not.
+    quality_texts, quality_tokens, quality_prompt
+        Perplexity: texts, tokens scored of each, and how many of these are read at once as a prompt.
+    perplexity_target
+        Largest increase, as a share: the upper end of its interval must lie below.
+    threads, seed
+        Of onnxruntime; of what is drawn.
+    """
+
+    prompts: tuple[int, ...] = (512, 1024)
+    generate: int = 128
+    synthetic: bool = False
+    token: int = 16
+    buckets: tuple[int, ...] = (128, 512, 2048)
+    prompts_per_bucket: int = 2
+    demo_generate: int = 512
+    prompt_manifest: str = ""
+    prompt_order: Literal["stratified", "sequential"] = "stratified"
+    max_prompts: int = 0
+    repeats: int = 2
+    quality_texts: int = 10
+    quality_tokens: int = 1024
+    quality_prompt: int = 640
+    perplexity_target: float = 0.05
+    threads: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "buckets"):
+            lengths = getattr(self, name)
+            if not lengths or min(lengths) < 1 or max(lengths) > 1 << 20 or len(lengths) > 64:
+                raise OptionError(f"{name}: found {lengths!r:.60}, expected 1 to 64 numbers from 1 to {1 << 20:,}")
+        for name in (
+            "generate",
+            "demo_generate",
+            "repeats",
+            "prompts_per_bucket",
+            "quality_texts",
+            "quality_tokens",
+            "threads",
+        ):
+            if not 1 <= getattr(self, name) <= 1 << 20:
+                raise OptionError(f"{name}: found {getattr(self, name)}, expected 1 to {1 << 20:,}")
+        if self.generate < 2 or self.demo_generate < 2:
+            raise OptionError("generate and demo_generate: expected at least 2, as the first token is the prompt's")
+        if not 0 <= self.max_prompts <= 1 << 20:
+            raise OptionError(f"max_prompts: found {self.max_prompts}, expected 0 (all) to {1 << 20:,}")
+        for name in ("token", "seed"):
+            if getattr(self, name) < 0:
+                raise OptionError(f"{name}: found {getattr(self, name)}, expected at least 0")
+        if not 0 <= self.quality_prompt < self.quality_tokens:
+            raise OptionError(
+                f"quality_prompt: found {self.quality_prompt}, expected 0 to less than quality_tokens, "
+                f"{self.quality_tokens}"
+            )
+        if not 0 <= self.perplexity_target < 1e6:
+            raise OptionError(f"perplexity_target: found {self.perplexity_target}, expected a share from 0 on")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What a configuration file says: settings, keys of the engine, limits, and both again for single cases."""
+
+    settings: RunSettings = field(default_factory=RunSettings)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    cases: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def select_engine_options(self, case: str) -> dict[str, Any]:
+        """Keys of the engine for a case, over those that it has by itself."""
+        case_options = {key: value for key, value in self.cases.get(case, {}).items() if key.startswith("kv_")}
+        return {**self.engine, **case_options}
+
+    def select_limits(self, case: str, *, with_shared: bool = True) -> dict[str, Any]:
+        """Limits for a case; those that are not `with_shared` are its own only."""
+        case_limits = {key: value for key, value in self.cases.get(case, {}).items() if not key.startswith("kv_")}
+        return {**self.limits, **case_limits} if with_shared else case_limits
+
+
+def read_run_config(path: str | os.PathLike[str], case_names: tuple[str, ...]) -> RunConfig:
+    """A configuration file: an object with settings by their names (`RunSettings`), the engine's ``kv_`` keys,
+    ``limits`` (an object), and ``cases`` (objects of ``kv_`` keys and limits, by the names of cases).
+
+    Raises
+    ------
+    SourceError
+        For a file that is not there, cannot be read or holds no JSON object.
+    OptionError
+        For keys that nothing knows, and values that make no sense.
+    """
+    where = os.fspath(path)
+    try:
+        document = read_object(Path(path))
+    except (FileNotFoundError, NotADirectoryError):
+        raise SourceError(f"{where}: does not exist") from None
+    limits, cases = document.pop("limits", {}), document.pop("cases", {})
+    if not isinstance(limits, dict) or not isinstance(cases, dict):
+        raise OptionError(f"{where}: limits, cases: expected objects")
+    for name, entry in cases.items():
+        if not isinstance(entry, dict):
+            raise OptionError(f"{where}: cases.{name[:60]}: expected an object")
+        if name not in case_names:
+            raise OptionError(f"{where}: cases: {name[:60]!r} is no case{suggest(name, list(case_names))}")
+    names = [entry.name for entry in fields(RunSettings)]
+    engine = {key: document.pop(key) for key in list(document) if key.startswith("kv_")}
+    for key in document:
+        if key not in names:
+            raise OptionError(f"{where}: {key[:60]!r} is no setting{suggest(key, names)}")
+    try:
+        settings = replace(
+            RunSettings(), **{key: getattr(RunSettings.from_dict(document, where), key) for key in document}
+        )
+    except KvmnnError as error:
+        raise OptionError(str(error) if str(error).startswith(where) else f"{where}: {error}") from None
+    return RunConfig(settings=settings, engine=engine, limits=limits, cases=cases)

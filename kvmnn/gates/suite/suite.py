@@ -1,0 +1,404 @@
+"""A suite on a model: runs side by side, contents compared, perplexity measured, and the verdicts in a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+from ..._util.packages import get_version
+from ...errors import KvmnnError, OutputError
+from ...evaluation.runner import hash_model
+from ...files.atomic import FileOutput, wrap_os_errors
+from ...files.schema import read_object
+from ...lm.runner import Runner
+from ...lm.session import DecoderSession
+from ...policies.policy import FullCache
+from ..logs import get_number
+from ..summary import RUN_INFO_FILE, collect_cases, match_stamps, write_round_files
+from .cases import RunCase
+from .history import has_finished_rerun
+from .measurement import (
+    ContentComparison,
+    ModelSessions,
+    PerplexityChange,
+    PerplexityProgress,
+    RunRecord,
+    compare_contents,
+    measure_perplexity_change,
+    measure_run,
+)
+from .run_store import RunStore, compute_key
+from .settings import RunSettings
+from .verdict import PairedRuns
+from .workloads import PromptTexts, Workload
+
+RUNS_JOURNAL, CELLS_JOURNAL = "runs.jsonl", "cells.jsonl"
+"""Files of a folder of runs: what is done, and the perplexity's."""
+
+_SIDE_NAMES = ("without", "candidate")
+
+_WARM_UP_TOKENS = 4
+"""Tokens that are generated before anything is timed."""
+
+
+class SuiteProgress(Protocol):
+    """Who is told how far a suite is."""
+
+    def start(self, runs: int, steps: int) -> None:
+        """Begin: this many runs, and decode steps of those that are not there already."""
+
+    def begin_run(self, run_text: str) -> None:
+        """Name what runs now."""
+
+    def advance(self, steps: int) -> None:
+        """Count decode steps; 0 after a step of a prompt."""
+
+    def end_run(self) -> None:
+        """Count a run."""
+
+
+class _SilentProgress:
+    """Progress that nobody wants to see."""
+
+    def start(self, runs: int, steps: int) -> None: ...
+    def begin_run(self, run_text: str) -> None: ...
+    def advance(self, steps: int) -> None: ...
+    def end_run(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseMeasurement:
+    """What a case measured.
+
+    Attributes
+    ----------
+    case
+        Which.
+    rounds
+        Pairs of runs, of each round.
+    comparisons
+        Of contents, a piece of work each.
+    quality
+        Change of perplexity; None without texts.
+    notes
+        What a reader must know.
+    stamp
+        Of its round: of everything that it was measured and judged by.
+    """
+
+    case: RunCase
+    rounds: tuple[tuple[PairedRuns, ...], ...]
+    comparisons: tuple[ContentComparison, ...]
+    quality: PerplexityChange | None
+    notes: tuple[str, ...] = ()
+    stamp: str = ""
+
+    @property
+    def pairs(self) -> list[PairedRuns]:
+        """Those of all rounds."""
+        return [pair for part in self.rounds for pair in part]
+
+
+class Suite:
+    """Cases on one model, with what is done kept in a folder, which is this suite's while it is open.
+
+    Parameters
+    ----------
+    model
+        An ONNX decoder: file or folder, its ``tokenizer.json`` beside it.
+    directory
+        Where runs are kept; made if it is not there.
+    texts
+        Files and folders of texts, as `kvmnn.lm.documents.read_documents` takes them.
+    tokenizer
+        Its ``tokenizer.json``; by default the one beside the model.
+    jobs
+        Processes for the perplexity, which is not timed; 0: this one.
+    force
+        Take a folder that holds something else.
+    rerun
+        Measure anew what is timed, where the runs that are there came to their end.
+    command
+        Noted down beside model, machine and settings; empty: not known.
+
+    Raises
+    ------
+    OutputError
+        For a folder that holds something else.
+    SourceError, ModelError
+        For models, tokenizers and texts that cannot be used.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        directory: str,
+        *,
+        settings: RunSettings,
+        texts: Sequence[str] = (),
+        tokenizer: str | None = None,
+        jobs: int,
+        force: bool = False,
+        rerun: bool = False,
+        command: str = "",
+    ) -> None:
+        self._command = command
+        self._model, self._directory, self._jobs, self._settings = model, Path(directory), jobs, settings
+        _check_directory(self._directory, force)
+        self._texts = PromptTexts(model, settings, texts, tokenizer)
+        self._sessions = ModelSessions(model, settings.threads)
+        self._sha256 = hash_model(model)
+        self._qualities: dict[str, PerplexityChange] = {}
+        self.store = RunStore(self._directory / RUNS_JOURNAL)
+        self.rerun_number = _choose_rerun_number(self._directory, rerun)
+        self.settings_by_case: dict[str, dict[str, Any]] = {}
+        self.stamp_by_case: dict[str, str] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.store.close()
+
+    @property
+    def run_info(self) -> dict[str, Any]:
+        """Of which version, model and machine runs are."""
+        return {
+            "kvmnn": get_version(),
+            "model_sha256": self._sha256,
+            "machine": platform.platform(),
+            "processors": os.cpu_count(),
+        }
+
+    def measure_cases(
+        self, cases: Sequence[RunCase], rounds: int, progress: SuiteProgress | None = None
+    ) -> Iterator[CaseMeasurement]:
+        """The cases one after another; what is there already is not run again.
+
+        The folder is made when all cases are known to have work that the model can do.
+        """
+        self._progress = progress or _SilentProgress()
+        workloads_and_notes = {case.name: self._texts.build_workloads(case, self._sessions.interface) for case in cases}
+        for case in cases:
+            Runner(self._get_session(case), case.policy, lossless=case.lossless)  # refuses what the model cannot do
+        with wrap_os_errors(self._directory):
+            self._directory.mkdir(parents=True, exist_ok=True)
+        self._write_run_info(cases, rounds)
+        remaining_steps = [
+            steps for case in cases for steps in self._iter_steps(case, workloads_and_notes[case.name][0], rounds)
+        ]
+        self._progress.start(len(remaining_steps), sum(remaining_steps))
+        for case in cases:
+            workloads, notes = workloads_and_notes[case.name]
+            yield self._measure_case(case, workloads, notes, rounds)
+
+    def _iter_steps(self, case: RunCase, workloads: list[Workload], rounds: int) -> Iterator[int]:
+        """Of each run of a case the decode steps that it takes, which is most of the time; 0 where it is there."""
+        for work in workloads:
+            if case.mode:
+                yield 0 if self._compute_key(case, work, side="comparison") in self.store else 2 * work.num_steps
+            for round_index, repeat, side in product(range(rounds), range(case.settings.repeats), _SIDE_NAMES):
+                yield (
+                    0 if self._compute_run_key(case, work, side, repeat, round_index) in self.store else work.num_steps
+                )
+        if case.evicts and self._texts.documents:
+            yield self._count_quality_steps(case)
+
+    def _count_quality_steps(self, case: RunCase) -> int:
+        """With and without eviction; what other cases evaluated already is not known beforehand."""
+        settings = case.settings
+        texts = min(settings.quality_texts, len(self._texts.documents))
+        return 2 * texts * (settings.quality_tokens - settings.quality_prompt)
+
+    def _measure_case(self, case: RunCase, workloads: list[Workload], notes: list[str], rounds: int) -> CaseMeasurement:
+        rounds_of_pairs = tuple(tuple(self._measure_round(case, workloads, place)) for place in range(rounds))
+        if case.mode:
+            self._sessions.release(kept_kind=case.policy.requires_attention)
+        comparisons = tuple(self._compare_contents(case, work) for work in (workloads if case.mode else ()))
+        if case.mode:
+            self._sessions.release()  # its memory grew with two caches, and the next case opens another beside it
+        return CaseMeasurement(
+            case=case,
+            rounds=rounds_of_pairs,
+            comparisons=comparisons,
+            quality=self._measure_quality(case) if case.evicts and self._texts.documents else None,
+            notes=tuple(notes),
+            stamp=self.stamp_by_case[case.name],
+        )
+
+    def _measure_round(self, case: RunCase, workloads: list[Workload], round_index: int) -> Iterator[PairedRuns]:
+        """Both sides of each piece of work one after the other, the first of them in turns."""
+        is_warm = False
+        for work in workloads:
+            for repeat in range(case.settings.repeats):
+                record_by_side: dict[str, RunRecord] = {}
+                for side in _SIDE_NAMES if (repeat + round_index) % 2 == 0 else _SIDE_NAMES[::-1]:
+                    key = self._compute_run_key(case, work, side, repeat, round_index)
+                    stored = self.store.get(key)
+                    if stored is None and not is_warm:
+                        self._warm_up(case, work)
+                        is_warm = True
+                    side_text = "with" if side == "candidate" else "without"
+                    self._progress.begin_run(f"{case.name}, {work.name}, {side_text} compression, run {repeat + 1}")
+                    record_by_side[side] = self._measure_side(case, work, side, key, stored)
+                    self._progress.end_run()
+                yield PairedRuns(
+                    workload=work, without=record_by_side["without"], candidate=record_by_side["candidate"]
+                )
+
+    def _measure_side(self, case: RunCase, work: Workload, side: str, key: str, stored: Any) -> RunRecord:
+        if stored is not None:
+            return RunRecord.from_dict(stored, RUNS_JOURNAL)
+        if side == "without":
+            record = measure_run(self._sessions.get(attentions=False), FullCache(), None, work, self._progress.advance)
+        else:
+            record = measure_run(self._get_session(case), case.policy, case.lossless, work, self._progress.advance)
+        self.store.put(key, record.to_dict())
+        return record
+
+    def _warm_up(self, case: RunCase, work: Workload) -> None:
+        warm_up_workload = Workload(name="warm-up", bucket="", turns=(work.turns[0],), new_tokens=_WARM_UP_TOKENS)
+        self._progress.begin_run(f"{case.name}, {work.name}, not timed")
+        measure_run(
+            self._sessions.get(attentions=False),
+            FullCache(),
+            None,
+            warm_up_workload,
+            lambda steps: self._progress.advance(0),
+        )
+        if case.mode:
+            session = self._get_session(case)
+            measure_run(session, case.policy, case.lossless, warm_up_workload, lambda steps: self._progress.advance(0))
+
+    def _compare_contents(self, case: RunCase, work: Workload) -> ContentComparison:
+        lossless = case.lossless
+        key = self._compute_key(case, work, side="comparison")
+        stored = self.store.get(key)
+        self._progress.begin_run(f"{case.name}, {work.name}, K and V compared")
+        if stored is not None:
+            comparison = ContentComparison.from_dict(stored, RUNS_JOURNAL)
+        elif lossless is None:
+            raise KvmnnError(f"{case.name}: nothing is stored, so nothing can be compared")
+        else:
+            comparison = compare_contents(self._get_session(case), case.policy, lossless, work, self._progress.advance)
+            self.store.put(key, comparison.to_dict())
+        self._progress.end_run()
+        return comparison
+
+    def _measure_quality(self, case: RunCase) -> PerplexityChange:
+        """The change of perplexity; cases that evict alike share it."""
+        settings_key = json.dumps([case.policy_keys, case.settings.to_dict()], sort_keys=True)
+        steps = self._count_quality_steps(case)
+        self._progress.begin_run(f"{case.name}, perplexity")
+        if settings_key not in self._qualities:
+            self._sessions.release()  # the evaluation opens its own
+            quality_progress = PerplexityProgress(steps, self._progress.advance)
+            documents, store = self._texts.documents, self._directory / CELLS_JOURNAL
+            self._qualities[settings_key] = measure_perplexity_change(
+                self._model, documents, case, jobs=self._jobs, store=store, progress=quality_progress
+            )
+            steps = quality_progress.remaining_units
+        self._progress.advance(steps)
+        self._progress.end_run()
+        return self._qualities[settings_key]
+
+    def _get_session(self, case: RunCase) -> DecoderSession:
+        return self._sessions.get(attentions=case.policy.requires_attention)
+
+    def _compute_run_key(self, case: RunCase, work: Workload, side: str, repeat: int, round_index: int) -> str:
+        return self._compute_key(case, work, side=side, repeat=repeat, round=round_index, take=self.rerun_number)
+
+    def _compute_key(self, case: RunCase, work: Workload, **more: Any) -> str:
+        engine = {} if more.get("side") == "without" else case.engine
+        return compute_key(
+            model=self._sha256,
+            kvmnn=get_version(),
+            case=case.name,
+            engine=engine,
+            work=work.digest,
+            threads=self._settings.threads,
+            **more,
+        )
+
+    def _write_run_info(self, cases: Sequence[RunCase], rounds: int) -> None:
+        self.settings_by_case = {
+            "": self._list_changed_settings(rounds),
+            **{case.name: case.changed_settings for case in cases},
+        }
+        entries = {
+            case.name: {"mode": case.mode, "engine": case.engine, "limits": case.limits.to_dict()} for case in cases
+        }
+        common = [self.run_info, self.rerun_number, self.settings_by_case[""], self._settings.to_dict()]
+        self.stamp_by_case = {
+            case.name: compute_key(common=common, entry=entries[case.name], work=case.settings.to_dict())
+            for case in cases
+        }
+        run_info = {
+            "kvmnn_gate_run": 1,
+            "command": self._command,
+            "model": os.fspath(self._model),
+            "python": platform.python_version(),
+            **self.run_info,
+            "take": self.rerun_number,
+            "settings": self._settings.to_dict(),
+            "round": compute_key(common=common),
+        }
+        entries = {name: {**entry, "stamp": self.stamp_by_case[name]} for name, entry in entries.items()}
+        run_info["cases"] = {**self._list_measured_cases(str(run_info["round"]), entries), **entries}
+        self._write_initial_round(run_info)
+
+    def _list_measured_cases(self, round_digest: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Cases that earlier commands of the same round have measured."""
+        previous_info = _read_run_info(self._directory)
+        cases = previous_info.get("cases")
+        if previous_info.get("round") != round_digest or not isinstance(cases, dict):
+            return {}
+        has_stamp_by_case = match_stamps(self._directory, cases)
+        return {name: cases[name] for name, has_stamp in has_stamp_by_case.items() if has_stamp and name not in entries}
+
+    def _write_initial_round(self, run_info: dict[str, Any]) -> None:
+        """Note it down; what of it is there first, so that no crash leaves the verdict of an earlier one."""
+        write_round_files(collect_cases(self._directory, run_info))
+        with FileOutput(self._directory / RUN_INFO_FILE, force=True) as output:
+            output.file.write(json.dumps(run_info, indent=2).encode())
+            output.commit()
+
+    def _list_changed_settings(self, rounds: int) -> dict[str, Any]:
+        """Settings that are not the default, texts and tokenizer among them."""
+        default_settings = RunSettings().to_dict()
+        changed_settings = {
+            name: value for name, value in self._settings.to_dict().items() if default_settings[name] != value
+        }
+        texts = self._texts.sha256s
+        changed_settings |= {"texts_sha256": hashlib.sha256(" ".join(texts).encode()).hexdigest()} if texts else {}
+        return changed_settings | ({"rounds": rounds} if rounds != 1 else {})
+
+
+def _choose_rerun_number(directory: Path, rerun: bool) -> int:
+    """How often everything was measured anew: one more than noted down, if that came to its end."""
+    rerun_number = int(get_number(_read_run_info(directory), "take")) or 1
+    return rerun_number + 1 if rerun and has_finished_rerun(directory, rerun_number) else rerun_number
+
+
+def _read_run_info(directory: Path) -> dict[str, Any]:
+    try:
+        return read_object(directory / RUN_INFO_FILE)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+
+
+def _check_directory(directory: Path, force: bool) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise OutputError(f"{directory}: exists already and is not a directory")
+    is_filled = directory.is_dir() and any(directory.iterdir())
+    if is_filled and not (directory / RUN_INFO_FILE).is_file() and not force:
+        raise OutputError(
+            f"{directory}: holds something else than runs of gate run (-f or --force takes it all the same)"
+        )

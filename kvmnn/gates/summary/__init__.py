@@ -1,1 +1,0 @@
-"""What a round of cases came to: its three files, made and read."""

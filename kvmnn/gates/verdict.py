@@ -1,0 +1,100 @@
+"""Verdicts of single gates, and of all of them together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .._util.text import wrap_text
+
+Verdict = Literal["pass", "fail", "off", "not measured", "unclear"]
+
+PASS: Verdict = "pass"
+FAIL: Verdict = "fail"
+OFF: Verdict = "off"
+NOT_MEASURED: Verdict = "not measured"
+UNCLEAR: Verdict = "unclear"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateResult:
+    """One gate.
+
+    Attributes
+    ----------
+    name
+        What is judged.
+    verdict
+        ``"off"``: nothing was asked for. ``"not measured"``: nothing there tells. ``"unclear"``: what was measured does
+        not tell on which side of the limit it is. Neither is a pass.
+    value, limit
+        As text, with units; empty where there is none.
+    why
+        Of what, over which rows, or what is missing; empty where the name says it.
+    """
+
+    name: str
+    verdict: Verdict
+    value: str = ""
+    limit: str = ""
+    why: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "name": self.name,
+            "verdict": self.verdict,
+            "value": self.value,
+            "limit": self.limit,
+            "why": self.why,
+        }
+
+
+def verdict_from(is_passed: bool, *, is_active: bool = True) -> Verdict:
+    """The verdict of a condition."""
+    return (PASS if is_passed else FAIL) if is_active else OFF
+
+
+def format_distinct(value: float, limit: float, digits: int) -> tuple[str, str]:
+    """Both as text, with as many more `digits` behind the point as it takes to see which is larger."""
+    formatted = ("", "")
+    for number in range(digits, 16):
+        formatted = f"{value:,.{number}f}", f"{limit:,.{number}f}"
+        if formatted[0] != formatted[1] or value == limit:
+            break
+    return formatted
+
+
+def aggregate_verdict(gates: Iterable[GateResult]) -> Verdict:
+    """Of all gates: fail if one failed, else not measured if one was not, else unclear if one is, else pass."""
+    return find_worst(gate.verdict for gate in gates)
+
+
+def find_worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """The one that counts for all; pass where none is worse."""
+    distinct_verdicts = set(verdicts)
+    return next((verdict for verdict in (FAIL, NOT_MEASURED, UNCLEAR) if verdict in distinct_verdicts), PASS)
+
+
+def summarize_verdicts(gates: Iterable[GateResult]) -> str:
+    """``10 pass, 1 fail, 2 off``."""
+    verdicts = [gate.verdict for gate in gates]
+    counts = {verdict: verdicts.count(verdict) for verdict in (PASS, FAIL, NOT_MEASURED, UNCLEAR, OFF)}
+    return ", ".join(f"{number} {verdict}" for verdict, number in counts.items() if number)
+
+
+def format_gate_table(gates: Iterable[GateResult], width: int) -> list[str]:
+    """A table of gates in `width` columns; what a gate means is folded behind it."""
+    rows = [(gate.verdict.upper(), gate.name, gate.value, gate.limit, gate.why) for gate in gates]
+    widths = [max([len(row[i]) for row in rows], default=0) for i in range(4)]
+    lines = []
+    for row in rows:
+        line = "  ".join(cell.ljust(column_width) for cell, column_width in zip(row, widths, strict=False))
+        full_line = f"{line}  {row[4]}".rstrip()
+        if len(full_line) <= width:
+            lines.append(full_line)
+        else:
+            lines.append(line.rstrip())
+            lines += ["    " + part for part in wrap_text(row[4], max(width - 4, 30)).split("\n")] if row[4] else []
+    return lines

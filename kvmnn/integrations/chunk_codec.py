@@ -1,0 +1,91 @@
+"""What the codecs for Zarr share: a chunk of an array as one frame."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+
+from ..dtypes import BF16, FP16, FP32, Bytes, DType, Elements
+from ..errors import FrameError, KvmnnError, LimitError
+from ..frames import CodecOptions, decode
+from ..frames.encoder import encode_for_file
+
+CODEC_NAME: Final = "kvmnn.frame"
+"""The codec, in documents of zarr and numcodecs."""
+MAX_CHUNK_BYTES: Final = 1 << 30
+"""Raw bytes of a chunk; larger ones are refused."""
+
+_ELEMENT_TYPES: dict[str, DType] = {"float16": FP16, "float32": FP32, "bfloat16": BF16, "uint16": BF16}
+
+
+def get_element_type(array_dtype: np.dtype[Any]) -> DType:
+    """What the words of a chunk are, by its numpy type: float16, float32, bfloat16 of ml_dtypes, or uint16 for it.
+
+    Raises
+    ------
+    KvmnnError
+        For all other types.
+    """
+    element_type = _ELEMENT_TYPES.get(array_dtype.name)
+    if element_type is None:
+        raise KvmnnError(
+            f"codec {CODEC_NAME}: type {array_dtype} is none that frames hold: expected float16, float32, bfloat16 or "
+            f"uint16 "
+            "(its words)"
+        )
+    return element_type
+
+
+def check_effort(effort: object) -> str:
+    """`KvmnnError` for an effort that does not exist."""
+    if not isinstance(effort, str):
+        raise KvmnnError(f"codec {CODEC_NAME}: effort is {effort!r}: expected a string")
+    CodecOptions(effort=effort).check()
+    return effort
+
+
+def check_size(nbytes: int) -> None:
+    """`LimitError` for a chunk that is too large."""
+    if nbytes > MAX_CHUNK_BYTES:
+        raise LimitError(f"codec {CODEC_NAME}: a chunk has {nbytes:,} bytes: expected at most {MAX_CHUNK_BYTES:,}")
+
+
+def encode_chunk(elements: Bytes, element_type: DType, effort: str) -> bytes:
+    """The frame of a chunk's little-endian words, 1-D."""
+    check_size(elements.size)
+    if not elements.size:
+        raise KvmnnError(f"codec {CODEC_NAME}: a chunk is empty, there is nothing to encode")
+    return encode_for_file(elements, element_type.name, CodecOptions(effort=effort), threads=1)
+
+
+def decode_chunk(frame: Any, element_type: DType | None, nbytes: int | None) -> Elements:
+    """A chunk's little-endian words, 1-D: of `nbytes` bytes, or as many as its frame says (None).
+
+    Of the type that holds words of `element_type`; of float16 or float32 where that is None.
+
+    Raises
+    ------
+    FrameError
+        For what is no frame, or one of another size. No memory is taken before its headers are checked.
+    LimitError
+        For a chunk that is too large.
+    """
+    if nbytes is not None:
+        check_size(nbytes)
+    try:
+        elements = decode(
+            frame,
+            dtype=None if element_type is None else element_type.name,
+            max_bytes=MAX_CHUNK_BYTES if nbytes is None else nbytes,
+            threads=1,
+        )
+    except FrameError as error:
+        raise FrameError(f"codec {CODEC_NAME}: not the frame of a chunk: {error}") from None
+    except LimitError as error:
+        if nbytes is None:
+            raise
+        raise FrameError(f"codec {CODEC_NAME}: {error}, as the chunk's shape says") from None
+    if nbytes is not None and elements.nbytes != nbytes:
+        raise FrameError(f"codec {CODEC_NAME}: the frame holds {elements.nbytes} bytes: the chunk has {nbytes}")
+    return elements

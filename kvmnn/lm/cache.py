@@ -1,0 +1,637 @@
+"""What is known of the live tokens of a model's layers, kept in rows that are cut together.
+
+The engine's planner on the layers of a model that all run in one step.
+
+The KV cache of a model that runs under an eviction policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..arrays.layer_cache import LayerCache
+from ..dtypes import Elements, Floats, Indices, KVPair, Positions
+from ..errors import KvmnnError
+from ..packed.compaction import ReservePair
+from ..policies.cache import take_rows
+from ..policies.h2o import H2OPlanner
+from ..policies.h2o.planner import H2OStats, StatsRecorder
+from ..policies.policy import Policy, PolicyInput, Trigger
+from ..policies.scores import SumScores
+from ..policies.topk import compute_key_norms
+from . import _eviction
+from .kv_store import KVStore
+from .onnx.decoder import StepResult
+
+_INITIAL_SLOTS = 256
+
+MASKED_BIAS = float(np.finfo(np.float32).min)
+"""What is added to the attention scores of a dead slot: nothing is left of it after the softmax."""
+
+
+class TokenGroup:
+    """Slots, true positions, scores and key norms of live tokens, of layers that hold equally many.
+
+    A row is one set of live tokens: of all the layers together, of one layer, or of one KV head of a layer.
+
+    Parameters
+    ----------
+    layers
+        Whose tokens these are.
+    rows_per_layer
+        Rows of each layer: 0 for one row that serves all layers, 1, or the number of KV heads.
+    has_scores, has_norms
+        Whether scores and norms are kept.
+
+    Attributes
+    ----------
+    num_live : int
+        Tokens in each row.
+    num_slots : int
+        Slots of K and V in use, those of dead tokens included.
+    slots : ndarray
+        int64 ``[row, room]``, of which the first `num_live` columns count: where each live token lies in K and V,
+        ascending.
+    scores, norms : ndarray or None
+        float32, alike.
+    bias : ndarray
+        float32 ``[row, room]``, of which the first `num_slots` columns count: 0 for slots of live tokens, else
+        `MASKED_BIAS`.
+    num_steps : int
+        As `kvmnn.policies.CacheState.num_steps`.
+    """
+
+    def __init__(
+        self, layers: tuple[int, ...], rows_per_layer: int, *, has_scores: bool = False, has_norms: bool = False
+    ) -> None:
+        self.layers = layers
+        self.rows_per_layer = rows_per_layer
+        self.num_live = self.num_slots = self.num_steps = 0
+        rows = max(1, rows_per_layer * len(layers))
+        self._rows = {
+            layer: slice(i * rows_per_layer, i * rows_per_layer + max(1, rows_per_layer))
+            for i, layer in enumerate(layers)
+        }
+        self.slots: Indices = np.empty((rows, _INITIAL_SLOTS), np.int64)
+        self._positions: Indices = np.empty(
+            (rows, _INITIAL_SLOTS), np.int64
+        )  # place in the text of the token in each slot
+        self.bias: Floats = np.empty((rows, _INITIAL_SLOTS), np.float32)
+        self.scores: Floats | None = np.empty((rows, _INITIAL_SLOTS), np.float32) if has_scores else None
+        self.norms: Floats | None = np.empty((rows, _INITIAL_SLOTS), np.float32) if has_norms else None
+
+    @property
+    def num_masked(self) -> int:
+        """Slots in use by tokens that are no longer live."""
+        return self.num_slots - self.num_live
+
+    def get_layer_rows(self, layer: int) -> slice:
+        """The rows that belong to a layer."""
+        return self._rows[layer]
+
+    def get_layer_positions(self, layer: int) -> Indices:
+        """True positions of a layer's live tokens, ``[row, token]``."""
+        rows = self.get_layer_rows(layer)
+        return np.take_along_axis(self._positions[rows], self.slots[rows, : self.num_live], axis=1)
+
+    def append(self, count: int, num_seen: int) -> None:
+        """`count` more tokens, the text's from position `num_seen` on, in new slots; with scores of 0 and unknown
+        norms.
+        """
+        end, num_slots = self.num_live + count, self.num_slots + count
+        if num_slots > self.slots.shape[1]:
+            self._grow_slots(num_slots)
+        live_range, slot_range = slice(self.num_live, end), slice(self.num_slots, num_slots)
+        self.slots[:, live_range] = np.arange(self.num_slots, num_slots)
+        self._positions[:, slot_range] = np.arange(num_seen, num_seen + count)
+        self.bias[:, slot_range] = 0
+        if self.scores is not None:
+            self.scores[:, live_range] = 0
+        if self.norms is not None:
+            self.norms[:, live_range] = np.nan
+        self.num_live, self.num_slots = end, num_slots
+
+    def set_initial(self, positions: Indices) -> None:
+        """The first tokens, from these positions of the text: ``[token]`` for every row, or ``[row, token]``."""
+        self.append(positions.shape[-1], 0)
+        self._positions[:, : self.num_live] = positions
+
+    def keep(self, indices: npt.NDArray[np.int64]) -> None:
+        """Keep these of the live tokens: ``[kept]``, of every row the same, or ``[row, kept]``; in any order.
+
+        Raises
+        ------
+        KvmnnError
+            For tokens that are not there or named twice, and for another number of rows.
+        """
+        indices = np.ascontiguousarray(np.atleast_2d(indices), np.int64)
+        if indices.shape[0] not in (1, len(self.slots)):
+            raise KvmnnError(
+                f"layer {self.layers[0]}: tokens kept for {indices.shape[0]} rows: expected {len(self.slots)}"
+            )
+        if not self._try_keep(indices) and not self._try_keep(np.sort(indices, axis=1)):
+            raise KvmnnError(
+                f"layer {self.layers[0]}: tokens kept must be distinct and among the {self.num_live} that are stored"
+            )
+        self.num_live = indices.shape[1]
+        self.num_steps = 0
+
+    def mark_compacted(self) -> None:
+        """Dead slots are gone: live tokens lie side by side from slot 0 on."""
+        num_live = self.num_live
+        self._positions[:, :num_live] = np.take_along_axis(self._positions, self.slots[:, :num_live], axis=1)
+        self.slots[:, :num_live] = np.arange(num_live)
+        self.bias[:, :num_live] = 0
+        self.num_slots = num_live
+
+    def split_layers(self) -> list[TokenGroup]:
+        """The rows of each layer by themselves."""
+        groups = []
+        for layer in self.layers:
+            group = TokenGroup((layer,), max(1, self.rows_per_layer))
+            rows = self.get_layer_rows(layer)
+            group.slots, group._positions = self.slots[rows].copy(), self._positions[rows].copy()
+            group.bias = self.bias[rows].copy()
+            group.scores = None if self.scores is None else self.scores[rows].copy()
+            group.norms = None if self.norms is None else self.norms[rows].copy()
+            group.num_live, group.num_slots, group.num_steps = self.num_live, self.num_slots, self.num_steps
+            groups.append(group)
+        return groups
+
+    def _try_keep(self, indices: Indices) -> bool:
+        tables = [table for table in (self.slots, self.scores, self.norms) if table is not None]
+        return _eviction.compact_tables(indices, self.num_live, self.slots, self.bias, MASKED_BIAS, tables)
+
+    def _grow_slots(self, required_slots: int) -> None:
+        capacity = max(required_slots, 2 * self.slots.shape[1])
+        self.slots, self._positions = _grow_rows(self.slots, capacity), _grow_rows(self._positions, capacity)
+        self.bias = _grow_rows(self.bias, capacity)
+        self.scores = None if self.scores is None else _grow_rows(self.scores, capacity)
+        self.norms = None if self.norms is None else _grow_rows(self.norms, capacity)
+
+
+def _grow_rows(rows: npt.NDArray[Any], capacity: int) -> npt.NDArray[Any]:
+    grown_rows = np.empty((rows.shape[0], capacity), rows.dtype)
+    grown_rows[:, : rows.shape[1]] = rows
+    return grown_rows
+
+
+ReadAttention = Callable[[int], Floats]
+"""The attention of a layer's live tokens in this step, ``[query_head, query, token]``."""
+
+
+class PlannedEviction:
+    """Carries plans out at the beginning of a step, and lets every layer score and plan at its end.
+
+    The planner takes the calls of the layers one by one, each with two halves; a model runs all layers between them.
+    So what a call will drop is looked up in the plan that waits, and the calls are made when the step is done.
+
+    Parameters
+    ----------
+    planner
+        Of all layers; nothing has been planned yet.
+    """
+
+    def __init__(self, planner: H2OPlanner) -> None:
+        self._planner = planner
+        self._stats = StatsRecorder(planner)
+        self._lengths: list[int] = []
+
+    def begin_step(self, lengths: Sequence[int]) -> list[Indices | None]:
+        """What each layer keeps of the tokens that it holds, int64 ``[kept]``; None where all stay."""
+        self._lengths = list(lengths)
+        kept_by_layer: list[Indices | None] = []
+        for state, length in zip(self._planner.layers, lengths, strict=True):
+            applicable_plan = (
+                state.pending_plan
+                if state.pending_plan is not None and state.pending_plan.is_applicable(length)
+                else None
+            )
+            kept_by_layer.append(None if applicable_plan is None else _expand_pairs(applicable_plan.pairs))
+        return kept_by_layer
+
+    def end_step(self, lengths: Sequence[int], num_new: int, *, decode: bool, read_attention: ReadAttention) -> None:
+        """The step is done: `num_new` tokens have come, and the layers hold `lengths` tokens.
+
+        Raises
+        ------
+        KvmnnError
+            Where the planner would have dropped other tokens than `begin_step` said.
+        """
+        planner = self._planner
+        evicting_layers = planner.config.evicting_layers
+        for layer, (tokens_before, tokens_after) in enumerate(zip(self._lengths, lengths, strict=True)):
+            number = layer if planner.cadence == "tokens" else None
+            edit = planner.begin_call(tokens_before, num_new, decode=decode, layer=number)
+            if edit.kv_after + num_new != tokens_after:
+                raise KvmnnError(
+                    f"layer {layer}: the planner keeps {edit.kv_after + num_new} tokens, {tokens_after} were kept"
+                )
+            self._stats.record(
+                planner.end_call(rows=read_attention(layer) if decode and layer in evicting_layers else None)
+            )
+        planner.sync()
+
+    def to_stats(self, num_seen: int, lengths: Sequence[int]) -> H2OStats:
+        """What was done so far, to layers that hold `lengths` of `num_seen` tokens."""
+        return self._stats.to_stats(num_seen, lengths)
+
+
+def _expand_pairs(pairs: Sequence[ReservePair]) -> Indices:
+    return np.concatenate([np.arange(begin, begin + size, dtype=np.int64) for begin, size in pairs])
+
+
+LIVE_PER_MASKED_SLOT = 8
+"""Live tokens for each dead one that may be beside them before K and V are moved: then it costs little at any size."""
+
+
+class ModelCache:
+    """K, V, true positions, scores and key norms of all layers, cut together.
+
+    A step is `begin_step` (what the model is to attend to), the model, `end_step`. A token that a policy evicts is dead
+    from then on; where the model can be given a bias, its K and V stay where they lie, masked, until more than
+    `max_masked` slots are dead, so that a cache is not copied at every step.
+
+    Parameters
+    ----------
+    store
+        What holds K and V.
+    kv_heads, query_heads
+        Heads of each layer.
+    copy_layers
+        How many.
+    policy
+        Which tokens stay.
+    max_masked
+        Dead slots that may be in use, or None for an eighth of the live tokens. 0 for a model that takes no bias.
+    takes_bias
+        Whether the model takes a bias.
+    planned_eviction
+        What evicts instead of the policy's rule, where a planner does.
+
+    Attributes
+    ----------
+    num_seen : int
+        Tokens that the model has seen.
+    peak_nbytes : int
+        The most bytes of K and V held at once so far.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        *,
+        num_layers: int,
+        kv_heads: int,
+        query_heads: int,
+        policy: Policy,
+        max_masked: int | None,
+        takes_bias: bool,
+        planned_eviction: PlannedEviction | None = None,
+    ) -> None:
+        self._store = store
+        self._kv_heads = kv_heads
+        self._query_heads = query_heads
+        self._policy = policy
+        self._score_accumulator = policy.score_accumulator
+        self._max_masked = max_masked
+        self._takes_bias = takes_bias
+        self._zeros = np.zeros(0, np.float32)
+        self._num_new = 0
+        self._is_prompt = False
+        self.num_seen = 0
+        self.peak_nbytes = 0
+        skipped_layers = policy.resolve_skip_layers(num_layers)
+        evicting_layers = [layer for layer in range(num_layers) if policy.can_evict and layer not in skipped_layers]
+        self._num_layers = num_layers
+        self._initial_positions: list[Positions] = [np.empty(0, np.int64)] * num_layers
+        self._initial_seen = 0
+        self._planned_eviction = planned_eviction
+        self._groups: list[TokenGroup] = []
+        if planned_eviction is not None:
+            self._groups = [TokenGroup((layer,), 1) for layer in evicting_layers]
+        elif evicting_layers:
+            rows_per_layer = kv_heads if policy.is_per_head else int(policy.requires_attention)
+            has_scores, has_norms = policy.requires_attention, policy.requires == "keys"
+            self._groups = [
+                TokenGroup(tuple(evicting_layers), rows_per_layer, has_scores=has_scores, has_norms=has_norms)
+            ]
+
+    # -- what is held --------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens(self) -> list[int]:
+        """Live tokens of each layer."""
+        return [
+            self.num_seen - self._initial_seen + positions.shape[-1] if group is None else group.num_live
+            for group, positions in zip(self._list_groups_by_layer(), self._initial_positions, strict=True)
+        ]
+
+    @property
+    def has_evicted(self) -> bool:
+        """Whether the policy has evicted any token of any layer."""
+        num_later = self.num_seen - self._initial_seen
+        return any(
+            group.num_live < num_later + self._initial_positions[group.layers[0]].shape[-1] for group in self._groups
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K and V held, those of masked tokens included."""
+        return self._store.nbytes
+
+    def get_positions(self, layer: int) -> Positions:
+        """True positions of a layer's live tokens, ascending: int64 ``[token]``, or ``[kv_head, token]``."""
+        group = self._list_groups_by_layer()[layer]
+        if group is None:
+            initial_positions, later_positions = (
+                self._initial_positions[layer],
+                np.arange(self._initial_seen, self.num_seen, dtype=np.int64),
+            )
+            return np.concatenate(
+                [
+                    initial_positions,
+                    np.broadcast_to(later_positions, (*initial_positions.shape[:-1], len(later_positions))),
+                ],
+                axis=-1,
+            )
+        rows = group.get_layer_positions(layer)
+        return rows[0] if len(rows) == 1 else rows
+
+    def copy_layers(self) -> list[LayerCache]:
+        """The live tokens of every layer, copied."""
+        caches = []
+        for layer, (group, (keys, values)) in enumerate(
+            zip(self._list_groups_by_layer(), self._store.get_past(), strict=True)
+        ):
+            slots = (
+                np.arange(keys.shape[2])
+                if group is None
+                else group.slots[group.get_layer_rows(layer), : group.num_live]
+            )
+            slots = slots[0] if slots.ndim == 2 and len(slots) == 1 else slots
+            caches.append(
+                LayerCache(
+                    layer=layer,
+                    keys=take_rows(keys[0], slots),
+                    values=take_rows(values[0], slots),
+                    positions=self.get_positions(layer),
+                    tokens_seen=self.num_seen,
+                )
+            )
+        return caches
+
+    def get_scores(self, layer: int) -> Floats | None:
+        """Scores of a layer's live tokens, float32 ``[token]`` or ``[kv_head, token]``; None without scores."""
+        group = self._list_groups_by_layer()[layer]
+        if group is None or group.scores is None:
+            return None
+        rows = group.scores[group.get_layer_rows(layer), : group.num_live].copy()
+        return rows[0] if group.rows_per_layer == 1 else rows
+
+    def compact_all(self) -> None:
+        """Let go of the dead slots that are still held; what is attended does not change."""
+        for group in self._groups:
+            self._compact_group(group, 0)
+
+    def collect_h2o_stats(self) -> H2OStats | None:
+        """What the engine's planner did, where it is what evicts."""
+        return None if self._planned_eviction is None else self._planned_eviction.to_stats(self.num_seen, self.tokens)
+
+    def load_initial(self, layers: Sequence[LayerCache]) -> None:
+        """Begin with K and V of every layer that were computed elsewhere, as if a prompt of them had been read; cut."""
+        pairs = [(layer.keys[np.newaxis], layer.values[np.newaxis]) for layer in layers]
+        self._store.set_present(pairs, max(layer.tokens for layer in layers))
+        self.peak_nbytes = self._store.nbytes
+        self._initial_positions, self._initial_seen = [layer.positions for layer in layers], layers[0].tokens_seen
+        self._num_new = self.num_seen = self._initial_seen
+        self._groups = [split_group for group in self._groups for split_group in self._split_if_different(group)]
+        for group in self._groups:
+            members = [self._initial_positions[layer] for layer in group.layers]
+            rows = [
+                np.broadcast_to(positions, (max(1, group.rows_per_layer), positions.shape[-1])) for positions in members
+            ]
+            group.set_initial(np.concatenate(rows) if group.rows_per_layer else rows[0])
+            if group.norms is not None and self._policy.requires_norms:
+                self._add_norms(group, group.norms, pairs, group.num_live)
+        for trigger in (Trigger.AFTER_ATTENTION, Trigger.CHUNK_END):
+            self._apply_policy(trigger)
+        self.compact_all()
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, num_new: int, *, is_prompt: bool = False) -> tuple[list[KVPair], list[Floats] | None]:
+        """`num_new` tokens are about to be attended: K and V of the past for every layer, and the bias if there is one.
+
+        The bias is float32 ``[1, 1 or query_heads, 1, past + new]`` for each layer.
+
+        Parameters
+        ----------
+        is_prompt
+            The tokens are a prompt or part of one: the engine's planner neither scores nor plans at these.
+
+        Raises
+        ------
+        KvmnnError
+            Where the policy evicts some of the new tokens before they are attended and the model takes no bias.
+        """
+        if self._planned_eviction is not None:
+            self._apply_plans(self._planned_eviction)
+        for group in self._groups:
+            group.append(num_new, self.num_seen)
+        self._num_new, self._is_prompt = num_new, is_prompt
+        self.num_seen += num_new
+        if self._planned_eviction is None:
+            self._apply_policy(Trigger.AFTER_APPEND)
+        return self._store.get_past(), self._build_bias()
+
+    def end_step(self, step: StepResult) -> None:
+        """The new tokens have been attended: take over what the model returned, score it, cut."""
+        self._store.set_present(step.present_pairs, self._num_new, is_prompt=self._is_prompt)
+        self.peak_nbytes = max(self.peak_nbytes, self._store.nbytes)
+        if self._planned_eviction is not None:
+            decode = not self._is_prompt and self._num_new != self.num_seen
+            self._planned_eviction.end_step(
+                self.tokens, self._num_new, decode=decode, read_attention=partial(self._read_live_attention, step)
+            )
+            return
+        if self._policy.prompt_only and self._num_new != self.num_seen:
+            return
+        for group in self._groups:
+            if group.scores is not None:
+                self._update_scores(group, group.scores, step)
+            if group.norms is not None and self._policy.requires_norms:
+                self._add_norms(group, group.norms, step.present_pairs, self._num_new)
+            if self._num_new != self.num_seen:
+                group.num_steps += 1
+        self._apply_policy(Trigger.AFTER_ATTENTION)
+        for group in self._groups:
+            if self._is_full(group):
+                self._compact_group(group, 0)
+
+    def end_chunk(self) -> None:
+        """A chunk of text has ended."""
+        self._apply_policy(Trigger.CHUNK_END)
+        for group in self._groups:
+            if self._is_full(group):
+                self._compact_group(group, 0)
+
+    # -- how -----------------------------------------------------------------------------------------------------------
+
+    def _list_groups_by_layer(self) -> list[TokenGroup | None]:
+        groups: list[TokenGroup | None] = [None] * self._num_layers
+        for group in self._groups:
+            for layer in group.layers:
+                groups[layer] = group
+        return groups
+
+    def _split_if_different(self, group: TokenGroup) -> list[TokenGroup]:
+        """The group, or where its layers begin with different tokens each of them by itself."""
+        first_positions = self._initial_positions[group.layers[0]]
+        is_uniform = all(np.array_equal(self._initial_positions[layer], first_positions) for layer in group.layers)
+        return [group] if is_uniform else group.split_layers()
+
+    def _apply_policy(self, trigger: Trigger) -> None:
+        if trigger not in self._policy.triggers:
+            return
+        groups = []
+        for group in self._groups:
+            selection = self._policy.select_stacked(self._build_policy_input(group, trigger))
+            if isinstance(selection, list):
+                split_groups = group.split_layers()
+                for layer_group, rows in zip(split_groups, self._split_selection(group, selection), strict=True):
+                    self._cut_group(layer_group, rows, trigger)
+                groups += split_groups
+                continue
+            if selection is not None:
+                self._cut_group(group, selection, trigger)
+            groups.append(group)
+        self._groups = groups
+
+    def _apply_plans(self, planned_eviction: PlannedEviction) -> None:
+        """Drop what the plans of the step before say, before new tokens come."""
+        kept_by_layer = planned_eviction.begin_step(self.tokens)
+        for group in self._groups:
+            tokens = kept_by_layer[group.layers[0]]
+            if tokens is not None:
+                group.keep(tokens)
+                if self._is_full(group):
+                    self._compact_group(group, 0)
+
+    def _read_live_attention(self, step: StepResult, layer: int) -> Floats:
+        """The attention of a layer's live tokens."""
+        group, attentions = self._list_groups_by_layer()[layer], step.attentions
+        if attentions is None:
+            raise KvmnnError("the policy needs attention probabilities, which the model was not asked for")
+        if group is None or not group.num_masked:
+            return attentions[layer]
+        return _select_live_columns(attentions[layer], group.slots[:, : group.num_live])
+
+    def _split_selection(self, group: TokenGroup, selection: list[Indices]) -> Iterator[Indices]:
+        """What each layer of a group keeps, where layers keep different numbers of tokens."""
+        for layer in group.layers:
+            rows = selection[group.get_layer_rows(layer)]
+            if len({len(row) for row in rows}) != 1 or len(selection) != len(group.slots):
+                raise KvmnnError(
+                    f"layer {layer}: {self._policy.name} keeps {[len(row) for row in rows]} tokens: "
+                    f"expected the same number in every head"
+                )
+            yield np.stack(rows)
+
+    def _build_policy_input(self, group: TokenGroup, trigger: Trigger) -> PolicyInput:
+        num_live = group.num_live
+        return PolicyInput(
+            tokens=num_live,
+            layer=group.layers[0],
+            scores=None if group.scores is None else group.scores[:, :num_live],
+            norms=None if group.norms is None else group.norms[:, :num_live],
+            num_new=self._num_new,
+            num_seen=self.num_seen,
+            num_steps=group.num_steps,
+            trigger=trigger,
+        )
+
+    def _cut_group(self, group: TokenGroup, indices: Indices, trigger: Trigger) -> None:
+        if trigger is not Trigger.AFTER_APPEND:
+            group.keep(indices)
+            return
+        num_past = group.num_slots - self._num_new
+        group.keep(indices)
+        if group.num_live < self._num_new or (group.slots[:, group.num_live - self._num_new] != num_past).any():
+            if not self._takes_bias:
+                raise KvmnnError(
+                    f"layer {group.layers[0]}: the policy evicts some of {self._num_new} new tokens before attention, "
+                    f"but this graph takes no bias that could mask them: feed fewer tokens at once"
+                )
+        elif self._is_full(group):
+            self._compact_group(group, self._num_new)
+
+    def _is_full(self, group: TokenGroup) -> bool:
+        """Whether more dead slots are in use than may be."""
+        return group.num_masked > (
+            group.num_live // LIVE_PER_MASKED_SLOT if self._max_masked is None else self._max_masked
+        )
+
+    def _compact_group(self, group: TokenGroup, num_new: int) -> None:
+        """Let go of dead slots in K and V, which do not hold the last `num_new` tokens yet."""
+        if group.num_masked == 0:
+            return
+        for layer in group.layers:
+            self._store.compact(layer, group.slots[group.get_layer_rows(layer)], group.num_live - num_new)
+        group.mark_compacted()
+
+    def _build_bias(self) -> list[Floats] | None:
+        if not any(group.num_masked for group in self._groups):
+            return None
+        if self.num_seen > self._zeros.size:
+            self._zeros = np.zeros(2 * self.num_seen, np.float32)
+        biases = [self._zeros[:tokens].reshape(1, 1, 1, -1) for tokens in self.tokens]
+        for group in self._groups:
+            rows = group.bias[:, : group.num_slots]
+            if group.rows_per_layer > 1 and self._query_heads > group.rows_per_layer:
+                rows = np.repeat(rows, self._query_heads // group.rows_per_layer, axis=0)
+            heads = self._query_heads if group.rows_per_layer > 1 else 1
+            bias = np.ascontiguousarray(rows).reshape(-1, 1, heads, 1, group.num_slots)
+            for number, layer in enumerate(group.layers):
+                biases[layer] = bias[number if len(bias) > 1 else 0]
+        return biases
+
+    def _update_scores(self, group: TokenGroup, scores: Floats, step: StepResult) -> None:
+        attentions, accumulator = step.attentions, self._score_accumulator
+        if attentions is None:
+            raise KvmnnError("the policy needs attention probabilities, which the model was not asked for")
+        if isinstance(accumulator, SumScores):
+            fade_factor = accumulator.fade_factor(self._num_new)
+            for layer in group.layers:
+                rows = group.get_layer_rows(layer)
+                _eviction.add_columns(attentions[layer], group.slots[rows], scores[rows], group.num_live, fade_factor)
+            return
+        step_scores = np.zeros((len(scores), group.num_live), np.float32)
+        for layer in group.layers:
+            rows = group.get_layer_rows(layer)
+            if accumulator.requires_queries:
+                weights = _select_live_columns(attentions[layer], group.slots[rows, : group.num_live])
+                step_scores[rows] = accumulator.sum_weights(weights, self._kv_heads, per_head=self._policy.is_per_head)
+            else:
+                _eviction.add_columns(attentions[layer], group.slots[rows], step_scores[rows], group.num_live, 1.0)
+        if not accumulator.requires_queries:
+            heads, queries = attentions[group.layers[0]].shape[:2]
+            step_scores = accumulator.normalize_sums(step_scores, heads * queries)
+        scores[:, : group.num_live] = accumulator.fold(scores[:, : group.num_live], step_scores, self._num_new)
+
+    def _add_norms(self, group: TokenGroup, norms: Floats, present: Sequence[KVPair], num_new: int) -> None:
+        keys: Elements = np.concatenate([present[layer][0][0, :, -num_new:] for layer in group.layers])
+        norms[:, group.num_live - num_new : group.num_live] = compute_key_norms(keys)
+
+
+def _select_live_columns(weights: Floats, slots: Indices) -> Floats:
+    """Attention ``[query_head, query, slot]`` of the live slots only, ``[query_head, query, token]``."""
+    if len(slots) == 1:
+        return weights[:, :, slots[0]]
+    per_query_head = np.repeat(slots, weights.shape[0] // len(slots), axis=0)
+    return np.take_along_axis(weights, per_query_head[:, None, :], axis=2)

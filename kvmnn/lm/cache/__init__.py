@@ -1,1 +1,0 @@
-"""The KV cache of a language model, layer by layer, cut as a policy says."""

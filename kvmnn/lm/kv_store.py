@@ -1,0 +1,378 @@
+"""K and V of a model's layers, as the model returns them and takes them back: ``[1, kv_head, slot, head_dim]``.
+
+K and V of a model's layers in packed buffers, as an engine holds them.
+
+K and V of a model's layers in a lossless runtime, their cold tokens as frames between the steps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from typing import Literal, Protocol
+
+import numpy as np
+
+from .. import dtypes
+from .._util.text import format_range, pluralize
+from ..arrays import LayerCache
+from ..dtypes import Elements, Indices, KVPair
+from ..errors import KvmnnError
+from ..packed.cache import PackedCache
+from ..packed.layout import PackLayout
+from ..reports.records import RuntimeLayerStats, RuntimeStats
+from ..runtime import LosslessRuntime, RuntimeConfig
+from ..runtime.config import check_num_layers
+from ..runtime.metrics import RuntimeMetrics
+from ..runtime.schedule import CompressionScope
+from . import _eviction
+from .onnx.interface import DecoderInterface
+
+
+class KVStore(Protocol):
+    """Where K and V lie between the steps of a model."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers held."""
+
+    def get_past(self) -> list[KVPair]:
+        """K and V of every layer for the next step."""
+
+    def set_present(self, present: Sequence[KVPair], num_new: int, *, is_prompt: bool = False) -> None:
+        """Take over what the step returned: the past and `num_new` tokens after it, which are a `is_prompt` or part of
+        one.
+        """
+
+    def compact(self, layer: int, slots: Indices, num_live: int) -> None:
+        """Keep the first `num_live` slots that a row of `slots` names, ascending; one row, or one for each KV head."""
+
+
+class PlainStore:
+    """The model's own buffers: nothing is copied but where tokens are dropped, and then inside the buffer.
+
+    Parameters
+    ----------
+    empty_pairs
+        K and V of no tokens, for every layer.
+    """
+
+    def __init__(self, empty_pairs: Sequence[KVPair]) -> None:
+        self._pairs = list(empty_pairs)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for keys, values in self._pairs)
+
+    def get_past(self) -> list[KVPair]:
+        return self._pairs
+
+    def set_present(self, present: Sequence[KVPair], num_new: int, *, is_prompt: bool = False) -> None:
+        self._pairs = list(present)
+
+    def compact(self, layer: int, slots: Indices, num_live: int) -> None:
+        keys, values = self._pairs[layer]
+        self._pairs[layer] = _compact_rows(keys, slots, num_live), _compact_rows(values, slots, num_live)
+
+
+def _compact_rows(elements: Elements, slots: Indices, num_live: int) -> Elements:
+    """The live tokens at the front of the same memory."""
+    if not elements.flags.c_contiguous or not elements.flags.writeable:
+        elements = elements.copy()
+    _, heads, num_slots, head_dim = elements.shape
+    if elements.size:
+        _eviction.gather(
+            elements.view(np.uint8).reshape(heads, num_slots, head_dim * elements.itemsize), slots, num_live
+        )
+    return elements.reshape(-1)[: heads * num_live * head_dim].reshape(1, heads, num_live, head_dim)
+
+
+class PackedStore:
+    """A `PackedCache` for each layer, or for each KV head of a layer: packed, reallocated by reserve pairs, unpacked.
+
+    Parameters
+    ----------
+    interface
+        The model's.
+    backend
+        Whose layout, as `PackLayout.from_backend` takes it.
+    per_head
+        Whether heads keep different tokens; a packed buffer of several heads keeps the same of each.
+
+    Raises
+    ------
+    KvmnnError
+        For a layout of another type than the model's cache: that would not give back the same numbers.
+    """
+
+    def __init__(self, interface: DecoderInterface, backend: str, *, per_head: bool) -> None:
+        cache_dtype = dtypes.infer_dtype(np.empty(0, interface.dtype)).name
+        heads = 1 if per_head else interface.kv_heads
+        layout = PackLayout.from_backend(backend, kv_heads=heads, head_dim=interface.head_dim)
+        if layout.is_quantised or layout.dtype != cache_dtype:
+            layout_dtype = "int8" if layout.is_quantised else layout.dtype
+            raise KvmnnError(
+                f"layout {backend} holds {layout_dtype}, the cache of this model is {cache_dtype}: expected the same "
+                f"for both"
+            )
+        self._interface = interface
+        self._caches = [
+            [PackedCache(layout) for _ in range(interface.kv_heads // heads)] for _ in range(interface.layers)
+        ]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.key_buffer.nbytes + cache.value_buffer.nbytes for caches in self._caches for cache in caches)
+
+    def get_past(self) -> list[KVPair]:
+        return [self._unpack_layer(caches) for caches in self._caches]
+
+    def set_present(self, present: Sequence[KVPair], num_new: int, *, is_prompt: bool = False) -> None:
+        for caches, (keys, values) in zip(self._caches, present, strict=True):
+            heads = self._interface.kv_heads // len(caches)
+            for number, cache in enumerate(caches):
+                head_range = slice(number * heads, (number + 1) * heads)
+                cache.append(
+                    np.ascontiguousarray(keys[0, head_range, -num_new:]),
+                    np.ascontiguousarray(values[0, head_range, -num_new:]),
+                )
+
+    def compact(self, layer: int, slots: Indices, num_live: int) -> None:
+        caches = self._caches[layer]
+        for number, cache in enumerate(caches):
+            row = slots[number if len(slots) > 1 else 0, :num_live]
+            cache.realloc(remove=len(cache), reserve=find_runs(row))
+
+    def _unpack_layer(self, caches: Sequence[PackedCache]) -> KVPair:
+        pairs = [cache.to_arrays() for cache in caches]
+        dtype = self._interface.dtype
+        keys, values = (np.concatenate(part)[None].astype(dtype, copy=False) for part in zip(*pairs, strict=True))
+        return keys, values
+
+
+def find_runs(slots: Indices) -> list[tuple[int, int]]:
+    """Ascending slots as (begin, size) of the runs that they form."""
+    if not len(slots):
+        return []
+    breaks = np.flatnonzero(np.diff(slots) != 1) + 1
+    starts = np.concatenate([[0], breaks])
+    sizes = np.diff(np.concatenate([starts, [len(slots)]]))
+    return [(int(slots[start]), int(size)) for start, size in zip(starts, sizes, strict=True)]
+
+
+class LosslessStore:
+    """A `LosslessRuntime` around the cache: what a step returns is appended, what the next one attends to is restored.
+
+    One run of the graph does all layers, so all rows are there while it runs; between two steps only the hot ones are,
+    and the frames of the others. Layers that the scope leaves out stay in the model's own buffers, which costs nothing.
+    The policy decides what goes, not the runtime's own planner.
+
+    Parameters
+    ----------
+    interface
+        The model's.
+    config
+        Options of the runtime; its scope, trigger and interval count, its eviction does not.
+    per_head
+        Whether heads keep different tokens: each is then a layer of its own for the runtime.
+
+    Raises
+    ------
+    KvmnnError
+        Where the configuration claims another number of layers than the model has.
+    """
+
+    def __init__(self, interface: DecoderInterface, config: RuntimeConfig, *, per_head: bool) -> None:
+        self._layers = check_num_layers(config, interface.layers)
+        self._parts_per_layer = interface.kv_heads if per_head else 1
+        self._heads_per_part = interface.kv_heads // self._parts_per_layer
+        self._mode = config.mode
+        self._num_seen = 0
+        self._token_bytes = 2 * self._heads_per_part * interface.head_dim * np.dtype(interface.dtype).itemsize
+        covered_layers = _list_covered_layers(config, self._layers)
+        self._runtime_index = {layer: index for index, layer in enumerate(covered_layers)}
+        empty_rows = np.zeros((1, interface.kv_heads, 0, interface.head_dim), interface.dtype)
+        self._raw_store = PlainStore([(empty_rows, empty_rows) for _ in range(self._layers)])
+        self._runtime = LosslessRuntime(
+            _restrict_config(config, self._layers, covered_layers, self._parts_per_layer),
+            layers=len(covered_layers) * self._parts_per_layer,
+            kv_heads=self._heads_per_part,
+            head_dim=interface.head_dim,
+            dtype=dtypes.infer_dtype(empty_rows).name,
+        )
+        self._empty_pair = empty_rows, empty_rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held between the steps."""
+        return self._runtime.resident_bytes + self._raw_store.nbytes
+
+    def get_past(self) -> list[KVPair]:
+        pairs = list(self._raw_store.get_past())
+        restored_caches = iter(self._runtime.read_layers(range(len(self._runtime_index) * self._parts_per_layer)))
+        for layer in self._runtime_index:
+            pairs[layer] = _join_heads([next(restored_caches) for _ in range(self._parts_per_layer)])
+        return pairs
+
+    def set_present(self, present: Sequence[KVPair], num_new: int, *, is_prompt: bool = False) -> None:
+        if is_prompt and self._num_seen:
+            self._runtime.start_request(keep_cache=True)  # as in the engine, no block is encoded at a prompt
+        for layer, index in self._runtime_index.items():
+            keys, values = present[layer]
+            for part in range(self._parts_per_layer):
+                heads = slice(part * self._heads_per_part, (part + 1) * self._heads_per_part)
+                self._runtime.append_call(
+                    index * self._parts_per_layer + part, keys[0, heads, -num_new:], values[0, heads, -num_new:]
+                )
+                self._runtime.end_call()
+        self._runtime.sync()
+        self._raw_store.set_present(
+            [self._empty_pair if layer in self._runtime_index else pair for layer, pair in enumerate(present)], num_new
+        )
+        self._num_seen += num_new
+
+    def compact(self, layer: int, slots: Indices, num_live: int) -> None:
+        if layer not in self._runtime_index:
+            self._raw_store.compact(layer, slots, num_live)
+            return
+        for part in range(self._parts_per_layer):
+            row = slots[part if len(slots) > 1 else 0, :num_live]
+            self._runtime.evict(self._runtime_index[layer] * self._parts_per_layer + part, find_runs(row))
+
+    def to_stats(self) -> RuntimeStats:
+        """What the runtime did, once the encodings that are open are done."""
+        self._runtime.wait()
+        metrics = self._runtime.collect_metrics()
+        layers, tokens = [], 0
+        for layer, pair in enumerate(self._raw_store.get_past()):
+            if layer not in self._runtime_index:
+                resident_bytes = sum(part.nbytes for part in pair)
+                layers.append(RuntimeLayerStats(layer=layer, tokens=pair[0].shape[2], held_bytes=resident_bytes))
+                tokens += pair[0].shape[2] * self._parts_per_layer
+                continue
+            first = self._runtime_index[layer] * self._parts_per_layer
+            parts = metrics.layers[first : first + self._parts_per_layer]
+            names = [entry.name for entry in fields(RuntimeLayerStats) if entry.name not in ("layer", "tokens")]
+            sums = {name: sum(getattr(part, name) for part in parts) for name in names}
+            layers.append(RuntimeLayerStats(layer=layer, tokens=max(part.tokens for part in parts), **sums))
+            tokens += sum(part.tokens for part in parts)
+        totals = {
+            entry.name: getattr(metrics, entry.name) for entry in fields(RuntimeStats) if entry.name[:4] == "h2o_"
+        }
+        return RuntimeStats(
+            mode=self._mode,
+            appended_bytes=self._num_seen * self._layers * self._parts_per_layer * self._token_bytes,
+            live_bytes=tokens * self._token_bytes,
+            held_bytes=self.nbytes,
+            **totals,
+            layers=tuple(layers),
+        )
+
+    def collect_metrics(self) -> RuntimeMetrics:
+        """The runtime's own, once the encodings that are open are done; its layers are those that it covers."""
+        self._runtime.wait()
+        return self._runtime.collect_metrics()
+
+
+def _join_heads(caches: Sequence[LayerCache]) -> KVPair:
+    """K and V of a layer from caches of some of its heads each."""
+    if len(caches) == 1:
+        return caches[0].keys[None], caches[0].values[None]
+    keys, values = ([getattr(cache, side) for cache in caches] for side in ("keys", "values"))
+    return np.concatenate(keys)[None], np.concatenate(values)[None]
+
+
+def _list_covered_layers(config: RuntimeConfig, num_layers: int) -> list[int]:
+    """Layers that may be compressed; the first one where there is none, as a runtime has at least one."""
+    scope = CompressionScope(config.with_num_layers(num_layers, 1))
+    return [layer for layer in range(num_layers) if scope.is_always_compressed(layer) is not False] or [0]
+
+
+def _restrict_config(
+    config: RuntimeConfig, num_layers: int, covered_layers: Sequence[int], parts_per_layer: int
+) -> RuntimeConfig:
+    """The options for a runtime of these layers only, `parts_per_layer` of its layers for each, and no eviction of its
+    own.
+    """
+    evicting_layers = replace(config.h2o, layers=num_layers).evicting_layers
+    evicting_indices = [index for index, layer in enumerate(covered_layers) if layer in evicting_layers] or [0]
+    return replace(
+        config,
+        front_n=sum(layer < config.front_n for layer in covered_layers) * parts_per_layer,
+        kept_sample_layers=config.kept_sample_layers * parts_per_layer,
+        layer_nums=None,
+        h2o=replace(
+            config.h2o,
+            enable=False,
+            layer_start=evicting_indices[0] * parts_per_layer,
+            layer_end=(evicting_indices[-1] + 1) * parts_per_layer - 1,
+        ),
+    )
+
+
+def describe_encoding(runs: Iterable[tuple[str, RuntimeStats]], config: RuntimeConfig) -> list[str]:
+    """Sentences about runs and their labels: where nothing was encoded and why, and which layers stay raw.
+
+    Runs of one label are its texts: each has its own cause.
+    """
+    labelled_runs = list(runs)
+    run_counts = Counter(label for label, _ in labelled_runs)
+    idle_runs: dict[_IdleCause, list[tuple[str, RuntimeStats]]] = {}
+    for label, run in labelled_runs:
+        if not run.h2o_lossless_raw_bytes:
+            idle_runs.setdefault(_find_idle_cause(run, config), []).append((label, run))
+    lines = []
+    for cause, cause_runs in idle_runs.items():
+        counts = Counter(label for label, _ in cause_runs)
+        labels = [
+            label if number == run_counts[label] else f"{label} ({number:,} of {pluralize(run_counts[label], 'text')})"
+            for label, number in counts.items()
+        ]
+        token_counts = sorted({layer.tokens for _, run in cause_runs for layer in run.layers})
+        lines.append(f"{', '.join(labels)}: nothing was encoded: {_explain_idle(cause, token_counts, config)}.")
+    encoded_layers = sorted({layer.layer for _, run in labelled_runs for layer in run.layers if layer.raw_bytes})
+    layers = max((len(run.layers) for _, run in labelled_runs), default=0)
+    skipped_layers = {layer.layer for _, run in labelled_runs for layer in run.layers if layer.skips} - set(
+        encoded_layers
+    )
+    if encoded_layers and skipped_layers:
+        noun = "layer" if len(skipped_layers) == 1 else "layers"
+        lines.append(
+            f"The queue was full (max_queue {config.max_queue:,}) before it came to {noun} "
+            f"{format_range(sorted(skipped_layers))}, "
+            "still raw at the end; more steps encode them."
+        )
+    if encoded_layers and len(encoded_layers) + len(skipped_layers) < layers:
+        scope = f"scope {config.scope}, front_n {config.front_n}" + (", mode probe" if config.mode == "probe" else "")
+        noun = "layer" if len(encoded_layers) == 1 else "layers"
+        lines.append(f"Encoded: {noun} {format_range(encoded_layers)} of {layers} ({scope}); the others stay raw.")
+    return lines
+
+
+_IdleCause = Literal["scope", "interval", "few tokens"]
+
+
+def _find_idle_cause(run: RuntimeStats, config: RuntimeConfig) -> _IdleCause:
+    if config.scope == "none" or (config.scope == "front_n" and not config.front_n):
+        return "scope"
+    max_tokens = max((layer.tokens for layer in run.layers), default=0)
+    return "interval" if max_tokens >= config.min_first_block_tokens else "few tokens"
+
+
+def _explain_idle(cause: _IdleCause, token_counts: Sequence[int], config: RuntimeConfig) -> str:
+    """Of layers that held these numbers of tokens at the end, ascending."""
+    if cause == "scope":
+        return f"scope {config.scope} with front_n {config.front_n} names no layer"
+    if cause == "interval":
+        return (
+            f"no block came in the {pluralize(config.h2o.effective_interval, 'step')} between two tries "
+            f"(h2o_update_interval)"
+        )
+    return (
+        f"layers held {format_range(token_counts)} tokens at the end, a first block needs "
+        f"{config.min_first_block_tokens:,}: the larger of "
+        f"h2o_trigger_min_tokens ({config.h2o.effective_trigger_tokens:,}) and hot_sink_tokens + hot_recent_tokens + "
+        f"block_tokens ({config.hot_sink_tokens:,} + {config.hot_recent_tokens:,} + {config.block_tokens:,}). "
+        "Lower these, or read more tokens"
+    )

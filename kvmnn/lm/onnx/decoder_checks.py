@@ -1,0 +1,232 @@
+"""What a graph does with layers that hold different numbers of tokens.
+
+Exporters build one mask for all layers. Some cut it to the first columns that a layer needs: right for a single query,
+but of several queries each then sees later tokens of its own chunk, without any error. Others fail. Nothing in the
+names of a graph tells, so it is tried.
+
+A graph that was operated on is tried beside the one that it was made from, before anything relies on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...dtypes import KVPair
+from ...errors import ModelError
+from .decoder import OnnxDecoder, StepResult
+
+UnequalLengthSupport = Literal["chunks", "single", "none"]
+
+_PROBE_LONG_TOKENS, _PROBE_SHORT_TOKENS, _PROBE_NEW_TOKENS = (
+    8,
+    3,
+    4,
+)  # tokens in the past, in the past of a layer that was cut, in the chunk
+
+
+def try_unequal_lengths(decoder: OnnxDecoder) -> UnequalLengthSupport:
+    """How tokens may be fed while layers hold different numbers of tokens.
+
+    Returns
+    -------
+    ``"chunks"``: several at once; they equal the same tokens one by one, whichever layer is the longer one.
+    ``"single"``: one at a time, at least while the first layer is the longest. ``"none"``: not at all.
+    """
+    interface = decoder.interface
+    if not interface.has_positions or interface.derives_positions_from_length:
+        return "none"
+    if interface.layers == 1:
+        return "chunks"
+    ids, positions = (
+        probe_tokens(_PROBE_LONG_TOKENS + _PROBE_NEW_TOKENS, interface.vocab_size),
+        np.arange(_PROBE_LONG_TOKENS + _PROBE_NEW_TOKENS),
+    )
+    past = decoder.run_step(
+        ids[:_PROBE_LONG_TOKENS], positions[:_PROBE_LONG_TOKENS], decoder.create_empty_past()
+    ).present_pairs
+    long_slots, short_slots = (
+        np.arange(_PROBE_LONG_TOKENS),
+        np.linspace(0, _PROBE_LONG_TOKENS - 1, _PROBE_SHORT_TOKENS).astype(np.int64),
+    )
+    last_layer = interface.layers - 1
+    slots_by_case = [
+        [long_slots if layer == 0 else short_slots for layer in range(interface.layers)],
+        [short_slots if layer == 0 else long_slots for layer in range(interface.layers)],
+        [short_slots if layer == last_layer else long_slots for layer in range(interface.layers)],
+    ]
+    new_ids, new_positions = ids[_PROBE_LONG_TOKENS:], positions[_PROBE_LONG_TOKENS:]
+    results = [_try_lengths(decoder, new_ids, new_positions, past, slots_by_layer) for slots_by_layer in slots_by_case]
+    if results[0] == "none" or "wrong" in results:
+        return "none"
+    return "chunks" if all(result == "chunks" for result in results) else "single"
+
+
+def probe_tokens(count: int, vocab: int) -> NDArray[np.int64]:
+    """Tokens spread over the vocabulary, all different where it is large enough."""
+    return (np.arange(count, dtype=np.int64) * 37 + 11) % vocab
+
+
+def are_close(actual: NDArray[np.float32], expected: NDArray[np.float32], dtype: type[np.generic]) -> bool:
+    """Whether two computations of the same logits agree as far as the arithmetic allows."""
+    tolerance = 2e-2 if dtype == np.float16 else 1e-3
+    scale = float(np.abs(expected).max(initial=0.0))
+    return bool(
+        np.isfinite(actual).all() and np.abs(actual - expected).max(initial=0.0) <= tolerance * max(scale, 1e-3)
+    )
+
+
+def select_slots(past: Sequence[KVPair], slots_by_layer: Sequence[NDArray[np.int64]]) -> list[KVPair]:
+    """The slots `slots_by_layer` of each layer."""
+    return [
+        (np.ascontiguousarray(keys[:, :, slots]), np.ascontiguousarray(values[:, :, slots]))
+        for (keys, values), slots in zip(past, slots_by_layer, strict=True)
+    ]
+
+
+def _try_lengths(
+    decoder: OnnxDecoder,
+    ids: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    past: Sequence[KVPair],
+    slots_by_layer: Sequence[NDArray[np.int64]],
+) -> Literal["chunks", "single", "none", "wrong"]:
+    dtype = decoder.interface.dtype
+    cut_past = select_slots(past, slots_by_layer)
+    rows = []
+    try:
+        # Attention does not care for the order of its slots. A graph that overlooks some of them does.
+        first = decoder.run_step(ids[:1], positions[:1], cut_past)
+        reversed_step = decoder.run_step(
+            ids[:1], positions[:1], select_slots(past, [slots[::-1] for slots in slots_by_layer])
+        )
+        if not are_close(reversed_step.logits, first.logits, dtype):
+            return "wrong"
+        grown_past = cut_past
+        for index in range(len(ids)):
+            step = decoder.run_step(ids[index : index + 1], positions[index : index + 1], grown_past)
+            rows.append(step.logits)
+            grown_past = step.present_pairs
+    except ModelError:
+        return "none"
+    try:
+        chunk = decoder.run_step(ids, positions, cut_past)
+    except ModelError:
+        return "single"
+    return "chunks" if are_close(chunk.logits, np.concatenate(rows), dtype) else "single"
+
+
+_CHECK_PAST_TOKENS, _CHECK_NEW_TOKENS, _MASKED_SLOTS = (
+    6,
+    3,
+    (1, 4),
+)  # tokens in the past, in the chunk; slots that are masked
+
+
+@dataclass(frozen=True)
+class ReferenceOutputs:
+    """What the graph as it was exported gives for a few tokens."""
+
+    prompt: StepResult
+    step: StepResult
+    removed_logits: NDArray[np.float32] | None
+    """Logits after slots were removed; None where the graph has no positions, which then change."""
+
+
+def compute_reference(decoder: OnnxDecoder) -> ReferenceOutputs:
+    """Run a graph as it was exported.
+
+    Raises
+    ------
+    ModelError
+        When onnxruntime fails.
+    """
+    ids, positions = _probe_inputs(decoder)
+    try:
+        prompt = decoder.run_step(ids[:_CHECK_PAST_TOKENS], positions[:_CHECK_PAST_TOKENS], decoder.create_empty_past())
+    except ModelError as error:
+        raise ModelError(
+            f"{error} (a prompt with an empty past); export one graph for prompt and past "
+            "(optimum-cli export onnx --task text-generation-with-past)"
+        ) from error
+    step = decoder.run_step(ids[_CHECK_PAST_TOKENS:], positions[_CHECK_PAST_TOKENS:], prompt.present_pairs)
+    removed_logits = None
+    if decoder.interface.has_positions:
+        live_slots = np.setdiff1d(np.arange(_CHECK_PAST_TOKENS), _MASKED_SLOTS)
+        removed_logits = decoder.run_step(
+            ids[_CHECK_PAST_TOKENS:],
+            positions[_CHECK_PAST_TOKENS:],
+            select_slots(prompt.present_pairs, [live_slots] * len(prompt.present_pairs)),
+        ).logits
+    return ReferenceOutputs(prompt, step, removed_logits)
+
+
+def check_equivalence(reference: ReferenceOutputs, rewritten: OnnxDecoder) -> str | None:
+    """What an operated graph does wrong, or None.
+
+    Logits must be those of the graph it was made from, for a prompt and with a past; attention probabilities must be
+    probabilities of the tokens so far; and masking slots by the bias must do what removing them does.
+    """
+    ids, positions = _probe_inputs(rewritten)
+    dtype = rewritten.interface.dtype
+    past = reference.prompt.present_pairs
+    try:
+        prompt = rewritten.run_step(
+            ids[:_CHECK_PAST_TOKENS], positions[:_CHECK_PAST_TOKENS], rewritten.create_empty_past()
+        )
+        if not are_close(prompt.logits, reference.prompt.logits, dtype):
+            return "other logits for a prompt"
+        step = rewritten.run_step(ids[_CHECK_PAST_TOKENS:], positions[_CHECK_PAST_TOKENS:], past)
+        if not are_close(step.logits, reference.step.logits, dtype):
+            return "other logits with a past"
+        problem = _check_probabilities(prompt, 0) or _check_probabilities(step, _CHECK_PAST_TOKENS)
+        if problem or not rewritten.has_bias:
+            return problem
+        if reference.removed_logits is None:
+            return "masking cannot be compared with removing"
+        heads = len(step.attentions[0]) if step.attentions else rewritten.interface.query_heads
+        for rows in {1, heads or 1}:
+            bias = np.repeat(mask_slots(_CHECK_PAST_TOKENS + _CHECK_NEW_TOKENS, _MASKED_SLOTS), rows, axis=1)
+            masked_step = rewritten.run_step(
+                ids[_CHECK_PAST_TOKENS:], positions[_CHECK_PAST_TOKENS:], past, [bias] * len(past)
+            )
+            if not are_close(masked_step.logits, reference.removed_logits, dtype):
+                return "masking slots is not removing them"
+    except ModelError as error:
+        return str(error)
+    return None
+
+
+def _probe_inputs(decoder: OnnxDecoder) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    return probe_tokens(_CHECK_PAST_TOKENS + _CHECK_NEW_TOKENS, decoder.interface.vocab_size), np.arange(
+        _CHECK_PAST_TOKENS + _CHECK_NEW_TOKENS
+    )
+
+
+def mask_slots(total: int, masked_slots: tuple[int, ...]) -> NDArray[np.float32]:
+    """The bias ``[1, 1, 1, total]`` that masks the slots `masked_slots`."""
+    bias = np.zeros((1, 1, 1, total), np.float32)
+    bias[..., list(masked_slots)] = np.finfo(np.float32).min
+    return bias
+
+
+def _check_probabilities(step: StepResult, num_past: int) -> str | None:
+    for layer, probabilities in enumerate(step.attentions or ()):
+        queries, keys = probabilities.shape[-2:]
+        if (queries, keys) != (len(step.logits), num_past + len(step.logits)):
+            return f"attention of layer {layer} has {queries} x {keys} values for {len(step.logits)} tokens"
+        future_probabilities = probabilities[:, np.triu(np.ones((queries, keys), bool), num_past + 1)]
+        # A softmax with a sink gives less than one; none gives more.
+        sums = probabilities.sum(-1)
+        if (
+            not np.isfinite(sums).all()
+            or sums.max() > 1.01
+            or probabilities.min() < 0
+            or future_probabilities.max(initial=0.0) > 1e-4
+        ):
+            return f"what multiplies the values of layer {layer} are no probabilities of the tokens so far"
+    return None

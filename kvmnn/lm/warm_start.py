@@ -1,0 +1,617 @@
+"""Which tokens of its text a cache holds, and their ids, wherever its source says it.
+
+K and V of a start in files, one for each array, in the dtype of a model.
+
+K and V that some engine saved, made ready for a model to go on from: checked, in its dtype, one file for each array.
+
+The files are a hand-over between processes, in a temporary directory: each process maps them and copies what it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from pathlib import Path, PurePath
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from .. import dtypes
+from .._util.text import format_range, pluralize
+from ..arrays.cast import CastStats, merge_cast_stats
+from ..arrays.completeness import require_complete
+from ..arrays.layer_cache import LayerCache
+from ..arrays.layers import LayerArray, collect_layers, format_input_prefix
+from ..arrays.llama_transforms import TRANSFORMS, Transform, invert_transforms, validate_transforms
+from ..arrays.source import Source
+from ..bundle.passthrough import TOKEN_IDS_NAME
+from ..dtypes import Elements, Part, Positions
+from ..errors import OptionError, SourceError
+from ..files.atomic import wrap_os_errors
+from ..formats import open as open_source
+from ..formats.mnn.token_ids import parse_token_ids
+from ..formats.options import PackedOptions, ReadOptions
+from ..formats.sidecars import read_positions_sidecar, read_sidecar
+from ..packed.cache_info import PositionRuns, TokenIdsFingerprint
+from ..packed.inference import PackedGeometry
+from .documents import Document, Ids, TextTokenizer, count_text_bytes
+from .onnx.interface import DecoderInterface, read_interface
+from .onnx.model_files import find_model, read_onnx_graph
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredTokensInfo:
+    """What a cache holds of its text.
+
+    Attributes
+    ----------
+    positions
+        Of each layer, int64 ``[token]``, or ``[kv_head, token]`` where heads hold different ones.
+    num_seen
+        Tokens of the text; None where nothing says it.
+    ids
+        Their ids; None where nothing says them.
+    """
+
+    positions: tuple[Positions, ...]
+    num_seen: int | None = None
+    ids: Ids | None = None
+
+    @property
+    def end(self) -> int:
+        """The position behind the last token that is held."""
+        return 1 + max(int(layer_positions.max()) for layer_positions in self.positions)
+
+    @property
+    def is_whole_text(self) -> bool:
+        """Whether every layer holds all tokens up to its last, and there are no more."""
+        tokens = self.end
+        holds_all = all(
+            layer_positions.shape[-1] == tokens and (np.sort(layer_positions, axis=-1) == np.arange(tokens)).all()
+            for layer_positions in self.positions
+        )
+        return holds_all and self.num_seen in (None, tokens)
+
+    def __str__(self) -> str:
+        min_tokens = min(layer_positions.shape[-1] for layer_positions in self.positions)
+        return f"a layer holds {min_tokens:,} of {pluralize(self.num_seen or self.end, 'token')}"
+
+
+def read_stored_tokens(source: Source, tokens_by_layer: Sequence[int]) -> StoredTokensInfo:
+    """What a source says, else that each layer holds the first tokens of a text.
+
+    Parameters
+    ----------
+    tokens_by_layer
+        Stored in each layer.
+
+    Raises
+    ------
+    SourceError
+        For positions that are not of these layers.
+    """
+    _check_not_rerotated(source, tokens_by_layer)
+    sidecar_info = _read_sidecar_info(source, tokens_by_layer)
+    if sidecar_info is not None:
+        return sidecar_info
+    ids = source.engine_cache.token_ids if source.engine_cache is not None else None
+    ids = None if ids is None else np.asarray(ids, np.int64)
+    positions_by_layer = _read_source_positions(source)
+    if positions_by_layer is None:
+        positions_by_layer = [np.arange(number, dtype=np.int64) for number in tokens_by_layer]
+    if [len(layer_positions) for layer_positions in positions_by_layer] != list(tokens_by_layer):
+        raise SourceError(
+            f"{' '.join(source.inputs)}: says the positions of "
+            f"{[len(layer_positions) for layer_positions in positions_by_layer]} tokens, its layers "
+            f"hold {list(tokens_by_layer)}"
+        )
+    return StoredTokensInfo(positions=tuple(positions_by_layer), ids=ids)
+
+
+def _check_not_rerotated(source: Source, tokens_by_layer: Sequence[int]) -> None:
+    """Raise `SourceError` for K that is rotated to other positions than its tokens have in the text."""
+    sidecar = read_positions_sidecar(source, tokens_by_layer)
+    layers = source.cache.layers if source.cache is not None else ()
+    if any(layer.text_positions is not None for layer in layers) or (sidecar is not None and sidecar.is_rerotated):
+        raise SourceError(
+            f"{' '.join(source.inputs)}: its K was rotated to the first positions, and a text continues at its own: "
+            "start from the cache before --rerotate"
+        )
+
+
+def _read_source_positions(source: Source) -> list[Positions] | None:
+    engine, cache = source.engine_cache, source.cache
+    if cache is not None:
+        return [_expand_runs(layer.positions) for layer in cache.layers]
+    if engine is None:
+        return None
+    if engine.layer_positions is not None:
+        return [np.asarray(layer_positions, np.int64) for layer_positions in engine.layer_positions]
+    if engine.positions is None:
+        return None
+    return [np.asarray(engine.positions, np.int64)] * engine.layers
+
+
+def _expand_runs(runs: PositionRuns) -> Positions:
+    return np.concatenate([np.arange(begin, begin + size, dtype=np.int64) for begin, size in runs])
+
+
+def _read_sidecar_info(source: Source, tokens_by_layer: Sequence[int]) -> StoredTokensInfo | None:
+    """What `kvmnn dump-kv` writes beside the arrays."""
+    sidecar = read_positions_sidecar(source, tokens_by_layer)
+    if sidecar is None:
+        return None
+    ids_text = read_sidecar(source, TOKEN_IDS_NAME)
+    ids = None if ids_text is None else parse_token_ids(*ids_text)
+    return StoredTokensInfo(positions=sidecar.positions, num_seen=sidecar.tokens_seen, ids=ids)
+
+
+REVERSED_K_ORDER = "k-order-reversed"
+"""Of a model whose graph turns neighbours together, as one that is made of a GGUF file may: K of other engines is put
+into that order, the inverse of ``"k-order"``."""
+
+_ABOUT_FILE = "start.json"
+_FILE_PARTS = (*dtypes.PARTS, "positions")
+
+
+def load_layers(directory: Path) -> list[LayerCache]:
+    """K and V of every layer, mapped, from the files of `write_layers`."""
+    header = json.loads((directory / _ABOUT_FILE).read_text())
+    caches = []
+    for layer in range(header["layers"]):
+        keys, values, positions = (np.load(directory / f"{layer}.{part}.npy", mmap_mode="r") for part in _FILE_PARTS)
+        caches.append(
+            LayerCache(layer=layer, keys=keys, values=values, positions=positions, tokens_seen=header["tokens_seen"])
+        )
+    return caches
+
+
+def write_layers(
+    location: str,
+    directory: Path,
+    arrays: Sequence[LayerArray],
+    stored_tokens: StoredTokensInfo,
+    num_seen: int,
+    model: DecoderInterface,
+    transforms: Sequence[Transform],
+) -> tuple[list[CastStats], Any]:
+    """One array after the other, in the model's dtype and ascending positions; what the casts changed, and a hash."""
+    target = dtypes.infer_dtype(np.empty(0, model.dtype)).name
+    casts, digest = [], sha256()
+    with wrap_os_errors(directory):
+        for entry in arrays:
+            positions = stored_tokens.positions[entry.layer]
+            order = np.argsort(positions, axis=-1, kind="stable")
+            cast = CastStats(entry.array.dtype, target)
+            elements = invert_transforms(_cast_array(location, entry, cast), entry.part, transforms)
+            if not (np.diff(order) == 1).all():
+                elements = np.ascontiguousarray(
+                    np.take_along_axis(elements, order[:, :, None], axis=1) if order.ndim == 2 else elements[:, order]
+                )
+            np.save(directory / f"{entry.layer}.{entry.part}.npy", elements)
+            digest.update(elements.data.cast("B"))
+            casts.append(cast)
+            if entry.part == "key":
+                sorted_positions = np.take_along_axis(positions, order, axis=-1)
+                np.save(directory / f"{entry.layer}.positions.npy", sorted_positions)
+                digest.update(np.ascontiguousarray(sorted_positions).data.cast("B"))
+        (directory / _ABOUT_FILE).write_text(json.dumps({"layers": model.layers, "tokens_seen": num_seen}))
+    return casts, digest
+
+
+def invert_named_transforms(elements: Elements, part: Part, names: Sequence[str]) -> Elements:
+    """Return K or V ``[..., head_dim]`` after these were undone: names of `TRANSFORMS`, or `REVERSED_K_ORDER`."""
+    elements = invert_transforms(elements, part, [name for name in TRANSFORMS if name in names])
+    if REVERSED_K_ORDER in names and part == "key":
+        halves = elements.reshape(*elements.shape[:-1], 2, elements.shape[-1] // 2)
+        elements = np.ascontiguousarray(halves.swapaxes(-1, -2)).reshape(elements.shape)
+    return elements
+
+
+def rewrite_layers(source: Path, target: Path, names: Sequence[str]) -> Any:
+    """Write the files of one directory into another with K and V turned; return a hash as `write_layers` does."""
+    digest = sha256()
+    with wrap_os_errors(target):
+        for cache in load_layers(source):
+            for part, elements in (("key", cache.keys), ("value", cache.values)):
+                elements = np.ascontiguousarray(
+                    invert_named_transforms(elements, "key" if part == "key" else "value", names)
+                )
+                np.save(target / f"{cache.layer}.{part}.npy", elements)
+                digest.update(elements.data.cast("B"))
+                if part == "key":
+                    np.save(target / f"{cache.layer}.positions.npy", cache.positions)
+                    digest.update(np.ascontiguousarray(cache.positions).data.cast("B"))
+        (target / _ABOUT_FILE).write_text((source / _ABOUT_FILE).read_text())
+    return digest
+
+
+def _cast_array(location: str, entry: LayerArray, cast: CastStats) -> Elements:
+    """One array as ``[kv_head, token, head_dim]`` in the model's dtype, every number finite."""
+    source_array = entry.array.to_numpy().view(dtypes.parse_dtype(entry.array.dtype).numpy_dtype)
+    source_array = np.ascontiguousarray(source_array.transpose(1, 0, 2) if entry.token_major else source_array)
+    elements = (
+        cast.cast(source_array.view(np.uint8).reshape(-1))
+        .view(dtypes.parse_dtype(cast.target).numpy_dtype)
+        .reshape(source_array.shape)
+    )
+    num_nonfinite = elements.size - int(np.count_nonzero(np.isfinite(elements)))
+    if num_nonfinite:
+        target_note = ""
+        if cast.target == "fp16" and cast.source != "fp16":
+            target_note = f" as {cast.target} (the model's)"
+        raise SourceError(
+            f"{location}: layer {entry.layer}: {num_nonfinite:,} of the {elements.size:,} numbers of its {entry.part}s "
+            f"are not "
+            f"finite{target_note}"
+        )
+    return elements
+
+
+def merge_casts_by_source(casts: Sequence[CastStats]) -> list[CastStats]:
+    """One for each dtype that was found: K and V may have different ones."""
+    return [
+        merge_cast_stats([cast for cast in casts if cast.source == name])
+        for name in sorted({cast.source for cast in casts})
+    ]
+
+
+UNDO_AUTO, UNDO_NONE = ("auto",), ("none",)
+"""Of what is to be undone: let `kvmnn.evaluation.evaluate` find it by comparing with the model's own; nothing, also
+where K and V are then not the model's."""
+
+_TEMPORARY_PREFIX = "kvmnn-start-"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class InitialCache:
+    """The beginning of a text as another run left it. A context manager: at its end the files go.
+
+    Attributes
+    ----------
+    name
+        What results call it.
+    description
+        What it is, in a few words.
+    tokens
+        Stored in each layer.
+    tokens_seen
+        Tokens of the text that it stands for: the position of the next one.
+    dtype
+        Of the words as they were found.
+    ids
+        Those of all tokens seen; None where only their hash is known.
+    ids_hash
+        Their number and hash.
+    sha256
+        Of words, positions and ids.
+    notes
+        What a reader must know, in sentences.
+    inverted_transforms
+        What was asked to be undone: names of `kvmnn.arrays.undo`, `UNDO_AUTO` or `UNDO_NONE`.
+    """
+
+    name: str
+    description: str
+    tokens: tuple[int, ...]
+    tokens_seen: int
+    dtype: str
+    inverted_transforms: tuple[str, ...] = ()
+    ids: Ids | None = None
+    ids_hash: TokenIdsFingerprint | None = None
+    sha256: str = ""
+    notes: tuple[str, ...] = ()
+    directory: Path = field(repr=False)
+    _temporary_directory: TemporaryDirectory[str] | None = field(default=None, repr=False)
+
+    def load_layers(self) -> list[LayerCache]:
+        """K and V of every layer, mapped."""
+        return load_layers(self.directory)
+
+    def trim_document(self, document: Document, tokenizer: TextTokenizer | None) -> Document:
+        """A text of which only what comes behind the start is scored.
+
+        The first token behind it is fed and not scored: no cache holds the logits that it would be scored by. A start
+        without the token that begins every text is that of a text without it.
+
+        Raises
+        ------
+        OptionError
+            For a text that does not begin with the tokens of the start, or ends with them.
+        """
+        candidate_ids = [document.ids, *([document.own_ids] if document.begins_with_bos else [])]
+        ids = next((candidate for candidate in candidate_ids if self._is_prefix_of(candidate)), None)
+        if ids is None:
+            raise OptionError(self._describe_mismatch(document))
+        if len(ids) < self.tokens_seen + 2:
+            is_limited = 0 < document.requested_tokens <= document.num_scored
+            raise OptionError(
+                f"{document.name}: {'--tokens takes' if is_limited else 'has'} {pluralize(len(ids), 'token')}, "
+                f"{self.name} stands "
+                f"for {self.tokens_seen:,}: expected at least {self.tokens_seen + 2:,}, as the first token behind a "
+                "cache is not scored"
+            )
+        scored_ids = ids[self.tokens_seen + 1 :]
+        return replace(
+            document,
+            ids=ids,
+            scored_from=self.tokens_seen,
+            begins_with_bos=document.begins_with_bos and ids is document.ids,
+            nbytes=0 if tokenizer is None else count_text_bytes(tokenizer, scored_ids),
+        )
+
+    def with_transforms_inverted(self, names: Sequence[str]) -> InitialCache:
+        """Return the start with K and V turned (`turned`), in files of its own that `close` removes."""
+        directory = TemporaryDirectory(prefix=_TEMPORARY_PREFIX, ignore_cleanup_errors=True)
+        try:
+            digest = rewrite_layers(self.directory, Path(directory.name), names)
+        except BaseException:
+            directory.cleanup()
+            raise
+        return replace(
+            self,
+            description=f"{self.description}, undone: {', '.join(names)}",
+            inverted_transforms=tuple(names),
+            sha256=_finish_hash(digest, self.ids, self.ids_hash),
+            directory=Path(directory.name),
+            _temporary_directory=directory,
+        )
+
+    def close(self) -> None:
+        """Remove the files."""
+        if self._temporary_directory is not None:
+            self._temporary_directory.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def _is_prefix_of(self, ids: Ids) -> bool:
+        if self.ids is None:
+            first_ids = ids[: self.tokens_seen]
+            return len(first_ids) == self.tokens_seen and TokenIdsFingerprint.from_ids(first_ids) == self.ids_hash
+        num_common = min(len(ids), len(self.ids))
+        return num_common > 0 and bool(np.array_equal(ids[:num_common], self.ids[:num_common]))
+
+    def _describe_mismatch(self, document: Document) -> str:
+        expectation = f"expected a text that begins with the {self.tokens_seen:,} tokens of the cache"
+        if self.ids is None:
+            return (
+                f"{document.name}: its first tokens are not those of {self.name} (by the hash that the cache has of "
+                f"them): {expectation}"
+            )
+        num_common = min(len(document.ids), len(self.ids))
+        position = int(np.flatnonzero(document.ids[:num_common] != self.ids[:num_common])[0])
+        text_id, cache_id = int(document.ids[position]), int(self.ids[position])
+        hint = (
+            ", its last token, which what follows in the text has changed" if position == len(self.ids) - 1 > 0 else ""
+        )
+        return (
+            f"{document.name}: parts from {self.name} at token {position:,}: {text_id}, the cache has "
+            f"{cache_id}{hint}: {expectation}"
+        )
+
+
+def read_initial_cache(
+    cache: str | os.PathLike[str] | Source | object,
+    model: DecoderInterface,
+    token_ids: Sequence[int] | Ids | None = None,
+    *,
+    inverted_transforms: Sequence[str] = (),
+    name: str | None = None,
+    token_major: bool = False,
+) -> InitialCache:
+    """Make a cache ready for a model to go on from.
+
+    Parameters
+    ----------
+    cache
+        Anything that `kvmnn.open` takes, or what it gave. Kv heads and head_dim need not be said: they are the model's.
+    model
+        The model's interface (`DecoderSession.interface`).
+    token_ids
+        Of the text that the cache stands for, where the cache does not say them; evicted tokens included.
+    inverted_transforms
+        What llama.cpp did to K and V and nothing says: ``"k-rotation"``, ``"v-rotation"``, ``"k-order"``
+        (`kvmnn.arrays.llama_transforms`); ``["auto"]`` to let `evaluate` find it, ``["none"]`` to take all as it lies, also
+        where it is not the model's.
+    name
+        What results call it; by default the names of the files.
+    token_major
+        Whether arrays are ``[token, kv_head, head_dim]``, where nothing says so.
+
+    Raises
+    ------
+    OptionError
+        For K and V of another geometry than the model's, and token ids that are not said, or not those of the cache.
+    IncompleteCacheError
+        For a part of the model's state.
+    SourceError, KvmnnError
+        For a cache that cannot be read, holds a position twice, or numbers that are not finite.
+    """
+    source = cache if isinstance(cache, Source) else open_source(cache, read_options_for(model))
+    location = format_input_prefix(source).removesuffix(": ") or "the cache"
+    require_complete(source.completeness, location, "the beginning of a text")
+    arrays = collect_layers(source, token_major=token_major)
+    _check_geometry(location, arrays, model)
+    transforms = (
+        () if tuple(inverted_transforms) == UNDO_AUTO else validate_transforms(inverted_transforms, model.head_dim)
+    )
+    specified_ids = None if token_ids is None else np.asarray(token_ids)
+    stored_tokens = read_stored_tokens(source, [entry.geometry[1] for entry in arrays[::2]])
+    ids, ids_hash, num_seen = _resolve_ids(location, source, stored_tokens, specified_ids)
+    _check_positions(location, stored_tokens, num_seen, model)
+    temporary_directory = TemporaryDirectory(prefix=_TEMPORARY_PREFIX, ignore_cleanup_errors=True)
+    try:
+        directory = Path(temporary_directory.name)
+        casts, digest = write_layers(location, directory, arrays, stored_tokens, num_seen, model, transforms)
+        sha256 = _finish_hash(digest, ids, ids_hash)
+    except BaseException:
+        temporary_directory.cleanup()
+        raise
+    casts = merge_casts_by_source(casts)
+    return InitialCache(
+        name=name or " ".join(PurePath(input_name).name or input_name for input_name in source.inputs),
+        description=_describe_source(source, arrays, stored_tokens, num_seen)
+        + (f", undone: {', '.join(transforms)}" if transforms else ""),
+        tokens=tuple(entry.geometry[1] for entry in arrays[::2]),
+        tokens_seen=num_seen,
+        dtype="/".join(cast.source for cast in casts),
+        ids=ids,
+        ids_hash=ids_hash,
+        sha256=sha256,
+        inverted_transforms=tuple(inverted_transforms),
+        notes=tuple(_list_notes(source, casts)),
+        directory=directory,
+        _temporary_directory=temporary_directory,
+    )
+
+
+def _finish_hash(digest: Any, ids: Ids | None, ids_hash: TokenIdsFingerprint | None) -> str:
+    """The hash of words and positions, with that of the ids."""
+    digest.update(b"" if ids is None else ids.astype("<i8").tobytes())
+    digest.update(b"" if ids_hash is None else ids_hash.sha256.encode())
+    return str(digest.hexdigest())
+
+
+def read_model_interface(model: str | os.PathLike[str]) -> DecoderInterface:
+    """What a cache of a model has to fit, from its graph; weights are not looked at.
+
+    Raises
+    ------
+    MissingDependencyError, SourceError, ModelError
+        As `DecoderSession.open`.
+    """
+    files = find_model(model)
+    return read_interface(read_onnx_graph(files.graph), files)
+
+
+def read_options_for(model: DecoderInterface) -> ReadOptions:
+    """How a cache of a model is opened: files that do not say heads are of the model's."""
+    return ReadOptions(packed=PackedOptions(geometry=PackedGeometry(kv_heads=model.kv_heads, head_dim=model.head_dim)))
+
+
+def _check_geometry(location: str, arrays: Sequence[LayerArray], model: DecoderInterface) -> None:
+    numbers = [entry.layer for entry in arrays[::2]]
+    if numbers != list(range(model.layers)):
+        raise OptionError(
+            f"{location}: has K and V of {pluralize(len(numbers), 'layer')} ({format_range(numbers)}), {model.label} "
+            f"has "
+            f"{model.layers}: expected a cache of the same model"
+        )
+    for keys, values in zip(arrays[::2], arrays[1::2], strict=True):
+        for entry in (keys, values):
+            heads, _, head_dim = entry.geometry
+            if (heads, head_dim) != (model.kv_heads, model.head_dim):
+                raise OptionError(
+                    f"{location}: {entry.part} of layer {entry.layer} is of {pluralize(heads, 'kv head')} x "
+                    f"{head_dim}, "
+                    f"{model.label} has {model.kv_heads} x {model.head_dim}: expected a cache of the same model"
+                )
+        if keys.geometry != values.geometry:
+            raise SourceError(
+                f"{location}: layer {keys.layer}: keys are {list(keys.array.shape)}, values {list(values.array.shape)}"
+            )
+
+
+def _resolve_ids(
+    location: str, source: Source, stored_tokens: StoredTokensInfo, specified_ids: Ids | None
+) -> tuple[Ids | None, TokenIdsFingerprint | None, int]:
+    """The ids of all tokens seen, or what is known of them, and how many they are."""
+    source_ids, ids_hash = stored_tokens.ids, source.cache.token_ids if source.cache is not None else None
+    if specified_ids is not None:
+        TokenIdsFingerprint.from_ids(specified_ids, "--token-ids")
+        ids = specified_ids.astype(np.int64)
+        if source_ids is not None:
+            num_common = min(len(ids), len(source_ids))
+            mismatches = np.flatnonzero(ids[:num_common] != source_ids[:num_common])
+            if mismatches.size:
+                position = int(mismatches[0])
+                raise OptionError(
+                    f"{location}: its token {position} is {source_ids[position]}, --token-ids says {ids[position]}"
+                )
+        if ids_hash is not None and TokenIdsFingerprint.from_ids(ids) != ids_hash:
+            raise OptionError(f"{location}: was made from {ids_hash.count:,} other token ids than --token-ids says")
+    elif source_ids is not None:
+        ids = source_ids
+    elif ids_hash is not None:
+        return None, ids_hash, ids_hash.count
+    else:
+        raise OptionError(f"{location}: does not say its token ids: expected --token-ids IDS")
+    end = stored_tokens.end
+    if len(ids) < end:
+        raise OptionError(
+            f"{location}: holds the token at position {end - 1:,}, of which no id is known: "
+            f"{'--token-ids says' if specified_ids is not None else 'it has'} {pluralize(len(ids), 'id')}"
+        )
+    if specified_ids is not None and stored_tokens.is_whole_text and len(ids) > end:
+        raise OptionError(
+            f"{location}: holds {pluralize(end, 'token')}, --token-ids says {pluralize(len(ids), 'id')}, and nothing "
+            f"says which "
+            "of them are held"
+        )
+    num_seen = stored_tokens.num_seen or (
+        end if specified_ids is None else len(ids)
+    )  # a session may name a token more, not computed yet
+    return ids[:num_seen], None, num_seen
+
+
+def _check_positions(location: str, stored_tokens: StoredTokensInfo, num_seen: int, model: DecoderInterface) -> None:
+    if model.max_positions is not None and num_seen >= model.max_positions:
+        raise OptionError(
+            f"{location}: stands for {num_seen:,} tokens, {model.label} was made for {model.max_positions:,} positions"
+        )
+    for layer, positions in enumerate(stored_tokens.positions):
+        rows = np.sort(np.atleast_2d(positions), axis=1)
+        if positions.ndim > 1 and len(rows) != model.kv_heads:
+            raise SourceError(
+                f"{location}: layer {layer} has positions of {len(rows)} heads: expected {model.kv_heads}"
+            )
+        if (duplicates := np.argwhere(np.diff(rows, axis=1) == 0)).size:
+            row, column = duplicates[0]
+            raise SourceError(
+                f"{location}: layer {layer} holds position {rows[row, column]} more than once: expected one text "
+                "(--sequence N takes that of one sequence)"
+            )
+        if int(rows.max(initial=-1)) >= num_seen or int(rows.min(initial=0)) < 0:
+            raise SourceError(
+                f"{location}: layer {layer} holds position {rows.max()}, of a text of {num_seen:,} tokens"
+            )
+    if not model.has_positions and not stored_tokens.is_whole_text:
+        raise OptionError(
+            f"{location}: lacks tokens of its text ({stored_tokens}), and {model.label} takes no positions, so that "
+            f"those behind "
+            "would be shifted: expected a whole cache, or a model that is exported with position_ids"
+        )
+
+
+def _describe_source(
+    source: Source, arrays: Sequence[LayerArray], stored_tokens: StoredTokensInfo, num_seen: int
+) -> str:
+    if source.engine_cache is not None:
+        return f"{source.engine_cache}{'' if stored_tokens.is_whole_text else f', {stored_tokens}'}"
+    first = arrays[0]
+    heads, _, head_dim = first.geometry
+    kind_text = "" if source.cache is None else f"MNN {source.cache.kind} cache: "
+    tokens = format_range(sorted({entry.geometry[1] for entry in arrays}))
+    total_text = "" if stored_tokens.is_whole_text else f" of {num_seen:,}"
+    return (
+        f"{kind_text}{pluralize(len(arrays) // 2, 'layer')}, {heads} x {head_dim}, {tokens} tokens{total_text}, "
+        f"{first.array.dtype}"
+    )
+
+
+def _list_notes(source: Source, casts: Sequence[CastStats]) -> list[str]:
+    source_notes = (note if note.startswith(source.inputs) else note[:1].upper() + note[1:] for note in source.notes)
+    notes = [f"{note}." for note in source_notes]
+    cast_texts = [str(cast) for cast in casts if cast.changed]
+    if cast_texts:
+        notes.append(f"The model's own dtype is narrower than the cache's, which is LOSSY: {'; '.join(cast_texts)}.")
+    return notes

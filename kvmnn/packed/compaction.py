@@ -1,0 +1,262 @@
+"""Reserve plans: which tokens of the window stay when the engine reallocates a cache, in both dialects.
+
+A plan is `remove`, the number of tokens at the tail that form the window, and pairs (begin, size) of what stays of
+them, begin counted from the window's start. Nothing here touches a buffer.
+
+The engine's bookkeeping of a step: how many tokens there were, go, stay and come (docs/layout.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .._util.validation import validate_int
+from ..errors import KvmnnError
+
+ReservePair = tuple[int, int]
+
+DIALECTS = ("fork", "upstream")
+"""The fork Livia-Tassel/MNN, and alibaba/MNN up to 3.6.1."""
+
+INT32_MAX = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class CompactionOutcome:
+    """What a reallocation does.
+
+    Attributes
+    ----------
+    min_capacity
+        Tokens that there must be room for before anything moves.
+    moves
+        Copies of tokens inside each head, (source, destination, count), one after the other.
+    past_length
+        Live tokens afterwards.
+    messages
+        What the engine complains about, in kvmnn's words; one for each message it prints.
+    """
+
+    min_capacity: int
+    moves: tuple[tuple[int, int, int], ...]
+    past_length: int
+    messages: tuple[str, ...] = ()
+
+
+def validate_dialect(dialect: str) -> str:
+    """`dialect` if there is such a one."""
+    if dialect not in DIALECTS:
+        raise KvmnnError(f"unknown dialect {dialect!r}: expected one of {', '.join(DIALECTS)}")
+    return dialect
+
+
+def parse_pairs(reserve: Iterable[Iterable[int]]) -> tuple[ReservePair, ...]:
+    """`reserve` as pairs of ints.
+
+    Raises
+    ------
+    KvmnnError
+        For a number that does not fit the 32 bits in which the engine keeps it, and for what is no pair.
+    """
+    pairs = []
+    for number, entry in enumerate(reserve):
+        pair = tuple(entry)
+        if len(pair) != 2:
+            raise KvmnnError(f"reserve[{number}] has {len(pair)} numbers: expected begin and size")
+        begin, size = (
+            validate_int(value, f"{name} of reserve[{number}]", -INT32_MAX - 1, INT32_MAX)
+            for name, value in zip(("begin", "size"), pair, strict=True)
+        )
+        pairs.append((begin, size))
+    return tuple(pairs)
+
+
+def check_reserve(past_length: int, remove: int, pairs: tuple[ReservePair, ...], is_quantised: bool) -> None:
+    """Raise `KvmnnError` unless the plan is one that the fork applies in full."""
+    if remove > past_length:
+        raise KvmnnError(f"remove is {remove}: expected at most the {past_length} live tokens")
+    if pairs and is_quantised:
+        raise KvmnnError("reserve pairs with int8 keys or values: the engine ignores the pairs and drops the window")
+    end = 0
+    for number, (begin, size) in enumerate(pairs):
+        problem = _find_pair_problem(begin, size, end, remove)
+        if problem:
+            raise KvmnnError(f"reserve[{number}] is ({begin}, {size}): {problem}")
+        end = begin + size
+
+
+def _find_pair_problem(begin: int, size: int, end: int, remove: int) -> str | None:
+    if size <= 0:
+        return "expected a size of at least 1"
+    if begin < 0:
+        return "expected begin at 0 or after"
+    if begin + size > remove:
+        return f"ends at {begin + size}, expected at most the window's {remove} tokens"
+    if begin < end:
+        return f"starts before {end}, where the pair before it ends"
+    return None
+
+
+def simulate_fork(
+    past_length: int, remove: int, pairs: tuple[ReservePair, ...], add: int, is_quantised: bool
+) -> CompactionOutcome:
+    """What the fork's ``onRealloc`` does with any plan.
+
+    It repairs what it dislikes, a message each time. That a pair does not fit is noticed while the pairs before it have
+    been copied already: the copies stay, and the cache ends where the window starts.
+    """
+    messages = []
+    if remove > past_length + add:
+        messages.append(f"remove is {remove} with {past_length} tokens and {add} to come: cut, pairs dropped")
+        remove, pairs = past_length + add, ()
+    if any(size <= 0 for _, size in pairs):
+        messages.append("a pair has no size: pairs dropped")
+        pairs = ()
+    min_capacity = past_length + add - remove + sum(size for _, size in pairs)
+    start = past_length - remove
+    if start < 0:
+        messages.append(f"remove is {remove} with {past_length} tokens: everything dropped")
+        start, pairs = 0, ()
+    if is_quantised:
+        pairs = ()
+    moves: list[tuple[int, int, int]] = []
+    end, destination = 0, start
+    for begin, size in pairs:
+        if _find_pair_problem(begin, size, end, remove):
+            messages.append(f"pair ({begin}, {size}) does not fit: window dropped")
+            return CompactionOutcome(min_capacity, tuple(moves), start, tuple(messages))
+        moves.append((start + begin, destination, size))
+        destination += size
+        end = begin + size
+    return CompactionOutcome(min_capacity, tuple(moves), destination, tuple(messages))
+
+
+def simulate_upstream(
+    past_length: int,
+    remove: int,
+    pairs: tuple[ReservePair, ...],
+    add: int,
+    is_quantised: bool,
+    previous: int,
+    capacity: int,
+) -> CompactionOutcome:
+    """What upstream's ``onRealloc`` does with any plan: it looks at nothing and copies what it is told.
+
+    Parameters
+    ----------
+    previous
+        Tokens that the shared counts speak of; upstream sizes the cache after them, not after its own `past_length`.
+    capacity
+        Tokens that there is room for.
+
+    Raises
+    ------
+    KvmnnError
+        Where upstream would read or write outside its buffers, or count below zero.
+    """
+    sizes = -1 if any(size <= 0 for _, size in pairs) else sum(size for _, size in pairs)
+    min_capacity = previous + add - remove + sizes
+    start = past_length - remove
+    if start < 0 or min_capacity < 0:
+        raise KvmnnError(f"remove is {remove} with {past_length} tokens: upstream would count below zero")
+    if is_quantised:
+        return CompactionOutcome(min_capacity, (), start)
+    buffer_capacity = max(capacity, min_capacity)
+    moves = []
+    destination = start
+    for begin, size in pairs:
+        if size > 0:
+            if min(start + begin, destination) < 0 or max(start + begin, destination) + size > buffer_capacity:
+                raise KvmnnError(f"pair ({begin}, {size}): upstream would copy outside its buffers")
+            moves.append((start + begin, destination, size))
+        destination += size
+    if destination < 0:
+        raise KvmnnError("the pairs' sizes add up to less than zero: upstream would count below zero")
+    return CompactionOutcome(min_capacity, tuple(moves), destination)
+
+
+_MAX_COUNT = (1 << 63) - 1
+
+
+@dataclass
+class KVMeta:
+    """Counts of one conversation, shared by all layers, as the engine's ``KVMeta`` holds them.
+
+    Attributes
+    ----------
+    previous
+        Tokens in the cache before this step, as the engine believes: after a layer was compacted on its own, or
+        upstream dropped the cache, it is not what a layer really holds.
+    add
+        Tokens of this step.
+    remove
+        Tokens at the tail that form the window.
+    reserve
+        Pairs (begin, size) inside the window that stay; begin counts from the window's start.
+    dialect
+        ``"fork"`` or ``"upstream"``.
+    """
+
+    previous: int = 0
+    add: int = 0
+    remove: int = 0
+    reserve: tuple[ReservePair, ...] = ()
+    dialect: str = "fork"
+
+    def __post_init__(self) -> None:
+        validate_dialect(self.dialect)
+        for name in ("previous", "add", "remove"):
+            setattr(self, name, validate_int(getattr(self, name), name, 0, _MAX_COUNT))
+        self.reserve = parse_pairs(self.reserve)
+
+    def set_info(self, add: int, remove: int, reserve: Iterable[ReservePair] = ()) -> None:
+        """What ``setKVCacheInfo`` does: `remove` is cut to what there is, nothing else is looked at."""
+        pairs = parse_pairs(reserve)
+        self.add = validate_int(add, "add", 0, _MAX_COUNT)
+        self.remove = min(validate_int(remove, "remove", 0, _MAX_COUNT), self.previous)
+        self.reserve = pairs
+
+    def erase(self, begin: int, end: int = 0) -> None:
+        """What ``eraseHistory`` does: drop the tokens ``[begin, end)`` at the next step; end 0 means all from `begin`.
+
+        Raises
+        ------
+        KvmnnError
+            For a range that is empty or ends behind the cache; the engine prints a message and ignores the call.
+        """
+        self.remove, self.reserve = plan_erase(self.previous, begin, end)
+
+    def compute_reserve_size(self) -> int:
+        """Sum of the sizes of the pairs, -1 where one of them is not above 0 (``computeReserveSize``)."""
+        return -1 if any(size <= 0 for _, size in self.reserve) else sum(size for _, size in self.reserve)
+
+    def sync(self) -> int:
+        """End the step: the new `previous`, which is returned; everything else is cleared.
+
+        The fork drops all pairs where one is not inside the window by itself, whatever their order, and cuts `remove`
+        to what there was. Upstream computes with what it was given.
+        """
+        sizes = self.compute_reserve_size()
+        remove = self.remove
+        if self.dialect == "fork":
+            if any(begin < 0 or size <= 0 or begin + size > remove for begin, size in self.reserve):
+                sizes = 0
+            if remove > self.previous + self.add:
+                remove, sizes = self.previous + self.add, 0
+        self.previous = self.previous - remove + self.add + sizes
+        self.add, self.remove, self.reserve = 0, 0, ()
+        return self.previous
+
+
+def plan_erase(past_length: int, begin: int, end: int = 0) -> tuple[int, tuple[ReservePair, ...]]:
+    """`remove` and the pairs with which the engine erases the tokens ``[begin, end)`` of `past_length`; end 0 means
+    `past_length`.
+    """
+    validate_int(begin, "begin", 0)
+    stop = validate_int(end, "end", 0) or past_length
+    if begin >= stop or stop > past_length:
+        raise KvmnnError(
+            f"cannot erase tokens {begin} to {stop}: expected a range inside the {past_length} tokens there are"
+        )
+    return past_length - begin, ((stop - begin, past_length - stop),) if stop < past_length else ()

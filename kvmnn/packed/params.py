@@ -1,0 +1,307 @@
+"""The numbers of MNN's packed K and V buffers: sizes, strides, and where an element lies (docs/layout.md).
+
+Which token and dimension an element of a packed head is: the inverse of `PackLayout.key_index` and `value_index`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from .._util.validation import validate_int
+from ..dtypes import PARTS, Indices, Part, parse_dtype
+from ..errors import KvmnnError, LimitError
+from .backends import get_backend
+
+FLASH_BLOCK = 64
+"""Tokens in a block of V where the engine uses flash attention."""
+
+EXPAND_CHUNK = 64
+"""Tokens of room that the engine adds to what it needs when it allocates."""
+
+MAX_BUFFER_BYTES = 1 << 48  # far beyond any memory, far below any overflow
+
+
+@dataclass(frozen=True)
+class LayoutParams:
+    """The numbers that fix where an element lies.
+
+    Parameters
+    ----------
+    kv_heads, head_dim
+        Geometry of the attention layer.
+    dtype
+        ``fp16``, ``bf16`` or ``fp32``: the elements of what is not int8.
+    lP, hP
+        Pack numbers of the backend.
+    flash_block
+        Tokens in a block of V (64 with flash attention); None without flash attention, where one block spans the
+        capacity.
+    lP8, hP8
+        Pack numbers of the backend's int8 kernels, needed where something is int8.
+    int8_keys, int8_values
+        What the engine quantises: nothing, keys, or both. Values are quantised only with flash attention.
+    eP, eP8
+        Carried for completeness: packing of query tiles, which enters no index and no size here.
+
+    Raises
+    ------
+    KvmnnError
+        For numbers below 1 and for combinations that the engine does not have.
+    """
+
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    lP: int
+    hP: int
+    flash_block: int | None = FLASH_BLOCK
+    lP8: int | None = None
+    hP8: int | None = None
+    int8_keys: bool = False
+    int8_values: bool = False
+    eP: int | None = None
+    eP8: int | None = None
+
+    def __post_init__(self) -> None:
+        parse_dtype(self.dtype)
+        for name in ("kv_heads", "head_dim", "lP", "hP", "flash_block", "lP8", "hP8", "eP", "eP8"):
+            value = getattr(self, name)
+            if value is not None or name in ("kv_heads", "head_dim", "lP", "hP"):
+                object.__setattr__(self, name, validate_int(value, name, 1))
+        if self.int8_keys and (self.lP8 is None or self.hP8 is None):
+            raise KvmnnError("int8 keys need lP8 and hP8, the pack numbers of the int8 kernels")
+        if self.int8_values and not self.int8_keys:
+            raise KvmnnError("int8 values without int8 keys: expected keys only, or both")
+        if self.int8_values and self.flash_block is None:
+            raise KvmnnError("int8 values without a flash block: the engine quantises values with flash attention only")
+
+    @classmethod
+    def from_backend(
+        cls,
+        name: str,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        flash: bool = True,
+        int8_keys: bool = False,
+        int8_values: bool = False,
+    ) -> Self:
+        """The layout that the backend `name` uses (the table is `kvmnn.backends.BACKENDS`).
+
+        Parameters
+        ----------
+        flash
+            Whether the engine runs with flash attention, as it does unless ``attention_mode`` says otherwise.
+        """
+        row = get_backend(name)
+        return cls(
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=row.dtype,
+            lP=row.lP,
+            hP=row.hP,
+            flash_block=FLASH_BLOCK if flash else None,
+            lP8=row.lP8,
+            hP8=row.hP8,
+            int8_keys=int8_keys,
+            int8_values=int8_values,
+            eP=row.eP,
+            eP8=row.eP8,
+        )
+
+    # -- sizes and strides ---------------------------------------------------------------------------------------------
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element that is not int8."""
+        return parse_dtype(self.dtype).itemsize
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether keys, or keys and values, are int8."""
+        return self.int8_keys
+
+    def is_int8(self, part: Part) -> bool:
+        """Whether K (``"key"``) or V (``"value"``) is int8."""
+        return self.int8_keys if part == "key" else self.int8_values
+
+    def pack_numbers(self, part: Part) -> tuple[int, int]:
+        """lP and hP of K or V; lP8 and hP8 for what is int8."""
+        return (self.lP8 or 1, self.hP8 or 1) if self.is_int8(part) else (self.lP, self.hP)
+
+    @property
+    def placement_key(self) -> tuple[Any, ...]:
+        """All that decides where elements lie and what they are; equal for backends whose buffers are alike."""
+        parts = [(self.is_int8(part), self.pack_numbers(part)) for part in PARTS]
+        return self.kv_heads, self.head_dim, self.dtype, self.flash_block, *parts
+
+    @property
+    def unrecoverable_parts(self) -> tuple[str, ...]:
+        """What the buffers alone do not hold, in sentences; empty for float layouts."""
+        sentences = []
+        if self.int8_keys:
+            sentences.append(
+                "keys: int8 codes hold each key minus its channel's maximum at the time, rounded to 256 steps; the "
+                "maxima are kept in the engine's memory only, so keys come back shifted by a constant per channel"
+            )
+        if self.int8_values:
+            sentences.append("values: rounded to 256 steps of the first prefill's range, and clamped to it afterwards")
+        return tuple(sentences)
+
+    def value_block(self, capacity: int) -> int:
+        """Tokens in a block of V."""
+        return self.flash_block if self.flash_block is not None else max(capacity, 1)
+
+    def key_shape(self, capacity: int) -> tuple[int, int, int, int]:
+        """One head of K: ``[tile, dims / lP, hP, lP]``; for int8 without the scales and biases after each tile."""
+        lP, hP = self.pack_numbers("key")
+        return _ceil_div(capacity, hP), _ceil_div(self.head_dim, lP), hP, lP
+
+    def value_shape(self, capacity: int) -> tuple[int, int, int, int, int]:
+        """One head of V: ``[block, dims / hP, block / lP, hP, lP]``; for int8 without scales and biases."""
+        lP, hP = self.pack_numbers("value")
+        block = self.value_block(capacity)
+        return _ceil_div(capacity, block), _ceil_div(self.head_dim, hP), _ceil_div(block, lP), hP, lP
+
+    def key_strides(self) -> tuple[int, int, int, int]:
+        """Distances along the axes of `key_shape`, in elements (bytes for int8)."""
+        lP, hP = self.pack_numbers("key")
+        return _ceil_div(self.head_dim, lP) * lP * hP + (8 * hP if self.int8_keys else 0), lP * hP, lP, 1
+
+    def value_strides(self, capacity: int) -> tuple[int, int, int, int, int]:
+        """Distances along the axes of `value_shape`, in elements (bytes for int8)."""
+        lP, hP = self.pack_numbers("value")
+        column = _ceil_div(self.value_block(capacity), lP) * lP * hP + (8 * hP if self.int8_values else 0)
+        return column * _ceil_div(self.head_dim, hP), column, lP * hP, lP, 1
+
+    def key_head_bytes(self, capacity: int) -> int:
+        """Bytes of one head's part of the K buffer, for room for `capacity` tokens."""
+        return self.key_shape(capacity)[0] * self.key_strides()[0] * (1 if self.int8_keys else self.itemsize)
+
+    def value_head_bytes(self, capacity: int) -> int:
+        """Bytes of one head's part of the V buffer, for room for `capacity` tokens."""
+        blocks = self.value_shape(capacity)[0]
+        return blocks * self.value_strides(capacity)[0] * (1 if self.int8_values else self.itemsize)
+
+    def key_bytes(self, capacity: int) -> int:
+        """Bytes of the K buffer."""
+        return self.kv_heads * self.key_head_bytes(capacity)
+
+    def value_bytes(self, capacity: int) -> int:
+        """Bytes of the V buffer."""
+        return self.kv_heads * self.value_head_bytes(capacity)
+
+    def key_head_offset(self, head: int, capacity: int) -> int:
+        """Byte at which `head` starts in the K buffer."""
+        return validate_int(head, "head", 0, self.kv_heads - 1) * self.key_head_bytes(capacity)
+
+    def value_head_offset(self, head: int, capacity: int) -> int:
+        """Byte at which `head` starts in the V buffer."""
+        return validate_int(head, "head", 0, self.kv_heads - 1) * self.value_head_bytes(capacity)
+
+    def infer_capacity(self, key_bytes: int, value_bytes: int) -> int:
+        """Tokens for which buffers of these sizes have room, as the engine derives it from a file.
+
+        The capacity they were allocated for may have been smaller: K comes in tiles and V in blocks. Both
+        lead to the same places for every token.
+
+        Raises
+        ------
+        KvmnnError
+            For sizes that no capacity gives.
+        """
+        capacity = key_bytes // self.key_bytes(1) * self.key_shape(1)[2]
+        if self.flash_block is not None:
+            capacity = min(capacity, value_bytes // self.value_bytes(1) * self.flash_block)
+        else:
+            row = self.kv_heads * self.itemsize * _ceil_div(self.head_dim, self.hP) * self.hP
+            capacity = min(capacity, value_bytes // row)
+        if capacity < 1 or (self.key_bytes(capacity), self.value_bytes(capacity)) != (key_bytes, value_bytes):
+            raise KvmnnError(f"K of {key_bytes} and V of {value_bytes} bytes: no capacity of {self} gives these sizes")
+        return capacity
+
+    # -- indexes -------------------------------------------------------------------------------------------------------
+
+    def key_index(self, tokens: Any, dims: Any) -> Indices:
+        """Where K(token, dim) lies inside its head, in elements (bytes for int8).
+
+        `tokens` and `dims` are integers or arrays of them and broadcast against each other; dims below `head_dim`.
+        """
+        t, d = self._validate_indices(tokens, dims)
+        lP, hP = self.pack_numbers("key")
+        tile, unit, _, _ = self.key_strides()
+        return np.asarray(t // hP * tile + d // lP * unit + t % hP * lP + d % lP)
+
+    def value_index(self, tokens: Any, dims: Any, capacity: int | None = None) -> Indices:
+        """Where V(token, dim) lies inside its head, in elements (bytes for int8).
+
+        `capacity` is needed only without a flash block. Otherwise as `key_index`.
+        """
+        if self.flash_block is None and capacity is None:
+            raise KvmnnError("without a flash block the place of a value depends on the capacity: say which")
+        t, d = self._validate_indices(tokens, dims)
+        lP, hP = self.pack_numbers("value")
+        block_capacity = validate_int(capacity, "capacity", 1) if capacity is not None else 1
+        block = self.value_block(block_capacity)
+        s0, s1, s2, _, _ = self.value_strides(block_capacity)
+        r = t % block
+        return np.asarray(t // block * s0 + d // hP * s1 + r // lP * s2 + d % hP * lP + r % lP)
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check_capacity(self, capacity: int) -> int:
+        """`capacity`, in tokens.
+
+        Raises
+        ------
+        KvmnnError
+            For one below 1; its child `LimitError` for buffers that no memory holds.
+        """
+        validate_int(capacity, "capacity", 1)
+        if max(self.key_bytes(capacity), self.value_bytes(capacity)) > MAX_BUFFER_BYTES:
+            raise LimitError(f"capacity {capacity} gives buffers beyond any memory")
+        return capacity
+
+    def _validate_indices(self, tokens: Any, dims: Any) -> tuple[Indices, Indices]:
+        axes = []
+        for name, axis, end in (("tokens", tokens, None), ("dims", dims, self.head_dim)):
+            array = np.asarray(axis)
+            if array.dtype.kind not in "iu":
+                raise TypeError(f"{name} must be integers, not {array.dtype}")
+            if array.size and (array.min() < 0 or (end is not None and array.max() >= end)):
+                raise KvmnnError(f"{name} reach from {array.min()} to {array.max()}: expected 0 to {end or 'any'}")
+            axes.append(array.astype(np.int64))
+        return axes[0], axes[1]
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def locate_element(layout: LayoutParams, part: Part, element: int, capacity: int) -> tuple[int, int]:
+    """Return row and dimension of an element of one head.
+
+    Parameters
+    ----------
+    layout, part, capacity
+        What the buffer is; float layouts only.
+    element
+        Index inside the head, in elements.
+
+    Returns
+    -------
+    tuple of int
+        The row (of a token, or behind the last one), and the dimension: at least `head_dim` for padding.
+    """
+    lP, hP = layout.pack_numbers(part)
+    if part == "key":
+        tile, unit, _, _ = layout.key_strides()
+        offset = element % tile
+        return element // tile * hP + offset % unit // lP, offset // unit * lP + offset % lP
+    block, column, unit, _, _ = layout.value_strides(capacity)
+    offset = element % block % column
+    row = element // block * layout.value_block(capacity) + offset // unit * lP + offset % lP
+    return row, element % block // column * hP + offset % unit // lP

@@ -1,0 +1,283 @@
+"""What is known of the tokens that a layer still stores.
+
+A layer's cache under a policy, step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .._util.text import pluralize
+from .._util.validation import validate_count
+from ..arrays.layer_cache import LayerCache, check_kv_pair
+from ..dtypes import Elements, Floats, Indices, Positions
+from ..errors import KvmnnError
+from .policy import LayerState, Policy, RequiredStats, Trigger
+
+ScoreFold = Callable[[Floats, Floats], Floats]
+
+
+class CacheState:
+    """Scores, tokens seen and true positions of one layer, cut together with its K and V.
+
+    Parameters
+    ----------
+    requires
+        As of a policy: ``"scores"`` keeps scores ``[token]`` for all heads, ``"head scores"`` scores
+        ``[kv_head, token]``, anything else none.
+    kv_heads
+        Needed for head scores.
+
+    Attributes
+    ----------
+    num_seen : int
+        Tokens the model has seen, stored or not: the true position of the next one.
+    positions : ndarray
+        True position of each stored token: int64 ``[token]``, or ``[kv_head, token]`` once heads keep different ones.
+    scores : ndarray or None
+        Attention that each stored token has drawn so far, float32.
+    num_steps : int
+        Steps attended since the last cut; the prompt's is none of them.
+    """
+
+    def __init__(self, requires: RequiredStats = "lengths", kv_heads: int = 1) -> None:
+        validate_count("kv_heads", kv_heads)
+        self.num_seen = 0
+        self.num_steps = 0
+        self.positions: Positions = np.empty(0, np.int64)
+        self.scores: Floats | None = None
+        if requires in ("scores", "head scores"):
+            self.scores = np.empty((kv_heads, 0) if requires == "head scores" else 0, np.float32)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are stored."""
+        return int(self.positions.shape[-1])
+
+    def append(self, count: int) -> None:
+        """`count` further tokens of the text, with scores of 0."""
+        validate_count("count", count)
+        new_positions = np.arange(self.num_seen, self.num_seen + count, dtype=np.int64)
+        self.positions = np.concatenate(
+            [self.positions, np.broadcast_to(new_positions, (*self.positions.shape[:-1], count))], axis=-1
+        )
+        if self.scores is not None:
+            zeros = np.zeros((*self.scores.shape[:-1], count), np.float32)
+            self.scores = np.concatenate([self.scores, zeros], axis=-1)
+        self.num_seen += count
+
+    def add_scores(self, sums: npt.NDArray[Any], fold: ScoreFold = np.add) -> None:
+        """Fold what one step's attention gave to each stored token into the scores (`ScoreAccumulator.fold`), in
+        float32.
+
+        Where there are fewer or more sums than tokens, those that have both are folded and the rest is left: so does
+        the StreamingLLM + H2O project.
+
+        Raises
+        ------
+        KvmnnError
+            Where this state keeps no scores, or keeps them by another number of heads.
+        """
+        if self.scores is None:
+            raise KvmnnError("this state keeps no scores")
+        step_sums = np.asarray(sums)
+        if step_sums.dtype.kind not in "fiu":
+            raise TypeError(f"attention sums are {step_sums.dtype}: expected numbers")
+        if step_sums.ndim != self.scores.ndim or step_sums.shape[:-1] != self.scores.shape[:-1]:
+            raise KvmnnError(
+                f"attention sums have shape {list(step_sums.shape)}: expected {[*self.scores.shape[:-1], self.tokens]}"
+            )
+        num_common = min(self.tokens, step_sums.shape[-1])
+        with np.errstate(over="ignore", invalid="ignore"):
+            self.scores[..., :num_common] = fold(
+                self.scores[..., :num_common], step_sums[..., :num_common].astype(np.float32)
+            )
+
+    def keep(self, indices: Indices) -> None:
+        """Keep these of the stored tokens, in this order.
+
+        Parameters
+        ----------
+        indices
+            Integers, ``[kept]`` for all heads or ``[kv_head, kept]``.
+
+        Raises
+        ------
+        KvmnnError
+            For tokens that are not stored or named twice, and for numbers of heads that do not agree.
+        """
+        indices = validate_indices(indices, self.tokens)
+        if indices.ndim == 2:
+            for tensor in (self.positions, self.scores):
+                if tensor is not None and tensor.ndim == 2 and tensor.shape[0] != indices.shape[0]:
+                    raise KvmnnError(f"a cut for {indices.shape[0]} heads of a state with {tensor.shape[0]}")
+        self.num_steps = 0
+        self.positions = take_tokens(self.positions, indices)
+        if self.scores is not None:
+            self.scores = take_tokens(self.scores, indices)
+
+
+def validate_indices(selection: npt.NDArray[Any], tokens: int) -> Indices:
+    """Indices of tokens as int64, each of them in ``[0, tokens)`` and in a head once."""
+    array = np.asarray(selection)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"kept tokens are {array.dtype}: expected integers")
+    if array.ndim not in (1, 2):
+        raise KvmnnError(f"kept tokens have shape {list(array.shape)}: expected [kept] or [kv_head, kept]")
+    indices: Indices = array.astype(np.int64)
+    if indices.size and not (indices.min() >= 0 and indices.max() < tokens):
+        raise KvmnnError(f"kept tokens reach from {indices.min()} to {indices.max()}: {tokens} are stored")
+    for row in np.atleast_2d(indices):
+        is_selected = np.zeros(tokens, np.bool_)
+        is_selected[row] = True
+        if np.count_nonzero(is_selected) != row.size:
+            raise KvmnnError("a kept token is named twice")
+    return indices
+
+
+def take_tokens(array: npt.NDArray[Any], indices: Indices) -> npt.NDArray[Any]:
+    """The kept tokens of an array ``[token]`` or ``[kv_head, token]``: of two axes where either has two."""
+    if indices.ndim == 1:
+        return array[..., indices]
+    if array.ndim == 1:
+        array = np.broadcast_to(array, (indices.shape[0], array.shape[0]))
+    return np.take_along_axis(array, indices, axis=1)
+
+
+class EvictingCache:
+    """K and V of one layer, and the `CacheState` that is cut with them whenever the policy says so.
+
+    One step is `append` (which returns what is to be attended), attention, `finish_attention`. A caller that works in
+    chunks calls `end_chunk` after each. Any policy works here; the lazy ones do what the classes of the
+    StreamingLLM + H2O project do.
+
+    Parameters
+    ----------
+    policy
+        What decides.
+    layer
+        Which layer this is.
+
+    Attributes
+    ----------
+    state : CacheState
+        Empty until the first tokens come.
+    """
+
+    def __init__(self, policy: Policy, layer: int = 0) -> None:
+        self.policy = policy
+        self.layer = layer
+        self.state = CacheState()
+        self._keys: Elements | None = None
+        self._values: Elements | None = None
+        self._num_new = 0
+
+    def __repr__(self) -> str:
+        if self._keys is None:
+            return f"EvictingCache({self.policy!r}, layer={self.layer}, empty)"
+        heads, tokens, head_dim = self._keys.shape
+        return (
+            f"EvictingCache({self.policy!r}, layer={self.layer}, {tokens:,} of "
+            f"{pluralize(self.state.num_seen, 'token')}, "
+            f"{pluralize(heads, 'KV head')} of {head_dim}, {self._keys.dtype})"
+        )
+
+    @property
+    def snapshot(self) -> LayerCache:
+        """What is stored now, with true positions."""
+        if self._keys is None or self._values is None:
+            raise KvmnnError(f"layer {self.layer}: nothing has been appended yet")
+        return LayerCache(
+            layer=self.layer,
+            keys=self._keys,
+            values=self._values,
+            positions=self.state.positions,
+            tokens_seen=self.state.num_seen,
+        )
+
+    def append(self, keys: Elements, values: Elements) -> LayerCache:
+        """Store the tokens of a step, ``[kv_head, token, head_dim]``, and return what they are to attend to."""
+        check_kv_pair(f"layer {self.layer}", keys, values, num_axes=3)
+        if self._keys is None or self._values is None:
+            self.state = CacheState(self.policy.requires, keys.shape[0])
+            self._keys, self._values = keys[:, :0], values[:, :0]
+        self._check_continues(self._keys, keys)
+        self._keys = np.concatenate([self._keys, keys], axis=1)
+        self._values = np.concatenate([self._values, values], axis=1)
+        self._num_new = keys.shape[1]
+        self.state.append(self._num_new)
+        self._apply_policy(Trigger.AFTER_APPEND)
+        return self.snapshot
+
+    def finish_attention(
+        self, sums: Floats | None = None, *, weights: npt.NDArray[np.floating] | None = None
+    ) -> LayerCache:
+        """The step has been attended; return what is stored after it.
+
+        Parameters
+        ----------
+        sums
+            What attention adds to the scores, as `Policy.sum_columns` gives it.
+        weights
+            Or the attention itself, ``[query_head, query, key]``.
+        """
+        if sums is not None and weights is not None:
+            raise KvmnnError(f"layer {self.layer}: sums and weights: expected only one")
+        if weights is not None:
+            sums = self.policy.sum_columns(weights, self.snapshot.kv_heads)
+        if sums is not None:
+            self.state.add_scores(sums, partial(self.policy.score_accumulator.fold, num_new=self._num_new))
+        if self._num_new != self.state.num_seen:
+            self.state.num_steps += 1
+        self._apply_policy(Trigger.AFTER_ATTENTION)
+        return self.snapshot
+
+    def end_chunk(self) -> LayerCache:
+        """A chunk of text has ended: the lazy policies cut to their budget; return what is stored."""
+        self._apply_policy(Trigger.CHUNK_END)
+        return self.snapshot
+
+    def _apply_policy(self, trigger: Trigger) -> None:
+        if self._keys is None or self._values is None:
+            raise KvmnnError(f"layer {self.layer}: nothing has been appended yet")
+        layer_state = LayerState(
+            tokens=self.state.tokens,
+            layer=self.layer,
+            keys=self._keys,
+            values=self._values,
+            scores=self.state.scores,
+            num_new=self._num_new,
+            num_seen=self.state.num_seen,
+            num_steps=self.state.num_steps,
+            trigger=trigger,
+        )
+        indices = self.policy.select(layer_state)
+        if indices is not None:
+            self.state.keep(indices)
+            self._keys, self._values = take_rows(self._keys, indices), take_rows(self._values, indices)
+
+    def _check_continues(self, existing: Elements, appended: Elements) -> None:
+        if (
+            existing.dtype != appended.dtype
+            or existing.shape[0] != appended.shape[0]
+            or existing.shape[2] != appended.shape[2]
+        ):
+            raise KvmnnError(
+                f"layer {self.layer}: {appended.dtype} {list(appended.shape)} does not continue {existing.dtype} "
+                f"[{existing.shape[0]}, token, {existing.shape[2]}]"
+            )
+
+
+def take_rows(array: Elements, indices: Indices) -> Elements:
+    """The kept tokens of K or V, ``[kv_head, token, head_dim]``, as an array of their own."""
+    if indices.ndim == 1:
+        return array[:, indices]
+    out = np.empty((array.shape[0], indices.shape[1], array.shape[2]), array.dtype)
+    for head, rows in enumerate(indices):
+        np.take(array[head], rows, axis=0, out=out[head], mode="clip")
+    return out

@@ -1,0 +1,544 @@
+"""One plan: which blocks of a layer stay, by score, and what that makes of the cache.
+
+A plan as a picture: one letter for each block, or for several neighbouring blocks of a long cache.
+
+Plans of all layers of a cache as if each triggered now: what `kvmnn plan` prints.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..._util.text import LOSSY, UNCHANGED, pluralize
+from ..._util.validation import validate_int
+from ...dtypes import Floats
+from ...errors import KvmnnError
+from ...packed.compaction import INT32_MAX, ReservePair
+from . import _scores
+from .config import H2OConfig
+from .scores import to_scores
+
+_UINT64_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class BlockPlan:
+    """What stays of one layer, and the engine's figures about it.
+
+    `window_tokens` and `reserve_pairs` go to `PackedCache.realloc` as they are; where nothing is to be dropped they are
+    0 and empty, and the call changes nothing.
+
+    Attributes
+    ----------
+    kv_len
+        Tokens of the layer, the newest included.
+    block_tokens
+        Tokens in a block.
+    keep
+        bool ``[blocks]``: the blocks that stay if the plan is carried out.
+    num_floor_blocks
+        (sink, recent): blocks at the start and at the end that stay whatever their scores; they may overlap.
+    kept_runs
+        int64 ``[n, 2]``: (begin, size) of neighbouring kept blocks in tokens, listed also where the floor dominates.
+    target_before_floor
+        Tokens to keep by the ratio alone.
+    floor_tokens
+        Tokens in the blocks of sink and recent.
+    floor_dominates
+        The floor reaches the target, so the engine drops nothing at all.
+    quantized_keep
+        The target in whole blocks.
+    bytes_per_token
+        As in the configuration.
+    """
+
+    kv_len: int
+    block_tokens: int
+    keep: npt.NDArray[np.bool_]
+    num_floor_blocks: tuple[int, int]
+    kept_runs: npt.NDArray[np.int64]
+    target_before_floor: int
+    floor_tokens: int
+    floor_dominates: bool
+    quantized_keep: int
+    bytes_per_token: int | None = None
+
+    @property
+    def target(self) -> int:
+        """Tokens to keep: by the ratio, but not below the floor."""
+        return max(self.target_before_floor, self.floor_tokens)
+
+    @cached_property
+    def num_kept_tokens(self) -> int:
+        """Tokens in the blocks of `keep`."""
+        return int(self.kept_runs[:, 1].sum())
+
+    @property
+    def num_final_tokens(self) -> int:
+        """Tokens that are left once the plan is applied: all of them where the floor dominates."""
+        return self.kv_len if self.floor_dominates else self.num_kept_tokens
+
+    @property
+    def num_evicted(self) -> int:
+        """Tokens that go."""
+        return self.kv_len - self.num_final_tokens
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens of the window, for `PackedCache.realloc`: all, or 0 where nothing goes."""
+        return self.kv_len if self.num_evicted else 0
+
+    @cached_property
+    def reserve_pairs(self) -> tuple[ReservePair, ...]:
+        """Pairs (begin, size) of what stays of the window, for `PackedCache.realloc`; empty where nothing goes."""
+        return tuple((begin, size) for begin, size in self.kept_runs.tolist()) if self.num_evicted else ()
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Bytes of the pairs as the engine keeps them."""
+        return 0 if self.floor_dominates else 8 * len(self.kept_runs)
+
+    def list_kept_tokens(self) -> npt.NDArray[np.int64]:
+        """Indices of the tokens that stay, ascending."""
+        if not self.num_evicted:
+            return np.arange(self.kv_len)
+        return np.flatnonzero(np.repeat(self.keep, self.block_tokens)[: self.kv_len])
+
+    # -- figures -------------------------------------------------------------------------------------------------------
+
+    def list_options_to_lower(self, config: H2OConfig) -> tuple[str, ...]:
+        """The options of `config` that make the floor reach the target, by their names: those to lower."""
+        target = self.target_before_floor
+        tokens_by_option = {"recent_tokens": min(config.recent_tokens, self.kv_len), "sink_tokens": config.sink_tokens}
+        exceeding = tuple(name for name, tokens in tokens_by_option.items() if tokens >= target)
+        if exceeding:
+            return exceeding
+        return (
+            ("block_tokens",)
+            if sum(tokens_by_option.values()) < target
+            else (max(tokens_by_option, key=lambda name: tokens_by_option[name]),)
+        )
+
+    @property
+    def floor_keep_ratio(self) -> np.float32:
+        """Share of the floor, float32."""
+        return divide_float32(self.floor_tokens, self.kv_len)
+
+    @property
+    def effective_target_ratio(self) -> np.float32:
+        """Share of the target, float32."""
+        return divide_float32(self.target, self.kv_len)
+
+    @property
+    def block_quantized_keep_ratio(self) -> np.float32:
+        """Share of the target in whole blocks, float32."""
+        return divide_float32(self.quantized_keep, self.kv_len)
+
+    @property
+    def keep_ratio(self) -> np.float32:
+        """Share of the tokens that stay, float32."""
+        return divide_float32(self.num_final_tokens, self.kv_len)
+
+    @property
+    def lossy_ratio(self) -> np.float32:
+        """Bytes before over bytes after, the engine's pairs among them, float32; of tokens without bytes_per_token."""
+        if self.bytes_per_token is None:
+            return divide_float32(self.kv_len, self.num_final_tokens)
+        bytes_after = self.num_final_tokens * self.bytes_per_token + self.reserve_bytes
+        return divide_float32(self.kv_len * self.bytes_per_token, bytes_after)
+
+
+def plan_blocks(scores: Any, kv_len: int, config: H2OConfig | None = None, **options: Any) -> BlockPlan:
+    """Choose the blocks that stay, as the engine chooses them when a layer triggers.
+
+    The blocks that sink and recent touch stay. If they reach the target, the plan drops nothing. Otherwise the blocks
+    with the highest scores join them until the target is met; of equal scores the block nearer the start wins. Zeros
+    of both signs are equal, infinities are the highest and the lowest, and NaN comes below everything.
+
+    Parameters
+    ----------
+    scores
+        One number for each block, cut to float32.
+    kv_len
+        Tokens of the layer.
+    config
+        Options; None for the engine's defaults.
+    options
+        Attributes of `H2OConfig` to set instead of a `config`.
+
+    Raises
+    ------
+    KvmnnError
+        When there are not as many scores as blocks, or `kv_len` is not 1 to 2**31 - 1.
+
+    Examples
+    --------
+    >>> made = plan_blocks([9, 1, 5, 7, 3, 2], 12, block_tokens=2, sink_tokens=1, recent_tokens=1, target_lossy_ratio=2)
+    >>> made.reserve_pairs, made.window_tokens
+    (((0, 2), (6, 2), (10, 2)), 12)
+    """
+    config = _resolve_config(config, options)
+    validate_int(kv_len, "kv_len", 1, INT32_MAX)
+    block_tokens, num_blocks = config.effective_block_tokens, config.count_blocks(kv_len)
+    block_scores = to_scores(scores, "scores")
+    if block_scores.size != num_blocks:
+        raise KvmnnError(
+            f"{block_scores.size} scores for {kv_len} tokens: expected {num_blocks}, one for each block of "
+            f"{block_tokens}"
+        )
+    num_sink_blocks = -(-min(kv_len, max(0, config.sink_tokens)) // block_tokens)
+    first_recent = max(0, kv_len - max(0, config.recent_tokens)) // block_tokens
+    keep = np.zeros(num_blocks, np.bool_)
+    keep[:num_sink_blocks] = True
+    keep[first_recent:] = True
+    first_candidate, candidate_end = num_sink_blocks, max(num_sink_blocks, first_recent)
+    floor_tokens = kv_len - (candidate_end - first_candidate) * block_tokens
+    target_tokens = int(np.ceil(config.effective_keep_ratio * np.float32(kv_len)))
+    clamped_target = min(max(1, target_tokens), kv_len)
+    num_missing_blocks = max(0, -(-(clamped_target - floor_tokens) // block_tokens))
+    keep[first_candidate:candidate_end] = _select_highest(
+        block_scores[first_candidate:candidate_end], num_missing_blocks
+    )
+    return BlockPlan(
+        kv_len=kv_len,
+        block_tokens=block_tokens,
+        keep=keep,
+        num_floor_blocks=(num_sink_blocks, num_blocks - min(first_recent, num_blocks)),
+        kept_runs=_find_block_runs(keep, block_tokens, kv_len),
+        target_before_floor=clamped_target,
+        floor_tokens=floor_tokens,
+        floor_dominates=floor_tokens >= clamped_target,
+        quantized_keep=min(kv_len, floor_tokens + num_missing_blocks * block_tokens),
+        bytes_per_token=config.bytes_per_token,
+    )
+
+
+def explain_no_eviction(config: H2OConfig, tokens: int, option_names: Mapping[str, str] | None = None) -> str | None:
+    """Why no plan for up to `tokens` tokens drops any, and which option to change; None where one can.
+
+    Parameters
+    ----------
+    option_names
+        What its options are called, where that is not as in `H2OConfig`.
+    """
+    if tokens < config.effective_trigger_tokens:
+        return (
+            f"it plans from trigger_min_tokens {config.effective_trigger_tokens:,} on, there are {tokens:,}: lower it"
+        )
+    full_plan = _plan_uniform(tokens, config)
+    # blocks that recent tokens only touch stay whole: one length may drop none where another of its block does
+    if any(
+        _plan_uniform(num_tokens, config).num_evicted
+        for num_tokens in range(_find_min_equivalent_tokens(tokens, config), tokens + 1)
+    ):
+        return None
+    if not full_plan.floor_dominates:
+        return "its target is all of them"
+    options = " and ".join(
+        f"{(option_names or {}).get(name, name)} ({getattr(config, name):,})"
+        for name in full_plan.list_options_to_lower(config)
+    )
+    return (
+        f"sink and recent reach the target, {full_plan.floor_tokens:,} of {tokens:,} tokens where "
+        f"{full_plan.target_before_floor:,} are to stay: lower {options}"
+    )
+
+
+def _plan_uniform(tokens: int, config: H2OConfig) -> BlockPlan:
+    return plan_blocks(np.zeros(config.count_blocks(tokens), np.float32), tokens, config)
+
+
+def _find_min_equivalent_tokens(tokens: int, config: H2OConfig) -> int:
+    """From here on up to `tokens`, lengths have every place that they can have in a block."""
+    return max(config.effective_trigger_tokens, tokens - config.effective_block_tokens)
+
+
+def divide_float32(numerator: int, denominator: int) -> np.float32:
+    """`numerator` over `denominator`, both rounded to float32 first."""
+    return _to_float32(numerator) / _to_float32(denominator)
+
+
+def _to_float32(number: int) -> np.float32:
+    """An integer rounded once, as a conversion in C does; by way of a double it could be rounded twice."""
+    return np.float32(np.array(number & _UINT64_MASK, np.uint64).astype(np.float32))
+
+
+def _resolve_config(config: H2OConfig | None, options: dict[str, Any]) -> H2OConfig:
+    if config is None:
+        return H2OConfig(**options)
+    if options:
+        raise TypeError("options stand in place of a config: give one or the other")
+    return config
+
+
+def _select_highest(scores: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
+    """The `count` highest scores; of equal ones the first. Every candidate is a whole block (see docs/h2o.md)."""
+    if count == 0 or count >= scores.size:
+        return np.full(scores.size, count > 0)
+    keys = np.empty(scores.size, np.int32)
+    _scores.compute_order_keys(scores, keys)
+    threshold = np.partition(keys, scores.size - count)[scores.size - count]
+    is_selected: npt.NDArray[np.bool_] = keys > threshold
+    ties = np.flatnonzero(keys == threshold)
+    is_selected[ties[: count - np.count_nonzero(is_selected)]] = True
+    return is_selected
+
+
+def _find_block_runs(keep: npt.NDArray[np.bool_], block: int, kv_len: int) -> npt.NDArray[np.int64]:
+    edges = np.flatnonzero(np.diff(keep, prepend=False, append=False)).reshape(-1, 2) * block
+    runs = np.empty_like(edges)
+    runs[:, 0] = edges[:, 0]
+    runs[:, 1] = np.minimum(edges[:, 1], kv_len) - edges[:, 0]
+    return runs
+
+
+MAP_LEGEND = "S sink, # heavy hitter, R recent, . dropped, 1 to 9 tenths kept"
+MAX_MAP_LINES = 8
+
+
+def render_block_map(plan: BlockPlan, width: int = 80) -> list[str]:
+    """Lines of letters, each line with the token that it starts at.
+
+    Parameters
+    ----------
+    plan
+        The plan; where it drops nothing, protected blocks are shown as such and all others as kept.
+    width
+        Columns.
+
+    Returns
+    -------
+    At most `MAX_MAP_LINES` lines. A letter stands for several blocks where that is needed to fit; where some of these
+    are kept and some dropped, it is a digit: how many tenths are kept.
+    """
+    letters = _render_block_letters(plan)
+    label_width = len(f"{plan.kv_len:,}") + 2
+    columns = max(10, width - label_width)
+    blocks_per_cell = -(-letters.size // (columns * MAX_MAP_LINES))
+    cells = [_merge_letters(letters[i : i + blocks_per_cell]) for i in range(0, letters.size, blocks_per_cell)]
+    tokens_per_cell = blocks_per_cell * plan.block_tokens
+    return [
+        f"{first * tokens_per_cell:>{label_width - 2},}  " + "".join(cells[first : first + columns])
+        for first in range(0, len(cells), columns)
+    ]
+
+
+def compute_tokens_per_letter(plan: BlockPlan, width: int = 80) -> int:
+    """Tokens that one letter of `render_block_map` stands for."""
+    columns = max(10, width - len(f"{plan.kv_len:,}") - 2)
+    return -(-plan.keep.size // (columns * MAX_MAP_LINES)) * plan.block_tokens
+
+
+def _render_block_letters(plan: BlockPlan) -> npt.NDArray[np.str_]:
+    sink, recent = plan.num_floor_blocks
+    letters = np.where(plan.keep | (plan.num_evicted == 0), "#", ".")
+    letters[letters.size - recent :] = "R"
+    letters[:sink] = "S"
+    return letters
+
+
+def _merge_letters(letters: npt.NDArray[np.str_]) -> str:
+    kinds = set(letters.tolist())
+    if len(kinds) == 1:
+        return str(kinds.pop())
+    if "." in kinds:
+        return str(min(9, max(1, round(10 * float(np.mean(letters != "."))))))
+    return "#" if "#" in kinds else "S"
+
+
+MAX_SHOWN_PAIRS = 100
+"""Pairs of a layer that are shown."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerScores:
+    """What is known of one layer.
+
+    Attributes
+    ----------
+    name
+        Where it came from.
+    kv_len
+        Tokens.
+    scores
+        float32 ``[blocks]``.
+    """
+
+    name: str
+    kv_len: int
+    scores: Floats
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerPlan:
+    """The plan of one layer.
+
+    Attributes
+    ----------
+    layer, name
+        Its number, and where its scores came from.
+    plan
+        What stays.
+    """
+
+    layer: int
+    name: str
+    plan: BlockPlan
+
+    def to_plan_entry(self) -> dict[str, Any]:
+        """What `kvmnn compact --plan` reads of a layer."""
+        pairs = [list(pair) for pair in self.plan.reserve_pairs]
+        return {"layer": self.layer, "remove": self.plan.window_tokens, "pairs": pairs}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        layer_plan = self.plan
+        return {
+            **self.to_plan_entry(),
+            "name": self.name,
+            "tokens": layer_plan.kv_len,
+            "blocks": layer_plan.keep.size,
+            "tokens_after": layer_plan.num_final_tokens,
+            "evicted": layer_plan.num_evicted,
+            "target": layer_plan.target_before_floor,
+            "floor_tokens": layer_plan.floor_tokens,
+            "floor_dominates": layer_plan.floor_dominates,
+            "quantized_keep": layer_plan.quantized_keep,
+            "keep_ratio": float(layer_plan.keep_ratio),
+            "lossy_ratio": float(layer_plan.lossy_ratio),
+            "lossy_ratio_of": self._ratio_basis,
+            "keep": "".join("1" if is_kept else "0" for is_kept in layer_plan.keep | (layer_plan.num_evicted == 0)),
+        }
+
+    def format_lines(self, config: H2OConfig) -> list[str]:
+        """What stays, and the pairs as `kvmnn compact` takes them; without the picture."""
+        layer_plan = self.plan
+        label = f"layer {self.layer}"
+        head = f"{label}: " if self.name == label else f"{label} ({self.name}): "
+        if not layer_plan.num_evicted:
+            reason = self._explain_floor(config) if layer_plan.floor_dominates else "the target is all of them"
+            return [head + f"{UNCHANGED}, all {layer_plan.kv_len:,} tokens stay: {reason}"]
+        head += (
+            f"{LOSSY}, {layer_plan.num_final_tokens:,} of {layer_plan.kv_len:,} tokens stay, "
+            f"{float(layer_plan.lossy_ratio):.3f} x "
+            f"{self._ratio_basis}, target {layer_plan.target_before_floor:,}"
+        )
+        return [head, f"  --remove {layer_plan.window_tokens} --reserve {self._format_reserve()}"]
+
+    def _explain_floor(self, config: H2OConfig) -> str:
+        """Why the floor leaves nothing to evict, and what to lower."""
+        target = self.plan.target_before_floor
+        options = " and ".join(
+            f"--{name.removesuffix('_tokens')} ({getattr(config, name):,})"
+            for name in self.plan.list_options_to_lower(config)
+        )
+        return (
+            f"sink and recent reach the target, {self.plan.floor_tokens:,} tokens in blocks of "
+            f"{config.effective_block_tokens:,} where "
+            f"{target:,} are to stay: lower {options}"
+        )
+
+    @property
+    def _ratio_basis(self) -> str:
+        return "tokens" if self.plan.bytes_per_token is None else "bytes"
+
+    def _format_reserve(self) -> str:
+        """As `kvmnn compact --reserve` reads them, or the first of very many."""
+        reserve = self.plan.reserve_pairs
+        pairs_text = ",".join(f"{begin}:{size}" for begin, size in reserve[:MAX_SHOWN_PAIRS])
+        num_hidden = len(reserve) - MAX_SHOWN_PAIRS
+        return (
+            pairs_text
+            if num_hidden <= 0
+            else f"{pairs_text} ... {pluralize(num_hidden, 'pair')} more (-o writes them all)"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerPlans:
+    """The plans of all layers.
+
+    Attributes
+    ----------
+    config
+        The options that they were made with.
+    layers
+        A plan each.
+    seconds
+        Time taken, reading included.
+    input, output
+        The file of scores, and the file that the plans were written to, if any.
+    """
+
+    config: H2OConfig
+    layers: tuple[LayerPlan, ...]
+    seconds: float
+    input: str | None = None
+    output: str | None = None
+
+    @property
+    def label(self) -> str:
+        """``"LOSSY"`` if any layer drops tokens, else ``"UNCHANGED"``: nothing is decoded here, nothing compared."""
+        return LOSSY if any(layer.plan.num_evicted for layer in self.layers) else UNCHANGED
+
+    def to_plan_entries(self) -> list[dict[str, Any]]:
+        """What `kvmnn compact --plan` reads."""
+        return [layer.to_plan_entry() for layer in self.layers]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        config = self.config
+        return {
+            "input": self.input,
+            "output": self.output,
+            "label": self.label,
+            "seconds": self.seconds,
+            "config": {
+                "block_tokens": config.effective_block_tokens,
+                "sink_tokens": config.sink_tokens,
+                "recent_tokens": config.recent_tokens,
+                "target_mode": config.target_mode,
+                "keep_ratio": float(config.effective_keep_ratio),
+                "ema_alpha": float(config.effective_alpha),
+                "bytes_per_token": config.bytes_per_token,
+            },
+            "layers": [layer.to_dict() for layer in self.layers],
+        }
+
+    def format_lines(self, *, width: int = 100, picture: bool = True) -> list[str]:
+        """For people: each layer's figures, pairs and, unless `picture` is False, its blocks in `width` columns."""
+        lines = []
+        for layer in self.layers:
+            lines += layer.format_lines(self.config)
+            if picture:
+                lines += [f"  {line}" for line in render_block_map(layer.plan, width - 2)]
+            if picture and layer.layer == 0:
+                lines.append(f"  {compute_tokens_per_letter(layer.plan, width - 2):,} tokens a letter: {MAP_LEGEND}")
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join(self.format_lines())
+
+
+def plan_layers(scores: Sequence[LayerScores], config: H2OConfig | None = None) -> LayerPlans:
+    """Plan every layer as if it triggered now.
+
+    Raises
+    ------
+    KvmnnError
+        As for `plan_blocks`.
+    """
+    config = config or H2OConfig()
+    start_time = time.perf_counter()
+    layers = tuple(
+        LayerPlan(layer=number, name=layer.name, plan=plan_blocks(layer.scores, layer.kv_len, config))
+        for number, layer in enumerate(scores)
+    )
+    return LayerPlans(config=config, layers=layers, seconds=time.perf_counter() - start_time)

@@ -1,0 +1,321 @@
+"""Which tokens of a stored cache a policy would keep: its layers, each as a prompt that was attended once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .._util.text import LOSSY, UNCHANGED, format_range, pluralize
+from ..arrays.engine_cache import positions_to_runs
+from ..dtypes import Floats, Indices, Positions
+from ..errors import OptionError
+from ..packed.cache_info import PositionRuns
+from .policy import LayerState, Policy
+from .registry import POLICIES, LabelledPolicy, convert_options_to_json
+
+_MAX_SHOWN_PAIRS = 100
+_MAX_SHOWN_RUNS = 4
+_MIN_MAP_COLUMNS = 10
+_LEGEND = "# kept, . dropped, 1 to 9 tenths kept"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyLayerPlan:
+    """What stays of one layer.
+
+    Attributes
+    ----------
+    layer
+        Its number.
+    tokens
+        That are stored.
+    nbytes
+        Of its K and V.
+    kept_indices
+        Stored tokens that stay, ascending: int64 ``[kept]``, or ``[kv_head, kept]`` where heads keep different ones;
+        None: all stay.
+    skipped
+        Whether the policy never cuts this layer.
+    positions
+        True position of each stored token; None where nothing says it of all heads.
+    """
+
+    layer: int
+    tokens: int
+    nbytes: int
+    kept_indices: Indices | None = None
+    skipped: bool = False
+    positions: Positions | None = None
+
+    @property
+    def tokens_after(self) -> int:
+        """Tokens that stay, in each KV head."""
+        return self.tokens if self.kept_indices is None else int(self.kept_indices.shape[-1])
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of K and V of those."""
+        return self.nbytes // self.tokens * self.tokens_after
+
+    def list_runs(self) -> list[PositionRuns]:
+        """``(begin, size)`` runs of the stored tokens that stay: of all heads, or of each."""
+        indices = np.arange(self.tokens) if self.kept_indices is None else self.kept_indices
+        return [positions_to_runs(row) for row in np.atleast_2d(indices)]
+
+    def to_plan_entry(self) -> dict[str, Any]:
+        """What `kvmnn compact --plan` reads of a layer; with ``heads`` instead of ``pairs`` it refuses it."""
+        if self.kept_indices is None:
+            return {"layer": self.layer, "remove": 0, "pairs": []}
+        rows = [[list(run) for run in runs] for runs in self.list_runs()]
+        selection: dict[str, Any] = {"pairs": rows[0]} if self.kept_indices.ndim == 1 else {"heads": rows}
+        return {"layer": self.layer, "remove": self.tokens, **selection}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            **self.to_plan_entry(),
+            "tokens": self.tokens,
+            "tokens_after": self.tokens_after,
+            "bytes": self.nbytes,
+            "bytes_after": self.bytes_after,
+            "skipped": self.skipped,
+            "positions": self._list_positions_after(),
+        }
+
+    def render_map(self, group: int) -> str:
+        """A letter for `group` tokens each: how many of all heads stay."""
+        shares = np.ones(self.tokens)
+        if self.kept_indices is not None:
+            rows = np.atleast_2d(self.kept_indices)
+            shares = np.bincount(rows.reshape(-1), minlength=self.tokens) / len(rows)
+        return "".join(_map_letter(float(shares[i : i + group].mean())) for i in range(0, self.tokens, group))
+
+    def _list_positions_after(self) -> list[list[int]] | None:
+        if self.positions is None or (self.kept_indices is not None and self.kept_indices.ndim > 1):
+            return None
+        positions_after = self.positions if self.kept_indices is None else self.positions[self.kept_indices]
+        return [list(run) for run in positions_to_runs(positions_after)]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CachePlan:
+    """What a policy would keep of a cache.
+
+    Attributes
+    ----------
+    policy
+        What decided.
+    layers
+        What stays of each.
+    seconds
+        Time that it took.
+    input, output
+        What was read, and the file that the plan was written to, if any.
+    """
+
+    policy: Policy
+    layers: tuple[PolicyLayerPlan, ...]
+    seconds: float = 0.0
+    input: str | None = None
+    output: str | None = None
+
+    @property
+    def label(self) -> str:
+        """``"LOSSY"`` if any layer would drop tokens, else ``"UNCHANGED"``."""
+        return LOSSY if any(layer.tokens_after < layer.tokens for layer in self.layers) else UNCHANGED
+
+    @property
+    def by_head(self) -> bool:
+        """Whether KV heads of any layer keep different tokens, which no packed file holds."""
+        return any(layer.kept_indices is not None and layer.kept_indices.ndim > 1 for layer in self.layers)
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of K and V of all layers."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of what stays."""
+        return sum(layer.bytes_after for layer in self.layers)
+
+    def to_plan_entries(self) -> list[dict[str, Any]]:
+        """The document of ``-o``."""
+        return [layer.to_plan_entry() for layer in self.layers]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {
+            "input": self.input,
+            "output": self.output,
+            "label": self.label,
+            "seconds": self.seconds,
+            "policy": {
+                "label": LabelledPolicy.from_policy(self.policy).label,
+                "policy": self.policy.name,
+                "options": convert_options_to_json(self.policy.to_options()),
+            },
+            "by_head": self.by_head,
+            "bytes": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "layers": [layer.to_dict() for layer in self.layers],
+        }
+
+    def format_lines(self, *, width: int = 100, picture: bool = True) -> list[str]:
+        """For people: a row for each layer, or for several that keep the same, in `width` columns."""
+        groups_by_key: dict[Hashable, list[PolicyLayerPlan]] = {}
+        for layer in self.layers:
+            groups_by_key.setdefault(_get_grouping_key(layer), []).append(layer)
+        groups = list(groups_by_key.values())
+        rows = [("layers", "tokens", "stay", "bytes"), *map(_format_row, groups)]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        table = ["  " + "  ".join(map(str.rjust, row, widths)) for row in rows]
+        num_columns = max(_MIN_MAP_COLUMNS, width - len(table[0]) - 2)
+        tokens = -(-max(layer.tokens for layer in self.layers) // num_columns)
+        lines = [self._format_head(), table[0]]
+        for group, row in zip(groups, table[1:], strict=True):
+            map_text = group[0].render_map(tokens) if picture else ""
+            lines.append(f"{row}  {'never cut' if group[0].skipped else map_text}".rstrip())
+            if (pairs := _format_reserve(group[0])) is not None:
+                lines.append(f"    --remove {group[0].tokens} --reserve {pairs}")
+        if picture:
+            suffix = " of all KV heads" if self.by_head else ""
+            lines.append(f"  {pluralize(tokens, 'token')} a letter: {_LEGEND}{suffix}")
+        return lines
+
+    def __str__(self) -> str:
+        return "\n".join(self.format_lines())
+
+    def _format_head(self) -> str:
+        name = LabelledPolicy.from_policy(self.policy).label
+        bytes_text = pluralize(self.bytes_before, "byte")
+        if self.label == UNCHANGED:
+            return f"{name}: {UNCHANGED}, all tokens stay, {bytes_text} of K and V: {self._explain_unchanged()}"
+        cut_layers = [layer for layer in self.layers if layer.tokens_after < layer.tokens]
+        tokens_after, tokens = (
+            format_range(sorted({*lengths})) for lengths in zip(*map(_get_lengths, cut_layers), strict=True)
+        )
+        scope_parts = ["in each KV head"] if self.by_head else []
+        scope_parts += (
+            [f"in {len(cut_layers)} of {len(self.layers)} layers"] if len(cut_layers) < len(self.layers) else []
+        )
+        share = _format_percent(self.bytes_after, self.bytes_before)
+        summary = " ".join([f"{tokens_after} of {tokens} tokens stay", *scope_parts])
+        return f"{name}: {LOSSY}, {summary}, {share} of {bytes_text} of K and V"
+
+    def _explain_unchanged(self) -> str:
+        layer_tokens = [layer.tokens for layer in self.layers if not layer.skipped]
+        if not layer_tokens:
+            return "none of its layers is ever cut"
+        if not self.policy.can_evict:
+            return "it keeps everything"
+        return (
+            self.policy.explain_no_eviction(max(layer_tokens), max(layer_tokens))
+            or f"its budget is {self.policy.budget_help}"
+        )
+
+
+def check_plannable(policy: Policy) -> None:
+    """Raise `OptionError` for a policy that ranks tokens by what no cache holds."""
+    if policy.requires_attention:
+        plannable = ", ".join(
+            name for name, policy_class in POLICIES.items() if policy_class.requires in ("lengths", "keys")
+        )
+        raise OptionError(
+            f"{policy.name} needs attention, which a cache does not hold: expected one of {plannable}; or attention or "
+            f"scores of blocks as IN, which are planned without --policy (kvmnn eval MODEL --text FILE --policy "
+            f"{policy.name} computes attention with a model)"
+        )
+
+
+def plan_layer(
+    policy: Policy,
+    layer: int,
+    tokens: int,
+    nbytes: int,
+    norms: Callable[[], Floats],
+    positions: Positions | None = None,
+) -> PolicyLayerPlan:
+    """What a policy would keep of one layer.
+
+    Parameters
+    ----------
+    policy
+        One that `check_plannable` accepts.
+    layer, tokens, nbytes
+        Its number, what it stores, and the bytes of that.
+    norms
+        Those of its keys, float32 ``[kv_head, token]``; asked for where keys decide.
+    positions
+        True position of each stored token, ``[token]``, or ``[kv_head, token]`` where heads hold different ones. Where
+        they do not ascend, the policy sees the tokens in the order of the text; of equal ones the first stored first.
+    """
+    shared_positions = positions if positions is not None and positions.ndim == 1 else None
+    if layer in policy.skip_layers:
+        return PolicyLayerPlan(layer=layer, tokens=tokens, nbytes=nbytes, skipped=True, positions=shared_positions)
+    order = None
+    if shared_positions is not None and (np.diff(shared_positions) < 0).any():
+        order = np.argsort(shared_positions, kind="stable")
+    norm_rows = norms() if policy.is_per_head else None
+    if norm_rows is not None and order is not None:
+        norm_rows = norm_rows[:, order]
+    indices = policy.select(LayerState(tokens=tokens, layer=layer, norms=norm_rows))
+    if indices is not None:
+        indices = np.sort(indices if order is None else order[indices], axis=-1)
+        if indices.ndim == 2 and (indices == indices[0]).all():
+            indices = indices[0]
+        if indices.shape[-1] == tokens:
+            indices = None
+    return PolicyLayerPlan(layer=layer, tokens=tokens, nbytes=nbytes, kept_indices=indices, positions=shared_positions)
+
+
+def _get_grouping_key(layer: PolicyLayerPlan) -> Hashable:
+    """What layers that are one row have in common."""
+    kept_bytes = None if layer.kept_indices is None else layer.kept_indices.tobytes()
+    return layer.tokens, layer.nbytes, layer.skipped, layer.tokens_after, kept_bytes
+
+
+def _format_layer_numbers(layers: Sequence[PolicyLayerPlan]) -> str:
+    """``0-3,6``; of very many runs the first."""
+    runs = positions_to_runs(np.array([layer.layer for layer in layers]))
+    run_texts = [str(begin) if size == 1 else f"{begin}-{begin + size - 1}" for begin, size in runs]
+    return ",".join(run_texts[:_MAX_SHOWN_RUNS] + ["..."] * (len(run_texts) > _MAX_SHOWN_RUNS))
+
+
+def _format_row(group: Sequence[PolicyLayerPlan]) -> tuple[str, str, str, str]:
+    first = group[0]
+    return (
+        _format_layer_numbers(group),
+        f"{first.tokens:,}",
+        f"{first.tokens_after:,}",
+        _format_percent(first.bytes_after, first.nbytes),
+    )
+
+
+def _get_lengths(layer: PolicyLayerPlan) -> tuple[int, int]:
+    return layer.tokens_after, layer.tokens
+
+
+def _format_percent(part: int, total: int) -> str:
+    return f"{100 * part / total:.1f} %"
+
+
+def _map_letter(share: float) -> str:
+    if share in (0, 1):
+        return "#" if share else "."
+    return str(min(9, max(1, round(10 * share))))
+
+
+def _format_reserve(layer: PolicyLayerPlan) -> str | None:
+    """As `kvmnn compact --reserve` reads them, or the first of very many; None where it takes none."""
+    if layer.kept_indices is None or layer.kept_indices.ndim > 1 or not layer.kept_indices.size:
+        return None
+    (runs,) = layer.list_runs()
+    pairs_text = ",".join(f"{begin}:{size}" for begin, size in runs[:_MAX_SHOWN_PAIRS])
+    num_hidden = len(runs) - _MAX_SHOWN_PAIRS
+    return (
+        pairs_text if num_hidden <= 0 else f"{pairs_text} ... {pluralize(num_hidden, 'pair')} more (-o writes them all)"
+    )

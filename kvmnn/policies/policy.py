@@ -1,0 +1,532 @@
+"""How many tokens may stay: a number, or a share of a number that is known later.
+
+What a policy sees of the tokens that it decides about.
+
+What every eviction policy is: a small value object that says which tokens of one layer stay.
+
+A policy knows nothing of files, models or packed layouts. It declares what it looks at and when it acts, and has one
+method, `Policy.select_tokens`, that answers with token indices; `CacheState` and `EvictingCache` remember and cut.
+
+Keep every token.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from fractions import Fraction
+from typing import Any, ClassVar, Literal, Self, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from .._util.text import pluralize
+from .._util.validation import validate_count, validate_fraction
+from ..dtypes import Floats, Indices
+from ..errors import KvmnnError, OptionError
+from .scores import ScoreAccumulator, SumScores
+from .topk import compute_key_norms
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A number of tokens, or a share of one; exactly one of them is given.
+
+    Parameters
+    ----------
+    tokens
+        At least 0.
+    share
+        1.0 is all. Taken as the decimal number that it is written as: 0.29 of 100 is 29.
+
+    Raises
+    ------
+    KvmnnError
+        For none of them or both, and for values out of range.
+
+    Examples
+    --------
+    >>> Budget.parse("256").resolve(1000), Budget.parse("25%").resolve(1000)
+    (256, 250)
+    """
+
+    tokens: int | None = None
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.tokens is None) == (self.share is None):
+            raise KvmnnError("a budget is a number of tokens or a share of them: expected one of the two")
+        if self.tokens is not None:
+            validate_count("budget", self.tokens)
+        if self.share is not None:
+            validate_fraction("budget", self.share)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """A budget from ``"256"`` or ``"25%"``.
+
+        Raises
+        ------
+        KvmnnError
+            For other texts.
+        """
+        if re.fullmatch(r"\d{1,9}", text):
+            return cls(tokens=int(text))
+        match = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text)
+        if match is None:
+            raise KvmnnError(f"{text!r} is not a whole number of tokens or a share such as 25%")
+        return cls(share=float(Fraction(match[1]) / 100))
+
+    def resolve(self, tokens: int) -> int:
+        """The number of tokens; of a share of `tokens`, rounded down."""
+        if self.tokens is not None:
+            return self.tokens
+        return int(Fraction(str(self.share)) * tokens)
+
+
+class Trigger(Enum):
+    """When a policy is asked: tokens have been appended, they have been attended, or a chunk of text has ended."""
+
+    AFTER_APPEND = "appended"
+    AFTER_ATTENTION = "attended"
+    CHUNK_END = "chunk end"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PolicyInput:
+    """The stored tokens of one layer, or of several layers that store equally many.
+
+    Arrays have a row for each set of tokens that is chosen: for each KV head where heads choose for themselves, else
+    for each layer; the rows of one layer come after those of the one before it.
+
+    Parameters
+    ----------
+    tokens
+        How many are stored.
+    layer
+        Which layer, from 0; of several the first.
+    scores
+        What attention gave to each token so far: float32 ``[row, token]`` (of one layer also ``[token]``).
+    norms
+        L2 norms of the keys, float32 ``[row, token]``.
+    num_new
+        Tokens of the latest step, or None where steps are not counted.
+    num_seen
+        Tokens the model has seen; None for as many as are stored.
+    num_steps
+        Decode steps since the tokens were last cut, or None where they are not counted.
+    trigger
+        When the policy is asked.
+    """
+
+    tokens: int
+    layer: int = 0
+    scores: Floats | None = None
+    norms: Floats | None = None
+    num_new: int | None = None
+    num_seen: int | None = None
+    num_steps: int | None = None
+    trigger: Trigger = Trigger.AFTER_ATTENTION
+
+    @property
+    def has_norms(self) -> bool:
+        """Whether `get_key_norms` has an answer."""
+        return self.norms is not None
+
+    @property
+    def num_key_rows(self) -> int:
+        """Rows that `get_key_norms` has."""
+        return len(self._require_norms())
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether everything seen came in the latest step, which is how kvpress tells a prompt from decoding."""
+        return self.num_new is None or self.num_new == (self.tokens if self.num_seen is None else self.num_seen)
+
+    def get_key_norms(self, num_tokens: int | None = None) -> Floats:
+        """L2 norms of the keys of the `num_tokens` tokens (of all of them without it), float32 ``[row, token]``."""
+        return self._require_norms()[:, :num_tokens]
+
+    def get_row_scores(self) -> Floats:
+        """The scores as float32 ``[row, token]``, also where one row serves a layer."""
+        if self.scores is None:
+            raise KvmnnError(f"layer {self.layer}: no scores are known")
+        return self.scores if self.scores.ndim == 2 else self.scores[None]
+
+    def with_trigger(self, trigger: Trigger) -> Self:
+        """The same at another moment."""
+        if trigger is self.trigger:
+            return self
+        copied_input = copy(self)
+        object.__setattr__(copied_input, "trigger", trigger)
+        return copied_input
+
+    def _require_norms(self) -> Floats:
+        if self.norms is None:
+            raise KvmnnError(f"layer {self.layer}: neither keys nor their norms are known")
+        return self.norms
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LayerState(PolicyInput):
+    """One layer, with its keys and values; everything is checked.
+
+    Parameters
+    ----------
+    keys, values
+        ``[kv_head, token, head_dim]``, float16, float32 or uint16 (bf16); None where the policy does not look at them.
+    scores
+        ``[token]`` for all heads together or ``[kv_head, token]``; any numbers, which become float32.
+    norms
+        ``[kv_head, token]``, where they are known already; policies then need no keys.
+
+    Raises
+    ------
+    KvmnnError
+        For numbers below 0 and shapes that do not fit `tokens`.
+    TypeError
+        For values of the wrong type.
+    """
+
+    keys: npt.NDArray[Any] | None = None
+    values: npt.NDArray[Any] | None = None
+
+    def __post_init__(self) -> None:
+        location = f"layer {self.layer}"
+        for name in ("tokens", "layer", "num_new", "num_seen", "num_steps"):
+            number = getattr(self, name)
+            if number is not None:
+                validate_count(f"{location}: {name}", number)
+        for name in ("keys", "values"):
+            array = getattr(self, name)
+            if array is not None and not isinstance(array, np.ndarray):
+                raise TypeError(f"{location}: {name} must be a numpy array, not {type(array).__name__}")
+            if array is not None and (array.ndim != 3 or array.shape[1] != self.tokens):
+                raise KvmnnError(
+                    f"{location}: {name} have shape {list(array.shape)}: expected [kv_head, {self.tokens}, head_dim]"
+                )
+        if self.scores is not None:
+            object.__setattr__(self, "scores", to_scores(location, self.scores, self.tokens))
+        if self.norms is not None and (self.norms.ndim != 2 or self.norms.shape[1] != self.tokens):
+            raise KvmnnError(
+                f"{location}: norms have shape {list(self.norms.shape)}: expected [kv_head, {self.tokens}]"
+            )
+
+    @property
+    def has_norms(self) -> bool:
+        return self.norms is not None or self.keys is not None
+
+    @property
+    def num_key_rows(self) -> int:
+        return super().num_key_rows if self.keys is None else int(self.keys.shape[0])
+
+    def get_key_norms(self, num_tokens: int | None = None) -> Floats:
+        if self.norms is None and self.keys is not None:
+            return compute_key_norms(self.keys[:, :num_tokens])
+        return super().get_key_norms(num_tokens)
+
+
+def to_scores(location: str, scores: npt.NDArray[Any], tokens: int) -> Floats:
+    """Scores as float32 of one or two axes whose last has the length `tokens`."""
+    array = np.asarray(scores)
+    if array.dtype.kind not in "fiu":
+        raise TypeError(f"{location}: scores are {array.dtype}: expected numbers")
+    if array.ndim not in (1, 2) or array.shape[-1] != tokens:
+        raise KvmnnError(
+            f"{location}: scores have shape {list(array.shape)}: expected [{tokens}] or [kv_head, {tokens}]"
+        )
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(np.float32, copy=False)
+
+
+DEFAULT_BUFFER_TOKENS = 64
+"""Tokens that the lazy caches of the StreamingLLM + H2O project store above their limit before they cut."""
+
+RequiredStats: TypeAlias = Literal["lengths", "keys", "scores", "head scores"]
+Selection: TypeAlias = Indices | list[Indices] | None
+"""Indices ``[kept]`` for all rows or ``[row, kept]``, a list of rows of different lengths, or None: all stay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(ABC):
+    """Which tokens of a layer stay. A new policy is a dataclass of its options with a `name` and a `select_tokens`.
+
+    Parameters
+    ----------
+    skip_layers
+        Layers that are never cut.
+    """
+
+    name: ClassVar[str]
+    """Its key in `kvmnn.policies.POLICIES`."""
+    requires: ClassVar[RequiredStats] = "lengths"
+    """What it looks at. Scores are sums of attention: `"scores"` one for each token, `"head scores"` one for each token
+    in each KV head. With keys or head scores each KV head keeps tokens of its own."""
+    triggers: ClassVar[frozenset[Trigger]] = frozenset({Trigger.AFTER_ATTENTION})
+    """When it acts; at other moments every token stays."""
+    prompt_only: ClassVar[bool] = False
+    """Whether it acts on a prompt and never again."""
+    has_independent_layers: ClassVar[bool] = False
+    """Whether layers are cut at different steps, and so hold different numbers of tokens."""
+    budget_help: ClassVar[str] = "it has none"
+    """What a budget is for it, in a few words."""
+
+    skip_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for layer in self.skip_layers:
+            validate_count("skip_layers", layer)
+        object.__setattr__(self, "skip_layers", tuple(self.skip_layers))
+
+    @abstractmethod
+    def select_tokens(self, state: PolicyInput) -> Selection:
+        """The tokens that stay: the one method that a policy writes.
+
+        It is asked only at its `triggers`, for layers that are cut, with what `requires` names. It must treat every row
+        of `PolicyInput.get_row_scores` and `PolicyInput.get_key_norms` by itself, because several layers are decided in
+        one call.
+
+        Returns
+        -------
+        ndarray, list or None
+            Distinct indices of tokens in the order in which they are to be stored: int64 ``[row, kept]``, ``[kept]``
+            where one set holds for all rows, a list of rows where they differ in length; None where all stay.
+        """
+
+    # -- what a special policy declares ---------------------------------------------------------------------------
+
+    @property
+    def score_accumulator(self) -> ScoreAccumulator:
+        """How attention becomes scores; by default it is summed up and never fades."""
+        return SumScores()
+
+    @property
+    def requires_norms(self) -> bool:
+        """Whether the norms of the keys decide."""
+        return self.requires == "keys"
+
+    # -- what callers ask -----------------------------------------------------------------------------------------
+
+    @property
+    def requires_attention(self) -> bool:
+        """Whether it ranks tokens by the attention that they draw."""
+        return self.requires in ("scores", "head scores")
+
+    @property
+    def is_per_head(self) -> bool:
+        """Whether each KV head keeps tokens of its own."""
+        return self.requires in ("keys", "head scores")
+
+    @property
+    def can_evict(self) -> bool:
+        """Whether any token can go."""
+        return bool(self.triggers)
+
+    def resolve_skip_layers(self, num_layers: int) -> frozenset[int]:
+        """The layers that are never cut of a model that has `num_layers`."""
+        return frozenset(self.skip_layers) & frozenset(range(num_layers))
+
+    def check_layers(self, num_layers: int) -> None:
+        """Refuse layers to skip that a model of `num_layers` does not have; the defaults of a class may name more.
+
+        Raises
+        ------
+        OptionError
+            For layers that were said and are not there.
+        """
+        missing_layers = [layer for layer in self.skip_layers if layer >= num_layers]
+        if missing_layers and self.skip_layers != type(self).skip_layers:
+            raise OptionError(
+                f"{self.name}: skip_layers names layer {missing_layers[0]}, the model has "
+                f"{pluralize(num_layers, 'layer')}: expected "
+                f"0 to {num_layers - 1}"
+            )
+
+    def select(self, state: PolicyInput, trigger: Trigger | None = None) -> Indices | None:
+        """The tokens of one layer that stay, in the order in which they are to be stored, or None where all stay.
+
+        Parameters
+        ----------
+        state
+            The layer.
+        trigger
+            When; by default what `state` says.
+
+        Returns
+        -------
+        ndarray or None
+            int64, ``[kept]`` for all heads or ``[kv_head, kept]`` where every head keeps its own.
+
+        Raises
+        ------
+        KvmnnError
+            Where `state` lacks what the policy needs.
+        """
+        if trigger is not None:
+            state = state.with_trigger(trigger)
+        if state.trigger not in self.triggers or state.layer in self.skip_layers:
+            return None
+        if self.requires != "lengths":
+            self._check_state(state)
+        selection = self._select_unless_decoding(state)
+        if selection is None:
+            return None
+        if not self.is_per_head:
+            return selection if isinstance(selection, np.ndarray) and selection.ndim == 1 else selection[0]
+        selection = _stack_rows(selection)
+        if isinstance(selection, list):
+            raise KvmnnError(
+                f"layer {state.layer}: {self.name} keeps different numbers of tokens in heads of one layer"
+            )
+        return selection
+
+    def select_or_all(self, state: PolicyInput, trigger: Trigger | None = None) -> Indices:
+        """Like `select`, with ``[0, 1, 2 ...]`` where all stay."""
+        indices = self.select(state, trigger)
+        return np.arange(state.tokens, dtype=np.int64) if indices is None else indices
+
+    def select_stacked(self, state: PolicyInput, trigger: Trigger | None = None) -> Selection:
+        """`select` for several layers that store equally many tokens, at once.
+
+        Parameters
+        ----------
+        state
+            Rows of all the layers, none of which is skipped.
+        trigger
+            When; by default what `state` says.
+
+        Returns
+        -------
+        ndarray, list or None
+            As `select_tokens` answers.
+        """
+        if trigger is not None:
+            state = state.with_trigger(trigger)
+        return _stack_rows(self._select_unless_decoding(state)) if state.trigger in self.triggers else None
+
+    def sum_columns(self, weights: npt.NDArray[Any], kv_heads: int) -> Floats:
+        """What one step's attention adds to the scores, float32.
+
+        Parameters
+        ----------
+        weights
+            Attention probabilities ``[query_head, query, key]`` of one sequence.
+        kv_heads
+            Query heads in a row that share a KV head form a group.
+
+        Returns
+        -------
+        ndarray
+            ``[key]``, all heads summed, or ``[kv_head, key]``, the heads of each group summed, as `requires` says.
+        """
+        return self.score_accumulator.sum_weights(weights, kv_heads, per_head=self.is_per_head)
+
+    def explain_no_eviction(self, prompt_tokens: int, tokens: int) -> str | None:
+        """Why its options let every token of a text stay, as part of a sentence; None where they do not say.
+
+        Parameters
+        ----------
+        prompt_tokens
+            Tokens of the first step.
+        tokens
+            Of the text, those of the first step included.
+        """
+        return None
+
+    def to_options(self) -> Mapping[str, Any]:
+        """The arguments that make an equal policy (a random generator is not among them)."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.repr}
+
+    def _select_unless_decoding(self, state: PolicyInput) -> Selection:
+        if self.prompt_only and not state.is_prompt:
+            return None
+        return self.select_tokens(state)
+
+    def _check_state(self, state: PolicyInput) -> None:
+        if self.requires == "keys" and not state.has_norms:
+            raise KvmnnError(f"layer {state.layer}: {self.name} needs the keys")
+        if self.requires_attention:
+            num_axes = 2 if self.is_per_head else 1
+            if state.scores is None or state.scores.ndim != num_axes:
+                shape_text = "none" if state.scores is None else list(state.scores.shape)
+                expected_axes = "[kv_head, token]" if self.is_per_head else "[token]"
+                raise KvmnnError(f"layer {state.layer}: {self.name} needs scores {expected_axes}, found {shape_text}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetedPolicy(Policy):
+    """A policy with a budget: a number of tokens or a share of those there are, never both.
+
+    Parameters
+    ----------
+    budget
+        Tokens that stay. More than there are: all stay. 0: none stays.
+    keep_ratio
+        The same as a share of the stored tokens, rounded up (kvpress's policies round down), in float64 as the
+        originals do. Of any tokens a share above 0 is at least one token.
+    """
+
+    default_budget: ClassVar[int | None] = None
+    default_keep_ratio: ClassVar[float | None] = None
+    is_rounded_up: ClassVar[bool] = True
+    budget_help = "the tokens that stay"
+
+    budget: int | None = None
+    keep_ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.budget is None and self.keep_ratio is None:
+            if self.default_budget is None and self.default_keep_ratio is None:
+                raise KvmnnError(f"{self.name}: expected a budget (tokens) or a keep_ratio")
+            object.__setattr__(self, "budget", self.default_budget)
+            object.__setattr__(self, "keep_ratio", self.default_keep_ratio)
+        elif self.budget is not None and self.keep_ratio is not None:
+            raise KvmnnError(f"{self.name}: budget {self.budget} and keep_ratio {self.keep_ratio}: expected only one")
+        if self.budget is not None:
+            validate_count(f"{self.name}: budget", self.budget)
+        if self.keep_ratio is not None:
+            validate_fraction(f"{self.name}: keep_ratio", self.keep_ratio)
+
+    def resolve_budget(self, tokens: int) -> int:
+        """How many of `tokens` the budget is; it may be more."""
+        if self.keep_ratio is None:
+            return self.budget or 0
+        share = self.keep_ratio * tokens
+        size = math.ceil(share) if self.is_rounded_up else int(share)
+        return max(size, 1) if share > 0 else size  # attention over an empty cache is no number
+
+    def explain_no_eviction(self, prompt_tokens: int, tokens: int) -> str | None:
+        if self.resolve_budget(tokens) >= tokens:
+            return f"a text of {pluralize(tokens, 'token')} fits its budget"
+        if self.prompt_only and self.resolve_budget(prompt_tokens) >= prompt_tokens:
+            return (
+                f"it cuts the first step only, which has {pluralize(prompt_tokens, 'token')}: expected a longer prompt"
+            )
+        return None
+
+
+def _stack_rows(selection: Selection) -> Selection:
+    """Rows of equal lengths as one array."""
+    if isinstance(selection, list) and len({len(row) for row in selection}) == 1:
+        return np.stack(selection)
+    return selection
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullCache(Policy):
+    """The full cache, which eviction is compared with. LOSSLESS: it never acts, so no layer needs to be skipped."""
+
+    name: ClassVar[str] = "full"
+    budget_help = "it has none: all tokens stay"
+    triggers: ClassVar[frozenset[Trigger]] = frozenset()
+
+    skip_layers: tuple[int, ...] = field(default=(), init=False, repr=False)
+
+    def select_tokens(self, state: PolicyInput) -> None:
+        return None

@@ -1,0 +1,931 @@
+"""The six cases beside the fork's figures, how their runs went, and how rounds followed each other.
+
+What eviction costs: perplexity over budget, and the table of an evaluation; and how long operations take.
+
+Ratios over layers with the entropy of their bytes, memory over time, and codecs side by side.
+
+Where figures are from: machine and settings, exact commands, and the files that were read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from ..._util.text import pluralize
+from .. import tables
+from ..records import ResultRow, find_full_row
+from ..series import group_into_series, is_number, perplexity, select_policy_rows
+from ..tables import COLUMNS, NO_EVICTION_MARK, add_no_eviction_mark, build_table
+from .blocks import (
+    Block,
+    BulletList,
+    Cell,
+    ChartBlock,
+    ChartPoint,
+    ChartSeries,
+    CommandList,
+    FactList,
+    Paragraph,
+    Section,
+    TableBlock,
+    make_missing_note,
+    make_number_cell,
+)
+from .inputs import ReportInputs
+from .records import (
+    REFERENCE_CASES,
+    REFERENCE_SOURCE,
+    CaseRuns,
+    CodecArrayResult,
+    CodecsRecord,
+    EvaluationRecord,
+    HistoryRound,
+    LatencyStats,
+    LayerSizeStats,
+    MeasurementRecord,
+    ReplayRecord,
+    RoundRow,
+)
+from .verdict import TONE_BY_VERDICT, get_verdict_text, list_case_verdicts
+
+SYNTHETIC_PROMPTS = "synthetic"
+"""What a round says of prompts that are one token repeated."""
+
+_MAX_CASE_ROWS = 200
+_CASE_COLUMNS = (
+    "case", "verdict", "lossy", "lossless", "product", "held in all", "decode tok/s", "without tok/s", "change",
+    "bytes equal",
+)  # fmt: skip
+
+
+def build_cases_section(inputs: ReportInputs) -> Section:
+    """The table of cases, as the fork's report has it, beside its figures."""
+    title = "Cases beside the fork's report"
+    if inputs.round is None:
+        return Section(
+            "cases", title, [make_missing_note("Cases: not measured. No round of gates was given (kvmnn gate run).")]
+        )
+    verdicts = dict(list_case_verdicts(inputs))
+    rows = []
+    for row in inputs.round.rows[:_MAX_CASE_ROWS]:
+        runs = inputs.runs.get(row.case)
+        word = get_verdict_text(verdicts[row.case])
+        name = Cell(row.case, subtext=f"{row.prompts} prompts" if row.prompts == SYNTHETIC_PROMPTS else "")
+        rows.append([name, Cell(word, None, TONE_BY_VERDICT[word]), *_make_case_cells(row, runs, inputs)])
+    note = (
+        f"doc.: {REFERENCE_SOURCE}. Lossy, lossless and decode are those of the rows of summary.json; product is lossy "
+        f"times "
+        "lossless, as the document takes it, though the two do not hold for the same bytes. Held in all: bytes of all "
+        "tokens over all that is held at the end, hot rows and room to grow included, the least of the runs. Change: "
+        "of the mean speed against that without compression, a minus is slower; the gate takes its interval. "
+        "Figures of llm_demo are means over its prompts; its gates take the "
+        "least lossy ratio, and raw over compressed bytes of all prompts together."
+    )
+    if any(row.prompts == SYNTHETIC_PROMPTS for row in inputs.round.rows):
+        note += " Synthetic prompts are one token repeated, whose K and V compress better than those of texts."
+    if len(inputs.round.rows) > _MAX_CASE_ROWS:
+        note = f"{len(inputs.round.rows) - _MAX_CASE_ROWS:,} more cases are in summary.json. {note}"
+    table = TableBlock(
+        "Cases of this round beside those of the document", _CASE_COLUMNS, rows, frozenset({0, 1}), True, note
+    )
+    return Section("cases", title, [table, *_build_case_charts(inputs.round.rows)])
+
+
+def _make_case_cells(row: RoundRow, runs: CaseRuns | None, inputs: ReportInputs) -> list[Cell]:
+    lossy, lossless, speed, baseline_speed = extract_figures(row)
+    product = None if lossy is None or lossless is None else lossy * lossless
+    change = None if row.decode_drop_ratio is None or not baseline_speed else -row.decode_drop_ratio
+    min_total_ratio = (
+        min((pair.candidate.total_ratio for pair in runs.pairs), default=None) if runs is not None else None
+    )
+    cells = [
+        make_number_cell(lossy), make_number_cell(lossless), make_number_cell(product),
+        make_number_cell(min_total_ratio), make_number_cell(speed, 2), make_number_cell(baseline_speed, 2),
+        _make_percent_cell(change), _make_consistency_cell(row, inputs),
+    ]  # fmt: skip
+    return [
+        replace(cell, subtext=f"doc. {reference_text}") if reference_text else cell
+        for cell, reference_text in zip(cells, _format_reference_cells(row), strict=True)
+    ]
+
+
+def _make_consistency_cell(row: RoundRow, inputs: ReportInputs) -> Cell:
+    """Whether bytes were compared and equal, as the gate has it; else what the row says."""
+    case = inputs.verdicts.get(row.case)
+    gate = (
+        next((candidate_gate for candidate_gate in case[1].gates if candidate_gate.name == "consistency"), None)
+        if case is not None
+        else None
+    )
+    if gate is not None:
+        return Cell(gate.verdict, None, TONE_BY_VERDICT[gate.verdict])
+    is_consistent = row.kv_content_consistency_pass
+    return Cell("-" if is_consistent is None else "pass" if is_consistent else "fail", None, "muted")
+
+
+def _format_reference_cells(row: RoundRow) -> list[str]:
+    """The document's figures of a case, column by column; nothing where it has none."""
+    reference = REFERENCE_CASES.get(row.case)
+    if reference is None:
+        return [""] * 8
+    total_text = "" if reference.total is None else f"{reference.total:.3f}"
+    consistency_text = "" if reference.consistent is None else "pass" if reference.consistent else "fail"
+    return [
+        f"{reference.lossy:.3f}", f"{reference.lossless:.3f}", total_text, "", f"{reference.decode:.3f}",
+        f"{reference.baseline:.3f}",
+        f"{reference.change:+.2%}", consistency_text,
+    ]  # fmt: skip
+
+
+def extract_figures(row: RoundRow) -> tuple[float | None, float | None, float | None, float | None]:
+    """Lossy and lossless ratio, speed with and without compression, by the names of either suite."""
+
+    def first_measured(*values: float | None) -> float | None:
+        return next((value for value in values if value is not None), None)
+
+    return (
+        first_measured(row.lossy_best, row.candidate_lossy_ratio_avg),
+        first_measured(row.lossless_selected_value, row.candidate_lossless_ratio_avg),
+        first_measured(row.decode_gate_tps, row.candidate_decode_tps_avg),
+        first_measured(row.decode_baseline, row.baseline_decode_tps_avg),
+    )
+
+
+def _make_percent_cell(value: float | None) -> Cell:
+    return Cell("-", None, "muted") if value is None else Cell(f"{value:+.2%}", value)
+
+
+def _build_case_charts(rows: Sequence[RoundRow]) -> list[Block]:
+    shown_rows = rows[:12]
+    names = [row.case for row in shown_rows]
+    charts: list[Block] = []
+    for figure_index, (title, limit) in enumerate((("Lossy ratio", 3.0), ("Lossless ratio", 1.3))):
+        round_points = [
+            ChartPoint(value, row_index, name=row.case)
+            for row_index, row in enumerate(shown_rows)
+            if (value := extract_figures(row)[figure_index]) is not None
+        ]
+        reference_points = [
+            ChartPoint((reference.lossy, reference.lossless)[figure_index], row_index, name=row.case)
+            for row_index, row in enumerate(shown_rows)
+            if (reference := REFERENCE_CASES.get(row.case)) is not None
+        ]
+        if not round_points:
+            continue
+        series = [ChartSeries("this round", round_points, 0, has_line=False)]
+        if reference_points:
+            series.append(ChartSeries("document", reference_points, 1, has_line=False))
+        summary = f"{title} of each case of this round, beside the document's, with the document's target {limit}."
+        charts.append(
+            ChartBlock(f"{title} by case", summary, "ratio", "case", series, names, [(limit, f"target {limit}")])
+        )  # fmt: skip
+    return charts
+
+
+def build_speed_section(inputs: ReportInputs) -> Section:
+    """Both sides of the runs of each case."""
+    title = "Speed, side by side"
+    if not inputs.runs:
+        text = "Runs in pairs: not measured. They are in CASE/runs.json of a folder of kvmnn gate run."
+        return Section("speed", title, [make_missing_note(text)])
+    rows, ordered_runs = [], inputs.list_runs_in_order()
+    for runs in ordered_runs:
+        for work in dict.fromkeys(pair.work for pair in runs.pairs):
+            pairs = [pair for pair in runs.pairs if pair.work == work]
+            rows.append(
+                [Cell(runs.case), Cell(work), Cell(f"{len(pairs)}", len(pairs)), *_make_speed_cells(runs, work)]
+            )
+    num_hidden = len(rows) - _MAX_CASE_ROWS
+    rows = rows[:_MAX_CASE_ROWS]
+    columns = (
+        "case",
+        "work",
+        "pairs",
+        "without tok/s",
+        "with tok/s",
+        "least",
+        "most",
+        "lossy",
+        "encoded",
+        "held in all",
+    )
+    note = (
+        "Means over pairs of runs side by side; least and most: of the side with compression. Encoded: raw over "
+        "compressed bytes of what was encoded; held in all: as in the table of cases."
+    ) + (f" {num_hidden:,} more rows are in runs.json of the cases." if num_hidden > 0 else "")
+    table = TableBlock("Runs of each case by work", columns, rows, frozenset({0, 1}), False, note)
+    sides = (("without", "without compression"), ("candidate", "with compression"))
+    series = []
+    for look, (side, name) in enumerate(sides):
+        points = [
+            ChartPoint(speed, row_index, name=f"{runs.case}, {pair.work}")
+            for row_index, runs in enumerate(ordered_runs[:12])
+            for pair in runs.pairs
+            if (speed := getattr(pair, side).tokens_per_second) is not None
+        ]
+        series.append(ChartSeries(name, points, look, has_line=False))
+    chart = ChartBlock(
+        "Decode speed of every run",
+        "Each dot is a run: those without compression beside those with it, case by case.",
+        "tokens a second", "case", series, [runs.case for runs in ordered_runs[:12]], digits=2,
+    )  # fmt: skip
+    return Section("speed", title, [chart, table])
+
+
+def _make_speed_cells(runs: CaseRuns, work: str) -> list[Cell]:
+    pairs = [pair for pair in runs.pairs if pair.work == work]
+    baseline_speeds = [pair.without.tokens_per_second for pair in pairs if pair.without.tokens_per_second is not None]
+    candidate_speeds = [
+        pair.candidate.tokens_per_second for pair in pairs if pair.candidate.tokens_per_second is not None
+    ]
+    encoded_ratios = [pair.candidate.encoded_ratio for pair in pairs if pair.candidate.encoded_ratio is not None]
+    return [
+        make_number_cell(fmean(baseline_speeds) if baseline_speeds else None, 2),
+        make_number_cell(fmean(candidate_speeds) if candidate_speeds else None, 2),
+        make_number_cell(min(candidate_speeds, default=None), 2),
+        make_number_cell(max(candidate_speeds, default=None), 2),
+        make_number_cell(fmean(pair.candidate.lossy_ratio for pair in pairs)),
+        make_number_cell(fmean(encoded_ratios) if encoded_ratios else None),
+        make_number_cell(min(pair.candidate.total_ratio for pair in pairs)),
+    ]
+
+
+def build_trend_section(inputs: ReportInputs) -> Section:
+    """Rounds, one after another."""
+    title = "Trend over rounds"
+    rounds = inputs.history[-200:]
+    if not rounds:
+        return Section(
+            "trend", title, [make_missing_note("Trend: not measured. There is no history.jsonl of kvmnn gate run.")]
+        )
+    rows = []
+    for round_number, entry in enumerate(rounds, start=len(inputs.history) - len(rounds) + 1):
+        num_passed = sum(case.passed for case in entry.cases)
+        reasons = "; ".join(
+            f"{case.case}: {case.reason or 'no reason given'}" for case in entry.cases if not case.passed
+        )
+        passed_cell = Cell(f"{num_passed} of {len(entry.cases)}", num_passed / max(len(entry.cases), 1))
+        changed_cell = Cell("; ".join(entry.changed) or "-")
+        rows.append(
+            [
+                Cell(f"{round_number}", round_number),
+                Cell(entry.generated_at),
+                passed_cell,
+                Cell(reasons or "-"),
+                changed_cell,
+            ]
+        )
+    blocks: list[Block] = []
+    if len(rounds) < 2:
+        blocks.append(Paragraph("One round so far: there is no trend yet.", "unknown"))
+    else:
+        blocks += _build_trend_charts(rounds, len(inputs.history) - len(rounds) + 1)
+    columns = ("round", "when", "passed", "what did not pass", "changed since the round before")
+    blocks.append(
+        TableBlock(f"Rounds: {pluralize(len(inputs.history), 'round')}", columns, rows, frozenset({1, 3, 4}), True)
+    )
+    return Section("trend", title, blocks)
+
+
+def _build_trend_charts(rounds: Sequence[HistoryRound], first_number: int) -> list[Block]:
+    names = list(dict.fromkeys(case.case for entry in rounds for case in entry.cases))[:8]
+    charts: list[Block] = []
+    for title, key, unit in (
+        ("Lossy ratio over rounds", "lossy", "ratio"),
+        ("Lossless ratio over rounds", "lossless", "ratio"),
+        ("Decode speed over rounds", "decode_tps", "tokens a second"),
+    ):
+        series = []
+        for look, name in enumerate(names):
+            points = [
+                ChartPoint(round_number, value, name=name)
+                for round_number, entry in enumerate(rounds, start=first_number)
+                for case in entry.cases
+                if case.case == name and (value := getattr(case, key))  # 0 in histories of before: not measured
+            ]
+            series.append(ChartSeries(name, points, look))
+        if any(chart_series.points for chart_series in series):
+            charts.append(
+                ChartBlock(title, f"{title}, a line for each case.", "round", unit, series, has_integer_x=True)
+            )
+    return charts
+
+
+_MAX_EVALUATION_ROWS = 120
+_MAX_QUALITY_SERIES = 9
+_FIRST_TABLE_COLUMNS = 9
+"""Columns beside the policy in the first table of an evaluation; the others are in a second one."""
+
+
+def build_quality_section(inputs: ReportInputs) -> Section:
+    """Perplexity over budget, of evaluations and of the cases of gates."""
+    blocks: list[Block] = []
+    for name, evaluation in inputs.evaluations:
+        blocks += _build_evaluation_blocks(name, evaluation)
+    changes = _build_quality_table(inputs)
+    blocks += [changes] if changes is not None else []
+    if not inputs.evaluations:
+        text = (
+            "Perplexity over budget: not measured. kvmnn eval MODEL --text TEXTS --policy ... -o DIR/eval.json has it."
+        )
+        blocks.append(make_missing_note(text))
+    return Section("quality", "Perplexity over budget", blocks)
+
+
+def _build_evaluation_blocks(name: str, evaluation: EvaluationRecord) -> list[Block]:
+    rows = [row for row in select_policy_rows(evaluation.rows) if row.budget]
+    blocks: list[Block] = []
+    if rows:
+        blocks.append(_build_budget_chart(name, evaluation, rows))
+    else:
+        blocks.append(make_missing_note(f"{name}: perplexity over budget: not measured, no policy ran with a budget."))
+    columns, lines = build_table(evaluation, COLUMNS)
+    num_hidden = len(lines) - _MAX_EVALUATION_ROWS
+    note = f"{num_hidden:,} more rows are in {name}." if num_hidden > 0 else ""
+    ranks = sorted(range(1, len(columns)), key=lambda column_index: columns[column_index].drop_rank)
+    for table_name, ranked_indices in (
+        ("policies and budgets", ranks[:_FIRST_TABLE_COLUMNS]),
+        ("further columns", ranks[_FIRST_TABLE_COLUMNS:]),
+    ):
+        column_indices = [0, *sorted(ranked_indices)]
+        if len(column_indices) > 1:
+            cells = [
+                [_parse_evaluation_cell(line[column_index]) for column_index in column_indices]
+                for line in lines[:_MAX_EVALUATION_ROWS]
+            ]
+            left_columns = frozenset(
+                cell_index
+                for cell_index, column_index in enumerate(column_indices)
+                if columns[column_index].is_left_aligned
+            )
+            headings = [columns[column_index].heading for column_index in column_indices]
+            blocks.append(TableBlock(f"{name}: {table_name}", headings, cells, left_columns, False, note))
+    blocks.append(BulletList([line for line in tables.build_notes(evaluation) if line]))
+    return blocks
+
+
+def _parse_evaluation_cell(text: str) -> Cell:
+    """A cell of the evaluation's own table, with the number that it begins with."""
+    words = text.replace(",", "").split()
+    try:
+        return Cell(text, float(words[0]))
+    except (ValueError, IndexError):
+        return Cell(text)
+
+
+def _build_budget_chart(name: str, evaluation: EvaluationRecord, rows: list[ResultRow]) -> ChartBlock:
+    series = []
+    groups = group_into_series(rows)
+    for style_number, entry in enumerate(groups[:_MAX_QUALITY_SERIES]):
+        members = sorted(entry.rows, key=lambda row: row.budget or 0)
+        measured_points = [perplexity(row, row.budget or 0) for row in members]
+        points = [
+            ChartPoint(
+                measured_point.x,
+                measured_point.y,
+                measured_point.low,
+                measured_point.high,
+                add_no_eviction_mark(row.label, row),
+                measured_point.has_no_eviction,
+            )
+            for measured_point, row in zip(measured_points, members, strict=True)
+        ]
+        series.append(ChartSeries(entry.name, points, style_number))
+    full_cache_row = find_full_row(evaluation.rows)
+    has_reference = full_cache_row is not None and is_number(full_cache_row.perplexity)
+    limits = (
+        [(full_cache_row.perplexity, f"full cache {full_cache_row.perplexity:.2f}")]
+        if full_cache_row is not None and full_cache_row.perplexity
+        else []
+    )
+    summary = f"Perplexity (lower is better) of each policy over tokens kept in a layer, from {name}."
+    if any(point.low is not None for measured_point in series for point in measured_point.points):
+        summary += " Bars: 95 % interval of the difference to the full cache, over the documents."
+    if any(row.has_no_eviction for row in rows):
+        summary += f" Hollow, and marked {NO_EVICTION_MARK}: evicted nothing in these texts."
+    if len(groups) > _MAX_QUALITY_SERIES:
+        summary += f" {len(groups) - _MAX_QUALITY_SERIES:,} more are in the table."
+    return ChartBlock(
+        "Perplexity over budget", summary, "budget (tokens kept in a layer)", "perplexity", series,
+        limits=limits if has_reference else [], is_log_x=True, has_integer_x=True, starts_at_zero=False, digits=4,
+    )  # fmt: skip
+
+
+def _build_quality_table(inputs: ReportInputs) -> TableBlock | None:
+    """The change of perplexity that cases measured."""
+    rows = []
+    for runs in inputs.list_runs_in_order()[:_MAX_EVALUATION_ROWS]:
+        quality = runs.quality
+        if quality is not None:
+            rows.append([
+                Cell(runs.case), _make_share_cell(quality.mean), _make_share_cell(quality.low),
+                _make_share_cell(quality.high),
+                make_number_cell(quality.lossy_ratio), make_number_cell(quality.texts, 0),
+                make_number_cell(quality.tokens, 0),
+            ])  # fmt: skip
+    if not rows:
+        return None
+    note = "Against the full cache on the same tokens; low and high: 95 % interval over the texts. "
+    note += "Where lossy is 1, nothing was evicted in them, and the change says nothing."
+    columns = ("case", "change", "low", "high", "lossy", "texts", "tokens scored")
+    return TableBlock("Change of perplexity in the cases of gates", columns, rows, frozenset({0}), False, note)
+
+
+def _make_share_cell(value: float | None) -> Cell:
+    return Cell("-", None, "muted") if value is None else Cell(f"{value:+.2%}", value)
+
+
+_OPERATION_NAMES = {
+    "compress": "encode a block",
+    "verify": "decode a block to prove it",
+    "decompress": "decode a block to read it",
+    "wait": "wait for a block",
+}
+_PERCENTILES = (("p50_us", "p50"), ("p95_us", "p95"), ("p99_us", "p99"))
+
+
+def build_latency_section(inputs: ReportInputs) -> Section:
+    """Percentiles of single operations."""
+    title, blocks = "Latency percentiles", list[Block]()
+    for name, replay in inputs.replays:
+        metrics = replay.metrics
+        latencies_by_key = {"compress": metrics.compress, "verify": metrics.verify, "decompress": metrics.decompress,
+                 "wait": metrics.wait}  # fmt: skip
+        blocks += _build_latency_blocks(
+            name, [(_OPERATION_NAMES[key], latency) for key, latency in latencies_by_key.items()]
+        )
+    slowest = [
+        (f"{runs.case}: {_OPERATION_NAMES[key]}", latency)
+        for runs in inputs.list_runs_in_order()
+        for key, latency in _find_slowest([pair.candidate.latencies for pair in runs.pairs]).items()
+    ]
+    if slowest:
+        blocks += _build_latency_blocks("cases, of each its slowest run", slowest)
+    if not blocks:
+        text = (
+            "Latency percentiles: not measured. kvmnn replay --json > DIR/replay.json and kvmnn gate run have them, "
+            "where blocks were encoded."
+        )
+        blocks = [make_missing_note(text)]
+    return Section("latency", title, blocks)
+
+
+def _find_slowest(runs: Iterable[Mapping[str, LatencyStats]]) -> dict[str, LatencyStats]:
+    """Of each operation the run with the highest p99."""
+    slowest: dict[str, LatencyStats] = {}
+    for latencies in runs:
+        for key, latency in latencies.items():
+            if (
+                key in _OPERATION_NAMES
+                and latency.count
+                and (key not in slowest or latency.p99_us > slowest[key].p99_us)
+            ):
+                slowest[key] = latency
+    return {key: slowest[key] for key in _OPERATION_NAMES if key in slowest}
+
+
+def _build_latency_blocks(name: str, operations: list[tuple[str, LatencyStats]]) -> list[Block]:
+    measured_operations = [(label, latency) for label, latency in operations if latency.count][:_MAX_EVALUATION_ROWS]
+    if not measured_operations:
+        return [make_missing_note(f"{name}: latency percentiles: not measured, no block was encoded.")]
+    rows = [
+        [
+            Cell(label), make_number_cell(latency.count, 0), make_number_cell(latency.p50_us, 0),
+            make_number_cell(latency.p95_us, 0), make_number_cell(latency.p99_us, 0),
+            make_number_cell(latency.max_us, 0), make_number_cell(latency.total_us, 1, scale=1e-3),
+        ]
+        for label, latency in measured_operations
+    ]  # fmt: skip
+    columns = ("operation", "count", "p50 us", "p95 us", "p99 us", "most us", "in all ms")
+    note = "Durations on the clock, one operation each; percentiles lie at most 9 % above the true ones."
+    table = TableBlock(f"{name}: latency", columns, rows, frozenset({0}), False, note)
+    series = [
+        ChartSeries(summary, [ChartPoint(max(getattr(latency, key), 0.1), operation_index,
+        name=label) for operation_index, (label, latency) in enumerate(measured_operations[:14])],
+               style_number, has_line=False)
+        for style_number, (key, summary) in enumerate(_PERCENTILES)
+    ]  # fmt: skip
+    chart = ChartBlock(
+        "Latency of single operations", f"p50, p95 and p99 in microseconds, logarithmic, from {name}.",
+        "microseconds", "operation", series, [label for label, _ in measured_operations[:14]], is_log_x=True, digits=0,
+    )  # fmt: skip
+    return [chart, table]
+
+
+_BYTES_PER_MIB = float(1 << 20)
+_MAX_ARRAY_ROWS = 40
+
+
+def build_layers_section(inputs: ReportInputs) -> Section:
+    """Lossless ratios layer by layer."""
+    blocks: list[Block] = []
+    for name, measurement in inputs.measurements:
+        blocks += _build_measurement_blocks(name, measurement)
+    for name, replay in inputs.replays:
+        if any(layer.raw_bytes for layer in replay.metrics.layers):
+            blocks += _build_replay_layer_blocks(name, replay)
+    if not blocks:
+        blocks = [
+            make_missing_note(
+                "Ratios over layers: not measured. kvmnn measure DUMP --json > DIR/measure.json has them."
+            )
+        ]
+    return Section("layers", "Lossless ratios over layers", blocks)
+
+
+def _build_measurement_blocks(name: str, measurement: MeasurementRecord) -> list[Block]:
+    totals, size_report = measurement.evaluation, measurement.breakdown
+    if size_report is None:
+        text = (
+            f"{name}: lossless ratio {totals.weighted_lossless_ratio:.4f} (K {totals.k_lossless_ratio:.4f}, V "
+            f"{totals.v_lossless_ratio:.4f}), simulated: {totals.raw_bytes:,} over {totals.compressed_bytes:,} bytes. "
+            "Its layers are not measured: --json has them, --out-json does not."
+        )
+        return [Paragraph(text)]
+    blocks: list[Block] = []
+    if measurement.label == "LOSSY":
+        blocks.append(Paragraph(f"{name}: the words were rounded to fp16 before they were measured, which is LOSSY."))
+    layers = [
+        (_parse_layer_number(key, layer_index), layer)
+        for layer_index, (key, layer) in enumerate(size_report.layers.items())
+    ]
+    if layers:
+        blocks.append(_build_layer_chart(name, layers))
+    rows = [
+        _make_layer_cells(f"{layer_number}", layer_number, layer, layer.tokens) for layer_number, layer in layers[:200]
+    ]
+    overall_sizes = size_report.overall
+    total_cells: list[Cell] = [Cell("all", float("inf")), Cell("-"), make_number_cell(overall_sizes.raw_bytes, 0)]
+    total_cells += [
+        make_number_cell(overall_sizes.simulated_ratio, 4),
+        make_number_cell(overall_sizes.limit_ratio, 4),
+        make_number_cell(overall_sizes.stored_ratio, 4),
+    ]
+    total_cells += [Cell("-", None, "muted")] * 4
+    columns = (
+        "layer", "tokens", "raw bytes", "simulated", "byte entropy", "STORED", "K STORED", "K byte entropy", "V STORED",
+        "V byte entropy",
+    )  # fmt: skip
+    is_simulated = all(layer.k.stored_ratio is None for _, layer in layers)
+    if is_simulated:
+        columns = (*columns[:6], "K simulated", "K byte entropy", "V simulated", "V byte entropy")
+    note = " ".join(
+        f"{meaning if meaning.lower().startswith(key) else f'{key}: {meaning}'}."
+        for key, meaning in size_report.meaning.items()
+    )
+    table = TableBlock(f"{name}: ratios by layer", columns, [*rows, total_cells], frozenset(), False, note)
+    return [*blocks, table]
+
+
+def _parse_layer_number(key: str, fallback: int) -> int:
+    """The number of a layer, which is a key in JSON."""
+    return int(key) if key.isdecimal() and len(key) < 10 else fallback
+
+
+def _make_layer_cells(label: str, layer_number: int, layer: LayerSizeStats, tokens: int) -> list[Cell]:
+    k, v = layer.k, layer.v
+    return [
+        Cell(label, layer_number), Cell(f"{tokens:,}", tokens), make_number_cell(layer.raw_bytes, 0),
+        make_number_cell(layer.simulated_ratio, 4),
+        make_number_cell(layer.limit_ratio, 4), make_number_cell(layer.stored_ratio, 4),
+        make_number_cell(k.stored_ratio if k.stored_ratio is not None else k.simulated_ratio, 4),
+        make_number_cell(k.limit_ratio, 4),
+        make_number_cell(v.stored_ratio if v.stored_ratio is not None else v.simulated_ratio, 4),
+        make_number_cell(v.limit_ratio, 4),
+    ]  # fmt: skip
+
+
+def _build_layer_chart(name: str, layers: Sequence[tuple[int, LayerSizeStats]]) -> ChartBlock:
+    is_stored = all(layer.k.stored_ratio is not None and layer.v.stored_ratio is not None for _, layer in layers)
+    kind = "STORED" if is_stored else "simulated"
+    series = []
+    for style_number, part in enumerate(("k", "v")):
+        sizes = [(layer_index, getattr(layer, part)) for layer_index, layer in layers]
+        ratio_points = [
+            ChartPoint(
+                layer_number, part_sizes.stored_ratio if is_stored else part_sizes.simulated_ratio, name=part.upper()
+            )
+            for layer_number, part_sizes in sizes
+        ]
+        series.append(ChartSeries(f"{part.upper()}, {kind}", ratio_points, style_number))
+        limit_points = [
+            ChartPoint(layer_number, part_sizes.limit_ratio, name=f"{part.upper()} byte entropy")
+            for layer_number, part_sizes in sizes
+            if part_sizes.limit_ratio
+        ]
+        if limit_points:
+            series.append(
+                ChartSeries(
+                    f"{part.upper()}, byte entropy", limit_points, style_number, is_dashed=True, has_markers=False
+                )
+            )
+    summary = (
+        f"Ratio of raw over compressed bytes of K and V by layer, from {name}; dashed: the entropy of their bytes."
+    )
+    return ChartBlock("Lossless ratio by layer", summary, "layer", "raw over compressed", series,
+                      has_integer_x=True, digits=4, starts_at_zero=False)  # fmt: skip
+
+
+def _build_replay_layer_blocks(name: str, replay: ReplayRecord) -> list[Block]:
+    layers = [layer for layer in replay.metrics.layers if layer.compressed_bytes]
+    points = [ChartPoint(layer.layer, layer.raw_bytes / layer.compressed_bytes) for layer in layers]
+    chart = ChartBlock(
+        "Encoded ratio by layer in a replay",
+        f"Raw over compressed bytes of what the runtime encoded, by layer, from {name}.",
+        "layer", "raw over compressed", [ChartSeries("encoded", points, 0)], has_integer_x=True, starts_at_zero=False,
+    )  # fmt: skip
+    rows = [
+        [
+            Cell(f"{layer.layer}", layer.layer), make_number_cell(layer.tokens, 0), make_number_cell(layer.raw_bytes,
+            0),
+            make_number_cell(layer.compressed_bytes, 0),
+            make_number_cell(layer.raw_bytes / layer.compressed_bytes if layer.compressed_bytes else None),
+            make_number_cell(layer.held_bytes, 0),
+        ]
+        for layer in replay.metrics.layers[:200]
+    ]  # fmt: skip
+    columns = ("layer", "tokens", "encoded bytes", "compressed bytes", "encoded ratio", "held bytes")
+    return [chart, TableBlock(f"{name}: layers of the replay", columns, rows, frozenset())]
+
+
+def build_memory_section(inputs: ReportInputs) -> Section:
+    """Bytes held, step by step."""
+    blocks: list[Block] = []
+    for name, replay in inputs.replays:
+        blocks += _build_replay_memory_blocks(name, replay)
+    for name, evaluation in inputs.evaluations:
+        blocks += _build_evaluation_memory_blocks(name, evaluation)
+    if not blocks:
+        text = (
+            "Memory over time: not measured. kvmnn replay --json and kvmnn eval --plot DIR -o RESULTS.json record it."
+        )
+        blocks = [make_missing_note(text)]
+    return Section("memory", "Memory over time", blocks)
+
+
+def _build_replay_memory_blocks(name: str, replay: ReplayRecord) -> list[Block]:
+    if not replay.points:
+        return [make_missing_note(f"{name}: memory over time: not measured, the replay has no steps.")]
+    series = []
+    for style_number, (label, key) in enumerate(
+        (("all tokens, raw", "appended_bytes"), ("tokens that are left, raw", "live_bytes"), ("held", "held_bytes"))
+    ):
+        points = [ChartPoint(step.tokens, getattr(step, key) / _BYTES_PER_MIB, name=label) for step in replay.points]
+        series.append(ChartSeries(label, points, style_number, is_dashed=style_number == 0, has_markers=False))
+    last_step = replay.points[-1]
+    chart = ChartBlock(
+        "Memory of a replay",
+        f"K and V of all layers over the tokens, from {name}: at the end {last_step.held_bytes / _BYTES_PER_MIB:.2f} "
+        f"MiB hold "
+        f"{last_step.live_bytes / _BYTES_PER_MIB:.2f} MiB.",
+        "tokens", "MiB, all layers", series, has_integer_x=True,
+    )  # fmt: skip
+    metrics = replay.metrics
+    held_text, total = (
+        "not measured" if figure is None else f"{figure:.3f}"
+        for figure in (metrics.lossless_ratio, metrics.total_ratio)
+    )
+    coded_text = f"{metrics.h2o_lossless_ratio:.3f}" if metrics.h2o_lossless_raw_bytes else "not measured"
+    text = (
+        f"{name}: {pluralize(replay.layers, 'layer')}, {replay.prompt:,} tokens as prompt, {replay.tokens:,} in all. "
+        f"Lossy "
+        f"{metrics.lossy_ratio:.3f}, held {held_text}, in all {total}; of what was "
+        f"encoded {coded_text}; {pluralize(metrics.h2o_lossless_fallback_count, 'fallback')}."
+    )
+    return [Paragraph(text), chart]
+
+
+def _build_evaluation_memory_blocks(name: str, evaluation: EvaluationRecord) -> list[Block]:
+    traces = [trace for trace in evaluation.traces if trace.cache_bytes][:8]
+    if not traces:
+        return [
+            make_missing_note(
+                f"{name}: memory over time: not measured. kvmnn eval --plot records the course of a text."
+            )
+        ]
+    series = []
+    for style_number, trace in enumerate(traces):
+        steps = zip(trace.step_tokens, trace.cache_bytes, strict=False)
+        points = [ChartPoint(tokens, size / _BYTES_PER_MIB, name=trace.label) for tokens, size in steps]
+        series.append(
+            ChartSeries(trace.label, points, style_number, is_dashed=style_number % 2 == 1, has_markers=False)
+        )
+    more_text = f" {len(evaluation.traces) - 8:,} more are not drawn." if len(evaluation.traces) > 8 else ""
+    summary = f"K and V held over the tokens of {traces[0].document}, from {name}, a line for each policy.{more_text}"
+    if len({trace.cache_bytes for trace in traces}) < len(traces):
+        summary += " Policies that hold the same lie over each other."
+    return [
+        ChartBlock("Memory of an evaluation", summary, "tokens seen", "MiB, all layers", series, has_integer_x=True)
+    ]
+
+
+def build_codecs_section(inputs: ReportInputs) -> Section:
+    """Ratios and speeds of codecs."""
+    blocks: list[Block] = []
+    for name, codecs in inputs.codecs:
+        blocks += _build_codec_blocks(name, codecs)
+    if not blocks:
+        blocks = [
+            make_missing_note("Codecs side by side: not measured. kvmnn bench FILES --json > DIR/bench.json has them.")
+        ]
+    return Section("codecs", "Codecs side by side", blocks)
+
+
+def _build_codec_blocks(name: str, codecs: CodecsRecord) -> list[Block]:
+    names = list(dict.fromkeys(result.codec for array in codecs.arrays for result in array.results))[:40]
+    rows, points = [], list[ChartSeries]()
+    for codec in names:
+        results = [result for array in codecs.arrays for result in array.results if result.codec == codec]
+        successes = [result for result in results if result.error is None and result.ratio is not None]
+        raw_bytes, stored_bytes = (
+            sum(success.raw_bytes for success in successes),
+            sum(success.stored_bytes for success in successes),
+        )
+        ratio = raw_bytes / stored_bytes if stored_bytes else None
+        speeds = [
+            _compute_total_speed([(success.raw_bytes, getattr(success, key)) for success in successes])
+            for key in _SPEED_KEYS
+        ]
+        errors = len(results) - len(successes)
+        rows.append([
+            Cell(codec), make_number_cell(ratio, 4), *map(_make_rate_cell, speeds),
+            Cell(f"{len(successes)}", len(successes)),
+            Cell(f"{errors}", errors, "bad" if errors else "") if errors else Cell("0", 0),
+        ])  # fmt: skip
+        if ratio is not None and speeds[0] is not None:
+            points.append(
+                ChartSeries(codec, [ChartPoint(speeds[0] / 1e6, ratio, name=codec)], len(points), has_line=False)
+            )
+    columns = ("codec", "ratio", "encode MB/s", "decode MB/s", "arrays", "failed")
+    note = (
+        f"Sums over {pluralize(len(codecs.arrays), 'array')}; speeds: raw bytes over processor time, medians of the "
+        f"rounds "
+        f"of each array, {pluralize(codecs.threads, 'thread')}; every round trip was compared. MB are 10^6 bytes."
+    )
+    blocks: list[Block] = []
+    if 0 < len(points) <= 12:
+        summary = f"Ratio over encode speed, from {name}: better is up and right."
+        blocks.append(
+            ChartBlock(
+                "Ratio over encode speed",
+                summary,
+                "encode MB/s",
+                "ratio",
+                points,
+                is_log_x=True,
+                starts_at_zero=False,
+                digits=2,
+            )
+        )
+    blocks.append(TableBlock(f"{name}: codecs", columns, rows, frozenset({0}), False, note))
+    blocks.append(_build_array_table(name, codecs.arrays))
+    return blocks
+
+
+_SPEED_KEYS = ("encode_bytes_per_s_cpu", "decode_bytes_per_s_cpu")
+
+
+def _make_rate_cell(speed: float | None) -> Cell:
+    """Bytes a second as MB/s."""
+    return make_number_cell(speed, 0 if (speed or 0) >= 100e6 else 1, scale=1e-6)
+
+
+def _compute_total_speed(pairs: Sequence[tuple[int, float | None]]) -> float | None:
+    """Bytes a second over all arrays; None where one has no speed."""
+    seconds = [nbytes / speed for nbytes, speed in pairs if speed]
+    return sum(nbytes for nbytes, _ in pairs) / sum(seconds) if seconds and len(seconds) == len(pairs) else None
+
+
+def _build_array_table(name: str, arrays: Sequence[CodecArrayResult]) -> TableBlock:
+    rows = []
+    for array in arrays[:_MAX_ARRAY_ROWS]:
+        successes = [
+            array_result
+            for array_result in array.results
+            if array_result.error is None and array_result.ratio is not None
+        ]
+        best = max(successes, key=lambda array_result: array_result.ratio or 0.0, default=None)
+        rows.append([
+            Cell(array.name), Cell(array.dtype), make_number_cell(array.array_bytes, 0),
+            make_number_cell(array.entropy_ratio, 4),
+            make_number_cell(None if best is None else best.ratio, 4), Cell("-" if best is None else best.codec),
+        ])  # fmt: skip
+    num_hidden = len(arrays) - len(rows)
+    note = f"{num_hidden:,} more arrays are in {name}." if num_hidden > 0 else ""
+    columns = ("array", "type", "bytes", "byte entropy", "best ratio", "by")
+    return TableBlock(
+        f"{name}: arrays and the entropy of their bytes", columns, rows, frozenset({0, 1, 5}), False, note
+    )
+
+
+def build_environment_section(inputs: ReportInputs) -> Section:
+    """Models, machines, versions, settings."""
+    blocks: list[Block] = []
+    for name, run_info in inputs.run_infos:
+        blocks.append(FactList([
+            ("from", name), ("model", run_info.model), ("SHA-256 of the model", run_info.model_sha256),
+            ("kvmnn", run_info.kvmnn), ("Python", run_info.python), ("machine", run_info.machine),
+            ("processors", "not known" if run_info.processors is None else f"{run_info.processors:,}"),
+            *((f"setting {key}", _format_setting(value)) for key, value in run_info.settings.items()),
+        ]))  # fmt: skip
+        blocks += _iter_engine_tables(run_info.cases)
+    for name, evaluation in inputs.evaluations:
+        model, settings = evaluation.model, evaluation.settings
+        shape = (
+            f"{pluralize(model.layers, 'layer')}, {model.kv_heads} KV heads of {model.head_dim}, {model.cache_dtype}"
+        )
+        blocks.append(FactList([
+            ("from", name), ("model", f"{model.name} ({model.path}): {shape}"), ("SHA-256 of the model", model.sha256),
+            ("kvmnn", evaluation.kvmnn), ("texts", f"{len(evaluation.documents):,}"), ("threads",
+            f"{settings.threads:,}"),
+            ("prompt", f"{settings.prompt:,} tokens"), ("fed at a time", pluralize(settings.chunk, "token")),
+            ("seed", f"{settings.seed}"),
+        ]))  # fmt: skip
+    for name, measurement in inputs.measurements:
+        dump, codec = measurement.evaluation.dump_dir, measurement.evaluation.codec
+        blocks.append(FactList([("from", name), ("input", _format_setting(dump)), ("codec", codec)]))
+    for name, replay in inputs.replays:
+        blocks.append(FactList([("from", name), ("behaviour", replay.behaviour), ("layers", f"{replay.layers:,}")]))
+    for name, codecs in inputs.codecs:
+        machine = codecs.machine
+        blocks.append(FactList([
+            ("from", name), ("processor", machine.processor), ("processors", f"{machine.cpus:,}"),
+            ("system", machine.system), ("threads", f"{codecs.threads:,}"),
+            ("not installed", ", ".join(sorted({name for array in codecs.arrays for name in array.missing})) or "none"),
+        ]))  # fmt: skip
+    if not blocks:
+        blocks = [make_missing_note("Environment: not recorded in what was read.")]
+    return Section("environment", "Environment", blocks)
+
+
+def _format_setting(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _iter_engine_tables(cases: object) -> Iterator[Block]:
+    """Keys of the engine in each case, a row each; only those that some case has."""
+    engines = {
+        name: case["engine"]
+        for name, case in (cases.items() if isinstance(cases, dict) else ())
+        if isinstance(case, dict) and isinstance(case.get("engine"), dict) and case["engine"]
+    }
+    shown_engines = dict(list(engines.items())[:6])
+    keys = list(dict.fromkeys(key for engine in shown_engines.values() for key in engine))[:80]
+    if not keys:
+        return
+    rows = [
+        [
+            Cell(key),
+            *(Cell(_format_setting(engine[key]) if key in engine else "-") for engine in shown_engines.values()),
+        ]
+        for key in keys
+    ]
+    num_hidden = len(engines) - len(shown_engines)
+    note = f"{num_hidden:,} more cases are in run.json." if num_hidden > 0 else ""
+    yield TableBlock("Keys of the engine, case by case", ["key", *shown_engines], rows, frozenset({0}), False, note)
+
+
+def build_commands_section(inputs: ReportInputs) -> Section:
+    """The command that made each file, where the file says it."""
+    all_commands = [
+        *((name, record.command) for name, record in inputs.run_infos),
+        *((name, record.command) for name, record in inputs.rounds if record.command),
+        *((name, record.command) for name, record in inputs.evaluations),
+        *((name, record.command) for name, record in inputs.measurements),
+        *((name, record.command) for name, record in inputs.replays),
+        *((name, record.command) for name, record in inputs.codecs),
+    ]
+    lines = [(name, command) for name, command in all_commands if command]
+    names_without_command = [name for name, command in all_commands if not command]
+    blocks: list[Block] = [CommandList(lines)] if lines else []
+    if names_without_command:
+        blocks.append(make_missing_note(f"Command not recorded in: {', '.join(names_without_command)}."))
+    if not blocks:
+        blocks = [make_missing_note("Commands: not recorded in what was read.")]
+    return Section("commands", "Exact commands", blocks)
+
+
+def build_sources_section(inputs: ReportInputs) -> Section:
+    """What was read, and what was left out."""
+    rows = [
+        [Cell(source.name), Cell(source.kind), Cell(f"{source.nbytes:,}", source.nbytes), Cell(source.sha256)]
+        for source in inputs.sources[:200]
+    ]
+    num_hidden = len(inputs.sources) - len(rows)
+    note = f"{num_hidden:,} more were read." if num_hidden > 0 else ""
+    blocks: list[Block] = [TableBlock("Files that were read", ("file", "what it is", "bytes", "SHA-256"), rows,
+                                 frozenset({0, 1, 3}), False, note)]  # fmt: skip
+    if inputs.ignored_files:
+        shown_ignored = [f"{name} ({reason})" for name, reason in inputs.ignored_files[:20]]
+        num_hidden_ignored = len(inputs.ignored_files) - len(shown_ignored)
+        blocks.append(
+            Paragraph(
+                f"Left out: "
+                f"{', '.join(shown_ignored)}{f', and {num_hidden_ignored:,} more' if num_hidden_ignored > 0 else ''}.",
+                "unknown",
+            )
+        )
+    return Section("sources", "Sources", blocks)

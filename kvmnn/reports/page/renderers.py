@@ -1,0 +1,515 @@
+"""How the page looks: colours, CSS, and the script that sorts tables.
+
+A report as one HTML page: no script is needed, nothing is loaded, and every text is escaped.
+
+A report as Markdown, for pull requests.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from ..._util.text import escape_control, escape_markdown, join_lines
+from . import charts
+from .blocks import (
+    Block,
+    BulletList,
+    Cell,
+    ChartBlock,
+    ChartSeries,
+    CommandList,
+    FactList,
+    Paragraph,
+    Section,
+    TableBlock,
+    VerdictBlock,
+    thin_points,
+)
+
+LIGHT_COLOURS = {
+    "paper": "#ffffff", "card": "#f6f7f9", "ink": "#1b1f24", "muted": "#545d68", "rule": "#d5dae0",
+    "good": "#0f5d27", "good-paper": "#e3f4e7", "bad": "#9a0c22", "bad-paper": "#fdeaec",
+    "unknown": "#6e4400", "unknown-paper": "#fff3d9", "link": "#0a56a8",
+    "s0": "#0067b0", "s1": "#c14a00", "s2": "#00785a", "s3": "#a8427f", "s4": "#8a6a00", "s5": "#5b4bb5",
+    "s6": "#7c1d45", "s7": "#4c6a1f",
+}  # fmt: skip
+DARK_COLOURS = {
+    "paper": "#14171b", "card": "#1d2228", "ink": "#e9ecef", "muted": "#a9b3bd", "rule": "#3a424b",
+    "good": "#7fe0a2", "good-paper": "#12301d", "bad": "#ff9ca5", "bad-paper": "#3b161a",
+    "unknown": "#f4c56c", "unknown-paper": "#33280f", "link": "#7cbcff",
+    "s0": "#62b5ff", "s1": "#ff9a57", "s2": "#4fd0a6", "s3": "#f29ccd", "s4": "#e0c050", "s5": "#b3a6ff",
+    "s6": "#ff8fae", "s7": "#b3d67e",
+}  # fmt: skip
+
+TEXT_ON_BACKGROUND = (
+    ("ink", "paper"), ("ink", "card"), ("muted", "paper"), ("muted", "card"), ("good", "good-paper"),
+    ("bad", "bad-paper"), ("unknown", "unknown-paper"), ("link", "paper"), ("link", "card"), ("good", "paper"),
+    ("bad", "paper"), ("unknown", "paper"), ("good", "card"), ("bad", "card"), ("unknown", "card"),
+    ("ink", "good-paper"), ("ink", "bad-paper"), ("ink", "unknown-paper"),
+)  # fmt: skip
+"""What is written on what."""
+
+
+def _format_css_variables(colours: dict[str, str]) -> str:
+    return "".join(f"--{name}:{value};" for name, value in colours.items())
+
+
+CSS = (
+    f"""
+:root{{color-scheme:light dark;{_format_css_variables(LIGHT_COLOURS)}}}
+@media (prefers-color-scheme:dark){{:root{{{_format_css_variables(DARK_COLOURS)}}}}}
+@media print{{:root{{color-scheme:light;{_format_css_variables(LIGHT_COLOURS)}}}}}
+"""
+    + """
+*{box-sizing:border-box}
+html{-webkit-text-size-adjust:100%;text-size-adjust:100%;scroll-behavior:smooth}
+@media (prefers-reduced-motion:reduce){html{scroll-behavior:auto}}
+body{margin:0;background:var(--paper);color:var(--ink);
+ font:16px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,"Noto Sans","DejaVu Sans",sans-serif}
+header,nav,main,footer{max-width:76rem;margin:0 auto;padding:0 1rem}
+a{color:var(--link)}
+h1{font-size:1.1rem;font-weight:600;margin:1.5rem 0 .75rem;color:var(--muted);overflow-wrap:anywhere}
+h1 b{color:var(--ink)}
+h2{font-size:1.35rem;line-height:1.25;margin:3rem 0 1rem;padding-top:1rem;border-top:1px solid var(--rule)}
+h3{font-size:1rem;margin:0;overflow-wrap:anywhere}
+p{max-width:65rem;overflow-wrap:anywhere}
+.skip{position:absolute;left:-99rem}
+.skip:focus{left:1rem;top:.5rem;background:var(--paper);padding:.5rem}
+.banner{max-width:none;border-radius:.75rem;padding:1.25rem 1.5rem;display:flex;flex-wrap:wrap;gap:.25rem 1.5rem;
+ align-items:baseline}
+.banner strong{font-size:2.25rem;line-height:1.15;letter-spacing:.01em}
+.banner span{font-size:1.15rem;color:var(--ink)}
+.good{color:var(--good)}.bad{color:var(--bad)}.unknown{color:var(--unknown)}.muted{color:var(--muted)}
+.banner.good,.chip.good{background:var(--good-paper)}
+.banner.bad,.chip.bad{background:var(--bad-paper)}
+.banner.unknown,.chip.unknown{background:var(--unknown-paper)}
+.chip{display:inline-block;border-radius:1rem;padding:.05rem .6rem;font-size:.85rem;font-weight:600;white-space:nowrap}
+.chip.muted{background:var(--card)}
+.cards-grid{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,20rem),1fr));gap:1rem;margin:1rem 0;
+ padding:0;list-style:none}
+.case{background:var(--card);border-radius:.6rem;padding:.9rem 1.1rem;border-left:.3rem solid var(--muted);min-width:0}
+.case.good{border-color:var(--good)}.case.bad{border-color:var(--bad)}.case.unknown{border-color:var(--unknown)}
+.case,.case *{color:var(--ink)}.case .chip.good{color:var(--good)}.case .chip.bad{color:var(--bad)}
+.case .chip.unknown{color:var(--unknown)}.case .said,.case dt{color:var(--muted)}
+.case-head{display:flex;flex-wrap:wrap;justify-content:space-between;gap:.25rem .75rem;align-items:center}
+.said{margin:.25rem 0 0;font-size:.9rem}
+.case dl{margin:.6rem 0 0;font-size:.92rem}
+.case dt{margin-top:.35rem;font-size:.85rem}
+.case dd{margin:0;overflow-wrap:anywhere;font-variant-numeric:tabular-nums}
+nav ul{display:flex;flex-wrap:wrap;gap:.25rem 1.1rem;padding:0;margin:1.25rem 0 0;list-style:none;font-size:.95rem}
+.notes{padding-left:1.2rem}.notes li{overflow-wrap:anywhere;max-width:65rem}
+.missing{background:var(--unknown-paper);color:var(--unknown);border-radius:.5rem;padding:.6rem .9rem}
+.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,26rem),1fr));gap:1.25rem;margin:1rem 0}
+figure{margin:0;background:var(--card);border-radius:.6rem;padding:1rem;min-width:0}
+figcaption{font-weight:600;margin-bottom:.15rem;overflow-wrap:anywhere}
+figure p{margin:.1rem 0 .6rem;font-size:.88rem;color:var(--muted)}
+svg.plot{display:block;width:100%;height:auto;max-width:34rem}
+svg.plot text{font-family:inherit}
+.hits circle{fill:transparent;stroke:none}.hits circle:hover{stroke:var(--ink);stroke-width:1.5}
+.key{display:flex;flex-wrap:wrap;gap:.15rem 1rem;list-style:none;padding:0;margin:.6rem 0 0;font-size:.9rem}
+.key li{display:flex;gap:.4rem;align-items:center;min-width:0;overflow-wrap:anywhere}
+.key svg{flex:none;width:1.75rem;height:.9rem}
+details{margin:.6rem 0 0;font-size:.92rem}summary{cursor:pointer;color:var(--link)}
+.scroll{overflow-x:auto;margin:1rem 0;border-radius:.5rem;
+ background:linear-gradient(to right,var(--paper) 30%,transparent) 0 0/3rem 100% no-repeat local,
+  linear-gradient(to left,var(--paper) 30%,transparent) 100% 0/3rem 100% no-repeat local,
+  linear-gradient(to right,var(--muted),transparent) 0 0/.8rem 100% no-repeat scroll,
+  linear-gradient(to left,var(--muted),transparent) 100% 0/.8rem 100% no-repeat scroll}
+.scroll:focus-visible,summary:focus-visible,a:focus-visible,button:focus-visible{outline:2px solid var(--link);
+ outline-offset:2px}
+table{border-collapse:collapse;font-size:.92rem;font-variant-numeric:tabular-nums;width:100%}
+caption{text-align:left;font-weight:600;padding:.35rem 0}
+th,td{padding:.35rem .65rem;text-align:right;border-bottom:1px solid var(--rule);vertical-align:top}
+th{font-weight:600;color:var(--muted);vertical-align:bottom}
+ tbody th{color:var(--ink);font-weight:500;vertical-align:top}
+th.left,td.left{text-align:left}
+tbody th.left,td.left{max-width:26rem;overflow-wrap:break-word}
+td.wide{min-width:16rem}
+.beside{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:.75rem 1.25rem;
+ margin:1.25rem 0}
+.beside>*{min-width:0}.beside .scroll{margin:0}.beside .foot{margin-top:.5rem}.beside .plots{grid-template-columns:1fr}
+.under{display:block;white-space:nowrap;color:var(--muted);font-size:.85em}
+th button{all:unset;cursor:pointer;font:inherit;color:inherit}
+th[aria-sort=ascending] button::after{content:" \\25B2"}th[aria-sort=descending] button::after{content:" \\25BC"}
+
+.foot{font-size:.9rem;color:var(--muted);margin-top:-.5rem}
+dl.facts{display:grid;grid-template-columns:minmax(7rem,max-content) 1fr;gap:.2rem 1.25rem;margin:1rem 0;
+ background:var(--card);border-radius:.6rem;padding:1rem}
+dl.facts dt{color:var(--muted);overflow-wrap:anywhere}dl.facts dd{margin:0;min-width:0;overflow-wrap:anywhere}
+pre{background:var(--card);border-radius:.5rem;padding:.8rem 1rem;margin:.3rem 0 1rem;white-space:pre-wrap;
+ overflow-wrap:anywhere;font:.9rem/1.45 ui-monospace,"DejaVu Sans Mono",monospace}
+footer{color:var(--muted);font-size:.9rem;padding-top:2rem;padding-bottom:3rem}
+@media (max-width:42rem){
+ h2{margin-top:2.25rem}.banner{padding:1rem 1.1rem}.banner strong{font-size:1.8rem}figure{padding:.8rem .6rem}
+ dl.facts{grid-template-columns:1fr}dl.facts dd{margin-bottom:.4rem}
+ table.cards,table.cards tbody,table.cards tr,table.cards td,table.cards th,table.cards caption{display:block;
+  width:100%}
+ table.cards thead{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)}
+ table.cards tr{background:var(--card);border-radius:.6rem;padding:.5rem .9rem;margin-bottom:.8rem}
+ table.cards tbody th{text-align:left;font-weight:600;padding:.35rem 0;border-bottom:1px solid var(--rule)}
+ table.cards td{display:flex;justify-content:space-between;gap:1rem;text-align:right;padding:.3rem 0;min-width:0}
+ table.cards td:last-child{border-bottom:0}table.cards td.none{display:none}
+ table.cards td::before{content:attr(data-label);color:var(--muted);text-align:left;flex:none;max-width:45%}
+ table.cards td.wide{display:block;text-align:left}table.cards td.wide::before{display:block;max-width:none}
+ table.cards td>span,table.cards tbody th{min-width:0;max-width:none;overflow-wrap:anywhere}
+}
+@media print{
+ html{font-size:12px}body{font-size:1rem}header,main,footer{max-width:none;padding:0}nav,.skip{display:none}
+ h2{break-after:avoid;margin-top:1.5rem}figure,.case,tr,pre{break-inside:avoid}
+ .banner,.chip,.case,figure,.missing{print-color-adjust:exact;
+  -webkit-print-color-adjust:exact}
+ .scroll{overflow:visible;break-inside:auto;background:none}
+ table{font-size:7.5pt}th,td{padding:.15rem .3rem}td.wide{min-width:7rem}
+ table.many{font-size:6.5pt}table.many th,table.many td{padding:.1rem .2rem;min-width:0}
+ .chip{padding:0 .35rem;font-size:inherit}
+ .plots,.beside{grid-template-columns:1fr 1fr;gap:.6rem}tbody th.left,td.left{overflow-wrap:anywhere;max-width:12rem}
+ details:not([open]){display:none}a{color:inherit;text-decoration:none}
+}
+"""
+)
+
+SCRIPT = """
+"use strict";
+for (const table of document.querySelectorAll("table.sortable")) {
+  const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells];
+  heads.forEach((head, place) => {
+    const button = document.createElement("button");
+    button.type = "button";
+    button.title = "sort";
+    button.append(...head.childNodes);
+    head.append(button);
+    button.addEventListener("click", () => {
+      const down = head.getAttribute("aria-sort") === "ascending";
+      heads.forEach(other => other.removeAttribute("aria-sort"));
+      head.setAttribute("aria-sort", down ? "descending" : "ascending");
+      const value = row => {
+        const cell = row.cells[place];
+        return cell.dataset.v === undefined ? cell.textContent : Number(cell.dataset.v);
+      };
+      const compare = (a, b) => {
+        if (typeof a !== typeof b) return typeof a === "number" ? -1 : 1;
+        return typeof a === "number" ? (a === b ? 0 : a - b) : a.localeCompare(b);
+      };
+      const rows = [...body.rows].sort((a, b) => (down ? -1 : 1) * compare(value(a), value(b)));
+      body.append(...rows);
+    });
+  });
+}
+"""
+
+SCRIPT_HASH = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+"""By which the page allows this script, and no other."""
+
+
+_MARKER_SHAPES = {
+    "o": '<circle cx="14" cy="7" r="3.6"/>',
+    "s": '<path d="M10.6 3.6h6.8v6.8h-6.8z"/>',
+    "^": '<path d="M14 2.8 18 10.6H10z"/>',
+    "D": '<path d="M14 2.4 18.4 7 14 11.6 9.6 7z"/>',
+    "v": '<path d="M14 11.2 10 3.4H18z"/>',
+}
+_WIDE_CELL_CHARS = 28
+"""Letters from which on a cell of text asks for room."""
+
+
+def render_html_page(title: str, verdict: VerdictBlock, sections: Sequence[Section], *, points: int, rows: int) -> str:
+    """The whole page.
+
+    Parameters
+    ----------
+    points
+        Of a series that can be pointed at.
+    rows
+        Of the table behind a plot.
+    """
+    renderer = _SectionRenderer(points, rows)
+    policy = (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{SCRIPT_HASH}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    body = "".join(renderer.render_section(section) for section in sections)
+    links = "".join(
+        f'<li><a href="#{link_section.key}">{escape_html(link_section.title)}</a></li>' for link_section in sections
+    )
+    return (
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="color-scheme" content="light dark">\n'
+        f"<title>{escape_html(verdict.word)}: {escape_html(title)} - kvmnn "
+        f"report</title>\n<style>{CSS}</style>\n</head>\n<body>\n"
+        f'<a class="skip" href="#content">To the figures</a>\n'
+        f"<header>\n<h1>kvmnn report: <b>{escape_html(title)}</b></h1>\n{_render_head(verdict)}</header>\n"
+        f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n<main id="content">\n{body}</main>\n'
+        f"<footer><p>Every figure is of the files under Sources. What nobody measured is said to be not measured."
+        f"</p></footer>\n<script>{SCRIPT}</script>\n</body>\n</html>\n"
+    )
+
+
+def escape_html(text: str) -> str:
+    """A text that HTML shows as it is, in one line, with control and direction marks visible."""
+    return escape(escape_control(" ".join(text.split("\n")), keep_line_ends=False))
+
+
+def _render_head(verdict: VerdictBlock) -> str:
+    cases = "".join(
+        f'<li class="case {card.tone}"><div class="case-head"><h3>{escape_html(card.name)}</h3>'
+        f'<span class="chip {card.tone}">{escape_html(card.verdict)}</span></div>'
+        + (f'<p class="said">{escape_html(card.summary)}</p>' if card.summary else "")
+        + (f"<dl>{_render_pairs(card.misses)}</dl>" if card.misses else "")
+        + "</li>"
+        for card in verdict.cases
+    )
+    grid = f'<ul class="cards-grid" aria-label="Cases">{cases}</ul>\n' if cases else ""
+    notes = "".join(f"<li>{escape_html(note)}</li>" for note in verdict.notes)
+    return (
+        f'<p class="banner {verdict.tone}"><strong class="{verdict.tone}">{escape_html(verdict.word)}</strong>'
+        f"<span>{escape_html(verdict.summary)}</span></p>\n{grid}"
+        + (f'<ul class="notes">{notes}</ul>\n' if notes else "")
+    )  # fmt: skip
+
+
+def _render_pairs(pairs: Sequence[tuple[str, str]]) -> str:
+    return "".join(f"<dt>{escape_html(name)}</dt><dd>{escape_html(value)}</dd>" for name, value in pairs)
+
+
+class _SectionRenderer:
+    """Writes sections; counts what needs names of its own."""
+
+    def __init__(self, points: int, rows: int) -> None:
+        self._max_points, self._max_rows = points, rows
+        self._num_charts = 0
+
+    def render_section(self, section: Section) -> str:
+        """A section; plots that follow each other stand side by side."""
+        parts, plots = list[str](), list[str]()
+        for block in section.blocks:
+            if isinstance(block, ChartBlock):
+                plots.append(self._render_chart(block))
+                continue
+            if len(plots) == 1 and isinstance(block, TableBlock) and _is_small_table(block):
+                parts.append(f'<div class="beside">{plots[0]}<div>{render_table(block)}</div></div>\n')
+            else:
+                parts += [*self._iter_plot_rows(plots), self._render_block(block)]
+            plots = []
+        parts += self._iter_plot_rows(plots)
+        return (
+            f'<section id="{section.key}" aria-labelledby="{section.key}-title">'
+            f'<h2 id="{section.key}-title">{escape_html(section.title)}</h2>\n{"".join(parts)}</section>\n'
+        )
+
+    def _iter_plot_rows(self, plots: list[str]) -> Iterator[str]:
+        if plots:
+            yield f'<div class="plots">{"".join(plots)}</div>\n'
+
+    def _render_block(self, block: Block) -> str:
+        if isinstance(block, TableBlock):
+            return render_table(block)
+        if isinstance(block, Paragraph):
+            return f'<p class="{"missing" if block.tone == "unknown" else block.tone}">{escape_html(block.text)}</p>\n'
+        if isinstance(block, BulletList):
+            return f'<ul class="notes">{"".join(f"<li>{escape_html(item)}</li>" for item in block.items)}</ul>\n'
+        if isinstance(block, FactList):
+            return f'<dl class="facts">{_render_pairs(block.pairs)}</dl>\n'
+        if isinstance(block, CommandList):
+            return "".join(
+                f"<p>{escape_html(name)}</p><pre><code>{escape_html(line)}</code></pre>\n" for name, line in block.lines
+            )
+        raise TypeError(f"no HTML for {type(block).__name__}")
+
+    def _render_chart(self, chart: ChartBlock) -> str:
+        self._num_charts += 1
+        name = f"plot{self._num_charts}"
+        svg_text = charts.render_svg(chart, f"{name}-", self._max_points)
+        keys = "".join(
+            f"<li>{_render_line_sample(chart_series)}<span>{escape_html(chart_series.name)}</span></li>"
+            for chart_series in chart.series
+        )
+        keys += "".join(
+            f"<li>{_LIMIT_SAMPLE}<span>{escape_html(limit_name)}</span></li>" for _, limit_name in chart.limits
+        )
+        return (
+            f'<figure aria-labelledby="{name}-name"><figcaption id="{name}-name">'
+            f"{escape_html(chart.title)}</figcaption>"
+            f'<p>{escape_html(chart.summary)}</p>{svg_text}<ul class="key" aria-label="Key">{keys}</ul>'
+            f"<details><summary>Values of this plot</summary>{self._render_values(chart)}</details></figure>\n"
+        )
+
+    def _render_values(self, chart: ChartBlock) -> str:
+        """The points of a plot as a table."""
+        rows, num_hidden = [], 0
+        has_intervals = any(point.low is not None for chart_series in chart.series for point in chart_series.points)
+        for chart_series in chart.series:
+            points = thin_points(chart_series.points, self._max_rows)
+            num_hidden += len(chart_series.points) - len(points)
+            for point in points:
+                x, y = (
+                    Cell(charts.format_value(point.x, chart.digits), point.x),
+                    Cell(charts.format_value(point.y, chart.digits), point.y),
+                )
+                name = point.name if point.name != chart_series.name else ""
+                cells = [Cell(chart_series.name), Cell(name or "-"), *((x,) if chart.row_names else (x, y))]
+                if has_intervals:
+                    ends = (point.low, point.high)
+                    cells += [
+                        Cell("-") if end is None else Cell(charts.format_value(end, chart.digits), end) for end in ends
+                    ]
+                rows.append(cells)
+        columns = [
+            "line",
+            "point",
+            chart.x,
+            *(() if chart.row_names else (chart.y,)),
+            *(("low", "high") if has_intervals else ()),
+        ]
+        note = f"{num_hidden:,} points between these are drawn, and are in the files." if num_hidden else ""
+        return render_table(TableBlock(f"{chart.title}: values", columns, rows, frozenset({0, 1}), False, note))
+
+
+def _is_small_table(table: TableBlock) -> bool:
+    return len(table.columns) <= 7 and len(table.rows) <= 20 and not table.has_cards
+
+
+def render_table(table: TableBlock) -> str:
+    """A table in a frame that scrolls by itself where it is too wide."""
+    roles = table.has_cards
+    role = _format_role(roles, "columnheader")
+    heads = "".join(
+        f'<th scope="col"{role}{" class=left" if place in table.left_columns else ""}>{escape_html(name)}</th>'
+        for place, name in enumerate(table.columns)
+    )
+    rows = "".join(_render_html_row(table, row) for row in table.rows)
+    kind = " ".join(
+        ["sortable", *(["cards"] if table.has_cards else []), *(["many"] if len(table.columns) > 9 else [])]
+    )
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape_html(table.caption)}">'
+        f'<table class="{kind}"{_format_role(roles, "table")}><caption>{escape_html(table.caption)}</caption>'
+        f"<thead{_format_role(roles, 'rowgroup')}><tr{_format_role(roles, 'row')}>{heads}</tr></thead>"
+        f"<tbody{_format_role(roles, 'rowgroup')}>{rows}</tbody></table></div>\n"
+        + (f'<p class="foot">{escape_html(table.note)}</p>\n' if table.note else "")
+    )  # fmt: skip
+
+
+def _format_role(is_needed: bool, name: str) -> str:
+    """Said where a narrow screen takes the table's form away, and its meaning with it."""
+    return f' role="{name}"' if is_needed else ""
+
+
+def _render_html_row(table: TableBlock, row: Sequence[Cell]) -> str:
+    cells = []
+    for column_index, cell in enumerate(row):
+        value = "" if cell.number is None or math.isnan(cell.number) else f' data-v="{_format_sort_value(cell.number)}"'
+        style = " ".join(name for name in (
+            "left" if column_index in table.left_columns else "",
+            "none" if table.has_cards and column_index and cell.text == "-" and not cell.subtext else "",
+            "wide" if column_index and column_index in table.left_columns and len(cell.text) > _WIDE_CELL_CHARS else "",
+        ) if name)  # fmt: skip
+        classes = f' class="{style}"' if style else ""
+        text = escape_html(cell.text)
+        if cell.tone:
+            text = f'<span class="{"chip " if cell.tone != "muted" else ""}{cell.tone}">{text}</span>'
+        if cell.subtext:
+            text += f'<span class="under">{escape_html(cell.subtext)}</span>'
+        if column_index == 0:
+            cells.append(f'<th scope="row"{_format_role(table.has_cards, "rowheader")}{classes}{value}>{text}</th>')
+        else:
+            label = f' data-label="{escape_html(table.columns[column_index])}"' if table.has_cards else ""
+            inner = f"<span>{text}</span>" if table.has_cards else text
+            cells.append(f"<td{_format_role(table.has_cards, 'cell')}{classes}{value}{label}>{inner}</td>")
+    return f"<tr{_format_role(table.has_cards, 'row')}>{''.join(cells)}</tr>"
+
+
+def _format_sort_value(value: float) -> str:
+    if math.isinf(value):
+        return "1e999"
+    return f"{value:.10g}"
+
+
+_LIMIT_SAMPLE = (
+    '<svg viewBox="0 0 28 14" aria-hidden="true"><path d="M1 7H27" fill="none" stroke="var(--ink)" '
+    'stroke-dasharray="5 2"/></svg>'
+)
+
+
+def _render_line_sample(series: ChartSeries) -> str:
+    """A piece of the line, as it is drawn."""
+    style = charts.make_series_style(series)
+    colour = f"var(--s{series.style_number % charts.NUM_COLOURS})"
+    parts = ""
+    if series.has_line:
+        dashes = style["linestyle"]
+        dashing = (
+            f' stroke-dasharray="{" ".join(f"{size:g}" for size in dashes[1])}"' if isinstance(dashes, tuple) else ""
+        )
+        parts += f'<path d="M1 7H27" fill="none" stroke="{colour}" stroke-width="1.8"{dashing}/>'
+    if style["marker"] is not None:
+        parts += _MARKER_SHAPES[style["marker"]]
+    return f'<svg viewBox="0 0 28 14" aria-hidden="true" fill="{colour}">{parts}</svg>'
+
+
+_MARKDOWN_SPECIAL_REGEX = re.compile(r"([\\`*_\[\]<>|~#])")
+_MAX_MARKDOWN_ROWS = 40
+
+
+def render_markdown_page(title: str, verdict: VerdictBlock, sections: Sequence[Section]) -> str:
+    """The whole report; ends with a newline."""
+    lines = [f"# kvmnn report: {escape_plain(title)}", "", f"**{verdict.word}**: {escape_plain(verdict.summary)}", ""]
+    if verdict.cases:
+        lines += ["| case | verdict | what it missed |", "| --- | --- | --- |"]
+        for card in verdict.cases:
+            misses_text = (
+                "; ".join(f"{escape_plain(name)}: {escape_plain(miss_text)}" for name, miss_text in card.misses) or "-"
+            )
+            lines.append(f"| {escape_plain(card.name)} | {escape_plain(card.verdict)} | {misses_text} |")
+        lines.append("")
+    lines += [f"- {escape_plain(note)}" for note in verdict.notes]
+    for section in sections:
+        block_lines = [line for block in section.blocks for line in _iter_markdown_lines(block)]
+        lines += ["", f"## {escape_plain(section.title)}", "", *block_lines]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n") + "\n"
+
+
+def escape_plain(text: str) -> str:
+    """A text in one line that Markdown and HTML leave as it is."""
+    return escape_markdown(_MARKDOWN_SPECIAL_REGEX.sub(r"\\\1", join_lines(text)).replace("&", "&amp;"))
+
+
+def _iter_markdown_lines(block: Block) -> Iterator[str]:
+    if isinstance(block, Paragraph):
+        yield from (escape_plain(block.text), "")
+    elif isinstance(block, BulletList):
+        yield from (*(f"- {escape_plain(item)}" for item in block.items), "")
+    elif isinstance(block, FactList):
+        yield from (*(f"- {escape_plain(name)}: {escape_plain(value)}" for name, value in block.pairs), "")
+    elif isinstance(block, CommandList):
+        for name, line in block.lines:
+            fence = "`" * (max(map(len, re.findall("`+", line)), default=0) + 3)
+            yield from (f"{escape_plain(name)}:", "", f"{fence}sh", join_lines(line), fence, "")
+    elif isinstance(block, TableBlock):
+        yield from _iter_markdown_table(block)
+    elif isinstance(block, ChartBlock):
+        yield from (f"*{escape_plain(block.title)}*: {escape_plain(block.summary)} The page has the plot.", "")
+
+
+def _iter_markdown_table(table: TableBlock) -> Iterator[str]:
+    yield from (f"**{escape_plain(table.caption)}**", "")
+    rules = ["---" if place in table.left_columns else "---:" for place in range(len(table.columns))]
+    yield f"| {' | '.join(map(escape_plain, table.columns))} |"
+    yield f"| {' | '.join(rules)} |"
+    for row in table.rows[:_MAX_MARKDOWN_ROWS]:
+        yield f"| {' | '.join(map(_format_markdown_cell, row))} |"
+    yield ""
+    if len(table.rows) > _MAX_MARKDOWN_ROWS:
+        yield from (f"{len(table.rows) - _MAX_MARKDOWN_ROWS:,} more rows are on the page.", "")
+    if table.note:
+        yield from (escape_plain(table.note), "")
+
+
+def _format_markdown_cell(cell: Cell) -> str:
+    return escape_plain(f"{cell.text} ({cell.subtext})" if cell.subtext else cell.text)

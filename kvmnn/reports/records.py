@@ -1,0 +1,570 @@
+"""What the lossless runtime did to the cache of a model.
+
+The rows of an evaluation: what was measured of each configuration. None: not measured.
+
+What reports read of an evaluation's results (`kvmnn.evaluation.EvaluationResult` has all of it).
+
+What an evaluation began with, where it went on from K and V that were computed elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import sqrt
+from typing import Any, Literal, Protocol, TypeVar
+
+from .._util.text import LOSSLESS
+from ..dtypes import Part
+from ..files.schema import Record
+from ..policies.h2o.planner import H2OStats
+from ..policies.policy import FullCache
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeLayerStats(Record):
+    """One layer of the model, under the names of `kvmnn.runtime.LayerMetrics`."""
+
+    layer: int
+    tokens: int = 0
+    raw_bytes: int = 0
+    compressed_bytes: int = 0
+    blocks: int = 0
+    stored_raw_bytes: int = 0
+    stored_bytes: int = 0
+    held_bytes: int = 0
+    fallbacks: int = 0
+    skips: int = 0
+
+    @property
+    def ratio(self) -> float | None:
+        """Raw over compressed bytes of all that was encoded; None where nothing was."""
+        return self.raw_bytes / self.compressed_bytes if self.compressed_bytes else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeStats(Record):
+    """All layers, of one run; what the engine has, under its names.
+
+    Attributes
+    ----------
+    mode
+        ``"probe"``, ``"full"`` or ``"store"``.
+    appended_bytes, live_bytes, held_bytes
+        K and V of all tokens that were seen; of those that the policy left; and what holds these between two steps:
+        rows, frames, and room to grow.
+    lossy_ratio, lossless_ratio, total_ratio
+        The first over the second, the second over the third, the first over the third (JSON only; they follow).
+    """
+
+    mode: Literal["probe", "full", "store"]
+    appended_bytes: int
+    live_bytes: int
+    held_bytes: int
+    h2o_lossless_raw_bytes: int = 0
+    h2o_lossless_compressed_bytes: int = 0
+    h2o_lossless_decompressed_bytes: int = 0
+    h2o_lossless_compress_us: int = 0
+    h2o_lossless_decompress_us: int = 0
+    h2o_lossless_fallback_count: int = 0
+    h2o_lossless_backpressure_skip_count: int = 0
+    layers: tuple[RuntimeLayerStats, ...] = ()
+
+    @property
+    def lossy_ratio(self) -> float | None:
+        """Bytes of all tokens over bytes of those that are left."""
+        return self.appended_bytes / self.live_bytes if self.live_bytes else None
+
+    @property
+    def lossless_ratio(self) -> float | None:
+        """Bytes of the tokens that are left over the bytes that hold them."""
+        return self.live_bytes / self.held_bytes if self.held_bytes else None
+
+    @property
+    def total_ratio(self) -> float | None:
+        """Bytes of all tokens over the bytes that are held."""
+        return self.appended_bytes / self.held_bytes if self.held_bytes else None
+
+    @property
+    def encoded_ratio(self) -> float | None:
+        """Raw over compressed bytes of all that was encoded (the engine's h2o_lossless_ratio)."""
+        compressed_bytes = self.h2o_lossless_compressed_bytes
+        return self.h2o_lossless_raw_bytes / compressed_bytes if compressed_bytes else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        document = super().to_dict()
+        layers = document.pop("layers")
+        ratios = {"lossy_ratio": self.lossy_ratio, "lossless_ratio": self.lossless_ratio}
+        ratios |= {"total_ratio": self.total_ratio, "h2o_lossless_ratio": self.encoded_ratio}
+        return {**document, **ratios, "layers": layers}
+
+
+T = TypeVar("T", RuntimeLayerStats, RuntimeStats)
+
+
+def merge_runtime_stats(all_stats: Iterable[RuntimeStats]) -> RuntimeStats | None:
+    """The figures of several texts, added up; None without any."""
+    merged: RuntimeStats | None = None
+    for stats in all_stats:
+        layers = stats.layers
+        if merged is not None:
+            layers = tuple(_add_int_fields(old, new) for old, new in zip(merged.layers, stats.layers, strict=True))
+            stats = _add_int_fields(merged, stats)
+        merged = replace(stats, layers=layers)
+    return merged
+
+
+def _add_int_fields(first: T, second: T) -> T:
+    names = [entry.name for entry in fields(first) if entry.type == "int" and entry.name != "layer"]
+    return replace(second, **{name: getattr(first, name) + getattr(second, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityStats(Record):
+    """Means over scored tokens.
+
+    Attributes
+    ----------
+    begin : int or None
+        The position from which on tokens are scored, where that is not the first one (JSON: ``from``).
+    tokens : int
+        Scored.
+    nll : float or None
+        Negative log-probability in nats; None where no token was scored.
+    perplexity : float or None
+        ``exp(nll)``; None beyond float64 as well.
+    accuracy : float or None
+        Share of tokens that were the most probable one.
+    """
+
+    begin: int | None = field(default=None, metadata={"key": "from", "omit": True})
+    tokens: int
+    nll: float | None
+    perplexity: float | None
+    accuracy: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullCacheDifference(Record):
+    """Differences to the full cache on the same tokens, with the ends of their paired bootstrap intervals.
+
+    `nll` in nats a token, `accuracy` as a share; ``deep_``: over the deep tokens only. No interval: None.
+    """
+
+    documents: int
+    level: float
+    nll: float | None = None
+    low: float | None = None
+    high: float | None = None
+    deep_nll: float | None = None
+    deep_low: float | None = None
+    deep_high: float | None = None
+    accuracy: float | None = None
+    accuracy_low: float | None = None
+    accuracy_high: float | None = None
+    deep_accuracy: float | None = None
+    deep_accuracy_low: float | None = None
+    deep_accuracy_high: float | None = None
+    note: str | None = field(default=None, metadata={"omit": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameSizeStats(Record):
+    """Bytes of one cache.
+
+    Attributes
+    ----------
+    dtype : str
+        Of the words in the frames.
+    rounded : bool
+        Whether the words are the cache's own rounded to fp16 first, which is LOSSY by itself; frames are LOSSLESS for
+        the words that they were given.
+    full_bytes : int
+        The full cache of all tokens seen, in that dtype.
+    kept_bytes : int
+        What the policy left of it.
+    frame_bytes : int
+        The frames of that, each decoded and found equal.
+    """
+
+    dtype: str
+    rounded: bool
+    full_bytes: int
+    kept_bytes: int
+    frame_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentRow(Record):
+    """One document under one configuration; the quantities are those of `ResultRow`.
+
+    `stored_tokens` is how many tokens came from a prefix store, where there was one.
+    """
+
+    name: str
+    tokens: int
+    nll: float | None
+    perplexity: float | None
+    accuracy: float | None
+    bits_per_byte: float | None
+    deep: QualityStats
+    tokens_kept: tuple[int, ...]
+    seconds: float
+    model_seconds: float
+    policy_seconds: float
+    cache_bytes_mean: float
+    cache_bytes_peak: int
+    frames: FrameSizeStats
+    h2o: H2OStats | None = field(default=None, metadata={"omit": True})
+    runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
+    stored_tokens: int | None = field(default=None, metadata={"omit": True})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectStats(Record):
+    """A preset's configuration by the definitions of the preset's project (`kvmnn.evaluation.presets`).
+
+    Attributes
+    ----------
+    evaluation : str
+        ``"E1"``: l2_compress / KnormPress; ``"E2"``: StreamingLLM + H2O.
+    label : str
+        The project's name for the configuration.
+    chunk, chunks_left_out, prompt_tokens, new_tokens, repeats : int or None
+        E2 only; times are medians of so many repeats.
+    attention_seconds : float or None
+        E2 only: of one layer, the mean over layers and steps of one token.
+    process_peak_bytes : int or None
+        E2 only: that of the row, for what the project's device had allocated at most.
+    refused : str or None
+        Why nothing was measured.
+    """
+
+    evaluation: Literal["E1", "E2"]
+    label: str
+    perplexity: float | None = None
+    accuracy: float | None = None
+    nll: float | None = None
+    scored_tokens: int | None = None
+    text_tokens: int | None = None
+    final_cache_tokens: int | None = None
+    chunk: int | None = field(default=None, metadata={"omit": True})
+    chunks_left_out: int | None = field(default=None, metadata={"omit": True})
+    ttft_seconds: float | None = None
+    tpot_seconds: float | None = None
+    attention_seconds: float | None = field(default=None, metadata={"omit": True})
+    tokens_per_second: float | None = None
+    prompt_tokens: int | None = field(default=None, metadata={"omit": True})
+    new_tokens: int | None = field(default=None, metadata={"omit": True})
+    repeats: int | None = field(default=None, metadata={"omit": True})
+    process_peak_bytes: int | None = field(default=None, metadata={"omit": True})
+    refused: str | None = field(default=None, metadata={"omit": True})
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it, without what the project does not measure."""
+        document = super().to_dict()
+        if self.refused is not None:
+            return {key: document[key] for key in ("evaluation", "label", "refused")}
+        if self.evaluation == "E2" and self.new_tokens is None:  # generation was not timed
+            for key in ("ttft_seconds", "tpot_seconds", "tokens_per_second"):
+                del document[key]
+        return document
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResultRow(Record):
+    """One configuration over all documents.
+
+    Attributes
+    ----------
+    label, policy, options, preset, positions
+        Those of the `Configuration`; options with the policy's defaults.
+    budget, keep_ratio
+        Tokens, or share of the stored tokens, that stay in each layer.
+    kind : str or None
+        ``"LOSSLESS"`` where nothing was evicted, else ``"LOSSY"``.
+    tokens, nll, perplexity, accuracy, deep
+        See `QualityStats`; `deep` is over the tokens behind ``settings.deep_from``.
+    versus_full
+        None for the full cache itself.
+    seconds, model_seconds, policy_seconds
+        Wall time of all documents: all, inside onnxruntime, holding, choosing and cutting.
+    ttft_seconds, tpot_seconds
+        Time to the first token of a prompt, and for each token after it.
+    attention_seconds
+        Attention of all layers, in each of the steps after the prompt.
+    cache_bytes_mean, cache_bytes_peak
+        K and V held, over the tokens fed.
+    process_peak_bytes, process_opened_bytes
+        Resident memory of the configuration's process at most, and once the model was open.
+    tokens_kept
+        Of each layer, the highest of all documents.
+    unequal_layers
+        Whether layers hold different numbers of tokens, so that the budget is not what every layer holds.
+    lossy_ratio, lossless_ratio, ratio
+        Bytes of the full cache over those kept; those kept over those of their frames; the product.
+    project
+        By the definitions of the preset's project (JSON: ``as_seed``).
+    h2o
+        What the engine's planner did, where it is what evicts: counts of all documents, ratios of the last one.
+    runtime
+        What the lossless runtime did, where the cache lay in one: all documents added up.
+    start
+        What it goes on from, where that is K and V that were computed elsewhere (`kvmnn.reports.records`).
+    evicted
+        Whether any scored token was attended over a cache that the policy had cut. Where none was, quality is that of
+        the full cache and says nothing of the policy. None in results of older versions.
+    """
+
+    label: str
+    policy: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    budget: int | None = None
+    keep_ratio: float | None = None
+    preset: str | None = None
+    positions: Literal["true", "stored"] = "true"
+    kind: str | None = None
+    tokens: int | None = None
+    nll: float | None = None
+    perplexity: float | None = None
+    accuracy: float | None = None
+    bits_per_byte: float | None = None
+    deep: QualityStats | None = None
+    versus_full: FullCacheDifference | None = None
+    seconds: float | None = None
+    model_seconds: float | None = None
+    policy_seconds: float | None = None
+    ttft_seconds: float | None = None
+    tpot_seconds: float | None = None
+    attention_seconds: float | None = None
+    tokens_per_second: float | None = None
+    cache_bytes_mean: float | None = None
+    cache_bytes_peak: int | None = None
+    process_peak_bytes: int | None = None
+    process_opened_bytes: int | None = None
+    tokens_kept: tuple[int, ...] | None = None
+    unequal_layers: bool | None = None
+    lossy_ratio: float | None = None
+    lossless_ratio: float | None = None
+    ratio: float | None = None
+    lossless_dtype: str | None = None
+    rounded_first: bool | None = None
+    full_bytes: int | None = None
+    kept_bytes: int | None = None
+    frame_bytes: int | None = None
+    project: ProjectStats | None = field(default=None, metadata={"key": "as_seed"})
+    h2o: H2OStats | None = field(default=None, metadata={"omit": True})
+    runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
+    start: str | None = field(default=None, metadata={"omit": True})
+    evicted: bool | None = field(default=None, metadata={"omit": True})
+    documents: tuple[DocumentRow, ...] = ()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this is a full cache, all of it the model's own."""
+        return self.policy == FullCache.name and self.start is None
+
+    @property
+    def has_no_eviction(self) -> bool:
+        """Whether this is a policy that evicted nothing before the last token was scored, so that it is no rival of
+        those that did."""
+        if self.policy == FullCache.name:
+            return False
+        return self.kind == LOSSLESS if self.evicted is None else not self.evicted
+
+
+def find_full_row(rows: Sequence[ResultRow]) -> ResultRow | None:
+    """The row of the full cache."""
+    return next((row for row in rows if row.is_full), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentInfo(Record):
+    """A document: its name, tokens scored, their UTF-8 bytes, and the SHA-256 of its file."""
+
+    name: str
+    tokens: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeepMap(Record):
+    """Which tokens of one KV head live.
+
+    Attributes
+    ----------
+    steps : tuple of int
+        Tokens seen at each sample.
+    kept : tuple of tuple of int
+        Positions in the text of the tokens that live then.
+    """
+
+    layer: int
+    kv_head: int
+    steps: tuple[int, ...]
+    kept: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptPositions(Record):
+    """The tokens that a layer holds at the end of a text.
+
+    Attributes
+    ----------
+    positions : tuple of tuple of int
+        In the text: one list for all KV heads, or one for each where they hold different tokens.
+    """
+
+    layer: int
+    positions: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentTrace(Record):
+    """A document's course under one configuration: at each step the tokens seen, and the bytes that the cache holds.
+
+    Attributes
+    ----------
+    kept : tuple of KeptPositions
+        What each layer holds at the end: `kvmnn compact --plan` takes it.
+    """
+
+    label: str
+    document: str
+    step_tokens: tuple[int, ...]
+    cache_bytes: tuple[int, ...]
+    keep_map: KeepMap | None = None
+    kept: tuple[KeptPositions, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal(Record):
+    """A configuration that the model cannot run."""
+
+    label: str
+    reason: str
+
+
+class ModelProtocol(Protocol):
+    """The model that was evaluated."""
+
+    @property
+    def name(self) -> str:
+        """File or folder."""
+
+
+class SettingsProtocol(Protocol):
+    """How it was evaluated (`kvmnn.evaluation.Settings`)."""
+
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def prompt(self) -> int: ...
+    @property
+    def deep_from(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def repeats(self) -> int: ...
+
+
+class EvaluationResultsProtocol(Protocol):
+    """What tables and plots are made of."""
+
+    @property
+    def kvmnn(self) -> str: ...
+    @property
+    def model(self) -> ModelProtocol: ...
+    @property
+    def settings(self) -> SettingsProtocol: ...
+    @property
+    def documents(self) -> Sequence[DocumentInfo]: ...
+    @property
+    def rows(self) -> Sequence[ResultRow]: ...
+    @property
+    def traces(self) -> Sequence[DocumentTrace]: ...
+    @property
+    def notes(self) -> Sequence[str]: ...
+    @property
+    def refused(self) -> Sequence[Refusal]: ...
+
+
+MIN_NON_ROUNDING_DISTANCE = 0.5
+"""From this `compute_relative_distance` distance on K or V are not roundings of the model's own.
+
+Of 4-bit blocks it is about 0.1.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerDistanceStats(Record):
+    """How far K or V of a layer are from those that the model computes of the same tokens.
+
+    Attributes
+    ----------
+    layer, part
+        Which.
+    words, equal : int
+        Numbers compared, in the model's dtype, and how many have the same bits.
+    squares, own_squares : float
+        Sums of the squared differences, and of the squares of the model's own.
+    undo : tuple of str or None
+        Of numbers that are far from the model's own (`MIN_NON_ROUNDING_DISTANCE`): what undone makes them roundings of
+        those.
+    """
+
+    layer: int
+    part: Part
+    words: int
+    equal: int
+    squares: float
+    own_squares: float
+    undo: tuple[str, ...] | None = field(default=None, metadata={"omit": True})
+
+    @property
+    def relative_distance(self) -> float:
+        """Root of the mean squared difference over that of the model's own numbers; 1.4 for numbers that have nothing
+        to do with each other."""
+        return compute_relative_distance([self])
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitialCacheInfo(Record):
+    """The start.
+
+    Attributes
+    ----------
+    name, about : str
+        The file's name, and what it holds.
+    dtype : str
+        Of the words as they were found.
+    tokens : tuple of int
+        Stored in each layer.
+    tokens_seen : int
+        Tokens of the text that it stands for.
+    sha256 : str
+        Of words in the model's dtype, positions and token ids.
+    distances : tuple of LayerDistance
+        To K and V that the model computed.
+    """
+
+    name: str
+    about: str
+    dtype: str
+    tokens: tuple[int, ...]
+    tokens_seen: int
+    sha256: str
+    distances: tuple[LayerDistanceStats, ...] = field(default=())
+
+
+def compute_relative_distance(distances: Sequence[LayerDistanceStats]) -> float:
+    """`LayerDistanceStats.relative_distance` of several together."""
+    squares, own_squares = (
+        sum(distance.squares for distance in distances),
+        sum(distance.own_squares for distance in distances),
+    )
+    return sqrt(squares / own_squares) if own_squares > 0 else float(squares > 0)

@@ -1,0 +1,287 @@
+"""The K and V rows of one layer as the engine keeps them: one buffer, edited and zeroed in place.
+
+A block of the engine's store.
+
+The engine's two caches of decoded blocks: one of each layer, one for all. Bounded in entries, not in bytes.
+
+What the engine's store remembers of one layer index.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...dtypes import DType, Elements, KVPair
+from ...frames import Block
+from ...packed.compaction import ReservePair, simulate_fork
+from ..metrics import OperationLatencies
+from ..positions import PositionRuns
+from ..schedule import LayerProgress
+
+GROWTH_TOKENS = 64
+"""Room beyond the need at each allocation."""
+
+
+class EngineRowBuffer:
+    """Live rows ``[kv_head, token, head_dim]`` of a layer and the room that is allocated for them."""
+
+    def __init__(self, kv_heads: int, head_dim: int, dtype: DType) -> None:
+        self._shape = (2, kv_heads, 0, head_dim)
+        self._dtype = dtype.numpy_dtype
+        self._buffer: Elements = np.zeros(self._shape, self._dtype)
+        self.tokens = 0
+        self.positions = PositionRuns()
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that there is room for."""
+        return int(self._buffer.shape[2])
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the buffer, which clearing a range does not make smaller."""
+        return int(self._buffer.nbytes)
+
+    @property
+    def live_rows(self) -> KVPair:
+        """K and V of all tokens, as views."""
+        return self._buffer[0, :, : self.tokens], self._buffer[1, :, : self.tokens]
+
+    def clear(self, num_new: int) -> None:
+        """Drop everything and allocate room for `num_new` tokens."""
+        heads, head_dim = self._shape[1], self._shape[3]
+        self._buffer = np.zeros((2, heads, num_new + GROWTH_TOKENS, head_dim), self._dtype)
+        self.tokens = 0
+        self.positions = PositionRuns()
+
+    def apply_edit(self, remove: int, pairs: tuple[ReservePair, ...], num_new: int) -> None:
+        """Drop the last `remove` tokens but for `pairs` of them, and make room for `num_new` more."""
+        outcome = simulate_fork(self.tokens, remove, pairs, num_new, False)
+        if outcome.min_capacity > self.capacity:
+            self._grow(outcome.min_capacity + GROWTH_TOKENS)
+        for source, target, count in outcome.moves:
+            self._buffer[:, :, target : target + count] = self._buffer[:, :, source : source + count].copy()
+        start = self.tokens - remove
+        kept_runs = [(source, count) for source, _, count in outcome.moves]
+        self.positions = self.positions.select([(0, start), *kept_runs] if start > 0 else kept_runs)
+        self.tokens = outcome.past_length
+
+    def append(self, keys: Elements, values: Elements, position: int) -> None:
+        """Put new tokens, of which the first stands at `position`, behind the others; there must be room."""
+        end = self.tokens + keys.shape[1]
+        self._buffer[0, :, self.tokens : end] = keys
+        self._buffer[1, :, self.tokens : end] = values
+        self.tokens = end
+        self.positions.append(position, keys.shape[1])
+
+    def contains_range(self, start: int, count: int) -> bool:
+        """Whether the range lies inside the live tokens."""
+        return count > 0 and start >= 0 and start + count <= self.tokens
+
+    def gather(self, start: int, count: int) -> KVPair | None:
+        """Copies of a range; None where it does not lie inside the live tokens."""
+        if not self.contains_range(start, count):
+            return None
+        rows = np.ascontiguousarray(self._buffer[:, :, start : start + count])
+        return rows[0], rows[1]
+
+    def zero(self, start: int, count: int) -> bool:
+        """Clear a range; False, and nothing done, where it does not lie inside the live tokens."""
+        if not self.contains_range(start, count):
+            return False
+        self._buffer[:, :, start : start + count] = 0
+        return True
+
+    def scatter(self, start: int, count: int, keys: Elements, values: Elements) -> bool:
+        """Write a range from flat words in the order ``[kv_head, token, head_dim]``; False where it does not fit."""
+        shape = (self._shape[1], count, self._shape[3])
+        if (
+            not self.contains_range(start, count)
+            or keys.size != values.size
+            or keys.size != shape[0] * shape[1] * shape[2]
+        ):
+            return False
+        self._buffer[0, :, start : start + count] = keys.reshape(shape)
+        self._buffer[1, :, start : start + count] = values.reshape(shape)
+        return True
+
+    def _grow(self, capacity: int) -> None:
+        grown_buffer = np.zeros((2, self._shape[1], capacity, self._shape[3]), self._dtype)
+        grown_buffer[:, :, : self.capacity] = self._buffer
+        self._buffer = grown_buffer
+
+
+@dataclass(eq=False)
+class StoredBlock:
+    """Frames of one token range of one layer.
+
+    Attributes
+    ----------
+    start, count
+        The tokens.
+    block
+        Frames, sizes and hashes.
+    is_decoded
+        Probe and full: whether the block was decoded once; store: always.
+    is_dropped
+        Whether its rows were cleared.
+    is_from_dropped
+        Whether it overlaps rows that had been cleared when it was made.
+    """
+
+    start: int
+    count: int
+    block: Block
+    is_decoded: bool
+    is_dropped: bool = False
+    is_from_dropped: bool = False
+
+    @property
+    def end(self) -> int:
+        """The token behind the last one."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True, eq=False)
+class DecodedBlock:
+    """K and V of a block, flat, and what it is recognised by."""
+
+    start: int
+    count: int
+    raw_hash: int
+    blob_hash: int
+    raw_bytes: int
+    compressed_bytes: int
+    keys: Elements
+    values: Elements
+
+    def matches_sizes(self, block: Block) -> bool:
+        """Whether raw and compressed bytes agree."""
+        return self.raw_bytes == block.raw_bytes and self.compressed_bytes == block.compressed_bytes
+
+    def matches_content(self, block: Block) -> bool:
+        """Whether the sizes and one of the two hashes agree."""
+        if not self.matches_sizes(block):
+            return False
+        matches_raw = block.raw_hash != 0 and block.raw_hash == self.raw_hash
+        return matches_raw or (block.blob_hash != 0 and block.blob_hash == self.blob_hash)
+
+    def is_same_range(self, stored_block: StoredBlock) -> bool:
+        """Whether it was decoded from the same place."""
+        return self.start == stored_block.start and self.count == stored_block.count
+
+
+def build_decoded_block(stored_block: StoredBlock, keys: Elements, values: Elements) -> DecodedBlock:
+    """The entry for a block and what it decodes to."""
+    block = stored_block.block
+    return DecodedBlock(
+        stored_block.start,
+        stored_block.count,
+        block.raw_hash,
+        block.blob_hash,
+        block.raw_bytes,
+        block.compressed_bytes,
+        keys,
+        values,
+    )
+
+
+@dataclass(eq=False)
+class LayerDecodeCache:
+    """Entries of one layer, the oldest first."""
+
+    entries: deque[DecodedBlock] = field(default_factory=deque)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def find(self, stored_block: StoredBlock) -> tuple[str, DecodedBlock] | None:
+        """How the block was found (``local_pos`` or ``local_hash``) and its entry, which is the newest then."""
+        matches = [entry for entry in self.entries if entry.matches_content(stored_block.block)]
+        for hit_kind, candidates in (
+            ("local_pos", [entry for entry in matches if entry.is_same_range(stored_block)]),
+            ("local_hash", matches),
+        ):
+            if candidates:
+                self.entries.remove(candidates[0])
+                self.entries.append(candidates[0])
+                return hit_kind, candidates[0]
+        return None
+
+    def insert(self, entry: DecodedBlock, stored_block: StoredBlock, capacity: int) -> None:
+        """Put `entry` in as the newest; what stands for the same goes, and the oldest where there are too many."""
+        block = stored_block.block
+        remaining = [
+            old
+            for old in self.entries
+            if not (old.matches_content(block) or (old.is_same_range(stored_block) and old.matches_sizes(block)))
+        ]
+        self.entries = deque([*remaining, entry], maxlen=capacity)
+
+
+@dataclass(eq=False)
+class SharedDecodeCache:
+    """Entries of all layers, the oldest first. Lives on when a request begins."""
+
+    entries: deque[DecodedBlock] = field(default_factory=deque)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def find(self, stored_block: StoredBlock) -> DecodedBlock | None:
+        """An entry of the same content, which is the newest then."""
+        for entry in self.entries:
+            if entry.matches_content(stored_block.block):
+                self.entries.remove(entry)
+                self.entries.append(entry)
+                return entry
+        return None
+
+    def insert(self, entry: DecodedBlock, stored_block: StoredBlock, capacity: int) -> None:
+        """Put `entry` in as the newest; what has the same content goes, and the oldest where there are too many."""
+        remaining = [old for old in self.entries if not old.matches_content(stored_block.block)]
+        self.entries = deque([*remaining, entry], maxlen=capacity)
+
+
+@dataclass(eq=False)
+class EmulatedLayerState:
+    """Schedule, figures, blocks and decoded blocks of one layer index.
+
+    Attributes
+    ----------
+    rows
+        The rows of the layer that was last called under this index.
+    """
+
+    last_step: int = 0
+    watermark: int = 0
+    updates: int = 0
+    raw_bytes: int = 0
+    compressed_bytes: int = 0
+    decompressed_bytes: int = 0
+    compress_ns: int = 0
+    decompress_ns: int = 0
+    fallbacks: int = 0
+    skips: int = 0
+    blocks: list[StoredBlock] = field(default_factory=list)
+    cache: LayerDecodeCache = field(default_factory=LayerDecodeCache)
+    rows: EngineRowBuffer | None = None
+    timings: OperationLatencies = field(default_factory=OperationLatencies)
+
+    @property
+    def to_progress(self) -> LayerProgress:
+        """What the schedule looks at."""
+        return LayerProgress(self.updates, self.last_step, self.watermark)
+
+    def list_pending(self, is_store_mode: bool) -> list[StoredBlock]:
+        """Blocks that still have to be restored, or decoded once."""
+        return [block for block in self.blocks if (block.is_dropped if is_store_mode else not block.is_decoded)]
+
+    def record_scheduled(self, watermark: int, token_step: int) -> None:
+        """Note a scheduled block."""
+        self.updates += 1
+        self.watermark = watermark
+        self.last_step = token_step

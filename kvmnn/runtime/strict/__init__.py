@@ -1,0 +1,6 @@
+"""The lossless runtime as it should be: every cold token is stored once, and nothing is ever lost."""
+
+from .runtime import StrictRuntime
+from .step_guard import StrictCallResult
+
+__all__ = ["StrictCallResult", "StrictRuntime"]

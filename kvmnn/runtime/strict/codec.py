@@ -1,0 +1,107 @@
+"""Rows to frames and back, with a check of both directions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...dtypes import DType, Elements
+from ...errors import FrameError, KvmnnError
+from ...frames import Block, encode_block, fnv1a64, verify_roundtrip
+from ...frames.buffers import integrity_checksum
+from ...frames.decoder import FrameDecoder
+from ..config import RuntimeConfig
+
+
+@dataclass(frozen=True)
+class KVFrames:
+    """K and V of a piece as two frames.
+
+    Attributes
+    ----------
+    checksum
+        Over both, checked at each decoding: a frame has no checksum of its own.
+    raw_hash
+        Hash of the rows; 0 where they were compared instead.
+    """
+
+    key_frame: bytes
+    value_frame: bytes
+    checksum: int
+    raw_hash: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both frames."""
+        return len(self.key_frame) + len(self.value_frame)
+
+
+class RowCodec:
+    """Encodes, checks and decodes rows ``[2, kv_head, token, head_dim]`` (K, then V) of one cache."""
+
+    def __init__(self, config: RuntimeConfig, dtype: DType, kv_heads: int, head_dim: int) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._shape = (kv_heads, head_dim)
+        self._decoder = FrameDecoder(dtype.name)
+
+    def encode(self, rows: Elements) -> Block:
+        """K and V under the engine's joint rule."""
+        return encode_block(
+            rows[0],
+            rows[1],
+            dtype=self._dtype.name,
+            predictors_k=self._config.predictors_k,
+            predictors_v=self._config.predictors_v,
+            codecs=self._config.codecs,
+            effort=self._config.effort,
+            strict_roundtrip_check=self._config.verify == "hash",
+            threads=1,
+        )
+
+    def to_verified_frames(self, block: Block, rows: Elements) -> KVFrames | None:
+        """The frames of a block that gains; None for one that does not.
+
+        Raises
+        ------
+        KvmnnError
+            For frames that do not decode to `rows`, every byte compared (with ``verify="compare"``).
+        """
+        key, value = block.key_frame, block.value_frame
+        if key is None or value is None:
+            return None
+        if self._config.verify == "compare":
+            for frame, part_rows in ((key, rows[0]), (value, rows[1])):
+                if not verify_roundtrip(frame, part_rows, dtype=self._dtype.name, threads=1):
+                    raise KvmnnError("the frame decodes to other bytes than it was made of")
+        return KVFrames(key, value, compute_checksum(key, value), block.raw_hash)
+
+    def decode_into(self, frames: KVFrames, out: Elements) -> None:
+        """Write the rows to `out`, ``[2, kv_head, token, head_dim]``, contiguous behind the first two axes.
+
+        Raises
+        ------
+        KvmnnError
+            For frames that were changed, or do not hold these rows.
+        """
+        try:
+            self._decoder.decode_into((frames.key_frame, frames.value_frame), out, frames.checksum)
+        except FrameError:
+            if compute_checksum(frames.key_frame, frames.value_frame) != frames.checksum:
+                raise KvmnnError("its frames were changed in memory") from None
+            raise
+        if frames.raw_hash and fnv1a64(out[1], fnv1a64(out[0])) != frames.raw_hash:
+            raise KvmnnError("its frames decode to other rows than they were made of")
+
+    def decode(self, frames: KVFrames, count: int) -> Elements:
+        """The rows of `count` tokens, in an array of their own; errors as `decode_into`."""
+        heads, head_dim = self._shape
+        rows = np.empty((2, heads, count, head_dim), self._dtype.numpy_dtype)
+        self.decode_into(frames, rows)
+        return rows
+
+
+def compute_checksum(key: bytes, value: bytes) -> int:
+    """The checksum over two frames."""
+    return integrity_checksum(value, integrity_checksum(key))

@@ -1,0 +1,306 @@
+"""What is counted for each layer of a sound runtime, and what is reported of all.
+
+Decoded rows that are kept: bounded in entries and in bytes.
+
+Stored rows brought back: from the cache, from a thread that decoded ahead, or decoded now.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+from ...dtypes import Elements
+from ...errors import KvmnnError
+from ..metrics import CompressionRatios, OperationLatencies, RuntimeLayerMetrics
+from .codec import KVFrames, RowCodec
+from .layer_storage import LayerStorage, TokenSegment
+from .workers import WorkerPool
+
+NS_PER_US = 1000
+
+
+@dataclass
+class RuntimeLayerCounters:
+    """Counters of one layer since the request began."""
+
+    raw_bytes: int = 0
+    compressed_bytes: int = 0
+    decompressed_bytes: int = 0
+    updates: int = 0
+    fallbacks: int = 0
+    skips: int = 0
+    appended_bytes: int = 0
+    evicted_tokens: int = 0
+    timings: OperationLatencies = field(default_factory=OperationLatencies)
+
+    def to_metrics(self, layer: int, rows: LayerStorage) -> RuntimeLayerMetrics:
+        """The public form, with what the layer holds now."""
+        stored_segments = [
+            segment for segment in rows.segments if segment.state == "stored" and segment.frames is not None
+        ]
+        token_bytes = rows.raw_bytes // rows.tokens if rows.tokens else 0
+        return RuntimeLayerMetrics(
+            layer=layer,
+            tokens=rows.tokens,
+            raw_bytes=self.raw_bytes,
+            compressed_bytes=self.compressed_bytes,
+            decompressed_bytes=self.decompressed_bytes,
+            compress_us=self.timings.compress.total_ns // NS_PER_US,
+            decompress_us=self.timings.decompress.total_ns // NS_PER_US,
+            updates=self.updates,
+            fallbacks=self.fallbacks,
+            skips=self.skips,
+            blocks=len(stored_segments),
+            stored_raw_bytes=sum(segment.count for segment in stored_segments) * token_bytes,
+            stored_bytes=sum(segment.resident_bytes for segment in stored_segments),
+            held_bytes=rows.resident_bytes,
+            **self.timings.summarize(),
+        )
+
+
+def compute_ratios(
+    layers: Sequence[LayerStorage], counters: Sequence[RuntimeLayerCounters], cached_bytes: int
+) -> CompressionRatios:
+    """The ratios of all layers together; decoded copies are held, too."""
+    return CompressionRatios(
+        sum(layer_counters.appended_bytes for layer_counters in counters),
+        sum(rows.raw_bytes for rows in layers),
+        sum(rows.resident_bytes for rows in layers) + cached_bytes,
+    )
+
+
+class DecodedRowCache:
+    """Rows of stored pieces that need not be decoded again.
+
+    Every call of a layer reads all of its pieces in turn. A cache that drops the entry that was not used for longest
+    would drop each one just before it is read; this one keeps what it has and takes new pieces where there is room.
+
+    Attributes
+    ----------
+    hits, misses
+        Pieces found, and not found.
+    nbytes
+        Bytes of all rows.
+    """
+
+    def __init__(self, max_entries: int, max_bytes: int) -> None:
+        self._entries: dict[int, tuple[TokenSegment, Elements]] = {}
+        self._max_entries, self._max_bytes = max_entries, max_bytes
+        self.hits = self.misses = self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, segment: TokenSegment) -> Elements | None:
+        """The rows of a piece, if they are there."""
+        entry = self._entries.get(id(segment))
+        if entry is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        return entry[1]
+
+    def contains(self, segment: TokenSegment) -> bool:
+        """Whether the rows of a piece are there."""
+        return id(segment) in self._entries
+
+    def insert(self, segment: TokenSegment, rows: Elements) -> None:
+        """Keep the rows of a piece if there is room, once those of dead pieces are gone."""
+        if id(segment) in self._entries or not self.has_capacity(rows.nbytes):
+            return
+        self._entries[id(segment)] = segment, rows
+        self.nbytes += rows.nbytes
+
+    def remove_dead(self) -> None:
+        """Forget pieces that stand for no tokens any more."""
+        self._entries = {key: entry for key, entry in self._entries.items() if entry[0].is_alive}
+        self.nbytes = sum(rows.nbytes for _, rows in self._entries.values())
+
+    def has_capacity(self, nbytes: int) -> bool:
+        """Whether rows of `nbytes` would be kept."""
+        if nbytes > self._max_bytes or not self._max_entries:
+            return False
+        if self._is_full(nbytes):
+            self.remove_dead()
+        return not self._is_full(nbytes)
+
+    def _is_full(self, nbytes: int) -> bool:
+        return len(self._entries) >= self._max_entries or self.nbytes + nbytes > self._max_bytes
+
+
+PREFETCH_BATCH_SEGMENTS = 8
+"""Decoded ahead by one job: handing over a job costs as much as decoding a small piece."""
+
+
+@dataclass(frozen=True, eq=False)
+class RestoreRequest:
+    """The rows of a stored piece of a layer, wanted at a place."""
+
+    layer: int
+    segment: TokenSegment
+    out: Elements
+    counters: RuntimeLayerCounters
+
+
+class Restorer:
+    """Decodes pieces, once each as long as the cache has room.
+
+    Attributes
+    ----------
+    prefetch_hits, prefetch_misses
+        Restores that a thread had finished before they were needed, and those that had to be waited for.
+    """
+
+    def __init__(
+        self, codec: RowCodec, cache: DecodedRowCache, workers: WorkerPool, max_bytes: int, token_bytes: int
+    ) -> None:
+        self.codec = codec
+        self.cache = cache
+        self.prefetch_hits = self.prefetch_misses = 0
+        self._workers = workers
+        self._max_bytes, self._token_bytes = max_bytes, token_bytes
+        self._prefetches: dict[int, tuple[TokenSegment, Future[dict[int, Elements]]]] = {}
+
+    def read_rows(self, segment: TokenSegment, counters: RuntimeLayerCounters) -> Elements:
+        """The rows of a stored piece; whatever a decoder raises for frames that do not give them back."""
+        cached_rows = self.cache.find(segment)
+        if cached_rows is not None:
+            return cached_rows
+        start_ns = time.perf_counter_ns()
+        rows = self._take_prefetched(segment, counters)
+        if rows is None:
+            rows = self.codec.decode(_require_frames(segment), segment.count)
+        self.cache.insert(segment, rows)
+        self._count_decode(time.perf_counter_ns() - start_ns, rows.nbytes, counters)
+        return rows
+
+    def write_rows(self, segment: TokenSegment, out: Elements, counters: RuntimeLayerCounters) -> None:
+        """Write the rows of a stored piece to `out`; errors as `read_rows`.
+
+        Nothing is kept that would only be copied.
+        """
+        if self.cache.contains(segment) or id(segment) in self._prefetches or self.cache.has_capacity(out.nbytes):
+            out[...] = self.read_rows(segment, counters)
+            return
+        self.cache.misses += 1
+        start_ns = time.perf_counter_ns()
+        self.codec.decode_into(_require_frames(segment), out)
+        self._count_decode(time.perf_counter_ns() - start_ns, out.nbytes, counters)
+
+    def write_parallel(self, requests: Sequence[RestoreRequest]) -> list[RestoreRequest]:
+        """Write rows to their places, this call and the threads side by side; returns those left for `write_rows`.
+
+        These are pieces that are in the cache, or should be, or come already, and those that failed.
+        """
+        remaining: list[RestoreRequest] = []
+        direct: deque[RestoreRequest] = deque()
+        for request in requests:
+            is_available = (
+                self.cache.contains(request.segment)
+                or id(request.segment) in self._prefetches
+                or self.cache.has_capacity(request.out.nbytes)
+            )
+            (remaining if is_available or not self._workers.threads else direct).append(request)
+        direct_requests = list(direct)
+        helpers = [self._workers.submit(partial(self._write_queued, direct)) for _ in range(self._workers.threads)]
+        elapsed_by_id = self._write_queued(direct)
+        for helper in helpers:
+            if not helper.cancel() and helper.exception() is None:
+                elapsed_by_id |= helper.result()
+        for request in direct_requests:
+            if id(request) in elapsed_by_id:
+                self.cache.misses += 1
+                self._count_decode(elapsed_by_id[id(request)], request.out.nbytes, request.counters)
+            else:
+                remaining.append(request)
+        return remaining
+
+    def _write_queued(self, queue: deque[RestoreRequest]) -> dict[int, int]:
+        """Nanoseconds of each that was written; one that fails is left out."""
+        elapsed_by_id = {}
+        while queue:
+            try:
+                request = queue.popleft()
+            except IndexError:  # another thread took the last one
+                break
+            start_ns = time.perf_counter_ns()
+            with suppress(Exception):
+                self.codec.decode_into(_require_frames(request.segment), request.out)
+                elapsed_by_id[id(request)] = time.perf_counter_ns() - start_ns
+        return elapsed_by_id
+
+    def prefetch(self, segments: Iterable[TokenSegment]) -> None:
+        """Let threads decode pieces that will be needed soon, as far as the bound on bytes goes."""
+        if not self._workers.threads:
+            return
+        self._prefetches = {key: entry for key, entry in self._prefetches.items() if entry[0].is_alive}
+        remaining_bytes = (
+            self._max_bytes - sum(segment.count for segment, _ in self._prefetches.values()) * self._token_bytes
+        )
+        batch_segments = []
+        for segment in segments:
+            if (
+                segment.frames is None
+                or segment.rows is not None
+                or id(segment) in self._prefetches
+                or self.cache.contains(segment)
+            ):
+                continue
+            remaining_bytes -= segment.count * self._token_bytes
+            if remaining_bytes < 0:
+                break
+            batch_segments.append(segment)
+        for begin in range(0, len(batch_segments), PREFETCH_BATCH_SEGMENTS):
+            batch = batch_segments[begin : begin + PREFETCH_BATCH_SEGMENTS]
+            future = self._workers.submit(
+                partial(self._decode_segments, [(segment, _require_frames(segment)) for segment in batch])
+            )
+            self._prefetches |= {id(segment): (segment, future) for segment in batch}
+
+    def reset(self) -> None:
+        """Drop everything that was decoded, and all counts."""
+        self.prefetch_hits = self.prefetch_misses = self.cache.hits = self.cache.misses = 0
+        for _, future in self._prefetches.values():
+            future.cancel()
+        self._prefetches.clear()
+        self.cache.remove_dead()
+
+    def _decode_segments(self, segment_frames: Sequence[tuple[TokenSegment, KVFrames]]) -> dict[int, Elements]:
+        return {id(segment): self.codec.decode(frames, segment.count) for segment, frames in segment_frames}
+
+    def _take_prefetched(self, segment: TokenSegment, counters: RuntimeLayerCounters) -> Elements | None:
+        """What a thread decoded; None where it has not begun, or failed (it is then tried again here)."""
+        entry = self._prefetches.pop(id(segment), None)
+        if entry is None or entry[1].cancel():
+            return None
+        future = entry[1]
+        if future.done():
+            self.prefetch_hits += 1
+        else:
+            self.prefetch_misses += 1
+            start_ns = time.perf_counter_ns()
+            future.exception()
+            counters.timings.wait.add(time.perf_counter_ns() - start_ns)
+        return None if future.exception() is not None else future.result()[id(segment)]
+
+    @staticmethod
+    def _count_decode(nanoseconds: int, nbytes: int, counters: RuntimeLayerCounters) -> None:
+        counters.timings.decompress.add(nanoseconds)
+        counters.decompressed_bytes += nbytes
+
+
+def _require_frames(segment: TokenSegment) -> KVFrames:
+    if segment.frames is None:
+        raise KvmnnError("it has neither rows nor frames")
+    return segment.frames
+
+
+def describe_error(error: Exception) -> str:
+    """What went wrong, in a word for errors that have no message of kvmnn's."""
+    return str(error) if isinstance(error, KvmnnError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,139 @@
+"""What one call of a sound runtime did.
+
+The order of calls: every layer once in a step, `begin` before `end`, nothing after a failure but a reset.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..._util.text import pluralize
+from ..._util.validation import validate_int
+from ...errors import KvmnnError
+
+
+class StrictCallResult(NamedTuple):
+    """One call of one layer; a tuple, as a frozen dataclass takes longer to make than the call.
+
+    Attributes
+    ----------
+    layer
+        Which.
+    tokens
+        Tokens that it holds, the new ones included.
+    evicted
+        Tokens that went before the new ones came.
+    planned
+        Tokens that the planner means to evict at the layer's next call.
+    submitted, finished
+        Encodings handed in by this call, and taken in by it (of any layer).
+    waiting
+        Blocks of this layer that found no place in the queue; they are tried again at its next call.
+    """
+
+    layer: int
+    tokens: int
+    evicted: int
+    planned: int
+    submitted: int
+    finished: int
+    waiting: int
+
+    def to_dict(self) -> dict[str, int]:
+        """Name to figure."""
+        return self._asdict()
+
+    def __str__(self) -> str:
+        return (
+            f"layer {self.layer}: {pluralize(self.tokens, 'token')}, {self.evicted:,} evicted, "
+            f"{pluralize(self.submitted, 'block')} handed in, {self.waiting:,} waiting"
+        )
+
+
+class StepGuard:
+    """Where the caller stands.
+
+    Attributes
+    ----------
+    is_decoding
+        False while a prompt is processed.
+    position
+        True position of the next token.
+    token_step
+        Decode steps so far, the current one included.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self.is_decoding = False
+        self.position = 0
+        self.token_step = 0
+        self._layers = layers
+        self._called_layers: set[int] = set()
+        self._num_new: int
+        self._open_call: tuple[int, int] | None = None
+        self._failure: str | None = None
+
+    def check_healthy(self) -> None:
+        """Refuse to go on after a call that failed half-way."""
+        if self._failure is not None:
+            raise KvmnnError(f"a call failed half-way ({self._failure}): expected reset()")
+
+    def check_between_steps(self, operation: str) -> None:
+        """Refuse `operation` inside a step."""
+        self.check_healthy()
+        if self._open_call is not None or self._called_layers:
+            raise KvmnnError(f"{operation}: expected between two steps, after sync()")
+
+    def check_begin(self, layer: int, num_new: int) -> None:
+        """Refuse a call out of order."""
+        if self._failure is not None or self._open_call is not None or not 0 <= layer < self._layers:
+            self._raise_begin_error(layer, num_new)
+        if self._called_layers and (num_new != self._num_new or layer in self._called_layers):
+            self._raise_begin_error(layer, num_new)
+
+    def _raise_begin_error(self, layer: int, num_new: int) -> None:
+        self.check_healthy()
+        validate_int(layer, "layer", 0, self._layers - 1)
+        if self._open_call is not None:
+            raise KvmnnError(f"begin: the call of layer {self._open_call[0]} was not ended")
+        if layer in self._called_layers:
+            raise KvmnnError(f"layer {layer} was called twice in a step: expected sync() between")
+        raise KvmnnError(f"layer {layer} gets {num_new} tokens, the layers before it {self._num_new}")
+
+    def record_begin(self, layer: int, num_new: int, num_evicted: int) -> None:
+        """Note a call."""
+        if not self._called_layers and self.is_decoding:
+            self.token_step += 1
+        self._called_layers.add(layer)
+        self._num_new = num_new
+        self._open_call = layer, num_evicted
+
+    def check_end(self) -> tuple[int, int]:
+        """The layer whose call is open, and the tokens that it lost."""
+        if self._failure is not None or self._open_call is None:
+            self.check_healthy()
+            raise KvmnnError("end: no call was begun")
+        return self._open_call
+
+    def record_end(self) -> None:
+        """Note the end of a call."""
+        self._open_call = None
+
+    def sync(self) -> None:
+        """End the step."""
+        if self._failure is not None or self._open_call is not None or len(self._called_layers) < self._layers:
+            self._raise_sync_error()
+        self._called_layers.clear()
+        self.position += self._num_new
+        self.is_decoding = True
+
+    def _raise_sync_error(self) -> None:
+        self.check_healthy()
+        if self._open_call is not None:
+            raise KvmnnError(f"sync: the call of layer {self._open_call[0]} was not ended")
+        missing_layers = sorted(set(range(self._layers)) - self._called_layers)
+        raise KvmnnError(f"sync: layers {', '.join(map(str, missing_layers))} were not called in this step")
+
+    def poison(self, error: BaseException) -> None:
+        """Note what left a layer half done: only a reset helps then."""
+        self._failure = f"{type(error).__name__}: {error}"

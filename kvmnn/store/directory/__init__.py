@@ -1,0 +1,1 @@
+"""A prefix store in a directory: index, unit files, maintenance."""

@@ -1,0 +1,499 @@
+"""A store in a directory: units as files, and an index of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from ..._util.text import pluralize
+from ...dtypes import Bytes
+from ...errors import KvmnnError, ManifestError, OutputError, SourceError
+from ...files.atomic import wrap_os_errors
+from ..backend import AddResult
+from ..lookup import Lookup, PrefixMatch, StateLocation, TokenSequence, find_stored_blocks
+from ..namespace import Ids, Namespace
+from ..unit import DamagedUnitError, TableSetCache, TableSets, UnitHeader, parse_header
+from ..unit_codec import PrefixState
+from . import index_updates
+from .files import (
+    MAX_BLOCK_TOKENS,
+    SETTINGS_FILE,
+    RecoveryFiles,
+    StagedFiles,
+    StoreSettings,
+    UnitFiles,
+    explain_settings,
+)
+from .index import (
+    INDEX_FILE,
+    DamagedIndexError,
+    InvalidRowError,
+    NumberRow,
+    OptionalNumberRow,
+    StoreIndex,
+    UnitSpanRow,
+    ValidatingCursor,
+    WordRow,
+    find_newest_index,
+    parse_space_document,
+)
+from .index_updates import ConcurrentUpdateError, NewUnit, rebuild_index
+
+_MAX_NAMESPACES = 4096
+_MAX_SAMPLED_UNITS = 64
+"""Units that tell what others are made of."""
+_TOUCH_INTERVAL_SECONDS = 1.0
+"""Uses are noted down together after so many seconds."""
+
+T = TypeVar("T")
+
+
+class RemovedUnits(NamedTuple):
+    """Units that were removed, and the bytes of their files."""
+
+    num_units: int
+    nbytes: int
+
+
+class DirectoryBackendBase:
+    """Units and their index in a folder.
+
+    Parameters
+    ----------
+    folder
+        It is made where `settings` say how.
+    settings
+        Of a store that is made; None where one must be there.
+    max_bytes
+        Most bytes of all units; None for no bound.
+    read_only
+        Nothing is written.
+
+    Raises
+    ------
+    SourceError, OutputError
+        As `StoreIndex`, and for a folder that holds something else.
+    """
+
+    def __init__(self, folder: Path, *, settings: StoreSettings | None, max_bytes: int | None, read_only: bool) -> None:
+        self.folder = folder
+        self.label = str(folder)
+        self.read_only = read_only
+        self._max_bytes = max_bytes
+        if folder.exists() and not folder.is_dir():
+            raise SourceError(f"{folder}: is not a prefix store, but a file: expected a directory")
+        is_new = not folder.exists()
+        if settings is not None and not read_only:
+            _create_folder(folder)
+        self.notes: list[str] = []
+        self.rebuilt_notes: list[str] = []
+        """Those of them that say what was damaged."""
+        self.recovery_files = RecoveryFiles(folder)
+        self.tables = TableSetCache(self.recovery_files.read_tables, self.recovery_files.list_table_names)
+        self.files = UnitFiles(folder)
+        self._cached_namespaces: tuple[int | None, list[Namespace]] = None, []
+        self._damaged_units: set[int] = set()
+        block_tokens = settings.block_tokens if settings else None
+        try:
+            self.index = StoreIndex(folder, block_tokens=block_tokens, read_only=read_only, rebuild=self._rebuild_index)
+        except OutputError:
+            if is_new:
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
+        if self.index.write_error:
+            self.notes.append(f"{self.index.path}: cannot be written ({self.index.write_error}): nothing can be stored")
+        try:
+            self.block_tokens = self._read_block_tokens()
+        except DamagedIndexError:
+            if read_only:
+                raise
+            self.block_tokens = self._read_block_tokens()  # of an index that is made anew
+        if not read_only:
+            self._save_recovery_files(settings.codec if settings else "frames")
+        self.codec = self._choose_codec()
+        self._touched_units: set[int] = set()
+        self._last_touch_time = time.monotonic()
+        self._lock = threading.Lock()
+
+    def list_namespaces(self) -> list[Namespace]:
+        """All spaces."""
+        with self.index.begin_reading() as cursor:
+            last_id = cursor.require_row(OptionalNumberRow, "SELECT max(id) FROM space").value
+            if last_id != self._cached_namespaces[0]:
+                rows = cursor.iter_rows(WordRow, "SELECT document FROM space ORDER BY id LIMIT ?", (_MAX_NAMESPACES,))
+                self._cached_namespaces = last_id, [parse_space_document(row.value, self.label) for row in rows]
+        return self._cached_namespaces[1]
+
+    def ensure_namespace(self, namespace: Namespace) -> None:
+        """As `StoreBackend`: the index has what its units refer to."""
+
+    def has_sequences(self, namespace: Namespace) -> bool:
+        """Whether anything of a space is stored."""
+        with self.index.begin_reading() as cursor:
+            if namespace.layers:
+                return cursor.has_row("SELECT 1 FROM branch WHERE parent = ? LIMIT 1", (namespace.key,))
+            query = "SELECT 1 FROM unit JOIN space ON space.id = unit.space WHERE space.key = ? LIMIT 1"
+            return cursor.has_row(query, (namespace.key,))
+
+    def find_prefix(self, sequence: TokenSequence) -> PrefixMatch:
+        """The longest stored beginning of a text."""
+        with self.index.begin_reading() as cursor:
+            return self.make_lookup(cursor).find_prefix(sequence)
+
+    def make_lookup(self, cursor: ValidatingCursor) -> Lookup:
+        """A way to ask the index inside a transaction."""
+        return Lookup(cursor, self._read_ids, self._damaged_units.__contains__)
+
+    def read_units(self, units: Sequence[int]) -> list[Bytes | None]:
+        """The bytes of the units' files; None for those that are not there."""
+        return [self.files.read_unit(unit) for unit in units]
+
+    def get_cached(self, unit: int) -> Bytes | None:
+        """The bytes of a unit's file."""
+        return self.files.read_unit(unit)
+
+    def stage(self) -> StagedFiles:
+        """A folder for the files of new units."""
+        return self.files.stage()
+
+    def add_units(
+        self, namespace: Namespace, sequence: TokenSequence, new: Sequence[NewUnit], tables: TableSets | None
+    ) -> AddResult:
+        """Take in units of a text, in order, and the tables that some of them need, all or none.
+
+        Raises
+        ------
+        ParentGoneError
+            Where the blocks before the first are not there any more, or hold other rows than a unit refers to.
+        OutputError
+            Where something cannot be written; nothing has been taken in then.
+        """
+        placed_units: list[int] = []
+        removed_units: list[int] = []
+        stored_bytes = 0
+
+        def has_all(cursor: ValidatingCursor) -> bool:
+            return self.make_lookup(cursor).find_prefix(sequence).tokens == sequence.ids.size
+
+        try:
+            with self.index.begin_writing() as cursor:
+                self._save_touched(cursor)
+                bytes_before = index_updates.read_total_bytes(cursor)
+                self.recovery_files.save_namespace(namespace)
+                if tables is not None:
+                    self.recovery_files.save_tables(namespace, tables)
+                namespace_id = index_updates.ensure_namespace_id(cursor, namespace)
+                index_updates.advance_clock(cursor)
+                for unit in new:
+                    self._check_history(cursor, sequence, unit, placed_units)
+                    unit_id, superfluous_units = index_updates.insert_unit(
+                        cursor, namespace_id, unit, sequence, lambda: has_all(cursor)
+                    )
+                    if unit_id:
+                        assert isinstance(unit.staged, Path)
+                        self.files.move_into_place(unit.staged, unit_id)
+                        placed_units.append(unit_id)
+                        stored_bytes += unit.nbytes
+                    index_updates.delete_units(cursor, superfluous_units)
+                    removed_units += superfluous_units
+                index_updates.restore_pins(cursor, self.make_lookup(cursor), sequence)
+                if self._max_bytes is not None:
+                    removed_units += index_updates.evict_units(cursor, self._max_bytes)
+                removed_bytes = bytes_before + stored_bytes - index_updates.read_total_bytes(cursor)
+        except BaseException:
+            self.files.delete_units(placed_units)
+            raise
+        self.files.delete_units(removed_units)
+        return AddResult(stored_bytes, removed_bytes)
+
+    def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
+        """The state of the longest beginning of at most `tokens` tokens that has one."""
+        with self.index.begin_reading() as cursor:
+            return self.make_lookup(cursor).find_state(sequence, tokens)
+
+    def add_state(self, namespace: Namespace, sequence: TokenSequence, state: PrefixState) -> AddResult:
+        """Take in the state of a text, whose units are stored; errors as `StoreBackend`."""
+        removed_units: list[int] = []
+        placed_units: list[int] = []
+        pieces = state.to_pieces()
+        nbytes = sum(map(len, pieces))
+        try:
+            with self.files.stage() as staging:
+                path = staging.write(pieces)
+                with self.index.begin_writing() as cursor:
+                    self._save_touched(cursor)
+                    self.recovery_files.save_namespace(namespace)
+                    namespace_id = index_updates.ensure_namespace_id(cursor, namespace)
+                    parent = (
+                        self.make_lookup(cursor).find_end(
+                            namespace.key, *sequence.get_end(sequence.ids.size), sequence.block_tokens
+                        )
+                        if namespace.layers
+                        else None
+                    )
+                    if parent is None and namespace.layers:
+                        raise ConcurrentUpdateError("the blocks before a state are gone")
+                    bytes_before = index_updates.read_total_bytes(cursor)
+                    new_state = index_updates.NewStateUnit(state.key, state.tokens, state.raw_bytes, nbytes)
+                    unit_id = index_updates.insert_state(cursor, namespace_id, new_state, parent)
+                    if unit_id:
+                        self.files.move_into_place(path, unit_id)
+                        placed_units.append(unit_id)
+                    index_updates.restore_pins(cursor, self.make_lookup(cursor), sequence)
+                    if self._max_bytes is not None:
+                        removed_units = index_updates.evict_units(cursor, self._max_bytes)
+                    stored_bytes = nbytes if unit_id else 0
+                    removed_bytes = bytes_before + stored_bytes - index_updates.read_total_bytes(cursor)
+        except BaseException:
+            self.files.delete_units(placed_units)
+            raise
+        self.files.delete_units(removed_units)
+        return AddResult(stored_bytes, removed_bytes)
+
+    def _check_history(
+        self, cursor: ValidatingCursor, sequence: TokenSequence, new_unit: NewUnit, placed_units: Sequence[int]
+    ) -> None:
+        """Another process may have put the blocks that a unit follows, computed otherwise, since it was encoded."""
+        end_block = new_unit.start // sequence.block_tokens
+        headers: dict[int, UnitHeader | None] = {}
+        keys = sequence.keys[end_block - len(new_unit.history_sums) : end_block]
+        stored = find_stored_blocks(cursor, keys)
+        for key, expected_sum in zip(keys, new_unit.history_sums, strict=True):
+            unit, block_index = (stored[key].unit, stored[key].number) if key in stored else (0, 0)
+            if unit in placed_units:
+                continue
+            if unit not in headers:
+                headers[unit] = self.read_header(unit)
+            header = headers[unit]
+            if (
+                header is None
+                or header.dense is None
+                or header.dense.block_sums[block_index : block_index + 1] != (expected_sum,)
+            ):
+                raise ConcurrentUpdateError("the blocks before a unit hold other rows by now")
+
+    def touch(self, units: Iterable[int], *, immediately: bool = False) -> None:
+        """Units were used; noted down with others after a while, or `immediately`."""
+        if self.read_only:
+            return
+        with self._lock:
+            self._touched_units.update(units)
+            is_due = self._touched_units and (
+                immediately or time.monotonic() - self._last_touch_time >= _TOUCH_INTERVAL_SECONDS
+            )
+        if is_due:
+            with (
+                suppress(KvmnnError),
+                self.index.begin_writing() as cursor,
+            ):  # on a full disk what is stored is still found
+                self._save_touched(cursor)
+
+    def _save_touched(self, cursor: ValidatingCursor) -> None:
+        """Note the uses down before the next thing counts as one."""
+        with self._lock:
+            unit_ids, self._touched_units = sorted(self._touched_units), set()
+            self._last_touch_time = time.monotonic()
+        if unit_ids:
+            index_updates.touch(cursor, unit_ids)
+
+    def quarantine(self, unit: int, reason: str, notes: list[str]) -> list[int]:
+        """Remove a unit that is not what it should be, and all that follow it; without writing, pass over it.
+
+        Nothing is said where another process has removed it meanwhile.
+
+        Returns
+        -------
+        The units that follow it.
+        """
+        with self.index.begin_reading() as cursor:
+            row = cursor.fetch_row(UnitSpanRow, "SELECT start, tokens FROM unit WHERE id = ?", (unit,))
+            start, tokens = row or (0, 0)
+            followers = index_updates.list_with_followers(cursor, unit)[:-1]
+        self._damaged_units.add(unit)
+        if row is None:
+            return followers
+        path = self.files.make_path(unit)
+        action_text = "is passed over" if self.read_only else "was removed"
+        tokens_text = f"tokens {start:,} to {start + tokens - 1:,} of a text"
+        tokens_text = tokens_text if tokens else f"windows and state behind {start:,} tokens of a text"
+        tokens_text += f", with {pluralize(len(followers), 'unit')} behind them" if followers else ""
+        notes.append(f"{path}: damaged, {action_text} ({tokens_text}): {reason}")
+        if not self.read_only:
+            with suppress(OutputError):  # of a full disk: it is passed over
+                self.remove_units(lambda cursor: index_updates.list_with_followers(cursor, unit))
+        return followers
+
+    def remove_units(self, choose: Callable[[ValidatingCursor], Sequence[int]]) -> RemovedUnits:
+        """Remove the units that `choose` names inside a transaction; on a full disk their files make room for it."""
+
+        def remove_chosen(choose: Callable[[ValidatingCursor], Sequence[int]]) -> RemovedUnits:
+            with self.index.begin_writing() as cursor:
+                removed_units = choose(cursor)
+                nbytes = index_updates.delete_units(cursor, removed_units)
+            self.files.delete_units(removed_units)
+            return RemovedUnits(len(removed_units), nbytes)
+
+        try:
+            return self.change_index(lambda: remove_chosen(choose))
+        except OutputError:
+            if self.read_only:
+                raise
+        with self.index.begin_reading() as cursor:
+            chosen_units = choose(cursor)
+        self.files.delete_units(chosen_units)  # without them `choose` would find less
+        return self.change_index(
+            lambda: remove_chosen(lambda cursor: index_updates.list_with_all_followers(cursor, chosen_units))
+        )
+
+    def change_index(self, change: Callable[[], T]) -> T:
+        """Change the index; where the disk has no room for a journal beside it, in place."""
+        try:
+            return change()
+        except OutputError as error:
+            if self.read_only:
+                raise
+            try:
+                with self.index.write_in_place():
+                    return change()
+            except KvmnnError:
+                raise error from None
+
+    def free_unit_files(self, max_bytes: int) -> bool:
+        """Remove files of units that `evict_units` would remove, not their rows; whether there were any."""
+        with self.index.begin_reading() as cursor:
+            evictable_units = [
+                unit
+                for unit in index_updates.list_evictable_leaves(cursor, max_bytes)
+                if self.files.make_path(unit).is_file()
+            ]
+        self.files.delete_units(evictable_units)
+        return bool(evictable_units)
+
+    def enforce_limit(self) -> int:
+        """Remove what is above the bound, as another process may have had a larger one: bytes."""
+        if self._max_bytes is None:
+            return 0
+        with self.index.begin_reading() as cursor:
+            if index_updates.read_total_bytes(cursor) <= self._max_bytes:
+                return 0
+        return self.evict_units(self._max_bytes).nbytes
+
+    def evict_units(self, max_bytes: int) -> RemovedUnits:
+        """Remove what was not used for longest until no more than `max_bytes` are left."""
+        with self.index.begin_writing() as cursor:
+            self._save_touched(cursor)
+            bytes_before = index_updates.read_total_bytes(cursor)
+            evicted_units = index_updates.evict_units(cursor, max_bytes)
+            removed_units = RemovedUnits(len(evicted_units), bytes_before - index_updates.read_total_bytes(cursor))
+        self.files.delete_units(evicted_units)
+        return removed_units
+
+    def check_open(self) -> None:
+        """`KvmnnError` for a store that was closed."""
+        self.index.check_open()
+
+    def close(self) -> None:
+        """Note down the uses, and close the index."""
+        try:
+            if self._touched_units:
+                self.touch((), immediately=True)
+        finally:
+            self.files.close()
+            self.index.close()
+
+    def _read_block_tokens(self) -> int:
+        with self.index.begin_reading() as cursor:
+            block_tokens = cursor.require_row(NumberRow, "SELECT block_tokens FROM state").value
+            if not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+                raise InvalidRowError(f"it says that a block has {block_tokens:,} tokens")
+        return block_tokens
+
+    def _choose_codec(self) -> str:
+        """What new units are made of; settings that are damaged are noted down anew, by the index and the units."""
+        if not self.recovery_files.exists:
+            return "frames"
+        try:
+            return self.recovery_files.read_settings().codec
+        except ManifestError as error:
+            with self.index.begin_reading() as cursor:
+                unit_rows = cursor.fetch_rows(
+                    NumberRow, "SELECT id FROM unit ORDER BY id LIMIT ?", (_MAX_SAMPLED_UNITS,)
+                )
+            headers = [header for unit in unit_rows if (header := self.read_header(unit.value)) is not None]
+            codec = "frames" if headers and all(header.dense is None for header in headers) else "dense"
+            if not self.read_only:
+                self.recovery_files.save_settings(StoreSettings(self.block_tokens, codec), overwrite=True)
+                self._add_rebuilt_note(
+                    f"{error}: the file was damaged, and is made anew by what the index and units say"
+                )
+            return codec
+
+    def _rebuild_index(self, reason: str, known_path: Path | None) -> bool:
+        """Make the index anew, where the folder says that it is a store; whether it could be."""
+        if not self.recovery_files.exists:
+            return False
+        rebuilt_index = rebuild_index(self.folder, known_path)
+        self._cached_namespaces = None, []
+        self._damaged_units.clear()
+        if rebuilt_index is not None:
+            kept_text = (
+                f"{pluralize(rebuilt_index.num_units, 'unit')}, {pluralize(rebuilt_index.num_pins, 'pin')} and "
+                f"{pluralize(rebuilt_index.num_sessions, 'session')}"
+            )
+            left_text = (
+                f"; {pluralize(rebuilt_index.num_unusable, 'unit')} could not be used, which gc removes"
+                if rebuilt_index.num_unusable
+                else ""
+            )
+            self._add_rebuilt_note(
+                f"{self.folder}: the index was lost or damaged ({reason}): made anew, with {kept_text}{left_text}"
+            )
+        return True
+
+    def _add_rebuilt_note(self, note: str) -> None:
+        self.notes.append(note)
+        self.rebuilt_notes.append(note)
+
+    def _save_recovery_files(self, codec: str) -> None:
+        """What the index alone would know, for a store that does not have it yet; one with units has frames."""
+        if not self.recovery_files.exists:
+            for namespace in self.list_namespaces():
+                self.recovery_files.save_namespace(namespace)
+            with self.index.begin_reading() as cursor:
+                is_new = not cursor.has_row("SELECT 1 FROM unit LIMIT 1")
+            self.recovery_files.save_settings(StoreSettings(self.block_tokens, codec if is_new else "frames"))
+
+    def _read_ids(self, unit: int) -> Ids | None:
+        header = self.read_header(unit)
+        return None if header is None else header.ids
+
+    def read_header(self, unit: int) -> UnitHeader | None:
+        """What the file of a unit begins with; None where that cannot be read."""
+        data = self.files.read_unit(unit)
+        try:
+            return None if data is None else parse_header(data)
+        except DamagedUnitError:
+            return None
+
+
+def _create_folder(folder: Path) -> None:
+    """Make the folder of a store; one that holds other things is left alone."""
+    with wrap_os_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if not _is_store_folder(folder):
+            foreign_names = [name for name in os.listdir(folder) if not name.startswith(INDEX_FILE)]
+            if foreign_names and not _is_store_folder(folder):
+                problem = f"it holds other things and no {INDEX_FILE}"
+                if RecoveryFiles(folder).has_only_units:
+                    problem = f"it has no {INDEX_FILE}, but units: {explain_settings(SETTINGS_FILE)}"
+                raise SourceError(f"{folder}: is not a prefix store: {problem}")
+
+
+def _is_store_folder(folder: Path) -> bool:
+    return find_newest_index(folder)[1] is not None or RecoveryFiles(folder).exists

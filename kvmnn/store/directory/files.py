@@ -1,0 +1,492 @@
+"""The files of units in a store directory: written aside, put in their places at once, read mapped.
+
+What a store directory keeps beside its index, so that the index can be made anew: settings, spaces, tables, pinned
+texts and texts of sessions, a small file each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import struct
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ...dtypes import Bytes
+from ...errors import KvmnnError, OptionError, SourceError
+from ...files.atomic import wrap_os_errors
+from ...files.mapped_file import MappedFile
+from ...files.schema import parse_document, read_bounded
+from ...files.temporary import TemporaryPath, remove_stale
+from ...frames.buffers import integrity_checksum
+from ..namespace import KEY_BYTES, MAX_ID, MAX_TOKENS, Ids, Namespace, compute_sequence_key, parse_namespace
+from ..unit import MAX_TABLE_SETS_BYTES, TableSets, make_object_name
+
+UNIT_SUFFIX = ".unit"
+_STAGING_FOLDER = "staging"
+_UNITS_FOLDER = "units"
+_FOLDER_BITS = 12
+_MAX_UNIT_NUMBER = 1 << 62
+_MAX_PIECES_PER_WRITE = 1024
+"""In one call, as POSIX systems take them."""
+
+
+class UnitFiles:
+    """Where the units of a store lie.
+
+    Parameters
+    ----------
+    folder
+        Of the store.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._staging_folder = _StagingFolder(folder / _STAGING_FOLDER)
+
+    def make_path(self, unit: int) -> Path:
+        """The file of a unit."""
+        return Path(self._folder, _UNITS_FOLDER, *_make_unit_names(unit))
+
+    def read_unit(self, unit: int) -> Bytes | None:
+        """The bytes of a unit's file, mapped; None where there is none."""
+        if not 0 < unit < _MAX_UNIT_NUMBER:
+            return None
+        path = os.path.join(self._folder, _UNITS_FOLDER, *_make_unit_names(unit))
+        try:
+            if not os.path.isfile(path):
+                return None
+            file = MappedFile(path)
+            return file.view(0, file.size)
+        except (SourceError, OSError):
+            return None
+
+    def stage(self) -> StagedFiles:
+        """A place for units on their way in."""
+        return StagedFiles(self._staging_folder)
+
+    def move_into_place(self, staged_path: Path, unit: int) -> None:
+        """Give a staged file its name."""
+        path = self.make_path(unit)
+        with wrap_os_errors(path):
+            try:
+                os.replace(staged_path, path)
+            except FileNotFoundError:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(staged_path, path)
+
+    def delete_units(self, units: Iterable[int]) -> None:
+        """Remove files; those that cannot be are left to `iter_unknown_files`."""
+        for unit in units:
+            with suppress(OSError):
+                self.make_path(unit).unlink()
+
+    def iter_unknown_files(self, known_units: set[int]) -> Iterator[Path]:
+        """Files of units that are not known."""
+        for path in sorted((self._folder / _UNITS_FOLDER).glob(f"*/*{UNIT_SUFFIX}")):
+            try:
+                number = int(path.stem, 16)
+            except ValueError:
+                continue
+            if number not in known_units and path == self.make_path(number) and path.is_file():
+                yield path
+
+    def remove_stale(self) -> None:
+        """Remove what processes that are gone have left on its way in."""
+        remove_stale(self._folder / _STAGING_FOLDER)
+
+    def close(self) -> None:
+        """Remove what this process has of its own."""
+        self._staging_folder.close()
+
+
+def _write_pieces(handle: int, pieces: Sequence[Bytes | bytes]) -> None:
+    """All pieces, in as few calls as can be: the system gives a file larger pages then."""
+    remaining = [memoryview(piece) if isinstance(piece, bytes) else piece.data for piece in pieces]
+    while remaining:
+        num_written = _write_some(handle, remaining[:_MAX_PIECES_PER_WRITE])
+        while remaining and num_written >= len(remaining[0]):
+            num_written -= len(remaining.pop(0))
+        if num_written:
+            remaining[0] = remaining[0][num_written:]
+
+
+def _write_some(handle: int, pieces: list[memoryview]) -> int:
+    """Bytes that were written."""
+    return os.writev(handle, pieces) if hasattr(os, "writev") else os.write(handle, pieces[0])
+
+
+def _make_unit_names(unit: int) -> tuple[str, str]:
+    """Of the folder of a unit, and of its file."""
+    return f"{unit >> _FOLDER_BITS:03x}", f"{unit:08x}{UNIT_SUFFIX}"
+
+
+def is_unit_name(path: Path) -> bool:
+    """Whether a path below a store's folder is that of a unit's file."""
+    try:
+        return path == Path(_UNITS_FOLDER, *_make_unit_names(int(path.stem, 16)))
+    except ValueError:
+        return False
+
+
+class _StagingFolder:
+    """A folder of this process for files that are not in their places yet, made when it is needed.
+
+    It is locked as long as this process has it, so that others know what may be removed.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        self._parent = parent
+        self._file_numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._finalizer: weakref.finalize[[TemporaryPath, int], _StagingFolder] | None = None
+        self._folder: Path | None = None
+        self._process = os.getpid()
+
+    def new_file(self) -> Path:
+        """The name of a file that is not there yet; its folder is."""
+        if self._process != os.getpid():  # forked: that folder and that lock are the parent's
+            self._lock, self._folder, self._process = threading.Lock(), None, os.getpid()
+        with self._lock:
+            if self._folder is None or not self._folder.is_dir():
+                self.close()
+                with wrap_os_errors(self._parent):
+                    self._parent.mkdir(exist_ok=True)
+                    staged_folder = TemporaryPath(self._parent / "put", parent=self._parent, is_folder=True)
+                self._folder = staged_folder.path
+                self._finalizer = weakref.finalize(self, _remove_folder, staged_folder, self._process)
+            return self._folder / str(next(self._file_numbers))
+
+    def close(self) -> None:
+        """Remove the folder."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self._finalizer = self._folder = None
+
+
+def _remove_folder(folder: TemporaryPath, process: int) -> None:
+    """Remove a folder; a forked child leaves its parent's alone."""
+    if process == os.getpid():
+        with suppress(OSError):
+            folder.path.rmdir()
+        folder.release()
+
+
+class StagedFiles:
+    """Files that are not in their places yet: those that still are not on leaving the ``with`` block are removed.
+
+    They are not brought to the disk before they get their names: what a power cut leaves of them does not match its
+    checksums.
+    """
+
+    def __init__(self, staging_folder: _StagingFolder) -> None:
+        self._staging_folder = staging_folder
+        self._staged_paths: list[Path] = []
+
+    def write(self, pieces: Sequence[Bytes | bytes]) -> Path:
+        """Write a file; its path."""
+        path = self._staging_folder.new_file()
+        self._staged_paths.append(path)
+        with wrap_os_errors(path.parent), open(path, "xb", buffering=0) as file:
+            _write_pieces(file.fileno(), pieces)
+        return path
+
+    def __enter__(self) -> StagedFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for path in self._staged_paths:
+            with suppress(OSError):
+                os.unlink(path)
+
+
+SETTINGS_FILE = "store.json"
+MAX_BLOCK_TOKENS = 1 << 16
+PIN_SUFFIX, SESSION_SUFFIX = ".pin", ".session"
+STORE_CODECS = ("dense", "frames")
+"""What units are made of; a store that does not say it has frames."""
+CODEC_DESCRIPTIONS = {"dense": "dense streams", "frames": "frames"}
+
+_SETTINGS_SCHEMA, _SETTINGS_VERSION = "kvmnn-store", 1
+_NAMESPACES_FOLDER, _SEQUENCES_FOLDER, _TABLES_FOLDER = "spaces", "texts", "tables"
+_MAX_DOCUMENT_BYTES = 1 << 20
+_MAX_NAME_BYTES = 4096
+_SEQUENCE_MAGIC = b"KVMNNPT1"
+_SEQUENCE_STRUCT = struct.Struct(f"<8sII{KEY_BYTES}s")
+_TABLES_NAME_REGEX = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}-[0-9a-f]{{{2 * KEY_BYTES}}}")
+_PIN_NAME_REGEX = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}{re.escape(PIN_SUFFIX)}")
+_CHECKSUM_STRUCT = struct.Struct("<Q")
+
+
+class StoreSettings(NamedTuple):
+    """What a store is made with: tokens of a block, and what its units are made of."""
+
+    block_tokens: int
+    codec: str
+
+
+def encode_settings(settings: StoreSettings) -> bytes:
+    """The document that says it."""
+    document = {"schema": _SETTINGS_SCHEMA, "schema_version": _SETTINGS_VERSION, **settings._asdict()}
+    return json.dumps(document).encode() + b"\n"
+
+
+def explain_settings(path: str | Path) -> str:
+    """What somebody has to write where a store's settings and its index are gone."""
+    example = encode_settings(StoreSettings(64, "dense")).decode().strip()
+    return f"write what the store was made with into {path}, such as {example}"
+
+
+def parse_settings(data: bytes, label: str) -> StoreSettings:
+    """What a document says; `KvmnnError` for one that is none of this version."""
+    root = parse_document(data, label, _MAX_DOCUMENT_BYTES)
+    if root.get("schema").read_str() != _SETTINGS_SCHEMA or root.get("schema_version").read_int(1) != _SETTINGS_VERSION:
+        raise SourceError(f"{label}: is of another version: expected {_SETTINGS_SCHEMA} {_SETTINGS_VERSION}")
+    block_tokens = root.get("block_tokens").read_int(1)
+    if block_tokens > MAX_BLOCK_TOKENS:
+        raise root.get("block_tokens").error(f"at most {MAX_BLOCK_TOKENS}")
+    codec = root.get("codec").read_str() if "codec" in root.value else "frames"
+    if codec not in STORE_CODECS:  # of a later version
+        raise SourceError(str(root.get("codec").error(f"one of {', '.join(STORE_CODECS)}")))
+    return StoreSettings(block_tokens, codec)
+
+
+def check_settings_match(label: str, settings: StoreSettings, block_tokens: int | None, codec: str | None) -> None:
+    """`OptionError` for a store that is not made as the caller asks; None asks for nothing."""
+    if block_tokens not in (None, settings.block_tokens):
+        raise OptionError(f"{label}: has blocks of {settings.block_tokens} tokens, not of {block_tokens}")
+    if codec not in (None, settings.codec):
+        raise OptionError(
+            f"{label}: is a store of {CODEC_DESCRIPTIONS[settings.codec]}, not of {CODEC_DESCRIPTIONS[str(codec)]}"
+        )
+
+
+class SavedSequence(NamedTuple):
+    """A text that is pinned, or a session's: `name` is the session's, empty for a pin."""
+
+    name: str
+    namespace_key: bytes
+    ids: Ids
+
+
+class RecoveryFiles:
+    """The small files of a store.
+
+    Parameters
+    ----------
+    folder
+        Of the store.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @property
+    def exists(self) -> bool:
+        """Whether the folder says that it is a store."""
+        return (self._folder / SETTINGS_FILE).is_file()
+
+    @property
+    def has_only_units(self) -> bool:
+        """Whether the folder is one of a store that has lost its settings, if not what else it is."""
+        return not self.exists and any((self._folder / "units").glob("*/*.unit"))
+
+    def save_settings(self, settings: StoreSettings, *, overwrite: bool = False) -> None:
+        """Note down what a store is made with, where that is not noted yet, or anew."""
+        if overwrite or not self.exists:
+            self._write(Path(SETTINGS_FILE), encode_settings(settings))
+
+    def read_settings(self) -> StoreSettings:
+        """What a store is made with.
+
+        Raises
+        ------
+        ManifestError
+            For a document that is damaged.
+        SourceError
+            For one of another version.
+        """
+        path = self._folder / SETTINGS_FILE
+        return parse_settings(read_bounded(path, _MAX_DOCUMENT_BYTES), str(path))
+
+    def save_namespace(self, namespace: Namespace) -> None:
+        """Note a space down, where it is not noted yet."""
+        path, data = _encode_recovery_file(namespace)
+        try:
+            is_saved = (self._folder / path).stat().st_size == len(data)
+        except OSError:  # it is not there, or something else is in the way, which `_write` says
+            is_saved = False
+        if not is_saved:
+            self._write(path, data)
+
+    def iter_namespaces(self) -> Iterator[Namespace]:
+        """The spaces; a document that is damaged is passed over."""
+        for path in sorted((self._folder / _NAMESPACES_FOLDER).glob("*.json")):
+            with suppress(KvmnnError, OSError, UnicodeDecodeError):
+                namespace = parse_namespace(read_bounded(path, _MAX_DOCUMENT_BYTES).decode(), str(path))
+                if namespace.key.hex() == path.stem:
+                    yield namespace
+
+    def save_tables(self, namespace: Namespace, tables: TableSets) -> None:
+        """Keep table sets, where they are not kept yet."""
+        name = make_object_name(namespace.key, tables.key)
+        if self.read_tables(name) != tables.data:
+            self._write(Path(_TABLES_FOLDER, name), tables.data)
+
+    def list_table_names(self) -> list[str]:
+        """The names of all table sets."""
+        return self._list_names(_TABLES_FOLDER, _TABLES_NAME_REGEX)
+
+    def read_tables(self, name: str) -> bytes | None:
+        """The bytes of table sets; None where they cannot be read."""
+        try:
+            return read_bounded(self._folder / _TABLES_FOLDER / name, MAX_TABLE_SETS_BYTES)
+        except (KvmnnError, OSError):
+            return None
+
+    def delete_tables(self, names: Iterable[str]) -> int:
+        """Remove table sets; the bytes of their files."""
+        nbytes = 0
+        for name in names:
+            with suppress(OSError):
+                nbytes += (self._folder / _TABLES_FOLDER / name).stat().st_size
+                self._delete(Path(_TABLES_FOLDER, name))
+        return nbytes
+
+    def save_pin(self, namespace: Namespace, ids: Ids) -> None:
+        """Keep a text that is pinned."""
+        self._write(*_encode_recovery_file(SavedSequence("", namespace.key, ids)))
+
+    def delete_pin(self, key: bytes) -> None:
+        """Keep it no longer; `key` is its `compute_sequence_key`."""
+        self._delete(make_pin_path(key))
+
+    def delete_other_pins(self, pin_keys: Collection[bytes]) -> None:
+        """Remove the files of texts that are not pinned any more."""
+        pin_names = {key.hex() + PIN_SUFFIX for key in pin_keys}
+        for name in self._list_names(_SEQUENCES_FOLDER, _PIN_NAME_REGEX):
+            if name not in pin_names:
+                self._delete(Path(_SEQUENCES_FOLDER, name))
+
+    def save_session(self, name: str, namespace: Namespace, ids: Ids) -> None:
+        """Keep the text of a session."""
+        self._write(*_encode_recovery_file(SavedSequence(name, namespace.key, ids)))
+
+    def delete_session(self, name: str) -> None:
+        """Keep it no longer."""
+        self._delete(make_session_path(name))
+
+    def iter_pins(self) -> Iterator[SavedSequence]:
+        """The pinned texts; files that are damaged are passed over."""
+        return self._iter_sequences(PIN_SUFFIX)
+
+    def iter_sessions(self) -> Iterator[SavedSequence]:
+        """The texts of sessions; files that are damaged are passed over."""
+        return self._iter_sequences(SESSION_SUFFIX)
+
+    def repair(self, expected: Iterable[Namespace | SavedSequence], *, write: bool) -> list[Path]:
+        """The files of spaces, pins and sessions that are not as they should be; `write` writes them again."""
+        damaged_paths = []
+        for path, data in map(_encode_recovery_file, expected):
+            try:
+                is_intact = read_bounded(self._folder / path, len(data)) == data
+            except (KvmnnError, OSError):
+                is_intact = False
+            if not is_intact:
+                damaged_paths.append(self._folder / path)
+                if write:
+                    self._write(path, data)
+        return damaged_paths
+
+    def remove_stale(self) -> None:
+        """Remove what processes that are gone have left on its way in."""
+        for name in ("", _NAMESPACES_FOLDER, _SEQUENCES_FOLDER, _TABLES_FOLDER):
+            remove_stale(self._folder / name)
+
+    def _list_names(self, folder: str, pattern: re.Pattern[str]) -> list[str]:
+        """The names of regular files that kvmnn can have written into a folder: all else is left alone."""
+        try:
+            with os.scandir(self._folder / folder) as entries:
+                return [entry.name for entry in entries if pattern.fullmatch(entry.name) and entry.is_file()]
+        except OSError:
+            return []
+
+    def _iter_sequences(self, suffix: str) -> Iterator[SavedSequence]:
+        for path in sorted((self._folder / _SEQUENCES_FOLDER).glob(f"*{suffix}")):
+            with suppress(KvmnnError, OSError):
+                saved_sequence = _decode_sequence(
+                    read_bounded(path, _SEQUENCE_STRUCT.size + _MAX_NAME_BYTES + 4 * MAX_TOKENS + 8)
+                )
+                if saved_sequence is not None:
+                    yield saved_sequence
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """The file appears whole or not at all; as units it is not brought to the disk by force."""
+        target = self._folder / path
+        with wrap_os_errors(target):
+            target.parent.mkdir(exist_ok=True)
+            staged = TemporaryPath(target)
+            try:
+                staged.path.write_bytes(data)
+                os.replace(staged.path, target)
+            finally:
+                staged.path.unlink(missing_ok=True)
+                staged.release()
+
+    def _delete(self, path: Path) -> None:
+        with wrap_os_errors(self._folder / path):
+            (self._folder / path).unlink(missing_ok=True)
+
+
+def make_pin_path(key: bytes) -> Path:
+    return Path(_SEQUENCES_FOLDER, key.hex() + PIN_SUFFIX)
+
+
+def make_session_path(name: str) -> Path:
+    return Path(_SEQUENCES_FOLDER, hashlib.blake2b(name.encode(), digest_size=KEY_BYTES).hexdigest() + SESSION_SUFFIX)
+
+
+def _encode_recovery_file(value: Namespace | SavedSequence) -> tuple[Path, bytes]:
+    """The file that says a space, a pin or a session."""
+    if isinstance(value, Namespace):
+        return Path(_NAMESPACES_FOLDER, f"{value.key.hex()}.json"), value.to_json().encode()
+    path = (
+        make_session_path(value.name)
+        if value.name
+        else make_pin_path(compute_sequence_key(value.namespace_key, value.ids))
+    )
+    return path, _encode_sequence(value)
+
+
+def _encode_sequence(saved_sequence: SavedSequence) -> bytes:
+    name = saved_sequence.name.encode()
+    data = (
+        _SEQUENCE_STRUCT.pack(_SEQUENCE_MAGIC, len(name), saved_sequence.ids.size, saved_sequence.namespace_key)
+        + name
+        + saved_sequence.ids.astype("<u4").tobytes()
+    )
+    return data + _CHECKSUM_STRUCT.pack(integrity_checksum(data))
+
+
+def _decode_sequence(data: bytes) -> SavedSequence | None:
+    """A text; None for what is none, or is damaged."""
+    if len(data) < _SEQUENCE_STRUCT.size + _CHECKSUM_STRUCT.size:
+        return None
+    magic, name_bytes, tokens, namespace = _SEQUENCE_STRUCT.unpack_from(data)
+    end = _SEQUENCE_STRUCT.size + name_bytes + 4 * tokens
+    if magic != _SEQUENCE_MAGIC or not 1 <= tokens <= MAX_TOKENS or len(data) != end + _CHECKSUM_STRUCT.size:
+        return None
+    if integrity_checksum(data[:end]) != _CHECKSUM_STRUCT.unpack_from(data, end)[0]:
+        return None
+    ids = np.frombuffer(data, "<u4", tokens, _SEQUENCE_STRUCT.size + name_bytes)
+    name = data[_SEQUENCE_STRUCT.size : _SEQUENCE_STRUCT.size + name_bytes].decode("utf-8", "replace")
+    return SavedSequence(name, namespace, ids) if int(ids.max()) <= MAX_ID else None

@@ -1,0 +1,236 @@
+"""The units of one text, and nothing of the texts that share them: what is put in a file for another machine.
+
+A stored text as one file, to be taken to another machine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..arrays.layer_cache import LayerCache
+from ..dense import RopeConfig
+from ..dtypes import Bytes
+from ..errors import SourceError
+from ..files.atomic import FileOutput
+from ..files.mapped_file import MappedFile
+from ..files.schema import parse_document
+from ..frames import CodecOptions
+from ..frames.buffers import integrity_checksum
+from .lookup import PrefixMatch, TokenSequence, UnitSlice
+from .namespace import MAX_TOKENS, Ids, Namespace, parse_namespace
+from .unit import (
+    MAX_TABLE_SETS_BYTES,
+    DamagedUnitError,
+    DenseUnitInfo,
+    TableSetCache,
+    TableSets,
+    Unit,
+    UnitFrame,
+    UnitHeader,
+    parse_header,
+)
+from .unit import parse_unit as parse_unit
+from .unit_codec import DamagedSliceError, LoadedSlice, check_unit_matches, decode_slices, encode_frame_units
+from .write_path import DenseStreamEncoder, DenseUnitPlan, HistoryRef, build_dense_info
+
+
+class SequenceExporter:
+    """Units that are taken as they are, or, where other texts go on in them, made anew of what is asked for.
+
+    Parameters
+    ----------
+    namespace, sequence, layers
+        The text, with K and V of its tokens.
+    tables
+        That its units need, by their keys.
+    rotary, options, threads
+        How units are made.
+    """
+
+    def __init__(
+        self,
+        namespace: Namespace,
+        sequence: TokenSequence,
+        layers: Sequence[LayerCache],
+        tables: Mapping[bytes, TableSets],
+        rotary: RopeConfig | None,
+        options: CodecOptions,
+        threads: int | None,
+    ) -> None:
+        self._namespace, self._sequence, self._layers, self._tables = namespace, sequence, layers, tables
+        self._rotary, self._options, self._threads = rotary, options, threads
+
+    def build_units(
+        self, prefix_match: PrefixMatch, data_by_unit: Mapping[int, Bytes]
+    ) -> list[tuple[UnitSlice, Bytes]]:
+        """The units with the tokens of a text, and which tokens of each are meant."""
+        exported_units = []
+        begin_token = 0
+        for unit_slice in prefix_match.slices:
+            data = data_by_unit[unit_slice.unit]
+            header = parse_header(data)
+            if header.ids.size > unit_slice.skip + unit_slice.take:
+                unit_slice, data = unit_slice._replace(skip=0), self._encode_again(begin_token, unit_slice, header)
+            exported_units.append((unit_slice, data))
+            begin_token += unit_slice.take
+        return exported_units
+
+    def _encode_again(self, begin_token: int, unit_slice: UnitSlice, header: UnitHeader) -> Bytes:
+        span = begin_token, begin_token + unit_slice.take
+        block_tokens = self._sequence.block_tokens
+        frames, dense_info = (
+            self._encode_frames(span) if header.dense is None else self._encode_streams(span, unit_slice, header.dense)
+        )
+        parent = self._sequence.get_parent_key(begin_token // block_tokens)
+        unit = Unit(
+            self._namespace.key, parent, begin_token, self._sequence.ids[begin_token : span[1]], frames, dense_info
+        )
+        return np.frombuffer(b"".join(bytes(piece) for piece in unit.to_pieces()), np.uint8)
+
+    def _encode_frames(self, span: tuple[int, int]) -> tuple[tuple[UnitFrame, ...], None]:
+        encoded_units: list[tuple[UnitFrame, ...]] = []
+        encode_frame_units(
+            self._layers, [span], self._options, lambda _, frames: encoded_units.append(frames), self._threads
+        )
+        return encoded_units[0], None
+
+    def _encode_streams(
+        self, span: tuple[int, int], unit_slice: UnitSlice, dense: DenseUnitInfo
+    ) -> tuple[tuple[UnitFrame, ...], DenseUnitInfo]:
+        """As those that it is made of; what is cut at its beginning, too, refers to nothing before it."""
+        history = HistoryRef() if unit_slice.skip else HistoryRef(dense.history_rows, 0, dense.chain_length)
+        unit = DenseUnitPlan(span, history, self._tables.get(dense.tables_key))
+        encoded_units: list[tuple[tuple[UnitFrame, ...], tuple[int, ...]]] = []
+        streams = DenseStreamEncoder(self._layers, self._namespace, self._rotary)
+        block_tokens = self._sequence.block_tokens
+        streams.encode_units(
+            [unit], block_tokens, lambda _, frames, sums: encoded_units.append((frames, sums)), self._threads
+        )
+        frames, sums = encoded_units[0]
+        return frames, build_dense_info(unit, sums)
+
+
+EXPORT_MAGIC = b"KVMNNPX2"
+_EXPORT_MAGIC_V1 = b"KVMNNPX1"
+"""Of files whose document has no checksum, as kvmnn wrote them at first."""
+_SIZE_STRUCT = struct.Struct("<I")
+_CHECKSUM_STRUCT = struct.Struct("<Q")
+_MAX_UNITS = 1 << 20
+_MAX_TABLES = 1 << 10
+_MAX_DOCUMENT_BYTES = 64 << 20
+
+
+def write_exported(
+    path: str | os.PathLike[str],
+    namespace: Namespace,
+    unit_slices: list[tuple[UnitSlice, Bytes]],
+    tables: Sequence[TableSets],
+    *,
+    force: bool,
+) -> int:
+    """Write the units of a text and their tables behind a document that says which tokens of each unit
+    are meant; bytes.
+    """
+    unit_entries = [
+        {"bytes": data.size, "skip": unit_slice.skip, "take": unit_slice.take} for unit_slice, data in unit_slices
+    ]
+    table_entries = [{"bytes": len(table_set.data), "key": table_set.key.hex()} for table_set in tables]
+    header: dict[str, Any] = {
+        "space": namespace.to_json(),
+        "units": unit_entries,
+        **({"tables": table_entries} if table_entries else {}),
+    }
+    document = json.dumps(header).encode()
+    with FileOutput(path, force=force) as output:
+        output.file.write(
+            EXPORT_MAGIC
+            + _SIZE_STRUCT.pack(len(document))
+            + _CHECKSUM_STRUCT.pack(integrity_checksum(document))
+            + document
+        )
+        for _, data in unit_slices:
+            output.file.write(data.data)
+        for table_set in tables:
+            output.file.write(table_set.data)
+        output.commit()
+    nbytes = sum(data.size for _, data in unit_slices) + sum(len(table_set.data) for table_set in tables)
+    return len(EXPORT_MAGIC) + _SIZE_STRUCT.size + _CHECKSUM_STRUCT.size + len(document) + nbytes
+
+
+def read_exported(path: str | os.PathLike[str], threads: int | None = None) -> tuple[str, Ids, list[LayerCache]]:
+    """The text in a file that `PrefixStore.export` made, every byte of its units compared.
+
+    Returns
+    -------
+    Fingerprint of the model, token ids, and K and V of all layers: what `PrefixStore.put` takes.
+
+    Raises
+    ------
+    SourceError
+        For a file that is none, or is damaged.
+    """
+    file = MappedFile(Path(path))
+    document, begin_byte = _read_document(file)
+    root = parse_document(document, file.label, _MAX_DOCUMENT_BYTES)
+    namespace = parse_namespace(root.get("space").read_str(), f"{file.label}: space")
+    slices: list[LoadedSlice] = []
+    tokens = 0
+    for unit_index, node in enumerate(root.get("units").read_list(min_len=1, max_len=_MAX_UNITS)):
+        nbytes, skip, take = node.get("bytes").read_int(1), node.get("skip").read_int(0), node.get("take").read_int(1)
+        try:
+            unit = parse_unit(file.view(begin_byte, nbytes))
+            if max(skip, take) > MAX_TOKENS or skip + take > unit.ids.size:
+                raise DamagedUnitError(f"has {unit.ids.size:,} tokens: {skip + take:,} are asked for")
+            check_unit_matches(unit, namespace, unit.ids, 0, MAX_TOKENS)
+            if unit.start + skip != tokens:
+                raise DamagedUnitError(
+                    f"holds tokens from {unit.start + skip:,} on: those from {tokens:,} on are missing"
+                )
+        except DamagedUnitError as error:
+            raise SourceError(f"{file.label}: unit {unit_index} {error}") from None
+        slices.append(LoadedSlice(unit, skip, take))
+        begin_byte += nbytes
+        tokens += take
+    tables_by_name: dict[str, bytes] = {}
+    for node in root.get("tables").read_list(max_len=_MAX_TABLES) if "tables" in root.value else ():
+        nbytes = node.get("bytes").read_int(1)
+        if nbytes > MAX_TABLE_SETS_BYTES:
+            raise node.get("bytes").error(f"at most {MAX_TABLE_SETS_BYTES}")
+        name = f"{namespace.key.hex()}-{node.get('key').read_str()}"
+        tables_by_name[name] = file.view(begin_byte, nbytes).tobytes()
+        begin_byte += nbytes
+    if begin_byte != file.size:
+        raise SourceError(f"{file.label}: has {file.size - begin_byte:,} bytes behind its units")
+    try:
+        layers = decode_slices(namespace, slices, threads, tables=TableSetCache(tables_by_name.get, tuple))
+    except DamagedSliceError as error:
+        raise SourceError(f"{file.label}: unit {error.slice_index}: {error}") from None
+    ids = np.concatenate([unit.ids[skip : skip + take] for unit, skip, take in slices])
+    return namespace.model, ids, layers
+
+
+def _read_document(file: MappedFile) -> tuple[bytes, int]:
+    """The document, and where it ends."""
+    head = file.read_head(len(EXPORT_MAGIC) + _SIZE_STRUCT.size + _CHECKSUM_STRUCT.size)
+    begin_byte = len(head) if head.startswith(EXPORT_MAGIC) else len(EXPORT_MAGIC) + _SIZE_STRUCT.size
+    if (
+        not head.startswith((EXPORT_MAGIC, _EXPORT_MAGIC_V1))
+        or len(head) < len(EXPORT_MAGIC) + _SIZE_STRUCT.size + _CHECKSUM_STRUCT.size
+    ):
+        raise SourceError(f"{file.label}: is no exported prefix: it does not begin with {EXPORT_MAGIC.decode()}")
+    (size,) = _SIZE_STRUCT.unpack_from(head, len(EXPORT_MAGIC))
+    if size > _MAX_DOCUMENT_BYTES or begin_byte + size > file.size:
+        raise SourceError(f"{file.label}: its document would have {size:,} bytes, the file has {file.size:,}")
+    document = file.view(begin_byte, size).tobytes()
+    if head.startswith(EXPORT_MAGIC) and _CHECKSUM_STRUCT.unpack_from(head, len(EXPORT_MAGIC) + _SIZE_STRUCT.size)[
+        0
+    ] != integrity_checksum(document):
+        raise SourceError(f"{file.label}: its document does not match its checksum")
+    return document, begin_byte + size

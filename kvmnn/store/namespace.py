@@ -1,0 +1,436 @@
+"""What prefixes must have in common to share anything: the model, the precision, and the shapes of its layers.
+
+Token ids as the store takes them, the keys of their blocks, and how far two texts agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import dtypes
+from .._util.text import pluralize
+from .._util.validation import repr_short
+from ..arrays.layer_cache import LayerCache
+from ..arrays.opaque_state import MAX_STATE_NAME_CHARS, OpaqueState
+from ..dtypes import DType, Elements
+from ..errors import ArrayTypeError, KvmnnError
+from ..files.schema import JsonReader, parse_document
+from ..packed.cache_info import MAX_TOKEN_ID
+
+KEY_BYTES = 16
+MAX_LAYERS = 4096
+MAX_MODEL_CHARACTERS = 256
+"""Characters of a fingerprint."""
+
+_MAX_KV_HEADS = 1 << 16
+_MAX_HEAD_DIM = 1 << 20
+_MAX_DOCUMENT_BYTES = 1 << 20
+_MAX_STATES = 1 << 14
+
+
+class LayerShape(NamedTuple):
+    """The shape of a layer's K and V, but for the tokens."""
+
+    layer: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    """Words of V in one head: as many as K has, but for latent attention; 0 where there is no V."""
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Words of K and of V of a token in one head."""
+        return self.head_dim, self.value_dim
+
+
+class StateId(NamedTuple):
+    """A state that is not K and V: its layer, and what the engine calls it."""
+
+    layer: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """A model, its precision and its layers: only within one do prefixes share blocks.
+
+    Parameters
+    ----------
+    model
+        Fingerprint of the model.
+    dtype
+        ``"fp16"``, ``"bf16"`` or ``"fp32"``.
+    layers
+        Those with full attention, in order: they share blocks.
+    windows
+        Those with a sliding window that contain the last tokens of their texts alone, in order. Their rows, and
+        opaque state, are stored with each prefix, at its exact length (`kvmnn.store.unit_codec`).
+    states
+        Layer and name of each state that is not K and V, in order.
+    """
+
+    model: str
+    dtype: str
+    layers: tuple[LayerShape, ...]
+    windows: tuple[LayerShape, ...] = ()
+    states: tuple[StateId, ...] = ()
+
+    @cached_property
+    def key(self) -> bytes:
+        """Key of the space, and of the empty prefix in it; other models, dtypes and shapes have others."""
+        return hashlib.blake2b(b"kvmnn prefix store 1\n" + self.to_json().encode(), digest_size=KEY_BYTES).digest()
+
+    @property
+    def element_dtype(self) -> DType:
+        """The element type."""
+        return dtypes.parse_dtype(self.dtype)
+
+    @cached_property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """K and V (0 and 1) of each layer, by its place among them, in the order of a unit's streams: V where it is."""
+        return tuple(
+            (layer_index, part)
+            for layer_index, shape in enumerate(self.layers)
+            for part in range(2)
+            if shape.dims[part]
+        )
+
+    @property
+    def needs_state(self) -> bool:
+        """Whether a model resumes only where windows or state are stored, too."""
+        return bool(self.windows or self.states)
+
+    @property
+    def all_layers(self) -> tuple[LayerShape, ...]:
+        """All layers that have K and V, in order."""
+        return tuple(sorted((*self.layers, *self.windows)))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of K and V of one token in all layers with full attention."""
+        return self.element_dtype.itemsize * sum(shape.kv_heads * sum(shape.dims) for shape in self.layers)
+
+    def to_json(self) -> str:
+        """The document, on one line."""
+        document: dict[str, object] = {
+            "model": self.model,
+            "dtype": self.dtype,
+            "layers": _shapes_to_lists(self.layers),
+        }
+        if self.needs_state:
+            document |= {"windows": _shapes_to_lists(self.windows), "states": [list(state) for state in self.states]}
+        return json.dumps(document, separators=(",", ":"), sort_keys=True)
+
+    def __str__(self) -> str:
+        """For people: ``6 layers, 4 kv heads x 64 dims, fp32``."""
+        shapes = sorted({shape[1:] for shape in self.all_layers})
+        sizes = " and ".join(
+            f"{pluralize(heads, 'kv head')} x {head_dim} dims{_describe_value_dim(head_dim, value_dim)}"
+            for heads, head_dim, value_dim in shapes[:3]
+        )
+        states = f", {pluralize(len(self.states), 'state')}" if self.states else ""
+        return f"{len(self.all_layers)} layers, {sizes}{' and more' if len(shapes) > 3 else ''}, {self.dtype}{states}"
+
+
+def _shapes_to_lists(shapes: Sequence[LayerShape]) -> list[list[int]]:
+    return [list(shape if shape.value_dim != shape.head_dim else shape[:3]) for shape in shapes]
+
+
+def describe_difference(first_namespace: Namespace, second_namespace: Namespace) -> tuple[str, str]:
+    """Two spaces of a model and dtype, such that they do not read alike."""
+    if str(first_namespace) != str(second_namespace):
+        return str(first_namespace), str(second_namespace)
+    layers = zip(first_namespace.all_layers, second_namespace.all_layers, strict=False)
+    first_shape, second_shape = next(((a, b) for a, b in layers if a != b), (None, None))
+    if first_shape is None or second_shape is None:
+        return (
+            f"state {_format_state_names(first_namespace.states)}",
+            f"state {_format_state_names(second_namespace.states)}",
+        )
+    return _describe_layer(first_shape), _describe_layer(second_shape)
+
+
+def _format_state_names(states: Sequence[StateId]) -> str:
+    names = [f"{state.name!r} of layer {state.layer}" for state in states[:3]]
+    return ", ".join(names) + (" ..." if len(states) > len(names) else "") or "of no layer"
+
+
+def _describe_layer(shape: LayerShape) -> str:
+    return f"a layer {shape.layer} of {pluralize(shape.kv_heads, 'kv head')} x {shape.head_dim}, V {shape.value_dim}"
+
+
+def _describe_value_dim(dims: int, value_dim: int) -> str:
+    if value_dim == dims:
+        return ""
+    return f" (V {value_dim})" if value_dim else " (no V)"
+
+
+def validate_model(model: object) -> str:
+    """A fingerprint; `KvmnnError` or `TypeError` for what is none."""
+    if not isinstance(model, str):
+        raise TypeError(f"model must be a string, the fingerprint of a model, not {type(model).__name__}")
+    if not model or len(model) > MAX_MODEL_CHARACTERS or not model.isprintable():
+        raise KvmnnError(
+            f"model is {repr_short(model)}: expected a fingerprint of 1 to {MAX_MODEL_CHARACTERS} printable characters"
+        )
+    return model
+
+
+def build_namespace(
+    layers: Sequence[LayerCache],
+    model: str,
+    windows: Sequence[LayerCache] = (),
+    states: Sequence[OpaqueState] = (),
+) -> Namespace:
+    """The space that the caches of all layers belong to, which are in order; `windows` contain the last tokens alone.
+
+    Raises
+    ------
+    KvmnnError
+        For no layers, layers twice or in another order, of different dtypes, or shapes beyond all models.
+    """
+    shapes, window_shapes = (
+        tuple(LayerShape(cache.layer, cache.kv_heads, cache.head_dim, cache.value_dim) for cache in caches)
+        for caches in (layers, windows)
+    )
+    found_dtypes = {cache.dtype for cache in (*layers, *windows)}
+    if len(found_dtypes) > 1:
+        raise KvmnnError(f"the layers are {' and '.join(sorted(found_dtypes))}: expected one dtype")
+    names = tuple(StateId(state.layer, state.name) for state in states)
+    return _validate_namespace(
+        Namespace(validate_model(model), found_dtypes.pop() if found_dtypes else "fp16", shapes, window_shapes, names)
+    )
+
+
+def parse_namespace(text: object, label: str) -> Namespace:
+    """Check and take in a document; `ManifestError`, or another `KvmnnError`, that begins with `label`."""
+    if not isinstance(text, str):
+        raise KvmnnError(f"{label}: is no JSON text")
+    root = parse_document(text, label, _MAX_DOCUMENT_BYTES)
+    dtype = root.get("dtype")
+    if dtype.read_str() not in dtypes.DTYPES:
+        raise dtype.error(f"one of {', '.join(dtypes.DTYPES)}")
+    needs_state = "windows" in root.value
+    shapes = _parse_shapes(root.get("layers"), 0 if needs_state else 1)
+    windows = _parse_shapes(root.get("windows"), 0) if needs_state else ()
+    states = []
+    for entry in root.get("states").read_list(max_len=_MAX_STATES) if needs_state else ():
+        layer, name = entry.read_list(min_len=2, max_len=2)
+        states.append(StateId(layer.read_int(0), name.read_str()))
+    try:
+        return _validate_namespace(
+            Namespace(validate_model(root.get("model").read_str()), dtype.read_str(), shapes, windows, tuple(states))
+        )
+    except KvmnnError as error:
+        raise KvmnnError(f"{label}: {error}") from None
+
+
+def _parse_shapes(node: JsonReader, min_layers: int) -> tuple[LayerShape, ...]:
+    shapes = []
+    for entry in node.read_list(min_len=min_layers, max_len=MAX_LAYERS):
+        layer, heads, dims, *value_nodes = entry.read_list(min_len=3, max_len=4)
+        value_dim = value_nodes[0] if value_nodes else dims
+        shapes.append(LayerShape(layer.read_int(0), heads.read_int(1), dims.read_int(1), value_dim.read_int(0)))
+    return tuple(shapes)
+
+
+def _validate_namespace(namespace: Namespace) -> Namespace:
+    numbers = [shape.layer for shape in namespace.layers]
+    if namespace.needs_state:
+        window_numbers, states = [shape.layer for shape in namespace.windows], list(namespace.states)
+        if (
+            numbers != sorted(set(numbers))
+            or window_numbers != sorted(set(window_numbers))
+            or states != sorted(set(states))
+        ):
+            raise KvmnnError(f"the layers are {repr_short([numbers, window_numbers])}: expected each once, in order")
+        for state in namespace.states:
+            if not 0 < len(state.name) <= MAX_STATE_NAME_CHARS or not state.name.isprintable():
+                raise KvmnnError(f"the name of a state is {repr_short(state.name)}")
+        numbers = [shape.layer for shape in namespace.all_layers] or [0]
+    if not numbers or len(numbers) > MAX_LAYERS:
+        raise KvmnnError(f"there are {len(numbers):,} layers: expected 1 to {MAX_LAYERS:,}")
+    if numbers != sorted(set(numbers)):
+        raise KvmnnError(f"the layers are {repr_short(numbers)}: expected each once, in order")
+    for shape in namespace.all_layers:
+        if not (1 <= shape.kv_heads <= _MAX_KV_HEADS and shape.head_dim >= 1 and max(shape.dims) <= _MAX_HEAD_DIM):
+            raise KvmnnError(f"layer {shape.layer} has {shape.kv_heads:,} kv heads x {max(shape.dims):,} dims")
+    return namespace
+
+
+def split_windows(layers: Sequence[LayerCache], windows: Collection[int]) -> tuple[list[LayerCache], list[LayerCache]]:
+    """Return the layers that contain all tokens, and those of `windows` that contain the last tokens alone.
+
+    A layer with a window that still contains every token is one of the first: what is stored of it is complete for each
+    beginning of its text.
+
+    Raises
+    ------
+    KvmnnError
+        For a layer with a window that contains other tokens than the last.
+    ArrayTypeError
+        For other objects.
+    """
+    full_layers, window_layers = [], []
+    for cache in layers:
+        if not isinstance(cache, LayerCache):
+            raise ArrayTypeError(f"layers are {type(cache).__name__}: expected kvmnn.LayerCache")
+        num_seen, num_cached = cache.tokens_seen, cache.tokens
+        if cache.layer not in windows or num_cached == num_seen:
+            full_layers.append(cache)
+            continue
+        expected_positions = np.arange(num_seen - num_cached, num_seen)
+        if (
+            not num_cached
+            or cache.positions.shape != (num_cached,)
+            or not (cache.positions == expected_positions).all()
+        ):
+            raise KvmnnError(f"layer {cache.layer} has a window, and does not contain the last tokens of its text")
+        window_layers.append(cache)
+    return full_layers, sorted(window_layers, key=lambda cache: cache.layer)
+
+
+def validate_layers(layers: Sequence[LayerCache], tokens: int, windows: Sequence[LayerCache] = ()) -> list[LayerCache]:
+    """The layers in order, each with K and V of all `tokens` tokens of the text and of no others; those of `windows`
+    must end with the text.
+
+    Raises
+    ------
+    KvmnnError
+        For a cache of another number of tokens, or one that lacks tokens or has others in their places.
+    """
+    for cache in layers:
+        if not isinstance(cache, LayerCache):
+            raise ArrayTypeError(f"layers are {type(cache).__name__}: expected kvmnn.LayerCache")
+    sorted_layers = sorted(layers, key=lambda cache: cache.layer)
+    for cache in windows:
+        if cache.tokens_seen != tokens:
+            raise KvmnnError(
+                f"layer {cache.layer} has a window that ends behind {cache.tokens_seen:,} tokens, there are {tokens:,} "
+                "token ids"
+            )
+    expected_positions = np.arange(tokens)
+    for cache in sorted_layers:
+        if cache.tokens != tokens:
+            raise KvmnnError(f"layer {cache.layer} holds {cache.tokens:,} tokens, there are {tokens:,} token ids")
+        if not ((cache.positions == expected_positions).all() and (cache.ends == expected_positions + 1).all()):
+            raise KvmnnError(
+                f"layer {cache.layer} does not hold the tokens 0 to {tokens - 1:,} of its text, each once: a cache "
+                "that was cut is no prefix"
+            )
+    return sorted_layers
+
+
+def list_parts(layers: Sequence[LayerCache]) -> list[Elements]:
+    """K and V of each layer, in the order of `Namespace.parts`."""
+    return [elements for cache in layers for elements in (cache.keys, cache.values) if elements.shape[2]]
+
+
+MAX_ID = MAX_TOKEN_ID
+MAX_TOKENS = 1 << 24
+Ids = npt.NDArray[np.uint32]
+"""Token ids, ``[token]``, little-endian."""
+
+_SHORT_ID_BYTES, _LONG_ID_BYTES = 3, 5
+"""Bytes of an id where ids are compared as text: the highest first; of a long one behind `_ESCAPE_BYTE`."""
+_ESCAPE_BYTE = 0xFF
+_MIN_LONG_ID = _ESCAPE_BYTE << 16
+"""The least id whose three bytes would begin as a long one does. Vocabularies are smaller; placeholders of pictures are
+hashes of up to 32 bits.
+"""
+
+
+def to_token_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
+    """Token ids as an array.
+
+    Raises
+    ------
+    KvmnnError
+        Unless they are 1 to 2**24 whole numbers from 0 to 2**32 - 1.
+    """
+    try:
+        array = np.asarray(token_ids)
+    except (ValueError, OverflowError):
+        raise KvmnnError("token ids: expected a list of at least one whole number, found no numbers") from None
+    if array.dtype.kind in "fO" and array.ndim == 1:  # integers too large for numpy's types
+        for number, token_id in enumerate(token_ids):
+            if type(token_id) is int and not 0 <= token_id <= MAX_ID:
+                raise _make_id_error(number, token_id)
+    if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
+        found_text = "none" if array.shape == (0,) else f"{array.dtype.name} of shape {list(array.shape)}"
+        raise KvmnnError(f"token ids: expected a list of at least one whole number, found {found_text}")
+    if array.size > MAX_TOKENS:
+        raise KvmnnError(f"token ids: there are {array.size:,}, expected at most {MAX_TOKENS:,}")
+    min_id, max_id = int(array.min()), int(array.max())
+    if min_id < 0 or max_id > MAX_ID:
+        raise _make_id_error(int(array.argmin() if min_id < 0 else array.argmax()), min_id if min_id < 0 else max_id)
+    return array.astype("<u4")
+
+
+def _make_id_error(id_index: int, token_id: int) -> KvmnnError:
+    return KvmnnError(f"token ids: number {id_index + 1:,}: expected one from 0 to {MAX_ID:,}, found {token_id:,}")
+
+
+def compute_block_keys(parent: bytes, ids: Ids, block_tokens: int) -> list[bytes]:
+    """The keys of all whole blocks of `ids`, which follow the block with the key `parent`.
+
+    A key is the BLAKE2b hash of 16 bytes over the key of the block before and the ids as little-endian 32-bit words.
+    """
+    data, step = ids.tobytes(), 4 * block_tokens
+    keys = []
+    for begin_byte in range(0, len(data) - step + 1, step):
+        parent = hashlib.blake2b(parent + data[begin_byte : begin_byte + step], digest_size=KEY_BYTES).digest()
+        keys.append(parent)
+    return keys
+
+
+def compute_sequence_key(namespace_key: bytes, ids: Ids) -> bytes:
+    """The key of a whole text in a space."""
+    return hashlib.blake2b(b"text" + namespace_key + ids.tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def to_sort_key(ids: Ids) -> bytes:
+    """Return ids as bytes that sort as they do: three for an id of a vocabulary, five for a larger one."""
+    id_bytes = np.ascontiguousarray(ids.astype(">u4").view(np.uint8).reshape(-1, 4))
+    if not ids.size or int(ids.max()) < _MIN_LONG_ID:
+        return id_bytes[:, 4 - _SHORT_ID_BYTES :].tobytes()
+    are_long = (ids >= _MIN_LONG_ID).tolist()
+    return b"".join(
+        bytes([_ESCAPE_BYTE]) + id_row.tobytes() if is_long else id_row[4 - _SHORT_ID_BYTES :].tobytes()
+        for id_row, is_long in zip(id_bytes, are_long, strict=True)
+    )
+
+
+def count_common_ids(first: bytes, second: bytes) -> int:
+    """How many ids two texts of `to_sort_key` have in common from their beginning."""
+    size = min(len(first), len(second))
+    return count_ids_in_sort_key(
+        first[: count_common_entries(np.frombuffer(first, np.uint8, size), np.frombuffer(second, np.uint8, size))]
+    )
+
+
+def count_ids_in_sort_key(sort_key: bytes) -> int:
+    """How many whole ids the bytes of `to_sort_key` have."""
+    count = sort_key[::_SHORT_ID_BYTES].find(_ESCAPE_BYTE)
+    if count < 0:
+        return len(sort_key) // _SHORT_ID_BYTES
+    position = count * _SHORT_ID_BYTES
+    while position < len(sort_key):
+        position += _LONG_ID_BYTES if sort_key[position] == _ESCAPE_BYTE else _SHORT_ID_BYTES
+        count += position <= len(sort_key)
+    return count
+
+
+def count_common_entries(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> int:
+    """How many entries two lists have in common from their beginning."""
+    size = min(first.size, second.size)
+    differing = np.flatnonzero(first[:size] != second[:size])
+    return int(differing[0]) if differing.size else size

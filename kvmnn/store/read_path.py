@@ -1,0 +1,264 @@
+"""Stored units back into K and V; what is damaged is discarded.
+
+Units decoded one by one, each with the rows before it that its streams refer to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays.layer_cache import LayerCache
+from ..arrays.opaque_state import OpaqueState
+from ..dtypes import Bytes
+from .backend import StoreBackend
+from .lookup import PrefixMatch, TokenSequence, UnitSlice, list_units
+from .namespace import Ids, Namespace, compute_block_keys
+from .unit import MAX_CHAIN_UNITS, DamagedUnitError, TableSetCache, Unit, parse_unit
+from .unit_codec import (
+    DamagedSliceError,
+    LoadedSlice,
+    check_unit_matches,
+    count_blocks_per_unit,
+    decode_slices,
+    decode_state,
+    parse_state,
+)
+
+
+def read_layers(
+    backend: StoreBackend,
+    namespace: Namespace,
+    prefix_match: PrefixMatch,
+    ids: Ids,
+    notes: list[str],
+    threads: int | None,
+) -> list[LayerCache] | None:
+    """K and V of the beginning of a text that was found.
+
+    Returns
+    -------
+    None where a unit is not what it should be: it is discarded, which `notes` says, and is not found again.
+    """
+    max_tokens = (count_blocks_per_unit(namespace, backend.block_tokens) + 1) * backend.block_tokens
+    unit_ids = list_units(prefix_match.slices)
+    data_by_unit = dict(zip(unit_ids, backend.read_units(unit_ids), strict=True))
+    slices: list[LoadedSlice] = []
+    begin_token, key = 0, namespace.key
+    for unit_slice in prefix_match.slices:
+        try:
+            data = data_by_unit[unit_slice.unit]
+            if data is None:
+                raise DamagedUnitError("its file is gone or cannot be read")
+            unit = parse_unit(data)
+            check_unit_matches(
+                unit, namespace, ids[begin_token : begin_token + unit_slice.take], unit_slice.skip, max_tokens
+            )
+            key = _compute_end_key(unit, unit_slice, key, backend.block_tokens)
+        except DamagedUnitError as error:
+            backend.quarantine(unit_slice.unit, str(error), notes)
+            return None
+        slices.append(LoadedSlice(unit, unit_slice.skip, unit_slice.take))
+        begin_token += unit_slice.take
+    try:
+        return decode_slices(namespace, slices, threads, tables=backend.tables)
+    except DamagedSliceError as error:
+        backend.quarantine(prefix_match.slices[error.slice_index].unit, str(error), notes)
+        return None
+
+
+def read_state(
+    backend: StoreBackend, namespace: Namespace, unit_id: int, sequence: TokenSequence, notes: list[str]
+) -> tuple[list[LayerCache], list[OpaqueState]] | None:
+    """Rows of windows, and opaque state, of all of a text.
+
+    Returns
+    -------
+    None where it is not what it should be: it is discarded, which `notes` says, and is not found again.
+    """
+    try:
+        (data,) = backend.read_units([unit_id])
+        if data is None:
+            raise DamagedUnitError("its file is gone or cannot be read")
+        state = parse_state(data)
+        parent, last_ids = sequence.get_end(sequence.ids.size)
+        if state.tokens != sequence.ids.size or state.parent != parent or not np.array_equal(state.ids, last_ids):
+            raise DamagedUnitError("is of another prefix than the index says")
+        return decode_state(state, namespace)
+    except DamagedUnitError as error:
+        backend.quarantine(unit_id, str(error), notes)
+        return None
+
+
+def _compute_end_key(unit: Unit, unit_slice: UnitSlice, expected_key: bytes, block_tokens: int) -> bytes:
+    """The key of the last whole block that is taken of a unit; its first must follow the one with the key
+    `expected_key`, as the same tokens may stand behind other ones, too.
+    """
+    keys = [unit.parent, *compute_block_keys(unit.parent, unit.ids[: unit_slice.skip + unit_slice.take], block_tokens)]
+    if keys[unit_slice.skip // block_tokens] != expected_key:
+        raise DamagedUnitError("follows other tokens than the index says")
+    return keys[-1]
+
+
+class MissingUnitError(DamagedUnitError):
+    """A unit, or one that it refers to, cannot be read."""
+
+
+LayerCaches = Sequence[LayerCache]
+
+
+class _LastUnit(NamedTuple):
+    """The unit that was decoded last: its number, rows before it (none, or those that it refers to), and its own."""
+
+    unit_id: int
+    preceding_rows: LayerCaches
+    layers: LayerCaches
+
+
+class UnitVerifier:
+    """Decodes any unit of a store; what the last one held is kept, as the next mostly refers to it.
+
+    Parameters
+    ----------
+    read_unit
+        The bytes of a unit; None where they cannot be read.
+    find_holder
+        The unit that has a block of this key, and how many of its blocks there are up to it; None for none.
+    tables
+        Of the store.
+    block_tokens, threads
+        Tokens of a block; for decoding.
+    """
+
+    def __init__(
+        self,
+        read_unit: Callable[[int], Bytes | None],
+        find_holder: Callable[[bytes], tuple[int, int] | None],
+        tables: TableSetCache,
+        block_tokens: int,
+        threads: int | None,
+    ) -> None:
+        self._read_unit, self._find_holder, self._tables = read_unit, find_holder, tables
+        self._block_tokens, self._threads = block_tokens, threads
+        self._last_unit: _LastUnit | None = None
+
+    def verify(self, unit_id: int, namespace: Namespace, ids: Ids | None = None) -> Unit:
+        """A unit, all of it decoded and compared; with `ids` it must hold these.
+
+        Raises
+        ------
+        DamagedError
+            With what is wrong with it, or with what it refers to.
+        """
+        unit = self._read_and_check(unit_id, namespace, ids)
+        preceding_rows, layers = self._decode(unit, namespace)
+        self._last_unit = _LastUnit(unit_id, preceding_rows, layers)
+        return unit
+
+    def _read_and_check(self, unit_id: int, namespace: Namespace, ids: Ids | None = None) -> Unit:
+        data = self._read_unit(unit_id)
+        if data is None:
+            raise MissingUnitError("its file is gone or cannot be read")
+        unit = parse_unit(data)
+        max_tokens = (count_blocks_per_unit(namespace, self._block_tokens) + 1) * self._block_tokens
+        check_unit_matches(unit, namespace, unit.ids if ids is None else ids, 0, max_tokens)
+        return unit
+
+    def _decode(self, unit: Unit, namespace: Namespace) -> tuple[LayerCaches, LayerCaches]:
+        """Rows before a unit that are known, and its own."""
+        own_slice = LoadedSlice(unit, 0, unit.ids.size)
+        history = unit.dense.history_rows if unit.dense else 0
+        if not history:
+            return (), decode_slices(namespace, [own_slice], self._threads, tables=self._tables)
+        preceding_rows = self._get_cached_preceding(unit, history) or self._decode_preceding(unit, namespace, history)
+        return preceding_rows, decode_slices(
+            namespace, [own_slice], self._threads, tables=self._tables, preceding_rows=preceding_rows
+        )
+
+    def _decode_preceding(self, unit: Unit, namespace: Namespace, history: int) -> LayerCaches:
+        rows = decode_slices(namespace, self._list_needed_slices(unit, namespace), self._threads, tables=self._tables)
+        return _copy_rows(rows, rows[0].tokens - history, rows[0].tokens)
+
+    def _get_cached_preceding(self, unit: Unit, history: int) -> LayerCaches:
+        """The rows that a unit refers to, where the last unit has left them; else nothing."""
+        holder = self._find_holder(unit.parent)
+        if holder is None or self._last_unit is None or holder[0] != self._last_unit.unit_id:
+            return ()
+        end_token = holder[1] * self._block_tokens
+        own_rows = _copy_rows(self._last_unit.layers, max(end_token - history, 0), end_token)
+        num_missing = history - own_rows[0].tokens
+        if not num_missing:
+            return own_rows
+        preceding_rows = self._last_unit.preceding_rows
+        if not preceding_rows or preceding_rows[0].tokens < num_missing:
+            return ()
+        return _concat_rows(
+            _copy_rows(preceding_rows, preceding_rows[0].tokens - num_missing, preceding_rows[0].tokens), own_rows
+        )
+
+    def _list_needed_slices(self, unit: Unit, namespace: Namespace) -> list[LoadedSlice]:
+        """What has to be decoded for the rows that a unit refers to: the blocks before it, as the index finds them."""
+        assert unit.dense is not None
+        block_tokens, end_token, parent_key, begin_token = (
+            self._block_tokens,
+            unit.start,
+            unit.parent,
+            unit.start - unit.dense.history_rows,
+        )
+        slices: list[LoadedSlice] = []
+        while end_token > begin_token:
+            if len(slices) == MAX_CHAIN_UNITS:
+                raise DamagedUnitError("needs more units before it than are allowed")
+            holder = self._find_holder(parent_key)
+            if holder is None:
+                raise MissingUnitError("refers to rows that are not there")
+            unit_id, end_block = holder
+            unit_before = self._read_and_check(unit_id, namespace)
+            keys = compute_block_keys(unit_before.parent, unit_before.ids, block_tokens)
+            if (
+                keys[end_block - 1 : end_block] != [parent_key]
+                or unit_before.start + end_block * block_tokens != end_token
+            ):
+                raise DamagedUnitError("refers to rows that are not there")
+            if unit_before.dense and unit_before.dense.history_rows:
+                begin_token = min(begin_token, unit_before.start - unit_before.dense.history_rows)
+            first_block = end_block - 1
+            while (
+                first_block
+                and unit_before.start + first_block * block_tokens > begin_token
+                and self._find_holder(keys[first_block - 1]) == (unit_id, first_block)
+            ):
+                first_block -= 1
+            slices.insert(
+                0, LoadedSlice(unit_before, first_block * block_tokens, (end_block - first_block) * block_tokens)
+            )
+            end_token, parent_key = (
+                unit_before.start + first_block * block_tokens,
+                keys[first_block - 1] if first_block else unit_before.parent,
+            )
+        return slices
+
+
+def _copy_rows(layers: LayerCaches, begin_row: int, end_row: int) -> LayerCaches:
+    """Copies: what is kept of a few rows may not keep all."""
+    return [
+        LayerCache(
+            layer=cache.layer,
+            keys=cache.keys[:, begin_row:end_row].copy(),
+            values=cache.values[:, begin_row:end_row].copy(),
+        )
+        for cache in layers
+    ]
+
+
+def _concat_rows(first: LayerCaches, second: LayerCaches) -> LayerCaches:
+    return [
+        LayerCache(
+            layer=first_cache.layer,
+            keys=np.concatenate([first_cache.keys, second_cache.keys], axis=1),
+            values=np.concatenate([first_cache.values, second_cache.values], axis=1),
+        )
+        for first_cache, second_cache in zip(first, second, strict=True)
+    ]

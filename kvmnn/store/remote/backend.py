@@ -1,0 +1,571 @@
+"""Units in memory in front of another engine: bounded in bytes, the least recently used goes first.
+
+A store past one machine: units as values of another engine, and beside each a record of where it stands.
+
+There is no index. A record is written behind its unit, and both are named by what they hold, so that whoever puts the
+same writes the same. A record is only stored where none is: of two who put texts that begin alike at once the second is
+told, and puts what is left behind the first one's.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+import numpy as np
+
+from ...dtypes import Bytes
+from ...errors import KvmnnError, ManifestError, OutputError, SourceError
+from ..backend import AddResult
+from ..directory.files import StoreSettings, check_settings_match, encode_settings, parse_settings
+from ..directory.index_updates import ConcurrentUpdateError, NewUnit
+from ..lookup import PrefixMatch, StateLocation, TokenSequence, UnitSlice
+from ..namespace import Ids, Namespace, count_common_entries, count_common_ids, parse_namespace, to_sort_key
+from ..unit import DENSE_MAGIC, TableSetCache, TableSets, make_object_name
+from ..unit_codec import PrefixState, compute_state_key
+from . import eviction
+from .key_values import BackendUnavailableError, CircuitBreaker
+from .records import (
+    RECORDS_FOLDER_PREFIX,
+    STATES_FOLDER_PREFIX,
+    StateRecord,
+    UnitRecord,
+    compute_state_number,
+    compute_unit_number,
+    count_ids_in_name,
+    decode_tick,
+    encode_tick,
+    ids_from_name,
+    infer_block_tokens,
+    make_record_name,
+    make_records_folder,
+    make_unit_name,
+    make_use_name,
+    parse_record,
+    parse_record_at,
+    parse_state_name,
+)
+
+
+class MemoryCache:
+    """Bytes of units.
+
+    Parameters
+    ----------
+    max_bytes
+        Of all together.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._units: OrderedDict[int, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+        self.nbytes = 0
+
+    def get(self, unit: int) -> bytes | None:
+        """The bytes of a unit, if they are there."""
+        with self._lock:
+            if unit in self._units:
+                self._units.move_to_end(unit)
+            return self._units.get(unit)
+
+    def put(self, unit: int, data: bytes) -> None:
+        """Keep a unit; others go for it, and one that is larger than all is not kept."""
+        with self._lock:
+            self._evict(unit)
+            if len(data) > self._max_bytes:
+                return
+            while self.nbytes + len(data) > self._max_bytes:
+                self._evict(next(iter(self._units)))
+            self._units[unit] = data
+            self.nbytes += len(data)
+
+    def evict(self, unit: int) -> None:
+        """Keep a unit no longer."""
+        with self._lock:
+            self._evict(unit)
+
+    def _evict(self, unit: int) -> None:
+        self.nbytes -= len(self._units.pop(unit, b""))
+
+
+SETTINGS_NAME = "store/about"
+TABLES_FOLDER = "tables"
+_MAX_NAMESPACES = 4096
+_MAX_NEIGHBOURS = 128
+"""Names on each side of a text's that are looked at, of all that follow a block; in names lie the first ids."""
+_MAX_EQUAL_RECORDS_READ = 4
+"""Records that are read where any of them would do: one may be damaged, or evicted."""
+_MAX_SAMPLED_RECORDS = 64
+"""Records that tell what a store is made with."""
+_TICK_NAME = "store/tick"
+_TOUCH_INTERVAL_SECONDS = 1.0
+
+
+class _MemoryStaging:
+    """New units, in memory."""
+
+    def write(self, pieces: Sequence[Bytes | bytes]) -> bytes:
+        return b"".join(bytes(piece) for piece in pieces)
+
+
+class RemoteBackendBase:
+    """Units in another engine.
+
+    Parameters
+    ----------
+    key_values
+        The engine.
+    block_tokens, codec
+        That the caller asks for; None for whatever the store has.
+    new_settings
+        Settings of a store that is made; None where one must be there.
+    ram_bytes
+        Most bytes of units that are kept in memory.
+    read_only
+        Nothing is written.
+    max_bytes
+        Most bytes of all units; None for no bound.
+
+    Raises
+    ------
+    SourceError
+        Where there is no store, or one of another version; nothing is said while the engine does not answer.
+    OptionError
+        For another `block_tokens` or `codec` than the store has.
+    """
+
+    def __init__(
+        self,
+        key_values: CircuitBreaker,
+        *,
+        block_tokens: int | None,
+        codec: str | None,
+        new_settings: StoreSettings | None,
+        ram_bytes: int,
+        read_only: bool,
+        max_bytes: int | None = None,
+    ) -> None:
+        self.label = key_values.label
+        self.key_values = key_values
+        self.read_only = read_only
+        self.notes: list[str] = []
+        self._requested_settings, self._new_settings = (block_tokens, codec), new_settings
+        self._cached_settings: StoreSettings | None = None
+        self.tables = TableSetCache(self._read_tables, lambda: key_values.list_names(TABLES_FOLDER))
+        self._namespaces: dict[str, Namespace] = {}
+        self._namespace_numbers: dict[str, int] = {}
+        """Of spaces, in the order of their first puts."""
+        self._memory_cache = MemoryCache(ram_bytes)
+        self._record_names: dict[int, str] = {}
+        self._damaged_units: set[int] = set()
+        self._lock = threading.Lock()
+        self.max_bytes = max_bytes
+        self.last_total_bytes: int | None = None
+        self.bytes_since_check = 0
+        self._touched_units: dict[int, None] = {}
+        self._last_touch_time = time.monotonic()
+        self._lru_clock = 0
+        try:
+            self._cached_settings = self._load_settings()
+        except BackendUnavailableError:
+            self._cached_settings = None  # asked for again when it is needed
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block; an `BackendUnavailableError` where the engine has not said it yet."""
+        return self._get_settings().block_tokens
+
+    @property
+    def codec(self) -> str:
+        """What new units are made of; errors as `block_tokens`."""
+        return self._get_settings().codec
+
+    def _get_settings(self) -> StoreSettings:
+        if self._cached_settings is None:
+            self._cached_settings = self._load_settings()
+        return self._cached_settings
+
+    def list_namespaces(self) -> list[Namespace]:
+        """All spaces, in the order of their first puts."""
+        names = self.key_values.list_names("spaces")[:_MAX_NAMESPACES]
+        new_names = [name for name in names if name not in self._namespaces]
+        for name, document in zip(
+            new_names, self.key_values.get_many([f"spaces/{name}" for name in new_names]), strict=True
+        ):
+            with suppress(KvmnnError):  # a damaged one is a miss: whoever puts next writes it again
+                document_text = (document or b"").decode("utf-8", "replace")
+                namespace = parse_namespace(document_text, self.label)
+                if namespace.key.hex() == name:
+                    self._namespaces[name] = namespace
+                    number = json.loads(document_text).get("number")
+                    self._namespace_numbers[name] = number if isinstance(number, int) else 0
+        known_names = [name for name in names if name in self._namespaces]
+        return [
+            self._namespaces[name]
+            for name in sorted(known_names, key=lambda name: (self._namespace_numbers[name], name))
+        ]
+
+    def ensure_namespace(self, namespace: Namespace) -> None:
+        """As `StoreBackend`: the engine may have evicted it, and its units are not found without it."""
+        if not self.read_only and namespace.key not in {
+            listed_namespace.key for listed_namespace in self.list_namespaces()
+        }:
+            self.key_values.put_many({f"spaces/{namespace.key.hex()}": self._encode_namespace(namespace)})
+
+    def _encode_namespace(self, namespace: Namespace) -> bytes:
+        """What is noted down of a space."""
+        number = self._namespace_numbers.get(namespace.key.hex(), max(self._namespace_numbers.values(), default=0) + 1)
+        return json.dumps({**json.loads(namespace.to_json()), "number": number}).encode()
+
+    def has_sequences(self, namespace: Namespace) -> bool:
+        """Whether anything of a space is stored."""
+        folder = make_records_folder(namespace.key) if namespace.layers else STATES_FOLDER_PREFIX + namespace.key.hex()
+        return bool(self.key_values.list_names(folder))
+
+    def find_prefix(self, sequence: TokenSequence) -> PrefixMatch:
+        """The longest stored beginning of a text: four round trips, however long it is."""
+        while True:
+            prefix_match = self._find_by_records(sequence)
+            missing_units = self._find_missing([unit_slice.unit for unit_slice in prefix_match.slices])
+            if not missing_units:
+                return prefix_match
+            self._damaged_units.update(missing_units)  # the engine has evicted them: their records would be in the way
+            if not self.read_only:
+                self.key_values.delete(
+                    [self._record_names[unit] for unit in missing_units if unit in self._record_names]
+                )
+
+    def _find_missing(self, units: Sequence[int]) -> list[int]:
+        """The units that are not there any more."""
+        uncached_units = [unit for unit in units if self._memory_cache.get(unit) is None]
+        return [
+            unit
+            for unit, is_stored in zip(
+                uncached_units, self.key_values.contains_many(list(map(make_unit_name, uncached_units))), strict=True
+            )
+            if not is_stored
+        ]
+
+    def _find_by_records(self, sequence: TokenSequence) -> PrefixMatch:
+        block_tokens = sequence.block_tokens
+        num_keys = len(sequence.keys)
+        names = [
+            make_record_name(
+                sequence.get_parent_key(block_index),
+                sequence.ids[block_index * block_tokens : (block_index + 1) * block_tokens],
+            )
+            for block_index in range(num_keys)
+        ]
+        records = [
+            self._parse_usable_record(data, name, sequence)
+            for data, name in zip(self.key_values.get_many(names), names, strict=True)
+        ]
+        slices: list[UnitSlice] = []
+        num_blocks, num_extra = 0, None
+        while num_blocks < num_keys and (record := records[num_blocks]) is not None:
+            num_equal = count_common_entries(record.ids, sequence.ids[num_blocks * block_tokens :])
+            num_whole_blocks = num_equal // block_tokens
+            if not num_whole_blocks:
+                break
+            self._cache_record_name(record, block_tokens)
+            slices.append(UnitSlice(record.unit, 0, num_whole_blocks * block_tokens))
+            num_blocks += num_whole_blocks
+            num_extra = num_equal - num_whole_blocks * block_tokens
+        next_ids = sequence.ids[num_blocks * block_tokens : (num_blocks + 1) * block_tokens]
+        branch = (
+            max(
+                self._iter_branches(sequence, num_blocks, next_ids),
+                key=lambda unit_slice: unit_slice.take,
+                default=None,
+            )
+            if next_ids.size
+            else None
+        )
+        if slices and num_extra and (branch is None or branch.take <= num_extra):
+            slices[-1] = slices[-1]._replace(take=slices[-1].take + num_extra)
+        elif branch is not None and branch.take:
+            slices.append(branch)
+        return PrefixMatch(tuple(slices), num_blocks)
+
+    def read_units(self, units: Sequence[int]) -> list[Bytes | None]:
+        """The bytes of units, from memory or in one round trip; None for those that are not there."""
+        data_by_unit = {unit: self._memory_cache.get(unit) for unit in units}
+        missing_units = [unit for unit, data in data_by_unit.items() if data is None]
+        for unit, data in zip(
+            missing_units, self.key_values.get_many([make_unit_name(unit) for unit in missing_units]), strict=True
+        ):
+            if data is not None:
+                data_by_unit[unit] = data
+                self._memory_cache.put(unit, data)
+        return [None if (data := data_by_unit[unit]) is None else np.frombuffer(data, np.uint8) for unit in units]
+
+    def get_cached(self, unit: int) -> Bytes | None:
+        """The bytes of a unit that is kept in memory."""
+        data = self._memory_cache.get(unit)
+        return None if data is None else np.frombuffer(data, np.uint8)
+
+    @contextmanager
+    def stage(self) -> Iterator[_MemoryStaging]:
+        """New units stay in memory."""
+        yield _MemoryStaging()
+
+    def add_units(
+        self, namespace: Namespace, sequence: TokenSequence, new: Sequence[NewUnit], tables: TableSets | None
+    ) -> AddResult:
+        """Take in units of a text: the tables that some need, the units, and then their records.
+
+        Raises
+        ------
+        ParentGoneError
+            Where another has put a text at once that begins as this one does: what is left is put behind it.
+        """
+        self.check_writable()
+        data_by_name: dict[str, bytes] = {}
+        records: dict[str, UnitRecord] = {}
+        for new_unit in new:
+            unit_id = compute_unit_number(namespace.key, new_unit.parent, new_unit.ids)
+            assert isinstance(new_unit.staged, bytes)
+            data_by_name[make_unit_name(unit_id)] = new_unit.staged
+            record = UnitRecord(namespace.key, new_unit.parent, unit_id, new_unit.nbytes, new_unit.start, new_unit.ids)
+            records[record.make_name(sequence.block_tokens)] = record
+        superseded_tail = self._find_superseded_tail(new[0], sequence)
+        dependencies = {f"spaces/{namespace.key.hex()}": self._encode_namespace(namespace)}
+        if tables is not None:
+            dependencies[f"{TABLES_FOLDER}/{make_object_name(namespace.key, tables.key)}"] = tables.data
+        record_items = {name: record.to_bytes() for name, record in records.items()}
+        taken_names = self.key_values.put_if_absent({**dependencies, **data_by_name}, record_items)
+        self._damaged_units.difference_update(record.unit for record in records.values())
+        lost_records = self._resolve_conflicts({name: records[name] for name in taken_names})
+        if lost_records:
+            self.key_values.delete([make_unit_name(record.unit) for record in lost_records])
+            raise ConcurrentUpdateError("another has put a text that begins alike")
+        for name, data in data_by_name.items():
+            self._memory_cache.put(int(name.rpartition("/")[2], 16), data)
+        if superseded_tail is not None:
+            self.delete_records([superseded_tail])
+        stored_bytes = sum(map(len, data_by_name.values()))
+        removed_bytes = 0 if superseded_tail is None else superseded_tail.nbytes
+        eviction.restore_pin(self, sequence)
+        self.touch([record.unit for record in records.values()])
+        return AddResult(stored_bytes, removed_bytes + eviction.enforce_limit_after_put(self, stored_bytes))
+
+    def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
+        """The state of the longest beginning of at most `tokens` tokens that has one: three round trips."""
+        folder = STATES_FOLDER_PREFIX + sequence.namespace_key.hex()
+        names = {
+            name: parsed_name
+            for name in self.key_values.list_names(folder)
+            if (parsed_name := parse_state_name(name)) is not None
+        }
+        key_by_size: dict[int, str] = {}
+        for name in sorted(names, reverse=True):
+            num_tokens, key = names[name]
+            if not 0 < num_tokens <= tokens:
+                continue
+            if num_tokens not in key_by_size:
+                key_by_size[num_tokens] = compute_state_key(*sequence.get_end(num_tokens)).hex()
+            if key_by_size[num_tokens] != key:
+                continue
+            record = self._parse_usable_record(
+                self.key_values.get_many([f"{folder}/{name}"])[0], f"{folder}/{name}", sequence
+            )
+            if record is not None and not self._find_missing([record.unit]):
+                self._cache_record_name(record, sequence.block_tokens)
+                return StateLocation(num_tokens, record.unit)
+        return None
+
+    def add_state(self, namespace: Namespace, sequence: TokenSequence, state: PrefixState) -> AddResult:
+        """As `StoreBackend`; whoever looks for a state looks for its units first."""
+        self.check_writable()
+        if namespace.layers and self.find_prefix(sequence).tokens < sequence.ids.size:
+            raise ConcurrentUpdateError("the blocks before a state are gone")
+        data = b"".join(bytes(piece) for piece in state.to_pieces())
+        unit_id, start = compute_state_number(state.key), state.tokens - int(state.ids.size)
+        record = StateRecord(namespace.key, state.parent, unit_id, len(data), start, state.ids, state.raw_bytes)
+        name = record.make_name(sequence.block_tokens)
+        dependencies = {
+            f"spaces/{namespace.key.hex()}": self._encode_namespace(namespace),
+            make_unit_name(unit_id): data,
+        }
+        if self.key_values.put_if_absent(dependencies, {name: record.to_bytes()}):
+            self.key_values.put_many({name: record.to_bytes()})  # the one that is there may be damaged
+        self._damaged_units.discard(unit_id)
+        self._memory_cache.put(unit_id, data)
+        eviction.restore_pin(self, sequence)
+        self.touch([unit_id])
+        return AddResult(len(data), eviction.enforce_limit_after_put(self, len(data)))
+
+    def _find_superseded_tail(self, new_unit: NewUnit, sequence: TokenSequence) -> UnitRecord | None:
+        """The tail that a longer text repeats: a chat that grows would leave one at every turn."""
+        folder, name = make_record_name(new_unit.parent, new_unit.ids[: sequence.block_tokens]).split("/")
+        lower_names = [candidate for candidate in self.key_values.list_neighbours(folder, name, 1) if candidate < name]
+        paths = [f"{folder}/{candidate}" for candidate in lower_names]
+        for data, path in zip(self.key_values.get_many(paths), paths, strict=True):
+            record = parse_record_at(data, path, sequence.block_tokens)
+            if record is None or record.ids.size >= min(sequence.block_tokens, new_unit.ids.size):
+                continue
+            if count_common_entries(
+                record.ids, new_unit.ids
+            ) == record.ids.size and record.unit not in eviction.list_pinned_units(self):
+                return record
+        return None
+
+    def _resolve_conflicts(self, records: Mapping[str, UnitRecord]) -> list[UnitRecord]:
+        """Of records whose names were taken those that another text has; what is of no use is replaced."""
+        lost_records, own_records = [], {}
+        for (name, record), data in zip(records.items(), self.key_values.get_many(list(records)), strict=True):
+            stored_record = parse_record_at(data, name, self.block_tokens)
+            if stored_record is not None and stored_record.unit == record.unit:
+                continue
+            if (
+                stored_record is not None
+                and self.key_values.get_many([make_unit_name(stored_record.unit)])[0] is not None
+            ):
+                lost_records.append(record)
+            else:
+                own_records[name] = record.to_bytes()
+        self.key_values.put_many(own_records)
+        return lost_records
+
+    def enforce_limit(self) -> int:
+        """Remove what is above the bound, where this process has not looked yet: bytes."""
+        return eviction.enforce_limit_after_put(self, 0)
+
+    def touch(self, units: Iterable[int], *, immediately: bool = False) -> None:
+        """Units were used: noted down with others after a while, or `immediately`, where that is cheap or somebody
+        bounds.
+        """
+        if self.read_only or not (self.key_values.has_cheap_use_counts or self.max_bytes is not None):
+            return
+        with self._lock:
+            for unit in units:  # in the order of their last uses
+                self._touched_units.pop(unit, None)
+                self._touched_units[unit] = None
+            if not self._touched_units or not (
+                immediately or time.monotonic() - self._last_touch_time >= _TOUCH_INTERVAL_SECONDS
+            ):
+                return
+            unit_ids, self._touched_units = list(self._touched_units), {}
+            self._last_touch_time = time.monotonic()
+        with suppress(KvmnnError):  # the order of uses is no reason to fail
+            (data,) = self.key_values.get_many([_TICK_NAME])
+            tick = max(self._lru_clock, decode_tick(data))
+            uses = {make_use_name(unit): encode_tick(tick + offset) for offset, unit in enumerate(unit_ids, 1)}
+            self._lru_clock = tick + len(unit_ids)
+            self.key_values.put_many({_TICK_NAME: encode_tick(self._lru_clock), **uses})
+
+    def quarantine(self, unit: int, reason: str, notes: list[str]) -> None:
+        """Remove a unit that is not what it should be; one that the engine has evicted is no damage."""
+        self._damaged_units.add(unit)
+        is_cached = self._memory_cache.get(unit) is not None
+        self._memory_cache.evict(unit)
+        record_name = self._record_names.get(unit)
+        if is_cached or self.key_values.get_many([make_unit_name(unit)])[0] is not None:
+            action_text = "is passed over" if self.read_only else "was removed"
+            notes.append(f"{self.label}: unit {unit:032x}: damaged, {action_text}, with what goes on from it: {reason}")
+        if not self.read_only:
+            self.key_values.delete([make_unit_name(unit), *([record_name] if record_name else [])])
+
+    def check_open(self) -> None:
+        """`KvmnnError` for a store that was closed."""
+        self.key_values.check_open()
+
+    def close(self) -> None:
+        """Note down the uses, and let go of connections."""
+        self.touch((), immediately=True)
+        self.key_values.close()
+
+    def check_writable(self) -> None:
+        """`OutputError` for a store that is open for reading only."""
+        if self.read_only:
+            raise OutputError(f"{self.label}: is open for reading only")
+
+    def delete_records(self, records: Iterable[UnitRecord]) -> None:
+        """Remove units and their records."""
+        deleted = list(records)
+        names = [record.make_name(self.block_tokens) for record in deleted]
+        uses = [make_use_name(record.unit) for record in deleted]
+        self.key_values.delete([*names, *(make_unit_name(record.unit) for record in deleted), *uses])
+        self.evict_from_memory(deleted)
+
+    def evict_from_memory(self, records: Iterable[UnitRecord]) -> None:
+        """Keep units no longer in memory."""
+        for record in records:
+            self._memory_cache.evict(record.unit)
+
+    def _load_settings(self) -> StoreSettings:
+        (data,) = self.key_values.get_many([SETTINGS_NAME])
+        if data is None:
+            if self._new_settings is None or self.read_only:
+                is_there = SETTINGS_NAME.partition("/")[0] in self.key_values.list_foreign()
+                why = ": its key kvmnn:store is of another type than a store writes" if is_there else ""
+                raise SourceError(f"{self.label}: holds no prefix store{why}")
+            self.key_values.put_many({SETTINGS_NAME: encode_settings(self._new_settings)})
+            return self._new_settings
+        try:
+            settings = parse_settings(data, f"{self.label}: {SETTINGS_NAME}")
+        except ManifestError as error:
+            settings = self._infer_settings(error)
+        check_settings_match(self.label, settings, *self._requested_settings)
+        return settings
+
+    def _infer_settings(self, error: ManifestError) -> StoreSettings:
+        """What units and records say of a store whose settings are damaged; they are noted down anew."""
+        names = self.key_values.list_tree(RECORDS_FOLDER_PREFIX)[:_MAX_SAMPLED_RECORDS]
+        for name, record in zip(names, map(parse_record, self.key_values.get_many(names)), strict=True):
+            block_tokens = None if record is None else infer_block_tokens(name, record)
+            if record is None or block_tokens is None:
+                continue
+            (unit,) = self.key_values.get_many([make_unit_name(record.unit)])
+            if unit is not None:
+                inferred = StoreSettings(block_tokens, "dense" if unit.startswith(DENSE_MAGIC) else "frames")
+                if not self.read_only:
+                    self.key_values.put_many({SETTINGS_NAME: encode_settings(inferred)})
+                self.notes.append(f"{error}: it was damaged, and is made anew by what a unit says")
+                return inferred
+        example = encode_settings(StoreSettings(64, "dense")).decode().strip()
+        raise ManifestError(f"{error}; write what the store was made with there, such as {example}") from None
+
+    def _read_tables(self, name: str) -> bytes | None:
+        return self.key_values.get_many([f"{TABLES_FOLDER}/{name}"])[0]
+
+    def _iter_branches(self, sequence: TokenSequence, num_blocks: int, next_ids: Ids) -> Iterator[UnitSlice]:
+        """What follows the last whole block, as far as it agrees."""
+        folder, name = make_record_name(sequence.get_parent_key(num_blocks), next_ids).split("/")
+        names = self.key_values.list_neighbours(folder, name, _MAX_NEIGHBOURS)
+        num_named = count_ids_in_name(next_ids)
+        sort_key = to_sort_key(next_ids[:num_named])
+        num_equal_by_name = {
+            stored_name: count_common_ids(ids_from_name(stored_name), sort_key) for stored_name in names
+        }
+        max_equal = max(num_equal_by_name.values(), default=0)
+        best_names = (
+            [stored_name for stored_name in names if num_equal_by_name[stored_name] == max_equal] if max_equal else []
+        )
+        if max_equal < num_named or num_named == next_ids.size:  # each of them agrees as far
+            best_names = best_names[:_MAX_EQUAL_RECORDS_READ]
+        paths = [f"{folder}/{stored_name}" for stored_name in best_names]
+        for data, path in zip(self.key_values.get_many(paths), paths, strict=True):
+            record = self._parse_usable_record(data, path, sequence)
+            if record is not None:
+                self._cache_record_name(record, sequence.block_tokens)
+                yield UnitSlice(record.unit, 0, count_common_entries(record.ids, next_ids))
+
+    def _parse_usable_record(self, data: bytes | None, name: str, sequence: TokenSequence) -> UnitRecord | None:
+        record = parse_record_at(data, name, sequence.block_tokens)
+        return (
+            None
+            if record is None or record.namespace_key != sequence.namespace_key or record.unit in self._damaged_units
+            else record
+        )
+
+    def _cache_record_name(self, record: UnitRecord, block_tokens: int) -> None:
+        with self._lock:
+            if len(self._record_names) > 1 << 16:
+                self._record_names.clear()
+            self._record_names[record.unit] = record.make_name(block_tokens)

@@ -1,0 +1,661 @@
+"""What a store past one machine needs of another engine: values by name, many in one round trip.
+
+Values in an object store, or any file system that fsspec opens: a file for each.
+
+Values in Redis or Valkey: units are strings, every other folder is a hash, and the names of some are sorted.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from datetime import UTC
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+from ..._util.packages import import_optional
+from ...errors import KvmnnError
+from .records import RECORDS_FOLDER_PREFIX
+
+T = TypeVar("T")
+
+_DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT)
+RETRY_PAUSES_SECONDS = (0.05, 0.2)
+"""Seconds before each further try."""
+MIN_REST_SECONDS, MAX_REST_SECONDS = 1.0, 60.0
+"""After an outage nothing is tried for so long, so that callers do not wait for every time-out: after time-outs, one
+behind the other, for twice as long each time, up to the second.
+"""
+
+
+class BackendUnavailableError(KvmnnError):
+    """An engine that does not answer: a miss for whoever gets, and nothing stored for whoever puts."""
+
+
+class KeyValueStore(Protocol):
+    """Values by names ``folder/name``; each call is one round trip, or as few as the engine allows.
+
+    Calls raise whatever the engine's client raises; `CircuitBreaker` makes an `BackendUnavailableError` of it.
+    """
+
+    has_cheap_use_counts: bool
+    """Whether a small value more for each use costs next to nothing."""
+
+    @property
+    def refusals(self) -> tuple[type[Exception], ...]:
+        """What the client raises where the engine has answered that it will not: to ask again would change nothing."""
+
+    def get_many(self, names: Sequence[str]) -> list[bytes | None]:
+        """The values; None for those that are not there."""
+
+    def contains_many(self, names: Sequence[str]) -> list[bool]:
+        """Whether values are there, without reading them; True where that is not known at once."""
+
+    def put_many(self, items: Mapping[str, bytes]) -> None:
+        """Store values, each whole or not at all."""
+
+    def put_if_absent(self, dependencies: Mapping[str, bytes], new_items: Mapping[str, bytes]) -> set[str]:
+        """Store the values of `dependencies`, and then those of `new_items` that are not there yet; the names of those
+        that were.
+
+        Two that store the same name at once: one of them is told.
+        """
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove values; those that are not there are gone already."""
+
+    def delete_if_unchanged(self, names: Sequence[str], folder: str, expected_names: Collection[str]) -> bool:
+        """Remove values, unless the names in a folder are not those that are `expected_names` any more; whether that
+        is so.
+        """
+
+    def list_names(self, folder: str) -> list[str]:
+        """The names in a folder, without it."""
+
+    def list_neighbours(self, folder: str, name: str, max_per_side: int) -> list[str]:
+        """Of the names in a folder at most so many on each side of this one, sorted."""
+
+    def list_tree(self, prefix: str) -> list[str]:
+        """The names of all values in folders that begin so."""
+
+    def select_settled(self, names: Sequence[str]) -> list[str]:
+        """Of the names those of values that no running put can be about to refer to."""
+
+    def remove_stale(self) -> int:
+        """Remove values that were on their way in when their processes ended; how many."""
+
+    def list_foreign(self) -> list[str]:
+        """The names of what no store has written, as far as the engine tells them apart by type."""
+
+    def close(self) -> None:
+        """Let go of connections."""
+
+
+class CircuitBreaker:
+    """Values whose failures are tried again, and then an `BackendUnavailableError`.
+
+    Parameters
+    ----------
+    key_values
+        The engine.
+    label
+        What messages call it.
+    """
+
+    def __init__(self, key_values: KeyValueStore, label: str) -> None:
+        self._key_values = key_values
+        self.label = label
+        self.has_cheap_use_counts = key_values.has_cheap_use_counts
+        self._rest_until = 0.0
+        self._num_timeouts = 0
+        self._is_closed = False
+        self._last_problem = ""
+        self._lock = threading.Lock()
+
+    def get_many(self, names: Sequence[str]) -> list[bytes | None]:
+        """As `KeyValueStore`."""
+        return self._with_retry(lambda: self._key_values.get_many(names)) if names else []
+
+    def put_many(self, items: Mapping[str, bytes]) -> None:
+        """As `KeyValueStore`."""
+        if items:
+            self._with_retry(lambda: self._key_values.put_many(items))
+
+    def contains_many(self, names: Sequence[str]) -> list[bool]:
+        """As `KeyValueStore`."""
+        return self._with_retry(lambda: self._key_values.contains_many(names)) if names else []
+
+    def put_if_absent(self, dependencies: Mapping[str, bytes], new_items: Mapping[str, bytes]) -> set[str]:
+        """As `KeyValueStore`; what an answer that was lost had stored is said to have been there."""
+        return self._with_retry(lambda: self._key_values.put_if_absent(dependencies, new_items))
+
+    def delete(self, names: Sequence[str]) -> None:
+        """As `KeyValueStore`."""
+        if names:
+            self._with_retry(lambda: self._key_values.delete(names))
+
+    def delete_if_unchanged(self, names: Sequence[str], folder: str, expected_names: Collection[str]) -> bool:
+        """As `KeyValueStore`."""
+        return self._with_retry(lambda: self._key_values.delete_if_unchanged(names, folder, expected_names))
+
+    def list_names(self, folder: str) -> list[str]:
+        """As `KeyValueStore`."""
+        return self._with_retry(lambda: self._key_values.list_names(folder))
+
+    def list_neighbours(self, folder: str, name: str, max_per_side: int) -> list[str]:
+        """As `KeyValueStore`."""
+        return self._with_retry(lambda: self._key_values.list_neighbours(folder, name, max_per_side))
+
+    def list_tree(self, prefix: str) -> list[str]:
+        """As `KeyValueStore`."""
+        return self._with_retry(lambda: self._key_values.list_tree(prefix))
+
+    def select_settled(self, names: Sequence[str]) -> list[str]:
+        """As `KeyValueStore`."""
+        return self._with_retry(lambda: self._key_values.select_settled(names)) if names else []
+
+    def remove_stale(self) -> int:
+        """As `KeyValueStore`."""
+        return self._with_retry(self._key_values.remove_stale)
+
+    def list_foreign(self) -> list[str]:
+        """As `KeyValueStore`."""
+        return self._with_retry(self._key_values.list_foreign)
+
+    def close(self) -> None:
+        """As `KeyValueStore`; an engine that is gone has let go already. Nothing more is asked."""
+        self._is_closed = True
+        try:
+            self._key_values.close()
+        except Exception:
+            return
+
+    def check_open(self) -> None:
+        """`KvmnnError` for what was closed."""
+        if self._is_closed:
+            raise KvmnnError(f"{self.label}: the store is closed")
+
+    def _with_retry(self, call: Callable[[], T]) -> T:
+        self.check_open()
+        with self._lock:
+            is_resting, last_problem = time.monotonic() < self._rest_until, self._last_problem
+        if is_resting:
+            raise BackendUnavailableError(f"{self.label}: {last_problem}")
+        timed_out = False
+        for pause in (*RETRY_PAUSES_SECONDS, None):
+            try:
+                result = call()
+                self._num_timeouts = 0
+                return result
+            except KvmnnError:
+                raise
+            except self._key_values.refusals as error:  # a server that is full still reads
+                raise BackendUnavailableError(f"{self.label}: refuses: {_format_error(error)}") from None
+            except Exception as error:  # clients have no common class for what an outage makes of them
+                if isinstance(error, OSError) and error.errno in _DISK_FULL_CODES:  # what is there can still be read
+                    raise BackendUnavailableError(f"{self.label}: cannot be written: {error.strerror}") from None
+                failure = "refuses" if isinstance(error, PermissionError | FileNotFoundError) else "does not answer"
+                last_problem = f"{failure}: {_format_error(error)}"
+                timed_out = "timeout" in type(error).__name__.lower()
+                if timed_out:  # who has waited that long does not wait again
+                    break
+                if pause is not None:
+                    time.sleep(pause)
+        with self._lock:
+            rest_seconds = (
+                min(MIN_REST_SECONDS * 2**self._num_timeouts, MAX_REST_SECONDS) if timed_out else MIN_REST_SECONDS
+            )
+            self._num_timeouts = min(self._num_timeouts + 1, 16) if timed_out else 0
+            self._rest_until, self._last_problem = time.monotonic() + rest_seconds, last_problem
+        raise BackendUnavailableError(f"{self.label}: {last_problem}")
+
+
+def _format_error(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+_LOCAL_PROTOCOLS = {"file", "local"}
+_STAGED_REGEX = re.compile(r"\.[0-9a-f]{8}\.tmp$")
+_SETTLED_SECONDS = 3600
+"""After so long the process that has stored a value is taken to have ended, or to have stored what refers to it."""
+
+
+class ObjectStoreValues:
+    """Values below a folder or bucket.
+
+    Parameters
+    ----------
+    url
+        ``s3://bucket/path``, ``gs://``, ``file:///path``, ``memory://name`` ...
+    timeout
+        Seconds that one call may take.
+    """
+
+    has_cheap_use_counts = False
+    refusals: tuple[type[Exception], ...] = ()
+
+    def __init__(self, url: str, timeout: float) -> None:
+        fsspec = import_optional("fsspec")
+        self._fs: Any
+        self._fs, root = fsspec.core.url_to_fs(url)
+        self._root = str(root).rstrip("/")
+        protocols = self._fs.protocol
+        self._is_local = bool(_LOCAL_PROTOCOLS & {protocols, *(protocols if isinstance(protocols, tuple) else ())})
+        self._timeout = timeout
+        self._pool: tuple[int, ThreadPoolExecutor] = 0, ThreadPoolExecutor()
+        """The process that made the threads, and these: a child of it has none of them."""
+
+    def get_many(self, names: Sequence[str]) -> list[bytes | None]:
+        """As `KeyValueStore`."""
+        paths = [self._path(name) for name in names]
+        if len(paths) == 1:
+            return [self._call_with_timeout(lambda: self._read_one(paths[0]))]
+        value_by_path = self._call_with_timeout(lambda: self._fs.cat(paths, on_error="return"))
+        return [_check_value(value_by_path.get(path)) for path in paths]
+
+    def put_many(self, items: Mapping[str, bytes]) -> None:
+        """As `KeyValueStore`."""
+        values = {self._path(name): value for name, value in items.items()}
+        self._call_with_timeout(lambda: self._put_local(values) if self._is_local else self._fs.pipe(values))
+
+    def contains_many(self, names: Sequence[str]) -> list[bool]:
+        """As `KeyValueStore`: to ask would be as many round trips, and these engines keep what they have."""
+        return [True] * len(names)
+
+    def put_if_absent(self, dependencies: Mapping[str, bytes], new_items: Mapping[str, bytes]) -> set[str]:
+        """As `KeyValueStore`, where the file system can create without replacing; else who stores last is found."""
+        if dependencies:
+            self.put_many(dependencies)
+        return self._call_with_timeout(
+            lambda: {name for name, value in new_items.items() if not self._create(self._path(name), value)}
+        )
+
+    def delete(self, names: Sequence[str]) -> None:
+        """As `KeyValueStore`."""
+        self._call_with_timeout(lambda: self._delete_paths([self._path(name) for name in names]))
+
+    def delete_if_unchanged(self, names: Sequence[str], folder: str, expected_names: Collection[str]) -> bool:
+        """As `KeyValueStore`, but that a name may come between the look and the removal."""
+        if set(self.list_names(folder)) != set(expected_names):
+            return False
+        self.delete(names)
+        return True
+
+    def list_names(self, folder: str) -> list[str]:
+        """As `KeyValueStore`."""
+        return self._call_with_timeout(lambda: self._list_folder(f"{self._root}/{folder}"))
+
+    def list_neighbours(self, folder: str, name: str, max_per_side: int) -> list[str]:
+        """As `KeyValueStore`; all names of the folder are listed for it."""
+        names = sorted(self.list_names(folder))
+        position = bisect_left(names, name)
+        return names[max(0, position - max_per_side) : position + max_per_side]
+
+    def list_tree(self, prefix: str) -> list[str]:
+        """As `KeyValueStore`."""
+        return self._call_with_timeout(lambda: self._list_below(prefix))
+
+    def select_settled(self, names: Sequence[str]) -> list[str]:
+        """As `KeyValueStore`: what was stored an hour ago, as the file system says; all, where it does not say."""
+        return self._call_with_timeout(lambda: [name for name in names if self._is_settled(self._path(name))])
+
+    def remove_stale(self) -> int:
+        """As `KeyValueStore`: only local file systems have them."""
+        return self._call_with_timeout(self._remove_stale_files) if self._is_local else 0
+
+    def list_foreign(self) -> list[str]:
+        """As `KeyValueStore`: a file may hold anything."""
+        return []
+
+    def close(self) -> None:
+        """As `KeyValueStore`."""
+        self._pool[1].shutdown(wait=False, cancel_futures=True)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _call_with_timeout(self, call: Callable[[], T]) -> T:
+        """File systems have no common time-out: one that takes too long is left to itself."""
+        if self._pool[0] != os.getpid():
+            self._pool = os.getpid(), ThreadPoolExecutor(4, "kvmnn-object")
+        return self._pool[1].submit(call).result(self._timeout)
+
+    def _read_one(self, path: str) -> bytes | None:
+        try:
+            return bytes(self._fs.cat_file(path))
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return None
+
+    def _put_local(self, values: Mapping[str, bytes]) -> None:
+        """A file gets its name when it is complete; in object stores all do."""
+        for path, value in values.items():
+            with self._stage_file(path, value) as staged_path:
+                os.replace(staged_path, path)
+
+    @contextmanager
+    def _stage_file(self, path: str, value: bytes) -> Iterator[str]:
+        """A value in a local file with a name of its own, which is gone afterwards."""
+        self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        staged_path = f"{path}.{secrets.token_hex(4)}.tmp"
+        try:
+            self._fs.pipe_file(staged_path, value)
+            yield staged_path
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(staged_path)
+
+    def _create(self, path: str, value: bytes) -> bool:
+        """Store a value that is not there; whether it was not."""
+        if self._is_local:
+            with self._stage_file(path, value) as staged_path:
+                try:
+                    os.link(staged_path, path)
+                except FileExistsError:
+                    return False
+            return True
+        try:
+            self._fs.pipe_file(path, value, mode="create")
+        except FileExistsError:
+            return False
+        except (TypeError, NotImplementedError):  # a file system that only replaces
+            if self._read_one(path) is not None:
+                return False
+            self._fs.pipe_file(path, value)
+        return True
+
+    def _remove_stale_files(self) -> int:
+        staged_paths = [str(path) for path in self._fs.find(self._root) if _STAGED_REGEX.search(str(path))]
+        stale_paths = [path for path in staged_paths if self._is_settled(path)]
+        self._delete_paths(stale_paths)
+        return len(stale_paths)
+
+    def _is_settled(self, path: str) -> bool:
+        try:
+            modified_time = self._fs.modified(path)
+        except (FileNotFoundError, NotImplementedError):
+            return True
+        if modified_time.tzinfo is None:
+            modified_time = modified_time.replace(tzinfo=UTC)
+        return bool(time.time() - modified_time.timestamp() >= _SETTLED_SECONDS)
+
+    def _list_below(self, prefix: str) -> list[str]:
+        self._fs.invalidate_cache(self._root)
+        try:
+            paths = [str(path) for path in self._fs.find(self._root)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = ["/".join(path.rstrip("/").rsplit("/", 2)[1:]) for path in paths if not path.endswith(".tmp")]
+        return [name for name in names if name.startswith(prefix)]
+
+    def _delete_paths(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            with suppress(FileNotFoundError):
+                self._fs.rm_file(path)
+
+    def _list_folder(self, path: str) -> list[str]:
+        self._fs.invalidate_cache(path)
+        try:
+            entries = self._fs.ls(path, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        names = [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
+        return [name for name in names if name and not name.endswith(".tmp")]
+
+
+def _check_value(result: object) -> bytes | None:
+    """A value of a call for many; what failed otherwise than by not being there is raised."""
+    if result is None or isinstance(result, FileNotFoundError | NotADirectoryError | IsADirectoryError):
+        return None
+    if isinstance(result, BaseException):
+        raise result
+    return bytes(result)  # type: ignore[call-overload,no-any-return]
+
+
+REDIS_PREFIX = "kvmnn:"
+ORDER_PREFIX = "order:"
+"""Of the sorted set that has the names in a folder of records."""
+UNITS_FOLDER = "units"
+_KEYS_PER_REQUEST = 256
+
+
+class RedisStoreValues:
+    """Values of a server; those with `REDIS_PREFIX` are the store's.
+
+    Parameters
+    ----------
+    url
+        ``redis://``, ``rediss://`` or ``unix://``; ``valkey://`` is ``redis://``.
+    timeout
+        Seconds that connecting, or one answer, may take.
+    """
+
+    has_cheap_use_counts = True
+
+    def __init__(self, url: str, timeout: float) -> None:
+        redis = import_optional("redis")
+        if url.startswith("valkey"):
+            url = "redis" + url[len("valkey") :]
+        _check_database(url)
+        self._watch_error: type[Exception] = redis.WatchError
+        self.refusals: tuple[type[Exception], ...] = (redis.ResponseError,)
+        self._client: Any = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
+        _check_options(self._client.connection_pool)
+
+    def get_many(self, names: Sequence[str]) -> list[bytes | None]:
+        """As `KeyValueStore`."""
+        pipe = self._client.pipeline(transaction=False)
+        for name in names:
+            folder, field = _split_name(name)
+            if folder == UNITS_FOLDER:
+                pipe.get(REDIS_PREFIX + name)
+            else:
+                pipe.hget(REDIS_PREFIX + folder, field)
+        return self._execute(pipe)
+
+    def contains_many(self, names: Sequence[str]) -> list[bool]:
+        """As `KeyValueStore`."""
+        pipe = self._client.pipeline(transaction=False)
+        for name in names:
+            folder, field = _split_name(name)
+            if folder == UNITS_FOLDER:
+                pipe.exists(REDIS_PREFIX + name)
+            else:
+                pipe.hexists(REDIS_PREFIX + folder, field)
+        return [bool(answer) for answer in self._execute(pipe)]
+
+    def put_many(self, items: Mapping[str, bytes]) -> None:
+        """As `KeyValueStore`."""
+        pipe = self._client.pipeline(transaction=False)
+        for name, value in items.items():
+            _queue_put(pipe, name, value)
+        pipe.execute()
+
+    def put_if_absent(self, dependencies: Mapping[str, bytes], new_items: Mapping[str, bytes]) -> set[str]:
+        """As `KeyValueStore`, all in one transaction."""
+        pipe = self._client.pipeline(transaction=True)
+        for name, value in new_items.items():
+            folder, field = _split_name(name)
+            pipe.hsetnx(REDIS_PREFIX + folder, field, value)
+        for name, value in dependencies.items():
+            _queue_put(pipe, name, value)
+        for name in new_items:
+            _queue_order(pipe, name)
+        answers = pipe.execute()[: len(new_items)]
+        return {name for name, is_new in zip(new_items, answers, strict=True) if not is_new}
+
+    def delete(self, names: Sequence[str]) -> None:
+        """As `KeyValueStore`."""
+        pipe = self._client.pipeline(transaction=False)
+        _queue_delete(pipe, names)
+        self._execute(pipe)
+
+    def delete_if_unchanged(self, names: Sequence[str], folder: str, expected_names: Collection[str]) -> bool:
+        """As `KeyValueStore`; nothing can come between the look and the removal, but on a server that is full."""
+        with self._client.pipeline() as pipe:
+            try:
+                pipe.watch(REDIS_PREFIX + folder)
+                if set(self.list_names(folder)) != set(expected_names):
+                    return False
+                pipe.multi()
+                _queue_delete(pipe, names)
+                self._execute(pipe)
+            except self._watch_error:
+                return False
+            except self.refusals as error:
+                if "maxmemory" not in str(error):
+                    raise
+                self.delete(names)  # it refuses whatever is in a transaction
+        return True
+
+    def list_names(self, folder: str) -> list[str]:
+        """As `KeyValueStore`."""
+        if folder == UNITS_FOLDER:
+            key_prefix = f"{REDIS_PREFIX}{UNITS_FOLDER}/"
+            return [
+                _decode_key(key)[len(key_prefix) :]
+                for key in self._client.scan_iter(match=key_prefix + "*", count=1000)
+            ]
+        return [_decode_key(name) for name in self._list_fields([folder])[0]]
+
+    def list_neighbours(self, folder: str, name: str, max_per_side: int) -> list[str]:
+        """As `KeyValueStore`; an order that the server has evicted is made anew."""
+        key = REDIS_PREFIX + ORDER_PREFIX + folder
+        while True:
+            pipe = self._client.pipeline(transaction=False)
+            pipe.zrevrangebylex(key, f"({name}", "-", 0, max_per_side)
+            pipe.zrangebylex(key, f"[{name}", "+", 0, max_per_side)
+            pipe.zcard(key)
+            pipe.hlen(REDIS_PREFIX + folder)
+            lower_names, upper_names, num_ordered, num_stored = self._execute(pipe)
+            if (num_ordered or 0) >= (num_stored or 0):
+                return [_decode_key(name_bytes) for name_bytes in (*(lower_names or ())[::-1], *(upper_names or ()))]
+            if num_ordered is None:
+                self._client.delete(key)  # is no order: only names of records are in it, and these follow
+            names = self._list_fields([folder])[0]
+            if not names:
+                return []
+            self._client.zadd(key, dict.fromkeys(names, 0))
+
+    def list_tree(self, prefix: str) -> list[str]:
+        """As `KeyValueStore`: one round trip for some hundred folders."""
+        match = REDIS_PREFIX + prefix + "*"
+        folders = [_decode_key(key)[len(REDIS_PREFIX) :] for key in self._client.scan_iter(match=match, count=1000)]
+        names = []
+        for begin_index in range(0, len(folders), _KEYS_PER_REQUEST):
+            batch = folders[begin_index : begin_index + _KEYS_PER_REQUEST]
+            for folder, fields in zip(batch, self._list_fields(batch), strict=True):
+                names += [f"{folder}/{_decode_key(name)}" for name in fields]
+        return names
+
+    def list_foreign(self) -> list[str]:
+        """As `KeyValueStore`: keys below `REDIS_PREFIX` of other types than a store writes."""
+        names = []
+        keys = [_decode_key(key) for key in self._client.scan_iter(match=REDIS_PREFIX + "*", count=1000)]
+        for begin_index in range(0, len(keys), _KEYS_PER_REQUEST):
+            batch = keys[begin_index : begin_index + _KEYS_PER_REQUEST]
+            pipe = self._client.pipeline(transaction=False)
+            for key in batch:
+                pipe.type(key)
+            for key, value_type in zip(batch, self._execute(pipe), strict=True):
+                name = key[len(REDIS_PREFIX) :]
+                expected_type = (
+                    "string"
+                    if name.startswith(f"{UNITS_FOLDER}/")
+                    else "zset"
+                    if name.startswith(ORDER_PREFIX)
+                    else "hash"
+                )
+                if _decode_key(value_type) not in (expected_type, "none"):
+                    names.append(name)
+        return names
+
+    def select_settled(self, names: Sequence[str]) -> list[str]:
+        """As `KeyValueStore`: all of them, as a put is one transaction."""
+        return list(names)
+
+    def remove_stale(self) -> int:
+        """As `KeyValueStore`: there are none."""
+        return 0
+
+    def close(self) -> None:
+        """As `KeyValueStore`."""
+        self._client.close()
+
+    def _list_fields(self, folders: Sequence[str]) -> list[list[bytes]]:
+        """The names in folders; none in a key of another type."""
+        pipe = self._client.pipeline(transaction=False)
+        for folder in folders:
+            pipe.hkeys(REDIS_PREFIX + folder)
+        return [fields or [] for fields in self._execute(pipe)]
+
+    def _execute(self, pipe: Any) -> list[Any]:
+        """Return the answers to the commands of a pipeline, None for one about a key of another type.
+
+        Another program's key, or a damaged one, is a value that is not there: it must not stop what concerns others.
+        """
+        answers = []
+        for answer in pipe.execute(raise_on_error=False):
+            is_wrong_type = isinstance(answer, self.refusals) and "WRONGTYPE" in str(answer)
+            if isinstance(answer, Exception) and not is_wrong_type:
+                raise answer
+            answers.append(None if is_wrong_type else answer)
+        return answers
+
+
+def _check_database(url: str) -> None:
+    """The client takes database 0 for a path that is no number: two stores would be one."""
+    parts = urlsplit(url)
+    if parts.scheme != "unix" and not re.fullmatch(r"/?\d*", parts.path):
+        raise ValueError(f"{parts.path[1:]!r} is no number of a database")
+
+
+def _check_options(pool: Any) -> None:
+    """The client looks at options of a URL when it connects, and a name that it does not know is no outage."""
+    try:
+        pool.connection_class(**pool.connection_kwargs)
+    except TypeError as error:
+        option_match = re.search(r"keyword argument '([^']*)'", str(error))
+        raise ValueError(f"its option {option_match[1]!r} is unknown" if option_match else str(error)) from error
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    folder, _, field = name.partition("/")
+    return folder, field
+
+
+def _queue_put(pipe: Any, name: str, value: bytes) -> None:
+    folder, field = _split_name(name)
+    if folder == UNITS_FOLDER:
+        pipe.set(REDIS_PREFIX + name, value)
+    else:
+        pipe.hset(REDIS_PREFIX + folder, field, value)
+        _queue_order(pipe, name)
+
+
+def _queue_order(pipe: Any, name: str) -> None:
+    folder, field = _split_name(name)
+    if folder.startswith(RECORDS_FOLDER_PREFIX):
+        pipe.zadd(REDIS_PREFIX + ORDER_PREFIX + folder, {field: 0})
+
+
+def _queue_delete(pipe: Any, names: Sequence[str]) -> None:
+    for name in names:
+        folder, field = _split_name(name)
+        if folder == UNITS_FOLDER:
+            pipe.delete(REDIS_PREFIX + name)
+            continue
+        pipe.hdel(REDIS_PREFIX + folder, field)
+        if folder.startswith(RECORDS_FOLDER_PREFIX):
+            pipe.zrem(REDIS_PREFIX + ORDER_PREFIX + folder, field)
+
+
+def _decode_key(key: bytes | str) -> str:
+    return key if isinstance(key, str) else key.decode("utf-8", "replace")

@@ -1,0 +1,333 @@
+"""Texts in units: put, found, got and exported, whatever the units lie in."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .._util.text import pluralize, shorten_names
+from .._util.validation import repr_short
+from ..arrays.completeness import Completeness, LayerStateInfo
+from ..arrays.layer_cache import LayerCache
+from ..arrays.opaque_state import OpaqueState
+from ..dtypes import DTYPES
+from ..errors import KvmnnError, OptionError, SourceError
+from . import export
+from .backend import AddResult, StoreBackend
+from .directory.index_updates import ConcurrentUpdateError
+from .export import SequenceExporter
+from .lookup import PrefixMatch, TokenSequence, list_units
+from .namespace import Ids, Namespace, compute_block_keys, describe_difference, validate_model
+from .read_path import read_layers, read_state
+from .results import PutResult, StoredPrefix, StoreExportResult
+from .unit import DamagedUnitError, parse_header
+from .unit_codec import encode_state
+from .write_path import WriteOptions, add_sequence
+
+_MAX_PUT_TRIES = 3
+_NO_CAPACITY_REASON = "the bound (max_bytes) has no room for more"
+_CONCURRENT_REMOVAL_REASON = "other processes keep removing what they go on from"
+
+
+class StoredPart(NamedTuple):
+    """What of a text is stored in a space: its tokens, where they are, and the unit of windows and state at their end.
+
+    0 stands for no such unit.
+    """
+
+    tokens: int = 0
+    prefix_match: PrefixMatch = PrefixMatch((), 0)
+    state_unit: int = 0
+
+    @property
+    def unit_ids(self) -> tuple[int, ...]:
+        """The units, windows and state first: they are of no use without the others."""
+        return (*filter(None, [self.state_unit]), *list_units(self.prefix_match.slices))
+
+
+class LongestMatch(NamedTuple):
+    """The space in which most of a text is stored, and where; of other precisions that have some of it, how much."""
+
+    namespace: Namespace | None
+    stored_part: StoredPart
+    other_precisions: dict[str, int]
+
+
+class StateToPut(NamedTuple):
+    """Windows and state of a text that is put."""
+
+    windows: Sequence[LayerCache] = ()
+    states: Sequence[OpaqueState] = ()
+
+
+class SequenceStore:
+    """The texts of a store.
+
+    Parameters
+    ----------
+    backend
+        What they lie in.
+    write_options
+        How new units are made.
+    """
+
+    def __init__(self, backend: StoreBackend, write_options: WriteOptions) -> None:
+        self._backend = backend
+        self._write_options = write_options
+        self._threads = write_options.threads
+
+    def make_sequence(self, namespace: Namespace, ids: Ids) -> TokenSequence:
+        """A text with the keys of its blocks."""
+        size = self._backend.block_tokens
+        return TokenSequence(
+            namespace.key, ids, compute_block_keys(namespace.key, ids, size), size, namespace.needs_state
+        )
+
+    def list_namespaces(self, model: str, dtype: str | None = None) -> list[Namespace]:
+        """The spaces of a model, in this precision or in all."""
+        validate_model(model)
+        if dtype not in (None, *DTYPES):
+            raise OptionError(f"dtype is {repr_short(dtype)}: expected one of {', '.join(DTYPES)}")
+        return [
+            namespace
+            for namespace in self._backend.list_namespaces()
+            if namespace.model == model and dtype in (None, namespace.dtype)
+        ]
+
+    def list_models(self) -> set[str]:
+        """The models of all texts."""
+        return {
+            namespace.model for namespace in self._backend.list_namespaces() if self._backend.has_sequences(namespace)
+        }
+
+    def put(
+        self, ids: Ids, caches: Sequence[LayerCache], namespace: Namespace, state: StateToPut | None = None
+    ) -> PutResult:
+        """As `PrefixStore.put`; `state` for a space that needs it."""
+        started = time.perf_counter()
+        sequence = self.make_sequence(namespace, ids)
+        stored_before = self._find_stored_part(sequence, namespace, with_state=True)
+        stored_prefix, added, begin_token, raw_bytes = self._backend.find_prefix(sequence), AddResult(0, 0), ids.size, 0
+        if max(stored_prefix.tokens, stored_before.tokens) < ids.size:
+            self._check_shapes(namespace)
+        else:
+            self._backend.ensure_namespace(namespace)
+        for _ in range(_MAX_PUT_TRIES):
+            if stored_prefix.tokens >= ids.size or not caches:
+                break
+            try:
+                added = add_sequence(self._backend, sequence, caches, namespace, stored_prefix, self._write_options)
+            except ConcurrentUpdateError:  # another process removed what these blocks follow: they are put as well
+                stored_prefix = self._backend.find_prefix(sequence)
+                continue
+            begin_token = stored_prefix.num_blocks * sequence.block_tokens
+            raw_bytes = (ids.size - begin_token) * namespace.token_bytes
+            break
+        state_bytes = 0
+        if state is not None and stored_before.tokens < ids.size:
+            state_bytes, state_raw_bytes, state_removed_bytes = self._put_state_unit(sequence, namespace, state)
+            added = AddResult(added.stored_bytes + state_bytes, added.removed_bytes + state_removed_bytes)
+            raw_bytes += state_raw_bytes
+        self._backend.touch((*filter(None, [stored_before.state_unit]), *list_units(stored_prefix.slices)))
+        removed_bytes = added.removed_bytes + self._backend.enforce_limit()
+        is_whole = not removed_bytes and state is None and (raw_bytes or stored_prefix.tokens >= ids.size)
+        stored_tokens = ids.size if is_whole else self._find_stored_part(sequence, namespace).tokens
+        reason = _NO_CAPACITY_REASON if removed_bytes else _CONCURRENT_REMOVAL_REASON
+        return PutResult(
+            tokens=ids.size,
+            known_tokens=stored_prefix.tokens if state is None else stored_before.tokens,
+            stored_from=begin_token if state is None else min(begin_token, stored_before.tokens),
+            stored_tokens=stored_tokens,
+            raw_bytes=raw_bytes,
+            stored_bytes=added.stored_bytes,
+            state_bytes=state_bytes,
+            removed_bytes=removed_bytes,
+            seconds=time.perf_counter() - started,
+            notes=() if stored_tokens == ids.size else (reason,),
+        )
+
+    def _put_state_unit(self, sequence: TokenSequence, namespace: Namespace, state: StateToPut) -> tuple[int, int, int]:
+        """Store windows and state at the end of a text whose units are stored: bytes of the file, what it holds, and
+        what had to go for it; nothing where others keep removing the units.
+        """
+        parent, last_ids = sequence.get_end(sequence.ids.size)
+        prefix_state = encode_state(namespace, parent, last_ids, sequence.ids.size, *state, self._write_options.options)
+        try:
+            added = self._backend.add_state(namespace, sequence, prefix_state)
+        except ConcurrentUpdateError:
+            return 0, 0, 0
+        return added.stored_bytes, prefix_state.raw_bytes if added.stored_bytes else 0, added.removed_bytes
+
+    def _find_stored_part(
+        self, sequence: TokenSequence, namespace: Namespace, *, with_state: bool = True
+    ) -> StoredPart:
+        """What of a text is stored, as far as a model can continue from it; without `with_state` as far as layers with
+        full attention are.
+        """
+        prefix_match = self._backend.find_prefix(sequence) if namespace.layers else PrefixMatch((), 0)
+        tokens = prefix_match.tokens if namespace.layers else sequence.ids.size
+        if not namespace.needs_state:
+            return StoredPart(tokens, prefix_match)
+        state_location = self._backend.find_state(sequence, tokens) if tokens else None
+        if not with_state:
+            tokens = prefix_match.tokens
+            return StoredPart(
+                tokens,
+                prefix_match,
+                state_location.unit if state_location is not None and state_location.tokens == tokens else 0,
+            )
+        if state_location is None:
+            return StoredPart()
+        return StoredPart(
+            state_location.tokens,
+            prefix_match.take_prefix(state_location.tokens, sequence.block_tokens),
+            state_location.unit,
+        )
+
+    def _check_shapes(self, namespace: Namespace) -> None:
+        """`KvmnnError` where layers of other shapes are stored under the model: two models have one fingerprint."""
+        for stored_namespace in self.list_namespaces(namespace.model):
+            is_alike = (stored_namespace.all_layers, stored_namespace.states) == (
+                namespace.all_layers,
+                namespace.states,
+            )  # windows of a short text
+            if (
+                stored_namespace.dtype == namespace.dtype
+                and not is_alike
+                and self._backend.has_sequences(stored_namespace)
+            ):
+                stored_text, given_text = describe_difference(stored_namespace, namespace)
+                name = shorten_names([namespace.model])[namespace.model]
+                raise KvmnnError(
+                    f"{self._backend.label}: under the model {name} it holds {stored_text}, these are "
+                    f"{given_text}: another model needs a fingerprint of its own"
+                )
+
+    def get(self, ids: Ids, model: str, dtype: str | None, *, partial: bool = False) -> StoredPrefix:
+        """As `PrefixStore.get`."""
+        notes: list[str] = []
+        while True:
+            namespace, stored_part, other_precisions = self.find_longest(ids, model, dtype, partial=partial)
+            if namespace is None or not stored_part.tokens:
+                return StoredPrefix(tokens=0, requested_tokens=ids.size, notes=tuple(notes))
+            prefix_match, tokens = stored_part.prefix_match, stored_part.tokens
+            layers: list[LayerCache] | None = []
+            if namespace.layers:
+                layers = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
+            windows: list[LayerCache] = []
+            states: list[OpaqueState] = []
+            if layers is not None and stored_part.state_unit:
+                state_result = read_state(
+                    self._backend,
+                    namespace,
+                    stored_part.state_unit,
+                    self.make_sequence(namespace, ids).take_prefix(tokens),
+                    notes,
+                )
+                layers = None if state_result is None else layers
+                windows, states = state_result or (windows, states)
+            if layers is not None:
+                self._backend.touch(stored_part.unit_ids)
+                return StoredPrefix(
+                    tokens=tokens,
+                    requested_tokens=ids.size,
+                    layers=sorted([*layers, *windows], key=lambda cache: cache.layer),
+                    dtype=namespace.dtype,
+                    others=other_precisions,
+                    notes=tuple(notes),
+                    token_ids=ids[:tokens],
+                    states=tuple(states),
+                    completeness=(
+                        _build_completeness(namespace, tokens, has_state=bool(stored_part.state_unit))
+                        if namespace.needs_state
+                        else None
+                    ),
+                )
+
+    def find_longest(self, ids: Ids, model: str, dtype: str | None, *, partial: bool = False) -> LongestMatch:
+        """The space of a model in which most of a text is stored; of equals the first that was put.
+
+        With `partial`, as far as layers with full attention are.
+        """
+        best_namespace, best_part, tokens_by_dtype = None, StoredPart(), dict[str, int]()
+        for namespace in self.list_namespaces(model, dtype):
+            stored_part = self._find_stored_part(self.make_sequence(namespace, ids), namespace, with_state=not partial)
+            tokens_by_dtype[namespace.dtype] = max(tokens_by_dtype.get(namespace.dtype, 0), stored_part.tokens)
+            if stored_part.tokens > best_part.tokens:
+                best_namespace, best_part = namespace, stored_part
+        other_precisions = {
+            name: num_tokens
+            for name, num_tokens in tokens_by_dtype.items()
+            if num_tokens and best_namespace is not None and name != best_namespace.dtype
+        }
+        return LongestMatch(best_namespace, best_part, other_precisions)
+
+    def find_complete(self, ids: Ids, model: str, dtype: str | None) -> list[tuple[Namespace, StoredPart]]:
+        """The spaces in which all of a text is stored, in the order of their first puts; `KvmnnError` for none."""
+        parts = [
+            (namespace, self._find_stored_part(self.make_sequence(namespace, ids), namespace))
+            for namespace in self.list_namespaces(model, dtype)
+        ]
+        max_stored_tokens = max((stored_part.tokens for _, stored_part in parts), default=0)
+        if max_stored_tokens < ids.size:
+            raise KvmnnError(
+                f"{self._backend.label}: holds {max_stored_tokens:,} tokens of this text of {ids.size:,} under this "
+                f"model"
+            )
+        return [(namespace, stored_part) for namespace, stored_part in parts if stored_part.tokens == ids.size]
+
+    def export(
+        self, ids: Ids, path: str | os.PathLike[str], model: str, dtype: str | None, *, force: bool
+    ) -> StoreExportResult:
+        """As `PrefixStore.export`."""
+        (namespace, stored_part), *other_matches = self.find_complete(ids, model, dtype)
+        prefix_match = stored_part.prefix_match
+        if namespace.needs_state:
+            raise KvmnnError(
+                f"{self._backend.label}: this text has windows or state, which the file of export has no place for: "
+                f"put "
+                "its cache into the other store"
+            )
+        notes: list[str] = []
+        layers = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
+        if layers is None:
+            raise SourceError(notes[0] if notes else f"{self._backend.label}: this text was evicted meanwhile")
+        unit_ids = list_units(prefix_match.slices)
+        data_by_unit = {
+            unit: data
+            for unit, data in zip(unit_ids, self._backend.read_units(unit_ids), strict=True)
+            if data is not None
+        }
+        if len(data_by_unit) < len(unit_ids):
+            raise SourceError(f"{self._backend.label}: this text was evicted meanwhile")
+        rotary, options = self._write_options.rope_state.get_rope(namespace, layers), self._write_options.options
+        try:
+            headers = map(parse_header, data_by_unit.values())
+            keys = {header.dense.tables_key for header in headers if header.dense and header.dense.tables_key}
+            tables = {key: self._backend.tables.get(namespace.key, key) for key in sorted(keys)}
+            exporting = SequenceExporter(
+                namespace, self.make_sequence(namespace, ids), layers, tables, rotary, options, self._threads
+            )
+            unit_slices = exporting.build_units(prefix_match, data_by_unit)
+        except DamagedUnitError as error:  # since they were read
+            raise SourceError(f"{self._backend.label}: this text cannot be read any more: {error}") from None
+        nbytes = export.write_exported(path, namespace, unit_slices, list(tables.values()), force=force)
+        other_precisions = {other_namespace.dtype: ids.size for other_namespace, _ in other_matches}
+        return StoreExportResult(
+            output=os.fspath(path), tokens=ids.size, bytes=nbytes, dtype=namespace.dtype, others=other_precisions
+        )
+
+
+def _build_completeness(namespace: Namespace, tokens: int, *, has_state: bool) -> Completeness:
+    """What a prefix of so many tokens contains of a model that has windows or state."""
+    location = "" if has_state else f"not stored at the length of {pluralize(tokens, 'token')}"
+    layers = {shape.layer: LayerStateInfo(layer=shape.layer) for shape in namespace.layers}
+    for shape in namespace.windows:
+        layers[shape.layer] = LayerStateInfo(layer=shape.layer, kind="window", included=has_state, location=location)
+    for layer, _ in namespace.states:
+        layers[layer] = LayerStateInfo(layer=layer, kind="recurrent", included=has_state, location=location)
+    for layer in range(max(layers)):
+        layers.setdefault(layer, LayerStateInfo(layer=layer, kind="shared", included=False))
+    return Completeness(layers=tuple(layers[layer] for layer in sorted(layers)))

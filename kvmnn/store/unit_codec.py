@@ -1,0 +1,605 @@
+"""K and V of a text cut into units and encoded, each unit handed on as soon as it is complete.
+
+Units back into K and V, every byte of them checked on the way.
+
+What a model keeps of a prefix besides full attention: rows of sliding windows, and opaque state, at one length.
+
+A unit is valid for each beginning of its text. This is valid for a text of exactly so many tokens, and is found by the
+ids of all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from .._util.parallel import parallel_map, resolve_threads
+from ..arrays.layer_cache import LayerCache
+from ..arrays.opaque_state import MAX_STATE_AXES, MAX_STATE_NAME_CHARS, OpaqueState, make_state
+from ..dense import SharedTables
+from ..dense.decoder import RowDecoder, decode_into
+from ..dense.header import read_header
+from ..dtypes import Bytes, Elements
+from ..errors import KvmnnError, SourceError
+from ..files.schema import JsonReader, parse_document
+from ..frames import CodecOptions
+from ..frames.buffers import as_elements, checksum_rows, copy_with_checksum, integrity_checksum
+from ..frames.decoder import FrameDecoder
+from ..frames.encoder import encode_elements, with_selected_predictors
+from ..frames.options import LaneOptions
+from .namespace import KEY_BYTES, MAX_TOKENS, Ids, Namespace, list_parts
+from .unit import DamagedUnitError, TableSetCache, TableSets, Unit, UnitFrame
+
+MAX_UNIT_TOKENS = 512
+"""Blocks of one put are kept together up to so many tokens: frames of 64 tokens alone would be a twentieth larger."""
+MAX_UNIT_RAW_BYTES = 64 << 20
+"""And up to so many raw bytes, but for a single block."""
+
+TokenSpan = tuple[int, int]
+"""First token of a unit, and the token behind it."""
+
+
+def count_blocks_per_unit(namespace: Namespace, block_tokens: int) -> int:
+    """The most whole blocks that a unit has; a tail that is shorter than a block may follow them."""
+    max_blocks_by_bytes = MAX_UNIT_RAW_BYTES // (block_tokens * namespace.token_bytes)
+    return max(1, min(MAX_UNIT_TOKENS // block_tokens, max_blocks_by_bytes))
+
+
+def plan_unit_spans(start: int, tokens: int, block_tokens: int, unit_blocks: int) -> list[TokenSpan]:
+    """The units for the tokens from `start`, where a block begins, up to `tokens`; the tail goes with the last one."""
+    step = unit_blocks * block_tokens
+    whole_tokens = max((tokens - start) // block_tokens * block_tokens, 1)  # without a whole block the tail is a unit
+    end_tokens = [
+        min(begin_token + step, start + whole_tokens) for begin_token in range(start, start + whole_tokens, step)
+    ]
+    end_tokens[-1] = tokens
+    return list(zip([start, *end_tokens[:-1]], end_tokens, strict=True))
+
+
+def encode_frame_units(
+    layers: Sequence[LayerCache],
+    spans: Sequence[TokenSpan],
+    options: CodecOptions,
+    on_unit: Callable[[int, tuple[UnitFrame, ...]], object],
+    threads: int | None = None,
+) -> None:
+    """Encode K and V of all layers unit by unit; predictors that are sampled are those of the unit in the middle.
+
+    Parameters
+    ----------
+    on_unit
+        Called with the number of a unit and its frames, on the thread that finished it, in any order.
+    """
+    lanes = options.to_lane_options(as_elements(layers[0].keys[:, :0], None)[0])
+    parts = list_parts(layers)
+    open_units: dict[int, list[UnitFrame | None]] = {}
+    lock = threading.Lock()
+    scratch, cores = _FrameScratch(), resolve_threads(threads)
+
+    def select_lanes(elements: Elements) -> LaneOptions:
+        begin_token, end_token = spans[len(spans) // 2]
+        return with_selected_predictors(
+            scratch.copy_with_checksum(elements[:, begin_token:end_token])[0].reshape(-1), lanes
+        )
+
+    lanes_of_parts = parallel_map(select_lanes, parts, cores) if options.effort == "balanced" else [lanes] * len(parts)
+
+    def encode_part(job: tuple[int, int]) -> None:
+        unit_index, part = job
+        begin_token, end_token = spans[unit_index]
+        rows, rows_sum = scratch.copy_with_checksum(parts[part][:, begin_token:end_token])
+        data = encode_elements(rows.reshape(-1), lanes_of_parts[part], 1)
+        frame = UnitFrame(data, integrity_checksum(data), rows_sum)
+        with lock:
+            frames = open_units.setdefault(unit_index, [None] * len(parts))
+            frames[part] = frame
+            complete_frames = [frame_or_none for frame_or_none in frames if frame_or_none is not None]
+            if len(complete_frames) < len(parts):
+                return
+            del open_units[unit_index]
+        on_unit(unit_index, tuple(complete_frames))
+
+    parallel_map(encode_part, _plan_frame_jobs(len(spans), len(parts), cores), cores)
+
+
+def _plan_frame_jobs(units: int, parts: int, cores: int) -> list[tuple[int, int]]:
+    """Parts of units in order, but of the last units by turns, so that each thread has one to write at the end."""
+    first_interleaved = max(units - cores, 0)
+    jobs = [(unit_index, part) for unit_index in range(first_interleaved) for part in range(parts)]
+    return jobs + [(unit_index, part) for part in range(parts) for unit_index in range(first_interleaved, units)]
+
+
+class ThreadScratch(threading.local):
+    """Memory of a thread, for one thing after another."""
+
+    def __init__(self) -> None:
+        self._buffer: Bytes = np.empty(0, np.uint8)
+
+    def get_buffer(self, nbytes: int) -> Bytes:
+        """So many bytes: good until the next call."""
+        if self._buffer.size < nbytes:
+            self._buffer = np.empty(nbytes, np.uint8)
+        return self._buffer[:nbytes]
+
+
+class _FrameScratch(ThreadScratch):
+    """Memory for the rows of one frame after another on a thread."""
+
+    def copy_with_checksum(self, elements: Elements) -> tuple[Bytes, int]:
+        """``[kv_head, byte]``, little-endian, contiguous: good until the next call; and their checksum."""
+        token_rows = view_token_bytes(elements)
+        if token_rows.flags.c_contiguous:
+            rows = token_rows.reshape(len(token_rows), -1)
+            return rows, checksum_rows(rows)
+        buffer_rows = self.get_buffer(elements.nbytes).reshape(len(elements), -1)
+        return buffer_rows, copy_with_checksum(token_rows, buffer_rows)
+
+
+def view_token_bytes(elements: Elements) -> Bytes:
+    """The bytes of ``[kv_head, token, word]``, little-endian, those of a token together: a view where they are that."""
+    little_endian = elements if elements.dtype.isnative else elements.astype(elements.dtype.newbyteorder("<"))
+    return (
+        little_endian if little_endian.strides[2] == little_endian.itemsize else np.ascontiguousarray(little_endian)
+    ).view(np.uint8)
+
+
+class LoadedSlice(NamedTuple):
+    """Tokens of a unit: `take` of them behind the first `skip`."""
+
+    unit: Unit
+    skip: int
+    take: int
+
+
+class DamagedSliceError(DamagedUnitError):
+    """What is wrong with the stretch of this `slice_index`."""
+
+    def __init__(self, message: str, slice_index: int) -> None:
+        super().__init__(message)
+        self.slice_index = slice_index
+
+
+def check_unit_matches(unit: Unit, namespace: Namespace, ids: Ids, skip: int, max_tokens: int) -> None:
+    """Refuse a unit that does not hold `ids` behind its first `skip` tokens in `namespace`, or more than `max_tokens`.
+
+    Raises
+    ------
+    DamagedError
+        With what was found.
+    """
+    if unit.namespace_key != namespace.key or len(unit.frames) != len(namespace.parts):
+        raise DamagedUnitError("holds layers of another model")
+    if unit.ids.size > max_tokens:
+        raise DamagedUnitError(f"holds {unit.ids.size:,} tokens: expected at most {max_tokens:,}")
+    if not np.array_equal(unit.ids[skip : skip + ids.size], ids):
+        raise DamagedUnitError("holds other tokens than the index says")
+
+
+def decode_slices(
+    namespace: Namespace,
+    slices: Sequence[LoadedSlice],
+    threads: int | None = None,
+    *,
+    tables: TableSetCache | None = None,
+    preceding_rows: Sequence[LayerCache] | None = None,
+) -> list[LayerCache]:
+    """K and V of all layers, of the tokens of all stretches one after another; from dense units with the rows of a
+    token together in memory, as their streams have them, else with those of a head.
+
+    Parameters
+    ----------
+    tables
+        Of the store, for dense units that have none of their own.
+    preceding_rows
+        K and V of the rows right before, for a first dense unit that refers to some.
+
+    Raises
+    ------
+    DamagedStretchError
+        For frames and streams that do not match their checksum, do not decode, or decode to other words than were put.
+    """
+    num_preceding = preceding_rows[0].tokens if preceding_rows else 0
+    begin_tokens = np.cumsum([num_preceding, *(loaded_slice.take for loaded_slice in slices)]).tolist()
+    table_sets = [
+        _load_tables(namespace, loaded_slice.unit, tables, number) for number, loaded_slice in enumerate(slices)
+    ]
+    decoder = FrameDecoder(namespace.dtype)
+    by_token = any(loaded_slice.unit.dense for loaded_slice in slices)
+    pairs = _allocate_arrays(namespace, begin_tokens[-1], by_token=by_token)
+    for (keys, values), cache in zip(pairs, preceding_rows or (), strict=False):
+        keys[:, :num_preceding], values[:, :num_preceding] = cache.keys, cache.values
+
+    def decode_part(job: tuple[range, int]) -> None:
+        slice_indices, part_index = job
+        layer, part = namespace.parts[part_index]
+        rows, shape = pairs[layer][part], namespace.layers[layer]
+        row_decoder = RowDecoder(rows, namespace.dtype) if by_token else None
+        for slice_index in slice_indices:
+            stretch, begin_token = slices[slice_index], begin_tokens[slice_index]
+            out = rows[:, begin_token : begin_tokens[slice_index + 1]]
+            try:
+                if stretch.unit.dense is None:
+                    _decode_frame(decoder, stretch.unit.frames[part_index], stretch, out)
+                else:
+                    shared_sets = table_sets[slice_index]
+                    tables_of_part = shared_sets.sets[part_index] if shared_sets is not None else None
+                    if row_decoder is None or not _decode_in_place(
+                        stretch, part_index, row_decoder, tables_of_part, begin_token
+                    ):
+                        _decode_dense_slice(
+                            stretch, part_index, rows[:, : max(begin_token - stretch.skip, 0)], tables_of_part, out
+                        )
+            except KvmnnError as error:
+                raise DamagedSliceError(f"{'KV'[part]} of layer {shape.layer}: {error}", slice_index) from None
+
+    jobs = [
+        (run, part_index)
+        for run in _group_dependent_slices(slices, begin_tokens)
+        for part_index in range(len(namespace.parts))
+    ]
+    parallel_map(decode_part, jobs, resolve_threads(threads))
+    return [
+        LayerCache(layer=shape.layer, keys=keys[:, num_preceding:], values=values[:, num_preceding:])
+        for shape, (keys, values) in zip(namespace.layers, pairs, strict=True)
+    ]
+
+
+def _group_dependent_slices(slices: Sequence[LoadedSlice], begin_tokens: Sequence[int]) -> list[range]:
+    """Stretches that need rows of those before them, in runs: what one thread decodes in order."""
+    groups: list[range] = []
+    end_index, first_needed = len(slices), begin_tokens[-1]
+    for slice_index in reversed(range(len(slices))):
+        unit, begin_token = slices[slice_index].unit, begin_tokens[slice_index]
+        history = unit.dense.history_rows if unit.dense else 0
+        first_needed = min(first_needed, begin_token - slices[slice_index].skip - history if history else begin_token)
+        if first_needed == begin_token or not slice_index:
+            groups.append(range(slice_index, end_index))
+            end_index = slice_index
+    return groups[::-1]
+
+
+def _load_tables(namespace: Namespace, unit: Unit, tables: TableSetCache | None, slice_index: int) -> TableSets | None:
+    if unit.dense is None or not unit.dense.tables_key:
+        return None
+    try:
+        if tables is None:
+            raise DamagedUnitError("its tables are gone")
+        table_sets = tables.get(namespace.key, unit.dense.tables_key)
+        if len(table_sets.sets) != len(unit.frames):
+            raise DamagedUnitError("its tables are for other layers")
+    except DamagedUnitError as error:
+        raise DamagedSliceError(str(error), slice_index) from None
+    return table_sets
+
+
+def _allocate_arrays(namespace: Namespace, tokens: int, *, by_token: bool) -> list[tuple[Elements, Elements]]:
+    """K and V of every layer, not filled yet: parts of one array, whose memory is mapped in large pages or used again,
+    where that of many smaller ones costs nearly as much as decoding into it.
+    """
+    elements = np.empty(
+        tokens * namespace.token_bytes // namespace.element_dtype.itemsize, namespace.element_dtype.numpy_dtype
+    )
+    pairs = []
+    begin_element = 0
+    for shape in namespace.layers:
+        pair = []
+        for dims in shape.dims:
+            part = elements[begin_element : begin_element + shape.kv_heads * tokens * dims]
+            begin_element += part.size
+            if by_token:
+                pair.append(part.reshape(tokens, shape.kv_heads, dims).transpose(1, 0, 2))
+            else:
+                pair.append(part.reshape(shape.kv_heads, tokens, dims))
+        pairs.append((pair[0], pair[1]))
+    return pairs
+
+
+def _decode_frame(decoder: FrameDecoder, frame: UnitFrame, loaded_slice: LoadedSlice, out: Elements) -> None:
+    tokens = loaded_slice.unit.ids.size
+    in_place = loaded_slice.take == tokens and out[0].flags.c_contiguous
+    elements = out if in_place else np.empty((out.shape[0], tokens, out.shape[2]), out.dtype)
+    decoder.decode_verified(frame.data, frame.checksum, frame.raw_checksum, elements)
+    if not in_place:
+        out[:] = elements[:, loaded_slice.skip : loaded_slice.skip + loaded_slice.take]
+
+
+def _decode_in_place(
+    loaded_slice: LoadedSlice, part_index: int, row_decoder: RowDecoder, tables: SharedTables | None, begin_token: int
+) -> bool:
+    """Decode K or V of a whole unit to where it belongs, if it is as usual; if not, `_decode_dense_slice` tells why."""
+    unit, frame = loaded_slice.unit, loaded_slice.unit.frames[part_index]
+    if unit.dense is None or loaded_slice.take != unit.ids.size or begin_token < unit.dense.history_rows:
+        return False
+    history = unit.dense.history_rows
+    return row_decoder.decode(
+        frame.data, frame.checksum, begin_token, loaded_slice.take, history=history, tables=tables
+    )
+
+
+def _decode_dense_slice(
+    loaded_slice: LoadedSlice, part_index: int, preceding_rows: Elements, tables: SharedTables | None, out: Elements
+) -> None:
+    unit, frame = loaded_slice.unit, loaded_slice.unit.frames[part_index]
+    assert unit.dense is not None
+    history = unit.dense.history_rows
+    if preceding_rows.shape[1] < history:
+        raise DamagedUnitError(f"refers to {history} rows before it: {preceding_rows.shape[1]} are there")
+    header = read_header(frame.data)
+    if header.checksum != frame.checksum:
+        raise DamagedUnitError("is another stream than was put")
+    is_entire = loaded_slice.take == unit.ids.size
+    elements = out if is_entire else np.empty((out.shape[0], unit.ids.size, out.shape[2]), out.dtype)
+    history_rows = preceding_rows[:, preceding_rows.shape[1] - history :] if history else None
+    decode_into(header, elements, history=history_rows, tables=tables)
+    if not is_entire:
+        out[:] = elements[:, loaded_slice.skip : loaded_slice.skip + loaded_slice.take]
+
+
+STATE_MAGIC = b"KVMNNPS1"
+
+_STATE_STRUCT = struct.Struct(f"<8sIIII{KEY_BYTES}s{KEY_BYTES}s")
+_CHECKSUM_STRUCT = struct.Struct("<Q")
+_PIECE_DTYPE = np.dtype([("bytes", "<u8"), ("checksum", "<u8"), ("raw_checksum", "<u8")])
+_MAX_DOCUMENT_BYTES = 16 << 20
+_MAX_STATE_BYTES = 1 << 30
+_ZSTD_LEVEL = 3
+_RAW_BYTES_KEY = "raw_bytes"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PrefixState:
+    """Windows and opaque state of a prefix as they are stored.
+
+    Parameters
+    ----------
+    namespace_key
+        Key of the space.
+    parent
+        Key of the block before `ids`; that of the space at the beginning of a text.
+    tokens
+        Tokens of the whole prefix: the one length at which this is valid.
+    ids
+        The last ids of the prefix, from the block behind `parent` on; at least one.
+    window_rows
+        Rows of each window, the last of the text, in the order of `Namespace.windows`.
+    state_specs
+        Dtype, shape and bytes of each state, in the order of `Namespace.states`.
+    pieces
+        Frames of K and of V of each window, if any, then the states, compressed.
+    piece_sums
+        Checksums of each piece, and of what it holds.
+    """
+
+    namespace_key: bytes
+    parent: bytes
+    tokens: int
+    ids: Ids
+    window_rows: tuple[int, ...]
+    state_specs: tuple[tuple[str, tuple[int, ...], int], ...]
+    pieces: tuple[Bytes | bytes, ...]
+    piece_sums: tuple[tuple[int, int], ...]
+    raw_bytes: int
+
+    @property
+    def key(self) -> bytes:
+        """What it is found by."""
+        return compute_state_key(self.parent, self.ids)
+
+    def to_pieces(self) -> list[Bytes | bytes]:
+        """The bytes of the file, in order."""
+        states = [{"dtype": dtype, "shape": list(shape), "bytes": size} for dtype, shape, size in self.state_specs]
+        header = {"windows": list(self.window_rows), "states": states, _RAW_BYTES_KEY: self.raw_bytes}
+        document = json.dumps(header, separators=(",", ":")).encode()
+        sizes = (self.tokens, self.ids.size, len(document), len(self.pieces))
+        piece_rows = [(len(piece), *sums) for piece, sums in zip(self.pieces, self.piece_sums, strict=True)]
+        head = (
+            _STATE_STRUCT.pack(STATE_MAGIC, *sizes, self.namespace_key, self.parent) + self.ids.astype("<u4").tobytes()
+        )
+        head += document + np.array(piece_rows, _PIECE_DTYPE).tobytes()
+        return [head + _CHECKSUM_STRUCT.pack(integrity_checksum(head)), *self.pieces]
+
+
+def compute_state_key(parent: bytes, ids: Ids) -> bytes:
+    """The key of the state of a prefix that ends with `ids`, which follow the block with the key `parent`."""
+    data = b"kvmnn prefix state" + parent + ids.astype("<u4").tobytes()
+    return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
+
+
+def encode_state(
+    namespace: Namespace,
+    parent: bytes,
+    ids: Ids,
+    tokens: int,
+    windows: Sequence[LayerCache],
+    states: Sequence[OpaqueState],
+    options: CodecOptions,
+) -> PrefixState:
+    """Encode rows of windows as frames, and opaque state by zstandard; parameters as those of `PrefixState`.
+
+    Raises
+    ------
+    SourceError
+        Where state cannot be read, or is larger than is stored.
+    """
+    import zstandard
+
+    pieces: list[bytes] = []
+    sums: list[tuple[int, int]] = []
+    raw_bytes = 0
+    for cache in windows:
+        if max(cache.keys.nbytes, cache.values.nbytes) > _MAX_STATE_BYTES:
+            raise SourceError(
+                f"layer {cache.layer}: K of a window has {cache.keys.nbytes:,} bytes: at most {_MAX_STATE_BYTES:,}"
+            )
+        for elements in (cache.keys, cache.values):
+            if not elements.shape[2]:
+                continue
+            rows = np.ascontiguousarray(view_token_bytes(elements)).reshape(len(elements), -1)
+            lanes = with_selected_predictors(
+                rows.reshape(-1), options.to_lane_options(as_elements(elements[:, :0], None)[0])
+            )
+            pieces.append(encode_elements(rows.reshape(-1), lanes, 1))
+            sums.append((integrity_checksum(pieces[-1]), checksum_rows(rows)))
+            raw_bytes += rows.nbytes
+    state_specs = []
+    for state in states:
+        if state.nbytes > _MAX_STATE_BYTES:
+            raise SourceError(
+                f"layer {state.layer}: state {state.name!r} has {state.nbytes:,} bytes: at most {_MAX_STATE_BYTES:,}"
+            )
+        data = state.read()
+        pieces.append(zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(data))
+        sums.append((integrity_checksum(pieces[-1]), integrity_checksum(data)))
+        state_specs.append((state.dtype, state.shape, state.nbytes))
+        raw_bytes += len(data)
+    return PrefixState(
+        namespace_key=namespace.key,
+        parent=parent,
+        tokens=tokens,
+        ids=ids,
+        window_rows=tuple(cache.tokens for cache in windows),
+        state_specs=tuple(state_specs),
+        pieces=tuple(pieces),
+        piece_sums=tuple(sums),
+        raw_bytes=raw_bytes,
+    )
+
+
+def is_prefix_state(data: Bytes) -> bool:
+    """Whether a file begins as that of a state does."""
+    return data[: len(STATE_MAGIC)].tobytes() == STATE_MAGIC
+
+
+def parse_state(data: Bytes) -> PrefixState:
+    """The state in the bytes of a file; pieces are views of `data`, whose checksums are not compared yet.
+
+    Raises
+    ------
+    DamagedError
+        For anything that `PrefixState.to_pieces` would not have given.
+    """
+    if data.size < _STATE_STRUCT.size:
+        raise DamagedUnitError(f"has {data.size:,} bytes: too few for a header")
+    magic, tokens, num_ids, document_bytes, num_pieces, namespace, parent = _STATE_STRUCT.unpack_from(data.data)
+    if magic != STATE_MAGIC:
+        raise DamagedUnitError("does not begin as state does")
+    size = (
+        _STATE_STRUCT.size + 4 * num_ids + document_bytes + _PIECE_DTYPE.itemsize * num_pieces + _CHECKSUM_STRUCT.size
+    )
+    if not 1 <= num_ids <= tokens <= MAX_TOKENS or document_bytes > _MAX_DOCUMENT_BYTES or size > data.size:
+        raise DamagedUnitError("has impossible sizes in its header")
+    if (
+        integrity_checksum(data[: size - _CHECKSUM_STRUCT.size])
+        != _CHECKSUM_STRUCT.unpack_from(data.data, size - _CHECKSUM_STRUCT.size)[0]
+    ):
+        raise DamagedUnitError("its header does not match its checksum")
+    document_begin = _STATE_STRUCT.size + 4 * num_ids
+    piece_rows = np.frombuffer(data, _PIECE_DTYPE, num_pieces, document_begin + document_bytes).tolist()
+    ends = list(accumulate((nbytes for nbytes, _, _ in piece_rows), initial=size))
+    if ends[-1] != data.size:
+        raise DamagedUnitError(f"has {data.size:,} bytes: its header says {ends[-1]:,}")
+    try:
+        root = parse_document(
+            data[document_begin : document_begin + document_bytes].tobytes(), "its document", _MAX_DOCUMENT_BYTES
+        )
+        windows = tuple(node.read_int(1) for node in root.get("windows").read_list())
+        states = tuple(map(_parse_state_spec, root.get("states").read_list()))
+        raw_bytes = root.get(_RAW_BYTES_KEY).read_int(0)
+    except KvmnnError as error:  # of somebody who made the checksum fit
+        raise DamagedUnitError(str(error)) from None
+    return PrefixState(
+        namespace_key=namespace,
+        parent=parent,
+        tokens=tokens,
+        ids=np.frombuffer(data, "<u4", num_ids, _STATE_STRUCT.size),
+        window_rows=windows,
+        state_specs=states,
+        pieces=tuple(data[begin_byte:end_byte] for begin_byte, end_byte in pairwise(ends)),
+        piece_sums=tuple((piece_row[1], piece_row[2]) for piece_row in piece_rows),
+        raw_bytes=raw_bytes,
+    )
+
+
+def _parse_state_spec(node: JsonReader) -> tuple[str, tuple[int, ...], int]:
+    dtype, nbytes = node.get("dtype"), node.get("bytes")
+    if len(dtype.read_str()) > MAX_STATE_NAME_CHARS:
+        raise dtype.error(f"at most {MAX_STATE_NAME_CHARS} characters")
+    if nbytes.read_int(0) > _MAX_STATE_BYTES:
+        raise nbytes.error(f"at most {_MAX_STATE_BYTES}")
+    shape = tuple(axis.read_int(0) for axis in node.get("shape").read_list(max_len=MAX_STATE_AXES))
+    return dtype.read_str(), shape, nbytes.read_int(0)
+
+
+def decode_state(prefix_state: PrefixState, namespace: Namespace) -> tuple[list[LayerCache], list[OpaqueState]]:
+    """Rows of windows with their true positions, and opaque state; every byte is compared with its checksum.
+
+    Raises
+    ------
+    DamagedError
+        For pieces that do not match their checksum, do not decode, or decode to something else than was put.
+    """
+    parts = [(shape, part) for shape in namespace.windows for part in range(2) if shape.dims[part]]
+    if (
+        prefix_state.namespace_key != namespace.key
+        or len(prefix_state.window_rows) != len(namespace.windows)
+        or len(prefix_state.state_specs) != len(namespace.states)
+        or len(prefix_state.pieces) != len(parts) + len(namespace.states)
+        or max(prefix_state.window_rows, default=0) > prefix_state.tokens
+    ):
+        raise DamagedUnitError("holds layers of another model")
+    decoder = FrameDecoder(namespace.dtype)
+    pieces = zip(prefix_state.pieces, prefix_state.piece_sums, strict=True)
+    windows = []
+    for shape, rows in zip(namespace.windows, prefix_state.window_rows, strict=True):
+        pair = []
+        for dims, name in zip(shape.dims, "KV", strict=True):
+            where = f"{name} of layer {shape.layer}"
+            size = shape.kv_heads * rows * dims * namespace.element_dtype.itemsize
+            if size > _MAX_STATE_BYTES:
+                raise DamagedUnitError(f"{where} would have {size:,} bytes: at most {_MAX_STATE_BYTES:,}")
+            elements = np.empty((shape.kv_heads, rows, dims), namespace.element_dtype.numpy_dtype)
+            if dims:
+                data, (data_sum, raw_sum) = next(pieces)
+                try:
+                    decoder.decode_verified(data, data_sum, raw_sum, elements)
+                except KvmnnError as error:
+                    raise DamagedUnitError(f"{where}: {error}") from None
+            pair.append(elements)
+        positions = np.arange(prefix_state.tokens - rows, prefix_state.tokens)
+        windows.append(
+            LayerCache(
+                layer=shape.layer, keys=pair[0], values=pair[1], positions=positions, tokens_seen=prefix_state.tokens
+            )
+        )
+    states = []
+    for (layer, state_name), state_spec, (data, sums) in zip(
+        namespace.states, prefix_state.state_specs, pieces, strict=True
+    ):
+        dtype, axes, nbytes = state_spec
+        state_bytes = _decompress_state(data, sums, nbytes, f"state {state_name!r} of layer {layer}")
+        states.append(make_state(layer, state_name, state_bytes, dtype=dtype, shape=axes))
+    return windows, states
+
+
+def _decompress_state(data: Bytes | bytes, sums: tuple[int, int], nbytes: int, label: str) -> bytes:
+    import zstandard
+
+    if integrity_checksum(data) != sums[0]:
+        raise DamagedUnitError(f"{label} does not match its checksum")
+    try:
+        if zstandard.frame_content_size(bytes(data)) != nbytes:
+            raise DamagedUnitError(f"{label} has another number of bytes than its header says")
+        state_bytes = zstandard.ZstdDecompressor().decompress(bytes(data), max_output_size=nbytes) if nbytes else b""
+    except zstandard.ZstdError as error:
+        raise DamagedUnitError(f"{label} does not decode: {error}") from None
+    if len(state_bytes) != nbytes or integrity_checksum(state_bytes) != sums[1]:
+        raise DamagedUnitError(f"{label} is not what was put")
+    return state_bytes

@@ -1,0 +1,758 @@
+"""The rows before a unit that its dense streams refer to: those of units that are stored, or about to be.
+
+K and V of a text cut into units of dense streams, each unit handed on as soon as it is complete.
+
+A text on its way in: encoded, written aside, noted down.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from .. import dense
+from .._util.parallel import parallel_map, resolve_threads
+from ..arrays.layer_cache import LayerCache
+from ..dense import RopeConfig, search_rope
+from ..dense.encoder import ReferenceHints, encode_next
+from ..dense.header import MAX_RAW_BYTES, MAX_ROW_ELEMENTS, METHOD_FRAME, read_checksum, read_method
+from ..dtypes import Elements
+from ..errors import OptionError
+from ..frames import CodecOptions, encode_many
+from ..frames.buffers import checksum_blocks, integrity_checksum
+from . import unit as table_sets
+from .backend import AddResult, StoreBackend
+from .directory.index_updates import NewUnit
+from .lookup import PrefixMatch, TokenSequence, UnitSlice
+from .namespace import Namespace, list_parts
+from .unit import (
+    MAX_CHAIN_UNITS,
+    MAX_HISTORY_ROWS,
+    MIN_TABLE_TOKENS,
+    DamagedUnitError,
+    DenseUnitInfo,
+    TableSets,
+    Unit,
+    UnitFrame,
+    UnitHeader,
+    parse_header,
+    select_rotary,
+)
+from .unit_codec import (
+    ThreadScratch,
+    TokenSpan,
+    count_blocks_per_unit,
+    encode_frame_units,
+    plan_unit_spans,
+    view_token_bytes,
+)
+
+
+class HistoryRef(NamedTuple):
+    """What a unit refers to: rows right before it, how many blocks they lie in, and the units needed."""
+
+    num_rows: int = 0
+    num_blocks: int = 0
+    chain_length: int = 0
+
+
+class HistorySource(NamedTuple):
+    """What may be referred to of a unit: its last blocks up to the next unit, and the units it needs."""
+
+    num_blocks: int
+    chain_length: int
+
+
+def checksum_part_blocks(elements: Elements, block_tokens: int) -> list[int]:
+    """Checksums of the words of each whole block in K or V of a layer."""
+    num_blocks = elements.shape[1] // block_tokens
+    return checksum_blocks(view_token_bytes(elements[:, : num_blocks * block_tokens]), block_tokens)
+
+
+def combine_block_sums(sums: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """64 bits over the words of each block in all layers: the checksum of those of K and V of each layer, in order."""
+    return tuple(integrity_checksum(block_sums) for block_sums in np.array(sums, "<u8").T.copy())
+
+
+def plan_history(sources: Sequence[HistorySource], block_tokens: int) -> HistoryRef:
+    """What a unit may refer to of those before it, in order: the nearest rows of units that need no chain too long."""
+    num_blocks = chain_length = 0
+    for distance, source in enumerate(reversed(sources), 1):
+        remaining_blocks = count_history_blocks(block_tokens) - num_blocks
+        if not remaining_blocks or distance + source.chain_length > MAX_CHAIN_UNITS:
+            break
+        num_blocks += min(remaining_blocks, source.num_blocks)
+        chain_length = max(chain_length, distance + source.chain_length)
+    return HistoryRef(min(MAX_HISTORY_ROWS, num_blocks * block_tokens), num_blocks, chain_length)
+
+
+def count_history_blocks(block_tokens: int) -> int:
+    """Blocks that hold as many rows as a unit refers to."""
+    return -(-MAX_HISTORY_ROWS // block_tokens)
+
+
+def load_history(
+    backend: StoreBackend, sequence: TokenSequence, layers: Sequence[LayerCache], stored_prefix: PrefixMatch
+) -> tuple[list[HistorySource], list[int]]:
+    """Of the stored units of a text, in order, what may be referred to: rows that are those that are put; and the
+    checksums of their blocks.
+
+    Where a unit is not at hand, is of frames, or holds other rows, what lies before it cannot be referred to.
+    """
+    size = sequence.block_tokens
+    parts = list_parts(layers)
+    sources: list[HistorySource] = []
+    sums: list[int] = []
+    remaining_blocks = count_history_blocks(size)
+    for begin_token, end_token, unit_slice in reversed(_list_whole_blocks(stored_prefix, size)):
+        header = _read_cached_header(backend, unit_slice.unit)
+        if not remaining_blocks or header is None or header.dense is None:
+            break
+        first_block, num_blocks = unit_slice.skip // size, (end_token - begin_token) // size
+        stored_sums = header.dense.block_sums[first_block : first_block + num_blocks][-remaining_blocks:]
+        new_sums = combine_block_sums(
+            [
+                checksum_part_blocks(elements[:, end_token - len(stored_sums) * size : end_token], size)
+                for elements in parts
+            ]
+        )
+        num_equal = 0
+        while num_equal < len(stored_sums) and stored_sums[-1 - num_equal] == new_sums[-1 - num_equal]:
+            num_equal += 1
+        if num_equal:
+            sources.insert(0, HistorySource(num_equal, header.dense.chain_length))
+            sums[:0] = new_sums[len(new_sums) - num_equal :]
+            remaining_blocks -= num_equal
+        if num_equal < num_blocks or (
+            first_block and header.dense.history_rows
+        ):  # rows before its first may be of more units than it knew
+            break
+    return sources, sums
+
+
+def _list_whole_blocks(stored_prefix: PrefixMatch, block_tokens: int) -> list[tuple[int, int, UnitSlice]]:
+    """The places that have whole blocks of the text: where these begin and end, and the place."""
+    spans = []
+    begin_token = 0
+    for unit_slice in stored_prefix.slices:
+        end_token = min(begin_token + unit_slice.take, stored_prefix.num_blocks * block_tokens)
+        if end_token > begin_token:
+            spans.append((begin_token, end_token, unit_slice))
+        begin_token += unit_slice.take
+    return spans
+
+
+def read_previous_header(
+    backend: StoreBackend, sequence: TokenSequence, stored_prefix: PrefixMatch
+) -> UnitHeader | None:
+    """The header of the unit with the last whole block that is stored, where it is at hand."""
+    blocks = _list_whole_blocks(stored_prefix, sequence.block_tokens)
+    return _read_cached_header(backend, blocks[-1][2].unit) if blocks else None
+
+
+def _read_cached_header(backend: StoreBackend, unit: int) -> UnitHeader | None:
+    data = backend.get_cached(unit)
+    try:
+        return None if data is None else parse_header(data)
+    except DamagedUnitError:
+        return None
+
+
+DENSE_MAX_SIZE_RATIO = 0.97
+"""Of the bytes of frames at most so many: frames are decoded two to three times as fast."""
+FRAME_RETRY_RATIO = 1.05
+"""A frame of at most so many times the bytes of a stream may be smaller in another layer."""
+SHARED_TABLES_MAX_OVERHEAD = 1.01
+"""Of the bytes with tables of their own at most so many: to make them takes a quarter more time, in short units up to
+three quarters.
+"""
+
+
+class StreamKind(NamedTuple):
+    """Of streams: K or V of which layer, and whether they refer to rows before them."""
+
+    part: int
+    has_history: bool
+
+
+class FrameComparison(NamedTuple):
+    """A stream that was compared with a frame: its bytes a raw byte, and whether it is a frame now."""
+
+    kind: StreamKind
+    compressed_fraction: float
+    is_frame: bool
+
+
+class LayerTrial(NamedTuple):
+    """Streams of one layer of a unit, by their part, and what the last of them found to be alike."""
+
+    unit_index: int
+    streams: dict[int, UnitFrame]
+    reference_hints: ReferenceHints | None
+
+    def list_stream_bytes(self) -> list[int]:
+        """Bytes of each stream."""
+        return [len(stream.data) for stream in self.streams.values()]
+
+
+class DenseUnitPlan(NamedTuple):
+    """A unit on its way in: where it is cut, what it refers to, and the tables of its streams, if not their own."""
+
+    cut: TokenSpan
+    history: HistoryRef
+    tables: TableSets | None
+
+
+def supports_dense(namespace: Namespace, tokens: int) -> bool:
+    """Whether dense streams can hold units of so many tokens, on this machine."""
+    max_row_elements = max(shape.kv_heads * max(shape.dims) for shape in namespace.layers)
+    max_axis = max(max(shape.kv_heads, *shape.dims) for shape in namespace.layers)
+    is_small_enough = max_row_elements <= MAX_ROW_ELEMENTS and max_axis < MAX_ROW_ELEMENTS
+    return (
+        sys.byteorder == "little"
+        and is_small_enough
+        and tokens * max_row_elements * namespace.element_dtype.itemsize <= MAX_RAW_BYTES
+    )
+
+
+def find_middle(units: Sequence[DenseUnitPlan]) -> int:
+    """The unit in the middle; not the last one, which may be shorter, where there are others."""
+    return (len(units) - 1) // 2
+
+
+class DenseStreamEncoder:
+    """K and V of all layers on their way into streams.
+
+    Parameters
+    ----------
+    rotary
+        How K was rotated; tables know it themselves.
+    """
+
+    def __init__(self, layers: Sequence[LayerCache], namespace: Namespace, rotary: dense.RopeConfig | None) -> None:
+        self._layers, self._namespace, self._rotary = layers, namespace, rotary
+        self._parts = list_parts(layers)
+        self._scratch = _DenseScratch()
+        self.tries_frames = True, True
+        """Whether frames of K, and of V, are tried in units that refer to rows before them, which gain most by that."""
+        self.frame_losses: Mapping[StreamKind, float] = {}
+        """Of streams that were compared with frames, and were smaller: bytes a raw byte; frames need not be tried again
+        where a stream is no larger than `FRAME_RETRY_RATIO` times that.
+        """
+        self.comparisons: list[FrameComparison] = []
+        """The streams that were compared with frames."""
+
+    def try_layer(self, units: Sequence[DenseUnitPlan], *, only_keys: bool = False) -> LayerTrial:
+        """K and V of the middle layer in the unit in the middle, or K alone."""
+        unit_index, middle_layer = find_middle(units), len(self._layers) // 2
+        streams: dict[int, UnitFrame] = {}
+        reference_hints = None
+        for part, (layer, is_values) in enumerate(self._namespace.parts):
+            if layer != middle_layer or (only_keys and is_values):
+                continue
+            streams[part], reference_hints = self._encode_part(units[unit_index], part, reference_hints)
+        return LayerTrial(unit_index, streams, reference_hints)
+
+    def measure_layer_frames(self, units: Sequence[DenseUnitPlan], options: CodecOptions) -> list[int]:
+        """Bytes of frames of the same as `try_layer`."""
+        (begin_token, end_token), layer = units[find_middle(units)].cut, self._layers[len(self._layers) // 2]
+        elements = [
+            np.ascontiguousarray(part_elements[:, begin_token:end_token]) for part_elements in list_parts([layer])
+        ]
+        return list(map(len, encode_many(elements, dtype=self._namespace.dtype, effort=options.effort, threads=1)))
+
+    def encode_units(
+        self,
+        units: Sequence[DenseUnitPlan],
+        block_tokens: int,
+        on_unit: Callable[[int, tuple[UnitFrame, ...], tuple[int, ...]], object],
+        threads: int | None = None,
+        trial: LayerTrial | None = None,
+    ) -> None:
+        """Encode all units.
+
+        Parameters
+        ----------
+        on_unit
+            Called with the number of a unit, its streams, and checksums of the words of its whole blocks in all layers,
+            on the thread that finished it, in any order.
+        trial
+            Streams that are there already.
+        """
+        trial = trial or LayerTrial(-1, {}, None)
+        open_units: dict[int, dict[int, tuple[UnitFrame, list[int]]]] = {}
+        lock = threading.Lock()
+        cores = resolve_threads(threads)
+
+        def encode_parts(job: tuple[int, range]) -> None:
+            unit_index, part_range = job
+            (begin_token, end_token), trial_streams = (
+                units[unit_index].cut,
+                trial.streams if unit_index == trial.unit_index else {},
+            )
+            reference_hints = trial.reference_hints if trial_streams else None
+            encoded_parts = {}
+            for part in part_range:
+                frame = trial_streams.get(part)
+                if frame is None:
+                    frame, reference_hints = self._encode_part(units[unit_index], part, reference_hints)
+                encoded_parts[part] = (
+                    frame,
+                    checksum_part_blocks(self._parts[part][:, begin_token:end_token], block_tokens),
+                )
+            with lock:
+                unit_parts = open_units.setdefault(unit_index, {})
+                unit_parts.update(encoded_parts)
+                if len(unit_parts) < len(self._parts):
+                    return
+                del open_units[unit_index]
+            frames, sums = zip(*(unit_parts[part] for part in range(len(self._parts))), strict=True)
+            on_unit(unit_index, frames, combine_block_sums(sums))
+
+        parallel_map(encode_parts, _plan_dense_jobs(len(units), len(self._parts), cores), cores)
+
+    def _encode_part(
+        self, unit: DenseUnitPlan, part: int, reference_hints: ReferenceHints | None
+    ) -> tuple[UnitFrame, ReferenceHints]:
+        (begin_token, end_token), history, tables = unit
+        kind, raw_bytes = StreamKind(part, bool(history.num_rows)), self._parts[part][:, begin_token:end_token].nbytes
+        is_values = self._namespace.parts[part][1]
+        frame_threshold_bytes = FRAME_RETRY_RATIO * self.frame_losses.get(kind, 0) * raw_bytes
+        if history.num_rows and not self.tries_frames[is_values]:
+            frame_threshold_bytes = math.inf
+        rows = self._scratch.copy_rows(self._parts[part][:, begin_token - history.num_rows : end_token])
+        # without token ids: they change no size by a tenth of a percent, and take a sixth to a third of the time
+        data, new_hints = encode_next(
+            rows,
+            history.num_rows,
+            reference_hints,
+            dtype=self._namespace.dtype,
+            rotary=None if tables or is_values else select_rotary(self._rotary, self._parts[part]),
+            tables=tables.sets[part] if tables else None,
+            frame_trial_min_bytes=frame_threshold_bytes,
+        )
+        if len(data) > frame_threshold_bytes or read_method(data) == METHOD_FRAME:
+            self.comparisons.append(FrameComparison(kind, len(data) / raw_bytes, read_method(data) == METHOD_FRAME))
+        return UnitFrame(data, read_checksum(data), 0), new_hints
+
+
+class _DenseScratch(ThreadScratch):
+    """Memory for the rows of one stream after another on a thread."""
+
+    def copy_rows(self, elements: Elements) -> Elements:
+        """``[token, kv_head, head_dim]``, token by token in memory, native and aligned: good until the next call."""
+        by_token = elements.transpose(1, 0, 2)
+        if by_token.flags.c_contiguous and by_token.flags.aligned and elements.dtype.isnative:
+            return by_token
+        scratch_rows: Elements = (
+            self.get_buffer(elements.nbytes).view(elements.dtype.newbyteorder("=")).reshape(by_token.shape)
+        )
+        np.copyto(scratch_rows, by_token)
+        return scratch_rows
+
+
+def _plan_dense_jobs(units: int, parts: int, cores: int) -> list[tuple[int, range]]:
+    """Parts of a unit that a thread works on: all, as what one found to be alike serves the next ones; but units for
+    which there are more threads than units left are shared out.
+    """
+    num_last = units % cores
+    jobs = []
+    for unit_index in range(units):
+        num_pieces = 1 if unit_index < units - num_last else min(-(-cores // num_last), parts)
+        step = -(-parts // num_pieces)
+        jobs += [(unit_index, range(begin_part, min(begin_part + step, parts))) for begin_part in range(0, parts, step)]
+    return jobs
+
+
+def build_dense_info(unit: DenseUnitPlan, sums: tuple[int, ...]) -> DenseUnitInfo:
+    """What the header of a unit says of its streams."""
+    key = unit.tables.key if unit.tables else b""
+    return DenseUnitInfo(sums, unit.history.num_rows, unit.history.chain_length, key)
+
+
+_BATCH_RAW_BYTES = 256 << 20
+"""Raw bytes that are encoded before they are noted down: what a killed process loses of a put."""
+MIN_OWN_TABLE_TOKENS = 64
+"""Units of fewer tokens always share tables."""
+RETRY_INTERVAL_UNITS = 16
+"""Units that are put from one trial of how texts are best encoded to the next."""
+
+
+class RopeState:
+    """How the models of a store rotated K.
+
+    Parameters
+    ----------
+    specified
+        By the caller; ``"none"`` for not at all, None where each is to be found by trial.
+
+    Raises
+    ------
+    OptionError
+        For anything else.
+    """
+
+    def __init__(self, specified: RopeConfig | Literal["none"] | None) -> None:
+        if not (specified is None or specified == "none" or isinstance(specified, RopeConfig)):
+            raise OptionError(f'rotary is {specified!r}: expected a kvmnn.Rotary, "none" or None')
+        self._specified = specified
+        self._rope_by_namespace: dict[bytes, RopeConfig | None] = {}
+
+    def get_rope(self, namespace: Namespace, layers: Sequence[LayerCache]) -> RopeConfig | None:
+        """That of a space, found on the first text that is long enough; `OptionError` for one beyond its heads."""
+        if self._specified == "none":
+            return None
+        if self._specified is not None:
+            max_dims = max(shape.head_dim for shape in namespace.layers)
+            if self._specified.dims > max_dims:
+                raise OptionError(f"rotary has {self._specified.dims} dims: expected at most the head_dim, {max_dims}")
+            return self._specified
+        if namespace.key not in self._rope_by_namespace:
+            rope = search_rope(layers[0].keys, dtype=namespace.dtype)
+            if rope is None and layers[0].tokens < MIN_TABLE_TOKENS:
+                return None
+            self._rope_by_namespace[namespace.key] = rope
+        return self._rope_by_namespace[namespace.key]
+
+
+class CodecDecision(NamedTuple):
+    """What a trial has shown: whether units have tables of their own, as those that are shared were made of a text that
+    is unlike theirs; whether frames of K, and of V, come near the streams (None where a short text was tried); and
+    what streams have been smaller than frames since (`DenseStreamEncoder.frame_losses`).
+    """
+
+    has_own_tables: bool
+    tries_frames: tuple[bool, bool] | None
+    frame_losses: Mapping[StreamKind, float] = MappingProxyType({})
+
+
+class CodecChooser:
+    """What the last trials have shown; on each put a trial would take short texts a seventh of their time."""
+
+    def __init__(self) -> None:
+        self._units_since_trial: dict[bytes, int] = {}
+        self._decisions: dict[bytes, CodecDecision] = {}
+
+    def is_due(self, key: bytes, num_units: int) -> bool:
+        """Whether a put of so many units is to be tried: the first one, and one unit in so many."""
+        if key in self._units_since_trial:
+            self._units_since_trial[key] += num_units
+        return self._units_since_trial.get(key, RETRY_INTERVAL_UNITS) >= RETRY_INTERVAL_UNITS
+
+    def get_decision(self, key: bytes) -> CodecDecision:
+        """By the last trial."""
+        return self._decisions.get(key, CodecDecision(False, None))
+
+    def record_decision(self, key: bytes, decision: CodecDecision) -> None:
+        """What a trial has shown."""
+        self._units_since_trial[key], self._decisions[key] = 0, decision
+
+    def record_frames(self, key: bytes, comparisons: Sequence[FrameComparison]) -> None:
+        """What frames have come to in a text that goes by the last trial."""
+        decision = self._decisions.get(key)
+        if decision is None:
+            return
+        frame_losses = dict(decision.frame_losses)
+        for kind, compressed_fraction, _ in comparisons:
+            frame_losses[kind] = min(compressed_fraction, frame_losses.get(kind, compressed_fraction))
+        for comparison in comparisons:
+            if comparison.is_frame:
+                frame_losses.pop(comparison.kind, None)
+        self._decisions[key] = decision._replace(frame_losses=frame_losses)
+
+
+class WriteOptions(NamedTuple):
+    """How units are made: effort of frames, how K was rotated (dense streams), what trials have shown, threads."""
+
+    options: CodecOptions
+    rope_state: RopeState
+    codec_chooser: CodecChooser
+    threads: int | None
+
+
+def add_sequence(
+    backend: StoreBackend,
+    sequence: TokenSequence,
+    layers: Sequence[LayerCache],
+    namespace: Namespace,
+    stored_prefix: PrefixMatch,
+    write_options: WriteOptions,
+) -> AddResult:
+    """Store what follows the whole blocks of a text that are known.
+
+    Raises
+    ------
+    ParentGoneError
+        Where these blocks are not there any more.
+    OutputError
+        Where files cannot be written; whole batches may have been stored then.
+    """
+    size, step = sequence.block_tokens, count_blocks_per_unit(namespace, sequence.block_tokens)
+    spans = plan_unit_spans(stored_prefix.num_blocks * size, sequence.ids.size, size, step)
+    batches = _split_batches(spans, namespace.token_bytes)
+    unit_encoder: _FrameUnitEncoder | _DenseUnitEncoder = _FrameUnitEncoder(layers, write_options)
+    if backend.codec == "dense" and supports_dense(namespace, (step + 1) * size):
+        streams = _DenseUnitEncoder(backend, sequence, layers, namespace, stored_prefix, write_options)
+        if streams.is_dense_worth_it(batches[0], sequence):
+            unit_encoder = streams
+    stored_bytes = removed_bytes = 0
+    for batch in batches:
+        added = _add_batch(backend, sequence, namespace, batch, unit_encoder)
+        stored_bytes += added.stored_bytes
+        removed_bytes += added.removed_bytes
+    return AddResult(stored_bytes, removed_bytes)
+
+
+class _FrameUnitEncoder:
+    """Units of frames."""
+
+    tables = None
+
+    def __init__(self, layers: Sequence[LayerCache], write_options: WriteOptions) -> None:
+        self._layers, self._write_options = layers, write_options
+
+    def encode_batch(
+        self, batch: Sequence[TokenSpan], sequence: TokenSequence, on_unit: Callable[[int, Unit], object]
+    ) -> list[tuple[int, ...]]:
+        """Encode; `on_unit` is called with the number of a unit and the unit.
+
+        Returns
+        -------
+        For each unit the checksums of the blocks whose rows it refers to.
+        """
+
+        def emit_unit(unit_index: int, frames: tuple[UnitFrame, ...]) -> None:
+            begin_token, end_token = batch[unit_index]
+            parent = sequence.get_parent_key(begin_token // sequence.block_tokens)
+            on_unit(
+                unit_index,
+                Unit(sequence.namespace_key, parent, begin_token, sequence.ids[begin_token:end_token], frames),
+            )
+
+        encode_frame_units(self._layers, batch, self._write_options.options, emit_unit, self._write_options.threads)
+        return [()] * len(batch)
+
+
+class _DenseUnitEncoder:
+    """Units of dense streams; each refers to the rows of the one before it, and to tables that all of a space share."""
+
+    def __init__(
+        self,
+        backend: StoreBackend,
+        sequence: TokenSequence,
+        layers: Sequence[LayerCache],
+        namespace: Namespace,
+        stored_prefix: PrefixMatch,
+        write_options: WriteOptions,
+    ) -> None:
+        self._layers, self._namespace, self._write_options = layers, namespace, write_options
+        self._rotary = write_options.rope_state.get_rope(namespace, layers)
+        self._streams = DenseStreamEncoder(layers, namespace, self._rotary)
+        previous_header = read_previous_header(backend, sequence, stored_prefix)
+        self._follows_frames = previous_header is not None and previous_header.dense is None
+        self._history_sources, self._history_sums = load_history(backend, sequence, layers, stored_prefix)
+        self._next_plans: list[DenseUnitPlan] | None = None
+        self._trial: LayerTrial | None = None
+        self.tables = backend.tables.get_any(namespace.key)
+        self._has_new_tables = self.tables is None and sequence.ids.size >= MIN_TABLE_TOKENS
+        if self._has_new_tables:
+            self.tables = table_sets.build_table_sets(layers, namespace, self._rotary, write_options.threads)
+            backend.tables.put(namespace.key, self.tables)
+        self._chooser_key = namespace.key + (self.tables.key if self.tables else b"")
+        self._has_own_tables = self._is_short = False
+
+    def is_dense_worth_it(self, batch: Sequence[TokenSpan], sequence: TokenSequence) -> bool:
+        """Whether a layer of the first batch is so much smaller than as frames; units are made of frames if not.
+
+        Short units are what the unit before them is: they gain by rows to refer to, which frames cannot give. What is
+        not tried goes by the last trial, but for a text that was better off as frames, which says nothing of others.
+        """
+        plans = self._plan_units(batch, sequence)
+        middle_span = plans[find_middle(plans)].cut
+        self._is_short = _is_short_span(middle_span)
+        if self._is_short:
+            self._next_plans = (
+                self._plan_short_units(plans)
+                if self.tables is not None and _count_tokens(middle_span) >= MIN_OWN_TABLE_TOKENS
+                else plans
+            )
+            return not self._follows_frames
+        decision = self._write_options.codec_chooser.get_decision(self._chooser_key)
+        if self._write_options.codec_chooser.is_due(self._chooser_key, len(plans)) or decision.tries_frames is None:
+            return self._run_full_trial(plans)
+        self._next_plans, self._streams.tries_frames = (
+            self._apply_tables(plans, has_own_tables=decision.has_own_tables),
+            decision.tries_frames,
+        )
+        self._streams.frame_losses = decision.frame_losses
+        return True
+
+    def _run_full_trial(self, plans: list[DenseUnitPlan]) -> bool:
+        trial, own_tables_trial, frame_bytes = self._run_trials(plans)
+        own_tables = own_tables_trial is not None and _are_own_tables_better(own_tables_trial, trial)
+        if own_tables:
+            plans = self._apply_tables(plans, has_own_tables=True)
+            trial = self._streams.try_layer(plans)
+        are_near = [
+            frame_size <= FRAME_RETRY_RATIO * size
+            for frame_size, size in zip(frame_bytes, trial.list_stream_bytes(), strict=True)
+        ]
+        frames_near = are_near[0], are_near[-1]  # there may be no V
+        self._next_plans, self._trial, self._streams.tries_frames = plans, trial, frames_near
+        is_dense_smaller = sum(trial.list_stream_bytes()) <= DENSE_MAX_SIZE_RATIO * sum(frame_bytes)
+        if (
+            is_dense_smaller and not self._has_new_tables
+        ):  # new tables fit the text that they were made of, and no other
+            self._write_options.codec_chooser.record_decision(self._chooser_key, CodecDecision(own_tables, frames_near))
+        return is_dense_smaller
+
+    def _plan_short_units(self, plans: list[DenseUnitPlan]) -> list[DenseUnitPlan]:
+        """With tables of their own, if these were smaller when it was tried."""
+        codec_chooser, own_plans = self._write_options.codec_chooser, _drop_shared_tables(plans)
+        self._streams.frame_losses = codec_chooser.get_decision(self._chooser_key).frame_losses
+        if codec_chooser.is_due(self._chooser_key, len(plans)):
+            trial, own_tables_trial = parallel_map(
+                lambda unit_plans: self._streams.try_layer(unit_plans, only_keys=True),
+                [plans, own_plans],
+                resolve_threads(self._write_options.threads),
+            )
+            codec_chooser.record_decision(
+                self._chooser_key,
+                codec_chooser.get_decision(self._chooser_key)._replace(
+                    has_own_tables=_are_own_tables_better(own_tables_trial, trial)
+                ),
+            )
+            self._trial = own_tables_trial if _are_own_tables_better(own_tables_trial, trial) else trial
+        return self._apply_tables(plans, has_own_tables=codec_chooser.get_decision(self._chooser_key).has_own_tables)
+
+    def _apply_tables(self, plans: list[DenseUnitPlan], *, has_own_tables: bool) -> list[DenseUnitPlan]:
+        self._has_own_tables = has_own_tables
+        return _drop_shared_tables(plans) if has_own_tables else plans
+
+    def _run_trials(self, plans: Sequence[DenseUnitPlan]) -> tuple[LayerTrial, LayerTrial | None, list[int]]:
+        """A layer as it is planned, its K with tables of its own where they are shared, and the bytes of frames."""
+
+        def try_planned() -> LayerTrial:
+            return self._streams.try_layer(plans)
+
+        def try_alternatives() -> tuple[LayerTrial | None, list[int]]:
+            own_tables_trial = None
+            if self.tables is not None:
+                own_tables_trial = self._streams.try_layer(_drop_shared_tables(plans), only_keys=True)
+            return own_tables_trial, self._streams.measure_layer_frames(plans, self._write_options.options)
+
+        calls: list[Callable[[], Any]] = [try_planned, try_alternatives]
+        trial, (own_tables_trial, frame_bytes) = parallel_map(
+            lambda run_trial: run_trial(), calls, resolve_threads(self._write_options.threads)
+        )
+        return trial, own_tables_trial, frame_bytes
+
+    def _plan_units(self, batch: Sequence[TokenSpan], sequence: TokenSequence) -> list[DenseUnitPlan]:
+        plans = []
+        for span in batch:
+            history = plan_history(self._history_sources, sequence.block_tokens)
+            plans.append(DenseUnitPlan(span, history, self.tables))
+            num_blocks = (span[1] - span[0]) // sequence.block_tokens
+            self._history_sources = [*self._history_sources, HistorySource(num_blocks, history.chain_length)][
+                -count_history_blocks(sequence.block_tokens) :
+            ]
+        return _drop_shared_tables(plans) if self._has_own_tables else plans
+
+    def encode_batch(
+        self, batch: Sequence[TokenSpan], sequence: TokenSequence, on_unit: Callable[[int, Unit], object]
+    ) -> list[tuple[int, ...]]:
+        """As `_FrameUnitEncoder.encode_batch`."""
+        plans = self._next_plans or self._plan_units(batch, sequence)
+        trial, self._next_plans, self._trial = self._trial, None, None
+        sums: dict[int, tuple[int, ...]] = {}
+
+        def emit_unit(unit_index: int, streams: tuple[UnitFrame, ...], unit_sums: tuple[int, ...]) -> None:
+            begin_token, end_token = plans[unit_index].cut
+            parent = sequence.get_parent_key(begin_token // sequence.block_tokens)
+            dense_info = build_dense_info(plans[unit_index], unit_sums)
+            on_unit(
+                unit_index,
+                Unit(
+                    sequence.namespace_key,
+                    parent,
+                    begin_token,
+                    sequence.ids[begin_token:end_token],
+                    streams,
+                    dense_info,
+                ),
+            )
+            sums[unit_index] = unit_sums
+
+        self._streams.encode_units(plans, sequence.block_tokens, emit_unit, self._write_options.threads, trial)
+        if not self._is_short:  # a frame gains more by many tokens
+            self._write_options.codec_chooser.record_frames(self._chooser_key, self._streams.comparisons)
+        referenced_sums = []
+        for unit_index, plan in enumerate(plans):
+            referenced_sums.append(tuple(self._history_sums[len(self._history_sums) - plan.history.num_blocks :]))
+            self._history_sums = [*self._history_sums, *sums[unit_index]][
+                -count_history_blocks(sequence.block_tokens) :
+            ]
+        return referenced_sums
+
+
+def _drop_shared_tables(plans: Sequence[DenseUnitPlan]) -> list[DenseUnitPlan]:
+    return [plan if _count_tokens(plan.cut) < MIN_OWN_TABLE_TOKENS else plan._replace(tables=None) for plan in plans]
+
+
+def _are_own_tables_better(own_tables_trial: LayerTrial, shared_tables_trial: LayerTrial) -> bool:
+    """Whether K has so much fewer bytes with tables of its own."""
+    return (
+        shared_tables_trial.list_stream_bytes()[0]
+        > SHARED_TABLES_MAX_OVERHEAD * own_tables_trial.list_stream_bytes()[0]
+    )
+
+
+def _count_tokens(span: TokenSpan) -> int:
+    return span[1] - span[0]
+
+
+def _is_short_span(span: TokenSpan) -> bool:
+    return _count_tokens(span) < MIN_TABLE_TOKENS
+
+
+def _add_batch(
+    backend: StoreBackend,
+    sequence: TokenSequence,
+    namespace: Namespace,
+    batch: Sequence[TokenSpan],
+    unit_encoder: _FrameUnitEncoder | _DenseUnitEncoder,
+) -> AddResult:
+    new_units: dict[int, NewUnit] = {}
+    with backend.stage() as staging:
+
+        def stage_unit(unit_index: int, unit: Unit) -> None:
+            begin_token, end_token = batch[unit_index]
+            keys = sequence.keys[begin_token // sequence.block_tokens : end_token // sequence.block_tokens]
+            path = staging.write(unit.to_pieces())
+            new_units[unit_index] = NewUnit(unit.parent, begin_token, unit.ids, keys, unit.nbytes, path)
+
+        referenced_sums = unit_encoder.encode_batch(batch, sequence, stage_unit)
+        ordered_units = [
+            replace(new_units[unit_index], history_sums=sums) for unit_index, sums in enumerate(referenced_sums)
+        ]
+        return backend.add_units(namespace, sequence, ordered_units, unit_encoder.tables)
+
+
+def _split_batches(spans: Sequence[TokenSpan], token_bytes: int) -> list[list[TokenSpan]]:
+    batches: list[list[TokenSpan]] = [[]]
+    batch_bytes = 0
+    for begin_token, end_token in spans:
+        nbytes = (end_token - begin_token) * token_bytes
+        if batches[-1] and batch_bytes + nbytes > _BATCH_RAW_BYTES:
+            batches.append([])
+            batch_bytes = 0
+        batches[-1].append((begin_token, end_token))
+        batch_bytes += nbytes
+    return batches

@@ -1,1 +1,0 @@
-"""The thread pool, ordered pipelines over it, and hashing beside the work."""

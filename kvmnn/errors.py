@@ -1,7 +1,4 @@
-"""The exceptions kvmnn raises on purpose.
-
-What a runtime raises when rows cannot be brought back.
-"""
+"""The exceptions that kvmnn raises."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Names of a folder that are imported when they are asked for (PEP 562), so that commands start at once.
-
-Optional packages, imported when they are first needed.
-
-The version of the installed package.
-"""
+"""Lazy imports: names of a package (PEP 562), optional packages with an install hint, the version of kvmnn."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
-"""Threads for work that may take seconds in compiled code: the caller only waits, and an interrupt finds it waiting.
+"""Threads: one pool of Python threads over kernels that release the GIL, ordered pipelines, and hashing in parallel.
 
-The one thread pool: Python threads over kernels that hold no GIL.
-
-Ordered work on many pieces with a bound on the bytes, and on the number of pieces, in flight.
-
-SHA-256 beside the work: a piece is hashed on another thread while the next thing happens.
-
-The thread pool, ordered pipelines over it, and hashing beside the work.
+The main thread only waits, so that an interrupt is handled at once. A pipeline bounds the bytes and
+the number of pieces in flight.
 """
 
 from __future__ import annotations

@@ -1,20 +1,6 @@
-"""Names and texts that others made, on their way to a terminal.
+"""Text for people: numbers, rates, tables, wrapped lines, and foreign text escaped for terminals, CSV and Markdown.
 
-Two texts beside each other in a terminal, as sdiff has them: ``|`` between lines that differ.
-
-Lines that are longer than a terminal is wide, broken between words.
-
-What somebody may have meant.
-
-Words that make a promise. Each is said only of what was compared, all of it.
-
-Numbers and rates for people.
-
-Names that have hashes in them, no longer than they need to be told apart.
-
-Foreign text in tables that other programs open: CSV for spreadsheets, Markdown for web pages.
-
-How results are written for people: labels, numbers, rates.
+Words that make a promise (LOSSLESS, EXACT) are defined here. They are used only for what was compared, all of it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
-"""Sizes by layer, part and byte lane, each with its byte entropy, and which numbers are simulated or stored.
+"""Measure dumps: the size of each byte lane by layer and part, simulated or stored.
 
-A bound on the memory that workers take together.
-
-What a measurement gives: the two documents of the reference's tool, key for key and line for line, and more.
-
-The measurement: selected dumps, put together and cut up, each byte lane's size, and the sums.
+The reference's two documents are reproduced key for key and line for line.
 """
 
 from __future__ import annotations

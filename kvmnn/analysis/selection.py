@@ -1,9 +1,4 @@
-"""What quantised inputs take as they are, beside the words that are made of their codes.
-
-Which dumps are measured: a walk over ``meta_*.json`` files, with the reference's filters and reasons to skip.
-
-What is compressed as one: single dumps, or all of a run and layer together, in one piece or several.
-"""
+"""Select the dumps to measure, with the reference's filters and skip reasons, and group them into compression units."""
 
 from __future__ import annotations
 

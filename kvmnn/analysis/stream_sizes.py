@@ -1,9 +1,4 @@
-"""Simulated sizes of byte lanes: zstd frames are made and measured, and thrown away.
-
-Sizes of frames that exist: what is measured is encoded as MNN would store it, decoded and compared.
-
-Sums of sizes: over the streams of a byte lane, over the lanes of a layer, over layers.
-"""
+"""Sizes of byte lanes: simulated by zstd frames that are discarded, or of frames that MNN would store."""
 
 from __future__ import annotations
 

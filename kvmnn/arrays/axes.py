@@ -1,7 +1,4 @@
-"""One text of a batch without its padding.
-
-Arrays whose axes are said, as K and V of layers: any order of axes, with layers, batches or K and V along one.
-"""
+"""Axes of plain arrays: a specification for K and V in any order of axes, and padding of batches removed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where two caches differ: the first place, and how many in all. Words are compared bit by bit.
-
-How far two caches are apart, layer by layer, in numbers: what different engines compute from one text.
-"""
+"""Compare two caches: the first different word and the number of them, or the numerical distance of each layer."""
 
 from __future__ import annotations
 

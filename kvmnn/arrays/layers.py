@@ -1,6 +1,6 @@
-"""K and V of an encoder-decoder model: those of the decoder's own tokens, and those of the encoder's output.
+"""Group arrays into layers: which array is K, which is V, and of which layer, whatever its source calls it.
 
-Arrays sorted into layers: which array is K and which V of which layer, whatever its source calls it.
+Encoder-decoder models have two halves: the tokens of the decoder, and the output of the encoder.
 """
 
 from __future__ import annotations

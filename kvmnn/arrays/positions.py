@@ -1,9 +1,4 @@
-"""Which tokens of its text each layer of a cache holds, and where two caches say otherwise.
-
-Layers with a sliding window that no longer contain the first tokens of their text.
-
-The layers of a cache listed by what they keep: kind of attention, positions, what the arrays lack.
-"""
+"""Positions of each layer's tokens: agreement of caches, windows without their first tokens, summary lines."""
 
 from __future__ import annotations
 

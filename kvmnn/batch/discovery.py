@@ -1,7 +1,4 @@
-"""What a kind of work takes of the files and folders below a folder.
-
-All that counts below folders, in an order that does not change.
-"""
+"""Find the files below folders that a kind of work reads, in a stable order."""
 
 from __future__ import annotations
 

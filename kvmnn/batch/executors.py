@@ -1,7 +1,4 @@
-"""Processes on this machine as an executor that can be ended at any moment, and ends with the process that made it.
-
-A Dask cluster as an executor (extra ``dask``).
-"""
+"""Executors for many files: local processes, which end with their parent, and a Dask cluster (extra ``dask``)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The compressors that are measured beside kvmnn, each behind the same two functions.
-
-Dense streams beside the other codecs: one for each layer of an array whose axes are known.
-"""
+"""Codecs of other libraries and dense streams, each as an encode and a decode function."""
 
 from __future__ import annotations
 

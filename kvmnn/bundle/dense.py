@@ -1,9 +1,4 @@
-"""Dense streams in bundles: which arrays become such, how their words lie, how they are taken apart.
-
-K and V of several layers encoded together: where rows of one are alike, those of the next are as well.
-
-How K of a source was rotated, where nobody says it.
-"""
+"""Dense streams in bundles: which arrays are encoded so, in which groups of layers, and with which rotation."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""Arrays whose frames do not gain are stored raw: each by itself, or K and V of a layer together as the engine does.
+"""Encode a source into a frame file, a bundle or a stream: cut, encode, decode and compare, hash, write.
 
-Frames and their manifest read again after they were written, before anything is said of them.
-
-Arrays to frame files and their manifest: cut, encode, prove, hash, write.
-
-Encode: a source into a frame file, a bundle or a stream.
+Arrays that do not become smaller are stored raw: each array by itself, or K and V of a layer together,
+as the engine does.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is told of the pieces of a bundle that are no frames, and streams added up.
-
-Inspect: every byte of frames accounted for, by frame, by array and by stream.
-"""
+"""Inspect frames and bundles: every byte is counted, by frame, by array and by stream."""
 
 from __future__ import annotations
 

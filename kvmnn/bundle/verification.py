@@ -1,7 +1,4 @@
-"""Frames compared with the arrays they should hold: the first difference.
-
-Verify: frames decoded again, and what comes out proved.
-"""
+"""Verify frames: decode them, and compare with hashes or with the arrays themselves."""
 
 from __future__ import annotations
 

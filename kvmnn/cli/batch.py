@@ -1,7 +1,4 @@
-"""What a terminal shows of one of many files: a line for people, in the place of its JSON object.
-
-``--jobs``, ``--dask``, ``--resume`` and ``--match``: a verb done for each of many files.
-"""
+"""Options and output of a verb that runs for each of many files: ``--jobs``, ``--dask``, ``--resume``, ``--match``."""
 
 from __future__ import annotations
 

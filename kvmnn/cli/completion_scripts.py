@@ -1,8 +1,6 @@
-"""Completions for shells and a manual page, made from the command's parser.
+"""Shell completions and the manual page, generated from the command's parser.
 
-Built here instead of with shtab, which has no fish and would be one more package to install.
-
-The manual page, made from the command's parser.
+shtab does the same, but has no fish and would be one more package to install.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Options about dense streams: which codec, and what K and V were computed with.
-
-``--rerotate`` and how K is rotated, for verbs that write prefix caches.
-"""
+"""Options for dense streams: the codec, the rotation of K, and ``--rerotate``."""
 
 from __future__ import annotations
 

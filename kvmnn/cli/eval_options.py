@@ -1,9 +1,4 @@
-"""How plots are written, for the verbs that draw evaluations.
-
-The command line of ``kvmnn eval``: what is compared, and how it is measured.
-
-Options of ``kvmnn eval --from``: which cache texts begin with, and what it does not say itself.
-"""
+"""Options of ``kvmnn eval``: policies, measurement, ``--from``, and how plots are written."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The engine's ``config.json`` on the command line: which options of it a verb takes.
-
-What the verbs that run one model on one text share: their arguments.
-
-Options of ``kvmnn plan`` about H2O: what scores and attention are planned with.
-"""
+"""Options for a model that is run: its arguments, the engine's ``config.json``, and the inputs of the H2O planner."""
 
 from __future__ import annotations
 

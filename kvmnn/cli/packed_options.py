@@ -1,7 +1,4 @@
-"""What the verbs share that read caches of other engines: the arguments that say which part, and in what form.
-
-What the verbs that deal with packed files share: the arguments that say what no file says.
-"""
+"""Options for packed files and caches of other engines: what no file tells."""
 
 from __future__ import annotations
 

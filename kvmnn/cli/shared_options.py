@@ -1,9 +1,4 @@
-"""Options that were given and would do nothing are refused: what was meant by them would not have happened.
-
-Options that say how plain arrays lie.
-
-Options that several verbs have, and types of their values.
-"""
+"""Options that several verbs have, types of their values, and the refusal of options without effect."""
 
 from __future__ import annotations
 

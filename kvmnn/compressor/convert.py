@@ -1,7 +1,4 @@
-"""What `kvmnn export` noted of a weight file in the metadata of a ``.safetensors`` file, taken up by a conversion.
-
-A checkpoint to the weight file that the runtime loads.
-"""
+"""Convert a checkpoint to the KVCM weight file that the runtime loads."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A weight file back to tensors with names: ``.safetensors`` or ``.npz``.
-
-A weight file as arrays with names, so that what compares arrays compares weight files.
-"""
+"""Export a weight file to named tensors (``.safetensors``, ``.npz``), or view it as arrays for comparison."""
 
 from __future__ import annotations
 

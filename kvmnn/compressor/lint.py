@@ -1,7 +1,4 @@
-"""What a well-formed weight file must also satisfy for the runtime to compress with it as it was trained.
-
-What may surprise in the tensors that were chosen of a checkpoint.
-"""
+"""Warn of weight files that the runtime accepts but would not run as they were trained."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Rotary parameters of a model, as frequencies: what makes rows of K alike at different positions.
-
-The frequencies by which RoPE rotates K of one layer, wherever they come from.
-"""
+"""Frequencies of rotary position embedding (RoPE), by which rows of K at different positions are compared."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whether K and V of a start lie as the model's own do: the model computes the first tokens, and they are compared.
-
-Evaluations that go on from K and V of elsewhere: what they take, and what is said of them.
-"""
+"""Evaluations that continue from a saved cache: the checks, the comparison with the model's own K and V, the labels."""
 
 from __future__ import annotations
 

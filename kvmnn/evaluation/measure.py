@@ -1,13 +1,4 @@
-"""How much memory this process takes.
-
-What the frames of a cache that a policy left take: LOSSLESS after LOSSY, on the same bytes.
-
-Memory and live tokens of one document over its course, for the plots.
-
-How far K and V from elsewhere are from those that the model computes of the same tokens.
-
-One cell of an evaluation: a model, a configuration, a document.
-"""
+"""Measure one cell of an evaluation: a model, a configuration and a document; loss, memory, lossless sizes, traces."""
 
 from __future__ import annotations
 

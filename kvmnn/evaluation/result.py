@@ -1,7 +1,4 @@
-"""What an evaluation gives: rows, what they were measured on and how, and what a reader must know.
-
-Results of an evaluation that were saved as JSON, and the plots of them.
-"""
+"""The result of an evaluation: rows, settings and notes, saved as JSON and read back."""
 
 from __future__ import annotations
 

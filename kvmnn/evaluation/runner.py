@@ -1,11 +1,6 @@
-"""Which cells an evaluation needs, and which of them are there already.
+"""Evaluate eviction: run every configuration on every document, on the same tokens in the same chunks.
 
-The result of an evaluation, put together from its cells.
-
-What eviction costs a language model: every configuration on every document, the same tokens in the same chunks.
-
-Teacher-forced: the text itself is fed, whatever the model would have said, and the log-probability of each next token
-is added up.
+Scoring is teacher-forced: the text is fed, and the log-probability of each next token is summed.
 """
 
 from __future__ import annotations

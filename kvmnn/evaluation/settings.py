@@ -1,7 +1,4 @@
-"""What is compared: policies with their options and budgets, and what they are called in tables.
-
-How an evaluation runs: everything its numbers depend on beside model, policies and texts.
-"""
+"""Settings of an evaluation, and its configurations: policies with options and budgets, and their labels."""
 
 from __future__ import annotations
 

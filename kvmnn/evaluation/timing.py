@@ -1,7 +1,4 @@
-"""How fast a model answers under a policy: time to first token, time per output token.
-
-The time of attention, measured by a pass of its own: profiles slow a model down.
-"""
+"""Time of a model under a policy: to the first token, per output token, in attention (a separate profiled pass)."""
 
 from __future__ import annotations
 

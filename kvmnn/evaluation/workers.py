@@ -1,9 +1,4 @@
-"""What a process that measures says: JSON lines on its standard output.
-
-Work of an evaluation for one process: a configuration, some documents, and which cells of them are missing.
-
-Tasks of an evaluation carried out: here, or by processes of their own.
-"""
+"""Workers of an evaluation: the JSON lines that they print, their orders, and the processes."""
 
 from __future__ import annotations
 

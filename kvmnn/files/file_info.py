@@ -1,7 +1,4 @@
-"""Which file a path leads to.
-
-When files were made: what Linux knows and Python's `os.stat` does not return there.
-"""
+"""Identity and birth time of a file; `os.stat` does not return the latter on Linux."""
 
 from __future__ import annotations
 

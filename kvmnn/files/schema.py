@@ -1,7 +1,4 @@
-"""Dataclasses that are written as JSON objects and read back, checked field by field.
-
-JSON documents, read with a bound on their size; values that know their path, so that errors can name it.
-"""
+"""Strict JSON: `Record` dataclasses written and read field by field, and bounded documents whose errors name a path."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The bytes of a file, whoever holds them.
-
-Where writers of formats send bytes.
-"""
+"""Types that formats share: bytes of a file that is mapped or rebuilt, and sinks for writers."""
 
 from __future__ import annotations
 

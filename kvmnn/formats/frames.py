@@ -1,7 +1,4 @@
-"""Frames as a source of arrays, decoded as their pieces are asked for.
-
-Frames made from frames: MNN's from dense streams and back, the arrays and what the manifest says of them kept.
-"""
+"""Frames as a source of arrays that are decoded when read; frames transcoded to dense streams and back."""
 
 from __future__ import annotations
 

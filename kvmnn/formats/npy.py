@@ -1,7 +1,4 @@
-"""``.npy`` files: mapped, never unpickled; and the writer that restores them byte for byte.
-
-Directories of ``.npy`` files, one for each array: what `dump-kv`, `unpack` and `decode` write with ``-o DIR/``.
-"""
+"""``.npy`` files and folders of them: mapped, never unpickled, and written byte for byte as ``numpy.save`` does."""
 
 from __future__ import annotations
 

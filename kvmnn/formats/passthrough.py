@@ -1,7 +1,4 @@
-"""Files of other engines kept whole: cut into arrays for frames and the bytes around them, and put together again.
-
-Frames back into the file of another engine that they were made from, byte for byte.
-"""
+"""Files of other engines encoded whole: cut into arrays and other bytes, and restored byte for byte from frames."""
 
 from __future__ import annotations
 

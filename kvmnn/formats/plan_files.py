@@ -1,7 +1,4 @@
-"""Plans of a cache by a policy: any K and V that kvmnn reads in, the document of ``kvmnn plan`` out.
-
-The files of the H2O planner: scores or attention of each layer in, plans for `kvmnn compact` out.
-"""
+"""Files of plans: scores or attention in, the document of ``kvmnn plan`` out; and plans of a cache by a policy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Files of other engines, known by what they hold rather than by their names. A new one is a line in the table.
-
-Anything that kvmnn reads, opened by what it is: files, directories, packed caches, and frames.
-"""
+"""Open anything that kvmnn reads: files, folders, packed caches, frames and streams, by content, then by name."""
 
 from __future__ import annotations
 

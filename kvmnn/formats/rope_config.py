@@ -1,8 +1,6 @@
-"""The configuration of a model, read for its rotary parameters (RoPE).
+"""Rotary parameters (RoPE) of a model's configuration, for compression and, strictly, for rotating K.
 
-How a model rotates K of each of its layers, strictly: what is not understood is refused, not passed over.
-
-`rotary_config` serves compression, where wrong parameters cost size only. Here K is rotated by them.
+For compression wrong parameters cost size only. Where K is rotated by them, what is not understood is refused.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""The header of a ``.safetensors`` file, checked as the format demands.
+"""``.safetensors`` files, read and written without the safetensors package.
 
-It has at most `MAX_HEADER_BYTES` bytes, unique names, and offsets that tile the data without holes or overlaps, so that
-no byte of a file is left unread. A million tensors are a second's work: they are kept as arrays of numbers.
-
-``.safetensors`` files, read and written without the safetensors package.
-
-The header is read by `safetensors_header`.
+The header has at most `MAX_HEADER_BYTES` bytes, unique names, and offsets that tile the data without holes or overlaps,
+so that every byte of a file is read. A million tensors take a second: they are kept as arrays of numbers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Files that lie beside the arrays of a folder: they travel with the arrays, and are written with them again.
-
-True positions that lie beside a directory of plain arrays, or in frames of one: ``positions.json`` of `dump-kv`.
-"""
+"""Files next to the arrays of a folder, which travel with them: positions, ids, completeness."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Many frames in one call, on all processors.
-
-Frames one after another: found by their headers, as nothing else says where one ends.
-"""
+"""Encode and decode many frames: lists of arrays on all processors, and frames concatenated in one buffer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The words of arrays and buffers, as bytes.
-
-The engine's 64-bit hash, and a checksum for memory.
-"""
+"""Arrays and buffers as bytes, and their checksums: the engine's 64-bit hash, and one for memory."""
 
 from __future__ import annotations
 

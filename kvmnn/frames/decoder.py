@@ -1,7 +1,4 @@
-"""Frames one after another, found by their headers: nothing else says where one ends.
-
-Arrays from MNN frames, under the verdicts of MNN's own decoder (docs/format.md).
-"""
+"""Decode MNN frames, accepted and refused as by MNN's own decoder (docs/format.md); find frames in a concatenation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""How much of an array is not used yet, told by few of its words.
-
-How an array repeats itself over distances that pieces do not see, told by few of its words.
-"""
+"""Estimates from a few words of an array: the share of zeros, and repeats over long distances."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""The values of the rows of one case against their limits.
-
-The section *Quality Gate* of the fork's report: names, order and forms of its lines.
-
-Every gate, number and verdict that the fork's analyser gives for the rows of one case.
-
-The report of one case, ``summary.md``, in the form of the fork's analyser; its consumers read the last section.
-"""
+"""Judge the rows of one case by the gates of the fork's analyser, and write its report, ``summary.md``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The rows of a table of ``llm_bench`` with their numbers.
-
-Ratios of offline evaluations (`kvmnn measure`), which the fork's gate takes for the lossless ratio of a run.
-
-Lines of logs in which the engine says that K and V went wrong.
-"""
+"""Inputs of a case: rows of ``llm_bench``, ratios of `kvmnn measure`, and log lines about wrong K or V."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What the fork's script demands of a run before its analyser looks at it; any of these fails the case.
-
-What is behind figures that look wrong, in words: the fork's own list of what goes wrong most.
-
-One case of ``llm_bench`` judged: the fork's gates, its hard checks, or the sound ones, and what is behind them.
-"""
+"""Check one case of ``llm_bench``: the fork's gates and hard checks, the strict gates, likely causes of a failure."""
 
 from __future__ import annotations
 

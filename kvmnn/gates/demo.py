@@ -1,9 +1,4 @@
-"""Runs of ``llm_demo``, one for each prompt: what its JSON line says, and what it printed.
-
-Sums over runs of ``llm_demo``, over all prompts and over those of one length.
-
-The gate of real prompts: runs without compression against runs with it.
-"""
+"""The gate of real prompts: runs of ``llm_demo`` with compression against runs without."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What a case must reach, under the names of the fork's analyser.
-
-The limits of the six cases, as the fork's suite sets them.
-
-Limits frozen in a JSON file.
-"""
+"""Limits of the six cases, under the names of the fork's analyser: its defaults, and JSON files of them."""
 
 from __future__ import annotations
 

@@ -1,15 +1,4 @@
-"""Names of columns, in the order in which a table has them.
-
-Numbers out of cells, as the fork's analyser reads them.
-
-The tables of ``llm_bench``: Markdown between other lines.
-
-Which log files are meant, and their text.
-
-What ``llm_demo`` leaves: a JSON line for each prompt, and four sums among the lines that it prints.
-
-Logs of the engine to one table, with the columns that the fork's parser gives.
-"""
+"""Parse logs of ``llm_bench`` and ``llm_demo`` into one table with the columns of the fork's parser."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The share of the decode speed that is lost: of pairs of speeds, the ratio of their means with its interval.
-
-Where the decode speed without compression comes from: a constant, earlier runs, or the same batch.
-"""
+"""The loss of decode speed: ratio of means with its interval, and where the baseline comes from."""
 
 from __future__ import annotations
 

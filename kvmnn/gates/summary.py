@@ -1,11 +1,4 @@
-"""Rows of a round, one for each case, under the names of the fork's suite.
-
-The three files of a round: ``summary.json``, ``summary.md`` and ``cases.jsonl``.
-
-A round out of the folders of its cases, those that the fork's scripts made as well.
-
-Files of cases and rounds on disk.
-"""
+"""A round of cases as ``summary.json``, ``summary.md`` and ``cases.jsonl``, and the reader of such folders."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What is known of the live tokens of a model's layers, kept in rows that are cut together.
-
-The engine's planner on the layers of a model that all run in one step.
-
-The KV cache of a model that runs under an eviction policy.
-"""
+"""The KV cache of a model under an eviction policy or the H2O planner, layers of equal length cut together."""
 
 from __future__ import annotations
 

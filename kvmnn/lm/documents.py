@@ -1,7 +1,4 @@
-"""Texts in files that hold many: a JSON object a line, or the rows of a Parquet file.
-
-Texts as the token ids that are fed and scored.
-"""
+"""Documents: texts of plain, JSON-lines and Parquet files as the token ids that are fed and scored."""
 
 from __future__ import annotations
 

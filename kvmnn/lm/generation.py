@@ -1,9 +1,4 @@
-"""How the next token is chosen.
-
-New tokens from a model whose cache is under a policy.
-
-Text from a model under a policy beside the text of its full cache, and where the two part.
-"""
+"""Generate text from a model whose cache is under a policy, and compare it with the text of the full cache."""
 
 from __future__ import annotations
 

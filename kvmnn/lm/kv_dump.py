@@ -1,7 +1,4 @@
-"""The cache of a model as arrays and files that encode, measure and pack read.
-
-The KV cache of a model on a text, written as files.
-"""
+"""Compute the KV cache of a model on a text, and write it as files."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""K and V of a model's layers, as the model returns them and takes them back: ``[1, kv_head, slot, head_dim]``.
-
-K and V of a model's layers in packed buffers, as an engine holds them.
-
-K and V of a model's layers in a lossless runtime, their cold tokens as frames between the steps.
-"""
+"""Where a model's K and V live (``[1, kv_head, slot, head_dim]``): arrays, packed buffers, the lossless runtime."""
 
 from __future__ import annotations
 

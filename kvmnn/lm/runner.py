@@ -1,9 +1,4 @@
-"""A model that reads one text after another with its cache under a policy.
-
-How a model is opened and run on one text.
-
-A prompt read in steps, so that a long one takes little memory.
-"""
+"""Run a model on texts with its cache under a policy; long prompts in steps of bounded memory."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Which token begins every text of a model, by the files of its tokenizer, and what says so.
-
-Text to token ids and back, with the tokenizer that lies beside a model.
-
-Prompts as token ids.
-"""
+"""The tokenizer of a model folder: ids to text and back, the BOS token, and prompts."""
 
 from __future__ import annotations
 

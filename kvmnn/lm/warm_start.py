@@ -1,10 +1,6 @@
-"""Which tokens of its text a cache holds, and their ids, wherever its source says it.
+"""Continue a model from a saved cache: ids and positions found, K and V checked and cast, one file for each array.
 
-K and V of a start in files, one for each array, in the dtype of a model.
-
-K and V that some engine saved, made ready for a model to go on from: checked, in its dtype, one file for each array.
-
-The files are a hand-over between processes, in a temporary directory: each process maps them and copies what it runs.
+The files are a hand-over between processes, in a temporary directory: each process maps them.
 """
 
 from __future__ import annotations
@@ -420,8 +416,8 @@ def read_initial_cache(
         Of the text that the cache stands for, where the cache does not say them; evicted tokens included.
     inverted_transforms
         What llama.cpp did to K and V and nothing says: ``"k-rotation"``, ``"v-rotation"``, ``"k-order"``
-        (`kvmnn.arrays.llama_transforms`); ``["auto"]`` to let `evaluate` find it, ``["none"]`` to take all as it lies, also
-        where it is not the model's.
+        (`kvmnn.arrays.llama_transforms`); ``["auto"]`` to let `evaluate` find it, ``["none"]`` to take all as it lies,
+        also where it is not the model's.
     name
         What results call it; by default the names of the files.
     token_major

@@ -1,9 +1,4 @@
-"""Packed buffers as the engine allocates them and as they look after they grew.
-
-What the engine keeps in memory beside an int8 cache: sums for its integer matrix products, and channel maxima.
-
-A K and a V buffer that grow, shrink and compact as a layer of a running engine does.
-"""
+"""A K and a V buffer that grow, shrink and compact as a layer of a running engine does, int8 sums included."""
 
 from __future__ import annotations
 

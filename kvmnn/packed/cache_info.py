@@ -1,9 +1,7 @@
-"""What packed files do not say about themselves, as a document that travels with them.
+"""The document of a packed cache: what its files do not tell about themselves.
 
-It lies beside prefix-cache files (``<name>.kvmnn.json``) and inside the metadata of what is made from them (bundles,
+It lies next to prefix-cache files (``<name>.kvmnn.json``) and in the metadata of what is made from them (bundles,
 ``.safetensors``), under the key ``kvmnn.cache``.
-
-A packed cache in a few words, and as JSON.
 """
 
 from __future__ import annotations

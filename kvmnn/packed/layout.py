@@ -1,18 +1,7 @@
-"""What callers hand to the packed layouts, checked and turned into arrays of bytes for the compiled code.
-
-The compiled copying code: the numbers it works with, and its work shared among threads.
-
-A range of live tokens in the two packed buffers of a layer.
-
-MNN's packed K and V buffers: tokens copied into them and out of them (docs/layout.md).
+"""Copy tokens into MNN's packed K and V buffers and out of them (docs/layout.md).
 
 One K and one V buffer belong to each layer; inside a buffer the heads follow each other. The engine splits a buffer
 into tiles after the pack numbers lP and hP of its matrix kernels; V moreover into blocks of tokens (the flash block).
-
-Rows of tokens out of one head of a packed buffer and into it, K and V apart.
-
-A row is the `head_dim` words of one token; a head's buffer is the part of the K or V buffer that belongs to it. Sizes
-are the caller's to check; a wrong one raises `KvmnnError` before anything is touched.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The numbers of MNN's packed K and V buffers: sizes, strides, and where an element lies (docs/layout.md).
-
-Which token and dimension an element of a packed head is: the inverse of `PackLayout.key_index` and `value_index`.
-"""
+"""Numbers of MNN's packed K and V buffers: sizes, strides, index of an element and its inverse (docs/layout.md)."""
 
 from __future__ import annotations
 

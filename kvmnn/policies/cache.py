@@ -1,7 +1,4 @@
-"""What is known of the tokens that a layer still stores.
-
-A layer's cache under a policy, step by step.
-"""
+"""The cache of one layer under a policy: the stored tokens with their statistics, appended and cut step by step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Keep blocks of tokens by the attention they drew: the H2O planner of the MNN fork as a policy.
-
-The H2O planner of the MNN fork, bit for bit, as a policy of a whole model.
-"""
+"""The H2O planner of the MNN fork as policies: its rule for one layer, and bit for bit for a whole model."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ from .scores import EmaScores
 class H2OBlocks(BudgetedPolicy):
     """Keep blocks of tokens: those of sinks and recent tokens, and those that drew the most attention until the target.
 
-    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O. The choice is `kvmnn.policies.h2o.plan`;
-    docs/h2o.md.
+    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O. The choice is
+    `kvmnn.policies.h2o.plan`; docs/h2o.md.
 
     Parameters
     ----------
@@ -46,7 +43,8 @@ class H2OBlocks(BudgetedPolicy):
     Where it differs from the engine, and why:
 
     * Scores belong to tokens here, as those of the other policies, and are added up to blocks when a plan is made; the
-      engine averages block sums. The two agree but for rounding. `kvmnn.policies.h2o.Planner` is the engine bit for bit.
+      engine averages block sums. The two agree but for rounding. `kvmnn.policies.h2o.H2OPlanner` is the engine bit for
+      bit.
     * `update_interval` counts decode steps of the layer since its last plan, as the fork's settings are described;
       the engine counts calls of all layers together.
     * What a plan drops goes right after the step that made it, not at the start of the next: nothing attends between.
@@ -124,8 +122,8 @@ class H2OBlocks(BudgetedPolicy):
 class H2OEngine(Policy):
     """Keep the blocks that the engine's planner keeps: sinks, recent tokens, and those that drew the most attention.
 
-    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O, `kvmnn.policies.h2o.H2OPlanner` bit for bit;
-    docs/h2o.md. A plan is made in one decode step of a layer and carried out at the beginning of the next (its double
+    Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O,
+    `kvmnn.policies.h2o.H2OPlanner` bit for bit; docs/h2o.md. A plan is made in one decode step of a layer and carried out at the beginning of the next (its double
     buffer), layers are planned at different steps and hold different numbers of tokens, and the first step of a text
     is the prompt, which plans nothing.
 
@@ -234,8 +232,8 @@ class H2OEngine(Policy):
 
     def select_tokens(self, state: PolicyInput) -> Selection:
         raise KvmnnError(
-            f"{self.name} decides for all layers of a model together: use kvmnn.lm.Runner, or kvmnn.policies.h2o.H2OPlanner "
-            "call by call; h2o_blocks is its rule for one layer"
+            f"{self.name} decides for all layers of a model together: use kvmnn.lm.Runner, or "
+            "kvmnn.policies.h2o.H2OPlanner call by call; h2o_blocks is its rule for one layer"
         )
 
     def _build_config(self, **extra_options: Any) -> H2OConfig:

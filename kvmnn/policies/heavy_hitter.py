@@ -1,11 +1,4 @@
-"""Keep sinks, heavy hitters and recent tokens.
-
-Keep heavy hitters and recent tokens, each head its own: H2O as its authors wrote it.
-
-Keep sinks, heavy hitters of late, and recent tokens: H2O whose scores fade, cut after every step.
-
-Keep a share of the prompt by the attention it drew, in kvpress's form.
-"""
+"""Policies that keep heavy hitters: H2O as published, with decaying scores, and prompt attention in kvpress's form."""
 
 from __future__ import annotations
 

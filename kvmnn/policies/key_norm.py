@@ -1,14 +1,8 @@
-"""Keep a share of the prompt by key norm, in kvpress's form.
+"""Policies that keep tokens by the norm of their keys, as L2Compress and kvpress do.
 
-Keep a fixed number of tokens: a protected recent part, and older ones chosen by key norm or at random.
-
-Keep a share of the tokens: those whose keys have the lowest norms.
-
-The two functions of the l2_compress / KnormPress project, on caches as its callers hold them.
-
-They are `L2Ratio` and `L2Fixed` under the project's names and with its arguments, for scripts that were written against
-it. Arrays may be numpy's or tensors of another library, which is not imported: what is asked of them is ``shape``,
-indexing by arrays, and a way to numpy.
+`L2Ratio` and `L2Fixed` are also there as the two functions of the l2_compress project, for scripts written against it.
+Arrays may be numpy's or tensors of another library, which is not imported: they need ``shape``, indexing by arrays, and
+a way to numpy.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What tables and documents call a policy with its options.
-
-All policies by name.
-"""
+"""All policies by name, and their labels with options."""
 
 from __future__ import annotations
 

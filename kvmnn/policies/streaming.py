@@ -1,7 +1,4 @@
-"""Keep the latest tokens.
-
-Keep attention sinks and a window of the latest tokens.
-"""
+"""Policies that keep recent tokens: a window, or attention sinks and a window (StreamingLLM)."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""What figures share: why one is not drawn, what its bars mean, and axes with plain numbers.
-
-The plots of an evaluation. Each takes results and gives a figure, or says why there is nothing to show.
-
-What each policy costs against the full cache, side by side.
-
-What each improvement of l2_compress / KnormPress over the paper's code does by itself.
-
-Plots of one document's course: bytes held, and which tokens live.
-"""
+"""Figures of an evaluation (matplotlib): each function takes results and returns a figure, or the reason for none."""
 
 from __future__ import annotations
 

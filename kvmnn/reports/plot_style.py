@@ -1,9 +1,7 @@
-"""How plots look: one style, a palette that the colour-blind can tell apart, names beside the lines.
+"""The style of plots: a palette for colour-blind readers, labels next to lines and points.
 
 Nothing here touches pyplot or the user's own settings, and nothing depends on the time or the machine's fonts, so that
 equal results make equal files.
-
-Short texts beside the points of a plot, where they hide as little as they can.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Plots as files, each kind of them, complete or absent.
-
-All plots of an evaluation, as files. Needs matplotlib (extra ``plot``).
-"""
+"""Write all plots of an evaluation as files. Needs matplotlib (extra ``plot``)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""What the lossless runtime did to the cache of a model.
-
-The rows of an evaluation: what was measured of each configuration. None: not measured.
-
-What reports read of an evaluation's results (`kvmnn.evaluation.EvaluationResult` has all of it).
-
-What an evaluation began with, where it went on from K and V that were computed elsewhere.
-"""
+"""Rows of an evaluation and what reports read of its results. None: not measured."""
 
 from __future__ import annotations
 

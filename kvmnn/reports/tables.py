@@ -1,21 +1,6 @@
-r"""The columns of result tables.
+"""Results of an evaluation as text: a table that fits a terminal, Markdown, CSV, and LaTeX without any package.
 
-Aligned tables that fit a terminal: labels are shortened, and what matters least is left out and named.
-
-Perplexities of a run as a table of policies by sizes, and which policy is best at each size.
-
-The engine's planner in tables: a line for each layer, under the engine's names.
-
-The lossless runtime in tables: a line for each run.
-
-Results of an evaluation as text: Markdown, CSV, and a table that fits a terminal.
-
-All three take an `EvaluationResult` of `kvmnn.evaluation`. A value that nobody measured is ``-``; a column in which
-nobody measured anything is left out.
-
-Results of an evaluation as LaTeX: tables that a paper takes up by ``\input``, without any package.
-
-In which form results are written, by the name of the file.
+A value that was not measured is ``-``; a column without any value is left out.
 """
 
 from __future__ import annotations

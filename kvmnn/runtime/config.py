@@ -1,7 +1,4 @@
-"""The two behaviours of a runtime.
-
-The options of the lossless runtime, under the engine's names and with its defaults.
-"""
+"""Options of the lossless runtime, under the engine's names and with its defaults, and its two behaviours."""
 
 from __future__ import annotations
 

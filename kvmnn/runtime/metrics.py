@@ -1,11 +1,4 @@
-"""What a run saved: lossy, lossless and in total.
-
-How long operations took: sums and percentiles over all of them, in bounded memory.
-
-Figures of a run, under the engine's names.
-
-One step of a replay.
-"""
+"""Figures of a run: bytes and ratios (lossy, lossless, total), latencies, and the engine's names for them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a replay found.
-
-Runs a history of K and V through a runtime, as a model would have.
-"""
+"""Replay a history of K and V through a runtime, as a model would have."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Opaque state as arrays of bytes in files of arrays, and back.
-
-Between what kvmnn reads and writes and what the store takes and gives.
-"""
+"""Adapters between kvmnn's sources and what the store takes and returns, opaque state included."""
 
 from __future__ import annotations
 

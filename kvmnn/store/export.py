@@ -1,7 +1,4 @@
-"""The units of one text, and nothing of the texts that share them: what is put in a file for another machine.
-
-A stored text as one file, to be taken to another machine.
-"""
+"""Export a stored text as one file with the units that it needs, and import it on another machine."""
 
 from __future__ import annotations
 

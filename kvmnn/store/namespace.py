@@ -1,7 +1,4 @@
-"""What prefixes must have in common to share anything: the model, the precision, and the shapes of its layers.
-
-Token ids as the store takes them, the keys of their blocks, and how far two texts agree.
-"""
+"""Namespaces and keys: model, precision and shapes that prefixes must share; token ids and keys of blocks."""
 
 from __future__ import annotations
 

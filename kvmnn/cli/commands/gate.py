@@ -1,9 +1,4 @@
-"""Limits of gates on the command line, under the names of the fork's analyser.
-
-``kvmnn gate run``: the six cases on a model.
-
-``kvmnn gate``: whether a run reaches what was asked of it.
-"""
+"""``kvmnn gate``: check logs against limits, or run the six cases on a model."""
 
 from __future__ import annotations
 

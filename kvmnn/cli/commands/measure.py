@@ -1,7 +1,4 @@
-"""The options of `kvmnn measure`: those of the reference's tool under their names, and what kvmnn adds.
-
-``kvmnn measure``: what lossless compression of KV dumps would give, simulated, and what it gives for real.
-"""
+"""``kvmnn measure``: what lossless compression of KV dumps would give, simulated and stored."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What each action of ``kvmnn store`` does.
-
-``kvmnn store``: K and V of texts, kept and found again by the longest beginning that was put.
-"""
+"""``kvmnn store``: K and V of texts, retrieved by the longest stored prefix."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``kvmnn verify`` of a compressor's weight file.
-
-``kvmnn verify``: prove that frames decode to what they were made from.
-"""
+"""``kvmnn verify``: decode frames and compare them with what they were made from; check weight files."""
 
 from __future__ import annotations
 

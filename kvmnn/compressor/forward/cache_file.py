@@ -1,7 +1,4 @@
-"""The document beside a compressed cache: what was done to it, and the true positions that its tokens stand for.
-
-A compressor applied to a cache in a file; a document beside the output has the true positions of its tokens.
-"""
+"""Compress the K and V of a file, and write a document with the true positions of the output's tokens."""
 
 from __future__ import annotations
 

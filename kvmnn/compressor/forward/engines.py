@@ -1,14 +1,7 @@
-"""What an engine does: matrices applied to groups of rows.
+"""Engines that multiply groups of rows by a compressor's matrices: numpy, and onnxruntime (extra ``lm``).
 
-Engines: what multiplies. Rows of grouped tokens in, rows of new tokens out, both float32; they decide no shapes.
-
-`NumpyEngine` is the numpy one, always there; onnx_engine.py has the other. Both round to fp16 in the same places when
-asked for parity with an fp16 runtime: the inputs, every weight and bias, and the result of every Linear, once, after
-its bias.
-
-The engine that lets onnxruntime multiply, with the graphs of onnx_export.py.
-
-The engines by name.
+Both round to fp16 in the same places when asked for parity with an fp16 runtime: the inputs, every weight and bias, and
+the result of every Linear, once, after its bias.
 """
 
 from __future__ import annotations

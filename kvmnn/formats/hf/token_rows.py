@@ -1,9 +1,7 @@
-"""Which rows of a layer's tensors hold tokens, and where these stand in the text.
+"""Which rows of a transformers cache hold tokens, at which positions, and what state its layers keep.
 
-Buffers of static caches have rows for tokens that may still come; a window holds the last tokens; a cache that counts
-more tokens than it holds was cut, and nothing tells which of them are left.
-
-What state a model keeps for each layer of a cache of transformers, and what of it the arrays contain.
+Static caches have rows for later tokens; a window holds the last tokens. A cache that counts more tokens than it holds
+was cut, and does not tell which are left.
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
-"""How many kv heads the rows of each layer of a state file are of.
-
-Which layer of the model each layer of a state file is, and what the model keeps for the others.
+"""Select from a llama.cpp state file: streams, cells, layers of the model, kv heads of each row.
 
 A file counts layers within each of its caches. Models with sliding windows have two: K and V of layers with full
 attention, then those of layers with a window.
-
-Which streams and cells of a state file are read, in which order.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
-"""Which layers of a model of llama.cpp have a sliding window, by its header and by what llama.cpp assumes without one.
+"""The header of a ``.gguf`` model: geometry, heads of each layer, sliding windows, and the rotation of K.
 
 llama.cpp keeps K and V of layers with a window in a cache of their own. Headers give the layers as
 ``attention.sliding_window_pattern``: a truth value for each layer, or a period; without it `load_arch_hparams` of each
 architecture has a default. (Read from llama.cpp as of llama-cpp-python 0.3.36.)
-
-The geometry and the rotary parameters that the header of a ``.gguf`` model says; its tensors are not read.
-
-The layers of a model of llama.cpp, by its header: heads, sizes of a head, window, rotation.
-
-How llama.cpp rotates K of each layer of a ``.gguf`` model, strictly; `gguf.read_rotary` serves compression.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""K and V out of a llama.cpp state file, as ``[kv_head, cell, head_dim]``.
-
-A llama.cpp state file for frames: K and V of all layers, streams and caches as they lie there.
-"""
+"""Read K and V of a llama.cpp state file, as ``[kv_head, cell, head_dim]`` or, for frames, as stored."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""Numbers out of a state file one after the other, and the cells of a stream: positions and sequences.
+"""Parse a llama.cpp state file to its last byte, without touching K and V.
 
-The structure of a llama.cpp state file, parsed to its last byte; K and V are not touched.
-
-A file says neither how many caches it holds nor which of its parts a build of llama.cpp wrote, so `parse_structure`
-tries what is known and takes what ends with the file.
+A file does not tell how many caches it holds, nor which build of llama.cpp wrote it. `parse_structure` tries the known
+structures and takes the one that ends with the file.
 """
 
 from __future__ import annotations

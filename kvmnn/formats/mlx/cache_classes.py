@@ -1,6 +1,4 @@
-"""Numbers out of MLX's quantised groups: code times scale plus bias, in the type of the scales, rounded as MLX does.
-
-The classes of caches of mlx-lm: which rows of a layer hold tokens, and where these stand in the text.
+"""Cache classes of mlx-lm: which rows of a layer hold tokens, at which positions, and quantised groups as numbers.
 
 Newer files have every attribute of a cache as a state of its own; older ones have tensors as states, and numbers as
 settings in the metadata.

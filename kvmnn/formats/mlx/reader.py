@@ -1,7 +1,4 @@
-"""K and V out of a prompt cache: the valid tokens of every layer, quantised groups as numbers.
-
-A prompt cache for frames: its tensors of words as they lie there, padding included.
-"""
+"""Read a prompt cache of mlx-lm: the valid tokens of every layer, or, for frames, its tensors with padding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which tokens of each layer stay, as files have it: pairs of `kvmnn plan`, positions of `dump-kv` and `eval`.
+"""Compact packed files as the engine compacts its caches: in place, with stale rows, files keeping their size.
 
-Compaction of packed files as the engine compacts its caches: in place, stale rows and all, the files keeping their
-size. What the engine forgets, the true position of every kept token, goes into the document beside the files.
+A plan comes from `kvmnn plan`, `dump-kv` or `eval`. The engine does not keep the true position of the remaining tokens;
+a document next to the files does.
 """
 
 from __future__ import annotations

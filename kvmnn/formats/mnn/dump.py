@@ -1,15 +1,9 @@
-"""The metadata files of a KV dump as one text, which travels with the arrays so that they can become the dump again.
+"""MNN KV dumps: a directory of ``meta_*.json`` files, each naming the binary files of its K and V.
 
-It is a JSON object under `DUMP_KEY` in `Source.metadata` and so in the manifest of a bundle (docs/manifest.md).
-
-MNN KV dumps: a directory of ``meta_*.json`` files, each naming the binary files of its K and V.
-
-A binary file holds the words of one tensor, ``[token, kv_head, head_dim]`` in C order, and nothing else.
-
-The packed variant of MNN KV dumps: ``packed_meta_*.json``, each naming the used part of a layer's packed buffers.
-
-Head after head, a binary file holds the tiles of the tokens in use; the metadata tells the pack numbers, which no other
-file of MNN does.
+A plain file holds the words of one tensor, ``[token, kv_head, head_dim]`` in C order. A packed one
+(``packed_meta_*.json``) holds, head after head, the tiles of the tokens in use; its metadata has the pack numbers,
+which no other file of MNN has. The metadata files travel with the arrays as one JSON text under `DUMP_KEY`
+(docs/manifest.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""K and V of a cache as the engine's KV dump writes them: plain (`dump` reads it) or packed (`prefer_packed_dump`).
-
-Frames back into the KV dump that they were made from.
-"""
+"""Write KV dumps as the engine does, plain or packed; restore one from frames byte for byte."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
-"""Packed files that fit no layout of floats: int8 layouts tried by their scales, and TQ3 and TQ4 rows named.
+"""Infer the layout of packed files: specified values are checked against sizes and words, the rest is inferred.
 
-``attention_mode`` 9 and 10 keep K, or K and V, in int8; 11 to 14 keep 3 or 4 bits for a number and a scale for 32 of
-them, so that a row of 64 dimensions has 28 or 36 bytes.
-
-Which layout packed files have: what was specified, checked against sizes and words, and inferred where they tell.
-
-How many tokens of packed files are live: as specified, or as the rows and the room of the files tell.
+``attention_mode`` 9 and 10 keep K, or K and V, in int8, which is tried by its scales; 11 to 14 keep 3 or 4 bits for a
+number and a scale for 32 of them (28 or 36 bytes for 64 dimensions), which is refused by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Pieces of plain rows from packed files.
-
-Plain arrays into packed files, streamed: each run of rows goes to its place in a buffer or the mapped file.
-"""
+"""Plain rows read from packed files, and written into them, in chunks."""
 
 from __future__ import annotations
 

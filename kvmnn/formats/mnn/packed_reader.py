@@ -1,10 +1,7 @@
-"""Packed files of K and V, whoever wrote them: layers found, described, and read as plain arrays.
+"""Packed files of K and V: find the files of every layer, describe them, and read them as plain arrays.
 
-Finding names the files of every layer. Describing adds what files cannot tell: geometry, pack numbers and tokens, from
-the caller, a model directory, or the document that kvmnn leaves beside the files it writes. Reading touches live
-elements only.
-
-Which packed files a path stands for.
+A description adds what the files do not tell: geometry, pack numbers and tokens, from the caller, a model directory, or
+the document that kvmnn writes. Only live elements are read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """MNN prefix caches: ``<name>_<layer>.k`` and ``.v``, and the empty markers ``<name>_<layer>_sync.k`` and ``.v``.
 
 A data file holds the packed buffer of all heads and nothing else; the engine loads a prefix only if every marker is
-there.
-
-Positions of a prefix that MNN loads: it counts from 0 by the number of ids, and reads no positions from any file.
+there. It counts positions from 0 by the number of ids, and reads no positions from any file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Zarr stores on disk: a directory with a document for each array and a file for each chunk (docs/zarr.md).
 
-Read and written without the package zarr; what is written, zarr, xarray and dask read by the codec in `kvmnn.integrations`.
+Read and written without the package zarr; zarr, xarray and dask read what is written by the codec in
+`kvmnn.integrations`.
 """
 
 from ...files.file_names import has_zarr_suffix

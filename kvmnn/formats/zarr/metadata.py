@@ -1,7 +1,4 @@
-"""The JSON documents of Zarr arrays, versions 3 and 2: what they say, as far as kvmnn reads it.
-
-What kvmnn notes down beside the arrays of a store: names, hashes, and what the input said of itself.
-"""
+"""Metadata of Zarr arrays, versions 3 and 2, and kvmnn's attributes: names, hashes, metadata of the input."""
 
 from __future__ import annotations
 

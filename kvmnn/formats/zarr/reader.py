@@ -1,7 +1,4 @@
-"""Zarr stores in a directory, or at a URL, as a source: documents are read at once, chunks when they are asked for.
-
-Directories of Zarr arrays whose group has lost its document: no store, and no arrays that belong to nothing.
-"""
+"""Read a Zarr store in a directory or at a URL: metadata at once, chunks when they are asked for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Where the files of a Zarr store lie: in a directory, or at a URL that fsspec opens.
-
-A Zarr store written to a URL: its group's document comes last, so there is no store until all of it is there.
-"""
+"""The files of a Zarr store, in a directory or at a URL (fsspec); an upload writes the group's document last."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Lines of a history: what a round came to, what it ran under, and what had changed since the round before.
-
-Rounds of a folder, one after another: pass rates, reasons, and how figures moved.
-"""
+"""The history of rounds: pass rates, reasons and figures of each, and changes since the one before."""
 
 from __future__ import annotations
 

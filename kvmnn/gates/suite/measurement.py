@@ -1,9 +1,4 @@
-"""The sessions of a suite's model: each holds all weights, so they are open only as long as they are needed.
-
-One run of one side of a case, and the comparison of what attention reads with a plain cache.
-
-The change of perplexity by what is evicted; what is stored changes no bit, which the comparison shows.
-"""
+"""Measure one case on a model: runs with and without compression, perplexity, and equality of what attention reads."""
 
 from __future__ import annotations
 

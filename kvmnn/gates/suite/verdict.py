@@ -1,11 +1,4 @@
-"""The figures of a case that are judged, each computed once: for its gates, its report and the round.
-
-Gates over what a case measured on a model.
-
-The section *Quality Gate* of runs on a model: the fork's lines, from the figures and verdicts beside it.
-
-Runs of a model in the forms that the engine's programs leave: rows of ``llm_bench``, records of ``llm_demo``.
-"""
+"""Judge a case that ran on a model, and write it in the forms of the fork: gates, report, rows of ``llm_bench``."""
 
 from __future__ import annotations
 

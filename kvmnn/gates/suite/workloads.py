@@ -1,9 +1,4 @@
-"""Lists of prompts: which files are taken, in which order.
-
-What a model is given in a case: beginnings of texts, repeated tokens, several turns, and needles in texts.
-
-Texts of a suite, and the work that its cases make of them.
-"""
+"""Workloads of the cases: prompts from texts, repeated tokens, several turns, and retrieval."""
 
 from __future__ import annotations
 

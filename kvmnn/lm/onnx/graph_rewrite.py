@@ -1,8 +1,4 @@
-"""Element types and numbers of axes of a graph's tensors, inferred without its weights.
-
-Merged decoders reduced to their branch with a past, which takes an empty past as well.
-
-Changes to a decoder's graph: attention probabilities come out, a bias on the scores goes in.
+"""Rewrite a decoder's graph: attention probabilities become outputs, a bias on the scores becomes an input.
 
 Nothing else of the graph changes, weights are not touched, and a bias of zeros leaves every logit as it was.
 """

@@ -1,9 +1,4 @@
-"""An ONNX graph read without its weights, as far as they lie in other files.
-
-Which file of a model folder is the decoder, and what the files beside it say.
-
-What decides a model's K and V, as one hash.
-"""
+"""Files of a model folder: the decoder's graph without its weights, the configuration, and the model's fingerprint."""
 
 from __future__ import annotations
 

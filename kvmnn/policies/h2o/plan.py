@@ -1,9 +1,4 @@
-"""One plan: which blocks of a layer stay, by score, and what that makes of the cache.
-
-A plan as a picture: one letter for each block, or for several neighbouring blocks of a long cache.
-
-Plans of all layers of a cache as if each triggered now: what `kvmnn plan` prints.
-"""
+"""Plan one layer: which blocks stay, by score; plans of all layers, and a plan as a picture."""
 
 from __future__ import annotations
 

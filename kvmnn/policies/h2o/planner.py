@@ -1,11 +1,4 @@
-"""What the planner remembers of one layer, and what it reports of one call and of all of them.
-
-What counts as a step between two plans: a call of any layer, or a token of the same layer.
-
-The planner of all layers: scores, clocks, triggers, plans in waiting.
-
-What the planner did to the layers of one text, under the engine's names.
-"""
+"""The engine's H2O planner over all layers: scores, clocks, triggers, pending plans, and its figures."""
 
 from __future__ import annotations
 
@@ -569,7 +562,7 @@ def select_scores(scores: Floats, keep: npt.NDArray[np.bool_]) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerStats(Record):
-    """The figures of `kvmnn.policies.h2o.Metrics`; those that the last plan wrote, and the tokens that all plans dropped.
+    """The figures of `kvmnn.policies.h2o.Metrics`; of the last plan, and the tokens that all plans dropped.
 
     Attributes
     ----------

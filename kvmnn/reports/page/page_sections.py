@@ -1,11 +1,4 @@
-"""The six cases beside the fork's figures, how their runs went, and how rounds followed each other.
-
-What eviction costs: perplexity over budget, and the table of an evaluation; and how long operations take.
-
-Ratios over layers with the entropy of their bytes, memory over time, and codecs side by side.
-
-Where figures are from: machine and settings, exact commands, and the files that were read.
-"""
+"""Sections of the report page: the six cases, what eviction costs, sizes and memory, and the origin of the figures."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the page reads of the documents that verbs leave; keys that it does not show are ignored.
+"""Documents that the page reads, and figures of the MNN fork's report for comparison.
 
-The figures that the MNN fork's report gives for the six cases: its round 6 of 2026-02-21, llama2 on a CPU.
+The fork's figures are those of its round 6 of 2026-02-21, llama2 on a CPU.
 """
 
 from __future__ import annotations

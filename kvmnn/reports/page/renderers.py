@@ -1,9 +1,4 @@
-"""How the page looks: colours, CSS, and the script that sorts tables.
-
-A report as one HTML page: no script is needed, nothing is loaded, and every text is escaped.
-
-A report as Markdown, for pull requests.
-"""
+"""The report page as HTML and as Markdown: no script is needed, nothing is loaded, and every text is escaped."""
 
 from __future__ import annotations
 

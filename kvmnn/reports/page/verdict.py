@@ -1,7 +1,4 @@
-"""The head of a page about evaluations: what eviction cost at each budget, which is no verdict.
-
-The head of the page: how many cases pass, what failed and by how much; without gates what was evaluated.
-"""
+"""The head of the page: which cases pass and what failed; for evaluations, what eviction costs at each budget."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The engine's worker, in the two extreme timings that the operating system may give it.
-
-After an encoding: the engine takes its result into the layer's state.
-
-What the engine reports after a call: sums over the layers in scope, peaks and counts.
-"""
+"""The engine's block store after an encoding: timing of its worker, update of a layer, reported sums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Decoded blocks, from a cache or from their frames.
-
-Before a call: the engine writes the stored blocks of an index back into the layer that runs.
-"""
+"""Write stored blocks back into the layer that runs, decoded or from the cache, before a call."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""The K and V rows of one layer as the engine keeps them: one buffer, edited and zeroed in place.
-
-A block of the engine's store.
-
-The engine's two caches of decoded blocks: one of each layer, one for all. Bounded in entries, not in bytes.
-
-What the engine's store remembers of one layer index.
-"""
+"""State of one layer as the engine keeps it: rows in one buffer, stored blocks, and caches of decoded blocks."""
 
 from __future__ import annotations
 

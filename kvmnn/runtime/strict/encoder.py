@@ -1,7 +1,4 @@
-"""Blocks on their way from rows to frames.
-
-The way of cold rows to frames: what is due, who encodes it, what came of it.
-"""
+"""Encode cold rows of the strict runtime into frames: what is due, which thread does it, and the outcome."""
 
 from __future__ import annotations
 

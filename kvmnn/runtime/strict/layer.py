@@ -1,7 +1,4 @@
-"""What an eviction that the planner did not make leaves of its plans.
-
-One layer of a sound runtime: its rows, its counters, its blocks in waiting.
-"""
+"""One layer of the strict runtime: its rows, counters and pending blocks, and plans after an eviction."""
 
 from __future__ import annotations
 

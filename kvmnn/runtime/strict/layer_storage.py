@@ -1,11 +1,4 @@
-"""Large arrays whose memory goes back to the system when they are dropped.
-
-A run of neighbouring tokens of one layer, raw or as frames.
-
-The newest rows of a layer, in one array that grows.
-
-All tokens of one layer: pieces, most of them as frames, and the raw tail.
-"""
+"""Storage of one layer's tokens: segments, most of them as frames, then raw rows; memory returns to the system."""
 
 from __future__ import annotations
 

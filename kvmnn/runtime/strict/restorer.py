@@ -1,9 +1,4 @@
-"""What is counted for each layer of a sound runtime, and what is reported of all.
-
-Decoded rows that are kept: bounded in entries and in bytes.
-
-Stored rows brought back: from the cache, from a thread that decoded ahead, or decoded now.
-"""
+"""Restore stored rows: from the cache of decoded rows, by a thread that decodes ahead, or now."""
 
 from __future__ import annotations
 

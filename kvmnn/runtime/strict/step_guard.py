@@ -1,7 +1,4 @@
-"""What one call of a sound runtime did.
-
-The order of calls: every layer once in a step, `begin` before `end`, nothing after a failure but a reset.
-"""
+"""Check the order of calls: every layer once in a step, `begin` before `end`, after a failure only a reset."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What a store past one machine needs of another engine: values by name, many in one round trip.
-
-Values in an object store, or any file system that fsspec opens: a file for each.
-
-Values in Redis or Valkey: units are strings, every other folder is a hash, and the names of some are sorted.
-"""
+"""Key-value engines of a remote store: a protocol for many values in one round trip, Redis or Valkey, and fsspec."""
 
 from __future__ import annotations
 

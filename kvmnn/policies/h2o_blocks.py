@@ -123,7 +123,8 @@ class H2OEngine(Policy):
     """Keep the blocks that the engine's planner keeps: sinks, recent tokens, and those that drew the most attention.
 
     Paper: arXiv 2306.14048 (H2O). Original: the planner of the MNN fork with H2O,
-    `kvmnn.policies.h2o.H2OPlanner` bit for bit; docs/h2o.md. A plan is made in one decode step of a layer and carried out at the beginning of the next (its double
+    `kvmnn.policies.h2o.H2OPlanner` bit for bit; docs/h2o.md. A plan is made in one decode step of a layer and
+    carried out at the beginning of the next (its double
     buffer), layers are planned at different steps and hold different numbers of tokens, and the first step of a text
     is the prompt, which plans nothing.
 

@@ -8,15 +8,20 @@ STAMPS := $(VENV)/.kvmnn
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := $(shell find pyx kvmnn -name '*.py' -o -name '*.pyx' -o -name '*.pxd' -o -name '*.pyi' -o -name '*.h' -o -name '*.c') setup.py pyproject.toml
 
-.PHONY: demo test test-peers test-zarr lint bench gates wheel fuzz attack mutants test-aarch64 sanitize install clean
+.PHONY: demo test test-all test-peers test-zarr lint bench gates wheel fuzz attack mutants test-aarch64 sanitize install clean
 
 demo: $(STAMPS)/lm
 	@PATH="$(abspath $(BIN)):$$PATH" sh tools/demo.sh
 
-# One process for each core, at most four: some tests take a gigabyte.
+# One process for each core, at most four: some tests take a gigabyte. make test leaves out what is marked `slow`: tests
+# that run the shipped model, kill processes, compile C, open gibibytes or loop over every byte. make test-all runs
+# everything and ends with the reason of each skipped test; the project's proof is that.
 WORKERS ?= -n auto --maxprocesses 4 --dist worksteal
 test: $(STAMPS)/test
-	$(BIN)/pytest $(WORKERS)
+	$(BIN)/pytest $(WORKERS) -m "not slow"
+
+test-all: $(STAMPS)/test
+	$(BIN)/pytest -rs $(WORKERS)
 
 # Against torch, transformers, kvpress, ONNX Runtime GenAI, libzstd's releases, and emulators of S3 and Google's store. What
 # reads caches of transformers runs twice: under what kvpress allows, and under the newest. LLAMA=llama-cpp-python adds

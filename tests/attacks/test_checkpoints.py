@@ -278,6 +278,7 @@ def bomb_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
     return bombs(tmp_path_factory.mktemp("bombs"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on address space are Linux's")
 @pytest.mark.parametrize(
     "name",

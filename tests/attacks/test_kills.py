@@ -23,6 +23,8 @@ from verb_server import Server, tree
 
 from kvmnn.store import PrefixStore
 
+pytestmark = pytest.mark.slow  # starts and kills processes
+
 TOKENS = 40
 COMMANDS = {
     "encode": "encode in/kv.npz -o out/ --frame-bytes 1K",

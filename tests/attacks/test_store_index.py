@@ -112,6 +112,7 @@ def columns(path: Path) -> list[tuple[str, str]]:
         return [(name, row[1]) for name in tables for row in connection.execute(f"PRAGMA table_info({name})")]
 
 
+@pytest.mark.slow
 def test_values_of_other_types_are_errors_of_kvmnn(store: Path, tmp_path: Path) -> None:
     rng = Random(5)
     forged = [(*column, value) for column in columns(store / "index.sqlite") for value in VALUES]
@@ -140,6 +141,7 @@ def test_each_operation_meets_a_forged_index(
         operate(folder, name, read_only=read_only)
 
 
+@pytest.mark.slow
 def test_flipped_bits_are_errors_of_kvmnn(store: Path, tmp_path: Path) -> None:
     data = (store / "index.sqlite").read_bytes()
     written = [at for at, byte in enumerate(data) if byte]

@@ -271,6 +271,7 @@ def test_json_is_one_document(here, run):
 # -- streams -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pipes():
     made = shell("encode", "-", "--dtype", "fp16", data=KEYS.tobytes())
     assert made.returncode == 0, made.stderr

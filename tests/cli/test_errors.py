@@ -190,6 +190,7 @@ def test_whatever_happens_while_working(here, capsys, monkeypatch, error):
 # -- as processes ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_large_output_through_a_pipe_is_whole(here, unbuffered):
     """With PYTHONUNBUFFERED a single write to a pipe may take only a part."""
@@ -244,6 +245,7 @@ def test_interrupted(here, number, code):
     assert set(tree(here)) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", ["1", "2"])
 def test_interrupted_twice_in_calls_that_take_long(here, threads):
     """A call of libzstd at its highest levels takes ten seconds and more for such a lane."""

@@ -79,6 +79,7 @@ def test_json_and_csv_have_the_same_numbers(capsys, cells, tmp_path):
     assert json.loads((tmp_path / "r.json").read_text())["rows"] == document["rows"]
 
 
+@pytest.mark.slow
 def test_the_terminal_shows_progress_and_a_table(tmp_path):
     command = [sys.executable, "-m", "kvmnn", *QUICK, "--resume", str(tmp_path / "cells")]
     ours, theirs = pty.openpty()
@@ -102,6 +103,7 @@ def test_the_terminal_shows_progress_and_a_table(tmp_path):
     assert "streaming 16" in text
 
 
+@pytest.mark.slow
 def test_plots(capsys, cells, tmp_path):
     plots = tmp_path / "plots"
     code, _, err = run(capsys, *QUICK, "--plot", plots)
@@ -114,6 +116,7 @@ def test_plots(capsys, cells, tmp_path):
     assert "exists already" in err
 
 
+@pytest.mark.slow
 def test_a_prefix_store_changes_no_number(capsys, tmp_path):
     """A fresh process for each configuration; what is no store is refused before anything is measured."""
     asked = [*QUICK, "--prompt", "40", "--json"]
@@ -127,6 +130,7 @@ def test_a_prefix_store_changes_no_number(capsys, tmp_path):
     assert code == 1 and "file: is not a prefix store, but a file" in err
 
 
+@pytest.mark.slow
 def test_a_preset(capsys):
     code, out, err = run(
         capsys,
@@ -155,12 +159,14 @@ def test_a_preset(capsys):
     assert max(half["tokens_kept"][2:]) <= 28
 
 
+@pytest.mark.slow
 def test_a_budget_may_be_a_share_of_the_tokens(capsys):
     code, out, _ = run(capsys, *QUICK, "--chunk", "24", "--budget", "25%", "62.5%", "--json")
     assert code == 0
     assert [row["budget"] for row in json.loads(out)["rows"]] == [None, 16, 12, 30]
 
 
+@pytest.mark.slow
 def test_notes_for_readers_of_json(capsys, tmp_path):
     text = tmp_path / "short.txt"
     text.write_text("import os\n")
@@ -181,6 +187,7 @@ def test_notes_for_readers_of_json(capsys, tmp_path):
     assert "short.txt has only" in notes[0]
 
 
+@pytest.mark.slow
 def test_what_the_model_refuses_is_named_and_the_rest_is_there(capsys):
     code, out, err = run(
         capsys, *QUICK, "--policy", "h2o_tokens:recent=4,buffer=0", "--chunk", "24", "--slack", "0", "--json"
@@ -230,6 +237,7 @@ def test_usage(capsys, arguments, message):
     assert message in err
 
 
+@pytest.mark.slow
 def test_data_that_cannot_be_used(capsys, tmp_path):
     policy = ["--policy", "recent_only", "--budget", "8", "--no-timing"]
     for name, data in {"empty": b"", "latin": "é".encode("latin-1")}.items():
@@ -284,6 +292,7 @@ def test_forced_output_replaces_the_file(capsys, cells, tmp_path):
     assert out.startswith("| policy |")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_it_leaves_cells_and_no_processes(capsys, tmp_path, number, code):
     path = tmp_path / "cells"
@@ -313,6 +322,7 @@ def test_interrupted_it_leaves_cells_and_no_processes(capsys, tmp_path, number, 
         assert len(path.read_text().splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_gives_what_an_uninterrupted_run_gives(capsys, tmp_path):
     arguments = [*QUICK, "--tokens", "120", "--policy", "l2_fixed:strategy=random", "--json"]
     path = tmp_path / "cells"
@@ -344,6 +354,7 @@ def untimed(value):
     return [untimed(entry) for entry in value] if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 def test_without_a_policy_it_is_the_baseline(capsys):
     code, out, err = run(capsys, *BASE, "--no-timing", "--chunk", "16")
     assert (code, err) == (0, "")
@@ -351,6 +362,7 @@ def test_without_a_policy_it_is_the_baseline(capsys):
     assert not out.splitlines()[3]
 
 
+@pytest.mark.slow
 def test_without_onnxruntime(tmp_path):
     (tmp_path / "onnxruntime.py").write_text("raise ImportError('not here')\n")
     command = [sys.executable, "-m", "kvmnn", *QUICK]

@@ -54,6 +54,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_cache_of_the_model_in_any_form(capsys, folder, tmp_path, monkeypatch, form):
     """Equal to the model's own in every word, and in what it scores."""
@@ -70,6 +71,7 @@ def test_a_cache_of_the_model_in_any_form(capsys, folder, tmp_path, monkeypatch,
     assert len(distances) == 12 and all(each["equal"] == each["words"] for each in distances)
 
 
+@pytest.mark.slow
 def test_a_table_and_its_json(capsys, folder, tmp_path):
     asked = [*BASE, "--from", folder / "a.session", "--policy", "streaming", "--budget", "16"]
     code, out, err = run(capsys, *asked, "-o", tmp_path / "r.json")
@@ -90,12 +92,14 @@ def test_a_table_and_its_json(capsys, folder, tmp_path):
     assert code == 0 and "from a.session" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_notes_that_begin_with_a_file_keep_its_name(capsys, folder, monkeypatch):
     monkeypatch.chdir(folder)
     code, out, _ = run(capsys, *BASE, "--from", "a.pt", "--batch", "1", "--token-ids", "ids.json")
     assert code == 0 and "a.pt: text 1 of a batch of 2" in " ".join(out.split())
 
 
+@pytest.mark.slow
 def test_options_about_the_cache(capsys, folder):
     ids = ["--token-ids", folder / "ids.json"]
     code, _, err = run(capsys, *BASE, "--from", folder / "a.pt", "--batch", "1", *ids, "-q")
@@ -143,6 +147,7 @@ def test_caches_that_are_none(capsys, folder, tmp_path):
     assert (folder / "a.session").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_nothing(folder, tmp_path):
     """Killed while a process measures: its files of K and V go, and finished cells stay."""
     command = [sys.executable, "-P", "-m", "kvmnn", *BASE, "--from", str(folder / "kv"), "--chunk", "1"]

@@ -34,6 +34,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_eval(run: Run, config: Path) -> None:
     asked = ["eval", FIXTURE, "--text", TEXT, "--tokens", 96, "--prompt", 60, "--no-timing", "--threads", 1]
     asked += ["--policy", "h2o_engine", "--config", config]

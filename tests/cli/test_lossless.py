@@ -26,6 +26,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_eval_scores_the_same_and_says_the_ratios(run: Run, config: Path) -> None:
     asked: list[Any] = ["eval", FIXTURE, "--text", TEXT, "--tokens", 110, "--prompt", 90, "--no-timing", "--threads", 1]
     asked += ["--policy", "streaming", "--budget", 64]
@@ -89,6 +90,7 @@ def test_a_mistake_in_the_file_is_told_of_the_file(run: Run, tmp_path: Path) -> 
     assert f"{path}: kv_lossless_frontn: no option of the runtime (did you mean 'kv_lossless_front_n'?)" in err
 
 
+@pytest.mark.slow
 def test_columns_of_the_runtime_are_explained(run: Run) -> None:
     asked = ["--lossless", "probe", "--tokens", 3]
     for out in (

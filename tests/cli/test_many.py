@@ -52,6 +52,7 @@ def timeless(value: Any) -> Any:
     return [timeless(entry) for entry in value] if isinstance(value, list) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", BATCH_COMMANDS)
 def test_the_documents_are_those_of_the_verb_alone(here, capsys, verb):
     """All four verbs on the same tree: paths in order, documents word for word, no more on standard error."""
@@ -82,6 +83,7 @@ def test_the_documents_are_those_of_the_verb_alone(here, capsys, verb):
         assert line.get("error") == (said.err.removeprefix("kvmnn: error: ").rstrip("\n") or None)
 
 
+@pytest.mark.slow
 def test_encode_has_the_same_folders_below_its_output(here, capsys):
     assert main(["encode", "--jobs", "2", "in", "in/../extra.npy", "-o", "out"]) == 1
     assert "extra.npy: no such file" in capsys.readouterr().err
@@ -98,6 +100,7 @@ def test_encode_has_the_same_folders_below_its_output(here, capsys):
     assert (np.load("back.npy") == HALF).all()
 
 
+@pytest.mark.slow
 def test_encode_without_output_writes_beside(here, capsys):
     assert main(["encode", "--jobs", "1", "in"]) == 0
     assert Path("in/b/c/z.npz.frames/manifest.json").exists()
@@ -121,6 +124,7 @@ def test_one_output_that_exists_is_one_failure(here, capsys):
     assert not Path("out/b/layer_3.key.npy.frame").exists()
 
 
+@pytest.mark.slow
 def test_run_of_several_folders_into_one_output_is_noted(here, capsys):
     Path("more").mkdir()
     np.savez("more/other.npz", **KV)
@@ -141,6 +145,7 @@ def test_folders_of_what_failed_are_not_left(here, capsys):
     assert len(lines(capsys)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
@@ -201,6 +206,7 @@ def test_dense_streams_are_measured(here, capsys):
     assert line["document"]["overall"]["dense_bytes"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", BATCH_COMMANDS)
 def test_a_terminal_gets_lines_of_text(here, capsys, monkeypatch, verb):
     """One for each file, with what comes first of its document; JSON on request; with -q those that failed."""
@@ -252,6 +258,7 @@ def test_a_line_has_what_changes_the_meaning_of_its_sizes(tmp_path):
             assert note in said and said in format_task_line(line)
 
 
+@pytest.mark.slow
 def test_resumed(here, capsys):
     """What is there is printed as it was; what failed is tried again; what changed is done again, and told of."""
     Path("in/b/bad.npz").write_bytes(b"damaged")
@@ -283,6 +290,7 @@ def test_resumed(here, capsys):
     assert expected in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_resumed_with_other_positions_beside_an_array(here, capsys):
     """They are read with the array, and are in its frames."""
     np.save("in/layer_0.key.npy", KV["layer_0.key"])
@@ -299,6 +307,7 @@ def test_resumed_with_other_positions_beside_an_array(here, capsys):
     assert len({manifest for _, manifest in found}) == 3
 
 
+@pytest.mark.slow
 def test_resumed_outputs(here, capsys):
     """What kvmnn wrote and nobody changed is replaced when its input changes; what was changed only with -f."""
     argv = ["encode", "--jobs", "1", "in/a.npz", "in/b/c", "-o", "out", "--resume", "r"]
@@ -329,6 +338,7 @@ def test_resumed_outputs(here, capsys):
     assert not frame.read_bytes().endswith(b"x")
 
 
+@pytest.mark.slow
 def test_a_saved_cache_that_is_damaged_is_a_failed_line(here, capsys):
     path = save(Path("in/b/c/cache.pt"), pairs(1))
     assert main(["inspect", "--jobs", "1", "in/b/c"]) == 0
@@ -344,6 +354,7 @@ def test_a_saved_cache_that_is_damaged_is_a_failed_line(here, capsys):
             assert first["error"].startswith("in/b/c/cache.pt: ")
 
 
+@pytest.mark.slow
 def test_names_that_are_not_utf_8(here, capsys):
     name = os.fsdecode(b"in/b/\xff\n\x1b.npz")
     shutil.copy("in/a.npz", name)
@@ -358,6 +369,7 @@ def test_names_that_are_not_utf_8(here, capsys):
     assert "\\x1b" in said.err and "\x1b" not in said.err + said.out
 
 
+@pytest.mark.slow
 def test_hostile_files(tmp_path, capsys, monkeypatch):
     """Every sample cut, flipped and whole: one line each, never more, and an error where the verb alone has one."""
     monkeypatch.chdir(tmp_path)

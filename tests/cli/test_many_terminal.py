@@ -44,6 +44,7 @@ def in_terminal(*argv: str) -> list[str]:
     return shown.decode().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["encode", "measure", "inspect"])
 def test_many_files_in_a_terminal_end_without_a_warning(verb: str) -> None:
     output = ["-o", "out/"] if verb == "encode" else []

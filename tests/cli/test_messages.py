@@ -204,6 +204,7 @@ def test_other_numbers_of_tokens_are_compared_as_far_as_they_go(here, run):
     )
 
 
+@pytest.mark.slow
 def test_line_ends_in_paths_are_escaped(tmp_path, run, monkeypatch):
     """In the line of a verb, in those of many files, and in the one that sums them up; JSON has the path itself."""
     monkeypatch.chdir(tmp_path)

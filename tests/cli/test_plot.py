@@ -21,6 +21,7 @@ def saved(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_it_draws_what_the_run_drew(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fixture, text = FIXTURES / "lm", FIXTURES / "lm" / "texts" / "calendar.py.txt"
@@ -35,6 +36,7 @@ def test_it_draws_what_the_run_drew(run, tmp_path, monkeypatch):
     assert "no keep_ratio_analysis: no policy ran with two values" in said.out
 
 
+@pytest.mark.slow
 def test_what_the_command_prints_as_json_is_read_too(run, tmp_path, saved):
     path = tmp_path / "printed.json"
     path.write_text(json.dumps({"verb": "eval", **json.loads(saved.read_text())}, indent=2))
@@ -47,6 +49,7 @@ def test_what_the_command_prints_as_json_is_read_too(run, tmp_path, saved):
     assert b"Perplexity over budget" not in b"".join(path.read_bytes() for path in (tmp_path / "p").iterdir())
 
 
+@pytest.mark.slow
 def test_existing_files_need_force(run, tmp_path, saved):
     (tmp_path / "keep_map.svg").write_text("mine")
     assert "keep_map.svg: exists already" in run("plot", saved, "-o", tmp_path, code=1).err
@@ -65,6 +68,7 @@ def damaged(saved, where, value):
     return json.dumps(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "value", "message"),
     [

@@ -62,6 +62,7 @@ def test_into_head(here):
     assert (Path("code").read_text(), done.stderr) == ("141\n", b"")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "utf-8:strict"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}])
 def test_names_that_are_not_utf8(here, environment):
     os.rename("keys.npy", b"\xff\xe9.npy")

@@ -58,6 +58,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_results_fit_a_terminal(here, run, monkeypatch) -> None:
     rows: dict[str, list[str]] = {}
     for command in VERBS.strip().splitlines():

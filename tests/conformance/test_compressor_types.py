@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from conformance import run_index
 
 
+@pytest.mark.slow
 def test_every_recorded_type_converts_or_is_refused_as_by_torch(unpacked: Callable[[str], Path]) -> None:
     folder = unpacked("compressor_types")
     results = list(run_index(folder / "index.json", folder))

@@ -15,6 +15,7 @@ def vectors(unpacked: Callable[[str], Path]) -> Path:
     return unpacked("offline")
 
 
+@pytest.mark.slow
 def test_every_vector_passes(vectors: Path) -> None:
     results = list(run_index(vectors / "index.json", vectors))
     assert [(result.name, result.problems) for result in results if result.problems] == []

@@ -20,6 +20,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack(FIXTURES / "store" / "vectors.tar.xz", folder)
 
 
+@pytest.mark.slow
 def test_every_trace_is_reproduced(traces: Path) -> None:
     results = list(run_index(traces / "index.json", traces))
     assert [(result.name, result.problems) for result in results if result.problems] == []
@@ -39,6 +40,7 @@ def altered(value: Any) -> Any:
     return value + 1 if isinstance(value, int | float) else ("0" if value[:1] != "0" else "1") + value[1:]
 
 
+@pytest.mark.slow
 def test_every_field_of_an_event_is_compared(traces: Path, tmp_path: Path) -> None:
     seen: set[tuple[str, ...]] = set()
     for name in ("h2o_store_k_all_layers", "layer_nums_2_store", "cache1_full", "queue1_full_lazy"):

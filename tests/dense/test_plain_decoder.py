@@ -123,6 +123,7 @@ def refused(stream: bytes) -> tuple[bool, bool]:
     return here, there
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGED)
 def test_damage_is_refused_by_both(name: str) -> None:
     stream = DAMAGED[name]
@@ -209,6 +210,7 @@ def test_shared_tables(rotary: dense.RopeConfig | None, dtype: str) -> None:
         dense.decode(stream, history=before, tables=other)
 
 
+@pytest.mark.slow
 def test_damaged_tables_are_refused_by_both() -> None:
     array = sample("rotated", "bf16", 1, 200, 16, 2)
     data = dense.SharedTables.from_arrays([array], rotary=HALF).data

@@ -45,6 +45,7 @@ def test_table_of_combined_follows_from_its_json() -> None:
                 assert cell.strip() == f"{raw / coded:.3f}"
 
 
+@pytest.mark.slow
 def test_perplexity_of_the_full_cache_is_what_the_shipped_model_gives() -> None:
     (plain, stored) = RESULTS
     assert [row["nll"] for row in plain["rows"]] == [row["nll"] for row in stored["rows"]]

@@ -76,6 +76,7 @@ def test_links_lead_somewhere() -> None:
         assert (ROOT / "docs" / target).exists(), target
 
 
+@pytest.mark.slow
 def test_what_caches_are_worth_is_as_measured(tmp_path: Path) -> None:
     """The table of caches that texts go on from, but for its first row, which is the full cache of all others."""
     model, text = ROOT / "fixtures" / "lm", ROOT / "fixtures" / "lm" / "texts" / "calendar.py.txt"

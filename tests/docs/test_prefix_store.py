@@ -94,6 +94,7 @@ def test_the_commands() -> None:
     assert comparable(retold(page)) == comparable(page)
 
 
+@pytest.mark.slow
 @needs_engine
 def test_the_whole_way_with_the_engine(tmp_path: Path) -> None:
     """A prompt, then one that shares 40 tokens with it; this one against an empty store as well."""

@@ -14,6 +14,7 @@ from kvmnn.cli.command_parser import COMMANDS
 PAGE = (DOCS / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_commands_and_the_python_example(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run, capsys: pytest.CaptureFixture[str]
 ) -> None:

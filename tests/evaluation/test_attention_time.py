@@ -66,6 +66,7 @@ def test_attention_is_a_part_of_the_step(tiny: Tiny, operators: int | None, tmp_
         assert operators in (None, len(profile.nodes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, "streaming"])
 def test_the_shipped_model(policy: str | None, folder: Path) -> None:
     found = timed(FIXTURES / "lm" / "model.onnx", policy and create_policy(policy, budget=16, skip_layers=(0,)))

@@ -88,6 +88,7 @@ class Counter:
 # -- what holds for every policy --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 5])
 def test_a_budget_beyond_the_text_gives_exactly_the_numbers_of_the_full_cache(documents, chunk):
     specs = [f"{name}:recent=50%" if name == "h2o_heads" else name for name in sorted(POLICIES)]
@@ -106,6 +107,7 @@ def test_a_budget_beyond_the_text_gives_exactly_the_numbers_of_the_full_cache(do
     assert any("nothing was evicted: a text of 48 tokens fits its budget." in note for note in results.notes)
 
 
+@pytest.mark.slow
 def test_policies_of_the_same_size_keep_exactly_that_size(documents):
     specs = ["recent_only", "streaming", "h2o_decayed", "h2o_decayed_heads", "h2o_tokens:recent=8"]
     wanted = expand_configurations(specs, [32])
@@ -216,6 +218,7 @@ def test_frames_of_the_words_as_they_are_held(documents):
     assert full.lossless_ratio > 1
 
 
+@pytest.mark.slow
 def test_traces_of_the_first_document(documents):
     wanted = expand_configurations(["streaming:skip_layers=0"], [16])
     results = run(documents(300), wanted, tokens=300, chunk=2, traces=True, **QUICK)
@@ -233,6 +236,7 @@ def test_traces_of_the_first_document(documents):
     assert run(documents(300), [], tokens=300, chunk=50, **QUICK).traces == ()
 
 
+@pytest.mark.slow
 def test_generation_is_timed(documents):
     wanted = expand_configurations(["streaming"], [24])
     for row in run(documents(70, 1), wanted, tokens=70, repeats=2, chunk=10).rows:
@@ -263,6 +267,7 @@ def test_policies_for_prompts_take_the_first_chunk_for_it(documents):
 # -- presets ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_preset_by_its_projects_definition(documents):
     texts = documents(100)
     wanted = expand_preset("knorm-fixed:fix_kv_sizes=32,strategies=keep_low")
@@ -289,6 +294,7 @@ def test_a_preset_by_its_projects_definition(documents):
     assert baseline.project.nll != baseline.nll
 
 
+@pytest.mark.slow
 def test_the_lazy_caches_of_streaming_llm_and_h2o(documents):
     wanted = [entry for entry in expand_preset("streaming-h2o") if entry.label in ("baseline", "h2o_4_32_256")]
     results = run(documents(600, 1), wanted, tokens=600, chunk=8, repeats=1)
@@ -306,6 +312,7 @@ def test_the_lazy_caches_of_streaming_llm_and_h2o(documents):
 # -- cells ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_was(documents, tmp_path):
     texts, wanted = documents(40), expand_configurations(["streaming", "l2_fixed:strategy=random"], [16])
     whole = numbers(run(texts, wanted, tokens=40, **QUICK))
@@ -350,6 +357,7 @@ def test_what_is_asked_for_twice_is_measured_once(documents):
     assert [row.label for row in rows] == ["full", "a", "a (2)"]
 
 
+@pytest.mark.slow
 def test_processes_of_their_own_give_the_same_numbers_and_their_memory(documents):
     texts, wanted = documents(60), expand_configurations(["h2o_decayed"], [16])
     here = run(texts, wanted, tokens=60, **QUICK)
@@ -365,6 +373,7 @@ def test_processes_of_their_own_give_the_same_numbers_and_their_memory(documents
     assert EvaluationResult.from_dict(json.loads(there.to_text("json"))) == there
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(documents):
     wanted = expand_configurations(["streaming"], [64])
     peaks = []
@@ -402,6 +411,7 @@ def test_what_the_model_refuses_does_not_stop_the_others(documents):
     assert "feed fewer tokens at once" in refused.reason
 
 
+@pytest.mark.slow
 def test_files_and_documents_give_the_same(documents):
     paths = [FIXTURE / "texts" / name for name in NAMES]
     settings = EvaluationSettings(tokens=30, **QUICK)

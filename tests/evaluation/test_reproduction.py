@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 import reproduce
 
 SAMPLE = (
@@ -21,6 +22,7 @@ EXPECTED = json.loads((reproduce.FIXTURES / "expected.json").read_text(encoding=
 TEXTS = 1
 
 
+@pytest.mark.slow
 def test_what_was_measured_without_kvmnn() -> None:
     part = EXPECTED["chunks_of_4"]
     wanted = {row["name"]: row for row in part["rows"] if row["name"] in (*SAMPLE, "full")}

@@ -145,6 +145,7 @@ def test_another_models_cache_is_refused(undo: list[str], layers: Layers, ids: l
     assert any("no roundings of this model's" in note for note in measured(path, ["none"]).notes)
 
 
+@pytest.mark.slow
 def test_cut_cache_is_compared_on_what_it_holds(tmp_path: Path) -> None:
     """The first tokens are gone, and in another one each head has its own."""
     for policy in (create_policy("recent_only", budget=20, skip_layers=()), create_policy("knorm", budget=30)):
@@ -167,6 +168,7 @@ def test_start_is_left_alone_and_its_files_go(layers: Layers, ids: list[int], tm
         read_initial_cache(path, read_model_interface(MODEL), inverted_transforms=["auto", "k-order"])
 
 
+@pytest.mark.slow
 def test_command_refuses_and_undoes(
     layers: Layers, ids: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -79,6 +79,7 @@ def test_the_reference_is_the_full_cache_scored_behind_the_start(dump: Path, ids
     assert measured(dump).rows[0].nll == float(sum(part.sum() for part in nll)) / (72 - TOKENS)
 
 
+@pytest.mark.slow
 def test_rounded_quantised_and_cut_caches_cost_more_and_more(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path
 ) -> None:
@@ -252,6 +253,7 @@ def test_wide_types_narrow_types_and_a_start_that_was_read(
         read_initial_cache(saved_starts.npz(tmp_path / "huge.npz", huge), half, ids)
 
 
+@pytest.mark.slow
 def test_results_are_saved_read_and_drawn(dump: Path, tmp_path: Path) -> None:
     result = measured(dump, "streaming", settings=SETTINGS, budgets=[16, 24])
     path = tmp_path / "r.json"
@@ -265,6 +267,7 @@ def test_results_are_saved_read_and_drawn(dump: Path, tmp_path: Path) -> None:
     assert {"perplexity_over_budget.png", "strategy_comparison.svg"} <= written
 
 
+@pytest.mark.slow
 def test_processes_and_resumed_cells(dump: Path, tmp_path: Path) -> None:
     cells = tmp_path / "cells"
     one = measured(dump, jobs=2, store=cells)

@@ -75,6 +75,7 @@ def test_a_store_that_cannot_be_written_costs_no_score(model: Path, tmp_path: Pa
     assert any("nothing was stored: " in note and "staging" in note for note in found.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "first", "again"),
     [

@@ -18,6 +18,8 @@ import pytest
 
 from kvmnn.cli import main
 
+pytestmark = pytest.mark.slow  # starts and kills processes
+
 FILES = 20
 
 

@@ -135,6 +135,7 @@ def test_a_long_header_of_nothing_is_refused_at_once(tmp_path, length, message):
     assert time.process_time() - start < 0.5
 
 
+@pytest.mark.slow
 def test_a_million_tensors_are_opened_in_seconds(tmp_path):
     """Under two on a machine that does nothing else; all are checked, and those that are asked for are made."""
     count = 1_000_000

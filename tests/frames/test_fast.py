@@ -138,7 +138,7 @@ def test_what_follows_from_what_was_before(nbytes: int, most: float, dtype: str)
     assert np.mean(shares) < 1.01
 
 
-@pytest.mark.parametrize("nbytes", [16 << 10, 64 << 10, 1 << 20, 9 << 20])
+@pytest.mark.parametrize("nbytes", [16 << 10, 64 << 10, 1 << 20, pytest.param(9 << 20, marks=pytest.mark.slow)])
 def test_words_that_were_converted_from_shorter_ones(nbytes: int) -> None:
     """Lanes of zeros ask for no predictor; exact frames are larger, whose matches cost more than literals."""
     values = np.random.default_rng(nbytes).standard_normal(nbytes // 4).astype(np.float32)
@@ -277,7 +277,9 @@ def repeating(n: int, seed: int) -> Iterator[tuple[str, npt.NDArray[np.floating]
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
-@pytest.mark.parametrize(("words", "seed"), [(40_000, 1), (1 << 18, 2), ((1 << 21) + 1000, 3)])
+@pytest.mark.parametrize(
+    ("words", "seed"), [(40_000, 1), (1 << 18, 2), pytest.param((1 << 21) + 1000, 3, marks=pytest.mark.slow)]
+)
 def test_repeats_cost_hardly_more_than_in_exact_frames(words: int, seed: int, dtype: str) -> None:
     """At most 5 %; of larger arrays only some kinds."""
     for number, (name, values) in enumerate(repeating(words, seed)):
@@ -308,6 +310,7 @@ def test_a_part_that_repeats_itself_at_an_odd_distance(words: int, share: float,
         assert kvmnn.decode(made, dtype=dtype).tobytes() == array.tobytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_channels_that_never_change(dtype: str) -> None:
     """Half of them, so that what is equal in a row has few bytes: the search misses most, and libzstd is tried."""
@@ -334,6 +337,7 @@ def test_one_copy_from_afar(effort: str, far: int) -> None:
         assert len(made) < 1.02 * len(kvmnn.encode(words))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("effort", ["fast", "balanced"])
 def test_runs_are_rle_where_the_engine_has_it(effort: str) -> None:
     """Of whole lanes, also of those that are several pieces; not where RLE is not allowed."""

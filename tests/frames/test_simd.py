@@ -138,6 +138,7 @@ def test_the_environment_chooses_a_level() -> None:
     assert done.returncode != 0 and "'none' is not available" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("cc") and SELFTEST.exists()), reason="no C compiler or no sources")
 def test_native_selftest(tmp_path: Path) -> None:
     """The table of every level, from C, with guard bytes around every buffer; `make test-aarch64` runs the same."""

@@ -37,6 +37,7 @@ def reports() -> dict[str, dict]:
     return {binding: run_binding(binding) for binding in BINDINGS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("binding", BINDINGS)
 def test_a_binding_gives_the_verdicts_of_zstd_decompress(reports: dict[str, dict], binding: str) -> None:
     report = reports[binding]
@@ -49,6 +50,7 @@ def test_a_binding_gives_the_verdicts_of_zstd_decompress(reports: dict[str, dict
     assert report["wrong"] == []
 
 
+@pytest.mark.slow
 def test_bindings_make_the_same_frames(reports: dict[str, dict]) -> None:
     exact = {binding: report["frames"] for binding, report in reports.items() if report.get("byte_exact")}
     assert "python" in exact, f"zstandard {zstandard.__version__} is not byte-exact"

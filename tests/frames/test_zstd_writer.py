@@ -13,7 +13,10 @@ from repository import NATIVE
 
 from kvmnn import _simd
 
-pytestmark = pytest.mark.skipif(shutil.which("cc") is None or not NATIVE.exists(), reason="no C compiler or no sources")
+pytestmark = [
+    pytest.mark.slow,  # compiles C
+    pytest.mark.skipif(shutil.which("cc") is None or not NATIVE.exists(), reason="no C compiler or no sources"),
+]
 
 PERIOD = 64
 

@@ -34,6 +34,7 @@ print(opened - before, one - before, resident() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="reads the memory of a process from /proc")
 def test_release_gives_the_memory_of_sessions_back(tmp_path: Path) -> None:
     (tmp_path / "small.onnx").write_bytes(Tiny().model().SerializeToString())

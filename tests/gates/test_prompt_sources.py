@@ -177,6 +177,7 @@ _LINES_AT_ONCE = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quiet", [[], ["-q"]])
 def test_progress_is_lines_on_standard_error(tmp_path: Path, quiet: list[str]) -> None:
     words = [*map(str, write(tmp_path)), "--prompts", str(tmp_path / "texts"), "-o", str(tmp_path / "out"), *quiet]
@@ -191,6 +192,7 @@ def test_progress_is_lines_on_standard_error(tmp_path: Path, quiet: list[str]) -
         assert any(" of 14 runs, " in line and "; now runtime_" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_progress_counts_all_runs_and_names_each(tmp_path: Path) -> None:
     """What the lines and the bar say comes from the suite itself."""
     calls: list[str] = []
@@ -221,6 +223,7 @@ def test_progress_counts_all_runs_and_names_each(tmp_path: Path) -> None:
     assert "runtime_store, a.txt:40, K and V compared" in calls and "runtime_probe, perplexity" in calls
 
 
+@pytest.mark.slow
 def test_case_leaves_no_session_of_the_model_open(tmp_path: Path) -> None:
     write(tmp_path)
     config = read_run_config(tmp_path / "run.json", CASE_NAMES)

@@ -133,6 +133,7 @@ def test_measured_again_or_otherwise_is_another_round(made: SimpleNamespace, tmp
     assert shown.count("to the mean before") == 3  # of the baseline; others have no round before under these settings
 
 
+@pytest.mark.slow
 def test_progress_counts_the_steps_that_are_left(made: SimpleNamespace, tmp_path: Path) -> None:
     """So that the time left is that of what has yet to run; runs that are there take none."""
     config = read_run_config(made.folder / "run.json", ())

@@ -217,6 +217,7 @@ def test_a_roomy_budget_gives_the_full_caches_numbers(shipped: DecoderSession, t
         assert np.array_equal(ours.keys, theirs.keys) and np.array_equal(ours.values, theirs.values)
 
 
+@pytest.mark.slow
 def test_sizes_are_exactly_the_budget(shipped: DecoderSession, text: np.ndarray) -> None:
     """And for the lazy caches the budget and at most the surplus that is documented."""
     for name, more in (("recent_only", {"skip_layers": ()}), ("streaming", {}), ("h2o_decayed", {}),

@@ -151,6 +151,7 @@ def test_a_fingerprint_is_of_graph_and_weights(tmp_path: Path) -> None:
     assert len(compute_fingerprint(inside)) == 64
 
 
+@pytest.mark.slow
 def test_the_shipped_model_answers_from_the_store(tmp_path: Path) -> None:
     prompt = (SHIPPED / "texts" / "calendar.py.txt").read_text()[:600]
     expected = generate(SHIPPED, prompt, max_tokens=4)

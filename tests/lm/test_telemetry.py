@@ -37,6 +37,7 @@ def test_generate_leaves_no_file_of_onnxruntime(tmp_path: Path) -> None:
     assert written == [] and list((tmp_path / "tmp").iterdir()) == [tmp_path / "tmp" / ".ses"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("strace") is None, reason="needs strace")
 def test_generate_opens_no_internet_socket(tmp_path: Path) -> None:
     environment, trace = folders(tmp_path), tmp_path / "trace"

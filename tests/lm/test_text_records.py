@@ -154,6 +154,7 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "pip install pyarrow" in said.err and said.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_eval_draws(run: Any, tmp_path: Path) -> None:
     texts = [(FIXTURES / "lm" / "texts" / f"{name}.py.txt").read_text()[:400] for name in ("enum", "trace", "pprint")]
     path = lines(tmp_path / "a.jsonl", *texts, "", field="code")

@@ -134,6 +134,7 @@ def test_note_says_what_was_added_and_to_how_many(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Llama 2", "Llama 3", "Gemma", "Qwen", "null over a template"])
 def test_verbs_feed_at_most_one_bos_and_say_so(
     name: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -109,6 +109,7 @@ def test_results_are_released_as_they_come(address: str, log: Path) -> None:
     assert 0 < most < 40
 
 
+@pytest.mark.slow
 def test_workers_that_are_killed_in_mid_run(harmed: Any, log: Path, tmp_path: Path) -> None:
     """Both, one after the other: every file is a result once, and every output is there and whole."""
     names = [f"{number:02}" for number in range(40)]
@@ -127,6 +128,7 @@ def test_workers_that_are_killed_in_mid_run(harmed: Any, log: Path, tmp_path: Pa
     assert sorted(path.name for path in tmp_path.glob("*.out")) == [f"{name}.out" for name in names]
 
 
+@pytest.mark.slow
 def test_a_memory_limit_that_is_hit(harmed: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file that needs too much is one failed line; the others are each done."""
     names = [f"{number:02}" for number in range(10)] + ["big"] + [f"{number:02}" for number in range(10, 20)]
@@ -146,6 +148,7 @@ def test_a_memory_limit_that_is_hit(harmed: Any, log: Path, monkeypatch: pytest.
     assert set(calls(log)) == set(names)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_goes_away(harmed: Any, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvmnn.batch.executors.CONNECT_TIMEOUT_SECONDS", 2)
     found = harmed()
@@ -159,6 +162,7 @@ def test_a_scheduler_that_goes_away(harmed: Any, log: Path, monkeypatch: pytest.
             list(results)
 
 
+@pytest.mark.slow
 def test_the_verbs(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """Encoded, interrupted nowhere, resumed: the same lines as by processes of this machine, times aside."""
     monkeypatch.chdir(tmp_path)
@@ -187,6 +191,7 @@ def timeless(line: str) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
     monkeypatch.setattr("kvmnn.batch.executors.CONNECT_TIMEOUT_SECONDS", 0.5)
     left: list[str] = []

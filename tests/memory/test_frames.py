@@ -25,6 +25,7 @@ def large(request, tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_encode_verify_decode(large):
     frame, idle = str(large.with_suffix(".frame")), anonymous_peak("--version")
     # Encoding holds about 2.2 times a piece and its frame, decoding a piece and scratch; below 32 MiB malloc's heap,
@@ -40,6 +41,7 @@ def test_encode_verify_decode(large):
     assert large.with_suffix(".back.npy").stat().st_size == large.stat().st_size
 
 
+@pytest.mark.slow
 def test_deflated_members_are_inflated_piece_by_piece(tmp_path):
     np.savez_compressed(tmp_path / "a.npz", k=np.zeros((1920, 65536), np.float16))
     argv = ["encode", str(tmp_path / "a.npz"), "-o", str(tmp_path / "a.frame"), "--frame-bytes", str(FRAME_BYTES)]

@@ -34,6 +34,7 @@ def large(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_gibibyte_is_read_in_bounded_memory(large):
     bundle = large.with_name("frames")
     assert sum(path.stat().st_size for path in large.iterdir()) == 1 << 30
@@ -41,6 +42,7 @@ def test_a_gibibyte_is_read_in_bounded_memory(large):
     assert anonymous_peak("diff", str(large), str(bundle), *GEOMETRY, options=QUIET) < MOST
 
 
+@pytest.mark.slow
 def test_files_are_written_in_bounded_memory(large):
     one = large / "sys_0.k"
     arrays, back = large.with_name("a.safetensors"), large.with_name("back")

@@ -21,6 +21,7 @@ def measured(mode: str, threads: int) -> dict[str, float]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [0, 2])
 def test_rows_of_stored_tokens_leave_the_process(threads: int) -> None:
     off, store = measured("off", threads), measured("store", threads)

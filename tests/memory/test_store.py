@@ -30,6 +30,7 @@ def measured(*argv: str) -> dict[str, int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_directory_holds_what_is_in_flight(tmp_path: Path) -> None:
     """`put` takes far less than the text, `get` what it returns, and nothing but workspaces stays."""
     found = measured(str(tmp_path / "store"))
@@ -39,6 +40,7 @@ def test_a_directory_holds_what_is_in_flight(tmp_path: Path) -> None:
     assert max(found["held"], found["left"]) < KEPT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ram_bytes", [0, 4 << 20])
 def test_past_this_machine_ram_bytes_more_are_held(tmp_path: Path, ram_bytes: int) -> None:
     """Of four texts only what `ram_bytes` allow stays in memory; a text on its way is there as it is stored, too."""

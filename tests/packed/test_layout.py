@@ -385,6 +385,7 @@ def test_outputs_that_do_not_fit(packed: Any) -> None:
         layout.unpack(keys, values, 10, capacity=20, out=(good, bytearray(480)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (shutil.which("cc") and SELFTEST.exists()), reason="no C compiler or no sources")
 def test_native_selftest(tmp_path: Path) -> None:
     program = tmp_path / "selftest"

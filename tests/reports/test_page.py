@@ -170,6 +170,7 @@ def test_plots_take_the_colours_of_the_page(page: str) -> None:
         assert "var(--ink)" in plot and "DejaVu" not in plot
 
 
+@pytest.mark.slow
 def test_equal_input_gives_equal_pages(report: Report, page: str, tmp_path: Path) -> None:
     again = make_report([files.write_everything(tmp_path / "round")])
     assert again.to_html() == page and again.to_markdown() == report.to_markdown()
@@ -275,6 +276,7 @@ def test_a_wrong_replay_is_said_first(tmp_path: Path) -> None:
     assert report.verdict.notes[0].startswith("replay.json: WRONG: attention reads other bytes")
 
 
+@pytest.mark.slow
 def test_a_large_suite_is_a_small_page(tmp_path: Path) -> None:
     passed = {f"runtime_full+block={place}": False for place in range(300)}
     root = files.write_round(tmp_path / "round", passed)

@@ -14,6 +14,7 @@ from browser import Browser, chromium
 from kvmnn.reports.page import make_report
 
 pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.slow  # starts a browser
 
 WIDTHS = (360, 768, 1280)
 LONG = "a_case_with_a_name_that_is_much_longer_than_any_screen_of_a_phone_is_wide+block=64+lossy=3.5"

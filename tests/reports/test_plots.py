@@ -40,6 +40,7 @@ def test_all_plots_as_png_and_svg(written: list[Path]) -> None:
     assert sorted(path.name for path in written[0].parent.iterdir()) == sorted(path.name for path in written)
 
 
+@pytest.mark.slow
 def test_equal_results_make_equal_bytes_in_another_process(written: list[Path], tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from lm_results import document; "
@@ -55,6 +56,7 @@ def test_equal_results_make_equal_bytes_in_another_process(written: list[Path], 
             assert b"<dc:date>" not in path.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_users_matplotlib_settings_neither_matter_nor_change(written: list[Path], tmp_path: Path) -> None:
     import matplotlib
 
@@ -106,6 +108,7 @@ def test_without_matplotlib_the_package_is_named(monkeypatch: pytest.MonkeyPatch
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -475,6 +478,7 @@ def test_each_improvement_is_measured_by_itself() -> None:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_kinds_of_files_and_no_titles(tmp_path: Path) -> None:
     with_pdf = plots.PlotOptions(kinds=("pdf",))
     first = plots.write_plots(document(), tmp_path / "a", options=with_pdf)

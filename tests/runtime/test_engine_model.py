@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 from engine_store_model import StoreModel
 
 from kvmnn.policies.h2o import BlockPlan, H2OPlanner
@@ -144,6 +145,7 @@ class _Both:
             self.forward(tokens)
 
 
+@pytest.mark.slow
 def test_every_event_is_that_of_the_model() -> None:
     seen: Counter[str] = Counter()
     for seed in range(80):

@@ -228,6 +228,7 @@ def test_what_the_command_refuses(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plots(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

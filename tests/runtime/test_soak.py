@@ -12,6 +12,7 @@ import pytest
 from repository import ROOT
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 def test_memory_is_flat_and_no_block_is_lost() -> None:
     support = ROOT / "tests" / "support"

@@ -129,6 +129,7 @@ class Both:
             assert cache.tokens_seen == max(self.position, int(plain.positions.max(initial=-1)) + 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     config=configs,

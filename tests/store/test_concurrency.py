@@ -13,10 +13,12 @@ from store_soak import killed, together
 from kvmnn.store import PrefixStore
 
 
+@pytest.mark.slow
 def test_processes_at_once(tmp_path: Path) -> None:
     assert min(together(tmp_path / "s", processes=8, seconds=1)) > 0
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     killed(tmp_path / "s", times=4)
 

@@ -171,6 +171,7 @@ def test_frames_behind_streams(tmp_path: Path, first: int, dtype: str) -> None:
         assert same(store.get(ids, model=MODEL).layers, [LayerCache(layer=0, keys=keys, values=values)], 700)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_whatever_units_are_made_of_the_rows_come_back(tmp_path: Path, data: st.DataObject) -> None:

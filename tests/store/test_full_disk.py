@@ -120,6 +120,7 @@ def full() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [SCRIPT, FEW_BLOCKS], ids=["units", "units of a few blocks"])
 def test_a_full_disk(tmp_path: Path, script: str) -> None:
     """A small one of its own, where the system lets this user have that."""

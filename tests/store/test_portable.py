@@ -42,6 +42,7 @@ def test_it_comes_to_another_store(exported: Path, tmp_path: Path) -> None:
         assert same(store.get(IDS, model=MODEL).layers, IDS, 17)
 
 
+@pytest.mark.slow
 def test_each_byte_counts(exported: Path) -> None:
     """Whatever is changed, it is refused in one line."""
     good = exported.read_bytes()

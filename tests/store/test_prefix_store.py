@@ -164,6 +164,7 @@ def test_a_beginning_of_what_is_stored_is_known(store: PrefixStore) -> None:
         assert put(store, range(end)).stored_bytes == 0
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_against_a_dictionary(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

@@ -77,6 +77,7 @@ def test_tests_of_a_module_begin_with_its_own() -> None:
     assert rooms.tests_of(ROOT, "kvmnn/compressor/verify.py", Counter([killer]))[0] == killer
 
 
+@pytest.mark.slow
 def test_every_module_with_changes_has_tests_and_explanations_are_of_the_code_as_it_is() -> None:
     every = [
         c

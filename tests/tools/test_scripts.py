@@ -41,6 +41,7 @@ def test_scripts_are_found() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_help_from_any_directory(script: str, tmp_path: Path) -> None:
     if script in NEEDED:

@@ -247,6 +247,7 @@ def test_a_note_says_where_arrays_are_encoded_rather_than_the_file(tmp_path: Pat
     assert said not in run("encode", one, "-q", "--tensor", "layer_0.key", *out).err
 
 
+@pytest.mark.slow
 def test_what_lies_around_k_and_v_is_compared_with_the_original(tmp_path: Path, run) -> None:
     """Every byte of a file of a hybrid model: token ids, positions, and the state behind K and V."""
     shape = Shape(layers=1, dims=32, k_type="q8_0")

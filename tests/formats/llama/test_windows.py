@@ -375,6 +375,7 @@ def test_streams_and_sequences_are_taken_of_both_caches() -> None:
         assert np.array_equal(source[f"layer_{layer}.key"].to_numpy().view("u2"), cells.keys[0][:, rows])
 
 
+@pytest.mark.slow
 def test_damaged_model_of_windows_is_one_line() -> None:
     write_session()
     whole = Path(write_model()).read_bytes()

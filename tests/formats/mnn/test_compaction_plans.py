@@ -94,6 +94,7 @@ def test_what_plan_prints_as_json_is_a_plan(prefix, run) -> None:
         assert positions(plan[0]) == [[0, 1, 2, 3, *range(22, 30)]] * 2
 
 
+@pytest.mark.slow
 def test_what_dump_kv_and_eval_write_is_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run) -> None:
     """From a model to a compacted cache: the tokens that its own evicted cache has."""
     pytest.importorskip("onnxruntime")

@@ -52,7 +52,9 @@ def write_model(kind: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["x86-avx2", "x86-avx512", "arm64-fp16"])
-@pytest.mark.parametrize("told", ["graph", "settings", "words"])
+@pytest.mark.parametrize(
+    "told", ["graph", pytest.param("settings", marks=pytest.mark.slow), pytest.param("words", marks=pytest.mark.slow)]
+)
 def test_verbs_mixed_heads_are_read_and_restored(run, backend, told):
     expected = write_mixed("p", backend)
     write_model("mix")

@@ -72,6 +72,7 @@ def test_encode_wrong_geometry_names_the_first_difference(prefix, run, options, 
     assert "not all of the packed files is kept" in run("inspect", "b").out
 
 
+@pytest.mark.slow
 def test_encode_any_geometry_that_is_lossless_restores_the_files(prefix, run):
     """Every way to read these files that sizes allow: refused, or the same files come back."""
     original, passed = read_files(prefix), 0

@@ -72,6 +72,7 @@ for name, array in arrays.items():
 """
 
 
+@pytest.mark.slow
 def test_others_read_it(arrays: Path, tmp_path: Path, run) -> None:
     run("encode", arrays, "-o", tmp_path / "x.zarr", "--frame-bytes", "200")
     assert run_elsewhere(READ, tmp_path, tmp_path / "x.zarr", arrays).splitlines() == [
@@ -330,6 +331,7 @@ def test_chunks_fit_their_limit(shape: tuple) -> None:
     assert grid.choose_chunk_shape(shape, 2, 0) == shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["x.zarr", "x"])
 def test_arrays_whose_group_has_lost_its_document(arrays: Path, tmp_path: Path, run, name: str) -> None:
     """Not read one by one, as if they were nothing together, and not as a whole that they are not any more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -34,6 +35,12 @@ EXCEPTIONS = {
 """Faces that hand on names from a room above them."""
 
 
+@cache
+def nodes(source: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """The import statements of a module, which is parsed once however many tests read it."""
+    return tuple(node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom))
+
+
 def modules(root: Path) -> dict[str, Path]:
     """Every module below `root` by its dotted name; packages by their own."""
     found = {}
@@ -46,7 +53,7 @@ def modules(root: Path) -> dict[str, Path]:
 def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
     """The modules that a module imports, those inside functions and for type checkers included."""
     package = name.split(".") if path.stem == "__init__" else name.split(".")[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path.read_text(encoding="utf-8")):
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = base + (node.module.split(".") if node.module else [])

@@ -10,16 +10,19 @@ from process_memory import anonymous_peak
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 
-LAYERS, LAYER_BYTES = 4, 128 << 20  # of K and of V
+# Half a gibibyte, and a limit of less than half of that: a run takes 165 MiB, and one that kept every layer, or 40 MiB
+# of each, would exceed it. Twice the layers took twice the time (106 s) and found nothing else.
+LAYERS, LAYER_BYTES = 2, 128 << 20  # of K and of V
 HEADS = 8
-MOST = 300 << 20
+MAX_ANONYMOUS_BYTES = 240 << 20
+MAX_BYTES_OF_ONE_LAYER = 100 << 20
 QUIET = ("-q",)
 GEOMETRY = ["--backend", "x86-avx2", "--kv-heads", str(HEADS), "--head-dim", "128", "--tokens", str(LAYER_BYTES >> 12)]
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """A prefix cache of 1 GiB: holes, and at the beginning of each head what is hard to compress."""
+    """A prefix cache of 512 MiB: holes, and at the beginning of each head what is hard to compress."""
     folder = tmp_path_factory.mktemp("large") / "p"
     folder.mkdir()
     noise = np.random.default_rng(0).standard_normal((HEADS, 1 << 17)).astype(np.float32)
@@ -35,18 +38,18 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_gibibyte_is_read_in_bounded_memory(large):
+def test_half_a_gibibyte_is_read_in_bounded_memory(large):
     bundle = large.with_name("frames")
-    assert sum(path.stat().st_size for path in large.iterdir()) == 1 << 30
-    assert anonymous_peak("encode", str(large), *GEOMETRY, "--effort", "fast", "-o", f"{bundle}/") < MOST
-    assert anonymous_peak("diff", str(large), str(bundle), *GEOMETRY, options=QUIET) < MOST
+    assert sum(path.stat().st_size for path in large.iterdir()) == 1 << 29
+    assert anonymous_peak("encode", str(large), *GEOMETRY, "--effort", "fast", "-o", f"{bundle}/") < MAX_ANONYMOUS_BYTES
+    assert anonymous_peak("diff", str(large), str(bundle), *GEOMETRY, options=QUIET) < MAX_ANONYMOUS_BYTES
 
 
 @pytest.mark.slow
 def test_files_are_written_in_bounded_memory(large):
     one = large / "sys_0.k"
     arrays, back = large.with_name("a.safetensors"), large.with_name("back")
-    assert anonymous_peak("unpack", str(one), *GEOMETRY, "-o", str(arrays), options=QUIET) < MOST // 3
+    assert anonymous_peak("unpack", str(one), *GEOMETRY, "-o", str(arrays), options=QUIET) < MAX_BYTES_OF_ONE_LAYER
     packing = ["pack", str(arrays), "--name", "sys", "--backend", "x86-avx2", "-o", str(back)]
-    assert anonymous_peak(*packing, options=QUIET) < MOST // 3
+    assert anonymous_peak(*packing, options=QUIET) < MAX_BYTES_OF_ONE_LAYER
     assert (back / "sys_0.v").read_bytes() == (large / "sys_0.v").read_bytes()

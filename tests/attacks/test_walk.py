@@ -19,7 +19,7 @@ from hostile_files import quietly, samples
 from kvmnn.formats import ARRAY_FORMATS
 
 MORE = int(os.environ.get("KVMNN_ATTACKS", "1"))
-"""So many times as many attacks: `make attack` asks for more than `make test` has time for."""
+"""So many times as many attacks: `make attack` asks for more than `make test-all` has time for."""
 CUTS, FLIPS, LIES = 50 * MORE, 30 * MORE, 20 * MORE
 SLOW = {"settings of a model", "tokenizer", "text", "ONNX", "dump, measured"}
 """Readers that take some 30 ms a file; they get a fifth."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,28 @@ from policy_models import BUDGETS, DIMS, HEADS, OPTIONS, acting, fit, make, view
 from kvmnn import KvmnnError, policies
 from kvmnn.policies import POLICIES, EvictingCache, LayerState, Trigger, create_policy, topk
 
-CASES = [(name, {**more, **budget}) for name, several in OPTIONS.items() for more in several for budget in BUDGETS]
-matrix = pytest.mark.parametrize(("name", "options"), CASES, ids=lambda value: str(value).replace(" ", ""))
+CASES = {name: [{**more, **budget} for more in several for budget in BUDGETS] for name, several in OPTIONS.items()}
+
+
+def matrix(**axes: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[[str], None]]:
+    """Run a check with all options of a policy and all values of `axes`: one item for each policy."""
+
+    def decorate(check: Callable[..., None]) -> Callable[[str], None]:
+        @pytest.mark.parametrize("name", OPTIONS)
+        def run_cases(name: str) -> None:
+            failures = []
+            for options, *values in product(CASES[name], *axes.values()):
+                named_values = dict(zip(axes, values, strict=True))
+                try:
+                    check(name, options, **named_values)
+                except (Exception, pytest.fail.Exception) as error:
+                    failures.append(f"{options} {named_values}: {error!r}")
+            assert not failures, "\n".join(failures)
+
+        run_cases.__name__, run_cases.__doc__ = check.__name__, check.__doc__
+        return run_cases
+
+    return decorate
 
 
 def test_every_policy_is_in_the_matrix() -> None:
@@ -22,8 +44,7 @@ def test_every_policy_is_in_the_matrix() -> None:
     assert all(policy.name == name for name, policy in POLICIES.items())
 
 
-@matrix
-@pytest.mark.parametrize("tied", [False, True])
+@matrix(tied=[False, True])
 def test_what_is_kept(name: str, options: dict[str, Any], tied: bool) -> None:
     policy = make(name, options)
     fields = view(60, tied=tied)
@@ -40,7 +61,7 @@ def test_what_is_kept(name: str, options: dict[str, Any], tied: bool) -> None:
     assert (fields["keys"].tobytes(), fields["scores"].tobytes()) == before
 
 
-@matrix
+@matrix()
 def test_ties_go_to_the_older_token(name: str, options: dict[str, Any]) -> None:
     """Where everything is equal, what is kept beside the protected tokens is the oldest."""
     policy = make(name, options)
@@ -56,7 +77,7 @@ def test_ties_go_to_the_older_token(name: str, options: dict[str, Any]) -> None:
         assert row[recent:] == list(range(60 - len(row) + recent, 60))
 
 
-@matrix
+@matrix()
 def test_repeatable(name: str, options: dict[str, Any]) -> None:
     answers = []
     for _ in range(2):
@@ -65,8 +86,7 @@ def test_repeatable(name: str, options: dict[str, Any]) -> None:
     assert answers[0] == answers[1]
 
 
-@matrix
-@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 12])
+@matrix(tokens=[0, 1, 3, 4, 12])
 def test_few_tokens_stay(name: str, options: dict[str, Any], tokens: int) -> None:
     policy = make(name, {key: value for key, value in options.items() if key != "keep_ratio"}, budget=12)
     if options.get("form") == "original" and tokens >= 4:
@@ -77,7 +97,7 @@ def test_few_tokens_stay(name: str, options: dict[str, Any], tokens: int) -> Non
     assert policy.select_or_all(fit(policy, view(tokens)), acting(policy)).tolist() == list(range(tokens))
 
 
-@matrix
+@matrix()
 def test_budgets_beyond_the_length(name: str, options: dict[str, Any]) -> None:
     base = {key: value for key, value in options.items() if key not in ("budget", "keep_ratio")}
     for budget in ({"budget": 60}, {"budget": 10**12}, {"keep_ratio": 1.0}, {"keep_ratio": 7.5}):
@@ -96,7 +116,7 @@ ZERO = {  # what stays of 60 tokens, first and last, where the budget is 0
 }
 
 
-@matrix
+@matrix()
 def test_budgets_of_zero(name: str, options: dict[str, Any]) -> None:
     """Nothing stays, but what is protected; or the policy says why it cannot be."""
     base = {key: value for key, value in options.items() if key not in ("budget", "keep_ratio")}
@@ -122,7 +142,7 @@ def test_budgets_of_zero(name: str, options: dict[str, Any]) -> None:
         assert kept is not None and np.atleast_2d(kept).tolist()[0] == expected
 
 
-@matrix
+@matrix()
 def test_skipped_layers_and_other_moments(name: str, options: dict[str, Any]) -> None:
     policy = make(name, options, skip_layers=[1, 5])
     assert policy.skip_layers == (1, 5)
@@ -133,7 +153,7 @@ def test_skipped_layers_and_other_moments(name: str, options: dict[str, Any]) ->
         assert policy.select(fit(policy, view(60)), moment) is None
 
 
-@matrix
+@matrix()
 def test_broken_values_have_their_place(name: str, options: dict[str, Any]) -> None:
     """NaN goes first, infinities last or first by their size: nothing raises, nothing warns."""
     policy = make(name, options)
@@ -154,8 +174,7 @@ def test_broken_values_have_their_place(name: str, options: dict[str, Any]) -> N
             assert {21, 22} <= set(row) and not {20, 23} & set(row)
 
 
-@matrix
-@pytest.mark.parametrize("dtype", [np.float32, np.uint16])
+@matrix(dtype=[np.float32, np.uint16])
 def test_other_types(name: str, options: dict[str, Any], dtype: Any) -> None:
     policy = make(name, options)
     fields = view(60)
@@ -168,7 +187,7 @@ def test_other_types(name: str, options: dict[str, Any], dtype: Any) -> None:
     assert found.tolist() == policy.select_or_all(fit(policy, as_half), acting(policy)).tolist()
 
 
-@matrix
+@matrix()
 def test_repr_and_options_make_it_again(name: str, options: dict[str, Any]) -> None:
     policy = make(name, options)
     more = {"generator": policy.generator} if "generator" in options else {}
@@ -179,7 +198,7 @@ def test_repr_and_options_make_it_again(name: str, options: dict[str, Any]) -> N
         policy.skip_layers = ()  # type: ignore[misc]
 
 
-@matrix
+@matrix()
 def test_docstrings_name_their_sources(name: str, options: dict[str, Any]) -> None:
     text = POLICIES[name].__doc__ or ""
     for word in ("Paper:", "arXiv", "Where it differs", "Parameters", "Notes"):
@@ -187,7 +206,7 @@ def test_docstrings_name_their_sources(name: str, options: dict[str, Any]) -> No
     assert "Original:" in text
 
 
-@matrix
+@matrix()
 def test_in_a_cache(name: str, options: dict[str, Any]) -> None:
     """K, V, positions and scores stay together through prompt, decoding and chunk ends."""
     if name == "streaming" and "keep_ratio" in options:
@@ -271,7 +290,7 @@ def test_missing_inputs(name: str) -> None:
             policy.select(LayerState(tokens=60, scores=wrong), acting(policy))
 
 
-@matrix
+@matrix()
 def test_stacked_layers_are_as_each_alone(name: str, options: dict[str, Any]) -> None:
     if options.get("strategy") == "random":
         return  # draws anew for each head

@@ -54,6 +54,7 @@ def refused(run, message: str = "k.frame") -> None:
     assert not Path("x.npy").exists() and not Path("x.frame").exists()
 
 
+@pytest.mark.slow
 def test_flipped_streams_are_refused_whatever_vouches_for_them(here, run):
     stream = Path("k.frame").read_bytes()
     for at in [*range(0, 200, 9), *range(200, len(stream), 401)]:

@@ -213,6 +213,7 @@ def array_document(shape: list[int], chunks: list[int], **changes: Any) -> str:
     return json.dumps({**document, **changes})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("separator", ["/", "."])
 def test_sixteen_million_chunks_that_are_not_there(tmp_path: Path, run: Any, separator: str) -> None:
     path = tmp_path / "a.zarr"

@@ -55,6 +55,7 @@ def test_documents_of_all_kinds_are_attacked() -> None:
     assert found >= {"manifest.json", "plan.json", "ids.json", "meta_t0_3.json", "runtime.json", "sys.kvmnn.json"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "name"), DOCUMENTS, ids=lambda value: str(value))
 def test_every_reader_of_json(kind: str, name: str, tmp_path: Path) -> None:
     """The case instead of the document, and instead of each of its values by turns."""

@@ -211,6 +211,7 @@ def start(*argv: str, **options: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "kvmnn", *argv], **pipes)  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
 def test_a_full_disk(here):
     before = tree(here)
     np.save("big.npy", np.random.default_rng(0).standard_normal(1 << 18).astype(np.float16))
@@ -229,6 +230,7 @@ def test_a_full_disk(here):
         assert tree(here) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted(here, number, code):
     np.save("big.npy", np.frombuffer(np.random.default_rng(0).bytes(96 << 20), np.float32))
@@ -285,6 +287,7 @@ def test_an_error_nobody_listens_to(here):
         assert process.returncode == 1
 
 
+@pytest.mark.slow
 def test_standard_output_that_is_full(here):
     with open("/dev/full", "wb") as full:
         process = start("encode", "ok.npy", "-o", "-", "-q", stdout=full)

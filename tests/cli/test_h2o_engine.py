@@ -52,6 +52,7 @@ def test_eval(run: Run, config: Path) -> None:
         assert "| layer | kept of seen | lossy | h2o_lossy_ratio |" in table
 
 
+@pytest.mark.slow
 def test_generate_and_dump(run: Run, config: Path, tmp_path: Path) -> None:
     prompt = TEXT.read_text(encoding="utf-8")[:300]
     model = [FIXTURE, "--policy", "h2o_engine:block_tokens=4", "--config", config]

@@ -111,6 +111,7 @@ def test_encode_without_output_writes_beside(here, capsys):
     assert main(["encode", "--jobs", "1", "in", "-f", "-q"]) == 0
 
 
+@pytest.mark.slow
 def test_one_output_that_exists_is_one_failure(here, capsys):
     Path("out/b").mkdir(parents=True)
     Path("out/b/layer_3.key.npy.frame.json").write_text("mine")
@@ -433,6 +434,7 @@ def test_words_that_make_no_work(words, message):
         CommandWork.from_words(*words)
 
 
+@pytest.mark.slow
 def test_the_first_process_loads_no_formats(tmp_path: Path) -> None:
     """Others find the files, which takes all formats."""
     np.save(tmp_path / "a.npy", np.zeros((4, 8), np.float16))

@@ -134,6 +134,7 @@ def test_a_broken_or_empty_archive_fails(tmp_path: Path, told: Told) -> None:
     assert told(tmp_path) == (1, "0 passed, 1 failed")
 
 
+@pytest.mark.slow
 def test_from_any_directory(tmp_path: Path) -> None:
     put(tmp_path / "set", GOOD)
     script = str(ROOT / "tools" / "conformance.py")

@@ -141,6 +141,7 @@ def test_damage_is_refused_by_both(name: str) -> None:
         assert refused(stream + more) == (True, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_damage_whose_checksum_was_made_right_means_the_same_to_both(
     dtype: str, monkeypatch: pytest.MonkeyPatch

@@ -131,6 +131,7 @@ def test_without_timing_nothing_is_profiled(tmp_path: Path, monkeypatch: pytest.
         assert [profile is not None for profile in opened] == [False, True][: 1 + timing]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_ended_unwinds() -> None:
     """So that the folder of a profile goes, whatever the worker was doing."""
     code = (

@@ -135,6 +135,7 @@ def test_skipped_layers_are_never_cut(documents):
     assert whole[header.index("unequal_layers")] == "false"
 
 
+@pytest.mark.slow
 def test_a_packed_cache_gives_the_same_numbers(documents):
     wanted = expand_configurations(["l2_fixed:recent_ratio=0.5", "streaming"], [24])
     plain = numbers(run(documents(80, 1), wanted, tokens=80, chunk=2, **QUICK))
@@ -254,6 +255,7 @@ def read_like(texts):
     return [replace(texts[0], ids=texts[0].ids[:2])]
 
 
+@pytest.mark.slow
 def test_policies_for_prompts_take_the_first_chunk_for_it(documents):
     wanted = expand_configurations(["knorm", "streaming_press"], [16])
     results = run(documents(40, 1), wanted, tokens=40, **QUICK)

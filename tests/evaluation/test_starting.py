@@ -171,6 +171,7 @@ def test_what_cannot_be_undone(dump: Path) -> None:
         validate_transforms(["k-order"], 7)
 
 
+@pytest.mark.slow
 def test_an_evicted_dump_says_its_positions(dump: Path, tmp_path: Path) -> None:
     """knorm keeps other tokens in each head, and may drop the last ones: positions.json says what was seen."""
     chosen = create_policy("knorm", budget=20)

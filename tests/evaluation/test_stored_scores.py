@@ -67,6 +67,7 @@ def taken(result) -> list[list[int | None]]:
     return [[text.stored_tokens for text in row.documents] for row in result.rows]
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_written_costs_no_score(model: Path, tmp_path: Path) -> None:
     with PrefixStore(tmp_path / "store"):
         (tmp_path / "store" / "staging").write_text("in the way")

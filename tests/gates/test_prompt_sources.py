@@ -62,6 +62,7 @@ def test_runtime_cases_read_the_built_in_text(tmp_path: Path, run: Any) -> None:
     assert "prompts: built-in text" in " ".join(found.out.split()) and "synthetic" not in found.out
 
 
+@pytest.mark.slow
 def test_synthetic_prompts_are_named_so_everywhere(tmp_path: Path, run: Any) -> None:
     words = [*write(tmp_path, synthetic=True), "-o", tmp_path / "out"]
     found = run(*words, code=1)
@@ -78,6 +79,7 @@ def test_synthetic_prompts_are_named_so_everywhere(tmp_path: Path, run: Any) -> 
         assert "synthetic prompts" in page and "Synthetic prompts are one token repeated" in page
 
 
+@pytest.mark.slow
 def test_texts_of_the_user_are_prompts_of_the_runtime_cases(tmp_path: Path, run: Any) -> None:
     run(*write(tmp_path), "--prompts", tmp_path / "texts", "-o", tmp_path / "out", code=1)
     prompts, of_runs, works, of_round, _, notes = prompts_of(tmp_path / "out", "runtime_full")
@@ -85,6 +87,7 @@ def test_texts_of_the_user_are_prompts_of_the_runtime_cases(tmp_path: Path, run:
     assert notes == []
 
 
+@pytest.mark.slow
 def test_model_without_a_tokenizer_gets_synthetic_prompts_and_says_so(tmp_path: Path, run: Any) -> None:
     words = write(tmp_path)
     (tmp_path / "model" / "tokenizer.json").unlink()

@@ -94,6 +94,7 @@ def test_what_cannot_be_measured_is_said(made: SimpleNamespace) -> None:
     assert float(shown["lossy ratio"]["value"]) > 1  # evicted before it was asked
 
 
+@pytest.mark.slow
 def test_the_same_command_goes_on_and_is_the_same_round(made: SimpleNamespace, run) -> None:
     before, past = ((made.out / name).read_bytes() for name in ("runs.jsonl", "history.jsonl"))
     again = run(*made.words, "-o", made.out, "--json", code=1)
@@ -108,6 +109,7 @@ def test_the_same_command_goes_on_and_is_the_same_round(made: SimpleNamespace, r
     assert document["cases"]["runtime_baseline"] == {"rounds": 1, "passed": 1, "reasons": {}}
 
 
+@pytest.mark.slow
 def test_measured_again_or_otherwise_is_another_round(made: SimpleNamespace, tmp_path: Path, run) -> None:
     folder = gate_models.write_model(tmp_path)
     words = ["gate", "run", folder / "model", "--config", folder / "run.json", "-o", tmp_path / "out", "-q"]

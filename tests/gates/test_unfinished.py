@@ -48,6 +48,7 @@ def begin_another(folder: Path, words: list[Any], monkeypatch: pytest.MonkeyPatc
         run(*words, code=130)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measured", [0, 1, 3])
 def test_an_interrupted_round_is_no_pass(
     tmp_path: Path, words: list[Any], monkeypatch: pytest.MonkeyPatch, run, measured: int
@@ -67,6 +68,7 @@ def test_an_interrupted_round_is_no_pass(
     assert "Round not finished" not in run("report", out, "--markdown").out
 
 
+@pytest.mark.slow
 def test_a_crash_between_any_two_files_is_no_pass(
     tmp_path: Path, words: list[Any], monkeypatch: pytest.MonkeyPatch, run
 ) -> None:

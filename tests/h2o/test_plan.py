@@ -27,6 +27,7 @@ CONFIGS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=400)
 @given(st.data(), st.integers(1, 300), CONFIGS)
 def test_plans_are_those_of_the_slow_model(data, kv_len, config):

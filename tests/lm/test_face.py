@@ -39,6 +39,7 @@ def test_after_a_plain_import() -> None:
     assert "FullCache()" in shown and "module 'kvmnn.lm' has no attribute 'missing'" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["onnxruntime", "onnx", "tokenizers"])
 def test_a_missing_package_is_said_when_it_is_needed(package: str) -> None:
     shown = python(

@@ -260,6 +260,7 @@ def test_slack_changes_what_is_held_not_what_is_attended(shipped: DecoderSession
         assert np.array_equal(at_once.cache.get_positions(layer), later.cache.get_positions(layer))
 
 
+@pytest.mark.slow
 def test_restarted_positions_are_a_catastrophe(shipped: DecoderSession, text: np.ndarray) -> None:
     """The classic mistake: places in the cut cache instead of places in the text."""
     policy = create_policy("streaming", budget=128)

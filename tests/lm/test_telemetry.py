@@ -26,6 +26,7 @@ def folders(tmp_path: Path, **more: str) -> dict[str, str]:
     return {**kept, "HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp"), **more}
 
 
+@pytest.mark.slow
 def test_generate_leaves_no_file_of_onnxruntime(tmp_path: Path) -> None:
     environment = folders(tmp_path)
     victim = tmp_path / "victim"

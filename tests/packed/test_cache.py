@@ -112,12 +112,14 @@ def room_after(cache: PackedCache, remove: int, pairs: list[tuple[int, int]], ad
     return need + expand if need > cache.capacity else cache.capacity
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(histories("fork"))
 def test_the_fork(history: tuple[Any, ...]) -> None:
     replay(*history, "fork")
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(histories("upstream"))
 def test_upstream_mixes_rows_as_told(history: tuple[Any, ...]) -> None:

@@ -243,6 +243,7 @@ def test_what_is_unclear_is_no_pass_and_no_fail(tmp_path: Path) -> None:
         make_report([root])
 
 
+@pytest.mark.slow
 def test_a_round_under_other_settings_is_marked(tmp_path: Path) -> None:
     root = files.write_round(tmp_path / "round")
     rounds = [files.past_round(1), files.past_round(2) | {"changed": ["kv_h2o_block_tokens 32 -> 16"]}]

@@ -274,6 +274,7 @@ def colours_of(made: Any) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_policy_has_one_colour_in_every_figure_of_a_run() -> None:
     sample = document()
     looks = series.LineStyles(sample.rows)
@@ -379,6 +380,7 @@ def one_policy() -> Any:
     return replace(sample, rows=(sample.rows[0], sample.rows[1]), traces=sample.traces[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["one policy", "all"])
 def test_captions_stay_inside_their_figures_and_off_the_axes(rows: str) -> None:
     sample = document() if rows == "all" else one_policy()

@@ -37,6 +37,7 @@ print("served")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_open", [False, True], ids=["closed", "in use"])
 def test_a_file_system_that_cannot_be_written_to(tmp_path: Path, is_open: bool) -> None:
     """A read-only mount in a namespace of its own: for root as well nothing can be written there."""

@@ -186,6 +186,7 @@ def test_against_a_dictionary(tmp_path_factory: pytest.TempPathFactory, data: st
         assert store.stats().texts <= len(stored)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_whatever_is_removed_no_other_rows_come(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

@@ -89,6 +89,7 @@ def test_verbs_mixed_heads_are_read_and_restored(run, backend, told):
     assert "would not load" not in run("inspect", "p", *options).out
 
 
+@pytest.mark.slow
 def test_verbs_mixed_heads_refuse_what_is_of_all_layers(run):
     write_mixed("p")
     assert "are not those of all" in run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "-o", "b/", code=1).err

@@ -72,7 +72,9 @@ def test_equal_places_have_keys_of_their_own(tmp_path: Path) -> None:
 def test_tests_of_a_module_begin_with_its_own() -> None:
     tests = rooms.tests_of(ROOT, "kvmnn/compressor/verify.py", Counter())
     assert tests[0] == "tests/compressor/test_verify.py" and len(tests) > 5
-    assert rooms.tests_of(ROOT, "pyx/kvmnn/h2o/_scores.pyx", Counter())[0] == "tests/h2o/test_scores.py"
+    assert (
+        rooms.tests_of(ROOT, "pyx/kvmnn/policies/h2o/_scores.pyx", Counter())[0] == "tests/policies/h2o/test_scores.py"
+    )
     killer = "tests/compressor/test_types.py"
     assert rooms.tests_of(ROOT, "kvmnn/compressor/verify.py", Counter([killer]))[0] == killer
 

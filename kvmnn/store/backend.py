@@ -1,133 +1,302 @@
-"""What a store is built on: units that are found, read, taken in and looked after, wherever they lie."""
+"""The protocol of a store backend, and the types that backends exchange with the rest of the store.
+
+A backend finds, reads, adds and maintains units. `directory.maintenance.DirectoryBackend` keeps them as files with an
+SQLite index, `remote.maintenance.RemoteBackend` as values of Redis, Valkey or an object store.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from ..dtypes import Bytes
-from .directory.index_updates import NewUnit
-from .lookup import PrefixMatch, StateLocation, TokenSequence
-from .namespace import Ids, Namespace
+from ..errors import KvmnnError, OptionError, SourceError
+from ..files.schema import parse_document
+from .namespace import Ids, Namespace, TokenSequence
 from .results import CleanupResult, StoreListing, StoreStats, StoreVerifyResult
 from .unit import TableSetCache, TableSets
 from .unit_codec import PrefixState
 
+MAX_BLOCK_TOKENS = 1 << 16
+STORE_CODECS = ("dense", "frames")
+"""Codecs of new units; the first stores recorded none, and have frames."""
+_CODEC_DESCRIPTIONS = {"dense": "dense streams", "frames": "frames"}
+_SETTINGS_SCHEMA, _SETTINGS_VERSION = "kvmnn-store", 1
+_MAX_SETTINGS_BYTES = 1 << 20
+
+
+class StoreSettings(NamedTuple):
+    """What is fixed when a store is created.
+
+    Parameters
+    ----------
+    block_tokens
+        Tokens per block.
+    codec
+        Codec of new units, one of `STORE_CODECS`.
+    """
+
+    block_tokens: int
+    codec: str
+
+
+def encode_settings(settings: StoreSettings) -> bytes:
+    """Return the JSON document of the settings."""
+    document = {"schema": _SETTINGS_SCHEMA, "schema_version": _SETTINGS_VERSION, **settings._asdict()}
+    return json.dumps(document).encode() + b"\n"
+
+
+def explain_settings(path: str | Path) -> str:
+    """Return the advice for a store that has lost both its settings and its index."""
+    example = encode_settings(StoreSettings(64, "dense")).decode().strip()
+    return f"write what the store was made with into {path}, such as {example}"
+
+
+def parse_settings(data: bytes, label: str) -> StoreSettings:
+    """Parse the document of `encode_settings`.
+
+    Raises
+    ------
+    ManifestError
+        If the document is malformed.
+    SourceError
+        If it has another version.
+    """
+    root = parse_document(data, label, _MAX_SETTINGS_BYTES)
+    if root.get("schema").read_str() != _SETTINGS_SCHEMA or root.get("schema_version").read_int(1) != _SETTINGS_VERSION:
+        raise SourceError(f"{label}: is of another version: expected {_SETTINGS_SCHEMA} {_SETTINGS_VERSION}")
+    block_tokens = root.get("block_tokens").read_int(1)
+    if block_tokens > MAX_BLOCK_TOKENS:
+        raise root.get("block_tokens").error(f"at most {MAX_BLOCK_TOKENS}")
+    codec = root.get("codec").read_str() if "codec" in root.value else "frames"
+    if codec not in STORE_CODECS:  # a later version wrote it
+        raise SourceError(str(root.get("codec").error(f"one of {', '.join(STORE_CODECS)}")))
+    return StoreSettings(block_tokens, codec)
+
+
+def check_settings_match(label: str, settings: StoreSettings, block_tokens: int | None, codec: str | None) -> None:
+    """Raise `OptionError` if a store has other settings than the caller requests; None requests nothing."""
+    if block_tokens not in (None, settings.block_tokens):
+        raise OptionError(f"{label}: has blocks of {settings.block_tokens} tokens, not of {block_tokens}")
+    if codec not in (None, settings.codec):
+        raise OptionError(
+            f"{label}: is a store of {_CODEC_DESCRIPTIONS[settings.codec]}, not of {_CODEC_DESCRIPTIONS[str(codec)]}"
+        )
+
+
+class UnitSlice(NamedTuple):
+    """`take` tokens of a unit after its first `skip` tokens."""
+
+    unit: int
+    skip: int
+    take: int
+
+
+class StateLocation(NamedTuple):
+    """Where the state of a prefix is stored: length of the prefix in tokens, and number of the unit."""
+
+    tokens: int
+    unit: int
+
+
+class PrefixMatch(NamedTuple):
+    """The longest stored prefix of a sequence.
+
+    Parameters
+    ----------
+    slices
+        The parts of units that contain it, in order.
+    num_blocks
+        Whole blocks among its tokens.
+    """
+
+    slices: tuple[UnitSlice, ...]
+    num_blocks: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the prefix."""
+        return sum(unit_slice.take for unit_slice in self.slices)
+
+    def take_prefix(self, tokens: int, block_tokens: int) -> PrefixMatch:
+        """Return the match of the first `tokens` tokens."""
+        prefix_slices, remaining = [], tokens
+        for unit_slice in self.slices:
+            if remaining > 0:
+                prefix_slices.append(unit_slice._replace(take=min(unit_slice.take, remaining)))
+                remaining -= unit_slice.take
+        return PrefixMatch(tuple(prefix_slices), min(self.num_blocks, tokens // block_tokens))
+
+    def list_units(self) -> tuple[int, ...]:
+        """Return the numbers of the units, each once."""
+        return tuple(dict.fromkeys(unit_slice.unit for unit_slice in self.slices))
+
+
+class ConcurrentUpdateError(KvmnnError):
+    """Another process removed or replaced the blocks that a new unit follows."""
+
+
+@dataclass(frozen=True)
+class NewUnit:
+    """A unit that is to be added.
+
+    Parameters
+    ----------
+    parent
+        Key of the block before it.
+    start
+        Tokens of the sequence before it.
+    ids
+        Its token ids.
+    keys
+        Keys of its whole blocks.
+    nbytes
+        Size of its file in bytes.
+    staged
+        Path of the staged file, or its bytes.
+    history_sums
+        Checksums of the preceding blocks whose rows its streams refer to; empty if they refer to none.
+    """
+
+    parent: bytes
+    start: int
+    ids: Ids
+    keys: Sequence[bytes]
+    nbytes: int
+    staged: Path | bytes
+    history_sums: tuple[int, ...] = ()
+
 
 class AddResult(NamedTuple):
-    """What became of new units: bytes that the store holds more, and bytes that had to go for them."""
+    """Bytes that were added to the store, and bytes that were removed to make space."""
 
     stored_bytes: int
     removed_bytes: int
 
 
 class Staging(Protocol):
-    """Where the bytes of new units lie until they are taken in."""
+    """Temporary storage for the bytes of new units."""
 
     def write(self, pieces: Sequence[Bytes | bytes]) -> Path | bytes:
-        """Keep the bytes of a unit; where, or the bytes themselves."""
+        """Write the pieces of a unit one after another; return the path of the file, or the bytes."""
 
 
 class StoreBackend(Protocol):
-    """The units of a store; every call may raise `KvmnnError`, and `BackendUnavailableError` past one machine."""
+    """Storage of units; any call may raise `KvmnnError`, and of a remote store `BackendUnavailableError`."""
 
     label: str
+    """Name of the store in messages."""
     read_only: bool
     notes: list[str]
+    """Problems that were repaired, one line each."""
     tables: TableSetCache
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
 
     @property
     def codec(self) -> str:
-        """What new units are made of, ``"dense"`` or ``"frames"``."""
+        """Codec of new units, one of `STORE_CODECS`."""
 
     def list_namespaces(self) -> list[Namespace]:
-        """All spaces."""
+        """Return all namespaces, in the order of their first puts."""
 
     def ensure_namespace(self, namespace: Namespace) -> None:
-        """Note a space down that has units, if it is noted down no more."""
+        """Record a namespace that has units, if its record was lost."""
 
     def has_sequences(self, namespace: Namespace) -> bool:
-        """Whether anything of a space is stored."""
+        """Return whether any unit of a namespace is stored."""
 
     def find_prefix(self, sequence: TokenSequence) -> PrefixMatch:
-        """The longest stored beginning of a text."""
+        """Find the longest stored prefix of a sequence."""
 
     def read_units(self, units: Sequence[int]) -> list[Bytes | None]:
-        """The bytes of units; None for those that are not there."""
+        """Read the bytes of units; None for missing ones."""
 
     def get_cached(self, unit: int) -> Bytes | None:
-        """The bytes of a unit where nothing has to be asked for them."""
+        """Return the bytes of a unit that is available locally, without a round trip."""
 
     def stage(self) -> AbstractContextManager[Staging]:
-        """A place for new units."""
+        """Open temporary storage for new units."""
 
     def add_units(
         self, namespace: Namespace, sequence: TokenSequence, new: Sequence[NewUnit], tables: TableSets | None
     ) -> AddResult:
-        """Take in units of a text, in order, and the tables that some of them need."""
-
-    def enforce_limit(self) -> int:
-        """Remove what is above the bound, if there is one: bytes."""
-
-    def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
-        """The state of the longest beginning of at most `tokens` tokens that has one."""
-
-    def add_state(self, namespace: Namespace, sequence: TokenSequence, state: PrefixState) -> AddResult:
-        """Take in the state of a text, whose units are stored.
+        """Add units of a sequence, in order, and the tables that some of them need.
 
         Raises
         ------
-        ParentGoneError
-            Where they are not there any more.
+        ConcurrentUpdateError
+            If the blocks before the first unit are missing, or contain other rows than a unit refers to.
+        """
+
+    def enforce_limit(self) -> int:
+        """Evict units until the store is within its limit, if it has one; return the bytes that were removed."""
+
+    def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
+        """Find the state of the longest prefix of at most `tokens` tokens that has one."""
+
+    def add_state(self, namespace: Namespace, sequence: TokenSequence, state: PrefixState) -> AddResult:
+        """Add the state of a sequence whose units are stored.
+
+        Raises
+        ------
+        ConcurrentUpdateError
+            If the units are missing.
         """
 
     def touch(self, units: Iterable[int]) -> None:
-        """Units were used."""
+        """Record that units were used."""
 
     def quarantine(self, unit: int, reason: str, notes: list[str]) -> object:
-        """Remove a unit that is not what it should be, and say so; it is not found again."""
+        """Remove a damaged unit and append a line to `notes`; later searches do not find it."""
 
     def delete(self, sequence: TokenSequence) -> CleanupResult:
-        """Remove what only this text needs."""
+        """Remove the units of a sequence from its end on, up to one that another sequence needs or a pin keeps."""
 
     def collect_garbage(self, max_bytes: int | None) -> CleanupResult:
-        """Remove what nothing refers to, and what has to go for `max_bytes`."""
+        """Remove unreachable units and files, then evict units until at most `max_bytes` are left."""
 
     def verify(self, threads: int | None) -> StoreVerifyResult:
         """Read, decode and compare every unit."""
 
     def collect_stats(self, requested_tokens: int, hit_tokens: int) -> StoreStats:
-        """Counts of everything."""
+        """Count what is stored; the arguments are copied into the result."""
 
     def list_entries(self) -> StoreListing:
-        """The stored texts."""
+        """Return the stored sequences, the most recently used first."""
 
     def pin(self, namespace: Namespace, ids: Ids) -> bool:
-        """Keep a text whatever the bound; whether it was not kept before."""
+        """Keep a sequence whatever the limit; return whether it was not pinned before.
+
+        Raises
+        ------
+        KvmnnError
+            If its end is not stored.
+        """
 
     def unpin(self, namespace: Namespace, ids: Ids) -> bool:
-        """Keep it no longer; whether it was."""
+        """Remove the pin of a sequence; return whether it had one."""
 
     def save_session(self, name: str, namespace: Namespace, ids: Ids) -> None:
-        """Keep the text of a session under its name."""
+        """Store the token ids of a session under its name."""
 
     def get_session(self, name: str) -> tuple[Namespace, Ids]:
-        """Space and text of a session."""
+        """Return namespace and token ids of a session; raise `KvmnnError` if there is none with this name."""
 
     def list_sessions(self) -> list[str]:
-        """All names."""
+        """Return the names of all sessions."""
 
     def delete_session(self, name: str) -> None:
-        """Forget a session."""
+        """Remove a session; raise `KvmnnError` if there is none with this name."""
 
     def check_open(self) -> None:
-        """`KvmnnError` for a store that was closed."""
+        """Raise `KvmnnError` if the store was closed."""
 
     def close(self) -> None:
-        """Let go of everything; twice does nothing."""
+        """Record uses and release all resources; a second call does nothing."""

@@ -20,8 +20,8 @@ from ..files.mapped_file import MappedFile
 from ..files.schema import parse_document
 from ..frames import CodecOptions
 from ..frames.buffers import integrity_checksum
-from .lookup import PrefixMatch, TokenSequence, UnitSlice
-from .namespace import MAX_TOKENS, Ids, Namespace, parse_namespace
+from .backend import PrefixMatch, UnitSlice
+from .namespace import MAX_TOKENS, Ids, Namespace, TokenSequence, parse_namespace
 from .unit import (
     MAX_TABLE_SETS_BYTES,
     DamagedUnitError,

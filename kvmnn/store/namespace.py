@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,6 +26,9 @@ KEY_BYTES = 16
 MAX_LAYERS = 4096
 MAX_MODEL_CHARACTERS = 256
 """Characters of a fingerprint."""
+
+_MAX_SESSION_NAME_CHARACTERS = 256
+
 
 _MAX_KV_HEADS = 1 << 16
 _MAX_HEAD_DIM = 1 << 20
@@ -115,6 +118,11 @@ class Namespace:
         """Bytes of K and V of one token in all layers with full attention."""
         return self.element_dtype.itemsize * sum(shape.kv_heads * sum(shape.dims) for shape in self.layers)
 
+    def make_sequence(self, ids: Ids, block_tokens: int) -> TokenSequence:
+        """Return a sequence of this namespace, with the keys of its blocks."""
+        keys = compute_block_keys(self.key, ids, block_tokens)
+        return TokenSequence(self.key, ids, keys, block_tokens, self.needs_state)
+
     def to_json(self) -> str:
         """The document, on one line."""
         document: dict[str, object] = {
@@ -179,6 +187,17 @@ def validate_model(model: object) -> str:
             f"model is {repr_short(model)}: expected a fingerprint of 1 to {MAX_MODEL_CHARACTERS} printable characters"
         )
     return model
+
+
+def validate_session_name(name: object) -> None:
+    """Refuse what is no name of a session."""
+    if not isinstance(name, str):
+        raise TypeError(f"the name of a session must be a string, not {type(name).__name__}")
+    if not name or len(name) > _MAX_SESSION_NAME_CHARACTERS or not name.isprintable():
+        raise KvmnnError(
+            f"the name of a session is {repr_short(name)}: expected 1 to {_MAX_SESSION_NAME_CHARACTERS} printable "
+            f"characters"
+        )
 
 
 def build_namespace(
@@ -394,6 +413,12 @@ def compute_sequence_key(namespace_key: bytes, ids: Ids) -> bytes:
     return hashlib.blake2b(b"text" + namespace_key + ids.tobytes(), digest_size=KEY_BYTES).digest()
 
 
+def compute_state_key(parent: bytes, ids: Ids) -> bytes:
+    """The key of the state of a prefix that ends with `ids`, which follow the block with the key `parent`."""
+    data = b"kvmnn prefix state" + parent + ids.astype("<u4").tobytes()
+    return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
+
+
 def to_sort_key(ids: Ids) -> bytes:
     """Return ids as bytes that sort as they do: three for an id of a vocabulary, five for a larger one."""
     id_bytes = np.ascontiguousarray(ids.astype(">u4").view(np.uint8).reshape(-1, 4))
@@ -431,3 +456,47 @@ def count_common_entries(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> i
     size = min(first.size, second.size)
     differing = np.flatnonzero(first[:size] != second[:size])
     return int(differing[0]) if differing.size else size
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """A text that is looked for.
+
+    Parameters
+    ----------
+    namespace_key
+        Key of its space.
+    ids
+        Of the whole text.
+    keys
+        Of its whole blocks.
+    block_tokens
+        Of the store.
+    needs_state
+        Whether its model has windows or state: a stored prefix is of use only where these are stored as well.
+    """
+
+    namespace_key: bytes
+    ids: Ids
+    keys: Sequence[bytes]
+    block_tokens: int
+    needs_state: bool = False
+
+    def get_parent_key(self, block_index: int) -> bytes:
+        """Key of the block before this one; that of the space before the first."""
+        return self.keys[block_index - 1] if block_index else self.namespace_key
+
+    def take_prefix(self, tokens: int) -> TokenSequence:
+        """Its first tokens."""
+        keys = self.keys[: tokens // self.block_tokens]
+        return TokenSequence(self.namespace_key, self.ids[:tokens], keys, self.block_tokens, self.needs_state)
+
+    def get_end(self, tokens: int) -> tuple[bytes, Ids]:
+        """The last ids of its first `tokens` tokens, at most a block, and the key of the block before them."""
+        block_index = (tokens - 1) // self.block_tokens
+        return self.get_parent_key(block_index), self.ids[block_index * self.block_tokens : tokens]
+
+    def iter_state_keys(self, tokens: int) -> Iterator[tuple[int, bytes]]:
+        """Of each beginning of at most `tokens` tokens, the longest first: its tokens, and the key of its state."""
+        for size in range(tokens, 0, -1):
+            yield size, compute_state_key(*self.get_end(size))

@@ -13,9 +13,8 @@ import numpy as np
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import OpaqueState
 from ..dtypes import Bytes
-from .backend import StoreBackend
-from .lookup import PrefixMatch, TokenSequence, UnitSlice, list_units
-from .namespace import Ids, Namespace, compute_block_keys
+from .backend import PrefixMatch, StoreBackend, UnitSlice
+from .namespace import Ids, Namespace, TokenSequence, compute_block_keys
 from .unit import MAX_CHAIN_UNITS, DamagedUnitError, TableSetCache, Unit, parse_unit
 from .unit_codec import (
     DamagedSliceError,
@@ -43,7 +42,7 @@ def read_layers(
     None where a unit is not what it should be: it is discarded, which `notes` says, and is not found again.
     """
     max_tokens = (count_blocks_per_unit(namespace, backend.block_tokens) + 1) * backend.block_tokens
-    unit_ids = list_units(prefix_match.slices)
+    unit_ids = prefix_match.list_units()
     data_by_unit = dict(zip(unit_ids, backend.read_units(unit_ids), strict=True))
     slices: list[LoadedSlice] = []
     begin_token, key = 0, namespace.key

@@ -15,11 +15,9 @@ from ..arrays.opaque_state import OpaqueState
 from ..dtypes import DTYPES
 from ..errors import KvmnnError, OptionError, SourceError
 from . import export
-from .backend import AddResult, StoreBackend
-from .directory.index_updates import ConcurrentUpdateError
+from .backend import AddResult, ConcurrentUpdateError, PrefixMatch, StoreBackend
 from .export import SequenceExporter
-from .lookup import PrefixMatch, TokenSequence, list_units
-from .namespace import Ids, Namespace, compute_block_keys, describe_difference, validate_model
+from .namespace import Ids, Namespace, TokenSequence, describe_difference, validate_model
 from .read_path import read_layers, read_state
 from .results import PutResult, StoredPrefix, StoreExportResult
 from .unit import DamagedUnitError, parse_header
@@ -44,7 +42,7 @@ class StoredPart(NamedTuple):
     @property
     def unit_ids(self) -> tuple[int, ...]:
         """The units, windows and state first: they are of no use without the others."""
-        return (*filter(None, [self.state_unit]), *list_units(self.prefix_match.slices))
+        return (*filter(None, [self.state_unit]), *self.prefix_match.list_units())
 
 
 class LongestMatch(NamedTuple):
@@ -80,10 +78,7 @@ class SequenceStore:
 
     def make_sequence(self, namespace: Namespace, ids: Ids) -> TokenSequence:
         """A text with the keys of its blocks."""
-        size = self._backend.block_tokens
-        return TokenSequence(
-            namespace.key, ids, compute_block_keys(namespace.key, ids, size), size, namespace.needs_state
-        )
+        return namespace.make_sequence(ids, self._backend.block_tokens)
 
     def list_namespaces(self, model: str, dtype: str | None = None) -> list[Namespace]:
         """The spaces of a model, in this precision or in all."""
@@ -130,7 +125,7 @@ class SequenceStore:
             state_bytes, state_raw_bytes, state_removed_bytes = self._put_state_unit(sequence, namespace, state)
             added = AddResult(added.stored_bytes + state_bytes, added.removed_bytes + state_removed_bytes)
             raw_bytes += state_raw_bytes
-        self._backend.touch((*filter(None, [stored_before.state_unit]), *list_units(stored_prefix.slices)))
+        self._backend.touch((*filter(None, [stored_before.state_unit]), *stored_prefix.list_units()))
         removed_bytes = added.removed_bytes + self._backend.enforce_limit()
         is_whole = not removed_bytes and state is None and (raw_bytes or stored_prefix.tokens >= ids.size)
         stored_tokens = ids.size if is_whole else self._find_stored_part(sequence, namespace).tokens
@@ -294,7 +289,7 @@ class SequenceStore:
         layers = read_layers(self._backend, namespace, prefix_match, ids, notes, self._threads)
         if layers is None:
             raise SourceError(notes[0] if notes else f"{self._backend.label}: this text was evicted meanwhile")
-        unit_ids = list_units(prefix_match.slices)
+        unit_ids = prefix_match.list_units()
         data_by_unit = {
             unit: data
             for unit, data in zip(unit_ids, self._backend.read_units(unit_ids), strict=True)

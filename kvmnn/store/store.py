@@ -23,11 +23,10 @@ from ..errors import KvmnnError, MissingDependencyError, OptionError
 from ..files.urls import URL_SCHEME_PATTERN, redact_url
 from ..frames import CodecOptions
 from . import export
-from .backend import StoreBackend
-from .directory.files import MAX_BLOCK_TOKENS, STORE_CODECS, StoreSettings, check_settings_match
+from .backend import MAX_BLOCK_TOKENS, STORE_CODECS, StoreBackend, StoreSettings, check_settings_match
 from .directory.index import DamagedIndexError
-from .directory.maintenance import DirectoryBackend, validate_session_name
-from .namespace import build_namespace, split_windows, to_token_ids, validate_layers
+from .directory.maintenance import DirectoryBackend
+from .namespace import build_namespace, split_windows, to_token_ids, validate_layers, validate_session_name
 from .remote import BackendUnavailableError, RemoteBackend
 from .remote.key_values import CircuitBreaker, KeyValueStore, ObjectStoreValues, RedisStoreValues
 from .results import (

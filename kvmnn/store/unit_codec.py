@@ -10,7 +10,6 @@ ids of all of them.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
 import threading
@@ -35,7 +34,7 @@ from ..frames.buffers import as_elements, checksum_rows, copy_with_checksum, int
 from ..frames.decoder import FrameDecoder
 from ..frames.encoder import encode_elements, with_selected_predictors
 from ..frames.options import LaneOptions
-from .namespace import KEY_BYTES, MAX_TOKENS, Ids, Namespace, list_parts
+from .namespace import KEY_BYTES, MAX_TOKENS, Ids, Namespace, compute_state_key, list_parts
 from .unit import DamagedUnitError, TableSetCache, TableSets, Unit, UnitFrame
 
 MAX_UNIT_TOKENS = 512
@@ -405,12 +404,6 @@ class PrefixState:
         )
         head += document + np.array(piece_rows, _PIECE_DTYPE).tobytes()
         return [head + _CHECKSUM_STRUCT.pack(integrity_checksum(head)), *self.pieces]
-
-
-def compute_state_key(parent: bytes, ids: Ids) -> bytes:
-    """The key of the state of a prefix that ends with `ids`, which follow the block with the key `parent`."""
-    data = b"kvmnn prefix state" + parent + ids.astype("<u4").tobytes()
-    return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
 
 
 def encode_state(

@@ -28,10 +28,8 @@ from ..errors import OptionError
 from ..frames import CodecOptions, encode_many
 from ..frames.buffers import checksum_blocks, integrity_checksum
 from . import unit as table_sets
-from .backend import AddResult, StoreBackend
-from .directory.index_updates import NewUnit
-from .lookup import PrefixMatch, TokenSequence, UnitSlice
-from .namespace import Namespace, list_parts
+from .backend import AddResult, NewUnit, PrefixMatch, StoreBackend, UnitSlice
+from .namespace import Namespace, TokenSequence, list_parts
 from .unit import (
     MAX_CHAIN_UNITS,
     MAX_HISTORY_ROWS,

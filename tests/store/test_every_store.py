@@ -12,7 +12,6 @@ from prefixes import MODEL, layers_of, same
 
 from kvmnn import KvmnnError, LayerCache
 from kvmnn.store import PrefixStore, write_prefix
-from kvmnn.store.remote import maintenance
 from kvmnn.store.remote.records import make_unit_name
 
 pytest.importorskip("fsspec")
@@ -112,7 +111,7 @@ def files_of(url: str, store: PrefixStore) -> list[str]:
     """Names of units, in the order of their puts."""
     if "://" not in url:
         return sorted(str(path) for path in Path(url).glob("units/*/*.unit"))
-    known = sorted(maintenance._list_valid_records(store._backend), key=lambda record: (record.start, -record.ids.size))
+    known = sorted(store._backend.list_valid_records(), key=lambda record: (record.start, -record.ids.size))
     return [make_unit_name(record.unit) for record in known]
 
 

@@ -25,7 +25,6 @@ from typing import Any
 
 import numpy as np
 from common import ROOT, interleaved, ratio, table, write_results
-from kvmnn.store.directory.backend.index_updates import NewUnit
 from store_first_tokens import computed, first_sections, with_mnn, with_onnxruntime
 
 import kvmnn
@@ -33,9 +32,9 @@ from kvmnn import LayerCache, dense
 from kvmnn._util.parallel import parallel_map
 from kvmnn.lm import DecoderSession, Tokenizer
 from kvmnn.store import PrefixStore
-from kvmnn.store.directory.backend import index_updates
-from kvmnn.store.lookup import TokenSequence
-from kvmnn.store.namespace import LayerShape, Namespace, compute_block_keys, to_token_ids
+from kvmnn.store.backend import NewUnit
+from kvmnn.store.directory import index_updates
+from kvmnn.store.namespace import LayerShape, Namespace, TokenSequence, compute_block_keys, to_token_ids
 from kvmnn.store.unit import MAX_HISTORY_ROWS, MAX_TABLE_TOKENS
 
 MODEL = ROOT / "fixtures" / "lm"

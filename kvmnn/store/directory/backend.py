@@ -14,21 +14,21 @@ from ..._util.text import pluralize
 from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, OutputError, SourceError
 from ...files.atomic import wrap_os_errors
-from ..backend import AddResult
-from ..lookup import Lookup, PrefixMatch, StateLocation, TokenSequence, find_stored_blocks
-from ..namespace import Ids, Namespace
+from ..backend import (
+    MAX_BLOCK_TOKENS,
+    AddResult,
+    ConcurrentUpdateError,
+    NewUnit,
+    PrefixMatch,
+    StateLocation,
+    StoreSettings,
+    explain_settings,
+)
+from ..namespace import Ids, Namespace, TokenSequence
 from ..unit import DamagedUnitError, TableSetCache, TableSets, UnitHeader, parse_header
 from ..unit_codec import PrefixState
 from . import index_updates
-from .files import (
-    MAX_BLOCK_TOKENS,
-    SETTINGS_FILE,
-    RecoveryFiles,
-    StagedFiles,
-    StoreSettings,
-    UnitFiles,
-    explain_settings,
-)
+from .files import SETTINGS_FILE, RecoveryFiles, StagedFiles, UnitFiles
 from .index import (
     INDEX_FILE,
     DamagedIndexError,
@@ -42,7 +42,8 @@ from .index import (
     find_newest_index,
     parse_space_document,
 )
-from .index_updates import ConcurrentUpdateError, NewUnit, rebuild_index
+from .index_updates import rebuild_index
+from .lookup import Lookup, find_stored_blocks
 
 _MAX_NAMESPACES = 4096
 _MAX_SAMPLED_UNITS = 64

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import re
 import struct
@@ -22,12 +21,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ...dtypes import Bytes
-from ...errors import KvmnnError, OptionError, SourceError
+from ...errors import KvmnnError, SourceError
 from ...files.atomic import wrap_os_errors
 from ...files.mapped_file import MappedFile
-from ...files.schema import parse_document, read_bounded
+from ...files.schema import read_bounded
 from ...files.temporary import TemporaryPath, remove_stale
 from ...frames.buffers import integrity_checksum
+from ..backend import StoreSettings, encode_settings, parse_settings
 from ..namespace import KEY_BYTES, MAX_ID, MAX_TOKENS, Ids, Namespace, compute_sequence_key, parse_namespace
 from ..unit import MAX_TABLE_SETS_BYTES, TableSets, make_object_name
 
@@ -210,13 +210,8 @@ class StagedFiles:
 
 
 SETTINGS_FILE = "store.json"
-MAX_BLOCK_TOKENS = 1 << 16
 PIN_SUFFIX, SESSION_SUFFIX = ".pin", ".session"
-STORE_CODECS = ("dense", "frames")
-"""What units are made of; a store that does not say it has frames."""
-CODEC_DESCRIPTIONS = {"dense": "dense streams", "frames": "frames"}
 
-_SETTINGS_SCHEMA, _SETTINGS_VERSION = "kvmnn-store", 1
 _NAMESPACES_FOLDER, _SEQUENCES_FOLDER, _TABLES_FOLDER = "spaces", "texts", "tables"
 _MAX_DOCUMENT_BYTES = 1 << 20
 _MAX_NAME_BYTES = 4096
@@ -225,49 +220,6 @@ _SEQUENCE_STRUCT = struct.Struct(f"<8sII{KEY_BYTES}s")
 _TABLES_NAME_REGEX = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}-[0-9a-f]{{{2 * KEY_BYTES}}}")
 _PIN_NAME_REGEX = re.compile(f"[0-9a-f]{{{2 * KEY_BYTES}}}{re.escape(PIN_SUFFIX)}")
 _CHECKSUM_STRUCT = struct.Struct("<Q")
-
-
-class StoreSettings(NamedTuple):
-    """What a store is made with: tokens of a block, and what its units are made of."""
-
-    block_tokens: int
-    codec: str
-
-
-def encode_settings(settings: StoreSettings) -> bytes:
-    """The document that says it."""
-    document = {"schema": _SETTINGS_SCHEMA, "schema_version": _SETTINGS_VERSION, **settings._asdict()}
-    return json.dumps(document).encode() + b"\n"
-
-
-def explain_settings(path: str | Path) -> str:
-    """What somebody has to write where a store's settings and its index are gone."""
-    example = encode_settings(StoreSettings(64, "dense")).decode().strip()
-    return f"write what the store was made with into {path}, such as {example}"
-
-
-def parse_settings(data: bytes, label: str) -> StoreSettings:
-    """What a document says; `KvmnnError` for one that is none of this version."""
-    root = parse_document(data, label, _MAX_DOCUMENT_BYTES)
-    if root.get("schema").read_str() != _SETTINGS_SCHEMA or root.get("schema_version").read_int(1) != _SETTINGS_VERSION:
-        raise SourceError(f"{label}: is of another version: expected {_SETTINGS_SCHEMA} {_SETTINGS_VERSION}")
-    block_tokens = root.get("block_tokens").read_int(1)
-    if block_tokens > MAX_BLOCK_TOKENS:
-        raise root.get("block_tokens").error(f"at most {MAX_BLOCK_TOKENS}")
-    codec = root.get("codec").read_str() if "codec" in root.value else "frames"
-    if codec not in STORE_CODECS:  # of a later version
-        raise SourceError(str(root.get("codec").error(f"one of {', '.join(STORE_CODECS)}")))
-    return StoreSettings(block_tokens, codec)
-
-
-def check_settings_match(label: str, settings: StoreSettings, block_tokens: int | None, codec: str | None) -> None:
-    """`OptionError` for a store that is not made as the caller asks; None asks for nothing."""
-    if block_tokens not in (None, settings.block_tokens):
-        raise OptionError(f"{label}: has blocks of {settings.block_tokens} tokens, not of {block_tokens}")
-    if codec not in (None, settings.codec):
-        raise OptionError(
-            f"{label}: is a store of {CODEC_DESCRIPTIONS[settings.codec]}, not of {CODEC_DESCRIPTIONS[str(codec)]}"
-        )
 
 
 class SavedSequence(NamedTuple):

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple, NewType, TypeVar, get_type_hints
 
 from ..._util.validation import repr_short
 from ...errors import KvmnnError, OutputError, SourceError
+from ..backend import explain_settings
 from ..namespace import KEY_BYTES, MAX_TOKENS, Namespace, parse_namespace
-from .files import SETTINGS_FILE, RecoveryFiles, explain_settings
+from .files import SETTINGS_FILE, RecoveryFiles
 
 Key = NewType("Key", bytes)
 """A key of a space, a block or a text: 16 bytes."""

@@ -8,19 +8,19 @@ from __future__ import annotations
 import os
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...errors import KvmnnError, ManifestError
+from ...errors import ManifestError
 from ...files.atomic import wrap_os_errors
-from ..lookup import Lookup, TokenSequence, find_stored_blocks
-from ..namespace import Ids, Namespace, compute_block_keys, compute_sequence_key, to_sort_key
+from ..backend import ConcurrentUpdateError, NewUnit, explain_settings
+from ..namespace import Ids, Namespace, TokenSequence, compute_block_keys, compute_sequence_key, to_sort_key
 from ..unit import DamagedUnitError, UnitHeader, parse_header, parse_unit
 from ..unit_codec import is_prefix_state, parse_state
-from .files import SETTINGS_FILE, RecoveryFiles, UnitFiles, explain_settings
+from .files import SETTINGS_FILE, RecoveryFiles, UnitFiles
 from .index import (
     BranchKeyRow,
     NumberRow,
@@ -33,46 +33,12 @@ from .index import (
     find_newest_index,
     make_index_name,
 )
+from .lookup import Lookup, find_stored_blocks
 
 _UNITS_PER_QUERY = 64
 _SELECT_LEAVES_SQL = "SELECT id, bytes FROM unit WHERE children = 0 AND pins = 0 ORDER BY used, id DESC"
 _LOST_UNIT = 0
 """The unit of a pinned text whose end is not there: the pin holds again once the text is put."""
-
-
-class ConcurrentUpdateError(KvmnnError):
-    """Blocks that a new unit follows were removed meanwhile."""
-
-
-@dataclass(frozen=True)
-class NewUnit:
-    """A unit on its way in.
-
-    Parameters
-    ----------
-    parent
-        Key of the block before it.
-    start
-        Tokens of the text before it.
-    ids
-        Of its tokens.
-    keys
-        Of its whole blocks.
-    nbytes
-        Of its file.
-    staged
-        Where the file lies, or its bytes.
-    history_sums
-        Checksums of the last blocks before it, whose rows its streams refer to; empty where they refer to none.
-    """
-
-    parent: bytes
-    start: int
-    ids: Ids
-    keys: Sequence[bytes]
-    nbytes: int
-    staged: Path | bytes
-    history_sums: tuple[int, ...] = ()
 
 
 def ensure_namespace_id(cursor: ValidatingCursor, namespace: Namespace) -> int:
@@ -250,13 +216,9 @@ def pin_sequence(cursor: ValidatingCursor, lookup: Lookup, sequence: TokenSequen
 def restore_pins(cursor: ValidatingCursor, lookup: Lookup, sequence: TokenSequence) -> None:
     """Pins whose texts were lost hold again where this text begins with theirs."""
     for key, _, tokens in cursor.fetch_rows(PinRow, "SELECT key, unit, tokens FROM pin WHERE unit = ?", (_LOST_UNIT,)):
-        ids, keys = sequence.ids[:tokens], sequence.keys[: tokens // sequence.block_tokens]
+        ids = sequence.ids[:tokens]
         if ids.size == tokens and compute_sequence_key(sequence.namespace_key, ids) == key:
-            pin_sequence(
-                cursor,
-                lookup,
-                TokenSequence(sequence.namespace_key, ids, keys, sequence.block_tokens, sequence.needs_state),
-            )
+            pin_sequence(cursor, lookup, sequence.take_prefix(tokens))
 
 
 def save_session(cursor: ValidatingCursor, name: str, namespace: Namespace, ids: Ids) -> None:
@@ -469,15 +431,8 @@ def _fill_index(
     num_pins = num_sessions = 0
     for saved_sequence in recovery_files.iter_pins():
         if saved_sequence.namespace_key in namespaces:
-            keys = compute_block_keys(saved_sequence.namespace_key, saved_sequence.ids, block_tokens)
-            sequence = TokenSequence(
-                saved_sequence.namespace_key,
-                saved_sequence.ids,
-                keys,
-                block_tokens,
-                namespaces[saved_sequence.namespace_key].needs_state,
-            )
-            pin_sequence(cursor, lookup, sequence)
+            namespace = namespaces[saved_sequence.namespace_key]
+            pin_sequence(cursor, lookup, namespace.make_sequence(saved_sequence.ids, block_tokens))
             num_pins += 1
     for saved_sequence in recovery_files.iter_sessions():
         if saved_sequence.namespace_key in namespaces:

@@ -1,10 +1,8 @@
-"""Units in memory in front of another engine: bounded in bytes, the least recently used goes first.
+"""Core of a remote store: units as values of another engine, each with a record of its place in a sequence.
 
-A store past one machine: units as values of another engine, and beside each a record of where it stands.
-
-There is no index. A record is written behind its unit, and both are named by what they hold, so that whoever puts the
-same writes the same. A record is only stored where none is: of two who put texts that begin alike at once the second is
-told, and puts what is left behind the first one's.
+There is no index. A record is written after its unit, and the names of both follow from their contents, so that all
+writers of the same blocks write the same values. A record is only written under a free name: of two concurrent puts of
+sequences with a common prefix the second fails with `ConcurrentUpdateError`, and then stores what follows the first.
 """
 
 from __future__ import annotations
@@ -13,21 +11,39 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 import numpy as np
 
 from ...dtypes import Bytes
 from ...errors import KvmnnError, ManifestError, OutputError, SourceError
-from ..backend import AddResult
-from ..directory.files import StoreSettings, check_settings_match, encode_settings, parse_settings
-from ..directory.index_updates import ConcurrentUpdateError, NewUnit
-from ..lookup import PrefixMatch, StateLocation, TokenSequence, UnitSlice
-from ..namespace import Ids, Namespace, count_common_entries, count_common_ids, parse_namespace, to_sort_key
+from ..backend import (
+    AddResult,
+    ConcurrentUpdateError,
+    NewUnit,
+    PrefixMatch,
+    StateLocation,
+    StoreSettings,
+    UnitSlice,
+    check_settings_match,
+    encode_settings,
+    parse_settings,
+)
+from ..namespace import (
+    Ids,
+    Namespace,
+    TokenSequence,
+    compute_sequence_key,
+    compute_state_key,
+    count_common_entries,
+    count_common_ids,
+    parse_namespace,
+    to_sort_key,
+)
 from ..unit import DENSE_MAGIC, TableSetCache, TableSets, make_object_name
-from ..unit_codec import PrefixState, compute_state_key
-from . import eviction
+from ..unit_codec import PrefixState
+from .eviction import Pin, list_end_units, read_pins, read_ticks, save_pin, select_evicted
 from .key_values import BackendUnavailableError, CircuitBreaker
 from .records import (
     RECORDS_FOLDER_PREFIX,
@@ -49,6 +65,24 @@ from .records import (
     parse_record_at,
     parse_state_name,
 )
+
+SETTINGS_NAME = "store/about"
+TABLES_FOLDER = "tables"
+NAMES_PER_REQUEST = 256
+_MAX_NAMESPACES = 4096
+_MAX_NEIGHBOURS = 128
+"""Names that are read on each side of a sequence's own name, among those that follow a block. A name has the first ids
+of its unit, so that similar units are neighbours."""
+_MAX_EQUAL_RECORDS_READ = 4
+"""Records that are read where any of them would do: one may be damaged or evicted."""
+_MAX_SAMPLED_RECORDS = 64
+"""Records from which lost settings are inferred."""
+_TICK_NAME = "store/tick"
+_TOUCH_INTERVAL_SECONDS = 1.0
+"""Uses are collected this long before they are written."""
+_LIMIT_CHECK_DIVISOR = 32
+"""A process counts the bytes of the store again after it has put this fraction of the limit: others may put as well."""
+_MAX_EVICTION_TRIES = 8
 
 
 class MemoryCache:
@@ -91,19 +125,6 @@ class MemoryCache:
 
     def _evict(self, unit: int) -> None:
         self.nbytes -= len(self._units.pop(unit, b""))
-
-
-SETTINGS_NAME = "store/about"
-TABLES_FOLDER = "tables"
-_MAX_NAMESPACES = 4096
-_MAX_NEIGHBOURS = 128
-"""Names on each side of a text's that are looked at, of all that follow a block; in names lie the first ids."""
-_MAX_EQUAL_RECORDS_READ = 4
-"""Records that are read where any of them would do: one may be damaged, or evicted."""
-_MAX_SAMPLED_RECORDS = 64
-"""Records that tell what a store is made with."""
-_TICK_NAME = "store/tick"
-_TOUCH_INTERVAL_SECONDS = 1.0
 
 
 class _MemoryStaging:
@@ -164,9 +185,10 @@ class RemoteBackendBase:
         self._record_names: dict[int, str] = {}
         self._damaged_units: set[int] = set()
         self._lock = threading.Lock()
-        self.max_bytes = max_bytes
-        self.last_total_bytes: int | None = None
-        self.bytes_since_check = 0
+        self._max_bytes = max_bytes
+        self._last_total_bytes: int | None = None
+        """Bytes of all units when this process last counted them; None before."""
+        self._bytes_since_count = 0
         self._touched_units: dict[int, None] = {}
         self._last_touch_time = time.monotonic()
         self._lru_clock = 0
@@ -350,9 +372,9 @@ class RemoteBackendBase:
             self.delete_records([superseded_tail])
         stored_bytes = sum(map(len, data_by_name.values()))
         removed_bytes = 0 if superseded_tail is None else superseded_tail.nbytes
-        eviction.restore_pin(self, sequence)
+        self._restore_pins(sequence)
         self.touch([record.unit for record in records.values()])
-        return AddResult(stored_bytes, removed_bytes + eviction.enforce_limit_after_put(self, stored_bytes))
+        return AddResult(stored_bytes, removed_bytes + self._enforce_limit_after_put(stored_bytes))
 
     def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
         """The state of the longest beginning of at most `tokens` tokens that has one: three round trips."""
@@ -396,9 +418,9 @@ class RemoteBackendBase:
             self.key_values.put_many({name: record.to_bytes()})  # the one that is there may be damaged
         self._damaged_units.discard(unit_id)
         self._memory_cache.put(unit_id, data)
-        eviction.restore_pin(self, sequence)
+        self._restore_pins(sequence)
         self.touch([unit_id])
-        return AddResult(len(data), eviction.enforce_limit_after_put(self, len(data)))
+        return AddResult(len(data), self._enforce_limit_after_put(len(data)))
 
     def _find_superseded_tail(self, new_unit: NewUnit, sequence: TokenSequence) -> UnitRecord | None:
         """The tail that a longer text repeats: a chat that grows would leave one at every turn."""
@@ -409,9 +431,9 @@ class RemoteBackendBase:
             record = parse_record_at(data, path, sequence.block_tokens)
             if record is None or record.ids.size >= min(sequence.block_tokens, new_unit.ids.size):
                 continue
-            if count_common_entries(
-                record.ids, new_unit.ids
-            ) == record.ids.size and record.unit not in eviction.list_pinned_units(self):
+            if count_common_entries(record.ids, new_unit.ids) == record.ids.size and record.unit not in list_end_units(
+                read_pins(self.key_values)
+            ):
                 return record
         return None
 
@@ -433,14 +455,104 @@ class RemoteBackendBase:
         return lost_records
 
     def enforce_limit(self) -> int:
-        """Remove what is above the bound, where this process has not looked yet: bytes."""
-        return eviction.enforce_limit_after_put(self, 0)
+        return self._enforce_limit_after_put(0)
+
+    def _enforce_limit_after_put(self, stored_bytes: int) -> int:
+        """Evict units if `stored_bytes` more may exceed the limit; return the bytes that were removed.
+
+        All records are read for it, so it does nothing until this process has put enough since the last count.
+        """
+        if self._max_bytes is None:
+            return 0
+        self._bytes_since_count += stored_bytes
+        if (
+            self._last_total_bytes is not None
+            and self._last_total_bytes + self._bytes_since_count <= self._max_bytes
+            and self._bytes_since_count <= self._max_bytes // _LIMIT_CHECK_DIVISOR
+        ):
+            return 0
+        self.touch((), immediately=True)
+        return self._evict_units(self._max_bytes)[1]
+
+    def _evict_units(self, max_bytes: int) -> tuple[int, int]:
+        """Evict units until at most `max_bytes` are left; return how many, and their bytes."""
+        for _ in range(_MAX_EVICTION_TRIES):  # fails if other pins are set meanwhile
+            stored_names = set(self.key_values.list_names("units"))
+            record_by_unit = {
+                record.unit: record
+                for _, record in self.iter_records()
+                if record is not None and f"{record.unit:032x}" in stored_names
+            }
+            records = list(record_by_unit.values())
+            pins = read_pins(self.key_values)
+            total_bytes = sum(record.nbytes for record in records)
+            ticks = read_ticks(self.key_values, records)
+            evicted = select_evicted(records, self.block_tokens, ticks, list_end_units(pins), total_bytes - max_bytes)
+            nbytes = sum(record.nbytes for record in evicted)
+            if not evicted or self._delete_unless_pinned(evicted, pins):
+                self._last_total_bytes, self._bytes_since_count = total_bytes - nbytes, 0
+                return len(evicted), nbytes
+        return 0, 0
+
+    def iter_records(self) -> Iterator[tuple[str, UnitRecord | None]]:
+        """Yield all records by name; None for one that is damaged, or that belongs under another name."""
+        names = sorted(
+            (*self.key_values.list_tree(RECORDS_FOLDER_PREFIX), *self.key_values.list_tree(STATES_FOLDER_PREFIX))
+        )
+        for begin_index in range(0, len(names), NAMES_PER_REQUEST):
+            batch = names[begin_index : begin_index + NAMES_PER_REQUEST]
+            for name, data in zip(batch, self.key_values.get_many(batch), strict=True):
+                yield name, parse_record_at(data, name, self.block_tokens)
+
+    def list_valid_records(self) -> list[UnitRecord]:
+        """Return all records that are readable."""
+        return [record for _, record in self.iter_records() if record is not None]
+
+    def _delete_unless_pinned(self, records: Sequence[UnitRecord], known_pins: Collection[str]) -> bool:
+        """Delete units and their records unless the pins are others than `known_pins`; return whether it did."""
+        names = [
+            name
+            for record in records
+            for name in (record.make_name(self.block_tokens), make_unit_name(record.unit), make_use_name(record.unit))
+        ]
+        if not self.key_values.delete_if_unchanged(names, "pins", set(known_pins)):
+            return False
+        for record in records:
+            self._memory_cache.evict(record.unit)
+        return True
+
+    def _find_end_units(self, sequence: TokenSequence) -> tuple[int, ...]:
+        """Return the unit with the end of a sequence, and its state unit if it needs one; () unless all is stored."""
+        prefix_match = self.find_prefix(sequence)
+        end_units = tuple(unit_slice.unit for unit_slice in prefix_match.slices[-1:])
+        if sequence.needs_state:
+            state = self.find_state(sequence, sequence.ids.size)
+            if (
+                state is None
+                or state.tokens < sequence.ids.size
+                or (end_units and prefix_match.tokens < sequence.ids.size)
+            ):
+                return ()
+            return (*end_units, state.unit)
+        return end_units if prefix_match.tokens == sequence.ids.size else ()
+
+    def _restore_pins(self, sequence: TokenSequence) -> None:
+        """Move the pins of a sequence and of its prefixes to the units that contain their ends now."""
+        for name, pin in read_pins(self.key_values).items():
+            if (
+                not 0 < pin.tokens <= sequence.ids.size
+                or compute_sequence_key(sequence.namespace_key, sequence.ids[: pin.tokens]).hex() != name
+            ):
+                continue
+            end_units = self._find_end_units(sequence.take_prefix(pin.tokens))
+            if end_units and end_units != pin.end_units:
+                save_pin(self.key_values, name, Pin(end_units, pin.tokens))
 
     def touch(self, units: Iterable[int], *, immediately: bool = False) -> None:
         """Units were used: noted down with others after a while, or `immediately`, where that is cheap or somebody
         bounds.
         """
-        if self.read_only or not (self.key_values.has_cheap_use_counts or self.max_bytes is not None):
+        if self.read_only or not (self.key_values.has_cheap_use_counts or self._max_bytes is not None):
             return
         with self._lock:
             for unit in units:  # in the order of their last uses
@@ -491,11 +603,7 @@ class RemoteBackendBase:
         names = [record.make_name(self.block_tokens) for record in deleted]
         uses = [make_use_name(record.unit) for record in deleted]
         self.key_values.delete([*names, *(make_unit_name(record.unit) for record in deleted), *uses])
-        self.evict_from_memory(deleted)
-
-    def evict_from_memory(self, records: Iterable[UnitRecord]) -> None:
-        """Keep units no longer in memory."""
-        for record in records:
+        for record in deleted:
             self._memory_cache.evict(record.unit)
 
     def _load_settings(self) -> StoreSettings:

@@ -9,9 +9,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...frames.buffers import integrity_checksum
-from ..directory.files import MAX_BLOCK_TOKENS
-from ..namespace import KEY_BYTES, MAX_TOKENS, Ids, compute_block_keys, count_ids_in_sort_key, to_sort_key
-from ..unit_codec import compute_state_key
+from ..backend import MAX_BLOCK_TOKENS
+from ..namespace import (
+    KEY_BYTES,
+    MAX_TOKENS,
+    Ids,
+    compute_block_keys,
+    compute_state_key,
+    count_ids_in_sort_key,
+    to_sort_key,
+)
 
 RECORD_MAGIC = b"KVMNNPB1"
 STATE_RECORD_MAGIC = b"KVMNNPB2"

@@ -1,112 +1,30 @@
-"""The longest beginning of a text that the index knows, to the token."""
+"""Queries of the index: the longest stored prefix of a sequence, to the token, and its state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
-from .directory.index import BlockRow, BranchParentRow, BranchUnitRow, Key, NumberRow, ValidatingCursor
-from .namespace import Ids, compute_block_keys, count_common_entries, count_common_ids, to_sort_key
-from .unit_codec import compute_state_key
+from ..backend import PrefixMatch, StateLocation, UnitSlice
+from ..namespace import Ids, TokenSequence, compute_block_keys, count_common_entries, count_common_ids, to_sort_key
+from .index import BlockRow, BranchParentRow, BranchUnitRow, Key, NumberRow, ValidatingCursor
 
 _KEYS_PER_QUERY = 256
-"""Keys in one question."""
-
-
-class UnitSlice(NamedTuple):
-    """Tokens of a unit: `take` of them behind the first `skip`."""
-
-    unit: int
-    skip: int
-    take: int
-
-
-class StateLocation(NamedTuple):
-    """State of a prefix: tokens of the prefix, and the number of the unit that it is stored as."""
-
-    tokens: int
-    unit: int
-
-
-class PrefixMatch(NamedTuple):
-    """A stored beginning: its places in order, and how many whole blocks of the text are among them."""
-
-    slices: tuple[UnitSlice, ...]
-    num_blocks: int
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the text that are stored."""
-        return sum(unit_slice.take for unit_slice in self.slices)
-
-    def take_prefix(self, tokens: int, block_tokens: int) -> PrefixMatch:
-        """The places of its first `tokens` tokens."""
-        prefix_slices, remaining = [], tokens
-        for unit_slice in self.slices:
-            if remaining > 0:
-                prefix_slices.append(unit_slice._replace(take=min(unit_slice.take, remaining)))
-                remaining -= unit_slice.take
-        return PrefixMatch(tuple(prefix_slices), min(self.num_blocks, tokens // block_tokens))
-
-
-@dataclass(frozen=True)
-class TokenSequence:
-    """A text that is looked for.
-
-    Parameters
-    ----------
-    namespace_key
-        Key of its space.
-    ids
-        Of the whole text.
-    keys
-        Of its whole blocks.
-    block_tokens
-        Of the store.
-    needs_state
-        Whether its model has windows or state: a stored prefix is of use only where these are stored as well.
-    """
-
-    namespace_key: bytes
-    ids: Ids
-    keys: Sequence[bytes]
-    block_tokens: int
-    needs_state: bool = False
-
-    def get_parent_key(self, block_index: int) -> bytes:
-        """Key of the block before this one; that of the space before the first."""
-        return self.keys[block_index - 1] if block_index else self.namespace_key
-
-    def take_prefix(self, tokens: int) -> TokenSequence:
-        """Its first tokens."""
-        keys = self.keys[: tokens // self.block_tokens]
-        return TokenSequence(self.namespace_key, self.ids[:tokens], keys, self.block_tokens, self.needs_state)
-
-    def get_end(self, tokens: int) -> tuple[bytes, Ids]:
-        """The last ids of its first `tokens` tokens, at most a block, and the key of the block before them."""
-        block_index = (tokens - 1) // self.block_tokens
-        return self.get_parent_key(block_index), self.ids[block_index * self.block_tokens : tokens]
-
-    def iter_state_keys(self, tokens: int) -> Iterator[tuple[int, bytes]]:
-        """Of each beginning of at most `tokens` tokens, the longest first: its tokens, and the key of its state."""
-        for size in range(tokens, 0, -1):
-            yield size, compute_state_key(*self.get_end(size))
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """A way to ask an index.
+    """Queries of the index inside a transaction.
 
     Parameters
     ----------
     cursor
-        In a transaction.
+        Cursor of the transaction.
     read_ids
-        The ids in the file of a unit; none where it cannot be read.
+        Reads the token ids of a unit from its file; returns None if the file is unreadable.
     is_damaged
-        Whether a unit is known not to be what it should be.
+        Returns whether a unit is known to be damaged.
     """
 
     cursor: ValidatingCursor
@@ -114,8 +32,8 @@ class Lookup:
     is_damaged: Callable[[int], bool]
 
     def find_prefix(self, sequence: TokenSequence) -> PrefixMatch:
-        """The longest stored beginning: whole blocks by their keys, and of the next block as many tokens as agree."""
-        runs: list[list[int]] = []  # unit, its first block, and the block behind the last
+        """Find the longest stored prefix: whole blocks by their keys, then the tokens of the next block that match."""
+        runs: list[list[int]] = []  # unit, first block, end block
         num_blocks = 0
         for unit, block_index in self._iter_blocks(sequence.keys):
             if runs and runs[-1][0] == unit and runs[-1][2] == block_index:
@@ -141,7 +59,7 @@ class Lookup:
         return PrefixMatch(tuple(slices), num_blocks)
 
     def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
-        """The state of the longest beginning of at most `tokens` tokens that has one."""
+        """Find the state of the longest prefix of at most `tokens` tokens that has one."""
         keys = sequence.iter_state_keys(tokens)
         while size_by_key := {key: size for size, key in islice(keys, _KEYS_PER_QUERY)}:
             placeholders = ",".join("?" * len(size_by_key))
@@ -158,7 +76,9 @@ class Lookup:
         return None
 
     def last_unit(self, sequence: TokenSequence) -> int | None:
-        """The unit that has the end of a text, all of which is stored: its state, where it needs that."""
+        """Return the unit at the end of a sequence, its state unit if the model needs state; None unless all of it is
+        stored.
+        """
         if sequence.needs_state:
             state = self.find_state(sequence, sequence.ids.size)
             return state.unit if state is not None and state.tokens == sequence.ids.size else None
@@ -166,9 +86,8 @@ class Lookup:
         return prefix_match.slices[-1].unit if prefix_match.tokens == sequence.ids.size else None
 
     def find_end(self, namespace_key: bytes, parent: bytes, last_ids: Ids, block_tokens: int) -> int | None:
-        """The unit that has the end of a prefix: `last_ids`, at most a block, behind the block with the key `parent`.
-
-        None where it is not stored.
+        """Find the unit that contains `last_ids`, at most a block, after the block with the key `parent`; None if not
+        stored.
         """
         if last_ids.size == block_tokens:
             key = Key(compute_block_keys(parent, last_ids, block_tokens)[0])
@@ -184,7 +103,7 @@ class Lookup:
         return next((unit_slice.unit for unit_slice in candidates if unit_slice.take == last_ids.size), None)
 
     def _iter_blocks(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
-        """Unit, and number in it, of each block, up to the first that is not stored."""
+        """Yield the unit of each block and its number there, up to the first block that is not stored."""
         for begin_key in range(0, len(keys), _KEYS_PER_QUERY):
             batch = keys[begin_key : begin_key + _KEYS_PER_QUERY]
             row_by_key = find_stored_blocks(self.cursor, batch)
@@ -196,7 +115,7 @@ class Lookup:
                 yield row_by_key[key].unit, row_by_key[key].number
 
     def _iter_continuation(self, slices: Sequence[UnitSlice], next_ids: Ids) -> Iterator[UnitSlice]:
-        """What follows in the unit of the last block."""
+        """Yield the tokens that follow the last slice in its own unit."""
         for unit, skip, take in slices[-1:]:
             tokens = self.cursor.fetch_row(NumberRow, "SELECT tokens FROM unit WHERE id = ?", (unit,))
             if tokens is not None and tokens.value > skip + take:
@@ -205,7 +124,9 @@ class Lookup:
                     yield UnitSlice(unit, skip + take, count_common_entries(ids[skip + take :], next_ids))
 
     def _iter_branches(self, parent: bytes, next_ids: Ids, block_tokens: int) -> Iterator[UnitSlice]:
-        """Of all units that follow a block the two that stand beside the text: one of them agrees longest."""
+        """Yield, of the units that follow a block, the two next to the sequence in sort order: one of them matches
+        longest.
+        """
         sort_key = to_sort_key(next_ids)
         for order in (">= ? ORDER BY text", "< ? ORDER BY text DESC"):
             rows = self.cursor.iter_rows(
@@ -220,7 +141,7 @@ class Lookup:
 
 
 def find_stored_blocks(cursor: ValidatingCursor, keys: Sequence[bytes]) -> dict[bytes, BlockRow]:
-    """Of each of these blocks that is stored its unit, and its number there, as the index has them."""
+    """Return the rows of those blocks that are stored, by key."""
     row_by_key: dict[bytes, BlockRow] = {}
     for begin_key in range(0, len(keys), _KEYS_PER_QUERY):
         batch = keys[begin_key : begin_key + _KEYS_PER_QUERY]
@@ -235,8 +156,3 @@ def _append_slice(slices: list[UnitSlice], new_slice: UnitSlice) -> list[UnitSli
     if last_slice and last_slice.unit == new_slice.unit and last_slice.skip + last_slice.take == new_slice.skip:
         return [*slices[:-1], last_slice._replace(take=last_slice.take + new_slice.take)]
     return [*slices, new_slice]
-
-
-def list_units(slices: Iterable[UnitSlice]) -> tuple[int, ...]:
-    """The units, each once."""
-    return tuple(dict.fromkeys(unit_slice.unit for unit_slice in slices))

@@ -1,4 +1,7 @@
-"""Adapters between kvmnn's sources and what the store takes and returns, opaque state included."""
+"""Conversion between the sources and files of kvmnn and the layers, states and token ids of the store.
+
+Files of arrays contain opaque state as arrays of bytes, which their metadata describes.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +52,17 @@ _MAX_DOCUMENT_BYTES = 16 << 20
 
 
 def make_state_array_name(state: OpaqueState) -> str:
-    """Return the name of the array, which no K and V has."""
+    """Return the name of the array of a state; K and V have other names."""
     return f"layer_{state.layer}.state.{state.name}"
 
 
 def build_state_arrays(states: Sequence[OpaqueState]) -> list[LazyArray]:
-    """Return the arrays of all states that have bytes."""
+    """Return an array of bytes for each state that is not empty."""
     return [bytes_array(make_state_array_name(state), state.read()) for state in states if state.nbytes]
 
 
 def encode_states_metadata(states: Sequence[OpaqueState]) -> dict[str, str]:
-    """Return metadata that tells what the arrays of `build_state_arrays` are."""
+    """Return metadata that describes the arrays of `build_state_arrays`."""
     entries = [
         {"layer": state.layer, "name": state.name, "dtype": state.dtype, "shape": list(state.shape)}
         for state in states
@@ -73,12 +76,12 @@ def encode_states_metadata(states: Sequence[OpaqueState]) -> dict[str, str]:
 
 
 def extract_states(source: Source) -> Source:
-    """Return a source with the arrays that are state as `Source.states`, where its metadata tells them.
+    """Move the arrays of bytes that the metadata of a source describes to `Source.states`.
 
     Raises
     ------
     ManifestError
-        For malformed metadata, and for state whose array is missing or contains numbers.
+        If the metadata is malformed, or an array of a state is missing or has another dtype.
     """
     if STATES_KEY not in source.metadata:
         return source
@@ -114,37 +117,34 @@ def _read_state_bytes(array: LazyArray) -> bytes:
 def read_layer_caches(
     source: Source, *, token_major: bool = False, with_windows: bool = False, with_states: bool = False
 ) -> list[LayerCache]:
-    """K and V of every layer of anything that `kvmnn.open` opens.
+    """Read K and V of every layer of a source that `kvmnn.open` returns.
 
-    Layers may differ in heads and head_dim, and V from K in head_dim. Caches of engines may have K alone (llama.cpp's
-    latent attention): V has no words then.
-
-    Arrays of several types (llama.cpp's K may be quantised, and V not) become fp32, which has every number of them.
-
-    K of a llama.cpp cache that surely lies in another order than that of other engines is brought into theirs, unless
-    `Source.inverted_transforms` says otherwise.
+    Layers may differ in heads and head_dim, and V from K in head_dim. A cache may have K only (latent attention of
+    llama.cpp): V has no elements then. Arrays of several dtypes (llama.cpp may quantise K and not V) are converted to
+    fp32, which is exact. K of a llama.cpp cache with permuted heads is brought into the common order, unless
+    `Source.inverted_transforms` forbids it.
 
     Parameters
     ----------
     source
-        Arrays whose names say which layer's K or V they are.
+        Arrays that are named by layer, as K or V.
     token_major
-        Whether they are ``[token, kv_head, head_dim]``, where nothing says so.
+        Whether arrays are ``[token, kv_head, head_dim]``, if neither names nor metadata tell it.
     with_windows
-        Also return layers with a sliding window that contain the last tokens of the text alone, with their positions.
+        Also return layers with a sliding window that contain only the last tokens, with their positions.
     with_states
-        Whether the caller keeps `Source.states` as well, so that nothing is missing without them.
+        Whether the caller stores `Source.states` as well; without them the source is incomplete.
 
     Raises
     ------
     IncompleteCacheError
-        For a part of the model's state, and for such layers without `with_windows`.
+        If a part of the state of the model is missing, or there are windows and `with_windows` is not set.
     OptionError
-        For K and V that were made from int8.
+        If K and V were restored from int8.
     SourceError
-        For a cache that was cut, or holds no beginning of a text.
+        If tokens are missing, or the cache does not start at the first token of a text.
     KvmnnError
-        For arrays that are not K and V of layers, and where these differ in heads or tokens.
+        If the arrays are not K and V of layers, or differ in heads or tokens.
     """
     where = " ".join(source.inputs)
     completeness = source.completeness
@@ -194,7 +194,7 @@ def read_layer_caches(
 
 
 def read_saved_ids(source: Source) -> Indices | None:
-    """Return the token ids that a source has itself, or that lie alongside its arrays, int64; None where it has none.
+    """Return the token ids in a source, or in the file next to it, int64; None if it has none.
 
     They may be more than its tokens: engines also save the id of a token that is not evaluated yet.
     """
@@ -204,19 +204,19 @@ def read_saved_ids(source: Source) -> Indices | None:
 
 
 def resolve_token_ids(source: Source, token_ids: Sequence[int] | Ids | Indices | None = None) -> Indices | None:
-    """Return the ids of the tokens that have K and V in a source, by their positions; None where it has no ids.
+    """Return the ids of the tokens that have K and V in a source, by position; None if it has no ids.
 
     Parameters
     ----------
     source
-        What `kvmnn.open` opens.
+        A source that `kvmnn.open` returns.
     token_ids
-        Those of its text, from the first token on, instead of its own.
+        Ids of its text from the first token on, which replace its own.
 
     Raises
     ------
     SourceError
-        Where there are fewer ids than tokens, and where an id stands for no token.
+        If there are fewer ids than tokens, or an id stands for no token.
     """
     saved_ids = read_saved_ids(source) if token_ids is None else np.asarray(token_ids, np.int64)
     if saved_ids is None:
@@ -255,16 +255,14 @@ def _make_layer_cache(
 
 @dataclass(frozen=True, kw_only=True)
 class GetResult:
-    """A stored beginning of a text that was written to files.
+    """A stored prefix that was written to files.
 
     Parameters
     ----------
     tokens, asked
-        Tokens that the files hold, of how many that the text has.
-    missing
-        As that of `StoredPrefix`: a model cannot continue from the files alone.
-    dtype, others
-        Of what was stored, as those of `StoredPrefix`.
+        Tokens in the files, and tokens of the requested sequence.
+    dtype, others, missing
+        As in `StoredPrefix`.
     written
         The files.
     """
@@ -277,7 +275,7 @@ class GetResult:
     missing: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
+        """Return the result as JSON values."""
         stored = {"dtype": self.dtype, "others": dict(self.others), "missing": list(self.missing)}
         return {"tokens": self.tokens, "asked": self.asked, **stored, **self.written.to_dict()}
 
@@ -312,34 +310,34 @@ def write_prefix(
     force: bool = False,
     threads: int | None = None,
 ) -> GetResult:
-    """Write K and V of a prefix as files of arrays, or as the prefix cache that an MNN engine loads.
+    """Write K and V of a prefix as files of arrays, or as a prefix cache for MNN.
 
     Parameters
     ----------
     prefix, token_ids
-        What `PrefixStore.get` found, and the text.
+        Result of `PrefixStore.get`, and the sequence.
     output
-        As for `kvmnn.formats.mnn.unpack`; of a prefix cache its directory.
+        As for `kvmnn.formats.mnn.unpack`; for a prefix cache, its directory.
     where
-        What messages call the store.
+        Name of the store in messages.
     geometry, name, capacity
-        Of a prefix cache, as for `kvmnn.formats.mnn.pack`; where none is given arrays are written.
+        For a prefix cache, as for `kvmnn.formats.mnn.pack`; without them, arrays are written.
     model
-        Directory of the MNN model, or a ``.gguf`` file, to be noted down beside a prefix cache.
+        Directory of the MNN model, or a ``.gguf`` file, to be recorded with a prefix cache.
     cast
-        Convert words to the dtype of the layout of a prefix cache, to nearest even.
+        Convert elements to the dtype of the layout of a prefix cache, rounding to nearest even.
     rerotate
-        Of a prefix cache, as for `kvmnn.formats.mnn.pack`. A stored prefix has the first positions: K stays as it is.
+        For a prefix cache, as for `kvmnn.formats.mnn.pack`. A stored prefix has the first positions: K is unchanged.
     force
-        Replace files that exist.
+        Replace existing files.
     threads
-        Files of a prefix cache that are written at once; None for as many as there are processors. They are not brought
-        to the disk by force: after a power cut, get them again.
+        Number of files of a prefix cache that are written concurrently; None for the number of processors. They are not
+        synchronised to the disk: after a power failure, get them again.
 
     Raises
     ------
     KvmnnError
-        Where nothing was found, for the ids of another text, and as `pack` and `unpack`.
+        If the prefix is a miss, the ids are those of another sequence, and as `pack` and `unpack`.
     """
     if not prefix.tokens:
         raise KvmnnError(
@@ -396,7 +394,7 @@ def write_prefix(
 
 
 def _add_descriptions(source: Source, prefix: StoredPrefix, token_ids: Sequence[int] | Ids) -> None:
-    """Note down which tokens each layer of a prefix has, and what the arrays lack, where these are not all alike."""
+    """Describe the tokens of each layer, and what the arrays lack, if the layers differ."""
     layers, completeness = prefix.layers, prefix.completeness
     has_windows = any(cache.tokens < prefix.tokens for cache in layers)
     if completeness is not None:

@@ -1,4 +1,4 @@
-"""Export a stored text as one file with the units that it needs, and import it on another machine."""
+"""Export of a stored sequence, without those that share its units, as one file for another machine."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ from .write_path import DenseStreamEncoder, DenseUnitPlan, HistoryRef, build_den
 
 
 class SequenceExporter:
-    """Units that are taken as they are, or, where other texts go on in them, made anew of what is asked for.
+    """Selects the units of a sequence; a unit that also contains other sequences is encoded again without them.
 
     Parameters
     ----------
     namespace, sequence, layers
-        The text, with K and V of its tokens.
+        The sequence, with K and V of its tokens.
     tables
-        That its units need, by their keys.
+        Shared tables of its units, by key.
     rotary, options, threads
-        How units are made.
+        How units are encoded.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SequenceExporter:
     def build_units(
         self, prefix_match: PrefixMatch, data_by_unit: Mapping[int, Bytes]
     ) -> list[tuple[UnitSlice, Bytes]]:
-        """The units with the tokens of a text, and which tokens of each are meant."""
+        """Return the slices of a sequence with the bytes of their units."""
         exported_units = []
         begin_token = 0
         for unit_slice in prefix_match.slices:
@@ -101,7 +101,7 @@ class SequenceExporter:
     def _encode_streams(
         self, span: tuple[int, int], unit_slice: UnitSlice, dense: DenseUnitInfo
     ) -> tuple[tuple[UnitFrame, ...], DenseUnitInfo]:
-        """As those that it is made of; what is cut at its beginning, too, refers to nothing before it."""
+        """Encode the slice like the original unit; if its beginning is cut off, it refers to no rows before it."""
         history = HistoryRef() if unit_slice.skip else HistoryRef(dense.history_rows, 0, dense.chain_length)
         unit = DenseUnitPlan(span, history, self._tables.get(dense.tables_key))
         encoded_units: list[tuple[tuple[UnitFrame, ...], tuple[int, ...]]] = []
@@ -132,8 +132,11 @@ def write_exported(
     *,
     force: bool,
 ) -> int:
-    """Write the units of a text and their tables behind a document that says which tokens of each unit
-    are meant; bytes.
+    """Write the slices of a sequence and their tables to a file.
+
+    Returns
+    -------
+    Size of the file in bytes.
     """
     unit_entries = [
         {"bytes": data.size, "skip": unit_slice.skip, "take": unit_slice.take} for unit_slice, data in unit_slices
@@ -162,16 +165,16 @@ def write_exported(
 
 
 def read_exported(path: str | os.PathLike[str], threads: int | None = None) -> tuple[str, Ids, list[LayerCache]]:
-    """The text in a file that `PrefixStore.export` made, every byte of its units compared.
+    """Read a file of `PrefixStore.export`; all bytes are compared with their checksums.
 
     Returns
     -------
-    Fingerprint of the model, token ids, and K and V of all layers: what `PrefixStore.put` takes.
+    Fingerprint of the model, token ids, and K and V of all layers, for `PrefixStore.put`.
 
     Raises
     ------
     SourceError
-        For a file that is none, or is damaged.
+        If the file is not an exported sequence, or is damaged.
     """
     file = MappedFile(Path(path))
     document, begin_byte = _read_document(file)
@@ -214,7 +217,7 @@ def read_exported(path: str | os.PathLike[str], threads: int | None = None) -> t
 
 
 def _read_document(file: MappedFile) -> tuple[bytes, int]:
-    """The document, and where it ends."""
+    """Return the document, and the position after it."""
     head = file.read_head(len(EXPORT_MAGIC) + _SIZE_STRUCT.size + _CHECKSUM_STRUCT.size)
     begin_byte = len(head) if head.startswith(EXPORT_MAGIC) else len(EXPORT_MAGIC) + _SIZE_STRUCT.size
     if (

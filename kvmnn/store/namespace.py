@@ -1,4 +1,7 @@
-"""Namespaces and keys: model, precision and shapes that prefixes must share; token ids and keys of blocks."""
+"""Namespaces, token sequences and their keys.
+
+A namespace is a model, a precision and the shapes of its layers: only within one do prefixes share blocks.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,7 @@ _MAX_STATES = 1 << 14
 
 
 class LayerShape(NamedTuple):
-    """The shape of a layer's K and V, but for the tokens."""
+    """Shape of the K and V of a layer, without the tokens."""
 
     layer: int
     kv_heads: int
@@ -47,12 +50,12 @@ class LayerShape(NamedTuple):
 
     @property
     def dims(self) -> tuple[int, int]:
-        """Words of K and of V of a token in one head."""
+        """Elements of K and of V for one token in one head."""
         return self.head_dim, self.value_dim
 
 
 class StateId(NamedTuple):
-    """A state that is not K and V: its layer, and what the engine calls it."""
+    """State other than K and V: its layer, and its name in the engine."""
 
     layer: int
     name: str
@@ -60,7 +63,7 @@ class StateId(NamedTuple):
 
 @dataclass(frozen=True)
 class Namespace:
-    """A model, its precision and its layers: only within one do prefixes share blocks.
+    """A model, its precision and its layers: only within one namespace do prefixes share blocks.
 
     Parameters
     ----------
@@ -69,12 +72,12 @@ class Namespace:
     dtype
         ``"fp16"``, ``"bf16"`` or ``"fp32"``.
     layers
-        Those with full attention, in order: they share blocks.
+        Layers with full attention, in order; their blocks are shared.
     windows
-        Those with a sliding window that contain the last tokens of their texts alone, in order. Their rows, and
-        opaque state, are stored with each prefix, at its exact length (`kvmnn.store.unit_codec`).
+        Layers with a sliding window of which only the last tokens are stored, in order. Their rows, and opaque state,
+        are stored with each prefix, at its exact length (`kvmnn.store.unit_codec`).
     states
-        Layer and name of each state that is not K and V, in order.
+        Layer and name of each state other than K and V, in order.
     """
 
     model: str
@@ -85,7 +88,7 @@ class Namespace:
 
     @cached_property
     def key(self) -> bytes:
-        """Key of the space, and of the empty prefix in it; other models, dtypes and shapes have others."""
+        """Key of the namespace, and of the empty prefix in it."""
         return hashlib.blake2b(b"kvmnn prefix store 1\n" + self.to_json().encode(), digest_size=KEY_BYTES).digest()
 
     @property
@@ -95,7 +98,9 @@ class Namespace:
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """K and V (0 and 1) of each layer, by its place among them, in the order of a unit's streams: V where it is."""
+        """Index of the layer, and 0 for K or 1 for V, of each stream of a unit, in order; layers
+        without V have no 1.
+        """
         return tuple(
             (layer_index, part)
             for layer_index, shape in enumerate(self.layers)
@@ -105,7 +110,7 @@ class Namespace:
 
     @property
     def needs_state(self) -> bool:
-        """Whether a model resumes only where windows or state are stored, too."""
+        """Whether a model can only continue from a prefix whose windows and state are stored."""
         return bool(self.windows or self.states)
 
     @property
@@ -124,7 +129,7 @@ class Namespace:
         return TokenSequence(self.key, ids, keys, block_tokens, self.needs_state)
 
     def to_json(self) -> str:
-        """The document, on one line."""
+        """Return the JSON document, on one line."""
         document: dict[str, object] = {
             "model": self.model,
             "dtype": self.dtype,
@@ -135,7 +140,7 @@ class Namespace:
         return json.dumps(document, separators=(",", ":"), sort_keys=True)
 
     def __str__(self) -> str:
-        """For people: ``6 layers, 4 kv heads x 64 dims, fp32``."""
+        """Return a text such as ``6 layers, 4 kv heads x 64 dims, fp32``."""
         shapes = sorted({shape[1:] for shape in self.all_layers})
         sizes = " and ".join(
             f"{pluralize(heads, 'kv head')} x {head_dim} dims{_describe_value_dim(head_dim, value_dim)}"
@@ -150,7 +155,7 @@ def _shapes_to_lists(shapes: Sequence[LayerShape]) -> list[list[int]]:
 
 
 def describe_difference(first_namespace: Namespace, second_namespace: Namespace) -> tuple[str, str]:
-    """Two spaces of a model and dtype, such that they do not read alike."""
+    """Describe two namespaces of the same model and dtype by what differs."""
     if str(first_namespace) != str(second_namespace):
         return str(first_namespace), str(second_namespace)
     layers = zip(first_namespace.all_layers, second_namespace.all_layers, strict=False)
@@ -179,7 +184,7 @@ def _describe_value_dim(dims: int, value_dim: int) -> str:
 
 
 def validate_model(model: object) -> str:
-    """A fingerprint; `KvmnnError` or `TypeError` for what is none."""
+    """Return a fingerprint; raise `KvmnnError` or `TypeError` if it is invalid."""
     if not isinstance(model, str):
         raise TypeError(f"model must be a string, the fingerprint of a model, not {type(model).__name__}")
     if not model or len(model) > MAX_MODEL_CHARACTERS or not model.isprintable():
@@ -190,7 +195,7 @@ def validate_model(model: object) -> str:
 
 
 def validate_session_name(name: object) -> None:
-    """Refuse what is no name of a session."""
+    """Raise `KvmnnError` or `TypeError` for an invalid name of a session."""
     if not isinstance(name, str):
         raise TypeError(f"the name of a session must be a string, not {type(name).__name__}")
     if not name or len(name) > _MAX_SESSION_NAME_CHARACTERS or not name.isprintable():
@@ -206,12 +211,12 @@ def build_namespace(
     windows: Sequence[LayerCache] = (),
     states: Sequence[OpaqueState] = (),
 ) -> Namespace:
-    """The space that the caches of all layers belong to, which are in order; `windows` contain the last tokens alone.
+    """Return the namespace of the caches of all layers, in order; of `windows` only the last tokens are stored.
 
     Raises
     ------
     KvmnnError
-        For no layers, layers twice or in another order, of different dtypes, or shapes beyond all models.
+        If there are no layers, they are not in order, differ in dtype, or have shapes that no model has.
     """
     shapes, window_shapes = (
         tuple(LayerShape(cache.layer, cache.kv_heads, cache.head_dim, cache.value_dim) for cache in caches)
@@ -227,7 +232,7 @@ def build_namespace(
 
 
 def parse_namespace(text: object, label: str) -> Namespace:
-    """Check and take in a document; `ManifestError`, or another `KvmnnError`, that begins with `label`."""
+    """Parse the document of `Namespace.to_json`; errors are `KvmnnError`, and start with `label`."""
     if not isinstance(text, str):
         raise KvmnnError(f"{label}: is no JSON text")
     root = parse_document(text, label, _MAX_DOCUMENT_BYTES)
@@ -283,17 +288,17 @@ def _validate_namespace(namespace: Namespace) -> Namespace:
 
 
 def split_windows(layers: Sequence[LayerCache], windows: Collection[int]) -> tuple[list[LayerCache], list[LayerCache]]:
-    """Return the layers that contain all tokens, and those of `windows` that contain the last tokens alone.
+    """Return the layers that contain all tokens, and those of `windows` that only contain the last tokens.
 
-    A layer with a window that still contains every token is one of the first: what is stored of it is complete for each
-    beginning of its text.
+    A layer with a window that still contains every token belongs to the first: it is valid for any prefix of the
+    sequence.
 
     Raises
     ------
     KvmnnError
-        For a layer with a window that contains other tokens than the last.
+        If a layer with a window contains other tokens than the last.
     ArrayTypeError
-        For other objects.
+        If an object is not a `LayerCache`.
     """
     full_layers, window_layers = [], []
     for cache in layers:
@@ -315,13 +320,14 @@ def split_windows(layers: Sequence[LayerCache], windows: Collection[int]) -> tup
 
 
 def validate_layers(layers: Sequence[LayerCache], tokens: int, windows: Sequence[LayerCache] = ()) -> list[LayerCache]:
-    """The layers in order, each with K and V of all `tokens` tokens of the text and of no others; those of `windows`
-    must end with the text.
+    """Return the layers in order.
+
+    Each must contain K and V of all `tokens` tokens of the sequence and of no others; `windows` must end with it.
 
     Raises
     ------
     KvmnnError
-        For a cache of another number of tokens, or one that lacks tokens or has others in their places.
+        If a cache has another number of tokens, lacks some, or has them in other places.
     """
     for cache in layers:
         if not isinstance(cache, LayerCache):
@@ -346,7 +352,7 @@ def validate_layers(layers: Sequence[LayerCache], tokens: int, windows: Sequence
 
 
 def list_parts(layers: Sequence[LayerCache]) -> list[Elements]:
-    """K and V of each layer, in the order of `Namespace.parts`."""
+    """Return K and V of each layer, in the order of `Namespace.parts`."""
     return [elements for cache in layers for elements in (cache.keys, cache.values) if elements.shape[2]]
 
 
@@ -365,12 +371,12 @@ hashes of up to 32 bits.
 
 
 def to_token_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
-    """Token ids as an array.
+    """Convert token ids to an array.
 
     Raises
     ------
     KvmnnError
-        Unless they are 1 to 2**24 whole numbers from 0 to 2**32 - 1.
+        Unless they are 1 to 2**24 integers from 0 to 2**32 - 1.
     """
     try:
         array = np.asarray(token_ids)
@@ -396,9 +402,9 @@ def _make_id_error(id_index: int, token_id: int) -> KvmnnError:
 
 
 def compute_block_keys(parent: bytes, ids: Ids, block_tokens: int) -> list[bytes]:
-    """The keys of all whole blocks of `ids`, which follow the block with the key `parent`.
+    """Return the keys of all whole blocks of `ids`, which follow the block with the key `parent`.
 
-    A key is the BLAKE2b hash of 16 bytes over the key of the block before and the ids as little-endian 32-bit words.
+    A key is the 16-byte BLAKE2b hash of the key of the previous block and the ids as little-endian 32-bit integers.
     """
     data, step = ids.tobytes(), 4 * block_tokens
     keys = []
@@ -409,18 +415,18 @@ def compute_block_keys(parent: bytes, ids: Ids, block_tokens: int) -> list[bytes
 
 
 def compute_sequence_key(namespace_key: bytes, ids: Ids) -> bytes:
-    """The key of a whole text in a space."""
+    """Return the key of a whole sequence in a namespace."""
     return hashlib.blake2b(b"text" + namespace_key + ids.tobytes(), digest_size=KEY_BYTES).digest()
 
 
 def compute_state_key(parent: bytes, ids: Ids) -> bytes:
-    """The key of the state of a prefix that ends with `ids`, which follow the block with the key `parent`."""
+    """Return the key of the state of a prefix that ends with `ids`, which follow the block with the key `parent`."""
     data = b"kvmnn prefix state" + parent + ids.astype("<u4").tobytes()
     return hashlib.blake2b(data, digest_size=KEY_BYTES).digest()
 
 
 def to_sort_key(ids: Ids) -> bytes:
-    """Return ids as bytes that sort as they do: three for an id of a vocabulary, five for a larger one."""
+    """Return ids as bytes that sort in the same order: three for an id of a vocabulary, five for a larger one."""
     id_bytes = np.ascontiguousarray(ids.astype(">u4").view(np.uint8).reshape(-1, 4))
     if not ids.size or int(ids.max()) < _MIN_LONG_ID:
         return id_bytes[:, 4 - _SHORT_ID_BYTES :].tobytes()
@@ -432,7 +438,7 @@ def to_sort_key(ids: Ids) -> bytes:
 
 
 def count_common_ids(first: bytes, second: bytes) -> int:
-    """How many ids two texts of `to_sort_key` have in common from their beginning."""
+    """Return how many ids the common prefix of two sort keys has."""
     size = min(len(first), len(second))
     return count_ids_in_sort_key(
         first[: count_common_entries(np.frombuffer(first, np.uint8, size), np.frombuffer(second, np.uint8, size))]
@@ -440,7 +446,7 @@ def count_common_ids(first: bytes, second: bytes) -> int:
 
 
 def count_ids_in_sort_key(sort_key: bytes) -> int:
-    """How many whole ids the bytes of `to_sort_key` have."""
+    """Return how many whole ids the bytes of a sort key have."""
     count = sort_key[::_SHORT_ID_BYTES].find(_ESCAPE_BYTE)
     if count < 0:
         return len(sort_key) // _SHORT_ID_BYTES
@@ -452,7 +458,7 @@ def count_ids_in_sort_key(sort_key: bytes) -> int:
 
 
 def count_common_entries(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> int:
-    """How many entries two lists have in common from their beginning."""
+    """Return the length of the common prefix of two arrays."""
     size = min(first.size, second.size)
     differing = np.flatnonzero(first[:size] != second[:size])
     return int(differing[0]) if differing.size else size
@@ -460,20 +466,20 @@ def count_common_entries(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> i
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """A text that is looked for.
+    """Token ids with the keys of their blocks.
 
     Parameters
     ----------
     namespace_key
-        Key of its space.
+        Key of the namespace.
     ids
-        Of the whole text.
+        Token ids of the whole sequence.
     keys
-        Of its whole blocks.
+        Keys of its whole blocks.
     block_tokens
-        Of the store.
+        Tokens per block of the store.
     needs_state
-        Whether its model has windows or state: a stored prefix is of use only where these are stored as well.
+        Whether its model has windows or state: a stored prefix is only usable where these are stored as well.
     """
 
     namespace_key: bytes
@@ -483,20 +489,20 @@ class TokenSequence:
     needs_state: bool = False
 
     def get_parent_key(self, block_index: int) -> bytes:
-        """Key of the block before this one; that of the space before the first."""
+        """Return the key of the block before this one; of the namespace, if it is the first."""
         return self.keys[block_index - 1] if block_index else self.namespace_key
 
     def take_prefix(self, tokens: int) -> TokenSequence:
-        """Its first tokens."""
+        """Return the first `tokens` tokens."""
         keys = self.keys[: tokens // self.block_tokens]
         return TokenSequence(self.namespace_key, self.ids[:tokens], keys, self.block_tokens, self.needs_state)
 
     def get_end(self, tokens: int) -> tuple[bytes, Ids]:
-        """The last ids of its first `tokens` tokens, at most a block, and the key of the block before them."""
+        """Return, of the first `tokens` tokens, the last ids, at most a block, and the key of the block before them."""
         block_index = (tokens - 1) // self.block_tokens
         return self.get_parent_key(block_index), self.ids[block_index * self.block_tokens : tokens]
 
     def iter_state_keys(self, tokens: int) -> Iterator[tuple[int, bytes]]:
-        """Of each beginning of at most `tokens` tokens, the longest first: its tokens, and the key of its state."""
+        """Yield length and state key of each prefix of at most `tokens` tokens, the longest first."""
         for size in range(tokens, 0, -1):
             yield size, compute_state_key(*self.get_end(size))

@@ -1,7 +1,4 @@
-"""Stored units back into K and V; what is damaged is discarded.
-
-Units decoded one by one, each with the rows before it that its streams refer to.
-"""
+"""Reading stored units: decoding into K and V, quarantine of damaged ones, verification."""
 
 from __future__ import annotations
 
@@ -35,11 +32,11 @@ def read_layers(
     notes: list[str],
     threads: int | None,
 ) -> list[LayerCache] | None:
-    """K and V of the beginning of a text that was found.
+    """Read K and V of a stored prefix.
 
     Returns
     -------
-    None where a unit is not what it should be: it is discarded, which `notes` says, and is not found again.
+    K and V of all layers; None if a unit is damaged. It is quarantined then, and a line added to `notes`.
     """
     max_tokens = (count_blocks_per_unit(namespace, backend.block_tokens) + 1) * backend.block_tokens
     unit_ids = prefix_match.list_units()
@@ -71,11 +68,11 @@ def read_layers(
 def read_state(
     backend: StoreBackend, namespace: Namespace, unit_id: int, sequence: TokenSequence, notes: list[str]
 ) -> tuple[list[LayerCache], list[OpaqueState]] | None:
-    """Rows of windows, and opaque state, of all of a text.
+    """Read rows of windows, and opaque state, at the end of a sequence.
 
     Returns
     -------
-    None where it is not what it should be: it is discarded, which `notes` says, and is not found again.
+    Windows and states; None if the unit is damaged. It is quarantined then, and a line added to `notes`.
     """
     try:
         (data,) = backend.read_units([unit_id])
@@ -92,8 +89,9 @@ def read_state(
 
 
 def _compute_end_key(unit: Unit, unit_slice: UnitSlice, expected_key: bytes, block_tokens: int) -> bytes:
-    """The key of the last whole block that is taken of a unit; its first must follow the one with the key
-    `expected_key`, as the same tokens may stand behind other ones, too.
+    """Return the key of the last whole block that is used of a unit.
+
+    Its first block must follow the block with the key `expected_key`: the same tokens may follow other ones as well.
     """
     keys = [unit.parent, *compute_block_keys(unit.parent, unit.ids[: unit_slice.skip + unit_slice.take], block_tokens)]
     if keys[unit_slice.skip // block_tokens] != expected_key:
@@ -102,14 +100,14 @@ def _compute_end_key(unit: Unit, unit_slice: UnitSlice, expected_key: bytes, blo
 
 
 class MissingUnitError(DamagedUnitError):
-    """A unit, or one that it refers to, cannot be read."""
+    """A unit, or one that it depends on, is missing."""
 
 
 LayerCaches = Sequence[LayerCache]
 
 
 class _LastUnit(NamedTuple):
-    """The unit that was decoded last: its number, rows before it (none, or those that it refers to), and its own."""
+    """The unit that was decoded last: its number, the rows before it that it refers to, and its own rows."""
 
     unit_id: int
     preceding_rows: LayerCaches
@@ -117,18 +115,20 @@ class _LastUnit(NamedTuple):
 
 
 class UnitVerifier:
-    """Decodes any unit of a store; what the last one held is kept, as the next mostly refers to it.
+    """Decodes single units of a store; the rows of the last one are cached, as the next one mostly refers to them.
 
     Parameters
     ----------
     read_unit
-        The bytes of a unit; None where they cannot be read.
+        Reads the bytes of a unit; returns None if they are unreadable.
     find_holder
-        The unit that has a block of this key, and how many of its blocks there are up to it; None for none.
+        Returns, for the key of a block, the unit that contains it and the number of its blocks up to this one; or None.
     tables
-        Of the store.
-    block_tokens, threads
-        Tokens of a block; for decoding.
+        Shared tables of the store.
+    block_tokens
+        Tokens per block.
+    threads
+        Maximum number of threads for decoding; None for all processors.
     """
 
     def __init__(
@@ -144,12 +144,14 @@ class UnitVerifier:
         self._last_unit: _LastUnit | None = None
 
     def verify(self, unit_id: int, namespace: Namespace, ids: Ids | None = None) -> Unit:
-        """A unit, all of it decoded and compared; with `ids` it must hold these.
+        """Decode a unit completely and compare it with its checksums; if `ids` are specified, it must contain these.
 
         Raises
         ------
-        DamagedError
-            With what is wrong with it, or with what it refers to.
+        MissingUnitError
+            If the unit, or one that it refers to, is missing.
+        DamagedUnitError
+            If the unit, or one that it refers to, is damaged.
         """
         unit = self._read_and_check(unit_id, namespace, ids)
         preceding_rows, layers = self._decode(unit, namespace)
@@ -166,7 +168,7 @@ class UnitVerifier:
         return unit
 
     def _decode(self, unit: Unit, namespace: Namespace) -> tuple[LayerCaches, LayerCaches]:
-        """Rows before a unit that are known, and its own."""
+        """Return the rows before a unit that it refers to, and its own."""
         own_slice = LoadedSlice(unit, 0, unit.ids.size)
         history = unit.dense.history_rows if unit.dense else 0
         if not history:
@@ -181,7 +183,7 @@ class UnitVerifier:
         return _copy_rows(rows, rows[0].tokens - history, rows[0].tokens)
 
     def _get_cached_preceding(self, unit: Unit, history: int) -> LayerCaches:
-        """The rows that a unit refers to, where the last unit has left them; else nothing."""
+        """Return the rows that a unit refers to, if they are those of the last unit; else nothing."""
         holder = self._find_holder(unit.parent)
         if holder is None or self._last_unit is None or holder[0] != self._last_unit.unit_id:
             return ()
@@ -198,7 +200,7 @@ class UnitVerifier:
         )
 
     def _list_needed_slices(self, unit: Unit, namespace: Namespace) -> list[LoadedSlice]:
-        """What has to be decoded for the rows that a unit refers to: the blocks before it, as the index finds them."""
+        """Return the slices to decode for the rows that a unit refers to."""
         assert unit.dense is not None
         block_tokens, end_token, parent_key, begin_token = (
             self._block_tokens,
@@ -241,7 +243,7 @@ class UnitVerifier:
 
 
 def _copy_rows(layers: LayerCaches, begin_row: int, end_row: int) -> LayerCaches:
-    """Copies: what is kept of a few rows may not keep all."""
+    """Copy rows: a view would keep all rows in memory."""
     return [
         LayerCache(
             layer=cache.layer,

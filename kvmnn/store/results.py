@@ -1,4 +1,4 @@
-"""What calls of a store return."""
+"""Results of the calls of a store."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from .namespace import Ids
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StoredPrefix:
-    """The longest stored beginning of a text.
+    """The longest stored prefix of a sequence.
 
     Parameters
     ----------
     tokens
-        Tokens that it covers; 0 for a miss.
+        Its length; 0 for a miss.
     requested_tokens
-        Tokens of the text.
+        Tokens of the sequence.
     layers
-        K and V of these tokens, ``[kv_head, token, head_dim]``, in new arrays; empty for a miss.
+        K and V of its tokens, ``[kv_head, token, head_dim]``, in new arrays; empty for a miss.
     dtype
         Their precision, ``"fp16"``, ``"bf16"`` or ``"fp32"``; None for a miss.
     others
-        Other precisions in which the text is stored as well, and how many of its tokens each has.
+        Tokens of the sequence that are stored in each other precision.
     notes
-        One line for each unit that was damaged and is a miss now, and for an engine that did not answer.
+        One line for each damaged unit, which is a miss now, and for a remote store that did not answer.
     outage
-        Whether it is a miss because the engine did not answer.
+        Whether it is a miss because a remote store did not answer.
     token_ids
-        Of these tokens; None where they are not known.
+        Ids of its tokens; None if they are unknown.
     states
-        State of layers that is not K and V, behind exactly these tokens.
+        State of layers other than K and V, after exactly these tokens.
     completeness
-        What the prefix contains of each layer, for a model with windows or state; None for one with full attention in
-        every layer.
+        What the prefix contains of each layer, for a model with windows or state; None if all layers have full
+        attention.
     """
 
     tokens: int
@@ -55,27 +55,27 @@ class StoredPrefix:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """A sentence for each kind of state that a model needs besides to continue; empty for a complete prefix."""
+        """A sentence for each kind of state that a model needs to continue and that is missing."""
         return () if self.completeness is None else tuple(self.completeness.missing)
 
     @property
     def is_complete(self) -> bool:
-        """Whether a model can continue from this."""
+        """Whether a model can continue from it."""
         return not self.missing
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoreSession:
-    """A session that was put away.
+    """A session that was parked.
 
     Parameters
     ----------
     name
-        Its name.
+        Name of the session.
     token_ids
-        All of its text.
+        Its whole sequence.
     prefix
-        What is still there of its K and V: the rest has to be computed again.
+        Its stored prefix: K and V of the remaining tokens must be computed again.
     """
 
     name: str
@@ -85,32 +85,33 @@ class StoreSession:
 
 @dataclass(frozen=True, kw_only=True)
 class PutResult:
-    """What became of a text that was put.
+    """Result of a put.
 
     Parameters
     ----------
     tokens
-        Of the text.
+        Tokens of the sequence.
     known_tokens
-        Of them stored before.
+        Tokens that were stored before.
     stored_from
-        Tokens before those that were stored now: fewer than `known_tokens` where a tail goes on, as blocks are whole.
+        Tokens before those that were stored now: fewer than `known_tokens` if a partial block is continued.
     stored_tokens
-        Of them stored now: fewer than `tokens` where the bound has no room for more, or an engine did not answer.
+        Tokens that are stored now: fewer than `tokens` if the limit does not allow more, or a remote store did not
+        answer.
     raw_bytes
-        Of K and V of the tokens from `stored_from` on, as they were given.
+        Bytes of K and V from token `stored_from` on.
     stored_bytes
-        Of the files that were made for them.
+        Bytes of the files for them.
     state_bytes
-        Of these the file with windows and state at the end of the text; 0 where there are none, or they were known.
+        Part of `stored_bytes` in the file with windows and state; 0 if there are none, or they were stored before.
     removed_bytes
-        Of files that had to go for them, or were superfluous then.
+        Bytes of files that were evicted or superseded.
     seconds
         Time it took.
     notes
-        Why not all of the text is stored.
+        Why the sequence is not completely stored.
     outage
-        Whether that is because the engine did not answer.
+        Whether that is because a remote store did not answer.
     """
 
     tokens: int
@@ -151,18 +152,18 @@ class PutResult:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreExportResult:
-    """A text that was written to a file.
+    """Result of an export.
 
     Parameters
     ----------
     output
-        The file.
+        Path of the file.
     tokens
-        Of the text.
+        Tokens of the sequence.
     bytes
-        Of the file.
+        Size of the file.
     dtype, others
-        As those of `StoredPrefix`.
+        As in `StoredPrefix`.
     """
 
     output: str
@@ -181,22 +182,23 @@ class StoreExportResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CleanupResult:
-    """What was removed.
+    """Result of a deletion or a garbage collection.
 
     Parameters
     ----------
     units, bytes
-        Units that the index knew, and bytes of their files.
+        Units that were removed, and bytes of their files.
     other_files, other_bytes
-        Files that nothing referred to.
+        Unreferenced files that were removed.
     young_files
-        Of those that nothing refers to, past one machine: files that stay because a put may just have stored them.
+        Unreferenced files of a remote store that were kept, as a running put may have written them just now.
     foreign
-        Files in the store that are not kvmnn's, and stay.
+        Files in the store that kvmnn did not write; they were kept.
     kept
-        Why a text was not removed, or what of it was not, or why more is left than the bound; empty where all went.
+        Why a sequence, or part of it, was kept, or why the store is still above the limit; empty if everything was
+        removed.
     dtypes
-        Of a text: the precisions that are meant.
+        Precisions of a sequence that were deleted.
     """
 
     units: int = 0
@@ -232,7 +234,7 @@ _MAX_NAMES_SHOWN = 5
 
 
 def explain_pinned_bytes(stored_bytes: int, max_bytes: int | None) -> str:
-    """Why more is left than the bound: what is pinned, and what that goes on from."""
+    """Explain why a store is still above its limit; empty if it is not."""
     return (
         f"{stored_bytes:,} bytes are left, of texts that are pinned"
         if max_bytes is not None and stored_bytes > max_bytes
@@ -241,7 +243,7 @@ def explain_pinned_bytes(stored_bytes: int, max_bytes: int | None) -> str:
 
 
 def explain_kept_part(num_removed: int, num_left: int, *, is_pinned: bool) -> str:
-    """Why a text of which some units were removed is there still, or its first `num_left` tokens are."""
+    """Explain why a sequence, or its first `num_left` tokens, were not deleted."""
     if not num_removed:
         return "it is pinned" if is_pinned else "other texts go on from it"
     return f"its first {pluralize(num_left, 'token')} stay, which other texts have or a pin keeps" if num_left else ""
@@ -249,24 +251,23 @@ def explain_kept_part(num_removed: int, num_left: int, *, is_pinned: bool) -> st
 
 @dataclass(frozen=True, kw_only=True)
 class StoreVerifyResult:
-    """What reading all units came to.
+    """Result of a verification.
 
     Parameters
     ----------
     units, tokens, bytes
-        Of what is as it was put: units, tokens they hold, bytes of their files.
+        Intact units, their tokens, and bytes of their files.
     damaged
-        One line for each unit that is not; none of its tokens is found from now on.
+        One line for each damaged unit; its tokens are not found any more.
     states
-        Windows and state of prefixes, each at its exact length, that are as they were put.
+        Intact state units.
     lost
-        Units that go on from damaged ones: nobody finds them without these, and they went with them.
+        Units that follow damaged ones: they are unreachable, and were removed as well.
     beside
-        One line for each file of a directory, of models, pinned texts and sessions, that was not as its index knows it
-        and was written again: without these files a lost index could not be made anew. Past one machine one for each
-        session that is damaged, until `forget`, and one for each key of Redis that is of another type.
+        One line for each recovery file of a directory that was missing or damaged and was written again; for each
+        damaged session of a remote store; and for each Redis key of another type.
     anew
-        One line for an index, or settings, that were lost or damaged and made anew when the store was opened.
+        One line for an index, or settings, that were lost or damaged and rebuilt when the store was opened.
     """
 
     units: int
@@ -304,24 +305,24 @@ MAX_LAST_IDS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class StoreEntry:
-    """A stored text: no longer one begins with it.
+    """A stored sequence that is not the prefix of a longer one.
 
     Parameters
     ----------
     model, dtype
-        What computed it, and its precision.
+        Fingerprint of its model, and its precision.
     tokens
-        Of the text.
+        Its length.
     bytes
-        Of all units of the text, with its windows and state; texts that begin alike share units.
+        Bytes of all its units, with windows and state; sequences share units.
     pinned
-        Whether it stays whatever the bound.
+        Whether it is exempt from eviction.
     unused_for
-        How many uses of the store ago it was last used; None where that is not known.
+        Uses of the store since its last use; None if unknown.
     last_ids
-        Its last token ids, `MAX_LAST_IDS` of them at most: texts mostly begin alike, and end otherwise.
+        Its last token ids, at most `MAX_LAST_IDS`: they tell apart sequences with a common prefix.
     is_complete
-        Whether a model can continue from all of it: not where windows or state are not stored for this length.
+        Whether a model can continue from all of it: False if windows or state are missing for this length.
     """
 
     model: str
@@ -341,7 +342,7 @@ class StoreEntry:
         return self.format_line(shorten_names([self.model])[self.model])
 
     def format_line(self, model: str) -> str:
-        """For people, with a name of the model."""
+        """Return a line of a listing, with a name of the model."""
         use_text = (
             "pinned" if self.pinned else "" if self.unused_for is None else f"{pluralize(self.unused_for, 'use')} ago"
         )
@@ -351,7 +352,15 @@ class StoreEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreListing:
-    """The stored texts, the last used first, and the bytes of all units, each counted once."""
+    """The stored sequences, the most recently used first.
+
+    Parameters
+    ----------
+    texts
+        The sequences.
+    bytes
+        Bytes of all units, each counted once.
+    """
 
     texts: tuple[StoreEntry, ...]
     bytes: int = 0
@@ -371,14 +380,14 @@ class StoreListing:
 
 @dataclass(frozen=True, kw_only=True)
 class MatchResult:
-    """How many tokens of a text are stored.
+    """Length of the stored prefix of a sequence.
 
     Parameters
     ----------
     tokens, asked
-        Tokens that `get` would return, of how many that the text has.
+        Tokens that `get` would return, and tokens of the sequence.
     dtype, others, notes, outage
-        As those of `StoredPrefix`.
+        As in `StoredPrefix`.
     """
 
     tokens: int
@@ -398,7 +407,17 @@ class MatchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PinResult:
-    """Whether a text of so many tokens stays whatever the bound, whether it did before, and in which precisions."""
+    """Result of `pin` and `unpin`.
+
+    Parameters
+    ----------
+    tokens
+        Tokens of the sequence.
+    pinned, was_pinned
+        Whether it is pinned now, and whether it was before.
+    dtypes
+        Precisions in which it was pinned or unpinned.
+    """
 
     tokens: int
     pinned: bool
@@ -417,27 +436,26 @@ class PinResult:
 
 @dataclass(frozen=True, kw_only=True)
 class StoreStats:
-    """What a store holds, and what this process got from it.
+    """Contents of a store, and hits of this object.
 
     Parameters
     ----------
     texts, units, blocks, tokens
-        Stored texts (`StoreEntry`), units, whole blocks in them, and tokens; tails count as tokens only.
+        Stored sequences (`StoreEntry`), units, whole blocks, and tokens; partial blocks count as tokens only.
     states
-        Windows and state of prefixes, each valid at its exact length.
+        State units, each valid at one length.
     bytes, raw_bytes
-        Of all units' files, and of the K and V in them.
+        Bytes of all unit files, and of the K and V in them.
     index_bytes
-        Of the index.
+        Size of the index.
     models
-        Fingerprints.
+        Fingerprints of the models.
     pinned, sessions
-        Pinned prefixes, and sessions put away.
+        Pinned sequences, and sessions.
     codec
-        What new units are made of, ``"dense"`` or ``"frames"``.
+        Codec of new units, ``"dense"`` or ``"frames"``.
     asked_tokens, found_tokens
-        By `get` of this object: tokens of the texts, and those that were found. They are no part of `to_dict`, as a
-        command has got nothing.
+        Requested tokens and hits of `get` of this object. They are not part of `to_dict`.
     """
 
     texts: int

@@ -1,4 +1,4 @@
-"""Texts in units: put, found, got and exported, whatever the units lie in."""
+"""Operations on whole sequences, independent of the backend: put, search, get and export."""
 
 from __future__ import annotations
 
@@ -30,9 +30,16 @@ _CONCURRENT_REMOVAL_REASON = "other processes keep removing what they go on from
 
 
 class StoredPart(NamedTuple):
-    """What of a text is stored in a space: its tokens, where they are, and the unit of windows and state at their end.
+    """What is stored of a sequence in one namespace.
 
-    0 stands for no such unit.
+    Parameters
+    ----------
+    tokens
+        Length of the stored prefix.
+    prefix_match
+        Where its units are.
+    state_unit
+        Number of the unit with windows and state at its end; 0 for none.
     """
 
     tokens: int = 0
@@ -41,12 +48,12 @@ class StoredPart(NamedTuple):
 
     @property
     def unit_ids(self) -> tuple[int, ...]:
-        """The units, windows and state first: they are of no use without the others."""
+        """The units, the state unit first: it is of no use without the others."""
         return (*filter(None, [self.state_unit]), *self.prefix_match.list_units())
 
 
 class LongestMatch(NamedTuple):
-    """The space in which most of a text is stored, and where; of other precisions that have some of it, how much."""
+    """The namespace with the longest stored prefix, that prefix, and the tokens that other precisions have."""
 
     namespace: Namespace | None
     stored_part: StoredPart
@@ -54,21 +61,21 @@ class LongestMatch(NamedTuple):
 
 
 class StateToPut(NamedTuple):
-    """Windows and state of a text that is put."""
+    """Windows and state of a sequence that is put."""
 
     windows: Sequence[LayerCache] = ()
     states: Sequence[OpaqueState] = ()
 
 
 class SequenceStore:
-    """The texts of a store.
+    """Sequences of a store.
 
     Parameters
     ----------
     backend
-        What they lie in.
+        Storage of the units.
     write_options
-        How new units are made.
+        How new units are encoded.
     """
 
     def __init__(self, backend: StoreBackend, write_options: WriteOptions) -> None:
@@ -77,11 +84,11 @@ class SequenceStore:
         self._threads = write_options.threads
 
     def make_sequence(self, namespace: Namespace, ids: Ids) -> TokenSequence:
-        """A text with the keys of its blocks."""
+        """Return a sequence with the keys of its blocks."""
         return namespace.make_sequence(ids, self._backend.block_tokens)
 
     def list_namespaces(self, model: str, dtype: str | None = None) -> list[Namespace]:
-        """The spaces of a model, in this precision or in all."""
+        """Return the namespaces of a model, in one precision or in all."""
         validate_model(model)
         if dtype not in (None, *DTYPES):
             raise OptionError(f"dtype is {repr_short(dtype)}: expected one of {', '.join(DTYPES)}")
@@ -92,7 +99,7 @@ class SequenceStore:
         ]
 
     def list_models(self) -> set[str]:
-        """The models of all texts."""
+        """Return the fingerprints of all models that have stored sequences."""
         return {
             namespace.model for namespace in self._backend.list_namespaces() if self._backend.has_sequences(namespace)
         }
@@ -100,7 +107,7 @@ class SequenceStore:
     def put(
         self, ids: Ids, caches: Sequence[LayerCache], namespace: Namespace, state: StateToPut | None = None
     ) -> PutResult:
-        """As `PrefixStore.put`; `state` for a space that needs it."""
+        """Store a sequence, as `PrefixStore.put`; `state` is required if the namespace needs it."""
         started = time.perf_counter()
         sequence = self.make_sequence(namespace, ids)
         stored_before = self._find_stored_part(sequence, namespace, with_state=True)
@@ -144,8 +151,8 @@ class SequenceStore:
         )
 
     def _put_state_unit(self, sequence: TokenSequence, namespace: Namespace, state: StateToPut) -> tuple[int, int, int]:
-        """Store windows and state at the end of a text whose units are stored: bytes of the file, what it holds, and
-        what had to go for it; nothing where others keep removing the units.
+        """Store windows and state of a sequence; return the bytes of file, contents and evicted units,
+        0 if it fails.
         """
         parent, last_ids = sequence.get_end(sequence.ids.size)
         prefix_state = encode_state(namespace, parent, last_ids, sequence.ids.size, *state, self._write_options.options)
@@ -158,9 +165,7 @@ class SequenceStore:
     def _find_stored_part(
         self, sequence: TokenSequence, namespace: Namespace, *, with_state: bool = True
     ) -> StoredPart:
-        """What of a text is stored, as far as a model can continue from it; without `with_state` as far as layers with
-        full attention are.
-        """
+        """Find the stored prefix from which a model can continue; `with_state=False` ignores windows and state."""
         prefix_match = self._backend.find_prefix(sequence) if namespace.layers else PrefixMatch((), 0)
         tokens = prefix_match.tokens if namespace.layers else sequence.ids.size
         if not namespace.needs_state:
@@ -182,7 +187,7 @@ class SequenceStore:
         )
 
     def _check_shapes(self, namespace: Namespace) -> None:
-        """`KvmnnError` where layers of other shapes are stored under the model: two models have one fingerprint."""
+        """Raise `KvmnnError` if the model has stored layers of other shapes: two models share a fingerprint."""
         for stored_namespace in self.list_namespaces(namespace.model):
             is_alike = (stored_namespace.all_layers, stored_namespace.states) == (
                 namespace.all_layers,
@@ -201,7 +206,7 @@ class SequenceStore:
                 )
 
     def get(self, ids: Ids, model: str, dtype: str | None, *, partial: bool = False) -> StoredPrefix:
-        """As `PrefixStore.get`."""
+        """Return the longest stored prefix, as `PrefixStore.get`."""
         notes: list[str] = []
         while True:
             namespace, stored_part, other_precisions = self.find_longest(ids, model, dtype, partial=partial)
@@ -242,9 +247,9 @@ class SequenceStore:
                 )
 
     def find_longest(self, ids: Ids, model: str, dtype: str | None, *, partial: bool = False) -> LongestMatch:
-        """The space of a model in which most of a text is stored; of equals the first that was put.
+        """Find the namespace with the longest stored prefix; of equal ones the first that was put.
 
-        With `partial`, as far as layers with full attention are.
+        With `partial`, only layers with full attention count.
         """
         best_namespace, best_part, tokens_by_dtype = None, StoredPart(), dict[str, int]()
         for namespace in self.list_namespaces(model, dtype):
@@ -260,7 +265,13 @@ class SequenceStore:
         return LongestMatch(best_namespace, best_part, other_precisions)
 
     def find_complete(self, ids: Ids, model: str, dtype: str | None) -> list[tuple[Namespace, StoredPart]]:
-        """The spaces in which all of a text is stored, in the order of their first puts; `KvmnnError` for none."""
+        """Return the namespaces that contain a whole sequence, in the order of their first puts.
+
+        Raises
+        ------
+        KvmnnError
+            If there is none.
+        """
         parts = [
             (namespace, self._find_stored_part(self.make_sequence(namespace, ids), namespace))
             for namespace in self.list_namespaces(model, dtype)
@@ -276,7 +287,7 @@ class SequenceStore:
     def export(
         self, ids: Ids, path: str | os.PathLike[str], model: str, dtype: str | None, *, force: bool
     ) -> StoreExportResult:
-        """As `PrefixStore.export`."""
+        """Write a sequence to a file, as `PrefixStore.export`."""
         (namespace, stored_part), *other_matches = self.find_complete(ids, model, dtype)
         prefix_match = stored_part.prefix_match
         if namespace.needs_state:
@@ -316,7 +327,7 @@ class SequenceStore:
 
 
 def _build_completeness(namespace: Namespace, tokens: int, *, has_state: bool) -> Completeness:
-    """What a prefix of so many tokens contains of a model that has windows or state."""
+    """Describe what a prefix contains of a model with windows or state."""
     location = "" if has_state else f"not stored at the length of {pluralize(tokens, 'token')}"
     layers = {shape.layer: LayerStateInfo(layer=shape.layer) for shape in namespace.layers}
     for shape in namespace.windows:

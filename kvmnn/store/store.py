@@ -1,7 +1,4 @@
-"""Which units a URL means: a directory, Redis or Valkey, or what fsspec opens.
-
-The prefix store: K and V of any text that was ever put, found again by its token ids.
-"""
+"""The prefix store: K and V by token ids, in a directory, Redis, Valkey or an object store."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ def open_backend(
     read_only: bool,
     create: bool,
 ) -> StoreBackend:
-    """The units at a URL; parameters and errors as `PrefixStore`."""
+    """Open the backend for a URL; parameters and errors as `PrefixStore`."""
     if block_tokens is not None:
         block_tokens = validate_int(block_tokens, "block_tokens", 1, MAX_BLOCK_TOKENS)
     if max_bytes is not None:
@@ -125,11 +122,11 @@ TokenIds = Sequence[int] | npt.NDArray[Any]
 
 
 class PrefixStore:
-    """K and V by the token ids that they were computed from.
+    """Store of K and V by the token ids that they were computed from.
 
-    A text is cut into blocks of `block_tokens`. Texts that begin alike share their blocks, and any text is answered
-    with the longest beginning that was ever put, to the token. Threads may share a store, and any number of processes
-    a directory.
+    A sequence is split into blocks of `block_tokens`. Sequences with a common prefix share blocks, and `get` returns
+    the longest stored prefix of any sequence, to the token. Threads may share a store, and any number of processes a
+    directory.
 
     Parameters
     ----------
@@ -137,42 +134,44 @@ class PrefixStore:
         A directory; ``redis://`` or ``valkey://`` (extra ``redis``); or what fsspec opens: ``s3://``, ``gs://``,
         ``file://``, ``memory://`` (extra ``object``).
     max_bytes
-        Most bytes of all units, at least 1; None for no bound. What was not used for longest goes first, ends of texts
-        before their beginnings; pinned prefixes never. Past this machine several processes may exceed it for a while.
+        Limit on the bytes of all units, at least 1; None for no limit. The least recently used units are evicted first,
+        ends of sequences before their beginnings, and pinned prefixes never. Several processes that use a remote store
+        may exceed it for a while.
     block_tokens
-        Tokens of a block, for a store that is made; one that is there has its own, and None takes that, or 64.
+        Tokens per block of a new store; None for 64. An existing store keeps its own value, which must match.
     ram_bytes
-        Past this machine: most bytes of units that are kept in memory; None for 256 MiB. In a directory the system
-        does it.
+        Limit on the bytes of units of a remote store that are cached in memory; None for 256 MiB. For a directory the
+        operating system caches.
     codec
-        Of a store that is made: ``"dense"`` makes dense streams of what is at least 3 % smaller by them, and else
-        frames; ``"frames"`` makes frames, which are decoded faster. A store that is there has its own, and None takes
-        that, or ``"dense"``.
+        Codec of a new store; None for ``"dense"``. ``"dense"`` uses dense streams where they are at least 3 % smaller
+        than frames; ``"frames"`` always uses frames, which decode faster. An existing store keeps its own value, which
+        must match.
     effort
-        Of frames, as for `kvmnn.encode`. ``"fast"`` is within 1 % of ``"exact"``, fp32 and bf16 are smaller by it.
+        Effort for frames, as for `kvmnn.encode`. ``"fast"`` is within 1 % of ``"exact"``; fp32 and bf16 become smaller
+        with it.
     rotary
-        Of dense streams: how the model rotated K, for all that is put; ``"none"`` for not at all, None tries what
-        models in use have (`kvmnn.dense.find_rotary`). Wrong parameters cost size only.
+        RoPE parameters of K for dense streams; ``"none"`` if K is not rotated, None to search common parameters
+        (`kvmnn.dense.search_rope`). Wrong parameters only cost size.
     threads
-        For encoding and decoding, at most this number; None for all processors.
+        Maximum number of threads for encoding and decoding; None for all processors.
     timeout
-        Past this machine: seconds that an answer may take; None for 5. What is not answered is a miss, and for a second
-        nothing more is tried; after each further time-out for twice as long, up to a minute.
+        Seconds to wait for an answer of a remote store; None for 5. A request without an answer is a miss, and for a
+        second no further one is sent; after each further time-out this pause doubles, up to a minute.
     read_only
-        Change nothing, and do not note down what was used: for a directory that cannot be written to.
+        Change nothing, and do not record uses: for a directory without write permission.
     create
-        Make the store where there is none.
+        Create the store if it does not exist.
 
     Raises
     ------
     SourceError
-        For a directory that is no store, or one of another version.
+        If the directory is not a store, or has another version.
     OptionError
-        For another `block_tokens` or `codec` than the store has, and what is no URL.
+        If the store has another `block_tokens` or `codec`, or the URL is invalid.
     MissingDependencyError
-        For a URL whose package is not installed.
+        If the package for the URL is not installed.
     OutputError
-        Where a store cannot be made.
+        If the store cannot be created.
 
     Examples
     --------
@@ -180,8 +179,8 @@ class PrefixStore:
 
         with PrefixStore("prefixes/", max_bytes=4 << 30) as store:
             store.put(ids, layers, model=fingerprint)
-            found = store.get(other_ids, model=fingerprint)
-            rest = other_ids[found.tokens :]
+            prefix = store.get(other_ids, model=fingerprint)
+            remaining_ids = other_ids[prefix.tokens :]
     """
 
     def __init__(
@@ -220,12 +219,12 @@ class PrefixStore:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
         return self._backend.block_tokens
 
     @property
     def codec(self) -> str:
-        """What units are made of, ``"dense"`` or ``"frames"``."""
+        """Codec of new units, ``"dense"`` or ``"frames"``."""
         return self._backend.codec
 
     @property
@@ -235,7 +234,7 @@ class PrefixStore:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was wrong with the store and was mended, one line each."""
+        """Problems of the store that were repaired, one line each."""
         return tuple(self._backend.notes)
 
     def put(
@@ -247,32 +246,37 @@ class PrefixStore:
         windows: Collection[int] = (),
         states: Sequence[OpaqueState] = (),
     ) -> PutResult:
-        """Store K and V of a text; what is there already, from the beginning on, is not stored again.
+        """Store K and V of a sequence; the prefix that is stored already is not stored again.
 
-        Rows of a sliding window, and state that is not K and V, are stored with the prefix, at its exact length.
+        Rows of a sliding window, and state other than K and V, are stored for the exact length of the sequence.
 
         Parameters
         ----------
         token_ids
-            ``[token]``, whole numbers from 0 to 2**32 - 1.
+            ``[token]``, integers from 0 to 2**32 - 1.
         layers
-            K and V of all of these tokens, of every layer that the model has, ``[kv_head, token, head_dim]``; of those
-            of `windows` the last tokens are enough, with their positions and `tokens_seen`.
+            K and V of all of these tokens, for every layer of the model, ``[kv_head, token, head_dim]``. Layers in
+            `windows` may have only the last tokens, with their positions and `tokens_seen`.
         model
-            Fingerprint of the model that computed them: `kvmnn.formats.mnn.fingerprint`, or any text that no other
-            model has.
+            Fingerprint of the model that computed them: `kvmnn.formats.mnn.fingerprint`, or any text that is unique to
+            it.
         windows
             Numbers of the layers with a sliding window.
         states
-            State of layers that is not K and V, behind exactly these tokens: of linear attention, convolutions.
+            State of layers other than K and V after exactly these tokens: of linear attention, of convolutions.
+
+        Returns
+        -------
+        PutResult
+            Tokens and bytes that were stored. A remote store that does not answer is reported as `outage`, not raised.
 
         Raises
         ------
         KvmnnError
-            For layers that do not hold each of these tokens once, or differ in dtype; and where texts of this model and
-            dtype are stored whose layers have other shapes, or are others.
+            If a layer does not contain each token once, layers differ in dtype, or the store has layers of other shapes
+            for this model and dtype.
         OutputError
-            Where files cannot be written; the store is as it was, or has a beginning of the text.
+            If files cannot be written; the store is unchanged, or contains a prefix of the sequence.
         """
         ids = to_token_ids(token_ids)
         full_layers, window_layers = split_windows(layers, windows)
@@ -286,20 +290,30 @@ class PrefixStore:
             return PutResult(tokens=ids.size, known_tokens=0, notes=(str(error),), outage=True)
 
     def match(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> int:
-        """How many tokens of a text are stored, from its beginning on: what `get` would return.
+        """Return how many tokens of a sequence are stored, from its beginning on: what `get` would return.
 
-        0 as well where the engine does not answer, which `find` says.
+        It is 0 as well if a remote store does not answer; `find` tells the difference.
 
         Parameters
         ----------
-        dtype
+        token_ids, model, dtype
             As for `get`.
         """
         return self.find(token_ids, model=model, dtype=dtype).tokens
 
     def find(self, token_ids: TokenIds, *, model: str, dtype: str | None = None, partial: bool = False) -> MatchResult:
-        """As `match`, with the precision that `get` would take, how much other precisions have, and whether the engine
-        did not answer; with `partial` what `get` returns with it."""
+        """Find the longest stored prefix without reading it.
+
+        Parameters
+        ----------
+        token_ids, model, dtype, partial
+            As for `get`.
+
+        Returns
+        -------
+        MatchResult
+            Its length and precision, the tokens that other precisions have, and whether the store did not answer.
+        """
         ids = to_token_ids(token_ids)
         try:
             namespace, stored, other_precisions = self._with_retry(
@@ -312,28 +326,32 @@ class PrefixStore:
         )
 
     def get(self, token_ids: TokenIds, *, model: str, dtype: str | None = None, partial: bool = False) -> StoredPrefix:
-        """K and V of the longest stored beginning of a text.
+        """Return K and V of the longest stored prefix of a sequence.
 
-        A model with windows or state continues only from a length that these are stored at: the longest such beginning
-        is returned, with all of it.
-
-        A unit that is damaged is removed and said in the result's `notes`; what was stored before it is returned.
+        A model with windows or state can only continue from a length at which these are stored: the longest such prefix
+        is returned. A damaged unit is removed and reported in the `notes` of the result; the units before it are
+        returned.
 
         Parameters
         ----------
         token_ids, model
             As for `put`.
         dtype
-            Of what is wanted, ``"fp16"``, ``"bf16"`` or ``"fp32"``; None for whichever covers most, of equals the first
-            that was put: `StoredPrefix.dtype` says it.
+            Required precision, ``"fp16"``, ``"bf16"`` or ``"fp32"``; None for the one with the longest prefix, of equal
+            ones the first that was put. `StoredPrefix.dtype` reports it.
         partial
-            Return the layers with full attention of the longest beginning, whatever else the model needs to continue;
-            `StoredPrefix.missing` says what is not there.
+            Return the layers with full attention of the longest prefix, even if the model needs more to continue;
+            `StoredPrefix.missing` lists it.
+
+        Returns
+        -------
+        StoredPrefix
+            The prefix; its `tokens` are 0 for a miss, and if a remote store does not answer.
 
         Raises
         ------
         KvmnnError
-            Where the index cannot be read.
+            If the index cannot be read.
         """
         ids = to_token_ids(token_ids)
         try:
@@ -355,15 +373,14 @@ class PrefixStore:
         windows: Collection[int] = (),
         states: Sequence[OpaqueState] = (),
     ) -> PutResult:
-        """Put a session away under a name: its text is kept until `forget`, its K and V as those of any text.
+        """Store a session under a name: its token ids until `forget`, its K and V as those of any sequence.
 
         Parameters
         ----------
         name
-            1 to 256 printable characters; a session that has it is replaced.
+            1 to 256 printable characters; replaces a session with the same name.
         token_ids, layers, model, windows, states
-            As for `put`, errors as well. Where an engine does not answer the text is not kept either, as the result's
-            `outage` says.
+            As for `put`, as well as errors. If a remote store does not answer, nothing is stored and `outage` is set.
         """
         validate_session_name(name)
         put = self.put(token_ids, layers, model=model, windows=windows, states=states)
@@ -379,39 +396,41 @@ class PrefixStore:
         return put
 
     def resume(self, name: str) -> StoreSession:
-        """Take a session up again: its text, and what is still stored of its K and V.
+        """Return the token ids of a session, and the stored prefix of its K and V.
 
         Raises
         ------
         KvmnnError
-            Where no session has this name.
-        OutageError
-            Where the engine does not answer: whether there is such a session, and its text, is not known then.
+            If there is no session with this name.
+        BackendUnavailableError
+            If a remote store does not answer.
         """
         namespace, ids = self._with_retry(lambda: self._backend.get_session(name))
         prefix = self.get(ids, model=namespace.model, dtype=namespace.dtype)
         return StoreSession(name=name, token_ids=ids.tolist(), prefix=prefix)
 
     def sessions(self) -> list[str]:
-        """The names of all sessions that were put away."""
+        """Return the names of all sessions."""
         return self._with_retry(self._backend.list_sessions)
 
     def forget(self, name: str) -> None:
-        """Forget a session's name and text; its K and V stay until they have to go. Errors as `resume`."""
+        """Delete name and token ids of a session; its K and V stay until they are evicted. Errors as `resume`."""
         self._with_retry(lambda: self._backend.delete_session(name))
 
     def pin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> PinResult:
-        """Keep a text whatever the bound, until `unpin`.
+        """Exempt a sequence from eviction until `unpin`.
 
         Parameters
         ----------
+        token_ids, model
+            As for `put`.
         dtype
-            Which precision is meant; None for each that has all of the text.
+            Precision to pin; None for each that contains the whole sequence.
 
         Raises
         ------
         KvmnnError
-            Where not all of it is stored.
+            If the sequence is not completely stored.
         """
         ids = to_token_ids(token_ids)
 
@@ -425,12 +444,12 @@ class PrefixStore:
         return PinResult(tokens=ids.size, pinned=True, was_pinned=not any(are_new), dtypes=dtypes)
 
     def unpin(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> PinResult:
-        """Let go of a text that was pinned, in this precision or in all.
+        """Remove the pin of a sequence, in one precision or in all.
 
         Raises
         ------
         KvmnnError
-            Where it is not pinned, and not all of it is stored.
+            If it is neither pinned nor completely stored.
         """
         ids = to_token_ids(token_ids)
 
@@ -448,17 +467,17 @@ class PrefixStore:
         return PinResult(tokens=ids.size, pinned=False, was_pinned=bool(unpinned_dtypes), dtypes=tuple(unpinned_dtypes))
 
     def delete(self, token_ids: TokenIds, *, model: str, dtype: str | None = None) -> CleanupResult:
-        """Remove a text: what no other text continues, from its end to its beginning, and nothing that is pinned.
+        """Remove a sequence from its end on, up to a block that another sequence needs or a pin keeps.
 
         Parameters
         ----------
-        dtype
+        token_ids, model, dtype
             As for `pin`.
 
         Raises
         ------
         KvmnnError
-            Where not all of it is stored.
+            If the sequence is not completely stored.
         """
         ids = to_token_ids(token_ids)
 
@@ -483,30 +502,34 @@ class PrefixStore:
         dtype: str | None = None,
         force: bool = False,
     ) -> StoreExportResult:
-        """Write a text with its K and V to one file, which `import_file` of any store takes in.
+        """Write a sequence with its K and V to one file, for `import_file` of any store.
 
         Parameters
         ----------
+        token_ids, model
+            As for `put`.
+        path
+            File to write.
         dtype
-            Which precision is meant; None for the first that was put of those that have all of the text.
+            Precision to export; None for the first that was put of those that contain the whole sequence.
         force
-            Replace a file that exists.
+            Replace an existing file.
 
         Raises
         ------
         KvmnnError
-            Where not all of it is stored, or some of it is damaged.
+            If the sequence is not completely stored, or a unit is damaged.
         """
         ids = to_token_ids(token_ids)
         return self._with_retry(lambda: self._sequences.export(ids, path, model, dtype, force=force))
 
     def import_file(self, path: str | os.PathLike[str]) -> PutResult:
-        """Take in a text that `export` wrote, under the model that computed it.
+        """Store a sequence from a file of `export`, under the fingerprint of its model.
 
         Raises
         ------
         SourceError
-            For a file that is none, or is damaged.
+            If the file is not an exported sequence, or is damaged.
         OutputError
             As `put`.
         """
@@ -514,24 +537,24 @@ class PrefixStore:
         return self.put(ids, layers, model=model)
 
     def gc(self, max_bytes: int | None = None) -> CleanupResult:
-        """Remove files that nothing refers to, and texts until no more than `max_bytes` are left; None for no bound."""
+        """Remove unreferenced files, then evict sequences until at most `max_bytes` are left; None evicts nothing."""
         max_stored_bytes = None if max_bytes is None else validate_int(max_bytes, "max_bytes", 0)
         return self._with_retry(lambda: self._backend.collect_garbage(max_stored_bytes))
 
     def verify(self) -> StoreVerifyResult:
-        """Read, decode and compare everything; what is damaged is removed, with all that follows it."""
+        """Read, decode and compare all units; damaged ones are removed, with all units that follow them."""
         return self._with_retry(lambda: self._backend.verify(self._threads))
 
     def stats(self) -> StoreStats:
-        """What the store holds, and what `get` found so far."""
+        """Return counts of what is stored, and the hits of `get` so far."""
         return self._with_retry(lambda: self._backend.collect_stats(self._requested_tokens, self._hit_tokens))
 
     def ls(self) -> StoreListing:
-        """The stored texts, the last used first."""
+        """Return the stored sequences, the most recently used first."""
         return self._with_retry(self._backend.list_entries)
 
     def close(self) -> None:
-        """Note down what was used, and let go of the store; twice does nothing."""
+        """Record uses and close the store; a second call does nothing."""
         self._backend.close()
 
     def __enter__(self) -> Self:
@@ -547,7 +570,7 @@ class PrefixStore:
         return f"<PrefixStore {self._backend.label}>"
 
     def _with_retry(self, call: Callable[[], T]) -> T:
-        """Call once more where the index was damaged: it is made anew then."""
+        """Repeat a call once if the index was damaged: the second call rebuilds it."""
         try:
             return call()
         except DamagedIndexError:

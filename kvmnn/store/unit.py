@@ -1,8 +1,7 @@
-"""A storage unit: K and V of some blocks that were put together, and what tells whether they are what was put.
+"""Units: K and V of consecutive blocks in one file, with checksums; and the entropy tables that dense units share.
 
-One header, then K and V of every layer as a frame or a dense stream each (docs/prefix-store.md has the bytes).
-
-The tables that dense units share: for each layer one set for K and one for V, if any, all of them one object.
+A unit is a header, then a frame or a dense stream for K and V of every layer. Shared tables are one object for each
+namespace. docs/prefix-store.md documents the bytes.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _NO_TABLES = bytes(KEY_BYTES)
 
 
 class DamagedUnitError(KvmnnError):
-    """A unit that is not what was put."""
+    """A unit is damaged: it is not what was put."""
 
 
 class UnitFrame(NamedTuple):
@@ -51,10 +50,10 @@ class UnitFrame(NamedTuple):
     Parameters
     ----------
     data
-        The frame, or the dense stream.
+        Frame or dense stream.
     checksum, raw_checksum
-        Of the frame, and of the words it holds (`frames.hashing.rows_checksum`). Of a dense stream the checksum that it
-        has itself, which is of its words, and 0.
+        Checksums of the frame, and of its elements (`frames.buffers.checksum_rows`). For a dense stream: the checksum
+        of its elements, which it contains itself, and 0.
     """
 
     data: Bytes | bytes
@@ -64,19 +63,19 @@ class UnitFrame(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class DenseUnitInfo:
-    """What the streams of a dense unit need.
+    """What the streams of a dense unit depend on.
 
     Parameters
     ----------
     block_sums
-        ``[block]``: checksums of the words of the unit's whole blocks in all layers (`behind.unit_sums`); a
-        unit behind it refers to its rows only where these are the same in what is put.
+        ``[block]``: checksums of the elements of each whole block in all layers (`write_path.combine_block_sums`). A
+        unit that follows refers to these rows only if what is put has the same checksums.
     history_rows
-        Rows right before the unit that its streams refer to; 0 for none.
+        Rows directly before the unit that its streams refer to; 0 for none.
     chain_length
-        Units that these rows need, one behind the other.
+        Length of the chain of units that have to be decoded for these rows.
     tables_key
-        Key of the table sets; empty for streams that have their own.
+        Key of the shared tables; empty for streams with their own.
     """
 
     block_sums: tuple[int, ...]
@@ -87,22 +86,22 @@ class DenseUnitInfo:
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Neighbouring blocks of one text.
+    """Consecutive blocks of a sequence.
 
     Parameters
     ----------
     namespace_key
-        Key of the space.
+        Key of the namespace.
     parent
-        Key of the block before the first; that of the space at the beginning of a text.
+        Key of the block before the first; of the namespace, at the beginning of a sequence.
     start
         Tokens before the first.
     ids
-        ``[token]``: of these blocks; the last may be shorter than a block.
+        ``[token]``: token ids of these blocks; the last block may be partial.
     frames
-        K and V of the first layer, K and V of the next ... (`Namespace.parts`).
+        K and V of each layer, in the order of `Namespace.parts`.
     dense
-        What dense streams need; None for frames.
+        Dependencies of dense streams; None for frames.
     """
 
     namespace_key: bytes
@@ -114,14 +113,14 @@ class Unit:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file."""
+        """Size of the file in bytes."""
         blocks = None if self.dense is None else len(self.dense.block_sums)
         return count_header_bytes(self.ids.size, len(self.frames), blocks) + sum(
             len(frame.data) for frame in self.frames
         )
 
     def to_pieces(self) -> list[Bytes | bytes]:
-        """The bytes of the file, in order."""
+        """Return the bytes of the file, in pieces."""
         magic = FRAME_MAGIC if self.dense is None else DENSE_MAGIC
         head = _UNIT_STRUCT.pack(magic, self.ids.size, len(self.frames), self.start, self.namespace_key, self.parent)
         ids = self.ids.astype("<u4").tobytes()
@@ -143,7 +142,7 @@ class Unit:
 
 
 def count_header_bytes(num_tokens: int, num_frames: int, num_blocks: int | None = None) -> int:
-    """Bytes before the first frame, or before the first stream of a unit with `num_blocks` whole blocks."""
+    """Return the bytes before the first frame, or before the first stream of a unit with `num_blocks` whole blocks."""
     size = _UNIT_STRUCT.size + 4 * num_tokens + _CHECKSUM_STRUCT.size
     return (
         size + _FRAME_DTYPE.itemsize * num_frames
@@ -153,12 +152,12 @@ def count_header_bytes(num_tokens: int, num_frames: int, num_blocks: int | None 
 
 
 def parse_unit(data: Bytes) -> Unit:
-    """The unit in the bytes of a file; frames are views of `data`, whose checksums are not compared yet.
+    """Parse the bytes of a unit; frames are views of `data`, whose checksums are not compared yet.
 
     Raises
     ------
-    DamagedError
-        For anything that `Unit.to_pieces` would not have given.
+    DamagedUnitError
+        If `Unit.to_pieces` cannot have produced the bytes.
     """
     header = parse_header(data)
     ends = list(accumulate((size for size, _, _ in header.frame_rows), initial=header.nbytes))
@@ -172,7 +171,9 @@ def parse_unit(data: Bytes) -> Unit:
 
 
 class UnitHeader(NamedTuple):
-    """What the header of a unit says: `nbytes` of it, and of each frame bytes, checksum, checksum of the words."""
+    """Header of a unit; `frame_rows` are size, checksum and raw checksum of each frame, `nbytes` the size of the
+    header.
+    """
 
     namespace_key: bytes
     parent: bytes
@@ -184,7 +185,7 @@ class UnitHeader(NamedTuple):
 
 
 def parse_header(data: Bytes) -> UnitHeader:
-    """The header of the unit whose bytes begin with `data`; errors as `parse_unit`."""
+    """Parse the header of a unit; errors as `parse_unit`."""
     if data.size < _UNIT_STRUCT.size:
         raise DamagedUnitError(f"has {data.size:,} bytes: too few for a header")
     magic, num_tokens, num_frames, start, namespace, parent = _UNIT_STRUCT.unpack_from(data.data)
@@ -243,12 +244,12 @@ _MAX_CACHED_SETS = 8
 
 
 class TableSets:
-    """Table sets of a space: K and V of the first layer, K and V of the next ...
+    """Shared tables of a namespace.
 
     Parameters
     ----------
     sets
-        In this order.
+        Tables for K and V of each layer, in the order of `Namespace.parts`.
     """
 
     def __init__(self, sets: Sequence[SharedTables]) -> None:
@@ -256,7 +257,7 @@ class TableSets:
 
     @cached_property
     def data(self) -> bytes:
-        """The bytes of the object: magic, number of sets, their sizes, the sets."""
+        """Bytes of the object: magic, number of sets, their sizes, the sets."""
         sizes = np.array([len(tables.data) for tables in self.sets], "<u4")
         return (
             _TABLES_STRUCT.pack(TABLES_MAGIC, len(self.sets))
@@ -266,14 +267,14 @@ class TableSets:
 
     @cached_property
     def key(self) -> bytes:
-        """What units call it by: the BLAKE2b hash of 16 bytes over its bytes."""
+        """Key of the object: the 16-byte BLAKE2b hash of its bytes."""
         return hashlib.blake2b(self.data, digest_size=KEY_BYTES).digest()
 
 
 def build_table_sets(
     layers: Sequence[LayerCache], namespace: Namespace, rotary: RopeConfig | None, threads: int | None
 ) -> TableSets:
-    """Sets for the layers of a text, made of its first tokens."""
+    """Build shared tables from the first tokens of a sequence."""
 
     def build_tables(job: tuple[tuple[int, int], Elements]) -> SharedTables:
         (_, part), elements = job
@@ -287,17 +288,17 @@ def build_table_sets(
 
 
 def select_rotary(rotary: RopeConfig | None, keys: Elements) -> RopeConfig | None:
-    """The rotation of a layer's K, unless its heads have fewer words: it would cost size only, but is refused."""
+    """Return the RoPE parameters for a layer; None if its heads have fewer elements than are rotated."""
     return rotary if rotary is not None and rotary.dims <= keys.shape[2] else None
 
 
 def parse_table_sets(data: bytes, key: bytes) -> TableSets:
-    """The sets in the bytes of an object.
+    """Parse the bytes of shared tables.
 
     Raises
     ------
-    DamagedError
-        For anything but the object with this key.
+    DamagedUnitError
+        If they are not the object with this key.
     """
     if hashlib.blake2b(data, digest_size=KEY_BYTES).digest() != key:
         raise DamagedUnitError("its tables are damaged")
@@ -317,12 +318,12 @@ def parse_table_sets(data: bytes, key: bytes) -> TableSets:
 
 
 def make_object_name(namespace_key: bytes, key: bytes) -> str:
-    """The name of the object, among those of all spaces."""
+    """Return the name of shared tables among those of all namespaces."""
     return f"{namespace_key.hex()}-{key.hex()}"
 
 
 def list_object_keys(names: Sequence[str], namespace_key: bytes) -> list[bytes]:
-    """The keys of a space's objects, of names of `make_object_name`; others are passed over."""
+    """Return the keys of the shared tables of a namespace; other names are skipped."""
     name_prefix = f"{namespace_key.hex()}-"
     keys = []
     for name in sorted(names):
@@ -337,14 +338,14 @@ def list_object_keys(names: Sequence[str], namespace_key: bytes) -> list[bytes]:
 
 
 class TableSetCache:
-    """The table sets of a store, the last used in memory.
+    """Shared tables of a store, the last used in memory.
 
     Parameters
     ----------
     read
-        The bytes of an object by its name; None where it is not there.
+        Reads an object by its name; returns None if it does not exist.
     names
-        The names of all.
+        Lists the names of all objects.
     """
 
     def __init__(self, read: Callable[[str], bytes | None], names: Callable[[], Sequence[str]]) -> None:
@@ -353,7 +354,7 @@ class TableSetCache:
         self._lock = threading.Lock()
 
     def get(self, namespace_key: bytes, key: bytes) -> TableSets:
-        """The sets with this key; `DamagedUnitError` where they are gone or damaged."""
+        """Return the tables with this key; raise `DamagedUnitError` if they are missing or damaged."""
         with self._lock:
             cached = self._cached_sets.get((namespace_key, key))
             if cached is not None:
@@ -365,7 +366,7 @@ class TableSetCache:
         return self._put(namespace_key, key, parse_table_sets(data, key))
 
     def get_any(self, namespace_key: bytes) -> TableSets | None:
-        """Sets of a space, whichever: None where it has none that can be read."""
+        """Return any tables of a namespace; None if it has none that are readable."""
         with self._lock:
             cached_keys = [key for cached_namespace, key in self._cached_sets if cached_namespace == namespace_key]
         for key in cached_keys or list_object_keys(self._list_names(), namespace_key):
@@ -376,7 +377,7 @@ class TableSetCache:
         return None
 
     def put(self, namespace_key: bytes, sets: TableSets) -> None:
-        """Keep new sets in memory."""
+        """Cache new tables."""
         self._put(namespace_key, sets.key, sets)
 
     def _put(self, namespace_key: bytes, key: bytes, sets: TableSets) -> TableSets:

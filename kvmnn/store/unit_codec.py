@@ -1,11 +1,7 @@
-"""K and V of a text cut into units and encoded, each unit handed on as soon as it is complete.
+"""Encoding and decoding of units of frames, decoding of dense units, and state units.
 
-Units back into K and V, every byte of them checked on the way.
-
-What a model keeps of a prefix besides full attention: rows of sliding windows, and opaque state, at one length.
-
-A unit is valid for each beginning of its text. This is valid for a text of exactly so many tokens, and is found by the
-ids of all of them.
+A unit is valid for each prefix of its sequence. A state unit contains what a model keeps besides full attention: rows
+of sliding windows and opaque state. It is valid for a prefix of exactly one length.
 """
 
 from __future__ import annotations
@@ -47,13 +43,15 @@ TokenSpan = tuple[int, int]
 
 
 def count_blocks_per_unit(namespace: Namespace, block_tokens: int) -> int:
-    """The most whole blocks that a unit has; a tail that is shorter than a block may follow them."""
+    """Return the maximum number of whole blocks in a unit; a partial block may follow them."""
     max_blocks_by_bytes = MAX_UNIT_RAW_BYTES // (block_tokens * namespace.token_bytes)
     return max(1, min(MAX_UNIT_TOKENS // block_tokens, max_blocks_by_bytes))
 
 
 def plan_unit_spans(start: int, tokens: int, block_tokens: int, unit_blocks: int) -> list[TokenSpan]:
-    """The units for the tokens from `start`, where a block begins, up to `tokens`; the tail goes with the last one."""
+    """Split the tokens from `start`, a multiple of the block size, to `tokens` into units; a partial block joins the
+    last one.
+    """
     step = unit_blocks * block_tokens
     whole_tokens = max((tokens - start) // block_tokens * block_tokens, 1)  # without a whole block the tail is a unit
     end_tokens = [
@@ -70,12 +68,20 @@ def encode_frame_units(
     on_unit: Callable[[int, tuple[UnitFrame, ...]], object],
     threads: int | None = None,
 ) -> None:
-    """Encode K and V of all layers unit by unit; predictors that are sampled are those of the unit in the middle.
+    """Encode K and V of all layers as frames, unit by unit; predictors are sampled from the unit in the middle.
 
     Parameters
     ----------
+    layers
+        K and V of the whole sequence.
+    spans
+        Tokens of each unit.
+    options
+        Options of the frames.
     on_unit
-        Called with the number of a unit and its frames, on the thread that finished it, in any order.
+        Called with index and frames of each complete unit, in any order, on the thread that completed it.
+    threads
+        Maximum number of threads; None for all processors.
     """
     lanes = options.to_lane_options(as_elements(layers[0].keys[:, :0], None)[0])
     parts = list_parts(layers)
@@ -110,30 +116,34 @@ def encode_frame_units(
 
 
 def _plan_frame_jobs(units: int, parts: int, cores: int) -> list[tuple[int, int]]:
-    """Parts of units in order, but of the last units by turns, so that each thread has one to write at the end."""
+    """Return unit and part of each job; the last units are interleaved, so that each thread has one to write at the
+    end.
+    """
     first_interleaved = max(units - cores, 0)
     jobs = [(unit_index, part) for unit_index in range(first_interleaved) for part in range(parts)]
     return jobs + [(unit_index, part) for part in range(parts) for unit_index in range(first_interleaved, units)]
 
 
 class ThreadScratch(threading.local):
-    """Memory of a thread, for one thing after another."""
+    """A buffer for each thread."""
 
     def __init__(self) -> None:
         self._buffer: Bytes = np.empty(0, np.uint8)
 
     def get_buffer(self, nbytes: int) -> Bytes:
-        """So many bytes: good until the next call."""
+        """Return a buffer of `nbytes` bytes, valid until the next call on this thread."""
         if self._buffer.size < nbytes:
             self._buffer = np.empty(nbytes, np.uint8)
         return self._buffer[:nbytes]
 
 
 class _FrameScratch(ThreadScratch):
-    """Memory for the rows of one frame after another on a thread."""
+    """Buffer for the rows of a frame."""
 
     def copy_with_checksum(self, elements: Elements) -> tuple[Bytes, int]:
-        """``[kv_head, byte]``, little-endian, contiguous: good until the next call; and their checksum."""
+        """Return the rows as contiguous little-endian ``[kv_head, byte]``, valid until the next call, and their
+        checksum.
+        """
         token_rows = view_token_bytes(elements)
         if token_rows.flags.c_contiguous:
             rows = token_rows.reshape(len(token_rows), -1)
@@ -143,7 +153,9 @@ class _FrameScratch(ThreadScratch):
 
 
 def view_token_bytes(elements: Elements) -> Bytes:
-    """The bytes of ``[kv_head, token, word]``, little-endian, those of a token together: a view where they are that."""
+    """Return ``[kv_head, token, element]`` as little-endian bytes, ``[kv_head, token, byte]``: a view
+    where possible.
+    """
     little_endian = elements if elements.dtype.isnative else elements.astype(elements.dtype.newbyteorder("<"))
     return (
         little_endian if little_endian.strides[2] == little_endian.itemsize else np.ascontiguousarray(little_endian)
@@ -151,7 +163,7 @@ def view_token_bytes(elements: Elements) -> Bytes:
 
 
 class LoadedSlice(NamedTuple):
-    """Tokens of a unit: `take` of them behind the first `skip`."""
+    """`take` tokens of a unit after its first `skip` tokens."""
 
     unit: Unit
     skip: int
@@ -159,7 +171,7 @@ class LoadedSlice(NamedTuple):
 
 
 class DamagedSliceError(DamagedUnitError):
-    """What is wrong with the stretch of this `slice_index`."""
+    """The slice with this `slice_index` is damaged."""
 
     def __init__(self, message: str, slice_index: int) -> None:
         super().__init__(message)
@@ -167,12 +179,12 @@ class DamagedSliceError(DamagedUnitError):
 
 
 def check_unit_matches(unit: Unit, namespace: Namespace, ids: Ids, skip: int, max_tokens: int) -> None:
-    """Refuse a unit that does not hold `ids` behind its first `skip` tokens in `namespace`, or more than `max_tokens`.
+    """Check that a unit contains `ids` after its first `skip` tokens, in `namespace`, and at most `max_tokens`.
 
     Raises
     ------
-    DamagedError
-        With what was found.
+    DamagedUnitError
+        If it does not.
     """
     if unit.namespace_key != namespace.key or len(unit.frames) != len(namespace.parts):
         raise DamagedUnitError("holds layers of another model")
@@ -190,20 +202,22 @@ def decode_slices(
     tables: TableSetCache | None = None,
     preceding_rows: Sequence[LayerCache] | None = None,
 ) -> list[LayerCache]:
-    """K and V of all layers, of the tokens of all stretches one after another; from dense units with the rows of a
-    token together in memory, as their streams have them, else with those of a head.
+    """Decode K and V of all layers for consecutive slices, and compare them with their checksums.
+
+    If any unit is dense, a result has all heads of a token together in memory, as dense streams have them; else all
+    tokens of a head.
 
     Parameters
     ----------
     tables
-        Of the store, for dense units that have none of their own.
+        Shared tables of the store, for dense units that use them.
     preceding_rows
-        K and V of the rows right before, for a first dense unit that refers to some.
+        K and V of the rows directly before, if the first unit refers to some.
 
     Raises
     ------
-    DamagedStretchError
-        For frames and streams that do not match their checksum, do not decode, or decode to other words than were put.
+    DamagedSliceError
+        If a frame or stream does not match its checksum, does not decode, or decodes to other elements than were put.
     """
     num_preceding = preceding_rows[0].tokens if preceding_rows else 0
     begin_tokens = np.cumsum([num_preceding, *(loaded_slice.take for loaded_slice in slices)]).tolist()
@@ -252,7 +266,7 @@ def decode_slices(
 
 
 def _group_dependent_slices(slices: Sequence[LoadedSlice], begin_tokens: Sequence[int]) -> list[range]:
-    """Stretches that need rows of those before them, in runs: what one thread decodes in order."""
+    """Group slices that need rows of those before them: one thread decodes a group in order."""
     groups: list[range] = []
     end_index, first_needed = len(slices), begin_tokens[-1]
     for slice_index in reversed(range(len(slices))):
@@ -280,8 +294,8 @@ def _load_tables(namespace: Namespace, unit: Unit, tables: TableSetCache | None,
 
 
 def _allocate_arrays(namespace: Namespace, tokens: int, *, by_token: bool) -> list[tuple[Elements, Elements]]:
-    """K and V of every layer, not filled yet: parts of one array, whose memory is mapped in large pages or used again,
-    where that of many smaller ones costs nearly as much as decoding into it.
+    """Allocate K and V of every layer as parts of one array: many smaller arrays would cost as much
+    time as decoding.
     """
     elements = np.empty(
         tokens * namespace.token_bytes // namespace.element_dtype.itemsize, namespace.element_dtype.numpy_dtype
@@ -313,7 +327,7 @@ def _decode_frame(decoder: FrameDecoder, frame: UnitFrame, loaded_slice: LoadedS
 def _decode_in_place(
     loaded_slice: LoadedSlice, part_index: int, row_decoder: RowDecoder, tables: SharedTables | None, begin_token: int
 ) -> bool:
-    """Decode K or V of a whole unit to where it belongs, if it is as usual; if not, `_decode_dense_slice` tells why."""
+    """Decode K or V of a whole unit into its place; return False if it needs `_decode_dense_slice`, or is damaged."""
     unit, frame = loaded_slice.unit, loaded_slice.unit.frames[part_index]
     if unit.dense is None or loaded_slice.take != unit.ids.size or begin_token < unit.dense.history_rows:
         return False
@@ -355,26 +369,28 @@ _RAW_BYTES_KEY = "raw_bytes"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PrefixState:
-    """Windows and opaque state of a prefix as they are stored.
+    """Encoded windows and opaque state of a prefix.
 
     Parameters
     ----------
     namespace_key
-        Key of the space.
+        Key of the namespace.
     parent
-        Key of the block before `ids`; that of the space at the beginning of a text.
+        Key of the block before `ids`; of the namespace, at the beginning of a sequence.
     tokens
-        Tokens of the whole prefix: the one length at which this is valid.
+        Length of the prefix: the only one at which this is valid.
     ids
-        The last ids of the prefix, from the block behind `parent` on; at least one.
+        The last ids of the prefix, those after the block `parent`; at least one.
     window_rows
-        Rows of each window, the last of the text, in the order of `Namespace.windows`.
+        Rows of each window, the last of the sequence, in the order of `Namespace.windows`.
     state_specs
         Dtype, shape and bytes of each state, in the order of `Namespace.states`.
     pieces
-        Frames of K and of V of each window, if any, then the states, compressed.
+        Frames of K and V of each window, then the compressed states.
     piece_sums
-        Checksums of each piece, and of what it holds.
+        Checksums of each piece, and of its decoded contents.
+    raw_bytes
+        Bytes of all decoded contents.
     """
 
     namespace_key: bytes
@@ -389,11 +405,11 @@ class PrefixState:
 
     @property
     def key(self) -> bytes:
-        """What it is found by."""
+        """Key of the state."""
         return compute_state_key(self.parent, self.ids)
 
     def to_pieces(self) -> list[Bytes | bytes]:
-        """The bytes of the file, in order."""
+        """Return the bytes of the file, in pieces."""
         states = [{"dtype": dtype, "shape": list(shape), "bytes": size} for dtype, shape, size in self.state_specs]
         header = {"windows": list(self.window_rows), "states": states, _RAW_BYTES_KEY: self.raw_bytes}
         document = json.dumps(header, separators=(",", ":")).encode()
@@ -415,12 +431,12 @@ def encode_state(
     states: Sequence[OpaqueState],
     options: CodecOptions,
 ) -> PrefixState:
-    """Encode rows of windows as frames, and opaque state by zstandard; parameters as those of `PrefixState`.
+    """Encode rows of windows as frames, and opaque state with zstandard; parameters as those of `PrefixState`.
 
     Raises
     ------
     SourceError
-        Where state cannot be read, or is larger than is stored.
+        If state is unreadable or too large.
     """
     import zstandard
 
@@ -467,17 +483,17 @@ def encode_state(
 
 
 def is_prefix_state(data: Bytes) -> bool:
-    """Whether a file begins as that of a state does."""
+    """Return whether the bytes of a file start like those of a state unit."""
     return data[: len(STATE_MAGIC)].tobytes() == STATE_MAGIC
 
 
 def parse_state(data: Bytes) -> PrefixState:
-    """The state in the bytes of a file; pieces are views of `data`, whose checksums are not compared yet.
+    """Parse the bytes of a state unit; pieces are views of `data`, whose checksums are not compared yet.
 
     Raises
     ------
-    DamagedError
-        For anything that `PrefixState.to_pieces` would not have given.
+    DamagedUnitError
+        If `PrefixState.to_pieces` cannot have produced the bytes.
     """
     if data.size < _STATE_STRUCT.size:
         raise DamagedUnitError(f"has {data.size:,} bytes: too few for a header")
@@ -532,12 +548,12 @@ def _parse_state_spec(node: JsonReader) -> tuple[str, tuple[int, ...], int]:
 
 
 def decode_state(prefix_state: PrefixState, namespace: Namespace) -> tuple[list[LayerCache], list[OpaqueState]]:
-    """Rows of windows with their true positions, and opaque state; every byte is compared with its checksum.
+    """Decode rows of windows, with their positions, and opaque state; all bytes are compared with their checksums.
 
     Raises
     ------
-    DamagedError
-        For pieces that do not match their checksum, do not decode, or decode to something else than was put.
+    DamagedUnitError
+        If a piece does not match its checksum, does not decode, or decodes to something else than was put.
     """
     parts = [(shape, part) for shape in namespace.windows for part in range(2) if shape.dims[part]]
     if (

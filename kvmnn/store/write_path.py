@@ -1,8 +1,6 @@
-"""The rows before a unit that its dense streams refer to: those of units that are stored, or about to be.
+"""Storing a sequence: encoding as units of frames or dense streams, and adding them to the backend.
 
-K and V of a text cut into units of dense streams, each unit handed on as soon as it is complete.
-
-A text on its way in: encoded, written aside, noted down.
+The streams of a dense unit refer to rows before it (its history), which belong to units that are stored or about to be.
 """
 
 from __future__ import annotations
@@ -54,7 +52,7 @@ from .unit_codec import (
 
 
 class HistoryRef(NamedTuple):
-    """What a unit refers to: rows right before it, how many blocks they lie in, and the units needed."""
+    """Rows before a unit that it refers to, the blocks that contain them, and the units to decode for them."""
 
     num_rows: int = 0
     num_blocks: int = 0
@@ -62,25 +60,25 @@ class HistoryRef(NamedTuple):
 
 
 class HistorySource(NamedTuple):
-    """What may be referred to of a unit: its last blocks up to the next unit, and the units it needs."""
+    """A unit that can be referred to: its last blocks, and the units to decode for them."""
 
     num_blocks: int
     chain_length: int
 
 
 def checksum_part_blocks(elements: Elements, block_tokens: int) -> list[int]:
-    """Checksums of the words of each whole block in K or V of a layer."""
+    """Return the checksum of each whole block in K or V of a layer."""
     num_blocks = elements.shape[1] // block_tokens
     return checksum_blocks(view_token_bytes(elements[:, : num_blocks * block_tokens]), block_tokens)
 
 
 def combine_block_sums(sums: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """64 bits over the words of each block in all layers: the checksum of those of K and V of each layer, in order."""
+    """Return a checksum of each block over all layers, from those of K and V of each layer, in order."""
     return tuple(integrity_checksum(block_sums) for block_sums in np.array(sums, "<u8").T.copy())
 
 
 def plan_history(sources: Sequence[HistorySource], block_tokens: int) -> HistoryRef:
-    """What a unit may refer to of those before it, in order: the nearest rows of units that need no chain too long."""
+    """Return the history of a unit: the nearest rows of the units before it whose chains are short enough."""
     num_blocks = chain_length = 0
     for distance, source in enumerate(reversed(sources), 1):
         remaining_blocks = count_history_blocks(block_tokens) - num_blocks
@@ -92,17 +90,16 @@ def plan_history(sources: Sequence[HistorySource], block_tokens: int) -> History
 
 
 def count_history_blocks(block_tokens: int) -> int:
-    """Blocks that hold as many rows as a unit refers to."""
+    """Return how many blocks contain the rows that a unit may refer to."""
     return -(-MAX_HISTORY_ROWS // block_tokens)
 
 
 def load_history(
     backend: StoreBackend, sequence: TokenSequence, layers: Sequence[LayerCache], stored_prefix: PrefixMatch
 ) -> tuple[list[HistorySource], list[int]]:
-    """Of the stored units of a text, in order, what may be referred to: rows that are those that are put; and the
-    checksums of their blocks.
+    """Return what can be referred to of the stored units of a sequence, in order, and the checksums of their blocks.
 
-    Where a unit is not at hand, is of frames, or holds other rows, what lies before it cannot be referred to.
+    It ends before a unit that is not cached, consists of frames, or contains other rows than those that are put.
     """
     size = sequence.block_tokens
     parts = list_parts(layers)
@@ -136,7 +133,7 @@ def load_history(
 
 
 def _list_whole_blocks(stored_prefix: PrefixMatch, block_tokens: int) -> list[tuple[int, int, UnitSlice]]:
-    """The places that have whole blocks of the text: where these begin and end, and the place."""
+    """Return the slices that contain whole blocks, each with begin and end of these in the sequence."""
     spans = []
     begin_token = 0
     for unit_slice in stored_prefix.slices:
@@ -150,7 +147,7 @@ def _list_whole_blocks(stored_prefix: PrefixMatch, block_tokens: int) -> list[tu
 def read_previous_header(
     backend: StoreBackend, sequence: TokenSequence, stored_prefix: PrefixMatch
 ) -> UnitHeader | None:
-    """The header of the unit with the last whole block that is stored, where it is at hand."""
+    """Return the header of the unit with the last stored whole block, if it is cached."""
     blocks = _list_whole_blocks(stored_prefix, sequence.block_tokens)
     return _read_cached_header(backend, blocks[-1][2].unit) if blocks else None
 
@@ -174,14 +171,14 @@ three quarters.
 
 
 class StreamKind(NamedTuple):
-    """Of streams: K or V of which layer, and whether they refer to rows before them."""
+    """Index of a stream in a unit, and whether it refers to rows before the unit."""
 
     part: int
     has_history: bool
 
 
 class FrameComparison(NamedTuple):
-    """A stream that was compared with a frame: its bytes a raw byte, and whether it is a frame now."""
+    """A stream that was compared with a frame: compressed bytes per raw byte, and whether the frame was smaller."""
 
     kind: StreamKind
     compressed_fraction: float
@@ -189,19 +186,19 @@ class FrameComparison(NamedTuple):
 
 
 class LayerTrial(NamedTuple):
-    """Streams of one layer of a unit, by their part, and what the last of them found to be alike."""
+    """Encoded streams of one layer of a unit, by index, and the hints for similar rows from the last one."""
 
     unit_index: int
     streams: dict[int, UnitFrame]
     reference_hints: ReferenceHints | None
 
     def list_stream_bytes(self) -> list[int]:
-        """Bytes of each stream."""
+        """Return the size of each stream."""
         return [len(stream.data) for stream in self.streams.values()]
 
 
 class DenseUnitPlan(NamedTuple):
-    """A unit on its way in: where it is cut, what it refers to, and the tables of its streams, if not their own."""
+    """A unit to encode: its tokens, its history, and the shared tables of its streams, if any."""
 
     cut: TokenSpan
     history: HistoryRef
@@ -209,7 +206,7 @@ class DenseUnitPlan(NamedTuple):
 
 
 def supports_dense(namespace: Namespace, tokens: int) -> bool:
-    """Whether dense streams can hold units of so many tokens, on this machine."""
+    """Return whether dense streams can contain units of so many tokens, on this machine."""
     max_row_elements = max(shape.kv_heads * max(shape.dims) for shape in namespace.layers)
     max_axis = max(max(shape.kv_heads, *shape.dims) for shape in namespace.layers)
     is_small_enough = max_row_elements <= MAX_ROW_ELEMENTS and max_axis < MAX_ROW_ELEMENTS
@@ -221,17 +218,21 @@ def supports_dense(namespace: Namespace, tokens: int) -> bool:
 
 
 def find_middle(units: Sequence[DenseUnitPlan]) -> int:
-    """The unit in the middle; not the last one, which may be shorter, where there are others."""
+    """Return the index of the unit in the middle; not the last, which may be shorter, unless it is the only one."""
     return (len(units) - 1) // 2
 
 
 class DenseStreamEncoder:
-    """K and V of all layers on their way into streams.
+    """Encodes K and V of all layers as dense streams.
 
     Parameters
     ----------
+    layers
+        K and V of the whole sequence.
+    namespace
+        Its namespace.
     rotary
-        How K was rotated; tables know it themselves.
+        RoPE parameters of K, for streams without shared tables, which contain them.
     """
 
     def __init__(self, layers: Sequence[LayerCache], namespace: Namespace, rotary: dense.RopeConfig | None) -> None:
@@ -248,7 +249,7 @@ class DenseStreamEncoder:
         """The streams that were compared with frames."""
 
     def try_layer(self, units: Sequence[DenseUnitPlan], *, only_keys: bool = False) -> LayerTrial:
-        """K and V of the middle layer in the unit in the middle, or K alone."""
+        """Encode K and V of the middle layer in the middle unit, or K only."""
         unit_index, middle_layer = find_middle(units), len(self._layers) // 2
         streams: dict[int, UnitFrame] = {}
         reference_hints = None
@@ -259,7 +260,7 @@ class DenseStreamEncoder:
         return LayerTrial(unit_index, streams, reference_hints)
 
     def measure_layer_frames(self, units: Sequence[DenseUnitPlan], options: CodecOptions) -> list[int]:
-        """Bytes of frames of the same as `try_layer`."""
+        """Return the sizes of frames for the arrays of `try_layer`."""
         (begin_token, end_token), layer = units[find_middle(units)].cut, self._layers[len(self._layers) // 2]
         elements = [
             np.ascontiguousarray(part_elements[:, begin_token:end_token]) for part_elements in list_parts([layer])
@@ -278,11 +279,17 @@ class DenseStreamEncoder:
 
         Parameters
         ----------
+        units
+            The units.
+        block_tokens
+            Tokens per block.
         on_unit
-            Called with the number of a unit, its streams, and checksums of the words of its whole blocks in all layers,
-            on the thread that finished it, in any order.
+            Called with index, streams and block checksums of each complete unit, in any order, on the thread that
+            completed it.
+        threads
+            Maximum number of threads; None for all processors.
         trial
-            Streams that are there already.
+            Streams that are encoded already.
         """
         trial = trial or LayerTrial(-1, {}, None)
         open_units: dict[int, dict[int, tuple[UnitFrame, list[int]]]] = {}
@@ -342,10 +349,12 @@ class DenseStreamEncoder:
 
 
 class _DenseScratch(ThreadScratch):
-    """Memory for the rows of one stream after another on a thread."""
+    """Buffer for the rows of a stream."""
 
     def copy_rows(self, elements: Elements) -> Elements:
-        """``[token, kv_head, head_dim]``, token by token in memory, native and aligned: good until the next call."""
+        """Return the rows as ``[token, kv_head, head_dim]``, contiguous, native and aligned; valid
+        until the next call.
+        """
         by_token = elements.transpose(1, 0, 2)
         if by_token.flags.c_contiguous and by_token.flags.aligned and elements.dtype.isnative:
             return by_token
@@ -357,8 +366,10 @@ class _DenseScratch(ThreadScratch):
 
 
 def _plan_dense_jobs(units: int, parts: int, cores: int) -> list[tuple[int, range]]:
-    """Parts of a unit that a thread works on: all, as what one found to be alike serves the next ones; but units for
-    which there are more threads than units left are shared out.
+    """Return unit and streams of each job.
+
+    A thread encodes all streams of a unit, as hints for similar rows serve the next stream. Units are split if there
+    are more threads than units left.
     """
     num_last = units % cores
     jobs = []
@@ -370,7 +381,7 @@ def _plan_dense_jobs(units: int, parts: int, cores: int) -> list[tuple[int, rang
 
 
 def build_dense_info(unit: DenseUnitPlan, sums: tuple[int, ...]) -> DenseUnitInfo:
-    """What the header of a unit says of its streams."""
+    """Return the dependencies of the streams of a unit."""
     key = unit.tables.key if unit.tables else b""
     return DenseUnitInfo(sums, unit.history.num_rows, unit.history.chain_length, key)
 
@@ -384,17 +395,17 @@ RETRY_INTERVAL_UNITS = 16
 
 
 class RopeState:
-    """How the models of a store rotated K.
+    """RoPE parameters of the models of a store.
 
     Parameters
     ----------
     specified
-        By the caller; ``"none"`` for not at all, None where each is to be found by trial.
+        Parameters of the caller; ``"none"`` if K is not rotated, None to search them for each namespace.
 
     Raises
     ------
     OptionError
-        For anything else.
+        For any other value.
     """
 
     def __init__(self, specified: RopeConfig | Literal["none"] | None) -> None:
@@ -404,7 +415,7 @@ class RopeState:
         self._rope_by_namespace: dict[bytes, RopeConfig | None] = {}
 
     def get_rope(self, namespace: Namespace, layers: Sequence[LayerCache]) -> RopeConfig | None:
-        """That of a space, found on the first text that is long enough; `OptionError` for one beyond its heads."""
+        """Return those of a namespace, searched in the first sequence that is long enough."""
         if self._specified == "none":
             return None
         if self._specified is not None:
@@ -421,9 +432,16 @@ class RopeState:
 
 
 class CodecDecision(NamedTuple):
-    """What a trial has shown: whether units have tables of their own, as those that are shared were made of a text that
-    is unlike theirs; whether frames of K, and of V, come near the streams (None where a short text was tried); and
-    what streams have been smaller than frames since (`DenseStreamEncoder.frame_losses`).
+    """Result of a trial.
+
+    Parameters
+    ----------
+    has_own_tables
+        Whether units get their own tables, as the shared ones come from a dissimilar sequence.
+    tries_frames
+        Whether frames of K, and of V, are almost as small as streams; None if the trial was on a short sequence.
+    frame_losses
+        Streams that have been smaller than frames since (`DenseStreamEncoder.frame_losses`).
     """
 
     has_own_tables: bool
@@ -432,28 +450,30 @@ class CodecDecision(NamedTuple):
 
 
 class CodecChooser:
-    """What the last trials have shown; on each put a trial would take short texts a seventh of their time."""
+    """Results of the last trials, by key: a trial on each put would take a seventh of the time for short sequences."""
 
     def __init__(self) -> None:
         self._units_since_trial: dict[bytes, int] = {}
         self._decisions: dict[bytes, CodecDecision] = {}
 
     def is_due(self, key: bytes, num_units: int) -> bool:
-        """Whether a put of so many units is to be tried: the first one, and one unit in so many."""
+        """Return whether a put of so many units needs a trial: the first one, and one in
+        `RETRY_INTERVAL_UNITS` units.
+        """
         if key in self._units_since_trial:
             self._units_since_trial[key] += num_units
         return self._units_since_trial.get(key, RETRY_INTERVAL_UNITS) >= RETRY_INTERVAL_UNITS
 
     def get_decision(self, key: bytes) -> CodecDecision:
-        """By the last trial."""
+        """Return the result of the last trial."""
         return self._decisions.get(key, CodecDecision(False, None))
 
     def record_decision(self, key: bytes, decision: CodecDecision) -> None:
-        """What a trial has shown."""
+        """Store the result of a trial."""
         self._units_since_trial[key], self._decisions[key] = 0, decision
 
     def record_frames(self, key: bytes, comparisons: Sequence[FrameComparison]) -> None:
-        """What frames have come to in a text that goes by the last trial."""
+        """Update the result of the last trial with comparisons of frames and streams."""
         decision = self._decisions.get(key)
         if decision is None:
             return
@@ -467,7 +487,7 @@ class CodecChooser:
 
 
 class WriteOptions(NamedTuple):
-    """How units are made: effort of frames, how K was rotated (dense streams), what trials have shown, threads."""
+    """Options of frames, RoPE parameters and trial results for dense streams, and maximum number of threads."""
 
     options: CodecOptions
     rope_state: RopeState
@@ -483,14 +503,14 @@ def add_sequence(
     stored_prefix: PrefixMatch,
     write_options: WriteOptions,
 ) -> AddResult:
-    """Store what follows the whole blocks of a text that are known.
+    """Store the tokens of a sequence after its stored whole blocks.
 
     Raises
     ------
-    ParentGoneError
-        Where these blocks are not there any more.
+    ConcurrentUpdateError
+        If these blocks have been removed.
     OutputError
-        Where files cannot be written; whole batches may have been stored then.
+        If files cannot be written; some batches of units may be stored then.
     """
     size, step = sequence.block_tokens, count_blocks_per_unit(namespace, sequence.block_tokens)
     spans = plan_unit_spans(stored_prefix.num_blocks * size, sequence.ids.size, size, step)
@@ -509,7 +529,7 @@ def add_sequence(
 
 
 class _FrameUnitEncoder:
-    """Units of frames."""
+    """Encodes units of frames."""
 
     tables = None
 
@@ -519,11 +539,11 @@ class _FrameUnitEncoder:
     def encode_batch(
         self, batch: Sequence[TokenSpan], sequence: TokenSequence, on_unit: Callable[[int, Unit], object]
     ) -> list[tuple[int, ...]]:
-        """Encode; `on_unit` is called with the number of a unit and the unit.
+        """Encode units; `on_unit` is called with index and unit.
 
         Returns
         -------
-        For each unit the checksums of the blocks whose rows it refers to.
+        For each unit, the checksums of the blocks that it refers to.
         """
 
         def emit_unit(unit_index: int, frames: tuple[UnitFrame, ...]) -> None:
@@ -539,7 +559,7 @@ class _FrameUnitEncoder:
 
 
 class _DenseUnitEncoder:
-    """Units of dense streams; each refers to the rows of the one before it, and to tables that all of a space share."""
+    """Encodes units of dense streams, which refer to rows before them and to tables shared in the namespace."""
 
     def __init__(
         self,
@@ -567,10 +587,11 @@ class _DenseUnitEncoder:
         self._has_own_tables = self._is_short = False
 
     def is_dense_worth_it(self, batch: Sequence[TokenSpan], sequence: TokenSequence) -> bool:
-        """Whether a layer of the first batch is so much smaller than as frames; units are made of frames if not.
+        """Return whether dense streams of a layer of the first batch are clearly smaller than frames.
 
-        Short units are what the unit before them is: they gain by rows to refer to, which frames cannot give. What is
-        not tried goes by the last trial, but for a text that was better off as frames, which says nothing of others.
+        Short units use the codec of the unit before them: dense streams gain most from preceding rows, which frames
+        cannot use. Between trials, the last result applies; a result in favour of frames is not stored, as it says
+        nothing about other sequences.
         """
         plans = self._plan_units(batch, sequence)
         middle_span = plans[find_middle(plans)].cut
@@ -612,7 +633,7 @@ class _DenseUnitEncoder:
         return is_dense_smaller
 
     def _plan_short_units(self, plans: list[DenseUnitPlan]) -> list[DenseUnitPlan]:
-        """With tables of their own, if these were smaller when it was tried."""
+        """Give short units their own tables, if these were smaller in the last trial."""
         codec_chooser, own_plans = self._write_options.codec_chooser, _drop_shared_tables(plans)
         self._streams.frame_losses = codec_chooser.get_decision(self._chooser_key).frame_losses
         if codec_chooser.is_due(self._chooser_key, len(plans)):
@@ -635,7 +656,7 @@ class _DenseUnitEncoder:
         return _drop_shared_tables(plans) if has_own_tables else plans
 
     def _run_trials(self, plans: Sequence[DenseUnitPlan]) -> tuple[LayerTrial, LayerTrial | None, list[int]]:
-        """A layer as it is planned, its K with tables of its own where they are shared, and the bytes of frames."""
+        """Encode a layer as planned, its K with own tables if they are shared, and measure its frames."""
 
         def try_planned() -> LayerTrial:
             return self._streams.try_layer(plans)
@@ -666,7 +687,7 @@ class _DenseUnitEncoder:
     def encode_batch(
         self, batch: Sequence[TokenSpan], sequence: TokenSequence, on_unit: Callable[[int, Unit], object]
     ) -> list[tuple[int, ...]]:
-        """As `_FrameUnitEncoder.encode_batch`."""
+        """Encode units, as `_FrameUnitEncoder.encode_batch`."""
         plans = self._next_plans or self._plan_units(batch, sequence)
         trial, self._next_plans, self._trial = self._trial, None, None
         sums: dict[int, tuple[int, ...]] = {}
@@ -705,7 +726,7 @@ def _drop_shared_tables(plans: Sequence[DenseUnitPlan]) -> list[DenseUnitPlan]:
 
 
 def _are_own_tables_better(own_tables_trial: LayerTrial, shared_tables_trial: LayerTrial) -> bool:
-    """Whether K has so much fewer bytes with tables of its own."""
+    """Return whether own tables make K so much smaller that they are worth the time."""
     return (
         shared_tables_trial.list_stream_bytes()[0]
         > SHARED_TABLES_MAX_OVERHEAD * own_tables_trial.list_stream_bytes()[0]

@@ -1,4 +1,4 @@
-"""A store in a directory: units as files, and an index of them."""
+"""Core of a store in a directory: units as files, found by an SQLite index."""
 
 from __future__ import annotations
 
@@ -55,30 +55,30 @@ T = TypeVar("T")
 
 
 class RemovedUnits(NamedTuple):
-    """Units that were removed, and the bytes of their files."""
+    """Number of units that were removed, and bytes of their files."""
 
     num_units: int
     nbytes: int
 
 
 class DirectoryBackendBase:
-    """Units and their index in a folder.
+    """Unit files and their index in one folder.
 
     Parameters
     ----------
     folder
-        It is made where `settings` say how.
+        Folder of the store; created if `settings` are specified.
     settings
-        Of a store that is made; None where one must be there.
+        Settings for a new store; None if the store must exist.
     max_bytes
-        Most bytes of all units; None for no bound.
+        Limit on the bytes of all units; None for no limit.
     read_only
-        Nothing is written.
+        Write nothing.
 
     Raises
     ------
     SourceError, OutputError
-        As `StoreIndex`, and for a folder that holds something else.
+        As `StoreIndex`, and if the folder contains other files and no store.
     """
 
     def __init__(self, folder: Path, *, settings: StoreSettings | None, max_bytes: int | None, read_only: bool) -> None:
@@ -123,7 +123,6 @@ class DirectoryBackendBase:
         self._lock = threading.Lock()
 
     def list_namespaces(self) -> list[Namespace]:
-        """All spaces."""
         with self.index.begin_reading() as cursor:
             last_id = cursor.require_row(OptionalNumberRow, "SELECT max(id) FROM space").value
             if last_id != self._cached_namespaces[0]:
@@ -132,10 +131,9 @@ class DirectoryBackendBase:
         return self._cached_namespaces[1]
 
     def ensure_namespace(self, namespace: Namespace) -> None:
-        """As `StoreBackend`: the index has what its units refer to."""
+        """Do nothing: the index contains the namespaces of its units."""
 
     def has_sequences(self, namespace: Namespace) -> bool:
-        """Whether anything of a space is stored."""
         with self.index.begin_reading() as cursor:
             if namespace.layers:
                 return cursor.has_row("SELECT 1 FROM branch WHERE parent = ? LIMIT 1", (namespace.key,))
@@ -143,37 +141,33 @@ class DirectoryBackendBase:
             return cursor.has_row(query, (namespace.key,))
 
     def find_prefix(self, sequence: TokenSequence) -> PrefixMatch:
-        """The longest stored beginning of a text."""
         with self.index.begin_reading() as cursor:
             return self.make_lookup(cursor).find_prefix(sequence)
 
     def make_lookup(self, cursor: ValidatingCursor) -> Lookup:
-        """A way to ask the index inside a transaction."""
+        """Return the queries of the index for a transaction."""
         return Lookup(cursor, self._read_ids, self._damaged_units.__contains__)
 
     def read_units(self, units: Sequence[int]) -> list[Bytes | None]:
-        """The bytes of the units' files; None for those that are not there."""
         return [self.files.read_unit(unit) for unit in units]
 
     def get_cached(self, unit: int) -> Bytes | None:
-        """The bytes of a unit's file."""
         return self.files.read_unit(unit)
 
     def stage(self) -> StagedFiles:
-        """A folder for the files of new units."""
         return self.files.stage()
 
     def add_units(
         self, namespace: Namespace, sequence: TokenSequence, new: Sequence[NewUnit], tables: TableSets | None
     ) -> AddResult:
-        """Take in units of a text, in order, and the tables that some of them need, all or none.
+        """Add units of a sequence, in order, and the tables that some of them need: all or none.
 
         Raises
         ------
-        ParentGoneError
-            Where the blocks before the first are not there any more, or hold other rows than a unit refers to.
+        ConcurrentUpdateError
+            If the blocks before the first unit are missing, or contain other rows than a unit refers to.
         OutputError
-            Where something cannot be written; nothing has been taken in then.
+            If a file or the index cannot be written; the store is unchanged then.
         """
         placed_units: list[int] = []
         removed_units: list[int] = []
@@ -214,12 +208,10 @@ class DirectoryBackendBase:
         return AddResult(stored_bytes, removed_bytes)
 
     def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
-        """The state of the longest beginning of at most `tokens` tokens that has one."""
         with self.index.begin_reading() as cursor:
             return self.make_lookup(cursor).find_state(sequence, tokens)
 
     def add_state(self, namespace: Namespace, sequence: TokenSequence, state: PrefixState) -> AddResult:
-        """Take in the state of a text, whose units are stored; errors as `StoreBackend`."""
         removed_units: list[int] = []
         placed_units: list[int] = []
         pieces = state.to_pieces()
@@ -260,7 +252,7 @@ class DirectoryBackendBase:
     def _check_history(
         self, cursor: ValidatingCursor, sequence: TokenSequence, new_unit: NewUnit, placed_units: Sequence[int]
     ) -> None:
-        """Another process may have put the blocks that a unit follows, computed otherwise, since it was encoded."""
+        """Raise `ConcurrentUpdateError` if another process has replaced the blocks that a unit refers to."""
         end_block = new_unit.start // sequence.block_tokens
         headers: dict[int, UnitHeader | None] = {}
         keys = sequence.keys[end_block - len(new_unit.history_sums) : end_block]
@@ -280,7 +272,7 @@ class DirectoryBackendBase:
                 raise ConcurrentUpdateError("the blocks before a unit hold other rows by now")
 
     def touch(self, units: Iterable[int], *, immediately: bool = False) -> None:
-        """Units were used; noted down with others after a while, or `immediately`."""
+        """Record that units were used; written together after a second, or `immediately`."""
         if self.read_only:
             return
         with self._lock:
@@ -296,7 +288,7 @@ class DirectoryBackendBase:
                 self._save_touched(cursor)
 
     def _save_touched(self, cursor: ValidatingCursor) -> None:
-        """Note the uses down before the next thing counts as one."""
+        """Write the pending uses; called before each change, so that the order of uses is correct."""
         with self._lock:
             unit_ids, self._touched_units = sorted(self._touched_units), set()
             self._last_touch_time = time.monotonic()
@@ -304,9 +296,9 @@ class DirectoryBackendBase:
             index_updates.touch(cursor, unit_ids)
 
     def quarantine(self, unit: int, reason: str, notes: list[str]) -> list[int]:
-        """Remove a unit that is not what it should be, and all that follow it; without writing, pass over it.
+        """Remove a damaged unit and all units that follow it; in a read-only store, ignore it from now on.
 
-        Nothing is said where another process has removed it meanwhile.
+        `notes` stay unchanged if another process has removed the unit already.
 
         Returns
         -------
@@ -331,7 +323,10 @@ class DirectoryBackendBase:
         return followers
 
     def remove_units(self, choose: Callable[[ValidatingCursor], Sequence[int]]) -> RemovedUnits:
-        """Remove the units that `choose` names inside a transaction; on a full disk their files make room for it."""
+        """Remove the units that `choose` returns, inside a transaction.
+
+        On a full disk their files are deleted first, which frees space for the change of the index.
+        """
 
         def remove_chosen(choose: Callable[[ValidatingCursor], Sequence[int]]) -> RemovedUnits:
             with self.index.begin_writing() as cursor:
@@ -353,7 +348,7 @@ class DirectoryBackendBase:
         )
 
     def change_index(self, change: Callable[[], T]) -> T:
-        """Change the index; where the disk has no room for a journal beside it, in place."""
+        """Run a change of the index; if the disk has no space for a journal, change the index in place."""
         try:
             return change()
         except OutputError as error:
@@ -366,7 +361,7 @@ class DirectoryBackendBase:
                 raise error from None
 
     def free_unit_files(self, max_bytes: int) -> bool:
-        """Remove files of units that `evict_units` would remove, not their rows; whether there were any."""
+        """Delete files of units that `evict_units` would remove, not their rows; return whether there were any."""
         with self.index.begin_reading() as cursor:
             evictable_units = [
                 unit
@@ -377,7 +372,6 @@ class DirectoryBackendBase:
         return bool(evictable_units)
 
     def enforce_limit(self) -> int:
-        """Remove what is above the bound, as another process may have had a larger one: bytes."""
         if self._max_bytes is None:
             return 0
         with self.index.begin_reading() as cursor:
@@ -386,7 +380,7 @@ class DirectoryBackendBase:
         return self.evict_units(self._max_bytes).nbytes
 
     def evict_units(self, max_bytes: int) -> RemovedUnits:
-        """Remove what was not used for longest until no more than `max_bytes` are left."""
+        """Remove the least recently used units until at most `max_bytes` are left."""
         with self.index.begin_writing() as cursor:
             self._save_touched(cursor)
             bytes_before = index_updates.read_total_bytes(cursor)
@@ -396,11 +390,9 @@ class DirectoryBackendBase:
         return removed_units
 
     def check_open(self) -> None:
-        """`KvmnnError` for a store that was closed."""
         self.index.check_open()
 
     def close(self) -> None:
-        """Note down the uses, and close the index."""
         try:
             if self._touched_units:
                 self.touch((), immediately=True)
@@ -416,7 +408,7 @@ class DirectoryBackendBase:
         return block_tokens
 
     def _choose_codec(self) -> str:
-        """What new units are made of; settings that are damaged are noted down anew, by the index and the units."""
+        """Return the codec of new units; damaged settings are replaced by those of the index and the units."""
         if not self.recovery_files.exists:
             return "frames"
         try:
@@ -436,7 +428,7 @@ class DirectoryBackendBase:
             return codec
 
     def _rebuild_index(self, reason: str, known_path: Path | None) -> bool:
-        """Make the index anew, where the folder says that it is a store; whether it could be."""
+        """Rebuild the index if the folder is a store; return whether it is."""
         if not self.recovery_files.exists:
             return False
         rebuilt_index = rebuild_index(self.folder, known_path)
@@ -462,7 +454,7 @@ class DirectoryBackendBase:
         self.rebuilt_notes.append(note)
 
     def _save_recovery_files(self, codec: str) -> None:
-        """What the index alone would know, for a store that does not have it yet; one with units has frames."""
+        """Write the recovery files of a store that has none yet; if it has units, they are frames."""
         if not self.recovery_files.exists:
             for namespace in self.list_namespaces():
                 self.recovery_files.save_namespace(namespace)
@@ -475,7 +467,7 @@ class DirectoryBackendBase:
         return None if header is None else header.ids
 
     def read_header(self, unit: int) -> UnitHeader | None:
-        """What the file of a unit begins with; None where that cannot be read."""
+        """Return the header of a unit; None if its file is unreadable."""
         data = self.files.read_unit(unit)
         try:
             return None if data is None else parse_header(data)
@@ -484,7 +476,7 @@ class DirectoryBackendBase:
 
 
 def _create_folder(folder: Path) -> None:
-    """Make the folder of a store; one that holds other things is left alone."""
+    """Create the folder of a store; refuse one that contains other files."""
     with wrap_os_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if not _is_store_folder(folder):

@@ -1,7 +1,7 @@
-"""The files of units in a store directory: written aside, put in their places at once, read mapped.
+"""Files of a store directory: units, and the small recovery files from which a lost index can be rebuilt.
 
-What a store directory keeps beside its index, so that the index can be made anew: settings, spaces, tables, pinned
-texts and texts of sessions, a small file each.
+A unit is written into a staging folder, renamed into its place, and read through a memory map. The recovery files
+contain settings, namespaces, shared tables, pinned sequences and sessions.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _MAX_PIECES_PER_WRITE = 1024
 
 
 class UnitFiles:
-    """Where the units of a store lie.
+    """Files of the units of a store.
 
     Parameters
     ----------
     folder
-        Of the store.
+        Folder of the store.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,11 +54,11 @@ class UnitFiles:
         self._staging_folder = _StagingFolder(folder / _STAGING_FOLDER)
 
     def make_path(self, unit: int) -> Path:
-        """The file of a unit."""
+        """Return the path of a unit."""
         return Path(self._folder, _UNITS_FOLDER, *_make_unit_names(unit))
 
     def read_unit(self, unit: int) -> Bytes | None:
-        """The bytes of a unit's file, mapped; None where there is none."""
+        """Return the bytes of a unit as a memory map; None if there is no file."""
         if not 0 < unit < _MAX_UNIT_NUMBER:
             return None
         path = os.path.join(self._folder, _UNITS_FOLDER, *_make_unit_names(unit))
@@ -71,11 +71,11 @@ class UnitFiles:
             return None
 
     def stage(self) -> StagedFiles:
-        """A place for units on their way in."""
+        """Open temporary storage for new units."""
         return StagedFiles(self._staging_folder)
 
     def move_into_place(self, staged_path: Path, unit: int) -> None:
-        """Give a staged file its name."""
+        """Rename a staged file to the path of its unit."""
         path = self.make_path(unit)
         with wrap_os_errors(path):
             try:
@@ -85,13 +85,13 @@ class UnitFiles:
                 os.replace(staged_path, path)
 
     def delete_units(self, units: Iterable[int]) -> None:
-        """Remove files; those that cannot be are left to `iter_unknown_files`."""
+        """Delete the files of units; `iter_unknown_files` finds those that cannot be deleted now."""
         for unit in units:
             with suppress(OSError):
                 self.make_path(unit).unlink()
 
     def iter_unknown_files(self, known_units: set[int]) -> Iterator[Path]:
-        """Files of units that are not known."""
+        """Yield the unit files whose numbers are not in `known_units`."""
         for path in sorted((self._folder / _UNITS_FOLDER).glob(f"*/*{UNIT_SUFFIX}")):
             try:
                 number = int(path.stem, 16)
@@ -101,16 +101,16 @@ class UnitFiles:
                 yield path
 
     def remove_stale(self) -> None:
-        """Remove what processes that are gone have left on its way in."""
+        """Remove staged files of processes that have ended."""
         remove_stale(self._folder / _STAGING_FOLDER)
 
     def close(self) -> None:
-        """Remove what this process has of its own."""
+        """Remove the staging folder of this process."""
         self._staging_folder.close()
 
 
 def _write_pieces(handle: int, pieces: Sequence[Bytes | bytes]) -> None:
-    """All pieces, in as few calls as can be: the system gives a file larger pages then."""
+    """Write all pieces in as few calls as possible: the system then allocates larger pages for the file."""
     remaining = [memoryview(piece) if isinstance(piece, bytes) else piece.data for piece in pieces]
     while remaining:
         num_written = _write_some(handle, remaining[:_MAX_PIECES_PER_WRITE])
@@ -121,17 +121,17 @@ def _write_pieces(handle: int, pieces: Sequence[Bytes | bytes]) -> None:
 
 
 def _write_some(handle: int, pieces: list[memoryview]) -> int:
-    """Bytes that were written."""
+    """Write pieces, possibly not all; return the number of bytes that were written."""
     return os.writev(handle, pieces) if hasattr(os, "writev") else os.write(handle, pieces[0])
 
 
 def _make_unit_names(unit: int) -> tuple[str, str]:
-    """Of the folder of a unit, and of its file."""
+    """Return the name of the folder of a unit, and that of its file."""
     return f"{unit >> _FOLDER_BITS:03x}", f"{unit:08x}{UNIT_SUFFIX}"
 
 
 def is_unit_name(path: Path) -> bool:
-    """Whether a path below a store's folder is that of a unit's file."""
+    """Return whether a path, relative to the folder of a store, is that of a unit."""
     try:
         return path == Path(_UNITS_FOLDER, *_make_unit_names(int(path.stem, 16)))
     except ValueError:
@@ -139,9 +139,9 @@ def is_unit_name(path: Path) -> bool:
 
 
 class _StagingFolder:
-    """A folder of this process for files that are not in their places yet, made when it is needed.
+    """Folder of this process for staged files, created on first use.
 
-    It is locked as long as this process has it, so that others know what may be removed.
+    It is locked while the process uses it: other processes may remove unlocked ones.
     """
 
     def __init__(self, parent: Path) -> None:
@@ -153,7 +153,7 @@ class _StagingFolder:
         self._process = os.getpid()
 
     def new_file(self) -> Path:
-        """The name of a file that is not there yet; its folder is."""
+        """Return an unused file name in the folder, which is created if needed."""
         if self._process != os.getpid():  # forked: that folder and that lock are the parent's
             self._lock, self._folder, self._process = threading.Lock(), None, os.getpid()
         with self._lock:
@@ -174,7 +174,7 @@ class _StagingFolder:
 
 
 def _remove_folder(folder: TemporaryPath, process: int) -> None:
-    """Remove a folder; a forked child leaves its parent's alone."""
+    """Remove a folder, unless this is a fork of the process that created it."""
     if process == os.getpid():
         with suppress(OSError):
             folder.path.rmdir()
@@ -182,10 +182,9 @@ def _remove_folder(folder: TemporaryPath, process: int) -> None:
 
 
 class StagedFiles:
-    """Files that are not in their places yet: those that still are not on leaving the ``with`` block are removed.
+    """Files that are not in their places yet; those that were not moved are deleted at the end of the ``with`` block.
 
-    They are not brought to the disk before they get their names: what a power cut leaves of them does not match its
-    checksums.
+    They are not synchronised to the disk: what a power failure leaves of them fails its checksum.
     """
 
     def __init__(self, staging_folder: _StagingFolder) -> None:
@@ -193,7 +192,7 @@ class StagedFiles:
         self._staged_paths: list[Path] = []
 
     def write(self, pieces: Sequence[Bytes | bytes]) -> Path:
-        """Write a file; its path."""
+        """Write a file; return its path."""
         path = self._staging_folder.new_file()
         self._staged_paths.append(path)
         with wrap_os_errors(path.parent), open(path, "xb", buffering=0) as file:
@@ -223,7 +222,7 @@ _CHECKSUM_STRUCT = struct.Struct("<Q")
 
 
 class SavedSequence(NamedTuple):
-    """A text that is pinned, or a session's: `name` is the session's, empty for a pin."""
+    """Token ids of a pinned sequence or of a session; `name` is empty for a pin."""
 
     name: str
     namespace_key: bytes
@@ -231,12 +230,12 @@ class SavedSequence(NamedTuple):
 
 
 class RecoveryFiles:
-    """The small files of a store.
+    """Recovery files of a store.
 
     Parameters
     ----------
     folder
-        Of the store.
+        Folder of the store.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -244,34 +243,34 @@ class RecoveryFiles:
 
     @property
     def exists(self) -> bool:
-        """Whether the folder says that it is a store."""
+        """Whether the folder has settings, and so is a store."""
         return (self._folder / SETTINGS_FILE).is_file()
 
     @property
     def has_only_units(self) -> bool:
-        """Whether the folder is one of a store that has lost its settings, if not what else it is."""
+        """Whether the folder has units and no settings: a store that has lost them."""
         return not self.exists and any((self._folder / "units").glob("*/*.unit"))
 
     def save_settings(self, settings: StoreSettings, *, overwrite: bool = False) -> None:
-        """Note down what a store is made with, where that is not noted yet, or anew."""
+        """Write the settings, if there are none or to `overwrite` them."""
         if overwrite or not self.exists:
             self._write(Path(SETTINGS_FILE), encode_settings(settings))
 
     def read_settings(self) -> StoreSettings:
-        """What a store is made with.
+        """Read the settings.
 
         Raises
         ------
         ManifestError
-            For a document that is damaged.
+            If the document is malformed.
         SourceError
-            For one of another version.
+            If it has another version.
         """
         path = self._folder / SETTINGS_FILE
         return parse_settings(read_bounded(path, _MAX_DOCUMENT_BYTES), str(path))
 
     def save_namespace(self, namespace: Namespace) -> None:
-        """Note a space down, where it is not noted yet."""
+        """Write a namespace, if it was not written yet."""
         path, data = _encode_recovery_file(namespace)
         try:
             is_saved = (self._folder / path).stat().st_size == len(data)
@@ -281,7 +280,7 @@ class RecoveryFiles:
             self._write(path, data)
 
     def iter_namespaces(self) -> Iterator[Namespace]:
-        """The spaces; a document that is damaged is passed over."""
+        """Yield the namespaces; damaged files are skipped."""
         for path in sorted((self._folder / _NAMESPACES_FOLDER).glob("*.json")):
             with suppress(KvmnnError, OSError, UnicodeDecodeError):
                 namespace = parse_namespace(read_bounded(path, _MAX_DOCUMENT_BYTES).decode(), str(path))
@@ -289,24 +288,24 @@ class RecoveryFiles:
                     yield namespace
 
     def save_tables(self, namespace: Namespace, tables: TableSets) -> None:
-        """Keep table sets, where they are not kept yet."""
+        """Write table sets, if they were not written yet."""
         name = make_object_name(namespace.key, tables.key)
         if self.read_tables(name) != tables.data:
             self._write(Path(_TABLES_FOLDER, name), tables.data)
 
     def list_table_names(self) -> list[str]:
-        """The names of all table sets."""
+        """Return the names of all table sets."""
         return self._list_names(_TABLES_FOLDER, _TABLES_NAME_REGEX)
 
     def read_tables(self, name: str) -> bytes | None:
-        """The bytes of table sets; None where they cannot be read."""
+        """Return the bytes of table sets; None if they are unreadable."""
         try:
             return read_bounded(self._folder / _TABLES_FOLDER / name, MAX_TABLE_SETS_BYTES)
         except (KvmnnError, OSError):
             return None
 
     def delete_tables(self, names: Iterable[str]) -> int:
-        """Remove table sets; the bytes of their files."""
+        """Delete table sets; return the bytes of their files."""
         nbytes = 0
         for name in names:
             with suppress(OSError):
@@ -315,38 +314,38 @@ class RecoveryFiles:
         return nbytes
 
     def save_pin(self, namespace: Namespace, ids: Ids) -> None:
-        """Keep a text that is pinned."""
+        """Write a pinned sequence."""
         self._write(*_encode_recovery_file(SavedSequence("", namespace.key, ids)))
 
     def delete_pin(self, key: bytes) -> None:
-        """Keep it no longer; `key` is its `compute_sequence_key`."""
+        """Delete the file of a pin; `key` is its `compute_sequence_key`."""
         self._delete(make_pin_path(key))
 
     def delete_other_pins(self, pin_keys: Collection[bytes]) -> None:
-        """Remove the files of texts that are not pinned any more."""
+        """Delete the files of all pins whose keys are not in `pin_keys`."""
         pin_names = {key.hex() + PIN_SUFFIX for key in pin_keys}
         for name in self._list_names(_SEQUENCES_FOLDER, _PIN_NAME_REGEX):
             if name not in pin_names:
                 self._delete(Path(_SEQUENCES_FOLDER, name))
 
     def save_session(self, name: str, namespace: Namespace, ids: Ids) -> None:
-        """Keep the text of a session."""
+        """Write the sequence of a session."""
         self._write(*_encode_recovery_file(SavedSequence(name, namespace.key, ids)))
 
     def delete_session(self, name: str) -> None:
-        """Keep it no longer."""
+        """Delete the file of a session."""
         self._delete(make_session_path(name))
 
     def iter_pins(self) -> Iterator[SavedSequence]:
-        """The pinned texts; files that are damaged are passed over."""
+        """Yield the pinned sequences; damaged files are skipped."""
         return self._iter_sequences(PIN_SUFFIX)
 
     def iter_sessions(self) -> Iterator[SavedSequence]:
-        """The texts of sessions; files that are damaged are passed over."""
+        """Yield the sequences of sessions; damaged files are skipped."""
         return self._iter_sequences(SESSION_SUFFIX)
 
     def repair(self, expected: Iterable[Namespace | SavedSequence], *, write: bool) -> list[Path]:
-        """The files of spaces, pins and sessions that are not as they should be; `write` writes them again."""
+        """Return the files that are missing or differ from `expected`; rewrite them if `write` is set."""
         damaged_paths = []
         for path, data in map(_encode_recovery_file, expected):
             try:
@@ -360,12 +359,12 @@ class RecoveryFiles:
         return damaged_paths
 
     def remove_stale(self) -> None:
-        """Remove what processes that are gone have left on its way in."""
+        """Remove temporary files of processes that have ended."""
         for name in ("", _NAMESPACES_FOLDER, _SEQUENCES_FOLDER, _TABLES_FOLDER):
             remove_stale(self._folder / name)
 
     def _list_names(self, folder: str, pattern: re.Pattern[str]) -> list[str]:
-        """The names of regular files that kvmnn can have written into a folder: all else is left alone."""
+        """Return the names of regular files that match; others in the folder are ignored."""
         try:
             with os.scandir(self._folder / folder) as entries:
                 return [entry.name for entry in entries if pattern.fullmatch(entry.name) and entry.is_file()]
@@ -382,7 +381,7 @@ class RecoveryFiles:
                     yield saved_sequence
 
     def _write(self, path: Path, data: bytes) -> None:
-        """The file appears whole or not at all; as units it is not brought to the disk by force."""
+        """Write a file atomically; like units it is not synchronised to the disk."""
         target = self._folder / path
         with wrap_os_errors(target):
             target.parent.mkdir(exist_ok=True)
@@ -408,7 +407,7 @@ def make_session_path(name: str) -> Path:
 
 
 def _encode_recovery_file(value: Namespace | SavedSequence) -> tuple[Path, bytes]:
-    """The file that says a space, a pin or a session."""
+    """Return relative path and bytes of the file for a namespace, a pin or a session."""
     if isinstance(value, Namespace):
         return Path(_NAMESPACES_FOLDER, f"{value.key.hex()}.json"), value.to_json().encode()
     path = (
@@ -430,7 +429,7 @@ def _encode_sequence(saved_sequence: SavedSequence) -> bytes:
 
 
 def _decode_sequence(data: bytes) -> SavedSequence | None:
-    """A text; None for what is none, or is damaged."""
+    """Decode a saved sequence; None if it is damaged."""
     if len(data) < _SEQUENCE_STRUCT.size + _CHECKSUM_STRUCT.size:
         return None
     magic, name_bytes, tokens, namespace = _SEQUENCE_STRUCT.unpack_from(data)

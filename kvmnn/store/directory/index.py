@@ -1,12 +1,8 @@
-"""Rows of an index as typed objects: every value is validated once, when its row is fetched.
+"""SQLite index of a store directory: which unit contains which block.
 
-An index may be damaged, or forged. SQLite stores any type in any column, so that a flipped bit turns a number into a
-text. Whatever is fetched comes as a `NamedTuple` of a kind below, and nothing else of a row is used.
-
-The index of a store directory: an SQLite file that knows which unit holds which block.
-
-It is written in short transactions only. What it says is checked against the units when they are read, so that it may
-be wrong, but never believed.
+The index is written in short transactions only, and its answers are checked against the units when these are read: a
+wrong index may cost a miss, but never a wrong result. It may be damaged or forged, and SQLite stores any type in any
+column. So every row is fetched as one of the ``...Row`` types, and all its values are validated.
 """
 
 from __future__ import annotations
@@ -35,42 +31,42 @@ R = TypeVar("R")
 
 
 class InvalidRowError(Exception):
-    """A row that no kvmnn has written; the transaction makes a `DamagedIndexError` of it."""
+    """A row that kvmnn cannot have written; the transaction turns it into `DamagedIndexError`."""
 
 
 class NumberRow(NamedTuple):
-    """One number from 0 on: an id, a count, a sum."""
+    """A number from 0 on: an id, a count, a sum."""
 
     value: int
 
 
 class OptionalNumberRow(NamedTuple):
-    """One number, or None where there is no row to take it from."""
+    """A number from 0 on, or None."""
 
     value: int | None
 
 
 class WordRow(NamedTuple):
-    """One text: a name or a document."""
+    """A string: a name or a document."""
 
     value: str
 
 
 class KeyRow(NamedTuple):
-    """One key."""
+    """A key."""
 
     key: Key
 
 
 class NumberedDocumentRow(NamedTuple):
-    """A document with its number."""
+    """A document and its number."""
 
     number: int
     document: str
 
 
 class BlockRow(NamedTuple):
-    """A block: the unit that has it, and its number there."""
+    """A block: its key, the unit that contains it, and its number there."""
 
     key: Key
     unit: int
@@ -78,7 +74,7 @@ class BlockRow(NamedTuple):
 
 
 class BranchUnitRow(NamedTuple):
-    """What follows a block: a unit, its blocks that another unit has already, and the ids of its first own block."""
+    """A unit that follows a block: `skip` of its blocks belong to another unit; sort key of its first own block."""
 
     unit: int
     skip: int
@@ -86,49 +82,49 @@ class BranchUnitRow(NamedTuple):
 
 
 class BranchKeyRow(NamedTuple):
-    """The key before a unit, and the ids of its first own block."""
+    """Key of the block before a unit, and sort key of the first own block of the unit."""
 
     parent: Key
     sort_key: bytes
 
 
 class BranchParentRow(NamedTuple):
-    """A unit, and the key before it: of state its own key."""
+    """A unit and the key of the block before it; for a state unit, the key of the state."""
 
     unit: int
     parent: Key
 
 
 class UnitBytesRow(NamedTuple):
-    """A unit and the bytes of its file."""
+    """A unit and the size of its file."""
 
     unit: int
     nbytes: int
 
 
 class UnitSpanRow(NamedTuple):
-    """Where the tokens of a unit stand in their text."""
+    """First token of a unit in its sequence, and number of tokens."""
 
     start: int
     tokens: int
 
 
 class UnitSizesRow(NamedTuple):
-    """Tokens of a unit, and bytes of its file."""
+    """Tokens of a unit, and size of its file."""
 
     tokens: int
     nbytes: int
 
 
 class UnitParentRow(NamedTuple):
-    """The unit that another follows, none for the first of a text, and the bytes of its file."""
+    """The unit before a unit, None for the first of a sequence, and the size of its file."""
 
     parent: int | None
     nbytes: int
 
 
 class UnitUseRow(NamedTuple):
-    """What decides whether a unit may go: its tokens, its pins, and how many units follow it."""
+    """Tokens of a unit, its pins, and the number of units that follow it: whether it can be removed."""
 
     tokens: int
     pins: int
@@ -136,7 +132,7 @@ class UnitUseRow(NamedTuple):
 
 
 class StateRow(NamedTuple):
-    """State of a prefix: tokens of the prefix, bytes of its file, and bytes of what it holds."""
+    """State of a prefix: length of the prefix in tokens, size of its file, size of its contents."""
 
     tokens: int
     nbytes: int
@@ -144,7 +140,7 @@ class StateRow(NamedTuple):
 
 
 class UnitRow(NamedTuple):
-    """A unit with the document of its space."""
+    """A unit and the document of its namespace."""
 
     unit: int
     skip: int
@@ -154,7 +150,7 @@ class UnitRow(NamedTuple):
 
 
 class TailUnitRow(NamedTuple):
-    """A unit that may be superfluous: its ids, what holds it, and whether it ends within a block."""
+    """A unit that may be superseded: sort key, what refers to it, and whether it ends in a partial block."""
 
     unit: int
     sort_key: bytes
@@ -164,7 +160,7 @@ class TailUnitRow(NamedTuple):
 
 
 class SequenceRow(NamedTuple):
-    """A stored text by its last unit; `unused_for` counts uses of the store since."""
+    """A stored sequence, by its last unit; `unused_for` counts uses of the store since its last use."""
 
     namespace_id: int
     tokens: int
@@ -176,7 +172,7 @@ class SequenceRow(NamedTuple):
 
 
 class PinRow(NamedTuple):
-    """A pinned text: its key, the unit with its end, and its tokens."""
+    """A pinned sequence: its key, the unit with its end, and its tokens."""
 
     key: Key
     unit: int
@@ -184,7 +180,7 @@ class PinRow(NamedTuple):
 
 
 class SessionNameRow(NamedTuple):
-    """A session: its name, the key of its space, and its ids as `zlib` packs them."""
+    """Name of a session, key of its namespace, and its token ids, compressed with zlib."""
 
     name: str
     namespace_key: Key
@@ -192,14 +188,14 @@ class SessionNameRow(NamedTuple):
 
 
 class SessionDocumentRow(NamedTuple):
-    """The document of a session's space, and its ids as `zlib` packs them."""
+    """Namespace document of a session, and its token ids, compressed with zlib."""
 
     document: str
     ids: bytes
 
 
 class TotalsRow(NamedTuple):
-    """Sums over all units; `states` counts those that are state of a prefix."""
+    """Sums over all units; `states` counts the state units."""
 
     units: int
     states: int
@@ -209,19 +205,19 @@ class TotalsRow(NamedTuple):
 
 
 class ValidatingCursor:
-    """A cursor inside a transaction that yields validated rows only.
+    """Cursor inside a transaction that returns validated rows only.
 
     Parameters
     ----------
     cursor
-        Of the sqlite3 module.
+        Cursor of the sqlite3 module.
     """
 
     def __init__(self, cursor: sqlite3.Cursor) -> None:
         self._cursor = cursor
 
     def execute(self, statement: str, parameters: Sequence[object] = ()) -> int:
-        """Run a statement without a result; returns how many rows it changed."""
+        """Run a statement without a result; return how many rows it changed."""
         return self._cursor.execute(statement, parameters).rowcount
 
     def execute_many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
@@ -230,20 +226,20 @@ class ValidatingCursor:
 
     @property
     def last_row_id(self) -> int:
-        """The number of the row that was inserted last."""
+        """Number of the row that was inserted last."""
         number = self._cursor.lastrowid
         assert number
         return number
 
     def iter_rows(self, row_type: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> Iterator[R]:
-        """Yield the rows of a query as a kind; each is validated when it is fetched.
+        """Yield the rows of a query as `row_type`, each validated when it is fetched.
 
-        The cursor runs one query at a time: the rows of one are fetched before the next begins (`fetch_rows`).
+        The cursor runs one query at a time: use `fetch_rows` to run another one meanwhile.
 
         Raises
         ------
-        WrongRowError
-            For a row whose values are of other types, or whose numbers are below 0.
+        InvalidRowError
+            If a value has another type than its field, or a number is below 0.
         """
         field_checks = _get_field_checks(row_type)
         for row in self._cursor.execute(query, parameters):
@@ -254,15 +250,15 @@ class ValidatingCursor:
             yield row_type(*row)
 
     def fetch_rows(self, row_type: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> list[R]:
-        """As `iter_rows`, all of them."""
+        """Return all rows of a query; errors as `iter_rows`."""
         return list(self.iter_rows(row_type, query, parameters))
 
     def fetch_row(self, row_type: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> R | None:
-        """As `iter_rows`, the first; None for no row."""
+        """Return the first row of a query, None if it has none; errors as `iter_rows`."""
         return next(self.iter_rows(row_type, query, parameters), None)
 
     def require_row(self, row_type: Callable[..., R], query: str, parameters: Sequence[object] = ()) -> R:
-        """As `fetch_row`; `InvalidRowError` where there is none."""
+        """Return the first row of a query; raise `InvalidRowError` if it has none."""
         row = self.fetch_row(row_type, query, parameters)
         if row is None:
             raise InvalidRowError("a row of it is gone")
@@ -274,7 +270,7 @@ class ValidatingCursor:
 
 
 def parse_space_document(document: str, where: str) -> Namespace:
-    """Return the space that a row has as a document; `InvalidRowError` for what is none."""
+    """Parse the namespace document of a row; raise `InvalidRowError` if it is malformed."""
     try:
         return parse_namespace(document, f"{where}: space")
     except KvmnnError as error:
@@ -298,7 +294,7 @@ _CHECK_BY_TYPE: dict[object, _FieldCheck] = {
 
 @cache
 def _get_field_checks(row_type: Callable[..., object]) -> tuple[_FieldCheck, ...]:
-    """The checks of a kind's fields, in order."""
+    """Return the checks of the fields of a row type, in order."""
     return tuple(_CHECK_BY_TYPE[hint] for hint in get_type_hints(row_type).values())
 
 
@@ -346,15 +342,15 @@ _parent_connections: list[sqlite3.Connection] = []
 
 
 class DamagedIndexError(SourceError):
-    """An index that is not what kvmnn has written; it is made anew when it is next asked, where that is possible."""
+    """The index is damaged; its next use rebuilds it where that is possible."""
 
 
 class _NotOursError(SourceError):
-    """A database that is not an index."""
+    """A database that is not an index of kvmnn."""
 
 
 def find_newest_index(folder: Path) -> tuple[int, Path | None]:
-    """The highest number that an index of this folder ever had, and the index, if there is one."""
+    """Return the highest number that an index of this folder ever had, and the newest index, if there is one."""
     max_number, newest_number = 0, -1
     with suppress(OSError):
         for match in filter(None, map(_INDEX_NAME_REGEX.match, os.listdir(folder))):
@@ -366,30 +362,31 @@ def find_newest_index(folder: Path) -> tuple[int, Path | None]:
 
 
 def make_index_name(number: int) -> str:
-    """The file name of an index."""
+    """Return the file name of the index with this number."""
     return f"index-{number}.sqlite" if number else INDEX_FILE
 
 
 class StoreIndex:
-    """A connection to the index, shared by the threads of a process.
+    """Connection to the index, shared by the threads of a process.
 
     Parameters
     ----------
     folder
-        Of the store.
+        Folder of the store.
     block_tokens
-        Of a store that is made; None where one must be there.
+        Block size of a new store; None if the store must exist.
     read_only
-        No row is written; SQLite may leave files of its own beside the index where it can.
+        Write no row; SQLite may create files of its own next to the index where it can.
     rebuild
-        Makes an index anew, told what is wrong, and which it is, None where there is none; whether it could.
+        Called with the reason and the path of the newest index (None if there is none); rebuilds the index and returns
+        whether it could.
 
     Raises
     ------
     SourceError
-        Where there is no store, or one of another version.
+        If there is no store, or it has another version.
     OutputError
-        Where one cannot be made.
+        If a new store cannot be created.
     """
 
     def __init__(
@@ -410,13 +407,13 @@ class StoreIndex:
 
     @contextmanager
     def begin_reading(self) -> Iterator[ValidatingCursor]:
-        """A transaction that sees the index as it is now, whatever others write meanwhile."""
+        """Open a transaction that sees one state of the index, whatever other processes write meanwhile."""
         with self._transaction(_BEGIN_READ) as cursor:
             yield cursor
 
     @contextmanager
     def begin_writing(self) -> Iterator[ValidatingCursor]:
-        """A transaction that alone writes; undone where the block fails."""
+        """Open an exclusive writing transaction, which is rolled back if the block fails."""
         if self.read_only:
             raise OutputError(f"{self.folder}: is open for reading only")
         with self._transaction("BEGIN IMMEDIATE") as cursor:
@@ -424,14 +421,14 @@ class StoreIndex:
 
     @contextmanager
     def write_in_place(self) -> Iterator[None]:
-        """Write without a journal file meanwhile, which needs no room on a full disk.
+        """Let the block write without a journal file, which a full disk has no space for.
 
-        The journal in memory does not survive a crash; the index is made anew then.
+        The journal in memory does not survive a crash; the index is rebuilt then.
 
         Raises
         ------
         OutputError, KvmnnError
-            Where another process uses the index, or it cannot be written either.
+            If another process uses the index, or it cannot be written either.
         """
         with self._lock, self._translate_errors():
             self._get_connection().close()
@@ -445,20 +442,20 @@ class StoreIndex:
                 self._connection = self._open_newest(None)
 
     def vacuum(self) -> None:
-        """Give back the room of what was removed."""
+        """Release the space of removed rows to the file system."""
         with self._lock, self._translate_errors():
             self._get_connection().execute("PRAGMA incremental_vacuum").fetchall()
             self._get_connection().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def check_integrity(self) -> None:
-        """`DamagedIndexError` where SQLite finds the file damaged; all of it is read."""
+        """Raise `DamagedIndexError` if SQLite finds the file damaged; all of it is read."""
         with self.begin_reading() as cursor:
             result = cursor.require_row(WordRow, "PRAGMA integrity_check(1)").value
         if result != "ok":
             raise self.mark_damaged(" ".join(result.split()))
 
     def mark_damaged(self, reason: str) -> DamagedIndexError:
-        """What to raise for an index that is wrong; it is made anew when it is next asked."""
+        """Return the error to raise for a damaged index, which the next use rebuilds."""
         self._damage_reason = reason
         advice = (
             "open the store for writing (kvmnn store verify), and it is made anew"
@@ -469,12 +466,12 @@ class StoreIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the file and of those beside it."""
+        """Size of the index and of its write-ahead log in bytes."""
         paths = (self.path, Path(f"{self.path}-wal"))
         return sum(path.stat().st_size for path in paths if path.exists())
 
     def close(self) -> None:
-        """Nothing more is asked."""
+        """Close the connection; any later use raises `KvmnnError`."""
         with self._lock:
             if not self._is_closed and self._process == os.getpid():
                 self._connection.close()
@@ -499,7 +496,7 @@ class StoreIndex:
                 raise
 
     def check_open(self) -> None:
-        """`KvmnnError` for an index that was closed."""
+        """Raise `KvmnnError` if the index was closed."""
         if self._is_closed:
             raise KvmnnError(f"{self.folder}: the store is closed")
 
@@ -515,7 +512,7 @@ class StoreIndex:
                 self._connection = self._open_newest(None)
 
     def _reopen_if_replaced(self) -> None:
-        """Take the index that others have made anew, or make it anew where it is gone or damaged."""
+        """Open the index that another process has rebuilt; rebuild one that is missing or damaged."""
         try:
             is_replaced = not os.path.samestat(os.stat(self.path), self._stat)
         except OSError:
@@ -525,7 +522,7 @@ class StoreIndex:
             self._connection = self._open_newest(None)
 
     def _open_newest(self, block_tokens: int | None) -> sqlite3.Connection:
-        """A connection to the newest index; one that is lost or damaged is made anew if it can be."""
+        """Connect to the newest index; rebuild one that is missing or damaged where that is possible."""
         _, path = find_newest_index(self.folder)
         damage = self._damage_reason if path == self.path else ""
         self.path = path or self.folder / INDEX_FILE
@@ -627,7 +624,7 @@ class StoreIndex:
         return connection
 
     def _check_schema(self, connection: sqlite3.Connection) -> None:
-        """Only this version's tables are asked anything."""
+        """Refuse a database that has other tables than this version of the index."""
         application_id, version = (
             connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version")
         )
@@ -644,7 +641,7 @@ class StoreIndex:
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Errors of SQLite in kvmnn's words."""
+        """Turn errors of SQLite into those of kvmnn."""
         try:
             yield
         except sqlite3.Error as error:
@@ -668,7 +665,7 @@ def _get_error_code(error: sqlite3.Error) -> int:
 
 
 def create_tables(connection: sqlite3.Connection, block_tokens: int | None) -> None:
-    """Make the tables where nobody else has; what is another's file is left as it is."""
+    """Create the tables in an empty database; other databases are left unchanged."""
     if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,) and block_tokens is not None:
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute(_SET_WAL_MODE).fetchone()

@@ -1,7 +1,4 @@
-"""What changes the index: units that come, units that go. Each function runs inside a writing transaction.
-
-The index of a store made anew from its units, for one that was lost or damaged.
-"""
+"""Changes of the index inside a writing transaction, and rebuilding a lost or damaged index from the unit files."""
 
 from __future__ import annotations
 
@@ -42,13 +39,13 @@ _LOST_UNIT = 0
 
 
 def ensure_namespace_id(cursor: ValidatingCursor, namespace: Namespace) -> int:
-    """The number of a space, which is noted down if it is new."""
+    """Return the row id of a namespace, which is inserted if it is new."""
     cursor.execute("INSERT OR IGNORE INTO space (key, document) VALUES (?, ?)", (namespace.key, namespace.to_json()))
     return cursor.require_row(NumberRow, "SELECT id FROM space WHERE key = ?", (namespace.key,)).value
 
 
 def advance_clock(cursor: ValidatingCursor) -> int:
-    """The tick of this use."""
+    """Count a use of the store; return its tick."""
     cursor.execute("UPDATE state SET tick = tick + 1")
     return _read_state_value(cursor, "tick")
 
@@ -58,7 +55,7 @@ def _read_state_value(cursor: ValidatingCursor, name: str) -> int:
 
 
 def touch(cursor: ValidatingCursor, units: Iterable[int]) -> None:
-    """These units are used now."""
+    """Set the last use of units to a new tick."""
     lru_clock = advance_clock(cursor)
     cursor.execute_many("UPDATE unit SET used = ? WHERE id = ?", [(lru_clock, unit) for unit in units])
 
@@ -72,27 +69,27 @@ def insert_unit(
     *,
     number: int | None = None,
 ) -> tuple[int, list[int]]:
-    """Note a unit down; blocks that another process has put meanwhile stay that one's.
+    """Insert a unit; blocks that another process has stored meanwhile stay with their units.
 
     Parameters
     ----------
     namespace_id
-        Number of the space.
+        Row id of the namespace.
     sequence
-        The text that the unit is of.
+        The sequence that the unit is part of.
     has_all
-        Whether the index has all of it by now.
+        Returns whether the index contains the whole sequence by now.
     number
-        Of a unit whose file has its name already; None for the next.
+        Number of a unit whose file is in its place already; None for the next free one.
 
     Returns
     -------
-    The number of the unit, 0 if others have all of it by now, and the units that it makes superfluous.
+    Number of the unit, 0 if all of it is stored already; and the units that it supersedes.
 
     Raises
     ------
-    ParentGoneError
-        Where the blocks before it are not there any more.
+    ConcurrentUpdateError
+        If the blocks before it are missing.
     """
     stored_block_rows = find_stored_blocks(cursor, new_unit.keys)
     num_known_blocks = next(
@@ -133,7 +130,7 @@ def insert_unit(
 
 @dataclass(frozen=True)
 class NewStateUnit:
-    """State of a prefix on its way in: its key, tokens of the prefix, bytes of what it holds and of its file."""
+    """State to be added: its key, tokens of the prefix, bytes of its contents and of its file."""
 
     key: bytes
     tokens: int
@@ -149,13 +146,14 @@ def insert_state(
     *,
     number: int | None = None,
 ) -> int:
-    """Note state down as a unit without tokens that follows the one with the end of its prefix, `parent`.
+    """Insert state as a unit without tokens that follows `parent`, the unit with the end of its prefix.
 
-    It goes with that unit, and before it. Of its row `start` are tokens of the prefix, and `skip` the bytes it holds.
+    It is evicted before that unit, and removed with it. In its row, `start` is the length of the prefix, and `skip` the
+    bytes of its contents.
 
     Returns
     -------
-    The number of the unit; 0 where the state is there already.
+    Number of the unit; 0 if the state is stored already.
     """
     if cursor.has_row("SELECT 1 FROM branch WHERE parent = ? AND text = x''", (new_state.key,)):
         return 0
@@ -180,7 +178,7 @@ def insert_state(
 
 
 def _find_superseded_tail(cursor: ValidatingCursor, parent: bytes, sort_key: bytes, block_tokens: int) -> list[int]:
-    """The tail that a longer text repeats: a chat that grows would leave one at every turn."""
+    """Return the partial block that a longer sequence repeats: a growing chat would leave one at every turn."""
     row = cursor.fetch_row(
         TailUnitRow,
         "SELECT unit.id, branch.text, children, pins, tokens < (skip + 1) * ? FROM branch JOIN unit "
@@ -193,9 +191,7 @@ def _find_superseded_tail(cursor: ValidatingCursor, parent: bytes, sort_key: byt
 
 
 def insert_pin(cursor: ValidatingCursor, key: bytes, unit: int, tokens: int) -> bool:
-    """Keep a unit for a text with this `compute_sequence_key`, `_LOST_UNIT` where its end is lost; whether it was not
-    pinned before.
-    """
+    """Pin a unit for a sequence, or `_LOST_UNIT` if its end is missing; return whether it was not pinned before."""
     row = cursor.fetch_row(NumberRow, "SELECT unit FROM pin WHERE key = ?", (key,))
     if row is None or row.value == _LOST_UNIT:
         cursor.execute("INSERT OR REPLACE INTO pin VALUES (?, ?, ?)", (key, unit, tokens))
@@ -204,7 +200,7 @@ def insert_pin(cursor: ValidatingCursor, key: bytes, unit: int, tokens: int) -> 
 
 
 def pin_sequence(cursor: ValidatingCursor, lookup: Lookup, sequence: TokenSequence) -> None:
-    """Pin a text; where it is not all stored its pin waits for it."""
+    """Pin a sequence; if its end is not stored, the pin takes effect when it is put."""
     insert_pin(
         cursor,
         compute_sequence_key(sequence.namespace_key, sequence.ids),
@@ -214,7 +210,7 @@ def pin_sequence(cursor: ValidatingCursor, lookup: Lookup, sequence: TokenSequen
 
 
 def restore_pins(cursor: ValidatingCursor, lookup: Lookup, sequence: TokenSequence) -> None:
-    """Pins whose texts were lost hold again where this text begins with theirs."""
+    """Renew the pins of this sequence and of its prefixes whose units were lost."""
     for key, _, tokens in cursor.fetch_rows(PinRow, "SELECT key, unit, tokens FROM pin WHERE unit = ?", (_LOST_UNIT,)):
         ids = sequence.ids[:tokens]
         if ids.size == tokens and compute_sequence_key(sequence.namespace_key, ids) == key:
@@ -222,13 +218,13 @@ def restore_pins(cursor: ValidatingCursor, lookup: Lookup, sequence: TokenSequen
 
 
 def save_session(cursor: ValidatingCursor, name: str, namespace: Namespace, ids: Ids) -> None:
-    """Keep the text of a session under its name."""
+    """Insert or replace a session."""
     row = name, ensure_namespace_id(cursor, namespace), zlib.compress(ids.tobytes(), 1)
     cursor.execute("INSERT OR REPLACE INTO session VALUES (?, ?, ?)", row)
 
 
 def delete_units(cursor: ValidatingCursor, units: Iterable[int]) -> int:
-    """Forget units, those that follow others first; their bytes."""
+    """Delete the rows of units, which must be ordered followers first; return the bytes of their files."""
     nbytes = 0
     for unit in units:
         row = cursor.fetch_row(UnitParentRow, "SELECT parent, bytes FROM unit WHERE id = ?", (unit,))
@@ -243,12 +239,12 @@ def delete_units(cursor: ValidatingCursor, units: Iterable[int]) -> int:
 
 
 def read_total_bytes(cursor: ValidatingCursor) -> int:
-    """Bytes of all units."""
+    """Return the bytes of all units."""
     return _read_state_value(cursor, "bytes")
 
 
 def list_with_followers(cursor: ValidatingCursor, unit: int) -> list[int]:
-    """A unit and all that follow it, the last ones first: without it nobody finds them."""
+    """Return a unit and all that follow it, the last ones first: without it they are unreachable."""
     seen_units = {unit: None}
     queue = [unit]
     for queued_unit in queue:
@@ -261,12 +257,14 @@ def list_with_followers(cursor: ValidatingCursor, unit: int) -> list[int]:
 
 
 def list_with_all_followers(cursor: ValidatingCursor, units: Iterable[int]) -> list[int]:
-    """As `list_with_followers` of several units, each once."""
+    """Return several units with all that follow them, as `list_with_followers`, each once."""
     return list(dict.fromkeys(follower for unit in units for follower in list_with_followers(cursor, unit)))
 
 
 def evict_units(cursor: ValidatingCursor, max_bytes: int) -> list[int]:
-    """Forget what was not used for longest, ends of texts first, until no more than `max_bytes` are left; which."""
+    """Delete the rows of the least recently used units, ends of sequences first, down to `max_bytes`;
+    return the units.
+    """
     evicted: list[int] = []
     remaining_bytes = read_total_bytes(cursor)
     while remaining_bytes > max_bytes:
@@ -288,7 +286,7 @@ def evict_units(cursor: ValidatingCursor, max_bytes: int) -> list[int]:
 
 
 def _find_parent_of_state(cursor: ValidatingCursor, unit: int) -> UnitBytesRow | None:
-    """The unit that only windows and state, `unit`, kept: without them it is of no use."""
+    """Return the unit that was only needed by the state unit `unit`, if there is one."""
     return cursor.fetch_row(
         UnitBytesRow,
         "SELECT id, bytes FROM unit WHERE id = (SELECT parent FROM unit WHERE id = ? AND tokens = 0) "
@@ -298,7 +296,7 @@ def _find_parent_of_state(cursor: ValidatingCursor, unit: int) -> UnitBytesRow |
 
 
 def list_evictable_leaves(cursor: ValidatingCursor, max_bytes: int) -> list[int]:
-    """Of the units that `evict_units` would forget those that no unit follows."""
+    """Return those units that `evict_units` would delete and that no unit follows."""
     remaining_bytes = read_total_bytes(cursor)
     leaf_ids = []
     for unit, nbytes in cursor.iter_rows(UnitBytesRow, _SELECT_LEAVES_SQL):
@@ -321,8 +319,14 @@ _UNIT_NUMBER_GAP = 1 << 16
 
 
 class RebuildResult(NamedTuple):
-    """What an index that was made anew has: units, pinned texts, sessions; `num_unusable` units are of no use any
-    more.
+    """Contents of a rebuilt index.
+
+    Parameters
+    ----------
+    num_units, num_pins, num_sessions
+        Units, pins and sessions that were inserted.
+    num_unusable
+        Units that could not be inserted.
     """
 
     num_units: int
@@ -332,14 +336,14 @@ class RebuildResult(NamedTuple):
 
 
 def rebuild_index(folder: Path, known_path: Path | None) -> RebuildResult | None:
-    """Make the index of a store anew, unless another process has done so since `known_path` was the newest.
+    """Rebuild the index of a store, unless another process has done so since `known_path` was the newest.
 
     Raises
     ------
     OutputError
-        Where it cannot be written.
+        If it cannot be written.
     KvmnnError
-        Where the store's settings are lost or damaged as well.
+        If the settings of the store are lost or damaged as well.
     """
     recovery_files, files = RecoveryFiles(folder), UnitFiles(folder)
     try:
@@ -442,7 +446,7 @@ def _fill_index(
 
 
 def _fits_block_tokens(header: UnitHeader, block_tokens: int) -> bool:
-    """Whether a unit can be one of blocks of so many tokens."""
+    """Return whether a unit is consistent with this block size."""
     num_blocks = header.ids.size // block_tokens
     return not header.start % block_tokens and (header.dense is None or len(header.dense.block_sums) == num_blocks)
 
@@ -450,7 +454,7 @@ def _fits_block_tokens(header: UnitHeader, block_tokens: int) -> bool:
 def _insert_unit(
     cursor: ValidatingCursor, unit_id: int, files: UnitFiles, namespaces: dict[bytes, Namespace], block_tokens: int
 ) -> bool:
-    """Note a unit down by its file; whether it is of use."""
+    """Insert a unit by its file; return whether it is usable."""
     data = files.read_unit(unit_id)
     try:
         unit = parse_unit(data) if data is not None else None
@@ -484,7 +488,7 @@ def _insert_state(
     namespaces: dict[bytes, Namespace],
     block_tokens: int,
 ) -> bool:
-    """Note the state of a prefix down by its file; whether it is of use."""
+    """Insert a state unit by its file; return whether it is usable."""
     data = files.read_unit(unit_id)
     try:
         state = parse_state(data) if data is not None else None
@@ -502,7 +506,7 @@ def _insert_state(
 
 
 def _has_equal_tail(cursor: ValidatingCursor, new_unit: NewUnit, block_tokens: int) -> bool:
-    """Whether another unit that follows the last whole block begins with what is left of this one."""
+    """Return whether another unit that follows the last whole block starts with the partial block of this one."""
     tail_key = to_sort_key(new_unit.ids[len(new_unit.keys) * block_tokens :])
     parent = new_unit.keys[-1] if new_unit.keys else new_unit.parent
     row = cursor.fetch_row(

@@ -86,12 +86,12 @@ _MAX_EVICTION_TRIES = 8
 
 
 class MemoryCache:
-    """Bytes of units.
+    """Least recently used cache of units.
 
     Parameters
     ----------
     max_bytes
-        Of all together.
+        Limit on the bytes of all units.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -101,14 +101,14 @@ class MemoryCache:
         self.nbytes = 0
 
     def get(self, unit: int) -> bytes | None:
-        """The bytes of a unit, if they are there."""
+        """Return the bytes of a unit; None if it is not cached."""
         with self._lock:
             if unit in self._units:
                 self._units.move_to_end(unit)
             return self._units.get(unit)
 
     def put(self, unit: int, data: bytes) -> None:
-        """Keep a unit; others go for it, and one that is larger than all is not kept."""
+        """Cache a unit and evict others for it; a unit larger than the limit is not cached."""
         with self._lock:
             self._evict(unit)
             if len(data) > self._max_bytes:
@@ -119,7 +119,7 @@ class MemoryCache:
             self.nbytes += len(data)
 
     def evict(self, unit: int) -> None:
-        """Keep a unit no longer."""
+        """Remove a unit from the cache."""
         with self._lock:
             self._evict(unit)
 
@@ -128,8 +128,6 @@ class MemoryCache:
 
 
 class _MemoryStaging:
-    """New units, in memory."""
-
     def write(self, pieces: Sequence[Bytes | bytes]) -> bytes:
         return b"".join(bytes(piece) for piece in pieces)
 
@@ -142,22 +140,22 @@ class RemoteBackendBase:
     key_values
         The engine.
     block_tokens, codec
-        That the caller asks for; None for whatever the store has.
+        Requested settings; None accepts those of the store.
     new_settings
-        Settings of a store that is made; None where one must be there.
+        Settings for a new store; None if the store must exist.
     ram_bytes
-        Most bytes of units that are kept in memory.
+        Limit on the bytes of units cached in memory.
     read_only
-        Nothing is written.
+        Write nothing.
     max_bytes
-        Most bytes of all units; None for no bound.
+        Limit on the bytes of all units; None for no limit.
 
     Raises
     ------
     SourceError
-        Where there is no store, or one of another version; nothing is said while the engine does not answer.
+        If there is no store, or it has another version; an engine that does not answer is not an error yet.
     OptionError
-        For another `block_tokens` or `codec` than the store has.
+        If the store has other settings than requested.
     """
 
     def __init__(
@@ -199,12 +197,12 @@ class RemoteBackendBase:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block; an `BackendUnavailableError` where the engine has not said it yet."""
+        """Tokens per block; raises `BackendUnavailableError` if the settings could not be read yet."""
         return self._get_settings().block_tokens
 
     @property
     def codec(self) -> str:
-        """What new units are made of; errors as `block_tokens`."""
+        """Codec of new units; errors as `block_tokens`."""
         return self._get_settings().codec
 
     def _get_settings(self) -> StoreSettings:
@@ -213,7 +211,6 @@ class RemoteBackendBase:
         return self._cached_settings
 
     def list_namespaces(self) -> list[Namespace]:
-        """All spaces, in the order of their first puts."""
         names = self.key_values.list_names("spaces")[:_MAX_NAMESPACES]
         new_names = [name for name in names if name not in self._namespaces]
         for name, document in zip(
@@ -233,24 +230,23 @@ class RemoteBackendBase:
         ]
 
     def ensure_namespace(self, namespace: Namespace) -> None:
-        """As `StoreBackend`: the engine may have evicted it, and its units are not found without it."""
+        """Write a namespace that the engine has evicted: without it, its units are not found."""
         if not self.read_only and namespace.key not in {
             listed_namespace.key for listed_namespace in self.list_namespaces()
         }:
             self.key_values.put_many({f"spaces/{namespace.key.hex()}": self._encode_namespace(namespace)})
 
     def _encode_namespace(self, namespace: Namespace) -> bytes:
-        """What is noted down of a space."""
+        """Return the document of a namespace, with its place in the order of first puts."""
         number = self._namespace_numbers.get(namespace.key.hex(), max(self._namespace_numbers.values(), default=0) + 1)
         return json.dumps({**json.loads(namespace.to_json()), "number": number}).encode()
 
     def has_sequences(self, namespace: Namespace) -> bool:
-        """Whether anything of a space is stored."""
         folder = make_records_folder(namespace.key) if namespace.layers else STATES_FOLDER_PREFIX + namespace.key.hex()
         return bool(self.key_values.list_names(folder))
 
     def find_prefix(self, sequence: TokenSequence) -> PrefixMatch:
-        """The longest stored beginning of a text: four round trips, however long it is."""
+        """Find the longest stored prefix: four round trips, whatever its length."""
         while True:
             prefix_match = self._find_by_records(sequence)
             missing_units = self._find_missing([unit_slice.unit for unit_slice in prefix_match.slices])
@@ -263,7 +259,7 @@ class RemoteBackendBase:
                 )
 
     def _find_missing(self, units: Sequence[int]) -> list[int]:
-        """The units that are not there any more."""
+        """Return the units that the engine has evicted."""
         uncached_units = [unit for unit in units if self._memory_cache.get(unit) is None]
         return [
             unit
@@ -315,7 +311,7 @@ class RemoteBackendBase:
         return PrefixMatch(tuple(slices), num_blocks)
 
     def read_units(self, units: Sequence[int]) -> list[Bytes | None]:
-        """The bytes of units, from memory or in one round trip; None for those that are not there."""
+        """Read the bytes of units, from memory or in one round trip."""
         data_by_unit = {unit: self._memory_cache.get(unit) for unit in units}
         missing_units = [unit for unit, data in data_by_unit.items() if data is None]
         for unit, data in zip(
@@ -327,24 +323,23 @@ class RemoteBackendBase:
         return [None if (data := data_by_unit[unit]) is None else np.frombuffer(data, np.uint8) for unit in units]
 
     def get_cached(self, unit: int) -> Bytes | None:
-        """The bytes of a unit that is kept in memory."""
         data = self._memory_cache.get(unit)
         return None if data is None else np.frombuffer(data, np.uint8)
 
     @contextmanager
     def stage(self) -> Iterator[_MemoryStaging]:
-        """New units stay in memory."""
+        """Keep new units in memory."""
         yield _MemoryStaging()
 
     def add_units(
         self, namespace: Namespace, sequence: TokenSequence, new: Sequence[NewUnit], tables: TableSets | None
     ) -> AddResult:
-        """Take in units of a text: the tables that some need, the units, and then their records.
+        """Add units of a sequence: the tables that some need, the units, and then their records.
 
         Raises
         ------
-        ParentGoneError
-            Where another has put a text at once that begins as this one does: what is left is put behind it.
+        ConcurrentUpdateError
+            If another process has put a sequence with a common prefix meanwhile.
         """
         self.check_writable()
         data_by_name: dict[str, bytes] = {}
@@ -377,7 +372,7 @@ class RemoteBackendBase:
         return AddResult(stored_bytes, removed_bytes + self._enforce_limit_after_put(stored_bytes))
 
     def find_state(self, sequence: TokenSequence, tokens: int) -> StateLocation | None:
-        """The state of the longest beginning of at most `tokens` tokens that has one: three round trips."""
+        """Find the state of the longest prefix that has one: three round trips."""
         folder = STATES_FOLDER_PREFIX + sequence.namespace_key.hex()
         names = {
             name: parsed_name
@@ -402,7 +397,7 @@ class RemoteBackendBase:
         return None
 
     def add_state(self, namespace: Namespace, sequence: TokenSequence, state: PrefixState) -> AddResult:
-        """As `StoreBackend`; whoever looks for a state looks for its units first."""
+        """Add a state. Its units are not locked: a search finds them before it looks for the state."""
         self.check_writable()
         if namespace.layers and self.find_prefix(sequence).tokens < sequence.ids.size:
             raise ConcurrentUpdateError("the blocks before a state are gone")
@@ -423,7 +418,7 @@ class RemoteBackendBase:
         return AddResult(len(data), self._enforce_limit_after_put(len(data)))
 
     def _find_superseded_tail(self, new_unit: NewUnit, sequence: TokenSequence) -> UnitRecord | None:
-        """The tail that a longer text repeats: a chat that grows would leave one at every turn."""
+        """Return the partial block that a longer sequence repeats: a growing chat would leave one at every turn."""
         folder, name = make_record_name(new_unit.parent, new_unit.ids[: sequence.block_tokens]).split("/")
         lower_names = [candidate for candidate in self.key_values.list_neighbours(folder, name, 1) if candidate < name]
         paths = [f"{folder}/{candidate}" for candidate in lower_names]
@@ -438,7 +433,7 @@ class RemoteBackendBase:
         return None
 
     def _resolve_conflicts(self, records: Mapping[str, UnitRecord]) -> list[UnitRecord]:
-        """Of records whose names were taken those that another text has; what is of no use is replaced."""
+        """Return the records whose names belong to other units now; unusable records under their names are replaced."""
         lost_records, own_records = [], {}
         for (name, record), data in zip(records.items(), self.key_values.get_many(list(records)), strict=True):
             stored_record = parse_record_at(data, name, self.block_tokens)
@@ -549,8 +544,9 @@ class RemoteBackendBase:
                 save_pin(self.key_values, name, Pin(end_units, pin.tokens))
 
     def touch(self, units: Iterable[int], *, immediately: bool = False) -> None:
-        """Units were used: noted down with others after a while, or `immediately`, where that is cheap or somebody
-        bounds.
+        """Record that units were used; written together after a second, or `immediately`.
+
+        It does nothing if uses cost a request each and this process has no limit to enforce.
         """
         if self.read_only or not (self.key_values.has_cheap_use_counts or self._max_bytes is not None):
             return
@@ -572,7 +568,7 @@ class RemoteBackendBase:
             self.key_values.put_many({_TICK_NAME: encode_tick(self._lru_clock), **uses})
 
     def quarantine(self, unit: int, reason: str, notes: list[str]) -> None:
-        """Remove a unit that is not what it should be; one that the engine has evicted is no damage."""
+        """Remove a damaged unit; a unit that the engine has evicted is not reported."""
         self._damaged_units.add(unit)
         is_cached = self._memory_cache.get(unit) is not None
         self._memory_cache.evict(unit)
@@ -584,21 +580,19 @@ class RemoteBackendBase:
             self.key_values.delete([make_unit_name(unit), *([record_name] if record_name else [])])
 
     def check_open(self) -> None:
-        """`KvmnnError` for a store that was closed."""
         self.key_values.check_open()
 
     def close(self) -> None:
-        """Note down the uses, and let go of connections."""
         self.touch((), immediately=True)
         self.key_values.close()
 
     def check_writable(self) -> None:
-        """`OutputError` for a store that is open for reading only."""
+        """Raise `OutputError` if the store is read-only."""
         if self.read_only:
             raise OutputError(f"{self.label}: is open for reading only")
 
     def delete_records(self, records: Iterable[UnitRecord]) -> None:
-        """Remove units and their records."""
+        """Delete units and their records."""
         deleted = list(records)
         names = [record.make_name(self.block_tokens) for record in deleted]
         uses = [make_use_name(record.unit) for record in deleted]
@@ -623,7 +617,7 @@ class RemoteBackendBase:
         return settings
 
     def _infer_settings(self, error: ManifestError) -> StoreSettings:
-        """What units and records say of a store whose settings are damaged; they are noted down anew."""
+        """Infer damaged settings from records and units, and write them."""
         names = self.key_values.list_tree(RECORDS_FOLDER_PREFIX)[:_MAX_SAMPLED_RECORDS]
         for name, record in zip(names, map(parse_record, self.key_values.get_many(names)), strict=True):
             block_tokens = None if record is None else infer_block_tokens(name, record)
@@ -643,7 +637,7 @@ class RemoteBackendBase:
         return self.key_values.get_many([f"{TABLES_FOLDER}/{name}"])[0]
 
     def _iter_branches(self, sequence: TokenSequence, num_blocks: int, next_ids: Ids) -> Iterator[UnitSlice]:
-        """What follows the last whole block, as far as it agrees."""
+        """Yield what follows the last whole block, as far as it matches."""
         folder, name = make_record_name(sequence.get_parent_key(num_blocks), next_ids).split("/")
         names = self.key_values.list_neighbours(folder, name, _MAX_NEIGHBOURS)
         num_named = count_ids_in_name(next_ids)

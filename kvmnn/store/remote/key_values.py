@@ -1,4 +1,8 @@
-"""Key-value engines of a remote store: a protocol for many values in one round trip, Redis or Valkey, and fsspec."""
+"""Key-value stores below a remote store: Redis or Valkey, and object stores or any file system that fsspec opens.
+
+Values have names ``folder/name``. An object store has a file for each. In Redis, units are strings, every other folder
+is a hash, and the names in the folders of unit records are sorted sets as well.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +36,13 @@ behind the other, for twice as long each time, up to the second.
 
 
 class BackendUnavailableError(KvmnnError):
-    """An engine that does not answer: a miss for whoever gets, and nothing stored for whoever puts."""
+    """The engine does not answer: a get is a miss, and a put stores nothing."""
 
 
 class KeyValueStore(Protocol):
     """Values by names ``folder/name``; each call is one round trip, or as few as the engine allows.
 
-    Calls raise whatever the engine's client raises; `CircuitBreaker` makes an `BackendUnavailableError` of it.
+    Calls raise whatever the client of the engine raises; `CircuitBreaker` turns it into `BackendUnavailableError`.
     """
 
     has_cheap_use_counts: bool
@@ -46,63 +50,62 @@ class KeyValueStore(Protocol):
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
-        """What the client raises where the engine has answered that it will not: to ask again would change nothing."""
+        """Exceptions of the client for a request that the engine has refused: a retry would change nothing."""
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
-        """The values; None for those that are not there."""
+        """Return values; None for missing ones."""
 
     def contains_many(self, names: Sequence[str]) -> list[bool]:
-        """Whether values are there, without reading them; True where that is not known at once."""
+        """Return whether values exist, without reading them; True if that is not known in one round trip."""
 
     def put_many(self, items: Mapping[str, bytes]) -> None:
-        """Store values, each whole or not at all."""
+        """Write values, each atomically."""
 
     def put_if_absent(self, dependencies: Mapping[str, bytes], new_items: Mapping[str, bytes]) -> set[str]:
-        """Store the values of `dependencies`, and then those of `new_items` that are not there yet; the names of those
-        that were.
+        """Write `dependencies`, then those of `new_items` whose names are free; return the names that were taken.
 
-        Two that store the same name at once: one of them is told.
+        Of two concurrent calls with the same name, only one succeeds.
         """
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove values; those that are not there are gone already."""
+        """Delete values; missing ones are ignored."""
 
     def delete_if_unchanged(self, names: Sequence[str], folder: str, expected_names: Collection[str]) -> bool:
-        """Remove values, unless the names in a folder are not those that are `expected_names` any more; whether that
-        is so.
-        """
+        """Delete values if a folder has exactly the `expected_names`; return whether it does."""
 
     def list_names(self, folder: str) -> list[str]:
-        """The names in a folder, without it."""
+        """Return the names in a folder, without the folder."""
 
     def list_neighbours(self, folder: str, name: str, max_per_side: int) -> list[str]:
-        """Of the names in a folder at most so many on each side of this one, sorted."""
+        """Return, sorted, the names in a folder that are next to this one: at most `max_per_side` on each side."""
 
     def list_tree(self, prefix: str) -> list[str]:
-        """The names of all values in folders that begin so."""
+        """Return the names of all values in folders that start with a prefix."""
 
     def select_settled(self, names: Sequence[str]) -> list[str]:
-        """Of the names those of values that no running put can be about to refer to."""
+        """Return those names whose values no running put can be about to refer to."""
 
     def remove_stale(self) -> int:
-        """Remove values that were on their way in when their processes ended; how many."""
+        """Delete temporary values of processes that have ended; return how many."""
 
     def list_foreign(self) -> list[str]:
-        """The names of what no store has written, as far as the engine tells them apart by type."""
+        """Return the names of values that no store has written, as far as their types show it."""
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close all connections."""
 
 
 class CircuitBreaker:
-    """Values whose failures are tried again, and then an `BackendUnavailableError`.
+    """Calls of a `KeyValueStore` with retries; after an outage, calls fail immediately for a while.
+
+    A call that fails repeatedly raises `BackendUnavailableError`.
 
     Parameters
     ----------
     key_values
         The engine.
     label
-        What messages call it.
+        Name of the store in messages.
     """
 
     def __init__(self, key_values: KeyValueStore, label: str) -> None:
@@ -116,57 +119,46 @@ class CircuitBreaker:
         self._lock = threading.Lock()
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
-        """As `KeyValueStore`."""
         return self._with_retry(lambda: self._key_values.get_many(names)) if names else []
 
     def put_many(self, items: Mapping[str, bytes]) -> None:
-        """As `KeyValueStore`."""
         if items:
             self._with_retry(lambda: self._key_values.put_many(items))
 
     def contains_many(self, names: Sequence[str]) -> list[bool]:
-        """As `KeyValueStore`."""
         return self._with_retry(lambda: self._key_values.contains_many(names)) if names else []
 
     def put_if_absent(self, dependencies: Mapping[str, bytes], new_items: Mapping[str, bytes]) -> set[str]:
-        """As `KeyValueStore`; what an answer that was lost had stored is said to have been there."""
+        """Retry as any call: names that a lost answer had written count as taken."""
         return self._with_retry(lambda: self._key_values.put_if_absent(dependencies, new_items))
 
     def delete(self, names: Sequence[str]) -> None:
-        """As `KeyValueStore`."""
         if names:
             self._with_retry(lambda: self._key_values.delete(names))
 
     def delete_if_unchanged(self, names: Sequence[str], folder: str, expected_names: Collection[str]) -> bool:
-        """As `KeyValueStore`."""
         return self._with_retry(lambda: self._key_values.delete_if_unchanged(names, folder, expected_names))
 
     def list_names(self, folder: str) -> list[str]:
-        """As `KeyValueStore`."""
         return self._with_retry(lambda: self._key_values.list_names(folder))
 
     def list_neighbours(self, folder: str, name: str, max_per_side: int) -> list[str]:
-        """As `KeyValueStore`."""
         return self._with_retry(lambda: self._key_values.list_neighbours(folder, name, max_per_side))
 
     def list_tree(self, prefix: str) -> list[str]:
-        """As `KeyValueStore`."""
         return self._with_retry(lambda: self._key_values.list_tree(prefix))
 
     def select_settled(self, names: Sequence[str]) -> list[str]:
-        """As `KeyValueStore`."""
         return self._with_retry(lambda: self._key_values.select_settled(names)) if names else []
 
     def remove_stale(self) -> int:
-        """As `KeyValueStore`."""
         return self._with_retry(self._key_values.remove_stale)
 
     def list_foreign(self) -> list[str]:
-        """As `KeyValueStore`."""
         return self._with_retry(self._key_values.list_foreign)
 
     def close(self) -> None:
-        """As `KeyValueStore`; an engine that is gone has let go already. Nothing more is asked."""
+        """Close the engine; errors of one that is gone are ignored."""
         self._is_closed = True
         try:
             self._key_values.close()
@@ -174,7 +166,7 @@ class CircuitBreaker:
             return
 
     def check_open(self) -> None:
-        """`KvmnnError` for what was closed."""
+        """Raise `KvmnnError` if it was closed."""
         if self._is_closed:
             raise KvmnnError(f"{self.label}: the store is closed")
 
@@ -224,7 +216,7 @@ _SETTLED_SECONDS = 3600
 
 
 class ObjectStoreValues:
-    """Values below a folder or bucket.
+    """Values as files below a folder or bucket.
 
     Parameters
     ----------
@@ -249,7 +241,6 @@ class ObjectStoreValues:
         """The process that made the threads, and these: a child of it has none of them."""
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
-        """As `KeyValueStore`."""
         paths = [self._path(name) for name in names]
         if len(paths) == 1:
             return [self._call_with_timeout(lambda: self._read_one(paths[0]))]
@@ -257,16 +248,15 @@ class ObjectStoreValues:
         return [_check_value(value_by_path.get(path)) for path in paths]
 
     def put_many(self, items: Mapping[str, bytes]) -> None:
-        """As `KeyValueStore`."""
         values = {self._path(name): value for name, value in items.items()}
         self._call_with_timeout(lambda: self._put_local(values) if self._is_local else self._fs.pipe(values))
 
     def contains_many(self, names: Sequence[str]) -> list[bool]:
-        """As `KeyValueStore`: to ask would be as many round trips, and these engines keep what they have."""
+        """Return True for all: the check would take a round trip each, and these engines do not evict."""
         return [True] * len(names)
 
     def put_if_absent(self, dependencies: Mapping[str, bytes], new_items: Mapping[str, bytes]) -> set[str]:
-        """As `KeyValueStore`, where the file system can create without replacing; else who stores last is found."""
+        """Write values; if the file system cannot create without replacing, the last writer wins."""
         if dependencies:
             self.put_many(dependencies)
         return self._call_with_timeout(
@@ -274,51 +264,47 @@ class ObjectStoreValues:
         )
 
     def delete(self, names: Sequence[str]) -> None:
-        """As `KeyValueStore`."""
         self._call_with_timeout(lambda: self._delete_paths([self._path(name) for name in names]))
 
     def delete_if_unchanged(self, names: Sequence[str], folder: str, expected_names: Collection[str]) -> bool:
-        """As `KeyValueStore`, but that a name may come between the look and the removal."""
+        """Delete values; a name may appear between the check and the deletion."""
         if set(self.list_names(folder)) != set(expected_names):
             return False
         self.delete(names)
         return True
 
     def list_names(self, folder: str) -> list[str]:
-        """As `KeyValueStore`."""
         return self._call_with_timeout(lambda: self._list_folder(f"{self._root}/{folder}"))
 
     def list_neighbours(self, folder: str, name: str, max_per_side: int) -> list[str]:
-        """As `KeyValueStore`; all names of the folder are listed for it."""
+        """Return the neighbours of a name; all names in the folder are listed for it."""
         names = sorted(self.list_names(folder))
         position = bisect_left(names, name)
         return names[max(0, position - max_per_side) : position + max_per_side]
 
     def list_tree(self, prefix: str) -> list[str]:
-        """As `KeyValueStore`."""
         return self._call_with_timeout(lambda: self._list_below(prefix))
 
     def select_settled(self, names: Sequence[str]) -> list[str]:
-        """As `KeyValueStore`: what was stored an hour ago, as the file system says; all, where it does not say."""
+        """Return the names of values that are at least an hour old, or of unknown age."""
         return self._call_with_timeout(lambda: [name for name in names if self._is_settled(self._path(name))])
 
     def remove_stale(self) -> int:
-        """As `KeyValueStore`: only local file systems have them."""
+        """Delete temporary files, which only local file systems have."""
         return self._call_with_timeout(self._remove_stale_files) if self._is_local else 0
 
     def list_foreign(self) -> list[str]:
-        """As `KeyValueStore`: a file may hold anything."""
+        """Return nothing: a file has no type."""
         return []
 
     def close(self) -> None:
-        """As `KeyValueStore`."""
         self._pool[1].shutdown(wait=False, cancel_futures=True)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
     def _call_with_timeout(self, call: Callable[[], T]) -> T:
-        """File systems have no common time-out: one that takes too long is left to itself."""
+        """Run a call on a thread: file systems have no common time-out. A call that takes too long is abandoned."""
         if self._pool[0] != os.getpid():
             self._pool = os.getpid(), ThreadPoolExecutor(4, "kvmnn-object")
         return self._pool[1].submit(call).result(self._timeout)
@@ -330,14 +316,14 @@ class ObjectStoreValues:
             return None
 
     def _put_local(self, values: Mapping[str, bytes]) -> None:
-        """A file gets its name when it is complete; in object stores all do."""
+        """Write local files atomically; object stores do it themselves."""
         for path, value in values.items():
             with self._stage_file(path, value) as staged_path:
                 os.replace(staged_path, path)
 
     @contextmanager
     def _stage_file(self, path: str, value: bytes) -> Iterator[str]:
-        """A value in a local file with a name of its own, which is gone afterwards."""
+        """Write a value to a temporary file next to `path`, which is removed at the end."""
         self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
         staged_path = f"{path}.{secrets.token_hex(4)}.tmp"
         try:
@@ -348,7 +334,7 @@ class ObjectStoreValues:
                 os.unlink(staged_path)
 
     def _create(self, path: str, value: bytes) -> bool:
-        """Store a value that is not there; whether it was not."""
+        """Write a value if its name is free; return whether it was."""
         if self._is_local:
             with self._stage_file(path, value) as staged_path:
                 try:
@@ -406,7 +392,7 @@ class ObjectStoreValues:
 
 
 def _check_value(result: object) -> bytes | None:
-    """A value of a call for many; what failed otherwise than by not being there is raised."""
+    """Return the value of an fsspec result, None if the file is missing; raise any other error."""
     if result is None or isinstance(result, FileNotFoundError | NotADirectoryError | IsADirectoryError):
         return None
     if isinstance(result, BaseException):
@@ -422,7 +408,7 @@ _KEYS_PER_REQUEST = 256
 
 
 class RedisStoreValues:
-    """Values of a server; those with `REDIS_PREFIX` are the store's.
+    """Values of a Redis or Valkey server, in keys that start with `REDIS_PREFIX`.
 
     Parameters
     ----------
@@ -445,7 +431,6 @@ class RedisStoreValues:
         _check_options(self._client.connection_pool)
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
-        """As `KeyValueStore`."""
         pipe = self._client.pipeline(transaction=False)
         for name in names:
             folder, field = _split_name(name)
@@ -456,7 +441,6 @@ class RedisStoreValues:
         return self._execute(pipe)
 
     def contains_many(self, names: Sequence[str]) -> list[bool]:
-        """As `KeyValueStore`."""
         pipe = self._client.pipeline(transaction=False)
         for name in names:
             folder, field = _split_name(name)
@@ -467,14 +451,13 @@ class RedisStoreValues:
         return [bool(answer) for answer in self._execute(pipe)]
 
     def put_many(self, items: Mapping[str, bytes]) -> None:
-        """As `KeyValueStore`."""
         pipe = self._client.pipeline(transaction=False)
         for name, value in items.items():
             _queue_put(pipe, name, value)
         pipe.execute()
 
     def put_if_absent(self, dependencies: Mapping[str, bytes], new_items: Mapping[str, bytes]) -> set[str]:
-        """As `KeyValueStore`, all in one transaction."""
+        """Write all values in one transaction."""
         pipe = self._client.pipeline(transaction=True)
         for name, value in new_items.items():
             folder, field = _split_name(name)
@@ -487,13 +470,12 @@ class RedisStoreValues:
         return {name for name, is_new in zip(new_items, answers, strict=True) if not is_new}
 
     def delete(self, names: Sequence[str]) -> None:
-        """As `KeyValueStore`."""
         pipe = self._client.pipeline(transaction=False)
         _queue_delete(pipe, names)
         self._execute(pipe)
 
     def delete_if_unchanged(self, names: Sequence[str], folder: str, expected_names: Collection[str]) -> bool:
-        """As `KeyValueStore`; nothing can come between the look and the removal, but on a server that is full."""
+        """Delete values in the same transaction as the check, unless the server is full."""
         with self._client.pipeline() as pipe:
             try:
                 pipe.watch(REDIS_PREFIX + folder)
@@ -511,7 +493,6 @@ class RedisStoreValues:
         return True
 
     def list_names(self, folder: str) -> list[str]:
-        """As `KeyValueStore`."""
         if folder == UNITS_FOLDER:
             key_prefix = f"{REDIS_PREFIX}{UNITS_FOLDER}/"
             return [
@@ -521,7 +502,7 @@ class RedisStoreValues:
         return [_decode_key(name) for name in self._list_fields([folder])[0]]
 
     def list_neighbours(self, folder: str, name: str, max_per_side: int) -> list[str]:
-        """As `KeyValueStore`; an order that the server has evicted is made anew."""
+        """Return the neighbours of a name; a sorted set that the server has evicted is written again."""
         key = REDIS_PREFIX + ORDER_PREFIX + folder
         while True:
             pipe = self._client.pipeline(transaction=False)
@@ -540,7 +521,7 @@ class RedisStoreValues:
             self._client.zadd(key, dict.fromkeys(names, 0))
 
     def list_tree(self, prefix: str) -> list[str]:
-        """As `KeyValueStore`: one round trip for some hundred folders."""
+        """Return the names; one round trip for 256 folders."""
         match = REDIS_PREFIX + prefix + "*"
         folders = [_decode_key(key)[len(REDIS_PREFIX) :] for key in self._client.scan_iter(match=match, count=1000)]
         names = []
@@ -551,7 +532,7 @@ class RedisStoreValues:
         return names
 
     def list_foreign(self) -> list[str]:
-        """As `KeyValueStore`: keys below `REDIS_PREFIX` of other types than a store writes."""
+        """Return the keys with `REDIS_PREFIX` that have other types than a store writes."""
         names = []
         keys = [_decode_key(key) for key in self._client.scan_iter(match=REDIS_PREFIX + "*", count=1000)]
         for begin_index in range(0, len(keys), _KEYS_PER_REQUEST):
@@ -573,28 +554,27 @@ class RedisStoreValues:
         return names
 
     def select_settled(self, names: Sequence[str]) -> list[str]:
-        """As `KeyValueStore`: all of them, as a put is one transaction."""
+        """Return all names: a put is one transaction."""
         return list(names)
 
     def remove_stale(self) -> int:
-        """As `KeyValueStore`: there are none."""
+        """Return 0: there are no temporary values."""
         return 0
 
     def close(self) -> None:
-        """As `KeyValueStore`."""
         self._client.close()
 
     def _list_fields(self, folders: Sequence[str]) -> list[list[bytes]]:
-        """The names in folders; none in a key of another type."""
+        """Return the names in folders; none for a key of another type."""
         pipe = self._client.pipeline(transaction=False)
         for folder in folders:
             pipe.hkeys(REDIS_PREFIX + folder)
         return [fields or [] for fields in self._execute(pipe)]
 
     def _execute(self, pipe: Any) -> list[Any]:
-        """Return the answers to the commands of a pipeline, None for one about a key of another type.
+        """Return the answers to the commands of a pipeline, None for a command on a key of another type.
 
-        Another program's key, or a damaged one, is a value that is not there: it must not stop what concerns others.
+        The key of another program, or a damaged one, is treated as missing: it must not break the other commands.
         """
         answers = []
         for answer in pipe.execute(raise_on_error=False):
@@ -606,14 +586,14 @@ class RedisStoreValues:
 
 
 def _check_database(url: str) -> None:
-    """The client takes database 0 for a path that is no number: two stores would be one."""
+    """Refuse a path that is no number: the client would use database 0, and two stores would be one."""
     parts = urlsplit(url)
     if parts.scheme != "unix" and not re.fullmatch(r"/?\d*", parts.path):
         raise ValueError(f"{parts.path[1:]!r} is no number of a database")
 
 
 def _check_options(pool: Any) -> None:
-    """The client looks at options of a URL when it connects, and a name that it does not know is no outage."""
+    """Refuse unknown options of a URL: the client reports them only when it connects, like an outage."""
     try:
         pool.connection_class(**pool.connection_kwargs)
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""What is noted down beside a unit where there is no index: where it stands in its text, and its ids."""
+"""Records of a remote store: which unit follows which block, and with which token ids. They replace an index."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class UnitRecord:
     Parameters
     ----------
     namespace_key, parent
-        Keys of the space and of the block before; that of the space at the beginning of a text.
+        Keys of the namespace, and of the block before the unit; at the beginning of a sequence both are the same.
     unit
-        The unit's number.
+        Number of the unit.
     nbytes
-        Of the unit.
+        Size of the unit in bytes.
     start
-        Tokens of the text before it.
+        Tokens of the sequence before the unit.
     ids
-        Of its tokens.
+        Token ids of the unit.
     """
 
     namespace_key: bytes
@@ -58,15 +58,15 @@ class UnitRecord:
     ids: Ids
 
     def make_name(self, block_tokens: int) -> str:
-        """Where the record lies."""
+        """Return the name of the record."""
         return make_record_name(self.parent, self.ids[:block_tokens])
 
     def compute_block_keys(self, block_tokens: int) -> list[bytes]:
-        """The keys of the unit's whole blocks."""
+        """Return the keys of the whole blocks of the unit."""
         return compute_block_keys(self.parent, self.ids, block_tokens)
 
     def to_bytes(self) -> bytes:
-        """The record's bytes."""
+        """Encode the record."""
         unit = self.unit.to_bytes(KEY_BYTES, "big")
         fields = _RECORD_STRUCT.pack(
             RECORD_MAGIC, self.namespace_key, self.parent, unit, self.nbytes, self.start, self.ids.size
@@ -77,36 +77,36 @@ class UnitRecord:
 
 @dataclass(frozen=True, eq=False)
 class StateRecord(UnitRecord):
-    """Windows and state of a prefix: `ids` are the last of its ids, at most a block, behind the block `parent`.
+    """State of a prefix: `ids` are its last ids, at most a block, after the block with the key `parent`.
 
     Parameters
     ----------
     raw_bytes
-        Of what it holds.
+        Bytes of its contents before compression.
     """
 
     raw_bytes: int = 0
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prefix."""
+        """Length of the prefix."""
         return self.start + int(self.ids.size)
 
     @property
     def key(self) -> bytes:
-        """The key of the state."""
+        """Key of the state."""
         return compute_state_key(self.parent, self.ids)
 
     def make_name(self, block_tokens: int) -> str:
-        """Where the record lies; names sort by the tokens of their prefixes."""
+        """Return the name of the record; names sort by the lengths of their prefixes."""
         return f"{STATES_FOLDER_PREFIX}{self.namespace_key.hex()}/{self.tokens:08x}-{self.key.hex()}"
 
     def compute_block_keys(self, block_tokens: int) -> list[bytes]:
-        """Nothing goes on from state."""
+        """Return nothing: no unit follows a state."""
         return []
 
     def to_bytes(self) -> bytes:
-        """The record's bytes."""
+        """Encode the record."""
         unit = self.unit.to_bytes(KEY_BYTES, "big")
         fields = _RECORD_STRUCT.pack(
             STATE_RECORD_MAGIC, self.namespace_key, self.parent, unit, self.nbytes, self.start, self.ids.size
@@ -115,7 +115,7 @@ class StateRecord(UnitRecord):
         return data + _CHECKSUM_STRUCT.pack(integrity_checksum(data))
 
     def is_end_in(self, record: UnitRecord, block_tokens: int) -> bool:
-        """Whether a unit has the end of the prefix."""
+        """Return whether a unit contains the end of the prefix."""
         keys = [record.parent, *record.compute_block_keys(block_tokens)]
         if record.namespace_key != self.namespace_key or self.parent not in keys:
             return False
@@ -124,12 +124,12 @@ class StateRecord(UnitRecord):
 
 
 def compute_state_number(key: bytes) -> int:
-    """The number of the unit of a state with this key."""
+    """Return the number of the unit of a state with this key."""
     return int.from_bytes(key, "big")
 
 
 def parse_state_name(name: str) -> tuple[int, str] | None:
-    """Tokens of a prefix, and the key of its state in hexadecimal, by the name of its record; None for another name."""
+    """Return length of the prefix and key of the state, in hexadecimal, from a name; None for other names."""
     tokens, _, key = name.partition("-")
     try:
         return int(tokens, 16), key
@@ -138,7 +138,7 @@ def parse_state_name(name: str) -> tuple[int, str] | None:
 
 
 def parse_record(data: bytes | None) -> UnitRecord | None:
-    """A record; None for what is none, or is damaged."""
+    """Decode a record; None if it is missing or damaged."""
     if data is None or len(data) < _RECORD_STRUCT.size + _CHECKSUM_STRUCT.size:
         return None
     magic, namespace, parent, unit, nbytes, start, tokens = _RECORD_STRUCT.unpack_from(data)
@@ -163,15 +163,15 @@ def parse_record(data: bytes | None) -> UnitRecord | None:
 
 
 def parse_record_at(data: bytes | None, name: str, block_tokens: int) -> UnitRecord | None:
-    """As `parse_record` of what lies under a name; None for a record that belongs under another."""
+    """Decode the record with this name; None if it belongs under another name."""
     record = parse_record(data)
     return record if record is not None and record.make_name(block_tokens) == name else None
 
 
 def make_record_name(parent: bytes, first_ids: Ids) -> str:
-    """Where the record of a unit lies that follows `parent` and begins with the ids of one block, or a tail.
+    """Return the name of the record of a unit that follows `parent`; `first_ids` are its first block, or a partial one.
 
-    Names sort as the first ids do, of which `count_ids_in_name` are in them.
+    Names sort as the first ids do, of which they contain `count_ids_in_name`.
     """
     key = hashlib.blake2b(parent + first_ids.tobytes(), digest_size=KEY_BYTES).hexdigest()
     return f"{make_records_folder(parent)}/{make_name_prefix(first_ids)}-{key}"
@@ -183,13 +183,13 @@ def make_name_prefix(first_ids: Ids) -> str:
 
 
 def count_ids_in_name(first_ids: Ids) -> int:
-    """How many ids of a unit are in the name of its record: `MAX_IDS_IN_NAME`, fewer of ids that take more bytes."""
+    """Return how many ids a record name contains: `MAX_IDS_IN_NAME`, fewer of ids that take more bytes."""
     leading_ids = first_ids[:MAX_IDS_IN_NAME]
     return count_ids_in_sort_key(to_sort_key(leading_ids)[: 3 * MAX_IDS_IN_NAME])
 
 
 def ids_from_name(name: str) -> bytes:
-    """The ids in the name of a record, in its folder, as `to_sort_key` has them; empty for another name."""
+    """Return the ids in a record name, without its folder, as `to_sort_key`; empty for other names."""
     try:
         return bytes.fromhex(name.partition("-")[0])
     except ValueError:
@@ -197,38 +197,38 @@ def ids_from_name(name: str) -> bytes:
 
 
 def make_records_folder(parent: bytes) -> str:
-    """The folder of all records that follow a block."""
+    """Return the folder of all records that follow a block."""
     return RECORDS_FOLDER_PREFIX + parent.hex()
 
 
 def infer_block_tokens(name: str, record: UnitRecord) -> int | None:
-    """Of how many tokens the blocks of a store are, by the name of a record; None where the unit has one alone."""
+    """Infer the block size of a store from the name of a record; None if the unit has one block only."""
     candidates = range(1, min(record.ids.size, MAX_BLOCK_TOKENS + 1))
     return next((candidate for candidate in candidates if record.make_name(candidate) == name), None)
 
 
 def compute_unit_number(namespace_key: bytes, parent: bytes, ids: Ids) -> int:
-    """The number of a unit with these tokens: the same whoever puts it."""
+    """Return the number of a unit with these tokens: the same for every writer."""
     return int.from_bytes(
         hashlib.blake2b(namespace_key + parent + ids.tobytes(), digest_size=KEY_BYTES).digest(), "big"
     )
 
 
 def make_unit_name(unit: int) -> str:
-    """Where the bytes of a unit lie."""
+    """Return the name of the bytes of a unit."""
     return f"units/{unit:032x}"
 
 
 def make_use_name(unit: int) -> str:
-    """Where it stands when a unit was last used."""
+    """Return the name of the last use of a unit."""
     return f"uses/{unit:032x}"
 
 
 def encode_tick(tick: int) -> bytes:
-    """A tick as it is stored."""
+    """Encode a tick."""
     return _USE_STRUCT.pack(tick)
 
 
 def decode_tick(data: bytes | None) -> int:
-    """A tick that was stored; 0 for what is none."""
+    """Decode a tick; 0 if it is missing or damaged."""
     return int(_USE_STRUCT.unpack(data)[0]) if data is not None and len(data) == _USE_STRUCT.size else 0

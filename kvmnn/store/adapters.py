@@ -45,7 +45,7 @@ from .namespace import Ids, to_token_ids
 from .results import StoredPrefix
 
 STATES_KEY: Final = "kvmnn.states"
-"""Metadata key for layer, name, dtype and shape of each state that a file has as an array of bytes."""
+"""Metadata key of the layer, name, dtype and shape of each state that a file contains as an array of bytes."""
 
 _STATES_VERSION = 1
 _MAX_DOCUMENT_BYTES = 16 << 20
@@ -225,7 +225,7 @@ def resolve_token_ids(source: Source, token_ids: Sequence[int] | Ids | Indices |
     if cache is None or (
         not cache.is_contiguous_prefix and not find_window_layers(source.completeness, read_positions_by_layer(source))
     ):
-        return saved_ids  # `layers_of` refuses a cache that was cut
+        return saved_ids  # `read_layer_caches` refuses a cache without some tokens
     runs = cache.layer_position_runs
     num_cached_tokens = (
         cache.tokens if runs is None else max((sum(run) for head_runs in runs for run in head_runs), default=0)

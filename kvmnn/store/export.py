@@ -32,8 +32,8 @@ from .unit import (
     UnitFrame,
     UnitHeader,
     parse_header,
+    parse_unit,
 )
-from .unit import parse_unit as parse_unit
 from .unit_codec import DamagedSliceError, LoadedSlice, check_unit_matches, decode_slices, encode_frame_units
 from .write_path import DenseStreamEncoder, DenseUnitPlan, HistoryRef, build_dense_info
 
@@ -116,7 +116,7 @@ class SequenceExporter:
 
 EXPORT_MAGIC = b"KVMNNPX2"
 _EXPORT_MAGIC_V1 = b"KVMNNPX1"
-"""Of files whose document has no checksum, as kvmnn wrote them at first."""
+"""Magic of the first version, whose document has no checksum."""
 _SIZE_STRUCT = struct.Struct("<I")
 _CHECKSUM_STRUCT = struct.Struct("<Q")
 _MAX_UNITS = 1 << 20

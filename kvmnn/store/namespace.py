@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .. import dtypes
 from .._util.text import pluralize
 from .._util.validation import repr_short
 from ..arrays.layer_cache import LayerCache
 from ..arrays.opaque_state import MAX_STATE_NAME_CHARS, OpaqueState
-from ..dtypes import DType, Elements
+from ..dtypes import DTYPES, DType, Elements, parse_dtype
 from ..errors import ArrayTypeError, KvmnnError
 from ..files.schema import JsonReader, parse_document
 from ..packed.cache_info import MAX_TOKEN_ID
@@ -28,7 +27,6 @@ from ..packed.cache_info import MAX_TOKEN_ID
 KEY_BYTES = 16
 MAX_LAYERS = 4096
 MAX_MODEL_CHARACTERS = 256
-"""Characters of a fingerprint."""
 
 _MAX_SESSION_NAME_CHARACTERS = 256
 
@@ -46,7 +44,7 @@ class LayerShape(NamedTuple):
     kv_heads: int
     head_dim: int
     value_dim: int
-    """Words of V in one head: as many as K has, but for latent attention; 0 where there is no V."""
+    """Elements of V in one head; differs from K for latent attention, 0 if there is no V."""
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -94,7 +92,7 @@ class Namespace:
     @property
     def element_dtype(self) -> DType:
         """The element type."""
-        return dtypes.parse_dtype(self.dtype)
+        return parse_dtype(self.dtype)
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int], ...]:
@@ -237,8 +235,8 @@ def parse_namespace(text: object, label: str) -> Namespace:
         raise KvmnnError(f"{label}: is no JSON text")
     root = parse_document(text, label, _MAX_DOCUMENT_BYTES)
     dtype = root.get("dtype")
-    if dtype.read_str() not in dtypes.DTYPES:
-        raise dtype.error(f"one of {', '.join(dtypes.DTYPES)}")
+    if dtype.read_str() not in DTYPES:
+        raise dtype.error(f"one of {', '.join(DTYPES)}")
     needs_state = "windows" in root.value
     shapes = _parse_shapes(root.get("layers"), 0 if needs_state else 1)
     windows = _parse_shapes(root.get("windows"), 0) if needs_state else ()
@@ -362,12 +360,11 @@ Ids = npt.NDArray[np.uint32]
 """Token ids, ``[token]``, little-endian."""
 
 _SHORT_ID_BYTES, _LONG_ID_BYTES = 3, 5
-"""Bytes of an id where ids are compared as text: the highest first; of a long one behind `_ESCAPE_BYTE`."""
+"""Bytes of an id in a sort key, big-endian; a long one starts with `_ESCAPE_BYTE`."""
 _ESCAPE_BYTE = 0xFF
 _MIN_LONG_ID = _ESCAPE_BYTE << 16
-"""The least id whose three bytes would begin as a long one does. Vocabularies are smaller; placeholders of pictures are
-hashes of up to 32 bits.
-"""
+"""The smallest id whose first byte would be `_ESCAPE_BYTE`. Ids of vocabularies are smaller; placeholders of pictures
+are hashes of up to 32 bits."""
 
 
 def to_token_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
@@ -382,7 +379,7 @@ def to_token_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
         array = np.asarray(token_ids)
     except (ValueError, OverflowError):
         raise KvmnnError("token ids: expected a list of at least one whole number, found no numbers") from None
-    if array.dtype.kind in "fO" and array.ndim == 1:  # integers too large for numpy's types
+    if array.dtype.kind in "fO" and array.ndim == 1:  # integers too large for the types of numpy
         for number, token_id in enumerate(token_ids):
             if type(token_id) is int and not 0 <= token_id <= MAX_ID:
                 raise _make_id_error(number, token_id)

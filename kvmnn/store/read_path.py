@@ -173,14 +173,14 @@ class UnitVerifier:
         history = unit.dense.history_rows if unit.dense else 0
         if not history:
             return (), decode_slices(namespace, [own_slice], self._threads, tables=self._tables)
-        preceding_rows = self._get_cached_preceding(unit, history) or self._decode_preceding(unit, namespace, history)
+        preceding_rows = self._get_cached_preceding(unit, history)
+        if not preceding_rows:
+            slices = self._list_needed_slices(unit, namespace)
+            rows = decode_slices(namespace, slices, self._threads, tables=self._tables)
+            preceding_rows = _copy_rows(rows, rows[0].tokens - history, rows[0].tokens)
         return preceding_rows, decode_slices(
             namespace, [own_slice], self._threads, tables=self._tables, preceding_rows=preceding_rows
         )
-
-    def _decode_preceding(self, unit: Unit, namespace: Namespace, history: int) -> LayerCaches:
-        rows = decode_slices(namespace, self._list_needed_slices(unit, namespace), self._threads, tables=self._tables)
-        return _copy_rows(rows, rows[0].tokens - history, rows[0].tokens)
 
     def _get_cached_preceding(self, unit: Unit, history: int) -> LayerCaches:
         """Return the rows that a unit refers to, if they are those of the last unit; else nothing."""

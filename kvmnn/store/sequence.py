@@ -121,7 +121,7 @@ class SequenceStore:
                 break
             try:
                 added = add_sequence(self._backend, sequence, caches, namespace, stored_prefix, self._write_options)
-            except ConcurrentUpdateError:  # another process removed what these blocks follow: they are put as well
+            except ConcurrentUpdateError:  # removed by another process: they are put as well
                 stored_prefix = self._backend.find_prefix(sequence)
                 continue
             begin_token = stored_prefix.num_blocks * sequence.block_tokens
@@ -189,10 +189,11 @@ class SequenceStore:
     def _check_shapes(self, namespace: Namespace) -> None:
         """Raise `KvmnnError` if the model has stored layers of other shapes: two models share a fingerprint."""
         for stored_namespace in self.list_namespaces(namespace.model):
+            # windows of a short sequence are stored as layers: `all_layers` contains both
             is_alike = (stored_namespace.all_layers, stored_namespace.states) == (
                 namespace.all_layers,
                 namespace.states,
-            )  # windows of a short text
+            )
             if (
                 stored_namespace.dtype == namespace.dtype
                 and not is_alike
@@ -317,7 +318,7 @@ class SequenceStore:
                 namespace, self.make_sequence(namespace, ids), layers, tables, rotary, options, self._threads
             )
             unit_slices = exporting.build_units(prefix_match, data_by_unit)
-        except DamagedUnitError as error:  # since they were read
+        except DamagedUnitError as error:  # damaged since `read_layers`
             raise SourceError(f"{self._backend.label}: this text cannot be read any more: {error}") from None
         nbytes = export.write_exported(path, namespace, unit_slices, list(tables.values()), force=force)
         other_precisions = {other_namespace.dtype: ids.size for other_namespace, _ in other_matches}

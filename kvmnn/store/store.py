@@ -99,9 +99,9 @@ def _open_key_values(scheme: str, url: str, label: str, timeout: float) -> KeyVa
         return (RedisStoreValues if scheme in _REDIS_SCHEMES else ObjectStoreValues)(url, timeout)
     except KvmnnError:
         raise
-    except ImportError as error:  # fsspec's protocols are packages of their own
+    except ImportError as error:  # each protocol of fsspec needs its own package
         raise MissingDependencyError(f"{label}: {error}") from error
-    except ValueError as error:  # of Redis' client and of fsspec, about the URL
+    except ValueError as error:  # the clients of Redis and fsspec raise it for an invalid URL
         raise OptionError(
             f"{label}: is no URL of a store{'' if '@' in url or label != url else f': {error}'}"
         ) from error

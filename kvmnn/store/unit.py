@@ -28,9 +28,9 @@ from .namespace import KEY_BYTES, MAX_LAYERS, MAX_TOKENS, Ids, Namespace, list_p
 
 FRAME_MAGIC, DENSE_MAGIC = b"KVMNNPU1", b"KVMNNPU2"
 MAX_HISTORY_ROWS = 256
-"""Rows that the streams of a dense unit refer to in the unit before it."""
+"""Rows before a dense unit that its streams may refer to."""
 MAX_CHAIN_UNITS = 8
-"""Units before a dense unit that it needs, at most: the next begins anew."""
+"""Units that may have to be decoded for a dense unit; a longer chain is started again without history."""
 
 _UNIT_STRUCT = struct.Struct(f"<8sIII{KEY_BYTES}s{KEY_BYTES}s")
 _DENSE_STRUCT = struct.Struct(f"<III{KEY_BYTES}s")
@@ -234,9 +234,9 @@ def parse_header(data: Bytes) -> UnitHeader:
 
 TABLES_MAGIC = b"KVMNNPT2"
 MAX_TABLE_TOKENS = 512
-"""Sets are made of at most so many tokens ..."""
+"""Shared tables are built from at most this many tokens."""
 MIN_TABLE_TOKENS = 256
-"""... and of no fewer."""
+"""Shared tables are not built from fewer tokens."""
 MAX_TABLE_SETS_BYTES = 256 << 20
 
 _TABLES_STRUCT = struct.Struct("<8sI")
@@ -312,7 +312,7 @@ def parse_table_sets(data: bytes, key: bytes) -> TableSets:
         for size in sizes:
             sets.append(SharedTables(data[begin_byte : begin_byte + size]))
             begin_byte += size
-    except (struct.error, ValueError, KvmnnError) as error:  # of somebody who made the key fit
+    except (struct.error, ValueError, KvmnnError) as error:  # forged, with a matching key
         raise DamagedUnitError(f"its tables are none: {error}") from None
     return TableSets(sets)
 

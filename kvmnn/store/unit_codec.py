@@ -34,12 +34,12 @@ from .namespace import KEY_BYTES, MAX_TOKENS, Ids, Namespace, compute_state_key,
 from .unit import DamagedUnitError, TableSetCache, TableSets, Unit, UnitFrame
 
 MAX_UNIT_TOKENS = 512
-"""Blocks of one put are kept together up to so many tokens: frames of 64 tokens alone would be a twentieth larger."""
+"""Blocks of one put form a unit of up to this many tokens: frames of 64 tokens each would be 5 % larger."""
 MAX_UNIT_RAW_BYTES = 64 << 20
-"""And up to so many raw bytes, but for a single block."""
+"""Limit on the raw bytes of a unit with more than one block."""
 
 TokenSpan = tuple[int, int]
-"""First token of a unit, and the token behind it."""
+"""First token of a unit, and the token after its last."""
 
 
 def count_blocks_per_unit(namespace: Namespace, block_tokens: int) -> int:
@@ -53,7 +53,7 @@ def plan_unit_spans(start: int, tokens: int, block_tokens: int, unit_blocks: int
     last one.
     """
     step = unit_blocks * block_tokens
-    whole_tokens = max((tokens - start) // block_tokens * block_tokens, 1)  # without a whole block the tail is a unit
+    whole_tokens = max((tokens - start) // block_tokens * block_tokens, 1)  # a partial block alone is a unit
     end_tokens = [
         min(begin_token + step, start + whole_tokens) for begin_token in range(start, start + whole_tokens, step)
     ]
@@ -236,19 +236,23 @@ def decode_slices(
         rows, shape = pairs[layer][part], namespace.layers[layer]
         row_decoder = RowDecoder(rows, namespace.dtype) if by_token else None
         for slice_index in slice_indices:
-            stretch, begin_token = slices[slice_index], begin_tokens[slice_index]
+            loaded_slice, begin_token = slices[slice_index], begin_tokens[slice_index]
             out = rows[:, begin_token : begin_tokens[slice_index + 1]]
             try:
-                if stretch.unit.dense is None:
-                    _decode_frame(decoder, stretch.unit.frames[part_index], stretch, out)
+                if loaded_slice.unit.dense is None:
+                    _decode_frame(decoder, loaded_slice.unit.frames[part_index], loaded_slice, out)
                 else:
                     shared_sets = table_sets[slice_index]
                     tables_of_part = shared_sets.sets[part_index] if shared_sets is not None else None
                     if row_decoder is None or not _decode_in_place(
-                        stretch, part_index, row_decoder, tables_of_part, begin_token
+                        loaded_slice, part_index, row_decoder, tables_of_part, begin_token
                     ):
                         _decode_dense_slice(
-                            stretch, part_index, rows[:, : max(begin_token - stretch.skip, 0)], tables_of_part, out
+                            loaded_slice,
+                            part_index,
+                            rows[:, : max(begin_token - loaded_slice.skip, 0)],
+                            tables_of_part,
+                            out,
                         )
             except KvmnnError as error:
                 raise DamagedSliceError(f"{'KV'[part]} of layer {shape.layer}: {error}", slice_index) from None
@@ -522,7 +526,7 @@ def parse_state(data: Bytes) -> PrefixState:
         windows = tuple(node.read_int(1) for node in root.get("windows").read_list())
         states = tuple(map(_parse_state_spec, root.get("states").read_list()))
         raw_bytes = root.get(_RAW_BYTES_KEY).read_int(0)
-    except KvmnnError as error:  # of somebody who made the checksum fit
+    except KvmnnError as error:  # forged, with a matching checksum
         raise DamagedUnitError(str(error)) from None
     return PrefixState(
         namespace_key=namespace,

@@ -15,7 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from .. import dense
 from .._util.parallel import parallel_map, resolve_threads
 from ..arrays.layer_cache import LayerCache
 from ..dense import RopeConfig, search_rope
@@ -25,7 +24,6 @@ from ..dtypes import Elements
 from ..errors import OptionError
 from ..frames import CodecOptions, encode_many
 from ..frames.buffers import checksum_blocks, integrity_checksum
-from . import unit as table_sets
 from .backend import AddResult, NewUnit, PrefixMatch, StoreBackend, UnitSlice
 from .namespace import Namespace, TokenSequence, list_parts
 from .unit import (
@@ -38,6 +36,7 @@ from .unit import (
     Unit,
     UnitFrame,
     UnitHeader,
+    build_table_sets,
     parse_header,
     select_rotary,
 )
@@ -125,9 +124,8 @@ def load_history(
             sources.insert(0, HistorySource(num_equal, header.dense.chain_length))
             sums[:0] = new_sums[len(new_sums) - num_equal :]
             remaining_blocks -= num_equal
-        if num_equal < num_blocks or (
-            first_block and header.dense.history_rows
-        ):  # rows before its first may be of more units than it knew
+        # the rows before a slice that starts inside its unit may need a longer chain than the unit records
+        if num_equal < num_blocks or (first_block and header.dense.history_rows):
             break
     return sources, sums
 
@@ -161,13 +159,12 @@ def _read_cached_header(backend: StoreBackend, unit: int) -> UnitHeader | None:
 
 
 DENSE_MAX_SIZE_RATIO = 0.97
-"""Of the bytes of frames at most so many: frames are decoded two to three times as fast."""
+"""Dense streams must be this much smaller than frames, which decode two to three times as fast."""
 FRAME_RETRY_RATIO = 1.05
-"""A frame of at most so many times the bytes of a stream may be smaller in another layer."""
+"""If a frame is at most this much larger than a stream, it may be smaller in another layer."""
 SHARED_TABLES_MAX_OVERHEAD = 1.01
-"""Of the bytes with tables of their own at most so many: to make them takes a quarter more time, in short units up to
-three quarters.
-"""
+"""Shared tables may make streams this much larger than own tables, which take 25 % more time, and up to 75 % in short
+units."""
 
 
 class StreamKind(NamedTuple):
@@ -235,16 +232,15 @@ class DenseStreamEncoder:
         RoPE parameters of K, for streams without shared tables, which contain them.
     """
 
-    def __init__(self, layers: Sequence[LayerCache], namespace: Namespace, rotary: dense.RopeConfig | None) -> None:
+    def __init__(self, layers: Sequence[LayerCache], namespace: Namespace, rotary: RopeConfig | None) -> None:
         self._layers, self._namespace, self._rotary = layers, namespace, rotary
         self._parts = list_parts(layers)
         self._scratch = _DenseScratch()
         self.tries_frames = True, True
-        """Whether frames of K, and of V, are tried in units that refer to rows before them, which gain most by that."""
+        """Whether frames of K, and of V, are tried in units with history, where a frame is rarely smaller."""
         self.frame_losses: Mapping[StreamKind, float] = {}
-        """Of streams that were compared with frames, and were smaller: bytes a raw byte; frames need not be tried again
-        where a stream is no larger than `FRAME_RETRY_RATIO` times that.
-        """
+        """Compressed bytes per raw byte of streams that were smaller than frames: frames are tried again only if a
+        stream is more than `FRAME_RETRY_RATIO` times as large."""
         self.comparisons: list[FrameComparison] = []
         """The streams that were compared with frames."""
 
@@ -333,7 +329,7 @@ class DenseStreamEncoder:
         if history.num_rows and not self.tries_frames[is_values]:
             frame_threshold_bytes = math.inf
         rows = self._scratch.copy_rows(self._parts[part][:, begin_token - history.num_rows : end_token])
-        # without token ids: they change no size by a tenth of a percent, and take a sixth to a third of the time
+        # without token ids: they change sizes by less than 0.1 %, and take a sixth to a third of the time
         data, new_hints = encode_next(
             rows,
             history.num_rows,
@@ -387,11 +383,11 @@ def build_dense_info(unit: DenseUnitPlan, sums: tuple[int, ...]) -> DenseUnitInf
 
 
 _BATCH_RAW_BYTES = 256 << 20
-"""Raw bytes that are encoded before they are noted down: what a killed process loses of a put."""
+"""Raw bytes that are encoded before they are added: what a killed process loses of a put."""
 MIN_OWN_TABLE_TOKENS = 64
-"""Units of fewer tokens always share tables."""
+"""Shorter units always use shared tables."""
 RETRY_INTERVAL_UNITS = 16
-"""Units that are put from one trial of how texts are best encoded to the next."""
+"""Units between two trials of streams against frames, and of shared against own tables."""
 
 
 class RopeState:
@@ -581,7 +577,7 @@ class _DenseUnitEncoder:
         self.tables = backend.tables.get_any(namespace.key)
         self._has_new_tables = self.tables is None and sequence.ids.size >= MIN_TABLE_TOKENS
         if self._has_new_tables:
-            self.tables = table_sets.build_table_sets(layers, namespace, self._rotary, write_options.threads)
+            self.tables = build_table_sets(layers, namespace, self._rotary, write_options.threads)
             backend.tables.put(namespace.key, self.tables)
         self._chooser_key = namespace.key + (self.tables.key if self.tables else b"")
         self._has_own_tables = self._is_short = False
@@ -595,7 +591,7 @@ class _DenseUnitEncoder:
         """
         plans = self._plan_units(batch, sequence)
         middle_span = plans[find_middle(plans)].cut
-        self._is_short = _is_short_span(middle_span)
+        self._is_short = _count_tokens(middle_span) < MIN_TABLE_TOKENS
         if self._is_short:
             self._next_plans = (
                 self._plan_short_units(plans)
@@ -623,12 +619,11 @@ class _DenseUnitEncoder:
             frame_size <= FRAME_RETRY_RATIO * size
             for frame_size, size in zip(frame_bytes, trial.list_stream_bytes(), strict=True)
         ]
-        frames_near = are_near[0], are_near[-1]  # there may be no V
+        frames_near = are_near[0], are_near[-1]  # layers may have no V
         self._next_plans, self._trial, self._streams.tries_frames = plans, trial, frames_near
         is_dense_smaller = sum(trial.list_stream_bytes()) <= DENSE_MAX_SIZE_RATIO * sum(frame_bytes)
-        if (
-            is_dense_smaller and not self._has_new_tables
-        ):  # new tables fit the text that they were made of, and no other
+        # new tables are built from this sequence: a trial with them says nothing about others
+        if is_dense_smaller and not self._has_new_tables:
             self._write_options.codec_chooser.record_decision(self._chooser_key, CodecDecision(own_tables, frames_near))
         return is_dense_smaller
 
@@ -710,7 +705,7 @@ class _DenseUnitEncoder:
             sums[unit_index] = unit_sums
 
         self._streams.encode_units(plans, sequence.block_tokens, emit_unit, self._write_options.threads, trial)
-        if not self._is_short:  # a frame gains more by many tokens
+        if not self._is_short:  # frames of short units say nothing about long ones
             self._write_options.codec_chooser.record_frames(self._chooser_key, self._streams.comparisons)
         referenced_sums = []
         for unit_index, plan in enumerate(plans):
@@ -735,10 +730,6 @@ def _are_own_tables_better(own_tables_trial: LayerTrial, shared_tables_trial: La
 
 def _count_tokens(span: TokenSpan) -> int:
     return span[1] - span[0]
-
-
-def _is_short_span(span: TokenSpan) -> bool:
-    return _count_tokens(span) < MIN_TABLE_TOKENS
 
 
 def _add_batch(

@@ -24,8 +24,8 @@ from ..backend import (
     StoreSettings,
     explain_settings,
 )
-from ..namespace import Ids, Namespace, TokenSequence
-from ..unit import DamagedUnitError, TableSetCache, TableSets, UnitHeader, parse_header
+from ..namespace import Namespace, TokenSequence
+from ..unit import TableSetCache, TableSets, UnitHeader
 from ..unit_codec import PrefixState
 from . import index_updates
 from .files import SETTINGS_FILE, RecoveryFiles, StagedFiles, UnitFiles
@@ -47,9 +47,9 @@ from .lookup import Lookup, find_stored_blocks
 
 _MAX_NAMESPACES = 4096
 _MAX_SAMPLED_UNITS = 64
-"""Units that tell what others are made of."""
+"""Units from which a lost codec is inferred."""
 _TOUCH_INTERVAL_SECONDS = 1.0
-"""Uses are noted down together after so many seconds."""
+"""Uses are collected this long before they are written."""
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class DirectoryBackendBase:
             _create_folder(folder)
         self.notes: list[str] = []
         self.rebuilt_notes: list[str] = []
-        """Those of them that say what was damaged."""
+        """The notes about what was damaged and rebuilt."""
         self.recovery_files = RecoveryFiles(folder)
         self.tables = TableSetCache(self.recovery_files.read_tables, self.recovery_files.list_table_names)
         self.files = UnitFiles(folder)
@@ -114,7 +114,7 @@ class DirectoryBackendBase:
         except DamagedIndexError:
             if read_only:
                 raise
-            self.block_tokens = self._read_block_tokens()  # of an index that is made anew
+            self.block_tokens = self._read_block_tokens()  # the index was rebuilt
         if not read_only:
             self._save_recovery_files(settings.codec if settings else "frames")
         self.codec = self._choose_codec()
@@ -146,7 +146,7 @@ class DirectoryBackendBase:
 
     def make_lookup(self, cursor: ValidatingCursor) -> Lookup:
         """Return the queries of the index for a transaction."""
-        return Lookup(cursor, self._read_ids, self._damaged_units.__contains__)
+        return Lookup(cursor, self.files.read_header, self._damaged_units.__contains__)
 
     def read_units(self, units: Sequence[int]) -> list[Bytes | None]:
         return [self.files.read_unit(unit) for unit in units]
@@ -262,7 +262,7 @@ class DirectoryBackendBase:
             if unit in placed_units:
                 continue
             if unit not in headers:
-                headers[unit] = self.read_header(unit)
+                headers[unit] = self.files.read_header(unit)
             header = headers[unit]
             if (
                 header is None
@@ -281,10 +281,8 @@ class DirectoryBackendBase:
                 immediately or time.monotonic() - self._last_touch_time >= _TOUCH_INTERVAL_SECONDS
             )
         if is_due:
-            with (
-                suppress(KvmnnError),
-                self.index.begin_writing() as cursor,
-            ):  # on a full disk what is stored is still found
+            # a full disk must not stop reads
+            with suppress(KvmnnError), self.index.begin_writing() as cursor:
                 self._save_touched(cursor)
 
     def _save_touched(self, cursor: ValidatingCursor) -> None:
@@ -318,7 +316,7 @@ class DirectoryBackendBase:
         tokens_text += f", with {pluralize(len(followers), 'unit')} behind them" if followers else ""
         notes.append(f"{path}: damaged, {action_text} ({tokens_text}): {reason}")
         if not self.read_only:
-            with suppress(OutputError):  # of a full disk: it is passed over
+            with suppress(OutputError):  # the disk is full: the unit is only ignored
                 self.remove_units(lambda cursor: index_updates.list_with_followers(cursor, unit))
         return followers
 
@@ -342,7 +340,7 @@ class DirectoryBackendBase:
                 raise
         with self.index.begin_reading() as cursor:
             chosen_units = choose(cursor)
-        self.files.delete_units(chosen_units)  # without them `choose` would find less
+        self.files.delete_units(chosen_units)  # without these files `choose` would find fewer units
         return self.change_index(
             lambda: remove_chosen(lambda cursor: index_updates.list_with_all_followers(cursor, chosen_units))
         )
@@ -418,7 +416,7 @@ class DirectoryBackendBase:
                 unit_rows = cursor.fetch_rows(
                     NumberRow, "SELECT id FROM unit ORDER BY id LIMIT ?", (_MAX_SAMPLED_UNITS,)
                 )
-            headers = [header for unit in unit_rows if (header := self.read_header(unit.value)) is not None]
+            headers = [header for unit in unit_rows if (header := self.files.read_header(unit.value)) is not None]
             codec = "frames" if headers and all(header.dense is None for header in headers) else "dense"
             if not self.read_only:
                 self.recovery_files.save_settings(StoreSettings(self.block_tokens, codec), overwrite=True)
@@ -461,18 +459,6 @@ class DirectoryBackendBase:
             with self.index.begin_reading() as cursor:
                 is_new = not cursor.has_row("SELECT 1 FROM unit LIMIT 1")
             self.recovery_files.save_settings(StoreSettings(self.block_tokens, codec if is_new else "frames"))
-
-    def _read_ids(self, unit: int) -> Ids | None:
-        header = self.read_header(unit)
-        return None if header is None else header.ids
-
-    def read_header(self, unit: int) -> UnitHeader | None:
-        """Return the header of a unit; None if its file is unreadable."""
-        data = self.files.read_unit(unit)
-        try:
-            return None if data is None else parse_header(data)
-        except DamagedUnitError:
-            return None
 
 
 def _create_folder(folder: Path) -> None:

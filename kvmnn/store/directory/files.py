@@ -29,7 +29,7 @@ from ...files.temporary import TemporaryPath, remove_stale
 from ...frames.buffers import integrity_checksum
 from ..backend import StoreSettings, encode_settings, parse_settings
 from ..namespace import KEY_BYTES, MAX_ID, MAX_TOKENS, Ids, Namespace, compute_sequence_key, parse_namespace
-from ..unit import MAX_TABLE_SETS_BYTES, TableSets, make_object_name
+from ..unit import MAX_TABLE_SETS_BYTES, DamagedUnitError, TableSets, UnitHeader, make_object_name, parse_header
 
 UNIT_SUFFIX = ".unit"
 _STAGING_FOLDER = "staging"
@@ -37,7 +37,7 @@ _UNITS_FOLDER = "units"
 _FOLDER_BITS = 12
 _MAX_UNIT_NUMBER = 1 << 62
 _MAX_PIECES_PER_WRITE = 1024
-"""In one call, as POSIX systems take them."""
+"""POSIX systems accept 1,024 pieces in one call."""
 
 
 class UnitFiles:
@@ -68,6 +68,14 @@ class UnitFiles:
             file = MappedFile(path)
             return file.view(0, file.size)
         except (SourceError, OSError):
+            return None
+
+    def read_header(self, unit: int) -> UnitHeader | None:
+        """Return the header of a unit; None if its file is missing or damaged."""
+        data = self.read_unit(unit)
+        try:
+            return None if data is None else parse_header(data)
+        except DamagedUnitError:
             return None
 
     def stage(self) -> StagedFiles:
@@ -113,16 +121,15 @@ def _write_pieces(handle: int, pieces: Sequence[Bytes | bytes]) -> None:
     """Write all pieces in as few calls as possible: the system then allocates larger pages for the file."""
     remaining = [memoryview(piece) if isinstance(piece, bytes) else piece.data for piece in pieces]
     while remaining:
-        num_written = _write_some(handle, remaining[:_MAX_PIECES_PER_WRITE])
+        num_written = (
+            os.writev(handle, remaining[:_MAX_PIECES_PER_WRITE])
+            if hasattr(os, "writev")
+            else os.write(handle, remaining[0])
+        )
         while remaining and num_written >= len(remaining[0]):
             num_written -= len(remaining.pop(0))
         if num_written:
             remaining[0] = remaining[0][num_written:]
-
-
-def _write_some(handle: int, pieces: list[memoryview]) -> int:
-    """Write pieces, possibly not all; return the number of bytes that were written."""
-    return os.writev(handle, pieces) if hasattr(os, "writev") else os.write(handle, pieces[0])
 
 
 def _make_unit_names(unit: int) -> tuple[str, str]:
@@ -154,7 +161,7 @@ class _StagingFolder:
 
     def new_file(self) -> Path:
         """Return an unused file name in the folder, which is created if needed."""
-        if self._process != os.getpid():  # forked: that folder and that lock are the parent's
+        if self._process != os.getpid():  # forked: folder and lock belong to the parent
             self._lock, self._folder, self._process = threading.Lock(), None, os.getpid()
         with self._lock:
             if self._folder is None or not self._folder.is_dir():
@@ -274,7 +281,7 @@ class RecoveryFiles:
         path, data = _encode_recovery_file(namespace)
         try:
             is_saved = (self._folder / path).stat().st_size == len(data)
-        except OSError:  # it is not there, or something else is in the way, which `_write` says
+        except OSError:  # missing, or not a file: `_write` reports that
             is_saved = False
         if not is_saved:
             self._write(path, data)

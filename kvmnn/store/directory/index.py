@@ -24,7 +24,7 @@ from ..namespace import KEY_BYTES, MAX_TOKENS, Namespace, parse_namespace
 from .files import SETTINGS_FILE, RecoveryFiles
 
 Key = NewType("Key", bytes)
-"""A key of a space, a block or a text: 16 bytes."""
+"""Key of a namespace, a block or a sequence: 16 bytes."""
 
 _MAX_SQLITE_INTEGER = 2**63 - 1
 R = TypeVar("R")
@@ -289,7 +289,7 @@ _CHECK_BY_TYPE: dict[object, _FieldCheck] = {
     bytes: (lambda value: type(value) is bytes, "bytes"),
     Key: (lambda value: type(value) is bytes and len(value) == KEY_BYTES, f"a key of {KEY_BYTES} bytes"),
 }
-"""By the type of a field, the check of its value and what the check expects."""
+"""Check of a value and description of what it expects, by the type of the field."""
 
 
 @cache
@@ -300,7 +300,7 @@ def _get_field_checks(row_type: Callable[..., object]) -> tuple[_FieldCheck, ...
 
 INDEX_FILE = "index.sqlite"
 BUSY_TIMEOUT_SECONDS = 30.0
-"""How long another process's transaction is waited for."""
+"""How long to wait for the transaction of another process."""
 
 _APPLICATION_ID = 0x4B564D53
 _INDEX_VERSION = 1
@@ -321,24 +321,24 @@ _TABLE_STATEMENTS = {
     "pin": "CREATE TABLE pin (key BLOB PRIMARY KEY, unit INTEGER NOT NULL, tokens INTEGER NOT NULL) WITHOUT ROWID",
     "session": "CREATE TABLE session (name TEXT PRIMARY KEY, space INTEGER NOT NULL, ids BLOB NOT NULL) WITHOUT ROWID",
 }
-"""unit: `parent` is the unit that it follows, `skip` its blocks that another unit has already, `start` the tokens of
-the text before it, `used` the tick of its last use: uses are counted, and no clock is asked. block: `number` in its
-unit. branch: the key of the block before a unit and the ids of the unit's first own block, which sort as text."""
+"""unit: `parent` is the unit before it, `skip` the number of its blocks that belong to another unit, `start` the tokens
+of the sequence before it, `used` the tick of its last use (a counter, not a time). block: `number` is its index in the
+unit. branch: key of the block before a unit, and sort key of the first own block of the unit."""
 
 _BUSY_CODES = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 _DISK_CODES = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_IOERR)
-"""What SQLite says that is not damage: another process writes, or the disk."""
+"""Errors of SQLite that are not damage: another process writes, or the disk fails."""
 _INDEX_NAME_REGEX = re.compile(r"index(?:-(\d{1,9}))?\.sqlite")
-"""Of an index; each that was made anew has a higher number, and the highest holds. A name is never used twice: SQLite
-writes and removes files beside a database by its name."""
+"""Each rebuilt index has a higher number, and the highest is valid. A name is never used twice: SQLite writes and
+removes other files by the name of the database."""
 
 _BEGIN_READ = "BEGIN"
 _SET_WAL_MODE = "PRAGMA journal_mode = WAL"
-_IN_PLACE_TIMEOUT_MILLISECONDS = 2000  # others that have the index open keep it: waiting longer is of no use
-_MAX_VALUE_BYTES = 4 * MAX_TOKENS + (1 << 20)  # the ids of a session, which need not become smaller
+_IN_PLACE_TIMEOUT_MILLISECONDS = 2000  # a process that has the index open keeps it: a longer wait is useless
+_MAX_VALUE_BYTES = 4 * MAX_TOKENS + (1 << 20)  # the ids of a session, which compression may not shrink
 
 _parent_connections: list[sqlite3.Connection] = []
-"""Of a parent process: to close them in its child would let go of the parent's locks."""
+"""Connections of a parent process: closing them in a child would release the locks of the parent."""
 
 
 class DamagedIndexError(SourceError):
@@ -397,7 +397,7 @@ class StoreIndex:
         self.read_only = read_only
         self._rebuild = rebuild
         self.write_error = ""
-        """Why it is open for reading alone where it should not be, such as a full disk; it is tried again each time."""
+        """Why the index is only open for reading, such as a full disk; the next transaction tries again."""
         self._damage_reason = ""
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -558,7 +558,7 @@ class StoreIndex:
             try:
                 return self._open_connection(block_tokens)
             except sqlite3.Error:
-                with suppress(OSError):  # of a full disk nothing is left that looks like a store
+                with suppress(OSError):  # after a full disk, nothing may look like a store
                     if not self.path.stat().st_size:
                         self.path.unlink()
                 raise
@@ -569,13 +569,13 @@ class StoreIndex:
         connection = self._connect_for_mode()
         try:
             connection.execute("PRAGMA trusted_schema = OFF")
-            connection.execute("PRAGMA synchronous = NORMAL")  # a cache need not outlive a power cut to the second
+            connection.execute("PRAGMA synchronous = NORMAL")  # a cache may lose its last second in a power failure
             if not self._is_read_only and connection.execute("PRAGMA application_id").fetchone() != (_APPLICATION_ID,):
-                # where the folder is a store the index was lost, and an empty one would lose all that is stored
+                # if the folder is a store, its index was lost: an empty one would lose all units
                 create_tables(connection, None if RecoveryFiles(self.folder).exists else block_tokens)
             self._check_schema(connection)
             if not self._is_read_only and connection.execute("PRAGMA journal_mode").fetchone() != ("wal",):
-                with suppress(sqlite3.Error):  # what `in_place` has left on a full disk
+                with suppress(sqlite3.Error):  # `write_in_place` on a full disk may have left another mode
                     connection.execute(_SET_WAL_MODE)
             self._stat = os.stat(self.path)
             self._damage_reason = ""
@@ -589,7 +589,7 @@ class StoreIndex:
         try:
             connection.execute(f"PRAGMA busy_timeout = {_IN_PLACE_TIMEOUT_MILLISECONDS}")
             connection.execute("PRAGMA trusted_schema = OFF")
-            connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # of others the index needs a file with their locks
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # other modes need a file for locks
             connection.execute("PRAGMA journal_mode = MEMORY").fetchone()
             self._check_schema(connection)
         except BaseException:
@@ -603,7 +603,7 @@ class StoreIndex:
         return self.read_only or bool(self.write_error)
 
     def _connect_for_mode(self) -> sqlite3.Connection:
-        if self.path.exists() and not self.path.is_file():  # SQLite would wait for somebody to write into a pipe
+        if self.path.exists() and not self.path.is_file():  # SQLite would block on a pipe
             raise SourceError(f"{self.path}: is not a regular file")
         uri = self.path.absolute().as_uri()
         if not self._is_read_only:
@@ -611,7 +611,7 @@ class StoreIndex:
         connection = self._connect_uri(f"{uri}?mode=ro")
         try:
             connection.execute("PRAGMA schema_version").fetchone()
-        except sqlite3.OperationalError:  # nobody writes, and nothing can be written beside it
+        except sqlite3.OperationalError:  # a read-only folder, without a writer
             connection.close()
             connection = self._connect_uri(f"{uri}?mode=ro&immutable=1")
         return connection
@@ -620,7 +620,7 @@ class StoreIndex:
         connection = sqlite3.connect(
             uri, timeout=BUSY_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False, uri=True
         )
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)  # a damaged length is refused unread
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)  # refuses a damaged length before reading
         return connection
 
     def _check_schema(self, connection: sqlite3.Connection) -> None:

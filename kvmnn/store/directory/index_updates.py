@@ -35,7 +35,7 @@ from .lookup import Lookup, find_stored_blocks
 _UNITS_PER_QUERY = 64
 _SELECT_LEAVES_SQL = "SELECT id, bytes FROM unit WHERE children = 0 AND pins = 0 ORDER BY used, id DESC"
 _LOST_UNIT = 0
-"""The unit of a pinned text whose end is not there: the pin holds again once the text is put."""
+"""The unit of a pin whose sequence is not completely stored; a put of the sequence renews the pin."""
 
 
 def ensure_namespace_id(cursor: ValidatingCursor, namespace: Namespace) -> int:
@@ -310,12 +310,12 @@ def list_evictable_leaves(cursor: ValidatingCursor, max_bytes: int) -> list[int]
 fcntl: Any
 try:
     import fcntl
-except ImportError:  # Windows: two processes that do this at once do it twice
+except ImportError:  # Windows: two processes may rebuild concurrently
     fcntl = None
 
 REBUILD_LOCK_FILE = "rebuild.lock"
 _UNIT_NUMBER_GAP = 1 << 16
-"""Numbers of units that are left out: a process that has not noticed yet may still use those that come next."""
+"""Unit numbers to skip: a process with the old index may still use the next ones."""
 
 
 class RebuildResult(NamedTuple):
@@ -416,19 +416,19 @@ def _fill_index(
             f"have other blocks: {explain_settings('it')}"
         )
     num_units = num_unusable = 0
-    for _, unit_id in sorted(starts):  # what others follow comes before them
+    for _, unit_id in sorted(starts):  # parents before followers
         if _insert_unit(cursor, unit_id, files, namespaces, block_tokens):
             num_units += 1
         else:
             num_unusable += 1
-    lookup = Lookup(cursor, lambda unit: _read_unit_ids(files, unit), lambda unit: False)
+    lookup = Lookup(cursor, files.read_header, lambda unit: False)
     for unit_id in states:
         if _insert_state(cursor, unit_id, files, lookup, namespaces, block_tokens):
             num_units += 1
         else:
             num_unusable += 1
     last_unit = max((*(unit_id for _, unit_id in starts), *states), default=0)
-    cursor.execute("UPDATE unit SET used = id")  # units that were put later were used later
+    cursor.execute("UPDATE unit SET used = id")  # the order of puts stands in for the order of uses
     cursor.execute("UPDATE state SET tick = ?", (last_unit,))
     cursor.execute("DELETE FROM sqlite_sequence WHERE name = 'unit'")
     cursor.execute("INSERT INTO sqlite_sequence VALUES ('unit', ?)", (last_unit + _UNIT_NUMBER_GAP,))
@@ -515,11 +515,3 @@ def _has_equal_tail(cursor: ValidatingCursor, new_unit: NewUnit, block_tokens: i
         (parent, tail_key),
     )
     return row is not None and row.sort_key.startswith(tail_key)
-
-
-def _read_unit_ids(files: UnitFiles, unit: int) -> Ids | None:
-    data = files.read_unit(unit)
-    try:
-        return None if data is None else parse_header(data).ids
-    except DamagedUnitError:
-        return None

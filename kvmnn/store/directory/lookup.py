@@ -8,6 +8,7 @@ from itertools import islice
 
 from ..backend import PrefixMatch, StateLocation, UnitSlice
 from ..namespace import Ids, TokenSequence, compute_block_keys, count_common_entries, count_common_ids, to_sort_key
+from ..unit import UnitHeader
 from .index import BlockRow, BranchParentRow, BranchUnitRow, Key, NumberRow, ValidatingCursor
 
 _KEYS_PER_QUERY = 256
@@ -21,14 +22,14 @@ class Lookup:
     ----------
     cursor
         Cursor of the transaction.
-    read_ids
-        Reads the token ids of a unit from its file; returns None if the file is unreadable.
+    read_header
+        Reads the header of a unit from its file; returns None if the file is missing or damaged.
     is_damaged
         Returns whether a unit is known to be damaged.
     """
 
     cursor: ValidatingCursor
-    read_ids: Callable[[int], Ids | None]
+    read_header: Callable[[int], UnitHeader | None]
     is_damaged: Callable[[int], bool]
 
     def find_prefix(self, sequence: TokenSequence) -> PrefixMatch:
@@ -119,9 +120,9 @@ class Lookup:
         for unit, skip, take in slices[-1:]:
             tokens = self.cursor.fetch_row(NumberRow, "SELECT tokens FROM unit WHERE id = ?", (unit,))
             if tokens is not None and tokens.value > skip + take:
-                ids = self.read_ids(unit)
-                if ids is not None:
-                    yield UnitSlice(unit, skip + take, count_common_entries(ids[skip + take :], next_ids))
+                header = self.read_header(unit)
+                if header is not None:
+                    yield UnitSlice(unit, skip + take, count_common_entries(header.ids[skip + take :], next_ids))
 
     def _iter_branches(self, parent: bytes, next_ids: Ids, block_tokens: int) -> Iterator[UnitSlice]:
         """Yield, of the units that follow a block, the two next to the sequence in sort order: one of them matches

@@ -348,7 +348,7 @@ class DirectoryBackend(DirectoryBackendBase):
             ):
                 unit = row.value or 0  # `unit` is a state unit: a prefix with state is pinned by it
                 row = cursor.fetch_row(OptionalNumberRow, "SELECT parent FROM unit WHERE id = ?", (unit,))
-            header = self.read_header(unit)
+            header = self.files.read_header(unit)
             if header is None or row is None or not header.start < end_token <= header.start + header.ids.size:
                 return None
             parts.insert(0, header.ids[: end_token - header.start])

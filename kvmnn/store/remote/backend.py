@@ -175,10 +175,13 @@ class RemoteBackendBase:
         self.notes: list[str] = []
         self._requested_settings, self._new_settings = (block_tokens, codec), new_settings
         self._cached_settings: StoreSettings | None = None
-        self.tables = TableSetCache(self._read_tables, lambda: key_values.list_names(TABLES_FOLDER))
+        self.tables = TableSetCache(
+            lambda name: key_values.get_many([f"{TABLES_FOLDER}/{name}"])[0],
+            lambda: key_values.list_names(TABLES_FOLDER),
+        )
         self._namespaces: dict[str, Namespace] = {}
         self._namespace_numbers: dict[str, int] = {}
-        """Of spaces, in the order of their first puts."""
+        """Places of the namespaces in the order of first puts."""
         self._memory_cache = MemoryCache(ram_bytes)
         self._record_names: dict[int, str] = {}
         self._damaged_units: set[int] = set()
@@ -193,7 +196,7 @@ class RemoteBackendBase:
         try:
             self._cached_settings = self._load_settings()
         except BackendUnavailableError:
-            self._cached_settings = None  # asked for again when it is needed
+            self._cached_settings = None  # read when it is needed
 
     @property
     def block_tokens(self) -> int:
@@ -216,7 +219,7 @@ class RemoteBackendBase:
         for name, document in zip(
             new_names, self.key_values.get_many([f"spaces/{name}" for name in new_names]), strict=True
         ):
-            with suppress(KvmnnError):  # a damaged one is a miss: whoever puts next writes it again
+            with suppress(KvmnnError):  # a damaged one is a miss; the next put writes it again
                 document_text = (document or b"").decode("utf-8", "replace")
                 namespace = parse_namespace(document_text, self.label)
                 if namespace.key.hex() == name:
@@ -252,7 +255,7 @@ class RemoteBackendBase:
             missing_units = self._find_missing([unit_slice.unit for unit_slice in prefix_match.slices])
             if not missing_units:
                 return prefix_match
-            self._damaged_units.update(missing_units)  # the engine has evicted them: their records would be in the way
+            self._damaged_units.update(missing_units)  # evicted by the engine: their records would block a put
             if not self.read_only:
                 self.key_values.delete(
                     [self._record_names[unit] for unit in missing_units if unit in self._record_names]
@@ -410,7 +413,7 @@ class RemoteBackendBase:
             make_unit_name(unit_id): data,
         }
         if self.key_values.put_if_absent(dependencies, {name: record.to_bytes()}):
-            self.key_values.put_many({name: record.to_bytes()})  # the one that is there may be damaged
+            self.key_values.put_many({name: record.to_bytes()})  # the stored record may be damaged
         self._damaged_units.discard(unit_id)
         self._memory_cache.put(unit_id, data)
         self._restore_pins(sequence)
@@ -551,7 +554,7 @@ class RemoteBackendBase:
         if self.read_only or not (self.key_values.has_cheap_use_counts or self._max_bytes is not None):
             return
         with self._lock:
-            for unit in units:  # in the order of their last uses
+            for unit in units:  # in order of last use
                 self._touched_units.pop(unit, None)
                 self._touched_units[unit] = None
             if not self._touched_units or not (
@@ -633,9 +636,6 @@ class RemoteBackendBase:
         example = encode_settings(StoreSettings(64, "dense")).decode().strip()
         raise ManifestError(f"{error}; write what the store was made with there, such as {example}") from None
 
-    def _read_tables(self, name: str) -> bytes | None:
-        return self.key_values.get_many([f"{TABLES_FOLDER}/{name}"])[0]
-
     def _iter_branches(self, sequence: TokenSequence, num_blocks: int, next_ids: Ids) -> Iterator[UnitSlice]:
         """Yield what follows the last whole block, as far as it matches."""
         folder, name = make_record_name(sequence.get_parent_key(num_blocks), next_ids).split("/")
@@ -649,7 +649,7 @@ class RemoteBackendBase:
         best_names = (
             [stored_name for stored_name in names if num_equal_by_name[stored_name] == max_equal] if max_equal else []
         )
-        if max_equal < num_named or num_named == next_ids.size:  # each of them agrees as far
+        if max_equal < num_named or num_named == next_ids.size:  # all of them match equally far
             best_names = best_names[:_MAX_EQUAL_RECORDS_READ]
         paths = [f"{folder}/{stored_name}" for stored_name in best_names]
         for data, path in zip(self.key_values.get_many(paths), paths, strict=True):

@@ -28,11 +28,10 @@ T = TypeVar("T")
 
 _DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT)
 RETRY_PAUSES_SECONDS = (0.05, 0.2)
-"""Seconds before each further try."""
+"""Pause before each retry."""
 MIN_REST_SECONDS, MAX_REST_SECONDS = 1.0, 60.0
-"""After an outage nothing is tried for so long, so that callers do not wait for every time-out: after time-outs, one
-behind the other, for twice as long each time, up to the second.
-"""
+"""How long calls fail immediately after an outage, so that callers do not wait for every time-out; consecutive
+time-outs double it up to the maximum."""
 
 
 class BackendUnavailableError(KvmnnError):
@@ -46,7 +45,7 @@ class KeyValueStore(Protocol):
     """
 
     has_cheap_use_counts: bool
-    """Whether a small value more for each use costs next to nothing."""
+    """Whether writing a small value for each use is cheap."""
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:
@@ -184,15 +183,15 @@ class CircuitBreaker:
                 return result
             except KvmnnError:
                 raise
-            except self._key_values.refusals as error:  # a server that is full still reads
+            except self._key_values.refusals as error:  # a full server still reads: no outage
                 raise BackendUnavailableError(f"{self.label}: refuses: {_format_error(error)}") from None
-            except Exception as error:  # clients have no common class for what an outage makes of them
-                if isinstance(error, OSError) and error.errno in _DISK_FULL_CODES:  # what is there can still be read
+            except Exception as error:  # clients have no common base class for the errors of an outage
+                if isinstance(error, OSError) and error.errno in _DISK_FULL_CODES:  # reads still work
                     raise BackendUnavailableError(f"{self.label}: cannot be written: {error.strerror}") from None
                 failure = "refuses" if isinstance(error, PermissionError | FileNotFoundError) else "does not answer"
                 last_problem = f"{failure}: {_format_error(error)}"
                 timed_out = "timeout" in type(error).__name__.lower()
-                if timed_out:  # who has waited that long does not wait again
+                if timed_out:  # a retry would double the wait
                     break
                 if pause is not None:
                     time.sleep(pause)
@@ -212,7 +211,7 @@ def _format_error(error: Exception) -> str:
 _LOCAL_PROTOCOLS = {"file", "local"}
 _STAGED_REGEX = re.compile(r"\.[0-9a-f]{8}\.tmp$")
 _SETTLED_SECONDS = 3600
-"""After so long the process that has stored a value is taken to have ended, or to have stored what refers to it."""
+"""Age at which the writer of a value has ended, or has written what refers to it."""
 
 
 class ObjectStoreValues:
@@ -238,7 +237,7 @@ class ObjectStoreValues:
         self._is_local = bool(_LOCAL_PROTOCOLS & {protocols, *(protocols if isinstance(protocols, tuple) else ())})
         self._timeout = timeout
         self._pool: tuple[int, ThreadPoolExecutor] = 0, ThreadPoolExecutor()
-        """The process that made the threads, and these: a child of it has none of them."""
+        """Process id and threads: a forked child has none of them."""
 
     def get_many(self, names: Sequence[str]) -> list[bytes | None]:
         paths = [self._path(name) for name in names]
@@ -402,7 +401,7 @@ def _check_value(result: object) -> bytes | None:
 
 REDIS_PREFIX = "kvmnn:"
 ORDER_PREFIX = "order:"
-"""Of the sorted set that has the names in a folder of records."""
+"""Prefix of the sorted set with the names in a folder of records."""
 UNITS_FOLDER = "units"
 _KEYS_PER_REQUEST = 256
 
@@ -489,7 +488,7 @@ class RedisStoreValues:
             except self.refusals as error:
                 if "maxmemory" not in str(error):
                     raise
-                self.delete(names)  # it refuses whatever is in a transaction
+                self.delete(names)  # a full server refuses transactions
         return True
 
     def list_names(self, folder: str) -> list[str]:
@@ -514,7 +513,7 @@ class RedisStoreValues:
             if (num_ordered or 0) >= (num_stored or 0):
                 return [_decode_key(name_bytes) for name_bytes in (*(lower_names or ())[::-1], *(upper_names or ()))]
             if num_ordered is None:
-                self._client.delete(key)  # is no order: only names of records are in it, and these follow
+                self._client.delete(key)  # another type: only contains names of records, which are added below
             names = self._list_fields([folder])[0]
             if not names:
                 return []

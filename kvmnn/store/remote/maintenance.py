@@ -220,7 +220,12 @@ class RemoteBackend(RemoteBackendBase):
             lost=len(lost_records),
             beside=(
                 *self._list_damaged_sessions(),
-                *map(_format_wrong_type, self.key_values.list_foreign()),
+                # nothing in such a key is readable: without a note, a store that lost sequences by it would seem intact
+                *(
+                    f"kvmnn:{name} is of another type than a store writes, and nothing of it is read: delete the key, "
+                    "put again"
+                    for name in self.key_values.list_foreign()
+                ),
             ),
             anew=tuple(self.notes),
         )
@@ -373,11 +378,6 @@ def _compute_session_checksum(name: str, namespace: Namespace, ids: Ids) -> str:
 def _make_session_key(name: str) -> str:
     validate_session_name(name)
     return f"{_SESSIONS_FOLDER}/{name.encode().hex()}"
-
-
-def _format_wrong_type(name: str) -> str:
-    """Report a key that is unreadable: the store may have lost sequences by it."""
-    return f"kvmnn:{name} is of another type than a store writes, and nothing of it is read: delete the key, put again"
 
 
 def _verify_state_record(data: Bytes | None, record: StateRecord, namespace: Namespace) -> None:

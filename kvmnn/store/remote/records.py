@@ -24,9 +24,9 @@ RECORD_MAGIC = b"KVMNNPB1"
 STATE_RECORD_MAGIC = b"KVMNNPB2"
 RECORDS_FOLDER_PREFIX = "after-"
 STATES_FOLDER_PREFIX = "states-"
-"""Begin of the folders of records of windows and state, one for each space."""
+"""Prefix of the folders of state records, one for each namespace."""
 MAX_IDS_IN_NAME = 32
-"""Ids that the name of a record has: file systems allow for no more."""
+"""File systems limit the length of a name."""
 _RECORD_STRUCT = struct.Struct(f"<8s{KEY_BYTES}s{KEY_BYTES}s{KEY_BYTES}sQII")
 _CHECKSUM_STRUCT = struct.Struct("<Q")
 _USE_STRUCT = struct.Struct("<Q")
@@ -174,12 +174,8 @@ def make_record_name(parent: bytes, first_ids: Ids) -> str:
     Names sort as the first ids do, of which they contain `count_ids_in_name`.
     """
     key = hashlib.blake2b(parent + first_ids.tobytes(), digest_size=KEY_BYTES).hexdigest()
-    return f"{make_records_folder(parent)}/{make_name_prefix(first_ids)}-{key}"
-
-
-def make_name_prefix(first_ids: Ids) -> str:
-    """With what the name of a record begins, in its folder."""
-    return to_sort_key(first_ids[: count_ids_in_name(first_ids)]).hex()
+    sort_key = to_sort_key(first_ids[: count_ids_in_name(first_ids)])
+    return f"{make_records_folder(parent)}/{sort_key.hex()}-{key}"
 
 
 def count_ids_in_name(first_ids: Ids) -> int:

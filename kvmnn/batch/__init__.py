@@ -1,4 +1,4 @@
-"""The same work on many files: by processes, by any executor, by a cluster; kept, so that it can be resumed."""
+"""One kind of work on many files, by processes, any executor or a Dask cluster, with a journal to resume from."""
 
 from .discovery import DiscoveryResult, InputKinds, InputPath, find_inputs
 from .executors import ProcessExecutor, connect_dask

@@ -16,18 +16,18 @@ from ..errors import OptionError, SourceError
 
 @dataclass(frozen=True)
 class InputKinds:
-    """What a kind of work takes.
+    """Kinds of inputs that a work accepts.
 
     Parameters
     ----------
     arrays
-        Files of arrays and caches of engines; folders that are a dump, a prefix cache, live cache files or vLLM's.
+        Files of arrays and caches of engines; folders that are a dump, a prefix cache, live cache files or of vLLM.
     frames
-        Frames, and folders of them with their manifest.
+        Frames, and folders of frames with their manifest.
     weights
         Weight files of KV compressors.
     match
-        Instead of all these: files whose names match this pattern (``*``, ``?``, ``[abc]``), whatever they hold.
+        Accept files whose names match this pattern (``*``, ``?``, ``[abc]``) instead, whatever they contain.
     """
 
     arrays: bool = False
@@ -36,7 +36,7 @@ class InputKinds:
     match: str | None = None
 
     def accepts_file(self, path: str) -> bool:
-        """Whether a file counts."""
+        """Return whether a file is an input."""
         if self.match is not None:
             return fnmatchcase(os.path.basename(path), self.match)
         from .recognition import accepts_file
@@ -44,7 +44,7 @@ class InputKinds:
         return accepts_file(path, arrays=self.arrays, frames=self.frames, weights=self.weights)
 
     def accepts_folder(self, path: str, names: Iterable[str]) -> bool | None:
-        """Whether a folder with these names in it counts as one; None where what is in it does, each by itself."""
+        """Return whether a folder with these names is one input; None if its entries are inputs of their own."""
         if self.match is not None:
             return None
         from .recognition import accepts_folder
@@ -53,14 +53,14 @@ class InputKinds:
 
 
 class InputPath(NamedTuple):
-    """A file or folder that counts.
+    """A file or folder that is an input.
 
     Parameters
     ----------
     path
-        As it is reached from what was named.
+        Path of the input, starting with a root.
     name
-        The same below what was named; of what was named itself, the last part of its name.
+        Path relative to the root; the last part of its name for a root itself.
     """
 
     path: str
@@ -69,14 +69,14 @@ class InputPath(NamedTuple):
 
 @dataclass
 class DiscoveryResult:
-    """What `find_inputs` found.
+    """Result of `find_inputs`.
 
     Parameters
     ----------
     inputs
-        What counts, in order.
+        The inputs, in order.
     num_ignored, first_ignored
-        How many other files there are that are not hidden, and the first of them.
+        Number of other files that are not hidden, and the first of them.
     num_links
         Links to folders, which are not followed.
     """
@@ -87,7 +87,7 @@ class DiscoveryResult:
     num_links: int = 0
 
     def describe_ignored(self, work_name: str) -> Iterator[str]:
-        """What was left out, a line each; `work_name` names the work."""
+        """Yield a line for each kind of ignored files; `work_name` names the work."""
         if self.num_ignored:
             ignored_text = pluralize(self.num_ignored, "file") + (
                 " or folder" if self.num_ignored == 1 else " or folders"
@@ -100,34 +100,37 @@ class DiscoveryResult:
             yield f"{pluralize(self.num_links, 'link')} to folders not followed"
 
     def add_ignored(self, path: str) -> None:
-        """Count what is left out."""
+        """Count an ignored file."""
         self.num_ignored += 1
         self.first_ignored = self.first_ignored or path
 
 
 def find_inputs(roots: Sequence[str], kinds: InputKinds, exclude: Iterable[str] = ()) -> DiscoveryResult:
-    """What counts of `roots` and below them.
+    """Find the inputs among `roots` and below them.
 
-    A file in `roots` counts whatever it is. Below a folder count the files and folders that `kinds` takes: not hidden
-    ones (their names begin with a dot), and nothing behind a link to a folder; a link to a file is that file. Names of
-    a folder are in the order of their bytes, and files stand where folders of that name would. A folder that cannot be
-    listed counts, so that reading it says why.
+    A file in `roots` is always an input. Below a folder, inputs are the files and folders that `kinds` accepts, except
+    hidden ones and those below a link to a folder; a link to a file is an input. Names are sorted by their bytes, files
+    among folders. A folder that cannot be listed is an input, so that reading it reports the error.
 
     Parameters
     ----------
+    roots
+        Files and folders.
+    kinds
+        What is an input.
     exclude
-        Files or folders that do not count: outputs.
+        Files or folders to skip: outputs.
 
     Raises
     ------
     SourceError
-        For a root that is not there.
+        If a root does not exist.
     OptionError
-        For a root that is given twice, or lies in another one.
+        If a root is specified twice, or lies in another one.
     """
     _check_disjoint(roots)
     excluded = {os.path.realpath(path) for path in exclude}
-    # In a context of its own: what is looked at here is not what is read, and may change before it is.
+    # In a separate context: files examined here may change before they are read.
     return contextvars.Context().run(_find_inputs, roots, kinds, excluded)
 
 
@@ -153,7 +156,7 @@ def _find_inputs(roots: Sequence[str], kinds: InputKinds, excluded: set[str]) ->
 def _list_folder(
     folder: InputPath, base: str, kinds: InputKinds, excluded: set[str], result: DiscoveryResult
 ) -> list[tuple[InputPath, bool]]:
-    """What counts in a folder, and folders to look into; a folder that counts as one, or not at all, has none."""
+    """Return the inputs in a folder, and the folders to search; none if the folder itself is an input or ignored."""
     folder_input = InputPath(folder.path, folder.name or base)
     try:
         with os.scandir(folder.path) as scandir_entries:
@@ -179,13 +182,13 @@ def _list_folder(
             children.append((child, kind == "folder"))
         elif kind == "link":
             result.num_links += 1
-        elif not (entry.name.endswith(".json") and entry.name.removesuffix(".json") in names):  # said of that file
+        elif not (entry.name.endswith(".json") and entry.name.removesuffix(".json") in names):  # a sidecar of that file
             result.add_ignored(child.path)
     return children
 
 
 def _classify_entry(entry: os.DirEntry[str]) -> str:
-    """``"file"`` (a link to nothing included), ``"folder"``, ``"link"`` to a folder, or ``"other"``."""
+    """Return ``"file"`` (also for a dangling link), ``"folder"``, ``"link"`` to a folder, or ``"other"``."""
     try:
         if entry.is_symlink():
             mode = entry.stat().st_mode

@@ -23,15 +23,15 @@ from ..errors import KvmnnError, SourceError
 ResultT = TypeVar("ResultT")
 
 MAX_EXIT_SECONDS = 30.0
-"""For removing temporary files, once a write that waits for the disk is over; then a process is ended where it is."""
+"""Time for a process to finish a write and remove temporary files before it is killed."""
 
 _PROCESS_NAME = "kvmnn-many"
 _UNGUARDED_EXIT_CODE = 76
-"""Exit code of a process that would start others while it imports the script that made it."""
+"""Exit code of a process that would start others while it imports the main script."""
 
 
 class _NamedProcess(SpawnProcess):
-    """A process that can be told by its name before it has imported anything."""
+    """A process that is recognisable by its name before it has imported anything."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -43,15 +43,15 @@ class _NamedSpawnContext(SpawnContext):
 
 
 class ProcessExecutor(ProcessPoolExecutor):
-    """A `ProcessPoolExecutor` of new processes (``spawn``), which SIGINT does not reach.
+    """A `ProcessPoolExecutor` of spawned processes that ignore SIGINT.
 
-    They end when `shutdown` is told to cancel futures, when they get SIGTERM or SIGHUP, and when the process that made
-    them is gone, however it went; what they are at is unwound first, so that temporary files are removed.
+    They end when `shutdown` cancels futures, on SIGTERM or SIGHUP, and when their parent has ended for any reason. A
+    running task is unwound first, so that its temporary files are removed.
 
     Parameters
     ----------
     jobs
-        How many.
+        Number of processes.
     """
 
     def __init__(self, jobs: int) -> None:
@@ -65,22 +65,22 @@ class ProcessExecutor(ProcessPoolExecutor):
         super().__init__(jobs, mp_context=context, initializer=_initialize_worker, initargs=(self._reader,))
 
     def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
-        """As `ProcessPoolExecutor` has it."""
+        """Submit a task, as `ProcessPoolExecutor`."""
         if self._executor_manager_thread is not None and len(self._processes or ()) == self._jobs:
-            return super().submit(_run_interruptibly, fn, *args, **kwargs)  # which starts nothing any more
+            return super().submit(_run_interruptibly, fn, *args, **kwargs)  # starts no process any more
         with _block_sigint():
             future = super().submit(_run_interruptibly, fn, *args, **kwargs)
         self._all_processes.update((self._processes or {}).values())
         return future
 
     def is_unguarded(self) -> bool:
-        """Whether a process ended because the script that made it starts processes whenever it is imported."""
+        """Return whether a process ended because the main script starts processes when it is imported."""
         return any(process.exitcode == _UNGUARDED_EXIT_CODE for process in self._all_processes)
 
     def break_if_stuck(self) -> None:
-        """Break where one was killed while it handed over a result: all would wait for the rest of that for ever.
+        """Kill all processes if one died while it sent a result: the pool would wait for the rest of it forever.
 
-        To be called when nothing was finished for some seconds; twice, before anything is done.
+        Call it when no task has ended for some seconds; it acts on the second call.
         """
         processes = list((self._processes or {}).values())
         dead_pids = {process.pid for process in processes if connection.wait([process.sentinel], 0)}
@@ -89,13 +89,13 @@ class ProcessExecutor(ProcessPoolExecutor):
             return
         for process in processes:
             process.kill()
-        self._result_queue._writer.close()  # type: ignore[attr-defined]  # the last end that is open
+        self._result_queue._writer.close()  # type: ignore[attr-defined]  # the last open end
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As `ProcessPoolExecutor` has it, and with `cancel_futures` what runs is ended as well.
+        """Shut down, as `ProcessPoolExecutor`; with `cancel_futures`, running tasks are ended as well.
 
-        Where nothing runs, processes are not asked to end but made to: one that was killed while it waited keeps
-        the lock with which the others would hear of it.
+        If nothing runs, the processes are ended through their pipe: one that was killed while it waited may hold the
+        lock that the others need to be told.
         """
         if cancel_futures or not self._pending_work_items:
             self._writer.close()
@@ -106,14 +106,14 @@ class ProcessExecutor(ProcessPoolExecutor):
 
 
 def _exit_if_unguarded() -> None:
-    """End a new process that is still importing the script: its parent says why, once for all of them."""
+    """End a new process that is still importing the main script; its parent reports it once."""
     process = multiprocessing.current_process()
     if process.name.startswith(_PROCESS_NAME) and getattr(process, "_inheriting", False):
         os._exit(_UNGUARDED_EXIT_CODE)
 
 
 def _start_resource_tracker() -> None:
-    """Start multiprocessing's own process where it is not there yet, such that SIGHUP does not end it before us."""
+    """Start the resource tracker of multiprocessing, if needed, so that SIGHUP does not end it before us."""
     sighup = getattr(signal, "SIGHUP", None)
     if sighup is None or threading.current_thread() is not threading.main_thread():
         resource_tracker.ensure_running()
@@ -127,12 +127,12 @@ def _start_resource_tracker() -> None:
 
 @contextmanager
 def _block_sigint() -> Iterator[None]:
-    """Processes that are started meanwhile never see SIGINT, which a terminal sends to them, too."""
+    """Start processes in the block without SIGINT, which a terminal sends to them as well."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    _start_resource_tracker()  # which would end the blocking if it were started meanwhile
-    pending: list[int] = []  # another thread may get them, and what starts a process must not be left half-way
+    _start_resource_tracker()  # starting it later would unblock SIGINT
+    pending: list[int] = []  # signals that arrive meanwhile: starting a process must not be interrupted
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *_EXIT_SIGNALS)}
@@ -151,7 +151,7 @@ def _block_sigint() -> Iterator[None]:
 
 
 class _ExitRequestedError(BaseException):
-    """The process is to end; raised so that temporary files are removed."""
+    """The process must end; raised so that temporary files are removed."""
 
 
 _EXIT_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -159,12 +159,12 @@ _is_working = _is_exiting = False
 
 
 def _initialize_worker(reader: Connection) -> None:
-    """What a new process does first."""
+    """Set up a new process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in _EXIT_SIGNALS:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _handle_exit_signal)
-    os.dup2(2, 1)  # what libraries print must not come between the lines
+    os.dup2(2, 1)  # output of libraries must not mix with the results
     threading.Thread(target=_watch_parent, args=(reader,), daemon=True).start()
 
 
@@ -172,13 +172,13 @@ def _handle_exit_signal(number: int, frame: object) -> None:
     global _is_exiting
     if not _is_working:
         os._exit(128 + number)
-    if not _is_exiting:  # what is being removed is removed to the end
+    if not _is_exiting:  # the removal of temporary files is not interrupted
         _is_exiting = True
         raise _ExitRequestedError
 
 
 def _watch_parent(reader: Connection) -> None:
-    """Wait for the other end to be closed, by its owner or by its end."""
+    """Wait until the parent closes its end of the pipe, or ends; then end this process."""
     with suppress(EOFError, OSError):
         reader.recv_bytes()
     with suppress(OSError):
@@ -206,51 +206,56 @@ _MIN_RUNNING_TASKS = 8
 
 @contextmanager
 def connect_dask(address: str) -> Iterator[tuple[Executor, Callable[[], int]]]:
-    """The executor of a cluster, and how many tasks it should have at a time: twice as many as it has threads now.
+    """Connect to a Dask cluster.
 
     Parameters
     ----------
     address
-        Of the scheduler, e.g. ``tcp://10.0.0.1:8786``.
+        Address of the scheduler, e.g. ``tcp://10.0.0.1:8786``.
+
+    Yields
+    ------
+    Its executor, and a function that returns how many tasks to run at a time: twice the number of its threads.
 
     Raises
     ------
     MissingDependencyError
-        Without the package ``distributed``.
+        If the package ``distributed`` is not installed.
     SourceError
-        Where no scheduler answers.
+        If no scheduler answers.
     """
     distributed = import_optional("distributed")
     with _silence_logs():
-        client = distributed.Client.__new__(distributed.Client)  # by hand: one that fails must be at hand
+        # without the constructor, as a client that fails to connect must be closed by hand
+        client = distributed.Client.__new__(distributed.Client)
         try:
             client.__init__(address, timeout=CONNECT_TIMEOUT_SECONDS, set_as_default=False)
         except (OSError, ValueError, ImportError) as exc:
-            client.status = "closed"  # or it would wait for its scheduler when it is collected, and fail aloud
+            client.status = "closed"  # else its finaliser would wait for the scheduler, and log errors
             raise SourceError(f"{address}: no Dask scheduler answers there: {exc}") from None
         executor = DaskExecutor(client)
         try:
             yield executor, executor.get_max_running
         finally:
-            with suppress(Exception):  # it may be gone
+            with suppress(Exception):  # the cluster may be gone
                 client.close(timeout=CONNECT_TIMEOUT_SECONDS)
 
 
 class DaskExecutor(Executor):
-    """Dask's own executor, but for a cluster that is gone: Dask would wait for ever for what it is given then."""
+    """Executor of Dask that raises an error if the cluster is gone; that of Dask would wait forever."""
 
     def __init__(self, client: Any) -> None:
         self._client, self._executor = client, client.get_executor(pure=False)
         self._max_running, self._counted_at = _MIN_RUNNING_TASKS, float("-inf")
 
     def submit(self, fn: Callable[..., ResultT], /, *args: Any, **kwargs: Any) -> Future[ResultT]:
-        """Run it once, somewhere."""
+        """Submit a task that runs once, on any worker."""
         self.check_connection()
         future: Future[ResultT] = self._executor.submit(fn, *args, **kwargs)
         return future
 
     def get_max_running(self) -> int:
-        """Workers come and go, so their threads are counted again every few seconds."""
+        """Return how many tasks to run at a time; threads are counted every few seconds, as workers come and go."""
         if time.monotonic() - self._counted_at >= _RECOUNT_INTERVAL_SECONDS:
             self.check_connection()
             with suppress(Exception):
@@ -259,14 +264,14 @@ class DaskExecutor(Executor):
         return self._max_running
 
     def check_connection(self) -> None:
-        """`KvmnnError` where the scheduler is gone: what it was given never ends then."""
+        """Raise `KvmnnError` if the scheduler is gone."""
         if self._client.status not in ("running", "connecting"):
             raise KvmnnError(f"the Dask scheduler is gone ({self._client.status}); what is finished can be resumed")
 
 
 @contextmanager
 def _silence_logs() -> Iterator[None]:
-    """Dask's log says nothing: what is wrong is said once, by the run."""
+    """Silence the log of Dask: the run reports errors itself."""
     names = [name for name in logging.root.manager.loggerDict if name.partition(".")[0] in ("distributed", "tornado")]
     levels = {name: logging.getLogger(name).level for name in ("distributed", *names)}
     try:

@@ -1,4 +1,4 @@
-"""Of which kind files and folders are: arrays and caches of all formats, frames, weights."""
+"""Recognition of the kind of a file or folder: arrays and caches of all formats, frames, weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..formats.zarr import find_orphaned_arrays
 from ..formats.zarr import is_zarr_store as is_zarr
 
 _ARRAY_SUFFIXES = (*ARRAY_FORMATS, ".session")
-"""Suffixes of arrays: these count whatever they hold, so that a damaged file is told of."""
+"""Suffixes of arrays: inputs whatever they contain, so that a damaged file is reported."""
 
 _TORCH_SUFFIX = ".pt"
 
@@ -29,7 +29,7 @@ _LAYER_FOLDER_REGEX = re.compile(r"layer_[0-9]+")
 
 
 def accepts_file(path: str, *, arrays: bool, frames: bool, weights: bool) -> bool:
-    """Whether a file counts, for a work that takes these kinds (`InputKinds`)."""
+    """Return whether a file is an input for these kinds (`InputKinds`)."""
     suffix = PurePath(path).suffix.lower()
     if suffix == manifest.FRAME_SUFFIX or (
         suffix not in _ARRAY_SUFFIXES and os.path.exists(path + manifest.SIDECAR_SUFFIX)
@@ -44,10 +44,10 @@ def accepts_file(path: str, *, arrays: bool, frames: bool, weights: bool) -> boo
 
 
 def accepts_folder(path: str, names: set[str], *, arrays: bool, frames: bool) -> bool | None:
-    """Whether a folder with these names in it counts as one; None where what is in it does, each by itself."""
+    """Return whether a folder with these names is one input; None if its entries are inputs of their own."""
     if manifest.MANIFEST_NAME in names or _is_bundle_without_manifest(path, names):
         return frames
-    if is_zarr(path) or find_orphaned_arrays(path):  # the latter so that what it lacks is told of
+    if is_zarr(path) or find_orphaned_arrays(path):  # the latter is reported as incomplete
         return arrays or frames
     if _is_cache_folder(path, names):
         return arrays
@@ -55,16 +55,14 @@ def accepts_folder(path: str, names: set[str], *, arrays: bool, frames: bool) ->
 
 
 def _is_cache_file(path: str, suffix: str) -> bool:
-    """Whether a file is a cache by what it holds, or might be one: torch's that cannot be read, and what only has the
-    name of such a file; not what torch wrote of something else.
-    """
+    """Return whether a file is a cache by its contents, or a damaged one; not any other file of torch."""
     if find_engine_format(path) is not None or parse_page_name(path) is not None:
         return True
     return saved.describe_damage(path) is not None or (suffix == _TORCH_SUFFIX and not saved.is_torch_file(path))
 
 
 def _is_bundle_without_manifest(path: str, names: set[str]) -> bool:
-    """Whether a folder was a bundle by its name: it counts as one, so that what it lacks is told of."""
+    """Return whether a folder was a bundle by its name: as an input it is reported as incomplete."""
     frames = [name for name in names if name.endswith(manifest.FRAME_SUFFIX)]
     return path.rstrip("/" + os.sep).endswith(".frames") and any(
         name + manifest.SIDECAR_SUFFIX not in names for name in frames

@@ -1,4 +1,4 @@
-"""One work on many files, by any executor: results in order, as they come, each exactly once."""
+"""Run one kind of work on many files with any executor: results arrive in order, each exactly once."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .journal import TaskJournal, compute_stamp
 from .tasks import Task, TaskFunction, TaskResult, make_failed_result, run_task
 
 MAX_PENDING_TASKS = 1024
-"""Tasks that may be begun before the first of them is released."""
+"""Tasks that may be started before the result of the first of them is yielded."""
 
 MAX_PENDING_LINE_BYTES = 64 << 20
-"""Of lines that wait for one before them; above it nothing is begun."""
+"""Limit on the bytes of results that wait for an earlier one; above it no task is started."""
 
 STALL_CHECK_SECONDS = 5.0
-"""Without a result, after which processes are asked whether they are stuck."""
+"""Time without a result after which the processes are checked."""
 _MAX_PROBES = 3
-"""How often an executor that lost a task is asked whether it does anything."""
+"""How often an executor that lost a task is probed with an empty one."""
 
 ExecutorOrFactory = Executor | Callable[[], Executor]
 
@@ -38,44 +38,42 @@ def run_tasks(
     max_running: int | Callable[[], int] | None = None,
     journal: TaskJournal | None = None,
 ) -> Generator[TaskResult, None, None]:
-    """Do a work on many files.
+    """Run a work on many files.
 
-    A task that fails is a `TaskResult` with its error, and the others go on. One whose process ends (killed, out of
-    memory) is done once more, and has failed if that ends as well.
+    A task that fails yields a `TaskResult` with its error, and the others continue. A task whose process dies (killed,
+    out of memory) is run once more, and fails if that process dies as well.
 
     Parameters
     ----------
     tasks
-        What to work on; a path is a task without output. All are held: 70 MB for a hundred thousand.
+        Inputs; a path is a task without output. All are held in memory: 70 MB for 100,000.
     work
-        What is done with each.
+        Function that is called with each task.
     executor
-        Anything of `concurrent.futures`: threads, processes, Dask's ``client.get_executor(pure=False)``, MPI's. It is
-        not shut down. Or a function that makes one, which is shut down, and replaced where its processes break it (as
-        one that is killed breaks a `ProcessPoolExecutor`). None: `ProcessExecutor`, one for each processor.
+        Any executor of `concurrent.futures`: threads, processes, ``client.get_executor(pure=False)`` of Dask, MPI. It
+        is not shut down. Or a function that creates one, which is shut down, and replaced if a dead process breaks it.
+        None for a `ProcessExecutor` with a process for each processor.
     max_running
-        How many tasks the executor has at a time, or a function that is asked again and again. The default keeps twice
-        as many as the executor has workers, where it says so, and twice as many as there are processors elsewhere.
+        How many tasks the executor has at a time, or a function that is called repeatedly for it. The default is twice
+        the number of its workers, if it reports that, else twice the number of processors.
     journal
-        Where tasks are noted down as soon as they are finished, and from which those are taken that are there.
+        Journal that records each task when it ends, and provides the results of recorded ones.
 
     Yields
     ------
-    Done
-        One for each task, in the order of `tasks`. What waits for its turn is bounded (`MAX_PENDING_TASKS`,
+    TaskResult
+        One for each task, in the order of `tasks`. The number of waiting results is bounded (`MAX_PENDING_TASKS`,
         `MAX_PENDING_LINE_BYTES`).
 
     Raises
     ------
     OptionError
-        Before anything is begun: two tasks have the same path or output, or an output lies in another one.
+        If two tasks have the same path or output, or an output lies in another one; nothing is started then.
     KvmnnError
-        Where the executor does nothing any more.
+        If the executor does not run tasks any more.
 
-    Notes
-    -----
-    When the iterator is closed before its end, or an exception such as `KeyboardInterrupt` leaves it, tasks that wait
-    are cancelled, and an executor that was made here is shut down with ``cancel_futures``.
+    Notes ----- If the iterator is closed early, or an exception such as `KeyboardInterrupt` leaves it, waiting tasks
+    are cancelled, and an executor that was created here is shut down with ``cancel_futures``.
     """
     from .._util.parallel import cpu_count
 
@@ -89,10 +87,10 @@ def run_tasks(
 
 
 class _TaskRunner:
-    """The state of a run.
+    """State of a run.
 
-    Tasks are known by their index. `_lost_indices` are those whose executor broke: which of them broke it is found by
-    running each alone. `_retry_indices` are those that the executor gave up by themselves.
+    Tasks are identified by index. `_lost_indices` are tasks whose executor broke; each runs alone to find the one that
+    breaks it. `_retry_indices` are tasks that the executor gave up without breaking.
     """
 
     def __init__(
@@ -109,14 +107,14 @@ class _TaskRunner:
         self._max_running = max_running
         self._running: dict[Future[TaskResult], int] = {}
         self._input_stamps: dict[int, str | None] = {}
-        self._ready: dict[int, TaskResult | None] = {}  # None: in the file of finished tasks
+        self._ready: dict[int, TaskResult | None] = {}  # None: in the journal
         self._pending_bytes = 0
         self._lost_indices: deque[int] = deque()
         self._retry_indices: deque[int] = deque()
         self._attempts: dict[int, int] = {}
-        self._next_index = 0  # to be begun
-        self._first_pending = 0  # to be released
-        self._was_refused = False  # the last task that was handed over
+        self._next_index = 0  # to start
+        self._first_pending = 0  # to yield
+        self._was_refused = False  # the executor refused the last task
 
     def iter_results(self) -> Iterator[TaskResult]:
         while self._first_pending < len(self._tasks):
@@ -130,14 +128,14 @@ class _TaskRunner:
                 self._collect_ended(ended_futures)
 
     def _check_stall(self) -> None:
-        """Nothing ended for a while: free what a dead process blocks, and ask a cluster whether it is there."""
+        """Nothing ended for a while: unblock a pool with a dead process, or check the connection of a cluster."""
         if isinstance(self.executor, ProcessExecutor):
             self.executor.break_if_stuck()
         elif isinstance(self.executor, DaskExecutor):
             self.executor.check_connection()
 
     def stop(self) -> None:
-        """Leave nothing running that can be ended."""
+        """Cancel waiting tasks and shut down an executor that was created here."""
         for future, index in self._running.items():
             if not future.cancel() and future.done() and future.exception() is None and self._journal is not None:
                 self._journal.record_end(self._tasks[index], future.result(), self._input_stamps[index])
@@ -157,7 +155,7 @@ class _TaskRunner:
         return self._journal.read_result(task)
 
     def _submit_pending(self) -> None:
-        """Give the executor what it may have."""
+        """Submit as many tasks as the executor may have."""
         if self._lost_indices:
             if not self._running:
                 self._submit(self._lost_indices.popleft())
@@ -191,7 +189,7 @@ class _TaskRunner:
         return 2 * int(getattr(self.executor, "_max_workers", None) or cpu_count())
 
     def _submit(self, index: int) -> bool:
-        """Hand a task over; False where the executor is broken, and was replaced."""
+        """Submit a task; return False if the executor was broken, and was replaced."""
         task = self._prepare_task(index)
         try:
             self._running[self.executor.submit(run_task, self._work, task, get_version())] = index
@@ -205,13 +203,13 @@ class _TaskRunner:
             return False
         except KvmnnError:
             raise
-        except Exception as exc:  # it is shut down, or its cluster is gone
+        except Exception as exc:  # it was shut down, or its cluster is gone
             raise _make_idle_error(exc) from exc
         self._was_refused = False
         return True
 
     def _prepare_task(self, index: int) -> Task:
-        """The task, which may replace what only it can have left."""
+        """Return the task, with permission to replace output that only an earlier run of it can have left."""
         task = self._tasks[index]
         if index not in self._input_stamps:
             self._input_stamps[index] = compute_stamp(task.path) if self._journal is not None else None
@@ -229,7 +227,7 @@ class _TaskRunner:
     def _collect_ended(
         self, ended_futures: Iterable[Future[TaskResult]], executor_error: BrokenExecutor | None = None
     ) -> None:
-        """Take what is finished, and find out what is lost."""
+        """Record ended tasks, and retry those that the executor lost."""
         lost_tasks: list[tuple[int, BaseException]] = []
         for future in sorted(ended_futures, key=lambda future: self._running[future]):
             index = self._running.pop(future)
@@ -238,9 +236,9 @@ class _TaskRunner:
             except BrokenExecutor as exc:
                 executor_error = exc
                 lost_tasks.append((index, exc))
-            except (Exception, CancelledError) as exc:  # the work's own are in what it returns: this is the executor's
+            except (Exception, CancelledError) as exc:  # an error of the executor: those of the work are in its results
                 lost_tasks.append((index, exc))
-        if executor_error is not None and self._running:  # all of them end
+        if executor_error is not None and self._running:  # all running tasks end with the executor
             self._collect_ended(wait(self._running).done, executor_error)
         elif executor_error is not None:
             self._replace_executor(executor_error)
@@ -255,7 +253,7 @@ class _TaskRunner:
         self._pending_bytes += len(result.line)
 
     def _replace_executor(self, executor_error: BrokenExecutor) -> None:
-        """Another executor in the place of one that is broken."""
+        """Replace a broken executor."""
         self._check_script_guard()
         if self._make_executor is None:
             raise KvmnnError(
@@ -266,7 +264,7 @@ class _TaskRunner:
         self.executor = self._make_executor()
 
     def _check_script_guard(self) -> None:
-        """Raise where processes ended because the script that made them starts processes whenever it is imported."""
+        """Raise if processes ended because the main script starts processes when it is imported."""
         if isinstance(self.executor, ProcessExecutor) and self.executor.is_unguarded():
             script = getattr(sys.modules["__main__"], "__file__", "this script")
             raise KvmnnError(
@@ -275,12 +273,10 @@ class _TaskRunner:
             ) from None
 
     def _retry_or_fail(self, index: int, exc: BaseException, *, has_process_died: bool) -> None:
-        """The executor did not bring a task to its end: once more, or it has failed."""
+        """Retry a task that the executor did not finish; fail it the second time."""
         self._attempts[index] = self._attempts.get(index, 0) + 1
         if self._attempts[index] == 1:
-            self._lost_indices.append(
-                index
-            )  # begun again when nothing runs beside it, which might have been the reason
+            self._lost_indices.append(index)  # runs alone: a concurrent task may have been the reason
             return
         self._probe_executor()
         task = self._tasks[index]
@@ -293,7 +289,7 @@ class _TaskRunner:
         )
 
     def _probe_executor(self) -> None:
-        """Raise where the executor cannot even do nothing; a worker that dies of a task may take the next one along."""
+        """Raise if the executor cannot run an empty task; a worker that a task kills may lose the next one as well."""
         for attempt in range(_MAX_PROBES):
             try:
                 probe = self.executor.submit(_do_nothing)
@@ -310,7 +306,7 @@ class _TaskRunner:
 
 
 def _do_nothing() -> None:
-    """The least work."""
+    """Do nothing: tests whether an executor runs tasks at all."""
 
 
 def _make_idle_error(exc: BaseException) -> KvmnnError:

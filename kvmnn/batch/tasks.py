@@ -1,4 +1,4 @@
-"""One of many: what is worked on, what the work returns, and the line that is kept of it."""
+"""Tasks of a run on many files, and their results."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ..errors import KvmnnError
 
 @dataclass(frozen=True)
 class Task:
-    """What one call of the work is about. It is pickled, and so are its fields.
+    """Input of one call of the work. It is pickled with its fields.
 
     Parameters
     ----------
     path
-        File or folder; names the task, so no two of a run have the same.
+        File or folder; identifies the task, so each is unique in a run.
     output
-        What the work writes begins with this name, and ends in one or more of `output_suffixes`. None: it writes
-        nothing.
+        Common beginning of the names of the files that the work writes, each followed by one of `output_suffixes`; None
+        if it writes nothing.
     output_suffixes
-        All that may follow `output`.
+        Suffixes of the output files.
     replace
-        Set by `run`: when this task was begun, nothing of `output` was there, or what an earlier run had written and
-        nobody changed, so that what is there now is of an earlier attempt at it, and may be replaced.
+        Set by `run_tasks`: whether the work may replace existing output, as only an earlier attempt at this task can
+        have written it.
     """
 
     path: str
@@ -40,14 +40,14 @@ class Task:
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """What the work says of a task, where there is more to say than a document.
+    """Result of the work on a task, if it is more than a document.
 
     Parameters
     ----------
     document
-        Anything that JSON has; None for nothing.
+        Any JSON value; None for none.
     error
-        What went wrong, in one line; None for nothing.
+        What failed, in one line; None if nothing did.
     notes
         What was inferred or left out.
     """
@@ -64,16 +64,16 @@ an instance of a class with ``__call__``. What it raises becomes the task's erro
 
 @dataclass(frozen=True)
 class TaskResult:
-    """A task that is finished.
+    """A task that has ended.
 
     Parameters
     ----------
     path
-        The task's.
+        Path of the task.
     error
         Why it failed, with its path; None if it did not.
     line
-        A JSON object without line ends: ``path``, ``ok``, ``seconds``; ``error``, ``document`` and ``notes`` where
+        A JSON object without line breaks: ``path``, ``ok``, ``seconds``; and ``error``, ``document`` and ``notes`` if
         there are any.
     """
 
@@ -87,18 +87,22 @@ class TaskResult:
         return self.error is None
 
     def to_dict(self) -> dict[str, Any]:
-        """The object in `line`."""
+        """Return the object of `line`."""
         document: dict[str, Any] = json.loads(self.line)
         return document
 
 
 def run_task(work: TaskFunction, task: Task, expected_version: str) -> TaskResult:
-    """Do the work on one task, wherever this runs; what it raises is the task's error.
+    """Run the work on one task; what it raises becomes the error of the task.
 
     Parameters
     ----------
+    work
+        The work.
+    task
+        The task.
     expected_version
-        The version of kvmnn that the task comes from: on a machine of another one it fails.
+        Version of kvmnn that submitted the task; a worker with another one fails it.
     """
     start_time = time.perf_counter()
     if get_version() != expected_version:
@@ -114,7 +118,7 @@ def run_task(work: TaskFunction, task: Task, expected_version: str) -> TaskResul
 
 
 def make_failed_result(task: Task, error: str, seconds: float = 0.0) -> TaskResult:
-    """A task that failed before or outside its work."""
+    """Return the result of a task that failed outside its work."""
     return _make_result(task, TaskOutcome(error=error), seconds)
 
 

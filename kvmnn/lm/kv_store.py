@@ -1,4 +1,4 @@
-"""Where a model's K and V live (``[1, kv_head, slot, head_dim]``): arrays, packed buffers, the lossless runtime."""
+"""Storage of K and V of the layers of a model between its steps: plain, packed as in MNN, or in a lossless runtime."""
 
 from __future__ import annotations
 
@@ -26,26 +26,30 @@ from .onnx.interface import DecoderInterface
 
 
 class KVStore(Protocol):
-    """Where K and V lie between the steps of a model."""
+    """Storage of K and V between the steps of a model; arrays are ``[1, kv_head, slot, head_dim]``."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers held."""
+        """Bytes of the buffers."""
 
     def get_past(self) -> list[KVPair]:
-        """K and V of every layer for the next step."""
+        """Return K and V of every layer for the next step."""
 
     def set_present(self, present: Sequence[KVPair], num_new: int, *, is_prompt: bool = False) -> None:
-        """Take over what the step returned: the past and `num_new` tokens after it, which are a `is_prompt` or part of
-        one.
+        """Store what a step returned: the past and `num_new` tokens after it.
+
+        `is_prompt` tells that the tokens are a prompt, or a part of one.
         """
 
     def compact(self, layer: int, slots: Indices, num_live: int) -> None:
-        """Keep the first `num_live` slots that a row of `slots` names, ascending; one row, or one for each KV head."""
+        """Keep the first `num_live` slots of each row of `slots`, which ascend.
+
+        `slots` has one row, or one for each KV head.
+        """
 
 
 class PlainStore:
-    """The model's own buffers: nothing is copied but where tokens are dropped, and then inside the buffer.
+    """The arrays of the model: tokens are only copied, inside the buffer, when others are dropped.
 
     Parameters
     ----------
@@ -72,7 +76,7 @@ class PlainStore:
 
 
 def _compact_rows(elements: Elements, slots: Indices, num_live: int) -> Elements:
-    """The live tokens at the front of the same memory."""
+    """Move the live tokens to the front of the same memory."""
     if not elements.flags.c_contiguous or not elements.flags.writeable:
         elements = elements.copy()
     _, heads, num_slots, head_dim = elements.shape
@@ -84,21 +88,21 @@ def _compact_rows(elements: Elements, slots: Indices, num_live: int) -> Elements
 
 
 class PackedStore:
-    """A `PackedCache` for each layer, or for each KV head of a layer: packed, reallocated by reserve pairs, unpacked.
+    """A `PackedCache` for each layer, or for each KV head of a layer.
 
     Parameters
     ----------
     interface
-        The model's.
+        Interface of the model.
     backend
-        Whose layout, as `PackLayout.from_backend` takes it.
+        Backend of the layout, as for `PackLayout.from_backend`.
     per_head
-        Whether heads keep different tokens; a packed buffer of several heads keeps the same of each.
+        Whether heads keep different tokens: a packed buffer keeps the same ones for all its heads.
 
     Raises
     ------
     KvmnnError
-        For a layout of another type than the model's cache: that would not give back the same numbers.
+        If the layout has another dtype than the cache of the model: it would change the numbers.
     """
 
     def __init__(self, interface: DecoderInterface, backend: str, *, per_head: bool) -> None:
@@ -147,7 +151,7 @@ class PackedStore:
 
 
 def find_runs(slots: Indices) -> list[tuple[int, int]]:
-    """Ascending slots as (begin, size) of the runs that they form."""
+    """Return the runs of ascending slots as (begin, size)."""
     if not len(slots):
         return []
     breaks = np.flatnonzero(np.diff(slots) != 1) + 1
@@ -157,25 +161,25 @@ def find_runs(slots: Indices) -> list[tuple[int, int]]:
 
 
 class LosslessStore:
-    """A `LosslessRuntime` around the cache: what a step returns is appended, what the next one attends to is restored.
+    """A `LosslessRuntime` around the cache: steps append to it, and the next step reads the restored rows.
 
-    One run of the graph does all layers, so all rows are there while it runs; between two steps only the hot ones are,
-    and the frames of the others. Layers that the scope leaves out stay in the model's own buffers, which costs nothing.
-    The policy decides what goes, not the runtime's own planner.
+    A step needs all rows; between two steps only the hot ones are in memory, and the others are frames. Layers outside
+    the scope stay in the arrays of the model. The policy decides which tokens are evicted, not the planner of the
+    runtime.
 
     Parameters
     ----------
     interface
-        The model's.
+        Interface of the model.
     config
-        Options of the runtime; its scope, trigger and interval count, its eviction does not.
+        Options of the runtime; those of its eviction are ignored.
     per_head
-        Whether heads keep different tokens: each is then a layer of its own for the runtime.
+        Whether heads keep different tokens: each is a layer of its own for the runtime then.
 
     Raises
     ------
     KvmnnError
-        Where the configuration claims another number of layers than the model has.
+        If the configuration specifies another number of layers than the model has.
     """
 
     def __init__(self, interface: DecoderInterface, config: RuntimeConfig, *, per_head: bool) -> None:
@@ -200,7 +204,7 @@ class LosslessStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held between the steps."""
+        """Bytes in memory between the steps."""
         return self._runtime.resident_bytes + self._raw_store.nbytes
 
     def get_past(self) -> list[KVPair]:
@@ -236,7 +240,7 @@ class LosslessStore:
             self._runtime.evict(self._runtime_index[layer] * self._parts_per_layer + part, find_runs(row))
 
     def to_stats(self) -> RuntimeStats:
-        """What the runtime did, once the encodings that are open are done."""
+        """Wait for pending encodings and return the statistics of the runtime."""
         self._runtime.wait()
         metrics = self._runtime.collect_metrics()
         layers, tokens = [], 0
@@ -265,13 +269,13 @@ class LosslessStore:
         )
 
     def collect_metrics(self) -> RuntimeMetrics:
-        """The runtime's own, once the encodings that are open are done; its layers are those that it covers."""
+        """Wait for pending encodings and return the metrics of the runtime, for the layers that it covers."""
         self._runtime.wait()
         return self._runtime.collect_metrics()
 
 
 def _join_heads(caches: Sequence[LayerCache]) -> KVPair:
-    """K and V of a layer from caches of some of its heads each."""
+    """Concatenate the heads of a layer."""
     if len(caches) == 1:
         return caches[0].keys[None], caches[0].values[None]
     keys, values = ([getattr(cache, side) for cache in caches] for side in ("keys", "values"))
@@ -279,7 +283,7 @@ def _join_heads(caches: Sequence[LayerCache]) -> KVPair:
 
 
 def _list_covered_layers(config: RuntimeConfig, num_layers: int) -> list[int]:
-    """Layers that may be compressed; the first one where there is none, as a runtime has at least one."""
+    """Return the layers that may be compressed; layer 0 if there is none, as a runtime needs one."""
     scope = CompressionScope(config.with_num_layers(num_layers, 1))
     return [layer for layer in range(num_layers) if scope.is_always_compressed(layer) is not False] or [0]
 
@@ -287,8 +291,8 @@ def _list_covered_layers(config: RuntimeConfig, num_layers: int) -> list[int]:
 def _restrict_config(
     config: RuntimeConfig, num_layers: int, covered_layers: Sequence[int], parts_per_layer: int
 ) -> RuntimeConfig:
-    """The options for a runtime of these layers only, `parts_per_layer` of its layers for each, and no eviction of its
-    own.
+    """Return the options for a runtime of the covered layers, with `parts_per_layer` of its layers each, without
+    eviction.
     """
     evicting_layers = replace(config.h2o, layers=num_layers).evicting_layers
     evicting_indices = [index for index, layer in enumerate(covered_layers) if layer in evicting_layers] or [0]
@@ -307,9 +311,9 @@ def _restrict_config(
 
 
 def describe_encoding(runs: Iterable[tuple[str, RuntimeStats]], config: RuntimeConfig) -> list[str]:
-    """Sentences about runs and their labels: where nothing was encoded and why, and which layers stay raw.
+    """Return sentences about labelled runs: where nothing was encoded and why, and which layers stay raw.
 
-    Runs of one label are its texts: each has its own cause.
+    Runs with the same label are texts of one measurement; each has its own cause.
     """
     labelled_runs = list(runs)
     run_counts = Counter(label for label, _ in labelled_runs)
@@ -356,7 +360,7 @@ def _find_idle_cause(run: RuntimeStats, config: RuntimeConfig) -> _IdleCause:
 
 
 def _explain_idle(cause: _IdleCause, token_counts: Sequence[int], config: RuntimeConfig) -> str:
-    """Of layers that held these numbers of tokens at the end, ascending."""
+    """Explain why nothing was encoded in layers with these numbers of tokens, which ascend."""
     if cause == "scope":
         return f"scope {config.scope} with front_n {config.front_n} names no layer"
     if cause == "interval":

@@ -1,4 +1,4 @@
-"""A model's prefixes in a store: texts begin with what was computed before, and what is computed is put."""
+"""Stored prefixes of a model: a text starts with the longest stored prefix, and is stored when it is computed."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class StoreUseStats:
 
 
 class StoredPrefixes:
-    """The prefixes of one model.
+    """Stored prefixes of one model.
 
     Parameters
     ----------
     store
-        Where they are.
+        The store.
     model
-        The model's fingerprint, `kvmnn.lm.fingerprint`.
+        Fingerprint of the model, `kvmnn.lm.fingerprint`.
 
     Examples
     --------
@@ -56,9 +56,9 @@ class StoredPrefixes:
 
         with PrefixStore("prefixes/") as store:
             prefixes = StoredPrefixes(store, fingerprint("pythia/"))
-            found = prefixes.begin(runner, ids)
-            logits = runner.feed(ids[found.tokens :])
-            prefixes.put(runner, ids)
+            prefix = prefixes.begin_text(runner, ids)
+            logits = runner.feed(ids[prefix.tokens :])
+            prefixes.put_text(runner, ids)
     """
 
     def __init__(self, store: PrefixStore, model: str) -> None:
@@ -66,12 +66,12 @@ class StoredPrefixes:
         self._model = model
 
     def begin_text(self, runner: Runner, ids: Sequence[int]) -> StoredPrefix:
-        """Let a runner begin a text with the longest stored prefix; its last token is left for the runner to feed.
+        """Reset a runner and load the longest stored prefix of a text; its last token remains to be fed.
 
         Raises
         ------
         KvmnnError
-            Where the runner's policy evicts, or K and V are not of its model.
+            If the policy of the runner evicts, or K and V are not those of its model.
         """
         runner.reset()
         if len(ids) < 2:
@@ -83,9 +83,9 @@ class StoredPrefixes:
         return prefix
 
     def put_text(self, runner: Runner, ids: Sequence[int]) -> PutResult:
-        """Store K and V of all tokens that a runner has been fed, `ids`; what is there already is not stored again.
+        """Store K and V of all tokens that a runner has been fed, `ids`.
 
-        A store that cannot be written costs what it would have kept, not the text: `PutResult.notes` says why.
+        A store that cannot be written does not stop the text: `PutResult.notes` says why nothing was stored.
         """
         layers = runner.cache.copy_layers()
         try:

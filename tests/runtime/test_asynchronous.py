@@ -120,6 +120,17 @@ def test_the_next_layers_blocks_are_restored_while_one_computes() -> None:
         assert (before.restores_ahead, after.restores_ahead, after.restores_late) == (0, 6, 0)
 
 
+def test_prefetch_of_no_layers_restores_nothing_ahead() -> None:
+    run = Run(prefetch_layers=0)
+    with run.runtime:
+        run.step(PROMPT)
+        run.step()
+        run.runtime.flush()
+        run.inner._restorer.reset()
+        run.call(0, 1)
+        assert not run.inner._restorer._prefetches
+
+
 def test_as_many_rows_are_restored_ahead_as_the_bound_allows() -> None:
     run = Run(max_bytes_in_flight=3 * BLOCK_BYTES, async_threads=1)
     with run.runtime:

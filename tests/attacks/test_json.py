@@ -21,7 +21,7 @@ from kvmnn.files.schema import parse_document, read_object
 NOT_JSON = {b"[]", b"{}", b"[,]", b"1,000", b"1 2", b"[] []", b"{} {}", b"true false"}
 """No documents, or other ones, but not wrong inside of brackets."""
 EVERY = 3 if os.environ.get("KVMNN_ATTACKS") else 7
-"""make attack tries every third case, make test has time for fewer."""
+"""make attack tries every third case, make test-all has time for fewer."""
 SLOW = {"settings of a model": 3 * EVERY, "tokenizer": 3 * EVERY}
 
 

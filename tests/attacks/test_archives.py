@@ -119,6 +119,7 @@ def shared(members: int, nbytes: int) -> bytes:
     return archive(first, *others)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["encode", "inspect", "measure"])
 def test_bombs_of_shared_members(tmp_path: Path, verb: str, run: Run) -> None:
     """33,000 times the size of the file: refused before anything is inflated."""

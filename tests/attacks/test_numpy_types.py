@@ -89,6 +89,7 @@ def read(paths: list[Path]) -> list[str]:
     return run.stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_foreign_types_never_end_the_process(tmp_path: Path, seed: int) -> None:
     paths = []

@@ -93,6 +93,7 @@ def test_names_that_are_not_utf_8(address: str, tmp_path: Path) -> None:
     assert (each.path, each.to_dict()["document"]) == (path, {"bytes": 3})
 
 
+@pytest.mark.slow
 def test_results_are_released_as_they_come(address: str, log: Path) -> None:
     """The cluster holds no result that was taken."""
     most = 0

@@ -20,6 +20,7 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return unpack(FIXTURES / "store" / "vectors.tar.xz", folder)
 
 
+@pytest.mark.slow
 def test_every_trace_is_reproduced(traces: Path) -> None:
     results = list(run_index(traces / "index.json", traces))
     assert [(result.name, result.problems) for result in results if result.problems] == []

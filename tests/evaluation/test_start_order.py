@@ -72,6 +72,7 @@ DONE = [("k-order",), ("k-rotation",), ("v-rotation",), ("k-rotation", "v-rotati
         ("k-rotation", "v-rotation", "k-order")]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", DONE, ids="+".join)
 def test_order_of_llama_cpp_is_refused_and_found_by_auto(
     names: tuple[str, ...], layers: Layers, ids: list[int], tmp_path: Path
@@ -107,6 +108,7 @@ def test_order_of_a_model_that_turns_neighbours_is_found_by_auto(
     assert auto.rows[1].versus_full.nll == 0 and auto.start.about.endswith(f"undone: {REVERSED_K_ORDER}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0", "q4_0"])
 def test_quantised_cache_in_order_goes_on_with_and_without_auto(
     kind: str, layers: Layers, ids: list[int], tmp_path: Path
@@ -133,6 +135,7 @@ def test_what_was_asked_for_is_refused_where_it_does_not_help(layers: Layers, id
     assert measured(path, ["none"]).rows[1].versus_full.nll == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("undo", [[], ["auto"], ["k-order"]])
 def test_another_models_cache_is_refused(undo: list[str], layers: Layers, ids: list[int], tmp_path: Path) -> None:
     rng = np.random.default_rng(3)

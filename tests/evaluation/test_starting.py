@@ -129,6 +129,7 @@ def as_llama_stores(part: str, words: np.ndarray, *, rotated: bool, reordered: b
     return (blocks @ (signs / size**0.5)).reshape(words.shape).astype(words.dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rotated", "reordered"), [(True, False), (False, True), (True, True)])
 def test_what_llama_cpp_does_is_found_and_undone(
     layers: list[tuple[np.ndarray, np.ndarray]], ids: list[int], tmp_path: Path, rotated: bool, reordered: bool

@@ -75,6 +75,7 @@ def test_only_what_a_block_reads_is_its_concern(tmp_path: Path) -> None:
         other.view(0, 4096).sum()
 
 
+@pytest.mark.slow
 def test_other_faults_go_where_they_went() -> None:
     """A SIGBUS that is none of ours still ends the process; one that the process handles still gets there."""
     script = """

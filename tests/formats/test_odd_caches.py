@@ -32,6 +32,7 @@ def assert_same(source: Source, odd: Odd, limit: int | None = None) -> None:
             assert np.concatenate(pieces).tobytes() == words.tobytes(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_read_encoded_and_written_again(tmp_path: Path, engine: str, seed: int) -> None:

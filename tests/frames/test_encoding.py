@@ -31,6 +31,7 @@ def test_exact_frames_of_structured_inputs(words: int, stride: int) -> None:
         assert verdict(without, codecs=("rle",)) == (dtype, data), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("words", "stride"), [(150_000, 2), (75_000, 4)])
 def test_exact_frames_of_300_kilobytes(words: int, stride: int) -> None:
     dtype = "fp16" if stride == 2 else "fp32"

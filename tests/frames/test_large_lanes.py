@@ -21,6 +21,7 @@ def smallest(lane: bytes, modes: tuple[int, ...]) -> tuple[int, bytes]:
     return min(made, key=lambda one: len(one[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "stride"),
     [(MIB // 4, 2), (MIB // 4 + 1, 2), (MIB // 4, 4), (MIB + 9, 4), (8 * MIB + 5, 2), (16 * MIB + 3, 2)],
@@ -68,6 +69,7 @@ def test_what_is_given_up_would_not_have_been_smaller(share: float, steps_last: 
     assert kvmnn.encode(raw, dtype="bf16", threads=2) == frame
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [1, 3, 9, 19])
 def test_libzstd_needs_little_more_room_than_it_fills(level: int) -> None:
     """A stream is given up where it has passed the best so far by a KiB; what is shorter must be as with all room."""

@@ -19,6 +19,7 @@ TOKENS = st.sampled_from(
 SPECS = st.lists(TOKENS, max_size=5).map(",".join) | st.text(max_size=20)
 
 
+@pytest.mark.slow
 @EXAMPLES
 @given(SPECS, st.booleans())
 def test_specs_are_read_as_by_the_engine(spec: str, default_raw: bool) -> None:

@@ -60,6 +60,7 @@ def lanes() -> Iterator[Bytes]:
         yield rows.reshape(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dear", [False, True])
 def test_repeats_are_there_and_do_not_depend_on_vectors(builds: list[ctypes.CDLL], dear: bool) -> None:
     covered = 0

@@ -94,7 +94,7 @@ def any_alive() -> bool:
 
 
 T = TypeVar("T")
-Job: TypeAlias = Callable[[], None]
+Job: TypeAlias = Callable[[], object]
 
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
@@ -151,9 +151,9 @@ def parallel_map(function: Callable[[T], R], items: Iterable[T], threads: int) -
     return [results[index] for index in range(len(results))]
 
 
-def parallel_run(jobs: Iterable[Job], threads: int) -> None:
-    """Call all jobs, as `parallel_map` does."""
-    parallel_map(lambda job: job(), jobs, threads)
+def parallel_run(jobs: Iterable[Job], threads: int, stop: threading.Event | None = None) -> None:
+    """Call all jobs as `parallel_map` does; once one of them has set `stop`, skip those that have not started."""
+    parallel_map(lambda job: None if stop is not None and stop.is_set() else job(), jobs, threads)
 
 
 def _call_unless_cancelled(function: Callable[[T], R], item: T) -> R:

@@ -38,8 +38,9 @@ from ..errors import KvmnnError, ManifestError, OptionError, OutputError, Source
 from ..files.atomic import BinaryStream, DirectoryOutput, FileOutput, StagedFile, is_device
 from ..files.file_names import describe_renamed_files, is_directory_output, make_file_names
 from ..files.mapped_file import MappedFile
-from ..frames import CODECS, CodecOptions, predictors, verify_roundtrip, zstd
+from ..frames import CODECS, CodecOptions, verify_roundtrip, zstd
 from ..frames.encoder import encode_for_file
+from ..frames.options import PREDICTORS, resolve_predictors
 from ..packed.cache_info import CacheInfo, build_cache_document, format_cache_summary
 from . import manifest
 from .dense import DenseOptions, DensePlan, compute_num_workers, encode_group, map_in_order, plan_arrays, plan_groups
@@ -578,9 +579,9 @@ def _build_manifest(entries: list[ArrayEntry], options: EncodeOptions, metadata:
 
     def resolve_predictor_names(*predictor_sets: str | tuple[str, ...] | None) -> tuple[str, ...]:
         predictor_names = frozenset[str]().union(
-            *(predictors.resolve_predictors(predictor_set) for predictor_set in predictor_sets)
+            *(resolve_predictors(predictor_set) for predictor_set in predictor_sets)
         )
-        return tuple(name for name in predictors.PREDICTORS if name in predictor_names)
+        return tuple(name for name in PREDICTORS if name in predictor_names)
 
     has_frame_settings = options.has_frame_options or any(
         not frame.is_dense for array in entries for frame in array.frames

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from .._util.parallel import parallel_map, resolve_threads
 from ..dtypes import BF16, FP16, FP32, Bytes, DType, Elements, parse_dtype
 from ..errors import FrameError, KvmnnError, LimitError
-from . import _decoder
+from . import _decoder, tuning
 from .buffers import BF16Frame, as_elements, as_raw_bytes, as_writable_rows
-from .options import CODECS, MIN_PARALLEL_BYTES, to_codec_bits
+from .options import CODECS, to_codec_bits
 
 _ELEMENT_COUNT = struct.Struct("<I")
 _LANE_HEADER = struct.Struct("<2xII")  # mode and codec are left to the decoder
@@ -195,7 +195,7 @@ def _explain_multiple_frames(frame: Any, dtype: str | None, codecs: Iterable[str
 
 
 def _decode_lanes(parsed_frame: _decoder.ParsedFrame, threads: int | None) -> None:
-    is_small = parsed_frame.num_elements * parsed_frame.itemsize < MIN_PARALLEL_BYTES
+    is_small = parsed_frame.num_elements * parsed_frame.itemsize < tuning.MIN_PARALLEL_BYTES
     is_single = is_small if threads is None else type(threads) is int and threads == 1
     num_threads = 1 if is_single else resolve_threads(threads)
     if is_small or num_threads == 1:

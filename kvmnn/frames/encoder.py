@@ -1,32 +1,22 @@
 """MNN frames from arrays (docs/format.md is the normative description).
 
-A frame holds one array's words, split into byte lanes (two for 16-bit, four for 32-bit words); each lane is a stream
-with the predictor and the codec that made it smallest. Everything here is lossless whatever the options.
+A frame contains the elements of one array, split into byte lanes: two for 16-bit and four for 32-bit elements. Each
+lane is a stream with its own predictor and codec. An effort chooses these; every frame is lossless and decodes in MNN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
 
 from .._util.parallel import Progress, resolve_threads
 from ..dtypes import BF16, Bytes
-from . import _encoder, zstd
+from . import _encoder, tuning, zstd
 from .buffers import BF16Frame, as_elements
-from .options import CODECS, MIN_PARALLEL_BYTES, CodecOptions, LaneOptions
-from .predictor_selection import is_single_predictor, select_predictors
-from .sampling import UnalignedRepeats, estimate_zero_fraction
+from .options import CODECS, CodecOptions, LaneOptions, is_single_predictor
+from .sampling import estimate_zero_fraction, select_predictors
 from .search import search_all_levels, search_default_level
-from .segments import encode_balanced, encode_fast, is_segmented, supports_fast_path
-
-EXACT_RETRY_MIN_RATIO = 10
-"""An array that becomes so many times smaller is tried by effort "exact" as well, which takes little time there: what
-libzstd makes of many repeats depends on the predictor, and no sample says how; ..."""
-EXACT_RETRY_MAX_ZERO_FRACTION = 0.5
-"""... but not if so many words are zeros, as in a cache that is hardly used. And ..."""
-SMALL_INPUT_BYTES = 2 << 10
-"""... so is an array of so few bytes: beside these every header counts."""
+from .segments import encode_balanced_segments, encode_fast_frame, is_segmented
 
 
 def encode(
@@ -40,49 +30,55 @@ def encode(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> bytes:
-    """The frame that MNN would store for an array.
+    """Encode an array as a frame, losslessly; by default as the frame that MNN would store for it.
 
     Parameters
     ----------
     values
-        A numpy array of any shape (words in C order; big-endian words are stored little-endian), or raw little-endian
-        bytes: any bytes-like object or a uint8 array, which then need `dtype`. Never changed.
-    dtype
-        ``"fp16"``, ``"bf16"`` (both two-byte words, the same frame) or ``"fp32"``; by default the array's own type:
-        float16, float32, uint16 for bf16. With `dtype` any array of that word size and of kind f, i, u or V will do.
+        A numpy array of any shape, never changed: its elements in C order, stored little-endian. Or raw little-endian
+        bytes (any bytes-like object or a uint8 array), which require `dtype`.
+    dtype : {"fp16", "bf16", "fp32"}, optional
+        Default: the array's own type (float16, float32, or uint16 for bf16). With `dtype`, arrays of any type of kind
+        f, i, u or V with that element size are accepted. fp16 and bf16 give the same frame.
     predictors
-        What the encoder may try: a spec string, read exactly as the engine reads it, or names out of ``raw``,
-        ``delta_seq``, ``xor_seq``. Default: the three.
+        Predictors that the encoder may use: a spec string, read as the engine reads it, or names out of ``raw``,
+        ``delta_seq``, ``xor_seq``. Default: all three.
     hi_predictors
-        Another set for the high bytes of two-byte words; the engine has no such option, so None is its behaviour.
+        Another set for the high bytes of two-byte elements. Default: `predictors`, as in the engine, which has no such
+        option.
     codecs
         ``("rle",)`` for an engine without libzstd.
-    effort
-        ``"exact"``: the engine's bytes. ``"balanced"``: the predictor is guessed from samples, or, where these speak
-        for one, as those of K and V hardly do, tried on 256 Ki words, and each stream compressed once, in pieces above
-        4 MiB. ``"fast"``: zstd frames of kvmnn's own writer (docs/format.md), one for every 4 MiB or less, with a
-        predictor only where samples show that it pays, as K and V do not; as ``"balanced"`` where `predictors` has no
-        raw or `codecs` no zstd, and above 4 MiB where words repeat at odd distances. What these two make 10 times
-        smaller, unless half of it is zeros, and 2 KiB or less, is tried by ``"exact"`` as well. ``"max"``: the
-        smallest frame found with all zstd levels. MNN decodes all four.
+    effort : {"exact", "balanced", "fast", "max"}
+        Trade-off between speed and size:
+
+        * ``"exact"``: byte-identical to MNN.
+        * ``"balanced"``: one predictor for each lane, chosen from samples; lanes above 4 MiB are compressed in
+          segments, on several threads.
+        * ``"fast"``: kvmnn's own zstd writer (docs/format.md), in segments of at most 4 MiB, with predictors only where
+          samples show a gain, which those of K and V do not. The same as ``"balanced"`` if `predictors` excludes raw or
+          `codecs` excludes zstd, and for arrays above 4 MiB that repeat at unaligned distances.
+        * ``"max"``: the smallest frame at any zstd level.
+
+        "balanced" and "fast" also encode with "exact", and return the smaller frame, if the array has at most 2 KiB, or
+        a ratio above 10 and less than half zeros.
     threads
-        At most this number; None for all processors. Frames below 1 MiB are worked on by one.
+        Maximum number of threads; None for all processors. Frames below 1 MiB are encoded on one.
     progress
-        Called with raw bytes that have been dealt with since the last call, by effort ``"max"`` many times; on any
-        thread, one call after another. The sum is the size of `values`.
+        Called with the number of raw bytes processed since the last call; with "max" many times. Calls come from any
+        thread, one at a time, and sum to the size of `values`.
 
     Returns
     -------
     bytes
-        At least 28 bytes; may be longer than the input (a frame has no "stored" form). Of bf16 words a `BF16Frame`,
-        which are the same bytes and tell `decode` that they are of bf16.
+        At least 28 bytes; may be longer than the input, since a frame has no uncompressed form. For bf16 a `BF16Frame`:
+        the same bytes, which `decode` returns as bf16.
 
     Raises
     ------
     TypeError
-        For values that hold no words of the dtype, and for raw bytes without a dtype.
+        If `values` has no elements of the dtype, or is raw bytes without a dtype.
     KvmnnError
-        For empty input, a size that is not a multiple of the word size, and options that do not exist.
+        If the input is empty, its size is not a multiple of the element size, or an option does not exist.
     """
     element_type, data = as_elements(values, dtype)
     options = CodecOptions(predictors=predictors, hi_predictors=hi_predictors, codecs=codecs, effort=effort)
@@ -93,49 +89,95 @@ def encode(
 def encode_for_file(
     elements: Bytes, dtype: str, options: CodecOptions, threads: int | None = None, progress: Progress | None = None
 ) -> bytes:
-    """Encode little-endian words as `encode` does, without the copy of bf16 frames: the file states the dtype."""
+    """Encode little-endian elements as `encode` does, but return plain bytes for bf16: the file states the dtype."""
     element_type, data = as_elements(elements, dtype)
     return encode_elements(data, options.to_lane_options(element_type), resolve_threads(threads), progress)
 
 
 def encode_elements(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None = None) -> bytes:
-    """The frame of little-endian words, all options resolved."""
-    if options.effort == "max":
-        return search_all_levels(options, data, threads, progress)
-    frame = _encode_default_level(data, options, threads)
-    if options.effort != "exact" and (data.size <= SMALL_INPUT_BYTES or _is_highly_repetitive(frame, data, options)):
-        frame = min(frame, _encode_default_level(data, options._replace(effort="exact"), threads), key=len)
-    if progress:
-        progress(data.size)
-    return frame
+    """Encode little-endian elements with all options resolved."""
+    return STRATEGIES[options.effort](data, options, threads, progress)
 
 
-def _is_highly_repetitive(frame: bytes, data: Bytes, options: LaneOptions) -> bool:
-    return (
-        len(frame) * EXACT_RETRY_MIN_RATIO < data.size
-        and estimate_zero_fraction(data, options.itemsize) < EXACT_RETRY_MAX_ZERO_FRACTION
-    )
+# -- the efforts ------------------------------------------------------------------------------------------------------
 
 
-def with_selected_predictors(data: Bytes, options: LaneOptions) -> LaneOptions:
-    """The options for words like `data`: by effort ``"balanced"`` with the predictors that `select_predictors` chooses.
+def encode_exact(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None) -> bytes:
+    """Encode each lane with every predictor at the engine's level; the smallest stream is used, as in MNN."""
+    return _report(_encode_lanes(data, options, threads), data, progress)
 
-    Looking at samples is a tenth of that effort's work on short frames.
-    """
-    if options.effort != "balanced" or all(map(is_single_predictor, options.modes)):
+
+def encode_balanced(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None) -> bytes:
+    """Encode each lane with the predictor that samples favor, long lanes in segments."""
+    frame = _encode_selected(data, options, threads)
+    return _report(_compare_with_exact(frame, data, options, threads), data, progress)
+
+
+def encode_fast(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None) -> bytes:
+    """Encode with kvmnn's own zstd writer, or as effort "balanced" does if that writer cannot encode the array well."""
+    frame = encode_fast_frame(data, options, threads)
+    if frame is None:
+        frame = _encode_selected(data, options, threads)
+    return _report(_compare_with_exact(frame, data, options, threads), data, progress)
+
+
+def encode_max(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None) -> bytes:
+    """Encode each lane at every zstd level that may be the smallest."""
+    return search_all_levels(data, options, threads, progress)
+
+
+Strategy: TypeAlias = Callable[[Bytes, LaneOptions, int, Progress | None], bytes]
+
+STRATEGIES: dict[str, Strategy] = {
+    "exact": encode_exact,
+    "balanced": encode_balanced,
+    "fast": encode_fast,
+    "max": encode_max,
+}
+"""The function of each effort."""
+
+
+# -- their parts ------------------------------------------------------------------------------------------------------
+
+
+def _encode_lanes(data: Bytes, options: LaneOptions, threads: int) -> bytes:
+    """Encode each lane as one stream, the smallest by the predictors that `options` permit."""
+    if threads == 1 or data.size < tuning.MIN_PARALLEL_BYTES or data.size % options.itemsize:
+        return _encoder.encode(data, options.itemsize, options.modes, options.allowed_codecs, zstd.DEFAULT_LEVEL)
+    return search_default_level(data, options, threads)
+
+
+def _encode_selected(data: Bytes, options: LaneOptions, threads: int) -> bytes:
+    """Encode with the predictors that samples favor."""
+    options = _select(data, options)
+    return (encode_balanced_segments if is_segmented(data, options) else _encode_lanes)(data, options, threads)
+
+
+def _select(data: Bytes, options: LaneOptions) -> LaneOptions:
+    if all(map(is_single_predictor, options.modes)):
         return options
     return options._replace(modes=select_predictors(data, options))
 
 
-def _encode_default_level(data: Bytes, options: LaneOptions, threads: int) -> bytes:
-    if options.effort == "fast":
-        if supports_fast_path(options, data.size):
-            with suppress(UnalignedRepeats):
-                return encode_fast(data, options, threads)
-        options = options._replace(effort="balanced")
-    if options.effort == "balanced" and is_segmented(data, options):
-        return encode_balanced(data, with_selected_predictors(data, options), threads)
-    options = with_selected_predictors(data, options)
-    if threads == 1 or data.size < MIN_PARALLEL_BYTES or data.size % options.itemsize:
-        return _encoder.encode(data, options.itemsize, options.modes, options.allowed_codecs, zstd.DEFAULT_LEVEL)
-    return search_default_level(options, data, threads)
+def with_selected_predictors(data: Bytes, options: LaneOptions) -> LaneOptions:
+    """Return the options for elements like `data`, which effort "balanced" then encodes without looking at samples.
+
+    Samples take a tenth of the time of that effort for short frames.
+    """
+    return _select(data, options) if options.effort == "balanced" else options
+
+
+def _compare_with_exact(frame: bytes, data: Bytes, options: LaneOptions, threads: int) -> bytes:
+    """Return `frame`, or for small and repetitive data the frame of effort "exact" if it is smaller."""
+    is_tried = data.size <= tuning.SMALL_INPUT_BYTES or (
+        len(frame) * tuning.EXACT_RETRY_MIN_RATIO < data.size
+        and estimate_zero_fraction(data, options.itemsize) < tuning.EXACT_RETRY_MAX_ZERO_FRACTION
+    )
+    return min(frame, _encode_lanes(data, options, threads), key=len) if is_tried else frame
+
+
+def _report(frame: bytes, data: Bytes, progress: Progress | None) -> bytes:
+    """Return the frame, all of whose raw bytes are processed."""
+    if progress:
+        progress(data.size)
+    return frame

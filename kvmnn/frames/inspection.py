@@ -11,8 +11,7 @@ import numpy as np
 from ..dtypes import Bytes, parse_dtype
 from . import _decoder, _streams
 from .decoder import open_frame
-from .options import CODECS
-from .predictors import PREDICTORS as PREDICTORS
+from .options import CODECS, PREDICTORS
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What an encoder may do: predictors, codecs, effort."""
+"""What an encoder may do: predictors, codecs and effort; the engine's strings for predictors (format.md)."""
 
 from __future__ import annotations
 
@@ -8,29 +8,51 @@ from typing import NamedTuple
 
 from ..dtypes import FP16, DType
 from ..errors import KvmnnError
-from .predictors import resolve_predictors, to_mode_bits
 
 CODECS = ("rle", "zstd")
 """Stream codecs by their number in the header."""
 
 EFFORTS = ("exact", "balanced", "fast", "max")
+"""Names of the strategies of `encoder`, the engine's own first."""
 
-MIN_PARALLEL_BYTES = 1 << 20
-"""Raw bytes from which the streams of a frame are shared out over threads."""
+PREDICTORS = ("raw", "delta_seq", "xor_seq")
+"""Predictors by mode number, in the order in which the encoder tries them."""
+
+DEFAULT_PREDICTORS = frozenset(PREDICTORS)
+"""The predictors that the engine's default strings for K and V enable."""
+
+ACCEPTED_PREDICTORS = (*PREDICTORS, "pair_delta", "pair_delta_delta_seq")
+"""Names that the engine's own strings contain; its codec has no modes for the last two, and ignores them."""
 
 RLE_BIT, ZSTD_BIT = 1, 2
+RAW_MODE_BIT = 1
+
+MAX_ELEMENTS = (1 << 32) - 1
+"""The element count in the header of a frame has 32 bits."""
 
 
 class LaneOptions(NamedTuple):
-    """Options of the compiled encoder for words of one size."""
+    """Options of the compiled encoder for elements of one size."""
 
     itemsize: int
-    """Bytes of a word, and so the number of lanes."""
+    """Bytes of an element, which is also the number of lanes."""
     modes: tuple[int, ...]
-    """Predictor bits for each lane."""
+    """Predictor bits of each lane."""
     allowed_codecs: int
     """Codec bits."""
     effort: str
+
+    def supports_fast_path(self, nbytes: int) -> bool:
+        """Return whether the options permit the fast path for that many bytes (zstd and the raw predictor allowed)."""
+        num_elements, remainder = divmod(nbytes, self.itemsize)
+        is_allowed = self.allowed_codecs & ZSTD_BIT and all(bits & RAW_MODE_BIT for bits in self.modes)
+        return bool(is_allowed) and 0 < num_elements <= MAX_ELEMENTS and not remainder
+
+    def list_lane_modes(self) -> list[tuple[int, int]]:
+        """Return every lane and mode number to try, lane by lane."""
+        return [
+            (lane, mode) for lane, bits in enumerate(self.modes) for mode in range(len(PREDICTORS)) if bits >> mode & 1
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +65,11 @@ class CodecOptions:
     effort: str = "exact"
 
     def check(self, dtype: DType = FP16) -> None:
-        """`KvmnnError` or `TypeError` for options that do not exist, or not for words of `dtype`."""
+        """Raise `KvmnnError` or `TypeError` for options that do not exist, or not for elements of `dtype`."""
         self.to_lane_options(dtype)
 
     def to_lane_options(self, dtype: DType) -> LaneOptions:
-        """The options of the compiled encoder for words of `dtype`; errors as `check`."""
+        """Return the options of the compiled encoder for elements of `dtype`; errors as `check`."""
         if self.effort not in EFFORTS:
             raise KvmnnError(f"unknown effort {self.effort!r}: expected {', '.join(EFFORTS)}")
         modes = [to_mode_bits(resolve_predictors(self.predictors))] * dtype.itemsize
@@ -59,7 +81,7 @@ class CodecOptions:
 
 
 def to_codec_bits(codecs: Iterable[str]) -> int:
-    """Codec names as bits."""
+    """Return codec names as bits."""
     if codecs is CODECS:
         return RLE_BIT | ZSTD_BIT
     if isinstance(codecs, str):
@@ -72,3 +94,48 @@ def to_codec_bits(codecs: Iterable[str]) -> int:
     if not bits:
         raise KvmnnError(f"no codec allowed: expected at least one of {', '.join(CODECS)}")
     return bits
+
+
+def parse_spec(spec: str, default_raw: bool = True) -> frozenset[str]:
+    """Return the predictors that the engine enables for a spec string such as ``"raw,delta_seq"``.
+
+    Names are separated by commas, stripped of spaces and tabs, and compared exactly. Unknown names are ignored; if none
+    remains, raw is enabled. For the empty string `default_raw` decides: raw, or nothing (the encoder then uses raw).
+    """
+    if spec == "":
+        return frozenset({"raw"} if default_raw else ())
+    tokens = {token.strip(" \t") for token in spec.split(",")}
+    return frozenset(tokens.intersection(PREDICTORS)) or frozenset({"raw"})
+
+
+def resolve_predictors(predictors: str | Iterable[str] | None) -> frozenset[str]:
+    """Return the predictor set that an API caller specifies: None for all three, a spec string, or names.
+
+    Raises
+    ------
+    KvmnnError
+        If the collection is empty, or contains a name that no part of the engine knows. Spec strings never raise: they
+        are read as the engine reads them.
+    """
+    if predictors is None:
+        return DEFAULT_PREDICTORS
+    if isinstance(predictors, str):
+        return parse_spec(predictors)
+    names = tuple(predictors)
+    for name in names:
+        if name not in ACCEPTED_PREDICTORS:
+            raise KvmnnError(f"unknown predictor {name!r}: expected {', '.join(PREDICTORS)}")
+    valid_names = frozenset(name for name in names if name in PREDICTORS)
+    if not valid_names:
+        raise KvmnnError(f"no predictor among {names!r}: expected at least one of {', '.join(PREDICTORS)}")
+    return valid_names
+
+
+def to_mode_bits(names: frozenset[str]) -> int:
+    """Return the set as bits: 1 raw, 2 delta_seq, 4 xor_seq; raw for the empty set, as the engine does."""
+    return sum(1 << mode for mode, name in enumerate(PREDICTORS) if name in names) or 1
+
+
+def is_single_predictor(bits: int) -> bool:
+    """Return whether a bit set contains at most one predictor."""
+    return bits & (bits - 1) == 0

@@ -1,4 +1,4 @@
-"""Estimates from a few words of an array: the share of zeros, and repeats over long distances."""
+"""Estimates from a few elements of an array: the predictors to use, repeats over long distances, zeros."""
 
 from __future__ import annotations
 
@@ -10,67 +10,91 @@ import numpy as np
 import numpy.typing as npt
 
 from ..dtypes import Bytes
+from . import _encoder, _fast_encoder, tuning, zstd
 from ._content_hashes import count_duplicates, sample_hashes
-
-ZERO_WINDOW_ELEMENTS, NUM_ZERO_WINDOWS = 64, 64
-"""Words that are looked at together, and how often."""
+from .options import RAW_MODE_BIT, LaneOptions, is_single_predictor
 
 
 def estimate_zero_fraction(data: Bytes, itemsize: int) -> float:
-    """The share of zeros in an array of words of `itemsize` bytes, from 0 to 1, as far as they lie together."""
+    """Return about how large a fraction of the elements is zero, from 0 to 1; scattered zeros do not count."""
+    window = tuning.ZERO_WINDOW_ELEMENTS
     elements = data[: data.size // itemsize * itemsize].view(f"u{itemsize}")
-    if elements.size < ZERO_WINDOW_ELEMENTS:
+    if elements.size < window:
         return float(not elements.any())
-    starts = np.linspace(0, elements.size - ZERO_WINDOW_ELEMENTS, NUM_ZERO_WINDOWS).astype(np.intp)
-    num_nonzero = np.count_nonzero(elements[starts[:, None] + np.arange(ZERO_WINDOW_ELEMENTS)].any(axis=1))
-    return 1 - num_nonzero / NUM_ZERO_WINDOWS
+    starts = np.linspace(0, elements.size - window, tuning.NUM_ZERO_WINDOWS).astype(np.intp)
+    num_nonzero = np.count_nonzero(elements[starts[:, None] + np.arange(window)].any(axis=1))
+    return 1 - num_nonzero / tuning.NUM_ZERO_WINDOWS
 
 
-SAMPLE_WINDOW_ELEMENTS = 32
-"""Words that are looked at in one place."""
-SAMPLE_ELEMENTS_PER_SQRT = 40
-"""Times the square root of the number of words, those looked at, of which one in 8 is compared (`_content_hashes`).
-If all words are there twice, then 70 pairs of them are expected, ..."""
-MIN_DUPLICATE_HASHES = 8
-"""... and so many are enough: 6 % of the words that are copies of others, which cost as much where they are missed."""
-MIN_TRIAL_DUPLICATE_HASHES = 3
-"""So many are enough where longer pieces are only tried."""
-ALIGNED_DISTANCE_ELEMENTS = 8
-"""Words: the search of effort "fast" sees repeats whose distance is a multiple."""
+# -- predictors -------------------------------------------------------------------------------------------------------
+
+
+def select_predictors(data: Bytes, options: LaneOptions) -> tuple[int, ...]:
+    """Return a bit set for each lane: one predictor, or those of which the encoder has to keep the smallest result.
+
+    The entropy of samples does not show repeats: runs and phrases are smaller without the predictor that turns most
+    bytes of them into zeros. So if samples favor a predictor, a trial decides.
+    """
+    modes = _encoder.select_modes(data, options.itemsize, options.modes)
+    if all(bits == RAW_MODE_BIT for bits in modes) or not options.supports_fast_path(data.size):
+        return tuple(modes)
+    fast_modes, alternatives = _fast_encoder.select_modes(data, options.itemsize, options.modes)
+    trial_bytes = tuning.PREDICTOR_TRIAL_ELEMENTS * options.itemsize
+    begin = max(0, data.size - trial_bytes) // 2 // options.itemsize * options.itemsize
+    sample = data[begin : begin + trial_bytes]
+    return tuple(
+        _select_smallest(sample, options, lane, mode | fast_mode | alternative_modes)
+        for lane, (mode, fast_mode, alternative_modes) in enumerate(zip(modes, fast_modes, alternatives, strict=True))
+    )
+
+
+def _select_smallest(sample: Bytes, options: LaneOptions, lane: int, bits: int) -> int:
+    """Return the first predictor of a bit set with the smallest lane; all of them if the lane is full of repeats."""
+    if is_single_predictor(bits):
+        return bits
+    best, min_bytes = bits, (1 << 62) - 1
+    for mode in range(bits.bit_length()):
+        if bits >> mode & 1:
+            candidate = _encoder.encode_candidate(
+                sample, options.itemsize, lane, mode, options.allowed_codecs, zstd.DEFAULT_LEVEL, True, min_bytes
+            )
+            if candidate is not None:
+                best, min_bytes = 1 << mode, candidate[0]
+    return bits if min_bytes * tuning.REPETITIVE_MIN_RATIO < sample.size // options.itemsize else best
+
+
+# -- repeats ----------------------------------------------------------------------------------------------------------
 
 
 class RepeatInfo(NamedTuple):
-    """How words of an array are there again."""
+    """How elements of an array that is encoded in segments occur again."""
 
     across_segments: bool
-    """In other pieces."""
+    """In other segments."""
     beyond_segment: bool
-    """More than half a piece away, and most of them not nearer."""
+    """More than half a segment away, and most of them not nearer."""
     unaligned: bool
-    """At distances that are no multiples of `ALIGNED_DISTANCE_ELEMENTS`."""
+    """At distances that are not multiples of `tuning.ALIGNED_DISTANCE_ELEMENTS`."""
 
 
 NO_REPEATS = RepeatInfo(False, False, False)
 
 
-class UnalignedRepeats(Exception):
-    """Words are there again where the search of effort "fast" does not look."""
-
-
 def detect_long_range_repeats(data: Bytes, itemsize: int, segment_bytes: int) -> RepeatInfo:
-    """How words of `itemsize` bytes are there again, in an array that is made in pieces of `segment_bytes` bytes.
+    """Return how elements occur again, in an array that is encoded in segments of `segment_bytes`.
 
-    What is there many times counts once.
+    An element that occurs many times counts once.
     """
     num_elements = data.size // itemsize
-    if num_elements < SAMPLE_WINDOW_ELEMENTS * SAMPLE_WINDOW_ELEMENTS:
+    window = tuning.SAMPLE_WINDOW_ELEMENTS
+    if num_elements < window * window:
         return NO_REPEATS
     window_starts = _draw_window_starts(num_elements)
-    max_hashes = window_starts.size * SAMPLE_WINDOW_ELEMENTS // 7
+    max_hashes = window_starts.size * window // 7
     hashes, positions = np.empty(max_hashes, np.uint64), np.empty(max_hashes, np.int64)
-    num_hashes = sample_hashes(data, itemsize, window_starts, SAMPLE_WINDOW_ELEMENTS, hashes, positions)
+    num_hashes = sample_hashes(data, itemsize, window_starts, window, hashes, positions)
     hashes, positions = hashes[:num_hashes], positions[:num_hashes]
-    if count_duplicates(hashes) < MIN_TRIAL_DUPLICATE_HASHES:
+    if count_duplicates(hashes) < tuning.MIN_TRIAL_DUPLICATE_HASHES:
         return NO_REPEATS
     order = np.lexsort((positions, hashes))
     hashes, positions = hashes[order], positions[order]
@@ -82,22 +106,20 @@ def detect_long_range_repeats(data: Bytes, itemsize: int, segment_bytes: int) ->
             np.diff(positions * itemsize // segment_bytes) > 0,
             is_beyond,
             ~is_beyond,
-            distances % ALIGNED_DISTANCE_ELEMENTS != 0,
+            distances % tuning.ALIGNED_DISTANCE_ELEMENTS != 0,
         )
     )
     return RepeatInfo(
-        num_across >= MIN_TRIAL_DUPLICATE_HASHES,
-        num_beyond >= MIN_DUPLICATE_HASHES and num_beyond > num_within,
-        num_unaligned >= MIN_DUPLICATE_HASHES,
+        num_across >= tuning.MIN_TRIAL_DUPLICATE_HASHES,
+        num_beyond >= tuning.MIN_DUPLICATE_HASHES and num_beyond > num_within,
+        num_unaligned >= tuning.MIN_DUPLICATE_HASHES,
     )
 
 
 @lru_cache(8)
 def _draw_window_starts(num_elements: int) -> npt.NDArray[np.int64]:
-    """Where windows begin: at random places, of arrays of the same size at the same ones."""
-    count = SAMPLE_ELEMENTS_PER_SQRT * math.isqrt(num_elements) // SAMPLE_WINDOW_ELEMENTS
-    starts = (
-        np.sort(np.random.default_rng(0).integers(num_elements // SAMPLE_WINDOW_ELEMENTS, size=count))
-        * SAMPLE_WINDOW_ELEMENTS
-    )
+    """Return random starts of windows, sorted; the same for every array of that size."""
+    window = tuning.SAMPLE_WINDOW_ELEMENTS
+    count = tuning.SAMPLE_ELEMENTS_PER_SQRT * math.isqrt(num_elements) // window
+    starts = np.sort(np.random.default_rng(0).integers(num_elements // window, size=count)) * window
     return starts[np.diff(starts, prepend=-1) > 0]

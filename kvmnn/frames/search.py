@@ -1,4 +1,4 @@
-"""The smallest stream of every lane, searched for on all threads."""
+"""The smallest stream of every lane, searched for on several threads."""
 
 from __future__ import annotations
 
@@ -7,107 +7,95 @@ from typing import NamedTuple
 
 from .._util.parallel import Progress, parallel_map
 from ..dtypes import Bytes
-from . import _encoder, zstd
+from . import _encoder, tuning, zstd
 from .options import ZSTD_BIT, LaneOptions
-from .predictors import PREDICTORS as PREDICTORS
-from .segments import encode_fast_payloads, pack_stream_header, supports_fast_path
+from .segments import concat, encode_fast_lanes, pack_stream_header
 
 _UNLIMITED_BYTES = (1 << 62) - 1
-_MAX_LEVEL_22_BYTES = 16 << 20
-"""Bytes of a stream; for larger ones level 22 takes more than a gigabyte of memory."""
-_LEVEL_PROGRESS_WEIGHT = {9: 5, 13: 25, 16: 80, 19: 130, 22: 130}
-"""Of the high levels, in about a tenth of a second for a stream of 8 MiB: how far a candidate brings the progress."""
-_FAST_LEVELS_PROGRESS_FRACTION = 1 / 32
-"""Of the progress, for all candidates at low levels, where high levels follow."""
 
 
 class Candidate(NamedTuple):
-    """A stream made under one predictor at one level."""
+    """A stream under one predictor at one level."""
 
     size: int
     mode: int
     has_content_size: bool
-    """Whether zstd's header holds the content size."""
+    """Whether zstd's header contains the content size."""
     level: int
     stream: bytes
     """Header and payload."""
 
     @property
     def rank(self) -> tuple[int, int, bool, int]:
-        """The least is chosen: by size, then by the order of trial."""
+        """The candidate of the lowest rank is used: the smallest, or the first of these in the order of trial."""
         return self.size, *_get_trial_order(self.mode, self.has_content_size, self.level)
 
 
-def search_default_level(options: LaneOptions, data: Bytes, threads: int) -> bytes:
-    """The frame of the smallest streams at the engine's level."""
+def search_default_level(data: Bytes, options: LaneOptions, threads: int) -> bytes:
+    """Return the frame of the smallest streams at the engine's level."""
     best = _BestCandidates(options, data)
-    lane_modes = [
-        (lane, mode)
-        for mode in range(len(PREDICTORS))
-        for lane in reversed(range(options.itemsize))  # the high bytes take longest: first
-        if options.modes[lane] >> mode & 1
-    ]
-    parallel_map(lambda task: best.try_candidate(*task, zstd.DEFAULT_LEVEL, True), lane_modes, threads)
+    # By predictor, and the high bytes first, which take longest.
+    lane_modes = sorted(options.list_lane_modes(), key=lambda pair: (pair[1], -pair[0]))
+    parallel_map(lambda pair: best.try_candidate(*pair, zstd.DEFAULT_LEVEL, True), lane_modes, threads)
     return best.build_frame()
 
 
-def search_all_levels(options: LaneOptions, data: Bytes, threads: int, progress: Progress | None = None) -> bytes:
-    """The frame of the smallest streams: all predictors at levels 1 and 3, high levels near the best, and fast ones.
+def search_all_levels(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None = None) -> bytes:
+    """Return the frame of the smallest streams: every predictor at levels 1 and 3, high levels near the best, and fast.
 
-    `progress` is called behind every candidate, on its thread, by turns, with its share of the bytes of `data`.
+    `progress` is called after every candidate, on its thread, one call at a time, with its share of the bytes of
+    `data`; the shares sum to these bytes.
     """
     best = _BestCandidates(options, data)
     tracker = _ProgressTracker(progress, data.size)
-    low_levels_fraction = _FAST_LEVELS_PROGRESS_FRACTION if options.allowed_codecs & ZSTD_BIT else 1
+    lane_modes = sorted(options.list_lane_modes(), key=lambda pair: pair[1])
+    levels: list[int] = []
+    if options.allowed_codecs & ZSTD_BIT:
+        is_short = data.size // options.itemsize <= tuning.MAX_LEVEL_22_LANE_BYTES
+        levels = [level for level in tuning.HIGH_LEVEL_PROGRESS_WEIGHTS if level < 22 or is_short]
+    low_levels_fraction = tuning.LOW_LEVELS_PROGRESS_FRACTION if levels else 1
     min_sizes: dict[tuple[int, int], int] = {}
-    lane_modes = [
-        (lane, mode)
-        for mode in range(len(PREDICTORS))
-        for lane in range(options.itemsize)
-        if options.modes[lane] >> mode & 1
-    ]
 
-    def try_low_levels(task: tuple[int, int]) -> None:
-        lane, mode = task
+    def try_low_levels(pair: tuple[int, int]) -> None:
+        lane, mode = pair
         best.try_candidate(lane, mode, zstd.DEFAULT_LEVEL, True)
         for level in (1, zstd.DEFAULT_LEVEL):
             candidate = _encoder.encode_candidate(
                 data, options.itemsize, lane, mode, options.allowed_codecs, level, False, _UNLIMITED_BYTES
             )
             assert candidate is not None
-            size, *_ = candidate
-            min_sizes[task] = min(size, min_sizes.get(task, _UNLIMITED_BYTES))
+            min_sizes[pair] = min(candidate[0], min_sizes.get(pair, _UNLIMITED_BYTES))
             best.try_candidate(lane, mode, level, False)
         tracker.add(low_levels_fraction / len(lane_modes))
 
-    def try_high_level(task: tuple[int, int, int]) -> None:
-        best.try_candidate(*task, False)
-        tracker.add((1 - low_levels_fraction) * _LEVEL_PROGRESS_WEIGHT[task[-1]] / total_weight)
-
     parallel_map(try_low_levels, lane_modes, threads)
-    if options.allowed_codecs & ZSTD_BIT:
-        close_pairs = [
-            (lane, mode)
-            for lane, mode in lane_modes
-            if min_sizes[lane, mode]
-            <= 1.05 * min(size for (sized_lane, _), size in min_sizes.items() if sized_lane == lane)
-        ]
-        levels = [
-            level
-            for level in _LEVEL_PROGRESS_WEIGHT
-            if level < 22 or data.size // options.itemsize <= _MAX_LEVEL_22_BYTES
-        ]
-        total_weight = len(close_pairs) * sum(_LEVEL_PROGRESS_WEIGHT[level] for level in levels)
-        parallel_map(try_high_level, [(lane, mode, level) for level in levels for lane, mode in close_pairs], threads)
-    if supports_fast_path(options, data.size):
-        for lane, (mode, payload) in enumerate(encode_fast_payloads(data, options, threads)):
-            best.try_payload(lane, mode, payload)
+    min_lane_sizes = [
+        min(size for (sized_lane, _), size in min_sizes.items() if sized_lane == lane)
+        for lane in range(options.itemsize)
+    ]
+    trials = [
+        (lane, mode, level)
+        for level in levels
+        for lane, mode in lane_modes
+        if min_sizes[lane, mode] <= tuning.HIGH_LEVEL_TRIAL_MAX_RATIO * min_lane_sizes[lane]
+    ]
+    total_weight = sum(tuning.HIGH_LEVEL_PROGRESS_WEIGHTS[level] for *_, level in trials)
+
+    def try_high_level(trial: tuple[int, int, int]) -> None:
+        best.try_candidate(*trial, False)
+        weight = tuning.HIGH_LEVEL_PROGRESS_WEIGHTS[trial[-1]]
+        tracker.add((1 - low_levels_fraction) * weight / total_weight)
+
+    parallel_map(try_high_level, trials, threads)
+    if options.supports_fast_path(data.size):
+        for lane_index, fast_lane in enumerate(encode_fast_lanes(data, options, threads)):
+            best.try_payload(lane_index, fast_lane.mode, concat(fast_lane.fragments))
     tracker.finish()
     return best.build_frame()
 
 
 class _ProgressTracker:
-    """Shares of the work on some bytes, told as bytes; safe on several threads, and nothing without `progress`."""
+    """Reports shares of the work as bytes; thread-safe. Does nothing without `progress`."""
 
     def __init__(self, progress: Progress | None, nbytes: int) -> None:
         self._progress = progress
@@ -117,13 +105,13 @@ class _ProgressTracker:
         self._lock = threading.Lock()
 
     def add(self, fraction: float) -> None:
-        """A share, from 0 to 1, has been done."""
+        """Add a share of the work, from 0 to 1."""
         with self._lock:
             self._fraction += fraction
             self._report(min(int(self._fraction * self._nbytes), self._nbytes))
 
     def finish(self) -> None:
-        """All has been done."""
+        """Report the rest."""
         with self._lock:
             self._report(self._nbytes)
 
@@ -143,7 +131,7 @@ class _BestCandidates:
         self.lock = threading.Lock()
 
     def try_candidate(self, lane: int, mode: int, level: int, has_content_size: bool) -> None:
-        """Try one candidate; safe on several threads, with the same result in any order."""
+        """Encode a candidate and keep it if it is the best so far; thread-safe, the same result in any order."""
         with self.lock:
             best = self.lanes[lane]
         limit = _UNLIMITED_BYTES
@@ -164,7 +152,7 @@ class _BestCandidates:
                     self.lanes[lane] = candidate
 
     def try_payload(self, lane: int, mode: int, payload: bytes) -> None:
-        """Try a zstd payload that was made elsewhere."""
+        """Keep a zstd payload if its stream is smaller than the best so far."""
         stream = pack_stream_header(self.data.size // self.options.itemsize, mode, len(payload)) + payload
         best = self.lanes[lane]
         if best is None or len(stream) < best.size:
@@ -176,5 +164,5 @@ class _BestCandidates:
 
 
 def _get_trial_order(mode: int, has_content_size: bool, level: int) -> tuple[int, bool, int]:
-    """When a candidate is tried: by predictor, with the content size first, then by level."""
+    """Return a key: by predictor, with the content size first, then by level."""
     return mode, not has_content_size, level

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from .._util.text import suggest
 from .._util.validation import repr_short, validate_int
 from ..errors import KvmnnError
-from ..frames.options import CODECS, EFFORTS
-from ..frames.predictors import ACCEPTED_PREDICTORS
+from ..frames.options import ACCEPTED_PREDICTORS, CODECS, EFFORTS
 from ..packed.compaction import INT32_MAX
 from ..policies.h2o import H2OConfig
 from ..policies.h2o.config import QUANTISED_MODES, check_choice

@@ -11,7 +11,8 @@ import pytest
 from repository import DOCS
 
 import kvmnn
-from kvmnn.frames import _decoder, _encoder, _streams, predictors, zstd
+from kvmnn.frames import _decoder, _encoder, _streams, zstd
+from kvmnn.frames.options import PREDICTORS, parse_spec
 
 TEXT = (DOCS / "format.md").read_text(encoding="utf-8")
 ANY_MODE, ANY_CODEC, RLE, ZSTD = 0b111, 0b11, 1, 2
@@ -110,7 +111,7 @@ def test_links_within_the_page() -> None:
 
 def test_predictor_numbers() -> None:
     names = [row[1] for row in tables("Predictors")[0]]
-    assert names == list(predictors.PREDICTORS)
+    assert names == list(PREDICTORS)
 
 
 @pytest.mark.parametrize("row", tables("Predictors")[1], ids=lambda row: row[0])
@@ -141,7 +142,7 @@ def test_choice_examples(row: list[str]) -> None:
     lane, payload = np.frombuffer(spelled(row[0]), np.uint8), spelled(row[1])
     mode, codec = re.match(r"(\w+), (RLE|ZSTD)", row[2]).groups()  # type: ignore[union-attr]
     assert _encoder.encode_stream(lane, ANY_MODE, ANY_CODEC) == stream(
-        payload, lane.size, {"RLE": RLE, "ZSTD": ZSTD}[codec], predictors.PREDICTORS.index(mode)
+        payload, lane.size, {"RLE": RLE, "ZSTD": ZSTD}[codec], PREDICTORS.index(mode)
     )
 
 
@@ -156,8 +157,8 @@ def test_choice_example_that_is_a_tie() -> None:
 @pytest.mark.parametrize("row", tables("Predictor specs")[0], ids=lambda row: row[0])
 def test_predictor_specs(row: list[str]) -> None:
     spec = ast.literal_eval(code(row[0]))
-    assert predictors.parse_spec(spec) == set(row[1].split(", "))
-    assert predictors.parse_spec(spec, default_raw=False) == (set(row[1].split(", ")) if spec else set())
+    assert parse_spec(spec) == set(row[1].split(", "))
+    assert parse_spec(spec, default_raw=False) == (set(row[1].split(", ")) if spec else set())
 
 
 # -- verdicts on zstd payloads --------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from repository import FIXTURES
 
 import kvmnn
-from kvmnn.frames import decoder, options, predictors
+from kvmnn.frames import decoder, options
 
 SIZES = [1, 2, 3, 4, 5, 15, 16, 17, 31, 33, 127, 128, 129, 132, 255, 262, 265, 1000, 4096, 4097, 4111]
 REAL = sorted((FIXTURES / "kv_real").glob("*.npy"))
@@ -116,7 +116,7 @@ def test_max_is_smaller_where_levels_and_the_content_size_matter() -> None:
 
 def test_empty_predictor_set_falls_back_to_raw() -> None:
     # Only reachable below the API: a spec parsed with default_raw=False.
-    assert predictors.to_mode_bits(frozenset()) == predictors.to_mode_bits(frozenset({"raw"}))
+    assert options.to_mode_bits(frozenset()) == options.to_mode_bits(frozenset({"raw"}))
 
 
 def test_contexts_leave_nothing_behind() -> None:

@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvmnn
-from kvmnn.frames import _fast_encoder, segments
-from kvmnn.frames.encoder import EXACT_RETRY_MIN_RATIO, SMALL_INPUT_BYTES
-from kvmnn.frames.predictors import PREDICTORS as PREDICTORS
-from kvmnn.frames.segments import RLE_TRIAL_MIN_RATIO
+from kvmnn.frames import _fast_encoder, segments, tuning
+from kvmnn.frames.options import PREDICTORS
+from kvmnn.frames.tuning import EXACT_RETRY_MIN_RATIO, RLE_TRIAL_MIN_RATIO, SMALL_INPUT_BYTES
 
 DIM = 64
 
@@ -167,7 +166,7 @@ def test_what_lies_behind_the_words_is_not_looked_at(words: int) -> None:
 def test_a_predictor_goes_on_from_piece_to_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     words = as_words(np.repeat(np.random.default_rng(0).standard_normal(50_000), 2), "fp16")
     whole = check(words)
-    monkeypatch.setattr(segments, "FAST_SEGMENT_BYTES", 1 << 15)
+    monkeypatch.setattr(tuning, "FAST_SEGMENT_BYTES", 1 << 15)
     cut = check(words)
     assert {stream.predictor for stream in kvmnn.inspect(cut).streams} <= {"delta_seq", "xor_seq"}
     assert len(cut) < 1.05 * len(whole)
@@ -387,7 +386,7 @@ def test_few_values_to_many() -> None:
 def test_pieces(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     words = cache(np.random.default_rng(3), 3000, dtype, 0.05)
     whole = check(words, dtype)
-    monkeypatch.setattr(segments, "FAST_SEGMENT_BYTES", 100_000)
+    monkeypatch.setattr(tuning, "FAST_SEGMENT_BYTES", 100_000)
     cut = check(words, dtype)
     assert len(whole) < len(cut)  # repeats do not reach from piece to piece
     assert all(payload.count(b"\x28\xb5\x2f\xfd") >= words.nbytes // 100_000 for payload in streams_of(cut))
@@ -414,7 +413,7 @@ def test_an_array_of_repeats_has_longer_pieces(kinds: int, pieces: int, monkeypa
     """8 or 64 times as long, as each begins with what the others have as well; or where it repeats itself from afar."""
     rng = np.random.default_rng(5)
     words = rng.standard_normal((kinds, 64)).astype("<f4")[rng.integers(0, kinds, 6000)]
-    monkeypatch.setattr(segments, "FAST_SEGMENT_BYTES", 1 << 16)
+    monkeypatch.setattr(tuning, "FAST_SEGMENT_BYTES", 1 << 16)
     made = check(words, "fp32")
     frames = [payload.count(b"\x28\xb5\x2f\xfd") for payload in streams_of(made)]
     assert frames == [pieces] * 4

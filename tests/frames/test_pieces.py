@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 
 import codec_model
@@ -13,10 +13,10 @@ import zstandard
 from codec_samples import kv_like
 
 import kvmnn
-from kvmnn.frames import _encoder, _fast_encoder, segments
+from kvmnn.frames import _encoder, _fast_encoder, segments, tuning
 from kvmnn.frames._content_hashes import count_duplicates, sample_hashes
 from kvmnn.frames._output_buffer import OrderedWriter, OutputBuffer
-from kvmnn.frames.sampling import RepeatInfo, detect_long_range_repeats
+from kvmnn.frames.sampling import NO_REPEATS, RepeatInfo, detect_long_range_repeats
 
 LANE = 5_000
 NUMPY = {"fp16": np.float16, "fp32": np.float32}
@@ -24,8 +24,8 @@ NUMPY = {"fp16": np.float16, "fp32": np.float32}
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_LANE_BYTES", LANE)
-    monkeypatch.setattr(segments, "SMALL_SEGMENT_BYTES", 100)
+    monkeypatch.setattr(tuning, "SEGMENT_LANE_BYTES", LANE)
+    monkeypatch.setattr(tuning, "SMALL_SEGMENT_BYTES", 100)
 
 
 def payloads(frame: bytes, dtype: str) -> list[bytes]:
@@ -66,7 +66,7 @@ def test_predictors_of_their_own_for_the_high_lane() -> None:
 
 
 def test_large_frames_are_put_together_by_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_LANE_BYTES", 200_000)
+    monkeypatch.setattr(tuning, "SEGMENT_LANE_BYTES", 200_000)
     data = np.random.default_rng(1).integers(0, 256, 3 << 20, np.uint8)
     for dtype, effort in (("fp16", "balanced"), ("fp32", "balanced"), ("fp32", "fast")):
         frame = kvmnn.encode(data, dtype=dtype, effort=effort, threads=1)
@@ -78,7 +78,7 @@ def test_exact_and_rle_are_never_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     data = words_of("fp16", 30_000)
     every = ({}, {"codecs": ("rle",)}, {"codecs": ("rle",), "effort": "balanced"})
     cut = [kvmnn.encode(data, dtype="fp16", **options) for options in every]
-    monkeypatch.setattr(segments, "SEGMENT_LANE_BYTES", 8 << 20)
+    monkeypatch.setattr(tuning, "SEGMENT_LANE_BYTES", 8 << 20)
     assert [kvmnn.encode(data, dtype="fp16", **options) for options in every] == cut
 
 
@@ -139,7 +139,7 @@ def test_pieces_of_a_track_lie_one_behind_the_other_in_whatever_order_they_are_m
 @pytest.mark.parametrize("effort", ["balanced", "fast"])
 def test_many_threads_make_the_same(effort: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of pieces that are ready in no order."""
-    monkeypatch.setattr(segments, "FAST_SEGMENT_BYTES", 4 * LANE)
+    monkeypatch.setattr(tuning, "FAST_SEGMENT_BYTES", 4 * LANE)
     for dtype in ("bf16", "fp32"):
         data = words_of(dtype, 300_000)
         frame = kvmnn.encode(data, dtype=dtype, effort=effort, threads=1)
@@ -154,8 +154,8 @@ def test_an_array_that_repeats_itself_from_afar(
     dtype: str, effort: str, period: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In rows of 64 words: farther than pieces see, and about as far as libzstd does."""
-    monkeypatch.setattr(segments, "SEGMENT_LANE_BYTES", 1 << 15)
-    monkeypatch.setattr(segments, "FAST_SEGMENT_BYTES", 1 << 16)
+    monkeypatch.setattr(tuning, "SEGMENT_LANE_BYTES", 1 << 15)
+    monkeypatch.setattr(tuning, "FAST_SEGMENT_BYTES", 1 << 16)
     rng = np.random.default_rng(period)
     words = np.tile(rng.standard_normal((period, 64)).astype(NUMPY[dtype]), (35, 1))
     frame = kvmnn.encode(words, effort=effort)
@@ -177,22 +177,42 @@ def test_an_array_that_repeats_itself_from_afar(
         (False, False, 900, [100_000, 800_000, 6_400_000]),
     ],
 )
-def test_pieces_become_longer(across: bool, far: bool, nbytes: int, sizes: list[int]) -> None:
+def test_pieces_become_longer(
+    across: bool, far: bool, nbytes: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At once where they do not see what repeats itself; where they repeat each other; or where hardly any is left."""
-    made = []
-    lanes = [segments.Lane(0, 1, (bytes(nbytes),))]
+    planned, encoded = [], []
+    monkeypatch.setattr(segments, "detect_long_range_repeats", lambda *_: RepeatInfo(across, far, False))
 
-    def make(size: int, *before: Callable[[], None]) -> list[segments.Lane]:
-        for job in before:
-            job()
-        made.append(size)
-        return lanes
+    def plan(size: int) -> segments.SegmentPlan:
+        planned.append(size)
+        writer = OrderedWriter(OutputBuffer(nbytes + 99), [4])
+        fill = partial(_encoder.write_payload, writer, 0, nbytes + 90, noise, 2, 0, nbytes, 0, 0, 3)
+        return segments.SegmentPlan([partial(encoded.append, size), fill], [writer], [(0, 0)])
 
-    def look() -> RepeatInfo:
-        return RepeatInfo(across, far, False)
+    noise = np.random.default_rng(1).integers(0, 256, 2 * nbytes, np.uint8)
+    lanes, size = segments.encode_segments(
+        plan, np.zeros(1_000_000, np.uint8), 2, 100_000, 1, visible_bytes=100_000, allow_unaligned=False
+    )
+    assert abs(sum(lane.nbytes for lane in lanes) - nbytes) < 90
+    assert size == sizes[-1]
+    assert encoded == sizes
+    assert planned == [100_000] * far + sizes
 
-    assert segments.encode_segments(make, look, 100_000, 1_000_000, 2) == (lanes, sizes[-1])
-    assert made == sizes
+
+def test_pieces_end_at_repeats_that_the_encoder_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "detect_long_range_repeats", lambda *_: NO_REPEATS._replace(unaligned=True))
+    encoded = []
+
+    def plan(size: int) -> segments.SegmentPlan:
+        return segments.SegmentPlan([partial(encoded.append, size)], [], [])
+
+    data = np.zeros(1_000_000, np.uint8)
+    segments.encode_segments(plan, data, 2, 100_000, 1, visible_bytes=100_000)
+    assert encoded == [100_000, 800_000, 6_400_000]
+    encoded.clear()
+    result = segments.encode_segments(plan, data, 2, 100_000, 1, visible_bytes=100_000, allow_unaligned=False)
+    assert (result, encoded) == (([], 100_000), [])
 
 
 @pytest.mark.parametrize("stride", [2, 4])
@@ -219,8 +239,8 @@ def test_what_repeats_itself_from_afar(stride: int) -> None:
 
 
 def test_what_repeats_itself_where_the_search_of_fast_does_not_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "FAST_SEGMENT_BYTES", 1 << 18)
-    monkeypatch.setattr(segments, "SEGMENT_LANE_BYTES", 1 << 17)
+    monkeypatch.setattr(tuning, "FAST_SEGMENT_BYTES", 1 << 18)
+    monkeypatch.setattr(tuning, "SEGMENT_LANE_BYTES", 1 << 17)
     for distance in (60_001, 60_002, 60_004):
         words = np.tile(np.random.default_rng(1).standard_normal(distance).astype(np.float16), 12)
         frame = kvmnn.encode(words, effort="fast")

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import kvmnn
 from kvmnn import KvmnnError
-from kvmnn.frames import _streams, predictors
+from kvmnn.frames import _streams
+from kvmnn.frames.options import parse_spec
 
 DATA = kv_like(300)
 
@@ -23,7 +24,7 @@ SPECS = st.lists(TOKENS, max_size=5).map(",".join) | st.text(max_size=20)
 @EXAMPLES
 @given(SPECS, st.booleans())
 def test_specs_are_read_as_by_the_engine(spec: str, default_raw: bool) -> None:
-    assert predictors.parse_spec(spec, default_raw) == codec_model.parse_spec(spec, default_raw)
+    assert parse_spec(spec, default_raw) == codec_model.parse_spec(spec, default_raw)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,7 @@ def test_specs_are_read_as_by_the_engine(spec: str, default_raw: bool) -> None:
     ],
 )
 def test_specs_by_hand(spec: str, default_raw: bool, names: set[str]) -> None:
-    assert predictors.parse_spec(spec, default_raw) == names
+    assert parse_spec(spec, default_raw) == names
     assert codec_model.parse_spec(spec, default_raw) == names
 
 

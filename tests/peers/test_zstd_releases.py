@@ -22,7 +22,7 @@ from codec_samples import kv_like, structured
 from repository import ROOT
 
 import kvmnn
-from kvmnn.frames import segments
+from kvmnn.frames import tuning
 
 RELEASES = {  # of libzstd, and of the zstandard that has it
     "1.3.8": "0.11.1",
@@ -96,9 +96,9 @@ def payloads() -> Iterator[tuple[str, bytes, bytes]]:
 @pytest.fixture(scope="module")
 def samples() -> list[tuple[str, bytes, bytes]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(segments, "SEGMENT_LANE_BYTES", 50_000)
+        patch.setattr(tuning, "SEGMENT_LANE_BYTES", 50_000)
         whole = list(payloads())
-        patch.setattr(segments, "FAST_SEGMENT_BYTES", 70_000)
+        patch.setattr(tuning, "FAST_SEGMENT_BYTES", 70_000)
         return whole + [sample for sample in payloads() if sample[0] == "fast"]
 
 

@@ -8,7 +8,7 @@ import zstandard
 from codec_samples import frame_around, kv_like, structured, verdict, zstd_payloads
 
 import kvmnn
-from kvmnn.frames import _encoder, _zstdlib, segments, zstd
+from kvmnn.frames import _encoder, _zstdlib, tuning, zstd
 
 
 def report() -> dict:
@@ -34,7 +34,7 @@ def report() -> dict:
                     frames.append(f"{kvmnn.fnv1a64(frame):x}")
                     if verdict(frame) != (dtype, raw):
                         wrong.append(f"round trip {dtype} {words} {effort}")
-    segments.SEGMENT_LANE_BYTES = 20_000
+    tuning.SEGMENT_LANE_BYTES = 20_000
     small = kv_like(50_000)
     frames.append(f"{kvmnn.fnv1a64(kvmnn.encode(small, dtype='fp16', effort='balanced', threads=2)):x}")
     if kvmnn.decode(kvmnn.encode(small, dtype="fp16", effort="balanced")).tobytes() != small:

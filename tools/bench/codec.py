@@ -26,7 +26,7 @@ from common import ROOT, interleaved, ratio, repeats, synthetic, table, time_onc
 
 import kvmnn
 from kvmnn.frames import _streams, _zstdlib
-from kvmnn.frames.predictors import PREDICTORS
+from kvmnn.frames.options import PREDICTORS
 
 SIZES = {
     "4 KiB": 4 << 10,

@@ -15,7 +15,8 @@ import zstandard
 from damage import damaged
 
 import kvmnn
-from kvmnn.frames import predictors, zstd
+from kvmnn.frames import zstd
+from kvmnn.frames.options import PREDICTORS, parse_spec
 
 STRIDE = {"fp16": 2, "bf16": 2, "fp32": 4}
 LIMIT = 32 << 20  # raw bytes: above, a frame's claim must be refused by max_bytes, and the reference is not asked
@@ -93,8 +94,8 @@ def whole_words(rng: Random, stride: int, most: int) -> bytes:
 
 
 def some_predictors(rng: Random) -> tuple[str, ...]:
-    names = tuple(name for name in predictors.PREDICTORS if rng.random() < 0.6)
-    return names or predictors.PREDICTORS
+    names = tuple(name for name in PREDICTORS if rng.random() < 0.6)
+    return names or PREDICTORS
 
 
 def some_codecs(rng: Random) -> tuple[str, ...]:
@@ -347,7 +348,7 @@ def make_specs(rng: Random) -> dict[str, Any]:
 def check_specs(rng: Random, made: dict[str, Any]) -> tuple[int, int]:
     spec, default = made["spec"], made["default"]
     names = codec_model.parse_spec(spec, default)
-    assert predictors.parse_spec(spec, default) == names, f"{spec!r} is read differently"
+    assert parse_spec(spec, default) == names, f"{spec!r} is read differently"
     data = whole_words(rng, 2, 200)
     expected = codec_model.encode(data, 2, codec_model.parse_spec(spec, True))
     assert kvmnn.encode(data, dtype="fp16", predictors=spec) == expected, f"{spec!r} encodes differently"

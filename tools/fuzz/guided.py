@@ -13,7 +13,7 @@ from kvmnn.errors import CheckpointError, FrameError, LimitError, SourceError
 from kvmnn.formats import _safetensors_header
 from kvmnn.formats.torch import _pickles
 from kvmnn.formats.torch.allowed_globals import AllowedGlobals, set_tensor_state
-from kvmnn.frames import _decoder, segments, zstd
+from kvmnn.frames import _decoder, tuning, zstd
 from kvmnn.frames.encoder import encode_elements
 from kvmnn.frames.options import CodecOptions
 
@@ -21,7 +21,7 @@ RLE_AND_ZSTD = 3
 MOST_WORDS = 1 << 16
 MOST_MADE = 12 << 10
 """Words that the writer is given."""
-PIECE_BYTES, LANE_BYTES = segments.FAST_SEGMENT_BYTES, segments.SEGMENT_LANE_BYTES
+PIECE_BYTES, LANE_BYTES = tuning.FAST_SEGMENT_BYTES, tuning.SEGMENT_LANE_BYTES
 NOISE = np.random.default_rng(1).integers(0, 1 << 16, 1 << 18).astype(np.uint16)
 RARE = (16 - np.log2(np.arange(1, (1 << 16) + 1)).astype(np.uint8)).astype(np.uint8)
 
@@ -58,12 +58,12 @@ def writer(data: memoryview) -> tuple[bytes, bytes] | None:
         return None
     kind = (FP16, BF16, FP32, FP32)[option & 3]
     effort = "balanced" if option & 32 else "fast"
-    segments.FAST_SEGMENT_BYTES = (PIECE_BYTES, PIECE_BYTES, 1 << 10, 10 << 10)[option >> 2 & 3]
-    segments.SEGMENT_LANE_BYTES = segments.FAST_SEGMENT_BYTES // 2
+    tuning.FAST_SEGMENT_BYTES = (PIECE_BYTES, PIECE_BYTES, 1 << 10, 10 << 10)[option >> 2 & 3]
+    tuning.SEGMENT_LANE_BYTES = tuning.FAST_SEGMENT_BYTES // 2
     try:
         frame = encode_elements(words, CodecOptions(effort=effort).to_lane_options(kind), 1)
     finally:
-        segments.FAST_SEGMENT_BYTES, segments.SEGMENT_LANE_BYTES = PIECE_BYTES, LANE_BYTES
+        tuning.FAST_SEGMENT_BYTES, tuning.SEGMENT_LANE_BYTES = PIECE_BYTES, LANE_BYTES
     found = _decoder.ParsedFrame(frame, kind.itemsize, RLE_AND_ZSTD)
     found.decode()
     assert found.equals(words), "decoded to other words"

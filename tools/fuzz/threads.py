@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 import kvmnn
-from kvmnn.frames import segments
+from kvmnn.frames import tuning
 from kvmnn.runtime import LosslessRuntime, RuntimeConfig
 
 RNG = np.random.default_rng(0)
@@ -32,7 +32,7 @@ def one_frame_on_many_threads() -> None:
 
 def long_frames() -> None:
     """Of many pieces, most of them ready before those in front of them."""
-    segments.SEGMENT_LANE_BYTES, segments.FAST_SEGMENT_BYTES = 20_000, 60_000
+    tuning.SEGMENT_LANE_BYTES, tuning.FAST_SEGMENT_BYTES = 20_000, 60_000
     noise = RNG.normal(size=LARGE.size).astype(np.float16)
     for values in (LARGE, noise, noise.astype(np.float32), np.tile(noise[:50_000], 8)):
         for effort in ("balanced", "fast"):

@@ -8,9 +8,7 @@ from typing import Any
 
 from kvmnn import KvmnnError, decode, encode, fnv1a64, inspect
 from kvmnn.frames import _decoder, _encoder, _streams, zstd
-from kvmnn.frames.options import CODECS
-from kvmnn.frames.predictors import PREDICTORS as PREDICTORS
-from kvmnn.frames.predictors import parse_spec, to_mode_bits
+from kvmnn.frames.options import CODECS, PREDICTORS, parse_spec, to_mode_bits
 from kvmnn.packed.layout import PackLayout
 
 from .common import CaseResult, Checker, run_list, sha256, unknown_lists

@@ -101,7 +101,7 @@ def add_parser(subparsers: Any) -> None:
 def _check_predictors(spec: str) -> str:
     """A specification as the engine reads it, but for names that it would pass over without a word."""
     from ...errors import KvmnnError
-    from ...frames.predictors import resolve_predictors
+    from ...frames.options import resolve_predictors
 
     try:
         resolve_predictors([name.strip(" \t") for name in spec.split(",")])

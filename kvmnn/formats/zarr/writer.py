@@ -25,7 +25,8 @@ from ...errors import KvmnnError, LimitError, OptionError, OutputError
 from ...files.atomic import DirectoryOutput
 from ...files.file_names import make_file_names
 from ...files.urls import is_url
-from ...frames import predictors, zstd
+from ...frames import zstd
+from ...frames.options import PREDICTORS, resolve_predictors
 from ...integrations.chunk_codec import CODEC_NAME, MAX_CHUNK_BYTES
 from ..options import ReadOptions
 from . import metadata
@@ -344,7 +345,7 @@ def _build_manifest(entries: Sequence[ArrayEntry], options: EncodeOptions, sourc
     from ..._util.packages import get_version
 
     predictor_names = frozenset[str]().union(
-        *(predictors.resolve_predictors(predictor_set) for predictor_set in options.predictor_sets)
+        *(resolve_predictors(predictor_set) for predictor_set in options.predictor_sets)
     )
     return Manifest(
         kvmnn_version=get_version(),
@@ -352,7 +353,7 @@ def _build_manifest(entries: Sequence[ArrayEntry], options: EncodeOptions, sourc
         zstd_byte_exact=zstd.is_byte_exact(),
         effort=options.effort,
         codecs=options.codecs,
-        predictors=tuple(name for name in predictors.PREDICTORS if name in predictor_names),
+        predictors=tuple(name for name in PREDICTORS if name in predictor_names),
         hi_predictors=None,
         arrays=tuple(entries),
         metadata={},

@@ -13,7 +13,7 @@ from .._util.parallel import Progress, resolve_threads
 from ..dtypes import BF16, Bytes
 from . import _encoder, tuning, zstd
 from .buffers import BF16Frame, as_elements
-from .options import CODECS, CodecOptions, LaneOptions, is_single_predictor
+from .options import CODECS, CodecOptions, LaneOptions
 from .sampling import estimate_zero_fraction, select_predictors
 from .search import search_all_levels, search_default_level
 from .segments import encode_balanced_segments, encode_fast_frame, is_segmented
@@ -115,7 +115,7 @@ def encode_balanced(data: Bytes, options: LaneOptions, threads: int, progress: P
 
 def encode_fast(data: Bytes, options: LaneOptions, threads: int, progress: Progress | None) -> bytes:
     """Encode with kvmnn's own zstd writer, or as effort "balanced" does if that writer cannot encode the array well."""
-    frame = encode_fast_frame(data, options, threads)
+    frame = encode_fast_frame(data, options, threads) if options.supports_fast_path(data.size) else None
     if frame is None:
         frame = _encode_selected(data, options, threads)
     return _report(_compare_with_exact(frame, data, options, threads), data, progress)
@@ -149,14 +149,8 @@ def _encode_lanes(data: Bytes, options: LaneOptions, threads: int) -> bytes:
 
 def _encode_selected(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     """Encode with the predictors that samples favor."""
-    options = _select(data, options)
+    options = options._replace(modes=select_predictors(data, options))
     return (encode_balanced_segments if is_segmented(data, options) else _encode_lanes)(data, options, threads)
-
-
-def _select(data: Bytes, options: LaneOptions) -> LaneOptions:
-    if all(map(is_single_predictor, options.modes)):
-        return options
-    return options._replace(modes=select_predictors(data, options))
 
 
 def with_selected_predictors(data: Bytes, options: LaneOptions) -> LaneOptions:
@@ -164,7 +158,7 @@ def with_selected_predictors(data: Bytes, options: LaneOptions) -> LaneOptions:
 
     Samples take a tenth of the time of that effort for short frames.
     """
-    return _select(data, options) if options.effort == "balanced" else options
+    return options._replace(modes=select_predictors(data, options)) if options.effort == "balanced" else options
 
 
 def _compare_with_exact(frame: bytes, data: Bytes, options: LaneOptions, threads: int) -> bytes:

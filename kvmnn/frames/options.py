@@ -48,12 +48,6 @@ class LaneOptions(NamedTuple):
         is_allowed = self.allowed_codecs & ZSTD_BIT and all(bits & RAW_MODE_BIT for bits in self.modes)
         return bool(is_allowed) and 0 < num_elements <= MAX_ELEMENTS and not remainder
 
-    def list_lane_modes(self) -> list[tuple[int, int]]:
-        """Return every lane and mode number to try, lane by lane."""
-        return [
-            (lane, mode) for lane, bits in enumerate(self.modes) for mode in range(len(PREDICTORS)) if bits >> mode & 1
-        ]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CodecOptions:
@@ -134,8 +128,3 @@ def resolve_predictors(predictors: str | Iterable[str] | None) -> frozenset[str]
 def to_mode_bits(names: frozenset[str]) -> int:
     """Return the set as bits: 1 raw, 2 delta_seq, 4 xor_seq; raw for the empty set, as the engine does."""
     return sum(1 << mode for mode, name in enumerate(PREDICTORS) if name in names) or 1
-
-
-def is_single_predictor(bits: int) -> bool:
-    """Return whether a bit set contains at most one predictor."""
-    return bits & (bits - 1) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ import numpy.typing as npt
 from ..dtypes import Bytes
 from . import _encoder, _fast_encoder, tuning, zstd
 from ._content_hashes import count_duplicates, sample_hashes
-from .options import RAW_MODE_BIT, LaneOptions, is_single_predictor
+from .options import RAW_MODE_BIT, LaneOptions
 
 
 def estimate_zero_fraction(data: Bytes, itemsize: int) -> float:
@@ -35,6 +36,8 @@ def select_predictors(data: Bytes, options: LaneOptions) -> tuple[int, ...]:
     The entropy of samples does not show repeats: runs and phrases are smaller without the predictor that turns most
     bytes of them into zeros. So if samples favor a predictor, a trial decides.
     """
+    if all(map(_is_single_predictor, options.modes)):
+        return options.modes
     modes = _encoder.select_modes(data, options.itemsize, options.modes)
     if all(bits == RAW_MODE_BIT for bits in modes) or not options.supports_fast_path(data.size):
         return tuple(modes)
@@ -50,7 +53,7 @@ def select_predictors(data: Bytes, options: LaneOptions) -> tuple[int, ...]:
 
 def _select_smallest(sample: Bytes, options: LaneOptions, lane: int, bits: int) -> int:
     """Return the first predictor of a bit set with the smallest lane; all of them if the lane is full of repeats."""
-    if is_single_predictor(bits):
+    if _is_single_predictor(bits):
         return bits
     best, min_bytes = bits, (1 << 62) - 1
     for mode in range(bits.bit_length()):
@@ -61,6 +64,10 @@ def _select_smallest(sample: Bytes, options: LaneOptions, lane: int, bits: int) 
             if candidate is not None:
                 best, min_bytes = 1 << mode, candidate[0]
     return bits if min_bytes * tuning.REPETITIVE_MIN_RATIO < sample.size // options.itemsize else best
+
+
+def _is_single_predictor(bits: int) -> bool:
+    return bits & (bits - 1) == 0
 
 
 # -- repeats ----------------------------------------------------------------------------------------------------------
@@ -77,7 +84,7 @@ class RepeatInfo(NamedTuple):
     """At distances that are not multiples of `tuning.ALIGNED_DISTANCE_ELEMENTS`."""
 
 
-NO_REPEATS = RepeatInfo(False, False, False)
+_NO_REPEATS = RepeatInfo(False, False, False)
 
 
 def detect_long_range_repeats(data: Bytes, itemsize: int, segment_bytes: int) -> RepeatInfo:
@@ -88,14 +95,14 @@ def detect_long_range_repeats(data: Bytes, itemsize: int, segment_bytes: int) ->
     num_elements = data.size // itemsize
     window = tuning.SAMPLE_WINDOW_ELEMENTS
     if num_elements < window * window:
-        return NO_REPEATS
+        return _NO_REPEATS
     window_starts = _draw_window_starts(num_elements)
     max_hashes = window_starts.size * window // 7
     hashes, positions = np.empty(max_hashes, np.uint64), np.empty(max_hashes, np.int64)
     num_hashes = sample_hashes(data, itemsize, window_starts, window, hashes, positions)
     hashes, positions = hashes[:num_hashes], positions[:num_hashes]
     if count_duplicates(hashes) < tuning.MIN_TRIAL_DUPLICATE_HASHES:
-        return NO_REPEATS
+        return _NO_REPEATS
     order = np.lexsort((positions, hashes))
     hashes, positions = hashes[order], positions[order]
     distances, is_duplicate = np.diff(positions), hashes[1:] == hashes[:-1]
@@ -114,6 +121,31 @@ def detect_long_range_repeats(data: Bytes, itemsize: int, segment_bytes: int) ->
         num_beyond >= tuning.MIN_DUPLICATE_HASHES and num_beyond > num_within,
         num_unaligned >= tuning.MIN_DUPLICATE_HASHES,
     )
+
+
+def check_repeats(
+    data: Bytes,
+    itemsize: int,
+    visible_bytes: int,
+    allow_unaligned: bool,
+    results: list[RepeatInfo],
+    stop: threading.Event,
+) -> None:
+    """Detect repeats while other jobs encode the first segments; set `stop` if segments of that length are in vain.
+
+    Parameters
+    ----------
+    visible_bytes
+        Bytes within which the encoder of a segment finds repeats.
+    allow_unaligned
+        Whether it finds them at distances that are not multiples of `tuning.ALIGNED_DISTANCE_ELEMENTS`.
+    results
+        What is detected is appended.
+    """
+    repeats = detect_long_range_repeats(data, itemsize, visible_bytes)
+    results.append(repeats)
+    if repeats.beyond_segment or (repeats.unaligned and not allow_unaligned):
+        stop.set()
 
 
 @lru_cache(8)

@@ -9,7 +9,7 @@ from .._util.parallel import Progress, parallel_map
 from ..dtypes import Bytes
 from . import _encoder, tuning, zstd
 from .options import ZSTD_BIT, LaneOptions
-from .segments import concat, encode_fast_lanes, pack_stream_header
+from .segments import concat, encode_fast_lanes, list_lane_modes, pack_stream_header
 
 _UNLIMITED_BYTES = (1 << 62) - 1
 
@@ -35,7 +35,7 @@ def search_default_level(data: Bytes, options: LaneOptions, threads: int) -> byt
     """Return the frame of the smallest streams at the engine's level."""
     best = _BestCandidates(options, data)
     # By predictor, and the high bytes first, which take longest.
-    lane_modes = sorted(options.list_lane_modes(), key=lambda pair: (pair[1], -pair[0]))
+    lane_modes = sorted(list_lane_modes(options), key=lambda pair: (pair[1], -pair[0]))
     parallel_map(lambda pair: best.try_candidate(*pair, zstd.DEFAULT_LEVEL, True), lane_modes, threads)
     return best.build_frame()
 
@@ -48,7 +48,7 @@ def search_all_levels(data: Bytes, options: LaneOptions, threads: int, progress:
     """
     best = _BestCandidates(options, data)
     tracker = _ProgressTracker(progress, data.size)
-    lane_modes = sorted(options.list_lane_modes(), key=lambda pair: pair[1])
+    lane_modes = sorted(list_lane_modes(options), key=lambda pair: pair[1])
     levels: list[int] = []
     if options.allowed_codecs & ZSTD_BIT:
         is_short = data.size // options.itemsize <= tuning.MAX_LEVEL_22_LANE_BYTES

@@ -22,7 +22,7 @@ from ..errors import LimitError
 from . import _encoder, _fast_encoder, tuning, zstd
 from ._output_buffer import OrderedWriter, OutputBuffer
 from .options import CODECS, MAX_ELEMENTS, PREDICTORS, RAW_MODE_BIT, RLE_BIT, ZSTD_BIT, LaneOptions
-from .sampling import NO_REPEATS, detect_long_range_repeats
+from .sampling import RepeatInfo, check_repeats
 
 _ZSTD_BLOCK_BYTES, _ZSTD_BLOCK_HEADER_BYTES, _ZSTD_FRAME_HEADER_BYTES = 128 << 10, 3, 10
 """Sizes in a zstd frame that is longer than its window (RFC 8878)."""
@@ -81,28 +81,21 @@ def encode_segments(
         Makes the plan for segments of a number of bytes.
     initial_segment_bytes
         Bytes of a segment, unless segments repeat each other.
-    visible_bytes
-        Bytes within which the encoder of a segment finds repeats.
-    allow_unaligned
-        Whether the encoder finds repeats at distances that are not multiples of `tuning.ALIGNED_DISTANCE_ELEMENTS`.
+    visible_bytes, allow_unaligned
+        Which repeats the encoder of a segment finds, as for `check_repeats`.
 
     Returns
     -------
     lanes, segment_bytes
         No lanes if the array has unaligned repeats that the encoder does not find.
     """
-    repeats, stop = NO_REPEATS, threading.Event()
-
-    def check_repeats() -> None:
-        nonlocal repeats
-        repeats = detect_long_range_repeats(data, itemsize, visible_bytes)
-        if repeats.beyond_segment or (repeats.unaligned and not allow_unaligned):
-            stop.set()
-
+    results: list[RepeatInfo] = []
+    stop, segment_bytes = threading.Event(), initial_segment_bytes
+    check = partial(check_repeats, data, itemsize, visible_bytes, allow_unaligned, results, stop)
     # The check takes half as long as one segment, so it runs alongside the first ones: before them it took 3 % of what
     # two threads need for 64 MiB.
-    segment_bytes = initial_segment_bytes
-    lanes = run_plan(make_plan(segment_bytes), threads, check_repeats, stop)
+    lanes = run_plan(make_plan(segment_bytes), threads, check, stop)
+    repeats = results[0]
     if repeats.unaligned and not allow_unaligned:
         return [], segment_bytes
     if not lanes:
@@ -126,6 +119,13 @@ def encode_segments(
     return lanes, segment_bytes
 
 
+def list_lane_modes(options: LaneOptions) -> list[tuple[int, int]]:
+    """Return every lane and mode number that the options permit, lane by lane."""
+    return [
+        (lane, mode) for lane, bits in enumerate(options.modes) for mode in range(len(PREDICTORS)) if bits >> mode & 1
+    ]
+
+
 # -- segments of effort "balanced" ------------------------------------------------------------------------------------
 
 
@@ -139,7 +139,7 @@ def is_segmented(data: Bytes, options: LaneOptions) -> bool:
 def encode_balanced_segments(data: Bytes, options: LaneOptions, threads: int) -> bytes:
     """Encode elements for which `is_segmented` returns True, each lane by the best predictor that `options` permit."""
     num_elements, initial_segment_bytes = data.size // options.itemsize, tuning.SEGMENT_LANE_BYTES * options.itemsize
-    lane_modes = options.list_lane_modes()
+    lane_modes = list_lane_modes(options)
 
     def make_plan(segment_bytes: int) -> SegmentPlan:
         count = -(-data.size // segment_bytes)
@@ -180,15 +180,13 @@ def _compute_max_payload_bytes(nbytes: int, mode: int) -> int:
 
 
 def encode_fast_frame(data: Bytes, options: LaneOptions, threads: int) -> bytes | None:
-    """Encode little-endian elements with kvmnn's own zstd writer.
+    """Encode elements that `options.supports_fast_path` with kvmnn's own zstd writer.
 
     Returns
     -------
     bytes or None
-        None if the options do not permit it, or if a long array has repeats that this writer would not find.
+        None if a long array has repeats that this writer does not find.
     """
-    if not options.supports_fast_path(data.size):
-        return None
     if data.size > tuning.FAST_SEGMENT_BYTES:
         lanes = encode_fast_lanes(data, options, threads, allow_unaligned=False)
         if not lanes:
@@ -384,15 +382,19 @@ def concat(fragments: Sequence[Fragment], threads: int = 1, owner: OutputBuffer 
     """
     *offsets, total_bytes = accumulate(map(count_fragment_bytes, fragments), initial=0)
     buffer = OutputBuffer(total_bytes) if owner is None else owner
-    jobs, copied_bytes = [], 0
+    copies, copied_bytes = [], 0
     for offset, fragment in zip(offsets, fragments, strict=True):
         if isinstance(fragment, BufferSlice) and fragment.buffer is buffer:
             buffer.move(offset, fragment.offset, fragment.nbytes)
             continue
         data = fragment if isinstance(fragment, bytes) else fragment.buffer.view(fragment.offset, fragment.nbytes)
-        jobs.append(partial(buffer.write, offset, data))
+        copies.append((offset, data))
         copied_bytes += len(data)
-    parallel_run(jobs, threads if copied_bytes >= tuning.MIN_PARALLEL_BYTES else 1)
+    if copied_bytes >= tuning.MIN_PARALLEL_BYTES:
+        parallel_run([partial(buffer.write, *copy) for copy in copies], threads)
+    else:
+        for copy in copies:
+            buffer.write(*copy)
     return buffer.finish(total_bytes)
 
 

@@ -13,10 +13,10 @@ import zstandard
 from codec_samples import kv_like
 
 import kvmnn
-from kvmnn.frames import _encoder, _fast_encoder, segments, tuning
+from kvmnn.frames import _encoder, _fast_encoder, sampling, segments, tuning
 from kvmnn.frames._content_hashes import count_duplicates, sample_hashes
 from kvmnn.frames._output_buffer import OrderedWriter, OutputBuffer
-from kvmnn.frames.sampling import NO_REPEATS, RepeatInfo, detect_long_range_repeats
+from kvmnn.frames.sampling import RepeatInfo, detect_long_range_repeats
 
 LANE = 5_000
 NUMPY = {"fp16": np.float16, "fp32": np.float32}
@@ -182,7 +182,7 @@ def test_pieces_become_longer(
 ) -> None:
     """At once where they do not see what repeats itself; where they repeat each other; or where hardly any is left."""
     planned, encoded = [], []
-    monkeypatch.setattr(segments, "detect_long_range_repeats", lambda *_: RepeatInfo(across, far, False))
+    monkeypatch.setattr(sampling, "detect_long_range_repeats", lambda *_: RepeatInfo(across, far, False))
 
     def plan(size: int) -> segments.SegmentPlan:
         planned.append(size)
@@ -201,7 +201,7 @@ def test_pieces_become_longer(
 
 
 def test_pieces_end_at_repeats_that_the_encoder_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "detect_long_range_repeats", lambda *_: NO_REPEATS._replace(unaligned=True))
+    monkeypatch.setattr(sampling, "detect_long_range_repeats", lambda *_: RepeatInfo(False, False, True))
     encoded = []
 
     def plan(size: int) -> segments.SegmentPlan:

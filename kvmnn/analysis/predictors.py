@@ -1,7 +1,7 @@
 """Predictors along the token axis, and bitshuffle: what the offline evaluation tries on each byte lane.
 
 They work on bytes ``[token, kv_head, head_dim]``. The engine's predictors of the same names
-(`kvmnn.frames.predictors`) go from byte to byte instead, and no frame holds what these give.
+(`kvmnn.frames.options`) go from byte to byte instead, and no frame holds what these give.
 """
 
 from __future__ import annotations

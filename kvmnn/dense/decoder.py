@@ -1,4 +1,4 @@
-"""K or V of one layer from dense streams (docs/format-v2.md)."""
+"""Decoding dense streams to K or V of one layer (docs/format-v2.md)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .header import (
 from .shared_tables import to_table_set
 
 _NUMPY_TYPES = tuple(dtype.numpy_dtype for dtype in DTYPES)
-"""By the number that a stream has for them."""
+"""By the number of the dtype in a stream."""
 
 
 def decode(
@@ -34,29 +34,30 @@ def decode(
     out: Elements | None = None,
     max_bytes: int | None = None,
 ) -> Elements:
-    """The words of a dense stream.
+    """Decode a dense stream.
 
     Parameters
     ----------
     stream
         Bytes-like; exactly one stream.
     history, tables
-        What `encode` was given; not looked at where the stream does not need them.
+        The arguments of `encode`; ignored if the stream does not refer to them.
     out
-        An array ``[kv_head, token, head_dim]`` of the stream's shape and word size, with any strides, to write to. It
-        is untouched if the stream is refused.
+        An array ``[kv_head, token, head_dim]`` to decode into, of the stream's shape and element size, with any
+        strides. It is unchanged if the stream is rejected.
     max_bytes
-        Refuse a stream that says it holds more raw bytes, before any memory is taken.
+        Reject a stream that claims more raw bytes, before any memory is allocated.
 
     Returns
     -------
     numpy.ndarray
-        ``[kv_head, token, head_dim]`` of float16, uint16 (bf16) or float32, rows token by token in memory; or `out`.
+        `out`, or ``[kv_head, token, head_dim]`` of float16, uint16 (bf16) or float32, in memory
+        ``[token, kv_head, head_dim]``.
 
     Raises
     ------
     FrameError
-        For what breaks the format, a checksum that does not hold, and wrong history or tables.
+        If the stream violates the format, its checksum differs, or history or tables are wrong.
     LimitError
         Above `max_bytes`.
     """
@@ -77,9 +78,7 @@ def decode(
 
 
 def decode_into(header: DenseHeader, out: Elements, *, history: Elements | None = None, tables: Any = None) -> None:
-    """As `decode` of this stream to `out`, which may hold anything where the stream is refused: rows that lie together
-    in `out` are decoded in their places.
-    """
+    """Decode a stream into `out`, without a copy if its rows are contiguous; an error leaves `out` undefined."""
     _check_out(out, header)
     token_rows = out.transpose(1, 0, 2)
     if header.method == METHOD_ROWS and token_rows.flags.c_contiguous:
@@ -89,12 +88,12 @@ def decode_into(header: DenseHeader, out: Elements, *, history: Elements | None 
 
 
 class RowDecoder:
-    """Rows of all tokens, to which streams of neighbouring tokens are decoded with the least work for each.
+    """Decodes streams of adjacent tokens into one array, with little overhead for each.
 
     Parameters
     ----------
     elements
-        ``[kv_head, token, head_dim]``, rows token by token in memory.
+        ``[kv_head, token, head_dim]``, in memory ``[token, kv_head, head_dim]``.
     """
 
     def __init__(self, elements: Elements, dtype: str) -> None:
@@ -110,18 +109,19 @@ class RowDecoder:
     def decode(
         self, stream: Bytes | bytes, checksum: int, begin: int, tokens: int, *, history: int = 0, tables: Any = None
     ) -> bool:
-        """Decode a stream of `tokens` rows to those from `begin` on.
+        """Decode a stream of `tokens` rows to the rows from `begin` on.
 
         Returns
         -------
-        False for a stream that is none of method 2, of this `checksum` and of no more than `history` rows before it, or
-        does not decode with these tables: `decode_into` does, or says what is wrong with it.
+        bool
+            False if the stream is not of method 2, has another checksum, refers to more than `history` rows, or does
+            not decode with these tables. `decode_into` then decodes it or raises the error.
         """
         return self._destination.decode(stream, checksum, to_table_set(tables), begin, tokens, history)
 
 
 def _decode_short_block(stream: bytes, tables: Any, max_bytes: int | None) -> Elements | None:
-    """Most short blocks, in half a microsecond of Python; None for what `decode` has to look at, or to refuse."""
+    """Decode most short blocks in half a microsecond of Python; None if only `decode` can decode or reject it."""
     check_byte_order()
     max_raw_bytes = MAX_RAW_BYTES if max_bytes is None else min(max(max_bytes, 0), MAX_RAW_BYTES)
     array = _rows.decode_short_block(stream, to_table_set(tables), max_raw_bytes, np.empty, _NUMPY_TYPES)
@@ -129,12 +129,12 @@ def _decode_short_block(stream: bytes, tables: Any, max_bytes: int | None) -> El
 
 
 def open_rows(header: DenseHeader) -> _rows.RowsPayload:
-    """The payload of method 2, its sections found."""
+    """Return the payload of a stream of method 2, split into sections."""
     return _rows.RowsPayload(header.stream, header.dtype_code, header.heads, header.dim, header.tokens, header.flags)
 
 
 def _decode_rows(header: DenseHeader, history: Elements | None, tables: Any, out_bytes: Bytes | None = None) -> Bytes:
-    rows_payload = open_rows(header)  # before memory for the words is taken
+    rows_payload = open_rows(header)  # validates the payload before memory is allocated
     history_bytes = _check_history(header, rows_payload.history, history)
     table_set = _match_tables(rows_payload.table_set, tables)
     if out_bytes is None:
@@ -176,7 +176,7 @@ def _decode_verbatim(header: DenseHeader) -> Bytes:
             elements = decode_frame(elements, dtype=header.dtype.name, max_bytes=header.raw_bytes, threads=1).view(
                 np.uint8
             )
-        except LimitError:  # no limit of the caller's: the stream breaks its own word
+        except LimitError:  # the limit is the header's, not the caller's
             raise FrameError(f"dense stream has a frame of more words than its {header.raw_bytes} bytes") from None
     if elements.size != header.raw_bytes:
         raise FrameError(f"dense stream holds {elements.size} bytes of words: expected {header.raw_bytes}")

@@ -1,4 +1,4 @@
-"""Dense streams from K or V of one layer (docs/format-v2.md)."""
+"""Encoding K or V of one layer as dense streams (docs/format-v2.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..dtypes import Elements, parse_dtype
 from ..errors import KvmnnError
 from ..frames import CodecOptions
 from ..frames.encoder import encode_elements
-from . import _stream
+from . import _stream, tuning
 from .header import DTYPES, HEADER_BYTES, METHOD_FRAME, METHOD_WORDS
 from .inputs import EncoderInput
 from .rope import RopeConfig
@@ -20,13 +20,10 @@ from .rope_search import AutoRope, RopeSearch, is_rotation_clearly_smaller
 from .shared_tables import get_rotation, to_table_set
 
 ReferenceHints: TypeAlias = npt.NDArray[np.int32]
-"""For each row the row that it refers to, or -1."""
-
-_ROPE_TRIAL_MAX_BYTES = 128 << 10
-"""Rows of fewer bytes are encoded with and without the rotation: its parameters are up to 3 % of such a stream."""
+"""For each row the row that it refers to, or -1: where the next array of the same tokens looks first."""
 
 _FRAME_OPTIONS = {dtype: CodecOptions(effort="fast").to_lane_options(dtype) for dtype in DTYPES}
-"""Of the frames: short arrays would take longer to ask for them each time."""
+"""Resolved once: for short arrays it would take a noticeable part of the time."""
 
 
 def encode(
@@ -39,38 +36,38 @@ def encode(
     history: Elements | None = None,
     tables: Any = None,
 ) -> bytes:
-    """K or V of one layer as a dense stream, losslessly.
+    """Encode K or V of one layer as a dense stream, losslessly.
 
     Parameters
     ----------
     array
-        ``[kv_head, token, head_dim]`` of float16, float32 or uint16 (bf16), with any strides; rows that already lie
-        together (``[token, kv_head, head_dim]``, transposed) are not copied. Never changed.
-    dtype
-        ``"fp16"``, ``"bf16"`` or ``"fp32"`` where the type of the array does not say it.
+        ``[kv_head, token, head_dim]`` of float16, float32 or uint16 (bf16), with any strides; never changed. Contiguous
+        rows (``[token, kv_head, head_dim]``, transposed) are not copied.
+    dtype : {"fp16", "bf16", "fp32"}, optional
+        Default: the type of the array.
     rotary
-        How K was rotated, `dims` at most head_dim; None for V; ``"auto"`` for what `search_rope` finds, if it does.
+        How K was rotated, `dims` at most head_dim; None for V; ``"auto"`` for the result of `search_rope`.
     positions
-        With `rotary`: the position of each token, from 0 to 2^31 - 1, gaps allowed. Default: 0, 1, 2 ... (behind
-        `history`). Those of history are taken to come right before, unless `positions` has them too, first.
+        With `rotary`: the position of each token, from 0 to 2^31 - 1, with gaps or without. Default: 0, 1, 2 ... (after
+        `history`). The rows of history directly precede them, unless `positions` begins with theirs.
     token_ids
-        The token of each row, where it is known: earlier places with the same tokens are tried as references.
+        The token of each row: earlier rows with the same tokens are tried as references.
     history
-        Rows that come before, in the same form; the last 256 of them are used. `decode` needs them as well.
+        Preceding rows in the same form, of which the last 256 are used. `decode` requires them as well.
     tables
-        A `SharedTables` that was made of such arrays; `decode` needs it as well.
+        A `SharedTables` of similar arrays; `decode` requires it as well.
 
     Returns
     -------
     bytes
-        At most the raw bytes and 28 more. Wrong `rotary`, `positions` or `token_ids` cost bytes, nothing else.
+        At most 28 bytes longer than the raw bytes. Wrong `rotary`, `positions` or `token_ids` cost bytes, nothing else.
 
     Raises
     ------
     TypeError
-        For arrays that hold no such words.
+        If an array has another element type.
     KvmnnError
-        For wrong shapes and values; `LimitError` above 65,536 words a token or 2^32 - 1 bytes.
+        If a shape or a value is wrong; `LimitError` above 65,536 elements a token or 2^32 - 1 bytes.
     """
     encoder_input, table_set, _ = _prepare_input(
         array, dtype, RopeSearch(), rotary, positions, token_ids, history, tables
@@ -89,29 +86,30 @@ def encode_many(
     tables: Sequence[Any] | None = None,
     choose_rotation: bool = False,
 ) -> list[bytes]:
-    """Several arrays of the same tokens, each as `encode` makes it: layers, K and V, in any order.
+    """Encode several arrays of the same tokens (layers, K and V, in any order), each as a stream of its own.
 
-    What one array found to be alike is tried first in the next: smaller streams in less time than one by one.
+    Rows that are similar in one array are tried first in the next, so streams are smaller and take less time than with
+    `encode` for each.
 
     Parameters
     ----------
     arrays
         As for `encode`, of equally many tokens.
     rotary
-        One for all, or one for each array: None for V. Of several ``"auto"`` the first that is found is tried on the
-        others; where the first two show none, no further ones are searched.
+        One for all, or one for each array: None for V. With several ``"auto"``, the first rotation that is found is
+        tried on the others; if the first two arrays have none, the search ends.
     history, tables
         One for each array.
     dtype, positions, token_ids
         As for `encode`, for all arrays.
     choose_rotation
-        Leave the rotation out of each array whose stream is smaller without it, and look for repeats that a frame
-        takes less for. Arrays of up to 128 KiB, and those whose rows hardly become more alike, take twice as long.
+        Omit the rotation from each array whose stream is smaller without it, and try a frame for repetitive arrays.
+        Arrays of up to 128 KiB, and those that the rotation hardly helps, take twice as long.
 
     Raises
     ------
     KvmnnError, TypeError
-        As `encode`, and for sequences of other lengths.
+        As `encode`, and if a sequence has another length than `arrays`.
     """
     count = len(arrays)
     is_sequence = isinstance(rotary, Sequence) and not isinstance(rotary, str)
@@ -149,19 +147,19 @@ def encode_next(
     tables: Any = None,
     frame_trial_min_bytes: float = 0,
 ) -> tuple[bytes, ReferenceHints]:
-    """One array of those that `encode_many` takes, and what it found to be alike, for the next one of the same tokens.
+    """Encode one array as `encode_many` does, and return the reference hints for the next one of the same tokens.
 
     Parameters
     ----------
     rows
-        ``[token, kv_head, head_dim]``, together in memory, native and aligned, within the limits of `encode`; the first
+        ``[token, kv_head, head_dim]``, contiguous, native and aligned, within the limits of `encode`; the first
         `num_history_rows` are history, at most 256.
     reference_hints
-        What the array before it found.
+        The hints that the previous array returned.
     rotary
-        Without tables: these know it themselves.
+        Only without tables, which contain it.
     frame_trial_min_bytes
-        A stream of more bytes is compared with a frame, and the smaller one taken.
+        A stream of more bytes is compared with a frame, and the smaller one is returned.
     """
     table_set = to_table_set(tables)
     rotation = rotary.rotation if rotary is not None else None
@@ -194,7 +192,7 @@ def _prepare_input(
     tables: Any,
     reference_hints: npt.NDArray[np.int32] | None = None,
 ) -> tuple[EncoderInput, _stream.TableSet | None, RopeConfig | None]:
-    """Return the arguments, the tables, and the rotation where no tables state it for all their streams."""
+    """Return the input, the tables, and the rotation; None if the tables state it."""
     table_set = to_table_set(tables)
     if table_set is not None and rotary == "auto":
         rotary = None
@@ -213,7 +211,7 @@ def _may_be_smaller_unrotated(
     rotary: RopeConfig, encoder_input: EncoderInput, array: Elements, positions: Any, dtype: str | None
 ) -> bool:
     """Return whether the stream may be smaller without this rotation."""
-    return encoder_input.row_bytes.size <= _ROPE_TRIAL_MAX_BYTES or not is_rotation_clearly_smaller(
+    return encoder_input.row_bytes.size <= tuning.ROPE_TRIAL_MAX_BYTES or not is_rotation_clearly_smaller(
         rotary, array, positions, dtype
     )
 
@@ -232,7 +230,7 @@ def _is_same_rotation(rotary: RopeConfig, rotation: _stream.Rotation | None) -> 
 
 
 def _encode_with_and_without_rope(encoder_input: EncoderInput, references: ReferenceHints) -> bytes:
-    """The smaller of the streams with the rotation and without it."""
+    """Return the smaller of the streams with and without the rotation."""
     rotated_stream = _encode_smallest(encoder_input, None, references, repeats=True)
     unrotated_references = np.empty_like(references)
     unrotated_stream = _encode_smallest(
@@ -253,7 +251,7 @@ def _encode_smallest(
     compiled_input: _stream.EncoderRows | None = None,
     repeats: bool = False,
 ) -> bytes:
-    """The stream by the method that needs fewest bytes; `compiled_input` in place of those of `encoder_input`."""
+    """Return the smallest stream of any method; `compiled_input` replaces that of `encoder_input`."""
     stream, try_frame = (encoder_input.compiled_input if compiled_input is None else compiled_input).encode(
         tables, references, frame_trial_min_bytes, repeats
     )

@@ -1,4 +1,4 @@
-"""The header that all dense streams have (docs/format-v2.md, "Stream")."""
+"""The header of dense streams (docs/format-v2.md, "Stream")."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ..frames.buffers import as_raw_bytes
 MAGIC = b"KVMD"
 VERSION = 1
 METHOD_WORDS, METHOD_FRAME, METHOD_ROWS = 0, 1, 2
-"""Methods: words as they are, an MNN frame of them, rows that refer back."""
+"""Methods: raw elements, an MNN frame of them, rows that refer to earlier rows."""
 METHOD_NAMES = ("words", "frame", "rows")
 FLAG_ROTARY, FLAG_TABLES = 1, 2
-"""Flags."""
+"""Flags of method 2: the stream has RoPE parameters, or refers to shared tables, which may have them."""
 DTYPES = (FP16, BF16, FP32)
-"""By the number that a stream has for them."""
+"""By the number of the dtype in a stream."""
 MAX_ROW_ELEMENTS = 65536
 MAX_RAW_BYTES = (1 << 32) - 1
 MAX_HISTORY_ROWS = 256
@@ -33,7 +33,7 @@ HEADER_BYTES = _LAYOUT.size
 
 @dataclass(frozen=True)
 class DenseHeader:
-    """What the header of a stream says, checked; `stream` is all of it."""
+    """The validated header of a stream; `stream` is the whole stream."""
 
     method: int
     dtype: DType
@@ -58,14 +58,14 @@ class DenseHeader:
 
 
 def read_header(stream: Any, max_bytes: int | None = None) -> DenseHeader:
-    """The header of a stream.
+    """Read and validate the header of a stream.
 
     Raises
     ------
     FrameError
-        For what is no dense stream, or cut.
+        If the bytes are not a dense stream, or are truncated.
     LimitError
-        For one above `max_bytes` of raw data.
+        If the raw data exceeds `max_bytes`.
     """
     check_byte_order()
     data = as_raw_bytes(stream, "stream")
@@ -102,28 +102,28 @@ def read_header(stream: Any, max_bytes: int | None = None) -> DenseHeader:
 
 
 def read_checksum(stream: bytes) -> int:
-    """The checksum in the header of a stream that was just made, and needs no check."""
+    """Return the checksum in the header of a stream that this program encoded, without validation."""
     return int(_LAYOUT.unpack_from(stream)[-1])
 
 
 def read_method(stream: bytes) -> int:
-    """The method of such a stream."""
+    """Return the method of such a stream."""
     return int(_LAYOUT.unpack_from(stream)[2])
 
 
 def is_rotated(stream: bytes) -> bool:
-    """Return whether such a stream turns its rows: it does not where that makes it larger."""
+    """Return whether such a stream rotates its rows, which it does not if that makes it larger."""
     return bool(_LAYOUT.unpack_from(stream)[4] & FLAG_ROTARY)
 
 
 def check_byte_order() -> None:
-    """Refuse to work where numbers lie the other way round: the compiled code takes words as they lie."""
+    """Raise `KvmnnError` on a big-endian machine: the compiled code reads elements in native byte order."""
     if sys.byteorder != "little":
         raise KvmnnError("dense streams need a little-endian machine")
 
 
 def to_row_bytes(array: npt.NDArray[Any], dtype: DType) -> Bytes:
-    """``[kv_head, token, head_dim]`` as aligned bytes of its tokens' rows; no copy where they lie so."""
+    """Return ``[kv_head, token, head_dim]`` as the aligned bytes of its rows, without a copy if possible."""
     rows = np.ascontiguousarray(array.transpose(1, 0, 2))
     if not rows.dtype.isnative:
         rows = rows.astype(rows.dtype.newbyteorder("<"))

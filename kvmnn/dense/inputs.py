@@ -1,4 +1,4 @@
-"""What `encode` is given, checked, as the compiled code takes it."""
+"""Validation of the arguments of `encode`, and their form for the compiled code."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ import numpy.typing as npt
 
 from ..dtypes import Bytes, DType, Elements, check_array_dtype, infer_dtype, parse_dtype
 from ..errors import KvmnnError, LimitError
-from . import _stream
+from . import _stream, tuning
 from .header import DTYPES, MAX_HISTORY_ROWS, MAX_RAW_BYTES, MAX_ROW_ELEMENTS, check_byte_order, to_row_bytes
 from .rope import RopeConfig
 
-_SUFFIX_TOKENS = 8
-"""Tokens before a token that are compared in search of an earlier place like it."""
 _MAX_POSITION = (1 << 31) - 2
-"""Taken for the one behind it as well, from which a stream cannot say the way back to 0: it costs bytes at most."""
+"""Position 2^31 - 1 is encoded as this one, which costs bytes at most: a stream cannot express its distance to 0."""
 
 
 class EncoderInput:
-    """The arguments of `encode`, checked, as the compiled code takes them."""
+    """The validated arguments of `encode`, as the compiled code expects them."""
 
     def __init__(
         self,
@@ -32,9 +30,7 @@ class EncoderInput:
         history: Any,
         reference_hints: npt.NDArray[np.int32] | None = None,
     ) -> None:
-        """`rotary` may also be what `get_rotation` a table set gives; `reference_hints`: for each own row a row to
-        try.
-        """
+        """`rotary` may also be the result of `get_rotation`; `reference_hints` has a row to try for each own row."""
         check_byte_order()
         self.dtype = validate_array(array, dtype, "array")
         self.heads, self.tokens, self.dim = array.shape
@@ -65,8 +61,9 @@ class EncoderInput:
         rotation: _stream.Rotation | None,
         reference_hints: npt.NDArray[np.int32] | None,
     ) -> EncoderInput:
-        """Of rows ``[token, kv_head, head_dim]`` that lie together, native and aligned, at positions 0, 1, 2 ...; the
-        first `num_history_rows` are history. With the least work for each of many arrays.
+        """Return the input for rows ``[token, kv_head, head_dim]``, with little overhead.
+
+        Rows are contiguous, native and aligned. Positions are 0, 1, 2 ...; the first `num_history_rows` are history.
         """
         instance = cls.__new__(cls)
         tokens, instance.heads, instance.dim = rows.shape
@@ -91,7 +88,7 @@ class EncoderInput:
 
     @property
     def dtype_code(self) -> int:
-        """The dtype's number in a stream."""
+        """The number of the dtype in a stream."""
         return DTYPES.index(self.dtype)
 
     def _select_history(self, history: Any) -> tuple[Bytes | None, int]:
@@ -110,9 +107,7 @@ class EncoderInput:
     ) -> tuple[_stream.Rotation | None, Any]:
         if rotary is None:
             if positions is not None:
-                complete_positions(
-                    positions, self.tokens, num_history_rows
-                )  # not used, and what is wrong with them is wrong
+                complete_positions(positions, self.tokens, num_history_rows)  # unused, but still validated
             return None, None
         if isinstance(rotary, RopeConfig):
             rotary = rotary.rotation
@@ -123,7 +118,7 @@ class EncoderInput:
 
 
 def validate_array(array: Any, dtype: str | None, name: str) -> DType:
-    """The element type of K or V of one layer; errors as `encode`."""
+    """Return the element type of K or V of one layer; errors as `encode`."""
     if not isinstance(array, np.ndarray):
         raise TypeError(f"{name} must be a numpy array, not {type(array).__name__}")
     element_type = infer_dtype(array) if dtype is None else parse_dtype(dtype)
@@ -153,7 +148,7 @@ def _check_limits(heads: int, tokens: int, dim: int, dtype: DType) -> None:
 
 
 def complete_positions(positions: Any, tokens: int, num_history_rows: int) -> npt.NDArray[np.uint32]:
-    """Positions of history and own rows; errors as `encode`."""
+    """Return the positions of history and own rows; errors as `encode`."""
     if positions is None:
         return np.arange(num_history_rows + tokens, dtype=np.uint32)
     token_positions = np.asarray(positions)
@@ -177,7 +172,7 @@ def complete_positions(positions: Any, tokens: int, num_history_rows: int) -> np
 
 
 def _find_earlier_rows(token_ids: Any, tokens: int, num_history_rows: int) -> npt.NDArray[np.int32]:
-    """For each own row the last row before it whose tokens end alike, the longest such ending first; -1 for none."""
+    """Return for each own row the last earlier row that shares the longest suffix of tokens; -1 for none."""
     ids = np.asarray(token_ids)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.size not in (tokens, tokens + num_history_rows):
         raise KvmnnError(
@@ -188,7 +183,7 @@ def _find_earlier_rows(token_ids: Any, tokens: int, num_history_rows: int) -> np
     codes = codes.astype(np.int64)
     earlier_rows = np.full(ids.size, -1, np.int32)
     suffix_codes = codes
-    for length in range(_SUFFIX_TOKENS):
+    for length in range(tuning.SUFFIX_TOKENS):
         order = np.argsort(suffix_codes, kind="stable")
         is_equal = suffix_codes[order[1:]] == suffix_codes[order[:-1]]
         later, earlier = order[1:][is_equal], order[:-1][is_equal]
@@ -197,9 +192,8 @@ def _find_earlier_rows(token_ids: Any, tokens: int, num_history_rows: int) -> np
         earlier_rows[later] = earlier + row_offset
         previous_codes = np.full(ids.size, -1, np.int64)
         previous_codes[length + 1 :] = codes[: ids.size - length - 1]
-        previous_codes[: length + 1] = -1 - np.arange(
-            min(length + 1, ids.size)
-        )  # nothing is before the first token: unlike all
+        # No token precedes the first one: these codes differ from all others.
+        previous_codes[: length + 1] = -1 - np.arange(min(length + 1, ids.size))
         _, suffix_codes = np.unique(np.stack([suffix_codes, previous_codes]), axis=1, return_inverse=True)
         suffix_codes = suffix_codes.reshape(-1)
     return np.ascontiguousarray(earlier_rows[ids.size - tokens :])

@@ -1,4 +1,4 @@
-"""What a dense stream says of itself."""
+"""The contents of a dense stream, without decoding it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from .rope import PAIRINGS, describe_frequencies
 
 @dataclass(frozen=True)
 class DenseInfo:
-    """A dense stream, every byte accounted for by `sections`; nothing is decoded for it."""
+    """A dense stream; the sizes in `sections` sum to its bytes."""
 
     dtype: str
     kv_heads: int
     tokens: int
     head_dim: int
     method: str
-    """``rows``, or ``frame`` or ``words`` where that was smaller."""
+    """``rows``, or ``frame`` or ``words`` if that was smaller."""
     rotary: bool
     rope: str | None
-    """How K was said to be rotated, as `--rope` takes it, where the stream says it: its table set may instead."""
+    """The RoPE parameters that the stream states, in the form of `--rope`; None if its table set states them."""
     history: int
-    """Rows before it that it refers to."""
+    """Preceding rows that the stream requires."""
     table_set: int | None
-    """Id of the tables it needs, if not its own."""
+    """Id of the shared tables that the stream requires; None if it contains its own."""
     raw_bytes: int
     stream_bytes: int
     sections: dict[str, int]
-    """Bytes of each."""
+    """Bytes of each section by its name."""
 
     @property
     def ratio(self) -> float:
@@ -41,7 +41,7 @@ class DenseInfo:
         return self.raw_bytes / self.stream_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """Return the fields and the ratio, for JSON."""
         return {**vars(self), "ratio": self.ratio}
 
     def __str__(self) -> str:
@@ -59,12 +59,12 @@ class DenseInfo:
 
 
 def inspect(stream: Any) -> DenseInfo:
-    """Account for every byte of a dense stream; its header and lengths are checked, its words are not decoded.
+    """Account for every byte of a dense stream; validates its header and lengths, and decodes nothing.
 
     Raises
     ------
     FrameError
-        For what is no dense stream, cut, or inconsistent in its lengths.
+        If the bytes are not a dense stream, are truncated, or contain inconsistent lengths.
     """
     header = read_header(stream)
     sections = {"header": HEADER_BYTES}
@@ -94,7 +94,7 @@ def inspect(stream: Any) -> DenseInfo:
 
 
 def _describe_rope(head: Bytes, dim: int) -> str | None:
-    """The rotary parameters at the beginning of a head; None where they are none, as `decode` will find."""
+    """Return the RoPE parameters at the start of a header section; None if they are invalid, which `decode` reports."""
     dims = int.from_bytes(head[:2].tobytes(), "little")
     bits = int.from_bytes(head[2 : 3 + 4 * dims].tobytes(), "little")
     if dims % 2 or not 2 <= dims <= dim or head.size < 3 + 4 * dims:

@@ -15,11 +15,9 @@ import numpy.typing as npt
 
 from .._util.validation import repr_short, validate_int
 from ..errors import KvmnnError
-from . import _stream
+from . import _stream, tuning
 
 PAIRINGS = ("half", "interleaved")
-_MAX_LABEL_DIMS = 1024
-"""Dims of which `describe_frequencies` makes all frequencies: above any model's."""
 SCALINGS = ("linear", "ntk", "yarn", "llama3")
 
 _PI_DECIMAL = Decimal("3.14159265358979323846264338327950288419716939937510")
@@ -28,7 +26,7 @@ _INTERLEAVED_MODELS = (
     *("gptj", "codegen", "cohere", "cohere2", "glm", "glm4", "chatglm", "llama4", "llama4_text"),
     *("ernie4_5", "ernie4_5_moe", "helium", "glm_ocr"),
 )
-"""Values of `model_type` whose pairs lie side by side."""
+"""Values of `model_type` whose pairs are interleaved."""
 
 
 @dataclass(frozen=True)
@@ -99,17 +97,17 @@ class RopeConfig:
 
     @property
     def rotation(self) -> _stream.Rotation:
-        """Dims, whether pairs are interleaved, and frequencies, as the compiled code takes them."""
+        """Dims, whether pairs are interleaved, and frequencies, as the compiled code expects them."""
         return self.dims, int(self.pairing == "interleaved"), self.frequencies
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> RopeConfig | None:
-        """The parameters in a model's config.json, as a mapping; None for a model without rotary embedding.
+        """Return the parameters in a model's config.json, given as a mapping; None for a model without RoPE.
 
         Raises
         ------
         KvmnnError
-            For values that are no parameters, and for a scaling that is not known.
+            If a value is not valid, or the scaling is unknown.
         """
         if not isinstance(config, Mapping):
             raise TypeError(f"config must be a mapping, such as json.load gives, not {type(config).__name__}")
@@ -137,11 +135,9 @@ class RopeConfig:
 
 @lru_cache(64)
 def describe_frequencies(dims: int, pairing: str, frequencies: tuple[int, ...]) -> str:
-    """What gives these frequencies (turns a position, times 2^64), in the words of `RopeConfig`: theta, where there is
-    one for all of them, else the first and the last.
-    """
+    """Describe frequencies (turns a position, times 2^64): by the theta that gives them, else by the first and last."""
     turns = [frequency / 2**64 for frequency in frequencies]
-    if 2 < dims <= _MAX_LABEL_DIMS and turns[1] > 0:
+    if 2 < dims <= tuning.MAX_DESCRIBED_DIMS and turns[1] > 0:
         log = -math.log(2 * math.pi * turns[1]) * dims / 2
         theta = float(f"{math.exp(min(log, 28)):.12g}")
         if 1 < theta <= 1e12 and frequencies == tuple(RopeConfig(theta, dims, pairing).frequencies.tolist()):
@@ -173,7 +169,7 @@ def _read_parameter(scaling: Mapping[str, Any], name: str, default: float | None
 
 
 def _scale_frequencies(config: RopeConfig) -> list[Decimal]:
-    """Radians a position of each pair."""
+    """Return radians a position for each pair."""
     scaling, theta, dims = config.scaling, Decimal(config.theta), config.dims
     context = _DECIMAL_CONTEXT
     if scaling is None:
@@ -197,7 +193,7 @@ def _compute_unscaled_frequencies(theta: Decimal, dims: int) -> list[Decimal]:
 
 
 def _interpolate(scaled_frequency: Decimal, unscaled_frequency: Decimal, unscaled_fraction: Decimal) -> Decimal:
-    """`unscaled_fraction` of the plain frequency, the rest of the scaled one."""
+    """Return the mean of both frequencies, weighted by `unscaled_fraction`."""
     return _DECIMAL_CONTEXT.add(
         _DECIMAL_CONTEXT.multiply(scaled_frequency, 1 - unscaled_fraction),
         _DECIMAL_CONTEXT.multiply(unscaled_frequency, unscaled_fraction),
@@ -210,7 +206,7 @@ def _apply_yarn(
     length = Decimal(_read_parameter(scaling, "original_max_position_embeddings"))
 
     def find_pair(turns: float) -> float:
-        """Which pair turns that often over the original length."""
+        """Return the pair that turns that often over the original length."""
         ratio = _DECIMAL_CONTEXT.divide(length, Decimal(turns) * 2 * _PI_DECIMAL)
         return float(
             _DECIMAL_CONTEXT.divide(
@@ -251,8 +247,6 @@ def _apply_llama3(unscaled: list[Decimal], scaling: Mapping[str, Any], factor: D
 
 _FULL_TURN = 1 << 64
 _PI_FRACTION = Fraction("3.14159265358979323846264338327950288419716939937510")
-_MAX_THETA_ERROR = 1e-3
-"""Relative: exporters write frequencies with few digits, which still name the theta that they were made of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,12 +262,12 @@ class RopeFrequencies:
     turns
         uint64 ``[dims / 2]``: turns a position of each pair, times 2^64.
     label
-        How people know it: ``"theta=10000,dims=64"``.
+        A description such as ``"theta=10000,dims=64"``.
 
     Raises
     ------
     KvmnnError
-        For a pairing or a number of frequencies that does not fit.
+        If the pairing is unknown, or the number of frequencies does not match `dims`.
     """
 
     dims: int
@@ -287,17 +281,17 @@ class RopeFrequencies:
 
     @classmethod
     def from_config(cls, config: RopeConfig) -> RopeFrequencies:
-        """Return the frequencies of the parameters of a model's configuration."""
+        """Return the frequencies for a model's RoPE parameters."""
         return cls(config.dims, config.pairing, config.frequencies, str(config))
 
     @classmethod
     def from_radians(cls, radians: Sequence[float], pairing: str) -> RopeFrequencies:
-        """Return frequencies given as radians a position, of each pair; the label names the theta that fits them."""
+        """Return frequencies given in radians a position for each pair; the label contains the theta that fits them."""
         turns = [round(Fraction(angle) * (_FULL_TURN // 2) / _PI_FRACTION) % _FULL_TURN for angle in radians]
         return cls(2 * len(turns), pairing, np.array(turns, np.uint64), _format_label(radians, pairing))
 
     def divide_by(self, factors: Sequence[float]) -> RopeFrequencies:
-        """Return each frequency divided by a factor of its own."""
+        """Return the frequencies, each divided by its factor."""
         turns = [
             round(int(turn) / Fraction(factor)) % _FULL_TURN for turn, factor in zip(self.turns, factors, strict=True)
         ]
@@ -306,11 +300,11 @@ class RopeFrequencies:
 
     @property
     def rotation(self) -> _stream.Rotation:
-        """Dims, whether pairs are interleaved, and frequencies, as the compiled code takes them."""
+        """Dims, whether pairs are interleaved, and frequencies, as the compiled code expects them."""
         return self.dims, int(self.pairing == "interleaved"), self.turns
 
     def is_equivalent(self, rope: RopeFrequencies) -> bool:
-        """Return whether both rotate alike, but for the rounding of float32 frequencies."""
+        """Return whether both are the same rotation, up to the rounding of float32 frequencies."""
         if (self.dims, self.pairing) != (rope.dims, rope.pairing):
             return False
         distance = np.minimum(self.turns - rope.turns, rope.turns - self.turns)  # wraps around: a turn is a circle
@@ -327,12 +321,12 @@ def _format_label(radians: Sequence[float], pairing: str) -> str:
 
 
 def _infer_theta(radians: npt.NDArray[np.float64], dims: int) -> float | None:
-    """The theta whose unscaled frequencies these are; None where none is."""
+    """Return the theta that gives these frequencies without scaling; None if there is none."""
     if len(radians) < 2 or not (radians > 0).all():
         return None
     exponents = -2.0 * np.arange(1, len(radians)) / dims
     logs = np.log(radians)
-    if abs(logs[0]) > _MAX_THETA_ERROR:
+    if abs(logs[0]) > tuning.MAX_THETA_ERROR:
         return None
     theta = float(f"{np.exp(np.median(logs[1:] / exponents)):.4g}")
-    return theta if np.abs(logs[1:] - exponents * np.log(theta)).max() < _MAX_THETA_ERROR else None
+    return theta if np.abs(logs[1:] - exponents * np.log(theta)).max() < tuning.MAX_THETA_ERROR else None

@@ -1,4 +1,4 @@
-"""Table sets: what short blocks share so that none of them has tables of its own."""
+"""Entropy tables that many short streams share, so that none of them has to contain its own."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _MAGIC, _VERSION = b"KVMT", 1
 
 
 class SharedTables:
-    """A table set (docs/format-v2.md): one for K and one for V of a layer, for blocks of up to some 256 tokens.
+    """A table set (docs/format-v2.md): one for K and one for V of a layer, for blocks of up to about 256 tokens.
 
     Parameters
     ----------
     data
-        The bytes of a set, as `from_arrays` gives them in `data`.
+        The bytes of a set, as in the attribute `data`.
 
     Raises
     ------
     FrameError
-        For what is no table set.
+        If the bytes are not a table set.
     """
 
     def __init__(self, data: Any) -> None:
@@ -42,7 +42,7 @@ class SharedTables:
         if raw[4] != _VERSION:
             raise FrameError(f"table set has version {raw[4]}: expected {_VERSION}")
         self.data = raw.tobytes()
-        """All of it: keep it with the streams that were made with it."""
+        """The bytes of the set: store them with the streams that refer to it."""
         self.table_set = _stream.TableSet(raw)
 
     @classmethod
@@ -54,22 +54,22 @@ class SharedTables:
         rotary: RopeConfig | AutoRope | None = None,
         positions: Any = None,
     ) -> SharedTables:
-        """Tables for arrays like these: K, or V, of the same layer of the same model.
+        """Build the tables for arrays like these: K, or V, of the same layer of the same model.
 
         Parameters
         ----------
         arrays
             One or more ``[kv_head, token, head_dim]``, a few hundred tokens or more in all.
         dtype, rotary
-            As for `encode`, ``"auto"`` by the first array; the set keeps `rotary`, so that `encode` need not be told
-            again.
+            As for `encode`; ``"auto"`` searches the first array. The set contains `rotary`, so `encode` does not need
+            it again.
         positions
-            With `rotary`: for each array the positions of its tokens, or None for 0, 1, 2 ...
+            With `rotary`: the positions of the tokens of each array, or None for 0, 1, 2 ...
 
         Raises
         ------
         KvmnnError, TypeError
-            As `encode`, and for no array at all.
+            As `encode`, and if there is no array.
         """
         array_list = list(arrays)
         if not array_list:
@@ -92,17 +92,17 @@ class SharedTables:
 
     @property
     def id(self) -> int:
-        """What a stream calls the set by; `DenseInfo.table_set` of it."""
+        """Id of the set in streams, and in `DenseInfo.table_set`."""
         return self.table_set.id
 
     @property
     def dtype(self) -> str:
-        """Name of the element type it is for."""
+        """Name of the element type that it is for."""
         return DTYPES[self.table_set.dtype].name
 
     @property
     def rotary_dims(self) -> int:
-        """Words of a head that its arrays have rotated, 0 for none."""
+        """Rotated elements of each head, 0 for none."""
         return self.table_set.rotary[0] if self.table_set.rotary else 0
 
     def __repr__(self) -> str:
@@ -111,7 +111,7 @@ class SharedTables:
 
 
 def to_table_set(tables: Any) -> _stream.TableSet | None:
-    """What the compiled code takes for `tables`; `TypeError` for anything but a `SharedTables` or None."""
+    """Return the compiled form of `tables`; `TypeError` for anything but a `SharedTables` or None."""
     if tables is None:
         return None
     if not isinstance(tables, SharedTables):
@@ -120,6 +120,6 @@ def to_table_set(tables: Any) -> _stream.TableSet | None:
 
 
 def get_rotation(table_set: _stream.TableSet) -> _stream.Rotation | None:
-    """The rotary parameters of a set, as the compiled code takes them."""
+    """Return the RoPE parameters of a set, as the compiled code expects them."""
     rotary = table_set.rotary
     return rotary and (rotary[0], rotary[1], np.array(rotary[2], np.uint64))

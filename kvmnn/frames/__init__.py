@@ -1,4 +1,4 @@
-"""The lossless frame codec: arrays of words to the bytes that MNN would store, and back."""
+"""The lossless frame codec: arrays to the bytes that MNN would store, and back."""
 
 from . import zstd
 from .api import decode_all, decode_many, encode_many

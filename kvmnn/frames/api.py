@@ -30,9 +30,9 @@ def encode_many(
     effort: str = "exact",
     threads: int | None = None,
 ) -> list[bytes]:
-    """`encode` for many arrays in one call, on all processors; options and errors as there.
+    """Encode many arrays in one call, on all processors; options and errors as for `encode`.
 
-    An error names the item it belongs to, and no frame is returned then.
+    An error contains the index of its array, and no frame is returned then.
     """
     options = CodecOptions(
         predictors=_materialize(predictors),
@@ -63,10 +63,9 @@ def decode_many(
     max_bytes: int | None = None,
     threads: int | None = None,
 ) -> list[npt.NDArray[Any]]:
-    """`decode` for many frames in one call, on all processors; options and errors as there.
+    """Decode many frames in one call, on all processors; options and errors as for `decode`.
 
-    `out`, if given, has one buffer for each frame; `max_bytes` holds for each frame by itself. An error names the item
-    it belongs to.
+    `out` has one buffer for each frame; `max_bytes` applies to each frame. An error contains the index of its frame.
     """
     frames, codecs = list(frames), tuple(codecs)
     if out is not None and len(out) != len(frames):
@@ -84,7 +83,7 @@ def _materialize(predictors: str | Iterable[str] | None) -> str | tuple[str, ...
 
 
 def _map_frames(function: Callable[[T, int], R], jobs: list[T], threads: int) -> list[R]:
-    """A frame to a thread; where there are fewer frames than threads, one frame after the other on all threads."""
+    """Run one frame on each thread; fewer frames than threads one after another, each on all threads."""
     if len(jobs) < threads:
         return [_call_for_item(index, function, job, threads) for index, job in enumerate(jobs)]
     return parallel_map(lambda entry: _call_for_item(entry[0], function, entry[1], 1), list(enumerate(jobs)), threads)
@@ -98,7 +97,7 @@ def _call_for_item(index: int, function: Callable[..., R], *arguments: Any) -> R
 
 
 MAX_FRAMES = 1 << 20
-"""Frames in a sequence; more are refused."""
+"""Limit of concatenated frames: input of four bytes a frame must not fill the memory."""
 
 
 def decode_all(
@@ -109,29 +108,29 @@ def decode_all(
     max_bytes: int | None = None,
     threads: int | None = None,
 ) -> list[npt.NDArray[Any]]:
-    """Decode frames that lie one after another, such as a frame file of an array that was cut.
+    """Decode concatenated frames, such as the frame file of an array that was split.
 
     Parameters
     ----------
     data
-        Bytes-like: one frame or more of one container, and nothing else.
+        Bytes-like: one or more frames of one container, and nothing else.
     dtype, codecs, threads
         As for `decode`.
     max_bytes
-        Refuse frames that claim to hold more raw bytes together, before any memory is taken.
+        Reject frames that together claim more raw bytes, before any memory is allocated.
 
     Returns
     -------
     list of numpy.ndarray
-        The words of each frame, 1-D; names and shapes are unknown. Of an array that was cut, joined they are its words
-        in memory order.
+        The elements of each frame, 1-D; frames contain no names or shapes. Concatenated, they are the elements of an
+        array that was split, in memory order.
 
     Raises
     ------
     FrameError
-        Where MNN's decoder rejects a frame, and for bytes that are no frame.
+        If MNN's decoder rejects a frame, or the bytes are not a frame.
     LimitError
-        Above `max_bytes`, and for more than 2**20 frames.
+        Above `max_bytes`, or for more than 2**20 frames.
     """
     codecs = tuple(codecs)
     view = as_raw_bytes(data, "data")
@@ -144,7 +143,7 @@ def decode_all(
 
 
 def split_frames(data: Bytes, *, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, list[FrameSpan]]:
-    """The frames of a sequence, their headers checked; errors as `decode_all`."""
+    """Return the dtype and the spans of concatenated frames, with validated headers; errors as `decode_all`."""
     codecs = tuple(codecs)
     best_count, best_error = 0, FrameError("")
     for element_type in (FP16, FP32) if dtype is None else (parse_dtype(dtype),):
@@ -161,6 +160,7 @@ def split_frames(data: Bytes, *, dtype: str | None, codecs: Iterable[str]) -> tu
                 best_error = FrameError(
                     f"after {pluralize(best_count, f'whole {element_type.name} frame')}, at offset {end}: {error}"
                 )
-    if not best_count or (best_count == 1 and dtype is None):  # the first half of an FP32 frame looks like one, too
-        open_frame(data, dtype, codecs)  # says what is wrong with the one frame that this should be
+    # The first half of an FP32 frame looks like an FP16 frame.
+    if not best_count or (best_count == 1 and dtype is None):
+        open_frame(data, dtype, codecs)  # raises the error of the only frame
     raise best_error

@@ -1,4 +1,4 @@
-"""The engine's unit of lossless storage: K and V of one token range, kept only when the two together gain."""
+"""The engine's unit of lossless storage: frames of K and V of one token range, stored only if both together gain."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from .options import CODECS
 
 @dataclass(frozen=True)
 class Block:
-    """What the engine records for one token range of one layer (spec: codec, section 9)."""
+    """The engine's record of one token range of one layer (spec: codec, section 9)."""
 
     dtype: str | None
-    """fp16, bf16 or fp32; None for words that no container holds (then `fallback` is set)."""
+    """fp16, bf16 or fp32; None if no container supports the elements (then `fallback` is set)."""
     raw_bytes: int
     """Bytes of K and V together."""
     attempted_bytes: int
-    """Bytes of both frames, kept or not."""
+    """Bytes of both frames, stored or not."""
     compressed_bytes: int
-    """Bytes that count as stored: those of the frames, or the raw ones where the frames do not gain."""
+    """Bytes that are stored: those of the frames, or the raw ones if the frames do not gain."""
     fallback: bool
-    """Encoding failed. Frames that merely do not gain are dropped without this flag."""
+    """Whether encoding failed; frames that only do not gain are dropped without this flag."""
     key_frame: bytes | None
     value_frame: bytes | None
     raw_hash: int
-    """`fnv1a64` over K's bytes and then V's; 0 where it was not asked for."""
+    """`fnv1a64` over K's bytes and then V's; 0 without `strict_roundtrip_check`."""
     blob_hash: int
-    """`fnv1a64` over K's frame and then V's; 0 where none is kept."""
+    """`fnv1a64` over K's frame and then V's; 0 if none is stored."""
 
     @property
     def is_stored(self) -> bool:
-        """Whether the frames are kept."""
+        """Whether the frames are stored."""
         return self.key_frame is not None
 
     @property
     def ratio(self) -> float:
-        """Raw over compressed bytes, rounded to float32 as the engine keeps it; 1 where nothing is kept."""
+        """Raw over compressed bytes, rounded to float32 as in the engine; 1 if no frames are stored."""
         return _compute_float32_ratio(self.raw_bytes, self.compressed_bytes) if self.is_stored else 1.0
 
     @property
@@ -63,7 +63,7 @@ class Block:
         return f"<Block {summary}, key frame {len(self.key_frame):,}, value frame {len(self.value_frame):,}>"
 
     def decode(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """K and V as 1-D arrays; `KvmnnError` where the block keeps no frames."""
+        """Decode K and V as 1-D arrays; `KvmnnError` if the block has no frames."""
         if self.key_frame is None or self.value_frame is None:
             raise KvmnnError("the block keeps no frames: its K and V stayed raw")
         return decode(self.key_frame, dtype=self.dtype), decode(self.value_frame, dtype=self.dtype)
@@ -86,7 +86,7 @@ def encode_block(
     Parameters
     ----------
     keys, values
-        As for `encode`; the engine's order is ``[kv_head, token, head_dim]``. Both have the same dtype.
+        As for `encode`, of the same dtype; the engine's order is ``[kv_head, token, head_dim]``.
     dtype, codecs, effort, threads
         As for `encode`.
     predictors_k, predictors_v
@@ -98,15 +98,15 @@ def encode_block(
     -------
     Block
         With both frames if together they are smaller than K and V, else with none. Data that the engine cannot encode
-        (empty, a size that is not a multiple of the word size, words of other than 2 or 4 bytes) gives a fallback
-        block, as there, and no error.
+        (empty, a size that is not a multiple of the element size, elements of other than 2 or 4 bytes) gives a fallback
+        block, as in the engine, and no error.
 
     Raises
     ------
     TypeError
-        For values that are neither arrays nor bytes-like, and for raw bytes without a dtype.
+        If values are neither arrays nor bytes-like, or are raw bytes without a dtype.
     KvmnnError
-        For K and V of different types, and options that do not exist.
+        If K and V have different types, or an option does not exist.
     """
     byte_views = as_raw_bytes(keys, "keys"), as_raw_bytes(values, "values")
     raw_bytes = sum(data.size for data in byte_views)

@@ -12,16 +12,16 @@ from . import _hashing
 
 
 class BF16Frame(bytes):
-    """A frame that `encode` made of bf16 words: `decode` returns uint16 for it without a `dtype`.
+    """A frame that `encode` returned for bf16: `decode` returns uint16 for it without a `dtype`.
 
-    Its bytes are those of a frame of fp16 words, so what is read back from a file no longer tells.
+    Its bytes are those of an fp16 frame, so the dtype is lost in a file.
     """
 
     __slots__ = ()
 
 
 def as_elements(values: Any, dtype: str | None) -> tuple[DType, Bytes]:
-    """What `encode` takes its words from: the dtype and a contiguous view (or copy) of the little-endian bytes."""
+    """Return the dtype of values, and a contiguous view (or copy) of their little-endian bytes."""
     element_type = None if dtype is None else parse_dtype(dtype)
     if isinstance(values, np.ndarray) and values.dtype != np.uint8:
         if element_type is None:
@@ -37,7 +37,7 @@ def as_elements(values: Any, dtype: str | None) -> tuple[DType, Bytes]:
 
 
 def as_raw_bytes(data: Any, name: str) -> Bytes:
-    """A 1-D uint8 view (or copy, where it is not contiguous) of anything that has bytes."""
+    """Return a 1-D uint8 view of an array or a bytes-like object (a copy if it is not contiguous)."""
     if isinstance(data, np.ndarray):
         if data.dtype.hasobject:
             raise TypeError(f"{name}: numpy type {data.dtype} has no bytes of its own")
@@ -50,9 +50,9 @@ def as_raw_bytes(data: Any, name: str) -> Bytes:
 
 
 def as_writable_rows(out: Any, nbytes: int) -> Bytes:
-    """The `nbytes` bytes of a buffer that `decode` may write to, as a view ``[row, byte]``; `KvmnnError` if it is none.
+    """Return a writable buffer of `nbytes` bytes as a view ``[row, byte]``; `KvmnnError` if it is not one.
 
-    One row, unless the first axis of an array has a stride of its own.
+    There is one row, unless only the rows along the first axis of an array are contiguous.
     """
     if isinstance(out, np.ndarray):
         is_contiguous = out.flags.c_contiguous
@@ -73,10 +73,10 @@ def as_writable_rows(out: Any, nbytes: int) -> Bytes:
 
 
 def fnv1a64(data: Any, seed: int = _hashing.SEED) -> int:
-    """The engine's 64-bit hash of bytes (bytes-like, or an array's bytes in C order).
+    """Return the engine's 64-bit hash of bytes (bytes-like, or an array's bytes in C order).
 
-    FNV-1a's steps from the engine's own start value, which is *not* the standard basis (docs/format.md, "Hash"). Pass
-    the hash of one piece as `seed` of the next to hash their concatenation.
+    The steps are those of FNV-1a, the start value is the engine's own and *not* the standard basis (docs/format.md,
+    "Hash"). To hash a concatenation, pass the hash of one piece as `seed` for the next.
     """
     if not 0 <= seed < 1 << 64:
         raise KvmnnError(f"seed {seed}: expected an unsigned 64-bit number")
@@ -84,27 +84,27 @@ def fnv1a64(data: Any, seed: int = _hashing.SEED) -> int:
 
 
 def integrity_checksum(data: Any, seed: int = 0) -> int:
-    """64 bits that tell whether bytes are what they were, at the speed of memory.
+    """Return a 64-bit checksum that detects damaged bytes, at the speed of memory.
 
-    A change within one aligned 64-bit word always shows, any other all but always. It does not hold against intent. The
-    units of the prefix store hold it, so its values stay what they are; a big-endian machine has others.
+    It detects every change within one aligned 64-bit word, and almost every other; it is not cryptographic. Units of
+    the prefix store contain it, so its values must not change. Big-endian machines have other values.
     """
     return _hashing.integrity_checksum(data if isinstance(data, bytes) else as_raw_bytes(data, "data"), seed)
 
 
 def checksum_rows(rows: Bytes) -> int:
-    """`integrity_checksum` of ``[row, byte]``, row after row: the same whether or not the rows lie together."""
+    """Return the `integrity_checksum` of ``[row, byte]``, contiguous or not."""
     return _hashing.checksum_blocks(rows[:, None], 1)[0] if rows.shape[1] else 0
 
 
 def checksum_blocks(rows: Bytes, block_tokens: int) -> list[int]:
-    """`checksum_rows` of each block of so many tokens of ``[row, token, byte]``; the last one may be shorter.
+    """Return the `checksum_rows` of each block of `block_tokens` tokens of ``[row, token, byte]``.
 
-    Bytes of a token lie together; tokens and rows may lie anywhere.
+    The last block may be shorter. The bytes of a token are contiguous; tokens and rows may have any strides.
     """
     return _hashing.checksum_blocks(rows, block_tokens)
 
 
 def copy_with_checksum(rows: Bytes, out: Bytes) -> int:
-    """Copy ``[row, token, byte]`` to ``out``, ``[row, byte]``, contiguous; `checksum_rows` of it."""
+    """Copy ``[row, token, byte]`` to the contiguous ``out``, ``[row, byte]``, and return its `checksum_rows`."""
     return _hashing.copy_rows(rows, out)

@@ -22,7 +22,7 @@ _LANE_HEADER = struct.Struct("<2xII")  # mode and codec are left to the decoder
 
 
 class FrameSpan(NamedTuple):
-    """Where a frame of a sequence lies, and how many words it holds."""
+    """The position of a frame among concatenated ones, and its number of elements."""
 
     offset: int
     nbytes: int
@@ -30,7 +30,7 @@ class FrameSpan(NamedTuple):
 
 
 def iter_frames(data: Bytes, element_type: DType, allowed_codecs: int) -> Iterator[FrameSpan]:
-    """The frames in `data`, their headers checked; `FrameError` for the first that is none."""
+    """Yield the span of each concatenated frame, with a validated header; `FrameError` at the first invalid one."""
     offset = 0
     while offset < data.size or offset == 0:
         end, num_elements = _find_frame_end(data.data, offset, element_type.itemsize)
@@ -40,7 +40,7 @@ def iter_frames(data: Bytes, element_type: DType, allowed_codecs: int) -> Iterat
 
 
 def _find_frame_end(data: memoryview, offset: int, num_lanes: int) -> tuple[int, int]:
-    """Where the frame at `offset` ends as its headers say, or the data if they lead beyond; and its words."""
+    """Return the end of the frame at `offset` by its headers, at most the end of the data, and its elements."""
     end, size = offset + _ELEMENT_COUNT.size, len(data)
     num_elements = _ELEMENT_COUNT.unpack_from(data, offset)[0] if end <= size else 0
     for _ in range(num_lanes):
@@ -62,42 +62,40 @@ def decode(
     max_bytes: int | None = None,
     threads: int | None = None,
 ) -> npt.NDArray[Any]:
-    """The words of a frame, as a 1-D array.
+    """Decode a frame to a 1-D array.
 
     Parameters
     ----------
     frame
         Bytes-like; exactly one frame.
     dtype
-        What the frame must hold. By default the container that its streams form: fp16 or fp32. bf16 words are in the
-        fp16 container: a frame that `encode` returned for them is decoded as bf16, one that was read from a file is
-        not, and needs ``"bf16"`` here.
+        Required element type. Default: the container of the frame, fp16 or fp32. bf16 is stored in the fp16 container:
+        a frame that `encode` returned for bf16 decodes as bf16, one that was read from a file requires ``"bf16"``.
     codecs
-        ``("rle",)`` gives the verdicts of an engine without libzstd.
+        ``("rle",)`` accepts and rejects as an engine without libzstd.
     out
-        A writable buffer of exactly the raw size to decode into: C-contiguous, or an array that is so behind its first
-        axis (``cache[:, 128:256]`` of a ``[kv_head, token, head_dim]``). It is untouched if the frame is refused.
+        A writable buffer of exactly the raw size to decode into: C-contiguous, or an array whose items along the first
+        axis are (``cache[:, 128:256]`` of a ``[kv_head, token, head_dim]``). It is unchanged if the frame is rejected.
     max_bytes
-        Refuse a frame that claims to hold more raw bytes, before any memory is taken.
+        Reject a frame that claims more raw bytes, before any memory is allocated.
     threads
-        At most this number; None for all processors. Frames below 1 MiB are worked on by one.
+        Maximum number of threads; None for all processors. Frames below 1 MiB are decoded on one.
 
     Returns
     -------
     numpy.ndarray
-        float16, uint16 (bf16) or float32; `out` itself where it is an array.
+        float16, uint16 (bf16) or float32; `out` itself if it is an array.
 
     Raises
     ------
     FrameError
-        Exactly where MNN's decoder rejects; the message says which stream and why.
+        If and only if MNN's decoder rejects the frame; the message contains the stream and the reason.
     LimitError
-        For a frame above `max_bytes`.
+        If the frame exceeds `max_bytes`.
     """
     if codecs is not CODECS:
-        codecs = (
-            codecs if isinstance(codecs, str) else tuple(codecs)
-        )  # read twice; a string is refused where it is read
+        # Read twice, so not an iterator; `to_codec_bits` rejects a string.
+        codecs = codecs if isinstance(codecs, str) else tuple(codecs)
     try:
         element_type, parsed_frame = open_frame(frame, dtype, codecs)
     except FrameError as error:
@@ -117,7 +115,7 @@ def decode(
 
 
 class FrameDecoder:
-    """Decodes many small frames of one dtype, one after another on this thread, with the least work for each.
+    """Decodes many small frames of one dtype on this thread, with little overhead for each.
 
     Parameters
     ----------
@@ -129,38 +127,38 @@ class FrameDecoder:
         self._itemsize, self._allowed_codecs = parse_dtype(dtype).itemsize, to_codec_bits(codecs)
 
     def decode_into(self, frames: tuple[bytes, ...], out: Elements, frames_checksum: int | None = None) -> None:
-        """Decode frame i into ``out[i]``, ``[row, token, word]``, contiguous behind its first axis.
+        """Decode frame i into ``out[i]``, ``[row, token, element]``, each row of which is contiguous.
 
-        Nothing is written unless all frames decode. Where `frames_checksum` is given, `hashing.checksum` that goes on
-        from frame to frame, it is compared at the end; `out` is written then.
+        Nothing is written unless all frames decode. `frames_checksum` is the `integrity_checksum` of all frames, each
+        the seed of the next; it is compared at the end, when `out` has been written.
 
         Raises
         ------
         FrameError
-            As `decode`, and for frames that do not match their checksum.
+            As `decode`, and if the frames do not match their checksum.
         KvmnnError
-            For an `out` of another size than the frames hold.
+            If `out` has another size than the frames.
         """
         _decoder.decode_into(frames, self._itemsize, self._allowed_codecs, frames_checksum, out.view(np.uint8))
 
     def decode_verified(self, frame: Bytes | bytes, frame_checksum: int, rows_checksum: int, out: Elements) -> None:
-        """Decode a frame into ``out``, ``[row, ...]``, contiguous behind its first axis, and compare its checksums.
+        """Decode a frame into ``out``, ``[row, ...]``, each row of which is contiguous, and compare its checksums.
 
         Parameters
         ----------
         frame_checksum
-            `hashing.checksum` of the frame: where it differs `out` is not written.
+            `integrity_checksum` of the frame; `out` is not written if it differs.
         rows_checksum
-            `hashing.rows_checksum` of the words, which are in `out` where it differs.
+            `checksum_rows` of the elements; `out` has been written if it differs.
 
         Raises
         ------
         FrameError
-            As `decode`, for a frame that holds another number of words, and for what does not match its checksum.
+            As `decode`, and if the frame has another number of elements or does not match a checksum.
         KvmnnError
-            For an `out` that is not contiguous behind its first axis.
+            If a row of `out` is not contiguous.
         """
-        if not out[0].flags.c_contiguous:  # `reshape` would copy, and nothing came to `out`
+        if not out[0].flags.c_contiguous:  # `reshape` would copy, and `out` would remain unchanged
             raise KvmnnError("out: expected rows that are each contiguous")
         rows = out.reshape(len(out), -1).view(np.uint8)
         _decoder.decode_verified(frame, self._itemsize, self._allowed_codecs, frame_checksum, rows_checksum, rows)
@@ -169,9 +167,9 @@ class FrameDecoder:
 def verify_roundtrip(
     frame: Any, values: Any, *, dtype: str | None = None, codecs: Iterable[str] = CODECS, threads: int | None = None
 ) -> bool:
-    """Whether a frame decodes to exactly the words of `values`, found without building an array.
+    """Return whether a frame decodes to exactly the elements of `values`.
 
-    Takes as much scratch memory as `values` has bytes. `FrameError` if the frame does not decode at all.
+    Uses as much scratch memory as `values` has bytes. `FrameError` if the frame does not decode.
     """
     element_type, data = as_elements(values, dtype)
     _, parsed_frame = open_frame(frame, element_type.name, codecs)
@@ -184,7 +182,7 @@ def verify_roundtrip(
 
 
 def _explain_multiple_frames(frame: Any, dtype: str | None, codecs: Iterable[str], error: FrameError) -> FrameError:
-    """What to raise where no frame was `error`: several one after another are another function's."""
+    """Return the error to raise: `error`, with a hint if the bytes are several concatenated frames."""
     data = as_raw_bytes(frame, "frame")
     for element_type in (FP16, FP32) if dtype is None else (parse_dtype(dtype),):
         with suppress(FrameError):
@@ -206,11 +204,11 @@ def _decode_lanes(parsed_frame: _decoder.ParsedFrame, threads: int | None) -> No
 
 
 _DENSE_MAGIC = b"KVMD"
-"""What dense streams begin with; a frame may, of 1,145,919,051 words."""
+"""The first bytes of dense streams, and of frames of 1,145,919,051 elements."""
 
 
 def open_frame(frame: Any, dtype: str | None, codecs: Iterable[str]) -> tuple[DType, _decoder.ParsedFrame]:
-    """The dtype of a frame and the frame itself, its headers checked and nothing decoded; errors as `decode`."""
+    """Return the dtype of a frame, and the frame with validated headers and nothing decoded; errors as `decode`."""
     data = frame if isinstance(frame, bytes) else as_raw_bytes(frame, "frame")
     if dtype is None and isinstance(frame, BF16Frame):
         dtype = BF16.name

@@ -1,4 +1,4 @@
-"""Every byte of a frame accounted for: `inspect` and what it gives."""
+"""Inspection of frames, with every byte accounted for."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ class StreamInfo:
     raw_bytes: int
     payload_bytes: int
     entropy: float | None
-    """Order-0 entropy of the raw stream in bits per byte: what coders reach that code each byte by its frequency."""
+    """Order-0 entropy of the raw stream in bits per byte: the limit of coders that code each byte by its frequency."""
 
     @property
     def bits_per_byte(self) -> float:
-        """Payload bits for each raw byte of the stream."""
+        """Payload bits per raw byte of the stream."""
         return 8 * self.payload_bytes / self.raw_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
+        """Return the fields and derived sizes, for JSON."""
         return {**asdict(self), "header_bytes": self.HEADER_BYTES, "bits_per_byte": self.bits_per_byte}
 
 
 @dataclass(frozen=True)
 class FrameInfo:
-    """A frame, every byte accounted for: the word count and then `streams`, back to back."""
+    """A frame: the element count and then the `streams`, without gaps."""
 
     HEADER_BYTES: ClassVar[int] = 4
 
     container: str
     """``fp16`` (two streams) or ``fp32`` (four)."""
     dtype: str
-    """The container's name, or bf16 where the caller said so."""
+    """The container's name, or bf16 if the caller specified it."""
     words: int
     streams: tuple[StreamInfo, ...]
 
     @property
     def header_bytes(self) -> int:
-        """The word count's and all stream headers' bytes."""
+        """Bytes of the element count and all stream headers."""
         return self.HEADER_BYTES + StreamInfo.HEADER_BYTES * len(self.streams)
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of the words."""
+        """Bytes of the elements."""
         return self.words * len(self.streams)
 
     @property
@@ -76,9 +76,9 @@ class FrameInfo:
 
     @property
     def entropy_ratio(self) -> float | None:
-        """The ratio at the order-0 entropy of the raw streams, headers left out; None if it was not computed.
+        """The ratio at the order-0 entropy of the raw streams, without headers; None if it was not computed.
 
-        A bound of coders of single bytes, not of codecs: predictors and matches go beyond it.
+        It bounds coders of single bytes, not codecs with predictors and matches.
         """
         bits = [stream.entropy for stream in self.streams if stream.entropy is not None]
         if len(bits) != len(self.streams):
@@ -86,7 +86,7 @@ class FrameInfo:
         return 8 * len(bits) / sum(bits) if sum(bits) else float("inf")
 
     def to_dict(self) -> dict[str, Any]:
-        """The same for JSON; `entropy_ratio` is None where it is infinite."""
+        """Return the fields and derived sizes, for JSON; `entropy_ratio` is None if it is infinite."""
         limit = self.entropy_ratio
         return {
             "container": self.container,
@@ -123,8 +123,8 @@ class FrameInfo:
 def inspect(frame: Any, *, dtype: str | None = None, codecs: Iterable[str] = CODECS, entropy: bool = True) -> FrameInfo:
     """Account for every byte of a frame.
 
-    The frame is decoded for it, both to be sure that it is one and for the order-0 entropy of its streams; with
-    `entropy` False only its headers are read, and the entropies are None. Errors as `decode`.
+    The frame is decoded, to validate it and to compute the order-0 entropy of its streams. With `entropy` False, only
+    its headers are read, and the entropies are None. Errors as `decode`.
     """
     element_type, parsed_frame = open_frame(frame, dtype, codecs)
     if entropy:
@@ -152,7 +152,7 @@ def inspect(frame: Any, *, dtype: str | None = None, codecs: Iterable[str] = COD
 
 
 def compute_entropies(elements: Bytes, dtype: str) -> tuple[float, ...]:
-    """Order-0 entropy in bits per byte of each stream that a frame of `elements` (little-endian) would have."""
+    """Return the order-0 entropy, in bits per byte, of each stream of a frame of little-endian `elements`."""
     itemsize = parse_dtype(dtype).itemsize
     return tuple(
         _streams.compute_order0_entropy(np.ascontiguousarray(elements[lane::itemsize])) for lane in range(itemsize)

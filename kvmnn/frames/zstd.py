@@ -1,18 +1,18 @@
-"""The only calls of libzstd: which library is used, and whether its bytes are those MNN would store.
+"""The libzstd in use, and whether its bytes are those that MNN would store.
 
 MNN compresses with the one-shot ``ZSTD_compress`` at level 3 and accepts what the one-shot ``ZSTD_decompress`` accepts.
-There are three bindings to those functions; the first that works is taken at import, and ``KVMNN_ZSTD`` (``bundled``,
-``system`` or ``python``) forces one:
+There are three bindings to these functions. The first that works is used; ``KVMNN_ZSTD`` (``bundled``, ``system`` or
+``python``) forces one:
 
 bundled
     The libzstd inside the ``zstandard`` package's cffi module, opened as a plain shared library (Linux and macOS).
 system
-    ``libzstd.so.1``, ``libzstd.so`` or ``libzstd.dylib``, as the engine itself looks for them.
+    ``libzstd.so.1``, ``libzstd.so`` or ``libzstd.dylib``, which the engine itself searches for.
 python
-    ``zstandard``'s Python API, called so that it accepts exactly what ``ZSTD_decompress`` accepts.
+    ``zstandard``'s Python API, adapted to accept exactly what ``ZSTD_decompress`` accepts.
 
-A library outside 1.5.2-1.5.6 is used only when there is no other: its frames decode everywhere, but their bytes are
-not those of MNN's vectors.
+A library outside 1.5.2-1.5.6 is used only if there is no other: its frames decode everywhere, but their bytes differ
+from those of MNN's vectors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULT_LEVEL = 3
 """The compression level MNN uses."""
 
 BYTE_EXACT_VERSIONS = ((1, 5, 2), (1, 5, 6))
-"""First and last libzstd version that give equal bytes at level 3."""
+"""First and last libzstd version with equal bytes at level 3."""
 
 Version = tuple[int, int, int]
 
@@ -40,17 +40,17 @@ _library: ctypes.CDLL | None = None
 
 
 def get_version() -> str:
-    """The libzstd version in use, such as ``"1.5.6"``."""
+    """Return the libzstd version in use, such as ``"1.5.6"``."""
     return ".".join(map(str, _version))
 
 
 def get_binding() -> str:
-    """How libzstd is called: ``"bundled"``, ``"system"`` or ``"python"``."""
+    """Return the binding in use: ``"bundled"``, ``"system"`` or ``"python"``."""
     return _binding
 
 
 def is_byte_exact() -> bool:
-    """Whether frames made with this libzstd are byte for byte what MNN stores."""
+    """Return whether frames from this libzstd are byte for byte those that MNN stores."""
     return _is_byte_exact_version(_version)
 
 
@@ -58,11 +58,11 @@ def _is_byte_exact_version(number: Version) -> bool:
     return BYTE_EXACT_VERSIONS[0] <= number <= BYTE_EXACT_VERSIONS[1]
 
 
-# -- finding it -------------------------------------------------------------------------------------------------------
+# -- bindings --------------------------------------------------------------------------------------------------------
 
 
 def _bind(forced_binding: str | None = None) -> None:
-    """Fill `_zstdlib` from the first binding that works, byte-exact ones first."""
+    """Bind `_zstdlib` to the first library that works, byte-exact ones first."""
     global _binding, _version, _library
     openers: dict[str, Callable[[], tuple[ctypes.CDLL, Version] | None]] = {
         "bundled": _open_bundled,
@@ -137,12 +137,10 @@ def _python_compress(level: int, has_content_size: bool, data: memoryview) -> by
 
 
 def _python_decompress(payload: memoryview, capacity: int) -> bytes:
-    """What ZSTD_decompress gives: every frame of the payload in turn, skippable ones passed over, no other byte.
-
-    zstandard decodes in one shot only frames that tell their size, and streaming is stricter about window and block
-    sizes. So the one frame that does not tell it gets the size that is left for it; only where several do not, and
-    break those limits, the verdict is that of streaming.
-    """
+    """Decompress as ``ZSTD_decompress`` does: all frames of the payload, skippable ones ignored, and no other bytes."""
+    # zstandard decodes in one shot only frames with a content size, and its streaming limits window and block sizes
+    # more strictly. So a single frame without a content size gets the remaining size; only if several frames have none
+    # and exceed these limits, they are rejected and libzstd would accept them.
     import zstandard
 
     frames = []
@@ -170,7 +168,7 @@ def _python_decompress(payload: memoryview, capacity: int) -> bytes:
 
 
 def _insert_content_size(frame: bytes, size: int) -> bytes:
-    """The frame, which has no content size, with one of eight bytes."""
+    """Return a frame without a content size with one of eight bytes."""
     descriptor = frame[4]
     end = 6 + (0, 1, 2, 4)[descriptor & 3]  # magic, descriptor, window descriptor, dictionary id
     return frame[:4] + bytes([descriptor | 0xC0]) + frame[5:end] + size.to_bytes(8, "little") + frame[end:]

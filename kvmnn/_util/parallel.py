@@ -14,11 +14,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
-from ..dtypes import Bytes
 from ..errors import KvmnnError
 from .validation import validate_int
+
+if TYPE_CHECKING:
+    from ..dtypes import Bytes
 
 R = TypeVar("R")
 

@@ -1,4 +1,4 @@
-"""The command line: ``command.py`` is the way in, ``parser.py`` knows the verbs, ``verbs/`` has a file for each."""
+"""The command line: ``entry_point.py`` runs it, ``command_parser.py`` has the verbs, ``commands/`` a file for each."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ __all__ = ["CommandWork", "build_parser", "main"]
 
 
 def main(argv: "Sequence[str] | None" = None) -> int:
-    """`command.main`; with the process's own words (`argv` None) an interrupt before its import ends it at once."""
+    """`entry_point.main`; with the process's own words (`argv` None) an interrupt before its import ends it at once."""
     is_early = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if is_early:
         signal.signal(signal.SIGINT, _exit_interrupted)

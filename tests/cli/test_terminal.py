@@ -21,10 +21,10 @@ from kvmnn.cli import main
 NAME = "x\nINJECTED\x1b[31m\r\x9b2J\u202e\x7f\u2028"
 """A line of its own, colours, a return to the line's start, C1, the direction of writing, DEL, a separator."""
 
-OUTLETS = {"cli/streams.py", "evaluation/running/worker.py"}
+OUTLETS = {"cli/streams.py", "evaluation/worker_main.py"}
 """Modules that write to the standard streams; everything else goes through the first."""
 
-MENTIONS = {"cli/command.py", "cli/printing.py"}
+MENTIONS = {"cli/entry_point.py", "cli/console.py"}
 """Modules that name the streams and write nothing to them: the last flush, and the terminal of the progress bar."""
 
 

@@ -232,7 +232,7 @@ def test_no_memory_for_new_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch)
     run.check()
 
 
-@pytest.mark.parametrize("place", ["layer_rows.copy_rows", "storing.partial"])
+@pytest.mark.parametrize("place", ["layer_storage.copy_rows", "encoder.partial"])
 def test_no_memory_for_cutting_or_handing_in_blocks_is_tried_again(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     run = Run()
     run.step(PROMPT)

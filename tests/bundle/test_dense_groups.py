@@ -144,9 +144,7 @@ def test_texts_by_turns_are_alone_and_layers_of_an_array_are_not():
     keys = np.random.default_rng(1).standard_normal((4, 2, 50, 8)).astype(np.float16)
     for name, is_batch in (("layer_0.key", True), ("k", False)):
         source = kvmnn.formats.registry.Source([from_numpy(name, keys)])
-        assert [each.is_batch for each in bundle_dense.plan_arrays(source, DenseOptions()).values()] == [
-            is_batch
-        ]
+        assert [each.is_batch for each in bundle_dense.plan_arrays(source, DenseOptions()).values()] == [is_batch]
 
 
 # -- threads -----------------------------------------------------------------------------------------------------------

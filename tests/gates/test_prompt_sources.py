@@ -175,7 +175,7 @@ def test_model_that_cannot_run_the_planner_is_refused_before_it_begins(tmp_path:
 
 
 _LINES_AT_ONCE = (
-    "import sys; from kvmnn.cli import gate_run as g, main; "
+    "import sys; from kvmnn.cli import main; from kvmnn.cli.commands import gate as g; "
     "g._FIRST_LINE_SECONDS = 0.01; g._LINE_INTERVAL_BOUNDS_SECONDS = 0.01, 0.01; sys.exit(main(sys.argv[1:]))"
 )
 

@@ -66,7 +66,16 @@ def child(request: dict[str, Any], counted: mmap.mmap) -> int:
 def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDWR), 1)
-    for name in ("cli.entry_point", "bundle", "compressor", "compressor.forward", "formats", "policies.h2o", "analysis", "packed"):
+    for name in (
+        "cli.entry_point",
+        "bundle",
+        "compressor",
+        "compressor.forward",
+        "formats",
+        "policies.h2o",
+        "analysis",
+        "packed",
+    ):
         importlib.import_module(f"kvmnn.{name}")
     for line in sys.stdin:
         request = json.loads(line)

@@ -15,6 +15,7 @@ from ..arrays.cast import CastStats, merge_cast_stats
 from ..errors import KvmnnError, OutputError, SourceError
 from ..files.atomic import FileOutput, wrap_os_errors
 from ..files.change_detection import FileState
+from ..files.schema import Record, json_key
 from ..formats.mnn.dump import parse_positive_int, read_meta, resolve_inside
 from .tensor_reader import FileTensor
 
@@ -23,7 +24,7 @@ _DTYPE_BY_ITEMSIZE = {2: "fp16", 4: "fp32"}
 
 
 @dataclass
-class Fp16ConvertResult:
+class Fp16ConvertResult(Record):
     """What became of the dumps.
 
     Parameters
@@ -34,22 +35,28 @@ class Fp16ConvertResult:
         fp32 dumps that were rounded, and fp16 dumps that were taken over.
     skipped
         fp16 dumps without `allow_fp16`, and those whose output existed.
+    cast_stats
+        What rounding changed in the dumps that were converted.
     errors
         One line for each dump that could not be converted.
     disk_full
         Whether the disk was full; nothing more was tried then.
-    cast_stats
-        What rounding changed in the dumps that were converted.
     """
 
-    source: str
-    target: str
+    source: str = field(metadata={"json": False})
+    target: str = field(metadata={"key": "to_fp16"})
     converted: int = 0
     copied: int = 0
     skipped: int = 0
+    cast_stats: CastStats = field(default_factory=lambda: CastStats("fp32", "fp16"), metadata={"key": "cast"})
     errors: list[str] = field(default_factory=list)
-    disk_full: bool = False
-    cast_stats: CastStats = field(default_factory=lambda: CastStats("fp32", "fp16"))
+    disk_full: bool = field(default=False, metadata={"json": False})
+
+    @property
+    @json_key(after="target")
+    def label(self) -> str:
+        """``LOSSY``: words are rounded."""
+        return LOSSY
 
     @property
     def exit_code(self) -> int:
@@ -59,18 +66,6 @@ class Fp16ConvertResult:
         if self.errors:
             return 2
         return 0 if self.converted + self.copied + self.skipped else 1
-
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "to_fp16": self.target,
-            "label": LOSSY,
-            "converted": self.converted,
-            "copied": self.copied,
-            "skipped": self.skipped,
-            "cast": self.cast_stats.to_dict(),
-            "errors": self.errors,
-        }
 
     def __str__(self) -> str:
         cast_text = f"; {self.cast_stats}" if self.converted else ""

@@ -15,6 +15,7 @@ from ..arrays.positions import describe_layer_states
 from ..arrays.source import parse_completeness
 from ..dense import DenseInfo
 from ..errors import FrameError, ManifestError
+from ..files.schema import Record, json_key
 from ..frames import FrameInfo, StreamInfo
 from ..frames import inspect as inspect_frame
 from ..frames.inspection import compute_entropies
@@ -78,13 +79,13 @@ ChunkInfo = FrameInfo | RawChunkInfo | DenseChunkInfo
 
 
 @dataclass(kw_only=True)
-class StreamStats:
+class StreamStats(Record):
     """The streams of one name, of all frames, added up; sizes in bytes."""
 
     raw_bytes: int = 0
     payload_bytes: int = 0
     header_bytes: int = 0
-    entropy_bits: float = 0.0
+    entropy_bits: float = field(default=0.0, metadata={"json": False})
     chosen: dict[str, int] = field(default_factory=dict)
     """How often each predictor and codec were chosen, e.g. ``"delta_seq+zstd"``; ``"stored raw"``: no frame at all;
     ``"dense rows"``, ``"dense frame"`` and ``"dense words"``: methods of dense streams."""
@@ -117,25 +118,16 @@ class StreamStats:
         self.chosen[choice] = self.chosen.get(choice, 0) + 1
 
     @property
+    @json_key(after="header_bytes")
     def bits_per_byte(self) -> float:
         """Payload bits for each raw byte."""
         return 8 * self.payload_bytes / self.raw_bytes
 
     @property
+    @json_key(after="bits_per_byte")
     def entropy(self) -> float:
         """Mean order-0 entropy in bits for each raw byte."""
         return self.entropy_bits / self.raw_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {
-            "raw_bytes": self.raw_bytes,
-            "payload_bytes": self.payload_bytes,
-            "header_bytes": self.header_bytes,
-            "bits_per_byte": self.bits_per_byte,
-            "entropy": self.entropy,
-            "chosen": self.chosen,
-        }
 
     def __str__(self) -> str:
         choices = ", ".join(f"{choice} x{times}" for choice, times in sorted(self.chosen.items()))

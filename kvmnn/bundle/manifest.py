@@ -31,7 +31,7 @@ from ..dtypes import PARTS, Part
 from ..errors import KvmnnError, ManifestError, SourceError
 from ..files.file_names import FRAME_SUFFIX as FRAME_SUFFIX
 from ..files.file_names import SIDECAR_SUFFIX as SIDECAR_SUFFIX
-from ..files.schema import JsonReader, parse_document, read_bounded
+from ..files.schema import JsonReader, Record, parse_document, read_bounded
 
 PACKED_FILES_SCHEMA: Final = "kvmnn-packed-files"
 PACKED_FILES_SCHEMA_VERSION: Final = 1
@@ -207,7 +207,7 @@ SCHEMA_VERSION_BY_KIND: Final[dict[StorageKind, int]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrameEntry:
+class FrameEntry(Record):
     """Where a frame, or what stands for one, lies and what it must be.
 
     Parameters
@@ -234,9 +234,9 @@ class FrameEntry:
     bytes: int
     raw_bytes: int
     sha256: str | None
-    stored: StorageKind = "frame"
-    axes: Axes | None = None
-    rope: str | None = None
+    stored: StorageKind = field(default="frame", metadata={"omit": True})
+    axes: Axes | None = field(default=None, metadata={"omit": True})
+    rope: str | None = field(default=None, metadata={"omit": True})
 
     @property
     def is_raw(self) -> bool:
@@ -252,16 +252,6 @@ class FrameEntry:
     def description(self) -> str:
         """What lies there, for messages."""
         return {"frame": "the frame", "raw": "what is stored raw", "dense": "the dense stream"}[self.stored]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON; `stored` only where it is not a frame, as version 1 of the schema has no such key."""
-        document = dict(vars(self))
-        if self.stored == "frame":
-            del document["stored"]
-        for key in ("axes", "rope"):
-            if document[key] is None:
-                del document[key]
-        return document
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from ..arrays.array import Chunk, LazyArray
 from ..arrays.source import FILE_KEY, SIDECAR_KEY, Source
 from ..errors import SourceError
 from ..files.change_detection import InputGuard
+from ..files.schema import Record, json_key
 from .decoder import decode_frames
 from .frame_set import DecodeOptions, FrameSet
 from .manifest import count_chunks, describe_unused_arrays, format_ratio, parse_packed_record
@@ -24,7 +25,8 @@ from .passthrough import count_valid_bytes, describe_passthrough, find_sidecar_d
 _COMPARE_CHUNK_BYTES = 1 << 20
 
 
-class BundleDifference(NamedTuple):
+@dataclass(frozen=True)
+class BundleDifference(Record):
     """Where an array is not what it was compared with; `array` is None for what lies around those of a whole file."""
 
     array: str | None
@@ -141,7 +143,7 @@ DIFFERS = "DIFFERS"
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyResult:
+class VerifyResult(Record):
     """What decoding frames again has shown.
 
     Parameters
@@ -180,22 +182,29 @@ class VerifyResult:
     difference: BundleDifference | None
     raw_bytes: int
     stored_bytes: int
+    notes: tuple[str, ...] = ()
+    compared: str = field(default="every byte", metadata={"json": False})
     arrays: int
     frames: int
     dense_streams: int = 0
     raw_pieces: int = 0
     seconds: float
-    unknown_properties: str = ""
-    restored_file_name: str = ""
-    notes: tuple[str, ...] = ()
-    compared: str = "every byte"
-    left_out: str = ""
-    room_bytes: int = 0
+    unknown_properties: str = field(default="", metadata={"json": False})
+    restored_file_name: str = field(default="", metadata={"json": False})
+    left_out: str = field(default="", metadata={"json": False})
+    room_bytes: int = field(default=0, metadata={"json": False})
 
     @property
+    @json_key(after="stored_bytes")
+    def valid_bytes(self) -> int:
+        """Bytes of all arrays without room after the valid tokens."""
+        return max(self.raw_bytes - self.room_bytes, 0)
+
+    @property
+    @json_key(after="valid_bytes")
     def ratio(self) -> float:
         """Valid over stored bytes."""
-        return compute_ratio(max(self.raw_bytes - self.room_bytes, 0), self.stored_bytes)
+        return compute_ratio(self.valid_bytes, self.stored_bytes)
 
     @property
     def ok(self) -> bool:
@@ -203,6 +212,7 @@ class VerifyResult:
         return self.difference is None
 
     @property
+    @json_key(after="against")
     def label(self) -> str:
         """What was shown.
 
@@ -220,26 +230,10 @@ class VerifyResult:
         checksum_text = "the checksum of each stream held; " if self.dense_streams and not self.frames else ""
         return f"{checksum_text}no manifest and no --against: nothing to compare with"
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {
-            "input": self.input,
-            "against": list(self.against),
-            "label": self.label,
-            "proof": self.proof,
-            "difference": None if self.difference is None else self.difference._asdict(),
-            "raw_bytes": self.raw_bytes,
-            "stored_bytes": self.stored_bytes,
-            "valid_bytes": max(self.raw_bytes - self.room_bytes, 0),
-            "ratio": self.ratio,
-            "notes": list(self.notes),
-            "compared": self.compared if self.proof == "bytes" else None,
-            "arrays": self.arrays,
-            "frames": self.frames,
-            "dense_streams": self.dense_streams,
-            "raw_pieces": self.raw_pieces,
-            "seconds": self.seconds,
-        }
+    @property
+    @json_key("compared", after="notes")
+    def _compared_document(self) -> str | None:
+        return self.compared if self.proof == "bytes" else None
 
     def __str__(self) -> str:
         original = ", ".join(self.against)

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._util.parallel import Progress
@@ -14,6 +14,7 @@ from .._util.text import LOSSLESS, LOSSY
 from ..dtypes import Elements
 from ..errors import CheckpointError
 from ..files.atomic import FileOutput, wrap_os_errors
+from ..files.schema import Record, json_key
 from ..formats.torch.tensors import TorchTensor
 from . import kvcm
 from .checkpoint import (
@@ -86,57 +87,47 @@ _STREAM_NAME = "-"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConvertResult:
+class ConvertResult(Record):
     """What a conversion did.
 
     Attributes
     ----------
     source, target
         The checkpoint and the weight file; ``"-"`` for standard input, and for a stream.
-    header
-        As written.
     nbytes, sha256
         Of the weight file.
     rounded_types
         Element types of the checkpoint that were rounded or cut to their real part; none means LOSSLESS.
+    header
+        As written.
     non_finite
         Elements that are infinite or no number after rounding.
     warnings, notices, unused
         See `selection.Selection`.
     """
 
-    source: str
-    target: str
-    header: WeightFileHeader
-    nbytes: int
+    source: str = field(metadata={"key": "input"})
+    target: str = field(metadata={"key": "output"})
+    nbytes: int = field(metadata={"key": "bytes"})
     sha256: str
     rounded_types: list[str]
+    header: WeightFileHeader
     non_finite: int
     warnings: list[str]
     notices: list[str]
     unused: list[str]
 
     @property
+    @json_key(after="sha256")
     def label(self) -> str:
         """``"LOSSLESS"``, or ``"LOSSY"`` where elements were rounded."""
         return LOSSY if self.rounded_types else LOSSLESS
 
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "input": self.source,
-            "output": self.target,
-            "bytes": self.nbytes,
-            "sha256": self.sha256,
-            "label": self.label,
-            "dtype": self.header.dtype.name,
-            "rounded_types": self.rounded_types,
-            "header": self.header.to_dict(),
-            "non_finite": self.non_finite,
-            "warnings": self.warnings,
-            "notices": self.notices,
-            "unused": self.unused,
-        }
+    @property
+    @json_key(after="label")
+    def dtype(self) -> str:
+        """Element type of the weights."""
+        return self.header.dtype.name
 
     def __str__(self) -> str:
         header = self.header

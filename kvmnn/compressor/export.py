@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePath
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from ..arrays.source import Source
 from ..dtypes import Elements
 from ..errors import KvmnnError, OptionError
 from ..files.atomic import FileOutput
+from ..files.schema import Record, json_key
 from ..formats.writer import write_file
 from .convert import HEX_KEY, TEXT_KEY, read_exported_metadata
 from .kvcm import DEFAULT_SLOTS, SLOTS_PER_PREFIX, WeightFile, read_weight_file
@@ -26,7 +26,7 @@ EXPORT_SUFFIXES = (".safetensors", ".npz")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightsExportResult:
+class WeightsExportResult(Record):
     """Tensors that were written.
 
     Attributes
@@ -41,26 +41,17 @@ class WeightsExportResult:
         Whether the file was read again and compared with what was written; a device cannot be.
     """
 
-    source: str
-    target: str
-    num_tensors: int
+    source: str = field(metadata={"key": "input"})
+    target: str = field(metadata={"key": "output"})
+    num_tensors: int = field(metadata={"key": "tensors"})
     dtype: str
-    is_verified: bool
+    is_verified: bool = field(metadata={"json": False})
 
     @property
+    @json_key(after="target")
     def label(self) -> str:
         """``LOSSLESS`` of what was read again and compared, else ``UNCHANGED``."""
         return LOSSLESS if self.is_verified else UNCHANGED
-
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "input": self.source,
-            "output": self.target,
-            "label": self.label,
-            "tensors": self.num_tensors,
-            "dtype": self.dtype,
-        }
 
     def __str__(self) -> str:
         how_text = "read back" if self.is_verified else "copied"

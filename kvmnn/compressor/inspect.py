@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import Floats
+from ..files.schema import Record
 from .checkpoint import Checkpoint, open_checkpoint, prefix_errors
 from .kvcm import (
     BLOCK_HEADER_BYTES,
@@ -33,7 +34,7 @@ _NUM_HEAD_BYTES = 64
 
 
 @dataclass(frozen=True)
-class WeightInfo:
+class WeightInfo(Record):
     """One weight with its bias.
 
     Attributes
@@ -62,10 +63,6 @@ class WeightInfo:
     mean: float | None
     std: float | None
     non_finite: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {**self.__dict__, "shape": list(self.shape)}
 
 
 @dataclass(frozen=True, kw_only=True)

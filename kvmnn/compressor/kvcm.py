@@ -29,7 +29,7 @@ import numpy.typing as npt
 from ..dtypes import BF16, FP16, FP32, DType, Elements, Floats
 from ..errors import KvmnnError, ManifestError, WeightsError
 from ..files.mapped_file import MappedFile, read_head
-from ..files.schema import parse_document
+from ..files.schema import Record, parse_document
 from ..formats import detect_engine_name
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ MAX_U32 = 0xFFFF_FFFF
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightFileHeader:
+class WeightFileHeader(Record):
     """The 44 bytes at the start; fields are named as in the format's own document.
 
     Parameters
@@ -137,10 +137,6 @@ class WeightFileHeader:
                 value_text = value if value.bit_length() < 128 else f"a number of {value.bit_length()} bits"
                 raise KvmnnError(f"header field {name} is {value_text}: expected 0 to {limit}")
         return HEADER_STRUCT.pack(*self.to_dict().values())
-
-    def to_dict(self) -> dict[str, int]:
-        """Field names and values in file order."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 FIELD_OFFSETS = dict(

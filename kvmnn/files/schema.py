@@ -10,28 +10,77 @@ from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from types import NoneType
-from typing import Any, Literal, NamedTuple, Self, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from ..errors import ManifestError, SourceError
 
 _TYPE_DESCRIPTIONS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
+_Getter = TypeVar("_Getter", bound=Callable[..., object])
+
+
+class _ComputedKey(NamedTuple):
+    key: str | None
+    before: str | None
+    after: str | None
+    inline: bool
+    omit: bool
+
+
+def json_key(
+    key: str | None = None,
+    *,
+    before: str | None = None,
+    after: str | None = None,
+    inline: bool = False,
+    omit: bool = False,
+) -> Callable[[_Getter], _Getter]:
+    """Write a property of a `Record` into its document: below ``@property``, above the function.
+
+    Parameters
+    ----------
+    key
+        Its key; by default its name.
+    before, after
+        The field or property that it precedes or follows; by default it follows those of its class.
+    inline
+        Merge the object that it returns into the document.
+    omit
+        Leave the key out where the value is None.
+    """
+
+    def mark(getter: _Getter) -> _Getter:
+        vars(getter)["json_key"] = _ComputedKey(key, before, after, inline, omit)
+        return getter
+
+    return mark
+
+
 class Record:
     """Base of dataclasses that have a form in JSON: an object with a key for each field, in their order.
 
-    A field's metadata may have ``key``, where its key is not its name, and ``omit``, where None leaves the key out.
-    Types that fields may have: bool, int, float, str, Literal, records, tuples and string mappings of these, object
-    (any JSON value), and each of them or None. A tuple is a list in JSON.
+    A field's metadata may have ``key``, where its key is not its name; ``omit``, where its default leaves the key out;
+    ``convert``, a function that makes the value of JSON of it; ``inline``, where its own keys become keys of the
+    document; and ``json``: False for a field that is not in the document. `json_key` adds properties.
+    Types that fields may have to be read: bool, int, float, str, Literal, records, tuples and string mappings of these,
+    object (any JSON value), and each of them or None. A tuple is a list in JSON.
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it; `from_dict` is the way back."""
-        document, record_type = {}, cast("Any", type(self))
-        for field_info in _get_fields(record_type):
-            value = getattr(self, field_info.name)
-            if not (field_info.omit_none and value is None):
-                document[field_info.key] = _to_json_value(value)
+        """Return the result as JSON values."""
+        document: dict[str, Any] = {}
+        for name, key, convert, inline, omitted in _get_keys(cast("Any", type(self))):
+            value = getattr(self, name)
+            if value is omitted or (omitted is not None and omitted is not _NEVER and value == omitted):
+                continue
+            if convert is not None:
+                value = convert(value)
+            value = value if type(value) in _PLAIN_TYPES else _to_json_value(value)
+            if inline:
+                document |= value
+            else:
+                document[key] = value
         return document
 
     @classmethod
@@ -62,11 +111,50 @@ class Record:
         return constructor(**values)
 
 
+class _KeyInfo(NamedTuple):
+    name: str
+    key: str
+    convert: Callable[[Any], object] | None
+    inline: bool
+    omitted: object
+    """The value that leaves the key out, or `_NEVER`."""
+
+
+_NEVER = object()
+_PLAIN_TYPES = frozenset({int, float, str, bool, NoneType})
+
+
+@cache
+def _get_keys(record_type: Any) -> tuple[_KeyInfo, ...]:
+    own_fields = {field.name: field for field in fields(record_type)}
+    keys: list[_KeyInfo] = []
+    for base in reversed(record_type.__mro__):
+        for name in base.__dict__.get("__annotations__", ()):
+            field = own_fields.pop(name, None)
+            if field is not None and field.metadata.get("json", True):
+                omitted = _NEVER
+                if field.metadata.get("omit", False):
+                    omitted = field.default if field.default_factory is MISSING else field.default_factory()
+                get = field.metadata.get
+                keys.append(_KeyInfo(name, get("key", name), get("convert"), get("inline", False), omitted))
+        for name, member in vars(base).items():
+            computed = getattr(getattr(member, "fget", None), "json_key", None)
+            if computed is not None:
+                omitted = None if computed.omit else _NEVER
+                key = _KeyInfo(name, computed.key or name, None, computed.inline, omitted)
+                names = [entry.name for entry in keys]
+                if name in names:  # a property of a base class, defined again
+                    keys[names.index(name)] = key
+                else:
+                    index = len(names) if computed.before is None else names.index(computed.before)
+                    keys.insert(index if computed.after is None else names.index(computed.after) + 1, key)
+    return tuple(keys)
+
+
 class _FieldInfo(NamedTuple):
     name: str
     key: str
     annotation: Any
-    omit_none: bool
     is_required: bool
 
 
@@ -78,18 +166,18 @@ def _get_fields(record_type: Any) -> tuple[_FieldInfo, ...]:
             field.name,
             field.metadata.get("key", field.name),
             hints[field.name],
-            field.metadata.get("omit", False),
             field.default is MISSING and field.default_factory is MISSING,
         )
         for field in fields(record_type)
+        if field.init and field.metadata.get("json", True)
     )
 
 
 def _to_json_value(value: Any) -> Any:
-    if isinstance(value, Record):
+    if hasattr(value, "to_dict"):
         return value.to_dict()
     if isinstance(value, tuple | list):
-        return [_to_json_value(entry) for entry in value]
+        return [entry if type(entry) in _PLAIN_TYPES else _to_json_value(entry) for entry in value]
     if isinstance(value, Mapping):
         return {key: _to_json_value(entry) for key, entry in value.items()}
     return value

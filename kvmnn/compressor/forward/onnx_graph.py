@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..._util.text import LOSSY, UNCHANGED
 from ...dtypes import Elements
 from ...errors import KvmnnError
 from ...files.atomic import DirectoryOutput
+from ...files.schema import Record, json_key
 from ..kvcm import DEFAULT_PREFIXES, SLOTS_PER_PREFIX, WeightFile, read_weight_file
 from .plan import Precision
 
@@ -197,7 +198,7 @@ class _GraphBuilder:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnnxExportResult:
+class OnnxExportResult(Record):
     """Graphs that were written.
 
     Attributes
@@ -212,22 +213,17 @@ class OnnxExportResult:
         Type of the weights.
     """
 
-    source: str
-    target: str
+    source: str = field(metadata={"key": "input"})
+    target: str = field(metadata={"key": "output"})
     files: list[str]
     precision: Precision
     dtype: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "input": self.source,
-            "output": self.target,
-            "label": UNCHANGED if self.precision == "fp32" else LOSSY,
-            "files": self.files,
-            "precision": self.precision,
-            "dtype": self.dtype,
-        }
+    @property
+    @json_key(after="target")
+    def label(self) -> str:
+        """``UNCHANGED``, or ``LOSSY`` where weights were rounded."""
+        return UNCHANGED if self.precision == "fp32" else LOSSY
 
     def __str__(self) -> str:
         label = f"{UNCHANGED} (copied)" if self.precision == "fp32" else f"{LOSSY} (fp16 arithmetic)"

@@ -7,13 +7,14 @@ The rules are those of the runtime that loads KVCM files; docs/compressor-forwar
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from ..._util.text import pluralize
 from ..._util.validation import validate_int
 from ...dtypes import PARTS, Part
 from ...errors import KvmnnError
+from ...files.schema import Record, json_key
 from ..kvcm import DEFAULT_PREFIXES, SLOTS_PER_PREFIX, WeightFile, WeightFileHeader
 
 Precision = Literal["fp32", "fp16"]
@@ -84,7 +85,7 @@ _NUM_IMAGE_BLOCKS = 4 * SLOTS_PER_PREFIX
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressionSegment:
+class CompressionSegment(Record):
     """A run of tokens that is compressed by itself.
 
     Parameters
@@ -111,6 +112,7 @@ class CompressionSegment:
         return self.groups * self.factor
 
     @property
+    @json_key()
     def new_tokens(self) -> int:
         """Tokens that remain of it."""
         return self.groups + self.tokens - self.grouped_tokens
@@ -127,7 +129,7 @@ class CompressionSegment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressionPlan:
+class CompressionPlan(Record):
     """Lengths before and after, and the segments between.
 
     Parameters
@@ -159,11 +161,6 @@ class CompressionPlan:
     def explanation(self) -> str:
         """`reason` as a sentence; empty where there is none."""
         return _explain_reason(self)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        segments = [{**asdict(segment), "new_tokens": segment.new_tokens} for segment in self.segments]
-        return {**asdict(self), "segments": segments}
 
 
 def plan_compression(

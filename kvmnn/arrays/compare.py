@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from .. import dtypes
 from .._util.text import pluralize
 from ..dtypes import Floats, Part
 from ..errors import SourceError
+from ..files.schema import Record, json_key
 from .array import Chunk, LazyArray
 from .cast import to_float32
 from .completeness import Completeness, build_pair_document, format_missing_of_pair
@@ -27,7 +28,7 @@ _LayerIndex = dict[tuple[int, Part], LayerArray]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mismatch:
+class Mismatch(Record):
     """The first word that differs.
 
     Parameters
@@ -62,7 +63,7 @@ class Mismatch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiffReport:
+class DiffReport(Record):
     """The result of a comparison.
 
     Parameters
@@ -83,33 +84,22 @@ class DiffReport:
         The state of the model that the arrays of each input contain, where that is known.
     """
 
+    first_input: str = ""
+    second_input: str = ""
     words: int = 0
     differing: int = 0
     first: Mismatch | None = None
     unlike: tuple[str, ...] = ()
     hints: tuple[str, ...] = ()
-    first_input: str = ""
-    second_input: str = ""
-    completeness: tuple[Completeness | None, Completeness | None] = (None, None)
+    completeness: tuple[Completeness | None, Completeness | None] = field(
+        default=(None, None), metadata={"inline": True, "convert": build_pair_document}
+    )
 
     @property
+    @json_key(after="second_input")
     def equal(self) -> bool:
         """Whether nothing differs."""
         return not self.differing and not self.unlike
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {
-            "first_input": self.first_input,
-            "second_input": self.second_input,
-            "equal": self.equal,
-            "words": self.words,
-            "differing": self.differing,
-            "first": None if self.first is None else asdict(self.first),
-            "unlike": list(self.unlike),
-            "hints": list(self.hints),
-            **build_pair_document(self.completeness),
-        }
 
     def __str__(self) -> str:
         lines = [f"{line} (first input, second input)" for line in self.unlike]
@@ -393,7 +383,7 @@ class ErrorStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToleranceReport:
+class ToleranceReport(Record):
     """The result of a comparison with a tolerance.
 
     Parameters
@@ -410,47 +400,38 @@ class ToleranceReport:
         The state of the model that the arrays of each input contain, where that is known.
     """
 
-    atol: float
-    errors: tuple[ErrorStats, ...]
-    unlike: tuple[str, ...] = ()
     first_input: str = ""
     second_input: str = ""
-    completeness: tuple[Completeness | None, Completeness | None] = (None, None)
+    atol: float
+    errors: tuple[ErrorStats, ...] = field(metadata={"key": "layers"})
+    unlike: tuple[str, ...] = ()
+    completeness: tuple[Completeness | None, Completeness | None] = field(
+        default=(None, None), metadata={"inline": True, "convert": build_pair_document}
+    )
 
     @property
+    @json_key(before="errors")
     def words(self) -> int:
         """Numbers compared."""
         return sum(entry.words for entry in self.errors)
 
     @property
+    @json_key(before="errors")
     def above(self) -> int:
         """How many are further apart than the tolerance."""
         return sum(entry.above for entry in self.errors)
 
     @property
+    @json_key(before="errors")
     def relative(self) -> float | None:
         """The largest relative error of a layer's K or V; None where none is known."""
         return max((entry.relative for entry in self.errors if entry.relative is not None), default=None)
 
     @property
+    @json_key(before="words")
     def equal(self) -> bool:
         """Whether all is there and within the tolerance."""
         return not self.above and not self.unlike and bool(self.errors)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {
-            "first_input": self.first_input,
-            "second_input": self.second_input,
-            "atol": self.atol,
-            "equal": self.equal,
-            "words": self.words,
-            "above": self.above,
-            "relative": self.relative,
-            "layers": [entry.to_dict() for entry in self.errors],
-            "unlike": list(self.unlike),
-            **build_pair_document(self.completeness),
-        }
 
     def __str__(self) -> str:
         lines = [f"{line} (first input, second input)" for line in self.unlike]

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, get_args
 
 from .._util.text import pluralize
 from ..dtypes import Part
 from ..errors import SourceError
-from ..files.schema import JsonReader, parse_document
+from ..files.schema import JsonReader, Record, json_key, parse_document
 from .naming import parse_conventional_name
 
 StateKind = Literal["full", "window", "linear", "recurrent", "shared", "cross", "index", "unknown"]
@@ -71,8 +71,12 @@ class LayerStateInfo:
     location: str = ""
 
 
+def _list_runs(layers: Sequence[LayerStateInfo]) -> list[dict[str, Any]]:
+    return [_run_to_dict(run) for run in _group_equal_states(layers)]
+
+
 @dataclass(frozen=True, kw_only=True)
-class Completeness:
+class Completeness(Record):
     """The state of every layer of a model, and what else an engine needs to continue.
 
     Parameters
@@ -85,11 +89,12 @@ class Completeness:
         Sentences about further state that the arrays do not contain.
     """
 
-    layers: tuple[LayerStateInfo, ...] = ()
+    layers: tuple[LayerStateInfo, ...] = field(default=(), metadata={"convert": _list_runs})
     evicted: str = ""
     other: tuple[str, ...] = ()
 
     @property
+    @json_key("complete", before="layers")
     def is_complete(self) -> bool:
         """Whether the arrays contain all that an engine needs to continue."""
         return not self.missing
@@ -105,6 +110,7 @@ class Completeness:
         return self.is_complete and all(state.kind == "full" for state in self.layers)
 
     @property
+    @json_key(before="layers")
     def missing(self) -> list[str]:
         """A sentence for each kind of state that the arrays do not contain."""
         groups: dict[tuple[StateKind, int | None, str], list[int]] = {}
@@ -129,16 +135,6 @@ class Completeness:
             for state in self.layers
         )
         return replace(self, layers=tuple(states))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values; layers as runs of equal ones."""
-        return {
-            "complete": self.is_complete,
-            "missing": self.missing,
-            "layers": [_run_to_dict(run) for run in _group_equal_states(self.layers)],
-            "evicted": self.evicted,
-            "other": list(self.other),
-        }
 
 
 def describe_state(state: LayerStateInfo) -> str:

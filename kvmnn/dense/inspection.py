@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import Bytes
+from ..files.schema import Record, json_key
 from .decoder import open_rows
 from .header import FLAG_ROTARY, FLAG_TABLES, HEADER_BYTES, METHOD_NAMES, METHOD_ROWS, read_header
 from .rope import PAIRINGS, describe_frequencies
 
 
 @dataclass(frozen=True)
-class DenseInfo:
+class DenseInfo(Record):
     """A dense stream; the sizes in `sections` sum to its bytes."""
 
     dtype: str
@@ -36,13 +37,10 @@ class DenseInfo:
     """Bytes of each section by its name."""
 
     @property
+    @json_key()
     def ratio(self) -> float:
         """Raw bytes over bytes of the stream."""
         return self.raw_bytes / self.stream_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the ratio, for JSON."""
-        return {**vars(self), "ratio": self.ratio}
 
     def __str__(self) -> str:
         extras = [f"rotary {self.rope}" if self.rope else "rotary"] * self.rotary

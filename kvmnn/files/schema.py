@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -129,7 +130,7 @@ def _get_keys(record_type: Any) -> tuple[_KeyInfo, ...]:
     own_fields = {field.name: field for field in fields(record_type)}
     keys: list[_KeyInfo] = []
     for base in reversed(record_type.__mro__):
-        for name in base.__dict__.get("__annotations__", ()):
+        for name in inspect.get_annotations(base):
             field = own_fields.pop(name, None)
             if field is not None and field.metadata.get("json", True):
                 omitted = _NEVER

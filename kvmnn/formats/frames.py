@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from .._util.parallel import Progress
 from ..arrays.array import Chunk, LazyArray, byteswap, rechunk
@@ -18,6 +17,7 @@ from ..bundle.manifest import ArrayEntry, Manifest
 from ..errors import KvmnnError, ManifestError
 from ..files.atomic import BinaryStream
 from ..files.mapped_file import STDIN
+from ..files.schema import Record
 
 
 def make_frame_source(frames: FrameSet, options: DecodeOptions, *, check: bool = True) -> Source:
@@ -56,7 +56,7 @@ def _iter_decoded_chunks(frames: FrameSet, options: DecodeOptions, check: bool, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class TranscodeResult:
+class TranscodeResult(Record):
     """Frames that were made from others.
 
     Parameters
@@ -70,12 +70,8 @@ class TranscodeResult:
     """
 
     input: str
-    input_bytes: int
-    encode_result: EncodeResult
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {"input": self.input, "input_stored_bytes": self.input_bytes, **self.encode_result.to_dict()}
+    input_bytes: int = field(metadata={"key": "input_stored_bytes"})
+    encode_result: EncodeResult = field(metadata={"inline": True})
 
     def __str__(self) -> str:
         return self.text()

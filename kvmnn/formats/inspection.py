@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from .._util.text import pluralize
 from ..arrays.array import ArrayInfo
-from ..arrays.completeness import Completeness, build_completeness_document
+from ..arrays.completeness import Completeness
 from ..arrays.engine_cache import EngineCacheInfo
 from ..arrays.positions import describe_layer_states, position_runs_by_layer
 from ..arrays.source import Source
 from ..errors import KvmnnError
+from ..files.schema import Record
 from ..packed.cache_info import PositionRuns
 from .sidecars import read_positions_by_layer
 
@@ -20,8 +21,22 @@ MAX_LISTED_ARRAYS = 1000
 """Arrays, and lines about others, that the command shows unless it is told to show all."""
 
 
+def _build_array_documents(arrays: Sequence[ArrayInfo]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": array.name,
+            "dtype": array.dtype,
+            "shape": list(array.shape),
+            "array_dtype": array.array_dtype,
+            "order": array.order,
+            "raw_bytes": array.nbytes,
+        }
+        for array in arrays
+    ]
+
+
 @dataclass(frozen=True, kw_only=True)
-class ArraysInfo:
+class ArraysInfo(Record):
     """The arrays of an input.
 
     Parameters
@@ -44,40 +59,16 @@ class ArraysInfo:
         Runs of the positions that each layer has, ``(begin, size)``, where they are known.
     """
 
-    path: str
-    arrays: Sequence[ArrayInfo]
-    skipped: Sequence[str] = ()
+    path: str = field(metadata={"key": "input"})
+    kind: Literal["arrays"] = field(default="arrays", init=False)
+    arrays: Sequence[ArrayInfo] = field(metadata={"convert": _build_array_documents})
     arrays_left_out: int = 0
+    skipped: Sequence[str] = ()
     skipped_left_out: int = 0
-    engine_cache: EngineCacheInfo | None = None
+    engine_cache: EngineCacheInfo | None = field(default=None, metadata={"omit": True})
+    completeness: Completeness | None = field(default=None, metadata={"omit": True})
     notes: Sequence[str] = ()
-    completeness: Completeness | None = None
-    positions: Mapping[int, PositionRuns] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        arrays = [
-            {
-                "name": array.name,
-                "dtype": array.dtype,
-                "shape": list(array.shape),
-                "array_dtype": array.array_dtype,
-                "order": array.order,
-                "raw_bytes": array.nbytes,
-            }
-            for array in self.arrays
-        ]
-        return {
-            "input": self.path,
-            "kind": "arrays",
-            "arrays": arrays,
-            "arrays_left_out": self.arrays_left_out,
-            "skipped": list(self.skipped),
-            "skipped_left_out": self.skipped_left_out,
-            **({"engine_cache": self.engine_cache.to_dict()} if self.engine_cache else {}),
-            **build_completeness_document(self.completeness),
-            "notes": list(self.notes),
-        }
+    positions: Mapping[int, PositionRuns] = field(default_factory=dict, metadata={"json": False})
 
     def truncate(self, max_listed: int = MAX_LISTED_ARRAYS) -> ArraysInfo:
         """The first arrays and the first others: a file may have a million."""

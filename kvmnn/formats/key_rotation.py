@@ -23,6 +23,7 @@ from ..arrays.cast import round_to_dtype, to_float32
 from ..dense.rope import RopeFrequencies
 from ..dtypes import Bytes, Floats, Positions
 from ..errors import KvmnnError
+from ..files.schema import Record, json_key
 from ..packed.cache_info import PositionRuns
 
 _READ_CHUNK_BYTES = 1 << 20
@@ -30,7 +31,7 @@ _RADIANS_PER_PHASE_UNIT = 2 * np.pi / 2.0**64
 
 
 @dataclass
-class RotationErrorStats:
+class RotationErrorStats(Record):
     """How far the written K is from the exact rotation of the K that was read.
 
     Attributes
@@ -41,9 +42,9 @@ class RotationErrorStats:
         The largest difference over the length of its pair, which a rotation does not change.
     """
 
-    max_abs_error: float = 0.0
-    max_relative_error: float = 0.0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    max_abs_error: float = field(default=0.0, metadata={"key": "largest_error"})
+    max_relative_error: float = field(default=0.0, metadata={"key": "largest_relative_error"})
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False, metadata={"json": False})
 
     def include(self, max_abs_error: float, max_relative_error: float) -> None:
         """Take in the errors of further rows; rows that are read again change nothing."""
@@ -55,7 +56,7 @@ class RotationErrorStats:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RerotationResult:
+class RerotationResult(Record):
     """What rotating K to other positions did.
 
     Parameters
@@ -79,25 +80,13 @@ class RerotationResult:
     tokens: int
     layers: int
     dtype: str
-    error_stats: RotationErrorStats
+    error_stats: RotationErrorStats = field(metadata={"inline": True})
 
     @property
+    @json_key(before="rotation")
     def label(self) -> str:
         """``LOSSY`` where any K was rotated, as its elements are rounded; ``LOSSLESS`` where all stayed as it was."""
         return LOSSY if self.tokens else LOSSLESS
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON values."""
-        return {
-            "label": self.label,
-            "rotation": self.rotation,
-            "origin": self.origin,
-            "tokens": self.tokens,
-            "layers": self.layers,
-            "dtype": self.dtype,
-            "largest_error": self.error_stats.max_abs_error,
-            "largest_relative_error": self.error_stats.max_relative_error,
-        }
 
     def __str__(self) -> str:
         if not self.tokens:

@@ -6,10 +6,10 @@ import hashlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,7 @@ from ..files.atomic import BinaryStream, FileOutput, is_device
 from ..files.change_detection import InputGuard
 from ..files.file_names import is_directory_output
 from ..files.mapped_file import STDIN, MappedFile
+from ..files.schema import json_key
 from ..frames import encode
 from .array_formats import find_array_format
 from .base import Sink
@@ -338,17 +339,26 @@ class RestoreFileResult(RestoreResult):
         Of frames and manifest, which it is made of.
     """
 
-    passthrough: PassthroughFile
-    bundle_bytes: int
+    passthrough: PassthroughFile = field(metadata={"json": False})
+    bundle_bytes: int = field(metadata={"json": False})
 
     @property
+    @json_key()
     def raw_bytes(self) -> int:
         """Bytes of the file."""
         return self.passthrough.nbytes
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {**super().to_dict(), "format": self.passthrough.format, "sha256": self.passthrough.sha256}
+    @property
+    @json_key()
+    def format(self) -> str:
+        """Format of the file."""
+        return self.passthrough.format
+
+    @property
+    @json_key()
+    def sha256(self) -> str | None:
+        """Of the file."""
+        return self.passthrough.sha256
 
     def __str__(self) -> str:
         contents_text = f"the file {self.passthrough.name} of {pluralize(len(self.arrays), 'array')}"

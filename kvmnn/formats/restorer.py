@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -13,7 +13,7 @@ from .._util.parallel import Progress
 from .._util.text import LOSSLESS, format_rate, pluralize
 from ..arrays import engine_metadata
 from ..arrays.array import ArrayInfo
-from ..arrays.completeness import Completeness, build_completeness_document, format_missing
+from ..arrays.completeness import Completeness, format_missing
 from ..arrays.source import ENGINE_KEY, Source, parse_completeness
 from ..bundle.decoder import decode_frames
 from ..bundle.frame_set import DecodeOptions, FrameSet
@@ -21,6 +21,7 @@ from ..errors import OptionError
 from ..files.atomic import BinaryStream, is_device
 from ..files.change_detection import InputGuard
 from ..files.file_names import describe_renamed_files
+from ..files.schema import Record, json_key
 from .frames import make_frame_source
 from .raw import write_raw
 from .readback import ReadBackError
@@ -29,7 +30,7 @@ from .writer import build_output_metadata, list_lost_information, list_stale_fil
 
 
 @dataclass(frozen=True, kw_only=True)
-class RestoreResult:
+class RestoreResult(Record):
     """Arrays that were decoded and written.
 
     Parameters
@@ -62,43 +63,33 @@ class RestoreResult:
 
     input: str
     output: str | None
-    arrays: tuple[ArrayInfo, ...]
-    is_verified: bool
-    is_read_back: bool
-    files: tuple[str, ...]
     stored_bytes: int
     seconds: float
-    unknown_properties: str = ""
-    beside: tuple[str, ...] = ()
+    beside: tuple[str, ...] = field(default=(), metadata={"omit": True})
     notes: tuple[str, ...] = ()
-    completeness: Completeness | None = None
+    completeness: Completeness | None = field(default=None, metadata={"omit": True})
+    arrays: tuple[ArrayInfo, ...] = field(metadata={"json": False})
+    is_verified: bool = field(metadata={"json": False})
+    is_read_back: bool = field(metadata={"json": False})
+    files: tuple[str, ...] = field(metadata={"json": False})
+    unknown_properties: str = field(default="", metadata={"json": False})
 
     @property
+    @json_key(after="output")
     def raw_bytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
+    @json_key(after="output")
     def label(self) -> str | None:
         """``LOSSLESS`` if the manifest proved it, else None."""
         return LOSSLESS if self.is_verified else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {
-            "input": self.input,
-            "output": self.output,
-            "label": self.label,
-            "raw_bytes": self.raw_bytes,
-            "stored_bytes": self.stored_bytes,
-            "seconds": self.seconds,
-            **({"beside": list(self.beside)} if self.beside else {}),
-            "notes": list(self.notes),
-            **build_completeness_document(self.completeness),
-            "arrays": [
-                {**build_array_document(array), "file": file} for array, file in zip_longest(self.arrays, self.files)
-            ],
-        }
+    @property
+    @json_key("arrays")
+    def _array_documents(self) -> list[dict[str, Any]]:
+        return [{**build_array_document(array), "file": file} for array, file in zip_longest(self.arrays, self.files)]
 
     def __str__(self) -> str:
         contents = [pluralize(len(self.arrays), "array"), *self.beside]

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from ...dense import RopeConfig
 from ...dtypes import Bytes, Positions
 from ...errors import KvmnnError, MissingOptionError, SourceError
 from ...files.atomic import DirectoryOutput, StagedFile, wrap_os_errors
-from ...files.schema import JsonReader, parse_document, read_bounded
+from ...files.schema import JsonReader, Record, json_key, parse_document, read_bounded
 from ...packed import cache_info
 from ...packed.cache import PackedCache
 from ...packed.cache_info import (
@@ -42,7 +42,7 @@ from ...packed.cache_info import (
     format_utilisation,
 )
 from ...packed.compaction import ReservePair, check_reserve, parse_pairs
-from ..key_rotation import RerotationResult, build_rerotation_document, expand_position_runs
+from ..key_rotation import RerotationResult, expand_position_runs
 from .packed_reader import PackedCacheReader
 from .packer import resolve_prefix_name
 from .prefix import (
@@ -256,7 +256,7 @@ def _parse_layer_number(layer: JsonReader, index: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompactResult:
+class CompactResult(Record):
     """A prefix cache that was compacted into a directory.
 
     Parameters
@@ -275,11 +275,11 @@ class CompactResult:
 
     input: str
     output: str
-    before: CacheInfo
-    after: CacheInfo
     seconds: float
     notes: tuple[str, ...] = ()
-    rerotated: RerotationResult | None = None
+    rerotated: RerotationResult | None = field(default=None, metadata={"omit": True})
+    after: CacheInfo = field(metadata={"key": "cache", "convert": build_cache_document})
+    before: CacheInfo = field(metadata={"json": False})
 
     @property
     def warnings(self) -> list[str]:
@@ -287,35 +287,28 @@ class CompactResult:
         return list_position_warnings(self.after)
 
     @property
+    @json_key("warnings", after="rerotated")
+    def _joined_warnings(self) -> list[str]:
+        return join_warnings(self.warnings)
+
+    @property
+    @json_key(before="seconds")
     def tokens_before(self) -> int:
         """Tokens of all layers before."""
         return sum(layer.tokens for layer in self.before.layers)
 
     @property
+    @json_key(before="seconds")
     def tokens_after(self) -> int:
         """Tokens of all layers that stay."""
         return sum(layer.tokens for layer in self.after.layers)
 
     @property
+    @json_key(after="output")
     def label(self) -> str:
         """``LOSSY`` if any token went or any K was rotated, else ``UNCHANGED``."""
         is_rounded = self.rerotated is not None and self.rerotated.label == LOSSY
         return LOSSY if self.tokens_after < self.tokens_before or is_rounded else UNCHANGED
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {
-            "input": self.input,
-            "output": self.output,
-            "label": self.label,
-            "tokens_before": self.tokens_before,
-            "tokens_after": self.tokens_after,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-            **build_rerotation_document(self.rerotated),
-            "warnings": join_warnings(self.warnings),
-            "cache": build_cache_document(self.after),
-        }
 
     def __str__(self) -> str:
         lines = [

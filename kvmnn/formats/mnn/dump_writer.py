@@ -202,10 +202,6 @@ class RestoreDumpResult(RestoreResult):
 
     metadata_files: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {**super().to_dict(), "metadata_files": list(self.metadata_files)}
-
     def __str__(self) -> str:
         counts = pluralize(len(self.arrays), "array"), pluralize(len(self.metadata_files), "metadata file")
         return self.format_summary(f"a KV dump of {' and '.join(counts)}")

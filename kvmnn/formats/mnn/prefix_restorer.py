@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..._util.parallel import MAX_IN_FLIGHT_BYTES, Progress, resolve_threads
@@ -17,6 +17,7 @@ from ...bundle.manifest import PackedFileEntry, PackedRecord
 from ...dtypes import PARTS, Part
 from ...errors import FrameError, LimitError, ManifestError, OptionError, SourceError
 from ...files.file_names import is_directory_output
+from ...files.schema import Record, json_key
 from ...packed.cache_info import CacheInfo, LayerInfo, TokenIdsFingerprint
 from ...packed.inference import PackedGeometry, describe_layout
 from ...packed.layout import PackLayout
@@ -29,8 +30,12 @@ from .packer import choose_target_layout, resolve_prefix_name
 from .prefix_writer import PackResult, PrefixWriteOptions, build_prefix_info, write_prefix
 
 
+def _build_array_documents(arrays: tuple[ArrayInfo, ...]) -> list[dict[str, Any]]:
+    return [build_array_document(array) for array in arrays]
+
+
 @dataclass(frozen=True, kw_only=True)
-class RestorePrefixResult:
+class RestorePrefixResult(Record):
     """A prefix cache that was written from frames.
 
     Parameters
@@ -47,26 +52,17 @@ class RestorePrefixResult:
         How what was asked for differs from what the manifest says; empty unless that was forced.
     """
 
+    pack_result: PackResult = field(metadata={"inline": True})
     input: str
-    pack_result: PackResult
-    arrays: tuple[ArrayInfo, ...]
     stored_bytes: int
-    warnings: tuple[str, ...] = ()
+    arrays: tuple[ArrayInfo, ...] = field(metadata={"convert": _build_array_documents})
+    warnings: tuple[str, ...] = field(default=(), metadata={"json": False})
 
     @property
+    @json_key(after="input")
     def raw_bytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {
-            **self.pack_result.to_dict(),
-            "input": self.input,
-            "raw_bytes": self.raw_bytes,
-            "stored_bytes": self.stored_bytes,
-            "arrays": [build_array_document(array) for array in self.arrays],
-        }
 
     def __str__(self) -> str:
         return str(self.pack_result)

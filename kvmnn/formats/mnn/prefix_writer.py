@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ..._util.parallel import Progress, parallel_map, resolve_threads
 from ..._util.text import LOSSLESS, LOSSY, format_rate, pluralize
@@ -22,6 +21,7 @@ from ...errors import KvmnnError
 from ...files.atomic import DirectoryOutput, StagedFile, wrap_os_errors
 from ...files.file_names import list_with_contents
 from ...files.mapped_file import MappedFile
+from ...files.schema import Record, json_key
 from ...packed import cache_info
 from ...packed.cache_info import (
     CACHE_SIDECAR_SUFFIX,
@@ -33,7 +33,7 @@ from ...packed.cache_info import (
     format_utilisation,
 )
 from ...packed.layout import PackLayout
-from ..key_rotation import RerotationResult, build_rerotation_document
+from ..key_rotation import RerotationResult
 from ..readback import ReadBackError
 from .packed_io import PackedPartWriter
 from .prefix import (
@@ -52,7 +52,7 @@ _COMPARE_CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackResult:
+class PackResult(Record):
     """A prefix cache that was written.
 
     Parameters
@@ -80,15 +80,15 @@ class PackResult:
     """
 
     output: str
-    info: CacheInfo
-    cast: CastStats
     seconds: float
     notes: tuple[str, ...] = ()
+    cast: CastStats
     dequantised: tuple[str, ...] = ()
     undone: tuple[Transform, ...] = ()
-    rerotated: RerotationResult | None = None
+    rerotated: RerotationResult | None = field(default=None, metadata={"omit": True})
     proof: str = "every file read back and compared"
     left_out: str = ""
+    info: CacheInfo = field(metadata={"key": "cache", "convert": build_cache_document})
 
     @property
     def warnings(self) -> list[str]:
@@ -96,6 +96,12 @@ class PackResult:
         return list_position_warnings(self.info)
 
     @property
+    @json_key("warnings", after="rerotated")
+    def _joined_warnings(self) -> list[str]:
+        return join_warnings(self.warnings)
+
+    @property
+    @json_key(after="output")
     def label(self) -> str | None:
         """``LOSSLESS`` if every number came back from the files as it went in; ``LOSSY`` if some were rounded before.
 
@@ -105,23 +111,6 @@ class PackResult:
         if has_lossy_inverse(self.undone) or self.left_out or is_rotation_lossy:
             return LOSSY
         return None if self.dequantised and self.cast.label == LOSSLESS else self.cast.label
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {
-            "output": self.output,
-            "label": self.label,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-            "cast": self.cast.to_dict(),
-            "dequantised": list(self.dequantised),
-            "undone": list(self.undone),
-            **build_rerotation_document(self.rerotated),
-            "warnings": join_warnings(self.warnings),
-            "proof": self.proof,
-            "left_out": self.left_out,
-            "cache": build_cache_document(self.info),
-        }
 
     def __str__(self) -> str:
         is_same_dtype = self.cast.source == self.cast.target

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, Literal
 
 from ..._util.parallel import Progress
 from ..._util.text import LOSSLESS, LOSSY, UNCHANGED, format_range, format_rate, pluralize
 from ...arrays.array import ArrayInfo, Chunk
-from ...arrays.completeness import Completeness, build_completeness_document, format_missing
+from ...arrays.completeness import Completeness, format_missing
 from ...arrays.engine_metadata import add_completeness_metadata
 from ...arrays.engine_transforms import describe_order
 from ...arrays.layers import collect_layers
@@ -20,6 +20,7 @@ from ...arrays.source import Source
 from ...errors import OptionError
 from ...files.atomic import DirectoryOutput, is_device
 from ...files.file_names import is_directory_output, list_with_contents
+from ...files.schema import Record, json_key
 from ...packed.cache_info import CacheInfo, build_cache_document, describe_evicted_layers, describe_layouts
 from ..npz import build_comment
 from ..sidecars import write_sidecars
@@ -34,8 +35,12 @@ OUTPUT_FORMS: tuple[OutputForm, ...] = ("arrays", "dump", "packed-dump")
 _READ_CHUNK_BYTES = 8 << 20
 
 
+def _build_array_documents(arrays: tuple[ArrayInfo, ...]) -> list[dict[str, Any]]:
+    return [{"name": array.name, "dtype": array.dtype, "shape": list(array.shape)} for array in arrays]
+
+
 @dataclass(frozen=True, kw_only=True)
-class UnpackResult:
+class UnpackResult(Record):
     """Plain arrays that were written.
 
     Parameters
@@ -68,24 +73,26 @@ class UnpackResult:
 
     input: str
     output: str
-    arrays: tuple[ArrayInfo, ...]
-    is_lossy: bool
     seconds: float
     notes: tuple[str, ...] = ()
-    cache: CacheInfo | None = None
     dequantised: tuple[str, ...] = ()
     undone: tuple[Transform, ...] = ()
-    is_read_back: bool = False
-    completeness: Completeness | None = None
-    doubt: str = ""
-    has_padding: bool = False
+    cache: CacheInfo | None = field(default=None, metadata={"convert": build_cache_document})
+    completeness: Completeness | None = field(default=None, metadata={"omit": True})
+    arrays: tuple[ArrayInfo, ...] = field(metadata={"convert": _build_array_documents})
+    is_lossy: bool = field(metadata={"json": False})
+    is_read_back: bool = field(default=False, metadata={"json": False})
+    doubt: str = field(default="", metadata={"json": False})
+    has_padding: bool = field(default=False, metadata={"json": False})
 
     @property
+    @json_key(before="seconds")
     def raw_bytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
     @property
+    @json_key(after="output")
     def label(self) -> str | None:
         """``LOSSLESS`` where what was written was read back and compared, else ``UNCHANGED``: words as they were.
 
@@ -99,22 +106,6 @@ class UnpackResult:
         if self.is_lossy:
             return LOSSY
         return LOSSLESS if self.is_read_back else UNCHANGED
-
-    def to_dict(self) -> dict[str, Any]:
-        """The result as JSON values."""
-        return {
-            "input": self.input,
-            "output": self.output,
-            "label": self.label,
-            "raw_bytes": self.raw_bytes,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-            "dequantised": list(self.dequantised),
-            "undone": list(self.undone),
-            "cache": build_cache_document(self.cache),
-            **build_completeness_document(self.completeness),
-            "arrays": [{"name": array.name, "dtype": array.dtype, "shape": list(array.shape)} for array in self.arrays],
-        }
 
     def _describe_elements(self) -> str:
         """Which elements were compared: of packed files those of live tokens, where the layout has them."""

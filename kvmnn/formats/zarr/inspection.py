@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Literal
 
 from ..._util.text import compute_ratio, pluralize
-from ...arrays.completeness import Completeness, build_completeness_document
+from ...arrays.completeness import Completeness
 from ...arrays.engine_cache import EngineCacheInfo
 from ...arrays.positions import describe_layer_states, position_runs_by_layer, read_token_positions
+from ...files.schema import Record, json_key
 from ...packed.cache_info import PositionRuns
 from ..inspection import MAX_LISTED_ARRAYS
 from ..options import ReadOptions
@@ -19,7 +20,7 @@ from .reader import list_zarr_arrays, read
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZarrArrayInfo:
+class ZarrArrayInfo(Record):
     """An array of a store.
 
     Parameters
@@ -64,7 +65,7 @@ class ZarrArrayInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZarrStoreInfo:
+class ZarrStoreInfo(Record):
     """A store.
 
     Parameters
@@ -87,17 +88,18 @@ class ZarrStoreInfo:
         Runs of the positions that each layer has, ``(begin, size)``, where they are known.
     """
 
-    path: str
+    path: str = field(metadata={"key": "input"})
+    kind: Literal["zarr"] = field(default="zarr", init=False)
     arrays: Sequence[ZarrArrayInfo]
+    arrays_left_out: int = 0
     skipped: Sequence[str]
-    engine_cache: EngineCacheInfo | None
     raw_bytes: int
     stored_bytes: int
-    chunks: int
-    missing: int
-    arrays_left_out: int = 0
-    completeness: Completeness | None = None
-    positions: Mapping[int, PositionRuns] = field(default_factory=dict)
+    engine_cache: EngineCacheInfo | None = field(metadata={"omit": True})
+    completeness: Completeness | None = field(default=None, metadata={"omit": True})
+    positions: Mapping[int, PositionRuns] = field(default_factory=dict, metadata={"json": False})
+    chunks: int = field(metadata={"json": False})
+    missing: int = field(metadata={"json": False})
 
     def truncate(self, max_listed: int = MAX_LISTED_ARRAYS) -> ZarrStoreInfo:
         """The first arrays: a store may have thousands."""
@@ -108,35 +110,18 @@ class ZarrStoreInfo:
         )
 
     @property
+    @json_key(after="stored_bytes")
     def ratio(self) -> float | None:
         """Raw over stored bytes; None where chunks are not there, as nothing is stored of them."""
         return None if self.missing else compute_ratio(self.raw_bytes, self.stored_bytes)
 
     @property
+    @json_key(after="ratio")
     def notes(self) -> list[str]:
         """What changes the meaning of the sizes, in lines."""
         if not self.missing:
             return []
         return [f"{self.missing:,} of {pluralize(self.chunks, 'chunk')} are not there, and read as the fill value"]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        arrays = [
-            {**vars(array), "shape": list(array.shape), "chunk_shape": list(array.chunk_shape)} for array in self.arrays
-        ]
-        return {
-            "input": self.path,
-            "kind": "zarr",
-            "arrays": arrays,
-            "arrays_left_out": self.arrays_left_out,
-            "skipped": list(self.skipped),
-            "raw_bytes": self.raw_bytes,
-            "stored_bytes": self.stored_bytes,
-            "ratio": self.ratio,
-            "notes": self.notes,
-            **({"engine_cache": self.engine_cache.to_dict()} if self.engine_cache else {}),
-            **build_completeness_document(self.completeness),
-        }
 
     def __str__(self) -> str:
         lines = [

@@ -10,14 +10,28 @@ import numpy as np
 
 from .._util.text import format_range, pluralize
 from ..dtypes import Indices, Positions
+from ..files.schema import Record, json_key
 from ..packed.cache_info import PositionRuns
 from ..packed.cache_info import merge_runs as joined_runs
 from .llama_transforms import Transform
 from .naming import parse_conventional_name
 
 
+def positions_to_runs(positions: Positions) -> PositionRuns:
+    """Positions as ``(begin, size)`` runs, in their order."""
+    ends = np.flatnonzero(np.diff(positions) != 1) + 1
+    begins = np.concatenate([[0], ends]) if positions.size else ends
+    sizes = np.diff(np.append(begins, positions.size))
+    return joined_runs((int(positions[b]), int(n)) for b, n in zip(begins, sizes, strict=True))
+
+
+def _list_ids(token_ids: Indices | None) -> list[int] | None:
+    ids: list[int] | None = None if token_ids is None else np.asarray(token_ids).tolist()
+    return ids
+
+
 @dataclass(frozen=True, eq=False)
-class BatchText:
+class BatchText(Record):
     """One text of a batch whose arrays have padding.
 
     Parameters
@@ -29,12 +43,12 @@ class BatchText:
         Those of its tokens; None where there are none.
     """
 
-    positions: Positions
-    token_ids: Indices | None = None
+    positions: Positions = field(metadata={"convert": positions_to_runs})
+    token_ids: Indices | None = field(default=None, metadata={"convert": _list_ids})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class EngineCacheInfo:
+class EngineCacheInfo(Record):
     """A cache that another engine wrote, or that lives in it.
 
     Parameters
@@ -82,24 +96,25 @@ class EngineCacheInfo:
     kind: str
     layers: int
     kv_heads: int | None
+    layer_kv_heads: tuple[int, ...] = field(default=(), metadata={"omit": True})
     head_dim: int | None
+    layer_head_dims: tuple[int, ...] = field(default=(), metadata={"omit": True})
     tokens: int
-    types: tuple[str, ...]
-    layer_kv_heads: tuple[int, ...] = ()
-    layer_head_dims: tuple[int, ...] = ()
     batch: int = 1
-    positions: Positions | None = None
-    layer_positions: tuple[Positions, ...] | None = None
-    positions_unknown: bool = False
-    token_ids: Indices | None = None
-    texts: tuple[BatchText, ...] = ()
+    types: tuple[str, ...]
     dequantised: tuple[str, ...] = ()
-    unused_bytes: int = 0
     altered: tuple[Transform, ...] = ()
     perhaps_altered: tuple[Transform, ...] = ()
-    details: Mapping[str, Any] = field(default_factory=dict)
+    positions: Positions | None = field(default=None, metadata={"json": False})
+    layer_positions: tuple[Positions, ...] | None = field(default=None, metadata={"json": False})
+    positions_unknown: bool = field(default=False, metadata={"omit": True})
+    token_ids: Indices | None = field(default=None, metadata={"convert": _list_ids})
+    texts: tuple[BatchText, ...] = field(default=(), metadata={"omit": True})
+    details: Mapping[str, Any] = field(default_factory=dict, metadata={"inline": True})
+    unused_bytes: int = field(default=0, metadata={"json": False})
 
     @property
+    @json_key("positions", after="perhaps_altered")
     def position_runs(self) -> PositionRuns | None:
         """The positions as ``(begin, size)`` runs, in the order of the arrays."""
         return None if self.positions is None else positions_to_runs(self.positions)
@@ -110,6 +125,11 @@ class EngineCacheInfo:
         if self.layer_positions is not None:
             return tuple(map(positions_to_runs, self.layer_positions))
         return None if self.position_runs is None else (self.position_runs,) * self.layers
+
+    @property
+    @json_key("layer_positions", after="position_runs", omit=True)
+    def _own_layer_runs(self) -> tuple[PositionRuns, ...] | None:
+        return None if self.layer_positions is None else self.layer_position_runs
 
     @property
     def is_contiguous_prefix(self) -> bool:
@@ -129,30 +149,6 @@ class EngineCacheInfo:
         all_positions = (self.positions,) if self.layer_positions is None else self.layer_positions
         return all(positions is None or bool((np.diff(positions) > 0).all()) for positions in all_positions)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The description as JSON values; positions as runs."""
-        return {
-            "engine": self.engine,
-            "kind": self.kind,
-            "layers": self.layers,
-            "kv_heads": self.kv_heads,
-            **({"layer_kv_heads": list(self.layer_kv_heads)} if self.layer_kv_heads else {}),
-            "head_dim": self.head_dim,
-            **({"layer_head_dims": list(self.layer_head_dims)} if self.layer_head_dims else {}),
-            "tokens": self.tokens,
-            "batch": self.batch,
-            "types": list(self.types),
-            "dequantised": list(self.dequantised),
-            "altered": list(self.altered),
-            "perhaps_altered": list(self.perhaps_altered),
-            "positions": None if self.position_runs is None else [list(run) for run in self.position_runs],
-            **({"layer_positions": self._layer_positions_document()} if self.layer_positions is not None else {}),
-            **({"positions_unknown": True} if self.positions_unknown else {}),
-            "token_ids": None if self.token_ids is None else np.asarray(self.token_ids).tolist(),
-            **({"texts": [build_text_document(text) for text in self.texts]} if self.texts else {}),
-            **self.details,
-        }
-
     def __str__(self) -> str:
         heads = "kv heads unknown" if self.kv_heads is None else pluralize(self.kv_heads, "kv head")
         heads = f"{format_range(sorted(set(self.layer_kv_heads)))} kv heads" if self.layer_kv_heads else heads
@@ -166,9 +162,6 @@ class EngineCacheInfo:
             f"{pluralize(self.tokens, 'token')}{batch}"
         )
         return f"{summary}, {self._format_types()}{self._describe_gaps()}"
-
-    def _layer_positions_document(self) -> list[list[list[int]]]:
-        return [[list(run) for run in runs] for runs in self.layer_position_runs or ()]
 
     def _format_types(self) -> str:
         keys, values = sorted(set(self.types[: self.layers])), sorted(set(self.types[self.layers :]))
@@ -213,17 +206,3 @@ def select_engine_layers(
 def parse_layers(names: Iterable[str]) -> list[int]:
     """The layers that arrays are of by their names, ascending."""
     return sorted({parsed_name.layer for parsed_name in map(parse_conventional_name, names) if parsed_name is not None})
-
-
-def build_text_document(text: BatchText) -> dict[str, Any]:
-    """Return a text of a batch as JSON values; positions as runs."""
-    ids = None if text.token_ids is None else np.asarray(text.token_ids).tolist()
-    return {"positions": [list(run) for run in positions_to_runs(text.positions)], "token_ids": ids}
-
-
-def positions_to_runs(positions: Positions) -> PositionRuns:
-    """Positions as ``(begin, size)`` runs, in their order."""
-    ends = np.flatnonzero(np.diff(positions) != 1) + 1
-    begins = np.concatenate([[0], ends]) if positions.size else ends
-    sizes = np.diff(np.append(begins, positions.size))
-    return joined_runs((int(positions[b]), int(n)) for b, n in zip(begins, sizes, strict=True))

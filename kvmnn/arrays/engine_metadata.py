@@ -10,7 +10,7 @@ import numpy as np
 from ..files.schema import JsonReader, parse_document
 from ..packed.cache_info import MAX_TOKEN_ID, PositionRuns
 from .completeness import dump_completeness_json
-from .engine_cache import BatchText, EngineCacheInfo, build_text_document, select_engine_layers
+from .engine_cache import BatchText, EngineCacheInfo, select_engine_layers
 from .llama_transforms import TRANSFORMS, Transform
 from .source import COMPLETENESS_KEY, ENGINE_KEY, Source, parse_completeness
 
@@ -118,7 +118,7 @@ def build_engine_document(cache: EngineCacheInfo) -> dict[str, Any]:
         else None,
         **({"positions_unknown": True} if cache.positions_unknown else {}),
         "token_ids": None if cache.token_ids is None else [int(token) for token in cache.token_ids],
-        **({"texts": [build_text_document(text) for text in cache.texts]} if cache.texts else {}),
+        **({"texts": [text.to_dict() for text in cache.texts]} if cache.texts else {}),
         "dequantised": list(cache.dequantised),
         "altered": list(cache.altered),
         "perhaps_altered": list(cache.perhaps_altered),

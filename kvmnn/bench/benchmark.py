@@ -18,13 +18,14 @@ from ..arrays.array import Chunk, LazyArray
 from ..arrays.source import Source
 from ..bundle.dense import DensePlan
 from ..errors import KvmnnError
+from ..files.schema import Record
 from ..frames import encode, inspect
 from . import codecs
 from .codecs import BenchCodec, count_dense_bytes, explain_no_dense, make_dense_codec, make_dense_plans
 
 
 @dataclass(frozen=True)
-class Timing:
+class Timing(Record):
     """Median seconds of one call: on the clock, and of processor time summed over threads."""
 
     wall: float
@@ -189,7 +190,7 @@ class ArrayBenchReport:
 
 
 @dataclass(frozen=True)
-class MachineInfo:
+class MachineInfo(Record):
     """What the codecs ran on."""
 
     processor: str
@@ -198,7 +199,7 @@ class MachineInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchReport:
+class BenchReport(Record):
     """All codecs on all arrays.
 
     Parameters
@@ -214,14 +215,6 @@ class BenchReport:
     machine: MachineInfo
     threads: int
     arrays: tuple[ArrayBenchReport, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON."""
-        return {
-            "machine": asdict(self.machine),
-            "threads": self.threads,
-            "arrays": [report.to_dict() for report in self.arrays],
-        }
 
     def __str__(self) -> str:
         return "\n\n".join(f"{report.format_heading(self.threads)}\n{report}" for report in self.arrays)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from .._util.text import suggest
 from ..errors import OptionError, SourceError
-from ..files.schema import read_object
+from ..files.schema import Record, read_object
 
 Aggregation = Literal["avg", "median", "p90", "best"]
 LimitsMode = Literal["", "probe", "full", "store"]
@@ -21,7 +21,7 @@ LIMITS_MODES: tuple[LimitsMode, ...] = get_args(LimitsMode)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateLimits:
+class GateLimits(Record):
     """The gates of a case; a negative limit of a quantity of the runtime turns its gate off.
 
     Attributes
@@ -104,10 +104,6 @@ class GateLimits:
             For a name that no limit has, and a value of another type.
         """
         return replace(self, **{name: validate_limit(name, value, where) for name, value in values.items()})
-
-    def to_dict(self) -> dict[str, Any]:
-        """By name; what a gate file holds."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
 
 
 _LIMIT_TYPES = get_type_hints(GateLimits)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from .._util.text import wrap_text
+from ..files.schema import Record
 
 Verdict = Literal["pass", "fail", "off", "not measured", "unclear"]
 
@@ -18,7 +19,7 @@ UNCLEAR: Verdict = "unclear"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateResult:
+class GateResult(Record):
     """One gate.
 
     Attributes
@@ -39,16 +40,6 @@ class GateResult:
     value: str = ""
     limit: str = ""
     why: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {
-            "name": self.name,
-            "verdict": self.verdict,
-            "value": self.value,
-            "limit": self.limit,
-            "why": self.why,
-        }
 
 
 def verdict_from(is_passed: bool, *, is_active: bool = True) -> Verdict:

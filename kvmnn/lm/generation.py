@@ -6,8 +6,8 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from .._util.parallel import Progress
 from .._util.text import LOSSLESS, LOSSY, break_lines, format_range, side_by_side_diff
 from ..dtypes import Floats
 from ..errors import KvmnnError
+from ..files.schema import Record, json_key
 from ..policies.h2o.planner import H2OStats
 from ..policies.policy import FullCache, Policy
 from ..policies.registry import LabelledPolicy
@@ -31,7 +32,7 @@ from .tokenizer import Tokenizer, encode_prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
+class SamplingOptions(Record):
     """How the next token is chosen.
 
     Parameters
@@ -81,7 +82,7 @@ class SamplingOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationStats:
+class GenerationStats(Record):
     """A text that was generated.
 
     Attributes
@@ -117,18 +118,9 @@ class GenerationStats:
     token_seconds: float | None
     model_seconds: float | None
     policy_seconds: float | None
-    h2o: H2OStats | None = None
-    runtime: RuntimeStats | None = None
-    store: StoreUseStats | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        document = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        for name, stats in (("h2o", self.h2o), ("runtime", self.runtime), ("store", self.store)):
-            del document[name]
-            if stats is not None:
-                document[name] = stats.to_dict()
-        return document
+    h2o: H2OStats | None = field(default=None, metadata={"omit": True})
+    runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
+    store: StoreUseStats | None = field(default=None, metadata={"omit": True})
 
 
 def check_positions(label: str, limit: int | None, prompt_tokens: int, new_tokens: int) -> None:
@@ -285,7 +277,7 @@ def find_end_tokens(files: ModelFiles) -> frozenset[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Continuation:
+class Continuation(Record):
     """What one cache made of a prompt.
 
     Attributes
@@ -296,7 +288,7 @@ class Continuation:
         The new tokens as text.
     """
 
-    generation: GenerationStats
+    generation: GenerationStats = field(metadata={"inline": True})
     text: str
 
     @property
@@ -304,13 +296,9 @@ class Continuation:
         """Whether the cache lost anything."""
         return LOSSY if min(self.generation.tokens_kept) < self.generation.tokens_seen else LOSSLESS
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {**self.generation.to_dict(), "text": self.text}
-
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateResult:
+class GenerateResult(Record):
     """A prompt continued with the full cache, and under a policy.
 
     Attributes
@@ -332,40 +320,31 @@ class GenerateResult:
     """
 
     model: str
+    policy: LabelledPolicy
     prompt: str
     prompt_tokens: int
-    policy: LabelledPolicy
     sampling: SamplingOptions
     full: Continuation
     cut: Continuation | None
     notes: tuple[str, ...] = ()
 
     @property
+    @json_key(after="model")
     def label(self) -> str:
         """Whether the cache that was asked for lost anything."""
         return (self.cut or self.full).label
 
     @property
+    @json_key(before="sampling")
     def first_difference(self) -> int | None:
         """The first new token at which the texts part, counted from 0; None where they are equal."""
         return None if self.cut is None else find_first_difference(self.full.generation.ids, self.cut.generation.ids)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        sampling = self.sampling
-        return {
-            "model": self.model,
-            "label": self.label,
-            "policy": self.policy.to_dict(),
-            "prompt": self.prompt,
-            "prompt_tokens": self.prompt_tokens,
-            "first_difference": self.first_difference,
-            "equal": self.first_difference is None,
-            "sampling": {"temperature": sampling.temperature, "top_k": sampling.top_k, "seed": sampling.seed},
-            "full": self.full.to_dict(),
-            "cut": None if self.cut is None else self.cut.to_dict(),
-            "notes": list(self.notes),
-        }
+    @property
+    @json_key(after="first_difference")
+    def equal(self) -> bool:
+        """Whether the texts are equal."""
+        return self.first_difference is None
 
     def __str__(self) -> str:
         return "\n".join(self.format_lines(shutil.get_terminal_size((100, 24)).columns))

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import indent
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from ..bundle.passthrough import POSITIONS_NAME, TOKEN_IDS_NAME
 from ..dtypes import PARTS, Part
 from ..errors import KvmnnError
 from ..files.atomic import DirectoryOutput
+from ..files.schema import Record
 from ..formats import npy
 from ..formats.mnn.dump_writer import write_dump
 from ..policies.policy import FullCache, Policy
@@ -102,7 +103,7 @@ _TEXT_WIDTH = 80
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoundingStats:
+class RoundingStats(Record):
     """What writing words in another type changed.
 
     Attributes
@@ -115,7 +116,7 @@ class RoundingStats:
         The largest absolute difference among them.
     """
 
-    source: str
+    source: str = field(metadata={"key": "from"})
     words: int
     changed: int
     largest_error: float
@@ -124,15 +125,6 @@ class RoundingStats:
     def from_cast(cls, cast: CastStats) -> RoundingStats:
         """What a cast counted."""
         return cls(source=cast.source, words=cast.words, changed=cast.changed, largest_error=cast.largest_error)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {
-            "from": self.source,
-            "words": self.words,
-            "changed": self.changed,
-            "largest_error": self.largest_error,
-        }
 
 
 @dataclass(frozen=True, kw_only=True)

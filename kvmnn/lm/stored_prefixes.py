@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from .. import dtypes
 from ..errors import KvmnnError
+from ..files.schema import Record
 from ..store import PrefixStore, PutResult, StoredPrefix
 from .runner import Runner
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreUseStats:
+class StoreUseStats(Record):
     """What a store did for one text.
 
     Attributes
@@ -34,10 +34,6 @@ class StoreUseStats:
     get_seconds: float
     put: PutResult | None = None
     notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return asdict(self) | {"notes": list(self.notes)}
 
 
 class StoredPrefixes:

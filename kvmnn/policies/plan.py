@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from .._util.text import LOSSY, UNCHANGED, format_range, pluralize
 from ..arrays.engine_cache import positions_to_runs
 from ..dtypes import Floats, Indices, Positions
 from ..errors import OptionError
+from ..files.schema import Record, json_key
 from ..packed.cache_info import PositionRuns
 from .policy import LayerState, Policy
 from .registry import POLICIES, LabelledPolicy, convert_options_to_json
@@ -100,8 +101,16 @@ class PolicyLayerPlan:
         return [list(run) for run in positions_to_runs(positions_after)]
 
 
+def _build_policy_document(policy: Policy) -> dict[str, Any]:
+    return {
+        "label": LabelledPolicy.from_policy(policy).label,
+        "policy": policy.name,
+        "options": convert_options_to_json(policy.to_options()),
+    }
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CachePlan:
+class CachePlan(Record):
     """What a policy would keep of a cache.
 
     Attributes
@@ -116,28 +125,32 @@ class CachePlan:
         What was read, and the file that the plan was written to, if any.
     """
 
-    policy: Policy
-    layers: tuple[PolicyLayerPlan, ...]
-    seconds: float = 0.0
     input: str | None = None
     output: str | None = None
+    seconds: float = 0.0
+    policy: Policy = field(metadata={"convert": _build_policy_document})
+    layers: tuple[PolicyLayerPlan, ...]
 
     @property
+    @json_key(after="output")
     def label(self) -> str:
         """``"LOSSY"`` if any layer would drop tokens, else ``"UNCHANGED"``."""
         return LOSSY if any(layer.tokens_after < layer.tokens for layer in self.layers) else UNCHANGED
 
     @property
+    @json_key(before="layers")
     def by_head(self) -> bool:
         """Whether KV heads of any layer keep different tokens, which no packed file holds."""
         return any(layer.kept_indices is not None and layer.kept_indices.ndim > 1 for layer in self.layers)
 
     @property
+    @json_key("bytes", before="layers")
     def bytes_before(self) -> int:
         """Bytes of K and V of all layers."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
+    @json_key(before="layers")
     def bytes_after(self) -> int:
         """Bytes of what stays."""
         return sum(layer.bytes_after for layer in self.layers)
@@ -145,24 +158,6 @@ class CachePlan:
     def to_plan_entries(self) -> list[dict[str, Any]]:
         """The document of ``-o``."""
         return [layer.to_plan_entry() for layer in self.layers]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return {
-            "input": self.input,
-            "output": self.output,
-            "label": self.label,
-            "seconds": self.seconds,
-            "policy": {
-                "label": LabelledPolicy.from_policy(self.policy).label,
-                "policy": self.policy.name,
-                "options": convert_options_to_json(self.policy.to_options()),
-            },
-            "by_head": self.by_head,
-            "bytes": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "layers": [layer.to_dict() for layer in self.layers],
-        }
 
     def format_lines(self, *, width: int = 100, picture: bool = True) -> list[str]:
         """For people: a row for each layer, or for several that keep the same, in `width` columns."""

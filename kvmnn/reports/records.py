@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from .._util.text import LOSSLESS
 from ..dtypes import Part
-from ..files.schema import Record
+from ..files.schema import Record, json_key
 from ..policies.h2o.planner import H2OStats
 from ..policies.policy import FullCache
 
@@ -64,33 +64,29 @@ class RuntimeStats(Record):
     layers: tuple[RuntimeLayerStats, ...] = ()
 
     @property
+    @json_key(before="layers")
     def lossy_ratio(self) -> float | None:
         """Bytes of all tokens over bytes of those that are left."""
         return self.appended_bytes / self.live_bytes if self.live_bytes else None
 
     @property
+    @json_key(before="layers")
     def lossless_ratio(self) -> float | None:
         """Bytes of the tokens that are left over the bytes that hold them."""
         return self.live_bytes / self.held_bytes if self.held_bytes else None
 
     @property
+    @json_key(before="layers")
     def total_ratio(self) -> float | None:
         """Bytes of all tokens over the bytes that are held."""
         return self.appended_bytes / self.held_bytes if self.held_bytes else None
 
     @property
+    @json_key("h2o_lossless_ratio", before="layers")
     def encoded_ratio(self) -> float | None:
         """Raw over compressed bytes of all that was encoded (the engine's h2o_lossless_ratio)."""
         compressed_bytes = self.h2o_lossless_compressed_bytes
         return self.h2o_lossless_raw_bytes / compressed_bytes if compressed_bytes else None
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        document = super().to_dict()
-        layers = document.pop("layers")
-        ratios = {"lossy_ratio": self.lossy_ratio, "lossless_ratio": self.lossless_ratio}
-        ratios |= {"total_ratio": self.total_ratio, "h2o_lossless_ratio": self.encoded_ratio}
-        return {**document, **ratios, "layers": layers}
 
 
 T = TypeVar("T", RuntimeLayerStats, RuntimeStats)

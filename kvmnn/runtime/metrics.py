@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from .._util.text import compute_ratio, pluralize
+from ..files.schema import Record
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ _NUM_BUCKETS = 64 * _BUCKETS_PER_OCTAVE
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatencySummary:
+class LatencySummary(Record):
     """Durations in microseconds; percentiles are exact to 1/8 of an octave (9 %), and never below the true ones."""
 
     count: int
@@ -60,17 +61,6 @@ class LatencySummary:
     p95_us: float
     p99_us: float
     max_us: float
-
-    def to_dict(self) -> dict[str, float | int]:
-        """Name to figure."""
-        return {
-            "count": self.count,
-            "total_us": self.total_us,
-            "p50_us": self.p50_us,
-            "p95_us": self.p95_us,
-            "p99_us": self.p99_us,
-            "max_us": self.max_us,
-        }
 
 
 class LatencyHistogram:
@@ -172,7 +162,7 @@ class OperationLatencies:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeLayerMetrics:
+class RuntimeLayerMetrics(Record):
     """Figures of one layer since the request began.
 
     Attributes
@@ -207,10 +197,6 @@ class RuntimeLayerMetrics:
     wait: LatencySummary = field(default_factory=LatencyHistogram().summarize)
     verify: LatencySummary = field(default_factory=LatencyHistogram().summarize)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Name to figure; percentiles as objects."""
-        return {entry.name: _to_json(getattr(self, entry.name)) for entry in fields(self)}
-
     def __str__(self) -> str:
         share = f"{compute_ratio(self.raw_bytes, self.compressed_bytes):.3f}" if self.raw_bytes else _NO_VALUE
         sizes = f"{self.blocks:>6,} {self.raw_bytes:>12,} {self.compressed_bytes:>12,} {share:>7}"
@@ -218,7 +204,7 @@ class RuntimeLayerMetrics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RuntimeMetrics:
+class RuntimeMetrics(Record):
     """Figures of all layers; the fields of the engine have its names, times are those of kvmnn.
 
     Attributes
@@ -287,7 +273,7 @@ class RuntimeMetrics:
 
     def to_dict(self) -> dict[str, Any]:
         """Name to figure; percentiles and layers as objects, None for a ratio of stored bytes where there are none."""
-        document = {entry.name: _to_json(getattr(self, entry.name)) for entry in fields(self)}
+        document = super().to_dict()
         return document if self.has_stored else document | {"lossless_ratio": None, "total_ratio": None}
 
     @property
@@ -406,14 +392,8 @@ def _format_latency(name: str, summary: LatencySummary) -> str:
     return f"{name:<10} {summary.count:>8,} x, {', '.join(percentile_texts)}"
 
 
-def _to_json(value: Any) -> Any:
-    if isinstance(value, LatencySummary):
-        return value.to_dict()
-    return [layer.to_dict() for layer in value] if isinstance(value, tuple) else value
-
-
 @dataclass(frozen=True, kw_only=True)
-class ReplayPoint:
+class ReplayPoint(Record):
     """Figures after a step, sums over the layers.
 
     Attributes

@@ -6,10 +6,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from .._util.text import LOSSLESS, pluralize
 from .._util.validation import repr_short, validate_int
 from ..dtypes import Floats, KVPair
 from ..errors import KvmnnError
+from ..files.schema import Record, json_key
 from . import replay_plots
 from .config import Behaviour, RuntimeConfig
 from .metrics import ReplayPoint, RuntimeMetrics
@@ -25,7 +25,7 @@ from .trace import KVTrace, check_attention
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayResult:
+class ReplayResult(Record):
     """A replay.
 
     Attributes
@@ -51,12 +51,6 @@ class ReplayResult:
     metrics: RuntimeMetrics
     points: tuple[ReplayPoint, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        document: dict[str, Any] = {name: getattr(self, name) for name in _JSON_FIELDS}
-        document["not_measured"] = _NOT_COMPRESSED_REASON if self.is_idle else None
-        return document | {"metrics": self.metrics.to_dict(), "points": [asdict(point) for point in self.points]}
-
     def plot(self, directory: str | os.PathLike[str], overwrite: bool = False) -> list[Path]:
         """Draw memory, ratio, queue and latency over the steps; `replay_plots.write_all` says how."""
         return replay_plots.write_plots(self.points, directory, overwrite)
@@ -80,6 +74,11 @@ class ReplayResult:
     def is_idle(self) -> bool:
         """Whether nothing was compressed, so that no lossless ratio was measured and equal bytes show nothing."""
         return not self.metrics.h2o_lossless_raw_bytes
+
+    @property
+    @json_key("not_measured", before="metrics")
+    def _idle_reason(self) -> str | None:
+        return _NOT_COMPRESSED_REASON if self.is_idle else None
 
     @property
     def has_passed(self) -> bool:
@@ -119,9 +118,6 @@ _NOT_COMPRESSED_REASON = (
     "nothing was compressed: the configuration does not enable it (kv_lossless_enable, _runtime_enable, _codec, "
     "_scope), or no block became cold (kv_h2o_trigger_min_tokens, kv_lossless_hot_recent_tokens, _block_tokens)"
 )
-
-_JSON_FIELDS = ("behaviour", "layers", "prompt", "tokens", "compared_calls", "wrong_calls", "seconds")
-
 
 MAX_REPLAY_POINTS = 200
 """Steps at which memory and ratio are noted; beyond, every second, third ... step."""

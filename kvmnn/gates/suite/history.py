@@ -15,7 +15,7 @@ from typing import Any
 from ..._util.text import pluralize, wrap_lines
 from ...errors import SourceError
 from ...files.atomic import FileOutput
-from ...files.schema import loads_strict, read_bounded
+from ...files.schema import Record, json_key, loads_strict, read_bounded
 from ..logs import get_number, parse_json_line
 from ..summary import RoundSummary
 
@@ -203,7 +203,7 @@ _MAX_VALUES_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateHistory:
+class GateHistory(Record):
     """The rounds of a folder, the oldest first, as its history has them."""
 
     directory: str
@@ -217,9 +217,11 @@ class GateHistory:
                 entries_by_case.setdefault(str(case.get("case", "")), []).append((entry, case))
         return entries_by_case
 
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        cases = {
+    @property
+    @json_key()
+    def cases(self) -> dict[str, Any]:
+        """How often each case was measured and passed, and why it did not."""
+        return {
             name: {
                 "rounds": len(entries),
                 "passed": sum(case.get("pass") is True for _, case in entries),
@@ -229,7 +231,6 @@ class GateHistory:
             }
             for name, entries in self.group_by_case().items()
         }
-        return {"directory": self.directory, "rounds": [dict(entry) for entry in self.rounds], "cases": cases}
 
     def __str__(self) -> str:
         return "\n".join(self.format_lines(min(shutil.get_terminal_size((80, 24)).columns, 100)))

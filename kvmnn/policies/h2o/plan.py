@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..._util.text import LOSSY, UNCHANGED, pluralize
 from ..._util.validation import validate_int
 from ...dtypes import Floats
 from ...errors import KvmnnError
+from ...files.schema import Record, json_key
 from ...packed.compaction import INT32_MAX, ReservePair
 from . import _scores
 from .config import H2OConfig
@@ -456,8 +457,20 @@ class LayerPlan:
         )
 
 
+def _build_config_document(config: H2OConfig) -> dict[str, Any]:
+    return {
+        "block_tokens": config.effective_block_tokens,
+        "sink_tokens": config.sink_tokens,
+        "recent_tokens": config.recent_tokens,
+        "target_mode": config.target_mode,
+        "keep_ratio": float(config.effective_keep_ratio),
+        "ema_alpha": float(config.effective_alpha),
+        "bytes_per_token": config.bytes_per_token,
+    }
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LayerPlans:
+class LayerPlans(Record):
     """The plans of all layers.
 
     Attributes
@@ -472,13 +485,14 @@ class LayerPlans:
         The file of scores, and the file that the plans were written to, if any.
     """
 
-    config: H2OConfig
-    layers: tuple[LayerPlan, ...]
-    seconds: float
     input: str | None = None
     output: str | None = None
+    seconds: float
+    config: H2OConfig = field(metadata={"convert": _build_config_document})
+    layers: tuple[LayerPlan, ...]
 
     @property
+    @json_key(after="output")
     def label(self) -> str:
         """``"LOSSY"`` if any layer drops tokens, else ``"UNCHANGED"``: nothing is decoded here, nothing compared."""
         return LOSSY if any(layer.plan.num_evicted for layer in self.layers) else UNCHANGED
@@ -486,26 +500,6 @@ class LayerPlans:
     def to_plan_entries(self) -> list[dict[str, Any]]:
         """What `kvmnn compact --plan` reads."""
         return [layer.to_plan_entry() for layer in self.layers]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For ``--json``."""
-        config = self.config
-        return {
-            "input": self.input,
-            "output": self.output,
-            "label": self.label,
-            "seconds": self.seconds,
-            "config": {
-                "block_tokens": config.effective_block_tokens,
-                "sink_tokens": config.sink_tokens,
-                "recent_tokens": config.recent_tokens,
-                "target_mode": config.target_mode,
-                "keep_ratio": float(config.effective_keep_ratio),
-                "ema_alpha": float(config.effective_alpha),
-                "bytes_per_token": config.bytes_per_token,
-            },
-            "layers": [layer.to_dict() for layer in self.layers],
-        }
 
     def format_lines(self, *, width: int = 100, picture: bool = True) -> list[str]:
         """For people: each layer's figures, pairs and, unless `picture` is False, its blocks in `width` columns."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ..._util.validation import validate_int
 from ...dtypes import Floats
 from ...errors import KvmnnError
-from ...files.schema import Record
+from ...files.schema import Record, json_key
 from ...packed.compaction import INT32_MAX, KVMeta, ReservePair
 from .config import H2OConfig
 from .plan import BlockPlan, plan_blocks
@@ -84,7 +84,7 @@ class PlannerLayerState:
 
 
 @dataclass
-class PlannerMetrics:
+class PlannerMetrics(Record):
     """The engine's figures, under its names; each is what the last call that wrote it left.
 
     Attributes
@@ -114,10 +114,6 @@ class PlannerMetrics:
     h2o_pending_n_reserve: int = 0
     h2o_pending_plan_ready: int = 0
     h2o_evict_us: int = 0
-
-    def to_dict(self) -> dict[str, float | int]:
-        """Name to figure."""
-        return asdict(self)
 
     def set_pending(self, plan: BlockPlan | None) -> None:
         """Describe the plan of this call."""
@@ -606,13 +602,10 @@ class PlannerLayerStats(PlannerStats):
     triggers: int
 
     @property
+    @json_key()
     def lossy_ratio(self) -> float:
         """Tokens seen over tokens kept."""
         return self.tokens_seen / self.tokens_kept if self.tokens_kept else 1.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {**super().to_dict(), "lossy_ratio": self.lossy_ratio}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,128 +6,95 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...dtypes import Elements
+from ...files.schema import Record, json_key
 from ...frames import fnv1a64
 from ...packed.compaction import ReservePair
 
 
+def format_hash(number: int) -> str:
+    """A hash as 16 digits."""
+    return f"{number:016x}"
+
+
+def _encode_outcome(outcome: bool | None) -> int:
+    return -1 if outcome is None else int(outcome)
+
+
 @dataclass(frozen=True)
-class PlanEvent:
+class PlanEvent(Record):
     """A plan of the layer's last call was found: applied, or dropped as stale."""
 
     layer: int
     remove: int
+    is_applied: bool = field(metadata={"key": "ok", "convert": int})
     pairs: tuple[ReservePair, ...]
-    is_applied: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """The trace's object."""
-        return {
-            "layer": self.layer,
-            "remove": self.remove,
-            "ok": int(self.is_applied),
-            "pairs": _convert_pairs_to_lists(self.pairs),
-        }
 
 
 @dataclass(frozen=True)
-class EditEvent:
+class EditEvent(Record):
     """Rows were dropped before the new ones were appended."""
 
-    is_cleared: bool
+    is_cleared: bool = field(metadata={"key": "clear", "convert": int})
     remove: int
     pairs: tuple[ReservePair, ...]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The trace's object."""
-        return {"clear": int(self.is_cleared), "remove": self.remove, "pairs": _convert_pairs_to_lists(self.pairs)}
-
 
 @dataclass(frozen=True)
-class RestoreEvent:
+class RestoreEvent(Record):
     """A block was looked up or decoded: `hit` is ``local_pos``, ``local_hash``, ``global`` or ``miss``."""
 
-    start: int
-    count: int
-    raw_bytes: int
-    compressed_bytes: int
+    start: int = field(metadata={"key": "s"})
+    count: int = field(metadata={"key": "n"})
+    raw_bytes: int = field(metadata={"key": "raw"})
+    compressed_bytes: int = field(metadata={"key": "comp"})
     hit: str
-    is_restored: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """The trace's object."""
-        return {
-            "s": self.start,
-            "n": self.count,
-            "raw": self.raw_bytes,
-            "comp": self.compressed_bytes,
-            "hit": self.hit,
-            "ok": int(self.is_restored),
-        }
+    is_restored: bool = field(metadata={"key": "ok", "convert": int})
 
 
 @dataclass(frozen=True)
-class DecodeEvent:
+class DecodeEvent(Record):
     """Probe and full: a block was decoded once."""
 
-    start: int
-    count: int
-    raw_bytes: int
+    start: int = field(metadata={"key": "s"})
+    count: int = field(metadata={"key": "n"})
+    raw_bytes: int = field(metadata={"key": "raw"})
     hit: str
-    is_decoded: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """The trace's object."""
-        return {"s": self.start, "n": self.count, "raw": self.raw_bytes, "hit": self.hit, "ok": int(self.is_decoded)}
+    is_decoded: bool = field(metadata={"key": "ok", "convert": int})
 
 
 @dataclass(frozen=True)
-class ScatterEvent:
+class ScatterEvent(Record):
     """Restored rows were written into the layer; not `is_written` where they lie outside it."""
 
-    start: int
-    count: int
-    nbytes: int
-    is_written: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """The trace's object."""
-        return {"s": self.start, "n": self.count, "bytes": self.nbytes, "ok": int(self.is_written)}
+    start: int = field(metadata={"key": "s"})
+    count: int = field(metadata={"key": "n"})
+    nbytes: int = field(metadata={"key": "bytes"})
+    is_written: bool = field(metadata={"key": "ok", "convert": int})
 
 
 @dataclass(frozen=True)
-class ShrinkEvent:
+class ShrinkEvent(Record):
     """The cold range ends before the watermark: all blocks of the layer go."""
 
-    old_watermark: int
-    new_watermark: int
-    num_pending: int
-    num_blocks: int
-    num_discarded: int
-    is_plan_cleared: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """The trace's object."""
-        return {
-            "from": self.old_watermark,
-            "to": self.new_watermark,
-            "pending": self.num_pending,
-            "blocks": self.num_blocks,
-            "discarded": self.num_discarded,
-            "plan_cleared": int(self.is_plan_cleared),
-        }
+    old_watermark: int = field(metadata={"key": "from"})
+    new_watermark: int = field(metadata={"key": "to"})
+    num_pending: int = field(metadata={"key": "pending"})
+    num_blocks: int = field(metadata={"key": "blocks"})
+    num_discarded: int = field(metadata={"key": "discarded"})
+    is_plan_cleared: bool = field(metadata={"key": "plan_cleared", "convert": int})
 
 
 @dataclass(frozen=True, eq=False)
-class BlockEvent:
+class BlockEvent(Record):
     """A block was due: skipped, encoded in the call (``sync``) or handed to a worker (``async``)."""
 
-    start: int
-    count: int
-    is_bootstrap: bool
-    num_pending: int
-    outcome: str
-    keys: Elements | None = None
-    values: Elements | None = None
+    start: int = field(metadata={"key": "s"})
+    count: int = field(metadata={"key": "n"})
+    is_bootstrap: bool = field(metadata={"key": "boot", "convert": int})
+    num_pending: int = field(metadata={"key": "pending"})
+    outcome: str = field(metadata={"key": "how"})
+    keys: Elements | None = field(default=None, metadata={"json": False})
+    values: Elements | None = field(default=None, metadata={"json": False})
 
     @property
     def raw_hash(self) -> int | None:
@@ -136,66 +103,36 @@ class BlockEvent:
             return None
         return fnv1a64(self.values, fnv1a64(self.keys))
 
-    def to_dict(self) -> dict[str, Any]:
-        """The trace's object."""
-        document: dict[str, Any] = {
-            "s": self.start,
-            "n": self.count,
-            "boot": int(self.is_bootstrap),
-            "pending": self.num_pending,
-            "how": self.outcome,
-        }
+    @property
+    @json_key("raw_hash", omit=True)
+    def _raw_hash_text(self) -> str | None:
         raw_hash = self.raw_hash
-        return document if raw_hash is None else document | {"raw_hash": format_hash(raw_hash)}
+        return None if raw_hash is None else format_hash(raw_hash)
 
 
 @dataclass(frozen=True)
-class BlockAppliedEvent:
+class BlockAppliedEvent(Record):
     """The result of a block was taken into the layer's state."""
 
     layer: int
-    start: int
-    count: int
-    raw_bytes: int
-    compressed_bytes: int
-    attempted_bytes: int
-    key_bytes: int
-    value_bytes: int
-    raw_hash: int
-    blob_hash: int
-    is_from_dropped: bool
-    is_counted: bool
-    is_fallback: bool
-    is_skipped: bool
-    is_dropped: bool | None
-    is_seeded: bool | None
-    num_trimmed: int
-    is_scheduled: bool
-    queue_length: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """The trace's object."""
-        return {
-            "layer": self.layer,
-            "s": self.start,
-            "n": self.count,
-            "raw": self.raw_bytes,
-            "comp": self.compressed_bytes,
-            "att": self.attempted_bytes,
-            "kb": self.key_bytes,
-            "vb": self.value_bytes,
-            "rh": format_hash(self.raw_hash),
-            "bh": format_hash(self.blob_hash),
-            "origin": int(self.is_from_dropped),
-            "counted": int(self.is_counted),
-            "fb": int(self.is_fallback),
-            "skip": int(self.is_skipped),
-            "dropped": _encode_outcome(self.is_dropped),
-            "seeded": _encode_outcome(self.is_seeded),
-            "trimmed": self.num_trimmed,
-            "scheduled": int(self.is_scheduled),
-            "queue": self.queue_length,
-        }
+    start: int = field(metadata={"key": "s"})
+    count: int = field(metadata={"key": "n"})
+    raw_bytes: int = field(metadata={"key": "raw"})
+    compressed_bytes: int = field(metadata={"key": "comp"})
+    attempted_bytes: int = field(metadata={"key": "att"})
+    key_bytes: int = field(metadata={"key": "kb"})
+    value_bytes: int = field(metadata={"key": "vb"})
+    raw_hash: int = field(metadata={"key": "rh", "convert": format_hash})
+    blob_hash: int = field(metadata={"key": "bh", "convert": format_hash})
+    is_from_dropped: bool = field(metadata={"key": "origin", "convert": int})
+    is_counted: bool = field(metadata={"key": "counted", "convert": int})
+    is_fallback: bool = field(metadata={"key": "fb", "convert": int})
+    is_skipped: bool = field(metadata={"key": "skip", "convert": int})
+    is_dropped: bool | None = field(metadata={"key": "dropped", "convert": _encode_outcome})
+    is_seeded: bool | None = field(metadata={"key": "seeded", "convert": _encode_outcome})
+    num_trimmed: int = field(metadata={"key": "trimmed"})
+    is_scheduled: bool = field(metadata={"key": "scheduled", "convert": int})
+    queue_length: int = field(metadata={"key": "queue"})
 
 
 @dataclass(eq=False)
@@ -275,16 +212,3 @@ class CallEvent:
         if self.is_token_end:
             document["m_token_end"] = 1
         return document | {"state": list(self.state), "metrics": list(self.metrics), "ratio": self.ratio}
-
-
-def format_hash(number: int) -> str:
-    """A hash as 16 digits."""
-    return f"{number:016x}"
-
-
-def _convert_pairs_to_lists(pairs: tuple[ReservePair, ...]) -> list[list[int]]:
-    return [list(pair) for pair in pairs]
-
-
-def _encode_outcome(outcome: bool | None) -> int:
-    return -1 if outcome is None else int(outcome)

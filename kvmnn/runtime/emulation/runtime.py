@@ -123,7 +123,7 @@ class EmulatedRuntime:
         pending_plan = self.planner.layers[layer_index].pending_plan
         edit = self.planner.begin_call(rows.tokens, num_new, decode=self._is_decoding)
         if pending_plan is not None:
-            event.plan = PlanEvent(layer_index, pending_plan.remove, pending_plan.pairs, not edit.is_stale)
+            event.plan = PlanEvent(layer_index, pending_plan.remove, not edit.is_stale, pending_plan.pairs)
         meta = self.planner.meta
         is_cleared = meta.previous == meta.remove and not meta.reserve
         if is_cleared or edit.remove:

@@ -2,12 +2,10 @@
 
 Tasks that are finished, kept in a file, so that an interrupted run goes on where it was.
 
-The file has one JSON object a line, ``{"kvmnn_many", "sha256", "record"}``; the hash is that of the record's bytes, so
-that lines that somebody edited are found. The first record is the work: its name, its options, kvmnn's version. Then
+The file is a journal (`kvmnn.files.journal`). Its first record is the work: its name, options, kvmnn's version. Then
 come tasks in the order in which things happened to them: begun (where their output was not there yet, or was that of an
 earlier run), finished with their line and with what input and output were (`stamps`), or failed, which are done again
-(`output_stamps`: what an earlier run wrote, and is still there). Lines are handed to the system at once and brought to
-the disk once a second. A last line that a crash tore is dropped.
+(`output_stamps`: what an earlier run wrote, and is still there).
 """
 
 from __future__ import annotations
@@ -15,18 +13,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
-from ..errors import OptionError, OutputError, SourceError
-from ..files.atomic import is_device, wrap_os_errors
+from ..errors import OptionError, OutputError
 from ..files.file_names import COMPLETENESS_FILE, SIDECAR_FILES, SIDECAR_SUFFIX
-from ..files.journal import lock_exclusive
-from ..files.schema import loads_strict
+from ..files.journal import Journal, JournalEntry, JournalFormat
 from .tasks import Task, TaskResult
 
 
@@ -74,16 +69,17 @@ def _stamp_folder(path: str) -> str:
     return digest.hexdigest()
 
 
-_FORMAT_VERSION = 1
-_HEAD = f'{{"kvmnn_many": {_FORMAT_VERSION}, "sha256": "'.encode()
-_MIDDLE = b'", "record": '
-_TAIL = b"}\n"
-_RECORD_OFFSET = len(_HEAD) + 64 + len(_MIDDLE)
-_MAX_LINE_BYTES = 256 << 20
-_SYNC_INTERVAL_SECONDS = 1.0
+_JOURNAL_FORMAT = JournalFormat(
+    tag="kvmnn_many",
+    version=1,
+    process_name="run",
+    entry_description="of a run over many files (--resume)",
+    remedy="its file is done again",
+    sync_interval_seconds=1.0,
+)
 
 
-class _JournalEntry(NamedTuple):
+class _FinishedTask(NamedTuple):
     """Where a line is in the file, and what input and output were."""
 
     offset: int
@@ -114,31 +110,22 @@ class TaskJournal:
     ----------
     num_loaded : int
         Tasks that were in the file.
-    has_torn_line : bool
-        Whether a torn line was dropped at its end.
     num_changed : int
         Tasks of the file whose input or output was not what it was, and that were done again.
     """
 
     def __init__(self, path: str | os.PathLike[str], work: Mapping[str, Any]) -> None:
-        self.path = Path(path)
         self._work = json.loads(json.dumps(work))
-        self._finished: dict[str, _JournalEntry] = {}
+        self._finished: dict[str, _FinishedTask] = {}
         self._started: set[str] = set()
         self._output_stamps: dict[str, Mapping[str, str | None]] = {}
         self._repeated: set[str] = set()
-        self.has_torn_line = False
         self.num_changed = 0
-        self._synced_at = time.monotonic()
-        if is_device(self.path):
-            raise OutputError(f"{self.path}: is no regular file, and cannot be continued")
-        with wrap_os_errors(self.path):
-            self._file: IO[bytes] = open(self.path, "a+b")  # noqa: SIM115  # kept open: all is appended to it
+        self._journal = Journal(path, _JOURNAL_FORMAT)
         try:
-            lock_exclusive(self._file, self.path, "run")
             self._load_records()
         except BaseException:
-            self._file.close()
+            self._journal.close()
             raise
         self.num_loaded = len(self._finished)
 
@@ -158,8 +145,7 @@ class TaskJournal:
     def read_result(self, task: Task) -> TaskResult:
         """The task as it was finished."""
         entry = self._finished[_make_key(task.path)]
-        self._file.seek(entry.offset)
-        record = loads_strict(_extract_record(self._file.read(entry.length), self.path, "a line"))
+        record = self._journal.read_record(entry.offset, entry.length)
         return TaskResult(task.path, None, str(record["line"]))
 
     def was_started(self, task: Task) -> bool:
@@ -182,7 +168,7 @@ class TaskJournal:
         """Note that a task is begun whose output is not there, or is that of an earlier run."""
         if not self.was_started(task):
             self._started.add(_make_key(task.path))
-            self._append({"begun": _make_key(task.path)})
+            self._journal.append({"begun": _make_key(task.path)})
 
     def record_end(self, task: Task, result: TaskResult, input_stamp: str | None) -> None:
         """Note what became of a task; `input_stamp` is the stamp of its input from before."""
@@ -193,19 +179,26 @@ class TaskJournal:
             self._repeated.discard(key)
             self._output_stamps.pop(key, None)
             record = {"done": key, "stamps": _dump_stamps(task, input_stamp), "line": result.line}
-            offset, length = self._append(record)
-            self._finished[key] = _JournalEntry(offset, length, str(record["stamps"]))
+            offset, length = self._journal.append(record)
+            self._finished[key] = _FinishedTask(offset, length, str(record["stamps"]))
         else:
-            self._append(
+            self._journal.append(
                 {"failed": key, "made": self._output_stamps[key]} if self.is_own_output(task) else {"failed": key}
             )
 
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._journal.path
+
+    @property
+    def has_torn_line(self) -> bool:
+        """Whether a torn line was dropped at its end."""
+        return self._journal.has_torn_line
+
     def close(self) -> None:
         """Bring it to the disk and let go of it."""
-        if not self._file.closed:
-            with wrap_os_errors(self.path):
-                self._sync()
-                self._file.close()
+        self._journal.close()
 
     def __enter__(self) -> Self:
         return self
@@ -217,53 +210,28 @@ class TaskJournal:
             with suppress(OSError, OutputError):
                 self.close()
 
-    def _append(self, record: Mapping[str, Any]) -> tuple[int, int]:
-        text = json.dumps(record).encode()
-        line = _HEAD + hashlib.sha256(text).hexdigest().encode() + _MIDDLE + text + _TAIL
-        with wrap_os_errors(self.path):
-            offset = self._file.seek(0, os.SEEK_END)
-            self._file.write(line)
-            self._file.flush()
-            if time.monotonic() - self._synced_at >= _SYNC_INTERVAL_SECONDS:
-                self._sync()
-        return offset, len(line)
-
-    def _sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._synced_at = time.monotonic()
-
     def _load_records(self) -> None:
-        self._file.seek(0)
-        offset = line_number = 0
-        while line := self._file.readline(_MAX_LINE_BYTES):
-            if not line.endswith(b"\n") and self._is_torn(line, line_number):
-                self.has_torn_line = True
-                with wrap_os_errors(self.path):
-                    self._file.truncate(offset)
-                break
-            line_number += 1
-            self._apply_record(_parse_line(line, self.path, line_number), line_number, offset, len(line))
-            offset += len(line)
-        if line_number == 0:
-            self._append({"work": self._work})
+        is_new = True
+        for entry in self._journal.read_entries():
+            is_new = False
+            self._apply_record(entry)
+        if is_new:
+            self._journal.append({"work": self._work})
 
-    def _is_torn(self, line: bytes, line_number: int) -> bool:
-        """Whether the rest of the file is a line that a crash cut; `SourceError` where it is something else."""
-        if line.startswith(_HEAD[: len(line)]) or (line_number and not line.strip(b"\0")):
-            return not self._file.readline(1)
-        raise _make_foreign_file_error(self.path, line_number + 1)
-
-    def _apply_record(self, record: Mapping[str, Any], line_number: int, offset: int, length: int) -> None:
-        if line_number == 1:
+    def _apply_record(self, entry: JournalEntry) -> None:
+        record, is_first = entry.record, entry.number == 1
+        if not isinstance(record, dict) or not record or ("work" in record) != is_first:
+            raise self._journal.make_foreign_error(entry.number)
+        if is_first:
             if record.get("work") != self._work:
                 raise OptionError(
                     f"{self.path}: is of another run: {_describe_difference(record.get('work'), self._work)}; "
                     "name another file, or delete this one"
                 )
             return
-        event = next(iter(record))
-        key = record[event]
+        event, key = next(iter(record.items()))
+        if event not in ("done", "begun", "failed") or not isinstance(key, str):
+            raise self._journal.make_foreign_error(entry.number)
         self._started.discard(key)
         self._finished.pop(key, None)
         output_stamps = record.get("made")
@@ -271,49 +239,9 @@ class TaskJournal:
         if isinstance(output_stamps, dict):
             self._output_stamps[key] = output_stamps
         if event == "done":
-            self._finished[key] = _JournalEntry(offset, length, str(record.get("stamps")))
+            self._finished[key] = _FinishedTask(entry.offset, entry.length, str(record.get("stamps")))
         elif event == "begun":
             self._started.add(key)
-
-
-def _parse_line(line: bytes, path: Path, line_number: int) -> Mapping[str, Any]:
-    try:
-        record = loads_strict(_extract_record(line, path, f"line {line_number}"))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, SourceError):
-            raise
-        raise _make_foreign_file_error(path, line_number) from None
-    if not isinstance(record, dict) or not record or ("work" in record) != (line_number == 1):
-        raise _make_foreign_file_error(path, line_number)
-    if line_number > 1 and not (
-        set(record) & {"done", "begun", "failed"} and isinstance(next(iter(record.values())), str)
-    ):
-        raise _make_foreign_file_error(path, line_number)
-    return record
-
-
-def _extract_record(line: bytes, path: Path, where: str) -> bytes:
-    """The bytes of the record in a line, if they have the hash that it names."""
-    if not (
-        line.startswith(_HEAD) and line.endswith(_TAIL) and line[_RECORD_OFFSET - len(_MIDDLE) :].startswith(_MIDDLE)
-    ):
-        raise SourceError(
-            f"{path}: {where} is not of a run over many files, or was edited"
-            + ("" if where == "line 1" else "; delete the line and its file is done again")
-        )
-    text = line[_RECORD_OFFSET : -len(_TAIL)]
-    if hashlib.sha256(text).hexdigest().encode() != line[len(_HEAD) : len(_HEAD) + 64]:
-        raise SourceError(
-            f"{path}: {where} does not have the hash that it names: it was edited or is damaged; delete the line and "
-            "its file is done again"
-        )
-    return text
-
-
-def _make_foreign_file_error(path: Path, line_number: int) -> SourceError:
-    return SourceError(
-        f"{path}: line {line_number} is not of a run over many files (--resume): it would be overwritten"
-    )
 
 
 def _describe_difference(recorded: object, current: Mapping[str, Any]) -> str:

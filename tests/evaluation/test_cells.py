@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 
 import numpy as np
@@ -28,7 +29,7 @@ def test_what_is_stored_is_found_again(tmp_path):
         assert store.get("one") == {"nll": 0.1 + 0.2, "tokens": [1, None]}
         assert store.get("three") is None
         store.put("three", {"x": 1})
-    assert [json.loads(line)["key"] for line in path.read_text().splitlines()] == ["one", "two", "three"]
+    assert [json.loads(line)["record"]["key"] for line in path.read_text().splitlines()] == ["one", "two", "three"]
 
 
 def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path):
@@ -52,18 +53,32 @@ def test_a_torn_last_line_is_dropped_wherever_it_was_torn(tmp_path):
             assert len(store) == 0
 
 
+def line(record: bytes) -> bytes:
+    return (
+        b'{"kvmnn_cell": 3, "sha256": "'
+        + hashlib.sha256(record).hexdigest().encode()
+        + b'", "record": '
+        + record
+        + b"}\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"some text that somebody wants to keep", "is not a file of cells"),
+        (b"some text that somebody wants to keep", "line 1 is not a cell of an evaluation: it would be overwritten"),
         (b"import os\n", "line 1 is not a cell of an evaluation"),
         (b'{"kvmnn_cell": 1, "key": "a", "cell": {}}\n[1]\n', "line 2 is not a cell"),
-        (b'{"kvmnn_cell": 1, "key": "a", "cell": []}\n', "line 1 is not a cell"),
-        (b'{"kvmnn_cell": 3, "key": "a", "cell": {}}\n', "line 1 is of format 3: expected 2"),
-        (b'{"kvmnn_cell": 2, "key": "a", "cell": {}}\n', "line 1 is not a cell"),
-        (b'{"kvmnn_cell": 2, "key": "a", "sha256": "0", "cell": {}}\n', "line 1 does not have the hash"),
+        (line(b'{"key": "a"}'), "line 1 is not a cell"),
+        (line(b'["a", {}]'), "line 1 is not a cell"),
+        (line(b'{"key": 1, "value": {}}'), "line 1 is not a cell"),
+        (line(b'{"key": "a", "value": NaN}'), "line 1 is not a cell"),
+        (b'{"kvmnn_cell": 4, "key": "a", "cell": {}}\n', "line 1 is of format 4: expected 3"),
+        (b'{"kvmnn_cell": 3, "key": "a", "cell": {}}\n', "line 1 is not a cell"),
+        (line(b"{}").replace(b"{}", b'{"key": "a", "value": {}}'), "line 1 does not have the hash"),
         (b'{"kvmnn_cell": ' + b"[" * 100_000 + b"\n", "line 1 is not a cell"),
-        (b'{"kvmnn_cell": 1, "key": "a", "cell": {"x": ' + b"9" * 5000 + b"}}\n", "line 1 is not a cell"),
+        (line(b"[" * 100_000), "line 1 is not a cell"),
+        (line(b'{"key": "a", "value": {"x": ' + b"9" * 5000 + b"}}"), "line 1 is not a cell"),
         (b"\xff\xfe\n", "line 1 is not a cell"),
         (b"\n", "line 1 is not a cell"),
     ],
@@ -93,7 +108,7 @@ def test_edited_numbers_are_found(tmp_path):
 
 def test_cells_of_the_format_before_are_left_alone_and_not_used(tmp_path):
     path = tmp_path / "cells.jsonl"
-    path.write_bytes(b'{"kvmnn_cell": 1, "key": "a", "cell": {}}\n')
+    path.write_bytes(b'{"kvmnn_cell": 2, "key": "a", "sha256": "0", "cell": {}}\n')
     with CellStore(path) as store:
         assert store.get("a") is None
         store.put("a", {"b": 1})

@@ -340,10 +340,10 @@ def test_an_interrupted_run_goes_on_where_it_was(documents, tmp_path):
 def test_a_cell_of_another_shape_is_refused(documents, tmp_path):
     path, texts = tmp_path / "cells.jsonl", documents(30, 1)
     run(texts, [], store=path, tokens=30, **QUICK)
-    line = json.loads(path.read_text())
-    for cell, message in (({}, r"\.model: is missing"), (line["cell"] | {"seconds": "x"}, r"\.seconds: found 'x'")):
+    record = json.loads(path.read_text())["record"]
+    for cell, message in (({}, r"\.model: is missing"), (record["value"] | {"seconds": "x"}, r"\.seconds: found 'x'")):
         with CellStore(path) as store:
-            store.put(line["key"], cell)
+            store.put(record["key"], cell)
         with pytest.raises(SourceError, match=rf"cells\.jsonl: cell{message}"):
             run(texts, [], store=path, tokens=30, **QUICK)
 

@@ -86,14 +86,14 @@ def test_runs_behind_a_torn_line_are_read_again(tmp_path: Path) -> None:
     store.put("a", {"x": 1})
     store.close()
     with (tmp_path / "runs.jsonl").open("a") as stream:
-        stream.write('{"key": "b", "va')
+        stream.write('{"kvmnn_run": 1, "sha256": "b')
     store = RunStore(tmp_path / "runs.jsonl")
     store.put("c", {"x": 2})
     with pytest.raises(OutputError, match="another gate run is writing it"):
         RunStore(tmp_path / "runs.jsonl").put("d", {})
     store.close()
-    found = RunStore(tmp_path / "runs.jsonl")
-    assert ["a" in found, "b" in found, "c" in found] == [True, False, True]
+    with RunStore(tmp_path / "runs.jsonl") as found:
+        assert ["a" in found, "b" in found, "c" in found] == [True, False, True]
 
 
 def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_every_figure_is_of_the_run(made: SimpleNamespace) -> None:
             f"{float(lines['decode_gate_tps']) / float(lines['decode_baseline']):.4f}"
         )
     assert row["llm_demo"] == "prompt=40<br>decode=12"
-    runs = [json.loads(line)["value"] for line in (made.out / "runs.jsonl").read_text().splitlines()]
+    runs = [json.loads(line)["record"]["value"] for line in (made.out / "runs.jsonl").read_text().splitlines()]
     raw = [run["counters"]["h2o_lossless_raw_bytes"] for run in runs if run.get("counters")]
     assert max(raw) > 0
     (gate,) = {gate["limit"] for gate in gates(made, "runtime_full").values() if gate["name"] == "decode drop"}
@@ -167,9 +167,10 @@ def test_a_damaged_line_of_runs_is_run_again(made: SimpleNamespace, tmp_path: Pa
     from kvmnn.gates.suite.run_store import RunStore
 
     lines = (made.out / "runs.jsonl").read_text().splitlines()
-    (tmp_path / "runs.jsonl").write_text("\n".join([lines[0][:-9], lines[1].replace("0", "1", 1), "[]", *lines[2:]]))
-    store = RunStore(tmp_path / "runs.jsonl")
-    kept = [store.get(json.loads(line)["key"]) is not None for line in lines]
+    damaged = [lines[0][:-9], lines[1].replace("0", "1", 1), "[]", *lines[2:]]
+    (tmp_path / "runs.jsonl").write_text("\n".join(damaged) + "\n")
+    with RunStore(tmp_path / "runs.jsonl") as store:
+        kept = [store.get(json.loads(line)["record"]["key"]) is not None for line in lines]
     assert kept[:2] == [False, False]
     assert all(kept[2:])
     assert store.num_reused == len(lines) - 2

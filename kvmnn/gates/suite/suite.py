@@ -156,7 +156,7 @@ class Suite:
         self._sessions = ModelSessions(model, settings.threads)
         self._sha256 = hash_model(model)
         self._qualities: dict[str, PerplexityChange] = {}
-        self.store = RunStore(self._directory / RUNS_JOURNAL)
+        self.store = RunStore(None)
         self.rerun_number = _choose_rerun_number(self._directory, rerun)
         self.settings_by_case: dict[str, dict[str, Any]] = {}
         self.stamp_by_case: dict[str, str] = {}
@@ -190,6 +190,8 @@ class Suite:
             Runner(self._get_session(case), case.policy, lossless=case.lossless)  # refuses what the model cannot do
         with wrap_os_errors(self._directory):
             self._directory.mkdir(parents=True, exist_ok=True)
+        self.store.close()
+        self.store = RunStore(self._directory / RUNS_JOURNAL)
         self._write_run_info(cases, rounds)
         remaining_steps = [
             steps for case in cases for steps in self._iter_steps(case, workloads_and_notes[case.name][0], rounds)

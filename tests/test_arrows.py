@@ -14,6 +14,7 @@ from repository import ROOT
 FLOORS = (
     ("__main__",),
     ("cli",),
+    ("reports.page",),
     ("gates",),
     ("evaluation", "batch"),
     ("lm", "compressor", "analysis", "bench"),
@@ -65,9 +66,15 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def room(name: str) -> str | None:
-    """The folder or top-level module that a module belongs to; None for what is not in the house."""
+    """The folder or top-level module that a module belongs to; None for what is not in the house.
+
+    A folder in a room has a floor of its own where `FLOORS` names it.
+    """
     parts = name.split(".")
-    return parts[1] if parts[0] == "kvmnn" and len(parts) > 1 else None
+    if parts[0] != "kvmnn" or len(parts) == 1:
+        return None
+    nested = ".".join(parts[1:3])
+    return nested if any(nested in names for names in FLOORS) else parts[1]
 
 
 def wrong_arrows(root: Path) -> list[str]:

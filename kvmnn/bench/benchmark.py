@@ -6,7 +6,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..arrays.array import Chunk, LazyArray
 from ..arrays.source import Source
 from ..bundle.dense import DensePlan
 from ..errors import KvmnnError
-from ..files.schema import Record
+from ..files.schema import Record, json_key
 from ..frames import encode, inspect
 from . import codecs
 from .codecs import BenchCodec, count_dense_bytes, explain_no_dense, make_dense_codec, make_dense_plans
@@ -33,7 +33,7 @@ class Timing(Record):
 
 
 @dataclass(frozen=True)
-class CodecBenchResult:
+class CodecBenchResult(Record):
     """One codec on one array.
 
     Parameters
@@ -57,11 +57,37 @@ class CodecBenchResult:
     error: str | None = None
 
     @property
+    @json_key()
     def ratio(self) -> float | None:
         """Raw over stored bytes."""
         return self.raw_bytes / self.stored_bytes if self.stored_bytes else None
 
     @property
+    @json_key()
+    def encode_bytes_per_s_cpu(self) -> float | None:
+        """Raw bytes encoded in a second of processor time."""
+        return self._compute_speed(None if self.encode is None else self.encode.cpu)
+
+    @property
+    @json_key()
+    def encode_bytes_per_s_wall(self) -> float | None:
+        """Raw bytes encoded in a second on the clock."""
+        return self._compute_speed(None if self.encode is None else self.encode.wall)
+
+    @property
+    @json_key()
+    def decode_bytes_per_s_cpu(self) -> float | None:
+        """Raw bytes decoded in a second of processor time."""
+        return self._compute_speed(None if self.decode is None else self.decode.cpu)
+
+    @property
+    @json_key()
+    def decode_bytes_per_s_wall(self) -> float | None:
+        """Raw bytes decoded in a second on the clock."""
+        return self._compute_speed(None if self.decode is None else self.decode.wall)
+
+    @property
+    @json_key("break_even_bytes_per_s")
     def break_even(self) -> float | None:
         """Link speed (bytes per second) below which compress + send + decompress beats sending raw; None if none does.
 
@@ -74,6 +100,9 @@ class CodecBenchResult:
         seconds_per_byte = (self.encode.wall + self.decode.wall) / self.raw_bytes
         return (1 - 1 / self.ratio) / seconds_per_byte
 
+    def _compute_speed(self, seconds: float | None) -> float | None:
+        return None if seconds is None else self.raw_bytes / max(seconds, 1e-9)
+
     def dominates(self, competitor: CodecBenchResult) -> bool:
         """Whether it is nowhere worse than `competitor` in ratio and CPU time, and somewhere better, on the same
         bytes.
@@ -84,22 +113,6 @@ class CodecBenchResult:
         competitor_costs = (competitor.stored_bytes, competitor.encode.cpu, competitor.decode.cpu)
         is_no_worse = all(a <= b for a, b in zip(own_costs, competitor_costs, strict=True))
         return self.raw_bytes == competitor.raw_bytes and is_no_worse and own_costs != competitor_costs
-
-    def to_dict(self) -> dict[str, Any]:
-        """The same for JSON, derived figures included; speeds in bytes per second."""
-
-        def compute_speed(timing: Timing | None, clock: str) -> float | None:
-            return None if timing is None else self.raw_bytes / max(getattr(timing, clock), 1e-9)
-
-        return {
-            **asdict(self),
-            "ratio": self.ratio,
-            "encode_bytes_per_s_cpu": compute_speed(self.encode, "cpu"),
-            "encode_bytes_per_s_wall": compute_speed(self.encode, "wall"),
-            "decode_bytes_per_s_cpu": compute_speed(self.decode, "cpu"),
-            "decode_bytes_per_s_wall": compute_speed(self.decode, "wall"),
-            "break_even_bytes_per_s": self.break_even,
-        }
 
     def __str__(self) -> str:
         if self.encode is None or self.decode is None or self.ratio is None:
@@ -114,7 +127,7 @@ class CodecBenchResult:
 
 
 @dataclass(frozen=True)
-class ArrayBenchReport:
+class ArrayBenchReport(Record):
     """All codecs on one array.
 
     Parameters
@@ -156,7 +169,7 @@ class ArrayBenchReport:
         """The same for JSON."""
         dominated_by = self.find_dominated()
         results = [{**result.to_dict(), "dominated_by": dominated_by.get(result.codec)} for result in self.results]
-        return {**vars(self), "results": results, "missing": list(self.missing)}
+        return super().to_dict() | {"results": results}
 
     def __str__(self) -> str:
         lines = [

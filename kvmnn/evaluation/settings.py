@@ -88,9 +88,9 @@ class Configuration(Record):
         return identity | ({"begun": True} if self.begun else {})
 
     @classmethod
-    def from_dict(cls, document: object, where: str = "configuration") -> Self:
+    def from_dict(cls, document: object, label: str = "configuration", *, complete: bool = False) -> Self:
         """A configuration from `to_dict`."""
-        configuration = super().from_dict(document, where)
+        configuration = super().from_dict(document, label, complete=complete)
         options = {
             key: tuple(value) if isinstance(value, list) else value for key, value in configuration.options.items()
         }

@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -85,13 +85,16 @@ class Record:
         return document
 
     @classmethod
-    def from_dict(cls, document: object, label: str = "document") -> Self:
+    def from_dict(cls, document: object, label: str = "document", *, complete: bool = False) -> Self:
         """A record from `to_dict`. Keys that it does not know are ignored.
 
         Parameters
         ----------
         label
             What messages call the object.
+        complete
+            Whether every key that `to_dict` always writes must be there, its field's default or not: a figure that
+            nobody measured must not become the default.
 
         Raises
         ------
@@ -104,9 +107,9 @@ class Record:
         for field_info in _get_fields(record_type):
             if field_info.key in document:
                 values[field_info.name] = _parse_value(
-                    field_info.annotation, document[field_info.key], f"{label}.{field_info.key}"
+                    field_info.annotation, document[field_info.key], f"{label}.{field_info.key}", complete
                 )
-            elif field_info.is_required:
+            elif field_info.is_required or (complete and not field_info.is_optional):
                 raise SourceError(f"{label}.{field_info.key}: is missing")
         constructor: Callable[..., Self] = cls
         return constructor(**values)
@@ -157,6 +160,8 @@ class _FieldInfo(NamedTuple):
     key: str
     annotation: Any
     is_required: bool
+    is_optional: bool
+    """Whether `Record.to_dict` may leave its key out."""
 
 
 @cache
@@ -168,6 +173,7 @@ def _get_fields(record_type: Any) -> tuple[_FieldInfo, ...]:
             field.metadata.get("key", field.name),
             hints[field.name],
             field.default is MISSING and field.default_factory is MISSING,
+            field.metadata.get("omit", False),
         )
         for field in fields(record_type)
         if field.init and field.metadata.get("json", True)
@@ -177,17 +183,19 @@ def _get_fields(record_type: Any) -> tuple[_FieldInfo, ...]:
 def _to_json_value(value: Any) -> Any:
     if hasattr(value, "to_dict"):
         return value.to_dict()
-    if isinstance(value, tuple | list):
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return [entry if type(entry) in _PLAIN_TYPES else _to_json_value(entry) for entry in value]
     if isinstance(value, Mapping):
         return {key: _to_json_value(entry) for key, entry in value.items()}
     return value
 
 
-def _parse_value(annotation: Any, value: Any, label: str) -> Any:
+def _parse_value(annotation: Any, value: Any, label: str, complete: bool) -> Any:
     arguments, origin = get_args(annotation), get_origin(annotation)
     if NoneType in arguments:
-        return None if value is None else _parse_value(next(a for a in arguments if a is not NoneType), value, label)
+        if value is None:
+            return None
+        return _parse_value(next(a for a in arguments if a is not NoneType), value, label, complete)
     if annotation is object or annotation is Any:
         return value
     if origin is Literal:
@@ -199,13 +207,15 @@ def _parse_value(annotation: Any, value: Any, label: str) -> Any:
             raise _make_error(label, value, "a list")
         if arguments[0] is int and all(type(entry) is int for entry in value):  # long ones are
             return tuple(value)
-        return tuple([_parse_value(arguments[0], entry, f"{label}[{index}]") for index, entry in enumerate(value)])
+        return tuple(
+            [_parse_value(arguments[0], entry, f"{label}[{index}]", complete) for index, entry in enumerate(value)]
+        )
     if origin is not None:
         if not isinstance(value, Mapping):
             raise _make_error(label, value, "an object")
-        return {str(key): _parse_value(arguments[1], entry, f"{label}.{key}") for key, entry in value.items()}
+        return {str(key): _parse_value(arguments[1], entry, f"{label}.{key}", complete) for key, entry in value.items()}
     if issubclass(annotation, Record):
-        return annotation.from_dict(value, label)
+        return annotation.from_dict(value, label, complete=complete)
     if type(value) is not annotation and not (annotation is float and type(value) is int):
         raise _make_error(label, value, _TYPE_DESCRIPTIONS[annotation])
     return value

@@ -55,7 +55,7 @@ _NUM_BUCKETS = 64 * _BUCKETS_PER_OCTAVE
 class LatencySummary(Record):
     """Durations in microseconds; percentiles are exact to 1/8 of an octave (9 %), and never below the true ones."""
 
-    count: int
+    count: float
     total_us: float
     p50_us: float
     p95_us: float
@@ -258,8 +258,8 @@ class RuntimeMetrics(Record):
     h2o_lossy_ratio: float = 1.0
     h2o_total_evict_tokens: int = 0
     lossy_ratio: float = 1.0
-    lossless_ratio: float = 1.0
-    total_ratio: float = 1.0
+    lossless_ratio: float | None = 1.0
+    total_ratio: float | None = 1.0
     held_bytes: int = 0
     compress: LatencySummary = field(default_factory=LatencyHistogram().summarize)
     decompress: LatencySummary = field(default_factory=LatencyHistogram().summarize)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from kvmnn.reports.page.page_sections import _OPERATION_NAMES, _find_slowest
-from kvmnn.reports.page.records import LatencyStats
+from kvmnn.runtime.metrics import LatencySummary
 
 
-def latency(p95: float, p99: float, count: int = 10) -> LatencyStats:
-    return LatencyStats(count=count, total_us=1.0, p50_us=1.0, p95_us=p95, p99_us=p99, max_us=p99)
+def latency(p95: float, p99: float, count: int = 10) -> LatencySummary:
+    return LatencySummary(count=count, total_us=1.0, p50_us=1.0, p95_us=p95, p99_us=p99, max_us=p99)
 
 
 def test_slowest_run_of_an_operation_is_the_one_with_the_highest_p99() -> None:

@@ -13,11 +13,12 @@ import pytest
 import report_files as files
 
 from kvmnn.errors import SourceError
+from kvmnn.gates.verdict import GateResult
 from kvmnn.reports.page import Report, make_report
 from kvmnn.reports.page.blocks import ChartBlock
 from kvmnn.reports.page.inputs import read_inputs
 from kvmnn.reports.page.page_sections import build_trend_section
-from kvmnn.reports.page.records import REFERENCE_CASES, GateResultLine
+from kvmnn.reports.page.records import REFERENCE_CASES
 from kvmnn.reports.page.renderers import DARK_COLOURS, LIGHT_COLOURS, SCRIPT, SCRIPT_HASH, TEXT_ON_BACKGROUND
 from kvmnn.reports.page.verdict import describe_miss
 
@@ -86,8 +87,8 @@ def test_verdict_first_and_by_how_much(report: Report) -> None:
     ],
 )
 def test_distances(value: str, limit: str, why: str, said: str) -> None:
-    assert describe_miss(GateResultLine(name="perplexity", verdict="fail", value=value, limit=limit, why=why)) == said
-    assert describe_miss(GateResultLine(name="perplexity", verdict="pass", value=value, limit=limit, why=why)) == ""
+    assert describe_miss(GateResult(name="perplexity", verdict="fail", value=value, limit=limit, why=why)) == said
+    assert describe_miss(GateResult(name="perplexity", verdict="pass", value=value, limit=limit, why=why)) == ""
 
 
 def test_cases_stand_beside_the_document(page: str) -> None:

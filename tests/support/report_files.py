@@ -8,6 +8,8 @@ from typing import Any
 
 import lm_results
 
+from kvmnn.runtime.metrics import RuntimeLayerMetrics, RuntimeMetrics
+
 CASES = ("runtime_baseline", "runtime_probe", "runtime_full", "runtime_store", "llm_demo_full", "llm_demo_store")
 
 
@@ -92,12 +94,15 @@ def side(speed: float, *, compressed: bool) -> dict[str, Any]:
 def runs_document(case: str) -> dict[str, Any]:
     """``runs.json`` of a case."""
     pairs = [
-        {"work": f"text{work}:512", "bucket": "512", "round": 1, "without": side(60 + work, compressed=False),
+        {"work": f"text{work}:512", "bucket": "512", "prompts": "texts", "round": 1, "without": side(60 + work, compressed=False),
          "candidate": side(50 + work, compressed=True)}
         for work in range(3)
     ]  # fmt: skip
-    quality = {"mean": 0.0046, "low": 0.0016, "high": 0.0081, "texts": 10, "tokens": 960}
-    return {"kvmnn_gate_runs": 1, "case": case, "mode": "store", "pairs": pairs, "comparisons": [], "quality": quality}
+    quality = {"mean": 0.0046, "low": 0.0016, "high": 0.0081, "texts": 10, "tokens": 960, "lossy_ratio": 3.1}
+    return {
+        "kvmnn_gate_runs": 1, "stamp": "", "case": case, "mode": "store", "pairs": pairs, "comparisons": [],
+        "quality": quality, "notes": [],
+    }  # fmt: skip
 
 
 def about_document() -> dict[str, Any]:
@@ -154,11 +159,13 @@ def replay_document(steps: int = 129) -> dict[str, Any]:
         for step in range(steps)
     ]  # fmt: skip
     layers = [
-        {"layer": layer, "tokens": 768, "raw_bytes": 1310720, "compressed_bytes": 1310720 - 90000 * (layer + 1),
-         "held_bytes": 1097476}
+        RuntimeLayerMetrics(
+            layer=layer, tokens=768, raw_bytes=1310720, compressed_bytes=1310720 - 90000 * (layer + 1),
+            held_bytes=1097476,
+        ).to_dict()
         for layer in range(6)
     ]  # fmt: skip
-    metrics = {
+    metrics = RuntimeMetrics().to_dict() | {
         "h2o_lossless_ratio": 1.2311569452285767, "h2o_lossless_raw_bytes": 7864320, "h2o_lossless_fallback_count": 0,
         "lossy_ratio": 1.0, "lossless_ratio": 1.153436727095127, "total_ratio": 1.153436727095127,
         "held_bytes": 8181796, "layers": layers,
@@ -173,9 +180,13 @@ def replay_document(steps: int = 129) -> dict[str, Any]:
 
 def codecs_document() -> dict[str, Any]:
     """What ``kvmnn bench --json`` prints."""
+
+    def timing(speed: float) -> dict[str, float]:
+        return {"wall": 786432 / speed, "cpu": 786432 / speed}
+
     results = [
-        {"codec": codec, "version": "1", "raw_bytes": 786432, "stored_bytes": int(786432 / ratio), "error": None,
-         "ratio": ratio, "encode_bytes_per_s_cpu": speed, "decode_bytes_per_s_cpu": 9 * speed, "dominated_by": None}
+        {"codec": codec, "version": "1", "raw_bytes": 786432, "stored_bytes": int(786432 / ratio),
+         "encode": timing(speed), "decode": timing(9 * speed), "error": None, "ratio": ratio, "dominated_by": None}
         for codec, ratio, speed in (("kvmnn fast", 1.32, 687e6), ("zstd -3", 1.19, 433e6), ("kvmnn max", 1.34, 4.5e5))
     ]  # fmt: skip
     array = {

@@ -27,6 +27,7 @@ from ...lm.session import DecoderSession
 from ...policies.h2o_blocks import H2OEngine
 from ...policies.policy import Policy
 from ...runtime import RuntimeConfig
+from ...runtime.metrics import LatencySummary
 from .cases import RunCase
 from .settings import RunSettings
 from .workloads import Workload
@@ -116,10 +117,10 @@ class RunRecord(Record):
     held_ratio: float
     encoded_ratio: float | None
     total_ratio: float
-    latencies: dict[str, dict[str, float]] = field(default_factory=dict)
+    latencies: dict[str, LatencySummary] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     keep: dict[str, float] = field(default_factory=dict)
-    new_ids: tuple[int, ...] = ()
+    new_ids: tuple[int, ...] = field(default=(), metadata={"omit": True})
 
     @property
     def decode_speed(self) -> float:
@@ -129,7 +130,9 @@ class RunRecord(Record):
     @property
     def decompress_us(self) -> float:
         """Restoring; in modes that restore nothing, decoding what is compared with the rows before they go."""
-        return self.get_counter("decompress_us") or self.latencies.get("verify", {}).get("total_us", 0.0)
+        return self.get_counter("decompress_us") or (
+            self.latencies["verify"].total_us if "verify" in self.latencies else 0.0
+        )
 
     def get_counter(self, name: str) -> float:
         """Of the runtime; 0 where nothing was counted."""
@@ -184,11 +187,11 @@ def _build_run_record(
     resident_bytes = live_bytes if runtime_stats is None else runtime_stats.held_bytes
     h2o_stats = cache.collect_h2o_stats()
     counters: dict[str, float] = {}
-    latencies: dict[str, dict[str, float]] = {}
+    latencies: dict[str, LatencySummary] = {}
     if metrics is not None:
         counters = {name: float(value) for name, value in metrics.to_dict().items() if name.startswith("h2o_lossless_")}
         latencies = {
-            name: {key: float(value) for key, value in getattr(metrics, name).to_dict().items()}
+            name: LatencySummary(**{key: float(value) for key, value in getattr(metrics, name).to_dict().items()})
             for name in ("decompress", "wait", "verify")
         }
     return RunRecord(
@@ -314,7 +317,7 @@ _MAX_FURTHER_TOKENS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class PerplexityChange:
+class PerplexityChange(Record):
     """The change of perplexity against the full cache, as shares; no interval over fewer than two texts.
 
     lossy_ratio: bytes of all tokens over those kept at the end of the texts, 1 where nothing was evicted; why_all_stay

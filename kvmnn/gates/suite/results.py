@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
 from ..._util.text import wrap_lines
+from ...files.schema import Record
 from ..analysis import CaseAnalysis, DecodeStats
 from ..checker import CaseResult
 from ..demo import DemoLimits, DemoResult, check_demo
@@ -18,7 +19,7 @@ from ..logs import ParsedLogs
 from ..summary import RoundSummary, save_case_result, save_demo_result, write_round_files
 from ..verdict import GateResult, aggregate_verdict, find_worst
 from .history import append_round, build_history_entry
-from .measurement import RunRecord
+from .measurement import ContentComparison, PerplexityChange, RunRecord
 from .suite import CaseMeasurement, Suite
 from .verdict import (
     CaseFigures,
@@ -42,6 +43,32 @@ _ENCODING_KEYS = frozenset(
 """What a report of real prompts says of encoding: nothing, where nothing was encoded."""
 
 _SUITE_BASIS = "every figure is of these runs; what is not measured, or unclear, is no pass"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPair(Record):
+    """Both sides of a piece of work in ``runs.json``."""
+
+    work: str
+    bucket: str
+    prompts: str
+    round: int
+    without: RunRecord
+    candidate: RunRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseRuns(Record):
+    """``CASE/runs.json``: what the verdict of a case was made of, run by run, for ``kvmnn report``."""
+
+    kvmnn_gate_runs: int = 1
+    stamp: str
+    case: str
+    mode: str
+    pairs: tuple[RunPair, ...]
+    comparisons: tuple[ContentComparison, ...]
+    quality: PerplexityChange | None
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +208,7 @@ def _build_stability_gate(measured: CaseMeasurement) -> list[GateResult]:
 
 def save_case(directory: str, measured: CaseMeasurement, case_result: CaseResult | DemoResult) -> RoundSummary:
     """Write the files of a case, with the rows of both sides as tables."""
-    extra_files = {RUNS_FILE: json.dumps(_runs_to_dict(measured), indent=1)}
+    extra_files = {RUNS_FILE: json.dumps(_collect_case_runs(measured).to_dict(), indent=1)}
     for side in ("without", "candidate"):
         rows = build_bench_rows(measured.case, measured.pairs, "", side)
         table = ParsedLogs(
@@ -193,33 +220,27 @@ def save_case(directory: str, measured: CaseMeasurement, case_result: CaseResult
     return save_case_result(directory, case_result, force=True, extra_files=extra_files, stamp=measured.stamp)
 
 
-def _runs_to_dict(measured: CaseMeasurement) -> dict[str, Any]:
-    """What the verdict of a case was made of, run by run, for ``kvmnn report``."""
-
-    def record_to_dict(record: RunRecord) -> dict[str, Any]:
-        return {name: value for name, value in record.to_dict().items() if name != "new_ids"}
-
-    return {
-        "kvmnn_gate_runs": 1,
-        "stamp": measured.stamp,
-        "case": measured.case.name,
-        "mode": measured.case.mode,
-        "pairs": [
-            {
-                "work": pair.workload.name,
-                "bucket": pair.workload.bucket,
-                "prompts": pair.workload.prompts,
-                "round": round_number,
-                "without": record_to_dict(pair.without),
-                "candidate": record_to_dict(pair.candidate),
-            }
+def _collect_case_runs(measured: CaseMeasurement) -> CaseRuns:
+    return CaseRuns(
+        stamp=measured.stamp,
+        case=measured.case.name,
+        mode=measured.case.mode,
+        pairs=tuple(
+            RunPair(
+                work=pair.workload.name,
+                bucket=pair.workload.bucket,
+                prompts=pair.workload.prompts,
+                round=round_number,
+                without=replace(pair.without, new_ids=()),
+                candidate=replace(pair.candidate, new_ids=()),
+            )
             for round_number, pairs in enumerate(measured.rounds, start=1)
             for pair in pairs
-        ],
-        "comparisons": [comparison.to_dict() for comparison in measured.comparisons],
-        "quality": None if measured.quality is None else asdict(measured.quality),
-        "notes": list(measured.notes),
-    }
+        ),
+        comparisons=measured.comparisons,
+        quality=measured.quality,
+        notes=measured.notes,
+    )
 
 
 def finish_suite(

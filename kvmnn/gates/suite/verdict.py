@@ -222,11 +222,11 @@ def build_runtime_gates(figures: CaseFigures, records: Sequence[RunRecord], limi
 
 def _format_percentiles(records: Sequence[RunRecord], key: str) -> str:
     """Of single operations, the slowest run."""
-    latencies = [record.latencies[key] for record in records if record.latencies.get(key, {}).get("count")]
+    latencies = [record.latencies[key] for record in records if key in record.latencies and record.latencies[key].count]
     if not latencies:
         return ""
-    slowest = max(latencies, key=lambda latency: latency["p99_us"])
-    p50, p95, p99 = (f"{slowest[part]:,.0f}" for part in ("p50_us", "p95_us", "p99_us"))
+    slowest = max(latencies, key=lambda latency: latency.p99_us)
+    p50, p95, p99 = (f"{value:,.0f}" for value in (slowest.p50_us, slowest.p95_us, slowest.p99_us))
     basis_text = "blocks decoded to compare them" if key == "verify" else "in a run"
     return f"{basis_text}; each p50 {p50}, p95 {p95}, p99 {p99} us"
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...errors import SourceError
 from ...files.schema import iter_values, parse_object, read_bounded
+from ...gates.suite.results import CaseRuns
 from . import records
 
 NOT_FINISHED_REASON = "not measured: the round was not finished"
@@ -44,18 +45,18 @@ class ReportInputs:
 
     rounds: list[tuple[str, records.GateRound]] = field(default_factory=list)
     verdicts: dict[str, tuple[str, records.CaseVerdict]] = field(default_factory=dict)
-    runs: dict[str, records.CaseRuns] = field(default_factory=dict)
+    runs: dict[str, CaseRuns] = field(default_factory=dict)
     run_infos: list[tuple[str, records.RunInfo]] = field(default_factory=list)
     history: list[records.HistoryRound] = field(default_factory=list)
-    evaluations: list[tuple[str, records.EvaluationRecord]] = field(default_factory=list)
+    evaluations: list[tuple[str, records.EvaluationDocument]] = field(default_factory=list)
     measurements: list[tuple[str, records.MeasurementRecord]] = field(default_factory=list)
-    replays: list[tuple[str, records.ReplayRecord]] = field(default_factory=list)
-    codecs: list[tuple[str, records.CodecsRecord]] = field(default_factory=list)
+    replays: list[tuple[str, records.ReplayDocument]] = field(default_factory=list)
+    codecs: list[tuple[str, records.BenchDocument]] = field(default_factory=list)
     unfinished_cases: set[str] = field(default_factory=set)
     sources: list[SourceFile] = field(default_factory=list)
     ignored_files: list[tuple[str, str]] = field(default_factory=list)
 
-    def list_runs_in_order(self) -> list[records.CaseRuns]:
+    def list_runs_in_order(self) -> list[CaseRuns]:
         """Runs of cases, in the order of the round."""
         order = [row.case for row in self.round.rows] if self.round is not None else list(self.runs)
         return [self.runs[name] for name in order if name in self.runs]
@@ -167,7 +168,7 @@ def _add_verdict(
 
 
 def _add_runs(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
-    case_runs = records.CaseRuns.from_dict(document, where)
+    case_runs = CaseRuns.from_dict(document, where)
     if case_runs.case in inputs.runs and inputs.runs[case_runs.case] != case_runs:
         raise SourceError(f"{where}: other runs of {case_runs.case} were found before: expected those of one round")
     inputs.runs[case_runs.case] = case_runs
@@ -178,7 +179,7 @@ def _add_run_info(inputs: ReportInputs, document: dict[str, Any], where: str, na
 
 
 def _add_evaluation(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
-    inputs.evaluations.append((name, records.EvaluationRecord.from_dict(document, where)))
+    inputs.evaluations.append((name, records.EvaluationDocument.from_dict(document, where)))
 
 
 def _add_measurement(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
@@ -187,11 +188,11 @@ def _add_measurement(inputs: ReportInputs, document: dict[str, Any], where: str,
 
 
 def _add_replay(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
-    inputs.replays.append((name, records.ReplayRecord.from_dict(document, where)))
+    inputs.replays.append((name, records.ReplayDocument.from_dict(document, where, complete=True)))
 
 
 def _add_codecs(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:
-    inputs.codecs.append((name, records.CodecsRecord.from_dict(document, where)))
+    inputs.codecs.append((name, records.BenchDocument.from_dict(document, where)))
 
 
 def _add_rounds(inputs: ReportInputs, document: dict[str, Any], where: str, name: str) -> None:

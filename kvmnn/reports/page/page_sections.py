@@ -8,6 +8,9 @@ from dataclasses import replace
 from statistics import fmean
 
 from ..._util.text import pluralize
+from ...bench.benchmark import ArrayBenchReport
+from ...gates.suite.results import CaseRuns
+from ...runtime.metrics import LatencySummary
 from .. import tables
 from ..records import ResultRow, find_full_row
 from ..series import group_into_series, is_number, perplexity, select_policy_rows
@@ -31,15 +34,12 @@ from .inputs import ReportInputs
 from .records import (
     REFERENCE_CASES,
     REFERENCE_SOURCE,
-    CaseRuns,
-    CodecArrayResult,
-    CodecsRecord,
-    EvaluationRecord,
+    BenchDocument,
+    EvaluationDocument,
     HistoryRound,
-    LatencyStats,
     LayerSizeStats,
     MeasurementRecord,
-    ReplayRecord,
+    ReplayDocument,
     RoundRow,
 )
 from .verdict import TONE_BY_VERDICT, get_verdict_text, list_case_verdicts
@@ -217,7 +217,7 @@ def build_speed_section(inputs: ReportInputs) -> Section:
             ChartPoint(speed, row_index, name=f"{runs.case}, {pair.work}")
             for row_index, runs in enumerate(ordered_runs[:12])
             for pair in runs.pairs
-            if (speed := getattr(pair, side).tokens_per_second) is not None
+            if (speed := getattr(pair, side).decode_speed)
         ]
         series.append(ChartSeries(name, points, look, has_line=False))
     chart = ChartBlock(
@@ -230,10 +230,8 @@ def build_speed_section(inputs: ReportInputs) -> Section:
 
 def _make_speed_cells(runs: CaseRuns, work: str) -> list[Cell]:
     pairs = [pair for pair in runs.pairs if pair.work == work]
-    baseline_speeds = [pair.without.tokens_per_second for pair in pairs if pair.without.tokens_per_second is not None]
-    candidate_speeds = [
-        pair.candidate.tokens_per_second for pair in pairs if pair.candidate.tokens_per_second is not None
-    ]
+    baseline_speeds = [pair.without.decode_speed for pair in pairs if pair.without.decode_speed]
+    candidate_speeds = [pair.candidate.decode_speed for pair in pairs if pair.candidate.decode_speed]
     encoded_ratios = [pair.candidate.encoded_ratio for pair in pairs if pair.candidate.encoded_ratio is not None]
     return [
         make_number_cell(fmean(baseline_speeds) if baseline_speeds else None, 2),
@@ -328,7 +326,7 @@ def build_quality_section(inputs: ReportInputs) -> Section:
     return Section("quality", "Perplexity over budget", blocks)
 
 
-def _build_evaluation_blocks(name: str, evaluation: EvaluationRecord) -> list[Block]:
+def _build_evaluation_blocks(name: str, evaluation: EvaluationDocument) -> list[Block]:
     rows = [row for row in select_policy_rows(evaluation.rows) if row.budget]
     blocks: list[Block] = []
     if rows:
@@ -369,7 +367,7 @@ def _parse_evaluation_cell(text: str) -> Cell:
         return Cell(text)
 
 
-def _build_budget_chart(name: str, evaluation: EvaluationRecord, rows: list[ResultRow]) -> ChartBlock:
+def _build_budget_chart(name: str, evaluation: EvaluationDocument, rows: list[ResultRow]) -> ChartBlock:
     series = []
     groups = group_into_series(rows)
     for style_number, entry in enumerate(groups[:_MAX_QUALITY_SERIES]):
@@ -466,9 +464,9 @@ def build_latency_section(inputs: ReportInputs) -> Section:
     return Section("latency", title, blocks)
 
 
-def _find_slowest(runs: Iterable[Mapping[str, LatencyStats]]) -> dict[str, LatencyStats]:
+def _find_slowest(runs: Iterable[Mapping[str, LatencySummary]]) -> dict[str, LatencySummary]:
     """Of each operation the run with the highest p99."""
-    slowest: dict[str, LatencyStats] = {}
+    slowest: dict[str, LatencySummary] = {}
     for latencies in runs:
         for key, latency in latencies.items():
             if (
@@ -480,7 +478,7 @@ def _find_slowest(runs: Iterable[Mapping[str, LatencyStats]]) -> dict[str, Laten
     return {key: slowest[key] for key in _OPERATION_NAMES if key in slowest}
 
 
-def _build_latency_blocks(name: str, operations: list[tuple[str, LatencyStats]]) -> list[Block]:
+def _build_latency_blocks(name: str, operations: list[tuple[str, LatencySummary]]) -> list[Block]:
     measured_operations = [(label, latency) for label, latency in operations if latency.count][:_MAX_EVALUATION_ROWS]
     if not measured_operations:
         return [make_missing_note(f"{name}: latency percentiles: not measured, no block was encoded.")]
@@ -622,7 +620,7 @@ def _build_layer_chart(name: str, layers: Sequence[tuple[int, LayerSizeStats]]) 
                       has_integer_x=True, digits=4, starts_at_zero=False)  # fmt: skip
 
 
-def _build_replay_layer_blocks(name: str, replay: ReplayRecord) -> list[Block]:
+def _build_replay_layer_blocks(name: str, replay: ReplayDocument) -> list[Block]:
     layers = [layer for layer in replay.metrics.layers if layer.compressed_bytes]
     points = [ChartPoint(layer.layer, layer.raw_bytes / layer.compressed_bytes) for layer in layers]
     chart = ChartBlock(
@@ -659,7 +657,7 @@ def build_memory_section(inputs: ReportInputs) -> Section:
     return Section("memory", "Memory over time", blocks)
 
 
-def _build_replay_memory_blocks(name: str, replay: ReplayRecord) -> list[Block]:
+def _build_replay_memory_blocks(name: str, replay: ReplayDocument) -> list[Block]:
     if not replay.points:
         return [make_missing_note(f"{name}: memory over time: not measured, the replay has no steps.")]
     series = []
@@ -691,7 +689,7 @@ def _build_replay_memory_blocks(name: str, replay: ReplayRecord) -> list[Block]:
     return [Paragraph(text), chart]
 
 
-def _build_evaluation_memory_blocks(name: str, evaluation: EvaluationRecord) -> list[Block]:
+def _build_evaluation_memory_blocks(name: str, evaluation: EvaluationDocument) -> list[Block]:
     traces = [trace for trace in evaluation.traces if trace.cache_bytes][:8]
     if not traces:
         return [
@@ -727,7 +725,7 @@ def build_codecs_section(inputs: ReportInputs) -> Section:
     return Section("codecs", "Codecs side by side", blocks)
 
 
-def _build_codec_blocks(name: str, codecs: CodecsRecord) -> list[Block]:
+def _build_codec_blocks(name: str, codecs: BenchDocument) -> list[Block]:
     names = list(dict.fromkeys(result.codec for array in codecs.arrays for result in array.results))[:40]
     rows, points = [], list[ChartSeries]()
     for codec in names:
@@ -792,7 +790,7 @@ def _compute_total_speed(pairs: Sequence[tuple[int, float | None]]) -> float | N
     return sum(nbytes for nbytes, _ in pairs) / sum(seconds) if seconds and len(seconds) == len(pairs) else None
 
 
-def _build_array_table(name: str, arrays: Sequence[CodecArrayResult]) -> TableBlock:
+def _build_array_table(name: str, arrays: Sequence[ArrayBenchReport]) -> TableBlock:
     rows = []
     for array in arrays[:_MAX_ARRAY_ROWS]:
         successes = [

@@ -7,23 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
+from ...bench.benchmark import BenchReport
+from ...evaluation.result import EvaluationResult
 from ...files.schema import Record
-from ..records import DocumentInfo, DocumentTrace, Refusal, ResultRow
-
-GateVerdict = Literal["pass", "fail", "off", "not measured", "unclear"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateResultLine(Record):
-    """One gate: value and limit as text, with units."""
-
-    name: str
-    verdict: GateVerdict
-    value: str = ""
-    limit: str = ""
-    why: str = ""
+from ...gates.verdict import GateResult, Verdict
+from ...runtime.replay import ReplayResult
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +22,16 @@ class CaseVerdict(Record):
     case: str = ""
     mode: str = ""
     overall_pass: bool
-    verdict: GateVerdict | None = None
+    verdict: Verdict | None = None
     failure: str = ""
     strict: bool = False
     stamp: str = field(default="", compare=False)
-    gates: tuple[GateResultLine, ...] = ()
-    hard_checks: tuple[GateResultLine, ...] = ()
+    gates: tuple[GateResult, ...] = ()
+    hard_checks: tuple[GateResult, ...] = ()
     diagnoses: tuple[str, ...] = ()
 
     @property
-    def all_checks(self) -> tuple[GateResultLine, ...]:
+    def all_checks(self) -> tuple[GateResult, ...]:
         """Gates and checks."""
         return (*self.gates, *self.hard_checks)
 
@@ -123,111 +112,9 @@ class RunInfo(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatencyStats(Record):
-    """Durations of single operations, microseconds."""
+class EvaluationDocument(EvaluationResult):
+    """What ``kvmnn eval`` writes."""
 
-    count: float
-    total_us: float
-    p50_us: float
-    p95_us: float
-    p99_us: float
-    max_us: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunStats(Record):
-    """One run of one side of a case."""
-
-    prompt_tokens: int
-    decode_tokens: int
-    prefill_seconds: float
-    decode_seconds: float
-    lossy_ratio: float
-    held_ratio: float
-    encoded_ratio: float | None
-    total_ratio: float
-    latencies: Mapping[str, LatencyStats] = field(default_factory=dict)
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens a second."""
-        return self.decode_tokens / self.decode_seconds if self.decode_seconds > 0 else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPair(Record):
-    """Both sides of a piece of work."""
-
-    work: str
-    bucket: str
-    round: int
-    without: RunStats
-    candidate: RunStats
-
-
-@dataclass(frozen=True, kw_only=True)
-class QualityChange(Record):
-    """The change of perplexity against the full cache, as shares."""
-
-    mean: float
-    low: float | None
-    high: float | None
-    texts: int
-    tokens: int
-    lossy_ratio: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaseRuns(Record):
-    """``CASE/runs.json``: what the verdict of a case was made of."""
-
-    kvmnn_gate_runs: int
-    case: str
-    mode: str
-    stamp: str = ""
-    pairs: tuple[RunPair, ...]
-    quality: QualityChange | None = None
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationSettingsRecord(Record):
-    """Of an evaluation, as `kvmnn.reports.records.Settings` says."""
-
-    chunk: int
-    prompt: int
-    deep_from: int
-    seed: int
-    threads: int
-    repeats: int
-    numbers_version: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationModelRecord(Record):
-    """The model of an evaluation."""
-
-    name: str
-    path: str
-    sha256: str
-    layers: int
-    kv_heads: int
-    head_dim: int
-    cache_dtype: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationRecord(Record):
-    """What ``kvmnn eval`` writes; `kvmnn.reports.records.Results`."""
-
-    kvmnn: str
-    model: EvaluationModelRecord
-    settings: EvaluationSettingsRecord
-    documents: tuple[DocumentInfo, ...]
-    rows: tuple[ResultRow, ...]
-    traces: tuple[DocumentTrace, ...] = ()
-    notes: tuple[str, ...] = ()
-    refused: tuple[Refusal, ...] = ()
     command: str = ""
 
 
@@ -287,107 +174,16 @@ class MeasurementRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayLayerStats(Record):
-    """A layer of a replay."""
-
-    layer: int
-    tokens: int
-    raw_bytes: int
-    compressed_bytes: int
-    held_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayMetrics(Record):
-    """Sums of a replay."""
-
-    h2o_lossless_ratio: float
-    h2o_lossless_raw_bytes: int
-    h2o_lossless_fallback_count: int
-    lossy_ratio: float
-    lossless_ratio: float | None
-    total_ratio: float | None
-    held_bytes: int
-    compress: LatencyStats
-    decompress: LatencyStats
-    wait: LatencyStats
-    verify: LatencyStats
-    layers: tuple[ReplayLayerStats, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayStep(Record):
-    """A step of a replay."""
-
-    step: int
-    tokens: int
-    appended_bytes: int
-    live_bytes: int
-    held_bytes: int
-    ratio: float | None
-    step_us: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayRecord(Record):
+class ReplayDocument(ReplayResult):
     """What ``kvmnn replay --json`` prints."""
 
-    behaviour: str
-    layers: int
-    prompt: int
-    tokens: int
-    compared_calls: int
-    wrong_calls: int
-    metrics: ReplayMetrics
-    points: tuple[ReplayStep, ...]
     command: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodecResult(Record):
-    """A codec on an array; speeds in bytes a second."""
-
-    codec: str
-    version: str
-    raw_bytes: int
-    stored_bytes: int
-    error: str | None = None
-    ratio: float | None = None
-    encode_bytes_per_s_cpu: float | None = None
-    decode_bytes_per_s_cpu: float | None = None
-    dominated_by: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodecArrayResult(Record):
-    """All codecs on an array."""
-
-    name: str
-    dtype: str
-    array_bytes: int
-    sample_bytes: int
-    entropy_ratio: float | None
-    rounds: int
-    results: tuple[CodecResult, ...]
-    missing: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodecMachineInfo(Record):
-    """Where codecs ran."""
-
-    processor: str
-    cpus: int
-    system: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodecsRecord(Record):
+class BenchDocument(BenchReport):
     """What ``kvmnn bench --json`` prints."""
 
-    machine: CodecMachineInfo
-    threads: int
-    arrays: tuple[CodecArrayResult, ...]
     command: str = ""
 
 

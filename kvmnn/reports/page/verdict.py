@@ -6,17 +6,20 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ..._util.text import pluralize
+from ...gates.verdict import GateResult
 from ..records import find_full_row
 from ..series import is_number, select_policy_rows, to_float_or_nan
 from .blocks import CaseCard, Cell, Paragraph, Section, TableBlock, Tone, VerdictBlock
 from .inputs import NOT_FINISHED_REASON, ReportInputs
-from .records import REFERENCE_CASES, CaseVerdict, EvaluationRecord, GateResultLine
+from .records import REFERENCE_CASES, CaseVerdict, EvaluationDocument
 
 _MAX_BUDGETS = 8
 """Budgets of one evaluation that have a sentence: the page's plot and table show all of them."""
 
 
-def build_evaluation_head(evaluations: Sequence[tuple[str, EvaluationRecord]], notes: tuple[str, ...]) -> VerdictBlock:
+def build_evaluation_head(
+    evaluations: Sequence[tuple[str, EvaluationDocument]], notes: tuple[str, ...]
+) -> VerdictBlock:
     """Return the head of a page that holds evaluations and no gates.
 
     Parameters
@@ -35,7 +38,7 @@ def build_evaluation_head(evaluations: Sequence[tuple[str, EvaluationRecord]], n
     return VerdictBlock("Evaluation", "", summary, (), (*costs, *notes, "Measured, not judged: no gates were run."))
 
 
-def _describe_evaluation(name: str, evaluation: EvaluationRecord) -> str:
+def _describe_evaluation(name: str, evaluation: EvaluationDocument) -> str:
     full_cache_row, policy_rows = find_full_row(evaluation.rows), select_policy_rows(evaluation.rows)
     tokens = max((row.tokens or 0 for row in evaluation.rows), default=0)
     rows = (
@@ -55,7 +58,7 @@ def _describe_evaluation(name: str, evaluation: EvaluationRecord) -> str:
     )
 
 
-def _iter_budget_costs(name: str, evaluation: EvaluationRecord) -> Iterator[str]:
+def _iter_budget_costs(name: str, evaluation: EvaluationDocument) -> Iterator[str]:
     """Of each budget the policy that costs least, of those that evicted something."""
     full_cache_row, policy_rows = find_full_row(evaluation.rows), select_policy_rows(evaluation.rows)
     name_prefix = f"{name}: " if name else ""
@@ -188,7 +191,7 @@ def build_gates_section(inputs: ReportInputs) -> Section:
 _GATE_COLUMNS = ("gate", "verdict", "value", "limit", "missed by", "of what")
 
 
-def _make_gate_cells(gate: GateResultLine) -> list[Cell]:
+def _make_gate_cells(gate: GateResult) -> list[Cell]:
     match = _NUMBER_REGEX.match(gate.value)
     return [
         Cell(gate.name),
@@ -200,7 +203,7 @@ def _make_gate_cells(gate: GateResultLine) -> list[Cell]:
     ]
 
 
-def describe_miss(gate: GateResultLine) -> str:
+def describe_miss(gate: GateResult) -> str:
     """How far a gate that failed is from its limit, in the unit of both; empty where texts do not tell."""
     value = _NUMBER_REGEX.match(gate.value)
     if gate.verdict != "fail" or value is None:

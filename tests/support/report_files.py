@@ -94,7 +94,8 @@ def side(speed: float, *, compressed: bool) -> dict[str, Any]:
 def runs_document(case: str) -> dict[str, Any]:
     """``runs.json`` of a case."""
     pairs = [
-        {"work": f"text{work}:512", "bucket": "512", "prompts": "texts", "round": 1, "without": side(60 + work, compressed=False),
+        {"work": f"text{work}:512", "bucket": "512", "prompts": "texts", "round": 1,
+         "without": side(60 + work, compressed=False),
          "candidate": side(50 + work, compressed=True)}
         for work in range(3)
     ]  # fmt: skip

@@ -61,9 +61,10 @@ def json_key(
 class Record:
     """Base of dataclasses that have a form in JSON: an object with a key for each field, in their order.
 
-    A field's metadata may have ``key``, where its key is not its name; ``omit``, where its default leaves the key out;
-    ``convert``, a function that makes the value of JSON of it; ``inline``, where its own keys become keys of the
-    document; and ``json``: False for a field that is not in the document. `json_key` adds properties.
+    A field's metadata may have ``key``, where its key is not its name; ``omit``, where its default (None where it has
+    none) leaves the key out; ``convert``, a function that makes the value of JSON of it; ``inline``, where its own keys
+    become keys of the document; and ``json``: False for a field that is not in the document. `json_key` adds
+    properties.
     Types that fields may have to be read: bool, int, float, str, Literal, records, tuples and string mappings of these,
     object (any JSON value), and each of them or None. A tuple is a list in JSON.
     """
@@ -138,7 +139,8 @@ def _get_keys(record_type: Any) -> tuple[_KeyInfo, ...]:
             if field is not None and field.metadata.get("json", True):
                 omitted = _NEVER
                 if field.metadata.get("omit", False):
-                    omitted = field.default if field.default_factory is MISSING else field.default_factory()
+                    omitted = None if field.default is MISSING else field.default
+                    omitted = omitted if field.default_factory is MISSING else field.default_factory()
                 get = field.metadata.get
                 keys.append(_KeyInfo(name, get("key", name), get("convert"), get("inline", False), omitted))
         for name, member in vars(base).items():

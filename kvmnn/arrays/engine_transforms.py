@@ -14,6 +14,11 @@ from .llama_transforms import TRANSFORMS, Transform, has_lossy_inverse, invert_t
 from .naming import parse_part
 from .source import Source
 
+# K of architecture `llama` and some others is stored in pairs by llama.cpp (rope type NORM, weights permuted by its
+# converter), in MNN and transformers in halves. `pack`, `store put` and `to_cache` write for those and bring it into
+# their order unasked, with a note. Reading (`open`, `unpack`, `diff`) leaves words as they are in the file, with a
+# note. What nothing says (rotations, other architectures) is inverted only by `--undo`.
+
 _READ_CHUNK_BYTES = 1 << 20
 
 

@@ -24,6 +24,12 @@ from .records import ScoreCell
 from .scoring import feed_unscored
 from .settings import FULL_POLICY, Configuration, EvaluationSettings
 
+# The reference of `eval --from` is never the cache. The first row is the model's own full cache, computed from the
+# beginning of the text in the same steps and scored on the same tokens; what another engine rounded, quantised or cut
+# is in the difference. While it is computed it is compared with the cache word by word, which costs nothing and tells
+# rounding from another layout. Policies that judge by attention are refused, as no cache keeps the queries of its
+# tokens. Processes get K and V as files in a temporary directory, in the model's dtype, which they map.
+
 NUM_PROBE_TOKENS = 64
 """Tokens of the text that are computed to compare them; more where a layer holds fewer than `_MIN_ROWS` of these."""
 

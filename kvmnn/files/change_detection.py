@@ -10,6 +10,13 @@ from types import TracebackType
 from ..errors import KvmnnError, SourceError
 from ._file_mapping import DamageMonitor, FileMapping
 
+# An engine that rewrites its dump cuts files that are being read, and touching a mapped page that is gone is SIGBUS.
+# `_file_mapping` handles that signal for its own mappings: zero pages take the place of what is gone, the mapping
+# remembers it, and all other faults go where they went before. Before an output gets its name, or a result is printed,
+# every file that was read is checked (the guard, size, time of the last change); if it changed the error is "changed
+# while it was read". Reading with `pread` costs a copy of everything; the guard's cost is within the noise
+# (benchmarks/mapped_input.md).
+
 
 class FileState:
     """What a regular file was when it was opened.

@@ -15,6 +15,16 @@ from . import _encoder, _fast_encoder, tuning, zstd
 from ._content_hashes import count_duplicates, sample_hashes
 from .options import RAW_MODE_BIT, LaneOptions
 
+# Efforts "balanced" and "fast" cut arrays. An array that repeats itself over a longer distance than a segment would
+# become 2 to 39 times as large as by "exact", and so would one that repeats itself at an odd distance by "fast", whose
+# search looks at one place in eight. So words are chosen by their content in windows at random places, and duplicates
+# among them are counted: 40 times the square root of the number of words are enough, in a hundredth of the time that
+# encoding takes. Such an array is cut into longer segments, or left to libzstd. The sample is taken in parallel with
+# the first segments and ends them where it finds repeats: before them it was 3 % of the time of two threads.
+#
+# Zeros say nothing about the rest: a cache that is partly empty is to be encoded like a full one. Samples leave zeros
+# out; with them lanes seem cheap, and predictors and libzstd are tried on everything, 3 to 7 times the time.
+
 
 def estimate_zero_fraction(data: Bytes, itemsize: int) -> float:
     """Return about how large a fraction of the elements is zero, from 0 to 1; scattered zeros do not count."""

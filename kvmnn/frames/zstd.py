@@ -26,6 +26,17 @@ from pathlib import Path
 from ..errors import KvmnnError
 from . import _zstdlib
 
+# The zstandard package has libzstd twice: inside its C backend, and with public symbols inside its cffi backend, which
+# the wheels for Linux and macOS ship. The latter is opened as a plain shared library, and the function addresses go to
+# Cython: no GIL, no Python objects per call, contexts used again, and the one-shot semantics of ZSTD_decompress, which
+# python-zstandard's own calls do not have. All three ways pass the same vectors. Nobody has run this on macOS.
+#
+# zstandard is pinned below 0.24, except for Python 3.14. From 0.24 on it brings libzstd 1.5.7, whose frames MNN decodes
+# but whose bytes are not MNN's. 0.23 has wheels for CPython up to 3.13, and its source needs an older cffi that has
+# none for 3.14. Under 3.14 pip therefore takes the newest zstandard, and kvmnn prefers a system libzstd 1.5.2 to 1.5.6.
+# Without one, frames are lossless but not byte for byte MNN's: `kvmnn --version` says so, and manifests have
+# `zstd_byte_exact` false.
+
 DEFAULT_LEVEL = 3
 """The compression level MNN uses."""
 

@@ -11,6 +11,10 @@ from ..errors import FrameError, KvmnnError, LimitError
 from ..frames import CodecOptions, decode
 from ..frames.encoder import encode_for_file
 
+# Chunks are frames of words, not of bytes: the codec takes the place of `bytes`, as it must know the size of a word. An
+# array's type then says everything, and a frame is the same on every machine. bfloat16 is `uint16` with an attribute in
+# stores that kvmnn writes: readers without the extension type, zarr 3.1 among them, would refuse it.
+
 CODEC_NAME: Final = "kvmnn.frame"
 """The codec, in documents of zarr and numcodecs."""
 MAX_CHUNK_BYTES: Final = 1 << 30

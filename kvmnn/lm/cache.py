@@ -23,6 +23,14 @@ from . import _eviction
 from .kv_store import KVStore
 from .onnx.decoder import StepResult
 
+# Evicted tokens stay in place, masked by a bias on the attention scores (an input that graph surgery gives the model),
+# until they are an eighth of the live ones; then the live ones are moved to the front inside the same buffers. Copying
+# K and V at every token would cost as much as the model. What is attended is what the policy says, at every step; the
+# bytes held are a little more, and are reported. Graphs that take no bias are cut at once.
+#
+# All layers that hold equally many tokens are one stack of rows: a policy chooses for the stack in one call, and one
+# kernel cuts the rows. Layers are separated only when a policy keeps different numbers of them.
+
 _INITIAL_SLOTS = 256
 
 MASKED_BIAS = float(np.finfo(np.float32).min)

@@ -26,6 +26,10 @@ from ..errors import KvmnnError
 from ..frames.buffers import integrity_checksum
 from .namespace import KEY_BYTES, MAX_LAYERS, MAX_TOKENS, Ids, Namespace, list_parts
 
+# Units are larger than blocks and are evicted whole. A frame of 64 tokens is a twentieth to a fifteenth larger than one
+# of 512. Texts share blocks; the unit, up to eight blocks of one put, is encoded, stored and evicted. Units are a tree:
+# one is evicted when no other follows it, the least recently used first.
+
 FRAME_MAGIC, DENSE_MAGIC = b"KVMNNPU1", b"KVMNNPU2"
 MAX_HISTORY_ROWS = 256
 """Rows before a dense unit that its streams may refer to."""

@@ -49,6 +49,12 @@ from .unit_codec import (
     view_token_bytes,
 )
 
+# A unit refers only to rows before it, which are read anyway: a text is read from its beginning, and leaves are evicted
+# before what they follow. Rows are referred to only where checksums of their blocks say that they are those that are
+# put, and a unit needs at most eight others. Tables are shared by all units of a model: clustering its own took a unit
+# a fifth of its time, and gained 0.7 % in fp16 and nothing in fp32. Dense streams take two to four times as long to
+# decode as frames: a put whose middle layer gains less than 3 % by them is stored as frames.
+
 
 class HistoryRef(NamedTuple):
     """Rows before a unit that it refers to, the blocks that contain them, and the units to decode for them."""

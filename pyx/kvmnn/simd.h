@@ -7,6 +7,13 @@
  * KVMNN_KERNEL_TABLE ISA_FN(table)`. `isa_tables[level]` is what comes out. A file that gains by AVX-512 sets
  * KVMNN_USE_AVX512 as well; elsewhere that level has the table of AVX2.
  */
+
+/* No intrinsics in leaf loops: compilers vectorise them for SSE2, AVX2 and NEON alike, and the same C compiles and
+ * tests itself on aarch64 without Python. The exceptions are loops that no compiler vectorises: half floats (F16C),
+ * four states of the entropy coder in one step (dense/entropy_encoder_impl.h), the branchless refill of its decoder
+ * (dense/rans.h), byte shuffles that split words into lanes, and nontemporal stores. The plain form of each is that
+ * of the baseline and of other processors. AVX-512 (Ice Lake, Zen 4) is there for files that gain by it: dense
+ * streams, MLX's groups, and the Huffman codes of effort "fast", 64 at a time. */
 #ifndef KVMNN_SIMD_H
 #define KVMNN_SIMD_H
 

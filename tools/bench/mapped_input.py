@@ -150,7 +150,8 @@ def main() -> None:
         return
     text = (
         "256 MiB of fp16, one thread, CPU time: the least of 3 rounds in which the ways take turns, and the median of "
-        "the rounds' ratios. docs/design.md has what was decided by this, docs/reliability.md what it is for.\n"
+        "the rounds' ratios. kvmnn/files/change_detection.py has what was decided by this, "
+        "docs/reliability.md what it is for.\n"
     )
     header = ["job", "mapped bare", "with the guard", "pread", "guard / bare", "pread / bare"]
     write_results("mapped_input", "Reading inputs that may change", [text, table(header, rows)], {"jobs": data})

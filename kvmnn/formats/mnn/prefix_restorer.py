@@ -29,6 +29,11 @@ from .model import compute_fingerprint
 from .packer import choose_target_layout, resolve_prefix_name
 from .prefix_writer import PackResult, PrefixWriteOptions, build_prefix_info, write_prefix
 
+# Each byte is hashed once, where it proves most. The SHA-256 of an array is compared with what reads back from its
+# file, which proves the file, the decoding and the frame; the frame's own hash only tells what is wrong. Words in
+# memory (a prefix from the store) are compared directly. Neither is synced to the disk: both can be made again, and
+# fsync of every file took longer than everything else. `pack` and `encode`, whose input may be deleted, do it.
+
 
 def _build_array_documents(arrays: tuple[ArrayInfo, ...]) -> list[dict[str, Any]]:
     return [build_array_document(array) for array in arrays]

@@ -20,6 +20,9 @@ from ...dtypes import KVPair
 from ...errors import ModelError
 from .decoder import OnnxDecoder, StepResult
 
+# Nothing about a graph is assumed that can be tried: a rewritten graph is run and compared with its original before it
+# is used, and its behaviour with layers of unequal lengths is found by running it.
+
 UnequalLengthSupport = Literal["chunks", "single", "none"]
 
 _PROBE_LONG_TOKENS, _PROBE_SHORT_TOKENS, _PROBE_NEW_TOKENS = (

@@ -11,6 +11,13 @@ from ..namespace import Ids, TokenSequence, compute_block_keys, count_common_ent
 from ..unit import UnitHeader
 from .index import BlockRow, BranchParentRow, BranchUnitRow, Key, NumberRow, ValidatingCursor
 
+# The index only finds. A unit has its ids, its namespace and checksums of its own, and is a miss where they differ. So
+# files need no fsync, and readers no locks: a unit that was evicted between finding and opening is looked for again.
+# Units get their names inside the transaction that records them, and lose them after the one that deletes them; a
+# process that is killed leaves files without rows, never rows without files. A damaged index is rebuilt from the files
+# under another name, as SQLite writes and removes files next to a database by its name. Uses are counted, not timed, so
+# that no clock can jump. Numbers of units are never used twice.
+
 _KEYS_PER_QUERY = 256
 
 

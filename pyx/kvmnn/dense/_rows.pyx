@@ -1,5 +1,9 @@
 """Dense streams of method 2 (docs/format-v2.md) taken apart: rows of words from a payload."""
 
+# A dense stream is encoded in one call without the GIL, the trial of a frame included, and most are decoded so, after
+# half a microsecond of Python (`decode_alone`). Two threads over short blocks run in step: each meets the other at the
+# GIL again and again, and would wait there longer than a block takes.
+
 from libc.stdint cimport uint8_t, uint16_t, uint32_t, uint64_t
 from libc.string cimport memcmp, memcpy, memset
 

@@ -2,6 +2,11 @@
  *
  * The stream's buffer has room for the words. What is coded backwards is put to its end, where nothing else comes
  * before it is known how much there is; then the stream is put together from its beginning. */
+
+/* A reference is context and is never subtracted. Rows of K are rotated by the distance of two positions, in binary32
+ * with every operation specified, and the result only chooses tables: a wrong guess costs bits. No operation meets a
+ * subnormal, an infinity or a NaN, so the floating-point flags of the host change nothing. The self-test's hash of
+ * its streams is the same under GCC, Clang, SSE2, AVX2 and aarch64. */
 #include "encoder.h"
 
 enum { LOW_STEP_SYMBOLS = 4096 };

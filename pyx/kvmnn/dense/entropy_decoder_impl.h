@@ -1,6 +1,10 @@
 /* More of the kernels of residuals.h: the decoder's. Each state waits for what it has read, so that most of a processor is
  * idle: other work is done meanwhile, a little after every few symbols. */
 
+/* The decoder does other work between symbols. Each state of the entropy coder waits for what it has just read, and a
+ * processor does not look far enough ahead to find something else. So a little work follows every 32 symbols: raw low
+ * parts, the rotation of the next row, the checksum of the rows before. */
+
 /* The offset of a table's entry, in one instruction where there is one. */
 static inline uint32_t ISA_FN(entry_offset)(uint32_t entry) {
 #if defined(ISA_AVX512)

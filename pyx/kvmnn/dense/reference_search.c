@@ -2,6 +2,10 @@
  *
  * Each column that is looked at has a bitmap of rows for each kind of symbol, so that votes are counted for hundreds of
  * rows at once, bit by bit. Bitmaps are rings of blocks of rows. */
+
+/* The search counts votes instead of comparing rows. Each column of a row votes for the earlier rows that hold the
+ * same symbol there. A column has a bitmap of rows for each symbol; adding bitmaps bit by bit counts the votes of 512
+ * rows in the time that comparing two rows took. */
 #include "codec.h"
 
 enum {

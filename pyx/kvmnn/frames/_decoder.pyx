@@ -3,6 +3,10 @@
 Word sizes are called `itemsize`: 2 for the FP16 container (lanes lo, hi), 4 for the FP32 container (lanes 0 to 3).
 """
 
+# The caller's buffer is written last: every stream is decoded and checked in scratch memory, so that a refused frame
+# leaves `out` untouched. From 8 MiB on it is written with nontemporal stores, tile by tile: a cache line that is
+# written in part would be read from memory first.
+
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memset
 

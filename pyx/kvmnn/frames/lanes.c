@@ -1,3 +1,7 @@
+/* A lane is gathered while the next tile is prefetched. What a processor prefetches on its own ends with a page: of
+ * 64 MiB "fast" takes 4 % less time, "exact" and "balanced" 2 %. Below 2 MiB words may be in a cache, where
+ * prefetching costs 1.5 %. Prefetching only the beginnings of pages gains nothing. */
+
 #include "lanes.h"
 
 #include "little_endian.h"

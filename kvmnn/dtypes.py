@@ -64,20 +64,6 @@ def parse_numpy_type(descr: object) -> np.dtype[Any]:
     """Return the numpy type that a file names: the only way from foreign text to ``numpy.dtype``.
 
     numpy itself must never parse such text: ``M8[s/0]`` ends the process by SIGFPE, and other strings raise anything.
-
-    Parameters
-    ----------
-    descr
-        What the file has: numpy's own notation, such as ``"<f2"``, or a plain name, such as ``"float16"``.
-
-    Returns
-    -------
-    A float of 2, 4 or 8 bytes, an integer of 1, 2, 4 or 8, bool, complex of 8 or 16, or void of 1 to 9,999 bytes.
-
-    Raises
-    ------
-    ArrayTypeError
-        For every other type: Python objects, structures, times, texts, and text that names no type.
     """
     if isinstance(descr, list | tuple):
         raise ArrayTypeError("has a structured type, which no frame holds")
@@ -106,13 +92,7 @@ def parse_dtype(name: str) -> DType:
 
 
 def infer_dtype(array: npt.NDArray[Any]) -> DType:
-    """The `DType` an array stands for when nobody says: float16, float32, or 16-bit words for bf16.
-
-    Raises
-    ------
-    ArrayTypeError
-        For every other numpy type, uint8 included: raw bytes need a dtype from the caller. It is a `TypeError`.
-    """
+    """The `DType` an array stands for when nobody says: float16, float32, or 16-bit words for bf16."""
     numpy_dtype = array.dtype
     if numpy_dtype.kind == "f" and numpy_dtype.itemsize == 2:
         return FP16

@@ -43,16 +43,6 @@ def import_optional(name: str) -> Any:
     """The module `name`.
 
     onnxruntime is imported with its telemetry off, unless the environment has ``ORT_DISABLE_TELEMETRY`` already.
-
-    Parameters
-    ----------
-    name
-        What is imported, e.g. ``"onnx"`` or ``"matplotlib.figure"``.
-
-    Raises
-    ------
-    MissingDependencyError
-        Where it is not installed; the message says how to install it and what is needed with it.
     """
     if name.partition(".")[0] == "onnxruntime":
         os.environ.setdefault(_TELEMETRY_VARIABLE, "1")

@@ -206,15 +206,6 @@ def ordered_map(
     share the threads. One that fills more than half of it, or is alone, has all threads to itself. None runs on the
     caller's thread, so that
     an interrupt ends this at once (`executor`).
-
-    Parameters
-    ----------
-    work
-        Called with an item and the number of threads it may use (None for all).
-    get_size
-        Bytes of an item.
-    threads
-        None for all processors.
     """
     cores = resolve_threads(threads)
     large_bytes = MAX_IN_FLIGHT_BYTES // 2 if cores > 1 else -1

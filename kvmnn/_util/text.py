@@ -16,13 +16,8 @@ def escape_control(text: str, *, keep_line_ends: bool = True) -> str:
     """A text in which nothing is left that a terminal would act on or not show.
 
     Control characters (C0, C1, DEL), marks that change the direction of writing, other characters without a form of
-    their own, and surrogates become escapes such as ``\\x1b`` and ``\\u202e``; a byte of a file name that is not UTF-8
-    becomes ``\\xff``.
-
-    Parameters
-    ----------
-    keep_line_ends
-        Line ends of the text are its own, and stay; otherwise they are escaped as well, as names need it.
+    their own, and surrogates become escapes such as ``\x1b`` and ``\u202e``; a byte of a file name that is not UTF-8
+    becomes ``\xff``.
     """
     if keep_line_ends:
         return "\n".join(escape_control(line, keep_line_ends=False) for line in text.split("\n"))

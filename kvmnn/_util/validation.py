@@ -9,15 +9,7 @@ from ..errors import KvmnnError
 
 
 def validate_int(value: Any, name: str, min_value: int, max_value: int | None = None) -> int:
-    """`value` as an int between `min_value` and `max_value`.
-
-    Raises
-    ------
-    TypeError
-        For what is no integer, booleans included.
-    KvmnnError
-        For one outside.
-    """
+    """`value` as an int between `min_value` and `max_value`."""
     number = to_int(value, name)
     if number < min_value:
         raise KvmnnError(f"{name} is {repr_short(number)}: expected at least {min_value}")

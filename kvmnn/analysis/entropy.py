@@ -40,31 +40,22 @@ def with_all_layers(scope: Scope) -> Scope:
 
 @dataclass(frozen=True)
 class EntropyMetrics:
-    """One tensor, or one head of it; 0 stands for what its word size has not.
+    """One tensor, or one head of it; 0 stands for what its word size has not."""
 
-    Parameters
-    ----------
-    entropy
-        Bits per byte, order 0.
-    zstd_ratio
-        Bytes over the zstd frame of the bytes as they lie.
-    hi_entropy, lo_entropy, hi_ratio, lo_ratio
-        fp16: of the high and of the low bytes.
-    gear_ratio, hi_delta_ratio, gear_delta_ratio
-        fp16: both parts together; the high bytes as delta; both together with that.
-    hi16_entropy, lo16_entropy, hi16_ratio, lo16_ratio, split16_ratio, hi16_delta_ratio, split16_delta_ratio
-        fp32: the same with 16-bit halves.
-    """
-
+    #: Bits per byte, order 0.
     entropy: float = 0.0
+    #: Bytes over the zstd frame of the bytes as they lie.
     zstd_ratio: float = 0.0
+    #: fp16: of the high and of the low bytes.
     hi_entropy: float = 0.0
     lo_entropy: float = 0.0
     hi_ratio: float = 0.0
     lo_ratio: float = 0.0
+    #: fp16: both parts together; the high bytes as delta; both together with that.
     gear_ratio: float = 0.0
     hi_delta_ratio: float = 0.0
     gear_delta_ratio: float = 0.0
+    #: fp32: the same with 16-bit halves.
     hi16_entropy: float = 0.0
     lo16_entropy: float = 0.0
     hi16_ratio: float = 0.0
@@ -79,23 +70,15 @@ RATIO_NAMES = tuple(name for name in EntropyMetrics.__dataclass_fields__ if name
 
 @dataclass(frozen=True)
 class MetricsRow:
-    """The metrics of K or V of one dump, of all heads or of one.
+    """The metrics of K or V of one dump, of all heads or of one."""
 
-    Parameters
-    ----------
-    entry
-        The dump.
-    part
-        K or V.
-    head
-        None for all.
-    raw_bytes
-        Bytes of the words as they were dumped.
-    """
-
+    #: The dump.
     entry: DumpEntry
+    #: K or V.
     part: Part
+    #: None for all.
     head: int | None
+    #: Bytes of the words as they were dumped.
     raw_bytes: int
     metrics: EntropyMetrics
 
@@ -393,13 +376,7 @@ def _format_ratio_table(rows: Sequence[MetricsRow]) -> list[str]:
 
 
 def read_run_log(path: str) -> dict[str, int]:
-    """Prompt tokens by run id: lines of JSON objects, or a CSV file with a header; ``run_id`` and ``prompt_tokens``.
-
-    Raises
-    ------
-    SourceError
-        When the file cannot be read or is neither.
-    """
+    """Prompt tokens by run id: lines of JSON objects, or a CSV file with a header; ``run_id`` and ``prompt_tokens``."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:

@@ -94,24 +94,16 @@ class SizeEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeReport:
-    """All sizes.
+    """All sizes."""
 
-    Attributes
-    ----------
-    totals, totals_by_layer
-        Of everything that was measured, and by layer number.
-    num_layers
-        How many layers the inputs have, measured or not.
-    has_limits
-        Whether the entropy of bytes was computed.
-    is_stored
-        Whether frames were made too.
-    """
-
+    #: Of everything that was measured, and by layer number.
     totals: AggregateSizeStats
     totals_by_layer: dict[int, AggregateSizeStats]
+    #: How many layers the inputs have, measured or not.
     num_layers: int
+    #: Whether the entropy of bytes was computed.
     has_limits: bool
+    #: Whether frames were made too.
     is_stored: bool
 
     def build_entry(self, totals: AggregateSizeStats, parts: Sequence[Part] = PARTS) -> SizeEntry:

@@ -21,13 +21,7 @@ of a head minus their left neighbours; ``pair_delta_delta_seq``: the two in that
 
 
 def parse_predictor_list(flag: str, text: str) -> tuple[str, ...]:
-    """The predictors that an option's value names, each once, in order.
-
-    Raises
-    ------
-    KvmnnError
-        For a name that is not in `PREDICTOR_NAMES` and for a value without names; the message starts with `flag`.
-    """
+    """The predictors that an option's value names, each once, in order."""
     names: list[str] = []
     for item in text.split(","):
         name = item.strip()
@@ -49,10 +43,6 @@ def apply_predictor(lane: npt.NDArray[Any], name: str) -> Bytes:
     ----------
     lane
         uint8 ``[token, kv_head, head_dim]``.
-
-    Returns
-    -------
-    uint8 array of the same shape.
     """
     tokens, heads, dims, predictor_id = _check_lane(lane, name)
     if lane.size == 0:

@@ -25,20 +25,13 @@ from .tensor_reader import ArrayTensor, DumpTensor, EmptyTensor, FileTensor
 
 @dataclass
 class CodedInputInfo:
-    """Inputs that hold codes, of which words were made before anything was measured.
+    """Inputs that hold codes, of which words were made before anything was measured."""
 
-    Attributes
-    ----------
-    types
-        Names of the types of the codes; empty where all words are the inputs' own.
-    nbytes
-        Bytes of the files that hold codes; None where an input is no file (standard input, a URL).
-    room_bytes
-        Bytes of these that are room behind the valid tokens.
-    """
-
+    #: Names of the types of the codes; empty where all words are the inputs' own.
     types: tuple[str, ...] = ()
+    #: Bytes of the files that hold codes; None where an input is no file (standard input, a URL).
     nbytes: int | None = 0
+    #: Bytes of these that are room behind the valid tokens.
     room_bytes: int = 0
 
     def add_source(self, source: Source) -> None:
@@ -85,25 +78,18 @@ _SUPPORTED_ITEMSIZES = (2, 4)
 
 @dataclass(frozen=True)
 class DumpEntry:
-    """One dump: K and V of some tokens of a layer.
+    """One dump: K and V of some tokens of a layer."""
 
-    Parameters
-    ----------
-    layer, seq_start, tokens, kv_heads, head_dim, stage
-        As its metadata says; head_dim is that of K, where V has another.
-    run_id
-        Empty where there is none.
-    keys, values
-        Its tensors.
-    """
-
+    #: As its metadata says; head_dim is that of K, where V has another.
     layer: int
     seq_start: int
     tokens: int
     kv_heads: int
     head_dim: int
     stage: str
+    #: Empty where there is none.
     run_id: str
+    #: Its tensors.
     keys: DumpTensor
     values: DumpTensor
 
@@ -397,20 +383,13 @@ _NO_RUN_ID = "__no_run_id__"
 
 @dataclass(frozen=True)
 class CompressionUnit:
-    """Dumps that follow each other along the tokens.
+    """Dumps that follow each other along the tokens."""
 
-    Parameters
-    ----------
-    entries
-        In order of their first token.
-    chunk_tokens
-        Tokens of a piece, the last one shorter.
-    extra_bytes
-        Bytes of the format itself for K, and as many for V: framing of pieces, or a table of the dumps.
-    """
-
+    #: In order of their first token.
     entries: tuple[DumpEntry, ...]
+    #: Tokens of a piece, the last one shorter.
     chunk_tokens: int
+    #: Bytes of the format itself for K, and as many for V: framing of pieces, or a table of the dumps.
     extra_bytes: int
 
     @property

@@ -29,23 +29,15 @@ _LEGACY_PREDICTORS: dict[LaneHalf, tuple[str, ...]] = {"hi": ("delta_seq",), "lo
 
 @dataclass(frozen=True)
 class StreamSizeEstimate:
-    """One byte lane of K or V.
+    """One byte lane of K or V."""
 
-    Parameters
-    ----------
-    raw_bytes
-        Bytes of the lane.
-    bytes
-        Simulated: the zstd frames of its pieces, mode bytes and headers.
-    modes
-        How many blocks took which predictor.
-    limit_bytes
-        What the order-0 entropy of the lane as it is amounts to, each piece with statistics of its own.
-    """
-
+    #: Bytes of the lane.
     raw_bytes: int
+    #: Simulated: the zstd frames of its pieces, mode bytes and headers.
     bytes: int
+    #: How many blocks took which predictor.
     modes: dict[str, int]
+    #: What the order-0 entropy of the lane as it is amounts to, each piece with statistics of its own.
     limit_bytes: float
 
 
@@ -84,13 +76,7 @@ def estimate_stream_size(
     compressor_pool: CompressorPool,
     progress: Progress | None = None,
 ) -> StreamSizeEstimate:
-    """The simulated size of one byte lane of 16-bit words of K or V.
-
-    Raises
-    ------
-    SourceError
-        When a file cannot be read.
-    """
+    """The simulated size of one byte lane of 16-bit words of K or V."""
     return _estimate_size(
         unit, part, half, half, TokenReader(unit.list_tensors(part)).iter_tokens, options, compressor_pool, progress
     )
@@ -192,14 +178,9 @@ MAX_FRAME_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class StoredSize:
-    """Frames of K or V.
+    """Frames of K or V."""
 
-    Parameters
-    ----------
-    bytes, frames
-        Their total length, and how many there are.
-    """
-
+    #: Their total length, and how many there are.
     bytes: int
     frames: int
 
@@ -208,15 +189,7 @@ class StoredSize:
 
 
 def measure_stored_size(unit: CompressionUnit, part: Part, progress: Progress | None = None) -> StoredSize:
-    """Encode every piece of K or V of `unit`, decode it again and count its bytes.
-
-    Raises
-    ------
-    KvmnnError
-        If a frame does not decode to its input, which would be a defect of kvmnn or of the machine.
-    SourceError
-        When a file cannot be read.
-    """
+    """Encode every piece of K or V of `unit`, decode it again and count its bytes."""
     heads, dims = unit.get_geometry(part)
     itemsize = unit.get_itemsize(part)
     dtype = "fp32" if itemsize == 4 else "fp16"  # a frame of bf16 words has the same bytes as one of fp16 words
@@ -255,19 +228,13 @@ class LaneSizeStats:
 
 @dataclass
 class Fp32SizeStats:
-    """fp32 words of a layer, or of all of them, in four byte lanes.
+    """fp32 words of a layer, or of all of them, in four byte lanes."""
 
-    Parameters
-    ----------
-    lanes
-        By part and number, the lowest byte first.
-    extra_bytes
-        By part: framing and tables.
-    """
-
+    #: By part and number, the lowest byte first.
     lanes: dict[tuple[Part, int], LaneSizeStats] = field(
         default_factory=lambda: {(part, lane): LaneSizeStats() for part in PARTS for lane in FP32_LANES}
     )
+    #: By part: framing and tables.
     extra_bytes: Counter[Part] = field(default_factory=Counter)
 
     def sum_lanes(self, parts: Sequence[Part] = PARTS) -> LaneSizeStats:
@@ -282,29 +249,19 @@ class Fp32SizeStats:
 
 @dataclass
 class AggregateSizeStats:
-    """A layer, or all of them.
+    """A layer, or all of them."""
 
-    Parameters
-    ----------
-    tokens
-        Of all that was measured of the layer; of all layers, their sum.
-    lanes
-        Of 16-bit words, by name: ``"k_hi"``, ``"k_lo"``, ``"v_hi"``, ``"v_lo"``.
-    extra_bytes
-        By part: framing and tables, which belong to the simulated size.
-    stored_sizes
-        By part: frames that were made and decoded, where that was asked for.
-    fp32
-        fp32 words in four byte lanes; None for no such words.
-    is_fp32_counted
-        Whether these belong to the sums. They do not where fp32 was rounded and the 16-bit words are measured.
-    """
-
+    #: Of all that was measured of the layer; of all layers, their sum.
     tokens: int = 0
+    #: Of 16-bit words, by name: ``"k_hi"``, ``"k_lo"``, ``"v_hi"``, ``"v_lo"``.
     lanes: dict[str, LaneSizeStats] = field(default_factory=lambda: {lane: LaneSizeStats() for lane in LANES})
+    #: By part: framing and tables, which belong to the simulated size.
     extra_bytes: Counter[Part] = field(default_factory=Counter)
+    #: By part: frames that were made and decoded, where that was asked for.
     stored_sizes: dict[Part, StoredSize] = field(default_factory=dict)
+    #: fp32 words in four byte lanes; None for no such words.
     fp32: Fp32SizeStats | None = None
+    #: Whether these belong to the sums. They do not where fp32 was rounded and the 16-bit words are measured.
     is_fp32_counted: bool = False
 
     def raw_bytes(self, parts: Sequence[Part] = PARTS) -> int:

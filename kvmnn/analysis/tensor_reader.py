@@ -94,13 +94,7 @@ class FileTensor:
             yield chunk if self.stored_itemsize == self.measured_itemsize else round_to_fp16(chunk)
 
     def iter_raw_chunks(self, chunk_bytes: int) -> Iterator[Chunk]:
-        """The file's own bytes, `chunk_bytes` at a time.
-
-        Raises
-        ------
-        SourceError
-            When it cannot be read, or changed.
-        """
+        """The file's own bytes, `chunk_bytes` at a time."""
         if self.file_bytes > _MAX_READ_BYTES:
             file = MappedFile(self.path, expected_state=self._file)
             yield from file.iter_chunks(0, file.size, chunk_bytes)
@@ -206,13 +200,7 @@ class TokenReader:
         self._remaining_bytes = sum(tensor.tokens for tensor in tensors) * self._token_bytes
 
     def iter_tokens(self, tokens: int) -> Iterator[Chunk]:
-        """The next `tokens` tokens, in runs as they come.
-
-        Raises
-        ------
-        SourceError
-            When an input is damaged, cannot be read, or changed.
-        """
+        """The next `tokens` tokens, in runs as they come."""
         remaining_bytes = tokens * self._token_bytes
         self._remaining_bytes -= remaining_bytes
         while remaining_bytes:

@@ -248,15 +248,7 @@ ViewFactory = Callable[[], npt.NDArray[Any]]
 
 
 def from_strided_view(info: ArrayInfo, make_view: ViewFactory) -> LazyArray:
-    """An array in C order over a view.
-
-    Parameters
-    ----------
-    info
-        What the array is: little-endian, of the view's shape and word size, in C order.
-    make_view
-        Makes the view.
-    """
+    """An array in C order over a view."""
     return _array_in_c_order(info, partial(_iter_view_chunks, make_view, np.dtype(f"<u{info.itemsize}")))
 
 

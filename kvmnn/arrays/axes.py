@@ -53,14 +53,6 @@ def select_batch_text(
     ----------
     arrays
         ``[kv_head, token, head_dim]`` of this text, padding included.
-    cache
-        What is known of the batch; None for nothing.
-    text_index
-        Which text of the batch.
-
-    Returns
-    -------
-    The arrays without padding, and what is known of them: positions count the tokens of the text then.
     """
     if cache is None:
         return list(arrays), None
@@ -167,13 +159,6 @@ def apply_axis_spec(source: Source, spec: AxisSpec, where: str) -> Source:
 
     With `AxisSpec.axes` all arrays become K and V of layers, ``layer_<n>.key`` and ``layer_<n>.value``: ``[kv_head,
     token, head_dim]``, with a batch in front where there is such an axis. Nothing is read before it is asked for.
-
-    Raises
-    ------
-    OptionError
-        For a source that says its axes itself, a batch that there is not.
-    SourceError
-        For arrays that do not have these axes, and names that do not say K or V of a layer where no axis does.
     """
     if spec.half is not None and not (spec.skip_inapplicable and not has_halves(source)):
         source = select_half(source, spec.half, where)

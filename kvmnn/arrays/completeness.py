@@ -42,32 +42,22 @@ _STATE_NAMES: Final[dict[StateKind, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class LayerStateInfo:
-    """The state that a model keeps for one layer.
+    """The state that a model keeps for one layer."""
 
-    Parameters
-    ----------
-    layer
-        Number of the layer in the model, from 0.
-    kind
-        ``"full"``: K and V of every token; ``"window"``: of the last `window` tokens; ``"linear"``: the state of linear
-        attention; ``"recurrent"``: convolution or recurrent state; ``"shared"``: none of its own, it reads that of
-        layer `shared_with`; ``"cross"``: K and V of the encoder's output; ``"index"``: keys that select tokens.
-    window
-        Tokens that a layer of kind ``"window"`` attends to; None where nothing tells.
-    shared_with
-        The layer whose K and V one of kind ``"shared"`` reads.
-    included
-        Whether the arrays of the source contain this state.
-    location
-        Where the state is that the arrays do not contain, as the end of a sentence: ``"in the second cache of the
-        session"``; empty where nothing tells.
-    """
-
+    #: Number of the layer in the model, from 0.
     layer: int
+    #: ``"full"``: K and V of every token; ``"window"``: of the last `window` tokens; ``"linear"``: the state of linear
+    #: attention; ``"recurrent"``: convolution or recurrent state; ``"shared"``: none of its own, it reads that of layer
+    #: `shared_with`; ``"cross"``: K and V of the encoder's output; ``"index"``: keys that select tokens.
     kind: StateKind = "full"
+    #: Tokens that a layer of kind ``"window"`` attends to; None where nothing tells.
     window: int | None = None
+    #: The layer whose K and V one of kind ``"shared"`` reads.
     shared_with: int | None = None
+    #: Whether the arrays of the source contain this state.
     included: bool = True
+    #: Where the state is that the arrays do not contain, as the end of a sentence: ``"in the second cache of the
+    #: session"``; empty where nothing tells.
     location: str = ""
 
 
@@ -77,20 +67,13 @@ def _list_runs(layers: Sequence[LayerStateInfo]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Completeness(Record):
-    """The state of every layer of a model, and what else an engine needs to continue.
+    """The state of every layer of a model, and what else an engine needs to continue."""
 
-    Parameters
-    ----------
-    layers
-        Every layer of the model, in order, also those without arrays.
-    evicted
-        Why the stored tokens are not all that the model has seen, as a sentence; empty where they are.
-    other
-        Sentences about further state that the arrays do not contain.
-    """
-
+    #: Every layer of the model, in order, also those without arrays.
     layers: tuple[LayerStateInfo, ...] = field(default=(), metadata={"convert": _list_runs})
+    #: Why the stored tokens are not all that the model has seen, as a sentence; empty where they are.
     evicted: str = ""
+    #: Sentences about further state that the arrays do not contain.
     other: tuple[str, ...] = ()
 
     @property
@@ -174,17 +157,7 @@ class IncompleteCacheError(SourceError):
 
 
 def require_complete(completeness: Completeness | None, where: str, purpose: str) -> None:
-    """Raise `IncompleteCacheError` unless all that an engine needs to continue is there.
-
-    Parameters
-    ----------
-    completeness
-        What the reader knows; None where the file tells nothing, which passes.
-    where
-        The input, as messages call it.
-    purpose
-        What was to be made of it, as the object of "make": ``"a prefix cache"``.
-    """
+    """Raise `IncompleteCacheError` unless all that an engine needs to continue is there."""
     if completeness is None or completeness.is_complete:
         return
     missing_text = "; ".join(completeness.missing)
@@ -192,13 +165,7 @@ def require_complete(completeness: Completeness | None, where: str, purpose: str
 
 
 def parse_completeness_node(node: JsonReader) -> Completeness:
-    """Read what `Completeness.to_dict` wrote.
-
-    Raises
-    ------
-    ManifestError
-        Where it is malformed.
-    """
+    """Read what `Completeness.to_dict` wrote."""
     layers: list[LayerStateInfo] = []
     for run in node.get("layers").read_list():
         first_layer, size = (field.read_int(0) for field in run.get("layers").read_list(2, 2))
@@ -273,11 +240,6 @@ def dump_completeness_json(completeness: Completeness, names: Iterable[str]) -> 
 def load_completeness_json(text: str | bytes, names: Iterable[str], where: str) -> Completeness:
     """Return what `dump_completeness_json` wrote, for arrays of these names, which may be some of those that it wrote
     of.
-
-    Raises
-    ------
-    ManifestError
-        For malformed text; `where` begins the message.
     """
     root = parse_document(text, where, MAX_COMPLETENESS_BYTES)
     root.check_schema(COMPLETENESS_SCHEMA, COMPLETENESS_SCHEMA_VERSION)

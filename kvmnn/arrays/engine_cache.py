@@ -32,18 +32,12 @@ def _list_ids(token_ids: Indices | None) -> list[int] | None:
 
 @dataclass(frozen=True, eq=False)
 class BatchText(Record):
-    """One text of a batch whose arrays have padding.
+    """One text of a batch whose arrays have padding."""
 
-    Parameters
-    ----------
-    positions
-        int64, ascending: where in the padded text its tokens stand, as `EngineCacheInfo.positions` counts; the others
-        are padding.
-    token_ids
-        Those of its tokens; None where there are none.
-    """
-
+    #: int64, ascending: where in the padded text its tokens stand, as `EngineCacheInfo.positions` counts; the others
+    #: are padding.
     positions: Positions = field(metadata={"convert": positions_to_runs})
+    #: Those of its tokens; None where there are none.
     token_ids: Indices | None = field(default=None, metadata={"convert": _list_ids})
 
 

@@ -46,13 +46,7 @@ def add_completeness_metadata(source: Source) -> dict[str, str]:
 
 
 def restore_completeness(source: Source, where: str) -> None:
-    """Set the completeness of a source from its metadata, unless its reader did.
-
-    Raises
-    ------
-    ManifestError
-        For malformed metadata.
-    """
+    """Set the completeness of a source from its metadata, unless its reader did."""
     if source.completeness is None:
         source.completeness = parse_completeness(source.metadata, source, where)
 
@@ -60,16 +54,6 @@ def restore_completeness(source: Source, where: str) -> None:
 def restore_metadata(source: Source, where: str, *, is_subset: bool = False) -> None:
     """Give a source what `dump_metadata` wrote, if its arrays are those; else the note of the engine is dropped, and a
     line says so. The completeness stays.
-
-    Parameters
-    ----------
-    is_subset
-        Whether some arrays were chosen: of those it is said then.
-
-    Raises
-    ------
-    ManifestError
-        Where it is malformed.
     """
     restore_completeness(source, where)
     if source.engine_cache is not None or ENGINE_KEY not in source.metadata:
@@ -127,13 +111,7 @@ def build_engine_document(cache: EngineCacheInfo) -> dict[str, Any]:
 
 
 def parse_engine_cache(node: JsonReader) -> EngineCacheInfo:
-    """The cache that `build_engine_document` describes.
-
-    Raises
-    ------
-    ManifestError
-        Where it is malformed.
-    """
+    """The cache that `build_engine_document` describes."""
     tokens = node.get("tokens").read_int(0)
     return EngineCacheInfo(
         engine=node.get("engine").read_str(),

@@ -72,13 +72,7 @@ def invert_source_transforms(source: Source, names: Sequence[str]) -> Source:
 
 
 def invert_applied_transforms(sources: Sequence[Source], names: Sequence[str]) -> list[Source]:
-    """The sources, each without what its engine did to it, or may have done, of what is to be undone.
-
-    Raises
-    ------
-    OptionError
-        As `invert_source_transforms`, and for what was done to none of them.
-    """
+    """The sources, each without what its engine did to it, or may have done, of what is to be undone."""
     if list(names) == ["none"]:
         return [invert_source_transforms(source, names) for source in sources]
     applicable = [_list_applied_transforms(source) for source in sources]

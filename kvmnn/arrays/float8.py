@@ -17,18 +17,13 @@ from .source import Source
 
 
 class _Float8Format(NamedTuple):
-    """Bits of exponent and fraction, the exponent's bias, and which codes are no numbers.
-
-    Attributes
-    ----------
-    nan_encoding
-        ``"ieee"``: infinity and NaN as in IEEE 754; ``"fn"``: no infinity, NaN where all bits but the sign are set;
-        ``"fnuz"``: no infinity, no negative zero, whose code is the only NaN.
-    """
+    """Bits of exponent and fraction, the exponent's bias, and which codes are no numbers."""
 
     exponent_bits: int
     fraction_bits: int
     bias: int
+    #: ``"ieee"``: infinity and NaN as in IEEE 754; ``"fn"``: no infinity, NaN where all bits but the sign are set;
+    #: ``"fnuz"``: no infinity, no negative zero, whose code is the only NaN.
     nan_encoding: str
 
 
@@ -85,13 +80,7 @@ def decode_array(array: LazyArray) -> LazyArray:
 
 
 def pair_codes(source: Source) -> Source:
-    """Return a source whose codes lie two to a word along the last axis, as frames hold them: dtype fp16.
-
-    Raises
-    ------
-    SourceError
-        For an odd last axis.
-    """
+    """Return a source whose codes lie two to a word along the last axis, as frames hold them: dtype fp16."""
     arrays = [array for array in source.arrays if array.element and array.itemsize == 1]
     if not arrays:
         return source

@@ -26,23 +26,15 @@ _AXIS_NAMES = {"l": "layer", "b": "batch", "h": "kv_head", "t": "token", "d": "d
 
 @dataclass(frozen=True)
 class KVArrays:
-    """K and V by layer, and how they lay in their source.
+    """K and V by layer, and how they lay in their source."""
 
-    Parameters
-    ----------
-    layers
-        ``[batch, kv_heads, tokens, head_dim]`` views by layer number.
-    pairs
-        The arrays that they are views of: K, V; one pair with all layers, or a pair for each layer.
-    axes
-        Letters for the axes of each of them: l layer, b batch, h kv_head, t token, d dimension.
-    axes_source
-        What says so, for people.
-    """
-
+    #: ``[batch, kv_heads, tokens, head_dim]`` views by layer number.
     layers: dict[int, KVPair]
+    #: The arrays that they are views of: K, V; one pair with all layers, or a pair for each layer.
     pairs: tuple[tuple[LazyArray, LazyArray], ...]
+    #: Letters for the axes of each of them: l layer, b batch, h kv_head, t token, d dimension.
     axes: str
+    #: What says so, for people.
     axes_source: str
 
     @property
@@ -53,12 +45,7 @@ class KVArrays:
         return f"axes {self.axes} ({self.axes_source}): {', '.join(axis_lengths)}"
 
     def restore(self, new_layers: dict[int, KVPair]) -> tuple[list[ArrayInfo], list[Elements]]:
-        """Other tokens for the same layers, with the names and axes that the source had.
-
-        Returns
-        -------
-        What each array is, and its words, C-contiguous, in the order of `pairs`.
-        """
+        """Other tokens for the same layers, with the names and axes that the source had."""
         infos: list[ArrayInfo] = []
         arrays: list[Elements] = []
         layers = iter(new_layers.values())
@@ -76,49 +63,20 @@ class KVArrays:
 
 @dataclass(frozen=True)
 class AxisHints:
-    """What is known of the axes of arrays.
+    """What is known of the axes of arrays."""
 
-    Parameters
-    ----------
-    axes
-        Of all arrays, such as ``"lthd"``: h, t and d, and l or b for layers or batches; None where nothing says them.
-    axes_source
-        Who says so.
-    token_major
-        `Source.token_major`: three axes are ``thd``.
-    min_tokens
-        Tokens that there are at least.
-    """
-
+    #: Of all arrays, such as ``"lthd"``: h, t and d, and l or b for layers or batches; None where nothing says them.
     axes: str | None = None
+    #: Who says so.
     axes_source: str = "said"
+    #: `Source.token_major`: three axes are ``thd``.
     token_major: bool = False
+    #: Tokens that there are at least.
     min_tokens: int = 0
 
 
 def read_kv(where: str, arrays: Sequence[LazyArray], hints: AxisHints | None = None) -> KVArrays:
-    """Find K and V among `arrays`.
-
-    Parameters
-    ----------
-    where
-        What messages call the source.
-    arrays
-        All of them must be K or V.
-    hints
-        What is known of their axes. Where that does not say, names of KV dumps do, which hold the number of tokens.
-        Other arrays with five axes are ``lbhtd``; with a layer number in their names those with four are ``bhtd`` and
-        with three ``htd``, but only where heads and tokens the other way round would be more than `MAX_KV_HEADS` heads,
-        or fewer tokens than there are.
-
-    Raises
-    ------
-    SourceError
-        For names that are neither K nor V, a K without its V or the other way round, layers without number or twice,
-        shapes that do not agree with the axes.
-    MissingOptionError
-        For arrays whose heads could be tokens and whose axes nothing says, and several pairs to choose from.
-    """
+    """Find K and V among `arrays`."""
     hints = hints or AxisHints()
     _check_axes(where, hints.axes)
     pairs = _pair_keys_values(where, merge_dump_segments(arrays))

@@ -47,13 +47,7 @@ def check_one_half(names: Iterable[str], where: str) -> None:
 
 
 def select_half(source: Source, half: ModelHalf, where: str) -> Source:
-    """Return the source with the arrays of one half, under names without it.
-
-    Raises
-    ------
-    OptionError
-        For arrays that are not of two halves.
-    """
+    """Return the source with the arrays of one half, under names without it."""
     if not has_halves(source):
         raise OptionError(f"{where}: its arrays are not of a decoder and an encoder: leave --part out")
     arrays = [replace(array, name=_strip_half(array.name)) for array in source.arrays if parse_half(array.name) == half]
@@ -116,21 +110,14 @@ class AmbiguousAxesError(MissingOptionError):
 
 @dataclass(frozen=True)
 class LayerArray:
-    """K or V of one layer.
+    """K or V of one layer."""
 
-    Parameters
-    ----------
-    layer, part
-        Which.
-    array
-        ``[kv_head, token, head_dim]``, or ``[token, kv_head, head_dim]`` where `token_major`.
-    token_major
-        The order of its axes.
-    """
-
+    #: Which.
     layer: int
     part: Part
+    #: ``[kv_head, token, head_dim]``, or ``[token, kv_head, head_dim]`` where `token_major`.
     array: LazyArray
+    #: The order of its axes.
     token_major: bool = False
 
     @property
@@ -156,16 +143,6 @@ def collect_layer_arrays(
     ----------
     token_major
         Whether arrays are ``[token, kv_head, head_dim]``; those of a KV dump say so by their names.
-    allow_keys_only
-        Whether there may be no V at all: latent attention stores K alone.
-
-    Raises
-    ------
-    SourceError
-        When a name says no place, two arrays have the same place, a layer has only one of the two, or layers differ in
-        geometry or type.
-    AxesError
-        When there are more than `MAX_KV_HEADS` heads and no more tokens than that, or more axes than three.
     """
     check_one_half([array.name for array in arrays], "")
     entries: dict[tuple[int, Part], list[tuple[int, LayerArray]]] = {}
@@ -227,13 +204,7 @@ def _suggest_axes_option(array: LazyArray) -> str:
 
 
 def locate_array(array: LazyArray, token_major: bool) -> tuple[Part, int | None, int, bool]:
-    """Part, layer (None if its name does not say it), first token, and whether tokens come before heads.
-
-    Raises
-    ------
-    MissingOptionError
-        For a name that does not say whether it is K or V, and where nothing says which axis is the tokens.
-    """
+    """Part, layer (None if its name does not say it), first token, and whether tokens come before heads."""
     parsed_name = parse_conventional_name(array.name)
     if parsed_name is not None:
         return (
@@ -261,13 +232,7 @@ def _suggest_latent_option(array: LazyArray) -> str:
 
 
 def _has_tokens_first(array: LazyArray) -> bool:
-    """Whether tokens come before heads, where only the lengths of the axes can tell.
-
-    Raises
-    ------
-    SourceError
-        Where either may be the number of heads.
-    """
+    """Whether tokens come before heads, where only the lengths of the axes can tell."""
     if len(array.shape) not in (3, 4):
         return False
     first_length, second_length = array.shape[-3:-1]
@@ -283,15 +248,7 @@ def _has_tokens_first(array: LazyArray) -> bool:
 
 
 def suggest_token_major(source: Source, axes: str | None = None) -> str | None:
-    """What to say where arrays are read as of many heads and few tokens; None where that is nothing odd.
-
-    Parameters
-    ----------
-    source
-        Only its first array is looked at. One that says its axes itself is believed.
-    axes
-        What the caller said of them.
-    """
+    """What to say where arrays are read as of many heads and few tokens; None where that is nothing odd."""
     if source.cache or source.engine_cache or source.token_major or FILE_KEY in source.metadata:
         return None
     if source.axes and axes is None:
@@ -367,13 +324,7 @@ def _iter_chained_chunks(arrays: list[LazyArray], chunk_bytes: int) -> Iterator[
 
 
 def merge_dump_segments(arrays: Sequence[LazyArray]) -> list[LazyArray]:
-    """The same arrays; where all are of KV dumps, and some are pieces of one layer, those joined along the tokens.
-
-    Raises
-    ------
-    SourceError
-        As for `collect_layer_arrays`.
-    """
+    """The same arrays; where all are of KV dumps, and some are pieces of one layer, those joined along the tokens."""
     parsed_names = [parse_conventional_name(array.name) for array in arrays]
     dump_keys = [
         (parsed_name.layer, parsed_name.part) for parsed_name in parsed_names if parsed_name and parsed_name.is_dump
@@ -434,18 +385,7 @@ def check_kv_shapes(layers: Sequence[LayerArray], where: str = "", *, require_sa
 
 
 def require_common_geometry(layers: Sequence[LayerArray], where: str = "") -> tuple[int, int, str]:
-    """``(kv_heads, head_dim, dtype)`` that all layers share.
-
-    Parameters
-    ----------
-    where
-        What errors begin with: `format_input_prefix`.
-
-    Raises
-    ------
-    KvmnnError
-        When they do not, or K and V of a layer differ in shape.
-    """
+    """``(kv_heads, head_dim, dtype)`` that all layers share."""
     check_kv_shapes(layers, where)
     layers_by_geometry: dict[tuple[int, int, str], list[int]] = {}
     for entry in layers:

@@ -66,25 +66,17 @@ _LAYER_WORD_REGEX = re.compile(r"(?:layers?|l|keys?|values?|k|v)?(\d+)", re.IGNO
 
 
 class ConventionalName(NamedTuple):
-    """What a name in `NAME_TEMPLATES` says.
+    """What a name in `NAME_TEMPLATES` says."""
 
-    Parameters
-    ----------
-    part, layer
-        K or V of which layer.
-    order
-        Of the axes.
-    start
-        The first token; 0 where the name does not say.
-    end
-        Behind the last token; None where the name does not say: all but those of KV dumps, where an array may be a run
-        of tokens of several.
-    """
-
+    #: K or V of which layer.
     part: Part
     layer: int
+    #: Of the axes.
     order: AxisOrder
+    #: The first token; 0 where the name does not say.
     start: int = 0
+    #: Behind the last token; None where the name does not say: all but those of KV dumps, where an array may be a run
+    #: of tokens of several.
     end: int | None = None
 
     @property
@@ -111,13 +103,7 @@ def is_indexed_name(name: str) -> bool:
 
 
 def parse_part(where: str, name: str) -> tuple[Part, str]:
-    """K or V by the last word that says so; and the name with that word replaced by ``*``.
-
-    Raises
-    ------
-    SourceError
-        For a name without such a word.
-    """
+    """K or V by the last word that says so; and the name with that word replaced by ``*``."""
     if match := _INDEXED_NAME_REGEX.fullmatch(name):
         return PARTS[int(match["part"])], f"{match['rest']}*"
     for word in reversed(list(_WORD_REGEX.finditer(name))):

@@ -16,39 +16,23 @@ MAX_STATE_NAME_CHARS = 256
 
 @dataclass(frozen=True, kw_only=True)
 class OpaqueState:
-    """One tensor of a layer's state. It is valid at the exact length of the text that it was computed from.
+    """One tensor of a layer's state. It is valid at the exact length of the text that it was computed from."""
 
-    Parameters
-    ----------
-    layer
-        Number of the layer in the model, from 0.
-    name
-        What the engine calls it, unique within the layer: ``"conv_states"``, ``"recurrent_states"``.
-    dtype
-        Type of its elements as the engine calls it, such as ``"bfloat16"``; ``"bytes"`` where nothing tells.
-    shape
-        Lengths of its axes, which the engine gives a meaning; of ``"bytes"`` their number.
-    nbytes
-        Bytes of all elements.
-    reader
-        Returns these bytes, in the order of the axes, little-endian.
-    """
-
+    #: Number of the layer in the model, from 0.
     layer: int
+    #: What the engine calls it, unique within the layer: ``"conv_states"``, ``"recurrent_states"``.
     name: str
+    #: Type of its elements as the engine calls it, such as ``"bfloat16"``; ``"bytes"`` where nothing tells.
     dtype: str
+    #: Lengths of its axes, which the engine gives a meaning; of ``"bytes"`` their number.
     shape: tuple[int, ...]
+    #: Bytes of all elements.
     nbytes: int
+    #: Returns these bytes, in the order of the axes, little-endian.
     reader: Callable[[], bytes] = field(repr=False, compare=False)
 
     def read(self) -> bytes:
-        """Return the bytes.
-
-        Raises
-        ------
-        SourceError
-            Where the file is damaged, or has more or fewer of them than it announced.
-        """
+        """Return the bytes."""
         data = self.reader()
         if len(data) != self.nbytes:
             raise SourceError(

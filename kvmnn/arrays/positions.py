@@ -77,17 +77,7 @@ def describe_gaps(runs_by_layer: Mapping[int, Collection[PositionRuns]]) -> str:
 
 
 def find_window_layers(completeness: Completeness | None, position_map: PositionMap) -> dict[int, Positions]:
-    """Return the positions of layers with a window that contain the last tokens of a text alone.
-
-    Parameters
-    ----------
-    position_map
-        Positions of the tokens of each layer.
-
-    Returns
-    -------
-    Empty where there are none, and where other layers do not contain every token: such a cache was cut.
-    """
+    """Return the positions of layers with a window that contain the last tokens of a text alone."""
     states = {} if completeness is None else {state.layer: state for state in completeness.layers}
     if not position_map or any(positions.ndim != 1 for positions in position_map.values()):
         return {}
@@ -143,11 +133,6 @@ def describe_layer_states(
     """Return a line for each kind of layer, then one for each kind of state that the arrays do not contain.
 
     Models that have full attention in every layer get none.
-
-    Parameters
-    ----------
-    positions
-        Runs of positions by layer, ``(begin, size)``, where they are known.
     """
     if completeness is None:
         return []

@@ -209,13 +209,7 @@ def _merge_source_completeness(merged: Source, sources: Sequence[Source]) -> Com
 
 
 def parse_completeness(metadata: dict[str, str], names: Iterable[str], where: str) -> Completeness | None:
-    """Return the completeness that metadata has for arrays of these names; None where it has none.
-
-    Raises
-    ------
-    ManifestError
-        For malformed text; `where` begins the message.
-    """
+    """Return the completeness that metadata has for arrays of these names; None where it has none."""
     text = metadata.get(COMPLETENESS_KEY)
     return None if text is None else load_completeness_json(text, names, f"{where}: metadata {COMPLETENESS_KEY!r}")
 
@@ -232,12 +226,6 @@ def select_subset_metadata(metadata: dict[str, str]) -> dict[str, str]:
 
 
 def parse_cache_info(metadata: dict[str, str], where: str) -> CacheInfo | None:
-    """The description of a packed cache that travels in metadata; None if there is none.
-
-    Raises
-    ------
-    ManifestError
-        When it is malformed; `where` begins the message.
-    """
+    """The description of a packed cache that travels in metadata; None if there is none."""
     text = metadata.get(cache_info.METADATA_KEY)
     return None if text is None else cache_info.load_cache_info(text, f"{where}: metadata {cache_info.METADATA_KEY!r}")

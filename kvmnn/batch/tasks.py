@@ -93,17 +93,7 @@ class TaskResult:
 
 
 def run_task(work: TaskFunction, task: Task, expected_version: str) -> TaskResult:
-    """Run the work on one task; what it raises becomes the error of the task.
-
-    Parameters
-    ----------
-    work
-        The work.
-    task
-        The task.
-    expected_version
-        Version of kvmnn that submitted the task; a worker with another one fails it.
-    """
+    """Run the work on one task; what it raises becomes the error of the task."""
     start_time = time.perf_counter()
     if get_version() != expected_version:
         return make_failed_result(

@@ -24,26 +24,17 @@ from ..frames import decoder, encoder
 
 @dataclass(frozen=True)
 class BenchCodec:
-    """Something that makes raw bytes smaller and brings them back.
+    """Something that makes raw bytes smaller and brings them back."""
 
-    Parameters
-    ----------
-    name
-        What the table calls it.
-    version
-        Of the package that does the work.
-    encode
-        uint8 array to bytes.
-    decode
-        Those bytes to a buffer equal to the input.
-    count_bytes
-        How many bytes `encode` made.
-    """
-
+    #: What the table calls it.
     name: str
+    #: Of the package that does the work.
     version: str
+    #: uint8 array to bytes.
     encode: Callable[[Chunk], Any]
+    #: Those bytes to a buffer equal to the input.
     decode: Callable[[Any], Any]
+    #: How many bytes `encode` made.
     count_bytes: Callable[[Any], int] = len
 
 

@@ -54,32 +54,22 @@ class DenseOptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DensePlan:
-    """How an array becomes dense streams: one for every three last axes.
+    """How an array becomes dense streams: one for every three last axes."""
 
-    Parameters
-    ----------
-    axes, shape
-        Which these are, and how long.
-    dtype
-        Of the words.
-    part, layer
-        What they are K or V of; None for an array with an axis of layers.
-    rotary, positions
-        Of K: how it was rotated, and where its tokens stand in their text; None for tokens that follow each other.
-    token_ids
-        Of the tokens, where they are known.
-    is_batch
-        Whether the streams are of several texts by turns.
-    """
-
+    #: Which these are, and how long.
     axes: Axes
     shape: tuple[int, ...]
+    #: Of the words.
     dtype: str
+    #: What they are K or V of; None for an array with an axis of layers.
     part: Part
     layer: int | None
+    #: Of K: how it was rotated, and where its tokens stand in their text; None for tokens that follow each other.
     rotary: dense.RopeConfig | None = None
     positions: Positions | None = None
+    #: Of the tokens, where they are known.
     token_ids: Indices | None = None
+    #: Whether the streams are of several texts by turns.
     is_batch: bool = False
 
     @property
@@ -94,13 +84,7 @@ class DensePlan:
 
 
 def plan_arrays(source: Source, options: DenseOptions) -> dict[str, DensePlan]:
-    """How arrays become dense streams, by name; those that are missing stay frames.
-
-    Raises
-    ------
-    OptionError
-        When no array is K or V whose axes are known; when `options` are not for these arrays.
-    """
+    """How arrays become dense streams, by name; those that are missing stay frames."""
     plans: dict[str, DensePlan] = {}
     reason = ""
     for array in source.arrays:
@@ -186,13 +170,7 @@ def _find_token_ids(source: Source, options: DenseOptions) -> Indices | None:
 
 
 def inspect_stream(data: Chunk, array: ArrayEntry, entry: FrameEntry) -> dense.DenseInfo:
-    """What a dense stream says of itself.
-
-    Raises
-    ------
-    FrameError
-        When it is none, or not what the manifest says: the type and the size of its words, and how they lie.
-    """
+    """What a dense stream says of itself."""
     info = dense.inspect(data)
     if info.raw_bytes != entry.raw_bytes:
         raise FrameError(f"holds {info.raw_bytes} bytes, the manifest says {entry.raw_bytes}")
@@ -241,17 +219,11 @@ _CHUNKS_PER_GROUP, _MAX_PREFERRED_GROUPS = 4, 16
 
 
 class LayerGroups(NamedTuple):
-    """How the pieces of arrays that become dense streams are encoded together.
+    """How the pieces of arrays that become dense streams are encoded together."""
 
-    Parameters
-    ----------
-    sizes
-        How many of the next pieces each group has.
-    max_group_bytes
-        Raw bytes of the largest group.
-    """
-
+    #: How many of the next pieces each group has.
     sizes: Sequence[int]
+    #: Raw bytes of the largest group.
     max_group_bytes: int
 
     def collect(self, items: Iterable[T], is_dense: Callable[[T], bool]) -> Iterator[list[T]]:
@@ -331,13 +303,7 @@ def split_into_groups(nbytes: Sequence[int]) -> list[list[int]]:
 
 
 def encode_group(chunks: Sequence[tuple[DensePlan, Chunk]], *, verify: bool) -> list[bytes]:
-    """The streams of a group, each of which decodes alone.
-
-    Raises
-    ------
-    KvmnnError
-        With `verify`, if a stream does not decode to its input, which would be a defect of kvmnn or of the machine.
-    """
+    """The streams of a group, each of which decodes alone."""
     first_plan = chunks[0][0]
     streams = dense.encode_many(
         [_to_head_major(plan, chunk) for plan, chunk in chunks],

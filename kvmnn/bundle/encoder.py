@@ -67,15 +67,7 @@ from .passthrough import (
 
 
 def pair_kv_blocks(arrays: Sequence[LazyArray]) -> list[tuple[int, ...]]:
-    """Indices of K and V of each layer, or of each token range of one, paired by their names.
-
-    Raises
-    ------
-    OptionError
-        When an array has no partner, or holds several layers.
-    SourceError
-        When K and V of a layer differ in type.
-    """
+    """Indices of K and V of each layer, or of each token range of one, paired by their names."""
     pairs: dict[str, dict[Part, int]] = {}
     for index, array in enumerate(arrays):
         try:
@@ -118,17 +110,7 @@ def store_incompressible_raw(
     max_chunk_bytes: int,
     rewrite: Callable[[int], StagedFile],
 ) -> list[ArrayEntry]:
-    """The same arrays; those of a group whose frames together are no smaller than its words are stored raw instead.
-
-    Parameters
-    ----------
-    groups
-        Indices of arrays that are judged together.
-    max_chunk_bytes
-        Most bytes of a piece, as for `LazyArray.iter_chunks`.
-    rewrite
-        Gives the file of an array, emptied.
-    """
+    """The same arrays; those of a group whose frames together are no smaller than its words are stored raw instead."""
     stored_entries = list(entries)
     for group in groups:
         if sum(entries[index].stored_bytes for index in group) >= sum(entries[index].nbytes for index in group):
@@ -172,24 +154,7 @@ _MAX_OPEN_FILES = 16
 def verify_written(
     document: Manifest, manifest_file: StagedFile, files: Mapping[str, StagedFile], threads: int | None
 ) -> None:
-    """Compare what files hold with what was to be written.
-
-    Parameters
-    ----------
-    document
-        The manifest, and so the frames, by their hashes.
-    manifest_file
-        The file of the manifest.
-    files
-        The files of frames, by the names that the manifest has for them.
-    threads
-        None for all processors.
-
-    Raises
-    ------
-    OutputError
-        For the first difference.
-    """
+    """Compare what files hold with what was to be written."""
     for file in (manifest_file, *files.values()):
         file.close()
     try:

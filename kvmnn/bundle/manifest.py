@@ -40,41 +40,27 @@ MAX_PACKED_FILES_BYTES = 64 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class PackedFileEntry:
-    """A packed file.
+    """A packed file."""
 
-    Parameters
-    ----------
-    layer, part
-        What it is K or V of.
-    nbytes, sha256
-        Of the file.
-    room
-        Name of the array that has all bytes of the file, those of live rows zero; None where they are all zero.
-    is_state
-        Whether the file holds no K or V, but state of another kind, all of it in `room`.
-    """
-
+    #: What it is K or V of.
     layer: int
     part: Part
+    #: Of the file.
     nbytes: int
     sha256: str
+    #: Name of the array that has all bytes of the file, those of live rows zero; None where they are all zero.
     room: str | None
+    #: Whether the file holds no K or V, but state of another kind, all of it in `room`.
     is_state: bool = False
 
 
 @dataclass(frozen=True)
 class PackedRecord:
-    """The packed files that frames were made from.
+    """The packed files that frames were made from."""
 
-    Parameters
-    ----------
-    files
-        K and V of each layer by turns.
-    left_out
-        What of the files is not in the frames, as a sentence; empty where they are all there.
-    """
-
+    #: K and V of each layer by turns.
     files: tuple[PackedFileEntry, ...]
+    #: What of the files is not in the frames, as a sentence; empty where they are all there.
     left_out: str = ""
 
     @property
@@ -149,13 +135,7 @@ def dump_packed_record(record: PackedRecord) -> str:
 
 
 def parse_packed_record(metadata: dict[str, str], where: str) -> PackedRecord | None:
-    """The record in metadata; None where there is none.
-
-    Raises
-    ------
-    ManifestError
-        When it is malformed; `where` begins the message.
-    """
+    """The record in metadata; None where there is none."""
     text = metadata.get(PACKED_FILES_KEY)
     if text is None:
         return None
@@ -469,13 +449,7 @@ _ARRAY_DTYPE_REGEX = re.compile(r"[<>|][fiuV][124]")
 
 
 def load_manifest(path: Path) -> Manifest:
-    """Read and check a manifest file.
-
-    Raises
-    ------
-    ManifestError
-        Naming the file and the JSON path of what is wrong.
-    """
+    """Read and check a manifest file."""
     if path.exists() and not path.is_file():  # a FIFO would be waited for
         raise ManifestError(f"{path}: is not a regular file, so it is no manifest")
     try:

@@ -35,20 +35,13 @@ _MAX_BEST_COMPRESSION_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class FilePart:
-    """A run of bytes of the file.
+    """A run of bytes of the file."""
 
-    Parameters
-    ----------
-    nbytes
-        How many.
-    raw
-        The bytes, where they are no array's.
-    arrays
-        Names of arrays and how many bytes each gives by turns; one array gives all its bytes.
-    """
-
+    #: How many.
     nbytes: int
+    #: The bytes, where they are no array's.
     raw: bytes = b""
+    #: Names of arrays and how many bytes each gives by turns; one array gives all its bytes.
     arrays: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -59,36 +52,24 @@ class FilePart:
 
 @dataclass(frozen=True, kw_only=True)
 class PassthroughFile:
-    """A file that is kept whole.
+    """A file that is kept whole."""
 
-    Parameters
-    ----------
-    format
-        What knows how to read it.
-    name
-        That it had, without folders.
-    nbytes, sha256
-        Of the file.
-    parts
-        All of it, in order.
-    kv_heads
-        Of each layer, where the file does not say them and somebody did.
-    room_bytes
-        Bytes of its arrays that are room behind the valid tokens, which frames hardly count.
-    array_room
-        The same of each array that has room, by its name; files of before the first release do not state it.
-    layer_numbers
-        The layer of the model that each of its layers is, where the file does not say it and somebody did.
-    """
-
+    #: What knows how to read it.
     format: str
+    #: That it had, without folders.
     name: str
+    #: Of the file.
     nbytes: int
     sha256: str
+    #: All of it, in order.
     parts: tuple[FilePart, ...]
+    #: Of each layer, where the file does not say them and somebody did.
     kv_heads: tuple[int, ...] | None = None
+    #: Bytes of its arrays that are room behind the valid tokens, which frames hardly count.
     room_bytes: int = 0
+    #: The layer of the model that each of its layers is, where the file does not say it and somebody did.
     layer_numbers: tuple[int, ...] | None = None
+    #: The same of each array that has room, by its name; files of before the first release do not state it.
     array_room: Mapping[str, int] = field(default_factory=dict)
     _part_ends: tuple[int, ...] = field(init=False, repr=False)
 
@@ -119,13 +100,7 @@ class PassthroughFile:
 
 
 def describe_passthrough(bundle_manifest: Manifest, where: str) -> list[str]:
-    """What changes the meaning of the ratio of a bundle, in lines: nothing where no file is kept whole.
-
-    Raises
-    ------
-    ManifestError
-        As `parse_passthrough`.
-    """
+    """What changes the meaning of the ratio of a bundle, in lines: nothing where no file is kept whole."""
     passthrough = parse_passthrough(bundle_manifest.metadata, where)
     if passthrough is None:
         return []
@@ -210,13 +185,7 @@ def build_raw_document(data: bytes) -> dict[str, Any]:
 
 
 def parse_passthrough(metadata: dict[str, str], where: str) -> PassthroughFile | None:
-    """The file that a manifest's metadata describes; None where it describes none.
-
-    Raises
-    ------
-    ManifestError
-        When the description is malformed; `where` begins the message.
-    """
+    """The file that a manifest's metadata describes; None where it describes none."""
     text = metadata.get(FILE_KEY)
     return None if text is None else _parse_passthrough_json(text, f"{where}: metadata {FILE_KEY!r}")
 
@@ -332,14 +301,7 @@ def dump_sidecars(files: Mapping[str, bytes]) -> str:
 
 
 def parse_sidecars(metadata: Mapping[str, str], where: str) -> dict[str, bytes]:
-    """Names of files and their bytes; none where the metadata says none.
-
-    Raises
-    ------
-    ManifestError
-        When the document is malformed, holds more than `MAX_SIDECAR_BYTES` of one, or names others; `where` begins the
-        message.
-    """
+    """Names of files and their bytes; none where the metadata says none."""
     text = metadata.get(SIDECAR_KEY)
     if text is None:
         return {}

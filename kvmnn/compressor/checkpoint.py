@@ -56,36 +56,24 @@ _NESTED_PATHS = (("model_state_dict", "compressor"), ("compressor",))
 
 @dataclass
 class Checkpoint:
-    """An opened checkpoint.
+    """An opened checkpoint."""
 
-    Attributes
-    ----------
-    path, label
-        The file, and what messages call it.
-    kind
-        ``"torch zip"``, ``"torch legacy"`` or ``"safetensors"``.
-    root
-        The saved object: dicts, lists, `TorchTensor`s and plain values; what is not looked at is `OpaqueValue`.
-    size
-        Bytes of the file.
-    pickle_bytes
-        Bytes of its pickles, or of the header of a ``.safetensors`` file.
-    storages
-        All storages, by key.
-    notices
-        What is unusual about the file.
-    metadata
-        ``__metadata__`` of a ``.safetensors`` file.
-    """
-
+    #: The file, and what messages call it.
     path: str
     label: str
+    #: ``"torch zip"``, ``"torch legacy"`` or ``"safetensors"``.
     kind: str
+    #: The saved object: dicts, lists, `TorchTensor`s and plain values; what is not looked at is `OpaqueValue`.
     root: object
+    #: Bytes of the file.
     size: int
+    #: Bytes of its pickles, or of the header of a ``.safetensors`` file.
     pickle_bytes: int
+    #: All storages, by key.
     storages: dict[str, TorchStorage]
+    #: What is unusual about the file.
     notices: list[str] = field(default_factory=list)
+    #: ``__metadata__`` of a ``.safetensors`` file.
     metadata: dict[str, str] = field(default_factory=dict)
 
 
@@ -247,11 +235,6 @@ def convert_elements(tensor: TorchTensor, dtype: DType) -> Elements:
 
     Elements of the same type keep their bits. All others become float32 first and are rounded from there to the
     nearest, ties to even, beyond the range to infinity; float64 is therefore rounded twice, as torch does it.
-
-    Raises
-    ------
-    CheckpointError
-        For a tensor that has no such words; see `check_convertible`.
     """
     if not _has_dtype(tensor, dtype):
         return round_float32(tensor.to_float32(), dtype)
@@ -267,11 +250,6 @@ def check_convertible(tensor: TorchTensor, dtype: DType) -> None:
     """Refuse what the published converter cannot write, although the elements can be read.
 
     torch hands a tensor with the negation bit to numpy only after it had a reason to copy it: another type, or strides.
-
-    Raises
-    ------
-    CheckpointError
-        For a contiguous tensor of the type `dtype` with the negation bit.
     """
     if tensor.is_negated and tensor.is_contiguous and _has_dtype(tensor, dtype):
         raise CheckpointError(

@@ -61,20 +61,7 @@ class WeightsExportResult(Record):
 def iter_named_tensors(
     file: WeightFile, prefixes: tuple[str, ...] | None = None, slots: tuple[int, ...] | None = None
 ) -> Iterator[tuple[str, Elements]]:
-    """``(name, words)`` of every weight and bias, as a checkpoint calls them.
-
-    Parameters
-    ----------
-    prefixes
-        Compressors in the order of the file; None takes the runtime's.
-    slots
-        The three Linear layers of each; None takes 0, 3 and 6.
-
-    Raises
-    ------
-    KvmnnError
-        When the names do not go with the number of blocks.
-    """
+    """``(name, words)`` of every weight and bias, as a checkpoint calls them."""
     blocks = file.header.weight_count_per_layer
     prefixes, slots = prefixes or infer_prefixes(file), slots or DEFAULT_SLOTS
     if blocks != len(prefixes) * SLOTS_PER_PREFIX or len(set(prefixes)) < len(prefixes) or len(set(slots)) < len(slots):

@@ -35,59 +35,40 @@ _NUM_HEAD_BYTES = 64
 
 @dataclass(frozen=True)
 class WeightInfo(Record):
-    """One weight with its bias.
+    """One weight with its bias."""
 
-    Attributes
-    ----------
-    layer, name
-        Which: the name is what a checkpoint calls it, in the runtime's order of prefixes and slots.
-    shape
-        ``(rows, cols)``.
-    bias
-        Whether it has one.
-    dtype
-        Type of the elements.
-    minimum, maximum, mean, std
-        Of the finite elements, bias included; None where there are none.
-    non_finite
-        Elements that are infinite or no number.
-    """
-
+    #: Which: the name is what a checkpoint calls it, in the runtime's order of prefixes and slots.
     layer: int
     name: str
+    #: ``(rows, cols)``.
     shape: tuple[int, int]
+    #: Whether it has one.
     bias: bool
+    #: Type of the elements.
     dtype: str
+    #: Of the finite elements, bias included; None where there are none.
     minimum: float | None
     maximum: float | None
     mean: float | None
     std: float | None
+    #: Elements that are infinite or no number.
     non_finite: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ContentsInfo:
-    """What both kinds of account have.
+    """What both kinds of account have."""
 
-    Attributes
-    ----------
-    path
-        The file.
-    header, metadata
-        As they are, or as `convert` would write them.
-    rows
-        The weights.
-    parts
-        Bytes by what they are for; they add up to `size`.
-    size
-        Bytes of the file.
-    """
-
+    #: The file.
     path: str
+    #: As they are, or as `convert` would write them.
     header: WeightFileHeader
     metadata: bytes
+    #: The weights.
     rows: list[WeightInfo]
+    #: Bytes by what they are for; they add up to `size`.
     parts: dict[str, int]
+    #: Bytes of the file.
     size: int
 
     def _build_contents(self) -> dict[str, Any]:
@@ -261,13 +242,7 @@ def _iter_file_rows(file: WeightFile) -> Iterator[WeightInfo]:
 
 
 def inspect_checkpoint(checkpoint: Checkpoint, options: ConvertOptions) -> CheckpointInfo:
-    """Account for a checkpoint.
-
-    Raises
-    ------
-    CheckpointError
-        When it holds no compressor.
-    """
+    """Account for a checkpoint."""
     with prefix_errors(checkpoint.label):
         selection = select_tensors(checkpoint.root, options)
         rows = list(_iter_checkpoint_rows(checkpoint.label, selection))

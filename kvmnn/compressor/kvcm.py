@@ -88,34 +88,25 @@ MAX_U32 = 0xFFFF_FFFF
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFileHeader(Record):
-    """The 44 bytes at the start; fields are named as in the format's own document.
-
-    Parameters
-    ----------
-    dtype_code
-        0 fp16, 1 bf16, 2 fp32: the type of all weights and biases.
-    num_layers, weight_count_per_layer
-        How many blocks follow; biases are not counted.
-    num_heads, head_dim, hidden_size
-        For information; 0 means that the file does not say. `hidden_size` is the width of the first Linear layer,
-        head_dim x compression_factor, and not the hidden size of the model.
-    compression_factor, min_seq_len
-        Tokens that become one, and the least number of such groups that is compressed at all.
-    metadata_size_bytes
-        Bytes between the header and the first block.
-    """
+    """The 44 bytes at the start; fields are named as in the format's own document."""
 
     magic: int = MAGIC
     version: int = VERSION
+    #: 0 fp16, 1 bf16, 2 fp32: the type of all weights and biases.
     dtype_code: int
     reserved: int = 0
+    #: How many blocks follow; biases are not counted.
     num_layers: int
+    #: For information; 0 means that the file does not say. `hidden_size` is the width of the first Linear layer,
+    #: head_dim x compression_factor, and not the hidden size of the model.
     num_heads: int = 0
     head_dim: int = 0
     hidden_size: int = 0
+    #: Tokens that become one, and the least number of such groups that is compressed at all.
     compression_factor: int
     min_seq_len: int = 2
     weight_count_per_layer: int
+    #: Bytes between the header and the first block.
     metadata_size_bytes: int = 0
 
     @property
@@ -124,13 +115,7 @@ class WeightFileHeader(Record):
         return DTYPES[self.dtype_code]
 
     def pack(self) -> bytes:
-        """The 44 bytes.
-
-        Raises
-        ------
-        KvmnnError
-            For a number that its field cannot hold.
-        """
+        """The 44 bytes."""
         for name, value in self.to_dict().items():
             limit = 0xFFFF if name in ("dtype_code", "reserved") else MAX_U32
             if not 0 <= value <= limit:
@@ -147,24 +132,16 @@ FIELD_OFFSETS = dict(
 
 @dataclass(frozen=True, eq=False)
 class WeightBlock:
-    """One Linear layer: ``y = x @ weight.T + bias``.
+    """One Linear layer: ``y = x @ weight.T + bias``."""
 
-    Parameters
-    ----------
-    layer, index
-        Which block: `index` counts within the layer, prefix by prefix and slot by slot.
-    offset
-        Where the block begins in the file (bytes).
-    weight
-        ``[rows, cols]`` (out, in) words as stored: float16, float32, or uint16 for bf16; a view, possibly unaligned.
-    bias
-        ``[rows]`` words, or None.
-    """
-
+    #: Which block: `index` counts within the layer, prefix by prefix and slot by slot.
     layer: int
     index: int
+    #: Where the block begins in the file (bytes).
     offset: int
+    #: ``[rows, cols]`` (out, in) words as stored: float16, float32, or uint16 for bf16; a view, possibly unaligned.
     weight: Elements
+    #: ``[rows]`` words, or None.
     bias: Elements | None
 
     @property
@@ -218,13 +195,7 @@ _MAX_JSON_BYTES = 1 << 20
 
 
 def pack_metadata(entries: Mapping[str, str] | bytes) -> bytes:
-    """The bytes that hold `entries`, in their order; none for none. Bytes stay what they are.
-
-    Raises
-    ------
-    KvmnnError
-        For what is no text, or text that UTF-8 cannot hold.
-    """
+    """The bytes that hold `entries`, in their order; none for none. Bytes stay what they are."""
     if isinstance(entries, bytes):
         return entries
     if not entries:
@@ -541,21 +512,8 @@ def write_weight_file(
 
     Parameters
     ----------
-    header
-        Its `metadata_size_bytes` must be the length of `metadata`.
     blocks
         ``(weight [rows, cols], bias [rows] or None)`` in file order, words of ``header.dtype``.
-    allow_empty
-        Write weights without elements too, which no loader takes.
-
-    Returns
-    -------
-    Bytes written.
-
-    Raises
-    ------
-    KvmnnError
-        For blocks that do not fit the header or that no loader would take.
     """
     if header.metadata_size_bytes != len(metadata):
         raise KvmnnError(f"metadata has {len(metadata)} bytes, the header says {header.metadata_size_bytes}")

@@ -29,20 +29,13 @@ MAX_NUM_HEADS = 512
 
 
 class LintFinding(NamedTuple):
-    """Something about a weight file.
+    """Something about a weight file."""
 
-    Attributes
-    ----------
-    reason
-        Code; docs/compressor-weights.md lists them.
-    text
-        What and where, what was found, what was expected.
-    is_error
-        False for what a verifier only warns of.
-    """
-
+    #: Code; docs/compressor-weights.md lists them.
     reason: str
+    #: What and where, what was found, what was expected.
     text: str
+    #: False for what a verifier only warns of.
     is_error: bool = True
 
 
@@ -62,17 +55,11 @@ class HasShape(Protocol):
 
 @dataclass(frozen=True)
 class WeightFilePlan:
-    """A weight file that is not written yet.
+    """A weight file that is not written yet."""
 
-    Parameters
-    ----------
-    header
-        What it will begin with.
-    blocks
-        Of each block in file order: rows, columns, and whether it has a bias.
-    """
-
+    #: What it will begin with.
     header: WeightFileHeader
+    #: Of each block in file order: rows, columns, and whether it has a bias.
     blocks: Sequence[tuple[int, int, bool]]
 
     def get_placement(self, layer: int, index: int, /) -> BlockPlacement:

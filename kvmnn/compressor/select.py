@@ -90,32 +90,22 @@ class LinearBlock(NamedTuple):
 
 @dataclass
 class TensorSelection:
-    """The blocks of a weight file, in order, and the header that fits them.
+    """The blocks of a weight file, in order, and the header that fits them."""
 
-    Attributes
-    ----------
-    header, linears, metadata
-        What is written.
-    prefixes
-        The compressors, fewer than asked for where the checkpoint is found to be text-only.
-    warnings
-        What may surprise; nothing that stops a conversion.
-    notices
-        Extensions that were needed.
-    unused_keys
-        Keys beside those that are used.
-    mismatched_biases
-        Biases of another length than their weight has rows, which are left out: by the name of the Linear layer, the
-        length and the number of rows.
-    """
-
+    #: What is written.
     header: WeightFileHeader
     linears: list[LinearBlock]
+    #: The compressors, fewer than asked for where the checkpoint is found to be text-only.
     prefixes: tuple[str, ...]
     metadata: bytes = b""
+    #: What may surprise; nothing that stops a conversion.
     warnings: list[str] = field(default_factory=list)
+    #: Extensions that were needed.
     notices: list[str] = field(default_factory=list)
+    #: Keys beside those that are used.
     unused_keys: list[str] = field(default_factory=list)
+    #: Biases of another length than their weight has rows, which are left out: by the name of the Linear layer, the
+    #: length and the number of rows.
     mismatched_biases: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
@@ -145,24 +135,7 @@ class TensorSelection:
 
 
 def select_tensors(root: object, options: ConvertOptions) -> TensorSelection:
-    """Find the compressor in a checkpoint's object and lay out the weight file.
-
-    Parameters
-    ----------
-    root
-        The object: `checkpoint.Checkpoint.root`.
-    options
-        See there.
-
-    Raises
-    ------
-    CheckpointError
-        When there is no compressor, or weights of it are missing or have no use.
-    KvmnnError
-        For options that no header holds.
-    LimitError
-        When the file would be larger than `MAX_WEIGHT_FILE_BYTES`.
-    """
+    """Find the compressor in a checkpoint's object and lay out the weight file."""
     check_options(options)
     keys, notices = _locate_compressor(root, options)
     first_error: KvmnnError | None = None
@@ -189,13 +162,7 @@ def select_tensors(root: object, options: ConvertOptions) -> TensorSelection:
 
 
 def check_options(options: ConvertOptions) -> None:
-    """Refuse options that fit no checkpoint.
-
-    Raises
-    ------
-    KvmnnError
-        Unless there are three slots and a known dtype.
-    """
+    """Refuse options that fit no checkpoint."""
     parse_dtype(options.dtype)
     if len(options.slots) != SLOTS_PER_PREFIX:
         raise KvmnnError(f"slot order {list(options.slots)} has {len(options.slots)} entries: expected 3")

@@ -109,14 +109,7 @@ class RowDecoder:
     def decode(
         self, stream: Bytes | bytes, checksum: int, begin: int, tokens: int, *, history: int = 0, tables: Any = None
     ) -> bool:
-        """Decode a stream of `tokens` rows to the rows from `begin` on.
-
-        Returns
-        -------
-        bool
-            False if the stream is not of method 2, has another checksum, refers to more than `history` rows, or does
-            not decode with these tables. `decode_into` then decodes it or raises the error.
-        """
+        """Decode a stream of `tokens` rows to the rows from `begin` on."""
         return self._destination.decode(stream, checksum, to_table_set(tables), begin, tokens, history)
 
 

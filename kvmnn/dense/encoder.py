@@ -154,12 +154,6 @@ def encode_next(
     rows
         ``[token, kv_head, head_dim]``, contiguous, native and aligned, within the limits of `encode`; the first
         `num_history_rows` are history, at most 256.
-    reference_hints
-        The hints that the previous array returned.
-    rotary
-        Only without tables, which contain it.
-    frame_trial_min_bytes
-        A stream of more bytes is compared with a frame, and the smaller one is returned.
     """
     table_set = to_table_set(tables)
     rotation = rotary.rotation if rotary is not None else None

@@ -58,15 +58,7 @@ class DenseHeader:
 
 
 def read_header(stream: Any, max_bytes: int | None = None) -> DenseHeader:
-    """Read and validate the header of a stream.
-
-    Raises
-    ------
-    FrameError
-        If the bytes are not a dense stream, or are truncated.
-    LimitError
-        If the raw data exceeds `max_bytes`.
-    """
+    """Read and validate the header of a stream."""
     check_byte_order()
     data = as_raw_bytes(stream, "stream")
     if data.size < HEADER_BYTES or data[:4].tobytes() != MAGIC:

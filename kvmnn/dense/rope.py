@@ -251,28 +251,15 @@ _PI_FRACTION = Fraction("3.14159265358979323846264338327950288419716939937510")
 
 @dataclass(frozen=True, eq=False)
 class RopeFrequencies:
-    """How K of one layer is rotated.
+    """How K of one layer is rotated."""
 
-    Parameters
-    ----------
-    dims
-        Elements of each head that are rotated, the first ones; even.
-    pairing
-        ``"half"`` or ``"interleaved"``, as of `RopeConfig`.
-    turns
-        uint64 ``[dims / 2]``: turns a position of each pair, times 2^64.
-    label
-        A description such as ``"theta=10000,dims=64"``.
-
-    Raises
-    ------
-    KvmnnError
-        If the pairing is unknown, or the number of frequencies does not match `dims`.
-    """
-
+    #: Elements of each head that are rotated, the first ones; even.
     dims: int
+    #: ``"half"`` or ``"interleaved"``, as of `RopeConfig`.
     pairing: str
+    #: uint64 ``[dims / 2]``: turns a position of each pair, times 2^64.
     turns: npt.NDArray[np.uint64]
+    #: A description such as ``"theta=10000,dims=64"``.
     label: str
 
     def __post_init__(self) -> None:

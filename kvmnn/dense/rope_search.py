@@ -130,21 +130,7 @@ def rate_rotations(
     *,
     dtype: str | None = None,
 ) -> list[int]:
-    """Rate rotations of K by how similar its rows become without them.
-
-    Parameters
-    ----------
-    array, positions, dtype
-        As for `search_rope`.
-    ropes
-        Rotations of at most head_dim dims each; None for no rotation.
-
-    Returns
-    -------
-    list of int
-        For each rotation the number of elements that the preceding row predicts; compare them by `is_clearly_better`.
-        Empty if there are too few tokens.
-    """
+    """Rate rotations of K by how similar its rows become without them."""
     element_type, row_positions, span = _prepare_sampling(array, positions, dtype)
     if not span.size:
         return []
@@ -191,15 +177,7 @@ class RopeSearch:
 
 
 def is_rotation_clearly_smaller(rotary: RopeConfig, array: Elements, positions: Any, dtype: str | None) -> bool:
-    """Return whether rows become so similar without this rotation that a stream with it is surely smaller.
-
-    Parameters
-    ----------
-    rotary, array, dtype
-        As for `encode`.
-    positions
-        As for `encode`; positions of history may come first.
-    """
+    """Return whether rows become so similar without this rotation that a stream with it is surely smaller."""
     if positions is not None:
         positions = np.asarray(positions)[-array.shape[1] :]
     element_type, row_positions, span = _prepare_sampling(array, positions, dtype)

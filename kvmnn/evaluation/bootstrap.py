@@ -30,22 +30,6 @@ def compute_paired_interval(
     Documents are drawn with replacement, each with its pair; the bounds are percentiles of the weighted means of
     `resamples` draws. The same seed draws the same documents whatever is compared, so intervals of several
     configurations belong to the same draws.
-
-    Parameters
-    ----------
-    differences
-        One for each document.
-    weights
-        Tokens of each document, so that the mean is that over tokens.
-    seed
-        Of the draws.
-    resamples, level
-        Number of draws, and the share of them that lies within the bounds.
-
-    Returns
-    -------
-    tuple
-        Mean, low, high. With fewer than two documents there is no interval: None.
     """
     values, sizes = np.asarray(differences, np.float64), np.asarray(weights, np.float64)
     mean = float((values * sizes).sum() / sizes.sum())

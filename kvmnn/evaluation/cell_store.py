@@ -37,15 +37,7 @@ def compute_cell_key(
     settings: EvaluationSettings,
     extra: Mapping[str, object],
 ) -> str:
-    """The digest under which a cell is stored.
-
-    Parameters
-    ----------
-    kind
-        Of the cell.
-    extra
-        What else this kind depends on.
-    """
+    """The digest under which a cell is stored."""
     description = {
         "numbers": NUMBERS_VERSION,
         "kind": kind,
@@ -66,13 +58,6 @@ class CellStore(KeyedJournal):
     ----------
     path
         File of cells; made where it is not there, continued where it is. None: memory only.
-
-    Raises
-    ------
-    SourceError
-        For a file that holds something else, or cannot be read.
-    OutputError
-        Where another run is writing it, and from `put` when it cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:

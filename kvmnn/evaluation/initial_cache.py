@@ -52,28 +52,8 @@ def match_layout(
 
     Parameters
     ----------
-    start
-        What texts begin with. With ``undo=("none",)`` it is taken as it is.
-    model
-        The model.
     ids
         Token ids of a text that begins with those of the start: int64 ``[token]``.
-    settings
-        How the model runs.
-
-    Returns
-    -------
-    Start
-        The same one, or with ``undo=("auto",)`` and where something has to be undone another one, which the caller
-        closes.
-
-    Raises
-    ------
-    OptionError
-        For K or V in an order that is not the model's where nobody asked to undo it, and where what was asked for does
-        not make them the model's.
-    SourceError
-        For K or V that nothing makes roundings of the model's own.
     """
     if start.inverted_transforms == UNDO_NONE:
         return start

@@ -45,14 +45,9 @@ _RESET_PATH = Path("/proc/self/clear_refs")
 
 @dataclass(frozen=True)
 class MemoryBaseline:
-    """Where a measurement of memory begins.
+    """Where a measurement of memory begins."""
 
-    Attributes
-    ----------
-    resident_bytes : int or None
-        Bytes resident then; None where the system does not say.
-    """
-
+    #: Bytes resident then; None where the system does not say.
     resident_bytes: int | None
 
     def read_peak(self) -> int | None:
@@ -95,21 +90,7 @@ FrameType = Literal["fp16", "fp32"]
 
 
 def measure_frame_sizes(layers: Iterable[LayerCache], dtype: FrameType = "fp16", threads: int = 1) -> FrameSizeStats:
-    """Encode K and V of every layer, decode the frames, compare, and count.
-
-    Parameters
-    ----------
-    layers
-        The live tokens of a cache.
-    dtype
-        ``"fp16"``: as an engine holds it, words of an fp32 cache rounded to nearest (beyond 65,504 to infinity).
-        ``"fp32"``: the words of an fp32 cache as they are; an fp16 cache stays fp16.
-
-    Raises
-    ------
-    FrameError
-        If a frame does not decode to the words it was made of.
-    """
+    """Encode K and V of every layer, decode the frames, compare, and count."""
     full_bytes = kept_bytes = frame_bytes = 0
     is_rounded = False
     name = dtype
@@ -203,15 +184,7 @@ _BLOCK_ELEMENTS = 1 << 20
 def measure_distances(
     start: Sequence[LayerCache], computed_layers: Sequence[LayerCache]
 ) -> Iterator[LayerDistanceStats]:
-    """Of every layer K, then V, at the positions that the start holds.
-
-    Parameters
-    ----------
-    start
-        K and V from elsewhere, in the model's dtype.
-    computed_layers
-        All tokens of the same text.
-    """
+    """Of every layer K, then V, at the positions that the start holds."""
     for start_layer, computed in zip(start, computed_layers, strict=True):
         for part in PARTS:
             distance = measure_distance(start_layer, computed, part, ())
@@ -288,35 +261,21 @@ class UnsupportedConfigurationError(KvmnnError):
 
 @dataclass
 class CellMeasurer:
-    """Cells of one model, one after the other.
+    """Cells of one model, one after the other."""
 
-    Parameters
-    ----------
-    model
-        Path of the model.
-    settings
-        How.
-    start
-        Directory of K and V that texts begin with (`kvmnn.lm.warm_start`), where they do.
-    is_fresh_process
-        Whether this process does nothing else, so that its peak memory means something.
-    """
-
+    #: Path of the model.
     model: str
+    #: How.
     settings: EvaluationSettings
+    #: Directory of K and V that texts begin with (`kvmnn.lm.warm_start`), where they do.
     start: str | None = None
+    #: Whether this process does nothing else, so that its peak memory means something.
     is_fresh_process: bool = False
     _sessions: dict[tuple[bool, bool], DecoderSession] = field(default_factory=dict)
     _prefixes: tuple[PrefixStore, str, dict[str, object]] | None = None
 
     def create_runner(self, configuration: Configuration, document: Document) -> Runner:
-        """A model ready for a document, its policy drawing from a generator of the document's own.
-
-        Raises
-        ------
-        RefusedError
-            Where the model cannot run the configuration.
-        """
+        """A model ready for a document, its policy drawing from a generator of the document's own."""
         generator_seed = (self.settings.seed, int(document.sha256[:12], 16))
         policy = configuration.create_policy(generator_seed)
         try:

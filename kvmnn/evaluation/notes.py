@@ -155,13 +155,7 @@ def _describe_no_eviction(
 
 
 def group_by_reason(reasons: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Return one sentence for each reason, after the labels of all rows that have it.
-
-    Parameters
-    ----------
-    reasons
-        Labels, each with what is to be said of its row.
-    """
+    """Return one sentence for each reason, after the labels of all rows that have it."""
     labels: dict[str, list[str]] = {}
     for label, reason in reasons:
         labels.setdefault(reason, []).append(label)

@@ -16,17 +16,11 @@ CellKind = Literal["score", "seed", "timing"]
 
 @dataclass
 class LossSums(Record):
-    """What scored tokens add up to.
+    """What scored tokens add up to."""
 
-    Attributes
-    ----------
-    tokens, hits : int
-        Scored tokens, and those that were the most probable one.
-    nll : float
-        Negative log-probabilities in nats, float64.
-    """
-
+    #: Scored tokens, and those that were the most probable one.
     tokens: int = 0
+    #: Negative log-probabilities in nats, float64.
     nll: float = 0.0
     hits: int = 0
 
@@ -82,31 +76,22 @@ class ScoreCell(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectCell(Record):
-    """One document by the definition of a preset's project.
+    """One document by the definition of a preset's project."""
 
-    Attributes
-    ----------
-    weight, weighted_nll
-        Their quotient is the loss in nats.
-    hits, scored_tokens, text_tokens
-        Tokens.
-    chunks_left_out : int or None
-        In chunks only.
-    seconds, ttft_seconds, tpot_seconds
-        The last two token by token only.
-    final_cache_tokens : int
-        Of one layer.
-    """
-
+    #: Their quotient is the loss in nats.
     weight: int
     weighted_nll: float
+    #: Tokens.
     hits: int
     scored_tokens: int
     text_tokens: int
+    #: In chunks only.
     chunks_left_out: int | None = field(default=None, metadata={"omit": True})
+    #: The last two token by token only.
     seconds: float
     ttft_seconds: float | None = field(default=None, metadata={"omit": True})
     tpot_seconds: float | None = field(default=None, metadata={"omit": True})
+    #: Of one layer.
     final_cache_tokens: int
 
 
@@ -124,29 +109,20 @@ class ProjectTimes(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class TimingCell(Record):
-    """How fast the model answers.
+    """How fast the model answers."""
 
-    Attributes
-    ----------
-    ttft_seconds : float
-        From the first piece of the prompt to the logits of its last token.
-    tpot_seconds : float or None
-        Mean of the steps after it, each of one token of the text and so the same for every policy.
-    attention_seconds : float or None
-        Of each of those steps, the attention of all layers (`kvmnn.lm.onnx.profile.AttentionTime`).
-    no_attention : str or None
-        Why it is not known, where there were such steps.
-    project : ProjectTimes or None
-        By the definition of a preset's project (JSON: ``as_seed``).
-    """
-
+    #: From the first piece of the prompt to the logits of its last token.
     ttft_seconds: float
+    #: Mean of the steps after it, each of one token of the text and so the same for every policy.
     tpot_seconds: float | None
     prompt_tokens: int
     decoded_tokens: int
     repeats: int
+    #: Of each of those steps, the attention of all layers (`kvmnn.lm.onnx.profile.AttentionTime`).
     attention_seconds: float | None = field(default=None, metadata={"omit": True})
+    #: Why it is not known, where there were such steps.
     no_attention: str | None = field(default=None, metadata={"omit": True})
+    #: By the definition of a preset's project (JSON: ``as_seed``).
     project: ProjectTimes | None = field(default=None, metadata={"key": "as_seed", "omit": True})
 
 
@@ -169,13 +145,7 @@ def read_cell(kind: Literal["timing"], document: object, where: str) -> TimingCe
 @overload
 def read_cell(kind: CellKind, document: object, where: str) -> Cell: ...
 def read_cell(kind: CellKind, document: object, where: str) -> Cell:
-    """A cell from its `to_dict`.
-
-    Raises
-    ------
-    SourceError
-        For what is no cell of this kind.
-    """
+    """A cell from its `to_dict`."""
     if kind == "score":
         return ScoreCell.from_dict(document, where)
     if isinstance(document, Mapping) and "refused" in document:

@@ -59,24 +59,16 @@ class BootstrapInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSettingsInfo(EvaluationSettings):
-    """Settings, and what else the numbers depend on.
+    """Settings, and what else the numbers depend on."""
 
-    Attributes
-    ----------
-    jobs : int
-        Processes at a time.
-    numbers_version : int
-        Of the way in which kvmnn computes them.
-    process_peak : str
-        What `ResultRow.process_peak_bytes` means.
-    timing_prompt_piece, timing_decoded : int
-        Tokens of the timed prompt that are fed at once, and tokens fed one by one after it.
-    """
-
+    #: Processes at a time.
     jobs: int
+    #: Of the way in which kvmnn computes them.
     numbers_version: int
     bootstrap: BootstrapInfo
+    #: What `ResultRow.process_peak_bytes` means.
     process_peak: str
+    #: Tokens of the timed prompt that are fed at once, and tokens fed one by one after it.
     timing_prompt_piece: int
     timing_decoded: int
 

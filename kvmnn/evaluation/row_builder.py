@@ -18,20 +18,13 @@ from .settings import FULL_POLICY, Configuration, EvaluationSettings, ProjectDef
 
 @dataclass(frozen=True)
 class ConfigurationCells:
-    """All cells of a configuration.
+    """All cells of a configuration."""
 
-    Parameters
-    ----------
-    score_cells
-        Of each document.
-    project_cells
-        Of each document by the definition of the preset's project; None where nobody asked.
-    timing_cell
-        Of the first document; None where nobody timed.
-    """
-
+    #: Of each document.
     score_cells: Sequence[ScoreCell]
+    #: Of each document by the definition of the preset's project; None where nobody asked.
     project_cells: Sequence[ProjectCell | RefusedCell] | None = None
+    #: Of the first document; None where nobody timed.
     timing_cell: TimingCell | RefusedCell | None = None
 
 
@@ -43,15 +36,7 @@ def build_row(
     settings: EvaluationSettings,
     start: str | None = None,
 ) -> ResultRow:
-    """The row of a configuration.
-
-    Parameters
-    ----------
-    full_cells
-        Cells of the full cache, document by document.
-    start
-        What the evaluation's start is called, where the configuration goes on from it.
-    """
+    """The row of a configuration."""
     cells = configuration_cells.score_cells
     options = configuration.list_options()
     total_sums, tail_sums = _sum_losses([cell.every for cell in cells]), _sum_losses([cell.deep for cell in cells])

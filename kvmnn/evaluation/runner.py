@@ -194,18 +194,7 @@ class EvaluationRun:
     start: InitialCache | None = None
 
     def to_result(self, plan: EvaluationPlan, store: CellStore, refusal_reasons: Mapping[str, str]) -> EvaluationResult:
-        """The result, once every cell of the plan is in the store.
-
-        Parameters
-        ----------
-        refusal_reasons
-            Reasons, by the identity of the configuration.
-
-        Raises
-        ------
-        KvmnnError
-            Where a cell is not there.
-        """
+        """The result, once every cell of the plan is in the store."""
         cells_by_index = {
             number: _read_cells(plan, store, number)
             for number, entry in enumerate(self.configurations)

@@ -51,38 +51,25 @@ class StepRunner(Protocol):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CachedScores:
-    """The beginning of a text that need not be computed.
+    """The beginning of a text that need not be computed."""
 
-    Parameters
-    ----------
-    tokens
-        Fed, of whole steps.
-    layers
-        K and V of them.
-    nll, hits
-        ``[token]``: what `compute_nll` gives for the token behind each.
-    """
-
+    #: Fed, of whole steps.
     tokens: int
+    #: K and V of them.
     layers: Sequence[LayerCache]
+    #: ``[token]``: what `compute_nll` gives for the token behind each.
     nll: npt.NDArray[np.float64]
     hits: npt.NDArray[np.bool_]
 
 
 @dataclass
 class ScoreResult:
-    """One document under one configuration.
+    """One document under one configuration."""
 
-    Attributes
-    ----------
-    every, deep : Sums
-        All tokens, and those fed at `tail_start` or later.
-    seconds : float
-        Wall time of feeding: the model and the policy, not the scoring.
-    """
-
+    #: All tokens, and those fed at `tail_start` or later.
     every: LossSums
     deep: LossSums
+    #: Wall time of feeding: the model and the policy, not the scoring.
     seconds: float = 0.0
 
 
@@ -160,30 +147,8 @@ def score_document(
 
     Parameters
     ----------
-    runner
-        Freshly reset, or with the first `num_initial` tokens.
     ids
         int64 ``[1 + tokens]``.
-    chunk
-        Tokens that are fed at once. The lazy policies are told of a chunk's end where it has more than one token, as
-        StreamingLLM + H2O do; token by token they keep their surplus.
-    prompt
-        Tokens of the first step; 0 for `chunk`.
-    tail_start
-        Tokens fed at this position or later are also added up apart.
-    on_step
-        Called after every chunk with the tokens seen so far.
-    num_initial
-        Tokens that the runner holds already; the steps behind them are of `chunk`.
-    cached_scores
-        The steps with which the text begins, where they were computed before.
-    on_scores
-        Called with the logits of each other step, and what `compute_nll` gave for them.
-
-    Raises
-    ------
-    KvmnnError
-        Where a log-probability is not finite, naming the position.
     """
     result = ScoreResult(LossSums(), LossSums())
     for begin, end in list_steps(len(ids) - 1, chunk, prompt, num_initial):
@@ -239,12 +204,8 @@ def measure_by_definition(
 
     Parameters
     ----------
-    runner
-        Freshly reset.
     ids
         int64 ``[token]``, without bos.
-    skipped_layers
-        Layers that the policy never cuts; the final cache size is that of the first other layer.
     """
     if definition.evaluation == "E1":
         return _measure_by_token(runner, ids, skipped_layers)
@@ -316,23 +277,15 @@ def can_use_store(runner: Runner) -> bool:
 
 @dataclass(frozen=True)
 class StoredScores:
-    """What a store has of texts that were scored.
+    """What a store has of texts that were scored."""
 
-    Parameters
-    ----------
-    store
-        Where it is.
-    model
-        The model's fingerprint.
-    run_settings
-        All else that decides the bits of K, V and logits.
-    notes
-        What was wrong in the store.
-    """
-
+    #: Where it is.
     store: PrefixStore
+    #: The model's fingerprint.
     model: str
+    #: All else that decides the bits of K, V and logits.
     run_settings: Mapping[str, Any]
+    #: What was wrong in the store.
     notes: list[str] = field(default_factory=list)
 
     def find_cached(self, runner: Runner, ids: Ids, steps: Sequence[tuple[int, int]]) -> CachedScores | None:
@@ -340,12 +293,8 @@ class StoredScores:
 
         Parameters
         ----------
-        runner
-            Freshly reset, one that `can_use_store`.
         ids
             int64 ``[1 + tokens]``.
-        steps
-            First token of each, and the token behind its last.
         """
         first_step_tokens = steps[0][1]
         if runner.policy.can_evict and first_step_tokens == 1:

@@ -22,23 +22,15 @@ FULL_POLICY = FullCache.name
 
 @dataclass(frozen=True)
 class ProjectDefinition(Record):
-    """How the project that a preset is from measured a configuration (`presets` says what that means).
+    """How the project that a preset is from measured a configuration (`presets` says what that means)."""
 
-    Parameters
-    ----------
-    evaluation
-        ``"E1"``: token by token; ``"E2"``: in chunks.
-    label
-        The project's name for the configuration.
-    chunk
-        Tokens fed at once.
-    speed
-        Whether the project also timed generation (E3).
-    """
-
+    #: ``"E1"``: token by token; ``"E2"``: in chunks.
     evaluation: Literal["E1", "E2"]
+    #: The project's name for the configuration.
     label: str
+    #: Tokens fed at once.
     chunk: int = 1
+    #: Whether the project also timed generation (E3).
     speed: bool = False
 
 

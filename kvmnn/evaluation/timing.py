@@ -33,8 +33,6 @@ def measure_generation_times(runner: Runner, ids: Ids, repeats: int) -> TimingCe
 
     Parameters
     ----------
-    runner
-        Of the configuration.
     ids
         int64 ``[1 + tokens]``. The last `MAX_DECODED_TOKENS` tokens but one are decoded, what lies before is the
         prompt.
@@ -118,22 +116,8 @@ def measure_attention_time(runner: Runner, ids: Ids, open_profiled: OpenProfiled
 
     Parameters
     ----------
-    runner
-        Of the configuration. Its session goes once the prompt is read, and another stands in for it, so that the model
-        is held once.
     ids
         int64 ``[1 + tokens]``, as for `kvmnn.evaluation.timing.generation_times`.
-    open_profiled
-        Opens the same model with a profile; called once the runner has let go of its session.
-
-    Returns
-    -------
-    None where the text is too short for a step.
-
-    Raises
-    ------
-    ModelError
-        Where the attention of the model cannot be told from the rest.
     """
     prompt, decoded_ids = split_prompt(ids)
     if not len(decoded_ids):

@@ -51,23 +51,15 @@ class WorkerMessage(Record):
 
 @dataclass(frozen=True)
 class MissingCell(Record):
-    """A cell to measure.
+    """A cell to measure."""
 
-    Parameters
-    ----------
-    kind
-        Of the cell.
-    key
-        Where it goes (`kvmnn.evaluation.cell_store`).
-    document
-        Which of the task's documents, by index.
-    trace
-        Whether its course is recorded.
-    """
-
+    #: Of the cell.
     kind: CellKind
+    #: Where it goes (`kvmnn.evaluation.cell_store`).
     key: str
+    #: Which of the task's documents, by index.
     document: int
+    #: Whether its course is recorded.
     trace: bool = False
 
 
@@ -122,11 +114,6 @@ def run_task(task: EvaluationTask, measurer: CellMeasurer, advance: AdvanceCallb
     """The task's cells with their keys, each as soon as it is finished.
 
     What the model cannot do by the definition of a project is a cell too, a `RefusedCell`.
-
-    Raises
-    ------
-    RefusedError
-        Where the model cannot run the configuration at all.
     """
     is_first = True
     for cell in task.cells:

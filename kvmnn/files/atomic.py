@@ -201,11 +201,6 @@ class FileOutput(_StagedOutput):
         Replace what exists.
     exclude
         Inputs, which are never replaced, even with `force`.
-
-    Raises
-    ------
-    OutputError
-        From the constructor when the target exists or its directory cannot be written to; from any write.
     """
 
     def __init__(self, target: str | os.PathLike[str], *, force: bool = False, exclude: Iterable[str] = ()) -> None:

@@ -95,11 +95,6 @@ class InputGuard:
     """What is read in a ``with`` block, which fails if some of it has changed meanwhile.
 
     Where the block fails with a `KvmnnError` of its own, a change explains it, and is what is said instead.
-
-    Raises
-    ------
-    SourceError
-        On leaving the block, and from `verify`.
     """
 
     def __init__(self) -> None:

@@ -26,13 +26,7 @@ _BTIME_OFFSET: Final = 80
 
 
 def read_birth_time(path: str) -> int | None:
-    """Return when a file was made (nanoseconds since 1970); None where the system does not tell.
-
-    Raises
-    ------
-    OSError
-        When there is no such file.
-    """
+    """Return when a file was made (nanoseconds since 1970); None where the system does not tell."""
     status = os.stat(path)
     birth_time = getattr(status, "st_birthtime_ns", None) or getattr(status, "st_birthtime", None)
     if birth_time is not None:

@@ -39,13 +39,7 @@ def make_file_names(names: Iterable[str], suffix: str) -> list[str]:
 
 
 def make_member_names(names: Sequence[str], suffix: str, label: str) -> list[str]:
-    """The names of members of an archive for arrays, from which the arrays' own can be told again.
-
-    Raises
-    ------
-    OutputError
-        For a name that is no plain relative path, or that readers of such archives would take for another one.
-    """
+    """The names of members of an archive for arrays, from which the arrays' own can be told again."""
     all_names = set(names)
     for name in names:
         is_plain = not set("\\\0") & set(name) and not PureWindowsPath(name).is_absolute()

@@ -23,11 +23,6 @@ def lock_exclusive(file: IO[bytes], path: Path, process_name: str) -> None:
     """Keep a file for this process until it is closed: two would both append.
 
     Where the system has no such locks, nothing is checked.
-
-    Raises
-    ------
-    OutputError
-        Where another process has it, which is what `process_name` calls it.
     """
     with suppress(ImportError):
         import fcntl
@@ -42,30 +37,20 @@ def lock_exclusive(file: IO[bytes], path: Path, process_name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class JournalFormat:
-    """What the lines of a journal are, and what its messages call them.
+    """What the lines of a journal are, and what its messages call them."""
 
-    Parameters
-    ----------
-    tag, version
-        The first key of every line and its value. Lines of an earlier version are left in the file and not used.
-    process_name
-        What writes it.
-    entry_description
-        What a line is: "a cell of an evaluation".
-    remedy
-        What happens once a damaged line is deleted: "its cell is measured again".
-    skips_damage
-        Whether damaged lines are not used; otherwise they are an error.
-    sync_interval_seconds
-        Seconds between two times that lines are brought to the disk; 0: with every line.
-    """
-
+    #: The first key of every line and its value. Lines of an earlier version are left in the file and not used.
     tag: str
     version: int
+    #: What writes it.
     process_name: str
+    #: What a line is: "a cell of an evaluation".
     entry_description: str
+    #: What happens once a damaged line is deleted: "its cell is measured again".
     remedy: str
+    #: Whether damaged lines are not used; otherwise they are an error.
     skips_damage: bool = False
+    #: Seconds between two times that lines are brought to the disk; 0: with every line.
     sync_interval_seconds: float = 0.0
 
     @property
@@ -103,11 +88,6 @@ class Journal:
     journal_format
         What its lines are.
 
-    Raises
-    ------
-    OutputError
-        Where another process is writing the file, and where it cannot be written.
-
     Attributes
     ----------
     has_torn_line : bool
@@ -132,13 +112,7 @@ class Journal:
             raise
 
     def read_entries(self) -> Iterator[JournalEntry]:
-        """Read the lines in the file.
-
-        Raises
-        ------
-        SourceError
-            For a file of something else, and for a line that was edited, unless damage is skipped.
-        """
+        """Read the lines in the file."""
         self._file.seek(0)
         offset = number = 0
         while line := self._file.readline(_MAX_LINE_BYTES):
@@ -232,13 +206,6 @@ class KeyedJournal:
         The file, as of `Journal`; None: memory only.
     journal_format
         What its lines are: records ``{"key", "value"}``.
-
-    Raises
-    ------
-    SourceError
-        For a file that holds something else, or was edited.
-    OutputError
-        Where another process is writing it, and from `put` where it cannot be written.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, journal_format: JournalFormat) -> None:

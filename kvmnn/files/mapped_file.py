@@ -54,13 +54,6 @@ class MappedFile:
         What the file was when it was first looked at.
     max_bytes
         Most bytes of a pipe or of standard input; None for as many as the disk holds.
-
-    Raises
-    ------
-    SourceError
-        When the file cannot be opened, is a device, or is not what it was.
-    LimitError
-        When a pipe holds more than `max_bytes`.
     """
 
     def __init__(

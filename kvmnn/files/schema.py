@@ -37,19 +37,7 @@ def json_key(
     inline: bool = False,
     omit: bool = False,
 ) -> Callable[[_Getter], _Getter]:
-    """Write a property of a `Record` into its document: below ``@property``, above the function.
-
-    Parameters
-    ----------
-    key
-        Its key; by default its name.
-    before, after
-        The field or property that it precedes or follows; by default it follows those of its class.
-    inline
-        Merge the object that it returns into the document.
-    omit
-        Leave the key out where the value is None.
-    """
+    """Write a property of a `Record` into its document: below ``@property``, above the function."""
 
     def mark(getter: _Getter) -> _Getter:
         vars(getter)["json_key"] = _ComputedKey(key, before, after, inline, omit)
@@ -87,21 +75,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, document: object, label: str = "document", *, complete: bool = False) -> Self:
-        """A record from `to_dict`. Keys that it does not know are ignored.
-
-        Parameters
-        ----------
-        label
-            What messages call the object.
-        complete
-            Whether every key that `to_dict` always writes must be there, its field's default or not: a figure that
-            nobody measured must not become the default.
-
-        Raises
-        ------
-        SourceError
-            For a key that is missing and has no default, and for a value of another type.
-        """
+        """A record from `to_dict`. Keys that it does not know are ignored."""
         if not isinstance(document, Mapping):
             raise _make_error(label, document, "an object")
         values, record_type = {}, cast("Any", cls)
@@ -353,13 +327,7 @@ class JsonReader:
 
 
 def parse_document(text: str | bytes, label: str, max_bytes: int | None = None) -> JsonReader:
-    """The document in `text`, in which no object has a key twice; `label` begins the messages of errors.
-
-    Raises
-    ------
-    ManifestError
-        When it is larger than `max_bytes` (default `MAX_DOCUMENT_BYTES`) or is not valid JSON.
-    """
+    """The document in `text`, in which no object has a key twice; `label` begins the messages of errors."""
     limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
     if len(text) > limit:
         raise ManifestError(f"{label}: is larger than {limit} bytes")
@@ -370,15 +338,7 @@ def parse_document(text: str | bytes, label: str, max_bytes: int | None = None) 
 
 
 def read_bounded(path: Path, max_bytes: int | None = None) -> bytes:
-    """The bytes of a file.
-
-    Raises
-    ------
-    FileNotFoundError, NotADirectoryError
-        Where there is no such file.
-    SourceError
-        Where it cannot be read or holds more than `max_bytes` (default `MAX_DOCUMENT_BYTES`).
-    """
+    """The bytes of a file."""
     limit = MAX_DOCUMENT_BYTES if max_bytes is None else max_bytes
     try:
         with open(path, "rb", opener=_open_nonblocking) as stream:
@@ -403,13 +363,6 @@ def _open_nonblocking(path: str, flags: int) -> int:
 def read_object(path: Path, max_bytes: int | None = None, *, allow_nan: bool = False) -> dict[str, Any]:
     """The JSON object in a file of at most `max_bytes` (default `MAX_DOCUMENT_BYTES`); `allow_nan` as in
     `parse_object`.
-
-    Raises
-    ------
-    FileNotFoundError, NotADirectoryError
-        Where there is no such file.
-    SourceError
-        Where it cannot be read, is larger, or is no JSON object.
     """
     return parse_object(read_bounded(path, max_bytes), str(path), allow_nan=allow_nan)
 

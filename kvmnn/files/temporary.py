@@ -42,11 +42,6 @@ class TemporaryPath:
         Where it lies; None for beside its target.
     is_folder
         Make a folder instead of a file.
-
-    Raises
-    ------
-    OSError
-        When it cannot be made.
     """
 
     def __init__(self, target: Path, *, parent: Path | None = None, is_folder: bool = False) -> None:

@@ -26,15 +26,7 @@ def redact_url(url: str) -> str:
 
 
 def open_file_system(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path in it, without a slash at its end.
-
-    Raises
-    ------
-    MissingDependencyError
-        Without fsspec, or the package that it needs for this kind of URL.
-    OptionError
-        For what is no URL of a file system.
-    """
+    """The fsspec file system of a URL, and the path in it, without a slash at its end."""
     fsspec, label = import_optional("fsspec"), redact_url(url)
     options = {"auto_mkdir": True} if url.startswith(("file:", "local:")) else {}
     try:

@@ -67,15 +67,7 @@ class ZipMember(NamedTuple):
 
 
 class ZipArchive:
-    """The members of an archive, in the order of its directory, and its comment.
-
-    Raises
-    ------
-    ZipError
-        For a file that is cut off, damaged, no zip archive, or one whose members overlap.
-    LimitError
-        For more than `MAX_ENTRIES` members.
-    """
+    """The members of an archive, in the order of its directory, and its comment."""
 
     def __init__(self, file: MappedFile) -> None:
         self.file = file
@@ -85,15 +77,7 @@ class ZipArchive:
         self._check_overlap()
 
     def locate_data(self, member: ZipMember) -> tuple[int, int]:
-        """Where a member's data lies (offset and bytes), once its local header agrees with the directory.
-
-        Raises
-        ------
-        ZipError
-            When the two differ, or the member is encrypted or packed by another method than deflate.
-        LimitError
-            When it claims more than its bytes can hold.
-        """
+        """Where a member's data lies (offset and bytes), once its local header agrees with the directory."""
         label = member.label
         if member.flags & _FLAG_ENCRYPTED:
             raise ZipError(f"{label} is encrypted")

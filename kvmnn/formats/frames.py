@@ -21,13 +21,7 @@ from ..files.schema import Record
 
 
 def make_frame_source(frames: FrameSet, options: DecodeOptions, *, check: bool = True) -> Source:
-    """Frames as a source: each array is decoded when its pieces are asked for.
-
-    Parameters
-    ----------
-    check
-        Compare the hashes of the manifest; False leaves them to a caller that hashes what becomes of the arrays.
-    """
+    """Frames as a source: each array is decoded when its pieces are asked for."""
     arrays = [_make_frame_array(frames, entry, options, check) for entry in frames.arrays]
     metadata = dict(frames.document.metadata) if frames.document else {}
     return Source(arrays, metadata, inputs=(frames.path,), opened_files=tuple(frames.files))
@@ -133,11 +127,6 @@ def read_encode_options(frames: FrameSet) -> EncodeOptions:
     """What the manifest says that frames were encoded with; the defaults where there is none.
 
     Predictors of their own for K and V are not in a manifest: both have all of them then.
-
-    Raises
-    ------
-    ManifestError
-        For an effort, a codec or a predictor that there is not.
     """
     document: Manifest | None = frames.document  # of dense streams alone it says no effort
     if document is None or document.effort is None:

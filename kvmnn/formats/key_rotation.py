@@ -32,17 +32,11 @@ _RADIANS_PER_PHASE_UNIT = 2 * np.pi / 2.0**64
 
 @dataclass
 class RotationErrorStats(Record):
-    """How far the written K is from the exact rotation of the K that was read.
+    """How far the written K is from the exact rotation of the K that was read."""
 
-    Attributes
-    ----------
-    max_abs_error
-        The largest absolute difference of an element.
-    max_relative_error
-        The largest difference over the length of its pair, which a rotation does not change.
-    """
-
+    #: The largest absolute difference of an element.
     max_abs_error: float = field(default=0.0, metadata={"key": "largest_error"})
+    #: The largest difference over the length of its pair, which a rotation does not change.
     max_relative_error: float = field(default=0.0, metadata={"key": "largest_relative_error"})
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False, metadata={"json": False})
 
@@ -57,29 +51,19 @@ class RotationErrorStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RerotationResult(Record):
-    """What rotating K to other positions did.
+    """What rotating K to other positions did."""
 
-    Parameters
-    ----------
-    rotation
-        How K is rotated, for people: one text for each different kind of layer.
-    origin
-        Where that comes from, as the end of a sentence: ``"as model/llm.mnn has it"``, ``"found by trial"``.
-    tokens
-        Tokens whose K was rotated, of all layers.
-    layers
-        Layers that have such tokens.
-    dtype
-        Of the words that were rounded.
-    error_stats
-        How far the words are from the exact rotation; complete when all were written.
-    """
-
+    #: How K is rotated, for people: one text for each different kind of layer.
     rotation: str
+    #: Where that comes from, as the end of a sentence: ``"as model/llm.mnn has it"``, ``"found by trial"``.
     origin: str
+    #: Tokens whose K was rotated, of all layers.
     tokens: int
+    #: Layers that have such tokens.
     layers: int
+    #: Of the words that were rounded.
     dtype: str
+    #: How far the words are from the exact rotation; complete when all were written.
     error_stats: RotationErrorStats = field(metadata={"inline": True})
 
     @property
@@ -119,23 +103,8 @@ def rotate_rows(
     ----------
     elements
         Bytes of whole rows ``[row, head_dim]``.
-    dtype
-        Of the words: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
     distances
         int64 ``[row]``: new position less old one. Rows with distance 0 keep every bit.
-    rope
-        How K is rotated.
-    error_stats
-        Takes in how far the result is from the exact rotation.
-
-    Returns
-    -------
-    Bytes of the same shape: computed in float32 and rounded once, to nearest even.
-
-    Raises
-    ------
-    KvmnnError
-        Where a finite element becomes infinite.
     """
     is_moved = distances != 0
     if not is_moved.any():

@@ -35,20 +35,13 @@ _MIN_SEPARATORS = 4
 
 
 class PageInfo(NamedTuple):
-    """What a name says.
+    """What a name says."""
 
-    Parameters
-    ----------
-    dtype
-        Of the words, or a float8 type of codes; empty for bytes, of which the name tells no more.
-    layer
-        None where the page holds all layers.
-    is_exact
-        False where the name is an engine's own word (``fp8_e4m3``), which is another variant on AMD's processors.
-    """
-
+    #: Of the words, or a float8 type of codes; empty for bytes, of which the name tells no more.
     dtype: str
+    #: None where the page holds all layers.
     layer: int | None
+    #: False where the name is an engine's own word (``fp8_e4m3``), which is another variant on AMD's processors.
     is_exact: bool = True
 
     def can_be(self, dtype: str | None) -> bool:

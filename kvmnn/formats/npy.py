@@ -101,13 +101,7 @@ def read(path: str, options: ReadOptions) -> Source:
 
 
 def read_mapped(file: MappedFile, options: ReadOptions) -> Source:
-    """One array from an open file.
-
-    Raises
-    ------
-    SourceError
-        For a bad header, an object or structured type, and data shorter or longer than the header says.
-    """
+    """One array from an open file."""
     label = file.label
     header = NpyHeader(file.read_head(MAX_NPY_HEADER_BYTES), label)
     name = "stdin" if file.path == STDIN else array_name_from_path(file.path)
@@ -164,13 +158,7 @@ def list_npy_files(path: str) -> list[str]:
 
 
 def read_folder(path: str, options: ReadOptions) -> Source:
-    """The arrays of all ``.npy`` files in a directory, each named after its file; mapped only while they are read.
-
-    Raises
-    ------
-    SourceError
-        When there is none, or as for a single file.
-    """
+    """The arrays of all ``.npy`` files in a directory, each named after its file; mapped only while they are read."""
     files = list_npy_files(path)
     arrays, skipped = select_tensors(
         path, [(array_name_from_path(file), partial(_read_file_array, file, options)) for file in files], options

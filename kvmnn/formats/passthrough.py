@@ -53,18 +53,12 @@ _SAMPLE_BYTES = 128 << 10
 
 
 class Region(NamedTuple):
-    """Bytes of a file that become arrays.
+    """Bytes of a file that become arrays."""
 
-    Parameters
-    ----------
-    offset, nbytes
-        Where they lie.
-    arrays
-        The arrays, and how many bytes each gives by turns.
-    """
-
+    #: Where they lie.
     offset: int
     nbytes: int
+    #: The arrays, and how many bytes each gives by turns.
     arrays: tuple[tuple[LazyArray, int], ...]
 
 
@@ -184,15 +178,7 @@ def _iter_field_chunks(
 
 
 def is_smaller_by_fields(blocks: Bytes, field_sizes: Sequence[int]) -> bool:
-    """Whether frames of the fields of blocks, each by itself, are smaller than a frame of the blocks; by a sample.
-
-    Parameters
-    ----------
-    blocks
-        Bytes of whole blocks.
-    field_sizes
-        Bytes of each field of a block, in order.
-    """
+    """Whether frames of the fields of blocks, each by itself, are smaller than a frame of the blocks; by a sample."""
     block_bytes = sum(field_sizes)
     sample = blocks[: max(1, _SAMPLE_BYTES // block_bytes) * block_bytes].reshape(-1, block_bytes)
     begins = np.cumsum([0, *field_sizes[:-1]])
@@ -215,20 +201,13 @@ def _hash_file(file: MappedFile) -> str:
 
 @dataclass
 class PassthroughBytes:
-    """The bytes of a kept file, put together from arrays as they are asked for.
+    """The bytes of a kept file, put together from arrays as they are asked for."""
 
-    Parameters
-    ----------
-    source
-        The arrays, as frames decode to them.
-    passthrough
-        How they make up the file.
-    label
-        What messages call it.
-    """
-
+    #: The arrays, as frames decode to them.
     source: Source
+    #: How they make up the file.
     passthrough: PassthroughFile
+    #: What messages call it.
     label: str
 
     def __post_init__(self) -> None:

@@ -50,25 +50,8 @@ def plan_cache(
 
     Parameters
     ----------
-    source
-        K and V of layers (`kvmnn.open`).
-    policy
-        One that needs no attention.
-    output
-        A JSON file to write, for `kvmnn compact --plan`.
     token_major
         Whether arrays are ``[token, kv_head, head_dim]``, where nothing says so.
-    force
-        Replace the output where it exists.
-    progress
-        Called with bytes of K.
-
-    Raises
-    ------
-    OptionError
-        For a policy that needs attention, and layers to skip that are not there.
-    SourceError, KvmnnError
-        For arrays that are not K and V of layers, and tokens of several texts.
     """
     start_time = time.perf_counter()
     check_plannable(policy)
@@ -162,22 +145,7 @@ def plan_from_file(
     batch: int | None = None,
     force: bool = False,
 ) -> LayerPlans:
-    """Plan an eviction for every layer of a file of scores or of attention, as if each layer triggered now.
-
-    Parameters
-    ----------
-    path, config, options, input_kind, num_tokens, threads, tile, batch
-        As for `read_scores`.
-    output
-        A JSON file to write, for `kvmnn compact --plan`.
-    force
-        Replace it where it exists.
-
-    Raises
-    ------
-    KvmnnError
-        As for `kvmnn.policies.h2o.plan` and `read_scores`; `OutputError` for the output.
-    """
+    """Plan an eviction for every layer of a file of scores or of attention, as if each layer triggered now."""
     config = config or H2OConfig()
     start_time = time.perf_counter()
     scores = read_scores(
@@ -214,29 +182,10 @@ def read_scores(
 
     Parameters
     ----------
-    path
-        A file of arrays that kvmnn reads, one for each layer in the order of the file; or a ``.json`` file with a list
-        of scores, or a list of such lists.
-    config
-        For the blocks, and for the mean of attention: one step from zeros.
-    options
-        For files of arrays.
     input_kind
-        ``"scores"``: ``[blocks]``, or ``[layers, blocks]``. ``"attention"``: ``[heads, keys]``,
-        ``[heads, queries, keys]`` or ``[layers, heads, queries, keys]``; of a file with an array for each layer
-        ``[batch, heads, queries, keys]``. None: scores with one axis, else attention.
-    num_tokens
-        Tokens of every layer, for scores; by default all blocks are full.
-    threads, tile
-        As for `sum_by_block`.
-    batch
-        Which text of a batch, from 0; None for the only one.
-
-    Raises
-    ------
-    SourceError, ManifestError
-        For a file that holds something else; `MissingOptionError` for a cache, and for a batch of several texts
-        without `batch`; `OptionError` for a text that is not there.
+        ``"scores"``: ``[blocks]``, or ``[layers, blocks]``. ``"attention"``: ``[heads, keys]``, ``[heads, queries,
+        keys]`` or ``[layers, heads, queries, keys]``; of a file with an array for each layer ``[batch, heads, queries,
+        keys]``. None: scores with one axis, else attention.
     """
     layer_scores: list[LayerScores] = []
     arrays = _read_json_scores(path) if PurePath(path).suffix.lower() == ".json" else _read_float_arrays(path, options)

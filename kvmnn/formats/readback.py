@@ -59,41 +59,19 @@ class HashingIterator:
 
 
 class WrittenFile(NamedTuple):
-    """A file that was written, and is not yet where it belongs.
+    """A file that was written, and is not yet where it belongs."""
 
-    Parameters
-    ----------
-    path, target
-        Where it is, and what it will be.
-    format
-        None for raw words.
-    arrays
-        What it must hold; of a format that holds one array, that one.
-    """
-
+    #: Where it is, and what it will be.
     path: Path
     target: Path
+    #: None for raw words.
     format: ArrayFormat | None
+    #: What it must hold; of a format that holds one array, that one.
     arrays: Sequence[ArrayInfo]
 
 
 def verify_written(written_files: Sequence[WrittenFile], hashes: Sequence[str], threads: int | None = None) -> None:
-    """Compare what files hold with what was to be written: names, shapes, and every byte by its hash.
-
-    Parameters
-    ----------
-    written_files
-        The files; together they have all arrays, in order.
-    hashes
-        SHA-256 of each array: little-endian words in memory order.
-    threads
-        None for all processors.
-
-    Raises
-    ------
-    ReadBackError
-        For the first difference.
-    """
+    """Compare what files hold with what was to be written: names, shapes, and every byte by its hash."""
     comparisons = [(file, *array_pair) for file in written_files for array_pair in _iter_array_pairs(file)]
 
     def compare(index: int) -> None:

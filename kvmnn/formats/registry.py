@@ -39,26 +39,17 @@ from .tensor_selection import check_tensor_names, drop_whole_file_metadata, sele
 
 
 class EngineFormat(NamedTuple):
-    """A kind of file.
+    """A kind of file."""
 
-    Parameters
-    ----------
-    name
-        In documents.
-    detect
-        Whether the file at a path is one, by its first bytes.
-    detect_stream
-        The same of what was read from a stream.
-    read
-        K and V of every layer.
-    capture
-        All that the file holds (`EngineOptions.passthrough`); None where the same file is not written again.
-    """
-
+    #: In documents.
     name: str
+    #: Whether the file at a path is one, by its first bytes.
     detect: Callable[[str], bool]
+    #: The same of what was read from a stream.
     detect_stream: Callable[[MappedFile], bool]
+    #: K and V of every layer.
     read: Callable[[FileBytes, ReadOptions], Source]
+    #: All that the file holds (`EngineOptions.passthrough`); None where the same file is not written again.
     capture: Callable[[MappedFile, ReadOptions], Source] | None
 
 
@@ -124,13 +115,7 @@ def read_mapped_engine_file(engine_format: EngineFormat, file: MappedFile, optio
 
 
 def recover_original_options(frames: FrameSet, options: ReadOptions) -> ReadOptions:
-    """Return the options that read a file as it was read for frames of it: their manifest has what was specified.
-
-    Raises
-    ------
-    ManifestError
-        For a manifest that does not describe such a file as it must.
-    """
+    """Return the options that read a file as it was read for frames of it: their manifest has what was specified."""
     metadata = dict(frames.document.metadata) if frames.document else {}
     passthrough = parse_passthrough(metadata, frames.path)
     if passthrough is None or passthrough.layer_numbers is None:

@@ -115,26 +115,7 @@ _FULL_ATTENTION, _SLIDING_ATTENTION = "full_attention", "sliding_attention"
 def read_config_layer_ropes(
     path: str, num_layers: int, head_dim: int, num_tokens: int
 ) -> tuple[LayerRopes | None, list[str]]:
-    """Read from a configuration of transformers or MNN how K of each layer is rotated.
-
-    Parameters
-    ----------
-    path
-        The model's directory, or the configuration itself.
-    num_layers, head_dim
-        Of the cache.
-    num_tokens
-        Tokens of the text: some scalings depend on it.
-
-    Returns
-    -------
-    Of each layer, None where the configuration has no rotary parameters; and a line for each doubt.
-
-    Raises
-    ------
-    SourceError
-        When there is no configuration, when it cannot be read, and for a rotation that kvmnn cannot compute.
-    """
+    """Read from a configuration of transformers or MNN how K of each layer is rotated."""
     config_path = Path(path)
     files = (
         [config_path]

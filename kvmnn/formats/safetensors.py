@@ -74,11 +74,6 @@ class TensorIndex(Sequence[TensorEntry]):
         uint8: the type of each, by its place in the list of types.
     metadata
         What the header says besides.
-
-    Raises
-    ------
-    SourceError
-        For a header that is damaged, or has a name twice.
     """
 
     def __init__(self, header_text: bytes, label: str) -> None:
@@ -165,20 +160,7 @@ class SafetensorsHeader(NamedTuple):
 
 
 def read_header(file: FileBytes, *, max_header_bytes: int = MAX_HEADER_BYTES) -> SafetensorsHeader:
-    """The tensors in the order of their data, the metadata, and where the data begins; all checked.
-
-    Parameters
-    ----------
-    file
-        The whole file.
-    max_header_bytes
-        Bytes of the longest header that is taken.
-
-    Raises
-    ------
-    SourceError
-        For a header that is longer, damaged, or not of the file's size.
-    """
+    """The tensors in the order of their data, the metadata, and where the data begins; all checked."""
     label = file.label
     if file.size < 8:
         raise SourceError(f"{label}: {file.size} bytes are too few for a .safetensors file")
@@ -372,11 +354,6 @@ def build_header(arrays: Sequence[ArrayInfo], metadata: dict[str, str]) -> tuple
     """The header of a file that holds `arrays`, and the position in the file (bytes) at which each one's data begins.
 
     Arrays with wider words come first, so that every tensor is aligned.
-
-    Raises
-    ------
-    OutputError
-        For what the format cannot express: Fortran order, a tensor named ``__metadata__``.
     """
     header: dict[str, Any] = {METADATA_ENTRY: metadata} if metadata else {}
     begins: dict[str, int] = {}

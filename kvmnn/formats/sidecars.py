@@ -26,11 +26,6 @@ def add_sidecars(source: Source, folder: str) -> None:
 
     What cannot be read, or is larger than `MAX_SIDECAR_BYTES`, is left out with a note; but not the completeness of the
     arrays.
-
-    Raises
-    ------
-    SourceError
-        Where the completeness cannot be read.
     """
     _add_completeness(source, folder)
     sidecars = {}
@@ -66,13 +61,7 @@ def _dump_sidecars_cached(files: tuple[tuple[str, bytes], ...]) -> str:
 
 
 def read_sidecar(source: Source, name: str) -> tuple[bytes, str] | None:
-    """The bytes of such a file, and what messages call it, where an input has it or was made of what had it.
-
-    Raises
-    ------
-    ManifestError, SourceError
-        Where it cannot be read.
-    """
+    """The bytes of such a file, and what messages call it, where an input has it or was made of what had it."""
     if not source.inputs:
         return None
     path = source.inputs[0]
@@ -113,21 +102,14 @@ _MAX_TOKENS = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class PositionsSidecar:
-    """What the document says.
+    """What the document says."""
 
-    Attributes
-    ----------
-    positions
-        Of each layer, ascending: int64 ``[token]``, or ``[kv_head, token]`` where heads hold different tokens.
-    tokens_seen
-        Tokens of the text; None where it does not say them.
-    text_positions
-        Of each layer whose K was rotated to `positions` since: true positions of its tokens in the text, of the same
-        shape; None where they are `positions`.
-    """
-
+    #: Of each layer, ascending: int64 ``[token]``, or ``[kv_head, token]`` where heads hold different tokens.
     positions: tuple[Positions, ...]
+    #: Tokens of the text; None where it does not say them.
     tokens_seen: int | None
+    #: Of each layer whose K was rotated to `positions` since: true positions of its tokens in the text, of the same
+    #: shape; None where they are `positions`.
     text_positions: tuple[Positions | None, ...] = ()
 
     @property
@@ -148,24 +130,7 @@ class PositionsSidecar:
 def read_positions_sidecar(
     source: Source, tokens: Sequence[int], layer_numbers: Sequence[int] | None = None
 ) -> PositionsSidecar | None:
-    """The true positions of every layer's tokens, where the input is a directory that says them or was made of one.
-
-    Parameters
-    ----------
-    tokens
-        Of each layer.
-    layer_numbers
-        Of the layers, where they may be some of more; None for all that there are.
-
-    Returns
-    -------
-    None where nothing is said.
-
-    Raises
-    ------
-    ManifestError, SourceError
-        For a document that is none, or is not of these layers.
-    """
+    """The true positions of every layer's tokens, where the input is a directory that says them or was made of one."""
     sidecar = read_sidecar(source, POSITIONS_NAME)
     if sidecar is None:
         return None
@@ -189,13 +154,7 @@ def read_positions_sidecar(
 
 
 def is_dump_kv_folder(source: Source) -> bool:
-    """Return whether the arrays are those of a folder of ``.npy`` files that `dump-kv` wrote: [kv_head, token, dim].
-
-    Raises
-    ------
-    ManifestError
-        For a document that is none.
-    """
+    """Return whether the arrays are those of a folder of ``.npy`` files that `dump-kv` wrote: [kv_head, token, dim]."""
     sidecar = read_sidecar(source, POSITIONS_NAME)
     if sidecar is None or any(len(array.shape) != 3 for array in source.arrays):
         return False

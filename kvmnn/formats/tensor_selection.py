@@ -38,17 +38,7 @@ def format_dequantised_note(types: Iterable[str], dtype: str, block_bytes: int, 
 def select_tensors(
     label: str, entries: Sequence[tuple[str, Callable[[], LazyArray]]], options: ReadOptions
 ) -> tuple[list[LazyArray], list[str]]:
-    """Take the arrays that `options` ask for out of a file's `entries` (name, maker).
-
-    Returns
-    -------
-    The arrays in file order, and one line per array that was left out.
-
-    Raises
-    ------
-    SourceError
-        For a name the file does not have, an array no frame holds, or a file with nothing to take.
-    """
+    """Take the arrays that `options` ask for out of a file's `entries` (name, maker)."""
     name_counts = Counter(name for name, _ in entries)
     for name, count in name_counts.items():
         if count > 1:
@@ -86,14 +76,7 @@ def format_names(names: Iterable[str], max_listed: int = 8) -> str:
 
 
 def resolve_dtype_name(array_dtype: np.dtype[np.generic], options: ReadOptions, label: str) -> str:
-    """The dtype name under which an array of numpy type `array_dtype` is encoded.
-
-    Raises
-    ------
-    UnsupportedArrayError
-        For object and structured types, and word sizes other than 2 and 4; `UntypedArrayError` for types that need a
-        dtype and have none.
-    """
+    """The dtype name under which an array of numpy type `array_dtype` is encoded."""
     if array_dtype.hasobject:
         raise UnsupportedArrayError(f"{label}: holds Python objects (pickles), which are never loaded")
     if array_dtype.fields is not None or array_dtype.subdtype is not None:

@@ -195,13 +195,7 @@ def write_file(
 
 
 def select_writer(name: str, arrays: Sequence[ArrayInfo]) -> ArrayWriter:
-    """The writer for a file called `name`: by its suffix, raw words for all that are not known.
-
-    Raises
-    ------
-    OutputError
-        When there are several arrays and the format holds one.
-    """
+    """The writer for a file called `name`: by its suffix, raw words for all that are not known."""
     array_format = find_array_format(name)
     if len(arrays) != 1 and not (array_format and array_format.is_multi_array):
         raise OutputError(

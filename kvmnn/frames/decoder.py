@@ -131,33 +131,11 @@ class FrameDecoder:
 
         Nothing is written unless all frames decode. `frames_checksum` is the `integrity_checksum` of all frames, each
         the seed of the next; it is compared at the end, when `out` has been written.
-
-        Raises
-        ------
-        FrameError
-            As `decode`, and if the frames do not match their checksum.
-        KvmnnError
-            If `out` has another size than the frames.
         """
         _decoder.decode_into(frames, self._itemsize, self._allowed_codecs, frames_checksum, out.view(np.uint8))
 
     def decode_verified(self, frame: Bytes | bytes, frame_checksum: int, rows_checksum: int, out: Elements) -> None:
-        """Decode a frame into ``out``, ``[row, ...]``, each row of which is contiguous, and compare its checksums.
-
-        Parameters
-        ----------
-        frame_checksum
-            `integrity_checksum` of the frame; `out` is not written if it differs.
-        rows_checksum
-            `checksum_rows` of the elements; `out` has been written if it differs.
-
-        Raises
-        ------
-        FrameError
-            As `decode`, and if the frame has another number of elements or does not match a checksum.
-        KvmnnError
-            If a row of `out` is not contiguous.
-        """
+        """Decode a frame into ``out``, ``[row, ...]``, each row of which is contiguous, and compare its checksums."""
         if not out[0].flags.c_contiguous:  # `reshape` would copy, and `out` would remain unchanged
             raise KvmnnError("out: expected rows that are each contiguous")
         rows = out.reshape(len(out), -1).view(np.uint8)

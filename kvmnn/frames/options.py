@@ -103,14 +103,7 @@ def parse_spec(spec: str, default_raw: bool = True) -> frozenset[str]:
 
 
 def resolve_predictors(predictors: str | Iterable[str] | None) -> frozenset[str]:
-    """Return the predictor set that an API caller specifies: None for all three, a spec string, or names.
-
-    Raises
-    ------
-    KvmnnError
-        If the collection is empty, or contains a name that no part of the engine knows. Spec strings never raise: they
-        are read as the engine reads them.
-    """
+    """Return the predictor set that an API caller specifies: None for all three, a spec string, or names."""
     if predictors is None:
         return DEFAULT_PREDICTORS
     if isinstance(predictors, str):

@@ -141,17 +141,7 @@ def check_repeats(
     results: list[RepeatInfo],
     stop: threading.Event,
 ) -> None:
-    """Detect repeats while other jobs encode the first segments; set `stop` if segments of that length are in vain.
-
-    Parameters
-    ----------
-    visible_bytes
-        Bytes within which the encoder of a segment finds repeats.
-    allow_unaligned
-        Whether it finds them at distances that are not multiples of `tuning.ALIGNED_DISTANCE_ELEMENTS`.
-    results
-        What is detected is appended.
-    """
+    """Detect repeats while other jobs encode the first segments; set `stop` if segments of that length are in vain."""
     repeats = detect_long_range_repeats(data, itemsize, visible_bytes)
     results.append(repeats)
     if repeats.beyond_segment or (repeats.unaligned and not allow_unaligned):

@@ -73,22 +73,7 @@ def encode_segments(
     visible_bytes: int,
     allow_unaligned: bool = True,
 ) -> tuple[list[Lane], int]:
-    """Encode the lanes of an array in segments that are long enough for its repeats.
-
-    Parameters
-    ----------
-    make_plan
-        Makes the plan for segments of a number of bytes.
-    initial_segment_bytes
-        Bytes of a segment, unless segments repeat each other.
-    visible_bytes, allow_unaligned
-        Which repeats the encoder of a segment finds, as for `check_repeats`.
-
-    Returns
-    -------
-    lanes, segment_bytes
-        No lanes if the array has unaligned repeats that the encoder does not find.
-    """
+    """Encode the lanes of an array in segments that are long enough for its repeats."""
     results: list[RepeatInfo] = []
     stop, segment_bytes = threading.Event(), initial_segment_bytes
     check = partial(check_repeats, data, itemsize, visible_bytes, allow_unaligned, results, stop)
@@ -180,13 +165,7 @@ def _compute_max_payload_bytes(nbytes: int, mode: int) -> int:
 
 
 def encode_fast_frame(data: Bytes, options: LaneOptions, threads: int) -> bytes | None:
-    """Encode elements that `options.supports_fast_path` with kvmnn's own zstd writer.
-
-    Returns
-    -------
-    bytes or None
-        None if a long array has repeats that this writer does not find.
-    """
+    """Encode elements that `options.supports_fast_path` with kvmnn's own zstd writer."""
     if data.size > tuning.FAST_SEGMENT_BYTES:
         lanes = encode_fast_lanes(data, options, threads, allow_unaligned=False)
         if not lanes:
@@ -359,27 +338,14 @@ def build_frame(num_elements: int, lanes: Sequence[Lane], threads: int) -> bytes
 
 
 def pack_stream_header(num_elements: int, mode: int, payload_bytes: int, codec: int = _ZSTD_CODEC) -> bytes:
-    """Return the header of a stream of `num_elements` bytes with a payload of `payload_bytes`.
-
-    Raises
-    ------
-    LimitError
-        If the payload exceeds what a header can state.
-    """
+    """Return the header of a stream of `num_elements` bytes with a payload of `payload_bytes`."""
     if payload_bytes > _U32_MAX:
         raise LimitError("a payload above 2^32 - 1 bytes, which is what a stream header can say: encode pieces")
     return _STREAM_HEADER.pack(mode, codec, num_elements, payload_bytes)
 
 
 def concat(fragments: Sequence[Fragment], threads: int = 1, owner: OutputBuffer | None = None) -> bytes:
-    """Concatenate fragments without the GIL.
-
-    Parameters
-    ----------
-    owner
-        A buffer in which no fragment is before its final position. Its fragments are moved in place, and it cannot be
-        used afterwards.
-    """
+    """Concatenate fragments without the GIL."""
     *offsets, total_bytes = accumulate(map(count_fragment_bytes, fragments), initial=0)
     buffer = OutputBuffer(total_bytes) if owner is None else owner
     copies, copied_bytes = [], 0

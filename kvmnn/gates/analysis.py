@@ -296,37 +296,26 @@ SELECTED_RATIO_WARNINGS = frozenset({_UPPER_BOUND_WARNING, _RUNTIME_VALUE_WARNIN
 
 @dataclass(frozen=True, kw_only=True)
 class CaseAnalysis:
-    """One case as the fork's analyser judges it.
+    """One case as the fork's analyser judges it."""
 
-    Attributes
-    ----------
-    rows, limits
-        What was judged, and by what.
-    selected_ratio, ratio_source
-        The lossless ratio that counts, and where it comes from: ``"offline_online_sim"``, ``"offline_upper_bound"``
-        or ``"runtime"``.
-    decode
-        Speeds over the rows.
-    gates
-        The parts of the verdict, in the fork's order.
-    section_lines
-        Its section *Quality Gate*, name to text.
-    warnings
-        What it prints besides.
-    is_own_run
-        Whether rows and lines are those of runs on a model, not of logs.
-    """
-
+    #: What was judged, and by what.
     rows: MetricRows
     limits: GateLimits
     online_ratio: OfflineRatio | None
     upper_bound: OfflineRatio | None
+    #: The lossless ratio that counts, and where it comes from: ``"offline_online_sim"``, ``"offline_upper_bound"`` or
+    #: ``"runtime"``.
     selected_ratio: float
     ratio_source: str
+    #: Speeds over the rows.
     decode: DecodeStats
+    #: The parts of the verdict, in the fork's order.
     gates: tuple[GateResult, ...]
+    #: Its section *Quality Gate*, name to text.
     section_lines: Mapping[str, str]
+    #: What it prints besides.
     warnings: tuple[str, ...]
+    #: Whether rows and lines are those of runs on a model, not of logs.
     is_own_run: bool = False
 
     @property
@@ -343,17 +332,7 @@ def analyse(
     upper_bound: OfflineRatio | None = None,
     logs: LogScan | None = None,
 ) -> CaseAnalysis:
-    """Judge the rows of one case exactly as the fork's analyser does.
-
-    Parameters
-    ----------
-    rows, limits
-        What was measured, and what it must reach.
-    online_ratio, upper_bound
-        Offline evaluations; the former is preferred, and without either the mean of the rows counts.
-    logs
-        What the logs of the run say of damage.
-    """
+    """Judge the rows of one case exactly as the fork's analyser does."""
     selected_ratio, ratio_source, ratio_warnings = _select_lossless_ratio(rows, online_ratio, upper_bound)
     decode = DecodeStats.from_rows(rows.rows, limits.decode_gate_aggregation)
     conditions = CaseConditions(rows, limits, logs or LogScan(), decode, selected_ratio, online_ratio)

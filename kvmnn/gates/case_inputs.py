@@ -129,13 +129,7 @@ def read_metric_rows(paths: Sequence[str | os.PathLike[str]]) -> MetricRows:
 
 
 def read_csv(path: str | os.PathLike[str]) -> MetricRows:
-    """The rows of one CSV file.
-
-    Raises
-    ------
-    SourceError
-        For a file that cannot be read, is no CSV, or has no rows.
-    """
+    """The rows of one CSV file."""
     text = read_log(Path(path)).removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")
     try:
         reader = csv.reader(io.StringIO(text, newline=None))
@@ -166,13 +160,7 @@ class OfflineRatio:
 
 
 def read_offline_ratio(path: str | os.PathLike[str]) -> OfflineRatio:
-    """The ratio in a document: ``weighted_lossless_ratio``, or ``lossless_ratio`` where that is missing.
-
-    Raises
-    ------
-    SourceError
-        For a file that is not there, is no JSON object, or has no ratio above 0.
-    """
+    """The ratio in a document: ``weighted_lossless_ratio``, or ``lossless_ratio`` where that is missing."""
     where = os.fspath(path)
     try:
         document = read_object(Path(path))
@@ -215,23 +203,15 @@ _MAX_EXAMPLES, _MAX_EXAMPLE_LETTERS, _MAX_LINE_LETTERS = 5, 220, 400
 
 @dataclass(frozen=True, kw_only=True)
 class LogScan:
-    """What the lines of logs say.
+    """What the lines of logs say."""
 
-    Attributes
-    ----------
-    num_files
-        How many were read.
-    num_invalid
-        Lines of damage.
-    examples
-        The first of them, with their files.
-    encoding_lines
-        Lines in which the engine tells of an encoding (``[H2O-LOSSLESS]``).
-    """
-
+    #: How many were read.
     num_files: int = 0
+    #: Lines of damage.
     num_invalid: int = 0
+    #: The first of them, with their files.
     examples: tuple[str, ...] = ()
+    #: Lines in which the engine tells of an encoding (``[H2O-LOSSLESS]``).
     encoding_lines: tuple[str, ...] = ()
 
 

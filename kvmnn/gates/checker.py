@@ -28,15 +28,7 @@ _MAX_RATIO_DIFFERENCE = 0.01
 def run_hard_checks(
     rows: MetricRows, limits: GateLimits, logs: LogScan | None, online_ratio: OfflineRatio | None
 ) -> tuple[GateResult, ...]:
-    """The checks of steps 4 to 6, as gates.
-
-    Parameters
-    ----------
-    logs
-        None where no logs were given: what only they show is off then.
-    online_ratio
-        Likewise, of the offline evaluation.
-    """
+    """The checks of steps 4 to 6, as gates."""
     return (*_check_rows(rows.rows, limits), *_check_logs(logs, limits), _check_offline_bytes(online_ratio))
 
 

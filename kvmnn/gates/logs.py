@@ -111,23 +111,15 @@ _RULE_REGEX = re.compile(r"[-:]+")
 
 @dataclass(frozen=True, kw_only=True)
 class BenchTable:
-    """What the lines of one log that begin with a bar hold.
+    """What the lines of one log that begin with a bar hold."""
 
-    Attributes
-    ----------
-    header
-        Names of the columns; empty where there is no table.
-    rows
-        Cells by column, in order; a header line that comes again is one of them, as the fork's parser has it.
-    repeated_headers
-        Places among `rows` of such header lines.
-    num_dropped
-        Lines with another number of cells than the header.
-    """
-
+    #: Names of the columns; empty where there is no table.
     header: tuple[str, ...] = ()
+    #: Cells by column, in order; a header line that comes again is one of them, as the fork's parser has it.
     rows: list[dict[str, str]] = field(default_factory=list)
+    #: Places among `rows` of such header lines.
     repeated_headers: list[int] = field(default_factory=list)
+    #: Lines with another number of cells than the header.
     num_dropped: int = 0
 
 
@@ -162,13 +154,7 @@ MAX_LOG_BYTES = 64 << 20
 
 
 def find_log_files(paths: Iterable[str | os.PathLike[str]], suffixes: tuple[str, ...] = (".log",)) -> list[Path]:
-    """Files, and the logs of folders in the order of their names; each once, whatever it is called.
-
-    Raises
-    ------
-    SourceError
-        For a path where nothing is.
-    """
+    """Files, and the logs of folders in the order of their names; each once, whatever it is called."""
     path_by_real_path: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.exists():
@@ -186,13 +172,7 @@ def _list_folder_logs(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]
 
 
 def read_log(path: Path) -> str:
-    """The text of a log; bytes that are not UTF-8 are left out, as logs hold what a model says.
-
-    Raises
-    ------
-    SourceError
-        Where it is not there, cannot be read, or is larger than `MAX_LOG_BYTES`.
-    """
+    """The text of a log; bytes that are not UTF-8 are left out, as logs hold what a model says."""
     try:
         return read_bounded(path, MAX_LOG_BYTES).decode("utf-8", "ignore")
     except (FileNotFoundError, NotADirectoryError):
@@ -224,13 +204,7 @@ def has_records(name: str, text: str) -> bool:
 
 
 def read_json_records(text: str, where: str) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; of those with one ``prompt_index`` the last.
-
-    Raises
-    ------
-    SourceError
-        For a line that is no JSON object, which is named, and for a number that is not finite.
-    """
+    """The objects of a file of JSON lines; of those with one ``prompt_index`` the last."""
     record_by_index: dict[object, dict[str, Any]] = {}
     for line_number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():

@@ -27,23 +27,16 @@ _STUDENT_T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262,
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSlowdown:
-    """Speeds side by side, tokens a second.
+    """Speeds side by side, tokens a second."""
 
-    Attributes
-    ----------
-    num_pairs
-        How many.
-    baseline_speed, candidate_speed
-        Mean speeds without and with compression.
-    interval_low, interval_high
-        The 95 % interval of `drop_ratio`; None with one pair. Source: the ratio estimator of survey sampling (Cochran,
-        Sampling Techniques, chapter 6), its error from ``after - ratio * before`` of each pair, Student's t with one
-        degree of freedom less than pairs.
-    """
-
+    #: How many.
     num_pairs: int
+    #: Mean speeds without and with compression.
     baseline_speed: float
     candidate_speed: float
+    #: The 95 % interval of `drop_ratio`; None with one pair. Source: the ratio estimator of survey sampling (Cochran,
+    #: Sampling Techniques, chapter 6), its error from ``after - ratio * before`` of each pair, Student's t with one
+    #: degree of freedom less than pairs.
     interval_low: float | None
     interval_high: float | None
 
@@ -95,15 +88,7 @@ class DecodeSlowdown:
 def build_slowdown_gate(
     slowdown: DecodeSlowdown | None, limit: float, pairs_text: str, missing_reason: str = "no run has a speed"
 ) -> GateResult:
-    """The gate of a drop.
-
-    Parameters
-    ----------
-    pairs_text
-        What the pairs are, for the reader: said behind *pair* or *pairs*.
-    missing_reason
-        Why there is none.
-    """
+    """The gate of a drop."""
     name, limit_text = "decode drop", f"<= {limit:.2%}"
     if slowdown is None and limit >= 1.0:
         return GateResult(name=name, verdict=PASS, limit=limit_text, why=f"no speed is below 0; {missing_reason}")
@@ -169,23 +154,7 @@ def compute_rolling_baseline(
     window: int = ROLLING_WINDOW_RUNS,
     min_samples: int = MIN_ROLLING_SAMPLES,
 ) -> DecodeBaseline:
-    """The median of the newest runs with one key; `fallback_speed` where there are too few.
-
-    Parameters
-    ----------
-    history
-        A file of JSON lines (`append_to_history`); none yet is an empty one. Lines that are no JSON are passed over and
-        counted.
-    key
-        Of the machine and the work (`build_baseline_key`).
-    window, min_samples
-        How many of the newest count, and how many there must be.
-
-    Raises
-    ------
-    SourceError
-        Where the file cannot be read or is larger than 16 MiB.
-    """
+    """The median of the newest runs with one key; `fallback_speed` where there are too few."""
     values, num_damaged = _read_speeds(Path(history), key)
     warnings = (f"{os.fspath(history)}: {num_damaged} lines are no JSON objects",) if num_damaged else ()
     values = values[-max(1, window) :]
@@ -218,13 +187,7 @@ def _read_speeds(path: Path, key: str) -> tuple[list[float], int]:
 def append_to_history(
     history: str | os.PathLike[str], key: str, decode_best: float, has_passed: bool, summary: str
 ) -> bool:
-    """Add a run to a history, whether it passed or not; False where it has no speed.
-
-    Raises
-    ------
-    OutputError
-        Where the file cannot be written.
-    """
+    """Add a run to a history, whether it passed or not; False where it has no speed."""
     if not decode_best > 0:
         return False
     now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
@@ -238,13 +201,7 @@ def append_to_history(
 
 
 def build_baseline_key(rows: MetricRows, repeats: int) -> str:
-    """``host_backend_tT_pP,P_gG_repR`` of a table, as the fork's script calls its machine and its work.
-
-    Raises
-    ------
-    SourceError
-        Where the table does not say backend, threads, prompts and tokens to generate.
-    """
+    """``host_backend_tT_pP,P_gG_repR`` of a table, as the fork's script calls its machine and its work."""
     backends, threads = (_list_distinct_cells(rows, name) for name in ("backend", "threads"))
     matches = [re.search(r"prompt=(\d+)<br>decode=(\d+)", text) for text in _list_distinct_cells(rows, "llm_demo")]
     if not backends or not threads or not matches or not all(matches):

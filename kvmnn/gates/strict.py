@@ -35,13 +35,6 @@ def build_strict_gates(analysis: CaseAnalysis, baseline: MetricRows | None) -> t
     Ratios of every row, not of the best; the lossless one from the bytes of the run, not from a simulation; decode
     speeds of the same work, mean against mean; a figure without its column is not measured; and consistency cannot be
     told from logs, which compare no bytes.
-
-    Parameters
-    ----------
-    analysis
-        The rows, and what the fork's gates say of them.
-    baseline
-        Rows of the same work without compression.
     """
     rows, limits = analysis.rows, analysis.limits
     gate_by_name = {gate.name: gate for gate in analysis.gates}

@@ -463,20 +463,7 @@ def save_case_result(
     extra_files: Mapping[str, str] | None = None,
     stamp: str = "",
 ) -> RoundSummary:
-    """Write the files of a case of ``llm_bench`` into a round, and the round's own anew.
-
-    Parameters
-    ----------
-    extra_files
-        Further files of the case, by their names.
-    stamp
-        Of the round that it is of (``run.json``); empty: of none of ``gate run``.
-
-    Raises
-    ------
-    OutputError
-        Where the case is there already and not to be replaced, or a file cannot be written.
-    """
+    """Write the files of a case of ``llm_bench`` into a round, and the round's own anew."""
     texts = {
         **(extra_files or {}),
         "summary.md": case_result.to_markdown(),

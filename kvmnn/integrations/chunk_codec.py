@@ -24,13 +24,7 @@ _ELEMENT_TYPES: dict[str, DType] = {"float16": FP16, "float32": FP32, "bfloat16"
 
 
 def get_element_type(array_dtype: np.dtype[Any]) -> DType:
-    """What the words of a chunk are, by its numpy type: float16, float32, bfloat16 of ml_dtypes, or uint16 for it.
-
-    Raises
-    ------
-    KvmnnError
-        For all other types.
-    """
+    """What the words of a chunk are, by its numpy type: float16, float32, bfloat16 of ml_dtypes, or uint16 for it."""
     element_type = _ELEMENT_TYPES.get(array_dtype.name)
     if element_type is None:
         raise KvmnnError(
@@ -67,13 +61,6 @@ def decode_chunk(frame: Any, element_type: DType | None, nbytes: int | None) -> 
     """A chunk's little-endian words, 1-D: of `nbytes` bytes, or as many as its frame says (None).
 
     Of the type that holds words of `element_type`; of float16 or float32 where that is None.
-
-    Raises
-    ------
-    FrameError
-        For what is no frame, or one of another size. No memory is taken before its headers are checked.
-    LimitError
-        For a chunk that is too large.
     """
     if nbytes is not None:
         check_size(nbytes)

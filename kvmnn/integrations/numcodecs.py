@@ -26,11 +26,6 @@ class FrameCompressor(Codec):
         As for `kvmnn.encode`; decoding does not need it.
     endian
         Byte order of the buffers: ``"big"`` for arrays of big-endian words. Frames are little-endian.
-
-    Raises
-    ------
-    KvmnnError
-        A `ValueError`: for options that do not exist, other types, and (`FrameError`) for what is no frame.
     """
 
     codec_id: ClassVar[str] = CODEC_NAME

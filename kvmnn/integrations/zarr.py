@@ -24,21 +24,11 @@ class ZarrFrameCodec(ArrayBytesCodec):
 
     For float16, float32, bfloat16 (of ml_dtypes) and uint16 (its words); other types are refused when the array is
     made. Frames are little-endian on every machine. Takes the place of ``bytes`` and of any compressor.
-
-    Parameters
-    ----------
-    effort
-        As for `kvmnn.encode`; readers do not need it.
-
-    Raises
-    ------
-    KvmnnError
-        A `ValueError`: for an effort that does not exist, a type that frames do not hold, a chunk above 1 GiB, and
-        (`FrameError`) for a chunk that is not the frame of its shape.
     """
 
     is_fixed_size = False
 
+    #: As for `kvmnn.encode`; readers do not need it.
     effort: str = "exact"
 
     def __post_init__(self) -> None:

@@ -125,13 +125,7 @@ class TokenGroup:
         self._positions[:, : self.num_live] = positions
 
     def keep(self, indices: npt.NDArray[np.int64]) -> None:
-        """Keep these of the live tokens: ``[kept]``, of every row the same, or ``[row, kept]``; in any order.
-
-        Raises
-        ------
-        KvmnnError
-            For tokens that are not there or named twice, and for another number of rows.
-        """
+        """Keep these of the live tokens: ``[kept]``, of every row the same, or ``[row, kept]``; in any order."""
         indices = np.ascontiguousarray(np.atleast_2d(indices), np.int64)
         if indices.shape[0] not in (1, len(self.slots)):
             raise KvmnnError(
@@ -219,13 +213,7 @@ class PlannedEviction:
         return kept_by_layer
 
     def end_step(self, lengths: Sequence[int], num_new: int, *, decode: bool, read_attention: ReadAttention) -> None:
-        """The step is done: `num_new` tokens have come, and the layers hold `lengths` tokens.
-
-        Raises
-        ------
-        KvmnnError
-            Where the planner would have dropped other tokens than `begin_step` said.
-        """
+        """The step is done: `num_new` tokens have come, and the layers hold `lengths` tokens."""
         planner = self._planner
         evicting_layers = planner.config.evicting_layers
         for layer, (tokens_before, tokens_after) in enumerate(zip(self._lengths, lengths, strict=True)):

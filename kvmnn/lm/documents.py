@@ -41,22 +41,7 @@ def has_records(path: Path) -> bool:
 
 
 def iter_records(path: Path, field: str) -> Iterator[TextRecord]:
-    """The texts of a file, read as they are asked for.
-
-    Parameters
-    ----------
-    path
-        ``.jsonl`` or ``.ndjson``: UTF-8, a JSON object in each line that is not blank. ``.parquet``: a column of texts.
-    field
-        Key of the objects, or name of the column.
-
-    Raises
-    ------
-    MissingDependencyError
-        For Parquet where pyarrow is not installed.
-    SourceError
-        For a file that cannot be read, and for a line or row that is no such record; the message names it.
-    """
+    """The texts of a file, read as they are asked for."""
     return _iter_rows(path, field) if path.suffix.lower() in ROW_SUFFIXES else _iter_lines(path, field)
 
 
@@ -330,11 +315,6 @@ def read_document(path: Path, tokenizer: TextTokenizer, tokens: int, *, name: st
 
     Of a long file only its first 64 characters a token, at least 2**20, are tokenized: what lies behind cannot reach
     the tokens asked for.
-
-    Raises
-    ------
-    SourceError
-        For a file that is empty, not UTF-8 or not there, and for one of many texts.
     """
     if has_records(path):
         raise SourceError(f"{path}: holds many texts: expected a UTF-8 text")

@@ -83,63 +83,34 @@ class SamplingOptions(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationStats(Record):
-    """A text that was generated.
+    """A text that was generated."""
 
-    Attributes
-    ----------
-    ids
-        The new tokens.
-    stopped
-        ``"end of text"`` where the model ended it (that token is the last of `ids`), else ``"length"``.
-    tokens_seen, tokens_kept
-        Tokens fed, and live tokens of each layer at the end.
-    cache_bytes
-        Of K and V held at the end.
-    prompt_seconds
-        From the first token of the prompt to the first new one (TTFT).
-    token_seconds
-        Mean of the steps after it, the choice of the token included (TPOT); None where there were none.
-    model_seconds, policy_seconds
-        Means of the same steps: inside onnxruntime, and for holding, scoring and cutting the cache.
-    h2o
-        What the engine's planner did, where it is what evicts.
-    runtime
-        What the lossless runtime did, where the cache lies in one.
-    store
-        What a prefix store did, where there was one.
-    """
-
+    #: The new tokens.
     ids: tuple[int, ...]
+    #: ``"end of text"`` where the model ended it (that token is the last of `ids`), else ``"length"``.
     stopped: str
+    #: Tokens fed, and live tokens of each layer at the end.
     tokens_seen: int
     tokens_kept: tuple[int, ...]
+    #: Of K and V held at the end.
     cache_bytes: int
+    #: From the first token of the prompt to the first new one (TTFT).
     prompt_seconds: float
+    #: Mean of the steps after it, the choice of the token included (TPOT); None where there were none.
     token_seconds: float | None
+    #: Means of the same steps: inside onnxruntime, and for holding, scoring and cutting the cache.
     model_seconds: float | None
     policy_seconds: float | None
+    #: What the engine's planner did, where it is what evicts.
     h2o: H2OStats | None = field(default=None, metadata={"omit": True})
+    #: What the lossless runtime did, where the cache lies in one.
     runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
+    #: What a prefix store did, where there was one.
     store: StoreUseStats | None = field(default=None, metadata={"omit": True})
 
 
 def check_positions(label: str, limit: int | None, prompt_tokens: int, new_tokens: int) -> None:
-    """Refuse what would need more positions than the model was made for.
-
-    Parameters
-    ----------
-    label
-        What messages call the model.
-    limit
-        Its positions; None where they are not known.
-    prompt_tokens, new_tokens
-        Tokens of the prompt, and tokens to generate: the last of them is not fed any more.
-
-    Raises
-    ------
-    KvmnnError
-        A policy does not help: tokens keep their true positions however small the cache is.
-    """
+    """Refuse what would need more positions than the model was made for."""
     if limit is None or prompt_tokens + max(new_tokens - 1, 0) <= limit:
         return
     if prompt_tokens > limit:
@@ -162,15 +133,7 @@ def warm_up(session: DecoderSession, token: int) -> None:
 
 
 def prefill(runner: Runner, ids: Sequence[int], chunk: int | None = None) -> Floats:
-    """Feed a text from its beginning; the logits of its last token.
-
-    Parameters
-    ----------
-    ids
-        At least one token.
-    chunk
-        Tokens fed at once; None feeds all in one step, which is what policies that act once on a prompt expect.
-    """
+    """Feed a text from its beginning; the logits of its last token."""
     runner.reset()
     return _feed_rest(runner, ids, chunk)
 
@@ -198,32 +161,7 @@ def generate_tokens(
     prefixes: StoredPrefixes | None = None,
     progress: Progress | None = None,
 ) -> GenerationStats:
-    """Continue a prompt.
-
-    Parameters
-    ----------
-    runner
-        The model under its policy; it begins a new text.
-    prompt
-        Token ids, at least one.
-    max_tokens
-        New tokens, at least one.
-    sampling
-        How they are chosen; greedily by default.
-    end_tokens
-        Tokens that end the text.
-    chunk
-        As for `prefill`.
-    prefixes
-        Begin with the longest prefix that is stored, and store all that was computed.
-    progress
-        Told 1 for each new token.
-
-    Raises
-    ------
-    KvmnnError
-        For an empty prompt, no tokens to make, or more positions than the model has (`check_positions`).
-    """
+    """Continue a prompt."""
     if max_tokens < 1:
         raise KvmnnError(f"max_tokens is {max_tokens}: expected at least 1")
     interface = runner.session.interface
@@ -278,17 +216,11 @@ def find_end_tokens(files: ModelFiles) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation(Record):
-    """What one cache made of a prompt.
+    """What one cache made of a prompt."""
 
-    Attributes
-    ----------
-    generation
-        Tokens, sizes and times.
-    text
-        The new tokens as text.
-    """
-
+    #: Tokens, sizes and times.
     generation: GenerationStats = field(metadata={"inline": True})
+    #: The new tokens as text.
     text: str
 
     @property

@@ -39,13 +39,7 @@ from .runner import RunOptions
 
 
 def build_layer_arrays(caches: Sequence[LayerCache], dtype: str | None = None) -> tuple[list[LayerArray], CastStats]:
-    """K and V of every layer by turns, as words of `dtype` (as they are by default), and what the cast changed.
-
-    Raises
-    ------
-    KvmnnError
-        For a layer without tokens, and for values that are finite and would not be so in fp16.
-    """
+    """K and V of every layer by turns, as words of `dtype` (as they are by default), and what the cast changed."""
     cast = CastStats(caches[0].dtype, dtype or caches[0].dtype)
     arrays: list[LayerArray] = []
     for cache in caches:
@@ -72,15 +66,7 @@ def write_layer_npy(arrays: Sequence[LayerArray], output: DirectoryOutput) -> li
 def write_sidecars(
     output: DirectoryOutput, caches: Sequence[LayerCache], ids: Sequence[int], origin: Mapping[str, Any]
 ) -> None:
-    """What the arrays do not say: ``positions.json`` with the true positions, ``token_ids.json`` with the text.
-
-    Parameters
-    ----------
-    ids
-        Every token that the model has seen, evicted ones included.
-    origin
-        Further fields of the first document: model, text, policy.
-    """
+    """What the arrays do not say: ``positions.json`` with the true positions, ``token_ids.json`` with the text."""
     layers = [{"layer": cache.layer, "tokens": cache.tokens, "positions": cache.positions.tolist()} for cache in caches]
     document = {**origin, "tokens_seen": caches[0].tokens_seen, "layers": layers}
     output.open_file(TOKEN_IDS_NAME).write((json.dumps([int(token) for token in ids]) + "\n").encode())
@@ -104,21 +90,14 @@ _TEXT_WIDTH = 80
 
 @dataclass(frozen=True, kw_only=True)
 class RoundingStats(Record):
-    """What writing words in another type changed.
+    """What writing words in another type changed."""
 
-    Attributes
-    ----------
-    source
-        The type of the model's cache: ``"fp16"`` or ``"fp32"``.
-    words, changed
-        Words written, and those that do not have the same bits when read back.
-    largest_error
-        The largest absolute difference among them.
-    """
-
+    #: The type of the model's cache: ``"fp16"`` or ``"fp32"``.
     source: str = field(metadata={"key": "from"})
+    #: Words written, and those that do not have the same bits when read back.
     words: int
     changed: int
+    #: The largest absolute difference among them.
     largest_error: float
 
     @classmethod

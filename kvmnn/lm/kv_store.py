@@ -98,11 +98,6 @@ class PackedStore:
         Backend of the layout, as for `PackLayout.from_backend`.
     per_head
         Whether heads keep different tokens: a packed buffer keeps the same ones for all its heads.
-
-    Raises
-    ------
-    KvmnnError
-        If the layout has another dtype than the cache of the model: it would change the numbers.
     """
 
     def __init__(self, interface: DecoderInterface, backend: str, *, per_head: bool) -> None:
@@ -175,11 +170,6 @@ class LosslessStore:
         Options of the runtime; those of its eviction are ignored.
     per_head
         Whether heads keep different tokens: each is a layer of its own for the runtime then.
-
-    Raises
-    ------
-    KvmnnError
-        If the configuration specifies another number of layers than the model has.
     """
 
     def __init__(self, interface: DecoderInterface, config: RuntimeConfig, *, per_head: bool) -> None:

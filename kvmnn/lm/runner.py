@@ -31,20 +31,13 @@ TokenArray = npt.NDArray[np.int64]
 
 @dataclass
 class RunTimings:
-    """Where the time went, in seconds.
+    """Where the time went, in seconds."""
 
-    Attributes
-    ----------
-    model_seconds
-        Inside onnxruntime's run.
-    policy_seconds
-        Holding, scoring, choosing and cutting: all that `ModelCache` does.
-    num_tokens
-        Tokens fed.
-    """
-
+    #: Inside onnxruntime's run.
     model_seconds: float = 0.0
+    #: Holding, scoring, choosing and cutting: all that `ModelCache` does.
     policy_seconds: float = 0.0
+    #: Tokens fed.
     num_tokens: int = 0
 
 
@@ -449,22 +442,10 @@ def feed_prompt_steps(runner: Runner, ids: Sequence[int]) -> Iterator[Floats]:
     several steps. Another policy that evicts gets its prompt in one step, as from `Runner.step`; so does every policy
     that evicts where tokens follow an answer.
 
-    Parameters
-    ----------
-    runner
-        The model, its text begun or not.
-    ids
-        At least one.
-
     Yields
     ------
     ndarray
         Logits of each step, float32 ``[token, vocabulary]``. Exhaust the iterator: the steps run as it is read.
-
-    Raises
-    ------
-    KvmnnError
-        As for `Runner.step`.
     """
     is_first_step = not runner.cache.num_seen
     if runner.policy.can_evict and not (is_first_step and isinstance(runner.policy, H2OEngine)):
@@ -478,15 +459,7 @@ def feed_prompt_steps(runner: Runner, ids: Sequence[int]) -> Iterator[Floats]:
 
 
 def compute_step_tokens(session: DecoderSession, tokens: int) -> int:
-    """Return how many tokens one step of a prompt reads.
-
-    Parameters
-    ----------
-    session
-        The model. One that reports attention probabilities keeps those of all layers until its step ends.
-    tokens
-        Tokens that the cache holds after the prompt.
-    """
+    """Return how many tokens one step of a prompt reads."""
     interface = session.interface
     heads = session.query_heads or _DEFAULT_QUERY_HEADS_PER_KV_HEAD * interface.kv_heads
     copies = interface.layers if session.has_attentions else _NUM_SCORE_COPIES

@@ -29,34 +29,17 @@ _PROBE_TEXT = "a 1."
 
 @dataclass(frozen=True, kw_only=True)
 class BosInfo:
-    """The token that is put before a text.
+    """The token that is put before a text."""
 
-    Attributes
-    ----------
-    token
-        Its id; None where no token is put before a text.
-    text
-        The token as text.
-    reason
-        What says so; empty where no file says anything.
-    """
-
+    #: Its id; None where no token is put before a text.
     token: int | None = None
+    #: The token as text.
     text: str = ""
+    #: What says so; empty where no file says anything.
     reason: str = ""
 
     def format_note(self, num_texts: int, num_with_own: int = 0, *, noun: str = "text") -> str | None:
-        """Return a sentence about what was added; None where no file names a token.
-
-        Parameters
-        ----------
-        num_texts
-            How many texts there are.
-        num_with_own
-            How many of them begin with the token themselves, so that nothing was added.
-        noun
-            What a text is called.
-        """
+        """Return a sentence about what was added; None where no file names a token."""
         if self.token is None:
             return f"No token was added before the {noun}: {self.reason}." if self.reason else None
         token_text = f"token {self.token} ({self.text!r})"
@@ -73,18 +56,6 @@ def find_bos(path: Path, tokenizer: Any) -> BosInfo:
 
     ``"add_bos_token": false`` and ``"bos_token": null`` mean that nothing does. Otherwise it is what the post-processor
     of the tokenizer puts first, and where that puts nothing the token that the files name.
-
-    Parameters
-    ----------
-    path
-        Of the ``tokenizer.json``; the other files are its neighbours.
-    tokenizer
-        The ``tokenizers.Tokenizer`` of it.
-
-    Raises
-    ------
-    SourceError
-        For a neighbour that is not JSON.
     """
     config, special = (read_object_or_empty(path.with_name(name)) for name in (_CONFIG_FILE, _SPECIAL_TOKENS_FILE))
     add_bos = config.get("add_bos_token")
@@ -288,13 +259,7 @@ MAX_PROMPT_BYTES = 64 << 20
 
 
 def read_prompt_file(path: str) -> str:
-    """The text of a UTF-8 file, ``"-"`` for standard input.
-
-    Raises
-    ------
-    SourceError
-        For a file that cannot be read, is larger than `MAX_PROMPT_BYTES` or is not UTF-8.
-    """
+    """The text of a UTF-8 file, ``"-"`` for standard input."""
     file = MappedFile(path)
     if file.size > MAX_PROMPT_BYTES:
         raise SourceError(f"{file.label}: {file.size:,} bytes are too many for a prompt")
@@ -312,11 +277,6 @@ def decode_utf8(data: bytes, label: str) -> str:
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a text, after the token that begins every text where the model has one and the text does not begin
     with it already.
-
-    Raises
-    ------
-    KvmnnError
-        Where there is no token at all.
     """
     ids: list[int] = tokenizer.encode(text).tolist()
     if tokenizer.bos is not None and ids[:1] != [tokenizer.bos]:

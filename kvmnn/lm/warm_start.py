@@ -42,20 +42,13 @@ from .onnx.model_files import find_model, read_onnx_graph
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredTokensInfo:
-    """What a cache holds of its text.
+    """What a cache holds of its text."""
 
-    Attributes
-    ----------
-    positions
-        Of each layer, int64 ``[token]``, or ``[kv_head, token]`` where heads hold different ones.
-    num_seen
-        Tokens of the text; None where nothing says it.
-    ids
-        Their ids; None where nothing says them.
-    """
-
+    #: Of each layer, int64 ``[token]``, or ``[kv_head, token]`` where heads hold different ones.
     positions: tuple[Positions, ...]
+    #: Tokens of the text; None where nothing says it.
     num_seen: int | None = None
+    #: Their ids; None where nothing says them.
     ids: Ids | None = None
 
     @property
@@ -79,18 +72,7 @@ class StoredTokensInfo:
 
 
 def read_stored_tokens(source: Source, tokens_by_layer: Sequence[int]) -> StoredTokensInfo:
-    """What a source says, else that each layer holds the first tokens of a text.
-
-    Parameters
-    ----------
-    tokens_by_layer
-        Stored in each layer.
-
-    Raises
-    ------
-    SourceError
-        For positions that are not of these layers.
-    """
+    """What a source says, else that each layer holds the first tokens of a text."""
     _check_not_rerotated(source, tokens_by_layer)
     sidecar_info = _read_sidecar_info(source, tokens_by_layer)
     if sidecar_info is not None:
@@ -478,13 +460,7 @@ def _finish_hash(digest: Any, ids: Ids | None, ids_hash: TokenIdsFingerprint | N
 
 
 def read_model_interface(model: str | os.PathLike[str]) -> DecoderInterface:
-    """What a cache of a model has to fit, from its graph; weights are not looked at.
-
-    Raises
-    ------
-    MissingDependencyError, SourceError, ModelError
-        As `DecoderSession.open`.
-    """
+    """What a cache of a model has to fit, from its graph; weights are not looked at."""
     files = find_model(model)
     return read_interface(read_onnx_graph(files.graph), files)
 

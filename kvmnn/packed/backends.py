@@ -19,30 +19,21 @@ _SOURCE_READ = "read in the sources only"
 
 @dataclass(frozen=True)
 class Backend:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes
-    ----------
-    dtype
-        What one element of K and V is. It follows from the backend: x86 has no 16-bit core, so its caches are fp32
-        whatever precision was asked for.
-    eP, eP8
-        Packing of query tiles. They never enter an index or a size of K or V.
-    lP, hP
-        Packing of a float cache.
-    lP8, hP8
-        Packing of an int8 cache; None where the backend has none.
-    source
-        Where the numbers were seen at work.
-    """
-
+    #: What one element of K and V is. It follows from the backend: x86 has no 16-bit core, so its caches are fp32
+    #: whatever precision was asked for.
     dtype: str
+    #: Packing of query tiles. They never enter an index or a size of K or V.
     eP: int
+    #: Packing of a float cache.
     lP: int
     hP: int
     eP8: int | None
+    #: Packing of an int8 cache; None where the backend has none.
     lP8: int | None
     hP8: int | None
+    #: Where the numbers were seen at work.
     source: str
 
 

@@ -42,13 +42,7 @@ from .params import EXPAND_CHUNK
 
 
 def allocate_buffers(layout: PackLayout, capacity: int, fill_byte: int) -> BufferPair:
-    """K and V as the engine allocates them: cleared only where its kernels read padding.
-
-    Parameters
-    ----------
-    fill_byte
-        What memory holds that nobody cleared.
-    """
+    """K and V as the engine allocates them: cleared only where its kernels read padding."""
     clear_keys = layout.int8_keys or layout.head_dim % layout.lP != 0
     clear_values = layout.int8_values or layout.lP > 1
     return (
@@ -85,21 +79,14 @@ def resize_buffers(
 
 @dataclass
 class Int8Sums:
-    """Side arrays of an int8 cache.
+    """Side arrays of an int8 cache."""
 
-    Attributes
-    ----------
-    key_sum
-        Sum over the dims of each dequantised key, ``[kv_heads, token slots]``, slots in groups of hP8.
-    key_max
-        Running maximum of each channel, ``[kv_heads, head_dim]``; what keys are quantised against.
-    value_sum
-        Sum over the tokens of each block of each dequantised value, ``[kv_heads, blocks, dims]``, dims in groups of
-        hP8; None where values are not int8.
-    """
-
+    #: Sum over the dims of each dequantised key, ``[kv_heads, token slots]``, slots in groups of hP8.
     key_sum: Floats
+    #: Running maximum of each channel, ``[kv_heads, head_dim]``; what keys are quantised against.
     key_max: Floats
+    #: Sum over the tokens of each block of each dequantised value, ``[kv_heads, blocks, dims]``, dims in groups of hP8;
+    #: None where values are not int8.
     value_sum: Floats | None
 
     @classmethod

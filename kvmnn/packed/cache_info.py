@@ -37,31 +37,21 @@ PositionRuns = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerInfo:
-    """One layer's part of a cache.
+    """One layer's part of a cache."""
 
-    Parameters
-    ----------
-    layer
-        From 0.
-    tokens
-        Live tokens.
-    capacity
-        Tokens that the files have room for.
-    positions
-        Positions that K of the live tokens is rotated to, in order, as ``(begin, size)`` runs: those of the tokens in
-        the text, unless `text_positions` gives others.
-    text_positions
-        True positions of the live tokens in the text, where K was rotated to others since (`kvmnn compact --rerotate`);
-        None where `positions` are the true ones.
-    heads
-        Kv heads and head_dim of the layer, where they are not those of the cache's layout.
-    """
-
+    #: From 0.
     layer: int
+    #: Live tokens.
     tokens: int
+    #: Tokens that the files have room for.
     capacity: int
+    #: Positions that K of the live tokens is rotated to, in order, as ``(begin, size)`` runs: those of the tokens in
+    #: the text, unless `text_positions` gives others.
     positions: PositionRuns
+    #: True positions of the live tokens in the text, where K was rotated to others since (`kvmnn compact --rerotate`);
+    #: None where `positions` are the true ones.
     text_positions: PositionRuns | None = None
+    #: Kv heads and head_dim of the layer, where they are not those of the cache's layout.
     heads: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -87,20 +77,13 @@ STATE_KINDS: Final = ("linear", "recurrent", "unknown")
 
 @dataclass(frozen=True, kw_only=True)
 class StateLayer:
-    """A layer of a prefix cache whose two files hold no K and V, but the state after the last token.
+    """A layer of a prefix cache whose two files hold no K and V, but the state after the last token."""
 
-    Parameters
-    ----------
-    layer
-        From 0.
-    kind
-        One of `STATE_KINDS`.
-    key_bytes, value_bytes
-        Of the file in the place of K (convolution state) and of that in the place of V (recurrent state).
-    """
-
+    #: From 0.
     layer: int
+    #: One of `STATE_KINDS`.
     kind: str
+    #: Of the file in the place of K (convolution state) and of that in the place of V (recurrent state).
     key_bytes: int
     value_bytes: int
 
@@ -119,20 +102,13 @@ def validate_token_ids(ids: Sequence[int] | npt.NDArray[Any], max_id: int = MAX_
 
 @dataclass(frozen=True)
 class TokenIdsFingerprint:
-    """The token ids that a cache was made from, as a fingerprint.
+    """The token ids that a cache was made from, as a fingerprint."""
 
-    Parameters
-    ----------
-    count
-        How many they are.
-    sha256
-        Of them as little-endian 32-bit words.
-    where
-        What messages call them.
-    """
-
+    #: How many they are.
     count: int
+    #: Of them as little-endian 32-bit words.
     sha256: str
+    #: What messages call them.
     where: str = field(default="the list", compare=False, repr=False)
 
     @classmethod
@@ -144,35 +120,23 @@ class TokenIdsFingerprint:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheInfo:
-    """A cache of packed layers.
+    """A cache of packed layers."""
 
-    Parameters
-    ----------
-    kind
-        ``prefix`` or ``live``: what the files are or were.
-    name
-        Of the prefix; empty for other kinds.
-    layout
-        Geometry and pack numbers.
-    layers
-        In order.
-    token_ids
-        Of the text, where they were given.
-    model
-        Fingerprint of the model's directory, where it was given.
-    next_position
-        Position of the next token, where tokens before it were evicted; None where it follows the last stored one.
-    states
-        Layers without K and V, in order.
-    """
-
+    #: ``prefix`` or ``live``: what the files are or were.
     kind: str
+    #: Of the prefix; empty for other kinds.
     name: str
+    #: Geometry and pack numbers.
     layout: PackLayout
+    #: In order.
     layers: tuple[LayerInfo, ...]
+    #: Of the text, where they were given.
     token_ids: TokenIdsFingerprint | None = None
+    #: Fingerprint of the model's directory, where it was given.
     model: str | None = None
+    #: Position of the next token, where tokens before it were evicted; None where it follows the last stored one.
     next_position: int | None = None
+    #: Layers without K and V, in order.
     states: tuple[StateLayer, ...] = ()
 
     @property
@@ -283,13 +247,7 @@ def dump_cache_info(info: CacheInfo) -> str:
 
 
 def load_cache_info(text: str | bytes, where: str) -> CacheInfo:
-    """Check and take in a document; `where` begins the messages of errors.
-
-    Raises
-    ------
-    ManifestError
-        Naming the path of what is wrong.
-    """
+    """Check and take in a document; `where` begins the messages of errors."""
     root = parse_document(text, where, MAX_CACHE_INFO_BYTES)
     root.check_schema(CACHE_SCHEMA, CACHE_SCHEMA_VERSION)
     if root.get("kind").read_str() not in CACHE_KINDS:

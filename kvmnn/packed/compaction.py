@@ -24,23 +24,15 @@ INT32_MAX = (1 << 31) - 1
 
 @dataclass(frozen=True)
 class CompactionOutcome:
-    """What a reallocation does.
+    """What a reallocation does."""
 
-    Attributes
-    ----------
-    min_capacity
-        Tokens that there must be room for before anything moves.
-    moves
-        Copies of tokens inside each head, (source, destination, count), one after the other.
-    past_length
-        Live tokens afterwards.
-    messages
-        What the engine complains about, in kvmnn's words; one for each message it prints.
-    """
-
+    #: Tokens that there must be room for before anything moves.
     min_capacity: int
+    #: Copies of tokens inside each head, (source, destination, count), one after the other.
     moves: tuple[tuple[int, int, int], ...]
+    #: Live tokens afterwards.
     past_length: int
+    #: What the engine complains about, in kvmnn's words; one for each message it prints.
     messages: tuple[str, ...] = ()
 
 
@@ -52,13 +44,7 @@ def validate_dialect(dialect: str) -> str:
 
 
 def parse_pairs(reserve: Iterable[Iterable[int]]) -> tuple[ReservePair, ...]:
-    """`reserve` as pairs of ints.
-
-    Raises
-    ------
-    KvmnnError
-        For a number that does not fit the 32 bits in which the engine keeps it, and for what is no pair.
-    """
+    """`reserve` as pairs of ints."""
     pairs = []
     for number, entry in enumerate(reserve):
         pair = tuple(entry)
@@ -141,20 +127,7 @@ def simulate_upstream(
     previous: int,
     capacity: int,
 ) -> CompactionOutcome:
-    """What upstream's ``onRealloc`` does with any plan: it looks at nothing and copies what it is told.
-
-    Parameters
-    ----------
-    previous
-        Tokens that the shared counts speak of; upstream sizes the cache after them, not after its own `past_length`.
-    capacity
-        Tokens that there is room for.
-
-    Raises
-    ------
-    KvmnnError
-        Where upstream would read or write outside its buffers, or count below zero.
-    """
+    """What upstream's ``onRealloc`` does with any plan: it looks at nothing and copies what it is told."""
     sizes = -1 if any(size <= 0 for _, size in pairs) else sum(size for _, size in pairs)
     min_capacity = previous + add - remove + sizes
     start = past_length - remove

@@ -36,32 +36,22 @@ FlashBlock = int | Literal["none"]
 
 @dataclass(frozen=True, kw_only=True)
 class PackedGeometry:
-    """What is known of packed files; None for what is not.
+    """What is known of packed files; None for what is not."""
 
-    Parameters
-    ----------
-    kv_heads, head_dim
-        Of every layer.
-    dtype
-        ``fp16``, ``bf16`` or ``fp32``.
-    backend
-        A name that `PackLayout.from_backend` knows; stands for dtype, lP and hP.
-    lP, hP
-        Pack numbers, where no backend is named.
-    flash_block
-        Tokens in a block of V, or ``"none"`` without flash attention.
-    int8
-        ``"keys"`` or ``"both"`` where the engine quantises its cache (``attention_mode`` 9 or 10); the backend has to
-        be named then.
-    """
-
+    #: Of every layer.
     kv_heads: int | None = None
     head_dim: int | None = None
+    #: ``fp16``, ``bf16`` or ``fp32``.
     dtype: str | None = None
+    #: A name that `PackLayout.from_backend` knows; stands for dtype, lP and hP.
     backend: str | None = None
+    #: Pack numbers, where no backend is named.
     lP: int | None = None
     hP: int | None = None
+    #: Tokens in a block of V, or ``"none"`` without flash attention.
     flash_block: FlashBlock | None = None
+    #: ``"keys"`` or ``"both"`` where the engine quantises its cache (``attention_mode`` 9 or 10); the backend has to be
+    #: named then.
     int8: Literal["keys", "both"] | None = None
 
     def __post_init__(self) -> None:
@@ -94,13 +84,7 @@ class PackedGeometry:
         return " and ".join(f"{name} ({option})" for name, option in options.items() if getattr(self, name) is None)
 
     def list_candidates(self) -> list[tuple[str, PackLayout]]:
-        """Every layout that agrees with what is known, named by the backends that have it.
-
-        Raises
-        ------
-        MissingOptionError
-            When kv_heads or head_dim is not known, or the backend of an int8 cache.
-        """
+        """Every layout that agrees with what is known, named by the backends that have it."""
         if self.missing_text:
             raise MissingOptionError(f"the files do not say {self.missing_text}; --model DIR may")
         if self.int8 and self.backend is None:
@@ -159,18 +143,12 @@ def _strip_to_placement(layout: PackLayout, flash_block: int | None, int8: str |
 
 @dataclass(frozen=True)
 class LayoutMatch:
-    """A layout that the sizes of all files agree with.
+    """A layout that the sizes of all files agree with."""
 
-    Parameters
-    ----------
-    layout, backends
-        The layout, and the names of the backends that have it.
-    capacities
-        Tokens that each pair of files has room for.
-    """
-
+    #: The layout, and the names of the backends that have it.
     layout: PackLayout
     backends: str
+    #: Tokens that each pair of files has room for.
     capacities: tuple[int, ...]
 
 
@@ -190,13 +168,6 @@ def infer_layout(
     """The only layout that fits; where the pack numbers are known, the usual flash block before none at all.
 
     `files` are the names of the K and V file of every layer, for messages.
-
-    Raises
-    ------
-    SourceError
-        When none fits, with the reason if only one was asked for.
-    MissingOptionError
-        When several do, naming them, and when `geometry` says too little.
     """
     try:
         matches = find_matches(geometry, sizes)
@@ -333,23 +304,15 @@ _MAX_EMPTY_FRACTION = 0.2
 
 @dataclass(frozen=True)
 class LayerEvidence:
-    """What one layer tells about a layout.
+    """What one layer tells about a layout."""
 
-    Parameters
-    ----------
-    num_rows
-        Rows up to the last one that is not empty, of any head, in K or V.
-    has_equal_ends
-        Whether that row is the same in all heads, of K and of V.
-    num_misplaced_rows
-        Rows before it that are empty, or partly so, or that have words where padding is.
-    key_contrast, value_contrast
-        Variance between the means of the dimensions over the variance of all words; 0 where words are no numbers.
-    """
-
+    #: Rows up to the last one that is not empty, of any head, in K or V.
     num_rows: int
+    #: Whether that row is the same in all heads, of K and of V.
     has_equal_ends: bool
+    #: Rows before it that are empty, or partly so, or that have words where padding is.
     num_misplaced_rows: int
+    #: Variance between the means of the dimensions over the variance of all words; 0 where words are no numbers.
     key_contrast: float
     value_contrast: float
 
@@ -398,15 +361,7 @@ def choose_sampled_layers(count: int) -> list[int]:
 
 
 def measure_layer(views: dict[Part, ReadBytes], layout: PackLayout, capacity: int) -> LayerEvidence:
-    """Measure what K and V of a layer tell about a float layout.
-
-    Parameters
-    ----------
-    views
-        Access to the two files.
-    layout, capacity
-        What the files are taken for, and for how many tokens they have room.
-    """
+    """Measure what K and V of a layer tell about a float layout."""
     ends: set[int] = set()
     num_misplaced = 0
     contrasts: dict[Part, float] = {}
@@ -656,15 +611,7 @@ def infer_token_range(match: LayoutMatch) -> tuple[int, int]:
 
 
 def iter_matches(geometry: PackedGeometry, sizes: Sequence[tuple[int, int]]) -> Iterator[LayoutMatch]:
-    """Every layout that sizes allow where kv heads, head_dim or both are not known.
-
-    Parameters
-    ----------
-    geometry
-        What is known.
-    sizes
-        Bytes of the K and V file of each layer, all of full attention.
-    """
+    """Every layout that sizes allow where kv heads, head_dim or both are not known."""
     dims = _HEAD_DIMS if geometry.head_dim is None else (geometry.head_dim,)
     heads = range(1, MAX_TRIED_HEADS + 1) if geometry.kv_heads is None else (geometry.kv_heads,)
     distinct_sizes = sorted(set(sizes))

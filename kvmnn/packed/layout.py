@@ -165,21 +165,14 @@ def run_over_heads(work: HeadRangeWork, kv_heads: int, threads: int | None) -> N
 
 @dataclass(frozen=True)
 class TokenRange:
-    """The tokens ``[start, start + count)``, checked once against buffers, live tokens and capacity.
+    """The tokens ``[start, start + count)``, checked once against buffers, live tokens and capacity."""
 
-    Attributes
-    ----------
-    start, count
-        Tokens.
-    capacity
-        Tokens that the buffers have room for.
-    buffers
-        The packed K and V as bytes over the caller's memory.
-    """
-
+    #: Tokens.
     start: int
     count: int
+    #: Tokens that the buffers have room for.
     capacity: int
+    #: The packed K and V as bytes over the caller's memory.
     buffers: dict[Part, Bytes]
 
     @classmethod
@@ -195,13 +188,7 @@ class TokenRange:
         capacity: int,
         writable: bool = False,
     ) -> TokenRange:
-        """The range, if it lies inside the `past_length` live tokens and the buffers have the sizes of `capacity`.
-
-        Raises
-        ------
-        KvmnnError
-            For a range outside the live tokens and for buffers of another size.
-        """
+        """The range, if it lies inside the `past_length` live tokens and the buffers have the sizes of `capacity`."""
         layout.check_capacity(capacity)
         if to_int(count, "count") < 1 or to_int(start, "start") < 0:
             raise KvmnnError(f"range of {count} tokens from {start}: expected at least 1 token from 0 on")

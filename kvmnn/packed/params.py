@@ -23,42 +23,26 @@ MAX_BUFFER_BYTES = 1 << 48  # far beyond any memory, far below any overflow
 
 @dataclass(frozen=True)
 class LayoutParams:
-    """The numbers that fix where an element lies.
+    """The numbers that fix where an element lies."""
 
-    Parameters
-    ----------
-    kv_heads, head_dim
-        Geometry of the attention layer.
-    dtype
-        ``fp16``, ``bf16`` or ``fp32``: the elements of what is not int8.
-    lP, hP
-        Pack numbers of the backend.
-    flash_block
-        Tokens in a block of V (64 with flash attention); None without flash attention, where one block spans the
-        capacity.
-    lP8, hP8
-        Pack numbers of the backend's int8 kernels, needed where something is int8.
-    int8_keys, int8_values
-        What the engine quantises: nothing, keys, or both. Values are quantised only with flash attention.
-    eP, eP8
-        Carried for completeness: packing of query tiles, which enters no index and no size here.
-
-    Raises
-    ------
-    KvmnnError
-        For numbers below 1 and for combinations that the engine does not have.
-    """
-
+    #: Geometry of the attention layer.
     kv_heads: int
     head_dim: int
+    #: ``fp16``, ``bf16`` or ``fp32``: the elements of what is not int8.
     dtype: str
+    #: Pack numbers of the backend.
     lP: int
     hP: int
+    #: Tokens in a block of V (64 with flash attention); None without flash attention, where one block spans the
+    #: capacity.
     flash_block: int | None = FLASH_BLOCK
+    #: Pack numbers of the backend's int8 kernels, needed where something is int8.
     lP8: int | None = None
     hP8: int | None = None
+    #: What the engine quantises: nothing, keys, or both. Values are quantised only with flash attention.
     int8_keys: bool = False
     int8_values: bool = False
+    #: Carried for completeness: packing of query tiles, which enters no index and no size here.
     eP: int | None = None
     eP8: int | None = None
 
@@ -86,13 +70,7 @@ class LayoutParams:
         int8_keys: bool = False,
         int8_values: bool = False,
     ) -> Self:
-        """The layout that the backend `name` uses (the table is `kvmnn.backends.BACKENDS`).
-
-        Parameters
-        ----------
-        flash
-            Whether the engine runs with flash attention, as it does unless ``attention_mode`` says otherwise.
-        """
+        """The layout that the backend `name` uses (the table is `kvmnn.backends.BACKENDS`)."""
         row = get_backend(name)
         return cls(
             kv_heads=kv_heads,
@@ -204,11 +182,6 @@ class LayoutParams:
 
         The capacity they were allocated for may have been smaller: K comes in tiles and V in blocks. Both
         lead to the same places for every token.
-
-        Raises
-        ------
-        KvmnnError
-            For sizes that no capacity gives.
         """
         capacity = key_bytes // self.key_bytes(1) * self.key_shape(1)[2]
         if self.flash_block is not None:
@@ -250,13 +223,7 @@ class LayoutParams:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_capacity(self, capacity: int) -> int:
-        """`capacity`, in tokens.
-
-        Raises
-        ------
-        KvmnnError
-            For one below 1; its child `LimitError` for buffers that no memory holds.
-        """
+        """`capacity`, in tokens."""
         validate_int(capacity, "capacity", 1)
         if max(self.key_bytes(capacity), self.value_bytes(capacity)) > MAX_BUFFER_BYTES:
             raise LimitError(f"capacity {capacity} gives buffers beyond any memory")
@@ -279,20 +246,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def locate_element(layout: LayoutParams, part: Part, element: int, capacity: int) -> tuple[int, int]:
-    """Return row and dimension of an element of one head.
-
-    Parameters
-    ----------
-    layout, part, capacity
-        What the buffer is; float layouts only.
-    element
-        Index inside the head, in elements.
-
-    Returns
-    -------
-    tuple of int
-        The row (of a token, or behind the last one), and the dimension: at least `head_dim` for padding.
-    """
+    """Return row and dimension of an element of one head."""
     lP, hP = layout.pack_numbers(part)
     if part == "key":
         tile, unit, _, _ = layout.key_strides()

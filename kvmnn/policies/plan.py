@@ -25,30 +25,20 @@ _LEGEND = "# kept, . dropped, 1 to 9 tenths kept"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyLayerPlan:
-    """What stays of one layer.
+    """What stays of one layer."""
 
-    Attributes
-    ----------
-    layer
-        Its number.
-    tokens
-        That are stored.
-    nbytes
-        Of its K and V.
-    kept_indices
-        Stored tokens that stay, ascending: int64 ``[kept]``, or ``[kv_head, kept]`` where heads keep different ones;
-        None: all stay.
-    skipped
-        Whether the policy never cuts this layer.
-    positions
-        True position of each stored token; None where nothing says it of all heads.
-    """
-
+    #: Its number.
     layer: int
+    #: That are stored.
     tokens: int
+    #: Of its K and V.
     nbytes: int
+    #: Stored tokens that stay, ascending: int64 ``[kept]``, or ``[kv_head, kept]`` where heads keep different ones;
+    #: None: all stay.
     kept_indices: Indices | None = None
+    #: Whether the policy never cuts this layer.
     skipped: bool = False
+    #: True position of each stored token; None where nothing says it of all heads.
     positions: Positions | None = None
 
     @property
@@ -111,24 +101,16 @@ def _build_policy_document(policy: Policy) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachePlan(Record):
-    """What a policy would keep of a cache.
+    """What a policy would keep of a cache."""
 
-    Attributes
-    ----------
-    policy
-        What decided.
-    layers
-        What stays of each.
-    seconds
-        Time that it took.
-    input, output
-        What was read, and the file that the plan was written to, if any.
-    """
-
+    #: What was read, and the file that the plan was written to, if any.
     input: str | None = None
     output: str | None = None
+    #: Time that it took.
     seconds: float = 0.0
+    #: What decided.
     policy: Policy = field(metadata={"convert": _build_policy_document})
+    #: What stays of each.
     layers: tuple[PolicyLayerPlan, ...]
 
     @property
@@ -238,10 +220,6 @@ def plan_layer(
 
     Parameters
     ----------
-    policy
-        One that `check_plannable` accepts.
-    layer, tokens, nbytes
-        Its number, what it stores, and the bytes of that.
     norms
         Those of its keys, float32 ``[kv_head, token]``; asked for where keys decide.
     positions

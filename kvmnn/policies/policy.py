@@ -37,25 +37,15 @@ from .topk import compute_key_norms
 class Budget:
     """A number of tokens, or a share of one; exactly one of them is given.
 
-    Parameters
-    ----------
-    tokens
-        At least 0.
-    share
-        1.0 is all. Taken as the decimal number that it is written as: 0.29 of 100 is 29.
-
-    Raises
-    ------
-    KvmnnError
-        For none of them or both, and for values out of range.
-
     Examples
     --------
     >>> Budget.parse("256").resolve(1000), Budget.parse("25%").resolve(1000)
     (256, 250)
     """
 
+    #: At least 0.
     tokens: int | None = None
+    #: 1.0 is all. Taken as the decimal number that it is written as: 0.29 of 100 is 29.
     share: float | None = None
 
     def __post_init__(self) -> None:
@@ -68,13 +58,7 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """A budget from ``"256"`` or ``"25%"``.
-
-        Raises
-        ------
-        KvmnnError
-            For other texts.
-        """
+        """A budget from ``"256"`` or ``"25%"``."""
         if re.fullmatch(r"\d{1,9}", text):
             return cls(tokens=int(text))
         match = re.fullmatch(r"(\d{1,3}(?:\.\d+)?)%", text)

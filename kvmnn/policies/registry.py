@@ -108,13 +108,7 @@ MODEL_POLICIES: dict[str, type[Policy]] = {H2OEngine.name: H2OEngine}
 
 
 def get_policy_class(name: str) -> type[Policy]:
-    """The class of a policy, `FullCache` included.
-
-    Raises
-    ------
-    KvmnnError
-        Where there is none of that name.
-    """
+    """The class of a policy, `FullCache` included."""
     if name == FullCache.name:
         return FullCache
     policies = POLICIES | MODEL_POLICIES

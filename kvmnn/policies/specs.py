@@ -40,26 +40,7 @@ def expand_spec(
     skip_layers: tuple[int, ...] | None = None,
     defaults: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The name and the options of a policy for each budget, as `build_policy` takes them.
-
-    Parameters
-    ----------
-    spec
-        Read by `split_spec`; ``"full"`` is `FullCache`.
-    budgets
-        Tokens. A spec that says its own budget or keep_ratio is taken once, and one without any budget to take uses
-        its policy's default.
-    skip_layers
-        Layers never cut, for specs that do not say. None: the budget holds in every layer, also of policies whose
-        classes leave layers whole by default as their originals do.
-    defaults
-        Options that specs of a policy do not say, by its name.
-
-    Raises
-    ------
-    KvmnnError
-        For policies and options that do not exist and values of the wrong type.
-    """
+    """The name and the options of a policy for each budget, as `build_policy` takes them."""
     name, texts = split_spec(spec)
     option_names = _list_options(name)
     has_own_size = "budget" in texts or "keep_ratio" in texts or "budget" not in option_names

@@ -132,15 +132,7 @@ def measure_text_inches(text: str, size: float = _LABEL_SIZE) -> float:
 
 
 def add_line_labels(axes: Axes, ends: Sequence[LineEnd]) -> None:
-    """Names right of the plot with a sample of each line, near the height of its end, never touching.
-
-    Parameters
-    ----------
-    axes
-        With its final limits: they are not changed any more.
-    ends
-        Of every line.
-    """
+    """Names right of the plot with a sample of each line, near the height of its end, never touching."""
     limits = *axes.get_xlim(), *axes.get_ylim()  # asking brings them up to date
     axes.axis(limits)
     if not ends:
@@ -279,19 +271,7 @@ def label_points(
     lines: Sequence[tuple[Sequence[float], Sequence[float]]] = (),
     stars: Sequence[tuple[float, float]] = (),
 ) -> None:
-    """Write each text near its point, one after the other, clear of markers, lines and the texts before it.
-
-    Parameters
-    ----------
-    axes
-        With its final limits.
-    labels
-        Each with a marker of the usual size at its point.
-    lines
-        Abscissae and ordinates of the lines that are drawn.
-    stars
-        Larger markers.
-    """
+    """Write each text near its point, one after the other, clear of markers, lines and the texts before it."""
     to_points = 72 / axes.figure.dpi
 
     def to_figure_points(x: float, y: float) -> tuple[float, float]:

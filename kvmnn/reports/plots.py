@@ -23,22 +23,11 @@ PLOT_FORMATS = ("png", "svg", "pdf")
 
 @dataclass(frozen=True, kw_only=True)
 class PlotOptions:
-    """How plots are written.
+    """How plots are written."""
 
-    Parameters
-    ----------
-    kinds
-        Of files, some of `PLOT_FORMATS`, each once.
-    titles
-        Whether figures have titles; without, for a text that says them itself.
-
-    Raises
-    ------
-    OptionError
-        For other kinds, and for none.
-    """
-
+    #: Of files, some of `PLOT_FORMATS`, each once.
     kinds: tuple[str, ...] = ("png", "svg")
+    #: Whether figures have titles; without, for a text that says them itself.
     titles: bool = True
 
     def __post_init__(self) -> None:
@@ -60,15 +49,7 @@ def check_can_write(
     force: bool = False,
     options: PlotOptions = DEFAULT_PLOT_OPTIONS,
 ) -> None:
-    """Refuse to begin what could not end in plots of these names.
-
-    Raises
-    ------
-    MissingDependencyError
-        Without matplotlib.
-    OutputError
-        Where files of plots exist in `directory` and are not to be replaced.
-    """
+    """Refuse to begin what could not end in plots of these names."""
     import_optional("matplotlib.figure")
     with DirectoryOutput(directory, force=force) as probe:
         probe.check_names(f"{name}.{kind}" for name in names for kind in options.kinds)
@@ -117,15 +98,7 @@ DRAW_FUNCTIONS: dict[str, Callable[[EvaluationResultsProtocol], Figure]] = {
 def check_can_plot(
     directory: str | os.PathLike[str], force: bool = False, options: PlotOptions = DEFAULT_PLOT_OPTIONS
 ) -> None:
-    """Refuse to begin what could not end in plots.
-
-    Raises
-    ------
-    MissingDependencyError
-        Without matplotlib.
-    OutputError
-        Where files of plots exist in `directory` and are not to be replaced.
-    """
+    """Refuse to begin what could not end in plots."""
     check_can_write(DRAW_FUNCTIONS, directory, force, options)
 
 
@@ -137,35 +110,7 @@ def write_plots(
     options: PlotOptions = DEFAULT_PLOT_OPTIONS,
     skip_reasons: dict[str, str] | None = None,
 ) -> list[Path]:
-    """Draw everything that the results hold.
-
-    Parameters
-    ----------
-    results
-        An `EvaluationResult` of `kvmnn.evaluation`.
-    directory
-        Made where there is none; all files appear together.
-    force
-        Replace files that exist.
-    options
-        Which kinds of files, and whether with titles.
-    skip_reasons
-        Takes the names of the plots that the results hold nothing for, and the reasons.
-
-    Returns
-    -------
-    list of Path
-        What was written: each kind of each plot. Equal results make equal bytes with the same matplotlib.
-
-    Raises
-    ------
-    MissingDependencyError
-        Without matplotlib.
-    KvmnnError
-        Where the results hold nothing for any plot.
-    OutputError
-        For files that exist and are not to be replaced, and for what cannot be written.
-    """
+    """Draw everything that the results hold."""
     reasons: dict[str, str] = {} if skip_reasons is None else skip_reasons
     written_paths = write_figures(_iter_figures(results, reasons), directory, force, options)
     if not written_paths:

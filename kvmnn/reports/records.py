@@ -111,26 +111,17 @@ def _add_int_fields(first: T, second: T) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class QualityStats(Record):
-    """Means over scored tokens.
+    """Means over scored tokens."""
 
-    Attributes
-    ----------
-    begin : int or None
-        The position from which on tokens are scored, where that is not the first one (JSON: ``from``).
-    tokens : int
-        Scored.
-    nll : float or None
-        Negative log-probability in nats; None where no token was scored.
-    perplexity : float or None
-        ``exp(nll)``; None beyond float64 as well.
-    accuracy : float or None
-        Share of tokens that were the most probable one.
-    """
-
+    #: The position from which on tokens are scored, where that is not the first one (JSON: ``from``).
     begin: int | None = field(default=None, metadata={"key": "from", "omit": True})
+    #: Scored.
     tokens: int
+    #: Negative log-probability in nats; None where no token was scored.
     nll: float | None
+    #: ``exp(nll)``; None beyond float64 as well.
     perplexity: float | None
+    #: Share of tokens that were the most probable one.
     accuracy: float | None
 
 
@@ -160,27 +151,18 @@ class FullCacheDifference(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class FrameSizeStats(Record):
-    """Bytes of one cache.
+    """Bytes of one cache."""
 
-    Attributes
-    ----------
-    dtype : str
-        Of the words in the frames.
-    rounded : bool
-        Whether the words are the cache's own rounded to fp16 first, which is LOSSY by itself; frames are LOSSLESS for
-        the words that they were given.
-    full_bytes : int
-        The full cache of all tokens seen, in that dtype.
-    kept_bytes : int
-        What the policy left of it.
-    frame_bytes : int
-        The frames of that, each decoded and found equal.
-    """
-
+    #: Of the words in the frames.
     dtype: str
+    #: Whether the words are the cache's own rounded to fp16 first, which is LOSSY by itself; frames are LOSSLESS for
+    #: the words that they were given.
     rounded: bool
+    #: The full cache of all tokens seen, in that dtype.
     full_bytes: int
+    #: What the policy left of it.
     kept_bytes: int
+    #: The frames of that, each decoded and found equal.
     frame_bytes: int
 
 
@@ -212,25 +194,11 @@ class DocumentRow(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectStats(Record):
-    """A preset's configuration by the definitions of the preset's project (`kvmnn.evaluation.presets`).
+    """A preset's configuration by the definitions of the preset's project (`kvmnn.evaluation.presets`)."""
 
-    Attributes
-    ----------
-    evaluation : str
-        ``"E1"``: l2_compress / KnormPress; ``"E2"``: StreamingLLM + H2O.
-    label : str
-        The project's name for the configuration.
-    chunk, chunks_left_out, prompt_tokens, new_tokens, repeats : int or None
-        E2 only; times are medians of so many repeats.
-    attention_seconds : float or None
-        E2 only: of one layer, the mean over layers and steps of one token.
-    process_peak_bytes : int or None
-        E2 only: that of the row, for what the project's device had allocated at most.
-    refused : str or None
-        Why nothing was measured.
-    """
-
+    #: ``"E1"``: l2_compress / KnormPress; ``"E2"``: StreamingLLM + H2O.
     evaluation: Literal["E1", "E2"]
+    #: The project's name for the configuration.
     label: str
     perplexity: float | None = None
     accuracy: float | None = None
@@ -238,16 +206,20 @@ class ProjectStats(Record):
     scored_tokens: int | None = None
     text_tokens: int | None = None
     final_cache_tokens: int | None = None
+    #: E2 only; times are medians of so many repeats.
     chunk: int | None = field(default=None, metadata={"omit": True})
     chunks_left_out: int | None = field(default=None, metadata={"omit": True})
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
+    #: E2 only: of one layer, the mean over layers and steps of one token.
     attention_seconds: float | None = field(default=None, metadata={"omit": True})
     tokens_per_second: float | None = None
     prompt_tokens: int | None = field(default=None, metadata={"omit": True})
     new_tokens: int | None = field(default=None, metadata={"omit": True})
     repeats: int | None = field(default=None, metadata={"omit": True})
+    #: E2 only: that of the row, for what the project's device had allocated at most.
     process_peak_bytes: int | None = field(default=None, metadata={"omit": True})
+    #: Why nothing was measured.
     refused: str | None = field(default=None, metadata={"omit": True})
 
     def to_dict(self) -> dict[str, Any]:
@@ -263,77 +235,49 @@ class ProjectStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ResultRow(Record):
-    """One configuration over all documents.
+    """One configuration over all documents."""
 
-    Attributes
-    ----------
-    label, policy, options, preset, positions
-        Those of the `Configuration`; options with the policy's defaults.
-    budget, keep_ratio
-        Tokens, or share of the stored tokens, that stay in each layer.
-    kind : str or None
-        ``"LOSSLESS"`` where nothing was evicted, else ``"LOSSY"``.
-    tokens, nll, perplexity, accuracy, deep
-        See `QualityStats`; `deep` is over the tokens behind ``settings.deep_from``.
-    versus_full
-        None for the full cache itself.
-    seconds, model_seconds, policy_seconds
-        Wall time of all documents: all, inside onnxruntime, holding, choosing and cutting.
-    ttft_seconds, tpot_seconds
-        Time to the first token of a prompt, and for each token after it.
-    attention_seconds
-        Attention of all layers, in each of the steps after the prompt.
-    cache_bytes_mean, cache_bytes_peak
-        K and V held, over the tokens fed.
-    process_peak_bytes, process_opened_bytes
-        Resident memory of the configuration's process at most, and once the model was open.
-    tokens_kept
-        Of each layer, the highest of all documents.
-    unequal_layers
-        Whether layers hold different numbers of tokens, so that the budget is not what every layer holds.
-    lossy_ratio, lossless_ratio, ratio
-        Bytes of the full cache over those kept; those kept over those of their frames; the product.
-    project
-        By the definitions of the preset's project (JSON: ``as_seed``).
-    h2o
-        What the engine's planner did, where it is what evicts: counts of all documents, ratios of the last one.
-    runtime
-        What the lossless runtime did, where the cache lay in one: all documents added up.
-    start
-        What it goes on from, where that is K and V that were computed elsewhere (`kvmnn.reports.records`).
-    evicted
-        Whether any scored token was attended over a cache that the policy had cut. Where none was, quality is that of
-        the full cache and says nothing of the policy. None in results of older versions.
-    """
-
+    #: Those of the `Configuration`; options with the policy's defaults.
     label: str
     policy: str
     options: Mapping[str, object] = field(default_factory=dict)
+    #: Tokens, or share of the stored tokens, that stay in each layer.
     budget: int | None = None
     keep_ratio: float | None = None
     preset: str | None = None
     positions: Literal["true", "stored"] = "true"
+    #: ``"LOSSLESS"`` where nothing was evicted, else ``"LOSSY"``.
     kind: str | None = None
+    #: See `QualityStats`; `deep` is over the tokens behind ``settings.deep_from``.
     tokens: int | None = None
     nll: float | None = None
     perplexity: float | None = None
     accuracy: float | None = None
     bits_per_byte: float | None = None
     deep: QualityStats | None = None
+    #: None for the full cache itself.
     versus_full: FullCacheDifference | None = None
+    #: Wall time of all documents: all, inside onnxruntime, holding, choosing and cutting.
     seconds: float | None = None
     model_seconds: float | None = None
     policy_seconds: float | None = None
+    #: Time to the first token of a prompt, and for each token after it.
     ttft_seconds: float | None = None
     tpot_seconds: float | None = None
+    #: Attention of all layers, in each of the steps after the prompt.
     attention_seconds: float | None = None
     tokens_per_second: float | None = None
+    #: K and V held, over the tokens fed.
     cache_bytes_mean: float | None = None
     cache_bytes_peak: int | None = None
+    #: Resident memory of the configuration's process at most, and once the model was open.
     process_peak_bytes: int | None = None
     process_opened_bytes: int | None = None
+    #: Of each layer, the highest of all documents.
     tokens_kept: tuple[int, ...] | None = None
+    #: Whether layers hold different numbers of tokens, so that the budget is not what every layer holds.
     unequal_layers: bool | None = None
+    #: Bytes of the full cache over those kept; those kept over those of their frames; the product.
     lossy_ratio: float | None = None
     lossless_ratio: float | None = None
     ratio: float | None = None
@@ -342,10 +286,16 @@ class ResultRow(Record):
     full_bytes: int | None = None
     kept_bytes: int | None = None
     frame_bytes: int | None = None
+    #: By the definitions of the preset's project (JSON: ``as_seed``).
     project: ProjectStats | None = field(default=None, metadata={"key": "as_seed"})
+    #: What the engine's planner did, where it is what evicts: counts of all documents, ratios of the last one.
     h2o: H2OStats | None = field(default=None, metadata={"omit": True})
+    #: What the lossless runtime did, where the cache lay in one: all documents added up.
     runtime: RuntimeStats | None = field(default=None, metadata={"omit": True})
+    #: What it goes on from, where that is K and V that were computed elsewhere (`kvmnn.reports.records`).
     start: str | None = field(default=None, metadata={"omit": True})
+    #: Whether any scored token was attended over a cache that the policy had cut. Where none was, quality is that of
+    #: the full cache and says nothing of the policy. None in results of older versions.
     evicted: bool | None = field(default=None, metadata={"omit": True})
     documents: tuple[DocumentRow, ...] = ()
 
@@ -380,51 +330,35 @@ class DocumentInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class KeepMap(Record):
-    """Which tokens of one KV head live.
-
-    Attributes
-    ----------
-    steps : tuple of int
-        Tokens seen at each sample.
-    kept : tuple of tuple of int
-        Positions in the text of the tokens that live then.
-    """
+    """Which tokens of one KV head live."""
 
     layer: int
     kv_head: int
+    #: Tokens seen at each sample.
     steps: tuple[int, ...]
+    #: Positions in the text of the tokens that live then.
     kept: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptPositions(Record):
-    """The tokens that a layer holds at the end of a text.
-
-    Attributes
-    ----------
-    positions : tuple of tuple of int
-        In the text: one list for all KV heads, or one for each where they hold different tokens.
-    """
+    """The tokens that a layer holds at the end of a text."""
 
     layer: int
+    #: In the text: one list for all KV heads, or one for each where they hold different tokens.
     positions: tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentTrace(Record):
-    """A document's course under one configuration: at each step the tokens seen, and the bytes that the cache holds.
-
-    Attributes
-    ----------
-    kept : tuple of KeptPositions
-        What each layer holds at the end: `kvmnn compact --plan` takes it.
-    """
+    """A document's course under one configuration: at each step the tokens seen, and the bytes that the cache holds."""
 
     label: str
     document: str
     step_tokens: tuple[int, ...]
     cache_bytes: tuple[int, ...]
     keep_map: KeepMap | None = None
+    #: What each layer holds at the end: `kvmnn compact --plan` takes it.
     kept: tuple[KeptPositions, ...] = ()
 
 
@@ -491,27 +425,19 @@ Of 4-bit blocks it is about 0.1.
 
 @dataclass(frozen=True, kw_only=True)
 class LayerDistanceStats(Record):
-    """How far K or V of a layer are from those that the model computes of the same tokens.
+    """How far K or V of a layer are from those that the model computes of the same tokens."""
 
-    Attributes
-    ----------
-    layer, part
-        Which.
-    words, equal : int
-        Numbers compared, in the model's dtype, and how many have the same bits.
-    squares, own_squares : float
-        Sums of the squared differences, and of the squares of the model's own.
-    undo : tuple of str or None
-        Of numbers that are far from the model's own (`MIN_NON_ROUNDING_DISTANCE`): what undone makes them roundings of
-        those.
-    """
-
+    #: Which.
     layer: int
     part: Part
+    #: Numbers compared, in the model's dtype, and how many have the same bits.
     words: int
     equal: int
+    #: Sums of the squared differences, and of the squares of the model's own.
     squares: float
     own_squares: float
+    #: Of numbers that are far from the model's own (`MIN_NON_ROUNDING_DISTANCE`): what undone makes them roundings of
+    #: those.
     undo: tuple[str, ...] | None = field(default=None, metadata={"omit": True})
 
     @property
@@ -523,30 +449,20 @@ class LayerDistanceStats(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class InitialCacheInfo(Record):
-    """The start.
+    """The start."""
 
-    Attributes
-    ----------
-    name, about : str
-        The file's name, and what it holds.
-    dtype : str
-        Of the words as they were found.
-    tokens : tuple of int
-        Stored in each layer.
-    tokens_seen : int
-        Tokens of the text that it stands for.
-    sha256 : str
-        Of words in the model's dtype, positions and token ids.
-    distances : tuple of LayerDistance
-        To K and V that the model computed.
-    """
-
+    #: The file's name, and what it holds.
     name: str
     about: str
+    #: Of the words as they were found.
     dtype: str
+    #: Stored in each layer.
     tokens: tuple[int, ...]
+    #: Tokens of the text that it stands for.
     tokens_seen: int
+    #: Of words in the model's dtype, positions and token ids.
     sha256: str
+    #: To K and V that the model computed.
     distances: tuple[LayerDistanceStats, ...] = field(default=())
 
 

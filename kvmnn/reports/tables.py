@@ -590,13 +590,7 @@ PROJECT_NAMES = {"E1": "l2_compress / KnormPress", "E2": "StreamingLLM + H2O"}
 
 
 def format_markdown(results: EvaluationResultsProtocol) -> str:
-    """Markdown: the table, that of presets by their projects' definitions if any, and what was measured on what.
-
-    Returns
-    -------
-    str
-        Ends with a newline.
-    """
+    """Markdown: the table, that of presets by their projects' definitions if any, and what was measured on what."""
     parts = [_format_markdown_table(*build_table(results, COLUMNS))]
     project = build_project_table(results.rows)
     if project:
@@ -851,22 +845,7 @@ _FormatName = TypeVar("_FormatName", bound=str)
 def choose_format(
     path: str | os.PathLike[str], formats: Mapping[str, _FormatName], default: _FormatName
 ) -> _FormatName:
-    """Return the form that the suffix of a name stands for.
-
-    Parameters
-    ----------
-    path
-        The file.
-    formats
-        Forms by their suffixes, in lower case.
-    default
-        Of a name without a suffix.
-
-    Raises
-    ------
-    OptionError
-        For another suffix: a file that says to be of one form is not written in another.
-    """
+    """Return the form that the suffix of a name stands for."""
     suffix = PurePath(path).suffix.lower()
     if not suffix:
         return default

@@ -50,17 +50,7 @@ class CompressionScope:
         return front or (self.config.scope in ("h2o_kept", "front_n_and_h2o_kept") and layer in self.h2o_layers)
 
     def compute_budget(self, layer: int, token_step: int, kv_len: int, keep_tokens: int) -> int | None:
-        """Tokens of `layer` that count at this step; None where it is not compressed.
-
-        Parameters
-        ----------
-        token_step
-            Decode steps so far, this one included.
-        kv_len
-            Tokens of the layer.
-        keep_tokens
-            Those that the eviction planner means to keep.
-        """
+        """Tokens of `layer` that count at this step; None where it is not compressed."""
         config = self.config
         if not config.is_active:
             return None

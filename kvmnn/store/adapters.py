@@ -76,13 +76,7 @@ def encode_states_metadata(states: Sequence[OpaqueState]) -> dict[str, str]:
 
 
 def extract_states(source: Source) -> Source:
-    """Move the arrays of bytes that the metadata of a source describes to `Source.states`.
-
-    Raises
-    ------
-    ManifestError
-        If the metadata is malformed, or an array of a state is missing or has another dtype.
-    """
+    """Move the arrays of bytes that the metadata of a source describes to `Source.states`."""
     if STATES_KEY not in source.metadata:
         return source
     label = f"{' '.join(source.inputs)}: metadata {STATES_KEY!r}"

@@ -30,17 +30,11 @@ _MAX_SETTINGS_BYTES = 1 << 20
 
 
 class StoreSettings(NamedTuple):
-    """What is fixed when a store is created.
+    """What is fixed when a store is created."""
 
-    Parameters
-    ----------
-    block_tokens
-        Tokens per block.
-    codec
-        Codec of new units, one of `STORE_CODECS`.
-    """
-
+    #: Tokens per block.
     block_tokens: int
+    #: Codec of new units, one of `STORE_CODECS`.
     codec: str
 
 
@@ -57,15 +51,7 @@ def explain_settings(path: str | Path) -> str:
 
 
 def parse_settings(data: bytes, label: str) -> StoreSettings:
-    """Parse the document of `encode_settings`.
-
-    Raises
-    ------
-    ManifestError
-        If the document is malformed.
-    SourceError
-        If it has another version.
-    """
+    """Parse the document of `encode_settings`."""
     root = parse_document(data, label, _MAX_SETTINGS_BYTES)
     if root.get("schema").read_str() != _SETTINGS_SCHEMA or root.get("schema_version").read_int(1) != _SETTINGS_VERSION:
         raise SourceError(f"{label}: is of another version: expected {_SETTINGS_SCHEMA} {_SETTINGS_VERSION}")
@@ -104,17 +90,11 @@ class StateLocation(NamedTuple):
 
 
 class PrefixMatch(NamedTuple):
-    """The longest stored prefix of a sequence.
+    """The longest stored prefix of a sequence."""
 
-    Parameters
-    ----------
-    slices
-        The parts of units that contain it, in order.
-    num_blocks
-        Whole blocks among its tokens.
-    """
-
+    #: The parts of units that contain it, in order.
     slices: tuple[UnitSlice, ...]
+    #: Whole blocks among its tokens.
     num_blocks: int
 
     @property
@@ -142,32 +122,21 @@ class ConcurrentUpdateError(KvmnnError):
 
 @dataclass(frozen=True)
 class NewUnit:
-    """A unit that is to be added.
+    """A unit that is to be added."""
 
-    Parameters
-    ----------
-    parent
-        Key of the block before it.
-    start
-        Tokens of the sequence before it.
-    ids
-        Its token ids.
-    keys
-        Keys of its whole blocks.
-    nbytes
-        Size of its file in bytes.
-    staged
-        Path of the staged file, or its bytes.
-    history_sums
-        Checksums of the preceding blocks whose rows its streams refer to; empty if they refer to none.
-    """
-
+    #: Key of the block before it.
     parent: bytes
+    #: Tokens of the sequence before it.
     start: int
+    #: Its token ids.
     ids: Ids
+    #: Keys of its whole blocks.
     keys: Sequence[bytes]
+    #: Size of its file in bytes.
     nbytes: int
+    #: Path of the staged file, or its bytes.
     staged: Path | bytes
+    #: Checksums of the preceding blocks whose rows its streams refer to; empty if they refer to none.
     history_sums: tuple[int, ...] = ()
 
 
@@ -227,13 +196,7 @@ class StoreBackend(Protocol):
     def add_units(
         self, namespace: Namespace, sequence: TokenSequence, new: Sequence[NewUnit], tables: TableSets | None
     ) -> AddResult:
-        """Add units of a sequence, in order, and the tables that some of them need.
-
-        Raises
-        ------
-        ConcurrentUpdateError
-            If the blocks before the first unit are missing, or contain other rows than a unit refers to.
-        """
+        """Add units of a sequence, in order, and the tables that some of them need."""
 
     def enforce_limit(self) -> int:
         """Evict units until the store is within its limit, if it has one; return the bytes that were removed."""
@@ -242,13 +205,7 @@ class StoreBackend(Protocol):
         """Find the state of the longest prefix of at most `tokens` tokens that has one."""
 
     def add_state(self, namespace: Namespace, sequence: TokenSequence, state: PrefixState) -> AddResult:
-        """Add the state of a sequence whose units are stored.
-
-        Raises
-        ------
-        ConcurrentUpdateError
-            If the units are missing.
-        """
+        """Add the state of a sequence whose units are stored."""
 
     def touch(self, units: Iterable[int]) -> None:
         """Record that units were used."""
@@ -272,13 +229,7 @@ class StoreBackend(Protocol):
         """Return the stored sequences, the most recently used first."""
 
     def pin(self, namespace: Namespace, ids: Ids) -> bool:
-        """Keep a sequence whatever the limit; return whether it was not pinned before.
-
-        Raises
-        ------
-        KvmnnError
-            If its end is not stored.
-        """
+        """Keep a sequence whatever the limit; return whether it was not pinned before."""
 
     def unpin(self, namespace: Namespace, ids: Ids) -> bool:
         """Remove the pin of a sequence; return whether it had one."""

@@ -132,12 +132,7 @@ def write_exported(
     *,
     force: bool,
 ) -> int:
-    """Write the slices of a sequence and their tables to a file.
-
-    Returns
-    -------
-    Size of the file in bytes.
-    """
+    """Write the slices of a sequence and their tables to a file."""
     unit_entries = [
         {"bytes": data.size, "skip": unit_slice.skip, "take": unit_slice.take} for unit_slice, data in unit_slices
     ]

@@ -61,27 +61,18 @@ class StateId(NamedTuple):
 
 @dataclass(frozen=True)
 class Namespace:
-    """A model, its precision and its layers: only within one namespace do prefixes share blocks.
+    """A model, its precision and its layers: only within one namespace do prefixes share blocks."""
 
-    Parameters
-    ----------
-    model
-        Fingerprint of the model.
-    dtype
-        ``"fp16"``, ``"bf16"`` or ``"fp32"``.
-    layers
-        Layers with full attention, in order; their blocks are shared.
-    windows
-        Layers with a sliding window of which only the last tokens are stored, in order. Their rows, and opaque state,
-        are stored with each prefix, at its exact length (`kvmnn.store.unit_codec`).
-    states
-        Layer and name of each state other than K and V, in order.
-    """
-
+    #: Fingerprint of the model.
     model: str
+    #: ``"fp16"``, ``"bf16"`` or ``"fp32"``.
     dtype: str
+    #: Layers with full attention, in order; their blocks are shared.
     layers: tuple[LayerShape, ...]
+    #: Layers with a sliding window of which only the last tokens are stored, in order. Their rows, and opaque state,
+    #: are stored with each prefix, at its exact length (`kvmnn.store.unit_codec`).
     windows: tuple[LayerShape, ...] = ()
+    #: Layer and name of each state other than K and V, in order.
     states: tuple[StateId, ...] = ()
 
     @cached_property
@@ -209,13 +200,7 @@ def build_namespace(
     windows: Sequence[LayerCache] = (),
     states: Sequence[OpaqueState] = (),
 ) -> Namespace:
-    """Return the namespace of the caches of all layers, in order; of `windows` only the last tokens are stored.
-
-    Raises
-    ------
-    KvmnnError
-        If there are no layers, they are not in order, differ in dtype, or have shapes that no model has.
-    """
+    """Return the namespace of the caches of all layers, in order; of `windows` only the last tokens are stored."""
     shapes, window_shapes = (
         tuple(LayerShape(cache.layer, cache.kv_heads, cache.head_dim, cache.value_dim) for cache in caches)
         for caches in (layers, windows)
@@ -290,13 +275,6 @@ def split_windows(layers: Sequence[LayerCache], windows: Collection[int]) -> tup
 
     A layer with a window that still contains every token belongs to the first: it is valid for any prefix of the
     sequence.
-
-    Raises
-    ------
-    KvmnnError
-        If a layer with a window contains other tokens than the last.
-    ArrayTypeError
-        If an object is not a `LayerCache`.
     """
     full_layers, window_layers = [], []
     for cache in layers:
@@ -321,11 +299,6 @@ def validate_layers(layers: Sequence[LayerCache], tokens: int, windows: Sequence
     """Return the layers in order.
 
     Each must contain K and V of all `tokens` tokens of the sequence and of no others; `windows` must end with it.
-
-    Raises
-    ------
-    KvmnnError
-        If a cache has another number of tokens, lacks some, or has them in other places.
     """
     for cache in layers:
         if not isinstance(cache, LayerCache):
@@ -368,13 +341,7 @@ are hashes of up to 32 bits."""
 
 
 def to_token_ids(token_ids: Sequence[int] | npt.NDArray[Any]) -> Ids:
-    """Convert token ids to an array.
-
-    Raises
-    ------
-    KvmnnError
-        Unless they are 1 to 2**24 integers from 0 to 2**32 - 1.
-    """
+    """Convert token ids to an array."""
     try:
         array = np.asarray(token_ids)
     except (ValueError, OverflowError):
@@ -463,26 +430,17 @@ def count_common_entries(first: npt.NDArray[Any], second: npt.NDArray[Any]) -> i
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Token ids with the keys of their blocks.
+    """Token ids with the keys of their blocks."""
 
-    Parameters
-    ----------
-    namespace_key
-        Key of the namespace.
-    ids
-        Token ids of the whole sequence.
-    keys
-        Keys of its whole blocks.
-    block_tokens
-        Tokens per block of the store.
-    needs_state
-        Whether its model has windows or state: a stored prefix is only usable where these are stored as well.
-    """
-
+    #: Key of the namespace.
     namespace_key: bytes
+    #: Token ids of the whole sequence.
     ids: Ids
+    #: Keys of its whole blocks.
     keys: Sequence[bytes]
+    #: Tokens per block of the store.
     block_tokens: int
+    #: Whether its model has windows or state: a stored prefix is only usable where these are stored as well.
     needs_state: bool = False
 
     def get_parent_key(self, block_index: int) -> bytes:

@@ -32,12 +32,7 @@ def read_layers(
     notes: list[str],
     threads: int | None,
 ) -> list[LayerCache] | None:
-    """Read K and V of a stored prefix.
-
-    Returns
-    -------
-    K and V of all layers; None if a unit is damaged. It is quarantined then, and a line added to `notes`.
-    """
+    """Read K and V of a stored prefix."""
     max_tokens = (count_blocks_per_unit(namespace, backend.block_tokens) + 1) * backend.block_tokens
     unit_ids = prefix_match.list_units()
     data_by_unit = dict(zip(unit_ids, backend.read_units(unit_ids), strict=True))
@@ -68,12 +63,7 @@ def read_layers(
 def read_state(
     backend: StoreBackend, namespace: Namespace, unit_id: int, sequence: TokenSequence, notes: list[str]
 ) -> tuple[list[LayerCache], list[OpaqueState]] | None:
-    """Read rows of windows, and opaque state, at the end of a sequence.
-
-    Returns
-    -------
-    Windows and states; None if the unit is damaged. It is quarantined then, and a line added to `notes`.
-    """
+    """Read rows of windows, and opaque state, at the end of a sequence."""
     try:
         (data,) = backend.read_units([unit_id])
         if data is None:
@@ -144,15 +134,7 @@ class UnitVerifier:
         self._last_unit: _LastUnit | None = None
 
     def verify(self, unit_id: int, namespace: Namespace, ids: Ids | None = None) -> Unit:
-        """Decode a unit completely and compare it with its checksums; if `ids` are specified, it must contain these.
-
-        Raises
-        ------
-        MissingUnitError
-            If the unit, or one that it refers to, is missing.
-        DamagedUnitError
-            If the unit, or one that it refers to, is damaged.
-        """
+        """Decode a unit completely and compare it with its checksums; if `ids` are specified, it must contain these."""
         unit = self._read_and_check(unit_id, namespace, ids)
         preceding_rows, layers = self._decode(unit, namespace)
         self._last_unit = _LastUnit(unit_id, preceding_rows, layers)

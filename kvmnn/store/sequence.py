@@ -30,20 +30,13 @@ _CONCURRENT_REMOVAL_REASON = "other processes keep removing what they go on from
 
 
 class StoredPart(NamedTuple):
-    """What is stored of a sequence in one namespace.
+    """What is stored of a sequence in one namespace."""
 
-    Parameters
-    ----------
-    tokens
-        Length of the stored prefix.
-    prefix_match
-        Where its units are.
-    state_unit
-        Number of the unit with windows and state at its end; 0 for none.
-    """
-
+    #: Length of the stored prefix.
     tokens: int = 0
+    #: Where its units are.
     prefix_match: PrefixMatch = PrefixMatch((), 0)
+    #: Number of the unit with windows and state at its end; 0 for none.
     state_unit: int = 0
 
     @property
@@ -266,13 +259,7 @@ class SequenceStore:
         return LongestMatch(best_namespace, best_part, other_precisions)
 
     def find_complete(self, ids: Ids, model: str, dtype: str | None) -> list[tuple[Namespace, StoredPart]]:
-        """Return the namespaces that contain a whole sequence, in the order of their first puts.
-
-        Raises
-        ------
-        KvmnnError
-            If there is none.
-        """
+        """Return the namespaces that contain a whole sequence, in the order of their first puts."""
         parts = [
             (namespace, self._find_stored_part(self.make_sequence(namespace, ids), namespace))
             for namespace in self.list_namespaces(model, dtype)

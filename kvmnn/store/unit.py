@@ -49,70 +49,46 @@ class DamagedUnitError(KvmnnError):
 
 
 class UnitFrame(NamedTuple):
-    """K or V of one layer.
+    """K or V of one layer."""
 
-    Parameters
-    ----------
-    data
-        Frame or dense stream.
-    checksum, raw_checksum
-        Checksums of the frame, and of its elements (`frames.buffers.checksum_rows`). For a dense stream: the checksum
-        of its elements, which it contains itself, and 0.
-    """
-
+    #: Frame or dense stream.
     data: Bytes | bytes
+    #: Checksums of the frame, and of its elements (`frames.buffers.checksum_rows`). For a dense stream: the checksum of
+    #: its elements, which it contains itself, and 0.
     checksum: int
     raw_checksum: int
 
 
 @dataclass(frozen=True, eq=False)
 class DenseUnitInfo:
-    """What the streams of a dense unit depend on.
+    """What the streams of a dense unit depend on."""
 
-    Parameters
-    ----------
-    block_sums
-        ``[block]``: checksums of the elements of each whole block in all layers (`write_path.combine_block_sums`). A
-        unit that follows refers to these rows only if what is put has the same checksums.
-    history_rows
-        Rows directly before the unit that its streams refer to; 0 for none.
-    chain_length
-        Length of the chain of units that have to be decoded for these rows.
-    tables_key
-        Key of the shared tables; empty for streams with their own.
-    """
-
+    #: ``[block]``: checksums of the elements of each whole block in all layers (`write_path.combine_block_sums`). A
+    #: unit that follows refers to these rows only if what is put has the same checksums.
     block_sums: tuple[int, ...]
+    #: Rows directly before the unit that its streams refer to; 0 for none.
     history_rows: int = 0
+    #: Length of the chain of units that have to be decoded for these rows.
     chain_length: int = 0
+    #: Key of the shared tables; empty for streams with their own.
     tables_key: bytes = b""
 
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Consecutive blocks of a sequence.
+    """Consecutive blocks of a sequence."""
 
-    Parameters
-    ----------
-    namespace_key
-        Key of the namespace.
-    parent
-        Key of the block before the first; of the namespace, at the beginning of a sequence.
-    start
-        Tokens before the first.
-    ids
-        ``[token]``: token ids of these blocks; the last block may be partial.
-    frames
-        K and V of each layer, in the order of `Namespace.parts`.
-    dense
-        Dependencies of dense streams; None for frames.
-    """
-
+    #: Key of the namespace.
     namespace_key: bytes
+    #: Key of the block before the first; of the namespace, at the beginning of a sequence.
     parent: bytes
+    #: Tokens before the first.
     start: int
+    #: ``[token]``: token ids of these blocks; the last block may be partial.
     ids: Ids
+    #: K and V of each layer, in the order of `Namespace.parts`.
     frames: tuple[UnitFrame, ...]
+    #: Dependencies of dense streams; None for frames.
     dense: DenseUnitInfo | None = None
 
     @property
@@ -156,13 +132,7 @@ def count_header_bytes(num_tokens: int, num_frames: int, num_blocks: int | None 
 
 
 def parse_unit(data: Bytes) -> Unit:
-    """Parse the bytes of a unit; frames are views of `data`, whose checksums are not compared yet.
-
-    Raises
-    ------
-    DamagedUnitError
-        If `Unit.to_pieces` cannot have produced the bytes.
-    """
+    """Parse the bytes of a unit; frames are views of `data`, whose checksums are not compared yet."""
     header = parse_header(data)
     ends = list(accumulate((size for size, _, _ in header.frame_rows), initial=header.nbytes))
     if ends[-1] != data.size:
@@ -297,13 +267,7 @@ def select_rotary(rotary: RopeConfig | None, keys: Elements) -> RopeConfig | Non
 
 
 def parse_table_sets(data: bytes, key: bytes) -> TableSets:
-    """Parse the bytes of shared tables.
-
-    Raises
-    ------
-    DamagedUnitError
-        If they are not the object with this key.
-    """
+    """Parse the bytes of shared tables."""
     if hashlib.blake2b(data, digest_size=KEY_BYTES).digest() != key:
         raise DamagedUnitError("its tables are damaged")
     try:

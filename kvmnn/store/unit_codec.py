@@ -68,21 +68,7 @@ def encode_frame_units(
     on_unit: Callable[[int, tuple[UnitFrame, ...]], object],
     threads: int | None = None,
 ) -> None:
-    """Encode K and V of all layers as frames, unit by unit; predictors are sampled from the unit in the middle.
-
-    Parameters
-    ----------
-    layers
-        K and V of the whole sequence.
-    spans
-        Tokens of each unit.
-    options
-        Options of the frames.
-    on_unit
-        Called with index and frames of each complete unit, in any order, on the thread that completed it.
-    threads
-        Maximum number of threads; None for all processors.
-    """
+    """Encode K and V of all layers as frames, unit by unit; predictors are sampled from the unit in the middle."""
     lanes = options.to_lane_options(as_elements(layers[0].keys[:, :0], None)[0])
     parts = list_parts(layers)
     open_units: dict[int, list[UnitFrame | None]] = {}
@@ -179,13 +165,7 @@ class DamagedSliceError(DamagedUnitError):
 
 
 def check_unit_matches(unit: Unit, namespace: Namespace, ids: Ids, skip: int, max_tokens: int) -> None:
-    """Check that a unit contains `ids` after its first `skip` tokens, in `namespace`, and at most `max_tokens`.
-
-    Raises
-    ------
-    DamagedUnitError
-        If it does not.
-    """
+    """Check that a unit contains `ids` after its first `skip` tokens, in `namespace`, and at most `max_tokens`."""
     if unit.namespace_key != namespace.key or len(unit.frames) != len(namespace.parts):
         raise DamagedUnitError("holds layers of another model")
     if unit.ids.size > max_tokens:
@@ -206,18 +186,6 @@ def decode_slices(
 
     If any unit is dense, a result has all heads of a token together in memory, as dense streams have them; else all
     tokens of a head.
-
-    Parameters
-    ----------
-    tables
-        Shared tables of the store, for dense units that use them.
-    preceding_rows
-        K and V of the rows directly before, if the first unit refers to some.
-
-    Raises
-    ------
-    DamagedSliceError
-        If a frame or stream does not match its checksum, does not decode, or decodes to other elements than were put.
     """
     num_preceding = preceding_rows[0].tokens if preceding_rows else 0
     begin_tokens = np.cumsum([num_preceding, *(loaded_slice.take for loaded_slice in slices)]).tolist()
@@ -373,38 +341,25 @@ _RAW_BYTES_KEY = "raw_bytes"
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PrefixState:
-    """Encoded windows and opaque state of a prefix.
+    """Encoded windows and opaque state of a prefix."""
 
-    Parameters
-    ----------
-    namespace_key
-        Key of the namespace.
-    parent
-        Key of the block before `ids`; of the namespace, at the beginning of a sequence.
-    tokens
-        Length of the prefix: the only one at which this is valid.
-    ids
-        The last ids of the prefix, those after the block `parent`; at least one.
-    window_rows
-        Rows of each window, the last of the sequence, in the order of `Namespace.windows`.
-    state_specs
-        Dtype, shape and bytes of each state, in the order of `Namespace.states`.
-    pieces
-        Frames of K and V of each window, then the compressed states.
-    piece_sums
-        Checksums of each piece, and of its decoded contents.
-    raw_bytes
-        Bytes of all decoded contents.
-    """
-
+    #: Key of the namespace.
     namespace_key: bytes
+    #: Key of the block before `ids`; of the namespace, at the beginning of a sequence.
     parent: bytes
+    #: Length of the prefix: the only one at which this is valid.
     tokens: int
+    #: The last ids of the prefix, those after the block `parent`; at least one.
     ids: Ids
+    #: Rows of each window, the last of the sequence, in the order of `Namespace.windows`.
     window_rows: tuple[int, ...]
+    #: Dtype, shape and bytes of each state, in the order of `Namespace.states`.
     state_specs: tuple[tuple[str, tuple[int, ...], int], ...]
+    #: Frames of K and V of each window, then the compressed states.
     pieces: tuple[Bytes | bytes, ...]
+    #: Checksums of each piece, and of its decoded contents.
     piece_sums: tuple[tuple[int, int], ...]
+    #: Bytes of all decoded contents.
     raw_bytes: int
 
     @property
@@ -435,13 +390,7 @@ def encode_state(
     states: Sequence[OpaqueState],
     options: CodecOptions,
 ) -> PrefixState:
-    """Encode rows of windows as frames, and opaque state with zstandard; parameters as those of `PrefixState`.
-
-    Raises
-    ------
-    SourceError
-        If state is unreadable or too large.
-    """
+    """Encode rows of windows as frames, and opaque state with zstandard; parameters as those of `PrefixState`."""
     import zstandard
 
     pieces: list[bytes] = []
@@ -492,13 +441,7 @@ def is_prefix_state(data: Bytes) -> bool:
 
 
 def parse_state(data: Bytes) -> PrefixState:
-    """Parse the bytes of a state unit; pieces are views of `data`, whose checksums are not compared yet.
-
-    Raises
-    ------
-    DamagedUnitError
-        If `PrefixState.to_pieces` cannot have produced the bytes.
-    """
+    """Parse the bytes of a state unit; pieces are views of `data`, whose checksums are not compared yet."""
     if data.size < _STATE_STRUCT.size:
         raise DamagedUnitError(f"has {data.size:,} bytes: too few for a header")
     magic, tokens, num_ids, document_bytes, num_pieces, namespace, parent = _STATE_STRUCT.unpack_from(data.data)
@@ -552,13 +495,7 @@ def _parse_state_spec(node: JsonReader) -> tuple[str, tuple[int, ...], int]:
 
 
 def decode_state(prefix_state: PrefixState, namespace: Namespace) -> tuple[list[LayerCache], list[OpaqueState]]:
-    """Decode rows of windows, with their positions, and opaque state; all bytes are compared with their checksums.
-
-    Raises
-    ------
-    DamagedUnitError
-        If a piece does not match its checksum, does not decode, or decodes to something else than was put.
-    """
+    """Decode rows of windows, with their positions, and opaque state; all bytes are compared with their checksums."""
     parts = [(shape, part) for shape in namespace.windows for part in range(2) if shape.dims[part]]
     if (
         prefix_state.namespace_key != namespace.key

@@ -277,22 +277,7 @@ class DenseStreamEncoder:
         threads: int | None = None,
         trial: LayerTrial | None = None,
     ) -> None:
-        """Encode all units.
-
-        Parameters
-        ----------
-        units
-            The units.
-        block_tokens
-            Tokens per block.
-        on_unit
-            Called with index, streams and block checksums of each complete unit, in any order, on the thread that
-            completed it.
-        threads
-            Maximum number of threads; None for all processors.
-        trial
-            Streams that are encoded already.
-        """
+        """Encode all units."""
         trial = trial or LayerTrial(-1, {}, None)
         open_units: dict[int, dict[int, tuple[UnitFrame, list[int]]]] = {}
         lock = threading.Lock()
@@ -403,11 +388,6 @@ class RopeState:
     ----------
     specified
         Parameters of the caller; ``"none"`` if K is not rotated, None to search them for each namespace.
-
-    Raises
-    ------
-    OptionError
-        For any other value.
     """
 
     def __init__(self, specified: RopeConfig | Literal["none"] | None) -> None:
@@ -434,20 +414,13 @@ class RopeState:
 
 
 class CodecDecision(NamedTuple):
-    """Result of a trial.
+    """Result of a trial."""
 
-    Parameters
-    ----------
-    has_own_tables
-        Whether units get their own tables, as the shared ones come from a dissimilar sequence.
-    tries_frames
-        Whether frames of K, and of V, are almost as small as streams; None if the trial was on a short sequence.
-    frame_losses
-        Streams that have been smaller than frames since (`DenseStreamEncoder.frame_losses`).
-    """
-
+    #: Whether units get their own tables, as the shared ones come from a dissimilar sequence.
     has_own_tables: bool
+    #: Whether frames of K, and of V, are almost as small as streams; None if the trial was on a short sequence.
     tries_frames: tuple[bool, bool] | None
+    #: Streams that have been smaller than frames since (`DenseStreamEncoder.frame_losses`).
     frame_losses: Mapping[StreamKind, float] = MappingProxyType({})
 
 
@@ -505,15 +478,7 @@ def add_sequence(
     stored_prefix: PrefixMatch,
     write_options: WriteOptions,
 ) -> AddResult:
-    """Store the tokens of a sequence after its stored whole blocks.
-
-    Raises
-    ------
-    ConcurrentUpdateError
-        If these blocks have been removed.
-    OutputError
-        If files cannot be written; some batches of units may be stored then.
-    """
+    """Store the tokens of a sequence after its stored whole blocks."""
     size, step = sequence.block_tokens, count_blocks_per_unit(namespace, sequence.block_tokens)
     spans = plan_unit_spans(stored_prefix.num_blocks * size, sequence.ids.size, size, step)
     batches = _split_batches(spans, namespace.token_bytes)
@@ -541,12 +506,7 @@ class _FrameUnitEncoder:
     def encode_batch(
         self, batch: Sequence[TokenSpan], sequence: TokenSequence, on_unit: Callable[[int, Unit], object]
     ) -> list[tuple[int, ...]]:
-        """Encode units; `on_unit` is called with index and unit.
-
-        Returns
-        -------
-        For each unit, the checksums of the blocks that it refers to.
-        """
+        """Encode units; `on_unit` is called with index and unit."""
 
         def emit_unit(unit_index: int, frames: tuple[UnitFrame, ...]) -> None:
             begin_token, end_token = batch[unit_index]

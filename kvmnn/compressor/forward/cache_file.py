@@ -40,18 +40,12 @@ _MAX_SIDECAR_BYTES = 256 << 20
 
 @dataclass(frozen=True, eq=False)
 class PositionSpans:
-    """True positions of the tokens of a cache: each stands for those from `positions` up to before `ends`.
+    """True positions of the tokens of a cache: each stands for those from `positions` up to before `ends`."""
 
-    Parameters
-    ----------
-    positions, ends
-        ``[tokens]``.
-    next_position
-        True position of the next token.
-    """
-
+    #: ``[tokens]``.
     positions: Positions
     ends: Positions
+    #: True position of the next token.
     next_position: int
 
     @classmethod
@@ -80,13 +74,7 @@ def render_sidecar(fields: dict[str, Any], spans: PositionSpans) -> bytes:
 
 
 def read_spans(path: str, tokens: int) -> PositionSpans | None:
-    """The spans of the cache file `path`, from the document beside it; None if there is none of this kind.
-
-    Raises
-    ------
-    KvmnnError
-        For a document that is damaged or belongs to a cache of another length.
-    """
+    """The spans of the cache file `path`, from the document beside it; None if there is none of this kind."""
     root = _read_sidecar(path)
     if root is None:
         return None
@@ -109,11 +97,6 @@ def get_cache_spans(path: str, cache: CacheInfo) -> PositionSpans:
     """The positions that the tokens of a packed cache have; they are one list for all layers.
 
     Where the last tokens of the text were dropped, only its ids (`CacheInfo.token_ids`) say how many they were.
-
-    Raises
-    ------
-    SourceError
-        For layers that hold different tokens.
     """
     first_layer, *other_layers = cache.layers
     for layer in other_layers:
@@ -131,13 +114,7 @@ def get_cache_spans(path: str, cache: CacheInfo) -> PositionSpans:
 
 
 def get_sidecar_spans(path: str, sidecar_positions: PositionsSidecar) -> PositionSpans:
-    """Return the positions that ``positions.json`` states of the tokens of a folder, one list for all layers.
-
-    Raises
-    ------
-    SourceError
-        For layers or heads that hold different tokens.
-    """
+    """Return the positions that ``positions.json`` states of the tokens of a folder, one list for all layers."""
     first_positions = sidecar_positions.positions[0]
     if any(
         layer_positions.ndim > 1 or not np.array_equal(layer_positions, first_positions)

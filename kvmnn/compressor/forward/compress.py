@@ -33,15 +33,8 @@ def compress_part(
 
     Parameters
     ----------
-    engine
-        None where the plan has no groups.
     array, result
         ``[batch, kv_heads, tokens, head_dim]`` before and ``[..., new_len, head_dim]`` after; `result` is filled.
-
-    Raises
-    ------
-    KvmnnError
-        For tokens in groups that are not finite, and for results that the type of `result` cannot hold.
     """
     name = f"{part}s of layer {layer}"
     position = 0
@@ -261,13 +254,7 @@ def compress_arrays(
     *,
     progress: Progress | None = None,
 ) -> tuple[dict[int, KVPair], CompressionPlan]:
-    """The same for K and V by layer number, ``[batch, kv_heads, tokens, head_dim]`` each.
-
-    Raises
-    ------
-    KvmnnError, MissingDependencyError, TypeError
-        As for `compress_cache`; also for no layers, and for layers that differ in shape or type.
-    """
+    """The same for K and V by layer number, ``[batch, kv_heads, tokens, head_dim]`` each."""
     if not layers:
         raise KvmnnError("cache: has no layers")
     first_layer, (keys, _) = next(iter(layers.items()))

@@ -29,13 +29,7 @@ class ForwardEngine(Protocol):
 
 
 def load_linears(weights: WeightFile, layer: int, prefix: int, *, half: bool) -> list[tuple[Floats, Floats | None]]:
-    """Weights ``[out, in]`` and biases ``[out]`` of one compressor as float32, rounded to fp16 if `half`.
-
-    Raises
-    ------
-    KvmnnError
-        For values that are not finite, in the file or once they are fp16.
-    """
+    """Weights ``[out, in]`` and biases ``[out]`` of one compressor as float32, rounded to fp16 if `half`."""
     loaded: list[tuple[Floats, Floats | None]] = []
     for slot in range(SLOTS_PER_PREFIX):
         block = weights.get_block(layer, prefix * SLOTS_PER_PREFIX + slot)
@@ -105,13 +99,7 @@ _SILENT_LOG_LEVEL = 4  # errors are raised; its lines would carry names of the f
 
 
 class OnnxEngine:
-    """Compressors by onnxruntime on the CPU; a session for each kind of compressor, opened when it is first used.
-
-    Raises
-    ------
-    MissingDependencyError
-        Where onnx or onnxruntime is not installed.
-    """
+    """Compressors by onnxruntime on the CPU; a session for each kind of compressor, opened when it is first used."""
 
     def __init__(self, weights: WeightFile, precision: Precision) -> None:
         import_optional("onnx")
@@ -157,13 +145,7 @@ class OnnxEngine:
 
 
 def open_engine(name: EngineName, weights: WeightFile, precision: Precision) -> ForwardEngine:
-    """The engine called `name`.
-
-    Raises
-    ------
-    MissingDependencyError
-        For ``"onnx"`` where onnx or onnxruntime is not installed.
-    """
+    """The engine called `name`."""
     if name == "numpy":
         return NumpyEngine(weights, precision)
     # MOVED

@@ -35,34 +35,20 @@ LinearShapes = tuple[tuple[int, int, bool], ...]
 
 @dataclass(frozen=True)
 class CompressorKind:
-    """Compressors that one graph can hold.
+    """Compressors that one graph can hold."""
 
-    Parameters
-    ----------
-    prefix
-        Their position within a layer.
-    layers
-        The layers of the file that have it, in order; the graph's input ``layer`` counts within them.
-    shapes
-        ``(outputs, inputs, has bias)`` of the three Linear layers.
-    name
-        For people and files: the prefix, and the first layer where a prefix has several kinds.
-    """
-
+    #: Their position within a layer.
     prefix: int
+    #: The layers of the file that have it, in order; the graph's input ``layer`` counts within them.
     layers: tuple[int, ...]
+    #: ``(outputs, inputs, has bias)`` of the three Linear layers.
     shapes: LinearShapes
+    #: For people and files: the prefix, and the first layer where a prefix has several kinds.
     name: str
 
 
 def list_compressor_kinds(weights: WeightFile) -> list[CompressorKind]:
-    """The kinds of compressors in a file, by prefix and first layer.
-
-    Raises
-    ------
-    KvmnnError
-        When the blocks of a layer are not complete compressors.
-    """
+    """The kinds of compressors in a file, by prefix and first layer."""
     count = weights.header.weight_count_per_layer
     if count % SLOTS_PER_PREFIX:
         raise KvmnnError(f"{weights.label}: has {count} weights in a layer: expected a multiple of {SLOTS_PER_PREFIX}")
@@ -86,16 +72,7 @@ def list_prefix_kinds(weights: WeightFile, prefix: int) -> list[CompressorKind]:
 
 
 def build_graph(weights: WeightFile, kind: CompressorKind, precision: Precision = "fp32") -> bytes:
-    """The graph of one kind, as the bytes of an ONNX model.
-
-    Raises
-    ------
-    MissingDependencyError
-        Where onnx is not installed.
-    KvmnnError
-        For Linear layers that do not take what the one before them makes, and for weights of 2 GiB and more, which a
-        model cannot hold.
-    """
+    """The graph of one kind, as the bytes of an ONNX model."""
     for slot in range(1, SLOTS_PER_PREFIX):
         outputs_before, num_inputs = kind.shapes[slot - 1][0], kind.shapes[slot][1]
         if outputs_before != num_inputs:
@@ -199,24 +176,16 @@ class _GraphBuilder:
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxExportResult(Record):
-    """Graphs that were written.
+    """Graphs that were written."""
 
-    Attributes
-    ----------
-    source, target
-        The weight file and the directory.
-    files
-        Names in the directory.
-    precision
-        As was asked for.
-    dtype
-        Type of the weights.
-    """
-
+    #: The weight file and the directory.
     source: str = field(metadata={"key": "input"})
     target: str = field(metadata={"key": "output"})
+    #: Names in the directory.
     files: list[str]
+    #: As was asked for.
     precision: Precision
+    #: Type of the weights.
     dtype: str
 
     @property

@@ -86,24 +86,16 @@ _NUM_IMAGE_BLOCKS = 4 * SLOTS_PER_PREFIX
 
 @dataclass(frozen=True, kw_only=True)
 class CompressionSegment(Record):
-    """A run of tokens that is compressed by itself.
+    """A run of tokens that is compressed by itself."""
 
-    Parameters
-    ----------
-    kind
-        ``"image"`` or ``"text"``.
-    begin, tokens
-        Its place in the cache and its length.
-    groups
-        Tokens made by the compressor; 0 where the segment stays as it is.
-    factor
-        Tokens in a group.
-    """
-
+    #: ``"image"`` or ``"text"``.
     kind: SegmentKind
+    #: Its place in the cache and its length.
     begin: int
     tokens: int
+    #: Tokens made by the compressor; 0 where the segment stays as it is.
     groups: int
+    #: Tokens in a group.
     factor: int
 
     @property
@@ -166,23 +158,7 @@ class CompressionPlan(Record):
 def plan_compression(
     weights: WeightFile, layers: list[int], batch: int, tokens: int, head_dim: int, options: ForwardOptions
 ) -> CompressionPlan:
-    """Decide what happens to a cache, and check that the weight file has what every layer needs.
-
-    Parameters
-    ----------
-    weights
-        Its header gives factor and least number of groups where `options` do not.
-    layers
-        The cache's layers; each is compressed by the compressors of the layer with its number.
-    batch, tokens, head_dim
-        Shape of the cache.
-
-    Raises
-    ------
-    KvmnnError
-        When the weight file has fewer layers than the cache, or a compressor that is needed does not fit the cache or
-        itself. Nothing has been computed then.
-    """
+    """Decide what happens to a cache, and check that the weight file has what every layer needs."""
     header = weights.header
     seq_len = tokens if options.seq_len is None else min(options.seq_len, tokens)
     factor, min_groups = _resolve_factor(header, options), _resolve_min_groups(header, options)

@@ -60,13 +60,7 @@ _DTYPE_BY_TYPE_NAME = {
 def make_tensor_array(
     label: str, name: str, tensor: AnyTensor, options: ReadOptions, row_indices: Indices | None = None
 ) -> LazyArray:
-    """A tensor as an array in C order; with `row_indices` only those of the last axis but one.
-
-    Raises
-    ------
-    UnsupportedArrayError
-        For a type that frames do not hold, and an empty tensor.
-    """
+    """A tensor as an array in C order; with `row_indices` only those of the last axis but one."""
     label = f"{label}: {name}"
     type_name = tensor.type_name
     if type_name not in _NUMPY_TYPE_BY_NAME:
@@ -110,11 +104,6 @@ def make_cache_source(label: str, cache: TransformersCache, options: ReadOptions
     """K and V of every layer of a cache; pairs as they are where the caller says how they lie.
 
     Rows that hold no token are left out: the unused ones of buffers, and padding that all texts of a batch have.
-
-    Raises
-    ------
-    SourceError
-        For K and V that do not have the shape ``[batch, kv_head, token, head_dim]``, or not the same tokens.
     """
     if (
         options.axis_spec.axes is not None

@@ -21,46 +21,20 @@ _MAX_MISSING_TOKENS = 1  # a model's last token has an id, and no K and V until 
 
 @dataclass(frozen=True, eq=False)
 class BatchTexts:
-    """The texts of a batch.
+    """The texts of a batch."""
 
-    Parameters
-    ----------
-    entries
-        One for each; empty where the file has neither mask nor ids for them.
-    notes
-        What is left out, as sentences.
-    eviction_text
-        Why tokens are missing in the cache, as a sentence; empty where none are.
-    """
-
+    #: One for each; empty where the file has neither mask nor ids for them.
     entries: tuple[BatchText, ...] = ()
+    #: What is left out, as sentences.
     notes: list[str] = field(default_factory=list)
+    #: Why tokens are missing in the cache, as a sentence; empty where none are.
     eviction_text: str = ""
 
 
 def find_batch_texts(
     label: str, cache: TransformersCache, num_tokens: int, batch: int, *, has_halves: bool, is_exact: bool
 ) -> BatchTexts:
-    """Find the texts of a batch by what was saved with a cache.
-
-    Parameters
-    ----------
-    label
-        What messages call it.
-    num_tokens
-        That the cache has seen of each text, padding included.
-    batch
-        Texts.
-    has_halves
-        Whether masks and ids of the encoder are there as well as those of the decoder.
-    is_exact
-        Whether `num_tokens` is what the cache has counted: longer masks and ids do not tell that it was cut.
-
-    Raises
-    ------
-    SourceError
-        For a text whose mask leaves no token.
-    """
+    """Find the texts of a batch by what was saved with a cache."""
     batch_texts = BatchTexts()
     mask = _read_batch_matrix(cache, _MASK_NAMES[has_halves : has_halves + 1], batch, batch_texts.notes)
     ids = _read_batch_matrix(cache, _TOKEN_ID_NAMES[has_halves], batch, batch_texts.notes)

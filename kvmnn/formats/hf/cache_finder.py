@@ -112,23 +112,7 @@ _WINDOW_CLASS_WORDS = ("Sliding", "Chunked")
 
 
 def find_cache(label: str, root: object, is_tensor: TensorPredicate) -> TransformersCache | None:
-    """The one cache in an object that was saved or is in memory; None where there is none.
-
-    Parameters
-    ----------
-    label
-        What messages call it.
-    root
-        A cache, a list, tuple or dict of (K, V) or of ``{"key": K, "value": V}``, or a dict that holds a cache among
-        other things.
-    is_tensor
-        Tells tensors from everything else.
-
-    Raises
-    ------
-    SourceError
-        For several caches, and for one that is not understood.
-    """
+    """The one cache in an object that was saved or is in memory; None where there is none."""
     finder = _CacheFinder(label, is_tensor)
     named_caches = list(finder.iter_caches(root, _MAX_DEPTH))
     if len(named_caches) > 1:

@@ -64,17 +64,7 @@ class TensorView:
 
 
 def read_in_memory(cache: object, options: ReadOptions) -> Source:
-    """K and V of every layer of a cache in memory, as for a saved one.
-
-    Raises
-    ------
-    TypeError
-        For what is no cache.
-    SourceError
-        For a cache that is empty or not understood.
-    LimitError
-        Above `ReadOptions.max_bytes`.
-    """
+    """K and V of every layer of a cache in memory, as for a saved one."""
     label = f"<{type(cache).__name__} in memory>"
     source = _read_cache_object(label, cache, options)
     if options.max_bytes is not None and source.nbytes > options.max_bytes:

@@ -57,33 +57,22 @@ class StubObject:
 
 @dataclass(frozen=True)
 class KVLayer:
-    """K and V of one layer.
+    """K and V of one layer."""
 
-    Parameters
-    ----------
-    number
-        From 0.
-    keys, values
-        ``[batch, kv_head, token, head_dim]``, if nothing says otherwise.
-    num_seen
-        Tokens that the layer has seen; None where it does not say.
-    is_buffer
-        Whether its tensors have rows for tokens that may still come.
-    is_window
-        Whether the layer attends to the last tokens alone, and its rows are those.
-    window
-        Tokens that such a layer attends to; None where nothing tells.
-    state_names
-        Names of further tensors of the layer, which are not read.
-    """
-
+    #: From 0.
     number: int
+    #: ``[batch, kv_head, token, head_dim]``, if nothing says otherwise.
     keys: AnyTensor
     values: AnyTensor
+    #: Tokens that the layer has seen; None where it does not say.
     num_seen: int | None = None
+    #: Whether its tensors have rows for tokens that may still come.
     is_buffer: bool = False
+    #: Whether the layer attends to the last tokens alone, and its rows are those.
     is_window: bool = False
+    #: Tokens that such a layer attends to; None where nothing tells.
     window: int | None = None
+    #: Names of further tensors of the layer, which are not read.
     state_names: tuple[str, ...] = ()
 
     def with_state_names(self, names: tuple[str, ...]) -> KVLayer:
@@ -93,62 +82,40 @@ class KVLayer:
 
 @dataclass(frozen=True)
 class StateOnlyLayer:
-    """A layer without K and V.
+    """A layer without K and V."""
 
-    Parameters
-    ----------
-    number
-        From 0.
-    kind
-        What its state is; ``"shared"`` for a layer that was never written to, as it has none of its own.
-    state_names
-        Names of its tensors.
-    tensors
-        These by name; of a list or dict of them each by a name of its own.
-    """
-
+    #: From 0.
     number: int
+    #: What its state is; ``"shared"`` for a layer that was never written to, as it has none of its own.
     kind: StateKind = "shared"
+    #: Names of its tensors.
     state_names: tuple[str, ...] = ()
+    #: These by name; of a list or dict of them each by a name of its own.
     tensors: tuple[tuple[str, AnyTensor], ...] = ()
 
 
 @dataclass
 class TransformersCache:
-    """A cache as it was found.
+    """A cache as it was found."""
 
-    Parameters
-    ----------
-    class_name
-        The class of the cache, or ``"list"``, ``"tuple"``, ``"dict"`` of pairs.
-    form
-        What it was found as: an object, one with buffers longer than the text, a list of pairs, a tuple of pairs, or
-        something in a dict.
-    layers
-        Those with K and V.
-    other_layers
-        Those without.
-    engine
-        Whose it is.
-    sidecar_tensors
-        Tensors that lie next to the cache in a dict, by their names.
-    num_seen
-        Tokens that the cache has counted (``_seen_tokens``); None where it does not count.
-    num_sinks
-        Tokens at the beginning of the text that a ``SinkCache`` keeps for good.
-    is_rerotated
-        Whether K of such a cache is rotated to places in the cache, not in the text.
-    cross_attention
-        K and V of the encoder's output, where this is the decoder's half of two.
-    """
-
+    #: The class of the cache, or ``"list"``, ``"tuple"``, ``"dict"`` of pairs.
     class_name: str
+    #: What it was found as: an object, one with buffers longer than the text, a list of pairs, a tuple of pairs, or
+    #: something in a dict.
     form: CacheForm = "cache"
+    #: Those with K and V.
     layers: list[KVLayer] = field(default_factory=list)
+    #: Those without.
     other_layers: list[StateOnlyLayer] = field(default_factory=list)
+    #: Whose it is.
     engine: str = "transformers"
+    #: Tensors that lie next to the cache in a dict, by their names.
     sidecar_tensors: dict[str, AnyTensor] = field(default_factory=dict)
+    #: Tokens that the cache has counted (``_seen_tokens``); None where it does not count.
     num_seen: int | None = None
+    #: Tokens at the beginning of the text that a ``SinkCache`` keeps for good.
     num_sinks: int | None = None
+    #: Whether K of such a cache is rotated to places in the cache, not in the text.
     is_rerotated: bool = False
+    #: K and V of the encoder's output, where this is the decoder's half of two.
     cross_attention: TransformersCache | None = None

@@ -21,17 +21,11 @@ _SCAN_ROWS = 256  # rows that are looked at together: of a buffer that is nearly
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Rows of one layer that hold tokens.
+    """Rows of one layer that hold tokens."""
 
-    Parameters
-    ----------
-    row_indices
-        Which rows of the tensors, int64, ascending.
-    positions
-        Where each token stands, int64; None where nothing tells.
-    """
-
+    #: Which rows of the tensors, int64, ascending.
     row_indices: Indices
+    #: Where each token stands, int64; None where nothing tells.
     positions: Positions | None
 
     def select_columns(self, columns: Positions) -> TokenRows:
@@ -44,20 +38,13 @@ class TokenRows:
 
 @dataclass(frozen=True, eq=False)
 class CacheRows:
-    """Rows of all layers.
+    """Rows of all layers."""
 
-    Parameters
-    ----------
-    layer_rows
-        In the order of `TransformersCache.layers`.
-    num_tokens
-        That the cache has seen, as far as it says so.
-    eviction_text
-        Why nothing tells which tokens some layers hold, as a sentence; empty where it is known.
-    """
-
+    #: In the order of `TransformersCache.layers`.
     layer_rows: tuple[TokenRows, ...]
+    #: That the cache has seen, as far as it says so.
     num_tokens: int
+    #: Why nothing tells which tokens some layers hold, as a sentence; empty where it is known.
     eviction_text: str = ""
 
 
@@ -220,15 +207,7 @@ _MAX_NAMED_STATES = 4
 
 
 def describe_states(cache: TransformersCache, rows: CacheRows) -> Completeness:
-    """Describe the state of every layer of a cache.
-
-    Parameters
-    ----------
-    cache
-        As it was found.
-    rows
-        Which tokens its layers hold.
-    """
+    """Describe the state of every layer of a cache."""
     states: dict[int, LayerStateInfo] = {}
     for layer in cache.layers:
         states[layer.number] = LayerStateInfo(

@@ -39,26 +39,7 @@ def find_heads(
     model_layers: Sequence[ModelLayer] | None = None,
     recorded_heads: Sequence[int] | None = None,
 ) -> LayerHeads:
-    """Return how many kv heads the rows of each layer are of.
-
-    Parameters
-    ----------
-    is_required
-        Whether somebody looks at heads.
-    model_layers
-        Of each layer of the stream, that of the model which the options name; None where its number is not known.
-    recorded_heads
-        Kv heads of each layer as they were noted down, where nothing else says them.
-
-    Raises
-    ------
-    MissingOptionError
-        Where nothing says them, and they are `is_required`.
-    OptionError
-        Where the rows, the options and the model contradict each other.
-    SourceError
-        For a model that cannot be read.
-    """
+    """Return how many kv heads the rows of each layer are of."""
     key_tensors = [tensor for tensor in stream.tensors if tensor.part == "key"]
     geometry = options.packed.geometry if options.packed else None
     model = options.packed.model if options.packed else None
@@ -128,23 +109,15 @@ CACHE_NAMES = ("first", "second")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerNumbers:
-    """The layers of a file.
+    """The layers of a file."""
 
-    Parameters
-    ----------
-    by_cache
-        For each cache the layer of the model that each of its layers is.
-    states
-        What the model keeps for each of its layers.
-    model
-        The layers of the model that the options name; None without one.
-    rule
-        Why layers are numbered so, where only the name of the architecture tells; else empty.
-    """
-
+    #: For each cache the layer of the model that each of its layers is.
     by_cache: tuple[tuple[int, ...], ...]
+    #: What the model keeps for each of its layers.
     states: tuple[LayerStateInfo, ...]
+    #: The layers of the model that the options name; None without one.
     model: tuple[ModelLayer, ...] | None = None
+    #: Why layers are numbered so, where only the name of the architecture tells; else empty.
     rule: str = ""
 
 
@@ -157,15 +130,7 @@ def count_layers(state: LlamaState) -> tuple[int, ...]:
 
 
 def number_layers(label: str, state: LlamaState, options: ReadOptions) -> LayerNumbers | None:
-    """Return the numbers of the layers of a file with two caches, or whose model is known; None where nothing tells.
-
-    Raises
-    ------
-    OptionError
-        Where the model has other layers than the file.
-    SourceError
-        For a model that cannot be read.
-    """
+    """Return the numbers of the layers of a file with two caches, or whose model is known; None where nothing tells."""
     counts, model_path = count_layers(state), options.packed.model if options.packed else None
     recorded_layers, completeness = options.engine.recorded_layers, options.engine.recorded_completeness
     if model_path is not None:
@@ -224,13 +189,7 @@ def _number_by_architecture(architecture: str, counts: Sequence[int]) -> LayerNu
 
 
 def find_completeness(state: LlamaState, layer_numbers: LayerNumbers | None, caches: Sequence[int]) -> Completeness:
-    """Return which state of the model the arrays of some of the caches contain.
-
-    Parameters
-    ----------
-    caches
-        Which of the file's caches are read.
-    """
+    """Return which state of the model the arrays of some of the caches contain."""
     counts = count_layers(state)
     other_state: tuple[str, ...] = ()
     if state.recurrent_bytes:
@@ -278,26 +237,17 @@ def _mark_left_out(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachePart:
-    """What is read of one cache of a file.
+    """What is read of one cache of a file."""
 
-    Parameters
-    ----------
-    cache
-        Which cache of the file: 1 for that of layers with a sliding window.
-    stream
-        The stream of it.
-    cells
-        Its cells that are read.
-    layer_numbers
-        Of each of its layers, the layer of the model; or its place where nothing tells.
-    heads
-        Kv heads of each of its layers.
-    """
-
+    #: Which cache of the file: 1 for that of layers with a sliding window.
     cache: int
+    #: The stream of it.
     stream: CacheStream
+    #: Its cells that are read.
     cells: CellSelection
+    #: Of each of its layers, the layer of the model; or its place where nothing tells.
     layer_numbers: tuple[int, ...]
+    #: Kv heads of each of its layers.
     heads: LayerHeads
 
     @property
@@ -314,13 +264,7 @@ class CachePart:
 def choose_caches(
     state: LlamaState, layer_numbers: LayerNumbers | None, options: EngineOptions, label: str
 ) -> tuple[int, ...]:
-    """Return which caches of a file are read: all whose layers can be numbered, or the one that the options name.
-
-    Raises
-    ------
-    OptionError
-        For ``--window`` where there is one cache.
-    """
+    """Return which caches of a file are read: all whose layers can be numbered, or the one that the options name."""
     if options.window_cache:
         if len(state.caches) == 1:
             raise OptionError(
@@ -331,17 +275,7 @@ def choose_caches(
 
 
 def choose_stream(label: str, state: LlamaState, caches: Sequence[int], options: EngineOptions) -> int:
-    """Return the number of the stream that is meant.
-
-    Raises
-    ------
-    SourceError
-        Where no stream has cells.
-    MissingOptionError
-        Where several have.
-    OptionError
-        Where the one that the options name has none.
-    """
+    """Return the number of the stream that is meant."""
     nonempty_streams = list_nonempty_streams(state, caches[0])
     if not nonempty_streams:
         raise SourceError(f"{label}: no cell is used, there is nothing to read")
@@ -369,11 +303,6 @@ def choose_cells(label: str, stream: CacheStream, sequence: int | None, *, is_wi
     """Return the cells of a sequence, or all; those of a window by their positions.
 
     llama.cpp uses the cells of layers with a window again and again, so that their order says nothing.
-
-    Raises
-    ------
-    OptionError
-        Where no cell is of the sequence.
     """
     cells = np.arange(stream.num_cells)
     if sequence is not None:

@@ -50,13 +50,7 @@ _UNROTATED_ARCHITECTURES: Final = frozenset(
 
 
 def is_key_order_permuted(architecture: str | None, head_dim: int, rotary_dim: int | None) -> bool | None:
-    """Whether K lies in another order than other engines have it; None where nothing says it.
-
-    Parameters
-    ----------
-    rotary_dim
-        Dimensions of a head that RoPE turns; None for all.
-    """
+    """Whether K lies in another order than other engines have it; None where nothing says it."""
     if head_dim % 2 or architecture in _HALF_PAIRED_ARCHITECTURES or architecture in _UNROTATED_ARCHITECTURES:
         return False
     return True if architecture in _PERMUTED_ARCHITECTURES and rotary_dim in (None, head_dim) else None

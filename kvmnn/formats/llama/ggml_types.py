@@ -17,25 +17,17 @@ _KERNEL_NAMES = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "iq4_nl")
 
 @dataclass(frozen=True)
 class GgmlType:
-    """An element type.
+    """An element type."""
 
-    Parameters
-    ----------
-    number, name
-        As ggml has them.
-    dtype
-        The dtype of the words; ``"fp32"``, that of the numbers, for blocks.
-    values_per_block, nbytes
-        Of a block; 1 and the size of a word for types without blocks.
-    fields
-        Bytes of block_type field of a block, in order; none for types without blocks.
-    """
-
+    #: As ggml has them.
     number: int
     name: str
+    #: The dtype of the words; ``"fp32"``, that of the numbers, for blocks.
     dtype: str
+    #: Of a block; 1 and the size of a word for types without blocks.
     values_per_block: int
     nbytes: int
+    #: Bytes of block_type field of a block, in order; none for types without blocks.
     fields: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -49,8 +41,6 @@ def dequantize(ggml_type: GgmlType, blocks: Bytes, out: Floats) -> None:
 
     Parameters
     ----------
-    ggml_type
-        A type of blocks.
     blocks
         ``[row, block, byte]``; the bytes of a row lie together.
     out

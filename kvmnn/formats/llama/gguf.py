@@ -26,32 +26,21 @@ WINDOW_SIZE_KEY: Final = "attention.sliding_window"
 
 @dataclass(frozen=True, kw_only=True)
 class WindowRule:
-    """What llama.cpp assumes of an architecture.
+    """What llama.cpp assumes of an architecture."""
 
-    Parameters
-    ----------
-    period
-        One of so many layers has full attention; None where the header must have the pattern.
-    is_full_first
-        Whether that is the first of them; else the last.
-    size
-        Tokens of the window where the header does not have it; None where there is no window then.
-    layers
-        Number of layers of the only variant that has windows; None for all.
-    theta
-        Base of the rotation in layers with a window where the header does not have it; None for that of the others.
-    is_scaled
-        Whether layers with a window scale their rotation as the others do.
-    is_full_rotated
-        Whether K of layers with full attention is rotated.
-    """
-
+    #: One of so many layers has full attention; None where the header must have the pattern.
     period: int | None
+    #: Whether that is the first of them; else the last.
     is_full_first: bool = False
+    #: Tokens of the window where the header does not have it; None where there is no window then.
     size: int | None = None
+    #: Number of layers of the only variant that has windows; None for all.
     layers: int | None = None
+    #: Base of the rotation in layers with a window where the header does not have it; None for that of the others.
     theta: float | None = None
+    #: Whether layers with a window scale their rotation as the others do.
     is_scaled: bool = True
+    #: Whether K of layers with full attention is rotated.
     is_full_rotated: bool = True
 
 
@@ -95,26 +84,7 @@ _FIRST_SHARED_BY_ARCHITECTURE: Final = {"gemma3n": 20}
 def find_windows(
     architecture: str, num_layers: int, fields: Mapping[str, Any] | None, label: str = ""
 ) -> list[bool] | None:
-    """Return whether each of the layers of a model has a window.
-
-    Parameters
-    ----------
-    num_layers
-        Number of layers.
-    fields
-        Of the header; None where no model is known, so that llama.cpp's defaults hold.
-    label
-        The beginning of errors.
-
-    Returns
-    -------
-    None where nothing tells.
-
-    Raises
-    ------
-    SourceError
-        For a pattern of fewer layers.
-    """
+    """Return whether each of the layers of a model has a window."""
     rule = WINDOW_RULES.get(architecture)
     if fields is None:
         return None if rule is None or rule.period is None else _expand_period(rule, rule.period, num_layers)
@@ -219,13 +189,7 @@ def _get_architecture(path: str, fields: dict[str, Any]) -> str:
 
 
 def read_gguf_geometry(path: str, num_layers: int) -> GgufGeometry:
-    """What a model says of the `num_layers` layers of its cache.
-
-    Raises
-    ------
-    SourceError
-        When the file is no GGUF file, is damaged, has fewer layers, or does not say the kv heads of these.
-    """
+    """What a model says of the `num_layers` layers of its cache."""
     fields = GgufHeader(path).read_fields()
     name = _get_architecture(path, fields)
     num_blocks = parse_positive_int(fields.get(f"{name}.block_count"))
@@ -461,20 +425,13 @@ class GgufHeader:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLayer:
-    """A layer of a model.
+    """A layer of a model."""
 
-    Parameters
-    ----------
-    state
-        What the model keeps for it.
-    kv_heads
-        Heads of K and V; 0 for layers without attention.
-    head_dim, value_dim
-        Values of a head of K and of V.
-    """
-
+    #: What the model keeps for it.
     state: LayerStateInfo
+    #: Heads of K and V; 0 for layers without attention.
     kv_heads: int
+    #: Values of a head of K and of V.
     head_dim: int
     value_dim: int
 
@@ -483,11 +440,6 @@ def read_model_layers(path: str) -> tuple[ModelLayer, ...] | None:
     """Return the layers of a model; None where its header does not tell which have a window, heads or sizes.
 
     Layers that only predict further tokens are left out.
-
-    Raises
-    ------
-    SourceError
-        When the file is no GGUF file, or is damaged.
     """
     name, fields = read_gguf_fields(path)
     num_blocks = parse_positive_int(fields.get(f"{name}.block_count"))
@@ -614,26 +566,7 @@ _MIXED_ROPE_ARCHITECTURES: Final = (
 
 
 def read_gguf_layer_ropes(path: str, num_layers: int, head_dim: int, num_tokens: int) -> LayerRopes | None:
-    """Read how K of each layer is rotated, in the order of elements that llama.cpp stores.
-
-    Parameters
-    ----------
-    path
-        A ``.gguf`` model.
-    num_layers, head_dim
-        Of the cache.
-    num_tokens
-        Tokens of the text: some scalings depend on it.
-
-    Returns
-    -------
-    None where the header has no rotary parameters.
-
-    Raises
-    ------
-    SourceError
-        When the file is no GGUF file or damaged, and for a rotation that kvmnn cannot compute.
-    """
+    """Read how K of each layer is rotated, in the order of elements that llama.cpp stores."""
     header = GgufHeader(path)
     fields = header.read_fields(include_all=True)
     name = fields.get("general.architecture")

@@ -152,48 +152,32 @@ _EXTRA_CELL_BYTES = (0, 12, 8)
 
 
 class CacheTensor(NamedTuple):
-    """K or V of one layer as it lies in the file.
+    """K or V of one layer as it lies in the file."""
 
-    Parameters
-    ----------
-    part, layer
-        Which; layers are counted within their cache.
-    type
-        Of its elements.
-    row_values
-        Values of a cell: kv_heads x head_dim.
-    is_transposed
-        Whether the values of one channel lie together, ``[channel, cell]``; else ``[cell, channel]``.
-    offset, nbytes
-        Where it lies in the file.
-    """
-
+    #: Which; layers are counted within their cache.
     part: Part
     layer: int
+    #: Of its elements.
     type: GgmlType
+    #: Values of a cell: kv_heads x head_dim.
     row_values: int
+    #: Whether the values of one channel lie together, ``[channel, cell]``; else ``[cell, channel]``.
     is_transposed: bool
+    #: Where it lies in the file.
     offset: int
     nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CacheStream:
-    """The used cells of one stream.
+    """The used cells of one stream."""
 
-    Parameters
-    ----------
-    positions
-        int64, of each cell.
-    seq_counts, seq_ids
-        How many sequences each cell is of, and their numbers, cell after cell.
-    tensors
-        K of every layer, then V; none where there are no cells.
-    """
-
+    #: int64, of each cell.
     positions: Positions
+    #: How many sequences each cell is of, and their numbers, cell after cell.
     seq_counts: Indices
     seq_ids: Indices
+    #: K of every layer, then V; none where there are no cells.
     tensors: tuple[CacheTensor, ...] = ()
 
     @property
@@ -214,27 +198,18 @@ class CacheStream:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LlamaState:
-    """A state file.
+    """A state file."""
 
-    Parameters
-    ----------
-    kind, version
-        ``"session"`` or ``"sequence"``, and the number behind its magic.
-    token_ids
-        int64: the ids that the caller of llama.cpp gave, from 0 to 2^32 - 2; `NO_TOKEN` for what has none.
-    architecture
-        Of the model; None in sequence files.
-    caches
-        One; two for models with sliding-window layers, whose own is the second. Each is a list of streams.
-    recurrent_bytes
-        Of the state of recurrent layers, which hybrid models have behind K and V.
-    """
-
+    #: ``"session"`` or ``"sequence"``, and the number behind its magic.
     kind: str
     version: int
+    #: int64: the ids that the caller of llama.cpp gave, from 0 to 2^32 - 2; `NO_TOKEN` for what has none.
     token_ids: Indices
+    #: Of the model; None in sequence files.
     architecture: str | None
+    #: One; two for models with sliding-window layers, whose own is the second. Each is a list of streams.
     caches: tuple[tuple[CacheStream, ...], ...]
+    #: Of the state of recurrent layers, which hybrid models have behind K and V.
     recurrent_bytes: int = 0
 
 
@@ -247,21 +222,7 @@ class _UnsupportedTypeError(ParseError):
 
 
 def parse_structure(file: FileBytes, model_architecture: str | None = None) -> LlamaState:
-    """The structure of a state file.
-
-    Parameters
-    ----------
-    file
-        The whole file.
-    model_architecture
-        The architecture of the model, where it is known; sessions say it themselves. Only those in `MLA_ARCHITECTURES`
-        store no V: of any other such a file is cut behind K.
-
-    Raises
-    ------
-    SourceError
-        When no known structure ends with the file's last byte.
-    """
+    """The structure of a state file."""
     reader = BinaryReader(file)
     try:
         magic, version = reader.read_u32("magic"), reader.read_u32("version")

@@ -34,8 +34,6 @@ def dequantize(packed_codes: Bytes, scales: Elements, biases: Elements, bits: in
         ``[row, byte]``; codes lie one after the other from the lowest bit on.
     scales, biases
         ``[row, group]``.
-    bits
-        Of a code.
     """
     values = np.empty((len(packed_codes), packed_codes.shape[1] * 8 // bits), scales.dtype)
     code_bytes, scale_bytes, bias_bytes = (
@@ -54,40 +52,27 @@ RowSpans = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class PromptCacheLayer:
-    """The cache of one layer.
+    """The cache of one layer."""
 
-    Parameters
-    ----------
-    number
-        From 0.
-    keys, values
-        The tensors of K and of V: one, or codes, scales and biases.
-    num_tokens
-        Valid ones of each head.
-    spans
-        Where they lie among the rows of a head, ``(begin, end)`` in the order of the text.
-    positions
-        Where they stand in it.
-    bits, group_size
-        Of quantised groups; 0 without.
-    window
-        Tokens that the layer attends to; None for all.
-    text_lengths
-        Tokens of each text of a batch, whose last ones are the last of the rows; empty where nothing tells them.
-    is_end_unknown
-        Whether the file does not say how many of the rows hold tokens, and all are taken.
-    """
-
+    #: From 0.
     number: int
+    #: The tensors of K and of V: one, or codes, scales and biases.
     keys: tuple[TensorEntry, ...]
     values: tuple[TensorEntry, ...]
+    #: Valid ones of each head.
     num_tokens: int
+    #: Where they lie among the rows of a head, ``(begin, end)`` in the order of the text.
     spans: RowSpans
+    #: Where they stand in it.
     positions: Positions
+    #: Of quantised groups; 0 without.
     bits: int = 0
     group_size: int = 0
+    #: Tokens that the layer attends to; None for all.
     window: int | None = None
+    #: Tokens of each text of a batch, whose last ones are the last of the rows; empty where nothing tells them.
     text_lengths: tuple[int, ...] = ()
+    #: Whether the file does not say how many of the rows hold tokens, and all are taken.
     is_end_unknown: bool = False
 
     @property
@@ -97,13 +82,7 @@ class PromptCacheLayer:
 
 
 def read_layers(states: PromptCacheStates) -> list[PromptCacheLayer]:
-    """Return the layers that have K and V, checked.
-
-    Raises
-    ------
-    SourceError
-        For states that do not fit their class, and where no layer has K and V.
-    """
+    """Return the layers that have K and V, checked."""
     label = states.file.label
     if not states.class_names:
         raise SourceError(f"{label}: names no class of a cache")

@@ -52,11 +52,6 @@ class PromptCacheStates:
     ----------
     file
         The whole file.
-
-    Raises
-    ------
-    SourceError
-        For a header that is damaged.
     """
 
     def __init__(self, file: FileBytes) -> None:
@@ -111,20 +106,7 @@ class PromptCacheStates:
         return np.frombuffer(self.file.view(self.header.data_start + tensor.begin, tensor.end - tensor.begin), "<i4")
 
     def list_settings(self, layer_number: int, setting_counts: tuple[int, ...]) -> list[str]:
-        """Return the settings of a layer's cache in the metadata of older files, as texts.
-
-        Parameters
-        ----------
-        layer_number
-            Of the layer.
-        setting_counts
-            How many settings the versions of its class have.
-
-        Raises
-        ------
-        SourceError
-            For another number of settings.
-        """
+        """Return the settings of a layer's cache in the metadata of older files, as texts."""
         settings = list(_iter_numbered_values(self.header.metadata, f"0.{layer_number}"))
         if len(settings) not in setting_counts:
             raise SourceError(

@@ -322,13 +322,7 @@ class CompactResult(Record):
 
 
 def apply_plan(layer: LayerInfo, plan: CompactionPlan) -> LayerInfo:
-    """What a layer holds after a plan.
-
-    Raises
-    ------
-    KvmnnError
-        For a plan that the engine would not apply in full, or that leaves nothing.
-    """
+    """What a layer holds after a plan."""
     remove = layer.tokens if plan.remove is None else plan.remove
     label = f"layer {layer.layer}"
     try:

@@ -56,13 +56,7 @@ def dump_metadata_files(metadata_by_name: Mapping[str, bytes]) -> str:
 
 
 def load_metadata_files(text: str, label: str) -> dict[str, bytes]:
-    """The bytes of metadata files by their names, which are relative and do not lead upwards.
-
-    Raises
-    ------
-    ManifestError
-        When the document is malformed or larger than `MAX_DUMP_METADATA_BYTES`; `label` begins the message.
-    """
+    """The bytes of metadata files by their names, which are relative and do not lead upwards."""
     root = parse_document(text, label, MAX_DUMP_METADATA_BYTES)
     root.check_schema(DUMP_SCHEMA, DUMP_SCHEMA_VERSION)
     metadata_by_name: dict[str, bytes] = {}
@@ -117,13 +111,7 @@ def read(path: str, options: ReadOptions) -> Source:
 
 
 def iter_meta_tensors(root: Path, meta: Path, fields: dict[str, Any]) -> Iterator[KvDumpTensor]:
-    """K and V of the metadata file `meta`, which has `fields`, in a dump whose directory is `root`.
-
-    Raises
-    ------
-    SourceError
-        When the fields are not those of a dump, or name a file outside the directory.
-    """
+    """K and V of the metadata file `meta`, which has `fields`, in a dump whose directory is `root`."""
     shape = tuple(parse_positive_int(meta, fields, key) for key in ("seq_len", "kv_heads", "head_dim"))
     dtype = parse_element_type(meta, fields)
     declared_dtype = fields.get("dtype", "unknown")

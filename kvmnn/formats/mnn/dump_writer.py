@@ -50,19 +50,8 @@ def write_dump(
 
     Parameters
     ----------
-    arrays
-        K and V of every layer by turns, as `kvmnn.arrays.layers.sort` gives them.
-    run_id
-        What the engine calls a run: a plain file name.
     packed_as
         The layout of a packed dump; None writes ``[token, kv_head, head_dim]``.
-    flash
-        Whether the engine used flash attention, for the metadata.
-
-    Raises
-    ------
-    OutputError
-        For bf16, which dumps do not have, and for a run id that is no file name.
     """
     _, _, dtype = require_common_geometry(arrays)
     if dtype not in ("fp16", "fp32"):

@@ -83,24 +83,16 @@ _MAX_WALKED_OPS = 64
 
 @dataclass(frozen=True)
 class GraphGeometry:
-    """What was found.
+    """What was found."""
 
-    Parameters
-    ----------
-    num_layers
-        Operators of attention and of linear attention.
-    kv_heads, head_dim
-        Of all operators of attention; None where they differ, or where K is reshaped in a way that is not known.
-    states
-        What each layer keeps.
-    layer_geometry
-        Kv heads and head_dim of each layer; Nones where it has none, or where they are not known.
-    """
-
+    #: Operators of attention and of linear attention.
     num_layers: int
+    #: Of all operators of attention; None where they differ, or where K is reshaped in a way that is not known.
     kv_heads: int | None
     head_dim: int | None
+    #: What each layer keeps.
     states: tuple[LayerStateInfo, ...] = ()
+    #: Kv heads and head_dim of each layer; Nones where it has none, or where they are not known.
     layer_geometry: tuple[tuple[int | None, int | None], ...] = ()
 
 

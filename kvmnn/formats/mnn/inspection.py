@@ -36,14 +36,9 @@ _KIND_DESCRIPTIONS = {"prefix": "MNN prefix cache", "live": "live files of an MN
 
 @dataclass(frozen=True)
 class ResolvedCacheInfo:
-    """Packed files of which everything is known.
+    """Packed files of which everything is known."""
 
-    Parameters
-    ----------
-    reader
-        The files, what they hold, and what of that was inferred.
-    """
-
+    #: The files, what they hold, and what of that was inferred.
     reader: PackedCacheReader
 
     @property
@@ -101,23 +96,15 @@ class ResolvedCacheInfo:
 
 @dataclass(frozen=True)
 class UnresolvedCacheInfo:
-    """Packed files of which something is not known that they do not say themselves.
+    """Packed files of which something is not known that they do not say themselves."""
 
-    Parameters
-    ----------
-    files
-        What was found.
-    reason
-        What is not known.
-    possible_matches
-        The layouts that the sizes of the files leave, where the heads are known.
-    choices
-        Options that would say what is not known, the likeliest first.
-    """
-
+    #: What was found.
     files: PackedFiles
+    #: What is not known.
     reason: str
+    #: The layouts that the sizes of the files leave, where the heads are known.
     possible_matches: Sequence[LayoutMatch]
+    #: Options that would say what is not known, the likeliest first.
     choices: Sequence[str] = ()
 
     def to_dict(self) -> dict[str, Any]:

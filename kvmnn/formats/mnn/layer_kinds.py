@@ -38,22 +38,7 @@ _MIN_STATE_LAYERS: Final = 2  # one layer alone that differs from the others was
 
 
 def separate_state_layers(files: PackedFiles, options: PackedOptions, sidecar_info: CacheInfo | None) -> PackedFiles:
-    """Return the files with those of layers without K and V apart, as `PackedFiles.states`.
-
-    Parameters
-    ----------
-    files
-        What was found.
-    options
-        With the model, where it is known, and with what frames of the same files note down.
-    sidecar_info
-        What the document alongside the files says.
-
-    Raises
-    ------
-    SourceError
-        When the model or the words tell that some layer has no K and V, and nothing tells which; when no layer has.
-    """
+    """Return the files with those of layers without K and V apart, as `PackedFiles.states`."""
     if files.kind != "prefix":
         return files
     model = read_model_geometry(options.model) if options.model else ModelGeometry()
@@ -215,13 +200,7 @@ _STATE_NAME_BY_PART: Final[dict[Part, str]] = {"key": "conv_state", "value": "re
 
 
 def index_states(states: Sequence[OpaqueState]) -> dict[tuple[int, Part], OpaqueState]:
-    """Return state by layer and the part in whose file MNN keeps it.
-
-    Raises
-    ------
-    OptionError
-        For state of another engine.
-    """
+    """Return state by layer and the part in whose file MNN keeps it."""
     part_by_state_name = {name: part for part, name in _STATE_NAME_BY_PART.items()}
     state_by_file: dict[tuple[int, Part], OpaqueState] = {}
     for state in states:

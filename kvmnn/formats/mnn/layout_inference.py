@@ -59,15 +59,7 @@ _ATTENTION_MODE_BY_TQ_KIND: Final = {("TQ3", False): 11, ("TQ3", True): 12, ("TQ
 def find_int8_matches(
     files: PackedFiles, geometry: PackedGeometry, likely_backends: Sequence[str]
 ) -> list[LayoutMatch]:
-    """Return the int8 layouts that sizes and scales agree with, the likeliest first; one alone where it stands out.
-
-    Parameters
-    ----------
-    files, geometry
-        Of known kv heads and head_dim, which fit no layout of floats.
-    likely_backends
-        Backends, of several with the same layout the first of which is taken.
-    """
+    """Return the int8 layouts that sizes and scales agree with, the likeliest first; one alone where it stands out."""
     names = (
         [geometry.backend]
         if geometry.backend
@@ -234,29 +226,19 @@ class AmbiguousLayoutError(MissingOptionError):
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """A layout of packed files, and how it was found.
+    """A layout of packed files, and how it was found."""
 
-    Parameters
-    ----------
-    match
-        The layout, and for how many tokens each pair of files has room.
-    notes
-        What was inferred, and from what.
-    conflict
-        How the words contradict a layout that was specified; empty where they do not.
-    better_options
-        The layout that they speak for then, as options.
-    evidence
-        What the words tell about the chosen layout; None where nobody looked.
-    layer_heads
-        Kv heads and head_dim of each layer, where they differ from those of `match`; None for those that do not.
-    """
-
+    #: The layout, and for how many tokens each pair of files has room.
     match: LayoutMatch
+    #: What was inferred, and from what.
     notes: tuple[str, ...] = ()
+    #: How the words contradict a layout that was specified; empty where they do not.
     conflict: str = ""
+    #: The layout that they speak for then, as options.
     better_options: str = ""
+    #: What the words tell about the chosen layout; None where nobody looked.
     evidence: LayoutEvidence | None = None
+    #: Kv heads and head_dim of each layer, where they differ from those of `match`; None for those that do not.
     layer_heads: tuple[tuple[int, int] | None, ...] = ()
 
     @property
@@ -277,26 +259,7 @@ def choose_group_layouts(
     group_heads: Sequence[tuple[int | None, int | None]],
     num_tokens: int | None,
 ) -> LayoutChoice:
-    """Return the layouts of layers whose kv heads and head_dim differ, which agree in dtype and pack numbers.
-
-    Parameters
-    ----------
-    files
-        With several `PackedFiles.groups`.
-    geometry
-        What the caller says of all layers.
-    group_heads
-        What is known of the kv heads and head_dim of each group.
-    num_tokens
-        As for `choose_layout`.
-
-    Raises
-    ------
-    SourceError
-        When the words of a group contradict the others, or what was specified.
-    AmbiguousLayoutError
-        As `choose_layout`.
-    """
+    """Return the layouts of layers whose kv heads and head_dim differ, which agree in dtype and pack numbers."""
     choices: list[LayoutChoice] = []
     for group, (kv_heads, head_dim) in zip(files.groups, group_heads, strict=True):
         group_geometry = replace(geometry, kv_heads=kv_heads, head_dim=head_dim)
@@ -327,26 +290,7 @@ def choose_group_layouts(
 
 
 def choose_layout(files: PackedFiles, geometry: PackedGeometry, *, num_tokens: int | None = None) -> LayoutChoice:
-    """Return the layout that agrees with what is known, with the sizes, and best with the words.
-
-    Parameters
-    ----------
-    files
-        All of full attention.
-    geometry
-        What the caller and the model say.
-    num_tokens
-        Live tokens of every layer, where that is known.
-
-    Raises
-    ------
-    SourceError
-        When no layout fits the sizes.
-    AmbiguousLayoutError
-        When several are as likely; its choices are the options of each.
-    MissingOptionError
-        When int8 files lack the numbers that nothing in them tells.
-    """
+    """Return the layout that agrees with what is known, with the sizes, and best with the words."""
     if geometry.int8:
         match = infer_layout(files.path, geometry, files.sizes, _list_file_names(files))
         return LayoutChoice(match, tuple(describe_inference(geometry, match, files.sizes)))
@@ -626,14 +570,9 @@ def _list_file_names(files: PackedFiles) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows of each layer up to the last one that is not empty.
+    """Rows of each layer up to the last one that is not empty."""
 
-    Parameters
-    ----------
-    keys, values
-        Of K and of V, in any head.
-    """
-
+    #: Of K and of V, in any head.
     keys: tuple[int, ...]
     values: tuple[int, ...]
 
@@ -659,20 +598,13 @@ def count_nonempty_rows(files: PackedFiles, match: LayoutMatch, layouts: Sequenc
 
 @dataclass(frozen=True)
 class TokenCountGuess:
-    """Live tokens as the files tell.
+    """Live tokens as the files tell."""
 
-    Parameters
-    ----------
-    num_tokens
-        The number that stands out; None where none does.
-    choices
-        Numbers that are possible, the likeliest first.
-    reason
-        From what it was inferred, or why it was not.
-    """
-
+    #: The number that stands out; None where none does.
     num_tokens: int | None
+    #: Numbers that are possible, the likeliest first.
     choices: tuple[int, ...]
+    #: From what it was inferred, or why it was not.
     reason: str
 
 

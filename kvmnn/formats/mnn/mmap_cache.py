@@ -28,22 +28,7 @@ def has_mmap_files(listing: set[str]) -> bool:
 
 
 def find_mmap_files(path: str, layer_order: tuple[str, ...] = (), pid: int | None = None) -> PackedFiles:
-    """The live files in a directory, layer by layer, or the pair that one file belongs to.
-
-    Parameters
-    ----------
-    layer_order
-        The addresses in the order of the layers.
-    pid
-        The engine's process: the order of its open descriptors is taken (Linux).
-
-    Raises
-    ------
-    SourceError
-        When there are none, or a file of a pair is missing.
-    MissingOptionError
-        When several pairs are there and nothing tells their order.
-    """
+    """The live files in a directory, layer by layer, or the pair that one file belongs to."""
     notes: tuple[str, ...] = ()
     if os.path.isdir(path):
         folder, wanted_address = Path(path), None
@@ -97,32 +82,7 @@ def find_mmap_files(path: str, layer_order: tuple[str, ...] = (), pid: int | Non
 def write_mmap_files(
     path: str, layers: Sequence[tuple[Any, Any]], *, first_address: int = 0x1000, force: bool = False
 ) -> tuple[str, ...]:
-    """Write packed buffers as the files of a session with ``kvcache_mmap``, all or none.
-
-    Parameters
-    ----------
-    path
-        The directory.
-    layers
-        The packed K and V buffer of each layer, as bytes or contiguous arrays (`PackedCache.buffers`).
-    first_address
-        Stands for the address of the first layer's manager; each further layer is named 4096 bytes later.
-    force
-        Replace files that exist.
-
-    Returns
-    -------
-    tuple of str
-        The addresses in the order of the layers. The files do not tell it: it is what `find_mmap_files` wants as
-        `layer_order`.
-
-    Raises
-    ------
-    OutputError
-        When a file exists or cannot be written.
-    SourceError
-        When there is no layer, or an address does not fit 64 bits.
-    """
+    """Write packed buffers as the files of a session with ``kvcache_mmap``, all or none."""
     if not layers:
         raise SourceError(f"{path}: there is no layer to write")
     last_address = first_address + 4096 * (len(layers) - 1)
@@ -139,13 +99,7 @@ def write_mmap_files(
 
 
 def list_open_addresses(folder: Path, pid: int) -> list[str]:
-    """Addresses of the files in `folder` that a process has open, in the order of its descriptors.
-
-    Raises
-    ------
-    SourceError
-        When the process cannot be looked into, or K and V files disagree about the order.
-    """
+    """Addresses of the files in `folder` that a process has open, in the order of its descriptors."""
     descriptor_folder = Path(f"/proc/{pid}/fd")
     addresses_by_part: dict[str, list[str]] = {"k": [], "v": []}
     try:
@@ -169,13 +123,7 @@ def list_open_addresses(folder: Path, pid: int) -> list[str]:
 
 
 def sort_by_creation(folder: Path, addresses: Sequence[str]) -> tuple[list[str], str]:
-    """Addresses in the order in which their files were made: by time, and by inode where times are equal.
-
-    Returns
-    -------
-    tuple
-        The addresses, none where times tell no order; and why they do not.
-    """
+    """Addresses in the order in which their files were made: by time, and by inode where times are equal."""
     orders = []
     for part in "kv":
         file_times: list[tuple[int, int, str]] = []

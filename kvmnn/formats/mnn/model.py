@@ -26,28 +26,19 @@ _MAX_LAYERS: Final = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class ModelGeometry:
-    """What was found; None for what the files do not hold.
+    """What was found; None for what the files do not hold."""
 
-    Parameters
-    ----------
-    num_layers, kv_heads, head_dim
-        Of the language model.
-    flash_block
-        64 or ``"none"``, where ``config.json`` sets ``attention_mode``.
-    attention_type
-        As ``llm_config.json`` has it: only with ``"mix"`` the engine loads layers that differ in size.
-    states
-        What each layer keeps; empty where nothing tells.
-    layer_geometry
-        Kv heads and head_dim of each layer, where they are known and differ; else empty.
-    """
-
+    #: Of the language model.
     num_layers: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
+    #: 64 or ``"none"``, where ``config.json`` sets ``attention_mode``.
     flash_block: int | Literal["none"] | None = None
+    #: As ``llm_config.json`` has it: only with ``"mix"`` the engine loads layers that differ in size.
     attention_type: str | None = None
+    #: What each layer keeps; empty where nothing tells.
     states: tuple[LayerStateInfo, ...] = ()
+    #: Kv heads and head_dim of each layer, where they are known and differ; else empty.
     layer_geometry: tuple[tuple[int | None, int | None], ...] = ()
 
     @property
@@ -63,11 +54,6 @@ def read_model_geometry(path: str) -> ModelGeometry:
     the names of Hugging Face configurations (``num_hidden_layers``, ``num_key_value_heads``, ``head_dim``) are taken
     where those are missing, and the attention operators of the graph (``llm_model``, else ``llm.mnn``) where both are.
     Of a ``.gguf`` file it is what its header has; None for what differs by layers.
-
-    Raises
-    ------
-    SourceError
-        When none of the files is there or one cannot be read.
     """
     if is_gguf(path):
         return _read_gguf_model_geometry(path)

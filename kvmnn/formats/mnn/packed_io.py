@@ -85,11 +85,6 @@ class PackedPartWriter:
         How many come.
     order
         Of the axes of what comes.
-
-    Raises
-    ------
-    OutputError
-        When the disk has no room for the file.
     """
 
     def __init__(

@@ -315,15 +315,7 @@ def read_sidecar_info(files: PackedFiles) -> CacheInfo | None:
 
 
 def resolve_geometry(options: PackedOptions, files: PackedFiles | None = None) -> PackedGeometry:
-    """The caller's geometry, completed from the model directory, whose layers are those of `files`.
-
-    Raises
-    ------
-    SourceError
-        When the model has another number of layers than there are files.
-    OptionError
-        When the caller says other kv heads or another head_dim than the model has.
-    """
+    """The caller's geometry, completed from the model directory, whose layers are those of `files`."""
     if options.model is None:
         return options.geometry
     model = read_model_geometry(options.model)

@@ -404,18 +404,7 @@ def resolve_prefix_name(name: str | None, info: CacheInfo | None) -> str:
 def choose_target_layout(
     geometry: PackedGeometry, arrays: Sequence[LayerArray], source_layout: PackLayout | None, dtype: str
 ) -> PackLayout:
-    """The only layout that `geometry` names, completed by the `source_layout` one and by the arrays.
-
-    Parameters
-    ----------
-    dtype
-        Of the words, where `geometry` names no backend.
-
-    Raises
-    ------
-    OptionError
-        When it leaves several, or none.
-    """
+    """The only layout that `geometry` names, completed by the `source_layout` one and by the arrays."""
     kv_heads, head_dim, _ = require_common_geometry(arrays)
     if source_layout and geometry == PackedGeometry():
         return source_layout

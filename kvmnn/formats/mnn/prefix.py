@@ -41,20 +41,7 @@ def list_prefix_names(listing: Iterable[str]) -> list[str]:
 
 
 def find_prefix(path: str, name: str | None = None) -> PackedFiles:
-    """The prefix cache in a directory, or the one layer whose ``.k`` or ``.v`` file `path` is.
-
-    Parameters
-    ----------
-    name
-        Of the prefix; needed where the directory holds several.
-
-    Raises
-    ------
-    SourceError
-        When there is none, or a layer or file of it is missing.
-    MissingOptionError
-        When there are several to choose from.
-    """
+    """The prefix cache in a directory, or the one layer whose ``.k`` or ``.v`` file `path` is."""
     if os.path.isdir(path):
         folder, layer_numbers = Path(path), None
     else:

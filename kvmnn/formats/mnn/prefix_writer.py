@@ -141,22 +141,7 @@ def build_prefix_info(
     reference_info: CacheInfo | None = None,
     states: tuple[StateLayer, ...] = (),
 ) -> CacheInfo:
-    """What a prefix cache of `arrays` in `layout` will be.
-
-    Parameters
-    ----------
-    capacity
-        Tokens to leave room for; None for the capacity of `reference_info`, or for the number of tokens.
-    reference_info
-        Where positions, token ids and model come from, if it has the same layers and tokens.
-    states
-        Layers without K and V, where `reference_info` does not say them.
-
-    Raises
-    ------
-    KvmnnError
-        When arrays and layout do not agree, layers are missing, the capacity is too small, or the name is none.
-    """
+    """What a prefix cache of `arrays` in `layout` will be."""
     kv_heads, head_dim = (
         (layout.kv_heads, layout.head_dim)
         if reference_info and not reference_info.is_uniform
@@ -206,29 +191,19 @@ def build_prefix_info(
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixWriteOptions:
-    """How the files of a prefix cache are made, and what of them is proved with.
+    """How the files of a prefix cache are made, and what of them is proved with."""
 
-    Parameters
-    ----------
-    is_durable
-        Bring the files to the disk before they get their names. What can be made again at any time needs it not.
-    compare_in_memory
-        The arrays are in memory: what reads back is compared with their words, and nothing is hashed.
-    array_hashes
-        SHA-256 of arrays by their names, of what has to read back; of arrays that are not named what goes in is hashed.
-    unused_arrays
-        For K or V of a layer what its file holds besides rows of tokens; zero for those that are not named.
-    file_hashes
-        SHA-256 that the file of K or V of a layer must have as it reads back; then nothing else of it is compared.
-    threads
-        Files that are worked on at once; None for as many as there are processors. Only without `is_durable`.
-    """
-
+    #: Bring the files to the disk before they get their names. What can be made again at any time needs it not.
     is_durable: bool = True
+    #: The arrays are in memory: what reads back is compared with their words, and nothing is hashed.
     compare_in_memory: bool = False
+    #: SHA-256 of arrays by their names, of what has to read back; of arrays that are not named what goes in is hashed.
     array_hashes: Mapping[str, str] = field(default_factory=dict)
+    #: For K or V of a layer what its file holds besides rows of tokens; zero for those that are not named.
     unused_arrays: Mapping[tuple[int, Part], LazyArray] = field(default_factory=dict)
+    #: SHA-256 that the file of K or V of a layer must have as it reads back; then nothing else of it is compared.
     file_hashes: Mapping[tuple[int, Part], str] = field(default_factory=dict)
+    #: Files that are worked on at once; None for as many as there are processors. Only without `is_durable`.
     threads: int | None = 1
 
 

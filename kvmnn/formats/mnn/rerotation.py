@@ -24,23 +24,15 @@ _ROTATE_CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RerotationPlan:
-    """How K of each layer of a cache is to be rotated.
+    """How K of each layer of a cache is to be rotated."""
 
-    Attributes
-    ----------
-    info
-        What the cache holds then: first positions, and the true ones as a note.
-    distances
-        int64 ``[token]`` of each layer: new positions less old ones.
-    rope
-        How K is rotated.
-    result
-        For people and JSON; complete when K was written.
-    """
-
+    #: What the cache holds then: first positions, and the true ones as a note.
     info: CacheInfo
+    #: int64 ``[token]`` of each layer: new positions less old ones.
     distances: tuple[Positions, ...]
+    #: How K is rotated.
     rope: ModelRope
+    #: For people and JSON; complete when K was written.
     result: RerotationResult
 
     def rotate_arrays(self, arrays: Sequence[LayerArray]) -> list[LayerArray]:
@@ -73,26 +65,7 @@ def plan_rerotation(
     evidence_info: CacheInfo | None = None,
     is_reordered: bool = False,
 ) -> RerotationPlan:
-    """Determine how K has to be rotated so that its tokens are at the first positions.
-
-    Parameters
-    ----------
-    info
-        What the cache holds.
-    key_arrays
-        K of every layer, of the tokens of `evidence_info`; those of layers that are rotated already are not read.
-    rope, model, is_reordered
-        As for `resolve_rope`.
-    label
-        What messages call the cache.
-    evidence_info
-        What `key_arrays` holds, where that is more than `info`: evidence for a trial.
-
-    Raises
-    ------
-    SourceError, KvmnnError
-        When the cache is int8, when layers hold different numbers of tokens, and as `resolve_rope`.
-    """
+    """Determine how K has to be rotated so that its tokens are at the first positions."""
     if info.layout.int8_keys:
         raise SourceError(f"{label}: int8 K cannot be rotated: the engine alone has the maxima of its channels")
     token_counts = sorted({layer.tokens for layer in info.layers})

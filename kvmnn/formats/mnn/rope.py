@@ -240,20 +240,13 @@ _OWN_POSITION_MASKS: Final = ("glm", "glm2")
 
 @dataclass(frozen=True)
 class ModelRope:
-    """How K of each layer is rotated.
+    """How K of each layer is rotated."""
 
-    Attributes
-    ----------
-    layers
-        None for a layer that is not rotated.
-    origin
-        Where this comes from, as the end of a sentence.
-    notes
-        A line for each doubt.
-    """
-
+    #: None for a layer that is not rotated.
     layers: LayerRopes
+    #: Where this comes from, as the end of a sentence.
     origin: str
+    #: A line for each doubt.
     notes: tuple[str, ...] = ()
 
     @property
@@ -278,25 +271,8 @@ def resolve_rope(
 
     Parameters
     ----------
-    key_arrays
-        K of each layer.
     positions
         Those that K of each layer is rotated to, int64 ``[token]``.
-    num_tokens
-        Tokens of the text.
-    rope
-        The rotation of all layers, or a model that has it: a folder, its config.json, or a ``.gguf`` file.
-    model
-        A model that may have it, where `rope` is None.
-    is_reordered
-        Whether K of llama.cpp was brought into the order of other engines.
-
-    Raises
-    ------
-    OptionError
-        For more rotated elements than heads have.
-    SourceError
-        When nothing tells how K is rotated; when a model has it in a way that is not understood, or that K contradicts.
     """
     if isinstance(rope, RopeConfig):
         if rope.dims > key_arrays[0].geometry[2]:

@@ -30,25 +30,17 @@ _TILE_CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class _TileChunk:
-    """Some whole tiles of one head.
+    """Some whole tiles of one head."""
 
-    Parameters
-    ----------
-    head, offset
-        Which head, and where in the file the chunk lies.
-    first_row, num_live
-        The first row, and how many rows from there are of live tokens.
-    packed_bytes
-        Its bytes in the file.
-    accessor
-        Its rows.
-    """
-
+    #: Which head, and where in the file the chunk lies.
     head: int
     offset: int
+    #: The first row, and how many rows from there are of live tokens.
     first_row: int
     num_live: int
+    #: Its bytes in the file.
     packed_bytes: Bytes
+    #: Its rows.
     accessor: HeadRowAccessor
 
     def read_unused(self) -> Bytes:
@@ -85,26 +77,7 @@ def _iter_tile_chunks(file: MappedFile, layout: PackLayout, part: Part, layer: L
 
 
 def account_for_files(files: PackedFiles, info: CacheInfo, *, left_out: str = "") -> PackedRecord:
-    """Take every file apart into live rows and the rest, put it together again in memory, and compare.
-
-    Parameters
-    ----------
-    files, info
-        Float files, and what they hold.
-    left_out
-        Why the rest is not to be kept; empty keeps it.
-
-    Returns
-    -------
-    PackedRecord
-        Size and SHA-256 of each file, and which have a rest that is not zero. Where that is left out and is not zero,
-        `PackedRecord.left_out` tells where it begins.
-
-    Raises
-    ------
-    KvmnnError
-        When a file that was put together is not the file that was read, which would be a defect of kvmnn.
-    """
+    """Take every file apart into live rows and the rest, put it together again in memory, and compare."""
     entries, difference = [], ""
     for packed_layer, layer in zip(files.layers, info.layers, strict=True):
         for part in PARTS:

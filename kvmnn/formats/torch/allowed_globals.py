@@ -101,13 +101,7 @@ class AllowedGlobals:
         self.used_numpy = False
 
     def resolve(self, module: str, name: str) -> AllowedGlobal:
-        """The `AllowedGlobal` for a name.
-
-        Raises
-        ------
-        CheckpointError
-            For every name that is not on the list.
-        """
+        """The `AllowedGlobal` for a name."""
         full_name = f"{module}.{name}"
         try:
             allowed_global = _ALLOWED_GLOBALS[full_name]
@@ -264,11 +258,6 @@ def set_tensor_state(value: object, state: object) -> bool:
     """Give a tensor what a pickle says it is; False if nothing known has a state like that.
 
     Old tensors are put together so, from four values; parameters are told of gradients in three, which say nothing.
-
-    Raises
-    ------
-    CheckpointError
-        For four values that make no tensor.
     """
     if not isinstance(value, TorchTensor) or not isinstance(state, tuple):
         return False

@@ -23,24 +23,16 @@ AnyArray = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class ElementType:
-    """How a storage's elements are coded.
+    """How a storage's elements are coded."""
 
-    Parameters
-    ----------
-    name
-        As torch calls it, without ``torch.``.
-    numpy_code
-        numpy type without byte order; ``u2`` for bfloat16, ``u1`` for float8, that of the real part for complex types.
-        Empty where torch has no conversion to floats, so that nothing can be read.
-    itemsize
-        Bytes from one element to the next.
-    refusal_text
-        What is said where nothing can be read, if there is more to say than the name.
-    """
-
+    #: As torch calls it, without ``torch.``.
     name: str
+    #: numpy type without byte order; ``u2`` for bfloat16, ``u1`` for float8, that of the real part for complex types.
+    #: Empty where torch has no conversion to floats, so that nothing can be read.
     numpy_code: str
+    #: Bytes from one element to the next.
     itemsize: int
+    #: What is said where nothing can be read, if there is more to say than the name.
     refusal_text: str = ""
 
     @property
@@ -98,54 +90,36 @@ UNTYPED = ElementType("untyped", "", 1)
 
 @dataclass(eq=False, slots=True)
 class TorchStorage:
-    """A run of elements somewhere in a checkpoint.
+    """A run of elements somewhere in a checkpoint."""
 
-    Parameters
-    ----------
-    key
-        What the checkpoint calls it.
-    element_type
-        Type of its elements.
-    nbytes
-        Its size.
-    read
-        Returns all its bytes; checked against the file's checksum where it has one.
-    is_big_endian
-        Byte order of the words.
-    root, root_offset
-        The storage of which this one is a part, if it is one, and where in it (bytes).
-    """
-
+    #: What the checkpoint calls it.
     key: str
+    #: Type of its elements.
     element_type: ElementType
+    #: Its size.
     nbytes: int
+    #: Returns all its bytes; checked against the file's checksum where it has one.
     read: Callable[[], Bytes]
+    #: Byte order of the words.
     is_big_endian: bool = False
+    #: The storage of which this one is a part, if it is one, and where in it (bytes).
     root: TorchStorage | None = None
     root_offset: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class TorchTensor:
-    """A strided view of a storage. Use `make_tensor` to make one of numbers that are not trusted.
+    """A strided view of a storage. Use `make_tensor` to make one of numbers that are not trusted."""
 
-    Parameters
-    ----------
-    storage
-        Where the elements lie.
-    element_type
-        Their type; the storage's own unless that is untyped.
-    offset, shape, strides
-        In elements.
-    is_negated
-        Whether the tensor's values are the negatives of those in the storage (torch's negation bit).
-    """
-
+    #: Where the elements lie.
     storage: TorchStorage
+    #: Their type; the storage's own unless that is untyped.
     element_type: ElementType
+    #: In elements.
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    #: Whether the tensor's values are the negatives of those in the storage (torch's negation bit).
     is_negated: bool = False
 
     @property
@@ -172,13 +146,6 @@ class TorchTensor:
         """The elements as stored, with the tensor's shape; a view of the storage, possibly unaligned.
 
         Of complex elements these are the real parts.
-
-        Raises
-        ------
-        LimitError
-            Above `MAX_ELEMENTS`.
-        CheckpointError
-            For a type without a conversion to floats, or a storage that is damaged.
         """
         if self.numel > MAX_ELEMENTS:
             raise LimitError(
@@ -223,13 +190,7 @@ class TorchTensor:
 def make_tensor(
     storage: object, offset: object, shape: object, strides: object, element_type: ElementType | None
 ) -> TorchTensor:
-    """A `TorchTensor` from numbers of unknown origin, none of which is used before all are checked.
-
-    Raises
-    ------
-    CheckpointError
-        When the numbers are none, or reach outside the storage.
-    """
+    """A `TorchTensor` from numbers of unknown origin, none of which is used before all are checked."""
     if not isinstance(storage, TorchStorage):
         raise CheckpointError(f"a tensor over {type(storage).__name__}: expected a storage")
     if not (
@@ -254,13 +215,7 @@ def make_tensor(
 
 
 def make_valueless_tensor(kind: str, refusal_text: str, shape: object) -> TorchTensor:
-    """What stands for a tensor whose values are not read: its shape is all that is known.
-
-    Raises
-    ------
-    CheckpointError
-        For what is no shape.
-    """
+    """What stands for a tensor whose values are not read: its shape is all that is known."""
     storage = TorchStorage(kind, ElementType(kind, "", 1, refusal_text), 0, read_empty_storage)
     return make_tensor(storage, 0, shape, (0,) * len(shape) if isinstance(shape, tuple) else None, None)
 

@@ -172,13 +172,7 @@ _MAX_CACHED_BYTES = 32 << 20
 
 
 class TorchArchive:
-    """The members of a torch archive by their name below its one top folder.
-
-    Raises
-    ------
-    CheckpointError
-        For a file that is cut off, damaged, or no archive of torch's.
-    """
+    """The members of a torch archive by their name below its one top folder."""
 
     def __init__(self, file: MappedFile) -> None:
         self.file = file
@@ -190,13 +184,7 @@ class TorchArchive:
         self._index_members(self._zip_archive.members)
 
     def read_member(self, name: str, max_bytes: int = MAX_INFLATED_BYTES) -> Bytes:
-        """All bytes of a member, compared with its checksum; a view of the file where it is stored as it is.
-
-        Raises
-        ------
-        LimitError
-            For a deflated member of more than `max_bytes` bytes.
-        """
+        """All bytes of a member, compared with its checksum; a view of the file where it is stored as it is."""
         if name in self._inflated_members:
             return self._inflated_members[name]
         member = self.members[name]
@@ -269,26 +257,17 @@ TorchFileKind = Literal["torch zip", "torch legacy"]
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What a file of torch's holds.
+    """What a file of torch's holds."""
 
-    Parameters
-    ----------
-    kind
-        How it is stored.
-    root
-        The saved object: dicts, lists, `TorchTensor`s and plain values; what is not looked at is `OpaqueValue`.
-    pickle_bytes
-        Bytes of its pickles.
-    storages
-        All storages, by key.
-    notices
-        What is unusual about the file.
-    """
-
+    #: How it is stored.
     kind: TorchFileKind
+    #: The saved object: dicts, lists, `TorchTensor`s and plain values; what is not looked at is `OpaqueValue`.
     root: object
+    #: Bytes of its pickles.
     pickle_bytes: int
+    #: All storages, by key.
     storages: dict[str, TorchStorage]
+    #: What is unusual about the file.
     notices: list[str]
 
 
@@ -314,24 +293,7 @@ def has_npy_first_member(head: bytes) -> bool:
 
 
 def read_torch(file: MappedFile, kind: TorchFileKind, allowed_globals: AllowedGlobals) -> TorchFile:
-    """The object in a file of this kind; nothing that its pickle names is run.
-
-    Parameters
-    ----------
-    file
-        The whole file.
-    kind
-        As `detect_torch_kind` finds it.
-    allowed_globals
-        What the pickle may name.
-
-    Raises
-    ------
-    CheckpointError
-        When it is damaged, or asks for what `allowed_globals` does not have.
-    LimitError
-        For a pickle that is too long.
-    """
+    """The object in a file of this kind; nothing that its pickle names is run."""
     return _read_zip(file, allowed_globals) if kind == "torch zip" else _read_legacy(file, allowed_globals)
 
 

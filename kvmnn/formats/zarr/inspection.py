@@ -21,33 +21,23 @@ from .reader import list_zarr_arrays, read
 
 @dataclass(frozen=True, kw_only=True)
 class ZarrArrayInfo(Record):
-    """An array of a store.
+    """An array of a store."""
 
-    Parameters
-    ----------
-    name, dtype, shape
-        As for `ArrayInfo`.
-    chunk_shape
-        Of every chunk.
-    chunks, missing
-        How many there are, and how many are not there: they read as the fill value.
-    codec
-        ``"kvmnn.frame"``, ``"bytes"``, ``"bytes, zstd"`` ...
-    raw_bytes, stored_bytes
-        Of the array, and of its files.
-    sha256
-        Of its words, as noted down.
-    """
-
+    #: As for `ArrayInfo`.
     name: str
     dtype: str
     shape: ChunkIndex
+    #: Of every chunk.
     chunk_shape: ChunkIndex
+    #: How many there are, and how many are not there: they read as the fill value.
     chunks: int
     missing: int
+    #: ``"kvmnn.frame"``, ``"bytes"``, ``"bytes, zstd"`` ...
     codec: str
+    #: Of the array, and of its files.
     raw_bytes: int
     stored_bytes: int
+    #: Of its words, as noted down.
     sha256: str | None
 
     @property
@@ -66,38 +56,26 @@ class ZarrArrayInfo(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ZarrStoreInfo(Record):
-    """A store.
+    """A store."""
 
-    Parameters
-    ----------
-    path
-        The directory, or the URL.
-    arrays
-        Those that frames can hold.
-    skipped
-        One line for each other one.
-    engine_cache
-        What the cache that it was made from said of itself.
-    chunks, missing
-        Of all arrays, and those of them that are not there.
-    arrays_left_out
-        How many more arrays there are (`truncate`).
-    completeness
-        The state of the model that the arrays contain, where that is known.
-    positions
-        Runs of the positions that each layer has, ``(begin, size)``, where they are known.
-    """
-
+    #: The directory, or the URL.
     path: str = field(metadata={"key": "input"})
     kind: Literal["zarr"] = field(default="zarr", init=False)
+    #: Those that frames can hold.
     arrays: Sequence[ZarrArrayInfo]
+    #: How many more arrays there are (`truncate`).
     arrays_left_out: int = 0
+    #: One line for each other one.
     skipped: Sequence[str]
     raw_bytes: int
     stored_bytes: int
+    #: What the cache that it was made from said of itself.
     engine_cache: EngineCacheInfo | None = field(metadata={"omit": True})
+    #: The state of the model that the arrays contain, where that is known.
     completeness: Completeness | None = field(default=None, metadata={"omit": True})
+    #: Runs of the positions that each layer has, ``(begin, size)``, where they are known.
     positions: Mapping[int, PositionRuns] = field(default_factory=dict, metadata={"json": False})
+    #: Of all arrays, and those of them that are not there.
     chunks: int = field(metadata={"json": False})
     missing: int = field(metadata={"json": False})
 

@@ -40,38 +40,26 @@ _INDEX_REGEX = re.compile(r"0|[1-9][0-9]{0,17}")
 
 @dataclass(frozen=True, kw_only=True)
 class ArrayMetadata:
-    """What a document says of an array.
+    """What a document says of an array."""
 
-    Parameters
-    ----------
-    shape, chunk_shape
-        In elements; axes as the array has them.
-    array_dtype
-        Of the words in a chunk once it is decoded; uint16 for bfloat16.
-    is_bf16
-        Whether the words are bfloat16.
-    order
-        Of the elements in a chunk.
-    array_codec, bytes_codec
-        A frame or the words themselves; what compressed that.
-    fill_bytes
-        The bytes of an element of a chunk that is not there.
-    key_prefix, key_separator
-        Of the names of chunks.
-    attributes
-        Those of the array.
-    """
-
+    #: In elements; axes as the array has them.
     shape: ChunkIndex
     chunk_shape: ChunkIndex
+    #: Of the words in a chunk once it is decoded; uint16 for bfloat16.
     array_dtype: np.dtype[Any]
+    #: Whether the words are bfloat16.
     is_bf16: bool = False
+    #: Of the elements in a chunk.
     order: Order = "C"
+    #: A frame or the words themselves; what compressed that.
     array_codec: ArrayCodec = "bytes"
     bytes_codec: str | None = None
+    #: The bytes of an element of a chunk that is not there.
     fill_bytes: bytes = b""
+    #: Of the names of chunks.
     key_prefix: str = "c"
     key_separator: str = "/"
+    #: Those of the array.
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -114,17 +102,7 @@ class ArrayMetadata:
 
 
 def parse_v3_metadata(node: JsonReader) -> ArrayMetadata:
-    """What the ``zarr.json`` of an array says.
-
-    Raises
-    ------
-    ManifestError
-        Where it is malformed.
-    UnsupportedArrayError
-        For a type, or an empty array, that frames do not hold.
-    SourceError
-        For codecs, grids and extensions that are not read, by name.
-    """
+    """What the ``zarr.json`` of an array says."""
     shape, label = _parse_shape(node.get("shape"), 0), node.label
     native_dtype, is_bf16 = _parse_data_type(node.get("data_type"))
     grid = node.get("chunk_grid")
@@ -355,18 +333,7 @@ def _list_axis_names(source: Source, array: ArrayInfo) -> Sequence[str]:
 
 
 def restore_attributes(source: Source, attributes: Mapping[str, Any], label: str, *, is_subset: bool = False) -> None:
-    """Give a source what `build_group_attributes` noted down of it; nothing where that is from somebody else.
-
-    Parameters
-    ----------
-    is_subset
-        Whether some arrays were chosen: of those it is said then.
-
-    Raises
-    ------
-    ManifestError
-        Where it is malformed.
-    """
+    """Give a source what `build_group_attributes` noted down of it; nothing where that is from somebody else."""
     node = JsonReader(attributes, label, "attributes")
     if ATTRIBUTES_KEY not in attributes:
         return

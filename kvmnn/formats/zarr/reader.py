@@ -52,21 +52,14 @@ def is_zarr_store(path: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ZarrArray:
-    """An array of a store.
+    """An array of a store."""
 
-    Parameters
-    ----------
-    name
-        What it is called: as noted down, else its place in the store.
-    store, folder
-        Where its store lies, and in it its chunks.
-    metadata
-        What it is.
-    """
-
+    #: What it is called: as noted down, else its place in the store.
     name: str
+    #: Where its store lies, and in it its chunks.
     store: ZarrStore
     folder: str
+    #: What it is.
     metadata: ArrayMetadata
 
     @property

@@ -233,11 +233,6 @@ class Upload:
         Replace a store that is there, as a whole; it is removed before the first file is written.
     exclude
         Inputs, which are never replaced.
-
-    Raises
-    ------
-    OutputError
-        Where a store is there and `force` is not said, or files of something else, and for what cannot be written.
     """
 
     def __init__(self, url: str, *, force: bool, exclude: Iterable[str]) -> None:

@@ -42,22 +42,15 @@ _MAX_CASES = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class RunCase:
-    """One case.
+    """One case."""
 
-    Attributes
-    ----------
-    name, kind, mode
-        What it is called, which work it has, and the mode of the runtime; ``""`` where nothing is compressed.
-    engine
-        Keys of the engine's JSON; empty where nothing is compressed.
-    limits, settings
-        What it must reach, and how it runs.
-    """
-
+    #: What it is called, which work it has, and the mode of the runtime; ``""`` where nothing is compressed.
     name: str
     kind: CaseKind
     mode: str
+    #: Keys of the engine's JSON; empty where nothing is compressed.
     engine: dict[str, Any]
+    #: What it must reach, and how it runs.
     limits: GateLimits
     settings: RunSettings
 
@@ -98,13 +91,7 @@ class RunCase:
 def build_cases(
     suite: SuiteName, config: RunConfig, extra_cases: Sequence[str] = (), sweep: Sequence[str] = ()
 ) -> list[RunCase]:
-    """The cases of a suite in their order, each with every point of a sweep.
-
-    Raises
-    ------
-    OptionError
-        For keys of the engine that do not exist, values that they cannot have, and sweeps that make no sense.
-    """
+    """The cases of a suite in their order, each with every point of a sweep."""
     names = [name for name in RUNTIME_CASES if suite in ("all", "runtime")]
     names += [name for name in DEMO_CASES if suite in ("all", "llm_demo")]
     base_cases = [_build_case(name, config) for name in (*names, *extra_cases)]

@@ -33,17 +33,7 @@ def build_history_entry(
     about: Mapping[str, Any],
     settings_by_case: Mapping[str, Mapping[str, Any]],
 ) -> HistoryEntry:
-    """The line of a round.
-
-    Parameters
-    ----------
-    rerun_number
-        How often everything was measured anew (``--again``).
-    about
-        Version, model and machine.
-    settings_by_case
-        Of each case, those that are not the suite's; under ``""`` those of all cases.
-    """
+    """The line of a round."""
     return {
         "generated_at": round_summary.generated_at,
         "overall_pass": round_summary.has_passed,
@@ -77,11 +67,6 @@ def append_round(directory: str | os.PathLike[str], entry: HistoryEntry) -> None
     It is the same round where model, version, machine, settings and the number of takes are the same: its runs were
     taken up, not measured again. Cases of the earlier line that did not run this time stay in it. Lines that are
     damaged are left as they are.
-
-    Raises
-    ------
-    OutputError
-        Where the file cannot be written.
     """
     path = Path(directory, HISTORY_FILE)
     try:
@@ -275,13 +260,7 @@ class GateHistory(Record):
 
 
 def read_history(directory: str) -> GateHistory:
-    """The history of a folder.
-
-    Raises
-    ------
-    SourceError
-        For a folder without one, and for lines that are none.
-    """
+    """The history of a folder."""
     path = Path(directory, HISTORY_FILE)
     try:
         text = read_bounded(path, MAX_HISTORY_FILE_BYTES).decode("utf-8", "replace")

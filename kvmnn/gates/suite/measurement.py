@@ -47,11 +47,6 @@ class ModelSessions:
     ----------
     interface
         Sizes and names of the model.
-
-    Raises
-    ------
-    SourceError, ModelError
-        For a model that cannot be used.
     """
 
     def __init__(self, model: str, threads: int) -> None:
@@ -84,42 +79,29 @@ _COMPARISON_INTERVAL_STEPS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(Record):
-    """One run.
+    """One run."""
 
-    Attributes
-    ----------
-    prompt_tokens, decode_tokens
-        Fed at once at the beginning of turns, and one by one.
-    prefill_seconds, decode_seconds
-        What these took.
-    lossy_ratio
-        Bytes of all tokens over bytes of those that the policy left at the end.
-    held_ratio
-        Bytes of those that were left over the bytes that hold them between two steps.
-    encoded_ratio
-        Raw over compressed bytes of all that was encoded; None where nothing was.
-    total_ratio
-        Bytes of all tokens over the bytes that are held.
-    latencies
-        ``decompress``, ``wait`` and ``verify`` (the decoding that proves a block before its rows go): count, sum and
-        percentiles, microseconds.
-    counters
-        Of the runtime, under the engine's names.
-    new_ids
-        Generated after the last turn.
-    """
-
+    #: Fed at once at the beginning of turns, and one by one.
     prompt_tokens: int
     decode_tokens: int
+    #: What these took.
     prefill_seconds: float
     decode_seconds: float
+    #: Bytes of all tokens over bytes of those that the policy left at the end.
     lossy_ratio: float
+    #: Bytes of those that were left over the bytes that hold them between two steps.
     held_ratio: float
+    #: Raw over compressed bytes of all that was encoded; None where nothing was.
     encoded_ratio: float | None
+    #: Bytes of all tokens over the bytes that are held.
     total_ratio: float
+    #: ``decompress``, ``wait`` and ``verify`` (the decoding that proves a block before its rows go): count, sum and
+    #: percentiles, microseconds.
     latencies: dict[str, LatencySummary] = field(default_factory=dict)
+    #: Of the runtime, under the engine's names.
     counters: dict[str, float] = field(default_factory=dict)
     keep: dict[str, float] = field(default_factory=dict)
+    #: Generated after the last turn.
     new_ids: tuple[int, ...] = field(default=(), metadata={"omit": True})
 
     @property
@@ -217,27 +199,18 @@ def _select_numbers(plan_values: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class ContentComparison(Record):
-    """What attention reads out of the runtime beside a plain cache under the same policy, step by step.
+    """What attention reads out of the runtime beside a plain cache under the same policy, step by step."""
 
-    Attributes
-    ----------
-    steps, compared_steps
-        Steps in all, and those after which all of K and V were compared; logits were at every step.
-    compared_bytes
-        Bytes of K and V that were compared.
-    different_bytes
-        Bytes that differ.
-    different_steps
-        Steps at which bytes, positions or logits differ.
-    encoded_bytes
-        Raw bytes that the runtime encoded meanwhile; 0: both caches held plain rows, so nothing was shown.
-    """
-
+    #: Steps in all, and those after which all of K and V were compared; logits were at every step.
     steps: int
     compared_steps: int
+    #: Bytes of K and V that were compared.
     compared_bytes: int
+    #: Bytes that differ.
     different_bytes: int
+    #: Steps at which bytes, positions or logits differ.
     different_steps: int
+    #: Raw bytes that the runtime encoded meanwhile; 0: both caches held plain rows, so nothing was shown.
     encoded_bytes: int
 
     @property
@@ -374,22 +347,7 @@ def measure_perplexity_change(
     store: Path,
     progress: PerplexityProgress | None = None,
 ) -> PerplexityChange:
-    """Evaluate the planner of a case on the beginnings of texts.
-
-    Parameters
-    ----------
-    jobs
-        Processes; 0: this one.
-    store
-        File of what was evaluated before.
-    progress
-        Told of tokens.
-
-    Raises
-    ------
-    KvmnnError
-        Where the model cannot run the planner.
-    """
+    """Evaluate the planner of a case on the beginnings of texts."""
     settings = case.settings
     result = evaluate(
         model,

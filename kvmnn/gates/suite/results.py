@@ -73,23 +73,15 @@ class CaseRuns(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class SuiteResult:
-    """All cases of a run.
+    """All cases of a run."""
 
-    Attributes
-    ----------
-    round_summary
-        Their rows, as the files have them.
-    cases
-        Their verdicts.
-    notes
-        What a reader must know, in sentences.
-    stamp_by_case
-        Of each case that of its round, as in its files.
-    """
-
+    #: Their rows, as the files have them.
     round_summary: RoundSummary
+    #: Their verdicts.
     cases: tuple[CaseResult | DemoResult, ...]
+    #: What a reader must know, in sentences.
     notes: tuple[str, ...] = ()
+    #: Of each case that of its round, as in its files.
     stamp_by_case: Mapping[str, str] = field(default_factory=dict)
 
     @property

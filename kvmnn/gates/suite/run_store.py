@@ -30,11 +30,6 @@ class RunStore(KeyedJournal):
     path
         A journal, made where it is not there; a line that a crash tore, or that somebody changed, is not used. None:
         in memory only.
-
-    Raises
-    ------
-    OutputError
-        Where the file cannot be written or another process is writing it.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:

@@ -53,45 +53,33 @@ STORE_ENGINE_OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Record):
-    """How a suite runs.
+    """How a suite runs."""
 
-    Attributes
-    ----------
-    prompts, generate
-        Of the runtime cases: tokens of the prompts, and tokens that are generated.
-    synthetic, token
-        Their prompts are synthetic: this one token repeated, as in the fork's bench. K and V of these compress far
-        better than those of texts. False: beginnings of texts, or of the built-in text where none are given.
-    buckets, prompts_per_bucket, demo_generate
-        Of the cases with real prompts: their lengths, how many of each, and tokens that are generated.
-    prompt_manifest, prompt_order, max_prompts
-        Of these cases as well: a file that lists the texts to take (`kvmnn.gates.suite.workloads`), empty for all;
-        whether prompts are taken round robin over the buckets, or as texts follow each other; how many, 0 for all.
-    repeats
-        Runs of each side that are timed, after one that is not.
-    quality_texts, quality_tokens, quality_prompt
-        Perplexity: texts, tokens scored of each, and how many of these are read at once as a prompt.
-    perplexity_target
-        Largest increase, as a share: the upper end of its interval must lie below.
-    threads, seed
-        Of onnxruntime; of what is drawn.
-    """
-
+    #: Of the runtime cases: tokens of the prompts, and tokens that are generated.
     prompts: tuple[int, ...] = (512, 1024)
     generate: int = 128
+    #: Their prompts are synthetic: this one token repeated, as in the fork's bench. K and V of these compress far
+    #: better than those of texts. False: beginnings of texts, or of the built-in text where none are given.
     synthetic: bool = False
     token: int = 16
+    #: Of the cases with real prompts: their lengths, how many of each, and tokens that are generated.
     buckets: tuple[int, ...] = (128, 512, 2048)
     prompts_per_bucket: int = 2
     demo_generate: int = 512
+    #: Of these cases as well: a file that lists the texts to take (`kvmnn.gates.suite.workloads`), empty for all;
+    #: whether prompts are taken round robin over the buckets, or as texts follow each other; how many, 0 for all.
     prompt_manifest: str = ""
     prompt_order: Literal["stratified", "sequential"] = "stratified"
     max_prompts: int = 0
+    #: Runs of each side that are timed, after one that is not.
     repeats: int = 2
+    #: Perplexity: texts, tokens scored of each, and how many of these are read at once as a prompt.
     quality_texts: int = 10
     quality_tokens: int = 1024
     quality_prompt: int = 640
+    #: Largest increase, as a share: the upper end of its interval must lie below.
     perplexity_target: float = 0.05
+    #: Of onnxruntime; of what is drawn.
     threads: int = 1
     seed: int = 0
 
@@ -150,13 +138,6 @@ class RunConfig:
 def read_run_config(path: str | os.PathLike[str], case_names: tuple[str, ...]) -> RunConfig:
     """A configuration file: an object with settings by their names (`RunSettings`), the engine's ``kv_`` keys,
     ``limits`` (an object), and ``cases`` (objects of ``kv_`` keys and limits, by the names of cases).
-
-    Raises
-    ------
-    SourceError
-        For a file that is not there, cannot be read or holds no JSON object.
-    OptionError
-        For keys that nothing knows, and values that make no sense.
     """
     where = os.fspath(path)
     try:

@@ -75,29 +75,19 @@ class _SilentProgress:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseMeasurement:
-    """What a case measured.
+    """What a case measured."""
 
-    Attributes
-    ----------
-    case
-        Which.
-    rounds
-        Pairs of runs, of each round.
-    comparisons
-        Of contents, a piece of work each.
-    quality
-        Change of perplexity; None without texts.
-    notes
-        What a reader must know.
-    stamp
-        Of its round: of everything that it was measured and judged by.
-    """
-
+    #: Which.
     case: RunCase
+    #: Pairs of runs, of each round.
     rounds: tuple[tuple[PairedRuns, ...], ...]
+    #: Of contents, a piece of work each.
     comparisons: tuple[ContentComparison, ...]
+    #: Change of perplexity; None without texts.
     quality: PerplexityChange | None
+    #: What a reader must know.
     notes: tuple[str, ...] = ()
+    #: Of its round: of everything that it was measured and judged by.
     stamp: str = ""
 
     @property
@@ -127,13 +117,6 @@ class Suite:
         Measure anew what is timed, where the runs that are there came to their end.
     command
         Noted down beside model, machine and settings; empty: not known.
-
-    Raises
-    ------
-    OutputError
-        For a folder that holds something else.
-    SourceError, ModelError
-        For models, tokenizers and texts that cannot be used.
     """
 
     def __init__(

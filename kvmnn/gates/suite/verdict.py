@@ -37,36 +37,21 @@ def compute_slowdown(pairs: Sequence[PairedRuns]) -> DecodeSlowdown | None:
 
 @dataclass(frozen=True, kw_only=True)
 class CaseFigures:
-    """What the runs of a case came to.
+    """What the runs of a case came to."""
 
-    Attributes
-    ----------
-    lossy_ratio
-        Least of the runs: bytes of all tokens over those that are kept.
-    encoded_ratio
-        Raw over compressed bytes of all that was encoded; None where nothing was.
-    resident_ratio
-        Mean of the bytes that are kept over those that hold them.
-    slowdown
-        Of the speed; None where no run has one.
-    decompress_us
-        The longest of the runs, in all: restoring, and in modes that restore nothing decoding what is compared.
-    has_restored
-        Whether it was restoring.
-    async_wait_us, async_queue_peak, queue_peak, num_fallbacks, num_skips, cache_hits, cache_misses
-        The largest of the runs.
-    num_idle_workloads, num_workloads
-        Pieces of work of which nothing was encoded, and how many there are.
-    prompts_text
-        Where the prompts come from, as `Workload.prompts` names it.
-    """
-
+    #: Least of the runs: bytes of all tokens over those that are kept.
     lossy_ratio: float
+    #: Raw over compressed bytes of all that was encoded; None where nothing was.
     encoded_ratio: float | None
+    #: Mean of the bytes that are kept over those that hold them.
     resident_ratio: float
+    #: Of the speed; None where no run has one.
     slowdown: DecodeSlowdown | None
+    #: The longest of the runs, in all: restoring, and in modes that restore nothing decoding what is compared.
     decompress_us: float
+    #: Whether it was restoring.
     has_restored: bool
+    #: The largest of the runs.
     async_wait_us: float
     async_queue_peak: float
     queue_peak: float
@@ -74,8 +59,10 @@ class CaseFigures:
     num_skips: float
     cache_hits: float
     cache_misses: float
+    #: Pieces of work of which nothing was encoded, and how many there are.
     num_idle_workloads: int
     num_workloads: int
+    #: Where the prompts come from, as `Workload.prompts` names it.
     prompts_text: str = "text"
 
     @classmethod
@@ -124,15 +111,7 @@ def build_case_gates(
     *,
     evicts: bool = True,
 ) -> list[GateResult]:
-    """The gates of a case, whatever its work is.
-
-    Parameters
-    ----------
-    mode
-        Of the runtime; empty where nothing is compressed.
-    evicts
-        Whether the planner is on; perplexity cannot change without it.
-    """
+    """The gates of a case, whatever its work is."""
     figures, records = CaseFigures.from_pairs(pairs), [pair.candidate for pair in pairs]
     return [
         build_lossy_gate(figures, limits.lossy_target),
@@ -354,17 +333,6 @@ def build_gate_section(
 ) -> dict[str, str]:
     """Names to texts. Lines that only logs, or only an offline simulation, could fill are left out, and what was not
     measured.
-
-    Parameters
-    ----------
-    figures
-        What was judged.
-    decode
-        Speeds of pieces of work, means over their runs.
-    gates
-        Their verdicts, by which a line ``.._pass`` is true.
-    mode
-        Of the runtime; empty where nothing is compressed.
     """
     passed_by_gate = {gate.name: format_flag(gate.verdict in ("pass", "off")) for gate in gates}
     verdict = aggregate_verdict(gates)

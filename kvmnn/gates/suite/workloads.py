@@ -30,19 +30,7 @@ _MAX_PROMPTS = 10_000
 
 
 def read_prompt_manifest(manifest: str, texts: Sequence[str]) -> list[str]:
-    """The files that a list names, each once.
-
-    Parameters
-    ----------
-    manifest
-        A line for each: an object of JSON with one of `PROMPT_FILE_KEYS`, a text of JSON, or the name itself. Names are
-        relative to the first folder of `texts`, or to the list's own where there is none.
-
-    Raises
-    ------
-    SourceError
-        For a list that cannot be read or is empty, a line that names no file, and files that are not there.
-    """
+    """The files that a list names, each once."""
     root = next((Path(path) for path in texts if Path(path).is_dir()), Path(manifest).parent)
     try:
         data = read_bounded(Path(manifest), _MAX_MANIFEST_BYTES)
@@ -83,27 +71,18 @@ PromptKind = Literal["text", "built-in text", "synthetic"]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One piece of work.
+    """One piece of work."""
 
-    Attributes
-    ----------
-    name, bucket
-        What it is called, and the length it stands for.
-    turns
-        Token ids of the prompt; of each further turn, those that follow what was generated before it.
-    new_tokens
-        Generated after each turn.
-    answer
-        Tokens that the model should give; empty where nothing is scored.
-    prompts
-        Where its tokens come from.
-    """
-
+    #: What it is called, and the length it stands for.
     name: str
     bucket: str
+    #: Token ids of the prompt; of each further turn, those that follow what was generated before it.
     turns: tuple[tuple[int, ...], ...]
+    #: Generated after each turn.
     new_tokens: int
+    #: Tokens that the model should give; empty where nothing is scored.
     answer: tuple[int, ...] = field(default=())
+    #: Where its tokens come from.
     prompts: PromptKind = "text"
 
     @property
@@ -318,11 +297,6 @@ class PromptTexts:
     ----------
     documents
         The texts, none where none were given.
-
-    Raises
-    ------
-    SourceError
-        For texts that cannot be used, and where there are texts and no tokenizer.
     """
 
     def __init__(
@@ -349,13 +323,7 @@ class PromptTexts:
         return list(dict.fromkeys(document.sha256 for document in (*self.documents, *self._prompt_documents)))
 
     def build_workloads(self, case: RunCase, interface: DecoderInterface) -> tuple[list[Workload], list[str]]:
-        """Return the work of a case, and what a reader must know of it.
-
-        Raises
-        ------
-        KvmnnError
-            For texts that are missing or too short, and for work that needs more positions than the model has.
-        """
+        """Return the work of a case, and what a reader must know of it."""
         notes: list[str] = []
         workloads = self._build_workloads(case, interface, notes)
         for workload in workloads:

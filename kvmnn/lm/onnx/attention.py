@@ -52,55 +52,31 @@ _MIN_PROBABILITIES_OPSET = 23  # opset of the standard Attention operator
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """The attention of one layer.
+    """The attention of one layer."""
 
-    Attributes
-    ----------
-    layer
-        By the past values that it multiplies; by order in the graph where none of them can be followed.
-    form
-        How it is written.
-    node
-        The Softmax, or the operator that holds it.
-    probabilities_tensor
-        The tensor that multiplies the values, where it is in the graph; empty for operators, whose output is still to
-        be opened.
-    """
-
+    #: By the past values that it multiplies; by order in the graph where none of them can be followed.
     layer: int
+    #: How it is written.
     form: AttentionForm
+    #: The Softmax, or the operator that holds it.
     node: Any
+    #: The tensor that multiplies the values, where it is in the graph; empty for operators, whose output is still to be
+    #: opened.
     probabilities_tensor: str = ""
 
 
 @dataclass(frozen=True)
 class AttentionInfo:
-    """The attention of a graph.
+    """The attention of a graph."""
 
-    Attributes
-    ----------
-    sites
-        One for each layer, in order; empty unless every layer was found exactly once.
-    hidden_operators
-        Operators that hold attention and cannot be opened, with how many there are.
-    """
-
+    #: One for each layer, in order; empty unless every layer was found exactly once.
     sites: tuple[AttentionSite, ...]
+    #: Operators that hold attention and cannot be opened, with how many there are.
     hidden_operators: dict[str, int]
 
 
 def find_attention(model: Any, opset: int, past_values: Iterable[str]) -> AttentionInfo:
-    """Find the attention of every layer.
-
-    Parameters
-    ----------
-    model
-        An ``onnx.ModelProto``; left as it is.
-    opset
-        Version of the standard operators it uses.
-    past_values
-        Names of the inputs that hold the past values of layers 0, 1, ...
-    """
+    """Find the attention of every layer."""
     return _AttentionFinder(model, opset, tuple(past_values)).find()
 
 
@@ -109,10 +85,6 @@ def find_attention_nodes(model: Any, past_values: Iterable[str]) -> tuple[tuple[
 
     The product with the keys, what lies between it and the Softmax (scale, mask), the Softmax, and what follows up to
     the product with the values; or the operator that does all of it. What makes the mask is none of it.
-
-    Returns
-    -------
-    In the order of the graph; empty where there are not as many as layers.
     """
     return _AttentionFinder(model, 0, tuple(past_values)).find_node_spans()
 

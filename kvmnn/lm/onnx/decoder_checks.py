@@ -33,13 +33,7 @@ _PROBE_LONG_TOKENS, _PROBE_SHORT_TOKENS, _PROBE_NEW_TOKENS = (
 
 
 def try_unequal_lengths(decoder: OnnxDecoder) -> UnequalLengthSupport:
-    """How tokens may be fed while layers hold different numbers of tokens.
-
-    Returns
-    -------
-    ``"chunks"``: several at once; they equal the same tokens one by one, whichever layer is the longer one.
-    ``"single"``: one at a time, at least while the first layer is the longest. ``"none"``: not at all.
-    """
+    """How tokens may be fed while layers hold different numbers of tokens."""
     interface = decoder.interface
     if not interface.has_positions or interface.derives_positions_from_length:
         return "none"
@@ -141,13 +135,7 @@ class ReferenceOutputs:
 
 
 def compute_reference(decoder: OnnxDecoder) -> ReferenceOutputs:
-    """Run a graph as it was exported.
-
-    Raises
-    ------
-    ModelError
-        When onnxruntime fails.
-    """
+    """Run a graph as it was exported."""
     ids, positions = _probe_inputs(decoder)
     try:
         prompt = decoder.run_step(ids[:_CHECK_PAST_TOKENS], positions[:_CHECK_PAST_TOKENS], decoder.create_empty_past())

@@ -37,28 +37,7 @@ def create_decoder(
     bias: bool,
     cache: bool,
 ) -> OnnxDecoder:
-    """A running decoder that gives attention probabilities and takes biases, as far as asked for and possible.
-
-    Parameters
-    ----------
-    files, interface
-        The model.
-    settings
-        How to run it.
-    attentions
-        Attention probabilities are needed.
-    bias
-        Biases are welcome.
-    cache
-        Keep the operated graph for the next time.
-
-    Raises
-    ------
-    AttentionNotExposedError
-        When `attentions` cannot be had.
-    ModelError
-        When onnxruntime does not take the graph.
-    """
+    """A running decoder that gives attention probabilities and takes biases, as far as asked for and possible."""
     plain_rewrite = RewrittenGraph(attentions=interface.attention_outputs if attentions else None)
     exposes_attention = attentions and interface.attention_outputs is None
     bias = bias and interface.has_positions

@@ -63,13 +63,6 @@ class GraphCache:
         """Write a graph where it will be kept, under a temporary name; None where no place is writable.
 
         Unless `StagedGraph.commit` is called, nothing is left of it. Running the file needs less memory than its bytes.
-
-        Parameters
-        ----------
-        graph
-            The bytes of a model.
-        has_external
-            Its weights lie in other files, located as seen from `resolve_dir`, so that it can be kept there only.
         """
         paths = self._list_candidate_paths()
         for path in paths[:1] if has_external else paths:

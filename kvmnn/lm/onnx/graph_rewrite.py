@@ -18,17 +18,11 @@ _MAX_KEPT_ELEMENTS = 64  # values; constants up to this size may be shapes, whic
 
 @dataclass(frozen=True)
 class TensorTypes:
-    """What is known of the tensors of a graph.
+    """What is known of the tensors of a graph."""
 
-    Attributes
-    ----------
-    elements
-        Element type (an ``onnx.TensorProto`` number) of each tensor.
-    ranks
-        Number of axes, where inference reached it.
-    """
-
+    #: Element type (an ``onnx.TensorProto`` number) of each tensor.
     elements: dict[str, int]
+    #: Number of axes, where inference reached it.
     ranks: dict[str, int]
 
 
@@ -69,19 +63,7 @@ def infer_types(model: Any) -> TensorTypes:
 
 
 def split_merged_decoder(model: Any, branch_input: str) -> bool:
-    """Replace the ``If`` that chooses a branch by the nodes of the branch with a past, in place.
-
-    Parameters
-    ----------
-    model
-        An ``onnx.ModelProto``.
-    branch_input
-        The input that chooses; it goes.
-
-    Returns
-    -------
-    False, and nothing is changed, where the graph is not made of exactly one such ``If``.
-    """
+    """Replace the ``If`` that chooses a branch by the nodes of the branch with a past, in place."""
     candidates = [if_index for if_index, node in enumerate(model.graph.node) if branch_input in node.input]
     if len(candidates) != 1 or model.graph.node[candidates[0]].op_type != "If":
         return False
@@ -143,34 +125,20 @@ _MASK_INPUT_INDEX: dict[AttentionForm, int] = {"standard": 3, "GroupQueryAttenti
 
 @dataclass(frozen=True)
 class RewrittenGraph:
-    """What was added to a graph.
+    """What was added to a graph."""
 
-    Attributes
-    ----------
-    attentions
-        Names of the outputs with probabilities, by layer; None where they were not asked for.
-    biases
-        Names of the inputs that are added to the scores, by layer; None where they could not be inserted.
-    unmerged
-        Whether a merged decoder was reduced to its branch with a past.
-    query_heads
-        How many rows of probabilities a token has in a layer, where that was seen.
-    """
-
+    #: Names of the outputs with probabilities, by layer; None where they were not asked for.
     attentions: tuple[str, ...] | None = None
+    #: Names of the inputs that are added to the scores, by layer; None where they could not be inserted.
     biases: tuple[str, ...] | None = None
+    #: Whether a merged decoder was reduced to its branch with a past.
     unmerged: bool = False
+    #: How many rows of probabilities a token has in a layer, where that was seen.
     query_heads: int | None = None
 
 
 def expose_attention(model: Any, attention_info: AttentionInfo, types: TensorTypes, label: str) -> tuple[str, ...]:
-    """Add outputs ``attentions.{i}`` to `model`, in place.
-
-    Raises
-    ------
-    AttentionNotExposedError
-        When the probabilities of some layer are in no tensor; the message names the operators that hide them.
-    """
+    """Add outputs ``attentions.{i}`` to `model`, in place."""
     if not attention_info.sites:
         raise build_not_exposed_error(attention_info, label)
     onnx = import_optional("onnx")
@@ -201,10 +169,6 @@ def add_biases(model: Any, attention_info: AttentionInfo, types: TensorTypes) ->
     """Add inputs ``attention_bias.{i}``, float32 ``[1, 1 or heads, 1, past + tokens]``, to `model`, in place.
 
     They are added to the scores of each layer right before its Softmax.
-
-    Returns
-    -------
-    Their names, or None where a layer has no place for one; then `model` is as it was.
     """
     if not attention_info.sites or any(value.name.startswith("attention_bias.") for value in model.graph.input):
         return None

@@ -34,83 +34,51 @@ _EXPORT_WITH_PAST_COMMAND = "optimum-cli export onnx --task text-generation-with
 
 @dataclass(frozen=True)
 class DecoderInterface:
-    """A decoder's inputs and outputs.
+    """A decoder's inputs and outputs."""
 
-    Attributes
-    ----------
-    label
-        What messages call the model: its path.
-    layers, kv_heads, head_dim
-        Sizes of the cache.
-    dtype
-        Of the cache: ``float16`` or ``float32``.
-    vocab_size
-        Number of logits of a token.
-    query_heads
-        Where the settings or the graph say it.
-    has_positions
-        Whether positions are an input, and used. Where they are not, the graph counts them itself and its cache cannot
-        be cut.
-    derives_positions_from_length
-        Whether attention takes the length of every layer's past from the mask, so that layers must be equally long.
-    is_merged
-        Whether one graph holds a branch with a past and one without.
-    max_positions
-        How many positions the model was made for, where ``config.json`` says so.
-    ids_input, logits_output
-        Names of the token input and of the logits.
-    mask_input, positions_input, branch_input, slots_input, all_logits_input
-        Names of inputs that a graph may have.
-    past_inputs, present_outputs
-        Names of (key, value) for each layer.
-    attention_outputs
-        Names of the outputs that hold attention probabilities, if the graph has them for every layer.
-    types
-        Numpy dtype of each input.
-    ranks
-        Number of axes of each input.
-    """
-
+    #: What messages call the model: its path.
     label: str
+    #: Sizes of the cache.
     layers: int
     kv_heads: int
     head_dim: int
+    #: Of the cache: ``float16`` or ``float32``.
     dtype: type[np.float16] | type[np.float32]
+    #: Number of logits of a token.
     vocab_size: int
+    #: Where the settings or the graph say it.
     query_heads: int | None
+    #: Whether positions are an input, and used. Where they are not, the graph counts them itself and its cache cannot
+    #: be cut.
     has_positions: bool
+    #: Whether attention takes the length of every layer's past from the mask, so that layers must be equally long.
     derives_positions_from_length: bool
+    #: Whether one graph holds a branch with a past and one without.
     is_merged: bool
+    #: How many positions the model was made for, where ``config.json`` says so.
     max_positions: int | None
+    #: Names of the token input and of the logits.
     ids_input: str
     logits_output: str
+    #: Names of inputs that a graph may have.
     mask_input: str | None
     positions_input: str | None
     branch_input: str | None
     slots_input: str | None
     all_logits_input: str | None
+    #: Names of (key, value) for each layer.
     past_inputs: tuple[tuple[str, str], ...]
     present_outputs: tuple[tuple[str, str], ...]
+    #: Names of the outputs that hold attention probabilities, if the graph has them for every layer.
     attention_outputs: tuple[str, ...] | None
+    #: Numpy dtype of each input.
     types: dict[str, type[np.generic]] = field(repr=False)
+    #: Number of axes of each input.
     ranks: dict[str, int] = field(repr=False)
 
 
 def read_interface(model: Any, files: ModelFiles) -> DecoderInterface:
-    """The interface of a decoder.
-
-    Parameters
-    ----------
-    model
-        An ``onnx.ModelProto``; weights are not looked at.
-    files
-        Where it came from, with its settings.
-
-    Raises
-    ------
-    ModelError
-        When the graph is no decoder whose cache can be held outside it. The message says what to export instead.
-    """
+    """The interface of a decoder."""
     return _InterfaceReader(model, files).read_interface()
 
 

@@ -22,19 +22,6 @@ def read_onnx_graph(path: Path) -> Any:
     """The model in `path`.
 
     External data is not opened, only checked: every file must be there, inside the model's folder.
-
-    Returns
-    -------
-    An ``onnx.ModelProto``.
-
-    Raises
-    ------
-    MissingDependencyError
-        Where the package onnx is not installed.
-    SourceError
-        When the file cannot be read, is no ONNX model, is cut short, or its external data is missing.
-    ModelError
-        When external data lies outside the folder, or the graph is made for a newer onnxruntime.
     """
     onnx = import_optional("onnx")
     try:
@@ -54,13 +41,7 @@ def read_onnx_graph(path: Path) -> Any:
 
 
 def serialize_model(model: Any, label: str) -> bytes:
-    """A model as the bytes of its file.
-
-    Raises
-    ------
-    ModelError
-        When it is larger than one file can be.
-    """
+    """A model as the bytes of its file."""
     try:
         return bytes(model.SerializeToString())
     except Exception as error:  # protobuf's own class, by version
@@ -107,15 +88,7 @@ def resolve_dir(path: Path) -> Path:
 
 
 def locate_weights(model: Any, path: Path) -> dict[str, str]:
-    """Where the weights of a model lie: locations as the graph says them, and as seen from `resolve_dir`.
-
-    Raises
-    ------
-    SourceError
-        When a file is missing.
-    ModelError
-        When one lies outside the model's folder.
-    """
+    """Where the weights of a model lie: locations as the graph says them, and as seen from `resolve_dir`."""
     folder, base = Path(os.path.realpath(path.parent)), resolve_dir(path)
     location_by_name: dict[str, str] = {}
     for tensor in iter_external_tensors(model):
@@ -152,20 +125,13 @@ _NO_CACHE_NAME = "decoder_model.onnx"
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """A decoder's graph and its settings.
+    """A decoder's graph and its settings."""
 
-    Attributes
-    ----------
-    graph
-        The ``.onnx`` file.
-    config
-        ``config.json`` of the model; for models with several parts, that of the text part. Empty where absent.
-    genai
-        ``genai_config.json`` of onnxruntime-genai; empty where absent.
-    """
-
+    #: The ``.onnx`` file.
     graph: Path
+    #: ``config.json`` of the model; for models with several parts, that of the text part. Empty where absent.
     config: dict[str, Any] = field(default_factory=dict)
+    #: ``genai_config.json`` of onnxruntime-genai; empty where absent.
     genai: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -174,21 +140,7 @@ class ModelFiles:
 
 
 def find_model(path: str | os.PathLike[str]) -> ModelFiles:
-    """The decoder at `path`.
-
-    Parameters
-    ----------
-    path
-        An ``.onnx`` file, or a folder: the graph that its ``genai_config.json`` names, else a decoder with a cache
-        under one of the names that exporters use, in the folder or in its subfolder ``onnx``, else its only graph.
-
-    Raises
-    ------
-    SourceError
-        When there is nothing to read, or a settings file is not JSON.
-    ModelError
-        When the folder holds an encoder-decoder, only a decoder without a cache, or several graphs to choose from.
-    """
+    """The decoder at `path`."""
     model_path = Path(path)
     if not model_path.exists():
         raise SourceError(f"{model_path}: does not exist")

@@ -23,33 +23,18 @@ _WEIGHTS_FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
 
 @dataclass(frozen=True)
 class SessionSettings:
-    """How onnxruntime runs a graph.
+    """How onnxruntime runs a graph."""
 
-    Attributes
-    ----------
-    threads
-        Threads of one operator; 0 leaves the number to onnxruntime.
-    providers
-        Execution providers, the preferred one first.
-    profile
-        A folder in which every session puts a folder of its own, with its graph as onnxruntime runs it
-        (``optimized.onnx``) and, once profiling ends, the times of all nodes; None for no profile.
-    """
-
+    #: Threads of one operator; 0 leaves the number to onnxruntime.
     threads: int = 1
+    #: Execution providers, the preferred one first.
     providers: Sequence[str] = CPU_PROVIDERS
+    #: A folder in which every session puts a folder of its own, with its graph as onnxruntime runs it
+    #: (``optimized.onnx``) and, once profiling ends, the times of all nodes; None for no profile.
     profile: Path | None = None
 
     def check(self) -> None:
-        """Refuse settings that the installed onnxruntime cannot meet.
-
-        Raises
-        ------
-        MissingDependencyError
-            Where onnxruntime is not installed.
-        KvmnnError
-            For a provider that it does not have, or a number of threads that is none.
-        """
+        """Refuse settings that the installed onnxruntime cannot meet."""
         available = import_optional("onnxruntime").get_available_providers()
         if isinstance(self.providers, str) or not self.providers:
             raise KvmnnError(f"providers: expected a list of names, found {self.providers!r}")
@@ -61,24 +46,7 @@ class SessionSettings:
 
 
 def create_session(source: Path | bytes, folder: Path, settings: SessionSettings, label: str) -> Any:
-    """An ``onnxruntime.InferenceSession``.
-
-    Parameters
-    ----------
-    source
-        The file, or the bytes of a graph.
-    folder
-        Where the weights of such bytes lie.
-    settings
-        Checked before.
-    label
-        What messages call the model.
-
-    Raises
-    ------
-    ModelError
-        When onnxruntime does not take the graph.
-    """
+    """An ``onnxruntime.InferenceSession``."""
     runtime = import_optional("onnxruntime")
     options = runtime.SessionOptions()
     options.log_severity_level = _SILENT_LOG_LEVEL

@@ -23,18 +23,12 @@ _KERNEL_TIME_SUFFIX = "_kernel_time"
 
 @dataclass(frozen=True)
 class AttentionTimeStats:
-    """Means over steps, in seconds.
+    """Means over steps, in seconds."""
 
-    Attributes
-    ----------
-    seconds
-        Attention of all layers in a step: scores, scale and mask, softmax, values. onnxruntime measures each operator
-        in whole microseconds.
-    model_seconds
-        The whole step inside onnxruntime, with the profile.
-    """
-
+    #: Attention of all layers in a step: scores, scale and mask, softmax, values. onnxruntime measures each operator in
+    #: whole microseconds.
     seconds: float
+    #: The whole step inside onnxruntime, with the profile.
     model_seconds: float
 
 
@@ -54,11 +48,6 @@ class SessionProfile:
     ----------
     nodes : frozenset of str
         Names of the operators that are attention.
-
-    Raises
-    ------
-    ModelError
-        Where the attention of some layer is not found in the graph that runs.
     """
 
     def __init__(self, runtime: Any, interface: DecoderInterface) -> None:
@@ -77,13 +66,7 @@ class SessionProfile:
         self._file.close()
 
     def read_attention_time(self, num_steps: int) -> AttentionTimeStats:
-        """The time of attention in the last `num_steps` runs; the profile ends.
-
-        Raises
-        ------
-        ModelError
-            Where the profile does not show the attention of every one of them.
-        """
+        """The time of attention in the last `num_steps` runs; the profile ends."""
         self._runtime.end_profiling()
         data = self._file.read(_MAX_PROFILE_BYTES + 1)
         if len(data) > _MAX_PROFILE_BYTES:

@@ -217,13 +217,7 @@ def plan_blocks(scores: Any, kv_len: int, config: H2OConfig | None = None, **opt
 
 
 def explain_no_eviction(config: H2OConfig, tokens: int, option_names: Mapping[str, str] | None = None) -> str | None:
-    """Why no plan for up to `tokens` tokens drops any, and which option to change; None where one can.
-
-    Parameters
-    ----------
-    option_names
-        What its options are called, where that is not as in `H2OConfig`.
-    """
+    """Why no plan for up to `tokens` tokens drops any, and which option to change; None where one can."""
     if tokens < config.effective_trigger_tokens:
         return (
             f"it plans from trigger_min_tokens {config.effective_trigger_tokens:,} on, there are {tokens:,}: lower it"
@@ -300,20 +294,7 @@ MAX_MAP_LINES = 8
 
 
 def render_block_map(plan: BlockPlan, width: int = 80) -> list[str]:
-    """Lines of letters, each line with the token that it starts at.
-
-    Parameters
-    ----------
-    plan
-        The plan; where it drops nothing, protected blocks are shown as such and all others as kept.
-    width
-        Columns.
-
-    Returns
-    -------
-    At most `MAX_MAP_LINES` lines. A letter stands for several blocks where that is needed to fit; where some of these
-    are kept and some dropped, it is a digit: how many tenths are kept.
-    """
+    """Lines of letters, each line with the token that it starts at."""
     letters = _render_block_letters(plan)
     label_width = len(f"{plan.kv_len:,}") + 2
     columns = max(10, width - label_width)

@@ -558,25 +558,18 @@ def select_scores(scores: Floats, keep: npt.NDArray[np.bool_]) -> Floats:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerStats(Record):
-    """The figures of `kvmnn.policies.h2o.Metrics`; of the last plan, and the tokens that all plans dropped.
+    """The figures of `kvmnn.policies.h2o.Metrics`; of the last plan, and the tokens that all plans dropped."""
 
-    Attributes
-    ----------
-    h2o_lossy_ratio, h2o_keep_ratio
-        Of the last plan that its floor did not cancel: one event, no mean.
-    h2o_total_evict_tokens
-        Tokens that plans dropped, all together.
-    h2o_evict_us
-        Microseconds that the last planning took, in kvmnn.
-    """
-
+    #: Of the last plan that its floor did not cancel: one event, no mean.
     h2o_keep_ratio: float = 1.0
     h2o_lossy_ratio: float = 1.0
     h2o_target_keep_effective: float = 1.0
     h2o_floor_keep_by_recent_sink: float = 1.0
     h2o_block_quantized_keep: float = 1.0
     h2o_last_evict_tokens: int = 0
+    #: Tokens that plans dropped, all together.
     h2o_total_evict_tokens: int = 0
+    #: Microseconds that the last planning took, in kvmnn.
     h2o_evict_us: int = 0
 
 

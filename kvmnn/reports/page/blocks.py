@@ -62,24 +62,17 @@ class ChartSeries:
 
 @dataclass(frozen=True)
 class ChartBlock:
-    """A plot.
+    """A plot."""
 
-    Attributes
-    ----------
-    title, summary
-        What it shows, and in a sentence what one sees (for those who do not).
-    row_names
-        Names on the axis of y, from the top: points are dots on lines of their own. Empty: x and y are numbers.
-    limits
-        Lines across the plot: value and name; vertical where `row_names`, else horizontal.
-    """
-
+    #: What it shows, and in a sentence what one sees (for those who do not).
     title: str
     summary: str
     x: str
     y: str
     series: Sequence[ChartSeries]
+    #: Names on the axis of y, from the top: points are dots on lines of their own. Empty: x and y are numbers.
     row_names: Sequence[str] = ()
+    #: Lines across the plot: value and name; vertical where `row_names`, else horizontal.
     limits: Sequence[tuple[float, str]] = ()
     is_log_x: bool = False
     is_log_y: bool = False

@@ -45,13 +45,7 @@ _MAX_NAME_CHARS = 42
 
 
 def render_svg(chart: ChartBlock, prefix: str, points: int) -> str:
-    """A plot as SVG with the values of at most `points` points of a series on hover.
-
-    Parameters
-    ----------
-    prefix
-        Of every id in it, so that several plots can stand in one page.
-    """
+    """A plot as SVG with the values of at most `points` points of a series on hover."""
     import_optional("matplotlib.figure")
     with plot_style.use_style():
         figure, axes = _make_figure(chart)

@@ -72,12 +72,6 @@ def read_inputs(paths: Sequence[str | os.PathLike[str]]) -> ReportInputs:
 
     Of a folder: its ``*.json`` and ``history.jsonl``, and of each folder in it what a case has. A JSON file that is no
     result of kvmnn is left out, and named; one that is damaged is refused.
-
-    Raises
-    ------
-    SourceError
-        For what is not there, is no JSON, or says it is a result and is none; for two rounds of gates that differ; and
-        where nothing was found.
     """
     inputs = ReportInputs()
     for path in map(Path, paths):

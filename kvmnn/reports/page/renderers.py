@@ -213,15 +213,7 @@ _WIDE_CELL_CHARS = 28
 
 
 def render_html_page(title: str, verdict: VerdictBlock, sections: Sequence[Section], *, points: int, rows: int) -> str:
-    """The whole page.
-
-    Parameters
-    ----------
-    points
-        Of a series that can be pointed at.
-    rows
-        Of the table behind a plot.
-    """
+    """The whole page."""
     renderer = _SectionRenderer(points, rows)
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{SCRIPT_HASH}'; base-uri 'none'; "

@@ -20,15 +20,7 @@ _MAX_BUDGETS = 8
 def build_evaluation_head(
     evaluations: Sequence[tuple[str, EvaluationDocument]], notes: tuple[str, ...]
 ) -> VerdictBlock:
-    """Return the head of a page that holds evaluations and no gates.
-
-    Parameters
-    ----------
-    evaluations
-        Names of files, and what they hold.
-    notes
-        Sentences about the other results of the page.
-    """
+    """Return the head of a page that holds evaluations and no gates."""
     summary = " ".join(_describe_evaluation(name, evaluation) for name, evaluation in evaluations)
     costs = [
         line

@@ -113,15 +113,7 @@ class BlockApplier:
         watermark: int | None,
         num_open: int,
     ) -> None:
-        """Take in one result.
-
-        Parameters
-        ----------
-        watermark
-            Where the schedule goes on, for results that move it; None for those of workers.
-        num_open
-            Tasks not finished.
-        """
+        """Take in one result."""
         block_range, block = result.block_range, result.block or _SKIPPED_BLOCK
         is_skipped = result.block is None
         from_dropped = self._is_store_mode and any(

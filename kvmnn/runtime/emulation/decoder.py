@@ -17,21 +17,14 @@ from .layer_state import EmulatedLayerState, EngineRowBuffer, SharedDecodeCache,
 
 @dataclass(eq=False)
 class BlockDecoder:
-    """Looks blocks up and decodes those that no cache has.
+    """Looks blocks up and decodes those that no cache has."""
 
-    Attributes
-    ----------
-    capacity
-        Entries of each cache; 0 turns them off.
-    is_strict
-        Compare the hash of what came out.
-    hits, misses
-        Blocks found, and not found, in a cache.
-    """
-
+    #: Entries of each cache; 0 turns them off.
     capacity: int
+    #: Compare the hash of what came out.
     is_strict: bool
     shared_cache: SharedDecodeCache = field(default_factory=SharedDecodeCache)
+    #: Blocks found, and not found, in a cache.
     hits: int = 0
     misses: int = 0
 

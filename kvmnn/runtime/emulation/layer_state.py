@@ -109,27 +109,18 @@ class EngineRowBuffer:
 
 @dataclass(eq=False)
 class StoredBlock:
-    """Frames of one token range of one layer.
+    """Frames of one token range of one layer."""
 
-    Attributes
-    ----------
-    start, count
-        The tokens.
-    block
-        Frames, sizes and hashes.
-    is_decoded
-        Probe and full: whether the block was decoded once; store: always.
-    is_dropped
-        Whether its rows were cleared.
-    is_from_dropped
-        Whether it overlaps rows that had been cleared when it was made.
-    """
-
+    #: The tokens.
     start: int
     count: int
+    #: Frames, sizes and hashes.
     block: Block
+    #: Probe and full: whether the block was decoded once; store: always.
     is_decoded: bool
+    #: Whether its rows were cleared.
     is_dropped: bool = False
+    #: Whether it overlaps rows that had been cleared when it was made.
     is_from_dropped: bool = False
 
     @property
@@ -241,13 +232,7 @@ class SharedDecodeCache:
 
 @dataclass(eq=False)
 class EmulatedLayerState:
-    """Schedule, figures, blocks and decoded blocks of one layer index.
-
-    Attributes
-    ----------
-    rows
-        The rows of the layer that was last called under this index.
-    """
+    """Schedule, figures, blocks and decoded blocks of one layer index."""
 
     last_step: int = 0
     watermark: int = 0
@@ -261,6 +246,7 @@ class EmulatedLayerState:
     skips: int = 0
     blocks: list[StoredBlock] = field(default_factory=list)
     cache: LayerDecodeCache = field(default_factory=LayerDecodeCache)
+    #: The rows of the layer that was last called under this index.
     rows: EngineRowBuffer | None = None
     timings: OperationLatencies = field(default_factory=OperationLatencies)
 

@@ -16,19 +16,13 @@ from ..config import RuntimeConfig
 
 @dataclass(frozen=True)
 class KVFrames:
-    """K and V of a piece as two frames.
-
-    Attributes
-    ----------
-    checksum
-        Over both, checked at each decoding: a frame has no checksum of its own.
-    raw_hash
-        Hash of the rows; 0 where they were compared instead.
-    """
+    """K and V of a piece as two frames."""
 
     key_frame: bytes
     value_frame: bytes
+    #: Over both, checked at each decoding: a frame has no checksum of its own.
     checksum: int
+    #: Hash of the rows; 0 where they were compared instead.
     raw_hash: int
 
     @property
@@ -61,13 +55,7 @@ class RowCodec:
         )
 
     def to_verified_frames(self, block: Block, rows: Elements) -> KVFrames | None:
-        """The frames of a block that gains; None for one that does not.
-
-        Raises
-        ------
-        KvmnnError
-            For frames that do not decode to `rows`, every byte compared (with ``verify="compare"``).
-        """
+        """The frames of a block that gains; None for one that does not."""
         key, value = block.key_frame, block.value_frame
         if key is None or value is None:
             return None
@@ -78,13 +66,7 @@ class RowCodec:
         return KVFrames(key, value, compute_checksum(key, value), block.raw_hash)
 
     def decode_into(self, frames: KVFrames, out: Elements) -> None:
-        """Write the rows to `out`, ``[2, kv_head, token, head_dim]``, contiguous behind the first two axes.
-
-        Raises
-        ------
-        KvmnnError
-            For frames that were changed, or do not hold these rows.
-        """
+        """Write the rows to `out`, ``[2, kv_head, token, head_dim]``, contiguous behind the first two axes."""
         try:
             self._decoder.decode_into((frames.key_frame, frames.value_frame), out, frames.checksum)
         except FrameError:

@@ -28,37 +28,24 @@ MAX_ENCODE_ATTEMPTS = 3
 
 @dataclass(frozen=True, eq=False)
 class EncodeJob:
-    """One encoding.
+    """One encoding."""
 
-    Attributes
-    ----------
-    layer
-        Whose rows.
-    segment
-        What the frames will stand for. In modes that only measure, a piece that no layer holds.
-    generation
-        The request that it belongs to; results of earlier ones are not looked at.
-    """
-
+    #: Whose rows.
     layer: int
+    #: What the frames will stand for. In modes that only measure, a piece that no layer holds.
     segment: TokenSegment
+    #: The request that it belongs to; results of earlier ones are not looked at.
     generation: int
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentEncodeResult:
-    """What came of it.
-
-    Attributes
-    ----------
-    frames
-        Checked frames; None where they do not gain.
-    compress_ns, verify_ns
-        How long encoding and checking took.
-    """
+    """What came of it."""
 
     block: Block
+    #: Checked frames; None where they do not gain.
     frames: KVFrames | None
+    #: How long encoding and checking took.
     compress_ns: int
     verify_ns: int
 

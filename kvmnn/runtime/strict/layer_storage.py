@@ -55,25 +55,17 @@ SegmentState = Literal["raw", "due", "queued", "stored", "settled"]
 
 @dataclass(eq=False)
 class TokenSegment:
-    """Tokens that are kept, dropped, encoded and restored together.
+    """Tokens that are kept, dropped, encoded and restored together."""
 
-    Attributes
-    ----------
-    count
-        Tokens.
-    rows
-        ``[2, kv_head, token, head_dim]``, never written to; None where only `frames` are there.
-    attempts
-        Encodings that failed.
-    is_alive
-        Whether the piece still stands for tokens of its layer.
-    """
-
+    #: Tokens.
     count: int
+    #: ``[2, kv_head, token, head_dim]``, never written to; None where only `frames` are there.
     rows: Elements | None
     state: SegmentState = "raw"
     frames: KVFrames | None = None
+    #: Encodings that failed.
     attempts: int = 0
+    #: Whether the piece still stands for tokens of its layer.
     is_alive: bool = True
 
     @property

@@ -74,11 +74,6 @@ class DirectoryBackendBase:
         Limit on the bytes of all units; None for no limit.
     read_only
         Write nothing.
-
-    Raises
-    ------
-    SourceError, OutputError
-        As `StoreIndex`, and if the folder contains other files and no store.
     """
 
     def __init__(self, folder: Path, *, settings: StoreSettings | None, max_bytes: int | None, read_only: bool) -> None:
@@ -160,15 +155,7 @@ class DirectoryBackendBase:
     def add_units(
         self, namespace: Namespace, sequence: TokenSequence, new: Sequence[NewUnit], tables: TableSets | None
     ) -> AddResult:
-        """Add units of a sequence, in order, and the tables that some of them need: all or none.
-
-        Raises
-        ------
-        ConcurrentUpdateError
-            If the blocks before the first unit are missing, or contain other rows than a unit refers to.
-        OutputError
-            If a file or the index cannot be written; the store is unchanged then.
-        """
+        """Add units of a sequence, in order, and the tables that some of them need: all or none."""
         placed_units: list[int] = []
         removed_units: list[int] = []
         stored_bytes = 0
@@ -297,10 +284,6 @@ class DirectoryBackendBase:
         """Remove a damaged unit and all units that follow it; in a read-only store, ignore it from now on.
 
         `notes` stay unchanged if another process has removed the unit already.
-
-        Returns
-        -------
-        The units that follow it.
         """
         with self.index.begin_reading() as cursor:
             row = cursor.fetch_row(UnitSpanRow, "SELECT start, tokens FROM unit WHERE id = ?", (unit,))

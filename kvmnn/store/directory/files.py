@@ -264,15 +264,7 @@ class RecoveryFiles:
             self._write(Path(SETTINGS_FILE), encode_settings(settings))
 
     def read_settings(self) -> StoreSettings:
-        """Read the settings.
-
-        Raises
-        ------
-        ManifestError
-            If the document is malformed.
-        SourceError
-            If it has another version.
-        """
+        """Read the settings."""
         path = self._folder / SETTINGS_FILE
         return parse_settings(read_bounded(path, _MAX_DOCUMENT_BYTES), str(path))
 

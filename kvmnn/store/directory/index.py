@@ -235,11 +235,6 @@ class ValidatingCursor:
         """Yield the rows of a query as `row_type`, each validated when it is fetched.
 
         The cursor runs one query at a time: use `fetch_rows` to run another one meanwhile.
-
-        Raises
-        ------
-        InvalidRowError
-            If a value has another type than its field, or a number is below 0.
         """
         field_checks = _get_field_checks(row_type)
         for row in self._cursor.execute(query, parameters):
@@ -380,13 +375,6 @@ class StoreIndex:
     rebuild
         Called with the reason and the path of the newest index (None if there is none); rebuilds the index and returns
         whether it could.
-
-    Raises
-    ------
-    SourceError
-        If there is no store, or it has another version.
-    OutputError
-        If a new store cannot be created.
     """
 
     def __init__(
@@ -424,11 +412,6 @@ class StoreIndex:
         """Let the block write without a journal file, which a full disk has no space for.
 
         The journal in memory does not survive a crash; the index is rebuilt then.
-
-        Raises
-        ------
-        OutputError, KvmnnError
-            If another process uses the index, or it cannot be written either.
         """
         with self._lock, self._translate_errors():
             self._get_connection().close()

@@ -69,28 +69,7 @@ def insert_unit(
     *,
     number: int | None = None,
 ) -> tuple[int, list[int]]:
-    """Insert a unit; blocks that another process has stored meanwhile stay with their units.
-
-    Parameters
-    ----------
-    namespace_id
-        Row id of the namespace.
-    sequence
-        The sequence that the unit is part of.
-    has_all
-        Returns whether the index contains the whole sequence by now.
-    number
-        Number of a unit whose file is in its place already; None for the next free one.
-
-    Returns
-    -------
-    Number of the unit, 0 if all of it is stored already; and the units that it supersedes.
-
-    Raises
-    ------
-    ConcurrentUpdateError
-        If the blocks before it are missing.
-    """
+    """Insert a unit; blocks that another process has stored meanwhile stay with their units."""
     stored_block_rows = find_stored_blocks(cursor, new_unit.keys)
     num_known_blocks = next(
         (number for number, key in enumerate(new_unit.keys) if key not in stored_block_rows), len(new_unit.keys)
@@ -150,10 +129,6 @@ def insert_state(
 
     It is evicted before that unit, and removed with it. In its row, `start` is the length of the prefix, and `skip` the
     bytes of its contents.
-
-    Returns
-    -------
-    Number of the unit; 0 if the state is stored already.
     """
     if cursor.has_row("SELECT 1 FROM branch WHERE parent = ? AND text = x''", (new_state.key,)):
         return 0
@@ -319,32 +294,18 @@ _UNIT_NUMBER_GAP = 1 << 16
 
 
 class RebuildResult(NamedTuple):
-    """Contents of a rebuilt index.
+    """Contents of a rebuilt index."""
 
-    Parameters
-    ----------
-    num_units, num_pins, num_sessions
-        Units, pins and sessions that were inserted.
-    num_unusable
-        Units that could not be inserted.
-    """
-
+    #: Units, pins and sessions that were inserted.
     num_units: int
+    #: Units that could not be inserted.
     num_unusable: int
     num_pins: int
     num_sessions: int
 
 
 def rebuild_index(folder: Path, known_path: Path | None) -> RebuildResult | None:
-    """Rebuild the index of a store, unless another process has done so since `known_path` was the newest.
-
-    Raises
-    ------
-    OutputError
-        If it cannot be written.
-    KvmnnError
-        If the settings of the store are lost or damaged as well.
-    """
+    """Rebuild the index of a store, unless another process has done so since `known_path` was the newest."""
     recovery_files, files = RecoveryFiles(folder), UnitFiles(folder)
     try:
         block_tokens = recovery_files.read_settings().block_tokens

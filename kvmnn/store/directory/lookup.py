@@ -23,20 +23,13 @@ _KEYS_PER_QUERY = 256
 
 @dataclass(frozen=True)
 class Lookup:
-    """Queries of the index inside a transaction.
+    """Queries of the index inside a transaction."""
 
-    Parameters
-    ----------
-    cursor
-        Cursor of the transaction.
-    read_header
-        Reads the header of a unit from its file; returns None if the file is missing or damaged.
-    is_damaged
-        Returns whether a unit is known to be damaged.
-    """
-
+    #: Cursor of the transaction.
     cursor: ValidatingCursor
+    #: Reads the header of a unit from its file; returns None if the file is missing or damaged.
     read_header: Callable[[int], UnitHeader | None]
+    #: Returns whether a unit is known to be damaged.
     is_damaged: Callable[[int], bool]
 
     def find_prefix(self, sequence: TokenSequence) -> PrefixMatch:

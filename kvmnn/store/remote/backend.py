@@ -149,13 +149,6 @@ class RemoteBackendBase:
         Write nothing.
     max_bytes
         Limit on the bytes of all units; None for no limit.
-
-    Raises
-    ------
-    SourceError
-        If there is no store, or it has another version; an engine that does not answer is not an error yet.
-    OptionError
-        If the store has other settings than requested.
     """
 
     def __init__(
@@ -337,13 +330,7 @@ class RemoteBackendBase:
     def add_units(
         self, namespace: Namespace, sequence: TokenSequence, new: Sequence[NewUnit], tables: TableSets | None
     ) -> AddResult:
-        """Add units of a sequence: the tables that some need, the units, and then their records.
-
-        Raises
-        ------
-        ConcurrentUpdateError
-            If another process has put a sequence with a common prefix meanwhile.
-        """
+        """Add units of a sequence: the tables that some need, the units, and then their records."""
         self.check_writable()
         data_by_name: dict[str, bytes] = {}
         records: dict[str, UnitRecord] = {}

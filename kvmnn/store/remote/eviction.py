@@ -23,17 +23,11 @@ _STATE_PARENT_ORDER = -1 << 32
 
 
 class Pin(NamedTuple):
-    """A pinned sequence; of a damaged pin both fields are empty.
+    """A pinned sequence; of a damaged pin both fields are empty."""
 
-    Parameters
-    ----------
-    end_units
-        The unit with the end of the sequence, then its state unit if it has one.
-    tokens
-        Length of the sequence.
-    """
-
+    #: The unit with the end of the sequence, then its state unit if it has one.
     end_units: tuple[int, ...] = ()
+    #: Length of the sequence.
     tokens: int = 0
 
 

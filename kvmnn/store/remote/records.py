@@ -34,27 +34,18 @@ _USE_STRUCT = struct.Struct("<Q")
 
 @dataclass(frozen=True, eq=False)
 class UnitRecord:
-    """A unit that follows a block.
+    """A unit that follows a block."""
 
-    Parameters
-    ----------
-    namespace_key, parent
-        Keys of the namespace, and of the block before the unit; at the beginning of a sequence both are the same.
-    unit
-        Number of the unit.
-    nbytes
-        Size of the unit in bytes.
-    start
-        Tokens of the sequence before the unit.
-    ids
-        Token ids of the unit.
-    """
-
+    #: Keys of the namespace, and of the block before the unit; at the beginning of a sequence both are the same.
     namespace_key: bytes
     parent: bytes
+    #: Number of the unit.
     unit: int
+    #: Size of the unit in bytes.
     nbytes: int
+    #: Tokens of the sequence before the unit.
     start: int
+    #: Token ids of the unit.
     ids: Ids
 
     def make_name(self, block_tokens: int) -> str:
@@ -77,14 +68,9 @@ class UnitRecord:
 
 @dataclass(frozen=True, eq=False)
 class StateRecord(UnitRecord):
-    """State of a prefix: `ids` are its last ids, at most a block, after the block with the key `parent`.
+    """State of a prefix: `ids` are its last ids, at most a block, after the block with the key `parent`."""
 
-    Parameters
-    ----------
-    raw_bytes
-        Bytes of its contents before compression.
-    """
-
+    #: Bytes of its contents before compression.
     raw_bytes: int = 0
 
     @property

@@ -249,7 +249,7 @@ def test_data_that_cannot_be_used(capsys, tmp_path):
         f"{tmp_path / 'no'}: cannot be read": [FIXTURE, "--text", tmp_path / "no"],
         "does not exist": [tmp_path / "model", "--text", TEXTS[0]],
         "has no *.txt, *.jsonl or *.parquet files": [FIXTURE, "--text", tmp_path],
-        "is not a file of cells": [FIXTURE, "--text", TEXTS[0], "--resume", latin],
+        "is not a cell of an evaluation": [FIXTURE, "--text", TEXTS[0], "--resume", latin],
         "onnxruntime has no provider Nothing": [FIXTURE, "--text", TEXTS[0], "--providers", "Nothing", "--tokens", "9"],
         "backend": [FIXTURE, "--text", TEXTS[0], "--packed", "z80", "--tokens", "9"],
     }

@@ -177,7 +177,7 @@ def test_a_bundle_whose_text_is_none(source: Path, tmp_path: Path, monkeypatch: 
     index = bundled(source) / "manifest.json"
     manifest = json.loads(index.read_text())
     good = manifest["metadata"][DUMP_KEY]
-    for text in ("", "{", "null", "[" * 99999, good + " " * dump.MAX_DUMP_METADATA_BYTES):
+    for text in ("", "{", "null", "[" * 99999, good + " " * mnn_dump.MAX_DUMP_METADATA_BYTES):
         manifest["metadata"][DUMP_KEY] = text
         index.write_text(json.dumps(manifest))
         with pytest.raises(ManifestError, match=r"metadata 'kvmnn\.dump'"):

@@ -37,12 +37,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
-    """A verb of the command in this process: its streams, once the exit code is the one expected."""
+    """A verb of the command in this process: its streams, once the exit code is the one expected.
+
+    The verb may be two words, such as "mnn pack".
+    """
     from kvmnn.cli import main
 
     def call(*argv: object, code: int = 0) -> SimpleNamespace:
         capsys.readouterr()
-        found = main([str(arg) for arg in argv])
+        words = [str(arg) for arg in argv]
+        found = main([*" ".join(words[:1]).split(), *words[1:]])
         streams = capsys.readouterr()
         assert found == code, streams.err
         return streams

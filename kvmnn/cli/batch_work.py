@@ -17,7 +17,7 @@ from ..errors import OptionError
 from ..files.change_detection import InputGuard
 from . import command_parser, entry_point, shared_options, streams
 
-BATCH_COMMANDS = ("encode", "inspect", "measure", "verify")
+BATCH_COMMANDS = ("encode", "inspect", "measure", "verify", "compressor verify")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class CommandWork:
             )
         with streams.capture_output() as captured:
             try:
-                arguments = command_parser.parse_command_line([command_name, *words, "--", "-"])
+                arguments = command_parser.parse_command_line([*command_name.split(), *words, "--", "-"])
             except SystemExit:
                 raise OptionError("; ".join(captured.errors) or "asks for help") from None
         for name in _BATCH_ONLY_OPTIONS:
@@ -117,10 +117,7 @@ _EXCLUDED_ARGUMENTS = {*("run", "parser", "inputs", "dump_dir", "json", "quiet")
 
 @cache
 def _make_parser(command_name: str) -> argparse.ArgumentParser:
-    subparser: argparse.ArgumentParser = command_parser.get_subparsers(
-        command_parser.build_parser((command_name,))
-    ).choices[command_name]
-    return subparser
+    return command_parser.list_command_parsers(command_parser.build_parser((command_name,)))[command_name]
 
 
 @cache

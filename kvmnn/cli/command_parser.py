@@ -271,21 +271,66 @@ def count_values(
     return min(max_count, len(words) - begin_index)
 
 
-COMMANDS_BY_GROUP = {
-    "frames": ("encode", "decode", "inspect", "verify", "diff", "transcode", "bench"),
-    "KV caches of MNN": ("unpack", "pack", "repack", "compact", "store", "plan", "replay", "measure"),
-    "language models": ("eval", "plot", "generate", "dump-kv", "gate", "report"),
-    "compressor weights": ("convert", "export", "compress-kv"),
+TOP_COMMANDS_BY_TITLE = {
+    "frames": ("encode", "decode", "inspect", "verify", "diff", "bench"),
+    "KV caches": ("measure", "store", "plan", "mnn"),
+    "language models": ("eval", "generate", "dump-kv", "gate", "report"),
+    "compressor weights": ("compressor",),
     "the command itself": ("completion",),
 }
-"""Verbs as the help has them. Each is a module in commands/, with _ for -, that is imported when it is needed."""
+"""The first words of a command line as the help shows them: verbs, and groups of verbs. Each is a module in commands/,
+with _ for -, that is imported when it is needed."""
+
+SUBCOMMANDS: dict[str, tuple[str, ...]] = {
+    "mnn": ("unpack", "pack", "repack", "compact", "replay"),
+    "compressor": ("convert", "verify", "inspect", "export", "run"),
+}
+"""The verbs of each group, which are the second word."""
+
+GROUP_SUMMARIES = {
+    "mnn": "MNN's packed files, and its lossless runtime",
+    "compressor": "weight files of KV compressors, and runs of them",
+}
+
+
+def expand_group(top: str) -> list[str]:
+    """The verbs whose first word is `top`: itself, or those of a group."""
+    return [f"{top} {name}" for name in SUBCOMMANDS[top]] if top in SUBCOMMANDS else [top]
+
+
+TOP_COMMANDS = tuple(top for tops in TOP_COMMANDS_BY_TITLE.values() for top in tops)
+COMMANDS = tuple(command for top in TOP_COMMANDS for command in expand_group(top))
+"""Every verb, with its group: ``encode``, ``mnn unpack``."""
+
+REPLACED_COMMANDS = {
+    "unpack": "kvmnn mnn unpack",
+    "pack": "kvmnn mnn pack",
+    "repack": "kvmnn mnn repack",
+    "compact": "kvmnn mnn compact",
+    "replay": "kvmnn mnn replay",
+    "convert": "kvmnn compressor convert",
+    "export": "kvmnn compressor export",
+    "compress-kv": "kvmnn compressor run",
+    "transcode": "kvmnn encode",
+    "plot": "kvmnn report",
+}
+"""First words of earlier versions, and what they are called now."""
+
+_WEIGHTS_OPTIONS = (
+    *("--compression-factor", "--min-seq-len", "--num-heads", "--metadata"),
+    *("--prefix-order", "--slot-order", "--allow-trailing", "--as-reference"),
+)
+REPLACED_OPTIONS = {
+    command: {option: f"kvmnn compressor {command} {option}" for option in _WEIGHTS_OPTIONS}
+    for command in ("inspect", "verify")
+}
+"""Of each verb, options of earlier versions, and what they are called now."""
 
 _VERSION_OPTIONS = ("-V", "--version")
-COMMANDS = tuple(verb for group in COMMANDS_BY_GROUP.values() for verb in group)
 
 _TOP_DESCRIPTION = """The KV cache of LLMs on MNN, outside the engine: lossless frames, packed layouts, eviction.
 
-The verbs, in groups; kvmnn VERB --help says more of each."""
+Use kvmnn VERB --help to see the options of a verb."""
 
 _TOP_EPILOG = """\
 exit codes: 0 ok, 1 bad data or a failed check, 2 usage, 3 an optional package is missing, 70 a defect of
@@ -306,42 +351,102 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     )
     parser.add_argument(*_VERSION_OPTIONS, action=_VersionAction, nargs=0, help="print versions and exit")
     subparsers = parser.add_subparsers(title="verbs", metavar="VERB", parser_class=CommandParser)
+    group_subparsers: dict[str, Any] = {}
     for command_name in commands:
-        import_module(".commands." + command_name.replace("-", "_"), __package__).add_parser(subparsers)
+        top, _, name = command_name.partition(" ")
+        module = import_module(".commands." + top.replace("-", "_"), __package__)
+        if not name:
+            module.add_parser(subparsers)
+            continue
+        if top not in group_subparsers:
+            group_subparsers[top] = _add_group(subparsers, top)
+        getattr(module, f"add_{name}_parser")(group_subparsers[top])
     return parser
+
+
+def _add_group(subparsers: Any, group: str) -> Any:
+    """Declare a group of verbs; returns what its verbs are declared in."""
+    summary = GROUP_SUMMARIES[group]
+    description = f"{summary[0].upper()}{summary[1:]}. Use kvmnn {group} VERB --help to see the options of a verb."
+    parser = subparsers.add_parser(group, help=f"{summary}: {', '.join(SUBCOMMANDS[group])}", description=description)
+    return parser.add_subparsers(title="verbs", metavar="VERB", parser_class=CommandParser)
+
+
+def list_command_parsers(parser: argparse.ArgumentParser) -> dict[str, CommandParser]:
+    """The parsers of all verbs that a parser has, by their names: ``encode``, ``mnn unpack``."""
+    command_parsers: dict[str, CommandParser] = {}
+    for top, subparser in get_subparsers(parser).choices.items():
+        if top not in SUBCOMMANDS:
+            command_parsers[top] = subparser
+            continue
+        for name, command_parser in get_subparsers(subparser).choices.items():
+            command_parsers[f"{top} {name}"] = command_parser
+    return command_parsers
 
 
 def parse_command_line(words: list[str]) -> argparse.Namespace:
     """The arguments in `words`; only the verb that is named is imported."""
-    first_word = words[0] if words else ""
-    command_name = first_word if first_word in COMMANDS else None
-    parser = build_parser(
-        [command_name]
-        if command_name
-        else COMMANDS
-        if first_word.startswith("-") and first_word not in _VERSION_OPTIONS
-        else []
-    )
-    if command_name is None:
-        if not words:
-            parser = build_parser()
-        elif not first_word.startswith("-"):
-            parser.error(f"there is no verb {first_word!r}{suggest(first_word, COMMANDS)}")
-        _check_options_before_command(parser, words)
-        arguments = parser.parse_args(words)
+    top = words[0] if words else ""
+    if top in REPLACED_COMMANDS:
+        _refuse_replaced(top, REPLACED_COMMANDS[top])
+    command_name = " ".join(words[:2]) if top in SUBCOMMANDS else top
+    if command_name not in COMMANDS:
+        arguments = _parse_without_command(words)
     else:
-        subparser = get_subparsers(parser).choices[command_name]
-        order = sort_words(subparser, words[1:])
+        parser = build_parser([command_name])
+        subparser = list_command_parsers(parser)[command_name]
+        command_words = command_name.split(" ")
+        own_words = words[len(command_words) :]
+        _check_replaced_options(command_name, own_words)
+        order = sort_words(subparser, own_words)
         if order.unknown and not {"-h", "--help"} & {*order.options}:
             _refuse_words(subparser, order.unknown)
-        arguments, extra_words = parser.parse_known_args([command_name, *order.to_words()])
+        arguments, extra_words = parser.parse_known_args([*command_words, *order.to_words()])
         if extra_words:
             _refuse_words(subparser, extra_words)
-    if not hasattr(arguments, "run"):
-        parser.print_help()
-        raise SystemExit(0)
     arguments.typed = {"words": words}
     return arguments
+
+
+def _parse_without_command(words: list[str]) -> argparse.Namespace:
+    """What the words mean that name no verb: the help of all verbs or of a group, the version, or an error."""
+    top = words[0] if words else ""
+    if top in SUBCOMMANDS:
+        parser = build_parser(expand_group(top))
+        group_parser: argparse.ArgumentParser = get_subparsers(parser).choices[top]
+        choices, own_words, prefix = SUBCOMMANDS[top], words[1:], f"kvmnn {top}"
+    else:
+        is_version = top in _VERSION_OPTIONS
+        parser = group_parser = build_parser(COMMANDS if (top.startswith("-") and not is_version) or not words else [])
+        choices, own_words, prefix = TOP_COMMANDS, words, "kvmnn"
+    if own_words and not own_words[0].startswith("-"):
+        group_parser.error(f"there is no verb {own_words[0]!r}{suggest(own_words[0], choices)}")
+    unknown_words = sort_words(group_parser, own_words).unknown
+    if unknown_words and not {"-h", "--help", *_VERSION_OPTIONS} & {*own_words}:
+        named = next((word for word in own_words if word in choices), None)
+        if named is not None:
+            group_parser.error(f"options follow the verb: {prefix} {named} {unknown_words[0]} ...")
+        _refuse_words(group_parser, unknown_words)
+    arguments = parser.parse_args(words)
+    if not hasattr(arguments, "run"):
+        group_parser.print_help()
+        raise SystemExit(0)
+    return arguments
+
+
+def _refuse_replaced(old: str, new: str) -> NoReturn:
+    """Refuse a word of earlier versions, and name the new one."""
+    streams.write_error_line("error", f"{old!r} is now {new!r}")
+    raise SystemExit(2)
+
+
+def _check_replaced_options(command_name: str, words: list[str]) -> None:
+    """Refuse options of earlier versions; argparse could take them for abbreviations."""
+    replaced = REPLACED_OPTIONS.get(command_name, {})
+    for word in words[: words.index("--") if "--" in words else None]:
+        option = word.partition("=")[0]
+        if option in replaced:
+            _refuse_replaced(option, replaced[option])
 
 
 _NEGATIVE_NUMBER_REGEX = re.compile(r"-[0-9.][0-9.,:eE+-]*")  # lists as well, such as --shape -1,8,128: no option is so
@@ -351,16 +456,6 @@ def _refuse_words(parser: argparse.ArgumentParser, words: list[str]) -> NoReturn
     """Refuse words that a verb does not take."""
     option_names = [option for action in parser._actions for option in action.option_strings]
     parser.error(f"unrecognized arguments: {' '.join(words)}{suggest(words[0].partition('=')[0], option_names)}")
-
-
-def _check_options_before_command(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    """Refuse options of verbs that stand before the verb, and others that the command itself does not have."""
-    unknown_words = sort_words(parser, words).unknown
-    if unknown_words and not {"-h", "--help", *_VERSION_OPTIONS} & {*words}:
-        command_name = next((word for word in words if word in COMMANDS), None)
-        if command_name is not None:
-            parser.error(f"options follow the verb: kvmnn {command_name} {unknown_words[0]} ...")
-        _refuse_words(parser, unknown_words)
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -404,7 +499,7 @@ class _TopParser(CommandParser):
         formatter = self._get_formatter()
         formatter.add_usage(format_usage(self), [], [])
         formatter.add_text(self.description)
-        for title, names in COMMANDS_BY_GROUP.items():
+        for title, names in TOP_COMMANDS_BY_TITLE.items():
             formatter.start_section(title)
             formatter.add_arguments([action_by_command[name] for name in names if name in action_by_command])
             formatter.end_section()

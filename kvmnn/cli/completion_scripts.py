@@ -11,7 +11,18 @@ from dataclasses import dataclass
 
 from .._util.packages import get_version
 from . import command_parser
-from .command_parser import COMMANDS_BY_GROUP, HelpFormatter, collect_help, format_usage, get_subparsers
+from .command_parser import (
+    GROUP_SUMMARIES,
+    SUBCOMMANDS,
+    TOP_COMMANDS,
+    TOP_COMMANDS_BY_TITLE,
+    HelpFormatter,
+    collect_help,
+    expand_group,
+    format_usage,
+    get_subparsers,
+    list_command_parsers,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +47,7 @@ class CommandSpec:
 
 def describe_commands(parser: argparse.ArgumentParser) -> list[CommandSpec]:
     """What completions need to know of every verb."""
-    subparsers = get_subparsers(parser)
-    summaries = {action.dest: action.help or "" for action in subparsers._get_subactions()}
+    summaries = _collect_summaries(parser)
     return [
         CommandSpec(
             name=name,
@@ -50,8 +60,18 @@ def describe_commands(parser: argparse.ArgumentParser) -> list[CommandSpec]:
                 for choice in argument.choices
             ),
         )
-        for name, subparser in subparsers.choices.items()
+        for name, subparser in list_command_parsers(parser).items()
     ]
+
+
+def _collect_summaries(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """What the help says of every verb and of every group of verbs."""
+    subparsers = get_subparsers(parser)
+    summaries = {action.dest: action.help or "" for action in subparsers._get_subactions()}
+    for group in SUBCOMMANDS:
+        for action in get_subparsers(subparsers.choices[group])._get_subactions():
+            summaries[f"{group} {action.dest}"] = action.help or ""
+    return summaries
 
 
 def _iter_option_specs(subparser: argparse.ArgumentParser) -> Iterator[OptionSpec]:
@@ -83,26 +103,35 @@ def format_bash(commands: list[CommandSpec]) -> str:
     lines = [
         "# bash completion of kvmnn",
         "_kvmnn() {",
-        "    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} words=",
+        "    local word=${COMP_WORDS[COMP_CWORD]} before=${COMP_WORDS[COMP_CWORD-1]} verb=${COMP_WORDS[1]} words=",
         "    COMPREPLY=()",
+        f'    [[ $verb == @({"|".join(SUBCOMMANDS)}) ]] && verb+=" ${{COMP_WORDS[2]}}"',
         "    if ((COMP_CWORD == 1)); then",
-        f"        words='{' '.join(command.name for command in commands)} --help --version'",
+        f"        words='{' '.join(TOP_COMMANDS)} --help --version'",
+        *(
+            line
+            for group, names in SUBCOMMANDS.items()
+            for line in (
+                f"    elif ((COMP_CWORD == 2)) && [[ ${{COMP_WORDS[1]}} == {group} ]]; then",
+                f"        words='{' '.join(names)} --help'",
+            )
+        ),
         "    else",
-        "        case ${COMP_WORDS[1]}:$before in",
+        "        case $verb:$before in",
     ]
     for command in commands:
         for option in command.options:
             if option.value:
-                patterns = "|".join(f"{command.name}:{name}" for name in option.names)
+                patterns = "|".join(f"'{command.name}:{name}'" for name in option.names)
                 lines.append(f"            {patterns}) words='{' '.join(option.choices)}'; [[ $words ]] || return ;;")
     lines += [
         "        esac",
-        "        [[ $words ]] || case ${COMP_WORDS[1]} in",
+        "        [[ $words ]] || case $verb in",
     ]
     for command in commands:
         names = " ".join(name for option in command.options for name in option.names if name.startswith("--"))
         arguments = f" || words='{' '.join(command.choices)}'" if command.choices else ""
-        lines.append(f"            {command.name}) [[ $word == -* ]] && words='{names}'{arguments} ;;")
+        lines.append(f"            '{command.name}') [[ $word == -* ]] && words='{names}'{arguments} ;;")
     return "\n".join(
         [
             *lines,
@@ -125,8 +154,9 @@ def format_zsh(commands: list[CommandSpec]) -> str:
     def escape(text: str) -> str:
         return "".join(f"\\{letter}" if letter in "[]:\\" else letter for letter in text)
 
+    summaries = GROUP_SUMMARIES | {command.name: command.summary for command in commands}
     lines = ["#compdef kvmnn", "_kvmnn() {", "    local -a verbs=("]
-    lines += [f"        {quote(f'{command.name}:{escape(command.summary)}')}" for command in commands]
+    lines += [f"        {quote(f'{name}:{escape(summaries[name])}')}" for name in TOP_COMMANDS]
     lines += [
         "    )",
         "    if (( CURRENT == 2 )); then",
@@ -135,10 +165,26 @@ def format_zsh(commands: list[CommandSpec]) -> str:
         "    fi",
         "    shift words",
         "    (( CURRENT-- ))",
-        "    case $words[1] in",
+        "    local verb=$words[1]",
     ]
+    for group, names in SUBCOMMANDS.items():
+        lines += [f"    if [[ $verb == {group} ]]; then", "        verbs=("]
+        texts = [f"{name}:{escape(summaries[f'{group} {name}'])}" for name in names]
+        lines += [f"            {quote(text)}" for text in texts]
+        lines += [
+            "        )",
+            "        if (( CURRENT == 2 )); then",
+            "            _describe verb verbs",
+            "            return",
+            "        fi",
+            "        shift words",
+            "        (( CURRENT-- ))",
+            '        verb+=" $words[1]"',
+            "    fi",
+        ]
+    lines.append("    case $verb in")
     for command in commands:
-        lines.append(f"        {command.name})")
+        lines.append(f"        {quote(command.name)})")
         lines.append("            _arguments \\")
         for option in command.options:
             values = f"({' '.join(option.choices)})" if option.choices else "_files"
@@ -157,19 +203,29 @@ def format_fish(commands: list[CommandSpec]) -> str:
     def quote(text: str) -> str:
         return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
+    seen = "__fish_seen_subcommand_from"
     lines = ["# fish completion of kvmnn"]
     top_prefix = "complete -c kvmnn -n __fish_use_subcommand -f"
-    lines += [f"{top_prefix} -a {quote(command.name)} -d {quote(command.summary)}" for command in commands]
+    summaries = GROUP_SUMMARIES | {command.name: command.summary for command in commands}
+    lines += [f"{top_prefix} -a {quote(name)} -d {quote(summaries[name])}" for name in TOP_COMMANDS]
+    for group, names in SUBCOMMANDS.items():
+        condition = f"{seen} {group}; and not {seen} {' '.join(names)}"
+        group_prefix = f"complete -c kvmnn -n {quote(condition)} -f"
+        lines += [f"{group_prefix} -a {quote(name)} -d {quote(summaries[f'{group} {name}'])}" for name in names]
     for command in commands:
-        command_prefix = f"complete -c kvmnn -n {quote(f'__fish_seen_subcommand_from {command.name}')}"
+        group, _, name = command.name.rpartition(" ")
+        condition = f"{seen} {group}; and {seen} {name}" if group else f"{seen} {name}"
+        if not group and any(name in names for names in SUBCOMMANDS.values()):
+            condition += f"; and not {seen} {' '.join(SUBCOMMANDS)}"
+        command_prefix = f"complete -c kvmnn -n {quote(condition)}"
         if command.choices:
             lines.append(f"{command_prefix} -f -a {quote(' '.join(command.choices))}")
         for option in command.options:
-            names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in option.names)
+            flags = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in option.names)
             value = " -r" if option.value else ""
             if option.choices:
                 value = f" -x -a {quote(' '.join(option.choices))}"
-            lines.append(f"{command_prefix} {names}{value} -d {quote(option.help_text)}")
+            lines.append(f"{command_prefix} {flags}{value} -d {quote(option.help_text)}")
     return "\n".join([*lines, ""])
 
 
@@ -186,17 +242,16 @@ _VERBATIM_BEGIN, _VERBATIM_END = (".RS -6n", ".nf"), (".fi", ".RE")
 
 def format_manual(parser: argparse.ArgumentParser) -> str:
     """The page ``kvmnn.1`` in the man macros of roff."""
-    subparsers = get_subparsers(parser)
-    summaries = {action.dest: action.help or "" for action in subparsers._get_subactions()}
+    summaries = _collect_summaries(parser)
     summary = (parser.description or "").partition("\n")[0]
     lines = [f'.TH KVMNN 1 "" "kvmnn {get_version()}"', ".SH NAME", f"kvmnn \\- {_escape_roff(summary)}"]
     lines += [".SH SYNOPSIS", ".B kvmnn", ".I VERB", "[options] ..."]
     lines += [".SH VERBS"]
-    for title, names in COMMANDS_BY_GROUP.items():
+    for title, names in TOP_COMMANDS_BY_TITLE.items():
         lines += [f".SS {_escape_roff(title)}"]
-        for name in names:
+        for name in (command for top in names for command in expand_group(top)):
             lines += [".TP", f".B {_escape_roff(name)}", _escape_roff(summaries[name])]
-    for name, subparser in subparsers.choices.items():
+    for name, subparser in list_command_parsers(parser).items():
         lines += [
             f".SH {_escape_roff('kvmnn ' + name)}",
             ".nf",

@@ -22,14 +22,12 @@ SOURCE_TEXT_OPTIONS = ("model", "token_ids")
 _ROPE_EXAMPLE = "theta=10000,dims=64"
 
 
-def add_codec(parser: Any, *, is_required: bool = False) -> None:
+def add_codec(parser: Any) -> None:
     """``--codec`` and ``--rope``."""
     parser.add_argument(
         "--codec",
         choices=CODEC_CHOICES,
-        default=None if is_required else "mnn",
-        required=is_required,
-        help=f"mnn: frames{'' if is_required else ' (default)'}; dense: streams of K and V for kvmnn alone, smaller",
+        help="mnn: frames (the default of arrays); dense: streams of K and V for kvmnn alone, smaller",
     )
     add_rope(parser)
 
@@ -42,14 +40,6 @@ def add_rope(parser: Any) -> None:
         metavar=f"{_ROPE_EXAMPLE}[,pairing=interleaved]|none",
         help="with dense: how K was rotated; without it, --model DIR says so in its config.json, --model FILE.gguf in "
         "its header; where neither does it is found by trial, if it can be",
-    )
-
-
-def add_source_text(parser: Any) -> None:
-    """``--model`` and ``--token-ids``, for verbs that have nothing else to ask of them."""
-    parser.add_argument("--model", metavar="DIR", help="with dense: a model whose config.json says how K was rotated")
-    parser.add_argument(
-        "--token-ids", metavar="IDS", help="with dense: ids of the text: 5,7,9 or a file: a JSON list, numbers, .npy"
     )
 
 

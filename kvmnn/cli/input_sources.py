@@ -32,6 +32,7 @@ def load(
     as_layers: bool = True,
     original_of: FrameSet | None = None,
     codes: bool = False,
+    opened_input: MappedFile | None = None,
 ) -> Source:
     """All arrays of all inputs as one source.
 
@@ -42,6 +43,7 @@ def load(
     is said of axes may be about another input. An original is read as it was for the frames `original_of`. With
     `as_layers`,
     and with ``--axes``, a note says where heads and tokens look as if they were swapped.
+    `opened_input` is the only input, where it was opened already.
     """
     from ..arrays.axes import AxisSpec, apply_axis_spec
     from ..arrays.engine_transforms import invert_source_transforms
@@ -72,7 +74,7 @@ def load(
     )
     if original_of is not None:
         options = registry.recover_original_options(original_of, options)
-    source = merge_sources([registry.open(path, options) for path in paths])
+    source = merge_sources([registry.open(opened_input or path, options) for path in paths])
     if not is_one_of_several:
         packed_options.refuse_blocks_without_quantized(arguments, source)
     if len(paths) > 1:

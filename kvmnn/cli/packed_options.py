@@ -397,9 +397,9 @@ def adapt_message(arguments: argparse.Namespace, message: str) -> str:
     if any(
         not hasattr(arguments, name[2:].replace("-", "_")) for name in re.findall(_OPTION_IN_MESSAGE_REGEX, message)
     ):
-        message += f"; {arguments.parser.prog} has no such option, kvmnn unpack has"
+        message += f"; {arguments.parser.prog} has no such option, kvmnn mnn unpack has"
     if not hasattr(arguments, "cast"):
-        message = message.replace("--cast converts them", "arrays (-o OUT.npz) become it by kvmnn pack --cast")
+        message = message.replace("--cast converts them", "arrays (-o OUT.npz) become it by kvmnn mnn pack --cast")
     return message
 
 

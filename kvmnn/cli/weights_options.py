@@ -62,7 +62,7 @@ def add_order_options(parser: Any) -> None:
     )
 
 
-def add_header_options(parser: Any, *, with_head_dim: bool = True) -> None:
+def add_header_options(parser: Any) -> None:
     """The options that set header fields and metadata."""
     for name, text in (
         ("compression-factor", "tokens that become one (default: columns / head_dim of the first weight)"),
@@ -70,8 +70,7 @@ def add_header_options(parser: Any, *, with_head_dim: bool = True) -> None:
         ("num-heads", "for information (default: 0, not given)"),
         ("head-dim", "for information (default: rows of the first weight)"),
     ):
-        if with_head_dim or name != "head-dim":
-            parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=text)
     parser.add_argument(
         "--metadata",
         type=parse_entry,
@@ -81,54 +80,32 @@ def add_header_options(parser: Any, *, with_head_dim: bool = True) -> None:
     )
 
 
-def add_weights_group(parser: Any, *, with_trailing: bool = False) -> None:
-    """For verbs that take caches too, and have ``--head-dim`` from them: the other options of a conversion.
-
-    With `with_trailing` also ``--allow-trailing`` and ``--as-reference``.
-    """
-    group = parser.add_argument_group("compressor weights", "what kvmnn convert was told, where it was told something")
-    add_header_options(group, with_head_dim=False)
-    add_order_options(group)
-    if with_trailing:
-        group.add_argument(
-            "--allow-trailing",
-            action="store_true",
-            help="only warn of bytes behind the last weight, as loaders take them",
-        )
-        group.add_argument(
-            "--as-reference",
-            action="store_true",
-            help="with --against: accept what convert --as-reference leaves out (biases of another length)",
-        )
-
-
 def build_convert_options(arguments: argparse.Namespace, **overrides: Any) -> ConvertOptions:
     """The conversion options that were given; `overrides` overrides."""
     from ..compressor import ConvertOptions
 
-    given_values = {
-        "dtype": arguments.dtype,
-        "prefixes": arguments.prefix_order,
-        "slots": arguments.slot_order,
-        "compression_factor": arguments.compression_factor,
-        "min_seq_len": arguments.min_seq_len,
-        "num_heads": arguments.num_heads,
-        "head_dim": arguments.head_dim,
-        "metadata": _parse_metadata(arguments),
-    }
-    return ConvertOptions(**{name: value for name, value in {**given_values, **overrides}.items() if value is not None})
+    values = {field: getattr(arguments, dest, None) for field, dest in _DEST_BY_FIELD.items()}
+    values["metadata"] = _parse_metadata(arguments)
+    return ConvertOptions(**{name: value for name, value in {**values, **overrides}.items() if value is not None})
 
 
 def list_given_options(arguments: argparse.Namespace) -> list[str]:
     """The conversion options that were given, as `ConvertOptions` calls them."""
-    dest_by_field = {"dtype": "dtype", "prefixes": "prefix_order", "slots": "slot_order"}
-    dest_by_field |= {name: name for name in ("compression_factor", "min_seq_len", "num_heads", "head_dim", "metadata")}
-    return [name for name, dest in dest_by_field.items() if getattr(arguments, dest) is not None]
+    return [field for field, dest in _DEST_BY_FIELD.items() if getattr(arguments, dest, None) is not None]
+
+
+_DEST_BY_FIELD = {
+    "dtype": "dtype",
+    "prefixes": "prefix_order",
+    "slots": "slot_order",
+    **{name: name for name in ("compression_factor", "min_seq_len", "num_heads", "head_dim", "metadata")},
+}
 
 
 def _parse_metadata(arguments: argparse.Namespace) -> dict[str, str] | None:
-    entries = dict(arguments.metadata or ())
-    if len(entries) < len(arguments.metadata or ()):
+    given_entries = getattr(arguments, "metadata", None) or ()
+    entries = dict(given_entries)
+    if len(entries) < len(given_entries):
         raise console.UsageError("--metadata has a key twice")
     return entries or None
 
@@ -144,7 +121,7 @@ def check_is_weight_file(path: str) -> None:
         return
     content_text = explain_unknown_file(path, read_head(path, HEAD_BYTES)).partition(": ")[2]
     raise SourceError(
-        f"{path}: expected a compressor's weight file (.bin), which kvmnn convert makes of a checkpoint"
+        f"{path}: expected a compressor's weight file (.bin), which kvmnn compressor convert makes of a checkpoint"
         f"{'; ' if content_text else ''}{content_text}"
     )
 

@@ -115,7 +115,7 @@ def _open_file(file: MappedFile) -> Checkpoint:
         case "torch zip" if has_npy_first_member(head):
             raise CheckpointError(
                 "is a .npz file of arrays, which is not read as a checkpoint: "
-                "kvmnn export -o NAME.safetensors writes what convert reads"
+                "kvmnn compressor export -o NAME.safetensors writes what convert reads"
             )
         case "torch zip" | "torch legacy" as kind:
             torch_file = _read_torch_file(file, kind)
@@ -211,7 +211,7 @@ def _describe_unknown(head: bytes) -> str:
         )
         return f"is a Git LFS pointer to a file of {size[:20]} bytes, not the file itself: git lfs pull fetches it"
     if head.startswith(MAGIC_BYTES):
-        return "is a weight file already: kvmnn inspect shows it, kvmnn export turns it into .safetensors"
+        return "is a weight file already: kvmnn inspect shows it, kvmnn compressor export turns it into .safetensors"
     if head[257:262] == b"ustar":
         return "is a tar archive, as torch before 0.1.10 wrote them: save it again with a newer torch"
     if head.startswith(b"\x80"):

@@ -174,7 +174,7 @@ class CheckpointInfo(_ContentsInfo):
         head = [f"{self.path}: checkpoint ({self.container}) with compressor weights, {self.size:,} bytes"]
         head += [f"  note: {text}" for text in self.notices]
         head += [f"  warning: {text}" for text in self.selection.warnings]
-        return "\n".join(head + self._format_table("header as kvmnn convert would write it"))
+        return "\n".join(head + self._format_table("header as kvmnn compressor convert would write it"))
 
 
 def inspect_weights(

@@ -240,7 +240,7 @@ def describe_metadata_differences(actual: bytes, expected: bytes) -> list[str]:
     return [
         f"metadata {key!a} is {_format_entry(actual_entries, key)}: expected {_format_entry(expected_entries, key)}"
         for key in keys
-    ] or ["metadata holds the same entries in other bytes: expected those of kvmnn convert"]
+    ] or ["metadata holds the same entries in other bytes: expected those of kvmnn compressor convert"]
 
 
 def format_metadata(metadata: bytes) -> str:
@@ -440,7 +440,7 @@ class WeightFile:
         """What a file with the wrong magic number may be."""
         head = self._data[:64].tobytes()
         if head.startswith(b"PK\3\4"):
-            return "; this is a zip, perhaps a .pth checkpoint: kvmnn convert makes a weight file of one"
+            return "; this is a zip, perhaps a .pth checkpoint: kvmnn compressor convert makes a weight file of one"
         if head.startswith(b"version https://git-lfs"):
             return "; this is a Git LFS pointer, not the file itself: git lfs pull fetches it"
         if head.startswith(MAGIC_BYTES[::-1]):

@@ -19,8 +19,8 @@ _MODEL_ADVICE = "eval, generate and dump-kv take it"
 _MNN_MODEL_ADVICE = "--model takes its folder, beside a cache"
 _GGUF_MODEL_ADVICE = "--model takes it, beside a cache of llama.cpp"
 _RENAME_ADVICE = "name it with the suffix {}"
-_CHECKPOINT_DESCRIPTION = ("a torch checkpoint", "kvmnn convert makes a weight file of a KV compressor's")
-_SAFETENSORS_ADVICE = "kvmnn encode takes one of arrays, kvmnn convert a checkpoint"
+_CHECKPOINT_DESCRIPTION = ("a torch checkpoint", "kvmnn compressor convert makes a weight file of a KV compressor's")
+_SAFETENSORS_ADVICE = "kvmnn encode takes one of arrays, kvmnn compressor convert a checkpoint"
 _ZIP_MAGIC = b"PK\x03\x04"
 _TORCH_LEGACY_MAGIC = b"\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"  # a pickle of torch's magic number
 _DESCRIPTIONS_BY_MAGIC: tuple[tuple[bytes, str, str], ...] = (
@@ -68,7 +68,7 @@ def explain_unknown_folder(path: str) -> str:
     if not names:
         explanation = "it is an empty folder (known are folders of frames, MNN's KV dumps and caches, and .npy files)"
     elif "manifest.json" in names:
-        explanation = "it is a kvmnn bundle: decode it"
+        explanation = "it is a kvmnn bundle: decode it, or encode it with --codec dense or mnn"
     elif "llm_config.json" in names or ".mnn" in suffixes:
         explanation = "it looks like the folder of an MNN model (--model takes it, beside a cache)"
     elif ".onnx" in suffixes:

@@ -431,7 +431,7 @@ def _is_unnamed_frame(path: str, options: ReadOptions) -> bool:
     """Whether a file whose name does not say what it is holds frames to its last byte, and is not said to be words."""
     if options.dtype or options.fallback_dtypes or not os.path.isfile(path) or classify_path(path) is not None:
         return False
-    return _contains_frames(path)
+    return contains_frames(path)
 
 
 def _read_frames(path: str, options: ReadOptions) -> Source:
@@ -465,10 +465,10 @@ def _read_path(path: str, options: ReadOptions, stream: MappedFile | None = None
     elif PurePath(path).suffix.lower() in _PACKED_SUFFIXES:
         source = _read_packed(path, options)
     else:
-        if not (options.dtype or options.fallback_dtypes) and _contains_frames(path):
+        if not (options.dtype or options.fallback_dtypes) and contains_frames(path):
             raise SourceError(
-                f"{path}: is a frame already: kvmnn decode gives its array back, kvmnn inspect shows it; "
-                "--dtype fp16, bf16 or fp32 would take its bytes as raw words"
+                f"{path}: is a frame already: kvmnn decode gives its array back, kvmnn inspect shows it, "
+                "--codec dense or mnn encodes it again; --dtype fp16, bf16 or fp32 would take its bytes as raw words"
             )
         if not (options.dtype or options.fallback_dtypes) and (reason := saved.describe_damage(path)):
             raise SourceError(f"{path}: {reason}")
@@ -478,7 +478,7 @@ def _read_path(path: str, options: ReadOptions, stream: MappedFile | None = None
     return source
 
 
-def _contains_frames(path: str) -> bool:
+def contains_frames(path: str | MappedFile) -> bool:
     """Whether the content of a file is frames, whatever its name and whatever lies beside it."""
     try:
         open_frames(path, use_manifest=False)

@@ -48,8 +48,8 @@ class LayerInfo:
     #: Positions that K of the live tokens is rotated to, in order, as ``(begin, size)`` runs: those of the tokens in
     #: the text, unless `text_positions` gives others.
     positions: PositionRuns
-    #: True positions of the live tokens in the text, where K was rotated to others since (`kvmnn compact --rerotate`);
-    #: None where `positions` are the true ones.
+    #: True positions of the live tokens in the text, where K was rotated to others since
+    #: (`kvmnn mnn compact --rerotate`); None where `positions` are the true ones.
     text_positions: PositionRuns | None = None
     #: Kv heads and head_dim of the layer, where they are not those of the cache's layout.
     heads: tuple[int, int] | None = None

@@ -57,7 +57,7 @@ class PolicyLayerPlan:
         return [positions_to_runs(row) for row in np.atleast_2d(indices)]
 
     def to_plan_entry(self) -> dict[str, Any]:
-        """What `kvmnn compact --plan` reads of a layer; with ``heads`` instead of ``pairs`` it refuses it."""
+        """What `kvmnn mnn compact --plan` reads of a layer; with ``heads`` instead of ``pairs`` it refuses it."""
         if self.kept_indices is None:
             return {"layer": self.layer, "remove": 0, "pairs": []}
         rows = [[list(run) for run in runs] for runs in self.list_runs()]
@@ -283,7 +283,7 @@ def _map_letter(share: float) -> str:
 
 
 def _format_reserve(layer: PolicyLayerPlan) -> str | None:
-    """As `kvmnn compact --reserve` reads them, or the first of very many; None where it takes none."""
+    """As `kvmnn mnn compact --reserve` reads them, or the first of very many; None where it takes none."""
     if layer.kept_indices is None or layer.kept_indices.ndim > 1 or not layer.kept_indices.size:
         return None
     (runs,) = layer.list_runs()

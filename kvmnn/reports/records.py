@@ -358,7 +358,7 @@ class DocumentTrace(Record):
     step_tokens: tuple[int, ...]
     cache_bytes: tuple[int, ...]
     keep_map: KeepMap | None = None
-    #: What each layer holds at the end: `kvmnn compact --plan` takes it.
+    #: What each layer holds at the end: `kvmnn mnn compact --plan` takes it.
     kept: tuple[KeptPositions, ...] = ()
 
 

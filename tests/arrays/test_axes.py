@@ -157,7 +157,7 @@ def test_what_is_refused(tmp_path: Path, run: Any) -> None:
 
 def test_a_batch_is_asked_about(tmp_path: Path, run: Any) -> None:
     np.savez(tmp_path / "a.npz", **{f"layer_0.{part}": words(1, "bhtd") for part in ("key", "value")})
-    for verb in (("measure",), ("pack", "--name", "x", "--backend", "arm64-fp16")):
+    for verb in (("measure",), ("mnn pack", "--name", "x", "--backend", "arm64-fp16")):
         said = run(verb[0], tmp_path / "a.npz", *verb[1:], code=2).err
         assert "it is a batch of 2: --batch N takes one text of it, from 0" in said
     said = run("measure", tmp_path / "a.npz", "--batch", "1")

@@ -142,7 +142,7 @@ def test_a_member_that_claims_more_than_deflate_can_hold(tmp_path: Path) -> None
         read(tmp_path / "a.npz")
 
 
-@pytest.mark.parametrize("verb", ["encode", "inspect", "verify", "measure", "convert"])
+@pytest.mark.parametrize("verb", ["encode", "inspect", "verify", "measure", "compressor convert"])
 def test_max_bytes(tmp_path: Path, verb: str, run: Run) -> None:
     """Zeros that are honestly there, but more than the caller wants."""
     array = np.zeros((64, 4, 128), np.float16)
@@ -154,9 +154,9 @@ def test_max_bytes(tmp_path: Path, verb: str, run: Run) -> None:
         "inspect": [tmp_path / "a.npz"],
         "verify": [tmp_path / "frames"],
         "measure": [tmp_path / "a.npz"],
-        "convert": [checkpoint(tmp_path / "c.pth", state), tmp_path / "out.bin"],
+        "compressor convert": [checkpoint(tmp_path / "c.pth", state), tmp_path / "out.bin"],
     }
-    limit = 95 if verb == "convert" else 2 * array.nbytes - 1
+    limit = 95 if verb == "compressor convert" else 2 * array.nbytes - 1
     err = run(verb, *words[verb], "--max-bytes", limit, code=1).err
     assert f"above the limit of {limit}" in err
     assert len(err.splitlines()) == 1

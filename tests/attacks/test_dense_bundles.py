@@ -44,7 +44,7 @@ def header(stream: bytes, **fields: int) -> bytes:
     return HEADER.pack(*said.values()) + stream[HEADER.size :]
 
 
-VERBS = (["inspect"], ["verify"], ["decode", "-o", "x.npy"], ["transcode", "-o", "x.frame", "--codec", "mnn"])
+VERBS = (["inspect"], ["verify"], ["decode", "-o", "x.npy"], ["encode", "-o", "x.frame", "--codec", "mnn"])
 
 
 def refused(run, message: str = "k.frame") -> None:

@@ -75,7 +75,7 @@ def test_every_reader_of_json(kind: str, name: str, tmp_path: Path) -> None:
         command = commands[number % len(commands)]
         code, errors = quietly(command.format(**{"in": tmp_path / "in", "out": out}).split())
         told = [line for line in errors.splitlines() if not line.startswith(("kvmnn: note: ", "kvmnn: warning: "))]
-        says_verdict = code == 1 and command.startswith(("gate ", "replay ", "store verify "))
+        says_verdict = code == 1 and command.startswith(("gate ", "mnn replay ", "store verify "))
         one_line = says_verdict or len(told) == (code != 0)
         assert code in (0, 1, 2) and one_line and len(errors) < 4000, (text[:200], code, errors[:4000])
         assert code == 0 or not [path for path in tmp_path.iterdir() if path.name.startswith((out.name, "."))], text[

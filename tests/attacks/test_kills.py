@@ -29,17 +29,17 @@ TOKENS = 40
 COMMANDS = {
     "encode": "encode in/kv.npz -o out/ --frame-bytes 1K",
     "decode": "decode in/kv -o out.npz",
-    "pack": f"pack in/kv.npz -o out/ {PREFIX} --name sys",
-    "unpack": "unpack in/sys -o out.npz",
-    "repack": "repack in/sys --to arm64-fp16 -o out/",
-    "compact": "compact in/sys --remove 7 -o out/",
-    "compact over another": "compact in/sys --remove 7 -o in/other -f",
+    "pack": f"mnn pack in/kv.npz -o out/ {PREFIX} --name sys",
+    "unpack": "mnn unpack in/sys -o out.npz",
+    "repack": "mnn repack in/sys --to arm64-fp16 -o out/",
+    "compact": "mnn compact in/sys --remove 7 -o out/",
+    "compact over another": "mnn compact in/sys --remove 7 -o in/other -f",
     "measure": "measure in/kv.npz --out-json out.json --out-md out.md",
     "plan": "plan in/scores.npy --kind scores --tokens 40 --block 2 --sink 2 --recent 4 -o out.json",
-    "convert": "convert in/c.pth out.bin",
-    "compress-kv": "compress-kv in/w.bin in/kv.npz -o out.npz --min-seq-len 1 --axes htd",
-    "export": "export in/w.bin -o out.safetensors",
-    "export to .npz": "export in/w.bin -o out.npz",
+    "convert": "compressor convert in/c.pth out.bin",
+    "compress-kv": "compressor run in/w.bin in/kv.npz -o out.npz --min-seq-len 1 --axes htd",
+    "export": "compressor export in/w.bin -o out.safetensors",
+    "export to .npz": "compressor export in/w.bin -o out.npz",
     "store get": "store get in/store --token-ids in/ids.json -o out.npz",
     "store export": "store export in/store --token-ids in/ids.json -o out.text",
 }
@@ -68,7 +68,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory, server: Server) -> dict[str
     (folder / "third.json").write_text(json.dumps(OTHERS[::-1]))
     put = f"{folder}/kv.npz --fingerprint m --token-ids"
     for command in (
-        f"pack {folder}/kv.npz -o {folder}/sys/ {PREFIX} --name sys",
+        f"mnn pack {folder}/kv.npz -o {folder}/sys/ {PREFIX} --name sys",
         f"encode {folder}/kv.npz -o {folder}/kv/",
         f"store put {folder}/store {put} {folder}/ids.json",
         f"store put {folder}/apart {put} {folder}/third.json",
@@ -230,7 +230,7 @@ def test_a_store_that_cannot_grow(verb: str, server: Server, inputs: dict[str, b
 def test_a_device_that_is_full(server: Server, inputs: dict[str, bytes], tmp_path: Path) -> None:
     place = Place(tmp_path, inputs)
     for command in (
-        "convert in/c.pth /dev/full",
+        "compressor convert in/c.pth /dev/full",
         "plan in/scores.npy --kind scores --tokens 40 --block 2 -o /dev/full",
     ):
         words = " ".join(str(tmp_path / w) if w.startswith("in/") else w for w in command.split())

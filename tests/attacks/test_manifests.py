@@ -196,14 +196,14 @@ def test_no_output_replaces_an_input(here, run):
         "decode --raw k.frame -o hard.bin",
         "decode --raw k.frame -o soft.bin",
         "decode --raw k.frame -o ./both/../k.frame.json",
-        "unpack --raw k.frame -o k.frame.json",
+        "mnn unpack --raw k.frame -o k.frame.json",
         "encode k.npy -o k.npy",
         "encode arrays --tensor k -o arrays/v.npy",
-        "unpack arrays -o arrays/",
+        "mnn unpack arrays -o arrays/",
         "encode dump --tensor k_t0_4 -o dump/k_t0_4.bin",
         "encode dump --tensor k_t0_4 -o dump/v_t0_4.bin",
         "encode dump --tensor k_t0_4 -o dump/meta_t0_4.json",
-        "unpack --raw dump --tensor k_t0_4 -o dump/meta_t0_4.json",
+        "mnn unpack --raw dump --tensor k_t0_4 -o dump/meta_t0_4.json",
     ):
         assert "is the input itself" in run(*argv.split(), "--force", code=1).err, argv
         assert tree() == before, argv

@@ -36,7 +36,7 @@ def test_token_ids_that_are_deep(here, run, depth, form) -> None:
     for number, text in enumerate((form * depth, form * depth + "1" + closing * depth)):
         Path("ids.json").write_text(text)
         output = f"p{number}/"
-        refused(run, "pack", "kv.npz", "-o", output, "--backend", "x86-avx2", "--token-ids", "ids.json")
+        refused(run, "mnn pack", "kv.npz", "-o", output, "--backend", "x86-avx2", "--token-ids", "ids.json")
         assert not Path(output).exists()
 
 
@@ -62,9 +62,9 @@ def test_names_in_manifests(here, run, capsys, name, output) -> None:
     assert not [path for path in here.parent.iterdir() if path.name.startswith("x")]
 
 
-@pytest.mark.parametrize("verb", ["encode", "decode", "inspect", "verify", "unpack", "measure", "bench"])
+@pytest.mark.parametrize("verb", ["encode", "decode", "inspect", "verify", "mnn unpack", "measure", "bench"])
 @pytest.mark.parametrize("suffix", [".frame", ".npy", ".npz", ".safetensors", ".bin", ".pth", ".onnx", ""])
 def test_a_link_to_itself(here, run, verb, suffix) -> None:
     name = f"loop{suffix}"
     os.symlink(name, name)
-    refused(run, verb, name, *(["-o", "x/"] if verb in ("encode", "decode", "unpack") else []))
+    refused(run, verb, name, *(["-o", "x/"] if verb in ("encode", "decode", "mnn unpack") else []))

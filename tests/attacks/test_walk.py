@@ -24,7 +24,7 @@ CUTS, FLIPS, LIES = 50 * MORE, 30 * MORE, 20 * MORE
 SLOW = {"settings of a model", "tokenizer", "text", "ONNX", "dump, measured"}
 """Readers that take some 30 ms a file; they get a fifth."""
 SECONDS = 10
-TELLING = ("diff ", "gate ", "replay ", "store match ", "store verify ")
+TELLING = ("diff ", "gate ", "mnn replay ", "store match ", "store verify ")
 """Verbs whose exit status 1 is an answer, on standard output."""
 DIGITS = b"9" * 5000
 WRITTEN_LIES = [str(n).encode() for n in (0, 1, -1, 2, 1 << 16, (1 << 31) - 1, 1 << 32, (1 << 63) - 1, 10**30)]

@@ -194,7 +194,7 @@ def test_what_counts_is_what_the_verbs_read(tmp_path: Path) -> None:
         ["encode", f"{tmp_path}/k.npy", "-q"],
         ["encode", f"{tmp_path}/kv.npz", "-q"],
         ["encode", f"{tmp_path}/k.npy", "-o", f"{tmp_path}/other", "-q"],
-        ["unpack", f"{tmp_path}/kv.npz", "--as", "dump", "-o", f"{tmp_path}/dump", "-q"],
+        ["mnn", "unpack", f"{tmp_path}/kv.npz", "--as", "dump", "-o", f"{tmp_path}/dump", "-q"],
     ):
         assert main(argv) == 0
     found = names(tmp_path)

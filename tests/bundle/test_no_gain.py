@@ -254,7 +254,21 @@ def test_words_that_changed_on_the_disk_are_found(run):
 
 def test_a_prefix_cache_comes_back_file_by_file(run):
     np.savez("one.npz", **{name: noise("f4") for name in ("layer_0.key", "layer_0.value")})
-    run("pack", "one.npz", "-o", "sys/", "--kv-heads", 2, "--head-dim", 16, "--backend", "x86-sse", "--name", "sys")
+    run(
+        "mnn",
+        "pack",
+        "one.npz",
+        "-o",
+        "sys/",
+        "--kv-heads",
+        2,
+        "--head-dim",
+        16,
+        "--backend",
+        "x86-sse",
+        "--name",
+        "sys",
+    )
     run("encode", "sys", "-o", "frames/", "--block")
     assert raw_of("frames") == ["layer_0.key", "layer_0.value"]
     run("decode", "frames", "-o", "again/")

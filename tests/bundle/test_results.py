@@ -60,7 +60,9 @@ def test_encode_to_a_stream(here):
 def test_arrays_are_cut_above_16_mib_and_streams_carry_one_frame_of_64(here, run, monkeypatch):
     keys, values = packed_samples.arrays(1, 1, 64, 4)
     np.savez("kv.npz", **{"layer_0.key": keys, "layer_0.value": values})
-    run("pack", "kv.npz", "-o", "sys/", "--kv-heads", 1, "--head-dim", 4, "--backend", "x86-sse", "--name", "sys")
+    run(
+        "mnn", "pack", "kv.npz", "-o", "sys/", "--kv-heads", 1, "--head-dim", 4, "--backend", "x86-sse", "--name", "sys"
+    )
     np.save("large.npy", np.zeros(17 << 19, np.float16))
     np.save("enough.npy", np.zeros(16 << 19, np.float16))
     for source, options, frames in (

@@ -49,7 +49,7 @@ def test_rates_are_of_inputs_that_take_a_while(here, run):
             ["encode", f"{name}.npy", "-o", f"{name}.frame"],
             ["verify", f"{name}.frame"],
             ["decode", f"{name}.frame", "-o", f"{name}.back.npy"],
-            ["unpack", f"{name}.npy", "-o", f"{name}.out.npy"],
+            ["mnn", "unpack", f"{name}.npy", "-o", f"{name}.out.npy"],
         ):
             said = run(*argv).out
             assert said.count(" MB/s") == rates

@@ -1,4 +1,4 @@
-"""``kvmnn compress-kv``: caches in, caches and their true positions out, one line about it."""
+"""``kvmnn compressor run``: caches in, caches and their true positions out, one line about it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(capsys):
     def call(*argv: object, code: int = 0) -> SimpleNamespace:
         capsys.readouterr()
         axes = ["--axes", "lbhtd"] if "c.npz" in argv and "--axes" not in argv else []
-        found = main(["compress-kv", *map(str, argv), *axes])
+        found = main(["compressor", "run", *map(str, argv), *axes])
         streams = capsys.readouterr()
         assert found == code, streams.err
         return streams
@@ -213,12 +213,15 @@ def cut(here):
     """A prefix cache of two layers that holds tokens 0 to 9 and 15 to 29 of 30."""
     packed = write_prefix(here.path / "whole", arrays(2, 3, 30, 4, seed=1), capacity=32)
     known = ["--kv-heads", "3", "--head-dim", "4", "--tokens", "30", "--backend", "x86-avx2"]
-    assert main(["compact", str(packed.path), "-o", "cut/", "--remove", "20", "--reserve", "5:15", "-q", *known]) == 0
+    assert (
+        main(["mnn", "compact", str(packed.path), "-o", "cut/", "--remove", "20", "--reserve", "5:15", "-q", *known])
+        == 0
+    )
     return "cut"
 
 
 def test_the_positions_of_a_compacted_cache_stay(here, run, cut):
-    main(["unpack", cut, "-o", "cut.safetensors", "-q"])
+    main(["mnn", "unpack", cut, "-o", "cut.safetensors", "-q"])
     for cache in (cut, "cut.safetensors"):
         said = run("w.bin", cache, "-o", "o.npz", "-f").out
         assert "the next token goes to place 5 and has position 30" in said
@@ -241,7 +244,7 @@ def test_numbers_are_not_relabelled(here, run, dtype, own):
     """The bytes of fp16 numbers read as bf16 are other numbers."""
     words = {"fp16": np.float16, "bf16": np.uint16}[own]
     np.savez("two.npz", k=np.ones((1, 1, 3, 300, 4), words), v=np.ones((1, 1, 3, 300, 4), words))
-    main(["unpack", "two.npz", "-o", "two.safetensors", "-q"])
+    main(["mnn", "unpack", "two.npz", "-o", "two.safetensors", "-q"])
     main(["encode", "two.npz", "-o", "two/", "-q"])
     said = run("w.bin", "two.safetensors", "-o", "o.npz", "--dtype", dtype, code=1).err
     assert f"holds {own} numbers, and {dtype} (--dtype) would make others of them: leave --dtype out" in said
@@ -317,7 +320,11 @@ def test_dead_tokens_and_short_segments(here, run):
         ("w.bin c.npz -o c.npz -f", 1, "c.npz: is the input itself"),
         ("w.bin c.npz -o taken.npz", 1, "taken.npz: exists already"),
         ("w.bin c.npz -o free.npz", 1, "free.npz.json: exists already"),
-        ("c.npz c.npz -o o.npz", 1, "c.npz: expected a compressor's weight file (.bin), which kvmnn convert makes"),
+        (
+            "c.npz c.npz -o o.npz",
+            1,
+            "c.npz: expected a compressor's weight file (.bin), which kvmnn compressor convert makes",
+        ),
         ("w.bin gone.npz -o o.npz", 1, "gone.npz: cannot be read"),
         (
             "w.bin c.npz -o o.npz --factor 4",

@@ -12,7 +12,7 @@ import pytest
 @pytest.fixture
 def cut(prefix, run):
     """`cut/`: the same without 8 of its last 20 tokens."""
-    run("compact", *prefix.argv, "--remove", 20, "--reserve", "0:4,12:8", "-o", "cut/")
+    run("mnn", "compact", *prefix.argv, "--remove", 20, "--reserve", "0:4,12:8", "-o", "cut/")
     return "layer 0 holds the tokens 0:54, 62:8"
 
 
@@ -41,20 +41,20 @@ def test_frames_say_what_was_cut(cut, run):
 
 def test_where_tokens_stood_is_lost_with_a_word(cut, run):
     output = "x/"
-    said = run("unpack", "cut/", "--as", "dump", "-o", output).err
+    said = run("mnn", "unpack", "cut/", "--as", "dump", "-o", output).err
     assert said == (
         f"kvmnn: note: {output} does not say which tokens of the text it holds, .safetensors and .npz do: {cut} and so "
         "on for 2 layers\n"
     )
-    again = run("pack", output, "--name", "q", "--backend", "x86-avx2", "-o", "q/").err
+    again = run("mnn", "pack", output, "--name", "q", "--backend", "x86-avx2", "-o", "q/").err
     assert again == ("kvmnn: note: nothing says which tokens of the text the arrays hold: noted as the first 62\n")
 
 
 @pytest.mark.parametrize("name", ["x.safetensors", "x.npz", "x/"])
 def test_files_that_say_where_tokens_stood(cut, run, name):
-    assert run("unpack", "cut/", "-o", name).err == ""
+    assert run("mnn", "unpack", "cut/", "-o", name).err == ""
     layout = ("--name", "p", "--backend", "x86-avx2") if name == "x/" else ()  # arrays alone know no layout
-    said = run("pack", name, *layout, "-o", "r/").err
+    said = run("mnn", "pack", name, *layout, "-o", "r/").err
     assert said == (
         "kvmnn: note: true positions are as positions.json beside the arrays has them\n" if name == "x/" else ""
     )
@@ -62,10 +62,10 @@ def test_files_that_say_where_tokens_stood(cut, run, name):
 
 
 def test_equal_rows_of_other_tokens_differ(cut, run):
-    run("unpack", "cut/", "-o", "plain/")
+    run("mnn", "unpack", "cut/", "-o", "plain/")
     assert run("diff", "cut/", "plain/").out.startswith("equal")
     Path("plain/positions.json").unlink()
-    run("pack", "plain/", "--name", "p", "--backend", "x86-avx2", "-o", "first/")
+    run("mnn", "pack", "plain/", "--name", "p", "--backend", "x86-avx2", "-o", "first/")
     for atol, ending in (((), "equal otherwise: "), (("--atol", "0"), "nothing has its like")):
         said = run("diff", "cut/", "first/", *atol, code=1).out
         assert "token 54 stands at 62 and 54 of the text, and 7 more differ" in said

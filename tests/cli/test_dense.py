@@ -72,7 +72,7 @@ def test_how_k_was_rotated_is_found_by_trial(run):
     assert Path("t/layer_0.key.frame").read_bytes() == Path("f/layer_0.key.frame").read_bytes()
     run("encode", "found.npz", "-o", "n/", "--codec", "dense", "--rope", "none")
     assert Path("n/layer_0.key.frame").stat().st_size > Path("f/layer_0.key.frame").stat().st_size
-    for verb in (["measure", "found.npz", "--dense"], ["transcode", "n", "-o", "g/", "--codec", "dense"]):
+    for verb in (["measure", "found.npz", "--dense"], ["encode", "n", "-o", "g/", "--codec", "dense"]):
         assert run(*verb).err.endswith(note)
     assert Path("t/layer_0.key.frame").read_bytes() == Path("g/layer_0.key.frame").read_bytes()
     np.savez("plain.npz", **{"layer_0.key": near_rows(rng, 2, 400, 32, 40)})
@@ -120,12 +120,12 @@ def test_what_is_refused(run, argv, code, message):
 
 def test_there_and_back_gives_the_same_frames(run):
     run("encode", "kv.npz", "other.npz", "-o", "f/")
-    said = run("transcode", "f", "-o", "d/", "--codec", "dense", "--rope", ROPE).out
+    said = run("encode", "f", "-o", "d/", "--codec", "dense", "--rope", ROPE).out
     assert "4 dense streams, 1 frame, LOSSLESS" in said and "\n  f has " in said
-    run("transcode", "d", "-o", "back/", "--codec", "mnn")
+    run("encode", "d", "-o", "back/", "--codec", "mnn")
     for path in Path("f").iterdir():
         assert Path("back", path.name).read_bytes() == path.read_bytes()
-    found = json.loads(run("transcode", "d", "-o", "fast/", "--codec", "mnn", "--effort", "fast", "--json").out)
+    found = json.loads(run("encode", "d", "-o", "fast/", "--codec", "mnn", "--effort", "fast", "--json").out)
     assert (found["verb"], found["input"], found["effort"], found["label"]) == ("transcode", "d", "fast", "LOSSLESS")
 
 
@@ -134,7 +134,7 @@ def test_a_lone_stream(run):
     run("encode", "k.npy", "-o", "m.frame")
     stream = Path("k.frame").read_bytes()
     Path("lone").write_bytes(stream)
-    run("transcode", "lone", "-o", "n.frame", "--codec", "mnn")
+    run("encode", "lone", "-o", "n.frame", "--codec", "mnn")
     assert Path("n.frame").read_bytes() == Path("m.frame").read_bytes()
     run("decode", "lone", "-o", "back.npy")
     assert Path("back.npy").read_bytes() == Path("k.npy").read_bytes()
@@ -171,7 +171,7 @@ def test_what_transcode_read_is_named(run, monkeypatch):
     run("encode", "k.npy", "-o", "k.frame", "--codec", "dense", "--rope", ROPE)
     with Path("k.frame").open("rb") as stream:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(stream))
-        said = run("transcode", "-", "-o", "m.frame", "--codec", "mnn").out
+        said = run("encode", "-", "-o", "m.frame", "--codec", "mnn").out
     assert f"  standard input has {Path('k.frame').stat().st_size:,} bytes for the same arrays" in said
 
 
@@ -180,7 +180,7 @@ def test_a_folder_that_is_named_like_a_file_is_said(run):
     assert said in run("encode", "kv.npz", "-o", "k.kvmd", "--codec", "dense", "--rope", ROPE).err
     assert "becomes a folder" not in run("encode", "kv.npz", "-o", "k.kvmd", "-f").err
     assert "becomes a folder" not in run("encode", "kv.npz", "-o", "f").err
-    assert "m.frames becomes a folder" in run("transcode", "f", "-o", "m.frames", "--codec", "mnn").err
+    assert "m.frames becomes a folder" in run("encode", "f", "-o", "m.frames", "--codec", "mnn").err
 
 
 @pytest.mark.parametrize("verb", [("encode", "-o", "w/", "--codec", "dense"), ("measure", "--dense")])
@@ -200,7 +200,12 @@ def test_a_name_that_does_not_say_k_or_v_is_exit_code_2_and_the_hint_works(run, 
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["f"], 2, "the following arguments are required: --codec"),
+        (["f", "-o", "d/"], 1, "it is a kvmnn bundle: decode it, or encode it with --codec dense or mnn"),
+        (
+            ["f", "--codec", "mnn", "-o", "d/", "--predictors", "raw"],
+            2,
+            "--predictors is not about frames, and f is some",
+        ),
         (["f", "--codec", "dense"], 2, "no output given: use -o FILE, -o DIR/ or -o -"),
         (["f", "--codec", "mnn", "-o", "d/", "--rope", ROPE], 2, "--rope needs --codec dense"),
         (["f", "--codec", "mnn", "-o", "d/", "--token-ids", "1,2"], 2, "--token-ids needs --codec dense"),
@@ -208,19 +213,15 @@ def test_a_name_that_does_not_say_k_or_v_is_exit_code_2_and_the_hint_works(run, 
         (["f", "--codec", "mnn", "-o", "f/", "-f"], 1, "is the input itself"),
         (["f", "--codec", "mnn", "-o", "k.npy"], 1, "k.npy"),
         (["f", "--codec", "mnn", "-o", "-"], 2, "a stream carries one frame, not 4"),
-        (["kv.npz", "--codec", "mnn", "-o", "d/"], 1, "kv.npz: "),
-        (["z.zarr", "--codec", "mnn", "-o", "d/"], 1, "bundle of frames: kvmnn encode z.zarr takes its arrays"),
-        (["z.zarr", "--codec", "dense", "-o", "d/"], 1, "z.zarr: is a Zarr store, no bundle of frames: kvmnn encode "),
-        (["f", "--codec", "mnn", "-o", "d.zarr"], 2, "-o d.zarr: a Zarr store is made by kvmnn encode"),
+        (["kv.npz", "--codec", "mnn", "-o", "d/", "--no-manifest"], 2, "--no-manifest is about frames, with --codec"),
+        (["f", "--codec", "mnn", "-o", "d.zarr"], 2, "-o d.zarr: a Zarr store is made of arrays (kvmnn decode)"),
         (["nowhere", "--codec", "mnn", "-o", "d/"], 1, "nowhere: "),
     ],
 )
 def test_what_transcode_refuses(run, argv, code, message):
-    Path("z.zarr").mkdir()
-    Path("z.zarr/zarr.json").write_text("{}")
     run("encode", "kv.npz", "-o", "f/")
     before = {path.name: path.read_bytes() for path in Path("f").iterdir()}
-    found = run("transcode", *argv, code=code)
+    found = run("encode", *argv, code=code)
     assert message in found.err and found.err.count("\n") == 1
     assert not Path("d").exists()
     assert {path.name: path.read_bytes() for path in Path("f").iterdir()} == before
@@ -305,7 +306,7 @@ def test_dense_streams_alone_say_nothing_of_frames(run):
     document, both = (json.loads(Path(name, "manifest.json").read_text()) for name in ("d", "both"))
     assert [document[name] for name in settings] == [None, [], [], None] and both["effort"] == "exact"
     run("encode", "kv.npz", "-o", "f/")
-    run("transcode", "d", "-o", "back/", "--codec", "mnn")
+    run("encode", "d", "-o", "back/", "--codec", "mnn")
     assert all(path.read_bytes() == Path("back", path.name).read_bytes() for path in Path("f").iterdir())
 
 
@@ -315,20 +316,20 @@ def test_options_about_frames_are_told_of_where_none_is_made(run):
     assert "note: all arrays became dense streams: --effort and --allow-raw changed none of them" in said
     assert "became" not in run("encode", "kv.npz", "other.npz", "-o", "e/", *options).err
     assert "became" not in run("encode", "kv.npz", "-o", "f/", *options[:4]).err
-    run("transcode", "d", "-o", "fast/", "--codec", "mnn")  # which the manifest has, for frames of them
+    run("encode", "d", "-o", "fast/", "--codec", "mnn")  # which the manifest has, for frames of them
     assert json.loads(Path("fast/manifest.json").read_text())["effort"] == "fast"
 
 
-@pytest.mark.parametrize("verb", ["encode", "transcode"])
-def test_an_output_that_exists_is_told_of_before_the_rotation_is_looked_for(run, monkeypatch, verb):
+@pytest.mark.parametrize("of", ["arrays", "frames"])
+def test_an_output_that_exists_is_told_of_before_the_rotation_is_looked_for(run, monkeypatch, of):
     run("encode", "kv.npz", "-o", "f/")
     run("encode", "k.npy", "-o", "k.frame")
     Path("out").mkdir()
     Path("out/layer_1.value.frame").write_bytes(b"x")
     monkeypatch.setattr("kvmnn.bundle.search_rope", lambda *_: pytest.fail("was looked for"))
-    for name, output in (("kv.npz" if verb == "encode" else "f", "out/"), ("k.npy", "k.frame")):
-        name = "k.frame" if verb == "transcode" and name == "k.npy" else name
-        found = run(verb, name, "-o", output, "--codec", "dense", code=1)
+    for name, output in (("kv.npz" if of == "arrays" else "f", "out/"), ("k.npy", "k.frame")):
+        name = "k.frame" if of == "frames" and name == "k.npy" else name
+        found = run("encode", name, "-o", output, "--codec", "dense", code=1)
         assert "exists already" in found.err or "is the input itself" in found.err
         assert found.err.count("\n") == 1 and sorted(path.name for path in Path("out").iterdir()) == [
             "layer_1.value.frame"

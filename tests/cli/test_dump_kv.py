@@ -110,8 +110,8 @@ def test_the_pipeline(run: Callable[..., Any], form: str, cut: tuple[str, ...]) 
             assert (Path("back") / Path(path).name).read_bytes() == Path(path).read_bytes()
     measured = json.loads(run("measure", *inputs, "--json").out)
     assert measured["verb"] == "measure"
-    run("pack", *inputs, "--name", "p", "--backend", "x86-avx2", "-o", "packed/")
-    run("unpack", "packed/", "-o", "plain/")
+    run("mnn", "pack", *inputs, "--name", "p", "--backend", "x86-avx2", "-o", "packed/")
+    run("mnn", "unpack", "packed/", "-o", "plain/")
     dump(run, *cut, out="again")
     for path in npy_files("again"):
         assert (Path("plain") / path.name).read_bytes() == path.read_bytes()

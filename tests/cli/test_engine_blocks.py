@@ -34,7 +34,7 @@ def flat(text: str) -> str:
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
 def test_blocks_that_unpack_wrote_are_read_again(here: Path, run, path: str, suffix: str) -> None:
     out = f"blocks{suffix}"
-    run("unpack", path, "--blocks", "-o", out)
+    run("mnn", "unpack", path, "--blocks", "-o", out)
     listed = run("inspect", path, "--blocks").out.splitlines()[1:]
     assert run("inspect", out).out.splitlines()[1:] == listed and ": bytes [" in listed[1]
     run("encode", out, "-o", "f/")
@@ -49,7 +49,7 @@ def test_bytes_of_no_cache_are_still_asked_about(here: Path, run) -> None:
     assert "raw bytes need a dtype" in run("encode", "bytes.npz", "-o", "o/", code=2).err
     why = "holds no array that can be encoded: member 'layer_0.key.npy': raw bytes need a dtype (--dtype fp16, bf16"
     assert why in flat(run("inspect", "bytes.npz", code=1).err)
-    run("unpack", "q.session", "--blocks", "-o", "folder/")
+    run("mnn", "unpack", "q.session", "--blocks", "-o", "folder/")
     assert "folder/layer_0.key.npy: raw bytes need a dtype" in flat(run("inspect", "folder", code=1).err)
 
 

@@ -37,7 +37,7 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("verb", ["measure", "unpack -o o.npz", "encode -o o/", "inspect"])
+@pytest.mark.parametrize("verb", ["measure", "mnn unpack -o o.npz", "encode -o o/", "inspect"])
 @pytest.mark.parametrize(
     ("said", "about"),
     [
@@ -64,7 +64,7 @@ def test_blocks_are_taken_of_what_has_them(here: Path, run) -> None:
 
 
 def test_of_two_inputs_an_option_is_for_the_one_that_it_is_about(here: Path, run) -> None:
-    run("unpack", "x.session", "--kv-heads", 2, "-o", "x.npz")
+    run("mnn", "unpack", "x.session", "--kv-heads", 2, "-o", "x.npz")
     assert "equal" in run("diff", "x.npz", "x.session", "--kv-heads", 2, "--stream", 0).out
     run("encode", "q.session", "--blocks", "-o", "blocks/")
     run("encode", "q.session", "-o", "whole/")
@@ -106,7 +106,7 @@ def test_each_input_of_diff_has_undone_what_was_done_to_it(unpacked: Callable[[s
 
 
 def test_what_unpack_undid_is_not_undone_again(here: Path, run) -> None:
-    run("unpack", "q.session", "--kv-heads", 2, "--undo", "k-rotation", "-o", "q.npz")
+    run("mnn", "unpack", "q.session", "--kv-heads", 2, "--undo", "k-rotation", "-o", "q.npz")
     found = run("diff", "q.session", "q.npz", "--kv-heads", 2, "--undo", "k-rotation")
     assert "q.session: undone: k-rotation" in found.err and "q.npz: undone: nothing" in found.err
     assert "equal" in found.out
@@ -150,7 +150,7 @@ def test_many_files_are_at_no_url(here: Path, run, how: tuple[object, ...]) -> N
         assert said in flat(refused)
 
 
-@pytest.mark.parametrize("argv", ["decode {} -o o.npz", "verify {}", "transcode {} --codec dense -o o/"])
+@pytest.mark.parametrize("argv", ["decode {} -o o.npz", "verify {}"])
 @pytest.mark.parametrize("path", ["x.session", "c.safetensors"])
 def test_a_cache_where_frames_are_expected_is_called_so(here: Path, run, argv: str, path: str) -> None:
     said = run(*argv.format(path).split(), code=1).err

@@ -49,7 +49,7 @@ def fails(capsys, *arguments):
 
 
 FORMS = {
-    "MNN prefix cache": ["pack", "kv", "--backend", "x86-avx2", "--name", "p", "-o"],
+    "MNN prefix cache": ["mnn", "pack", "kv", "--backend", "x86-avx2", "--name", "p", "-o"],
     "dense streams": ["encode", "kv", "--codec", "dense", "-o"],
 }
 
@@ -86,7 +86,7 @@ def test_a_table_and_its_json(capsys, folder, tmp_path):
     assert full["nll"] == alone["nll"] != cut["nll"] and {row["tokens"] for row in document["rows"]} == {16}
     assert document["start"]["tokens_seen"] == TOKENS and len(document["start"]["distances"]) == 12
     assert not document["settings"]["timing"]
-    code, out, err = run(capsys, "plot", tmp_path / "r.json", "-o", tmp_path / "plots")
+    code, out, err = run(capsys, "report", tmp_path / "r.json", "-o", f"{tmp_path}/plots/")
     assert code == 0 and (tmp_path / "plots" / "strategy_comparison.png").is_file()
     code, out, err = run(capsys, "report", tmp_path / "r.json", "-o", tmp_path / "page.html")
     assert code == 0 and "from a.session" in (tmp_path / "page.html").read_text()

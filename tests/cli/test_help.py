@@ -8,7 +8,14 @@ import re
 import pytest
 
 from kvmnn.cli import build_parser
-from kvmnn.cli.command_parser import COMMANDS, COMMANDS_BY_GROUP, collect_help
+from kvmnn.cli.command_parser import (
+    COMMANDS,
+    SUBCOMMANDS,
+    TOP_COMMANDS_BY_TITLE,
+    collect_help,
+    get_subparsers,
+    list_command_parsers,
+)
 from kvmnn.cli.commands import store
 from kvmnn.errors import KvmnnError
 from kvmnn.packed.backends import get_backend
@@ -17,20 +24,20 @@ from kvmnn.packed.backends import get_backend
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """The whole command's and those of the verbs, by their names."""
     parser = build_parser()
-    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    return {"kvmnn": parser, **verbs.choices}
+    groups = get_subparsers(parser).choices
+    return {"kvmnn": parser, **{name: groups[name] for name in SUBCOMMANDS}, **list_command_parsers(parser)}
 
 
 PARSERS = parsers()
 
 
 def test_every_verb_stands_in_one_group() -> None:
-    assert sorted(PARSERS) == sorted(["kvmnn", *COMMANDS])
+    assert sorted(PARSERS) == sorted(["kvmnn", *SUBCOMMANDS, *COMMANDS])
     assert len(set(COMMANDS)) == len(COMMANDS)
     shown = PARSERS["kvmnn"].format_help()
-    places = [shown.index(f"\n{title}:\n") for title in COMMANDS_BY_GROUP]
+    places = [shown.index(f"\n{title}:\n") for title in TOP_COMMANDS_BY_TITLE]
     assert places == sorted(places)
-    for title, verbs in COMMANDS_BY_GROUP.items():
+    for title, verbs in TOP_COMMANDS_BY_TITLE.items():
         section = shown.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
         assert re.findall(r"^  ([a-z-]+) ", section, re.MULTILINE) == list(verbs)
 
@@ -85,10 +92,10 @@ def test_flags_are_the_same_everywhere() -> None:
 
 def test_options_of_packed_files_are_shown_once(run, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for verb in ("encode", "inspect", "pack", "measure"):
-        assert "--ignore-markers" not in run(verb, "--help").out
-        assert "--help-packed" in run(verb, "--help").out
-        shown = run(verb, "--help-packed").out
+    for verb in ("encode", "inspect", "mnn pack", "measure"):
+        assert "--ignore-markers" not in run(*verb.split(), "--help").out
+        assert "--help-packed" in run(*verb.split(), "--help").out
+        shown = run(*verb.split(), "--help-packed").out
         assert shown.startswith("packed files:\n")
         assert "--ignore-markers" in shown
         assert max(map(len, shown.splitlines())) <= 80
@@ -111,7 +118,7 @@ def test_an_action_has_a_help_of_its_own(run) -> None:
         (["encdoe"], "'encode'"),
         (["dump_kv"], "'dump-kv'"),
         (["encode", "x", "--effort", "exakt"], "'exact'"),
-        (["pack", "x", "-o", "y", "--backend", "arm64-pf16"], "'arm64-fp16'"),
+        (["mnn", "pack", "x", "-o", "y", "--backend", "arm64-pf16"], "'arm64-fp16'"),
         (["eval", "m", "--text", "t", "--policy", "streamin"], "'streaming'"),
         (["eval", "m", "--text", "t", "--preset", "knorm-fix"], "'knorm-fixed'"),
         (["eval", "m", "--text", "t", "--policy", "streaming:sinks=2"], "'sink'"),

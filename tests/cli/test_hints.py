@@ -41,7 +41,7 @@ def flat(text: str) -> str:
     [
         ("measure keys.npy values.npy", "lthd"),
         ("measure keys.npy values.npy --dense", "lthd"),
-        ("unpack both.npy -o x.npz --axes 2lhtd", "2lthd"),
+        ("mnn unpack both.npy -o x.npz --axes 2lhtd", "2lthd"),
         ("encode both.npy -o x/ --axes 2lhtd", "2lthd"),
         ("encode keys.npy -o x/ --codec dense --rope none", "lthd"),
     ],
@@ -87,13 +87,13 @@ def test_arrays_in_fortran_order_are_taken_as_others_are(run, form: list[str]) -
     for more in ([], ["--dense", "--rope", "none"]):
         found, expected = (json.loads(run("measure", *of, *more, "--json").out) for of in (form, ["kv.npz"]))
         assert (found.get("overall"), found.get("breakdown")) == (expected.get("overall"), expected.get("breakdown"))
-    run("pack", *form, "--backend", "arm64-fp16", "--name", "x", "-o", "p/")
+    run("mnn", "pack", *form, "--backend", "arm64-fp16", "--name", "x", "-o", "p/")
     Path("ids.json").write_text(json.dumps(list(range(TOKENS))))
     run("store", "put", "s", *form, "--token-ids", "ids.json", "--fingerprint", "m")
     run("store", "get", "s", "--token-ids", "ids.json", "-o", "s.npz")
     made = ["p", "s.npz"]
     if len(form) == 1:
-        run("unpack", *form, "--as", "dump", "-o", "d/")
+        run("mnn", "unpack", *form, "--as", "dump", "-o", "d/")
         made += [*form, "d"]
     for other in made:
         assert "equal: 2,560 words" in run("diff", "kv.npz", other).out
@@ -130,7 +130,7 @@ def test_one_folder_too_high(run, kind: str) -> None:
     Path("top/req").mkdir(parents=True)
     if kind == "vllm":
         np.savez("one.npz", kv_cache=np.ones((2, 8, 2, 8), np.float16))
-        run("unpack", "one.npz", "-o", "top/req/layer.0.safetensors")
+        run("mnn", "unpack", "one.npz", "-o", "top/req/layer.0.safetensors")
     elif kind == "npz":
         Path("kv.npz").rename("top/kv.npz")
     else:
@@ -142,7 +142,7 @@ def test_one_folder_too_high(run, kind: str) -> None:
 
 def test_json_that_is_no_manifest(run) -> None:
     Path("index.json").write_text('{"a": 1}')
-    said = run("pack", "index.json", "--backend", "arm64-fp16", "--name", "s", "-o", "q/", code=1).err
+    said = run("mnn", "pack", "index.json", "--backend", "arm64-fp16", "--name", "s", "-o", "q/", code=1).err
     assert 'index.json: schema: is missing: a manifest of kvmnn says "schema": "kvmnn-manifest"' in flat(said)
 
 
@@ -172,16 +172,16 @@ def test_numbers_of_one_stream_have_separators_and_units(run) -> None:
 
 def test_one_kv_head(run) -> None:
     np.savez("one.npz", **{f"layer_0.{part}": np.ones((1, 5, 8), np.float16) for part in ("key", "value")})
-    said = run("pack", "one.npz", "--backend", "arm64-fp16", "--name", "s", "-o", "q/").out
+    said = run("mnn", "pack", "one.npz", "--backend", "arm64-fp16", "--name", "s", "-o", "q/").out
     assert "1 kv head x 8 dims" in said
 
 
 def test_a_cast_that_changed_nothing_is_lossless(run) -> None:
     words = {f"layer_0.{part}": np.full((1, 5, 8), 1.5, np.float32) for part in ("key", "value")}
     np.savez("one.npz", **words)
-    said = run("pack", "one.npz", "--backend", "arm64-fp16", "--cast", "--name", "s", "-o", "q/").out
+    said = run("mnn", "pack", "one.npz", "--backend", "arm64-fp16", "--cast", "--name", "s", "-o", "q/").out
     assert "LOSSLESS (fp32 -> fp16: none of 80 words changed)" in said
     words["layer_0.key"][0, 0, 0] = 1 / 3
     np.savez("two.npz", **words)
-    said = run("pack", "two.npz", "--backend", "arm64-fp16", "--cast", "--name", "s", "-o", "r/").out
+    said = run("mnn", "pack", "two.npz", "--backend", "arm64-fp16", "--cast", "--name", "s", "-o", "r/").out
     assert "LOSSY (fp32 -> fp16: 1 of 80 words changed" in said

@@ -52,8 +52,25 @@ def timeless(value: Any) -> Any:
     return [timeless(entry) for entry in value] if isinstance(value, list) else value
 
 
+VERBS = [verb for verb in BATCH_COMMANDS if verb != "compressor verify"]  # which takes weight files alone
+
+
+def test_weight_files_below_a_folder_are_verified(tmp_path, capsys):
+    sample = hostile_files.samples()["weights"]
+    (tmp_path / "in").mkdir()
+    for name, data in sample.files.items():
+        (tmp_path / "in" / name).write_bytes(data)
+    (tmp_path / "in" / "bad.bin").write_bytes(sample.files["w.bin"] + b"more")
+    journal = str(tmp_path / "journal")
+    argv = ["compressor", "verify", "--jobs", "1", str(tmp_path / "in"), "--resume", journal]
+    assert main(argv) == 1
+    assert {Path(line["path"]).name: line["ok"] for line in lines(capsys)} == {"bad.bin": False, "w.bin": True}
+    assert main([*argv[:-1], f"{journal}2", "--allow-trailing"]) == 0
+    assert [line["document"]["verb"] for line in lines(capsys)] == ["verify", "verify"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", BATCH_COMMANDS)
+@pytest.mark.parametrize("verb", VERBS)
 def test_the_documents_are_those_of_the_verb_alone(here, capsys, verb):
     """All four verbs on the same tree: paths in order, documents word for word, no more on standard error."""
     tree = "in"
@@ -208,7 +225,7 @@ def test_dense_streams_are_measured(here, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("verb", BATCH_COMMANDS)
+@pytest.mark.parametrize("verb", VERBS)
 def test_a_terminal_gets_lines_of_text(here, capsys, monkeypatch, verb):
     """One for each file, with what comes first of its document; JSON on request; with -q those that failed."""
     Path("in/b/bad.npz").write_bytes(b"damaged")
@@ -390,7 +407,7 @@ def test_hostile_files(tmp_path, capsys, monkeypatch):
                     path.parent.mkdir(parents=True, exist_ok=True)
                     path.write_bytes(data)
                 number += 1
-    for verb in BATCH_COMMANDS:
+    for verb in VERBS:
         more = ["-o", "out"] if verb == "encode" else []
         assert main([verb, "--jobs", "2", "all", *more]) == 1
         said = capsys.readouterr()

@@ -27,7 +27,7 @@ def here(tmp_path, monkeypatch, run):
     np.save("k.npy", WORDS)
     np.savez("kv.npz", **{"layer_0.key": WORDS, "layer_0.value": -WORDS})
     compressor_files.checkpoint(Path("c.pth"), compressor_files.weights(1, head_dim=8))
-    run("convert", "c.pth", "w.bin", "-q")
+    run("compressor", "convert", "c.pth", "w.bin", "-q")
     run("encode", "k.npy", "-q")
     Path("a.txt").write_text("some text")
     Path("m.onnx").write_bytes(ONNX)
@@ -42,16 +42,16 @@ def test_what_is_no_frame_is_told_of_by_what_it_looks_like(here, run, verb, name
     assert "stream" not in said
 
 
-@pytest.mark.parametrize("argv", ["export {}", "compress-kv {} kv.npz --axes htd"])
+@pytest.mark.parametrize("argv", ["compressor export {}", "compressor run {} kv.npz --axes htd"])
 def test_what_is_no_weight_file_is_told_of_by_what_it_looks_like(here, run, argv):
-    expected = "expected a compressor's weight file (.bin), which kvmnn convert makes of a checkpoint"
+    expected = "expected a compressor's weight file (.bin), which kvmnn compressor convert makes of a checkpoint"
     assert f"a.txt: {expected}; it looks like text" in run(*argv.format("a.txt").split(), code=1).err
     assert f"m.onnx: {expected}; it looks like an ONNX model" in run(*argv.format("m.onnx").split(), code=1).err
     assert f"k.npy.frame: {expected}\n" in run(*argv.format("k.npy.frame").split(), code=1).err
 
 
 @pytest.mark.parametrize("name", ["c.pth", "c", "old"])
-@pytest.mark.parametrize("verb", ["verify", "export", "decode", "encode"])
+@pytest.mark.parametrize("verb", ["verify", "compressor export", "decode", "encode"])
 def test_a_checkpoint_is_named_and_sent_to_convert(here, run, verb, name):
     Path("c").write_bytes(Path("c.pth").read_bytes())
     Path("old").write_bytes(pickle.dumps(0x1950A86A20F9469CFC6C, 2) + bytes(range(100)))
@@ -59,7 +59,10 @@ def test_a_checkpoint_is_named_and_sent_to_convert(here, run, verb, name):
     if (verb, name) == ("encode", "old"):  # which nobody can read
         assert "is a file of torch.save, a cache or a checkpoint, that cannot be read: offset 15" in said
     else:
-        assert "it looks like a torch checkpoint (kvmnn convert makes a weight file of a KV compressor's)" in said
+        assert (
+            "it looks like a torch checkpoint (kvmnn compressor convert makes a weight file of a KV compressor's)"
+            in said
+        )
     assert "npz" not in said
 
 
@@ -80,21 +83,19 @@ def test_a_frame_is_encoded_again_only_where_its_bytes_are_said_to_be_words(here
 
 
 def test_convert_of_an_exported_npz_says_what_to_export_instead(here, run):
-    run("export", "w.bin", "-o", "y.npz", "-q")
-    said = run("convert", "y.npz", "z.bin", code=1).err
-    assert (
-        "y.npz: is a .npz file of arrays, which is not read as a checkpoint: kvmnn export -o NAME.safetensors" in said
-    )
-    run("export", "w.bin", "-o", "y.safetensors", "-q")
-    run("convert", "y.safetensors", "z.bin", "-q")
+    run("compressor", "export", "w.bin", "-o", "y.npz", "-q")
+    said = run("compressor", "convert", "y.npz", "z.bin", code=1).err
+    assert "y.npz: is a .npz file of arrays, which is not read as a checkpoint: kvmnn compressor export -o" in said
+    run("compressor", "export", "w.bin", "-o", "y.safetensors", "-q")
+    run("compressor", "convert", "y.safetensors", "z.bin", "-q")
     assert Path("z.bin").read_bytes() == Path("w.bin").read_bytes()
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ("convert c.pth x/", "x/: is a directory: expected the name of a weight file (.bin)"),
-        ("export w.bin -o w.txt", "w.txt: expected a name that ends in .safetensors or .npz"),
+        ("compressor convert c.pth x/", "x/: is a directory: expected the name of a weight file (.bin)"),
+        ("compressor export w.bin -o w.txt", "w.txt: expected a name that ends in .safetensors or .npz"),
         ("verify w.bin --against w.bin", "kvmnn diff compares weight files"),
         ("verify k.npy.frame --against w.bin", "--against w.bin: is a compressor's weight file"),
         ("measure kv.npz --out-json -", "--out-json and --out-md write files; --json prints the documents"),
@@ -165,9 +166,9 @@ def test_a_full_standard_output_is_named(here, monkeypatch, argv):
 def test_weight_files_are_compared(here, run):
     words = f"{(os.path.getsize('w.bin') - 44 - 12 * 12) // 2:,}"
     assert run("diff", "w.bin", "w.bin").out == f"equal: {words} words, bit by bit\n"
-    run("export", "w.bin")
+    run("compressor", "export", "w.bin")
     assert run("diff", "w.bin", "w.safetensors").out.startswith("equal: ")
-    run("convert", "c.pth", "o.bin", "--min-seq-len", 9, "--metadata", "a=b")
+    run("compressor", "convert", "c.pth", "o.bin", "--min-seq-len", 9, "--metadata", "a=b")
     assert run("diff", "w.bin", "o.bin", code=1).out.splitlines() == [
         "header field min_seq_len: 2 and 9 (first input, second input)",
         "header field metadata_size_bytes: 0 and 12 (first input, second input)",
@@ -234,7 +235,7 @@ def test_an_error_line_is_no_longer_than_a_thousand_letters(run, tmp_path, monke
     """What a foreign file puts into a message does not fill the terminal; its beginning and end stay."""
     monkeypatch.chdir(tmp_path)
     np.savez("k.npz", **{"layer_0." + "x" * 3000: np.zeros((2, 3, 4), np.float16)})
-    said = run("unpack", "k.npz", "--tensor", "y" * 5000, "-o", "x/", code=1).err
+    said = run("mnn", "unpack", "k.npz", "--tensor", "y" * 5000, "-o", "x/", code=1).err
     assert said.startswith("kvmnn: error: k.npz: no array named 'yyy")
     assert len(said) < 1000 and said.endswith("xxx'\n")
     assert re.search(r"y \.\.\. \([0-9,]+ letters more\) \.\.\. x", said)

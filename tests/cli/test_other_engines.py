@@ -63,10 +63,10 @@ def test_measure_takes_keys_and_values_of_different_types(here: Path, run, k_typ
 def test_pack_takes_keys_and_values_of_different_types(here: Path, run) -> None:
     state, ((cells,),) = llama_files.state(Random(3), Shape(k_type="q8_0", v_type="f16"), [12])
     Path("both.session").write_bytes(state)
-    pack = ("pack", "both.session", "--kv-heads", 2, "--backend", "x86-avx2", "--name", "p", "-o", "p/")
+    pack = ("mnn", "pack", "both.session", "--kv-heads", 2, "--backend", "x86-avx2", "--name", "p", "-o", "p/")
     assert "the arrays are fp16 and fp32, a layout holds one type: --cast converts them" in run(*pack, code=2).err
     run(*pack, "--cast", "--undo", "none")
-    run("unpack", "p", "-o", "back.npz")
+    run("mnn", "unpack", "p", "-o", "back.npz")
     for layer in range(2):
         keys, values = (np.load("back.npz")[f"layer_{layer}.{part}"] for part in ("key", "value"))
         assert np.array_equal(keys, cells.keys[layer])
@@ -75,14 +75,29 @@ def test_pack_takes_keys_and_values_of_different_types(here: Path, run) -> None:
 
 
 def test_pack_into_a_prefix_cache_and_back(here: Path, run) -> None:
-    run("pack", "x.session", "--model", "m.gguf", "--backend", "x86-avx2", "--cast", "--name", "sys", "-o", "sys/")
-    run("unpack", "sys", "-o", "back.npz")
-    run("unpack", "x.session", "--kv-heads", 2, "--undo", "k-order", "-o", "plain.npz")
+    run(
+        "mnn",
+        "pack",
+        "x.session",
+        "--model",
+        "m.gguf",
+        "--backend",
+        "x86-avx2",
+        "--cast",
+        "--name",
+        "sys",
+        "-o",
+        "sys/",
+    )
+    run("mnn", "unpack", "sys", "-o", "back.npz")
+    run("mnn", "unpack", "x.session", "--kv-heads", 2, "--undo", "k-order", "-o", "plain.npz")
     assert "3,072 numbers within 0" in run("diff", "plain.npz", "back.npz", "--atol", 0).out
 
 
 def test_positions_of_a_cache_with_gaps_are_noted_by_pack_and_refused_by_store(here: Path, run) -> None:
-    packed = run("pack", "gaps.session", "--kv-heads", 2, "--backend", "arm64-fp16", "--name", "sys", "-o", "sys/")
+    packed = run(
+        "mnn", "pack", "gaps.session", "--kv-heads", 2, "--backend", "arm64-fp16", "--name", "sys", "-o", "sys/"
+    )
     assert "true positions are as llama.cpp has them" in packed.err
     document = json.loads(Path("sys/sys.kvmnn.json").read_text())
     assert len(document["layers"][0]["positions"]) > 1
@@ -100,11 +115,11 @@ def test_store_put_and_get(here: Path, run) -> None:
 
 
 def test_numbers_made_of_blocks_are_neither_lossless_nor_lossy(here: Path, run) -> None:
-    said = run("unpack", "q.session", "--kv-heads", 2, "-o", "q.npz")
+    said = run("mnn", "unpack", "q.session", "--kv-heads", 2, "-o", "q.npz")
     assert "dequantised from q8_0" in said.out
     assert "LOSS" not in said.out
-    assert json.loads(run("unpack", "q.session", "--kv-heads", 2, "-o", "q2.npz", "--json").out)["label"] is None
-    run("unpack", "q.session", "--kv-heads", 2, "--blocks", "-o", "blocks.npz")
+    assert json.loads(run("mnn", "unpack", "q.session", "--kv-heads", 2, "-o", "q2.npz", "--json").out)["label"] is None
+    run("mnn", "unpack", "q.session", "--kv-heads", 2, "--blocks", "-o", "blocks.npz")
     with np.load("blocks.npz") as blocks:
         assert blocks["layer_0.key"].shape == (12, 2, 34)
 
@@ -115,7 +130,7 @@ def test_numbers_made_of_blocks_are_neither_lossless_nor_lossy(here: Path, run) 
         "measure q.session",
         "measure q.session --real",
         "store put store q.session --model m.gguf",
-        "unpack q.session --kv-heads 2 -o q.npz",
+        "mnn unpack q.session --kv-heads 2 -o q.npz",
         "inspect q.session",
     ],
 )
@@ -165,7 +180,7 @@ def test_blocks_are_bytes(here: Path, run) -> None:
 
 def test_diff_of_two_engines_on_one_text(here: Path, run) -> None:
     """The same numbers in a session of llama.cpp and in plain arrays of another type."""
-    run("unpack", "q.session", "--kv-heads", 2, "-o", "q.npz")
+    run("mnn", "unpack", "q.session", "--kv-heads", 2, "-o", "q.npz")
     with np.load("q.npz") as found:
         np.savez("half.npz", **{name: words.astype(np.float16) for name, words in found.items()})
     assert "within 0.1" in run("diff", "q.session", "half.npz", "--kv-heads", 2, "--atol", 0.1).out
@@ -183,20 +198,28 @@ def test_inspect_says_what_the_file_says(here: Path, run) -> None:
 @pytest.mark.parametrize(
     ("argv", "code", "said"),
     [
-        ("unpack x.session -o o.npz", 2, "say --kv-heads N, or --model FILE.gguf"),
-        ("unpack x.session --kv-heads 5 -o o.npz", 2, "which are not 5 kv heads"),
-        ("unpack x.session --kv-heads 2 --backend x86-avx2 -o o.npz", 2, "--backend is about packed files of MNN's"),
-        ("unpack x.session --kv-heads 2 --tokens 3 -o o.npz", 2, "--tokens is about packed files of MNN's"),
-        ("unpack x.session --kv-heads 4 --model m.gguf -o o.npz", 2, "4 for the cache, but the model in m.gguf has 2"),
-        ("unpack x.session --model plain.npy -o o.npz", 1, "is no GGUF model"),
-        ("unpack x.session --kv-heads 2 --stream 4 -o o.npz", 2, "stream 4 holds no cells; --stream may be 0"),
-        ("unpack x.session --kv-heads 2 --window -o o.npz", 2, "holds one cache: --window is about"),
+        ("mnn unpack x.session -o o.npz", 2, "say --kv-heads N, or --model FILE.gguf"),
+        ("mnn unpack x.session --kv-heads 5 -o o.npz", 2, "which are not 5 kv heads"),
+        (
+            "mnn unpack x.session --kv-heads 2 --backend x86-avx2 -o o.npz",
+            2,
+            "--backend is about packed files of MNN's",
+        ),
+        ("mnn unpack x.session --kv-heads 2 --tokens 3 -o o.npz", 2, "--tokens is about packed files of MNN's"),
+        (
+            "mnn unpack x.session --kv-heads 4 --model m.gguf -o o.npz",
+            2,
+            "4 for the cache, but the model in m.gguf has 2",
+        ),
+        ("mnn unpack x.session --model plain.npy -o o.npz", 1, "is no GGUF model"),
+        ("mnn unpack x.session --kv-heads 2 --stream 4 -o o.npz", 2, "stream 4 holds no cells; --stream may be 0"),
+        ("mnn unpack x.session --kv-heads 2 --window -o o.npz", 2, "holds one cache: --window is about"),
         ("encode plain.npy --blocks -o o/", 2, "--blocks is about quantised caches of llama.cpp and MLX"),
         ("measure c.pt --blocks", 2, "--blocks is about quantised caches of llama.cpp and MLX, and c.pt holds none"),
         ("measure c.pt --window", 2, "--window is about caches of llama.cpp, and c.pt holds none"),
         ("measure c.pt --kv-heads 2", 2, "is about packed files of MNN's and caches of llama.cpp, and c.pt holds none"),
         ("encode x.session --dtype bf16 -o o/", 1, "holds f16, not bf16"),
-        ("unpack x.session --kv-heads 2 --dtype bf16 -o o.npz", 1, "holds f16, read as fp16, not bf16"),
+        ("mnn unpack x.session --kv-heads 2 --dtype bf16 -o o.npz", 1, "holds f16, read as fp16, not bf16"),
         ("inspect plain.npy --window", 2, "--window changes nothing of what is said about plain.npy"),
     ],
 )
@@ -214,7 +237,7 @@ def test_a_folder_of_files_is_sent_to_jobs(here: Path, run) -> None:
         said = run("encode", folder, *words, code=1).err
         assert "caches: not a file kvmnn knows: the folder has no manifest.json" in said and said.endswith(f"{more}\n")
     assert run("encode", folder, "--kv-heads", 2, "--jobs", 1, "-o", here / "frames").out.count('"ok": true') == 1
-    assert "--jobs" not in run("unpack", folder, "--kv-heads", 2, "-o", "o.npz", code=1).err
+    assert "--jobs" not in run("mnn", "unpack", folder, "--kv-heads", 2, "-o", "o.npz", code=1).err
 
 
 def test_ids_of_a_session_are_its_own(here: Path, run) -> None:
@@ -257,7 +280,7 @@ def test_token_ids_of_a_file_of_several_texts_are_of_none(
     if sequences == 1:
         noted = run(*put, "--token-ids", "ids.json").err
         assert "the 9 token ids of the file may be of any of its texts, and are left out" in " ".join(noted.split())
-    stored = run("unpack", "x.session", "--kv-heads", 2, *choice, "-o", "x.npz").err
+    stored = run("mnn", "unpack", "x.session", "--kv-heads", 2, *choice, "-o", "x.npz").err
     assert "the 9 token ids of the file" in " ".join(stored.split())
     assert "does not say its token ids" in run("store", "put", "S", "x.npz", "--fingerprint", "m", code=2).err
 
@@ -294,8 +317,8 @@ def test_dense_streams_of_a_session_give_the_file_back(here: Path, run, gaps: bo
         assert "LOSSLESS" in run("decode", "d", "-o", "back.session", "--force").out
         assert Path("back.session").read_bytes() == Path(name).read_bytes()
         assert "LOSSLESS" in run("verify", "d", "--against", name).out
-        run("unpack", "d", "-o", "d.npz", "--force")
-        run("unpack", name, "--kv-heads", 2, "-o", "x.npz", "--force")
+        run("mnn", "unpack", "d", "-o", "d.npz", "--force")
+        run("mnn", "unpack", name, "--kv-heads", 2, "-o", "x.npz", "--force")
         with np.load("d.npz") as one, np.load("x.npz") as other:
             assert {n: one[n].tobytes() for n in one} == {n: other[n].tobytes() for n in other}
 
@@ -357,14 +380,14 @@ def test_blocks_that_stay_blocks_are_not_measured(here: Path, run) -> None:
 
 @pytest.mark.parametrize("swapped", [False, True])
 def test_a_gguf_model_is_about_the_llama_file_of_two(here: Path, run, swapped: bool) -> None:
-    pack = ("pack", "x.session", "--model", "m.gguf", "--backend", "x86-avx2", "--cast", "--name", "sys")
+    pack = ("mnn", "pack", "x.session", "--model", "m.gguf", "--backend", "x86-avx2", "--cast", "--name", "sys")
     run(*pack, "--undo", "none", "-o", "sys/")
     inputs = ("x.session", "sys") if swapped else ("sys", "x.session")
     assert "3,072 numbers within 0" in run("diff", *inputs, "--model", "m.gguf", "--atol", 0).out
 
 
 @pytest.mark.parametrize("heads", [2, [2, 2, 2]])
-@pytest.mark.parametrize("argv", ["encode x.session -o f/", "unpack x.session -o o.npz", "store put s/ x.session"])
+@pytest.mark.parametrize("argv", ["encode x.session -o f/", "mnn unpack x.session -o o.npz", "store put s/ x.session"])
 def test_a_model_of_more_layers_than_the_file_is_refused(here: Path, run, heads: int | list[int], argv: str) -> None:
     path = Path("other.gguf")
     path.write_bytes(llama_files.gguf(attention__head_count_kv=heads, attention__key_length=32, block_count=3))
@@ -387,7 +410,7 @@ def test_a_model_of_more_layers_than_the_file_is_refused(here: Path, run, heads:
 def test_layers_without_k_of_their_own_are_not_missed(here: Path, run, fields: dict[str, Any]) -> None:
     said = {"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 3, **fields}
     Path("m.gguf").write_bytes(llama_files.gguf(**said))
-    assert "another model" not in run("unpack", "x.session", "--model", "m.gguf", "-o", "o.npz").err
+    assert "another model" not in run("mnn", "unpack", "x.session", "--model", "m.gguf", "-o", "o.npz").err
 
 
 def test_how_many_layers_share_k_may_not_be_said(here: Path, run) -> None:
@@ -395,7 +418,7 @@ def test_how_many_layers_share_k_may_not_be_said(here: Path, run) -> None:
     Path("g.session").write_bytes(llama_files.state(Random(3), Shape(), [12], architecture="gemma3n")[0])
     fields = {"attention__head_count_kv": 2, "attention__key_length": 32, "block_count": 3}
     Path("g.gguf").write_bytes(llama_files.gguf("gemma3n", **fields))
-    run("unpack", "g.session", "--model", "g.gguf", "-o", "o.npz")
+    run("mnn", "unpack", "g.session", "--model", "g.gguf", "-o", "o.npz")
 
 
 def write_ids(name: str, ids: list[int], tokens: int) -> None:

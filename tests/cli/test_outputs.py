@@ -17,23 +17,23 @@ def here(tmp_path, monkeypatch, run):
     Path("in").mkdir()
     np.savez("in/kv.npz", **{"layer_0.key": WORDS, "layer_0.value": -WORDS})
     compressor_files.checkpoint(Path("in/comp.v1.pth"), compressor_files.weights(1, head_dim=8))
-    run("convert", "in/comp.v1.pth", "in/w.bin", "-q")
-    run("pack", "in/kv.npz", "-o", "in/sys/", "--name", "sys", "--backend", "x86-avx2", "-q")
+    run("compressor", "convert", "in/comp.v1.pth", "in/w.bin", "-q")
+    run("mnn", "pack", "in/kv.npz", "-o", "in/sys/", "--name", "sys", "--backend", "x86-avx2", "-q")
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("argv", "made"),
     [
-        ("convert in/comp.v1.pth", "in/comp.v1.bin"),
-        ("export in/w.bin", "in/w.safetensors"),
-        ("compress-kv in/w.bin in/kv.npz --axes htd", "in/kv.compressed.npz"),
+        ("compressor convert in/comp.v1.pth", "in/comp.v1.bin"),
+        ("compressor export in/w.bin", "in/w.safetensors"),
+        ("compressor run in/w.bin in/kv.npz --axes htd", "in/kv.compressed.npz"),
         ("encode in/kv.npz", "in/kv.npz.frames/manifest.json"),
-        ("pack in/kv.npz --name p --backend x86-avx2", "in/kv.packed/p_0.k"),
-        ("unpack in/sys/", "in/sys.safetensors"),
-        ("unpack in/sys --as dump", "in/sys.dump"),
-        ("repack in/sys --from x86-avx2 --to arm64-fp16", "in/sys.arm64-fp16/sys_0.k"),
-        ("compact in/sys --remove 4", "in/sys.compact/sys_0.k"),
+        ("mnn pack in/kv.npz --name p --backend x86-avx2", "in/kv.packed/p_0.k"),
+        ("mnn unpack in/sys/", "in/sys.safetensors"),
+        ("mnn unpack in/sys --as dump", "in/sys.dump"),
+        ("mnn repack in/sys --from x86-avx2 --to arm64-fp16", "in/sys.arm64-fp16/sys_0.k"),
+        ("mnn compact in/sys --remove 4", "in/sys.compact/sys_0.k"),
     ],
 )
 def test_beside_the_input(here, run, argv, made) -> None:
@@ -49,11 +49,17 @@ def test_beside_the_input(here, run, argv, made) -> None:
 @pytest.mark.parametrize(
     ("argv", "what"),
     [
-        ("export in/w.bin -o -", "a .safetensors file is not written to standard output: use -o OUT.safetensors"),
-        ("export in/w.bin --onnx -o -", "a directory of files is not written to standard output: use -o DIR/"),
-        ("pack in/kv.npz -o -", "a directory of files is not written to standard output: use -o DIR/"),
-        ("unpack in/sys -o -", "a .safetensors file is not written to standard output: use -o OUT.safetensors"),
-        ("compress-kv in/w.bin in/kv.npz -o -", "a .npz file is not written to standard output: use -o OUT.npz"),
+        (
+            "compressor export in/w.bin -o -",
+            "a .safetensors file is not written to standard output: use -o OUT.safetensors",
+        ),
+        (
+            "compressor export in/w.bin --onnx -o -",
+            "a directory of files is not written to standard output: use -o DIR/",
+        ),
+        ("mnn pack in/kv.npz -o -", "a directory of files is not written to standard output: use -o DIR/"),
+        ("mnn unpack in/sys -o -", "a .safetensors file is not written to standard output: use -o OUT.safetensors"),
+        ("compressor run in/w.bin in/kv.npz -o -", "a .npz file is not written to standard output: use -o OUT.npz"),
     ],
 )
 def test_what_standard_output_does_not_take(here, run, argv, what) -> None:
@@ -63,10 +69,10 @@ def test_what_standard_output_does_not_take(here, run, argv, what) -> None:
 @pytest.mark.parametrize(
     "argv",
     [
-        "convert -",
-        "export -",
-        "pack in/kv.npz in/kv.npz",
-        "compact . --remove 1",
+        "compressor convert -",
+        "compressor export -",
+        "mnn pack in/kv.npz in/kv.npz",
+        "mnn compact . --remove 1",
     ],
 )
 def test_where_nothing_gives_a_name(here, run, argv) -> None:
@@ -75,10 +81,10 @@ def test_where_nothing_gives_a_name(here, run, argv) -> None:
     assert sorted(here.rglob("*")) == before
 
 
-@pytest.mark.parametrize("argv", ["decode in/kv.frames -o out", "unpack in/sys -o out --backend x86-avx2"])
+@pytest.mark.parametrize("argv", ["decode in/kv.frames -o out", "mnn unpack in/sys -o out --backend x86-avx2"])
 def test_several_arrays_under_a_name_without_suffix_are_a_directory(here, run, argv) -> None:
     run("encode", "in/kv.npz", "-o", "in/kv.frames", "-q")
-    geometry = ["--kv-heads", "2", "--head-dim", "8"] if argv.startswith("unpack") else []
+    geometry = ["--kv-heads", "2", "--head-dim", "8"] if argv.startswith("mnn unpack") else []
     run(*argv.split(), *geometry)
     found = {path.name: np.load(path) for path in sorted(Path("out").iterdir())}
     assert list(found) == ["layer_0.key.npy", "layer_0.value.npy"]
@@ -98,7 +104,7 @@ def test_a_suffix_that_no_format_has_gets_raw_words_with_raw_alone(run, tmp_path
     words = np.arange(24, dtype=np.float16).reshape(2, 3, 4)
     np.savez("k.npz", **{"layer_0.key": words})
     run("encode", "k.npz", "-o", "k.frame")
-    for argv in (("decode", "k.frame"), ("unpack", "k.npz")):
+    for argv in (("decode", "k.frame"), ("mnn", "unpack", "k.npz")):
         said = run(*argv, "-o", "k.nyp", code=2).err
         assert "k.nyp: '.nyp' is none of .npy, .npz, .safetensors (did you mean '.npy'?); --raw writes" in said
         assert not Path("k.nyp").exists()
@@ -110,4 +116,4 @@ def test_a_suffix_that_no_format_has_gets_raw_words_with_raw_alone(run, tmp_path
         assert "expected one array" in run(*argv, "-o", "x/", "--raw", code=2).err
     run("encode", "k.npz", "-o", "k.zarr")
     assert "'.nyp' is none of" in run("decode", "k.zarr", "-o", "k.nyp", code=2).err
-    assert "--raw is about one array" in run("unpack", "k.npz", "--as", "dump", "-o", "d/", "--raw", code=2).err
+    assert "--raw is about one array" in run("mnn", "unpack", "k.npz", "--as", "dump", "-o", "d/", "--raw", code=2).err

@@ -68,8 +68,8 @@ def test_inspect_shows_every_prefix(prefix, run):
 def test_token_ids_are_as_many_as_tokens(prefix, run):
     np.save("ids.npy", np.arange(TOKENS - 1))
     assert "69 token ids for 70 tokens" in run("encode", *prefix.argv, "--token-ids", "ids.npy", "-o", "b/", code=1).err
-    run("unpack", *prefix.argv, "-o", "a/")
-    pack = ["pack", "a/", *ON_AVX2, "--name", "x", "-o", "q/", "--token-ids"]
+    run("mnn", "unpack", *prefix.argv, "-o", "a/")
+    pack = ["mnn", "pack", "a/", *ON_AVX2, "--name", "x", "-o", "q/", "--token-ids"]
     assert "the arrays have 70 tokens, ids.npy has 69 ids" in run(*pack, "ids.npy", code=2).err
     for text, message in (("1 2 x", "holds no list of token ids"), ("[1.5]", "expected a list"), ("", "no list")):
         Path("ids.txt").write_text(text)
@@ -88,10 +88,10 @@ def test_token_ids_are_as_many_as_tokens(prefix, run):
 
 @pytest.mark.parametrize("name", ["a.npz", "a.safetensors", "a/"])
 def test_unpack_and_pack(prefix, run, name):
-    assert "LOSSLESS" in run("unpack", *prefix.argv, "-o", name).out
+    assert "LOSSLESS" in run("mnn", "unpack", *prefix.argv, "-o", name).out
     inputs = sorted(Path("a").glob("*.npy")) if name == "a/" else [name]
     options = [] if name == "a.safetensors" else [*ON_AVX2, "--name", "sys", "--capacity", 114]
-    said = run("pack", *inputs, *options, "-o", "q/")
+    said = run("mnn", "pack", *inputs, *options, "-o", "q/")
     assert "LOSSLESS (every file read back and compared)" in said.out
     assert layer_files("q") == zero_padded(prefix.arrays, **AVX2_FILES, capacity=114)
     assert {path.name for path in Path("q").iterdir()} == {
@@ -102,16 +102,17 @@ def test_unpack_and_pack(prefix, run, name):
 
 
 def test_unpack_takes_single_arrays(prefix, run):
-    run("unpack", *prefix.argv, "--tensor", "layer_1.value", "-o", "v.npy")
+    run("mnn", "unpack", *prefix.argv, "--tensor", "layer_1.value", "-o", "v.npy")
     np.testing.assert_array_equal(np.load("v.npy"), prefix.arrays[3])
     assert (
-        "no array named 'layer_2.key'" in run("unpack", *prefix.argv, "--tensor", "layer_2.key", "-o", "x", code=1).err
+        "no array named 'layer_2.key'"
+        in run("mnn", "unpack", *prefix.argv, "--tensor", "layer_2.key", "-o", "x", code=1).err
     )
-    assert "is not written to standard output" in run("unpack", *prefix.argv, "-o", "-", code=2).err
+    assert "is not written to standard output" in run("mnn", "unpack", *prefix.argv, "-o", "-", code=2).err
 
 
 def test_a_cache_becomes_a_dump(prefix, run):
-    run("unpack", *prefix.argv, "--as", "dump", "--run-id", "r1", "-o", "d/")
+    run("mnn", "unpack", *prefix.argv, "--as", "dump", "--run-id", "r1", "-o", "d/")
     assert "equal: 3,360 words" in run("diff", "d", *prefix.argv).out
     plain = np.fromfile("d/r1/layer_1/v_t0_70.bin", np.float32).reshape(TOKENS, 2, 6)
     np.testing.assert_array_equal(plain.swapaxes(0, 1), prefix.arrays[3])
@@ -119,13 +120,16 @@ def test_a_cache_becomes_a_dump(prefix, run):
     assert list(meta)[:6] == ["layer_id", "seq_start", "seq_len", "seq_end_exclusive", "kv_heads", "head_dim"]
     assert list(meta)[6:12] == ["bytes_per_elem", "dtype", "add", "tensor_seq_len", "quant_key", "quant_value"]
     assert list(meta)[12:] == ["flash_attention", "stage", "run_id", "k_file", "v_file"]
-    run("unpack", "d", "--as", "dump", "--run-id", "r1", "-o", "e/")
+    run("mnn", "unpack", "d", "--as", "dump", "--run-id", "r1", "-o", "e/")
     assert Path("e/r1/layer_0/k_t0_70.bin").read_bytes() == Path("d/r1/layer_0/k_t0_70.bin").read_bytes()
-    run("unpack", *prefix.argv, "--as", "packed-dump", "-o", "d/")  # beside the other one
+    run("mnn", "unpack", *prefix.argv, "--as", "packed-dump", "-o", "d/")  # beside the other one
     assert "equal: 3,360 words" in run("diff", "d", *prefix.argv, "--packed").out
     assert Path("d/kvmnn/layer_0/packed_k_packed_t0_70.bin").stat().st_size == 2 * 72 * 6 * 4
-    assert "is not a run id" in run("unpack", *prefix.argv, "--as", "dump", "--run-id", "../x", "-o", "f/", code=1).err
-    assert "use --as dump" in run("unpack", "d", "--as", "packed-dump", "-o", "f/", code=2).err
+    assert (
+        "is not a run id"
+        in run("mnn", "unpack", *prefix.argv, "--as", "dump", "--run-id", "../x", "-o", "f/", code=1).err
+    )
+    assert "use --as dump" in run("mnn", "unpack", "d", "--as", "packed-dump", "-o", "f/", code=2).err
 
 
 def test_encode_and_decode(prefix, run, model):
@@ -146,7 +150,7 @@ def test_encode_and_decode(prefix, run, model):
     run("decode", "b", "-o", "arrays/", "--arrays")
     np.testing.assert_array_equal(np.load("arrays/layer_0.value.npy"), prefix.arrays[1])
     run("decode", "b", "-o", "a.safetensors")
-    run("pack", "a.safetensors", "-o", "r/")
+    run("mnn", "pack", "a.safetensors", "-o", "r/")
     assert layer_files("r") == zero_padded(prefix.arrays, **AVX2_FILES, capacity=114)  # tokens alone
 
 
@@ -188,16 +192,16 @@ def test_frames_of_a_prefix_are_cut(prefix, run):
 
 
 def test_a_document_that_is_stale_or_contradicted(prefix, run):
-    run("unpack", *prefix.argv, "-o", "a.safetensors")
-    run("pack", "a.safetensors", "-o", "q/")
-    assert "says another number of tokens" in run("unpack", "q", "--tokens", 9, "-o", "x.npz", code=1).err
-    said = run("unpack", "q", "--backend", "x86-avx512", "-o", "x.npz", code=1).err
+    run("mnn", "unpack", *prefix.argv, "-o", "a.safetensors")
+    run("mnn", "pack", "a.safetensors", "-o", "q/")
+    assert "says another number of tokens" in run("mnn", "unpack", "q", "--tokens", 9, "-o", "x.npz", code=1).err
+    said = run("mnn", "unpack", "q", "--backend", "x86-avx512", "-o", "x.npz", code=1).err
     assert "hP 4, flash block 64, which is not what was asked for" in said
     with open("q/sys_1.k", "ab") as file:
         file.write(bytes(192))
-    assert "does not describe the files beside it any more" in run("unpack", "q", "-o", "x.npz", code=1).err
+    assert "does not describe the files beside it any more" in run("mnn", "unpack", "q", "-o", "x.npz", code=1).err
     Path("q/sys.kvmnn.json").write_text('{"schema": "kvmnn-cache", "schema_version": 2}')
-    assert "schema_version: found 2" in run("unpack", "q", "-o", "x.npz", code=1).err
+    assert "schema_version: found 2" in run("mnn", "unpack", "q", "-o", "x.npz", code=1).err
 
 
 # -- pack -------------------------------------------------------------------------------------------------------------
@@ -224,7 +228,7 @@ def test_pack_takes_what_models_and_dumps_call_things(prefix, run):
     expected = zero_padded(prefix.arrays, **AVX2_FILES, capacity=TOKENS)
     inputs_of = (["k.npy", "v.npy"], ["past.npz"], ["short.npz"], ["tokens.npz", "--token-major"], ["dump"])
     for number, inputs in enumerate(inputs_of):
-        run("pack", *inputs, *ON_AVX2, "--name", "sys", "-o", f"q{number}/")
+        run("mnn", "pack", *inputs, *ON_AVX2, "--name", "sys", "-o", f"q{number}/")
         assert layer_files(f"q{number}") == expected, inputs
     assert "equal" in run("diff", "dump", *prefix.argv[:1], *prefix.argv[1:]).out
 
@@ -242,8 +246,8 @@ def test_pack_takes_what_models_and_dumps_call_things(prefix, run):
     ],
 )
 def test_pack_refuses(prefix, run, options, code, message):
-    run("unpack", *prefix.argv, "-o", "a/")
-    said = run("pack", "a/", *options, "-o", "q/", code=code)
+    run("mnn", "unpack", *prefix.argv, "-o", "a/")
+    said = run("mnn", "pack", "a/", *options, "-o", "q/", code=code)
     assert message in said.err
     assert not Path("q").exists()
 
@@ -263,17 +267,17 @@ def test_arrays_that_are_no_cache(tmp_path, monkeypatch, run, arrays, message):
     monkeypatch.chdir(tmp_path)
     np.savez("a.npz", **{name: np.ones(shape, np.float32) for name, shape in arrays.items()})
     code = 2 if "weights" in arrays else 1  # --axes might say what its name does not
-    assert message in run("pack", "a.npz", *ON_AVX2, "--name", "x", "-o", "q/", code=code).err
+    assert message in run("mnn", "pack", "a.npz", *ON_AVX2, "--name", "x", "-o", "q/", code=code).err
 
 
 def test_files_that_exist_are_not_replaced(prefix, run):
-    run("unpack", *prefix.argv, "-o", "a.safetensors")
-    run("pack", "a.safetensors", "-o", "q/")
-    assert "exists already" in run("pack", "a.safetensors", "-o", "q/", code=1).err
-    run("pack", "a.safetensors", "-o", "q/", "--force")
+    run("mnn", "unpack", *prefix.argv, "-o", "a.safetensors")
+    run("mnn", "pack", "a.safetensors", "-o", "q/")
+    assert "exists already" in run("mnn", "pack", "a.safetensors", "-o", "q/", code=1).err
+    run("mnn", "pack", "a.safetensors", "-o", "q/", "--force")
     for part in "kv":
         Path(f"q/sys_2.{part}").touch()
-    said = run("pack", "a.safetensors", "-o", "q/", "--force", code=1).err
+    said = run("mnn", "pack", "a.safetensors", "-o", "q/", "--force", code=1).err
     assert "belongs to a prefix of the same name with more layers" in said
 
 
@@ -282,9 +286,9 @@ def test_inputs_are_never_replaced(prefix, run):
     before = layer_files("p")
     to = ["-o", "p/", "--force"]
     for argv in (
-        ["repack", "p", *prefix.argv[3:], "--from", "x86-avx2", "--to", "x86-avx512", *to],
-        ["compact", *prefix.argv, "--remove", 9, *to],
-        ["pack", *prefix.argv, "--name", "sys", *to],
+        ["mnn", "repack", "p", *prefix.argv[3:], "--from", "x86-avx2", "--to", "x86-avx512", *to],
+        ["mnn", "compact", *prefix.argv, "--remove", 9, *to],
+        ["mnn", "pack", *prefix.argv, "--name", "sys", *to],
     ):
         assert "is the input itself" in run(*argv, code=1).err
     assert layer_files("p") == before
@@ -294,19 +298,19 @@ def test_inputs_are_never_replaced(prefix, run):
 
 
 def test_repack_to_fp16_and_back(prefix, run):
-    said = run("repack", "p", "--from", "x86-avx2", *prefix.argv[3:], "--to", "arm64-fp16", "-o", "h/").out
+    said = run("mnn", "repack", "p", "--from", "x86-avx2", *prefix.argv[3:], "--to", "arm64-fp16", "-o", "h/").out
     assert "LOSSY (fp32 -> fp16: " in said
     halves = [array.astype(np.float16) for array in prefix.arrays]
     assert layer_files("h") == zero_padded(halves, lP=1, hP=16, block=64, capacity=116)
-    document = json.loads(run("repack", "h", "--to", "arm64-sme2-fp16", "-o", "s/", "--json").out)
+    document = json.loads(run("mnn", "repack", "h", "--to", "arm64-sme2-fp16", "-o", "s/", "--json").out)
     assert (document["label"], document["cast"]["changed"]) == ("LOSSLESS", 0)
     assert layer_files("s") == zero_padded(halves, lP=2, hP=64, block=64, capacity=116)
-    said = run("repack", "s", "--from", "arm64-sme2-fp16", "--to", "x86-avx2", "-o", "b/", "--capacity", 70).out
+    said = run("mnn", "repack", "s", "--from", "arm64-sme2-fp16", "--to", "x86-avx2", "-o", "b/", "--capacity", 70).out
     assert "LOSSLESS (fp16 -> fp32: none of 3,360 words changed" in said
     wide = [array.astype(np.float32) for array in halves]
     assert layer_files("b") == zero_padded(wide, **AVX2_FILES, capacity=70)
     np.savez("a.npz", k=prefix.arrays[0], v=prefix.arrays[1])
-    assert "is not a packed cache" in run("repack", "a.npz", "--to", "x86-avx2", "-o", "x/", code=2).err
+    assert "is not a packed cache" in run("mnn", "repack", "a.npz", "--to", "x86-avx2", "-o", "x/", code=2).err
 
 
 def test_words_beyond_fp16_are_said(prefix, run):
@@ -314,9 +318,9 @@ def test_words_beyond_fp16_are_said(prefix, run):
     keys[0, :3, 0] = 1e6
     np.savez("a.npz", k=keys, v=prefix.arrays[1])
     to = ["--backend", "arm64-fp16", "--cast", "--name", "x"]
-    said = run("pack", "a.npz", *to, "-o", "h/").out
+    said = run("mnn", "pack", "a.npz", *to, "-o", "h/").out
     assert "largest error infinite: 3 overflowed, beyond what fp16 can say)" in said
-    cast = json.loads(run("pack", "a.npz", *to, "-o", "j/", "--json").out)["cast"]
+    cast = json.loads(run("mnn", "pack", "a.npz", *to, "-o", "j/", "--json").out)["cast"]
     assert (cast["overflowed"], cast["largest_error"]) == (3, None)
 
 
@@ -325,9 +329,9 @@ def test_words_beyond_fp16_are_said(prefix, run):
 
 def test_compact_does_as_the_engine(prefix, run):
     plan = [(0, 8), (16, 5), (40, 10)]
-    said = run("compact", *prefix.argv, "--remove", 60, "--reserve", "0:8,16:5,40:10", "-o", "c/").out
+    said = run("mnn", "compact", *prefix.argv, "--remove", 60, "--reserve", "0:8,16:5,40:10", "-o", "c/").out
     assert "LOSSY: 66 of 140 tokens of all layers stay" in said
-    said = run("compact", *prefix.argv, "--remove", 60, "--reserve", "0:60", "-o", "whole/").out
+    said = run("mnn", "compact", *prefix.argv, "--remove", 60, "--reserve", "0:60", "-o", "whole/").out
     assert "UNCHANGED: 140 of 140 tokens of all layers stay" in said
     layout = PackLayout(2, 6, "fp32", 1, 4)
     for layer in (0, 1):
@@ -337,9 +341,9 @@ def test_compact_does_as_the_engine(prefix, run):
         assert Path(f"c/sys_{layer}.k").read_bytes() == cache.key_buffer.tobytes()
         assert Path(f"c/sys_{layer}.v").read_bytes() == cache.value_buffer.tobytes()
     assert "layer 1 holds the tokens 0:18, 26:5, 50:10" in run("inspect", "c").out
-    run("compact", "c", "--remove", 20, "--reserve", "2:1,10:10", "-o", "d/")
+    run("mnn", "compact", "c", "--remove", 20, "--reserve", "2:1,10:10", "-o", "d/")
     assert "layer 0 holds the tokens 0:13, 15:1, 50:10" in run("inspect", "d").out
-    run("unpack", "d", "-o", "d.npz")
+    run("mnn", "unpack", "d", "-o", "d.npz")
     kept = [*range(13), 15, *range(50, 60)]
     np.testing.assert_array_equal(np.load("d.npz")["layer_1.key"], prefix.arrays[2][:, kept])
     run("encode", "d", "-o", "b/")
@@ -350,13 +354,15 @@ def test_compact_does_as_the_engine(prefix, run):
 def test_compact_layer_by_layer(prefix, run):
     plan = [{"layer": 1, "remove": 70, "pairs": [[0, 16], [24, 8]]}, {"layer": 0, "remove": 5, "pairs": []}]
     Path("plan.json").write_text(json.dumps(plan))
-    document = json.loads(run("compact", *prefix.argv, "--plan", "plan.json", "-o", "c/", "--json").out)
+    document = json.loads(run("mnn", "compact", *prefix.argv, "--plan", "plan.json", "-o", "c/", "--json").out)
     assert [layer["tokens"] for layer in document["cache"]["layers"]] == [65, 24]
     assert document["cache"]["layers"][1]["positions"] == [[0, 16], [24, 8]]
-    run("unpack", "c", "-o", "c.npz")
+    run("mnn", "unpack", "c", "-o", "c.npz")
     assert np.load("c.npz")["layer_1.value"].shape == (2, 24, 6)
     Path("plan.json").write_text(json.dumps(plan[:1]))
-    assert "has plans for 1 layers" in run("compact", *prefix.argv, "--plan", "plan.json", "-o", "d/", code=1).err
+    assert (
+        "has plans for 1 layers" in run("mnn", "compact", *prefix.argv, "--plan", "plan.json", "-o", "d/", code=1).err
+    )
 
 
 @pytest.mark.parametrize(
@@ -382,7 +388,7 @@ def test_compact_layer_by_layer(prefix, run):
 )
 def test_plans_that_cannot_be_applied(prefix, run, options, code, message):
     options = [f"{options[0]}={options[1]}", *options[2:]] if len(options) == 2 else options
-    said = run("compact", *prefix.argv, *options, "-o", "c/", code=code)
+    said = run("mnn", "compact", *prefix.argv, *options, "-o", "c/", code=code)
     assert message in said.err
     assert len(said.err.splitlines()) == 1
     assert not Path("c").exists()
@@ -390,7 +396,7 @@ def test_plans_that_cannot_be_applied(prefix, run, options, code, message):
 
 def test_compact_needs_packed_files(tmp_path, run):
     np.savez(tmp_path / "a.npz", k=np.ones((1, 2, 3), np.float32))
-    assert "holds no packed files" in run("compact", tmp_path / "a.npz", "-o", tmp_path / "c", code=2).err
+    assert "holds no packed files" in run("mnn", "compact", tmp_path / "a.npz", "-o", tmp_path / "c", code=2).err
 
 
 # -- diff -------------------------------------------------------------------------------------------------------------
@@ -446,7 +452,7 @@ def test_int8_caches_are_read_and_what_is_lost_is_said(tmp_path, monkeypatch, ru
     Path("live/00005560831CAB70.k").write_bytes(cache.key_buffer.tobytes())
     Path("live/00005560831CAB70.v").write_bytes(cache.value_buffer.tobytes())
     argv = ["live", "--kv-heads", 2, "--head-dim", 6, "--tokens", TOKENS, "--int8", int8]
-    said = run("unpack", *argv, *ON_AVX2, "-o", "a.npz")
+    said = run("mnn", "unpack", *argv, *ON_AVX2, "-o", "a.npz")
     assert "LOSSY (int8 times scale plus bias)" in said.out
     assert "note: keys: int8 codes hold each key minus its channel's maximum" in said.err
     assert ("values: rounded to 256 steps" in said.err) == (int8 == "both")
@@ -456,11 +462,12 @@ def test_int8_caches_are_read_and_what_is_lost_is_said(tmp_path, monkeypatch, ru
     said = run("inspect", *argv, *ON_AVX2).out
     assert f"int8 {'K and V' if int8 == 'both' else 'K'} (lP8 4, hP8 8)" in said
     assert "(840 live" in said
-    assert "int8 caches need the backend named" in run("unpack", *argv, "-o", "b.npz", code=2).err
-    compact = ["compact", *argv, *ON_AVX2, "--name", "x", "--remove", 3, "-o", "c/"]
+    assert "int8 caches need the backend named" in run("mnn", "unpack", *argv, "-o", "b.npz", code=2).err
+    compact = ["mnn", "compact", *argv, *ON_AVX2, "--name", "x", "--remove", 3, "-o", "c/"]
     assert "an int8 cache: the engine keeps no part of a window" in run(*compact, code=1).err
-    pack = ("pack", *argv, "--backend", "x86-avx2", "--name", "sys", "-o", "q/", "--rerotate")
+    pack = ("mnn", "pack", *argv, "--backend", "x86-avx2", "--name", "sys", "-o", "q/", "--rerotate")
     assert "int8 K cannot be rotated: it lacks the maximum of each channel" in run(*pack, code=2).err
     assert (
-        "is not a packed cache" in run("repack", *argv, "--from", "x86-avx2", "--to", "x86-sse", "-o", "d/", code=2).err
+        "is not a packed cache"
+        in run("mnn", "repack", *argv, "--from", "x86-avx2", "--to", "x86-sse", "-o", "d/", code=2).err
     )

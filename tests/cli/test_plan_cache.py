@@ -1,4 +1,4 @@
-"""``kvmnn plan CACHE --policy SPEC``: any cache in, pairs for ``kvmnn compact`` out."""
+"""``kvmnn plan CACHE --policy SPEC``: any cache in, pairs for ``kvmnn mnn compact`` out."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def here(tmp_path, monkeypatch):
 @pytest.mark.parametrize("spec", ["streaming:sink=4,budget=16", "recent_only:keep_ratio=0.3,skip_layers=1"])
 @pytest.mark.parametrize("planned", ["cache.pt", "sys"])
 def test_from_a_cache_to_a_smaller_prefix(here, run, spec, planned):
-    run("pack", "cache.pt", "--backend", "x86-avx2", "--name", "sys", "-o", "sys/")
+    run("mnn", "pack", "cache.pt", "--backend", "x86-avx2", "--name", "sys", "-o", "sys/")
     said = run("plan", planned, "--policy", spec, "-o", "plan.json")
     assert "LOSSY" in said.out and "--reserve" in said.out
-    run("compact", "sys/", "--plan", "plan.json", "-o", "small/")
-    run("unpack", "small/", "-o", "small.npz")
+    run("mnn", "compact", "sys/", "--plan", "plan.json", "-o", "small/")
+    run("mnn", "unpack", "small/", "-o", "small.npz")
     small = np.load("small.npz")
     policy = create_policy(spec.partition(":")[0], **(
         {"sink": 4, "budget": 16} if spec.startswith("s") else {"keep_ratio": 0.3, "skip_layers": (1,)}
@@ -50,7 +50,7 @@ def test_from_a_cache_to_a_smaller_prefix(here, run, spec, planned):
 
 
 def test_what_heads_keep_apart_is_no_plan_of_packed_files(here, run):
-    run("pack", "cache.pt", "--backend", "x86-avx2", "--name", "sys", "-o", "sys/")
+    run("mnn", "pack", "cache.pt", "--backend", "x86-avx2", "--name", "sys", "-o", "sys/")
     said = run("plan", "sys/", "--policy", "knorm:keep_ratio=0.5,skip_layers=0", "-o", "plan.json").out
     assert "20 of 40 tokens stay in each KV head in 2 of 3 layers" in said and "--reserve" not in said
     document = json.loads(Path("plan.json").read_text())
@@ -60,7 +60,7 @@ def test_what_heads_keep_apart_is_no_plan_of_packed_files(here, run):
         found = [[token for begin, size in runs for token in range(begin, begin + size)]
                  for runs in document[layer]["heads"]]  # fmt: skip
         assert found == np.sort(kept, axis=1).tolist()
-    refused = run("compact", "sys/", "--plan", "plan.json", "-o", "small/", code=1).err
+    refused = run("mnn", "compact", "sys/", "--plan", "plan.json", "-o", "small/", code=1).err
     assert "plan.json: layer 1: keeps tokens of its own in each KV head" in " ".join(refused.split())
     assert not Path("small").exists()
 
@@ -71,7 +71,7 @@ def test_every_reader(here, run):
     Path("prompt.safetensors").write_bytes(mlx_files.cache(Random(1), mlx_files.Shape(tokens=25, capacity=30))[0])
     run("encode", "prompt.safetensors", "-o", "f/", "-q")
     run("encode", "kv.npz", "-o", "kv.zarr", "-q")
-    run("unpack", "kv.npz", "--as", "dump", "-o", "dump/", "-q")
+    run("mnn", "unpack", "kv.npz", "--as", "dump", "-o", "dump/", "-q")
     np.save("all.npy", np.ones((2, 3, 40, 2, 8), np.float16))
     for path, *more in (["chat.session"], ["q.session"], ["prompt.safetensors"], ["f/"], ["kv.zarr"], ["dump/"],
                         ["all.npy", "--axes", "2lthd"]):  # fmt: skip

@@ -1,4 +1,4 @@
-"""``kvmnn plot``: the plots of a run from its saved results."""
+"""``kvmnn report``: the plots of a run from its saved results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_it_draws_what_the_run_drew(run, tmp_path, monkeypatch):
     fixture, text = FIXTURES / "lm", FIXTURES / "lm" / "texts" / "calendar.py.txt"
     run("eval", fixture, "--text", text, "--tokens", 48, "--chunk", 8, "--policy", "streaming", "--budget", 16,
         "--no-timing", "--plot", "one", "-o", "results.json")  # fmt: skip
-    said = run("plot", "results.json", "-o", "other")
+    said = run("report", "results.json", "-o", "other/")
     names = sorted(path.name for path in Path("one").iterdir())
     assert sorted(path.name for path in Path("other").iterdir()) == names and "keep_map.png" in names
     for name in names:
@@ -41,7 +41,7 @@ def test_what_the_command_prints_as_json_is_read_too(run, tmp_path, saved):
     path = tmp_path / "printed.json"
     path.write_text(json.dumps({"verb": "eval", **json.loads(saved.read_text())}, indent=2))
     assert read_results(path) == read_results(saved) == document()
-    found = json.loads(run("plot", path, "-o", tmp_path / "p", "--plot-format", "pdf", "--no-titles", "--json").out)
+    found = json.loads(run("report", path, "-o", tmp_path / "p", "--plot-format", "pdf", "--no-titles", "--json").out)
     assert [Path(name).name for name in found["files"]] == [
         f"{name}.pdf" for name in plots.DRAW_FUNCTIONS if name != "improvement_summary"
     ]
@@ -52,9 +52,9 @@ def test_what_the_command_prints_as_json_is_read_too(run, tmp_path, saved):
 @pytest.mark.slow
 def test_existing_files_need_force(run, tmp_path, saved):
     (tmp_path / "keep_map.svg").write_text("mine")
-    assert "keep_map.svg: exists already" in run("plot", saved, "-o", tmp_path, code=1).err
+    assert "keep_map.svg: exists already" in run("report", saved, "-o", tmp_path, code=1).err
     assert (tmp_path / "keep_map.svg").read_text() == "mine"
-    run("plot", saved, "-o", tmp_path, "-f", "--plot-format", "svg", "-q")
+    run("report", saved, "-o", tmp_path, "-f", "--plot-format", "svg", "-q")
     assert "mine" not in (tmp_path / "keep_map.svg").read_text()
 
 
@@ -110,7 +110,7 @@ def test_other_files_are_one_line(capsys, tmp_path, data, message):
 
 
 def fails(capsys, path, output, message):
-    assert main(["plot", str(path), "-o", str(output)]) == 1
+    assert main(["report", str(path), "-o", f"{output}/"]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1
     assert err.startswith("kvmnn: error: ") and message in err
@@ -118,6 +118,15 @@ def fails(capsys, path, output, message):
 
 
 def test_a_directory_is_no_file_of_results(run, tmp_path):
-    assert (
-        "is a directory, expected the JSON that kvmnn eval" in run("plot", tmp_path, "-o", tmp_path / "x", code=1).err
-    )
+    said = run("report", tmp_path, "-o", f"{tmp_path}/x/", code=2).err
+    assert "x/: is a directory, expected a file such as report.html" in said
+
+
+def test_what_is_no_folder_of_plots_is_refused(run, tmp_path, saved):
+    said = run("report", saved, "-o", tmp_path / "keep_map.pdf", code=2).err
+    assert "keep_map.pdf: plots are several files: use -o DIR/ --plot-format pdf" in said
+    assert "plots are files in a folder: use -o DIR/" in run("report", saved, "--no-titles", code=2).err
+    said = run("report", saved, saved, "-o", f"{tmp_path}/p/", code=2).err
+    assert "is a directory, expected a file such as report.html; the plots of one evaluation go into one" in said
+    run("report", saved, "-o", tmp_path / "r.html", "-q")
+    assert (tmp_path / "r.html").read_text().startswith("<!DOCTYPE html>")

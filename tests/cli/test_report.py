@@ -44,7 +44,7 @@ def test_what_the_verbs_leave_is_reported(run: Run, tmp_path: Path, monkeypatch:
     Path("all").mkdir()
     for name, words in (
         ("measure", ["measure", "--real", *inputs]),
-        ("replay", ["replay", "--config", "config.json", "--prompt", 64, "--compare", "all", *inputs]),
+        ("replay", ["mnn", "replay", "--config", "config.json", "--prompt", 64, "--compare", "all", *inputs]),
         ("bench", ["bench", "--rounds", 1, *inputs]),
     ):
         Path("all", f"{name}.json").write_text(run(*words, "--json").out)
@@ -56,9 +56,9 @@ def test_what_the_verbs_leave_is_reported(run: Run, tmp_path: Path, monkeypatch:
     replayed = json.loads(Path("all/replay.json").read_text())
     assert f"{measured['stored_ratio']:,.4f}" in page and f"{measured['limit_ratio']:,.4f}" in page
     assert f"{replayed['metrics']['h2o_lossless_ratio']:.3f}" in page and "LOSSLESS: 66 calls compared" in page
-    assert "kvmnn replay --config config.json --prompt 64 --compare all" in page
+    assert "kvmnn mnn replay --config config.json --prompt 64 --compare all" in page
     Path("config.json").write_text(json.dumps(settings | {"kv_lossless_enable": False}))
-    idle = run("replay", "--config", "config.json", "--compare", "all", *inputs, "--json", code=1).out
+    idle = run("mnn", "replay", "--config", "config.json", "--compare", "all", *inputs, "--json", code=1).out
     Path("idle.json").write_text(idle)
     run("report", "idle.json", "-o", "idle.md")
     shown = Path("idle.md").read_text()

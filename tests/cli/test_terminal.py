@@ -134,13 +134,13 @@ def test_names_of_arrays(made, tmp_path, capfd) -> None:
         ["diff", path, f"{out}1"],
         ["bench", path, "--rounds", "1"],
         ["measure", path],
-        ["pack", path, "-o", f"{out}6/", "--backend", "x86-avx2"],
-        ["unpack", path, "-o", f"{out}7/"],
+        ["mnn", "pack", path, "-o", f"{out}6/", "--backend", "x86-avx2"],
+        ["mnn", "unpack", path, "-o", f"{out}7/"],
         ["plan", path],
-        ["compress-kv", path, path, "-o", f"{out}8.npz"],
-        ["replay", path, "--config", path],
-        ["convert", path, f"{out}9.bin"],
-        ["export", path, "-o", f"{out}10.npz"],
+        ["compressor", "run", path, path, "-o", f"{out}8.npz"],
+        ["mnn", "replay", path, "--config", path],
+        ["compressor", "convert", path, f"{out}9.bin"],
+        ["compressor", "export", path, "-o", f"{out}10.npz"],
     ):
         said(capfd, argv)
         said(capfd, [*argv, "--json"])
@@ -191,9 +191,10 @@ def test_texts_of_a_store(tmp_path, capfd) -> None:
     assert said(capfd, ["store", "import", f"{store}4", f"{tmp_path}/text"])[0] == 1
 
 
-@pytest.mark.parametrize("verb", ["encode", "eval", "generate", "pack", "compact"])
+@pytest.mark.parametrize("verb", ["encode", "eval", "generate", "mnn pack", "mnn compact"])
 def test_words_of_the_command_line(verb, capfd) -> None:
-    for argv in ([verb, f"--{NAME}"], [verb, NAME, f"--dtype={NAME}"], [NAME], [verb, NAME, "-o", NAME]):
+    words = verb.split()
+    for argv in ([*words, f"--{NAME}"], [*words, NAME, f"--dtype={NAME}"], [NAME], [*words, NAME, "-o", NAME]):
         said(capfd, argv)
 
 
@@ -206,9 +207,9 @@ def test_texts_of_json(document, tmp_path, capfd) -> None:
     for argv in (
         ["decode", f"{tmp_path}/k.frame", "-o", f"{tmp_path}/o.npy"],
         ["inspect", f"{tmp_path}/t.json"],
-        ["replay", f"{tmp_path}/k.npy", "--config", f"{tmp_path}/t.json"],
-        ["pack", f"{tmp_path}/k.npy", "-o", f"{tmp_path}/p/", "--token-ids", f"{tmp_path}/t.json"],
-        ["compact", f"{tmp_path}/k.npy", "-o", f"{tmp_path}/p/", "--plan", f"{tmp_path}/t.json"],
+        ["mnn", "replay", f"{tmp_path}/k.npy", "--config", f"{tmp_path}/t.json"],
+        ["mnn", "pack", f"{tmp_path}/k.npy", "-o", f"{tmp_path}/p/", "--token-ids", f"{tmp_path}/t.json"],
+        ["mnn", "compact", f"{tmp_path}/k.npy", "-o", f"{tmp_path}/p/", "--plan", f"{tmp_path}/t.json"],
         ["plan", f"{tmp_path}/t.json"],
     ):
         said(capfd, argv)
@@ -221,15 +222,15 @@ def test_names_in_checkpoints(tmp_path, capfd) -> None:
     told = [f"--metadata={NAME}={NAME}", f"--prefix-order={NAME},{NAME}2"]
     for argv in (
         ["inspect", "-v", str(path)],
-        ["convert", "-v", str(path), f"{tmp_path}/w.bin"],
-        ["convert", str(path), f"{tmp_path}/m.bin", told[0]],
+        ["compressor", "convert", "-v", str(path), f"{tmp_path}/w.bin"],
+        ["compressor", "convert", str(path), f"{tmp_path}/m.bin", told[0]],
         ["inspect", f"{tmp_path}/m.bin"],
         ["verify", f"{tmp_path}/m.bin", "--against", str(path)],
         ["verify", f"{tmp_path}/w.bin", "--against", str(only)],
         ["inspect", str(only)],
-        ["convert", str(only)],
-        ["convert", str(path), f"{tmp_path}/p.bin", told[1]],
-        ["export", f"{tmp_path}/w.bin", "-o", f"{tmp_path}/e.npz", told[1]],
+        ["compressor", "convert", str(only)],
+        ["compressor", "convert", str(path), f"{tmp_path}/p.bin", told[1]],
+        ["compressor", "export", f"{tmp_path}/w.bin", "-o", f"{tmp_path}/e.npz", told[1]],
     ):
         said(capfd, argv)
 
@@ -245,7 +246,7 @@ def test_texts_of_a_models_settings(tmp_path, capfd, name) -> None:
         {"layer_nums": 1, "dtype": NAME},
     ):
         (tmp_path / name).write_text(json.dumps(document))
-        said(capfd, ["pack", f"{tmp_path}/kv.npz", "-o", f"{tmp_path}/p/", "--model", str(tmp_path)])
+        said(capfd, ["mnn", "pack", f"{tmp_path}/kv.npz", "-o", f"{tmp_path}/p/", "--model", str(tmp_path)])
 
 
 def test_words_of_a_tokenizer(tmp_path, capfd) -> None:

@@ -78,7 +78,7 @@ def flat(text: str) -> str:
 
 @pytest.mark.parametrize(("file", "said"), [("x.session", "--kv-heads 2"), ("x.sequence", "--model m.gguf")])
 def test_pack_brings_k_of_llama_into_the_order_of_the_engine(here: Path, run, file: str, said: str) -> None:
-    packed = run("pack", file, *said.split(), *PACK, "-o", "sys/")
+    packed = run("mnn", "pack", file, *said.split(), *PACK, "-o", "sys/")
     note = "K of architecture 'llama': RoPE turns dimensions 2i and 2i + 1 together: brought into the order of other"
     assert flat(packed.err).count("k-order") == 0 and note in flat(packed.err) and "--undo none keeps it" in packed.err
     assert "LOSSLESS (undone: k-order, every file read back and compared)" in packed.out
@@ -90,37 +90,39 @@ def test_pack_brings_k_of_llama_into_the_order_of_the_engine(here: Path, run, fi
 
 
 def test_pack_keeps_or_undoes_what_is_asked_for(here: Path, run) -> None:
-    kept = run("pack", "x.session", "--kv-heads", 2, *PACK, "--undo", "none", "-o", "kept/")
+    kept = run("mnn", "pack", "x.session", "--kv-heads", 2, *PACK, "--undo", "none", "-o", "kept/")
     assert "RoPE" not in kept.err and "undone" not in kept.out
     assert np.array_equal(kvmnn.open("kept")["layer_0.key"].to_numpy(), permuted(words(0, 0)))
-    asked = run("pack", "x.sequence", "--kv-heads", 2, *PACK, "--undo", "k-order", "-o", "asked/", "--json")
+    asked = run("mnn", "pack", "x.sequence", "--kv-heads", 2, *PACK, "--undo", "k-order", "-o", "asked/", "--json")
     assert json.loads(asked.out)["undone"] == ["k-order"] and "RoPE" not in asked.err
     assert "equal" in run("diff", "asked", "own.npz").out
-    run("pack", "kept", *PACK, "--undo", "k-order", "-o", "mended/")  # arrays of any input, as eval --from takes them
+    run(
+        "mnn", "pack", "kept", *PACK, "--undo", "k-order", "-o", "mended/"
+    )  # arrays of any input, as eval --from takes them
     assert "equal" in run("diff", "mended", "own.npz").out
 
 
 def test_pack_says_that_nothing_tells_the_order(here: Path, run) -> None:
     nothing = "nothing says in which order llama.cpp has K: of Llama models and the like neighbours are turned together"
     for number, said in enumerate(("x.sequence --kv-heads 2", "command-r.session --kv-heads 2")):
-        packed = run("pack", *said.split(), *PACK, "-o", f"out{number}/")
+        packed = run("mnn", "pack", *said.split(), *PACK, "-o", f"out{number}/")
         assert nothing in flat(packed.err) and "--undo k-order, or --undo none" in flat(packed.err)
-    assert nothing in flat(run("pack", "x.sequence", "--model", "part.gguf", *PACK, "-o", "part/").err)
+    assert nothing in flat(run("mnn", "pack", "x.sequence", "--model", "part.gguf", *PACK, "-o", "part/").err)
 
 
 def test_what_lies_in_halves_is_left_as_it_is(here: Path, run) -> None:
-    packed = run("pack", "qwen.session", "--kv-heads", 2, *PACK, "-o", "qwen/")
+    packed = run("mnn", "pack", "qwen.session", "--kv-heads", 2, *PACK, "-o", "qwen/")
     assert "RoPE" not in packed.err and "undone" not in packed.out
     assert np.array_equal(kvmnn.open("qwen")["layer_1.key"].to_numpy(), permuted(words(1, 0)))
-    assert "RoPE" not in run("pack", "x.sequence", "--model", "qwen.gguf", *PACK, "-o", "qwen2/").err
+    assert "RoPE" not in run("mnn", "pack", "x.sequence", "--model", "qwen.gguf", *PACK, "-o", "qwen2/").err
 
 
 def test_unpack_writes_words_as_they_lie_and_says_so(here: Path, run) -> None:
-    plain = run("unpack", "x.session", "--kv-heads", 2, "-o", "plain.npz")
+    plain = run("mnn", "unpack", "x.session", "--kv-heads", 2, "-o", "plain.npz")
     assert "in other engines i and i + half a head: --undo k-order brings it into their order" in flat(plain.err)
     with np.load("plain.npz") as found:
         assert np.array_equal(found["layer_0.key"], permuted(words(0, 0)))
-    undone = run("unpack", "x.session", "--kv-heads", 2, "--undo", "k-order", "-o", "undone.npz")
+    undone = run("mnn", "unpack", "x.session", "--kv-heads", 2, "--undo", "k-order", "-o", "undone.npz")
     assert undone.err == "" and "LOSSLESS (live elements, read back and compared, undone: k-order)" in undone.out
     assert "equal" in run("diff", "undone.npz", "own.npz").out
 
@@ -138,7 +140,7 @@ def test_diff_undoes_it_of_the_inputs_that_are_llama_cpps(here: Path, run) -> No
 
 def test_frames_of_a_whole_file_are_as_the_file(here: Path, run) -> None:
     run("encode", "x.session", "-o", "f/")
-    assert "RoPE turns" in run("pack", "f", "--kv-heads", 2, *PACK, "-o", "sys/").err
+    assert "RoPE turns" in run("mnn", "pack", "f", "--kv-heads", 2, *PACK, "-o", "sys/").err
     assert "equal" in run("diff", "sys", "own.npz").out
     assert "equal" in run("diff", "f", "own.npz", "--kv-heads", 2, "--undo", "k-order").out
 
@@ -173,7 +175,7 @@ def test_a_store_keeps_what_it_is_told_to_keep(here: Path, run) -> None:
     ],
 )
 def test_what_is_refused(here: Path, run, argv: str, said: str) -> None:
-    assert said in flat(run("unpack", *argv.split(), "-o", "o.npz", code=2).err)
+    assert said in flat(run("mnn", "unpack", *argv.split(), "-o", "o.npz", code=2).err)
     assert not list(here.glob("o.*"))
 
 
@@ -181,9 +183,11 @@ def test_a_rotation_is_undone_before_the_order_and_rounds(here: Path, run) -> No
     """K and V of q8_0 blocks, turned by a matrix of our own making; Hadamard's is its own inverse."""
     data, caches = llama_files.state(Random(3), Shape(k_type="q8_0", v_type="q8_0", dims=DIMS, value_dims=DIMS), [12])
     Path("q.session").write_bytes(data)
-    said = flat(run("unpack", "q.session", "--kv-heads", 2, "-o", "as_is.npz").err)
+    said = flat(run("mnn", "unpack", "q.session", "--kv-heads", 2, "-o", "as_is.npz").err)
     assert "(--undo k-rotation,v-rotation turns them back)" in said
-    undone = run("unpack", "q.session", "--kv-heads", 2, "--undo", "k-order,k-rotation,v-rotation", "-o", "q.npz")
+    undone = run(
+        "mnn", "unpack", "q.session", "--kv-heads", 2, "--undo", "k-order,k-rotation,v-rotation", "-o", "q.npz"
+    )
     assert "LOSSY (dequantised from q8_0, undone: k-rotation, v-rotation, k-order)" in undone.out
     assert "Hadamard" not in undone.err
     hadamard = np.array([[(-1.0) ** (row & column).bit_count() for column in range(DIMS)] for row in range(DIMS)])
@@ -193,7 +197,7 @@ def test_a_rotation_is_undone_before_the_order_and_rounds(here: Path, run) -> No
             expected = turned.reshape(HEADS, 12, DIMS // 2, 2).swapaxes(-1, -2).reshape(HEADS, 12, DIMS)
             assert np.allclose(found[f"layer_{layer}.key"], expected, rtol=1e-5, atol=1e-4)
             assert np.allclose(found[f"layer_{layer}.value"], caches[0][0].values[layer] @ hadamard / 8, atol=1e-4)
-    packed = run("pack", "q.session", "--kv-heads", 2, "--backend", "x86-avx2", "--name", "s", "-o", "p/")
+    packed = run("mnn", "pack", "q.session", "--kv-heads", 2, "--backend", "x86-avx2", "--name", "s", "-o", "p/")
     assert "dequantised from q8_0, undone: k-order" in packed.out and "LOSS" not in packed.out
     assert "(--undo k-rotation,v-rotation turns them back)" in flat(packed.err)
 
@@ -244,7 +248,7 @@ def test_real_files(unpacked: Callable[[str], Path], tmp_path: Path, run, case: 
     sources = [kvmnn.open(folder / case, model=folder / "model.gguf", invert=["k-order"])]
     if not case.startswith("bf16"):  # no backend of MNN's holds bf16 words
         packed = ("--backend", "arm64-fp16", "--name", "s", "-o", tmp_path / "sys")
-        run("pack", folder / case, "--model", folder / "model.gguf", *packed)
+        run("mnn", "pack", folder / case, "--model", folder / "model.gguf", *packed)
         sources.append(kvmnn.open(tmp_path / "sys"))
     for source in sources:
         for name, stored in expected.items():
@@ -273,14 +277,14 @@ def test_the_example_in_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_zarr_store_keeps_what_is_known_of_the_order(here: Path, run) -> None:
     run("encode", "x.session", "--kv-heads", 2, "-o", "x.zarr")
-    assert "RoPE turns" in run("pack", "x.zarr", *PACK, "-o", "sys/").err
+    assert "RoPE turns" in run("mnn", "pack", "x.zarr", *PACK, "-o", "sys/").err
     assert "equal" in run("diff", "sys", "own.npz").out
 
 
 @pytest.mark.parametrize("architecture", ["granite", "mistral3", "olmo", "smollm3"])
 def test_architectures_whose_converter_permutes_k_are_as_llama_is(here: Path, run, architecture: str) -> None:
     Path("other.session").write_bytes(session(architecture))
-    packed = run("pack", "other.session", "--kv-heads", 2, *PACK, "-o", "other/")
+    packed = run("mnn", "pack", "other.session", "--kv-heads", 2, *PACK, "-o", "other/")
     assert f"K of architecture {architecture!r}: RoPE turns dimensions 2i and 2i + 1 together: brought" in flat(
         packed.err
     )
@@ -319,11 +323,11 @@ def test_to_cache_warns_of_an_evicted_cache(
             np.save(f"d/layer_{number}.{part}.npy", np.ones((2, 4, 8), np.float16))
     Path("d/positions.json").write_text(json.dumps({"tokens_seen": 10, "layers": layers}))
     if form == "d.npz":
-        run("unpack", "d", "-o", form)
+        run("mnn", "unpack", "d", "-o", form)
     elif form == "d.frames":
         run("encode", "d", "-o", form)
     elif form == "p":
-        run("pack", "d", "--backend", "arm64-fp16", "--name", "x", "-o", form)
+        run("mnn", "pack", "d", "--backend", "arm64-fp16", "--name", "x", "-o", form)
     if places == [0, 1, 2, 3]:
         kvmnn.to_cache(form, return_pairs=True)
         return

@@ -74,7 +74,7 @@ def test_a_store_gives_them_back(here: Path, run, name: str, codec: str) -> None
 def test_heads_of_every_layer_are_said_and_kept(here: Path, run) -> None:
     """Of the model's header, which says them layer by layer; in frames and plain arrays afterwards."""
     run("encode", "c.session", "--model", "m.gguf", "-o", "f/")
-    run("unpack", "c.session", "--model", "m.gguf", "-o", "u.npz")
+    run("mnn", "unpack", "c.session", "--model", "m.gguf", "-o", "u.npz")
     for name, options in (("c.session", FILES["c.session"]), ("f", []), ("u.npz", [])):
         said = kvmnn.open(name, model=options[1] if options else None).engine_cache
         assert said is not None and said.layer_kv_heads == (2, 4, 1) and "3 layers, 1 to 4 kv heads of 32" in str(said)
@@ -99,7 +99,7 @@ def test_other_verbs_take_them(here: Path, run, name: str) -> None:
     run("encode", name, "-o", "x.frames")
     run("verify", "x.frames", "--against", name)
     assert "equal" in run("diff", name, "x.frames", *FILES[name]).out
-    run("unpack", name, *FILES[name], "-o", "x.safetensors")
+    run("mnn", "unpack", name, *FILES[name], "-o", "x.safetensors")
     assert "equal" in run("diff", name, "x.safetensors", *FILES[name]).out
     run("encode", "x.safetensors", "--codec", "dense", "-o", "dense")
     run("verify", "dense", "--against", "x.safetensors")
@@ -114,13 +114,13 @@ def test_pack_and_replay_say_which_differ(here: Path, run) -> None:
         "layer 2 has 1 kv head x 64 dims of fp16, layer 3 has 3 kv heads x 16 dims of fp16: expected one geometry"
     )
     Path("config.json").write_text("{}")
-    pack = ("pack", "c.pt", "--backend", "arm64-fp16", "--name", "s", "-o", "q/")
-    for words in (pack, ("replay", "c.pt", "--config", "config.json")):
+    pack = ("mnn", "pack", "c.pt", "--backend", "arm64-fp16", "--name", "s", "-o", "q/")
+    for words in (pack, ("mnn", "replay", "c.pt", "--config", "config.json")):
         assert wanted in run(*words, code=1).err
     heads = (2, 2, 2, 4, 2, 1)
     parts = [(number, part) for number in range(len(heads)) for part in ("key", "value")]
     np.savez("more.npz", **{f"layer_{n}.{part}": np.ones((heads[n], 8, 8), np.float16) for n, part in parts})
-    said = run("pack", "more.npz", *pack[2:], code=1).err
+    said = run("mnn", "pack", "more.npz", *pack[3:], code=1).err
     assert "more.npz: layers 0 to 2, 4 have 2 kv heads x 8 dims of fp16, layer 3 has 4 kv heads" in said
 
 
@@ -146,7 +146,7 @@ def test_a_store_takes_keys_and_values_of_other_types(here: Path, run) -> None:
     ids = json.loads(run("inspect", "q.session", "--json").out)["inputs"][0]["engine_cache"]["token_ids"]
     Path("own.json").write_text(json.dumps(ids))
     run("store", "get", "s", "--token-ids", "own.json", "-o", "got.npz")
-    run("unpack", "q.session", "--kv-heads", 2, "-o", "plain.npz")
+    run("mnn", "unpack", "q.session", "--kv-heads", 2, "-o", "plain.npz")
     with np.load("got.npz") as got, np.load("plain.npz") as plain:
         assert {str(words.dtype) for words in got.values()} == {"float32"}
         with np.errstate(invalid="ignore"):
@@ -168,7 +168,9 @@ def test_values_of_another_head_size_than_keys(here: Path, run) -> None:
     assert found["both"]["k"]["raw_bytes"] == 4 * 2 * 60 * 96 and found["both"]["v"]["raw_bytes"] == 4 * 2 * 60 * 64
     run("encode", "both.npz", "-o", "both.frames")
     assert "equal" in run("diff", "both.npz", "both.frames").out
-    said = run("pack", "both.npz", "--backend", "arm64-fp16", "--name", "s", "-o", "q/", code=1).err.replace("\n", " ")
+    said = run("mnn", "pack", "both.npz", "--backend", "arm64-fp16", "--name", "s", "-o", "q/", code=1).err.replace(
+        "\n", " "
+    )
     assert "both.npz: layer 0: keys are [2, 60, 96] and values [2, 60, 64]: expected the same" in said
 
 
@@ -232,7 +234,7 @@ def test_keys_alone_are_stored(here: Path, run) -> None:
     ids = kvmnn.open("alone.session", kv_heads=1).engine_cache.token_ids
     Path("ids.json").write_text(json.dumps(ids.tolist()))
     run("store", "get", *store, *text, "-o", "got.npz")
-    run("unpack", "alone.session", "--kv-heads", "1", "-o", "whole.npz")
+    run("mnn", "unpack", "alone.session", "--kv-heads", "1", "-o", "whole.npz")
     with np.load("got.npz") as got, np.load("whole.npz") as whole:
         assert {name: got[name].tobytes() for name in got} == {name: whole[name].tobytes() for name in whole}
     mnn = ("--backend", "x86-avx2", "--name", "p", "-o", "p/")
@@ -243,5 +245,5 @@ def test_one_type_is_asked_for_where_none_may_be_widened(here: Path, capsys) -> 
     words = np.ones((2, 8, 8))
     np.savez("types.npz", **{"layer_0.key": words.astype("f2"), "layer_0.value": words.astype("f4")})
     Path("config.json").write_text("{}")
-    assert main(["replay", "types.npz", "--config", "config.json"]) == 1
+    assert main(["mnn", "replay", "types.npz", "--config", "config.json"]) == 1
     assert "types.npz: the arrays are fp16 and fp32: expected one type" in capsys.readouterr().err

@@ -24,25 +24,34 @@ verify kv.npz.frames --against kv.npz
 decode keys.npy.frame -o back.npy
 diff kv.npz kv.npz.frames
 bench keys.npy --rounds 1
-pack kv.npz -o sys/ --name sys --backend x86-avx2
+mnn pack kv.npz -o sys/ --name sys --backend x86-avx2
 inspect sys/
-repack sys/ --from x86-avx2 --to arm64-fp16
-compact sys/ --remove 100 --reserve 0:10
+mnn repack sys/ --from x86-avx2 --to arm64-fp16
+mnn compact sys/ --remove 100 --reserve 0:10
 store put prefixes kv.npz --token-ids ids.json --fingerprint m
 store stat prefixes
 store ls prefixes
 store verify prefixes
 measure kv.npz --real
 plan scores.npy
-convert comp.pth
+compressor convert comp.pth
 inspect comp.bin
 inspect comp.pth
 verify comp.bin --against comp.pth
-export comp.bin
-compress-kv comp.bin kv.npz -v --axes htd
+compressor export comp.bin
+compressor run comp.bin kv.npz -v --axes htd
 """
 
-WRITERS = ("encode", "decode", "pack", "repack", "compact", "convert", "export", "compress-kv")
+WRITERS = (
+    "encode",
+    "decode",
+    "mnn pack",
+    "mnn repack",
+    "mnn compact",
+    "compressor convert",
+    "compressor export",
+    "compressor run",
+)
 
 
 @pytest.fixture
@@ -68,7 +77,7 @@ def test_results_fit_a_terminal(here, run, monkeypatch) -> None:
     assert sum(map(bool, rows.values())) >= 6, "there are tables to look at"
     monkeypatch.setattr(sys.stdout.__class__, "isatty", lambda self: True, raising=False)
     for command in VERBS.strip().splitlines():
-        writes = command.split()[0] in WRITERS
+        writes = command.startswith(WRITERS)
         shown = run(*command.split(), *(["-f"] if writes else [])).out.splitlines()
         assert shown, command
         assert not [line for line in shown if len(line) > 80], command

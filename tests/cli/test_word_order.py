@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from kvmnn.cli import build_parser
-from kvmnn.cli.command_parser import COMMANDS, get_subparsers, parse_command_line, sort_words
+from kvmnn.cli.command_parser import (
+    COMMANDS,
+    REPLACED_COMMANDS,
+    REPLACED_OPTIONS,
+    get_subparsers,
+    list_command_parsers,
+    parse_command_line,
+    sort_words,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +78,7 @@ def test_numbers_and_single_dashes_are_values() -> None:
 
 def test_every_verb_takes_its_options_before_its_arguments() -> None:
     """Of each verb each option, once before and once behind: what argparse makes of the words is the same."""
-    verbs = get_subparsers(build_parser()).choices
+    verbs = list_command_parsers(build_parser())
     for verb in COMMANDS:
         parser = verbs[verb]
         for action in parser._actions:
@@ -97,6 +105,8 @@ def test_every_verb_takes_its_options_before_its_arguments() -> None:
         ("decode a b", "unrecognized arguments: b"),
         ("--verison", "did you mean '--version'"),
         ("-q encode a", "options follow the verb: kvmnn encode -q"),
+        ("mnn unpakc x", "there is no verb 'unpakc' (did you mean 'unpack'?) (see kvmnn mnn --help)"),
+        ("mnn -q unpack x", "options follow the verb: kvmnn mnn unpack -q"),
         ("encdoe --json", "there is no verb 'encdoe' (did you mean 'encode'?)"),
         ("encode", "the following arguments are required: IN"),
         ("encode a --tensor", "argument --tensor: expected one argument"),
@@ -131,3 +141,16 @@ def test_argparse_reads_the_words_as_it_read_them_before() -> None:
         for into, given in zip(known, (words, sort_words(parser, words).to_words()), strict=True):
             parser.parse_known_args(given, into)
         assert known[0] == known[1]
+
+
+@pytest.mark.parametrize("old", sorted(REPLACED_COMMANDS))
+def test_words_of_earlier_versions_name_the_new_ones(run, old: str) -> None:
+    assert run(old, "x", code=2).err == f"kvmnn: error: {old!r} is now {REPLACED_COMMANDS[old]!r}\n"
+
+
+def test_options_of_earlier_versions_name_the_new_ones(run) -> None:
+    said = run("verify", "w.bin", "--as-reference", code=2).err
+    assert said == "kvmnn: error: '--as-reference' is now 'kvmnn compressor verify --as-reference'\n"
+    for command, replaced in REPLACED_OPTIONS.items():
+        known = list_command_parsers(build_parser())[command]._option_string_actions
+        assert not known.keys() & replaced.keys(), command

@@ -280,7 +280,7 @@ def test_convert_file_of_a_cache_error_names_no_other_format(
         fields = {"dtype": "F32", "shape": [4]}
         header = json.dumps({"k": {**fields, "data_offsets": [0, 16]}, "v": {**fields, "data_offsets": [16, 32]}})
         source.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(32))
-    told = run("convert", source, tmp_path / "w.bin", code=1).err
+    told = run("compressor", "convert", source, tmp_path / "w.bin", code=1).err
     assert "holds no weights of a KV compressor" in told
     assert "it has 'k', 'v'" in told
     assert "torch.save" not in told
@@ -429,19 +429,19 @@ def test_progress_counts_every_byte_but_the_header(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = checkpoint(tmp_path / "c.pth", {**STATE, "x": 1}), tmp_path / "new" / "folder" / "w.bin"
     options = ["--dtype", "bf16", "--prefix-order", " compress_tk,, compress_tv", "--slot-order", "0, 3 ,6,"]
-    assert entry_point.main(["convert", "--input", str(source), "--output", str(target), *options]) == 0
+    assert entry_point.main(["compressor", "convert", "--input", str(source), "--output", str(target), *options]) == 0
     shown = capsys.readouterr()
     first, second = shown.out.splitlines()
     assert first == f"Wrote {target} (layers=2, weights/layer=6, dtype=bf16, factor=3, hidden_size=12, head_dim=4)"
     assert second.startswith("sha256 ")
     assert second.endswith("bytes, LOSSY (float32 rounded to bf16)")
     assert shown.err.startswith("kvmnn: warning: not used: 25 keys ('compress_ik.0.0.weight'")
-    assert entry_point.main(["convert", str(source), str(target), "--json", "-f", "--dtype", "fp32"]) == 0
+    assert entry_point.main(["compressor", "convert", str(source), str(target), "--json", "-f", "--dtype", "fp32"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["label"] == "LOSSLESS"
     assert document["unused"] == ["x"]
     assert document["bytes"] == target.stat().st_size
-    assert entry_point.main(["convert", str(source), str(target)]) == 1
+    assert entry_point.main(["compressor", "convert", str(source), str(target)]) == 1
     assert "exists already" in capsys.readouterr().err
 
 
@@ -459,7 +459,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     ],
 )
 def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert entry_point.main(["convert", *arguments]) == 2
+    assert entry_point.main(["compressor", "convert", *arguments]) == 2
     assert capsys.readouterr().err.startswith("kvmnn: error: ")
 
 

@@ -184,7 +184,7 @@ def test_reserved_is_a_warning() -> None:
 @pytest.mark.parametrize(
     ("head", "hint"),
     [
-        (b"PK\3\4", "kvmnn convert"),
+        (b"PK\3\4", "kvmnn compressor convert"),
         (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
         (kvcm.MAGIC_BYTES[::-1], "big-endian"),
     ],

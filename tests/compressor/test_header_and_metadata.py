@@ -65,9 +65,9 @@ def test_no_header_field_is_left_out(source: Path, shell: Any, field: str, value
     told = f"offset {FIELD_OFFSETS[field]}: header field {field} is {value}: expected {expected}"
     assert list(verdict.differences) == [told]
     assert not verdict.is_ok
-    code, out, err = shell("verify", path, "--against", source)
+    code, out, err = shell("compressor", "verify", path, "--against", source)
     assert (code, out, f"DIFFERS from {source}: {told}\n" in err) == (1, "", True)
-    code, out, _ = shell("verify", path, "--against", source, "--json")
+    code, out, _ = shell("compressor", "verify", path, "--against", source, "--json")
     document = json.loads(out)
     assert (code, document["verdict"], document["differences"]) == (1, "reject", [told])
 
@@ -75,7 +75,7 @@ def test_no_header_field_is_left_out(source: Path, shell: Any, field: str, value
 def test_fields_are_compared_with_what_was_told(source: Path, shell: Any) -> None:
     told = ["--min-seq-len", "9", "--num-heads", "32", "--head-dim", "6", "--compression-factor", "7", "--as-reference"]
     path = source.with_name("w.bin")
-    assert shell("convert", source, path, *told)[0] == 0
+    assert shell("compressor", "convert", source, path, *told)[0] == 0
     verdict = verify_weights(path, against=source)
     assert [text.split()[4] for text in verdict.differences] == [
         "num_heads", "head_dim", "compression_factor", "min_seq_len",
@@ -86,16 +86,21 @@ def test_fields_are_compared_with_what_was_told(source: Path, shell: Any) -> Non
 
 def test_the_type_and_the_prefixes_are_the_file_s_own_unless_given(source: Path, shell: Any) -> None:
     path = source.with_name("w.bin")
-    assert shell("convert", source, path, "--dtype", "bf16", "--prefix-order", "compress_tk,compress_tv")[0] == 0
-    code, out, err = shell("verify", path, "--against", source)
+    assert (
+        shell("compressor", "convert", source, path, "--dtype", "bf16", "--prefix-order", "compress_tk,compress_tv")[0]
+        == 0
+    )
+    code, out, err = shell("compressor", "verify", path, "--against", source)
     assert (code, "EXACT" in out) == (0, True)
     assert err == (
         "kvmnn: note: the file has compress_tk, compress_tv only: compress_ik, compress_iv of the checkpoint "
         "not compared\n"
     )
-    code, _, err = shell("verify", path, "--against", source, "--dtype", "fp16")
+    code, _, err = shell("compressor", "verify", path, "--against", source, "--dtype", "fp16")
     assert (code, err.endswith("header field dtype_code is 1: expected 0\n")) == (1, True)
-    code, _, err = shell("verify", path, "--against", source, "--prefix-order", ",".join(kvcm.DEFAULT_PREFIXES))
+    code, _, err = shell(
+        "compressor", "verify", path, "--against", source, "--prefix-order", ",".join(kvcm.DEFAULT_PREFIXES)
+    )
     assert (code, "weight_count_per_layer is 6: expected 12" in err) == (1, True)
 
 
@@ -105,7 +110,7 @@ def test_the_type_and_the_prefixes_are_the_file_s_own_unless_given(source: Path,
 def test_metadata_is_written_shown_and_compared(source: Path, shell: Any) -> None:
     path = source.with_name("w.bin")
     told = [argument for key, text in ENTRIES.items() for argument in ("--metadata", f"{key}={text}")]
-    assert shell("convert", source, path, *told)[0] == 0
+    assert shell("compressor", "convert", source, path, *told)[0] == 0
     file = kvcm.read_weight_file(path)
     assert unpack_metadata(file.metadata) == ENTRIES
     assert file.header.metadata_size_bytes == len(file.metadata)
@@ -114,12 +119,12 @@ def test_metadata_is_written_shown_and_compared(source: Path, shell: Any) -> Non
     convert_checkpoint(source, plain)
     blocks = plain.read_bytes()[kvcm.HEADER_BYTES :]
     assert path.read_bytes()[kvcm.HEADER_BYTES + len(file.metadata) :] == blocks
-    _, out, _ = shell("inspect", path)
+    _, out, _ = shell("compressor", "inspect", path)
     assert "  metadata\n    source                  run 7, epoch 3\n    licence                 Apache-2.0\n" in out
-    (document,) = json.loads(shell("inspect", path, "--json")[1])["inputs"]
+    (document,) = json.loads(shell("compressor", "inspect", path, "--json")[1])["inputs"]
     assert document["metadata"] == {"bytes": len(file.metadata), "entries": ENTRIES}
     assert document["parts"]["metadata"] == len(file.metadata)
-    code, out, _ = shell("verify", path, "--against", source, *told)
+    code, out, _ = shell("compressor", "verify", path, "--against", source, *told)
     assert (code, "EXACT" in out) == (0, True)
 
 
@@ -134,7 +139,7 @@ def test_metadata_is_written_shown_and_compared(source: Path, shell: Any) -> Non
 def test_other_metadata_is_a_difference(source: Path, shell: Any, options: list[str], expected: list[str]) -> None:
     path = source.with_name("w.bin")
     convert_checkpoint(source, path, ConvertOptions(metadata={"a": "x", "b": "y"}))
-    code, out, _ = shell("verify", path, "--against", source, *options, "--json")
+    code, out, _ = shell("compressor", "verify", path, "--against", source, *options, "--json")
     told = [text for text in json.loads(out)["differences"] if "header field" not in text]
     assert code == 1
     assert [text.startswith(f"offset 44: {start}") for text, start in zip(told, expected, strict=True)] == [True] * len(
@@ -145,11 +150,13 @@ def test_other_metadata_is_a_difference(source: Path, shell: Any, options: list[
 def test_the_order_of_metadata_is_no_difference(source: Path, shell: Any) -> None:
     path = source.with_name("w.bin")
     convert_checkpoint(source, path, ConvertOptions(metadata={"a": "x", "b": "y"}))
-    code, out, _ = shell("verify", path, "--against", source, "--metadata", "b=y", "--metadata", "a=x")
+    code, out, _ = shell("compressor", "verify", path, "--against", source, "--metadata", "b=y", "--metadata", "a=x")
     assert (code, "EXACT" in out) == (0, True)
     convert_checkpoint(source, path, ConvertOptions(metadata=b'{"a": "x"}  '), overwrite=True)
     told = verify_weights(path, against=source, options=ConvertOptions(metadata={"a": "x"})).differences
-    assert told == ["offset 44: metadata holds the same entries in other bytes: expected those of kvmnn convert"]
+    assert told == [
+        "offset 44: metadata holds the same entries in other bytes: expected those of kvmnn compressor convert"
+    ]
 
 
 @pytest.mark.parametrize("metadata", [b"\xff\x00note", b"{", b'{"a": 1}', b'{"a": "b", "a": "c"}', b"[" * 4000])
@@ -157,16 +164,16 @@ def test_metadata_of_others_is_shown_as_bytes(tmp_path: Path, shell: Any, metada
     path = tmp_path / "w.bin"
     path.write_bytes(weight_file(metadata=metadata))
     assert kvcm.read_weight_file(path).metadata == metadata
-    code, out, _ = shell("inspect", path)
+    code, out, _ = shell("compressor", "inspect", path)
     assert (code, f"  metadata, {len(metadata)} bytes, {metadata[:32]!r}" in out) == (0, True)
-    (document,) = json.loads(shell("inspect", path, "--json")[1])["inputs"]
+    (document,) = json.loads(shell("compressor", "inspect", path, "--json")[1])["inputs"]
     assert document["metadata"] == {"bytes": len(metadata), "head": metadata[:64].hex()}
 
 
 def test_control_characters_of_metadata_do_not_reach_the_terminal(tmp_path: Path, shell: Any) -> None:
     path = tmp_path / "w.bin"
     path.write_bytes(weight_file(metadata=pack_metadata({"na\x1b[2Jme": "line\nline\x9b"})))
-    _, out, _ = shell("inspect", path)
+    _, out, _ = shell("compressor", "inspect", path)
     assert r"'na\x1b[2Jme'" in out
     assert r"'line\nline\x9b'" in out
 
@@ -174,11 +181,11 @@ def test_control_characters_of_metadata_do_not_reach_the_terminal(tmp_path: Path
 def test_metadata_that_cannot_be_written(source: Path, shell: Any) -> None:
     path = source.with_name("w.bin")
     for text in ("novalue", "=value"):
-        code, _, err = shell("convert", source, path, "--metadata", text)
+        code, _, err = shell("compressor", "convert", source, path, "--metadata", text)
         assert (code, f"{text!r} is no entry: expected KEY=VALUE" in err) == (2, True)
-    code, _, err = shell("convert", source, path, "--metadata", "a=1", "--metadata", "a=2")
+    code, _, err = shell("compressor", "convert", source, path, "--metadata", "a=1", "--metadata", "a=2")
     assert (code, err) == (2, "kvmnn: error: --metadata has a key twice\n")
-    code, _, err = shell("convert", source, path, "--metadata", "a=\udcff")
+    code, _, err = shell("compressor", "convert", source, path, "--metadata", "a=\udcff")
     assert (code, "is no UTF-8 text" in err, path.exists()) == (1, True, False)
     with pytest.raises(KvmnnError, match="metadata 1 is no text"):
         convert_checkpoint(source, path, ConvertOptions(metadata={"a": 1}))  # type: ignore[dict-item]

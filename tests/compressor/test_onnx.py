@@ -124,18 +124,18 @@ def test_the_verb(tmp_path, monkeypatch, capsys):
     weights = weight_file(np.random.default_rng(0), prefixes=2)
     with open("w.bin", "wb") as file:
         kvcm.write_weight_file(file, weights.header, ((block.weight, block.bias) for block in weights.iter_blocks()))
-    assert main(["export", "w.bin", "--onnx", "-o", "graphs"]) == 0
+    assert main(["compressor", "export", "w.bin", "--onnx", "-o", "graphs"]) == 0
     assert capsys.readouterr().out == (
         "graphs: compress_tk.onnx, compress_tv.onnx; weights of fp32, UNCHANGED (copied)\n"
     )
     kinds = list_compressor_kinds(kvcm.read_weight_file("w.bin"))
     assert (tmp_path / "graphs" / "compress_tk.onnx").read_bytes() == build_graph(weights, kinds[0])
-    assert main(["export", "w.bin", "--onnx", "-o", "graphs", "-f", "--precision", "fp16", "--json"]) == 0
+    assert main(["compressor", "export", "w.bin", "--onnx", "-o", "graphs", "-f", "--precision", "fp16", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["label"], said["files"]) == ("LOSSY", ["compress_tk.onnx", "compress_tv.onnx"])
     assert (tmp_path / "graphs" / "compress_tv.onnx").read_bytes() == build_graph(weights, kinds[1], "fp16")
-    assert main(["export", "w.bin", "--onnx", "-o", "-"]) == 2
-    assert main(["export", "w.bin", "--onnx", "-o", "graphs"]) == 1
+    assert main(["compressor", "export", "w.bin", "--onnx", "-o", "-"]) == 2
+    assert main(["compressor", "export", "w.bin", "--onnx", "-o", "graphs"]) == 1
     monkeypatch.setitem(sys.modules, "onnx", None)
-    assert main(["export", "w.bin", "--onnx", "-o", "others"]) == 3
+    assert main(["compressor", "export", "w.bin", "--onnx", "-o", "others"]) == 3
     assert not (tmp_path / "others").exists()

@@ -70,12 +70,12 @@ def test_the_face_imports_nothing_until_it_is_asked() -> None:
 
 def test_conversion_and_export(here: Path, shell: Any) -> None:
     made = convert_checkpoint("c.pth", "w.bin")
-    assert shell("convert", "c.pth", "w.bin", "-f")[0] == f"{made}\n"
-    assert told(shell("convert", "c.pth", "w.bin", "-f", "--json")[0]) == as_json("convert", made)
+    assert shell("compressor", "convert", "c.pth", "w.bin", "-f")[0] == f"{made}\n"
+    assert told(shell("compressor", "convert", "c.pth", "w.bin", "-f", "--json")[0]) == as_json("convert", made)
     assert made.label == "LOSSY"
     exported = export_weights("w.bin", "w.npz")
-    assert shell("export", "w.bin", "-o", "w.npz", "-f")[0] == f"{exported}\n"
-    assert told(shell("export", "w.bin", "-o", "w.npz", "-f", "--json")[0]) == as_json("export", exported)
+    assert shell("compressor", "export", "w.bin", "-o", "w.npz", "-f")[0] == f"{exported}\n"
+    assert told(shell("compressor", "export", "w.bin", "-o", "w.npz", "-f", "--json")[0]) == as_json("export", exported)
     assert export_weights(kvcm.read_weight_file("w.bin"), "v.npz").num_tensors == exported.num_tensors
 
 
@@ -83,14 +83,16 @@ def test_accounts_and_verdicts(here: Path, shell: Any) -> None:
     convert_checkpoint("c.pth", "w.bin")
     for path in ("w.bin", "c.pth"):
         account = inspect_weights(path)
-        assert shell("inspect", path)[0] == f"{account}\n"
-        assert json.loads(shell("inspect", path, "--json")[0])["inputs"] == [json.loads(json.dumps(account.to_dict()))]
+        assert shell("compressor", "inspect", path)[0] == f"{account}\n"
+        assert json.loads(shell("compressor", "inspect", path, "--json")[0])["inputs"] == [
+            json.loads(json.dumps(account.to_dict()))
+        ]
     verdict = verify_weights("w.bin", against="c.pth")
-    assert shell("verify", "w.bin", "--against", "c.pth")[0] == f"{verdict}\n"
-    assert told(shell("verify", "w.bin", "--against", "c.pth", "--json")[0]) == as_json("verify", verdict)
+    assert shell("compressor", "verify", "w.bin", "--against", "c.pth")[0] == f"{verdict}\n"
+    assert told(shell("compressor", "verify", "w.bin", "--against", "c.pth", "--json")[0]) == as_json("verify", verdict)
     checkpoint(here / "d.pth", weights(seed=3))
     verdict = verify_weights("w.bin", against="d.pth")
-    err = shell("verify", "w.bin", "--against", "d.pth", code=1)[1]
+    err = shell("compressor", "verify", "w.bin", "--against", "d.pth", code=1)[1]
     assert err == "".join(f"kvmnn: error: {line}\n" for line in str(verdict).splitlines())
     assert f"in {len(verdict.differences) - 5} more places" in str(verdict)
 
@@ -103,7 +105,7 @@ def test_a_compressed_cache_file(here: Path, shell: Any) -> None:
     keys, values = (random.standard_normal((2, 1, 3, 21, 4)).astype(np.float32) for _ in range(2))
     np.savez("c.npz", k=keys, v=values)
     result = compress_file("w.bin", "c.npz", "o.npz", ForwardOptions(image_len=11), axes="lbhtd")
-    argv = ["compress-kv", "w.bin", "c.npz", "-o", "o.npz", "-f", "--image-tokens", "11", "--axes", "lbhtd"]
+    argv = ["compressor", "run", "w.bin", "c.npz", "-o", "o.npz", "-f", "--image-tokens", "11", "--axes", "lbhtd"]
     assert shell(*argv)[0] == f"{result}\n"
     assert told(shell(*argv, "--json")[0]) == as_json("compress-kv", result)
     assert (

@@ -265,7 +265,7 @@ def test_what_was_converted_is_verified_and_its_label_is_true(recorded: Path, tm
 def test_inspect_accounts_for_parts_of_storages(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("old_views.pth", "old_views_beside_their_root.pth", "float8_e4m3fn.pth", "complex32.pth"):
         path = recorded / name
-        assert entry_point.main(["inspect", str(path), "--json", "--prefix-order", "compress_tk"]) == 0
+        assert entry_point.main(["compressor", "inspect", str(path), "--json", "--prefix-order", "compress_tk"]) == 0
         (document,) = json.loads(capsys.readouterr().out)["inputs"]
         parts = document["parts"]
         assert sum(parts.values()) == path.stat().st_size
@@ -281,13 +281,16 @@ def test_a_safetensors_file_is_its_header_and_its_tensors(recorded: Path) -> Non
 def test_inspect_names_what_it_cannot_read(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, part in (("sparse.pth", "weight"), ("quantised_channel_bias.pth", "bias")):
         path = recorded / name
-        assert entry_point.main(["inspect", str(path), "--prefix-order", "compress_tk"]) == 1
+        assert entry_point.main(["compressor", "inspect", str(path), "--prefix-order", "compress_tk"]) == 1
         assert capsys.readouterr().err.startswith(f"kvmnn: error: {path}: 'compress_tk.0.0.{part}': ")
 
 
 def test_complex_weights_are_told_of(recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, target = str(recorded / "complex32.pth"), str(tmp_path / "w.bin")
-    assert entry_point.main(["convert", source, target, "--prefix-order", "compress_tk", "--as-reference"]) == 0
+    assert (
+        entry_point.main(["compressor", "convert", source, target, "--prefix-order", "compress_tk", "--as-reference"])
+        == 0
+    )
     shown = capsys.readouterr()
     assert shown.out.endswith("LOSSY (the real part of complex32, float32 rounded to fp16)\n")
     assert "left out the imaginary parts of 2 complex tensors ('compress_tk.0.0.weight', " in shown.err

@@ -203,13 +203,13 @@ def test_verify_bias_left_out_by_conversion_is_a_difference_unless_as_reference(
     source = checkpoint(tmp_path / "c.pth", {**STATE, "compress_ik.0.3.bias": np.zeros(7, np.float32)})
     made = tmp_path / "w.bin"
     convert_checkpoint(source, made, ConvertOptions(as_reference=True))
-    told = run("verify", made, "--against", source, code=1)
+    told = run("compressor", "verify", made, "--against", source, code=1)
     assert "EXACT" not in told.out
     assert "compress_ik, slot 3: bias is left out, the checkpoint has one of 7 for 4 rows" in told.err
-    exact = run("verify", made, "--against", source, "--as-reference").out
+    exact = run("compressor", "verify", made, "--against", source, "--as-reference").out
     assert "EXACT" in exact
     assert "1 of the checkpoint's biases left out" in exact
-    document = run("verify", made, "--against", source, "--as-reference", "--json").out
+    document = run("compressor", "verify", made, "--against", source, "--as-reference", "--json").out
     assert json.loads(document)["left_out"] == ["compress_ik.0.3.bias"]
 
 
@@ -236,22 +236,24 @@ def test_verify_on_the_command_line(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, source = pair
-    code, out, err = run(capsys, "verify", file)
+    code, out, err = run(capsys, "compressor", "verify", file)
     assert (code, err) == (0, "")
     assert out.startswith(f"{file}: VALID (no --against: nothing to compare with), 2 layers of 12 weights, fp16")
-    code, out, err = run(capsys, "verify", file, "--against", source)
+    code, out, err = run(capsys, "compressor", "verify", file, "--against", source)
     assert (code, err) == (0, "")
     assert f"EXACT (header and {_size():,} elements compared with {source}, rounded to fp16)" in out
-    code, out, err = run(capsys, "verify", file, "--against", source, "--min-seq-len", 5, "--num-heads", 1)
+    code, out, err = run(
+        capsys, "compressor", "verify", file, "--against", source, "--min-seq-len", 5, "--num-heads", 1
+    )
     assert (code, out) == (1, "")
     assert err.splitlines() == [
         f"kvmnn: error: {file}: DIFFERS from {source}: offset 16: header field num_heads is 0: expected 1",
         f"kvmnn: error: {file}: DIFFERS from {source}: offset 32: header field min_seq_len is 2: expected 5",
     ]
-    code, out, err = run(capsys, "verify", file, "--against", source, "--json")
+    code, out, err = run(capsys, "compressor", "verify", file, "--against", source, "--json")
     document = json.loads(out)
     assert (document["kind"], document["verdict"], document["reasons"]) == ("weights", "accept", [])
-    code, _, err = run(capsys, "verify", file, "--against", source, "--against", source)
+    code, _, err = run(capsys, "compressor", "verify", file, "--against", source, "--against", source)
     assert code == 2
 
 
@@ -262,7 +264,7 @@ def _size() -> int:
 def test_a_refused_file_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "w.bin"
     path.write_bytes(weight_file(header={"dtype_code": 9}))
-    code, out, err = run(capsys, "verify", path, "--json")
+    code, out, err = run(capsys, "compressor", "verify", path, "--json")
     document = json.loads(out)
     assert code == 1
     assert (document["verdict"], document["reasons"]) == ("reject", ["bad_dtype"])
@@ -272,11 +274,11 @@ def test_a_refused_file_on_the_command_line(tmp_path: Path, capsys: pytest.Captu
         == f"kvmnn: error: {path}: offset 8: field dtype_code is 9: expected 0 (fp16), 1 (bf16), 2 (fp32) (bad_dtype)\n"
     )
     path.write_bytes(weight_file(header={"compression_factor": 1}))
-    code, out, err = run(capsys, "verify", path)
+    code, out, err = run(capsys, "compressor", "verify", path)
     assert (code, out) == (1, "")
     assert err.endswith("field compression_factor is 1: expected 2 or more (factor_invalid)\n")
     path.write_bytes(weight_file(header={"reserved": 1}))
-    code, _, err = run(capsys, "verify", path)
+    code, _, err = run(capsys, "compressor", "verify", path)
     assert (code, err.startswith("kvmnn: warning: ")) == (0, True)
 
 
@@ -284,17 +286,17 @@ def test_trailing_bytes_may_be_allowed(pair: tuple[Path, Path], capsys: pytest.C
     weights, source = pair
     longer = weights.with_name("longer.bin")
     longer.write_bytes(weights.read_bytes() + b"tail")
-    code, out, err = run(capsys, "verify", longer, "--against", source)
+    code, out, err = run(capsys, "compressor", "verify", longer, "--against", source)
     assert (code, out) == (1, "")
     assert err.endswith("4 more bytes follow: expected the end of the file (trailing_bytes)\n")
-    code, out, err = run(capsys, "verify", longer, "--against", source, "--allow-trailing")
+    code, out, err = run(capsys, "compressor", "verify", longer, "--against", source, "--allow-trailing")
     size = weights.stat().st_size
     assert (code, "EXACT" in out, "rounded to fp16; 4 bytes behind them not)" in out) == (0, True, True)
     assert (
         err
         == f"kvmnn: warning: offset {size}: 4 bytes follow the last block, which loaders pass over (trailing_bytes)\n"
     )
-    _, out, _ = run(capsys, "verify", longer, "--allow-trailing", "--json")
+    _, out, _ = run(capsys, "compressor", "verify", longer, "--allow-trailing", "--json")
     assert json.loads(out)["verdict"] == "accept_warn"
 
 
@@ -333,11 +335,11 @@ def test_every_byte_of_a_checkpoint_is_accounted_for(pair: tuple[Path, Path]) ->
 
 def test_inspect_on_the_command_line(pair: tuple[Path, Path], capsys: pytest.CaptureFixture[str]) -> None:
     for path, kind in zip(pair, ("weights", "checkpoint"), strict=True):
-        code, out, err = run(capsys, "inspect", path)
+        code, out, err = run(capsys, "compressor", "inspect", path)
         assert (code, err) == (0, "")
         assert "compress_iv.1.6" in out
         assert f"{path.stat().st_size:,}" in out.splitlines()[-1]
-        code, out, _ = run(capsys, "inspect", path, "--json")
+        code, out, _ = run(capsys, "compressor", "inspect", path, "--json")
         (document,) = json.loads(out)["inputs"]
         assert (code, document["kind"], len(document["weights"])) == (0, kind, 24)
         assert sum(document["parts"].values()) == document["bytes"]
@@ -424,16 +426,16 @@ def test_export_on_the_command_line(
     pair: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "w.safetensors"
-    code, out, _ = run(capsys, "export", pair[0], "-o", target)
+    code, out, _ = run(capsys, "compressor", "export", pair[0], "-o", target)
     assert (code, out) == (0, f"{target}: 48 tensors of fp16, LOSSLESS (read back)\n")
     nowhere = tmp_path / "w.npz"
     nowhere.symlink_to("/dev/null")
-    code, out, _ = run(capsys, "export", pair[0], "-o", nowhere)
+    code, out, _ = run(capsys, "compressor", "export", pair[0], "-o", nowhere)
     assert (code, out) == (0, f"{nowhere}: 48 tensors of fp16, UNCHANGED (copied)\n")
-    code, _, err = run(capsys, "export", pair[0], "-o", target)
+    code, _, err = run(capsys, "compressor", "export", pair[0], "-o", target)
     assert code == 1
     assert "exists already" in err
-    assert run(capsys, "export", pair[0], "-o", "-")[0] == 2
+    assert run(capsys, "compressor", "export", pair[0], "-o", "-")[0] == 2
 
 
 def test_a_frame_may_be_called_bin(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -449,7 +451,7 @@ def test_a_frame_may_be_called_bin(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_checkpoint_on_standard_input(pair: tuple[Path, Path], tmp_path: Path) -> None:
     file, source = pair
-    entry_point = [sys.executable, "-m", "kvmnn", "convert", "-", "-"]
+    entry_point = [sys.executable, "-m", "kvmnn", "compressor", "convert", "-", "-"]
     with source.open("rb") as stdin:
         done = subprocess.run(entry_point, stdin=stdin, capture_output=True, check=True)
     assert done.stdout == file.read_bytes()

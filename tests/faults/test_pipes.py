@@ -172,8 +172,18 @@ def test_token_ids_from_a_pipe_are_read_once(tmp_path: Path, run: Run) -> None:
     calls = {
         "put": ["store", "put", tmp_path / "S", tmp_path / "kv.npz", "--fingerprint", "m"],
         "match": ["store", "match", tmp_path / "S"],
-        "pack": ["pack", tmp_path / "kv.npz", "-o", tmp_path / "sys/", "--backend", "arm64-fp16", "--name", "sys"],
-        "unpack": ["unpack", tmp_path / "sys", "-o", tmp_path / "back.npz"],
+        "pack": [
+            "mnn",
+            "pack",
+            tmp_path / "kv.npz",
+            "-o",
+            tmp_path / "sys/",
+            "--backend",
+            "arm64-fp16",
+            "--name",
+            "sys",
+        ],
+        "unpack": ["mnn", "unpack", tmp_path / "sys", "-o", tmp_path / "back.npz"],
         "verify": ["verify", tmp_path / "frames", "--against", tmp_path / "sys"],
     }
     for name, argv in calls.items():
@@ -206,7 +216,7 @@ def test_weights_from_a_pipe_are_read_once(tmp_path: Path, run: Run) -> None:
     keys, values = np.random.default_rng(1).normal(size=(2, 1, 1, 6, 2)).astype(np.float32)
     np.savez(tmp_path / "kv.npz", k=keys, v=values)
     thread = fed(tmp_path / "w.bin", data)
-    run("compress-kv", tmp_path / "w.bin", tmp_path / "kv.npz", "-o", tmp_path / "out.npz", "--axes", "lhtd")
+    run("compressor", "run", tmp_path / "w.bin", tmp_path / "kv.npz", "-o", tmp_path / "out.npz", "--axes", "lhtd")
     thread.join(10)
     (beside,) = tmp_path.glob("out.npz.*")
     assert hashlib.sha256(data).hexdigest() in beside.read_text()

@@ -62,7 +62,7 @@ def test_files_of_arrays_say_it_as_the_folder_does(tmp_path: Path, run: Any, suf
     encode_store(kvmnn.open(original), tmp_path / "kv.zarr")
     for number, path in enumerate((original, tmp_path / "frames", tmp_path / "kv.zarr")):
         file = tmp_path / f"{number}.{suffix}"
-        assert "note" not in run("unpack" if path == original else "decode", path, "-o", file).err
+        assert "note" not in run("mnn unpack" if path == original else "decode", path, "-o", file).err
         held = read_stored_tokens(kvmnn.open(file), [3])
         assert held.positions[0].tolist() == [0, 4, 8] and held.ids is not None and held.ids.size == 9
         said = run(
@@ -77,7 +77,7 @@ def test_files_of_arrays_say_it_as_the_folder_does(tmp_path: Path, run: Any, suf
             code=1,
         ).err
         assert "layer 0 was cut: a cache without some tokens is no prefix" in said
-        run("unpack", file, "-o", f"{tmp_path / 'again'}/", "-f")
+        run("mnn", "unpack", file, "-o", f"{tmp_path / 'again'}/", "-f")
         assert contents(tmp_path / "again") == contents(original)
         for options in ({"tensors": ("layer_0.key",)}, {"axes": "htd"}):
             source = kvmnn.open(file, **options)  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def test_what_has_no_place_for_it_is_noted(tmp_path: Path, run: Any) -> None:
     original = folder(tmp_path / "kv")
     ids = np.random.default_rng(3).integers(0, 50000, 40000)
     (original / "token_ids.json").write_text(json.dumps(ids.tolist()))
-    assert ".npz does not say the token ids" in run("unpack", original, "-o", tmp_path / "k.npz").err
+    assert ".npz does not say the token ids" in run("mnn", "unpack", original, "-o", tmp_path / "k.npz").err
     files = passthrough.parse_sidecars(kvmnn.open(tmp_path / "k.npz").metadata, "k.npz")
     assert files == {"positions.json": TEXTS["positions.json"]}
     one = tmp_path / "one"
@@ -98,13 +98,13 @@ def test_what_has_no_place_for_it_is_noted(tmp_path: Path, run: Any) -> None:
     np.save(one / "k.npy", np.ones((2, 3, 8), np.float16))
     with_texts(one)
     said = "one.npy does not say which tokens of which text it holds: .safetensors and folders of arrays do"
-    assert said in run("unpack", one, "-o", tmp_path / "one.npy").err
+    assert said in run("mnn", "unpack", one, "-o", tmp_path / "one.npy").err
     run("encode", one, "-o", f"{tmp_path / 'one.frames'}/")
     assert said in run("decode", tmp_path / "one.frames", "-o", tmp_path / "one.npy", "-f").err
 
 
 def test_a_dump_that_unpack_writes_has_them(tmp_path: Path, run: Any) -> None:
-    run("unpack", folder(tmp_path / "kv"), "--as", "dump", "-o", f"{tmp_path / 'dump'}/")
+    run("mnn", "unpack", folder(tmp_path / "kv"), "--as", "dump", "-o", f"{tmp_path / 'dump'}/")
     assert {name: (tmp_path / "dump" / name).read_bytes() for name in TEXTS} == TEXTS
 
 
@@ -192,45 +192,47 @@ def test_chosen_arrays_are_of_the_tokens_that_they_were(tmp_path: Path, run: Any
     )
     paths = [original, *(tmp_path / name for name in ("a.npz", "a.safetensors", "a.frames", "a.zarr"))]
     for path in paths[1:]:
-        run("unpack" if path.suffix in (".npz", ".safetensors") else "encode", original, "-o", path)
+        run("mnn unpack" if path.suffix in (".npz", ".safetensors") else "encode", original, "-o", path)
     for number, path in enumerate(paths):
         assert "layer 1 was cut" in run("store", "put", tmp_path / "s", path, *second, *put, code=1).err
         run("store", "put", tmp_path / f"s{number}", path, *first, *put)
         part = tmp_path / f"part{number}.npz"
-        run("unpack", path, *second, "-o", part)
+        run("mnn", "unpack", path, *second, "-o", part)
         assert "layer 1 was cut" in run("store", "put", tmp_path / "s", part, *put, code=1).err
-        packed = run("pack", path, *first, "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / f"p{number}")
+        packed = run(
+            "mnn", "pack", path, *first, "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / f"p{number}"
+        )
         assert "true positions are as positions.json" in packed.err.replace("\n", " ")
 
 
 def test_chosen_arrays_of_packed_files_that_were_cut(tmp_path: Path, run: Any) -> None:
     original = cut_folder(tmp_path / "kv")
-    run("pack", original, "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p")
+    run("mnn", "pack", original, "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p")
     run("encode", tmp_path / "p", "-o", tmp_path / "p.frames/")
     run("encode", tmp_path / "p", "-o", tmp_path / "p.zarr")
     put = ("--token-ids", "0,1,2", "--fingerprint", "m")
     part = ("--tensor", "layer_1.key", "--tensor", "layer_1.value")
-    run("unpack", tmp_path / "p", "-o", tmp_path / "p.npz")
-    run("unpack", tmp_path / "p", "-o", tmp_path / "p.safetensors")
+    run("mnn", "unpack", tmp_path / "p", "-o", tmp_path / "p.npz")
+    run("mnn", "unpack", tmp_path / "p", "-o", tmp_path / "p.safetensors")
     for path in (tmp_path / name for name in ("p", "p.frames", "p.zarr", "p.npz", "p.safetensors")):
         assert "layer 1 was cut" in run("store", "put", tmp_path / "s", path, *part, *put, code=1).err
-        run("unpack", path, *part, "-o", tmp_path / "part.npz", "-f")
+        run("mnn", "unpack", path, *part, "-o", tmp_path / "part.npz", "-f")
         assert "layer 1 was cut" in run("store", "put", tmp_path / "s", tmp_path / "part.npz", *put, code=1).err
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors"])
 def test_chosen_layers_of_a_file_of_packed_arrays_are_packed_again(tmp_path: Path, run: Any, suffix: str) -> None:
     file, pack_as = tmp_path / f"p.{suffix}", ("--backend", "arm64-fp16", "--name", "q", "-o")
-    run("pack", cut_folder(tmp_path / "kv"), "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p")
-    run("unpack", tmp_path / "p", "-o", file)
+    run("mnn", "pack", cut_folder(tmp_path / "kv"), "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p")
+    run("mnn", "unpack", tmp_path / "p", "-o", file)
     part = ("--tensor", "layer_0.key", "--tensor", "layer_0.value")
-    run("pack", file, *part, *pack_as, tmp_path / "q")
+    run("mnn", "pack", file, *part, *pack_as, tmp_path / "q")
     run("encode", file, *part, "-o", tmp_path / "part.frames/")
-    run("pack", tmp_path / "part.frames", *pack_as, tmp_path / "r")
+    run("mnn", "pack", tmp_path / "part.frames", *pack_as, tmp_path / "r")
     for made in ("q", "r"):
         assert run("diff", tmp_path / made, tmp_path / "kv", *part).out.startswith("equal")
     every = [word for n in (0, 1) for name in ("key", "value") for word in ("--tensor", f"layer_{n}.{name}")]
-    run("pack", file, *every, "-o", tmp_path / "all")  # the layout is known
+    run("mnn", "pack", file, *every, "-o", tmp_path / "all")  # the layout is known
 
 
 def test_files_of_one_folder_are_of_the_tokens_of_the_folder(tmp_path: Path, run: Any) -> None:
@@ -242,7 +244,7 @@ def test_files_of_one_folder_are_of_the_tokens_of_the_folder(tmp_path: Path, run
     assert "LOSSLESS" in run("verify", tmp_path / "frames", "--against", original).out
     assert "layer 1 was cut" in run("store", "put", tmp_path / "s", tmp_path / "frames", *put, code=1).err
     run("store", "put", tmp_path / "s", *files[:2], "--token-ids", "0,1,2", *put)
-    packed = run("pack", *files, "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p")
+    packed = run("mnn", "pack", *files, "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p")
     assert "true positions are as positions.json" in packed.err.replace("\n", " ")
 
 
@@ -256,7 +258,7 @@ def test_one_file_of_a_folder_is_of_the_tokens_of_the_folder(tmp_path: Path, run
     assert "note" not in run("encode", original / "kv.npy", "-o", frame).err
     for made in (said, (frame, *said[1:])):
         assert "layer 1 was cut" in run("store", "put", tmp_path / "s", *made, "--fingerprint", "m", code=1).err
-        packed = run("pack", *made, "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p", "-f")
+        packed = run("mnn", "pack", *made, "--backend", "arm64-fp16", "--name", "p", "-o", tmp_path / "p", "-f")
         assert "true positions are as positions.json" in packed.err.replace("\n", " ")
     shape = ("--shape", "2,2,2,3,8")
     assert "kv.npy says of its tokens is left out" in run("measure", *said, *shape).err.replace("\n", " ")
@@ -303,12 +305,12 @@ def test_a_bundle_of_an_evicted_cache_says_its_positions(tmp_path: Path) -> None
 
 def test_what_a_folder_had_before_is_told_of(tmp_path: Path, run: Any) -> None:
     """It is read with what was written: arrays of another cache, and where the tokens of another one stood."""
-    run("unpack", cut_folder(tmp_path / "kv"), "-o", f"{tmp_path / 'out'}/")
+    run("mnn", "unpack", cut_folder(tmp_path / "kv"), "-o", f"{tmp_path / 'out'}/")
     keys = np.ones((2, 3, 8), np.float16)
     np.savez(tmp_path / "one.npz", **{"layer_0.key": keys, "layer_0.value": keys})
     run("encode", tmp_path / "one.npz", "-o", tmp_path / "one.frames")
     run("encode", tmp_path / "one.npz", "-o", tmp_path / "one.zarr")
     said = "out/: layer_1.key.npy and 3 more lay there before, and what reads the folder takes them for a part of it"
-    for verb, made in (("unpack", "one.npz"), ("decode", "one.frames"), ("decode", "one.zarr")):
+    for verb, made in (("mnn unpack", "one.npz"), ("decode", "one.frames"), ("decode", "one.zarr")):
         assert said in run(verb, tmp_path / made, "-o", f"{tmp_path / 'out'}/", "-f").err.replace("\n", " ")
-    assert "lay there" not in run("unpack", tmp_path / "kv", "-o", f"{tmp_path / 'out'}/", "-f").err
+    assert "lay there" not in run("mnn", "unpack", tmp_path / "kv", "-o", f"{tmp_path / 'out'}/", "-f").err

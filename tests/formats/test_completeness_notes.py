@@ -180,7 +180,7 @@ def test_npz_with_long_note_keeps_completeness() -> None:
 
 def test_single_file_without_place_for_the_note_says_so(run: Run) -> None:
     unpack(part(), "a.safetensors")
-    found = run("unpack", "a.safetensors", "--tensor", "layer_0.key", "-o", "k.npy")
+    found = run("mnn", "unpack", "a.safetensors", "--tensor", "layer_0.key", "-o", "k.npy")
     assert "k.npy does not record which state of the model it lacks" in found.err
 
 
@@ -202,7 +202,7 @@ def test_handing_on_a_part_is_refused(make: Callable[[Source], object]) -> None:
 def test_verbs_that_hand_on_exit_1_and_name_the_state(run: Run) -> None:
     unpack(part(), "a.safetensors")
     for words in (
-        ("pack", "a.safetensors", "--backend", "x86-avx2", "--cast", "--name", "s", "-o", "p/"),
+        ("mnn", "pack", "a.safetensors", "--backend", "x86-avx2", "--cast", "--name", "s", "-o", "p/"),
         ("store", "put", "s/", "a.safetensors", "--fingerprint", "m", "--token-ids", ",".join(map(str, range(20)))),
     ):
         found = run(*words, code=1)
@@ -219,7 +219,7 @@ def test_verbs_that_hand_on_exit_1_and_name_the_state(run: Run) -> None:
         ("encode", "a.safetensors", "-o", "e/"),
         ("encode", "a.safetensors", "--codec", "dense", "-o", "e/"),
         ("encode", "a.safetensors", "-o", "e.zarr"),
-        ("unpack", "a.safetensors", "-o", "u.npz"),
+        ("mnn", "unpack", "a.safetensors", "-o", "u.npz"),
         ("diff", "a.safetensors", "a.safetensors"),
         ("diff", "a.safetensors", "a.safetensors", "--atol", "1"),
         ("decode", "b/", "-o", "d/"),

@@ -46,13 +46,13 @@ def same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("name", ["whole", "gaps"])
 def test_packed_as_the_session_is(here: Path, run: Run, name: str, suffix: str) -> None:
     session, arrays = f"{name}.session", f"a{suffix}"
-    run("unpack", session, "--kv-heads", 2, "-o", arrays)
+    run("mnn", "unpack", session, "--kv-heads", 2, "-o", arrays)
     source, own = kvmnn.open(arrays), kvmnn.open(session, kv_heads=2)
     same(source.engine_cache, own.engine_cache)
     assert source.dequantised_types == ("q8_0",)
     assert "llama.cpp session: 2 layers, 2 kv heads of 32, 7 tokens" in run("inspect", arrays).out
-    first = run("pack", session, "--kv-heads", 2, *PACK, "-o", "p1/")
-    second = run("pack", arrays, *PACK, "-o", "p2/")
+    first = run("mnn", "pack", session, "--kv-heads", 2, *PACK, "-o", "p1/")
+    second = run("mnn", "pack", arrays, *PACK, "-o", "p2/")
     assert "brought into the order of other engines" in second.err and "note: dequantised" in first.err
     assert tree("p1") == tree("p2")
     assert "equal" in run("diff", arrays, session, "--kv-heads", 2).out
@@ -60,27 +60,27 @@ def test_packed_as_the_session_is(here: Path, run: Run, name: str, suffix: str) 
 
 @FORMATS
 def test_by_way_of_frames_and_stores(here: Path, run: Run, suffix: str) -> None:
-    run("unpack", "gaps.session", "--kv-heads", 2, "-o", f"a{suffix}")
+    run("mnn", "unpack", "gaps.session", "--kv-heads", 2, "-o", f"a{suffix}")
     run("encode", f"a{suffix}", "-o", "f/")
     same(kvmnn.open("f").engine_cache, kvmnn.open(f"a{suffix}").engine_cache)
     run("decode", "f/", "-o", f"b{suffix}")
     assert Path(f"b{suffix}").read_bytes() == Path(f"a{suffix}").read_bytes()
     run("encode", f"a{suffix}", "-o", "x.zarr")
-    run("unpack", "x.zarr", "-o", f"c{suffix}")
+    run("mnn", "unpack", "x.zarr", "-o", f"c{suffix}")
     assert Path(f"c{suffix}").read_bytes() == Path(f"a{suffix}").read_bytes()
 
 
 @FORMATS
 def test_what_was_undone_is_not_done_again(here: Path, run: Run, suffix: str) -> None:
-    run("unpack", "whole.session", "--kv-heads", 2, "--undo", "k-order", "-o", f"a{suffix}")
-    run("pack", "whole.session", "--kv-heads", 2, *PACK, "-o", "p1/")
-    assert "order" not in run("pack", f"a{suffix}", *PACK, "-o", "p2/").err
+    run("mnn", "unpack", "whole.session", "--kv-heads", 2, "--undo", "k-order", "-o", f"a{suffix}")
+    run("mnn", "pack", "whole.session", "--kv-heads", 2, *PACK, "-o", "p1/")
+    assert "order" not in run("mnn", "pack", f"a{suffix}", *PACK, "-o", "p2/").err
     assert tree("p1") == tree("p2")
 
 
 @FORMATS
 def test_token_ids_for_the_store(here: Path, run: Run, suffix: str) -> None:
-    run("unpack", "whole.session", "--kv-heads", 2, "-o", f"a{suffix}")
+    run("mnn", "unpack", "whole.session", "--kv-heads", 2, "-o", f"a{suffix}")
     run("store", "put", "s", "whole.session", "--kv-heads", 2, "--fingerprint", "m")
     assert "all of them were stored already" in run("store", "put", "s", f"a{suffix}", "--fingerprint", "m").out
 
@@ -92,7 +92,7 @@ def test_layers_that_hold_different_tokens(tmp_path: Path, run: Run, suffix: str
     keys, values = window[0]
     states.insert(1, {"keys": keys, "values": values, "cumulative_length": 20, "sliding_window": 6})
     path = save(tmp_path / "a.pt", cache_object("DynamicCache", "DynamicLayer", states))
-    run("unpack", path, "-o", tmp_path / f"a{suffix}")
+    run("mnn", "unpack", path, "-o", tmp_path / f"a{suffix}")
     source, own = kvmnn.open(tmp_path / f"a{suffix}"), kvmnn.open(path)
     same(source.engine_cache, own.engine_cache)
     assert source.axes == own.axes == "bhtd"
@@ -109,7 +109,7 @@ def test_layers_that_hold_different_tokens(tmp_path: Path, run: Run, suffix: str
 @FORMATS
 def test_of_chosen_arrays_it_says_the_same(here: Path, run: Run, suffix: str) -> None:
     """And of arrays whose axes are said to be what they are: their tokens and the order of K are as they were."""
-    run("unpack", "gaps.session", "--kv-heads", 2, "-o", f"a{suffix}")
+    run("mnn", "unpack", "gaps.session", "--kv-heads", 2, "-o", f"a{suffix}")
     run("encode", f"a{suffix}", "-o", "f/")
     run("encode", f"a{suffix}", "-o", "x.zarr")
     whole = kvmnn.open(f"a{suffix}").engine_cache
@@ -131,7 +131,7 @@ def test_of_chosen_arrays_it_says_the_same(here: Path, run: Run, suffix: str) ->
 
 @FORMATS
 def test_of_other_arrays_it_says_nothing(here: Path, run: Run, suffix: str) -> None:
-    run("unpack", "whole.session", "--kv-heads", 2, "-o", f"a{suffix}")
+    run("mnn", "unpack", "whole.session", "--kv-heads", 2, "-o", f"a{suffix}")
     source = kvmnn.open(f"a{suffix}", axes="thd")
     assert source.engine_cache is None
     (note,) = source.notes
@@ -141,7 +141,7 @@ def test_of_other_arrays_it_says_nothing(here: Path, run: Run, suffix: str) -> N
 
 
 def test_arrays_that_somebody_changed(here: Path, run: Run) -> None:
-    run("unpack", "whole.session", "--kv-heads", 2, "-o", "a.npz")
+    run("mnn", "unpack", "whole.session", "--kv-heads", 2, "-o", "a.npz")
     with np.load("a.npz") as found, zipfile.ZipFile("a.npz") as archive:
         arrays, comment = dict(found), archive.comment
     np.savez("b.npz", **{name: array[:, 2:] for name, array in arrays.items()})
@@ -153,14 +153,14 @@ def test_arrays_that_somebody_changed(here: Path, run: Run) -> None:
 
 
 def test_numpy_sees_the_arrays_alone(here: Path, run: Run) -> None:
-    run("unpack", "whole.session", "--kv-heads", 2, "-o", "a.npz")
+    run("mnn", "unpack", "whole.session", "--kv-heads", 2, "-o", "a.npz")
     with np.load("a.npz") as found:
         assert found.files == [f"layer_{layer}.{part}" for layer in (0, 1) for part in ("key", "value")]
 
 
 def test_folders_say_nothing_and_a_note_says_so(here: Path, run: Run) -> None:
     said = "a/ does not say of what engine it is, nor which tokens it holds: .safetensors and .npz do"
-    assert said in run("unpack", "whole.session", "--kv-heads", 2, "-o", "a/").err
+    assert said in run("mnn", "unpack", "whole.session", "--kv-heads", 2, "-o", "a/").err
     assert kvmnn.open("a").engine_cache is None
 
 
@@ -170,11 +170,11 @@ def test_more_token_ids_than_an_archive_has_room_for(tmp_path: Path, run: Run) -
     out = tmp_path / "a.npz"
     assert (
         f"{out} does not say the token ids, .safetensors does"
-        in run("unpack", tmp_path / "x.session", "--kv-heads", 1, "-o", out).err
+        in run("mnn", "unpack", tmp_path / "x.session", "--kv-heads", 1, "-o", out).err
     )
     cache = kvmnn.open(out).engine_cache
     assert cache is not None and cache.token_ids is None and cache.altered == ("k-order",)
-    run("unpack", tmp_path / "x.session", "--kv-heads", 1, "-o", tmp_path / "a.safetensors")
+    run("mnn", "unpack", tmp_path / "x.session", "--kv-heads", 1, "-o", tmp_path / "a.safetensors")
     cache = kvmnn.open(tmp_path / "a.safetensors").engine_cache
     assert cache is not None and cache.token_ids is not None and cache.token_ids.size == 20_000
 

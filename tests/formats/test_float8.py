@@ -111,7 +111,7 @@ def test_frames_keep_every_code_and_their_type(tmp_path: Path, run: Any, name: s
             assert np.array_equal(bits(opened[key].to_numpy()), bits(build_exact_table(name)[each]))
     assert name in run("inspect", tmp_path / "f").out
     assert name in run("inspect", path).out
-    run("transcode", tmp_path / "f", "--codec", "mnn", "-o", tmp_path / "g/")
+    run("encode", tmp_path / "f", "--codec", "mnn", "-o", tmp_path / "g/")
     assert json.loads((tmp_path / "g/manifest.json").read_text())["arrays"][0]["element"] == name
 
 
@@ -249,14 +249,14 @@ def test_verbs_that_compute_take_exact_numbers(tmp_path: Path, run: Any) -> None
     codes = {f"layer_0.{part}": finite[drawn(n, SHAPE) % finite.size] for n, part in enumerate(("key", "value"))}
     path = write(tmp_path / "c.safetensors", {key: ("F8_E4M3", each) for key, each in codes.items()})
     expected = {key: build_exact_table("float8_e4m3fn")[each] for key, each in codes.items()}
-    run("unpack", path, "-o", tmp_path / "u/")
+    run("mnn", "unpack", path, "-o", tmp_path / "u/")
     for key, each in expected.items():
         assert np.array_equal(np.load(tmp_path / f"u/{key}.npy"), each)
     assert (
         "dequantised from float8_e4m3fn"
-        in run("pack", path, "--backend", "x86-avx2", "--name", "p", "-o", tmp_path / "p/").out
+        in run("mnn", "pack", path, "--backend", "x86-avx2", "--name", "p", "-o", tmp_path / "p/").out
     )
-    run("unpack", tmp_path / "p", "-o", tmp_path / "q/")
+    run("mnn", "unpack", tmp_path / "p", "-o", tmp_path / "q/")
     assert np.array_equal(np.load(tmp_path / "q/layer_0.key.npy"), expected["layer_0.key"][0])
     ids = ",".join(map(str, range(SHAPE[2])))
     text = ("--fingerprint", "m", "--token-ids", ids)

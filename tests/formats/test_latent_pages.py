@@ -37,7 +37,7 @@ def test_page_with_an_axis_of_layers(tmp_path: Path, run: Any) -> None:
     for shape, axes in (("4,-1,24", "ltd"), ("-1,70,24", "ltd"), ("-1,1,70,24", "lhtd")):
         said = run("measure", path, "--shape", shape, "--axes", axes)
         assert "of K alone: nothing is stored as V" in said.out
-        run("unpack", path, "--shape", shape, "--axes", axes, "-o", tmp_path / "kv.npz", "--force")
+        run("mnn", "unpack", path, "--shape", shape, "--axes", axes, "-o", tmp_path / "kv.npz", "--force")
         with np.load(tmp_path / "kv.npz") as back:
             assert back["layer_0.key"].tobytes() == words[0].tobytes()
 
@@ -54,7 +54,7 @@ def test_keys_alone_go_through_store_and_frames(tmp_path: Path, run: Any) -> Non
     frames = kvmnn.open(tmp_path / "frames")
     assert [frames[name].to_numpy().tobytes() for name in frames] == [words.tobytes() for words in arrays]
     run("plan", tmp_path / "mla", "--axes", "td", "--policy", "knorm:keep_ratio=0.5")
-    assert "no array of its values" in run("pack", tmp_path / "mla", "--axes", "td", "--name", "s", "--backend",
+    assert "no array of its values" in run("mnn", "pack", tmp_path / "mla", "--axes", "td", "--name", "s", "--backend",
                                            "arm64-fp16", "-o", tmp_path / "out/", code=1).err  # fmt: skip
 
 

@@ -94,17 +94,17 @@ def integers(folder: Path) -> Path:
 AS_K = {"layer_0.key": WORDS[0, 0], "layer_0.value": WORDS[1, 0]}
 GEOMETRY = ("--kv-heads", "2", "--head-dim", "8", "--backend", "x86-avx2")
 PACKED = (*GEOMETRY, "--tokens", "64")
-ARRAYS = ("encode", "measure", "pack")
-KV = ("measure", "pack")
-OF_PACKED = ("encode", "measure", "unpack")
+ARRAYS = ("encode", "measure", "mnn pack")
+KV = ("measure", "mnn pack")
+OF_PACKED = ("encode", "measure", "mnn unpack")
 
 CASES = {
-    "llama.cpp, kv heads": Case(session, "--kv-heads", ("--kv-heads", "2"), ("unpack", "pack")),
+    "llama.cpp, kv heads": Case(session, "--kv-heads", ("--kv-heads", "2"), ("mnn unpack", "mnn pack")),
     "llama.cpp, stream": Case(
         lambda folder: session(folder, cells=[3, 2]),
         "--stream",
         ("--stream", "1"),
-        ("unpack", "pack"),
+        ("mnn unpack", "mnn pack"),
         ("--kv-heads", "2"),
     ),
     "prefix, geometry": Case(
@@ -200,8 +200,8 @@ CASES = {
 RUNS = [pytest.param(case, verb, id=f"{name} ({verb})") for name, case in CASES.items() for verb in case.verbs]
 OUTPUTS = {
     "encode": ("-o", "made/"),
-    "unpack": ("-o", "made.npz"),
-    "pack": ("--backend", "x86-avx2", "--cast", "--name", "x", "-o", "made/"),
+    "mnn unpack": ("-o", "made.npz"),
+    "mnn pack": ("--backend", "x86-avx2", "--cast", "--name", "x", "-o", "made/"),
     "measure": (),
 }
 
@@ -214,7 +214,7 @@ def test_an_option_that_is_missing(
     (tmp_path / "out").mkdir()
     path = case.make(tmp_path / "in")
     monkeypatch.chdir(tmp_path / "out")
-    words = [verb, path, *case.more, *(word for word in OUTPUTS[verb] if verb != "pack" or word not in case.more)]
+    words = [verb, path, *case.more, *(word for word in OUTPUTS[verb] if verb != "mnn pack" or word not in case.more)]
     said = run(*words, code=2).err
     first, *choices = said.splitlines()
     assert case.said in first and not list((tmp_path / "out").iterdir())

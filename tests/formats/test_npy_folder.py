@@ -22,7 +22,7 @@ def here(tmp_path, monkeypatch, run):
     """A prefix cache `p`, and the directory `d` that unpack makes of it."""
     monkeypatch.chdir(tmp_path)
     sample = packed_samples.write_prefix(Path("p"), packed_samples.arrays(12, 2, TOKENS, 6), capacity=24)
-    run("unpack", "p", *sample.options, *ON_AVX2, "-o", "d/")
+    run("mnn", "unpack", "p", *sample.options, *ON_AVX2, "-o", "d/")
     return sample
 
 
@@ -49,7 +49,7 @@ def test_every_verb_takes_one(here, run, tmp_path):
     assert "LOSSLESS" in run("encode", "d", "-o", "d.frames/").out
     assert "every byte compared with d" in run("verify", "d.frames/", "--against", "d").out
     run("decode", "d.frames", "--arrays", "-o", "e/")
-    run("pack", "e", *ON_AVX2, "--name", "sys", "-o", "q/")
+    run("mnn", "pack", "e", *ON_AVX2, "--name", "sys", "-o", "q/")
     assert "equal: " in run("diff", "q", "d").out
     assert "equal: " in run("diff", "d", "e").out
     assert "total: 12 layers, 20 tokens each" in run("measure", "d").out
@@ -66,11 +66,11 @@ def test_every_verb_takes_one(here, run, tmp_path):
         "kv_h2o_trigger_min_tokens": 1,
     }
     Path("c.json").write_text(json.dumps(config))
-    assert "12 layers, 20 tokens" in run("replay", "d", "--config", "c.json").out
+    assert "12 layers, 20 tokens" in run("mnn", "replay", "d", "--config", "c.json").out
 
 
 def test_a_dump_that_went_through_files_is_still_one(here, run):
-    run("unpack", "d", "--as", "dump", "-o", "dump/", "--run-id", "2026")
+    run("mnn", "unpack", "d", "--as", "dump", "-o", "dump/", "--run-id", "2026")
     run("encode", "dump", "-o", "dump.frames/")
     run("decode", "dump.frames", "--arrays", "-o", "back/")
     assert Path("back/2026_layer_11_k_t0_20.npy").exists()
@@ -87,6 +87,6 @@ def test_a_file_that_is_cut_after_it_was_opened(here):
 
 
 def test_what_a_folder_is(here, run):
-    run("unpack", "d", "--as", "dump", "-o", "dump/")
+    run("mnn", "unpack", "d", "--as", "dump", "-o", "dump/")
     Path("empty").mkdir()
     assert [classify_folder(name) for name in ("p", "d", "dump", "empty")] == ["packed", "npy", "dump", None]

@@ -125,7 +125,7 @@ def test_a_folder_of_vllm(tmp_path: Path, shape: tuple[int, ...], said: Any) -> 
 
 def test_a_folder_of_vllm_is_unpacked(tmp_path: Path, run: Any) -> None:
     arrays = folder(tmp_path / "0cc175b9", (7, 2, 2, 4))
-    run("unpack", tmp_path / "0cc175b9", "--axes", "t2hd", "-o", tmp_path / "kv.npz")
+    run("mnn", "unpack", tmp_path / "0cc175b9", "--axes", "t2hd", "-o", tmp_path / "kv.npz")
     assert np.load(tmp_path / "kv.npz")["layer_3.key"].tobytes() != arrays[3].tobytes()
     words = kvmnn.open(tmp_path / "kv.npz", dtype="bf16")["layer_3.key"].to_numpy()
     assert words.tobytes() == arrays[3].reshape(7, 2, 2, 4)[:, 0].transpose(1, 0, 2).tobytes()

@@ -56,8 +56,11 @@ def test_what_compressors_write_is_read_again(tmp_path, monkeypatch, run, suffix
     monkeypatch.chdir(tmp_path)
     compressor_files.checkpoint(Path("c.pth"), compressor_files.weights(1, head_dim=8))
     np.savez("kv.npz", **{f"layer_0.{part}": KEYS[..., :8].astype(np.float32) for part in ("key", "value")})
-    run("convert", "c.pth", "w.bin")
-    for argv in (["export", "w.bin", "-o"], ["compress-kv", "w.bin", "kv.npz", "--axes", "htd", "-o"]):
+    run("compressor", "convert", "c.pth", "w.bin")
+    for argv in (
+        ["compressor", "export", "w.bin", "-o"],
+        ["compressor", "run", "w.bin", "kv.npz", "--axes", "htd", "-o"],
+    ):
         run(*argv, f"good.{suffix}", "-f")
         with monkeypatch.context() as broken:
             lossy(broken, lambda data: data[:-1] + bytes([data[-1] ^ 1]) if len(data) > 200 else data)
@@ -67,9 +70,9 @@ def test_what_compressors_write_is_read_again(tmp_path, monkeypatch, run, suffix
 
 @pytest.mark.parametrize("output", OUTPUTS)
 def test_unpack_reads_its_output_again(frame, run, monkeypatch, output):
-    run("unpack", "k.npy", "-o", f"good.{output}")
+    run("mnn", "unpack", "k.npy", "-o", f"good.{output}")
     lossy(monkeypatch, flipped)
-    assert "read back" in run("unpack", "k.npy", "-o", output, code=1).err
+    assert "read back" in run("mnn", "unpack", "k.npy", "-o", output, code=1).err
     assert not Path(output).exists()
 
 

@@ -47,8 +47,11 @@ def test_files(tmp_path, run, monkeypatch, name, content, what):
 def test_export_of_safetensors_is_not_asked_for_the_suffix_that_it_has(tmp_path, run, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("x.safetensors").write_bytes((20).to_bytes(8, "little") + b'{"k":{}}')
-    error = run("export", "x.safetensors", code=1).err
-    assert "it looks like a safetensors file (kvmnn encode takes one of arrays, kvmnn convert a checkpoint)" in error
+    error = run("compressor", "export", "x.safetensors", code=1).err
+    assert (
+        "it looks like a safetensors file (kvmnn encode takes one of arrays, kvmnn compressor convert a checkpoint)"
+        in error
+    )
 
 
 def test_files_of_which_nothing_can_be_said(tmp_path, run):

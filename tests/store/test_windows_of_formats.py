@@ -125,7 +125,7 @@ def test_state_of_transformers_by_the_command(hf: Path, tmp_path: Path, run) -> 
     )
     run(*got)
     assert (tmp_path / "y.safetensors").read_bytes() == out.read_bytes()
-    words = ("pack", out, "--backend", "x86-avx2", "--name", "p", "-o", tmp_path / "p")
+    words = ("mnn", "pack", out, "--backend", "x86-avx2", "--name", "p", "-o", tmp_path / "p")
     assert "cannot make a prefix cache of a part of the state: 3 of 4 layers" in run(*words, code=1).err
 
 

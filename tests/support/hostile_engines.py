@@ -33,8 +33,8 @@ def _saved_cache(folder: Path, kind: str = "dynamic") -> Sample:
     }
     hf_files.save(folder / "c.pt", values[kind])
     more = {
-        "padded": ("unpack {in}/c.pt --batch 0 -o {out}.npz",),
-        "halves": ("unpack {in}/c.pt --part encoder --batch 0 -o {out}.npz",),
+        "padded": ("mnn unpack {in}/c.pt --batch 0 -o {out}.npz",),
+        "halves": ("mnn unpack {in}/c.pt --part encoder --batch 0 -o {out}.npz",),
     }
     commands = ("encode {in}/c.pt -o {out}/ --max-bytes 1M", "inspect {in}/c.pt", *more.get(kind, ()))
     return Sample(contents(folder), commands, ("c.pt",))
@@ -51,12 +51,12 @@ def _llama(folder: Path, kind: str = "q4_0", transposed: bool = False) -> Sample
     made(["encode", folder / "x.session", "-o", f"{folder}/frames/"])
     commands = (
         "encode {in}/x.session -o {out}/",
-        "unpack {in}/x.session -o {out}.npz --model {in}/m.gguf",
-        "unpack {in}/x.session --sequence 0 --kv-heads 1 -o {out}.npz",
+        "mnn unpack {in}/x.session -o {out}.npz --model {in}/m.gguf",
+        "mnn unpack {in}/x.session --sequence 0 --kv-heads 1 -o {out}.npz",
         "inspect {in}/x.session",
         "measure {in}/x.session",
         "decode {in}/frames -o {out}.session --max-bytes 1M",
-        "unpack {in}/frames --kv-heads 1 -o {out}.npz",
+        "mnn unpack {in}/frames --kv-heads 1 -o {out}.npz",
     )
     damaged = ("x.session",) if transposed else ("x.session", "m.gguf", "frames/manifest.json")
     return Sample(contents(folder), commands, damaged)
@@ -74,12 +74,12 @@ def _llama_windows(folder: Path) -> Sample:
     (folder / "x.session").write_bytes(state)
     (folder / "m.gguf").write_bytes(model)
     made(["encode", folder / "x.session", "--model", folder / "m.gguf", "-o", f"{folder}/frames/"])
-    made(["unpack", folder / "x.session", "--model", folder / "m.gguf", "-o", f"{folder}/arrays/"])
+    made(["mnn", "unpack", folder / "x.session", "--model", folder / "m.gguf", "-o", f"{folder}/arrays/"])
     commands = (
-        "unpack {in}/x.session -o {out}.npz --model {in}/m.gguf",
+        "mnn unpack {in}/x.session -o {out}.npz --model {in}/m.gguf",
         "encode {in}/x.session --codec dense --model {in}/m.gguf -o {out}/",
         "inspect {in}/x.session",
-        "unpack {in}/frames -o {out}.npz",
+        "mnn unpack {in}/frames -o {out}.npz",
         "decode {in}/frames -o {out}.session --max-bytes 1M",
         "inspect {in}/arrays",
         "encode {in}/arrays -o {out}/",
@@ -95,7 +95,7 @@ def _mlx(folder: Path, bits: int = 0, kind: str = "") -> Sample:
     (folder / "c.safetensors").write_bytes(mlx_files.cache(Random(1), shape)[0])
     commands = (
         "encode {in}/c.safetensors -o {out}/",
-        "unpack {in}/c.safetensors -o {out}.npz",
+        "mnn unpack {in}/c.safetensors -o {out}.npz",
         "inspect {in}/c.safetensors",
         "measure {in}/c.safetensors",
     )
@@ -123,7 +123,7 @@ def _mlx_classes(folder: Path, name: str) -> Sample:
     batch = " --batch 1" if name == "BatchKVCache" else ""
     commands = (
         "encode {in}/c.safetensors -o {out}/",
-        f"unpack {{in}}/c.safetensors -o {{out}}.npz{batch}",
+        f"mnn unpack {{in}}/c.safetensors -o {{out}}.npz{batch}",
         "inspect {in}/c.safetensors",
     )
     return Sample(contents(folder), commands, ("c.safetensors",))
@@ -156,9 +156,9 @@ def _float8(folder: Path) -> Sample:
     made(["encode", folder / "c.safetensors", "-o", f"{folder}/f/"])
     commands = (
         "inspect {in}/c.safetensors",
-        "unpack {in}/c.safetensors -o {out}.npz",
+        "mnn unpack {in}/c.safetensors -o {out}.npz",
         "decode {in}/f -o {out}.safetensors --max-bytes 1M",
-        "unpack {in}/f -o {out}.npy",
+        "mnn unpack {in}/f -o {out}.npy",
     )
     return Sample(contents(folder), commands, ("c.safetensors", "f/manifest.json"))
 

@@ -148,7 +148,7 @@ def _dense(folder: Path) -> dict[str, Sample]:
     stream, index = (folder / "k.frame").read_bytes(), (folder / "k.frame.json").read_bytes()
     fields = {"rope_theta": 1e4, "head_dim": 8, "rope_scaling": {"type": "linear", "factor": 2.0}}
     reading = ("inspect {in}/k.frame", "decode {in}/k.frame -o {out}.npy --max-bytes 1M", "verify {in}/k.frame")
-    more = ("transcode {in}/k.frame --codec mnn -o {out}.frame", "measure {in}/k.frame --dense")
+    more = ("encode {in}/k.frame --codec mnn -o {out}.frame", "measure {in}/k.frame --dense")
     settings = {"k.npy": (folder / "k.npy").read_bytes(), "config.json": json.dumps(fields).encode()}
     command = "encode {in}/k.npy --codec dense --model {in} -o {out}.frame"
     return {
@@ -165,10 +165,10 @@ def _prefix(folder: Path) -> Sample:
     folder.mkdir()
     layers = packed_samples.arrays(1, 1, 5, 4)
     np.savez(folder / "kv.npz", **{"layer_0.key": layers[0], "layer_0.value": layers[1]})
-    made(["pack", folder / "kv.npz", "-o", folder / "sys", *PREFIX.split(), "--name", "sys"])
+    made(["mnn", "pack", folder / "kv.npz", "-o", folder / "sys", *PREFIX.split(), "--name", "sys"])
     return Sample(
         contents(folder / "sys"),
-        ("inspect {in}", "unpack {in} -o {out}.npz", "encode {in} -o {out}/"),
+        ("inspect {in}", "mnn unpack {in} -o {out}.npz", "encode {in} -o {out}/"),
         ("sys.kvmnn.json",),
     )
 
@@ -177,7 +177,9 @@ def _bare_prefix(folder: Path) -> Sample:
     sample = _prefix(folder)
     files = {name: data for name, data in sample.files.items() if not name.endswith(".json")}
     asked = f"{PREFIX} --tokens 5 --ignore-markers"
-    return Sample(files, (f"unpack {{in}} -o {{out}}.npz {asked}", f"encode {{in}} -o {{out}}/ {asked}"), ("sys_0.k",))
+    return Sample(
+        files, (f"mnn unpack {{in}} -o {{out}}.npz {asked}", f"encode {{in}} -o {{out}}/ {asked}"), ("sys_0.k",)
+    )
 
 
 def _hybrid_prefix(folder: Path) -> Sample:
@@ -188,7 +190,7 @@ def _hybrid_prefix(folder: Path) -> Sample:
     made(["decode", folder / "b", "-o", folder / "r/"])
     files = {f"b/{name}": data for name, data in contents(folder / "b").items()}
     files |= {f"r/{name}": data for name, data in contents(folder / "r").items()}
-    commands = ("decode {in}/b -o {out}/", "encode {in}/r -o {out}/", "unpack {in}/r -o {out}.npz")
+    commands = ("decode {in}/b -o {out}/", "encode {in}/r -o {out}/", "mnn unpack {in}/r -o {out}.npz")
     return Sample(files, commands, ("b/manifest.json", "r/sys.kvmnn.json", "r/sys_0.k"))
 
 
@@ -198,7 +200,7 @@ def _model_settings(folder: Path) -> Sample:
     settings = {"config.json": {"llm_config": "llm_config.json"}, "llm_config.json": layers}
     files = {f"model/{name}": json.dumps(document).encode() for name, document in settings.items()}
     graph = {"model/llm.mnn": b"any bytes: only their hash is taken"}
-    command = f"unpack {{in}}/cache -o {{out}}.npz {PREFIX} --tokens 5 --ignore-markers --model {{in}}/model"
+    command = f"mnn unpack {{in}}/cache -o {{out}}.npz {PREFIX} --tokens 5 --ignore-markers --model {{in}}/model"
     cache = {f"cache/{name}": data for name, data in sample.files.items()}
     return Sample({**cache, **files, **graph}, (command,), tuple(files))
 
@@ -224,10 +226,10 @@ def _packing(folder: Path) -> Sample:
     np.savez(folder / "same/kv.npz", **named)
     (folder / "runtime.json").write_text(json.dumps(_RUNTIME))
     commands = (
-        f"pack {{in}}/kv.npz -o {{out}}/ {PREFIX} --name sys",
+        f"mnn pack {{in}}/kv.npz -o {{out}}/ {PREFIX} --name sys",
         "measure {in}/kv.npz",
         "diff {in}/kv.npz {in}/same/kv.npz",
-        "replay {in}/kv.npz --config {in}/runtime.json",
+        "mnn replay {in}/kv.npz --config {in}/runtime.json",
     )
     return Sample(contents(folder), commands, ("kv.npz",))
 
@@ -243,12 +245,12 @@ _RUNTIME = {
 
 def _runtime_settings(folder: Path) -> Sample:
     files = _packing(folder).files
-    return Sample(files, ("replay {in}/kv.npz --config {in}/runtime.json",), ("runtime.json",))
+    return Sample(files, ("mnn replay {in}/kv.npz --config {in}/runtime.json",), ("runtime.json",))
 
 
 def _repacking(folder: Path) -> Sample:
     sample = _prefix(folder)
-    commands = ("repack {in} --to arm64-fp16 -o {out}/", "diff {in} {in}", "compact {in} --remove 2 -o {out}/")
+    commands = ("mnn repack {in} --to arm64-fp16 -o {out}/", "diff {in} {in}", "mnn compact {in} --remove 2 -o {out}/")
     return Sample(sample.files, commands, ("sys_0.k", "sys_0.v", "sys.kvmnn.json"))
 
 
@@ -259,7 +261,7 @@ def _compressing(folder: Path, damaged: str = "kv.npz") -> Sample:
     np.savez(folder / "kv.npz", k=keys, v=values)
     return Sample(
         {"w.bin": weights, **contents(folder)},
-        ("compress-kv {in}/w.bin {in}/kv.npz -o {out}.npz --axes lhtd",),
+        ("compressor run {in}/w.bin {in}/kv.npz -o {out}.npz --axes lhtd",),
         (damaged,),
     )
 
@@ -269,7 +271,7 @@ def _live(folder: Path) -> Sample:
     layers = packed_samples.arrays(1, 1, 5, 4)
     for part, buffer in zip("kv", packed_samples.packed(*layers, 1, 4, 64, 69), strict=True):
         (folder / f"00005560831CAB70.{part}").write_bytes(buffer.tobytes())
-    command = "unpack {in} -o {out}.npz --kv-heads 1 --head-dim 4 --tokens 5 --layer-order 00005560831CAB70"
+    command = "mnn unpack {in} -o {out}.npz --kv-heads 1 --head-dim 4 --tokens 5 --layer-order 00005560831CAB70"
     return Sample(contents(folder), (command,), ("00005560831CAB70.k",))
 
 
@@ -305,13 +307,13 @@ def _plan(folder: Path) -> Sample:
     sample = _bare_prefix(folder)
     document = [{"layer": 0, "remove": 5, "pairs": [[0, 2], [4, 1]]}]
     cache = {f"cache/{name}": data for name, data in sample.files.items()}
-    command = f"compact {{in}}/cache -o {{out}}/ {PREFIX} --tokens 5 --ignore-markers --plan {{in}}/plan.json"
+    command = f"mnn compact {{in}}/cache -o {{out}}/ {PREFIX} --tokens 5 --ignore-markers --plan {{in}}/plan.json"
     return Sample({**cache, "plan.json": json.dumps(document).encode()}, (command,), ("plan.json",))
 
 
 def _weights(_: Path) -> Sample:
     data = compressor_files.weight_file(count=6, head_dim=1, factor=2, metadata=b"{}")
-    commands = ("verify {in}/w.bin", "inspect {in}/w.bin", "export {in}/w.bin -o {out}.safetensors")
+    commands = ("verify {in}/w.bin", "inspect {in}/w.bin", "compressor export {in}/w.bin -o {out}.safetensors")
     return Sample({"w.bin": data}, commands, ("w.bin",))
 
 
@@ -319,7 +321,7 @@ def _checkpoint(folder: Path) -> Sample:
     folder.mkdir()
     state = compressor_files.weights(1, head_dim=1, factor=2, prefixes=("compress_tk",))
     path = compressor_files.checkpoint(folder / "c.pth", {"model_state_dict": {"compressor": state}})
-    command = "convert {in}/c.pth {out}.bin --prefix-order compress_tk --as-reference"
+    command = "compressor convert {in}/c.pth {out}.bin --prefix-order compress_tk --as-reference"
     return Sample({"c.pth": path.read_bytes()}, (command,), ("c.pth",))
 
 
@@ -333,7 +335,7 @@ def _checkpoint_tensors(folder: Path) -> Sample:
         data += array.tobytes()
     text = json.dumps(header).encode()
     file = len(text).to_bytes(8, "little") + text + data
-    command = "convert {in}/c.safetensors {out}.bin --prefix-order compress_tk --as-reference"
+    command = "compressor convert {in}/c.safetensors {out}.bin --prefix-order compress_tk --as-reference"
     return Sample({"c.safetensors": file}, (command,), ("c.safetensors",))
 
 

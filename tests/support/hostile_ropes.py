@@ -22,7 +22,7 @@ def _cache(folder: Path) -> dict[str, bytes]:
 
 
 def _rope(folder: Path, files: dict[str, bytes], rope: str) -> Sample:
-    command = f"compact {{in}}/cache -o {{out}}/ {_PACKED} --reserve 0:1,3:2 --rerotate --rope {{in}}/{rope}"
+    command = f"mnn compact {{in}}/cache -o {{out}}/ {_PACKED} --reserve 0:1,3:2 --rerotate --rope {{in}}/{rope}"
     return Sample({**_cache(folder), **files}, (command,), tuple(files))
 
 
@@ -44,19 +44,32 @@ def _gguf(folder: Path) -> Sample:
 
 
 def _plan(folder: Path, document: Any) -> Sample:
-    command = f"compact {{in}}/cache -o {{out}}/ {_PACKED} --plan {{in}}/plan.json"
+    command = f"mnn compact {{in}}/cache -o {{out}}/ {_PACKED} --plan {{in}}/plan.json"
     return Sample({**_cache(folder), "plan.json": json.dumps(document).encode()}, (command,), ("plan.json",))
 
 
 def _rotated_prefix(folder: Path) -> Sample:
     """A prefix whose document has the positions of rotated K and those in the text."""
     cache = _cache(folder)
-    made(["compact", folder, *_PACKED.split(), "--reserve", "0:1,3:2", "-o", folder / "small"])
-    made(["repack", folder / "small", "--to", "x86-sse", "-o", folder / "c", "--rerotate", "--rope", "theta=9,dims=4"])
+    made(["mnn", "compact", folder, *_PACKED.split(), "--reserve", "0:1,3:2", "-o", folder / "small"])
+    made(
+        [
+            "mnn",
+            "repack",
+            folder / "small",
+            "--to",
+            "x86-sse",
+            "-o",
+            folder / "c",
+            "--rerotate",
+            "--rope",
+            "theta=9,dims=4",
+        ]
+    )
     files = {f"c/{name}": data for name, data in contents(folder / "c").items()}
     commands = (
-        "compact {in}/c -o {out}/ --reserve 0:1,2:1 --rerotate --rope theta=9,dims=4",
-        "unpack {in}/c -o {out}/",
+        "mnn compact {in}/c -o {out}/ --reserve 0:1,2:1 --rerotate --rope theta=9,dims=4",
+        "mnn unpack {in}/c -o {out}/",
     )
     return Sample({**cache, **files}, ("inspect {in}/c", *commands), ("c/sys.kvmnn.json",))
 

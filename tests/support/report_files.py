@@ -153,7 +153,7 @@ def measured_document(layers: int = 6) -> dict[str, Any]:
 
 
 def replay_document(steps: int = 129) -> dict[str, Any]:
-    """What ``kvmnn replay --json`` prints."""
+    """What ``kvmnn mnn replay --json`` prints."""
     points = [
         {"step": step, "tokens": 512 + step, "appended_bytes": 12288 * (512 + step), "live_bytes": 12288 * (512 + step),
          "held_bytes": 11000 * (512 + step), "ratio": 1.2, "queue_depth_peak": 3, "step_us": 17000.0}
@@ -173,7 +173,7 @@ def replay_document(steps: int = 129) -> dict[str, Any]:
         **{name: latency(place + 1) for place, name in enumerate(("compress", "decompress", "wait", "verify"))},
     }  # fmt: skip
     return {
-        "verb": "replay", "command": "kvmnn replay dump --config c.json --json", "behaviour": "sound", "layers": 6,
+        "verb": "replay", "command": "kvmnn mnn replay dump --config c.json --json", "behaviour": "sound", "layers": 6,
         "prompt": 512, "tokens": 768, "compared_calls": 1542, "wrong_calls": 0, "seconds": 5.4, "metrics": metrics,
         "points": points,
     }  # fmt: skip

@@ -109,7 +109,7 @@ def measured(source: Path, target: Path, rounds: int, repeat: int, torch: str | 
     for _ in range(rounds):
         runs["kvmnn"].append(child(sys.executable, _KVMNN, source, target, repeat))
         runs["kvmnn_process"].append(
-            process(sys.executable, "-m", "kvmnn", "convert", str(source), str(target), "-f", "-q")
+            process(sys.executable, "-m", "kvmnn", "compressor", "convert", str(source), str(target), "-f", "-q")
         )
         if torch is not None:
             runs["torch"].append(child(torch, _TORCH, source, repeat))
@@ -163,7 +163,7 @@ def sections(data: dict[str, Any]) -> list[str]:
         ],
         ["most anonymous memory of either", f"{data['anonymous_mb']:.0f} MB", f"{MEMORY_LIMIT_MB} MB"],
         [
-            "whole process `kvmnn convert`",
+            "whole process `kvmnn compressor convert`",
             f"{data['process_cpu_s']:.2f} s CPU, {data['process_wall_s']:.2f} s wall",
             "",
         ],

@@ -69,7 +69,7 @@ def _convert_case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(scratch) / "out.bin"
         arguments = [str(source), str(target), *case["options"], "--as-reference"]
-        done = command("convert", *arguments)
+        done = command("compressor", "convert", *arguments)
         check.equal("what the checkpoint started", done.started, [])
         if expect["status"] == "ok":
             check.equal("exit code", done.code, 0)
@@ -89,7 +89,7 @@ def _convert_case(folder: Path, case: dict[str, Any], check: Checker) -> None:
         if expect["status"] == "error" and lenient is None:
             check.equal("files left behind", os.listdir(scratch), [])
         else:
-            told = command("convert", *arguments, "--json", "--force")
+            told = command("compressor", "convert", *arguments, "--json", "--force")
             check.equal("header", json.loads(told.stdout)["header"], (lenient or expect)["header"])
 
 
@@ -128,7 +128,7 @@ def _corrupt_case(folder: Path, case: dict[str, Any], check: Checker) -> None:
     data = path.read_bytes()
     check.field("size", len(data))
     check.field("sha256", sha256(data))
-    done = command("verify", str(path), "--json")
+    done = command("compressor", "verify", str(path), "--json")
     document = json.loads(done.stdout)
     if not check.field("verdict", document["verdict"]):
         return

@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
         "inputs",
         nargs="+",
         metavar="IN",
-        help="arrays, a dump, a prefix cache, frames; other engines' caches after kvmnn unpack",
+        help="arrays, a dump, a prefix cache, frames; other engines' caches after kvmnn mnn unpack",
     )
     shared_options.add_source(parser, "what the words are (default: the array's own type; raw words need it)")
     parser.add_argument(

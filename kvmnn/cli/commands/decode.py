@@ -31,7 +31,7 @@ Frames made from a prefix cache become its files again with -o DIR/ (--arrays: .
 refused; --force restores anyway.
 
 Frames of a whole file of llama.cpp or MLX become that file again, byte for byte, with -o FILE or on standard output
-(--arrays: its arrays as they lie there; kvmnn unpack gives K and V by heads).
+(--arrays: its arrays as they lie there; kvmnn mnn unpack gives K and V by heads).
 
 A Zarr store (X.zarr, s3://bucket/X.zarr) gives its arrays; the hashes that kvmnn noted down in it are checked.
 

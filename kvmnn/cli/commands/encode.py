@@ -1,4 +1,4 @@
-"""``kvmnn encode``: arrays to frames."""
+"""``kvmnn encode``: arrays to frames, and frames to dense streams and back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ..console import STDIO, UsageError
 if TYPE_CHECKING:
     from ...arrays.source import Source
     from ...batch import InputPath, Task
-    from ...bundle import EncodeResult
+    from ...bundle import DecodeOptions, EncodeOptions, EncodeResult, FrameSet
+    from ...files.mapped_file import MappedFile
 
 _DESCRIPTION = """Encode arrays into the frames that MNN would store.
 
@@ -24,7 +25,8 @@ IN is a .npy, .npz or .safetensors file, a directory of .npy files or of an MNN 
 directory of a prefix cache gives the live K and V of every layer, and decode makes its files again. A session or
 sequence file of llama.cpp and a prompt cache of mlx-lm are kept whole: decode writes the same file, byte for byte
 (docs/other-engines.md). What torch.save stored of a cache of transformers is read as K and V of every layer. Of float8
-arrays frames keep the codes.
+arrays frames keep the codes. Frames (a frame, a manifest, a bundle) become dense streams with --codec dense, and MNN's
+frames with --codec mnn: the same arrays and manifest, with the effort, predictors and codecs of the manifest.
 
   -o FILE    one array: its frame, and FILE.json beside it, from which decode
              restores the same array
@@ -73,13 +75,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--effort",
         choices=shared_options.EFFORT_CHOICES,
-        default="exact",
-        help="exact: MNN's own bytes; balanced: one guess a stream, K and V two to three times as fast; fast: the "
-        "least work, five to ten times as fast; max: the smallest frame MNN decodes (slow)",
+        help="exact: MNN's own bytes (default); balanced: one guess a stream, K and V two to three times as fast; "
+        "fast: the least work, five to ten times as fast; max: the smallest frame MNN decodes (slow)",
     )
     parser.add_argument(
         "--frame-bytes",
-        type=parse_frame_bytes,
+        type=_parse_frame_bytes,
         metavar="SIZE",
         help="cut arrays above this many raw bytes (default: 16M, 64M to a stream; 0: never)",
     )
@@ -91,6 +92,7 @@ def add_parser(subparsers: Any) -> None:
         help="MNN's rule: K and V of a layer stay raw where their frames together do not shrink",
     )
     raw.add_argument("--allow-raw", action="store_true", help="any array stays raw where its frames do not shrink")
+    parser.add_argument("--no-manifest", action="store_true", help="of frames: take them alone, without their manifest")
     parser.add_argument("--no-verify", action="store_true", help="do not decode and compare each frame")
     shared_options.add_max_bytes(parser)
     shared_options.add_threads(parser)
@@ -116,6 +118,10 @@ def run(arguments: argparse.Namespace) -> int:
         return batch.run_batch(
             arguments, "encode", arguments.inputs, accepted_kinds=["arrays"], output=_make_task_factory
         )
+    opened_input = _open_stream(arguments)
+    if _is_transcoding(arguments, opened_input):
+        return _transcode(arguments, opened_input or arguments.inputs[0])
+    shared_options.refuse_given(arguments, ["no_manifest"], "is about frames, with --codec dense or --codec mnn")
     from ...bundle import EncodeOptions, check_encode_output, encode_source
     from ...formats import encode_store, has_zarr_suffix
 
@@ -127,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
         predictors_k=arguments.predictors_k,
         predictors_v=arguments.predictors_v,
         codecs=shared_options.select_codecs(arguments),
-        effort=arguments.effort,
+        effort=arguments.effort or "exact",
         frame_bytes=arguments.frame_bytes,
         threads=arguments.threads,
         verify=not arguments.no_verify,
@@ -145,6 +151,7 @@ def run(arguments: argparse.Namespace) -> int:
         is_whole_file=is_whole_file,
         as_layers=is_dense,
         codes=True,
+        opened_input=opened_input,
     )
     input_sources.report_skipped(source, arguments)
     if not is_to_zarr:
@@ -170,6 +177,94 @@ def run(arguments: argparse.Namespace) -> int:
     text = encode_result.text(verbose=arguments.verbose)
     console.show_result(arguments, "encode", encode_result, text=text, data_on_stdout=is_on_stdout)
     return 0
+
+
+def _open_stream(arguments: argparse.Namespace) -> MappedFile | None:
+    """What can be read only once and may be frames: opened; None for all others."""
+    from ...files.mapped_file import MappedFile, is_stream
+    from ...formats import classify_path
+
+    path = arguments.inputs[0]
+    if arguments.codec is None or len(arguments.inputs) > 1 or not is_stream(path) or classify_path(path) is not None:
+        return None
+    return MappedFile(path, max_bytes=arguments.max_bytes)
+
+
+def _is_transcoding(arguments: argparse.Namespace, opened_input: MappedFile | None) -> bool:
+    """Whether the input is frames and ``--codec`` says what becomes of them."""
+    from ...formats import classify_path, is_zarr_store
+    from ...formats.registry import contains_frames
+
+    path = arguments.inputs[0]
+    if arguments.codec is None or len(arguments.inputs) > 1 or is_zarr_store(path):
+        return False
+    if opened_input is not None:
+        return contains_frames(opened_input)
+    kind = classify_path(path)
+    return kind == "frames" or (kind is None and os.path.isfile(path) and contains_frames(path))
+
+
+def _transcode(arguments: argparse.Namespace, frames_input: str | MappedFile) -> int:
+    """Encode the arrays of frames again."""
+    from ...bundle import DecodeOptions
+    from ...formats import has_zarr_suffix, transcode
+
+    if arguments.output is None:
+        raise UsageError("no output given: use -o FILE, -o DIR/ or -o -")
+    if has_zarr_suffix(arguments.output):
+        raise UsageError(
+            f"-o {arguments.output}: a Zarr store is made of arrays (kvmnn decode), a bundle of frames: use -o DIR/"
+        )
+    idle_names = [name for name in vars(arguments) if name not in _TRANSCODE_OPTION_NAMES]
+    shared_options.refuse_given(arguments, idle_names, f"is not about frames, and {arguments.inputs[0]} is some")
+    if arguments.dtype not in (None, *shared_options.ELEMENT_TYPES):
+        raise UsageError(f"--dtype {arguments.dtype}: frames without a manifest hold fp16, bf16 or fp32")
+    if arguments.codec == "mnn":
+        shared_options.refuse_given(arguments, ["rope", *dense_options.SOURCE_TEXT_OPTIONS], "needs --codec dense")
+    decode_options = DecodeOptions(dtype=arguments.dtype, max_bytes=arguments.max_bytes, threads=arguments.threads)
+    frames = input_sources.open_frame_set(frames_input, arguments, decode_options)
+    input_sources.check_dtype_matches(frames, arguments)
+    options = _build_transcode_options(arguments, frames, decode_options)
+    is_on_stdout = arguments.output == STDIO
+    if not is_on_stdout:
+        console.note_output_folder(arguments, arguments.output, len(frames.arrays))
+    output = console.open_data_stdout(arguments, "frame") if is_on_stdout else arguments.output
+    with console.progress_bar(arguments, frames.raw_bytes, "transcode") as step:
+        transcode_result = transcode(
+            frames, output, options, decode_options=decode_options, force=arguments.force, progress=step
+        )
+    text = transcode_result.text(verbose=arguments.verbose)
+    console.show_result(arguments, "transcode", transcode_result, text=text, data_on_stdout=is_on_stdout)
+    return 0
+
+
+_TRANSCODE_OPTION_NAMES = (
+    *("run", "parser", "typed", "inputs", "output", "force", "json", "quiet", "verbose"),
+    *("codec", "rope", "model", "token_ids", "dtype", "effort", "frame_bytes", "allow_raw", "no_manifest"),
+    *("max_bytes", "threads"),
+)
+
+
+def _build_transcode_options(
+    arguments: argparse.Namespace, frames: FrameSet, decode_options: DecodeOptions
+) -> EncodeOptions:
+    from ...bundle import check_encode_output
+    from ...formats.frames import make_original_source, read_encode_options
+
+    options = replace(
+        read_encode_options(frames),
+        threads=arguments.threads,
+        frame_bytes=arguments.frame_bytes,
+        allow_raw=arguments.allow_raw,
+    )
+    if arguments.effort is not None:
+        options = replace(options, effort=arguments.effort)
+    if arguments.codec == "dense":
+        source = make_original_source(frames, decode_options)
+        if arguments.output != STDIO:  # before the rotation is looked for
+            check_encode_output(source, arguments.output, force=arguments.force)
+        options = replace(options, dense=dense_options.build_dense_options(arguments, source))
+    return options
 
 
 def _refuse_url(output: str | None, is_store: bool) -> None:
@@ -229,7 +324,7 @@ def _choose_output(arguments: argparse.Namespace, source: Source) -> str:
     return output
 
 
-def parse_frame_bytes(text: str) -> int:
+def _parse_frame_bytes(text: str) -> int:
     """The value of ``--frame-bytes``."""
     from ...bundle.encoder import MIN_FRAME_BYTES
 

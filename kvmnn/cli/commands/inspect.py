@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .. import batch, console, input_sources, packed_options, shared_options, weights_options
+from .. import batch, console, input_sources, packed_options, shared_options
 
 if TYPE_CHECKING:
     from ...files.mapped_file import MappedFile
@@ -24,7 +24,8 @@ live and padded bytes, and where something cannot be known from the files, what 
 A Zarr store gives its arrays, chunks and sizes.
 
 The weight file of a KV compressor (.bin), or a checkpoint of one (.pth, .pt), gives its header and a table of its
-weights: shape, bias, least and greatest value, mean, standard deviation, elements that are no number.
+weights: shape, bias, least and greatest value, mean, standard deviation, elements that are no number (kvmnn compressor
+inspect has the options of a conversion).
 
 --jobs N inspects each file below folders by itself (--help-many)."""
 
@@ -40,7 +41,6 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--no-manifest", action="store_true", help="take frames alone, whatever lies beside them")
     shared_options.add_max_bytes(parser)
-    weights_options.add_weights_group(parser)
     parser.add_argument("--no-zstd", action="store_true", help="judge as an engine without libzstd")
     shared_options.add_axes(parser)
     batch.add_batch_options(parser)
@@ -68,11 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _refuse_idle(arguments: argparse.Namespace) -> None:
     """Exit code 2 for an option that is about none of the inputs."""
     used_names = {name for path in arguments.inputs for name in _list_used_options(path, arguments)}
-    idle_names = [
-        name
-        for name in (*_FRAME_OPTION_NAMES, *weights_options.CONVERSION_OPTION_NAMES, *_CACHE_OPTIONS)
-        if name not in used_names
-    ]
+    idle_names = [name for name in (*_FRAME_OPTION_NAMES, *_CACHE_OPTIONS) if name not in used_names]
     inputs = " ".join(arguments.inputs)
     shared_options.refuse_given(arguments, idle_names, f"changes nothing of what is said about {inputs}: leave it out")
 
@@ -93,7 +89,7 @@ def _list_used_options(path: str, arguments: argparse.Namespace) -> tuple[str, .
     if may_be_weights and compressor.is_weight_file(path):
         return ()
     if may_be_weights and compressor.is_checkpoint(path):
-        return ("dtype", *weights_options.CONVERSION_OPTION_NAMES)
+        return ("dtype",)
     if _is_stream(path):
         return (
             *_FRAME_OPTION_NAMES,
@@ -137,19 +133,14 @@ def _inspect_input(path: str, arguments: argparse.Namespace) -> tuple[console.Co
     """What an input holds, and the same as text."""
     from ... import compressor, formats
     from ...bundle import DecodeOptions, inspect_frame_set
-    from ...errors import CheckpointError
     from ...files.mapped_file import MappedFile
     from ...formats.mnn import inspect_packed
 
     may_be_weights = not arguments.no_manifest and not _has_axes_options(arguments)
     if may_be_weights and (compressor.is_weight_file(path) or compressor.is_checkpoint(path)):
-        try:
-            weights_info = compressor.inspect_weights(path, weights_options.build_convert_options(arguments))
-        except CheckpointError as error:
-            if reason := formats.describe_damage(path):  # nobody can know what it was
-                raise CheckpointError(f"{path}: {reason}") from error
-            raise
-        return weights_info, str(weights_info)
+        from .compressor import inspect_weight_file
+
+        return inspect_weight_file(path, arguments)
     if formats.is_zarr_store(path) and not _has_axes_options(arguments):
         limits = formats.ReadOptions(dtype=arguments.dtype, skip_unsupported=True, max_bytes=arguments.max_bytes)
         store = formats.inspect_store(path, limits)

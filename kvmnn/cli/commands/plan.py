@@ -30,10 +30,10 @@ of a policy that looks at lengths or keys, as a cache holds no attention.
 
   kvmnn plan cache.pt --policy streaming:sink=4,budget=512 -o plan.json
   kvmnn plan chat.session --kv-heads 8 --policy knorm:keep_ratio=0.5
-  kvmnn compact CACHE/ -o small/ --plan plan.json
+  kvmnn mnn compact CACHE/ -o small/ --plan plan.json
 
-Pairs are begin:size of stored tokens, for `kvmnn compact`. Where each KV head keeps tokens of its own, the document has
-those of each head, and compact refuses it: packed files hold the same tokens for all heads."""
+Pairs are begin:size of stored tokens, for `kvmnn mnn compact`. Where each KV head keeps tokens of its own, the document
+has those of each head, and compact refuses it: packed files hold the same tokens for all heads."""
 
 _CACHE_OPTIONS = (
     "seed",
@@ -50,7 +50,7 @@ def add_parser(subparsers: Any) -> None:
         subparsers, "plan", run, "which tokens H2O or a policy would keep", _DESCRIPTION
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="scores of blocks, or attention; with --policy a cache")
-    shared_options.add_output(parser, "JSON file for `kvmnn compact --plan`; - for standard output")
+    shared_options.add_output(parser, "JSON file for `kvmnn mnn compact --plan`; - for standard output")
     parser.add_argument(
         "--policy", action="append", default=[], metavar="SPEC", help="NAME[:OPTION=VALUE,...], which plans a cache"
     )

@@ -1,12 +1,13 @@
-"""``kvmnn report``: one page about what was measured."""
+"""``kvmnn report``: one page about what was measured, or the plots of an evaluation."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from .. import console, shared_options, streams
+from .. import console, eval_options, shared_options, streams
 from ..console import UsageError
 
 if TYPE_CHECKING:
@@ -24,10 +25,15 @@ no script.
   kvmnn measure dump/ --real --json >round/measure.json
   kvmnn report round/ -o report.html
   kvmnn report round/ --markdown
+  kvmnn report round/eval.json -o plots/ --plot-format pdf --no-titles
 
 IN is a folder, of which all results are taken (what gate run, eval, measure, replay and bench leave; other JSON is left
 out, with a note), or a JSON file, which must be one. A part that was not measured is said to be so. Equal inputs make
-equal pages. The exit code does not depend on the verdict."""
+equal pages. The exit code does not depend on the verdict.
+
+With -o DIR/ (a slash, or a folder that exists) or an option about plots, report draws the plots of one evaluation, IN
+(kvmnn eval -o RESULTS.json, or --json); no model is needed. memory_over_time and keep_map need results of kvmnn eval
+--plot: other runs record no course."""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,14 +42,18 @@ def add_parser(subparsers: Any) -> None:
         subparsers, "report", run, "one page of gates, evaluations and measurements", _DESCRIPTION
     )
     parser.add_argument("inputs", nargs="+", metavar="IN", help="a folder of results, or a JSON file")
-    shared_options.add_output(parser, "the page: .html, or .md for Markdown; - is standard output")
+    shared_options.add_output(parser, "the page: .html, or .md; - is standard output. DIR/: folder for plots")
     parser.add_argument(
         "--markdown", action="store_true", help="Markdown, for pull requests (default: to the terminal)"
     )
+    eval_options.add_plot_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Carry the verb out."""
+    has_plot_options = arguments.plot_format is not None or arguments.no_titles
+    if has_plot_options or (arguments.output and console.is_directory_output(arguments.output)):
+        return _draw_plots(arguments)
     from ...files.atomic import FileOutput
     from ...reports.page import make_report
     from ...reports.tables import choose_format
@@ -71,6 +81,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _draw_plots(arguments: argparse.Namespace) -> int:
+    from ...evaluation import plot_results
+
+    target = arguments.output
+    if target in (None, console.STDIO):
+        raise UsageError("plots are files in a folder: use -o DIR/")
+    if arguments.markdown or len(arguments.inputs) > 1 or os.path.isdir(arguments.inputs[0]):
+        raise UsageError(
+            f"{target}: is a directory, expected a file such as report.html; the plots of one evaluation go into one"
+        )
+    plot_result = plot_results(
+        arguments.inputs[0],
+        target,
+        overwrite=arguments.force,
+        options=eval_options.build_plot_options(arguments),
+    )
+    console.show_result(arguments, "plot", plot_result)
+    return 0
+
+
+_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 _FORMAT_BY_SUFFIX = {".html": "html", ".htm": "html", ".markdown": "markdown", ".md": "markdown"}
 
 
@@ -81,8 +112,8 @@ def _check_options(arguments: argparse.Namespace, target: str | None, as_markdow
         raise UsageError("--json and the page both want standard output: write the page to a file (-o FILE)")
     if target is None and as_markdown and arguments.json:
         raise UsageError("--json and --markdown both want standard output: write the page to a file (-o FILE)")
-    if target not in (None, console.STDIO) and console.is_directory_output(str(target)):
-        raise UsageError(f"{target}: is a directory, expected a file such as report.html")
+    if (suffix := PurePath(target or "").suffix.lower()) in _PLOT_SUFFIXES:
+        raise UsageError(f"{target}: plots are several files: use -o DIR/ --plot-format {suffix[1:]}")
     if target == console.STDIO and not as_markdown and streams.is_terminal():
         raise UsageError("-o -: a terminal shows no HTML: use -o report.html, or --markdown")
     if arguments.markdown and (target or "").lower().endswith((".html", ".htm")):

@@ -3,57 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 from typing import TYPE_CHECKING, Any
 
 from ..._util.text import format_range, pluralize
-from .. import batch, console, input_sources, packed_options, shared_options, weights_options
+from .. import batch, console, input_sources, packed_options, shared_options
 
 if TYPE_CHECKING:
     from ...arrays.source import Source
     from ...bundle import FrameSet
     from ...packed.cache_info import CacheInfo
-
-
-def verify_weight_file(arguments: argparse.Namespace) -> int:
-    """Check the file, and compare it with its checkpoint if there is one; 1 for any difference."""
-    from ...compressor import RejectionReport, has_weight_file_magic, verify_weights
-    from ...errors import WeightsError
-
-    if len(arguments.against) > 1:
-        raise console.UsageError("a weight file is verified against one checkpoint")
-    packed_names = [name for name in packed_options.PACKED_OPTION_NAMES if name != "head_dim"]
-    given_names = [*packed_names, "tensor", "skip_unsupported", "no_zstd", "max_bytes", "threads"]
-    shared_options.refuse_given(arguments, given_names, f"is not about weight files, and {arguments.input} is one")
-    if not arguments.against:
-        conversion_options = ["dtype", *weights_options.CONVERSION_OPTION_NAMES, "as_reference"]
-        shared_options.refuse_given(arguments, conversion_options, "needs --against: it tells of the conversion")
-    against = arguments.against[0] if arguments.against else None
-    if against is not None and has_weight_file_magic(against):
-        raise console.UsageError(
-            f"--against {against}: is a weight file too: expected the checkpoint; kvmnn diff compares weight files"
-        )
-    size = os.path.getsize(arguments.input) if os.path.isfile(arguments.input) else 0
-    try:
-        with console.progress_bar(arguments, size, "verify") as step:
-            result = verify_weights(
-                arguments.input,
-                against=against,
-                options=weights_options.build_convert_options(arguments, as_reference=arguments.as_reference),
-                specified_options=weights_options.list_given_options(arguments),
-                allow_trailing=arguments.allow_trailing,
-                progress=step,
-            )
-    except WeightsError as exc:
-        if arguments.json:
-            console.show_result(arguments, "verify", RejectionReport(path=arguments.input, against=against, error=exc))
-        raise
-    weights_options.report_notices(arguments, result.warnings, result.notices)
-    if result.is_ok or arguments.json:
-        console.show_result(arguments, "verify", result)
-    for line in result.format_complaints():
-        console.print_finding(line)
-    return 0 if result.is_ok else 1
 
 
 _DESCRIPTION = """Decode frames again and prove what comes out.
@@ -65,8 +23,8 @@ Frames without a manifest can only be shown to decode, and then the word is DECO
 Of a Zarr store (X.zarr) the hashes that kvmnn noted down in it are checked.
 
 The weight file of a KV compressor (.bin) is checked in structure and sense; with --against its checkpoint, every
-weight, every bias, every header field and the metadata are compared with what kvmnn convert would write: tell the
-options that it was told.
+weight, every bias, every header field and the metadata are compared with what kvmnn compressor convert would write
+(kvmnn compressor verify has the options of a conversion).
 
 --jobs N verifies each frame, bundle and weight file below folders (--help-many)."""
 
@@ -84,7 +42,6 @@ def add_parser(subparsers: Any) -> None:
     shared_options.add_threads(parser)
     batch.add_batch_options(parser)
     packed_options.add_packed_options(parser)
-    weights_options.add_weights_group(parser, with_trailing=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -105,10 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_zarr_store(arguments.input):
         return _verify_zarr(arguments)
     if not arguments.no_manifest and is_weight_file(arguments.input):
-        return verify_weight_file(arguments)
-    weight_options = [name for name in weights_options.CONVERSION_OPTION_NAMES if name != "head_dim"]
-    weight_options += ["allow_trailing", "as_reference"]
-    shared_options.refuse_given(arguments, weight_options, f"is about weight files, and {arguments.input} is none")
+        return _verify_weight_file(arguments)
     options = DecodeOptions(
         dtype=arguments.dtype,
         codecs=shared_options.select_codecs(arguments),
@@ -135,20 +89,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _verify_weight_file(arguments: argparse.Namespace) -> int:
+    """A compressor's weight file, and its checkpoint if there is one."""
+    from .compressor import verify_weight_file
+
+    idle_names = [*packed_options.PACKED_OPTION_NAMES, "tensor", "skip_unsupported", "no_zstd", "max_bytes", "threads"]
+    shared_options.refuse_given(arguments, idle_names, f"is not about weight files, and {arguments.input} is one")
+    return verify_weight_file(arguments)
+
+
 def _verify_zarr(arguments: argparse.Namespace) -> int:
     """The hashes that kvmnn noted down in a Zarr store."""
     from ...formats import ReadOptions, verify_store
 
-    other_names = (
-        "against",
-        "no_manifest",
-        "no_zstd",
-        *weights_options.CONVERSION_OPTION_NAMES,
-        "allow_trailing",
-        "as_reference",
-    )
     idle_names = (
-        *other_names,
+        *("against", "no_manifest", "no_zstd"),
         *shared_options.AXES_OPTION_NAMES,
         *packed_options.PACKED_OPTION_NAMES,
         *packed_options.SELECTION_OPTIONS,

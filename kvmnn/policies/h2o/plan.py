@@ -370,7 +370,7 @@ class LayerPlan:
     plan: BlockPlan
 
     def to_plan_entry(self) -> dict[str, Any]:
-        """What `kvmnn compact --plan` reads of a layer."""
+        """What `kvmnn mnn compact --plan` reads of a layer."""
         pairs = [list(pair) for pair in self.plan.reserve_pairs]
         return {"layer": self.layer, "remove": self.plan.window_tokens, "pairs": pairs}
 
@@ -395,7 +395,7 @@ class LayerPlan:
         }
 
     def format_lines(self, config: H2OConfig) -> list[str]:
-        """What stays, and the pairs as `kvmnn compact` takes them; without the picture."""
+        """What stays, and the pairs as `kvmnn mnn compact` takes them; without the picture."""
         layer_plan = self.plan
         label = f"layer {self.layer}"
         head = f"{label}: " if self.name == label else f"{label} ({self.name}): "
@@ -427,7 +427,7 @@ class LayerPlan:
         return "tokens" if self.plan.bytes_per_token is None else "bytes"
 
     def _format_reserve(self) -> str:
-        """As `kvmnn compact --reserve` reads them, or the first of very many."""
+        """As `kvmnn mnn compact --reserve` reads them, or the first of very many."""
         reserve = self.plan.reserve_pairs
         pairs_text = ",".join(f"{begin}:{size}" for begin, size in reserve[:MAX_SHOWN_PAIRS])
         num_hidden = len(reserve) - MAX_SHOWN_PAIRS
@@ -479,7 +479,7 @@ class LayerPlans(Record):
         return LOSSY if any(layer.plan.num_evicted for layer in self.layers) else UNCHANGED
 
     def to_plan_entries(self) -> list[dict[str, Any]]:
-        """What `kvmnn compact --plan` reads."""
+        """What `kvmnn mnn compact --plan` reads."""
         return [layer.to_plan_entry() for layer in self.layers]
 
     def format_lines(self, *, width: int = 100, picture: bool = True) -> list[str]:

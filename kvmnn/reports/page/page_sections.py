@@ -457,8 +457,8 @@ def build_latency_section(inputs: ReportInputs) -> Section:
         blocks += _build_latency_blocks("cases, of each its slowest run", slowest)
     if not blocks:
         text = (
-            "Latency percentiles: not measured. kvmnn replay --json > DIR/replay.json and kvmnn gate run have them, "
-            "where blocks were encoded."
+            "Latency percentiles: not measured. kvmnn mnn replay --json > DIR/replay.json and kvmnn gate run have "
+            "them, where blocks were encoded."
         )
         blocks = [make_missing_note(text)]
     return Section("latency", title, blocks)
@@ -651,7 +651,8 @@ def build_memory_section(inputs: ReportInputs) -> Section:
         blocks += _build_evaluation_memory_blocks(name, evaluation)
     if not blocks:
         text = (
-            "Memory over time: not measured. kvmnn replay --json and kvmnn eval --plot DIR -o RESULTS.json record it."
+            "Memory over time: not measured. kvmnn mnn replay --json and kvmnn eval --plot DIR -o RESULTS.json "
+            "record it."
         )
         blocks = [make_missing_note(text)]
     return Section("memory", "Memory over time", blocks)

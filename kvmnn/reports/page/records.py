@@ -175,7 +175,7 @@ class MeasurementRecord(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayDocument(ReplayResult):
-    """What ``kvmnn replay --json`` prints."""
+    """What ``kvmnn mnn replay --json`` prints."""
 
     command: str = ""
 

@@ -73,7 +73,7 @@ def test_halves_of_arrays_by_name(tmp_path: Path, run: Any) -> None:
     }
     np.savez(tmp_path / "onnx.npz", **arrays)
     for half, layers in (("decoder", decoder), ("encoder", encoder)):
-        run("unpack", tmp_path / "onnx.npz", "--part", half, "-o", tmp_path / f"{half}.npz")
+        run("mnn", "unpack", tmp_path / "onnx.npz", "--part", half, "-o", tmp_path / f"{half}.npz")
         with np.load(tmp_path / f"{half}.npz") as back:
             assert back["past_key_values.1.key"].tobytes() == layers[1][0].tobytes()
     assert "measure" not in run("measure", tmp_path / "onnx.npz", "--part", "encoder").err
@@ -102,7 +102,7 @@ def test_verbs_ask_for_the_half(tmp_path: Path, run: Any) -> None:
     (tmp_path / "ids.json").write_text(str(list(range(6))))
     assert both in run(*put, "--part", "decoder", "--token-ids", tmp_path / "ids.json", code=1).err
     packed = ("--backend", "arm64-fp16", "--cast", "--name", "sys", "-o", tmp_path / "out/")
-    assert both in run("pack", path, "--part", "decoder", *packed, code=1).err
+    assert both in run("mnn", "pack", path, "--part", "decoder", *packed, code=1).err
 
 
 def test_part_of_a_cache_without_halves_is_refused(tmp_path: Path, run: Any) -> None:

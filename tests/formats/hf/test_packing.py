@@ -37,7 +37,7 @@ def test_the_prefix_of_the_engine(engine: Path, run: Any, kind: str) -> None:
     pairs = pairs_of(engine)
     path = save(engine / "c.pt", dynamic_cache(pairs) if kind == "dynamic" else static_cache(pairs, 64))
     said = ("--lp", "1", "--hp", "4", "--kv-heads", "2", "--head-dim", "16", "--tokens", "50")
-    run("pack", path, *LAYOUT, "--model", engine / "model", "--capacity", "114", "-o", engine / "ours/")
+    run("mnn", "pack", path, *LAYOUT, "--model", engine / "model", "--capacity", "114", "-o", engine / "ours/")
     run("diff", engine / "prefix", engine / "ours", *said)
     assert sorted(file.name for file in (engine / "ours").iterdir() if file.suffix in (".k", ".v")) == sorted(
         file.name for file in (engine / "prefix").iterdir()
@@ -49,13 +49,13 @@ def test_another_geometry_is_refused(engine: Path, run: Any) -> None:
     pairs = pairs_of(engine)
     heads = [tuple(np.concatenate([part, part], axis=1) for part in pair) for pair in pairs]
     path = save(engine / "c.pt", dynamic_cache(heads))
-    said = run("pack", path, *LAYOUT, "--model", engine / "model", "-o", engine / "ours/", code=2).err
+    said = run("mnn", "pack", path, *LAYOUT, "--model", engine / "model", "-o", engine / "ours/", code=2).err
     assert "kv heads: 4 for the cache, but the model in" in said and not (engine / "ours").exists()
     path = save(engine / "d.pt", dynamic_cache([*pairs, pairs[0]]))
-    said = run("pack", path, *LAYOUT, "--model", engine / "model", "-o", engine / "ours/", code=2).err
+    said = run("mnn", "pack", path, *LAYOUT, "--model", engine / "model", "-o", engine / "ours/", code=2).err
     assert "layers: 3 for the cache, but the model in" in said and not (engine / "ours").exists()
     both = [tuple(np.concatenate([part, part]) for part in pair) for pair in pairs]
     path = save(engine / "e.pt", dynamic_cache(both))
-    run("pack", path, *LAYOUT, "--model", engine / "model", "-o", engine / "ours/", code=2)
-    run("pack", path, *LAYOUT, "--model", engine / "model", "--batch", "1", "-o", engine / "ours/")
+    run("mnn", "pack", path, *LAYOUT, "--model", engine / "model", "-o", engine / "ours/", code=2)
+    run("mnn", "pack", path, *LAYOUT, "--model", engine / "model", "--batch", "1", "-o", engine / "ours/")
     run("diff", save(engine / "f.pt", dynamic_cache(pairs)), engine / "ours")

@@ -56,7 +56,7 @@ def test_each_text_of_a_batch_has_its_own_tokens(tmp_path: Path, run: Any, side:
     beside = batch(lengths, side)
     path = save(tmp_path / "cache.pt", {"past_key_values": dynamic_cache(made), **beside})
     run("encode", path, "-o", tmp_path / "frames/")
-    run("unpack", path, "-o", tmp_path / "plain.npz")
+    run("mnn", "unpack", path, "-o", tmp_path / "plain.npz")
     for text, length in enumerate(lengths):
         chosen = slice(TOKENS - length, None) if side == "left" else slice(None, length)
         for given in (path, tmp_path / "frames", tmp_path / "plain.npz", {"past_key_values": made, **beside}):
@@ -86,15 +86,15 @@ def test_unpack_of_a_batch_with_padding_names_its_rows(tmp_path: Path, run: Any,
     made = pairs(2, shape=(3, 2, TOKENS, 4), dtype="fp32")
     path = save(tmp_path / "cache.pt", {"past_key_values": dynamic_cache(made), **batch([7, 12, 9], side)})
     note = "the arrays contain rows of padding: 5 of text 0, 3 of text 2 (--batch N takes one text without them)"
-    shown = run("unpack", path, "-o", tmp_path / "all.npz")
+    shown = run("mnn", "unpack", path, "-o", tmp_path / "all.npz")
     assert "LOSSLESS (all rows, padding included, read back and compared)" in shown.out and note in shown.err
-    assert note in json.loads(run("unpack", path, "-o", tmp_path / "more.npz", "--json").out)["notes"]
+    assert note in json.loads(run("mnn", "unpack", path, "-o", tmp_path / "more.npz", "--json").out)["notes"]
     assert note in run("encode", path, "-o", tmp_path / "frames/").err
     assert note in run("decode", tmp_path / "frames", "-o", tmp_path / "back.npz").err + run("inspect", path).out
-    shown = run("unpack", path, "-o", tmp_path / "one.npz", "--batch", "2")
+    shown = run("mnn", "unpack", path, "-o", tmp_path / "one.npz", "--batch", "2")
     assert "LOSSLESS (live elements, read back and compared)" in shown.out
     assert "text 2 of a batch of 3; the others are left out, and 3 rows of padding\n" in shown.err
-    shown = run("unpack", path, "-o", tmp_path / "whole.npz", "--batch", "1")
+    shown = run("mnn", "unpack", path, "-o", tmp_path / "whole.npz", "--batch", "1")
     assert "padding" not in shown.out + shown.err
 
 

@@ -96,7 +96,7 @@ def test_tensors_that_the_table_of_names_pairs(tmp_path: Path, run: Any) -> None
     }
     forms["ids"] = (forms["words"][0] | {"input_ids": np.arange(5), "length": np.array(5)}, ())
     for name, (value, options) in forms.items():
-        run("unpack", save(tmp_path / f"{name}.pt", value), *options, "-o", tmp_path / f"{name}.npz")
+        run("mnn", "unpack", save(tmp_path / f"{name}.pt", value), *options, "-o", tmp_path / f"{name}.npz")
         with np.load(tmp_path / f"{name}.npz") as back:
             assert len(back) == 6, name
             for words, wanted in zip(back.values(), both.reshape(6, 1, 2, 5, 4), strict=True):
@@ -252,14 +252,14 @@ def test_references_cost_nothing(tmp_path: Path) -> None:
 def test_a_checkpoint_is_still_one(tmp_path: Path, run: Any) -> None:
     path = compressor_files.checkpoint(tmp_path / "c.pth", compressor_files.weights(1, head_dim=8))
     assert "compress_tk" in run("inspect", path).out
-    assert "it looks like a torch checkpoint (kvmnn convert makes" in run("encode", path, code=1).err
+    assert "it looks like a torch checkpoint (kvmnn compressor convert makes" in run("encode", path, code=1).err
 
 
 def test_options_and_verbs_that_are_about_something_else(tmp_path: Path, run: Any) -> None:
     path = save(tmp_path / "c.pt", dynamic_cache(pairs(1)))
     for verb in ("inspect", "measure"):
         assert "--stream" in run(verb, path, "--stream", "1", code=2).err
-    assert "holds a cache, no weights: encode" in run("convert", path, tmp_path / "x.bin", code=1).err
+    assert "holds a cache, no weights: encode" in run("compressor", "convert", path, tmp_path / "x.bin", code=1).err
 
 
 def test_a_pickle_that_asks_for_more_is_told_of(tmp_path: Path, run: Any) -> None:
@@ -296,7 +296,7 @@ def test_every_verb_takes_one(tmp_path: Path, run: Any) -> None:
     run("diff", path, tmp_path / "c.frames")
     run("measure", path)
     packed = ("--name", "sys", "--backend", "arm64-fp16")
-    run("pack", path, "-o", tmp_path / "sys/", *packed)
+    run("mnn", "pack", path, "-o", tmp_path / "sys/", *packed)
     run("diff", tmp_path / "sys", path)
     (tmp_path / "ids.json").write_text(str(list(range(40))))
     run("store", "put", tmp_path / "store", path, "--fingerprint", "ab" * 32, "--token-ids", tmp_path / "ids.json")

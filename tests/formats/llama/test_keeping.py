@@ -162,7 +162,7 @@ def test_arrays_instead(tmp_path: Path, run) -> None:
     run("decode", frames, "-o", tmp_path / "plain.npz")
     with np.load(tmp_path / "plain.npz") as found:
         assert found["layer_0.key"].shape == (9, 64)
-    run("unpack", frames, "--kv-heads", 2, "-o", tmp_path / "heads.npz")
+    run("mnn", "unpack", frames, "--kv-heads", 2, "-o", tmp_path / "heads.npz")
     with np.load(tmp_path / "heads.npz") as found:
         assert found["layer_0.key"].shape == (2, 9, 32)
 
@@ -198,7 +198,7 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path, run, change, message: s
     frames = there_and_back(run, path)
     changed(frames, change)
     if "new-1" in message:
-        assert message in run("unpack", frames, "-o", f"{out}.npz", code=1).err
+        assert message in run("mnn", "unpack", frames, "-o", f"{out}.npz", code=1).err
     else:
         assert message in run("decode", frames, "-o", out, code=1).err
     assert not out.exists()
@@ -206,7 +206,10 @@ def test_a_manifest_that_lies_is_refused(tmp_path: Path, run, change, message: s
 
 def test_a_file_on_standard_input(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
     data, _ = llama_files.state(Random(2), Shape(), [9])
-    for argv in (("encode", "-", "-o", f"{tmp_path}/f/"), ("unpack", "-", "--kv-heads", 2, "-o", tmp_path / "o.npz")):
+    for argv in (
+        ("encode", "-", "-o", f"{tmp_path}/f/"),
+        ("mnn", "unpack", "-", "--kv-heads", 2, "-o", tmp_path / "o.npz"),
+    ):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
         run(*argv)
     run("decode", tmp_path / "f", "-o", tmp_path / "back")

@@ -240,7 +240,7 @@ def test_verbs_that_hand_on_name_the_windows_or_keep_them(run: Run) -> None:
     write_model()
     sentence = "10 of 12 layers have a window of 16 tokens and contain the last 16 of 40 tokens"
     packing = ("--backend", "x86-avx2", "--cast", "--name", "s", "-o", "p/")
-    assert sentence in run("pack", "x.session", *packing, "--model", "m.gguf", code=1).err
+    assert sentence in run("mnn", "pack", "x.session", *packing, "--model", "m.gguf", code=1).err
     assert not Path("p").exists()
     assert "of windows and state at this length" in run("store", "put", "s/", "x.session", "--model", "m.gguf").out
 
@@ -348,7 +348,7 @@ def test_read_rotations_of_layers_without_rotation() -> None:
 
 def test_folder_of_windows_keeps_their_positions(run: Run) -> None:
     write_session()
-    run("unpack", "x.session", "--model", write_model(), "-o", "a/")
+    run("mnn", "unpack", "x.session", "--model", write_model(), "-o", "a/")
     assert "layers 0 to 4, 6 to 10: a window of 16 tokens, positions 24 to 39" in run("inspect", "a/").out
     for words in (("encode", "a/", "-o", "b/"), ("decode", "b/", "-o", "c/")):
         run(*words)

@@ -148,7 +148,7 @@ def test_other_classes_next_to_plain_layers_are_named(
     ids = ",".join(map(str, range(9)))
     for verb in (
         ["store", "put", tmp_path / "store", path, "--fingerprint", "m", "--token-ids", ids],
-        ["pack", path, "--name", "p", "--backend", "arm64-fp16", "-o", tmp_path / "prefix/"],
+        ["mnn", "pack", path, "--name", "p", "--backend", "arm64-fp16", "-o", tmp_path / "prefix/"],
     ):
         result = run(*verb, code=1)
         assert missing in result.err
@@ -199,7 +199,7 @@ def test_texts_of_a_batch_are_read_without_padding(tmp_path: Path, run, name: st
     path = put(tmp_path / "x.safetensors", name)
     seen = 35 if name.endswith("batch_window") else 9
     assert f"batch of 3 ({seen - 5} to {seen} tokens and padding)" in run("inspect", path).out
-    run("unpack", path, "--batch", text, "-o", tmp_path / "out/")
+    run("mnn", "unpack", path, "--batch", text, "-o", tmp_path / "out/")
     source = kvmnn.open(tmp_path / "out")
     tokens = seen - PADDINGS[text]
     window = min(8, tokens) if name.endswith("batch_window") else tokens

@@ -89,7 +89,7 @@ def test_what_is_said(tmp_path: Path, run) -> None:
             assert array["ratio"] == 5 / 8 * sum(frame["raw_bytes"] for frame in array["frames"]) / sizes
     assert room in run("inspect", tmp_path / "frames").out
     assert room in run("verify", tmp_path / "frames").out
-    assert room in run("transcode", tmp_path / "frames", "--codec", "mnn", "-o", tmp_path / "again/").out
+    assert room in run("encode", tmp_path / "frames", "--codec", "mnn", "-o", tmp_path / "again/").out
     assert json.loads(run("verify", tmp_path / "again", "--against", path, "--json").out)["notes"][0] == room
     said = json.loads(run("inspect", path, "--json").out)["inputs"][0]["engine_cache"]
     assert (said["bits"], said["group_size"], said["capacity"]) == (4, 32, 8)

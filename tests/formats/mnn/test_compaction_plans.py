@@ -47,10 +47,10 @@ def positions(path: str) -> list[list[int]]:
 
 
 def check(prefix: list[object], run, plan: str, *options: object, dialect: str = "fork") -> None:
-    run("compact", *prefix, "--plan", plan, "-o", "c", "-f", "--dialect", dialect, *options)
+    run("mnn", "compact", *prefix, "--plan", plan, "-o", "c", "-f", "--dialect", dialect, *options)
     assert positions("c") == list(KEPT)
-    run("unpack", *prefix, "-o", "before.npz", "-f")
-    run("unpack", "c", "-o", "after.npz", "-f")
+    run("mnn", "unpack", *prefix, "-o", "before.npz", "-f")
+    run("mnn", "unpack", "c", "-o", "after.npz", "-f")
     with np.load("before.npz") as before, np.load("after.npz") as after:
         for name in before:
             np.testing.assert_array_equal(after[name], before[name][:, KEPT[int(name[6])]])
@@ -68,7 +68,7 @@ def test_positions_that_keep_the_first_tokens_suit_both_dialects(prefix, run) ->
     """MNN 3.6.1 drops a cache of which all is the window: it begins behind the first tokens that stay."""
     write("kv/positions.json", dumped([KEPT[0], KEPT[0]]))
     for dialect in ("fork", "upstream"):
-        run("compact", *prefix, "--plan", "kv", "-o", "c", "-f", "--dialect", dialect)
+        run("mnn", "compact", *prefix, "--plan", "kv", "-o", "c", "-f", "--dialect", dialect)
         assert positions("c") == [KEPT[0]] * 2
 
 
@@ -78,10 +78,10 @@ def test_an_evaluation_of_one_policy_is_a_plan(prefix, run) -> None:
 
 def test_of_several_policies_one_is_named(prefix, run) -> None:
     write("e.json", {"traces": [trace("full"), trace("streaming 8"), trace("recent_only 8", [[1], [2]])]})
-    said = run("compact", *prefix, "--plan", "e.json", "-o", "c", code=2).err
+    said = run("mnn", "compact", *prefix, "--plan", "e.json", "-o", "c", code=2).err
     assert "is of 2 policies: --plan-label names one: 'streaming 8', 'recent_only 8'" in said
     check(prefix, run, "e.json", "--plan-label", "streaming 8")
-    said = run("compact", *prefix, "--plan", "e.json", "--plan-label", "x", "-o", "c", "-f", code=1).err
+    said = run("mnn", "compact", *prefix, "--plan", "e.json", "--plan-label", "x", "-o", "c", "-f", code=1).err
     assert "has no policy 'x': expected one of 'full', 'streaming 8', 'recent_only 8'" in said
 
 
@@ -90,7 +90,7 @@ def test_what_plan_prints_as_json_is_a_plan(prefix, run) -> None:
     Path("1.json").write_text(run(*policy, "--json").out)
     run(*policy, "-o", "2.json")
     for plan in ("1.json", "2.json"):
-        run("compact", *prefix, "--plan", plan, "-o", plan[0])
+        run("mnn", "compact", *prefix, "--plan", plan, "-o", plan[0])
         assert positions(plan[0]) == [[0, 1, 2, 3, *range(22, 30)]] * 2
 
 
@@ -106,20 +106,33 @@ def test_what_dump_kv_and_eval_write_is_a_plan(tmp_path: Path, monkeypatch: pyte
     policy = ("--policy", "streaming:sink=4,budget=24")
     for name, more in (("full", ()), ("cut", policy)):
         run("dump-kv", FIXTURES / "lm", "--text", text, "--tokens", 64, "-o", name, *more)
-    run("pack", "full", "--backend", "x86-avx2", "--name", "sys", "-o", "prefix", "--cast")
+    run("mnn", "pack", "full", "--backend", "x86-avx2", "--name", "sys", "-o", "prefix", "--cast")
     evaluate = ("eval", FIXTURES / "lm", "--text", text, "--tokens", 64, *policy, "--plot", "plots", "--json")
     Path("e.json").write_text(run(*evaluate).out)
     for plan in ("cut", "e.json"):
-        run("compact", "prefix", "--plan", plan, "-o", "c", "-f")
+        run("mnn", "compact", "prefix", "--plan", plan, "-o", "c", "-f")
         assert positions("c") == [[0, 1, 2, 3, *range(44, 64)]] * len(positions("c"))
-    run("unpack", "c", "-o", "c.npz")
+    run("mnn", "unpack", "c", "-o", "c.npz")
     with np.load("c.npz") as found:
         for name in found:
             np.testing.assert_array_equal(found[name], np.load(f"cut/{name}.npy").astype(np.float32))
     Path("cut/token_ids.json").write_text(json.dumps([*range(64)]))
     Path("ids.json").write_text(json.dumps([*range(1, 65)]))
-    run("pack", "full", "--backend", "x86-avx2", "--name", "sys", "-o", "other", "--cast", "--token-ids", "ids.json")
-    said = run("compact", "other", "--plan", "cut", "-o", "d", code=1).err
+    run(
+        "mnn",
+        "pack",
+        "full",
+        "--backend",
+        "x86-avx2",
+        "--name",
+        "sys",
+        "-o",
+        "other",
+        "--cast",
+        "--token-ids",
+        "ids.json",
+    )
+    said = run("mnn", "compact", "other", "--plan", "cut", "-o", "d", code=1).err
     assert "cut/token_ids.json: are not the 64 token ids that the cache was made from" in said
 
 
@@ -143,7 +156,7 @@ def test_what_dump_kv_and_eval_write_is_a_plan(tmp_path: Path, monkeypatch: pyte
     ],
 )
 def test_plans_that_do_not_fit_are_refused(prefix, run, document, message) -> None:
-    said = run("compact", *prefix, "--plan", write("plan.json", document), "-o", "c", code=1).err
+    said = run("mnn", "compact", *prefix, "--plan", write("plan.json", document), "-o", "c", code=1).err
     assert message in said and len(said.splitlines()) == 1
     assert not Path("c").exists()
 
@@ -151,8 +164,8 @@ def test_plans_that_do_not_fit_are_refused(prefix, run, document, message) -> No
 def test_plans_that_are_not_there_are_refused(prefix, run) -> None:
     Path("empty").mkdir()
     for plan in ("nowhere.json", "empty"):
-        said = run("compact", *prefix, "--plan", plan, "-o", "c", code=1).err
+        said = run("mnn", "compact", *prefix, "--plan", plan, "-o", "c", code=1).err
         assert plan in said and "No such file" in said
     write("plan.json", [])
-    said = run("compact", *prefix, "--plan", "plan.json", "--plan-label", "x", "-o", "c", code=1).err
+    said = run("mnn", "compact", *prefix, "--plan", "plan.json", "--plan-label", "x", "-o", "c", code=1).err
     assert "is no result of eval" in said

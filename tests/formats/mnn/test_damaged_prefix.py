@@ -44,7 +44,12 @@ def prefix(tmp_path, monkeypatch):
 def test_verbs_damaged_prefix_is_refused(prefix, run, case):
     damage, message = DAMAGE[case]
     damage(prefix)
-    for verb in (("unpack", "-o", "x.npz"), ("encode", "-o", "b/"), ("measure",), ("compact", "--remove", 1)):
+    for verb in (
+        ("mnn unpack", "-o", "x.npz"),
+        ("encode", "-o", "b/"),
+        ("measure",),
+        ("mnn compact", "--remove", 1),
+    ):
         error = run(verb[0], prefix, *GEOMETRY, "--tokens", 50, *verb[1:], code=1).err
         assert message in error, verb
     assert os.listdir() == ["prefix"]
@@ -69,7 +74,7 @@ def test_inspect_missing_markers_exits_with_one(prefix, run):
 def test_verbs_force_reads_what_is_left(prefix, run):
     DAMAGE["both"][0](prefix)
     options = [*GEOMETRY, "--tokens", 50, "-o", "x.npz", "--force"]
-    unpacked = run("unpack", prefix, *options)
+    unpacked = run("mnn", "unpack", prefix, *options)
     assert "read although its layers differ in size" in unpacked.err
     assert (
         "LOSSY (read as specified, although its layers differ in size" in unpacked.out
@@ -78,13 +83,13 @@ def test_verbs_force_reads_what_is_left(prefix, run):
     encoded = run("encode", prefix, *options[:-2], "b/", "--force").out
     assert "LOSSY" in encoded and "LOSSLESS" not in encoded and "files were cut" in encoded
     DAMAGE["zero_k"][0](prefix)
-    assert "sys_1.k is empty" in run("unpack", prefix, *options, code=1).err
+    assert "sys_1.k is empty" in run("mnn", "unpack", prefix, *options, code=1).err
 
 
 def test_verbs_one_damaged_file_is_refused_by_its_own_name(prefix, run):
     os.truncate(prefix / "sys_1.k", 0)
-    assert "sys_1.k is empty" in run("unpack", prefix / "sys_1.k", *GEOMETRY, "-o", "x.npz", code=1).err
-    run("unpack", prefix / "sys_0.k", *GEOMETRY, "-o", "x.npz")
+    assert "sys_1.k is empty" in run("mnn", "unpack", prefix / "sys_1.k", *GEOMETRY, "-o", "x.npz", code=1).err
+    run("mnn", "unpack", prefix / "sys_0.k", *GEOMETRY, "-o", "x.npz")
 
 
 def test_unlike_sizes_layers_with_other_state_may_have_any(tmp_path):

@@ -51,10 +51,10 @@ def described(prefix: Path) -> list[object]:
 
 @pytest.mark.parametrize("capacity", [None, 50, 114, 300])
 def test_the_engine_loads_what_kvmnn_packed(model, prefix, tmp_path, capacity):
-    kvmnn("unpack", *described(prefix), "-o", tmp_path / "arrays.npz")
+    kvmnn("mnn", "unpack", *described(prefix), "-o", tmp_path / "arrays.npz")
     room = [] if capacity is None else ["--capacity", capacity]
     target = [*GEOMETRY, "--name", NAME, *room]
-    kvmnn("pack", tmp_path / "arrays.npz", *target, "-o", tmp_path / "packed")
+    kvmnn("mnn", "pack", tmp_path / "arrays.npz", *target, "-o", tmp_path / "packed")
     assert continuation(model, tmp_path / "packed", tmp_path / "scratch") == CONTINUATION
 
 
@@ -65,11 +65,11 @@ def test_the_engine_loads_what_went_through_frames(model, prefix, tmp_path):
 
 
 def test_a_damaged_value_plane_gives_other_tokens(model, prefix, tmp_path):
-    kvmnn("unpack", *described(prefix), "-o", tmp_path / "arrays.npz")
+    kvmnn("mnn", "unpack", *described(prefix), "-o", tmp_path / "arrays.npz")
     arrays = dict(np.load(tmp_path / "arrays.npz"))
     arrays["layer_0.value"][0] = -arrays["layer_0.value"][0]
     np.savez(tmp_path / "damaged.npz", **arrays)
-    kvmnn("pack", tmp_path / "damaged.npz", *GEOMETRY, "--name", NAME, "-o", tmp_path / "packed")
+    kvmnn("mnn", "pack", tmp_path / "damaged.npz", *GEOMETRY, "--name", NAME, "-o", tmp_path / "packed")
     found = continuation(model, tmp_path / "packed", tmp_path / "scratch")
     assert len(found) == 3
     assert found != CONTINUATION
@@ -139,7 +139,7 @@ def test_the_engine_goes_on_from_a_compacted_prefix_as_from_its_own(model, prefi
     assert len(expected) == 3
     assert expected != CONTINUATION
     behind = ["--reserve", f"{end - begin}:{50 - end}"] if end < 50 else []
-    kvmnn("compact", *described(prefix), "--remove", 50 - begin, *behind, "-o", tmp_path / "small")
+    kvmnn("mnn", "compact", *described(prefix), "--remove", 50 - begin, *behind, "-o", tmp_path / "small")
     with Engine(model, tmp_path / "again", tmp_path / "small") as engine:
         assert engine.call("prefix", NAME) == 1
         engine.call("generate", PREFIX_IDS[: 50 - end + begin], 0)

@@ -35,7 +35,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Pairs:
     """K and V of the layers of the engine's own prefix, ``[kv_head, token, head_dim]``."""
     folder = tmp_path_factory.mktemp("written")
     prefix = unpack_fixture("prefix", folder)
-    kvmnn("unpack", prefix, *GEOMETRY, "--tokens", TOKENS, "-o", folder / "arrays.npz")
+    kvmnn("mnn", "unpack", prefix, *GEOMETRY, "--tokens", TOKENS, "-o", folder / "arrays.npz")
     with np.load(folder / "arrays.npz") as arrays:
         return [(arrays[f"layer_{n}.key"], arrays[f"layer_{n}.value"]) for n in range(len(arrays.files) // 2)]
 
@@ -98,7 +98,7 @@ def test_the_engine_goes_on_from_it(
 ) -> None:
     """Packed, and by way of a store: the tokens are those behind the engine's own prefix."""
     cache = way(tmp_path, pairs)
-    kvmnn("pack", *cache, "--backend", "x86-avx2", "--name", NAME, "-o", tmp_path / "packed")
+    kvmnn("mnn", "pack", *cache, "--backend", "x86-avx2", "--name", NAME, "-o", tmp_path / "packed")
     assert continuation(model, tmp_path / "packed", tmp_path / "scratch") == CONTINUATION
     (tmp_path / "ids.json").write_text(json.dumps(PREFIX_IDS))
     said = ["--token-ids", tmp_path / "ids.json"]
@@ -110,7 +110,20 @@ def test_the_engine_goes_on_from_it(
 def test_a_wrong_order_of_k_would_show(model: Path, pairs: Pairs, tmp_path: Path) -> None:
     """What the test above rests on: K as llama.cpp has it gives other tokens."""
     session, *more = saved_by_llama_cpp(tmp_path, pairs)
-    kvmnn("pack", session, *more, "--undo", "none", "--backend", "x86-avx2", "--name", NAME, "-o", tmp_path / "packed")
+    kvmnn(
+        "mnn",
+        "pack",
+        session,
+        *more,
+        "--undo",
+        "none",
+        "--backend",
+        "x86-avx2",
+        "--name",
+        NAME,
+        "-o",
+        tmp_path / "packed",
+    )
     assert continuation(model, tmp_path / "packed", tmp_path / "scratch") != CONTINUATION
 
 
@@ -119,7 +132,7 @@ def test_an_evicted_session_is_rotated_with_the_theta_of_its_gguf(model: Path, p
     frequencies = plain_frequencies(10000.0, DIMS)
     later = [(rotate(keys, [26] * TOKENS, frequencies).astype(np.float32), values) for keys, values in pairs]
     session = saved_by_llama_cpp(tmp_path, later, erased=26)
-    pack = ["pack", *session, "--backend", "x86-avx2", "--name", NAME]
+    pack = ["mnn", "pack", *session, "--backend", "x86-avx2", "--name", NAME]
     kvmnn(*pack, "-o", tmp_path / "rotated", "--rerotate")
     info = kvmnn_open(str(tmp_path / "rotated")).cache
     assert info is not None and info.layers[0].text_positions == ((26, TOKENS),)

@@ -64,7 +64,7 @@ def _options(tokens: int = 50) -> ReadOptions:
 
 def compact(prefix: Path, which: str, output: Path, *options: object) -> int:
     reserve, kept = RESERVES[which]
-    kvmnn("compact", prefix, *GEOMETRY, "--tokens", 50, "--reserve", reserve, "-o", output, *options)
+    kvmnn("mnn", "compact", prefix, *GEOMETRY, "--tokens", 50, "--reserve", reserve, "-o", output, *options)
     return len(kept)
 
 
@@ -94,10 +94,10 @@ def test_rotated_gaps_continue_as_k_rotated_by_numpy(prefix, model, tmp_path, co
     rerotate = ("--rerotate", "--model", model)
     tokens = compact(prefix, "gaps", tmp_path / "plain", *(rerotate if how == "compact" else ()))
     if how == "repack":
-        kvmnn("repack", tmp_path / "plain", "--to", "x86-avx2", "-o", tmp_path / "rotated", *rerotate)
+        kvmnn("mnn", "repack", tmp_path / "plain", "--to", "x86-avx2", "-o", tmp_path / "rotated", *rerotate)
     elif how == "pack":
-        kvmnn("unpack", tmp_path / "plain", "-o", tmp_path / "a.npz")
-        kvmnn("pack", tmp_path / "a.npz", "-o", tmp_path / "rotated", *rerotate)
+        kvmnn("mnn", "unpack", tmp_path / "plain", "-o", tmp_path / "a.npz")
+        kvmnn("mnn", "pack", tmp_path / "a.npz", "-o", tmp_path / "rotated", *rerotate)
     source = open_any(str(tmp_path / "plain" if how == "compact" else tmp_path / "rotated"))
     before = open_any(str(prefix), _options())
     arrays = {}
@@ -108,7 +108,7 @@ def test_rotated_gaps_continue_as_k_rotated_by_numpy(prefix, model, tmp_path, co
         found = source[f"layer_{layer}.key"].to_numpy()
         np.testing.assert_allclose(found, arrays[f"layer_{layer}.key"], atol=1e-4)  # the graph has 6 digits of theta
     np.savez(tmp_path / "numpy.npz", **arrays)
-    kvmnn("pack", tmp_path / "numpy.npz", *GEOMETRY, "--name", NAME, "-o", tmp_path / "numpy")
+    kvmnn("mnn", "pack", tmp_path / "numpy.npz", *GEOMETRY, "--name", NAME, "-o", tmp_path / "numpy")
     assert continued("plain" if how == "compact" else "rotated", tokens) == continued("numpy", tokens)
 
 

@@ -54,7 +54,7 @@ def test_encode_hybrid_prefix_restores_every_file(run, case, told):
     assert "sha256 of the files that were encoded" in run("decode", "b", "-o", "r/").out
     assert read_files("r") == read_files("p")
     assert "every byte compared" in run("verify", "b", "--against", "p").out
-    run("unpack", "b", "-o", "x.npz")
+    run("mnn", "unpack", "b", "-o", "x.npz")
     with np.load("x.npz") as arrays:
         assert sorted(arrays) == [f"layer_{layer}.{part}" for layer in (3, 7) for part in ("key", "value")]
         np.testing.assert_array_equal(arrays["layer_7.value"], full[7][1])
@@ -65,15 +65,15 @@ def test_encode_hybrid_prefix_restores_every_file(run, case, told):
 
 def test_verbs_hybrid_prefix_say_what_is_left_out_or_refuse(run):
     hybrid_prefix.write_hybrid(Path("p"), QWEN)
-    for verb in (("unpack", "p", "-o", "x.npz"), ("measure", "p"), ("inspect", "p")):
+    for verb in (("mnn", "unpack", "p", "-o", "x.npz"), ("measure", "p"), ("inspect", "p")):
         assert f"incomplete: {LEFT_OUT}" in run(*verb).out
-        document = json.loads(run(*verb, "--json", *(["-f"] if verb[0] == "unpack" else [])).out)
+        document = json.loads(run(*verb, "--json", *(["-f"] if "unpack" in verb else [])).out)
         completeness = document.get("completeness") or document["inputs"][0]["completeness"]
         assert completeness["missing"] == [LEFT_OUT]
     refused = (
-        ("compact", "p", "--remove", 5, "-o", "c/"),
-        ("pack", "p", "--backend", "x86-sse", "-o", "c/"),
-        ("pack", "x.npz", "--backend", "x86-avx2", "--name", "q", "-o", "c/"),
+        ("mnn", "compact", "p", "--remove", 5, "-o", "c/"),
+        ("mnn", "pack", "p", "--backend", "x86-sse", "-o", "c/"),
+        ("mnn", "pack", "x.npz", "--backend", "x86-avx2", "--name", "q", "-o", "c/"),
     )
     for arguments in refused:
         assert LEFT_OUT in run(*arguments, code=1).err

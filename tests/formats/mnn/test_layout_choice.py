@@ -175,29 +175,29 @@ def test_verbs_wrong_backend_exit_with_one(prefix, run):
     said = ["--kv-heads", 3, "--head-dim", 64, "--tokens", 64, "--backend", "x86-avx512"]
     Path("ids.json").write_text(json.dumps(list(range(64))))
     verbs = (
-        ("unpack", "p", "-o", "x.npz"),
+        ("mnn", "unpack", "p", "-o", "x.npz"),
         ("encode", "p", "-o", "b/"),
         ("measure", "p"),
         ("store", "put", "s", "p", "--fingerprint", "m", "--token-ids", "ids.json"),
         ("diff", "p", "p"),
-        ("compact", "p", "--remove", 10, "-o", "c/"),
+        ("mnn", "compact", "p", "--remove", 10, "-o", "c/"),
     )
     for verb in verbs:
         error = run(*verb, *said, code=1).err
         assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error, verb
-    error = run("repack", "p", "--from", "x86-avx512", "--to", "arm64-fp16", "-o", "r/", *said[:6], code=1).err
+    error = run("mnn", "repack", "p", "--from", "x86-avx512", "--to", "arm64-fp16", "-o", "r/", *said[:6], code=1).err
     assert "the words speak for --kv-heads 3 --head-dim 64 --from x86-avx2" in error
     assert sorted(os.listdir()) == ["ids.json", "p"]
 
 
 def test_verbs_force_goes_on_and_says_so(prefix, run):
     said = ["--kv-heads", 3, "--head-dim", 64, "--tokens", 64, "--backend", "x86-avx512", "--force"]
-    for verb in (("measure", "p"), ("diff", "p", "p"), ("unpack", "p", "-o", "x.npz")):
+    for verb in (("measure", "p"), ("diff", "p", "p"), ("mnn", "unpack", "p", "-o", "x.npz")):
         assert "the words contradict what was specified" in run(*verb, *said).err
 
 
 def test_verbs_without_options_read_a_fresh_prefix(prefix, run):
-    said = run("unpack", "p", "-o", "x.npz", "--json")
+    said = run("mnn", "unpack", "p", "-o", "x.npz", "--json")
     assert "layout inferred from the words: 3 kv heads x 64 dims, fp32, lP 1, hP 4" in said.err
     notes = json.loads(said.out)["notes"]
     assert "64 tokens inferred" in " ".join(notes) and "layout inferred" in " ".join(notes)
@@ -207,18 +207,18 @@ def test_verbs_without_options_read_a_fresh_prefix(prefix, run):
 
 
 def test_verbs_wrong_backend_without_heads_says_what_the_words_are(prefix, run):
-    error = run("unpack", "p", "--backend", "x86-avx512", "-o", "x.npz", code=1).err
+    error = run("mnn", "unpack", "p", "--backend", "x86-avx512", "-o", "x.npz", code=1).err
     assert "the words speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error
     llm_kv.write_prefix(Path("q"), "x86-avx2", 50)
-    error = run("unpack", "q", "--backend", "x86-avx512", "-o", "x.npz", code=1).err
+    error = run("mnn", "unpack", "q", "--backend", "x86-avx512", "-o", "x.npz", code=1).err
     assert "they speak for --kv-heads 3 --head-dim 64 --backend x86-avx2" in error
 
 
 def test_error_of_several_choices_has_whole_commands(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     packed_samples.write_prefix(Path("p"), packed_samples.arrays(2, 2, 64, 8), capacity=64)
-    error = run("unpack", "p", "-o", "x.npz", "--kv-heads", 2, "--head-dim", 8, "--tokens", 64, code=2).err
-    line = "  kvmnn unpack p -o x.npz --kv-heads 2 --head-dim 8 --tokens 64 --backend x86-avx2"
+    error = run("mnn", "unpack", "p", "-o", "x.npz", "--kv-heads", 2, "--head-dim", 8, "--tokens", 64, code=2).err
+    line = "  kvmnn mnn unpack p -o x.npz --kv-heads 2 --head-dim 8 --tokens 64 --backend x86-avx2"
     assert line in error.splitlines()
     for each in error.splitlines():
         if each.startswith("  kvmnn "):

@@ -78,12 +78,12 @@ def test_verbs_mixed_heads_are_read_and_restored(run, backend, told):
     run("decode", "b", "-o", "r/")
     assert read_files("r") == read_files("p")
     assert "every byte compared" in run("verify", "b", "--against", "p").out
-    run("unpack", "r", "-o", "x.npz")  # by the document that lies alongside the files
+    run("mnn", "unpack", "r", "-o", "x.npz")  # by the document that lies alongside the files
     with np.load("x.npz") as arrays:
         for name, rows in expected.items():
             np.testing.assert_array_equal(arrays[name], rows)
-    run("compact", "r", "--remove", 20, "-o", "c/")
-    run("unpack", "c", "-o", "y.npz")
+    run("mnn", "compact", "r", "--remove", 20, "-o", "c/")
+    run("mnn", "unpack", "c", "-o", "y.npz")
     with np.load("y.npz") as arrays:
         np.testing.assert_array_equal(arrays["layer_2.key"], expected["layer_2.key"][:, :60])
     assert "would not load" not in run("inspect", "p", *options).out
@@ -93,9 +93,9 @@ def test_verbs_mixed_heads_are_read_and_restored(run, backend, told):
 def test_verbs_mixed_heads_refuse_what_is_of_all_layers(run):
     write_mixed("p")
     assert "are not those of all" in run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "-o", "b/", code=1).err
-    assert "heads differ by layer" in run("repack", "p", "--to", "x86-avx512", "-o", "q/", code=2).err
-    run("unpack", "p", "-o", "x.npz")
-    run("pack", "x.npz", "--backend", "x86-avx2", "--name", "q", "-o", "q/", code=1)
+    assert "heads differ by layer" in run("mnn", "repack", "p", "--to", "x86-avx512", "-o", "q/", code=2).err
+    run("mnn", "unpack", "p", "-o", "x.npz")
+    run("mnn", "pack", "x.npz", "--backend", "x86-avx2", "--name", "q", "-o", "q/", code=1)
     run("encode", "p", "-o", "b/")
     assert "heads differ by layer" in run("decode", "b", "--backend", "x86-avx512", "-o", "q/", code=2).err
     assert sorted(os.listdir()) == ["b", "p", "x.npz"]

@@ -64,12 +64,12 @@ def test_a_model_says_all_that_a_prefix_does_not(exported, tmp_path, run):
     assert "say kv_heads (--kv-heads) and head_dim (--head-dim)" in said
 
 
-@pytest.mark.parametrize("verb", ["encode", "unpack", "inspect", "pack", "measure"])
+@pytest.mark.parametrize("verb", ["encode", "mnn unpack", "inspect", "mnn pack", "measure"])
 def test_geometry_that_the_model_contradicts_is_refused(exported, tmp_path, run, verb):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 2, 20, 16), capacity=64)
-    target = {"encode": "f/", "unpack": "k.npz", "pack": "q/"}.get(verb)
+    target = {"encode": "f/", "mnn unpack": "k.npz", "mnn pack": "q/"}.get(verb)
     more = ("-o", tmp_path / target) if target else ()
-    arguments = (verb, sample.path, "--tokens", 20, "--backend", "x86-avx2", "--model", exported, *more)
+    arguments = (*verb.split(), sample.path, "--tokens", 20, "--backend", "x86-avx2", "--model", exported, *more)
     said = run(*arguments, "--kv-heads", 4, "--head-dim", 8, code=2).err
     assert f"kv heads: 4 for the cache, but the model in {exported} has 2" in said
     said = run(*arguments, "--head-dim", 8, code=2).err
@@ -80,8 +80,8 @@ def test_geometry_that_the_model_contradicts_is_refused(exported, tmp_path, run,
 
 def test_arrays_that_are_packed_for_another_model_are_refused(exported, tmp_path, run):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(2, 4, 20, 8), capacity=64)
-    run("unpack", sample.path, *sample.options, "--backend", "x86-avx2", "-o", tmp_path / "k.npz")
-    to_pack = ("pack", tmp_path / "k.npz", "--backend", "x86-avx2", "--name", "sys", "-o", tmp_path / "q/")
+    run("mnn", "unpack", sample.path, *sample.options, "--backend", "x86-avx2", "-o", tmp_path / "k.npz")
+    to_pack = ("mnn", "pack", tmp_path / "k.npz", "--backend", "x86-avx2", "--name", "sys", "-o", tmp_path / "q/")
     assert "kv heads: 4 for the cache, but the model" in run(*to_pack, "--model", exported, code=2).err
     assert not (tmp_path / "q").exists()
 
@@ -90,8 +90,8 @@ def test_every_layout_that_fits_is_listed(tmp_path, run):
     sample = packed_samples.write_prefix(tmp_path / "p", packed_samples.arrays(1, 2, 64, 8), capacity=64)
     said = run("encode", sample.path, *sample.options, "-o", tmp_path / "f/", code=2).err
     assert "say which (--backend" in said and "generic/x86-sse/x86-avx2/" in said and "x86-avx512/arm64-fp32" in said
-    run("unpack", sample.path, *sample.options, "--backend", "x86-avx2", "-o", tmp_path / "k/")
-    said = run("pack", tmp_path / "k", "--name", "sys", "-o", tmp_path / "q/", code=2).err
+    run("mnn", "unpack", sample.path, *sample.options, "--backend", "x86-avx2", "-o", tmp_path / "k/")
+    said = run("mnn", "pack", tmp_path / "k", "--name", "sys", "-o", tmp_path / "q/", code=2).err
     assert "generic/x86-sse/x86-avx2/arm32-fp32/arm32-bf16/riscv-rvv: lP 1, hP 4, fp32; x86-avx512" in said
 
 

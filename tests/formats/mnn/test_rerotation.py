@@ -70,7 +70,7 @@ def check(path: str, cache: Cache, tolerance: float = 2e-6) -> None:
 
 
 def test_compact_rerotates_k_to_the_first_positions(cache: Cache, run) -> None:
-    said = run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
+    said = run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
     check("c", cache)
     assert "K of 48 tokens in 3 layers rotated to the first positions, rounded to fp32:" in said.out
     assert f"{ROPE}, as given" in said.out and "warning" not in said.out
@@ -80,23 +80,23 @@ def test_compact_rerotates_k_to_the_first_positions(cache: Cache, run) -> None:
 
 
 def test_compact_without_rerotate_warns_with_the_line_of_code(cache: Cache, run) -> None:
-    said = run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c").out
+    said = run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c").out
     assert "  warning: K has positions up to 39, and after loading MNN continues at 20:" in said
     line = "const_cast<MNN::Transformer::LlmContext*>(llm->getContext())->all_seq_len = 40;"
     assert f"      {line}\n" in said
     assert all(len(each) <= 88 for each in said.splitlines()[3:])
-    document = json.loads(run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "-f", "--json").out)
+    document = json.loads(run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "-f", "--json").out)
     assert line in document["warnings"][0] and "rerotated" not in document
-    for verb in (("repack", "c", "--to", "x86-avx512", "-o", "r"), ("pack", "c", "-o", "q")):
+    for verb in (("mnn", "repack", "c", "--to", "x86-avx512", "-o", "r"), ("mnn", "pack", "c", "-o", "q")):
         assert line in run(*verb).out
 
 
 def test_compact_of_the_tail_notes_where_the_text_continues(cache: Cache, run) -> None:
     """The last tokens were evicted: the next one stands behind them all the same, also after `repack`."""
-    assert "all_seq_len = 40;" in run("compact", *cache.arguments, "--reserve", "0:4,12:6", "-o", "c").out
+    assert "all_seq_len = 40;" in run("mnn", "compact", *cache.arguments, "--reserve", "0:4,12:6", "-o", "c").out
     assert open_packed("c").info.next_position == 40
-    assert "all_seq_len = 40;" in run("repack", "c", "--to", "x86-avx512", "-o", "r").out
-    assert "warning" not in run("compact", *cache.arguments, "--reserve", "0:30", "-o", "head").out
+    assert "all_seq_len = 40;" in run("mnn", "repack", "c", "--to", "x86-avx512", "-o", "r").out
+    assert "warning" not in run("mnn", "compact", *cache.arguments, "--reserve", "0:30", "-o", "head").out
     assert open_packed("head").info.next_position is None
 
 
@@ -107,18 +107,18 @@ def test_compact_of_the_tail_notes_where_the_text_continues(cache: Cache, run) -
 def test_repack_and_pack_rerotate_every_dtype(tmp_path, monkeypatch, run, dtype, tolerance) -> None:
     monkeypatch.chdir(tmp_path)
     cache = Cache(tmp_path / "p", dtype)
-    run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c")
+    run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c")
     options = ("--rerotate", "--rope", ROPE)
-    run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "one", *options)
+    run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "one", *options)
     check("one", cache, tolerance)
     target = {"fp32": "x86-avx512", "fp16": "x86-avx2", "bf16": "x86-avx2"}[dtype]
-    said = run("repack", "c", "--to", target, "-o", "r", *options).out
+    said = run("mnn", "repack", "c", "--to", target, "-o", "r", *options).out
     check("r", cache, tolerance)
     assert "  LOSSY (K rotated" in said
-    run("unpack", "c", "-o", "a.npz")
-    run("pack", "a.npz", "-o", "two", *options)
+    run("mnn", "unpack", "c", "-o", "a.npz")
+    run("mnn", "pack", "a.npz", "-o", "two", *options)
     check("two", cache, tolerance)
-    document = json.loads(run("pack", "a.npz", "-o", "two", *options, "-f", "--json").out)
+    document = json.loads(run("mnn", "pack", "a.npz", "-o", "two", *options, "-f", "--json").out)
     assert document["label"] == "LOSSY" and document["rerotated"]["tokens"] == 48
     assert 0 < document["rerotated"]["largest_error"] <= tolerance
     assert 0 < document["rerotated"]["largest_relative_error"] < 0.01
@@ -129,22 +129,22 @@ def test_compact_rerotates_partial_dims_and_both_pairings(tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     cache = Cache(tmp_path / "p", dims=dims, interleaved=pairing == "interleaved")
     rope = f"theta=10000,dims={dims},pairing={pairing}"
-    run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", rope)
+    run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", rope)
     check("c", cache)
 
 
 def test_a_second_rerotation_changes_nothing(cache: Cache, run) -> None:
     options = ("--rerotate", "--rope", ROPE)
-    run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", *options)
+    run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", *options)
     first = keys_of("c")
-    said = run("repack", "c", "--to", "x86-avx2", "-o", "r", *options).out
+    said = run("mnn", "repack", "c", "--to", "x86-avx2", "-o", "r", *options).out
     assert "K was not rotated: the tokens are at the first positions already" in said and "LOSSLESS" in said
     run("encode", "c", "-o", "frames/")
     run("decode", "frames", "-o", "back/")
     for form in ("npz", "safetensors", "npy"):
         out = "arrays/" if form == "npy" else f"a.{form}"
-        run("unpack", "c", "-o", out)
-        packed = run("pack", out, "--backend", "x86-avx2", "--name", "sys", "-o", f"{form}_pack", *options)
+        run("mnn", "unpack", "c", "-o", out)
+        packed = run("mnn", "pack", out, "--backend", "x86-avx2", "--name", "sys", "-o", f"{form}_pack", *options)
         assert "LOSSLESS" in packed.out
         check(f"{form}_pack", cache)
     for path in ("r", "back"):
@@ -154,9 +154,9 @@ def test_a_second_rerotation_changes_nothing(cache: Cache, run) -> None:
 
 
 def test_a_cache_compacted_twice_is_rotated_from_where_its_k_is(cache: Cache, run) -> None:
-    run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
-    assert "all_seq_len = 20;" in run("compact", "c", "--reserve", "0:4,10:10", "-o", "d").out
-    run("compact", "c", "--reserve", "0:4,10:10", "-o", "e", "--rerotate", "--rope", ROPE)
+    run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
+    assert "all_seq_len = 20;" in run("mnn", "compact", "c", "--reserve", "0:4,10:10", "-o", "d").out
+    run("mnn", "compact", "c", "--reserve", "0:4,10:10", "-o", "e", "--rerotate", "--rope", ROPE)
     left = [*range(4), *range(30, 40)]
     for found, expected in zip(keys_of("e"), cache.at(range(14), left), strict=True):
         np.testing.assert_allclose(found, expected, atol=4e-6)
@@ -164,8 +164,8 @@ def test_a_cache_compacted_twice_is_rotated_from_where_its_k_is(cache: Cache, ru
 
 
 def test_a_rerotated_cache_is_no_prefix_of_its_text(cache: Cache, run) -> None:
-    run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
-    run("unpack", "c", "-o", "arrays/")
+    run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
+    run("mnn", "unpack", "c", "-o", "arrays/")
     ids = ",".join(map(str, range(20)))
     for path in ("c", "arrays"):
         said = run("store", "put", "S", path, "--token-ids", ids, "--fingerprint", "m", code=1).err
@@ -174,9 +174,9 @@ def test_a_rerotated_cache_is_no_prefix_of_its_text(cache: Cache, run) -> None:
 
 
 def test_a_whole_prefix_stays_as_it_is(cache: Cache, run) -> None:
-    said = run("compact", *cache.arguments, "--remove", 10, "-o", "c", "--rerotate").out
+    said = run("mnn", "compact", *cache.arguments, "--remove", 10, "-o", "c", "--rerotate").out
     assert "K was not rotated" in said and "LOSSY: 90 of 120" in said
-    assert "UNCHANGED" in run("compact", *cache.arguments, "--remove", 0, "-o", "d", "--rerotate").out
+    assert "UNCHANGED" in run("mnn", "compact", *cache.arguments, "--remove", 0, "-o", "d", "--rerotate").out
     for path in ("c", "d"):
         assert all(layer.text_positions is None for layer in open_packed(path).info.layers)
 
@@ -196,17 +196,17 @@ def test_store_get_has_the_first_positions_already(cache: Cache, run) -> None:
 def test_layers_of_different_lengths_are_warned_of_and_not_rotated(cache: Cache, run) -> None:
     plans = [{"layer": n, "remove": TOKENS, "pairs": [[0, 4], [30 - n, 10 + n]]} for n in range(LAYERS)]
     Path("plan.json").write_text(json.dumps(plans))
-    said = run("compact", *cache.arguments, "--plan", "plan.json", "-o", "c").out
+    said = run("mnn", "compact", *cache.arguments, "--plan", "plan.json", "-o", "c").out
     assert "warning: layers hold 14 to 16 tokens, and MNN reads the same number of rows" in said
     rerotate = ("--plan", "plan.json", "-o", "d", "--rerotate", "--rope", ROPE)
-    assert "layers hold 14 to 16 tokens" in run("compact", *cache.arguments, *rerotate, code=1).err
+    assert "layers hold 14 to 16 tokens" in run("mnn", "compact", *cache.arguments, *rerotate, code=1).err
     assert not Path("d").exists()
 
 
 def test_layers_with_different_tokens_are_rotated_each_by_its_own(cache: Cache, run) -> None:
     plans = [{"layer": n, "remove": TOKENS, "pairs": [[n, 4], [20 + n, 10]]} for n in range(LAYERS)]
     Path("plan.json").write_text(json.dumps(plans))
-    run("compact", *cache.arguments, "--plan", "plan.json", "-o", "c", "--rerotate", "--rope", ROPE)
+    run("mnn", "compact", *cache.arguments, "--plan", "plan.json", "-o", "c", "--rerotate", "--rope", ROPE)
     for n, found in enumerate(keys_of("c")):
         kept = [*range(n, n + 4), *range(20 + n, 30 + n)]
         np.testing.assert_allclose(found, cache.at(range(14), kept)[n], atol=2e-6)
@@ -220,17 +220,17 @@ def test_heads_with_different_tokens_are_refused(tmp_path, monkeypatch, run) -> 
         np.save(f"kv/{name}.npy", words)
     positions = {"layers": [{"layer": 0, "positions": [[0, 1, 8, 9], [0, 2, 8, 9]]}]}
     Path("kv/positions.json").write_text(json.dumps(positions))
-    pack = ("pack", "kv", "--backend", "x86-avx2", "--name", "sys", "-o", "q")
+    pack = ("mnn", "pack", "kv", "--backend", "x86-avx2", "--name", "sys", "-o", "q")
     assert "all_seq_len = 10;" in run(*pack).out
     said = run(*pack, "-f", "--rerotate", "--rope", ROPE, code=2).err
     assert "heads of layer 0 hold different tokens of the text: K cannot be rotated" in said
 
 
 def test_arrays_without_positions_are_refused(cache: Cache, run) -> None:
-    run("unpack", *cache.arguments, "-o", "a/")
+    run("mnn", "unpack", *cache.arguments, "-o", "a/")
     arrays = {path.stem: np.load(path) for path in Path("a").glob("*.npy")}
     np.savez("plain.npz", **arrays)
-    pack = ("pack", "plain.npz", "--backend", "x86-avx2", "--name", "sys", "-o", "q")
+    pack = ("mnn", "pack", "plain.npz", "--backend", "x86-avx2", "--name", "sys", "-o", "q")
     said = run(*pack, "--rerotate", "--rope", ROPE, code=2).err
     assert "nothing gives the positions of the tokens in the text" in said and "positions.json" in said
 
@@ -248,7 +248,7 @@ def test_arrays_without_positions_are_refused(cache: Cache, run) -> None:
     ],
 )
 def test_what_cannot_be_rotated_is_refused_and_nothing_is_written(cache: Cache, run, options, code, message) -> None:
-    said = run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", *options, code=code).err
+    said = run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", *options, code=code).err
     assert message in said and len(said.splitlines()) == 1
     assert not Path("c").exists()
 
@@ -268,18 +268,18 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def test_the_rotation_of_trained_k_is_found_by_trial(trained, run) -> None:
     reserve = ("--reserve", "0:4,150:250")
-    said = run("compact", *trained, *reserve, "-o", "c", "--rerotate").out
+    said = run("mnn", "compact", *trained, *reserve, "-o", "c", "--rerotate").out
     assert "theta=10000,dims=64, found by trial, clearly in 4 of 4 layers" in said
-    run("compact", *trained, *reserve, "-o", "d", "--rerotate", "--rope", "theta=10000,dims=64")
+    run("mnn", "compact", *trained, *reserve, "-o", "d", "--rerotate", "--rope", "theta=10000,dims=64")
     assert all(Path("c", name.name).read_bytes() == name.read_bytes() for name in Path("d").glob("*.k"))
-    run("compact", *trained, *reserve, "-o", "e")
-    again = run("repack", "e", "--to", "arm64-fp16", "-o", "f", "--rerotate").out
+    run("mnn", "compact", *trained, *reserve, "-o", "e")
+    again = run("mnn", "repack", "e", "--to", "arm64-fp16", "-o", "f", "--rerotate").out
     assert "theta=10000,dims=64, found by trial" in again
 
 
 def test_a_model_that_k_contradicts_is_refused(trained, run) -> None:
     Path("model").mkdir()
-    compact = ("compact", *trained, "--reserve", "0:4,150:250", "-o", "c", "--rerotate")
+    compact = ("mnn", "compact", *trained, "--reserve", "0:4,150:250", "-o", "c", "--rerotate")
     for fields in ({"rope_theta": 1e6}, {"rope_theta": 1e4, "model_type": "cohere"}):
         Path("model/config.json").write_text(json.dumps(fields))
         said = run(*compact, "--rope", "model", code=1).err
@@ -295,15 +295,15 @@ def test_eval_does_not_continue_from_rotated_k(cache: Cache, run) -> None:
     from kvmnn.errors import SourceError
     from kvmnn.lm.warm_start import read_stored_tokens
 
-    run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
-    run("unpack", "c", "-o", "arrays/")
+    run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c", "--rerotate", "--rope", ROPE)
+    run("mnn", "unpack", "c", "-o", "arrays/")
     for path in ("c", "arrays"):
         with pytest.raises(SourceError, match="its K was rotated to the first positions"):
             read_stored_tokens(open_any(path), [20] * LAYERS)
 
 
 def test_decode_of_an_evicted_prefix_warns(cache: Cache, run) -> None:
-    run("compact", *cache.arguments, "--reserve", RESERVE, "-o", "c")
+    run("mnn", "compact", *cache.arguments, "--reserve", RESERVE, "-o", "c")
     run("encode", "c", "-o", "frames/")
     assert "all_seq_len = 40;" in run("decode", "frames", "-o", "back/").out
     assert "warnings" in json.loads(run("decode", "frames", "-o", "again/", "--json").out)
@@ -321,10 +321,10 @@ def test_layers_of_different_rotations_are_found_each_by_itself(tmp_path, monkey
             key = rotate(rotate(key, -places, one), places, other).astype(np.float16)
         layers += [np.ascontiguousarray(key), np.ascontiguousarray(values[layer][:, :300])]
     sample = packed_samples.write_prefix(tmp_path / "p", layers, capacity=364, hP=16)
-    compact = ("compact", tmp_path / "p", *sample.options, "--backend", "arm64-fp16", "-o", "c", "--rerotate")
+    compact = ("mnn", "compact", tmp_path / "p", *sample.options, "--backend", "arm64-fp16", "-o", "c", "--rerotate")
     said = run(*compact, "--reserve", "0:4,100:200").out
     assert "theta=10000,dims=64 in 2 layers and theta=1000000,dims=64 in 2 layers, found by trial" in said
     few = [np.ascontiguousarray(words[:, :16]) for words in layers]
     sample = packed_samples.write_prefix(tmp_path / "few", few, capacity=80, hP=16)
-    compact = ("compact", tmp_path / "few", *sample.options, "--backend", "arm64-fp16", "-o", "d", "--rerotate")
+    compact = ("mnn", "compact", tmp_path / "few", *sample.options, "--backend", "arm64-fp16", "-o", "d", "--rerotate")
     assert "(16 tokens) does not show it: --rope theta=NUMBER" in run(*compact, "--reserve", "1:15", code=1).err

@@ -97,7 +97,7 @@ def test_encode_any_geometry_that_is_lossless_restores_the_files(prefix, run):
 
 
 def test_encode_compacted_prefix_keeps_stale_rows(prefix, run):
-    run("compact", prefix, *FRESH, "--remove", 40, "--reserve", "0:10,20:5", "-o", "small/")
+    run("mnn", "compact", prefix, *FRESH, "--remove", 40, "--reserve", "0:10,20:5", "-o", "small/")
     made = json.loads(run("encode", "small/", "-o", "b/", "--json").out)
     assert made["label"] == "LOSSLESS" and made["raw_bytes"] == 12_800
     room = made["packed_files"]
@@ -116,7 +116,7 @@ def test_encode_prefix_of_a_session_that_went_on_keeps_later_rows(tmp_path, monk
     assert "LOSSLESS (decoded and compared; 4 packed files rebuilt in memory, every byte)" in said.out
     run("decode", "b", "-o", "r/")
     assert read_files("r") == read_files("p")
-    run("unpack", "b", "-o", "x.npz")  # tokens alone
+    run("mnn", "unpack", "b", "-o", "x.npz")  # tokens alone
     with np.load("x.npz") as arrays:
         assert sorted(arrays) == ["layer_0.key", "layer_0.value", "layer_1.key", "layer_1.value"]
         np.testing.assert_array_equal(arrays["layer_1.value"], layers[3][:, :50])
@@ -128,7 +128,7 @@ def test_encode_prefix_of_a_session_that_went_on_keeps_later_rows(tmp_path, monk
     run("encode", "p", "--kv-heads", 3, "--head-dim", 64, "--tokens", 50, "--codec", "dense", "-o", "d/")
     run("decode", "d", "-o", "q/")
     assert read_files("q") == read_files("p")
-    run("transcode", "b", "--codec", "dense", "-o", "t/")
+    run("encode", "b", "--codec", "dense", "-o", "t/")
     run("decode", "t", "-o", "u/")
     assert read_files("u") == read_files("p")
 
@@ -154,7 +154,7 @@ def test_encode_files_of_memory_keep_what_lay_there(tmp_path, monkeypatch, run, 
 
 
 def test_verify_against_notices_a_byte_of_the_room(prefix, run):
-    run("compact", prefix, *FRESH, "--remove", 40, "-o", "small/")
+    run("mnn", "compact", prefix, *FRESH, "--remove", 40, "-o", "small/")
     run("encode", "small/", "-o", "b/")
     for name, place in (("sys_1.v", 8_000), ("sys_0.k", 14_847)):
         data = bytearray(Path("small", name).read_bytes())
@@ -202,7 +202,7 @@ def change_record(folder: Path, change) -> None:
     ],
 )
 def test_decode_record_that_does_not_fit_is_refused(prefix, run, change, message):
-    run("compact", prefix, *FRESH, "--remove", 40, "-o", "small/")
+    run("mnn", "compact", prefix, *FRESH, "--remove", 40, "-o", "small/")
     run("encode", "small/", "-o", "b/")
     change_record(Path("b"), change)
     assert message in run("decode", "b", "-o", "r/", code=1).err

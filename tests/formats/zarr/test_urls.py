@@ -195,7 +195,7 @@ def test_the_verbs(memory: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["encode", cache, "-o", URL]) == 1
     assert main(["encode", cache, "-o", URL, "-f"]) == 0
     capsys.readouterr()
-    for verb in (["encode"], ["unpack"], ["pack", "--backend", "arm64-fp16", "--name", "p"]):
+    for verb in (["encode"], ["mnn", "unpack"], ["mnn", "pack", "--backend", "arm64-fp16", "--name", "p"]):
         assert main([*verb, URL]) == 2
         assert "no output given: use -o" in capsys.readouterr().err
     for arguments in (

@@ -1,0 +1,387 @@
+"""``kvmnn mnn``: the engine's packed files, written, read and changed, and a cache run through its lossless runtime."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import TYPE_CHECKING, Any
+
+from ...packed.backends import BACKENDS
+from .. import console, dense_options, input_sources, model_options, packed_options, shared_options
+from ..console import UsageError
+
+if TYPE_CHECKING:
+    from ...formats.mnn import CompactionPlan
+    from ...packed.cache_info import CacheInfo
+
+
+_UNPACK_DESCRIPTION = """\
+Turn packed K and V into plain arrays [kv_head, token, head_dim], called layer_<n>.key and layer_<n>.value.
+
+IN is the directory of a prefix cache, of live cache files or of a packed KV dump, or one of their .k or .v files;
+anything else that kvmnn reads will do as well.
+
+  -o X.npz, X.safetensors  all arrays; .safetensors keeps what pack needs to
+                           restore the files
+  -o DIR/                  one .npy file for each array
+  -o X.npy, -o X           one array (--tensor layer_0.key chooses); -o X
+                           writes its raw words
+  --as dump -o DIR/        a KV dump as the engine writes it,
+                           [token, kv_head, head_dim]
+  --as packed-dump -o DIR/ its packed variant
+
+Live elements only: padding and room are left out. Of caches that the engine keeps in int8 (--int8) the codes times
+their scales plus biases come back as fp32, and what cannot be recovered is said."""
+
+
+def add_unpack_parser(subparsers: Any) -> None:
+    """Declare ``kvmnn mnn unpack``."""
+    parser = shared_options.add_command(
+        subparsers, "unpack", run_unpack, "packed files to plain arrays", _UNPACK_DESCRIPTION
+    )
+    parser.add_argument("input", metavar="IN", help="the directory of a cache, one of its files, arrays")
+    shared_options.add_output(parser, "file or directory (default: IN.safetensors, a dump: IN.dump/)")
+    shared_options.add_raw(parser)
+    shared_options.add_source(parser, "what the words are, where the pack numbers do not say")
+    parser.add_argument(
+        "--as",
+        dest="form",
+        choices=("arrays", "dump", "packed-dump"),
+        default="arrays",
+        help="what to write (default: arrays)",
+    )
+    parser.add_argument("--run-id", default="kvmnn", metavar="ID", help="of a dump (default: kvmnn)")
+    packed_options.add_packed_options(parser, with_undo=True)
+
+
+def run_unpack(arguments: argparse.Namespace) -> int:
+    """Carry ``kvmnn mnn unpack`` out."""
+    from ...formats.mnn import unpack
+
+    suffix = ".safetensors" if arguments.form == "arrays" else f".{arguments.form}/"
+    output = console.choose_output(arguments, arguments.input, suffix)
+    source = input_sources.load([arguments.input], arguments, with_frames=True)
+    input_sources.report_skipped(source, arguments)
+    if arguments.form == "arrays":
+        console.check_output_suffix(arguments, output, source.arrays)
+    else:
+        shared_options.refuse_given(arguments, ["raw"], "is about one array, and a dump is written")
+    with console.progress_bar(arguments, source.nbytes, "unpack") as step:
+        unpack_result = unpack(
+            source,
+            output,
+            form=arguments.form,
+            run_id=arguments.run_id,
+            force=arguments.force,
+            progress=step,
+        )
+    input_sources.report_notes(unpack_result.notes[len(source.notes) :], arguments)
+    console.show_result(arguments, "unpack", unpack_result)
+    return 0
+
+
+_PACK_DESCRIPTION = """\
+Pack plain arrays into a prefix cache that the engine loads: <name>_<layer>.k and .v, their markers, and
+<name>.kvmnn.json, from which kvmnn knows what the files hold.
+
+IN is anything that kvmnn reads: arrays called layer_<n>.key and layer_<n>.value, past_key_values.<n>.key and .value, or
+k and v with the layer as first of four axes; a KV dump; a bundle of frames. Shapes are [kv_head, token, head_dim]
+(--token-major: [token, kv_head, head_dim]).
+
+Layout: --backend, or --lp and --hp; what unpack or encode noted down is taken where nothing is said. Every file is read
+back and compared before it appears.
+
+Where tokens were evicted, MNN needs to be told the length of the text after loading (the result shows the line of C++),
+or K rotated to the first positions: --rerotate."""
+
+
+_PACK_USED_OPTIONS = (
+    "tokens",
+    "model",
+    "backend",
+    "kv_heads",
+    "head_dim",
+    "lp",
+    "hp",
+    "flash_block",
+    "token_ids",
+    "name",
+)
+"""Options about packed files that here are about those that are written."""
+
+
+def add_pack_parser(subparsers: Any) -> None:
+    """Declare ``kvmnn mnn pack``."""
+    parser = shared_options.add_command(
+        subparsers, "pack", run_pack, "plain arrays to a prefix cache", _PACK_DESCRIPTION
+    )
+    parser.add_argument("inputs", nargs="+", metavar="IN", help="arrays, a dump, a bundle")
+    packed_options.add_target_options(parser)
+    shared_options.add_source(parser, "what the words are (default: the arrays' own type; raw words need it)")
+    parser.add_argument("--token-major", action="store_true", help="the arrays are [token, kv_head, head_dim]")
+    parser.add_argument("--cast", action="store_true", help="convert to the backend's dtype; LOSSY if it is narrower")
+    dense_options.add_rerotate_options(parser)
+    packed_options.add_packed_options(parser, with_undo=True)
+
+
+def run_pack(arguments: argparse.Namespace) -> int:
+    """Carry ``kvmnn mnn pack`` out."""
+    from ...formats.mnn import pack
+
+    dense_options.check_rerotate_options(arguments)
+    if arguments.output is None and len(arguments.inputs) > 1:
+        raise UsageError("no output given for several inputs: use -o DIR/")
+    output = console.choose_output(arguments, arguments.inputs[0], ".packed/")
+    source = input_sources.load(
+        arguments.inputs, arguments, with_frames=True, as_numbers=arguments.cast, used_options=_PACK_USED_OPTIONS
+    )
+    input_sources.report_skipped(source, arguments)
+    is_gguf = packed_options.is_gguf(arguments.model)
+    with console.progress_bar(arguments, source.nbytes, "pack") as step:
+        pack_result = pack(
+            source,
+            output,
+            packed_options.build_geometry(arguments),
+            name=arguments.name,
+            capacity=arguments.capacity,
+            expected_tokens=arguments.tokens,
+            token_ids=packed_options.hash_token_ids(arguments),
+            model=None if is_gguf else arguments.model,
+            token_major=arguments.token_major,
+            cast=arguments.cast,
+            rerotate=arguments.rerotate,
+            rope=arguments.model if is_gguf and arguments.rope is None else arguments.rope,
+            force=arguments.force,
+            progress=step,
+        )
+    input_sources.report_notes(pack_result.notes[len(source.notes) :], arguments)
+    console.show_result(arguments, "pack", pack_result)
+    return 0
+
+
+_REPACK_DESCRIPTION = """Write a prefix cache in the layout of another backend, e.g. one computed on a PC for a phone:
+
+  kvmnn mnn repack sys/ -o phone/ --from x86-avx2 --to arm64-fp16 \\
+      --kv-heads 2 --head-dim 64 --tokens 50
+
+Where the backends' dtypes differ, words are converted, to nearest even: fp32 to fp16 is LOSSY and the line about it
+says how many words changed; fp16 to fp32 is LOSSLESS."""
+
+
+def add_repack_parser(subparsers: Any) -> None:
+    """Declare ``kvmnn mnn repack``."""
+    parser = shared_options.add_command(
+        subparsers, "repack", run_repack, "a packed cache for another backend", _REPACK_DESCRIPTION
+    )
+    parser.add_argument("input", metavar="IN", help="the directory of a prefix cache, or one of its files")
+    packed_options.add_target_options(parser)
+    shared_options.add_source(parser, "what the words are, where the pack numbers do not say", axes=False)
+    packed_options.add_packed_options(parser, backend="--from")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=tuple(BACKENDS),
+        metavar="NAME",
+        help="backend whose layout is wanted; the flash block stays",
+    )
+    dense_options.add_rerotate_options(parser)
+
+
+def run_repack(arguments: argparse.Namespace) -> int:
+    """Carry ``kvmnn mnn repack`` out."""
+    from ...formats.mnn import repack
+
+    dense_options.check_rerotate_options(arguments)
+    output = console.choose_output(arguments, arguments.input, f".{arguments.to}/")
+    source = input_sources.load([arguments.input], arguments, with_frames=True, used_options=("name",))
+    input_sources.report_skipped(source, arguments)
+    with console.progress_bar(arguments, source.nbytes, "repack") as step:
+        pack_result = repack(
+            source,
+            output,
+            arguments.to,
+            name=arguments.name,
+            capacity=arguments.capacity,
+            model=arguments.model,
+            rerotate=arguments.rerotate,
+            rope=arguments.rope,
+            force=arguments.force,
+            progress=step,
+        )
+    input_sources.report_notes(pack_result.notes[len(source.notes) :], arguments)
+    console.show_result(arguments, "repack", pack_result)
+    return 0
+
+
+_COMPACT_DESCRIPTION = """\
+Compact the packed files of a prefix cache or of a live one: of the last --remove tokens only the --reserve
+pairs stay, begin:size, begin counted from the start of that window. The files keep their size, and what lies behind the
+live tokens stays as it was, as in the engine.
+
+  kvmnn mnn compact sys/ -o small/ --remove 160 --reserve 0:64,128:32 \\
+      --tokens 160 --model MODEL/
+
+LOSSY: the tokens that go are gone. The true position of every kept token stands in <name>.kvmnn.json.
+
+K keeps its rotary positions, and MNN counts from 0 after loading: it needs to be told the length of the text (the
+result shows the line of C++), or K rotated to the first positions: --rerotate."""
+
+
+def add_compact_parser(subparsers: Any) -> None:
+    """Declare ``kvmnn mnn compact``."""
+    parser = shared_options.add_command(
+        subparsers, "compact", run_compact, "drop tokens from packed files as the engine does", _COMPACT_DESCRIPTION
+    )
+    parser.add_argument("input", metavar="IN", help="the directory of a prefix cache or of live files")
+    shared_options.add_output(parser, "directory to write the files to (default: IN.compact/)")
+    shared_options.add_dtype(parser, "what the words are, where the pack numbers do not say")
+    parser.add_argument(
+        "--remove", type=_parse_signed, metavar="N", help="tokens in the window at the end (default: all)"
+    )
+    parser.add_argument(
+        "--reserve", type=_parse_pairs, default=(), metavar="BEGIN:SIZE,...", help="what stays of the window"
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="FILE",
+        help='one plan for each layer instead: a JSON list of {"layer": 0, "remove": N, "pairs": [[begin, size], ...]} '
+        "(kvmnn plan); positions.json of dump-kv --policy, or its folder; or the --json of eval --plot",
+    )
+    parser.add_argument("--plan-label", metavar="LABEL", help="of an evaluation of several policies, which")
+    dense_options.add_rerotate_options(parser)
+    parser.add_argument("--dialect", choices=("fork", "upstream"), default="fork", help="whose rules (default: fork)")
+    packed_options.add_packed_options(parser)
+
+
+def run_compact(arguments: argparse.Namespace) -> int:
+    """Carry ``kvmnn mnn compact`` out."""
+    from ...formats.mnn import compact, open_packed
+
+    dense_options.check_rerotate_options(arguments)
+    output = console.choose_output(arguments, arguments.input, ".compact/")
+    cache_reader = open_packed(arguments.input, packed_options.build_packed_options(arguments))
+    input_sources.report_notes(cache_reader.notes, arguments)
+    plans = _read_plans_or_options(arguments, cache_reader.info)
+    with console.progress_bar(arguments, cache_reader.info.file_bytes, "compact") as step:
+        compact_result = compact(
+            cache_reader,
+            plans,
+            output,
+            name=arguments.name,
+            dialect=arguments.dialect,
+            rerotate=arguments.rerotate,
+            rope=arguments.rope,
+            model=arguments.model,
+            force=arguments.force,
+            progress=step,
+        )
+    input_sources.report_notes(compact_result.notes[len(cache_reader.notes) :], arguments)
+    console.show_result(arguments, "compact", compact_result)
+    return 0
+
+
+def _read_plans_or_options(arguments: argparse.Namespace, info: CacheInfo) -> list[CompactionPlan]:
+    from ...formats.mnn import CompactionPlan, read_compaction_plans
+
+    if arguments.plan is None:
+        shared_options.refuse_given(arguments, ["plan_label"], "needs --plan")
+        return [CompactionPlan(arguments.remove, arguments.reserve)]
+    if arguments.remove is not None or arguments.reserve:
+        raise UsageError("--plan stands for --remove and --reserve: say one or the other")
+    return read_compaction_plans(arguments.plan, info, label=arguments.plan_label)
+
+
+def _parse_signed(text: str) -> int:
+    if not re.fullmatch(r"-?\d{1,19}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(text)
+
+
+def _parse_pairs(text: str) -> tuple[tuple[int, int], ...]:
+    pairs = []
+    for pair in text.split(","):
+        numbers = re.fullmatch(r"(-?\d{1,19}):(-?\d{1,19})", pair)
+        if not numbers:
+            raise argparse.ArgumentTypeError(f"{pair!r} is not a pair begin:size of whole numbers")
+        pairs.append((int(numbers[1]), int(numbers[2])))
+    return tuple(pairs)
+
+
+_REPLAY_DESCRIPTION = """\
+Run K and V that were computed once through the lossless runtime, the first tokens as a prompt and the others
+one by one: what would be compressed, when, and what it would take. What attention would read is compared with the
+cache, by default at the ends; LOSSLESS needs --compare all. A difference is exit code 1; so is a configuration with
+which nothing is compressed and nothing evicted.
+
+  kvmnn mnn replay dump/ --config config.json --prompt 512
+
+CACHE is anything that kvmnn reads as K and V of layers. --config is the engine's own JSON file (its kv_lossless_ and
+kv_h2o_ keys; docs/runtime.md). Evictions need --scores: attention probabilities, [layer, head, query, key] or an array
+[head, query, key] for each layer."""
+
+
+def add_replay_parser(subparsers: Any) -> None:
+    """Declare ``kvmnn mnn replay``."""
+    parser = shared_options.add_command(
+        subparsers, "replay", run_replay, "a cache run through the lossless runtime", _REPLAY_DESCRIPTION
+    )
+    parser.add_argument("inputs", nargs="+", metavar="CACHE", help="K and V of layers")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the engine's JSON configuration")
+    parser.add_argument(
+        "--prompt", type=shared_options.parse_positive, metavar="N", help="tokens of the prompt (default: half)"
+    )
+    parser.add_argument(
+        "--behaviour",
+        choices=("sound", "engine"),
+        default="sound",
+        help="engine: with the MNN fork's defects (default: sound)",
+    )
+    parser.add_argument("--scores", metavar="FILE", help="attention probabilities, for evictions")
+    parser.add_argument(
+        "--compare",
+        choices=("ends", "all"),
+        default="ends",
+        help="which calls to compare: ends, those of the first two steps and the last, or all (default: ends)",
+    )
+    parser.add_argument("--plot", metavar="DIR", help="draw memory, ratio, queue, latency into DIR (matplotlib)")
+    shared_options.add_force(parser)
+    shared_options.add_source(parser, "what the words are, where the input does not say")
+    parser.add_argument("--token-major", action="store_true", help="arrays are [token, kv_head, head_dim]")
+    packed_options.add_packed_options(parser)
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Carry ``kvmnn mnn replay`` out."""
+    from ..._util.text import pluralize
+    from ...formats import registry
+    from ...runtime import read_attention, read_trace, replay_plots, replay_trace
+
+    if arguments.plot:
+        replay_plots.check_can_write(arguments.plot, arguments.force)
+    config = model_options.read_runtime_config(arguments.config)
+    source = input_sources.load(arguments.inputs, arguments, with_frames=True)
+    input_sources.report_skipped(source, arguments)
+    source.token_major |= arguments.token_major
+    trace = read_trace(source)
+    attention = None
+    if arguments.scores:
+        if not config.h2o.enable:
+            console.print_note(
+                arguments, f"{arguments.scores} plans no eviction: {arguments.config} has no kv_h2o_enable"
+            )
+        attention = read_attention(registry.open(arguments.scores), len(trace.layers), trace.tokens)
+    with console.progress_bar(arguments, trace.tokens, "replaying", unit="token") as progress:
+        result = replay_trace(
+            trace,
+            config,
+            prompt=arguments.prompt,
+            behaviour=arguments.behaviour,
+            attention=attention,
+            compare=arguments.compare,
+            progress=progress,
+        )
+    written_paths = result.plot(arguments.plot, overwrite=arguments.force) if arguments.plot else []
+    console.show_result(arguments, "replay", result)
+    if written_paths:
+        console.print_line(arguments, f"{pluralize(len(written_paths), 'plot file')} in {arguments.plot}")
+    return 0 if result.has_passed else 1
